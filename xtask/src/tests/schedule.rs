@@ -1,4 +1,4 @@
-//! Runs jobs side by side: two lanes for test programs, one for the virtual machine.
+//! Runs jobs side by side, in two lanes.
 //!
 //! The rule it keeps: what a job prints comes as one block when the job has ended, so that programs
 //! that run together can be told apart. A job that measures time runs when no other does.
@@ -35,8 +35,6 @@ pub(crate) struct Job<'a> {
 pub(crate) enum Place {
     /// One of the [`LANES`], in the order of the list.
     Shared,
-    /// A lane of its own from the beginning on.
-    Beside,
     /// No other job runs meanwhile.
     Alone,
 }
@@ -59,9 +57,6 @@ pub(crate) fn run(jobs: &[Job]) -> Result<Tally> {
             .pop_front()
     };
     thread::scope(|scope| {
-        for job in of(Place::Beside) {
-            scope.spawn(|| progress.run(job));
-        }
         for _ in 0..LANES {
             scope.spawn(|| {
                 while let Some(job) = next() {
