@@ -94,7 +94,7 @@ impl Rules {
         })
     }
 
-    /// What is wrong with a package of cargo's metadata.
+    /// Returns a line for each rule that a package of cargo's metadata breaks.
     fn check(&self, package: &Value) -> Vec<String> {
         let name = package["name"].as_str().unwrap_or_default();
         let mut findings = Vec::new();
