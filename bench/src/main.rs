@@ -32,11 +32,16 @@ use farpage_bench_judge::{
 use farpage_bench_kit::{cpus, options::Common, report::Report, server};
 use farpage_fabric_measure::{regmem, ring, verbs};
 use farpage_store_measure::pages;
+use farpage_wire::check_environment;
 
 use crate::cli::{Cli, Command};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let Err(error) = check_environment() {
+        eprintln!("error: {error}");
+        return ExitCode::from(2);
+    }
     if cli.command.common().is_some_and(|common| common.one_cpu)
         && let Err(error) = cpus::stay_here()
     {

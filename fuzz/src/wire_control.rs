@@ -2,8 +2,8 @@
 //! encoded again.
 
 use farpage_wire::{
-    Challenge, ExtentId, NamedRegion, PublicKey, Refusal, Request, Response, Secret, ServerStat,
-    SessionId, Signature,
+    Challenge, ExtentId, Limit, NamedRegion, PublicKey, Refusal, Request, Response, Secret,
+    ServerStat, SessionId, Signature,
     control::{
         self, HELLO_BYTES, Hello, Lease, MAX_FRAME_BYTES, PREFIX_BYTES, Purpose, VersionRead,
         Versions,
@@ -85,6 +85,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
             stored_bytes: 300,
         },
         Request::Goodbye,
+        Request::Leaving,
         Request::Publish {
             name: "squares".to_owned(),
             manifest: vec![1, 2, 3],
@@ -151,6 +152,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         Response::Refused(Refusal::Full {
             asked: 1 << 40,
             available: 4096,
+            limit: Limit::Capacity(1 << 40),
         }),
         Response::Refused(Refusal::Invalid("why".to_owned())),
     ];

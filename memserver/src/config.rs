@@ -15,13 +15,15 @@ use std::{
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use farpage_fabric::{Allowance, host::Origin, server::SocketAccess};
-use farpage_wire::{Endpoint, PublicKey};
+use farpage_wire::{Endpoint, PublicKey, UnknownVariable};
 use serde::{Deserialize, Deserializer, de};
 
 use crate::{
     TiersError,
     server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE, check_tiers},
 };
+
+farpage_wire::debug_as_display!(ConfigError);
 
 /// Lends this machine's memory to farpage clients.
 #[derive(Debug, Parser)]
@@ -53,7 +55,7 @@ a flag beats the variable, the variable beats the file. The file's keys are the 
     log-level = \"info\"
 
 SIGTERM and SIGINT drain: no new clients, those that are there get the grace to finish, then the server exits with 0.
-A second signal exits at once.
+A second signal exits at once. SIGHUP is logged and ignored: a terminal that closes does not take everybody's memory along.
 
 Whoever can connect can borrow memory: a tcp or rdma endpoint has no access control of its own and belongs on a trusted network. Named regions belong
 to the key of the client that published them: nobody else can open, replace, list or remove them, except that an operator can list and remove all.";
@@ -296,18 +298,24 @@ impl FromStr for ShareWeight {
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct File {
-    listen: Option<Vec<String>>,
+    #[serde(default, deserialize_with = "list")]
+    listen: Vec<String>,
     #[serde(default, deserialize_with = "size")]
     capacity: Option<ByteSize>,
     #[serde(default, deserialize_with = "size")]
     memory: Option<ByteSize>,
     spill: Option<PathBuf>,
-    share: Option<Vec<String>>,
+    #[serde(default, deserialize_with = "list")]
+    share: Vec<String>,
     socket_access: Option<Access>,
-    lease: Option<String>,
-    reconnect_grace: Option<String>,
-    grace: Option<String>,
-    operator_key: Option<Vec<String>>,
+    #[serde(default, deserialize_with = "time")]
+    lease: Option<Duration>,
+    #[serde(default, deserialize_with = "time")]
+    reconnect_grace: Option<Duration>,
+    #[serde(default, deserialize_with = "time")]
+    grace: Option<Duration>,
+    #[serde(default, deserialize_with = "list")]
+    operator_key: Vec<String>,
     #[serde(default, deserialize_with = "size")]
     capacity_per_address: Option<ByteSize>,
     extents_per_address: Option<usize>,
@@ -334,6 +342,43 @@ fn size<'de, D: Deserializer<'de>>(value: D) -> Result<Option<ByteSize>, D::Erro
             .map(Some)
             .map_err(de::Error::custom),
     }
+}
+
+/// Reads a time of the file: text with a unit, or a number of seconds.
+fn time<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Duration>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(
+        untagged,
+        expecting = "a time is text like \"60s\", or a number of seconds"
+    )]
+    enum Written {
+        Seconds(f64),
+        Text(String),
+    }
+    let text = match Written::deserialize(value)? {
+        Written::Seconds(seconds) => seconds.to_string(),
+        Written::Text(text) => text,
+    };
+    farpage_wire::parse_time(&text)
+        .map(Some)
+        .map_err(de::Error::custom)
+}
+
+/// Reads several values of the file: a list, or text that separates them by commas, as a flag does.
+fn list<'de, D: Deserializer<'de>>(value: D) -> Result<Vec<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(
+        untagged,
+        expecting = "several values are a list of texts, or one text with commas"
+    )]
+    enum Written {
+        List(Vec<String>),
+        Text(String),
+    }
+    Ok(match Written::deserialize(value)? {
+        Written::List(values) => values,
+        Written::Text(text) => text.split(',').map(str::to_owned).collect(),
+    })
 }
 
 /// Everything that `serve` needs, settled.
@@ -376,7 +421,7 @@ pub struct Config {
 }
 
 /// Why there is no configuration.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
     /// The file is not there or not readable.
@@ -415,6 +460,9 @@ pub enum ConfigError {
         /// What is wrong.
         reason: String,
     },
+    /// A variable of the environment that nobody reads.
+    #[error(transparent)]
+    Variable(#[from] UnknownVariable),
     /// Settings of a server that lends more than its memory, which do not fit together.
     #[error(transparent)]
     Tiers(#[from] TiersError),
@@ -435,7 +483,7 @@ impl Config {
         };
         let listen = match (flags.listen.is_empty(), file.listen) {
             (false, _) => flags.listen.clone(),
-            (true, Some(urls)) if !urls.is_empty() => urls
+            (true, urls) if !urls.is_empty() => urls
                 .iter()
                 .map(|url| {
                     url.parse()
@@ -445,46 +493,35 @@ impl Config {
             _ => vec![default_endpoint().ok_or(ConfigError::NowhereToListen)?],
         };
         let capacity = flags.capacity.or(file.capacity);
-        let duration =
-            |flag: Option<Duration>, key: &str, text: Option<String>, default| match (flag, text) {
-                (Some(duration), _) => Ok(duration),
-                (None, Some(text)) => farpage_wire::parse_time(&text)
-                    .map_err(|error| File::wrong(flags, format!("{key}: {error}"))),
-                (None, None) => Ok(default),
-            };
         let config = Self {
             listen,
             capacity_bytes: capacity.map_or_else(|| available_bytes() / 2, |size| size.as_u64()),
             capacity_is_default: capacity.is_none(),
             memory_bytes: flags.memory.or(file.memory).map(|size| size.as_u64()),
             spill: flags.spill.clone().or(file.spill),
-            shares: match (flags.share.is_empty(), file.share) {
-                (true, Some(shares)) => shares
-                    .iter()
+            shares: match flags.share.is_empty() {
+                true => (file.share.iter())
                     .map(|share| {
                         share
                             .parse()
                             .map_err(|error| File::wrong(flags, format!("share: {error}")))
                     })
                     .collect::<Result<_, _>>()?,
-                _ => flags.share.clone(),
+                false => flags.share.clone(),
             },
             access: flags
                 .socket_access
                 .or(file.socket_access)
                 .unwrap_or_default()
                 .into(),
-            lease: duration(flags.lease, "lease", file.lease, DEFAULT_LEASE)?,
-            reconnect_grace: duration(
-                flags.reconnect_grace,
-                "reconnect-grace",
-                file.reconnect_grace,
-                DEFAULT_RECONNECT_GRACE,
-            )?,
-            grace: duration(flags.grace, "grace", file.grace, DEFAULT_GRACE)?,
+            lease: flags.lease.or(file.lease).unwrap_or(DEFAULT_LEASE),
+            reconnect_grace: (flags.reconnect_grace)
+                .or(file.reconnect_grace)
+                .unwrap_or(DEFAULT_RECONNECT_GRACE),
+            grace: flags.grace.or(file.grace).unwrap_or(DEFAULT_GRACE),
             operators: match flags.operator_key.is_empty() {
                 false => operators(&flags.operator_key)?,
-                true => operators(&file.operator_key.unwrap_or_default())?,
+                true => operators(&file.operator_key)?,
             },
             capacity_per_address: (flags.capacity_per_address)
                 .or(file.capacity_per_address)
@@ -504,19 +541,19 @@ impl Config {
     }
 
     fn check(self) -> Result<Self, ConfigError> {
-        if self.capacity_bytes == 0 {
-            return Err(ConfigError::Value {
-                setting: "capacity",
-                value: "0".to_owned(),
-                reason: "there would be nothing to lend; give it a size such as 8GiB",
-            });
+        for (setting, bytes) in [
+            ("capacity", Some(self.capacity_bytes)),
+            ("capacity-per-address", self.capacity_per_address),
+        ] {
+            if let Some(bytes) = bytes.filter(|bytes| *bytes < LEAST_CAPACITY_BYTES) {
+                return Err(ConfigError::Value {
+                    setting,
+                    value: format!("{bytes} bytes"),
+                    reason: "no client could be lent an array; give it 1MiB or more, such as 8GiB (a plain number is bytes)",
+                });
+            }
         }
         let limits = [
-            (
-                "capacity-per-address",
-                self.capacity_per_address == Some(0),
-                "no client could be lent anything; give it a size such as 8GiB, or leave it out",
-            ),
             (
                 "extents-per-address",
                 self.extents_per_address == Some(0),
@@ -563,6 +600,10 @@ impl Config {
         Ok(self)
     }
 }
+
+/// Smallest capacity: less is a size whose unit was left out. An array takes 64 KiB at least, and
+/// most take 16 MiB.
+const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
 
 /// Clients renew a few times per lease from a thread that competes for a core: below this,
 /// scheduling delays alone end sessions.
@@ -629,167 +670,4 @@ pub fn available_bytes() -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn settle(arguments: &[&str], file: Option<&str>) -> Result<Config, ConfigError> {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("memserver.toml");
-        let mut command_line = vec!["farpage-memserver", "serve"];
-        command_line.extend(arguments);
-        if let Some(text) = file {
-            fs::write(&path, text).unwrap();
-            command_line.extend(["--config", path.to_str().unwrap()]);
-        }
-        let cli = Cli::try_parse_from(command_line).unwrap();
-        let Command::Serve(flags) = &cli.command else {
-            panic!("not serve")
-        };
-        Config::settle(flags, &cli.log)
-    }
-
-    #[test]
-    fn a_flag_beats_the_file_and_the_file_beats_the_default() {
-        let file =
-            "listen = ['tcp://127.0.0.1:1']\ncapacity = '3GiB'\nlease = '7s'\nlog = 'json'\n";
-        let config = settle(&["--capacity", "2GiB"], Some(file)).unwrap();
-        assert_eq!(config.capacity_bytes, 2 << 30);
-        assert_eq!(config.lease, Duration::from_secs(7));
-        assert_eq!(config.grace, DEFAULT_GRACE);
-        assert_eq!(config.log, LogFormat::Json);
-        assert_eq!(config.listen[0].to_string(), "tcp://127.0.0.1:1");
-        let config = settle(
-            &[
-                "--listen",
-                "tcp://127.0.0.1:2,shm:///tmp/x",
-                "--log",
-                "human",
-            ],
-            Some(file),
-        )
-        .unwrap();
-        assert_eq!(config.listen.len(), 2);
-        assert_eq!(config.log, LogFormat::Human);
-    }
-
-    #[test]
-    fn a_size_or_a_time_that_is_none_is_repeated_beside_an_example() {
-        for (key, example) in [
-            ("capacity", "`64KiB`"),
-            ("capacity-per-address", "`64KiB`"),
-            ("memory", "`64KiB`"),
-            ("lease", "`5s`"),
-            ("reconnect-grace", "`5s`"),
-            ("grace", "`5s`"),
-        ] {
-            let flag = format!("--{key}=nonsense");
-            let flag = Cli::try_parse_from(["farpage-memserver", "serve", &flag]).unwrap_err();
-            let file = settle(&[], Some(&format!("{key} = 'nonsense'"))).unwrap_err();
-            for error in [flag.to_string(), file.to_string()] {
-                assert!(
-                    error.contains("`nonsense` is no") && error.contains(example),
-                    "{error}"
-                );
-                assert!(error.contains(key), "{error}");
-            }
-        }
-        let file = "capacity = 4096\ncapacity-per-address = '2 KiB'\nreconnect-grace = '2'\n";
-        let config = settle(&[], Some(file)).unwrap();
-        assert_eq!(
-            (config.capacity_bytes, config.capacity_per_address),
-            (4096, Some(2048))
-        );
-        assert_eq!(config.reconnect_grace, Duration::from_secs(2));
-        let error = settle(&[], Some("capacity = true")).unwrap_err();
-        assert!(error.to_string().contains("8GiB"), "{error}");
-    }
-
-    #[test]
-    fn a_key_that_nobody_knows_is_an_error_that_names_it() {
-        let error = settle(&[], Some("capasity = '3GiB'"))
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("capasity") && error.contains("memserver.toml"),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn values_that_cannot_work_are_refused() {
-        for (arguments, file) in [
-            (vec!["--capacity", "0"], None),
-            (vec!["--lease", "1ms"], None),
-            (vec![], Some("lease = 'soon'")),
-            (vec![], Some("listen = ['carrier-pigeon://x']")),
-        ] {
-            assert!(settle(&arguments, file).is_err(), "{arguments:?} {file:?}");
-        }
-        assert!(Cli::try_parse_from(["farpage-memserver", "serve", "--capacity", "many"]).is_err());
-    }
-
-    #[test]
-    fn a_limit_that_lets_nobody_in_is_refused_and_says_what_to_give() {
-        for limit in [
-            "capacity-per-address",
-            "extents-per-address",
-            "connections-per-address",
-            "connections-per-client",
-        ] {
-            let flag = settle(&[&format!("--{limit}=0")], None);
-            let file = settle(&[], Some(&format!("{limit} = 0")));
-            for refused in [flag, file] {
-                let error = refused.expect_err(limit).to_string();
-                let advice = format!("{limit} is 0: no client could");
-                assert!(error.contains(&advice), "{error}");
-            }
-            let one = format!("--{limit}=1");
-            assert!(settle(&[&one], None).is_ok(), "{limit}");
-        }
-    }
-
-    #[test]
-    fn shares_have_a_weight_and_need_a_server_that_runs_short_of_memory() {
-        let tiers = ["--memory=16MiB", "--spill=/var/tmp", "--capacity=1GiB"];
-        let listen = "--listen=tcp://127.0.0.1:0";
-        let file = "share = ['10.0.0.7=4', 'user:1000=2']";
-        let expected = [
-            (Origin::from(IpAddr::from([10, 0, 0, 7])), 4),
-            (Origin::User(1000), 2),
-        ]
-        .map(|(of, weight)| ShareWeight { of, weight });
-        let arguments = [&tiers[..], &[listen]].concat();
-        assert_eq!(settle(&arguments, Some(file)).unwrap().shares, expected);
-        let flag = [&arguments[..], &["--share=10.0.0.7=4,user:1000=2"]].concat();
-        assert_eq!(settle(&flag, None).unwrap().shares, expected);
-        let error = settle(&[listen], Some(file)).unwrap_err().to_string();
-        assert!(error.contains("--spill"), "{error}");
-        for wrong in [
-            "10.0.0.7",
-            "10.0.0.7=0",
-            "10.0.0=1",
-            "user:x=1",
-            "=1",
-            "::1=many",
-        ] {
-            let file = format!("share = ['{wrong}']");
-            let error = settle(&arguments, Some(&file)).unwrap_err().to_string();
-            assert!(
-                error.contains("10.0.0.7=4") && error.contains(wrong),
-                "{error}"
-            );
-        }
-    }
-
-    #[test]
-    fn without_a_capacity_half_of_the_available_memory_is_lent() {
-        let config = settle(&["--listen", "tcp://127.0.0.1:0"], None).unwrap();
-        assert!(config.capacity_is_default);
-        let half = available_bytes() / 2;
-        assert!(
-            config.capacity_bytes.abs_diff(half) < half / 2,
-            "{} against {half}",
-            config.capacity_bytes
-        );
-    }
-}
+mod tests;

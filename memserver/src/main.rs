@@ -27,9 +27,11 @@ use farpage_memserver::{
         ServeArgs, StatArgs, available_bytes,
     },
 };
-use farpage_wire::{Endpoint, NamedRegion, ServerStat, ShareStat, TierStat};
+use farpage_wire::{
+    ClientStat, Endpoint, NamedRegion, ServerStat, ShareStat, TierStat, check_environment,
+};
 use signal_hook::{
-    consts::{SIGINT, SIGTERM},
+    consts::{SIGHUP, SIGINT, SIGTERM},
     flag,
     iterator::Signals,
 };
@@ -40,14 +42,7 @@ use crate::log::LogWriter;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let outcome = match &cli.command {
-        Command::Serve(flags) => serve(flags, &cli.log),
-        Command::Stat(flags) => stat(flags, &cli.log),
-        Command::Names(flags) => names(flags, &cli.log),
-        Command::Remove(flags) => remove(flags, &cli.log),
-        Command::Key(flags) => key(flags).and_then(|key| say(&format!("{}\n", key.public()))),
-    };
-    match outcome {
+    match run(&cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("farpage-memserver: {error:#}");
@@ -59,6 +54,17 @@ fn main() -> ExitCode {
     }
 }
 
+fn run(cli: &Cli) -> anyhow::Result<()> {
+    check_environment().map_err(ConfigError::from)?;
+    match &cli.command {
+        Command::Serve(flags) => serve(flags, &cli.log),
+        Command::Stat(flags) => stat(flags, &cli.log),
+        Command::Names(flags) => names(flags, &cli.log),
+        Command::Remove(flags) => remove(flags, &cli.log),
+        Command::Key(flags) => key(flags).and_then(|key| say(&format!("{}\n", key.public()))),
+    }
+}
+
 fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let config = Config::settle(flags, log)?;
     // The guard writes at the end what waits.
@@ -67,7 +73,7 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
     // Before anything is bound: a signal that comes early must drain, too.
     let mut signals =
-        stop_signals().context("cannot install the handlers of SIGTERM and SIGINT")?;
+        stop_signals().context("cannot install the handlers of SIGTERM, SIGINT and SIGHUP")?;
     say_capacity(&config);
     let mut server = Server::builder()
         .capacity(config.capacity_bytes)
@@ -103,7 +109,7 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         server = server.listen(endpoint);
     }
     let running = server.start()?;
-    let signal = signals.forever().next();
+    let signal = signals.forever().find(|&signal| asks_to_stop(signal));
     info!(
         signal,
         "draining: no new clients, those that are there get {:?} to finish; a second signal stops at once",
@@ -114,8 +120,9 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The first signal is for the caller to read; the second ends the process on the spot, with the
-/// status a shell gives for it.
+/// Takes the signals that ask to stop. The first is for the caller to read; the second ends the
+/// process on the spot, with the status a shell gives for it. SIGHUP is among those to read and
+/// ends nothing: a terminal that closes must not take everybody's memory along.
 fn stop_signals() -> std::io::Result<Signals> {
     let stopping = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGINT] {
@@ -123,7 +130,15 @@ fn stop_signals() -> std::io::Result<Signals> {
         flag::register_conditional_shutdown(signal, 128 + signal, stopping.clone())?;
         flag::register(signal, stopping.clone())?;
     }
-    Signals::new([SIGTERM, SIGINT])
+    Signals::new([SIGTERM, SIGINT, SIGHUP])
+}
+
+/// True if a signal asks the server to stop. Logs the one that does not.
+fn asks_to_stop(signal: i32) -> bool {
+    if signal == SIGHUP {
+        warn!("SIGHUP: serving on, since clients' memory would be lost; SIGTERM drains");
+    }
+    signal != SIGHUP
 }
 
 fn say_capacity(config: &Config) {
@@ -180,11 +195,13 @@ fn say(text: &str) -> anyhow::Result<()> {
 
 fn names(flags: &NamesArgs, log: &LogArgs) -> anyhow::Result<()> {
     let mut visit = visit(&flags.ask.endpoint, log)?;
-    visit.identify(&key(&flags.key)?)?;
+    let key = key(&flags.key)?;
+    visit.identify(&key)?;
     let names = visit.names()?;
-    say(&match flags.ask.json {
-        true => serde_json::to_string(&names)? + "\n",
-        false => names.iter().map(line).collect(),
+    say(&match (flags.ask.json, names.is_empty()) {
+        (true, _) => serde_json::to_string(&names)? + "\n",
+        (false, true) => format!("no named regions belong to your key {}\n", key.public()),
+        (false, false) => names.iter().map(line).collect(),
     })
 }
 
@@ -263,7 +280,16 @@ fn table(figures: &ServerStat) -> String {
         ),
         ("long requests", size(figures.request_bytes)),
         ("tiers", tiers(&figures.tiers)),
-        ("sessions", figures.sessions.to_string()),
+        (
+            "sessions",
+            match figures.lost_sessions {
+                0 => figures.sessions.to_string(),
+                lost => format!(
+                    "{}, and {lost} whose connection was lost and that may come back",
+                    figures.sessions
+                ),
+            },
+        ),
         ("extents", figures.extents.to_string()),
         ("named regions", figures.named_regions.to_string()),
         (
@@ -292,9 +318,26 @@ fn table(figures: &ServerStat) -> String {
         .shares
         .iter()
         .map(|share| ("share of", share_of(share)));
-    (rows.into_iter().chain(shares))
+    let clients = figures.clients.iter().map(|it| ("client", client(it)));
+    (rows.into_iter().chain(shares).chain(clients))
         .map(|(name, value)| format!("{name:<20}{value}\n"))
         .collect()
+}
+
+fn client(client: &ClientStat) -> String {
+    let ClientStat {
+        name,
+        address,
+        connected,
+        granted_bytes,
+        extents,
+    } = client;
+    let granted = ByteSize::b(*granted_bytes);
+    let lost = if *connected { "" } else { ", connection lost" };
+    format!(
+        "{} at {address}: {granted} in {extents} extents{lost}",
+        name.escape_debug()
+    )
 }
 
 fn share_of(share: &ShareStat) -> String {

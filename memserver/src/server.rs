@@ -28,6 +28,8 @@ use crate::{
     tier::{Evictors, LEAST_MEMORY_BYTES, Tier},
 };
 
+farpage_wire::debug_as_display!(StartError, TiersError);
+
 /// Long enough for a client that is starved of CPU, looked at in a debugger or cut off by a network
 /// hiccup, short enough that the memory of a dead one is missed for a minute only (over shared
 /// memory it is back at once).
@@ -63,7 +65,7 @@ pub struct Server {
 }
 
 /// Why a server did not start.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
     /// An endpoint is taken, or not to be had.
@@ -304,7 +306,7 @@ impl Server {
 }
 
 /// Why a server cannot lend more than its memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TiersError {
     /// More is to be lent than memory, and there is no other place.

@@ -80,13 +80,13 @@ impl State {
         self.ledger.lock().draining = true;
     }
 
-    /// Waits until no session is left, or `deadline`. Returns how many are.
+    /// Waits until no session is left, or `deadline`. Returns how many clients are still connected.
     pub fn wait_until_empty(&self, deadline: Instant) -> usize {
         let mut ledger = self.ledger.lock();
         while !ledger.sessions.is_empty()
             && !self.ended.wait_until(&mut ledger, deadline).timed_out()
         {}
-        ledger.sessions.len()
+        ledger.connected()
     }
 
     /// Ends the sessions whose lease has run out at `now`, or whose client is gone and has not come
@@ -158,6 +158,7 @@ impl State {
         Some(Ended {
             id,
             client: session.client,
+            address: session.address,
             held_extents: session.extents.len() + session.views.len(),
             freed,
             why,
@@ -191,6 +192,7 @@ impl State {
 struct Ended {
     id: SessionId,
     client: String,
+    address: String,
     held_extents: usize,
     freed: Freed,
     why: &'static str,
@@ -199,14 +201,15 @@ struct Ended {
 impl Ended {
     /// Says so; what it held is to be [given back](State::give_back).
     fn finish(self) -> Freed {
-        let (client, held_extents, freed_extents) = (
+        let (client, address, held_extents, freed_extents) = (
             self.client,
+            self.address,
             self.held_extents,
             self.freed.iter().filter(|leaving| !leaving.is_kept).count(),
         );
         let (session, why) = (self.id, self.why);
         later(move || {
-            info!(%session, client, held_extents, freed_extents, "session ended: {why}");
+            info!(%session, client, address, held_extents, freed_extents, "session ended: {why}");
         });
         self.freed
     }

@@ -187,6 +187,11 @@ impl Tier {
         Ok((tier, evictors))
     }
 
+    /// Returns the most memory to hold for what is lent.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        self.memory_bytes
+    }
+
     /// Keeps slots, and memory for a table, for an extent of so many bytes. Chunks have to leave
     /// memory for a table that it has no room for, which is waited for.
     ///

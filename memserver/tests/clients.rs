@@ -6,9 +6,9 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Both, connect, read, transfer, wait_until, write};
-use farpage_fabric::{AllocError, ChannelError, OpenError, PublishError, Verb};
-use farpage_wire::ExtentId;
+use common::{Both, connect, raw, read, transfer, wait_until, write};
+use farpage_fabric::{AllocError, ChannelError, OpenError, PublishError, Session, Verb};
+use farpage_wire::{ExtentId, Request, Response, ServerStat};
 
 const LEASE: Duration = Duration::from_secs(10);
 const MIB: u64 = 1 << 20;
@@ -33,6 +33,59 @@ fn capacity_is_enforced_and_the_client_goes_on() {
             both.server.stat().granted_bytes == 0
         });
     }
+}
+
+#[test]
+fn full_server_names_the_limit_that_stands_in_the_way() {
+    let both = Both::start_as(|server| {
+        let server = server.capacity(6 * MIB).capacity_per_address(4 * MIB);
+        server.lease(LEASE)
+    });
+    let refused = |session: &Session, bytes| session.grant(bytes).unwrap_err().to_string();
+    let (first, second) = (connect(&both.shm), connect(&both.tcp));
+    first.grant(MIB).unwrap();
+    let said = refused(&first, 4 * MIB);
+    let of_one = "no room for 4.0 MiB: 3.0 MiB left of the 4.0 MiB that it lends to one address (--capacity-per-address)";
+    assert!(said.contains(of_one), "{said}");
+    first.grant(3 * MIB).unwrap();
+    let said = refused(&second, 3 * MIB);
+    let of_all = "no room for 3.0 MiB: 2.0 MiB left of its capacity of 6.0 MiB";
+    assert!(said.contains(of_all), "{said}");
+    let said = refused(&second, 2 * MIB + 1);
+    assert!(
+        said.contains("no room for 2097153 bytes: 2097152 bytes left"),
+        "{said}"
+    );
+}
+
+#[test]
+fn clients_are_listed_with_their_address_and_those_that_are_gone_are_not_counted() {
+    let both = Both::start(64 * MIB, LEASE);
+    let stat = || both.server.stat();
+    let here = connect(&both.tcp);
+    here.grant(MIB).unwrap();
+    let (mut stream, ..) = raw::begin(&both.tcp);
+    let grant = Request::Grant {
+        bytes: 2 * MIB,
+        atomics: false,
+        serial: None,
+    };
+    raw::say(&mut *stream, &grant);
+    assert!(matches!(raw::hear(&mut *stream), Response::Granted { .. }));
+    let of = |stat: ServerStat| {
+        let clients = stat.clients.into_iter();
+        let told: Vec<_> = clients.map(|it| (it.connected, it.granted_bytes)).collect();
+        (stat.sessions, stat.lost_sessions, told)
+    };
+    assert_eq!(of(stat()), (2, 0, vec![(true, 2 * MIB), (true, MIB)]));
+    let address = &stat().clients[0].address;
+    assert!(address.starts_with("127.0.0.1:"), "{address}");
+    // Its connection breaks: it may come back.
+    drop(stream);
+    wait_until("the connection's end is noticed", || {
+        stat().lost_sessions == 1
+    });
+    assert_eq!(of(stat()), (1, 1, vec![(false, 2 * MIB), (true, MIB)]));
 }
 
 /// Physical bytes of extents that this process maps, as a client or as a server.

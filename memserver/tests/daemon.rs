@@ -113,6 +113,23 @@ fn a_second_signal_exits_at_once() {
 }
 
 #[test]
+fn terminal_that_closes_leaves_the_server_and_its_memory() {
+    let (mut daemon, mut log) = Daemon::unread(&["--grace", "0s"]);
+    let client = connect(&daemon.tcp);
+    let extent = client.grant(1 << 20).unwrap();
+    daemon.signal(Signal::SIGHUP);
+    let said = log.find(|line| line.as_ref().unwrap().contains("SIGHUP"));
+    assert!(said.unwrap().unwrap().contains("serving on"));
+    let mut channel = client.channel::<Vec<u8>>().unwrap();
+    transfer(&mut *channel, Verb::Write, extent.id, 0, vec![7; 4096]).unwrap();
+    let bytes = transfer(&mut *channel, Verb::Read, extent.id, 0, vec![0; 4096]).unwrap();
+    assert_eq!(bytes, vec![7; 4096]);
+    thread::spawn(move || log.for_each(drop));
+    daemon.signal(Signal::SIGTERM);
+    assert_eq!(daemon.wait().code(), Some(0));
+}
+
+#[test]
 fn a_socket_left_by_a_killed_server_is_taken_over_and_a_live_one_is_not() {
     let mut killed = Daemon::start(&[]);
     let socket = killed.shm.to_string();
@@ -161,6 +178,7 @@ fn wrong_usage_exits_2_and_says_what_is_wrong() {
         (vec![], "Usage"),
         (vec!["serve", "--capacity", "lots"], "capacity"),
         (vec!["serve", "--capacity", "0"], "capacity"),
+        (vec!["serve", "--capacity", "2"], "capacity is 2 bytes"),
         (
             vec!["serve", "--listen", "http://x"],
             "shm:///run/farpage.sock",
@@ -188,6 +206,18 @@ fn wrong_usage_exits_2_and_says_what_is_wrong() {
             "{arguments:?}: {}",
             stderr(&output)
         );
+    }
+}
+
+#[test]
+fn variable_that_nobody_reads_exits_2_and_the_one_that_was_meant_is_named() {
+    let (wrong, right) = ("FARPAGE_MEMSERVER_CAPACTY", "FARPAGE_MEMSERVER_CAPACITY");
+    for arguments in [&["serve"][..], &["stat", "--endpoint", "tcp://127.0.0.1:1"]] {
+        let mut command = command();
+        let output = command.args(arguments).env(wrong, "8GiB").output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        let complaint = format!("{wrong} is no variable of farpage (did you mean {right}?)");
+        assert!(stderr(&output).contains(&complaint), "{}", stderr(&output));
     }
 }
 
@@ -286,6 +316,14 @@ fn stat_prints_json_for_machines_and_a_table_for_people() {
             (64 << 20, 8 << 20, 1)
         );
         assert_eq!(stat.sessions, 1, "who looks is no client");
+        let user = nix::unistd::geteuid();
+        let address = format!("pid {} of user {user}", std::process::id());
+        let [client] = &stat.clients[..] else {
+            panic!("{:?}", stat.clients)
+        };
+        assert_eq!((client.granted_bytes, client.extents), (8 << 20, 1));
+        assert_eq!(client.address, address);
+        assert!(came.contains(&address), "{came}");
         let output = command()
             .args(["stat", "--endpoint", &endpoint.to_string()])
             .output()
@@ -295,6 +333,7 @@ fn stat_prints_json_for_machines_and_a_table_for_people() {
             table.contains("64.0 MiB") && table.contains("8.0 MiB"),
             "{table}"
         );
+        assert!(table.contains(&address), "{table}");
         // The client has not said what it keeps: that is not told as nothing.
         assert!(
             table.contains("none reported") && !table.contains("0 B stored"),

@@ -18,6 +18,8 @@ use farpage_wire::Endpoint;
 use nix::sys::signal::Signal;
 
 const ENDPOINT: &str = "FARPAGE_TEST_DIE_AT";
+/// Variable of a client that ends by `exit` instead of waiting to be killed.
+const EXITS: &str = "FARPAGE_TEST_EXITS";
 const HOLDING: &str = "holding memory";
 const EXTENT_BYTES: u64 = 1 << 20;
 const DEATHS: usize = 200;
@@ -36,14 +38,24 @@ fn be_a_client(endpoint: &str) {
         write(&session, &extent, 4096, &[byte; 4096]).unwrap();
     }
     println!("\n{HOLDING}");
+    if std::env::var_os(EXITS).is_some() {
+        // The session is alive, as where a runtime is in a static.
+        std::process::exit(0);
+    }
     // Bounded, so that a failed test leaves nobody behind.
     std::thread::sleep(Duration::from_secs(60));
 }
 
-fn client(endpoint: &Endpoint) -> Child {
-    Command::new(std::env::current_exe().unwrap())
+fn client_command(endpoint: &Endpoint) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
         .args(["--exact", HOLDING_TEST, "--nocapture", "--test-threads=1"])
-        .env(ENDPOINT, endpoint.to_string())
+        .env(ENDPOINT, endpoint.to_string());
+    command
+}
+
+fn client(endpoint: &Endpoint) -> Child {
+    client_command(endpoint)
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
@@ -121,11 +133,27 @@ fn a_killed_tcp_client_leaves_nothing_after_its_grace() {
         wait_until_holding(&mut dead);
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(dead.id() as i32), signal).unwrap();
         dead.wait().unwrap();
-        assert_eq!(both.server.stat().sessions, 1, "it may have been cut off");
+        let stat = both.server.stat();
+        let sessions = stat.sessions + stat.lost_sessions;
+        assert_eq!(sessions, 1, "it may have been cut off");
         wait_until("the memory of a dead client is back", || {
             both.server.stat().granted_bytes == 0
         });
     }
+}
+
+#[test]
+fn a_tcp_client_that_exits_leaves_nothing_at_once() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    // Lease and grace do not end here: memory comes back because the client said that it ends.
+    let forever = Duration::from_secs(600);
+    let both = Both::start_with(1 << 30, forever, forever);
+    let mut command = client_command(&both.tcp);
+    let output = command.env(EXITS, "1").output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    wait_until("the memory of a client that has ended is back", || {
+        both.server.stat().granted_bytes == 0
+    });
 }
 
 #[test]

@@ -285,6 +285,13 @@ fn names_are_listed_and_removed_by_their_owner_and_by_the_operator() {
         session.publish(name, b"", &[]).unwrap();
     }
     let names = |key| stdout(&run(&["names", "--endpoint", &endpoint], key));
+    // 0. Nobody's are said to be none.
+    let none = names("nobody");
+    let nobody = stdout(&run(&["key"], "nobody"));
+    assert!(
+        none.starts_with("no named regions") && none.contains(nobody.trim()),
+        "{none}"
+    );
     assert_eq!(names("one").lines().count(), 1);
     assert!(names("one").contains("squares"));
     assert_eq!(names("operator").lines().count(), 3);

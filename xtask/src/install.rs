@@ -1,5 +1,5 @@
-//! `cargo xtask install`: the libraries for C and C++ with their headers, where compilers find
-//! them.
+//! `cargo xtask install`: the programs, where shells find them, and the libraries for C and C++
+//! with their headers, where compilers do.
 //!
 //! The rule it keeps: a file that is there is replaced whole and at once, so that a program that
 //! runs with the old library goes on with it. What is installed can be moved: nothing in it names
@@ -21,10 +21,22 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// `crates/capi/build.rs` has it, too.
 const INTERFACE: &str = "0";
 
+/// Packages of the programs: the memory server, `farpage run` with the library that it preloads,
+/// and the benchmark, which has `doctor`.
+const PACKAGES: [&str; 3] = ["farpage-memserver", "farpage-run", "farpage-bench"];
+/// Files that cargo makes of these packages, and their folders: `farpage` looks for its library in
+/// `../lib`.
+const PROGRAMS: [(&str, &str); 4] = [
+    ("farpage-memserver", "bin"),
+    ("farpage", "bin"),
+    ("farpage-bench", "bin"),
+    ("libfarpage_preload.so", "lib"),
+];
+
 /// What `install` was told.
 pub(crate) struct Install {
     prefix: PathBuf,
-    /// Where the libraries lie, if they are built already.
+    /// Where the libraries lie, if they are built already, and the programs that are.
     built: Option<PathBuf>,
 }
 
@@ -55,6 +67,7 @@ impl Install {
             Some(built) => built.clone(),
             None => build()?,
         };
+        self.put_programs(&built)?;
         let capi = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/capi");
         let lib = self.prefix.join("lib");
 
@@ -74,6 +87,19 @@ impl Install {
                 .with_context(|| format!("cannot read {template}"))?;
             let place = lib.join(place);
             write(&place.join(template), &text.replace("@VERSION@", VERSION))?;
+        }
+        Ok(())
+    }
+
+    /// Installs the programs. Those that `--built` does not have are named and left out.
+    fn put_programs(&self, built: &Path) -> Result<()> {
+        for (name, place) in PROGRAMS {
+            let from = built.join(name);
+            if self.built.is_some() && !from.is_file() {
+                println!("{name} is not installed: {} has none", built.display());
+                continue;
+            }
+            put(&from, &self.prefix.join(place).join(name))?;
         }
         Ok(())
     }
@@ -178,14 +204,21 @@ impl Drop for Scratch {
     }
 }
 
-/// Builds the libraries; returns where they lie.
+/// Builds the libraries and the programs; returns where they lie.
 fn build() -> Result<PathBuf> {
-    println!("Building the libraries (optimised; the first time takes a few minutes) ...");
-    let mut command = children::cargo();
-    command.args(["rustc", "--release", "--package", "farpage-capi", "--lib"]);
-    command.args(["--crate-type", "cdylib,staticlib"]);
-    if !children::status(&mut command)?.success() {
-        bail!("the build failed; what went wrong is printed above");
+    println!("Building libraries and programs (optimised; the first time takes a few minutes) ...");
+    let mut libraries = children::cargo();
+    libraries.args(["rustc", "--release", "--package", "farpage-capi", "--lib"]);
+    libraries.args(["--crate-type", "cdylib,staticlib"]);
+    let mut programs = children::cargo();
+    programs.args(["build", "--release"]);
+    for package in PACKAGES {
+        programs.args(["--package", package]);
+    }
+    for mut command in [libraries, programs] {
+        if !children::status(&mut command)?.success() {
+            bail!("the build failed; what went wrong is printed above");
+        }
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let target = std::env::var_os("CARGO_TARGET_DIR")
@@ -218,6 +251,33 @@ fn replace(to: &Path, make: impl FnOnce(&Path) -> io::Result<()>) -> Result<()> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn programs_are_installed_where_they_find_each_other() {
+        let folder = tempfile::tempdir().expect("a folder for temporary files");
+        let [built, prefix] = ["built", "prefix"].map(|name| folder.path().join(name));
+        fs::create_dir_all(&built).expect("writes into its own folder");
+        for (name, _) in PROGRAMS {
+            fs::write(built.join(name), name).expect("writes into its own folder");
+        }
+        let install = Install {
+            prefix: prefix.clone(),
+            built: Some(built.clone()),
+        };
+        install.put_programs(&built).expect("all are there");
+        for name in ["farpage-memserver", "farpage", "farpage-bench"] {
+            assert!(prefix.join("bin").join(name).is_file(), "{name}");
+        }
+        let library = prefix.join("bin/../lib/libfarpage_preload.so");
+        assert!(library.is_file(), "`farpage` looks there");
+        // Without `--built` all of them have been built, or something is wrong.
+        fs::remove_file(built.join("farpage")).expect("written above");
+        let all = Install {
+            built: None,
+            ..install
+        };
+        assert!(all.put_programs(&built).is_err());
+    }
 
     #[test]
     fn prefix_is_needed_and_nothing_unknown_is_taken() {

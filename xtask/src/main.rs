@@ -41,7 +41,7 @@ Commands:
   sanitize [--seconds N]          run the tests of all decoders, codecs and page states with the address sanitizer, then fuzz what
                                   reads strangers' bytes, each target for N seconds [15]
   data                            fetch the examples that training is measured with (out of Python packages, by pip) [part of `test`]
-  install --prefix DIR            build libfarpage and libumap for C and C++ and put them, their headers, pkg-config and CMake
+  install --prefix DIR            build the programs, libfarpage and libumap, and put them, headers, pkg-config and CMake
                                   files below DIR; with `--built DIR` the libraries are taken from there
   dependencies                    sources and licences of all dependencies, held against deny.toml
   tidy                            lines that are too long, links that lead nowhere, and other rules of form (part of `test`)

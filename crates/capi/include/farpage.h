@@ -68,6 +68,13 @@
 #define FARPAGE_ADVICE_DISCARD 5
 
 /**
+ * The kernel will be given the range by a call that keeps references to memory: `vmsplice`, a send
+ * with MSG_ZEROCOPY, a zero-copy send of io_uring. To be said before the call. What is sent is
+ * then what was there, also if the pages leave meanwhile. Holds until the region ends.
+ */
+#define FARPAGE_ADVICE_ZERO_COPY 6
+
+/**
  * The default.
  */
 #define FARPAGE_FAULTS_DEFAULT 0

@@ -136,7 +136,16 @@ impl From<CreateError> for Failure {
             CreateError::Map(error) => map_code(error),
             _ => FARPAGE_SYSTEM,
         };
-        Failure::of(code, &error)
+        match error {
+            // Advice in words of C.
+            CreateError::Store(error @ StoreCreateError::Alloc { .. }) => Failure::new(
+                code,
+                format!(
+                    "{error}, or let the region take what its pages turn out to need (`on_demand`)"
+                ),
+            ),
+            error => Failure::of(code, &error),
+        }
     }
 }
 
@@ -215,6 +224,29 @@ mod tests {
         // SAFETY: the text stays as it is, since nothing fails in this thread meanwhile.
         let text = unsafe { CStr::from_ptr(farpage_error_message()) };
         text.to_str().expect("errors are UTF-8").to_owned()
+    }
+
+    #[test]
+    fn region_that_no_server_has_room_for_is_told_the_option_of_c() {
+        let refused = ControlError::Refused {
+            endpoint: "tcp://a:1".to_owned(),
+            attempt: "lend memory".to_owned(),
+            reason: "it is full".to_owned(),
+        };
+        let error = StoreCreateError::Alloc {
+            region: "region 1 (4.0 GiB)".into(),
+            bytes: 4 << 30,
+            needed_bytes: 4 << 30,
+            named: false,
+            source: refused.into(),
+        };
+        let failure = Failure::from(CreateError::from(error));
+        assert_eq!(failure.code, FARPAGE_NO_MEMORY);
+        let said = failure.message;
+        assert!(
+            said.contains("`on_demand`") && !said.contains("Reserve"),
+            "{said}"
+        );
     }
 
     #[test]

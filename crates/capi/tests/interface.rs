@@ -253,6 +253,10 @@ fn region_whose_store_fails_stays_until_it_is_discarded() {
             farpage_region_advise(region, PAGE as u64, 3 * PAGE as u64, FARPAGE_ADVICE_NORMAL),
             FARPAGE_INVALID
         );
+        assert_eq!(
+            farpage_region_advise(region, 0, 1, FARPAGE_ADVICE_ZERO_COPY),
+            FARPAGE_OK
+        );
         assert_eq!(farpage_region_advise(region, 0, 1, 99), FARPAGE_INVALID);
         assert_eq!(
             farpage_region_prefetch(region, u64::MAX, 2),

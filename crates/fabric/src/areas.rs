@@ -18,10 +18,12 @@ use parking_lot::{Mutex, RwLock};
 
 pub use crate::ring::Board;
 use crate::{
-    host::{Admission, Asker, Host, Opened, Origin, Reading, Transport, Versions},
+    host::{Admission, Asker, Host, Opened, Peer, Reading, Transport, Versions},
     memory::{ExtentMemory, OutOfLease},
     ring::Landing,
 };
+
+farpage_wire::debug_as_display!(OfferError);
 
 /// Sessions at a time; a peer has one.
 const SESSIONS_MAX: usize = 4096;
@@ -113,7 +115,7 @@ pub enum Presence {
 }
 
 /// Why an area cannot be offered.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum OfferError {
     /// The system gave no memory.
     #[error("cannot make {bytes} bytes for peers: {source}")]
@@ -256,7 +258,7 @@ impl Host for Areas {
         &self,
         _client: &str,
         transport: Transport,
-        _origin: Origin,
+        _peer: &Peer,
         resume: Option<(SessionId, Secret)>,
     ) -> Result<Admission, Refusal> {
         let mut state = self.state.lock();
@@ -271,10 +273,9 @@ impl Host for Areas {
             });
         }
         if state.sessions.len() >= SESSIONS_MAX {
-            return Err(Refusal::Full {
-                asked: 0,
-                available: 0,
-            });
+            return Err(Refusal::Invalid(format!(
+                "{SESSIONS_MAX} peers are connected, the most that there may be"
+            )));
         }
         let mut bytes = [0; 16];
         getrandom::fill(&mut bytes)

@@ -13,6 +13,8 @@ use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
 
 use crate::regmem::RegBuf;
 
+farpage_wire::debug_as_display!(ChannelError);
+
 /// A buffer for operations. It stands for the same bytes until it is dropped.
 pub trait Buf: AsRef<[u8]> + AsMut<[u8]> + Send + 'static {
     /// The registered buffer whose first bytes these are. A channel over an adapter moves a
@@ -101,7 +103,7 @@ pub struct Completion<B> {
 }
 
 /// Why an operation did not take place.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChannelError {
     /// The peer is gone or the connection broke. This channel is dead: every operation on it fails
@@ -111,6 +113,14 @@ pub enum ChannelError {
         /// The server's endpoint.
         endpoint: String,
         /// What was seen.
+        reason: String,
+    },
+    /// The session has ended, and with it what it leased. Repeating the operation does not help.
+    #[error("{endpoint} does not keep this program's memory any more: {reason}")]
+    Lost {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Why, and what to do.
         reason: String,
     },
     /// The server did not answer within the operation deadline. This channel is dead, as above.
@@ -185,7 +195,8 @@ impl ChannelError {
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Disconnected { .. } | Self::TimedOut { .. } | Self::NoRoom { .. } => true,
-            Self::Refused { .. }
+            Self::Lost { .. }
+            | Self::Refused { .. }
             | Self::Unreadable { .. }
             | Self::NotYet { .. }
             | Self::NoAtomics { .. } => false,

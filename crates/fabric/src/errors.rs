@@ -2,10 +2,19 @@
 
 use std::{fmt, io, sync::Arc};
 
-use farpage_wire::{Refusal, VersionRead};
+use farpage_wire::{Limit, Refusal, VersionRead};
+
+farpage_wire::debug_as_display!(
+    ConnectError,
+    ControlError,
+    AllocError,
+    PublishError,
+    OpenError,
+    BindError
+);
 
 /// Why no connection to a server came about.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ConnectError {
     /// Nothing answers there.
@@ -33,6 +42,14 @@ pub enum ConnectError {
         /// What was wrong.
         reason: String,
     },
+    /// The session has ended, and with it what it leased. Trying again does not help.
+    #[error("the session at {endpoint} has ended: {reason}")]
+    Ended {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Why, and what to do.
+        reason: String,
+    },
     /// The server turned the client away.
     #[error("{endpoint} refused: {reason}")]
     Refused {
@@ -44,7 +61,7 @@ pub enum ConnectError {
 }
 
 /// Why a control call failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
     /// The connection broke, or the server did not answer in time.
@@ -80,12 +97,13 @@ pub enum ControlError {
 }
 
 /// Why no memory was granted.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
     /// The server is full. The session goes on, and a smaller request may succeed.
     #[error(
-        "{endpoint} has no room for {asked} bytes ({available} available): free memory there, raise its capacity or add a server"
+        "{endpoint} has {}; free memory there, raise that limit or add a server",
+        limit.refusal(*asked, *available)
     )]
     Full {
         /// The server's endpoint.
@@ -94,23 +112,20 @@ pub enum AllocError {
         asked: u64,
         /// Bytes that could be granted.
         available: u64,
+        /// The limit that stands in the way.
+        limit: Limit,
     },
     /// The server is full, and keeps older versions of the region that asks, since programs read
     /// them. The session goes on.
     #[error(
-        "{endpoint} has no room for {asked} bytes ({available} available), and keeps what was published before under `{name}` for those who read it ({}): it is \
-         free when they close it; or free memory there, raise its capacity or add a server",
+        "{full}; what was published before under `{name}` is kept for those who read it ({}), and is free when they close it",
         Readers(read)
     )]
     Read {
-        /// The server's endpoint.
-        endpoint: String,
+        /// The refusal. Boxed: results that carry it stay small.
+        full: Box<AllocError>,
         /// The region's name.
         name: Arc<str>,
-        /// Bytes asked for.
-        asked: u64,
-        /// Bytes that could be granted.
-        available: u64,
         /// The older versions, and how often each is open.
         read: Arc<[VersionRead]>,
     },
@@ -136,7 +151,7 @@ impl fmt::Display for Readers<'_> {
 }
 
 /// Why a name was not claimed or published.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishError {
     /// Another client holds the region of that name.
@@ -169,7 +184,7 @@ pub enum PublishError {
 }
 
 /// Why a named region was not opened.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
     /// This user's key has no such name.
@@ -196,7 +211,7 @@ pub enum OpenError {
 }
 
 /// Why a server cannot listen.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum BindError {
     /// Another process listens there.

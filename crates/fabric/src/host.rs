@@ -68,10 +68,20 @@ impl From<IpAddr> for Origin {
 
 /// Who is at the other end.
 #[derive(Clone, Debug)]
-pub(crate) struct Peer {
-    /// For the log.
-    pub(crate) name: String,
-    pub(crate) origin: Origin,
+pub struct Peer {
+    /// Address and port, or over shared memory process and user, for people.
+    pub name: String,
+    /// The origin that limits count by.
+    pub origin: Origin,
+}
+
+impl From<Origin> for Peer {
+    fn from(origin: Origin) -> Self {
+        Self {
+            name: format!("{origin:?}"),
+            origin,
+        }
+    }
 }
 
 impl Peer {
@@ -128,7 +138,7 @@ pub trait Host: Send + Sync + 'static {
         &self,
         client: &str,
         transport: Transport,
-        origin: Origin,
+        peer: &Peer,
         resume: Option<(SessionId, Secret)>,
     ) -> Result<Admission, Refusal>;
     /// A data connection claims to belong to a session.

@@ -14,6 +14,8 @@ use std::{
 use ed25519_dalek::{Signer, SigningKey, VerifyingKey};
 use farpage_wire::{Challenge, PublicKey, Signature, bytes_of_hex, hex_of};
 
+farpage_wire::debug_as_display!(KeyError);
+
 /// What a key file begins with, so that no other file is taken for one.
 const HEADER: &str = "farpage-key-ed25519 ";
 
@@ -24,7 +26,7 @@ const KEY_FILE_BYTES: u64 = 1024;
 pub struct Key(SigningKey);
 
 /// Why there is no key. Only names need one.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyError {
     /// Nobody named a file, and there is no home for one.

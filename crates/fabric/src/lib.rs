@@ -40,8 +40,8 @@ pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait};
 pub use devices::{RdmaDevice, rdma_devices};
 pub use errors::{AllocError, ConnectError, ControlError, OpenError, PublishError};
 pub use farpage_wire::{
-    Atomic, Endpoint, EndpointError, ExtentId, MAX_OP_BYTES, NamedRegion, PublicKey, Secret,
-    ServerStat, SessionId, VersionRead, Versions,
+    Atomic, Endpoint, EndpointError, ExtentId, Limit, MAX_OP_BYTES, NamedRegion, PublicKey, Secret,
+    ServerStat, SessionId, VersionRead, Versions, debug_as_display,
 };
 pub use link::Link;
 pub use options::{RdmaOptions, SessionOptions};

@@ -68,6 +68,8 @@ pub use self::{
     registrar::{DomainId, Keys, NullRegistrar, Registrar, Registration},
 };
 
+farpage_wire::debug_as_display!(RegError);
+
 /// The registrars of a pool, one per protection domain.
 type Registrars = Arc<[Arc<dyn Registrar>]>;
 
@@ -87,7 +89,7 @@ pub enum Access {
 }
 
 /// Why there is no registered memory.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum RegError {
     /// The system gave no memory.

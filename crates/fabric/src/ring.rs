@@ -46,6 +46,8 @@ use crate::{
     regmem::RegBuf,
 };
 
+farpage_wire::debug_as_display!(RingError);
+
 /// Bytes before the messages: a cache line for each side.
 pub(crate) const HEADER_BYTES: usize = 128;
 const CONSUMED_AT: usize = 64;
@@ -88,7 +90,7 @@ impl RingPlace {
 }
 
 /// A sender broke the protocol. Its ring must not be used any more.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the sender of a ring of {capacity} bytes broke its protocol: {detail}; drop the ring and its connection"
 )]

@@ -16,8 +16,8 @@ use std::{
 };
 
 use farpage_wire::{
-    ExtentId, NamedRegion, PublicKey, Refusal, Request, Response, Secret, ServerStat, SessionId,
-    control::NAMES_PER_ANSWER,
+    ExtentId, Limit, NamedRegion, PublicKey, Refusal, Request, Response, Secret, ServerStat,
+    SessionId, control::NAMES_PER_ANSWER,
 };
 use parking_lot::Mutex;
 
@@ -26,7 +26,7 @@ use crate::{
     attachment::{Death, KeepAlive},
     channel::{check_len, refused},
     errors::CallError,
-    host::{Admission, Asker, Host, Opened, Origin, Reading, Transport, VersionRead, Versions},
+    host::{Admission, Asker, Host, Opened, Peer, Reading, Transport, VersionRead, Versions},
     memory::ExtentMemory,
     server::answer,
 };
@@ -183,7 +183,7 @@ impl SimSession {
     pub(crate) fn begin(server: Arc<SimServer>, client: &str) -> Self {
         let admission = server
             .host
-            .admit(client, Transport::Shm, Origin::Unknown, None)
+            .admit(client, Transport::Shm, &Peer::unknown(), None)
             .expect("a simulated server admits everybody");
         Self {
             server,
@@ -592,7 +592,7 @@ impl Host for SimHost {
         &self,
         _client: &str,
         transport: Transport,
-        _origin: Origin,
+        _peer: &Peer,
         resume: Option<(SessionId, Secret)>,
     ) -> Result<Admission, Refusal> {
         let mut state = self.state.lock();
@@ -653,6 +653,7 @@ impl Host for SimHost {
             return Err(Refusal::Full {
                 asked: bytes,
                 available,
+                limit: Limit::Capacity(self.capacity_bytes),
             });
         }
         state.last_id += 1;

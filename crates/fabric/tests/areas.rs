@@ -263,7 +263,7 @@ fn a_peer_that_falls_silent_over_a_network_has_gone_when_its_lease_is_over() {
     let areas = Areas::new(Duration::from_millis(50));
     let _landing = areas.offer("ring", 4096).unwrap();
     let admission = areas
-        .admit("peer", Transport::Tcp, Origin::Unknown, None)
+        .admit("peer", Transport::Tcp, &Origin::Unknown.into(), None)
         .unwrap();
     let session = admission.session;
     areas.open(session, "ring", None).unwrap();
@@ -273,7 +273,7 @@ fn a_peer_that_falls_silent_over_a_network_has_gone_when_its_lease_is_over() {
         areas.admit(
             "peer",
             Transport::Tcp,
-            Origin::Unknown,
+            &Origin::Unknown.into(),
             Some((session, secret)),
         )
     };

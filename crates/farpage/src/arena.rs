@@ -25,6 +25,8 @@ use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{Region, kept::Kept};
 
+farpage_wire::debug_as_display!(ArenaError);
+
 /// So many bytes are freed before servers are asked to take memory back, where the arena reserves
 /// none: each time costs a round trip.
 const TRIM_BYTES: usize = 64 << 20;
@@ -57,10 +59,11 @@ pub struct Arena {
     budget_bytes: usize,
     ranges: Mutex<Ranges>,
     freed_bytes: AtomicUsize,
+    touched_peak_bytes: AtomicUsize,
 }
 
 /// An allocation that an arena could not make.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ArenaError {
     /// There is no free range of this length.
@@ -119,6 +122,7 @@ impl Arena {
             budget_bytes,
             ranges: Mutex::new(ranges),
             freed_bytes: AtomicUsize::new(0),
+            touched_peak_bytes: AtomicUsize::new(0),
         }
     }
 
@@ -245,6 +249,12 @@ impl Arena {
         let pages = pages.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
         ranges.allocated_pages -= pages;
         let (mut outcome, mut freed) = (Ok(()), Some((first, pages)));
+        // What the kernel may still read is not written to by a next owner.
+        let bytes = first * self.page_bytes..(first + pages) * self.page_bytes;
+        if self.region.is_zero_copy(bytes) {
+            drop(ranges);
+            return self.free(first..first + pages);
+        }
         while let Some((first, pages)) = ranges.kept.put(freed.take()) {
             drop(ranges);
             outcome = outcome.and(self.free(first..first + pages));
@@ -406,6 +416,7 @@ impl Arena {
     /// There is no reference to these bytes.
     pub unsafe fn discard(&self, addresses: Range<usize>) -> Result<(), PageError> {
         let bytes = addresses.start - self.address..addresses.end - self.address;
+        self.touched_peak_bytes();
         // SAFETY: the caller's promise.
         unsafe { self.region.discard_shared(bytes) }
     }
@@ -473,6 +484,14 @@ impl Arena {
         self.region.len()
     }
 
+    /// Returns the most bytes that were touched at once, in whole pages: brought into local memory,
+    /// for a touch or with a page that was touched, and not freed since.
+    pub fn touched_peak_bytes(&self) -> usize {
+        let touched = self.region.touched_pages() * self.page_bytes;
+        let before = (self.touched_peak_bytes).fetch_max(touched, Ordering::Relaxed);
+        before.max(touched)
+    }
+
     /// The region that the arena is made of: for advice, pins and figures.
     pub fn region(&self) -> &Region {
         &self.region
@@ -489,6 +508,8 @@ impl Arena {
     }
 
     fn discard_pages(&self, pages: Range<usize>) -> Result<(), PageError> {
+        // Noted before these pages are gone.
+        self.touched_peak_bytes();
         let bytes = pages.start * self.page_bytes..pages.end * self.page_bytes;
         // SAFETY: the pages are no allocation's, and not free for one before they are given back.
         let discarded = unsafe { self.region.discard_shared(bytes.clone()) };

@@ -14,7 +14,7 @@ use farpage_fabric::{Allowance, Link, Session, SessionOptions};
 use farpage_pager::{Pager, PagerOptions};
 use farpage_store::{Cluster, ClusterOptions, Codec};
 use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
-use farpage_wire::{Endpoint, UnitError, parse_size, parse_time};
+use farpage_wire::{Endpoint, UnitError, check_environment, is_known, parse_size, parse_time};
 
 use crate::{BuildError, FaultMode, Runtime, runtime::Defaults};
 
@@ -26,7 +26,8 @@ const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 const IN_THREAD_PER_CORE: usize = 2;
 
 /// Sets up a [`Runtime`]. An option that is not set here comes from the environment variable that
-/// its documentation names, else it has its default.
+/// its documentation names, else it has its default. A variable that begins with `FARPAGE_` and
+/// that nothing of farpage reads is an error of [`build`](Self::build).
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
     servers: Vec<String>,
@@ -58,7 +59,7 @@ impl Runtime {
 
 impl Builder {
     /// Adds a memory server, `shm:///run/farpage.sock`, `tcp://host:7400`, `rdma://host:7400` or
-    /// `auto://host:7400`. Pages are spread over all servers.
+    /// `auto://host:7400`, or several separated by commas. Pages are spread over all servers.
     ///
     /// `FARPAGE_SERVER`, several separated by commas. Default: none, so that only regions with a
     /// [`Store`](crate::Store) of their own work.
@@ -216,6 +217,7 @@ impl Builder {
     /// # Errors
     /// See [`BuildError`].
     pub fn build(self) -> Result<Runtime, BuildError> {
+        check_environment().map_err(|error| BuildError::Option(error.to_string()))?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let (shards, _) = workers(self.fillers, "FARPAGE_FILLERS", cores)?;
         let (evictors, tune_evictors) = workers(self.evictors, "FARPAGE_EVICTORS", cores)?;
@@ -335,16 +337,34 @@ impl FromStr for Switch {
     }
 }
 
+/// Returns what was given one by one, with commas between several, or both; else the environment's.
 fn servers(given: Vec<String>) -> Vec<String> {
-    if !given.is_empty() {
-        return given;
+    if given.is_empty() {
+        let text = env::var("FARPAGE_SERVER").unwrap_or_default();
+        return each_server(&text);
     }
-    let list = env::var("FARPAGE_SERVER").unwrap_or_default();
-    list.split(',')
-        .map(str::trim)
-        .filter(|s| !s.is_empty())
-        .map(str::to_owned)
-        .collect()
+    let servers = |text: &String| match each_server(text) {
+        // What is no list is an endpoint, which says what is wrong with it.
+        none if none.is_empty() => vec![text.clone()],
+        servers => servers,
+    };
+    given.iter().flat_map(servers).collect()
+}
+
+/// Splits a text at commas that another endpoint follows: paths of sockets may have commas, too.
+fn each_server(text: &str) -> Vec<String> {
+    let mut servers: Vec<String> = Vec::new();
+    for part in text.split(',').map(str::trim) {
+        match servers.last_mut() {
+            _ if part.is_empty() => {}
+            Some(server) if !part.contains("://") => {
+                server.push(',');
+                server.push_str(part);
+            }
+            _ => servers.push(part.to_owned()),
+        }
+    }
+    servers
 }
 
 /// A value that was set, else the environment's, else the default.
@@ -352,6 +372,7 @@ fn option<T>(set: Option<T>, variable: &str, default: impl FnOnce() -> T) -> Res
 where
     T: FromStr<Err: Display>,
 {
+    debug_assert!(is_known(variable), "{variable} is not listed");
     match (set, env::var(variable)) {
         (Some(value), _) => Ok(value),
         (None, Ok(text)) => text
@@ -367,6 +388,7 @@ fn parsed<T>(
     variable: &str,
     parse: impl Fn(&str) -> Result<T, UnitError>,
 ) -> Result<Option<T>, BuildError> {
+    debug_assert!(is_known(variable), "{variable} is not listed");
     match (set, env::var(variable)) {
         (None, Ok(text)) => match parse(&text) {
             Ok(value) => Ok(Some(value)),
@@ -404,4 +426,26 @@ fn client_name() -> String {
         .to_string_lossy()
         .into_owned();
     format!("{program}[{}]", std::process::id())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_are_separated_by_commas_which_paths_may_have_too() {
+        let given = |texts: &[&str]| servers(texts.iter().map(|&text| text.to_owned()).collect());
+        let (tcp, shm) = ("tcp://a:1", "shm:///tmp/a,b/socket");
+        for texts in [
+            &["tcp://a:1,shm:///tmp/a,b/socket"][..],
+            &["tcp://a:1", "shm:///tmp/a,b/socket"],
+            &[" tcp://a:1 , shm:///tmp/a,b/socket, "],
+        ] {
+            assert_eq!(given(texts), [tcp, shm], "{texts:?}");
+        }
+        assert_eq!(given(&["a:1,b:2"]), ["a:1,b:2"]);
+        for nothing in ["", ", "] {
+            assert_eq!(given(&[nothing]), [nothing]);
+        }
+    }
 }

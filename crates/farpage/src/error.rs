@@ -1,7 +1,8 @@
 //! What can go wrong, per operation, and the errors of the layers below that say why.
 //!
 //! An error's text is whole: it holds its cause's, and says what to do. Printing it with `{}` is
-//! enough, and [`Error::source`] has nothing to add. Which cause it was, the variants' fields say.
+//! enough, and [`Error::source`] has nothing to add. `Debug` prints the same text, for programs
+//! whose `main` returns an error, and for `unwrap`. Which cause it was, the variants' fields say.
 //!
 //! Texts call a region or an array by its name, and one without a name by a number: "array 3 (f64,
 //! 12.0 MiB)" is the third that the runtime created without one.
@@ -18,8 +19,10 @@ pub use farpage_store::{
 pub use farpage_vm::OpenError as UserfaultfdError;
 pub use farpage_wire::{EndpointError, control::NameError};
 
+farpage_wire::debug_as_display!(BuildError, CreateError, OpenError, FlushError);
+
 /// A runtime could not be built.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum BuildError {
     /// An option's value makes no sense; the text names the option and what it accepts.
@@ -40,12 +43,12 @@ pub enum BuildError {
 }
 
 /// A region or an array could not be created.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CreateError {
     /// The servers have no memory for its pages, or an option does not fit them.
-    #[error(transparent)]
-    Store(#[from] StoreCreateError),
+    #[error("{why}{advice}", why = .0, advice = advice_for(.0))]
+    Store(StoreCreateError),
     /// It could not be mapped.
     #[error(transparent)]
     Map(#[from] MapError),
@@ -75,8 +78,24 @@ pub enum CreateError {
     },
 }
 
+impl From<StoreCreateError> for CreateError {
+    fn from(error: StoreCreateError) -> Self {
+        Self::Store(error)
+    }
+}
+
+/// Says what helps besides, in words of Rust: other languages have options of other names.
+fn advice_for(error: &StoreCreateError) -> &'static str {
+    match error {
+        StoreCreateError::Alloc { .. } => {
+            ", or let the region take what its pages turn out to need (`Reserve::OnDemand`)"
+        }
+        _ => "",
+    }
+}
+
 /// A named region could not be opened.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
     /// The servers do not have it, or another client holds it.
@@ -103,7 +122,7 @@ pub enum OpenError {
 }
 
 /// A region's changes could not be made safe. They are still in memory.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum FlushError {
     /// Pages could not be written back.
@@ -143,9 +162,7 @@ impl<C> CloseError<C> {
 
 impl<C> fmt::Debug for CloseError<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CloseError")
-            .field("why", &self.0.why)
-            .finish_non_exhaustive()
+        fmt::Display::fmt(self, f)
     }
 }
 

@@ -38,8 +38,10 @@ use std::{
 use farpage_vm::{calls, sigbus};
 
 /// Makes any system call, with remote memory among its arguments. Calls that can be repeated are
-/// repeated while a page is absent; `execve`, `io_uring` and what hands memory to the kernel for
-/// longer than the call (`MSG_ZEROCOPY`, `vmsplice`, `io_submit`) want pinned memory.
+/// repeated while a page is absent. `vmsplice` and sends with `MSG_ZEROCOPY`, after which the
+/// kernel keeps references to memory, get a copy that nobody uses again. `execve`, `io_submit` and
+/// `io_uring` want pinned memory; for zero-copy sends by `io_uring` see
+/// [`Advice::ZeroCopy`](crate::Advice::ZeroCopy).
 ///
 /// # Errors
 /// The call's.

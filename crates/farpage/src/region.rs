@@ -256,9 +256,19 @@ impl Region {
         self.mapped.resident_pages()
     }
 
+    /// Counts the pages that are in local memory or were written, and not discarded since.
+    pub(crate) fn touched_pages(&self) -> usize {
+        self.mapped.store().stats().touched_pages() as usize
+    }
+
     /// Whether touching some page of a range of bytes raises SIGBUS.
     pub(crate) fn has_broken(&self, bytes: Range<usize>) -> bool {
         self.mapped.has_broken(bytes)
+    }
+
+    /// Whether the kernel may hold references to pages of a range of bytes ([`Advice::ZeroCopy`]).
+    pub(crate) fn is_zero_copy(&self, bytes: Range<usize>) -> bool {
+        self.mapped.is_zero_copy(bytes)
     }
 
     /// Says how the program will use a range of bytes.
@@ -393,6 +403,13 @@ impl Region {
     pub unsafe fn discard_shared(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
         let range = byte_range(range, self.len(), 1);
         assert!(!self.read_only, "a read-only region cannot be discarded");
+        let renew = |part: &Range<usize>| match !part.is_empty()
+            && self.mapped.is_zero_copy(part.clone())
+        {
+            // The kernel may still read what is there: the zeros go to new memory.
+            true => self.mapped.advise(part.clone(), Advice::DontNeed),
+            false => Ok(()),
+        };
         let write = |part: Range<usize>| {
             let first = (self.mapped.address() + part.start) as *mut u8;
             // SAFETY: in the region, which is mapped and writable; the caller promises that there
@@ -401,12 +418,16 @@ impl Region {
         };
         if self.mapped.store().is_users_own() {
             self.mapped.put_lost(range.start, &vec![0; range.len()])?;
+            renew(&range)?;
             write(range);
             return Ok(());
         }
         let zero = |part: Range<usize>| match part.is_empty() {
             true => Ok(()),
-            false => self.mapped.with_pages(part.clone(), || write(part)),
+            false => {
+                renew(&part)?;
+                self.mapped.with_pages(part.clone(), || write(part))
+            }
         };
         let whole = self.mapped.discard(range.clone())?;
         if whole.is_empty() {

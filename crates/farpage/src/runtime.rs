@@ -292,10 +292,11 @@ impl Runtime {
     }
 
     /// [`arena`](Self::arena) with options. With [`Reserve::OnDemand`](crate::Reserve::OnDemand)
-    /// the servers grant memory as pages are written back, and get back what was freed; when they
-    /// are full, pages stay in local memory, and the program stalls when that is full, too. Options
-    /// that give a region other contents than zeros (`name`, `store`, `read_only`), or a `shape`,
-    /// make no sense here.
+    /// the servers grant memory as pages are written back, and get back what was freed. When they
+    /// are full, pages stay in local memory. When that is full, too, a thread that touches an
+    /// absent page waits until the deadline, which raises SIGBUS; a line names the full server.
+    /// Options that give a region other contents than zeros (`name`, `store`, `read_only`), or a
+    /// `shape`, make no sense here.
     ///
     /// # Errors
     /// See [`CreateError`].

@@ -400,6 +400,57 @@ fn a_program_that_prints_a_lost_page_reads_why() {
     }
 }
 
+#[test]
+fn program_whose_pages_a_full_server_does_not_take_reads_which_server() {
+    let test = "program_whose_pages_a_full_server_does_not_take_reads_which_server";
+    if let Ok(what) = env::var(VICTIM) {
+        let (mode, url) = what.split_once(' ').unwrap();
+        return outgrow_server(mode, url);
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
+    if !can_page(test) {
+        return;
+    }
+    for mode in ["filler", "in-thread"] {
+        let server = Memory::start(Fabric::Tcp, 2 * MIB);
+        let output = process::Command::new(env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .env(VICTIM, format!("{mode} {}", server.url))
+            .output()
+            .unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(
+            output.status.signal(),
+            Some(Signal::SIGBUS as i32),
+            "{said}"
+        );
+        let words = said.lines().find(|line| line.starts_with("farpage:"));
+        let words = words.unwrap_or_else(|| panic!("no last words: {said}"));
+        let full = format!("{} has no room for", server.url);
+        assert!(
+            words.contains(&full) && words.contains("capacity of 2.0 MiB"),
+            "{words}"
+        );
+        assert!(!words.contains("pinned"), "{words}");
+    }
+}
+
+/// Writes more than the server and the budget hold together, to memory that is taken on demand.
+fn outgrow_server(mode: &str, url: &str) {
+    let runtime = builder(MIB, PAGE)
+        .server(url)
+        .fault_mode(mode.parse().unwrap())
+        .deadline(Duration::from_secs(1))
+        .build()
+        .unwrap();
+    let options = RegionOptions::new().reserve(Reserve::OnDemand);
+    let mut array: RemoteArray<u64> = runtime.array_with(MIB, options).unwrap();
+    for (i, word) in array.iter_mut().enumerate() {
+        *word = mix(i as u64);
+    }
+    panic!("8 MiB fit into 3");
+}
+
 /// Touches pages whose server was killed, after many of them were asked for in vain.
 fn die_of_lost_memory(mode: &str, url: &str) {
     let (_runtime, array) = remote_squares(mode, url);

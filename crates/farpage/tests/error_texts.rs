@@ -25,8 +25,15 @@ use farpage_vm::{DetachError, InstallErrorKind, OpenError as UserfaultfdError};
 /// What every cause says.
 const CAUSE: &str = "the moon is full";
 
-/// Asserts that an error says `cause` once, alone and with its sources.
+/// Asserts that an error says `cause` once, alone and with its sources, and that `Debug` says
+/// what `Display` says.
 fn says_once(cause: &str, error: impl Error + Send + Sync + 'static) {
+    assert_eq!(format!("{error:?}"), error.to_string());
+    internal_says_once(cause, error);
+}
+
+/// As [`says_once`], of an error that programs do not meet.
+fn internal_says_once(cause: &str, error: impl Error + Send + Sync + 'static) {
     let told = error.to_string();
     assert_eq!(told.matches(cause).count(), 1, "alone: {told}\n{error:?}");
     let told = format!("{:#}", anyhow::Error::new(error));
@@ -162,8 +169,8 @@ fn errors_of_transports_and_servers_say_their_cause_once() {
 fn errors_of_the_kernels_memory_say_their_cause_once() {
     says_once(CAUSE, UserfaultfdError::Os(io_error()));
     says_once(CAUSE, UserfaultfdError::Pagemap(io_error()));
-    says_once(CAUSE, DetachError::Os(io_error()));
-    says_once(CAUSE, InstallErrorKind::Os(io_error()));
+    internal_says_once(CAUSE, DetachError::Os(io_error()));
+    internal_says_once(CAUSE, InstallErrorKind::Os(io_error()));
 }
 
 #[test]
@@ -297,16 +304,65 @@ fn errors_that_a_program_meets_say_their_cause_once() {
 
 #[test]
 fn server_that_is_not_there_is_said_once() {
-    // The port of a listener that is gone.
-    let port = std::net::TcpListener::bind("127.0.0.1:0")
-        .and_then(|listener| listener.local_addr())
-        .expect("loopback has ports")
-        .port();
+    let port = free_port();
     let built = Runtime::builder()
         .server(format!("tcp://127.0.0.1:{port}"))
         .build();
     let error = built.expect_err("nobody listens there");
     says_once(&io::Error::from_raw_os_error(111).to_string(), error);
+}
+
+#[test]
+fn array_that_no_server_has_room_for_is_told_what_the_server_lends() {
+    let test = "array_that_no_server_has_room_for_is_told_what_the_server_lends";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    // Both are more than the longest extent.
+    let server = Memory::start(Fabric::Tcp, 6 << 30);
+    let runtime = server.runtime(MIB, 64 * KIB);
+    let said = runtime.array::<f64>(4 << 30).unwrap_err().to_string();
+    for part in [
+        "array 1 (f64, 32.0 GiB), which needs 34360786944 bytes",
+        "no room for 32.0 GiB: 6.0 GiB left of its capacity of 6.0 GiB",
+        "(`Reserve::OnDemand`)",
+    ] {
+        assert!(said.contains(part), "{part} is not in: {said}");
+    }
+    // Nothing of it was kept.
+    runtime.array::<u8>(5 << 30).unwrap().close().unwrap();
+}
+
+#[test]
+fn main_that_returns_an_error_prints_what_it_says() {
+    let port = free_port();
+    let main = || -> Result<(), Box<dyn Error>> {
+        Runtime::builder()
+            .server(format!("tcp://127.0.0.1:{port}"))
+            .build()?;
+        Ok(())
+    };
+    let printed = format!("Error: {:?}", main().expect_err("nobody listens there"));
+    let begins = format!("Error: cannot connect to tcp://127.0.0.1:{port}: ");
+    assert!(printed.starts_with(&begins), "{printed}");
+}
+
+#[test]
+fn servers_may_be_named_in_one_text() {
+    let port = free_port();
+    let list = format!("tcp://127.0.0.1:{port}, tcp://127.0.0.1:{port}");
+    let said = Runtime::builder().server(&list).build();
+    let said = said.expect_err("nobody listens there").to_string();
+    assert!(said.contains("cannot connect"), "{said}");
+}
+
+/// The port of a listener that is gone.
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| listener.local_addr())
+        .expect("loopback has ports")
+        .port()
 }
 
 #[test]

@@ -25,6 +25,7 @@ use common::{
     get, mix, say, seed, serve_if_asked, set, shared, wait_until,
 };
 use farpage::{Advice, ByteSize, FlushError, PageError, RegionOptions, RemoteArray, Runtime};
+use farpage_fabric::{SessionOptions, Visit};
 use farpage_pager::FlushError as PagesError;
 use farpage_store::StoreError;
 use nix::sys::signal::Signal;
@@ -519,6 +520,75 @@ fn a_client_that_was_stopped_beyond_its_lease_does_not_keep_a_dead_servers_memor
     client.hang_up();
     client.wait_for_line("lost");
     client.must_pass(Duration::from_secs(30));
+}
+
+/// Memory that a server has taken back is no damage, and trying again does not help.
+#[test]
+fn a_client_that_was_stopped_beyond_its_lease_is_told_what_happened() {
+    let test = "a_client_that_was_stopped_beyond_its_lease_is_told_what_happened";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if let Ok(url) = env::var(CLIENT) {
+        let runtime = builder(MIB, PAGE_BYTES).server(url).build().unwrap();
+        let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
+        fill(&mut array);
+        array.flush().unwrap();
+        say("filled");
+        io::stdin().read_line(&mut String::new()).unwrap();
+        let error = array.prefetch_now(..).unwrap_err();
+        assert!(!error.may_retry(), "{error}");
+        say(&format!("lost: {error}"));
+        return;
+    }
+    if !can_page(test) {
+        return;
+    }
+    let lease = Duration::from_secs(4);
+    for fabric in fabrics() {
+        let server = ServerProcess::start_leasing(SERVING, fabric, 256 * MIB, lease);
+        let mut client = Kin::start(test, &[(CLIENT, &server.url)]);
+        client.wait_for_line("filled");
+        client.signal(Signal::SIGSTOP);
+        let visit = || {
+            let options = SessionOptions::default();
+            let visit = Visit::connect(&server.url.parse().unwrap(), &options);
+            let stat = visit.unwrap().stat().unwrap();
+            stat.sessions + stat.lost_sessions
+        };
+        wait_until("its lease has ended", || visit() == 0);
+        client.signal(Signal::SIGCONT);
+        client.hang_up();
+        let said = client.wait_for_line("lost: ");
+        assert!(said.contains("for longer than its lease of 4s"), "{said}");
+        assert!(said.contains("lent its memory to others"), "{said}");
+        client.must_pass(Duration::from_secs(30));
+    }
+}
+
+/// Memory that went with its server does not come back with it.
+#[test]
+fn a_server_that_was_started_anew_says_that_the_memory_is_gone() {
+    let test = "a_server_that_was_started_anew_says_that_the_memory_is_gone";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in networks() {
+        let mut server = server(fabric);
+        let runtime = runtime(&server.url, MIB);
+        let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
+        fill(&mut array);
+        array.flush().unwrap();
+        server.kill();
+        let error = array.prefetch_now(..).unwrap_err();
+        let said = error.to_string();
+        assert!(said.contains("also when it is started again"), "{said}");
+        server.start_again();
+        let lost = || array.prefetch_now(..).unwrap_err();
+        wait_until("the new server is asked", || !lost().may_retry());
+        let said = lost().to_string();
+        assert!(said.contains("the server has been started anew"), "{said}");
+        assert!(said.contains("is gone"), "{said}");
+    }
 }
 
 #[test]

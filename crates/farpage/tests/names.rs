@@ -8,7 +8,9 @@ mod common;
 use std::time::Duration;
 
 use common::{Fabric, KIB, MIB, Memory, Watchdog, can_page, fabrics, mix};
-use farpage::{CreateError, ElementType, OpenError, RegionOptions, error::StoreCreateError};
+use farpage::{
+    CreateError, ElementType, OpenError, RegionOptions, Reserve, error::StoreCreateError,
+};
 use farpage_store::{NamesError, OpenStoreError};
 
 const PAGE: usize = 4 * KIB;
@@ -47,6 +49,42 @@ fn named_arrays_are_listed_and_removed_by_their_owner_alone() {
         assert_eq!(ours.names().unwrap(), []);
         assert!(ours.open_array::<u64>("field").is_err());
     }
+}
+
+#[test]
+fn named_array_takes_little_of_the_server_if_it_is_small_and_few_extents_if_it_is_large() {
+    let test =
+        "named_array_takes_little_of_the_server_if_it_is_small_and_few_extents_if_it_is_large";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 256 * MIB);
+    let granted = || memory.server.stat().granted_bytes as usize;
+    let runtime = memory.runtime(MIB, PAGE);
+    for (i, reserve) in [Reserve::Full, Reserve::OnDemand].into_iter().enumerate() {
+        let options = RegionOptions::new().name(i.to_string()).reserve(reserve);
+        let before = granted();
+        let mut small = runtime.array_with::<u8>(80, options).unwrap();
+        small[7] = 9;
+        small.close().unwrap();
+        let (took, name) = (granted() - before, 2 * 4 * KIB);
+        assert!(took <= 128 * KIB + name, "{reserve:?}: {took}");
+        let again = runtime.open_array::<u8>(&i.to_string()).unwrap();
+        assert_eq!(again[7], 9);
+    }
+    let before = memory.server.stat().extents;
+    let options = RegionOptions::new()
+        .name("large")
+        .reserve(Reserve::OnDemand);
+    let mut large = runtime.array_with::<u64>(32 * MIB / 8, options).unwrap();
+    for (i, word) in large.iter_mut().enumerate() {
+        *word = mix(i as u64);
+    }
+    large.flush().unwrap();
+    let extents = memory.server.stat().extents - before;
+    assert!(extents <= 16, "{extents} extents for 32 MiB");
+    large.close().unwrap();
 }
 
 #[test]

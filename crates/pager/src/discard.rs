@@ -140,7 +140,10 @@ impl<A: AddressSpace> Mapped<A> {
         run.cut(
             |page| gone[page - first],
             |run, gone| match gone {
-                true => shared.frames.release(run.into_frame(), region.page_bytes()),
+                true => {
+                    (run.pages().iter()).for_each(|page| region.store.count_left(page));
+                    shared.frames.release(run.into_frame(), region.page_bytes());
+                }
                 false => self.map_zeros(run),
             },
         );
@@ -160,15 +163,16 @@ impl<A: AddressSpace> Mapped<A> {
         region.store.clear(page.alone());
         region.words.apply(page, |w| (protocol::forgotten(w), ()));
         let mut outcome = Ok(Tried::Done(1));
-        if region.words.apply(page, protocol::fill_failed) == OnFailed::MustPoison {
+        match region.words.apply(page, protocol::fill_failed) {
+            OnFailed::Dropped => region.store.count_left(page),
             // Somebody waits for it: it comes as zeros.
-            match self.frame_for(page) {
+            OnFailed::MustPoison => match self.frame_for(page) {
                 Ok(frame) => self.map_zeros(Run::new(page, frame, region.page_bytes())),
                 Err(error) => {
                     (self.shared().installer).fail(region, page, error.clone());
                     outcome = Err(error);
                 }
-            }
+            },
         }
         region.exit();
         outcome

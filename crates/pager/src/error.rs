@@ -7,23 +7,22 @@ use std::{io, sync::Arc, time::Duration};
 
 use farpage_store::{PageIndex, StoreError};
 
+farpage_fabric::debug_as_display!(PageError, StartError, MapError, FlushError, PinError);
+
 /// What a child of `fork` is told.
 pub const FORKED: &str = "a process made by fork does not have its parent's runtimes and regions: \
                           make new ones in the child";
 
 /// Why a page could not be brought in, or not be written back. It reaches the program through
 /// `flush`, `close` and `take_error`.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum PageError {
     /// The store's error, which names region, page and server.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// No frame came free within the deadline.
-    #[error(
-        "page {page} of {region} found no frame within {waited:?}: all of the budget is pinned, or held by pages that cannot be \
-         written back; raise the budget or look at the errors before this one"
-    )]
+    #[error("page {page} of {region} found no frame within {waited:.1?}{}", why_no_frame(.unwritten))]
     NoFrame {
         /// What the program calls the region.
         region: Arc<str>,
@@ -31,6 +30,8 @@ pub enum PageError {
         page: u64,
         /// How long it waited.
         waited: Duration,
+        /// Why pages could not be written back last, if they could not.
+        unwritten: Option<Arc<StoreError>>,
     },
     /// The kernel, a device or another worker held the page until the deadline.
     #[error(
@@ -110,8 +111,19 @@ impl PageError {
     }
 }
 
+fn why_no_frame(unwritten: &Option<Arc<StoreError>>) -> String {
+    match unwritten {
+        Some(error) => format!(", since pages could not be written back: {error}"),
+        None => {
+            ": all of the budget is pinned, or held by pages that cannot be written back; raise \
+                 the budget or look at the errors before this one"
+                .to_owned()
+        }
+    }
+}
+
 /// A pager could not be started.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
     /// An option makes no sense.
@@ -132,7 +144,7 @@ impl From<io::Error> for StartError {
 }
 
 /// A region could not be mapped.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
     /// The budget cannot hold the pages that the workers need at once.
@@ -163,7 +175,7 @@ pub enum MapError {
 
 /// Changed pages could not all be made safe. They are still in memory, except those that a
 /// [`PageError::Lost`] names.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum FlushError {
     /// A page could not be written back.
@@ -175,7 +187,7 @@ pub enum FlushError {
 }
 
 /// Why pages could not be pinned.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum PinError {
     /// Pinned pages would leave too little of the budget for all others.

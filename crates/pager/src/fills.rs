@@ -464,6 +464,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             region: waiting.region.label(),
             page: waiting.page.number(),
             waited: since.elapsed(),
+            unwritten: self.shared.unwritten.why(),
         };
         self.landing.fail(&waiting.region, waiting.page, error);
         waiting.region.exit();

@@ -206,6 +206,11 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         self.posted_bytes
     }
 
+    /// See [`Lane::take_refused`].
+    pub(crate) fn take_refused(&mut self) -> Option<StoreError> {
+        self.lane.take_refused()
+    }
+
     /// Those that wait for the lane.
     pub(crate) fn unposted(&self) -> impl Iterator<Item = &T> {
         self.unposted.iter().map(|(flight, _)| flight)

@@ -37,11 +37,17 @@ impl LastWords {
         if !self.wanted || !self.told.lock().insert((region.id.0, cause(error))) {
             return;
         }
+        let advice = match error.may_retry() {
+            true => format!(
+                " See whether the server runs and can be reached; `prefetch_now` returns such errors \
+                 and tries again, FARPAGE_DEADLINE waits longer than {:?}.",
+                self.deadline
+            ),
+            false => String::new(),
+        };
         write(&format!(
-            "farpage: {error}. Touching page {page} raises SIGBUS (\"Bus error\"). See whether the \
-             server runs and can be reached; `prefetch_now` returns such errors and tries again, \
-             FARPAGE_DEADLINE waits longer than {:?}. (FARPAGE_LAST_WORDS=0 turns this line off.)\n",
-            self.deadline
+            "farpage: {error}. Touching page {page} raises SIGBUS (\"Bus error\").{advice} \
+             (FARPAGE_LAST_WORDS=0 turns this line off.)\n"
         ));
     }
 }

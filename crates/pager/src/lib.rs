@@ -18,7 +18,7 @@
 //! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
 //! | `flights`, `shared` | what a worker has under way; what all workers share |
 //! | `ahead`, `pace`, `stretch`, `fills`, `held_back`, `wishes` | bringing in, and reading ahead |
-//! | `leaving`, `hand_over`, `write_backs` | runs that were taken out, until they are safe |
+//! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
 //! | `filler`, `evictor`, `guest`, `relief` | the workers; threads that serve their own faults |
 //! | `seats`, `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; what the program sees |
 //! | `discard`, `relocate` | pages that the program gives up, or wants elsewhere |
@@ -72,6 +72,7 @@ mod stretch;
 mod sweep;
 mod tags;
 mod team;
+mod unwritten;
 mod victims;
 mod wishes;
 mod worker;

@@ -80,6 +80,14 @@ impl<A: AddressSpace> Mapped<A> {
         pages.any(|page| matches!(state(page), State::Poisoned | State::Lost))
     }
 
+    /// Whether the kernel may hold references to pages of `range`: see [`Advice::ZeroCopy`].
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn is_zero_copy(&self, range: Range<usize>) -> bool {
+        self.region.is_zero_copy(self.pages(range))
+    }
+
     /// Where the pages are kept.
     pub fn store(&self) -> &Arc<PageStore> {
         &self.region.store
@@ -108,6 +116,7 @@ impl<A: AddressSpace> Mapped<A> {
                 .doors
                 .tell_fillers(|| Command::Prefetch(self.region.clone(), pages)),
             Advice::DontNeed => return self.run(pages, false, &entered),
+            Advice::ZeroCopy => self.region.mark_zero_copy(pages),
         }
         Ok(())
     }
@@ -187,6 +196,7 @@ impl<A: AddressSpace> Mapped<A> {
                     region: self.region.label(),
                     page: page.number(),
                     waited,
+                    unwritten: self.shared().unwritten.why(),
                 });
             }
             self.shared().doors.ring_fillers();
@@ -267,6 +277,7 @@ impl<A: AddressSpace> Mapped<A> {
                         region: self.region.label(),
                         page: page.number(),
                         waited,
+                        unwritten: self.shared().unwritten.why(),
                     };
                     return Err(self.region.take_error().unwrap_or(unknown));
                 }

@@ -8,8 +8,8 @@ use std::{io, sync::Arc};
 
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{
-    AddressSpace, Asked, Batch, DetachError, Events, Geometry, In, InstallError, Left, Mapping,
-    Out, Pages, Room, SCATTERED_PAGES_MAX, Shard, Wait,
+    AddressSpace, Asked, Batch, DetachError, Events, Geometry, In, InstallError, InstallErrorKind,
+    Left, Mapping, Out, Pages, Room, SCATTERED_PAGES_MAX, Shard, Wait,
 };
 use smallvec::SmallVec;
 
@@ -85,7 +85,15 @@ impl<A: AddressSpace> Mapper<A> {
     ) -> Result<Run<A::Frame>, DetachError> {
         let page_bytes = region.page_bytes();
         let out = Out::Move(self.pages(region, pages));
-        let detached = self.space.detach(out).map(Left::into_frame);
+        let mut detached = self.space.detach(out).map(Left::into_frame);
+        if let Ok(frame) = detached {
+            let run = Run::new(pages.start, frame, page_bytes);
+            detached = if region.is_zero_copy(run.pages()) {
+                self.replace_memory(region, run).map(Run::into_frame)
+            } else {
+                Ok(run.into_frame())
+            };
+        }
         let taken = match &detached {
             Ok(frame) => pages_in(frame, page_bytes),
             Err(DetachError::Absent) => 1,
@@ -93,6 +101,51 @@ impl<A: AddressSpace> Mapper<A> {
         };
         region.count_out(pages.start.and_on(taken));
         detached.map(|frame| Run::new(pages.start, frame, page_bytes))
+    }
+
+    /// Copies the leading pages of a run that was detached to new memory, and leaves the old to the
+    /// kernel, which may still read it. What finds no new memory is mapped again.
+    ///
+    /// The old memory counts to nobody's budget until the kernel lets go of it.
+    fn replace_memory(
+        &self,
+        region: &Region,
+        mut run: Run<A::Frame>,
+    ) -> Result<Run<A::Frame>, DetachError> {
+        let (first, page_bytes) = (run.first(), region.page_bytes());
+        loop {
+            let error = match self.new_frame(page_bytes, run.len()) {
+                Ok(mut frame) => {
+                    frame.as_mut().copy_from_slice(run.into_frame().as_ref());
+                    return Ok(Run::new(first, frame, page_bytes));
+                }
+                Err(error) => error,
+            };
+            // A long frame may find no addresses next to each other where a shorter one does.
+            match run.keep_first((run.len() / 2).max(1)) {
+                Some(rest) => self.put_back(region, rest),
+                None => {
+                    self.put_back(region, run);
+                    return Err(DetachError::Os(error));
+                }
+            }
+        }
+    }
+
+    /// Maps a run again that was detached a moment ago.
+    fn put_back(&self, region: &Region, run: Run<A::Frame>) {
+        let end = run.pages().end;
+        if let Err(InstallError {
+            frame,
+            kind: InstallErrorKind::Os(_),
+        }) = self.install(region, run)
+        {
+            // Never zeros: a touch of what cannot be mapped raises SIGBUS.
+            for at in 1..=pages_in(&frame, region.page_bytes()) {
+                let page = PageIndex(end.0 - at);
+                let _ = self.poison(region, page);
+            }
+        }
     }
 
     /// Maps a copy of a run, for which `room` is used up. Returns the frame, which is free again.

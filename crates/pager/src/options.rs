@@ -68,6 +68,13 @@ pub enum Advice {
     /// The range is not needed soon: written back where it changed, and given up. The data stays,
     /// and pinned pages do.
     DontNeed,
+    /// The kernel will be given the range by a call that keeps references to its pages without
+    /// pinning them: `vmsplice`, a send with `MSG_ZEROCOPY`, a zero-copy send of `io_uring` from
+    /// memory that is not registered with it. To be said before the call. When such a page leaves,
+    /// its bytes move to new memory and the old is left to the kernel, so that what is sent is what
+    /// was there. That is a copy more per page; neighbours within 64 pages share it. Holds until
+    /// the region ends.
+    ZeroCopy,
 }
 
 impl Advice {

@@ -47,6 +47,9 @@ pub(crate) struct Region {
     /// One bit per chunk: whether a page of it was ever filled. It keeps sweeps over sparse regions
     /// cheap.
     touched: Vec<AtomicU64>,
+    /// One bit per chunk: whether the kernel may hold references to pages of it
+    /// ([`Advice::ZeroCopy`]). User space cannot see when these end, so bits are never cleared.
+    zero_copy: Vec<AtomicU64>,
     resident: AtomicUsize,
     /// How many pages of each chunk are mapped, so that sweeps pass over empty chunks: where few
     /// pages of a large region are used, most chunks that were ever touched are empty. Pages that
@@ -87,6 +90,7 @@ impl Region {
             read_ahead,
             run_pages,
             touched: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES).div_ceil(64)),
+            zero_copy: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES).div_ceil(64)),
             resident: AtomicUsize::new(0),
             resident_in: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES)),
             overdue: AtomicUsize::new(0),
@@ -188,6 +192,26 @@ impl Region {
                 self.touched[word].fetch_or(bit, Ordering::Relaxed);
             }
         }
+    }
+
+    /// Notes that the kernel may reference these pages from now on.
+    pub(crate) fn mark_zero_copy(&self, pages: PageRange) {
+        for chunk in chunks_of(pages) {
+            let (word, bit) = Self::chunk_bit(chunk);
+            self.zero_copy[word].fetch_or(bit, Ordering::SeqCst);
+        }
+    }
+
+    /// Whether the kernel may reference some of these pages.
+    ///
+    /// Exact for pages that were detached before this call: a call that the program makes later
+    /// finds them absent. The page table's lock, which both calls take, orders the bit.
+    pub(crate) fn is_zero_copy(&self, pages: PageRange) -> bool {
+        let mut chunks = chunks_of(pages);
+        chunks.any(|chunk| {
+            let (word, bit) = Self::chunk_bit(chunk);
+            self.zero_copy[word].load(Ordering::SeqCst) & bit != 0
+        })
     }
 
     pub(crate) fn count_out(&self, pages: PageRange) {

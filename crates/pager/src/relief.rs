@@ -145,6 +145,9 @@ impl<A: AddressSpace> Relief<A> {
         for (page, bytes) in run.bytes_by_page() {
             gone[page - first] = region.store.is_unchanged(page, bytes)
                 && region.words.apply(page, |w| protocol::left(w, stamp)) == OnLeft::Gone;
+            if gone[page - first] {
+                region.store.count_left(page);
+            }
         }
         let left = gone.iter().filter(|&&gone| gone).count();
         self.counters().evictions.add(left);

@@ -11,7 +11,8 @@ use farpage_vm::AddressSpace;
 use crate::{
     budget::Budget, clock::FillClock, doors::Doors, frames::Frames, hand_over::HandOver,
     installer::Installer, job::Jobs, last_words::LastWords, mapper::Mapper, proof::Proof,
-    regions::RegionTable, returns::Returns, scatter::Scatter, stats::Counters, victims::Victims,
+    regions::RegionTable, returns::Returns, scatter::Scatter, stats::Counters,
+    unwritten::Unwritten, victims::Victims,
 };
 
 pub(crate) struct Shared<A: AddressSpace> {
@@ -24,6 +25,7 @@ pub(crate) struct Shared<A: AddressSpace> {
     pub(crate) scatter: Scatter<A>,
     pub(crate) hand_over: HandOver<A::Frame>,
     pub(crate) jobs: Jobs,
+    pub(crate) unwritten: Unwritten,
     /// One set per worker: fillers, evictors, threads that serve their own faults.
     pub(crate) counters: Vec<CachePadded<Counters>>,
 }
@@ -81,6 +83,7 @@ impl<A: AddressSpace> Shared<A> {
             victims,
             scatter,
             jobs: Jobs::default(),
+            unwritten: Unwritten::default(),
             counters: (0..in_all).map(|_| CachePadded::default()).collect(),
         }
     }

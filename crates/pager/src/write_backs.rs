@@ -170,6 +170,9 @@ impl<A: AddressSpace> WriteBacks<A> {
     /// because their write-back failed.
     pub(crate) fn poll(&mut self, mut failed: impl FnMut()) -> bool {
         let any = self.flights.poll();
+        if let Some(error) = self.flights.take_refused() {
+            self.shared.unwritten.set(&error);
+        }
         while let Some(landed) = self.flights.next() {
             if !landed.failed.is_empty() {
                 failed();
@@ -190,6 +193,11 @@ impl<A: AddressSpace> WriteBacks<A> {
         self.end_leaving(&leaving);
         self.counters().writes.add(outcome.written as usize);
         self.counters().failed_evictions.add(failed.len());
+        match failed.first() {
+            Some((_, error)) => self.shared.unwritten.set(error),
+            None if outcome.written > 0 => self.shared.unwritten.clear(),
+            None => {}
+        }
         let region = leaving.region.clone();
         let failure = |page: PageIndex| {
             let failed = failed.iter().find(|(failed, _)| *failed == page);
@@ -203,7 +211,10 @@ impl<A: AddressSpace> WriteBacks<A> {
             }
             let stamp = self.shared.victims.stamp(leaving.found_by);
             match region.words.apply(page, |w| protocol::left(w, stamp)) {
-                OnLeft::Gone => Fate::Gone,
+                OnLeft::Gone => {
+                    region.store.count_left(page);
+                    Fate::Gone
+                }
                 OnLeft::TakeBack => Fate::Stolen,
             }
         };

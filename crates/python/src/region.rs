@@ -224,9 +224,10 @@ impl Region {
             "random" => Advice::Random,
             "willneed" => Advice::WillNeed,
             "dontneed" => Advice::DontNeed,
+            "zerocopy" => Advice::ZeroCopy,
             other => {
                 return Err(error::value(format_args!(
-                    "no such advice: {other:?}; need normal, sequential, random, willneed or dontneed"
+                    "no such advice: {other:?}; need normal, sequential, random, willneed, dontneed or zerocopy"
                 )));
             }
         };

@@ -5,7 +5,14 @@
 //! library that is preloaded (`preload.rs`).
 
 mod explain;
+mod program;
+mod relay;
+mod report;
+mod rlimits;
+mod sanitizer;
+mod scratch;
 mod shares;
+mod starts;
 
 use std::{
     env,
@@ -13,8 +20,7 @@ use std::{
     fmt, io,
     os::unix::process::{CommandExt, ExitStatusExt},
     path::{Path, PathBuf},
-    process::{Child, Command, ExitCode, ExitStatus},
-    thread,
+    process::{Command, ExitCode, ExitStatus},
     time::Duration,
 };
 
@@ -23,14 +29,15 @@ use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand};
 use farpage::Allowance;
 use farpage_memserver::{RunningServer, Server};
-use farpage_wire::Endpoint;
-use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM},
-    iterator::Signals,
-};
+use farpage_wire::{Endpoint, check_environment};
 
-use explain::Program;
+use program::Program;
+use relay::Relay;
+use rlimits::Limits;
 use shares::Shares;
+
+/// Smallest capacity: less is a size whose unit was left out.
+const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
 
 /// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
 const LIBRARY: &str = "libfarpage_preload.so";
@@ -64,8 +71,8 @@ struct RunOptions {
     #[arg(long)]
     server: Option<Endpoint>,
     /// The most that the program can have allocated there at once. With --server, all of it is
-    /// reserved [default: four budgets with --server, else what this machine has beside the
-    /// budget].
+    /// reserved [default: what the server has, and nothing is reserved; without --server what this
+    /// machine has beside the budget, within `ulimit -v`].
     #[arg(long)]
     capacity: Option<ByteSize>,
     /// Requests of this size and more go there; smaller ones to the program's own allocator.
@@ -122,6 +129,7 @@ impl fmt::Display for NotRun {
 impl std::error::Error for NotRun {}
 
 fn run(options: &RunOptions) -> Result<u8> {
+    check_environment()?;
     let (name, arguments) = options.command.split_first().expect("clap requires one");
     let path = find(name)?;
     let program = Program::read(&path).map_err(|error| cannot_start(&path, error))?;
@@ -137,21 +145,33 @@ fn run(options: &RunOptions) -> Result<u8> {
             "--in-thread works on x86-64 alone: leave it out, and filler threads serve the faults"
         );
     }
-    let library = library()?;
+    if let Some(capacity) = options
+        .capacity
+        .filter(|it| it.as_u64() < LEAST_CAPACITY_BYTES)
+    {
+        bail!(
+            "--capacity {capacity} is too little: give it 1MiB or more, such as 2GiB (a plain number is bytes)"
+        );
+    }
+    let relay = Relay::begin();
+    let limits = Limits::raise();
+    let folder = scratch::make()?;
+    let library = scratch::preloadable(library()?, folder.path())?;
     let sizes = sizes(options);
     let mut command = Command::new(&path);
     command.arg0(name).args(arguments);
     let page_bytes = sizes.page_size.as_u64();
+    if env::var_os("FARPAGE_PAGE_SIZE").is_none() {
+        command.env("FARPAGE_RUN_ADDS_PAGE_SIZE", "1");
+    }
     command.env("FARPAGE_PAGE_SIZE", format!("{page_bytes}B"));
     let set = |command: &mut Command, name: &str, value: &str| {
         command.env(format!("FARPAGE_RUN_{name}"), value);
     };
     set(&mut command, "BUDGET", &sizes.budget.as_u64().to_string());
-    set(
-        &mut command,
-        "CAPACITY",
-        &sizes.capacity.as_u64().to_string(),
-    );
+    if let Some(capacity) = sizes.capacity {
+        set(&mut command, "CAPACITY", &capacity.as_u64().to_string());
+    }
     set(
         &mut command,
         "MIN_BYTES",
@@ -169,15 +189,14 @@ fn run(options: &RunOptions) -> Result<u8> {
         }
     }
     let before = env::var_os("LD_PRELOAD").unwrap_or_default();
-    command.env("FARPAGE_RUN_PRELOADED", &before);
-    let mut preload = library.into_os_string();
+    command.env("FARPAGE_RUN_LIBRARY", &library);
+    command.env("FARPAGE_RUN_FOLDER", folder.path());
+    let mut preload = library;
     if !before.is_empty() {
         preload.push(OsStr::new(":"));
         preload.push(&before);
     }
     command.env("LD_PRELOAD", preload);
-    let folder = tempfile::Builder::new().prefix("farpage-run-").tempdir();
-    let folder = folder.context("cannot make a directory for sockets")?;
     let shares = match options.children {
         true => {
             let socket = folder.path().join("shares.sock");
@@ -186,69 +205,36 @@ fn run(options: &RunOptions) -> Result<u8> {
         }
         false => None,
     };
-    let own = match &options.server {
-        Some(server) => {
+    let own = match (&options.server, sizes.capacity) {
+        (Some(server), _) => {
             set(&mut command, "SERVER", &server.to_string());
             None
         }
-        None => {
-            let own = OwnServer::start(sizes.capacity, folder.path())?;
+        (None, capacity) => {
+            let capacity = capacity.expect("a capacity without a server");
+            let own = OwnServer::start(capacity, folder.path())?;
             set(&mut command, "SERVER", &own.endpoint);
             Some(own)
         }
     };
-    if shares.is_none() && own.is_none() {
-        // Nothing runs after this.
-        drop(folder);
-        return Err(cannot_start(&path, command.exec()).into());
-    }
-    // Before the program is there, so that no signal is lost.
-    let signals =
-        Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).context("cannot take signals")?;
-    let mut child = command
+    report::begin(folder.path(), &path, &mut command)?;
+    limits.prepare(&mut command);
+    relay.prepare(&mut command);
+    let child = command
         .spawn()
         .map_err(|error| cannot_start(&path, error))?;
-    let status = wait(&mut child, signals)?;
+    let status = relay.wait(child)?;
     drop(shares);
     if let Some(own) = own {
         own.server.shutdown();
     }
+    report::say(folder.path(), sizes.budget);
     Ok(code(status))
 }
 
 /// Whether faults are served in-thread. The library's own variable says so, too.
 fn in_thread(options: &RunOptions) -> bool {
     options.in_thread || env::var("FARPAGE_FAULT_MODE").is_ok_and(|mode| mode == "in-thread")
-}
-
-/// Waits for the program. Signals that ask to end are passed on; those of the terminal reach the
-/// program by themselves.
-fn wait(child: &mut Child, mut signals: Signals) -> Result<ExitStatus> {
-    let (handle, pid) = (signals.handle(), child.id() as i32);
-    let relay = thread::spawn(move || {
-        for signal in signals.forever() {
-            if signal == SIGTERM || signal == SIGHUP {
-                // SAFETY: a signal to our own child, which has not been waited for.
-                unsafe { libc::kill(pid, signal) };
-            }
-        }
-    });
-    // The child stays a zombie until nobody signals it any more.
-    let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
-    // SAFETY: `info` has room for the answer, and is not looked at.
-    while unsafe {
-        libc::waitid(
-            libc::P_PID,
-            pid as u32,
-            info.as_mut_ptr(),
-            libc::WEXITED | libc::WNOWAIT,
-        )
-    } != 0
-        && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
-    {}
-    handle.close();
-    let _ = relay.join();
-    child.wait().context("cannot wait for the program")
 }
 
 /// As shells say it.
@@ -269,7 +255,8 @@ fn cannot_start(path: &Path, error: io::Error) -> NotRun {
 /// What the options come to.
 pub(crate) struct Sizes {
     pub(crate) budget: ByteSize,
-    pub(crate) capacity: ByteSize,
+    /// Bytes that can be allocated. `None`: as many as the server has.
+    pub(crate) capacity: Option<ByteSize>,
     pub(crate) min_bytes: ByteSize,
     pub(crate) page_size: ByteSize,
     pub(crate) in_thread: bool,
@@ -278,20 +265,44 @@ pub(crate) struct Sizes {
 fn sizes(options: &RunOptions) -> Sizes {
     let available = Allowance::of_this_process().available_bytes;
     let budget = options.budget.unwrap_or(ByteSize(available / 4));
-    let default = match options.server {
-        Some(_) => budget.as_u64().saturating_mul(4),
-        None => available
-            .saturating_sub(budget.as_u64())
-            .max(budget.as_u64()),
+    let default = || {
+        let rest = available.saturating_sub(budget.as_u64());
+        let most = addressable(budget.as_u64());
+        ByteSize(rest.max(budget.as_u64()).min(most))
     };
     Sizes {
         budget,
-        capacity: options.capacity.unwrap_or(ByteSize(default)),
+        capacity: (options.capacity).or_else(|| options.server.is_none().then(default)),
         min_bytes: options.min_bytes,
         page_size: options.page_size,
         in_thread: in_thread(options),
     }
 }
+
+/// Returns the bytes that `ulimit -v` and `ulimit -d` leave for an arena. The program maps the
+/// arena, extents of the server for it, its budget, and stacks and heaps of threads.
+fn addressable(budget: u64) -> u64 {
+    const THREADS_BYTES: u64 = 1 << 30;
+    let limit = |resource| {
+        let mut limit = libc::rlimit {
+            rlim_cur: libc::RLIM_INFINITY,
+            rlim_max: libc::RLIM_INFINITY,
+        };
+        // SAFETY: writes to the variable.
+        unsafe { libc::getrlimit(resource, &raw mut limit) };
+        limit.rlim_cur
+    };
+    let room = limit(libc::RLIMIT_AS).min(limit(libc::RLIMIT_DATA));
+    if room == libc::RLIM_INFINITY {
+        return u64::MAX;
+    }
+    let room = room.saturating_sub(budget);
+    (room.saturating_sub(THREADS_BYTES) * 2 / 5).max(room / 8)
+}
+
+/// Lease that does not end. A server that ends with its only client protects nobody by taking
+/// memory from a program that is stopped.
+const FOR_GOOD: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// A memory server in this process.
 struct OwnServer {
@@ -303,11 +314,13 @@ impl OwnServer {
     /// With its socket in this folder.
     fn start(capacity: ByteSize, folder: &Path) -> Result<OwnServer> {
         let socket = Endpoint::Shm(folder.join("server.sock"));
-        // Pages are written out of place, and extents are whole.
-        let lends = capacity.as_u64() + capacity.as_u64() / 8 + (64 << 20);
+        // The arena is a little larger than its capacity, pages are written out of place, and
+        // extents are whole.
+        let lends = capacity.as_u64() + capacity.as_u64() / 4 + (96 << 20);
         let server = Server::builder()
             .listen(socket)
             .capacity(lends)
+            .lease(FOR_GOOD)
             .grace(Duration::ZERO)
             .start()
             .context("cannot start a memory server")?;
@@ -349,4 +362,50 @@ fn library() -> Result<PathBuf> {
         let folder = folder.display();
         format!("{LIBRARY} is missing: it belongs to {folder} or {folder}/../lib")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read, Write},
+        os::unix::net::UnixStream,
+    };
+
+    use farpage_wire::{
+        Request, Response,
+        control::{self, HELLO_BYTES, Hello, PREFIX_BYTES, Purpose},
+    };
+
+    use super::*;
+
+    /// Begins a session as a program does, and returns the lease that the server grants.
+    fn lease(server: &OwnServer) -> Duration {
+        let path = server.endpoint.strip_prefix("shm://").expect("a socket");
+        let mut stream = UnixStream::connect(path).expect("it listens");
+        let hello = Hello::new(Purpose::Control).encode();
+        stream.write_all(&hello).expect("sent");
+        let begin = Request::Begin {
+            client: "test".to_owned(),
+            resume: None,
+        };
+        let begin = control::encode(&begin).expect("short");
+        stream.write_all(&begin).expect("sent");
+        stream.read_exact(&mut [0; HELLO_BYTES]).expect("a hello");
+        let mut prefix = [0; PREFIX_BYTES];
+        stream.read_exact(&mut prefix).expect("an answer");
+        let bytes = control::frame_bytes(prefix, 1 << 10).expect("short");
+        let mut answer = vec![0; bytes];
+        stream.read_exact(&mut answer).expect("all of it");
+        match control::decode(&answer).expect("an answer") {
+            Response::Begun { lease_ms, .. } => Duration::from_millis(lease_ms),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_program_may_be_stopped_for_days_at_a_server_of_its_own() {
+        let folder = tempfile::tempdir().expect("a temporary directory");
+        let server = OwnServer::start(ByteSize::mib(16), folder.path()).expect("it starts");
+        assert!(lease(&server) > Duration::from_secs(30 * 24 * 3600));
+    }
 }

@@ -14,15 +14,29 @@
 //!   (`made.rs`).
 //!
 //! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
-//! `state.rs`. With in-thread faults the program's system calls go by `filter.rs` and `calls.rs`,
-//! and its signals by `signals.rs`.
+//! `state.rs`; what is said of it, to `report.rs`; who else is interposed, to `exec.rs` and
+//! `process.rs`. The program's own limits go by `limits.rs`. With in-thread faults its system calls
+//! go by `filter.rs` and `calls.rs`, and its signals by `signals.rs`. What programs do that a
+//! second allocator or other threads would break is in `plugins.rs` and `confine.rs`.
 
 #[path = "preload/calls.rs"]
 mod calls;
+#[path = "preload/confine.rs"]
+mod confine;
+#[path = "preload/debug.rs"]
+mod debug;
+#[path = "preload/environment.rs"]
+mod environment;
+#[path = "preload/exec.rs"]
+mod exec;
+#[path = "preload/family.rs"]
+mod family;
 #[path = "preload/filter.rs"]
 mod filter;
 #[path = "preload/heap.rs"]
 mod heap;
+#[path = "preload/limits.rs"]
+mod limits;
 #[path = "preload/local.rs"]
 mod local;
 #[path = "preload/made.rs"]
@@ -31,16 +45,32 @@ mod made;
 mod maps;
 #[path = "preload/next.rs"]
 mod next;
+#[path = "preload/plugins.rs"]
+mod plugins;
 #[path = "preload/process.rs"]
 mod process;
+#[path = "program.rs"]
+#[allow(
+    dead_code,
+    reason = "`--explain` alone says the size of static variables"
+)]
+mod program;
 #[path = "preload/protect.rs"]
 mod protect;
 #[path = "preload/ranges.rs"]
 mod ranges;
+#[path = "preload/report.rs"]
+mod report;
+#[path = "sanitizer.rs"]
+mod sanitizer;
+#[path = "preload/seccomp.rs"]
+mod seccomp;
 #[path = "preload/share.rs"]
 mod share;
 #[path = "preload/signals.rs"]
 mod signals;
+#[path = "starts.rs"]
+mod starts;
 #[path = "preload/state.rs"]
 mod state;
 

@@ -1,8 +1,8 @@
 //! The budget of several programs at once: [`Shares`].
 //!
-//! Each interposed program connects, says how much it would use, and is told its share. Who wants
-//! little keeps little; the rest is divided evenly. When programs come and go, or want more, shares
-//! change.
+//! Each interposed program connects. When it allocates, it says how much it would use, and is told
+//! its share. Who wants little keeps little; the rest is divided evenly. When programs come and go,
+//! or want more, shares change.
 //!
 //! The rule: the shares never exceed the budget together. A share counts as it was until its
 //! program says that it has kept to the smaller one, or has ended. Only what is left goes to
@@ -101,6 +101,10 @@ fn serve(mut stream: UnixStream, ledger: &Mutex<Ledger>) {
     let Ok(writer) = stream.try_clone() else {
         return;
     };
+    // Until it wants something it has no part: shells that only start others take none.
+    if read(&mut stream).is_none() {
+        return;
+    }
     let Some(number) = lock(ledger).add(writer) else {
         let _ = stream.write_all(&message(SHARE, 0));
         return;
@@ -309,7 +313,11 @@ mod tests {
         let folder = tempfile::tempdir().expect("there is room for a folder");
         let socket = folder.path().join("shares");
         let shares = Shares::start(&socket, 10 * MIB).expect("the socket is free");
-        let connect = || UnixStream::connect(&socket).expect("somebody listens");
+        let connect = || {
+            let mut stream = UnixStream::connect(&socket).expect("somebody listens");
+            stream.write_all(&message(WANTS, 0)).expect("sent");
+            stream
+        };
         let share = |stream: &mut UnixStream| read(stream).expect("a share").1;
         let mut first = connect();
         assert_eq!(share(&mut first), LEAST_BYTES);

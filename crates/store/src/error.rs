@@ -11,9 +11,17 @@ use farpage_wire::ExtentId;
 
 use crate::CodecError;
 
+farpage_wire::debug_as_display!(
+    StoreError,
+    TableError,
+    CreateError,
+    PublishStoreError,
+    OpenStoreError
+);
+
 /// Why a page could not be filled or written back. After a failed write-back the last good copy is
 /// still there.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
     /// What came back is not what was written. Never handed out as data; reading it again does not
@@ -129,7 +137,7 @@ impl StoreError {
 }
 
 /// The system refused the address space for the page table of a region.
-#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[derive(Clone, Copy, thiserror::Error)]
 #[error(
     "a region of {bytes} bytes in pages of {page_bytes} needs a table of {table_bytes} bytes here, which the system refuses: choose larger pages or a \
      smaller region, or allow more by `ulimit -v` and `sysctl vm.overcommit_memory`"
@@ -145,7 +153,7 @@ pub struct TableError {
 }
 
 /// Why a region's store could not be made.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CreateError {
     /// The codec makes no sense, or does not fit the array.
@@ -209,8 +217,7 @@ pub enum CreateError {
     /// The servers would not grant the memory that the region needs. Nothing was taken, and the
     /// runtime goes on.
     #[error(
-        "no remote memory for {region}, which needs {needed_bytes} bytes{}: {source}; lend more, or let the region take what its pages \
-         turn out to need (`Reserve::OnDemand`)",
+        "no remote memory for {region}, which needs {needed_bytes} bytes{}: {source}",
         if *.named { " since a named region keeps two versions while it is published" } else { "" }
     )]
     Alloc {
@@ -229,7 +236,7 @@ pub enum CreateError {
 
 /// Why a named region could not be published. The previous publication, if there is one, is still
 /// there, unless the connection broke in the last step: then it may be the new one.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishStoreError {
     /// The region was created without [`RemoteOptions::name`](crate::RemoteOptions::name), or is
@@ -282,7 +289,7 @@ pub enum PublishStoreError {
 }
 
 /// Why a named region could not be opened.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenStoreError {
     /// No server knows the name.

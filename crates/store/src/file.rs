@@ -14,6 +14,8 @@ use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 
 use crate::Store;
 
+farpage_wire::debug_as_display!(FileStoreError);
+
 /// A range of an ordinary file. `flush` is `fdatasync`. Files on tmpfs are read and written by the
 /// workers themselves.
 #[derive(Debug)]
@@ -26,7 +28,7 @@ pub struct FileStore {
 }
 
 /// Why a file cannot be a store.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum FileStoreError {
     /// The system said no.

@@ -135,6 +135,8 @@ pub struct Lane<F: Frame> {
     passive: bool,
     /// When to look again for what another lane's operation was in the way of.
     look_again: Option<Instant>,
+    /// Why a write that waits for a slot has none, until it is taken.
+    refused: Option<StoreError>,
     spare: Vec<Spare<F>>,
     watch: Watch,
     /// Scratch, empty between calls.
@@ -176,6 +178,7 @@ impl<F: Frame> Lane<F> {
             waker: Arc::new(waker),
             passive: false,
             look_again: None,
+            refused: None,
             spare: Vec::new(),
             watch: Watch::new(cluster.traffic.clone()),
             places: Vec::new(),
@@ -193,6 +196,11 @@ impl<F: Frame> Lane<F> {
         let mut lane = Self::new(cluster)?;
         lane.passive = true;
         Ok(lane)
+    }
+
+    /// Takes the reason why writes wait for slots, if they do because servers have no room.
+    pub fn take_refused(&mut self) -> Option<StoreError> {
+        self.refused.take()
     }
 
     /// Begins to open channels that were lost.
@@ -454,10 +462,11 @@ impl<F: Frame> Lane<F> {
         if port.is_open() {
             return port.post_backlog();
         }
+        let is_lost = port.is_lost();
         for _ in 0..port.backlog.len() {
             let op = self.ports[at].backlog.pop_front().expect("counted above");
             let in_time = self.run_of(op.tag).started.elapsed() < self.deadline;
-            if in_time && !self.passive {
+            if in_time && !self.passive && !is_lost {
                 self.ports[at].backlog.push_back(op);
             } else {
                 let error = self.ports[at].why_late(self.deadline);
@@ -509,15 +518,19 @@ impl<F: Frame> Lane<F> {
             unreachable!("a request belongs to a part that moves")
         };
         transfer.in_doubt = run.way == Way::WriteBack;
-        if run.started.elapsed() >= self.deadline {
+        let store = run.store.clone();
+        let Backing::Remote(remote) = &store.backing else {
+            unreachable!("user stores have no channel")
+        };
+        let is_lost = (remote.pool.session(transfer.place.server))
+            .loss(false)
+            .is_some();
+        if is_lost || run.started.elapsed() >= self.deadline {
             return self.finish(tag, buf, Err(error));
         }
         transfer.attempts += 1;
         run.tally.retries += 1;
-        let (store, verb, transfer) = (run.store.clone(), run.way.verb(), *transfer);
-        let Backing::Remote(remote) = &store.backing else {
-            unreachable!("user stores have no channel")
-        };
+        let (verb, transfer) = (run.way.verb(), *transfer);
         self.repost(tag, verb, remote, transfer, buf);
     }
 

@@ -11,6 +11,8 @@ use parking_lot::Mutex;
 
 use crate::{Cluster, CreateError};
 
+farpage_wire::debug_as_display!(NamesError);
+
 /// A name that is held for an open region, until it is let go or dropped.
 pub(crate) struct Claim {
     name: String,
@@ -112,7 +114,7 @@ pub struct NamedRegion {
 }
 
 /// Why names were not listed, or one was not removed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum NamesError {
     /// No server of the runtime has it.

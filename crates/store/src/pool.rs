@@ -26,8 +26,8 @@ use crate::{
 
 /// The longest extent asked for: what a server may have to find in one piece.
 const EXTENT_BYTES_MAX: u64 = 1 << 30;
-/// Asked for at least, if the server has it: many small regions then share few extents. Servers
-/// back extents lazily.
+/// Asked for at least in a pool that regions share, if the server has it: many small regions then
+/// share few extents. Servers back extents lazily.
 const EXTENT_BYTES_MIN: u64 = 16 << 20;
 /// A full server is not asked again for this long.
 const FULL_PAUSE: Duration = Duration::from_millis(50);
@@ -152,12 +152,12 @@ impl SlotPool {
         spans
     }
 
+    pub(crate) fn session(&self, server: u8) -> &Session {
+        &self.servers[server as usize].1
+    }
+
     pub(crate) fn endpoint(&self, server: u8) -> Arc<str> {
-        self.servers[server as usize]
-            .1
-            .endpoint()
-            .to_string()
-            .into()
+        self.session(server).endpoint().to_string().into()
     }
 
     pub(crate) fn port(&self, server: u8) -> usize {
@@ -248,13 +248,17 @@ impl SlotPool {
     }
 
     fn promise(&self, server: usize, bytes: u64, unit: u64) -> Result<(), AllocError> {
-        let mut missing = {
+        let lacking = {
             let arena = self.arenas[server].lock();
             (arena.reserved_bytes + bytes).saturating_sub(arena.granted_bytes)
         };
-        while missing > 0 {
-            let least = missing.min(EXTENT_BYTES_MAX).next_multiple_of(unit);
-            missing = missing.saturating_sub(self.grant(server, least)?);
+        let mut granted = 0;
+        while granted < lacking {
+            let least = (lacking - granted).min(EXTENT_BYTES_MAX);
+            granted += match self.grant(server, least.next_multiple_of(unit)) {
+                Err(full @ AllocError::Full { .. }) => return Err(in_all(full, lacking, granted)),
+                other => other?,
+            };
         }
         self.arenas[server].lock().reserved_bytes += bytes;
         Ok(())
@@ -263,8 +267,9 @@ impl SlotPool {
     /// Asks a server for an extent of at least `least` bytes.
     fn grant(&self, server: usize, least: u64) -> Result<u64, AllocError> {
         let session = &self.servers[server].1;
-        let extent = match session.grant(least.max(EXTENT_BYTES_MIN)) {
-            Err(AllocError::Full { .. }) if least < EXTENT_BYTES_MIN => session.grant(least)?,
+        let wish = least.max(self.extent_bytes_min(server));
+        let extent = match session.grant(wish) {
+            Err(AllocError::Full { .. }) if least < wish => session.grant(least)?,
             other => other?,
         };
         if self.add(server as u8, extent.id, extent.bytes).is_none() {
@@ -272,6 +277,22 @@ impl SlotPool {
             self.release(server, extent.id);
         }
         Ok(extent.bytes)
+    }
+
+    /// Returns the least length of the next extent, if the server has it. A pool of one region
+    /// takes as much again as it has: a small region takes little, and a large one few extents.
+    /// Beside a reservation all have the reservation's length, so that any of them can stay when
+    /// the others are given back.
+    fn extent_bytes_min(&self, server: usize) -> u64 {
+        if !self.is_own() {
+            return EXTENT_BYTES_MIN;
+        }
+        let arena = self.arenas[server].lock();
+        let has = match arena.reserved_bytes {
+            0 => arena.granted_bytes,
+            reserved => reserved,
+        };
+        has.min(EXTENT_BYTES_MIN)
     }
 
     /// Adds an extent and returns its index; `None` after [`release_all`](Self::release_all).
@@ -550,6 +571,18 @@ impl SlotPool {
         *refused = Some((Instant::now(), error.clone()));
         Err(error)
     }
+}
+
+/// Turns the refusal of one extent into that of all `lacking` bytes, of which `granted` had been
+/// granted.
+fn in_all(mut full: AllocError, lacking: u64, granted: u64) -> AllocError {
+    if let AllocError::Full {
+        asked, available, ..
+    } = &mut full
+    {
+        (*asked, *available) = (lacking, *available + granted);
+    }
+    full
 }
 
 fn slot_of(Place { extent, offset, .. }: Place) -> Slot {

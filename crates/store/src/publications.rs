@@ -18,10 +18,11 @@ use crate::{place::Span, pool::SlotPool, readers::Places, slots::GRANULE_BYTES};
 /// Maps are written and read in pieces of this length.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
 
-/// Bytes of the map of a region: whole granules, so that its slots leave no odd holes between
-/// pages.
+/// Bytes of the map of a region: whole pages, or whole granules where pages are larger, so that its
+/// slots leave no odd holes between pages.
 pub(crate) fn map_bytes(bytes: u64, page_bytes: usize) -> u64 {
-    (bytes.div_ceil(page_bytes as u64) * 32).next_multiple_of(GRANULE_BYTES)
+    let unit = GRANULE_BYTES.min(page_bytes as u64);
+    (bytes.div_ceil(page_bytes as u64) * 32).next_multiple_of(unit)
 }
 
 /// What a region remembers about its publications.

@@ -132,24 +132,15 @@ impl Readers {
     /// # Errors
     /// Nothing is free: `full`, and who reads what.
     pub(crate) fn make_room(&self, full: AllocError) -> Result<Vec<Span>, AllocError> {
-        let AllocError::Full {
-            endpoint,
-            asked,
-            available,
-        } = full
-        else {
+        if !matches!(full, AllocError::Full { .. }) {
             return Err(full);
-        };
+        }
         let is_idle = {
             let kept = self.kept.lock();
             kept.slots.is_empty() && kept.unknown.is_empty()
         };
         if is_idle {
-            return Err(AllocError::Full {
-                endpoint,
-                asked,
-                available,
-            });
+            return Err(full);
         }
         let Versions { published, read } = self.session.readers(&self.name)?;
         let mut kept = self.kept.lock();
@@ -164,10 +155,8 @@ impl Readers {
             return Ok(free);
         }
         Err(AllocError::Read {
-            endpoint,
+            full: Box::new(full),
             name: Arc::clone(&self.name),
-            asked,
-            available,
             read: read.into(),
         })
     }

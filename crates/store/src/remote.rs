@@ -275,6 +275,13 @@ impl PageStore {
         clean.fetch_add(pages as u64, Ordering::Relaxed);
     }
 
+    /// Counts a page that has just left, if it is blank again.
+    pub fn count_left(&self, page: PageIndex) {
+        if self.is_blank(page) {
+            self.stats.blanked.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
     /// What the store has done so far.
     pub fn stats(&self) -> StoreStatsSnapshot {
         self.stats.snapshot()

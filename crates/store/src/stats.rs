@@ -59,6 +59,8 @@ counters! {
     fills,
     /// Fills of never-written pages: no request.
     fills_never,
+    /// Pages that left and hold zeros: they were discarded, or never written.
+    blanked,
     /// Fills of pages of one repeated value: no request.
     fills_repeated,
     /// Write-backs that found the page unchanged: no request.
@@ -96,6 +98,12 @@ counters! {
 }
 
 impl StoreStatsSnapshot {
+    /// Counts the pages of remote memory that are in local memory or were written, and not
+    /// discarded since: the touched part of an allocation.
+    pub fn touched_pages(&self) -> u64 {
+        self.fills_never.saturating_sub(self.blanked)
+    }
+
     /// The largest difference between a value that was written back and the same value as it comes
     /// back; 0 without lossy codecs.
     pub fn largest_error(&self) -> f64 {

@@ -46,6 +46,8 @@ pub use self::{
     through::Through,
 };
 
+farpage_fabric::debug_as_display!(AggregateError);
+
 /// Where a worker's area has the gradient, behind a ring for announcements.
 const GRADIENT_AT: usize = 128 + RING_BYTES;
 const RING_BYTES: usize = 1024;
@@ -145,7 +147,7 @@ impl fmt::Display for Party {
 }
 
 /// Why a step through aggregators failed. The job cannot go on.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum AggregateError {
     /// Each group has the same number of aggregators.

@@ -18,6 +18,8 @@ use crate::{
     optimizer::{Decay, Optimizer},
 };
 
+farpage_fabric::debug_as_display!(CheckpointError);
+
 const MAGIC: [u8; 8] = *b"FPTRAIN\0";
 const VERSION: u64 = 1;
 const HASH_BYTES: usize = 16;
@@ -32,7 +34,7 @@ pub struct Checkpoint {
 }
 
 /// Why bytes are no checkpoint of a job's worker.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
     /// They are something else.

@@ -16,6 +16,8 @@ use flate2::read::GzDecoder;
 
 use crate::random::Random;
 
+farpage_fabric::debug_as_display!(DataError);
+
 /// Seed of the split into training and test: the same examples are held back in every run.
 const SPLIT: u64 = 0;
 /// One example in so many is held back for the test.
@@ -73,7 +75,7 @@ impl FromStr for Source {
 }
 
 /// Why there are no examples.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum DataError {
     /// The file cannot be read.
     #[error("cannot read {}: {source}; `cargo xtask data` fetches it", path.display())]

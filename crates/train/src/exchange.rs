@@ -28,6 +28,8 @@ use farpage_fabric::{
 
 use crate::{plan::Ring, station::JoinError};
 
+farpage_fabric::debug_as_display!(ExchangeError, LeaveError);
+
 /// Floats are sent so many at a time: large enough that a message's overhead is below one part in a
 /// thousand, and small enough that a member forwards the first of a chunk while others follow.
 const PIECE_FLOATS: usize = 8 << 10;
@@ -52,7 +54,7 @@ const WAITING: u8 = 2;
 const GIVEN_UP: u8 = 3;
 
 /// Why a round failed. The job cannot go on.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ExchangeError {
     /// A worker did not do its part in time.
@@ -98,7 +100,7 @@ pub enum ExchangeError {
 }
 
 /// A worker did not end in time when this one had ended. What this one has is complete.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[error(
     "worker {rank} is done, and waited {deadline:?} for worker {missing} to end: it is stuck, or too slow for this deadline"
 )]

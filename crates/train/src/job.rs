@@ -22,6 +22,8 @@ use crate::{
     plan::{Mode, Plan},
 };
 
+farpage_fabric::debug_as_display!(WorkError);
+
 /// A training run.
 #[derive(Clone, Debug)]
 pub struct Job {
@@ -64,7 +66,7 @@ pub struct Snapshot {
 }
 
 /// Why a worker could not go on.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum WorkError {
     /// In a ring.

@@ -8,6 +8,8 @@
 
 use std::{fmt, str::FromStr};
 
+farpage_fabric::debug_as_display!(PlanError);
+
 /// What is exchanged, and among whom.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
@@ -44,7 +46,7 @@ impl FromStr for Mode {
 }
 
 /// Workers that cannot be grouped so.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{workers} workers cannot be in groups of {group}: their number has to be a power of the group's, which is 2 or more"
 )]

@@ -28,6 +28,8 @@ use crate::{
     plan::{Plan, Ring},
 };
 
+farpage_fabric::debug_as_display!(JoinError);
+
 /// Bytes of an area: a ring with its positions.
 const AREA_BYTES: u64 = 128 + RING_BYTES as u64;
 /// The pause between attempts to reach a worker that has not come yet.
@@ -52,7 +54,7 @@ impl fmt::Display for Address {
 }
 
 /// Why a worker cannot take part.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum JoinError {
     /// It has no memory to lend.

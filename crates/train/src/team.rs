@@ -22,6 +22,8 @@ use crate::{
     station::{Address, JoinError, Station},
 };
 
+farpage_fabric::debug_as_display!(TeamError);
+
 /// What lies between the workers of a team.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Between {
@@ -45,7 +47,7 @@ pub struct Network {
 }
 
 /// Why a run failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum TeamError {
     /// The workers did not come together.

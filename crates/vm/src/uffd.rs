@@ -334,7 +334,7 @@ impl BitAnd for Features {
 }
 
 /// userfaultfd can not be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
     /// Neither way to open one is permitted.
@@ -377,6 +377,13 @@ pub enum OpenError {
     /// Anything else.
     #[error("cannot open a userfaultfd: {0} (descriptors: see `ulimit -n`)")]
     Os(io::Error),
+}
+
+/// Says what `Display` says: programs whose `main` returns a `Result` print errors by `Debug`.
+impl fmt::Debug for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// Opens a descriptor by the system call first: it needs no file, and containers often lack

@@ -12,12 +12,14 @@ use serde::{
     de::{DeserializeOwned, Error, SeqAccess, Visitor},
 };
 
-use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signature};
+use crate::{Challenge, ExtentId, Limit, PublicKey, Secret, ServerStat, SessionId, Signature};
+
+crate::debug_as_display!(NameError);
 
 /// The protocol version of this build. A peer with another one is turned away. Every change of a
 /// message raises it; the tests of this module and of [`data`](crate::data) pin the bytes of all
 /// messages.
-pub const VERSION: u16 = 9;
+pub const VERSION: u16 = 10;
 
 /// First bytes of every connection, in both directions.
 pub const MAGIC: [u8; 8] = *b"farpage\0";
@@ -58,7 +60,7 @@ pub fn check_name(name: &str) -> Result<(), NameError> {
 }
 
 /// Text that is no name. Holds its first 40 characters.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is no name for an array: it has 1 to {MAX_NAME_BYTES} bytes, none of them control characters"
 )]
@@ -286,6 +288,9 @@ pub enum Request {
         /// The name.
         name: String,
     },
+    /// Tells that the client's process is about to end. The session goes on until its connection
+    /// closes, and then ends as by a [`Goodbye`](Self::Goodbye): nobody will come back.
+    Leaving,
 }
 
 /// The most names in one answer.
@@ -461,12 +466,14 @@ pub struct RemoteKey {
 #[non_exhaustive]
 pub enum Refusal {
     /// The server lacks room. The session goes on.
-    #[error("{asked} bytes asked for, {available} available")]
+    #[error("{}", limit.refusal(*asked, *available))]
     Full {
         /// Bytes asked for.
         asked: u64,
         /// Bytes that could be granted now.
         available: u64,
+        /// The limit that stands in the way.
+        limit: Limit,
     },
     /// No such session, wrong secret, or its lease has ended.
     #[error("no such session, or its lease has ended")]
@@ -540,13 +547,13 @@ mod tests {
     use proptest::{collection::vec, option, prelude::*};
 
     use super::*;
-    use crate::{ShareStat, TierStat};
+    use crate::{ClientStat, ShareStat, TierStat};
 
     #[test]
     fn hello_has_pinned_bytes() {
         assert_eq!(
             &Hello::new(Purpose::Data).encode(),
-            b"farpage\0\x09\0\x02\0\0\0\0\0"
+            b"farpage\0\x0a\0\x02\0\0\0\0\0"
         );
     }
 
@@ -572,7 +579,7 @@ mod tests {
     /// A failure means that the protocol has changed: see [`VERSION`].
     #[test]
     fn every_message_has_the_bytes_of_this_version() {
-        assert_eq!(VERSION, 9);
+        assert_eq!(VERSION, 10);
         let (session, secret) = (SessionId(300), Secret([7; 16]));
         let (id, bytes) = (ExtentId(5), 300);
         let (name, manifest) = ("n".to_owned(), vec![9]);
@@ -673,6 +680,7 @@ mod tests {
                 vec![16, 1, b'n', 1, 0xac, 2],
             ),
             (Request::Readers { name: name.clone() }, vec![17, 1, b'n']),
+            (Request::Leaving, vec![18]),
         ];
         for (request, expected) in requests {
             let frame = encode(&request).expect("short");
@@ -687,6 +695,14 @@ mod tests {
             granted_bytes: 3,
             resident_bytes: 4,
             sessions: 5,
+            lost_sessions: 33,
+            clients: vec![ClientStat {
+                name: "c".to_owned(),
+                address: "d".to_owned(),
+                connected: true,
+                granted_bytes: 34,
+                extents: 35,
+            }],
             extents: 6,
             named_regions: 7,
             bytes_read: 8,
@@ -730,6 +746,7 @@ mod tests {
         let full = Refusal::Full {
             asked: 2,
             available: 1,
+            limit: Limit::PerAddress(3),
         };
         let lease = Lease {
             id,
@@ -765,12 +782,14 @@ mod tests {
                 Response::Stat(Box::new(stat)),
                 [
                     vec![4, 1, b'v', 1],
-                    (1..=27).collect(),
+                    (1..=5).collect(),
+                    vec![33, 1, 1, b'c', 1, b'd', 1, 34, 35],
+                    (6..=27).collect(),
                     vec![1, 1, b'a', 28, 29, 30, 31, 32],
                 ]
                 .concat(),
             ),
-            (Response::Refused(full), vec![5, 0, 2, 1]),
+            (Response::Refused(full), vec![5, 0, 2, 1, 1, 3]),
             (Response::Refused(Refusal::NoSession), vec![5, 1]),
             (Response::Refused(Refusal::NotFound), vec![5, 2]),
             (Response::Refused(Refusal::InUse), vec![5, 3]),
@@ -888,6 +907,7 @@ mod tests {
                 }
             }),
             Just(Request::Goodbye),
+            Just(Request::Leaving),
             (any::<u64>(), any::<bool>(), option::of(any::<u64>())).prop_map(
                 |(bytes, atomics, serial)| Request::Grant {
                     bytes,

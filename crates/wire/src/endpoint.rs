@@ -4,6 +4,8 @@ use std::{fmt, path::PathBuf, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
+crate::debug_as_display!(EndpointError);
+
 /// Where a memory server listens and how its bytes travel.
 ///
 /// ```
@@ -48,7 +50,7 @@ pub enum Endpoint {
 }
 
 /// Text that is no endpoint.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "`{text}` is not an endpoint: {reason}; write shm:///run/farpage.sock, tcp://host:7400, rdma://host:7400 or auto://host:7400"
 )]

@@ -8,6 +8,8 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
+crate::debug_as_display!(PublicKeyError);
+
 /// A user's Ed25519 public key. In text it is 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PublicKey(pub [u8; 32]);
@@ -21,7 +23,7 @@ pub struct Challenge(pub [u8; 32]);
 pub struct Signature(pub [[u8; 32]; 2]);
 
 /// Text that is no public key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a public key has 64 hexadecimal digits: `farpage-memserver key` prints yours")]
 pub struct PublicKeyError;
 

@@ -9,8 +9,10 @@
 pub mod control;
 pub mod data;
 mod endpoint;
+mod environment;
 mod id;
 mod key;
+mod limit;
 pub mod segment;
 mod stat;
 mod units;
@@ -18,7 +20,24 @@ mod units;
 pub use control::{NamedRegion, Refusal, Request, Response, VersionRead, Versions};
 pub use data::{Atomic, MAX_OP_BYTES};
 pub use endpoint::{Endpoint, EndpointError};
+pub use environment::{UnknownVariable, check_environment, is_known};
 pub use id::{ExtentId, Secret, SessionId};
 pub use key::{Challenge, PublicKey, PublicKeyError, Signature, bytes_of_hex, hex_of};
-pub use stat::{ServerStat, ShareStat, TierStat};
-pub use units::{UnitError, parse_size, parse_time};
+pub use limit::Limit;
+pub use stat::{ClientStat, ServerStat, ShareStat, TierStat};
+pub use units::{UnitError, parse_size, parse_time, told_apart};
+
+/// Implements `Debug` of error types by their `Display`.
+///
+/// Programs whose `main` returns a `Result`, and `unwrap`, print errors by `Debug`: it has to say
+/// what went wrong and what to do, as `Display` does.
+#[macro_export]
+macro_rules! debug_as_display {
+    ($($error:ty),+ $(,)?) => {$(
+        impl ::std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                ::std::fmt::Display::fmt(self, f)
+            }
+        }
+    )+};
+}

@@ -17,8 +17,13 @@ pub struct ServerStat {
     pub granted_bytes: u64,
     /// Physically backed now: granted memory that has been written.
     pub resident_bytes: u64,
-    /// Clients that hold a session.
+    /// Sessions whose client is connected.
     pub sessions: u64,
+    /// Sessions whose connection was lost: they end unless their client comes back in time.
+    pub lost_sessions: u64,
+    /// The clients of all sessions, those that are lent most first, at most
+    /// [`CLIENTS_MOST`](Self::CLIENTS_MOST).
+    pub clients: Vec<ClientStat>,
     /// Extents granted now.
     pub extents: u64,
     /// Named regions kept.
@@ -45,6 +50,26 @@ pub struct ServerStat {
     pub readers: u64,
     /// Versions of named regions that have been replaced or removed, and that are still read.
     pub old_versions: u64,
+}
+
+impl ServerStat {
+    /// As many clients fit one answer with names of any length.
+    pub const CLIENTS_MOST: usize = 1024;
+}
+
+/// A client, as a server knows it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClientStat {
+    /// Name that the client gives itself: program and process number.
+    pub name: String,
+    /// Address and port, or over shared memory process and user.
+    pub address: String,
+    /// True while the client is connected.
+    pub connected: bool,
+    /// Bytes lent to the client.
+    pub granted_bytes: u64,
+    /// Extents lent to the client.
+    pub extents: u64,
 }
 
 /// What clients of one address, or over shared memory of one user, have of a server's memory.

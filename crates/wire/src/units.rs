@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use bytesize::ByteSize;
 
+crate::debug_as_display!(UnitError);
+
 /// What was written is no time, or no size.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
     /// No time.
     #[error("`{0}` is no time: write it like `500ms`, `5s` or `2min` (a plain number is seconds)")]
@@ -44,9 +46,30 @@ pub fn parse_size(text: &str) -> Result<ByteSize, UnitError> {
         .map_err(|_: String| UnitError::Size(text.to_owned()))
 }
 
+/// Writes sizes for people: rounded, or in bytes where two that differ would read alike.
+pub fn told_apart<const COUNT: usize>(sizes: [u64; COUNT]) -> [String; COUNT] {
+    let rounded = sizes.map(|bytes| ByteSize::b(bytes).to_string());
+    let pairs = || sizes.iter().zip(&rounded);
+    let read_alike = pairs().any(|(a, text)| pairs().any(|(b, other)| a != b && text == other));
+    match read_alike {
+        true => sizes.map(|bytes| format!("{bytes} bytes")),
+        false => rounded,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_that_differ_never_read_alike() {
+        assert_eq!(told_apart([32 << 30, 6 << 30]), ["32.0 GiB", "6.0 GiB"]);
+        assert_eq!(told_apart([1 << 20, 1 << 20]), ["1.0 MiB", "1.0 MiB"]);
+        assert_eq!(
+            told_apart([(256 << 20) + 1, 256 << 20]),
+            ["268435457 bytes", "268435456 bytes"]
+        );
+    }
 
     #[test]
     fn times_have_units_or_are_seconds() {

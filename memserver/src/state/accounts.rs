@@ -5,7 +5,10 @@
 
 use std::collections::{HashMap, hash_map::Entry};
 
-use farpage_fabric::host::{Origin, Refusal};
+use farpage_fabric::{
+    Limit,
+    host::{Origin, Refusal},
+};
 
 use super::Limits;
 
@@ -67,10 +70,7 @@ impl Accounts {
     ) -> Result<(), Refusal> {
         self.may_exist(limits)?;
         self.may_have(limits, origin, 1)?;
-        let (asked, available) = (bytes, self.available(limits, origin));
-        if charge_of(bytes) > available {
-            return Err(Refusal::Full { asked, available });
-        }
+        check(charge_of(bytes), bytes, self.available(limits, origin))?;
         self.put_extent_on(origin, bytes);
         Ok(())
     }
@@ -79,7 +79,7 @@ impl Accounts {
     pub(super) fn has_room(&self, limits: &Limits, origin: Origin, bytes: u64) -> bool {
         self.all.extents < limits.extents
             && self.of(origin).extents < limits.extents_per_address
-            && charge_of(bytes) <= self.available(limits, origin)
+            && charge_of(bytes) <= self.available(limits, origin).0
     }
 
     /// Counts an extent of `bytes` bytes that `origin` keeps although it was replaced by a copy, or
@@ -92,11 +92,7 @@ impl Accounts {
         bytes: u64,
     ) -> Result<(), Refusal> {
         self.may_exist(limits)?;
-        let available = (limits.capacity_bytes).saturating_sub(self.all.bytes);
-        if charge_of(bytes) > available {
-            let asked = bytes;
-            return Err(Refusal::Full { asked, available });
-        }
+        check(charge_of(bytes), bytes, self.left(limits))?;
         self.put_extent_on(origin, bytes);
         Ok(())
     }
@@ -106,7 +102,7 @@ impl Accounts {
         match self.all.extents < limits.extents {
             true => Ok(()),
             false => Err(Refusal::Invalid(format!(
-                "this server holds {} extents, its most: ask for larger ones, or raise its limit of open files",
+                "this server holds {} extents, its most: make fewer and larger arrays, or raise its limit of open files",
                 limits.extents
             ))),
         }
@@ -119,7 +115,7 @@ impl Accounts {
         match more > 0 && extents + more > limits.extents_per_address {
             false => Ok(()),
             true => Err(Refusal::Invalid(format!(
-                "clients from this address hold {extents} extents, and {} are the most that one address may have here (--extents-per-address): release some or ask for larger ones",
+                "clients from this address hold {extents} extents, and {} are the most that one address may have here (--extents-per-address): close some arrays, or make fewer and larger ones",
                 limits.extents_per_address
             ))),
         }
@@ -134,11 +130,7 @@ impl Accounts {
         asked: u64,
     ) -> Result<(), Refusal> {
         self.may_have(limits, origin, extents)?;
-        let available = (limits.capacity_per_address).saturating_sub(self.of(origin).bytes);
-        match asked > available {
-            false => Ok(()),
-            true => Err(Refusal::Full { asked, available }),
-        }
+        check(asked, asked, self.left_to(limits, origin))
     }
 
     pub(super) fn put_extent_on(&mut self, origin: Origin, bytes: u64) {
@@ -162,10 +154,7 @@ impl Accounts {
         origin: Origin,
         asked: u64,
     ) -> Result<(), Refusal> {
-        let available = self.available(limits, origin);
-        if asked > available {
-            return Err(Refusal::Full { asked, available });
-        }
+        check(asked, asked, self.available(limits, origin))?;
         self.put_on(origin, asked);
         Ok(())
     }
@@ -178,9 +167,24 @@ impl Accounts {
         self.change(origin, |usage| usage.bytes -= bytes);
     }
 
-    fn available(&self, limits: &Limits, origin: Origin) -> u64 {
-        let of_all = (limits.capacity_bytes).saturating_sub(self.all.bytes);
-        of_all.min((limits.capacity_per_address).saturating_sub(self.of(origin).bytes))
+    /// Returns what more an origin could be lent, and the limit that allows no more.
+    fn available(&self, limits: &Limits, origin: Origin) -> (u64, Limit) {
+        let (of_all, of_its) = (self.left(limits), self.left_to(limits, origin));
+        if of_its.0 < of_all.0 { of_its } else { of_all }
+    }
+
+    /// Returns what is left of the capacity.
+    fn left(&self, limits: &Limits) -> (u64, Limit) {
+        let most = limits.capacity_bytes;
+        let left = most.saturating_sub(self.all.bytes);
+        (left, Limit::Capacity(most))
+    }
+
+    /// Returns what is left of the most that one origin may have.
+    fn left_to(&self, limits: &Limits, origin: Origin) -> (u64, Limit) {
+        let most = limits.capacity_per_address;
+        let left = most.saturating_sub(self.of(origin).bytes);
+        (left, Limit::PerAddress(most))
     }
 
     /// Changes what all and one origin have; who has nothing is forgotten.
@@ -202,6 +206,18 @@ impl Accounts {
             extents: sum.extents + usage.extents,
             bytes: sum.bytes + usage.bytes,
         })
+    }
+}
+
+/// Refuses a request for `asked` bytes that takes `charge` of what is left.
+fn check(charge: u64, asked: u64, (available, limit): (u64, Limit)) -> Result<(), Refusal> {
+    match charge > available {
+        false => Ok(()),
+        true => Err(Refusal::Full {
+            asked,
+            available,
+            limit,
+        }),
     }
 }
 

@@ -6,7 +6,8 @@
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
 use farpage_fabric::{
-    host::{Admission, Asker, Host, Opened, Origin, Reading, Refusal, Transport, Versions},
+    Limit,
+    host::{Admission, Asker, Host, Opened, Peer, Reading, Refusal, Transport, Versions},
     log::later,
     memory::{ExtentFile, ExtentMemory},
 };
@@ -28,25 +29,26 @@ impl Host for State {
         &self,
         client: &str,
         transport: Transport,
-        origin: Origin,
+        peer: &Peer,
         resume: Option<(SessionId, Secret)>,
     ) -> Result<Admission, Refusal> {
         if let Some((id, secret)) = resume {
-            return self.resume(id, &secret, transport);
+            return self.resume(id, &secret, transport, peer);
         }
         let secret = new_secret()?;
         let mut ledger = self.ledger.lock();
         if ledger.draining {
             return Err(Refusal::Draining);
         }
-        ledger.accounts.begin_session(&self.limits, origin)?;
+        ledger.accounts.begin_session(&self.limits, peer.origin)?;
         ledger.sessions_ever += 1;
         let id = SessionId(ledger.sessions_ever);
         let record = SessionRecord {
             client: client.to_owned(),
+            address: peer.name.clone(),
             secret,
             transport,
-            origin,
+            origin: peer.origin,
             connections: 1,
             renewed: Instant::now(),
             lost: None,
@@ -59,8 +61,8 @@ impl Host for State {
         };
         ledger.sessions.insert(id, record);
         drop(ledger);
-        let client = client.to_owned();
-        later(move || info!(session = %id, client, ?transport, "session begun"));
+        let (client, address) = (client.to_owned(), peer.name.clone());
+        later(move || info!(session = %id, client, address, ?transport, "session begun"));
         Ok(Admission {
             session: id,
             secret,
@@ -99,10 +101,10 @@ impl Host for State {
             }
             Transport::Tcp | Transport::Rdma => {
                 record.lost = Some(Instant::now());
-                let client = record.client.clone();
+                let (client, address) = (record.client.clone(), record.address.clone());
                 drop(ledger);
                 later(move || {
-                    info!(%session, client, "connection lost: the client may return for a while");
+                    info!(%session, client, address, "connection lost: the client may return for a while");
                 });
                 return;
             }
@@ -139,7 +141,7 @@ impl Host for State {
         }
         if held_extents >= self.limits.extents_per_session {
             return Err(Refusal::Invalid(format!(
-                "this client holds {held_extents} extents, the most that one client may: release some or ask for larger ones"
+                "this client holds {held_extents} extents, the most that one client may: close some arrays, or make fewer and larger ones"
             )));
         }
         ledger.accounts.lend(&self.limits, origin, bytes)?;
@@ -151,7 +153,14 @@ impl Host for State {
             // Meanwhile the session may have ended, or have asked again.
             let early = match (answer, ledger.known(session).err()) {
                 (_, Some(ended)) => Some(Err(ended)),
-                (Err(available), None) => Some(Err(Refusal::Full { asked, available })),
+                (Err(available), None) => {
+                    let limit = Limit::Memory(tier.memory_bytes());
+                    Some(Err(Refusal::Full {
+                        asked,
+                        available,
+                        limit,
+                    }))
+                }
                 (Ok(room), None) => {
                     kept = Some(room);
                     ledger.granted(session, serial).map(Ok)
@@ -330,7 +339,7 @@ impl Host for State {
         let record = &ledger.names[&id];
         if held_extents + record.extents.len() > self.limits.extents_per_session {
             return Err(Refusal::Invalid(format!(
-                "the region has {} extents and this client holds {held_extents} already, more than {} together: release some",
+                "the region has {} extents and this client holds {held_extents} already, more than {} together: close some arrays",
                 record.extents.len(),
                 self.limits.extents_per_session
             )));
@@ -446,7 +455,9 @@ impl Host for State {
             draining: ledger.draining,
             capacity_bytes: self.limits.capacity_bytes,
             granted_bytes: ledger.accounts.all().bytes,
-            sessions: ledger.sessions.len() as u64,
+            sessions: ledger.connected() as u64,
+            lost_sessions: (ledger.sessions.len() - ledger.connected()) as u64,
+            clients: ledger.clients(),
             extents: ledger.extents.len() as u64,
             named_regions: ledger.named_regions(),
             logical_bytes,
@@ -483,13 +494,15 @@ impl State {
         id: SessionId,
         secret: &Secret,
         transport: Transport,
+        peer: &Peer,
     ) -> Result<Admission, Refusal> {
         let mut ledger = self.ledger.lock();
         let session = ledger.known(id)?;
+        let address = peer.name.clone();
         if session.secret != *secret {
             drop(ledger);
             later(move || {
-                warn!(session = %id, "a client tried to resume a session with a wrong secret");
+                warn!(session = %id, address, "a client tried to resume a session with a wrong secret");
             });
             return Err(Refusal::NoSession);
         }
@@ -497,16 +510,17 @@ impl State {
         if (session.transport == Transport::Shm) != (transport == Transport::Shm) {
             drop(ledger);
             later(move || {
-                warn!(session = %id, ?transport, "a client tried to resume a session elsewhere");
+                warn!(session = %id, address, ?transport, "a client tried to resume a session elsewhere");
             });
             return Err(Refusal::NoSession);
         }
         session.renewed = Instant::now();
         session.connections += 1;
         session.lost = None;
+        session.address.clone_from(&address);
         let (secret, client) = (session.secret, session.client.clone());
         drop(ledger);
-        later(move || info!(session = %id, client, "session resumed"));
+        later(move || info!(session = %id, client, address, "session resumed"));
         Ok(Admission {
             session: id,
             secret,

@@ -4,6 +4,7 @@
 //! such as memory that is given back, is handed to the caller.
 
 use std::{
+    cmp::Reverse,
     collections::{BTreeMap, HashMap, HashSet},
     sync::Arc,
     time::Instant,
@@ -13,7 +14,7 @@ use farpage_fabric::{
     host::{Origin, Refusal, Transport},
     memory::ExtentMemory,
 };
-use farpage_wire::{ExtentId, PublicKey, Secret, SessionId};
+use farpage_wire::{ClientStat, ExtentId, PublicKey, Secret, ServerStat, SessionId};
 
 use super::{
     accounts::Accounts,
@@ -38,6 +39,8 @@ pub(super) struct Ledger {
 
 pub(super) struct SessionRecord {
     pub(super) client: String,
+    /// Address of the client, for people.
+    pub(super) address: String,
     pub(super) secret: Secret,
     pub(super) transport: Transport,
     pub(super) origin: Origin,
@@ -101,6 +104,10 @@ impl SessionRecord {
         self.given = serial.map(|serial| (serial, given));
     }
 
+    pub(super) fn is_connected(&self) -> bool {
+        self.lost.is_none()
+    }
+
     pub(super) fn holds_nothing(&self) -> bool {
         self.extents.is_empty() && self.names.is_empty() && self.views.is_empty()
     }
@@ -152,6 +159,32 @@ impl Ledger {
         let record = self.extents.get(&memory.id());
         let record = record.filter(|record| Arc::ptr_eq(&record.memory, memory))?;
         record.mapped_by
+    }
+
+    /// Counts the sessions whose client is connected.
+    pub(super) fn connected(&self) -> usize {
+        let sessions = self.sessions.values();
+        sessions.filter(|session| session.is_connected()).count()
+    }
+
+    /// Lists the clients of all sessions, those that are lent most first.
+    pub(super) fn clients(&self) -> Vec<ClientStat> {
+        let lent = |extent: &ExtentId| self.extents[extent].memory.bytes();
+        let mut clients: Vec<_> = (self.sessions.values())
+            .map(|session| ClientStat {
+                name: session.client.clone(),
+                address: session.address.clone(),
+                connected: session.is_connected(),
+                granted_bytes: session.extents.iter().map(lent).sum(),
+                extents: session.extents.len() as u64,
+            })
+            .collect();
+        clients.sort_by(|a, b| {
+            let key = |client: &ClientStat| Reverse(client.granted_bytes);
+            (key(a), &a.address).cmp(&(key(b), &b.address))
+        });
+        clients.truncate(ServerStat::CLIENTS_MOST);
+        clients
     }
 
     pub(super) fn known(&mut self, id: SessionId) -> Result<&mut SessionRecord, Refusal> {

@@ -171,7 +171,7 @@ impl State {
         let held = reader.extents.len() + reader.views.len();
         if held + extents.len() > self.limits.extents_per_session {
             return Err(Refusal::Invalid(format!(
-                "the region has {} extents and this client holds {held} already, more than {} together: release some",
+                "the region has {} extents and this client holds {held} already, more than {} together: close some arrays",
                 extents.len(),
                 self.limits.extents_per_session
             )));

@@ -10,6 +10,7 @@ mod room;
 use std::{os::unix::fs::FileExt, sync::Arc, thread, time::Duration};
 
 use farpage_fabric::{
+    Limit,
     host::{Asker, Host, Opened, Origin, Reading, Refusal, Transport},
     memory::ExtentMemory,
 };
@@ -46,7 +47,10 @@ const KEY: PublicKey = PublicKey([1; 32]);
 const OPERATOR: PublicKey = PublicKey([2; 32]);
 
 fn client(state: &State, transport: Transport) -> SessionId {
-    let session = state.admit("test", transport, HERE, None).unwrap().session;
+    let session = state
+        .admit("test", transport, &HERE.into(), None)
+        .unwrap()
+        .session;
     state.identify(session, KEY).unwrap();
     session
 }

@@ -22,6 +22,10 @@ pub const FARPAGE_ADVICE_DONT_NEED: u32 = 4;
 /// and nothing is written back. What `madvise(MADV_DONTNEED)` means to an allocator. A write of
 /// another thread lands before, and is gone, or after, on zeros.
 pub const FARPAGE_ADVICE_DISCARD: u32 = 5;
+/// The kernel will be given the range by a call that keeps references to memory: `vmsplice`, a send
+/// with MSG_ZEROCOPY, a zero-copy send of io_uring. To be said before the call. What is sent is
+/// then what was there, also if the pages leave meanwhile. Holds until the region ends.
+pub const FARPAGE_ADVICE_ZERO_COPY: u32 = 6;
 
 /// The first byte of the region, aligned to its page size; null for null.
 ///
@@ -144,6 +148,7 @@ pub unsafe extern "C" fn farpage_region_advise(
             FARPAGE_ADVICE_RANDOM => Advice::Random,
             FARPAGE_ADVICE_WILL_NEED => Advice::WillNeed,
             FARPAGE_ADVICE_DONT_NEED => Advice::DontNeed,
+            FARPAGE_ADVICE_ZERO_COPY => Advice::ZeroCopy,
             _ => {
                 return Err(Failure::invalid(format!(
                     "an advice of {advice}: need one of the FARPAGE_ADVICE_ constants"

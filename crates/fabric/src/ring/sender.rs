@@ -14,11 +14,13 @@ use crate::{
     regmem::{RegBuf, RegError, RegPool},
 };
 
+farpage_wire::debug_as_display!(SendError);
+
 /// Messages are gathered up to this size for one WRITE: what a network moves in a few microseconds.
 const SEGMENT_BYTES: usize = 16 << 10;
 
 /// Why a message was not sent. No part of it was, unless the connection is lost.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum SendError {
     /// The receiver has not taken enough yet: call [`RingSender::progress`] and try again.

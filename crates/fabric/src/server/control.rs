@@ -64,13 +64,20 @@ impl Connection {
             paged: admission.paged,
         };
         // A resumed session's older connection executes nothing once its client is answered here.
+        let mut leaving = false;
         let ended = self.take((session, None), until).and_then(|held| {
             self.stream.send(&begun, until)?;
-            self.requests(session, admission.lease, &held)
+            let ended = self.requests(session, admission.lease, &held, &mut leaving);
+            leaving &= !held.is_replaced();
+            ended
         });
-        // A server that ends has not lost its clients: over shared memory they keep what they map.
-        if !matches!(ended, Ok(true)) && !self.service.shutdown.has_begun() {
-            self.service.host.lost(session);
+        match ended {
+            Ok(true) => {}
+            // A server that ends has not lost its clients: over shared memory they keep what they
+            // map.
+            _ if self.service.shutdown.has_begun() => {}
+            _ if leaving => self.service.host.close(session),
+            _ => self.service.host.lost(session),
         }
         ended.map(|_| ())
     }
@@ -91,17 +98,19 @@ impl Connection {
             None => Aim::Begin,
         };
         self.place.settle(aim)?;
-        let admission = host.admit(client, self.transport, self.peer.origin, resume)?;
+        let admission = host.admit(client, self.transport, &self.peer, resume)?;
         self.place.belongs_to(admission.session);
         Ok(admission)
     }
 
-    /// Answers until the client says goodbye (true) or closes the connection without (false).
+    /// Answers until the client says goodbye (true) or closes the connection without (false). Sets
+    /// `leaving` when the client announces that its process ends.
     fn requests(
         &self,
         session: SessionId,
         lease: Duration,
         held: &Held<'_>,
+        leaving: &mut bool,
     ) -> Result<bool, Fault> {
         let mut asked = None;
         loop {
@@ -133,6 +142,7 @@ impl Connection {
                 return Err(Fault::replaced());
             }
             let goodbye = request == Request::Goodbye;
+            *leaving |= request == Request::Leaving;
             let (mut response, memories) = match request {
                 Request::Challenge => (challenge(&mut asked)?, Vec::new()),
                 Request::Identify { key, signature } => {
@@ -245,6 +255,8 @@ pub(crate) fn answer(
             return Err("a session was begun within a session".to_owned());
         }
         Request::Renew => host.renew(session).map(done),
+        // Noted by the connection, whose end is the session's.
+        Request::Leaving => Ok(done(())),
         Request::Contents {
             plain_bytes,
             stored_bytes,

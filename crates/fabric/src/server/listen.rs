@@ -171,7 +171,7 @@ impl Listener {
                 stream.set_nonblocking(true)?;
                 let peer = match getsockopt(&stream, sockopt::PeerCredentials) {
                     Ok(peer) => Peer {
-                        name: format!("pid {}", peer.pid()),
+                        name: format!("pid {} of user {}", peer.pid(), peer.uid()),
                         origin: Origin::User(peer.uid()),
                     },
                     Err(_) => Peer::unknown(),

@@ -5,6 +5,7 @@
 //! callers.
 
 mod connect;
+mod ending;
 mod keeper;
 mod remote;
 mod requests;
@@ -202,10 +203,15 @@ impl Session {
             serial,
         }) {
             Ok(Response::Granted { extent }) => Ok(extent.into()),
-            Err(CallError::Refused(Refusal::Full { asked, available })) => Err(AllocError::Full {
+            Err(CallError::Refused(Refusal::Full {
+                asked,
+                available,
+                limit,
+            })) => Err(AllocError::Full {
                 endpoint: self.name.clone(),
                 asked,
                 available,
+                limit,
             }),
             other => Err(self.failed(attempt, other).into()),
         }
@@ -302,12 +308,32 @@ impl Session {
         }
     }
 
+    /// Returns why the memory that this session leased is lost, once the server has ended the
+    /// session or is known to have been started anew. With `refused` also where the lease must have
+    /// run out: for a caller that has just found memory that is not its own any more.
+    pub fn loss(&self, refused: bool) -> Option<String> {
+        match &self.backend {
+            Backend::Remote(remote) => remote.loss(refused),
+            Backend::Sim(_) => None,
+        }
+    }
+
     /// Adds to the bytes of the pages that this client keeps on the server. Negative values
     /// subtract. The server is told the sums with every renewal of the lease, for its figures.
     pub fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {
         match &self.backend {
             Backend::Remote(remote) => remote.add_contents(plain_bytes, stored_bytes),
             Backend::Sim(_) => {}
+        }
+    }
+
+    /// Tells the server that this process ends. The session goes on until the kernel closes its
+    /// connection. Then the server frees its memory at once, and does not wait for a client that
+    /// may have been cut off. Sessions announce the end by themselves when a process returns from
+    /// `main` or calls `exit`; one that ends otherwise, as by `_exit`, calls this before.
+    pub fn leave(&self) {
+        if let Backend::Remote(remote) = &self.backend {
+            remote.leave();
         }
     }
 

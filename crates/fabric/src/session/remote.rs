@@ -32,6 +32,7 @@ use parking_lot::Mutex;
 use super::{
     Session,
     connect::{begin, is_refused, not_connected, open, turned_away},
+    ending,
     requests::{gives, is_about_a_name, may_repeat},
     shared::Shared,
 };
@@ -55,7 +56,7 @@ const ASKING: u64 = 1 << 63;
 const BETWEEN_TRIES: Duration = Duration::from_millis(5);
 
 /// The longest that a goodbye may hold up a program that is ending.
-const GOODBYE: Duration = Duration::from_secs(1);
+pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct Remote {
@@ -89,17 +90,20 @@ impl Remote {
             key: OnceLock::new(),
             peer: PeerProcess::of(&line.stream),
             renewed: Mutex::new(begun),
-            local_lease: line.lease,
+            lease: line.lease,
+            lost: OnceLock::new(),
             paged: line.paged,
             line: Mutex::new(line),
             directory: Arc::default(),
             local,
             rdma,
             closing: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
             untold: Mutex::default(),
             contents: Default::default(),
             wake: wake.map_err(|errno| no_resources(errno.into()))?,
         });
+        ending::register(&shared);
         let keeper = {
             let shared = Arc::clone(&shared);
             spawn("farpage-session", move || shared.keep()).map_err(no_resources)?
@@ -110,9 +114,19 @@ impl Remote {
         })
     }
 
+    /// Announces the end of this process.
+    pub(super) fn leave(&self) {
+        self.shared
+            .leave(Instant::now() + self.shared.deadline.min(GOODBYE));
+    }
+
     pub(super) fn has_outlived_server(&self) -> bool {
         let local = self.shared.local.as_ref();
         local.is_some_and(|death| death.reason().is_some() && death.loss().is_none())
+    }
+
+    pub(super) fn loss(&self, refused: bool) -> Option<String> {
+        self.shared.loss(refused)
     }
 
     /// Adds to the bytes of the pages that are kept at the server. Negative values subtract.

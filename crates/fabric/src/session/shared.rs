@@ -9,7 +9,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, AtomicU64},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -22,7 +22,7 @@ use nix::sys::eventfd::EventFd;
 use parking_lot::Mutex;
 
 use super::{
-    connect::begin,
+    connect::{begin, is_refused},
     requests::{is_about_a_name, leases_of, taking_back},
     talk::ControlLine,
 };
@@ -53,6 +53,13 @@ const ENDED: &str = "the server's process has ended; what it lent can be read an
                      program ends, but nothing more can be asked of it: start a server, and this \
                      program again";
 
+/// Reason of a loss where the lease had not run out: see [`Shared::lose`].
+const ANEW: &str = "the server has been started anew, or this program was cut off from it for longer than it waits \
+                    (--reconnect-grace): what was kept there is gone; start this program again";
+
+const NOBODY: &str = "connection refused; if the server's process has ended, what it kept for this program is gone, also \
+                      when it is started again";
+
 const OVERDUE: &str = "the server's process has ended, and it had not renewed this program's lease in time: \
                        what it lent may have been lent to others since";
 
@@ -73,13 +80,17 @@ pub(super) struct Shared {
     pub(super) peer: Option<PeerProcess>,
     /// When the last answered renewal was sent. The session is ours until one lease after that.
     pub(super) renewed: Mutex<Instant>,
-    /// The lease over shared memory, where a session is never resumed.
-    pub(super) local_lease: Duration,
+    /// The lease that the server granted at first.
+    pub(super) lease: Duration,
+    /// Reason why the memory is lost, once that is certain.
+    pub(super) lost: OnceLock<String>,
     /// Whether the server lends more than its memory.
     pub(super) paged: bool,
     /// The extents of a session over RDMA.
     pub(super) rdma: Arc<rdma::Client>,
     pub(super) closing: AtomicBool,
+    /// Set once the end of this process is announced.
+    pub(super) leaving: AtomicBool,
     /// Requests that give something back and that the server has not received, or not answered.
     pub(super) untold: Mutex<Vec<Request>>,
     /// Bytes of the pages that are kept there, and bytes that they take.
@@ -105,6 +116,30 @@ impl Shared {
                 })?;
         self.mend(&mut line, until)?;
         Ok((line.session, line.secret, Arc::clone(&line.death)))
+    }
+
+    /// Returns why the memory is lost: see [`Session::loss`](super::Session::loss).
+    pub(super) fn loss(&self, refused: bool) -> Option<String> {
+        let told = self.lost.get().cloned();
+        told.or_else(|| refused.then(|| self.overdue()).flatten())
+    }
+
+    /// Notes that the server has ended the session, or never had it. Returns why.
+    fn lose(&self) -> String {
+        let why = || self.overdue().unwrap_or_else(|| ANEW.to_owned());
+        self.lost.get_or_init(why).clone()
+    }
+
+    /// Returns why the server may have ended the session, if this program did not renew its lease
+    /// in time.
+    fn overdue(&self) -> Option<String> {
+        let lease = self.lease;
+        (self.renewed.lock().elapsed() > lease).then(|| {
+            format!(
+                "this program was stopped, or cut off, for longer than its lease of {lease:?}, and the server has lent its memory to others; \
+                 start this program again, after a longer --lease at the server if it is to be stopped for so long"
+            )
+        })
     }
 
     /// How long a connection may be silent.
@@ -195,6 +230,7 @@ impl Shared {
         if !self.can_resume(line) {
             return Err(self.ended(&reason));
         }
+        let begun = Instant::now();
         match begin(
             &self.endpoint,
             &self.rdma,
@@ -203,6 +239,7 @@ impl Shared {
             until,
         ) {
             Ok(resumed) => {
+                *self.renewed.lock() = begun;
                 let endpoint = self.name.clone();
                 later(move || {
                     tracing::info!(
@@ -220,13 +257,37 @@ impl Shared {
             // The server keeps no session that holds nothing, so a new session loses nothing.
             Err(ConnectError::Refused { .. }) if line.held == 0 => {
                 *line = begin(&self.endpoint, &self.rdma, &self.client, None, until)?;
+                *self.renewed.lock() = begun;
                 self.wake_keeper();
                 Ok(())
             }
+            Err(ConnectError::Refused { reason, .. })
+                if reason == Refusal::NoSession.to_string() =>
+            {
+                line.over = true;
+                self.lose();
+                Err(self.ended(&reason))
+            }
+            Err(error) if is_refused(&error) => Err(ConnectError::Unreachable {
+                endpoint: self.name.clone(),
+                source: std::io::Error::new(std::io::ErrorKind::ConnectionRefused, NOBODY),
+            }),
             Err(error) => {
                 line.over |= matches!(error, ConnectError::Refused { .. });
                 Err(error)
             }
+        }
+    }
+
+    /// Announces the end of this process, over a network: over shared memory the server sees it.
+    /// Does nothing the second time, and where the connection is broken, or busy until `until`.
+    pub(super) fn leave(&self, until: Instant) {
+        if self.local.is_none()
+            && !self.leaving.swap(true, Ordering::Relaxed)
+            && let Some(mut line) = self.line.try_lock_until(until)
+            && line.death.reason().is_none()
+        {
+            let _ = self.exchange(&mut line, &Request::Leaving, until);
         }
     }
 
@@ -349,15 +410,15 @@ impl Shared {
     ) -> Result<(Response, Vec<OwnedFd>), CallError> {
         match line.talk.hear(&line.stream, until) {
             Ok((answer, fds)) => {
-                // The time of sending, not of reading: the answer may have waited while this
-                // program was stopped.
-                if let Some(asked) = line.talk.renewing.take() {
-                    *self.renewed.lock() = asked;
-                }
+                let asked = line.talk.renewing.take();
                 if answer == Response::Refused(Refusal::NoSession) {
                     line.over = true;
-                    line.death.declare("the server has ended the session");
+                    line.death.declare(&self.lose());
                     self.close(line);
+                } else if let Some(asked) = asked {
+                    // The time of sending, not of reading: the answer may have waited while this
+                    // program was stopped.
+                    *self.renewed.lock() = asked;
                 }
                 Ok((answer, fds))
             }
@@ -430,29 +491,29 @@ impl Shared {
             return;
         }
         let ends = |peer: &PeerProcess| peer.ends(Instant::now() + PARTING);
-        if self.paged {
-            // What was not in its memory went with it.
-            death.declare(reason);
-        } else if self.peer.as_ref().is_some_and(ends) {
-            // Looked at last: this program may have been stopped until just now.
-            if self.renewed.lock().elapsed() > self.local_lease {
-                death.declare(OVERDUE);
-            } else {
-                death.declare_but_for_memory(ENDED);
-            }
-        } else {
-            death.declare(reason);
+        if self.local.is_none() {
+            return death.declare(reason);
         }
+        // A server that lends more than its memory takes with it what was not there.
+        if !self.paged && self.peer.as_ref().is_some_and(ends) {
+            // Looked at last: this program may have been stopped until just now.
+            if self.renewed.lock().elapsed() <= self.lease {
+                return death.declare_but_for_memory(ENDED);
+            }
+            let _ = self.lost.set(OVERDUE.to_owned());
+        } else if self.overdue().is_none() {
+            let _ = self.lost.set(format!(
+                "{reason}, and with it went this program's memory there"
+            ));
+        }
+        death.declare(&self.lose());
     }
 
     /// The error of a session that cannot be resumed.
     pub(super) fn ended(&self, reason: &str) -> ConnectError {
-        ConnectError::Unreachable {
+        ConnectError::Ended {
             endpoint: self.name.clone(),
-            source: std::io::Error::new(
-                std::io::ErrorKind::ConnectionAborted,
-                format!("the session ended: {reason}"),
-            ),
+            reason: self.loss(false).unwrap_or_else(|| reason.to_owned()),
         }
     }
 

@@ -161,6 +161,9 @@ pub fn can_page(test: &str) -> bool {
 /// A memory server in a process of its own: this test program once more, see [`serve_if_asked`].
 pub struct ServerProcess {
     pub url: String,
+    test: String,
+    /// Bytes that the server lends, and its lease in milliseconds.
+    lends: String,
     child: Kin,
     _directory: TempDir,
 }
@@ -183,10 +186,12 @@ impl ServerProcess {
     ) -> ServerProcess {
         let directory = tempfile::tempdir().unwrap();
         let listen = fabric.listen(&directory);
-        let what = format!("{listen} {capacity_bytes} {}", lease.as_millis());
-        let mut child = Kin::start(test, &[(SERVE, &what)]);
+        let lends = format!("{capacity_bytes} {}", lease.as_millis());
+        let mut child = Kin::start(test, &[(SERVE, &format!("{listen} {lends}"))]);
         ServerProcess {
             url: child.wait_for_line("serving at "),
+            test: test.to_owned(),
+            lends,
             child,
             _directory: directory,
         }
@@ -200,6 +205,13 @@ impl ServerProcess {
     pub fn kill(&mut self) {
         self.signal(Signal::SIGKILL);
         self.child.wait(Duration::from_secs(10));
+    }
+
+    /// Starts the server again at the same address, after its end.
+    pub fn start_again(&mut self) {
+        let what = format!("{} {}", self.url, self.lends);
+        self.child = Kin::start(&self.test, &[(SERVE, &what)]);
+        self.child.wait_for_line("serving at ");
     }
 
     /// Ends it as a daemon ends whose grace is over: in good order, with clients that are left.

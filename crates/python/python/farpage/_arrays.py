@@ -283,13 +283,15 @@ def advise(array: np.ndarray[Any, Any], advice: str) -> None:
 
     "sequential", "random" and "normal" hold for the whole array that `array` is a part of.
     "willneed" brings its pages in while there is room, and does not wait. "dontneed" gives them
-    up, written back where they changed.
+    up, written back where they changed. "zerocopy" is said before the kernel is given the array by
+    a call that keeps references to memory (`socket.send` with `MSG_ZEROCOPY`, `vmsplice`): so what
+    is sent is what was there, also if the array leaves or changes hands meanwhile.
 
     Raises `PageError` if "dontneed" could not write pages back; they are still in memory.
     """
     mapping = _mapping_of(array)
     native = mapping.native
-    if advice in ("willneed", "dontneed"):
+    if advice in ("willneed", "dontneed", "zerocopy"):
         for low, high in _spans(array, native.page_bytes):
             native.advise(low - native.address, high - native.address, advice)
     else:

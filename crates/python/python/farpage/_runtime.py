@@ -113,10 +113,9 @@ class Runtime:
         _server: _Server | None = None,
     ) -> None:
         _enable_faulthandler()
-        urls = _urls(url)
         self._server = _server
         self._native = _farpage.Runtime(
-            urls,
+            [url] if isinstance(url, str) else list(url or ()),
             keep=_server,
             budget_bytes=_bytes(budget),
             page_bytes=_bytes(page_size),
@@ -461,8 +460,7 @@ def local(
         url = f"shm://{os.path.join(tempfile.gettempdir(), file)}"
     lent = _bytes(capacity)
     server = _Server(url, lent if lent is not None else _farpage.available_bytes() // 2)
-    # A list, since the path of a socket may have commas.
-    return Runtime([server.endpoint], budget=budget, _server=server, **options)
+    return Runtime(server.endpoint, budget=budget, _server=server, **options)
 
 
 #: Loads the library by its path: the package would bring numpy in.
@@ -577,15 +575,6 @@ def _enable_faulthandler() -> None:
             return
         except (AttributeError, OSError, RuntimeError, ValueError):
             pass  # Standard error is no file here, as in a notebook, or there is none.
-
-
-def _urls(url: str | Iterable[str] | None) -> list[str]:
-    if url is None:
-        return []
-    if not isinstance(url, str):
-        return list(url)
-    # As the environment variable is read. A text without any server is an error of its own.
-    return [one.strip() for one in url.split(",") if one.strip()] or [url]
 
 
 def _bytes(size: int | str | None) -> int | None:

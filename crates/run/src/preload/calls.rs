@@ -1,17 +1,23 @@
-//! Calls whose buffers the filter cannot see, with in-thread faults: `readv`, `recvmsg` and their
-//! kind lead to memory by lists.
+//! Calls whose buffers are copied: those that a filter cannot see with in-thread faults (`readv`,
+//! `recvmsg` and their kind lead to memory by lists), and in both modes those after which the
+//! kernel keeps references to what it was given (`vmsplice`, sends with `MSG_ZEROCOPY`).
 //!
 //! The rule it keeps: without remote memory among them they are the C library's own.
+//!
+//! `io_uring` takes its orders from memory that nobody else sees. From the first ring on all of the
+//! arena is treated as if the kernel kept references to it ([`Advice::ZeroCopy`]).
 
-use std::ffi::{c_int, c_uint};
+use std::ffi::{c_int, c_uint, c_void};
 
+use farpage::Advice;
 use farpage_vm::calls;
-use libc::{iovec, mmsghdr, msghdr, off_t, timespec};
+use libc::{c_long, iovec, mmsghdr, msghdr, off_t, sockaddr, socklen_t, timespec};
 
 use crate::{
+    Inside, confine,
     filter::is_remote,
     next::{Next, next},
-    set_errno, signals,
+    set_errno, signals, state,
 };
 
 macro_rules! calls {
@@ -47,7 +53,7 @@ macro_rules! calls {
                 let args = [$($value),*];
                 // SAFETY: the caller's promise.
                 unsafe {
-                    if signals::are_ours() && calls::leads_to_remote(libc::$number, args, &is_remote) {
+                    if is_copied(libc::$number, args) {
                         return outcome(calls::call(libc::$number, args, &is_remote)) as $result;
                     }
                     $later($($arg),*)
@@ -55,6 +61,132 @@ macro_rules! calls {
             }
         )+
     };
+}
+
+/// Whether a call has remote buffers that are copied.
+///
+/// # Safety
+/// As the call.
+unsafe fn is_copied(number: c_long, args: calls::Arguments) -> bool {
+    // SAFETY: the caller's promise.
+    (signals::are_ours() || calls::keeps_memory(number, args))
+        && unsafe { calls::leads_to_remote(number, args, &is_remote) }
+}
+
+/// Treats all of the arena as memory that the kernel keeps references to.
+fn expect_zero_copy() {
+    if let Some(state) = state::get() {
+        let _inside = Inside::enter();
+        let advised = state.arena.region().advise(.., Advice::ZeroCopy);
+        debug_assert!(advised.is_ok(), "marks are set in memory");
+    }
+}
+
+/// What `syscall` does with the calls that it hands over.
+#[cfg(target_arch = "x86_64")]
+unsafe extern "C-unwind" fn by_number(
+    number: c_long,
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+    f: usize,
+) -> c_long {
+    if number == libc::SYS_seccomp {
+        let install = |filter| {
+            // SAFETY: the caller's promise; the filter lasts for the call.
+            unsafe { calls::system_call(number, [a, b, filter, d, e, f]) }
+        };
+        // SAFETY: the caller's promise.
+        let installed = unsafe { confine::confine(a, c, install) };
+        return finish(installed.unwrap_or(-(libc::EPERM as isize)));
+    }
+    if number == libc::SYS_io_uring_setup {
+        expect_zero_copy();
+    }
+    let args = [a, b, c, d, e, f];
+    // SAFETY: the caller's promise.
+    let result = unsafe {
+        if signals::are_ours() && !Inside::is() || is_copied(number, args) {
+            calls::call(number, args, &is_remote)
+        } else {
+            calls::system_call(number, args)
+        }
+    };
+    let result = finish(result);
+    if number == libc::SYS_unshare && result != 0 {
+        confine::explain(a as c_int);
+    }
+    result
+}
+
+/// `syscall`: as the C library's, but for calls after which the kernel keeps memory, and those by
+/// which a program confines itself.
+///
+/// It has no frame, and enters the kernel by itself: some calls return twice, or on another stack.
+///
+/// # Safety
+/// As the call.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(no_mangle)]
+#[unsafe(naked)]
+pub(crate) unsafe extern "C-unwind" fn syscall(
+    number: c_long,
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+    f: usize,
+) -> c_long {
+    std::arch::naked_asm!(
+        "cmp rdi, {vmsplice}",
+        "je 2f",
+        "cmp rdi, {sendto}",
+        "je 2f",
+        "cmp rdi, {sendmsg}",
+        "je 2f",
+        "cmp rdi, {sendmmsg}",
+        "je 2f",
+        "cmp rdi, {io_uring_setup}",
+        "je 2f",
+        "cmp rdi, {seccomp}",
+        "je 2f",
+        "cmp rdi, {unshare}",
+        "je 2f",
+        "mov rax, rdi",
+        "mov rdi, rsi",
+        "mov rsi, rdx",
+        "mov rdx, rcx",
+        "mov r10, r8",
+        "mov r8, r9",
+        "mov r9, [rsp + 8]",
+        "syscall",
+        "cmp rax, -4095",
+        "jae 3f",
+        "ret",
+        "2:",
+        "jmp {by_number}",
+        "3:",
+        "mov rdi, rax",
+        "jmp {finish}",
+        vmsplice = const libc::SYS_vmsplice,
+        sendto = const libc::SYS_sendto,
+        sendmsg = const libc::SYS_sendmsg,
+        sendmmsg = const libc::SYS_sendmmsg,
+        io_uring_setup = const libc::SYS_io_uring_setup,
+        seccomp = const libc::SYS_seccomp,
+        unshare = const libc::SYS_unshare,
+        by_number = sym by_number,
+        finish = sym finish,
+    )
+}
+
+/// What `syscall` returns for what the kernel has returned.
+#[cfg(target_arch = "x86_64")]
+extern "C" fn finish(result: isize) -> c_long {
+    outcome(result) as c_long
 }
 
 fn outcome(result: isize) -> isize {
@@ -66,6 +198,12 @@ fn outcome(result: isize) -> isize {
 }
 
 calls! {
+    vmsplice later_vmsplice = SYS_vmsplice(fd: c_int, list: *const iovec, count: usize, flags: c_uint) -> isize
+        [fd as usize, list as usize, count, flags as usize, 0, 0];
+    send later_send = SYS_sendto(fd: c_int, from: *const c_void, bytes: usize, flags: c_int) -> isize
+        [fd as usize, from as usize, bytes, flags as usize, 0, 0];
+    sendto later_sendto = SYS_sendto(fd: c_int, from: *const c_void, bytes: usize, flags: c_int, to: *const sockaddr, to_bytes: socklen_t) -> isize
+        [fd as usize, from as usize, bytes, flags as usize, to as usize, to_bytes as usize];
     readv later_readv = SYS_readv(fd: c_int, list: *const iovec, count: c_int) -> isize
         [fd as usize, list as usize, count as usize, 0, 0, 0];
     writev later_writev = SYS_writev(fd: c_int, list: *const iovec, count: c_int) -> isize

@@ -25,7 +25,7 @@ use std::{
 use farpage_vm::calls;
 use libc::sock_filter;
 
-use crate::{Inside, errno, set_errno, signals, state};
+use crate::{Inside, errno, limits, set_errno, signals, state};
 
 /// The filter compares upper halves of addresses.
 const WINDOW_BITS: u32 = 32;
@@ -33,10 +33,18 @@ const WINDOW_BITS: u32 = 32;
 /// far below executables and libraries.
 const PLACES: Range<usize> = 0x1000_0000_0000..0x5000_0000_0000;
 const PLACES_TRIED: usize = 64;
+/// The largest page: a region of whole pages fits a multiple of it.
+const RESERVED_BYTES: usize = 2 << 20;
 
-/// Reserves addresses for an arena of `bytes` bytes, and all that share their upper halves.
+/// Reserves addresses for an arena of `bytes` bytes, and all that share their upper halves. A
+/// process whose addresses are limited reserves the arena's alone: the kernel maps nothing near
+/// them by itself.
 pub(crate) fn place(bytes: usize) -> Result<usize, String> {
     let windows = bytes.div_ceil(1 << WINDOW_BITS);
+    let reserved = match limits::are_none() {
+        true => windows << WINDOW_BITS,
+        false => bytes.next_multiple_of(RESERVED_BYTES),
+    };
     let (first, places) = (
         PLACES.start >> WINDOW_BITS,
         (PLACES.end - PLACES.start) >> WINDOW_BITS,
@@ -51,27 +59,18 @@ pub(crate) fn place(bytes: usize) -> Result<usize, String> {
             | libc::MAP_NORESERVE
             | libc::MAP_FIXED_NOREPLACE;
         // SAFETY: replaces nothing. The call is made by number: our own `mmap` serves the program.
-        let made = unsafe {
-            libc::syscall(
-                libc::SYS_mmap,
-                at,
-                windows << WINDOW_BITS,
-                libc::PROT_NONE,
-                flags,
-                -1,
-                0,
-            )
-        };
+        let made =
+            unsafe { libc::syscall(libc::SYS_mmap, at, reserved, libc::PROT_NONE, flags, -1, 0) };
         if made as usize == at {
             if !is_filtered(at, windows)? {
                 return Ok(at);
             }
             // SAFETY: made just now, and nobody's.
-            unsafe { libc::syscall(libc::SYS_munmap, at, windows << WINDOW_BITS) };
+            unsafe { libc::syscall(libc::SYS_munmap, at, reserved) };
         }
     }
     Err(format!(
-        "there are no addresses for an arena of {bytes} bytes; try a smaller --capacity"
+        "there are no addresses for an arena of {bytes} bytes; try a smaller --capacity, or a larger `ulimit -v`"
     ))
 }
 

@@ -107,7 +107,13 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
         unsafe { free(old) };
         return ptr::null_mut();
     }
-    if is_ours && let (Some(state), Some(old)) = (state::get(), NonNull::new(old.cast())) {
+    // Remnants of blocks that shrink below `--min-bytes` move to the next allocator: a page for
+    // each would fill the arena.
+    let stays = state::serves(bytes).is_some() || Inside::is();
+    if is_ours
+        && stays
+        && let (Some(state), Some(old)) = (state::get(), NonNull::new(old.cast()))
+    {
         let start = old.as_ptr() as usize;
         made::remove(start);
         // SAFETY: the caller's promise.
@@ -115,7 +121,7 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
         made::add(if made.is_null() { start } else { made as usize });
         return made;
     }
-    if is_ours {
+    if is_ours && state::get().is_none() {
         // A child made by `fork` does not have the old bytes.
         set_errno(libc::ENOMEM);
         return ptr::null_mut();

@@ -57,7 +57,6 @@ static REALLOC: Next = Next::new(c"realloc");
 static FREE: Next = Next::new(c"free");
 static MEMALIGN: Next = Next::new(c"memalign");
 static USABLE: Next = Next::new(c"malloc_usable_size");
-static FORK: Next = Next::new(c"fork");
 static PTHREAD_CREATE: Next = Next::new(c"pthread_create");
 
 /// What a thread is started with.
@@ -94,8 +93,6 @@ next! {
     memalign = MEMALIGN(align: usize, bytes: usize) -> *mut c_void, else early(bytes, align);
     /// `malloc_usable_size`, of what is not early.
     later_usable = USABLE(of: *mut c_void) -> usize, else 0;
-    /// `fork`.
-    fork = FORK() -> c_int, else -1;
     /// `pthread_create`.
     pthread_create = PTHREAD_CREATE(thread: *mut libc::pthread_t, attributes: *const libc::pthread_attr_t, start: Start, argument: *mut c_void) -> c_int, else libc::EAGAIN;
 }

@@ -1,44 +1,154 @@
-//! Processes and threads: `fork` and `pthread_create`.
+//! Processes and threads: `fork` and its kind, and `pthread_create`.
 //!
-//! A child made by `fork` does not have the arena's memory. The rule: `fork` fails with a word of
-//! why while anything is allocated there, unless the user allows it.
+//! A child made by `fork` does not have the arena's memory. The rule: whatever copies the process
+//! fails with a word of why while anything is allocated there, unless the user allows it.
 
 use std::{
     cell::Cell,
-    ffi::{c_int, c_void},
+    ffi::{c_char, c_int, c_void},
 };
 
-use crate::{INSIDE, Inside, next, next::Start, say, set_errno, signals, state};
+use crate::{
+    INSIDE, Inside, family,
+    next::{self, Next, Start, next},
+    report, say, set_errno, signals, state,
+};
 
-/// `fork`.
+static FORK: Next = Next::new(c"fork");
+static RAW_FORK: Next = Next::new(c"_Fork");
+static FORKPTY: Next = Next::new(c"forkpty");
+static DAEMON: Next = Next::new(c"daemon");
+static CLONE: Next = Next::new(c"clone");
+
+next! {
+    /// `fork`.
+    later_fork = FORK() -> c_int, else -1;
+    /// `_Fork`.
+    later_raw_fork = RAW_FORK() -> c_int, else -1;
+    /// `forkpty`.
+    later_forkpty = FORKPTY(terminal: *mut c_int, name: *mut c_char, settings: *const libc::termios, size: *const libc::winsize) -> c_int, else -1;
+    /// `daemon`.
+    later_daemon = DAEMON(keeps_folder: c_int, keeps_streams: c_int) -> c_int, else -1;
+    /// `clone`.
+    later_clone = CLONE(start: *mut c_void, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, tls: *mut c_void, child: *mut c_void) -> c_int, else -1;
+}
+
+/// True if the process may be copied. If not, says why.
+fn may_copy() -> bool {
+    let Some(state) = state::get() else {
+        return true;
+    };
+    if state::may_fork() || Inside::is() {
+        return true;
+    }
+    let allocated = {
+        let _inside = Inside::enter();
+        state.arena.allocated_bytes()
+    };
+    if allocated > 0 {
+        say(
+            "fork is refused: the child would not have the memory that is remote (touching it would raise SIGSEGV). \
+             If the child uses none of it, run with --allow-fork",
+        );
+        set_errno(libc::ENOSYS);
+    }
+    allocated == 0
+}
+
+/// Defines functions that copy the process. Each returns 0 in the child.
+macro_rules! copies {
+    ($($name:ident = $later:path, ($($arg:ident: $type:ty),*);)+) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "`.")]
+            ///
+            /// # Safety
+            #[doc = concat!("As `", stringify!($name), "`.")]
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
+                if !may_copy() {
+                    return -1;
+                }
+                // SAFETY: the caller's promise.
+                let child = unsafe { $later($($arg),*) };
+                if child == 0 {
+                    state::forget();
+                }
+                child
+            }
+        )+
+    };
+}
+
+copies! {
+    fork = later_fork, ();
+    __fork = later_fork, ();
+    _Fork = later_raw_fork, ();
+    forkpty = later_forkpty, (terminal: *mut c_int, name: *mut c_char, settings: *const libc::termios, size: *const libc::winsize);
+}
+
+/// `daemon`. The process that goes on is the child, whose standard error may be closed by then.
 ///
 /// # Safety
-/// As `fork`.
+/// As `daemon`.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn fork() -> c_int {
-    if let Some(state) = state::get()
-        && !state.may_fork
-        && !Inside::is()
-    {
-        let allocated = {
-            let _inside = Inside::enter();
-            state.arena.allocated_bytes()
-        };
-        if allocated > 0 {
-            say(
-                "fork is refused: the child would not have the memory that is remote (touching it would raise SIGSEGV). \
-                 If the child uses none of it, run with --allow-fork",
-            );
-            set_errno(libc::ENOSYS);
-            return -1;
-        }
+pub(crate) unsafe extern "C" fn daemon(keeps_folder: c_int, keeps_streams: c_int) -> c_int {
+    if !may_copy() {
+        return -1;
+    }
+    if state::starts_interposed() {
+        family::say_of_fork();
     }
     // SAFETY: the caller's promise.
-    let child = unsafe { next::fork() };
-    if child == 0 {
+    let code = unsafe { later_daemon(keeps_folder, keeps_streams) };
+    if code == 0 {
         state::forget();
     }
-    child
+    code
+}
+
+/// `clone`, which copies the process unless it says that memory is shared. The C library takes the
+/// arguments behind `argument` as they come.
+///
+/// # Safety
+/// As `clone`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn clone(
+    start: *mut c_void,
+    stack: *mut c_void,
+    flags: c_int,
+    argument: *mut c_void,
+    parent: *mut c_void,
+    tls: *mut c_void,
+    child: *mut c_void,
+) -> c_int {
+    if flags & libc::CLONE_VM == 0 && !may_copy() {
+        return -1;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { later_clone(start, stack, flags, argument, parent, tls, child) }
+}
+
+/// `_exit`.
+///
+/// # Safety
+/// As `_exit`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn _exit(status: c_int) -> ! {
+    report::finish();
+    loop {
+        // SAFETY: ends the process.
+        unsafe { libc::syscall(libc::SYS_exit_group, status) };
+    }
+}
+
+/// `_Exit`.
+///
+/// # Safety
+/// As `_Exit`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn _Exit(status: c_int) -> ! {
+    // SAFETY: the caller's promise.
+    unsafe { _exit(status) }
 }
 
 thread_local! {

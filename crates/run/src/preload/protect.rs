@@ -435,7 +435,8 @@ pub(crate) unsafe extern "C" fn munlock(address: *const c_void, bytes: usize) ->
 /// As `mlockall`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
-    let (Some(state), false) = (state::get(), Inside::is()) else {
+    // An arena that is made later would be locked by the kernel, all of it.
+    let (Some(state), false) = (state::get().or_else(state::open), Inside::is()) else {
         // SAFETY: the caller's promise.
         return unsafe { libc::syscall(libc::SYS_mlockall, flags) as c_int };
     };

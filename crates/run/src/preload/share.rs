@@ -6,7 +6,7 @@
 //! The wire is described in `shares.rs`.
 
 use std::{
-    io::{ErrorKind, Read, Write},
+    io::{Error, ErrorKind, Read, Write},
     os::{fd::AsRawFd, unix::net::UnixStream},
     sync::atomic::{AtomicI32, Ordering},
     thread,
@@ -35,34 +35,38 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// Connects, and waits for the first share.
-    pub(crate) fn get(socket: &str) -> Result<Share, String> {
-        let no = |error| format!("cannot ask for a share of the budget: {error}");
-        let mut stream = UnixStream::connect(socket).map_err(no)?;
-        stream.set_read_timeout(Some(PATIENCE)).map_err(no)?;
-        match read(&mut stream) {
-            Ok(0) => Err(
-                "too many programs share the budget: each needs 4 MiB at least; raise --budget, or run without --children"
-                    .to_owned(),
-            ),
-            Ok(bytes) => Ok(Share { stream, bytes }),
-            Err(error) if is_timeout(&error) => Err(format!(
-                "no share of the budget became free within {} s: other programs have it pinned, or are stopped; raise --budget",
-                PATIENCE.as_secs()
-            )),
-            Err(error) => Err(no(error)),
-        }
+    /// Connects to where shares are had. A share is taken by [`keep`](Self::keep).
+    pub(crate) fn connect(socket: &str) -> Result<Share, String> {
+        let stream = UnixStream::connect(socket).map_err(|error| no(&error))?;
+        CONNECTION.store(stream.as_raw_fd(), Ordering::Relaxed);
+        Ok(Share { stream, bytes: 0 })
     }
 
-    /// Keeps the runtime to the share, and asks for what the program allocates.
-    pub(crate) fn keep(self, runtime: Runtime) -> Result<(), String> {
-        CONNECTION.store(self.stream.as_raw_fd(), Ordering::Relaxed);
+    /// Waits for the first share, keeps the runtime to it, and asks for what the program allocates.
+    pub(crate) fn keep(mut self, runtime: Runtime) -> Result<(), String> {
+        self.bytes = self.first().map_err(|error| no(&error))?;
         runtime.set_budget(ByteSize(self.bytes));
         let no = |error| format!("cannot keep to a share of the budget: {error}");
         self.stream.set_read_timeout(Some(LOOK)).map_err(no)?;
         let thread = thread::Builder::new().name("farpage-share".into());
         thread.spawn(move || self.listen(&runtime)).map_err(no)?;
         Ok(())
+    }
+
+    /// Asks for a share, and waits for it.
+    fn first(&mut self) -> std::io::Result<u64> {
+        self.say(WANTS, 0)?;
+        self.stream.set_read_timeout(Some(PATIENCE))?;
+        match read(&mut self.stream) {
+            Ok(0) => Err(Error::other(
+                "too many programs share the budget: each needs 4 MiB at least; raise --budget, or run without --children",
+            )),
+            Err(error) if is_timeout(&error) => Err(Error::other(format!(
+                "none became free within {} s: other programs have it pinned, or are stopped; raise --budget",
+                PATIENCE.as_secs()
+            ))),
+            share => share,
+        }
     }
 
     fn listen(mut self, runtime: &Runtime) {
@@ -115,6 +119,10 @@ impl Share {
         message[1..].copy_from_slice(&bytes.to_le_bytes());
         self.stream.write_all(&message)
     }
+}
+
+fn no(error: &Error) -> String {
+    format!("there is no share of the budget: {error}")
 }
 
 /// In a child made by `fork`: the parent alone has the connection, so that its end is seen.

@@ -25,6 +25,7 @@ use libc::{sigaction as Action, sigset_t, timespec};
 use crate::{
     INSIDE, Inside,
     next::{Next, next},
+    report,
 };
 
 static SIGACTION: Next = Next::new(c"sigaction");
@@ -186,6 +187,12 @@ pub(crate) fn install(signal: c_int, action: &Action) -> c_int {
     unsafe { later_sigaction(signal, action, ptr::null_mut()) }
 }
 
+/// `sigaction`, of the C library, without a new action.
+pub(crate) fn ask(signal: c_int, old: &mut Action) -> c_int {
+    // SAFETY: asks only.
+    unsafe { later_sigaction(signal, ptr::null(), old) }
+}
+
 /// `sigaction`, of the C library, before a signal is ours. It is not held back from here on.
 pub(crate) fn exchange_kernels(signal: c_int, new: &Action, old: &mut Action) -> c_int {
     change_held(libc::SIG_UNBLOCK, bit(signal));
@@ -249,7 +256,13 @@ pub(crate) unsafe extern "C" fn sigaction(
 ) -> c_int {
     if !are_ours() || !(1..SIGNALS as c_int).contains(&signal) {
         // SAFETY: the caller's promise.
-        return unsafe { later_sigaction(signal, new, old) };
+        unsafe {
+            let code = later_sigaction(signal, new, old);
+            if code == 0 && !old.is_null() {
+                *old = report::as_told(*old);
+            }
+            return code;
+        }
     }
     // Before all signals are held back: what it points to may be remote.
     // SAFETY: the caller's promise.
@@ -280,6 +293,11 @@ fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
                     // It may touch remote memory, and is called by us.
                     action.sa_flags |= libc::SA_NODEFER | libc::SA_SIGINFO;
                     action.sa_sigaction = to_program as *const () as usize;
+                } else if action.sa_sigaction == libc::SIG_DFL
+                    && let Some(handler) = report::handler()
+                {
+                    action.sa_flags |= libc::SA_SIGINFO;
+                    action.sa_sigaction = handler;
                 }
                 action
             });
@@ -302,13 +320,14 @@ fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
             if code != 0 {
                 return (before, code);
             }
+            before = report::as_told(before);
             *word(&mut before.sa_mask) |= believed.held[signal as usize];
             if let Some(mut new) = new {
                 believed.held[signal as usize] = *word(&mut new.sa_mask) & OURS;
             }
         }
     }
-    (before, 0)
+    (report::as_told(before), 0)
 }
 
 /// A SIGSYS that is not ours: the program's handler, or the end.
@@ -363,7 +382,11 @@ macro_rules! signals {
                     return simple(signal, handler, $flags);
                 }
                 // SAFETY: the caller's promise.
-                unsafe { $later(signal, handler) }
+                let before = unsafe { $later(signal, handler) };
+                if report::handler() == Some(before) {
+                    return libc::SIG_DFL;
+                }
+                before
             }
         )+
     };

@@ -1,49 +1,89 @@
-//! The runtime and the arena of this process: how they begin, and what is said at the end.
+//! The runtime and the arena of this process: how they begin and end.
 //!
 //! The rule it keeps: there is nothing before our constructor has run, and nothing in a child made
-//! by `fork`. Where the runtime cannot be built, the program does not start.
+//! by `fork`. Where the runtime cannot be built, the program does not start. The arena, and with it
+//! remote memory and a share of the budget, is taken by the first large request: shells and
+//! wrappers that only start others take none.
 
 use std::{
-    env,
-    ffi::{OsStr, c_void},
+    ffi::{c_int, c_void},
+    path::{Path, PathBuf},
     process,
     ptr::{self, NonNull},
-    sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering},
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
+    },
 };
 
-use farpage::{Arena, ByteSize, FaultMode, RegionOptions, Reserve, Runtime};
+use farpage::{
+    Allowance, Arena, ArenaError, ByteSize, CreateError, FaultMode, Region, RegionOptions, Reserve,
+    Runtime, error::StoreCreateError,
+};
+use farpage_signals::Mutex;
 
 use crate::{
-    Inside, filter, give_up,
+    Inside, environment,
+    environment::{PREFIX, variable},
+    exec, family, filter, give_up,
     heap::ALIGN,
-    made,
+    limits, made,
     maps::KERNEL_PAGE_BYTES,
-    protect, say, say_to, set_errno,
+    protect, report, say, set_errno,
     share::{self, Share},
     signals,
 };
 
-/// What the variables that `farpage run` sets begin with.
-const PREFIX: &str = "FARPAGE_RUN_";
-
 /// What `env` and its kind return when the program was not started.
 const NOT_STARTED: i32 = 125;
+
+/// Surplus of an arena over the capacity asked for: users count their arrays, and neither headers
+/// of allocators, nor whole pages, nor small allocations beside the arrays.
+const SPARE_PART: usize = 16;
+const SPARE_BYTES: usize = 16 << 20;
+
+/// The largest arena by default, as a multiple of this machine's memory: its page table has up to a
+/// hundredth of its size.
+const MEMORIES: u64 = 64;
+
+const BEYOND_LIMIT: &str = "the program's own limit (setrlimit) leaves no room for the allocation";
+
+/// Open files that a program and its runtime get by with. The runtime has 26 on two processors.
+const FILES: libc::rlim_t = 64;
 
 const NOT_LOCKED: &str = "what is allocated cannot be locked in memory (mlockall)";
 
 /// All that there is.
 pub(crate) struct State {
     pub(crate) arena: Arena,
-    runtime: Runtime,
-    pub(crate) may_fork: bool,
+    /// The page of [`Plan::first`].
+    _first: Option<Region>,
     peak_bytes: AtomicUsize,
 }
 
+/// The runtime, and what its arena will be.
+struct Plan {
+    runtime: Runtime,
+    share: Option<Share>,
+    /// Size of the arena, or why there will be none.
+    size: Result<Size, String>,
+    options: RegionOptions,
+    /// With in-thread faults: a page that nobody touches. The runtime's handler of SIGBUS is
+    /// installed with its first region, before the program installs one.
+    first: Option<Region>,
+}
+
 static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
+static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+/// The plan of the arena, until it is made.
+static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+static MAY_FORK: AtomicBool = AtomicBool::new(false);
+/// True if programs that this one starts are interposed, too.
+static CHILDREN: AtomicBool = AtomicBool::new(false);
+/// The launcher's folder.
+static FOLDER: OnceLock<PathBuf> = OnceLock::new();
 /// Requests of this size and more are served here.
 static MIN_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
-/// Standard error as it was at the start: programs close theirs before they end.
-static STANDARD_ERROR: AtomicI32 = AtomicI32::new(2);
 static START: AtomicUsize = AtomicUsize::new(0);
 static BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Who has built it.
@@ -54,7 +94,56 @@ pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
     if bytes < MIN_BYTES.load(Ordering::Relaxed) || Inside::is() || crate::process::is_starting() {
         return None;
     }
+    get().or_else(open)
+}
+
+/// Makes the arena, unless there is one. A process that gets none ends. `None`: a child made by
+/// `fork`, which says so.
+#[cold]
+pub(crate) fn open() -> Option<&'static State> {
+    let _inside = Inside::enter();
+    if is_forked() {
+        family::say_of_fork();
+        return None;
+    }
+    let mut plan = PLAN.lock();
+    if let Some(plan) = plan.take() {
+        match plan.carry_out() {
+            Ok(state) => state.begin(),
+            Err(why) => not_started(&why),
+        }
+    }
     get()
+}
+
+/// Returns the size from which on requests are served here.
+pub(crate) fn min_bytes() -> usize {
+    MIN_BYTES.load(Ordering::Relaxed)
+}
+
+/// The runtime, once it is built. `None` in a child made by `fork`.
+pub(crate) fn runtime() -> Option<&'static Runtime> {
+    RUNTIME.get().filter(|_| !is_forked())
+}
+
+/// True if a program that this process becomes by `exec` is interposed.
+pub(crate) fn starts_interposed() -> bool {
+    (PROCESS.load(Ordering::Relaxed) != 0 && !is_forked()) || has_children_interposed()
+}
+
+/// True if programs that this one starts are interposed.
+pub(crate) fn has_children_interposed() -> bool {
+    CHILDREN.load(Ordering::Relaxed)
+}
+
+/// True if the user allows `fork` with remote memory.
+pub(crate) fn may_fork() -> bool {
+    MAY_FORK.load(Ordering::Relaxed)
+}
+
+/// The launcher's folder.
+pub(crate) fn folder() -> &'static Path {
+    FOLDER.get().map_or(Path::new(""), PathBuf::as_path)
 }
 
 /// Whether an address is the arena's, in this process or in the one that it was forked from.
@@ -86,7 +175,9 @@ pub(crate) fn is_forked() -> bool {
 pub(crate) fn forget() {
     share::forget();
     STATE.store(ptr::null_mut(), Ordering::Release);
-    MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
+    if may_fork() {
+        MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
+    }
 }
 
 /// What new memory holds.
@@ -101,11 +192,14 @@ impl State {
     pub(crate) fn allocate(&self, bytes: usize, align: usize, holds: Holds) -> *mut c_void {
         let made = {
             let _inside = Inside::enter();
-            let made = match holds {
-                Holds::Zeros => self.arena.allocate(bytes, align),
-                Holds::Anything => self.arena.allocate_uninit(bytes, align),
-            };
-            made.map_err(|error| error.to_string()).and_then(|made| {
+            let made = self.within_limits(bytes).and_then(|()| {
+                let made = match holds {
+                    Holds::Zeros => self.arena.allocate(bytes, align),
+                    Holds::Anything => self.arena.allocate_uninit(bytes, align),
+                };
+                made.map_err(full)
+            });
+            made.and_then(|made| {
                 let start = made.as_ptr() as usize;
                 let end = start + bytes.next_multiple_of(KERNEL_PAGE_BYTES);
                 if protect::made(self, start..end) {
@@ -124,10 +218,19 @@ impl State {
     pub(crate) fn allocate_to_grow(&self, bytes: usize, align: usize) -> *mut c_void {
         let made = {
             let _inside = Inside::enter();
-            let made = self.arena.allocate_to_grow(bytes, align);
+            let made = self.within_limits(bytes);
+            let made = made.and_then(|()| self.arena.allocate_to_grow(bytes, align).map_err(full));
             made.inspect(|_| self.note_peak())
         };
-        self.hand_out(made.map_err(|error| error.to_string()))
+        self.hand_out(made)
+    }
+
+    /// Refuses `bytes` more where the program's own limits do.
+    fn within_limits(&self, bytes: usize) -> Result<(), String> {
+        match limits::allow(self.arena.allocated_bytes().saturating_add(bytes)) {
+            true => Ok(()),
+            false => Err(BEYOND_LIMIT.to_owned()),
+        }
     }
 
     /// What `realloc` does to an allocation of the arena.
@@ -156,6 +259,9 @@ impl State {
         let whole = bytes
             .checked_next_multiple_of(page_bytes)
             .ok_or_else(too_long)?;
+        if whole > before {
+            self.within_limits(whole - before)?;
+        }
         // What is cut off is given back, so that it is neither protected nor locked.
         if whole < before && !protect::lift(self, start + whole..start + before) {
             return Err("a protection cannot be lifted".to_owned());
@@ -171,8 +277,7 @@ impl State {
             return Err(NOT_LOCKED.to_owned());
         }
         // 2. Elsewhere.
-        let made = self.arena.allocate_to_grow(bytes, ALIGN);
-        let made = made.map_err(|error| error.to_string())?;
+        let made = self.arena.allocate_to_grow(bytes, ALIGN).map_err(full)?;
         let place = made.as_ptr() as usize;
         // SAFETY: nobody uses the old bytes, and the new ones are nobody's but ours.
         let is_moved =
@@ -193,7 +298,7 @@ impl State {
                 // Programs that try with less have a reason to hear of it once.
                 static SAID: AtomicUsize = AtomicUsize::new(0);
                 if SAID.fetch_add(1, Ordering::Relaxed) == 0 {
-                    say(&format!("{why} (farpage run --capacity)"));
+                    say(&why);
                 }
                 set_errno(libc::ENOMEM);
                 ptr::null_mut()
@@ -201,47 +306,29 @@ impl State {
         }
     }
 
+    /// Begins to serve requests.
+    fn begin(self) {
+        let addresses = self.arena.addresses();
+        made::begin(addresses.len());
+        family::note_arena();
+        START.store(addresses.start, Ordering::Relaxed);
+        BYTES.store(addresses.len(), Ordering::Relaxed);
+        STATE.store(Box::into_raw(Box::new(self)), Ordering::Release);
+    }
+
     pub(crate) fn note_peak(&self) {
         let now = self.arena.allocated_bytes();
         self.peak_bytes.fetch_max(now, Ordering::Relaxed);
     }
 
-    fn say_stats(&self) {
-        let stats = self.runtime.stats();
-        let (pager, store) = (stats.pager, stats.store);
-        let size = |bytes: u64| ByteSize(bytes).to_string();
-        let of = |part: u64, all: u64| format!("{} %", part * 100 / all.max(1));
-        let say = |line: String| say_to(STANDARD_ERROR.load(Ordering::Relaxed), &line);
-        say(format!(
-            "at most {} in the arena, {} of it in local memory (budget {}); {} faults, {} pages came in, {} of them ahead, \
-             {} left, {} of them unchanged; {} read, {} written",
-            size(self.peak_bytes.load(Ordering::Relaxed) as u64),
-            size(pager.peak_resident_bytes),
-            size(pager.budget_bytes),
-            pager.faults,
-            pager.fills,
-            pager.prefetches,
-            pager.evictions,
-            pager.clean_evictions,
-            size(store.bytes_read),
-            size(store.bytes_written),
-        ));
-        let demanded = pager.fills - pager.prefetches;
-        say(format!(
-            "at most {} were kept remotely; faults waited {:.3} s for bytes and for room, beside what the kernel takes to tell of each",
-            size(self.arena.region().kept_peak_bytes()),
-            pager.waited_ns as f64 / 1e9,
-        ));
-        say(format!(
-            "estimated from when pages left and came back: of {} that did, {} would have stayed with twice the budget, {} with four times; \
-             pages of twice {} would have saved {} of the faults at most",
-            pager.returns,
-            of(pager.returns_within_one_budget, pager.returns),
-            of(pager.returns_within_three_budgets, pager.returns),
-            size(self.arena.region().page_bytes() as u64),
-            of(pager.beside_resident, demanded),
-        ));
+    /// Returns the most that was allocated at once.
+    pub(crate) fn peak_bytes(&self) -> usize {
+        self.peak_bytes.load(Ordering::Relaxed)
     }
+}
+
+fn full(error: ArenaError) -> String {
+    format!("{error} (farpage run --capacity)")
 }
 
 #[used]
@@ -254,64 +341,68 @@ extern "C" fn begin() {
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
     };
+    environment::keep();
+    FOLDER.get_or_init(|| variable("FOLDER").unwrap_or_default().into());
+    exec::take_note();
+    family::begin(folder());
+    MAY_FORK.store(variable("ALLOW_FORK").is_some(), Ordering::Relaxed);
+    CHILDREN.store(variable("CHILDREN").is_some(), Ordering::Relaxed);
+    let addresses_before = limits::addresses();
     // A server may not answer, and nothing is held that a signal could find.
-    match inside.signals.wait(build) {
-        Ok(state) => {
-            let addresses = state.arena.addresses();
-            made::begin(addresses.len());
-            START.store(addresses.start, Ordering::Relaxed);
-            BYTES.store(addresses.len(), Ordering::Relaxed);
-            PROCESS.store(process::id() as usize, Ordering::Relaxed);
-            STATE.store(Box::into_raw(Box::new(state)), Ordering::Release);
-            MIN_BYTES.store(min_bytes.parse().unwrap_or(usize::MAX), Ordering::Relaxed);
-            if variable("IN_THREAD").is_some() {
-                signals::begin();
-                if let Err(why) = filter::install(addresses) {
-                    say(&why);
-                    // SAFETY: as below.
-                    unsafe { libc::_exit(NOT_STARTED) }
-                }
-            }
-        }
-        Err(why) => {
-            say(&why);
-            // SAFETY: ends the process without destructors, of which none has anything to do yet.
-            unsafe { libc::_exit(NOT_STARTED) }
-        }
+    let plan = inside.signals.wait(build);
+    let plan = plan.unwrap_or_else(|why| not_started(&why));
+    limits::begin(addresses_before, plan.addresses_ahead());
+    *PLAN.lock() = Some(plan);
+    PROCESS.store(process::id() as usize, Ordering::Relaxed);
+    MIN_BYTES.store(min_bytes.parse().unwrap_or(usize::MAX), Ordering::Relaxed);
+    let stats = variable("STATS").is_some();
+    // A server on this machine sees the end of a process by itself.
+    let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
+    if stats || !is_seen {
+        report::begin(stats).unwrap_or_else(|why| not_started(&why));
     }
-    if variable("STATS").is_some() {
-        // SAFETY: a new descriptor, which is closed by `exec`; and the function may run at any time
-        // until the process ends.
-        unsafe {
-            let copy = libc::fcntl(2, libc::F_DUPFD_CLOEXEC, 3);
-            if copy >= 0 {
-                STANDARD_ERROR.store(copy, Ordering::Relaxed);
-            }
-            libc::atexit(end);
-        }
+    // SAFETY: the functions may run at any time until the process ends.
+    unsafe {
+        libc::atexit(report::finish);
+        at_quick_exit(report::finish);
     }
-    if variable("CHILDREN").is_none() {
-        leave_environment();
+    if !has_children_interposed() {
+        environment::leave();
     }
 }
 
-extern "C" fn end() {
-    let _inside = Inside::enter();
-    if let Some(state) = get() {
-        state.say_stats();
-    }
-}
-
-fn build() -> Result<State, String> {
-    let need = |name: &str| variable(name).ok_or(format!("{PREFIX}{name} is not set"));
-    let bytes = |name: &str| -> Result<u64, String> {
-        need(name)?
-            .parse()
-            .map_err(|e| format!("{PREFIX}{name}: {e}"))
+/// Ends the process: there is no runtime, or no memory for it.
+fn not_started(why: &str) -> ! {
+    let mut files: libc::rlimit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
     };
-    // First: whoever has none does nothing else.
+    // SAFETY: there is room for the answer.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut files) };
+    match files.rlim_cur {
+        few if few < FILES => say(&format!(
+            "{why} (`ulimit -n` allows {few} open files: raise it to {FILES})"
+        )),
+        _ => say(why),
+    }
+    loop {
+        // SAFETY: ends the process without destructors, and without a word of what there is not.
+        unsafe { libc::syscall(libc::SYS_exit_group, NOT_STARTED) };
+    }
+}
+
+unsafe extern "C" {
+    fn at_quick_exit(function: extern "C" fn()) -> c_int;
+}
+
+/// Builds the runtime, while the process has all of its rights and one thread.
+fn build() -> Result<Plan, String> {
+    let need = |name: &str| variable(name).ok_or(format!("{PREFIX}{name} is not set"));
+    let bytes = |text: &str, name: &str| -> Result<u64, String> {
+        text.parse().map_err(|e| format!("{PREFIX}{name}: {e}"))
+    };
     let share = match variable("SHARES") {
-        Some(socket) => Some(Share::get(&socket)?),
+        Some(socket) => Some(Share::connect(&socket)?),
         None => None,
     };
     let in_thread = variable("IN_THREAD").is_some();
@@ -325,49 +416,116 @@ fn build() -> Result<State, String> {
     };
     let runtime = builder
         .server(need("SERVER")?)
-        .budget(ByteSize(bytes("BUDGET")?))
+        .budget(ByteSize(bytes(&need("BUDGET")?, "BUDGET")?))
         .build()
         .map_err(|error| error.to_string())?;
-    if let Some(share) = share {
-        share.keep(runtime.clone())?;
-    }
+    let _ = RUNTIME.set(runtime.clone());
+    let asked = variable("CAPACITY");
+    let asked = asked.map(|text| bytes(&text, "CAPACITY")).transpose()?;
+    let size = match asked {
+        Some(asked) => Ok(Size::of_capacity(asked as usize)),
+        None => Size::of_room(&runtime),
+    };
     let mut options = RegionOptions::new();
-    if variable("ON_DEMAND").is_some() {
+    if variable("ON_DEMAND").is_some() || asked.is_none() {
         options = options.reserve(Reserve::OnDemand);
     }
-    let capacity = bytes("CAPACITY")? as usize;
-    if in_thread {
-        let address = filter::place(capacity)?;
+    let mut first = None;
+    if in_thread && let Ok(size) = &size {
+        let on_demand = RegionOptions::new().reserve(Reserve::OnDemand);
+        let made = runtime.region_with(1, on_demand);
+        first = Some(made.map_err(|error| error.to_string())?);
+        let address = filter::place(size.bytes)?;
         // SAFETY: reserved just now, for this alone.
         options = unsafe { options.address(address) };
+        signals::begin();
+        filter::install(address..address + size.bytes)?;
     }
-    let arena = runtime.arena_with(capacity, options);
-    Ok(State {
-        arena: arena.map_err(|error| error.to_string())?,
+    Ok(Plan {
         runtime,
-        may_fork: variable("ALLOW_FORK").is_some(),
-        peak_bytes: AtomicUsize::new(0),
+        share,
+        size,
+        options,
+        first,
     })
 }
 
-fn variable(name: &str) -> Option<String> {
-    env::var(format!("{PREFIX}{name}")).ok()
+/// Size of an arena in bytes.
+struct Size {
+    bytes: usize,
+    /// Bytes without the surplus, which is left out where the server has no room for it.
+    least: usize,
 }
 
-/// What the program starts is not to be interposed.
-fn leave_environment() {
-    let ours: Vec<_> = env::vars_os()
-        .filter(|(name, _)| name.to_str().is_some_and(|name| name.starts_with(PREFIX)))
-        .collect();
-    let preloaded = variable("PRELOADED").unwrap_or_default();
-    // SAFETY: the program's threads do not run yet; the runtime's read no variables any more.
-    unsafe {
-        for (name, _) in ours {
-            env::remove_var(name);
+impl Size {
+    fn of_capacity(bytes: usize) -> Size {
+        let surplus = bytes / SPARE_PART + SPARE_BYTES;
+        Size {
+            bytes: bytes.saturating_add(surplus),
+            least: bytes,
         }
-        match preloaded.as_str() {
-            "" => env::remove_var("LD_PRELOAD"),
-            before => env::set_var("LD_PRELOAD", OsStr::new(before)),
+    }
+
+    /// The default: all that the servers could lend now.
+    fn of_room(runtime: &Runtime) -> Result<Size, String> {
+        let mut room = 0u64;
+        for session in runtime.sessions() {
+            let stat = session.stat().map_err(|error| error.to_string())?;
+            room += stat.capacity_bytes.saturating_sub(stat.granted_bytes);
         }
+        if room == 0 {
+            return Err(
+                "the server has lent all of its memory: free some there, or raise its --capacity"
+                    .to_owned(),
+            );
+        }
+        let most = Allowance::of_this_process().available_bytes;
+        let bytes = room.min(most.saturating_mul(MEMORIES)) as usize;
+        Ok(Size {
+            bytes,
+            least: bytes,
+        })
+    }
+}
+
+impl Plan {
+    /// Addresses that the arena will take, and that a server on this machine will lend, in bytes.
+    fn addresses_ahead(&self) -> u64 {
+        let bytes = self.size.as_ref().map_or(0, |size| size.bytes as u64);
+        2 * bytes + bytes / 8
+    }
+
+    /// Takes a share of the budget and makes the arena.
+    fn carry_out(self) -> Result<State, String> {
+        let size = self.size?;
+        if let Some(share) = self.share {
+            share.keep(self.runtime.clone())?;
+        }
+        use StoreCreateError::Alloc;
+        let make = |bytes| self.runtime.arena_with(bytes, self.options.clone());
+        let arena = match make(size.bytes) {
+            Err(CreateError::Store(Alloc { .. })) => match make(size.least) {
+                // A server that lends just the capacity needs a part of it for pages on their way.
+                Err(CreateError::Store(Alloc {
+                    bytes,
+                    needed_bytes,
+                    ..
+                })) => make(size.least.saturating_sub((needed_bytes - bytes) as usize)),
+                made => made,
+            },
+            made => made,
+        };
+        let arena = arena.map_err(|error| match error {
+            // Advice in words of the command line.
+            CreateError::Store(error @ Alloc { .. }) => {
+                format!("{error}, or reserve less (--capacity)")
+            }
+            error => error.to_string(),
+        })?;
+        Ok(State {
+            arena,
+            _first: self.first,
+            peak_bytes: AtomicUsize::new(0),
+        })
     }
 }

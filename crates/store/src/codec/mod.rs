@@ -36,6 +36,8 @@ pub use self::{
     trial::{Block, Trial},
 };
 
+farpage_wire::debug_as_display!(CodecError);
+
 /// How a region's pages are stored on memory servers. Whatever is chosen, a page of one repeated
 /// 8-byte value needs no slot at all, and a page that does not shrink is stored raw.
 ///
@@ -257,7 +259,7 @@ impl Codec {
 
 /// A codec whose parameters make no sense, that does not fit an array's elements, or whose name
 /// cannot be read. The text says what is accepted.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CodecError(pub(crate) String);
 

@@ -135,12 +135,23 @@ impl<F: Frame> Run<F> {
                     continue;
                 }
             };
-            self.tally.corrupt += 1;
-            let error = StoreError::Corrupt {
-                region: store.label.clone(),
-                page: (page + number).number(),
-                server: remote.pool.endpoint(transfer.place.server),
-                detail,
+            let server = transfer.place.server;
+            // Memory that the server has taken back is no damage.
+            let error = match remote.pool.session(server).loss(true) {
+                Some(reason) => {
+                    let endpoint = remote.pool.endpoint(server).to_string();
+                    let lost = ChannelError::Lost { endpoint, reason };
+                    self.remote_error(remote, transfer, lost)(page + number)
+                }
+                None => {
+                    self.tally.corrupt += 1;
+                    StoreError::Corrupt {
+                        region: store.label.clone(),
+                        page: (page + number).number(),
+                        server: remote.pool.endpoint(server),
+                        detail,
+                    }
+                }
             };
             self.fail_page(number, error);
         }

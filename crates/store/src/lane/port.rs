@@ -145,6 +145,11 @@ impl<B: Buf> Port<B> {
         self.in_doubt.push((pool.clone(), slots));
     }
 
+    /// Returns true if no channel will ever reach the memory again.
+    pub(super) fn is_lost(&self) -> bool {
+        self.line.session().loss(false).is_some()
+    }
+
     /// Begins to open a channel if there is none.
     pub(super) fn reopen(&mut self, waker: &Arc<Waker>) {
         self.recover(Instant::now(), None);

@@ -284,6 +284,14 @@ impl<F: Frame> Run<F> {
         let region = self.store.label.clone();
         let server = remote.pool.endpoint(transfer.place.server);
         let operation = self.way.operation();
+        let session = remote.pool.session(transfer.place.server);
+        let source = match session.loss(matches!(source, ChannelError::Refused { .. })) {
+            Some(reason) => ChannelError::Lost {
+                endpoint: server.to_string(),
+                reason,
+            },
+            None => source,
+        };
         move |page| StoreError::Remote {
             region: region.clone(),
             page: page.number(),

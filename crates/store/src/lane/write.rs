@@ -243,6 +243,9 @@ impl<F: Frame> Lane<F> {
         let waits = may_wait && run.started.elapsed() < self.deadline || refusal.is_none();
         if waits {
             self.look_again = Some(now + ROOM_PAUSE);
+            if let (None, Some(source)) = (&self.refused, &refusal) {
+                self.refused = Some(full(&run.store, source.clone())(run.page));
+            }
         }
         refusal.filter(|_| !waits)
     }

@@ -72,6 +72,8 @@ fn a_client_that_dies_between_publications_leaves_the_last_one() {
 
 #[test]
 fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
+    // A map of them takes two.
+    const PAGES: u64 = 192;
     let server = SimServer::new(SimConfig {
         capacity_bytes: 3 << 20,
         ..SimConfig::new(1)
@@ -82,7 +84,7 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
         name: Some("x".to_owned()),
         ..RemoteOptions::default()
     };
-    let store = PageStore::remote(&cluster, REGION, 64 * 4096, 4096, &options).unwrap();
+    let store = PageStore::remote(&cluster, REGION, PAGES * 4096, 4096, &options).unwrap();
     assert!(matches!(
         remote(&cluster, 4, 4096, Codec::Raw).publish(),
         Err(PublishStoreError::NotNamed { .. })
@@ -96,30 +98,33 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     let mut write_all = |pages: u64, i: u64| {
         (0..pages).for_each(|p| assert!(write(&mut lane, &store, p, &page(i)).is_ok()))
     };
-    write_all(64, 1);
+    write_all(PAGES, 1);
     store.publish().unwrap();
-    // Someone takes what there is but for 48 pages, which leaves no room for a map.
+    // Someone takes what there is. One free page lets others be rewritten, and is no room for a
+    // map.
     let session = &cluster.sessions()[0];
     let available = match session.grant(1 << 30) {
         Err(AllocError::Full { available, .. }) => available,
         other => panic!("{other:?}"),
     };
-    let rest = session.grant(available - 48 * 4096).unwrap();
-    write_all(47, 2);
+    let rest = session.grant(available).unwrap();
+    let free = pool(&store).granted_bytes() - pool(&store).used_bytes();
+    let changed = free / 4096 - 1;
+    write_all(changed, 2);
     for _ in 0..3 {
         assert!(matches!(
             store.publish(),
             Err(PublishStoreError::Alloc { .. })
         ));
-        write_all(47, 3);
-        write_all(47, 2);
+        write_all(changed, 3);
+        write_all(changed, 2);
     }
     let reopened = |i: u64| {
         let cluster = client(std::slice::from_ref(&server));
         let store = PageStore::open(&cluster, REGION, "x").unwrap();
         let mut lane = Lane::new(&cluster).unwrap();
-        (0..64).for_each(|p| {
-            assert!(read(&mut lane, &store, p).unwrap() == page(if p < 47 { i } else { 1 }))
+        (0..PAGES).for_each(|p| {
+            assert!(read(&mut lane, &store, p).unwrap() == page(if p < changed { i } else { 1 }))
         });
     };
     session.release(rest.id).unwrap();
@@ -128,7 +133,7 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     while store.publish().is_err() {
         assert!(Instant::now() < limit, "there is room now");
     }
-    write_all(47, 4);
+    write_all(changed, 4);
     drop((lane, store, cluster));
     reopened(2);
     reopened(2);

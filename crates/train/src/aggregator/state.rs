@@ -14,6 +14,8 @@ use farpage::{
 
 use crate::optimizer::{Decay, Rule};
 
+farpage_fabric::debug_as_display!(StateError);
+
 /// Parameters of a piece.
 const PIECE_FLOATS: usize = 16 << 10;
 /// So many pieces are asked for ahead of the one that is changed.
@@ -198,7 +200,7 @@ impl State {
 }
 
 /// Why memory for parameters and an optimizer's state cannot be had.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StateError {
     /// There is none.

@@ -24,6 +24,12 @@ impl Local {
         if bytes <= PIECE_BYTES {
             return Some(Local::Stack(Some(Stack::take())));
         }
+        Self::mapped(bytes)
+    }
+
+    /// Memory that is never used again, for calls after which the kernel keeps references to it.
+    /// Dropping it leaves the pages to the kernel alone. `None`: there is no memory.
+    pub(super) fn mapped(bytes: usize) -> Option<Local> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: no address is asked for, so that no mapping is replaced. The call goes to the
@@ -32,14 +38,14 @@ impl Local {
             libc::syscall(
                 libc::SYS_mmap,
                 ptr::null_mut::<u8>(),
-                bytes,
+                bytes.max(1),
                 prot,
                 flags,
                 -1,
                 0,
             )
         };
-        (start != -1).then_some(Local::Mapped(start as *mut u8, bytes))
+        (start != -1).then_some(Local::Mapped(start as *mut u8, bytes.max(1)))
     }
 
     pub(super) fn start(&self) -> *mut u8 {

@@ -9,7 +9,7 @@ use super::{
     Arguments, IsRemote,
     local::{Buffers, Local},
     system_call,
-    transfer::{ADDRESS_BYTES, Plan, error, pull, push},
+    transfer::{ADDRESS_BYTES, Plan, error, give, keeps_memory, pull, push},
 };
 
 /// Longer control data is refused: the kernel sends and receives none.
@@ -27,7 +27,6 @@ pub(super) unsafe fn call(
     is_remote: IsRemote<'_>,
 ) -> Option<isize> {
     let [fd, messages, count, flags, timeout, _] = args;
-    let zero_copy = libc::MSG_ZEROCOPY as usize;
     // SAFETY: the caller's promise.
     unsafe {
         if !are_remote(number, args, is_remote) {
@@ -35,9 +34,6 @@ pub(super) unsafe fn call(
         }
         match number {
             libc::SYS_recvmsg => Some(receive(fd, messages as *mut libc::msghdr, count)),
-            // As `sendto` with this flag.
-            libc::SYS_sendmsg if count & zero_copy != 0 => None,
-            libc::SYS_sendmmsg if flags & zero_copy != 0 => None,
             libc::SYS_sendmsg => Some(send(fd, messages as *const libc::msghdr, count)),
             _ => {
                 let at = |which: usize| messages + which * mem::size_of::<libc::mmsghdr>();
@@ -224,8 +220,7 @@ unsafe fn send(fd: usize, message: *const libc::msghdr, flags: usize) -> isize {
             let bytes = user.msg_controllen;
             ptr::copy_nonoverlapping(user.msg_control.cast(), control.start(), bytes);
         }
-        let plan = Plan::new(fd, bytes, |_| true);
-        push(buffers, plan, |local, bytes, done| {
+        let send = |local, bytes, done| {
             let header = parts.header(local, bytes, &user);
             if done > 0 {
                 // Descriptors and the like have gone with the first piece.
@@ -233,7 +228,12 @@ unsafe fn send(fd: usize, message: *const libc::msghdr, flags: usize) -> isize {
                 (*header).msg_controllen = 0;
             }
             system_call(libc::SYS_sendmsg, [fd, header as usize, flags, 0, 0, 0])
-        })
+        };
+        if keeps_memory(libc::SYS_sendmsg, [fd, 0, flags, 0, 0, 0]) {
+            give(buffers, bytes, send)
+        } else {
+            push(buffers, Plan::new(fd, bytes, |_| true), send)
+        }
     }
 }
 

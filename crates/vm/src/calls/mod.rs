@@ -7,6 +7,8 @@
 //! - Reads, writes, receives and sends go through a local buffer, in pieces where the call may do a
 //!   part (`transfer.rs`, `messages.rs`). What the kernel has handed over cannot be lost on the
 //!   way, no page has to stay, and no budget is too small.
+//! - Calls after which the kernel keeps what it was given ([`keeps_memory`]) get a copy that nobody
+//!   uses again.
 //! - Calls that cannot be repeated, because they have taken or changed something by the time they
 //!   write, get local copies of their arguments (`structs.rs`).
 //! - All others are tried again after a touch of what they were given.
@@ -29,6 +31,7 @@ use nix::sched::sched_yield;
 
 pub use pointers::{NUMBERS, addresses};
 pub use raw::{INSTRUCTION_BYTES, instruction, system_call};
+pub use transfer::keeps_memory;
 
 use crate::sys::KERNEL_PAGE_BYTES;
 

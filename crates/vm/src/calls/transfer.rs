@@ -131,6 +131,7 @@ unsafe fn buffers<'a>(
         | libc::SYS_pwritev
         | libc::SYS_preadv2
         | libc::SYS_pwritev2
+        | libc::SYS_vmsplice
             if (1..=BUFFERS_MAX).contains(&count) && at != 0 =>
         {
             // SAFETY: the caller's promise: the call may read as many there.
@@ -224,9 +225,7 @@ pub(super) unsafe fn call(
                 })
             }
             libc::SYS_recvfrom => receive(args, buffers),
-            // The kernel keeps what it is given, and says later when it needs it no more: a local
-            // buffer would be used again by then.
-            libc::SYS_sendto if third & libc::MSG_ZEROCOPY as usize != 0 => return None,
+            libc::SYS_vmsplice => splice(fd, buffers, bytes, third),
             _ => {
                 let mut address = [0u8; ADDRESS_BYTES];
                 let to = if fourth == 0 || fifth > ADDRESS_BYTES {
@@ -235,17 +234,65 @@ pub(super) unsafe fn call(
                     ptr::copy_nonoverlapping(fourth as *const u8, address.as_mut_ptr(), fifth);
                     address.as_ptr() as usize
                 };
-                push(
-                    buffers,
-                    Plan::new(fd, bytes, |_| true),
-                    |local, bytes, _| {
-                        let args = [fd, local as usize, bytes, third, to, fifth];
-                        system_call(libc::SYS_sendto, args)
-                    },
-                )
+                let send = |local: *mut u8, bytes, _| {
+                    let args = [fd, local as usize, bytes, third, to, fifth];
+                    system_call(libc::SYS_sendto, args)
+                };
+                if keeps_memory(number, args) {
+                    give(buffers, bytes, send)
+                } else {
+                    push(buffers, Plan::new(fd, bytes, |_| true), send)
+                }
             }
         }
     })
+}
+
+/// Whether the kernel keeps references to what a call has given it, after the call has returned.
+pub fn keeps_memory(number: libc::c_long, args: Arguments) -> bool {
+    let flags = match number {
+        libc::SYS_vmsplice => return true,
+        libc::SYS_sendmsg => args[2],
+        libc::SYS_sendto | libc::SYS_sendmmsg => args[3],
+        _ => return false,
+    };
+    flags & libc::MSG_ZEROCOPY as usize != 0
+}
+
+/// `vmsplice`, of as much as the pipe can hold at most. The end that is read copies out of the
+/// pipe.
+unsafe fn splice(fd: usize, buffers: Buffers<'_>, bytes: usize, flags: usize) -> isize {
+    let ask = |what: libc::c_int| {
+        // SAFETY: asks only.
+        unsafe { system_call(libc::SYS_fcntl, [fd, what as usize, 0, 0, 0, 0]) }
+    };
+    let pipe_bytes = ask(libc::F_GETPIPE_SZ);
+    if pipe_bytes < 0 {
+        return error(libc::EBADF);
+    }
+    let bytes = bytes.min(pipe_bytes as usize);
+    let splice = |local: *mut u8, bytes, _| {
+        let buffer = libc::iovec {
+            iov_base: local.cast(),
+            iov_len: bytes,
+        };
+        let args = [fd, &raw const buffer as usize, 1, flags, 0, 0];
+        // SAFETY: a local buffer, to which nobody writes any more if the kernel keeps it.
+        unsafe { system_call(libc::SYS_vmsplice, args) }
+    };
+    let reads = ask(libc::F_GETFL) & libc::O_ACCMODE as isize == libc::O_RDONLY as isize;
+    let plan = Plan {
+        piece: bytes,
+        goes_on: false,
+    };
+    // SAFETY: the caller's promise.
+    unsafe {
+        if reads {
+            pull(buffers, plan, splice)
+        } else {
+            give(buffers, bytes, splice)
+        }
+    }
 }
 
 /// `getrandom`.
@@ -385,6 +432,25 @@ pub(super) unsafe fn push(
             write(local, piece, done)
         })
     }
+}
+
+/// Copies the first `bytes` bytes of the buffers to memory that is never used again, and gives it
+/// to the kernel by one call. So each call is counted once where the kernel numbers them
+/// (`MSG_ZEROCOPY`).
+///
+/// # Safety
+/// The buffers may be read.
+pub(super) unsafe fn give(
+    buffers: Buffers<'_>,
+    bytes: usize,
+    write: impl FnOnce(*mut u8, usize, usize) -> isize,
+) -> isize {
+    let Some(local) = Local::mapped(bytes) else {
+        return error(libc::ENOMEM);
+    };
+    // SAFETY: the local buffer has room for all; the caller's promise.
+    unsafe { buffers.gather(0, local.start(), bytes) };
+    write(local.start(), bytes, 0)
 }
 
 /// Moves pieces, until one is not whole or all are done.

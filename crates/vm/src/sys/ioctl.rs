@@ -53,8 +53,9 @@ pub enum Refusal {
     /// this userfaultfd.
     #[error("nothing is mapped at the source, or the destination is not registered any more")]
     Missing,
-    /// `EBUSY`: the source page is pinned (direct I/O, `vmsplice`, RDMA) or shared with another
-    /// process.
+    /// `EBUSY`: the source page is pinned (direct I/O, registered buffers, RDMA) or shared with
+    /// another process. Plain references (pages in a pipe by `vmsplice`, sends with `MSG_ZEROCOPY`)
+    /// are not refused: the page moves, and whoever writes to it changes what the kernel reads.
     #[error("the source page is pinned or shared")]
     Busy,
     /// `EAGAIN`, again and again: a page stayed locked, or the mapping kept changing.

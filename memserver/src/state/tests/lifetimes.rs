@@ -34,7 +34,9 @@ fn an_extent_is_visible_to_its_lessee_only_and_until_its_lease_ends() {
 fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease() {
     let state = state(1 << 30);
     let shm = client(&state, Transport::Shm);
-    let tcp = state.admit("test", Transport::Tcp, HERE, None).unwrap();
+    let tcp = state
+        .admit("test", Transport::Tcp, &HERE.into(), None)
+        .unwrap();
     let (shm_extent, tcp_extent) = (
         state.grant(shm, 4096).unwrap(),
         state.grant(tcp.session, 4096).unwrap(),
@@ -46,7 +48,12 @@ fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease()
     let wrong = Secret([0; 16]);
     assert_eq!(
         state
-            .admit("thief", Transport::Tcp, HERE, Some((tcp.session, wrong)))
+            .admit(
+                "thief",
+                Transport::Tcp,
+                &HERE.into(),
+                Some((tcp.session, wrong))
+            )
             .unwrap_err(),
         Refusal::NoSession
     );
@@ -55,7 +62,7 @@ fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease()
         .admit(
             "test",
             Transport::Tcp,
-            HERE,
+            &HERE.into(),
             Some((tcp.session, tcp.secret)),
         )
         .unwrap();
@@ -68,8 +75,11 @@ fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease()
 fn a_client_that_is_gone_has_its_grace_and_one_that_came_back_its_lease() {
     let mut state = state(1 << 30);
     state.limits.reconnect_grace = LEASE / 4;
-    let [gone, back, silent] =
-        [(); 3].map(|()| state.admit("test", Transport::Tcp, HERE, None).unwrap());
+    let [gone, back, silent] = [(); 3].map(|()| {
+        state
+            .admit("test", Transport::Tcp, &HERE.into(), None)
+            .unwrap()
+    });
     let held = state.grant(gone.session, 4096).unwrap().id();
     state.identify(gone.session, KEY).unwrap();
     state.publish(gone.session, "x", vec![], &[held]).unwrap();
@@ -77,7 +87,9 @@ fn a_client_that_is_gone_has_its_grace_and_one_that_came_back_its_lease() {
     state.lost(gone.session);
     state.grant(back.session, 4096).unwrap();
     let resume = Some((back.session, back.secret));
-    let again = state.admit("test", Transport::Tcp, HERE, resume).unwrap();
+    let again = state
+        .admit("test", Transport::Tcp, &HERE.into(), resume)
+        .unwrap();
     // The old connection's end may be seen after the new one has come.
     state.lost(back.session);
     let ended: usize = (0..=6)
@@ -138,10 +150,14 @@ fn a_server_that_was_stopped_does_not_punish_its_clients() {
 #[test]
 fn a_draining_server_keeps_its_clients_and_takes_no_new_ones() {
     let state = state(1 << 30);
-    let held = state.admit("held", Transport::Tcp, HERE, None).unwrap();
+    let held = state
+        .admit("held", Transport::Tcp, &HERE.into(), None)
+        .unwrap();
     state.drain();
     assert_eq!(
-        state.admit("new", Transport::Tcp, HERE, None).unwrap_err(),
+        state
+            .admit("new", Transport::Tcp, &HERE.into(), None)
+            .unwrap_err(),
         Refusal::Draining
     );
     assert!(
@@ -149,7 +165,7 @@ fn a_draining_server_keeps_its_clients_and_takes_no_new_ones() {
             .admit(
                 "held",
                 Transport::Tcp,
-                HERE,
+                &HERE.into(),
                 Some((held.session, held.secret))
             )
             .is_ok()

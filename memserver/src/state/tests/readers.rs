@@ -194,7 +194,9 @@ fn names_show_their_readers_and_strangers_read_nothing() {
         client(&state, Transport::Tcp),
         client(&state, Transport::Tcp),
     );
-    let admission = state.admit("test", Transport::Tcp, HERE, None).unwrap();
+    let admission = state
+        .admit("test", Transport::Tcp, &HERE.into(), None)
+        .unwrap();
     let stranger = admission.session;
     assert_eq!(
         state.read(stranger, "x").unwrap_err(),
@@ -266,7 +268,9 @@ fn a_region_is_not_copied_for_another_user_while_it_is_read() {
     let state = state(1 << 20);
     let admit = |user| {
         let origin = Origin::User(user);
-        let admission = state.admit("test", Transport::Shm, origin, None).unwrap();
+        let admission = state
+            .admit("test", Transport::Shm, &origin.into(), None)
+            .unwrap();
         state.identify(admission.session, KEY).unwrap();
         admission.session
     };

@@ -26,8 +26,10 @@ fn a_named_region_is_not_opened_before_operations_under_its_old_lease_have_ended
 #[test]
 fn who_was_lent_memory_of_a_name_reaches_no_byte_of_the_next_user_who_opens_it() {
     let state = state(16 << 20);
-    let at = |transport, origin| {
-        let begun = state.admit("test", transport, origin, None).unwrap();
+    let at = |transport, origin: Origin| {
+        let begun = state
+            .admit("test", transport, &origin.into(), None)
+            .unwrap();
         state.identify(begun.session, KEY).unwrap();
         begun.session
     };
@@ -100,7 +102,9 @@ fn a_region_that_its_last_user_still_maps_is_copied_where_there_is_room_for_both
     let state = state(2 << 20);
     let admit = |user| {
         let origin = Origin::User(user);
-        let admission = state.admit("test", Transport::Shm, origin, None).unwrap();
+        let admission = state
+            .admit("test", Transport::Shm, &origin.into(), None)
+            .unwrap();
         state.identify(admission.session, KEY).unwrap();
         admission.session
     };
@@ -168,7 +172,7 @@ fn names_belong_to_keys_and_only_the_operator_reaches_all() {
     let (owner, stranger) = (
         client(&state, Transport::Tcp),
         state
-            .admit("test", Transport::Tcp, HERE, None)
+            .admit("test", Transport::Tcp, &HERE.into(), None)
             .unwrap()
             .session,
     );
@@ -219,13 +223,17 @@ fn names_belong_to_keys_and_only_the_operator_reaches_all() {
 #[test]
 fn a_resumed_session_keeps_its_key() {
     let state = state(1 << 30);
-    let begun = state.admit("test", Transport::Tcp, HERE, None).unwrap();
+    let begun = state
+        .admit("test", Transport::Tcp, &HERE.into(), None)
+        .unwrap();
     state.identify(begun.session, KEY).unwrap();
     let id = state.grant(begun.session, 4096).unwrap().id();
     state.publish(begun.session, "x", vec![], &[id]).unwrap();
     state.lost(begun.session);
     let resume = Some((begun.session, begun.secret));
-    state.admit("test", Transport::Tcp, HERE, resume).unwrap();
+    state
+        .admit("test", Transport::Tcp, &HERE.into(), resume)
+        .unwrap();
     state.publish(begun.session, "x", vec![1], &[id]).unwrap();
 }
 
@@ -308,7 +316,8 @@ fn a_manifest_that_does_not_fit_leaves_the_old_binding_whole() {
         state.publish(session, "x", vec![2; 5000], &[]).unwrap_err(),
         Refusal::Full {
             asked: 4096 + 5000,
-            available: 2 * 4096
+            available: 2 * 4096,
+            limit: Limit::Capacity(state.limits.capacity_bytes),
         }
     );
     state.close(session);

@@ -11,7 +11,8 @@ fn beyond_the_capacity_a_client_is_told_what_is_left_and_goes_on() {
         state.grant(session, 2 << 20).unwrap_err(),
         Refusal::Full {
             asked: 2 << 20,
-            available: 1 << 20
+            available: 1 << 20,
+            limit: Limit::Capacity(3 << 20),
         }
     );
     assert!(matches!(
@@ -35,8 +36,10 @@ fn one_address_cannot_take_all_memory_nor_leave_it_behind_under_names() {
         ..state(4 << 20).limits
     });
     let there = Origin::User(1);
-    let at = |origin| {
-        let begun = state.admit("test", Transport::Tcp, origin, None).unwrap();
+    let at = |origin: Origin| {
+        let begun = state
+            .admit("test", Transport::Tcp, &origin.into(), None)
+            .unwrap();
         state.identify(begun.session, KEY).unwrap();
         begun.session
     };
@@ -46,6 +49,7 @@ fn one_address_cannot_take_all_memory_nor_leave_it_behind_under_names() {
     let full = Refusal::Full {
         asked: 4096,
         available: 0,
+        limit: Limit::PerAddress(3 << 20),
     };
     assert_eq!(state.grant(greedy[1], 4096).unwrap_err(), full);
     state.release(greedy[1], small).unwrap();
@@ -71,8 +75,10 @@ fn one_address_cannot_take_all_extents() {
         extents_per_address: 3,
         ..state(1 << 30).limits
     });
-    let at = |origin| {
-        let begun = state.admit("test", Transport::Tcp, origin, None).unwrap();
+    let at = |origin: Origin| {
+        let begun = state
+            .admit("test", Transport::Tcp, &origin.into(), None)
+            .unwrap();
         state.identify(begun.session, KEY).unwrap();
         begun.session
     };
@@ -162,6 +168,7 @@ fn memory_that_a_client_gave_back_and_kept_is_charged_until_it_lets_go() {
     let full = Refusal::Full {
         asked: PART,
         available: 0,
+        limit: Limit::Capacity(state.limits.capacity_bytes),
     };
     assert_eq!(state.grant(other, PART).unwrap_err(), full);
     // There is room as soon as it lets go.
@@ -209,7 +216,9 @@ fn claims_alone_take_neither_the_names_of_others_nor_of_the_own_key() {
         );
     }
     // 3. Another key has its own, and what is gone makes room.
-    let other = state.admit("test", Transport::Tcp, HERE, None).unwrap();
+    let other = state
+        .admit("test", Transport::Tcp, &HERE.into(), None)
+        .unwrap();
     state.identify(other.session, OPERATOR).unwrap();
     state.claim(other.session, "x", false).unwrap();
     remove(&state, greedy[0], &first).unwrap();
@@ -223,8 +232,10 @@ fn claims_alone_take_neither_the_names_of_others_nor_of_the_own_key() {
 fn names_take_room_also_those_that_are_only_claimed_by_ever_new_keys() {
     let state = state(16 * 4096);
     let (there, mut keys) = (Origin::User(1), 3..);
-    let mut at = |origin| {
-        let session = state.admit("test", Transport::Tcp, origin, None).unwrap();
+    let mut at = |origin: Origin| {
+        let session = state
+            .admit("test", Transport::Tcp, &origin.into(), None)
+            .unwrap();
         let key = PublicKey([keys.next().unwrap(); 32]);
         state.identify(session.session, key).unwrap();
         session.session
@@ -233,6 +244,7 @@ fn names_take_room_also_those_that_are_only_claimed_by_ever_new_keys() {
     let full = Refusal::Full {
         asked: 4096,
         available: 0,
+        limit: Limit::Capacity(16 * 4096),
     };
     // 1. Claims, whosever they are, take a page each.
     for i in 0..16 {
@@ -275,7 +287,7 @@ fn one_client_cannot_use_up_the_servers_descriptors() {
         client(&state, Transport::Shm);
     }
     assert!(matches!(
-        state.admit("sixth", Transport::Shm, HERE, None),
+        state.admit("sixth", Transport::Shm, &HERE.into(), None),
         Err(Refusal::Invalid(_))
     ));
     state.check();

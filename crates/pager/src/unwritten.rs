@@ -1,0 +1,44 @@
+//! [`Unwritten`]: why pages cannot leave, for threads that find no frame.
+//!
+//! The rule it keeps: nobody waits here. A thread of the program may be stopped while it looks.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
+
+use farpage_store::StoreError;
+use parking_lot::Mutex;
+
+/// Why the last write-back failed, or waits for remote memory, until one succeeds.
+#[derive(Default)]
+pub(crate) struct Unwritten {
+    /// False while `why` is empty: then write-backs that succeed take no lock. A hint, so relaxed.
+    failed: AtomicBool,
+    why: Mutex<Option<Arc<StoreError>>>,
+}
+
+impl Unwritten {
+    /// Notes why a write-back failed, or waits.
+    pub(crate) fn set(&self, error: &StoreError) {
+        if let Some(mut why) = self.why.try_lock() {
+            *why = Some(Arc::new(error.clone()));
+            self.failed.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes that a write-back succeeded.
+    pub(crate) fn clear(&self) {
+        if self.failed.load(Ordering::Relaxed)
+            && let Some(mut why) = self.why.try_lock()
+        {
+            *why = None;
+            self.failed.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns why pages cannot be written back, if they cannot.
+    pub(crate) fn why(&self) -> Option<Arc<StoreError>> {
+        self.why.try_lock()?.clone()
+    }
+}

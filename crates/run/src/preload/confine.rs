@@ -1,0 +1,148 @@
+//! Programs that confine themselves: filters of system calls (seccomp) and namespaces.
+//!
+//! The rule it keeps: a filter that forbids what the runtime needs in the program's threads is
+//! refused with a line, since its threads would be killed at some later `free`. All others are
+//! installed, so that they kill the whole process. A namespace that the kernel refuses because of
+//! the runtime's threads is explained.
+
+use std::{
+    ffi::{c_int, c_uint},
+    slice,
+};
+
+use libc::sock_fprog;
+
+use crate::{
+    Inside,
+    next::{Next, next},
+    say, say_once, seccomp, set_errno, state,
+};
+
+static PRCTL: Next = Next::new(c"prctl");
+static UNSHARE: Next = Next::new(c"unshare");
+static SETNS: Next = Next::new(c"setns");
+
+next! {
+    /// `prctl`.
+    later_prctl = PRCTL(option: c_int, b: usize, c: usize, d: usize, e: usize) -> c_int, else -1;
+    /// `unshare`.
+    later_unshare = UNSHARE(flags: c_int) -> c_int, else -1;
+    /// `setns`.
+    later_setns = SETNS(fd: c_int, kind: c_int) -> c_int, else -1;
+}
+
+/// `prctl`.
+///
+/// # Safety
+/// As `prctl`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn prctl(
+    option: c_int,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+) -> c_int {
+    if option == libc::PR_SET_SECCOMP {
+        let operation = match b as c_uint {
+            libc::SECCOMP_MODE_STRICT => libc::SECCOMP_SET_MODE_STRICT,
+            _ => libc::SECCOMP_SET_MODE_FILTER,
+        };
+        let install = |filter| {
+            // SAFETY: the caller's promise; the filter lasts for the call.
+            unsafe { later_prctl(option, b, filter, d, e) }
+        };
+        // SAFETY: the caller's promise.
+        return unsafe { confine(operation as usize, c, install) }.unwrap_or_else(|| {
+            set_errno(libc::EPERM);
+            -1
+        });
+    }
+    // SAFETY: the caller's promise.
+    unsafe { later_prctl(option, b, c, d, e) }
+}
+
+/// Has a program's own filter installed, whose address `install` is given. `None`: it is refused,
+/// with a line.
+///
+/// # Safety
+/// The arguments are those of `seccomp`.
+pub(crate) unsafe fn confine<R>(
+    operation: usize,
+    filter: usize,
+    install: impl FnOnce(usize) -> R,
+) -> Option<R> {
+    if Inside::is() || state::get().is_none() {
+        return Some(install(filter));
+    }
+    let mut copy = Vec::new();
+    let forbidden = match operation as c_uint {
+        libc::SECCOMP_SET_MODE_STRICT => Some("ioctl"),
+        libc::SECCOMP_SET_MODE_FILTER if filter != 0 => {
+            // SAFETY: the caller's promise: the call reads the filter there.
+            let given = unsafe { &*(filter as *const sock_fprog) };
+            if given.filter.is_null() {
+                return Some(install(filter));
+            }
+            // SAFETY: as above.
+            let given = unsafe { slice::from_raw_parts(given.filter, given.len.into()) };
+            copy = seccomp::killing_all(given);
+            seccomp::forbidden(given)
+        }
+        _ => return Some(install(filter)),
+    };
+    if let Some(name) = forbidden {
+        say(&format!(
+            "a filter of system calls (seccomp) is refused: it forbids `{name}`, without which remote memory cannot be served or freed. \
+             Run the program without its sandbox"
+        ));
+        return None;
+    }
+    let program = sock_fprog {
+        len: copy.len() as u16,
+        filter: copy.as_mut_ptr(),
+    };
+    Some(install(&raw const program as usize))
+}
+
+/// `unshare`.
+///
+/// # Safety
+/// As `unshare`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn unshare(flags: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    let result = unsafe { later_unshare(flags) };
+    if result != 0 {
+        explain(flags);
+    }
+    result
+}
+
+/// `setns`.
+///
+/// # Safety
+/// As `setns`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn setns(fd: c_int, kind: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    let result = unsafe { later_setns(fd, kind) };
+    if result != 0 {
+        explain(libc::CLONE_NEWUSER);
+    }
+    result
+}
+
+/// Says why a namespace was refused, where the runtime's threads are the reason.
+pub(crate) fn explain(flags: c_int) {
+    let wants_one_thread =
+        libc::CLONE_NEWUSER | libc::CLONE_THREAD | libc::CLONE_SIGHAND | libc::CLONE_VM;
+    let is_invalid = crate::errno() == libc::EINVAL;
+    if is_invalid && flags & wants_one_thread != 0 && state::get().is_some() {
+        say_once(
+            "a new namespace is refused by the kernel: it wants a process with one thread, and farpage's own threads are there. \
+             Start farpage inside of the namespace instead (unshare --user --map-root-user farpage run ...)",
+        );
+        set_errno(libc::EINVAL);
+    }
+}

@@ -1,0 +1,31 @@
+//! What a debugger calls: the kernel lets it read no absent page, and it stops the threads that
+//! would bring one in.
+//!
+//! The rule it keeps: nothing here runs unless a debugger calls it.
+
+use std::ffi::{c_int, c_void};
+
+use crate::{Inside, maps::ours, say, state};
+
+/// Brings memory in, so that a debugger can read it: `call (int)farpage_bring_in(&x, sizeof x)`.
+/// Returns 0, also for memory that is not remote, or -1 with a line of why. A range of less than
+/// the budget is there when it returns.
+///
+/// # Safety
+/// None: it reads nothing there.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn farpage_bring_in(address: *const c_void, bytes: usize) -> c_int {
+    let (Some(addresses), Some(state)) = (ours(address.cast_mut(), bytes), state::get()) else {
+        return 0;
+    };
+    let _inside = Inside::enter();
+    let base = state.arena.addresses().start;
+    let offsets = addresses.start - base..(addresses.end - base).min(state.arena.capacity_bytes());
+    match state.arena.region().prefetch_now(offsets) {
+        Ok(()) => 0,
+        Err(error) => {
+            say(&error.to_string());
+            -1
+        }
+    }
+}

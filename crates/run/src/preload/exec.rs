@@ -1,0 +1,381 @@
+//! `exec` and `posix_spawn`.
+//!
+//! The rules: the process that `farpage run` started stays interposed whatever it becomes, so that
+//! `env`, `nice` and scripts can start a program. The programs that it starts in turn are
+//! interposed with `--children` alone. A program that cannot be is noted (`starts.rs`).
+
+use std::{
+    ffi::{CStr, OsStr, c_char, c_int},
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    process,
+};
+
+use crate::{
+    Inside, environment,
+    next::{Next, next},
+    program::Program,
+    starts, state,
+};
+
+static EXECVE: Next = Next::new(c"execve");
+static EXECVPE: Next = Next::new(c"execvpe");
+static FEXECVE: Next = Next::new(c"fexecve");
+static EXECVEAT: Next = Next::new(c"execveat");
+static POSIX_SPAWN: Next = Next::new(c"posix_spawn");
+static POSIX_SPAWNP: Next = Next::new(c"posix_spawnp");
+
+/// The arguments or the environment of a program: strings, and a null behind them.
+type Strings = *const *const c_char;
+
+next! {
+    /// `execve`.
+    later_execve = EXECVE(path: *const c_char, arguments: Strings, variables: Strings) -> c_int, else -1;
+    /// `execvpe`.
+    later_execvpe = EXECVPE(file: *const c_char, arguments: Strings, variables: Strings) -> c_int, else -1;
+    /// `fexecve`.
+    later_fexecve = FEXECVE(fd: c_int, arguments: Strings, variables: Strings) -> c_int, else -1;
+    /// `execveat`.
+    later_execveat = EXECVEAT(folder: c_int, path: *const c_char, arguments: Strings, variables: Strings, flags: c_int) -> c_int, else -1;
+    /// `posix_spawn`.
+    later_posix_spawn = POSIX_SPAWN(process: *mut libc::pid_t, path: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) -> c_int, else libc::ENOSYS;
+    /// `posix_spawnp`.
+    later_posix_spawnp = POSIX_SPAWNP(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) -> c_int, else libc::ENOSYS;
+}
+
+unsafe extern "C" {
+    static environ: Strings;
+}
+
+/// Makes this process another program, whose path `path` finds. `become_it` calls `exec` with the
+/// environment that it is given.
+///
+/// # Safety
+/// `variables` is an environment, or null.
+unsafe fn exec(
+    path: impl FnOnce() -> PathBuf,
+    variables: Strings,
+    become_it: impl FnOnce(Strings) -> c_int,
+) -> c_int {
+    if !state::starts_interposed() {
+        return become_it(variables);
+    }
+    let is_refused = {
+        // Ends before the call: a child made by `vfork` would leave its parent's thread inside.
+        let _inside = Inside::enter();
+        let path = path();
+        starts::note(state::folder(), &path);
+        refuses(&path)
+    };
+    let code = match is_refused {
+        true => become_it(variables),
+        // SAFETY: the caller's promise.
+        false => unsafe { environment::with_ours(variables, become_it) },
+    };
+    // It has failed, with an `errno` that is kept.
+    let _inside = Inside::enter();
+    take_note();
+    code
+}
+
+/// Takes away the note that this process is not interposed.
+pub(crate) fn take_note() {
+    let name = format!("{}{}", starts::PREFIX, process::id());
+    let _ = fs::remove_file(state::folder().join(name));
+}
+
+/// Notes that another process is started which cannot be interposed.
+fn note_refused(path: &Path) {
+    let mut hash = DefaultHasher::new();
+    path.hash(&mut hash);
+    starts::write(
+        state::folder(),
+        &format!("refused.{:x}", hash.finish()),
+        path,
+    );
+}
+
+/// Starts a program in another process, as [`exec`] does in this one.
+///
+/// # Safety
+/// As [`exec`].
+unsafe fn spawn(
+    path: impl FnOnce() -> PathBuf,
+    variables: Strings,
+    start: impl FnOnce(Strings) -> c_int,
+) -> c_int {
+    if !state::has_children_interposed() {
+        return start(variables);
+    }
+    let _inside = Inside::enter();
+    let path = path();
+    if refuses(&path) {
+        note_refused(&path);
+        return start(variables);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { environment::with_ours(variables, start) }
+}
+
+/// True if the program's file says that it cannot be interposed.
+fn refuses(path: &Path) -> bool {
+    Program::read(path).is_ok_and(|program| program.refusal().is_some())
+}
+
+/// Returns a path as the program gives it.
+///
+/// # Safety
+/// `of` is a string of C's.
+unsafe fn path(of: *const c_char) -> PathBuf {
+    // SAFETY: the caller's promise.
+    let bytes = unsafe { CStr::from_ptr(of) }.to_bytes();
+    PathBuf::from(OsStr::from_bytes(bytes))
+}
+
+/// Returns a program's path, found in `PATH` as `execvp` finds it.
+///
+/// # Safety
+/// As [`path`].
+unsafe fn found(file: *const c_char) -> PathBuf {
+    // SAFETY: the caller's promise.
+    let file = unsafe { path(file) };
+    if file.as_os_str().as_bytes().contains(&b'/') {
+        return file;
+    }
+    let folders = std::env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
+    let mut places = std::env::split_paths(&folders).map(|folder| folder.join(&file));
+    let is_there = |path: &PathBuf| {
+        use std::os::unix::fs::PermissionsExt;
+        let file = path.metadata();
+        file.is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+    };
+    places.find(is_there).unwrap_or(file)
+}
+
+/// Returns the path of the file that a descriptor has open.
+fn opened(fd: c_int) -> PathBuf {
+    let link = PathBuf::from(format!("/proc/self/fd/{fd}"));
+    link.read_link().unwrap_or(link)
+}
+
+/// `execve`.
+///
+/// # Safety
+/// As `execve`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn execve(
+    at: *const c_char,
+    arguments: Strings,
+    variables: Strings,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        exec(
+            || path(at),
+            variables,
+            |variables| later_execve(at, arguments, variables),
+        )
+    }
+}
+
+/// `execv`.
+///
+/// # Safety
+/// As `execv`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn execv(at: *const c_char, arguments: Strings) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { execve(at, arguments, environ) }
+}
+
+/// `execvpe`.
+///
+/// # Safety
+/// As `execvpe`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn execvpe(
+    file: *const c_char,
+    arguments: Strings,
+    variables: Strings,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        exec(
+            || found(file),
+            variables,
+            |variables| later_execvpe(file, arguments, variables),
+        )
+    }
+}
+
+/// `execvp`.
+///
+/// # Safety
+/// As `execvp`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn execvp(file: *const c_char, arguments: Strings) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { execvpe(file, arguments, environ) }
+}
+
+/// `fexecve`.
+///
+/// # Safety
+/// As `fexecve`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn fexecve(
+    fd: c_int,
+    arguments: Strings,
+    variables: Strings,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        exec(
+            || opened(fd),
+            variables,
+            |variables| later_fexecve(fd, arguments, variables),
+        )
+    }
+}
+
+/// `execveat`.
+///
+/// # Safety
+/// As `execveat`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn execveat(
+    folder: c_int,
+    at: *const c_char,
+    arguments: Strings,
+    variables: Strings,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let path = || match path(at) {
+            empty if empty.as_os_str().is_empty() => opened(folder),
+            path if folder == libc::AT_FDCWD => path,
+            path => opened(folder).join(path),
+        };
+        exec(path, variables, |variables| {
+            later_execveat(folder, at, arguments, variables, flags)
+        })
+    }
+}
+
+/// `posix_spawn`.
+///
+/// # Safety
+/// As `posix_spawn`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn posix_spawn(
+    process: *mut libc::pid_t,
+    at: *const c_char,
+    actions: *const libc::posix_spawn_file_actions_t,
+    attributes: *const libc::posix_spawnattr_t,
+    arguments: Strings,
+    variables: Strings,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        spawn(
+            || path(at),
+            variables,
+            |variables| later_posix_spawn(process, at, actions, attributes, arguments, variables),
+        )
+    }
+}
+
+/// `posix_spawnp`.
+///
+/// # Safety
+/// As `posix_spawnp`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn posix_spawnp(
+    process: *mut libc::pid_t,
+    file: *const c_char,
+    actions: *const libc::posix_spawn_file_actions_t,
+    attributes: *const libc::posix_spawnattr_t,
+    arguments: Strings,
+    variables: Strings,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        spawn(
+            || found(file),
+            variables,
+            |variables| {
+                later_posix_spawnp(process, file, actions, attributes, arguments, variables)
+            },
+        )
+    }
+}
+
+/// `execle`, whose environment lies behind its arguments.
+///
+/// # Safety
+/// As `execve`; `arguments` is a list with an environment behind its null.
+unsafe extern "C" fn execle_list(at: *const c_char, arguments: Strings) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut end = arguments;
+        while !(*end).is_null() {
+            end = end.add(1);
+        }
+        execve(at, arguments, *end.add(1).cast::<Strings>())
+    }
+}
+
+/// Defines a function of variably many arguments, which makes a list of them: those in registers
+/// are stored next to those on the stack.
+macro_rules! listed {
+    ($($name:ident by $with:path;)+) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "`.")]
+            ///
+            /// # Safety
+            #[doc = concat!("As `", stringify!($name), "`.")]
+            #[unsafe(naked)]
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name() {
+                #[cfg(target_arch = "x86_64")]
+                std::arch::naked_asm!(
+                    "pop rax",
+                    "push r9",
+                    "push r8",
+                    "push rcx",
+                    "push rdx",
+                    "push rsi",
+                    "mov rsi, rsp",
+                    "push rax",
+                    "call {with}",
+                    "pop rcx",
+                    "add rsp, 40",
+                    "push rcx",
+                    "ret",
+                    with = sym $with,
+                );
+                #[cfg(target_arch = "aarch64")]
+                std::arch::naked_asm!(
+                    "stp x6, x7, [sp, #-16]!",
+                    "stp x4, x5, [sp, #-16]!",
+                    "stp x2, x3, [sp, #-16]!",
+                    "stp x30, x1, [sp, #-16]!",
+                    "add x1, sp, #8",
+                    "bl {with}",
+                    "ldr x30, [sp], #64",
+                    "ret",
+                    with = sym $with,
+                );
+            }
+        )+
+    };
+}
+
+listed! {
+    execl by execv;
+    execlp by execvp;
+    execle by execle_list;
+}

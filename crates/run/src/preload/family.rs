@@ -1,0 +1,71 @@
+//! Facts that all interposed processes of a run share, on a page of the launcher's folder.
+//!
+//! The rule it keeps: a process needs no right and no descriptor to note one.
+
+use std::{
+    fs::File,
+    os::fd::AsRawFd,
+    path::Path,
+    ptr,
+    sync::atomic::{AtomicPtr, AtomicU8, Ordering},
+};
+
+use crate::{say, state};
+
+/// The page's file.
+const FILE: &str = "facts";
+const PAGE_BYTES: usize = 4096;
+/// The first byte: a process has made an arena. The launcher reads it.
+const ARENA: usize = 0;
+/// The second byte: that the memory of a child made by `fork` is local has been said.
+const FORK: usize = 1;
+
+/// The page, where it is mapped. Null: there is none.
+static PAGE: AtomicPtr<AtomicU8> = AtomicPtr::new(ptr::null_mut());
+
+/// Maps the page.
+pub(crate) fn begin(folder: &Path) {
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .open(folder.join(FILE));
+    let Ok(file) = file else { return };
+    // SAFETY: the kernel chooses the place, and the file has a page. The call is made by number:
+    // our own `mmap` serves the program.
+    let page = unsafe {
+        libc::syscall(
+            libc::SYS_mmap,
+            0_usize,
+            PAGE_BYTES,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0_usize,
+        )
+    };
+    if page > 0 {
+        PAGE.store(page as *mut AtomicU8, Ordering::Release);
+    }
+}
+
+/// Notes a fact. Returns whether it was noted before.
+fn note(fact: usize) -> bool {
+    let page = PAGE.load(Ordering::Acquire);
+    // SAFETY: the page is never unmapped, and has as many bytes.
+    !page.is_null() && unsafe { &*page.add(fact) }.swap(1, Ordering::Relaxed) == 1
+}
+
+/// Notes that this process has made an arena.
+pub(crate) fn note_arena() {
+    note(ARENA);
+}
+
+/// Says, once in a run, that a child made by `fork` has its memory in local memory.
+pub(crate) fn say_of_fork() {
+    if !state::may_fork() && !note(FORK) {
+        say(
+            "a child made by fork asks for memory: it is not interposed, so that its memory is local and not under the budget. \
+             A program that is started by exec is interposed with --children",
+        );
+    }
+}

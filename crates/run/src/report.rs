@@ -1,0 +1,90 @@
+//! Words at the end of a run about what was not remote.
+//!
+//! The rule it keeps: a program that was not interposed is named, with the reason.
+
+use std::{
+    collections::BTreeSet,
+    ffi::{OsStr, OsString},
+    fs,
+    mem::MaybeUninit,
+    os::unix::{ffi::OsStrExt, process::CommandExt},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result};
+use bytesize::ByteSize;
+
+use crate::{program::Program, starts};
+
+/// The page that all interposed processes share (`preload/family.rs`). Its first byte: a process
+/// has made an arena.
+const FACTS: &str = "facts";
+const FACTS_BYTES: usize = 4096;
+/// Local memory beyond the budget that any program has.
+const SMALL: ByteSize = ByteSize::mib(16);
+
+/// Makes the page, and has the program noted as not interposed yet.
+pub(crate) fn begin(folder: &Path, program: &Path, command: &mut Command) -> Result<()> {
+    fs::write(folder.join(FACTS), [0; FACTS_BYTES])
+        .context("cannot write to the directory for sockets (see `df` and `ulimit -f`)")?;
+    let (folder, program) = (folder.to_owned(), program.to_owned());
+    let note = move || {
+        starts::note(&folder, &program);
+        Ok(())
+    };
+    // SAFETY: the C library leaves a child of `fork` an allocator that works.
+    unsafe { command.pre_exec(note) };
+    Ok(())
+}
+
+/// Names the programs that were not interposed, and says why. Without any, says if nothing was
+/// remote while a program had more local memory than the budget.
+pub(crate) fn say(folder: &Path, budget: ByteSize) {
+    let left = left(folder);
+    for path in &left {
+        let refusal = Program::read(path)
+            .ok()
+            .and_then(|program| program.refusal());
+        let why = refusal.unwrap_or_else(|| "its loader has not loaded farpage's library".into());
+        eprintln!(
+            "farpage: {} was not interposed, so that its memory was local: {why}",
+            path.display()
+        );
+    }
+    let has_arena = fs::read(folder.join(FACTS)).is_ok_and(|facts| facts.first() == Some(&1));
+    let local = most_local_bytes();
+    if left.is_empty() && !has_arena && local > budget + SMALL {
+        eprintln!(
+            "farpage: nothing was remote, and a program had {local} of local memory: its requests are smaller than --min-bytes, or another program started it (--children interposes those, too)",
+        );
+    }
+}
+
+/// Reads the paths of programs that were never interposed. Processes that live on may still be on
+/// their way.
+fn left(folder: &Path) -> BTreeSet<PathBuf> {
+    let lives_on = |process: &OsStr| Path::new("/proc").join(process).exists();
+    let note = |name: OsString| {
+        let process = name.as_bytes().strip_prefix(starts::PREFIX.as_bytes())?;
+        if lives_on(OsStr::from_bytes(process)) {
+            return None;
+        }
+        fs::read_link(folder.join(&name)).ok()
+    };
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| note(entry.file_name()))
+        .collect()
+}
+
+/// The most local memory that one of the processes had which have ended and were waited for.
+fn most_local_bytes() -> ByteSize {
+    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: there is room for the answer; all zeros is one, too.
+    let usage = unsafe {
+        libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr());
+        usage.assume_init()
+    };
+    ByteSize::kib(usage.ru_maxrss as u64)
+}

@@ -1,0 +1,274 @@
+//! Sizes as programs and users see them: capacities, limits of a program's own, and `--stats`.
+//!
+//! The rule it keeps: a size is asserted from outside, or by what a plain run does.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+mod common;
+
+use std::process::{Command, Output};
+
+use common::{MIB, can_run, farpage, output, said, text};
+use farpage_memserver::{RunningServer, Server};
+
+const PYTHON: &str = "/usr/bin/python3";
+const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
+
+/// Runs a script in both modes, and looks at what came of it.
+fn python(options: &[&str], script: &str, check: impl Fn(&Output, &str)) {
+    for mode in MODES {
+        let ended = farpage(&[mode, options].concat(), &[PYTHON, "-c", script]);
+        let stats = text(&ended.stderr);
+        println!("{mode:?} {options:?}: {stats}");
+        check(&ended, &stats);
+    }
+}
+
+fn assert_says(ended: &Output, expected: &str) {
+    let (said, why) = (text(&ended.stdout), text(&ended.stderr));
+    assert_eq!(
+        (said.trim(), ended.status.code()),
+        (expected, Some(0)),
+        "{why}"
+    );
+}
+
+fn server(mib: u64) -> (RunningServer, String) {
+    let endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let server = Server::builder().listen(endpoint).capacity(mib * MIB);
+    let server = server.start().unwrap();
+    let url = server.endpoints()[0].to_string();
+    (server, url)
+}
+
+/// A server's habit: it receives into a large block, and keeps what came.
+#[test]
+fn remnants_of_shrunk_blocks_take_no_page_each() {
+    if !can_run("remnants_of_shrunk_blocks_take_no_page_each", &[PYTHON]) {
+        return;
+    }
+    let script = "
+import os
+r, w = os.pipe(); kept = []
+for i in range(8000):
+    os.write(w, b'%0100d' % i); kept.append(os.read(r, 1 << 18))
+assert [int(k) for k in kept] == list(range(8000))
+print(sum(map(len, kept)))
+";
+    let options = ["--budget", "8MiB", "--capacity", "64MiB"];
+    python(&options, script, |ended, _| assert_says(ended, "800000"));
+}
+
+/// An allocator's header, whole pages and what an interpreter has beside it come on top.
+#[test]
+fn an_array_of_the_capacity_fits() {
+    if !can_run("an_array_of_the_capacity_fits", &[PYTHON]) {
+        return;
+    }
+    let script = "b = bytearray(64 << 20); b[-1] = 7; print(len(b))";
+    let options = ["--budget", "8MiB", "--capacity", "64MiB"];
+    python(&options, script, |ended, _| assert_says(ended, "67108864"));
+    // A server with room for the surplus, and one that has just the capacity.
+    let (_server, url) = server(128);
+    let options = ["--budget", "8MiB", "--capacity", "64MiB", "--server", &url];
+    python(&options, script, |ended, _| assert_says(ended, "67108864"));
+    let options = ["--budget", "8MiB", "--capacity", "128MiB", "--server", &url];
+    python(&options, script, |ended, _| assert_says(ended, "67108864"));
+}
+
+#[test]
+fn without_a_capacity_a_program_may_have_what_the_server_has() {
+    let test = "without_a_capacity_a_program_may_have_what_the_server_has";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let (_server, url) = server(128);
+    let script = "
+b = bytearray(64 << 20)
+for i in range(0, len(b), 4096): b[i] = i >> 12 & 255
+print(all(b[i] == i >> 12 & 255 for i in range(0, len(b), 4096)))
+";
+    // Sixteen budgets, and a budget that is more than the server has.
+    for budget in ["4MiB", "256MiB"] {
+        let options = ["--budget", budget, "--server", &url];
+        python(&options, script, |ended, _| assert_says(ended, "True"));
+    }
+}
+
+/// Lease and grace do not end here: the program itself says that it ends.
+#[test]
+fn a_second_program_finds_the_room_of_the_first() {
+    let test = "a_second_program_finds_the_room_of_the_first";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let forever = std::time::Duration::from_secs(600);
+    let server = Server::builder()
+        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .capacity(64 * MIB)
+        .lease(forever)
+        .reconnect_grace(forever)
+        .start()
+        .unwrap();
+    let url = server.endpoints()[0].to_string();
+    let options = ["--budget", "8MiB", "--capacity", "48MiB", "--server", &url];
+    for ending in [
+        "exit(0)",
+        "import os; print(end='', flush=True); os._exit(0)",
+    ] {
+        let script = format!("b = bytearray(32 << 20); b[-1] = 1; print(b[-1]); {ending}");
+        python(&options, &script, |ended, _| assert_says(ended, "1"));
+    }
+}
+
+/// A limit counts what the program allocates, and not what farpage has mapped for it.
+#[test]
+fn limits_of_address_space_leave_room() {
+    if !can_run("limits_of_address_space_leave_room", &[PYTHON]) {
+        return;
+    }
+    for mode in ["", "--in-thread"] {
+        let line = format!(
+            "ulimit -v 4000000; exec {} run {mode} --budget 32MiB -- {PYTHON} -c 'print(len(bytearray(100 << 20)))'",
+            env!("CARGO_BIN_EXE_farpage")
+        );
+        let ended = output(Command::new("/bin/sh").args(["-c", &line]));
+        assert_says(&ended, "104857600");
+    }
+    let script = "
+import resource, threading
+for kind in [resource.RLIMIT_AS, resource.RLIMIT_DATA]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (2 << 30, before[1]))
+    assert resource.getrlimit(kind) == (2 << 30, before[1]), resource.getrlimit(kind)
+    held = bytearray(100 << 20); small = [bytes(2000) for _ in range(20000)]
+    thread = threading.Thread(target=lambda: None); thread.start(); thread.join()
+    try: bytearray(3 << 30); print('beyond the limit')
+    except MemoryError: pass
+    resource.setrlimit(kind, (1 << 30, 1 << 30))
+    assert resource.prlimit(0, kind) == (1 << 30, 1 << 30)
+print('fine')
+";
+    let options = ["--budget", "32MiB", "--capacity", "6GiB"];
+    python(&options, script, |ended, _| assert_says(ended, "fine"));
+}
+
+#[test]
+fn stats_count_what_was_touched() {
+    if !can_run("stats_count_what_was_touched", &[PYTHON]) {
+        return;
+    }
+    // Zeros that nobody writes are reserved only. What is freed counts once.
+    let script = "
+b = bytearray(200 << 20)
+for turn in range(3):
+    c = bytearray(30 << 20)
+    for i in range(0, len(c), 4096): c[i] = 1
+    del c
+";
+    let options = ["--budget", "8MiB", "--capacity", "512MiB", "--stats"];
+    python(&options, script, |ended, stats| {
+        assert!(ended.status.success(), "{stats}");
+        let touched = said(stats, " in the arena");
+        assert!((30 * MIB..50 * MIB).contains(&touched), "{stats}");
+        assert!(said(stats, " allocated") > 200 * MIB, "{stats}");
+    });
+}
+
+#[test]
+fn programs_that_move_nothing_say_so_alone_and_nothing_among_others() {
+    let test = "programs_that_move_nothing_say_so_alone_and_nothing_among_others";
+    if !can_run(test, &[]) {
+        return;
+    }
+    for mode in MODES {
+        let options = [mode, &["--budget", "8MiB", "--stats"]].concat();
+        let alone = text(&farpage(&options, &["/bin/true"]).stderr);
+        assert!(
+            alone.lines().count() == 1 && alone.contains("at most 0 B in the arena"),
+            "{alone}"
+        );
+        let options = [&options[..], &["--children"]].concat();
+        let among = farpage(&options, &["/bin/true"]);
+        assert_eq!(text(&among.stderr), "");
+    }
+}
+
+/// A signal ends the program as ever, and the program knows nothing of a handler.
+#[test]
+fn stats_are_said_however_a_program_ends() {
+    if !can_run("stats_are_said_however_a_program_ends", &[PYTHON]) {
+        return;
+    }
+    let endings = [
+        ("os._exit(3)", 3),
+        ("os.abort()", 128 + libc::SIGABRT),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 128 + libc::SIGTERM),
+        ("ctypes.string_at(0)", 128 + libc::SIGSEGV),
+        ("os.kill(os.getpid(), signal.SIGBUS)", 128 + libc::SIGBUS),
+    ];
+    for (ending, status) in endings {
+        let script = format!(
+            "
+import ctypes, os, signal
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+old = ctypes.create_string_buffer(b'x' * 200); ctypes.CDLL(None).sigaction(15, None, old)
+assert not any(old.raw[:8]), old.raw[:8]
+b = bytearray(20 << 20)
+for i in range(0, len(b), 4096): b[i] = 1
+{ending}"
+        );
+        let options = ["--budget", "8MiB", "--capacity", "64MiB", "--stats"];
+        python(&options, &script, |ended, stats| {
+            assert_eq!(ended.status.code(), Some(status), "{ending}: {stats}");
+            assert!(
+                said(stats, " in the arena") >= 20 * MIB,
+                "{ending}: {stats}"
+            );
+            let lines = stats.lines().filter(|line| line.contains(" in the arena"));
+            assert_eq!(lines.count(), 1, "{ending}: {stats}");
+        });
+    }
+}
+
+/// 64 MiB of small objects, and as much in `.bss`.
+const LOCAL: &str = r#"
+#include <stdlib.h>
+#include <string.h>
+static char held[64 << 20];
+int main(int argc, char **argv) {
+  (void)argv;
+  if (argc > 1) memset(held, 1, sizeof held);
+  else for (int i = 0; i < 64 << 10; i++) memset(malloc(1000), 1, 1000);
+  return 0;
+}
+"#;
+
+#[test]
+fn what_is_small_or_static_is_said_to_be_local() {
+    let test = "what_is_small_or_static_is_said_to_be_local";
+    if !can_run(test, &["/usr/bin/cc"]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let (source, program) = (at("local.c"), at("local"));
+    std::fs::write(&source, LOCAL).unwrap();
+    // `-fno-builtin`: every `malloc` takes place.
+    let made = output(Command::new("cc").args(["-O1", "-fno-builtin", &source, "-o", &program]));
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    for command in [&[&*program][..], &[&program, "static"]] {
+        let options = ["--budget", "8MiB", "--capacity", "64MiB", "--stats"];
+        let ended = farpage(&options, command);
+        let stats = text(&ended.stderr);
+        assert!(said(&stats, " were local") > 60 * MIB, "{stats}");
+        assert!(stats.contains("small objects"), "{stats}");
+        assert!(stats.contains(".bss: 64.0 MiB"), "{stats}");
+    }
+    let explained = text(&farpage(&["--explain"], &[&program]).stdout);
+    assert!(explained.contains("small objects"), "{explained}");
+    assert!(explained.contains(".bss, 64.0 MiB here"), "{explained}");
+}

@@ -1,0 +1,217 @@
+//! Signals that are sent to the launcher.
+//!
+//! The rule it keeps: a program whose signal is lost ends by itself after a while.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Read},
+    os::unix::process::{CommandExt, ExitStatusExt},
+    process::{Child, ChildStdout, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use tempfile::TempDir;
+
+use crate::{
+    PYTHON,
+    common::{can_run, output},
+};
+
+/// A launcher in a folder and a process group of its own, and what its program prints.
+struct Run {
+    launcher: Child,
+    lines: BufReader<ChildStdout>,
+    folder: TempDir,
+}
+
+impl Run {
+    /// Starts a program, and waits for the first line that it prints.
+    fn start(script: &str) -> (Run, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_farpage"));
+        command.args(["run", "--budget", "16MiB", "--", PYTHON, "-uc", script]);
+        command
+            .env("TMPDIR", folder.path())
+            .env("FARPAGE_PAGE_SIZE", "16KiB");
+        command.process_group(0);
+        let mut launcher = command.stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(launcher.stdout.take().unwrap());
+        let mut run = Run {
+            launcher,
+            lines,
+            folder,
+        };
+        let first = run.line();
+        (run, first)
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.lines.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: our own child, which has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.launcher.id() as i32, signal) }, 0);
+    }
+
+    /// Waits for the end, after which the folder is empty.
+    fn status(mut self) -> Option<i32> {
+        let status = self.launcher.wait().unwrap();
+        let left: Vec<_> = fs::read_dir(self.folder.path()).unwrap().collect();
+        assert!(left.is_empty(), "{left:?}");
+        status.code()
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        let _ = self.launcher.kill();
+        let _ = self.launcher.wait();
+    }
+}
+
+#[test]
+fn signals_that_are_sent_to_the_launcher_reach_the_program() {
+    let test = "signals_that_are_sent_to_the_launcher_reach_the_program";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let signals = [
+        libc::SIGTERM,
+        libc::SIGHUP,
+        libc::SIGINT,
+        libc::SIGQUIT,
+        libc::SIGUSR1,
+        libc::SIGUSR2,
+        libc::SIGALRM,
+        libc::SIGWINCH,
+        libc::SIGABRT,
+        libc::SIGRTMIN() + 3,
+    ];
+    for signal in signals {
+        let (mut run, _) = Run::start(&format!(
+            "
+import signal, sys, time
+def on(number, frame): print('got', number); sys.exit(5)
+signal.signal({signal}, on)
+print('up')
+time.sleep(30)
+"
+        ));
+        run.signal(signal);
+        assert_eq!(run.line(), format!("got {signal}"));
+        assert_eq!(run.status(), Some(5), "{signal}");
+    }
+    // One that the program does not handle ends it, and the launcher says so as a shell does.
+    let (run, _) = Run::start("import time\nprint('up')\ntime.sleep(30)");
+    run.signal(libc::SIGUSR1);
+    assert_eq!(run.status(), Some(128 + libc::SIGUSR1));
+}
+
+/// What a shell does with a job: both stop, and both go on.
+#[test]
+fn launcher_stops_and_goes_on_with_the_program() {
+    let test = "launcher_stops_and_goes_on_with_the_program";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let script = "
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(5))
+print(os.getpid())
+time.sleep(30)
+";
+    let (run, program) = Run::start(script);
+    let processes = [run.launcher.id().to_string(), program];
+    let states = || {
+        processes.clone().map(|process| {
+            let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap();
+            stat.rsplit(") ").next().unwrap().starts_with('T')
+        })
+    };
+    for (signal, stopped) in [(libc::SIGTSTP, true), (libc::SIGCONT, false)] {
+        run.signal(signal);
+        let since = Instant::now();
+        while states() != [stopped; 2] {
+            assert!(since.elapsed() < Duration::from_secs(20), "{:?}", states());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    run.signal(libc::SIGTERM);
+    assert_eq!(run.status(), Some(5));
+}
+
+/// A program that signals its whole process group has its own signal already.
+#[test]
+fn signal_of_the_program_to_its_group_is_not_sent_back() {
+    let test = "signal_of_the_program_to_its_group_is_not_sent_back";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let script = "
+import os, signal, sys, time
+count = 0
+def on(number, frame):
+    global count
+    count += 1
+signal.signal(signal.SIGUSR1, on)
+signal.signal(signal.SIGUSR2, lambda number, frame: (print(count), sys.exit(0)))
+os.killpg(0, signal.SIGUSR1)
+print('up')
+time.sleep(30)
+";
+    let (mut run, first) = Run::start(script);
+    assert_eq!(first, "up");
+    run.signal(libc::SIGUSR2);
+    assert_eq!(run.line(), "1");
+    assert_eq!(run.status(), Some(0));
+}
+
+#[test]
+fn launcher_that_is_killed_takes_the_program_along() {
+    let test = "launcher_that_is_killed_takes_the_program_along";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let (mut run, _) = Run::start("import time\nprint('up')\ntime.sleep(90)");
+    let since = Instant::now();
+    run.signal(libc::SIGKILL);
+    // The program alone has the other end of this pipe now.
+    let mut rest = String::new();
+    run.lines.read_to_string(&mut rest).unwrap();
+    assert!(since.elapsed() < Duration::from_secs(60), "it lived on");
+    assert_eq!(run.launcher.wait().unwrap().signal(), Some(libc::SIGKILL));
+}
+
+/// SIGCHLD that is ignored, a mask: what a supervisor leaves behind is the program's.
+#[test]
+fn program_has_the_mask_and_actions_that_the_launcher_was_started_with() {
+    let test = "program_has_the_mask_and_actions_that_the_launcher_was_started_with";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    // Signals 32 and 33 are the C library's own.
+    let show = "print([hex(int(line[7:], 16) & 0x7fffffff) for line in open('/proc/self/status') if line[:6] in ('SigBlk', 'SigIgn')])";
+    let launch = |words: &str| {
+        let prepare = format!(
+            "
+import os, signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGTERM])
+words = {words} + [{PYTHON:?}, '-c', {show:?}]
+os.execv(words[0], words)
+"
+        );
+        let mut command = Command::new(PYTHON);
+        let ended = output(command.args(["-c", &prepare]));
+        assert!(ended.status.success(), "{ended:?}");
+        String::from_utf8(ended.stdout).unwrap()
+    };
+    let plain = launch("[]");
+    let binary = env!("CARGO_BIN_EXE_farpage");
+    let ours = launch(&format!("[{binary:?}, 'run', '--budget', '16MiB', '--']"));
+    assert_eq!(ours, plain);
+}

@@ -1,0 +1,221 @@
+//! Programs that do unusual things to themselves: plugins with names of their own, sandboxes,
+//! namespaces, sanitizers, a debugger.
+//!
+//! The rule it keeps: each works under `farpage run`, or is refused with a line that says what to
+//! do instead.
+
+mod common;
+// The library that is preloaded has no test program of its own: it would serve it.
+#[path = "../src/preload/seccomp.rs"]
+mod seccomp;
+
+use std::{
+    io::{BufRead, BufReader},
+    os::unix::process::ExitStatusExt,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+};
+
+use common::{can_run, output, text};
+
+const GCC: &str = "/usr/bin/gcc";
+const GDB: &str = "/usr/bin/gdb";
+const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
+
+/// Compiles a C program of this folder. `None`: the compiler cannot.
+fn compile(folder: &Path, name: &str, options: &[&str]) -> Option<PathBuf> {
+    let made = folder.join(name);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/unusual/{name}.c"));
+    let mut gcc = Command::new(GCC);
+    gcc.args(["-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror"]);
+    let ended = output(gcc.args(options).arg("-o").arg(&made).arg(source));
+    if !ended.status.success() {
+        eprintln!("{}", text(&ended.stderr));
+    }
+    ended.status.success().then_some(made)
+}
+
+fn command(mode: &[&str], arguments: &[&str]) -> Command {
+    let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
+    farpage.args(["run", "--budget", "4MiB", "--capacity", "256MiB"]);
+    farpage.args(mode).arg("--").args(arguments);
+    farpage
+}
+
+/// `--in-thread` is for one architecture.
+fn modes() -> &'static [&'static [&'static str]] {
+    match cfg!(target_arch = "x86_64") {
+        true => &MODES,
+        false => &MODES[..1],
+    }
+}
+
+fn said(ended: &Output) -> String {
+    let (out, err) = (text(&ended.stdout), text(&ended.stderr));
+    format!("{} {out} {err}", ended.status)
+}
+
+#[test]
+fn plugins_that_bind_deeply_free_what_the_program_has_made() {
+    let test = "plugins_that_bind_deeply_free_what_the_program_has_made";
+    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let plugin = compile(folder.path(), "plugin", &["-shared", "-fPIC"]).unwrap();
+    let program = compile(folder.path(), "deepbind", &[]).unwrap();
+    let (plugin, program) = (plugin.to_str().unwrap(), program.to_str().unwrap());
+    assert!(output(Command::new(program).arg(plugin)).status.success());
+    for mode in modes() {
+        let ended = output(&mut command(mode, &[program, plugin]));
+        assert!(ended.status.success(), "{mode:?}: {}", said(&ended));
+        let why = text(&ended.stderr);
+        assert_eq!(why.matches("RTLD_DEEPBIND is left out").count(), 1, "{why}");
+    }
+}
+
+#[test]
+fn programs_confine_themselves_or_hear_why_not() {
+    let test = "programs_confine_themselves_or_hear_why_not";
+    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "confined", &[]).unwrap();
+    let program = program.to_str().unwrap();
+    // What is asked for, whether it is had, and what is said if not.
+    let cases = [
+        (&["one-denied"][..], None),
+        (&["one-denied", "by-number"], None),
+        (&["few-allowed"], Some("without its sandbox")),
+        (&["few-allowed", "by-number"], Some("without its sandbox")),
+        (&["strict"], Some("without its sandbox")),
+        (&["user-namespace"], Some("inside of the namespace")),
+        (
+            &["user-namespace", "by-number"],
+            Some("inside of the namespace"),
+        ),
+    ];
+    for (how, refusal) in cases {
+        let arguments = [&[program], how].concat();
+        let plain = output(Command::new(program).args(how));
+        let had = text(&plain.stdout);
+        if had != "confined\ndone\n" {
+            eprintln!("SKIPPED: {test}: {how:?} is refused without farpage: {had}");
+            continue;
+        }
+        for mode in modes() {
+            let ended = output(&mut command(mode, &arguments));
+            let all = said(&ended);
+            assert!(ended.status.success(), "{how:?} {mode:?}: {all}");
+            match refusal {
+                None => assert_eq!(text(&ended.stdout), "confined\ndone\n", "{how:?}: {all}"),
+                Some(line) => {
+                    let out = text(&ended.stdout);
+                    assert!(out.starts_with("errno"), "{how:?} {mode:?}: {all}");
+                    assert!(out.ends_with("done\n"), "{how:?} {mode:?}: {all}");
+                    assert!(
+                        text(&ended.stderr).contains(line),
+                        "{how:?} {mode:?}: {all}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn filters_that_kill_a_thread_end_the_program() {
+    let test = "filters_that_kill_a_thread_end_the_program";
+    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "confined", &[]).unwrap();
+    let program = program.to_str().unwrap();
+    for how in [&["one-deadly"][..], &["one-deadly", "by-number"]] {
+        let plain = output(Command::new(program).args(how));
+        assert_eq!(plain.status.signal(), Some(libc::SIGSYS));
+        for mode in modes() {
+            let ended = output(&mut command(mode, &[&[program], how].concat()));
+            let status = Some(128 + libc::SIGSYS);
+            assert_eq!(ended.status.code(), status, "{mode:?}: {}", said(&ended));
+        }
+    }
+}
+
+#[test]
+fn programs_with_a_sanitizer_are_refused() {
+    let test = "programs_with_a_sanitizer_are_refused";
+    if !can_run(test, &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for (option, refusal) in [
+        ("-fsanitize=address", Some("AddressSanitizer")),
+        ("-fsanitize=thread", Some("ThreadSanitizer")),
+        ("-fsanitize=leak", Some("LeakSanitizer")),
+        ("-fsanitize=undefined", None),
+    ] {
+        let Some(program) = compile(folder.path(), "debugged", &[option]) else {
+            eprintln!("SKIPPED: {test}: the compiler has no {option}");
+            continue;
+        };
+        let ended = output(&mut command(&[], &[program.to_str().unwrap()]));
+        let why = text(&ended.stderr);
+        match refusal {
+            Some(name) => {
+                assert_eq!(ended.status.code(), Some(125), "{option}: {why}");
+                assert!(
+                    why.contains(name) && why.contains(option),
+                    "{option}: {why}"
+                );
+            }
+            None => assert!(ended.status.success(), "{option}: {}", said(&ended)),
+        }
+    }
+}
+
+#[test]
+fn debugger_reads_memory_that_it_brings_in() {
+    let test = "debugger_reads_memory_that_it_brings_in";
+    if !can_run(test, &[GCC, GDB]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "debugged", &[]).unwrap();
+    let program = program.to_str().unwrap();
+    for mode in modes() {
+        let mut farpage = command(mode, &[program]);
+        let mut farpage = farpage
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // The program says its number when all is made.
+        let mut number = String::new();
+        let mut out = BufReader::new(farpage.stdout.take().unwrap());
+        out.read_line(&mut number).unwrap();
+        let mut gdb = Command::new(GDB);
+        gdb.args(["-nx", "-batch", "-p", number.trim()]);
+        for line in [
+            "handle SIGBUS SIGSYS nostop noprint pass",
+            "call (void)farpage_bring_in(&numbers[5], sizeof numbers[5])",
+            "print numbers[5]",
+            "call (void)farpage_bring_in(&numbers[4194303], sizeof numbers[0])",
+            "print numbers[4194303]",
+        ] {
+            gdb.args(["-ex", line]);
+        }
+        let read = output(&mut gdb);
+        drop(farpage.stdin.take());
+        assert!(farpage.wait().unwrap().success());
+        let read = said(&read);
+        if read.contains("Operation not permitted") {
+            eprintln!("SKIPPED: {test}: this system lets no debugger attach");
+            return;
+        }
+        assert!(read.contains("= 5\n"), "{mode:?}: {read}");
+        assert!(read.contains("= 4194303\n"), "{mode:?}: {read}");
+    }
+}
