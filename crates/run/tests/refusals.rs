@@ -22,7 +22,13 @@ fn capacity_that_no_server_has_is_refused_with_the_option_that_asks_for_less() {
     let url = server.endpoints()[0].to_string();
     let options = ["--server", &url, "--budget", "16MiB", "--capacity", "1GiB"];
     // Memory is asked for with a program's first large request.
-    let copies = ["/bin/dd", "if=/dev/zero", "of=/dev/null", "bs=32M", "count=1"];
+    let copies = [
+        "/bin/dd",
+        "if=/dev/zero",
+        "of=/dev/null",
+        "bs=32M",
+        "count=1",
+    ];
     let refused = farpage(&options, &copies);
     let said = text(&refused.stderr);
     assert_eq!(refused.status.code(), Some(125), "{said}");
