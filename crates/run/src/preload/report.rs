@@ -72,6 +72,10 @@ pub(crate) fn begin(stats: bool) -> Result<(), String> {
     // SAFETY: a new descriptor, which is closed by `exec`.
     let copy = unsafe { libc::fcntl(2, libc::F_DUPFD_CLOEXEC, 3) };
     STANDARD_ERROR.store(if copy >= 0 { copy } else { 2 }, Ordering::Relaxed);
+    if signals::are_ours() {
+        // The runtime's handler is there, and calls the one that stands for none.
+        signals::renew_sigbus();
+    }
     for signal in FATAL {
         // SAFETY: all zeros is a valid action; the handler takes what SA_SIGINFO gives.
         unsafe {

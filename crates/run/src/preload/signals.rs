@@ -330,6 +330,12 @@ fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
     (report::as_told(before), 0)
 }
 
+/// Has SIGBUS handled as the program believes, by what stands for no handler since.
+pub(crate) fn renew_sigbus() {
+    let (believed, _) = exchange(libc::SIGBUS, None);
+    exchange(libc::SIGBUS, Some(believed));
+}
+
 /// A SIGSYS that is not ours: the program's handler, or the end.
 pub(crate) fn pass_on_sigsys(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     let action = {
