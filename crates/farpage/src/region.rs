@@ -261,7 +261,8 @@ impl Region {
         self.mapped.store().stats().touched_pages() as usize
     }
 
-    /// Whether touching some page of a range of bytes raises SIGBUS.
+    /// Whether touching some page of a range of bytes raises SIGBUS, or may, since the page is just
+    /// being brought in.
     pub(crate) fn has_broken(&self, bytes: Range<usize>) -> bool {
         self.mapped.has_broken(bytes)
     }

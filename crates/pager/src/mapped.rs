@@ -69,7 +69,8 @@ impl<A: AddressSpace> Mapped<A> {
         self.region.resident()
     }
 
-    /// Whether a page of `range` cannot be brought in, or is lost: touching it raises SIGBUS.
+    /// Whether a page of `range` cannot be brought in, or is lost: touching it raises SIGBUS. A page
+    /// that is just being brought in counts, too: it may be one that could not be, tried again.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -77,7 +78,7 @@ impl<A: AddressSpace> Mapped<A> {
         let region = self.region();
         let state = |page| region.words.load(page).state();
         let mut pages = self.pages(range).iter();
-        pages.any(|page| matches!(state(page), State::Poisoned | State::Lost))
+        pages.any(|page| matches!(state(page), State::Filling | State::Poisoned | State::Lost))
     }
 
     /// Whether the kernel may hold references to pages of `range`: see [`Advice::ZeroCopy`].
