@@ -69,8 +69,8 @@ impl<A: AddressSpace> Mapped<A> {
         self.region.resident()
     }
 
-    /// Whether a page of `range` cannot be brought in, or is lost: touching it raises SIGBUS. A page
-    /// that is just being brought in counts, too: it may be one that could not be, tried again.
+    /// Whether a page of `range` cannot be brought in, or is lost: touching it raises SIGBUS. Pages
+    /// that are just being brought in count, too: one that could not be may be tried again.
     ///
     /// # Panics
     /// If the range does not lie in the region.
