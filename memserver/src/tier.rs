@@ -192,8 +192,9 @@ impl Tier {
         self.memory_bytes
     }
 
-    /// Keeps slots, and memory for a table, for an extent of so many bytes. Chunks have to leave
-    /// memory for a table that it has no room for, which is waited for.
+    /// Keeps slots, and memory for a table, for an extent of so many bytes. Waits, for a bounded
+    /// time, until chunks have left memory for a table that it has no room for, and until chunks
+    /// of discarded extents have arrived where their slots or tables are needed.
     ///
     /// # Errors
     /// How many bytes there still is room for, in the spill file and in memory for their table.
@@ -205,11 +206,20 @@ impl Tier {
         let most_bytes = self.memory_bytes - LEFT_TO_POOL_BYTES;
         let mut books = self.books.lock();
         // Tables never leave memory: chunks keep the most of it.
-        let slots = self.slots_most.saturating_sub(books.slots_kept);
-        let free_bytes = (self.memory_bytes / 4).saturating_sub(books.table_bytes);
-        if chunks > slots || table_bytes > free_bytes {
-            let most = slots.min(free_bytes.saturating_sub(own_bytes) / TABLE_BYTES_PER_CHUNK);
-            return Err(most * CHUNK_BYTES);
+        let most_chunks = |books: &Books, orphans: u64| {
+            let slots = (self.slots_most + orphans).saturating_sub(books.slots_kept);
+            let orphans_bytes = orphans * TABLE_BYTES_PER_CHUNK;
+            let free_bytes = (self.memory_bytes / 4 + orphans_bytes)
+                .saturating_sub(books.table_bytes)
+                .saturating_sub(own_bytes);
+            slots.min(free_bytes / TABLE_BYTES_PER_CHUNK)
+        };
+        while chunks > most_chunks(&books, 0) {
+            let orphans = u64::try_from(books.orphans).unwrap_or(0);
+            let could_fit = chunks <= most_chunks(&books, orphans) && !books.stops;
+            if !could_fit || self.room.wait_until(&mut books, until).timed_out() {
+                return Err(most_chunks(&books, 0) * CHUNK_BYTES);
+            }
         }
         books.slots_kept += chunks;
         books.table_bytes += table_bytes;
@@ -291,6 +301,7 @@ impl Tier {
         let (hot, orphans) = extent.discard();
         let chunks = extent.chunks() - orphans;
         let mut books = self.books.lock();
+        books.orphans += orphans as i64;
         if books.leave_share(id).is_some() {
             books.held_bytes -= hot * CHUNK_BYTES;
             books.give_table_back(chunks, paging_bytes(extent.bytes()));
@@ -332,6 +343,7 @@ impl Tier {
     fn forget_orphan(&self) {
         let mut books = self.books.lock();
         books.give_table_back(1, 0);
+        books.orphans -= 1;
         drop(books);
         self.room.notify_all();
     }

@@ -66,6 +66,12 @@ fn run() -> Result<ExitCode> {
         Some((command, rest)) => (command.as_str(), rest),
         None => return Ok(misused("no command given")),
     };
+    // `vm` has options of its own.
+    let asks_for_help = |arg: &String| matches!(&**arg, "--help" | "-h");
+    if command != "vm" && rest.first().is_some_and(asks_for_help) {
+        println!("{USAGE}");
+        return Ok(ExitCode::SUCCESS);
+    }
     match command {
         "demo" if rest.is_empty() => demo(),
         "setup" if rest.is_empty() || rest == ["--all"] => {

@@ -51,9 +51,11 @@ const ALONE: [&str; 0] = [];
 
 /// Test programs that `--quick` leaves out: the slowest, but for the tests of `pager` and `store`
 /// by themselves.
-const NOT_QUICK: [&str; 13] = [
+const NOT_QUICK: [&str; 18] = [
     "bench apps",
+    "bench cli",
     "bench figures",
+    "bench train_aggregators",
     "bench umap",
     "crates/capi examples",
     "crates/capi umap",
@@ -63,6 +65,9 @@ const NOT_QUICK: [&str; 13] = [
     "crates/farpage regions",
     "crates/farpage torture",
     "crates/pager protocol_model",
+    "crates/python pytest",
+    "crates/run in_thread",
+    "crates/run memory",
     "crates/vm kernel",
     "memserver deaths",
 ];

@@ -16,6 +16,7 @@ use smallvec::SmallVec;
 
 use crate::{
     Mapped, PageError,
+    doors::Command,
     installer::Heat,
     mapped::{ASK, LOOK},
     protocol::{self, NEVER_LEFT, OnFailed, OnLeft, State},
@@ -78,11 +79,14 @@ impl<A: AddressSpace> Mapped<A> {
         Ok(pages.start.offset(page_bytes)..pages.end.offset(page_bytes))
     }
 
-    /// Another worker owns the page, and may keep it until somebody asks for it: one that was read
-    /// ahead and is held back, or that a thread handed over and no evictor was called for.
+    /// Asks the worker that owns a page to let go of it. A worker may keep a page that was read
+    /// ahead until somebody wants it, or that was handed over and no evictor was called for. The
+    /// page is not wanted here: where it has left meanwhile, nobody brings it in.
     pub(crate) fn ask_for(&self, page: PageIndex) {
         match self.region().words.load(page).state() {
-            State::Filling => drop(self.demand(page.alone())),
+            State::Filling => {
+                (self.shared().doors).tell_fillers(|| Command::LetGo(self.region().clone(), page))
+            }
             State::Leaving => self.shared().hand_over.noted(self.region(), page),
             _ => {}
         }

@@ -33,6 +33,9 @@ pub(crate) enum Command {
     /// them. Each filler counts itself when it has taken its pages on. What is poisoned after that
     /// has failed again.
     Demand(Arc<Region>, PageRange, Arc<AtomicUsize>),
+    /// Map this page if it is read ahead and held back: a thread of the program waits until it can
+    /// own the page, and does not want its bytes.
+    LetGo(Arc<Region>, PageIndex),
     /// A thread that has served its own fault since that time could not bring this page in. The
     /// page is the filler's from here on, and the region has been entered.
     TakeOver(Arc<Region>, PageIndex, PageError, Since),

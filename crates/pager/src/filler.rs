@@ -268,6 +268,7 @@ impl<A: AddressSpace> Filler<A> {
                     self.fills.demand(&region, pages, is_ours);
                     taken_on.fetch_add(1, Ordering::Release);
                 }
+                Command::LetGo(region, page) => self.fills.landing.noted(&region, page),
                 Command::TakeOver(region, page, error, since) => {
                     self.take_over(region, page, error, since);
                 }

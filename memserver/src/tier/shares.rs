@@ -51,6 +51,9 @@ pub(super) struct Books {
     pub(super) table_bytes: u64,
     /// Slots that lent chunks may need.
     pub(super) slots_kept: u64,
+    /// Chunks of discarded extents that are still on their way, and give their slots and tables
+    /// back at the end of it. Below zero for a moment: a chunk may arrive before it is counted.
+    pub(super) orphans: i64,
     pub(super) extents: HashMap<ExtentId, Entry>,
     shares: HashMap<Option<Origin>, Share>,
     /// Of those whose weight is not [`WEIGHT`].

@@ -500,6 +500,30 @@ fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
 }
 
 #[test]
+fn memory_of_a_released_extent_is_lent_again_once_its_last_chunks_have_arrived() {
+    let stage = Stage::set();
+    stage.break_disk(Fault::HungWrites);
+    let mut written = Stage::chunks();
+    while stage.at_place(Place::Busy).is_empty() {
+        let chunk = written.next().expect("memory is smaller than the extent");
+        let _may_find_no_room = stage.operate(Verb::Write, chunk, content(chunk | 1, 1));
+    }
+    stage.session.release(stage.extent).expect("it is leased");
+    assert!(stage.tier.books.lock().orphans > 0, "an evictor hangs");
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // Longer than it takes to ask. Where it is not, the test says less.
+            thread::sleep(Duration::from_millis(100));
+            stage.break_disk(Fault::None);
+        });
+        // All slots are wanted, and one or more are not back.
+        let again = stage.session.grant(EXTENT_BYTES);
+        assert!(again.is_ok(), "{again:?}");
+    });
+    assert_eq!(stage.tier.books.lock().orphans, 0);
+}
+
+#[test]
 fn a_read_of_many_chunks_has_one_deadline_and_gets_further_each_time() {
     let stage = Stage::set();
     for chunk in Stage::chunks() {
