@@ -3,7 +3,7 @@
 //! The rule it keeps: what happens depends on the seed and on the order of calls alone. A step is
 //! one [`poll`](Channel::poll) of a channel. Injected: delay, reordering, a link rate, lost
 //! operations (which may have taken place or not, and WRITEs among them may yet, until their line
-//! has a new channel), the server's death. Not injected: corrupted bytes.
+//! has a new channel), READs that bring a wrong byte, the server's death.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -45,6 +45,8 @@ pub struct SimConfig {
     /// One operation in `lose_one_in` is lost and ends in `TimedOut` after
     /// [`timeout_steps`](Self::timeout_steps).
     pub lose_one_in: Option<u64>,
+    /// One READ in `damage_one_in` brings a wrong byte. The server has the right one.
+    pub damage_one_in: Option<u64>,
     /// The operation deadline.
     pub timeout_steps: u64,
     /// The server dies at its operation of this number, counted over all channels.
@@ -56,8 +58,8 @@ pub struct SimConfig {
 }
 
 impl SimConfig {
-    /// Delays of up to 8 steps with reordering, no loss, no death, no rate, 64 operations deep, 1
-    /// GiB.
+    /// Delays of up to 8 steps with reordering, no loss, damage or death, no rate, 64 operations
+    /// deep, 1 GiB.
     pub fn new(seed: u64) -> Self {
         Self {
             seed,
@@ -65,6 +67,7 @@ impl SimConfig {
             delay_steps: 8,
             reorder: true,
             lose_one_in: None,
+            damage_one_in: None,
             timeout_steps: 100,
             die_at_op: None,
             bytes_per_step: None,
@@ -329,7 +332,9 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
                 self.dead = Some(error.clone());
                 Err(error)
             } else {
-                self.carry_out(&mut flying.op)
+                let result = self.carry_out(&mut flying.op);
+                self.damage(&mut flying.op);
+                result
             };
             done.push(flying.complete(result));
         }
@@ -372,6 +377,17 @@ impl<B: Buf> SimChannel<B> {
                 bytes: op.buf.as_ref()[..op.len as usize].to_vec(),
             }),
             _ => {}
+        }
+    }
+
+    /// Changes one byte of a READ's buffer, if the configuration wants it.
+    fn damage(&mut self, op: &mut Op<B>) {
+        let Some(one_in) = self.server.config.damage_one_in else {
+            return;
+        };
+        if op.verb == Verb::Read && self.random.below(one_in) == 0 {
+            let at = self.random.below(u64::from(op.len)) as usize;
+            op.buf.as_mut()[at] ^= 1;
         }
     }
 

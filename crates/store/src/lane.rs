@@ -570,6 +570,10 @@ impl<F: Frame> Lane<F> {
         if let Some(block) = block {
             self.staging.put(block, store.page_bytes);
         }
+        // Read again at the end of this poll.
+        if matches!(run.parts[part].task, Task::Fetch(_)) && !self.waiting.contains(&index) {
+            self.waiting.push_back(index);
+        }
         self.put(index, run);
     }
 }

@@ -2,6 +2,8 @@
 //! and decoded.
 //!
 //! The rule it keeps: each page that is handed out as filled has the hash that its entry says.
+//! Bytes that do not match are read a second time: a link that was cut and came back may have
+//! damaged them on their way, while the server has them as they were written.
 
 use std::{sync::Arc, time::Instant};
 
@@ -9,7 +11,7 @@ use farpage_fabric::ChannelError;
 
 use super::{
     Frame, Lane,
-    run::{Run, Task, Transfer, Way},
+    run::{Part, Run, Task, Transfer, Way},
     staging::{IoBuf, no_memory},
 };
 use crate::{
@@ -89,7 +91,7 @@ impl<F: Frame> Lane<F> {
 }
 
 impl<F: Frame> Run<F> {
-    /// A part has arrived, or will not.
+    /// A part has arrived, or will not. Damaged bytes are to be [fetched](Lane::fetch) once more.
     pub(super) fn fetched(
         &mut self,
         part: usize,
@@ -103,10 +105,11 @@ impl<F: Frame> Run<F> {
             return self.fail(part, self.remote_error(remote, transfer, source));
         }
         let (store, page) = (self.store.clone(), self.page);
-        let first = self.parts[part].first;
+        let Part { first, pages, .. } = self.parts[part];
         let mut frame = self.take_frame(part);
-        let pages = frame.as_mut().chunks_exact_mut(store.page_bytes);
-        for (number, bytes) in (first..).zip(pages) {
+        let mut damaged: Vec<(usize, &str)> = Vec::new();
+        let arrived = frame.as_mut().chunks_exact_mut(store.page_bytes);
+        for (number, bytes) in (first..).zip(arrived) {
             let decoded = match block {
                 None => Ok(()),
                 Some(block) => {
@@ -125,19 +128,31 @@ impl<F: Frame> Run<F> {
                     decoded
                 }
             };
-            let detail = match decoded {
-                Err(detail) => detail,
+            match decoded {
+                Err(detail) => damaged.push((number, detail)),
                 Ok(()) if codec::hash(bytes, store.seed) != self.hashes[number] => {
-                    "its hash does not match"
+                    damaged.push((number, "its hash does not match"));
                 }
-                Ok(()) => {
-                    self.tally.fills += 1;
-                    continue;
-                }
-            };
-            let server = transfer.place.server;
+                Ok(()) => {}
+            }
+        }
+        self.parts[part].frame = Some(frame);
+        self.tally.bytes_read += u64::from(transfer.bytes);
+        let server = transfer.place.server;
+        let session = remote.pool.session(server);
+        if !damaged.is_empty() && !transfer.is_second_look && session.loss(true).is_none() {
+            self.tally.retries += 1;
+            self.parts[part].task = Task::Fetch(Transfer {
+                attempts: transfer.attempts + 1,
+                is_second_look: true,
+                ..transfer
+            });
+            return;
+        }
+        self.tally.fills += (pages - damaged.len()) as u64;
+        for (number, detail) in damaged {
             // Memory that the server has taken back is no damage.
-            let error = match remote.pool.session(server).loss(true) {
+            let error = match session.loss(true) {
                 Some(reason) => {
                     let endpoint = remote.pool.endpoint(server).to_string();
                     let lost = ChannelError::Lost { endpoint, reason };
@@ -155,8 +170,6 @@ impl<F: Frame> Run<F> {
             };
             self.fail_page(number, error);
         }
-        self.tally.bytes_read += u64::from(transfer.bytes);
-        self.parts[part].frame = Some(frame);
         self.end(part);
     }
 }

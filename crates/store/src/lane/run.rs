@@ -121,6 +121,8 @@ pub(super) struct Transfer {
     pub(super) attempts: u32,
     /// A WRITE that seemed lost: unless it succeeds on a new channel, it may still arrive.
     pub(super) in_doubt: bool,
+    /// A READ that repeats one whose bytes did not match their hash.
+    pub(super) is_second_look: bool,
 }
 
 impl Transfer {
@@ -131,6 +133,7 @@ impl Transfer {
             form,
             attempts: 1,
             in_doubt: false,
+            is_second_look: false,
         }
     }
 

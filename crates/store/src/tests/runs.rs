@@ -143,6 +143,32 @@ fn a_damaged_page_fails_alone() {
 }
 
 #[test]
+fn bytes_that_were_damaged_on_their_way_are_read_a_second_time() {
+    for codec in CODECS {
+        let server = SimServer::new(SimConfig {
+            damage_one_in: Some(8),
+            ..SimConfig::new(7)
+        });
+        let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+        let store = remote(&cluster, 512, 4096, codec);
+        let mut lane = Lane::new(&cluster).unwrap();
+        for page in 0..512 {
+            write_run(&mut lane, &store, page, &odd_pages(4096, page..page + 1));
+        }
+        for page in 0..512 {
+            let done = read_run(&mut lane, &store, page, 1);
+            let is_right = done.frame.bytes == odd_pages(4096, page..page + 1);
+            assert_eq!(is_right, done.failed.is_empty(), "page {page}");
+        }
+        let stats = store.stats();
+        // One in 8, and one in 64 twice.
+        assert!((32..128).contains(&stats.retries), "{stats:?}");
+        assert!(stats.corrupt < stats.retries / 2, "{stats:?}");
+        assert_eq!(stats.fills + stats.corrupt, 512, "{stats:?}");
+    }
+}
+
+#[test]
 fn what_fails_of_a_run_leaves_the_last_good_copies() {
     let mut failed = 0;
     for seed in 0..10 {
