@@ -14,6 +14,7 @@ pub mod conformance;
 mod devices;
 mod engine;
 mod errors;
+mod home;
 pub mod host;
 pub mod key;
 mod link;
@@ -43,6 +44,7 @@ pub use farpage_wire::{
     Atomic, Endpoint, EndpointError, ExtentId, Limit, MAX_OP_BYTES, NamedRegion, PublicKey, Secret,
     ServerStat, SessionId, VersionRead, Versions, debug_as_display,
 };
+pub use home::table_for;
 pub use link::Link;
 pub use options::{RdmaOptions, SessionOptions};
 pub use session::{Extent, Line, Named, Reading, Session, Visit};
