@@ -193,8 +193,8 @@ fn filter(addresses: Range<usize>) -> Vec<sock_filter> {
     filter
 }
 
-/// Answers `EBADF` to calls that close or replace one of `descriptors`, or that close a range which
-/// begins there. Programs that this one starts close longer ranges, which nothing may refuse.
+/// Answers `EBADF` to calls that close or replace one of `descriptors`. Programs that this one
+/// starts close ranges, which nothing may refuse: `close_range` goes by `descriptors.rs`.
 fn refuse_to_close(descriptors: Range<u32>) -> Vec<sock_filter> {
     let argument = |at: usize| load(mem::offset_of!(libc::seccomp_data, args) + 8 * at);
     let ours = [
@@ -204,8 +204,7 @@ fn refuse_to_close(descriptors: Range<u32>) -> Vec<sock_filter> {
     ];
     let mut filter = vec![
         load(mem::offset_of!(libc::seccomp_data, nr)),
-        jump(libc::BPF_JEQ, libc::SYS_close as u32, 5, 0),
-        jump(libc::BPF_JEQ, libc::SYS_close_range as u32, 4, 0),
+        jump(libc::BPF_JEQ, libc::SYS_close as u32, 4, 0),
         #[cfg(target_arch = "x86_64")]
         jump(libc::BPF_JEQ, libc::SYS_dup2 as u32, 1, 0),
         #[cfg(not(target_arch = "x86_64"))]
