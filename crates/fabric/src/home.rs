@@ -1,4 +1,4 @@
-//! [`table_for`]: the descriptor table that RDMA devices are opened on.
+//! [`choose`]: the descriptor table that RDMA devices are opened on.
 //!
 //! The connection manager opens each device once and keeps it open until the process ends, so that
 //! its descriptor is a number of one table. The rule: whatever uses RDMA runs on that table, which
@@ -11,8 +11,6 @@ use std::{
 
 use farpage_tables::Table;
 use farpage_wire::Endpoint;
-
-use crate::rdma;
 
 /// The table that RDMA devices are opened on.
 enum Home {
@@ -27,19 +25,12 @@ fn home() -> MutexGuard<'static, Option<Home>> {
     HOME.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the table for sessions at `endpoints`: `new`'s, unless one of the sessions may go over
-/// RDMA and this process has used RDMA on another table. RDMA is used on the returned table alone
-/// from then on.
+/// Returns the table for sessions of which one may go over RDMA: `new`'s, unless this process has
+/// used RDMA on another table. RDMA is used on the returned table alone from then on.
 ///
 /// # Errors
 /// Those of `new`, and of [`Table::programs`].
-pub fn table_for(
-    endpoints: &[Endpoint],
-    new: impl FnOnce() -> io::Result<Arc<Table>>,
-) -> io::Result<Arc<Table>> {
-    if !endpoints.iter().any(may_be_rdma) || rdma::devices().is_err() {
-        return new();
-    }
+pub(crate) fn choose(new: impl FnOnce() -> io::Result<Arc<Table>>) -> io::Result<Arc<Table>> {
     let mut home = home();
     match &*home {
         Some(Home::Programs) => Table::programs(),
@@ -92,6 +83,7 @@ pub(crate) fn enter() -> Result<(), String> {
     }
 }
 
-fn may_be_rdma(endpoint: &Endpoint) -> bool {
+/// True if a session at `endpoint` may go over RDMA.
+pub(crate) fn may_be_rdma(endpoint: &Endpoint) -> bool {
     matches!(endpoint, Endpoint::Rdma { .. } | Endpoint::Auto { .. })
 }

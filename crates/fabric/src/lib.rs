@@ -44,7 +44,6 @@ pub use farpage_wire::{
     Atomic, Endpoint, EndpointError, ExtentId, Limit, MAX_OP_BYTES, NamedRegion, PublicKey, Secret,
     ServerStat, SessionId, VersionRead, Versions, debug_as_display,
 };
-pub use home::table_for;
 pub use link::Link;
 pub use options::{RdmaOptions, SessionOptions};
 pub use session::{Extent, Line, Named, Reading, Session, Visit};

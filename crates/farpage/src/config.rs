@@ -10,7 +10,7 @@ use std::{
 };
 
 use bytesize::ByteSize;
-use farpage_fabric::{Allowance, Link, Session, SessionOptions, table_for};
+use farpage_fabric::{Allowance, Link, Session, SessionOptions};
 use farpage_pager::{Pager, PagerOptions, StartError};
 use farpage_store::{Cluster, ClusterOptions, Codec};
 use farpage_tables::{Held, Table};
@@ -320,7 +320,7 @@ impl Builder {
         };
         let table = match Table::current() {
             Some(table) => Ok(table),
-            None => table_for(&servers, new),
+            None => Session::table_for(&servers, new),
         };
         let table = table.map_err(StartError::Os)?;
         if in_thread && table.is_private() {

@@ -23,7 +23,7 @@ use std::{
     time::Instant,
 };
 
-use farpage_tables::Held;
+use farpage_tables::{Held, Table};
 use farpage_wire::{
     Endpoint, ExtentId, NamedRegion, Refusal, Request, Response, ServerStat, Versions,
     control::{Lease, NAMES_PER_ANSWER},
@@ -123,6 +123,21 @@ impl Session {
             return table.run(|| Self::connect_here(endpoint, options));
         }
         Self::connect_here(endpoint, options)
+    }
+
+    /// Returns the descriptor table that sessions at `endpoints` are to begin on: `new`'s, unless
+    /// one of them may go over RDMA, and this process has used RDMA on another table.
+    ///
+    /// # Errors
+    /// Those of `new`. No thread is to be had.
+    pub fn table_for(
+        endpoints: &[Endpoint],
+        new: impl FnOnce() -> io::Result<Arc<Table>>,
+    ) -> io::Result<Arc<Table>> {
+        match endpoints.iter().any(home::may_be_rdma) && rdma::devices().is_ok() {
+            true => home::choose(new),
+            false => new(),
+        }
     }
 
     /// Begins a session on the calling thread's table.
