@@ -14,6 +14,7 @@ pub mod conformance;
 mod devices;
 mod engine;
 mod errors;
+mod home;
 pub mod host;
 pub mod key;
 mod link;

@@ -12,7 +12,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_signals::spawn;
 use parking_lot::Mutex;
 use tracing::{Dispatch, dispatcher, level_filters::LevelFilter};
 
@@ -59,8 +58,9 @@ pub fn later(line: impl FnOnce() + Send + 'static) {
         waiting.dropped += 1;
     }
     if waiting.writer.is_none() {
-        // Without a thread, the next line tries again.
-        waiting.writer = spawn("farpage-log", write).ok().map(|_| process);
+        // A subscriber is the program's. Without a thread, the next line tries again.
+        let writer = farpage_tables::errand_outside("farpage-log", write);
+        waiting.writer = writer.ok().map(|()| process);
     }
 }
 

@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_signals::spawn;
+use farpage_tables::errand;
 use parking_lot::{Condvar, Mutex};
 
 /// A lookup that takes longer hangs: the system's resolver asks each server twice for 5 seconds.
@@ -121,7 +121,7 @@ impl Resolver {
             answered: Condvar::new(),
         });
         let (asking, name) = (Arc::clone(&question), host.to_owned());
-        spawn("farpage-resolve", move || {
+        errand("farpage-resolve", move || {
             let answer = ask().map_err(|error| (error.kind(), error.to_string()));
             self.forget(&name, &asking);
             *asking.answer.lock() = Some(answer);

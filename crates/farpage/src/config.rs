@@ -11,8 +11,9 @@ use std::{
 
 use bytesize::ByteSize;
 use farpage_fabric::{Allowance, Link, Session, SessionOptions};
-use farpage_pager::{Pager, PagerOptions};
+use farpage_pager::{Pager, PagerOptions, StartError};
 use farpage_store::{Cluster, ClusterOptions, Codec};
+use farpage_tables::{Held, Table};
 use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
 use farpage_wire::{Endpoint, UnitError, check_environment, is_known, parse_size, parse_time};
 
@@ -290,7 +291,7 @@ impl Builder {
         };
         (defaults.codec.check()).map_err(|error| BuildError::Option(error.to_string()))?;
 
-        let space = KernelSpace::new(KernelSpaceOptions {
+        let space_options = KernelSpaceOptions {
             shards,
             frame_bytes_max: budget as usize,
             transfer: self.transfer,
@@ -301,7 +302,7 @@ impl Builder {
             )?
             .0,
             in_thread,
-        })?;
+        };
         let session = SessionOptions {
             deadline,
             link: self.link,
@@ -309,15 +310,36 @@ impl Builder {
             key_file: self.key_file,
             ..SessionOptions::default()
         };
-        let mut sessions = Vec::new();
-        for server in servers(self.servers) {
-            sessions.push(Session::connect(&server.parse::<Endpoint>()?, &session)?);
+        let servers: Vec<Endpoint> = (servers(self.servers).iter())
+            .map(|server| server.parse())
+            .collect::<Result<_, _>>()?;
+        // Threads that serve their own faults, and stores that workers call, need the program's.
+        let new = || match in_thread || servers.is_empty() {
+            true => Table::programs(),
+            false => Table::private(),
+        };
+        let table = match Table::current() {
+            Some(table) => Ok(table),
+            None => Session::table_for(&servers, new),
+        };
+        let table = table.map_err(StartError::Os)?;
+        if in_thread && table.is_private() {
+            return Err(BuildError::Option(
+                "faults cannot be served by the program's threads over RDMA here, whose devices another runtime has opened on a                  descriptor table of its own: build the runtime with in-thread faults first"
+                    .to_owned(),
+            ));
         }
-        let cluster = Cluster::new(sessions, ClusterOptions { deadline });
-        Ok(Runtime::new(
-            Pager::start(Arc::new(space), cluster, &pager_options)?,
-            defaults,
-        ))
+        let pager = table.run(|| {
+            let space = KernelSpace::new(space_options)?;
+            let mut sessions = Vec::new();
+            for server in &servers {
+                sessions.push(Session::connect(server, &session)?);
+            }
+            let cluster = Cluster::new(sessions, ClusterOptions { deadline });
+            let pager = Pager::start(Arc::new(space), cluster, &pager_options)?;
+            Ok::<_, BuildError>(Held::new(pager))
+        })?;
+        Ok(Runtime::new(pager, defaults))
     }
 }
 

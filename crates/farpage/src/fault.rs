@@ -17,7 +17,7 @@ pub enum FaultMode {
     #[default]
     Filler,
     /// The thread that touches an absent page fetches it itself, in a handler of SIGBUS. No other
-    /// thread is woken, which is most of what a fault on a small page costs. Four things differ:
+    /// thread is woken, which is most of what a fault on a small page costs. Five things differ:
     ///
     /// - A system call that is given absent memory (`read` into an array, `write` from it) fails
     ///   with `EFAULT`. Those of [`io`](crate::io) do not; [`Region::pin`](crate::Region::pin)
@@ -27,6 +27,8 @@ pub enum FaultMode {
     /// - With pages of 4 KiB, a program that unmaps a part of a region must keep its other threads
     ///   from mapping memory until `munmap` has returned. They may get the same addresses, and what
     ///   they write there at once may be lost.
+    /// - The runtime's descriptors are in the program's table. If the program closes or replaces
+    ///   one, the process ends with a line.
     /// - A thread that blocks SIGBUS is killed by its first fault. A handler of SIGBUS that the
     ///   program installs after the runtime was built must pass on signals that are not its own.
     InThread,

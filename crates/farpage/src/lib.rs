@@ -49,6 +49,21 @@
 //! farpage logs by `tracing`. Threads that move pages leave their lines to a thread that is there
 //! while there are any, so a subscriber may touch remote memory, or wait for a thread that does.
 //!
+//! # Descriptors
+//!
+//! The threads of a runtime with memory servers share a table of descriptors of their own. So a
+//! program may close any descriptor, as daemons do, and its next one has the number that it would
+//! have without farpage. Calls of a [`Store`] come on threads that have the program's descriptors.
+//!
+//! RDMA devices are opened once in a process, on one table. A program that lends or borrows by RDMA
+//! itself before its first runtime makes that the program's table, and its runtimes over RDMA work
+//! there. After a runtime, it cannot lend by RDMA.
+//!
+//! With [`FaultMode::InThread`] the program's threads need the runtime's descriptors, and without
+//! servers workers call stores themselves: these runtimes use the program's table. A program must
+//! not close or replace what it has not opened there. If it does, it ends with a line on standard
+//! error as soon as a page is moved. Absent pages are never read as zeros.
+//!
 //! # Forking
 //!
 //! Runtimes and regions belong to the process that made them. A child made by `fork` does not have

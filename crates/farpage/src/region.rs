@@ -12,6 +12,7 @@ use bytesize::ByteSize;
 use farpage_pager::{Advice, MapError, Mapped, PageError, PinError};
 use farpage_signals::SignalGuard;
 use farpage_store::{Codec, ElementType, Elements, Layout, Reserve, Store, StoreStatsSnapshot};
+use farpage_tables::Held;
 use farpage_vm::{KernelSpace, sigbus::Registration};
 
 use crate::{CloseError, FlushError, fault};
@@ -175,7 +176,7 @@ impl fmt::Debug for RegionOptions {
 pub struct Region {
     /// Ends before the mapping does.
     _faults: Option<Registration>,
-    mapped: Mapped<KernelSpace>,
+    mapped: Held<Mapped<KernelSpace>>,
     name: Option<String>,
     /// Whether its contents outlive it.
     keeps: bool,
@@ -185,13 +186,14 @@ pub struct Region {
 
 impl Region {
     pub(crate) fn new(
-        mapped: Mapped<KernelSpace>,
+        mapped: Held<Mapped<KernelSpace>>,
         name: Option<String>,
         keeps: bool,
         read_only: bool,
     ) -> Result<Region, MapError> {
-        let bytes = mapped.store().bytes();
-        let faults = fault::register(&mapped).map_err(|source| MapError::Os { bytes, source })?;
+        let bytes = mapped.get().store().bytes();
+        let faults =
+            fault::register(mapped.get()).map_err(|source| MapError::Os { bytes, source })?;
         Ok(Region {
             _faults: faults,
             mapped,
@@ -205,25 +207,25 @@ impl Region {
     /// Gives remote memory that nothing is in back to the servers, where none is reserved.
     pub(crate) fn trim(&self) {
         let _signals = SignalGuard::new();
-        self.mapped.store().trim();
+        self.mapped.with(|mapped| mapped.store().trim());
     }
 
     pub(crate) fn is_parents(&self) -> bool {
-        self.mapped.pager().is_parents()
+        self.mapped.get().pager().is_parents()
     }
 
     pub(crate) fn layout(&self) -> Option<&Layout> {
-        self.mapped.store().layout()
+        self.mapped.get().store().layout()
     }
 
     /// The region's page size in bytes.
     pub fn page_bytes(&self) -> usize {
-        self.mapped.page_bytes()
+        self.mapped.get().page_bytes()
     }
 
     /// How its pages are encoded on the servers; `None` if it has a store of its own.
     pub fn codec(&self) -> Option<Codec> {
-        self.mapped.store().codec()
+        self.mapped.get().store().codec()
     }
 
     /// What the region was created to hold; `None` for bytes without a type.
@@ -241,35 +243,35 @@ impl Region {
     /// Counts of this region's pages on their way to and from the store.
     pub fn store_stats(&self) -> StoreStatsSnapshot {
         let _signals = SignalGuard::new();
-        self.mapped.store().stats()
+        self.mapped.get().store().stats()
     }
 
     /// The most bytes that servers kept at once of this region's pages, and of other regions
     /// without a name that have its page size and codec. 0 if it has a store of its own.
     pub fn kept_peak_bytes(&self) -> u64 {
         let _signals = SignalGuard::new();
-        self.mapped.store().kept_peak_bytes()
+        self.mapped.get().store().kept_peak_bytes()
     }
 
     /// Pages that are in local memory now. A page that is being mapped may not be counted yet.
     pub fn resident_pages(&self) -> usize {
-        self.mapped.resident_pages()
+        self.mapped.get().resident_pages()
     }
 
     /// Counts the pages that are in local memory or were written, and not discarded since.
     pub(crate) fn touched_pages(&self) -> usize {
-        self.mapped.store().stats().touched_pages() as usize
+        self.mapped.get().store().stats().touched_pages() as usize
     }
 
     /// Whether touching some page of a range of bytes raises SIGBUS, or may, since the page is just
     /// being brought in.
     pub(crate) fn has_broken(&self, bytes: Range<usize>) -> bool {
-        self.mapped.has_broken(bytes)
+        self.mapped.get().has_broken(bytes)
     }
 
     /// Whether the kernel may hold references to pages of a range of bytes ([`Advice::ZeroCopy`]).
     pub(crate) fn is_zero_copy(&self, bytes: Range<usize>) -> bool {
-        self.mapped.is_zero_copy(bytes)
+        self.mapped.get().is_zero_copy(bytes)
     }
 
     /// Says how the program will use a range of bytes.
@@ -281,7 +283,8 @@ impl Region {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn advise(&self, range: impl RangeBounds<usize>, advice: Advice) -> Result<(), PageError> {
-        self.mapped.advise(byte_range(range, self.len(), 1), advice)
+        let bytes = byte_range(range, self.len(), 1);
+        self.mapped.with(|mapped| mapped.advise(bytes, advice))
     }
 
     /// Brings a range of bytes in and waits for it. Pages that failed before are tried again. A
@@ -294,7 +297,8 @@ impl Region {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn prefetch_now(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
-        self.mapped.prefetch_now(byte_range(range, self.len(), 1))
+        let bytes = byte_range(range, self.len(), 1);
+        self.mapped.with(|mapped| mapped.prefetch_now(bytes))
     }
 
     /// Brings a range of bytes in and keeps it in memory until [`unpin`](Self::unpin). No access to
@@ -337,7 +341,8 @@ impl Region {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn pin(&self, range: impl RangeBounds<usize>) -> Result<(), PinError> {
-        self.mapped.pin(byte_range(range, self.len(), 1))
+        let bytes = byte_range(range, self.len(), 1);
+        self.mapped.with(|mapped| mapped.pin(bytes))
     }
 
     /// Takes back one [`pin`](Self::pin) of each page that the range touches. A page without a pin
@@ -347,7 +352,7 @@ impl Region {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn unpin(&self, range: impl RangeBounds<usize>) {
-        self.mapped.unpin(byte_range(range, self.len(), 1));
+        self.mapped.get().unpin(byte_range(range, self.len(), 1));
     }
 
     /// Copies `bytes` to `offset`. [Lost](PageError::Lost) pages that they cover wholly come back;
@@ -363,7 +368,7 @@ impl Region {
     /// [read-only](RegionOptions::read_only).
     pub fn overwrite(&mut self, offset: usize, bytes: &[u8]) -> Result<(), PageError> {
         let range = byte_range(offset..offset + bytes.len(), self.len(), 1);
-        self.mapped.put_lost(offset, bytes)?;
+        (self.mapped).with(|mapped| mapped.put_lost(offset, bytes))?;
         self[range].copy_from_slice(bytes);
         Ok(())
     }
@@ -404,21 +409,26 @@ impl Region {
     pub unsafe fn discard_shared(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
         let range = byte_range(range, self.len(), 1);
         assert!(!self.read_only, "a read-only region cannot be discarded");
+        let advise = |part: &Range<usize>, advice| {
+            self.mapped
+                .with(|mapped| mapped.advise(part.clone(), advice))
+        };
         let renew = |part: &Range<usize>| match !part.is_empty()
-            && self.mapped.is_zero_copy(part.clone())
+            && self.mapped.get().is_zero_copy(part.clone())
         {
             // The kernel may still read what is there: the zeros go to new memory.
-            true => self.mapped.advise(part.clone(), Advice::DontNeed),
+            true => advise(part, Advice::DontNeed),
             false => Ok(()),
         };
         let write = |part: Range<usize>| {
-            let first = (self.mapped.address() + part.start) as *mut u8;
+            let first = (self.mapped.get().address() + part.start) as *mut u8;
             // SAFETY: in the region, which is mapped and writable; the caller promises that there
             // is no reference to these bytes.
             unsafe { first.write_bytes(0, part.len()) }
         };
-        if self.mapped.store().is_users_own() {
-            self.mapped.put_lost(range.start, &vec![0; range.len()])?;
+        if self.mapped.get().store().is_users_own() {
+            let zeros = vec![0; range.len()];
+            (self.mapped).with(|mapped| mapped.put_lost(range.start, &zeros))?;
             renew(&range)?;
             write(range);
             return Ok(());
@@ -427,10 +437,12 @@ impl Region {
             true => Ok(()),
             false => {
                 renew(&part)?;
-                self.mapped.with_pages(part.clone(), || write(part))
+                let act = || write(part.clone());
+                self.mapped
+                    .with(|mapped| mapped.with_pages(part.clone(), act))
             }
         };
-        let whole = self.mapped.discard(range.clone())?;
+        let whole = self.mapped.with(|mapped| mapped.discard(range.clone()))?;
         if whole.is_empty() {
             return zero(range);
         }
@@ -449,7 +461,7 @@ impl Region {
     pub(crate) unsafe fn relocate(&self, from: Range<usize>, to: usize) -> Result<(), PageError> {
         let page_bytes = self.page_bytes();
         let copy = |part: Range<usize>| {
-            let at = |byte: usize| (self.mapped.address() + byte) as *mut u8;
+            let at = |byte: usize| (self.mapped.get().address() + byte) as *mut u8;
             // SAFETY: both lie in the region, which is mapped and writable; nobody else uses them,
             // and they do not overlap: the caller's promise.
             unsafe {
@@ -464,8 +476,8 @@ impl Region {
             return Ok(());
         }
         let stays = |old: usize, _| copy(old..old + page_bytes);
-        self.mapped
-            .relocate(first..last, to + (first - from.start), stays)?;
+        let to_first = to + (first - from.start);
+        (self.mapped).with(|mapped| mapped.relocate(first..last, to_first, stays))?;
         copy(from.start..first);
         copy(last..from.end);
         Ok(())
@@ -478,7 +490,7 @@ impl Region {
     /// # Errors
     /// See [`FlushError`]. Nothing is lost, and `flush` may be called again.
     pub fn flush(&self) -> Result<(), FlushError> {
-        self.mapped.flush()?;
+        self.mapped.with(|mapped| mapped.flush())?;
         self.publish()
     }
 
@@ -486,7 +498,7 @@ impl Region {
         match &self.name {
             Some(_) => {
                 let _signals = SignalGuard::new();
-                Ok(self.mapped.store().publish()?)
+                Ok(self.mapped.with(|mapped| mapped.store().publish())?)
             }
             None => Ok(()),
         }
@@ -499,7 +511,7 @@ impl Region {
     /// # Errors
     /// As `flush`. The pages that could not be written back stay.
     pub fn flush_out(&self) -> Result<(), FlushError> {
-        self.mapped.flush_out()?;
+        self.mapped.with(|mapped| mapped.flush_out())?;
         self.publish()
     }
 
@@ -533,7 +545,7 @@ impl Region {
     /// The first error in the background since the last call: an eviction that failed (the page is
     /// still in memory), or a page that could not be brought in (touching it raises SIGBUS).
     pub fn take_error(&self) -> Option<PageError> {
-        self.mapped.take_error()
+        self.mapped.get().take_error()
     }
 }
 
@@ -580,8 +592,8 @@ impl Deref for Region {
         //   bytes.
         unsafe {
             slice::from_raw_parts(
-                self.mapped.address() as *const u8,
-                self.mapped.store().bytes() as usize,
+                self.mapped.get().address() as *const u8,
+                self.mapped.get().store().bytes() as usize,
             )
         }
     }
@@ -595,8 +607,8 @@ impl DerefMut for Region {
         // SAFETY: as in `deref`; the exclusive borrow makes this the only slice.
         unsafe {
             slice::from_raw_parts_mut(
-                self.mapped.address() as *mut u8,
-                self.mapped.store().bytes() as usize,
+                self.mapped.get().address() as *mut u8,
+                self.mapped.get().store().bytes() as usize,
             )
         }
     }
@@ -604,7 +616,7 @@ impl DerefMut for Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if self.mapped.pager().is_parents() {
+        if self.mapped.get().pager().is_parents() {
             // A thread of the parent's may have been in the handler when the process forked, and
             // is waited for in vain.
             mem::forget(self._faults.take());

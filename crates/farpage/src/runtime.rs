@@ -18,6 +18,7 @@ use farpage_signals::SignalGuard;
 use farpage_store::{
     BlockingOptions, Codec, Element, ElementType, Elements, Layout, PageStore, RemoteOptions,
 };
+use farpage_tables::Held;
 use farpage_vm::KernelSpace;
 use farpage_wire::control::check_name;
 
@@ -30,7 +31,7 @@ use crate::{
 /// share the same runtime; regions keep it alive.
 #[derive(Clone, Debug)]
 pub struct Runtime {
-    pager: Arc<Pager<KernelSpace>>,
+    pager: Held<Arc<Pager<KernelSpace>>>,
     defaults: Defaults,
     /// Regions without a name that were created.
     unnamed: Arc<AtomicU64>,
@@ -54,7 +55,7 @@ enum Opening {
 }
 
 impl Runtime {
-    pub(crate) fn new(pager: Arc<Pager<KernelSpace>>, defaults: Defaults) -> Runtime {
+    pub(crate) fn new(pager: Held<Arc<Pager<KernelSpace>>>, defaults: Defaults) -> Runtime {
         Runtime {
             pager,
             defaults,
@@ -170,12 +171,15 @@ impl Runtime {
     fn array_of<T: Pod>(&self, name: &str, opening: Opening) -> Result<RemoteArray<T>, OpenError> {
         let pages = self.open("array", name, opening)?;
         let asked = ElementType::of::<T>();
-        let elements = pages.layout().and_then(|layout| layout.elements.clone());
+        let elements = pages
+            .get()
+            .layout()
+            .and_then(|layout| layout.elements.clone());
         let (len, stored) = match elements {
             Some(elements) if elements.of == asked => (Some(elements.len), elements.to_string()),
             Some(elements) => (None, elements.to_string()),
             None => {
-                let (bytes, one) = (pages.bytes(), asked.bytes);
+                let (bytes, one) = (pages.get().bytes(), asked.bytes);
                 let len = bytes.is_multiple_of(one).then(|| bytes / one);
                 (len, format!("{bytes} bytes"))
             }
@@ -200,7 +204,7 @@ impl Runtime {
     /// See [`NamesError`].
     pub fn names(&self) -> Result<Vec<NamedRegion>, NamesError> {
         let _signals = SignalGuard::new();
-        self.pager.cluster().names()
+        self.pager.with(|pager| pager.cluster().names())
     }
 
     /// Removes what this user has published under `name`, and frees its memory. Programs that have
@@ -212,7 +216,7 @@ impl Runtime {
     /// cannot be reached.
     pub fn remove(&self, name: &str) -> Result<(), NamesError> {
         let _signals = SignalGuard::new();
-        self.pager.cluster().remove(name)
+        self.pager.with(|pager| pager.cluster().remove(name))
     }
 
     /// A region of `bytes` zeroed bytes on the memory servers.
@@ -246,7 +250,7 @@ impl Runtime {
         options: RegionOptions,
         layout: Layout,
     ) -> Result<Region, CreateError> {
-        if self.pager.is_parents() {
+        if self.pager.get().is_parents() {
             return Err(CreateError::Forked);
         }
         let _signals = SignalGuard::new();
@@ -256,29 +260,32 @@ impl Runtime {
         let label = self.label(&options, bytes as u64, layout.elements.as_ref());
         let page_bytes = (options.page_bytes.or(self.defaults.page_bytes))
             .unwrap_or_else(|| default_page_bytes(bytes));
-        let cluster = self.pager.cluster();
-        let pages = match options.store.clone() {
-            Some(store) => PageStore::blocking(
-                cluster,
-                label,
-                bytes as u64,
-                page_bytes,
-                store,
-                &BlockingOptions::default(),
-            )?,
-            None => {
-                let remote = RemoteOptions {
-                    codec: options.codec.unwrap_or(self.defaults.codec),
-                    layout,
-                    reserve: options.reserve,
-                    name: options.name.clone(),
-                    replace: options.replace,
-                };
-                PageStore::remote(cluster, label, bytes as u64, page_bytes, &remote)?
-            }
-        };
+        let mapped = self.pager.with(|pager| {
+            let cluster = pager.cluster();
+            let pages = match options.store.clone() {
+                Some(store) => PageStore::blocking(
+                    cluster,
+                    label,
+                    bytes as u64,
+                    page_bytes,
+                    store,
+                    &BlockingOptions::default(),
+                )?,
+                None => {
+                    let remote = RemoteOptions {
+                        codec: options.codec.unwrap_or(self.defaults.codec),
+                        layout: layout.clone(),
+                        reserve: options.reserve,
+                        name: options.name.clone(),
+                        replace: options.replace,
+                    };
+                    PageStore::remote(cluster, label, bytes as u64, page_bytes, &remote)?
+                }
+            };
+            let mapped = pager.map(pages, self.pager_options(&options))?;
+            Ok::<_, CreateError>(Held::new(mapped))
+        })?;
         let keeps = options.name.is_some() || options.store.is_some();
-        let mapped = (self.pager).map(pages, self.pager_options(&options))?;
         Ok(Region::new(mapped, options.name, keeps, options.read_only)?)
     }
 
@@ -349,29 +356,42 @@ impl Runtime {
         self.map_opened(name, self.open("region", name, opening)?, opening)
     }
 
-    fn open(&self, kind: &str, name: &str, opening: Opening) -> Result<Arc<PageStore>, OpenError> {
-        if self.pager.is_parents() {
+    fn open(
+        &self,
+        kind: &str,
+        name: &str,
+        opening: Opening,
+    ) -> Result<Held<Arc<PageStore>>, OpenError> {
+        if self.pager.get().is_parents() {
             return Err(OpenError::Forked);
         }
         let _signals = SignalGuard::new();
         let label = format!("{kind} `{name}`");
-        Ok(match opening {
-            Opening::Write => PageStore::open(self.pager.cluster(), label, name)?,
-            Opening::Read => PageStore::open_to_read(self.pager.cluster(), label, name)?,
-        })
+        let pages = self.pager.with(|pager| {
+            let pages = match opening {
+                Opening::Write => PageStore::open(pager.cluster(), label, name),
+                Opening::Read => PageStore::open_to_read(pager.cluster(), label, name),
+            };
+            pages.map(Held::new)
+        });
+        Ok(pages?)
     }
 
     fn map_opened(
         &self,
         name: &str,
-        pages: Arc<PageStore>,
+        pages: Held<Arc<PageStore>>,
         opening: Opening,
     ) -> Result<Region, OpenError> {
         let _signals = SignalGuard::new();
         let reads = opening == Opening::Read;
         let mut options = RegionOptions::new();
         options.read_only = reads;
-        let mapped = self.pager.map(pages, self.pager_options(&options))?;
+        let pages = pages.get().clone();
+        let mapped = self.pager.with(|pager| {
+            let mapped = pager.map(pages, self.pager_options(&options));
+            mapped.map(Held::new)
+        })?;
         // Nothing of what is only read is published, so its region needs no name.
         let name = (!reads).then(|| name.to_owned());
         Ok(Region::new(mapped, name, !reads, reads)?)
@@ -404,21 +424,21 @@ impl Runtime {
     ///
     /// [`Builder::budget`]: crate::Builder::budget
     pub fn set_budget(&self, budget: ByteSize) -> ByteSize {
-        if self.pager.is_parents() {
+        if self.pager.get().is_parents() {
             return ByteSize(0);
         }
-        ByteSize(self.pager.set_budget(budget.as_u64()))
+        ByteSize(self.pager.with(|pager| pager.set_budget(budget.as_u64())))
     }
 
     /// Figures since the runtime was built. In a child made by `fork`: none.
     pub fn stats(&self) -> Stats {
-        if self.pager.is_parents() {
+        if self.pager.get().is_parents() {
             return Stats::default();
         }
         let _signals = SignalGuard::new();
-        let cluster = self.pager.cluster();
+        let cluster = self.pager.get().cluster();
         Stats::new(
-            self.pager.stats(),
+            self.pager.get().stats(),
             cluster.stats(),
             cluster.registered_memory(),
             self.sessions()
@@ -428,13 +448,14 @@ impl Runtime {
         )
     }
 
-    /// The connections to the memory servers. In a child made by `fork`, whose parent goes on using
-    /// them: none.
+    /// The connections to the memory servers, for their figures and names. Channels of them are for
+    /// the runtime's threads alone, which have the descriptors. In a child made by `fork`, whose
+    /// parent goes on using them: none.
     pub fn sessions(&self) -> &[Arc<Session>] {
-        if self.pager.is_parents() {
+        if self.pager.get().is_parents() {
             return &[];
         }
-        self.pager.cluster().sessions()
+        self.pager.get().cluster().sessions()
     }
 }
 

@@ -11,6 +11,7 @@ use std::{
     time::Instant,
 };
 
+use farpage_tables::is_private;
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, ppoll},
@@ -25,6 +26,8 @@ use nix::{
 pub(crate) struct Bell {
     event: EventFd,
     asleep: AtomicBool,
+    /// True if the event's number is one of a table that the program does not share.
+    is_private: bool,
 }
 
 impl Bell {
@@ -34,11 +37,17 @@ impl Bell {
         Ok(Bell {
             event,
             asleep: AtomicBool::new(false),
+            is_private: is_private(),
         })
     }
 
     /// Wakes the worker if it sleeps or is about to.
     pub(crate) fn ring(&self) {
+        debug_assert_eq!(
+            is_private(),
+            self.is_private,
+            "a bell is rung on its own table: elsewhere its number may be a file of the program's"
+        );
         // Pairs with the fence in `prepare`: either the worker sees the work, or we see that it is
         // asleep.
         fence(Ordering::SeqCst);

@@ -21,7 +21,8 @@ pub(crate) fn spawn(
     name: String,
     work: impl FnOnce() + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
-    Builder::new().name(name.clone()).spawn(move || {
+    let thread = Builder::new().name(name.clone());
+    farpage_tables::spawn(thread, move || {
         // Signals are the program's, but for those that this thread raises itself, which would end
         // the process without a word: a store that runs in a thread started here may be the reason.
         // SIGBUS stays blocked: its handler may serve faults, which is not for workers.

@@ -16,8 +16,9 @@
 //! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
 //! `state.rs`; what is said of it, to `report.rs`; who else is interposed, to `exec.rs` and
 //! `process.rs`. The program's own limits go by `limits.rs`. With in-thread faults its system calls
-//! go by `filter.rs` and `calls.rs`, and its signals by `signals.rs`. What programs do that a
-//! second allocator or other threads would break is in `plugins.rs` and `confine.rs`.
+//! go by `filter.rs` and `calls.rs`, its signals by `signals.rs`, and the runtime's descriptors are
+//! guarded by `descriptors.rs`. What programs do that a second allocator or other threads would
+//! break is in `plugins.rs` and `confine.rs`.
 
 #[path = "preload/calls.rs"]
 mod calls;
@@ -25,6 +26,10 @@ mod calls;
 mod confine;
 #[path = "preload/debug.rs"]
 mod debug;
+#[path = "preload/descriptors.rs"]
+mod descriptors;
+#[path = "preload/destructors.rs"]
+mod destructors;
 #[path = "preload/environment.rs"]
 mod environment;
 #[path = "preload/exec.rs"]

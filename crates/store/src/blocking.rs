@@ -19,7 +19,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use farpage_fabric::log::later;
-use farpage_signals::spawn;
+use farpage_tables::{Held, Programs, is_private, run_outside, spawn_outside};
 use nix::{
     sched::{CpuSet, sched_getaffinity, sched_setaffinity},
     sys::eventfd::{EfdFlags, EventFd},
@@ -36,8 +36,9 @@ use parking_lot::Mutex;
 /// return the same bytes for it: a program holds slices of this memory, which must not change by
 /// themselves.
 ///
-/// Calls come on farpage's threads. Some of these keep to one CPU, and what a call starts would
-/// inherit that, so a store that has threads of its own starts them when it is made.
+/// Calls come on farpage's threads, which have the program's descriptors. Some of these threads
+/// keep to one CPU, and what a call starts would inherit that, so a store that has threads of its
+/// own starts them when it is made.
 pub trait Store: Send + Sync + 'static {
     /// Reads exactly `buf.len()` bytes at `offset`.
     ///
@@ -62,7 +63,8 @@ pub trait Store: Send + Sync + 'static {
 
     /// False: `read` and `write` return without waiting for anything, so that they are called on
     /// the worker's own thread from the start. True: on threads of the store, until it has shown
-    /// for a while that it returns at once.
+    /// for a while that it returns at once. In a runtime with memory servers all calls come on
+    /// threads of the store, because workers do not have the program's descriptors there.
     fn may_block(&self) -> bool {
         true
     }
@@ -111,6 +113,8 @@ const IDLE: Duration = Duration::from_secs(2);
 /// Something to do on a thread of a store.
 pub(crate) trait Work: Send {
     fn run(self: Box<Self>);
+    /// Ends it without having run it.
+    fn fail(self: Box<Self>, why: io::Error);
 }
 
 /// Whether a store returns at once, by how long its calls have taken so far.
@@ -167,7 +171,9 @@ impl Trust {
 
 /// A store with its threads.
 pub(crate) struct BlockingStore {
-    pub(crate) store: Arc<dyn Store>,
+    pub(crate) store: Programs<Arc<dyn Store>>,
+    /// True where workers have descriptors of their own: the store's are the program's.
+    is_outside: bool,
     trust: Trust,
     threads_max: usize,
     jobs: Sender<Box<dyn Work>>,
@@ -199,7 +205,8 @@ impl BlockingStore {
             cpus: sched_getaffinity(Pid::from_raw(0)).ok(),
         });
         Self {
-            store,
+            store: Programs::new(store),
+            is_outside: is_private(),
             trust: Trust {
                 score: AtomicI32::new(Trust::UNKNOWN),
                 inside: AtomicUsize::new(0),
@@ -210,13 +217,15 @@ impl BlockingStore {
         }
     }
 
-    pub(crate) fn has_threads(&self) -> bool {
-        self.threads_max > 0
+    /// True if a worker makes all calls itself, from the first one on.
+    pub(crate) fn is_workers(&self) -> bool {
+        !self.is_outside && (self.threads_max == 0 || !self.store.may_block())
     }
 
-    /// Whether a worker shall make a call about so many bytes itself.
+    /// True if a worker is to make a call about `bytes` bytes itself.
     pub(crate) fn is_trusted(&self, bytes: usize) -> bool {
-        !self.has_threads() || bytes <= Trust::BYTES_MAX && self.trust.is_there()
+        let is_trusted = bytes <= Trust::BYTES_MAX && self.trust.is_there();
+        !self.is_outside && (self.threads_max == 0 || is_trusted)
     }
 
     /// A worker begins to make a call itself.
@@ -236,23 +245,41 @@ impl BlockingStore {
         f: impl FnOnce(&dyn Store) -> io::Result<()>,
     ) -> Result<(), CallError> {
         let began = Instant::now();
-        let result = call(|| f(&*self.store));
+        let result = call(|| f(&**self.store));
         self.trust.learn(bytes, began.elapsed());
         result
     }
 
-    /// Runs the work on a thread of this store, or here and now if no thread can be had.
+    /// Makes everything written so far durable.
+    pub(crate) fn flush(&self) -> io::Result<()> {
+        let store = Arc::clone(&self.store);
+        run_outside("farpage-store", move || match call(|| store.flush()) {
+            Ok(()) => Ok(()),
+            Err(CallError::Io(error)) => Err(error),
+            Err(CallError::Panic(message)) => Err(io::Error::other(format!(
+                "store {} panicked in flush: {message}",
+                store.name()
+            ))),
+        })?
+    }
+
+    /// Runs the work on a thread of this store. If none can be had, it is run here and now, or
+    /// fails where the calling thread does not have the program's descriptors.
     pub(crate) fn submit(&self, work: Box<dyn Work>) {
         let mut count = self.crew.count.lock();
         if count.outstanding >= count.threads && count.threads < self.threads_max {
             let crew = self.crew.clone();
-            match spawn("farpage-store", move || crew.work()) {
-                Ok(_) => count.threads += 1,
+            match spawn_outside("farpage-store", move || crew.work()) {
+                Ok(()) => count.threads += 1,
                 Err(error) => {
+                    let why = io::Error::new(error.kind(), format!("no thread for it: {error}"));
                     later(move || tracing::warn!(%error, "no thread for a store"));
                     if count.threads == 0 {
                         drop(count);
-                        return work.run();
+                        return match self.is_outside {
+                            true => work.fail(why),
+                            false => work.run(),
+                        };
                     }
                 }
             }
@@ -313,7 +340,7 @@ fn panic_text(payload: Box<dyn Any + Send>) -> String {
 
 /// Wakes the lane that waits for work done elsewhere. One write per sleep, however many things end.
 pub(crate) struct Waker {
-    event: EventFd,
+    event: Held<EventFd>,
     woken: AtomicBool,
 }
 
@@ -321,7 +348,7 @@ impl Waker {
     pub(crate) fn new() -> io::Result<Self> {
         let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(Self {
-            event,
+            event: Held::new(event),
             woken: AtomicBool::new(false),
         })
     }
@@ -331,7 +358,7 @@ impl Waker {
         if !self.woken.swap(true, Ordering::AcqRel) {
             // It can only fail when the counter is full, and then the descriptor is readable
             // anyway.
-            let _ = self.event.write(1);
+            let _ = self.event.with(|event| event.write(1));
         }
     }
 
@@ -339,12 +366,12 @@ impl Waker {
     pub(crate) fn clear(&self) {
         // Read first: whoever rings in between finds the flag set and does not write, but is found
         // by the look.
-        let _ = self.event.read();
+        let _ = self.event.get().read();
         self.woken.swap(false, Ordering::AcqRel);
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.event.as_fd()
+        self.event.get().as_fd()
     }
 }
 

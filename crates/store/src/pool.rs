@@ -15,7 +15,6 @@ use std::{
 };
 
 use farpage_fabric::{AllocError, ControlError, ExtentId, Session, log::later, regmem::RegPool};
-use farpage_signals::spawn;
 use parking_lot::Mutex;
 
 use crate::{
@@ -499,7 +498,7 @@ impl SlotPool {
                 let _ = pool.grow_unless_ended(bytes, ended);
                 pool.is_growing.store(false, Ordering::Relaxed);
             };
-            if let Err(error) = spawn("farpage-grow", ask) {
+            if let Err(error) = farpage_tables::errand("farpage-grow", ask) {
                 self.is_growing.store(false, Ordering::Relaxed);
                 return Growth::Refused(AllocError::Control(ControlError::Disconnected {
                     endpoint: self.endpoint(0).to_string(),

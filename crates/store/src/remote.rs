@@ -195,14 +195,7 @@ impl PageStore {
     pub fn flush(&self) -> io::Result<()> {
         match &self.backing {
             Backing::Remote(_) => Ok(()),
-            Backing::Blocking(blocking) => match crate::blocking::call(|| blocking.store.flush()) {
-                Ok(()) => Ok(()),
-                Err(crate::blocking::CallError::Io(error)) => Err(error),
-                Err(crate::blocking::CallError::Panic(message)) => Err(io::Error::other(format!(
-                    "store {} panicked in flush: {message}",
-                    blocking.store.name()
-                ))),
-            },
+            Backing::Blocking(blocking) => blocking.flush(),
         }
     }
 

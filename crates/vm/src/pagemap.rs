@@ -8,6 +8,8 @@ use std::{
     os::{fd::AsFd, unix::fs::FileExt},
 };
 
+use farpage_tables::lost;
+
 use crate::sys::{self, KERNEL_PAGE_BYTES};
 
 /// Bits 63 (present) and 62 (swapped) of an entry: an access then raises no userfault. A poison
@@ -52,8 +54,10 @@ impl Pagemap {
         let end = (start + len).div_ceil(KERNEL_PAGE_BYTES);
         while page < end {
             let count = ENTRIES_PER_READ.min(end - page);
-            self.0
-                .read_exact_at(&mut bytes[..8 * count], 8 * page as u64)?;
+            (self
+                .0
+                .read_exact_at(&mut bytes[..8 * count], 8 * page as u64))
+            .map_err(closed)?;
             let (entries, _) = bytes[..8 * count].as_chunks::<8>();
             if entries
                 .iter()
@@ -70,6 +74,15 @@ impl Pagemap {
     pub(crate) fn can_scan(&self) -> io::Result<()> {
         sys::can_scan(self.0.as_fd())
     }
+}
+
+/// Ends the process if the program has closed the page map, or put a file in its place.
+fn closed(error: io::Error) -> io::Error {
+    let is_closed = error.raw_os_error() == Some(libc::EBADF);
+    if is_closed || error.kind() == io::ErrorKind::UnexpectedEof {
+        lost("/proc/self/pagemap");
+    }
+    error
 }
 
 #[cfg(test)]

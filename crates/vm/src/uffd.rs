@@ -10,6 +10,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd},
 };
 
+use farpage_tables::{is_private, lost};
 use linux_raw_sys::general as raw;
 use nix::errno::Errno;
 use userfaultfd::{Event, EventBuffer, FaultKind, ReadWrite};
@@ -30,6 +31,8 @@ const FAULTS_PER_READ: usize = 64;
 /// The methods that change memory are `unsafe`: addresses are plain numbers here.
 pub struct Uffd {
     inner: userfaultfd::Uffd,
+    /// True where the program can close it.
+    is_in_reach: bool,
 }
 
 impl Uffd {
@@ -72,7 +75,10 @@ impl Uffd {
     fn over(fd: OwnedFd) -> Self {
         // SAFETY: a userfaultfd that has agreed on its features, owned by nobody else.
         let inner = unsafe { userfaultfd::Uffd::from_raw_fd(fd.into_raw_fd()) };
-        Self { inner }
+        Self {
+            inner,
+            is_in_reach: !is_private(),
+        }
     }
 
     /// Starts to catch faults in a range of a mapping.
@@ -198,6 +204,10 @@ impl Uffd {
         buffer: &mut FaultBuffer,
         mut each: impl FnMut(Message),
     ) -> io::Result<()> {
+        if self.is_in_reach {
+            // A file that the program has put in its place must not be read.
+            self.is_changing();
+        }
         loop {
             let mut count = 0;
             let events = match self.inner.read_events(&mut buffer.0) {
@@ -413,6 +423,11 @@ fn open_any(user_mode_only: bool) -> Result<OwnedFd, OpenError> {
 
 fn os_error(error: userfaultfd::Error) -> io::Error {
     match error {
+        userfaultfd::Error::SystemError(errno)
+            if matches!(errno as i32, libc::EBADF | libc::ENOTTY) =>
+        {
+            lost(sys::USERFAULTFD)
+        }
         // The crate's errno is that of another major version of nix: only the number travels.
         userfaultfd::Error::SystemError(errno) => io::Error::from_raw_os_error(errno as i32),
         other => io::Error::other(other),

@@ -30,6 +30,7 @@ use crate::{
     Buf, Channel, ConnectError, RdmaOptions,
     attachment::Attachment,
     channel::Group,
+    home,
     log::later,
     nonblocking::describe,
     regmem::{NullRegistrar, RegPool, RegPoolOptions, Registrar},
@@ -333,7 +334,9 @@ const RESOLVE_AGAIN: Duration = Duration::from_secs(1);
 
 /// Finds the device and the way to the server.
 fn resolve(endpoint: &Endpoint, until: Instant) -> Result<Id, ConnectError> {
-    devices().map_err(|reason| unusable(endpoint, reason))?;
+    devices()
+        .and_then(|_| home::enter())
+        .map_err(|reason| unusable(endpoint, reason))?;
     let unreachable = |source| ConnectError::Unreachable {
         endpoint: endpoint.to_string(),
         source,

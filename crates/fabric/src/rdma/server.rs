@@ -30,6 +30,7 @@ use super::{
 };
 use crate::{
     errors::BindError,
+    home,
     host::Peer,
     log::later,
     memory::{self, ExtentMemory, Residency},
@@ -222,7 +223,7 @@ impl Listener {
                 source,
             },
         };
-        devices().map_err(unusable)?;
+        devices().and_then(|_| home::enter()).map_err(unusable)?;
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in address(endpoint).to_socket_addrs().map_err(failed)? {
             let id = Id::new().map_err(|error| unusable(explain_start(&error)))?;

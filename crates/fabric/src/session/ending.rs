@@ -10,11 +10,21 @@ use std::{
     time::Instant,
 };
 
+use farpage_tables::Table;
+
 use super::{remote::GOODBYE, shared::Shared};
 
-/// Sessions over a network, with the process that began each: a child made by `fork` has their
-/// sockets, too, and must not speak on them.
-static SESSIONS: Mutex<Vec<(u32, Weak<Shared>)>> = Mutex::new(Vec::new());
+/// A session over a network.
+struct Open {
+    /// The process that began the session: a child made by `fork` has its socket, too, and must not
+    /// speak on it.
+    process: u32,
+    /// The descriptor table that has the session's socket. `None`: the program's.
+    table: Option<Weak<Table>>,
+    shared: Weak<Shared>,
+}
+
+static SESSIONS: Mutex<Vec<Open>> = Mutex::new(Vec::new());
 
 /// Has a session announce the end of this process. Over shared memory the server sees the end
 /// itself.
@@ -29,8 +39,12 @@ pub(super) fn register(shared: &Arc<Shared>) {
         libc::atexit(announce);
     });
     let mut sessions = SESSIONS.lock().unwrap_or_else(PoisonError::into_inner);
-    sessions.retain(|(_, session)| session.strong_count() > 0);
-    sessions.push((process::id(), Arc::downgrade(shared)));
+    sessions.retain(|session| session.shared.strong_count() > 0);
+    sessions.push(Open {
+        process: process::id(),
+        table: Table::current().map(|table| Arc::downgrade(&table)),
+        shared: Arc::downgrade(shared),
+    });
 }
 
 extern "C" fn announce() {
@@ -39,8 +53,19 @@ extern "C" fn announce() {
         return;
     };
     let until = Instant::now() + GOODBYE;
-    let ours = sessions.iter().filter(|(by, _)| *by == process::id());
-    for session in ours.filter_map(|(_, session)| session.upgrade()) {
-        session.leave(until);
+    let process = process::id();
+    for session in sessions.iter().filter(|session| session.process == process) {
+        // Dropped where the session is used, since this may be the last reference.
+        let leave = || {
+            session
+                .shared
+                .upgrade()
+                .map_or((), |shared| shared.leave(until))
+        };
+        match &session.table {
+            None => leave(),
+            // A table that is gone has taken its sessions along.
+            Some(table) => table.upgrade().map_or((), |table| table.run(leave)),
+        }
     }
 }

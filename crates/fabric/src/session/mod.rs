@@ -15,6 +15,7 @@ mod talk;
 mod visit;
 
 use std::{
+    io,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -22,6 +23,7 @@ use std::{
     time::Instant,
 };
 
+use farpage_tables::{Held, Table};
 use farpage_wire::{
     Endpoint, ExtentId, NamedRegion, Refusal, Request, Response, ServerStat, Versions,
     control::{Lease, NAMES_PER_ANSWER},
@@ -35,7 +37,9 @@ use crate::{
     attachment::KeepAlive,
     channel::{Alone, Group},
     errors::CallError,
+    home,
     link::Shaped,
+    log::later,
     rdma,
     regmem::{NullRegistrar, Registrar},
     sim::SimSession,
@@ -53,7 +57,7 @@ pub struct Session {
     link: Option<Arc<Link>>,
     /// Why `auto` did not take rdma.
     fallback: Option<String>,
-    backend: Backend,
+    backend: Held<Backend>,
     /// How many lines have been given out.
     lines: AtomicU64,
     /// How many requests have been numbered.
@@ -115,6 +119,32 @@ impl Session {
         endpoint: &Endpoint,
         options: &SessionOptions,
     ) -> Result<Arc<Self>, ConnectError> {
+        if let Some(table) = home::elsewhere(endpoint) {
+            return table.run(|| Self::connect_here(endpoint, options));
+        }
+        Self::connect_here(endpoint, options)
+    }
+
+    /// Returns the descriptor table that sessions at `endpoints` are to begin on: `new`'s, unless
+    /// one of them may go over RDMA, and this process has used RDMA on another table.
+    ///
+    /// # Errors
+    /// Those of `new`. No thread is to be had.
+    pub fn table_for(
+        endpoints: &[Endpoint],
+        new: impl FnOnce() -> io::Result<Arc<Table>>,
+    ) -> io::Result<Arc<Table>> {
+        match endpoints.iter().any(home::may_be_rdma) && rdma::devices().is_ok() {
+            true => home::choose(new),
+            false => new(),
+        }
+    }
+
+    /// Begins a session on the calling thread's table.
+    fn connect_here(
+        endpoint: &Endpoint,
+        options: &SessionOptions,
+    ) -> Result<Arc<Self>, ConnectError> {
         let backend = match endpoint {
             Endpoint::Sim(seed) => Backend::Sim(SimSession::alone(*seed, &options.client)),
             Endpoint::Auto { host, port } => return Self::choose(host, *port, options),
@@ -142,14 +172,16 @@ impl Session {
         // noticed only by silence.
         let reason = match Remote::connect(&rdma, options, begun + options.deadline / 2) {
             Ok(remote) => {
-                tracing::info!(endpoint = %rdma, "auto: taking rdma");
+                let endpoint = rdma.clone();
+                later(move || tracing::info!(%endpoint, "auto: taking rdma"));
                 return Ok(Arc::new(Self::new(rdma, options, Backend::Remote(remote))));
             }
             Err(ConnectError::NoRdma { reason, .. }) => reason,
             Err(error @ ConnectError::Unreachable { .. }) => error.to_string(),
             Err(error) => return Err(error),
         };
-        tracing::warn!(endpoint = %tcp, reason, "auto: taking tcp");
+        let (endpoint, why) = (tcp.clone(), reason.clone());
+        later(move || tracing::warn!(%endpoint, reason = why, "auto: taking tcp"));
         let remote = Remote::connect(&tcp, options, begun + options.deadline)?;
         let mut session = Self::new(tcp, options, Backend::Remote(remote));
         session.fallback = Some(reason);
@@ -162,7 +194,7 @@ impl Session {
             endpoint,
             link: options.link.clone(),
             fallback: None,
-            backend,
+            backend: Held::new(backend),
             lines: AtomicU64::new(0),
             serials: AtomicU64::new(0),
         }
@@ -223,9 +255,12 @@ impl Session {
     /// # Errors
     /// [`ControlError`]
     pub fn release(&self, id: ExtentId) -> Result<(), ControlError> {
-        let answer = match &self.backend {
-            Backend::Remote(remote) => remote.release(id),
-            Backend::Sim(sim) => sim.call(Request::Release { extent: id }),
+        let answer = match self.backend.is_parents() {
+            true => Err(forked()),
+            false => self.backend.with(|backend| match backend {
+                Backend::Remote(remote) => remote.release(id),
+                Backend::Sim(sim) => sim.call(Request::Release { extent: id }),
+            }),
         };
         match answer {
             Ok(Response::Done) => Ok(()),
@@ -256,7 +291,8 @@ impl Session {
     pub(crate) fn channels<B: Buf>(sessions: &[Arc<Self>]) -> Result<Vec<Group<B>>, ConnectError> {
         let (mut groups, mut routes) = (Vec::new(), Vec::new());
         for (number, session) in sessions.iter().enumerate() {
-            let route = match (&session.backend, &session.link) {
+            session.check_table()?;
+            let route = match (session.backend.get(), &session.link) {
                 (Backend::Remote(remote), None) => remote.route(session, session.line().number)?,
                 _ => None,
             };
@@ -275,7 +311,7 @@ impl Session {
     /// The registrar of the adapter that this session's channels use. Without an adapter, and
     /// before the first channel is open, the [`NullRegistrar`].
     pub fn registrar(&self) -> Arc<dyn Registrar> {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.registrar(),
             Backend::Sim(_) => Arc::new(NullRegistrar),
         }
@@ -284,7 +320,7 @@ impl Session {
     /// Bytes that channels over RDMA have copied through registered memory of their own, because
     /// the buffers of their operations are no registered memory. 0 over other fabrics.
     pub fn bounced_bytes(&self) -> u64 {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.bounced_bytes(),
             Backend::Sim(_) => 0,
         }
@@ -293,7 +329,7 @@ impl Session {
     /// What the channels of a session over RDMA share, for tests that cheat.
     #[cfg(all(test, feature = "rdma"))]
     pub(crate) fn rdma(&self) -> &crate::rdma::Client {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.rdma(),
             Backend::Sim(_) => unreachable!("asked of a session over RDMA only"),
         }
@@ -302,7 +338,7 @@ impl Session {
     /// Whether the server's process is known to have ended although what it lent can still be
     /// reached. Nobody can open the names any more that it kept. Known over shared memory only.
     pub fn has_outlived_server(&self) -> bool {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.has_outlived_server(),
             Backend::Sim(_) => false,
         }
@@ -312,7 +348,7 @@ impl Session {
     /// session or is known to have been started anew. With `refused` also where the lease must have
     /// run out: for a caller that has just found memory that is not its own any more.
     pub fn loss(&self, refused: bool) -> Option<String> {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.loss(refused),
             Backend::Sim(_) => None,
         }
@@ -321,7 +357,7 @@ impl Session {
     /// Adds to the bytes of the pages that this client keeps on the server. Negative values
     /// subtract. The server is told the sums with every renewal of the lease, for its figures.
     pub fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.add_contents(plain_bytes, stored_bytes),
             Backend::Sim(_) => {}
         }
@@ -332,9 +368,11 @@ impl Session {
     /// may have been cut off. Sessions announce the end by themselves when a process returns from
     /// `main` or calls `exit`; one that ends otherwise, as by `_exit`, calls this before.
     pub fn leave(&self) {
-        if let Backend::Remote(remote) = &self.backend {
-            remote.leave();
-        }
+        self.backend.with(|backend| {
+            if let Backend::Remote(remote) = backend {
+                remote.leave();
+            }
+        });
     }
 
     /// The server's figures.
@@ -533,9 +571,25 @@ impl Session {
     }
 
     fn call(&self, request: Request) -> Result<Response, CallError> {
-        match &self.backend {
+        if self.backend.is_parents() {
+            return Err(forked());
+        }
+        self.backend.with(|backend| match backend {
             Backend::Remote(remote) => remote.call(request),
             Backend::Sim(sim) => sim.call(request),
+        })
+    }
+
+    /// # Errors
+    /// The calling thread does not have the session's descriptors.
+    fn check_table(&self) -> Result<(), ConnectError> {
+        let why = "its descriptors are on a table of a runtime, whose threads alone have channels";
+        match self.backend.is_here() {
+            true => Ok(()),
+            false => Err(ConnectError::Unreachable {
+                endpoint: self.name.clone(),
+                source: io::Error::new(io::ErrorKind::Unsupported, why),
+            }),
         }
     }
 
@@ -573,6 +627,11 @@ impl Session {
             },
         }
     }
+}
+
+/// The error of a call in a child made by `fork`, which does not have the connection.
+fn forked() -> CallError {
+    CallError::NotAsked("this process is a child of the one that connected".to_owned())
 }
 
 /// A server that lists more names than this is taken for one that never ends.
@@ -614,7 +673,8 @@ impl Line {
     /// [`ConnectError`], within the deadline of the session's options.
     pub fn channel<B: Buf>(&self) -> Result<Box<dyn Channel<B>>, ConnectError> {
         let session = &self.session;
-        let channel = match &session.backend {
+        session.check_table()?;
+        let channel = match session.backend.get() {
             Backend::Remote(remote) => remote.channel(session, self.number)?,
             Backend::Sim(sim) => {
                 let session: KeepAlive = Arc::clone(session) as _;

@@ -21,7 +21,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_signals::spawn;
 use farpage_wire::{
     Endpoint, ExtentId, Request, Response,
     control::{MAX_CLIENT_BYTES, MAX_FRAME_BYTES, Purpose},
@@ -106,7 +105,8 @@ impl Remote {
         ending::register(&shared);
         let keeper = {
             let shared = Arc::clone(&shared);
-            spawn("farpage-session", move || shared.keep()).map_err(no_resources)?
+            let thread = thread::Builder::new().name("farpage-session".to_owned());
+            farpage_tables::spawn(thread, move || shared.keep()).map_err(no_resources)?
         };
         Ok(Self {
             shared,

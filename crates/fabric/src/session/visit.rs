@@ -5,6 +5,7 @@
 
 use std::time::Instant;
 
+use farpage_tables::Held;
 use farpage_wire::{
     Endpoint, NamedRegion, PublicKey, Request, Response, ServerStat,
     control::{MAX_FRAME_BYTES, Purpose},
@@ -15,7 +16,7 @@ use super::{
     connect::{not_connected, open, turned_away},
 };
 use crate::{
-    ConnectError, SessionOptions,
+    ConnectError, SessionOptions, home,
     key::Key,
     rdma,
     stream::{ReceiveError, Stream},
@@ -25,8 +26,13 @@ use crate::{
 #[derive(Debug)]
 pub struct Visit {
     endpoint: String,
-    stream: Stream,
+    connection: Held<Connection>,
     until: Instant,
+}
+
+#[derive(Debug)]
+struct Connection {
+    stream: Stream,
     /// Keeps what the connection is made of, where it is one over RDMA.
     _rdma: rdma::Client,
 }
@@ -53,13 +59,19 @@ impl Visit {
             }
             other => other,
         };
-        let rdma = rdma::Client::new(options.rdma);
-        let stream = open(endpoint, &rdma, Purpose::Control, until)?;
+        let connect = || {
+            let rdma = rdma::Client::new(options.rdma);
+            let stream = open(endpoint, &rdma, Purpose::Control, until)?;
+            let _rdma = rdma;
+            Ok(Held::new(Connection { stream, _rdma }))
+        };
         Ok(Self {
             endpoint: endpoint.to_string(),
-            stream,
+            connection: match home::elsewhere(endpoint) {
+                Some(table) => table.run(connect),
+                None => connect(),
+            }?,
             until,
-            _rdma: rdma,
         })
     }
 
@@ -121,10 +133,12 @@ impl Visit {
     }
 
     fn ask(&mut self, request: &Request) -> Result<Response, ConnectError> {
-        let answer = || -> Result<Response, ReceiveError> {
-            self.stream.send(request, self.until)?;
-            self.stream.receive(MAX_FRAME_BYTES, self.until)
-        };
-        answer().map_err(|error| not_connected(&self.endpoint, error))
+        let answer = self
+            .connection
+            .with(|Connection { stream, .. }| -> Result<_, ReceiveError> {
+                stream.send(request, self.until)?;
+                stream.receive(MAX_FRAME_BYTES, self.until)
+            });
+        answer.map_err(|error| not_connected(&self.endpoint, error))
     }
 }

@@ -6,6 +6,8 @@
 //! with what it returned. This covers calls from inside the C library (streams, locks, `opendir`)
 //! and raw ones alike.
 //!
+//! The same filter refuses to close or to replace descriptors of the runtime (`descriptors.rs`).
+//!
 //! The rule it keeps: all other calls cost a few comparisons. A filter stays with a process and its
 //! children for good, also after `exec`, where nobody handles SIGSYS. So it must never meet
 //! anything there: the arena lies where the kernel places nothing by itself, and where no filter
@@ -19,7 +21,7 @@ use std::{
     mem,
     ops::Range,
     ptr,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
 use farpage_vm::calls;
@@ -35,6 +37,17 @@ const PLACES: Range<usize> = 0x1000_0000_0000..0x5000_0000_0000;
 const PLACES_TRIED: usize = 64;
 /// The largest page: a region of whole pages fits a multiple of it.
 const RESERVED_BYTES: usize = 2 << 20;
+
+/// First and last upper half of addresses that the filter looks for. Written before there is a
+/// filter, so that its SIGSYS finds them.
+static FIRST: AtomicUsize = AtomicUsize::new(usize::MAX);
+static LAST: AtomicUsize = AtomicUsize::new(0);
+
+/// True if the filter looks for an address. The arena may begin later, or end.
+fn is_in_window(at: usize) -> bool {
+    let upper = at >> WINDOW_BITS;
+    FIRST.load(Ordering::Relaxed) <= upper && upper <= LAST.load(Ordering::Relaxed)
+}
 
 /// Reserves addresses for an arena of `bytes` bytes, and all that share their upper halves. A
 /// process whose addresses are limited reserves the arena's alone: the kernel maps nothing near
@@ -112,10 +125,13 @@ fn no_sigsys() -> String {
 }
 
 /// From now on system calls of this thread, and of those that it starts, may be given memory at
-/// these addresses.
-pub(crate) fn install(addresses: Range<usize>) -> Result<(), String> {
+/// these addresses. Those that close or replace one of `descriptors` fail.
+pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Result<(), String> {
+    FIRST.store(addresses.start >> WINDOW_BITS, Ordering::Relaxed);
+    LAST.store((addresses.end - 1) >> WINDOW_BITS, Ordering::Relaxed);
     handle_sigsys()?;
-    let mut filter = filter(addresses);
+    let mut filter = refuse_to_close(descriptors);
+    filter.extend(self::filter(addresses));
     let program = libc::sock_fprog {
         len: filter.len() as u16,
         filter: filter.as_mut_ptr(),
@@ -174,6 +190,31 @@ fn filter(addresses: Range<usize>) -> Vec<sock_filter> {
         filter.extend(group);
     }
     filter.push(answer(libc::SECCOMP_RET_ALLOW));
+    filter
+}
+
+/// Answers `EBADF` to calls that close or replace one of `descriptors`. Programs that this one
+/// starts close ranges, which nothing may refuse: `close_range` goes by `descriptors.rs`.
+fn refuse_to_close(descriptors: Range<u32>) -> Vec<sock_filter> {
+    let argument = |at: usize| load(mem::offset_of!(libc::seccomp_data, args) + 8 * at);
+    let ours = [
+        jump(libc::BPF_JGE, descriptors.start, 0, 2),
+        jump(libc::BPF_JGE, descriptors.end, 1, 0),
+        answer(libc::SECCOMP_RET_ERRNO | libc::EBADF as u32),
+    ];
+    let mut filter = vec![
+        load(mem::offset_of!(libc::seccomp_data, nr)),
+        jump(libc::BPF_JEQ, libc::SYS_close as u32, 4, 0),
+        #[cfg(target_arch = "x86_64")]
+        jump(libc::BPF_JEQ, libc::SYS_dup2 as u32, 1, 0),
+        #[cfg(not(target_arch = "x86_64"))]
+        jump(libc::BPF_JEQ, libc::SYS_dup3 as u32, 1, 0),
+        jump(libc::BPF_JEQ, libc::SYS_dup3 as u32, 0, 6),
+        argument(1),
+        statement(libc::BPF_JMP | libc::BPF_JA, 1),
+        argument(0),
+    ];
+    filter.extend(ours);
     filter
 }
 
@@ -268,7 +309,7 @@ extern "C-unwind" fn on_sigsys(signal: c_int, info: *mut libc::siginfo_t, contex
         register(libc::REG_R9),
     ];
     // The program may have a filter of its own.
-    if code != SYS_SECCOMP || !args.iter().any(|&at| state::owns(at)) {
+    if code != SYS_SECCOMP || !args.iter().any(|&at| is_in_window(at)) {
         signals::pass_on_sigsys(signal, info, context);
         return;
     }

@@ -63,7 +63,7 @@ const DONE: u32 = 3;
 /// Starts the thread. With `stats` it writes the lines, also where a signal ends the process.
 pub(crate) fn begin(stats: bool) -> Result<(), String> {
     let thread = thread::Builder::new().name("farpage-end".into());
-    let started = thread.spawn(when_asked);
+    let started = farpage_tables::spawn(thread, when_asked);
     started.map_err(|error| format!("cannot start a thread: {error}"))?;
     WORD.store(IDLE, Ordering::Release);
     if !stats {

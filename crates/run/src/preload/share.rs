@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK: Duration = Duration::from_millis(100);
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// The connection, which a child made by `fork` closes.
+/// The connection, which a child made by `fork` closes if it has a copy.
 static CONNECTION: AtomicI32 = AtomicI32::new(-1);
 
 /// A connection to where shares are had.
@@ -38,18 +38,22 @@ impl Share {
     /// Connects to where shares are had. A share is taken by [`keep`](Self::keep).
     pub(crate) fn connect(socket: &str) -> Result<Share, String> {
         let stream = UnixStream::connect(socket).map_err(|error| no(&error))?;
-        CONNECTION.store(stream.as_raw_fd(), Ordering::Relaxed);
         Ok(Share { stream, bytes: 0 })
     }
 
     /// Waits for the first share, keeps the runtime to it, and asks for what the program allocates.
-    pub(crate) fn keep(mut self, runtime: Runtime) -> Result<(), String> {
+    /// `is_programs`: the connection is in the program's table, of which a child made by `fork`
+    /// gets a copy.
+    pub(crate) fn keep(mut self, runtime: Runtime, is_programs: bool) -> Result<(), String> {
+        if is_programs {
+            CONNECTION.store(self.stream.as_raw_fd(), Ordering::Relaxed);
+        }
         self.bytes = self.first().map_err(|error| no(&error))?;
         runtime.set_budget(ByteSize(self.bytes));
         let no = |error| format!("cannot keep to a share of the budget: {error}");
         self.stream.set_read_timeout(Some(LOOK)).map_err(no)?;
         let thread = thread::Builder::new().name("farpage-share".into());
-        thread.spawn(move || self.listen(&runtime)).map_err(no)?;
+        farpage_tables::spawn(thread, move || self.listen(&runtime)).map_err(no)?;
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use std::{
     process,
     ptr::{self, NonNull},
     sync::{
-        OnceLock,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
     },
 };
@@ -21,9 +21,12 @@ use farpage::{
     Runtime, error::StoreCreateError,
 };
 use farpage_signals::Mutex;
+use farpage_tables::Table;
 
 use crate::{
-    Inside, environment,
+    Inside,
+    descriptors::Window,
+    destructors, environment,
     environment::{PREFIX, variable},
     exec, family, filter, give_up,
     heap::ALIGN,
@@ -64,6 +67,8 @@ pub(crate) struct State {
 /// The runtime, and what its arena will be.
 struct Plan {
     runtime: Runtime,
+    /// The table that has the runtime's descriptors. `None` with in-thread faults: the program's.
+    table: Option<Arc<Table>>,
     share: Option<Share>,
     /// Size of the arena, or why there will be none.
     size: Result<Size, String>,
@@ -341,6 +346,7 @@ extern "C" fn begin() {
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
     };
+    destructors::begin();
     environment::keep();
     FOLDER.get_or_init(|| variable("FOLDER").unwrap_or_default().into());
     exec::take_note();
@@ -349,18 +355,12 @@ extern "C" fn begin() {
     CHILDREN.store(variable("CHILDREN").is_some(), Ordering::Relaxed);
     let addresses_before = limits::addresses();
     // A server may not answer, and nothing is held that a signal could find.
-    let plan = inside.signals.wait(build);
+    let plan = inside.signals.wait(start);
     let plan = plan.unwrap_or_else(|why| not_started(&why));
     limits::begin(addresses_before, plan.addresses_ahead());
     *PLAN.lock() = Some(plan);
     PROCESS.store(process::id() as usize, Ordering::Relaxed);
     MIN_BYTES.store(min_bytes.parse().unwrap_or(usize::MAX), Ordering::Relaxed);
-    let stats = variable("STATS").is_some();
-    // A server on this machine sees the end of a process by itself.
-    let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
-    if stats || !is_seen {
-        report::begin(stats).unwrap_or_else(|why| not_started(&why));
-    }
     // SAFETY: the functions may run at any time until the process ends.
     unsafe {
         libc::atexit(report::finish);
@@ -395,8 +395,25 @@ unsafe extern "C" {
     fn at_quick_exit(function: extern "C" fn()) -> c_int;
 }
 
-/// Builds the runtime, while the process has all of its rights and one thread.
-fn build() -> Result<Plan, String> {
+/// Starts the runtime, while the process has all of its rights and one thread, on a table of
+/// descriptors that the program cannot reach. Faults that the program's threads serve themselves
+/// need the runtime's descriptors in the program's table.
+fn start() -> Result<Plan, String> {
+    if variable("IN_THREAD").is_some() {
+        return build(None, Some(&window()?));
+    }
+    let table = Table::private().map_err(|error| error.to_string())?;
+    table.run(|| build(Some(table.clone()), None))
+}
+
+/// Gives descriptors numbers that the program cannot close, while the result lives.
+fn window() -> Result<Window, String> {
+    let no = |error| format!("the runtime's descriptors have no numbers apart: {error}");
+    Window::open().map_err(no)
+}
+
+/// Builds the runtime, on `table` or with descriptors of `window`.
+fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, String> {
     let need = |name: &str| variable(name).ok_or(format!("{PREFIX}{name} is not set"));
     let bytes = |text: &str, name: &str| -> Result<u64, String> {
         text.parse().map_err(|e| format!("{PREFIX}{name}: {e}"))
@@ -405,8 +422,7 @@ fn build() -> Result<Plan, String> {
         Some(socket) => Some(Share::connect(&socket)?),
         None => None,
     };
-    let in_thread = variable("IN_THREAD").is_some();
-    let builder = if in_thread {
+    let builder = if window.is_some() {
         // The kernel is never given absent memory, so that no right to handle its faults is needed.
         Runtime::builder()
             .fault_mode(FaultMode::InThread)
@@ -431,7 +447,7 @@ fn build() -> Result<Plan, String> {
         options = options.reserve(Reserve::OnDemand);
     }
     let mut first = None;
-    if in_thread && let Ok(size) = &size {
+    if let (Some(window), Ok(size)) = (window, &size) {
         let on_demand = RegionOptions::new().reserve(Reserve::OnDemand);
         let made = runtime.region_with(1, on_demand);
         first = Some(made.map_err(|error| error.to_string())?);
@@ -439,10 +455,17 @@ fn build() -> Result<Plan, String> {
         // SAFETY: reserved just now, for this alone.
         options = unsafe { options.address(address) };
         signals::begin();
-        filter::install(address..address + size.bytes)?;
+        filter::install(address..address + size.bytes, window.numbers())?;
+    }
+    let stats = variable("STATS").is_some();
+    // A server on this machine sees the end of a process by itself.
+    let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
+    if stats || !is_seen {
+        report::begin(stats)?;
     }
     Ok(Plan {
         runtime,
+        table,
         share,
         size,
         options,
@@ -495,11 +518,22 @@ impl Plan {
         2 * bytes + bytes / 8
     }
 
-    /// Takes a share of the budget and makes the arena.
+    /// Takes a share of the budget and makes the arena, on the runtime's table.
     fn carry_out(self) -> Result<State, String> {
+        match self.table.clone() {
+            Some(table) => table.run(|| self.make()),
+            None => self.make(),
+        }
+    }
+
+    fn make(self) -> Result<State, String> {
         let size = self.size?;
+        let _window = match self.table {
+            Some(_) => None,
+            None => Some(window()?),
+        };
         if let Some(share) = self.share {
-            share.keep(self.runtime.clone())?;
+            share.keep(self.runtime.clone(), self.table.is_none())?;
         }
         use StoreCreateError::Alloc;
         let make = |bytes| self.runtime.arena_with(bytes, self.options.clone());

@@ -171,6 +171,11 @@ cases! {
     children_are_started_with_the_filter = "calls" "children";
     what_lies_in_a_pipe_stays_what_was_put_in = "zero_copy" "pipes";
     sends_without_copying_send_what_was_there = "zero_copy" "sends";
+    programs_that_close_all_descriptors_go_on = "descriptors" "close";
+    programs_that_close_a_range_of_descriptors_go_on = "descriptors" "close_range";
+    programs_that_close_from_a_descriptor_on_go_on = "descriptors" "closefrom";
+    programs_that_replace_descriptors_keep_their_files = "descriptors" "replace";
+    allocator_with_remote_state_is_called_by_the_program_alone = "foreign" "";
     a_handler_of_sigsegv_mends_what_it_guards = "signals" "guard";
     a_handler_of_sigbus_gets_what_is_not_ours = "signals" "sigbus";
     actions_and_masks_are_what_the_program_set = "signals" "believed";

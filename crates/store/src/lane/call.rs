@@ -5,7 +5,7 @@
 //! change. After a write that failed, what the store holds is unknown, and the page is never again
 //! clean before a write succeeds.
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use crossbeam_channel::Sender;
 
@@ -71,6 +71,11 @@ impl<F: Frame> Work for StoreCall<F> {
         self.make();
         self.hand_in();
     }
+
+    fn fail(mut self: Box<Self>, why: io::Error) {
+        self.result = Err(CallError::Io(why));
+        self.hand_in();
+    }
 }
 
 impl<F: Frame> Lane<F> {
@@ -126,8 +131,7 @@ impl<F: Frame> Lane<F> {
                 reply: self.ended_calls_sender.clone(),
                 waker: self.waker.clone(),
             };
-            let waits = blocking.has_threads() || self.keeps_calls;
-            if !waits || !blocking.store.may_block() {
+            if blocking.is_workers() && !(self.keeps_calls && blocking.store.may_block()) {
                 call.make();
                 called(run, call);
                 continue;
@@ -276,7 +280,7 @@ fn called<F: Frame>(run: &mut Run<F>, call: StoreCall<F>) {
                 }
             }
             run.parts[part].frame = Some(frame);
-            return run.fail(part, failure(&store, &*blocking.store, way, error));
+            return run.fail(part, failure(&store, &**blocking.store, way, error));
         }
     }
     run.parts[part].frame = Some(frame);

@@ -16,7 +16,6 @@ use std::{
 
 use crossbeam_channel::{Receiver, TryRecvError};
 use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Line, Op, Session};
-use farpage_signals::spawn;
 
 use crate::{blocking::Waker, place::Span, pool::SlotPool};
 
@@ -198,8 +197,8 @@ impl<B: Buf> Port<B> {
             let _ = sender.send(line.channel());
             waker.wake();
         };
-        match spawn("farpage-reopen", open) {
-            Ok(_) => self.state = PortState::Opening(receiver),
+        match farpage_tables::errand("farpage-reopen", open) {
+            Ok(()) => self.state = PortState::Opening(receiver),
             Err(error) => self.not_opened(Instant::now(), error.to_string()),
         }
     }

@@ -27,7 +27,9 @@ mod ranges;
 mod scattered;
 mod shard;
 
-use std::{io, sync::Arc};
+use std::{io, os::fd::AsFd, sync::Arc};
+
+use farpage_tables::{Keeper, is_private};
 
 use self::{fence::Fence, poison::Poison, shard::KernelShard};
 use crate::{
@@ -99,6 +101,9 @@ pub struct KernelSpace {
     /// Whether single pages can be copied out (`scattered`).
     scatters: bool,
     in_thread: bool,
+    /// Second references to the shards' userfaultfds, where the program can close the first: its
+    /// absent pages would read as zeros.
+    _keeper: Option<Keeper>,
 }
 
 impl KernelSpace {
@@ -157,7 +162,15 @@ impl KernelSpace {
                     pagemap: Arc::clone(&pagemap),
                 })
             })
-            .collect::<Result<_, OpenError>>()?;
+            .collect::<Result<Vec<_>, OpenError>>()?;
+        let kept: Vec<_> = shards
+            .iter()
+            .map(|shard| shard.fence.uffd().as_fd())
+            .collect();
+        let keeper = match is_private() {
+            true => None,
+            false => Some(Keeper::new(&kept).map_err(OpenError::Os)?),
+        };
         let pools = Pools::new(options.frame_bytes_max, options.user_mode_only, moving)?;
         Ok(Self {
             number,
@@ -167,6 +180,7 @@ impl KernelSpace {
             transfer,
             scatters,
             in_thread: options.in_thread,
+            _keeper: keeper,
         })
     }
 

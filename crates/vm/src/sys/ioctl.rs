@@ -9,6 +9,7 @@ use std::{
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
 };
 
+use farpage_tables::lost;
 use linux_raw_sys::general as raw;
 use nix::errno::Errno;
 
@@ -38,6 +39,9 @@ nix::ioctl_readwrite!(
     raw::uffdio_poison
 );
 nix::ioctl_readwrite!(pagemap_scan, b'f', 16, raw::pm_scan_arg);
+
+/// What a program is told that has closed one.
+pub(crate) const USERFAULTFD: &str = "userfaultfd";
 
 /// `UFFDIO_MOVE_MODE_ALLOW_SRC_HOLES`, absent from the published bindings.
 const MOVE_ALLOW_SRC_HOLES: u64 = 2;
@@ -88,6 +92,7 @@ impl Refusal {
             Errno::ESRCH => Self::Ended,
             Errno::EINVAL => Self::Invalid,
             Errno::ENOMEM => Self::OutOfMemory,
+            Errno::EBADF | Errno::ENOTTY => lost(USERFAULTFD),
             other => Self::Other(other),
         }
     }
@@ -178,8 +183,8 @@ pub(crate) unsafe fn copy(
     })
 }
 
-/// Whether `UFFDIO_COPY` would be told to try again, whatever it was asked for. The kernel looks at
-/// that first, and a copy of no bytes copies nothing.
+/// True if `UFFDIO_COPY` would be told to try again, whatever it was asked for. The kernel looks at
+/// that first, and a copy of no bytes copies nothing. Ends the process if `fd` is no userfaultfd.
 pub(crate) fn is_changing(fd: BorrowedFd<'_>) -> bool {
     let mut arg = raw::uffdio_copy {
         dst: 0,
@@ -190,7 +195,10 @@ pub(crate) fn is_changing(fd: BorrowedFd<'_>) -> bool {
     };
     // SAFETY: `arg` is valid for the call, which touches no memory: a length of 0 is refused.
     let refused = unsafe { uffdio_copy(fd.as_raw_fd(), &mut arg) };
-    refused == Err(Errno::EAGAIN)
+    match refused {
+        Err(Errno::EBADF | Errno::ENOTTY) => lost(USERFAULTFD),
+        refused => refused == Err(Errno::EAGAIN),
+    }
 }
 
 /// `UFFDIO_MOVE` (kernel 6.8): moves the pages at `src` to the absent pages at `dst`, which is

@@ -10,7 +10,8 @@ mod memory;
 pub use ioctl::{Refusal, Stopped};
 
 pub(crate) use ioctl::{
-    agree, can_scan, copy, is_changing, move_pages, open_by_device, open_by_syscall, poison,
+    USERFAULTFD, agree, can_scan, copy, is_changing, move_pages, open_by_device, open_by_syscall,
+    poison,
 };
 pub(crate) use many::{RANGES_MAX, can_copy_and_drop_each, copy_each, drop_each};
 pub(crate) use memory::{carry_away, madvise, protect, release, reserve, reserve_at};

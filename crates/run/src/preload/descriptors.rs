@@ -1,0 +1,154 @@
+//! Descriptors of the runtime in the program's table, with in-thread faults.
+//!
+//! A thread that serves its own fault uses them, so that they cannot be on another table. The
+//! rules: they have numbers of a [`Window`] above all that the program is given. There the filter
+//! of system calls (`filter.rs`) refuses to close or to replace one.
+//!
+//! A filter stays with the programs that this one starts, which close ranges of all numbers. So
+//! [`close_range`] is left to the kernel there, and goes around the window here.
+
+use std::{
+    ffi::{c_int, c_uint},
+    io,
+    mem::MaybeUninit,
+    ops::Range,
+    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use crate::{
+    Inside,
+    next::{Next, next},
+    state,
+};
+
+/// More descriptors than any runtime has.
+const NUMBERS: u32 = 512;
+/// The window begins at the program's limit (`ulimit -n`), and here at the latest: the kernel
+/// copies a table as far as its last descriptor with every process.
+const FIRST_MAX: u32 = 4096;
+
+static FIRST: AtomicU32 = AtomicU32::new(0);
+static END: AtomicU32 = AtomicU32::new(0);
+
+/// Numbers that new descriptors get while this lives.
+pub(crate) struct Window {
+    numbers: Range<u32>,
+    /// Whatever is below.
+    _occupied: Vec<OwnedFd>,
+    limit: libc::rlimit,
+}
+
+impl Window {
+    /// Occupies all numbers below the window.
+    pub(crate) fn open() -> io::Result<Window> {
+        let mut limit = MaybeUninit::uninit();
+        // SAFETY: written before it is read.
+        let limit: libc::rlimit = unsafe {
+            if libc::getrlimit(libc::RLIMIT_NOFILE, limit.as_mut_ptr()) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            limit.assume_init()
+        };
+        let first = limit.rlim_cur.min(u64::from(FIRST_MAX)) as u32;
+        let end = limit.rlim_max.min(u64::from(first + NUMBERS)) as u32;
+        // Where the limit is low, the program has half of it.
+        let first = first.min(end.saturating_sub(NUMBERS).max(end / 2));
+        let numbers = first..end;
+        let raised = libc::rlimit {
+            rlim_cur: limit.rlim_cur.max(u64::from(numbers.end)),
+            rlim_max: limit.rlim_max,
+        };
+        let mut window = Window {
+            numbers,
+            _occupied: Vec::new(),
+            limit,
+        };
+        set_limit(&raised)?;
+        loop {
+            // SAFETY: a new descriptor, which nobody else knows.
+            let made = unsafe { libc::memfd_create(c"farpage".as_ptr(), libc::MFD_CLOEXEC) };
+            if made < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // SAFETY: as above.
+            let made = unsafe { OwnedFd::from_raw_fd(made) };
+            if made.as_raw_fd() as u32 >= first {
+                return Ok(window);
+            }
+            window._occupied.push(made);
+        }
+    }
+
+    /// The window, whose descriptors are protected from now on.
+    pub(crate) fn numbers(&self) -> Range<u32> {
+        FIRST.store(self.numbers.start, Ordering::Relaxed);
+        END.store(self.numbers.end, Ordering::Relaxed);
+        self.numbers.clone()
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        // Lowering a limit is always allowed.
+        let _ = set_limit(&self.limit);
+    }
+}
+
+fn set_limit(limit: &libc::rlimit) -> io::Result<()> {
+    // SAFETY: a limit that lasts for the call.
+    match unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, limit) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+next! {
+    /// `closefrom`.
+    next_closefrom = CLOSEFROM(first: c_int) -> (), else debug_assert!(first >= 0);
+}
+
+static CLOSEFROM: Next = Next::new(c"closefrom");
+
+/// The window, unless this process has none.
+fn window() -> Option<Range<u32>> {
+    let window = FIRST.load(Ordering::Relaxed)..END.load(Ordering::Relaxed);
+    let is_ours = !window.is_empty() && !Inside::is() && !state::is_forked();
+    is_ours.then_some(window)
+}
+
+/// `close_range`.
+///
+/// # Safety
+/// As `close_range`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    let close = |first: u32, last: u32| {
+        // SAFETY: the caller's promise.
+        unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) as c_int }
+    };
+    let Some(window) = window().filter(|window| first < window.end && last >= window.start) else {
+        return close(first, last);
+    };
+    if first < window.start && close(first, window.start - 1) != 0 {
+        return -1;
+    }
+    match last >= window.end {
+        true => close(window.end, last),
+        false => 0,
+    }
+}
+
+/// `closefrom`.
+///
+/// # Safety
+/// As `closefrom`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn closefrom(first: c_int) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if window().is_none() || close_range(first.max(0) as u32, c_uint::MAX, 0) != 0 {
+            next_closefrom(first);
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Destructors of threads' variables: `__cxa_thread_atexit_impl`.
+//!
+//! The C library keeps destructors in memory of the program's allocator, whose own state may be
+//! remote. The rule: those of the runtime's variables are kept here, in memory of the runtime's.
+
+use std::{
+    cell::Cell,
+    ffi::{c_int, c_void},
+    ptr,
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use crate::{
+    Inside,
+    next::{Next, next},
+};
+
+/// Function that destroys a thread's variable.
+type Destructor = unsafe extern "C" fn(*mut c_void);
+
+/// A variable of this thread that is destroyed at its end.
+struct Variable {
+    destructor: Destructor,
+    object: *mut c_void,
+    next: *mut Variable,
+}
+
+static THREAD_ATEXIT: Next = Next::new(c"__cxa_thread_atexit_impl");
+
+next! {
+    /// `__cxa_thread_atexit_impl`.
+    next_thread_atexit = THREAD_ATEXIT(destructor: Destructor, object: *mut c_void, library: *mut c_void) -> c_int, else -1;
+}
+
+thread_local! {
+    /// The newest variable.
+    static VARIABLES: Cell<*mut Variable> = const { Cell::new(ptr::null_mut()) };
+}
+
+/// A key whose destructor runs at a thread's end; `KEYS_MAX`: there is none yet.
+static KEY: AtomicU32 = AtomicU32::new(KEYS_MAX);
+
+/// The C library has room for as many keys in each thread. More would ask for memory.
+const KEYS_MAX: u32 = 32;
+
+/// Makes the key, before the program makes its own.
+pub(crate) fn begin() {
+    let mut key = KEYS_MAX;
+    // SAFETY: the key is written before it is read, and the function is of the type asked for.
+    unsafe { libc::pthread_key_create(&raw mut key, Some(destroy)) };
+    KEY.store(key, Ordering::Relaxed);
+}
+
+/// `__cxa_thread_atexit_impl`. Without a key, the variables of a thread stay.
+///
+/// # Safety
+/// As `__cxa_thread_atexit_impl`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn __cxa_thread_atexit_impl(
+    destructor: Destructor,
+    object: *mut c_void,
+    library: *mut c_void,
+) -> c_int {
+    if !Inside::is() {
+        // SAFETY: the caller's promise.
+        return unsafe { next_thread_atexit(destructor, object, library) };
+    }
+    let key = KEY.load(Ordering::Relaxed);
+    if key < KEYS_MAX {
+        let next = VARIABLES.get();
+        VARIABLES.set(Box::into_raw(Box::new(Variable {
+            destructor,
+            object,
+            next,
+        })));
+        // SAFETY: the key was made; its value only has to differ from null.
+        unsafe { libc::pthread_setspecific(key, ptr::from_ref(&KEY).cast()) };
+    }
+    0
+}
+
+/// Destroys this thread's variables, the newest first.
+unsafe extern "C" fn destroy(_: *mut c_void) {
+    let _inside = Inside::enter();
+    loop {
+        let newest = VARIABLES.get();
+        if newest.is_null() {
+            return;
+        }
+        // SAFETY: made above, and taken off the list.
+        let variable = unsafe { Box::from_raw(newest) };
+        VARIABLES.set(variable.next);
+        // SAFETY: whoever registered it promised that.
+        unsafe { (variable.destructor)(variable.object) };
+    }
+}

@@ -1,0 +1,109 @@
+//! [`Held`]: a value with descriptors, which are numbers of one table.
+
+use std::{fmt, mem::ManuallyDrop, ops::Deref, sync::Arc};
+
+use crate::{Table, is_private, run_outside};
+
+/// A value that uses descriptors of the table that it was made on. It is dropped there, too.
+pub struct Held<T: Send> {
+    value: ManuallyDrop<T>,
+    table: Option<Arc<Table>>,
+}
+
+impl<T: Send> Held<T> {
+    /// Holds a value that was made by the calling thread.
+    pub fn new(value: T) -> Held<T> {
+        Held {
+            value: ManuallyDrop::new(value),
+            table: Table::current(),
+        }
+    }
+
+    /// Uses the value on its table, whichever the calling thread works on.
+    pub fn with<R: Send>(&self, call: impl FnOnce(&T) -> R + Send) -> R
+    where
+        T: Sync,
+    {
+        let value: &T = &self.value;
+        match &self.table {
+            Some(table) => table.run(|| call(value)),
+            None => call(value),
+        }
+    }
+
+    /// The value, for threads of its table, and for uses that need no descriptor.
+    pub fn get(&self) -> &T {
+        &self.value
+    }
+
+    /// True if the calling thread works on the value's table.
+    pub fn is_here(&self) -> bool {
+        match &self.table {
+            Some(table) if table.is_private() => table.is_here(),
+            _ => !is_private(),
+        }
+    }
+
+    /// True in a child made by `fork` of the process whose table it is.
+    pub fn is_parents(&self) -> bool {
+        self.table.as_ref().is_some_and(|table| table.is_parents())
+    }
+}
+
+impl<T: Send> Drop for Held<T> {
+    fn drop(&mut self) {
+        // In a child made by `fork` the numbers are others'.
+        if self.is_parents() {
+            return;
+        }
+        // SAFETY: not used again.
+        let value = unsafe { ManuallyDrop::take(&mut self.value) };
+        match &self.table {
+            Some(table) => table.run(|| drop(value)),
+            None => drop(value),
+        }
+    }
+}
+
+/// A value of the program's, which may have descriptors: it is dropped on the program's table.
+pub struct Programs<T: Send + 'static>(ManuallyDrop<T>);
+
+impl<T: Send + 'static> Programs<T> {
+    /// Takes a value of the program's.
+    pub fn new(value: T) -> Programs<T> {
+        Programs(ManuallyDrop::new(value))
+    }
+}
+
+impl<T: Send + 'static> Deref for Programs<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: Send + 'static> Drop for Programs<T> {
+    fn drop(&mut self) {
+        // SAFETY: not used again.
+        let value = unsafe { ManuallyDrop::take(&mut self.0) };
+        // Without a thread, it stays.
+        let _ = run_outside("farpage-drop", move || drop(value));
+    }
+}
+
+impl<T: Send + Clone> Clone for Held<T> {
+    /// Copies the value where it is, which must need no descriptor.
+    fn clone(&self) -> Self {
+        Held {
+            value: self.value.clone(),
+            table: self.table.clone(),
+        }
+    }
+}
+
+impl<T: Send + fmt::Debug> fmt::Debug for Held<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.value.fmt(f)
+    }
+}
