@@ -45,13 +45,20 @@ impl Queue {
         waits
     }
 
-    /// True if there are jobs, and none is taken for a while.
+    /// Waits until there are no jobs, or none is taken for a while. Returns whether there are.
     pub(crate) fn is_stuck(&self) -> bool {
-        let state = self.state();
-        let before = state.taken;
-        let waits = |state: &mut State| !state.jobs.is_empty() && state.taken == before;
-        let waited = self.taken.wait_timeout_while(state, PATIENCE, waits);
-        waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+        let mut state = self.state();
+        while !state.jobs.is_empty() {
+            let before = state.taken;
+            let waits = |state: &mut State| !state.jobs.is_empty() && state.taken == before;
+            let waited = self.taken.wait_timeout_while(state, PATIENCE, waits);
+            let (now, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            if timeout.timed_out() {
+                return true;
+            }
+            state = now;
+        }
+        false
     }
 
     /// Runs jobs until the queue is closed.
