@@ -124,6 +124,61 @@ fn a_second_program_finds_the_room_of_the_first() {
     }
 }
 
+/// The same for a program that a signal ends.
+#[test]
+fn a_second_program_finds_the_room_of_one_that_a_signal_ended() {
+    let test = "a_second_program_finds_the_room_of_one_that_a_signal_ended";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let forever = std::time::Duration::from_secs(600);
+    let server = Server::builder()
+        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .capacity(64 * MIB)
+        .lease(forever)
+        .reconnect_grace(forever)
+        .start()
+        .unwrap();
+    let url = server.endpoints()[0].to_string();
+    let options = ["--budget", "8MiB", "--capacity", "48MiB", "--server", &url];
+    for signal in [libc::SIGTERM, libc::SIGABRT] {
+        let script = format!(
+            "import os; b = bytearray(32 << 20); b[-1] = 1; print(b[-1], flush=True); os.kill(os.getpid(), {signal})"
+        );
+        python(&options, &script, |ended, why| {
+            assert_eq!(text(&ended.stdout), "1\n", "{why}");
+            assert_eq!(ended.status.code(), Some(128 + signal), "{why}");
+        });
+    }
+}
+
+/// A limit that is set before any memory is remote, and one of open files.
+#[test]
+fn limits_that_are_set_first_hold() {
+    if !can_run("limits_that_are_set_first_hold", &[PYTHON]) {
+        return;
+    }
+    let script = "
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+assert resource.getrlimit(resource.RLIMIT_AS) == (2 << 30, 2 << 30)
+held = bytearray(100 << 20)
+try: bytearray(3 << 30); print('beyond the limit')
+except MemoryError: print('fine')
+";
+    let options = ["--budget", "32MiB", "--capacity", "6GiB"];
+    let options = [&options[..], &["--min-bytes", "8MiB"]].concat();
+    python(&options, script, |ended, _| assert_says(ended, "fine"));
+    let script = "
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
+held = bytearray(100 << 20); held[-1] = 1; print(sum(held))
+";
+    python(&options, script, |ended, _| {
+        assert_says(ended, "1");
+    });
+}
+
 /// A limit counts what the program allocates, and not what farpage has mapped for it.
 #[test]
 fn limits_of_address_space_leave_room() {

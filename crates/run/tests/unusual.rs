@@ -125,6 +125,70 @@ fn programs_confine_themselves_or_hear_why_not() {
 }
 
 #[test]
+fn programs_that_confine_themselves_first_stay_local() {
+    let test = "programs_that_confine_themselves_first_stay_local";
+    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "confined", &[]).unwrap();
+    let program = program.to_str().unwrap();
+    for how in [
+        &["first-few-allowed"][..],
+        &["first-few-allowed", "by-number"],
+        &["first-one-denied"],
+    ] {
+        for mode in modes() {
+            let ended = output(&mut command(mode, &[&[program], how].concat()));
+            let all = said(&ended);
+            assert!(ended.status.success(), "{how:?} {mode:?}: {all}");
+            assert_eq!(text(&ended.stdout), "confined\ndone\n", "{how:?}: {all}");
+            assert_eq!(all.matches("stays local").count(), 1, "{how:?}: {all}");
+        }
+    }
+}
+
+#[test]
+fn filters_that_would_confine_farpages_threads_are_refused() {
+    let test = "filters_that_would_confine_farpages_threads_are_refused";
+    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "confined", &[]).unwrap();
+    let program = program.to_str().unwrap();
+    for (how, line) in [
+        ("for-all-threads", "SECCOMP_FILTER_FLAG_TSYNC"),
+        ("first-for-all-threads", "SECCOMP_FILTER_FLAG_TSYNC"),
+        ("first-strict", "without its sandbox"),
+    ] {
+        for mode in modes() {
+            let ended = output(&mut command(mode, &[program, how]));
+            let all = said(&ended);
+            assert!(ended.status.success(), "{how} {mode:?}: {all}");
+            assert!(text(&ended.stdout).starts_with("errno 1\n"), "{how}: {all}");
+            assert_eq!(all.matches(line).count(), 1, "{how} {mode:?}: {all}");
+        }
+    }
+}
+
+#[test]
+fn remote_memory_has_no_name() {
+    let test = "remote_memory_has_no_name";
+    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "confined", &[]).unwrap();
+    let program = program.to_str().unwrap();
+    for mode in modes() {
+        let ended = output(&mut command(mode, &[program, "named"]));
+        let out = text(&ended.stdout);
+        assert_eq!(out, "confined\ndone\n", "{mode:?}: {}", said(&ended));
+    }
+}
+
+#[test]
 fn filters_that_kill_a_thread_end_the_program() {
     let test = "filters_that_kill_a_thread_end_the_program";
     if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {

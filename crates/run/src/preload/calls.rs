@@ -5,9 +5,13 @@
 //! The rule it keeps: without remote memory among them they are the C library's own.
 //!
 //! `io_uring` takes its orders from memory that nobody else sees. From the first ring on all of the
-//! arena is treated as if the kernel kept references to it ([`Advice::ZeroCopy`]).
+//! arena is treated as if the kernel kept references to it ([`Advice::ZeroCopy`]), also where the
+//! arena is made later.
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::{
+    ffi::{c_int, c_uint, c_void},
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use farpage::Advice;
 use farpage_vm::calls;
@@ -73,8 +77,20 @@ unsafe fn is_copied(number: c_long, args: calls::Arguments) -> bool {
         && unsafe { calls::leads_to_remote(number, args, &is_remote) }
 }
 
+/// True once the program has asked for a ring. Sequentially consistent: of a thread that asks for a
+/// ring and one that makes the arena at the same time, one sees what the other has done.
+static HAS_RINGS: AtomicBool = AtomicBool::new(false);
+
+/// Treats a new arena as the rings that were made before demand.
+pub(crate) fn begin() {
+    if HAS_RINGS.swap(false, Ordering::SeqCst) {
+        expect_zero_copy();
+    }
+}
+
 /// Treats all of the arena as memory that the kernel keeps references to.
 fn expect_zero_copy() {
+    HAS_RINGS.swap(true, Ordering::SeqCst);
     if let Some(state) = state::get() {
         let _inside = Inside::enter();
         let advised = state.arena.region().advise(.., Advice::ZeroCopy);
@@ -99,7 +115,7 @@ unsafe extern "C-unwind" fn by_number(
             unsafe { calls::system_call(number, [a, b, filter, d, e, f]) }
         };
         // SAFETY: the caller's promise.
-        let installed = unsafe { confine::confine(a, c, install) };
+        let installed = unsafe { confine::confine(a, b, c, install) };
         return finish(installed.unwrap_or(-(libc::EPERM as isize)));
     }
     if number == libc::SYS_io_uring_setup {

@@ -1,5 +1,8 @@
 //! Programs that confine themselves: filters of system calls (seccomp) and namespaces.
 //!
+//! A program that installs a filter before it has remote memory stays local from then on: the
+//! filter may forbid what an arena needs to be made.
+//!
 //! The rule it keeps: a filter that forbids what the runtime needs in the program's threads is
 //! refused with a line, since its threads would be killed at some later `free`. All others are
 //! installed, so that they kill the whole process. A namespace that the kernel refuses because of
@@ -15,7 +18,7 @@ use libc::sock_fprog;
 use crate::{
     Inside,
     next::{Next, next},
-    say, say_once, seccomp, set_errno, state,
+    report, say, say_once, seccomp, set_errno, state,
 };
 
 static PRCTL: Next = Next::new(c"prctl");
@@ -43,6 +46,10 @@ pub(crate) unsafe extern "C" fn prctl(
     d: usize,
     e: usize,
 ) -> c_int {
+    if option == libc::PR_SET_VMA && b == libc::PR_SET_VMA_ANON_NAME as usize && state::owns(c) {
+        // A name of a part would split the arena's mapping.
+        return 0;
+    }
     if option == libc::PR_SET_SECCOMP {
         let operation = match b as c_uint {
             libc::SECCOMP_MODE_STRICT => libc::SECCOMP_SET_MODE_STRICT,
@@ -53,7 +60,7 @@ pub(crate) unsafe extern "C" fn prctl(
             unsafe { later_prctl(option, b, filter, d, e) }
         };
         // SAFETY: the caller's promise.
-        return unsafe { confine(operation as usize, c, install) }.unwrap_or_else(|| {
+        return unsafe { confine(operation as usize, 0, c, install) }.unwrap_or_else(|| {
             set_errno(libc::EPERM);
             -1
         });
@@ -69,11 +76,21 @@ pub(crate) unsafe extern "C" fn prctl(
 /// The arguments are those of `seccomp`.
 pub(crate) unsafe fn confine<R>(
     operation: usize,
+    flags: usize,
     filter: usize,
     install: impl FnOnce(usize) -> R,
 ) -> Option<R> {
-    if Inside::is() || state::get().is_none() {
+    if Inside::is() || state::runtime().is_none() {
         return Some(install(filter));
+    }
+    if operation as c_uint == libc::SECCOMP_SET_MODE_FILTER
+        && flags & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0
+    {
+        say(
+            "a filter of system calls (seccomp) for all threads (SECCOMP_FILTER_FLAG_TSYNC) is refused: it would confine farpage's own threads. \
+             Run the program without its sandbox",
+        );
+        return None;
     }
     let mut copy = Vec::new();
     let forbidden = match operation as c_uint {
@@ -87,7 +104,19 @@ pub(crate) unsafe fn confine<R>(
             // SAFETY: as above.
             let given = unsafe { slice::from_raw_parts(given.filter, given.len.into()) };
             copy = seccomp::killing_all(given);
-            seccomp::forbidden(given)
+            if state::get().is_none() {
+                // Nothing is remote yet, so that nothing is needed of the runtime from now on.
+                if state::stay_local() {
+                    report::finish();
+                    say(
+                        "the program stays local: it has installed a filter of system calls (seccomp) before anything was remote. \
+                         Run it without its sandbox for remote memory",
+                    );
+                }
+                None
+            } else {
+                seccomp::forbidden(given)
+            }
         }
         _ => return Some(install(filter)),
     };

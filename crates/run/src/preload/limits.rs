@@ -4,6 +4,8 @@
 //! limit counts what the program has allocated. So the kernel is given a limit that is higher by
 //! what farpage takes, and the arena refuses what exceeds the program's.
 //!
+//! The rule holds from our constructor on, before there is an arena.
+//!
 //! Left out: a child is limited by what the kernel was given.
 
 use std::{
@@ -107,7 +109,7 @@ pub(crate) unsafe extern "C" fn prlimit(
 ) -> c_int {
     let is_own = process == 0 || process == process::id() as libc::pid_t;
     let counted = COUNTED.iter().position(|&counted| counted == resource);
-    let (Some(at), true, Some(_)) = (counted, is_own, state::get()) else {
+    let (Some(at), true, Some(_)) = (counted, is_own, state::runtime()) else {
         // SAFETY: the caller's promise.
         return unsafe { libc::syscall(libc::SYS_prlimit64, process, resource, new, old) as c_int };
     };

@@ -11,7 +11,7 @@
 use std::{
     ffi::{c_int, c_void},
     fs, mem, process, ptr,
-    sync::atomic::{AtomicI32, AtomicU32, Ordering},
+    sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -52,6 +52,8 @@ const FATAL: [c_int; 16] = [
 /// Standard error as it was at the start: programs close theirs before they end. Negative without
 /// `--stats`.
 static STANDARD_ERROR: AtomicI32 = AtomicI32::new(-1);
+/// True if signals that end the process are handled here.
+static IS_ON: AtomicBool = AtomicBool::new(false);
 /// State of the thread, and the futex that it sleeps on: [`NONE`], [`IDLE`], [`ASKED`] or [`DONE`].
 static WORD: AtomicU32 = AtomicU32::new(NONE);
 /// There is no thread.
@@ -60,18 +62,19 @@ const IDLE: u32 = 1;
 const ASKED: u32 = 2;
 const DONE: u32 = 3;
 
-/// Starts the thread. With `stats` it writes the lines, also where a signal ends the process.
+/// Starts the thread, which is asked also where a signal ends the process. With `stats` it writes
+/// the lines.
 pub(crate) fn begin(stats: bool) -> Result<(), String> {
     let thread = thread::Builder::new().name("farpage-end".into());
     let started = farpage_tables::spawn(thread, when_asked);
     started.map_err(|error| format!("cannot start a thread: {error}"))?;
     WORD.store(IDLE, Ordering::Release);
-    if !stats {
-        return Ok(());
+    if stats {
+        // SAFETY: a new descriptor, which is closed by `exec`.
+        let copy = unsafe { libc::fcntl(2, libc::F_DUPFD_CLOEXEC, 3) };
+        STANDARD_ERROR.store(if copy >= 0 { copy } else { 2 }, Ordering::Relaxed);
     }
-    // SAFETY: a new descriptor, which is closed by `exec`.
-    let copy = unsafe { libc::fcntl(2, libc::F_DUPFD_CLOEXEC, 3) };
-    STANDARD_ERROR.store(if copy >= 0 { copy } else { 2 }, Ordering::Relaxed);
+    IS_ON.store(true, Ordering::Relaxed);
     if signals::are_ours() {
         // The runtime's handler is there, and calls the one that stands for none.
         signals::renew_sigbus();
@@ -91,10 +94,11 @@ pub(crate) fn begin(stats: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the handler that stands for none, if the end of this process is reported.
+/// Returns the handler that stands for none, if the end of this process is announced or reported.
 pub(crate) fn handler() -> Option<usize> {
-    let is_on = STANDARD_ERROR.load(Ordering::Relaxed) >= 0;
-    is_on.then_some(on_fatal as *const () as usize)
+    IS_ON
+        .load(Ordering::Relaxed)
+        .then_some(on_fatal as *const () as usize)
 }
 
 /// Hides the handler of this module from the program.
@@ -131,7 +135,11 @@ pub(crate) extern "C" fn finish() {
     if state::runtime().is_none() {
         return;
     }
-    // Fails where there is no thread, and where another one has asked already.
+    // A filter of the program's own may forbid the calls below.
+    if matches!(WORD.load(Ordering::Acquire), NONE | DONE) {
+        return;
+    }
+    // Fails where another one has asked already.
     let _ = WORD.compare_exchange(IDLE, ASKED, Ordering::AcqRel, Ordering::Acquire);
     wake();
     let until = Instant::now() + PATIENCE;

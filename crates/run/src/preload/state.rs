@@ -7,6 +7,7 @@
 
 use std::{
     ffi::{c_int, c_void},
+    mem,
     path::{Path, PathBuf},
     process,
     ptr::{self, NonNull},
@@ -24,7 +25,7 @@ use farpage_signals::Mutex;
 use farpage_tables::Table;
 
 use crate::{
-    Inside,
+    Inside, calls,
     descriptors::Window,
     destructors, environment,
     environment::{PREFIX, variable},
@@ -102,8 +103,8 @@ pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
     get().or_else(open)
 }
 
-/// Makes the arena, unless there is one. A process that gets none ends. `None`: a child made by
-/// `fork`, which says so.
+/// Makes the arena, unless there is one. A process that gets none ends. `None`: the process stays
+/// local (see [`stay_local`]), or is a child made by `fork`, which says so.
 #[cold]
 pub(crate) fn open() -> Option<&'static State> {
     let _inside = Inside::enter();
@@ -119,6 +120,23 @@ pub(crate) fn open() -> Option<&'static State> {
         }
     }
     get()
+}
+
+/// Gives up the plan of the arena: from now on all requests go to the next allocator. Returns false
+/// if there is no such plan.
+pub(crate) fn stay_local() -> bool {
+    let _inside = Inside::enter();
+    if is_forked() {
+        return false;
+    }
+    let plan = PLAN.lock().take();
+    let Some(plan) = plan else {
+        return false;
+    };
+    MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
+    // The page of `Plan::first` stays: the handler of SIGBUS is the program's way to its own.
+    mem::forget(plan);
+    true
 }
 
 /// Returns the size from which on requests are served here.
@@ -319,6 +337,7 @@ impl State {
         START.store(addresses.start, Ordering::Relaxed);
         BYTES.store(addresses.len(), Ordering::Relaxed);
         STATE.store(Box::into_raw(Box::new(self)), Ordering::Release);
+        calls::begin();
     }
 
     pub(crate) fn note_peak(&self) {
@@ -458,7 +477,8 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         filter::install(address..address + size.bytes, window.numbers())?;
     }
     let stats = variable("STATS").is_some();
-    // A server on this machine sees the end of a process by itself.
+    // A server on this machine sees the end of a process by itself. Over a network its memory there
+    // would stay for the time of a reconnection.
     let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
     if stats || !is_seen {
         report::begin(stats)?;

@@ -195,11 +195,9 @@ fn io_uring_sends_what_was_there() {
         return;
     }
     let program = Compiled::new("zero_copy");
-    for options in [
-        None,
-        Some(&["--budget", "1MiB", "--capacity", "256MiB"][..]),
-    ] {
-        let ended = program.run(options, "uring");
+    let remote = Some(&["--budget", "1MiB", "--capacity", "256MiB"][..]);
+    for (options, case) in [(None, "uring"), (remote, "uring"), (remote, "uring-first")] {
+        let ended = program.run(options, case);
         let said = format!("{}{}", text(&ended.stdout), text(&ended.stderr));
         assert!(ended.status.success(), "{options:?}: {said}");
         assert!(said.ends_with("done\n"), "{options:?}: {said}");

@@ -38,9 +38,13 @@ static int work(void) {
     return 0;
 }
 
+static unsigned flags;
+
 static int filter(struct sock_filter *filter, size_t length, int by_number) {
     struct sock_fprog program = {length, filter};
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+    if (flags)
+        return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, flags, &program);
     if (by_number)
         return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program);
     return prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program);
@@ -83,11 +87,37 @@ static int one_deadly(int by_number) {
     return syscall(SYS_ptrace, 0, 0, 0, 0);
 }
 
+/* Gives memory a name. */
+static int is_named(char *at) {
+    char *page = (char *)(((size_t)at + 4095) & ~(size_t)4095);
+    if (prctl(PR_SET_VMA, PR_SET_VMA_ANON_NAME, page, 8192, "farpage-test"))
+        return -1;
+    char line[512];
+    FILE *maps = fopen("/proc/self/maps", "r");
+    while (maps && fgets(line, sizeof line, maps))
+        if (strstr(line, "farpage-test"))
+            puts("named");
+    return 0;
+}
+
 int main(int count, char **arguments) {
     const char *how = count > 1 ? arguments[1] : "";
     int confined, by_number = count > 2;
-    char *before = malloc(MIB);
-    memset(before, 1, MIB);
+    char *before = NULL;
+    if (!strncmp(how, "first-", 6)) {
+        /* Nothing is remote yet. The C library's allocator has begun. */
+        free(malloc(16));
+        how += 6;
+    } else {
+        before = malloc(MIB);
+        memset(before, 1, MIB);
+    }
+    /* A thread that is gone is not all of the process. */
+    alarm(20);
+    if (!strcmp(how, "for-all-threads")) {
+        flags = SECCOMP_FILTER_FLAG_TSYNC;
+        how = "one-denied";
+    }
     if (!strcmp(how, "one-denied"))
         confined = one_denied(by_number);
     else if (!strcmp(how, "few-allowed"))
@@ -96,6 +126,8 @@ int main(int count, char **arguments) {
         confined = one_deadly(by_number);
     else if (!strcmp(how, "strict"))
         confined = prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT);
+    else if (!strcmp(how, "named"))
+        confined = is_named(before);
     else if (!strcmp(how, "user-namespace"))
         confined = by_number ? syscall(SYS_unshare, CLONE_NEWUSER) : unshare(CLONE_NEWUSER);
     else
@@ -111,5 +143,5 @@ int main(int count, char **arguments) {
         return wrong;
     puts("done");
     fflush(stdout);
-    syscall(strcmp(how, "strict") ? SYS_exit_group : SYS_exit, 0);
+    syscall(strcmp(how, "strict") || confined ? SYS_exit_group : SYS_exit, 0);
 }
