@@ -105,7 +105,7 @@ fn in_a_process_of_its_own(test: &'static str, body: fn(&str, u64)) {
     for fabric in fabrics() {
         println!("{fabric}:");
         let memory = Memory::start(fabric, 1 << 30);
-        Kin::start(test, &[(CHILD, &memory.url)]).must_pass(Duration::from_secs(60));
+        Kin::start(test, &[(CHILD, &memory.url)]).must_pass(Duration::from_secs(200));
     }
 }
 
@@ -120,7 +120,7 @@ fn pressure(
     ops_per_round: usize,
     seed: u64,
 ) {
-    let _watchdog = Watchdog::new("pressure", Duration::from_secs(50));
+    let _watchdog = Watchdog::new("pressure", Duration::from_secs(180));
     let baseline_bytes = proc_bytes("smaps_rollup", "Anonymous");
     let mut arrays: Vec<RemoteArray<u64>> = regions
         .iter()
@@ -194,7 +194,7 @@ fn pressure(
 #[test]
 fn budget_changes_while_the_program_runs() {
     let test = "budget_changes_while_the_program_runs";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
     if !can_page(test) {
         return;
     }
