@@ -98,21 +98,26 @@ print(all(b[i] == i >> 12 & 255 for i in range(0, len(b), 4096)))
     }
 }
 
-/// Lease and grace do not end here: the program itself says that it ends.
+/// A server with room for one program, whose leases and graces do not end while a test runs: memory
+/// comes free only once a program has said that it ends.
+fn server_that_waits() -> RunningServer {
+    let forever = std::time::Duration::from_secs(600);
+    Server::builder()
+        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .capacity(64 * MIB)
+        .lease(forever)
+        .reconnect_grace(forever)
+        .start()
+        .unwrap()
+}
+
 #[test]
 fn a_second_program_finds_the_room_of_the_first() {
     let test = "a_second_program_finds_the_room_of_the_first";
     if !can_run(test, &[PYTHON]) {
         return;
     }
-    let forever = std::time::Duration::from_secs(600);
-    let server = Server::builder()
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
-        .capacity(64 * MIB)
-        .lease(forever)
-        .reconnect_grace(forever)
-        .start()
-        .unwrap();
+    let server = server_that_waits();
     let url = server.endpoints()[0].to_string();
     let options = ["--budget", "8MiB", "--capacity", "48MiB", "--server", &url];
     for ending in [
@@ -124,21 +129,13 @@ fn a_second_program_finds_the_room_of_the_first() {
     }
 }
 
-/// The same for a program that a signal ends.
 #[test]
 fn a_second_program_finds_the_room_of_one_that_a_signal_ended() {
     let test = "a_second_program_finds_the_room_of_one_that_a_signal_ended";
     if !can_run(test, &[PYTHON]) {
         return;
     }
-    let forever = std::time::Duration::from_secs(600);
-    let server = Server::builder()
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
-        .capacity(64 * MIB)
-        .lease(forever)
-        .reconnect_grace(forever)
-        .start()
-        .unwrap();
+    let server = server_that_waits();
     let url = server.endpoints()[0].to_string();
     let options = ["--budget", "8MiB", "--capacity", "48MiB", "--server", &url];
     for signal in [libc::SIGTERM, libc::SIGABRT] {
