@@ -29,7 +29,7 @@ fn home() -> MutexGuard<'static, Option<Home>> {
 /// used RDMA on another table. RDMA is used on the returned table alone from then on.
 ///
 /// # Errors
-/// Those of `new`, and of [`Table::programs`].
+/// The errors of `new` and of [`Table::programs`].
 pub(crate) fn choose(new: impl FnOnce() -> io::Result<Arc<Table>>) -> io::Result<Arc<Table>> {
     let mut home = home();
     match &*home {

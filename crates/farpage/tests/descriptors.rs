@@ -41,7 +41,7 @@ const LEN: usize = 4 * MIB / 8;
 /// where its memory is.
 const PROGRAM: &str = "FARPAGE_TEST_CLOSES";
 
-/// What the program ends with that reads something else than it wrote.
+/// Status of a program that has read something else than it wrote.
 const WRONG: i32 = 3;
 
 /// Closes what the runtime has opened, by number.

@@ -32,9 +32,9 @@ pub struct Table {
     /// The process that has the threads.
     process: u32,
     is_private: bool,
-    /// What the program's threads have run.
+    /// Calls that threads of the program ask for, and wait for.
     calls: Arc<Queue>,
-    /// What the runtime's threads have run and do not wait for.
+    /// Calls that threads of the runtime ask for, and do not wait for.
     errands: Arc<Queue>,
     /// Starts of threads on this table.
     starts: Arc<Queue>,

@@ -16,7 +16,7 @@ use std::{
 
 use farpage_tables::{Held, Keeper, Table, errand, run_outside, spawn};
 
-/// What the calling thread's table refers to, by number.
+/// Lists what the calling thread's table refers to, by number.
 fn open() -> Vec<(i32, String)> {
     let mut open: Vec<_> = (fs::read_dir("/proc/thread-self/fd").unwrap())
         .filter_map(|entry| {

@@ -129,7 +129,7 @@ impl Session {
     /// one of them may go over RDMA, and this process has used RDMA on another table.
     ///
     /// # Errors
-    /// Those of `new`. No thread is to be had.
+    /// The errors of `new`, and that no thread is to be had.
     pub fn table_for(
         endpoints: &[Endpoint],
         new: impl FnOnce() -> io::Result<Arc<Table>>,
