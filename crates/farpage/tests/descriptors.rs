@@ -32,6 +32,7 @@ use common::{
 };
 use farpage::{FaultMode, RegionOptions, RemoteArray, Runtime, Store};
 use nix::sys::signal::Signal;
+use tempfile::NamedTempFile;
 
 const PAGE: usize = 4 * KIB;
 const BUDGET: usize = MIB;
@@ -44,20 +45,17 @@ const PROGRAM: &str = "FARPAGE_TEST_CLOSES";
 /// Status of a program that has read something else than it wrote.
 const WRONG: i32 = 3;
 
-/// Closes what the runtime has opened, by number.
+/// Closes what the runtime has opened, by number, or puts the file at the path `how` there.
 fn close(how: &str) {
-    let file = File::open("/dev/zero").unwrap();
-    match how {
+    if how == "close" {
         // SAFETY: the program ends without using what it has open.
-        "close" => unsafe {
-            libc::close_range(3, u32::MAX, 0);
-        },
-        _ => {
-            for number in 3..200 {
-                // SAFETY: as above.
-                unsafe { libc::dup2(file.as_raw_fd(), number) };
-            }
-        }
+        unsafe { libc::close_range(3, u32::MAX, 0) };
+        return;
+    }
+    let file = (File::options().read(true).write(true).open(how)).unwrap();
+    for number in 3..200 {
+        // SAFETY: as above.
+        unsafe { libc::dup2(file.as_raw_fd(), number) };
     }
     std::mem::forget(file);
 }
@@ -168,13 +166,17 @@ fn closed_descriptors_leave_no_zeros_behind() {
         return;
     }
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
-    for how in ["close", "replace"] {
+    let file = NamedTempFile::new().unwrap();
+    let path = file.path().to_str().unwrap();
+    for how in ["close", "/dev/zero", path] {
         for (mode, at) in [("in-thread", &*memory.url), ("filler", "store")] {
             let what = format!("{how} {mode} {at}");
             assert!(
                 !goes_on(test, &what),
                 "{what}: its descriptors are in reach"
             );
+            let len = file.as_file().metadata().unwrap().len();
+            assert_eq!(len, 0, "{what}: it wrote to a file of the program's");
         }
     }
 }
@@ -189,7 +191,7 @@ fn program_whose_runtime_keeps_descriptors_apart_goes_on() {
     }
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
-        for how in ["close", "replace"] {
+        for how in ["close", "/dev/zero"] {
             let what = format!("{how} filler {}", memory.url);
             assert!(
                 goes_on(test, &what),

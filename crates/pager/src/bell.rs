@@ -11,15 +11,19 @@ use std::{
     time::Instant,
 };
 
-use farpage_tables::is_private;
+use farpage_tables::{is_private, lost};
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, ppoll},
     sys::{
         eventfd::{EfdFlags, EventFd},
+        stat::fstat,
         time::TimeSpec,
     },
 };
+
+/// Name of a worker's descriptor for a program that has closed it.
+const EVENTFD: &str = "a worker's eventfd";
 
 /// Wakes one worker.
 #[derive(Debug)]
@@ -28,6 +32,8 @@ pub(crate) struct Bell {
     asleep: AtomicBool,
     /// True if the event's number is one of a table that the program does not share.
     is_private: bool,
+    /// Device and inode of the event.
+    identity: (u64, u64),
 }
 
 impl Bell {
@@ -35,10 +41,19 @@ impl Bell {
         let event =
             EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(Bell {
+            identity: identity(&event)?,
             event,
             asleep: AtomicBool::new(false),
             is_private: is_private(),
         })
+    }
+
+    /// Ends the process if the program has closed the event, or put a file in its place, which must
+    /// not be written to.
+    fn check(&self) {
+        if !self.is_private && identity(&self.event) != Ok(self.identity) {
+            lost(EVENTFD);
+        }
     }
 
     /// Wakes the worker if it sleeps or is about to.
@@ -52,6 +67,7 @@ impl Bell {
         // asleep.
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
+            self.check();
             self.event
                 .write(1)
                 .expect("single rings do not overflow an eventfd");
@@ -78,6 +94,7 @@ impl Bell {
     /// To be told after a sleep on [`fd`](Self::fd) whether there was a ring.
     pub(crate) fn hear(&self, rang: bool) {
         if rang {
+            self.check();
             // Another ring that comes between only wakes once more.
             let _ = self.event.read();
         }
@@ -90,6 +107,11 @@ impl Bell {
         self.cancel();
         self.hear(fds.last().is_some_and(|fd| fd.any() == Some(true)));
     }
+}
+
+/// Returns the device and the inode of an open descriptor.
+fn identity(event: &EventFd) -> nix::Result<(u64, u64)> {
+    fstat(event).map(|file| (file.st_dev, file.st_ino))
 }
 
 /// Sleeps until an event on one of `fds`, or `until`. May wake for no reason.
