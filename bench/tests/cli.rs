@@ -1,6 +1,6 @@
 //! The program as people and scripts use it: each benchmark in its `--smoke` form, as a process,
-//! against the memory server that it starts itself. That each works with other options, too, is for
-//! `cargo xtask bench --smoke` to see.
+//! against the memory server that it starts itself. `cargo xtask bench --smoke` runs each with
+//! other options, too.
 
 mod common;
 
@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use common::{bench, can_page, run};
 
-/// Runs a benchmark and checks what all reports have in common.
+/// Runs a benchmark and checks the parts that all reports have in common.
 fn report(benchmark: &str, args: &[&str]) -> Value {
     let output = run(&[&[benchmark, "--smoke", "--format", "json"], args].concat());
     let (stdout, stderr) = (
@@ -466,7 +466,7 @@ fn targets_keeps_every_figure_behind_a_ratio() {
     for target in targets {
         assert_positive(target, &["/measured", "/against", "/ratio"]);
     }
-    // A command that two targets need ran once, and what drifts before and after.
+    // A command that two targets need ran once, and `floor`, which drifts, before and after.
     let names: Vec<_> = record["reports"]
         .as_array()
         .unwrap()
@@ -475,7 +475,7 @@ fn targets_keeps_every_figure_behind_a_ratio() {
         .collect();
     let bracketed = ["floor", "latency", "floor"];
     assert_eq!(names, [bracketed, bracketed, bracketed].concat());
-    // What a user gets who chooses nothing comes first: free threads, the default fault mode.
+    // The defaults come first: free threads, the default fault mode.
     let configs: Vec<_> = record["reports"]
         .as_array()
         .unwrap()
@@ -596,7 +596,7 @@ fn under_the_tables_stands_how_near_a_figure_is_to_the_fabric_and_to_plain_memor
         ("random", "4KiB", "an access: ", "All accesses: "),
         ("traffic", "64KiB", "both: ", "All steps: "),
         ("latency", "4KiB", "a read, p50: ", "The same: "),
-        // More than the smallest array of plain memory holds.
+        // Larger than the smallest array of plain memory.
         ("latency", "2MiB", "a read, p50: ", "The same: "),
     ] {
         let output = run(&[benchmark, "--smoke", "--page-size", page_size]);
@@ -610,13 +610,13 @@ fn under_the_tables_stands_how_near_a_figure_is_to_the_fabric_and_to_plain_memor
         let at = after.find(fabric).unwrap_or_else(|| panic!("{line}"));
         assert!(after[at..].contains(" % of the raw fabric ("), "{line}");
     }
-    // What is compared with nothing says nothing.
+    // A run that is compared with nothing says nothing.
     let output = run(&["random", "--smoke", "--plain"]);
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert!(!stdout.contains("% of plain memory"), "{stdout}");
 }
 
-/// What the tables say, and what `--help` explains.
+/// Asserts that `--help` explains the words of the tables.
 #[test]
 fn words_of_the_tables_are_explained() {
     let words = [
@@ -648,7 +648,7 @@ fn words_of_the_tables_are_explained() {
     }
 }
 
-/// A line per benchmark that prints in its own way.
+/// Runs each benchmark that prints in its own way.
 #[test]
 fn output_that_nobody_reads_is_no_failure_and_a_full_disk_is_one() {
     let results = Results::new("nobody-reads.json", &triads(4096, &[100]));
@@ -681,7 +681,7 @@ fn output_that_nobody_reads_is_no_failure_and_a_full_disk_is_one() {
     }
 }
 
-/// A user who may not catch the faults of system calls.
+/// Runs `doctor` as a user who may not catch the faults of system calls.
 #[test]
 fn doctor_says_what_the_programs_of_this_user_meet() {
     let test = "doctor_says_what_the_programs_of_this_user_meet";
@@ -692,7 +692,7 @@ fn doctor_says_what_the_programs_of_this_user_meet() {
         );
         return;
     }
-    // Where the other user can run it: the checkout may be root's alone.
+    // The copy is where the other user can run it: the checkout may be root's alone.
     let folder = tempfile::tempdir().unwrap();
     std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
     let program = folder.path().join("farpage-bench");
@@ -727,8 +727,8 @@ fn doctor_says_what_the_programs_of_this_user_meet() {
     );
 }
 
-/// More than this machine has, so that nothing may be started: it would fill memory until the
-/// kernel kills somebody.
+/// Asks for more than this machine has, so that nothing may be started: memory would fill until the
+/// kernel kills a process.
 #[test]
 fn what_does_not_fit_into_memory_is_refused_before_anything_starts() {
     if !can_page("what_does_not_fit_into_memory_is_refused_before_anything_starts") {
@@ -746,7 +746,7 @@ fn what_does_not_fit_into_memory_is_refused_before_anything_starts() {
         (&["traffic", "--size", &twice], "--force"),
         (&["apps", "--size", &twice], "--force"),
         (&["stream", "--smoke", "--budget", &twice], "--force"),
-        // Forced or elsewhere, what farpage itself cannot do is still refused.
+        // With --force, farpage's own limits still refuse.
         (
             &["stream", "--smoke", "--budget", &twice, "--force"],
             "does not fit",

@@ -1,8 +1,8 @@
 //! STREAM over RDMA, as a program against a memory server of its own: on one machine, and from one
 //! host to another whose link is cut.
 //!
-//! The rule it keeps: nothing is said about speed in figures of time; what is emulated is compared
-//! with what is emulated beside it. `cargo xtask test --rdma` runs these tests where there is a
+//! The rule it keeps: no test speaks of speed in figures of time; an emulated device is compared
+//! with an emulated one beside it. `cargo xtask test --rdma` runs these tests where there is a
 //! device.
 #![cfg(feature = "rdma")]
 
@@ -18,16 +18,16 @@ use std::{
 use serde_json::Value;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_farpage-bench");
-/// Far beyond what anything here takes.
+/// Upper bound of every wait, far beyond what a test takes.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// How a program is started on a host: the words before its name.
+/// Words before the program's name that start it on a host.
 type Host = &'static [&'static str];
 const HERE: Host = &[];
 const HOST_1: Host = &["ip", "netns", "exec", "host1"];
 const HOST_2: Host = &["ip", "netns", "exec", "host2"];
 
-/// The program on a host, ended after [`PATIENCE`].
+/// Returns the command of the program on a host, ended after [`PATIENCE`].
 fn bench(host: Host, args: &[&str]) -> Command {
     let mut command = Command::new("timeout");
     command.arg(PATIENCE.as_secs().to_string());
@@ -44,7 +44,7 @@ fn stream(host: Host, server: &Serving, args: &[&str]) -> Child {
     command.spawn().expect("`timeout` can be started")
 }
 
-/// What it reports, which says that it has verified every element.
+/// Returns STREAM's report, which has to say that every element was verified.
 fn report(stream: Child) -> Value {
     let output = stream.wait_with_output().expect("it was started");
     let text = String::from_utf8_lossy(&output.stdout);
@@ -87,7 +87,7 @@ impl Serving {
         }
     }
 
-    /// Processor time that it has used, in the program and in the kernel.
+    /// Returns the processor time that the server has used, in the program and in the kernel.
     fn cpu(&self) -> Duration {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id()));
         let stat = stat.expect("the server runs");
@@ -105,7 +105,7 @@ impl Drop for Serving {
     }
 }
 
-/// The address of this machine's device, if it has one; if not, says that `test` is skipped.
+/// Returns the address of this machine's device; if there is none, says that `test` is skipped.
 fn address(test: &str) -> Option<String> {
     let address = env::var("FARPAGE_TEST_RDMA_ADDRESS").ok();
     if address.is_none() {
@@ -132,8 +132,8 @@ fn stream_over_rdma_verifies_raw_and_compressed() {
     }
 }
 
-/// What a server pays for the bytes of a run: between a short run and a long one, so that
-/// connecting and leasing do not count.
+/// Returns the server's processor milliseconds per MB: the difference of a short run and a long
+/// one, so that connecting and leasing do not count.
 fn server_ms_per_mb(listen: &str) -> f64 {
     let server = Serving::start(HERE, listen);
     let [short, long] = ["2", "8"].map(|iterations| {
@@ -162,7 +162,7 @@ fn rdma_leaves_the_servers_processor_alone() {
     assert!(rdma < tcp / 10.0, "rdma {rdma}, tcp {tcp}");
 }
 
-/// What two workers end with that train on `addresses` for a few steps.
+/// Trains two workers on `addresses` for a few steps. Returns the hashes of their parameters.
 fn training_hashes(addresses: &str) -> Vec<Value> {
     let keys = env::temp_dir().join(format!("farpage-train-{}", std::process::id()));
     let start = |rank: &str| {
@@ -197,7 +197,7 @@ fn training_over_rdma_ends_with_the_bits_of_training_over_tcp() {
     assert_eq!(training_hashes(&rdma), tcp);
 }
 
-/// What has gone over a host's cable, in both directions.
+/// Returns the bytes that have gone over a host's cable, in both directions.
 fn cable_bytes(host: u32) -> u64 {
     let count = |name: &str| {
         let path = format!("/sys/class/net/to-host{host}/statistics/{name}");
@@ -215,7 +215,7 @@ fn set_cable(host: u32, state: &str) {
     assert!(status.expect("there is `ip`").success());
 }
 
-/// Looks until `holds`, while the program runs.
+/// Waits until `holds` returns true, while the program runs.
 fn wait_until(what: &str, stream: &mut Child, mut holds: impl FnMut() -> bool) {
     let until = Instant::now() + PATIENCE;
     while !holds() {
@@ -275,7 +275,7 @@ fn rdma_between_hosts_survives_a_link_that_is_cut_and_comes_back() {
     let mut quiet_since = cut;
     wait_until("nothing has moved for two seconds", &mut stream, || {
         let now = cable_bytes(2);
-        // What still arrives are attempts that nobody answers.
+        // The bytes that still move are attempts without an answer.
         if now > at_cut + MIB {
             (at_cut, quiet_since) = (now, Instant::now());
         }

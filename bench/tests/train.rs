@@ -1,5 +1,5 @@
-//! Workers as processes of their own: the same bits as threads, and what becomes of the others when
-//! one is killed.
+//! Workers as processes of their own: the same bits as threads, and the fate of the others when one
+//! is killed.
 
 use std::{
     fs,
@@ -15,16 +15,16 @@ use serde_json::Value;
 const WORKERS: usize = 4;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The program with these arguments, and nothing to read.
+/// Returns the command of the program with `args`, and nothing to read.
 fn bench(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_farpage-bench"));
     command.args(args).stdin(Stdio::null());
     command
 }
 
-/// Where the workers of a test are.
+/// Returns the endpoints of a test's workers.
 fn addresses(fabric: &str, folder: &Path) -> String {
-    // All are held until all are known, so that they differ.
+    // All ports are held until all are known, so that they differ.
     let ports = [(); WORKERS].map(|()| TcpListener::bind("127.0.0.1:0").expect("a free port"));
     let of = |(rank, port): (usize, &TcpListener)| match fabric {
         "shm" => format!("shm://{}/worker-{rank}", folder.display()),
@@ -44,7 +44,7 @@ struct Workers(Vec<Child>);
 impl Drop for Workers {
     fn drop(&mut self) {
         for worker in &mut self.0 {
-            // Fails if it has ended.
+            // Fails if the worker has ended.
             let _ = worker.kill();
             let _ = worker.wait();
         }
@@ -58,7 +58,7 @@ fn start(fabric: &str, folder: &Path, args: &[&str]) -> Workers {
         command
             .args(["--group", "2", "--data", "blobs", "--hidden", "64"])
             .args(args)
-            // As mpirun tells it.
+            // mpirun sets this variable.
             .env("OMPI_COMM_WORLD_RANK", rank.to_string())
             .env("FARPAGE_KEY_FILE", folder.join("key"))
             .stdout(Stdio::piped())
@@ -70,7 +70,7 @@ fn start(fabric: &str, folder: &Path, args: &[&str]) -> Workers {
     Workers((0..WORKERS).map(start).collect())
 }
 
-/// What each printed and complained of, and whether it succeeded.
+/// Waits for the workers. Returns success, output and errors of each.
 fn ends(mut workers: Workers) -> Vec<(bool, String, String)> {
     let until = Instant::now() + PATIENCE;
     for worker in &mut workers.0 {
@@ -129,7 +129,7 @@ fn processes_end_with_the_bits_of_threads() {
     }
 }
 
-/// Clock ticks that a process has computed for.
+/// Returns the clock ticks that a process has computed for.
 fn ticks(process: u32) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).expect("it runs");
     let (_, fields) = stat.rsplit_once(')').expect("a name in brackets");
@@ -149,7 +149,7 @@ fn a_worker_that_is_killed_is_named_by_all_others_within_the_deadline() {
         let args = ["--mode", mode, "--steps", "100000000", "--deadline", "5"];
         let mut workers = start(fabric, folder.path(), &args);
         let until = Instant::now() + PATIENCE;
-        // All of them compute, which they do when all have joined.
+        // Workers compute when all of them have joined.
         while workers.0.iter().any(|worker| ticks(worker.id()) < 20) {
             assert!(Instant::now() < until, "{fabric}: nobody computes");
             thread::sleep(Duration::from_millis(5));
@@ -208,7 +208,7 @@ fn a_picture_shows_every_mode_and_what_it_learns_and_moves() {
     assert!(output.status.success(), "{output:?}");
     let svg = fs::read_to_string(&file).expect("it was drawn");
     let lines = svg.matches("<polyline").count();
-    // Five panels with a line for each mode, which the legend has, too.
+    // Five panels with a line for each mode, and the legend's lines.
     assert!(lines >= 2 * 5 + 2, "{lines} lines");
     for expected in [
         "bsp",
@@ -222,7 +222,7 @@ fn a_picture_shows_every_mode_and_what_it_learns_and_moves() {
     ] {
         assert!(svg.contains(expected), "{expected} is missing in\n{svg}");
     }
-    // Over steps and over time.
+    // Panels over steps and over time.
     let panels = |title: &str| svg.lines().filter(|line| line.trim() == title).count();
     assert_eq!((panels("loss"), panels("seconds")), (2, 2));
     let refused = draw(Path::new("/nonexistent/train.svg"));

@@ -1,5 +1,5 @@
-//! Aggregators and workers as processes: the same bits as threads, what becomes of the others when
-//! one is killed, or a memory server that one of them needs, and how the job goes on.
+//! Aggregators and workers as processes: the same bits as threads, the fate of the others when one
+//! is killed, or a memory server that one needs, and how the job goes on.
 
 mod common;
 #[path = "common/training.rs"]
@@ -14,7 +14,7 @@ use self::{
 
 const AGGREGATORS: usize = 2;
 
-/// Sees to it that all have failed in time, and that all but `killed` have said one of `named`.
+/// Asserts that all have failed in time, and that all but `killed` have said one of `named`.
 fn assert_named(children: Children, killed: Option<usize>, named: &[&str]) {
     let begun = Instant::now();
     let ended = ends(children);
@@ -27,7 +27,7 @@ fn assert_named(children: Children, killed: Option<usize>, named: &[&str]) {
     }
 }
 
-/// Sees to it that a job that went on has ended with the hashes of one that was not interrupted.
+/// Asserts that a job that went on has ended with the hashes of one that was not interrupted.
 fn assert_whole(ended: &[Output], whole: &Output, from: u64) {
     let whole = parsed(whole);
     for (rank, output) in ended.iter().enumerate() {
@@ -112,7 +112,7 @@ fn a_job_goes_on_when_the_memory_of_its_aggregators_was_killed() {
         return;
     }
     let scene = Scene::new(256 << 20);
-    // More than the budget, so that each step needs the memory server.
+    // The state is larger than the budget, so that each step needs the memory server.
     let job = [
         "--mode",
         "bsp",
@@ -201,7 +201,7 @@ fn what_is_wrong_with_aggregators_is_said() {
         &[&of("ds", "2", "20")[..], &state].concat(),
         "--mode bsp alone",
     );
-    // Checkpoints of other aggregators.
+    // Checkpoints of another number of aggregators.
     let kept = ["--checkpoint", &scene.url, "--checkpoint-every", "5"];
     parsed(&scene.together(&[&of("bsp", "2", "20")[..], &kept].concat()));
     let names = scene.names();

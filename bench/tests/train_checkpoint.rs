@@ -1,5 +1,5 @@
 //! Checkpoints of training: a job whose worker is killed goes on and ends with the bits of one that
-//! was never interrupted, and what is wrong with a checkpoint or its server is said.
+//! was never interrupted, and errors name a wrong checkpoint or its server.
 
 mod common;
 #[path = "common/training.rs"]
@@ -73,7 +73,7 @@ fn a_memory_server_that_is_killed_ends_the_job_with_its_address() {
         let stderr = said(output);
         assert!(!output.status.success(), "worker {rank}");
         naming += usize::from(stderr.contains(&scene.url));
-        // Who still trained then is told by one that could not keep its checkpoint.
+        // A worker that still trained then hears of it from one that could not keep its checkpoint.
         let is_told = stderr.contains(&scene.url) || stderr.contains("gave up");
         assert!(is_told, "worker {rank}: {stderr}");
     }

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use common::{can_page, run};
 
-/// Whether there is a C++ compiler; says so if not.
+/// True if there is a C++ compiler. Says that `test` is skipped if not.
 fn can_compile(test: &str) -> bool {
     let found = Command::new("c++")
         .arg("--version")

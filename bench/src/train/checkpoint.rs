@@ -1,11 +1,11 @@
 //! [`Checkpoints`]: the checkpoints of a job, as named regions of a memory server.
 //!
 //! The rule it keeps: a job goes on from the newest step that all of its parties have kept: its
-//! workers, and its aggregators where these have the optimizer. Each one's checkpoint is a region
-//! of its own, which is published whole or not at all. Nobody keeps a second one before all have
-//! kept the first, or removes one before all have the next.
+//! workers, and its aggregators where these have the optimizer. Each party's checkpoint is a region
+//! of its own, which is published whole or not at all. No party keeps a second checkpoint before
+//! all have kept the first, or removes one before all have the next.
 //!
-//! Aggregators have the ranks behind those of the workers. What one of them keeps may be larger
+//! Aggregators have the ranks behind those of the workers. An aggregator's checkpoint may be larger
 //! than memory, so it is written and read in pieces.
 
 use std::{
@@ -23,14 +23,14 @@ use farpage_train::{
 };
 use farpage_wire::Endpoint;
 
-/// Between looks at what others have kept.
+/// Pause between looks at what others have kept.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
-/// Of the local budget, beside the checkpoints.
+/// Bytes of the local budget beside those for the checkpoints.
 const ROOM_BYTES: u64 = 16 << 20;
-/// Of what is written or read at a time.
+/// Bytes that are written or read at a time.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Where a job's checkpoints are.
+/// Checkpoints of a job, on a memory server.
 pub(super) struct Checkpoints {
     runtime: Runtime,
     server: Endpoint,
@@ -38,12 +38,12 @@ pub(super) struct Checkpoints {
     every: u64,
     workers: usize,
     parties: usize,
-    /// Half of a worker's: the others still wait when one is told that a server is dead.
+    /// Half of a worker's deadline: others still wait when one is told that a server is dead.
     deadline: Duration,
 }
 
 impl Checkpoints {
-    /// Reaches the server. `local` workers of this process keep checkpoints.
+    /// Connects to `server`. `local` workers of this process keep checkpoints.
     pub(super) fn open(
         server: &Endpoint,
         name: &str,
@@ -71,7 +71,7 @@ impl Checkpoints {
         })
     }
 
-    /// How many keep checkpoints.
+    /// Returns the number of parties that keep checkpoints.
     pub(super) fn parties(job: &Job) -> usize {
         let aggregators = match job.is_kept_by_aggregators() {
             true => job.aggregators,
@@ -92,13 +92,13 @@ impl Checkpoints {
         named.collect::<Vec<_>>().join(", ")
     }
 
-    /// A killed worker holds the name that it was about to publish until its lease ends. Who does
-    /// its work again then takes the next `attempt`.
+    /// Names a region. A killed worker holds the name that it was about to publish until its lease
+    /// ends; the worker that repeats the step takes the next `attempt`.
     fn region(&self, step: u64, rank: usize, attempt: u32) -> String {
         format!("{}/{step}/{rank}/{attempt}", self.name)
     }
 
-    /// Which ranks have kept which steps, and under which names.
+    /// Returns the kept steps, with the ranks that have kept each and the regions' names.
     fn kept(&self) -> Result<BTreeMap<u64, BTreeMap<usize, String>>> {
         let names = self.runtime.names();
         let names = names.with_context(|| format!("listing checkpoints on {}", self.server))?;
@@ -123,7 +123,7 @@ impl Checkpoints {
         (0..self.parties).filter(is_missing).collect()
     }
 
-    /// Makes sure that a job which begins leaves the checkpoints of another one alone.
+    /// Fails if one of `ranks` has a checkpoint: a new job leaves those of another one alone.
     pub(super) fn ensure_none(&self, ranks: Range<usize>) -> Result<()> {
         let kept = self.kept()?;
         for rank in ranks {
@@ -138,7 +138,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The newest step that all have kept.
+    /// Returns the newest step that all parties have kept.
     pub(super) fn newest(&self) -> Result<u64> {
         let kept = self.kept()?;
         let is_whole = |ranks: &BTreeMap<usize, String>| self.missing(Some(ranks)).is_empty();
@@ -165,8 +165,8 @@ impl Checkpoints {
         }
     }
 
-    /// Reads the checkpoint of this rank by `read`. What it kept later, as others did not, is
-    /// removed.
+    /// Reads the checkpoint of `rank` at `step` by `read`. Removes later ones of `rank`, which
+    /// other parties lack.
     fn load<T>(&self, rank: usize, step: u64, read: impl FnOnce(Stored) -> Result<T>) -> Result<T> {
         let kept = self.kept()?;
         let name = kept.get(&step).and_then(|ranks| ranks.get(&rank));
@@ -194,8 +194,8 @@ impl Checkpoints {
         removed.with_context(|| format!("removing checkpoint `{name}` on {}", self.server))
     }
 
-    /// Tries until it is something else than `None`, which stands for a name that a worker holds
-    /// that was killed: the server lets go of it within the lease.
+    /// Repeats `attempt` until it returns something else than `None`, which stands for a name that
+    /// a killed worker holds: the server releases that name within the lease.
     fn until_free<T>(&self, mut attempt: impl FnMut() -> Option<Result<T>>) -> Result<T> {
         let deadline = self.deadline * 2;
         let until = Instant::now() + deadline;
@@ -213,10 +213,10 @@ impl Checkpoints {
         }
     }
 
-    /// Keeps the checkpoint of this rank.
+    /// Keeps a checkpoint of `rank` at `step`.
     fn keep(&self, rank: usize, step: u64, content: &mut dyn Content) -> Result<()> {
-        // 1. All have the one before. Else a worker that is far ahead would remove what the others
-        //    have, and no step would be left that all of them have.
+        // 1. All have the one before. Otherwise a worker that is far ahead would remove what the
+        //    others have, and no step would be left that all of them have.
         let until = Instant::now() + self.deadline;
         loop {
             let kept = self.kept()?;
@@ -243,7 +243,7 @@ impl Checkpoints {
             }
             thread::sleep(BETWEEN_LOOKS);
         }
-        // 2. This one.
+        // 2. Writes this one.
         let mut write = |name: &str| -> Result<bool> {
             let options = RegionOptions::new().name(name);
             let bytes = content.bytes() as usize;
@@ -283,7 +283,7 @@ impl Checkpoints {
         }
     }
 
-    /// A worker's course: from a step, or from the beginning.
+    /// Returns a worker's course: from a step, or from the beginning.
     pub(super) fn course(&self, job: &Job, rank: usize, from: Option<u64>) -> Result<Course<'_>> {
         let read = |mut stored: Stored| {
             let mut bytes = Vec::new();
@@ -297,7 +297,7 @@ impl Checkpoints {
         })
     }
 
-    /// An aggregator's course. It has nothing to keep where workers have the optimizer.
+    /// Returns an aggregator's course, which keeps nothing where workers have the optimizer.
     pub(super) fn aggregator_course(
         &self,
         job: &Job,
@@ -323,7 +323,7 @@ impl Checkpoints {
         })
     }
 
-    /// The courses of all, which are in this process.
+    /// Returns the courses of all parties, which are in this process.
     pub(super) fn courses(&self, job: &Job, from: Option<u64>) -> Result<Courses<'_>> {
         let workers = (0..self.workers).map(|rank| self.course(job, rank, from));
         let aggregators = 0..job.aggregators;
@@ -336,10 +336,9 @@ impl Checkpoints {
     }
 }
 
-/// A region that is written or read from its beginning. It is given up when this is dropped, as it
-/// was.
+/// A region that is written or read from its beginning. Dropping it publishes nothing.
 struct Stored {
-    /// `None` only when it has been taken.
+    /// `None` once [`into_region`](Stored::into_region) has taken the region.
     region: Option<Region>,
     at: usize,
 }
@@ -354,8 +353,8 @@ impl Stored {
         self.region.take().expect("it is there until now")
     }
 
-    /// Has the next bytes, as many as there are up to `most`, in local memory for a moment. A page
-    /// that cannot be had is an error here, and a signal if it is touched.
+    /// Pins the next bytes, at most `most`, and passes them to `take`. A page that cannot be
+    /// brought in is an error here; touching it would raise a signal.
     fn next(
         &mut self,
         most: usize,

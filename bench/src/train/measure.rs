@@ -1,5 +1,5 @@
 //! Training with all workers, and all aggregators, as threads of this process: each mode and seed
-//! in turn, and what came out.
+//! in turn, and the results.
 
 use anyhow::{Context, Result, ensure};
 use farpage_bench_kit::report::median;
@@ -13,9 +13,9 @@ use super::{
     report::{Config, Figures, Paired, Point, Report},
 };
 
-/// Bytes may exceed those of the parameters by headers and announcements.
+/// Upper bound of the bytes beyond those of the parameters, as a share: headers, announcements.
 const OVERHEAD_MAX: f64 = 0.01;
-/// Below so many bytes a message, announcements weigh more than that.
+/// Bytes of a message below which announcements weigh more than [`OVERHEAD_MAX`].
 const CHECKED_BYTES: f64 = 64_000.0;
 /// The 95 % quantile of Student's distribution, by degrees of freedom from 1.
 const STUDENT_95: [f64; 19] = [
@@ -23,7 +23,7 @@ const STUDENT_95: [f64; 19] = [
     1.761, 1.753, 1.746, 1.740, 1.734, 1.729,
 ];
 
-/// One run.
+/// Results of one run.
 struct Ran {
     curve: Vec<Point>,
     worst_accuracy: f64,
@@ -36,7 +36,7 @@ struct Ran {
     is_right: bool,
 }
 
-/// Trains in each mode, and compares.
+/// Trains in each mode, and compares the modes.
 pub(super) fn measure(options: TrainOptions) -> Result<Report> {
     ensure!(
         options.checkpoint.is_none() || (options.mode.len(), options.seeds) == (1, 1),
@@ -72,7 +72,7 @@ pub(super) fn measure(options: TrainOptions) -> Result<Report> {
     })
 }
 
-/// Trains once, and looks at what came out.
+/// Trains once, and verifies the results.
 fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
     let network = Network {
         between: match options.fabric {
@@ -149,7 +149,7 @@ fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
     };
     let are_steps_right =
         (outcomes.iter()).all(|outcome| outcome.serial_steps as f64 == serial * steps);
-    // 3. Whether everybody has what everybody must have.
+    // 3. Equal parameters at all workers, where the mode asks for that.
     let settled = || outcomes.iter().map(|outcome| &*outcome.settled);
     let apart = distance(settled(), &consensus(settled()));
     let have_met = matches!(job.plan.mode(), Mode::Fixed | Mode::Nothing) || apart == 0.0;
@@ -204,7 +204,7 @@ impl Figures {
     }
 }
 
-/// Ds against bsp, if both were run.
+/// Compares ds with bsp, if both were run.
 fn paired(modes: &[Figures]) -> Option<Paired> {
     let of = |mode: Mode| {
         modes

@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use farpage::{ByteSize, Runtime};
 use farpage_bench_kit::options::{Run, not_negative, positive, some_bytes};
 use farpage_train::{
-    Cnn, Job, Mlp, Mode, Model, Plan, Rule,
+    Job, Mlp, Mode, Plan, Rule,
     data::{Dataset, Shards, Source},
 };
 use farpage_wire::Endpoint;
@@ -17,10 +17,10 @@ use serde::Serialize;
 
 use super::checkpoint::Checkpoints;
 
-/// Points of a curve.
+/// Approximate number of points of a curve.
 const POINTS: u64 = 20;
 
-/// What lies between the workers.
+/// Fabric between the workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum TrainFabric {
@@ -50,15 +50,6 @@ pub(super) enum Optimizing {
     Adam,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub(super) enum Modelled {
-    /// Fully connected layers
-    Mlp,
-    /// Convolutions with batch normalisation, and a fully connected layer
-    Cnn,
-}
-
 #[derive(Args, Clone, Debug, Serialize)]
 pub(crate) struct TrainOptions {
     /// Workers: a power of --group
@@ -67,8 +58,8 @@ pub(crate) struct TrainOptions {
     /// Workers of a group
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub(super) group: usize,
-    /// Who synchronises with whom: bsp (the mean gradient of all), ds (the mean parameters of a
-    /// group that changes), fixed (of a group that stays), none
+    /// Synchronisation: bsp (the mean gradient of all), ds (the mean parameters of a group that
+    /// changes), fixed (of a group that stays), none
     #[arg(
         long,
         value_name = "MODES",
@@ -77,29 +68,26 @@ pub(crate) struct TrainOptions {
     )]
     #[serde(serialize_with = "names")]
     pub(super) mode: Vec<Mode>,
-    /// Exchanges through so many parameter servers instead of rings: they sum, and for bsp they let
-    /// the optimizer do its step. For ds and fixed a multiple of the number of groups
+    /// Parameter servers to exchange through, instead of rings: each sums, and for bsp does the
+    /// optimizer's step. For ds and fixed a multiple of the number of groups
     #[arg(long, value_name = "S", group = "through", conflicts_with = "addresses", value_parser = clap::value_parser!(u64).range(1..))]
     pub(super) aggregators: Option<u64>,
-    /// Keeps what the aggregators of bsp change, the parameters and the optimizer's state, on this
-    /// memory server, of which --state-budget is local at a time
+    /// Keeps the parameters and the optimizer's state of bsp's aggregators on this memory server,
+    /// of which --state-budget is local at a time
     #[arg(long, value_name = "URL", requires_all = ["through", "state_budget"])]
     #[serde(skip)]
     pub(super) state: Option<Endpoint>,
     /// Local memory for what --state keeps; all aggregators of a process share it
     #[arg(long, value_name = "SIZE", requires = "state", value_parser = some_bytes)]
     pub(super) state_budget: Option<ByteSize>,
-    /// What is learnt: digits, mnist (both after `cargo xtask data`) or blobs (made here)
+    /// Data to learn: digits, mnist (both after `cargo xtask data`) or blobs (made here)
     #[arg(long, default_value = "digits")]
     #[serde(serialize_with = "name")]
     pub(super) data: Source,
-    /// Where the files of --data are
+    /// Directory of the files of --data
     #[arg(long, value_name = "DIR", default_value = "target/training-data")]
     pub(super) data_dir: PathBuf,
-    /// What learns
-    #[arg(long, value_enum, default_value_t = Modelled::Mlp)]
-    pub(super) model: Modelled,
-    /// Units of each hidden layer of mlp
+    /// Units of each hidden layer
     #[arg(
         long,
         value_name = "UNITS",
@@ -107,30 +95,22 @@ pub(crate) struct TrainOptions {
         default_value = "128,128"
     )]
     pub(super) hidden: Vec<usize>,
-    /// Channels of each stage of cnn, which halves a picture's sides
-    #[arg(
-        long,
-        value_name = "CHANNELS",
-        value_delimiter = ',',
-        default_value = "8,16"
-    )]
-    pub(super) channels: Vec<usize>,
     /// Examples of a worker in a step
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub(super) batch: usize,
     /// Steps of each worker
     #[arg(long, value_name = "N", default_value_t = 200)]
     pub(super) steps: u64,
-    /// The optimizer, whose state stays at its worker
+    /// The optimizer, whose state stays at its worker, or at bsp's aggregators
     #[arg(long, value_enum, default_value_t = Optimizing::Sgd)]
     pub(super) optimizer: Optimizing,
-    /// How much of a gradient is applied, in all modes
+    /// Learning rate of all modes
     #[arg(long, value_name = "RATE", default_value_t = 0.05)]
     pub(super) rate: f32,
-    /// How much of the last change sgd applies again
+    /// Share of the last change that sgd applies again
     #[arg(long, value_name = "SHARE", default_value_t = 0.9)]
     pub(super) momentum: f32,
-    /// Who trains with which examples
+    /// Distribution of the examples among the workers
     #[arg(long, value_enum, default_value_t = Dealt::Even)]
     pub(super) shards: Dealt,
     /// Seed of the first run
@@ -139,30 +119,30 @@ pub(crate) struct TrainOptions {
     /// Runs of each mode, each with a seed of its own
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=20))]
     pub(super) seeds: u64,
-    /// What lies between the workers
+    /// Fabric between the workers
     #[arg(long, value_enum, default_value_t = TrainFabric::Shm)]
     pub(super) fabric: TrainFabric,
-    /// Gives each worker, and each aggregator, a link of so many gigabits per second
+    /// Link of each worker, and of each aggregator, in gigabits per second
     #[arg(long, value_name = "GBPS", value_parser = positive)]
     pub(super) link_gbps: Option<f64>,
-    /// Adds so many microseconds to every operation on the fabric
+    /// Microseconds to add to every operation on the fabric
     #[arg(long, value_name = "US", value_parser = not_negative)]
     pub(super) link_us: Option<f64>,
-    /// A worker that computes so many times slower, as RANK:TIMES
+    /// A slow worker, and the factor by which it is slower, as RANK:TIMES
     #[arg(long, value_name = "RANK:TIMES", value_parser = slow)]
     pub(super) slow_worker: Option<(usize, f64)>,
-    /// Where the workers are, by rank: this process is one of them then. Each is an endpoint that
-    /// the others reach, such as tcp://10.0.0.2:7500
+    /// Endpoints of the workers, by rank, at which the others reach them, such as
+    /// tcp://10.0.0.2:7500: this process is one of the workers then
     #[arg(long, value_name = "URLS", value_delimiter = ',', group = "apart", conflicts_with_all = ["workers", "fabric", "seeds"])]
     #[serde(skip)]
     pub(super) addresses: Vec<Endpoint>,
-    /// Where the aggregators are, by number: this process is one of them then, or one of --workers.
-    /// Each is an endpoint that the workers reach, such as tcp://10.0.0.2:7500
+    /// Endpoints of the aggregators, by number, at which the workers reach them, such as
+    /// tcp://10.0.0.2:7500: this process is one of the aggregators then, or one of --workers
     #[arg(long, value_name = "URLS", value_delimiter = ',', groups = ["apart", "through"], conflicts_with_all = ["fabric", "seeds"])]
     #[serde(skip)]
     pub(super) aggregators_at: Vec<Endpoint>,
-    /// Which of --addresses this process is, or which of --workers; the ranks behind those of the
-    /// workers are the aggregators' [default: what torchrun, mpirun or srun say]
+    /// Rank of this process in --addresses or --workers; the aggregators have the ranks behind the
+    /// workers' [default: as torchrun, mpirun or srun say]
     #[arg(long, value_name = "RANK", requires = "apart")]
     #[serde(skip)]
     pub(super) rank: Option<usize>,
@@ -170,11 +150,11 @@ pub(crate) struct TrainOptions {
     #[arg(long, value_name = "URL")]
     #[serde(skip)]
     pub(super) checkpoint: Option<Endpoint>,
-    /// Keeps one after each so many steps
+    /// Steps between two checkpoints
     #[arg(long, value_name = "STEPS", default_value_t = 50, requires = "checkpoint", value_parser = clap::value_parser!(u64).range(1..))]
     #[serde(skip)]
     pub(super) checkpoint_every: u64,
-    /// What the checkpoints are called on the server; each job needs a name of its own
+    /// Name of the checkpoints on the server; each job needs a name of its own
     #[arg(
         long,
         value_name = "NAME",
@@ -187,10 +167,10 @@ pub(crate) struct TrainOptions {
     #[arg(long, requires = "checkpoint")]
     #[serde(skip)]
     pub(super) resume: bool,
-    /// The longest that a worker or an aggregator waits for another, in seconds
+    /// Seconds that a worker or an aggregator waits for another at most
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = positive)]
     pub(super) deadline: f64,
-    /// Also draws how each mode learns, and what it moves, to this file
+    /// File to draw to: how each mode learns, and what it moves
     #[arg(long, value_name = "FILE", conflicts_with = "apart")]
     #[serde(skip)]
     pub(super) svg: Option<PathBuf>,
@@ -217,36 +197,23 @@ fn slow(text: &str) -> Result<(usize, f64), String> {
     }
 }
 
-/// What all runs of these options have in common.
+/// Data and model that all runs of the options share.
 pub(super) struct Jobs<'a> {
     options: &'a TrainOptions,
     data: Arc<Dataset>,
-    pub(super) model: Model,
+    pub(super) model: Mlp,
 }
 
 impl<'a> Jobs<'a> {
     pub(super) fn new(options: &'a TrainOptions) -> Result<Self> {
         let data = Arc::new(Dataset::load(options.data, &options.data_dir)?);
-        let model = match options.model {
-            Modelled::Mlp => {
-                let mut widths = vec![data.width];
-                widths.extend(&options.hidden);
-                widths.push(data.classes);
-                ensure!(
-                    !widths.contains(&0),
-                    "--hidden 0: a layer has one unit at least"
-                );
-                Model::from(Mlp::new(&widths))
-            }
-            Modelled::Cnn => {
-                let (side, channels) = (data.width.isqrt(), &options.channels);
-                ensure!(
-                    Cnn::fits(side, channels),
-                    "--channels: each stage has one channel at least, and halves the pictures of {side} by {side}"
-                );
-                Cnn::new(side, channels, data.classes).into()
-            }
-        };
+        let mut widths = vec![data.width];
+        widths.extend(&options.hidden);
+        widths.push(data.classes);
+        ensure!(
+            !widths.contains(&0),
+            "--hidden 0: a layer has one unit at least"
+        );
         ensure!(
             options.steps > 0 && options.batch > 0,
             "--steps and --batch: one at least"
@@ -265,7 +232,7 @@ impl<'a> Jobs<'a> {
         Ok(Self {
             options,
             data,
-            model,
+            model: Mlp::new(&widths),
         })
     }
 
@@ -297,7 +264,7 @@ impl<'a> Jobs<'a> {
 }
 
 impl TrainOptions {
-    /// How many aggregators exchanges go through; 0: in rings.
+    /// Returns the number of aggregators that exchanges go through; 0 for exchanges in rings.
     pub(super) fn aggregator_count(&self) -> usize {
         match self.aggregators {
             Some(count) => count as usize,
@@ -305,17 +272,17 @@ impl TrainOptions {
         }
     }
 
-    /// Whether this process is one of several.
+    /// True if this process is one of several.
     pub(super) fn is_apart(&self) -> bool {
         !self.addresses.is_empty() || !self.aggregators_at.is_empty()
     }
 
-    /// The longest that a worker or an aggregator waits for another.
+    /// Returns the time that a worker or an aggregator waits for another at most.
     pub(super) fn patience(&self) -> Duration {
         Duration::from_secs_f64(self.deadline)
     }
 
-    /// Where `local` workers of this process keep their checkpoints.
+    /// Opens the checkpoints for `local` workers of this process, if they are asked for.
     pub(super) fn checkpoints(&self, job: &Job, local: usize) -> Result<Option<Checkpoints>> {
         let Some(server) = &self.checkpoint else {
             return Ok(None);
@@ -325,8 +292,8 @@ impl TrainOptions {
         Checkpoints::open(server, name, every, job, local, deadline).map(Some)
     }
 
-    /// The step that a job goes on from, of which these ranks, aggregators' behind workers', are in
-    /// this process.
+    /// Returns the step that a job goes on from. `ranks` are those of this process; aggregators
+    /// have the ranks behind the workers'.
     pub(super) fn from(
         &self,
         checkpoints: Option<&Checkpoints>,
@@ -348,7 +315,7 @@ impl TrainOptions {
         Ok(Some(from))
     }
 
-    /// Where the aggregators of this process keep what they change, if it is not local.
+    /// Returns the memory for what this process's aggregators change, if it is not local.
     pub(super) fn state_memory(&self) -> Result<Option<Runtime>> {
         let (Some(server), Some(budget)) = (&self.state, self.state_budget) else {
             return Ok(None);
@@ -363,11 +330,11 @@ impl TrainOptions {
             .map(Some)
     }
 
-    /// Gigabits per second and microseconds.
+    /// Returns the link's gigabits per second and microseconds, if a link is asked for.
     pub(super) fn link(&self) -> Option<(f64, f64)> {
         match (self.link_gbps, self.link_us) {
             (None, None) => None,
-            // Without a rate the link is as fast as a link can be said to be.
+            // A link without a rate gets a million gigabits per second.
             (gbps, us) => Some((gbps.unwrap_or(1e6), us.unwrap_or(0.0))),
         }
     }

@@ -13,12 +13,12 @@ use super::report::{Figures, Point, Report};
 const SIZE: (u32, u32) = (1600, 760);
 const LEGEND: u32 = 40;
 
-/// What a panel shows of the points of a curve.
+/// A panel, and the values that it shows of a curve's points.
 struct Panel {
     title: &'static str,
     across: &'static str,
     x: fn(&Point) -> f64,
-    /// `None`: there is nothing yet.
+    /// Value of a point; `None` where there is none yet.
     y: fn(&Point) -> Option<f64>,
 }
 
@@ -55,7 +55,7 @@ const PANELS: [Panel; 5] = [
     },
 ];
 
-/// Draws the report to a file.
+/// Draws `report` to a file.
 ///
 /// # Errors
 /// The file cannot be written.

@@ -1,8 +1,8 @@
 //! One worker, or one aggregator, as a process of its own.
 //!
-//! The rule it keeps: it does the part that a thread would do, with the same bits. It reads where
-//! the job goes on from before anybody can reach it, so that all know that before one of them goes
-//! on.
+//! The rule it keeps: the process does the part that a thread would do, with the same bits. It
+//! reads the step that the job goes on from before others can reach the process, so that all know
+//! that step before one of them goes on.
 
 use std::{env, sync::Arc, time::Instant};
 
@@ -20,37 +20,37 @@ use super::{
     report::shares,
 };
 
-/// What a process that is one worker found.
+/// Report of a process that is one worker.
 #[derive(Debug, Serialize)]
 struct WorkerReport {
     benchmark: &'static str,
     rank: usize,
     mode: String,
     loss: f64,
-    /// Of this worker's parameters, on the examples that nobody trained with.
+    /// Accuracy of this worker's parameters, on examples that no worker trained with.
     accuracy: f64,
     hash: String,
     seconds: f64,
     exchange_share: f64,
-    /// Steps done before.
+    /// Number of steps done before this process began.
     resumed_from: u64,
     bytes_per_step: f64,
     serial_steps_per_step: f64,
 }
 
-/// What a process that is one aggregator did.
+/// Report of a process that is one aggregator.
 #[derive(Debug, Serialize)]
 struct AggregatorReport {
     benchmark: &'static str,
     aggregator: usize,
     mode: String,
-    /// From when it could be reached to when all workers had gone.
+    /// Seconds from when the aggregator could be reached to when all workers had gone.
     seconds: f64,
-    /// Steps done before.
+    /// Number of steps done before this process began.
     resumed_from: u64,
 }
 
-/// Names the rank of a process: torchrun's, Open MPI's, MPICH's and Slurm's.
+/// Variables that hold a process's rank: torchrun's, Open MPI's, MPICH's and Slurm's.
 const RANKS: [&str; 4] = ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
 
 fn rank_of_environment() -> Result<usize> {
@@ -63,7 +63,7 @@ fn rank_of_environment() -> Result<usize> {
         .with_context(|| format!("{name}={rank} is no rank"))
 }
 
-/// Does the part of this process's rank.
+/// Runs the worker or the aggregator with this process's rank.
 pub(super) fn run(mut options: TrainOptions) -> Result<()> {
     if !options.addresses.is_empty() {
         options.workers = options.addresses.len();
@@ -99,7 +99,7 @@ pub(super) fn run(mut options: TrainOptions) -> Result<()> {
     }
 }
 
-/// Does the part of one aggregator.
+/// Runs one aggregator.
 fn serve(
     options: &TrainOptions,
     job: &Job,
@@ -108,7 +108,7 @@ fn serve(
 ) -> Result<()> {
     let (from, deadline) = (course.from, options.patience());
     let state = options.state_memory()?;
-    // A worker that is killed is found gone before anybody's patience ends.
+    // Half the deadline: a killed worker is found gone before another party's patience ends.
     let at = &options.aggregators_at[number];
     let mut aggregator = Aggregator::of(job, number, at, deadline / 2)?;
     if let Some(runtime) = &state {
@@ -131,7 +131,7 @@ fn serve(
     })
 }
 
-/// Does the part of one worker.
+/// Runs one worker.
 fn work(options: &TrainOptions, job: &Job, rank: usize, course: Course<'_>) -> Result<Outcome> {
     let deadline = options.patience();
     let fabric =

@@ -1,4 +1,4 @@
-//! What `train` found, as JSON and as tables.
+//! Results of `train`, as JSON and as tables.
 
 use farpage_bench_kit::report::{right, table};
 use serde::Serialize;
@@ -28,42 +28,42 @@ pub(super) struct Config {
 #[derive(Debug, Serialize)]
 pub(super) struct Paired {
     pub(super) mean_points: f64,
-    /// With 95 % the true mean is above it; of two seeds or more.
+    /// Bound that the true mean is above with 95 %; absent for a single seed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) above_points: Option<f64>,
     pub(super) pairs: usize,
 }
 
-/// A mode; means over its runs unless something else is said.
+/// Figures of a mode: means over its runs unless something else is said.
 #[derive(Debug, Serialize)]
 pub(super) struct Figures {
     pub(super) mode: String,
-    /// Of the workers' mean, on the examples that nobody trained with.
+    /// Accuracy of the workers' mean, on examples that no worker trained with.
     pub(super) accuracy: f64,
-    /// Of the worst worker, after rounds without training.
+    /// Accuracy of the worst worker, after rounds without training.
     pub(super) worst_accuracy: f64,
     pub(super) loss: f64,
-    /// Of the workers from their mean, over the length of that.
+    /// Distance of the workers from their mean, over the length of the mean.
     pub(super) distance: f64,
     pub(super) bytes_per_step: f64,
-    /// Over what theory says of a ring, or of aggregators; none where nothing moves.
+    /// Bytes over theory's for a ring or aggregators, in the first seed's run; absent if none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) bytes_over_theory: Option<f64>,
     pub(super) serial_steps_per_step: f64,
-    /// Of the slowest worker, the median of the runs.
+    /// Seconds of the slowest worker, the median of the runs.
     pub(super) seconds: f64,
-    /// Of a worker's time.
+    /// Share of a worker's time that exchanges take.
     pub(super) exchange_share: f64,
-    /// Until the consensus is as good as that of bsp at its end, in the runs of the first seed.
+    /// Seconds until the consensus is as good as bsp's at its end, in the runs of the first seed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) seconds_to_bsp: Option<f64>,
-    /// Of all parameters of all workers at the end, by seed.
+    /// Hashes of all parameters of all workers at the end, by seed.
     pub(super) hashes: Vec<String>,
-    /// Of each worker's parameters, by rank, in the run of the first seed.
+    /// Hashes of each worker's parameters, by rank, in the run of the first seed.
     pub(super) worker_hashes: Vec<String>,
     /// Accuracies by seed.
     pub(super) accuracies: Vec<f64>,
-    /// The runs of the first seed.
+    /// Curve of the run of the first seed.
     pub(super) curve: Vec<Point>,
 }
 
@@ -152,7 +152,7 @@ impl Report {
     }
 }
 
-/// Of a worker's time: computing, and exchanging.
+/// Formats the shares of a worker's time in percent: computing, and exchanging.
 pub(super) fn shares(exchanging: f64) -> String {
     format!(
         "{:.0} / {:.0}",

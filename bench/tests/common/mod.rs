@@ -2,7 +2,7 @@
 
 use std::process::{Command, Output, Stdio};
 
-/// The program with these arguments, and nothing to read.
+/// Returns the command of the program with `args`, and nothing to read.
 pub(crate) fn bench(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_farpage-bench"));
     command.args(args).stdin(Stdio::null());
@@ -16,7 +16,7 @@ pub(crate) fn run(args: &[&str]) -> Output {
         .expect("the program was built for this test")
 }
 
-/// Whether pages can be served here; says so if not.
+/// True if pages can be served here. Says that `test` is skipped if not.
 pub(crate) fn can_page(test: &str) -> bool {
     let doctor = run(&["doctor"]);
     if !doctor.status.success() {

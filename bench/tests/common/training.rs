@@ -26,7 +26,7 @@ pub(crate) struct Children(pub(crate) Vec<Child>);
 impl Drop for Children {
     fn drop(&mut self) {
         for child in &mut self.0 {
-            // Fails if it has ended.
+            // Fails if the child has ended.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -65,7 +65,7 @@ impl Scene {
         self.folder.path().join("key")
     }
 
-    /// The names that the user has on the server.
+    /// Returns the names that the user has on the server.
     pub(crate) fn names(&self) -> BTreeSet<String> {
         let runtime = Runtime::builder().server(&*self.url).key_file(self.key());
         let runtime = runtime.build().expect("the server is there");
@@ -104,7 +104,7 @@ impl Scene {
         command.output().expect("the program was built")
     }
 
-    /// Starts a process for each worker, and for so many aggregators, in the order of ranks.
+    /// Starts a process for each worker, and for each of `aggregators`, in the order of ranks.
     pub(crate) fn start(&self, fabric: &str, aggregators: usize, args: &[&str]) -> Children {
         let served = match aggregators {
             0 => WORKERS,
@@ -132,7 +132,7 @@ impl Scene {
 }
 
 fn addresses(fabric: &str, folder: &Path, count: usize) -> String {
-    // All are held until all are known, so that they differ.
+    // All ports are held until all are known, so that they differ.
     let ports = (0..count).map(|_| TcpListener::bind("127.0.0.1:0").expect("a free port"));
     let ports: Vec<_> = ports.collect();
     let of = |(rank, port): (usize, &TcpListener)| match fabric {

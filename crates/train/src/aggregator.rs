@@ -1,22 +1,22 @@
 //! [`Aggregator`] and [`Through`]: means by parameter servers, and an optimizer's step there.
 //!
 //! The rule it keeps: vectors are summed in the order of ranks, never in that of arrival, so a seed
-//! decides every bit, and the number of aggregators none. Nobody is waited for beyond the deadline,
-//! and who is missing is named.
+//! decides every bit, and the number of aggregators none. No party is waited for beyond the
+//! deadline, and a missing one is named.
 //!
 //! Each aggregator of a group has an equal part of the vector. A worker WRITEs its part into an
 //! area that it alone holds there (*push*), and announces it by a ring in the same area. When all
-//! have come, the aggregator shows what it makes of them on a board: the mean of parameters, or,
-//! for gradients, the parameters that its optimizer has changed. Workers READ it there by
+//! parts have come, the aggregator shows the result on a board: the mean of parameters, or, for
+//! gradients, the parameters that its optimizer has changed. Workers READ the result there by
 //! themselves (*pull*). The board has two versions: the next one is written beside the one that is
 //! read, and begun only when all members have pushed again. A worker reads the version's number
-//! once more after the parameters, so what is torn is never taken.
+//! once more after the parameters, so torn parameters are never taken.
 //!
 //! Where groups change from round to round, an aggregator serves the group of its number in each
 //! round. It has areas and a board for each of these groups.
 //!
 //! Where a READ can wait for a number ([`Channel::waits_for_numbers`]), a worker posts push and
-//! pull together, and a step is one exchange of messages. Elsewhere it looks for the number.
+//! pull together, and a step is one exchange of messages. Elsewhere the worker polls the number.
 //!
 //! [`Channel::waits_for_numbers`]: farpage_fabric::Channel::waits_for_numbers
 
@@ -48,24 +48,24 @@ pub use self::{
 
 farpage_fabric::debug_as_display!(AggregateError);
 
-/// Where a worker's area has the gradient, behind a ring for announcements.
+/// Offset of the gradient in a worker's area, behind a ring for announcements.
 const GRADIENT_AT: usize = 128 + RING_BYTES;
 const RING_BYTES: usize = 1024;
-/// Where a board has the number of its version, who is at fault, and who is waited for for long.
-/// READs wait for the number at the beginning.
+/// Offset of the version's number in a board, where READs wait for it. The party at fault and the
+/// awaited party follow.
 const VERSION_AT: usize = 0;
 const CULPRIT_AT: usize = Board::NUMBER_BYTES;
 const AWAITED_AT: usize = CULPRIT_AT + Board::NUMBER_BYTES;
 const HEAD_BYTES: usize = AWAITED_AT + Board::NUMBER_BYTES;
 const PARAMETERS_AT: usize = 4096;
-/// The version of a board whose aggregator has given up: nobody waits for it.
+/// Version of a board whose aggregator has given up: no worker waits for it.
 const GIVEN_UP: u64 = u64::MAX;
-/// Who waits for this share of the deadline tells the others for whom, so that all of them name the
-/// one at fault, and not one that waits like them.
+/// Divisor of the deadline: a party that waits for this share tells the others for whom, so that
+/// all of them name the one at fault, and not one that waits like them.
 const TOLD_AFTER: u32 = 4;
-/// How long the others can hear of who is at fault.
+/// Time in which others can hear who is at fault.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// How long a thread that waits lets others run before it sleeps: what waking it takes.
+/// Time for which a waiting thread yields before it sleeps: as long as waking it takes.
 const SPIN: Duration = Duration::from_micros(100);
 const NAP_MIN: Duration = Duration::from_micros(20);
 const NAP_MAX: Duration = Duration::from_millis(10);
@@ -79,11 +79,11 @@ pub enum Party {
     Aggregator(usize),
 }
 
-/// Numbers of aggregators are told apart from ranks by it.
+/// Offset of aggregators' numbers, which tells them apart from ranks.
 const AGGREGATORS_FROM: u64 = 1 << 32;
 
 impl Party {
-    /// As a number above 0.
+    /// Returns the party's number, which is above 0.
     fn code(self) -> u64 {
         match self {
             Self::Worker(rank) => 1 + rank as u64,
@@ -91,7 +91,7 @@ impl Party {
         }
     }
 
-    /// Whose code it is; 0 is nobody's.
+    /// Returns the party of `code`; 0 stands for none.
     fn of_code(code: u64) -> Option<Self> {
         let number = code.checked_sub(1)?;
         Some(match number.checked_sub(AGGREGATORS_FROM) {
@@ -101,14 +101,14 @@ impl Party {
     }
 }
 
-/// What a worker says by its ring.
+/// Message of a worker by its ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Word {
-    /// Its vector of this round has been placed.
+    /// The worker has placed its vector of this round.
     Placed(u64),
-    /// It waits for somebody.
+    /// The worker waits for a party.
     Waits(Party),
-    /// It gives up because of somebody, who may be itself.
+    /// The worker gives up because of a party, which may be itself.
     GivesUp(Party),
 }
 
@@ -150,120 +150,120 @@ impl fmt::Display for Party {
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum AggregateError {
-    /// Each group has the same number of aggregators.
+    /// Aggregators that cannot be shared out equally among groups.
     #[error(
         "{aggregators} aggregators cannot be shared out among the {groups} groups of a round: choose a multiple of {groups}"
     )]
     Uneven {
-        /// How many there are.
+        /// Number of aggregators.
         aggregators: usize,
-        /// Among how many groups.
+        /// Number of groups of a round.
         groups: usize,
     },
-    /// There is no memory to lend.
+    /// A party has no memory to lend.
     #[error("{who} cannot take part: {source}")]
     Offer {
-        /// Who has none.
+        /// Party without memory.
         who: Party,
-        /// Why not.
+        /// The cause.
         r#source: OfferError,
     },
     /// An aggregator cannot serve.
     #[error("{who} cannot be reached by workers: {source}")]
     Serve {
-        /// Which.
+        /// The aggregator.
         who: Party,
-        /// Why not.
+        /// The cause.
         r#source: BindError,
     },
     /// An aggregator cannot be reached, or lends nothing.
     #[error("{who} gets no memory of {at}: {reason}; do all run the same job, each rank once?")]
     Refused {
-        /// Who asked.
+        /// Party that asked.
         who: Party,
-        /// Who was asked.
+        /// Party that was asked.
         at: Party,
-        /// What came of it.
+        /// The cause.
         reason: String,
     },
-    /// There is no registered memory for a gradient or for parameters.
+    /// A party has no registered memory for a gradient or for parameters.
     #[error("{who} has no memory to exchange from: {source}")]
     Buffers {
-        /// Who has none.
+        /// Party without memory.
         who: Party,
-        /// Why not.
+        /// The cause.
         r#source: RegError,
     },
     /// An aggregator has no memory for parameters and the optimizer's state, or lost it.
     #[error("{who} cannot get at its parameters and the optimizer's state: {source}")]
     State {
-        /// Which.
+        /// The aggregator.
         who: Party,
-        /// Why not.
+        /// The cause.
         r#source: Box<StateError>,
     },
     /// A checkpoint could not be kept.
     #[error("{who} cannot keep its checkpoint of step {step}: {source}")]
     Keep {
-        /// Who should have.
+        /// Owner of the checkpoint.
         who: Party,
-        /// The steps done.
+        /// Number of steps done.
         step: u64,
-        /// Why not.
+        /// The cause.
         r#source: KeepError,
     },
     /// A checkpoint could not be read.
     #[error("{who} cannot go on from its checkpoint: {source}")]
     Resume {
-        /// Who should have.
+        /// Owner of the checkpoint.
         who: Party,
-        /// Why not.
+        /// The cause.
         r#source: io::Error,
     },
-    /// Somebody did not do its part in time.
+    /// A party did not do its part in time.
     #[error(
         "{who} waited {deadline:?} in step {step} for {missing}: it is stuck, or too slow for this deadline"
     )]
     Missing {
-        /// Who waited.
+        /// Party that waited.
         who: Party,
-        /// For whom.
+        /// Party that was waited for.
         missing: Party,
-        /// In which step.
+        /// Step of the wait.
         step: u64,
-        /// For how long.
+        /// Length of the wait.
         deadline: Duration,
     },
-    /// Somebody has gone.
+    /// A party has gone.
     #[error("{who} cannot go on in step {step}: {gone} is gone: {reason}")]
     Gone {
-        /// Who noticed.
+        /// Party that noticed.
         who: Party,
-        /// Who is gone.
+        /// Party that is gone.
         gone: Party,
-        /// In which step.
+        /// Step at that time.
         step: u64,
-        /// How it was noticed.
+        /// The evidence.
         reason: String,
     },
-    /// Somebody sent or showed something else than it should have.
+    /// A party sent or showed something else than it should have.
     #[error(
         "{who} got something from {from} in step {step} that does not belong there: {detail}; do all run the same job?"
     )]
     Strange {
-        /// Who got it.
+        /// Party that received the bytes.
         who: Party,
-        /// Whose it was.
+        /// Party that sent or showed the bytes.
         from: Party,
-        /// In which step.
+        /// Step at that time.
         step: u64,
-        /// What is wrong.
+        /// Description of the fault.
         detail: String,
     },
 }
 
 impl AggregateError {
-    /// Whose fault it is, as `who` sees it, which had the error.
+    /// Returns the party at fault, as `who` sees it, which had the error.
     fn culprit(&self, who: Party) -> Party {
         match self {
             Self::Missing { missing: at, .. }
@@ -274,26 +274,23 @@ impl AggregateError {
     }
 }
 
-/// What all aggregators know of parameters that all workers share, and the workers, too.
+/// Shape of a job in which all workers share all parameters, as aggregators and workers know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// How many aggregators there are.
+    /// Number of aggregators.
     pub aggregators: usize,
-    /// How many workers.
+    /// Number of workers.
     pub workers: usize,
-    /// How many parameters.
+    /// Number of parameters.
     pub parameters: usize,
-    /// How many of them, at the end, are running statistics.
-    pub statistics: usize,
 }
 
-/// Which aggregators a group of workers goes through, and with what.
+/// Assignment of groups of workers to aggregators, with the shape of the parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seats {
     plan: Plan,
     aggregators: usize,
     parameters: usize,
-    statistics: usize,
 }
 
 impl From<Layout> for Seats {
@@ -302,7 +299,6 @@ impl From<Layout> for Seats {
             plan: Plan::of_all(layout.workers),
             aggregators: layout.aggregators,
             parameters: layout.parameters,
-            statistics: layout.statistics,
         }
     }
 }
@@ -320,39 +316,34 @@ impl Seats {
             plan: job.plan,
             aggregators,
             parameters: job.model.parameters(),
-            statistics: job.model.statistics(),
         })
     }
 
-    /// How many aggregators a group has.
+    /// Returns the number of aggregators of a group.
     fn of_group(&self) -> usize {
         self.aggregators / self.plan.groups().max(1)
     }
 
-    /// The parameters that an aggregator has: as many as the others of its group, or one more.
+    /// Returns the parameters that an aggregator has: as many as the others of its group, or one
+    /// more.
     fn part(&self, aggregator: usize) -> Range<usize> {
         let count = self.of_group();
         chunk(self.parameters, count, aggregator % count)
     }
 
-    /// The ranks that an aggregator serves when ring `number` is used.
+    /// Lists the ranks that an aggregator serves when ring `number` is used.
     fn members(&self, number: usize, aggregator: usize) -> Vec<usize> {
         self.plan.members(number, aggregator / self.of_group())
     }
 
-    /// The aggregators that a worker goes through when ring `number` is used.
+    /// Returns the aggregators that a worker goes through when ring `number` is used.
     fn aggregators(&self, number: usize, rank: usize) -> Range<usize> {
         let (group, count) = (self.plan.group_of(rank, number), self.of_group());
         group * count..(group + 1) * count
     }
-
-    /// How many of a part are no running statistics.
-    fn learnt(&self, part: &Range<usize>) -> usize {
-        (self.parameters - self.statistics).clamp(part.start, part.end) - part.start
-    }
 }
 
-/// The name of a board: what it shows is for those who use ring `number`.
+/// Returns the name of the board for the workers that use ring `number`.
 fn board(number: usize) -> String {
     format!("ring-{number}/mean")
 }
@@ -369,8 +360,8 @@ fn place(extent: ExtentId) -> RingPlace {
     }
 }
 
-/// Where a board has the parameters of its turn, of which it has so many: that of a round, not
-/// counting those of other groups.
+/// Returns the offset of the parameters in a board that has `count` of them. `turn` counts the
+/// rounds of the board's group, not those of other groups.
 fn parameters_at(turn: u64, count: usize) -> usize {
     PARAMETERS_AT + 4 * count * (turn % 2) as usize
 }

@@ -1,4 +1,4 @@
-//! [`Checkpoint`]: what a worker needs to go on after a step, as bytes.
+//! [`Checkpoint`]: the state that a worker needs to go on after a step, as bytes.
 //!
 //! The rule it keeps: a job that goes on from a checkpoint ends with the bits of one that was
 //! never interrupted. Bytes that are damaged, or that another job has left, are an error. Where
@@ -21,10 +21,10 @@ use crate::{
 farpage_fabric::debug_as_display!(CheckpointError);
 
 const MAGIC: [u8; 8] = *b"FPTRAIN\0";
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 const HASH_BYTES: usize = 16;
 
-/// All that changes in a worker from step to step.
+/// All state of a worker that changes from step to step.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     pub(crate) step: u64,
@@ -37,37 +37,37 @@ pub struct Checkpoint {
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// They are something else.
+    /// The bytes are something else.
     #[error("these bytes are no checkpoint")]
     Foreign,
-    /// Another version of farpage has written them.
+    /// Another version of farpage has written the bytes.
     #[error("the checkpoint has version {0}, and this program reads version {VERSION}")]
     Version(u64),
-    /// They are not what was written.
+    /// The bytes are not those that were written.
     #[error("the checkpoint is damaged: its hash differs")]
     Damaged,
-    /// They belong to another job, or to another worker.
+    /// The bytes belong to another job, or to another worker.
     #[error("the checkpoint is of a job with `{kept}`, and this one has `{own}`")]
     Other {
-        /// What the checkpoint says.
+        /// Line of the checkpoint.
         kept: String,
-        /// What the job has instead.
+        /// Line of the job.
         own: String,
     },
 }
 
-/// Why a checkpoint could not be kept, as who keeps it says.
+/// Why a checkpoint could not be kept, from the function that keeps it.
 pub type KeepError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The bytes of a checkpoint, which may be more than fit into memory at once.
 pub trait Content {
-    /// How many there are.
+    /// Returns the number of bytes.
     fn bytes(&self) -> u64;
 
-    /// Writes all of them, from the first on.
+    /// Writes all bytes, from the first on.
     ///
     /// # Errors
-    /// What writing says, or that they are out of reach.
+    /// Errors of `to`, or of bytes that are out of reach.
     fn write_to(&mut self, to: &mut dyn Write) -> io::Result<()>;
 }
 
@@ -81,14 +81,14 @@ impl Content for Vec<u8> {
     }
 }
 
-/// Keeps the bytes of the checkpoint after so many steps.
+/// Function that keeps the bytes of the checkpoint after a number of steps.
 pub type Keep<'a> = dyn FnMut(u64, &mut dyn Content) -> Result<(), KeepError> + Send + 'a;
 
-/// How the checkpoints of a worker, or of an aggregator, are kept.
+/// Keeper of the checkpoints of a worker, or of an aggregator.
 pub struct Keeping<'a> {
-    /// After each so many steps, but not after the last one. At least 1.
+    /// Steps between checkpoints, at least 1. The last step has none.
     pub every: u64,
-    /// Keeps one.
+    /// Function that keeps a checkpoint.
     pub keep: Box<Keep<'a>>,
 }
 
@@ -100,28 +100,28 @@ impl fmt::Debug for Keeping<'_> {
     }
 }
 
-/// Where a worker begins, and what it keeps on its way.
+/// Beginning of a worker, and the checkpoints that it keeps.
 #[derive(Debug, Default)]
 pub struct Course<'a> {
-    /// What it goes on from; `None` is the beginning.
+    /// Checkpoint to go on from; `None` is the beginning.
     pub from: Option<Checkpoint>,
-    /// How it keeps checkpoints; `None` keeps none.
+    /// Keeper of checkpoints; `None` keeps none.
     pub keeping: Option<Keeping<'a>>,
 }
 
 impl Checkpoint {
-    /// Steps done.
+    /// Returns the number of steps done.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The checkpoint of the worker of this rank, as bytes. All checkpoints of a worker have the
-    /// same length.
+    /// Returns the checkpoint of worker `rank` as bytes. All checkpoints of a worker have the same
+    /// length.
     pub fn to_bytes(&self, job: &Job, rank: usize) -> Vec<u8> {
         self.to_bytes_with(&self.parameters, job, rank)
     }
 
-    /// The same with other parameters.
+    /// Returns the checkpoint as bytes, with `parameters` in the place of its own.
     pub(crate) fn to_bytes_with(&self, parameters: &[f32], job: &Job, rank: usize) -> Vec<u8> {
         let Head(mut bytes) = Head::of(job, Party::Worker(rank), self.step);
         put_floats(&mut bytes, parameters);
@@ -142,7 +142,7 @@ impl Checkpoint {
         bytes
     }
 
-    /// The checkpoint in `bytes`, which the worker of this rank of the same job has written.
+    /// Reads the checkpoint in `bytes`, which worker `rank` of the same job has written.
     ///
     /// # Errors
     /// [`CheckpointError`]
@@ -160,7 +160,7 @@ impl Checkpoint {
         if XxHash3_128::oneshot(content).to_le_bytes() != hash {
             return Err(CheckpointError::Damaged);
         }
-        // What follows was written as it is: only who wrote it can be wrong.
+        // The bytes are as they were written: from here on only the writer can be wrong.
         let count = reader.count(1)?;
         let kept = String::from_utf8_lossy(reader.take(count)?);
         compare(&kept, &describe(job, Party::Worker(rank)))?;
@@ -183,10 +183,10 @@ impl Checkpoint {
     }
 }
 
-/// What a checkpoint begins with: whose it is, of which job and of which step.
+/// Beginning of a checkpoint: its job, its worker or aggregator, and its step.
 pub(crate) struct Head(Vec<u8>);
 
-/// More than a head describes is none.
+/// Upper bound of the length of a description.
 const WORDS_MAX: u64 = 1 << 20;
 
 impl Head {
@@ -240,14 +240,14 @@ impl Head {
     }
 }
 
-/// Writes or reads what ends with its own hash.
+/// Writer or reader of bytes that end with their own hash.
 pub(crate) struct Trail<T> {
     inner: T,
     hash: XxHash3_128,
 }
 
 impl<T> Trail<T> {
-    /// Of the hash.
+    /// Length of the hash.
     pub(crate) const BYTES: u64 = HASH_BYTES as u64;
 
     pub(crate) fn new(inner: T) -> Self {
@@ -277,7 +277,7 @@ impl Write for Trail<&mut dyn Write> {
 }
 
 impl Trail<&mut dyn Read> {
-    /// Reads the hash, which has to be that of what was read.
+    /// Reads the hash, which has to be that of the bytes before.
     pub(crate) fn expect_end(self) -> io::Result<()> {
         let mut hash = [0; HASH_BYTES];
         self.inner.read_exact(&mut hash)?;
@@ -310,8 +310,8 @@ fn compare(kept: &str, own: &str) -> Result<(), CheckpointError> {
     Err(CheckpointError::Other { kept, own })
 }
 
-/// Everything that decides what a worker or an aggregator computes, a line each. A run may be
-/// longer than the one that left the checkpoint, and links and workers may be slower.
+/// Describes everything that decides what a worker or an aggregator computes, a line each. A run
+/// may be longer than the one that left the checkpoint, and links and workers may be slower.
 fn describe(job: &Job, who: Party) -> String {
     let mut examples = XxHash3_128::new();
     for part in [&job.data.train, &job.data.test] {
@@ -351,7 +351,7 @@ fn put_floats(bytes: &mut Vec<u8>, values: &[f32]) {
     bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
 }
 
-/// Takes bytes from the front.
+/// Reader that takes bytes from the front.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -371,7 +371,7 @@ impl<'a> Reader<'a> {
         ))
     }
 
-    /// How many items of `each` bytes follow.
+    /// Reads how many items of `each` bytes follow.
     fn count(&mut self, each: usize) -> Result<usize, CheckpointError> {
         let count = self.number()?;
         match count <= (self.0.len() / each) as u64 {
@@ -402,7 +402,7 @@ mod tests {
         let data = Dataset::load(Source::Blobs, Path::new("")).expect("made here");
         Job {
             plan: Plan::new(Mode::Ds, 4, 2).expect("a power of two"),
-            model: Mlp::new(&[data.width, 3, data.classes]).into(),
+            model: Mlp::new(&[data.width, 3, data.classes]),
             rule: Rule::Adam { rate: 0.01 },
             data: Arc::new(data),
             shards: Shards::Even,
@@ -443,7 +443,7 @@ mod tests {
             damaged[at] ^= 4;
             let expected = match at {
                 0..8 => CheckpointError::Foreign,
-                8..16 => CheckpointError::Version(1 ^ 4 << (8 * (at - 8))),
+                8..16 => CheckpointError::Version(VERSION ^ 4 << (8 * (at - 8))),
                 _ => CheckpointError::Damaged,
             };
             let read = Checkpoint::from_bytes(&damaged, &job, 0);
@@ -479,7 +479,7 @@ mod tests {
             (
                 1,
                 Job {
-                    model: wider.into(),
+                    model: wider,
                     ..job.clone()
                 },
                 "4, 10",

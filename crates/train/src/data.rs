@@ -1,5 +1,5 @@
-//! [`Dataset`]: examples to learn from, out of files of well-known packages, and who learns from
-//! which of them.
+//! [`Dataset`]: examples to learn from, out of files of well-known packages, and their assignment
+//! to workers.
 //!
 //! The rule it keeps: a file is used only if it has exactly the examples that are expected, and
 //! what is drawn from it depends on seeds alone. `cargo xtask data` fetches the files.
@@ -20,10 +20,10 @@ farpage_fabric::debug_as_display!(DataError);
 
 /// Seed of the split into training and test: the same examples are held back in every run.
 const SPLIT: u64 = 0;
-/// One example in so many is held back for the test.
+/// Divisor of the number of examples: one in 5 is held back for the test.
 const HELD_BACK: usize = 5;
 
-/// Where examples come from.
+/// Source of examples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// 1 797 handwritten digits of 8 by 8 pixels; in the package scikit-learn.
@@ -35,7 +35,7 @@ pub enum Source {
 }
 
 impl Source {
-    /// The file that it is read from, if it is.
+    /// Returns the name of the source's file, if it has one.
     pub fn file(self) -> Option<&'static str> {
         match self {
             Self::Digits => Some("digits.csv.gz"),
@@ -44,7 +44,7 @@ impl Source {
         }
     }
 
-    /// Examples, features of each, the largest feature.
+    /// Returns the number of examples, the features of each, and the largest feature.
     fn shape(self) -> (usize, usize, u16) {
         match self {
             Self::Digits => (1797, 64, 16),
@@ -82,7 +82,7 @@ pub enum DataError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         r#source: io::Error,
     },
     /// The file is not what it is called.
@@ -90,7 +90,7 @@ pub enum DataError {
     Strange {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// Description of the fault.
         detail: String,
     },
 }
@@ -98,26 +98,26 @@ pub enum DataError {
 /// Examples, one after the other.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Examples {
-    /// All features of the first, then of the next.
+    /// All features of the first example, then of the next.
     pub features: Vec<f32>,
-    /// The class of each, from 0.
+    /// The class of each example, from 0.
     pub labels: Vec<u8>,
 }
 
 /// Examples to train with and examples to test with.
 #[derive(Clone, Debug)]
 pub struct Dataset {
-    /// Features of an example.
+    /// Number of features of an example.
     pub width: usize,
-    /// Classes.
+    /// Number of classes.
     pub classes: usize,
-    /// To train with.
+    /// Examples to train with.
     pub train: Examples,
-    /// Held back: the same in every run.
+    /// Examples that are held back: the same in every run.
     pub test: Examples,
 }
 
-/// Which examples each worker trains with.
+/// Assignment of examples to workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shards {
     /// Dealt out at random, the same number to each.
@@ -157,7 +157,7 @@ impl Dataset {
         })
     }
 
-    /// The numbers of the training examples of each of `workers`.
+    /// Returns the numbers of the training examples of each of `workers` workers.
     ///
     /// # Panics
     /// If there are more workers than examples.
@@ -179,7 +179,7 @@ impl Dataset {
 }
 
 impl Examples {
-    /// These examples, by number, of `width` features each.
+    /// Copies the examples of these numbers, of `width` features each.
     pub fn pick(&self, width: usize, numbers: &[usize]) -> Self {
         let features = |number: &usize| &self.features[number * width..][..width];
         Self {
@@ -198,7 +198,7 @@ pub struct Batches {
 }
 
 impl Batches {
-    /// Of the examples of `shard`, for the worker of this rank.
+    /// Makes batches of the examples of `shard`, for worker `rank`.
     pub fn new(shard: Vec<usize>, seed: u64, rank: usize) -> Self {
         Self {
             at: shard.len(),
@@ -207,18 +207,18 @@ impl Batches {
         }
     }
 
-    /// The order of this epoch, how many of it are used up, and where the random numbers are.
+    /// Returns the order of this epoch, how many of it are used up, and the random state.
     pub(crate) fn state(&self) -> (&[usize], usize, u64) {
         (&self.order, self.at, self.random.state())
     }
 
-    /// Batches that were in this [`state`](Self::state).
+    /// Makes batches that are in this [`state`](Self::state).
     pub(crate) fn with_state(order: Vec<usize>, at: usize, random: u64) -> Self {
         let random = Random::with_state(random);
         Self { order, at, random }
     }
 
-    /// The numbers of the next `count` examples, or of fewer where the shard has fewer.
+    /// Returns the numbers of the next `count` examples, or of fewer where the shard has fewer.
     pub fn next(&mut self, count: usize) -> &[usize] {
         let count = count.min(self.order.len());
         if self.at + count > self.order.len() {
@@ -230,7 +230,7 @@ impl Batches {
     }
 }
 
-/// Unpacks a file, of which more than `most` bytes are too many.
+/// Unpacks a file, up to `most` bytes.
 fn read(path: &Path, most: usize) -> io::Result<String> {
     let mut text = String::new();
     let mut unpacked = GzDecoder::new(File::open(path)?).take(most as u64);
@@ -238,7 +238,7 @@ fn read(path: &Path, most: usize) -> io::Result<String> {
     Ok(text)
 }
 
-/// Lines of features and a label, all of them numbers, with commas between them.
+/// Parses lines of features and a label, all of them numbers, with commas between them.
 fn parse(text: &str, (count, width, most): (usize, usize, u16)) -> Result<Examples, String> {
     let mut examples = Examples::default();
     for (line, number) in text.lines().zip(1..) {
@@ -268,7 +268,7 @@ fn parse(text: &str, (count, width, most): (usize, usize, u16)) -> Result<Exampl
     }
 }
 
-/// Points around centres, near enough to one another that some are hard to tell.
+/// Makes points around centres, near enough to one another that some are hard to tell.
 fn blobs(count: usize, width: usize) -> Examples {
     let mut random = Random::new(SPLIT, 1);
     let centres: Vec<f32> = (0..10 * width).map(|_| random.signed_unit()).collect();

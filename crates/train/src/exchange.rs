@@ -1,9 +1,9 @@
 //! [`Exchange`]: the mean of a vector over the members of a ring, by one-sided WRITEs.
 //!
 //! The rule it keeps: the order of all sums follows from the members' positions alone, never from
-//! when messages arrive, and every member ends with the same bits. Nobody is waited for beyond the
-//! deadline, and who is missing is named: a worker that waits tells the next ones for whom, so that
-//! all of them name the one that is at fault and not the neighbour that waits like them.
+//! when messages arrive, and every member ends with the same bits. No worker is waited for beyond
+//! the deadline. A worker that waits tells the next ones for whom, so that all of them name the one
+//! at fault and not the neighbour that waits like them.
 //!
 //! A ring all-reduce (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 //! workstations"): the vector is cut into as many chunks as there are members. In a first pass each
@@ -30,27 +30,27 @@ use crate::{plan::Ring, station::JoinError};
 
 farpage_fabric::debug_as_display!(ExchangeError, LeaveError);
 
-/// Floats are sent so many at a time: large enough that a message's overhead is below one part in a
-/// thousand, and small enough that a member forwards the first of a chunk while others follow.
+/// Number of floats in a message: large enough that its overhead is below one part in a thousand,
+/// and small enough that a member forwards the first of a chunk while others follow.
 const PIECE_FLOATS: usize = 8 << 10;
-/// A message's kind, step and round, before its floats.
+/// Length of a message's kind, step and round, before its floats.
 const HEADER_BYTES: usize = 8;
 /// Bytes of a ring: several messages are on their way while the receiver adds.
 pub(crate) const RING_BYTES: usize = 256 << 10;
 
-/// Polls before a thread that waits goes to sleep, yielding the CPU in between.
+/// Number of polls before a waiting thread sleeps, yielding the CPU in between.
 const YIELDS: u32 = 64;
-/// How long it sleeps then: up to a fraction of what a step takes over a network.
+/// First sleep of a waiting thread, doubled up to a fraction of a step over a network.
 const NAP_MIN: Duration = Duration::from_micros(20);
 const NAP_MAX: Duration = Duration::from_micros(200);
-/// How long a worker that gives up sees to it that the others hear of it.
+/// Time in which a worker that gives up makes sure that the others hear of it.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Kinds of messages.
+/// Kind of messages with floats.
 const FLOATS: u8 = 1;
-/// The sender waits for the worker of the rank that follows.
+/// Kind of messages whose sender waits for the worker of the rank that follows.
 const WAITING: u8 = 2;
-/// The sender gave up because of the worker of the rank that follows.
+/// Kind of messages whose sender gave up because of the worker of the rank that follows.
 const GIVEN_UP: u8 = 3;
 
 /// Why a round failed. The job cannot go on.
@@ -62,25 +62,25 @@ pub enum ExchangeError {
         "worker {rank} waited {deadline:?} in round {round} for worker {missing}, which sent nothing: it is stuck, or too slow for this deadline"
     )]
     Missing {
-        /// Who waited.
+        /// Rank that waited.
         rank: usize,
-        /// For whom.
+        /// Rank that was waited for.
         missing: usize,
-        /// In which round.
+        /// Round of the wait.
         round: u64,
-        /// For how long.
+        /// Length of the wait.
         deadline: Duration,
     },
     /// A worker has gone.
     #[error("worker {rank} cannot go on in round {round}: worker {gone} is gone: {reason}")]
     Gone {
-        /// Who noticed.
+        /// Rank that noticed.
         rank: usize,
-        /// Who is gone.
+        /// Rank that is gone.
         gone: usize,
-        /// In which round.
+        /// Round at that time.
         round: u64,
-        /// How it was noticed.
+        /// The evidence.
         reason: String,
     },
     /// A worker sent something else than it should have.
@@ -88,18 +88,18 @@ pub enum ExchangeError {
         "worker {rank} got something from worker {from} in round {round} that does not belong there: {detail}; do all workers run the same job?"
     )]
     Strange {
-        /// Who got it.
+        /// Rank that received the message.
         rank: usize,
-        /// Whose it was.
+        /// Rank that sent the message.
         from: usize,
-        /// In which round.
+        /// Round at that time.
         round: u64,
-        /// What is wrong.
+        /// Description of the fault.
         detail: String,
     },
 }
 
-/// A worker did not end in time when this one had ended. What this one has is complete.
+/// A worker did not end in time after this one had ended. The results of this one are complete.
 #[derive(Clone, thiserror::Error)]
 #[error(
     "worker {rank} is done, and waited {deadline:?} for worker {missing} to end: it is stuck, or too slow for this deadline"
@@ -113,12 +113,12 @@ pub struct LeaveError {
 /// Bytes that a worker's operations have moved, headers and announcements included.
 #[derive(Debug, Default)]
 pub(crate) struct Moved {
-    /// Only ever added to; read for figures, so relaxed.
+    /// Counter for figures only, so relaxed.
     bytes: AtomicU64,
 }
 
 impl Moved {
-    /// How many, so far.
+    /// Returns the bytes moved so far.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
@@ -131,7 +131,7 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// Polls, and counts no bytes of what was not moved.
+    /// Polls. Takes the bytes of operations off that ended without moving any.
     fn count(
         &mut self,
         done: &mut Vec<Completion<RegBuf>>,
@@ -212,23 +212,23 @@ pub struct Exchange {
     areas: Arc<Areas>,
     deadline: Duration,
     moved: Arc<Moved>,
-    /// How often a chunk of another worker was waited for.
+    /// Number of chunks of other workers that were waited for.
     serial_steps: u64,
     message: Vec<u8>,
 }
 
-/// How a wait goes on.
+/// State of a wait.
 struct Patience {
     began: Instant,
     naps: u32,
     nap: Duration,
-    /// For whom the others were told that we wait.
+    /// Rank that the others know we wait for.
     told: Option<usize>,
-    /// For whom the member before waits, as it says.
+    /// Rank that the member before waits for, as it says.
     culprit: Option<usize>,
-    /// For whom we wait.
+    /// Rank that we wait for.
     missing: usize,
-    /// Whether the member before still has to send, which it cannot when it has gone.
+    /// True if the member before still has to send, which it cannot when it has gone.
     receives: bool,
 }
 
@@ -265,7 +265,7 @@ impl Exchange {
         }
     }
 
-    /// Waits until all who send to this worker have reached it, and tells the others for whom.
+    /// Waits for all workers that send to this one. Names the one that is missing to the others.
     pub(crate) fn gather(&mut self) -> Result<(), JoinError> {
         let (began, mut told) = (Instant::now(), None);
         let is_awaited = |ends: &&Ends| self.areas.presence(&ends.area) == Presence::Awaited;
@@ -283,15 +283,15 @@ impl Exchange {
                 told = Some(missing);
                 tell_waiting(senders(&mut self.ends), missing);
             }
-            // Who cannot be told will notice by itself.
+            // A worker that cannot be told will notice by itself.
             senders(&mut self.ends).for_each(|sender| drop(sender.progress()));
             thread::sleep(NAP_MAX);
         }
         Ok(())
     }
 
-    /// Closes the connections to others and waits, within the deadline, until those who send to
-    /// this worker have closed theirs.
+    /// Closes the connections to others and waits, within the deadline, until the workers that send
+    /// to this one have closed theirs.
     pub(crate) fn leave(self) -> Result<(), LeaveError> {
         let left: Vec<_> = (self.ends.into_iter())
             .map(|ends| (ends.area, ends.ring.before()))
@@ -312,18 +312,18 @@ impl Exchange {
         Ok(())
     }
 
-    /// Bytes that this worker has sent and read, as its fabric was told to move them.
+    /// Returns the bytes that this worker has sent and read, as its fabric was told.
     pub fn moved_bytes(&self) -> u64 {
         self.moved.bytes()
     }
 
-    /// How often this worker had to have another one's chunk before it could go on.
+    /// Returns how often this worker had to have another one's chunk before it could go on.
     pub fn serial_steps(&self) -> u64 {
         self.serial_steps
     }
 
-    /// Replaces `values` by their mean over the members of ring `number`. `round` must be the same
-    /// at all of them, and so must the length.
+    /// Replaces `values` by their mean over the members of ring `number`. `round` and the length
+    /// must be the same at all members.
     ///
     /// # Errors
     /// [`ExchangeError`]: the ring must not be used any more.
@@ -345,7 +345,7 @@ impl Exchange {
                 Some(step) => (position + 1 + count - step, false),
             };
             if step == count - 1 {
-                // All have added to this one. The means begin to go round.
+                // All members have added to this chunk. The means begin to go round.
                 let share = 1.0 / count as f32;
                 let whole = chunk(values.len(), count, sent % count);
                 values[whole].iter_mut().for_each(|value| *value *= share);
@@ -362,8 +362,8 @@ impl Exchange {
         })
     }
 
-    /// Whose fault it is that a worker has gone. It may have given up because of another one, which
-    /// reaches us round the ring: as what somebody else gave up for, or waits for.
+    /// Finds the worker at fault when one has gone. That one may have given up because of another,
+    /// whose rank reaches us round the ring, from others that gave up or wait.
     fn blame(&mut self, error: ExchangeError) -> ExchangeError {
         let ExchangeError::Gone { gone, round, .. } = error else {
             return error;
@@ -375,13 +375,13 @@ impl Exchange {
                 while let Ok(true) = self.receive(number, round) {
                     match self.notice(self.ends[number].ring.before(), round) {
                         Err(told @ ExchangeError::Gone { .. }) => return told,
-                        // The last is nearest to the one at fault.
+                        // The last rank is nearest to the one at fault.
                         Ok(rank) if rank != self.rank => culprit = rank,
                         _ => {}
                     }
                 }
             }
-            // In a ring of two nobody is left to say something.
+            // In a ring of two no member is left to say something.
             let rings = self.ends.iter().map(|ends| &ends.ring);
             let listens = rings
                 .clone()
@@ -402,8 +402,8 @@ impl Exchange {
         }
     }
 
-    /// Waits until all that was sent has been placed and announced: nobody looks after it while
-    /// the worker computes.
+    /// Waits until all sent messages have been placed and announced: operations make no progress
+    /// while the worker computes.
     fn settle(&mut self, number: usize, round: u64) -> Result<(), ExchangeError> {
         let mut patience = Patience::new();
         patience.missing = self.ends[number].ring.next();
@@ -490,7 +490,7 @@ impl Exchange {
         Ok(())
     }
 
-    /// What the member before says of the worker that it waits for.
+    /// Returns the rank that the member before waits for, as it says.
     fn notice(&self, from: usize, round: u64) -> Result<usize, ExchangeError> {
         let rank = self.rank;
         match *self.message {
@@ -513,7 +513,7 @@ impl Exchange {
         }
     }
 
-    /// Lets operations make progress. Whether so many bytes can be sent now.
+    /// Lets operations make progress. True if `bytes` bytes can be sent now.
     fn has_room(&mut self, number: usize, round: u64, bytes: usize) -> Result<bool, ExchangeError> {
         let Ends { sender, ring, .. } = &mut self.ends[number];
         // A message takes at most 15 bytes more than its length.
@@ -548,7 +548,7 @@ impl Exchange {
             })
     }
 
-    /// Rests a little, unless there is something to do or no reason to hope.
+    /// Yields or sleeps for a little. Looks now and then whether to go on waiting.
     fn wait(
         &mut self,
         number: usize,
@@ -574,7 +574,7 @@ impl Exchange {
         Ok(())
     }
 
-    /// Looks whether it makes sense to go on waiting, and tells the others for whom.
+    /// Fails if waiting makes no sense any more. Tells the others for whom this worker waits.
     fn look(
         &mut self,
         number: usize,
@@ -596,7 +596,7 @@ impl Exchange {
             receiver,
             ..
         } = &mut self.ends[number];
-        // What a worker sent before it went still counts.
+        // Messages that a worker sent before it went still count.
         let is_gone = patience.receives && self.areas.presence(area) == Presence::Gone;
         if is_gone && !receiver.has_message().unwrap_or(true) {
             return Err(ExchangeError::Gone {
@@ -630,7 +630,7 @@ fn senders(ends: &mut [Ends]) -> impl Iterator<Item = &mut RingSender<Counted>> 
     ends.iter_mut().map(|ends| &mut ends.sender)
 }
 
-/// Tells whoever receives from us that we wait for a worker.
+/// Tells the workers that receive from us that we wait for worker `rank`.
 pub(crate) fn tell_waiting<'a>(
     senders: impl Iterator<Item = &'a mut RingSender<Counted>>,
     rank: usize,
@@ -638,7 +638,7 @@ pub(crate) fn tell_waiting<'a>(
     tell(senders, WAITING, rank);
 }
 
-/// Tells whoever receives from us. Who cannot be told will notice by itself.
+/// Sends a notice about worker `rank`. A receiver that cannot be told will notice by itself.
 fn tell<'a>(senders: impl Iterator<Item = &'a mut RingSender<Counted>>, kind: u8, rank: usize) {
     let mut notice = [kind, 0, 0, 0, 0, 0, 0, 0];
     notice[4..].copy_from_slice(&(rank as u32).to_le_bytes());
@@ -647,8 +647,8 @@ fn tell<'a>(senders: impl Iterator<Item = &'a mut RingSender<Counted>>, kind: u8
     }
 }
 
-/// Tells whoever receives from us that we give up because of a worker, and sees to it for a while
-/// that they hear of it.
+/// Tells the workers that receive from us that we give up because of worker `culprit`, and makes
+/// sure for a while that they hear of it.
 pub(crate) fn farewell<'a>(
     senders: impl Iterator<Item = &'a mut RingSender<Counted>>,
     culprit: usize,
@@ -681,13 +681,13 @@ fn header(kind: u8, step: usize, round: u64) -> [u8; HEADER_BYTES] {
     [kind, 0, s, t, a, b, c, d]
 }
 
-/// Where chunk `number` of `count` lies in a vector: chunks differ by one element at most.
+/// Returns the range of chunk `number` of `count`. Chunks differ by one element at most.
 pub(crate) fn chunk(len: usize, count: usize, number: usize) -> std::ops::Range<usize> {
     len * number / count..len * (number + 1) / count
 }
 
-/// Adds to `values` what has come, or puts it in their place. The sum on the way is the left
-/// operand, so that all members sum in the order of the ring.
+/// Adds the floats in `bytes` to `values`, or puts them in their place. The sum on the way is the
+/// left operand, so that all members sum in the order of the ring.
 fn take(bytes: &[u8], values: &mut [f32], is_sum: bool) {
     let arrived = bytes
         .chunks_exact(4)

@@ -1,7 +1,7 @@
-//! [`Job`]: what all workers of a training run do, and [`Job::work`], what one of them does.
+//! [`Job`]: a training run of all workers, and [`Job::work`], the part of one of them.
 //!
-//! The rule it keeps: a job and a rank decide everything that a worker computes. Times are looked
-//! at for figures only.
+//! The rule it keeps: a job and a rank decide everything that a worker computes. Times serve
+//! figures only.
 
 use std::{
     sync::Arc,
@@ -17,7 +17,7 @@ use crate::{
     data::{Batches, Dataset, Shards},
     exchange::{Exchange, ExchangeError},
     meeting::Meeting,
-    model::{Model, Scratch},
+    mlp::{Mlp, Scratch},
     optimizer::{Optimizer, Rule},
     plan::{Mode, Plan},
 };
@@ -27,35 +27,35 @@ farpage_fabric::debug_as_display!(WorkError);
 /// A training run.
 #[derive(Clone, Debug)]
 pub struct Job {
-    /// Who synchronises with whom.
+    /// Groups of workers that synchronise, round by round.
     pub plan: Plan,
     /// The model.
-    pub model: Model,
+    pub model: Mlp,
     /// The optimizer.
     pub rule: Rule,
     /// The examples.
     pub data: Arc<Dataset>,
-    /// Who trains with which of them.
+    /// Assignment of examples to workers.
     pub shards: Shards,
-    /// Examples of a worker in a step.
+    /// Number of examples of a worker in a step.
     pub batch: usize,
-    /// Steps of each worker.
+    /// Number of steps of each worker.
     pub steps: u64,
-    /// Parameters are kept for the record after each so many steps, and after the last.
+    /// Steps between snapshots of the parameters. One is also taken after the last step.
     pub every: u64,
-    /// Decides initial parameters, shards and batches.
+    /// Seed of initial parameters, shards and batches.
     pub seed: u64,
-    /// A worker that computes as if it were so many times slower.
+    /// Rank of a worker that computes as if it were slower, and the factor.
     pub slow: Option<(usize, f64)>,
-    /// So many aggregators that exchanges go through, shared out equally among the groups of a
-    /// round; 0: in rings.
+    /// Number of aggregators that exchanges go through, shared out equally among the groups of a
+    /// round; 0 for exchanges in rings.
     pub aggregators: usize,
 }
 
 /// A worker's parameters at one point of the run.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
     /// Seconds since the worker began.
     pub seconds: f64,
@@ -69,10 +69,10 @@ pub struct Snapshot {
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum WorkError {
-    /// In a ring.
+    /// An exchange in a ring failed.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),
-    /// Through aggregators.
+    /// A step through aggregators failed.
     #[error(transparent)]
     Aggregate(#[from] AggregateError),
     /// A checkpoint could not be kept.
@@ -80,66 +80,64 @@ pub enum WorkError {
     Keep {
         /// The worker.
         rank: usize,
-        /// The steps done.
+        /// Number of steps done.
         step: u64,
-        /// Why not.
+        /// The cause.
         r#source: KeepError,
     },
 }
 
-/// What a worker has done.
+/// Result of a worker.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// Steps that were done before, up to the checkpoint that it went on from.
+    /// Number of steps done before: up to the checkpoint that the worker went on from.
     pub from: u64,
-    /// From before the first step to after the last.
+    /// Snapshots, from before the first step to after the last.
     pub snapshots: Vec<Snapshot>,
-    /// The parameters after as many further rounds as spread everything to everybody, without any
-    /// training in between.
+    /// The parameters after further rounds without training, as many as spread everything to all.
     pub settled: Vec<f32>,
     /// Seconds of computing, a slow worker's idling included.
     pub compute_s: f64,
     /// Seconds of exchanging, waiting for others included.
     pub exchange_s: f64,
-    /// Bytes that its operations moved during the steps.
+    /// Bytes that the worker's operations moved during the steps.
     pub moved_bytes: u64,
-    /// How many of them to and from each aggregator, if there are some.
+    /// Part of `moved_bytes` to and from each aggregator; empty in rings.
     pub moved_by_aggregator: Vec<u64>,
-    /// Chunks that it had to wait for one after the other, during the steps.
+    /// Number of chunks that the worker had to wait for one after the other, during the steps.
     pub serial_steps: u64,
 }
 
 impl Job {
-    /// The worker of this rank before its first step.
+    /// Returns the state of worker `rank` before its first step.
     pub fn beginning(&self, rank: usize) -> Checkpoint {
         let shard = self
             .data
             .shards(self.shards, self.plan.workers(), self.seed);
         let parameters = self.model.initial(self.seed);
-        let learnt = match self.has_optimizer() {
-            true => parameters.len() - self.model.statistics(),
+        let remembered = match self.has_optimizer() {
+            true => parameters.len(),
             false => 0,
         };
         Checkpoint {
             step: 0,
-            optimizer: Optimizer::new(self.rule, learnt),
+            optimizer: Optimizer::new(self.rule, remembered),
             parameters,
             batches: Batches::new(shard[rank].clone(), self.seed, rank),
         }
     }
 
-    /// Whether workers have an optimizer, which aggregators have otherwise.
+    /// True if workers have an optimizer, which aggregators have otherwise.
     fn has_optimizer(&self) -> bool {
         self.aggregators == 0 || self.plan.mode() != Mode::Bsp
     }
 
-    /// Whether aggregators have something that a job needs to go on: the optimizer, and the
-    /// parameters.
+    /// True if aggregators keep what a job needs to go on: the optimizer and the parameters.
     pub fn is_kept_by_aggregators(&self) -> bool {
         !self.has_optimizer()
     }
 
-    /// Rounds of exchanges: those of the steps, and those without training behind them.
+    /// Counts the rounds of exchanges: those of the steps, and those without training after them.
     pub(crate) fn rounds(&self) -> u64 {
         match self.plan.mode() {
             Mode::Nothing => 0,
@@ -148,7 +146,7 @@ impl Job {
         }
     }
 
-    /// Does the part of the worker of this rank, in rings.
+    /// Runs the part of worker `rank`, in rings.
     ///
     /// # Errors
     /// [`WorkError`]
@@ -165,7 +163,7 @@ impl Job {
         self.train(rank, meeting, at, keeping)
     }
 
-    /// The same through aggregators.
+    /// Runs the part of worker `rank`, through aggregators.
     ///
     /// # Errors
     /// [`WorkError`]
@@ -212,7 +210,7 @@ impl Job {
                 .model
                 .gradient(parameters, &examples, &mut scratch, slopes);
             (loss, since) = (loss + f64::from(batch_loss), since + 1);
-            // 2. What others have found.
+            // 2. An exchange with others.
             if self.plan.mode() == Mode::Bsp {
                 compute += self.idle(rank, began.elapsed());
                 let began = Instant::now();
@@ -267,12 +265,12 @@ impl Job {
         })
     }
 
-    /// Whether the parameters after so many steps are for the record.
+    /// True if the parameters after `step` steps are for the record.
     fn is_kept(&self, step: u64) -> bool {
         step.is_multiple_of(self.every) || step == self.steps
     }
 
-    /// Makes a slow worker's computing last as long as it should; returns how long it took then.
+    /// Makes a slow worker's computing last longer, by sleeping. Returns how long it took in all.
     fn idle(&self, rank: usize, worked: Duration) -> Duration {
         match self.slow {
             Some((slow, times)) if slow == rank => {
@@ -284,7 +282,7 @@ impl Job {
     }
 }
 
-/// Stands for all parameters of all workers, in the order of their ranks.
+/// Hashes all parameters of all workers, in the order of their ranks.
 pub fn hash<'a>(parameters: impl IntoIterator<Item = &'a [f32]>) -> u128 {
     let mut hash = XxHash3_128::new();
     for worker in parameters {
@@ -295,7 +293,7 @@ pub fn hash<'a>(parameters: impl IntoIterator<Item = &'a [f32]>) -> u128 {
     hash.finish_128()
 }
 
-/// The mean of several workers' parameters.
+/// Returns the mean of several workers' parameters.
 ///
 /// # Panics
 /// If there is none, or lengths differ.
@@ -314,8 +312,8 @@ pub fn consensus<'a>(parameters: impl IntoIterator<Item = &'a [f32]>) -> Vec<f32
     sums.iter().map(|sum| (sum / count) as f32).collect()
 }
 
-/// How far workers are from their mean: the root of the mean squared distance, over the mean's own
-/// length.
+/// Returns the distance of workers from their mean: the root of the mean squared distance, over the
+/// mean's own length.
 pub fn distance<'a>(parameters: impl IntoIterator<Item = &'a [f32]>, mean: &[f32]) -> f64 {
     let square = |value: f64| value * value;
     let (mut sum, mut count) = (0.0, 0.0);

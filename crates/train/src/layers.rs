@@ -1,12 +1,9 @@
-//! What models are made of: [`Dense`], and the loss and the decision at their end.
+//! Parts of a model: [`Dense`], and the loss and the decision at their end.
 //!
 //! The rule it keeps: all sums are in a fixed order, and exponentials and logarithms are `libm`'s,
 //! in software. So the same numbers give the same bits on every processor.
 
-use crate::{
-    product::{Left, Products},
-    random::Random,
-};
+use crate::random::Random;
 
 /// A fully connected layer. Its parameters are the weights, a row for each input, and then the
 /// biases.
@@ -21,29 +18,20 @@ impl Dense {
         (self.inputs + 1) * self.outputs
     }
 
-    /// Appends parameters to begin with; biases are zero.
+    /// Appends initial parameters: uniform weights that keep the variance of sums (He et al.,
+    /// "Delving deep into rectifiers"), and biases of zero.
     pub(crate) fn begin(&self, random: &mut Random, parameters: &mut Vec<f32>) {
-        weights(self.inputs, self.inputs * self.outputs, random, parameters);
+        let range = (6.0 / self.inputs as f32).sqrt();
+        parameters.extend((0..self.inputs * self.outputs).map(|_| range * random.signed_unit()));
         parameters.extend((0..self.outputs).map(|_| 0.0));
     }
 
     /// Sets `after` to the layer's values for the examples whose values before it are `before`.
-    pub(crate) fn forward(
-        &self,
-        products: &mut Products,
-        parameters: &[f32],
-        before: &[f32],
-        after: &mut Vec<f32>,
-    ) {
+    pub(crate) fn forward(&self, parameters: &[f32], before: &[f32], after: &mut Vec<f32>) {
         let (weights, biases) = parameters.split_at(self.inputs * self.outputs);
-        after.clear();
         after.resize(before.len() / self.inputs * self.outputs, 0.0);
-        let rows = Left {
-            data: before,
-            row: self.inputs,
-            column: 1,
-        };
-        products.multiply(rows, self.inputs, weights, self.outputs, after);
+        let left = |example, input| before[example * self.inputs + input];
+        multiply(left, weights, self.outputs, after);
         for row in after.chunks_exact_mut(self.outputs) {
             for (value, bias) in row.iter_mut().zip(biases) {
                 *value += bias;
@@ -51,23 +39,12 @@ impl Dense {
         }
     }
 
-    /// Sets `gradient` to the loss's derivatives by the parameters, of which `slopes` are those by
-    /// the values.
-    pub(crate) fn gradient(
-        &self,
-        products: &mut Products,
-        before: &[f32],
-        slopes: &[f32],
-        gradient: &mut [f32],
-    ) {
+    /// Sets `gradient` to the loss's derivatives by the parameters. `slopes` has those by the
+    /// values.
+    pub(crate) fn gradient(&self, before: &[f32], slopes: &[f32], gradient: &mut [f32]) {
         let (weights, biases) = gradient.split_at_mut(self.inputs * self.outputs);
-        let transposed = Left {
-            data: before,
-            row: 1,
-            column: self.inputs,
-        };
-        let count = before.len() / self.inputs;
-        products.multiply(transposed, count, slopes, self.outputs, weights);
+        let left = |input, example| before[example * self.inputs + input];
+        multiply(left, slopes, self.outputs, weights);
         biases.fill(0.0);
         for row in slopes.chunks_exact(self.outputs) {
             for (bias, slope) in biases.iter_mut().zip(row) {
@@ -76,35 +53,43 @@ impl Dense {
         }
     }
 
-    /// Sets `slopes_before` to the loss's derivatives by the values before the layer.
+    /// Sets `slopes_before` to the loss's derivatives by the values before the layer. `transposed`
+    /// is scratch memory.
     pub(crate) fn backward(
         &self,
-        products: &mut Products,
         parameters: &[f32],
         slopes: &[f32],
+        transposed: &mut Vec<f32>,
         slopes_before: &mut Vec<f32>,
     ) {
-        slopes_before.clear();
-        slopes_before.resize(slopes.len() / self.outputs * self.inputs, 0.0);
         let weights = &parameters[..self.inputs * self.outputs];
-        let rows = Left {
-            data: slopes,
-            row: self.outputs,
-            column: 1,
-        };
-        products.multiply_by_transpose(rows, self.outputs, weights, self.inputs, slopes_before);
+        transposed.clear();
+        for output in 0..self.outputs {
+            transposed.extend(weights[output..].iter().step_by(self.outputs));
+        }
+        slopes_before.resize(slopes.len() / self.outputs * self.inputs, 0.0);
+        let left = |example, output| slopes[example * self.outputs + output];
+        multiply(left, transposed, self.inputs, slopes_before);
     }
 }
 
-/// Appends `count` weights that keep the variance of sums of `inputs` values (He et al., "Delving
-/// deep into rectifiers"), uniform.
-pub(crate) fn weights(inputs: usize, count: usize, random: &mut Random, parameters: &mut Vec<f32>) {
-    let range = (6.0 / inputs as f32).sqrt();
-    parameters.extend((0..count).map(|_| range * random.signed_unit()));
+/// Sets `out` to the product of a matrix with the elements `left(i, k)` and of `right`, which has
+/// rows of `columns` elements. An element is the sum of its products in ascending order of `k`,
+/// each product rounded and then each sum.
+fn multiply(left: impl Fn(usize, usize) -> f32, right: &[f32], columns: usize, out: &mut [f32]) {
+    out.fill(0.0);
+    for (i, sums) in out.chunks_exact_mut(columns).enumerate() {
+        for (k, values) in right.chunks_exact(columns).enumerate() {
+            let factor = left(i, k);
+            for (sum, value) in sums.iter_mut().zip(values) {
+                *sum += factor * value;
+            }
+        }
+    }
 }
 
-/// The mean loss of examples for which a model gives `outputs`; sets `slopes` to its derivatives by
-/// them.
+/// Returns the mean loss of examples for which a model gives `outputs`. Sets `slopes` to its
+/// derivatives by `outputs`.
 pub(crate) fn loss(outputs: &[f32], labels: &[u8], slopes: &mut Vec<f32>) -> f32 {
     let mut loss = 0.0;
     slopes.clear();
@@ -121,7 +106,7 @@ pub(crate) fn loss(outputs: &[f32], labels: &[u8], slopes: &mut Vec<f32>) -> f32
     loss * share
 }
 
-/// Of how many examples the label has the largest output. The first of the largest is taken, so
+/// Counts the examples whose label has the largest output. The first of the largest is taken, so
 /// that ties are settled in one way.
 pub(crate) fn right(outputs: &[f32], labels: &[u8]) -> usize {
     let rows = outputs
@@ -136,7 +121,7 @@ pub(crate) fn right(outputs: &[f32], labels: &[u8]) -> usize {
     .count()
 }
 
-/// The derivatives of the cross-entropy of softmax by its inputs, and the cross-entropy.
+/// Returns the derivatives of the cross-entropy of softmax by its inputs, and the cross-entropy.
 fn softmax(row: &[f32], label: usize) -> (impl Iterator<Item = f32>, f32) {
     let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let powers = move |value: &f32| libm::expf(value - most);
@@ -152,6 +137,54 @@ fn softmax(row: &[f32], label: usize) -> (impl Iterator<Item = f32>, f32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Compares each pass with its definition, one element after the other.
+    #[test]
+    fn products_are_the_plain_ones_bit_for_bit() {
+        let sum = |count, product: &dyn Fn(usize) -> f32| {
+            (0..count).fold(0.0, |sum: f32, k| sum + product(k))
+        };
+        let mut random = Random::new(3, 0);
+        for (count, inputs, outputs) in
+            [(1, 1, 1), (4, 8, 8), (5, 7, 9), (33, 64, 10), (3, 100, 17)]
+        {
+            let layer = Dense { inputs, outputs };
+            let mut draw =
+                |count| -> Vec<f32> { (0..count).map(|_| random.signed_unit()).collect() };
+            let (parameters, before) = (draw(layer.parameters()), draw(count * inputs));
+            let (weights, biases) = parameters.split_at(inputs * outputs);
+            let slopes = draw(count * outputs);
+            // Memory that was in use before has anything in it.
+            let (mut after, mut slopes_before) = (vec![9.0; 2], vec![9.0; 5000]);
+            let (mut gradient, mut transposed) = (vec![9.0; parameters.len()], vec![9.0; 3]);
+            layer.forward(&parameters, &before, &mut after);
+            layer.gradient(&before, &slopes, &mut gradient);
+            layer.backward(&parameters, &slopes, &mut transposed, &mut slopes_before);
+            let all = |rows, columns, element: &dyn Fn(usize, usize) -> f32| -> Vec<f32> {
+                let place = |at: usize| element(at / columns, at % columns);
+                (0..rows * columns).map(place).collect()
+            };
+            let forward = all(count, outputs, &|i, j| {
+                let product = |k| before[i * inputs + k] * weights[k * outputs + j];
+                sum(inputs, &product) + biases[j]
+            });
+            let by_parameters = all(inputs + 1, outputs, &|i, j| {
+                let slope = |k| slopes[k * outputs + j];
+                match i == inputs {
+                    true => sum(count, &slope),
+                    false => sum(count, &|k| before[k * inputs + i] * slope(k)),
+                }
+            });
+            let by_before = all(count, inputs, &|i, j| {
+                sum(outputs, &|k| {
+                    slopes[i * outputs + k] * weights[j * outputs + k]
+                })
+            });
+            assert_eq!(after, forward, "{count} by {layer:?}");
+            assert_eq!(gradient, by_parameters, "{count} by {layer:?}");
+            assert_eq!(slopes_before, by_before, "{count} by {layer:?}");
+        }
+    }
 
     #[test]
     fn a_network_that_is_certain_and_right_has_no_loss() {

@@ -5,17 +5,14 @@
 
 mod aggregator;
 mod checkpoint;
-mod cnn;
 pub mod data;
 mod exchange;
 mod job;
 mod layers;
 mod meeting;
 mod mlp;
-mod model;
 mod optimizer;
 mod plan;
-mod product;
 mod random;
 mod station;
 mod team;
@@ -25,11 +22,9 @@ pub use self::{
         AggregateError, Aggregator, AggregatorCourse, Layout, Party, StateError, Through,
     },
     checkpoint::{Checkpoint, CheckpointError, Content, Course, Keep, KeepError, Keeping},
-    cnn::Cnn,
     exchange::{Exchange, ExchangeError, LeaveError},
     job::{Job, Outcome, Snapshot, WorkError, consensus, distance, hash},
-    mlp::Mlp,
-    model::{Model, Scratch},
+    mlp::{Mlp, Scratch},
     optimizer::{Optimizer, Rule},
     plan::{Mode, Plan, PlanError, Ring},
     random::Random,

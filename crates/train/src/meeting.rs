@@ -1,7 +1,7 @@
-//! [`Meeting`]: how a worker's step meets the other workers', in rings or through aggregators.
+//! [`Meeting`]: a worker's exchange with the others, in rings or through aggregators.
 //!
-//! The rule it keeps: a step calls the same verbs in both cases. Where the parameters and the
-//! gradient lie, and who lets the optimizer do its step, is decided here.
+//! The rule it keeps: a step calls the same verbs in both cases. `Meeting` decides where the
+//! parameters and the gradient lie, and whose optimizer does its step.
 
 use crate::{
     aggregator::Through,
@@ -23,23 +23,23 @@ enum Way<'a> {
         parameters: Vec<f32>,
         gradient: Vec<f32>,
     },
-    /// Both are where they travel from and to, unless gradients do not travel.
+    /// Parameters and gradient lie in the buffers of `through`, unless gradients do not travel.
     Aggregators {
         through: &'a mut Through,
         gradient: Option<Vec<f32>>,
     },
 }
 
-/// What a worker has moved so far.
+/// Amounts that a worker has moved so far.
 pub(crate) struct Moved {
     pub(crate) bytes: u64,
-    /// To and from each aggregator.
+    /// Bytes to and from each aggregator.
     pub(crate) by_aggregator: Vec<u64>,
     pub(crate) serial_steps: u64,
 }
 
 impl<'a> Meeting<'a> {
-    /// In rings.
+    /// Makes a meeting in rings.
     pub(crate) fn in_rings(plan: Plan, exchange: &'a mut Exchange, parameters: Vec<f32>) -> Self {
         let gradient = vec![0.0; parameters.len()];
         let way = Way::Rings {
@@ -50,7 +50,7 @@ impl<'a> Meeting<'a> {
         Self { plan, way }
     }
 
-    /// Through aggregators, which have the parameters after `from` steps where they change them.
+    /// Makes a meeting through aggregators, which have the parameters after `from` steps under BSP.
     pub(crate) fn through(
         plan: Plan,
         through: &'a mut Through,
@@ -68,7 +68,7 @@ impl<'a> Meeting<'a> {
         Ok(Self { plan, way })
     }
 
-    /// The parameters and the gradient.
+    /// Returns the parameters and the gradient.
     pub(crate) fn vectors(&mut self) -> Result<(&mut [f32], &mut [f32]), WorkError> {
         Ok(match &mut self.way {
             Way::Rings {
@@ -83,7 +83,7 @@ impl<'a> Meeting<'a> {
         })
     }
 
-    /// The parameters that only this worker has: none where aggregators have them, too.
+    /// Returns the parameters that only this worker has: none where aggregators have them, too.
     pub(crate) fn own_parameters(&mut self) -> Result<&[f32], WorkError> {
         match &self.way {
             Way::Aggregators { gradient: None, .. } => Ok(&[]),

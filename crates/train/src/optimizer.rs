@@ -2,22 +2,20 @@
 //!
 //! The rule it keeps: each parameter changes by itself, in plain `f32` arithmetic, so that a vector
 //! cut into shards changes exactly as a whole one does. The state is local to a worker.
-//! Parameters that are running statistics ([`model`](crate::Model)) follow no rule: they move
-//! towards the batch's by a constant share.
 
-/// Which rule, with its constants.
+/// Rule of an optimizer, with its constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rule {
     /// Stochastic gradient descent with momentum; plain with a momentum of 0.
     Sgd {
-        /// How much of a gradient is applied.
+        /// Share of a gradient that is applied.
         rate: f32,
-        /// How much of the last change is applied again.
+        /// Share of the last change that is applied again.
         momentum: f32,
     },
     /// Kingma and Ba, "Adam: a method for stochastic optimization", with the constants given there.
     Adam {
-        /// How much of a normalised gradient is applied.
+        /// Share of a normalised gradient that is applied.
         rate: f32,
     },
 }
@@ -35,11 +33,9 @@ pub struct Optimizer {
 
 const DECAYS: (f32, f32) = (0.9, 0.999);
 const EPSILON: f32 = 1e-8;
-/// The share of its distance from the batch's that a running statistic moves: what libraries take.
-const STATISTICS_SHARE: f32 = 0.1;
 
 impl Rule {
-    /// Floats that are remembered of each parameter.
+    /// Returns the number of floats that are remembered of each parameter.
     pub(crate) fn remembers(self) -> usize {
         match self {
             Self::Sgd { .. } => 1,
@@ -59,7 +55,7 @@ impl Default for Decay {
 }
 
 impl Decay {
-    /// What the next step does to each parameter.
+    /// Advances by one step. Returns the step's change of each parameter.
     pub(crate) fn next(&mut self, rule: Rule) -> Change {
         if let Rule::Adam { .. } = rule {
             let (a, b) = DECAYS;
@@ -71,7 +67,7 @@ impl Decay {
     }
 }
 
-/// What one step of a rule does, to any part of the parameters.
+/// One step of a rule, for any part of the parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Change {
     rule: Rule,
@@ -79,11 +75,11 @@ pub(crate) struct Change {
 }
 
 impl Change {
-    /// Changes `parameters` and what is remembered of them: `first` of each, and `second` if it is
-    /// Adam. Parameters beyond these are running statistics.
+    /// Changes `parameters`, and what is remembered of them: `first` of each, and `second` for
+    /// Adam.
     ///
     /// # Panics
-    /// If the lengths differ from one another, or there are too few.
+    /// If the lengths differ from one another.
     pub(crate) fn apply(
         self,
         parameters: &mut [f32],
@@ -91,13 +87,8 @@ impl Change {
         second: &mut [f32],
         gradient: &[f32],
     ) {
-        assert_eq!(parameters.len(), gradient.len(), "lengths");
-        let count = first.len();
-        let (parameters, statistics) = parameters.split_at_mut(count);
-        let (gradient, apart) = gradient.split_at(count);
-        for (statistic, apart) in statistics.iter_mut().zip(apart) {
-            *statistic -= STATISTICS_SHARE * apart;
-        }
+        let count = parameters.len();
+        assert_eq!([first.len(), gradient.len()], [count; 2], "lengths");
         match self.rule {
             Rule::Sgd { rate, momentum } => {
                 let state = first.iter_mut().zip(gradient);
@@ -124,7 +115,7 @@ impl Change {
 }
 
 impl Optimizer {
-    /// For so many parameters that are no running statistics.
+    /// Makes an optimizer for `parameters` parameters.
     pub fn new(rule: Rule, parameters: usize) -> Self {
         Self {
             rule,
@@ -134,12 +125,12 @@ impl Optimizer {
         }
     }
 
-    /// What it remembers of the steps so far.
+    /// Returns the state after the steps so far.
     pub(crate) fn state(&self) -> (&[f32], &[f32], Decay) {
         (&self.first, &self.second, self.decay)
     }
 
-    /// An optimizer that was in this [`state`](Self::state).
+    /// Makes an optimizer that is in this [`state`](Self::state).
     pub(crate) fn with_state(rule: Rule, first: Vec<f32>, second: Vec<f32>, decay: Decay) -> Self {
         Self {
             rule,
@@ -149,11 +140,10 @@ impl Optimizer {
         }
     }
 
-    /// Changes `parameters` by one step. Those beyond the ones that it was made for are running
-    /// statistics.
+    /// Changes `parameters` by one step.
     ///
     /// # Panics
-    /// If the lengths differ from one another, or there are too few.
+    /// If the lengths differ from one another, or from that which the optimizer was made for.
     pub fn step(&mut self, parameters: &mut [f32], gradient: &[f32]) {
         let change = self.decay.next(self.rule);
         change.apply(parameters, &mut self.first, &mut self.second, gradient);
@@ -209,28 +199,6 @@ mod tests {
             assert!(
                 (at[0] - 0.5).abs() + (at[1] + 0.25).abs() < 1e-2,
                 "{rule:?}: {at:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn running_statistics_move_by_a_tenth_whatever_the_rule_is() {
-        for rule in [
-            Rule::Sgd {
-                rate: 0.5,
-                momentum: 0.9,
-            },
-            Rule::Adam { rate: 0.5 },
-        ] {
-            let (mut optimizer, mut parameters) = (Optimizer::new(rule, 1), [8.0, 1.0, 0.0]);
-            for _ in 0..2 {
-                let apart = [1.0, parameters[1] - 3.0, 0.0];
-                optimizer.step(&mut parameters, &apart);
-            }
-            assert!((parameters[1] - 1.38).abs() < 1e-6, "{parameters:?}");
-            assert!(
-                parameters[0] < 8.0 && parameters[2] == 0.0,
-                "{parameters:?}"
             );
         }
     }

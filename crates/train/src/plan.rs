@@ -1,4 +1,4 @@
-//! [`Plan`]: who synchronises with whom in which round.
+//! [`Plan`]: the groups of workers that synchronise in each round.
 //!
 //! The rule it keeps: every worker finds the same rings from the number of workers, the size of a
 //! group and the round, without a word to the others. Divide and shuffle is DS-Sync
@@ -10,7 +10,7 @@ use std::{fmt, str::FromStr};
 
 farpage_fabric::debug_as_display!(PlanError);
 
-/// What is exchanged, and among whom.
+/// Exchange of a job: the vectors, and the groups that share them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Bulk synchronous parallel: the mean gradient of all workers in each step.
@@ -18,9 +18,9 @@ pub enum Mode {
     /// Divide and shuffle: a step of each worker's own, then the mean of the parameters in a group
     /// that changes from round to round.
     Ds,
-    /// The same in groups that stay: what shuffling is good for is what this lacks.
+    /// Means as in `Ds`, in groups that stay: without what shuffling is good for.
     Fixed,
-    /// No exchange.
+    /// Training without an exchange.
     Nothing,
 }
 
@@ -45,7 +45,7 @@ impl FromStr for Mode {
     }
 }
 
-/// Workers that cannot be grouped so.
+/// Error of workers that cannot be grouped: their number is no power of the group's.
 #[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{workers} workers cannot be in groups of {group}: their number has to be a power of the group's, which is 2 or more"
@@ -69,24 +69,24 @@ pub struct Plan {
 pub struct Ring {
     /// The ranks of all members, ascending.
     pub members: Vec<usize>,
-    /// Which of them the worker is.
+    /// Index of the worker in `members`.
     pub position: usize,
 }
 
 impl Ring {
-    /// The rank of the member to send to.
+    /// Returns the rank of the member to send to.
     pub fn next(&self) -> usize {
         self.members[(self.position + 1) % self.members.len()]
     }
 
-    /// The rank of the member to receive from.
+    /// Returns the rank of the member to receive from.
     pub fn before(&self) -> usize {
         self.members[(self.position + self.members.len() - 1) % self.members.len()]
     }
 }
 
 impl Plan {
-    /// A plan for `workers` in groups of `group`.
+    /// Makes a plan for `workers` workers in groups of `group`.
     ///
     /// # Errors
     /// [`PlanError`]
@@ -107,7 +107,7 @@ impl Plan {
         })
     }
 
-    /// All of any number of workers in one group.
+    /// Makes a plan for any number of workers, all in one group.
     pub(crate) fn of_all(workers: usize) -> Self {
         Self {
             mode: Mode::Bsp,
@@ -117,22 +117,22 @@ impl Plan {
         }
     }
 
-    /// What is exchanged.
+    /// Returns the exchange of the job.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// How many workers there are.
+    /// Returns the number of workers.
     pub fn workers(&self) -> usize {
         self.workers
     }
 
-    /// Rounds after which divide and shuffle has spread everything to everybody.
+    /// Returns the number of rounds after which divide and shuffle has spread everything.
     pub fn digits(&self) -> u32 {
         self.digits
     }
 
-    /// The rings that the worker of this rank is in, each with its number.
+    /// Returns the rings of worker `rank`, in the order of their numbers.
     pub fn rings(&self, rank: usize) -> Vec<Ring> {
         let ring = |number| {
             let members = self.members(number, self.group_of(rank, number));
@@ -145,7 +145,7 @@ impl Plan {
         (0..self.ring_count()).map(ring).collect()
     }
 
-    /// How many rings each worker is in.
+    /// Returns the number of rings that each worker is in.
     pub fn ring_count(&self) -> usize {
         match self.mode {
             Mode::Bsp | Mode::Fixed => 1,
@@ -154,13 +154,13 @@ impl Plan {
         }
     }
 
-    /// The number of the ring that is used in this round.
+    /// Returns the number of the ring that `round` uses, if there is an exchange.
     pub fn ring_of(&self, round: u64) -> Option<usize> {
         let count = self.ring_count() as u64;
         (count > 0).then(|| (round % count) as usize)
     }
 
-    /// How many groups there are at a time.
+    /// Returns the number of groups of a round.
     pub fn groups(&self) -> usize {
         match self.mode {
             Mode::Bsp => 1,
@@ -169,20 +169,20 @@ impl Plan {
         }
     }
 
-    /// The number of the group that the worker of this rank is in when ring `number` is used:
-    /// those who differ from it in this digit at most.
+    /// Returns the number of the group that worker `rank` is in when ring `number` is used. Its
+    /// members differ in this digit only.
     pub fn group_of(&self, rank: usize, number: usize) -> usize {
         match self.mode {
             Mode::Bsp => 0,
             _ => {
-                // What is left of the rank without the digit.
+                // The rank without the digit.
                 let unit = self.group.pow(number as u32);
                 rank / (unit * self.group) * unit + rank % unit
             }
         }
     }
 
-    /// The ranks of a group's members when ring `number` is used, ascending.
+    /// Lists the ranks of a group's members when ring `number` is used, ascending.
     pub fn members(&self, number: usize, group: usize) -> Vec<usize> {
         match self.mode {
             Mode::Bsp => (0..self.workers).collect(),

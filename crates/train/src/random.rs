@@ -8,19 +8,19 @@
 pub struct Random(u64);
 
 impl Random {
-    /// The sequence of `seed` and `stream`: workers draw from streams of their own.
+    /// Makes the sequence of `seed` and `stream`: workers draw from streams of their own.
     pub fn new(seed: u64, stream: u64) -> Self {
         let mut random = Self(seed);
         let start = random.bits() ^ stream.wrapping_mul(0xd605_1c2d_5f4a_9c31);
         Self(start)
     }
 
-    /// Where the sequence is.
+    /// Returns the position in the sequence.
     pub(crate) fn state(&self) -> u64 {
         self.0
     }
 
-    /// The sequence that was at `state`.
+    /// Makes the sequence that was at `state`.
     pub(crate) fn with_state(state: u64) -> Self {
         Self(state)
     }
@@ -33,13 +33,13 @@ impl Random {
         bits ^ (bits >> 31)
     }
 
-    /// From 0 to below `limit`.
+    /// Draws a number from 0 to below `limit`.
     pub fn below(&mut self, limit: usize) -> usize {
         // The high half of a product: even enough for a `limit` far below 2^64, and no division.
         ((u128::from(self.bits()) * limit as u128) >> 64) as usize
     }
 
-    /// From -1 to below 1: a multiple of 2^-23, so that no rounding takes part.
+    /// Draws a number from -1 to below 1: a multiple of 2^-23, so that no rounding takes part.
     pub fn signed_unit(&mut self) -> f32 {
         let steps = (self.bits() >> 40) as i32 - (1 << 23);
         steps as f32 / (1 << 23) as f32

@@ -1,8 +1,8 @@
 //! [`Station`]: a worker's way from serving its own memory to holding the rings.
 //!
 //! The rule it keeps: each worker lends an area per ring, which the member before it opens, and
-//! opens the areas of those that it sends to. Nobody is waited for beyond the deadline, and who
-//! cannot be reached is named.
+//! opens the areas of those that it sends to. No worker is waited for beyond the deadline, and one
+//! that cannot be reached is named.
 
 use std::{
     fmt,
@@ -35,12 +35,12 @@ const AREA_BYTES: u64 = 128 + RING_BYTES as u64;
 /// The pause between attempts to reach a worker that has not come yet.
 const BETWEEN_TRIES: Duration = Duration::from_millis(5);
 
-/// Where a worker is reached.
+/// Address of a worker or an aggregator.
 #[derive(Clone)]
 pub enum Address {
-    /// Over a fabric.
+    /// Endpoint on a fabric.
     Fabric(Endpoint),
-    /// In this process, over a simulated fabric.
+    /// Server in this process, on a simulated fabric.
     Simulated(Arc<SimServer>),
 }
 
@@ -57,34 +57,34 @@ impl fmt::Display for Address {
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum JoinError {
-    /// It has no memory to lend.
+    /// The worker has no memory to lend.
     #[error("worker {rank} cannot take part: {source}")]
     Offer {
         /// The worker.
         rank: usize,
-        /// Why not.
+        /// The cause.
         r#source: OfferError,
     },
-    /// It cannot serve.
+    /// The worker cannot serve.
     #[error("worker {rank} cannot be reached by the others: {source}")]
     Serve {
         /// The worker.
         rank: usize,
-        /// Why not.
+        /// The cause.
         r#source: BindError,
     },
     /// Another worker is not there.
     #[error("worker {rank} waited {deadline:?} for worker {missing} at {address}: {source}")]
     Missing {
-        /// Who waited.
+        /// Rank that waited.
         rank: usize,
-        /// Who is missing.
+        /// Rank that is missing.
         missing: usize,
-        /// Where it should be.
+        /// Address of the missing worker.
         address: String,
-        /// For how long.
+        /// Length of the wait.
         deadline: Duration,
-        /// Why it could not be reached.
+        /// The cause.
         r#source: ConnectError,
     },
     /// Another worker does not come.
@@ -92,11 +92,11 @@ pub enum JoinError {
         "worker {rank} waited {deadline:?} for worker {missing} to reach it: it has not started, or cannot reach this worker"
     )]
     Absent {
-        /// Who waited.
+        /// Rank that waited.
         rank: usize,
-        /// Who is missing.
+        /// Rank that is missing.
         missing: usize,
-        /// For how long.
+        /// Length of the wait.
         deadline: Duration,
     },
     /// Another worker is there and lends no area to this one.
@@ -104,16 +104,16 @@ pub enum JoinError {
         "worker {rank} gets no memory of worker {at}: {source}; do all workers run the same job, each rank once?"
     )]
     Refused {
-        /// Who asked.
+        /// Rank that asked.
         rank: usize,
-        /// Who was asked.
+        /// Rank that was asked.
         at: usize,
-        /// What it said.
+        /// The answer.
         r#source: OpenError,
     },
 }
 
-/// Where areas are served from.
+/// Server of areas.
 pub(crate) enum Home {
     Fabric(Serving),
     Simulated(Arc<SimServer>),
@@ -131,7 +131,7 @@ impl Home {
         })
     }
 
-    /// Whether this process hears of what peers WRITE: it has placed it, or an adapter says so.
+    /// True if this process learns of WRITEs by peers: it places them, or an adapter says so.
     pub(crate) fn hears_of_arrivals(&self) -> bool {
         match self {
             Self::Fabric(serving) => {
@@ -142,7 +142,7 @@ impl Home {
         }
     }
 
-    /// Where it is reached.
+    /// Returns the address of the server.
     pub(crate) fn address(&self) -> Address {
         match self {
             Self::Fabric(serving) => Address::Fabric(serving.endpoint().clone()),
@@ -162,15 +162,15 @@ pub struct Station {
 
 /// A worker that has reached all others. It serves them until it is dropped.
 pub struct Member {
-    /// Its rings.
+    /// Rings of the worker.
     pub exchange: Exchange,
     _home: Home,
 }
 
 impl Member {
     /// Ends an orderly stay: closes the connections to others, and waits until those to this worker
-    /// are closed. A worker that is dropped without takes the last acknowledgements of what it was
-    /// sent with it, and others find it gone.
+    /// are closed. Dropping the member instead loses the last acknowledgements of messages that it
+    /// received, and others find it gone.
     ///
     /// # Errors
     /// [`LeaveError`]: one of the others does not end.
@@ -180,8 +180,8 @@ impl Member {
 }
 
 impl Station {
-    /// Begins to serve the worker of this rank at `endpoint`; `sim:seed` is a simulated fabric. A
-    /// peer that is silent for `lease` has gone.
+    /// Begins to serve worker `rank` at `endpoint`; `sim:seed` is a simulated fabric. A peer that
+    /// is silent for `lease` has gone.
     ///
     /// # Errors
     /// [`JoinError::Offer`], [`JoinError::Serve`]
@@ -211,14 +211,14 @@ impl Station {
         })
     }
 
-    /// Where the others reach it.
+    /// Returns the address at which others reach this worker.
     pub fn address(&self) -> Address {
         self.home.address()
     }
 
     /// Reaches the workers that this one sends to, and waits for those that it receives from.
-    /// `addresses` are those of all workers, by rank. Nobody is waited for longer than `deadline`,
-    /// now or later.
+    /// `addresses` are those of all workers, by rank. No worker is waited for longer than
+    /// `deadline`, now or later.
     ///
     /// # Errors
     /// [`JoinError`]
@@ -261,7 +261,7 @@ fn place(extent: ExtentId) -> RingPlace {
     }
 }
 
-/// A session at this address. Workers start in any order, so it is tried until then.
+/// Opens a session at `address`. Workers start in any order, so tries again until `until`.
 pub(crate) fn connect(
     address: &Address,
     options: &SessionOptions,
@@ -310,18 +310,18 @@ fn reach_all(
     })
 }
 
-/// Not all of those whom somebody had to reach were reached.
+/// Failure to reach one of several others.
 pub(crate) struct Unreached<T, E> {
-    /// Who were.
+    /// Connections to the others that were reached.
     pub(crate) reached: Vec<T>,
-    /// Who was not.
+    /// Number of the other that was not reached.
     pub(crate) number: usize,
     pub(crate) error: E,
 }
 
-/// Reaches so many others, each by itself: whoever is missing, the rest are reached and hear of it.
-/// Those that have been reached after `patience` are told for whom this one waits, and are looked
-/// after meanwhile.
+/// Reaches `count` others, each on a thread of its own: if one is missing, the rest are reached and
+/// hear of it. After `patience`, `tell` gets those that have been reached and the number of the
+/// missing one. Meanwhile `look_after` gets each of them.
 pub(crate) fn reach_each<T: Send, E: Send>(
     count: usize,
     patience: Duration,

@@ -24,7 +24,7 @@ use crate::{
 
 farpage_fabric::debug_as_display!(TeamError);
 
-/// What lies between the workers of a team.
+/// Fabric between the workers of a team.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Between {
     /// A simulation, with delays and reordering of its own.
@@ -35,10 +35,10 @@ pub enum Between {
     Tcp,
 }
 
-/// How a team's fabric behaves.
+/// Fabric of a team, with its links and its deadline.
 #[derive(Clone, Copy, Debug)]
 pub struct Network {
-    /// What lies between the workers.
+    /// Fabric between the workers.
     pub between: Between,
     /// Each worker's link to the others: gigabits per second and microseconds.
     pub link: Option<(f64, f64)>,
@@ -53,10 +53,10 @@ pub enum TeamError {
     /// The workers did not come together.
     #[error(transparent)]
     Join(#[from] JoinError),
-    /// They did, and came apart.
+    /// The workers came together, and came apart.
     #[error(transparent)]
     Work(#[from] WorkError),
-    /// All is done, and one of the workers does not end.
+    /// A worker does not end, although all is done.
     #[error(transparent)]
     Leave(#[from] LeaveError),
     /// The aggregators, or workers on their way to them, failed.
@@ -73,11 +73,11 @@ pub enum TeamError {
     AggregatorPanicked(usize),
 }
 
-/// A peer that is silent for this long has gone.
+/// Time after which a silent peer has gone.
 const LEASE: Duration = Duration::from_secs(10);
 
 impl Network {
-    /// Where the worker of this rank, or the aggregator of this number, serves.
+    /// Returns the endpoint at which worker, or aggregator, `number` serves.
     fn endpoint(&self, job: &Job, folder: &Path, number: usize) -> Endpoint {
         match self.between {
             Between::Sim => Endpoint::Sim(job.seed.wrapping_add(number as u64)),
@@ -89,7 +89,7 @@ impl Network {
         }
     }
 
-    /// How the worker of this rank reaches others.
+    /// Returns the options with which worker `rank` reaches others.
     fn options(&self, rank: usize, key: &Path) -> SessionOptions {
         SessionOptions {
             client: format!("worker {rank}"),
@@ -101,19 +101,19 @@ impl Network {
     }
 }
 
-/// Where the members of a team begin, and what they keep.
+/// Beginnings of a team's members, and the checkpoints that they keep.
 #[derive(Debug, Default)]
 pub struct Courses<'a> {
-    /// Of each worker, by rank. None: all begin at the beginning and keep nothing.
+    /// Courses of the workers, by rank. None: all begin at the beginning and keep nothing.
     pub workers: Vec<Course<'a>>,
-    /// Of each aggregator, in the same way.
+    /// Courses of the aggregators, by number. None: as for workers.
     pub aggregators: Vec<AggregatorCourse<'a>>,
-    /// Where the aggregators keep parameters and the optimizer's state; `None` is local memory.
+    /// Memory of the aggregators' parameters and optimizer's state; `None` is local memory.
     pub state: Option<&'a Runtime>,
 }
 
-/// Runs a job, in rings or through aggregators as it says, and returns what became of each worker,
-/// by rank.
+/// Runs a job, in rings or through aggregators as it says. Returns the outcome of each worker, by
+/// rank.
 ///
 /// # Errors
 /// [`TeamError`]; of several workers that failed, that of the lowest rank.
@@ -121,11 +121,11 @@ pub fn run(job: &Job, network: &Network) -> Result<Vec<Outcome>, TeamError> {
     run_on(job, network, Courses::default())
 }
 
-/// As [`run`], on courses.
+/// Runs a job as [`run`] does, on `courses`.
 ///
 /// # Errors
-/// As [`run`]. A checkpoint that could not be kept, and memory that an aggregator cannot get at,
-/// come before what the others met then.
+/// Those of [`run`]. A checkpoint that could not be kept, and memory that an aggregator cannot get
+/// at, come before errors of others that follow from it.
 ///
 /// # Panics
 /// If there are some courses, and not as many as workers, or as aggregators.
@@ -248,7 +248,7 @@ fn run_in_rings(
     })
 }
 
-/// What all have, or the error of the one that others met, or of the first.
+/// Returns all outcomes, or the error that the others' errors follow from, or the first.
 fn of_all(mut ended: Vec<Result<Outcome, TeamError>>) -> Result<Vec<Outcome>, TeamError> {
     if let Some(cause) = ended.iter().position(is_cause) {
         return ended.swap_remove(cause).map(|outcome| vec![outcome]);
@@ -256,7 +256,7 @@ fn of_all(mut ended: Vec<Result<Outcome, TeamError>>) -> Result<Vec<Outcome>, Te
     ended.into_iter().collect()
 }
 
-/// Whether it is what its member met by itself, and not what others made of it.
+/// True if a member met the error by itself, and not because of others.
 fn is_cause<T>(ended: &Result<T, TeamError>) -> bool {
     matches!(
         ended,

@@ -31,15 +31,14 @@ const MOMENTUM: Rule = Rule::Sgd {
     momentum: 0.9,
 };
 const LEASE: Duration = Duration::from_secs(10);
-/// How long operations may take. Of a busy machine that stands still for a second nobody says that
-/// it is gone.
+/// Deadline of operations. A busy machine that stands still for a second does not count as gone.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn job(rule: Rule, workers: usize, hidden: usize) -> Job {
     let data = Dataset::load(Source::Blobs, Path::new("")).unwrap();
     Job {
         plan: Plan::new(Mode::Bsp, workers, 2).unwrap(),
-        model: Mlp::new(&[data.width, hidden, data.classes]).into(),
+        model: Mlp::new(&[data.width, hidden, data.classes]),
         rule,
         data: Arc::new(data),
         shards: Shards::Even,
@@ -78,8 +77,8 @@ fn last(outcomes: &[Outcome]) -> Vec<&[f32]> {
     ends.map(|parameters| &**parameters).collect()
 }
 
-/// Over a network the aggregator's news that it took an announcement comes later than the next
-/// announcement may need room.
+/// Announcements may need room, over a network, before the aggregator's news comes that it took the
+/// ones before.
 #[test]
 fn a_job_has_more_steps_than_the_ring_of_announcements_has_room_for() {
     let job = Job {
@@ -192,7 +191,7 @@ fn groups_of_two_through_aggregators_end_in_the_bits_of_rings() {
             }
         }
     }
-    // Those that meet nobody have nothing to aggregate.
+    // Workers that meet nobody have nothing to aggregate.
     let alone = in_groups(Mode::Nothing, 4, 2, 24);
     let rings = hash(last(&run(&alone, &SIM).unwrap()));
     assert_eq!(hash(last(&run_through(&alone, &SIM, 3).unwrap())), rings);
@@ -287,8 +286,8 @@ fn an_aggregators_link_carries_the_bytes_of_all_its_workers() {
     }
 }
 
-/// Starts the aggregators of a job over tcp, and a thread for each worker, which does as `work`
-/// does. What the aggregators and the workers return.
+/// Starts the aggregators of a job over tcp, and a thread for each worker, which runs `work`.
+/// Returns the results of the aggregators and of the workers.
 fn team<T: Send>(
     job: &Job,
     deadline: Duration,
@@ -417,8 +416,8 @@ fn an_aggregator_that_never_comes_is_named_by_the_others() {
     }
 }
 
-/// Two workers at one aggregator over tcp: worker 0 trains, worker 1 takes part in a step and does
-/// then as `second` does. What the aggregator and worker 0 say.
+/// Runs two workers at one aggregator over tcp: worker 0 trains, worker 1 takes part in a step and
+/// then runs `second`. Returns the results of the aggregator and of worker 0.
 fn failing(
     deadline: Duration,
     second: impl FnOnce(Through) + Send,
@@ -427,7 +426,6 @@ fn failing(
         aggregators: 1,
         workers: 2,
         parameters: 1000,
-        statistics: 0,
     };
     let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let aggregator = Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();
@@ -512,7 +510,6 @@ fn a_worker_or_an_aggregator_that_never_comes_is_named() {
         aggregators: 1,
         workers: 2,
         parameters: 10,
-        statistics: 0,
     };
     let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let open = || Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();
@@ -560,7 +557,6 @@ fn an_aggregator_that_goes_is_named() {
         aggregators: 1,
         workers: 1,
         parameters: 10,
-        statistics: 0,
     };
     let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let aggregator = Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();

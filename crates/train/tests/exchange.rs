@@ -1,5 +1,5 @@
-//! Exchanges over every fabric: the exact mean, the bytes that it takes, and who is named when
-//! somebody is missing.
+//! Exchanges over every fabric: the exact mean, the bytes that it takes, and the worker that is
+//! named when one is missing.
 
 #![expect(
     clippy::unwrap_used,
@@ -15,7 +15,7 @@ use farpage_fabric::{Endpoint, SessionOptions};
 use farpage_train::{Address, ExchangeError, JoinError, Member, Mode, Plan, Random, Station};
 
 const PATIENCE: Duration = Duration::from_secs(20);
-/// A machine that is busy otherwise does not keep a worker from renewing for so long.
+/// Lease of a worker: a busy machine does not keep it from renewing for so long.
 const LEASE: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +38,7 @@ fn team<R: Send>(
     team_without(None, fabric, plan, deadline, joined)
 }
 
-/// The same without one of the workers, whose address nobody serves any more.
+/// Runs `work` as [`team`] does, without worker `absent`, whose address nobody serves any more.
 fn team_without<R: Send>(
     absent: Option<usize>,
     fabric: Fabric,
@@ -67,7 +67,7 @@ fn team_without<R: Send>(
         let threads: Vec<_> = stations
             .into_iter()
             .enumerate()
-            // The others begin when it has been dropped.
+            // The others begin when the absent worker's station has been dropped.
             .filter(|(rank, _)| Some(*rank) != absent)
             .collect::<Vec<_>>()
             .into_iter()
@@ -204,7 +204,7 @@ fn vectors_shorter_than_the_ring_are_exchanged_too() {
     }
 }
 
-/// Who is named by each worker that fails.
+/// Returns the worker that an error names.
 fn named(error: &ExchangeError) -> usize {
     match error {
         ExchangeError::Missing { missing, .. } => *missing,
@@ -379,7 +379,7 @@ fn workers_that_never_come_are_named() {
         ),
         "{error}"
     );
-    // 2. It can be reached, and does not reach us.
+    // 2. The other can be reached, and does not reach us.
     let silent = open(1);
     let error = join(open(0), silent.address());
     assert!(

@@ -29,7 +29,7 @@ const MOMENTUM: Rule = Rule::Sgd {
 };
 const ADAM: Rule = Rule::Adam { rate: 0.01 };
 
-/// Whether this process may page its own memory; if not, says that `test` is skipped, and why.
+/// True if this process may page its own memory. If not, prints that `test` is skipped, and why.
 fn can_page(test: &str) -> bool {
     match Runtime::builder().build() {
         Err(BuildError::Userfaultfd(why)) => {
@@ -61,7 +61,7 @@ fn job(rule: Rule) -> Job {
     let data = Dataset::load(Source::Blobs, Path::new("")).unwrap();
     Job {
         plan: Plan::new(Mode::Bsp, 2, 2).unwrap(),
-        model: Mlp::new(&[data.width, 500, 500, data.classes]).into(),
+        model: Mlp::new(&[data.width, 500, 500, data.classes]),
         rule,
         data: Arc::new(data),
         shards: Shards::Even,
@@ -146,7 +146,6 @@ fn a_memory_server_that_goes_is_an_error_of_the_aggregator_and_ends_the_job() {
         aggregators: 1,
         workers: 1,
         parameters: 1 << 20,
-        statistics: 0,
     };
     // Pages of one repeated value would not leave this process.
     let initial: Vec<f32> = (0..layout.parameters).map(|at| at as f32).collect();

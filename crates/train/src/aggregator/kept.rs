@@ -1,7 +1,7 @@
-//! [`Kept`]: the checkpoint of an aggregator, and how it is read.
+//! [`Kept`]: the checkpoint of an aggregator, and its reader.
 //!
-//! The rule it keeps: one piece of the state is local at a time, here as in a step. What was read
-//! is taken for the state of that step only when its hash has been compared.
+//! The rule it keeps: one piece of the state is local at a time, here as in a step. Bytes that were
+//! read count as a state only when their hash has been compared.
 
 use std::io::{self, Read, Write};
 
@@ -12,7 +12,7 @@ use crate::{
     optimizer::Decay,
 };
 
-/// What an aggregator has after so many steps.
+/// State of an aggregator after a step, as the bytes of a checkpoint.
 pub(super) struct Kept<'a> {
     head: Head,
     state: &'a mut State,
@@ -51,7 +51,7 @@ impl Content for Kept<'_> {
     }
 }
 
-/// Reads the checkpoint of this step into a state.
+/// Reads the checkpoint of `step` into `state`.
 pub(super) fn read(
     job: &Job,
     number: usize,

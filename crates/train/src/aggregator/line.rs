@@ -1,7 +1,7 @@
 //! [`Line`]: a worker's connection to one aggregator, for one of its rings.
 //!
-//! The rule it keeps: what comes back from its channel is taken here, and what follows from that is
-//! decided by [`Through`](super::Through).
+//! The rule it keeps: completions of the channel are taken here, and [`Through`](super::Through)
+//! decides what follows.
 
 use std::{
     fmt,
@@ -25,11 +25,10 @@ use crate::{
     station::{Address, connect},
 };
 
-/// Looks over the fabric before a thread sleeps between them: each moves bytes.
+/// Number of looks over the fabric before a thread sleeps between them: each moves bytes.
 const REMOTE_LOOKS: u32 = 8;
 
-/// Version, culprit and who is waited for, as a board shows them; `None` while they are being
-/// placed.
+/// Version, culprit and awaited party, as a board shows them; `None` while they are being placed.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Head {
     pub(super) version: Option<u64>,
@@ -43,7 +42,7 @@ pub(super) struct Line {
     pub(super) at: Party,
     pub(super) number: usize,
     pub(super) part_floats: usize,
-    /// The numbers of its cuts.
+    /// Numbers of the line's pieces.
     pub(super) cuts: Range<usize>,
     pub(super) landing: ExtentId,
     pub(super) board: ExtentId,
@@ -52,16 +51,16 @@ pub(super) struct Line {
     pub(super) session: Arc<Session>,
     pub(super) moved: Arc<Moved>,
     pub(super) state: State,
-    /// READs that have not ended.
+    /// Number of READs that have not ended.
     pub(super) reading: usize,
     /// The board's numbers, as the last READ found them.
     pub(super) head: Head,
     pub(super) looks: u32,
-    /// When the next look is due.
+    /// Time at which the next look is due.
     pub(super) look_at: Instant,
 }
 
-/// How far a line is in a step.
+/// Progress of a line in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     /// The gradient is on its way.
@@ -74,8 +73,8 @@ pub(super) enum State {
 }
 
 impl Line {
-    /// Reaches an aggregator, and opens the area and the board of these names there; also what
-    /// registers memory for it.
+    /// Reaches an aggregator, and opens the area and the board of these names there. Returns the
+    /// registrar of its memory, too.
     pub(super) fn open(
         number: usize,
         [area, board]: [String; 2],
@@ -97,7 +96,7 @@ impl Line {
             channel: session.channel().map_err(|error| said(&error))?,
             moved: Arc::clone(&moved),
         };
-        // Behind the channel: before it no adapter is known that memory could be made known to.
+        // After the channel: before it, no adapter is known to register memory with.
         let registrar = session.registrar();
         let pool = RegPool::new([Arc::clone(&registrar)], RegPoolOptions::default());
         let line = Self {
@@ -120,13 +119,13 @@ impl Line {
         Ok((line, registrar))
     }
 
-    /// Says something, if there is room. Who cannot be told will notice by itself.
+    /// Sends `word` if there is room. An aggregator that cannot be told will notice by itself.
     pub(super) fn say(&mut self, word: Word) {
         let sent = self.sender.send(&word.to_bytes());
         let _ = sent.and_then(|()| self.sender.flush());
     }
 
-    /// Takes what has ended. Whether it moved parameters or a gradient.
+    /// Takes a completion. True if it moved parameters or a gradient.
     pub(super) fn take(
         &mut self,
         done: Completion<RegBuf>,

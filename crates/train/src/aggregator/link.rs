@@ -1,23 +1,23 @@
 //! [`OwnLink`]: an aggregator that all its workers reach by one slow link.
 //!
-//! The rule it keeps: it decides when something counts, and no bit of it. Workers hold their own
-//! completions back ([`Link`](farpage_fabric::Link)), which says nothing of what an aggregator's
-//! side carries for all of them. So a vector counts as arrived when the link has carried it behind
-//! those that came before, and a board's number is shown when the link can have carried what the
-//! others read of it, so that the last one's own link ends with it.
+//! The rule it keeps: the link decides when something counts, and no bit of it. Workers hold their
+//! own completions back ([`Link`](farpage_fabric::Link)), which says nothing of what an
+//! aggregator's side carries for all of them. So a vector counts as arrived when the link has
+//! carried it behind those that came before. A board's number is shown when the link can have
+//! carried what the others read, so that the last one's own link ends with it.
 
 use std::time::{Duration, Instant};
 
 /// A link in both directions.
 #[derive(Debug)]
 pub(super) struct OwnLink {
-    /// What one vector takes.
+    /// Time that one vector takes.
     each: Duration,
     inbound_free_at: Instant,
 }
 
 impl OwnLink {
-    /// A link of so many gigabits per second, for vectors of so many bytes.
+    /// Makes a link of `gbps` gigabits per second, for vectors of `bytes` bytes.
     pub(super) fn new(gbps: f64, bytes: usize) -> Self {
         Self {
             each: Duration::from_secs_f64(bytes as f64 * 8.0 / 1e9 / gbps),
@@ -25,14 +25,14 @@ impl OwnLink {
         }
     }
 
-    /// When a vector has been carried that was placed until `now`: behind all before it. Its first
-    /// byte may have been on its way for long.
+    /// Returns the time at which a vector that was placed until `now` has been carried, behind all
+    /// before it. Its first byte may have been on its way for long.
     pub(super) fn arrives(&mut self, now: Instant) -> Instant {
         self.inbound_free_at = (self.inbound_free_at + self.each).max(now);
         self.inbound_free_at
     }
 
-    /// How long the link is taken by what all but one of `readers` read.
+    /// Returns how long the link is busy with what all but one of `readers` read.
     pub(super) fn others(&self, readers: usize) -> Duration {
         self.each * readers.saturating_sub(1) as u32
     }
@@ -49,7 +49,7 @@ mod tests {
         let now = Instant::now() + Duration::from_secs(1);
         let arrivals = [0; 4].map(|_| link.arrives(now) - now);
         assert_eq!(arrivals, [Duration::ZERO, each, each * 2, each * 3]);
-        // Those that come when it has long been free were carried while they came.
+        // Vectors that come when the link has long been free were carried while they came.
         let later = now + Duration::from_secs(1);
         assert_eq!(link.arrives(later), later);
         assert_eq!(link.others(4), each * 3);

@@ -39,8 +39,6 @@ pub struct Aggregator {
     who: Party,
     number: usize,
     part: Range<usize>,
-    /// How many of the part are no running statistics.
-    learnt: usize,
     areas: Arc<Areas>,
     groups: Vec<Group>,
     home: Home,
@@ -48,15 +46,15 @@ pub struct Aggregator {
     link_gbps: Option<f64>,
 }
 
-/// Where an aggregator begins, and what it keeps on its way.
+/// Beginning of an aggregator, and the checkpoints that it keeps.
 #[derive(Default)]
 pub struct AggregatorCourse<'a> {
-    /// How many steps have been done.
+    /// Number of steps that have been done.
     pub from: u64,
-    /// The checkpoint of that step, if the aggregator has the optimizer. It is read once, and in
+    /// The checkpoint of step `from`, if the aggregator has the optimizer. It is read once, and in
     /// order.
     pub checkpoint: Option<Box<dyn Read + Send + 'a>>,
-    /// How it keeps checkpoints, if it has the optimizer; `None` keeps none.
+    /// Keeper of checkpoints, if the aggregator has the optimizer; `None` keeps none.
     pub keeping: Option<Keeping<'a>>,
 }
 
@@ -84,7 +82,7 @@ impl Aggregator {
         Self::open_at(&layout.into(), number, endpoint, lease)
     }
 
-    /// Begins to serve the aggregator of this number of a job.
+    /// Begins to serve as aggregator `number` of a job.
     ///
     /// # Errors
     /// As [`open`](Self::open), and [`AggregateError::Uneven`].
@@ -134,7 +132,6 @@ impl Aggregator {
         Ok(Self {
             who,
             number,
-            learnt: seats.learnt(&part),
             part,
             areas,
             groups,
@@ -153,8 +150,8 @@ impl Aggregator {
         }
     }
 
-    /// As if all its workers reached it by one link of so many gigabits per second in each
-    /// direction. Not one bit differs.
+    /// Delays results as if all workers reached the aggregator by one link of `gbps` gigabits per
+    /// second in each direction. Not one bit differs.
     pub fn behind_link(self, gbps: f64) -> Self {
         Self {
             link_gbps: Some(gbps),
@@ -162,16 +159,16 @@ impl Aggregator {
         }
     }
 
-    /// Where workers reach it.
+    /// Returns the address at which workers reach the aggregator.
     pub fn address(&self) -> Address {
         self.home.address()
     }
 
-    /// Changes the parameters, all of which begin as `initial`, in so many steps by `rule`. Waits
+    /// Changes the parameters, all of which begin as `initial`, by `rule` in `steps` steps. Waits
     /// for no worker longer than `deadline`, and returns when all have gone.
     ///
     /// # Errors
-    /// [`AggregateError`]; workers are told whose fault it is.
+    /// [`AggregateError`]; workers are told the party at fault.
     pub fn serve(
         self,
         initial: &[f32],
@@ -190,12 +187,12 @@ impl Aggregator {
         )
     }
 
-    /// Does its part of a job: the steps of the optimizer for [`Mode::Bsp`], and the means of
-    /// parameters for groups. Waits for no worker longer than `deadline`, and returns when all have
-    /// gone.
+    /// Runs the aggregator's part of `job`: the steps of the optimizer for [`Mode::Bsp`], and the
+    /// means of parameters for groups. Waits for no worker longer than `deadline`, and returns when
+    /// all have gone.
     ///
     /// # Errors
-    /// [`AggregateError`]; workers are told whose fault it is.
+    /// [`AggregateError`]; workers are told the party at fault.
     pub fn serve_job(
         self,
         job: &Job,
@@ -237,7 +234,7 @@ impl Aggregator {
 
     fn state(&self, initial: &[f32], rule: Rule) -> Result<State, StateError> {
         let initial = &initial[self.part.clone()];
-        State::new(rule, initial, self.learnt, self.runtime.as_ref())
+        State::new(rule, initial, self.runtime.as_ref())
     }
 
     fn run(
@@ -303,7 +300,7 @@ impl Aggregator {
                 board.announce(VERSION_AT, GIVEN_UP);
             }
         }
-        // Who has not come yet shall hear of a failure, too.
+        // Workers that have not come yet shall hear of a failure, too.
         let hears = |name: &String| match areas.presence(name) {
             Presence::Here => true,
             Presence::Awaited => culprit.is_some(),

@@ -1,10 +1,10 @@
 //! [`State`]: the parameters that an aggregator changes, and its optimizer's state.
 //!
-//! The rule it keeps: where they are decides no bit. In a [`Runtime`] they may be larger than its
-//! budget, and memory that has gone is an error: what is touched is pinned before.
+//! The rule it keeps: the place of the floats decides no bit. In a [`Runtime`] they may be larger
+//! than its budget. Memory that has gone is an error: floats are pinned before they are touched.
 //!
-//! They lie in pieces, each with its parameters and behind them what the optimizer remembers of
-//! them. So a step goes through memory once and in order, and asks for what comes next.
+//! The floats lie in pieces, each with its parameters and behind them what the optimizer remembers
+//! of them. So a step goes through memory once and in order, and asks for what comes next.
 
 use std::{io, ops::Range};
 
@@ -16,9 +16,9 @@ use crate::optimizer::{Decay, Rule};
 
 farpage_fabric::debug_as_display!(StateError);
 
-/// Parameters of a piece.
+/// Number of parameters of a piece.
 const PIECE_FLOATS: usize = 16 << 10;
-/// So many pieces are asked for ahead of the one that is changed.
+/// Number of pieces that are asked for ahead of the one that is changed.
 const AHEAD: usize = 8;
 
 /// Parameters and what an optimizer remembers of them.
@@ -26,8 +26,6 @@ pub(super) struct State {
     rule: Rule,
     decay: Decay,
     parameters: usize,
-    /// Parameters that are no running statistics.
-    learnt: usize,
     memory: Memory,
 }
 
@@ -37,7 +35,7 @@ enum Memory {
 }
 
 impl Memory {
-    /// Changes floats, which stay in this process's memory meanwhile.
+    /// Changes the floats of `range`, which stay in this process's memory meanwhile.
     fn with(
         &mut self,
         range: Range<usize>,
@@ -62,24 +60,20 @@ impl Memory {
     }
 }
 
-/// The parameters of a piece, and how many of them are no running statistics.
+/// The parameters of a piece, and the range of its floats in memory.
 struct Piece {
     parameters: Range<usize>,
-    learnt: usize,
-    /// Where its floats are.
     floats: Range<usize>,
 }
 
 impl State {
-    /// Of `initial` parameters, of which the first `learnt` are no running statistics. They are in
-    /// this process's own memory without a `runtime`.
+    /// Makes the state of `initial` parameters. Uses this process's own memory without a `runtime`.
     pub(super) fn new(
         rule: Rule,
         initial: &[f32],
-        learnt: usize,
         runtime: Option<&Runtime>,
     ) -> Result<Self, StateError> {
-        let floats = initial.len() + rule.remembers() * learnt;
+        let floats = initial.len() * (1 + rule.remembers());
         let memory = match runtime {
             None => Memory::Local(vec![0.0; floats]),
             Some(runtime) => {
@@ -93,7 +87,6 @@ impl State {
             rule,
             decay: Decay::default(),
             parameters: initial.len(),
-            learnt,
             memory,
         };
         for number in 0..state.pieces() {
@@ -112,24 +105,22 @@ impl State {
     fn piece(&self, number: usize) -> Piece {
         let start = number * PIECE_FLOATS;
         let parameters = start..(start + PIECE_FLOATS).min(self.parameters);
-        let each = self.rule.remembers();
-        let before = |parameter: usize| parameter + each * parameter.min(self.learnt);
+        let each = 1 + self.rule.remembers();
         Piece {
-            learnt: parameters.end.min(self.learnt) - start.min(self.learnt),
-            floats: before(parameters.start)..before(parameters.end),
+            floats: each * parameters.start..each * parameters.end,
             parameters,
         }
     }
 
-    /// Asks for the first pieces: there will be a step.
+    /// Asks for the first pieces, before a step.
     pub(super) fn prepare(&self) -> Result<(), StateError> {
         (0..AHEAD.min(self.pieces()))
             .try_for_each(|number| self.memory.soon(self.piece(number).floats))
     }
 
-    /// How many floats there are, those that the optimizer remembers included.
+    /// Counts the floats, including those that the optimizer remembers.
     pub(super) fn len(&self) -> usize {
-        self.parameters + self.rule.remembers() * self.learnt
+        self.parameters * (1 + self.rule.remembers())
     }
 
     pub(super) fn decay(&self) -> Decay {
@@ -140,7 +131,7 @@ impl State {
         self.decay = decay;
     }
 
-    /// Goes through all floats, piece by piece and in order.
+    /// Passes all floats to `change`, piece by piece and in order.
     pub(super) fn each(
         &mut self,
         mut change: impl FnMut(&mut [f32]) -> io::Result<()>,
@@ -155,7 +146,7 @@ impl State {
         Ok(())
     }
 
-    /// Shows each piece's parameters with the number of its first.
+    /// Passes each piece's parameters to `show`, with the number of the first.
     pub(super) fn show(&mut self, mut show: impl FnMut(usize, &[f32])) -> Result<(), StateError> {
         for number in 0..self.pieces() {
             let piece = self.piece(number);
@@ -174,7 +165,7 @@ impl State {
         }
     }
 
-    /// Changes all parameters by one step, and shows each piece's with the number of its first.
+    /// Changes all parameters by one step, and passes them to `show` as [`show`](Self::show) does.
     pub(super) fn step(
         &mut self,
         gradient: &[f32],
@@ -183,14 +174,10 @@ impl State {
         let change = self.decay.next(self.rule);
         for number in 0..self.pieces() {
             self.ahead(number)?;
-            let Piece {
-                parameters,
-                learnt,
-                floats,
-            } = self.piece(number);
+            let Piece { parameters, floats } = self.piece(number);
             self.memory.with(floats, |floats| {
                 let (values, remembered) = floats.split_at_mut(parameters.len());
-                let (first, second) = remembered.split_at_mut(learnt);
+                let (first, second) = remembered.split_at_mut(parameters.len());
                 change.apply(values, first, second, &gradient[parameters.clone()]);
                 show(parameters.start, values);
             })?;
@@ -203,13 +190,13 @@ impl State {
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StateError {
-    /// There is none.
+    /// The memory could not be made.
     #[error(transparent)]
     Create(#[from] Box<CreateError>),
-    /// What was kept there is out of reach.
+    /// The memory is out of reach.
     #[error(transparent)]
     Page(#[from] PageError),
-    /// The same, or the budget is too small for one piece of each aggregator that shares it.
+    /// The memory is out of reach, or the budget has no room for a piece of each aggregator.
     #[error(transparent)]
     Pin(#[from] PinError),
 }

@@ -1,6 +1,6 @@
-//! [`Turns`]: adding vectors in the order of ranks, by whoever finds that one has come.
+//! [`Turns`]: adds vectors in the order of ranks, on any thread that finds that one has come.
 //!
-//! The rule it keeps: adding never waits for a worker. Who waits is the thread that serves.
+//! The rule it keeps: adding never waits for a worker. Only the thread that serves waits.
 
 use std::{
     sync::{
@@ -26,47 +26,47 @@ pub(super) struct Member {
     pub(super) rank: usize,
     pub(super) ring: RingReceiver,
     pub(super) landing: Landing,
-    /// When its vector arrives that it has announced, and that is not added yet.
+    /// Time of arrival of a vector that the member has announced, and that is not added yet.
     pub(super) arrives: Option<Instant>,
-    /// For whom it waits, as it says.
+    /// Party that the member says it waits for.
     pub(super) waits_for: Option<Party>,
 }
 
-/// Those who use the same ring, in the order of ranks, and what is shown to them.
+/// Workers that use the same ring, in the order of ranks, and the board shown to them.
 pub(super) struct Group {
     pub(super) members: Vec<Member>,
     pub(super) board: Board,
 }
 
-/// What becomes of the mean.
+/// Use of the mean.
 pub(super) enum Task {
-    /// It is a gradient, by which these change.
+    /// The mean is a gradient, which changes the state.
     Step(State),
-    /// It is what all members go on with.
+    /// The mean is what all members go on with.
     Mean,
 }
 
-/// What an aggregator has done so far. It never waits.
+/// Progress of an aggregator, whose methods never wait.
 pub(super) struct Summing {
     pub(super) who: Party,
-    /// By the number of their ring, in turns.
+    /// Groups by the number of their ring, used in turns.
     pub(super) groups: Vec<Group>,
     pub(super) task: Task,
     pub(super) sum: Vec<f32>,
-    /// The first round that is not done any more.
+    /// Number of rounds: the first round that is not done any more.
     pub(super) rounds: u64,
     /// The round, and the position of the member whose vector comes next.
     pub(super) at: (u64, usize),
-    /// Since when it is waited for.
+    /// Time since which the vector of `at` is waited for.
     pub(super) since: Instant,
     pub(super) link: Option<OwnLink>,
-    /// A version that is shown when the link has carried what others read.
+    /// Version that is shown when the link has carried what others read, and that time.
     pub(super) held: Option<(u64, Instant)>,
-    /// When something arrives or is shown, if nobody else does something before.
+    /// Time at which something arrives or is shown, if no other thread does something before.
     pub(super) due: Option<Instant>,
-    /// Checkpoints are kept after each so many steps, but not after the last.
+    /// Steps between checkpoints, of which the last step has none.
     pub(super) every: Option<u64>,
-    /// A checkpoint has to be kept before anything else happens.
+    /// Step whose checkpoint has to be kept before anything else happens.
     pub(super) keep: Option<u64>,
     pub(super) failed: Option<AggregateError>,
     pub(super) message: Vec<u8>,
@@ -78,17 +78,17 @@ impl Summing {
         self.failed.is_some() || is_done
     }
 
-    /// The number of the ring that a round uses.
+    /// Returns the number of the ring that `round` uses.
     fn ring_of(&self, round: u64) -> usize {
         (round % self.groups.len() as u64) as usize
     }
 
-    /// Where a board has what a round makes.
+    /// Returns the offset in a board of the result of `round`.
     fn place(&self, round: u64) -> usize {
         parameters_at(round / self.groups.len() as u64, self.sum.len())
     }
 
-    /// Adds what has come, and does the rounds that are complete.
+    /// Adds vectors that have come, and does the rounds that are complete.
     fn advance(&mut self) {
         self.due = None;
         while !self.is_over() && self.keep.is_none() {
@@ -100,7 +100,7 @@ impl Summing {
         }
     }
 
-    /// Does one thing, if there is one to do.
+    /// Takes one step of the work. Returns false if there is nothing to do.
     fn go_on(&mut self) -> Result<bool, AggregateError> {
         let now = Instant::now();
         if let Some((version, at)) = self.held {
@@ -134,7 +134,7 @@ impl Summing {
         Ok(true)
     }
 
-    /// Takes what the members of a group have said.
+    /// Takes the messages of a group's members.
     fn hear(&mut self, number: usize, round: u64, now: Instant) -> Result<(), AggregateError> {
         let who = self.who;
         for member in &mut self.groups[number].members {
@@ -177,7 +177,7 @@ impl Summing {
         Ok(())
     }
 
-    /// Makes of the sum what the members go on with.
+    /// Turns the sum into the result of `round`.
     fn finish(&mut self, round: u64) -> Result<(), AggregateError> {
         let (at, number) = (self.place(round), self.ring_of(round));
         let Group { members, board } = &self.groups[number];
@@ -203,7 +203,7 @@ impl Summing {
         Ok(())
     }
 
-    /// Shows what a round has made.
+    /// Shows `version` on its board.
     fn show(&mut self, version: u64) -> Result<(), AggregateError> {
         let number = self.ring_of(version - 1);
         self.groups[number].board.announce(VERSION_AT, version);
@@ -215,14 +215,14 @@ impl Summing {
                 self.keep = Some(version);
             }
             if let Task::Step(state) = &self.task {
-                // What comes first is brought while the workers compute.
+                // The first pieces are brought while the workers compute.
                 state.prepare().map_err(|why| lost(self.who, why))?;
             }
         }
         Ok(())
     }
 
-    /// Shows the parameters that a job goes on with after so many steps.
+    /// Shows the parameters that a job goes on with after `from` steps.
     pub(super) fn resume(&mut self, from: u64) -> Result<(), AggregateError> {
         let at = self.place(from - 1);
         let board = &self.groups[self.ring_of(from - 1)].board;
@@ -236,7 +236,7 @@ impl Summing {
         Ok(())
     }
 
-    /// Who is waited for, if it is a worker and not the link: itself, and who is at fault.
+    /// Returns the worker that is waited for, and the party at fault; `None` if it is the link.
     fn awaited(&self) -> Option<(Party, Party)> {
         let is_waiting = !self.is_over() && self.held.is_none() && self.keep.is_none();
         let members = is_waiting.then(|| &self.groups[self.ring_of(self.at.0)].members)?;
@@ -252,18 +252,18 @@ pub(super) fn lost(who: Party, why: StateError) -> AggregateError {
     AggregateError::State { who, source }
 }
 
-/// Keeps a checkpoint of what an aggregator has after so many steps.
+/// Function that keeps an aggregator's checkpoint after a number of steps.
 pub(super) type Keeper<'a> = dyn FnMut(u64, &mut State) -> Result<(), AggregateError> + 'a;
 
-/// An aggregator's work, done by whoever finds some: the thread that serves, or one that has placed
-/// a gradient.
+/// An aggregator's work, done by any thread that finds some: the thread that serves, or one that
+/// has placed a gradient.
 pub(super) struct Turns {
     summing: Mutex<Summing>,
-    /// How often somebody came to look. Who comes while another is at it leaves it to that one.
-    /// Sequentially consistent, as is the lock with respect to it: either the one who comes gets
-    /// the lock, or the one who has it sees the number after it has let go.
+    /// Number of calls of `turn`. A thread that finds another at work leaves its own to that one.
+    /// Sequentially consistent, as is the lock with respect to it: either the caller gets the lock,
+    /// or the holder sees the number after it has let go.
     calls: AtomicU64,
-    /// Whether there is something that only the thread that serves can do.
+    /// True if there is something that only the thread that serves can do.
     is_wanted: Mutex<bool>,
     wanted: Condvar,
 }
@@ -278,7 +278,7 @@ impl Turns {
         }
     }
 
-    /// Does what there is to do, unless somebody else is at it and will.
+    /// Runs the work that there is, unless another thread is at it and will.
     pub(super) fn turn(&self) {
         self.calls.fetch_add(1, Ordering::SeqCst);
         while let Ok(mut summing) = self.summing.try_lock() {
@@ -299,8 +299,7 @@ impl Turns {
         }
     }
 
-    /// Looks at the work, or changes it, and does afterwards what others have left to whoever held
-    /// it.
+    /// Runs `look` on the work, and does afterwards what others have left to the lock's holder.
     fn with<T>(&self, look: impl FnOnce(&mut Summing) -> T) -> T {
         let mut summing = self.summing.lock().expect("no gradient makes it panic");
         let seen = look(&mut summing);
@@ -309,7 +308,7 @@ impl Turns {
         seen
     }
 
-    /// Waits until all rounds are done or somebody is missing. `hears`: whether those who place
+    /// Waits until all rounds are done or a party is missing. `hears` is true if threads that place
     /// vectors take turns, so that there is little to look for here.
     pub(super) fn wait(
         &self,
@@ -338,7 +337,7 @@ impl Turns {
                     && let Task::Step(state) = &mut summing.task
                 {
                     summing.failed = keeper(step, state).err();
-                    // Nobody is to blame for the time that it took.
+                    // No worker is to blame for the time that the checkpoint took.
                     summing.since = Instant::now();
                 }
                 summing.at
@@ -360,7 +359,7 @@ impl Turns {
         }
     }
 
-    /// Sleeps for so long, or until this thread is wanted.
+    /// Sleeps for `nap`, or until this thread is wanted.
     fn nap(&self, nap: Duration) {
         let mut is_wanted = self
             .is_wanted
@@ -373,7 +372,7 @@ impl Turns {
         *is_wanted = false;
     }
 
-    /// Fails if the worker whose vector comes next is gone, or has not come in time, and tells the
+    /// Fails if the worker whose vector comes next is gone, or has not come in time. Tells the
     /// others for whom they wait.
     fn look_for_workers(&self, areas: &Areas, deadline: Duration) {
         let (at, awaited) = self.with(|summing| (summing.at, summing.awaited()));
@@ -382,7 +381,7 @@ impl Turns {
         };
         let number = self.with(|summing| summing.ring_of(at.0));
         let presence = areas.presence(&area(number, rank));
-        // What a worker sent before it went still counts.
+        // Messages that a worker sent before it went still count.
         self.turn();
         self.with(|summing| {
             let awaited = summing.awaited();

@@ -1,7 +1,7 @@
 //! [`Through`]: a worker's push and pull.
 //!
-//! The rule it keeps: a worker copies neither what it pushes nor what it pulls, and what it takes
-//! for a version has that version's number before and behind it.
+//! The rule it keeps: a worker copies neither its push nor its pull, and parameters that it takes
+//! for a version have that version's number before and behind them.
 
 use std::{
     fmt,
@@ -27,32 +27,32 @@ use crate::{
     station::{Address, Unreached, reach_each},
 };
 
-/// Floats of one operation.
+/// Number of floats of one operation.
 const PIECE_FLOATS: usize = 256 << 10;
 
-/// A worker's way through aggregators.
+/// A worker's connections to aggregators, and its buffers.
 pub struct Through {
     who: Party,
     lines: Vec<Line>,
-    /// Which lines a round uses, by the number of its ring.
+    /// Lines that a round uses, by the number of its ring.
     rings: Vec<Range<usize>>,
     aggregators: usize,
     deadline: Duration,
-    /// How both buffers are cut, in the order of a ring's lines.
+    /// Pieces of both buffers, in the order of a ring's lines.
     cuts: Vec<Cut>,
-    /// Of whom the aggregators of other rings know that they are waited for.
+    /// Party that this worker waits for, as the aggregators of other rings were told.
     told: Option<Party>,
-    /// Pushes and pulls.
+    /// Number of pushes and pulls.
     serial_steps: u64,
-    /// Registered with all adapters that they go through.
+    /// Memory registered with all adapters that the lines go through.
     pool: RegPool,
     bytes: usize,
-    /// `None` only during a step, and after one that failed.
+    /// Buffer of gradients; `None` only during a step, and after one that failed.
     gradient: Option<RegBuf>,
     parameters: Option<RegBuf>,
 }
 
-/// What one operation moves.
+/// Piece of a buffer that one operation moves.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
     /// The first float's offset in the aggregator's part, in bytes.
@@ -60,18 +60,17 @@ struct Cut {
     bytes: usize,
 }
 
-/// The buffers of a step, in parts: what has come back, or has not been posted.
+/// The buffers of a step, in parts; `None` while a part's operation is posted.
 pub(super) struct Parts {
     pub(super) gradient: Vec<Option<RegBuf>>,
     pub(super) parameters: Vec<Option<RegBuf>>,
-    /// Whether the parameters of a part have been read.
+    /// True for each part whose parameters have been read.
     pub(super) read: Vec<bool>,
 }
 
 impl Through {
-    /// Reaches the aggregators, whose addresses are those of all of them, by number. None is waited
-    /// for longer than `deadline` and a quarter, now or later: by then it has said for whom it
-    /// waits.
+    /// Reaches the aggregators at `addresses`, which has all of them by number. None is waited for
+    /// longer than `deadline` and a quarter, now or later: by then it has said for whom it waits.
     ///
     /// # Errors
     /// [`AggregateError`]
@@ -85,8 +84,8 @@ impl Through {
         Self::reach(&layout.into(), rank, addresses, options, deadline)
     }
 
-    /// Reaches the aggregators of a job that the worker of this rank goes through. Otherwise as
-    /// [`join`](Self::join).
+    /// Reaches the aggregators of a job that worker `rank` goes through. Waits as
+    /// [`join`](Self::join) does.
     ///
     /// # Errors
     /// [`AggregateError`]
@@ -175,7 +174,7 @@ impl Through {
         })
     }
 
-    /// Bytes that this worker has moved to and from each aggregator, as its fabric was told.
+    /// Returns the bytes moved to and from each aggregator, as this worker's fabric was told.
     pub fn moved_bytes(&self) -> Vec<u64> {
         let mut moved = vec![0; self.aggregators];
         for line in &self.lines {
@@ -184,8 +183,8 @@ impl Through {
         moved
     }
 
-    /// Bytes that were copied on this worker's side between its buffers and the aggregators',
-    /// because they do not lie in registered memory: none over any fabric
+    /// Returns the bytes that were copied on this worker's side between its buffers and the
+    /// aggregators', because they do not lie in registered memory: none over any fabric
     /// ([`Session::bounced_bytes`]).
     ///
     /// [`Session::bounced_bytes`]: farpage_fabric::Session::bounced_bytes
@@ -194,8 +193,8 @@ impl Through {
         lines.map(|line| line.session.bounced_bytes()).sum()
     }
 
-    /// How often this worker had to wait for others before it could go on: for its push, and for
-    /// its pull.
+    /// Returns how often this worker had to wait for others before it could go on: for its push,
+    /// and for its pull.
     pub fn serial_steps(&self) -> u64 {
         self.serial_steps
     }
@@ -205,9 +204,9 @@ impl Through {
         farewell(&mut self.lines, self.who);
     }
 
-    /// Registered memory for the parameters and for the gradient, which
-    /// [`step_in_place`](Self::step_in_place) moves from and to without a copy. Both hold what was
-    /// left in them last, and zeros at first.
+    /// Returns registered memory for the parameters and for the gradient, which
+    /// [`step_in_place`](Self::step_in_place) moves from and to without a copy. Both hold their
+    /// last contents, and zeros at first.
     ///
     /// # Errors
     /// [`AggregateError::Buffers`]
@@ -229,8 +228,8 @@ impl Through {
         ))
     }
 
-    /// Pushes `gradient`, and puts what the optimizer makes of the mean of all workers' in the
-    /// place of `parameters`. Steps are counted from 0.
+    /// Pushes `gradient`, and replaces `parameters` by what the optimizer makes of the mean of all
+    /// workers' gradients. Steps are counted from 0.
     ///
     /// # Errors
     /// [`AggregateError`]
@@ -249,8 +248,8 @@ impl Through {
         Ok(())
     }
 
-    /// As [`step`](Self::step), with the [`buffers`](Self::buffers). After an error what was in
-    /// them is lost.
+    /// Runs a [`step`](Self::step) in the [`buffers`](Self::buffers). An error loses their
+    /// contents.
     ///
     /// # Errors
     /// [`AggregateError`]
@@ -258,21 +257,20 @@ impl Through {
         self.exchange(step, true)
     }
 
-    /// Puts their mean over the group of this round in the place of the parameters in
-    /// [`buffers`](Self::buffers). What was in the place of the gradient is lost, and after an
-    /// error both are.
+    /// Replaces the parameters in [`buffers`](Self::buffers) by their mean over the group of this
+    /// round. The contents of the gradient are lost, and after an error both.
     ///
     /// # Errors
     /// [`AggregateError`]
     pub fn mean_in_place(&mut self, round: u64) -> Result<(), AggregateError> {
         self.buffers()?;
-        // What is pushed and what is pulled are on their way at the same time.
+        // Push and pull are on their way at the same time.
         std::mem::swap(&mut self.gradient, &mut self.parameters);
         self.exchange(round, true)
     }
 
-    /// Puts the parameters that the aggregators go on with after so many steps, one at least, in
-    /// the place of those in [`buffers`](Self::buffers).
+    /// Replaces the parameters in [`buffers`](Self::buffers) by those that the aggregators go on
+    /// with after `from` steps, one at least.
     ///
     /// # Errors
     /// [`AggregateError`]
@@ -349,7 +347,7 @@ impl Through {
         self.complete(lines, step, parts)
     }
 
-    /// Waits until all lines have done their part.
+    /// Waits until all `lines` have done their part of the step.
     fn complete(
         &mut self,
         lines: Range<usize>,
@@ -377,8 +375,8 @@ impl Through {
         }
     }
 
-    /// Posts a line's gradient and announces it. Where a READ can wait for the version, the pull
-    /// travels with it.
+    /// Posts a line's gradient and announces it. Posts the pull along with it where a READ can wait
+    /// for the version.
     fn push(&mut self, number: usize, step: u64, parts: &mut Parts) -> Result<(), AggregateError> {
         let (who, began) = (self.who, Instant::now());
         let line = &mut self.lines[number];
@@ -398,7 +396,7 @@ impl Through {
             let sent = sender.send(&Word::Placed(step).to_bytes());
             match sent.and_then(|()| sender.hand_over()) {
                 Ok(()) => break,
-                // The aggregator has taken what came before. That it has is still on its way.
+                // The aggregator's news that it took earlier ones is still on its way.
                 Err(SendError::Full) => {}
                 Err(error) => return Err(gone(who, self.lines[number].at, step, &error)),
             }
@@ -415,7 +413,7 @@ impl Through {
         Ok(())
     }
 
-    /// Posts READs of all that has not been read, and of the board's numbers behind them.
+    /// Posts READs of all parts that have not been read, and of the board's numbers behind them.
     fn pull(&mut self, number: usize, step: u64, parts: &mut Parts) -> Result<(), AggregateError> {
         let (version, turn) = (step + 1, step / self.rings.len() as u64);
         let line = &mut self.lines[number];
@@ -452,7 +450,7 @@ impl Through {
     }
 
     /// Lets a line's operations make progress, and posts what follows from those that have ended.
-    /// Whether parameters or a gradient have moved.
+    /// True if parameters or a gradient have moved.
     fn advance(
         &mut self,
         number: usize,
@@ -504,7 +502,7 @@ impl Through {
                 }
             }
             State::Pulling => {
-                // It has been waited for long enough to see whether somebody has given up.
+                // The wait was long enough to look whether a party has given up.
                 self.is_shown(number, step)?;
                 self.pull(number, step, parts)?;
             }
@@ -513,7 +511,7 @@ impl Through {
         Ok(has_moved)
     }
 
-    /// Whether the board's numbers are those of the version that follows this step.
+    /// True if the board's numbers are those of the version that follows `step`.
     fn is_shown(&mut self, number: usize, step: u64) -> Result<bool, AggregateError> {
         let (version, Line { at, head, .. }) = (step + 1, &self.lines[number]);
         if let Some(culprit) = head.culprit.and_then(Party::of_code) {
@@ -546,8 +544,8 @@ impl Through {
         }
     }
 
-    /// Whether there is time left for an aggregator. If it takes long, those of other rings are
-    /// told for whom it waits.
+    /// Fails if the time for an aggregator is over. After a share of it, tells the aggregators that
+    /// are done for whom this worker waits.
     fn be_patient(
         &mut self,
         number: usize,
@@ -565,7 +563,7 @@ impl Through {
                 deadline,
             });
         }
-        // It takes as long until the aggregator itself says something.
+        // The aggregator itself takes as long to say something.
         if waited >= self.deadline / TOLD_AFTER && self.told != Some(missing) {
             self.told = Some(missing);
             let idle = self
@@ -579,14 +577,14 @@ impl Through {
             .iter_mut()
             .filter(|line| line.state == State::Done)
         {
-            // Who cannot be told will notice by itself.
+            // An aggregator that cannot be told will notice by itself.
             let _ = line.sender.progress();
         }
         Ok(())
     }
 
-    /// Sleeps until something may have come, or for a share of what was waited already. Where
-    /// waking takes long, it lets others run for a little before.
+    /// Sleeps until something may have come, or for a share of the time waited already. Where
+    /// waking takes long, lets others run for a little before.
     fn rest(&self, began: Instant) {
         let now = Instant::now();
         let waited = now.duration_since(began);
@@ -608,8 +606,8 @@ impl Through {
     }
 }
 
-/// Tells aggregators that this worker gives up because of somebody, and sees to it for a while that
-/// they hear of it.
+/// Tells aggregators that this worker gives up because of `culprit`, and makes sure for a while
+/// that they hear of it.
 fn farewell(lines: &mut [Line], culprit: Party) {
     for line in &mut *lines {
         line.say(Word::GivesUp(culprit));
@@ -622,7 +620,7 @@ fn farewell(lines: &mut [Line], culprit: Party) {
     }
 }
 
-/// The floats of a buffer.
+/// Returns the floats of a buffer.
 fn floats(buffer: &mut Option<RegBuf>, bytes: usize) -> &mut [f32] {
     let buffer = buffer.as_mut().expect("made before");
     bytemuck::cast_slice_mut(&mut buffer.as_mut()[..bytes])
