@@ -1,7 +1,8 @@
-//! A session's control connection to a server by hand, which loses answers.
+//! Calls of a session to a server by hand, which loses answers.
 
 use std::{
     net::TcpListener,
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -16,8 +17,8 @@ use crate::stream::Stream;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Says hello, begins session 1, and answers each further request as `answer` says: not at all, or
-/// so.
+/// Serves one connection: says hello, begins session 1, and answers each further request with the
+/// response of `answer`, if there is one.
 fn served(
     listener: &TcpListener,
     mut answer: impl FnMut(Request) -> Option<Response>,
@@ -68,8 +69,12 @@ fn with_server(answer: impl FnMut(Request) -> Option<Response> + Send, test: imp
 
 #[test]
 fn a_release_without_an_answer_is_untold_before_anybody_else_has_the_line() {
+    let is_asked = AtomicBool::new(false);
     let silent = |request| match request {
-        Request::Release { .. } => None,
+        Request::Release { .. } => {
+            is_asked.store(true, Ordering::SeqCst);
+            None
+        }
         _ => Some(Response::Done),
     };
     with_server(silent, |remote| {
@@ -78,16 +83,17 @@ fn a_release_without_an_answer_is_untold_before_anybody_else_has_the_line() {
         thread::scope(|scope| {
             let releasing = scope.spawn(|| remote.release(ExtentId(7)).is_ok());
             let begun = Instant::now();
-            while shared.line.try_lock().is_some() {
-                assert!(begun.elapsed() < PATIENCE, "nobody releases");
+            while !is_asked.load(Ordering::SeqCst) {
+                assert!(begun.elapsed() < PATIENCE, "the release does not arrive");
+                thread::sleep(Duration::from_millis(1));
             }
-            // The server is given up; what is left to do is to remember that.
+            // The server is given up. The only step left is to remember the release.
             let free = shared.line.try_lock_for(Duration::from_secs(2)).is_some();
             assert!(!free, "somebody else may open the name again");
             drop(untold);
             assert!(releasing.join().expect("no panic"));
             assert_eq!(shared.untold.lock().len(), 1);
-            // Nothing is told to a server that is silent.
+            // A silent server is not told of the release.
             shared.untold.lock().clear();
         });
     });
