@@ -1,7 +1,7 @@
-//! [`Allowance`]: how much memory this process may have. That is the machine's memory, within the
+//! [`Allowance`]: the memory that this process may have. That is the machine's memory, within the
 //! limits of the process's control groups (v1 and v2).
 //!
-//! The rule it keeps: the lowest limit counts, of the process's own group and of every visible
+//! The rule it keeps: the lowest limit counts, among the process's own group and every visible
 //! group above it. A limit that cannot be read limits nothing.
 
 use std::{
@@ -11,7 +11,7 @@ use std::{
 
 use bytesize::ByteSize;
 
-/// [`Allowance::available_bytes`] if the kernel does not tell.
+/// Value of [`Allowance::available_bytes`] if the kernel does not tell.
 const UNKNOWN_AVAILABLE_BYTES: u64 = 1 << 30;
 
 /// Memory that this process may have.
@@ -20,15 +20,15 @@ const UNKNOWN_AVAILABLE_BYTES: u64 = 1 << 30;
 pub struct Allowance {
     /// Memory that this process may have in total.
     pub bytes: u64,
-    /// Memory that it can get now without swapping.
+    /// Memory that this process can get now without swapping.
     pub available_bytes: u64,
     /// The control group that limits [`bytes`](Self::bytes). `None`: the machine's memory is the
     /// limit.
     pub group: Option<PathBuf>,
 }
 
-/// Names of a control group's files, and of the line in `memory.stat` that counts what the kernel
-/// can drop.
+/// Names of a control group's files, and of the line in `memory.stat` that counts the memory that
+/// the kernel can drop.
 struct Version {
     limit: &'static str,
     usage: &'static str,
@@ -52,7 +52,7 @@ impl Allowance {
         Self::below(Path::new("/"))
     }
 
-    /// The same with `/proc` and the control groups below `root`.
+    /// Reads the allowance from `/proc` and the control groups below `root`.
     fn below(root: &Path) -> Self {
         let meminfo = read(&root.join("proc/meminfo"));
         let kib = |name| value(&meminfo, name).map(|kib| kib << 10);
@@ -79,7 +79,7 @@ impl Allowance {
     }
 }
 
-/// Tells the amount and what limits it.
+/// Tells the amount and its limit.
 impl fmt::Display for Allowance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = ByteSize(self.bytes);
@@ -94,7 +94,7 @@ impl fmt::Display for Allowance {
     }
 }
 
-/// The folders of the groups that this process is in, and of those above them.
+/// Returns the folders of the control groups of this process, and of the groups above them.
 fn groups(root: &Path) -> Vec<(&'static Version, PathBuf)> {
     let memberships = read(&root.join("proc/self/cgroup"));
     let mounts = read(&root.join("proc/self/mountinfo"));
@@ -138,7 +138,7 @@ fn groups(root: &Path) -> Vec<(&'static Version, PathBuf)> {
     folders
 }
 
-/// The number behind a name at the start of a line.
+/// Returns the number behind `name` at the start of a line of `text`.
 fn value(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| {
         let mut words = line.split_whitespace();
@@ -146,7 +146,7 @@ fn value(text: &str, name: &str) -> Option<u64> {
     })
 }
 
-/// A file's text; nothing of one that cannot be read.
+/// Returns the text of the file at `path`, or nothing if it cannot be read.
 fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_default()
 }
@@ -158,7 +158,7 @@ mod tests {
     const MACHINE: &str =
         "MemTotal:       16777216 kB\nMemFree: 1 kB\nMemAvailable:    8388608 kB\n";
 
-    /// A machine of 16 GiB with these other files.
+    /// Makes a machine of 16 GiB with the further `files`, and reads its allowance.
     fn machine(files: &[(&str, &str)]) -> (tempfile::TempDir, Allowance) {
         let root = tempfile::tempdir().unwrap();
         for (path, text) in [("proc/meminfo", MACHINE)].iter().chain(files) {
@@ -175,7 +175,7 @@ mod tests {
         let (_root, memory) = machine(&[]);
         assert_eq!((memory.bytes, memory.available_bytes), (16 << 30, 8 << 30));
         assert_eq!(memory.to_string(), "this machine has 16.0 GiB of memory");
-        // The kernel's way of saying that there is no limit, in v1 and v2.
+        // The kernel's numbers and words for "no limit", in v1 and v2.
         for (kind, file, text) in [
             (
                 "cgroup cgroup rw,memory",
@@ -212,7 +212,7 @@ mod tests {
                 "anon 5\ninactive_file 1073741824\n",
             ),
             ("sys/fs/cgroup/jobs/memory.max", "max\n"),
-            // Somebody else's.
+            // A group that this process is not in.
             ("sys/fs/cgroup/other/memory.max", "1\n"),
         ]);
         assert_eq!((memory.bytes, memory.available_bytes), (4 << 30, 3 << 30));

@@ -3,9 +3,10 @@
 //! A [`Board`] goes the other way: the program writes it and any number of peers READ it.
 //!
 //! The rule it keeps: an area is lent once. When the peer that held it has gone, the area is gone,
-//! too: a successor would share the memory with whoever still maps it. A board is lent to all who
-//! ask, since none of them can change it. What the bytes mean is left to the program, which
-//! [offers](Areas::offer) areas and reads them, and [shows](Areas::show) boards and writes them.
+//! too: a successor would share the memory with the old peer's mapping. A board is lent to every
+//! peer that asks, since no peer can change it. The bytes mean something to the program alone,
+//! which [offers](Areas::offer) areas and reads them, and [shows](Areas::show) boards and writes
+//! them.
 
 use std::{
     collections::HashMap,
@@ -25,16 +26,16 @@ use crate::{
 
 farpage_wire::debug_as_display!(OfferError);
 
-/// Sessions at a time; a peer has one.
+/// Upper bound of sessions at a time; a peer has one.
 const SESSIONS_MAX: usize = 4096;
 
-/// A [`Host`] for a program that exchanges memory with its peers. It lends what it was told to
-/// offer and nothing else.
+/// A [`Host`] for a program that exchanges memory with its peers. It lends the offered areas and
+/// the shown boards, and nothing else.
 pub struct Areas {
-    /// A peer that is not heard of for this long, over a network, has gone.
+    /// Longest silence over a network of a peer that has not gone.
     lease: Duration,
     state: Mutex<State>,
-    /// Called when bytes have arrived.
+    /// Callback for bytes that have arrived.
     arrival: RwLock<Option<Arc<Arrival>>>,
 }
 
@@ -103,18 +104,18 @@ fn end(lease: &ExtentMemory) {
     lease.deregister();
 }
 
-/// Whether an area's peer is there.
+/// State of an area's peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Presence {
-    /// It has not come yet.
+    /// The peer has not come yet.
     Awaited,
-    /// It holds the area.
+    /// The peer holds the area.
     Here,
-    /// It has come and gone.
+    /// The peer has come and gone.
     Gone,
 }
 
-/// Why an area cannot be offered.
+/// Reason why an area cannot be offered.
 #[derive(thiserror::Error)]
 pub enum OfferError {
     /// The system gave no memory.
@@ -122,7 +123,7 @@ pub enum OfferError {
     Memory {
         /// Bytes asked for.
         bytes: u64,
-        /// What the system said.
+        /// Error from the system.
         r#source: std::io::Error,
     },
     /// The memory cannot be mapped.
@@ -131,8 +132,8 @@ pub enum OfferError {
 }
 
 impl Areas {
-    /// A host without areas, whose peers have gone when they are silent for `lease` over a
-    /// network, or have closed their socket over shared memory.
+    /// Makes a host without areas. Over a network, a peer that is silent for `lease` has gone; over
+    /// shared memory, a peer that has closed its socket.
     pub fn new(lease: Duration) -> Arc<Self> {
         Arc::new(Self {
             lease,
@@ -141,8 +142,8 @@ impl Areas {
         })
     }
 
-    /// Offers `bytes` zeroed bytes to the first peer that opens `name`. An area of that name that
-    /// was offered before is taken back.
+    /// Offers `bytes` zeroed bytes to the first peer that opens `name`. An area that was offered
+    /// under `name` before is taken back.
     ///
     /// # Errors
     /// [`OfferError`]
@@ -151,7 +152,7 @@ impl Areas {
         state.last_id += 1;
         let memory = ExtentMemory::create(ExtentId(state.last_id), bytes, false)
             .map_err(|source| OfferError::Memory { bytes, source })?;
-        // Before anybody is lent it: a landing outlives every lease.
+        // Made before the first lease: a landing outlives every lease.
         let landing = Landing::extent(&memory.lease_anew())?;
         let area = Area {
             memory,
@@ -163,8 +164,8 @@ impl Areas {
         Ok(landing)
     }
 
-    /// Shows `bytes` zeroed bytes to every peer that opens `name`. A board of that name that was
-    /// shown before is taken back.
+    /// Shows `bytes` zeroed bytes to every peer that opens `name`. A board that was shown under
+    /// `name` before is taken back.
     ///
     /// # Errors
     /// [`OfferError`]
@@ -182,16 +183,16 @@ impl Areas {
         Ok(board)
     }
 
-    /// Has `arrival` called after a peer's WRITEs have been placed. Over TCP that is done by the
-    /// thread that placed them, before the peer hears of it. Over RDMA it is done for WRITEs that
-    /// [notify](crate::Channel::post_notifying), as those of a ring's tail do. Over shared memory
-    /// peers place bytes by themselves, so a program has to look. What is called from there is
-    /// short, or does what the peer waits for. Replaces the one before; `None` ends it.
+    /// Sets `arrival`, which is called after a peer's WRITEs have been placed. Over TCP the thread
+    /// that placed them calls it, before the peer is answered. Over RDMA it is called for WRITEs
+    /// that [notify](crate::Channel::post_notifying), as those of a ring's tail do. Over shared
+    /// memory peers place bytes by themselves, so a program has to look. `arrival` is short, or
+    /// does what the peer waits for. It replaces an earlier one; `None` ends the calls.
     pub fn on_arrival(&self, arrival: Option<Arc<dyn Fn() + Send + Sync>>) {
         *self.arrival.write() = arrival;
     }
 
-    /// Whether the peer of an area is there. An area that was never offered waits for ever.
+    /// Returns the state of an area's peer. The peer of an area that was never offered is awaited.
     pub fn presence(&self, name: &str) -> Presence {
         let mut state = self.state.lock();
         state.expire(self.lease);
@@ -219,7 +220,7 @@ impl State {
         self.sessions.get_mut(&session).ok_or(Refusal::NoSession)
     }
 
-    /// The session, if `secret` is its own.
+    /// Returns the session, if `secret` is its own.
     fn proved(&mut self, session: SessionId, secret: &Secret) -> Result<&mut Stay, Refusal> {
         let stay = self.known(session)?;
         match stay.secret == *secret {
@@ -392,8 +393,8 @@ impl Host for Areas {
         Err(lends_nothing())
     }
 
-    /// Lends the board or the area of this name. Asked again by the same session, whose answer was
-    /// lost, it gives the same.
+    /// Lends the board or the area of this name. A session whose answer was lost asks again, and
+    /// gets the same.
     fn open(
         &self,
         session: SessionId,

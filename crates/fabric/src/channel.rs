@@ -1,7 +1,7 @@
 //! The seam of this crate: [`Channel`], one queue pair with its completion queue.
 //!
 //! The rule it keeps: a buffer moves into the operation and comes back in its completion, so that
-//! no code can touch memory that the transport is using. What the bytes mean is left to the
+//! no code can touch memory that the transport is using. The meaning of the bytes is left to the
 //! callers.
 
 use std::{
@@ -17,7 +17,7 @@ farpage_wire::debug_as_display!(ChannelError);
 
 /// A buffer for operations. It stands for the same bytes until it is dropped.
 pub trait Buf: AsRef<[u8]> + AsMut<[u8]> + Send + 'static {
-    /// The registered buffer whose first bytes these are. A channel over an adapter moves a
+    /// Returns the registered buffer whose first bytes these are. A channel over an adapter moves a
     /// registered buffer without a copy, and copies any other. Channels without an adapter do not
     /// ask.
     fn registered(&self) -> Option<&RegBuf> {
@@ -33,35 +33,35 @@ impl Buf for RegBuf {
     }
 }
 
-/// What an operation does, seen from the client.
+/// Kind of an operation, seen from the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verb {
-    /// Remote memory to the buffer.
+    /// Copies remote memory to the buffer.
     Read,
-    /// The buffer to remote memory.
+    /// Copies the buffer to remote memory.
     Write,
     /// An atomic change of the 8 bytes of remote memory at an offset that is a multiple of 8. The
     /// word's old value comes back in the buffer: 8 bytes, little-endian as on the processors that
     /// farpage runs on.
     ///
-    /// It is atomic with respect to the atomics of all channels of the session. Over RDMA the
-    /// server's adapter executes it, so it is atomic only with other atomics through that adapter,
-    /// and not with the server's processors (`IBV_ATOMIC_HCA`). Over shared memory, TCP and the
-    /// simulation a processor executes it, so threads of the server may use the word, too (`lock`
-    /// instructions). WRITEs of the same word are not atomic with it on any fabric. By contract a
-    /// READ of the word may be torn, but it is not on any machine that we know.
+    /// The change is atomic with respect to the atomics of all channels of the session. Over RDMA
+    /// the server's adapter executes it, so it is atomic only with other atomics through that
+    /// adapter, and not with the server's processors (`IBV_ATOMIC_HCA`). Over shared memory, TCP
+    /// and the simulation a processor executes it, so threads of the server may use the word, too
+    /// (`lock` instructions). WRITEs of the same word are not atomic with it on any fabric. By
+    /// contract a READ of the word may be torn, but it is not on any machine that we know.
     ///
-    /// Where WRITEs are [in order](Channel::writes_in_order), it takes place after the WRITEs that
-    /// were posted before it. Operations that are posted after it may take place before it, unless
-    /// they are posted after its completion. An atomic that ends in
+    /// Where WRITEs are [in order](Channel::writes_in_order), an atomic takes place after the
+    /// WRITEs that were posted before it. Operations that are posted after it may take place before
+    /// it, unless they are posted after its completion. An atomic that ends in
     /// [`Disconnected`](ChannelError::Disconnected) or [`TimedOut`](ChannelError::TimedOut) has
     /// taken place, still will at a server that was only slow, or never will. The channel never
-    /// repeats it. A caller that repeats it must find out first.
+    /// repeats an atomic. A caller that repeats one must find out first.
     Atomic(Atomic),
 }
 
 impl Verb {
-    /// Whether remote bytes come back into the buffer.
+    /// True if remote bytes come back into the buffer.
     pub(crate) fn fetches(self) -> bool {
         !matches!(self, Self::Write)
     }
@@ -70,22 +70,22 @@ impl Verb {
 /// One operation on remote memory: the first `len` bytes of `buf` against `extent` at `offset`.
 #[derive(Debug)]
 pub struct Op<B> {
-    /// Handed back in the completion; means nothing to the channel.
+    /// Number chosen by the caller and handed back in the completion. The channel does not read it.
     pub tag: u64,
-    /// What is done.
+    /// Kind of the operation.
     pub verb: Verb,
-    /// The extent on which it is done.
+    /// Extent that the operation reads or changes.
     pub extent: ExtentId,
-    /// Where in the extent, in bytes.
+    /// Offset in the extent, in bytes.
     pub offset: u64,
-    /// How many bytes: at most the buffer's length and
+    /// Length in bytes: at most the buffer's length and
     /// [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES), and exactly 8 for an atomic.
     pub len: u32,
-    /// Moves in here and comes back in the [`Completion`].
+    /// Buffer of the bytes. It moves in here and comes back in the [`Completion`].
     pub buf: B,
 }
 
-/// The queue is full: the operation is handed back, to be posted again after a [`Channel::poll`].
+/// A full queue. It hands the operation back, to be posted again after a [`Channel::poll`].
 #[derive(Debug)]
 pub struct Busy<B>(pub Op<B>);
 
@@ -98,11 +98,11 @@ pub struct Completion<B> {
     pub verb: Verb,
     /// The operation's buffer. After a failed READ or atomic its bytes are unspecified.
     pub buf: B,
-    /// Whether it took place.
+    /// `Ok` if the operation took place.
     pub result: Result<(), ChannelError>,
 }
 
-/// Why an operation did not take place.
+/// Reason why an operation did not take place.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChannelError {
@@ -112,18 +112,18 @@ pub enum ChannelError {
     Disconnected {
         /// The server's endpoint.
         endpoint: String,
-        /// What was seen.
+        /// Error of the connection.
         reason: String,
     },
-    /// The session has ended, and with it what it leased. Repeating the operation does not help.
+    /// The session has ended, and its leases with it. Repeating the operation does not help.
     #[error("{endpoint} does not keep this program's memory any more: {reason}")]
     Lost {
         /// The server's endpoint.
         endpoint: String,
-        /// Why, and what to do.
+        /// Reason, and the remedy.
         reason: String,
     },
-    /// The server did not answer within the operation deadline. This channel is dead, as above.
+    /// The server did not answer within the operation deadline. This channel is dead.
     #[error("{endpoint} did not answer within {deadline:?}")]
     TimedOut {
         /// The server's endpoint.
@@ -131,8 +131,8 @@ pub enum ChannelError {
         /// The deadline that passed.
         deadline: Duration,
     },
-    /// The address is not in a lease of this client, or an atomic's is no multiple of 8; repeating
-    /// the operation does not help.
+    /// The address is not in a lease of this client, or the offset of an atomic is no multiple of
+    /// 8. Repeating the operation does not help.
     #[error(
         "{endpoint} refused {len} bytes at {offset} of extent {extent}: not leased to this client, out of its range, or for an atomic no multiple of 8"
     )]
@@ -170,13 +170,13 @@ pub enum ChannelError {
         /// The length asked for.
         len: u32,
     },
-    /// The number that a [READ waits for](Channel::post_when) was not there in time. The channel
+    /// The number that a READ [waits for](Channel::post_when) was not there in time. The channel
     /// goes on.
     #[error("{endpoint} has not announced number {least} yet")]
     NotYet {
         /// The server's endpoint.
         endpoint: String,
-        /// The number, or more.
+        /// Least number that the READ waits for.
         least: u64,
     },
     /// The adapter cannot do this operation. The channel goes on.
@@ -184,13 +184,13 @@ pub enum ChannelError {
     NoAtomics {
         /// The server's endpoint.
         endpoint: String,
-        /// Which device has none.
+        /// RDMA device that has no atomics.
         reason: String,
     },
 }
 
 impl ChannelError {
-    /// Whether the same operation may succeed on a new channel. READs and WRITEs may be repeated
+    /// True if the same operation may succeed on a new channel. READs and WRITEs may be repeated
     /// then; an atomic may have taken place already.
     pub fn is_transient(&self) -> bool {
         match self {
@@ -204,23 +204,23 @@ impl ChannelError {
     }
 }
 
-/// What to sleep on until [`Channel::poll`] may have something to do.
+/// Events to sleep on until [`Channel::poll`] may have something to do.
 #[derive(Debug, Default)]
 pub struct Wait<'a> {
     /// The descriptor to poll, if there is one.
     pub fd: Option<BorrowedFd<'a>>,
-    /// Wake when the descriptor is readable.
+    /// True if a readable descriptor is to wake the sleeper.
     pub readable: bool,
-    /// Wake when the descriptor is writable (bytes of posted operations are still to be sent).
+    /// True if a writable descriptor is to wake the sleeper: bytes of posted operations are unsent.
     pub writable: bool,
-    /// Poll again at this time at the latest (operation deadline, or a completion that a shaped
-    /// link holds back).
+    /// Time of the next poll at the latest: the operation deadline, or the end of a completion that
+    /// a shaped link holds back.
     pub until: Option<Instant>,
 }
 
 /// One queue pair with its completion queue; used by one thread at a time.
 pub trait Channel<B: Buf>: Send {
-    /// Hands an operation over. Does not wait for the peer.
+    /// Queues an operation. Does not wait for the peer.
     ///
     /// # Errors
     /// [`Busy`] with the operation when the queue is full. On a dead channel the operation is
@@ -231,36 +231,36 @@ pub trait Channel<B: Buf>: Send {
     /// [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES), or is not 8 for an atomic.
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>>;
 
-    /// As [`post`](Self::post), and wakes the peer once a WRITE has been placed, if the fabric has
-    /// immediate data and the peer expects it. Default: wakes nobody.
+    /// Posts like [`post`](Self::post), and wakes the peer once a WRITE has been placed, if the
+    /// fabric has immediate data and the peer expects it. Default: wakes nobody.
     ///
     /// # Errors
-    /// As [`post`](Self::post).
+    /// The errors of [`post`](Self::post).
     ///
     /// # Panics
-    /// As [`post`](Self::post).
+    /// When [`post`](Self::post) does.
     fn post_notifying(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
         self.post(op)
     }
 
-    /// As [`post`](Self::post), for a READ of a [`Board`](crate::areas::Board) that shall take
-    /// place as soon as the number at the board's beginning is `least` or more. Operations behind
-    /// it wait, too. It ends in [`NotYet`](ChannelError::NotYet) when that lasts for long, well
-    /// before the operation's deadline.
+    /// Posts a READ of a [`Board`](crate::areas::Board) that takes place as soon as the number at
+    /// the board's beginning is `least` or more. Operations behind it wait, too. The READ ends in
+    /// [`NotYet`](ChannelError::NotYet) if the number is late, well before the operation's
+    /// deadline.
     ///
-    /// Default: it waits for nothing, since the fabric has no processor at the other end that could
-    /// wait. [`waits_for_numbers`](Self::waits_for_numbers) says so.
+    /// Default: the READ does not wait, since the fabric has no processor at the other end that
+    /// could wait. [`waits_for_numbers`](Self::waits_for_numbers) says so.
     ///
     /// # Errors
-    /// As [`post`](Self::post).
+    /// The errors of [`post`](Self::post).
     ///
     /// # Panics
-    /// As [`post`](Self::post).
+    /// When [`post`](Self::post) does.
     fn post_when(&mut self, op: Op<B>, _least: u64) -> Result<(), Busy<B>> {
         self.post(op)
     }
 
-    /// Whether [`post_when`](Self::post_when) waits. Default: no.
+    /// True if [`post_when`](Self::post_when) waits. Default: false.
     fn waits_for_numbers(&self) -> bool {
         false
     }
@@ -271,51 +271,51 @@ pub trait Channel<B: Buf>: Send {
     /// Every posted operation ends exactly once, on a dead channel with an error.
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize;
 
-    /// As [`poll`](Self::poll), for who has nothing else to do. It may block for `patience` until
-    /// something comes, if that saves a system call. Default: it does not block.
+    /// Polls like [`poll`](Self::poll), for a caller that has nothing else to do. May block for
+    /// `patience` until something comes, if that saves a system call. Default: does not block.
     fn poll_within(&mut self, done: &mut Vec<Completion<B>>, _patience: Duration) -> usize {
         self.poll(done)
     }
 
-    /// Whether WRITEs are placed in the order in which they were posted, each with all bytes before
-    /// the next. Default: no.
+    /// True if WRITEs are placed in the order in which they were posted, each with all bytes before
+    /// the next. Default: false.
     fn writes_in_order(&self) -> bool {
         false
     }
 
-    /// How many operations are posted and not yet handed back by [`poll`](Self::poll).
+    /// Returns the number of operations posted and not yet handed back by [`poll`](Self::poll).
     fn in_flight(&self) -> usize;
 
-    /// What to sleep on, together with other descriptors. With nothing in flight, every field is
-    /// empty.
+    /// Returns the events to sleep on, together with other descriptors. With nothing in flight,
+    /// every field is empty.
     fn wait(&self) -> Wait<'_>;
 }
 
-/// Several channels with what they share: posted to one by one, polled and waited for together, by
-/// one thread at a time.
+/// Several channels that may share a queue: posted to one by one, polled and waited for together,
+/// by one thread at a time.
 pub(crate) trait Channels<B: Buf>: Send {
-    /// As [`Channel::post`], on the channel of this number.
+    /// Posts `op` on channel `number`, like [`Channel::post`].
     fn post(&mut self, number: usize, op: Op<B>) -> Result<(), Busy<B>>;
 
-    /// As [`Channel::poll`]: calls `ended` for each operation that has ended, with its channel's
-    /// number.
+    /// Polls all channels, like [`Channel::poll`]. Calls `ended` for each operation that has ended,
+    /// with its channel's number.
     fn poll(&mut self, ended: &mut dyn FnMut(usize, Completion<B>));
 
-    /// Operations of all channels that have not been handed back.
+    /// Returns the number of operations of all channels that have not been handed back.
     fn in_flight(&self) -> usize;
 
-    /// As [`Channel::wait`].
+    /// Returns the events to sleep on, like [`Channel::wait`].
     fn wait(&self) -> Wait<'_>;
 }
 
-/// [`Channels`] among others.
+/// One set of [`Channels`] of an engine that has several.
 pub(crate) struct Group<B> {
     pub(crate) channels: Box<dyn Channels<B>>,
-    /// The number of each channel among all.
+    /// The number of each channel in the engine.
     pub(crate) numbers: Vec<usize>,
 }
 
-/// A channel that shares nothing.
+/// A channel with a queue of its own.
 pub(crate) struct Alone<B> {
     channel: Box<dyn Channel<B>>,
     scratch: Vec<Completion<B>>,
@@ -351,7 +351,7 @@ impl<B: Buf> Channels<B> for Alone<B> {
     }
 }
 
-/// Asserts what every caller of [`Channel::post`] promises; a longer operation would read beyond
+/// Asserts the promises of every caller of [`Channel::post`]. A longer operation would read beyond
 /// its buffer.
 pub(crate) fn check_len<B: Buf>(op: &Op<B>) {
     let most = op
@@ -371,7 +371,7 @@ pub(crate) fn check_len<B: Buf>(op: &Op<B>) {
     );
 }
 
-/// Whether an operation may begin there.
+/// True if the operation's offset is a multiple of 8, or the operation is no atomic.
 pub(crate) fn is_aligned<B>(op: &Op<B>) -> bool {
     !matches!(op.verb, Verb::Atomic(_)) || op.offset.is_multiple_of(u64::from(WORD_BYTES))
 }

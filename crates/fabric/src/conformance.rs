@@ -2,8 +2,8 @@
 //!
 //! The rule it keeps: it knows nothing about a fabric but how to begin a session, so that a new
 //! transport adds one line to the tests. A test calls [`check`] with a [`Fabric`]; a failed
-//! expectation panics with its story. What a server's policy is (leases that expire, capacity over
-//! several clients) is left to the server's tests.
+//! expectation panics with its story. A server's policy (leases that expire, capacity over several
+//! clients) is left to the server's tests.
 
 use std::{
     collections::HashSet,
@@ -20,20 +20,21 @@ use crate::{
     areas::{Areas, Board},
 };
 
-/// Longer than any step of the suite takes on a busy machine, short enough to wait for.
+/// Time limit of each step: longer than any takes on a busy machine, short enough to wait for.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The most bytes that the suite holds at a time: a server needs a little more.
+/// Upper bound of the bytes that the suite holds at a time: a server needs a little more.
 pub const NEEDED_BYTES: u64 = 64 << 20;
 
 /// A fabric with a live server.
 pub struct Fabric<'a> {
-    /// Begins another session at the same server, with an operation deadline of at most 5 seconds.
+    /// Start of another session at the same server, with an operation deadline of at most 5
+    /// seconds.
     pub connect: &'a (dyn Fn() -> Arc<Session> + Sync),
-    /// Kills the server without a goodbye. The suite connects no more after that.
+    /// Abrupt end of the server, without a goodbye. The suite connects no more after that.
     pub kill: Box<dyn FnOnce() + 'a>,
-    /// Whether what a killed server lent stays: over shared memory, when its process is another
-    /// one.
+    /// True if the memory that a killed server lent stays: over shared memory, when its process is
+    /// another one.
     pub memory_stays: bool,
 }
 
@@ -65,7 +66,7 @@ pub fn check(fabric: Fabric<'_>) {
     }
 }
 
-/// What a fabric promises about boards, which many clients hold and none can change. `connect`
+/// Checks a fabric's promises about boards, which many clients hold and none can change. `connect`
 /// begins a session at the program that has `areas`.
 ///
 /// # Panics
@@ -81,7 +82,7 @@ pub fn check_boards(areas: &Areas, connect: &dyn Fn() -> Arc<Session>) {
     let sessions = [connect(), connect(), connect()];
     let open = |session: &Arc<Session>| session.open("board").expect("shown").extents[0];
     let number = Board::NUMBER_BYTES;
-    // 1. All of them see what was written, and what is written later.
+    // 1. All sessions see the bytes that were written, and those written later.
     for session in &sessions {
         let (extent, mut channel) = (open(session), channel(session));
         let seen = read(&mut *channel, extent.id, 4096, 4 * FLOATS);
@@ -95,14 +96,14 @@ pub fn check_boards(areas: &Areas, connect: &dyn Fn() -> Arc<Session>) {
     let extent = open(one);
     let seen = read(&mut *channel(one), extent.id, 64, number);
     assert_eq!(Board::announced(&seen), Some(8));
-    // 2. None can change it, or be lent more of it than there is. A refusal may end the channel.
+    // 2. No session can change the board, or read beyond its end. A refusal may end the channel.
     let add = Verb::Atomic(Atomic::FetchAdd(1));
     for (verb, offset) in [(Verb::Write, 64), (add, 64), (Verb::Read, extent.bytes - 7)] {
         refused(&mut *channel(one), op(verb, extent.id, offset, vec![1; 8]));
     }
     let seen = read(&mut *channel(other), open(other).id, 64, number);
     assert_eq!(Board::announced(&seen), Some(8));
-    // 3. Who gives it back has lost it, and the others have not.
+    // 3. A session that gives the board back has lost it, and the others have not.
     let extent = open(gone);
     gone.release(extent.id).expect("leased");
     refused(
@@ -112,7 +113,7 @@ pub fn check_boards(areas: &Areas, connect: &dyn Fn() -> Arc<Session>) {
     assert!(gone.release(extent.id).is_err());
     let seen = read(&mut *channel(other), open(other).id, 64, number);
     assert_eq!(Board::announced(&seen), Some(8));
-    // It may ask for it again.
+    // The session may ask for the board again.
     let seen = read(&mut *channel(gone), open(gone).id, 64, number);
     assert_eq!(Board::announced(&seen), Some(8));
     // 4. A READ waits for the number at the beginning, where the fabric can.
@@ -123,7 +124,7 @@ pub fn check_boards(areas: &Areas, connect: &dyn Fn() -> Arc<Session>) {
     let after = |channel: &mut dyn Channel<Vec<u8>>, least| {
         let op = op(Verb::Read, extent, 4096, vec![0xee; 4]);
         assert!(channel.post_when(op, least).is_ok());
-        // What is behind it waits, too.
+        // Operations behind the READ wait, too.
         post(channel, op_at_64(extent));
         let mut done = drain(channel);
         assert_eq!(done.len(), 2);
@@ -144,7 +145,7 @@ pub fn check_boards(areas: &Areas, connect: &dyn Fn() -> Arc<Session>) {
         assert_eq!(done.buf, floats[0].to_le_bytes());
         announcing.join().expect("no panic");
     });
-    // It is there already.
+    // The number is there already.
     after(&mut *channel, 5).result.expect("it has come before");
 }
 
@@ -152,7 +153,7 @@ fn op_at_64(extent: ExtentId) -> Op<Vec<u8>> {
     op(Verb::Read, extent, 64, vec![0; Board::NUMBER_BYTES])
 }
 
-/// Bytes that say where they belong.
+/// Makes bytes that show where they belong.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64)
         .map(|i| {
@@ -238,7 +239,7 @@ fn write(channel: &mut dyn Channel<Vec<u8>>, extent: ExtentId, offset: u64, byte
 }
 
 fn read(channel: &mut dyn Channel<Vec<u8>>, extent: ExtentId, offset: u64, len: usize) -> Vec<u8> {
-    // Not zeros, or a READ that does nothing would pass for fresh memory.
+    // The buffer holds no zeros, or a READ that does nothing would pass for fresh memory.
     let done = one(channel, op(Verb::Read, extent, offset, vec![0xee; len]));
     done.result.expect("a READ of leased memory");
     done.buf
@@ -590,7 +591,7 @@ fn atomics_return_the_old_value_and_change_their_word_alone(session: &Arc<Sessio
     }
     let between = read(&mut *channel, extent.id, 16, 4080);
     assert!(between.iter().all(|byte| *byte == 0));
-    // Of a longer buffer, 8 bytes are changed.
+    // An atomic changes only 8 bytes of a longer buffer.
     let longer = Op {
         len: 8,
         ..op(Verb::Atomic(swap(0, 0)), extent.id, 64, vec![3; 20])
@@ -703,7 +704,7 @@ fn compare_and_swap_makes_a_lock(session: &Arc<Session>) {
     const THREADS: u64 = 3;
     const ROUNDS: u64 = 20;
     const LOCK: u64 = 0;
-    /// A number that takes more than one step to change.
+    /// Offset of a number that takes more than one step to change.
     const GUARDED: u64 = 64;
     let extent = grant_for_atomics(session, 4096);
     let work = |me: u64| {
@@ -804,11 +805,11 @@ fn readers_share_a_version_and_cannot_write_it(connect: &dyn Fn() -> Arc<Session
         assert_eq!((of, lease.bytes), (extent.id, extent.bytes));
         let mut from = channel(&readers[reader]);
         assert_eq!(read(&mut *from, lease.id, 4096, 100), pattern(5, 100));
-        // By the writer's id nothing.
+        // A reader cannot use the writer's id.
         refused(&mut *from, op(Verb::Read, extent.id, 0, vec![0; 10]));
         ids.push(lease.id);
     }
-    // 2. None of them changes a byte.
+    // 2. No reader changes a byte.
     for (id, reader) in ids.iter().zip([0, 0, 1]) {
         let mut forger = channel(&readers[reader]);
         refused(&mut *forger, op(Verb::Write, *id, 4096, vec![1; 100]));
@@ -816,7 +817,7 @@ fn readers_share_a_version_and_cannot_write_it(connect: &dyn Fn() -> Arc<Session
     let theft = readers[1].publish("other", b"", &[ids[2]]);
     assert!(theft.is_err(), "what is only read is not one's own");
     assert_eq!(read(&mut *to, extent.id, 4096, 100), pattern(5, 100));
-    // 3. The writer hears who still reads what.
+    // 3. The writer hears which versions are still read.
     let second = writer.publish(name, b"2", &[extent.id]).expect("its own");
     assert!(second.published > first.published);
     let [old] = second.read[..] else {
@@ -860,7 +861,7 @@ fn memory_stays_when_its_server_dies(session: &Arc<Session>, kill: Box<dyn FnOnc
     kill();
     let begun = Instant::now();
     for _ in 0..3 {
-        // Fails only once the death is known.
+        // The grant fails only once the death is known.
         session.grant(4096).expect_err("the server is dead");
         let mut channel_after = channel(session);
         for channel in [&mut channel_before, &mut channel_after] {

@@ -1,7 +1,7 @@
 //! [`rdma_devices`]: the network adapters of this machine that the fabric `rdma` can use, for
 //! people and for tests.
 //!
-//! The rule it keeps: it asks and changes nothing; connections find their device by themselves.
+//! The rule it keeps: it changes nothing; connections find their device by themselves.
 
 use std::{
     fs,
@@ -14,17 +14,17 @@ use crate::rdma;
 /// An RDMA device of this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaDevice {
-    /// As `ibv_devices` calls it.
+    /// Name, as `ibv_devices` prints it.
     pub name: String,
-    /// Where servers on it can be reached, as far as its ports' identifiers (GIDs) are addresses:
-    /// those of RoCE are. Link-local ones are left out.
+    /// Addresses of servers on this device: the identifiers (GIDs) of its ports, as far as they are
+    /// addresses, as with RoCE. Link-local ones are left out.
     pub addresses: Vec<IpAddr>,
 }
 
-/// The RDMA devices of this machine, at least one.
+/// Returns the RDMA devices of this machine, at least one.
 ///
 /// # Errors
-/// Why there is none, and what to do: RDMA was not built in, or no device was found.
+/// The reason why there is none, and the remedy: RDMA was not built in, or no device was found.
 pub fn rdma_devices() -> Result<Vec<RdmaDevice>, String> {
     let names = rdma::devices()?.into_iter();
     Ok(names
@@ -35,8 +35,8 @@ pub fn rdma_devices() -> Result<Vec<RdmaDevice>, String> {
         .collect())
 }
 
-/// Every port has a folder `gids` with a file per identifier, in the notation of IPv6 without
-/// abbreviations.
+/// Reads the addresses of all ports below `ports`. Each port has a folder `gids` with a file per
+/// identifier, in the notation of IPv6 without abbreviations.
 fn addresses(ports: impl AsRef<Path>) -> Vec<IpAddr> {
     let files = fs::read_dir(ports).into_iter().flatten().flatten();
     let gids = files.flat_map(|port| fs::read_dir(port.path().join("gids")).into_iter().flatten());

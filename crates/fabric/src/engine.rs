@@ -1,7 +1,7 @@
-//! [`CompletionEngine`] waits for operations to end; [`Waiter`] is the way of waiting.
+//! [`CompletionEngine`] waits for operations to end; [`Waiter`] polls, sleeps or does both.
 //!
 //! The rule it keeps: no completion is missed. Notification is one-shot: an operation that ended
-//! before it was armed wakes nobody. So a waiter arms it, polls once more, and only then sleeps.
+//! before the notification was armed wakes nobody. A waiter arms, polls once more, and then sleeps.
 //!
 //! One thread that serves many connections opens them with [`CompletionEngine::open`], so that they
 //! share a completion queue: one poll finds what has ended on any of them, and there is one
@@ -28,13 +28,13 @@ use crate::{
     channel::{Alone, Group},
 };
 
-/// The longest spin: several times what waking a thread takes. Longer waits are not worth a core.
+/// Upper bound of a spin: several times a wake-up's cost. Longer waits are not worth a core.
 const SPIN_MAX: Duration = Duration::from_micros(50);
-/// Polls between two looks at the clock. The core is yielded then, because the thread that is
-/// waited for may need it.
+/// Polls between two looks at the clock. The core is then yielded, because the thread that makes
+/// the awaited event may need it.
 const POLLS: u32 = 64;
 
-/// How a thread waits.
+/// Way of waiting of a thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Waiting {
     /// Polls without end: least latency, one core.
@@ -47,31 +47,31 @@ pub enum Waiting {
     Adaptive,
 }
 
-/// Something that can be waited for.
+/// A source of items that a thread can wait for.
 pub trait Source {
-    /// What waiting returns.
+    /// Result of waiting.
     type Item;
     /// Takes an item if there is one now.
     fn poll(&mut self) -> Option<Self::Item>;
-    /// Makes [`sleep`](Self::sleep) return on whatever happens from now on.
+    /// Makes [`sleep`](Self::sleep) return on every event from now on.
     fn arm(&mut self);
     /// Sleeps until something may have happened since [`arm`](Self::arm), or until `until`.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     fn sleep(&mut self, until: Option<Instant>) -> io::Result<()>;
 }
 
-/// A way of waiting, and what it has learnt.
+/// A way of waiting, with the average of recent waits.
 #[derive(Clone, Debug, Default)]
 pub struct Waiter {
     waiting: Waiting,
-    /// The average of recent waits; each new one counts an eighth.
+    /// Average of recent waits. Each new one counts an eighth.
     recent: Duration,
 }
 
 impl Waiter {
-    /// A waiter that has learnt nothing yet.
+    /// Makes a waiter that has no recent waits.
     pub fn new(waiting: Waiting) -> Self {
         Self {
             waiting,
@@ -79,7 +79,7 @@ impl Waiter {
         }
     }
 
-    /// Waits until the source has an item. `None`: `until` came first.
+    /// Waits until the source has an item. Returns `None` if `until` comes first.
     ///
     /// # Errors
     /// The source's error from sleeping.
@@ -140,7 +140,7 @@ impl Waiter {
     }
 }
 
-/// Waits for the operations of its channels.
+/// An engine of channels, which waits for their operations.
 pub struct CompletionEngine<B> {
     queues: Queues<B>,
     waiter: Waiter,
@@ -148,12 +148,12 @@ pub struct CompletionEngine<B> {
 
 struct Queues<B> {
     groups: Vec<Group<B>>,
-    /// By channel: its group, and its index in the group.
+    /// Group, and index in the group, of each channel by its number.
     places: Vec<(usize, usize)>,
 }
 
 impl<B: Buf> CompletionEngine<B> {
-    /// An engine without channels.
+    /// Makes an engine without channels.
     pub fn new(waiting: Waiting) -> Self {
         Self {
             queues: Queues {
@@ -164,7 +164,7 @@ impl<B: Buf> CompletionEngine<B> {
         }
     }
 
-    /// Adds a channel with the queue that it has. Returns its number, counted from 0.
+    /// Adds a channel, which keeps its own queue. Returns its number, counted from 0.
     pub fn add(&mut self, channel: Box<dyn Channel<B>>) -> usize {
         let number = self.queues.places.len();
         self.queues.places.push((self.queues.groups.len(), 0));
@@ -180,12 +180,11 @@ impl<B: Buf> CompletionEngine<B> {
     ///
     /// Over RDMA, channels through one adapter share a completion queue, with room for all
     /// operations that they may have in flight. A channel that dies ends only its own operations.
-    /// Without an adapter, and behind a [`Link`](crate::Link), each channel has a queue of its own;
-    /// all else is the same.
+    /// Without an adapter, and behind a [`Link`](crate::Link), each channel has a queue of its own.
     ///
     /// # Errors
     /// [`ConnectError`], within the deadlines of the sessions' options, also when the adapter's
-    /// queues are too small for so many channels. The engine is then as it was before.
+    /// queues are too small for so many channels. The engine is then unchanged.
     pub fn open(&mut self, sessions: &[Arc<Session>]) -> Result<Range<usize>, ConnectError> {
         let groups = Session::channels(sessions)?;
         let first = self.queues.places.len();
@@ -201,29 +200,29 @@ impl<B: Buf> CompletionEngine<B> {
         Ok(numbers)
     }
 
-    /// Posts `op` on the channel of this number.
+    /// Posts `op` on the channel with number `channel`.
     ///
     /// # Errors
-    /// [`Busy`] with the operation when its queue is full.
+    /// [`Busy`] with the operation when the channel's queue is full.
     ///
     /// # Panics
-    /// If there is no such channel, and as [`Channel::post`].
+    /// If there is no such channel, and when [`Channel::post`] does.
     pub fn post(&mut self, channel: usize, op: Op<B>) -> Result<(), Busy<B>> {
         let (group, place) = self.queues.places[channel];
         self.queues.groups[group].channels.post(place, op)
     }
 
-    /// Operations that have not ended, over all channels.
+    /// Returns the number of operations that have not ended, over all channels.
     pub fn in_flight(&self) -> usize {
         let groups = self.queues.groups.iter();
         groups.map(|group| group.channels.in_flight()).sum()
     }
 
-    /// Waits until an operation has ended or `until` has come, and appends what has ended to
-    /// `done`, with the number of its channel. Returns at once when nothing is in flight.
+    /// Waits until an operation has ended or `until` has come. Appends the ended operations to
+    /// `done`, each with the number of its channel. Returns at once when nothing is in flight.
     ///
     /// # Errors
-    /// What the system says about sleeping.
+    /// The system's error while sleeping.
     pub fn wait(
         &mut self,
         done: &mut Vec<(usize, Completion<B>)>,
@@ -252,7 +251,7 @@ impl<B: Buf> Source for Queues<B> {
         (!ended.is_empty()).then_some(ended)
     }
 
-    /// Asking a channel what to sleep on arms its completions.
+    /// Arms the completions of all channels, which [`Channel::wait`] does.
     fn arm(&mut self) {
         for group in &self.groups {
             group.channels.wait();
@@ -268,7 +267,7 @@ impl<B: Buf> Source for Queues<B> {
 /// the sleep, too.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub fn sleep<'a>(
     waits: impl IntoIterator<Item = Wait<'a>>,
     mut until: Option<Instant>,

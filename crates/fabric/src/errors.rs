@@ -1,4 +1,4 @@
-//! Why a request to a server failed: one enum per operation.
+//! Errors of requests to a server: one enum per operation.
 
 use std::{fmt, io, sync::Arc};
 
@@ -13,41 +13,40 @@ farpage_wire::debug_as_display!(
     BindError
 );
 
-/// Why no connection to a server came about.
+/// Failure to connect to a server.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// Nothing answers there.
+    /// The endpoint does not answer.
     #[error("cannot connect to {endpoint}: {source}; is a memory server running there?")]
     Unreachable {
         /// The server's endpoint.
         endpoint: String,
-        /// What the system said.
+        /// Error from the system.
         r#source: io::Error,
     },
-    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said
-    /// no.
+    /// RDMA cannot be used: it was not built in, this machine has no device, or the device refused.
     #[error("cannot use {endpoint}: {reason}")]
     NoRdma {
         /// The server's endpoint.
         endpoint: String,
-        /// Why, and what to do.
+        /// Reason, and the remedy.
         reason: String,
     },
-    /// Something answers that is no server of this version.
+    /// The process that answers is no server of this version.
     #[error("{endpoint} answered, but {reason}")]
     Protocol {
         /// The server's endpoint.
         endpoint: String,
-        /// What was wrong.
+        /// Description of the wrong answer.
         reason: String,
     },
-    /// The session has ended, and with it what it leased. Trying again does not help.
+    /// The session has ended, and its leases with it. Trying again does not help.
     #[error("the session at {endpoint} has ended: {reason}")]
     Ended {
         /// The server's endpoint.
         endpoint: String,
-        /// Why, and what to do.
+        /// Reason, and the remedy.
         reason: String,
     },
     /// The server turned the client away.
@@ -55,12 +54,12 @@ pub enum ConnectError {
     Refused {
         /// The server's endpoint.
         endpoint: String,
-        /// The server's words.
+        /// Reason in the server's words.
         reason: String,
     },
 }
 
-/// Why a control call failed.
+/// Failure of a control call.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
@@ -69,9 +68,9 @@ pub enum ControlError {
     Disconnected {
         /// The server's endpoint.
         endpoint: String,
-        /// What was asked.
+        /// Request, as a verb phrase for messages.
         attempt: String,
-        /// What was seen.
+        /// Error of the connection.
         reason: String,
     },
     /// The server turned the request down; the session goes on.
@@ -79,9 +78,9 @@ pub enum ControlError {
     Refused {
         /// The server's endpoint.
         endpoint: String,
-        /// What was asked.
+        /// Request, as a verb phrase for messages.
         attempt: String,
-        /// The server's words.
+        /// Reason in the server's words.
         reason: String,
     },
     /// The request was not sent, because there is no key.
@@ -89,14 +88,14 @@ pub enum ControlError {
     Key {
         /// The server's endpoint.
         endpoint: String,
-        /// What was to be asked.
+        /// Request, as a verb phrase for messages.
         attempt: String,
-        /// What is wrong with the key file, and what to do.
+        /// Fault of the key file, and the remedy.
         reason: String,
     },
 }
 
-/// Why no memory was granted.
+/// Failure to get memory from a server.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
@@ -115,26 +114,26 @@ pub enum AllocError {
         /// The limit that stands in the way.
         limit: Limit,
     },
-    /// The server is full, and keeps older versions of the region that asks, since programs read
+    /// The server is full, and keeps older versions of the requesting region, since programs read
     /// them. The session goes on.
     #[error(
         "{full}; what was published before under `{name}` is kept for those who read it ({}), and is free when they close it",
         Readers(read)
     )]
     Read {
-        /// The refusal. Boxed: results that carry it stay small.
+        /// The refusal. Boxed: results that carry this error stay small.
         full: Box<AllocError>,
-        /// The region's name.
+        /// Name of the region.
         name: Arc<str>,
-        /// The older versions, and how often each is open.
+        /// The older versions, with the number of their readers.
         read: Arc<[VersionRead]>,
     },
-    /// Anything else.
+    /// Any other error.
     #[error(transparent)]
     Control(#[from] ControlError),
 }
 
-/// Who reads which version, for people.
+/// Formats readers per version, for people.
 struct Readers<'a>(&'a [VersionRead]);
 
 impl fmt::Display for Readers<'_> {
@@ -150,7 +149,7 @@ impl fmt::Display for Readers<'_> {
     }
 }
 
-/// Why a name was not claimed or published.
+/// Failure to claim or publish a name.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishError {
@@ -161,56 +160,55 @@ pub enum PublishError {
     InUse {
         /// The server's endpoint.
         endpoint: String,
-        /// The name.
+        /// Name of the region.
         name: String,
     },
-    /// The name is bound, and this session neither opened it nor claimed it to replace it.
+    /// The name is bound, and this session neither opened nor claimed it to replace it.
     #[error(
         "a region named `{name}` exists on {endpoint} already: open it, remove it, or ask for it to be replaced"
     )]
     Exists {
         /// The server's endpoint.
         endpoint: String,
-        /// The name.
+        /// Name of the region.
         name: String,
     },
-    /// The server does not answer, and was not asked: the name is bound to what it was bound to
-    /// before.
+    /// The server does not answer, and the request was not sent. The name keeps its former binding.
     #[error(transparent)]
     NotAsked(ControlError),
-    /// Anything else.
+    /// Any other error.
     #[error(transparent)]
     Control(#[from] ControlError),
 }
 
-/// Why a named region was not opened.
+/// Failure to open a named region.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// This user's key has no such name.
+    /// The user's key has no such name.
     #[error("{endpoint} has no region named `{name}` that belongs to this user's key")]
     NotFound {
         /// The server's endpoint.
         endpoint: String,
-        /// The name.
+        /// Name of the region.
         name: String,
     },
-    /// Another client holds it.
+    /// Another client holds the region.
     #[error(
         "region `{name}` on {endpoint} is in use by another client: it can be opened when that client closes it"
     )]
     InUse {
         /// The server's endpoint.
         endpoint: String,
-        /// The name.
+        /// Name of the region.
         name: String,
     },
-    /// Anything else.
+    /// Any other error.
     #[error(transparent)]
     Control(#[from] ControlError),
 }
 
-/// Why a server cannot listen.
+/// Failure of a server to listen.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum BindError {
@@ -220,7 +218,7 @@ pub enum BindError {
         /// The endpoint.
         endpoint: String,
     },
-    /// Something that is no socket is at the path.
+    /// A file that is no socket is at the path.
     #[error(
         "cannot listen on {endpoint}: there is a file at the path that is no socket; move it or choose another path"
     )]
@@ -228,24 +226,23 @@ pub enum BindError {
         /// The endpoint.
         endpoint: String,
     },
-    /// The system's reason.
+    /// The system refused to listen.
     #[error("cannot listen on {endpoint}: {source}")]
     Io {
         /// The endpoint.
         endpoint: String,
-        /// What the system said.
+        /// Error from the system.
         r#source: io::Error,
     },
-    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said
-    /// no.
+    /// RDMA cannot be used: it was not built in, this machine has no device, or the device refused.
     #[error("cannot listen on {endpoint}: {reason}")]
     NoRdma {
         /// The endpoint.
         endpoint: String,
-        /// Why, and what to do.
+        /// Reason, and the remedy.
         reason: String,
     },
-    /// Only clients choose.
+    /// The endpoint is `auto`, which is a client's choice.
     #[error(
         "cannot listen on {endpoint}: `auto` is a client's choice; listen on rdma:// and on tcp:// with the same port, so that clients can make it"
     )]
@@ -253,7 +250,7 @@ pub enum BindError {
         /// The endpoint.
         endpoint: String,
     },
-    /// Only clients know simulated servers.
+    /// The endpoint is simulated. Simulated servers live in their clients' processes.
     #[error("cannot listen on {endpoint}: a simulated server lives in its client's process")]
     Simulated {
         /// The endpoint.
@@ -261,13 +258,13 @@ pub enum BindError {
     },
 }
 
-/// Why a control call had no result.
+/// Reason why a control call has no result.
 #[derive(Debug)]
 pub(crate) enum CallError {
     Refused(Refusal),
     Disconnected(String),
-    /// As `Disconnected`, before the request was sent.
+    /// The connection was lost before the request was sent.
     NotAsked(String),
-    /// Nothing was sent: there is no key to show.
+    /// The request was not sent: there is no key to show.
     Key(String),
 }

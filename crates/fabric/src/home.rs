@@ -1,8 +1,8 @@
 //! [`choose`]: the descriptor table that RDMA devices are opened on.
 //!
 //! The connection manager opens each device once and keeps it open until the process ends, so that
-//! its descriptor is a number of one table. The rule: whatever uses RDMA runs on that table, which
-//! is the first user's. Other tables are refused before they use a device.
+//! its descriptor is a number of one table. The rule: RDMA is used only on the first user's table.
+//! Other tables are refused before they use a device.
 
 use std::{
     io,

@@ -1,8 +1,8 @@
 //! The seam between a transport's server half and the daemon: [`Host`].
 //!
-//! The server halves in this crate move bytes and parse frames; who may have which memory is
-//! decided behind this trait. The rule it keeps: a transport never touches memory that
-//! [`Host::extent`] did not hand out for that very session.
+//! The server halves in this crate move bytes and parse frames; access to memory is decided behind
+//! this trait. The rule it keeps: a transport never touches memory that [`Host::extent`] did not
+//! hand out for that very session.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -15,23 +15,23 @@ pub use farpage_wire::{NamedRegion, Refusal, VersionRead, Versions};
 
 use crate::memory::ExtentMemory;
 
-/// What a client is told when its session begins or is resumed.
+/// A host's answer when a session begins or is resumed.
 #[derive(Clone, Debug)]
 pub struct Admission {
-    /// The session.
+    /// Id of the session.
     pub session: SessionId,
-    /// Proves in later connections that they belong to the session.
+    /// Proof that later connections belong to the session.
     pub secret: Secret,
-    /// The session ends when it is not renewed for this long.
+    /// Longest time between two renewals. The session ends when it is not renewed for this long.
     pub lease: Duration,
-    /// Whether what it is lent may be [paged](ExtentMemory::is_paged).
+    /// True if memory lent to the session may be [paged](ExtentMemory::is_paged).
     pub paged: bool,
 }
 
-/// How the bytes of a session travel; decides how the loss of its control connection is read.
+/// Transport of a session's bytes; decides how the loss of its control connection is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// Same host, over a Unix socket: a closed socket is the client's death.
+    /// A Unix socket of the same host: a closed socket is the client's death.
     Shm,
     /// A network: a closed connection may come back within the lease.
     Tcp,
@@ -42,7 +42,7 @@ pub enum Transport {
     Rdma,
 }
 
-/// Where a client connects from. Limits per client count by it.
+/// Origin of a client's connection. Limits per client count by origin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Origin {
     /// A user of this machine, over a Unix socket.
@@ -50,7 +50,7 @@ pub enum Origin {
     /// Another machine, or this one over the network. Only the first half of an IPv6 address
     /// counts, since a client chooses the rest itself.
     Address(IpAddr),
-    /// The system did not say.
+    /// An origin that the system did not tell.
     Unknown,
 }
 
@@ -66,12 +66,12 @@ impl From<IpAddr> for Origin {
     }
 }
 
-/// Who is at the other end.
+/// The client at the other end of a connection.
 #[derive(Clone, Debug)]
 pub struct Peer {
     /// Address and port, or over shared memory process and user, for people.
     pub name: String,
-    /// The origin that limits count by.
+    /// Origin that limits count by.
     pub origin: Origin,
 }
 
@@ -103,37 +103,37 @@ impl Peer {
 /// An opened named region.
 #[derive(Clone, Debug)]
 pub struct Opened {
-    /// What its last publisher stored.
+    /// Manifest that the region's last publisher stored.
     pub manifest: Arc<Vec<u8>>,
-    /// The extents that it refers to, leased to the opener from now on.
+    /// Extents that the manifest refers to, leased to the opener from now on.
     pub extents: Vec<Arc<ExtentMemory>>,
-    /// Which version that is, and who still reads older ones.
+    /// Number of the opened version, and the older versions that are still read.
     pub versions: Versions,
 }
 
 /// A version of a named region, opened for reading.
 #[derive(Clone, Debug)]
 pub struct Reading {
-    /// What its publisher stored.
+    /// Manifest that the version's publisher stored.
     pub manifest: Arc<Vec<u8>>,
-    /// The extents that it refers to, by the ids that it knows, and the reader's own leases of
-    /// them: [views](ExtentMemory::view), which take READs alone.
+    /// Extents that the manifest refers to: each one's id in the manifest, and the reader's own
+    /// lease of it, a [view](ExtentMemory::view) that takes READs alone.
     pub extents: Vec<(ExtentId, Arc<ExtentMemory>)>,
 }
 
-/// Who asks about names.
+/// Client that asks about names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asker {
-    /// A session. [`Host::identify`] has told whose it is.
+    /// A session. [`Host::identify`] has told which key it holds.
     Session(SessionId),
     /// A client without a session, which proved that it holds this key.
     Key(PublicKey),
 }
 
-/// Who may have which memory. Implemented by the daemon; called by the server half of every
-/// transport, from any thread.
+/// Decides which client may have which memory. Implemented by the daemon; called by the server half
+/// of every transport, from any thread.
 pub trait Host: Send + Sync + 'static {
-    /// A client's control connection begins a session, or resumes one after a loss.
+    /// Begins the session of a client's control connection, or resumes one after a loss.
     fn admit(
         &self,
         client: &str,
@@ -141,15 +141,15 @@ pub trait Host: Send + Sync + 'static {
         peer: &Peer,
         resume: Option<(SessionId, Secret)>,
     ) -> Result<Admission, Refusal>;
-    /// A data connection claims to belong to a session.
+    /// Checks that a data connection belongs to `session`, by the session's `secret`.
     fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal>;
-    /// The client lives.
+    /// Notes that the session's client lives.
     fn renew(&self, session: SessionId) -> Result<(), Refusal>;
-    /// A control connection ended without a goodbye: its client is dead, or was cut off and may
-    /// come back.
+    /// Notes that a control connection ended without a goodbye: its client is dead, or was cut off
+    /// and may come back.
     fn lost(&self, session: SessionId);
-    /// The client closed its session in an orderly way: what it held is freed, named regions that
-    /// it published stay.
+    /// Closes a session in an orderly way: frees all that it held. Named regions that it published
+    /// stay.
     fn close(&self, session: SessionId);
 
     /// Leases zeroed memory to the session. `atomics` says whether the memory takes atomics.
@@ -165,37 +165,37 @@ pub trait Host: Send + Sync + 'static {
     ) -> Result<Arc<ExtentMemory>, Refusal>;
     /// Ends the lease of one extent. Published names keep theirs.
     fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal>;
-    /// The memory of an extent, if it is leased to the session. On the data path: called per
-    /// operation.
+    /// Returns the memory of an extent, if the extent is leased to the session. On the data path:
+    /// called per operation.
     fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>>;
 
-    /// WRITEs of the session have been placed. Over TCP this is called per batch, before its
-    /// answers, by the thread that has placed them. Over RDMA it is called for WRITEs that
-    /// [notify](crate::Channel::post_notifying), if the host
-    /// [hears of them](Self::hears_of_writes). Over shared memory clients place bytes by
-    /// themselves, and it is never called. Default: nobody wants to know.
+    /// Notes that WRITEs of the session have been placed. Over TCP, called per batch, before the
+    /// batch's answers, by the thread that has placed its bytes. Over RDMA, called for WRITEs that
+    /// [notify](crate::Channel::post_notifying), if the host [hears of
+    /// them](Self::hears_of_writes). Over shared memory, never called: clients place bytes by
+    /// themselves. Default: does nothing.
     fn written(&self, _session: SessionId) {}
 
-    /// Whether WRITEs over RDMA may notify. It costs each data connection receive requests at the
-    /// adapter. Default: no.
+    /// True if WRITEs over RDMA may notify, which costs each data connection receive requests at
+    /// the adapter. Default: false.
     fn hears_of_writes(&self) -> bool {
         false
     }
 
-    /// Whether clients wait for one another: then one thread serves the small batches of all data
-    /// connections over TCP, instead of one for each. What is called there holds all of them up.
-    /// Default: no.
+    /// True if clients wait for one another. Then one thread serves the small batches of all data
+    /// connections over TCP, instead of one for each, and a slow call on that thread holds all of
+    /// them up. Default: false.
     fn serves_together(&self) -> bool {
         false
     }
 
-    /// The session's client proved that it holds `key`: names belong to keys. This holds as long as
-    /// the session does, also after a resumption.
+    /// Notes that the session's client proved that it holds `key`: names belong to keys. The proof
+    /// holds as long as the session does, also after a resumption.
     fn identify(&self, session: SessionId, key: PublicKey) -> Result<(), Refusal>;
-    /// Holds a name for the session. Nobody else may hold it, and unless `replace` it must not be
-    /// bound. Its binding stays as it is.
+    /// Holds a name for the session. No other session may hold it, and unless `replace` it must not
+    /// be bound. Its binding stays as it is.
     fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal>;
-    /// Ends a claim. A name that is not bound is free again.
+    /// Ends a claim. An unbound name is free again.
     fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal>;
     /// Binds a name to a manifest and extents of the session, and replaces an earlier binding
     /// atomically. Either the session holds the name, or the name is not bound. Returns the number
@@ -207,27 +207,27 @@ pub trait Host: Send + Sync + 'static {
         manifest: Vec<u8>,
         extents: &[ExtentId],
     ) -> Result<Versions, Refusal>;
-    /// Opens a named region for writing. Nobody else can, until the session closes or releases its
-    /// extents. `serial` is as for [`grant`](Self::grant).
+    /// Opens a named region for writing. No other session can, until this one closes or releases
+    /// the extents. `serial` is as for [`grant`](Self::grant).
     fn open(&self, session: SessionId, name: &str, serial: Option<u64>) -> Result<Opened, Refusal>;
     /// Opens the published version of a named region for reading, also while another session holds
-    /// it. The version's memory stays until the session closes or releases the extents.
+    /// the region. The version's memory stays until the session closes or releases the extents.
     fn read(&self, session: SessionId, name: &str, serial: Option<u64>)
     -> Result<Reading, Refusal>;
-    /// Which older versions of a name are still read.
+    /// Returns the older versions of a name that are still read.
     fn readers(&self, session: SessionId, name: &str) -> Result<Versions, Refusal>;
-    /// Forgets a name and frees its memory, except what is still read. `owner` is the key that it
-    /// belongs to, if the operator removes another user's name.
+    /// Forgets a name and frees its memory, except what is still read. `owner` is the key of the
+    /// name, if the operator removes another user's name.
     fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal>;
-    /// The names of the asker's key, or of all keys if it is the operator's. They ascend, begin
-    /// behind `after`, and are [`NAMES_PER_ANSWER`](farpage_wire::control::NAMES_PER_ANSWER) at
-    /// most.
+    /// Returns the names of the asker's key, or of all keys if the asker is the operator. The names
+    /// ascend, begin behind `after`, and are at most
+    /// [`NAMES_PER_ANSWER`](farpage_wire::control::NAMES_PER_ANSWER).
     fn names(
         &self,
         asker: Asker,
         after: Option<(PublicKey, String)>,
     ) -> Result<Vec<NamedRegion>, Refusal>;
-    /// The bytes of the client's pages, before compression and as stored. For the figures only.
+    /// Notes the bytes of the client's pages, before compression and as stored, for the figures.
     fn report_contents(
         &self,
         _session: SessionId,
@@ -236,6 +236,6 @@ pub trait Host: Send + Sync + 'static {
     ) -> Result<(), Refusal> {
         Ok(())
     }
-    /// Figures for people and monitors.
+    /// Returns figures for people and monitors.
     fn stat(&self) -> ServerStat;
 }

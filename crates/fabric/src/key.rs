@@ -1,8 +1,8 @@
-//! A user's key file: whose names are whose.
+//! [`Key`]: a user's private key, kept in a file. It proves which names belong to the user.
 //!
 //! The rule it keeps: the file is complete and readable by its owner alone from the instant it has
-//! its name, and it is never replaced, so that processes that start at once agree on one key. What
-//! a server makes of a key is left to the [`Host`](crate::host::Host).
+//! its name, and it is never replaced, so that processes that start at once agree on one key. The
+//! meaning of a key to a server is left to the [`Host`](crate::host::Host).
 
 use std::{
     env, fs,
@@ -16,20 +16,20 @@ use farpage_wire::{Challenge, PublicKey, Signature, bytes_of_hex, hex_of};
 
 farpage_wire::debug_as_display!(KeyError);
 
-/// What a key file begins with, so that no other file is taken for one.
+/// Text at the start of a key file, so that no other file is taken for one.
 const HEADER: &str = "farpage-key-ed25519 ";
 
-/// The longest file that is read to its end. A key file is shorter; a longer file is none.
+/// Upper bound of a key file's size. A longer file is no key file.
 const KEY_FILE_BYTES: u64 = 1024;
 
 /// A private key. Never printed.
 pub struct Key(SigningKey);
 
-/// Why there is no key. Only names need one.
+/// Reason why there is no key. Only names need one.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyError {
-    /// Nobody named a file, and there is no home for one.
+    /// The key file has no place: no variable names one, and the user has no home directory.
     #[error(
         "names belong to keys, and there is no place for this user's key file: set FARPAGE_KEY_FILE, XDG_CONFIG_HOME or HOME"
     )]
@@ -39,11 +39,11 @@ pub enum KeyError {
         "names belong to keys, and the key file {path} cannot be {attempt}: {source}; set FARPAGE_KEY_FILE to name another"
     )]
     Io {
-        /// The file.
+        /// Path of the key file.
         path: PathBuf,
-        /// "read" or "made".
+        /// The word "read" or "made".
         attempt: &'static str,
-        /// What the system said.
+        /// Error from the system.
         r#source: io::Error,
     },
     /// Other users can read or change the file.
@@ -51,23 +51,23 @@ pub enum KeyError {
         "the key file {path} can be read or changed by others (mode {mode:03o}): `chmod 600` it, or make a new one if others may have read it"
     )]
     Shared {
-        /// The file.
+        /// Path of the key file.
         path: PathBuf,
-        /// Its permissions.
+        /// Permission bits of the key file.
         mode: u32,
     },
-    /// It is something else.
+    /// The file is no key file.
     #[error(
         "{path} is no key file: it must be a file of one line, as farpage makes it; set FARPAGE_KEY_FILE to name another"
     )]
     Damaged {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
 }
 
 impl Key {
-    /// Where a user's key file is when nobody names one: `FARPAGE_KEY_FILE`, else `farpage/key` in
+    /// Returns the path of a user's key file: `FARPAGE_KEY_FILE`, else `farpage/key` in
     /// `XDG_CONFIG_HOME` or `~/.config`.
     ///
     /// # Errors
@@ -77,7 +77,7 @@ impl Key {
         if let Some(file) = set("FARPAGE_KEY_FILE") {
             return Ok(file.into());
         }
-        // As the XDG specification says, a relative path counts as none.
+        // The XDG specification says that a relative path counts as none.
         let absolute = |variable| set(variable).map(PathBuf::from).filter(|p| p.is_absolute());
         absolute("XDG_CONFIG_HOME")
             .or_else(|| absolute("HOME").map(|home| home.join(".config")))
@@ -85,7 +85,7 @@ impl Key {
             .ok_or(KeyError::NoPlace)
     }
 
-    /// Reads the key in `file`, which is made if it does not exist.
+    /// Reads the key in `file`, and makes the file if it does not exist.
     ///
     /// # Errors
     /// [`KeyError`]
@@ -99,7 +99,7 @@ impl Key {
             attempt: "made",
             source,
         })?;
-        // Ours, or that of a process that was faster.
+        // The file is ours, or that of a process that was faster.
         Self::load(file)
     }
 
@@ -112,7 +112,7 @@ impl Key {
         let damaged = || KeyError::Damaged {
             path: file.to_owned(),
         };
-        // Opening a pipe would wait for its writer.
+        // Without O_NONBLOCK, opening a pipe would wait for its writer.
         let options = fs::File::options()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)
@@ -139,8 +139,8 @@ impl Key {
             .ok_or_else(damaged)
     }
 
-    /// Makes the file unless it exists: written under another name, which only its owner may read,
-    /// then linked.
+    /// Makes `file` unless it exists: writes it under another name, which only its owner may read,
+    /// then links it.
     fn make(file: &Path) -> io::Result<()> {
         let directory = match file.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -161,7 +161,7 @@ impl Key {
         }
     }
 
-    /// The half that servers know.
+    /// Returns the public half, which servers know.
     pub fn public(&self) -> PublicKey {
         PublicKey(self.0.verifying_key().to_bytes())
     }
@@ -179,14 +179,14 @@ impl std::fmt::Debug for Key {
     }
 }
 
-/// A challenge that nobody can guess.
+/// Makes a challenge from random bytes, which cannot be guessed.
 pub(crate) fn challenge() -> io::Result<Challenge> {
     let mut bytes = [0; 32];
     getrandom::fill(&mut bytes)?;
     Ok(Challenge(bytes))
 }
 
-/// Whether whoever signed `challenge` holds the private half of `key`.
+/// True if `signature` of `challenge` was made with the private half of `key`.
 pub(crate) fn is_signed(key: &PublicKey, challenge: &Challenge, signature: &Signature) -> bool {
     let Signature([r, s]) = *signature;
     let signature = ed25519_dalek::Signature::from_components(r, s);

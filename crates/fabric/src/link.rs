@@ -1,8 +1,8 @@
 //! [`Link`]: makes a fast local fabric behave like a slower network.
 //!
 //! The rule it keeps: operations go ahead at once and only their completions are held back, so that
-//! what is measured is the link's rate and not the shaper's. The downside: remote bytes change
-//! earlier than on a real slow link.
+//! the measured rate is the link's and not the shaper's. The downside: remote bytes change earlier
+//! than on a real slow link.
 
 use std::{
     cmp::Reverse,
@@ -13,8 +13,8 @@ use std::{
 
 use crate::{Buf, Busy, Channel, Completion, Op, Verb, Wait};
 
-/// The most operations in flight, including those held back. Without a bound, a fast fabric would
-/// pile them up.
+/// Upper bound of operations in flight, including those held back. Without a bound, a fast fabric
+/// would pile them up.
 const DEPTH: usize = 64;
 
 /// A full-duplex link that the channels of a runtime share: READs and atomics fill one direction,
@@ -23,14 +23,14 @@ const DEPTH: usize = 64;
 pub struct Link {
     bytes_per_s: f64,
     latency: Duration,
-    /// When each direction has moved everything that was given to it. A signal handler may post,
-    /// and the standard library's locks never allocate.
+    /// Time when the direction has moved everything that was given to it. A signal handler may
+    /// post, and the standard library's locks never allocate.
     inbound_free_at: Mutex<Instant>,
     outbound_free_at: Mutex<Instant>,
 }
 
 impl Link {
-    /// A link that moves `gbps` gigabits per second in each direction and adds `latency_us`
+    /// Makes a link that moves `gbps` gigabits per second in each direction and adds `latency_us`
     /// microseconds to every operation.
     ///
     /// # Panics
@@ -49,7 +49,7 @@ impl Link {
         }
     }
 
-    /// Takes the time that `bytes` need in the direction of `verb`; returns when they are through.
+    /// Takes the time that `bytes` need in the direction of `verb`. Returns the time of arrival.
     fn reserve(&self, verb: Verb, bytes: u32, now: Instant) -> Instant {
         let moving = Duration::from_secs_f64(f64::from(bytes) / self.bytes_per_s);
         let direction = match verb.fetches() {
@@ -69,7 +69,7 @@ pub(crate) struct Shaped<B> {
     /// The caller's tag and the due time of each operation; its index is the tag that `inner` sees.
     slots: Vec<Option<(u64, Instant)>>,
     free: Vec<usize>,
-    /// Ended within, not yet due: due time and index into `ended`, which is the slot.
+    /// Operations that ended within and are not yet due: due time and slot, the index in `ended`.
     due: BinaryHeap<Reverse<(Instant, usize)>>,
     ended: Vec<Option<Completion<B>>>,
     scratch: Vec<Completion<B>>,
@@ -142,9 +142,8 @@ impl<B: Buf> Channel<B> for Shaped<B> {
         done.len() - before
     }
 
-    /// Not even where the fabric's are: bytes are placed before the link has moved them, so a WRITE
-    /// that announces others has to wait for their completions, or it would announce them too
-    /// early.
+    /// Returns false even if the fabric's WRITEs are in order: bytes are placed before the link has
+    /// moved them, so a WRITE that announces others has to wait for their completions.
     fn writes_in_order(&self) -> bool {
         false
     }
@@ -219,7 +218,7 @@ mod tests {
                 (Some(tag), 0)
             );
         }
-        // Two of 2^20 bytes at 125 bytes per microsecond, one behind the other.
+        // Two WRITEs of 2^20 bytes at 125 bytes per microsecond, one behind the other.
         assert!(
             begun.elapsed() >= Duration::from_micros(16_777),
             "{:?}",

@@ -1,9 +1,9 @@
 //! [`later`]: log lines of threads that others wait for.
 //!
 //! The rule it keeps: no subscriber runs on a thread that moves pages, keeps a session or serves
-//! clients, who may live in the same program. A subscriber may wait for a lock whose holder waits
-//! for a page, or touch remote memory itself. The lines that wait are bounded, and those that were
-//! dropped are counted in the log.
+//! clients, which may live in the same program. A subscriber may wait for a lock whose holder waits
+//! for a page, or touch remote memory itself. The lines that wait are bounded, and dropped lines
+//! are counted in the log.
 
 use std::{
     collections::VecDeque,
@@ -15,19 +15,19 @@ use std::{
 use parking_lot::Mutex;
 use tracing::{Dispatch, dispatcher, level_filters::LevelFilter};
 
-/// The most lines that wait. A lost server causes one for each page that is wanted.
+/// Upper bound of lines that wait. A lost server causes one for each page that is wanted.
 const LINES_MAX: usize = 1024;
-/// How long a line waits for its place. The lock is held for moments, but the child of a fork may
-/// find it held by a thread that it does not have.
+/// Longest wait for the lock of the lines. The lock is held for moments, but the child of a fork
+/// may find it held by a thread that the child does not have.
 const PATIENCE: Duration = Duration::from_millis(20);
 
 type Line = Box<dyn FnOnce() + Send>;
 
 struct Waiting {
-    /// Each with the subscriber of the thread that logged it.
+    /// Lines, each with the subscriber of the thread that logged it.
     lines: VecDeque<(Dispatch, Line)>,
     dropped: u64,
-    /// The process whose thread writes them, while there are lines.
+    /// The process whose thread writes the lines, while there are lines.
     writer: Option<u32>,
 }
 
@@ -37,7 +37,7 @@ static WAITING: Mutex<Waiting> = Mutex::new(Waiting {
     writer: None,
 });
 
-/// Runs `line`, which logs something, on a thread that nobody waits for. Returns at once.
+/// Runs `line`, which logs something, on a thread that no other work waits for. Returns at once.
 pub fn later(line: impl FnOnce() + Send + 'static) {
     if LevelFilter::current() == LevelFilter::OFF {
         return;
@@ -48,7 +48,7 @@ pub fn later(line: impl FnOnce() + Send + 'static) {
     };
     let process = process::id();
     if waiting.writer.is_some_and(|writer| writer != process) {
-        // They are lines of the parent process, which writes them itself.
+        // The lines are those of the parent process, which writes them itself.
         waiting.lines.clear();
         (waiting.dropped, waiting.writer) = (0, None);
     }
@@ -58,7 +58,7 @@ pub fn later(line: impl FnOnce() + Send + 'static) {
         waiting.dropped += 1;
     }
     if waiting.writer.is_none() {
-        // A subscriber is the program's. Without a thread, the next line tries again.
+        // A subscriber is the program's code. If no thread starts, the next line tries again.
         let writer = farpage_tables::errand_outside("farpage-log", write);
         waiting.writer = writer.ok().map(|()| process);
     }
@@ -114,7 +114,7 @@ mod tests {
 
     use super::*;
 
-    /// Counts events and what they say was dropped.
+    /// A subscriber's counts: events, and the sum of their `dropped` fields.
     #[derive(Default)]
     struct Counting {
         events: AtomicU64,

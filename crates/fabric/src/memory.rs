@@ -1,8 +1,8 @@
 //! [`ExtentMemory`]: the memory of one extent on the server's side, a sealed memfd.
 //!
-//! The law of this file: the bytes are changed at any time by clients that share them, so no
-//! reference to them is ever made; they are touched only through bounds-checked raw copies and by
-//! system calls that are given raw addresses. Who may use which extent is left to the
+//! The law of this file: clients that share the bytes may change them at any time, so no reference
+//! to the bytes is ever made. They are touched only through bounds-checked raw copies and by system
+//! calls that are given raw addresses. Rights to extents are left to the
 //! [`Host`](crate::host::Host).
 //!
 //! The server and each client that is lent the memory over shared memory have *open file
@@ -44,32 +44,32 @@ use nix::{
 /// Bytes of a segment's mark.
 pub(crate) const MARK_BYTES: u64 = 4;
 
-/// The largest extent that can be [`paged`](ExtentMemory::paged): a client keeps a table of its
-/// segments.
+/// Size of the largest extent that can be [`paged`](ExtentMemory::paged): a client keeps a table of
+/// its segments.
 pub(crate) const MAX_PAGED_BYTES: u64 = 16 << 40;
 
-/// What the kernel maps at least.
+/// Size of a page, the least that the kernel maps.
 const PAGE_BYTES: u64 = 4096;
 
-/// How much is copied at once into fresh memory: small, so that holes stay holes.
+/// Bytes that are copied at once into fresh memory: few, so that holes stay holes.
 const COPY_BYTES: u64 = 64 << 10;
 
-/// One lease of an extent: zeroed memory that nobody can resize, mapped here on first use.
+/// One lease of an extent: zeroed memory that cannot be resized, mapped here on first use.
 ///
 /// Each lease has a handle of its own, so that [`revoke`](Self::revoke) ends one lease and
 /// [`lease_anew`](Self::lease_anew) hands the same bytes to the next. A client that was given the
-/// descriptor over shared memory may keep its own mapping after the lease: bytes that must be out
-/// of its reach are [copied afresh](Self::copy_afresh).
+/// descriptor over shared memory may keep its own mapping after the lease. Bytes that must be out
+/// of that client's reach are [copied afresh](Self::copy_afresh).
 #[derive(Debug)]
 pub struct ExtentMemory {
-    /// What makes the memory known to an adapter; ends with the lease. Dropped before the mapping.
+    /// Registration of the memory with an adapter; ends with the lease. Dropped before the mapping.
     registration: Mutex<Option<Registration>>,
     memory: Arc<Memory>,
     /// The lease's own id, if it is a [`view`](Self::view).
     view: Option<ExtentId>,
-    /// Who moves bytes out of the memory and back, if somebody does.
+    /// Mover of bytes out of the memory and back, if there is one.
     residency: Option<Arc<dyn Residency>>,
-    /// Set once, read before each access. Nothing is published through it, so relaxed is enough.
+    /// Flag set once, and read before each access. It publishes nothing else, so relaxed is enough.
     revoked: AtomicBool,
 }
 
@@ -78,16 +78,16 @@ struct Memory {
     id: ExtentId,
     bytes: u64,
     atomics: bool,
-    /// Whether clients may only read it.
+    /// True if clients may only read the memory.
     read_only: bool,
-    /// Bytes of the file: those of the extent, and its marks where it has some.
+    /// Bytes of the file: those of the extent, and of its marks if it has some.
     file_bytes: u64,
     file: File,
     map: OnceLock<MmapRaw>,
     announcements: Announcements,
 }
 
-/// Where threads of this process wait for a number on a board.
+/// Place where threads of this process wait for a number on a board.
 #[derive(Debug, Default)]
 pub(crate) struct Announcements {
     waiting: Mutex<Waiting>,
@@ -96,24 +96,24 @@ pub(crate) struct Announcements {
 
 #[derive(Debug, Default)]
 struct Waiting {
-    /// Threads that sleep until there is news: without any, nothing is said.
+    /// Number of threads that sleep until there is news. Without any, no thread is notified.
     sleepers: usize,
     watchers: Vec<Weak<dyn Wake>>,
 }
 
 /// A thread that waits for more than one thing.
 pub(crate) trait Wake: Send + Sync {
-    /// Has it look again, if it sleeps. It sees what was stored before.
+    /// Makes the thread look again, if it sleeps. It sees everything stored before the call.
     fn wake(&self);
 }
 
 impl Announcements {
-    /// How long a thread sleeps that has to look for its end from time to time.
+    /// Longest sleep of a thread that has to look from time to time whether its wait is over.
     const NAP: Duration = Duration::from_millis(20);
 
     /// Wakes all that wait, after the number has been placed.
     pub(crate) fn tell(&self) {
-        // Whoever has looked before and not slept yet holds the lock.
+        // A thread that has looked before the change and does not sleep yet holds the lock.
         let waiting = self.lock();
         waiting
             .watchers
@@ -142,7 +142,7 @@ impl Announcements {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `is_so`, and no longer than `until`, or than `stays`. Whether it is so.
+    /// Waits until `is_so`, while `stays`, and no longer than `until`. Returns the last `is_so`.
     pub(crate) fn wait(
         &self,
         until: Instant,
@@ -169,29 +169,29 @@ impl Announcements {
     }
 }
 
-/// Moves bytes of an extent out of its memory while nobody uses them, and back.
+/// A mover of an extent's bytes: out of its memory while they are unused, and back.
 ///
 /// A byte may be touched through the mapping only while it is *held*: a touched hole would read as
-/// zeros and take memory that nobody counts. Whoever holds bytes waits for nothing meanwhile, so
-/// that a hold is as short as one system call that does not block.
+/// zeros and take memory that no limit counts. A thread that holds bytes waits for nothing
+/// meanwhile, so that a hold is as short as one system call that does not block.
 pub trait Residency: fmt::Debug + Send + Sync {
-    /// Holds bytes in memory, from `offset` on and `len` at most. Returns how many.
+    /// Holds bytes in memory, from `offset` on and `len` at most. Returns their number.
     ///
-    /// With `until` the first byte is brought in if it is elsewhere, so at least one is held. That
-    /// begins before `until` and waits for nobody beyond it, but for a disk that has begun to read.
-    /// The caller holds nothing else then, or two of them could wait for each other. Without
+    /// With `until` the first byte is brought in if it is elsewhere, so at least one is held.
+    /// Bringing in begins before `until` and waits beyond it only for a disk that has begun to
+    /// read. The caller holds nothing else then, or two callers could wait for each other. Without
     /// `until`, bytes are held only up to the first that is elsewhere, perhaps none.
     ///
     /// # Errors
-    /// Why the first byte is not held. Nothing is.
+    /// The reason why the first byte is not held. No byte is.
     fn hold(&self, offset: u64, len: u64, until: Option<Instant>) -> Result<u64, Absent>;
 
     /// Hands the `len` bytes at `offset` to `take` if they are elsewhere, and not worth bringing
-    /// into memory for this READ alone. `take` does not wait for anybody. `false`: they are to be
-    /// held instead.
+    /// into memory for this READ alone. `take` waits for nothing. Returns `false` if the bytes are
+    /// to be held instead.
     ///
     /// # Errors
-    /// As of [`hold`](Self::hold), when `take` has not been called.
+    /// The errors of [`hold`](Self::hold), when `take` has not been called.
     fn pass(
         &self,
         offset: u64,
@@ -200,19 +200,19 @@ pub trait Residency: fmt::Debug + Send + Sync {
         take: &mut dyn FnMut(&[u8]),
     ) -> Result<bool, Absent>;
 
-    /// Ends a hold of the bytes that [`hold`](Self::hold) said it holds.
+    /// Ends a hold of the bytes that [`hold`](Self::hold) returned.
     fn let_go(&self, offset: u64, len: u64);
 
-    /// The extent's [`SegmentWords`], for a client that reaches the memory by itself. It may touch
-    /// what these words say is there, from now on.
+    /// Returns the extent's [`SegmentWords`], for a client that reaches the memory by itself. From
+    /// now on that client may touch the bytes that the words mark as present.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     fn share(&self) -> io::Result<&SegmentWords>;
 }
 
-/// The words of an extent's segments, which clients that share its memory can read and nobody but
-/// the server can write.
+/// Words of an extent's segments. Clients that share its memory can read them, and only the server
+/// can write them.
 #[derive(Debug)]
 pub struct SegmentWords {
     file: File,
@@ -220,22 +220,22 @@ pub struct SegmentWords {
 }
 
 impl SegmentWords {
-    /// Words for an extent of so many bytes: nothing is there.
+    /// Makes words for an extent of `extent_bytes` bytes, of which none is present.
     ///
     /// # Errors
-    /// What the kernel says: no descriptors left, or no memory.
+    /// The kernel's error: no descriptors left, or no memory.
     pub fn create(extent_bytes: u64) -> io::Result<Self> {
         let bytes = words_bytes(extent_bytes);
         let file = sealable(c"farpage-words", bytes)?;
         let map = MmapOptions::new().len(bytes as usize).map_raw(&file)?;
         map.advise(memmap2::Advice::DontFork)?;
-        // From here on nobody can map it to write: only the mapping above can.
+        // From here on the kernel refuses writable mappings. The mapping above stays writable.
         fcntl(&file, FcntlArg::F_ADD_SEALS(seals_to_read()))?;
         Ok(Self { file, map })
     }
 
-    /// Says what is there from now on. Whoever sees it sees the bytes that were brought in before.
-    /// Nothing that this thread does afterwards takes place before it is seen.
+    /// Sets which chunks of a segment are present. A client that sees the new word sees the bytes
+    /// that were brought in before. Later accesses by this thread come after the word is visible.
     ///
     /// # Panics
     /// If the extent has no such segment.
@@ -244,7 +244,7 @@ impl SegmentWords {
         word_at(&self.map, segment).swap(word.0, Ordering::SeqCst);
     }
 
-    /// What was said last.
+    /// Returns the word that was set last.
     ///
     /// # Panics
     /// If the extent has no such segment.
@@ -252,36 +252,36 @@ impl SegmentWords {
         SegmentWord(word_at(&self.map, segment).load(Ordering::Relaxed))
     }
 
-    /// Where they are, for an adapter.
+    /// Returns the words' place in memory, for an adapter.
     #[cfg(feature = "rdma")]
     pub(crate) fn place(&self) -> NonNull<[u8]> {
         let first = NonNull::new(self.map.as_mut_ptr()).expect("a mapping is not at address 0");
         NonNull::slice_from_raw_parts(first, self.map.len())
     }
 
-    /// A descriptor for a client, which may keep it for as long as it likes.
+    /// Returns a descriptor for a client, which may keep it for as long as it likes.
     ///
     /// # Errors
-    /// What the kernel says: no descriptors left, or no `/proc`.
+    /// The kernel's error: no descriptors left, or no `/proc`.
     pub fn lend(&self) -> io::Result<OwnedFd> {
         open_anew(&self.file, false).map(OwnedFd::from)
     }
 }
 
-/// How much memory an extent of so many bytes takes, beside its own, so that clients can reach it
-/// by themselves while it is [`paged`](ExtentMemory::paged): its words and its marks.
+/// Returns the memory that an extent of `extent_bytes` bytes takes beside its own if clients can
+/// reach it by themselves while it is [`paged`](ExtentMemory::paged): its words and marks.
 pub fn paging_bytes(extent_bytes: u64) -> u64 {
     let (begin, end) = marks(extent_bytes);
     words_bytes(extent_bytes) + end - begin
 }
 
-/// Bytes of the file that has the words of an extent of so many bytes.
+/// Returns the size of the file that has the words of an extent of `extent_bytes` bytes.
 pub(crate) fn words_bytes(extent_bytes: u64) -> u64 {
     let segments = extent_bytes.div_ceil(SEGMENT_BYTES);
     (segments * u64::from(WORD_BYTES)).next_multiple_of(PAGE_BYTES)
 }
 
-/// Where the marks of an extent of so many bytes begin in its file, and where they end.
+/// Returns where the marks of an extent of `extent_bytes` bytes begin and end in its file.
 pub(crate) fn marks(extent_bytes: u64) -> (u64, u64) {
     let begin = extent_bytes.next_multiple_of(PAGE_BYTES);
     let segments = extent_bytes.div_ceil(SEGMENT_BYTES);
@@ -291,10 +291,10 @@ pub(crate) fn marks(extent_bytes: u64) -> (u64, u64) {
     )
 }
 
-/// The word of a segment in a mapping of [`words_bytes`].
+/// Returns the word of a segment in a mapping of [`words_bytes`].
 ///
 /// # Panics
-/// If there is none.
+/// If the mapping has no such word.
 pub(crate) fn word_at(map: &MmapRaw, segment: usize) -> &AtomicU64 {
     assert!(segment < map.len() / size_of::<AtomicU64>());
     // SAFETY:
@@ -304,11 +304,11 @@ pub(crate) fn word_at(map: &MmapRaw, segment: usize) -> &AtomicU64 {
     unsafe { &*map.as_ptr().cast::<AtomicU64>().add(segment) }
 }
 
-/// The mark of a segment in a mapping of an extent's file. A client sets a chunk's bit when it
-/// touches the chunk: the server, which does not see that, moves out what has none.
+/// Returns the mark of a segment in a mapping of an extent's file. A client sets a chunk's bit when
+/// it touches the chunk. The server does not see the touch, and moves out chunks without a bit.
 ///
 /// # Panics
-/// If there is none.
+/// If the mapping has no such mark.
 pub(crate) fn mark_at(map: &MmapRaw, extent_bytes: u64, segment: usize) -> &AtomicU32 {
     let at = marks(extent_bytes).0 as usize + segment * MARK_BYTES as usize;
     assert!(at + MARK_BYTES as usize <= map.len());
@@ -317,13 +317,13 @@ pub(crate) fn mark_at(map: &MmapRaw, extent_bytes: u64, segment: usize) -> &Atom
     unsafe { &*map.as_ptr().add(at).cast::<AtomicU32>() }
 }
 
-/// Why bytes cannot be brought into memory.
+/// Reason why bytes cannot be brought into memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Absent {
     /// All memory was in use until the wait ended, or the disk was too slow.
     #[error("no memory came free for it in time, or its bytes did not come back in time")]
     NoRoom,
-    /// They could not be read back, or came back other than they were stored.
+    /// The bytes could not be read back, or are not as they were stored.
     #[error("its bytes cannot be read back from where they were moved to")]
     Unreadable,
     /// The lease has ended.
@@ -331,7 +331,7 @@ pub enum Absent {
     Released,
 }
 
-/// Names the signal that a file lease's owner gets (fcntl(2)); `libc` has it for some targets only.
+/// Command for the signal to a file lease's owner (fcntl(2)); `libc` has it for some targets only.
 const F_SETSIG: libc::c_int = 10;
 
 /// An extent's file, to look at without a lease.
@@ -339,11 +339,11 @@ const F_SETSIG: libc::c_int = 10;
 pub struct ExtentFile(Arc<Memory>);
 
 impl ExtentFile {
-    /// Whether another process, or another part of this one, can still reach the bytes: somebody
-    /// who was [lent](ExtentMemory::lend) the memory has it open or mapped.
+    /// True if another process, or another part of this one, can still reach the bytes: the memory
+    /// was [lent](ExtentMemory::lend), and is open or mapped.
     ///
     /// # Errors
-    /// What the kernel says where it has no file leases.
+    /// The kernel's error where it has no file leases.
     pub fn is_held_elsewhere(&self) -> io::Result<bool> {
         let ask = |command: libc::c_int, number: libc::c_int| {
             // SAFETY: the call takes three numbers, of which the first is a descriptor of ours.
@@ -351,7 +351,7 @@ impl ExtentFile {
             Errno::result(answer)
         };
         // A process that opens the file while the file lease is held causes a signal to us. SIGIO,
-        // the usual one, would end this process; SIGURG is ignored unless somebody asks for it.
+        // the usual one, would end this process; SIGURG is ignored unless the program handles it.
         // Ending a lease forgets the choice.
         ask(F_SETSIG, libc::SIGURG)?;
         // The kernel gives a write lease only to the sole holder of an open file (fcntl(2)). It
@@ -366,19 +366,19 @@ impl ExtentFile {
         }
     }
 
-    /// Gives the physical memory back now, even while somebody still maps it. Its bytes become
+    /// Gives the physical memory back now, even while a process still maps it. Its bytes become
     /// zero.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn punch(&self) -> io::Result<()> {
         self.punch_range(0, self.0.file_bytes)
     }
 
-    /// As [`punch`](Self::punch), for `len` bytes at `offset`.
+    /// Punches `len` bytes at `offset`, like [`punch`](Self::punch).
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn punch_range(&self, offset: u64, len: u64) -> io::Result<()> {
         let how = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
         Ok(fallocate(&self.0.file, how, offset as i64, len as i64)?)
@@ -387,7 +387,7 @@ impl ExtentFile {
     /// Reads bytes without the mapping: holes read as zeros and stay holes.
     ///
     /// # Errors
-    /// What the kernel says; `UnexpectedEof` beyond the end.
+    /// The kernel's error; `UnexpectedEof` beyond the end.
     pub fn read_at(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
         self.0.file.read_exact_at(to, offset)
     }
@@ -395,20 +395,20 @@ impl ExtentFile {
     /// Writes bytes without the mapping.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn write_at(&self, offset: u64, from: &[u8]) -> io::Result<()> {
         self.0.file.write_all_at(from, offset)
     }
 
-    /// Where the first bytes at `from` or behind it are that are physically backed.
+    /// Returns the offset of the first physically backed byte at or behind `from`.
     pub fn next_data(&self, from: u64) -> Option<u64> {
-        // Clients share the file's position: only what each call returns counts.
+        // Clients share the file's position: only the result of each call counts.
         let at = lseek(&self.0.file, from as i64, Whence::SeekData);
         at.ok().map(|at| at as u64)
     }
 
-    /// Which chunks of a segment clients that share the memory have touched since the last call. A
-    /// bit each.
+    /// Takes the marks of a segment: one bit for each chunk that clients that share the memory have
+    /// touched since the last call.
     ///
     /// # Panics
     /// If the extent has no such segment, or was made without marks.
@@ -421,37 +421,36 @@ impl ExtentFile {
                     _ => mark.swap(0, Ordering::Relaxed),
                 }
             }
-            // Then nobody is lent it, either.
+            // An extent that cannot be mapped is not lent either.
             Err(_) => 0,
         }
     }
 
-    /// How many bytes of the file are for marks.
+    /// Returns the number of bytes of the file that are for marks.
     pub fn marks_bytes(&self) -> u64 {
         self.0.file_bytes - self.0.bytes
     }
 
-    /// The extent's length in bytes.
+    /// Returns the extent's length in bytes.
     pub fn bytes(&self) -> u64 {
         self.0.bytes
     }
 
-    /// The extent's id.
+    /// Returns the extent's id.
     pub fn id(&self) -> ExtentId {
         self.0.id
     }
 
-    /// How many bytes are physically backed, whoever wrote them.
+    /// Returns the number of physically backed bytes, whichever process wrote them.
     pub fn resident_bytes(&self) -> u64 {
-        // A block of `stat` has 512 bytes whatever the file system. fstat of a memfd has no way to
-        // fail.
+        // A block of `stat` has 512 bytes whatever the file system. fstat of a memfd cannot fail.
         let metadata = self.0.file.metadata();
         metadata.map_or(0, |metadata| metadata.blocks() * 512)
     }
 }
 
-/// An address that is not in the extent, or a lease that has ended, or an atomic on a word that is
-/// not at a multiple of 8, or on an extent that takes none.
+/// An access beyond the extent's end, or after the lease has ended, or by an atomic whose offset is
+/// no multiple of 8, or by an atomic to an extent that takes none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{len} bytes at {offset} are not in extent {extent} of {bytes} bytes, or its lease has ended, or an atomic is not at a multiple of 8, or the extent takes none"
@@ -476,16 +475,16 @@ impl ExtentMemory {
     /// `atomics` says whether the memory takes atomics.
     ///
     /// # Errors
-    /// What the kernel says: no descriptors left, or `bytes` is 0 or absurd.
+    /// The kernel's error: no descriptors left, or `bytes` is 0 or absurd.
     pub fn create(id: ExtentId, bytes: u64, atomics: bool) -> io::Result<Arc<Self>> {
         Self::make(id, bytes, atomics, |bytes| bytes)
     }
 
-    /// As [`create`](Self::create), for memory that many clients may hold at a time and none may
-    /// change: it is written here alone, through a [`Board`](crate::areas::Board).
+    /// Makes memory that many clients may hold at a time and none may change. It is written by this
+    /// process alone, through a [`Board`](crate::areas::Board).
     ///
     /// # Errors
-    /// As of [`create`](Self::create).
+    /// The errors of [`create`](Self::create).
     pub fn create_to_read(id: ExtentId, bytes: u64) -> io::Result<Arc<Self>> {
         check_bytes(bytes)?;
         let made = sealable(c"farpage-board", bytes)?;
@@ -500,16 +499,16 @@ impl ExtentMemory {
             announcements: Announcements::default(),
         };
         memory.map()?;
-        // From here on nobody can map it to write: only the mapping above can.
+        // From here on the kernel refuses writable mappings. The mapping above stays writable.
         fcntl(&made, FcntlArg::F_ADD_SEALS(seals_to_read()))?;
         Ok(Self::lease(Arc::new(memory), None))
     }
 
-    /// As [`create`](Self::create), for memory that is to be [`paged`](Self::paged): clients that
-    /// share it can mark what they touch.
+    /// Makes memory that is to be [`paged`](Self::paged), like [`create`](Self::create). Clients
+    /// that share it can mark the chunks that they touch.
     ///
     /// # Errors
-    /// As of [`create`](Self::create); `bytes` is more than 16 TiB.
+    /// The errors of [`create`](Self::create), and one if `bytes` is more than 16 TiB.
     pub fn create_with_marks(id: ExtentId, bytes: u64, atomics: bool) -> io::Result<Arc<Self>> {
         if bytes > MAX_PAGED_BYTES {
             return Err(io::Error::new(
@@ -532,8 +531,8 @@ impl ExtentMemory {
         // A client that could shrink the file would turn the server's accesses into SIGBUS.
         let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
         fcntl(&made, FcntlArg::F_ADD_SEALS(seals))?;
-        // The kernel's lease check counts only descriptions that were opened, and not what
-        // `memfd_create` made.
+        // The kernel's lease check counts only descriptions that were opened, and not the one of
+        // `memfd_create`.
         let file = open_anew(&made, true)?;
         let memory = Memory {
             id,
@@ -548,8 +547,8 @@ impl ExtentMemory {
         Ok(Self::lease(Arc::new(memory), None))
     }
 
-    /// The same memory in a handle that says who moves its bytes elsewhere: `keep` is given the
-    /// file. For memory that nobody was lent yet.
+    /// Returns the same memory in a handle whose bytes may be moved elsewhere. `keep` is given the
+    /// file and returns the mover. For memory that was not lent yet.
     pub fn paged(&self, keep: impl FnOnce(ExtentFile) -> Arc<dyn Residency>) -> Arc<Self> {
         Self::lease(Arc::clone(&self.memory), Some(keep(self.file())))
     }
@@ -564,42 +563,42 @@ impl ExtentMemory {
         })
     }
 
-    /// The extent's id, or that of the [`view`](Self::view).
+    /// Returns the extent's id, or that of the [`view`](Self::view).
     pub fn id(&self) -> ExtentId {
         self.view.unwrap_or(self.memory.id)
     }
 
-    /// The extent's length in bytes.
+    /// Returns the extent's length in bytes.
     pub fn bytes(&self) -> u64 {
         self.memory.bytes
     }
 
-    /// Whether it takes atomics.
+    /// True if the memory takes atomics.
     pub fn has_atomics(&self) -> bool {
         self.memory.atomics && !self.is_read_only()
     }
 
-    /// Whether clients may only read it.
+    /// True if clients may only read the memory.
     pub fn is_read_only(&self) -> bool {
         self.memory.read_only || self.is_view()
     }
 
-    /// Whether it is a [`view`](Self::view).
+    /// True if this is a [`view`](Self::view).
     pub fn is_view(&self) -> bool {
         self.view.is_some()
     }
 
-    /// Whether it was made [to be read](Self::create_to_read).
+    /// True if the memory was made [to be read](Self::create_to_read).
     pub(crate) fn is_board(&self) -> bool {
         self.memory.read_only
     }
 
-    /// How many bytes are physically backed, whoever wrote them.
+    /// Returns the number of physically backed bytes, whichever process wrote them.
     pub fn resident_bytes(&self) -> u64 {
         self.file().resident_bytes()
     }
 
-    /// The extent's file. It keeps the bytes, but is no lease.
+    /// Returns the extent's file. It keeps the bytes, but is no lease.
     pub fn file(&self) -> ExtentFile {
         ExtentFile(Arc::clone(&self.memory))
     }
@@ -621,7 +620,7 @@ impl ExtentMemory {
         &self.memory.announcements
     }
 
-    /// Who moves its bytes elsewhere, if somebody does.
+    /// Returns the mover of the memory's bytes, if there is one.
     #[cfg(feature = "rdma")]
     pub(crate) fn residency(&self) -> Option<&Arc<dyn Residency>> {
         self.residency.as_ref()
@@ -631,7 +630,7 @@ impl ExtentMemory {
     /// the lease ends.
     ///
     /// # Errors
-    /// What `register` or the kernel says; `NotFound` when the lease has ended meanwhile.
+    /// The error of `register` or of the kernel; `NotFound` when the lease has ended meanwhile.
     #[cfg_attr(
         not(feature = "rdma"),
         expect(dead_code, reason = "without RDMA there is no adapter")
@@ -659,13 +658,13 @@ impl ExtentMemory {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A handle of its own on the same bytes, for the next lease.
+    /// Makes a new handle on the same bytes, for the next lease.
     pub fn lease_anew(&self) -> Arc<Self> {
         Self::lease(Arc::clone(&self.memory), self.residency.clone())
     }
 
-    /// A lease of the same bytes that takes READs alone, beside the lease of whoever writes them.
-    /// It has an id of its own, since one client may have several.
+    /// Makes a lease of the same bytes that takes READs alone, beside the writer's lease. It has an
+    /// id of its own, since one client may have several.
     pub fn view(&self, id: ExtentId) -> Arc<Self> {
         Arc::new(Self {
             registration: Mutex::default(),
@@ -676,13 +675,13 @@ impl ExtentMemory {
         })
     }
 
-    /// New memory with the same id and a copy of the bytes, which nobody else maps.
+    /// Copies the bytes to new memory with the same id, which no other process maps.
     ///
     /// A process that maps the old memory may write meanwhile: then some mix of old and new bytes
     /// is copied. Holes stay holes.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn copy_afresh(&self) -> io::Result<Arc<Self>> {
         let (old, fresh) = (
             &self.memory,
@@ -691,10 +690,10 @@ impl ExtentMemory {
         let mut buf = vec![0; COPY_BYTES.min(old.bytes) as usize];
         let mut at = 0;
         while at < old.bytes {
-            // Clients share the file's position: only what each call returns counts.
+            // Clients share the file's position: only the result of each call counts.
             at = match lseek(&old.file, at as i64, Whence::SeekData) {
                 Ok(data) => data as u64,
-                // Nothing from here on.
+                // Only holes follow.
                 Err(Errno::ENXIO) => break,
                 Err(errno) => return Err(errno.into()),
             };
@@ -707,20 +706,20 @@ impl ExtentMemory {
         Ok(fresh)
     }
 
-    /// Whether its bytes may be elsewhere than in its memory.
+    /// True if the bytes may be elsewhere than in the extent's memory.
     pub fn is_paged(&self) -> bool {
         self.residency.is_some()
     }
 
-    /// A descriptor for a client that shares the memory, which it may keep for as long as it likes.
+    /// Returns a descriptor for a client that shares the memory. The client may keep it for good.
     ///
     /// # Errors
-    /// What the kernel says: no descriptors left, or no `/proc`.
+    /// The kernel's error: no descriptors left, or no `/proc`.
     pub fn lend(&self) -> io::Result<OwnedFd> {
         open_anew(&self.memory.file, !self.is_read_only()).map(OwnedFd::from)
     }
 
-    /// The descriptor of [`lend`](Self::lend), and that of the words of memory that is
+    /// Returns the descriptor of [`lend`](Self::lend), and that of the words of memory that is
     /// [paged](Self::is_paged).
     pub(crate) fn lend_all(&self) -> io::Result<Vec<OwnedFd>> {
         let mut fds = vec![self.lend()?];
@@ -730,10 +729,10 @@ impl ExtentMemory {
         Ok(fds)
     }
 
-    /// As [`ExtentFile::punch`].
+    /// Gives the physical memory back, like [`ExtentFile::punch`].
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn punch(&self) -> io::Result<()> {
         self.file().punch()
     }
@@ -766,7 +765,7 @@ impl ExtentMemory {
         Ok(())
     }
 
-    /// Changes the word at `offset` in one step, and returns what it was.
+    /// Changes the word at `offset` in one step, and returns its old value.
     ///
     /// # Errors
     /// [`OutOfLease`]; nothing is changed.
@@ -781,7 +780,7 @@ impl ExtentMemory {
         Ok(unsafe { apply(word, atomic) })
     }
 
-    /// Bytes of the extent, checked, for a system call.
+    /// Returns checked bytes of the extent for a system call.
     pub(crate) fn span(self: &Arc<Self>, offset: u64, len: u64) -> Result<Span, OutOfLease> {
         let address = self.address(offset, len)?;
         Ok(Span {
@@ -791,7 +790,7 @@ impl ExtentMemory {
         })
     }
 
-    /// Where the bytes are mapped: valid for `len` bytes and as long as `self`.
+    /// Returns the address of the bytes: valid for `len` bytes and as long as `self`.
     fn address(&self, offset: u64, len: u64) -> Result<*mut u8, OutOfLease> {
         let memory = &self.memory;
         let outside = self.outside(offset, len);
@@ -824,7 +823,7 @@ impl ExtentMemory {
     }
 }
 
-/// Changes a word that other processes may change too, and returns what it was.
+/// Changes a word that other processes may change too, and returns its old value.
 ///
 /// # Safety
 /// `word` is aligned, and 8 bytes from there on are mapped and writable during the call.
@@ -845,7 +844,7 @@ pub(crate) unsafe fn apply(word: *mut u64, atomic: Atomic) -> u64 {
     }
 }
 
-/// Seals of memory that can be mapped to read only, and not resized.
+/// Returns the seals of memory that can be mapped to read only, and not resized.
 fn seals_to_read() -> SealFlag {
     SealFlag::F_SEAL_SHRINK
         | SealFlag::F_SEAL_GROW
@@ -853,8 +852,8 @@ fn seals_to_read() -> SealFlag {
         | SealFlag::F_SEAL_SEAL
 }
 
-/// Whether an extent can have so many bytes: half of what can be addressed, so that there is room
-/// for marks.
+/// Checks that an extent can have `bytes` bytes: at most half of what can be addressed, so that
+/// there is room for marks.
 fn check_bytes(bytes: u64) -> io::Result<()> {
     match bytes {
         1.. if bytes <= isize::MAX as u64 / 2 => Ok(()),
@@ -865,18 +864,18 @@ fn check_bytes(bytes: u64) -> io::Result<()> {
     }
 }
 
-/// An empty file in memory of so many bytes, to be sealed.
+/// Makes an empty file in memory of `bytes` bytes, to be sealed.
 fn sealable(name: &std::ffi::CStr, bytes: u64) -> io::Result<File> {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let file = File::from(memfd_create(name, flags)?);
-    // Whoever is lent a descriptor to read, and is not the server's user, cannot open it anew to
-    // write. The server's own user can do as it likes with the server anyway.
+    // Another user than the server's, who is lent a descriptor to read, cannot reopen it to write.
+    // The server's own user can do as it likes with the server anyway.
     fchmod(&file, Mode::S_IRUSR | Mode::S_IWUSR)?;
     file.set_len(bytes)?;
     Ok(file)
 }
 
-/// The same file by a description of its own.
+/// Opens the same file by a description of its own.
 fn open_anew(file: &File, to_write: bool) -> io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let opened = File::options().read(true).write(to_write).open(path);
@@ -894,28 +893,28 @@ impl Memory {
         let map = MmapOptions::new()
             .len(self.file_bytes as usize)
             .map_raw(&self.file)?;
-        // A child would only keep the memory alive.
+        // Shared with a child, the mapping would only keep the memory alive.
         map.advise(memmap2::Advice::DontFork)?;
-        // Another thread may have been first; then its mapping counts and ours goes.
+        // Another thread may have been first: then its mapping counts and ours goes.
         Ok(self.map.get_or_init(|| map))
     }
 }
 
 impl Span {
-    /// The first byte's address; valid for as long as `self` and for `len` bytes.
+    /// Returns the first byte's address; valid for as long as `self` and for `len` bytes.
     pub(crate) fn as_ptr(&self) -> *mut u8 {
         self.address
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Copies `bytes` to the beginning. Whoever sees what is written afterwards sees them.
+    /// Copies `bytes` to the span's beginning. A thread that sees a later write sees `bytes`.
     ///
     /// # Panics
-    /// If they are longer.
+    /// If `bytes` is longer than the span.
     pub(crate) fn write(&self, bytes: &[u8]) {
         assert!(bytes.len() <= self.len, "{} bytes", bytes.len());
         // SAFETY: the span is mapped and writable for so many bytes as long as `self`; nobody has a
@@ -924,17 +923,17 @@ impl Span {
         fence(Ordering::Release);
     }
 
-    /// Whose bytes these are.
+    /// Returns the lease of the bytes.
     pub(crate) fn lease(&self) -> &Arc<ExtentMemory> {
         &self.lease
     }
 
-    /// Who must hold the bytes while they are touched, if somebody must.
+    /// Returns the mover that must hold the bytes while they are touched, if there is one.
     pub(crate) fn residency(&self) -> Option<&dyn Residency> {
         self.lease.residency.as_deref()
     }
 
-    /// Whether the lease has ended since.
+    /// True if the lease has ended since.
     pub(crate) fn is_revoked(&self) -> bool {
         self.lease.is_revoked()
     }
@@ -1081,9 +1080,9 @@ mod tests {
         assert!(ExtentMemory::create(ExtentId(1), 0, true).is_err());
     }
 
-    /// What a client sees of memory that it is lent to read. It can neither write nor resize it.
+    /// Maps memory that a client is lent to read. The client can neither write nor resize it.
     fn seen_only(lent: &File) -> MmapRaw {
-        // As anybody can who has a descriptor of it.
+        // Any holder of a descriptor can reopen it.
         let again = open_anew(lent, true).expect("its user may write it");
         for file in [lent, &again] {
             assert!(MmapOptions::new().map_raw(file).is_err());
@@ -1125,7 +1124,7 @@ mod tests {
         let seen = MmapOptions::new().map_raw_read_only(&lent).expect("memory");
         memory.copy_in(4096, &7u64.to_ne_bytes()).expect("writable");
         assert_eq!(word_at(&seen, 512).load(Ordering::Acquire), 7);
-        // The reader's end is not the writer's.
+        // The end of the reader's lease leaves the writer's alone.
         view.revoke();
         assert!(view.copy_out(0, &mut [0]).is_err());
         memory.copy_in(0, &[1]).expect("writable");

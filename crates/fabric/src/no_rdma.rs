@@ -1,5 +1,5 @@
-//! What stands for the fabric `rdma` in a build without it: types that have no values, and the
-//! reason.
+//! Stub of the fabric `rdma` for builds without RDMA: connecting and listening fail with a reason,
+//! and streams and routes have no values.
 
 use std::{
     io,
@@ -26,7 +26,7 @@ use crate::{
 const REASON: &str = "this program was built without RDMA: build it with `--features rdma` (which needs libibverbs-dev, librdmacm-dev and \
                       libclang-dev), or use tcp://";
 
-/// Nobody is asked.
+/// Interval between two questions to a peer. Unused: this build has no RDMA streams.
 pub(crate) const ASK_AGAIN: Duration = Duration::ZERO;
 
 #[derive(Debug)]

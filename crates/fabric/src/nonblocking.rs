@@ -6,7 +6,7 @@ use std::{io, time::Instant};
 
 use nix::poll::PollTimeout;
 
-/// What an I/O error means to somebody who waits for a peer.
+/// Describes an I/O error of a wait for a peer.
 pub(crate) fn describe(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => "the peer closed the connection".to_owned(),
@@ -15,7 +15,7 @@ pub(crate) fn describe(error: &io::Error) -> String {
     }
 }
 
-/// Whether a call on a non-blocking socket is to be repeated once the socket is ready.
+/// True if a call on a non-blocking socket is to be repeated once the socket is ready.
 pub(crate) fn retry(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -23,10 +23,10 @@ pub(crate) fn retry(error: &io::Error) -> bool {
     )
 }
 
-/// A poll timeout that does not end before `until`.
+/// Returns a poll timeout that does not end before `until`.
 pub(crate) fn timeout_until(until: Instant) -> PollTimeout {
     let left = until.saturating_duration_since(Instant::now());
-    // Rounded up, or the last millisecond would be spent spinning.
+    // Rounded up: otherwise the last millisecond would be spent spinning.
     let ms = left.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32;
     PollTimeout::try_from(ms).expect("not negative")
 }

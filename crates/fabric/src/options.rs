@@ -4,25 +4,25 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use crate::Link;
 
-/// How a session behaves.
+/// Settings of a session.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
     /// The longest that one operation or one control call may take. A connection that owes an
     /// answer and is silent for a quarter of the deadline is taken for dead: its operations end,
     /// and control calls and new channels try another connection.
     pub deadline: Duration,
-    /// Makes channels behave like a slower network. Sessions with the same `Link` share its rate.
+    /// Slower network that channels behave like. Sessions with the same `Link` share its rate.
     pub link: Option<Arc<Link>>,
-    /// Who we are, for the server's log.
+    /// Name of this client in the server's log.
     pub client: String,
-    /// The user's key file: names belong to keys. Read, or made, when a name is first used.
-    /// Default: [`Key::default_file`](crate::key::Key::default_file).
+    /// Path of the user's key file: names belong to keys. The file is read, or made, when a name is
+    /// first used. Default: [`Key::default_file`](crate::key::Key::default_file).
     pub key_file: Option<PathBuf>,
-    /// For channels over RDMA.
+    /// Settings of channels over RDMA.
     pub rdma: RdmaOptions,
 }
 
-/// How a channel uses an RDMA adapter. The defaults suit every adapter that we know. Change them to
+/// Settings of a channel over RDMA. The defaults suit every adapter that we know. Change them to
 /// measure their effect, or for an adapter that works better with less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RdmaOptions {
@@ -30,14 +30,14 @@ pub struct RdmaOptions {
     /// READ waits for the one before. (`initiator_depth` of the connection manager, `max_rd_atomic`
     /// of the queue pair.) Default: 255, which means as many as the devices support.
     pub reads_in_flight: u8,
-    /// Operations that are handed to the adapter with one ring of its doorbell. Values are clamped
-    /// to 1 to 16. Default: 16.
+    /// Operations handed to the adapter with one ring of its doorbell, clamped to 1 to 16. Default:
+    /// 16.
     pub doorbell: usize,
-    /// Whether WRITEs of a few bytes travel inside their work requests, so that the adapter need
-    /// not read them from memory: up to 220 bytes, or what the device offers. Default: yes.
+    /// True if WRITEs of a few bytes travel inside their work requests, so that the adapter need
+    /// not read them from memory: up to 220 bytes, or the device's limit. Default: true.
     pub inline: bool,
-    /// Whether WRITEs that [notify](crate::Channel::post_notifying) carry immediate data, at a
-    /// server that hears of them. Default: yes.
+    /// True if WRITEs that [notify](crate::Channel::post_notifying) carry immediate data, at a
+    /// server that hears of them. Default: true.
     pub immediate: bool,
 }
 
@@ -53,7 +53,7 @@ impl Default for RdmaOptions {
 }
 
 impl Default for SessionOptions {
-    /// A deadline of 10 seconds, no shaping, the process's id as the client.
+    /// Returns a deadline of 10 seconds, no shaping, and the process's id as the client.
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(10),

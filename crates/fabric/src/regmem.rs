@@ -31,7 +31,7 @@
 //! # drop(buf);
 //! ```
 //!
-//! nor by somebody who only lent it:
+//! nor by an owner that only lent it:
 //!
 //! ```compile_fail,E0597
 //! # use farpage_fabric::regmem::{RegPool, RegPoolOptions};
@@ -42,7 +42,7 @@
 //! # drop(buf);
 //! ```
 //!
-//! What does work:
+//! A program that works:
 //!
 //! ```
 //! # use farpage_fabric::regmem::{RegPool, RegPoolOptions};
@@ -73,22 +73,22 @@ farpage_wire::debug_as_display!(RegError);
 /// The registrars of a pool, one per protection domain.
 type Registrars = Arc<[Arc<dyn Registrar>]>;
 
-/// Who may use registered memory.
+/// Users of registered memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Access {
-    /// Operations of this process only. A peer that guesses a key cannot reach the memory.
+    /// The process itself. A peer that guesses a key cannot reach the memory.
     #[default]
     Local,
     /// Peers, too, by READ and WRITE. The bytes may change at any time: touch them through raw
     /// pointers only.
     Remote,
-    /// As above, and by atomics.
+    /// Peers, too, by READ, WRITE and atomics.
     RemoteAtomic,
     /// Peers, too, by READ only.
     RemoteRead,
 }
 
-/// Why there is no registered memory.
+/// Reason why there is no registered memory.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum RegError {
@@ -97,7 +97,7 @@ pub enum RegError {
     Map {
         /// Bytes asked for.
         bytes: usize,
-        /// What the system said.
+        /// Error from the system.
         r#source: io::Error,
     },
     /// The adapter did not take the memory.
@@ -105,11 +105,11 @@ pub enum RegError {
     Register {
         /// Bytes of the memory.
         bytes: usize,
-        /// Who was asked.
+        /// Registrar that was asked.
         registrar: String,
-        /// What the system said.
+        /// Error from the system.
         r#source: io::Error,
-        /// What to do, if that is known.
+        /// Remedy, if it is known.
         advice: String,
     },
     /// The pool would exceed its cap.
@@ -122,24 +122,24 @@ pub enum RegError {
         asked_bytes: usize,
         /// Bytes of the pool's slabs.
         used_bytes: usize,
-        /// The cap.
+        /// Cap of the pool.
         bytes_max: usize,
     },
 }
 
 /// A buffer in registered memory. Goes back to its pool when it is dropped.
 pub struct RegBuf {
-    /// This buffer's alone, and valid as long as `home`.
+    /// Bytes of this buffer alone, valid as long as `home`.
     memory: NonNull<[u8]>,
     pool: Arc<Inner>,
     home: Home,
 }
 
 enum Home {
-    /// `None` only while it is being dropped.
+    /// A piece of the pool's. `None` only while it is being dropped.
     Pool(Option<Piece>),
     Foreign(Box<Foreign>),
-    /// A part of a buffer that was [split](RegBuf::split). Nobody touches the whole meanwhile.
+    /// A part of a buffer that was [split](RegBuf::split). The whole is not touched meanwhile.
     Part(Arc<RegBuf>),
 }
 
@@ -165,8 +165,8 @@ impl RegBuf {
         }
     }
 
-    /// Cuts the buffer into parts of these lengths, in order, each a buffer of its own. So a large
-    /// buffer travels by several operations. [`join`](Self::join) makes it whole again.
+    /// Cuts the buffer into parts of these lengths, in order, each a buffer of its own. A large
+    /// buffer then travels by several operations. [`join`](Self::join) makes it whole again.
     ///
     /// # Panics
     /// If the lengths do not add up to the buffer's, or one is 0.
@@ -183,8 +183,8 @@ impl RegBuf {
             let start = unsafe { whole.memory.cast::<u8>().add(at) };
             at += len;
             Self {
-                // This part's alone: parts do not overlap, and the whole is kept without being
-                // touched until they are gone.
+                // Memory of this part alone: parts do not overlap, and the whole is kept untouched
+                // until they are gone.
                 memory: NonNull::slice_from_raw_parts(start, len),
                 pool: Arc::clone(&whole.pool),
                 home: Home::Part(Arc::clone(&whole)),
@@ -195,10 +195,10 @@ impl RegBuf {
         parts
     }
 
-    /// The buffer of which `parts` are all, in any order.
+    /// Joins `parts`, in any order, to the buffer that was split into them.
     ///
     /// # Panics
-    /// If they are not.
+    /// If `parts` are not all parts of one buffer.
     pub fn join(parts: Vec<Self>) -> Self {
         let whole = parts.first().and_then(|part| match &part.home {
             Home::Part(whole) => Some(Arc::clone(whole)),
@@ -206,13 +206,13 @@ impl RegBuf {
         });
         let whole = whole.expect("parts of a buffer that was split");
         drop(parts);
-        // Whoever still has a part keeps the whole.
+        // A part that is held elsewhere keeps the whole, and this panics.
         Arc::into_inner(whole).expect("all parts of one buffer")
     }
 
-    /// The keys of the buffer's memory in protection domain `domain`; the address is the buffer's
-    /// own. A lazy pool registers the memory now if it was not registered yet. `None`: the pool
-    /// does not serve the domain.
+    /// Returns the keys of the buffer's memory in protection domain `domain`; the address is the
+    /// buffer's own. A lazy pool registers the memory now if it was not registered yet. `None`: the
+    /// pool does not serve the domain.
     ///
     /// # Errors
     /// [`RegError::Register`], only from a lazy pool.
@@ -225,8 +225,8 @@ impl RegBuf {
         registered.keys(domain, &self.pool.registrations)
     }
 
-    /// The address of the first byte, for adapters, and for touching memory that peers write to.
-    /// Valid until the buffer is dropped.
+    /// Returns the address of the first byte, for adapters, and for touching memory that peers
+    /// write to. Valid until the buffer is dropped.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory.as_ptr().cast()
     }

@@ -1,6 +1,6 @@
 //! [`resolve`]: the addresses of a host, asked for on a thread of its own.
 //!
-//! The rule it keeps: nobody waits for a name server longer than they said. The system's resolver
+//! The rule it keeps: no caller waits for a name server longer than it said. The system's resolver
 //! takes its time and cannot be stopped, so it is left behind. A lookup that hangs spoils no later
 //! one, neither here nor in the child of a fork.
 
@@ -16,13 +16,13 @@ use std::{
 use farpage_tables::errand;
 use parking_lot::{Condvar, Mutex};
 
-/// A lookup that takes longer hangs: the system's resolver asks each server twice for 5 seconds.
+/// Age at which a lookup hangs: the system's resolver asks each server twice for 5 seconds.
 const HANGS: Duration = Duration::from_secs(30);
-/// How long the table is waited for. It is locked for moments, but the child of a fork may find it
-/// locked by a thread that it does not have.
+/// Longest wait for the table of questions. The table is locked for moments, but the child of a
+/// fork may find it locked by a thread that the child does not have.
 const MOMENT: Duration = Duration::from_millis(20);
 
-/// The addresses of a host, asked for by whoever needs them first.
+/// Returns the addresses of a host. The first caller that needs them asks.
 pub(crate) fn resolve(host: &str, port: u16, until: Instant) -> io::Result<Vec<SocketAddr>> {
     static RESOLVER: Resolver = Resolver::new(HANGS);
     if let Ok(address) = host.trim_matches(['[', ']']).parse::<IpAddr>() {
@@ -41,7 +41,7 @@ pub(crate) fn resolve(host: &str, port: u16, until: Instant) -> io::Result<Vec<S
     })
 }
 
-/// Questions that were asked and not answered yet, each on one thread. Whoever asks the same
+/// Questions that were asked and not answered yet, each on one thread. A caller that asks the same
 /// meanwhile waits for the same answer.
 struct Resolver {
     asked: Mutex<Asked>,
@@ -49,12 +49,12 @@ struct Resolver {
 }
 
 struct Asked {
-    /// Whose threads ask.
+    /// Process whose threads ask.
     process: u32,
     questions: BTreeMap<String, Arc<Question>>,
 }
 
-/// An error as its kind and its text: all who wait get it.
+/// Addresses, or an error as its kind and its text, so that every waiting caller gets it.
 type Answer = Result<Vec<SocketAddr>, (io::ErrorKind, String)>;
 
 struct Question {
@@ -97,7 +97,7 @@ impl Resolver {
         Some(answer.map_err(|(kind, why)| io::Error::new(kind, why)))
     }
 
-    /// The question that this process has asked about `host`, or a new one.
+    /// Returns the question that this process has asked about `host`, or a new one.
     fn question(
         &'static self,
         process: u32,
@@ -107,7 +107,7 @@ impl Resolver {
         let mut asked = self.asked.try_lock_for(MOMENT);
         if let Some(asked) = &mut asked {
             if asked.process != process {
-                // The questions of the parent process, whose threads are not here.
+                // The questions are those of the parent process, whose threads are not here.
                 (asked.process, asked.questions) = (process, BTreeMap::new());
             }
             let question = asked.questions.get(host);
@@ -127,7 +127,7 @@ impl Resolver {
             *asking.answer.lock() = Some(answer);
             asking.answered.notify_all();
         })?;
-        // Without the table, this caller's question is not shared.
+        // If the table is locked for too long, this caller's question is not shared.
         if let Some(asked) = &mut asked {
             let asking = Arc::clone(&question);
             asked.questions.insert(host.to_owned(), asking);
@@ -135,7 +135,7 @@ impl Resolver {
         Ok(question)
     }
 
-    /// Later callers ask anew, because addresses change.
+    /// Forgets an answered question. Later callers ask anew, because addresses change.
     fn forget(&self, host: &str, answered: &Arc<Question>) {
         let mut asked = self.asked.lock();
         let known = asked.questions.get(host);
@@ -177,7 +177,7 @@ mod tests {
             let answer = ask(begun + Duration::from_millis(20));
             assert!(answer.is_none() && begun.elapsed() >= Duration::from_millis(20));
         }
-        // Who still waits is answered by the one that was asked.
+        // A caller that still waits is answered by the question that was asked.
         let until = Instant::now() + Duration::from_secs(20);
         let answer = thread::scope(|scope| {
             let waits = scope.spawn(|| ask(until));

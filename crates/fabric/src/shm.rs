@@ -1,23 +1,23 @@
 //! The client half of shared memory: READ and WRITE are copies between a buffer and the extent's
-//! mapping, and atomics the processor's own, one in each poll, so that the caller can use what was
-//! copied while it is in the caches.
+//! mapping, and atomics the processor's own. Each poll executes one operation, so that the caller
+//! can use the copied bytes while they are in the caches.
 //!
 //! The law of this file: a mapping holds bytes that others may change, so no reference to them is
 //! made; they are copied through bounds-checked raw pointers.
 //!
-//! Of memory that is *paged*, only what its [words](farpage_wire::segment) say is there is touched.
-//! A copy counts only if nothing left the server's memory meanwhile. What does not count, is not
-//! there, or is an atomic, the server does, on a data connection that such a channel has.
+//! Memory that is *paged* is touched only where its [words](farpage_wire::segment) say that it is
+//! present. A copy counts only if nothing left the server's memory meanwhile. Failed copies, absent
+//! bytes and atomics are for the server, on a data connection that such a channel has.
 //!
-//! For all other memory the server takes no part, so channels go on while it is stopped, and after
-//! its process has ended: nobody else can reach the memory then. They stop when the session's
-//! [`Death`](crate::attachment::Death) says that the server has ended the session. They also stop
-//! when the server's process has ended and the last answered renewal is older than the lease, since
-//! the server may have ended the session first. A client that was stopped for longer than its lease
-//! may copy into memory that is no longer its own before it hears of that. Memory of an unnamed
-//! region is never lent twice, so that nobody else reads it. Memory of a named region is copied
-//! before another user gets it. The same user's next process checks what it reads against the
-//! hashes of its page map.
+//! For all other memory the server takes no part. Channels go on while the server is stopped, and
+//! after its process has ended: no other process can reach the memory then. They stop when the
+//! session's [`Death`](crate::attachment::Death) says that the server has ended the session. They
+//! also stop when the server's process has ended and the last answered renewal is older than the
+//! lease, since the server may have ended the session first. A client that was stopped for longer
+//! than its lease may copy into memory that is no longer its own before it hears of that. Memory of
+//! an unnamed region is never lent twice, so no other client reads such bytes. Memory of a named
+//! region is copied before another user gets it. The same user's next process checks the bytes that
+//! it reads against the hashes of its page map.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -49,18 +49,18 @@ use crate::{
     tcp::TcpChannel,
 };
 
-/// How often a piece of an operation is copied while chunks of its segment leave, before the server
-/// is asked.
+/// Number of times that a piece of an operation is copied while chunks of its segment leave, before
+/// the server is asked.
 const TRIES: usize = 3;
 
-/// The pause between two looks for a number, of a caller that sleeps: nobody wakes it.
+/// Pause of a sleeping caller between two looks for a number: no event wakes it.
 const LOOK: Duration = Duration::from_micros(50);
 
-/// How many operations may wait: enough for any caller's batch.
+/// Upper bound of waiting operations: enough for any caller's batch.
 const DEPTH: usize = 64;
 
-/// Extents that a channel remembers without allocating, as a signal handler must: 16 GiB to 1 TiB,
-/// as a region asks for them.
+/// Number of extents that a channel remembers without allocating, as a signal handler must: 16 GiB
+/// to 1 TiB, in the sizes that a region asks for.
 const CACHED: usize = 1024;
 
 const NO_PANIC: &str = "nothing panics under this lock";
@@ -70,20 +70,20 @@ const NO_PANIC: &str = "nothing panics under this lock";
 pub(crate) struct Mapped {
     id: ExtentId,
     bytes: u64,
-    /// The extent's bytes, and its marks if it is paged.
+    /// Mapping of the extent's bytes, and of its marks if it is paged.
     map: MmapRaw,
-    /// The words of its segments, if it is paged.
+    /// Mapping of the words of its segments, if it is paged.
     words: Option<MmapRaw>,
     atomics: bool,
-    /// Whether it is mapped to read only.
+    /// True if the extent is mapped to read only.
     read_only: bool,
-    /// Set when the lease is given back, before the memory is replaced: a channel that finds it
-    /// unset after a copy has copied the server's memory.
+    /// Flag that is set when the lease is given back, before the memory is replaced: a channel that
+    /// finds it unset after a copy has copied the server's memory.
     released: AtomicBool,
 }
 
-/// The extents of one session; channels keep copies, so that its lock is not on the data path. It
-/// is the standard library's, which never allocates: a signal handler may look an extent up.
+/// The extents of one session. Channels keep copies, so that its lock is not on the data path. The
+/// lock is the standard library's, which never allocates: a signal handler may look an extent up.
 #[derive(Debug, Default)]
 pub(crate) struct Directory(RwLock<HashMap<ExtentId, Arc<Mapped>>>);
 
@@ -135,7 +135,7 @@ impl Directory {
         Ok(())
     }
 
-    /// Unmaps a lease, also one that an idle channel has cached: the server charges this program
+    /// Unmaps a lease, also one that an idle channel has cached. The server charges this program
     /// for the memory as long as it is mapped.
     pub(crate) fn remove(&self, id: ExtentId) {
         let mapped = self.0.write().expect(NO_PANIC).remove(&id);
@@ -144,15 +144,15 @@ impl Directory {
         }
     }
 
-    /// Lets go of all leases.
+    /// Unmaps all leases.
     pub(crate) fn clear(&self) {
         let all = std::mem::take(&mut *self.0.write().expect(NO_PANIC));
         all.values().for_each(|mapped| mapped.unmap());
     }
 }
 
-/// Whether a file that the server passed can be mapped: memory that could shrink would turn a copy
-/// into SIGBUS.
+/// Checks that a file that the server passed can be mapped: memory that could shrink would turn a
+/// copy into SIGBUS.
 fn check(file: &File, bytes: u64) -> io::Result<()> {
     let seals = SealFlag::from_bits_truncate(fcntl(file, FcntlArg::F_GET_SEALS)?);
     match seals.contains(SealFlag::F_SEAL_SHRINK) && file.metadata()?.len() >= bytes {
@@ -164,20 +164,20 @@ fn check(file: &File, bytes: u64) -> io::Result<()> {
 }
 
 impl Mapped {
-    /// Whether a READ can wait for the number at its beginning.
+    /// True if a READ can wait for the number at the extent's beginning.
     fn is_board(&self) -> bool {
         self.read_only && self.words.is_none() && self.bytes >= Board::NUMBER_BYTES as u64
     }
 
-    /// The number at its beginning. What was written before it can be read afterwards.
+    /// Returns the number at the extent's beginning. Earlier bytes can be read afterwards.
     fn number(&self) -> Option<u64> {
         let word = |at| word_at(&self.map, at).load(Ordering::Acquire);
         let number = word(0);
         Board::sealed_by(word(1), number).then_some(number)
     }
 
-    /// Copies `piece.len` bytes by `copy` while they are in the server's memory. `false`: they were
-    /// not, or some left meanwhile, so that the copy does not count.
+    /// Copies `piece.len` bytes by `copy` while they are in the server's memory. Returns `false` if
+    /// some were not, or left meanwhile: then the copy does not count.
     fn optimistic(&self, words: &MmapRaw, piece: Piece, mut copy: impl FnMut()) -> bool {
         let word = word_at(words, piece.segment);
         for _ in 0..TRIES {
@@ -186,8 +186,8 @@ impl Mapped {
                 return false;
             };
             let mark = mark_at(&self.map, self.bytes, piece.segment);
-            // A reader cannot write the file, and so not mark either: what only readers touch
-            // leaves as if nobody did.
+            // A reader cannot write the file, so it cannot mark either. Chunks that only readers
+            // touch leave as if untouched.
             let is_marked = mark.load(Ordering::Relaxed) & piece.chunks == piece.chunks;
             if !is_marked && !self.read_only {
                 mark.fetch_or(piece.chunks, Ordering::Relaxed);
@@ -203,8 +203,8 @@ impl Mapped {
         false
     }
 
-    /// Puts memory of this process in the place of the server's. A copy that is under way goes on
-    /// there, and finds afterwards that it is refused.
+    /// Replaces the server's memory by memory of this process. A copy that is under way goes on
+    /// there, and is refused afterwards.
     fn unmap(&self) {
         self.released.store(true, Ordering::Release);
         let (address, bytes) = (self.map.as_mut_ptr().cast(), self.map.len());
@@ -223,7 +223,7 @@ impl Mapped {
             )
         };
         if replaced == libc::MAP_FAILED {
-            // It stays mapped until the last channel has forgotten it.
+            // The memory stays mapped until the last channel has forgotten it.
             let error = io::Error::last_os_error();
             let extent = self.id;
             later(move || tracing::warn!(%extent, %error, "cannot let go of an extent at once"));
@@ -231,21 +231,21 @@ impl Mapped {
     }
 }
 
-/// What a READ of a board waits for.
+/// Condition of a READ of a board.
 #[derive(Clone, Copy, Debug)]
 struct When {
     least: u64,
     until: Instant,
 }
 
-/// Copies of one thread.
+/// A channel over shared memory: the copies of one thread.
 pub(crate) struct ShmChannel<B> {
     attachment: Attachment,
     directory: Arc<Directory>,
-    /// What [`Directory`] held when it was last asked.
+    /// Extents found in [`Directory`] so far.
     cache: HashMap<ExtentId, Arc<Mapped>>,
     ops: VecDeque<(Op<B>, Option<When>)>,
-    /// For what the server has to do, if it lends more than its memory.
+    /// Connection for operations that the server has to execute, if it lends more than its memory.
     asking: Option<TcpChannel<B>>,
 }
 
@@ -264,7 +264,7 @@ impl<B: Buf> ShmChannel<B> {
         }
     }
 
-    /// Does an operation. `false`: it does not count, and the server has to do it.
+    /// Executes an operation. Returns `false` if the server has to execute it.
     fn copy(&mut self, op: &mut Op<B>) -> Result<bool, ChannelError> {
         if let Some(reason) = self.attachment.death.loss() {
             return Err(self.attachment.lost(reason));
@@ -317,19 +317,19 @@ impl<B: Buf> ShmChannel<B> {
                         let local = &op.buf.as_ref()[..len];
                         mapped.optimistic(words, piece, || write(local, at, part))
                     }
-                    // Its old value cannot be taken back.
+                    // The old value of an atomic cannot be taken back.
                     Verb::Atomic(_) => false,
                 }
             }),
             (None, Verb::Read) => {
                 read(&mut op.buf.as_mut()[..len], 0, len);
-                // Pairs with a release store by the memory's owner: what it did before is seen by
-                // what follows.
+                // Pairs with a release store by the memory's owner: later reads see the owner's
+                // earlier work.
                 fence(Ordering::Acquire);
                 true
             }
             (None, Verb::Write) => {
-                // Whoever sees these bytes sees those of the WRITEs before.
+                // A thread that sees these bytes sees those of earlier WRITEs.
                 fence(Ordering::Release);
                 write(&op.buf.as_ref()[..len], 0, len);
                 true
@@ -342,8 +342,8 @@ impl<B: Buf> ShmChannel<B> {
                 true
             }
         };
-        // After the copy: the memory may have been replaced during it. Whoever copied from the
-        // replacement finds what was set before it was made.
+        // Checked after the copy, during which the memory may have been replaced. A copy from the
+        // replacement is followed by the flag that was set before the replacement was made.
         fence(Ordering::Acquire);
         match mapped.released.load(Ordering::Relaxed) {
             true => Err(refused(&self.attachment.endpoint, op)),
@@ -351,8 +351,8 @@ impl<B: Buf> ShmChannel<B> {
         }
     }
 
-    /// Whether the board's number is what a READ waits for. `None`: it has waited for too long. A
-    /// board that is none, or is out of reach, is for the copy to complain about.
+    /// Returns true if the board's number meets `when`, and `None` if the READ waited for too long.
+    /// True, too, if the extent is no board or out of reach: the copy reports that error.
     fn has_come(&mut self, extent: ExtentId, when: When) -> Option<bool> {
         let Some(mapped) = self.mapped(extent).filter(|mapped| mapped.is_board()) else {
             return Some(true);
@@ -364,7 +364,7 @@ impl<B: Buf> ShmChannel<B> {
         }
     }
 
-    /// Copies, or asks the server.
+    /// Copies the bytes of an operation, or asks the server for it.
     fn begin(&mut self, mut op: Op<B>, when: Option<When>, done: &mut Vec<Completion<B>>) {
         let result = match when.map(|when| (when, self.has_come(op.extent, when))) {
             Some((_, Some(false))) => return self.ops.push_front((op, when)),
@@ -385,7 +385,7 @@ impl<B: Buf> ShmChannel<B> {
             Ok(true) => Ok(()),
             Ok(false) => match &mut self.asking {
                 Some(asking) => {
-                    // As much as it may have in flight at once.
+                    // The connection has a bound of operations in flight.
                     if let Err(Busy(op)) = asking.post(op) {
                         self.ops.push_front((op, None));
                     }
@@ -411,7 +411,7 @@ impl<B: Buf> ShmChannel<B> {
             .get(&id)
             .is_some_and(|mapped| !mapped.released.load(Ordering::Relaxed));
         if !cached {
-            // Rare: the time to forget what was released, or the cache would keep it mapped.
+            // Rare: the time to forget released extents, or the cache would keep them mapped.
             self.cache
                 .retain(|_, mapped| !mapped.released.load(Ordering::Relaxed));
             let mapped = Arc::clone(self.directory.0.read().expect(NO_PANIC).get(&id)?);
@@ -456,7 +456,7 @@ impl<B: Buf> Channel<B> for ShmChannel<B> {
         done.len() - before
     }
 
-    /// What the server does takes longer than what is copied here.
+    /// Returns false if the server executes some WRITEs: they take longer than copies.
     fn writes_in_order(&self) -> bool {
         self.asking.is_none()
     }
@@ -495,7 +495,7 @@ mod tests {
         mapped: Arc<Mapped>,
     }
 
-    /// A paged extent, at the server and at a client.
+    /// Makes a paged extent, at the server and at a client.
     fn both() -> Both {
         let id = ExtentId(1);
         let memory = ExtentMemory::create_with_marks(id, BYTES, false).expect("a memfd");
@@ -521,8 +521,8 @@ mod tests {
         }
     }
 
-    /// How often the first two chunks of the second segment were copied while `meanwhile` changes
-    /// its word in each copy, and whether the last one counts.
+    /// Counts the copies of the first two chunks of the second segment while `meanwhile` changes
+    /// its word in each copy. Returns true with the count if the last copy counts.
     fn copies(
         both: &Both,
         mut meanwhile: impl FnMut(SegmentWord, u32) -> SegmentWord,
@@ -556,7 +556,7 @@ mod tests {
         assert_eq!(copies(&both, once), (2, true));
         let ever = |word: SegmentWord, _| word.without(1 << 3).with(1 << 3);
         assert_eq!(copies(&both, ever), (3, false));
-        // One that left and came back is another one.
+        // A chunk that left and came back is another one.
         let back = |word: SegmentWord, copy| match copy {
             1 => word.without(1).with(1),
             _ => word,

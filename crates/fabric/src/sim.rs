@@ -1,9 +1,9 @@
 //! A simulated server and its faults, inside this process: seeded, in virtual steps, no wall clock.
 //!
-//! The rule it keeps: what happens depends on the seed and on the order of calls alone. A step is
-//! one [`poll`](Channel::poll) of a channel. Injected: delay, reordering, a link rate, lost
-//! operations (which may have taken place or not, and WRITEs among them may yet, until their line
-//! has a new channel), READs that bring a wrong byte, the server's death.
+//! The rule it keeps: all events depend on the seed and on the order of calls alone. A step is one
+//! [`poll`](Channel::poll) of a channel. Injected: delay, reordering, a link rate, lost operations
+//! (which may have taken place or not, and WRITEs among them may yet, until their line has a new
+//! channel), READs that bring a wrong byte, the server's death.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -31,16 +31,16 @@ use crate::{
     server::answer,
 };
 
-/// What a simulated server does to operations.
+/// Faults and limits of a simulated server.
 #[derive(Clone, Debug)]
 pub struct SimConfig {
     /// The seed of the random numbers.
     pub seed: u64,
     /// The most bytes that the server grants.
     pub capacity_bytes: u64,
-    /// The most steps that an operation takes; each takes a random number from 1.
+    /// Upper bound of the steps that an operation takes; each takes a random number from 1.
     pub delay_steps: u64,
-    /// Whether completions come in the order of their delays rather than of their operations.
+    /// True if completions come in the order of their delays rather than of their operations.
     pub reorder: bool,
     /// One operation in `lose_one_in` is lost and ends in `TimedOut` after
     /// [`timeout_steps`](Self::timeout_steps).
@@ -49,17 +49,17 @@ pub struct SimConfig {
     pub damage_one_in: Option<u64>,
     /// The operation deadline.
     pub timeout_steps: u64,
-    /// The server dies at its operation of this number, counted over all channels.
+    /// Number of the operation at which the server dies, counted over all channels.
     pub die_at_op: Option<u64>,
-    /// Payload bytes that a channel moves per step; unlimited without.
+    /// Payload bytes that a channel moves per step. `None`: unlimited.
     pub bytes_per_step: Option<u64>,
-    /// Operations in flight per channel.
+    /// Upper bound of operations in flight per channel.
     pub queue_depth: usize,
 }
 
 impl SimConfig {
-    /// Delays of up to 8 steps with reordering, no loss, damage or death, no rate, 64 operations
-    /// deep, 1 GiB.
+    /// Returns delays of up to 8 steps with reordering, no loss, damage or death, no rate, queues
+    /// of 64 operations, and 1 GiB.
     pub fn new(seed: u64) -> Self {
         Self {
             seed,
@@ -105,13 +105,13 @@ struct Late {
 }
 
 impl SimServer {
-    /// A server with nothing granted.
+    /// Makes a server with nothing granted.
     pub fn new(config: SimConfig) -> Arc<Self> {
         let host = Arc::new(SimHost::new(config.capacity_bytes));
         Self::with_host(config, host)
     }
 
-    /// A server that lends what `host` says. The capacity of `config` does not apply.
+    /// Makes a server that lends the memory of `host`. The capacity of `config` does not apply.
     pub fn with_host(config: SimConfig, host: Arc<dyn Host>) -> Arc<Self> {
         Arc::new(Self {
             host,
@@ -124,30 +124,30 @@ impl SimServer {
         })
     }
 
-    /// Kills the server: whatever is in flight ends with an error at the next poll.
+    /// Kills the server: all operations in flight end with an error at the next poll.
     pub fn kill(&self) {
         self.death.declare("the simulated server was killed");
     }
 
-    /// The next publication takes place, but its answer is lost.
+    /// Loses the answer to the next publication, which takes place all the same.
     pub fn lose_next_publish_answer(&self) {
         self.lose_answer.store(true, Ordering::Relaxed);
     }
 
-    /// How many operations were posted so far, over all channels.
+    /// Returns the number of operations posted so far, over all channels.
     pub fn operations(&self) -> u64 {
         self.ops.load(Ordering::Relaxed)
     }
 
-    /// A WRITE that seemed lost lands after all.
+    /// Places the bytes of a WRITE that seemed lost.
     fn land(&self, late: &Late) {
         if let Some(lease) = self.host.extent(late.session, late.extent) {
-            // A WRITE outside of a lease is refused, and nobody hears of that.
+            // A WRITE outside of a lease is refused without a notice.
             let _ = lease.copy_in(late.offset, &late.bytes);
         }
     }
 
-    /// The seed of its random numbers, which is also its endpoint.
+    /// Returns the seed of the server's random numbers, which is also its endpoint.
     pub(crate) fn seed(&self) -> u64 {
         self.config.seed
     }
@@ -178,7 +178,7 @@ pub(crate) struct SimSession {
 }
 
 impl SimSession {
-    /// At a server of its own.
+    /// Begins a session at a server of its own.
     pub(crate) fn alone(seed: u64, client: &str) -> Self {
         Self::begin(SimServer::new(SimConfig::new(seed)), client)
     }
@@ -217,7 +217,7 @@ impl SimSession {
         let number = self.server.channels.fetch_add(1, Ordering::Relaxed);
         let mut random =
             Random(self.server.config.seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        // What the line's earlier channels had under way lands now or never.
+        // WRITEs of the line's earlier channels land now or never.
         self.server.late.lock().retain(|late| {
             let mine = (late.session, late.line) == (self.id, line);
             if mine && random.below(2) == 0 {
@@ -252,7 +252,7 @@ struct SimChannel<B> {
     random: Random,
     step: u64,
     link_free_at: u64,
-    /// In the order of their operations.
+    /// Operations in flight, in the order of posting.
     flying: Vec<Flying<B>>,
     dead: Option<ChannelError>,
     _session: KeepAlive,
@@ -261,7 +261,7 @@ struct SimChannel<B> {
 struct Flying<B> {
     op: Op<B>,
     due_step: u64,
-    /// Lost: ends in `TimedOut` when due.
+    /// True if the operation is lost: it ends in `TimedOut` when due.
     lost: bool,
 }
 
@@ -310,7 +310,7 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
             self.server.land(&late.remove(landed));
         }
         drop(late);
-        // 1. What is due, in the order in which it is due.
+        // 1. Operations that are due, in the order in which they are due.
         while self.dead.is_none() {
             let due =
                 |flying: &Flying<B>| (flying.due_step <= self.step).then_some(flying.due_step);
@@ -362,8 +362,8 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
 }
 
 impl<B: Buf> SimChannel<B> {
-    /// Decides what becomes of an operation of a dead channel: it takes place unnoticed, a WRITE
-    /// may take place later, or it never does.
+    /// Decides the fate of an operation of a dead channel: it takes place unnoticed, it may take
+    /// place later if it is a WRITE, or it never does.
     fn lose(&mut self, op: &mut Op<B>) {
         match (self.random.below(3), op.verb) {
             (0, _) => {
@@ -420,7 +420,7 @@ impl<B> Flying<B> {
     }
 }
 
-/// SplitMix64: small, and the same on every machine for ever.
+/// A random number generator, SplitMix64: small, and the same on every machine for ever.
 #[derive(Debug)]
 struct Random(u64);
 
@@ -434,7 +434,7 @@ impl Random {
     }
 }
 
-/// The plainest [`Host`]: everybody is admitted, names are everybody's, and leases do not expire.
+/// The plainest [`Host`]: all clients are admitted, names belong to all, and leases do not expire.
 /// For simulations and for tests of transports.
 #[derive(Debug)]
 pub struct SimHost {
@@ -460,7 +460,7 @@ struct SimExtent {
 
 #[derive(Debug, Default)]
 struct SimName {
-    /// `None` while it is only claimed.
+    /// Manifest, or `None` while the name is only claimed.
     manifest: Option<Vec<u8>>,
     extents: Vec<ExtentId>,
     claimed_by: Option<SessionId>,
@@ -472,7 +472,7 @@ struct SimName {
 struct SimView {
     of: ExtentId,
     reader: SessionId,
-    /// The number of its reading.
+    /// Number of the reading that the view belongs to.
     reading: u64,
     name: String,
     version: u64,
@@ -480,7 +480,7 @@ struct SimView {
 }
 
 impl SimHost {
-    /// A host that grants up to `capacity_bytes`.
+    /// Makes a host that grants up to `capacity_bytes`.
     pub fn new(capacity_bytes: u64) -> Self {
         Self {
             capacity_bytes,
@@ -488,7 +488,7 @@ impl SimHost {
         }
     }
 
-    /// The memory of an extent, whoever it is leased to: what the server's own threads see.
+    /// Returns the memory of an extent, whichever client leases it, for threads of the server.
     pub fn memory(&self, extent: ExtentId) -> Option<Arc<ExtentMemory>> {
         let state = self.state.lock();
         Some(Arc::clone(&state.extents.get(&extent)?.memory))
@@ -517,7 +517,7 @@ impl SimState {
             .sum()
     }
 
-    /// The published version of a name, and the older ones that are read.
+    /// Returns the published version of a name, and the older ones that are read.
     fn versions(&self, name: &str) -> Versions {
         let published = self.names.get(name).map_or(0, |record| record.version);
         let mut readings: BTreeMap<u64, BTreeSet<u64>> = BTreeMap::new();
@@ -538,7 +538,7 @@ impl SimState {
         }
     }
 
-    /// Ends leases to read.
+    /// Ends the leases to read that are over.
     fn end_views(&mut self, is_over: impl Fn(&ExtentId, &SimView) -> bool) {
         for (_, view) in self.views.extract_if(|id, view| is_over(id, view)) {
             view.memory.revoke();
@@ -547,14 +547,14 @@ impl SimState {
         self.forget_extents();
     }
 
-    /// Forgets extents that nobody leases and nothing refers to.
+    /// Forgets extents without a lease, a name or a reader.
     fn forget_extents(&mut self) {
         let read: HashSet<_> = self.views.values().map(|view| view.of).collect();
         self.extents
             .retain(|id, extent| extent.owner.is_some() || extent.names > 0 || read.contains(id));
     }
 
-    /// Whether somebody other than `session` holds what the name refers to.
+    /// True if another session than `session` holds the name or one of its extents.
     fn in_use(&self, name: &SimName, session: SessionId) -> bool {
         self.holders(name).any(|holder| holder != session)
     }
@@ -910,7 +910,7 @@ impl Host for SimHost {
     }
 }
 
-/// Different for each session and known to nobody who was not told: enough where nobody is hostile.
+/// Returns a secret that differs for each session. Guessable: enough where no client is hostile.
 fn secret_of(session: SessionId) -> Secret {
     let mut bytes = [0x5a; 16];
     bytes[..8].copy_from_slice(&session.0.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());

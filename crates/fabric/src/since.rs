@@ -1,10 +1,10 @@
-//! [`Since`]: how long something has been waited for, in time that this process ran.
+//! [`Since`]: the time since a moment, counted only while this process runs.
 //!
-//! A process that is stopped, or whose machine stands still, waits for nobody. When it goes on, a
+//! A process that is stopped, or whose machine stands still, waits for nothing. When it goes on, a
 //! deadline by the clock has passed, and a page would be given up whose answer has come already.
 //!
 //! The rule: of a stretch in which no thread has looked at the time here, at most [`STILL`] counts.
-//! So whoever waits looks again by [`Since::look_by`]. A wait is bounded all the same: each look
+//! A waiting thread looks again by [`Since::look_by`]. A wait is bounded all the same: each look
 //! counts something. Limits that keep a promise to others, such as a lease, go by the clock.
 
 use std::{
@@ -15,50 +15,50 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest stretch between two looks that counts as running: several times what a thread waits
+/// Upper bound of a stretch between two looks that counts as running: several times a thread's wait
 /// for its turn on a busy machine.
 const STILL: Duration = Duration::from_millis(100);
-/// The longest sleep of whoever waits: a quarter of [`STILL`], or late wake-ups would look like
-/// standing still.
+/// Upper bound of a waiting thread's sleep: a quarter of [`STILL`], or late wake-ups would look
+/// like standing still.
 const LOOK: Duration = Duration::from_millis(25);
 
 static BASE: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// In the upper half when somebody looked last, in the lower half how long this process has stood
-/// still so far, both in milliseconds that wrap around. Relaxed: nothing else is read by it, and
-/// both halves change in one step, so that nobody sees the new time with the old loss.
+/// Time of the last look in the upper half, time that this process has stood still so far in the
+/// lower half, both in milliseconds that wrap around. Relaxed: no other data is read by it, and
+/// both halves change in one step, so that no thread sees the new time with the old loss.
 static LOOKED: AtomicU64 = AtomicU64::new(0);
 
-/// A moment from which the time is counted that this process runs.
+/// A moment from which the running time of this process is counted.
 #[derive(Clone, Copy, Debug)]
 pub struct Since {
     at: Instant,
-    /// What had been lost by then.
+    /// Time lost by standing still until then, as in [`LOOKED`].
     lost_ms: u32,
 }
 
 impl Since {
-    /// From now on.
+    /// Starts counting now.
     pub fn now() -> Since {
         let at = Instant::now();
         let lost_ms = look(&LOOKED, ms_of(at));
         Since { at, lost_ms }
     }
 
-    /// How long this process has run since then. Waits for nothing and allocates nothing.
+    /// Returns how long this process has run since then. Never waits and allocates nothing.
     pub fn elapsed(self) -> Duration {
         let now = Instant::now();
         let still = self.still(look(&LOOKED, ms_of(now)));
         now.saturating_duration_since(self.at).saturating_sub(still)
     }
 
-    /// When to look again at the latest, for whoever sleeps until `wait` has passed.
+    /// Returns the time of the next look, for a thread that sleeps until `wait` has passed.
     pub fn look_by(self, wait: Duration) -> Instant {
         let now = Instant::now();
         now + wait.saturating_sub(self.elapsed()).min(LOOK)
     }
 
-    /// The later of two moments.
+    /// Returns the later of two moments.
     pub fn max(self, other: Since) -> Since {
         if other.at > self.at { other } else { self }
     }
@@ -72,14 +72,14 @@ fn ms_of(at: Instant) -> u32 {
     at.saturating_duration_since(*BASE).as_millis() as u32
 }
 
-/// Notes a look. Returns what has been lost until then.
+/// Notes a look at `now_ms`. Returns the time lost until then.
 fn look(looked: &AtomicU64, now_ms: u32) -> u32 {
     let still_ms = STILL.as_millis() as u32;
     let mut before = looked.load(Ordering::Relaxed);
     loop {
         let (last_ms, lost_ms) = ((before >> 32) as u32, before as u32);
         let gap_ms = now_ms.wrapping_sub(last_ms);
-        // Not negative either: another thread may have looked since `now_ms` was read.
+        // A negative gap is no gap: another thread may have looked since `now_ms` was read.
         if gap_ms == 0 || gap_ms > u32::MAX / 2 {
             return lost_ms;
         }
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(lost(5990), 900, "an older look than the last");
         assert_eq!(lost(9000), 900 + 2900);
         assert_eq!(lost(9000), 3800);
-        // However seldom somebody looks, each look counts.
+        // Each look counts, however rare looks are.
         let (mut now_ms, before) = (9000_u32, lost(9000));
         for _ in 0..10 {
             now_ms += 700;

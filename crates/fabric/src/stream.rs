@@ -1,9 +1,9 @@
 //! [`Stream`]: a connected socket, Unix or TCP, or a control connection over RDMA; every wait has
 //! an end.
 //!
-//! The rule it keeps: a call says itself whether it may block, and each blocking-looking call takes
-//! the time at which it gives up, or was [told](Stream::let_wait) how long it may wait. What the
-//! bytes mean is left to the callers, except for the hello and the control frames, which both sides
+//! The rule it keeps: a call says itself whether it may block. Each call that may block takes the
+//! time at which it gives up, or was [told](Stream::let_wait) how long it may wait. The meaning of
+//! the bytes is left to the callers, except for the hello and the control frames, which both sides
 //! share.
 
 use std::{
@@ -43,9 +43,9 @@ use crate::{
     ring::STREAM_MESSAGE_BYTES,
 };
 
-/// Routers forget connections that are idle for a minute or more.
+/// Idle time before keep-alive probes: routers forget connections that idle for a minute.
 const IDLE: Duration = Duration::from_secs(15);
-/// The time between keep-alive probes. [`PROBES`] unanswered probes end the connection.
+/// Time between keep-alive probes. [`PROBES`] unanswered probes end the connection.
 const PROBE: Duration = Duration::from_secs(5);
 const PROBES: u32 = 3;
 
@@ -54,13 +54,13 @@ const FDS_PER_MESSAGE: usize = 128;
 
 const SEND_FLAGS: MsgFlags = MsgFlags::MSG_DONTWAIT.union(MsgFlags::MSG_NOSIGNAL);
 
-/// The longest frame that a peer may make us hold without charge, on each connection.
+/// Size of the longest frame that a peer may make us hold without charge, on each connection.
 pub(crate) const SMALL_FRAME_BYTES: usize = 4 << 10;
-/// A longer frame is charged in pieces of this size.
+/// Size of the pieces in which a longer frame is charged.
 const PIECE_BYTES: usize = 256 << 10;
-/// The rest of a frame has to follow its length within this time. Generous for 24 MiB.
+/// Time within which the rest of a frame has to follow its length. Generous for 24 MiB.
 const FRAME: Duration = Duration::from_secs(30);
-/// Each piece of a frame has to come within this time: what came before it holds room meanwhile.
+/// Time within which each piece of a frame has to come: earlier pieces hold room meanwhile.
 const PIECE: Duration = Duration::from_secs(5);
 
 /// A connected socket, or an RDMA control connection.
@@ -71,7 +71,7 @@ pub(crate) enum Stream {
     Rdma(Box<RdmaStream>),
 }
 
-/// Why a control message did not arrive.
+/// Reason why a control message did not arrive.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReceiveError {
     #[error("{}", describe(.0))]
@@ -100,8 +100,8 @@ impl Stream {
         }
     }
 
-    /// A descriptor and the events to wait for on it. They tell of the connection's end, but not of
-    /// incoming bytes.
+    /// Returns a descriptor and the events to wait for on it. They tell of the connection's end,
+    /// but not of incoming bytes.
     pub(crate) fn end(&self) -> (BorrowedFd<'_>, PollFlags) {
         match self {
             Self::Unix(_) | Self::Tcp(_) => {
@@ -111,7 +111,7 @@ impl Stream {
         }
     }
 
-    /// Whether the connection has ended, asked when [`end`](Self::end) woke.
+    /// True if the connection has ended. To be called when [`end`](Self::end) woke.
     pub(crate) fn has_ended(&self) -> bool {
         match self {
             Self::Unix(_) | Self::Tcp(_) => true,
@@ -119,9 +119,9 @@ impl Stream {
         }
     }
 
-    /// Closes both directions for every holder of the socket; whoever waits on it wakes.
+    /// Closes both directions for every holder of the socket. Threads that wait on it wake.
     pub(crate) fn close(&self) {
-        // Fails only when the peer has closed already.
+        // The call fails only when the peer has closed already.
         let _ = match self {
             Self::Unix(socket) => socket.shutdown(Shutdown::Both),
             Self::Tcp(socket) => socket.shutdown(Shutdown::Both),
@@ -132,7 +132,7 @@ impl Stream {
         };
     }
 
-    /// Says that nothing more will be sent.
+    /// Tells the peer that nothing more will be sent.
     pub(crate) fn close_sending(&self) {
         let _ = match self {
             Self::Unix(socket) => socket.shutdown(Shutdown::Write),
@@ -141,7 +141,7 @@ impl Stream {
         };
     }
 
-    /// Reads what is there; `WouldBlock` when nothing is.
+    /// Reads the bytes that are there; `WouldBlock` when there are none.
     pub(crate) fn read(&self, buf: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Unix(_) | Self::Tcp(_) => {
@@ -151,7 +151,7 @@ impl Stream {
         }
     }
 
-    /// Lets what may wait for bytes wait for so long.
+    /// Sets the longest wait of later reads that may wait for bytes.
     pub(crate) fn let_wait(&self, patience: Duration) -> io::Result<()> {
         match self {
             Self::Unix(socket) => socket.set_nonblocking(false)?,
@@ -162,8 +162,8 @@ impl Stream {
         Ok(setsockopt(self, sockopt::ReceiveTimeout, &patience)?)
     }
 
-    /// Reads what is there, or what comes first, in one system call where the socket can wait.
-    /// `TimedOut` after as long as it was [let wait](Self::let_wait).
+    /// Reads the bytes that are there, or that come first, in one system call where the socket can
+    /// wait. `TimedOut` after the time set by [`let_wait`](Self::let_wait).
     pub(crate) fn read_or_wait(&self, buf: &mut [u8], patience: Duration) -> io::Result<usize> {
         if let Self::Rdma(stream) = self {
             loop {
@@ -181,8 +181,8 @@ impl Stream {
         }
     }
 
-    /// `WouldBlock` when nothing is there, and where it `waits`, when nothing has come for as long
-    /// as it was [let wait](Self::let_wait).
+    /// Reads into several buffers. `WouldBlock` when no bytes are there, or if it `waits`, when
+    /// none have come in the time set by [`let_wait`](Self::let_wait).
     pub(crate) fn read_vectored(
         &self,
         bufs: &mut [IoSliceMut<'_>],
@@ -217,7 +217,7 @@ impl Stream {
         unsafe { self.send_message(&mut message) }
     }
 
-    /// How many bytes of one vector [`send_message`](Self::send_message) takes at most.
+    /// Returns the bytes of a vector that [`send_message`](Self::send_message) takes at most.
     pub(crate) fn most_at_once(&self) -> usize {
         match self {
             Self::Rdma(_) => STREAM_MESSAGE_BYTES,
@@ -225,11 +225,11 @@ impl Stream {
         }
     }
 
-    /// As `sendmsg`. A closed peer is an error, never a signal.
+    /// Sends a message, like `sendmsg`. A closed peer is an error, never a signal.
     ///
     /// # Safety
-    /// The message's vectors point to memory that can be read, to which nobody has a reference that
-    /// is written through.
+    /// The message's vectors point to memory that can be read, and to which no reference exists
+    /// that is written through.
     pub(crate) unsafe fn send_message(&self, message: &mut Message) -> io::Result<usize> {
         if let Self::Rdma(stream) = self {
             let vectors = message.vectors();
@@ -248,10 +248,10 @@ impl Stream {
         Ok(Errno::result(sent)? as usize)
     }
 
-    /// As `recvmsg`.
+    /// Receives a message, like `recvmsg`.
     ///
     /// # Safety
-    /// The message's vectors point to memory that can be written, to which nobody has a reference.
+    /// The message's vectors point to memory that can be written, and to which no reference exists.
     pub(crate) unsafe fn receive_message(&self, message: &mut Message) -> io::Result<usize> {
         if let Self::Rdma(stream) = self {
             let vectors = message.vectors();
@@ -270,10 +270,10 @@ impl Stream {
         unsafe { self.receive_vectors(message, false) }
     }
 
-    /// As [`receive_message`](Self::receive_message), for sockets.
+    /// Receives a message like [`receive_message`](Self::receive_message), from sockets only.
     ///
     /// # Safety
-    /// As there.
+    /// The same as of [`receive_message`](Self::receive_message).
     unsafe fn receive_vectors(&self, message: &mut Message, waits: bool) -> io::Result<usize> {
         let flags = if waits { 0 } else { libc::MSG_DONTWAIT };
         // SAFETY: promised by the caller.
@@ -304,7 +304,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Waits for the socket; `TimedOut` at `until`.
+    /// Waits for `events` on the socket; `TimedOut` at `until`.
     pub(crate) fn wait(&self, events: PollFlags, until: Instant) -> io::Result<()> {
         let (events, again) = match self {
             Self::Unix(_) | Self::Tcp(_) => (events, None),
@@ -351,9 +351,9 @@ impl Stream {
         self.receive_charged(limit, until, &mut |_| Ok(()))
     }
 
-    /// As [`receive`](Self::receive). A frame of more than [`SMALL_FRAME_BYTES`] comes in pieces:
-    /// `charge` is told the length of each before it is held. If it refuses, the frame is thrown
-    /// away.
+    /// Receives a message like [`receive`](Self::receive). A frame of more than
+    /// [`SMALL_FRAME_BYTES`] comes in pieces: `charge` is told the length of each before it is
+    /// held. If `charge` refuses, the frame is thrown away.
     pub(crate) fn receive_charged<T: DeserializeOwned>(
         &self,
         limit: usize,
@@ -364,7 +364,7 @@ impl Stream {
         self.read_exact(&mut prefix, until)?;
         let bytes = control::frame_bytes(prefix, limit)?;
         let until = until.min(Instant::now() + FRAME);
-        // Grown as the bytes arrive, so that a peer that only announces much makes us hold little.
+        // Grown as the bytes arrive, so that a peer that sends little makes us hold little.
         let mut body = Vec::new();
         while body.len() < bytes {
             let have = body.len();
@@ -425,7 +425,7 @@ impl Stream {
         }
     }
 
-    /// Says hello first and checks the answer: what a client does.
+    /// Sends a client's hello first, then checks the server's.
     pub(crate) fn greet(&self, purpose: Purpose, until: Instant) -> Result<(), ReceiveError> {
         self.write_all(&Hello::new(purpose).encode(), until)?;
         let mut bytes = [0; HELLO_BYTES];
@@ -434,7 +434,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Passes descriptors, each message of them with one byte.
+    /// Passes descriptors in messages of one byte each.
     pub(crate) fn send_fds(&self, fds: &[RawFd], until: Instant) -> io::Result<()> {
         for fds in fds.chunks(FDS_PER_MESSAGE) {
             loop {
@@ -506,7 +506,7 @@ impl Stream {
 pub(crate) struct PeerProcess(OwnedFd);
 
 impl PeerProcess {
-    /// The process that listens there; `None` when it is this one, or cannot be seen from here.
+    /// Returns the peer of `stream`; `None` if it is this process, or cannot be seen from here.
     pub(crate) fn of(stream: &Stream) -> Option<Self> {
         let Stream::Unix(socket) = stream else {
             return None;
@@ -521,7 +521,7 @@ impl PeerProcess {
         Some(Self(unsafe { OwnedFd::from_raw_fd(fd as RawFd) }))
     }
 
-    /// Whether it ends until then.
+    /// True if the process ends before `until`.
     pub(crate) fn ends(&self, until: Instant) -> bool {
         let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
         loop {
@@ -549,9 +549,9 @@ impl AsRawFd for Stream {
     }
 }
 
-/// Moves as many of `parts` as go at once, each by `step`, which may move a first piece of it.
+/// Moves as many of `parts` as go at once, each by `step`, which may move only a part's beginning.
 ///
-/// A part of which only a piece was moved is the last: the caller comes again with what is left.
+/// A part that was not moved whole is the last: the caller comes again with the rest.
 fn gather<T>(
     parts: impl Iterator<Item = T>,
     mut step: impl FnMut(T) -> io::Result<usize>,
@@ -572,7 +572,7 @@ where
     Ok(moved)
 }
 
-/// What [`gather`] moves.
+/// A part that [`gather`] moves.
 trait PartBytes {
     fn bytes(&self) -> usize;
 }
@@ -614,28 +614,28 @@ impl Message {
         unsafe { std::slice::from_raw_parts(self.0.msg_iov, self.0.msg_iovlen as _) }
     }
 
-    /// Fills the vectors with as many of `bytes` as they take, the first first. How many.
+    /// Fills the vectors, in order, with as many of `bytes` as fit. Returns their number.
     ///
     /// # Safety
-    /// The vectors point to memory that can be written, to which nobody has a reference.
+    /// The vectors point to memory that can be written, and to which no reference exists.
     pub(crate) unsafe fn fill(&mut self, bytes: &[u8]) -> usize {
         let mut left = bytes;
         for vector in self.vectors() {
             let (now, rest) = left.split_at(left.len().min(vector.iov_len));
             // SAFETY: promised by the caller for all bytes of the vector, which has at least these.
             unsafe { ptr::copy_nonoverlapping(now.as_ptr(), vector.iov_base.cast(), now.len()) };
-            // Whoever looks at a later vector sees this one.
+            // A thread that sees the bytes of a later vector sees these.
             fence(Ordering::Release);
             left = rest;
         }
         bytes.len() - left.len()
     }
 
-    /// What the vectors point to.
+    /// Copies the bytes that the vectors point to.
     ///
     /// # Safety
-    /// They point to memory that can be read, to which nobody has a reference that is written
-    /// through.
+    /// The vectors point to memory that can be read, and to which no reference exists that is
+    /// written through.
     pub(crate) unsafe fn bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         for vector in self.vectors() {
@@ -671,7 +671,7 @@ fn connect_tcp(host: &str, port: u16, until: Instant) -> io::Result<TcpStream> {
     let addresses = resolve(host, port, until)?;
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for (tried, address) in addresses.iter().enumerate() {
-        // Those that are left get their part of the time: the first may be one that answers
+        // The other addresses get their part of the time: the first may be one that answers
         // nothing.
         let left =
             until.saturating_duration_since(Instant::now()) / (addresses.len() - tried) as u32;
@@ -688,14 +688,14 @@ fn connect_tcp(host: &str, port: u16, until: Instant) -> io::Result<TcpStream> {
     Err(last)
 }
 
-/// An idle connection says something after [`IDLE`], so that routers remember it, and so that its
+/// Sets up keep-alive probes after [`IDLE`], so that routers remember an idle connection, and its
 /// end is known before it is needed.
 pub(crate) fn keep_alive(socket: &TcpStream) -> io::Result<()> {
     setsockopt(socket, sockopt::KeepAlive, &true)?;
     setsockopt(socket, sockopt::TcpKeepIdle, &(IDLE.as_secs() as u32))?;
     setsockopt(socket, sockopt::TcpKeepInterval, &(PROBE.as_secs() as u32))?;
     setsockopt(socket, sockopt::TcpKeepCount, &PROBES)?;
-    // What was sent and is not acknowledged ends the connection as fast as unanswered probes do.
+    // Unacknowledged bytes end the connection as fast as unanswered probes do.
     let unacknowledged_ms = (PROBE * PROBES).as_millis() as u32;
     Ok(setsockopt(
         socket,

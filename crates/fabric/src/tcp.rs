@@ -1,10 +1,10 @@
 //! The client half of TCP: pipelined operations on one connection, received straight into their
 //! buffers.
 //!
-//! The rule it keeps: the server answers in the order of the operations, so the bytes that come
-//! next have a known place, and no byte is copied here. Only a READ that has waited for too long is
-//! answered without the payload that is expected: what follows moves up. Nothing in this file
-//! spins, and nothing waits but [`Channel::poll_within`].
+//! The rule it keeps: the server answers in the order of the operations, so the next bytes have a
+//! known place, and no byte is copied here. One answer lacks the expected payload: that of a READ
+//! that has waited for too long. The bytes behind it move up. Nothing in this file spins, and
+//! nothing waits but [`Channel::poll_within`].
 //!
 //! Operations queue in `ops`, oldest first: the first `sent` are on the wire and wait for their
 //! answers, the next `batch` are being sent, the rest will make the next batch.
@@ -30,36 +30,36 @@ use crate::{
     stream::Stream,
 };
 
-/// Operations in flight at most.
+/// Upper bound of operations in flight.
 const DEPTH: usize = MAX_BATCH;
 
-/// A batch is closed at this many payload bytes, so that the server can answer its first operations
+/// Payload bytes at which a batch is closed, so that the server can answer its first operations
 /// while later ones still travel. Measured from 64 KiB to 1 MiB: below, 64 KiB operations pay for
 /// more system calls than they gain.
 const BATCH_BYTES: usize = 1 << 20;
 
-/// One connection.
+/// A channel over one TCP or Unix connection.
 pub(crate) struct TcpChannel<B> {
     attachment: Attachment,
     stream: Stream,
-    /// When something came last.
+    /// Time of the last arrival from the server.
     heard: Since,
-    /// Set once; from then on every operation ends with it.
+    /// Error of a dead channel, with which every operation ends. Set once.
     dead: Option<ChannelError>,
     ops: VecDeque<Flying<B>>,
-    /// How many of `ops` are on the wire.
+    /// Number of `ops` that are on the wire.
     sent: usize,
-    /// How many of `ops` behind them make up the batch that is being sent.
+    /// Number of `ops` behind the sent ones that make up the batch that is being sent.
     batch: usize,
-    /// The headers of that batch.
+    /// Headers of the batch that is being sent.
     headers: Vec<u8>,
-    /// How many bytes of that batch have been sent.
+    /// Bytes of the batch, headers included, that have been sent.
     batch_sent_bytes: usize,
-    /// How many bytes of the oldest answer have been received.
+    /// Bytes of the oldest answer that have been received.
     received_bytes: usize,
-    /// How long its stream was let wait.
+    /// Receive timeout that was last set on the stream.
     patience: Option<Duration>,
-    /// The next operation's sequence number.
+    /// Sequence number of the next operation.
     sequence: u32,
 }
 
@@ -67,9 +67,9 @@ struct Flying<B> {
     op: Op<B>,
     sequence: u32,
     posted: Since,
-    /// What a READ waits for.
+    /// Number that a READ waits for, and how long.
     condition: Option<Condition>,
-    /// The operands of an atomic, or of the condition.
+    /// Operands of an atomic, or of the condition.
     operands: [u8; OPERAND_BYTES],
     answer: [u8; ANSWER_HEADER_BYTES],
 }
@@ -81,7 +81,7 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
 
     fn post_when(&mut self, op: Op<B>, least: u64) -> Result<(), Busy<B>> {
         assert_eq!(op.verb, Verb::Read, "only READs wait");
-        // The connection is silent meanwhile, which it must not be for long.
+        // The connection is silent while the READ waits: a quiet server looks dead.
         let wait_ms = self.attachment.patience.silence.as_millis() as u64 / 2;
         self.enqueue(op, Some(Condition { least, wait_ms }))
     }
@@ -98,7 +98,7 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
         self.advance(done, Some(patience))
     }
 
-    /// The server receives them one after the other from one stream.
+    /// Returns true: the server receives WRITEs one after the other from one stream.
     fn writes_in_order(&self) -> bool {
         true
     }
@@ -125,14 +125,14 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
 }
 
 impl<B> AsFd for TcpChannel<B> {
-    /// Readable when an answer may have come.
+    /// Returns a descriptor that is readable when an answer may have come.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }
 }
 
 impl<B: Buf> TcpChannel<B> {
-    /// `stream` has been attached to the session.
+    /// Makes a channel over `stream`, which has been attached to the session.
     pub(crate) fn new(attachment: Attachment, stream: Stream) -> Self {
         Self {
             attachment,
@@ -169,12 +169,12 @@ impl<B: Buf> TcpChannel<B> {
             answer: [0; ANSWER_HEADER_BYTES],
         };
         self.sequence = self.sequence.wrapping_add(1);
-        // Sent by the next poll, together with whatever else is posted until then.
+        // Sent by the next poll, together with all that is posted until then.
         self.ops.push_back(flying);
         Ok(())
     }
 
-    /// Sends and receives, and where it has `patience`, waits for the first answer.
+    /// Sends and receives. With `patience`, waits for the first answer.
     fn advance(&mut self, done: &mut Vec<Completion<B>>, patience: Option<Duration>) -> usize {
         let before = done.len();
         if self.ops.is_empty() {
@@ -228,7 +228,7 @@ impl<B: Buf> TcpChannel<B> {
                 Ok(bytes) => self.batch_sent_bytes += bytes,
                 Err(error) if retry(&error) => return Ok(()),
                 // The reason of a refusal may still wait to be read, so receiving decides what this
-                // means.
+                // error means.
                 Err(_) if self.sent > 0 => return Ok(()),
                 Err(error) => return Err(self.attachment.lost(describe(&error))),
             }
@@ -272,7 +272,7 @@ impl<B: Buf> TcpChannel<B> {
         }
     }
 
-    /// What an answer other than [`Status::Ok`] means for its operation.
+    /// Returns the error of an operation whose answer is not [`Status::Ok`].
     fn turned_down(&self, op: &Op<B>, status: Status) -> ChannelError {
         let endpoint = self.attachment.endpoint.clone();
         match status {
@@ -287,7 +287,7 @@ impl<B: Buf> TcpChannel<B> {
         }
     }
 
-    /// Receives what has arrived. Where it has `patience` and all is sent, it waits for that first.
+    /// Receives the bytes that have come. With `patience` and all sent, waits for the first.
     fn receive(
         &mut self,
         done: &mut Vec<Completion<B>>,
@@ -360,8 +360,8 @@ impl<B: Buf> TcpChannel<B> {
                     status: status @ (Status::Refused | Status::NoRoom | Status::Unreadable),
                     ..
                 }) => {
-                    // The server closes after a refusal: this operation learns why, the others that
-                    // the line is gone.
+                    // The server closes after a refusal. This operation gets the refusal, the
+                    // others a lost connection.
                     let error = self.turned_down(&oldest.op, status);
                     let refused = self.ops.pop_front().expect("looked at above");
                     done.push(refused.complete(Err(error)));
@@ -407,7 +407,7 @@ impl<B: Buf> TcpChannel<B> {
         Ok(())
     }
 
-    /// What was received behind the first `bytes` bytes, which were.
+    /// Copies the bytes that were received behind the first `bytes` bytes.
     fn beyond(&mut self, bytes: usize) -> Vec<u8> {
         let received = places(&mut self.ops, self.sent).flat_map(|place| &*place);
         let received = received.take(self.received_bytes);
@@ -415,7 +415,7 @@ impl<B: Buf> TcpChannel<B> {
     }
 }
 
-/// Where the answers of the oldest `sent` operations are received, each with its payload.
+/// Returns the places of the answers of the oldest `sent` operations, each with its payload's.
 fn places<B: Buf>(ops: &mut VecDeque<Flying<B>>, sent: usize) -> impl Iterator<Item = &mut [u8]> {
     ops.range_mut(..sent).flat_map(|flying| {
         let payload: &mut [u8] = match flying.op.verb.fetches() {
@@ -427,7 +427,7 @@ fn places<B: Buf>(ops: &mut VecDeque<Flying<B>>, sent: usize) -> impl Iterator<I
 }
 
 impl<B: Buf> Flying<B> {
-    /// What travels behind the headers.
+    /// Returns the bytes that travel behind the headers.
     fn payload(&self) -> &[u8] {
         match self.op.verb {
             Verb::Read if self.condition.is_some() => &self.operands,

@@ -52,7 +52,7 @@ fn until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-/// The end of one WRITE, on a channel of its own: a refused WRITE may end it.
+/// Returns the end of one WRITE, on a channel of its own: a refused WRITE may end it.
 fn write(session: &Arc<Session>, extent: Extent, offset: u64) -> Result<(), ChannelError> {
     let mut channel = session.channel::<Vec<u8>>().unwrap();
     let op = Op {
@@ -113,7 +113,7 @@ fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
         let _other = areas.offer("other", 4096).unwrap();
         let (holder, thief) = (connect(), connect());
         let mine = holder.open("mine").unwrap().extents[0];
-        // 1. Neither by its name nor by its number.
+        // 1. The thief gets no area of another, neither by its name nor by its number.
         assert!(matches!(thief.open("mine"), Err(OpenError::InUse { .. })));
         let other = thief.open("other").unwrap().extents[0];
         for (extent, offset) in [(mine, 0), (other, 4089), (other, u64::MAX)] {
@@ -121,7 +121,7 @@ fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
             assert!(refused.is_err(), "{extent:?} {offset}");
         }
         assert!(write(&thief, other, 4088).is_ok());
-        // 2. Nor anything that was not offered.
+        // 2. It gets nothing that was not offered.
         assert!(matches!(
             thief.open("absent"),
             Err(OpenError::NotFound { .. })
@@ -131,7 +131,7 @@ fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
         assert!(thief.publish("name", b"", &[other.id]).is_err());
         assert!(thief.release(mine.id).is_err());
         assert_eq!(thief.names().unwrap(), []);
-        // 3. Nor what somebody else has held, until it is offered anew.
+        // 3. It gets no area that another has held, until it is offered anew.
         drop(holder);
         until("the holder has gone", || {
             areas.presence("mine") == Presence::Gone
@@ -142,7 +142,7 @@ fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
         ));
         let _landing = areas.offer("mine", 64).unwrap();
         assert_eq!(thief.open("mine").unwrap().extents[0].bytes, 64);
-        // 4. Nor what it gave back itself.
+        // 4. It gets no area that it gave back itself.
         thief.release(other.id).unwrap();
         assert_eq!(areas.presence("other"), Presence::Gone);
         let refused = write(&thief, other, 0);
@@ -236,7 +236,7 @@ fn an_area_that_is_offered_anew_is_out_of_its_old_holders_reach() {
         let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
         let mut sender = RingSender::new(session.channel().unwrap(), &pool, place);
         sender.send(b"late").unwrap();
-        // Over shared memory it keeps what it maps, over a network nothing.
+        // Over shared memory the peer keeps its mappings, over a network nothing.
         let end = Instant::now() + PATIENCE;
         while sender.flush().is_ok() && !sender.is_idle() {
             assert!(Instant::now() < end, "a WRITE without an end");
@@ -267,7 +267,8 @@ fn a_peer_that_falls_silent_over_a_network_has_gone_when_its_lease_is_over() {
         .unwrap();
     let session = admission.session;
     areas.open(session, "ring", None).unwrap();
-    // Its connection breaks, and it comes back in time: with its own secret, and not with another.
+    // The peer's connection breaks. It comes back in time with its own secret, and not with
+    // another.
     areas.lost(session);
     let resume = |secret| {
         areas.admit(
@@ -286,9 +287,9 @@ fn a_peer_that_falls_silent_over_a_network_has_gone_when_its_lease_is_over() {
     assert!(areas.renew(session).is_err() && areas.open(session, "ring", None).is_err());
 }
 
-/// Peers whose small batches one thread serves, and what goes back to their own threads: batches
-/// that are large, answers that a socket does not take, a READ that is waited for in vain, and what
-/// is refused.
+/// Checks peers whose small batches one thread serves, and the cases that go back to their own
+/// threads: large batches, answers that a socket does not take, a READ that waits in vain, and
+/// refusals.
 #[test]
 fn peers_whose_small_batches_are_served_together_do_not_harm_one_another() {
     const AREA_BYTES: usize = 8 << 20;
@@ -300,7 +301,7 @@ fn peers_whose_small_batches_are_served_together_do_not_harm_one_another() {
     let board = areas.show("board", AREA_BYTES as u64).unwrap();
     let options = options(folder.path());
     let options = SessionOptions {
-        // READs wait for half of a quarter of it.
+        // READs wait for half of a quarter of the deadline.
         deadline: Duration::from_secs(4),
         ..options
     };
@@ -369,7 +370,7 @@ fn peers_whose_small_batches_are_served_together_do_not_harm_one_another() {
             peer.channel.poll(&mut early);
             assert!(early.iter().all(|done| done.tag == 0), "read too early");
         }
-        // 2. Their answers, the numbers of which somebody else announces.
+        // 2. Another thread announces the number that they wait for, and their answers come.
         board.announce(0, version);
         for (number, peer) in (0..).zip(&mut peers) {
             for done in peer.done() {
@@ -377,14 +378,14 @@ fn peers_whose_small_batches_are_served_together_do_not_harm_one_another() {
                 let is_number = done.tag == 0 || done.buf[0] == version as u8;
                 assert!(is_number, "version {version}");
             }
-            // 3. What was written is what is read.
+            // 3. The bytes that were written are read.
             peer.post(Verb::Read, peer.area, vec![0; bytes]);
             let done = peer.done().pop().unwrap();
             done.result.unwrap();
             assert!(done.buf.iter().all(|byte| *byte == version as u8 + number));
         }
     }
-    // What is waited for in vain ends in time, with what is behind it.
+    // A wait in vain ends in time, and with it the operations behind it.
     let begun = Instant::now();
     peers[0].post_when(64, 1000);
     let ours = peers[0].area;
@@ -396,7 +397,7 @@ fn peers_whose_small_batches_are_served_together_do_not_harm_one_another() {
     );
     assert!(done[1].result.is_ok() && done[1].buf[0] == 40, "{done:?}");
     assert!(begun.elapsed() < PATIENCE / 2, "{:?}", begun.elapsed());
-    // A refusal ends its own connection, a peer that goes while it waits nobody else's.
+    // A refusal ends its own connection only, as does a peer that goes while it waits.
     let theirs = peers[1].area;
     peers[0].post(Verb::Write, theirs, vec![9; 64]);
     let refused = peers[0].done().pop().unwrap();

@@ -1,5 +1,5 @@
-//! What the conformance suite cannot see of atomics: the server's side of the memory, and what a
-//! connection that ends leaves.
+//! Atomics beyond the conformance suite: the server's side of the memory, and the state that a
+//! connection leaves when it ends.
 
 use std::{
     sync::{Arc, Mutex},
@@ -16,8 +16,7 @@ use farpage_fabric::{
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs `test` with a server; whoever calls its third argument has ended the server when that
-/// returns.
+/// Runs `test` with a server. The third argument of `test` ends the server before it returns.
 fn with_server(
     endpoint: &Endpoint,
     test: impl FnOnce(&dyn Fn() -> Arc<Session>, &SimHost, &(dyn Fn() + Sync)),
@@ -112,7 +111,7 @@ fn atomics_of_clients_and_of_the_servers_own_threads_do_not_get_lost() {
                 }
                 for _ in 0..EACH {
                     memory.atomic(0, Atomic::FetchAdd(1)).expect("leased");
-                    // Let the clients in.
+                    // Lets the clients in.
                     thread::yield_now();
                 }
             });
@@ -161,7 +160,7 @@ fn what_a_simulation_loses_took_place_once_or_not_at_all() {
         let extent = session.grant_for_atomics(4096).expect("room").id;
         let mut channel = session.channel().expect("alive");
         let done = add(&mut *channel, extent, 100);
-        // A new channel sees what became of them.
+        // A new channel sees the fate of the lost operations.
         let mut channel = session.channel().expect("alive");
         let mut looked = Vec::new();
         while looked.is_empty() || is_dead(&looked) {

@@ -1,6 +1,6 @@
-//! What a machine or a server without RDMA says, and what `auto://` takes then.
+//! Messages of a machine or a server without RDMA, and the choice of `auto://` there.
 //!
-//! The rule it keeps: each test runs with the feature `rdma` and without it; those that need a
+//! The rule it keeps: each test runs with the feature `rdma` and without it; tests that need a
 //! device, or that there is none, say when they skip.
 
 use std::{
@@ -16,8 +16,8 @@ use farpage_fabric::{
     sim::SimHost,
 };
 
-/// What a build without the feature, or a machine without a device, has to say: the state of things
-/// and the way out of it.
+/// Messages of a build without the feature, or of a machine without a device: the state of things
+/// and the remedy.
 const REASON: [&str; 2] = if cfg!(feature = "rdma") {
     ["no RDMA device found", "modprobe rdma_rxe"]
 } else {
@@ -56,7 +56,7 @@ fn assert_says(text: &str) {
     );
 }
 
-/// What is logged by this thread, with warnings and what is less.
+/// Log of the calling thread, from warnings down.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -70,7 +70,7 @@ impl Write for Log {
     }
 }
 
-/// The session that `auto://` makes with a server at `at`, what was logged, and the server's
+/// Returns the session that `auto://` makes with a server at `at`, the log, and the server's
 /// endpoint.
 fn auto(at: &Endpoint) -> (Arc<Session>, String, Endpoint) {
     let host = Arc::new(SimHost::new(1 << 20));

@@ -88,7 +88,7 @@ fn simulation_conforms() {
     });
 }
 
-/// Where this machine's RDMA device can be reached, if it has one.
+/// Returns an endpoint on this machine's RDMA device, if it has one.
 #[cfg(feature = "rdma")]
 fn rdma_endpoint(test: &str) -> Option<Endpoint> {
     let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {

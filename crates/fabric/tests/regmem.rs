@@ -1,8 +1,8 @@
-//! Registered memory: what is registered when, who owns which bytes, and what is said when there is
-//! none.
+//! Registered memory: the time of registrations, the owners of bytes, and the messages when there
+//! is no memory.
 //!
-//! The rule: a registrar that records what it is told stands in for a network adapter, so that all
-//! of it runs anywhere.
+//! The rule: a registrar that records its calls stands in for a network adapter, so that all of it
+//! runs anywhere.
 
 use std::{
     io,
@@ -26,7 +26,7 @@ use proptest::prelude::*;
 
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Remembers what is registered.
+/// A registrar that remembers the registered memory.
 #[derive(Debug)]
 struct Recorder {
     domain: DomainId,
@@ -58,7 +58,7 @@ impl Recorder {
     }
 }
 
-/// Reads the memory while it deregisters it, as an adapter may: a crash if it is gone by then.
+/// A guard that reads the memory at its end, as an adapter may: a crash if it is gone by then.
 struct Guard {
     at: (usize, usize),
     live: Arc<Mutex<Vec<(usize, usize)>>>,
@@ -111,7 +111,7 @@ fn slabs_are_registered_once_and_deregistered_with_the_last_buffer() {
     let bufs: Vec<_> = (0..64).map(|_| pool.acquire(60_000).unwrap()).collect();
     let slabs = recorder.live();
     assert_eq!(pool.stats().registrations, slabs.len() as u64);
-    // 64 buffers of 60 KiB each, with a fifth of waste at most, fit into that.
+    // 64 buffers of 60 KiB each, with a fifth of waste at most, fit into these slabs.
     assert!((2..=3).contains(&slabs.len()), "{slabs:?}");
     for buf in &bufs {
         let keys = buf.keys(recorder.domain).unwrap().expect("its domain");
@@ -189,7 +189,7 @@ fn memory_that_cannot_be_registered_is_an_error_that_says_what_to_do() {
         error.starts_with("cannot register 2097152 bytes with Recorder"),
         "{error}"
     );
-    // Which of the two depends on the limit of whoever runs this.
+    // The advice depends on the limit of the user who runs this.
     assert!(
         error.contains("ulimit -l") || error.contains("lower the cap"),
         "{error}"
@@ -259,7 +259,7 @@ fn threads_never_share_a_buffer() {
     let pool = RegPool::new([Arc::new(NullRegistrar) as _], RegPoolOptions::default());
     let (threads, rounds) = (4, 2_000);
     let barrier = Barrier::new(threads);
-    // Buffers change hands, so that caches are emptied by others.
+    // Buffers change hands, so that other threads empty a thread's caches.
     let exchange = Mutex::new(Vec::<(RegBuf, u8)>::new());
     thread::scope(|scope| {
         for thread in 0..threads {
@@ -291,8 +291,8 @@ fn threads_never_share_a_buffer() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Against the plainest model: buffers that are out do not overlap and keep their bytes; memory
-    /// grows with the peak and not with time.
+    /// Compares with the plainest model: buffers that are out do not overlap and keep their bytes;
+    /// memory grows with the peak and not with time.
     #[test]
     fn buffers_that_are_out_do_not_overlap(steps in prop::collection::vec((1usize..300_000, any::<bool>()), 1..200)) {
         let pool = RegPool::new([], RegPoolOptions::default());

@@ -1,10 +1,10 @@
 //! Why registrations are not cached by address: memory that is freed and mapped again has the old
 //! address and other pages.
 //!
-//! The rule: the adapter here is a model that does what real ones do. When memory is registered it
-//! looks up which physical pages lie there, once, and from then on it moves bytes to and from
-//! these. Physical memory is a memfd that the adapter maps for itself. Where there is an RDMA
-//! device, the same is shown with it.
+//! The rule: the adapter here is a model of real ones. When memory is registered it looks up the
+//! physical pages there, once, and from then on it moves bytes to and from these. Physical memory
+//! is a memfd that the adapter maps for itself. Where there is an RDMA device, the same is shown
+//! with it.
 
 #![expect(
     clippy::unwrap_used,
@@ -32,13 +32,13 @@ use nix::sys::{
 const PAGE_BYTES: usize = 4096;
 const PAGES: usize = 4;
 
-/// Physical memory, which page lies at which address, and what the adapter remembers of that.
+/// Physical memory, the pages at each address, and the adapter's registrations.
 #[derive(Debug)]
 struct Machine {
     memory: File,
-    /// The adapter's own view of physical memory.
+    /// Address of the adapter's own view of physical memory.
     bus: usize,
-    /// The program's addresses.
+    /// Start of the program's addresses.
     addresses: usize,
     mapped: Mutex<HashMap<usize, usize>>,
     registered: Mutex<Vec<usize>>,
@@ -64,7 +64,7 @@ fn map(memory: &File, at: Option<usize>, pages: usize, first: usize) -> usize {
     mapped.as_ptr() as usize
 }
 
-/// Takes addresses, or takes them back: nobody else gets them, whatever other threads map
+/// Reserves addresses, or takes them back. No other mapping gets them, whatever other threads map
 /// meanwhile.
 fn reserve(at: Option<usize>, pages: usize) -> usize {
     let length = NonZeroUsize::new(pages * PAGE_BYTES).unwrap();
@@ -90,7 +90,7 @@ impl Machine {
         })
     }
 
-    /// Maps a physical page at the program's address of this number.
+    /// Maps a physical page at the program's address with this number.
     fn map(self: &Arc<Self>, number: usize, physical: usize) -> Page {
         let at = map(
             &self.memory,
@@ -105,7 +105,7 @@ impl Machine {
         }
     }
 
-    /// The adapter receives: it knows the key, and the pages of when it was made.
+    /// Lets the adapter receive. It knows the key, and the pages at the time of the registration.
     fn receive(&self, key: u32, byte: u8) {
         let physical = self.registered.lock().unwrap()[key as usize];
         let at = (self.bus + physical * PAGE_BYTES) as *mut u8;
@@ -164,7 +164,7 @@ impl Drop for Page {
     }
 }
 
-/// What farpage does not have: registrations by address, kept when the memory is freed.
+/// A cache that farpage does not have: registrations by address, kept when the memory is freed.
 struct ByAddress {
     machine: Arc<Machine>,
     known: HashMap<usize, Registration>,
@@ -238,7 +238,7 @@ fn a_buffer_is_registered_as_long_as_it_is_mapped_and_no_longer() {
     );
 }
 
-/// The same over a connection between two real queue pairs.
+/// A real adapter in place of the model: a connection between two real queue pairs.
 #[cfg(feature = "rdma")]
 mod rdma {
     use std::{
@@ -257,7 +257,7 @@ mod rdma {
     struct Mapping(usize);
 
     impl Mapping {
-        /// Nobody else gets the address meanwhile: [`reserve`] holds it.
+        /// Maps a page at `at`. No other mapping gets the address meanwhile: [`reserve`] holds it.
         fn new(at: usize) -> Self {
             let length = NonZeroUsize::new(PAGE_BYTES).unwrap();
             let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
@@ -282,7 +282,7 @@ mod rdma {
         }
     }
 
-    /// What farpage does not have, before an adapter that is real.
+    /// A cache that farpage does not have, before an adapter that is real.
     #[derive(Debug)]
     struct ByAddress {
         adapter: Arc<dyn Registrar>,
@@ -333,8 +333,8 @@ mod rdma {
     }
 
     /// READs 1 into a page, frees it, maps its address again and READs 2 into that, then WRITEs 3
-    /// from it: what is in the buffer after each READ, and what is at the server at last.
-    /// Everything goes through buffers of a pool before which `registrar` stands.
+    /// from it. Returns the bytes in the buffer after each READ, and at the server at last. All
+    /// operations use buffers of a pool before which `registrar` stands.
     fn received_and_sent(
         test: &str,
         registrar: impl FnOnce(Arc<dyn Registrar>) -> Arc<dyn Registrar>,

@@ -20,7 +20,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 const BYTES: usize = 32 << 20;
 const ROUNDS: usize = 5;
 
-/// Who serves.
+/// Thread that serves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum By {
     /// Another thread, which sleeps until a fault comes.

@@ -72,7 +72,7 @@ fn in_runs(
     Ok(())
 }
 
-/// Microseconds per page: the best of five rounds, of which the first also makes page tables.
+/// Returns microseconds per page: the best of five rounds, of which the first makes page tables.
 fn install_and_detach(
     space: &KernelSpace,
     base: usize,
@@ -156,7 +156,7 @@ fn through_the_space(
     Ok(())
 }
 
-/// The ioctls alone, between two registered mappings.
+/// Times the ioctls alone, between two registered mappings.
 fn bare_move(page_bytes: usize) -> Result<(), Box<dyn std::error::Error>> {
     let uffd = Uffd::open(Features::MOVE, false)?;
     let map = || {

@@ -1,7 +1,7 @@
 //! The frame pools: a reserved address range per page size. Pages lie in its slots while they are
 //! not mapped in a region.
 //!
-//! The rule it keeps: a slot is either vacant (absent, nobody's) or owned by one [`KernelFrame`],
+//! The rule it keeps: a slot is either vacant (absent, unowned) or owned by one [`KernelFrame`],
 //! and only a frame whose pages are all there is handed out.
 //!
 //! A frame owns slots that lie next to each other: cutting and joining frames is arithmetic. The
@@ -34,15 +34,15 @@ use crate::{
 /// The size of a huge page, and the largest page.
 pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// What absent kernel pages of a frame are filled from.
+/// Zeros that absent kernel pages of a frame are filled from.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 const _: () = assert!(RUN_PAGES_MAX == WORD_SLOTS as usize);
 
-/// Slots per frame that may be held: with half of them vacant, runs are found.
+/// Number of slots per page that frames may hold: with half of them vacant, runs are found.
 const SLOTS_PER_FRAME: u32 = 2;
 
-/// Page sizes: 4 KiB to 2 MiB.
+/// Number of page sizes: 4 KiB to 2 MiB.
 const PAGE_SIZES: usize = 10;
 
 /// A pool for each page size, made when it is first asked for.
@@ -52,12 +52,12 @@ pub(crate) struct Pools {
     /// Held while a pool is made, so that only one is.
     making: parking_lot::Mutex<()>,
     frame_bytes_max: usize,
-    /// Of all pools: opened at once, since the process may give up the right to.
+    /// Userfaultfd of all pools: opened at once, since the process may give up the right to.
     uffd: Arc<Uffd>,
 }
 
 impl Pools {
-    /// For frames of `frame_bytes_max` in each page size, whose userfaultfd agrees on `features`.
+    /// Makes pools of `frame_bytes_max` for each page size, whose userfaultfd agrees on `features`.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -74,7 +74,7 @@ impl Pools {
         })
     }
 
-    /// The pool for pages of `page_bytes`.
+    /// Returns the pool for pages of `page_bytes`.
     pub(crate) fn of(&self, page_bytes: usize) -> io::Result<&Arc<FramePool>> {
         check_page_bytes(page_bytes)?;
         let cell = &self.pools[(page_bytes / KERNEL_PAGE_BYTES).ilog2() as usize];
@@ -97,7 +97,7 @@ impl Pools {
     }
 }
 
-/// Refuses what is no page size: [`PAGE_SIZES`] powers of two.
+/// Refuses a page size that is none of the [`PAGE_SIZES`] powers of two.
 pub(crate) fn check_page_bytes(page_bytes: usize) -> io::Result<()> {
     if page_bytes.is_power_of_two() && (KERNEL_PAGE_BYTES..=HUGE_PAGE_BYTES).contains(&page_bytes) {
         return Ok(());
@@ -106,15 +106,15 @@ pub(crate) fn check_page_bytes(page_bytes: usize) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, text))
 }
 
-/// The frames of one page size.
+/// Frames of one page size.
 pub(crate) struct FramePool {
     pub(crate) uffd: Arc<Uffd>,
     base: usize,
     page_bytes: usize,
-    /// Pages of all frames at most.
+    /// Upper bound of the pages of all frames.
     pages_max: u32,
-    /// Of the standard library: it never allocates, as `parking_lot`'s may when contended. Frames
-    /// come and go inside a signal handler where faults are served in-thread.
+    /// Lock of the standard library: it never allocates, as `parking_lot`'s may when contended.
+    /// Frames come and go inside a signal handler where faults are served in-thread.
     vacancies: Mutex<Vacancies>,
 }
 
@@ -151,9 +151,9 @@ impl FramePool {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Vacant slots next to each other: `pages` or, where these are not to be had, as many as there
-    /// are, but not fewer than `at_least`. Their frame must not be handed out before its pages are
-    /// there.
+    /// Takes vacant slots next to each other: `pages` or, where these are not to be had, as many as
+    /// there are, but not fewer than `at_least`. Their frame must not be handed out before its
+    /// pages are there.
     pub(crate) fn vacant(
         self: &Arc<Self>,
         pages: usize,
@@ -177,10 +177,10 @@ impl FramePool {
         })
     }
 
-    /// A frame with new zeroed pages.
+    /// Makes a frame with new zeroed pages.
     pub(crate) fn new_frame(self: &Arc<Self>, pages: usize) -> io::Result<KernelFrame> {
         let mut frame = self.vacant(pages, pages)?;
-        // From here on a frame that is dropped gives back what it has got of its pages.
+        // From here on a frame that is dropped gives back the pages that it has got.
         frame.occupied = true;
         let (address, len) = (frame.address(), frame.len());
         if self.page_bytes < HUGE_PAGE_BYTES || !self.populate_huge(address, len)? {
@@ -223,26 +223,26 @@ impl fmt::Debug for FramePool {
 }
 
 /// The bytes of a run of pages while they are not mapped in a region: owned, present, never
-/// faulting. Dropping it gives their physical memory back.
+/// faulting. Dropping a frame gives its physical memory back.
 #[derive(Debug)]
 pub struct KernelFrame {
     pool: Arc<FramePool>,
-    /// The first of its slots.
+    /// The frame's first slot.
     slot: u32,
-    /// How many it has. None only in one that was joined to another.
+    /// Number of slots; 0 only in a frame that was joined to another.
     slots: u32,
-    /// Whether its pages lie in the slots, at least in part. False only inside this crate: before
-    /// they have come, and after they have moved away.
+    /// True if pages lie in the slots, at least in part. False only inside this crate: before the
+    /// pages have come, and after they have moved away.
     occupied: bool,
 }
 
 impl KernelFrame {
-    /// Where its bytes are, for as long as the frame lives.
+    /// Returns the address of the bytes, for as long as the frame lives.
     pub(crate) fn address(&self) -> usize {
         self.pool.base + self.slot as usize * self.pool.page_bytes
     }
 
-    /// Bytes of its pages.
+    /// Returns the bytes of all pages.
     pub(crate) fn len(&self) -> usize {
         self.slots as usize * self.pool.page_bytes
     }
@@ -251,7 +251,7 @@ impl KernelFrame {
         &self.pool
     }
 
-    /// The pages are in the slots now. If it is only a part of them, the frame is dropped or its
+    /// Notes that pages are in the slots now. A frame with only a part of them is dropped, or its
     /// holes are filled.
     pub(crate) fn set_occupied(&mut self) {
         self.occupied = true;
@@ -262,7 +262,7 @@ impl KernelFrame {
         self.occupied = false;
     }
 
-    /// Keeps what lies behind `bytes`, and returns what lies before, where there is anything.
+    /// Keeps the bytes behind the first `bytes`, and returns those before, if there are any.
     pub(crate) fn split_front(&mut self, bytes: usize) -> Option<Self> {
         (bytes > 0).then(|| {
             let rest = self.split_off(bytes);
@@ -270,7 +270,7 @@ impl KernelFrame {
         })
     }
 
-    /// Maps zeros wherever in a range of its bytes a kernel page is absent.
+    /// Maps zeros at each absent kernel page in a range of the frame's bytes.
     pub(crate) fn fill_holes_with_zeros(&mut self, range: Range<usize>) -> io::Result<()> {
         let end = self.address() + range.end;
         let mut at = self.address() + range.start;
@@ -290,8 +290,8 @@ impl KernelFrame {
     }
 }
 
-/// Gives the memory of these frames back by one call, so that the processors that run the program
-/// are interrupted once.
+/// Gives the memory of `frames` back by one call, so that the processors that run the program are
+/// interrupted once.
 pub(crate) fn drop_together(frames: Batch<KernelFrame>) {
     let ranges = || {
         let of = |frame: &KernelFrame| frame.address()..frame.address() + frame.len();
@@ -300,7 +300,7 @@ pub(crate) fn drop_together(frames: Batch<KernelFrame>) {
     debug_assert!(frames.iter().all(|frame| frame.occupied));
     // SAFETY: the slots of frames that end here.
     let dropped = unsafe { sys::drop_each(ranges(), libc::MADV_DONTNEED) };
-    // Before kernel 6.14, one by one: what is left drops itself.
+    // Before kernel 6.14 none is dropped by the call: frames that are left drop themselves.
     let dropped = dropped.unwrap_or(0);
     for (at, frame) in frames.into_iter().enumerate() {
         if at < dropped {

@@ -1,8 +1,8 @@
 //! Memory mappings and userfaultfd, typed: how pages enter and leave a program's address space.
 //!
 //! The rule it keeps: all `unsafe` that deals with the kernel's memory management lives here, and
-//! what [`AddressSpace`] hands upward cannot be used wrongly by safe code. Which page is where, and
-//! why, is the pager's business.
+//! safe code cannot use wrongly what [`AddressSpace`] hands upward. The choice of pages is left to
+//! the pager.
 
 pub mod calls;
 mod frame;

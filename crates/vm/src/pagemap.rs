@@ -1,6 +1,6 @@
 //! `/proc/self/pagemap`: which pages are mapped.
 //!
-//! The rule it keeps: it only looks.
+//! The rule it keeps: nothing is changed here, only read.
 
 use std::{
     fs::File,
@@ -16,10 +16,10 @@ use crate::sys::{self, KERNEL_PAGE_BYTES};
 /// marker counts as swapped.
 const OCCUPIED: u64 = 0b11 << 62;
 
-/// Kernel pages looked at with one `read`.
+/// Number of kernel pages that one `read` looks at.
 const ENTRIES_PER_READ: usize = 64;
 
-/// What to do about a page map that cannot be opened.
+/// Returns the remedy for a page map that cannot be opened.
 pub(crate) fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::PermissionDenied => {
@@ -35,7 +35,7 @@ pub(crate) fn remedy(error: &io::Error) -> &'static str {
 pub struct Pagemap(File);
 
 impl Pagemap {
-    /// Opens it.
+    /// Opens the page map of this process.
     ///
     /// # Errors
     /// The operating system's, when `/proc` is not mounted, or hidden from a process that changed
@@ -44,7 +44,7 @@ impl Pagemap {
         File::open("/proc/self/pagemap").map(Self)
     }
 
-    /// Whether any kernel page of the range is mapped, swapped out or poisoned.
+    /// True if any kernel page of the range is mapped, swapped out or poisoned.
     ///
     /// # Errors
     /// The operating system's.
@@ -70,7 +70,7 @@ impl Pagemap {
         Ok(false)
     }
 
-    /// Whether this kernel knows `PAGEMAP_SCAN`.
+    /// Succeeds if this kernel knows `PAGEMAP_SCAN`.
     pub(crate) fn can_scan(&self) -> io::Result<()> {
         sys::can_scan(self.0.as_fd())
     }
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn whether_this_kernel_can_scan_follows_from_its_features() {
-        // Both came with kernel 6.7.
+        // Both features came with kernel 6.7.
         let features = Uffd::supported(true).unwrap();
         let can_scan = Pagemap::open().unwrap().can_scan().is_ok();
         assert_eq!(can_scan, features.contains(Features::WP_ASYNC));

@@ -1,7 +1,7 @@
-//! What a transfer is about: neighbouring pages of one shard ([`Pages`]).
+//! Neighbouring pages of one shard, the subject of a transfer ([`Pages`]).
 //!
-//! The rule it keeps: address, page size and count travel together and are checked once. Which
-//! pages these are of a region is the caller's knowledge.
+//! The rule it keeps: address, page size and count travel together and are checked once. The pages'
+//! place in a region is known to the caller.
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// `count` pages of `page_bytes` each, the first at `address`, whose stripe belongs to `shard`.
+    /// Makes `count` pages of `page_bytes` each, the first at `address`, in a stripe of `shard`.
     ///
     /// # Panics
     /// If `count` is 0, `page_bytes` is not a power of two of at least 4096, or `address` is not a
@@ -42,42 +42,42 @@ impl Pages {
         }
     }
 
-    /// The shard that reads their faults.
+    /// Returns the shard that reads the pages' faults.
     pub fn shard(&self) -> Shard {
         self.shard
     }
 
-    /// The first page's first address.
+    /// Returns the first page's first address.
     pub fn address(&self) -> usize {
         self.address
     }
 
-    /// Bytes of each page.
+    /// Returns the bytes of each page.
     pub fn page_bytes(&self) -> usize {
         self.page_bytes
     }
 
-    /// How many pages these are, at least one.
+    /// Returns the number of pages, at least one.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Bytes of all pages together.
+    /// Returns the bytes of all pages together.
     pub fn bytes(&self) -> usize {
         self.count * self.page_bytes
     }
 
-    /// Their addresses.
+    /// Returns the addresses of all pages.
     pub fn range(&self) -> Range<usize> {
         self.address..self.address + self.bytes()
     }
 
-    /// Each page's first address, ascending.
+    /// Iterates over each page's first address, ascending.
     pub fn addresses(&self) -> impl Iterator<Item = usize> {
         self.range().step_by(self.page_bytes)
     }
 
-    /// The pages behind the first `bytes`, a multiple of the page size. `None`: there are none.
+    /// Returns the pages behind the first `bytes`, a multiple of the page size, if there are any.
     pub(crate) fn behind(&self, bytes: usize) -> Option<Self> {
         debug_assert!(bytes.is_multiple_of(self.page_bytes) && bytes <= self.bytes());
         (bytes < self.bytes()).then(|| Self {
@@ -87,7 +87,7 @@ impl Pages {
         })
     }
 
-    /// The first `count` of these pages.
+    /// Returns the first `count` of these pages.
     pub(crate) fn first(&self, count: usize) -> Self {
         debug_assert!((1..=self.count).contains(&count));
         Self { count, ..*self }

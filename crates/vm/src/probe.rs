@@ -1,7 +1,7 @@
-//! What this machine allows: kernel, userfaultfd, limits, and for each thing that is missing the
-//! command that mends it.
+//! Abilities of this machine: kernel, userfaultfd, limits, and for each missing one the command
+//! that mends it.
 //!
-//! The rule it keeps: it tries things rather than believing version numbers, and changes nothing.
+//! The rule it keeps: the probe tries things and believes no version numbers, and changes nothing.
 
 use std::{fmt, fs, io};
 
@@ -13,14 +13,14 @@ use crate::{
     uffd::{Features, OpenError, Uffd},
 };
 
-/// A verdict on one thing.
+/// Verdict on one ability of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is there.
+    /// Present.
     Yes,
-    /// It is not, which costs speed or a feature.
+    /// Missing, which costs speed or a feature.
     Limited,
-    /// It is not, and nothing works without it.
+    /// Missing, and nothing works without it.
     No,
 }
 
@@ -38,13 +38,13 @@ impl fmt::Display for Verdict {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Check {
-    /// What was looked at.
+    /// The ability that was looked at.
     pub name: &'static str,
-    /// Whether it is there.
+    /// The verdict on the ability.
     pub verdict: Verdict,
-    /// What was found.
+    /// The finding, in words.
     pub found: String,
-    /// The command that mends it, where something is missing.
+    /// The command that mends a missing ability.
     pub mend: Option<&'static str>,
 }
 
@@ -66,7 +66,7 @@ impl Check {
     }
 }
 
-/// What this machine allows; its `Display` is a table.
+/// Abilities of this machine; the `Display` is a table.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Probe {
@@ -74,12 +74,12 @@ pub struct Probe {
     pub kernel: String,
     /// The features of userfaultfd that were found; none when it can not be opened.
     pub features: Features,
-    /// All that was looked at.
+    /// All checks that were made.
     pub checks: Vec<Check>,
 }
 
 impl Probe {
-    /// Whether a program that asks for no more than the probe did can map regions.
+    /// True if a program that asks for no more than the probe did can map regions.
     pub fn usable(&self) -> bool {
         self.checks.iter().all(|check| check.verdict != Verdict::No)
     }

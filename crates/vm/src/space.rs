@@ -1,9 +1,9 @@
-//! The seam of this crate: [`AddressSpace`], how pages enter and leave the program's memory.
+//! The seam of this crate: [`AddressSpace`], by which pages enter and leave the program's memory.
 //!
 //! The rule it keeps: the bytes of a page are either mapped in the program or in one frame, and
 //! [`install`](AddressSpace::install) and [`detach`](AddressSpace::detach) change that atomically,
-//! page by page. It knows addresses and shards; which page is where, and why, is the pager's
-//! business.
+//! page by page. An address space knows addresses and shards; the choice of pages is left to the
+//! pager.
 //!
 //! There is one way in and one way out, and each says how: by moving, or by copying. Moving keeps
 //! the amount of memory: a frame's becomes the program's, or the other way round. Copying does not.
@@ -22,58 +22,58 @@ use crate::pages::{Pages, Shard};
 pub struct Fault {
     /// The address that was touched (at least kernel-page precise).
     pub address: usize,
-    /// Whether it was touched by a write.
+    /// True if the access was a write.
     pub write: bool,
-    /// Whether the page is there, and may not be written to for now ([`Out::Copy`]).
+    /// True if the page is there, and may not be written to for now ([`Out::Copy`]).
     pub protected: bool,
-    /// The thread that touched it, as the kernel numbers threads; 0 where nobody knows.
+    /// The kernel's number of the thread that touched the address; 0 if it is unknown.
     pub thread: u32,
 }
 
-/// What happened to the pages of a shard.
+/// Events of one shard's pages.
 #[derive(Debug, Default)]
 pub struct Events {
     /// Faults, oldest first.
     pub faults: Vec<Fault>,
-    /// What the program has unmapped of regions with pages of this shard (by `munmap`, `mremap`, or
-    /// `mmap` over them): whole addresses, also those of other shards. Nothing is installed there
+    /// Addresses that the program has unmapped in regions with pages of this shard (by `munmap`,
+    /// `mremap`, or `mmap` over them), also addresses of other shards. Nothing is installed there
     /// or detached from there any more.
     pub unmapped: Vec<Range<usize>>,
 }
 
-/// Which events are asked for.
+/// Choice of events to hand out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asked {
-    /// All that there are.
+    /// All events.
     All,
-    /// Those that were taken from the kernel before, without looking for others.
+    /// Events that were taken from the kernel before, without looking for others.
     Kept,
 }
 
-/// What tells of a shard's events.
+/// Sources of a shard's events, to wait for.
 #[derive(Clone, Copy, Debug)]
 pub struct Wait<'a> {
-    /// Becomes readable when something has happened that is not kept yet. `None`: nothing does, and
-    /// all events count as kept.
+    /// Descriptor that becomes readable when something has happened that is not kept yet. `None`:
+    /// there is none, and all events count as kept.
     pub fd: Option<BorrowedFd<'a>>,
-    /// Whether there are events that `fd` does not tell of any more. Installing pages may come
+    /// True if there are events that `fd` does not tell of any more. Installing pages may come
     /// across some.
     pub kept: bool,
 }
 
 impl Events {
-    /// Whether nothing happened.
+    /// True if nothing happened.
     pub fn is_empty(&self) -> bool {
         self.faults.is_empty() && self.unmapped.is_empty()
     }
 }
 
-/// Pages of a run at most. A word of the frame pool's map of vacant slots has as many bits. At 4
-/// KiB pages no longer run is worth its waiting: by then the fixed costs of a transfer are a small
-/// part of it.
+/// Upper bound of a run's pages: a word of the frame pool's map of vacant slots has as many bits.
+/// At 4 KiB pages no longer run is worth its waiting: by then the fixed costs of a transfer are a
+/// small part of it.
 pub const RUN_PAGES_MAX: usize = 64;
 
-/// Pages that [`Out::Copy`] takes at most.
+/// Upper bound of the pages that [`Out::Copy`] takes.
 pub const SCATTERED_PAGES_MAX: usize = crate::sys::RANGES_MAX;
 
 /// A local buffer that holds the bytes of a run of pages (one or more, all of one size) while they
@@ -86,24 +86,24 @@ pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Send + Sized + 'static {
     #[must_use = "the pages that are split off are given back when dropped"]
     fn split_off(&mut self, bytes: usize) -> Self;
 
-    /// Takes `next` in at the end.
+    /// Appends `next`.
     ///
     /// # Errors
-    /// `next` itself, if it does not lie directly behind this one.
+    /// `next` itself, if it does not lie directly behind this frame.
     fn join(&mut self, next: Self) -> Result<(), Self>;
 }
 
 /// Frames that are given back together.
 pub type Batch<F> = SmallVec<[F; SCATTERED_PAGES_MAX]>;
 
-/// Memory that whoever keeps the budget has set aside for pages beside the frames. Dropped without
+/// Memory that the keeper of the budget has set aside for pages beside the frames. Dropped without
 /// having been used, it is free again.
 pub trait Room {
-    /// The pages exist now.
+    /// Uses the room up: its pages exist now.
     fn use_up(&mut self);
 }
 
-/// How pages come in.
+/// Way in which pages come in.
 pub enum In<'a, F> {
     /// The frame's memory becomes the program's. Nothing is copied, where the kernel can.
     Move(F),
@@ -114,7 +114,7 @@ pub enum In<'a, F> {
     Copy(F, &'a mut dyn Room),
 }
 
-/// Which pages go out, and how.
+/// Pages that go out, and the way.
 pub enum Out<'a, F> {
     /// A run, whose memory becomes a frame's.
     Move(Pages),
@@ -123,38 +123,38 @@ pub enum Out<'a, F> {
     /// interrupted a few times for all of them together. Only where [`Mapping::copies_out`] says
     /// so.
     ///
-    /// Nobody needs to own the pages while they are copied. The last argument is asked of each page
-    /// that was copied, by its place among them, and owns it, unless somebody else has taken the
-    /// page up since before the call. Then the page is not what was copied, and stays.
+    /// The pages need no owner while they are copied. The last argument is called with each copied
+    /// page's place among them. It owns the page, or returns false if another thread has taken the
+    /// page up since before the call: then the page may differ from its copy, and stays.
     ///
-    /// Meanwhile a write anywhere from the first to the last of them is a fault. A page that the
-    /// program drops is a fault of the calling thread, which sleeps until the page is served.
-    /// (Where threads serve their own faults, the first is to be tried again and a system call that
-    /// writes there fails, and the second ends the copying.) What a device writes into one of the
-    /// pages is lost. Calls must not overlap, or what the program writes to other pages is lost as
-    /// well.
+    /// Meanwhile a write anywhere from the first to the last of the pages is a fault. A page that
+    /// the program drops is a fault of the calling thread, which sleeps until the page is served.
+    /// (Where threads serve their own faults, the write is to be tried again, a system call that
+    /// writes there fails, and a dropped page ends the copying.) What a device writes into one of
+    /// the pages is lost. Calls must not overlap, or what the program writes to other pages is lost
+    /// as well.
     Copy(&'a [Pages], &'a mut [F], &'a mut dyn FnMut(usize) -> bool),
     /// Runs of one stripe of a region that the program may only read, ascending,
     /// [`SCATTERED_PAGES_MAX`] at most: their memory goes back to the kernel, and their bytes are
-    /// kept nowhere. Processors are interrupted once for all of them together.
+    /// kept nowhere. Processors are interrupted once for all runs together.
     Drop(&'a [Pages]),
 }
 
-/// What went out: the leading pages of those that were asked for.
+/// Result of detaching: the leading pages of those that were asked for have left.
 #[derive(Debug)]
 #[must_use = "the pages have left the program's memory"]
 pub enum Left<F> {
-    /// By moving: at least one page, whose bytes and memory are the frame's.
+    /// Frame of a run that moved: the bytes and the memory of at least one page.
     Moved(F),
-    /// By copying: those of so many leading pages that were owned. The next one cannot be copied,
-    /// or was owned and is there.
+    /// Number of leading pages that were copied; those of them that were owned have left. The next
+    /// page cannot be copied, or was owned and is there.
     Copied(usize),
-    /// By dropping: so many of the runs.
+    /// Number of leading runs that were dropped.
     Dropped(usize),
 }
 
 impl<F> Left<F> {
-    /// The frame of a run that moved.
+    /// Returns the frame of a run that moved.
     ///
     /// # Panics
     /// If another way out was asked for.
@@ -165,7 +165,7 @@ impl<F> Left<F> {
         }
     }
 
-    /// How many pages were dealt with, or runs dropped; 0 if pages were moved.
+    /// Returns the number of pages dealt with, or of runs dropped; 0 if pages were moved.
     pub fn count(&self) -> usize {
         match self {
             Self::Moved(_) => 0,
@@ -174,7 +174,7 @@ impl<F> Left<F> {
     }
 }
 
-/// The first page of a run could not be taken out.
+/// Failure to take out the first page of a run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DetachError {
@@ -182,24 +182,24 @@ pub enum DetachError {
     /// try another victim.
     #[error("the page is busy: the kernel or a device uses it")]
     Busy,
-    /// There is no page: the program took it away itself with `madvise` or `munmap`.
+    /// The page is absent: the program took it away itself with `madvise` or `munmap`.
     #[error("the page is not mapped")]
     Absent,
-    /// Anything else; the page stays mapped.
+    /// Any other failure; the page stays mapped.
     #[error("cannot take a page out of the address space: {0}")]
     Os(io::Error),
 }
 
-/// A page could not be mapped. The pages of the run before it are mapped, and their threads woken.
+/// Failure to map a page. The pages of the run before it are mapped, and their threads woken.
 #[derive(Debug)]
 pub struct InstallError<F> {
-    /// What is not mapped, unchanged: from the refused page to the end of the run.
+    /// The unmapped rest, unchanged: from the refused page to the end of the run.
     pub frame: F,
-    /// Why the first page of `frame` was refused.
+    /// Reason why the first page of `frame` was refused.
     pub kind: InstallErrorKind,
 }
 
-/// Why a page could not be mapped.
+/// Reason why a page could not be mapped.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum InstallErrorKind {
@@ -209,35 +209,35 @@ pub enum InstallErrorKind {
     /// The program has unmapped the page's addresses itself, or part of them.
     #[error("the program has unmapped the addresses")]
     Gone,
-    /// Anything else.
+    /// Any other failure.
     #[error("cannot map a page: {0}")]
     Os(io::Error),
 }
 
-/// How a region of a new mapping is laid out.
+/// Layout of a region in a new mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// Length of the region, a multiple of `page_bytes`.
     pub bytes: usize,
     /// Page size: a power of two, 4 KiB to 2 MiB.
     pub page_bytes: usize,
-    /// Every `stripe_bytes` of the region belong to one shard, the next to the next shard; a
-    /// multiple of `page_bytes`.
+    /// Length of a stripe, a multiple of `page_bytes`: each stripe of the region belongs to one
+    /// shard, the next stripe to the next shard.
     pub stripe_bytes: usize,
     /// The shard of the first stripe.
     pub first_shard: usize,
-    /// Its first address, a multiple of `page_bytes`: what is mapped there is replaced. `None`:
-    /// anywhere.
+    /// First address of the region, a multiple of `page_bytes`: what is mapped there is replaced.
+    /// `None`: anywhere.
     pub address: Option<usize>,
-    /// The program may only read: a write raises SIGSEGV. It must not make the region writable by
-    /// itself: what it writes then is lost when the page leaves.
+    /// True if the program may only read: a write raises SIGSEGV. The program must not make the
+    /// region writable by itself: its writes would be lost when the page leaves.
     pub read_only: bool,
-    /// The program lets no device write into the region's pages, so that they may be copied out.
+    /// True if the program lets no device write into the region's pages: they may be copied out.
     pub no_direct_io: bool,
 }
 
 impl Geometry {
-    /// The shard that owns `offset`, of `shards` in all.
+    /// Returns the shard that owns `offset`, of `shards` in all.
     pub fn shard_of(&self, offset: usize, shards: usize) -> Shard {
         Shard((self.first_shard + offset / self.stripe_bytes) % shards)
     }
@@ -246,11 +246,11 @@ impl Geometry {
 /// Addresses of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapping {
-    /// The first, a multiple of the page size.
+    /// The first address, a multiple of the page size.
     pub address: usize,
-    /// Whether pages come in by copying, too: see [`In::Copy`].
+    /// True if pages come in by copying, too: see [`In::Copy`].
     pub copies_in: bool,
-    /// Whether they go out by copying, too: see [`Out::Copy`].
+    /// True if pages go out by copying, too: see [`Out::Copy`].
     pub copies_out: bool,
 }
 
@@ -260,10 +260,10 @@ pub struct Mapping {
 /// All methods may be called from any thread. Each shard's events are read by one thread at a time,
 /// which calls [`events`](Self::events) before it does anything else for the shard.
 pub trait AddressSpace: Send + Sync + 'static {
-    /// What holds the bytes of pages that are not mapped.
+    /// Holder of the bytes of pages that are not mapped.
     type Frame: Frame;
 
-    /// How many shards, each with a queue of faults of its own.
+    /// Returns the number of shards, each with a queue of faults of its own.
     fn shards(&self) -> usize;
 
     /// Reserves addresses for a region and starts to catch its faults.
@@ -277,23 +277,23 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// the region must have been detached, or are lost with it.
     fn unmap(&self, address: usize, geometry: Geometry);
 
-    /// A new zeroed frame of `pages` pages (at most [`RUN_PAGES_MAX`]): this takes physical memory,
-    /// which dropping the frame gives back.
+    /// Makes a new zeroed frame of `pages` pages (at most [`RUN_PAGES_MAX`]): this takes physical
+    /// memory, which dropping the frame gives back.
     ///
     /// # Errors
     /// The operating system's when memory or addresses run out, also for one of the pages alone.
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<Self::Frame>;
 
-    /// Drops frames, [`SCATTERED_PAGES_MAX`] at most. Processors are interrupted once for all of
-    /// them together, where the kernel can.
+    /// Drops frames, [`SCATTERED_PAGES_MAX`] at most. Processors are interrupted once for all
+    /// frames together, where the kernel can.
     fn drop_frames(&self, frames: Batch<Self::Frame>);
 
-    /// Maps a frame at `pages`, which are as many as it has, and wakes the threads that sleep on
-    /// them. Returns a frame that was copied: it is free again.
+    /// Maps a frame at `pages`, which are as many as the frame has, and wakes the threads that
+    /// sleep on them. Returns a frame that was copied: it is free again.
     ///
     /// # Errors
-    /// See [`InstallErrorKind`]. What was not mapped comes back. Of a run that was to be copied
-    /// nothing is mapped then, and the room for it is not used up.
+    /// See [`InstallErrorKind`]. Pages that were not mapped come back. Of a run that was to be
+    /// copied nothing is mapped then, and the room for it is not used up.
     fn install(
         &self,
         pages: Pages,
@@ -301,40 +301,40 @@ pub trait AddressSpace: Send + Sync + 'static {
     ) -> Result<Option<Self::Frame>, InstallError<Self::Frame>>;
 
     /// Takes pages out of the mapping: as many as possible from the first on. Each goes atomically
-    /// with respect to the program: every write of it is either in the frame or faults. The others
-    /// are as they were; why they were not taken, the next attempt tells. A run may also end early
-    /// for lack of room for a frame.
+    /// with respect to the program: every write to a page is either in the frame or faults. Pages
+    /// that were not taken are as they were; the next attempt tells the reason. A run may also end
+    /// early for lack of room for a frame.
     ///
     /// # Errors
     /// See [`DetachError`], about the first page of a run.
     fn detach(&self, out: Out<'_, Self::Frame>) -> Result<Left<Self::Frame>, DetachError>;
 
-    /// Lets the program write to pages again that an earlier [`Out::Copy`] has left protected: the
-    /// kernel may forget to lift that of a page that it has swapped out, for one. Must not overlap
-    /// with such a call.
+    /// Lets the program write again to pages that an earlier [`Out::Copy`] has left protected. The
+    /// kernel may, for one, forget to lift the protection of a page that it has swapped out. Must
+    /// not overlap with such a call.
     fn unprotect(&self, pages: Pages);
 
     /// Wakes the threads that sleep on these pages without changing them; they try again.
     fn wake(&self, pages: Pages);
 
     /// Makes every access to these absent pages raise SIGBUS, until a frame is installed there.
-    /// What the program has unmapped of them is left alone.
+    /// Addresses that the program has unmapped are left alone.
     ///
     /// # Errors
     /// The operating system's, where the kernel cannot do this.
     fn poison(&self, pages: Pages) -> io::Result<()>;
 
-    /// Whether a page is mapped at `address`. Slow; for rare cases.
+    /// True if a page is mapped at `address`. Slow; for rare cases.
     fn is_present(&self, address: usize) -> bool;
 
     /// Appends what has happened in a shard; does not block. A program's call that unmaps returns
-    /// only after this has come across it. From now on the calling thread is the one that reads the
-    /// events of this shard.
+    /// only after this method has come across it. From now on the calling thread is the one that
+    /// reads the events of this shard.
     ///
     /// # Errors
     /// The operating system's.
     fn events(&self, shard: Shard, asked: Asked, out: &mut Events) -> io::Result<()>;
 
-    /// How to learn of events that are to be read.
+    /// Returns the sources of a shard's events, to wait for.
     fn wait(&self, shard: Shard) -> Wait<'_>;
 }

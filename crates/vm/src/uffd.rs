@@ -1,8 +1,8 @@
 //! One userfaultfd: opened, its features agreed upon, its errors in words.
 //!
-//! The rule it keeps: what the kernel cannot do is known when the descriptor is opened, with the
-//! reason and the remedy, and not at the first fault. Which ranges are registered with it, and what
-//! happens to their pages, is up to the caller.
+//! The rule it keeps: a lacking ability of the kernel is known when the descriptor is opened, with
+//! the reason and the remedy, and not at the first fault. The registered ranges and their pages are
+//! left to the caller.
 
 use std::{
     fmt, io,
@@ -23,7 +23,7 @@ use crate::{
     sys::{self, Stopped},
 };
 
-/// Messages that one `read` takes from a descriptor.
+/// Number of messages that one `read` takes from a descriptor.
 const FAULTS_PER_READ: usize = 64;
 
 /// A userfaultfd.
@@ -31,7 +31,7 @@ const FAULTS_PER_READ: usize = 64;
 /// The methods that change memory are `unsafe`: addresses are plain numbers here.
 pub struct Uffd {
     inner: userfaultfd::Uffd,
-    /// True where the program can close it.
+    /// True where the program can close the descriptor.
     is_in_reach: bool,
 }
 
@@ -60,13 +60,13 @@ impl Uffd {
         }
     }
 
-    /// The features that this kernel has.
+    /// Returns the features that this kernel has.
     ///
     /// # Errors
     /// As [`open`](Self::open).
     pub fn supported(user_mode_only: bool) -> Result<Features, OpenError> {
         let fd = open_any(user_mode_only)?;
-        // A descriptor agrees once, with the features then asked for: hence one that is only asked.
+        // A descriptor agrees only once: this one serves for the question alone.
         sys::agree(fd.as_fd(), 0)
             .map(Features)
             .map_err(|errno| OpenError::Os(errno.into()))
@@ -160,28 +160,28 @@ impl Uffd {
         unsafe { sys::poison(self.inner.as_fd(), start, len) }
     }
 
-    /// Write-protects a range that is registered for it. A write is a fault from then on.
+    /// Write-protects a range that is registered for write protection: a write is a fault then.
     ///
     /// # Errors
-    /// `ENOENT` when the range is not registered for it, `EAGAIN` while the mapping changes.
+    /// `ENOENT` when the range is not registered so, `EAGAIN` while the mapping changes.
     pub fn write_protect(&self, start: usize, len: usize) -> io::Result<()> {
         self.inner
             .write_protect(start as *mut _, len)
             .map_err(os_error)
     }
 
-    /// Lifts [`write_protect`](Self::write_protect) and wakes who sleeps there.
+    /// Lifts [`write_protect`](Self::write_protect) and wakes the threads that sleep there.
     ///
     /// # Errors
-    /// As there.
+    /// As [`write_protect`](Self::write_protect).
     pub fn write_unprotect(&self, start: usize, len: usize) -> io::Result<()> {
         self.inner
             .remove_write_protection(start as *mut _, len, true)
             .map_err(os_error)
     }
 
-    /// Whether a mapping is being taken away at this moment ([`Features::EVENT_UNMAP`]). Until its
-    /// message has been read, nothing can be put anywhere.
+    /// True while a mapping is being taken away ([`Features::EVENT_UNMAP`]). Until its message has
+    /// been read, nothing can be put anywhere.
     pub(crate) fn is_changing(&self) -> bool {
         sys::is_changing(self.inner.as_fd())
     }
@@ -198,14 +198,14 @@ impl Uffd {
         })
     }
 
-    /// Hands on the messages that wait, without blocking.
+    /// Calls `each` with the messages that wait, without blocking.
     pub(crate) fn messages(
         &self,
         buffer: &mut FaultBuffer,
         mut each: impl FnMut(Message),
     ) -> io::Result<()> {
         if self.is_in_reach {
-            // A file that the program has put in its place must not be read.
+            // A file that the program has put in the descriptor's place must not be read.
             self.is_changing();
         }
         loop {
@@ -259,7 +259,7 @@ impl fmt::Debug for Uffd {
     }
 }
 
-/// What a `read` may say.
+/// Message from one `read`.
 pub(crate) enum Message {
     Fault(Fault),
     /// The program has unmapped these addresses, some of which were registered with this
@@ -281,12 +281,12 @@ impl Default for FaultBuffer {
 pub struct Features(u64);
 
 impl Features {
-    /// Nothing but faults on absent pages (kernel 4.11).
+    /// Faults on absent pages and nothing else (kernel 4.11).
     pub const MISSING: Self = Self(0);
     /// A fault raises SIGBUS in the thread that faults instead of a message (kernel 4.14).
     pub const SIGBUS: Self = Self(raw::UFFD_FEATURE_SIGBUS as u64);
-    /// A message when the program unmaps what is registered, and its thread sleeps until that is
-    /// read (kernel 4.11).
+    /// A message when the program unmaps registered addresses; its thread sleeps until the message
+    /// is read (kernel 4.11).
     pub const EVENT_UNMAP: Self = Self(raw::UFFD_FEATURE_EVENT_UNMAP as u64);
     /// Messages say which thread has touched the page (kernel 4.14).
     pub const THREAD_ID: Self = Self(raw::UFFD_FEATURE_THREAD_ID as u64);
@@ -303,7 +303,7 @@ impl Features {
     /// `UFFDIO_MOVE` (kernel 6.8).
     pub const MOVE: Self = Self(raw::UFFD_FEATURE_MOVE as u64);
 
-    /// All that have a name here, with it and the kernel that brought them.
+    /// All features that have a name here, with their names and the kernels that brought them.
     pub(crate) const NAMED: [(Self, &'static str, &'static str); 7] = [
         (Self::SIGBUS, "SIGBUS", "4.14"),
         (Self::WP, "WP", "5.7"),
@@ -314,7 +314,7 @@ impl Features {
         (Self::MOVE, "MOVE", "6.8"),
     ];
 
-    /// Whether all of `other` are among these.
+    /// True if all of `other` are among these features.
     pub fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
@@ -343,11 +343,11 @@ impl BitAnd for Features {
     }
 }
 
-/// userfaultfd can not be used.
+/// Reason why userfaultfd can not be used.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// Neither way to open one is permitted.
+    /// The system call and the device are both not permitted.
     #[error(
         "userfaultfd is not permitted (system call: {syscall}; /dev/userfaultfd: {device}). Any of these mends it: \
          `sudo sysctl -w vm.unprivileged_userfaultfd=1`; `sudo setfacl -m u:$USER:rw /dev/userfaultfd` (kernel 6.1 and later); \
@@ -355,12 +355,12 @@ pub enum OpenError {
          Or catch faults in user mode only (FARPAGE_USER_MODE_ONLY=1): then region memory can not be passed to system calls while absent"
     )]
     NotPermitted {
-        /// What the system call said.
+        /// Error of the system call.
         syscall: Errno,
-        /// What the device said.
+        /// Error of the device.
         device: Errno,
     },
-    /// The kernel was built without it.
+    /// The kernel was built without userfaultfd.
     #[error(
         "this kernel has no userfaultfd: use one that is built with CONFIG_USERFAULTFD=y (`zgrep USERFAULTFD /proc/config.gz`)"
     )]
@@ -370,7 +370,7 @@ pub enum OpenError {
     TooOld {
         /// The feature's name.
         feature: &'static str,
-        /// The kernel that brought it.
+        /// The kernel that brought the feature.
         since: &'static str,
     },
     /// `/proc/self/pagemap` can not be read.
@@ -381,22 +381,22 @@ pub enum OpenError {
         "the kernel's page is {bytes} bytes, only 4096 is supported: use a kernel with 4 KiB pages"
     )]
     KernelPage {
-        /// What it is.
+        /// The page's size.
         bytes: usize,
     },
-    /// Anything else.
+    /// Any other failure.
     #[error("cannot open a userfaultfd: {0} (descriptors: see `ulimit -n`)")]
     Os(io::Error),
 }
 
-/// Says what `Display` says: programs whose `main` returns a `Result` print errors by `Debug`.
+/// Prints the same as `Display`: programs whose `main` returns a `Result` print errors by `Debug`.
 impl fmt::Debug for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-/// Opens a descriptor by the system call first: it needs no file, and containers often lack
+/// Opens a descriptor, first by the system call: that needs no file, and containers often lack
 /// `/dev/userfaultfd`.
 fn open_any(user_mode_only: bool) -> Result<OwnedFd, OpenError> {
     let syscall = match sys::open_by_syscall(user_mode_only) {

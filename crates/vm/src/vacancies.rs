@@ -1,7 +1,7 @@
-//! Which slots of a frame pool are vacant, so that neighbours are found together.
+//! Vacant slots of a frame pool, kept so that neighbours are found together.
 //!
 //! The rule it keeps: taking and giving back cost the same however many slots there are and however
-//! they are taken, and giving back never allocates. What lies in the slots is the pool's business.
+//! they are taken, and giving back never allocates. The slots' content is the pool's business.
 //!
 //! Slots are bits of 64-bit words, and a run is sought inside one word. Words are in lists by the
 //! length of their longest vacant run, and a bit per list says whether it has any: the list that
@@ -9,35 +9,35 @@
 //! were never used come last, so that few page tables are in use and those are cached. The
 //! downside: a run across two words is not found.
 
-/// Slots of a word, and the longest run.
+/// Number of slots in a word, and in the longest run.
 pub(crate) const WORD_SLOTS: u32 = u64::BITS;
 
-/// The end of a list.
+/// End of a list.
 const NONE: u32 = u32::MAX;
 
-/// The vacant slots.
+/// Vacant slots of one pool.
 pub(crate) struct Vacancies {
-    /// Those used so far; room for all is reserved.
+    /// Words used so far; room for all is reserved.
     words: Vec<Word>,
-    /// For every length of a longest vacant run, from 1 on, its first word.
+    /// First word of the list for each length of a longest vacant run, from 1 on.
     heads: [u32; WORD_SLOTS as usize],
-    /// Bit `n` says that there are words whose longest vacant run is of `n + 1` slots.
+    /// Bit `n` is set if there are words whose longest vacant run is of `n + 1` slots.
     lengths: u64,
     slots: u32,
-    /// How many more may be taken: less than are vacant, so that runs are left.
+    /// Number of slots that may still be taken: less than are vacant, so that runs are left.
     left: u32,
 }
 
 struct Word {
-    /// A bit per slot, set while it is vacant.
+    /// Bits of the slots, set while vacant.
     vacant: u64,
-    /// Neighbours in the list of its length.
+    /// Neighbours in the list of the word's length.
     previous: u32,
     next: u32,
 }
 
 impl Vacancies {
-    /// `slots` of which at most `taken_max` are taken at once.
+    /// Makes `slots` vacant slots, of which at most `taken_max` are taken at once.
     pub(crate) fn new(slots: u32, taken_max: u32) -> Self {
         Self {
             words: Vec::with_capacity(slots.div_ceil(WORD_SLOTS) as usize),
@@ -49,7 +49,7 @@ impl Vacancies {
     }
 
     /// Takes `wanted` slots next to each other or, where these are not to be had, as many as there
-    /// are, but not fewer than `at_least`. Returns the first and their number.
+    /// are, but not fewer than `at_least`. Returns the first slot and their number.
     pub(crate) fn take(&mut self, wanted: u32, at_least: u32) -> Option<(u32, u32)> {
         let wanted = wanted.min(WORD_SLOTS).min(self.left);
         if wanted == 0 || wanted < at_least {
@@ -143,12 +143,12 @@ impl Vacancies {
     }
 }
 
-/// `count` bits, at least one, from `first` on.
+/// Returns `count` set bits, at least one, from `first` on.
 fn mask(first: u32, count: u32) -> u64 {
     (u64::MAX >> (u64::BITS - count)) << first
 }
 
-/// The runs of set bits: the first bit and the length of each.
+/// Returns the runs of set bits: the first bit and the length of each.
 fn runs(bits: u64) -> impl Iterator<Item = (u32, u32)> {
     let mut rest = bits;
     std::iter::from_fn(move || {
@@ -167,7 +167,7 @@ fn longest(bits: u64) -> u32 {
 mod tests {
     use super::*;
 
-    /// xorshift64 (Marsaglia, 2003).
+    /// Returns a number below `end` by xorshift64 (Marsaglia, 2003).
     fn below(state: &mut u64, end: u32) -> u32 {
         *state ^= *state << 13;
         *state ^= *state >> 7;
@@ -175,7 +175,7 @@ mod tests {
         (*state % u64::from(end)) as u32
     }
 
-    /// The longest run of vacant slots of the naive model that lies inside one word.
+    /// Returns the naive model's longest run of vacant slots that lies inside one word.
     fn longest_in_model(taken: &[bool]) -> u32 {
         taken
             .chunks(WORD_SLOTS as usize)
@@ -218,7 +218,7 @@ mod tests {
                         }
                     }
                 } else if !held.is_empty() {
-                    // All of a run, its first part, or with its neighbour.
+                    // Gives back all of a run, its first part, or the run with its neighbour.
                     let index = below(&mut state, held.len() as u32) as usize;
                     let (first, mut count) = held.swap_remove(index);
                     match below(&mut state, 3) {

@@ -16,10 +16,7 @@ use crate::{Challenge, ExtentId, Limit, PublicKey, Secret, ServerStat, SessionId
 
 crate::debug_as_display!(NameError);
 
-/// The protocol version of this build. A peer with another one is turned away. Every change of a
-/// message raises it; the tests of this module and of [`data`](crate::data) pin the bytes of all
-/// messages.
-pub const VERSION: u16 = 10;
+pub use crate::VERSION;
 
 /// First bytes of every connection, in both directions.
 pub const MAGIC: [u8; 8] = *b"farpage\0";
@@ -49,7 +46,7 @@ pub const MAX_NAME_BYTES: usize = 255;
 /// Checks a region's name. Names are printed in messages and lists, so none has control characters.
 ///
 /// # Errors
-/// Which names there can be.
+/// [`NameError`] with the beginning of `name`.
 pub fn check_name(name: &str) -> Result<(), NameError> {
     let good = (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.chars().any(char::is_control);
     if good {
@@ -69,7 +66,7 @@ pub struct NameError(String);
 /// The longest description that a client gives of itself.
 pub const MAX_CLIENT_BYTES: usize = 255;
 
-/// What a connection is for.
+/// Purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// Requests and responses of one session.
@@ -85,28 +82,28 @@ pub enum Purpose {
 pub struct Hello {
     /// The sender's [`VERSION`].
     pub version: u16,
-    /// What the connection is for; the server repeats what it was told.
+    /// Purpose of the connection. The server repeats the client's value.
     pub purpose: Purpose,
 }
 
-/// Why a hello or a frame was not understood.
+/// Reason why a hello or a frame was not understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlDecodeError {
-    /// Not our protocol at all.
+    /// Bytes of another protocol.
     #[error("the peer does not speak the farpage protocol")]
     NotFarpage,
-    /// Our protocol in another version.
+    /// A hello of another version of our protocol.
     #[error(
         "the peer speaks version {theirs} of the protocol and this build speaks {ours}: bring both to the same release"
     )]
     Version {
         /// The peer's version.
         theirs: u16,
-        /// This build's version.
+        /// Version of this build.
         ours: u16,
     },
-    /// The right version with an impossible hello.
+    /// A hello of the right version with an impossible rest.
     #[error("malformed hello")]
     Hello,
     /// A frame beyond its limit.
@@ -114,7 +111,7 @@ pub enum ControlDecodeError {
     TooLong {
         /// The announced or actual length.
         bytes: usize,
-        /// What is allowed here.
+        /// The longest frame that is allowed here.
         limit: usize,
     },
     /// A frame that is no message.
@@ -123,7 +120,7 @@ pub enum ControlDecodeError {
 }
 
 impl Hello {
-    /// This build's hello.
+    /// Makes this build's hello.
     pub fn new(purpose: Purpose) -> Self {
         Self {
             version: VERSION,
@@ -131,7 +128,7 @@ impl Hello {
         }
     }
 
-    /// The bytes on the wire.
+    /// Returns the bytes on the wire.
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -170,15 +167,15 @@ impl Hello {
     }
 }
 
-/// A client's request. A data connection has one, its [`Attach`](Self::Attach).
+/// A client's request. A data connection carries a single one, its [`Attach`](Self::Attach).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// Begins a session, or resumes one after its connection was lost. First on a control
     /// connection.
     Begin {
-        /// Who the client says it is, for the server's log.
+        /// The client's description of itself, for the server's log.
         client: String,
-        /// The session to go on with.
+        /// Session to go on with, and its secret.
         resume: Option<(SessionId, Secret)>,
     },
     /// Claims a data connection for a session. First on a data connection. The answer comes once
@@ -187,7 +184,7 @@ pub enum Request {
     Attach {
         /// The session.
         session: SessionId,
-        /// Its proof.
+        /// Secret of the session, as proof.
         secret: Secret,
         /// The line's number, which the client chooses. This connection replaces the earlier ones
         /// of the same line.
@@ -195,27 +192,27 @@ pub enum Request {
     },
     /// Renews the leases: the client is alive.
     Renew,
-    /// Ends the session. The server frees what it held.
+    /// Ends the session. The server frees the session's memory.
     Goodbye,
     /// Leases zeroed memory.
     Grant {
-        /// How much.
+        /// Bytes asked for.
         bytes: u64,
-        /// Whether the memory takes atomics. If not, they are refused.
+        /// True if the memory takes atomics. Otherwise atomics are refused.
         atomics: bool,
         /// The request's number, if its answer may be asked for again: see [`Open`](Self::Open).
         serial: Option<u64>,
     },
     /// Ends the lease of an extent.
     Release {
-        /// Which.
+        /// Extent whose lease ends.
         extent: ExtentId,
     },
     /// Binds a name to a manifest and the extents that it refers to.
     Publish {
         /// The name.
         name: String,
-        /// Opaque to the server.
+        /// Contents of the manifest, opaque to the server.
         manifest: Vec<u8>,
         /// Extents of this session that live as long as the name.
         #[serde(deserialize_with = "at_most_extents")]
@@ -240,30 +237,30 @@ pub enum Request {
     /// Asks for the server's figures. Needs no session: it may be the first and only request on a
     /// control connection.
     Stat,
-    /// Tells what the client keeps in its extents now, for the server's figures.
+    /// Reports how much the client keeps in its extents now, for the server's figures.
     Contents {
-        /// Bytes of its pages.
+        /// Bytes of the client's pages, before compression.
         plain_bytes: u64,
-        /// Bytes that they take.
+        /// Bytes that the client's pages take on the server.
         stored_bytes: u64,
     },
-    /// Asks for something to sign. May be first on a control connection: a client that then
+    /// Asks for a challenge to sign. May be first on a control connection: a client that then
     /// identifies itself may list and remove names without a session.
     Challenge,
-    /// Proves who the client is: names belong to keys.
+    /// Proves the identity of the client: names belong to keys.
     Identify {
         /// The client's key.
         key: PublicKey,
         /// The signature of [`Challenge::message`].
         signature: Signature,
     },
-    /// Holds a name for this session that nobody else holds. The session's first `Publish` binds
-    /// it. A session may claim a name that it holds already.
+    /// Claims a name that no other session holds. The session's first `Publish` binds the name. A
+    /// session may claim a name again that it holds already.
     Claim {
         /// The name.
         name: String,
-        /// Whether a name that is bound already may be claimed, too. Its binding stays until the
-        /// next `Publish`.
+        /// True if a name that is bound already may be claimed, too. The old binding stays until
+        /// the next `Publish`.
         replace: bool,
     },
     /// Ends a [`Claim`](Self::Claim). A name that was never published is free again.
@@ -273,14 +270,14 @@ pub enum Request {
     },
     /// Asks for the names of the client's key, or of all keys if it is the operator's key.
     Names {
-        /// The last name that the client knows already.
+        /// Owner and name of the last entry that the client knows already.
         after: Option<(PublicKey, String)>,
     },
     /// Opens a named region to read the version that is published now. Claims nothing.
     Read {
         /// The name.
         name: String,
-        /// As of [`Open`](Self::Open).
+        /// The request's number, as in [`Open`](Self::Open).
         serial: Option<u64>,
     },
     /// Asks which older versions of a name are still read.
@@ -289,7 +286,7 @@ pub enum Request {
         name: String,
     },
     /// Tells that the client's process is about to end. The session goes on until its connection
-    /// closes, and then ends as by a [`Goodbye`](Self::Goodbye): nobody will come back.
+    /// closes, and then ends as by a [`Goodbye`](Self::Goodbye), since no client will come back.
     Leaving,
 }
 
@@ -321,7 +318,7 @@ fn at_most_extents<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<ExtentId>, 
     from.deserialize_seq(Extents)
 }
 
-/// What the server answers, one per request and in their order.
+/// Answer of the server: one per request, in the order of the requests.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Response {
     /// The session has begun or goes on.
@@ -330,13 +327,13 @@ pub enum Response {
         session: SessionId,
         /// Proof for later connections.
         secret: Secret,
-        /// The session ends when it is not renewed for this long.
+        /// Milliseconds without a renewal after which the session ends.
         lease_ms: u64,
-        /// Whether the server lends more than its memory: then a channel over shared memory or RDMA
+        /// True if the server lends more than its memory. A channel over shared memory or RDMA then
         /// needs a data connection to the server's process as well.
         paged: bool,
     },
-    /// Done, with nothing to say.
+    /// Success, without a value.
     Done,
     /// Memory was leased. Over shared memory its descriptor follows, and that of its segments'
     /// words if it is paged; over RDMA its [`LeaseKeys`] (a vector of one, in a frame of its own).
@@ -347,14 +344,14 @@ pub enum Response {
     /// A region was opened. Over shared memory the descriptors of the extents follow, over RDMA
     /// their [`LeaseKeys`], if there are any.
     Opened {
-        /// What the last publisher stored.
+        /// Manifest that the last publisher stored.
         manifest: Vec<u8>,
-        /// The extents that it refers to.
+        /// Leases of the extents that the manifest refers to.
         extents: Vec<Lease>,
-        /// Which version that is, and who still reads older ones.
+        /// The published version, and the older versions that are still read.
         versions: Versions,
     },
-    /// Figures.
+    /// Figures of the server.
     Stat(Box<ServerStat>),
     /// The request was understood and turned down.
     Refused(Refusal),
@@ -366,15 +363,15 @@ pub enum Response {
     /// A region was opened for reading. Descriptors or keys follow as after
     /// [`Opened`](Self::Opened).
     Reading {
-        /// What the last publisher stored.
+        /// Manifest that the last publisher stored.
         manifest: Vec<u8>,
-        /// The extents that it refers to, by the ids that it knows.
+        /// Extents that the manifest refers to, by the ids in the manifest.
         extents: Vec<ExtentId>,
-        /// The client's leases of them, in the same order. Each has an id of its own, so that a
-        /// client can read what it has open for writing, and read it more than once.
+        /// The client's leases of `extents`, in the same order. Each has an id of its own, so that
+        /// a client can read a region that it has open for writing, or read one twice.
         leases: Vec<Lease>,
     },
-    /// A name was published, or its readers were asked for.
+    /// Versions of a name that was published, or whose readers were asked for.
     Versions(Versions),
 }
 
@@ -384,71 +381,71 @@ pub struct Versions {
     /// The number of the published version; 0 before the first. Numbers ascend. A server uses none
     /// twice.
     pub published: u64,
-    /// Older versions that are read, in ascending order. What they refer to must stay.
+    /// Older versions that are still read, in ascending order. Their extents must stay.
     pub read: Vec<VersionRead>,
 }
 
 /// A version that clients read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VersionRead {
-    /// Its number.
+    /// Number of the version.
     pub version: u64,
-    /// How often it is open.
+    /// Number of times that the version is open.
     pub readers: u64,
 }
 
 /// A name that a server keeps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamedRegion {
-    /// Whose it is.
+    /// Key that the name belongs to.
     pub owner: PublicKey,
     /// The name.
     pub name: String,
-    /// Bytes that it keeps granted on this server.
+    /// Bytes that the name keeps granted on this server.
     pub bytes: u64,
-    /// Whether a client holds it now.
+    /// True if a client holds the name now.
     pub in_use: bool,
-    /// How often it is open for reading, all versions together.
+    /// Number of times that the name is open for reading, all versions together.
     pub readers: u64,
-    /// How many versions that have been replaced are still read.
+    /// Number of replaced versions that are still read.
     pub old_versions: u64,
 }
 
 /// An extent as its lease is announced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
-    /// Its id.
+    /// Id of the extent.
     pub id: ExtentId,
-    /// Its length.
+    /// Length of the extent.
     pub bytes: u64,
-    /// Whether it takes atomics.
+    /// True if the extent takes atomics.
     pub atomics: bool,
-    /// Whether bytes of it may be elsewhere than in the server's memory. Clients that reach the
-    /// memory by themselves look at its [words](crate::segment) then.
+    /// True if bytes of the extent may be elsewhere than in the server's memory. A client that
+    /// reaches the memory by itself then looks at its [words](crate::segment).
     pub paged: bool,
-    /// Whether it takes no WRITE and no atomics: others hold it, too.
+    /// True if the extent takes no WRITE and no atomics: other clients hold it, too.
     pub read_only: bool,
 }
 
-/// What opens an extent to an adapter.
+/// Keys that open an extent to an adapter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseKeys {
-    /// Its bytes.
+    /// Key of the extent's bytes.
     pub memory: RemoteKey,
-    /// Of memory whose bytes may be elsewhere.
+    /// Further keys of an extent whose bytes may be elsewhere.
     pub paged: Option<PagedKeys>,
 }
 
-/// What tells an adapter's owner which bytes are in the server's memory.
+/// Keys by which a client over RDMA learns which bytes are in the server's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PagedKeys {
-    /// The [words](crate::segment) of its segments, 8 bytes each, which can be READ.
+    /// Key of the [words](crate::segment) of the extent's segments, 8 bytes each, to be READ.
     pub words: RemoteKey,
-    /// The marks of its segments, 4 bytes each: a client WRITEs a bit for each chunk that it has
-    /// touched, since the server does not see that.
+    /// Key of the marks of the segments, 4 bytes each. A client WRITEs a bit for each chunk that it
+    /// has touched, since the server does not see its accesses.
     pub marks: RemoteKey,
-    /// Each packet to the extent's bytes has to begin at a multiple of this, 1 or the size of a
-    /// page. What cannot, the server does.
+    /// Each packet to the extent's bytes has to begin at a multiple of this number, 1 or the size
+    /// of a page. The server does the operations whose packets cannot.
     pub granule_bytes: u32,
 }
 
@@ -461,7 +458,7 @@ pub struct RemoteKey {
     pub rkey: u32,
 }
 
-/// Why a server refuses a request.
+/// Reason why a server refuses a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -475,10 +472,10 @@ pub enum Refusal {
         /// The limit that stands in the way.
         limit: Limit,
     },
-    /// No such session, wrong secret, or its lease has ended.
+    /// An unknown session, a wrong secret, or a session whose lease has ended.
     #[error("no such session, or its lease has ended")]
     NoSession,
-    /// No region of that name.
+    /// A name under which the key has no region.
     #[error("no region of that name belongs to this key")]
     NotFound,
     /// The named region is open in another session.
@@ -501,10 +498,10 @@ pub enum Refusal {
     Unidentified,
 }
 
-/// The frame of a message: its length as a little-endian u32, then its bytes.
+/// Returns the frame of `message`: its length as a little-endian u32, then its bytes.
 ///
 /// # Errors
-/// [`ControlDecodeError::TooLong`] when it exceeds [`MAX_FRAME_BYTES`].
+/// [`ControlDecodeError::TooLong`] when the message exceeds [`MAX_FRAME_BYTES`].
 pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, ControlDecodeError> {
     let mut frame = postcard::to_extend(message, vec![0; PREFIX_BYTES])
         .expect("messages hold only types that postcard can write, and a vector grows");
@@ -519,10 +516,10 @@ pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, ControlDecodeError> 
     Ok(frame)
 }
 
-/// The number of bytes that follow a frame's prefix.
+/// Returns the number of bytes that follow a frame's `prefix`.
 ///
 /// # Errors
-/// [`ControlDecodeError::TooLong`] when that exceeds `limit`, before anything is read or allocated.
+/// [`ControlDecodeError::TooLong`] beyond `limit`, before anything is read or allocated.
 pub fn frame_bytes(prefix: [u8; PREFIX_BYTES], limit: usize) -> Result<usize, ControlDecodeError> {
     let bytes = u32::from_le_bytes(prefix) as usize;
     if bytes > limit {
@@ -531,10 +528,10 @@ pub fn frame_bytes(prefix: [u8; PREFIX_BYTES], limit: usize) -> Result<usize, Co
     Ok(bytes)
 }
 
-/// Reads a message from the bytes after the prefix, all of them.
+/// Reads a message from `bytes`, which are all the bytes behind the prefix.
 ///
 /// # Errors
-/// [`ControlDecodeError::Frame`] when they are no such message or have bytes left over.
+/// [`ControlDecodeError::Frame`] when `bytes` are no such message or some are left over.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ControlDecodeError> {
     match postcard::take_from_bytes(bytes) {
         Ok((message, [])) => Ok(message),

@@ -10,7 +10,7 @@
 
 use crate::ExtentId;
 
-/// The most that one operation moves: the largest page, stored raw.
+/// The most bytes that one operation moves: the largest page, stored raw.
 pub const MAX_OP_BYTES: u32 = 2 << 20;
 
 /// The most operations whose headers are sent together. Enough to make the cost of a system call
@@ -32,7 +32,7 @@ pub const OPERAND_BYTES: usize = 16;
 const OP_MAGIC: u32 = u32::from_le_bytes(*b"fpOp");
 const ANSWER_MAGIC: u32 = u32::from_le_bytes(*b"fpAn");
 
-/// What an operation does, seen from the client.
+/// Kind of an operation, seen from the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpKind {
     /// Remote memory to the client: the payload follows the answer.
@@ -42,29 +42,29 @@ pub enum OpKind {
     /// [`Atomic::FetchAdd`]: the operands follow the headers of the batch, the old value follows
     /// the answer.
     FetchAdd,
-    /// [`Atomic::CompareSwap`], likewise.
+    /// [`Atomic::CompareSwap`]: operands and old value travel as for [`FetchAdd`](Self::FetchAdd).
     CompareSwap,
     /// A READ that waits for its [`Condition`], which follows the headers of the batch: the payload
     /// follows the answer, if that is [`Status::Ok`].
     ReadWhen,
 }
 
-/// What a [`OpKind::ReadWhen`] waits for: the number at the beginning of a board's memory.
+/// Condition of an [`OpKind::ReadWhen`] on the number at the beginning of a board's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Condition {
-    /// The number is this, or more.
+    /// The least number that fulfils the condition.
     pub least: u64,
-    /// How long the server waits for it, in milliseconds, before it answers [`Status::NotYet`].
+    /// Milliseconds that the server waits for the number before it answers [`Status::NotYet`].
     pub wait_ms: u64,
 }
 
 impl Condition {
-    /// The operands on the wire, two u64: `least` and `wait_ms`.
+    /// Returns the operands on the wire, two u64: `least` and `wait_ms`.
     pub fn encode(&self) -> [u8; OPERAND_BYTES] {
         pair(self.least, self.wait_ms)
     }
 
-    /// The condition with `operands`.
+    /// Reads the condition from `operands`.
     pub fn decode(operands: &[u8; OPERAND_BYTES]) -> Self {
         Self {
             least: u64_at(operands, 0),
@@ -88,7 +88,7 @@ pub enum Atomic {
 }
 
 impl Atomic {
-    /// The kind of operation on the wire.
+    /// Returns the kind of operation on the wire.
     pub fn kind(&self) -> OpKind {
         match self {
             Self::FetchAdd(_) => OpKind::FetchAdd,
@@ -96,8 +96,8 @@ impl Atomic {
         }
     }
 
-    /// The operands on the wire, two u64: the summand and 0 for [`Atomic::FetchAdd`], `expected`
-    /// and `new` for [`Atomic::CompareSwap`].
+    /// Returns the operands on the wire, two u64: the summand and 0 for [`Atomic::FetchAdd`],
+    /// `expected` and `new` for [`Atomic::CompareSwap`].
     pub fn encode(&self) -> [u8; OPERAND_BYTES] {
         let (first, second) = match *self {
             Self::FetchAdd(summand) => (summand, 0),
@@ -115,7 +115,7 @@ fn pair(first: u64, second: u64) -> [u8; OPERAND_BYTES] {
 }
 
 impl OpKind {
-    /// Whether it is one of the atomics.
+    /// True for the atomics.
     pub fn is_atomic(self) -> bool {
         match self {
             Self::Read | Self::Write | Self::ReadWhen => false,
@@ -123,7 +123,7 @@ impl OpKind {
         }
     }
 
-    /// The atomic of this kind with `operands`. `None` for READs and WRITEs.
+    /// Returns the atomic of this kind with `operands`. `None` for READs and WRITEs.
     pub fn atomic(self, operands: &[u8; OPERAND_BYTES]) -> Option<Atomic> {
         let (first, second) = (u64_at(operands, 0), u64_at(operands, 8));
         match self {
@@ -137,7 +137,7 @@ impl OpKind {
     }
 }
 
-/// Asks for one operation.
+/// Request for one operation.
 ///
 /// Layout: magic u32, kind u8 (1 READ, 2 WRITE, 3 fetch-and-add, 4 compare-and-swap, 5 READ that
 /// waits), zero u8, following u16, sequence u32, length u32 (of an atomic 8), extent u64, offset
@@ -146,9 +146,9 @@ impl OpKind {
 pub struct OpHeader {
     /// The operation.
     pub kind: OpKind,
-    /// How many headers of the same batch come after this one.
+    /// Number of headers of the same batch that come after this one.
     pub following: u16,
-    /// Counts the operations of a connection, from 0, wrapping; the answer repeats it.
+    /// Number of the operation on its connection, from 0, wrapping; the answer repeats it.
     pub sequence: u32,
     /// Bytes to move.
     pub len: u32,
@@ -158,7 +158,7 @@ pub struct OpHeader {
     pub offset: u64,
 }
 
-/// What became of an operation.
+/// Outcome of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
     /// The bytes moved.
@@ -169,12 +169,12 @@ pub enum Status {
     NoRoom,
     /// The server moved the bytes out of its memory and cannot read them back as they were.
     Unreadable,
-    /// The [`Condition`] of a [`OpKind::ReadWhen`] did not come true in time. The connection goes
+    /// The [`Condition`] of an [`OpKind::ReadWhen`] did not come true in time. The connection goes
     /// on.
     NotYet,
 }
 
-/// Answers one operation.
+/// Answer to one operation.
 ///
 /// Layout: magic u32, status u8 (0 ok, 1 refused, 2 no room, 3 unreadable, 4 not yet), 3 zero
 /// bytes, sequence u32, payload length u32.
@@ -184,11 +184,11 @@ pub struct AnswerHeader {
     pub status: Status,
     /// The operation's sequence number.
     pub sequence: u32,
-    /// How many payload bytes follow: the operation's length for a READ or an atomic, otherwise 0.
+    /// Payload bytes that follow: the operation's length after an `Ok` READ or atomic, otherwise 0.
     pub len: u32,
 }
 
-/// Why a header was not understood: the connection cannot go on.
+/// Reason why a header was not understood: the connection cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataDecodeError {
@@ -215,7 +215,7 @@ pub enum DataDecodeError {
 }
 
 impl OpHeader {
-    /// The bytes on the wire.
+    /// Returns the bytes on the wire.
     pub fn encode(&self) -> [u8; OP_HEADER_BYTES] {
         let mut bytes = [0; OP_HEADER_BYTES];
         bytes[0..4].copy_from_slice(&OP_MAGIC.to_le_bytes());
@@ -234,8 +234,8 @@ impl OpHeader {
         bytes
     }
 
-    /// Whether the offset is allowed. An atomic's must be a multiple of [`WORD_BYTES`]; any other
-    /// operation may begin anywhere.
+    /// True if the offset is allowed. The offset of an atomic must be a multiple of [`WORD_BYTES`];
+    /// any other operation may begin anywhere.
     pub fn is_aligned(&self) -> bool {
         !self.kind.is_atomic() || self.offset.is_multiple_of(u64::from(WORD_BYTES))
     }
@@ -288,7 +288,7 @@ impl OpHeader {
 }
 
 impl AnswerHeader {
-    /// The bytes on the wire.
+    /// Returns the bytes on the wire.
     pub fn encode(&self) -> [u8; ANSWER_HEADER_BYTES] {
         let mut bytes = [0; ANSWER_HEADER_BYTES];
         bytes[0..4].copy_from_slice(&ANSWER_MAGIC.to_le_bytes());

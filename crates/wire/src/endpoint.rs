@@ -1,4 +1,4 @@
-//! [`Endpoint`]: where a memory server is, as people write it.
+//! [`Endpoint`]: the address of a memory server, as people write it.
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 crate::debug_as_display!(EndpointError);
 
-/// Where a memory server listens and how its bytes travel.
+/// Address of a memory server, and the way that its bytes travel.
 ///
 /// ```
 /// use farpage_wire::Endpoint;
@@ -42,7 +42,7 @@ pub enum Endpoint {
     Auto {
         /// Name or address.
         host: String,
-        /// Port, the same for both.
+        /// Port, the same for rdma and tcp.
         port: u16,
     },
     /// `sim:seed`: a deterministic server inside this process, for tests.
@@ -94,7 +94,7 @@ impl FromStr for Endpoint {
     }
 }
 
-/// Makes an endpoint of a host and a port.
+/// Constructor of an endpoint from a host and a port.
 type OfNetwork = fn(String, u16) -> Endpoint;
 
 /// The schemes that name a host and a port.

@@ -1,13 +1,13 @@
 //! Environment variables of farpage's programs and libraries: [`check_environment`].
 //!
-//! The rule it keeps: a variable of our prefix that nobody reads is an error, not a setting that
-//! silently does nothing. What a value means is left to those who read it.
+//! The rule it keeps: a variable of our prefix that no part of farpage reads is an error, not a
+//! setting that silently does nothing. The meaning of values is left to the parts that read them.
 
 use std::env;
 
 const PREFIX: &str = "FARPAGE_";
 
-/// Variables that a user sets. Each program passes over those of the others.
+/// Variables that a user sets. Each program ignores the variables of the other programs.
 const SETTINGS: [&str; 35] = [
     "FARPAGE_BUDGET",
     "FARPAGE_CODEC",
@@ -62,11 +62,11 @@ const OF_TESTS: [&str; 11] = [
     "FARPAGE_VM_MIRROR",
 ];
 
-/// Beginnings of names that no user sets: what `farpage run` tells the library that it preloads,
-/// and what a test tells its own children.
+/// Prefixes of variables that no user sets: messages of `farpage run` to the library that it
+/// preloads, and of a test to its own children.
 const INTERNAL: [&str; 3] = ["FARPAGE_RUN_", "FARPAGE_TEST_", "FARPAGE_VM_TEST_"];
 
-/// A variable of our prefix that nobody reads.
+/// A variable of our prefix that no part of farpage reads.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{name} is no variable of farpage{}: rename it, or unset it", suggestion(.like))]
 pub struct UnknownVariable {
@@ -85,7 +85,7 @@ fn suggestion(like: &Option<&str>) -> String {
 /// reads, such as misspelt ones.
 ///
 /// # Errors
-/// [`UnknownVariable`], the first in the order of the alphabet.
+/// [`UnknownVariable`], the first one in alphabetical order.
 pub fn check_environment() -> Result<(), UnknownVariable> {
     let names = env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     match names.filter(|name| !is_known(name)).min() {
@@ -97,7 +97,7 @@ pub fn check_environment() -> Result<(), UnknownVariable> {
     }
 }
 
-/// Returns true if something of farpage reads the variable, and for variables of others.
+/// True if some part of farpage reads the variable `name`, or if it is not of our prefix.
 pub fn is_known(name: &str) -> bool {
     !name.starts_with(PREFIX)
         || SETTINGS.contains(&name)
@@ -105,7 +105,7 @@ pub fn is_known(name: &str) -> bool {
         || INTERNAL.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// The setting that `name` was probably meant to be: a third of its own part may differ.
+/// Returns the setting nearest to `name`, if at most a third of what follows the prefix differs.
 fn most_like(name: &str) -> Option<&'static str> {
     let distance = |setting: &&str| strsim::damerau_levenshtein(name, setting);
     let nearest = SETTINGS.into_iter().min_by_key(distance)?;

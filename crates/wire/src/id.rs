@@ -24,7 +24,7 @@ impl fmt::Display for SessionId {
     }
 }
 
-/// Proves that a connection belongs to a session. Compared in constant time and never printed.
+/// Proof that a connection belongs to a session. Compared in constant time and never printed.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub struct Secret(pub [u8; 16]);
 

@@ -1,12 +1,14 @@
-//! Who a client is: public keys, and how a client proves that it holds the private half.
+//! Identity of a client: public keys, and the proof that it holds the private half of one.
 //!
-//! The rule it keeps: what is signed says what it is for, so that a signature made for one
-//! connection opens no other. Making and checking signatures (Ed25519, RFC 8032) is left to
+//! The rule it keeps: signed bytes name their purpose, so that a signature made for one connection
+//! opens no other. Making and checking signatures (Ed25519, RFC 8032) is left to
 //! `farpage_fabric::key`.
 
 use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+use crate::VERSION;
 
 crate::debug_as_display!(PublicKeyError);
 
@@ -28,9 +30,9 @@ pub struct Signature(pub [[u8; 32]; 2]);
 pub struct PublicKeyError;
 
 impl Challenge {
-    /// What a client signs: what it is for, the protocol's version, and this challenge.
+    /// Returns the bytes that a client signs: purpose, protocol version and this challenge.
     pub fn message(&self) -> Vec<u8> {
-        let version = crate::control::VERSION.to_le_bytes();
+        let version = VERSION.to_le_bytes();
         [&b"farpage identify\0"[..], &version, &self.0].concat()
     }
 }
@@ -73,12 +75,12 @@ impl<'de> Deserialize<'de> for PublicKey {
     }
 }
 
-/// Bytes as hexadecimal digits.
+/// Spells `bytes` as hexadecimal digits.
 pub fn hex_of(bytes: &[u8; 32]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The 32 bytes that `text` spells in 64 hexadecimal digits. `None` for any other text.
+/// Returns the 32 bytes that `text` spells in 64 hexadecimal digits. `None` for any other text.
 pub fn bytes_of_hex(text: &str) -> Option<[u8; 32]> {
     let digits = text.as_bytes();
     if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {
@@ -115,7 +117,7 @@ mod tests {
     fn what_is_signed_names_its_purpose_and_the_version() {
         let message = Challenge([7; 32]).message();
         assert_eq!(&message[..17], b"farpage identify\0");
-        assert_eq!(message[17..19], crate::control::VERSION.to_le_bytes());
+        assert_eq!(message[17..19], VERSION.to_le_bytes());
         assert_eq!(message[19..], [7; 32]);
     }
 }

@@ -1,4 +1,4 @@
-//! What farpage clients and servers say to each other: ids, endpoints, control messages and byte
+//! Messages between farpage's clients and servers: ids, endpoints, control messages and byte
 //! layouts.
 //!
 //! The rule it keeps: every decoder is total. Whatever bytes arrive, it returns a value or an
@@ -27,10 +27,15 @@ pub use limit::Limit;
 pub use stat::{ClientStat, ServerStat, ShareStat, TierStat};
 pub use units::{UnitError, parse_size, parse_time, told_apart};
 
+/// Protocol version of this build. A peer with another version is turned away. Every change of a
+/// message raises the number; the tests of [`control`] and [`data`] pin the bytes of all
+/// messages.
+pub const VERSION: u16 = 10;
+
 /// Implements `Debug` of error types by their `Display`.
 ///
-/// Programs whose `main` returns a `Result`, and `unwrap`, print errors by `Debug`: it has to say
-/// what went wrong and what to do, as `Display` does.
+/// Programs whose `main` returns a `Result`, and `unwrap`, print errors by `Debug`. The text has to
+/// say what went wrong and what to do, as `Display` does.
 #[macro_export]
 macro_rules! debug_as_display {
     ($($error:ty),+ $(,)?) => {$(

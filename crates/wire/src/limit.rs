@@ -1,10 +1,10 @@
-//! [`Limit`]: which limit of a server stands in the way of a request for memory.
+//! [`Limit`]: the limit of a server that stands in the way of a request for memory.
 
 use serde::{Deserialize, Serialize};
 
 use crate::units::told_apart;
 
-/// A limit of what a server lends, in bytes.
+/// A limit of the bytes that a server lends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Limit {
@@ -12,7 +12,7 @@ pub enum Limit {
     Capacity(u64),
     /// Bytes that the server lends to one address, or over shared memory to one user.
     PerAddress(u64),
-    /// Memory of a server that lends more than it has. Tables of what is lent stay in memory.
+    /// Memory of a server that lends more than it has. Tables of lent bytes stay in memory.
     Memory(u64),
 }
 

@@ -1,5 +1,5 @@
-//! [`SegmentWord`]: what a server that lends more than its memory tells its clients about the
-//! memory that they reach without it.
+//! [`SegmentWord`]: tells clients that reach memory without the server which bytes are there. Used
+//! by a server that lends more than its memory.
 //!
 //! An extent is cut into *segments* of 2 MiB, and these into 32 *chunks* of 64 KiB. Each segment
 //! has a word of 8 bytes: in its lower half a bit per chunk, set while the chunk is in memory, and
@@ -16,7 +16,7 @@
 
 use crate::data::MAX_OP_BYTES;
 
-/// What leaves memory at once.
+/// Bytes of one chunk, the unit that leaves memory.
 pub const CHUNK_BYTES: u64 = 64 << 10;
 /// Chunks of one segment.
 pub const SEGMENT_CHUNKS: usize = 32;
@@ -30,26 +30,26 @@ const _: () = assert!(MAX_OP_BYTES as u64 <= 8 * SEGMENT_BYTES);
 pub struct SegmentWord(pub u64);
 
 impl SegmentWord {
-    /// A bit for each chunk that is in memory.
+    /// Returns a bit for each chunk that is in memory.
     pub fn chunks(self) -> u32 {
         self.0 as u32
     }
 
-    /// After these chunks have come into memory.
+    /// Returns the word after `chunks` have come into memory.
     #[must_use]
     pub fn with(self, chunks: u32) -> Self {
         Self(self.0 | u64::from(chunks))
     }
 
-    /// After these chunks have left it, or are about to.
+    /// Returns the word after `chunks` have left memory, or when they are about to.
     #[must_use]
     pub fn without(self, chunks: u32) -> Self {
         let rest = self.0 & !u64::from(chunks);
         Self(rest.wrapping_add(1 << 32))
     }
 
-    /// The first look of an operation that touches these chunks. `None`: they are not all there, so
-    /// nothing may be touched.
+    /// Takes the first look of an operation that touches `chunks`. `None` if they are not all in
+    /// memory: nothing may be touched then.
     pub fn look(self, chunks: u32) -> Option<Look> {
         (self.chunks() & chunks == chunks).then_some(Look(self))
     }
@@ -60,14 +60,14 @@ impl SegmentWord {
 pub struct Look(SegmentWord);
 
 impl Look {
-    /// Whether all bytes of the operation were moved from or to the server's memory, by the word as
-    /// it is after it. If not, the operation has to be done again.
+    /// True if all bytes of the operation were moved from or to the server's memory, judged by the
+    /// word `after` the operation. Otherwise the operation has to be done again.
     pub fn judge(self, after: SegmentWord) -> bool {
         self.0.0 >> 32 == after.0 >> 32
     }
 }
 
-/// The segments that `len` bytes at `offset` touch, with their bytes and chunks.
+/// Cuts the `len` bytes at `offset` into pieces of one segment each.
 pub fn pieces(offset: u64, len: u64) -> impl Iterator<Item = Piece> {
     let end = offset + len;
     let mut at = offset;
@@ -91,13 +91,13 @@ pub fn pieces(offset: u64, len: u64) -> impl Iterator<Item = Piece> {
 /// The part of an operation that is in one segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// The segment.
+    /// Number of the segment.
     pub segment: usize,
-    /// Where the part begins, in bytes of the extent.
+    /// Offset of the part in the extent, in bytes.
     pub offset: u64,
-    /// Its length in bytes.
+    /// Length of the part in bytes.
     pub len: u64,
-    /// A bit for each chunk that it touches.
+    /// A bit for each chunk that the part touches.
     pub chunks: u32,
 }
 

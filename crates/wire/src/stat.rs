@@ -1,4 +1,4 @@
-//! [`ServerStat`]: what a memory server says about itself, for people and monitors.
+//! [`ServerStat`]: a memory server's figures about itself, for people and monitors.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,21 +7,21 @@ use serde::{Deserialize, Serialize};
 pub struct ServerStat {
     /// The server's version.
     pub version: String,
-    /// How long it has been running.
+    /// Milliseconds since the server's start.
     pub uptime_ms: u64,
-    /// Whether it is shutting down.
+    /// True while the server is shutting down.
     pub draining: bool,
-    /// The most that it grants.
+    /// The most bytes that the server grants.
     pub capacity_bytes: u64,
-    /// Granted now: leased to sessions, or held by a name or for it.
+    /// Bytes granted now: leased to sessions, or held by a name or for a name.
     pub granted_bytes: u64,
-    /// Physically backed now: granted memory that has been written.
+    /// Bytes physically backed now: granted memory that has been written.
     pub resident_bytes: u64,
     /// Sessions whose client is connected.
     pub sessions: u64,
     /// Sessions whose connection was lost: they end unless their client comes back in time.
     pub lost_sessions: u64,
-    /// The clients of all sessions, those that are lent most first, at most
+    /// Clients of all sessions, those with the most granted bytes first, at most
     /// [`CLIENTS_MOST`](Self::CLIENTS_MOST).
     pub clients: Vec<ClientStat>,
     /// Extents granted now.
@@ -32,28 +32,28 @@ pub struct ServerStat {
     pub bytes_read: u64,
     /// Payload bytes of WRITEs served through the server's CPU (none over shared memory and RDMA).
     pub bytes_written: u64,
-    /// Bytes of the pages that connected clients keep here, before compression. Clients report it
+    /// Bytes of the pages that connected clients keep here, before compression. Clients report them
     /// with every renewal of a lease.
     pub logical_bytes: u64,
-    /// Bytes that these pages take on the server.
+    /// Bytes that the pages of connected clients take on the server.
     pub stored_bytes: u64,
     /// Part of `granted_bytes`: memory that shared-memory clients released but still have mapped or
     /// open.
     pub retained_bytes: u64,
-    /// Held for long requests that are being received. Not part of `granted_bytes`.
+    /// Bytes held for long requests that are being received. Not part of `granted_bytes`.
     pub request_bytes: u64,
-    /// What a server that lends more than its memory says of it. All zero for others.
+    /// Figures of a server that lends more than its memory. All zero for other servers.
     pub tiers: TierStat,
-    /// The same server's shares of its memory, the largest first, at most 64.
+    /// Shares of the memory of a server that lends more than it has: the largest 64, in this order.
     pub shares: Vec<ShareStat>,
-    /// How often named regions are open for reading.
+    /// Number of times that named regions are open for reading.
     pub readers: u64,
     /// Versions of named regions that have been replaced or removed, and that are still read.
     pub old_versions: u64,
 }
 
 impl ServerStat {
-    /// As many clients fit one answer with names of any length.
+    /// Upper bound of `clients`: as many fit one answer with names of any length.
     pub const CLIENTS_MOST: usize = 1024;
 }
 
@@ -72,45 +72,45 @@ pub struct ClientStat {
     pub extents: u64,
 }
 
-/// What clients of one address, or over shared memory of one user, have of a server's memory.
+/// Share of a server's memory of the clients of one address, or over shared memory of one user.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShareStat {
     /// The address, or `user:` and the user's number.
     pub of: String,
-    /// What the operator gave it; 1 if nothing.
+    /// Weight that the operator gave the share; 1 by default.
     pub weight: u32,
-    /// In memory as they are.
+    /// Bytes in memory, uncompressed.
     pub hot_bytes: u64,
     /// Sessions that are lent something.
     pub sessions: u64,
 }
 
-/// Where the granted bytes of a server are that lends more than its memory, and what it costs.
+/// Places of the granted bytes of a server that lends more than its memory, and their costs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TierStat {
-    /// The most memory that it may hold for what it lends; 0 for a server that holds all of it.
+    /// The most memory that the server may hold for lent bytes; 0 if it holds all of them.
     pub memory_bytes: u64,
-    /// Memory that it holds now: the hot bytes, the compressed pool, buffers and tables.
+    /// Memory that the server holds now: the hot bytes, the compressed pool, buffers and tables.
     pub held_bytes: u64,
-    /// In memory as they are.
+    /// Bytes in memory, uncompressed.
     pub hot_bytes: u64,
-    /// In memory, compressed, counted before compression.
+    /// Bytes in memory in compressed form, counted before compression.
     pub compressed_bytes: u64,
     /// Memory of the compressed pool.
     pub pool_bytes: u64,
-    /// In the spill file and nowhere else, counted before compression.
+    /// Bytes in the spill file and nowhere else, counted before compression.
     pub spilled_bytes: u64,
     /// Chunks that were moved out of memory since the start.
     pub evictions: u64,
     /// Chunks that an operation had to wait for since the start.
     pub fetches: u64,
-    /// Half of the fetches took no longer, in microseconds.
+    /// Median duration of a fetch, in microseconds.
     pub fetch_p50_us: u64,
-    /// Of a hundred fetches 99 took no longer, in microseconds.
+    /// Duration that 99 of a hundred fetches do not exceed, in microseconds.
     pub fetch_p99_us: u64,
     /// Chunks that were moved out although a client over shared memory reaches them by itself.
     pub forced_seals: u64,
-    /// Memory that such clients took by touching what had left, and that was given back.
+    /// Memory that clients took by touching chunks that had left; it was given back since.
     pub stray_bytes: u64,
     /// Operations that were turned down because no memory came free in time.
     pub no_room: u64,

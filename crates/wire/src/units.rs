@@ -1,4 +1,4 @@
-//! How times and sizes are written: in environment variables, configuration files and flags.
+//! Notation of times and sizes in environment variables, configuration files and flags.
 //!
 //! The rule it keeps: one way everywhere. A number without a unit is seconds, or bytes; an error
 //! repeats what was written and gives an example.
@@ -9,13 +9,13 @@ use bytesize::ByteSize;
 
 crate::debug_as_display!(UnitError);
 
-/// What was written is no time, or no size.
+/// Text that is no time, or no size.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
-    /// No time.
+    /// Text that is no time.
     #[error("`{0}` is no time: write it like `500ms`, `5s` or `2min` (a plain number is seconds)")]
     Time(String),
-    /// No size.
+    /// Text that is no size.
     #[error(
         "`{0}` is no size: write it like `64KiB` or `4GiB` (a plain number is bytes; KiB is 1024 \
          bytes, KB is 1000)"

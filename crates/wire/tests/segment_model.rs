@@ -2,9 +2,9 @@
 //! of memory, the server's threads that bring it back, and the end of the lease, with the store
 //! buffers of all processors.
 //!
-//! The rule: a READ gives what was written, whatever left meanwhile; nobody waits for ever; and no
-//! memory stays behind that nobody counts. Each mistake that could be made is made here once, by a
-//! twin that must be caught. `--nocapture` prints for each twin the shortest way to its harm.
+//! The rule: a READ gives what was written, whatever left meanwhile; no thread waits for ever; and
+//! no memory stays behind uncounted. Each possible mistake is made here once, by a twin that must
+//! be caught. `--nocapture` prints for each twin the shortest way to its harm.
 
 #[path = "../../pager/tests/protocol_model/explore.rs"]
 mod explore;
@@ -16,9 +16,9 @@ use farpage_wire::segment::{Look, SegmentWord};
 
 /// The chunk's bit in its segment's word.
 const CHUNK: u32 = 1;
-/// How often a client tries by itself before it asks the server.
+/// Number of tries that a client makes by itself before it asks the server.
 const TRIES: u8 = 2;
-/// What another chunk's bytes look like, in a place that was used again.
+/// Value of another chunk's bytes, in a place that was used again.
 const FOREIGN: u8 = 9;
 /// Bytes of the chunk: two of the first client's slot, one of the second one's.
 const CELLS: usize = 3;
@@ -41,9 +41,9 @@ enum Twin {
     SaysHotBeforeTheBytesAreThere,
     /// A chunk that came back has the version that it had before.
     VersionComesBack,
-    /// The server answers from a place whose bytes are somebody else's by now.
+    /// The server answers from a place that another chunk's bytes have taken by now.
     AnswersFromAReusedPlace,
-    /// Nobody looks for memory that was touched after it had been taken away.
+    /// The server does not look for memory that was touched after it had been taken away.
     LeavesTouchedHoles,
 }
 
@@ -54,7 +54,7 @@ enum Harm {
     Stuck,
 }
 
-/// What a client does, in turn: each READ gives what the WRITE before it has written.
+/// Operation of a client. Each READ must give the value of the WRITE before it.
 #[derive(Clone, Copy)]
 enum Op {
     Write(u8),
@@ -75,14 +75,14 @@ enum Step {
     Look,
     /// Moves the cell of this number.
     Move(usize),
-    /// Waits until what it stored has left its buffer.
+    /// Waits until the client's stores have left its buffer.
     Fence,
     LookAgain,
-    /// Has asked the server.
+    /// Waits for the server, which was asked.
     Asked,
-    /// The server has read where the bytes are, and does not own the chunk: the twin's.
+    /// The server has read where the bytes are, and does not own the chunk. Made by a twin only.
     AnswersFromThere,
-    /// The server holds the chunk for it.
+    /// The server holds the chunk for the client.
     Held,
     Ended,
 }
@@ -93,11 +93,11 @@ struct Client {
     step: Step,
     look: Option<Look>,
     tries: u8,
-    /// What a READ has found so far.
+    /// Bytes that a READ has found so far.
     found: Bytes,
-    /// What it has written last, once that is complete.
+    /// Value of the client's last complete WRITE.
     wrote: u8,
-    /// Stores that nobody else sees yet: cell and value, oldest first.
+    /// Stores that no other actor sees yet: cell and value, oldest first.
     buffer: [Option<(usize, u8)>; 2],
 }
 
@@ -105,7 +105,7 @@ struct Client {
 enum Place {
     Hole,
     Hot,
-    /// Somebody owns it.
+    /// The evictor or the server owns the chunk.
     Busy,
     Stored,
     Released,
@@ -122,18 +122,18 @@ enum Evictor {
     Publish,
 }
 
-/// Which client a fetch is for, and how far it is: cells that have been put back.
+/// Client that a fetch is for, and number of the cells that have been put back.
 type Fetch = Option<(usize, usize)>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct World {
     word: SegmentWord,
-    /// The evictor's change of the word, while it is in its buffer.
+    /// The evictor's change of the word, while the change is in the evictor's buffer.
     buffered: Option<SegmentWord>,
     place: Place,
     holds: u8,
     memory: Bytes,
-    /// Whether there is a page: a touched hole is one.
+    /// True if there is a page: a touched hole has one.
     is_backed: bool,
     stored: Bytes,
     evictor: Evictor,
@@ -163,7 +163,7 @@ impl fmt::Display for World {
 struct Segment(Twin);
 
 impl Segment {
-    /// The word when the chunk leaves, as the twin has it.
+    /// Returns the word for when the chunk leaves, as the twin makes it.
     fn left(&self, word: SegmentWord) -> SegmentWord {
         match self.0 {
             Twin::VersionComesBack => SegmentWord(word.0 & !u64::from(CHUNK)),
@@ -182,7 +182,7 @@ impl World {
         (self.is_backed, self.memory) = (false, [0; CELLS]);
     }
 
-    /// The operation is complete.
+    /// Completes the operation of client `i`, and checks the bytes of a READ.
     fn complete(&mut self, i: usize) -> Result<(), Harm> {
         let client = &mut self.clients[i];
         let (first, last) = SLOTS[i];
@@ -317,7 +317,7 @@ impl Segment {
         }
     }
 
-    /// What the server does for a client that has asked.
+    /// Adds the server's moves for a client that has asked.
     fn ask(&self, world: &World, i: usize, out: &mut Moves) {
         let mut next = *world;
         match world.place {
@@ -364,7 +364,7 @@ impl Segment {
             (next.place, next.fetch, next.holds) = (Place::Hot, None, world.holds + 1);
             next.word = next.word.with(CHUNK);
             next.clients[client].step = Step::Held;
-            // Whoever comes next has the place.
+            // Another chunk takes the place next.
             next.stored = [FOREIGN; CELLS];
             push(out, "server", "says that the chunk has come", Ok(next));
         }
@@ -432,7 +432,7 @@ impl Segment {
         }
     }
 
-    /// What else the server does: it looks for touched holes, and ends the lease.
+    /// Adds the server's other moves: it looks for touched holes, and ends the lease.
     fn keep(&self, world: &World, out: &mut Moves) {
         let is_out = matches!(world.place, Place::Hole | Place::Stored | Place::Released);
         if is_out && world.is_backed && self.0 != Twin::LeavesTouchedHoles {

@@ -1,5 +1,5 @@
-//! What it costs to have registered memory for a transfer: from the pool, by registering each
-//! transfer's memory, and by a cache of registrations by address; and what that means for a READ.
+//! Cost of registered memory for a transfer: from the pool, by registering each transfer's memory,
+//! and by a cache of registrations by address; and the effect on a READ.
 //!
 //! The rule it keeps: the ways take turns in one run and the median of the rounds counts, so that
 //! their ratios hold on a machine that does other things too. The pool must not register anything
@@ -31,23 +31,23 @@ use farpage_bench_kit::{
 use pinning::ByAddress;
 
 const ROUNDS: usize = 7;
-/// Of each READ, and of the fixed pattern.
+/// Bytes of each READ, and of the fixed pattern.
 const READ_BYTES: usize = 16 << 10;
-/// Memory on the server that READs go over.
+/// Bytes of memory on the server that READs go over.
 const AREA_BYTES: usize = 4 << 20;
 
-/// What was found.
+/// Results of the measurement.
 #[derive(Debug, Serialize)]
 struct Report {
     benchmark: &'static str,
     verified: bool,
     config: Config,
-    /// An acquisition with its release.
+    /// Costs of an acquisition with its release.
     acquire_release: Vec<Acquire>,
     read: Read,
-    /// Of the pool, before anything was measured.
+    /// Registrations of the pool before anything was measured.
     warm_up_registrations: u64,
-    /// Of the pool, in all that was measured.
+    /// Registrations of the pool in all that was measured.
     steady_state_registrations: u64,
 }
 
@@ -122,8 +122,7 @@ fn measure(options: &RegmemOptions) -> Result<Report> {
         .collect::<Result<_>>()?;
     let slabs = pool.stats().slabs;
     let read = reads.measure(acquisitions)?;
-    // Imports register, which is what they are there for here; slabs would be the pool's own
-    // registrations.
+    // Imports register, as they are meant to here; slabs would be the pool's own registrations.
     let steady = pool.stats().slabs - warm.slabs;
     ensure!(slabs > 0, "the pool was not used");
     Ok(Report {
@@ -143,7 +142,7 @@ fn measure(options: &RegmemOptions) -> Result<Report> {
     })
 }
 
-/// Which sizes are asked for.
+/// Sizes of the acquisitions.
 #[derive(Clone, Copy)]
 enum Pattern {
     Fixed,
@@ -162,7 +161,7 @@ impl Pattern {
         }
     }
 
-    /// Bytes of the acquisition of this number.
+    /// Returns the bytes of acquisition `number`.
     fn bytes(self, number: usize) -> usize {
         match self {
             Self::Fixed => READ_BYTES,
@@ -177,7 +176,7 @@ impl Pattern {
     }
 }
 
-/// The median of the rounds of each of `ways`, in nanoseconds per step.
+/// Measures each `way` in turns. Returns the medians of their rounds, in nanoseconds per step.
 fn in_turns<const N: usize>(
     steps: usize,
     mut way: impl FnMut(usize) -> Result<Duration>,
@@ -232,14 +231,14 @@ fn acquire(
 
 const LOCKED: &str = "cannot register memory (`ulimit -l` says how much may be locked)";
 
-/// Memory from the C library, as a program's own buffers are; not cleared.
+/// Makes a vector of memory from the C library, as a program's own buffers are; not cleared.
 fn touched(bytes: usize) -> Vec<u8> {
     let mut buf = Vec::with_capacity(bytes);
     buf.push(1);
     buf
 }
 
-/// READs one after the other: what a registration adds to each.
+/// READs one after the other, to see what a registration adds to each.
 struct Reads<'a> {
     pool: &'a RegPool,
     channel: Box<dyn Channel<RegBuf>>,
@@ -250,7 +249,7 @@ struct Reads<'a> {
 }
 
 impl<'a> Reads<'a> {
-    /// Writes what is going to be read.
+    /// Makes the READs, and writes the bytes that they are going to read.
     fn new(session: &Arc<Session>, pool: &'a RegPool) -> Result<Self> {
         let mut reads = Self {
             pool,
@@ -317,7 +316,7 @@ impl<'a> Reads<'a> {
     }
 }
 
-/// The program's own buffer on its way: goes home when its registration has ended.
+/// The program's own buffer in an operation: goes home when its registration has ended.
 struct Lent {
     buf: Vec<u8>,
     home: Arc<Mutex<Option<Vec<u8>>>>,

@@ -41,16 +41,16 @@ use farpage_bench_kit::{
     server::own_endpoint,
 };
 
-/// Bytes of messages on their way at most.
+/// Upper bound of the bytes of messages on their way.
 const CAPACITY: usize = 256 << 10;
-/// Messages to a WRITE in the last step.
+/// Messages to a WRITE in [`Step::Batch`].
 const BATCH: usize = 16;
 const SIZES: [usize; 5] = [8, 64, 512, 4096, 16 << 10];
 const SMOKE_SIZES: [usize; 2] = [8, 4096];
-/// Nothing takes so long; whoever waits for longer waits for somebody who has failed.
+/// Upper bound of every wait: only a peer that has failed takes longer.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What was found.
+/// Results of the measurement.
 #[derive(Debug, Serialize)]
 struct Report {
     benchmark: &'static str,
@@ -63,7 +63,7 @@ struct Report {
 struct Config {
     smoke: bool,
     endpoint: String,
-    /// What wakes a receiver that sleeps.
+    /// Event that wakes a receiver that sleeps.
     event: &'static str,
     messages: u32,
     rounds: usize,
@@ -91,7 +91,7 @@ pub struct BySize {
 struct Figures {
     step: &'static str,
     messages_per_s: f64,
-    /// There and back, the median.
+    /// Median of the time there and back.
     round_trip_us: f64,
 }
 
@@ -115,7 +115,7 @@ const STEPS: [Step; 6] = [
     Step::Immediate,
 ];
 
-/// The steps that need an adapter, where there is none.
+/// Returns the steps that need an adapter, where there is none.
 pub fn absent(fabric: Fabric) -> &'static str {
     match fabric {
         Fabric::Rdma => "none",
@@ -150,7 +150,7 @@ impl Step {
 /// Options of `ring`.
 #[derive(Args, Debug)]
 pub struct RingOptions {
-    /// What lies between the two
+    /// Fabric between the two threads
     #[arg(long, value_enum, default_value_t = Fabric::Shm)]
     fabric: Fabric,
     /// Messages per round and direction [default: 2000, with --smoke 40]
@@ -200,7 +200,7 @@ fn measure(options: &RingOptions) -> Result<Report> {
     })
 }
 
-/// The steps in turns, with messages of these sizes, and the endpoint of the receiver.
+/// Measures the steps in turns with messages of `sizes`. Returns the receiver's endpoint as well.
 ///
 /// # Errors
 /// Something could not be measured or verified.
@@ -250,7 +250,7 @@ pub fn ladder(
     Ok((by_size, peers[0].serving.endpoint().to_string()))
 }
 
-/// The steps of messages of several sizes, as a table for people.
+/// Returns the steps of messages of several sizes as a table for people.
 pub fn table_of(sizes: &[BySize]) -> String {
     let mut steps = table(["bytes", "step", "messages/s", "round trip, us"]);
     for size in sizes {
@@ -307,9 +307,9 @@ impl Peer {
 struct RingPair {
     sender: RingSender,
     receiver: RingReceiver,
-    /// Told when something has arrived, where somebody sleeps until then.
+    /// Notifier of arrivals, if the receiver sleeps until then.
     arrived: Option<Notifier>,
-    /// Told when there is room again.
+    /// Notifier of free room, if the sender sleeps until then.
     room: Option<Notifier>,
 }
 
@@ -324,7 +324,7 @@ impl RingPair {
             ..SessionOptions::default()
         };
         let session = Session::connect(to.serving.endpoint(), &options)?;
-        // Offered anew for each size; those before are not used any more.
+        // Offered anew for each size; earlier areas are not used any more.
         let landing = to.areas.offer(step.name(), 2 * CAPACITY as u64)?;
         let opened = session.open(step.name())?;
         let mut place = RingPlace {
@@ -333,7 +333,7 @@ impl RingPair {
             capacity: CAPACITY,
         };
         if step == Step::NoRing {
-            // The longest message; that it is one at a time is seen to below.
+            // The longest message; `Outgoing::send` sees to it that there is one at a time.
             place.capacity = SIZES[SIZES.len() - 1] + 64;
         }
         let mut receiver = RingReceiver::new(landing, place);
@@ -366,7 +366,7 @@ impl RingPair {
     }
 }
 
-/// Both directions between two threads.
+/// Rings in both directions between two threads.
 struct Line {
     step: Step,
     there: RingPair,
@@ -382,7 +382,7 @@ impl Line {
         })
     }
 
-    /// Messages per second in one direction.
+    /// Measures messages per second in one direction.
     fn rate(&mut self, bytes: usize, count: u32) -> Result<f64> {
         let step = self.step;
         let ring = &mut self.there;
@@ -414,7 +414,7 @@ impl Line {
         })
     }
 
-    /// Microseconds there and back.
+    /// Measures microseconds there and back.
     fn round_trip(&mut self, bytes: usize, count: u32) -> Result<f64> {
         let step = self.step;
         let (there, back) = (&mut self.there, &mut self.back);
@@ -538,7 +538,7 @@ impl<'a> Incoming<'a> {
         }
     }
 
-    /// Waits for the message of this number.
+    /// Waits for message `number`, and checks its `bytes` bytes.
     fn next(&mut self, number: u32, bytes: usize) -> Result<()> {
         let until = Some(Instant::now() + PATIENCE);
         let mut waiter = std::mem::take(&mut self.waiter);

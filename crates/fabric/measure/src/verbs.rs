@@ -1,6 +1,6 @@
-//! What an RDMA adapter gains by what farpage lets it do: several READs (and atomics) in flight on
-//! one connection, and one ring of its doorbell for several operations; and what a thread gains
-//! that serves several connections from one completion queue.
+//! Gain of an RDMA adapter from what farpage lets it do: several READs (and atomics) in flight on
+//! one connection, and one ring of its doorbell for several operations. Gain of a thread that
+//! serves several connections from one completion queue.
 //!
 //! The rule it keeps: both ways take turns over connections of the same kind, and the median of the
 //! rounds counts, so that their ratio holds on a machine that does other things too. Every READ and
@@ -27,12 +27,12 @@ const ROUNDS: usize = 9;
 /// Operations that are posted in one go and waited for: as many as one list holds.
 const BATCH: usize = 16;
 const AREA_BYTES: usize = 1 << 20;
-/// Connections of one thread, with one completion queue or with so many.
+/// Connections of one thread, with one completion queue or with one each.
 const CONNECTIONS: usize = 8;
-/// Bytes of their READs.
+/// Bytes of a READ when several connections are compared.
 const SHORT: usize = 256;
 
-/// What was found.
+/// Results of the measurement.
 #[derive(Debug, Serialize)]
 struct Report {
     benchmark: &'static str,
@@ -52,7 +52,7 @@ struct Config {
 
 #[derive(Debug, Serialize)]
 struct Comparison {
-    /// What is 1 on one side and as many as possible on the other.
+    /// Number that is 1 on one side and as large as possible on the other.
     of: &'static str,
     operation: &'static str,
     bytes: usize,
@@ -285,7 +285,7 @@ impl Lines {
         })
     }
 
-    /// Each connection has one READ in flight.
+    /// Measures the microseconds per READ, with one in flight on each connection.
     fn us_per_read(&mut self, count: usize) -> Result<f64> {
         let mut idle: Vec<_> = (0..CONNECTIONS).map(|at| (at, vec![0; SHORT])).collect();
         let (mut posted, mut done) = (0, Vec::new());
@@ -321,7 +321,7 @@ impl Lines {
     }
 }
 
-/// So many bytes begin with their place, whatever the size of the operation that wrote them.
+/// Bytes of a piece that begins with its place, whatever the size of the operation that wrote it.
 const STAMPED: usize = 64;
 
 fn stamp(buf: &mut [u8], offset: u64) {

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-/// Operations start at cache lines, so that no two share one.
+/// Alignment of operations: each starts at a cache line, so that no two share one.
 const ALIGN: usize = 64;
 
 /// The bytes of one operation in the bounce memory.

@@ -2,7 +2,7 @@
 //! of one.
 //!
 //! The rule it keeps: no wake-up is lost, and no completion. One thread at a time has the bundle.
-//! It polls, arms and sleeps on the completion queue, so nobody takes a wake-up that another thread
+//! It polls, arms and sleeps on the completion queue, so no thread takes a wake-up that another
 //! waits for. The completion queue has room for every work request of all queue pairs. A completion
 //! carries the number of its [`SendQueue`]. A send queue that fails ends its own operations;
 //! completions that still come for it are thrown away.
@@ -22,11 +22,11 @@ use super::{
 };
 use crate::{Buf, Busy, Channel, Completion, Op, Wait, channel::Channels, nonblocking::describe};
 
-/// In the bundle's own epoll this token stands for the completion queue. Any other token is the
-/// number of the send queue whose connection became readable.
+/// Token of the completion queue in the bundle's own epoll. Any other token is the number of the
+/// send queue whose connection became readable.
 const COMPLETED: u64 = u64::MAX;
 
-/// Events that one look brings; what is left comes with the next.
+/// Upper bound of the events that one look brings; the rest comes with the next.
 const EVENTS: usize = 8;
 
 /// Several send queues and their completion queue.
@@ -36,12 +36,12 @@ pub(super) struct Bundle<B> {
     /// Readable when the armed completion queue has completions, or when the connection manager has
     /// an event.
     ready: Epoll,
-    /// Whether the next completion will make `ready` readable, or has.
+    /// True if the next completion will make `ready` readable, or has.
     is_armed: bool,
 }
 
 impl<B: Buf> Bundle<B> {
-    /// All `queues` report to `cq`. They are numbered in their order.
+    /// Makes a bundle of `queues`, which are numbered in their order and all report to `cq`.
     pub(super) fn new(cq: Arc<Cq>, queues: Vec<SendQueue<B>>) -> io::Result<Self> {
         let ready = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let event = |token| EpollEvent::new(EpollFlags::EPOLLIN, token);
@@ -78,7 +78,7 @@ impl<B: Buf> Bundle<B> {
         }
     }
 
-    /// Hands back what has completed; whether there was anything.
+    /// Hands completed operations back. True if there were any.
     fn collect(&mut self, ended: &mut impl FnMut(usize, Completion<B>)) -> io::Result<bool> {
         let mut any = false;
         loop {
@@ -95,8 +95,8 @@ impl<B: Buf> Bundle<B> {
         }
     }
 
-    /// Nothing has completed: makes sure that the next completion wakes, and hears what became of
-    /// the connections.
+    /// Arms the completion queue after a turn without completions, so that the next one wakes, and
+    /// takes the events of the connections.
     fn look(&mut self, ended: &mut impl FnMut(usize, Completion<B>)) -> io::Result<()> {
         let mut events = [EpollEvent::empty(); EVENTS];
         // An interrupted look is as good as one that saw nothing.
@@ -113,7 +113,7 @@ impl<B: Buf> Bundle<B> {
         if !self.is_armed {
             self.cq.arm()?;
             self.is_armed = true;
-            // What completed before `cq` was armed does not wake.
+            // Completions from before `cq` was armed do not wake.
             self.collect(ended)?;
         }
         Ok(())
@@ -169,7 +169,7 @@ impl<B: Buf> RdmaChannel<B> {
 }
 
 impl<B> AsFd for RdmaChannel<B> {
-    /// Readable when a completion has come that was waited for, or an event.
+    /// Returns a descriptor that is readable on an awaited completion, or on an event.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.ready.0.as_fd()
     }
@@ -190,7 +190,7 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
         done.len() - before
     }
 
-    /// A reliable connection executes requests in their order.
+    /// Returns true: a reliable connection executes requests in their order.
     fn writes_in_order(&self) -> bool {
         true
     }

@@ -2,15 +2,15 @@
 //! [`Bundle`](super::bundle::Bundle) that it is in.
 //!
 //! The rule it keeps: an operation's buffer goes back to its owner only when the adapter is done
-//! with the memory that stands for it, and the send queue cannot fill. Buffers that are registered
-//! move as they lie; others are copied through registered memory of the channel's own, because a
-//! page that is pinned for the adapter could not be moved into the program's address space.
+//! with the memory that stands for it, and the send queue cannot fill. Registered buffers move as
+//! they lie. Others are copied through registered memory of the channel's own, because a page that
+//! is pinned for the adapter could not be moved into the program's address space.
 //!
 //! Operations are gathered and handed over with one ring of the doorbell per list of up to
-//! [`POSTLIST`], or when the caller polls. A READ reports its end, since somebody waits for its
-//! bytes, and so does an atomic; of WRITEs the last of each list does, and work completes in the
-//! order of posting, so one report stands for all before it. READ and WRITE of the same bytes at
-//! the same time are in no order, as everywhere in this crate.
+//! [`POSTLIST`], or when the caller polls. READs and atomics report their end, since a thread waits
+//! for their bytes. Of WRITEs only the last of a list does: work completes in the order of posting,
+//! so one report stands for all before it. READ and WRITE of the same bytes at the same time are in
+//! no order, as everywhere in this crate.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -33,15 +33,15 @@ use crate::{
     regmem::DomainId,
 };
 
-/// Operations in flight at most; at least twice [`POSTLIST`], so that one list can travel while the
-/// next is gathered.
+/// Upper bound of operations in flight: at least twice [`POSTLIST`], so that one list can travel
+/// while the next is gathered.
 pub(super) const DEPTH: usize = 64;
 
-/// Registered memory that operations pass through: eight of the longest runs that the pager asks
-/// for, twice the longest operation.
+/// Bytes of registered memory that operations pass through: eight of the longest runs that the
+/// pager asks for, twice the longest operation.
 pub(super) const BOUNCE_BYTES: usize = 4 << 20;
 
-/// Extents that a channel remembers without allocating, as a signal handler must.
+/// Number of extents that a channel remembers without allocating, as a signal handler must.
 pub(super) const CACHED: usize = 1024;
 
 pub(super) const CHANNEL: Depths = Depths {
@@ -51,14 +51,14 @@ pub(super) const CHANNEL: Depths = Depths {
     inline: true,
 };
 
-/// A send queue's number stands in the upper bits of its operations' tags, so that completions find
-/// the way back. The lower bits count operations and last for any life of a process.
+/// First bit of a send queue's number in the tags of its operations, by which completions find the
+/// way back. The lower bits count operations and last for any life of a process.
 const NUMBER_SHIFT: u32 = 52;
 
-/// Send queues that the upper bits of a tag can tell apart.
+/// Number of send queues that the upper bits of a tag can tell apart.
 pub(super) const QUEUES_MAX: usize = 1 << (u64::BITS - NUMBER_SHIFT);
 
-/// The number of the send queue whose operation has ended.
+/// Returns the number of the send queue whose operation has ended.
 pub(super) fn number_of(done: &Done) -> usize {
     (done.tag >> NUMBER_SHIFT) as usize
 }
@@ -67,27 +67,27 @@ pub(super) fn number_of(done: &Done) -> usize {
 pub(super) struct SendQueue<B> {
     attachment: Attachment,
     pair: Pair,
-    /// When something completed last.
+    /// Time of the last completion.
     heard: Since,
-    /// Set once; from then on every operation ends with it.
+    /// Error of the dead queue. Set once; from then on every operation ends with it.
     dead: Option<ChannelError>,
-    /// Oldest first: the adapter has the first `handed` of them.
+    /// Operations, oldest first: the adapter has the first `handed` of them.
     ops: VecDeque<Flying<B>>,
     handed: usize,
-    /// Operations per ring, at most [`POSTLIST`].
+    /// Operations per ring of the doorbell, at most [`POSTLIST`].
     doorbell: usize,
-    /// Whether the server hears of WRITEs that notify.
+    /// True if the server hears of WRITEs that notify.
     notifies: bool,
-    /// Whether the others wait for memory, which comes with the next completion.
+    /// True if the remaining operations wait for memory, which comes with the next completion.
     is_full: bool,
-    /// Of the next operation.
+    /// Tag of the next operation.
     sequence: u64,
     bounce: Bounce,
-    /// Refused without asking the server: not in any lease of this client, or nothing that the
-    /// adapter can do.
+    /// Operations that are refused without asking the server: not in any lease of this client, or
+    /// impossible for the adapter.
     refused: VecDeque<Completion<B>>,
     client: Arc<Client>,
-    /// What [`Client`] held when it was last asked.
+    /// Leases that [`Client`] held when it was last asked.
     cache: HashMap<ExtentId, Arc<Leased>>,
 }
 
@@ -96,24 +96,24 @@ struct Flying<B> {
     sequence: u64,
     posted: Since,
     opcode: verbs::Opcode,
-    /// What stands for the buffer, once the adapter has the operation.
+    /// Memory that stands for the buffer, once the adapter has the operation.
     passage: Passage,
 }
 
-/// How an operation's bytes get to the adapter.
+/// Way of an operation's bytes to the adapter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Passage {
-    /// It has not been handed over.
+    /// The operation has not been handed over.
     None,
     /// The buffer is registered memory itself.
     Direct,
-    /// Through the bounce memory.
+    /// The bytes pass through the bounce memory.
     Bounce(Segment),
 }
 
 impl<B: Buf> SendQueue<B> {
-    /// The send queue of this number, below [`QUEUES_MAX`]; `pair` is connected. The server says
-    /// whether it `notifies`.
+    /// Makes send queue `number`, below [`QUEUES_MAX`], of a connected `pair`. `notifies`: the
+    /// server hears of WRITEs that notify.
     pub(super) fn new(
         number: usize,
         attachment: Attachment,
@@ -147,7 +147,7 @@ impl<B: Buf> SendQueue<B> {
         self.post_telling(op, false)
     }
 
-    /// As [`post`](Self::post); a WRITE may tell the server when it has been placed.
+    /// Posts `op`. A WRITE that `tells` notifies the server when it has been placed.
     pub(super) fn post_telling(&mut self, op: Op<B>, tells: bool) -> Result<(), Busy<B>> {
         if self.in_flight() == DEPTH {
             return Err(Busy(op));
@@ -181,7 +181,7 @@ impl<B: Buf> SendQueue<B> {
         self.ops.len() + self.refused.len()
     }
 
-    /// Whether a completion may come.
+    /// True if a completion may come.
     pub(super) fn is_busy(&self) -> bool {
         !self.ops.is_empty()
     }
@@ -190,24 +190,24 @@ impl<B: Buf> SendQueue<B> {
         self.dead.is_some()
     }
 
-    /// Whether the next turn moves something even if nothing has completed.
+    /// True if the next turn moves something even if nothing has completed.
     pub(super) fn is_ready(&self) -> bool {
         !self.refused.is_empty() || self.is_busy() && (self.is_dead() || self.can_ring())
     }
 
-    /// When the oldest operation has taken too long.
+    /// Returns the time of the next look at the oldest operation's age.
     pub(super) fn until(&self) -> Option<Instant> {
         (self.ops.front()).map(|oldest| self.attachment.patience.look_by(oldest.posted, self.heard))
     }
 
-    /// The first half of a turn, before completions are taken: what needs no adapter.
+    /// Begins a turn, before completions are taken: hands refused operations back, and rings.
     pub(super) fn begin_turn(&mut self, ended: &mut impl FnMut(Completion<B>)) {
         self.refused.drain(..).for_each(ended);
         self.ring();
     }
 
-    /// The second half, after that: looks at the clock and at the session. A dead queue hands
-    /// everything back.
+    /// Ends a turn, after completions were taken: looks at the clock and at the session. A dead
+    /// queue hands all operations back.
     pub(super) fn end_turn(&mut self, ended: &mut impl FnMut(Completion<B>)) {
         let posted = self.ops.front().map(|oldest| oldest.posted);
         if let Err(error) = self.attachment.check(posted, self.heard) {
@@ -224,14 +224,14 @@ impl<B: Buf> SendQueue<B> {
         }
     }
 
-    /// It is dead for this reason, unless it was before.
+    /// Makes the queue dead for `reason`, unless it is dead already.
     pub(super) fn fail(&mut self, reason: &str) {
         if self.dead.is_none() {
             self.dead = Some(self.attachment.lost(reason.to_owned()));
         }
     }
 
-    /// What the adapter is to do, if the bytes are leased to this client.
+    /// Returns the adapter's opcode for `op`, if the bytes are leased to this client.
     fn opcode(&mut self, op: &Op<B>) -> Result<verbs::Opcode, ChannelError> {
         let (address, rkey) = self
             .address(op)
@@ -254,7 +254,7 @@ impl<B: Buf> SendQueue<B> {
         }
     }
 
-    /// Where the operation's bytes are at the server, and what opens them.
+    /// Returns the address of the operation's bytes at the server, and the key that opens them.
     fn address(&mut self, op: &Op<B>) -> Option<(u64, u32)> {
         let leased = self.leased(op.extent)?;
         let end = op.offset.checked_add(u64::from(op.len))?;
@@ -272,7 +272,7 @@ impl<B: Buf> SendQueue<B> {
             .get(&id)
             .is_some_and(|leased| !leased.released.load(Ordering::Relaxed));
         if !cached {
-            // Rare: the time to forget what was released.
+            // Rare, so this is the time to forget released extents.
             self.cache
                 .retain(|_, leased| !leased.released.load(Ordering::Relaxed));
             let leased = self.client.get(id)?;
@@ -281,12 +281,12 @@ impl<B: Buf> SendQueue<B> {
         self.cache.get(&id).map(|leased| &**leased)
     }
 
-    /// Whether there is something to hand over, and memory for it.
+    /// True if there is something to hand over, and memory for it.
     fn can_ring(&self) -> bool {
         self.handed < self.ops.len() && !self.is_full
     }
 
-    /// Hands over what was gathered, as far as there is memory for it.
+    /// Hands gathered operations over to the adapter, as far as there is memory for them.
     fn ring(&mut self) {
         while self.can_ring() && self.dead.is_none() {
             let mut works = [const { Work::NONE }; POSTLIST];
@@ -331,8 +331,8 @@ impl<B: Buf> SendQueue<B> {
         }
     }
 
-    /// One of its operations has completed. What a queue pair that was destroyed has left in the
-    /// queue stands for nothing any more.
+    /// Ends the operation that `done` reports, and all before it. Ignores the reports that a
+    /// destroyed queue pair has left in the completion queue.
     pub(super) fn complete(&mut self, done: Done, ended: &mut impl FnMut(Completion<B>)) {
         if self.is_dead() {
             return;
@@ -347,7 +347,7 @@ impl<B: Buf> SendQueue<B> {
         }
     }
 
-    /// The oldest operation has taken place.
+    /// Ends the oldest operation, which has taken place.
     fn succeed(&mut self, ended: &mut impl FnMut(Completion<B>)) {
         let mut flying = self
             .ops
@@ -367,7 +367,7 @@ impl<B: Buf> SendQueue<B> {
         ended(complete(flying.op, Ok(())));
     }
 
-    /// The connection manager has something to say.
+    /// Takes the connection manager's events. The end of the connection makes the queue dead.
     pub(super) fn hear(&mut self) {
         while let Ok(Some(event)) = self.pair.id().next_event() {
             if event.kind != EventKind::Established {
@@ -377,7 +377,7 @@ impl<B: Buf> SendQueue<B> {
     }
 }
 
-/// The operation's own buffer, if the adapter knows it.
+/// Returns the operation's own buffer, if the adapter knows it.
 fn direct<B: Buf>(op: &Op<B>, domain: DomainId) -> Option<Local> {
     let buf = op.buf.registered()?;
     // A lazy pool that cannot register now is no reason to fail: the bounce memory is there.

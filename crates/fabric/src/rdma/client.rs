@@ -1,4 +1,4 @@
-//! The client half: making connections, and what a session knows about its extents.
+//! The client half: makes connections, and knows the leases of a session.
 
 use std::{
     collections::HashMap,
@@ -44,35 +44,35 @@ const NO_PANIC: &str = "nothing panics under this lock";
 pub(super) struct Leased {
     pub(super) id: ExtentId,
     pub(super) bytes: u64,
-    /// Whether it takes atomics: an adapter that is asked for one on another ends the connection.
+    /// True if the extent takes atomics. An atomic on another makes the adapter end the connection.
     pub(super) atomics: bool,
-    /// Whether it takes READs only: as with atomics.
+    /// True if the extent takes READs only. A WRITE makes the adapter end the connection.
     pub(super) read_only: bool,
     pub(super) key: RemoteKey,
-    /// What is known of memory that the server may have moved elsewhere.
+    /// State of memory that the server may have moved elsewhere.
     pub(super) paged: Option<Paged>,
-    /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards
-    /// nothing else.
+    /// True once the lease is given back, so that channels drop what they cached. Relaxed: it
+    /// guards nothing else.
     pub(super) released: AtomicBool,
 }
 
-/// What the channels of one session share.
+/// State that the channels of one session share.
 #[derive(Debug)]
 pub(crate) struct Client {
     options: RdmaOptions,
-    /// The standard library's lock never allocates: a signal handler may look an extent up.
+    /// Leases by extent. A standard lock never allocates: a signal handler may look an extent up.
     leases: RwLock<HashMap<ExtentId, Arc<Leased>>>,
-    /// Of the device that the session's connections go through.
+    /// Domain and pool of the device that the session's connections go through.
     home: Mutex<Option<Home>>,
-    /// Where control messages are gathered.
+    /// Memory in which control messages are gathered.
     plain: RegPool,
     /// Bytes that channels have copied through memory of their own. Only ever added to; read for
     /// display, so relaxed.
     bounced_bytes: AtomicU64,
 }
 
-/// The protection domain of a session's channels, and registered memory in it: what one channel
-/// leaves, the next one takes.
+/// The protection domain of a session's channels, and registered memory in it: a channel takes the
+/// memory that earlier ones have left.
 #[derive(Clone, Debug)]
 struct Home {
     domain: Domain,
@@ -156,7 +156,7 @@ impl Client {
         self.options.doorbell
     }
 
-    /// Makes memory known to the adapter that the session's channels go through.
+    /// Returns the registrar of the adapter that the session's channels go through.
     pub(crate) fn registrar(&self) -> Arc<dyn Registrar> {
         match &*self.home.lock().expect(NO_PANIC) {
             Some(home) => Arc::new(home.domain.clone()),
@@ -164,8 +164,8 @@ impl Client {
         }
     }
 
-    /// One domain per session, so that what is registered once serves all its channels; another one
-    /// when the way to the server changed.
+    /// Returns the session's domain, so that memory registered once serves all its channels. Makes
+    /// another one when the way to the server changed.
     fn home(&self, device: Device) -> io::Result<Home> {
         let mut known = self.home.lock().expect(NO_PANIC);
         if let Some(home) = known
@@ -246,7 +246,7 @@ pub(crate) fn channel<B: Buf>(route: Route) -> Result<Box<dyn Channel<B>>, Conne
     Ok(Box::new(RdmaChannel(bundle(vec![route])?)))
 }
 
-/// As [`channel`], to a server that lends more than its memory. `asking` is for what is elsewhere.
+/// Opens a channel to a server that lends more than its memory. `asking` reaches absent bytes.
 pub(crate) fn paged_channel<B: Buf>(
     route: Route,
     asking: impl Channel<B> + AsFd + 'static,
@@ -281,7 +281,7 @@ pub(crate) fn channels<B: Buf>(routes: Vec<(usize, Route)>) -> Result<Vec<Group<
     bundles.collect()
 }
 
-/// `routes` are at least one, of one device.
+/// Opens `routes`, at least one and all of one device, with one completion queue.
 fn bundle<B: Buf>(routes: Vec<Route>) -> Result<Bundle<B>, ConnectError> {
     let (device, count) = (routes[0].device, routes.len());
     let endpoint = routes[0].endpoint.clone();
@@ -295,8 +295,8 @@ fn bundle<B: Buf>(routes: Vec<Route>) -> Result<Bundle<B>, ConnectError> {
     Bundle::new(Arc::clone(&cq), queues.collect::<Result<_, _>>()?).map_err(no_pair)
 }
 
-/// Completions that so many channels may leave in their queue, if a device whose queues hold `most`
-/// can have that.
+/// Returns the depth of a completion queue that `channels` channels share, if a device whose queues
+/// hold `most` completions has room for it.
 fn queue_depth(channels: usize, most: usize) -> Result<usize, String> {
     let fit = (most / CHANNEL.completions()).min(QUEUES_MAX);
     if channels > fit {
@@ -307,8 +307,8 @@ fn queue_depth(channels: usize, most: usize) -> Result<usize, String> {
     Ok(channels * CHANNEL.completions())
 }
 
-/// A control connection on which nothing was said; `tell` is what the server is told of our ring,
-/// which tests lie about.
+/// Opens a control connection on which nothing was said. `tell` turns the key of our ring into what
+/// the server is told, which tests lie about.
 pub(super) fn control(
     endpoint: &Endpoint,
     plain: &RegPool,
@@ -327,7 +327,7 @@ pub(super) fn control(
     Ok(control)
 }
 
-/// How long one question for the way to a server may take before it is asked anew. Kernels (7.2,
+/// Upper bound of one question for the way to a server, which is then asked anew. Kernels (7.2,
 /// adapters in network namespaces) have been seen to miss the neighbour's answer to the first
 /// question, and then to know it at once.
 const RESOLVE_AGAIN: Duration = Duration::from_secs(1);
@@ -368,7 +368,7 @@ fn resolve(endpoint: &Endpoint, until: Instant) -> Result<Id, ConnectError> {
     }
 }
 
-/// Asks the server for the connection and waits for its answer; what it says behind its hello.
+/// Asks the server for the connection and waits. Returns what the server says behind its hello.
 fn establish(
     endpoint: &Endpoint,
     pair: &Pair,
@@ -395,7 +395,7 @@ fn establish(
         .and_then(Hello::decode);
     match (event.kind, hello) {
         (EventKind::Established, hello) => hello.map(|_| rest.to_vec()).map_err(failed),
-        // Nobody listens there: the peer's connection manager rejected the connection by itself.
+        // No server listens there: the peer's connection manager rejected the connection by itself.
         (EventKind::Rejected, Err(ControlDecodeError::NotFarpage)) => {
             Err(unreachable(io::ErrorKind::ConnectionRefused.into()))
         }

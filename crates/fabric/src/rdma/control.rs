@@ -1,11 +1,11 @@
-//! [`Control`]: what is said on a control connection, in both directions through a ring at the
+//! [`Control`]: the messages of a control connection, in both directions through a ring at the
 //! receiver.
 //!
-//! The rule it keeps: nothing is sent that the peer has no room for, and nothing that the peer
-//! places harms anybody but itself. A connection has a protection domain of its own on either side,
-//! so that its key opens its ring and nothing else; what is sent passes through memory without a
-//! key. Where the rings are and what opens them is said with the request for the connection and
-//! with its acceptance: when it is there, both can WRITE at once.
+//! The rule it keeps: nothing is sent that the peer has no room for, and a peer that places wrong
+//! bytes harms only itself. A connection has a protection domain of its own on either side, so that
+//! its key opens its ring and nothing else; sent bytes pass through memory without a key. The
+//! request for the connection and its acceptance carry the keys of the rings, so both sides can
+//! WRITE as soon as the connection is there.
 //!
 //! A receiver sleeps until a completion wakes it, since the WRITE of a tail carries immediate data.
 //! That takes a receive request at the receiver, of which there are [`ANNOUNCEMENTS`]: a sender
@@ -38,31 +38,31 @@ use crate::{
     },
 };
 
-/// A ring with what lies before its messages. Control messages are mostly shorter than a hundredth
-/// of it; a manifest goes through many times.
+/// Bytes of a ring with its header. Control messages are mostly shorter than a hundredth of them; a
+/// manifest goes through in many parts.
 const RING_BYTES: usize = 64 << 10;
 
-/// Both rings of a connection look like this; where they are, the peers tell each other.
+/// Layout of both rings of a connection. The peers tell each other where they are.
 const PLACE: RingPlace = RingPlace {
     extent: ExtentId(0),
     offset: 0,
     capacity: RING_BYTES - HEADER_BYTES,
 };
 
-/// Memory that what is sent passes through.
+/// Bytes of the memory that sent messages pass through.
 const BOUNCE_BYTES: usize = 32 << 10;
 
-/// Announcements that the peer may not have heard yet.
+/// Upper bound of announcements that the peer has not heard yet.
 const ANNOUNCEMENTS: usize = 32;
 
-/// A message takes two WRITEs, or three around the end of the ring; a full queue is taken up again
-/// when something has ended.
+/// Depth of the send queue. A message takes two WRITEs, or three around the end of the ring;
+/// posting to a full queue goes on when an operation has ended.
 const SENDS: usize = 16;
 
-/// How long a peer that has taken too little is left alone before it is asked again.
+/// Time after which a peer that has taken too little is asked again.
 pub(crate) const ASK_AGAIN: Duration = Duration::from_millis(1);
 
-/// Marks the receives that announcements take.
+/// Tag of the receives that announcements take.
 const ANNOUNCED: u64 = u64::MAX;
 
 /// One end of a control connection.
@@ -71,21 +71,21 @@ pub(super) struct Control {
     sender: RingSender<Carrier>,
     receiver: RingReceiver,
     key: RemoteKey,
-    /// The message that is being read, and how much of it was.
+    /// The message that is being read; its first `read` bytes have been.
     message: Vec<u8>,
     read: usize,
     /// Announcements that may be made before the peer is known to have taken all.
     announcements: usize,
-    /// When the peer was asked last, and what it was known to have taken then.
+    /// Time of the last question to the peer, and the position up to which it had taken bytes then.
     asked: Option<(Instant, u64)>,
 }
 
 impl Control {
-    /// An end for a connection that is resolved or asked for; `plain` is memory of this process to
-    /// gather messages in.
+    /// Makes an end for a connection that is resolved or asked for. Messages are gathered in memory
+    /// of `plain`.
     ///
     /// # Errors
-    /// In words for whoever wants the connection.
+    /// A text for the user that wants the connection.
     pub(super) fn new(id: Id, plain: &RegPool) -> Result<Self, String> {
         let device = id.device().expect("a resolved id has a device");
         let pd = Pd::new(device).map_err(|error| explain_pair(&error))?;
@@ -121,13 +121,13 @@ impl Control {
         })
     }
 
-    /// Where the peer finds this end's ring.
+    /// Returns the key by which the peer finds this end's ring.
     pub(super) fn key(&self) -> RemoteKey {
         self.key
     }
 
-    /// Where this end finds the peer's ring. A peer that lies gets its own connection closed, by
-    /// the adapter.
+    /// Notes the key of the peer's ring. A peer that lies gets its own connection closed, by the
+    /// adapter.
     pub(super) fn meet(&mut self, peer: RemoteKey) {
         self.sender.channel_mut().peer = peer;
     }
@@ -140,12 +140,12 @@ impl Control {
         self.sender.channel().failed
     }
 
-    /// Whether all that was said has arrived.
+    /// True if all sent messages have arrived.
     pub(super) fn is_sent(&self) -> bool {
         self.sender.is_idle()
     }
 
-    /// Reads what is there of what the peer has said; `None` when nothing is, and then a completion
+    /// Reads bytes that the peer has sent. `None` if there are none; the next completion then
     /// wakes.
     ///
     /// # Errors
@@ -189,16 +189,16 @@ impl Control {
         Ok(is_there)
     }
 
-    /// Sends what fits into one message; `None` while the peer has no room, which is asked for
-    /// again after [`ASK_AGAIN`].
+    /// Sends as much of `buf` as fits into one message. `None` while the peer has no room, which is
+    /// asked for again after [`ASK_AGAIN`].
     ///
     /// # Errors
     /// No memory. A connection that is lost is a [`failure`](Self::failure).
     pub(super) fn write(&mut self, buf: &[u8]) -> io::Result<Option<usize>> {
         self.advance_or_arm(Self::has_room)?;
         if !self.has_room() {
-            // At once if it has taken something since it was asked; a peer that takes nothing costs
-            // little.
+            // Asks at once if the peer has taken something since the last time; a peer that takes
+            // nothing costs little.
             let consumed = self.sender.consumed();
             let is_time = |(at, then): (Instant, u64)| consumed > then || at.elapsed() >= ASK_AGAIN;
             if self.asked.is_none_or(is_time) {
@@ -210,7 +210,7 @@ impl Control {
         let bytes = &buf[..buf.len().min(STREAM_MESSAGE_BYTES)];
         let sent = self.sender.send(bytes).and_then(|()| self.sender.flush());
         match sent {
-            // Lost on the way: whoever waits for an answer hears of the failure.
+            // Lost on the way: the thread that waits for an answer hears of the failure.
             Ok(()) | Err(SendError::Lost(_)) => {
                 self.announcements -= 1;
                 Ok(Some(bytes.len()))
@@ -219,7 +219,7 @@ impl Control {
         }
     }
 
-    /// Takes what has completed.
+    /// Takes completions. Renews the announcements once the peer has taken all.
     pub(super) fn advance(&mut self) -> io::Result<()> {
         match self.sender.progress() {
             Ok(()) | Err(SendError::Lost(_)) => {}
@@ -235,7 +235,7 @@ impl Control {
         self.announcements > 0 && self.sender.free() >= STREAM_MESSAGE_BYTES + 16
     }
 
-    /// Moves on; where that does not bring what is waited for, arms the queue and looks once more.
+    /// Advances. If `what` is still false, arms the queue and advances once more.
     fn advance_or_arm(&mut self, what: impl Fn(&Self) -> bool) -> io::Result<()> {
         self.advance()?;
         if !what(self) {
@@ -245,7 +245,7 @@ impl Control {
         Ok(())
     }
 
-    /// Sees to it that the next completion wakes.
+    /// Arms the queue, so that the next completion wakes.
     fn arm(&mut self) -> io::Result<()> {
         let queue = self.pair().queue();
         queue.take_wakeups();
@@ -261,13 +261,13 @@ impl fmt::Debug for Control {
     }
 }
 
-/// What a ring's sender needs of a queue pair: WRITEs and READs of the peer's ring, in their order.
-/// All of them report their end.
+/// Channel of a ring's sender over a queue pair: WRITEs and READs of the peer's ring, in their
+/// order. All of them report their end.
 struct Carrier {
     pair: Pair,
     peer: RemoteKey,
     bounce: Bounce,
-    /// With what stands for the buffer.
+    /// Operations in flight, each with the memory that stands for its buffer.
     ops: VecDeque<(Op<RegBuf>, Segment)>,
     /// Announcements of the peer that were heard and whose messages were not taken.
     arrivals: usize,
@@ -311,7 +311,7 @@ impl Carrier {
             return Err(Busy(op));
         };
         if self.failed.is_some() {
-            // It ends with the next poll. Nothing behind what was not sent may arrive.
+            // The operation ends with the next poll. Nothing may arrive behind what was not sent.
             self.ops.push_back((op, segment));
             return Ok(());
         }
@@ -340,7 +340,7 @@ impl Carrier {
         Ok(())
     }
 
-    /// The oldest operation has ended.
+    /// Ends the oldest operation with `result`.
     fn end(&mut self, done: &mut Vec<Completion<RegBuf>>, result: Result<(), ChannelError>) {
         let (mut op, segment) = self
             .ops
@@ -371,7 +371,7 @@ impl Channel<RegBuf> for Carrier {
 
     fn poll(&mut self, done: &mut Vec<Completion<RegBuf>>) -> usize {
         let before = done.len();
-        // Operations end here when it does; what the adapter reports of them later counts no more.
+        // A failed carrier ends its operations below; the adapter's later reports count no more.
         let is_over = self.failed.is_some();
         loop {
             let mut reports = [None; COMPLETIONS];

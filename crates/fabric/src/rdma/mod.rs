@@ -1,15 +1,15 @@
 //! The fabric for which the others stand in: one-sided READ, WRITE and atomics by a network adapter
 //! (InfiniBand, RoCE, and iWARP with immediate data).
 //!
-//! The rule it keeps: the server's processor takes no part in them, and a key opens only what is
-//! leased to the client that was given it. Connections are made by the connection manager, so that
-//! addresses, path and MTU are found and never assumed. Each session has a protection domain at the
-//! server, in which its extents are registered for as long as they are leased; data connections
-//! belong to the domain of their session. The control connection is a byte stream through two rings
-//! ([`control`]), on which control messages travel as on any other; behind an answer that leases
-//! memory come its [`RemoteKey`]s.
+//! The rule it keeps: the server's processor takes no part in an operation, and a key opens only
+//! what is leased to the client that was given it. Connections are made by the connection manager,
+//! so that addresses, path and MTU are found and never assumed. Each session has a protection
+//! domain at the server, in which its extents are registered for as long as they are leased; data
+//! connections belong to the domain of their session. The control connection is a byte stream
+//! through two rings ([`control`]) and carries the same control messages as any other; behind an
+//! answer that leases memory come its [`RemoteKey`]s.
 //!
-//! Memory that the server moves elsewhere meanwhile is reached through [`paged`].
+//! Memory that the server may move elsewhere is reached through [`paged`].
 //!
 //! All calls into C are in [`verbs`], which hands safe types to the rest.
 
@@ -43,12 +43,12 @@ pub(crate) use self::{
 /// the least of the networks.
 const REJECT_BYTES: usize = 148;
 
-/// What a client says with its request for a connection, behind the hello. 56 bytes is what the
-/// connection manager leaves us.
+/// Words of a client with its request for a connection, hello included. The connection manager has
+/// room for 56 bytes.
 #[derive(Debug, PartialEq, Eq)]
 enum Greeting {
-    /// A control connection, and where the server finds the client's ring. The acceptance says
-    /// where the server's is.
+    /// A control connection, and the key of the client's ring. The acceptance carries the key of
+    /// the server's ring.
     Control(RemoteKey),
     /// A data connection, the session that it belongs to, and its line.
     Data(SessionId, Secret, u64),
@@ -101,7 +101,7 @@ impl Greeting {
     }
 }
 
-/// Where a ring is and what opens it, as the connection manager carries it.
+/// Length of the address and key of a ring, as the connection manager carries them.
 const KEY_BYTES: usize = 12;
 
 fn encode_key(key: RemoteKey) -> [u8; KEY_BYTES] {
@@ -120,8 +120,8 @@ fn decode_key(bytes: &[u8]) -> Result<RemoteKey, ControlDecodeError> {
     })
 }
 
-/// Why RDMA is of no use on this machine, with what to do; `Ok` with the names of its devices
-/// otherwise.
+/// Returns the names of this machine's RDMA devices, or why RDMA is of no use here and what to do
+/// about it.
 pub(crate) fn devices() -> Result<Vec<String>, String> {
     match verbs::device_names() {
         names if names.is_empty() => Err(
@@ -133,7 +133,7 @@ pub(crate) fn devices() -> Result<Vec<String>, String> {
     }
 }
 
-/// What a failure to begin with the connection manager means.
+/// Explains why work with the connection manager could not begin.
 fn explain_start(error: &io::Error) -> String {
     match devices() {
         Err(reason) => reason,
@@ -145,12 +145,12 @@ fn explain_start(error: &io::Error) -> String {
     }
 }
 
-/// What a failure to make a queue pair means.
+/// Explains why a queue pair could not be made.
 fn explain_pair(error: &io::Error) -> String {
     format!("the RDMA device has no queue pair for us: {error}")
 }
 
-/// What a failure to register memory means.
+/// Explains why memory could not be registered.
 fn explain_registration(bytes: u64, error: &io::Error) -> String {
     use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
     let advice = match (error.raw_os_error(), getrlimit(Resource::RLIMIT_MEMLOCK)) {
@@ -168,7 +168,7 @@ fn explain_registration(bytes: u64, error: &io::Error) -> String {
     format!("cannot register {bytes} bytes with the adapter: {error}{advice}")
 }
 
-/// The host and port of an endpoint of this fabric.
+/// Returns the host and port of an endpoint of this fabric.
 fn address(endpoint: &Endpoint) -> (&str, u16) {
     match endpoint {
         Endpoint::Rdma { host, port } => (host, *port),

@@ -1,13 +1,13 @@
-//! [`PagedChannel`]: READs and WRITEs of memory that the server moves elsewhere while nobody looks.
+//! [`PagedChannel`]: READs and WRITEs of memory that the server may move elsewhere at any time.
 //!
 //! The rule it keeps: an operation counts only if its chunks were in the server's memory before it,
 //! by the [words](farpage_wire::segment), and nothing has left that memory since. The words that
-//! were seen last stand for the look before it. The look after it is a READ of the words behind it
-//! in the same queue, which the server's adapter executes after it. So an operation on what is
-//! there takes one round trip, as on other memory.
+//! were seen last are the look before the operation. The look after it is a READ of the words
+//! behind it in the same queue, which the server's adapter executes after it. So an operation on
+//! present chunks takes one round trip, as on other memory.
 //!
-//! What is not there, does not count, or is an atomic, the server does, on a second connection. A
-//! client that has seen that a chunk is elsewhere does not touch it, but looks again first.
+//! The server does the rest on a second connection: atomics, absent chunks, and operations that do
+//! not count. A client that has seen that a chunk is absent looks again before it touches it.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -41,42 +41,42 @@ use crate::{
     regmem::RegBuf,
 };
 
-/// Operations in flight at most: each takes four places of the queue below, two of them for marks.
+/// Upper bound of operations in flight: each takes four places of the queue below, two for marks.
 const DEPTH: usize = 16;
 const _: () = assert!(4 * DEPTH <= QUEUE_DEPTH);
 
-/// How often an operation is done while chunks leave, before the server is asked.
+/// Number of times that an operation is done while chunks leave, before the server is asked.
 const TRIES: u32 = 3;
 
-/// An operation touches no more: the longest one has as many bytes as a segment.
+/// Upper bound of the segments of an operation: the longest one has as many bytes as a segment.
 const SEGMENTS: usize = 2;
 const _: () = assert!(MAX_OP_BYTES as u64 <= SEGMENT_BYTES);
 
-/// The server clears marks when it looks for what is not used. How often it does nobody tells the
-/// client, which marks anew after this time.
+/// Time after which the client marks anew: the server clears marks when it looks for unused chunks,
+/// and does not tell how often.
 const MARK_AGAIN: Duration = Duration::from_millis(100);
 
-/// Beside an extent's number these bits name its words and its marks, which have keys of their own.
+/// Bit in an extent's number that stands for its words, which have a key; [`MARKS`]: for its marks.
 const WORDS: u64 = 1 << 63;
 const MARKS: u64 = 1 << 62;
 
-/// What the channels of a session know of a paged extent.
+/// Knowledge of a paged extent that the channels of a session share.
 #[derive(Debug)]
 pub(super) struct Paged {
     /// The words that were seen last, also by another channel.
     known: Box<[AtomicU64]>,
     marked: Box<[Marked]>,
     born: Instant,
-    /// See [`PagedKeys::granule_bytes`].
+    /// Copy of [`PagedKeys::granule_bytes`].
     granule_bytes: u32,
 }
 
-/// What was marked of a segment.
+/// Bits of a segment that were marked.
 #[derive(Debug, Default)]
 struct Marked {
-    /// When, in units of [`MARK_AGAIN`], in the upper half, and the bits.
+    /// Time of the last mark, in units of [`MARK_AGAIN`], in the upper half; its bits in the lower.
     last: AtomicU64,
-    /// The bits of the unit before: the server may not have taken them yet.
+    /// Bits of the unit before: the server may not have taken them yet.
     before: AtomicU32,
 }
 
@@ -91,18 +91,18 @@ impl Paged {
         }
     }
 
-    /// The looks before an operation, one per segment, if all of its chunks are there.
+    /// Returns the looks before an operation, one per segment, if all of its chunks are there.
     fn looks(&self, offset: u64, len: u64) -> Option<[Option<Look>; SEGMENTS]> {
         let mut looks = [None; SEGMENTS];
         for (piece, look) in pieces(offset, len).zip(&mut looks) {
-            // Acquire: what was seen then has been, also if another thread saw it.
+            // Acquire: pairs with the release in `see`, perhaps by another thread.
             let known = SegmentWord(self.known[piece.segment].load(Ordering::Acquire));
             *look = Some(known.look(piece.chunks)?);
         }
         Some(looks)
     }
 
-    /// Notes the words of the segments that an operation touches, and judges it by them.
+    /// Notes the `words` of the segments of an operation. True if the operation counts.
     fn see(&self, offset: u64, len: u64, words: &Words, looks: &[Option<Look>; SEGMENTS]) -> bool {
         let mut counts = true;
         let seen = words.chunks_exact(WORD_BYTES as usize).zip(looks);
@@ -114,7 +114,7 @@ impl Paged {
         counts
     }
 
-    /// The mark to be set for chunks of a segment, if they have none.
+    /// Returns the mark to set for `chunks` of a segment, if one is missing.
     fn mark(&self, segment: usize, chunks: u32) -> Option<u32> {
         let now = (self.born.elapsed().as_millis() / MARK_AGAIN.as_millis()) as u32;
         let Marked { last, before } = &self.marked[segment];
@@ -126,13 +126,13 @@ impl Paged {
             bits = 0;
         }
         let new = bits | chunks;
-        // What another thread marks meanwhile is marked again at worst.
+        // Marks of another thread meanwhile are made again at worst.
         last.store(u64::from(now) << 32 | u64::from(new), Ordering::Relaxed);
         (new != bits).then(|| new | before.load(Ordering::Relaxed))
     }
 }
 
-/// The leases that stand for a paged lease: of its bytes, its words and its marks.
+/// Makes the leases that stand for a paged lease: of its bytes, its words and its marks.
 pub(super) fn leases(lease: Lease, key: RemoteKey, keys: &PagedKeys) -> [Leased; 3] {
     let (begin, end) = marks(lease.bytes);
     let part = |id, bytes, read_only, key, paged| Leased {
@@ -153,14 +153,14 @@ pub(super) fn leases(lease: Lease, key: RemoteKey, keys: &PagedKeys) -> [Leased;
     ]
 }
 
-/// The numbers under which [`leases`] are kept.
+/// Returns the numbers under which [`leases`] are kept.
 pub(super) fn parts(id: ExtentId) -> [ExtentId; 3] {
     [id, ExtentId(id.0 | WORDS), ExtentId(id.0 | MARKS)]
 }
 
 type Words = [u8; SEGMENTS * WORD_BYTES as usize];
 
-/// What passes through the queue below: buffers of the program, and words.
+/// Buffer that passes through the queue below: one of the program, or words.
 pub(super) enum Parcel<B> {
     Program(B),
     Words(Words),
@@ -200,15 +200,16 @@ struct Flying<B> {
     extent: ExtentId,
     offset: u64,
     len: u32,
-    /// `None` while the queue below has it.
+    /// The program's buffer; `None` while the queue below has it.
     buf: Option<B>,
-    /// None of memory that stays where it is.
+    /// Lease of paged memory; `None` for memory that stays where it is.
     leased: Option<Arc<Leased>>,
     looks: [Option<Look>; SEGMENTS],
     words: Words,
     tries: u32,
-    /// Of it, the look at its words and its marks, so many are under way. All of them end before it
-    /// does: the program may release the extent then, and with it their keys.
+    /// Number of requests under way: the operation, the look at its words, its marks. All of them
+    /// end before the operation does: the program may release the extent then, and with it their
+    /// keys.
     under_way: u32,
     failed: Option<ChannelError>,
 }
@@ -229,22 +230,22 @@ impl<B> Flying<B> {
 /// A data connection over RDMA to a server that lends more than its memory.
 pub(super) struct PagedChannel<B, A> {
     client: Arc<Client>,
-    /// What [`Client`] held when it was last asked.
+    /// Leases that [`Client`] held when it was last asked.
     cache: HashMap<ExtentId, Arc<Leased>>,
     queue: RdmaChannel<Parcel<B>>,
-    /// To the server's process.
+    /// Connection to the server's process.
     asking: A,
     flying: [Option<Flying<B>>; DEPTH],
-    /// For `asking`, which was full.
+    /// Operations for `asking`, which was full.
     unasked: VecDeque<Op<B>>,
     scratch: Vec<Completion<Parcel<B>>>,
-    /// Readable when one of both is.
+    /// Readable when `queue` or `asking` is.
     ready: Epoll,
     mtu_bytes: u32,
 }
 
 impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
-    /// Both connections are of the session that `client` belongs to.
+    /// Makes a channel of two connections of the session that `client` belongs to.
     pub(super) fn new(
         client: Arc<Client>,
         queue: RdmaChannel<Parcel<B>>,
@@ -277,7 +278,7 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
         self.cache.get(&id).cloned()
     }
 
-    /// Whether the server's adapter moves bytes from there on to the right places.
+    /// True if the server's adapter moves bytes from `offset` on to the right places.
     fn can_reach(&self, leased: &Leased, offset: u64) -> bool {
         (leased.paged.as_ref()).is_none_or(|Paged { granule_bytes, .. }| {
             let granule_bytes = *granule_bytes;
@@ -288,7 +289,7 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
         })
     }
 
-    /// Hands the operation of a place to the queue, or looks at its words first.
+    /// Hands the operation at `place` to the queue, or looks at its words first.
     fn start(&mut self, place: usize) {
         let Some(flying) = &mut self.flying[place] else {
             return;
@@ -350,7 +351,7 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
         }
     }
 
-    /// What the queue has done of the operation in a place; what becomes of it.
+    /// Takes a completion of the queue. The last one finishes, repeats or passes on its operation.
     fn hear(&mut self, completion: Completion<Parcel<B>>, done: &mut Vec<Completion<B>>) {
         let place = completion.tag as usize;
         let Some(flying) = &mut self.flying[place] else {
@@ -391,7 +392,7 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
         }
     }
 
-    /// Hands the operation of a place back.
+    /// Hands the operation at `place` back to the program.
     fn finish(&mut self, place: usize, done: &mut Vec<Completion<B>>) {
         let Some(mut flying) = self.flying[place].take() else {
             return;
@@ -427,7 +428,7 @@ impl<B: Buf, A: Channel<B> + AsFd> Channel<B> for PagedChannel<B, A> {
             let end = op.offset.checked_add(u64::from(op.len));
             leased.paged.is_some() && end.is_some_and(|end| end <= leased.bytes)
         };
-        // What is refused, the queue refuses.
+        // The queue refuses what is not leased.
         let leased = self.leased(op.extent).filter(is_in);
         let is_for_server = leased.as_ref().is_some_and(|leased| match op.verb {
             Verb::Atomic(_) => leased.atomics && is_aligned(&op),

@@ -1,9 +1,9 @@
-//! The server half: listens, gives each session a protection domain, and registers what is leased
-//! to it.
+//! The server half: listens, gives each session a protection domain, and registers leased memory
+//! there.
 //!
 //! The rule it keeps: a data connection belongs to the domain of the session that its client proved
-//! to hold, and an extent is registered in that domain alone, for as long as the lease lasts. What
-//! one client was told opens nothing for another.
+//! to hold, and an extent is registered in that domain alone, for as long as the lease lasts. The
+//! keys of one client open nothing for another.
 
 use std::{
     collections::HashMap,
@@ -42,7 +42,7 @@ use crate::{
 pub(super) struct Domains(Mutex<HashMap<SessionId, Weak<Pd>>>);
 
 impl Domains {
-    /// The session's domain: as long as anything of the session lives in it, the same.
+    /// Returns the session's domain: the same one as long as anything of the session lives in it.
     fn of(&self, session: SessionId, device: Device) -> Result<Arc<Pd>, String> {
         let mut domains = self.0.lock();
         if let Some(pd) = domains.get(&session).and_then(Weak::upgrade) {
@@ -62,11 +62,11 @@ impl Domains {
 }
 
 impl RdmaStream {
-    /// Makes memory that was just leased known to the adapter; its keys, in the order of
-    /// `memories`.
+    /// Registers `memories`, which were just leased, with the adapter. Returns their keys in the
+    /// same order.
     ///
     /// # Errors
-    /// In words for the client; what was registered goes with its leases.
+    /// A text for the client. Registrations end with their leases.
     pub(crate) fn register(
         &self,
         session: SessionId,
@@ -102,7 +102,7 @@ impl RdmaStream {
     }
 }
 
-/// Makes memory known whose pages come and go, what says which of them are there, and the marks.
+/// Registers memory whose pages come and go, the words that say which are there, and the marks.
 fn register_paged(
     domain: &Domain,
     memory: &ExtentMemory,
@@ -132,7 +132,7 @@ fn register_paged(
                 granule_bytes: device.on_demand_granule()?,
             }),
         };
-        // What guards the words comes last.
+        // The residency, which guards the words, comes last.
         let guard = (of_bytes, of_marks, of_words, Arc::clone(residency));
         Ok((keys, Registration::new(Keys::default(), guard)))
     });
@@ -142,7 +142,7 @@ fn register_paged(
     })
 }
 
-/// The first `bytes` bytes of memory, and the others.
+/// Splits `memory` behind its first `bytes` bytes.
 fn split(memory: NonNull<[u8]>, bytes: u64) -> (NonNull<[u8]>, NonNull<[u8]>) {
     let bytes = bytes as usize;
     let rest = memory.len() - bytes;
@@ -162,7 +162,7 @@ fn key_of(memory: NonNull<[u8]>, rkey: u32) -> RemoteKey {
     }
 }
 
-/// Whether memory that a server moves elsewhere can be lent through the device: tried with a page.
+/// Checks that memory that a server moves elsewhere can be lent through `device`. Tries a page.
 fn check_on_demand(device: Device) -> Result<(), String> {
     let tried = MmapMut::map_anon(1).and_then(|mut page| {
         let pd = Pd::new(device)?;
@@ -190,16 +190,16 @@ impl Call {
     }
 }
 
-/// Whether a data connection of this session, with this secret and on this line, may be made.
+/// Check that a data connection of this session, secret and line may be made.
 pub(crate) type AdmitData<'a> = dyn Fn(SessionId, &Secret, u64) -> Result<(), Refusal> + 'a;
 
-/// A place where clients connect.
+/// A listening port.
 #[derive(Debug)]
 pub(crate) struct Listener {
     id: Id,
     port: u16,
     domains: Arc<Domains>,
-    /// Where control messages are gathered.
+    /// Memory in which control messages are gathered.
     plain: RegPool,
 }
 
@@ -242,18 +242,18 @@ impl Listener {
         Err(failed(last))
     }
 
-    /// Whether memory that a server moves elsewhere can be lent here. A listener on all addresses
-    /// hears it with the first lease.
+    /// Checks that memory that a server moves elsewhere can be lent here. A listener on all
+    /// addresses finds out with the first lease.
     pub(crate) fn check_paging(&self) -> Result<(), String> {
         self.id.device().map_or(Ok(()), check_on_demand)
     }
 
-    /// Where it listens; found when 0 was asked for.
+    /// Returns the port, which was found when 0 was asked for.
     pub(crate) fn port(&self) -> u16 {
         self.port
     }
 
-    /// Who wants to connect next, `None` when nobody does, or who did was turned away.
+    /// Takes the next client that wants to connect. `None` if there is none, or it was turned away.
     pub(crate) fn accept(&self) -> io::Result<Option<Call>> {
         let Some(event) = self.id.next_event()? else {
             return Ok(None);
@@ -290,8 +290,8 @@ impl Listener {
         }))
     }
 
-    /// Makes the connection, or turns its client away. A data connection has to be admitted, and
-    /// `hears` says whether its WRITEs may notify.
+    /// Makes the connection of `call`, or turns its client away. `admit` decides about a data
+    /// connection; `hears` says whether its WRITEs may notify.
     pub(crate) fn answer(
         &self,
         call: Call,
@@ -385,7 +385,7 @@ impl AsFd for Listener {
     }
 }
 
-/// What a client that is turned away is told: our hello, so that another version can tell, and why.
+/// Returns the words for a client that is turned away: our hello, for other versions, and `reason`.
 fn rejection(reason: &str) -> Vec<u8> {
     let mut words = Hello::new(Purpose::Control).encode().to_vec();
     let most = reason.floor_char_boundary(REJECT_BYTES - HELLO_BYTES);

@@ -2,7 +2,7 @@
 //! byte stream for control messages, or the server's end of a data connection, on which nothing is
 //! said.
 //!
-//! The rule it keeps: whoever sleeps on it wakes when it ends, whichever side ended it.
+//! The rule it keeps: a thread that sleeps on a stream wakes when either side ends it.
 
 use std::{
     io,
@@ -30,10 +30,10 @@ use super::{
     verbs::{COMPLETIONS, Depths, EventKind, Pair, READS_IN_FLIGHT_MAX},
 };
 
-/// How long the last messages may take to be acknowledged when a stream is closed.
+/// Upper bound of the wait for the last messages' acknowledgement when a stream is closed.
 const LINGER: Duration = Duration::from_millis(500);
 
-/// What the server's end of a data connection needs: it posts nothing.
+/// Depths of the server's end of a data connection, which posts nothing.
 pub(super) const PASSIVE: Depths = Depths {
     sends: 1,
     receives: 1,
@@ -41,8 +41,8 @@ pub(super) const PASSIVE: Depths = Depths {
     inline: false,
 };
 
-/// What it needs if WRITEs may notify: a receive for each of which the server has not heard. A
-/// client that is further ahead waits for its adapter, which tries again for four seconds.
+/// Depths of a server's end if WRITEs may notify: a receive for each that the server has not heard
+/// of. A client that is further ahead waits for its adapter, which tries again for four seconds.
 pub(super) const LISTENING: Depths = Depths {
     receives: 256,
     ..PASSIVE
@@ -63,36 +63,36 @@ pub(super) fn listen(mut pair: Pair, hears: bool) -> io::Result<Pair> {
 #[derive(Debug)]
 pub(crate) struct RdmaStream {
     line: Mutex<Line>,
-    /// Closed here, or by the peer.
+    /// True once this side or the peer has closed the connection.
     over: AtomicBool,
     /// Readable when `over`.
     wake: EventFd,
     /// Readable when the connection manager has something to say, or `over`.
     ended: Epoll,
-    /// As above, or when messages came or went.
+    /// Readable when `ended` is, or when messages came or went.
     ready: Epoll,
     side: Side,
 }
 
-/// Which end this is.
+/// Side of the connection that a stream is on.
 #[derive(Debug)]
 pub(super) enum Side {
     Client,
     Server {
         domains: Arc<Domains>,
-        /// Of a data connection.
+        /// Session, secret and line of a data connection.
         claim: Option<(SessionId, Secret, u64)>,
-        /// Whether the WRITEs of a data connection may notify.
+        /// True if the WRITEs of a data connection may notify.
         hears: bool,
     },
 }
 
-/// What it is for.
+/// Use of a connection.
 #[derive(Debug)]
 pub(super) enum Line {
     Control(Box<Control>),
-    /// The client's adapter READs and WRITEs, and nobody here says anything. The server may hear
-    /// of WRITEs that notify.
+    /// The client's adapter READs and WRITEs, and no messages travel. The server may hear of WRITEs
+    /// that notify.
     Data(Pair),
 }
 
@@ -113,7 +113,7 @@ impl Line {
 }
 
 impl RdmaStream {
-    /// A stream over a line that is connected, or about to be.
+    /// Makes a stream over a `line` that is connected, or about to be.
     pub(super) fn new(line: Line, side: Side) -> io::Result<Self> {
         let (ended, ready) = (epoll()?, epoll()?);
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
@@ -131,13 +131,13 @@ impl RdmaStream {
         })
     }
 
-    /// What is done with the pair: granting the connection, asking for its device.
+    /// Runs `act` with the pair, to grant the connection or to ask for its device.
     pub(super) fn with_pair<T>(&self, act: impl FnOnce(&Pair) -> T) -> T {
         act(self.line.lock().pair())
     }
 
-    /// Accepts a data connection: from here on the client may WRITE. It is told whether WRITEs may
-    /// notify.
+    /// Accepts a data connection: from here on the client may WRITE. Tells the client whether
+    /// WRITEs may notify.
     pub(crate) fn accept(&self) -> io::Result<()> {
         let hears = matches!(self.side, Side::Server { hears: true, .. });
         let mut words = Hello::new(Purpose::Data).encode().to_vec();
@@ -145,13 +145,13 @@ impl RdmaStream {
         self.with_pair(|pair| pair.accept(&words))
     }
 
-    /// Readable when [`has_heard`](Self::has_heard) is to be asked.
+    /// Returns a descriptor that is readable when [`has_heard`](Self::has_heard) is to be asked.
     pub(crate) fn arrivals_fd(&self) -> BorrowedFd<'_> {
         self.ready.0.as_fd()
     }
 
-    /// Whether WRITEs of a data connection that notify have been placed since it was asked last.
-    /// The next ones wake.
+    /// True if WRITEs of a data connection that notify have been placed since the last call. The
+    /// next ones wake.
     pub(crate) fn has_heard(&self) -> io::Result<bool> {
         let mut line = self.line.lock();
         let Line::Data(pair) = &mut *line else {
@@ -176,8 +176,8 @@ impl RdmaStream {
         }
     }
 
-    /// The session that the client of a data connection claimed and proved, and the line; on the
-    /// server only.
+    /// Returns the session, secret and line that the client of a data connection claimed and
+    /// proved. `None` on the client.
     pub(crate) fn claim(&self) -> Option<(SessionId, Secret, u64)> {
         match &self.side {
             Side::Server { claim, .. } => *claim,
@@ -192,8 +192,8 @@ impl RdmaStream {
         }
     }
 
-    /// Reads what is there; `WouldBlock` when nothing is, and then the stream wakes who sleeps on
-    /// it; 0 at the end.
+    /// Reads bytes that have come; 0 at the end. `WouldBlock` when there are none: further ones
+    /// wake the threads that sleep on the stream.
     pub(crate) fn read(&self, buf: &mut [u8]) -> io::Result<usize> {
         let mut line = self.line.lock();
         let control = line.control();
@@ -216,7 +216,7 @@ impl RdmaStream {
         }
     }
 
-    /// Writes what fits into one message; `WouldBlock` while the peer can take none.
+    /// Writes as much of `buf` as fits into one message. `WouldBlock` while the peer can take none.
     pub(crate) fn write(&self, buf: &[u8]) -> io::Result<usize> {
         let mut line = self.line.lock();
         let control = line.control();
@@ -234,7 +234,7 @@ impl RdmaStream {
         }
     }
 
-    /// Whether either side has closed the connection, or the adapter is gone.
+    /// True if either side has closed the connection, or the adapter is gone.
     pub(crate) fn has_ended(&self) -> bool {
         let line = self.line.lock();
         while let Ok(Some(event)) = line.pair().id().next_event() {
@@ -246,8 +246,8 @@ impl RdmaStream {
         self.over.load(Ordering::Acquire)
     }
 
-    /// Closes the connection, after what was written has arrived or [`LINGER`]; whoever sleeps on
-    /// it wakes.
+    /// Closes the connection once all that was written has arrived, or after [`LINGER`]. Wakes the
+    /// threads that sleep on it.
     pub(crate) fn close(&self) {
         let until = Instant::now() + LINGER;
         loop {
@@ -278,14 +278,14 @@ impl RdmaStream {
         let _ = self.wake.write(1);
     }
 
-    /// Readable when [`has_ended`](Self::has_ended) may have become true.
+    /// Returns a descriptor that is readable when [`has_ended`](Self::has_ended) may be true.
     pub(crate) fn ended_fd(&self) -> BorrowedFd<'_> {
         self.ended.0.as_fd()
     }
 }
 
 impl AsFd for RdmaStream {
-    /// Readable when reading or writing may get on, whichever could not.
+    /// Returns a descriptor that is readable when a read or a write that could not may get on.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.ready.0.as_fd()
     }

@@ -1,4 +1,4 @@
-//! What only a client that cheats, or looks inside, can find out. Needs a device:
+//! Tests with clients that cheat, or that look inside. They need a device:
 //! `FARPAGE_TEST_RDMA_ADDRESS` names its address.
 
 use std::{
@@ -20,10 +20,10 @@ use crate::{
 
 pub(super) const MIB: usize = 1 << 20;
 
-/// Longer than anybody waits.
+/// Time that is longer than any wait of the tests.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The device's address; without one the test is skipped.
+/// Returns the device's address. `None` skips the test.
 fn endpoint(name: &str) -> Option<Endpoint> {
     let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
         eprintln!(
@@ -99,7 +99,7 @@ fn a_key_opens_nothing_for_another_client_and_nothing_after_its_lease() {
             let error = read(&thief, extent).expect_err("another domain's key");
             assert!(error.to_string().contains("out of reach"), "{error}");
             assert_eq!(read(&owner, extent), Ok(vec![0; 4096]));
-            // The owner goes on with what it has given back; what else it has keeps its domain, so
+            // The owner goes on with the released extent. Another extent keeps its domain alive, so
             // that nothing but the key can end.
             let kept = owner.grant(MIB as u64).expect("room");
             assert_eq!(read(&owner, kept), Ok(vec![0; 4096]));
@@ -121,7 +121,7 @@ fn registered_buffers_travel_as_they_lie_and_nothing_is_registered_on_the_way() 
             let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
             let extent = session.grant((COUNT * MIB) as u64).expect("room");
             let mut channel = session.channel::<RegBuf>().expect("a live server");
-            // Many times what the channel's own memory holds.
+            // Many times as much as the channel's own memory holds.
             let mut bufs: Vec<RegBuf> = (0..COUNT)
                 .map(|i| {
                     let mut buf = pool.acquire(MIB).expect("memory");
@@ -229,7 +229,7 @@ fn what_is_no_registered_memory_is_counted_when_it_is_copied() {
     );
 }
 
-/// Also beyond the receives that a server has ready, and not where the client does not want it.
+/// Covers more messages than a server has receives ready, and a client that does not notify.
 #[test]
 fn a_program_that_lends_areas_hears_of_each_message_over_rdma() {
     let name = "a_program_that_lends_areas_hears_of_each_message_over_rdma";
@@ -240,7 +240,7 @@ fn a_program_that_lends_areas_hears_of_each_message_over_rdma() {
     let mut server = Serving::start(&endpoint, Arc::clone(&areas) as _).expect("a free port");
     let (tell, heard) = mpsc::channel();
     areas.on_arrival(Some(Arc::new(move || {
-        // Nobody listens any more when the test has ended.
+        // Fails when the test has ended and nobody listens any more.
         let _ = tell.send(());
     })));
     for immediate in [true, false] {

@@ -2,22 +2,17 @@
 //! dropping that the adapter allows.
 //!
 //! The law of this module: memory that an adapter may touch outlives the queue pair that may tell
-//! it to. A [`Pair`] owns its [`LocalMemory`] and destroys the queue pair first. Of other memory
-//! its owner promises the same. All calls into C are here.
+//! it to. A [`Pair`] owns its [`LocalMemory`] and destroys the queue pair first. The owner of other
+//! memory promises the same. All calls into C are here.
 
 mod connection;
+mod errno;
 mod memory;
 mod pair;
 mod queue;
 
-use std::{
-    ffi::{CStr, c_int},
-    io,
-    os::fd::BorrowedFd,
-    ptr::NonNull,
-};
+use std::{ffi::CStr, ptr::NonNull};
 
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use rdma_sys as sys;
 
 pub(super) use self::{
@@ -27,7 +22,7 @@ pub(super) use self::{
     queue::{COMPLETIONS, Cq, Done, Failure},
 };
 
-/// The names of the devices that this machine has, in the system's order.
+/// Returns the names of this machine's devices, in the system's order.
 pub(super) fn device_names() -> Vec<String> {
     let mut count = 0;
     // SAFETY: `count` is ours; the list is freed below.
@@ -47,23 +42,4 @@ pub(super) fn device_names() -> Vec<String> {
     // SAFETY: made above, and nothing of it is used from here on.
     unsafe { sys::ibv_free_device_list(list.as_ptr()) };
     names
-}
-
-fn check(result: c_int) -> io::Result<()> {
-    match result {
-        0 => Ok(()),
-        -1 => Err(io::Error::last_os_error()),
-        // Some calls return the error instead of setting it.
-        errno => Err(io::Error::from_raw_os_error(errno.abs())),
-    }
-}
-
-fn not_null<T>(pointer: *mut T) -> io::Result<NonNull<T>> {
-    NonNull::new(pointer).ok_or_else(io::Error::last_os_error)
-}
-
-fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
-    let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
-    fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
-    Ok(())
 }

@@ -24,30 +24,30 @@ use super::{
     slab::{HUGE_PAGE_BYTES, PAGE_BYTES, Slab},
 };
 
-/// The longest buffer.
+/// Length of the longest buffer.
 pub const MAX_BUF_BYTES: usize = 1 << 30;
 
-/// Classes are larger than this. Sizes are multiples of a cache line, so that no two buffers share
-/// one.
+/// Lower bound of the class sizes. Sizes are multiples of a cache line, so that no two buffers
+/// share one.
 const CLASS_BYTES_MIN: usize = 256;
-/// Classes per doubling: at most a fifth of a buffer is wasted.
+/// Number of classes per doubling: at most a fifth of a buffer is wasted.
 const STEPS: usize = 4;
 const CLASSES: usize = STEPS * (MAX_BUF_BYTES.ilog2() - CLASS_BYTES_MIN.ilog2()) as usize;
-/// As many as a runtime has threads on known machines; more would gain nothing. Each takes 2 KiB.
+/// Number of caches: no known machine runs more threads of a runtime. Each takes 2 KiB.
 const CACHES: usize = 16;
 
-/// How a pool behaves.
+/// Settings of a pool.
 #[derive(Clone, Debug)]
 pub struct RegPoolOptions {
-    /// Bytes that are mapped and registered at once: rounded up to a multiple of 2 MiB, below 2 MiB
-    /// to a multiple of 4 KiB. Larger buffers get larger slabs. Default: 2 MiB.
+    /// Size of a slab, mapped and registered at once: rounded up to a multiple of 2 MiB, below 2
+    /// MiB to a multiple of 4 KiB. Larger buffers get larger slabs. Default: 2 MiB.
     pub slab_bytes: usize,
-    /// The most memory that the pool takes. Default: no cap.
+    /// Upper bound of the pool's memory. Default: no cap.
     pub bytes_max: usize,
-    /// Who may use the memory. Default: [`Access::Local`].
+    /// Users of the memory. Default: [`Access::Local`].
     pub access: Access,
-    /// Registers a slab when a buffer of it is first used with an adapter, not when it is mapped.
-    /// Default: no, so that the data path never registers anything.
+    /// True to register a slab when a buffer of it is first used with an adapter, not when it is
+    /// mapped. Default: false, so that the data path never registers anything.
     pub lazy: bool,
 }
 
@@ -62,19 +62,19 @@ impl Default for RegPoolOptions {
     }
 }
 
-/// What a pool has done so far.
+/// Counters of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegPoolStats {
-    /// Calls to a registrar that succeeded: for slabs and for imported memory.
+    /// Successful calls to a registrar: for slabs and for imported memory.
     pub registrations: u64,
-    /// Slabs made.
+    /// Number of slabs made.
     pub slabs: u64,
-    /// Their bytes. Imported memory is not counted.
+    /// Bytes of the slabs. Imported memory is not counted.
     pub bytes: u64,
-    /// Buffers handed out.
+    /// Number of buffers handed out.
     pub acquisitions: u64,
-    /// Of these, from the cache of the thread that asked.
+    /// Number of buffers that came from the cache of the calling thread.
     pub cache_hits: u64,
 }
 
@@ -88,7 +88,7 @@ pub(super) struct Inner {
     registrars: Registrars,
     caches: [Cache; CACHES],
     carving: Mutex<Carving>,
-    /// Relaxed: a figure, nothing is published through it.
+    /// Number of registrations made. Relaxed: a figure, nothing is published through it.
     pub(super) registrations: AtomicU64,
 }
 
@@ -114,14 +114,14 @@ pub(super) struct Piece {
 /// threads in need make one slab.
 #[derive(Default)]
 struct Carving {
-    /// Each with the offset of its uncarved part.
+    /// Slabs, each with the offset of its uncarved part.
     slabs: Vec<(Arc<Slab>, usize)>,
     bytes: usize,
 }
 
 impl RegPool {
-    /// A pool for the protection domains of `registrars`. It has no memory until some is needed.
-    /// Without registrars its memory is never registered.
+    /// Makes a pool for the protection domains of `registrars`. It has no memory until some is
+    /// needed. Without registrars its memory is never registered.
     pub fn new(
         registrars: impl IntoIterator<Item = Arc<dyn Registrar>>,
         options: RegPoolOptions,
@@ -144,8 +144,8 @@ impl RegPool {
         }))
     }
 
-    /// A buffer of `bytes` bytes, aligned to a cache line. It holds what its last user left in it;
-    /// new memory is zero.
+    /// Returns a buffer of `bytes` bytes, aligned to a cache line. It holds what its last user left
+    /// in it; new memory is zero.
     ///
     /// # Errors
     /// [`RegError`] when new memory is needed and cannot be had.
@@ -169,8 +169,8 @@ impl RegPool {
         Ok(RegBuf::pooled(Arc::clone(&self.0), piece, bytes))
     }
 
-    /// A buffer over `owner`'s memory, registered like the pool's own. The buffer keeps `owner`
-    /// until it is dropped; nobody reaches the memory through it meanwhile.
+    /// Makes a buffer over `owner`'s memory, registered like the pool's own. The buffer keeps
+    /// `owner` until it is dropped; the memory cannot be reached through `owner` meanwhile.
     ///
     /// # Errors
     /// [`RegError::Register`]; the owner is dropped.
@@ -188,7 +188,7 @@ impl RegPool {
         Ok(RegBuf::foreign(Arc::clone(&self.0), foreign))
     }
 
-    /// What the pool has done so far.
+    /// Returns the pool's counters.
     pub fn stats(&self) -> RegPoolStats {
         let (slabs, bytes) = {
             let carving = lock(&self.0.carving);
@@ -313,14 +313,14 @@ impl Default for Free {
 }
 
 impl Piece {
-    /// The piece's first `bytes` bytes: its own alone, and valid as long as it is.
+    /// Returns the piece's first `bytes` bytes: its own alone, and valid as long as it is.
     pub(super) fn memory(&self, bytes: usize) -> NonNull<[u8]> {
         debug_assert!(bytes <= class_bytes(self.class));
         self.slab.at(self.offset, bytes)
     }
 }
 
-/// Memory of somebody else's.
+/// Imported memory, with its owner.
 pub(super) struct Foreign {
     // Dropped before the owner, in this order.
     pub(super) registered: Registered,
@@ -328,8 +328,8 @@ pub(super) struct Foreign {
     _owner: Owner,
 }
 
-/// A boxed owner, behind a raw pointer: moving a `Box` would assert that nobody else points into
-/// it.
+/// A boxed owner, behind a raw pointer: moving a `Box` would assert that no other pointer leads
+/// into it.
 struct Owner(*mut (dyn Send + 'static));
 
 impl Foreign {
@@ -369,7 +369,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The calling thread's cache.
+/// Returns the index of the calling thread's cache.
 fn this_cache() -> usize {
     // Relaxed: only that numbers differ matters.
     static NEXT: AtomicUsize = AtomicUsize::new(0);
@@ -378,8 +378,8 @@ fn this_cache() -> usize {
     OWN.try_with(|own| *own).unwrap_or(0)
 }
 
-/// The class whose pieces hold `bytes` bytes. There are four classes between each power of two and
-/// the next.
+/// Returns the class whose pieces hold `bytes` bytes. There are four classes between each power of
+/// two and the next.
 fn class_of(bytes: usize) -> usize {
     let below = bytes.max(CLASS_BYTES_MIN + 1) - 1;
     let doubling = below.ilog2();
@@ -387,7 +387,7 @@ fn class_of(bytes: usize) -> usize {
     (doubling - CLASS_BYTES_MIN.ilog2()) as usize * STEPS + step
 }
 
-/// The size of a class's pieces.
+/// Returns the size of a class's pieces.
 fn class_bytes(class: usize) -> usize {
     let doubling = CLASS_BYTES_MIN << (class / STEPS);
     doubling + (class % STEPS + 1) * (doubling / STEPS)

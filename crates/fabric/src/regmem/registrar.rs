@@ -1,7 +1,7 @@
 //! [`Registrar`] makes memory known to a network adapter; [`Registration`] is the proof that it is.
 //!
-//! The rule it keeps: memory stays registered as long as its [`Registration`] lives, and whoever
-//! holds one keeps the memory mapped. Which memory is worth registering is left to
+//! The rule it keeps: memory stays registered as long as its [`Registration`] lives, and the holder
+//! of a registration keeps the memory mapped. The choice of memory to register is left to
 //! [`RegPool`](super::RegPool).
 
 use std::{
@@ -25,7 +25,7 @@ impl DomainId {
     /// nothing.
     pub const NULL: Self = Self(0);
 
-    /// A domain that differs from all others.
+    /// Makes a domain that differs from all others.
     pub fn unique() -> Self {
         // Relaxed: only that no two are the same matters.
         static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -36,39 +36,39 @@ impl DomainId {
 /// The keys of registered memory, in the meaning of the InfiniBand specification.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Keys {
-    /// Names the memory in operations of this process.
+    /// Key of the memory in operations of this process.
     pub lkey: u32,
-    /// Names it in operations of a peer. Opens nothing unless it was registered with
-    /// [`Access::Remote`].
+    /// Key of the memory in operations of a peer. Opens nothing unless the memory was registered
+    /// with [`Access::Remote`] or more.
     pub rkey: u32,
 }
 
-/// Makes memory known to one protection domain.
+/// A handle that makes memory known to one protection domain.
 pub trait Registrar: Send + Sync + fmt::Debug {
-    /// Where the keys are valid.
+    /// Returns the domain in which the keys are valid.
     fn domain(&self) -> DomainId;
 
     /// Registers memory; the adapter pins its pages.
     ///
     /// # Safety
     /// Until the returned value is dropped, the memory stays mapped where it is, by the same
-    /// physical pages: nobody unmaps it, maps something else over it, gives its pages back
-    /// (`MADV_DONTNEED`) or moves them away.
+    /// physical pages: it is not unmapped or mapped over, and its pages are not given back
+    /// (`MADV_DONTNEED`) or moved away.
     ///
     /// # Errors
-    /// What the system says; `ENOMEM` is usually the limit on locked memory.
+    /// The system's error; `ENOMEM` is usually the limit on locked memory.
     unsafe fn register(&self, memory: NonNull<[u8]>, access: Access) -> io::Result<Registration>;
 }
 
-/// Memory that is registered until this is dropped.
+/// Memory that is registered until this value is dropped.
 pub struct Registration {
     keys: Keys,
-    /// Ends the registration when it is dropped.
+    /// Value whose drop ends the registration.
     _guard: Box<dyn Send + Sync>,
 }
 
 impl Registration {
-    /// A registration that ends when `guard` is dropped.
+    /// Makes a registration that ends when `guard` is dropped.
     pub fn new(keys: Keys, guard: impl Send + Sync + 'static) -> Self {
         Self {
             keys,
@@ -76,7 +76,7 @@ impl Registration {
         }
     }
 
-    /// The memory's keys.
+    /// Returns the memory's keys.
     pub fn keys(&self) -> Keys {
         self.keys
     }
@@ -109,9 +109,9 @@ pub(super) struct Registered {
     memory: NonNull<[u8]>,
     access: Access,
     registrars: Registrars,
-    /// One per registrar, in their order.
+    /// Registrations, one per registrar, in the registrars' order.
     registrations: Box<[OnceLock<Registration>]>,
-    /// Held while one of them is made.
+    /// Lock held while a registration is made.
     registering: Mutex<()>,
 }
 
@@ -121,7 +121,7 @@ unsafe impl Send for Registered {}
 unsafe impl Sync for Registered {}
 
 impl Registered {
-    /// Memory that is not registered yet.
+    /// Notes memory that is not registered yet.
     ///
     /// # Safety
     /// Until the returned value is dropped, `memory` stays as [`Registrar::register`] asks.
@@ -144,8 +144,8 @@ impl Registered {
         (0..self.registrars.len()).try_for_each(|at| self.register(at, registrations).map(drop))
     }
 
-    /// The memory's keys in `domain`; it is registered now if it was not. `None`: no registrar of
-    /// this pool serves the domain.
+    /// Returns the memory's keys in `domain`, and registers it now if it was not registered.
+    /// `None`: no registrar of this pool serves the domain.
     pub(super) fn keys(
         &self,
         domain: DomainId,
@@ -179,7 +179,7 @@ impl Registered {
     }
 }
 
-/// Says what to do about a registration that failed.
+/// Returns the remedy of a registration that failed.
 fn advice(error: &io::Error) -> String {
     use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
     let limited = matches!(

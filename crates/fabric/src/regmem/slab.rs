@@ -1,7 +1,7 @@
 //! [`Slab`]: a mapping that is registered once and given back with its pool.
 //!
 //! The rule it keeps: the registration ends before the mapping does. The pool carves buffers out of
-//! it.
+//! the slab.
 
 use std::{io, num::NonZeroUsize, ptr::NonNull};
 
@@ -9,13 +9,13 @@ use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, m
 
 use super::{Access, Registrars, registrar::Registered};
 
-/// Slabs are multiples of this size.
+/// Unit of the sizes of slabs.
 pub(super) const PAGE_BYTES: usize = 4096;
 
-/// The size of a huge page. Slabs are aligned to it.
+/// Size of a huge page. Slabs are aligned to it.
 pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Memory of a pool.
+/// A piece of a pool's memory, mapped and registered at once.
 pub(super) struct Slab {
     // Dropped in this order.
     pub(super) registered: Registered,
@@ -23,7 +23,7 @@ pub(super) struct Slab {
 }
 
 impl Slab {
-    /// New zeroed memory that no adapter knows yet. `bytes` is a multiple of [`PAGE_BYTES`].
+    /// Makes zeroed memory that no adapter knows yet. `bytes` is a multiple of [`PAGE_BYTES`].
     pub(super) fn new(bytes: usize, access: Access, registrars: &Registrars) -> io::Result<Self> {
         let mapping = Mapping::new(bytes)?;
         let memory = NonNull::slice_from_raw_parts(mapping.start, bytes);
@@ -40,7 +40,7 @@ impl Slab {
         self.mapping.bytes
     }
 
-    /// The bytes at `offset`; valid as long as `self`.
+    /// Returns the bytes at `offset`; valid as long as `self`.
     pub(super) fn at(&self, offset: usize, bytes: usize) -> NonNull<[u8]> {
         assert!(
             offset + bytes <= self.bytes(),

@@ -3,7 +3,7 @@
 //! The rule it keeps: a sender's bytes are used only after they were copied and checked. A ring
 //! whose sender breaks the protocol ends; the others go on.
 
-use super::{
+use super::layout::{
     CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Landing, Notifier, RingError, RingPlace, room_of,
 };
 
@@ -11,7 +11,7 @@ use super::{
 pub struct RingReceiver {
     memory: Landing,
     place: RingPlace,
-    /// Told when the sender gets room.
+    /// Notifier that tells the sender of new room.
     notifier: Option<Notifier>,
     /// The last tail that the sender announced.
     tail: u64,
@@ -21,11 +21,11 @@ pub struct RingReceiver {
 }
 
 impl RingReceiver {
-    /// A receiver for the ring at `place`. It clears the ring: nobody may WRITE to it yet, and a
-    /// sender that used it before must be disconnected.
+    /// Makes a receiver for the ring at `place` and clears the ring. No sender may WRITE to it yet,
+    /// and a sender that used it before must be disconnected.
     ///
     /// # Panics
-    /// If the place is not in the memory, or as [`RingSender::new`](super::RingSender::new).
+    /// If `place` is not in `memory`, and when [`RingSender::new`](super::RingSender::new) does.
     pub fn new(memory: Landing, place: RingPlace) -> Self {
         place.check();
         memory.at(place.offset as usize, place.bytes());
@@ -42,14 +42,14 @@ impl RingReceiver {
         receiver
     }
 
-    /// Notifies by `notifier` whenever the sender gets room. Default: nobody is notified, and the
+    /// Sets `notifier`, which is notified whenever the sender gets room. Default: none, and the
     /// sender asks.
     pub fn with_notifier(mut self, notifier: Notifier) -> Self {
         self.notifier = Some(notifier);
         self
     }
 
-    /// Takes the next message, replacing what is in `message`; false if there is none. Never waits.
+    /// Replaces `message` by the next one. Returns false if there is none. Never waits.
     ///
     /// # Errors
     /// [`RingError`]: now and from now on.
@@ -67,8 +67,8 @@ impl RingReceiver {
         message.resize(length as usize, 0);
         self.copy_out(self.taken + LENGTH_BYTES as u64, message);
         self.taken += room_of(length as usize) as u64;
-        // Often enough that a sender seldom runs out of room, seldom enough that the cache line
-        // stays here.
+        // Published often enough that a sender seldom runs out of room, and seldom enough that the
+        // cache line stays here.
         let worth_telling = self.place.capacity as u64 / 4;
         if self.taken == self.tail || self.taken - self.published >= worth_telling {
             self.publish();
@@ -76,7 +76,7 @@ impl RingReceiver {
         Ok(true)
     }
 
-    /// Whether [`receive`](Self::receive) has something to take. Never waits.
+    /// True if [`receive`](Self::receive) has a message to take. Never waits.
     ///
     /// # Errors
     /// [`RingError`]: now and from now on.
@@ -84,7 +84,7 @@ impl RingReceiver {
         Ok(self.tail != self.taken || self.look()?)
     }
 
-    /// Whether the sender has announced more bytes, which can then be read.
+    /// True if the sender has announced more bytes, which can then be read.
     fn look(&mut self) -> Result<bool, RingError> {
         let Some(tail) = self.memory.load(self.at(0)) else {
             return Ok(false);
@@ -129,12 +129,12 @@ impl RingReceiver {
 #[derive(Default)]
 pub struct Inbox {
     rings: Vec<(u64, RingReceiver)>,
-    /// The sender that is asked first next time.
+    /// Index of the ring that is looked at first next time.
     next: usize,
 }
 
 impl Inbox {
-    /// An inbox without senders.
+    /// Makes an inbox without senders.
     pub fn new() -> Self {
         Self::default()
     }
@@ -144,15 +144,15 @@ impl Inbox {
         self.rings.push((sender, ring));
     }
 
-    /// Removes and returns a sender's ring, for example when the sender has died. Messages that
-    /// nobody took are still in it.
+    /// Removes and returns a sender's ring, for example when the sender has died. Untaken messages
+    /// are still in it.
     pub fn remove(&mut self, sender: u64) -> Option<RingReceiver> {
         let at = self.rings.iter().position(|(name, _)| *name == sender)?;
         Some(self.rings.remove(at).1)
     }
 
-    /// Takes the next message of any sender and says whose it is. Senders take turns, so that none
-    /// keeps others waiting. Never waits.
+    /// Takes the next message of any sender and returns that sender's number. Senders take turns,
+    /// so that none keeps others waiting. Never waits.
     ///
     /// # Errors
     /// A sender that broke the protocol; its ring has been removed, and the others go on.

@@ -5,7 +5,7 @@
 
 use std::{collections::VecDeque, time::Duration};
 
-use super::{
+use super::layout::{
     CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Notifier, RingPlace, WORD_BYTES, room_of, sealed,
     unsealed,
 };
@@ -16,10 +16,10 @@ use crate::{
 
 farpage_wire::debug_as_display!(SendError);
 
-/// Messages are gathered up to this size for one WRITE: what a network moves in a few microseconds.
+/// Upper bound of a WRITE that gathers messages: a network moves that much in a few microseconds.
 const SEGMENT_BYTES: usize = 16 << 10;
 
-/// Why a message was not sent. No part of it was, unless the connection is lost.
+/// Reason why a message was not sent. No part of it was, unless the connection is lost.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum SendError {
@@ -40,7 +40,7 @@ pub enum SendError {
     /// ring.
     #[error("the ring's connection is lost: {0}")]
     Lost(ChannelError),
-    /// There is no memory to send from.
+    /// The pool has no memory to send from.
     #[error(transparent)]
     Memory(#[from] RegError),
 }
@@ -50,20 +50,20 @@ pub struct RingSender<C: ?Sized = dyn Channel<RegBuf>> {
     channel: Box<C>,
     pool: RegPool,
     place: RingPlace,
-    /// Told when messages have been placed.
+    /// Notifier of placed messages.
     notifier: Option<Notifier>,
-    /// Bytes of all messages, ever.
+    /// Bytes of all messages so far.
     written: u64,
-    /// Bytes of these that went into WRITEs; the rest is in `staged`.
+    /// Bytes of `written` that went into WRITEs; the rest is in `staged`.
     posted: u64,
-    /// The tail that the caller asked for, and the tail that is placed or on its way.
+    /// Tail that the caller asked for. `announced` is the tail that is placed or on its way.
     wanted: u64,
     announced: u64,
     /// Bytes that the receiver has taken, as far as is known here.
     consumed: u64,
-    /// The buffer of the next WRITE, and its bytes so far.
+    /// Buffer of the next WRITE, with the number of its bytes so far.
     staged: Option<(RegBuf, usize)>,
-    /// Buffers for the WRITEs after it.
+    /// Buffers of the WRITEs after `staged`.
     spare: Vec<RegBuf>,
     /// Operations that the channel has not taken yet, in order.
     backlog: VecDeque<(Op<RegBuf>, How)>,
@@ -76,25 +76,25 @@ pub struct RingSender<C: ?Sized = dyn Channel<RegBuf>> {
     scratch: Vec<Completion<RegBuf>>,
 }
 
-/// How an operation is posted.
+/// Way of posting an operation.
 #[derive(Clone, Copy, Debug)]
 enum How {
     Plain,
-    /// A receiver that sleeps needs to hear of the tail only.
+    /// An operation that wakes a sleeping receiver. Used for the tail only.
     Notifying,
-    /// When a number is this or more.
+    /// A READ that waits until a board's number is this or more.
     When(u64),
 }
 
-/// The kinds of operations, as their tags.
+/// Tags of the sender's own operations.
 const DATA: u64 = 0;
 const TAIL: u64 = 1;
 const CREDIT: u64 = 2;
-/// What is added to the tags of the caller's operations.
+/// Offset that is added to the tags of the caller's operations.
 const OTHERS: u64 = 3;
 
 impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
-    /// A sender into a ring that its receiver has made. Nobody else may use `channel`.
+    /// Makes a sender into a ring that its receiver has made. `channel` must have no other user.
     ///
     /// # Panics
     /// If offset or capacity are no multiples of 64, or the capacity is 0.
@@ -122,18 +122,18 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         }
     }
 
-    /// Notifies by `notifier` whenever messages have been placed. Default: nobody is notified.
+    /// Sets `notifier`, which is notified whenever messages have been placed. Default: none.
     pub fn with_notifier(mut self, notifier: Notifier) -> Self {
         self.notifier = Some(notifier);
         self
     }
 
-    /// Adds a message to those that travel with the next [`flush`](Self::flush). Waits for nobody;
-    /// many small ones make one WRITE.
+    /// Adds a message to those that travel with the next [`flush`](Self::flush). Never waits. Many
+    /// small messages make one WRITE.
     ///
     /// # Errors
     /// [`SendError`]. When the ring is [`Full`](SendError::Full), earlier messages are on their
-    /// way, and so is the READ that asks what the receiver has taken.
+    /// way, and so is the READ that asks how much the receiver has taken.
     pub fn send(&mut self, message: &[u8]) -> Result<(), SendError> {
         let (room, capacity) = (room_of(message.len()), self.place.capacity);
         if room > capacity {
@@ -167,8 +167,8 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         self.progress()
     }
 
-    /// As [`flush`](Self::flush), but without letting anything make progress. What follows until
-    /// the next [`progress`](Self::progress) may then travel together with it.
+    /// Posts the added messages like [`flush`](Self::flush), but without progress. Operations that
+    /// follow until the next [`progress`](Self::progress) may then travel together with them.
     ///
     /// # Errors
     /// [`SendError::Lost`], [`SendError::Memory`].
@@ -179,35 +179,35 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
     }
 
     /// Posts an operation of the caller's on the ring's channel, behind all that was handed over.
-    /// If it is a WRITE, messages that are sent later are announced after it has been placed. It
-    /// ends in [`ended`](Self::ended).
+    /// If it is a WRITE, messages that are sent later are announced after it has been placed.
+    /// [`ended`](Self::ended) returns its completion.
     ///
     /// # Panics
-    /// As [`Channel::post`].
+    /// When [`Channel::post`] does.
     pub fn operate(&mut self, op: Op<RegBuf>) {
         self.enqueue_other(op, How::Plain);
     }
 
-    /// As [`operate`](Self::operate), by [`Channel::post_when`].
+    /// Posts an operation like [`operate`](Self::operate), by [`Channel::post_when`].
     ///
     /// # Panics
-    /// As [`Channel::post`].
+    /// When [`Channel::post`] does.
     pub fn operate_when(&mut self, op: Op<RegBuf>, least: u64) {
         self.enqueue_other(op, How::When(least));
     }
 
     /// Takes one of the caller's operations that have ended, if there is one.
-    /// [`progress`](Self::progress) brings them.
+    /// [`progress`](Self::progress) lets them end.
     pub fn ended(&mut self) -> Option<Completion<RegBuf>> {
         self.others.pop_front()
     }
 
-    /// As [`Channel::waits_for_numbers`].
+    /// Returns [`Channel::waits_for_numbers`] of the ring's channel.
     pub fn waits_for_numbers(&self) -> bool {
         self.channel.waits_for_numbers()
     }
 
-    /// As [`Channel::writes_in_order`].
+    /// Returns [`Channel::writes_in_order`] of the ring's channel.
     pub fn writes_in_order(&self) -> bool {
         self.channel.writes_in_order()
     }
@@ -228,7 +228,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         self.advance(None)
     }
 
-    /// As [`progress`](Self::progress), by [`Channel::poll_within`].
+    /// Makes progress like [`progress`](Self::progress), by [`Channel::poll_within`].
     ///
     /// # Errors
     /// [`SendError::Lost`], [`SendError::Memory`].
@@ -255,13 +255,13 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         self.announce()
     }
 
-    /// The channel.
+    /// Returns the ring's channel.
     #[cfg(feature = "rdma")]
     pub(crate) fn channel(&self) -> &C {
         &self.channel
     }
 
-    /// Bytes that the receiver has taken, ever, as far as is known.
+    /// Returns the number of bytes that the receiver has taken so far, as far as is known.
     #[cfg(feature = "rdma")]
     pub(crate) fn consumed(&self) -> u64 {
         self.consumed
@@ -272,33 +272,33 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         &mut self.channel
     }
 
-    /// What to sleep on until [`progress`](Self::progress) may have something to do.
+    /// Returns the events to sleep on until [`progress`](Self::progress) may have something to do.
     pub fn wait(&self) -> Wait<'_> {
         self.channel.wait()
     }
 
-    /// Whether all added messages have been placed and announced.
+    /// True if all added messages have been placed and announced.
     pub fn is_idle(&self) -> bool {
         self.announced == self.written && self.data_in_flight + self.tails_in_flight == 0
     }
 
-    /// Operations that have not ended.
+    /// Returns the number of operations that have not ended.
     pub fn in_flight(&self) -> usize {
         self.channel.in_flight() + self.backlog.len()
     }
 
-    /// Whether the receiver has taken all that was sent, as far as is known. [`ask`](Self::ask)
-    /// brings news.
+    /// True if the receiver has taken all messages, as far as is known. [`ask`](Self::ask) brings
+    /// news.
     pub fn is_taken(&self) -> bool {
         self.consumed == self.written
     }
 
-    /// Free bytes, as far as is known. A message takes 8 to 15 bytes more than its length.
+    /// Returns the free bytes, as far as is known. A message takes 8 to 15 bytes beside its length.
     pub fn free(&self) -> usize {
         self.place.capacity - (self.written - self.consumed) as usize
     }
 
-    /// The longest WRITE that can begin at `position`: it must not reach over the end of the ring.
+    /// Returns the length of the longest WRITE at `position` that stays within the ring.
     fn segment_bytes(&self, position: u64) -> usize {
         let begin = (position % self.place.capacity as u64) as usize;
         SEGMENT_BYTES.min(self.place.capacity - begin)
@@ -346,8 +346,8 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         }
     }
 
-    /// Places the tail behind the bytes. Where WRITEs are placed in order, its WRITE goes at once.
-    /// Elsewhere it waits until the bytes, and the tail before it, have been placed.
+    /// Posts the WRITE of the tail behind the bytes. Where WRITEs are placed in order, it goes at
+    /// once. Elsewhere it waits until the bytes, and the tail before it, have been placed.
     fn announce(&mut self) -> Result<(), SendError> {
         if let Some(error) = &self.dead {
             return Err(SendError::Lost(error.clone()));
@@ -364,7 +364,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         Ok(())
     }
 
-    /// Posts a READ of what the receiver has taken, unless one is under way.
+    /// Posts a READ of the position up to which the receiver has taken, unless one is under way.
     ///
     /// # Errors
     /// [`SendError::Memory`]. A lost connection is noticed by [`progress`](Self::progress).
@@ -420,7 +420,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
             tag => {
                 if completion.verb == Verb::Write {
                     self.data_in_flight -= 1;
-                    // What it should have placed must not be announced.
+                    // The bytes that this WRITE should have placed must not be announced.
                     if let Err(error) = &completion.result {
                         self.dead.get_or_insert(error.clone());
                     }

@@ -29,13 +29,12 @@ use crate::{
     stream::{ReceiveError, Stream},
 };
 
-/// The longest time that a stranger may take to say who it is. A client whose machine is busy is
-/// not scheduled for seconds: of 2 s, one handshake in 16 was too long at a load of 15 on two
-/// processors. A stranger that only holds a thread holds one of a bounded number
-/// ([`super::places`]).
+/// The longest time that a stranger may take to say who it is. A client on a busy machine may not
+/// run for seconds: one handshake in 16 took longer than 2 s at a load of 15 on two processors. A
+/// stranger that only holds a thread holds one of a bounded number ([`super::places`]).
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// One accepted connection and what its thread needs.
+/// One accepted connection and the state that its thread needs.
 pub(super) struct Connection {
     pub(super) stream: Arc<Stream>,
     pub(super) transport: Transport,
@@ -44,7 +43,7 @@ pub(super) struct Connection {
     pub(super) service: Arc<Service>,
 }
 
-/// Why a connection is closed before its client closed it.
+/// Reason why a connection is closed before its client closed it.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Fault {
     #[error(transparent)]
@@ -55,7 +54,7 @@ pub(super) enum Fault {
     Refused(Refusal),
     #[error("{0}")]
     Violation(String),
-    /// The server cannot do what was rightly asked for.
+    /// A valid request that the server cannot fulfil.
     #[error("{0}")]
     Unable(String),
 }
@@ -100,12 +99,12 @@ impl Connection {
         let until = Instant::now() + HANDSHAKE;
         let mut bytes = [0; HELLO_BYTES];
         match self.stream.read_exact(&mut bytes, until) {
-            // Somebody looked whether we are there.
+            // The client only looked whether a server is there.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             other => other?,
         }
         let hello = Hello::decode(&bytes);
-        // Said even to another version, which then can tell its user.
+        // Sent even to another version, which can then tell its user.
         let purpose = hello
             .as_ref()
             .map_or(Purpose::Control, |hello| hello.purpose);
@@ -132,7 +131,7 @@ impl Connection {
                     secret,
                     line,
                 },
-                // Over shared memory and RDMA for what the memory does not have.
+                // Over shared memory and RDMA for bytes that are not in the server's memory.
                 Transport::Tcp | Transport::Shm | Transport::Rdma,
             ) => {
                 if let Err(refusal) = self.service.host.attach(session, &secret) {
@@ -151,8 +150,8 @@ impl Connection {
         }
     }
 
-    /// Takes a line over for this connection. The client is not answered before its older ones have
-    /// ended.
+    /// Takes `line` over for this connection, once the line's older connections have ended. The
+    /// client is not answered before.
     pub(super) fn take(&self, line: LineName, until: Instant) -> Result<Held<'_>, Fault> {
         (self.service.lines)
             .take(line, &self.stream, until, &|| self.service.frames.wake())

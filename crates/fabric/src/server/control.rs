@@ -27,14 +27,14 @@ use crate::{
     stream::{ReceiveError, Stream},
 };
 
-/// How long a client may take to receive an answer.
+/// Upper bound of the time that a client takes to receive an answer.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// How long each piece of a long request may wait for room: less than most clients wait for the
-/// answer.
+/// Upper bound of the wait of each piece of a long request for room: less than most clients wait
+/// for the answer.
 const ROOM: Duration = Duration::from_secs(5);
 
-/// How long a client without a session may take from one request to the next.
+/// Upper bound of the time from one request to the next of a client without a session.
 const VISIT: Duration = Duration::from_secs(2);
 
 const NEEDS_A_SESSION: &str = "a request that needs a session, or a key, without one";
@@ -91,7 +91,7 @@ impl Connection {
         let host = &self.service.host;
         let aim = match &resume {
             Some((session, secret)) => {
-                // Proved first: it takes the place of the session's older connection.
+                // Checked first: this connection takes the place of the session's older one.
                 host.attach(*session, secret)?;
                 Aim::Resume(*session)
             }
@@ -103,8 +103,8 @@ impl Connection {
         Ok(admission)
     }
 
-    /// Answers until the client says goodbye (true) or closes the connection without (false). Sets
-    /// `leaving` when the client announces that its process ends.
+    /// Answers requests until the client says goodbye (true) or closes the connection without it
+    /// (false). Sets `leaving` when the client announces that its process ends.
     fn requests(
         &self,
         session: SessionId,
@@ -121,7 +121,7 @@ impl Connection {
                 MAX_FRAME_BYTES,
                 Instant::now() + lease,
                 &mut |bytes| {
-                    // Whoever replaces this connection waits for its end.
+                    // A connection that replaces this one waits for its end.
                     room.grow(bytes, Instant::now() + ROOM, &|| held.is_replaced())
                 },
             );
@@ -153,7 +153,7 @@ impl Connection {
                 Request::Stat => (Response::Stat(Box::new(self.service.stat())), Vec::new()),
                 other => answer(&*self.service.host, session, other).map_err(Fault::Violation)?,
             };
-            // The host keeps of the request what it has charged for.
+            // The host has charged for all that it keeps of the request.
             drop(room);
             let keys = match self.register(session, &memories) {
                 Ok(keys) => keys,
@@ -174,7 +174,7 @@ impl Connection {
                 self.stream.send(&keys, until)?;
             }
             if self.transport == Transport::Shm && !memories.is_empty() {
-                // Each lease's memory to its owner alone.
+                // The memory of each lease goes to the client that owns the lease.
                 let lent = memories.iter().map(|memory| memory.lend_all());
                 let lent: Vec<Vec<OwnedFd>> = lent.collect::<Result<_, _>>()?;
                 let fds: Vec<_> = lent.iter().flatten().map(AsRawFd::as_raw_fd).collect();
@@ -224,7 +224,7 @@ impl Connection {
         }
     }
 
-    /// Makes memory that was just leased known to the adapter, where there is one.
+    /// Registers `memories`, which were just leased, with the adapter, where there is one.
     fn register(
         &self,
         session: SessionId,
@@ -239,8 +239,8 @@ impl Connection {
     }
 }
 
-/// Puts a request to the host: the answer and the memory that it speaks of, or why no client says
-/// such a thing here.
+/// Puts `request` to the host. Returns the answer and the memory that it leases, or the reason why
+/// no client may send such a request here.
 pub(crate) fn answer(
     host: &dyn Host,
     session: SessionId,
@@ -341,14 +341,14 @@ fn answer_about_names(
     })
 }
 
-/// Something new to sign, which counts once.
+/// Makes a new challenge to sign, which `asked` keeps for one proof.
 fn challenge(asked: &mut Option<Challenge>) -> Result<Response, Fault> {
     let challenge = key::challenge()?;
     *asked = Some(challenge);
     Ok(Response::Challenge(challenge))
 }
 
-/// Whether the client holds the private half of the key that it shows.
+/// Checks that the client holds the private half of `key`.
 fn prove(
     asked: &mut Option<Challenge>,
     key: PublicKey,

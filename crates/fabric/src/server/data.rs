@@ -37,8 +37,8 @@ use crate::{
     stream::Message,
 };
 
-/// How long a refused client may take to read why. Its bytes that are under way are thrown away
-/// meanwhile, or the kernel would throw the answer away.
+/// Upper bound of the time that a refused client takes to read why. Its bytes that are under way
+/// are thrown away meanwhile, or the kernel would throw the answer away.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// One operation of a batch, checked.
@@ -47,7 +47,7 @@ pub(super) struct Checked {
     pub(super) span: Span,
 }
 
-/// A transfer's vectors, and what each points to.
+/// Vectors of a transfer, and the target of each.
 #[derive(Default)]
 struct Vectors {
     vectors: Vec<libc::iovec>,
@@ -218,8 +218,7 @@ impl Connection {
         }
     }
 
-    /// Lets small batches be served together with those of others, until the connection has to go
-    /// on by itself.
+    /// Lets `together` serve the small batches, until the connection has to go on by itself.
     fn leave_to(
         &self,
         together: &Together,
@@ -247,7 +246,7 @@ impl Connection {
     }
 
     /// Answers that an operation was refused, and ends the connection so that the client can still
-    /// read it.
+    /// read the answer.
     fn refuse(&self, header: &OpHeader, status: Status) -> Result<(), Fault> {
         let answer = AnswerHeader {
             status,
@@ -299,7 +298,7 @@ impl Connection {
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
             still_leased(checked)?;
-            // What has arrived could still be read from a socket that was closed: the newer
+            // Bytes that have arrived could still be read from a socket that was closed: the newer
             // connection waits for this one.
             if held.is_replaced() {
                 return Err(Fault::replaced());
@@ -384,7 +383,7 @@ impl Connection {
         Ok(Ok(()))
     }
 
-    /// What came of sending a part of `rest`.
+    /// Handles the outcome `sent` of sending a part of `rest`: advances, or waits for the socket.
     fn went(
         &self,
         sent: io::Result<usize>,
@@ -403,8 +402,8 @@ impl Connection {
         }
     }
 
-    /// Waits for the socket, and no longer than until it is time to look whether the session and
-    /// its leases still live.
+    /// Waits for `events` on the socket for [`LOOK`] at most. Checks then that the session still
+    /// lives.
     fn pause(&self, events: PollFlags, alive: &dyn Fn() -> Result<(), Fault>) -> Result<(), Fault> {
         match self.stream.wait(events, Instant::now() + LOOK) {
             Err(error) if error.kind() == io::ErrorKind::TimedOut => alive(),
@@ -413,7 +412,7 @@ impl Connection {
     }
 }
 
-/// An operation, if its session may have it.
+/// Checks an operation against the leases of `session`. `None` if it is not permitted.
 pub(super) fn permitted(host: &dyn Host, session: SessionId, header: OpHeader) -> Option<Checked> {
     let lease = host.extent(session, header.extent)?;
     let takes = header.is_aligned()
@@ -428,8 +427,8 @@ pub(super) fn permitted(host: &dyn Host, session: SessionId, header: OpHeader) -
     Some(Checked { header, span })
 }
 
-/// The answer to an operation that is not refused. A READ `is_waiting` if its number, or that of
-/// one before it, is not there.
+/// Returns the answer to an operation that is not refused. `is_waiting`: the number that this READ
+/// waits for, or one before it in the batch, has not come.
 pub(super) fn answer_to(header: &OpHeader, is_waiting: bool) -> AnswerHeader {
     AnswerHeader {
         status: match is_waiting {
@@ -445,7 +444,7 @@ pub(super) fn answer_to(header: &OpHeader, is_waiting: bool) -> AnswerHeader {
     }
 }
 
-/// Takes headers. `false` when the client closed the connection where a batch `may_end`.
+/// Fills `buf` with headers. `false` if the client closed the connection where a batch `may_end`.
 fn fill(
     mut buf: &mut [u8],
     incoming: &mut Incoming<'_>,
@@ -474,7 +473,7 @@ fn fill(
 }
 
 impl Checked {
-    /// Where in the extent an address in the span is.
+    /// Returns the offset in the extent of an `address` in the span.
     pub(super) fn offset_of(&self, address: *const u8) -> u64 {
         self.header.offset + (address.addr() - self.span.as_ptr().addr()) as u64
     }
@@ -497,12 +496,12 @@ impl Vectors {
     }
 }
 
-/// Whether some of the memory may be elsewhere.
+/// True if some of the memory may be elsewhere.
 fn is_paged(checked: &[Checked]) -> bool {
     checked.iter().any(|op| op.span.residency().is_some())
 }
 
-/// Does the atomics of a batch.
+/// Executes the atomics of a batch.
 fn change_words(
     checked: &[Checked],
     operands: &[[u8; OPERAND_BYTES]],
@@ -520,8 +519,8 @@ fn change_words(
     Ok(Ok(()))
 }
 
-/// Takes an operation whose memory cannot be had out of its batch, and all behind it. Returns it,
-/// and how it is answered.
+/// Cuts the operation that is `stuck`, and all behind it, off its batch. Returns its header and the
+/// status of its answer.
 fn cut(checked: &mut Vec<Checked>, stuck: &Stuck) -> Result<(OpHeader, Status), Fault> {
     let op = &checked[stuck.op];
     let status = match stuck.why {
@@ -548,10 +547,10 @@ fn lease_ended(op: &Checked) -> Fault {
     ))
 }
 
-/// What is left of a vectored transfer.
+/// Rest of a vectored transfer.
 pub(super) struct Rest<'a> {
     vectors: &'a mut [libc::iovec],
-    /// The first that is not complete.
+    /// Index of the first vector that is not complete.
     next: usize,
     bytes: u64,
 }
@@ -566,17 +565,17 @@ impl<'a> Rest<'a> {
         }
     }
 
-    /// The vectors that are not complete, the first without what has been moved.
+    /// Returns the vectors that are not complete, the first without the bytes that have been moved.
     pub(super) fn left(&self) -> &[libc::iovec] {
         &self.vectors[self.next..]
     }
 
-    /// The place of the first of them among all.
+    /// Returns the index of the first vector that is not complete.
     pub(super) fn next(&self) -> usize {
         self.next
     }
 
-    /// Whether the next byte is the first of an answer.
+    /// True if the next byte is the first of an answer.
     fn is_between(&self, pieces: &[Piece]) -> bool {
         !pieces[self.next].is_span && self.vectors[self.next].iov_len == ANSWER_HEADER_BYTES
     }

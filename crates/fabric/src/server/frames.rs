@@ -18,16 +18,16 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::host::Origin;
 
-/// Two requests of the greatest length, or tens of thousands of common ones.
+/// Bytes for one origin: two requests of the greatest length, or tens of thousands of common ones.
 const BYTES_PER_ORIGIN: u64 = 2 * MAX_FRAME_BYTES as u64;
-/// So that a few origins that send much do not keep the others out.
+/// Bytes for all requests, so that a few origins that send much do not keep the others out.
 const BYTES: u64 = 8 * BYTES_PER_ORIGIN;
 
 #[derive(Default)]
 pub(super) struct Frames {
     state: Mutex<State>,
-    /// Signalled when room is given back, when somebody who waits shall look whether it still
-    /// wants to, and at the end.
+    /// Signalled when room is given back, when waiting requests have to check whether they are
+    /// still wanted, and at the end.
     changed: Condvar,
 }
 
@@ -35,16 +35,16 @@ pub(super) struct Frames {
 struct State {
     all: Held,
     by_origin: HashMap<Origin, Held>,
-    /// Requests that were ever given room.
+    /// Number of requests that were ever given room.
     rooms_ever: u64,
     is_closed: bool,
 }
 
-/// What some requests hold.
+/// Bytes that a group of requests holds.
 #[derive(Default)]
 struct Held {
     bytes: u64,
-    /// Bytes of each, by their numbers: the lowest is the oldest.
+    /// Bytes of each request by its number: the lowest is the oldest.
     rooms: BTreeMap<u64, u64>,
 }
 
@@ -52,12 +52,12 @@ struct Held {
 pub(super) struct Room<'a> {
     frames: &'a Frames,
     origin: Origin,
-    /// Given with the first bytes.
+    /// Number of the request, given with its first bytes.
     number: Option<u64>,
 }
 
 impl Frames {
-    /// The room of a request from `origin`.
+    /// Makes the room of a request from `origin`.
     pub(super) fn room(&self, origin: Origin) -> Room<'_> {
         Room {
             frames: self,
@@ -66,19 +66,19 @@ impl Frames {
         }
     }
 
-    /// Bytes that are held now.
+    /// Returns the number of bytes that are held now.
     pub(super) fn bytes(&self) -> u64 {
         self.state.lock().all.bytes
     }
 
-    /// Wakes all who wait for room, to check whether they still want it.
+    /// Wakes all threads that wait for room, to check whether they still want it.
     pub(super) fn wake(&self) {
-        // Not between somebody's look and its sleep.
+        // The lock keeps this out of the gap between a thread's check and its sleep.
         drop(self.state.lock());
         self.changed.notify_all();
     }
 
-    /// From now on nobody waits for room.
+    /// Ends all waits for room, now and later.
     pub(super) fn close(&self) {
         self.state.lock().is_closed = true;
         self.changed.notify_all();
@@ -86,11 +86,11 @@ impl Frames {
 }
 
 impl Room<'_> {
-    /// Makes room for `bytes` bytes more. Waits for it until `until`, and no longer than until
-    /// `is_over` says that nobody wants the request any more.
+    /// Makes room for `bytes` more. Waits until `until` at most, and no longer than until `is_over`
+    /// says that the request is not wanted any more.
     ///
     /// # Errors
-    /// In words for the client: others had all the room until then.
+    /// A text for the client: other requests had all the room until then.
     pub(super) fn grow(
         &mut self,
         bytes: u64,
@@ -138,7 +138,7 @@ impl State {
 }
 
 impl Held {
-    /// Whether request `number` may have `bytes` more where all may have `most`.
+    /// True if request `number` may have `bytes` more where all together may have `most`.
     fn has_room(&self, most: u64, number: u64, bytes: u64) -> bool {
         let (oldest, of_oldest) = self.rooms.first_key_value().expect("this one is counted");
         *oldest == number || self.bytes - of_oldest + bytes <= most - MAX_FRAME_BYTES as u64

@@ -1,28 +1,28 @@
-//! [`Incoming`]: what a data connection's client sends, by as few system calls as possible.
+//! [`Incoming`]: bytes that a data connection's client sends, by as few system calls as possible.
 //!
-//! The rule it keeps: what headers announce is not known before they are read, so they are read
-//! together with what has come behind them. That is copied once, and never more than a buffer of
-//! it; the rest of a payload goes straight to its place.
+//! The rule it keeps: headers are read together with the bytes that have come behind them, since
+//! only the headers tell how many follow. Those bytes are copied once, at most a buffer of them;
+//! the rest of a payload goes straight to its place.
 
 use std::{io, time::Duration};
 
 use crate::stream::{Message, Stream};
 
-/// A small batch with its payloads. Copying so many bytes takes as long as another system call.
+/// Bytes of a small batch with its payloads. Copying them takes as long as another system call.
 const BYTES: usize = 8 << 10;
 
 pub(super) struct Incoming<'a> {
     stream: &'a Stream,
     patience: Duration,
     buffer: Box<[u8]>,
-    /// What of it has come.
+    /// Bytes of the buffer that have been received.
     come: usize,
-    /// What of that was taken.
+    /// Bytes of the buffer that have been taken.
     taken: usize,
 }
 
 impl<'a> Incoming<'a> {
-    /// `patience`: how long it waits for the client before its caller may look for something else.
+    /// Receives from `stream`, and lets the caller do something else after a wait of `patience`.
     pub(super) fn new(stream: &'a Stream, patience: Duration) -> io::Result<Self> {
         stream.let_wait(patience)?;
         Ok(Self {
@@ -34,14 +34,14 @@ impl<'a> Incoming<'a> {
         })
     }
 
-    /// All that has come and was not taken.
+    /// Takes all bytes that have been received and not taken.
     pub(super) fn take_all(&mut self) -> Vec<u8> {
         let bytes = self.buffer[self.taken..self.come].to_vec();
         self.taken = self.come;
         bytes
     }
 
-    /// What comes next has come already.
+    /// Puts `bytes` back, so that they are taken next.
     pub(super) fn put_back(&mut self, bytes: &[u8]) {
         debug_assert_eq!(self.taken, self.come);
         if bytes.len() > self.buffer.len() {
@@ -52,7 +52,7 @@ impl<'a> Incoming<'a> {
         (self.come, self.taken) = (bytes.len(), 0);
     }
 
-    /// Takes as many of the bytes that have come as `to` holds. How many.
+    /// Moves received bytes into `to`, as many as it holds. Returns their number.
     pub(super) fn take(&mut self, to: &mut [u8]) -> usize {
         let bytes = to.len().min(self.come - self.taken);
         to[..bytes].copy_from_slice(&self.buffer[self.taken..][..bytes]);
@@ -60,7 +60,7 @@ impl<'a> Incoming<'a> {
         bytes
     }
 
-    /// Waits until more has come, once all was taken. 0: the client sends no more.
+    /// Receives more bytes, once all were taken. Returns their number, 0 at the end.
     pub(super) fn wait(&mut self) -> io::Result<usize> {
         debug_assert_eq!(self.taken, self.come);
         (self.come, self.taken) = (0, 0);
@@ -69,7 +69,7 @@ impl<'a> Incoming<'a> {
         Ok(self.come)
     }
 
-    /// Moves what comes next to where `message` says, and never waits.
+    /// Moves the next bytes to where `message` says, and never waits.
     ///
     /// # Safety
     /// As [`Stream::receive_message`].

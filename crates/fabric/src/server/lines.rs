@@ -1,9 +1,9 @@
-//! [`Lines`]: which connections of a server are which lines of which sessions.
+//! [`Lines`]: the connections of a server by session and line.
 //!
-//! The rule it keeps: of each line at most one connection serves operations. A newer one closes the
-//! older ones and waits until they have left their last operation, so that a client that is
-//! answered knows: what was under way before has taken place, or never will. Without that, a WRITE
-//! that seemed lost could land among bytes that were written to the same place later.
+//! The rule it keeps: at most one connection of each line serves operations. A newer one closes the
+//! older ones and waits until they have left their last operation. Once a client is answered, each
+//! earlier operation has taken place or never will. Otherwise a WRITE that seemed lost could land
+//! among bytes that were written to the same place later.
 
 use std::{
     collections::HashMap,
@@ -19,14 +19,14 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::stream::Stream;
 
-/// A line: its session, and the number that the client gave it; none for the control connection.
+/// Name of a line: its session, and the client's number for it; `None` for the control connection.
 pub(super) type LineName = (SessionId, Option<u64>);
 
 /// The connections of a server, over all its listeners. A line is known for as long as it has
 /// connections.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
-    /// Of each line, oldest first. The first one serves; those behind it wait until they are first.
+    /// Connections of each line, oldest first. The first one serves; the others wait to be first.
     table: Mutex<HashMap<LineName, Vec<Arc<Member>>>>,
     /// Signalled when a connection has left.
     left: Condvar,
@@ -36,8 +36,8 @@ pub(super) struct Lines {
 #[derive(Debug)]
 struct Member {
     stream: Weak<Stream>,
-    /// Set when a newer connection has come, and read between system calls. Relaxed: the lock
-    /// orders everything else.
+    /// True once a newer connection has come. Read between system calls. Relaxed: the lock orders
+    /// everything else.
     replaced: AtomicBool,
 }
 
@@ -50,9 +50,9 @@ pub(super) struct Held<'a> {
 }
 
 impl Lines {
-    /// Takes a line over for `stream`: closes its older connections, calls `wake` for those that
-    /// wait for something else than their sockets, and waits until they have left. `None` when they
-    /// have not at `until`, or when a newer one has come meanwhile.
+    /// Takes the line `name` over for `stream`: closes its older connections, calls `wake` for
+    /// those that wait for something else than their sockets, and waits until all have left. `None`
+    /// if some are left at `until`, or if a newer connection has come meanwhile.
     pub(super) fn take(
         &self,
         name: LineName,
@@ -71,13 +71,13 @@ impl Lines {
             members.push(Arc::clone(&member));
             older
         };
-        // From here on dropping it leaves the line.
+        // From here on dropping `held` leaves the line.
         let held = Held {
             lines: self,
             name,
             member,
         };
-        // Not under the lock: closing may wait for an adapter.
+        // Closing may wait for an adapter, so not under the lock.
         for member in &older {
             member.replaced.store(true, Ordering::Relaxed);
             if let Some(stream) = member.stream.upgrade() {
@@ -102,7 +102,7 @@ impl Lines {
 }
 
 impl Held<'_> {
-    /// Whether a newer connection waits for this one to leave.
+    /// True if a newer connection waits for this one to leave.
     pub(super) fn is_replaced(&self) -> bool {
         self.member.replaced.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! [`Listener`]: a bound endpoint. A Unix socket's file is replaced only when nobody listens on it.
+//! [`Listener`]: a bound endpoint. A Unix socket's file is replaced only if no server uses it.
 
 use std::{
     fs, io,
@@ -37,33 +37,33 @@ pub struct Listener {
 
 #[derive(Debug)]
 enum Socket {
-    /// With the inode of its file, so that only our own is removed.
+    /// Socket with the inode of its file, so that only our own file is removed.
     Unix(UnixListener, u64),
     Tcp(TcpListener),
     Rdma(rdma::Listener),
 }
 
-/// Which users may connect to a shared-memory socket.
+/// Users that may connect to a shared-memory socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SocketAccess {
     /// The server's user: mode 0600.
     #[default]
     Owner,
-    /// Its group as well: mode 0660.
+    /// The server's user and group: mode 0660.
     Group,
 }
 
-/// Somebody who wants to connect.
+/// A client that wants to connect.
 pub(super) enum Call {
-    /// The kernel has connected it.
+    /// Client that the kernel has connected.
     Socket(Stream, Peer),
-    /// Nothing was made for it yet.
+    /// Client for which nothing was made yet.
     Rdma(rdma::Call),
 }
 
 impl Listener {
-    /// Binds `endpoint`. The file of a Unix socket whose server is dead is replaced; `access` says
-    /// who may use the new one and does nothing for TCP.
+    /// Binds `endpoint`. The file of a Unix socket whose server is dead is replaced. `access` says
+    /// who may use the new socket, and does nothing for other transports.
     ///
     /// # Errors
     /// [`BindError`]
@@ -136,7 +136,7 @@ impl Listener {
         }
     }
 
-    /// Whether a server that moves memory elsewhere, and lends it all the same, may listen here.
+    /// Checks that a server that moves lent memory elsewhere may listen here.
     ///
     /// # Errors
     /// [`BindError::NoRdma`]: the adapter has no on-demand paging.
@@ -150,7 +150,7 @@ impl Listener {
         }
     }
 
-    /// Where it listens, with the port that was found when 0 was asked for.
+    /// Returns the endpoint, with the port that was found when 0 was asked for.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
@@ -163,7 +163,7 @@ impl Listener {
         }
     }
 
-    /// The next client that wants to connect, or `None`.
+    /// Takes the next client that wants to connect. `None` if there is none.
     pub(super) fn accept(&self) -> io::Result<Option<Call>> {
         let accepted = match &self.socket {
             Socket::Rdma(listener) => return Ok(listener.accept()?.map(Call::Rdma)),
@@ -196,7 +196,7 @@ impl Listener {
         }
     }
 
-    /// Makes the connection, which has its place now. `None` when its client was turned away.
+    /// Makes the connection of `call`, which has its `place` now. `None` if its client was refused.
     pub(super) fn answer(&self, call: Call, host: &dyn Host, place: &Place) -> Option<Stream> {
         match (call, &self.socket) {
             (Call::Socket(stream, _), _) => Some(stream),
@@ -237,13 +237,13 @@ impl Drop for Listener {
         if let (Endpoint::Shm(path), Socket::Unix(_, inode)) = (&self.endpoint, &self.socket)
             && fs::symlink_metadata(path).is_ok_and(|metadata| metadata.ino() == *inode)
         {
-            // Somebody else was faster; a stale file would do no harm either.
+            // Fails if the file is gone already; a stale file would do no harm either.
             let _ = fs::remove_file(path);
         }
     }
 }
 
-/// By hand, because the mode must be right before the socket listens.
+/// Binds a Unix socket by hand, because the mode must be right before the socket listens.
 fn bind_unix(path: &Path, access: SocketAccess) -> io::Result<(UnixListener, u64)> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;

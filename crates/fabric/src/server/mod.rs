@@ -1,8 +1,8 @@
 //! The server half of every transport: accepts connections, parses frames, moves bytes.
 //!
 //! The rule it keeps: nothing that a peer sends can do more than close its own connection, with one
-//! logged line that names the peer and the reason. Who may have which memory is left to the
-//! [`Host`](crate::host::Host).
+//! logged line that names the peer and the reason. The [`Host`](crate::host::Host) decides who may
+//! have which memory.
 
 mod connection;
 mod control;
@@ -26,5 +26,5 @@ pub use self::{
 };
 pub use crate::errors::BindError;
 
-/// How often a thread that waits for a client looks whether its session still lives.
+/// Interval at which a thread that waits for a client checks that its session still lives.
 const LOOK: Duration = Duration::from_secs(1);

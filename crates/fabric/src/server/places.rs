@@ -1,11 +1,11 @@
-//! [`Places`]: how many connections a server serves, and whose.
+//! [`Places`]: limits on the connections that a server serves, in all and per client.
 //!
 //! The rule it keeps: no address, no session and no crowd of silent connections takes the places of
 //! the others. A connection is a *stranger* until it has said what it is for. Strangers share what
 //! is left, and at least [`Places::for_strangers`]. The oldest stranger is closed when there is no
-//! place for a newer one. What has begun, resumed or joined a session is *settled*, and counts
-//! against its address and its session. A line's newer connection takes the place of its older one,
-//! so that a client at its limit can replace connections that only seem alive.
+//! place for a newer one. A connection that has begun, resumed or joined a session is *settled*,
+//! and counts against its address and its session. A line's newer connection takes the place of its
+//! older one, so that a client at its limit can replace connections that only seem alive.
 //!
 //! Deliberately absent: fairness among clients behind one address, which cannot be told apart.
 
@@ -26,15 +26,15 @@ use crate::{host::Origin, stream::Stream};
 /// for a session's first data connection, half for strangers.
 const KEPT_ONE_IN: usize = 8;
 
-/// Connections of a server at once, of which each has a thread: more is refused rather than
-/// suffered.
+/// Upper bound of a server's connections at once by default. Each has a thread, so more are refused
+/// rather than suffered.
 const MAX_CONNECTIONS: usize = 4096;
 
 /// One connection is allowed per this many files that the process may open: a connection over RDMA
 /// takes several files, and lent memory takes some, too.
 const OPEN_FILES_PER_CONNECTION: u64 = 4;
 
-/// How many connections there may be.
+/// Limits on the number of connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConnectionLimits {
     /// The most connections of a server, over all of its listeners. Each takes a thread and a
@@ -48,8 +48,8 @@ pub struct ConnectionLimits {
 }
 
 impl ConnectionLimits {
-    /// At most `connections`; the defaults for the rest. 256 processes of one machine with 11
-    /// connections each fit into 4096.
+    /// Allows `connections` at most, with the defaults for the rest. 256 processes of one machine
+    /// with 11 connections each fit into 4096.
     pub fn new(connections: usize) -> Self {
         Self {
             connections,
@@ -60,7 +60,7 @@ impl ConnectionLimits {
 }
 
 impl Default for ConnectionLimits {
-    /// 4096 connections, or a quarter of the files that this process may open.
+    /// Allows 4096 connections, or one per four files that this process may open if that is less.
     fn default() -> Self {
         let open_files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft);
         let connections = usize::try_from(open_files / OPEN_FILES_PER_CONNECTION);
@@ -68,17 +68,17 @@ impl Default for ConnectionLimits {
     }
 }
 
-/// What a connection turns out to be for. Its client has proved that the session is its own.
+/// Purpose of a connection. Its client has proved that the session is its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Aim {
     Begin,
     Resume(SessionId),
-    /// With the line's number.
+    /// A data connection of the session, with the line's number.
     Data(SessionId, u64),
 }
 
 impl Aim {
-    /// The line whose older connection it replaces.
+    /// Returns the line whose older connection this one replaces.
     fn line(self) -> Option<LineName> {
         match self {
             Self::Begin => None,
@@ -95,17 +95,17 @@ pub(super) struct Places {
 
 #[derive(Default)]
 struct State {
-    /// By the order in which they came. Those that are only being made have no stream yet.
+    /// Strangers by order of arrival. A connection that is only being made has no stream yet.
     strangers: BTreeMap<u64, Weak<Stream>>,
     settled: HashMap<u64, Settled>,
     by_origin: HashMap<Origin, usize>,
-    /// Data connections.
+    /// Number of data connections of each session.
     by_session: HashMap<SessionId, usize>,
     /// The newest connection of each line.
     by_line: HashMap<LineName, u64>,
 }
 
-/// What a settled connection counts as.
+/// Counters that a settled connection is part of.
 #[derive(Clone, Copy)]
 struct Settled {
     origin: Origin,
@@ -113,7 +113,7 @@ struct Settled {
 }
 
 impl Settled {
-    /// The session of a data connection.
+    /// Returns the session of a data connection.
     fn data(&self) -> Option<SessionId> {
         let (session, line) = self.line?;
         line.map(|_| session)
@@ -135,19 +135,19 @@ impl Places {
         })
     }
 
-    /// Places that new sessions do not get: one of each kind at least, where there are three.
+    /// Counts the places kept from new sessions: at least one of each kind, if there are three.
     fn kept(&self) -> usize {
         let most = self.limits.connections.saturating_sub(1);
         (self.limits.connections / KEPT_ONE_IN).max(2).min(most)
     }
 
-    /// Places that no settled connection gets. Without them nobody could say that it resumes.
+    /// Returns the number of places that no settled connection gets, so that a stranger can resume.
     fn for_strangers(&self) -> usize {
         self.kept().div_ceil(2)
     }
 
-    /// A place for a connection that has said nothing yet, and that nothing was made for. Closes
-    /// the strangers that are too many, the oldest first.
+    /// Gives a place to a connection that has said nothing yet, and for which nothing was made.
+    /// Closes the strangers that are too many, the oldest first.
     pub(super) fn arrive(self: &Arc<Self>, number: u64, origin: Origin) -> Place {
         let mut state = self.state.lock();
         state.strangers.insert(number, Weak::new());
@@ -171,8 +171,8 @@ impl Places {
 }
 
 impl Place {
-    /// The connection exists now: its stream is closed when it has to give way, at once if it had
-    /// to already.
+    /// Notes the connection's `stream`, which is closed when the connection has to give way, or at
+    /// once if it had to already.
     pub(super) fn occupy(&self, stream: &Arc<Stream>) {
         let mut state = self.places.state.lock();
         if let Some(place) = state.strangers.get_mut(&self.number) {
@@ -183,15 +183,15 @@ impl Place {
         }
     }
 
-    /// The connection has said what it is for.
+    /// Settles the connection, which has said its `aim`.
     ///
     /// # Errors
-    /// In words for the client: there are too many of its kind.
+    /// A text for the client: there are too many connections of its kind.
     pub(super) fn settle(&self, aim: Aim) -> Result<(), Refusal> {
         let (limits, kept) = (&self.places.limits, self.places.kept());
         let for_returning = kept - self.places.for_strangers();
         let mut state = self.places.state.lock();
-        // 1. How many there are beside the one that it replaces.
+        // 1. Count the connections beside the one that this one replaces.
         let line = aim.line();
         let older = line.and_then(|line| state.by_line.get(&line).copied());
         let replaced = older.map(|older| state.settled[&older]);
@@ -207,7 +207,7 @@ impl Place {
                 )));
             }
         }
-        // 2. Who has lost a connection must be able to come back, or it loses its memory.
+        // 2. A client that has lost a connection must be able to come back, or it loses its memory.
         let extra = match aim {
             _ if replaced.is_some() => for_returning,
             Aim::Resume(_) => for_returning,
@@ -236,7 +236,7 @@ impl Place {
         Ok(())
     }
 
-    /// The session that this connection began.
+    /// Notes that this connection began `session`.
     pub(super) fn belongs_to(&self, session: SessionId) {
         let mut state = self.places.state.lock();
         let line = Some((session, None));
@@ -264,7 +264,7 @@ impl State {
         if let Some(session) = settled.data() {
             one_less(&mut self.by_session, session);
         }
-        // Not where a newer one has taken it already.
+        // A newer connection may have taken the line already.
         if let Some(line) = settled.line
             && self.by_line.get(&line) == Some(&number)
         {
@@ -286,7 +286,7 @@ fn count<K: Eq + Hash>(counts: &HashMap<K, usize>, key: &K) -> usize {
     counts.get(key).copied().unwrap_or(0)
 }
 
-/// One less; an entry for nobody is dropped.
+/// Lowers the count of `key` by one. Drops the entry at 0.
 fn one_less<K: Eq + Hash>(counts: &mut HashMap<K, usize>, key: K) {
     if let Entry::Occupied(mut count) = counts.entry(key) {
         *count.get_mut() -= 1;
@@ -338,8 +338,7 @@ mod tests {
         // 2. Another address, and more of it than is left for all.
         taken.push(place(address(3), Aim::Begin).expect("room for others"));
         assert!(place(address(3), Aim::Begin).is_err(), "the rest is kept");
-        // 3. Who was there before comes back, with a first data connection; also from the crowded
-        //    address.
+        // 3. The session from before comes back, with a first data connection.
         drop(control);
         let _back = place(address(1), Aim::Resume(victim)).expect("a place is kept");
         let _data = place(address(1), data(victim)).expect("a place is kept");
@@ -389,7 +388,7 @@ mod tests {
             assert_eq!(is_closed, i < 12, "{i}");
         }
         assert!(held[19].0.settle(Aim::Begin).is_ok());
-        // Who had to give way before its connection was made is closed as soon as it is.
+        // A connection that had to give way before it was made is closed as soon as it is made.
         let late = places.arrive(100, address(1));
         let _newer: Vec<_> = (101..109).map(|i| places.arrive(i, address(1))).collect();
         let (socket, mut peer) = stream();

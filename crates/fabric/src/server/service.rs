@@ -1,4 +1,4 @@
-//! [`Service`]: what the listeners of one server share, and the loop that accepts.
+//! [`Service`]: state that the listeners of one server share, and the loop that accepts.
 //!
 //! The rule it keeps: a connection has its place among all of the server before anything is made
 //! for it, whichever listener it came through.
@@ -31,43 +31,43 @@ use super::{
 };
 use crate::{errors::BindError, host::Host, log::later, stream::Stream};
 
-/// How long the end of a server waits for the threads of its connections, whose sockets are closed
-/// by then.
+/// Upper bound of a server's wait at its end for the threads of its connections, whose sockets are
+/// closed by then.
 const JOIN: Duration = Duration::from_secs(5);
 
-/// Threads whose connections have been closed may be this many beyond the limit before no more are
-/// accepted.
+/// Number of threads of closed connections that may exist beyond the limit before no more
+/// connections are accepted.
 const ENDING: usize = 64;
 
 /// Payload bytes moved by the server's CPU; one for all listeners of a daemon.
 #[derive(Debug, Default)]
 pub struct Traffic {
-    /// Only ever added to; read for display, so relaxed.
+    /// Bytes of READs. Only ever added to; read for display, so relaxed.
     pub(super) read_bytes: AtomicU64,
     pub(super) written_bytes: AtomicU64,
 }
 
 impl Traffic {
-    /// Payload bytes of READs.
+    /// Returns the payload bytes of READs.
     pub fn bytes_read(&self) -> u64 {
         self.read_bytes.load(Ordering::Relaxed)
     }
 
-    /// Payload bytes of WRITEs.
+    /// Returns the payload bytes of WRITEs.
     pub fn bytes_written(&self) -> u64 {
         self.written_bytes.load(Ordering::Relaxed)
     }
 }
 
-/// Ends [`Service::serve`]; clones are the same switch.
+/// Switch that ends [`Service::serve`]. Clones are the same switch.
 #[derive(Clone, Debug)]
 pub struct Shutdown(Arc<(AtomicBool, EventFd)>);
 
 impl Shutdown {
-    /// A switch that is off.
+    /// Makes a switch that is off.
     ///
     /// # Errors
-    /// What the kernel says: no descriptors left.
+    /// The kernel's error: no descriptors left.
     pub fn new() -> io::Result<Self> {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(Self(Arc::new((AtomicBool::new(false), wake))))
@@ -76,11 +76,11 @@ impl Shutdown {
     /// Switches on, for good. Safe to call in a signal handler.
     pub fn begin(&self) {
         self.0.0.store(true, Ordering::Release);
-        // Never read again, so it stays readable for everybody who sleeps on it.
+        // Never read again, so it stays readable for every thread that sleeps on it.
         let _ = self.0.1.write(1);
     }
 
-    /// Whether it is on.
+    /// True if the switch is on.
     pub fn has_begun(&self) -> bool {
         self.0.0.load(Ordering::Acquire)
     }
@@ -96,7 +96,7 @@ pub struct Service {
     places: Arc<Places>,
     limits: ConnectionLimits,
     accepted: AtomicU64,
-    /// Data connections over sockets.
+    /// Number of data connections over sockets.
     data_connections: AtomicUsize,
     together: OnceLock<Option<Together>>,
 }
@@ -145,12 +145,12 @@ impl Serving {
         })
     }
 
-    /// Where it listens, with the port that was found when 0 was asked for.
+    /// Returns the endpoint, with the port that was found when 0 was asked for.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
 
-    /// Payload bytes that it has moved.
+    /// Returns the payload bytes that the server has moved.
     pub fn traffic(&self) -> &Traffic {
         &self.traffic
     }
@@ -173,7 +173,7 @@ impl Drop for Serving {
 }
 
 impl Service {
-    /// A service that nobody can connect to before it [serves](Self::serve) a listener.
+    /// Makes a service. Clients can connect once it [serves](Self::serve) a listener.
     pub fn new(
         host: Arc<dyn Host>,
         limits: ConnectionLimits,
@@ -199,8 +199,8 @@ impl Service {
         Counted(&self.data_connections)
     }
 
-    /// The thread that serves small batches, where there are several connections whose clients wait
-    /// for one another.
+    /// Returns the thread that serves small batches, if there are several connections whose clients
+    /// wait for one another.
     pub(super) fn together(&self) -> Option<&Together> {
         if !self.host.serves_together() || self.data_connections.load(Ordering::Relaxed) < 2 {
             return None;
@@ -214,7 +214,7 @@ impl Service {
         self.together.get_or_init(start).as_ref()
     }
 
-    /// The host's figures, and those of the connections.
+    /// Returns the host's figures, and those of the connections.
     pub fn stat(&self) -> ServerStat {
         ServerStat {
             bytes_read: self.traffic.bytes_read(),
@@ -227,8 +227,8 @@ impl Service {
     /// Accepts and serves connections until the shutdown begins; then closes them, joins their
     /// threads and returns. Several threads may serve a listener each.
     pub fn serve(self: &Arc<Self>, listener: Listener) {
-        // The threads own their sockets: what has ended is closed at once and not when the next
-        // client comes.
+        // The threads own their sockets: an ended connection is closed at once and not when the
+        // next client comes.
         let mut connections: HashMap<u64, (Weak<Stream>, JoinHandle<()>)> = HashMap::new();
         while !self.shutdown.has_begun() {
             let mut fds = [listener.as_fd(), self.shutdown.0.1.as_fd()]
@@ -288,7 +288,7 @@ impl Service {
             stream.close();
         }
         for (_, thread) in connections.into_values() {
-            // There is no join with an end; a closed socket wakes the threads at once.
+            // A join has no time limit; a closed socket wakes the threads at once.
             while !thread.is_finished() && Instant::now() < until {
                 thread::sleep(Duration::from_millis(1));
             }

@@ -1,12 +1,12 @@
 //! [`Together`]: one thread that serves the small batches of many data connections.
 //!
-//! The rule it keeps: it waits for no client. A batch that is not small, that is not as it should
-//! be, or whose answer the socket does not take, goes back to the connection's own thread with all
-//! that has come. So every other case is dealt with in [`super::data`] alone.
+//! The rule it keeps: the thread waits for no client. A batch that is not small, is malformed, or
+//! whose answer the socket does not take, goes back to the connection's own thread with all bytes
+//! that have come. So every other case is dealt with in [`super::data`] alone.
 //!
-//! Clients that wait for one another, as workers do that exchange through a program of theirs,
-//! would else wake a thread each, which then wakes the others: two changes of threads for each
-//! client, where here the last client's batch and all answers are one piece of work.
+//! Clients may wait for one another, as workers do that exchange through a program of theirs. With
+//! a thread each, every client would wake one, which then wakes the others: two changes of threads
+//! per client. Here the last client's batch and all answers are one piece of work.
 
 use std::{
     collections::HashMap,
@@ -43,13 +43,13 @@ use crate::{
     stream::{Message, Stream},
 };
 
-/// The most that a small batch and its answer have, headers included. Such a batch is copied once
-/// more than it would be otherwise.
+/// The most bytes of a small batch, and of its answer, headers included. Such a batch is copied
+/// once more than others.
 pub(super) const SMALL_BYTES: usize = 72 << 10;
 
-/// Connections whose events one look brings.
+/// Upper bound of the connections whose events one look brings.
 const EVENTS: usize = 16;
-/// The token of what wakes the thread.
+/// Token of the eventfd that wakes the thread.
 const WOKEN: u64 = u64::MAX;
 
 /// A data connection that leaves its small batches to the shared thread.
@@ -58,20 +58,20 @@ pub(super) struct Guest {
     pub(super) host: Arc<dyn Host>,
     pub(super) traffic: Arc<Traffic>,
     pub(super) session: SessionId,
-    /// The number of the next operation.
+    /// Number of the next operation.
     pub(super) sequence: u32,
-    /// What has come and was not taken.
+    /// Bytes that have come and were not taken.
     pub(super) come: Vec<u8>,
 }
 
-/// A connection that its own thread has to go on with.
+/// A connection that goes back to its own thread.
 pub(super) struct Back {
-    /// As in [`Guest`].
+    /// Number of the next operation, as in [`Guest`].
     pub(super) sequence: u32,
     pub(super) come: Vec<u8>,
     /// The end of an answer that the socket did not take.
     pub(super) unsent: Vec<u8>,
-    /// The lease of what an answer was to be made of has ended.
+    /// True if a lease that the answer needs has ended.
     pub(super) is_over: bool,
 }
 
@@ -84,8 +84,8 @@ pub(super) struct Together {
 struct Shared {
     ready: Epoll,
     wake: EventFd,
-    /// Whether whoever has news has to write to `wake`. Sequentially consistent, against what the
-    /// news is about: either the thread sees the news before it sleeps, or it is woken.
+    /// True if a thread that has news must write to `wake`. Sequentially consistent, against the
+    /// news itself: either the thread sees the news before it sleeps, or it is woken.
     is_asleep: AtomicBool,
     is_over: AtomicBool,
     new: Mutex<Vec<(Guest, mpsc::Sender<Back>)>>,
@@ -122,7 +122,7 @@ impl Together {
         })
     }
 
-    /// Serves small batches of a connection. Where its own thread hears that it has to go on.
+    /// Takes `guest` over. The receiver hears when the connection's own thread has to go on.
     pub(super) fn serve(&self, guest: Guest) -> mpsc::Receiver<Back> {
         let (back, here) = mpsc::channel();
         self.shared.new.lock().push((guest, back));
@@ -142,7 +142,7 @@ impl Drop for Together {
     }
 }
 
-/// The thread's own.
+/// State that only the thread uses.
 struct Table {
     shared: Arc<Shared>,
     seats: HashMap<u64, Seat>,
@@ -152,10 +152,10 @@ struct Table {
 struct Seat {
     guest: Guest,
     back: mpsc::Sender<Back>,
-    /// What has come: the first `come` bytes.
+    /// Buffer whose first `come` bytes have been received.
     buffer: Box<[u8]>,
     come: usize,
-    /// Whether more has come than there was room for, while an answer waited.
+    /// True if more has come than there was room for, while an answer waited.
     has_more: bool,
     /// The batch whose answer waits for numbers.
     waiting: Option<Waiting>,
@@ -167,9 +167,9 @@ struct Waiting {
     until: Instant,
 }
 
-/// Why a connection leaves.
+/// Reason why a connection leaves.
 enum Leave {
-    /// Its own thread finds out what is to be done with what has come, or comes.
+    /// The connection's own thread decides about the bytes that have come or will come.
     Ask,
     Unsent(Vec<u8>),
     LeaseEnded,
@@ -187,7 +187,7 @@ impl Table {
     fn serve(mut self) {
         while !self.shared.is_over.load(Ordering::SeqCst) {
             self.seat_new();
-            // What one client has sent may be what others wait for.
+            // Bytes of one client may be what others wait for.
             while let Some(number) = self.due() {
                 self.turn(number, |seat, shared| {
                     seat.answer()?;
@@ -232,8 +232,8 @@ impl Table {
         }
     }
 
-    /// Sleeps until a client has sent something, there is news, or a wait is over; takes what has
-    /// come.
+    /// Sleeps until a client has sent something, there is news, or a wait is over. Then serves the
+    /// bytes that have come.
     fn sleep(&mut self) {
         self.shared.is_asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -244,7 +244,7 @@ impl Table {
         let timeout = match (has_news, until) {
             (true, _) => EpollTimeout::ZERO,
             (false, None) => EpollTimeout::NONE,
-            // Rounded up, so that it is over then. Nobody waits longer than a second or so.
+            // Rounded up, so that the wait is over then. No answer waits much beyond a second.
             (false, Some(until)) => {
                 let left =
                     until.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
@@ -257,7 +257,7 @@ impl Table {
         self.shared.is_asleep.store(false, Ordering::SeqCst);
         for event in &events[..count] {
             match event.data() {
-                // Read so that it wakes again; what it says is looked for anyway.
+                // Read so that it wakes again; the thread looks for the news anyway.
                 WOKEN => drop(self.shared.wake.read()),
                 number => {
                     let may_have_ended = event.events() != EpollFlags::EPOLLIN;
@@ -267,7 +267,7 @@ impl Table {
         }
     }
 
-    /// Does something for a connection, which may leave then.
+    /// Runs `act` for the connection `number`, which leaves if `act` says so.
     fn turn(
         &mut self,
         number: u64,
@@ -286,14 +286,14 @@ impl Table {
             come,
             ..
         } = self.seats.remove(&number).expect("it has a seat");
-        // It fails only for what was never watched.
+        // Fails only for a connection that was never watched.
         let _ = self.shared.ready.delete(guest.stream.as_fd());
         let (unsent, is_over) = match leave {
             Leave::Ask => (Vec::new(), false),
             Leave::Unsent(unsent) => (unsent, false),
             Leave::LeaseEnded => (Vec::new(), true),
         };
-        // Its own thread has gone only if the process ends.
+        // The connection's own thread has gone only if the process ends.
         let _ = back.send(Back {
             sequence: guest.sequence,
             come: buffer[..come].to_vec(),
@@ -304,7 +304,7 @@ impl Table {
 }
 
 impl Seat {
-    /// When the waiting answer cannot wait any longer.
+    /// Returns the time at which the waiting answer cannot wait any longer.
     fn until(&self) -> Option<Instant> {
         self.waiting.as_ref().map(|waiting| waiting.until)
     }
@@ -315,7 +315,7 @@ impl Seat {
         })
     }
 
-    /// Takes what has come, and serves the batches in it. An end may have come, too.
+    /// Receives bytes and serves their batches. `may_have_ended`: reads on until no more have come.
     fn receive(&mut self, shared: &Arc<Shared>, may_have_ended: bool) -> Result<(), Leave> {
         loop {
             self.take_batches(shared)?;
@@ -361,8 +361,8 @@ impl Seat {
         Ok(())
     }
 
-    /// Checks the batch of the first `bytes`, and places its WRITEs. Nothing is done with one that
-    /// is to be refused.
+    /// Checks the batch of the first `bytes` bytes, and places its WRITEs. Does nothing with a
+    /// batch that is to be refused.
     fn place(&mut self, bytes: usize) -> Result<Waiting, Leave> {
         let (guest, batch) = (&mut self.guest, &self.buffer[..bytes]);
         let count = 1 + usize::from(header_at(batch, 0).map_err(|_| Leave::Ask)?.following);
@@ -462,7 +462,7 @@ impl Seat {
 }
 
 impl Waiting {
-    /// The first READ whose number is not there.
+    /// Returns the index of the first READ whose number is not there.
     fn first(&self) -> Option<usize> {
         self.ops.iter().position(|(op, condition)| {
             (condition.as_ref()).is_some_and(|condition| !Board::has_reached(&op.span, condition))
@@ -474,7 +474,7 @@ impl Waiting {
     }
 }
 
-/// What travels behind the headers for an operation.
+/// Returns the number of bytes that travel behind the headers for an operation.
 fn payload_bytes(kind: OpKind, len: u32) -> usize {
     match kind {
         OpKind::Read => 0,
@@ -483,8 +483,8 @@ fn payload_bytes(kind: OpKind, len: u32) -> usize {
     }
 }
 
-/// The length of the batch that `come` begins with, or `None` while it is not whole. One that is
-/// not small, is none, or has atomics, leaves.
+/// Returns the length of the batch that `come` begins with, or `None` while it is not whole. A
+/// batch that is not small, is malformed, or has atomics, makes the connection leave.
 fn whole(come: &[u8]) -> Result<Option<usize>, Leave> {
     if come.len() < OP_HEADER_BYTES {
         return Ok(None);

@@ -1,12 +1,12 @@
 //! [`Window`]: the part of a vectored transfer that one system call may touch, its memory held.
 //!
 //! The rule it keeps: bytes of memory with a [`Residency`](crate::memory::Residency) are held while
-//! the call runs, and never while anybody waits. Only the first bytes of a window are waited for,
-//! while nothing else is held; the window ends where the next bytes are elsewhere. So a slow client
-//! keeps no memory, and what comes before absent bytes is moved at once.
+//! the call runs, and never during a wait. Only the first bytes of a window are waited for, while
+//! nothing else is held; the window ends where the next bytes are elsewhere. So a slow client keeps
+//! no memory, and bytes before absent ones are moved at once.
 //!
 //! A batch waits for memory for [`PATIENCE`] in all, counted anew when a part of its answers has
-//! been sent. So its client hears in time that it has to wait longer.
+//! been sent. So the batch's client hears in time that it has to wait longer.
 
 use std::time::{Duration, Instant};
 
@@ -21,19 +21,19 @@ use crate::{
     stream::Message,
 };
 
-/// What one window holds at most: more than a socket takes at once.
+/// The most bytes that one window holds: more than a socket takes at once.
 const BYTES: u64 = 4 << 20;
 
-/// Less than a client waits before it takes a silent connection for dead, and less than the next
-/// holder of a named array waits for operations of the one before.
+/// Upper bound of a batch's wait: less than a client waits before it takes a silent connection for
+/// dead, and less than the next holder of a named array waits for operations of the last.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What a vector of a batch points to.
+/// Target of a vector of a batch.
 #[derive(Clone, Copy)]
 pub(super) struct Piece {
     /// The operation's place in the batch.
     pub(super) op: usize,
-    /// Whether it lies in the operation's span. If not, it is a header, operands or an old value.
+    /// True if the vector lies in the operation's span. If not: a header, operands or an old value.
     pub(super) is_span: bool,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct Piece {
 pub(super) struct Window {
     vectors: Vec<libc::iovec>,
     held: Vec<Held>,
-    /// What is left of [`PATIENCE`].
+    /// Time that is left of [`PATIENCE`].
     patience: Duration,
 }
 
@@ -65,19 +65,19 @@ pub(super) struct Stuck {
 }
 
 impl Window {
-    /// Begins a batch, or goes on when its client has heard something.
+    /// Resets the wait for a new batch, or when the client has heard something.
     pub(super) fn be_patient(&mut self) {
         self.patience = PATIENCE;
     }
 
-    /// Holds bytes of `op` from `offset` on, and waits for the first.
+    /// Holds up to `len` bytes of `op` from `offset` on, and waits for the first. Returns how many.
     fn hold(&mut self, op: &Checked, offset: u64, len: u64) -> Result<u64, Absent> {
         let residency = op.residency();
         match residency.hold(offset, len, None)? {
             0 => {}
             held => return Ok(held),
         }
-        // Nobody waits for what must not be moved any more.
+        // Memory that must not be moved any more is not waited for.
         if op.span.is_revoked() {
             return Err(Absent::Released);
         }
@@ -99,7 +99,7 @@ impl Window {
         Ok(())
     }
 
-    /// Does an atomic while its word is held.
+    /// Executes an atomic while its word is held.
     pub(super) fn atomic(
         &mut self,
         op: &Checked,
@@ -116,11 +116,11 @@ impl Window {
         Ok(old)
     }
 
-    /// Sends the answer that comes next of `rest` from where its bytes are kept, if they are not
-    /// worth bringing into memory and `most` bytes or fewer, which can be sent at once. `false`:
-    /// its memory is to be held instead.
+    /// Sends the next answer of `rest` from where its bytes are kept, if they are not worth
+    /// bringing into memory and number `most` at most, so that one call can send them. `false`: the
+    /// memory is to be held instead.
     ///
-    /// `send` is told to send what comes next, where the payload are the bytes that it is given.
+    /// `send` gets the payload, and sends it behind the answer's header.
     pub(super) fn pass(
         &mut self,
         rest: &Rest<'_>,
@@ -135,7 +135,7 @@ impl Window {
             return Ok(false);
         }
         let (offset, len) = op.range();
-        // The rest would be unpacked once more.
+        // The unsent rest would be unpacked once more.
         if len > most as u64 {
             return Ok(false);
         }
@@ -150,10 +150,10 @@ impl Window {
         })
     }
 
-    /// Holds what comes next of `rest`, at least some of it.
+    /// Holds the next bytes of `rest`, at least some of them.
     ///
     /// An answer's header is sent only when all of its payload has been seen in memory: afterwards
-    /// there is no way to say what is wrong.
+    /// there is no way to report an error.
     pub(super) fn fill<'a>(
         &'a mut self,
         rest: &Rest<'_>,
@@ -175,7 +175,7 @@ impl Window {
                     let len = vector.iov_len as u64;
                     let held = match is_first {
                         true => grip.window.hold(op, offset, len).map_err(stuck)?,
-                        // What is wrong is said when its turn comes.
+                        // An error is reported when its turn comes.
                         false => residency.hold(offset, len, None).unwrap_or(0),
                     };
                     grip.add(piece.op, offset, held, vector);
@@ -201,8 +201,8 @@ impl Window {
     }
 }
 
-/// Whether `vector`, which is not in the operation's span, is its answer's header, of which nothing
-/// has been sent, with a payload behind it.
+/// True if `vector`, which is not in the operation's span, is the unsent header of an answer with a
+/// payload.
 fn announces(op: &Checked, vector: &libc::iovec) -> bool {
     op.header.kind == OpKind::Read && vector.iov_len == ANSWER_HEADER_BYTES
 }

@@ -1,4 +1,4 @@
-//! Making the control connection of a session, or of a visit.
+//! Connecting: the control connection of a session, or of a visit.
 
 use std::{
     sync::Arc,
@@ -16,10 +16,10 @@ use crate::{
     stream::{ReceiveError, Stream},
 };
 
-/// A server's shorter lease counts as this long.
+/// Lower bound of a server's lease. A shorter one counts as this long.
 const SHORTEST_LEASE: Duration = Duration::from_millis(100);
 
-/// Whether the connection was refused because nobody listens at the endpoint.
+/// True if the connection was refused because no process listens at the endpoint.
 pub(super) fn is_refused(error: &ConnectError) -> bool {
     matches!(error, ConnectError::Unreachable { source, .. }
         if source.kind() == std::io::ErrorKind::ConnectionRefused)
@@ -74,7 +74,7 @@ pub(super) fn begin(
             death: Arc::default(),
             session,
             secret,
-            // A server that says 0 must not make the keeper spin.
+            // The bound keeps the keeper from spinning at a server that says 0.
             lease: Duration::from_millis(lease_ms).max(SHORTEST_LEASE),
             identified: false,
             held: 0,

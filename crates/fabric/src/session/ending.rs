@@ -2,7 +2,7 @@
 //! them.
 //!
 //! The rule it keeps: nothing is taken away from a program that is ending. Destructors and threads
-//! may use what was leased until the kernel closes the connections.
+//! may use leased memory until the kernel closes the connections.
 
 use std::{
     process,
@@ -26,8 +26,8 @@ struct Open {
 
 static SESSIONS: Mutex<Vec<Open>> = Mutex::new(Vec::new());
 
-/// Has a session announce the end of this process. Over shared memory the server sees the end
-/// itself.
+/// Notes a session, so that it announces the end of this process. Over shared memory the server
+/// sees the end itself.
 pub(super) fn register(shared: &Arc<Shared>) {
     if shared.local.is_some() {
         return;

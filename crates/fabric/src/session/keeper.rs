@@ -1,6 +1,6 @@
 //! The thread of a session: renews the lease, and notices the end of the connection.
 //!
-//! The rule it keeps: whatever ends the connection is declared before anything waits for a lock.
+//! The rule it keeps: the end of the connection is declared before anything waits for a lock.
 
 use std::{
     os::fd::AsFd,
@@ -17,18 +17,18 @@ use nix::{
 use super::{shared::Shared, talk::ControlLine};
 use crate::{errors::CallError, nonblocking::timeout_until};
 
-/// How often a lost connection is tried again. Short against any lease, long against the cost of a
-/// try.
+/// Interval of attempts to resume a lost connection. Short against any lease, long against the cost
+/// of an attempt.
 const RESUME_EVERY: Duration = Duration::from_millis(100);
 
 impl Shared {
-    /// The keeper thread: renews the lease, notices the end of the connection, resumes it where
-    /// that is possible.
+    /// Runs the keeper thread: renews the lease, notices the end of the connection, resumes it
+    /// where that is possible.
     pub(super) fn keep(&self) {
         let mut renewed = Instant::now();
         let mut told = [0; 2];
         loop {
-            // 1. What to watch.
+            // 1. Look which connection to watch.
             let (stream, death, lease, over, owed) = {
                 let line = self.line.lock();
                 (
@@ -47,8 +47,8 @@ impl Shared {
                 (false, true) => timeout_until(Instant::now() + RESUME_EVERY),
                 (false, false) => PollTimeout::NONE,
             };
-            // 2. Sleep. Only the end of the connection wakes us, and an answer that nobody waits
-            //    for.
+            // 2. Sleep. Two events of the connection wake us: its end, and an owed answer, which no
+            // call waits for.
             let (end, mut flags) = stream.end();
             flags.set(PollFlags::POLLIN, owed || flags.contains(PollFlags::POLLIN));
             let mut fds = [
@@ -56,7 +56,7 @@ impl Shared {
                 PollFd::new(end, flags),
             ];
             let woken = poll(&mut fds[..if alive { 2 } else { 1 }], timeout);
-            // 3. What happened?
+            // 3. Find out why we woke.
             if self.closing.load(Ordering::Acquire) {
                 return;
             }
@@ -65,12 +65,12 @@ impl Shared {
             let answers = alive && owed && seen == Some(PollFlags::POLLIN);
             let ended = alive && !answers && seen != Some(PollFlags::empty()) && stream.has_ended();
             if fds[0].any() == Some(true) {
-                // Empty when somebody else's wake was counted into an earlier read.
+                // The read finds nothing if an earlier read took this wake-up, too.
                 let _ = self.wake.read();
             }
             let until = Instant::now() + self.silence();
             if ended {
-                // Before the lock: a call may hold it until its own deadline.
+                // Declared before the lock: a call may hold it until its own deadline.
                 self.declare(&death, "the server closed the connection");
             } else if answers {
                 let mut line = self.line.lock();
@@ -83,7 +83,7 @@ impl Shared {
                     return;
                 }
                 if !alive {
-                    // Tried again after a while, and said by whatever needs the session.
+                    // Tried again after a while, and reported by the next call.
                     if self.mend(&mut line, until).is_ok() {
                         let _ = self.catch_up(&mut line, until);
                     }
@@ -99,8 +99,8 @@ impl Shared {
         }
     }
 
-    /// Renews the lease and tells what was not told yet. Returns the figures that the server has
-    /// now.
+    /// Renews the lease and reports figures that have changed. Returns the figures that the server
+    /// has now.
     fn renew(
         &self,
         line: &mut ControlLine,

@@ -1,7 +1,7 @@
 //! [`Session`]: a client's stay at one memory server.
 //!
 //! The rule it keeps: the server's death is noticed by a thread of the session, so that no
-//! operation and no call hangs on a server that is gone. Which bytes mean what is left to the
+//! operation and no call hangs on a server that is gone. The meaning of the bytes is left to the
 //! callers.
 
 mod connect;
@@ -52,15 +52,15 @@ use crate::{
 #[derive(Debug)]
 pub struct Session {
     endpoint: Endpoint,
-    /// As people read it.
+    /// Text of the endpoint, for people.
     name: String,
     link: Option<Arc<Link>>,
-    /// Why `auto` did not take rdma.
+    /// Reason why `auto` did not take rdma.
     fallback: Option<String>,
     backend: Held<Backend>,
-    /// How many lines have been given out.
+    /// Number of lines that have been given out.
     lines: AtomicU64,
-    /// How many requests have been numbered.
+    /// Number of requests that have been numbered.
     serials: AtomicU64,
 }
 
@@ -81,30 +81,30 @@ enum Backend {
 /// Memory leased by a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extent {
-    /// Names it in operations.
+    /// Id of the extent in operations.
     pub id: ExtentId,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
 /// An opened named region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Named {
-    /// What its last publisher stored.
+    /// Manifest that the region's last publisher stored.
     pub manifest: Vec<u8>,
-    /// The extents that it refers to, leased to this session from now on.
+    /// Extents that the manifest refers to, leased to this session from now on.
     pub extents: Vec<Extent>,
-    /// Which version that is, and who still reads older ones.
+    /// Number of the opened version, and the older versions that are still read.
     pub versions: Versions,
 }
 
 /// A version of a named region, opened for reading.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reading {
-    /// What its publisher stored.
+    /// Manifest that the version's publisher stored.
     pub manifest: Vec<u8>,
-    /// The extents that it refers to, by the ids that it knows, and this session's leases of them.
-    /// These take READs alone, and are to be [released](Session::release).
+    /// Extents that the manifest refers to: each one's id in the manifest, and this session's lease
+    /// of it. The leases take READs alone, and are to be [released](Session::release).
     pub extents: Vec<(ExtentId, Extent)>,
 }
 
@@ -156,8 +156,8 @@ impl Session {
         Ok(Arc::new(Self::new(endpoint.clone(), options, backend)))
     }
 
-    /// Rdma, or tcp where that cannot be had. A server that answers over rdma and says no is not
-    /// asked again.
+    /// Begins a session over rdma, or over tcp where rdma cannot be had. A server that refuses over
+    /// rdma is not asked again.
     fn choose(host: &str, port: u16, options: &SessionOptions) -> Result<Arc<Self>, ConnectError> {
         let rdma = Endpoint::Rdma {
             host: host.to_owned(),
@@ -200,12 +200,12 @@ impl Session {
         }
     }
 
-    /// The server's endpoint; of `auto://`, the one that was taken.
+    /// Returns the server's endpoint; of `auto://`, the one that was taken.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
 
-    /// Why an `auto://` endpoint is served over tcp; `None` when it is not.
+    /// Returns the reason why an `auto://` endpoint is served over tcp, or `None` if it is not.
     pub fn fallback(&self) -> Option<&str> {
         self.fallback.as_deref()
     }
@@ -218,10 +218,10 @@ impl Session {
         self.grant_memory(bytes, false)
     }
 
-    /// As [`grant`](Self::grant), for memory that also takes [`Verb::Atomic`](crate::Verb::Atomic).
+    /// Leases zeroed memory that takes [`Verb::Atomic`](crate::Verb::Atomic), too.
     ///
     /// # Errors
-    /// As of [`grant`](Self::grant).
+    /// The errors of [`grant`](Self::grant).
     pub fn grant_for_atomics(&self, bytes: u64) -> Result<Extent, AllocError> {
         self.grant_memory(bytes, true)
     }
@@ -277,17 +277,17 @@ impl Session {
         self.line().channel()
     }
 
-    /// A line that no other channel is on.
+    /// Returns a line that no other channel is on.
     pub fn line(self: &Arc<Self>) -> Line {
         Line {
             session: Arc::clone(self),
-            // Numbers differ, which is all that matters of them.
+            // Relaxed: only that numbers differ matters.
             number: self.lines.fetch_add(1, Ordering::Relaxed),
         }
     }
 
-    /// Opens a channel of each of these sessions, numbered in their order. Channels through one
-    /// adapter share a completion queue.
+    /// Opens a channel of each of `sessions`, numbered in their order. Channels through one adapter
+    /// share a completion queue.
     pub(crate) fn channels<B: Buf>(sessions: &[Arc<Self>]) -> Result<Vec<Group<B>>, ConnectError> {
         let (mut groups, mut routes) = (Vec::new(), Vec::new());
         for (number, session) in sessions.iter().enumerate() {
@@ -308,8 +308,8 @@ impl Session {
         Ok(groups)
     }
 
-    /// The registrar of the adapter that this session's channels use. Without an adapter, and
-    /// before the first channel is open, the [`NullRegistrar`].
+    /// Returns the registrar of the adapter that this session's channels use. Without an adapter,
+    /// and before the first channel is open, returns the [`NullRegistrar`].
     pub fn registrar(&self) -> Arc<dyn Registrar> {
         match self.backend.get() {
             Backend::Remote(remote) => remote.registrar(),
@@ -317,8 +317,8 @@ impl Session {
         }
     }
 
-    /// Bytes that channels over RDMA have copied through registered memory of their own, because
-    /// the buffers of their operations are no registered memory. 0 over other fabrics.
+    /// Returns the number of bytes that channels over RDMA have copied through registered memory of
+    /// their own, because their buffers are not registered. 0 over other fabrics.
     pub fn bounced_bytes(&self) -> u64 {
         match self.backend.get() {
             Backend::Remote(remote) => remote.bounced_bytes(),
@@ -326,7 +326,7 @@ impl Session {
         }
     }
 
-    /// What the channels of a session over RDMA share, for tests that cheat.
+    /// Returns the state that the session's channels over RDMA share, for tests that cheat.
     #[cfg(all(test, feature = "rdma"))]
     pub(crate) fn rdma(&self) -> &crate::rdma::Client {
         match self.backend.get() {
@@ -335,8 +335,8 @@ impl Session {
         }
     }
 
-    /// Whether the server's process is known to have ended although what it lent can still be
-    /// reached. Nobody can open the names any more that it kept. Known over shared memory only.
+    /// True if the server's process is known to have ended although the memory that it lent can
+    /// still be reached. Its names can no longer be opened. Known over shared memory only.
     pub fn has_outlived_server(&self) -> bool {
         match self.backend.get() {
             Backend::Remote(remote) => remote.has_outlived_server(),
@@ -344,9 +344,9 @@ impl Session {
         }
     }
 
-    /// Returns why the memory that this session leased is lost, once the server has ended the
-    /// session or is known to have been started anew. With `refused` also where the lease must have
-    /// run out: for a caller that has just found memory that is not its own any more.
+    /// Returns the reason why this session's memory is lost, once the server has ended the session
+    /// or is known to have been started anew. With `refused`, also where the lease must have run
+    /// out: for a caller that has just found memory that is not its own any more.
     pub fn loss(&self, refused: bool) -> Option<String> {
         match self.backend.get() {
             Backend::Remote(remote) => remote.loss(refused),
@@ -366,7 +366,7 @@ impl Session {
     /// Tells the server that this process ends. The session goes on until the kernel closes its
     /// connection. Then the server frees its memory at once, and does not wait for a client that
     /// may have been cut off. Sessions announce the end by themselves when a process returns from
-    /// `main` or calls `exit`; one that ends otherwise, as by `_exit`, calls this before.
+    /// `main` or calls `exit`. A process that ends otherwise, as by `_exit`, calls this before.
     pub fn leave(&self) {
         self.backend.with(|backend| {
             if let Backend::Remote(remote) = backend {
@@ -375,7 +375,7 @@ impl Session {
         });
     }
 
-    /// The server's figures.
+    /// Asks for the server's figures.
     ///
     /// # Errors
     /// [`ControlError`]
@@ -386,12 +386,12 @@ impl Session {
         }
     }
 
-    /// Holds a name for this session, so that nobody else publishes it first. With `replace` the
-    /// name may be bound already; its binding stays until this session publishes.
+    /// Holds a name for this session, so that no other publishes it first. With `replace` the name
+    /// may be bound already; its binding stays until this session publishes.
     ///
     /// # Errors
     /// [`PublishError::Exists`] when the name is bound and `replace` is false,
-    /// [`PublishError::InUse`] when another client holds it.
+    /// [`PublishError::InUse`] when another client holds the name.
     pub fn claim(&self, name: &str, replace: bool) -> Result<(), PublishError> {
         let request = Request::Claim {
             name: name.to_owned(),
@@ -404,7 +404,7 @@ impl Session {
     }
 
     /// Ends a [`claim`](Self::claim). A name that was never published is free again. A published
-    /// one can be opened once its extents are released.
+    /// name can be opened once its extents are released.
     ///
     /// # Errors
     /// [`ControlError`]
@@ -415,17 +415,17 @@ impl Session {
         self.done(format!("disclaim `{name}`"), request)
     }
 
-    /// Binds a name to a manifest and the extents that it refers to, atomically replacing what it
-    /// was bound to. Both outlive this session. A manifest has at most
+    /// Binds a name to a manifest and the extents that it refers to, and replaces an earlier
+    /// binding atomically. Name and extents outlive this session. A manifest has at most
     /// [`MAX_MANIFEST_BYTES`](farpage_wire::control::MAX_MANIFEST_BYTES). Returns the number of the
-    /// new version, and the older ones that are still read: what their manifests refer to must stay
-    /// as it is.
+    /// new version, and the older ones that are still read: the bytes that their manifests refer to
+    /// must not change.
     ///
     /// # Errors
     /// [`PublishError::InUse`] when another client holds the region of that name,
     /// [`PublishError::Exists`] when it is bound and this session neither opened nor claimed it,
     /// [`PublishError::NotAsked`] when the server does not answer. The server is asked for a sign
-    /// of life first: it seldom happens that it has the request and that no answer comes.
+    /// of life first, so that a publication without an answer is rare.
     pub fn publish(
         &self,
         name: &str,
@@ -462,8 +462,8 @@ impl Session {
         }
     }
 
-    /// Opens a named region for writing. Nobody else can, until this session closes or releases its
-    /// extents.
+    /// Opens a named region for writing. No other session can, until this one closes or releases
+    /// the extents.
     ///
     /// # Errors
     /// [`OpenError::NotFound`], [`OpenError::InUse`].
@@ -486,9 +486,9 @@ impl Session {
         }
     }
 
-    /// Opens the version of a named region that is published now, to read it. Any number of clients
-    /// can at a time, also while another has the region open for writing. The version stays as it
-    /// is until its extents are [released](Self::release).
+    /// Opens the published version of a named region for reading. Any number of clients can at a
+    /// time, also while another has the region open for writing. The version stays as it is until
+    /// its extents are [released](Self::release).
     ///
     /// # Errors
     /// [`OpenError::NotFound`]
@@ -513,7 +513,7 @@ impl Session {
         }
     }
 
-    /// The published version of a name of this user's key, and the older ones that are still read.
+    /// Returns the published version of a name of this user's key, and the older ones in use.
     ///
     /// # Errors
     /// [`ControlError`]
@@ -527,7 +527,7 @@ impl Session {
         }
     }
 
-    /// What a server answers to a request about a name that exists.
+    /// Sends a request about a name that exists, and returns the answer.
     fn find(&self, verb: &str, name: &str, request: Request) -> Result<Response, OpenError> {
         let (endpoint, name) = (self.name.clone(), name.to_owned());
         match self.call(request) {
@@ -555,7 +555,7 @@ impl Session {
         }
     }
 
-    /// The names of this user's key on this server, ascending; of all keys if it is the operator's.
+    /// Returns the names of this user's key, ascending, or of all keys if it is the operator's.
     ///
     /// # Errors
     /// [`ControlError`]
@@ -564,9 +564,9 @@ impl Session {
             .map_err(|error| self.failed("list names".to_owned(), *error))
     }
 
-    /// A new number for a request that gives memory: repeating the request gives no more.
+    /// Returns a new number for a request that gives memory: repeating the request gives no more.
     fn serial(&self) -> Option<u64> {
-        // Numbers differ, which is all that matters of them.
+        // Relaxed: only that numbers differ matters.
         Some(self.serials.fetch_add(1, Ordering::Relaxed))
     }
 
@@ -580,6 +580,8 @@ impl Session {
         })
     }
 
+    /// Checks that the calling thread may open channels of this session.
+    ///
     /// # Errors
     /// The calling thread does not have the session's descriptors.
     fn check_table(&self) -> Result<(), ConnectError> {
@@ -629,15 +631,15 @@ impl Session {
     }
 }
 
-/// The error of a call in a child made by `fork`, which does not have the connection.
+/// Returns the error of a call in a child made by `fork`, which does not have the connection.
 fn forked() -> CallError {
     CallError::NotAsked("this process is a child of the one that connected".to_owned())
 }
 
-/// A server that lists more names than this is taken for one that never ends.
+/// Upper bound of listed names. A server that lists more is taken for one that never ends.
 const MAX_NAMES: usize = 1 << 20;
 
-/// Asks for names until all have come. An answer of another kind is the error.
+/// Asks for names until all have come. Returns an answer of another kind as the error.
 fn all_names<E>(
     mut call: impl FnMut(Request) -> Result<Response, E>,
 ) -> Result<Vec<NamedRegion>, Box<Result<Response, E>>> {
@@ -649,7 +651,7 @@ fn all_names<E>(
                 let key = |named: &NamedRegion| (named.owner, named.name.clone());
                 let ascend =
                     (all.last().into_iter().chain(&names)).is_sorted_by(|a, b| key(a) < key(b));
-                // Without this check, a server that answers for ever is asked for ever.
+                // Checked because a server could answer for ever.
                 if !ascend || all.len() + names.len() > MAX_NAMES {
                     return Err(Box::new(Ok(Response::Names(names))));
                 }
@@ -687,7 +689,7 @@ impl Line {
         })
     }
 
-    /// The session that the line belongs to.
+    /// Returns the session that the line belongs to.
     pub fn session(&self) -> &Arc<Session> {
         &self.session
     }

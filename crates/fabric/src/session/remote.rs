@@ -1,16 +1,16 @@
 //! The client half of a session at a server process: the control connection and the thread that
 //! keeps it.
 //!
-//! The rule it keeps: whoever finds the connection broken declares its [`Death`] before anything
-//! else, so that channels stop at once. A TCP session is resumed within its lease, by the thread or
-//! by the next call.
+//! The rule it keeps: the thread that finds the connection broken declares its [`Death`] before
+//! anything else, so that channels stop at once. A TCP session is resumed within its lease, by the
+//! keeper or by the next call.
 //!
 //! A Unix socket is never reconnected, because closing it would end the session. A server that
 //! misses a deadline owes the answer, which is taken when it comes. When the socket closes, the
 //! server has ended the session, or its process has ended. If the process has ended, only calls
-//! fail: the memory that it passed stays, and nobody else can reach it. If this program was stopped
-//! for longer than its lease, the memory is lost in both cases: the server may have ended the
-//! session first and lent the memory of a named region to another client.
+//! fail: the memory that it passed stays, and no other process can reach it. If this program was
+//! stopped for longer than its lease, the memory is lost in both cases: the server may have ended
+//! the session first and lent the memory of a named region to another client.
 
 use std::{
     sync::{
@@ -47,14 +47,14 @@ use crate::{
     tcp::TcpChannel,
 };
 
-/// Beside a line's number: the line of the connection on which a channel over RDMA asks the server
-/// for what is not in its memory.
+/// Bit that is added to a line's number for the connection on which a channel over RDMA asks the
+/// server for bytes that are not in its memory.
 const ASKING: u64 = 1 << 63;
 
-/// The pause between attempts, so that an immediate refusal does not make us spin.
+/// Pause between attempts, so that an immediate refusal does not make us spin.
 const BETWEEN_TRIES: Duration = Duration::from_millis(5);
 
-/// The longest that a goodbye may hold up a program that is ending.
+/// Upper bound of the time that a goodbye may hold up a program that is ending.
 pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
@@ -141,7 +141,7 @@ impl Remote {
     pub(super) fn call(&self, request: Request) -> Result<Response, CallError> {
         let shared = &self.shared;
         if is_about_a_name(&request) {
-            // Not while others wait for the line: a file may be far away.
+            // Read before the lock is taken, for which others wait: a file may be far away.
             shared.key()?;
         }
         let until = Instant::now() + shared.deadline;
@@ -151,13 +151,13 @@ impl Remote {
         };
         let mut sendings = 0;
         let answer = loop {
-            // Where there is no other connection to try, this one has all the time.
+            // If there is no other connection to try, this one has all the time.
             let soon = match shared.local {
                 Some(_) => until,
                 None => until.min(Instant::now() + shared.silence()),
             };
             let asked = match shared.mend(&mut line, soon) {
-                // Nobody is there: trying again would only take longer.
+                // No process listens there: trying again would only take longer.
                 Err(error) if is_refused(&error) => {
                     break Err(CallError::Disconnected(error.to_string()));
                 }
@@ -236,7 +236,7 @@ impl Remote {
         if let Some(reason) = death.loss() {
             return Err(shared.ended(&reason));
         }
-        // No server is needed for it where all that it lends is in memory.
+        // A connection to the server is needed only if some memory may be elsewhere.
         let asking = match shared.paged {
             true => Some(self.data_channel(session, line, until)?),
             false => None,
@@ -248,7 +248,7 @@ impl Remote {
         )))
     }
 
-    /// A channel on which the server moves the bytes.
+    /// Opens a channel on which the server moves the bytes.
     fn data_channel<B: Buf>(
         &self,
         session: &Arc<Session>,
@@ -272,7 +272,7 @@ impl Remote {
         }
     }
 
-    /// The route for a channel over RDMA that may share a completion queue, if the session's may.
+    /// Opens the route of a channel that may share a completion queue, over RDMA without paging.
     pub(super) fn route(
         &self,
         session: &Arc<Session>,
@@ -302,8 +302,8 @@ impl Remote {
         Ok(Some(route))
     }
 
-    /// What a channel of `session` knows of it; `death` is that of the connection that the channel
-    /// depends on.
+    /// Makes the attachment of a channel of `session`; `death` is that of the connection that the
+    /// channel depends on.
     fn attachment(&self, session: &Arc<Session>, death: Arc<Death>) -> Attachment {
         let shared = &self.shared;
         Attachment {
@@ -321,7 +321,7 @@ impl Remote {
         self.shared.rdma.bounced_bytes()
     }
 
-    /// Makes memory known to the adapter of this session, if it has one.
+    /// Returns the registrar of the session's adapter, if it has one.
     pub(super) fn registrar(&self) -> Arc<dyn Registrar> {
         match self.shared.endpoint {
             Endpoint::Rdma { .. } => self.shared.rdma.registrar(),
@@ -334,7 +334,7 @@ impl Remote {
         &self.shared.rdma
     }
 
-    /// Gives a lease back. Nobody waits for a server that is silent: it is told later.
+    /// Gives a lease back. Does not wait for a silent server, which is told later.
     pub(super) fn release(&self, id: ExtentId) -> Result<Response, CallError> {
         let shared = &self.shared;
         shared.directory.remove(id);
@@ -375,7 +375,7 @@ impl Drop for Remote {
             // connection with it.
             return;
         };
-        // No channel is left, or the session would live.
+        // No channel is left: a channel would keep the session alive.
         self.shared.directory.clear();
         if line.death.reason().is_none() {
             // Waits for the answer, so that the memory is free when the drop is over. A server that

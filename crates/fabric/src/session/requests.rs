@@ -1,8 +1,8 @@
-//! What requests are to a client: which may be asked again, and how what they gave is given back.
+//! Properties of requests: which may be repeated, and how their gifts are given back.
 
 use farpage_wire::{Request, Response, control::Lease};
 
-/// The memory that an answer speaks of.
+/// Returns the leases in an answer.
 pub(super) fn leases_of(answer: &Response) -> &[Lease] {
     match answer {
         Response::Granted { extent } => std::slice::from_ref(extent),
@@ -12,14 +12,14 @@ pub(super) fn leases_of(answer: &Response) -> &[Lease] {
     }
 }
 
-/// How many descriptors come with a lease over shared memory: that of the memory and, if it is
-/// paged, that of its segments' words.
+/// Returns the number of descriptors that come with a lease over shared memory: that of the memory
+/// and, if it is paged, that of its segments' words.
 pub(super) fn fds_of(lease: &Lease) -> usize {
     1 + usize::from(lease.paged)
 }
 
-/// The request that undoes `request`, if it succeeded after its caller gave up. Memory that it gave
-/// is released instead.
+/// Returns the request that undoes `request`, if it succeeded after its caller gave up. Memory that
+/// `request` gave is released instead.
 pub(super) fn taking_back(request: &Request) -> Option<Request> {
     match request {
         Request::Claim { name, .. } | Request::Open { name, .. } => {
@@ -42,7 +42,7 @@ pub(super) fn is_about_a_name(request: &Request) -> bool {
     )
 }
 
-/// Whether a request gives memory or a name, which somebody has to give back.
+/// True if a request gives memory or a name, which must be given back.
 pub(super) fn gives(request: &Request) -> bool {
     matches!(
         request,
@@ -50,7 +50,7 @@ pub(super) fn gives(request: &Request) -> bool {
     )
 }
 
-/// Whether sending the request twice has the effect of sending it once. A repeated `Publish` or
+/// True if sending the request twice has the effect of sending it once. A repeated `Publish` or
 /// `Claim` meets this client's own binding or claim. Requests that give memory are numbered.
 pub(super) fn may_repeat(request: &Request) -> bool {
     gives(request)

@@ -1,8 +1,8 @@
-//! [`Shared`]: what the calls, the channels and the keeper of a session share; above all its
+//! [`Shared`]: state that the calls, the channels and the keeper of a session share; above all its
 //! control connection.
 //!
 //! The rule it keeps: requests take turns on the connection. If an answer never comes, the request
-//! is sent again, or what it gave is given back.
+//! is sent again, or its gifts are given back.
 
 use std::{
     os::fd::OwnedFd,
@@ -38,13 +38,13 @@ use crate::{
     stream::{PeerProcess, ReceiveError},
 };
 
-/// A connection that is silent for one in `ATTEMPTS` parts of the deadline is taken for dead, which
-/// leaves time to try others. A router may have forgotten the connection without telling either
-/// side.
+/// Number of tries within the deadline. A connection that is silent for one part of it is taken for
+/// dead, which leaves time to try others. A router may have forgotten the connection without
+/// telling either side.
 const ATTEMPTS: u32 = 4;
 
-/// How long a server's process may live on after its Unix socket closed. If it lives longer, it has
-/// ended the session. Short, since what is written meanwhile is lost in that case.
+/// Time that a server's process may live on after its Unix socket closed. If it lives longer, it
+/// has ended the session. Short, since bytes that are written meanwhile are lost in that case.
 const PARTING: Duration = Duration::from_secs(1);
 
 const SILENT: &str = "the server has not answered in time; its memory can be read and written all the \
@@ -72,41 +72,41 @@ pub(super) struct Shared {
     pub(super) key_file: Option<PathBuf>,
     pub(super) key: OnceLock<Key>,
     pub(super) line: Mutex<ControlLine>,
-    /// The extents of a session over shared memory.
+    /// Extents of a session over shared memory.
     pub(super) directory: Arc<Directory>,
-    /// What ends the channels over shared memory: there is never another connection.
+    /// Death of the channels over shared memory: there is never another connection.
     pub(super) local: Option<Arc<Death>>,
-    /// The server's process, where it can be seen.
+    /// Process of the server, where it can be seen.
     pub(super) peer: Option<PeerProcess>,
-    /// When the last answered renewal was sent. The session is ours until one lease after that.
+    /// Time of sending the last answered renewal. The session is ours for one lease from then on.
     pub(super) renewed: Mutex<Instant>,
-    /// The lease that the server granted at first.
+    /// Lease that the server granted at first.
     pub(super) lease: Duration,
     /// Reason why the memory is lost, once that is certain.
     pub(super) lost: OnceLock<String>,
-    /// Whether the server lends more than its memory.
+    /// True if the server lends more than its memory.
     pub(super) paged: bool,
-    /// The extents of a session over RDMA.
+    /// Extents of a session over RDMA.
     pub(super) rdma: Arc<rdma::Client>,
     pub(super) closing: AtomicBool,
-    /// Set once the end of this process is announced.
+    /// Flag that is set once the end of this process is announced.
     pub(super) leaving: AtomicBool,
     /// Requests that give something back and that the server has not received, or not answered.
     pub(super) untold: Mutex<Vec<Request>>,
-    /// Bytes of the pages that are kept there, and bytes that they take.
+    /// Bytes of the pages that are kept at the server, before compression and as stored.
     pub(super) contents: [AtomicU64; 2],
-    /// Wakes the keeper: closing, or a new connection to watch.
+    /// Event that wakes the keeper: closing, or a new connection to watch.
     pub(super) wake: EventFd,
 }
 
 impl Shared {
-    /// The session, its secret and its [`Death`], for a data connection to attach with. Resumes the
-    /// session first when its connection broke.
+    /// Returns the session, its secret and its [`Death`], for a data connection to attach with.
+    /// Resumes the session first when its connection broke.
     pub(super) fn claim(
         &self,
         until: Instant,
     ) -> Result<(SessionId, Secret, Arc<Death>), ConnectError> {
-        // Connecting takes its time, and calls need not wait for it: the lock ends here.
+        // The lock ends here: connecting takes its time, and calls need not wait for it.
         let mut line =
             self.line
                 .try_lock_until(until)
@@ -118,20 +118,20 @@ impl Shared {
         Ok((line.session, line.secret, Arc::clone(&line.death)))
     }
 
-    /// Returns why the memory is lost: see [`Session::loss`](super::Session::loss).
+    /// Returns the reason why the memory is lost: see [`Session::loss`](super::Session::loss).
     pub(super) fn loss(&self, refused: bool) -> Option<String> {
         let told = self.lost.get().cloned();
         told.or_else(|| refused.then(|| self.overdue()).flatten())
     }
 
-    /// Notes that the server has ended the session, or never had it. Returns why.
+    /// Notes that the server has ended the session, or never had it. Returns the reason.
     fn lose(&self) -> String {
         let why = || self.overdue().unwrap_or_else(|| ANEW.to_owned());
         self.lost.get_or_init(why).clone()
     }
 
-    /// Returns why the server may have ended the session, if this program did not renew its lease
-    /// in time.
+    /// Returns the reason why the server may have ended the session, if this program did not renew
+    /// its lease in time.
     fn overdue(&self) -> Option<String> {
         let lease = self.lease;
         (self.renewed.lock().elapsed() > lease).then(|| {
@@ -142,7 +142,7 @@ impl Shared {
         })
     }
 
-    /// How long a connection may be silent.
+    /// Returns the longest silence of a connection that is not taken for dead.
     pub(super) fn silence(&self) -> Duration {
         self.deadline / ATTEMPTS
     }
@@ -190,8 +190,8 @@ impl Shared {
         until: Instant,
     ) -> Result<(), CallError> {
         match (&self.endpoint, request) {
-            // The end of a local connection is always seen, and what a server that is stopped gives
-            // is given back when it goes on. A publication cannot be taken back.
+            // The end of a local connection is always seen. A stopped server may give something
+            // later, which is given back when it goes on. A publication cannot be taken back.
             (Endpoint::Shm(_), request) if !matches!(request, Request::Publish { .. }) => {}
             _ => self.exchange(line, &Request::Renew, until).map(drop)?,
         }
@@ -222,7 +222,7 @@ impl Shared {
         }
     }
 
-    /// Brings a broken connection back, if there is a way.
+    /// Resumes a broken connection, if there is a way.
     pub(super) fn mend(&self, line: &mut ControlLine, until: Instant) -> Result<(), ConnectError> {
         let Some(reason) = line.death.reason() else {
             return Ok(());
@@ -291,7 +291,7 @@ impl Shared {
         }
     }
 
-    /// The user's key. The first call reads the file, which may take long.
+    /// Returns the user's key. The first call reads the file, which may take long.
     pub(super) fn key(&self) -> Result<&Key, CallError> {
         if let Some(key) = self.key.get() {
             return Ok(key);
@@ -325,7 +325,7 @@ impl Shared {
         Ok(())
     }
 
-    /// One request and its answer, with the descriptors that follow it.
+    /// Sends a request and waits for its answer. Keeps the leases of the answer.
     pub(super) fn exchange(
         &self,
         line: &mut ControlLine,
@@ -369,8 +369,8 @@ impl Shared {
         }
     }
 
-    /// Takes the answer that is owed, if there is one: else the next request would meet it. What it
-    /// gave is given back, since its caller was told that the request failed.
+    /// Takes the answer that is owed, if there is one: else the next request would meet it. Gives
+    /// back what the answer gave, since its caller was told that the request failed.
     pub(super) fn settle(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
         if line.talk.owed.is_none() {
             return Ok(());
@@ -380,7 +380,7 @@ impl Shared {
         later(move || tracing::info!(endpoint, "the server answers again"));
         let taking_back = line.talk.owed.take().flatten();
         if !matches!(answer, Response::Refused(_)) {
-            // Counted as if it had come in time, because giving it back counts down.
+            // Counted as if the answer had come in time, because giving back counts down.
             line.held += leases_of(&answer)
                 .len()
                 .max(usize::from(taking_back.is_some()));
@@ -431,7 +431,7 @@ impl Shared {
         }
     }
 
-    /// Keeps the memory that an answer speaks of.
+    /// Keeps the memory that an answer grants.
     pub(super) fn keep_leases(
         &self,
         line: &ControlLine,
@@ -480,12 +480,12 @@ impl Shared {
     }
 
     pub(super) fn close(&self, line: &ControlLine) {
-        // After a missed answer, the next request would meet it.
+        // Without closing, the next request would meet a missed answer.
         line.stream.close();
         self.wake_keeper();
     }
 
-    /// Says that a connection has ended, and what that means for the memory behind it.
+    /// Declares that a connection has ended, and what that means for the memory behind it.
     pub(super) fn declare(&self, death: &Death, reason: &str) {
         if death.reason().is_some() {
             return;
@@ -494,7 +494,7 @@ impl Shared {
         if self.local.is_none() {
             return death.declare(reason);
         }
-        // A server that lends more than its memory takes with it what was not there.
+        // A server that lends more than its memory loses the bytes that were elsewhere.
         if !self.paged && self.peer.as_ref().is_some_and(ends) {
             // Looked at last: this program may have been stopped until just now.
             if self.renewed.lock().elapsed() <= self.lease {
@@ -509,7 +509,7 @@ impl Shared {
         death.declare(&self.lose());
     }
 
-    /// The error of a session that cannot be resumed.
+    /// Returns the error of a session that cannot be resumed.
     pub(super) fn ended(&self, reason: &str) -> ConnectError {
         ConnectError::Ended {
             endpoint: self.name.clone(),

@@ -1,4 +1,4 @@
-//! Sessions at a [`SimServer`], which knows nothing of them.
+//! Sessions at a [`SimServer`]. They need no connection.
 
 use std::sync::Arc;
 

@@ -18,7 +18,7 @@ use crate::{
     stream::{ReceiveError, Stream},
 };
 
-/// The control connection. Held during a call, so that answers meet their requests.
+/// A control connection. Locked during a call, so that answers meet their requests.
 #[derive(Debug)]
 pub(super) struct ControlLine {
     pub(super) stream: Arc<Stream>,
@@ -26,31 +26,31 @@ pub(super) struct ControlLine {
     pub(super) session: SessionId,
     pub(super) secret: Secret,
     pub(super) lease: Duration,
-    /// Whether the server knows our key.
+    /// True if the server knows our key.
     pub(super) identified: bool,
     /// Leases and claims that the server has granted and not taken back.
     pub(super) held: usize,
-    /// The server has forgotten the session: resuming is pointless.
+    /// True if the server has forgotten the session: resuming is pointless.
     pub(super) over: bool,
-    /// Whether the server lends more than its memory.
+    /// True if the server lends more than its memory.
     pub(super) paged: bool,
     pub(super) talk: Talk,
 }
 
-/// What is under way on a control connection: a request, and then its answer. Each step goes on
-/// where the one before it ran out of time.
+/// State of a request on a control connection, and of its answer. Each step goes on where the one
+/// before it ran out of time.
 #[derive(Debug, Default)]
 pub(super) struct Talk {
     request: Vec<u8>,
     sent: usize,
-    /// The bytes of the answer's frame that have come.
+    /// Bytes of the answer's frame that have come.
     frame: Vec<u8>,
-    /// When the request was begun, if it renews the lease.
+    /// Start of the request, if it renews the lease.
     pub(super) renewing: Option<Instant>,
     answer: Option<Response>,
     fds: Vec<OwnedFd>,
-    /// Set while the server owes an answer that nobody waits for. The inner request takes back what
-    /// that answer gives, unless it gives memory.
+    /// Present while the server owes an answer that no call waits for. The inner request takes back
+    /// the gifts of that answer, unless they are memory.
     pub(super) owed: Option<Option<Request>>,
 }
 
@@ -60,7 +60,7 @@ impl Talk {
         self.renewing = renews.then(Instant::now);
     }
 
-    /// The answer to what was said, and the descriptors that come with it.
+    /// Sends the rest of the request. Waits for the answer and the descriptors that follow it.
     pub(super) fn hear(
         &mut self,
         stream: &Stream,

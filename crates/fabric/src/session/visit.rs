@@ -33,12 +33,12 @@ pub struct Visit {
 #[derive(Debug)]
 struct Connection {
     stream: Stream,
-    /// Keeps what the connection is made of, where it is one over RDMA.
+    /// Owner of the parts of a connection over RDMA.
     _rdma: rdma::Client,
 }
 
 impl Visit {
-    /// Connects to the server at `endpoint`. All of the visit takes at most the deadline of
+    /// Connects to the server at `endpoint`. The whole visit takes at most the deadline of
     /// `options`.
     ///
     /// # Errors
@@ -91,7 +91,7 @@ impl Visit {
         self.done(&identify)
     }
 
-    /// The server's figures.
+    /// Asks for the server's figures.
     ///
     /// # Errors
     /// [`ConnectError`]
@@ -102,7 +102,7 @@ impl Visit {
         }
     }
 
-    /// The names of the identified key, ascending; of all keys if it is the operator's.
+    /// Returns the names of the identified key, ascending, or of all keys if it is the operator's.
     ///
     /// # Errors
     /// [`ConnectError`]
@@ -113,8 +113,8 @@ impl Visit {
         })
     }
 
-    /// Forgets a name and frees its memory. `owner` is the key that it belongs to, if the operator
-    /// removes another user's name.
+    /// Forgets a name and frees its memory. `owner` is the key of the name, if the operator removes
+    /// another user's name.
     ///
     /// # Errors
     /// [`ConnectError::Refused`] when there is no such name, or a client holds it.

@@ -1,6 +1,5 @@
 //! The patterns: rings against a plain queue over a fabric that places bytes as late and as torn as
-//! it likes, rings and engines over the real fabrics, and what becomes of the others when one
-//! sender dies or lies.
+//! it likes, rings and engines over the real fabrics, and the other senders when one dies or lies.
 
 #![expect(
     clippy::unwrap_used,
@@ -47,11 +46,11 @@ fn pool() -> RegPool {
     RegPool::new([], RegPoolOptions::default())
 }
 
-/// A fabric that places a few bytes at a time, of operations in any order unless it keeps it.
+/// A fabric that places a few bytes at a time, of operations in any order unless `in_order`.
 struct Scrambled {
     memory: Arc<ExtentMemory>,
     random: u64,
-    /// With the bytes that were moved.
+    /// Operations in flight, each with the number of bytes that were moved.
     flying: VecDeque<(Op<RegBuf>, usize)>,
     in_order: bool,
     claims_order: bool,
@@ -170,7 +169,7 @@ impl Server {
         self.serving.end().unwrap();
     }
 
-    /// A new client with a ring of its own.
+    /// Makes a new client with a ring of its own.
     fn ring(&self, capacity: usize) -> (RingSender, RingReceiver) {
         let session =
             Session::connect(self.serving.endpoint(), &SessionOptions::default()).unwrap();

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// What a program does with a ring.
+/// A step of a program that uses a ring.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Send(usize),
@@ -21,7 +21,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..400)
 }
 
-/// Runs the steps on a ring and on a queue; says where they differ.
+/// Runs the steps on a ring and on a queue. Returns where they differ.
 fn against_a_queue(
     steps: &[Step],
     (mut sender, mut receiver): (RingSender, RingReceiver),
@@ -78,7 +78,7 @@ proptest! {
     }
 }
 
-/// The broken twin: the tail overtakes the bytes.
+/// Checks the broken twin, in which the tail overtakes the bytes.
 #[test]
 fn a_fabric_that_breaks_its_word_about_order_is_found_out() {
     let steps: Vec<_> = (0..50)

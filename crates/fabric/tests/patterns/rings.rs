@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Sends, however long the receiver takes; it rings the notifier when there is room.
+/// Sends, however long the receiver takes. The receiver rings `room` when it has taken something.
 fn send(sender: &mut RingSender, message: &[u8], room: &Notifier) {
     let until = Instant::now() + PATIENCE;
     loop {
@@ -24,7 +24,7 @@ fn rest(sender: &RingSender, room: &Notifier) {
     poll(&mut fds, PollTimeout::from(1000u16)).unwrap();
 }
 
-/// The inbox as something to wait for.
+/// A source whose items are the messages of an inbox.
 struct Arrivals<'a> {
     inbox: &'a mut Inbox,
     notifier: &'a Notifier,
@@ -62,7 +62,7 @@ fn many_senders_reach_one_receiver_that_waits_in_any_way() {
             let (mut inbox, notifier) = (Inbox::new(), Notifier::new().unwrap());
             let mut senders = Vec::new();
             for name in 0..3 {
-                // Small enough to wrap often and to be full now and then.
+                // Rings are small enough to wrap often and to be full now and then.
                 let (sender, receiver) = server.ring(4096);
                 let room = Notifier::new().unwrap();
                 inbox.add(name, receiver.with_notifier(room.clone()));
@@ -136,14 +136,14 @@ fn a_sender_that_dies_half_way_holds_up_nobody_and_its_ring_serves_the_next() {
     let mut dying = sender(3);
     let mut message = Vec::new();
     for number in 0..100u8 {
-        // 1. One sends and dies, in each round with other bytes on their way.
+        // 1. One sender sends and dies, in each round with other bytes on their way.
         dying.send(&[number; 50]).unwrap();
         dying.flush().unwrap();
         for _ in 0..number {
             dying.progress().unwrap();
         }
         drop(dying);
-        // 2. The other one's message arrives; of the dead one's, either all or nothing.
+        // 2. The other sender's message arrives; of the dead one's, either all or nothing.
         let until = Instant::now() + PATIENCE;
         while other.send(&[number; 20]).is_err() {
             other.progress().unwrap();
@@ -171,7 +171,7 @@ fn a_sender_that_lies_loses_its_ring_and_the_others_go_on() {
     let (mut honest, receiver) = ring(1024, 9, true, true);
     let mut inbox = Inbox::new();
     inbox.add(1, receiver);
-    // A tail with the check value that it must have, out of a ring that has been used.
+    // Makes a tail with the check value that it must have, out of a ring that has been used.
     let lie = |at: u64, bytes: &[u8]| {
         let place = RingPlace {
             extent: EXTENT,
@@ -196,7 +196,7 @@ fn a_sender_that_lies_loses_its_ring_and_the_others_go_on() {
         memory.copy_in(at, bytes).unwrap();
         receiver
     };
-    // A message that is longer than what was sent; one that is longer than memory is.
+    // One message is longer than the bytes that were sent, the other longer than memory is.
     inbox.add(2, lie(128, &9u64.to_ne_bytes()));
     inbox.add(3, lie(128, &u64::MAX.to_ne_bytes()));
     // A tail without its check value is not an error: it may be on its way.

@@ -50,8 +50,8 @@ fn an_engine_hands_back_what_its_channels_finish_however_it_waits() {
     check(&sim.session(&SessionOptions::default()).unwrap());
 }
 
-/// READs what they have written over three channels to each of two servers, of which one dies half
-/// way.
+/// Writes and READs the bytes back over three channels to each of two servers, of which one dies
+/// half way.
 fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
     const PAGES: usize = 16;
     const OPS: usize = 1000;
@@ -67,7 +67,7 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
         let dies = [false, true, false, true, true, false];
 
         let mut engine = CompletionEngine::new(waiting);
-        // Beside others that are there already.
+        // The engine has another channel already.
         assert_eq!(engine.add(a.channel().unwrap()), 0);
         assert_eq!(engine.open(&[]).unwrap(), 1..1);
         assert_eq!(engine.open(&sessions).unwrap(), 1..7);
@@ -184,7 +184,7 @@ fn rdma_channels_that_share_a_completion_queue_outlive_each_other() {
     one_of_two_servers_dies(|_| Server::start(&format!("rdma://{host}:0").parse().unwrap()));
 }
 
-/// Something that happens after so many looks, or while it is being armed.
+/// A source with an event after some looks, or while it is being armed.
 #[derive(Default)]
 struct Script {
     looks: u32,
@@ -234,7 +234,7 @@ fn what_happens_while_it_is_armed_is_not_slept_through() {
 #[test]
 fn adaptive_waiters_spin_for_what_comes_soon_and_sleep_for_what_does_not() {
     let mut waiter = Waiter::new(Waiting::Adaptive);
-    // 1. What takes long teaches it not to spin at all.
+    // 1. Slow events teach the waiter not to spin at all.
     let slow = |waiter: &mut Waiter| {
         let mut script = Script {
             asleep: Duration::from_millis(2),
@@ -251,7 +251,7 @@ fn adaptive_waiters_spin_for_what_comes_soon_and_sleep_for_what_does_not() {
         (3, 1),
         "one look, one when armed, one when woken"
     );
-    // 2. What comes at once teaches it to spin again.
+    // 2. Fast events teach it to spin again.
     for _ in 0..100 {
         let mut script = Script {
             happens_at_look: Some(3),

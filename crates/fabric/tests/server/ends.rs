@@ -36,7 +36,7 @@ fn a_connection_lost_within_the_lease_is_resumed_with_its_extents() {
     write_and_read(&session, extent);
     let mut old = session.channel::<Vec<u8>>().expect("a live server");
     for line in lines.lock().expect("no panic").drain(..) {
-        // Those of closed channels are gone already.
+        // Sockets of closed channels are gone already.
         let _ = line.shutdown(std::net::Shutdown::Both);
     }
     old.post(Op {
@@ -92,7 +92,7 @@ fn a_server_that_falls_silent_ends_calls_at_their_deadline() {
 #[test]
 fn dropping_a_session_does_not_wait_for_a_server_that_is_stuck() {
     let (listener, endpoint) = listener();
-    // Begins a session, hears the first renewal and says nothing more.
+    // The server begins a session, hears the first renewal and says nothing more.
     let server = thread::spawn(move || {
         let (mut stream, _) = listener.accept().expect("a client");
         let mut hello = [0; HELLO_BYTES];

@@ -1,4 +1,4 @@
-//! A server half survives whatever a peer sends: that one connection is closed, the others go on.
+//! A server half survives every input of a peer: that one connection is closed, the others go on.
 
 mod ends;
 mod operations;
@@ -69,7 +69,7 @@ impl Server {
         stream
     }
 
-    /// A control connection spoken by hand.
+    /// Begins a control connection, spoken by hand.
     fn begin(&self) -> (TcpStream, SessionId, Secret) {
         let mut stream = self.stranger();
         greet(&mut stream, Purpose::Control);
@@ -88,7 +88,7 @@ impl Server {
         }
     }
 
-    /// A data connection spoken by hand, on a line of its own.
+    /// Attaches a data connection, spoken by hand, on a line of its own.
     fn attach(&self, session: SessionId, secret: Secret) -> TcpStream {
         static LINES: AtomicU64 = AtomicU64::new(0);
         self.attach_to(session, secret, LINES.fetch_add(1, Ordering::Relaxed))
@@ -144,7 +144,7 @@ fn hear(stream: &mut impl Read) -> Response {
     control::decode(&body).expect("an answer")
 }
 
-/// An extent of `bytes` bytes, as a client by hand asks for it.
+/// Asks for an extent of `bytes` bytes, as a client by hand.
 fn grant(control: &mut TcpStream, bytes: u64) -> farpage_wire::control::Lease {
     let request = Request::Grant {
         bytes,
@@ -158,7 +158,7 @@ fn grant(control: &mut TcpStream, bytes: u64) -> farpage_wire::control::Lease {
     extent
 }
 
-/// A port of this machine for a server by hand, and its endpoint.
+/// Returns a port of this machine for a server by hand, and its endpoint.
 fn listener() -> (TcpListener, Endpoint) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
@@ -167,7 +167,7 @@ fn listener() -> (TcpListener, Endpoint) {
     (listener, endpoint)
 }
 
-/// Reads what the server still says until it has closed the connection.
+/// Reads the server's last bytes until it has closed the connection.
 fn closed(mut stream: TcpStream, story: &str) -> Vec<u8> {
     let mut said = Vec::new();
     match stream.read_to_end(&mut said) {

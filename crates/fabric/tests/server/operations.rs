@@ -60,7 +60,7 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
     let Response::Granted { extent: own } = hear(&mut control) else {
         panic!("no grant")
     };
-    // A READ, which would be answered if it were accepted.
+    // The READ would be answered if it were accepted.
     let good = OpHeader {
         kind: OpKind::Read,
         following: 0,
@@ -188,7 +188,7 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
     memory.copy_out(0, &mut bytes).expect("in range");
     assert_eq!(bytes, [5; 4096]);
     write_and_read(&victim, theirs);
-    // Counted after the answer is sent.
+    // Traffic is counted after the answer is sent.
     let counted = || {
         (
             server.serving.traffic().bytes_read(),
@@ -223,7 +223,7 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
     };
     say(&mut control, &publish);
     assert!(matches!(hear(&mut control), Response::Versions(_)));
-    // Asks for far more than the sockets hold, and does not read it.
+    // The client asks for far more than the sockets hold, and does not read it.
     let mut data = server.attach(session, secret);
     let count = 64;
     for i in 0..count {
@@ -237,7 +237,7 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
         };
         data.write_all(&header.encode()).expect("headers fit");
     }
-    // Until the sockets are full: what is being sent at this moment may still go out.
+    // Waits until the sockets are full: a batch that is being sent now may still go out.
     let mut waste = vec![0; 128 << 20];
     let mut arrived = || data.peek(&mut waste).expect("answers");
     let mut before = 0;
@@ -260,8 +260,7 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
     };
     assert!(channel.post(op).is_ok());
     finish(&mut *channel).expect("leased");
-    // One after another, whatever had been sent before the lease ended may arrive; then comes the
-    // end.
+    // One after another, answers from before the lease's end may arrive; then comes the end.
     let sent = closed(data, "a READ whose lease has ended");
     let headers = usize::from(count) * ANSWER_HEADER_BYTES;
     let foreign = sent.iter().filter(|&&byte| byte == 0xbb).count();
@@ -299,7 +298,7 @@ fn a_write_that_was_cut_off_never_lands_after_its_line_has_a_new_connection() {
     let extent = grant(&mut control, 4096);
     let memory = server.host.extent(session, extent.id).expect("leased");
     for round in 1..=20 {
-        // A network that lets half of a WRITE through, and the rest whenever it likes.
+        // A network lets half of a WRITE through, and the rest whenever it likes.
         let mut old = server.attach_to(session, secret, 7);
         let other = server.attach_to(session, secret, 8);
         let header = OpHeader {
@@ -321,7 +320,7 @@ fn a_write_that_was_cut_off_never_lands_after_its_line_has_a_new_connection() {
         let mut new = server.attach_to(session, secret, 7);
         // The client has been answered: the place may be used for something else.
         memory.copy_in(0, &[0xee; 4096]).expect("leased");
-        // Nobody may read it any more, so that writing it may fail.
+        // The server may have closed it, so that writing may fail.
         let _ = old.write_all(&[round; 3996]);
         closed(old, "a connection whose line has a newer one");
         new.write_all(&header.encode()).expect("a header fits");

@@ -1,4 +1,4 @@
-//! What peers say first, and what is not this protocol.
+//! Hellos and other first words of peers, and bytes that are not this protocol.
 
 use super::*;
 
@@ -119,7 +119,7 @@ fn a_refusal_reaches_a_client_that_is_slow_to_read_and_still_sending() {
         ..read(8)
     };
     stream.write_all(&refused.encode()).expect("connected");
-    // Never read by the server as anything, but not a reason to lose what it has said.
+    // The server never reads these bytes, but they are no reason to lose its answers.
     stream.write_all(&[9; 100_000]).expect("connected");
     let mut answers = vec![0; 8 * (ANSWER_HEADER_BYTES + (2 << 20))];
     stream
@@ -203,7 +203,7 @@ fn a_server_that_answers_nonsense_ends_the_channel_with_a_reason() {
             data.read_exact(&mut header).expect("an operation");
             data.write_all(&answer).expect("a client");
             drop(data);
-            // Kept until the client leaves, so that only the data connection breaks.
+            // Open until the client leaves, so that only the data connection breaks.
             closed(control, "the client leaves");
         });
         let session = Session::connect(&endpoint, &hurried).expect("it speaks the protocol");

@@ -2,24 +2,26 @@
 
 use std::ptr;
 
-use super::IsRemote;
 use crate::sigbus::{STACK_BYTES, Stack};
 
-/// What moves at once, where a call may move a part.
+/// Predicate: true if the kernel cannot bring in some of `bytes` bytes at an address.
+pub type IsRemote<'a> = &'a dyn Fn(usize, usize) -> bool;
+
+/// Number of bytes that move at once, where a call may move a part.
 pub(super) const PIECE_BYTES: usize = STACK_BYTES;
 
-/// A buffer of this process's own, of bytes that nobody else uses.
+/// A buffer of this process's own, of bytes that no other code uses.
 ///
-/// What leaves a signal handler by `longjmp` leaves the buffer behind.
+/// Code that leaves a signal handler by `longjmp` leaves the buffer behind.
 pub(super) enum Local {
     /// One of the stacks that faults are served on.
     Stack(Option<Stack>),
-    /// Longer than those.
+    /// A mapping, for buffers longer than a stack.
     Mapped(*mut u8, usize),
 }
 
 impl Local {
-    /// `None`: there is no memory.
+    /// Takes a buffer of at least `bytes` bytes. `None`: there is no memory.
     pub(super) fn of(bytes: usize) -> Option<Local> {
         if bytes <= PIECE_BYTES {
             return Some(Local::Stack(Some(Stack::take())));
@@ -27,8 +29,8 @@ impl Local {
         Self::mapped(bytes)
     }
 
-    /// Memory that is never used again, for calls after which the kernel keeps references to it.
-    /// Dropping it leaves the pages to the kernel alone. `None`: there is no memory.
+    /// Maps a buffer. Its memory is never used again: a call's references to it may stay, and the
+    /// kernel has the pages alone once the buffer is dropped. `None`: there is no memory.
     pub(super) fn mapped(bytes: usize) -> Option<Local> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
@@ -77,7 +79,7 @@ impl Drop for Local {
 pub(super) struct Buffers<'a>(pub(super) &'a [libc::iovec]);
 
 impl Buffers<'_> {
-    /// `None`: more than a call may have.
+    /// Returns the bytes of all buffers. `None`: more than a call may have.
     pub(super) fn bytes(self) -> Option<usize> {
         let mut lengths = self.0.iter().map(|buffer| buffer.iov_len);
         let sum = lengths.try_fold(0usize, usize::checked_add)?;
@@ -89,10 +91,10 @@ impl Buffers<'_> {
         buffers.any(|buffer| is_remote(buffer.iov_base as usize, buffer.iov_len))
     }
 
-    /// Copies bytes from `local` to where they belong, `at` bytes behind the beginning.
+    /// Copies `bytes` bytes from `local` to the buffers, `at` bytes behind their beginning.
     ///
     /// # Safety
-    /// `local` has as many, and the buffers may be written.
+    /// `local` has `bytes` bytes, and the buffers may be written.
     pub(super) unsafe fn scatter(self, at: usize, local: *const u8, bytes: usize) {
         self.parts(at, bytes, |buffer, from, bytes| {
             // SAFETY: within both, which do not overlap: `local` is nobody else's.
@@ -100,10 +102,10 @@ impl Buffers<'_> {
         });
     }
 
-    /// Copies bytes to `local`, from `at` bytes behind the beginning.
+    /// Copies `bytes` bytes to `local`, from `at` bytes behind the buffers' beginning.
     ///
     /// # Safety
-    /// `local` has room for as many, and the buffers may be read.
+    /// `local` has room for `bytes` bytes, and the buffers may be read.
     pub(super) unsafe fn gather(self, at: usize, local: *mut u8, bytes: usize) {
         self.parts(at, bytes, |buffer, to, bytes| {
             // SAFETY: as above.
@@ -111,8 +113,8 @@ impl Buffers<'_> {
         });
     }
 
-    /// For each part of `bytes` bytes from `at` on: where it is, how far behind the beginning, and
-    /// its length.
+    /// Calls `copy` for each part of the `bytes` bytes from `at` on, with the part's address, its
+    /// distance from `at`, and its length.
     fn parts(self, mut at: usize, bytes: usize, mut copy: impl FnMut(*mut u8, usize, usize)) {
         let mut done = 0;
         for buffer in self.0 {

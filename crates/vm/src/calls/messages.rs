@@ -6,18 +6,17 @@
 use std::{mem, ptr, slice};
 
 use super::{
-    Arguments, IsRemote,
-    local::{Buffers, Local},
-    system_call,
+    local::{Buffers, IsRemote, Local},
+    raw::{Arguments, system_call},
     transfer::{ADDRESS_BYTES, Plan, error, give, keeps_memory, pull, push},
 };
 
-/// Longer control data is refused: the kernel sends and receives none.
+/// Upper bound of control data. Longer data is refused: the kernel sends and receives none.
 const CONTROL_BYTES_MAX: usize = 1 << 20;
-/// The kernel takes no more messages at once.
+/// Upper bound of the messages that the kernel takes at once.
 const MESSAGES_MAX: usize = 1024;
 
-/// `None`: the call is none of these, or has no remote part.
+/// Makes a call about messages. `None`: the call is another one, or has no remote part.
 ///
 /// # Safety
 /// As [`super::call`].
@@ -45,7 +44,7 @@ pub(super) unsafe fn call(
     }
 }
 
-/// Whether the messages of a call have remote parts.
+/// True if the messages of a call have remote parts.
 ///
 /// # Safety
 /// As [`super::call`].
@@ -88,7 +87,7 @@ unsafe fn is_remote_message(at: usize, is_remote: IsRemote<'_>) -> bool {
         || unsafe { buffers(&header) }.is_some_and(|buffers| buffers.are_remote(is_remote))
 }
 
-/// `None`: there are more than a call may have.
+/// Returns the buffers of a message. `None`: there are more than a call may have.
 unsafe fn buffers(header: &libc::msghdr) -> Option<Buffers<'_>> {
     match header.msg_iovlen {
         0 => Some(Buffers(&[])),
@@ -109,7 +108,7 @@ struct Parts {
 }
 
 impl Parts {
-    /// With control data that is not longer than may be.
+    /// Makes local parts. Control data that is longer than permitted is an error.
     fn new(user: &libc::msghdr) -> Result<Parts, isize> {
         let control_bytes = user.msg_controllen;
         let has_control = !user.msg_control.is_null() && control_bytes > 0;
@@ -131,7 +130,7 @@ impl Parts {
         })
     }
 
-    /// The header with its parts here.
+    /// Returns the header with its parts here.
     fn header(&mut self, local: *mut u8, bytes: usize, user: &libc::msghdr) -> *mut libc::msghdr {
         self.buffer = libc::iovec {
             iov_base: local.cast(),
@@ -237,7 +236,7 @@ unsafe fn send(fd: usize, message: *const libc::msghdr, flags: usize) -> isize {
     }
 }
 
-/// As the kernel does it: one after the other, and the time is looked at after each.
+/// Moves messages as the kernel does: one after the other, with a look at the time after each.
 unsafe fn several(
     fd: usize,
     at: impl Fn(usize) -> usize,

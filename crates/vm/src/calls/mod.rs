@@ -5,13 +5,13 @@
 //! a call that would lose something by failing never sees such memory.
 //!
 //! - Reads, writes, receives and sends go through a local buffer, in pieces where the call may do a
-//!   part (`transfer.rs`, `messages.rs`). What the kernel has handed over cannot be lost on the
-//!   way, no page has to stay, and no budget is too small.
+//!   part (`transfer.rs`, `messages.rs`). Bytes that the kernel has handed over cannot be lost on
+//!   the way, no page has to stay, and no budget is too small.
 //! - Calls after which the kernel keeps what it was given ([`keeps_memory`]) get a copy that nobody
 //!   uses again.
 //! - Calls that cannot be repeated, because they have taken or changed something by the time they
 //!   write, get local copies of their arguments (`structs.rs`).
-//! - All others are tried again after a touch of what they were given.
+//! - All others are tried again after a touch of their remote arguments.
 //!
 //! A touch of a page that is lost raises SIGBUS, as everywhere. So does a touch of memory that the
 //! program has protected raise SIGSEGV, where the kernel would say `EFAULT`.
@@ -29,24 +29,19 @@ use std::ptr;
 
 use nix::sched::sched_yield;
 
+pub use local::IsRemote;
 pub use pointers::{NUMBERS, addresses};
-pub use raw::{INSTRUCTION_BYTES, instruction, system_call};
+pub use raw::{Arguments, INSTRUCTION_BYTES, instruction, system_call};
 pub use transfer::keeps_memory;
 
 use crate::sys::KERNEL_PAGE_BYTES;
 
-/// The arguments of a system call.
-pub type Arguments = [usize; 6];
-
-/// Says whether the kernel cannot bring in some of `bytes` bytes at an address.
-pub type IsRemote<'a> = &'a dyn Fn(usize, usize) -> bool;
-
-/// A call that fails with `EFAULT` is tried again this often, if it was given remote memory. Each
+/// Number of repetitions of a call that fails with `EFAULT`, if it was given remote memory. Each
 /// time the page has to leave between a touch and the call.
 const TRIES: usize = 200;
 
-/// Makes the system call `number`. What it returns is as the kernel returns it: a negative number
-/// is that of an error.
+/// Makes the system call `number`. Returns the kernel's result: a negative number is that of an
+/// error.
 ///
 /// # Safety
 /// - The call and its arguments are what the caller may ask of the kernel.
@@ -62,8 +57,8 @@ pub unsafe fn call(number: libc::c_long, args: Arguments, is_remote: IsRemote<'_
     }
 }
 
-/// Whether buffers that a call's own arguments only lead to (`readv`, `recvmsg` and their kind) are
-/// remote.
+/// True if remote buffers are among those that a call's arguments only lead to (`readv`, `recvmsg`
+/// and their kind).
 ///
 /// # Safety
 /// As [`call`].
@@ -79,7 +74,7 @@ pub unsafe fn leads_to_remote(
     }
 }
 
-/// Tries again while a page was absent.
+/// Makes a call, again and again while a page was absent.
 ///
 /// # Safety
 /// As [`call`].
@@ -107,7 +102,7 @@ unsafe fn again(number: libc::c_long, args: Arguments, is_remote: IsRemote<'_>) 
 }
 
 /// Brings in the page at an address and the next: no argument of these calls is longer than a page,
-/// or what is longer may be done in part.
+/// or a longer one may be done in part.
 fn touch(at: usize, is_remote: IsRemote<'_>) {
     for at in [at, at.saturating_add(KERNEL_PAGE_BYTES - 1)] {
         if is_remote(at, 1) {

@@ -1,4 +1,4 @@
-//! Which arguments of a system call are addresses that the kernel reads or writes at
+//! Arguments of system calls that are addresses at which the kernel reads or writes
 //! ([`addresses`]).
 //!
 //! The rule it keeps: a call stands here with all such arguments, or not at all. Registers that a
@@ -6,12 +6,12 @@
 //! never judged by all of their registers. Calls about addresses (`munmap`), those that return
 //! twice or do not return, and `execve`, whose failure its callers expect, are left out.
 
-use super::Arguments;
+use super::raw::Arguments;
 
-/// Numbers of system calls are below.
+/// Bound above all numbers of system calls.
 pub const NUMBERS: libc::c_long = 512;
 
-/// A bit for each argument of the call `number` that is an address it reads or writes at.
+/// Returns a bit for each argument of the call `number` that is an address it reads or writes at.
 pub fn addresses(number: libc::c_long) -> u8 {
     let found = CALLS.iter().find(|(_, calls)| calls.contains(&number));
     found.map_or(0, |(arguments, _)| {
@@ -21,17 +21,17 @@ pub fn addresses(number: libc::c_long) -> u8 {
     })
 }
 
-/// The arguments that are such addresses.
+/// Returns the arguments that are [`addresses`].
 pub(super) fn of(number: libc::c_long, args: Arguments) -> impl Iterator<Item = usize> {
     let bits = addresses(number);
     let args = args.into_iter().enumerate();
     args.filter_map(move |(at, arg)| (bits >> at & 1 == 1).then_some(arg))
 }
 
-/// Arguments, and the calls that have addresses in these.
+/// Arguments by place, and the calls that have addresses there.
 type Calls = (&'static [u8], &'static [libc::c_long]);
 
-/// Those that only older machines have.
+/// Calls that only older machines have.
 #[cfg(target_arch = "x86_64")]
 const OLD: [Calls; 5] = [
     (
@@ -169,7 +169,7 @@ const CALLS: &[Calls] = &[
     (
         &[2],
         &[
-            // What the command says of its argument is not looked at: a number is none of ours.
+            // The command is not looked at: an argument that is a number is no address of ours.
             libc::SYS_ioctl,
             libc::SYS_fcntl,
             libc::SYS_io_submit,

@@ -1,8 +1,9 @@
 //! One instruction that enters the kernel ([`system_call`]), at an address that is known.
 //!
-//! Whoever has the kernel stop system calls (seccomp) lets those at [`instruction`] pass.
+//! A filter that stops system calls (seccomp) lets those at [`instruction`] pass.
 
-use super::Arguments;
+/// The arguments of a system call.
+pub type Arguments = [usize; 6];
 
 #[cfg(target_arch = "x86_64")]
 std::arch::global_asm!(
@@ -37,10 +38,10 @@ unsafe extern "C-unwind" {
     fn farpage_system_call_instruction();
 }
 
-/// Bytes of the instruction that enters the kernel.
+/// Length of the instruction that enters the kernel.
 pub const INSTRUCTION_BYTES: usize = 2;
 
-/// Where the instruction is that [`system_call`] enters the kernel by; 0 where that is not known.
+/// Returns the address of the instruction by which [`system_call`] enters the kernel; 0 if unknown.
 pub fn instruction() -> usize {
     #[cfg(target_arch = "x86_64")]
     return farpage_system_call_instruction as *const () as usize;
@@ -48,7 +49,7 @@ pub fn instruction() -> usize {
     return 0;
 }
 
-/// Enters the kernel. Returns what it returns: a negative number is that of an error.
+/// Enters the kernel. Returns the kernel's result: a negative number is that of an error.
 ///
 /// # Safety
 /// The call and its arguments are what the caller may ask of the kernel.

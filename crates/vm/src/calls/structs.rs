@@ -6,13 +6,12 @@
 use std::ptr;
 
 use super::{
-    Arguments, IsRemote,
-    local::Local,
-    system_call,
+    local::{IsRemote, Local},
+    raw::{Arguments, system_call},
     transfer::{ADDRESS_BYTES, error},
 };
 
-/// An argument that is an address, and how many bytes the call reads or writes there.
+/// An argument that is an address, and the number of bytes that the call reads or writes there.
 #[derive(Clone, Copy)]
 struct Part(usize, usize);
 
@@ -26,12 +25,12 @@ const LENGTH: usize = 4;
 const OFFSET: usize = 8;
 const POLL: usize = 8;
 
-/// At most four.
+/// Returns the parts of a call, at most four.
 fn parts(number: libc::c_long, args: Arguments) -> [Part; 4] {
     const NONE: Part = Part(0, 0);
     let mut parts = [NONE; 4];
     let mut fill = |these: &[Part]| parts[..these.len()].copy_from_slice(these);
-    // Sets of descriptors are in words.
+    // A set of descriptors is in whole words.
     let set = args[0].div_ceil(64).saturating_mul(8);
     match number {
         libc::SYS_accept | libc::SYS_accept4 => {
@@ -71,7 +70,7 @@ fn parts(number: libc::c_long, args: Arguments) -> [Part; 4] {
     parts
 }
 
-/// `None`: the call is none of these, or has no remote argument.
+/// Makes a call with local copies. `None`: the call is another one, or has no remote argument.
 ///
 /// # Safety
 /// As [`super::call`].

@@ -8,24 +8,23 @@
 use std::{mem, ptr, slice};
 
 use super::{
-    Arguments, IsRemote,
-    local::{Buffers, Local, PIECE_BYTES},
-    system_call,
+    local::{Buffers, IsRemote, Local, PIECE_BYTES},
+    raw::{Arguments, system_call},
 };
 
-/// The kernel takes no more buffers than these.
+/// Upper bound of the buffers that the kernel takes.
 const BUFFERS_MAX: usize = 1024;
-/// Bytes of the longest address of a socket.
+/// Length of the longest address of a socket.
 pub(super) const ADDRESS_BYTES: usize = 128;
 
 pub(super) fn error(number: libc::c_int) -> isize {
     -(number as isize)
 }
 
-/// What a descriptor moves.
+/// Kind of data that a descriptor moves.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Bytes at positions: only its end makes a call shorter.
+    /// Bytes at positions: only the file's end makes a call shorter.
     File,
     /// Bytes as they come.
     Stream,
@@ -64,17 +63,17 @@ impl Kind {
     }
 }
 
-/// How a transfer is done.
+/// Plan of a transfer: the length of its pieces, and its end.
 #[derive(Clone, Copy)]
 pub(super) struct Plan {
-    /// Bytes that move at once at most.
+    /// Most bytes that move at once.
     pub(super) piece: usize,
-    /// Whether it goes on after a whole piece.
+    /// True if the transfer goes on after a whole piece.
     goes_on: bool,
 }
 
 impl Plan {
-    /// Of `bytes` bytes; `goes_on` says for which kinds a call goes on after a piece.
+    /// Makes a plan for `bytes` bytes. `goes_on` names the kinds whose calls go on after a piece.
     pub(super) fn new(fd: usize, bytes: usize, goes_on: impl FnOnce(Kind) -> bool) -> Plan {
         let whole = Plan {
             piece: bytes,
@@ -94,7 +93,7 @@ impl Plan {
 }
 
 impl Plan {
-    /// All `bytes` at once.
+    /// Returns a plan that moves all `bytes` at once.
     pub(super) fn whole(self, bytes: usize) -> Plan {
         Plan {
             piece: bytes,
@@ -103,8 +102,8 @@ impl Plan {
     }
 }
 
-/// The buffers of a call, the first of which may be `one`. `None`: it is none that moves plain
-/// bytes.
+/// Returns the buffers of a call; a single buffer is put in `one`. `None`: the call does not move
+/// plain bytes.
 ///
 /// # Safety
 /// As [`super::call`].
@@ -148,7 +147,7 @@ const NO_BUFFER: [libc::iovec; 1] = [libc::iovec {
     iov_len: 0,
 }];
 
-/// Whether a call has remote buffers, or a remote list of them.
+/// True if a call has remote buffers, or a remote list of them.
 ///
 /// # Safety
 /// As [`super::call`].
@@ -167,7 +166,7 @@ pub(super) unsafe fn buffers_are_remote(
     })
 }
 
-/// `None`: the call is none of these, or has no remote buffer.
+/// Makes a call that moves plain bytes. `None`: the call is another one, or has no remote buffer.
 ///
 /// # Safety
 /// As [`super::call`].
@@ -248,7 +247,7 @@ pub(super) unsafe fn call(
     })
 }
 
-/// Whether the kernel keeps references to what a call has given it, after the call has returned.
+/// True if the kernel keeps references to a call's memory after the call has returned.
 pub fn keeps_memory(number: libc::c_long, args: Arguments) -> bool {
     let flags = match number {
         libc::SYS_vmsplice => return true,
@@ -259,8 +258,8 @@ pub fn keeps_memory(number: libc::c_long, args: Arguments) -> bool {
     flags & libc::MSG_ZEROCOPY as usize != 0
 }
 
-/// `vmsplice`, of as much as the pipe can hold at most. The end that is read copies out of the
-/// pipe.
+/// Makes the call `vmsplice`, of at most as much as the pipe can hold. At the end that is read,
+/// copies out of the pipe.
 unsafe fn splice(fd: usize, buffers: Buffers<'_>, bytes: usize, flags: usize) -> isize {
     let ask = |what: libc::c_int| {
         // SAFETY: asks only.
@@ -295,7 +294,7 @@ unsafe fn splice(fd: usize, buffers: Buffers<'_>, bytes: usize, flags: usize) ->
     }
 }
 
-/// `getrandom`.
+/// Makes the call `getrandom`.
 unsafe fn random(args: Arguments, is_remote: IsRemote<'_>) -> Option<isize> {
     let [at, bytes, flags, ..] = args;
     let buffer = [libc::iovec {
@@ -317,7 +316,7 @@ unsafe fn random(args: Arguments, is_remote: IsRemote<'_>) -> Option<isize> {
     })
 }
 
-/// A read or write at a position, of one local buffer.
+/// Reads or writes one local buffer at a position.
 unsafe fn at_position(
     call: libc::c_long,
     args: Arguments,
@@ -346,8 +345,8 @@ unsafe fn at_position(
     unsafe { system_call(call, args) }
 }
 
-/// `recvfrom`. The address and its length are written here, not by the kernel: a message would be
-/// gone if that failed.
+/// Makes the call `recvfrom`. The address and its length are written here, not by the kernel: a
+/// message would be gone if that failed.
 unsafe fn receive(args: Arguments, buffers: Buffers<'_>) -> isize {
     let [fd, _, _, flags, address, length] = args;
     let mut from = [0u8; ADDRESS_BYTES];
@@ -393,8 +392,8 @@ unsafe fn receive(args: Arguments, buffers: Buffers<'_>) -> isize {
     got
 }
 
-/// Moves bytes from the kernel to the buffers. `read` is given a local buffer, its length, and what
-/// was done before.
+/// Moves bytes from the kernel to the buffers. `read` is given a local buffer, its length, and the
+/// number of bytes done before.
 ///
 /// # Safety
 /// The buffers may be written.
@@ -434,7 +433,7 @@ pub(super) unsafe fn push(
     }
 }
 
-/// Copies the first `bytes` bytes of the buffers to memory that is never used again, and gives it
+/// Copies the first `bytes` bytes of the buffers to memory that is never used again, and gives that
 /// to the kernel by one call. So each call is counted once where the kernel numbers them
 /// (`MSG_ZEROCOPY`).
 ///
@@ -453,7 +452,7 @@ pub(super) unsafe fn give(
     write(local.start(), bytes, 0)
 }
 
-/// Moves pieces, until one is not whole or all are done.
+/// Moves pieces, until a piece is not whole or all are done.
 unsafe fn pieces(
     buffers: Buffers<'_>,
     plan: Plan,

@@ -1,7 +1,7 @@
 //! Addresses of regions: reserved, registered stripe by stripe, and given back.
 //!
-//! The rule it keeps: no page of zeros ever appears in a region, not even while it ends. What the
-//! program has unmapped of a region is not touched again.
+//! The rule it keeps: no page of zeros ever appears in a region, not even while it ends. Addresses
+//! that the program has unmapped of a region are not touched again.
 
 use std::{io, ops::Range};
 
@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// Reserves addresses for a region of the space with number `space`, and registers them with its
-/// `shards`. Returns the first.
+/// `shards`. Returns the first address.
 pub(super) fn map(
     shards: &[KernelShard],
     space: u64,
@@ -35,7 +35,7 @@ pub(super) fn map(
             ),
         ),
     })?;
-    // What was unmapped before is not about this region.
+    // Earlier unmaps are not about this region.
     catch_up(shards);
     occupied::begin(address);
     if let Err(error) = set_up(shards, address, geometry, mode) {
@@ -107,7 +107,7 @@ fn set_up(
     Ok(())
 }
 
-/// The parts of a region that belong to one shard each.
+/// Returns the parts of a region that belong to one shard each.
 fn stripes(
     shards: usize,
     address: usize,
@@ -125,7 +125,7 @@ fn stripes(
     })
 }
 
-/// Reserves the addresses of a region, which are no other's from then on.
+/// Reserves the addresses of a region, which no other region gets from then on.
 fn reserve(space: u64, geometry: &Geometry) -> io::Result<usize> {
     let huge = geometry.page_bytes == HUGE_PAGE_BYTES;
     let occupy =
@@ -153,8 +153,8 @@ fn reserve(space: u64, geometry: &Geometry) -> io::Result<usize> {
             .inspect_err(|_| occupied::give_up(start))?;
         return Ok(start);
     }
-    // The kernel may hand out again what the program has unmapped out of a region. Such addresses
-    // are kept until others have been found.
+    // The kernel may hand out again addresses that the program has unmapped out of a region. Such
+    // addresses are kept until others have been found.
     let mut unfit = Vec::new();
     let found = loop {
         match sys::reserve(geometry.bytes, geometry.page_bytes, huge) {

@@ -85,7 +85,7 @@ fn take_back(shard: &KernelShard, copies: Range<usize>) {
     let _ = unsafe { sys::madvise(copies.start, there, libc::MADV_DONTNEED) };
 }
 
-/// Takes the leading ones of `pages` out, to the slots of `frame`. `fenced` is the shard's fence.
+/// Takes the leading pages of `pages` out, to `frame`'s slots. `fenced` is the shard's fence.
 pub(super) fn detach(
     shard: &KernelShard,
     pages: Pages,
@@ -166,7 +166,7 @@ unsafe fn copy_page_in(shard: &KernelShard, to: Range<usize>, from: usize) -> Re
     })
 }
 
-/// The same for each kernel page by itself, from `done_bytes` on.
+/// Calls [`copy_in`] for each kernel page by itself, from `done_bytes` on.
 ///
 /// # Safety
 /// As [`copy_in`].
@@ -190,9 +190,9 @@ unsafe fn copy_parts_in(
 
 /// A page that was not carried out.
 enum CarryError {
-    /// It is where it was.
+    /// The page is where it was.
     Refused(DetachError),
-    /// It lies at this temporary address.
+    /// The page lies at this temporary address.
     Staged(usize, Refusal),
 }
 
@@ -218,8 +218,8 @@ fn copy_out(
     }
 }
 
-/// Takes one page out, each kernel page by itself. What is not taken whole is put back: meanwhile
-/// the program sleeps where it touches a part that is out.
+/// Takes one page out, each kernel page by itself. A page that is not taken whole is put back:
+/// meanwhile the program sleeps where it touches a part that is out.
 fn carry_parts_out(
     shard: &KernelShard,
     page: Range<usize>,
@@ -286,7 +286,7 @@ fn carry_out(range: Range<usize>, slot: usize, pool: &FramePool) -> Result<(), C
 }
 
 /// Takes `len` bytes that were mapped at `address` a moment ago back to a slot of `pool`, which is
-/// the caller's. What the program has dropped meanwhile stays a hole.
+/// the caller's. Kernel pages that the program has dropped meanwhile stay holes.
 ///
 /// # Errors
 /// Bytes are lost, for lack of memory.

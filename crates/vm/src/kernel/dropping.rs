@@ -1,23 +1,23 @@
 //! Pages that the program may only read, out by dropping them.
 //!
-//! What such a page holds is what it was filled with, so that nothing is looked at, carried or
+//! Such a page holds the bytes that it was filled with, so that nothing is looked at, carried or
 //! copied. Many runs share one call, and the processors that run the program are interrupted once
 //! for all of them. A touch of a dropped page is a fault, as if it had never been there.
 //!
-//! The rule it keeps: what the program has unmapped is not touched, since something else may be
-//! there. As in `scattered`, what it maps there within the call that drops is lost, if another of
-//! its threads unmaps the place just then.
+//! The rule it keeps: addresses that the program has unmapped are not touched, since something else
+//! may be there. As in `scattered`, memory that the program maps there within the call that drops
+//! is lost, if another of its threads unmaps the place just then.
 //!
-//! The downside: nobody sees what a program has written that made the region writable by itself.
+//! The downside: writes of a program that made the region writable by itself are lost.
 
 use super::shard::KernelShard;
 use crate::{pages::Pages, sys};
 
-/// Also drops what the program has locked (`mlock`): a page of which a part is locked would be
-/// dropped up to there, and its front would be lost.
+/// Advice that also drops locked pages (`mlock`): otherwise a page of which a part is locked would
+/// be dropped up to there, and its front would be lost.
 const DROP: libc::c_int = libc::MADV_DONTNEED_LOCKED;
 
-/// Drops the leading ones of `runs`, which ascend. Returns how many.
+/// Drops the leading runs of `runs`, which ascend. Returns their number.
 pub(super) fn detach(shard: &KernelShard, runs: &[Pages]) -> usize {
     let (Some(first), Some(last)) = (runs.first(), runs.last()) else {
         return 0;

@@ -6,8 +6,8 @@
 //!
 //! The rule it keeps: messages are read under the lock for writing, and pages change sides under
 //! the lock for reading. So whatever lies at an address that is not known to be gone is the
-//! region's for as long as the lock is held. Nobody waits for a mapping that changes while holding
-//! it: the change ends only when somebody reads.
+//! region's for as long as the lock is held. No thread waits for a changing mapping while it holds
+//! the lock: the change ends only when a thread reads.
 
 use std::{
     cell::Cell,
@@ -33,28 +33,28 @@ use crate::{
     uffd::Uffd,
 };
 
-/// How long to wait for a shard's messages to be read: its filler is dead, or starved beyond help.
+/// Longest wait for a shard's messages: then its filler is dead, or starved beyond help.
 const CHANGE_PATIENCE: Duration = Duration::from_secs(10);
-/// A thread that waits for that yields its core for so long, and sleeps in naps from then on.
+/// Time for which such a wait yields the core, before it goes on with naps.
 const CHANGE_YIELDS: Duration = Duration::from_micros(200);
 const CHANGE_NAP: Duration = Duration::from_micros(50);
 
 /// A shard's userfaultfd, behind the lock that orders its messages and its transfers.
 pub(super) struct Fence {
     uffd: Uffd,
-    /// The number of the space, by which its regions are known.
+    /// Number of the space, by which its regions are known.
     space: u64,
-    /// Of the standard library: it never allocates, and is locked in a signal handler.
+    /// Lock of the standard library: it never allocates, and is taken in a signal handler.
     messages: RwLock<Messages>,
-    /// Set with `Release` after news were noted, and taken with `Acquire` before they are read.
+    /// True if there are news: set with `Release` when noted, taken with `Acquire` before a read.
     has_news: AtomicBool,
-    /// Which thread reads the messages: the others wait for it.
+    /// Number of the thread that reads the messages: all others wait for it.
     reader: AtomicUsize,
-    /// Faults that it came across while it waited for a change to end.
+    /// Faults that the reader came across while it waited for a change to end.
     early: Mutex<Vec<Fault>>,
 }
 
-/// No message of the shard is read while this lives.
+/// Hold on the fence: no message of the shard is read while it lives.
 pub(super) type Fenced<'a> = RwLockReadGuard<'a, Messages>;
 
 impl Fence {
@@ -121,8 +121,8 @@ impl Fence {
     }
 
     /// Waits a moment for a mapping that changes. The thread that reads this shard's messages reads
-    /// them here; all others leave it time to. `since` is when the waiting began. `false`: it has
-    /// taken too long.
+    /// them here; all others leave it time to. `since` is when the waiting began. `false`: the wait
+    /// has taken too long.
     pub(super) fn wait_for_change(&self, since: &mut Option<Instant>) -> bool {
         let waited = since.get_or_insert_with(Instant::now).elapsed();
         if self.reader.load(Ordering::Relaxed) == this_thread() {
@@ -139,7 +139,7 @@ impl Fence {
         waited < CHANGE_PATIENCE
     }
 
-    /// Waits until all that was unmapped before this call is known.
+    /// Waits until all addresses that were unmapped before this call are known to be gone.
     pub(super) fn catch_up(&self) {
         let mut since = None;
         while self.uffd.is_changing() && self.wait_for_change(&mut since) {}
@@ -147,9 +147,9 @@ impl Fence {
         drop(self.lock());
     }
 
-    /// Appends the faults that wait, and what the program has unmapped; does not block. To be
-    /// called by one thread at a time: it reads the messages from now on, and nobody waits for
-    /// another that does.
+    /// Appends the faults that wait, and the addresses that the program has unmapped; does not
+    /// block. To be called by one thread at a time: that thread reads the messages from now on, and
+    /// other threads wait for it alone.
     pub(super) fn events(&self, asked: Asked, out: &mut Events) -> io::Result<()> {
         self.reader.store(this_thread(), Ordering::Relaxed);
         out.faults.append(&mut self.early.lock());
@@ -163,7 +163,7 @@ impl Fence {
         Ok(())
     }
 
-    /// What tells that [`events`](Self::events) has something to say.
+    /// Returns the sources of [`events`](Self::events), to wait for.
     pub(super) fn wait(&self) -> Wait<'_> {
         Wait {
             fd: Some(self.uffd.as_fd()),
@@ -213,7 +213,7 @@ impl fmt::Debug for Fence {
     }
 }
 
-/// A number for this thread, other than 0.
+/// Returns a number for this thread, other than 0.
 fn this_thread() -> usize {
     thread_local! {
         static HERE: Cell<u8> = const { Cell::new(0) };

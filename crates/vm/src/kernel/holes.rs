@@ -1,28 +1,27 @@
-//! The arithmetic of moving a run out: how far it has come, and what is missing in it
-//! ([`Progress`]).
+//! The arithmetic of moving a run out: its progress, and the holes in it ([`Progress`]).
 //!
-//! The rule it keeps: it only counts. All offsets are bytes from the start of the run. A *hole* is
-//! a kernel page that the program has dropped out of a larger page.
+//! The rule it keeps: nothing is moved here, only counted. All offsets are bytes from the start of
+//! the run. A *hole* is a kernel page that the program has dropped out of a larger page.
 
 use std::ops::Range;
 
 use crate::sys::KERNEL_PAGE_BYTES;
 
-/// How far a run has been moved.
+/// Progress of a run that moves out.
 #[derive(Debug)]
 pub(super) struct Progress {
     len: usize,
     page_bytes: usize,
-    /// All before this has moved, or is a hole.
+    /// Offset before which all has moved, or is a hole.
     done: usize,
-    /// Where the move that comes next ends.
+    /// Offset at which the next move ends.
     end: usize,
     first_hole: Option<usize>,
     last_hole: Range<usize>,
 }
 
 impl Progress {
-    /// Of a run of `len` bytes in pages of `page_bytes`.
+    /// Makes the progress of a run of `len` bytes in pages of `page_bytes`.
     pub(super) fn new(len: usize, page_bytes: usize) -> Self {
         Self {
             len,
@@ -34,7 +33,7 @@ impl Progress {
         }
     }
 
-    /// What to move next. `None`: the run has ended.
+    /// Returns the range to move next. `None`: the run has ended.
     pub(super) fn next(&mut self) -> Option<Range<usize>> {
         if self.done == self.len {
             return None;
@@ -45,13 +44,13 @@ impl Progress {
         Some(self.done..self.end)
     }
 
-    /// All of it moved.
+    /// Notes that all of the range moved.
     pub(super) fn moved(&mut self) {
         self.done = self.end;
     }
 
-    /// It was refused before any of it moved, because it spans two mappings: what comes next is its
-    /// first page alone. `false`: it was no more than that.
+    /// Narrows the range to its first page, after a refusal of the whole because it spans two
+    /// mappings. `false`: the range was no more than that.
     pub(super) fn narrow(&mut self) -> bool {
         let page_end = self.done - self.done % self.page_bytes + self.page_bytes;
         let is_narrower = page_end < self.end;
@@ -61,13 +60,13 @@ impl Progress {
         is_narrower
     }
 
-    /// `done_bytes` of it moved, and nothing more does.
+    /// Notes that `done_bytes` of the range moved, and nothing more does.
     pub(super) fn stopped(&mut self, done_bytes: usize) {
         self.done += done_bytes;
     }
 
-    /// `done_bytes` of it moved, and the kernel page behind them is a hole. `false`: with that, all
-    /// of a page is missing, and the run ends before it.
+    /// Notes that `done_bytes` of the range moved, and the kernel page behind them is a hole.
+    /// `false`: with that, all of a page is missing, and the run ends before it.
     pub(super) fn pass_hole(&mut self, done_bytes: usize) -> bool {
         self.done += done_bytes;
         let start = if self.last_hole.end == self.done {
@@ -86,18 +85,18 @@ impl Progress {
         !page_is_missing
     }
 
-    /// Bytes of the pages that are complete but for holes.
+    /// Returns the bytes of the pages that are complete but for holes.
     pub(super) fn whole_bytes(&self) -> usize {
         self.done - self.done % self.page_bytes
     }
 
-    /// Where in those pages holes lie: from the first of them on, and no further than this.
+    /// Returns the range, within the complete pages, from the first hole to the last.
     pub(super) fn holes(&self) -> Option<Range<usize>> {
         let start = self.first_hole.filter(|&hole| hole < self.whole_bytes())?;
         Some(start..self.last_hole.end.min(self.whole_bytes()))
     }
 
-    /// What has moved behind the first `whole_bytes`, if it is more than a hole.
+    /// Returns the range that has moved behind the first `whole_bytes`, if it is more than a hole.
     pub(super) fn moved_behind(&self, whole_bytes: usize) -> Option<Range<usize>> {
         let is_hole = self.last_hole.start <= whole_bytes && self.last_hole.end >= self.done;
         (self.done > whole_bytes && !is_hole).then_some(whole_bytes..self.done)
@@ -124,8 +123,8 @@ mod tests {
         Busy(usize),
     }
 
-    /// The kernel: moves up to the first page that is dropped or held, and nothing of what spans
-    /// two mappings.
+    /// Plays the kernel: moves up to the first page that is dropped or held, and nothing of a range
+    /// that spans two mappings.
     fn kernel(pages: &[KernelPage], divided_at: usize, what: Range<usize>) -> Answer {
         if what.start < divided_at && divided_at < what.end {
             return Answer::SpansTwo;
@@ -142,7 +141,7 @@ mod tests {
         Answer::Moved
     }
 
-    /// As moving does it.
+    /// Runs the loop of moving out.
     fn run(pages: &[KernelPage], page_bytes: usize, divided_at: usize) -> Progress {
         let mut progress = Progress::new(pages.len() * KERNEL_PAGE_BYTES, page_bytes);
         while let Some(next) = progress.next() {

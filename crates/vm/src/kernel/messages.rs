@@ -1,7 +1,7 @@
-//! What a shard's userfaultfd says: faults, and addresses that the program has unmapped.
+//! Messages of a shard's userfaultfd: faults, and addresses that the program has unmapped.
 //!
 //! The rule it keeps: an address that the program has unmapped of a region counts as gone from the
-//! moment its message is read until the region ends. Who may read, and when, is up to
+//! moment its message is read until the region ends. The reading thread, and its time, are left to
 //! [`Fence`](super::fence::Fence).
 
 use std::{io, ops::Range};
@@ -12,20 +12,20 @@ use crate::{
     uffd::{FaultBuffer, Message, Uffd},
 };
 
-/// What the messages of one shard have said.
+/// News from the messages of one shard.
 #[derive(Default)]
 pub(super) struct Messages {
     buffer: FaultBuffer,
-    /// What the program has unmapped of the space's regions. Whole addresses, not the shard's
-    /// alone.
+    /// Addresses that the program has unmapped of the space's regions, also addresses of other
+    /// shards.
     pub(super) gone: Ranges,
-    /// The part of it that has not been handed on yet.
+    /// The part of `gone` that has not been handed on yet.
     news: Vec<Range<usize>>,
 }
 
 impl Messages {
     /// Reads the messages that wait in `uffd`, which belongs to space number `space`, and appends
-    /// the faults among them. Returns whether the program has unmapped anything.
+    /// the faults among them. True if the program has unmapped anything.
     pub(super) fn read(
         &mut self,
         uffd: &Uffd,
@@ -50,7 +50,7 @@ impl Messages {
         Ok(unmapped)
     }
 
-    /// Appends what was unmapped since the last call.
+    /// Appends the addresses that were unmapped since the last call.
     pub(super) fn take_news(&mut self, out: &mut Vec<Range<usize>>) {
         out.append(&mut self.news);
     }

@@ -44,19 +44,19 @@ use crate::{
     uffd::{Features, OpenError, RegisterMode, Uffd},
 };
 
-/// How pages change sides.
+/// Way in which pages change sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Transfer {
-    /// By `UFFDIO_MOVE` (kernel 6.8): the physical page changes its address, nothing is copied.
+    /// `UFFDIO_MOVE` (kernel 6.8): the physical page changes its address, nothing is copied.
     Move,
-    /// By copying (kernel 5.7). Pages of 2 MiB are not huge then. Each transfer in progress takes
-    /// more memory than its frame: out one page, in one run. What a device writes into a page while
-    /// it is taken out is lost.
+    /// Copying (kernel 5.7). Pages of 2 MiB are not huge then. Each transfer in progress takes more
+    /// memory than its frame: out one page, in one run. A device's writes into a page that is being
+    /// taken out are lost.
     Copy,
 }
 
-/// How a [`KernelSpace`] is made.
+/// Options of a [`KernelSpace`].
 #[derive(Clone, Debug)]
 pub struct KernelSpaceOptions {
     /// Number of shards, each with a userfaultfd of its own. Default: 1.
@@ -65,15 +65,15 @@ pub struct KernelSpaceOptions {
     /// not of pages in regions. This is addresses, not memory (twice as many, so that pages of a
     /// run find room next to each other). Default: 1 GiB.
     pub frame_bytes_max: usize,
-    /// How pages change sides. Default: `None`, the best that the kernel offers.
+    /// Way in which pages change sides. Default: `None`, the best that the kernel offers.
     pub transfer: Option<Transfer>,
-    /// Catch only faults of the program's own instructions. A system call that touches an absent
-    /// page fails with `EFAULT`. Needs no permission. Default: false.
+    /// True to catch only faults of the program's own instructions. A system call that touches an
+    /// absent page fails with `EFAULT`. Needs no permission. Default: false.
     pub user_mode_only: bool,
-    /// A fault is not reported to its shard but raises SIGBUS in the thread that faults, which
-    /// serves it itself (see [`sigbus`](crate::sigbus)). No other thread is woken for it, which is
-    /// most of a fault's cost. The price: a system call that touches an absent page fails with
-    /// `EFAULT`, and a thread that blocks SIGBUS is killed by its first fault. Default: false.
+    /// True if a fault is not reported to its shard but raises SIGBUS in the thread that faults,
+    /// which serves the fault itself (see [`sigbus`](crate::sigbus)). No other thread is woken,
+    /// which is most of a fault's cost. The price: a system call that touches an absent page fails
+    /// with `EFAULT`, and a thread that blocks SIGBUS is killed by its first fault. Default: false.
     pub in_thread: bool,
 }
 
@@ -92,17 +92,17 @@ impl Default for KernelSpaceOptions {
 /// The program's real memory.
 #[derive(Debug)]
 pub struct KernelSpace {
-    /// By which its regions are told from those of other spaces.
+    /// Number that tells the space's regions from those of other spaces.
     number: u64,
     shards: Vec<KernelShard>,
     pools: Pools,
     pagemap: Arc<Pagemap>,
     transfer: Transfer,
-    /// Whether single pages can be copied out (`scattered`).
+    /// True if single pages can be copied out (`scattered`).
     scatters: bool,
     in_thread: bool,
-    /// Second references to the shards' userfaultfds, where the program can close the first: its
-    /// absent pages would read as zeros.
+    /// Second references to the shards' userfaultfds, where the program can close the first: absent
+    /// pages would then read as zeros.
     _keeper: Option<Keeper>,
 }
 
@@ -119,7 +119,7 @@ impl KernelSpace {
         Self::with_features(&options, supported)
     }
 
-    /// As on a kernel that has these features.
+    /// Opens a space as on a kernel that has the features `supported`.
     fn with_features(options: &KernelSpaceOptions, supported: Features) -> Result<Self, OpenError> {
         assert!(options.shards > 0, "a space has at least one shard");
         let kernel_page_bytes = page_size();
@@ -184,7 +184,7 @@ impl KernelSpace {
         })
     }
 
-    /// How pages change sides here.
+    /// Returns the way in which pages change sides here.
     pub fn transfer(&self) -> Transfer {
         self.transfer
     }
@@ -206,8 +206,8 @@ impl KernelSpace {
         );
         let refused = |frame: &KernelFrame| pages.behind(pages.bytes() - frame.len());
         let installed = match self.install_run(pages, frame) {
-            // Or the program has divided the mapping (by `mprotect`, say), and the kernel refuses
-            // what spans two.
+            // Or the program has divided the mapping (by `mprotect`, say), and the kernel refuses a
+            // range that spans two.
             Err(InstallError {
                 frame,
                 kind: InstallErrorKind::Gone,
@@ -273,8 +273,8 @@ impl KernelSpace {
         let mut frame = pool.vacant(pages.count(), 1).map_err(DetachError::Os)?;
         let shard = self.shard(pages.shard());
         let fenced = shard.fence.lock();
-        // A page that the program has unmapped in part is gone: what is left of it is not what the
-        // store shall have.
+        // A page that the program has unmapped in part is gone: the rest of it must not get into
+        // the store.
         let there = fenced.gone.free_bytes(&pages.range()) / page_bytes * page_bytes;
         if there == 0 {
             return Err(DetachError::Absent);
@@ -454,7 +454,7 @@ mod tests {
         assert!(space.shards[0].poison.is_empty());
     }
 
-    /// What `mprotect` does to a page of which a part is taken back just then.
+    /// Calls `mprotect` on a page of which a part is taken back just then.
     #[test]
     fn part_that_is_taken_back_comes_whole_where_the_program_divides_it() {
         let space = KernelSpace::new(KernelSpaceOptions::default()).unwrap();

@@ -48,7 +48,7 @@ pub(super) fn install(
         bytes => take_back(shard, rest.address(), bytes, frame)?,
     };
     match why {
-        // The page is poisoned, or what the program has left of its poison is. Or it is mapped,
+        // The page, or the rest of it that the program has left, is poisoned. Or it is mapped,
         // which copying is told as well.
         Refusal::Exists => copying::install(shard, rest, frame),
         // `mlock` or `mprotect` has made its mapping differ from the pool's.
@@ -100,7 +100,7 @@ fn take_back(
     }
 }
 
-/// Takes the leading ones of `pages` out, to the slots of `frame`. `fenced` is the shard's fence.
+/// Takes the leading pages of `pages` out, to `frame`'s slots. `fenced` is the shard's fence.
 pub(super) fn detach(
     shard: &KernelShard,
     pages: Pages,
@@ -153,7 +153,7 @@ pub(super) fn detach(
         why = Some(refusal.into());
         break;
     }
-    // From here on it is about frames, and about putting back, which waits while mappings change.
+    // The rest deals with frames, and with putting back, which waits while mappings change.
     drop(fenced);
     // 2. Make the pages whole that are partly there.
     let mut whole_bytes = progress.whole_bytes();
@@ -257,12 +257,12 @@ unsafe fn move_in(
     })
 }
 
-/// [`Uffd::move_pages`] such that what is refused has not moved.
+/// Calls [`Uffd::move_pages`] so that a page that is refused has not moved.
 ///
 /// From Linux 6.18 on, a move that has to try again inside the kernel (a page ages or migrates at
 /// that moment) forgets that it succeeded, tries once more, and meets the pages that it has just
 /// moved itself: `EEXIST`, with nothing counted and nobody woken. The source tells this from a
-/// destination that was occupied before: it is empty.
+/// destination that was occupied before: the source is empty.
 ///
 /// # Safety
 /// - As [`Uffd::move_pages`].
@@ -291,7 +291,7 @@ unsafe fn move_pages(
                 why,
             });
         }
-        // How many have moved is not said: the next one answers for itself.
+        // The number of moved pages is not told: the next page answers for itself.
         uffd.wake(to.start + done, KERNEL_PAGE_BYTES)
             .expect("waking checks alignment only, and pages are aligned");
         done += KERNEL_PAGE_BYTES;

@@ -1,8 +1,8 @@
-//! Which addresses of this process are regions, whichever space they belong to.
+//! Addresses of this process that are regions, whichever space the regions belong to.
 //!
 //! The rule it keeps: no two regions have an address in common, not even one that the program has
-//! unmapped out of a region. What is known of an address (which shard, whether it is gone) is known
-//! by the address alone. The kernel does not see to that: it hands out unmapped addresses again.
+//! unmapped out of a region. The shard of an address, and its loss, are known by the address alone.
+//! The kernel does not see to that: it hands out unmapped addresses again.
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +14,7 @@ use std::{
     },
 };
 
-/// A number for a space.
+/// Returns a number for a new space.
 pub(crate) fn next_space() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -24,13 +24,13 @@ struct Entry {
     end: usize,
     space: u64,
     read_only: bool,
-    /// Whether what the kernel says of these addresses is about the region, and not about what was
-    /// there before.
+    /// True if the kernel's messages on these addresses are about the region, and not about what
+    /// was there before.
     live: bool,
 }
 
-/// By first address. Of the standard library: it never allocates when contended, and is asked in a
-/// signal handler.
+/// Process and its regions by first address. The lock is the standard library's: it never allocates
+/// when contended, and is taken in a signal handler.
 static REGIONS: Mutex<(u32, BTreeMap<usize, Entry>)> = Mutex::new((0, BTreeMap::new()));
 
 fn regions() -> MutexGuard<'static, (u32, BTreeMap<usize, Entry>)> {
@@ -43,7 +43,7 @@ fn regions() -> MutexGuard<'static, (u32, BTreeMap<usize, Entry>)> {
     regions
 }
 
-/// Takes addresses for a region. `false`: part of them belong to another.
+/// Takes addresses for a region. `false`: part of them belong to another region.
 pub(crate) fn occupy(addresses: &Range<usize>, space: u64, read_only: bool) -> bool {
     let mut regions = regions();
     let before = regions.1.range(..addresses.end).next_back();
@@ -60,7 +60,7 @@ pub(crate) fn occupy(addresses: &Range<usize>, space: u64, read_only: bool) -> b
     true
 }
 
-/// From here on [`of_space`] knows the region that begins at `start`.
+/// Makes the region that begins at `start` known to [`of_space`] from here on.
 pub(crate) fn begin(start: usize) {
     if let Some(entry) = regions().1.get_mut(&start) {
         entry.live = true;
@@ -72,14 +72,14 @@ pub(crate) fn give_up(start: usize) {
     regions().1.remove(&start);
 }
 
-/// Whether `address` lies in a region that the program may only read.
+/// True if `address` lies in a region that the program may only read.
 pub(crate) fn is_read_only(address: usize) -> bool {
     let regions = regions();
     let before = regions.1.range(..=address).next_back();
     before.is_some_and(|(_, entry)| address < entry.end && entry.read_only)
 }
 
-/// The parts of `addresses` that lie in regions of a space.
+/// Returns the parts of `addresses` that lie in regions of a space.
 pub(crate) fn of_space(space: u64, addresses: &Range<usize>) -> Vec<Range<usize>> {
     let regions = regions();
     let below = regions.1.range(..addresses.end).rev();

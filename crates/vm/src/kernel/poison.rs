@@ -1,6 +1,6 @@
 //! Pages that cannot be had: touching one is a signal until its bytes come ([`Poison`]).
 //!
-//! The rule it keeps: it changes absent pages only, and only what the program has not unmapped.
+//! The rule it keeps: only absent pages are changed, as far as the program has not unmapped them.
 //!
 //! From kernel 6.6 on `UFFDIO_POISON` does this, and the signal is SIGBUS. Before, the page is
 //! barred: no access is allowed to it, and the signal is SIGSEGV.
@@ -15,12 +15,12 @@ use crate::{
     sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
 };
 
-/// How pages of a shard are poisoned.
+/// Way in which pages of a shard are poisoned.
 #[derive(Debug)]
 pub(super) enum Poison {
-    /// By `UFFDIO_POISON`. Whatever is put there replaces it.
+    /// `UFFDIO_POISON`. A page that is put there replaces the poison.
     ByKernel,
-    /// By `mprotect`. Pages with one of these addresses are barred now.
+    /// `mprotect`. Holds the addresses of the pages that are barred now.
     Barred(Mutex<BTreeSet<usize>>),
 }
 
@@ -44,7 +44,7 @@ impl Poison {
         poisoned
     }
 
-    /// Lets the program touch pages again that hold what was put there.
+    /// Lets the program touch barred pages again, which have got their bytes.
     pub(super) fn lift(&self, pages: Pages) {
         let Self::Barred(barred) = self else {
             return;
@@ -110,7 +110,7 @@ fn put_by_kernel(fence: &Fence, pages: Range<usize>) -> io::Result<()> {
 }
 
 fn bar(fence: &Fence, range: Range<usize>, barred: &Mutex<BTreeSet<usize>>) -> io::Result<()> {
-    // Before the protection changes: whoever fills the page from now on lifts it.
+    // Noted before the protection changes: a fill of the page lifts it from now on.
     barred.lock().insert(range.start);
     let fenced = fence.lock();
     let parts = fenced.gone.outside(range.clone());
@@ -126,7 +126,7 @@ fn bar(fence: &Fence, range: Range<usize>, barred: &Mutex<BTreeSet<usize>>) -> i
     protected.map_err(io::Error::from)
 }
 
-/// Strikes the addresses in `range` off the list. Returns whether there were any.
+/// Strikes the addresses in `range` off the list. True if there were any.
 fn take_out(barred: &Mutex<BTreeSet<usize>>, range: &Range<usize>) -> bool {
     let mut barred = barred.lock();
     let inside = barred.extract_if(range.clone(), |_| true).count();

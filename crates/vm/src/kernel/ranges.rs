@@ -17,20 +17,20 @@ impl Ranges {
         self.0.splice(first..behind, [range]);
     }
 
-    /// Takes out what lies in `range`; no range may reach beyond it.
+    /// Takes out the addresses in `range`; no range of the set may reach beyond it.
     pub(crate) fn remove(&mut self, range: &Range<usize>) {
         self.0
             .retain(|other| other.end <= range.start || other.start >= range.end);
     }
 
-    /// How many bytes of `range` lie before the first address that is here.
+    /// Returns the bytes of `range` before the first address that is in the set.
     pub(crate) fn free_bytes(&self, range: &Range<usize>) -> usize {
         let next = self.0.partition_point(|other| other.end <= range.start);
         let end = self.0.get(next).map_or(range.end, |next| next.start);
         end.clamp(range.start, range.end) - range.start
     }
 
-    /// What of `range` is here.
+    /// Returns the parts of `range` that are in the set.
     pub(crate) fn inside(&self, range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
         let (start, end) = (range.start, range.end);
         let parts = self
@@ -40,7 +40,7 @@ impl Ranges {
         parts.filter(|part| part.start < part.end)
     }
 
-    /// What of `range` is not here.
+    /// Returns the parts of `range` that are not in the set.
     pub(crate) fn outside(&self, range: Range<usize>) -> Vec<Range<usize>> {
         let mut parts = Vec::new();
         let mut at = range.start;

@@ -7,18 +7,18 @@
 //!
 //! 1. write-protect all from the first of them to the last: one call, one shootdown;
 //! 2. copy them by `process_vm_readv`;
-//! 3. ask whose page each is by now: one that somebody has taken up meanwhile stays;
-//! 4. give the others' memory back by one `process_madvise`, with one shootdown;
+//! 3. own each of them: a page that another thread has taken up meanwhile stays;
+//! 4. give the owned pages' memory back by one `process_madvise`, with one shootdown;
 //! 5. lift the protection.
 //!
 //! The rule it keeps: from the first step on no write reaches these pages, so that what is given
-//! back is what was copied. It holds as long as nobody else lifts the protection: calls do not
+//! back is what was copied. It holds as long as no other caller lifts the protection: calls do not
 //! overlap. A write to a protected page is a fault, and its thread waits until the protection is
 //! lifted or the page is gone.
 //!
 //! The second step may meet a page that the program has dropped. That is an error to it where
 //! faults are signals. Elsewhere it sleeps on a fault like any thread of the program, until the
-//! page has been filled. So nobody owns the pages then, and the fence, under which the fault's
+//! page has been filled. So the pages have no owner then, and the fence, under which the fault's
 //! message is read, is not held.
 //!
 //! The downsides:
@@ -40,8 +40,8 @@ use crate::{
     sys::{self, KERNEL_PAGE_BYTES},
 };
 
-/// Copies the leading ones of `pages`, kernel pages in ascending order, each to its frame, and
-/// takes out those that `own` owns, by their number. Returns up to which page that went well.
+/// Copies the leading pages of `pages`, kernel pages in ascending order, each to its frame, and
+/// takes out the pages that `own` owns, by their number. Returns up to which page that went well.
 pub(super) fn detach(
     shard: &KernelShard,
     pages: &[Pages],
@@ -75,8 +75,8 @@ pub(super) fn detach(
     dealt_with
 }
 
-/// The leading ones of these pages, up to what the program has unmapped: what is there now is not
-/// the region's.
+/// Returns the leading pages before the first address that the program has unmapped: memory there
+/// is not the region's.
 fn there<'a>(fenced: &Fenced<'_>, pages: &'a [Pages]) -> &'a [Pages] {
     let (Some(first), Some(last)) = (pages.first(), pages.last()) else {
         return &[];
@@ -135,8 +135,8 @@ pub(super) fn unprotect(shard: &KernelShard, range: Range<usize>) {
     };
     if lift(range.start, range.len()).is_err() {
         for start in range.step_by(KERNEL_PAGE_BYTES) {
-            // An error: it is not the region's any more, or its messages are not read. Then the
-            // thread that writes there lifts it.
+            // An error: the page is not the region's any more, or its messages are not read. Then
+            // the thread that writes there lifts the protection.
             let _ = lift(start, KERNEL_PAGE_BYTES);
         }
     }

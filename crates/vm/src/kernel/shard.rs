@@ -1,5 +1,5 @@
 //! One shard of a [`KernelSpace`](super::KernelSpace): all that transfers of its pages need, and
-//! what the kernel's refusals mean to them.
+//! the meaning of the kernel's refusals for them.
 
 use std::{ops::Range, sync::Arc};
 
@@ -10,7 +10,7 @@ use crate::{
     sys::Refusal,
 };
 
-/// One shard: what moving, copying and poisoning its pages needs.
+/// One shard: the parts that moving, copying and poisoning its pages need.
 #[derive(Debug)]
 pub(super) struct KernelShard {
     pub(super) fence: Fence,
@@ -19,7 +19,7 @@ pub(super) struct KernelShard {
 }
 
 impl KernelShard {
-    /// Whether anything is mapped in the `len` bytes from `address` on.
+    /// True if anything is mapped in the `len` bytes from `address` on.
     pub(super) fn is_occupied(&self, address: usize, len: usize) -> bool {
         self.pagemap
             .any_occupied(address, len)
@@ -28,7 +28,7 @@ impl KernelShard {
 
     /// Poisons pages that were half way and can neither be taken nor put back.
     pub(super) fn give_up(&self, range: Range<usize>) {
-        // Where even that fails, their next fault is served with what the store has.
+        // Where even that fails, the pages' next fault is served with the store's bytes.
         let _ = self.poison.put(&self.fence, range);
     }
 }

@@ -1,11 +1,11 @@
-//! What serving a fault inside a signal handler may do ([`FaultHandler`]).
+//! Limits of serving a fault inside a signal handler ([`FaultHandler`]).
 
 use crate::space::Fault;
 
 /// Bytes of stack that a [`FaultHandler`] has. Memory is taken as it is touched.
 pub const STACK_BYTES: usize = 128 << 10;
 
-/// What became of a fault.
+/// Outcome of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Served {
     /// The page may be there: the instruction is tried again.
@@ -15,22 +15,22 @@ pub enum Served {
     NotMine,
 }
 
-/// Serves the faults of a range of addresses, in the threads that raise them.
+/// Handler of the faults in a range of addresses, run by the threads that raise them.
 ///
 /// # Safety
 /// [`fault`](Self::fault) runs inside a signal handler, at any instruction that touches the range,
 /// on several threads at once:
 /// - It neither allocates nor frees, nor does anything that may (a contended `parking_lot` lock
 ///   does).
-/// - It takes no lock under which anybody touches a range, or lets in signals whose handlers may:
+/// - It takes no lock under which a thread touches a range, or lets in signals whose handlers may:
 ///   not that of standard output or of a log.
-/// - It reads a thread-local variable only if nobody else changes it and it has no destructor.
+/// - It reads a thread-local variable only if no other code changes it and it has no destructor.
 /// - It touches no absent page of any registered range: that kills the process.
 /// - It does not end a [`Registration`](super::Registration).
 ///
 /// It may call the operating system (`errno` is put back) and use [`STACK_BYTES`] of stack. A panic
 /// aborts the process.
 pub unsafe trait FaultHandler: Send + Sync {
-    /// Serves the fault, or waits until somebody else has.
+    /// Serves the fault, or waits until another thread has.
     fn fault(&self, fault: Fault) -> Served;
 }

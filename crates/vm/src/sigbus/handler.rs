@@ -1,6 +1,6 @@
-//! The process's SIGBUS handler: installed once, and what it does with a signal that is not ours.
+//! The process's SIGBUS handler: its installation, and the end of a signal that is not ours.
 //!
-//! The rule it keeps: a SIGBUS that nobody here serves ends as it would have ended without this
+//! The rule it keeps: a SIGBUS that is not served here ends as it would have ended without this
 //! module, with its own `si_addr`. Nothing in the handler allocates or takes a lock.
 
 use std::{
@@ -18,8 +18,8 @@ use super::{
 };
 use crate::space::Fault;
 
-/// Signals that are not held back while a fault is served: what a bug in serving raises must kill
-/// there and then, and `abort` must work.
+/// Signals that are not held back while a fault is served: those that a bug in serving raises must
+/// kill there and then, and `abort` must work.
 const NEVER_HELD: [libc::c_int; 6] = [
     libc::SIGSEGV,
     libc::SIGILL,
@@ -29,11 +29,11 @@ const NEVER_HELD: [libc::c_int; 6] = [
     libc::SIGABRT,
 ];
 
-/// Bytes of the kernel's signal set: that of the C library is larger, and the kernel fills in only
+/// Bytes of the kernel's signal set: the C library's set is larger, and the kernel fills in only
 /// these.
 const SIGNAL_SET_BYTES: usize = 8;
 
-/// Who handled SIGBUS before. Not null once the handler is installed, and never freed.
+/// The action for SIGBUS before ours. Not null once the handler is installed, and never freed.
 static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(ptr::null_mut());
 
 /// Installs the handler, once.
@@ -72,7 +72,7 @@ pub(super) fn install(_owner: &Owner) -> io::Result<()> {
     Ok(())
 }
 
-/// SIG_DFL.
+/// The action SIG_DFL.
 static DEFAULT: Default = Default({
     // SAFETY: all zeros is SIG_DFL.
     unsafe { std::mem::zeroed() }
@@ -83,13 +83,13 @@ struct Default(libc::sigaction);
 // SAFETY: only read.
 unsafe impl Sync for Default {}
 
-/// What the program has handled SIGBUS with. Few programs have more than one or two, so that each
-/// is kept once and for good: a handler may be looking at it.
+/// Actions with which the program has handled SIGBUS. Few programs have more than one or two, so
+/// that each is kept once and for good: a handler may be looking at it.
 static KNOWN: Mutex<Vec<&'static libc::sigaction>> = Mutex::new(Vec::new());
 
-/// Has SIGBUS that is not ours end as with `action`: for who keeps the program's own calls of
-/// `sigaction` from replacing the handler. Returns what there was before, or what there is without
-/// an `action`.
+/// Makes a SIGBUS that is not ours end as with `action`, for a library that keeps the program's own
+/// calls of `sigaction` from replacing the handler. Returns the action before or, without an
+/// `action`, the present one.
 ///
 /// Not to be called by a signal handler: it locks and allocates.
 pub fn set_previous(action: Option<&libc::sigaction>) -> libc::sigaction {
@@ -123,7 +123,7 @@ fn is_same(one: &libc::sigaction, other: &libc::sigaction) -> bool {
         && mask(one) == mask(other)
 }
 
-/// The kernel's part of the set of signals that are held back.
+/// Returns the kernel's part of the set of signals that are held back.
 fn mask(action: &libc::sigaction) -> u64 {
     // SAFETY: the set begins with the kernel's 8 bytes.
     unsafe { *(&raw const action.sa_mask).cast::<u64>() }
@@ -155,21 +155,21 @@ extern "C" fn on_sigbus(
     Errno::set_raw(errno);
 }
 
-/// Whether the fault was a write.
+/// True if the fault was a write.
 ///
 /// # Safety
 /// `context` is what the kernel gave the handler of a page fault.
 #[cfg(target_arch = "x86_64")]
 unsafe fn is_write(context: *const libc::c_void) -> bool {
-    /// Bit of the page fault's error code.
+    /// Write bit of the page fault's error code.
     const WRITE: libc::greg_t = 1 << 1;
     // SAFETY: this function's contract: the kernel's context holds the registers.
     let registers = unsafe { &(*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
     registers[libc::REG_ERR as usize] & WRITE != 0
 }
 
-/// Elsewhere nothing says so in the same way. A page that is taken for written is only compared
-/// once more.
+/// Always true: other machines do not tell writes in the same way. A page that is taken for written
+/// is only compared once more.
 ///
 /// # Safety
 /// None.
@@ -178,7 +178,7 @@ unsafe fn is_write(_: *const libc::c_void) -> bool {
     true
 }
 
-/// Does what would have happened without this module.
+/// Ends a signal that is not ours as it would have ended without this module.
 fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: set before the handler was installed, never freed.
     let before = unsafe { &*BEFORE.load(SeqCst) };
@@ -234,11 +234,11 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
     }
 }
 
-/// Has the signal come again, as it came, with nobody to handle it. It kills at the interrupted
-/// instruction, as soon as the handler returns. Returning alone would leave the process without a
-/// handler if the instruction succeeded by then.
+/// Raises the signal again, as it came, without a handler. It kills at the interrupted instruction,
+/// as soon as this handler returns. Returning alone would leave the process without a handler if
+/// the instruction succeeded by then.
 fn die(signal: libc::c_int, info: *const libc::siginfo_t) {
-    /// As long as the kernel's action, which is no `sigaction` of the C library.
+    /// Length of the kernel's action, which is no `sigaction` of the C library.
     const ACTION_BYTES: usize = 32;
     let default = [0u64; ACTION_BYTES / 8];
     // SAFETY:

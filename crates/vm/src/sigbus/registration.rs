@@ -11,8 +11,8 @@ use super::{
     table::{self, Entry, OWNER},
 };
 
-/// How long the end of a registration sleeps between looks at the handlers that still serve it: a
-/// fill takes about as long.
+/// Pause between two looks at the handlers that still serve a registration which ends: a fill takes
+/// about as long.
 const DRAIN_PAUSE: Duration = Duration::from_micros(50);
 
 /// A range of addresses whose faults a [`FaultHandler`] serves, until this is dropped. Dropping
@@ -25,8 +25,8 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Has `handler` serve the faults in `addresses`. The first call installs the process's SIGBUS
-    /// handler.
+    /// Makes `handler` serve the faults in `addresses`. The first call installs the process's
+    /// SIGBUS handler.
     ///
     /// # Errors
     /// The operating system's, when there is no memory for a stack.
@@ -108,7 +108,7 @@ mod tests {
         while TABLE.load(SeqCst) == seen {
             thread::yield_now();
         }
-        // Time to free it in, if it were freed.
+        // Time to free the entry in, if it were freed.
         (0..1000).for_each(|_| thread::yield_now());
         assert!(looking.table().unwrap().is_empty());
         assert!(entry.upgrade().is_some());

@@ -15,8 +15,8 @@ use nix::errno::Errno;
 use super::STACK_BYTES;
 use crate::sys::KERNEL_PAGE_BYTES;
 
-/// Idle stacks that are kept: more threads than that seldom fault at once, and then each maps one
-/// and gives it back.
+/// Upper bound of idle stacks that are kept: more threads than that seldom fault at once, and then
+/// each maps a stack and gives it back.
 const IDLE_STACKS: usize = 64;
 
 /// A stack to serve on, with a page below it that no access is allowed to.
@@ -44,8 +44,8 @@ impl Stack {
             .map(|_| stack)
     }
 
-    /// One from the stock, or a new one. Without memory for that, the next one that comes back: its
-    /// handler does not wait for a stack.
+    /// Takes a stack from the stock, or a new one. Without memory for that, waits for the next one
+    /// that comes back: its handler does not wait for a stack.
     pub(crate) fn take() -> Self {
         loop {
             for idle in &IDLE {
@@ -77,7 +77,7 @@ impl Stack {
         unsafe { libc::munmap(self.0 as *mut libc::c_void, Self::MAPPING_BYTES) };
     }
 
-    /// The lowest usable address.
+    /// Returns the lowest usable address.
     pub(crate) fn base(&self) -> *mut u8 {
         (self.0 + KERNEL_PAGE_BYTES) as *mut u8
     }

@@ -1,4 +1,4 @@
-//! Who answers for which addresses: a sorted table behind one pointer.
+//! Ranges of addresses and their handlers: a sorted table behind one pointer.
 //!
 //! The rule it keeps: looking at the table neither allocates nor locks, and a table is freed only
 //! when nobody looks at it any more. Changing it makes a new one, and waits by two counters used in
@@ -24,11 +24,11 @@ use super::{
 };
 use crate::space::Fault;
 
-/// A range of addresses, and who answers for it.
+/// A range of addresses, and its handler.
 pub(super) struct Entry {
     pub(super) addresses: Range<usize>,
     handler: Arc<dyn FaultHandler>,
-    /// Handlers at work on it.
+    /// Number of handlers at work on the range.
     serving: AtomicUsize,
 }
 
@@ -41,25 +41,25 @@ impl Entry {
         })
     }
 
-    /// Whether a handler is at work on it.
+    /// True if a handler is at work on the range.
     pub(super) fn is_served(&self) -> bool {
         self.serving.load(SeqCst) > 0
     }
 }
 
-/// Sorted, without overlaps.
+/// Entries, sorted and without overlaps.
 pub(super) type Table = Vec<Arc<Entry>>;
 
 /// The process whose entries the table has; `None` before the handler is installed. Locked while
 /// the table changes, never by the handler.
 pub(super) static OWNER: Mutex<Option<u32>> = Mutex::new(None);
-/// That the table may be changed.
+/// Permission to change the table.
 pub(super) type Owner = MutexGuard<'static, Option<u32>>;
 /// The table, or null for an empty one.
 pub(super) static TABLE: AtomicPtr<Table> = AtomicPtr::new(ptr::null_mut());
-/// Handlers that are looking at the table, by the turn that they saw.
+/// Number of handlers that are looking at the table, by the turn that they saw.
 static LOOKING: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
-/// Which of the two counters those count who come now.
+/// Index of the counter for handlers that come now.
 static TURN: AtomicUsize = AtomicUsize::new(0);
 
 /// Puts a changed copy in the table's place.
@@ -72,8 +72,8 @@ pub(super) fn change(_owner: &Owner, edit: impl FnOnce(&mut Table)) {
         .unwrap_or_default();
     edit(&mut table);
     let old = TABLE.swap(Box::into_raw(Box::new(table)), SeqCst);
-    // Whoever comes from here on sees the new table and counts for the other turn, whose last ones
-    // left when it ended.
+    // Handlers that come from here on see the new table and count for the other turn, whose last
+    // handlers left when it ended.
     let turn = TURN.fetch_xor(1, SeqCst);
     while LOOKING[turn].load(SeqCst) > 0 {
         thread::yield_now();
@@ -93,7 +93,7 @@ pub(super) fn disown(_owner: &Owner) {
     LOOKING.iter().for_each(|looking| looking.store(0, SeqCst));
 }
 
-/// The entry that an address belongs to, counted as being served.
+/// Finds the entry that an address belongs to, and counts it as being served.
 pub(super) fn find(address: usize) -> Option<Serving> {
     let looking = Looking::begin();
     let table = looking.table()?;
@@ -105,7 +105,7 @@ pub(super) fn find(address: usize) -> Option<Serving> {
     Some(Serving(NonNull::from(&**entry)))
 }
 
-/// Whether faults in some of these addresses are served by the threads that raise them: system
+/// True if faults in some of these addresses are served by the threads that raise them: system
 /// calls fail with `EFAULT` where such a page is absent. Neither allocates nor locks.
 pub fn serves(addresses: Range<usize>) -> bool {
     let looking = Looking::begin();
@@ -118,7 +118,7 @@ pub fn serves(addresses: Range<usize>) -> bool {
         .is_some_and(|entry| entry.addresses.start < addresses.end)
 }
 
-/// A look at the table, which is not freed before it ends.
+/// A look at the table, which is not freed before the look ends.
 pub(super) struct Looking(&'static AtomicUsize);
 
 impl Looking {

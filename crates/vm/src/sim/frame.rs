@@ -10,12 +10,12 @@ use std::sync::{
 
 use crate::space::Frame;
 
-/// What is known of all frames together.
+/// Counters of all frames together.
 #[derive(Debug, Default)]
 pub(super) struct Frames {
-    /// Pages that they hold.
+    /// Number of pages that the frames hold.
     pub(super) pages: AtomicUsize,
-    /// Where the next one lies: a number of its own for every page.
+    /// Place of the next page: a number of its own for every page.
     next_place: AtomicUsize,
 }
 
@@ -30,7 +30,7 @@ pub struct SimFrame {
 }
 
 impl SimFrame {
-    /// A frame of these bytes, which lies behind no other.
+    /// Makes a frame of `bytes`, which lies behind no other.
     pub(super) fn new(frames: &Arc<Frames>, bytes: Vec<u8>, page_bytes: usize) -> Self {
         let pages = bytes.len() / page_bytes;
         frames.pages.fetch_add(pages, Ordering::Relaxed);
@@ -44,7 +44,7 @@ impl SimFrame {
         }
     }
 
-    /// Its first page is mapped now.
+    /// Takes the first page out, which is mapped now.
     pub(super) fn drop_first(&mut self) {
         self.bytes.drain(..self.page_bytes);
         self.place += 1;

@@ -1,7 +1,7 @@
 //! The simulated twin: an address space without a kernel, for seeded single-threaded simulations
 //! and for model tests.
 //!
-//! The rule it keeps: it does what the kernel does where that matters to a pager, and nothing else.
+//! The rule it keeps: the twin does what the kernel does where a pager notices, and nothing else.
 //! - A touch of an absent page enqueues one fault and puts the thread to sleep.
 //! - A sleeping thread wakes by [`install`](AddressSpace::install),
 //!   [`poison`](AddressSpace::poison), [`wake`](AddressSpace::wake) or
@@ -49,23 +49,23 @@ use crate::{
     },
 };
 
-/// How a [`SimSpace`] is made.
+/// Options of a [`SimSpace`].
 #[derive(Clone, Debug)]
 pub struct SimOptions {
     /// Number of shards. Default: 1.
     pub shards: usize,
-    /// What the injected faults follow from. Default: 0.
+    /// Seed of the injected faults. Default: 0.
     pub seed: u64,
-    /// How often [`AddressSpace::detach`] meets a page that is busy ([`DetachError::Busy`]), 0 to
-    /// 1. Default: 0.
+    /// Probability that [`AddressSpace::detach`] meets a page that is busy ([`DetachError::Busy`]),
+    /// 0 to 1. Default: 0.
     pub busy_probability: f64,
-    /// How often a fault is reported a second time, later, 0 to 1. Default: 0.
+    /// Probability that a fault is reported a second time, later, 0 to 1. Default: 0.
     pub duplicate_probability: f64,
-    /// Whether pages of all regions leave by copying, too ([`Mapping::copies_out`]), and not only
-    /// of those for which the program promises that no device writes there. Default: true.
+    /// True if pages of all regions leave by copying, too ([`Mapping::copies_out`]), and not only
+    /// of regions whose program promises that no device writes there. Default: true.
     pub copies_out: bool,
-    /// For a [`new_frame`](AddressSpace::new_frame) of more pages there is no room. Default: any
-    /// number finds room.
+    /// Upper bound of the pages of a [`new_frame`](AddressSpace::new_frame): for more there is no
+    /// room. Default: any number finds room.
     pub frame_pages_max: usize,
 }
 
@@ -82,7 +82,7 @@ impl Default for SimOptions {
     }
 }
 
-/// Why an access did not happen.
+/// Reason why an access did not happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Faulted {
@@ -93,12 +93,12 @@ pub enum Faulted {
     /// The page is poisoned.
     #[error("SIGBUS: the page is poisoned")]
     Sigbus,
-    /// No region is there, or it may only be read.
+    /// The address is in no region, or its region may only be read.
     #[error("SIGSEGV: no region is mapped there that allows this")]
     Sigsegv,
 }
 
-/// A simulated program's memory.
+/// Memory of a simulated program.
 pub struct SimSpace {
     state: Mutex<State>,
     shards: usize,
@@ -109,7 +109,7 @@ pub struct SimSpace {
 }
 
 impl SimSpace {
-    /// An empty space.
+    /// Makes an empty space.
     ///
     /// # Panics
     /// If `options.shards` is 0.
@@ -125,13 +125,13 @@ impl SimSpace {
         }
     }
 
-    /// From now on mapping a page at one of these addresses fails, as for lack of the kernel's
-    /// memory; `None`: no more.
+    /// Makes mapping a page at one of these addresses fail from now on, as for lack of the kernel's
+    /// memory. `None` ends that.
     pub fn refuse_installs(&self, addresses: Option<Range<usize>>) {
         self.state.lock().refused = addresses;
     }
 
-    /// Pages mapped in all regions.
+    /// Returns the number of pages mapped in all regions.
     pub fn resident_pages(&self) -> usize {
         let state = self.state.lock();
         let pages = state
@@ -143,22 +143,22 @@ impl SimSpace {
             .count()
     }
 
-    /// Pages held in frames: those in existence that are not mapped.
+    /// Returns the number of pages held in frames: those in existence that are not mapped.
     pub fn frame_pages(&self) -> usize {
         self.frames.pages.load(Ordering::Relaxed)
     }
 
-    /// How often pages were moved in or out so far; a run counts once.
+    /// Returns how often pages were moved in or out so far; a run counts once.
     pub fn moves(&self) -> usize {
         self.moves.load(Ordering::Relaxed)
     }
 
-    /// Pages that went out one by one, each at an address of its own, so far.
+    /// Returns the number of pages that went out one by one so far, each at an address of its own.
     pub fn scattered_pages(&self) -> usize {
         self.scattered.load(Ordering::Relaxed)
     }
 
-    /// Runs that came in as copies so far.
+    /// Returns the number of runs that came in as copies so far.
     pub fn copied_in(&self) -> usize {
         self.copied_in.load(Ordering::Relaxed)
     }
@@ -389,7 +389,7 @@ impl AddressSpace for SimSpace {
         })
     }
 
-    /// No descriptor tells of any, so all of them count as kept.
+    /// Hands out all events as kept, since no descriptor tells of any.
     fn events(&self, shard: Shard, _asked: Asked, out: &mut Events) -> io::Result<()> {
         let mut state = self.state.lock();
         let faults = state.queues[shard.0].drain(..);

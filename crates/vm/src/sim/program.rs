@@ -1,4 +1,4 @@
-//! What the simulated program does: it loads and stores words, sleeps on faults, and drops and
+//! Actions of the simulated program: it loads and stores words, sleeps on faults, and drops and
 //! unmaps pages.
 
 use super::{Faulted, SimSpace, state::Content};
@@ -20,13 +20,13 @@ impl SimSpace {
         self.access(thread, address, true, |word| *word = value.to_ne_bytes())
     }
 
-    /// Whether `thread` sleeps on a fault.
+    /// True if `thread` sleeps on a fault.
     pub fn is_asleep(&self, thread: usize) -> bool {
         self.state.lock().asleep.contains_key(&thread)
     }
 
-    /// What the program does with `madvise(MADV_DONTNEED)`: the page's bytes are gone, and its next
-    /// touch is a fault. Returns whether there was a page.
+    /// Drops a page as the program's `madvise(MADV_DONTNEED)` does: its bytes are gone, and its
+    /// next touch is a fault. True if there was a page.
     pub fn drop_page(&self, address: usize) -> bool {
         let mut state = self.state.lock();
         let Some((region, page)) = state.region(address) else {
@@ -42,7 +42,7 @@ impl SimSpace {
         is_there
     }
 
-    /// What the program does with `munmap`: the page's bytes are gone, and so are its addresses,
+    /// Unmaps a page as the program's `munmap` does: its bytes are gone, and so are its addresses,
     /// until the region's end.
     pub fn unmap_page(&self, address: usize) {
         let mut state = self.state.lock();

@@ -1,4 +1,4 @@
-//! What the simulated space knows: [`State`], its regions, who sleeps, and what is to be told.
+//! State of the simulated space: [`State`], its regions, sleeping threads, and news to be told.
 //!
 //! The rule it keeps: at most one page lies at an address, and a fault that is ended before it is
 //! read is not reported.
@@ -21,9 +21,9 @@ pub(super) struct State {
     pub(super) next_address: usize,
     pub(super) regions: BTreeMap<usize, SimRegion>,
     pub(super) queues: Vec<VecDeque<Message>>,
-    /// Per shard, what the program has unmapped, until it is told.
+    /// Addresses that the program has unmapped, by shard, until they are told.
     pub(super) news: Vec<Vec<Range<usize>>>,
-    /// Per thread, the page on whose fault it sleeps.
+    /// Page on whose fault a thread sleeps, by thread.
     pub(super) asleep: BTreeMap<usize, usize>,
     /// Addresses at which no page can be mapped.
     pub(super) refused: Option<Range<usize>>,
@@ -37,19 +37,19 @@ pub(super) struct SimRegion {
 pub(super) enum Content {
     Bytes(Box<[u8]>),
     Poison,
-    /// The program has unmapped the page.
+    /// A page that the program has unmapped.
     Gone,
 }
 
 #[derive(Clone, Copy)]
 pub(super) struct Message {
-    /// `None` for an injected duplicate, which no waking takes back.
+    /// The sleeping thread; `None` for an injected duplicate, which no waking takes back.
     pub(super) thread: Option<usize>,
     pub(super) fault: Fault,
 }
 
 impl State {
-    /// No region, nobody asleep.
+    /// Makes a state without regions and sleeping threads.
     pub(super) fn new(options: SimOptions) -> Self {
         let shards = options.shards;
         Self {
@@ -65,7 +65,7 @@ impl State {
         }
     }
 
-    /// The region that `address` lies in, and the first address of its page.
+    /// Returns the region that `address` lies in, and the first address of its page.
     pub(super) fn region(&mut self, address: usize) -> Option<(&mut SimRegion, usize)> {
         let (start, region) = self.regions.range_mut(..=address).next_back()?;
         let offset = address - start;
@@ -73,10 +73,10 @@ impl State {
         (offset < region.geometry.bytes).then_some((region, page))
     }
 
-    /// The region in which `pages` lie.
+    /// Returns the region in which `pages` lie.
     ///
     /// # Panics
-    /// If they are no pages of it, or not in one stripe of their shard.
+    /// If `pages` are no pages of the region, or not in one stripe of their shard.
     pub(super) fn region_of(&mut self, pages: Pages) -> Option<&mut SimRegion> {
         let shards = self.queues.len();
         let (address, page_bytes) = (pages.address(), pages.page_bytes());
@@ -156,7 +156,7 @@ impl State {
         }
     }
 
-    /// Drops what was put at these addresses of one region a moment ago.
+    /// Drops pages that were put at these addresses of one region a moment ago.
     pub(super) fn take_back(&mut self, addresses: Range<usize>) {
         if let Some((region, _)) = self.region(addresses.start) {
             region.pages.retain(|page, _| !addresses.contains(page));
@@ -178,7 +178,7 @@ impl State {
         }
     }
 
-    /// SplitMix64 (Steele, Lea and Flood, 2014).
+    /// Returns true with this probability, by SplitMix64 (Steele, Lea and Flood, 2014).
     pub(super) fn chance(&mut self, probability: f64) -> bool {
         if probability <= 0.0 {
             return false;

@@ -1,4 +1,4 @@
-//! What the simulated space does where that matters to a pager.
+//! Behaviour of the simulated space where it matters to a pager.
 
 use super::*;
 use crate::space::{Fault, Frame, InstallErrorKind};
@@ -13,7 +13,7 @@ const GEOMETRY: Geometry = Geometry {
     no_direct_io: false,
 };
 
-/// Pages of 4 KiB.
+/// Returns `count` pages of 4 KiB.
 fn pages(shard: usize, address: usize, count: usize) -> Pages {
     Pages::new(Shard(shard), address, 4096, count)
 }

@@ -1,8 +1,8 @@
 //! userfaultfd's ioctls: those that the `userfaultfd` crate lacks, and what their errors mean.
 //!
 //! The rule it keeps: a call that the kernel ends halfway is carried on here, so that callers see
-//! how many bytes are done and one [`Refusal`], never a bare errno. What to do about a refusal is
-//! their business.
+//! how many bytes are done and one [`Refusal`], never a bare errno. The answer to a refusal is left
+//! to the callers.
 
 use std::{
     io,
@@ -13,10 +13,10 @@ use farpage_tables::lost;
 use linux_raw_sys::general as raw;
 use nix::errno::Errno;
 
-/// Tries that make no progress before a transfer gives up. The kernel asks to try again while a
-/// page is locked or migrated, which takes microseconds. It also asks while another thread changes
-/// the mapping, which takes as long as it likes: callers wait for that themselves, without the
-/// locks that others need.
+/// Number of tries without progress after which a transfer gives up. The kernel asks to try again
+/// while a page is locked or migrated, which takes microseconds. It also asks while another thread
+/// changes the mapping, which takes as long as it likes: callers wait for that themselves, without
+/// the locks that others need.
 const FRUITLESS_TRIES_MAX: u32 = 16;
 
 nix::ioctl_readwrite!(uffdio_api, raw::UFFDIO, raw::_UFFDIO_API, raw::uffdio_api);
@@ -40,13 +40,13 @@ nix::ioctl_readwrite!(
 );
 nix::ioctl_readwrite!(pagemap_scan, b'f', 16, raw::pm_scan_arg);
 
-/// What a program is told that has closed one.
+/// Name of the descriptor in the message to a program that has closed one.
 pub(crate) const USERFAULTFD: &str = "userfaultfd";
 
 /// `UFFDIO_MOVE_MODE_ALLOW_SRC_HOLES`, absent from the published bindings.
 const MOVE_ALLOW_SRC_HOLES: u64 = 2;
 
-/// Why the kernel would not go on.
+/// Reason why the kernel would not go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -59,7 +59,7 @@ pub enum Refusal {
     Missing,
     /// `EBUSY`: the source page is pinned (direct I/O, registered buffers, RDMA) or shared with
     /// another process. Plain references (pages in a pipe by `vmsplice`, sends with `MSG_ZEROCOPY`)
-    /// are not refused: the page moves, and whoever writes to it changes what the kernel reads.
+    /// are not refused: the page moves, and a write to it changes what the kernel reads.
     #[error("the source page is pinned or shared")]
     Busy,
     /// `EAGAIN`, again and again: a page stayed locked, or the mapping kept changing.
@@ -116,14 +116,14 @@ impl From<Refusal> for io::Error {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("stopped after {done_bytes} bytes: {why}")]
 pub struct Stopped {
-    /// Bytes transferred before it stopped: a multiple of the kernel page.
+    /// Bytes transferred before the stop: a multiple of the kernel page.
     pub done_bytes: usize,
-    /// Why it stopped there.
+    /// Reason of the stop.
     pub why: Refusal,
 }
 
-/// Carries on a call that the kernel may end halfway. `step` is told how far it is, and answers the
-/// call's result and the kernel's count.
+/// Carries on a call that the kernel may end halfway. `step` gets the number of bytes done, and
+/// returns the call's result and the kernel's count.
 fn carry_on(
     len: usize,
     mut step: impl FnMut(usize) -> (nix::Result<i32>, i64),
@@ -183,8 +183,8 @@ pub(crate) unsafe fn copy(
     })
 }
 
-/// True if `UFFDIO_COPY` would be told to try again, whatever it was asked for. The kernel looks at
-/// that first, and a copy of no bytes copies nothing. Ends the process if `fd` is no userfaultfd.
+/// True if `UFFDIO_COPY` would be told to try again, whatever its arguments. The kernel checks that
+/// first, and a copy of no bytes copies nothing. Ends the process if `fd` is no userfaultfd.
 pub(crate) fn is_changing(fd: BorrowedFd<'_>) -> bool {
     let mut arg = raw::uffdio_copy {
         dst: 0,
@@ -254,7 +254,7 @@ pub(crate) unsafe fn poison(fd: BorrowedFd<'_>, start: usize, len: usize) -> Res
     })
 }
 
-/// `PAGEMAP_SCAN` (kernel 6.7) of no addresses: whether this kernel knows the call.
+/// Succeeds if this kernel knows `PAGEMAP_SCAN` (kernel 6.7): scans no addresses.
 pub(crate) fn can_scan(pagemap: BorrowedFd<'_>) -> io::Result<()> {
     let mut arg = raw::pm_scan_arg {
         size: size_of::<raw::pm_scan_arg>() as u64,

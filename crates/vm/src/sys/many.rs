@@ -6,15 +6,15 @@ use std::ops::Range;
 
 use nix::errno::Errno;
 
-/// Ranges that one call of [`copy_each`] or [`drop_each`] takes.
+/// Upper bound of the ranges that one call of [`copy_each`] or [`drop_each`] takes.
 pub(crate) const RANGES_MAX: usize = 32;
 
 /// `PIDFD_SELF` (kernel 6.14), absent from the published bindings.
 const PIDFD_SELF: libc::c_int = -10_000;
 
 /// `process_vm_readv` of this process's own memory: copies `len` bytes from each address of `from`
-/// to that of `to`, at most [`RANGES_MAX`] of them. Returns how many were copied whole. Unlike in a
-/// plain copy, an absent page at which a fault is not served ends it there.
+/// to that of `to`, at most [`RANGES_MAX`] of them. Returns how many were copied whole. Unlike a
+/// plain copy, the call ends at an absent page whose fault is not served.
 ///
 /// # Safety
 /// Each of `to` is the caller's to write.
@@ -59,7 +59,7 @@ pub(crate) unsafe fn drop_each(
     Ok(ranges.within(dropped as usize))
 }
 
-/// Whether this process may use [`copy_each`] and [`drop_each`].
+/// True if this process may use [`copy_each`] and [`drop_each`].
 pub(crate) fn can_copy_and_drop_each() -> bool {
     let (from, mut to) = (1_u64, 0_u64);
     let (start, end) = (&raw const from as usize, &raw mut to as usize);
@@ -96,7 +96,7 @@ impl Vectors {
         }
     }
 
-    /// How many of the leading ones lie within the first `bytes` of all.
+    /// Returns the number of leading ranges that lie within the first `bytes` of all.
     fn within(&self, bytes: usize) -> usize {
         let lengths = self.vectors[..self.count as usize].iter();
         let ends = lengths.scan(0, |end, vector| {

@@ -6,7 +6,9 @@
 
 use nix::errno::Errno;
 
-use super::KERNEL_PAGE_BYTES;
+/// The kernel page: the unit in which the kernel maps, moves and counts. Checked when a space is
+/// opened.
+pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
 
 /// `madvise`, for advice that leaves pages alone or drops pages that the caller owns.
 ///
@@ -37,8 +39,8 @@ pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize
     Ok(aligned)
 }
 
-/// As [`reserve`], at `start` and nowhere else: what is mapped there is replaced, and nothing
-/// beside it.
+/// Reserves memory as [`reserve`] does, but at `start`: what is mapped there is replaced, and
+/// nothing beside it.
 ///
 /// # Safety
 /// Nothing relies on what is mapped there.
@@ -52,8 +54,8 @@ pub(crate) unsafe fn reserve_at(start: usize, len: usize, huge: bool) -> nix::Re
 /// With `MAP_FIXED`, nothing relies on what is mapped there.
 unsafe fn map_anonymous(start: usize, len: usize, more: libc::c_int) -> nix::Result<usize> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | more;
-    // What may not be used is not filled with pages where the program has locked its future
-    // mappings (`MCL_FUTURE`). `set_up` allows it.
+    // Memory without access is not filled with pages where the program has locked its future
+    // mappings (`MCL_FUTURE`). `set_up` allows access.
     let (start, none) = (start as *mut libc::c_void, libc::PROT_NONE);
     // SAFETY: this function's contract: nothing relies on what is replaced.
     let mapped = unsafe { libc::mmap(start, len, none, flags, -1, 0) };
@@ -64,7 +66,7 @@ unsafe fn map_anonymous(start: usize, len: usize, more: libc::c_int) -> nix::Res
     }
 }
 
-/// The advice and the protection of a new mapping, which is given up if that fails.
+/// Sets advice and protection of a new mapping, which is given up if that fails.
 fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
     let page_kind = if huge {
         libc::MADV_HUGEPAGE
@@ -98,7 +100,7 @@ fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
     })
 }
 
-/// `munmap`.
+/// Ends a mapping by `munmap`.
 ///
 /// # Safety
 /// The range is the caller's, and nothing uses it any more.
@@ -114,7 +116,7 @@ pub(crate) unsafe fn release(start: usize, len: usize) {
 }
 
 /// `mremap` with `MREMAP_DONTUNMAP` (kernel 5.7): moves all pages of the range to a new mapping,
-/// atomically, and leaves the range mapped, registered and empty. Returns where they are.
+/// atomically, and leaves the range mapped, registered and empty. Returns the pages' new address.
 ///
 /// # Safety
 /// The range lies in one private anonymous mapping of the caller's, where absent pages are
@@ -135,7 +137,7 @@ pub(crate) unsafe fn carry_away(start: usize, len: usize) -> nix::Result<usize> 
     }
 }
 
-/// `mprotect`.
+/// Sets a range's protection by `mprotect`.
 ///
 /// # Safety
 /// The range is the caller's.

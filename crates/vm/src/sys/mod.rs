@@ -14,8 +14,6 @@ pub(crate) use ioctl::{
     poison,
 };
 pub(crate) use many::{RANGES_MAX, can_copy_and_drop_each, copy_each, drop_each};
-pub(crate) use memory::{carry_away, madvise, protect, release, reserve, reserve_at};
-
-/// The kernel page: the unit in which the kernel maps, moves and counts. Checked when a space is
-/// opened.
-pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
+pub(crate) use memory::{
+    KERNEL_PAGE_BYTES, carry_away, madvise, protect, release, reserve, reserve_at,
+};

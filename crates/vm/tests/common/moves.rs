@@ -1,4 +1,4 @@
-//! What all tests of the real address space share: pages that come and go by moving, and the
+//! Shared parts of all tests of the real address space: pages that come and go by moving, and the
 //! events of a shard.
 
 use farpage_vm::{
@@ -6,7 +6,7 @@ use farpage_vm::{
     Left, Out, Pages, Shard,
 };
 
-/// A region of one shard's stripes, each of one page.
+/// Returns the geometry of a region of one shard's stripes, each of one page.
 pub(crate) fn geometry(bytes: usize, page_bytes: usize) -> Geometry {
     Geometry {
         bytes,
@@ -19,12 +19,12 @@ pub(crate) fn geometry(bytes: usize, page_bytes: usize) -> Geometry {
     }
 }
 
-/// `count` pages of `page_bytes` from `address` on.
+/// Returns `count` pages of `page_bytes` from `address` on.
 pub(crate) fn pages(shard: usize, address: usize, page_bytes: usize, count: usize) -> Pages {
     Pages::new(Shard(shard), address, page_bytes, count)
 }
 
-/// Pages come and go by moving.
+/// Moving of pages in and out.
 pub(crate) trait Moves {
     /// Maps the pages of a frame from `address` on.
     fn move_in(
@@ -58,7 +58,7 @@ impl Moves for KernelSpace {
     }
 }
 
-/// The faults that wait in a shard, and what the program has unmapped.
+/// Returns the faults that wait in a shard, and the addresses that the program has unmapped.
 pub(crate) fn events(space: &KernelSpace, shard: usize) -> Events {
     let mut events = Events::default();
     space.events(Shard(shard), Asked::All, &mut events).unwrap();

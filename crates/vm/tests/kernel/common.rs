@@ -1,4 +1,4 @@
-//! What the tests of the address space share: spaces, frames with numbered pages, the smallest
+//! Shared parts of the tests of the address space: spaces, frames with numbered pages, the smallest
 //! pager, and what a program does to its own mappings.
 
 use std::{
@@ -30,7 +30,7 @@ pub(crate) fn space(transfer: Transfer, shards: usize) -> Arc<KernelSpace> {
     Arc::new(KernelSpace::new(options).unwrap())
 }
 
-/// Those that were taken from the kernel before.
+/// Returns the events that were taken from the kernel before.
 pub(crate) fn kept_events(space: &KernelSpace, shard: usize) -> Events {
     let mut events = Events::default();
     space
@@ -49,13 +49,13 @@ pub(crate) fn set(address: usize, value: u8) {
     unsafe { (address as *mut u8).write_volatile(value) }
 }
 
-/// The smallest pager: keeps pages in a map, fills on fault, and evicts what it is told to: a page
-/// together with those behind it in its stripe, as far as they are there.
+/// The smallest pager: keeps pages in a map, fills on fault, and evicts on request: a page together
+/// with those behind it in its stripe, as far as they are there.
 pub(crate) struct Filler {
     pub(crate) space: Arc<KernelSpace>,
     pub(crate) base: usize,
     pub(crate) geometry: Geometry,
-    /// Pages not mapped; a page that is in neither place is in the region.
+    /// Frames of pages that are not mapped; a page without a frame is in the region.
     pub(crate) away: Vec<Mutex<Option<KernelFrame>>>,
     pub(crate) stop: AtomicBool,
     pub(crate) faults: AtomicUsize,
@@ -108,7 +108,7 @@ impl Filler {
         }
     }
 
-    /// A page and those behind it in its stripe.
+    /// Returns a page and those behind it in its stripe.
     pub(crate) fn stripe_from(&self, page: usize) -> Range<usize> {
         let pages = self.geometry.stripe_bytes / self.geometry.page_bytes;
         page..(page - page % pages + pages).min(self.away.len())
@@ -138,7 +138,7 @@ impl Filler {
         self.space.move_in(shard, address, page_bytes, run).unwrap();
     }
 
-    /// Whether the page was there to be evicted.
+    /// Evicts a page. True if it was there.
     pub(crate) fn evict(&self, page: usize) -> Result<bool, DetachError> {
         let page_bytes = self.geometry.page_bytes;
         let mut locked: Vec<_> = self
@@ -175,15 +175,15 @@ impl Filler {
     }
 }
 
-/// Pins kernel pages as direct I/O in progress does: `vmsplice` takes references for as long as the
-/// pipe holds them, and a registered io_uring buffer takes true pins. Only the latter is what
+/// Pin on kernel pages as direct I/O in progress has it: `vmsplice` takes references for as long as
+/// the pipe holds them, and a registered io_uring buffer takes true pins. Only the latter is what
 /// `MOVE` checks.
 pub(crate) struct Pinned {
     pub(crate) ring: i32,
 }
 
 impl Pinned {
-    /// `None` where there is no io_uring; says then that `test` is skipped.
+    /// Pins `len` bytes. `None` where there is no io_uring; says then that `test` is skipped.
     pub(crate) fn new(test: &str, address: usize, len: usize) -> Option<Self> {
         let mut params = [0u32; 30];
         // SAFETY: `params` is an io_uring_params (120 bytes) of zeros.
@@ -214,8 +214,8 @@ impl Drop for Pinned {
     }
 }
 
-/// A system call reports as an error what in the program would be a signal; the region is not
-/// inherited by a child that could take it.
+/// True if a system call can read the byte: it reports as an error what in the program would be a
+/// signal. A child could take the signal, but does not inherit the region.
 pub(crate) fn system_call_can_read(address: usize) -> bool {
     let mut pipe = [0; 2];
     // SAFETY: room for two descriptors, closed below.
@@ -228,7 +228,7 @@ pub(crate) fn system_call_can_read(address: usize) -> bool {
     rc == 1
 }
 
-/// One stripe of `pages` pages.
+/// Returns the geometry of one stripe of `pages` pages.
 pub(crate) fn run_geometry(pages: usize, page_bytes: usize) -> Geometry {
     Geometry {
         stripe_bytes: pages * page_bytes,
@@ -236,7 +236,7 @@ pub(crate) fn run_geometry(pages: usize, page_bytes: usize) -> Geometry {
     }
 }
 
-/// A frame whose every page is filled with its number, from `first` on.
+/// Makes a frame whose every page is filled with its number, from `first` on.
 pub(crate) fn numbered(
     space: &KernelSpace,
     page_bytes: usize,
@@ -250,7 +250,7 @@ pub(crate) fn numbered(
     frame
 }
 
-/// The number that all of each page is filled with.
+/// Returns the number that all of each page is filled with.
 pub(crate) fn numbers(bytes: &[u8], page_bytes: usize) -> Vec<u8> {
     assert!(bytes.len().is_multiple_of(page_bytes));
     let number = |page: &[u8]| {
@@ -260,7 +260,7 @@ pub(crate) fn numbers(bytes: &[u8], page_bytes: usize) -> Vec<u8> {
     bytes.chunks(page_bytes).map(number).collect()
 }
 
-/// What the program sees of pages that are all there.
+/// Returns what the program sees of pages that are all there.
 pub(crate) fn mapped(address: usize, len: usize) -> &'static [u8] {
     // SAFETY: the tests look at pages that are mapped, and do not change them meanwhile.
     unsafe { std::slice::from_raw_parts(address as *const u8, len) }
@@ -273,12 +273,12 @@ pub(crate) fn drop_range(address: usize, len: usize) {
 }
 
 /// Runs what the program does to its mappings, while the space's messages are read: the kernel lets
-/// it go on only then.
+/// the program go on only then.
 pub(crate) fn as_the_program<T: Send>(space: &KernelSpace, act: impl FnOnce() -> T + Send) -> T {
     told_by_the_program(space, act).0
 }
 
-/// As [`as_the_program`]; also returns what each shard was told meanwhile.
+/// Runs `act` as [`as_the_program`]; also returns what each shard was told meanwhile.
 pub(crate) fn told_by_the_program<T: Send>(
     space: &KernelSpace,
     act: impl FnOnce() -> T + Send,
@@ -314,7 +314,7 @@ pub(crate) fn unmap_by_the_program(address: usize, len: usize) {
     assert_eq!(unsafe { libc::munmap(address as *mut _, len) }, 0);
 }
 
-/// What `/proc/self/maps` says of the mapping that holds `address`.
+/// Returns the protection in `/proc/self/maps` of the mapping that holds `address`.
 pub(crate) fn protection(address: usize) -> Option<String> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     maps.lines().find_map(|line| {
@@ -327,7 +327,7 @@ pub(crate) fn protection(address: usize) -> Option<String> {
     })
 }
 
-/// Ends what runs beside a test, however the test ends.
+/// Guard that ends what runs beside a test, however the test ends.
 pub(crate) struct Stop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for Stop<'_> {

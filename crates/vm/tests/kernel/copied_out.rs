@@ -11,8 +11,8 @@ use crate::common::{
 const PAGE: usize = 4096;
 const PAGES: usize = 8;
 
-/// A space, and a region of which each page is full of its number, from 1 on. `None`: this kernel
-/// cannot copy pages out.
+/// Makes a space, and a region in which each page is full of its number, from 1 on. `None`: this
+/// kernel cannot copy pages out.
 fn region(test: &str) -> Option<(KernelSpace, usize)> {
     let space = KernelSpace::new(KernelSpaceOptions::default()).unwrap();
     let geometry = Geometry {
@@ -29,7 +29,7 @@ fn region(test: &str) -> Option<(KernelSpace, usize)> {
     Some((space, mapping.address))
 }
 
-/// Copies pages out, those with these numbers.
+/// Copies out the pages with these numbers.
 fn copy_out(
     space: &KernelSpace,
     base: usize,
@@ -75,7 +75,7 @@ fn copying_waits_for_a_page_that_the_program_has_dropped_and_writers_wait_for_it
         }
     };
     thread::scope(|scope| {
-        // The dropped page has been taken up by whoever filled it.
+        // The dropped page has been taken up by the thread that filled it.
         let copying = scope.spawn(|| copy_out(&space, base, &[1, 2, 4, 7], &mut |at| at != 2));
         let fault = next_fault();
         assert_eq!((fault.address, fault.write), (base + 4 * PAGE, false));
@@ -129,8 +129,8 @@ fn what_the_program_unmaps_while_pages_are_copied_stays_its_own() {
             // SAFETY: the program's own page.
             unsafe { ((base + 2 * PAGE) as *mut u8).write_volatile(9) };
         });
-        // What lies behind the first page is not taken: the program's new pages are its own. Nor is
-        // the first one if the mapping was still changing.
+        // Pages behind the first one are not taken: the program's new pages are its own. Nor is the
+        // first one if the mapping was still changing.
         let (dealt_with, frames) = copying.join().unwrap();
         assert!(dealt_with <= 1 && frames[0].as_ref()[0] == 2);
         assert_eq!(space.is_present(base + PAGE), dealt_with == 0);

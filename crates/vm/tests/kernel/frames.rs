@@ -170,7 +170,7 @@ fn frames_made_cut_joined_moved_and_dropped_at_random_never_overlap_and_leak_no_
                             continue;
                         }
                         space.move_in(0, base, 4096, frame).unwrap();
-                        // May come back in shorter runs.
+                        // The pages may come back in shorter runs.
                         let mut done = 0;
                         while done < values.len() {
                             let at = base + done * 4096;

@@ -301,9 +301,9 @@ fn install_over_a_page_hands_the_frame_back_whole() {
     }
 }
 
-/// What ages pages beside a move (here the program, elsewhere reclaim or DAMON) makes the kernel
-/// try again inside the move. From Linux 6.18 on it then says that the destination exists, because
-/// of the pages that it has just moved there itself.
+/// Ageing of pages beside a move (here by the program, elsewhere by reclaim or DAMON) makes the
+/// kernel try again inside the move. From Linux 6.18 on it then says that the destination exists,
+/// because of the pages that it has just moved there itself.
 #[test]
 fn pages_that_age_while_they_move_are_neither_lost_nor_called_refused() {
     for (page_bytes, count) in [(4096, 1), (65536, 1), (4096, 64), (65536, 8)] {

@@ -1,4 +1,4 @@
-//! What this user may do, and what an error says to do about it.
+//! Permissions of this user, and the remedies that errors name.
 
 use std::{fs, io::Write, os::fd::AsRawFd, sync::Arc};
 
@@ -105,7 +105,7 @@ fn without_permission_the_error_says_what_to_do_and_user_mode_still_opens() {
     }
 }
 
-/// Whether a process that changed its user is told so, instead of to mount what is mounted.
+/// True if a process that changed its user is told so, instead of to mount what is mounted.
 fn hidden_page_map_is_told() -> bool {
     let error = KernelSpace::new(KernelSpaceOptions {
         user_mode_only: true,

@@ -1,4 +1,4 @@
-//! What the program does to its mappings itself: its memory is never taken for the region's.
+//! The program's own changes of its mappings: its memory is never taken for the region's.
 
 use std::{
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},

@@ -17,7 +17,7 @@ use crate::common::{
     unmap_by_the_program,
 };
 
-/// Counts how often it was used up.
+/// Room that counts how often it was used up.
 #[derive(Default)]
 struct Rooms(usize);
 
@@ -81,7 +81,7 @@ fn runs_are_copied_in_and_dropped_together() {
                 there,
                 [false, false, true, false, true, false, false, false]
             );
-            // Where a page is left nothing is mapped, and nothing is left of those before it.
+            // Where a page is left, no copy is mapped, and none is left of the pages before it.
             let (kind, frame) = copy_in(&space, base, page_bytes, frame).unwrap_err();
             assert!(matches!(kind, InstallErrorKind::Exists), "{kind:?}");
             assert_eq!(numbers(frame.as_ref(), page_bytes), all);
@@ -122,8 +122,8 @@ fn what_the_program_has_unmapped_is_not_dropped() {
     space.unmap(base, geometry);
 }
 
-/// A thread that reads while pages are dropped finds what was there, or waits for it: it never sees
-/// zeros.
+/// A thread that reads while pages are dropped finds the bytes that were there, or waits for them:
+/// it never sees zeros.
 #[test]
 fn reader_beside_drops_never_sees_zeros() {
     const PAGES: usize = 32;

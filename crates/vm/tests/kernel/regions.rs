@@ -60,7 +60,7 @@ fn resident_kib() -> usize {
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// In a process of its own: other tests of this file change what is counted.
+/// Runs in a process of its own: other tests of this file change the counts.
 #[test]
 fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
     const CHILD: &str = "FARPAGE_VM_TEST_ALONE";
@@ -148,7 +148,7 @@ fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
             )
             .unwrap();
         assert_eq!(byte(start + page_bytes), 1);
-        // Not over another region, and not at just any address.
+        // Refused: places over another region, and addresses where no region can begin.
         let refused = |address| {
             let geometry = Geometry {
                 address: Some(address),

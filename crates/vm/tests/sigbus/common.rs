@@ -1,4 +1,4 @@
-//! What the tests of in-thread faults share: a counting allocator and the smallest pager that
+//! Shared parts of the tests of in-thread faults: a counting allocator and the smallest pager that
 //! serves in-thread.
 
 use std::{
@@ -21,7 +21,7 @@ pub(crate) use crate::moves::{Moves, events, geometry, pages};
 
 pub(crate) const PAGE: usize = 4096;
 
-/// Counts what each thread allocates and frees.
+/// Allocator that counts what each thread allocates and frees.
 pub(crate) struct Counting;
 
 thread_local! {
@@ -73,11 +73,11 @@ pub(crate) struct Toy {
     pub(crate) away: Vec<Mutex<Option<KernelFrame>>>,
     /// A page that can not be had.
     pub(crate) refused: Option<usize>,
-    /// Whether pages are copied in.
+    /// True if pages are copied in.
     pub(crate) copies: bool,
     pub(crate) faults: AtomicUsize,
     pub(crate) writes: AtomicUsize,
-    /// What the handler allocated.
+    /// Number of the handler's allocations.
     pub(crate) allocations: AtomicUsize,
 }
 
@@ -112,7 +112,7 @@ impl Toy {
         self.base + page * PAGE
     }
 
-    /// Takes pages out by copying. Returns how many.
+    /// Takes pages out by copying. Returns their number.
     pub(crate) fn evict_scattered(&self, numbers: impl Iterator<Item = usize>) -> usize {
         let mut away: Vec<_> = numbers
             .map(|page| (page, self.away[page].lock().unwrap()))
@@ -133,7 +133,7 @@ impl Toy {
         taken
     }
 
-    /// Takes a page out. Returns how many that are: none if it was out already.
+    /// Takes a page out. Returns the number of pages that went: 0 if it was out already.
     pub(crate) fn evict(&self, page: usize) -> usize {
         let mut away = self.away[page].lock().unwrap();
         if away.is_some() {
@@ -188,7 +188,7 @@ unsafe impl FaultHandler for Toy {
     }
 }
 
-/// Counts the pages for which it was used up.
+/// Room that counts the pages for which it was used up.
 struct Counted(usize);
 
 impl Room for Counted {
@@ -219,8 +219,8 @@ pub(crate) fn calling(serve: impl Fn() + Send + Sync + 'static) -> (usize, Regis
     (base, registration)
 }
 
-/// Threads count up in all pages, half of them walking the pages together and half against them,
-/// while `evict`, told which time it is, takes some out again and again and says how many. They
+/// Lets threads count up in all pages, half of them walking together and half against them, while
+/// `evict`, told which time it is, takes some out again and again and says how many. The threads
 /// walk `rounds` times, and on until as many pages as there are have gone out. No count is lost.
 pub(crate) fn count_up(
     toy: &Toy,

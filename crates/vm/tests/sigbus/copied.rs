@@ -9,7 +9,7 @@ use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 
 use crate::common::{PAGE, Toy, count_up, counter, events};
 
-/// Pages that are copied in and out. `None`, and says so: this kernel cannot.
+/// Makes pages that are copied in and out. `None`, and says so: this kernel cannot.
 fn copying(test: &str, pages: usize) -> Option<Arc<Toy>> {
     let toy = Toy::new(pages, None);
     if !toy.copies {
@@ -65,7 +65,7 @@ fn pages_are_copied_out_up_to_the_first_that_is_not_there() {
     let is_there = |page: usize| toy.space.is_present(toy.address(page));
     let there: Vec<_> = (0..PAGES).filter(|&page| is_there(page)).collect();
     assert_eq!(there, [0, 2, 5, 6, 7]);
-    // What was protected meanwhile can be written without a fault, and what left comes back.
+    // Pages that were protected can be written without a fault, and pages that left come back.
     let before = toy.faults.load(Ordering::Relaxed);
     for page in [0, 1, 2, 3, 5, 6, 7] {
         let value = counter(toy.address(page)).fetch_add(10, Ordering::Relaxed);

@@ -12,8 +12,8 @@ use nix::errno::Errno;
 
 use crate::common::{PAGE, Toy, counter, events};
 
-/// Runs `child` in a process of its own, whose SIGBUS handler nobody has touched, and says how it
-/// ended.
+/// Runs `child` in a process of its own, whose SIGBUS handler nobody has touched, and returns the
+/// process's status.
 fn in_a_process_of_its_own(test: &str, child: impl FnOnce()) -> Option<std::process::ExitStatus> {
     const MARK: &str = "FARPAGE_TEST_SIGBUS_CHILD";
     if std::env::var_os(MARK).is_some() {
@@ -30,7 +30,7 @@ fn in_a_process_of_its_own(test: &str, child: impl FnOnce()) -> Option<std::proc
     Some(output.status)
 }
 
-/// An address behind the end of the file that is mapped there.
+/// Returns an address behind the end of the file that is mapped there.
 fn behind_the_end_of_a_file() -> usize {
     let file = tempfile::tempfile().unwrap();
     file.set_len(2 * PAGE as u64).unwrap();

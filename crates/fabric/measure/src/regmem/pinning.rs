@@ -1,4 +1,4 @@
-//! What registration costs: a registrar that pins, and the cache by address that farpage does not
+//! Cost of registration: a registrar that pins, and the cache by address that farpage does not
 //! have.
 //!
 //! The rule it keeps: with an adapter, memory is registered with it; without one it is locked and
@@ -19,11 +19,11 @@ use farpage_fabric::{
 };
 use nix::sys::mman::{mlock, munlock};
 
-/// Registrations that a cache keeps: more than any of the patterns has addresses would measure
-/// nothing else.
+/// Number of registrations that a cache keeps. More than any of the patterns has addresses would
+/// change nothing.
 const CACHED_MAX: usize = 1024;
 
-/// The registrar of the session's adapter, or else [`Locks`]; and what a report calls it.
+/// Returns the registrar of the session's adapter, or else [`Locks`], and its name in a report.
 pub(super) fn registrar(session: &Session) -> (Arc<dyn Registrar>, &'static str) {
     let registrar = session.registrar();
     if registrar.domain() == DomainId::NULL {
@@ -34,7 +34,7 @@ pub(super) fn registrar(session: &Session) -> (Arc<dyn Registrar>, &'static str)
     }
 }
 
-/// Locks memory, and unlocks it when the registration ends.
+/// Registrar that locks memory, and unlocks it when the registration ends.
 #[derive(Debug)]
 struct Locks(DomainId);
 
@@ -65,8 +65,8 @@ impl Drop for Locked {
     }
 }
 
-/// Registers the whole capacity of a vector, and ends the registration: what a single transfer
-/// costs.
+/// Registers the whole capacity of a vector, and ends the registration: the cost of a single
+/// transfer.
 pub(super) fn register_once(registrar: &dyn Registrar, buf: &mut Vec<u8>) -> io::Result<()> {
     // SAFETY: borrowed for longer than the registration lasts.
     let registration = unsafe { register(registrar, buf)? };
@@ -83,9 +83,9 @@ unsafe fn register(registrar: &dyn Registrar, buf: &mut Vec<u8>) -> io::Result<R
     unsafe { registrar.register(memory, Access::Local) }
 }
 
-/// A cache of registrations by address, as message-passing libraries have: what is freed stays
-/// registered, and what comes to the same address later is taken for it. The oldest goes when there
-/// are too many.
+/// A cache of registrations by address, as message-passing libraries have: freed memory stays
+/// registered, and later memory at the same address is taken for it. The oldest registration goes
+/// when there are too many.
 pub(super) struct ByAddress {
     registrar: Arc<dyn Registrar>,
     known: HashMap<usize, (usize, Registration)>,
@@ -101,8 +101,8 @@ impl ByAddress {
         }
     }
 
-    /// Sees to it that something is registered at this address that is as long as the vector's
-    /// capacity.
+    /// Returns the keys of a registration at the vector's address that is as long as its capacity.
+    /// Registers the memory if there is none.
     pub(super) fn look_up(&mut self, buf: &mut Vec<u8>) -> io::Result<Keys> {
         let (at, bytes) = (buf.as_ptr() as usize, buf.capacity());
         if let Some((known_bytes, registration)) = self.known.get(&at)

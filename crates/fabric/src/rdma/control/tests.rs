@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-/// Longer than a peer that does not answer is waited for.
+/// Time that is longer than the wait for a peer that does not answer.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn until(what: &str, mut done: impl FnMut() -> bool) {
@@ -61,7 +61,7 @@ fn write_all(control: &mut Control, mut bytes: &[u8]) {
     });
 }
 
-/// A WRITE of these bytes into the server's ring, made by hand.
+/// WRITEs `bytes` into the server's ring, by hand.
 fn place(control: &mut Control, offset: u64, bytes: &[u8], notify: bool) {
     let mut buf = RegPool::new([], RegPoolOptions::default())
         .acquire(bytes.len())
@@ -79,7 +79,7 @@ fn place(control: &mut Control, offset: u64, bytes: &[u8], notify: bool) {
     carrier.hand_over(op, notify).expect("the queue has room");
 }
 
-/// Until the server has closed the connection.
+/// True if the server has closed the connection.
 fn is_closed(control: &mut Control) -> bool {
     control.sender.channel_mut().poll(&mut Vec::new());
     let event = control
@@ -90,8 +90,8 @@ fn is_closed(control: &mut Control) -> bool {
     control.failure().is_some() || event.is_some_and(|event| event.kind != EventKind::Established)
 }
 
-/// Does what `cheat` does, while an honest client goes on; in the end the cheat's connection is
-/// closed and the honest one is not.
+/// Runs `cheat` while an honest client goes on. In the end the cheat's connection is closed and the
+/// honest one is not.
 fn cheat(name: &str, cheat: impl FnOnce(&Endpoint) -> Control) {
     with_server(name, |connect: &dyn Fn() -> Arc<Session>| {
         let honest = connect();
@@ -118,7 +118,7 @@ fn announcements_of_nothing_over_rdma_end_their_own_connection_only() {
                 resume: None,
             };
             write_all(&mut control, &encode(&begin).expect("short"));
-            // What is placed from now on lies where nobody looks any more.
+            // Bytes placed from now on lie where the server does not look any more.
             until("the server answers", || {
                 let heard = control.read(&mut [0; 256]).expect("an honest server");
                 heard.is_some_and(|bytes| bytes > 0)
@@ -130,7 +130,7 @@ fn announcements_of_nothing_over_rdma_end_their_own_connection_only() {
                     control.sender.channel().in_flight() == 0
                 });
             }
-            // Whoever renews its lease is not silent.
+            // A client that renews its lease is not silent.
             let renew = encode(&Request::Renew).expect("short");
             until("the server has closed the connection", || {
                 let _ = control.write(&renew);
@@ -149,7 +149,7 @@ fn a_tail_beyond_the_ring_over_rdma_ends_its_own_connection_only() {
         |endpoint| {
             let mut control = open(endpoint, |key| key);
             greet(&mut control);
-            // What was sent so far makes no difference to a position of so much.
+            // A position so far ahead is wrong whatever was sent so far.
             place(&mut control, 0, &crate::ring::sealed(1 << 40), true);
             control
         },

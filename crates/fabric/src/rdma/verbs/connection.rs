@@ -1,5 +1,4 @@
-//! The connection manager: [`Id`], one end of a connection or a listener, and what is reported
-//! about it.
+//! The connection manager: [`Id`], one end of a connection or a listener, and its [`Event`]s.
 
 use std::{
     ffi::{CStr, c_int},
@@ -16,14 +15,17 @@ use nix::{
 };
 use rdma_sys as sys;
 
-use super::{Device, check, not_null, set_nonblocking};
+use super::{
+    errno::{check, not_null, set_nonblocking},
+    memory::Device,
+};
 use crate::{nonblocking::timeout_until, rdma::REJECT_BYTES};
 
-/// The adapter waits 4.096 us * 2^17, about half a second, for an acknowledgement before it sends
-/// again; a loaded peer needs that long. The connection manager's own choice is four times as long.
+/// Exponent of the adapter's wait for an acknowledgement before it sends again: 4.096 us * 2^17 is
+/// half a second, as a loaded peer needs. The connection manager's choice is four times as long.
 const ACK_TIMEOUT: u8 = 17;
 
-/// Where the connection manager reports what happens to the ids that belong to it. Never blocks.
+/// Channel of the connection manager's reports about the ids that belong to it. Never blocks.
 #[derive(Debug)]
 struct EventChannel(NonNull<sys::rdma_event_channel>);
 
@@ -55,20 +57,20 @@ impl Drop for EventChannel {
     }
 }
 
-/// Something that the connection manager reported.
+/// A report of the connection manager.
 #[derive(Debug)]
 pub(in crate::rdma) struct Event {
-    /// Which; one of `rdma_cm_event_type`.
+    /// Kind of the event, by `rdma_cm_event_type`.
     pub(in crate::rdma) kind: EventKind,
     /// 0, an error number below 0, or why a peer rejected.
     pub(in crate::rdma) status: i32,
-    /// What the peer said along with it. May have zeros behind.
+    /// Words of the peer that came along. Zeros may follow them.
     pub(in crate::rdma) said: Vec<u8>,
-    /// The connection that is asked for.
+    /// Connection that a peer asks for.
     pub(in crate::rdma) request: Option<Request>,
 }
 
-/// The reports that we tell apart.
+/// Kinds of events that we tell apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::rdma) enum EventKind {
     AddressResolved,
@@ -76,7 +78,7 @@ pub(in crate::rdma) enum EventKind {
     Request,
     Established,
     Rejected,
-    /// Anything else is the end of what was tried or of the connection.
+    /// Any other event: the end of what was tried, or of the connection.
     Ended(sys::rdma_cm_event_type::Type),
 }
 
@@ -93,7 +95,7 @@ impl EventKind {
         }
     }
 
-    /// In the library's words.
+    /// Returns the library's text for an end, and otherwise the name of the kind.
     pub(in crate::rdma) fn describe(self) -> String {
         let Self::Ended(kind) = self else {
             return format!("{self:?}");
@@ -138,7 +140,7 @@ impl Id {
         })
     }
 
-    /// Listens; returns the port, which was found when 0 was asked for.
+    /// Listens. Returns the port, which was found when 0 was asked for.
     pub(in crate::rdma) fn listen(&self, address: SocketAddr) -> io::Result<u16> {
         const BACKLOG: c_int = 128;
         let mut address = RawAddress::new(address);
@@ -186,7 +188,7 @@ impl Id {
         }
     }
 
-    /// The next report; `TimedOut` at `until`.
+    /// Waits for the next report; `TimedOut` at `until`.
     pub(in crate::rdma) fn wait_event(&self, until: Instant) -> io::Result<Event> {
         loop {
             if let Some(event) = self.next_event()? {
@@ -203,7 +205,7 @@ impl Id {
         }
     }
 
-    /// The next report, `None` when there is none.
+    /// Takes the next report, `None` when there is none.
     pub(in crate::rdma) fn next_event(&self) -> io::Result<Option<Event>> {
         let mut raw = ptr::null_mut();
         // SAFETY: the channel is ours and `raw` is written only on success.
@@ -253,7 +255,7 @@ impl Id {
         unsafe { sys::rdma_disconnect(self.raw.as_ptr()) };
     }
 
-    /// The device that the connection goes through, once it is resolved.
+    /// Returns the device that the connection goes through, once it is resolved.
     pub(in crate::rdma) fn device(&self) -> Option<Device> {
         // SAFETY: the id is ours.
         NonNull::new(unsafe { self.raw.as_ref().verbs }).map(Device)
@@ -282,13 +284,13 @@ impl Drop for Id {
 }
 
 impl Request {
-    /// The device that the peer came to.
+    /// Returns the device that the peer came to.
     pub(in crate::rdma) fn device(&self) -> Option<Device> {
         // SAFETY: the id is ours.
         NonNull::new(unsafe { self.0.as_ref().verbs }).map(Device)
     }
 
-    /// The peer's address.
+    /// Returns the peer's address.
     pub(in crate::rdma) fn peer(&self) -> Option<SocketAddr> {
         // SAFETY: the id is ours, and the address was filled in when its connection was asked for.
         let storage = unsafe { &self.0.as_ref().route.addr.dst_addr_union.dst_storage };
@@ -310,7 +312,7 @@ impl Request {
         }
     }
 
-    /// Takes it out of its listener's event channel into one of its own.
+    /// Moves the connection from its listener's event channel into one of its own.
     pub(in crate::rdma) fn into_id(self) -> io::Result<Id> {
         let events = EventChannel::new()?;
         // SAFETY: both are ours, and the listener's thread, which runs this, acknowledged all
@@ -321,7 +323,7 @@ impl Request {
         Ok(Id { raw, events })
     }
 
-    /// Turns the peer away with words; cut to what a rejection can carry.
+    /// Turns the peer away with `words`, cut to what a rejection can carry.
     pub(in crate::rdma) fn reject(self, words: &[u8]) {
         let words = &words[..words.len().min(REJECT_BYTES)];
         // SAFETY: the id is ours, and the bytes are only read. A peer that is gone needs no answer.

@@ -1,5 +1,5 @@
-//! What an adapter knows of this process: [`Device`], protection domains ([`Pd`]), registrations
-//! ([`Mr`]), and memory cut from them.
+//! Objects by which an adapter knows this process: [`Device`], protection domains ([`Pd`]),
+//! registrations ([`Mr`]), and memory cut from them.
 
 use std::{
     ffi::{CStr, c_int, c_void},
@@ -11,13 +11,13 @@ use std::{
 
 use rdma_sys as sys;
 
-use super::{check, not_null};
+use super::errno::{check, not_null};
 use crate::{
     log::later,
     regmem::{Access, DomainId, Keys, RegBuf, RegError, RegPool, Registrar, Registration},
 };
 
-/// The vendor that Linux's software adapter names.
+/// Vendor id of Linux's software adapter.
 const SOFT_ROCE: u32 = 0x00ff_ffff;
 
 /// An opened device. The connection manager keeps it open for the life of the process.
@@ -30,20 +30,20 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// Whether the adapter does atomics. That they are atomic for processors too, as with few
-    /// adapters, is not asked for.
+    /// True if the adapter does atomics. They need not be atomic for processors too, which few
+    /// adapters offer.
     fn has_atomics(self) -> io::Result<bool> {
         Ok(self.attributes()?.atomic_cap != sys::ibv_atomic_cap::IBV_ATOMIC_NONE)
     }
 
-    /// How many completions a queue of this device can hold.
+    /// Returns the number of completions that a queue of this device can hold.
     pub(in crate::rdma) fn completions_max(self) -> io::Result<usize> {
         Ok(self.attributes()?.max_cqe.max(0) as usize)
     }
 
-    /// What the place of each packet into [`OnDemand`](Sight::OnDemand) memory has to be a multiple
-    /// of. Linux's software adapter (7.3) takes every packet for the beginning of its page there,
-    /// and moves the bytes to and from the wrong place otherwise.
+    /// Returns the number that the place of each packet into [`OnDemand`](Sight::OnDemand) memory
+    /// has to be a multiple of. Linux's software adapter (7.3) takes every packet for the beginning
+    /// of its page there, and moves the bytes to and from the wrong place otherwise.
     pub(in crate::rdma) fn on_demand_granule(self) -> io::Result<u32> {
         Ok(match self.attributes()?.vendor_id {
             SOFT_ROCE => 4096,
@@ -94,7 +94,7 @@ impl Pd {
         }))
     }
 
-    /// Whether its device does atomics.
+    /// True if the domain's device does atomics.
     pub(in crate::rdma) fn has_atomics(&self) -> bool {
         self.has_atomics
     }
@@ -103,7 +103,7 @@ impl Pd {
         self.device
     }
 
-    /// Where keys of this domain are valid.
+    /// Returns the id of this domain, where its keys are valid.
     pub(in crate::rdma) fn domain(&self) -> DomainId {
         self.domain
     }
@@ -121,17 +121,17 @@ impl Drop for Pd {
     }
 }
 
-/// How an adapter sees registered memory.
+/// View that an adapter has of registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::rdma) enum Sight {
-    /// Its pages are pinned.
+    /// Memory whose pages are pinned.
     Pinned(Access),
-    /// Its pages are not pinned. The adapter asks the kernel for those that an operation of a peer
-    /// needs, and forgets those that the kernel takes away.
+    /// Memory whose pages are not pinned. The adapter asks the kernel for the pages that an
+    /// operation of a peer needs, and forgets pages that the kernel takes away.
     OnDemand(Access),
 }
 
-/// Registered memory, known to the adapter until this is dropped.
+/// Registered memory, known to the adapter until this value is dropped.
 #[derive(Debug)]
 pub(in crate::rdma) struct Mr {
     raw: NonNull<sys::ibv_mr>,
@@ -144,7 +144,7 @@ unsafe impl Send for Mr {}
 unsafe impl Sync for Mr {}
 
 impl Mr {
-    /// Registers memory.
+    /// Registers `memory` in the domain `pd`.
     ///
     /// # Safety
     /// `memory` stays mapped where it is until the returned value is dropped, and by the same
@@ -229,8 +229,8 @@ impl Registrar for Domain {
     }
 }
 
-/// A pair's own registered memory. Reached by bounds-checked copies only: the adapter changes it
-/// when it likes.
+/// A pair's own registered memory. Reached by bounds-checked copies only: the adapter may change it
+/// at any time.
 #[derive(Debug)]
 pub(in crate::rdma) struct LocalMemory {
     memory: RegBuf,
@@ -239,7 +239,7 @@ pub(in crate::rdma) struct LocalMemory {
 }
 
 impl LocalMemory {
-    /// Memory of a pool that serves the domain.
+    /// Takes `bytes` bytes from a pool that serves the domain.
     pub(in crate::rdma) fn new(pool: &RegPool, pd: &Pd, bytes: usize) -> Result<Self, RegError> {
         let memory = pool.acquire(bytes)?;
         let keys = memory.keys(pd.domain)?;
@@ -267,7 +267,7 @@ impl LocalMemory {
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
     }
 
-    /// What the adapter is told of a part of it; panics outside of this memory.
+    /// Returns the adapter's view of a part of this memory; panics outside of this memory.
     pub(in crate::rdma) fn local(&self, place: &Range<usize>) -> Local {
         Local {
             address: self.place(place.start, place.len()) as u64,

@@ -1,44 +1,49 @@
-//! [`Pair`], a queue pair with all that belongs to it, and the work that it is given.
+//! [`Pair`], a queue pair with all that belongs to it, and its work requests.
 
 use std::{ffi::c_int, io, ptr, sync::Arc};
 
 use farpage_wire::Atomic;
 use rdma_sys as sys;
 
-use super::{Cq, Id, Local, LocalMemory, Pd, check};
+use super::{
+    connection::Id,
+    errno::check,
+    memory::{Local, LocalMemory, Pd},
+    queue::Cq,
+};
 
-/// Work requests that are handed to the adapter with one ring of its doorbell, at most.
+/// Upper bound of work requests that one ring of the adapter's doorbell hands over.
 pub(in crate::rdma) const POSTLIST: usize = 16;
 
-/// Times that the adapter sends again: with the timeout above, a dead peer is an error within four
-/// seconds. 7 would mean for ever with some adapters.
+/// Number of times that the adapter sends again: at half a second each, a dead peer is an error
+/// within four seconds. 7 would mean for ever with some adapters.
 const RETRIES: u8 = 6;
 
-/// For peers that have no receive ready, which a peer that keeps the protocol of control
-/// connections always has. Here, too, 7 means for ever. The accepting side's own queue pair gets
-/// the connecting side's number, which may be a lie: nothing there waits for an adapter without a
-/// deadline.
+/// Number of times that the adapter sends again to a peer without a ready receive, which a peer
+/// that keeps the protocol of control connections always has. 7 means for ever. The accepting
+/// side's own queue pair gets the connecting side's number, which may be a lie: nothing there waits
+/// for an adapter without a deadline.
 const RNR_RETRIES: u8 = 6;
 
-/// What is asked for: WRITEs that fit cost no read of local memory by the adapter.
+/// Bytes of inline data asked for: WRITEs that fit cost the adapter no read of local memory.
 const INLINE_BYTES: u32 = 220;
 
-/// Asks for what the device offers, and what of it the peer's device can meet.
+/// Request for as many READs in flight as both devices can have.
 pub(in crate::rdma) const READS_IN_FLIGHT_MAX: u8 = 0xff;
 
-/// How large a [`Pair`] is to be.
+/// Sizes of a [`Pair`].
 #[derive(Clone, Copy, Debug)]
 pub(in crate::rdma) struct Depths {
     pub(in crate::rdma) sends: usize,
     pub(in crate::rdma) receives: usize,
-    /// READs of ours, and of the peer, on their way at a time, as far as both devices can.
+    /// READs of ours, and of the peer, in flight at a time, as far as both devices can.
     pub(in crate::rdma) reads_in_flight: u8,
-    /// Whether short WRITEs travel inside their work requests.
+    /// True if short WRITEs travel inside their work requests.
     pub(in crate::rdma) inline: bool,
 }
 
 impl Depths {
-    /// Work requests of both kinds, each of which may leave a completion.
+    /// Returns the number of work requests of both kinds, each of which may leave a completion.
     pub(in crate::rdma) const fn completions(self) -> usize {
         self.sends + self.receives
     }
@@ -48,18 +53,18 @@ impl Depths {
 /// that it may share. When it is dropped, the peer hears of it.
 #[derive(Debug)]
 pub(in crate::rdma) struct Pair {
-    /// Destroys the queue pair, so that what follows is out of the adapter's reach when it goes.
+    /// Dropped first: destroys the queue pair, so that the adapter cannot reach what follows.
     id: Id,
     queue: Arc<Cq>,
     memory: Option<LocalMemory>,
     pd: Arc<Pd>,
     inline_bytes: usize,
-    /// Asked for.
+    /// READs in flight that were asked for.
     reads_in_flight_max: u8,
     alive: bool,
 }
 
-/// What the adapter is to do.
+/// Operation of the adapter.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::rdma) enum Opcode {
     Read {
@@ -70,7 +75,7 @@ pub(in crate::rdma) enum Opcode {
         address: u64,
         rkey: u32,
     },
-    /// The old value comes into the local memory, which is 8 bytes long.
+    /// An atomic. The old value comes into the local memory, which is 8 bytes long.
     Atomic {
         address: u64,
         rkey: u32,
@@ -87,16 +92,16 @@ pub(in crate::rdma) enum Opcode {
 /// One work request.
 #[derive(Clone, Debug)]
 pub(in crate::rdma) struct Work {
-    /// Comes back with the completion.
+    /// Tag of the completion.
     pub(in crate::rdma) tag: u64,
     pub(in crate::rdma) opcode: Opcode,
     pub(in crate::rdma) local: Local,
-    /// Whether its completion is reported when it succeeds. A failure always is.
+    /// True if a success is reported, too. A failure always is.
     pub(in crate::rdma) signalled: bool,
 }
 
 impl Work {
-    /// Fills lists.
+    /// Placeholder in lists.
     pub(in crate::rdma) const NONE: Self = Self {
         tag: 0,
         opcode: Opcode::Read {
@@ -113,8 +118,8 @@ impl Work {
 }
 
 impl Pair {
-    /// Makes a queue pair for a connection that is resolved or asked for. The queue is of the same
-    /// device, and has room for so much work.
+    /// Makes a queue pair for a connection that is resolved or asked for. `queue` is of the same
+    /// device, and has room for the completions of `depths`.
     pub(in crate::rdma) fn new(
         id: Id,
         pd: Arc<Pd>,
@@ -160,7 +165,7 @@ impl Pair {
         })
     }
 
-    /// Asks the peer for the connection; what comes of it is an event.
+    /// Asks the peer for the connection. The outcome is an event.
     pub(in crate::rdma) fn connect(&self, words: &[u8]) -> io::Result<()> {
         let mut parameters = parameters(words, self.reads_in_flight_max);
         // SAFETY: the id is ours and resolved; the parameters and the bytes that they point to are
@@ -183,20 +188,20 @@ impl Pair {
         &self.pd
     }
 
-    /// The memory that work requests refer to.
+    /// Returns the memory that work requests refer to.
     pub(in crate::rdma) fn memory(&self) -> &LocalMemory {
         self.memory
             .as_ref()
             .expect("a pair that moves bytes was made with memory")
     }
 
-    /// How many READs and atomics the two devices agreed to have in flight.
+    /// Returns the number of READs and atomics in flight that the two devices agreed on.
     pub(in crate::rdma) fn reads_in_flight(&self) -> io::Result<u8> {
         let mask = sys::ibv_qp_attr_mask::IBV_QP_MAX_QP_RD_ATOMIC;
         Ok(self.ask(mask)?.max_rd_atomic)
     }
 
-    /// The most bytes of one packet's payload.
+    /// Returns the most bytes of one packet's payload.
     pub(in crate::rdma) fn mtu_bytes(&self) -> io::Result<u32> {
         let mtu = self.ask(sys::ibv_qp_attr_mask::IBV_QP_PATH_MTU)?.path_mtu;
         // 1 stands for 256 bytes, and each further step for twice as many.
@@ -218,12 +223,12 @@ impl Pair {
         Ok(attributes)
     }
 
-    /// What the device lets a work request carry in itself.
+    /// Returns the number of bytes that the device lets a work request carry in itself.
     pub(in crate::rdma) fn inline_bytes(&self) -> usize {
         self.inline_bytes
     }
 
-    /// Whether a WRITE of so many bytes can travel inside its work request.
+    /// True if `work` is a WRITE that can travel inside its work request.
     fn is_inline(&self, work: &Work) -> bool {
         matches!(
             work.opcode,
@@ -238,7 +243,7 @@ impl Pair {
     /// has completed or [`kill`](Self::kill) has returned.
     ///
     /// # Errors
-    /// What the library says; the connection is then of no use.
+    /// The library's error; the connection is then of no use.
     ///
     /// # Panics
     /// With more than [`POSTLIST`] requests.
@@ -320,8 +325,8 @@ impl Pair {
         check(unsafe { sys::ibv_post_send(qp, first, &raw mut refused) })
     }
 
-    /// Makes ready for one WRITE of the peer's that notifies. It has no buffer: a message that
-    /// brings bytes of its own ends the connection.
+    /// Posts a receive for one notifying WRITE of the peer. The receive has no buffer: a message
+    /// that brings bytes of its own ends the connection.
     pub(in crate::rdma) fn post_receive(&mut self, tag: u64) -> io::Result<()> {
         let qp = self.qp()?;
         let mut request = sys::ibv_recv_wr {
@@ -335,7 +340,7 @@ impl Pair {
         check(unsafe { sys::ibv_post_recv(qp, &raw mut request, &raw mut refused) })
     }
 
-    /// Where its work reports its end.
+    /// Returns the queue to which the pair's work reports its end.
     pub(in crate::rdma) fn queue(&self) -> &Cq {
         &self.queue
     }

@@ -1,4 +1,4 @@
-//! [`Cq`], the completion queue, and what it says: [`Done`] and [`Failure`].
+//! [`Cq`], the completion queue, and its reports: [`Done`] and [`Failure`].
 
 use std::{
     ffi::{CStr, c_int},
@@ -10,13 +10,16 @@ use std::{
 
 use rdma_sys as sys;
 
-use super::{Device, check, not_null, set_nonblocking};
+use super::{
+    errno::{check, not_null, set_nonblocking},
+    memory::Device,
+};
 
-/// Completions that one look at a completion queue may bring.
+/// Upper bound of the completions that one look at a completion queue brings.
 pub(in crate::rdma) const COMPLETIONS: usize = 32;
 
-/// A completion queue that can be slept on. Whoever makes it polls it, for all queue pairs that
-/// report to it.
+/// A completion queue that can be slept on. Its maker polls it, for all queue pairs that report to
+/// it.
 #[derive(Debug)]
 pub(in crate::rdma) struct Cq {
     pub(super) raw: NonNull<sys::ibv_cq>,
@@ -29,8 +32,8 @@ unsafe impl Send for Cq {}
 unsafe impl Sync for Cq {}
 
 impl Cq {
-    /// A queue for so many completions that were not taken, which is as many as all work requests
-    /// of its queue pairs: it must never overflow.
+    /// Makes a queue for `depth` completions that were not taken: all work requests of its queue
+    /// pairs, since it must never overflow.
     pub(in crate::rdma) fn new(device: Device, depth: usize) -> io::Result<Arc<Self>> {
         let context = device.0.as_ptr();
         // SAFETY: the context is open.
@@ -52,7 +55,7 @@ impl Cq {
         Ok(Arc::new(queue))
     }
 
-    /// Takes what has completed; returns how many of `done` were filled.
+    /// Takes completions. Returns how many of `done` were filled.
     pub(in crate::rdma) fn poll(
         &self,
         done: &mut [Option<Done>; COMPLETIONS],
@@ -83,15 +86,15 @@ impl Cq {
         Ok(count)
     }
 
-    /// Asks for one wake-up at the next completion. Poll once more afterwards: what completed
-    /// before does not wake.
+    /// Asks for one wake-up at the next completion. Poll once more afterwards: earlier completions
+    /// do not wake.
     pub(in crate::rdma) fn arm(&self) -> io::Result<()> {
         // SAFETY: the queue is ours.
         check(unsafe { sys::ibv_req_notify_cq(self.raw.as_ptr(), 0) })
     }
 
-    /// Takes wake-ups out of the descriptor; whether there was one, so that the queue has to be
-    /// armed anew.
+    /// Takes wake-ups out of the descriptor. True if there was one: the queue then has to be armed
+    /// anew.
     pub(in crate::rdma) fn take_wakeups(&self) -> bool {
         let mut count = 0;
         loop {
@@ -114,7 +117,7 @@ impl Cq {
     }
 }
 
-/// Readable when an armed queue has completions.
+/// Descriptor that is readable when an armed queue has completions.
 impl AsFd for Cq {
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: open for as long as the channel lives.
@@ -140,23 +143,23 @@ pub(in crate::rdma) struct Done {
     pub(in crate::rdma) result: Result<(), Failure>,
 }
 
-/// Why a work request failed.
+/// Reason why a work request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::rdma) struct Failure(sys::ibv_wc_status::Type);
 
 impl Failure {
-    /// The connection was ended before the work was done.
+    /// End of the connection before the work was done.
     pub(in crate::rdma) const FLUSH: Self = Self(sys::ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
 
-    /// The adapter did not take the work at all.
+    /// Refusal of the adapter to take the work at all.
     pub(in crate::rdma) const REFUSED: Self = Self(sys::ibv_wc_status::IBV_WC_LOC_QP_OP_ERR);
 
-    /// Whether the connection was ended, by whichever side, before the work was done.
+    /// True if the connection was ended, by whichever side, before the work was done.
     pub(in crate::rdma) fn is_flush(self) -> bool {
         self == Self::FLUSH
     }
 
-    /// What it means to somebody who waits for a peer.
+    /// Describes the failure to a user who waits for a peer.
     pub(in crate::rdma) fn describe(self) -> String {
         use sys::ibv_wc_status::*;
         // SAFETY: the library returns a static string for any status.
