@@ -1,7 +1,7 @@
-//! The command line: every subcommand, and what its help says.
+//! The command line: every subcommand, and its help.
 //!
-//! The rule it keeps: a subcommand's options are beside its `run`; what several have is in
-//! `farpage_bench_kit::options`.
+//! The rule it keeps: a subcommand's options are beside its `run`; options of several subcommands
+//! are in `farpage_bench_kit::options`.
 
 use clap::{Parser, Subcommand};
 use farpage_bench_apps::AppsOptions;
@@ -28,8 +28,7 @@ use crate::{
     train::TrainOptions,
 };
 
-/// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor under all
-/// of them.
+/// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor of each.
 ///
 /// Each benchmark starts a memory server of its own, a separate process on this machine, unless
 /// --server names one. Every run verifies its data. Exit status: 0 verified, 1 failed, 2 wrong
@@ -41,7 +40,7 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
-/// What the tables' words mean.
+/// Explanation of the tables' words, for `--help`.
 const WORDS: &str = "\
 Words of the tables:
   page faults           accesses to a page that was not in local memory
@@ -78,18 +77,18 @@ pub(crate) enum Command {
     /// A server that lends more than its memory, over tcp: latency by where the bytes are, and the
     /// slowdown over memory
     Tiers(TiersOptions),
-    /// What this machine can do without paging: its own faults, a bare userfaultfd, memcpy, the raw
+    /// Speed of this machine without paging: its own faults, a bare userfaultfd, memcpy, the raw
     /// fabric
     #[command(after_help = WORDS)]
     Floor(FloorOptions),
-    /// What it costs to have registered memory for a transfer: from a pool, by registering each
-    /// time, from a cache by address
+    /// Cost of registered memory for a transfer: from a pool, by registering each time, from a
+    /// cache by address
     ///
-    /// Registration is that of the fabric's adapter. Where there is none, memory is locked and
-    /// unlocked, which is the pinning part of a registration alone, and the report says so.
+    /// Registers with the fabric's adapter. Without an adapter, memory is locked and unlocked,
+    /// which is the pinning part of a registration alone, and the report says so.
     Regmem(RegmemOptions),
     /// Messages through a ring in the receiver's memory: against a buffer for one message, woken by
-    /// events or looking for them
+    /// events or polling
     ///
     /// Sender and receiver are threads of this program, and the fabric between them is the real
     /// one.
@@ -97,11 +96,11 @@ pub(crate) enum Command {
     /// A million hostile requests from another loopback address, beside a victim that works and
     /// checks each word
     ///
-    /// Garbage, half frames, wrong secrets, floods of connections, requests for what belongs to
-    /// others. Server, attacker and victim are processes of this machine; nothing leaves it. The
-    /// victim is measured twice: beside the attacker, and beside a program that burns as much CPU.
-    /// Exit status 1: somebody saw or changed bytes that are not his, or the server died. Whether
-    /// the victim's faults met their target is reported. Takes some minutes.
+    /// Garbage, half frames, wrong secrets, floods of connections, requests for memory of others.
+    /// Server, attacker and victim are processes of this machine; nothing leaves it. The victim is
+    /// measured twice: beside the attacker, and beside a program that burns as much CPU. Exit
+    /// status 1: a client saw or changed bytes of another, or the server died. The report says if
+    /// the victim's faults met their target. Takes some minutes.
     Hostile(HostileOptions),
     /// Codecs by themselves: ratio and CPU time, page by page, of farpage's codecs, DEFLATE and
     /// plain LZ4
@@ -112,15 +111,15 @@ pub(crate) enum Command {
     /// fields that grow under LZ4, and DEFLATE against the other codecs. Ctrl-C keeps what has been
     /// measured; the same command goes on from there.
     Figures(FiguresOptions),
-    /// Every codec with every field over links of 1, 10 and 40 Gbit/s and without limit, and what
-    /// compression is held to
+    /// Every codec with every field over links of 1, 10 and 40 Gbit/s and without limit, and the
+    /// checks that compression has to pass
     ///
     /// Each check is measured five times, or more until noise no longer decides it: an hour or more
-    /// on two cores. Exit status 1: a check is missed; what is not decided is named in the last
-    /// line. Ctrl-C keeps what has been measured; the same command goes on from there.
+    /// on two cores. Exit status 1: a check is missed; the last line names checks that are not
+    /// decided. Ctrl-C keeps what has been measured; the same command goes on from there.
     Codecs(CodecsOptions),
-    /// What an RDMA adapter gains by several READs in flight, by one doorbell for several
-    /// operations, and by one completion queue for several connections
+    /// Gain of an RDMA adapter by several READs in flight, by one doorbell for several operations,
+    /// and by one completion queue for several connections
     Verbs(VerbsOptions),
     /// Trains a network on many workers: all of them in step, by divide and shuffle (DS-Sync), in
     /// fixed groups, and alone
@@ -132,26 +131,26 @@ pub(crate) enum Command {
     /// Push and pull through a parameter server, beside a program that does the same over TCP and
     /// copies: 1 KiB to 16 MiB, 1 to 3 workers
     ///
-    /// Workers and both servers are threads of this program, and the two take turns. Push and pull
-    /// shall be faster than copying from 4 KiB on, over shm and tcp. Whether it is so is reported.
-    /// Exit status 1: the two come to different parameters, or something cannot be measured.
+    /// Workers and both servers are threads of this program, and the servers take turns. Target:
+    /// push and pull are faster than copying from 4 KiB on, over shm and tcp. The report says if
+    /// the target is met. Exit status 1: parameters differ, or something cannot be measured.
     ParameterServer(ParameterServerOptions),
     #[command(after_help = WORDS)]
     Apps(AppsOptions),
     /// Measures farpage beside what bounds it, and says which of its targets are met
     ///
     /// Each target is a ratio of two figures that are measured one right after the other. A
-    /// repetition goes through all of them; what is printed is the median of the repetitions. Takes
-    /// some minutes per repetition.
+    /// repetition measures all targets; the median of the repetitions is printed. Takes some
+    /// minutes per repetition.
     Targets(TargetsOptions),
     /// Compares earlier results figure by figure: B / A
     ///
-    /// A and B are what `--format json` printed or `targets --record` wrote: a file, or a directory
-    /// of such files. A file may hold several results, one after the other: those of the same
-    /// command and parameters count as repetitions of each other.
+    /// A and B are results that `--format json` printed or `targets --record` wrote: a file, or a
+    /// directory of such files. A file may hold several results, one after the other: those of the
+    /// same command and parameters count as repetitions of each other.
     ///
-    /// What is noise: where both sides have three repetitions or more, a figure has changed when
-    /// their ranges do not overlap; with fewer, when the medians differ by more than 10 %.
+    /// Noise: where both sides have three repetitions or more, a figure has changed when their
+    /// ranges do not overlap; with fewer, when the medians differ by more than 10 %.
     Compare(CompareOptions),
     /// Tries counts of workers and read-ahead lengths: the best point for STREAM triad and random
     /// access, and how close the defaults come
@@ -161,14 +160,13 @@ pub(crate) enum Command {
     ///
     /// Runs `stream` and `random` with ordinary arrays in a cgroup whose memory.max is the budget,
     /// swapping to a zram device, and the same with remote arrays. Sets cgroup and device up, and
-    /// takes them down again however it ends; what a killed run left behind is removed by the next
-    /// one.
+    /// removes both however the run ends; the next run removes the leftovers of a killed one.
     VersusSwap(VersusSwapOptions),
     /// Compares numpy on a remote array with numpy.memmap and with swap to compressed memory
     /// (zram), both in memory cgroups; needs root
     ///
     /// Fills, sums, scales, averages, gathers and sorts an array of which a quarter fits. Exit
-    /// status 1: two of them come to different results.
+    /// status 1: results differ.
     VersusNumpy(VersusNumpyOptions),
     /// Compares with LLNL's Umap, through Umap's own interface
     ///
@@ -187,13 +185,13 @@ pub(crate) enum Command {
     /// The attacker that `hostile` starts
     #[command(hide = true)]
     HostileAttack(AttackOptions),
-    /// What `hostile` compares the attacker with
+    /// The burner that `hostile` compares the attacker with
     #[command(hide = true)]
     HostileBurn(BurnOptions),
 }
 
 impl Command {
-    /// Of a benchmark that has them.
+    /// Returns the common options of a benchmark that has them.
     pub(crate) fn common(&self) -> Option<&Common> {
         match self {
             Self::Stream(options) => Some(&options.common),

@@ -1,7 +1,7 @@
-//! `doctor`: what this machine lacks for farpage, with the command that mends each.
+//! `doctor`: everything that this machine lacks for farpage, each with the command that mends it.
 //!
-//! The rule it keeps: it changes nothing, and its verdict is what a program meets that leaves
-//! everything to the environment: it builds such a runtime and brings a page in.
+//! The rule it keeps: `doctor` changes nothing. Its verdict is that of a program whose settings all
+//! come from the environment: it builds such a runtime and brings a page in.
 
 use std::io;
 
@@ -20,7 +20,7 @@ pub(crate) fn run() -> Result<()> {
             ))
         )
     });
-    // What was not refused is enough for this program, whatever it asked for.
+    // A userfaultfd that was not refused is enough for this program, whatever kind it asked for.
     let probe = farpage_vm::probe(!refused);
     say(probe.to_string().trim_end())?;
     match farpage_fabric::rdma_devices() {
@@ -45,7 +45,7 @@ pub(crate) fn run() -> Result<()> {
     )
 }
 
-/// What a program does first: a runtime, and a page.
+/// Builds a runtime and brings a page in, as a program's first steps do.
 fn one_page() -> Result<()> {
     let runtime = Runtime::builder().build()?;
     let region = runtime.region_with(1, RegionOptions::new().store(OneByte))?;
@@ -59,7 +59,7 @@ fn one_page() -> Result<()> {
 
 const BYTE: u8 = 0x5a;
 
-/// The page's bytes, all alike.
+/// Store of one page, whose bytes are all [`BYTE`].
 struct OneByte;
 
 impl Store for OneByte {

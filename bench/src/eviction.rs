@@ -1,7 +1,7 @@
-//! What it costs to send away a page that did not change.
+//! Cost of sending away a page that did not change.
 //!
-//! The rule it keeps: CPU time of the evictors alone, over a phase in which nothing was written;
-//! fillers and the program pay for bringing pages in, which is measured elsewhere.
+//! The rule it keeps: only the evictors' CPU time counts, over a phase in which nothing is written.
+//! Bringing pages in costs fillers and the program, and is measured elsewhere.
 
 use clap::Args;
 use std::fs;
@@ -16,9 +16,9 @@ use farpage_bench_kit::{
     report::{Figures, Report},
 };
 
-/// How often all pages come in and leave again while the clock runs.
+/// Number of times that all pages come in and leave again while the clock runs.
 const ROUNDS: u64 = 2;
-/// How farpage names these threads.
+/// Prefix of the names that farpage gives to evictor threads.
 const EVICTOR_NAME: &str = "evictor-";
 
 #[derive(Args, Debug)]
@@ -42,7 +42,7 @@ pub(crate) fn run(options: &EvictionOptions) -> Result<Report> {
         *element = source.word(index);
     }
     progress.step(1);
-    // Each round reads all of it, and is the verification.
+    // Each round reads the whole array and verifies it.
     let mut wrong = 0u64;
     let mut round = || {
         for (index, element) in (0..).zip(array.iter()) {
@@ -80,12 +80,12 @@ pub(crate) fn run(options: &EvictionOptions) -> Result<Report> {
     })
 }
 
-/// Nanoseconds that this process's evictors have run so far.
+/// Returns the CPU nanoseconds of this process's evictors so far.
 fn evictors_cpu_ns() -> Result<u64> {
     let mut sum = None;
     for task in fs::read_dir("/proc/self/task").context("cannot list this program's threads")? {
         let task = task.context("cannot list this program's threads")?.path();
-        // A thread that ends meanwhile is none of ours: evictors stay.
+        // A thread that ends meanwhile is no evictor: evictors stay.
         let Ok(name) = fs::read_to_string(task.join("comm")) else {
             continue;
         };

@@ -1,4 +1,4 @@
-//! What this machine does without paging, in one run, so that the other figures can be read as
+//! Speed of this machine without paging, in one run, so that the other figures can be read as
 //! ratios.
 //!
 //! The rule it keeps: nothing of the pager takes part.
@@ -21,7 +21,7 @@ use farpage_bench_kit::{
     work,
 };
 
-/// Bytes that a measurement of faults goes over at most, in memory that exists twice.
+/// Upper bound of the bytes that a measurement of faults goes over, in memory that exists twice.
 const FAULT_BYTES: usize = 128 << 20;
 const MEMCPY_BYTES: usize = 64 << 20;
 
@@ -29,7 +29,7 @@ const MEMCPY_BYTES: usize = 64 << 20;
 pub(crate) struct FloorOptions {
     #[command(flatten)]
     pub(crate) common: Common,
-    /// Only the faults: neither memory nor the fabric, and no memory server
+    /// Measures faults only: neither memory nor the fabric, and no memory server
     #[arg(long, conflicts_with = "server")]
     pub(crate) faults: bool,
 }
@@ -56,7 +56,7 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     })
 }
 
-/// One page fault at a time.
+/// Measures page faults, one at a time.
 fn faults(common: &Common, progress: &Progress) -> Result<Figures> {
     let page_bytes = common.page_size.as_u64() as usize;
     let samples_max = if common.run.smoke { 200 } else { 4096 };
@@ -97,7 +97,7 @@ fn faults(common: &Common, progress: &Progress) -> Result<Figures> {
     })
 }
 
-/// Memory, the fabric, and both together. Returns how many pages were wrong, and the server.
+/// Measures memory, the fabric, and both. Returns the number of wrong pages, and the server.
 fn bytes(common: &Common, progress: &Progress, figures: &mut Figures) -> Result<(u64, String)> {
     progress.phase("memcpy");
     figures.memcpy_mb_per_s = Some(memcpy_mb_per_s(if common.run.smoke {
@@ -124,7 +124,7 @@ fn bytes(common: &Common, progress: &Progress, figures: &mut Figures) -> Result<
     Ok((rates.wrong + work.wrong, server.endpoint().to_string()))
 }
 
-/// Best of several copies by one thread; bytes copied, not bytes read and written.
+/// Returns the MB/s of the best of several copies by one thread. Bytes count once, as copied.
 fn memcpy_mb_per_s(bytes: usize) -> f64 {
     let (from, mut to) = (vec![1u8; bytes], vec![2u8; bytes]);
     let best = (0..8)

@@ -1,10 +1,10 @@
-//! A server under attack: what a client beside the attacker notices, and whether anybody sees bytes
-//! that are not his.
+//! A server under attack: its effects on a client beside the attacker, and a check that no client
+//! sees bytes of another.
 //!
 //! The rule it keeps: the attacker is a process of its own with a loopback address of its own, and
 //! so is the server. The victim is measured twice with the same work: beside the attacker, and
-//! beside a program that burns as much CPU as the attacker did. All of it stays on loopback and is
-//! bounded.
+//! beside a program that burns as much CPU as the attacker did. All traffic stays on loopback and
+//! is bounded.
 
 mod attack;
 mod burn;
@@ -41,25 +41,25 @@ use farpage_bench_kit::{
     server::{MemoryServer, ensure_room},
 };
 
-/// The victim's fault p99 beside the attacker may be so many times what it is beside the burner.
+/// Upper bound of the victim's fault p99 beside the attacker, over that beside the burner.
 const P99_RATIO_MAX: f64 = 1.5;
 
-/// The most that one arm takes: an attacker that is slower has sent fewer requests by then.
+/// Upper bound of an arm's time: a slower attacker has sent fewer requests by then.
 const ARM_MAX: Duration = Duration::from_secs(900);
-/// Beyond that, for a process to end.
+/// Time beyond [`ARM_MAX`] in which a neighbour has to end.
 const MARGIN: Duration = Duration::from_secs(60);
 
-/// What was found.
+/// Findings of the benchmark `hostile`.
 #[derive(Debug, Serialize)]
 struct Report {
     benchmark: &'static str,
-    /// Whether nobody saw or changed bytes that are not his, and the server lives.
+    /// True if no client saw or changed bytes of another, and the server lives.
     verified: bool,
     config: Config,
     attack: Attack,
-    /// Words of the victim that were not what it had written.
+    /// Words of the victim that differed from those written.
     damaged_words: u64,
-    /// Whether the server's process ran to the end and then served a new client.
+    /// True if the server's process ran to the end and then served a new client.
     server_alive: bool,
     attacked: Arm,
     beside_burner: Arm,
@@ -81,7 +81,7 @@ struct Config {
     seed: u64,
 }
 
-/// The victim beside one neighbour.
+/// Figures of the victim beside one neighbour.
 #[derive(Debug, Serialize)]
 struct Arm {
     seconds: f64,
@@ -173,7 +173,7 @@ fn measure(options: &HostileOptions) -> Result<Report> {
     })
 }
 
-/// This program once more, as a neighbour of the victim.
+/// Returns a command that starts this program once more, as a neighbour of the victim.
 fn neighbour(command: &str) -> Command {
     // `/proc/self/exe` is this program even if its file has been replaced.
     let mut neighbour =
@@ -185,7 +185,7 @@ fn neighbour(command: &str) -> Command {
     neighbour
 }
 
-/// Runs the victim for as long as its neighbour does. What the neighbour reports comes with it.
+/// Runs the victim for as long as its neighbour. Returns figures and the neighbour's report.
 fn arm<R: DeserializeOwned>(
     server: &MemoryServer,
     victim: &mut Victim,
@@ -229,7 +229,7 @@ fn arm<R: DeserializeOwned>(
     Ok((arm, report))
 }
 
-/// What a neighbour says until it ends.
+/// Waits for the end of a neighbour and returns its output. A late one is killed.
 fn hear(mut child: Child) -> Result<String> {
     let end = Instant::now() + ARM_MAX + MARGIN;
     let mut output = child
@@ -260,7 +260,7 @@ fn hear(mut child: Child) -> Result<String> {
     said.context("cannot read what a neighbour of the victim says")
 }
 
-/// Whether a new client gets memory.
+/// True if a new client gets memory from the server at `endpoint`.
 fn serves(endpoint: &Endpoint) -> bool {
     let options = SessionOptions {
         client: "hostile, at the end".to_owned(),
@@ -270,16 +270,16 @@ fn serves(endpoint: &Endpoint) -> bool {
     session.is_ok_and(|session| session.grant(4096).is_ok())
 }
 
-/// In a neighbour: ends the process when the benchmark that started it is gone.
+/// Ends this process, a neighbour, when the benchmark that started it is gone.
 fn end_with_parent() {
     thread::spawn(|| {
-        // Nobody writes here: it ends when the other end is closed.
+        // The benchmark writes nothing here: the read ends when the benchmark closes its end.
         let _ = io::stdin().read_to_end(&mut Vec::new());
         std::process::exit(1);
     });
 }
 
-/// In a neighbour: its report, for the benchmark.
+/// Prints a neighbour's report, for the benchmark.
 fn tell(report: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string(report).context("a report is JSON")?;
     let mut stdout = io::stdout();
@@ -288,7 +288,7 @@ fn tell(report: &impl Serialize) -> Result<()> {
         .context("cannot report")
 }
 
-/// CPU time of this process.
+/// Returns the CPU time of this process in seconds.
 fn own_cpu_s() -> Result<f64> {
     let usage = getrusage(UsageWho::RUSAGE_SELF).context("cannot ask for the CPU time")?;
     let of = |time: nix::sys::time::TimeVal| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6;

@@ -1,8 +1,8 @@
-//! The time of one page fault, one at a time, seen by the program.
+//! Times of single page faults, one at a time, as the program sees them.
 //!
-//! The rule it keeps: a sample is an access to a page that is on the server, none that happens to
-//! be here; pages are visited in an order that no read-ahead can guess; and the bytes that a fault
-//! brings are checked.
+//! The rule it keeps: a sample is an access to a page that is on the server, never to a local one;
+//! pages are visited in an order that no read-ahead can guess; and the bytes that a fault brings
+//! are checked.
 
 use clap::Args;
 use std::time::Instant;
@@ -22,8 +22,8 @@ use farpage_bench_kit::{
     yardsticks::{Yardsticks, plain_bytes},
 };
 
-/// Of the budget, as a fraction, that the first state touches: below the high-water mark, so that
-/// nothing is evicted.
+/// Fraction of the budget that the first state touches: below the high-water mark, so that nothing
+/// is evicted.
 const ROOM: f64 = 0.8;
 
 #[derive(Args, Debug)]
@@ -61,8 +61,7 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
     array.advise(.., Advice::Random).context("cannot advise")?;
     progress.step(1);
 
-    // 1. All pages are remote and changed by nobody; each read brings one in, into a budget with
-    //    room.
+    // 1. All pages are remote and unchanged; each read brings one in, into a budget with room.
     progress.phase("room in the budget");
     array
         .advise(.., Advice::DontNeed)
@@ -84,13 +83,13 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
     progress.step(1);
     drop(progress);
 
-    // 3. What the figures are measured by: the same reads in ordinary memory, and a READ alone. The
-    //    array goes first, which makes room.
+    // 3. Yardsticks: the same reads in ordinary memory, and a READ alone. The array is dropped
+    //    first, which makes room.
     drop(array);
     let fault = Percentiles::of(&with_room);
     let yardsticks = remote.yardsticks(|server| {
         let fabric_read_us = raw::read_us(common, server)?;
-        // Pages enough for an order that nobody can guess, whatever their size.
+        // Enough pages for an order that no read-ahead can guess, whatever their size.
         let bytes = plain_bytes(common).max(16 * common.page_size.as_u64() as usize);
         let len = bytes / size_of::<u64>();
         let mut plain = vec![0; len];
@@ -133,11 +132,11 @@ impl Pages<'_> {
         }
     }
 
-    /// Reads or writes one element in each of `count` pages of an endless random round, of which
-    /// the first `skip` are left out.
+    /// Reads or writes one element in each of `count` pages of an endless random order, after its
+    /// first `skip` pages.
     ///
-    /// A round visits each page once, so a page is touched again only when as many others have been
-    /// as there are pages: it left long before that.
+    /// The order visits each page once per round: a page is touched again only after all others,
+    /// and has left long before.
     fn touch(&mut self, array: &mut [u64], count: u64, skip: u64, write: bool) -> Histogram<u64> {
         let mut histogram = new_histogram();
         let page_elements = self.page_elements;
@@ -150,8 +149,8 @@ impl Pages<'_> {
             let right = source.word(index);
             let begin = Instant::now();
             let found = if write {
-                // A write fault; the same value again would leave the page unchanged.
-                // The low bit is what changes, and is not compared.
+                // Flips the low bit, which is not compared: the same value again would leave the
+                // page unchanged.
                 *element ^= 1;
                 *element
             } else {

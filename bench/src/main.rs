@@ -3,7 +3,7 @@
 //! The rule it keeps: a figure counts only if the data behind it was verified in the same run. Exit
 //! status 0: done and verified; 1: a verification or something in the world failed; 2: wrong usage.
 
-// `println!` panics when nobody reads any more: what is found goes through `out::say`.
+// `println!` panics when standard output is closed: results go through `out::say`.
 #![deny(clippy::print_stdout)]
 
 mod cli;
@@ -88,8 +88,8 @@ fn conclude(common: &Common, report: Result<Report>) -> Result<()> {
 }
 
 fn failure(error: &anyhow::Error) -> ExitCode {
-    // farpage's errors name their cause themselves, so that they can be printed alone: what has
-    // been said is not said again.
+    // farpage's errors name their cause themselves, so that each can be printed alone: a text that
+    // the line already holds is not repeated.
     let mut said = String::new();
     for cause in error.chain().map(ToString::to_string) {
         if !said.contains(&cause) {

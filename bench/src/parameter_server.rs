@@ -2,7 +2,7 @@
 //! copies.
 //!
 //! The rule it keeps: both do the same arithmetic in the same order and take turns in one run, and
-//! the parameters that they come to are compared bit for bit. What learns is left to `train`.
+//! the resulting parameters are compared bit for bit. Learning itself is left to `train`.
 
 use std::{
     fs,
@@ -37,25 +37,25 @@ const SIZES: [usize; 8] = [
     16384 * KIB,
 ];
 const SMOKE_SIZES: [usize; 2] = [KIB, 64 * KIB];
-/// Bytes of the messages that a worker sends one after the other, as small pushes are.
+/// Bytes of the messages that a worker sends one after the other, like small pushes.
 const LADDER_SIZES: [usize; 3] = [8, 512, 4096];
-/// A ring shall be so many times as fast as none.
+/// Least speed of a ring, over that of a transfer without a ring.
 const RING_OVER_NO_RING: f64 = 2.0;
-/// From here on push and pull shall be faster than the program that copies.
+/// Least bytes of parameters from which push and pull shall be faster than copying.
 const FASTER_FROM: usize = 4 * KIB;
-/// Steps of a round: so many bytes of parameters, between these bounds.
+/// Bytes of parameters in a round, which set its steps between `STEPS_MIN` and `STEPS_MAX`.
 const ROUND_BYTES: usize = 64 << 20;
 const STEPS_MIN: usize = 6;
 const STEPS_MAX: usize = 300;
-/// Steps at the begin of a turn that are not counted: the other side's server slept meanwhile.
+/// Number of steps at the begin of a turn that do not count: the turn's server slept before.
 const WARM_UP: usize = 3;
-/// Pulls without a push, during which the aggregator's processor is watched.
+/// Number of pulls without a push, during which the aggregator's CPU time is measured.
 const PULLS: usize = 300;
 const SMOKE_PULLS: usize = 20;
-/// What the threads of an aggregator are called: its own, and those of its connections.
+/// Name of an aggregator's own thread; `AGGREGATORS_THREADS` adds those of its connections.
 const AGGREGATOR: &str = "aggregator";
 const AGGREGATORS_THREADS: [&str; 3] = [AGGREGATOR, "farpage-conn", "farpage-listen"];
-/// Nothing takes so long; whoever waits for longer waits for somebody who has failed.
+/// Upper bound of every wait: a peer that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(30);
 const RULE: Rule = Rule::Sgd {
     rate: 1e-3,
@@ -64,7 +64,7 @@ const RULE: Rule = Rule::Sgd {
 
 #[derive(Args, Debug)]
 pub(crate) struct ParameterServerOptions {
-    /// What lies between workers and aggregator
+    /// Fabric between workers and aggregator
     #[arg(long, value_enum, default_value_t = Fabric::Shm)]
     fabric: Fabric,
     /// Sizes of the parameters, instead of 1 KiB to 16 MiB, such as `4KiB,1MiB`
@@ -83,7 +83,7 @@ struct Report {
     verified: bool,
     config: Config,
     rows: Vec<Row>,
-    /// Small pushes, message by message.
+    /// Figures of small pushes, message by message.
     ladder: Vec<ring::BySize>,
 }
 
@@ -99,14 +99,14 @@ struct Config {
 struct Row {
     bytes: usize,
     workers: usize,
-    /// A push and the pull after it, at the first worker: medians of the rounds' medians.
+    /// Time of a push and the pull after it, at the first worker: median of the rounds' medians.
     farpage_us: f64,
     copying_us: f64,
-    /// The median of the rounds' ratios, the least and the greatest.
+    /// Median, least and greatest of the rounds' ratios.
     copying_over_farpage: [f64; 3],
-    /// Copies in user space for a push and a pull by the program that copies, as it counted them.
+    /// Copies in user space for a push and a pull, as counted by the program that copies.
     copies: f64,
-    /// Whether farpage is faster, by the median; absent where no target is set.
+    /// True if farpage is faster, by the median; absent where no target is set.
     is_met: Option<bool>,
     /// Bytes that were copied through an adapter's own registered memory, in all steps and pulls;
     /// absent where there is no adapter.
@@ -114,18 +114,18 @@ struct Row {
     pulls: Pulls,
 }
 
-/// Pulls of one worker, while nobody pushes.
+/// Figures of one worker's pulls, without pushes.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Pulls {
-    /// The mean time of one.
+    /// Mean time of a pull.
     pull_us: f64,
-    /// CPU time of the aggregator's threads for one.
+    /// CPU time of the aggregator's threads per pull.
     aggregator_cpu_us: f64,
-    /// As long without pulls.
+    /// CPU time of the aggregator's threads in as long a time without pulls, per pull.
     idle_cpu_us: f64,
 }
 
-/// Runs the subcommand and prints what it found.
+/// Runs the subcommand and prints the results.
 ///
 /// # Errors
 /// Something could not be measured or verified.
@@ -177,7 +177,7 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
     }
     let messages = match (smoke, options.fabric) {
         (true, _) => 40,
-        // What is emulated is slow.
+        // Emulated RDMA is slow.
         (false, Fabric::Rdma) => 100,
         (false, _) => 2000,
     };
@@ -185,7 +185,7 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
     let (ladder, _) = ring::ladder(options.fabric, sizes, messages, rounds.min(5))?;
     Ok(Report {
         benchmark: "parameter-server",
-        // Parameters that differ, and another number of copies, end the run.
+        // Parameters that differ, or another number of copies, end the run with an error.
         verified: true,
         config: Config {
             smoke,
@@ -197,7 +197,7 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
     })
 }
 
-/// How often everything is done.
+/// Numbers of rounds, of steps in a round, and of pulls.
 #[derive(Clone, Copy, Debug)]
 struct Turns {
     rounds: usize,
@@ -205,13 +205,12 @@ struct Turns {
     pulls: usize,
 }
 
-/// Both ways, in turns, for parameters of so many bytes.
+/// Measures both ways in turns, for parameters of `bytes` bytes.
 fn compare(fabric: Fabric, bytes: usize, workers: usize, turns: Turns) -> Result<Row> {
     let layout = Layout {
         aggregators: 1,
         workers,
         parameters: bytes / 4,
-        statistics: 0,
     };
     let all_steps = turns.rounds * (WARM_UP + turns.steps);
     let initial = vec![0.0; layout.parameters];
@@ -259,7 +258,7 @@ fn compare(fabric: Fabric, bytes: usize, workers: usize, turns: Turns) -> Result
     })?;
     let copies = copied as f64 / (bytes * workers * all_steps) as f64;
     ensure!(copies == 4.0, "{copies} copies where 4 belong");
-    // The first worker's: a step ends for all of them at once.
+    // The first worker's times stand for all: a step ends for all workers at once.
     let first = &figures[0];
     let (farpage, copying): (Vec<f64>, Vec<f64>) = first.times.iter().copied().unzip();
     let ratios = copying.iter().zip(&farpage).map(|(a, b)| a / b);
@@ -282,15 +281,15 @@ fn compare(fabric: Fabric, bytes: usize, workers: usize, turns: Turns) -> Result
     })
 }
 
-/// What a worker found.
+/// Findings of a worker.
 struct Worked {
-    /// Its median step of each round, through farpage and by copying, in microseconds.
+    /// Median step of each round, through farpage and by copying, in microseconds.
     times: Vec<(f64, f64)>,
-    /// By the program that copies.
+    /// Bytes copied by the program that copies.
     copied_bytes: u64,
-    /// Through farpage.
+    /// Bytes that farpage copied through an adapter's registered memory.
     bounced_bytes: u64,
-    /// Of the first worker.
+    /// Pulls of the first worker; `None` of others.
     pulls: Option<Pulls>,
 }
 
@@ -303,11 +302,11 @@ fn work(
 ) -> Result<Worked> {
     let options = SessionOptions::default();
     let mut through = Through::join(layout, rank, &[address], &options, PATIENCE)?;
-    // Another one at each place and for each rank, so that none can stand for another.
+    // Values differ by place and by rank, so that none can stand for another.
     let gradient = (0..layout.parameters).map(|at| ((at * 31 + rank * 977) % 4093) as f32 / 4093.0);
     let gradient: Vec<f32> = gradient.collect();
     let mut theirs = vec![0.0; layout.parameters];
-    // A program computes its gradient where it travels from.
+    // A program computes its gradient in the buffer that is sent.
     through.buffers()?.1.copy_from_slice(&gradient);
     let (mut step, mut times) = (0, Vec::new());
     for round in 0..turns.rounds {
@@ -340,9 +339,9 @@ fn work(
     })
 }
 
-/// Pulls what followed `step` so often, when all steps are done.
+/// Pulls the parameters that followed `step`, `pulls` times, when all steps are done.
 fn pull(through: &mut Through, step: u64, pulls: usize) -> Result<Pulls> {
-    // The others leave, and the aggregator's last step ends.
+    // The other workers leave, and the aggregator's last step ends.
     thread::sleep(Duration::from_millis(50));
     through.resume(step + 1)?;
     let (begin, before) = (Instant::now(), aggregators_cpu_ns()?);
@@ -360,13 +359,13 @@ fn pull(through: &mut Through, step: u64, pulls: usize) -> Result<Pulls> {
     })
 }
 
-/// Nanoseconds that the aggregator's threads have run so far, as far as they have not ended.
+/// Returns the CPU nanoseconds so far of the aggregator's threads that have not ended.
 fn aggregators_cpu_ns() -> Result<u64> {
     let mut sum = 0;
     for task in fs::read_dir("/proc/self/task").context("cannot list this program's threads")? {
         let task = task.context("cannot list this program's threads")?.path();
         let read = |what| fs::read_to_string(task.join(what));
-        // A thread that ends meanwhile is that of a worker who has left.
+        // A thread that ends meanwhile is that of a worker that has left.
         let (Ok(name), Ok(times)) = (read("comm"), read("schedstat")) else {
             continue;
         };
@@ -381,7 +380,7 @@ fn aggregators_cpu_ns() -> Result<u64> {
     Ok(sum)
 }
 
-/// The median time of a step, in microseconds.
+/// Returns the median time of `steps` steps in microseconds, after [`WARM_UP`] others.
 fn turn(steps: usize, mut step: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut times = Vec::with_capacity(steps);
     for number in 0..WARM_UP + steps {
@@ -394,7 +393,7 @@ fn turn(steps: usize, mut step: impl FnMut() -> Result<()>) -> Result<f64> {
     Ok(median(&times))
 }
 
-/// Connections between the server that copies and its workers: its ends, and theirs.
+/// Connects the server that copies with its workers. Returns the server's ends, and the workers'.
 fn connections(workers: usize) -> Result<(Vec<TcpStream>, Vec<TcpStream>)> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let (mut far, mut near) = (Vec::new(), Vec::new());
@@ -410,8 +409,8 @@ fn connections(workers: usize) -> Result<(Vec<TcpStream>, Vec<TcpStream>)> {
     Ok((far, near))
 }
 
-/// A connection whose messages are copied into a buffer to be sent and out of one when they have
-/// come, as programs do that keep messages and data apart.
+/// A connection that copies each message into a buffer before sending and out of one after
+/// receiving, as programs do that keep messages and data apart.
 struct Copying {
     stream: TcpStream,
     outgoing: Vec<u8>,
@@ -453,8 +452,7 @@ impl Copying {
     }
 }
 
-/// The server that copies: one thread, which serves workers in the order of ranks. Returns the
-/// bytes that it copied.
+/// Serves workers by copying, on one thread and in the order of ranks. Returns the bytes copied.
 fn serve_copying(streams: Vec<TcpStream>, initial: &[f32], steps: usize) -> Result<u64> {
     let workers = streams.into_iter();
     let mut workers: Vec<_> = workers

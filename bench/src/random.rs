@@ -1,8 +1,8 @@
 //! Random 8-byte reads and updates, uniform or after Zipf's law, by several threads.
 //!
-//! The rule it keeps: every element says what it is. Its high bits are a function of its index and
-//! never change, its low bits count its updates: a wrong page shows at once, a lost update in the
-//! sum of all counts, and no shadow copy is needed.
+//! The rule it keeps: every element identifies itself. Its high bits are a function of its index
+//! and never change, its low bits count its updates: a wrong page shows at once, a lost update in
+//! the sum of all counts, and no shadow copy is needed.
 
 use clap::Args;
 use std::{
@@ -25,11 +25,11 @@ use farpage_bench_kit::{
     yardsticks::{Plain, Yardsticks, plain_bytes},
 };
 
-/// Bits of an element that count its updates.
+/// Number of bits of an element that count its updates.
 const COUNT_BITS: u32 = 28;
 const COUNT_MASK: u64 = (1 << COUNT_BITS) - 1;
 
-/// Element `index` before any update.
+/// Returns element `index` before any update.
 fn fresh(source: &Source, index: u64) -> u64 {
     source.word(index) & !COUNT_MASK
 }
@@ -42,11 +42,11 @@ pub(crate) struct RandomOptions {
     pub(crate) paging: Paging,
     #[command(flatten)]
     pub(crate) threads: Threads,
-    /// The array in ordinary memory that is never paged: what paging is compared with
+    /// Puts the array into ordinary memory that is never paged, to compare paging with
     #[arg(long, conflicts_with = "server")]
     pub(crate) plain: bool,
-    /// Does not tell farpage that accesses are random: it has to find out that reading ahead is of
-    /// no use
+    /// Gives no advice: farpage has to find out that accesses are random and read-ahead is of no
+    /// use
     #[arg(long)]
     pub(crate) no_advice: bool,
     /// Zipf exponent below 1, such as 0.99: few elements get most accesses [default: uniform]
@@ -59,7 +59,7 @@ pub(crate) struct RandomOptions {
 }
 
 impl RandomOptions {
-    /// Reads, and as many updates.
+    /// Returns the number of reads, which is that of updates, too.
     pub(crate) fn accesses(&self) -> u64 {
         let default = match self.common.run.smoke {
             true => 2_000,
@@ -155,24 +155,24 @@ fn us_per(time: Duration, count: u64) -> f64 {
     time.as_secs_f64() * 1e6 / count as f64
 }
 
-/// What is done to an array, by threads that have a part of it each: updates of one element by two
-/// threads would be a race.
+/// Accesses to an array, of which each thread has a part: updates of one element by two threads
+/// would be a race.
 struct Work {
     source: Source,
     seed: u64,
     zipf: Option<f64>,
     threads: usize,
-    /// A thread's share of the accesses.
+    /// Accesses of one thread.
     accesses_per_thread: u64,
-    /// Elements that were not what they should be.
+    /// Number of elements that were wrong.
     wrong: AtomicU64,
 }
 
-/// What an array holds in the end.
+/// Counts over an array after all updates.
 struct Counts {
-    /// Updates of all elements.
+    /// Sum of the updates of all elements.
     updates: u64,
-    /// Parts that the array was cut into.
+    /// Number of parts that the array was cut into.
     shares: usize,
 }
 
@@ -202,7 +202,7 @@ impl Work {
         });
     }
 
-    /// Reads or updates. The same picks every time, so that both see the same misses.
+    /// Reads or updates. Picks are the same every time, so that both see the same misses.
     fn access(&self, array: &mut [u64], update: bool) -> Duration {
         let share = self.share(array);
         let start = Instant::now();
@@ -224,7 +224,7 @@ impl Work {
         start.elapsed()
     }
 
-    /// Looks at every element, and counts the updates.
+    /// Verifies every element, and counts the updates.
     fn count(&self, array: &mut [u64]) -> Counts {
         let share = self.share(array);
         let counted = AtomicU64::new(0);
@@ -250,7 +250,7 @@ impl Work {
         }
     }
 
-    /// How long the same reads and updates take in ordinary memory.
+    /// Returns the time that the same reads and updates take in ordinary memory.
     fn plain_time(&self, common: &Common) -> Duration {
         let len = (plain_bytes(common) / size_of::<u64>()) as u64;
         let mut plain: Vec<u64> = (0..len).map(|index| fresh(&self.source, index)).collect();
@@ -261,7 +261,7 @@ impl Work {
     }
 }
 
-/// Gives each thread its share of the array; returns how many shares there are.
+/// Gives each thread its share of the array. Returns the number of shares.
 fn for_each_share(
     array: &mut [u64],
     share: usize,

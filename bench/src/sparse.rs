@@ -1,8 +1,8 @@
-//! A large region of which few pages are used: what a page costs, and what the region takes beside
-//! its pages.
+//! A large region of which few pages are used: the cost of a page, and the memory that the region
+//! takes beside its pages.
 //!
-//! The rule it keeps: the frames that hold pages are made before the clock and the memory count
-//! start, by another array, so that what is counted belongs to the region's size alone.
+//! The rule it keeps: another array makes the frames that hold pages, before the clock and the
+//! memory count start. The count then belongs to the region's size alone.
 
 use clap::Args;
 use std::{fs, time::Instant};
@@ -18,7 +18,7 @@ use farpage_bench_kit::{
     report::{Figures, Report},
 };
 
-/// The array that makes the frames is so many times the budget.
+/// Size of the array that makes the frames, over the budget.
 const WARM_UP_BUDGETS: u64 = 3;
 
 #[derive(Args, Debug)]
@@ -27,8 +27,8 @@ pub(crate) struct SparseOptions {
     pub(crate) common: Common,
     #[command(flatten)]
     pub(crate) paging: Paging,
-    /// Pages to use, evenly spread over the region, as far as there are so many [default: 16384,
-    /// with --smoke 256]
+    /// Pages to use, evenly spread over the region; at most all of its pages [default: 16384, with
+    /// --smoke 256]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
     pub(crate) touches: Option<u64>,
 }
@@ -103,7 +103,7 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
     })
 }
 
-/// Anonymous memory of this process, which is what pages, and all that is known about them, take.
+/// Returns the anonymous memory of this process: its pages, and all that is known about them.
 fn private_bytes() -> Result<u64> {
     const PATH: &str = "/proc/self/smaps_rollup";
     let text = fs::read_to_string(PATH)

@@ -30,8 +30,7 @@ use farpage_bench_kit::{
 
 const SCALAR: f32 = 3.0;
 
-/// How often the triad runs over ordinary memory, which STREAM is compared with: a tenth of a
-/// second.
+/// Number of times that the triad runs over ordinary memory, for comparison: a tenth of a second.
 const PLAIN_TIMES: usize = 4;
 
 /// Numbers that STREAM computes with.
@@ -47,7 +46,7 @@ struct Part<'a, T> {
     c: &'a mut [T],
 }
 
-/// Name, arrays that it reads or writes, and the loop.
+/// A kernel: its name, the number of arrays that it reads or writes, and its loop.
 type KernelLoop<T> = (&'static str, usize, fn(Part<'_, T>));
 
 fn kernels<T: Number>() -> [KernelLoop<T>; 4] {
@@ -73,7 +72,7 @@ fn kernels<T: Number>() -> [KernelLoop<T>; 4] {
     ]
 }
 
-/// What the kernels make of an element of `a` in so many iterations: the elements of a, b and c.
+/// Returns the elements of a, b, c that the kernels make of element `a` in `iterations` rounds.
 fn expected<T: Number>(mut a: T, iterations: u16) -> [T; 3] {
     let (mut b, mut c) = (T::default(), T::default());
     for _ in 0..iterations {
@@ -93,10 +92,10 @@ pub(crate) struct StreamOptions {
     pub(crate) paging: Paging,
     #[command(flatten)]
     pub(crate) threads: Threads,
-    /// Arrays in ordinary memory that is never paged: what paging is compared with
+    /// Puts the arrays into ordinary memory that is never paged, to compare paging with
     #[arg(long, conflicts_with = "server")]
     pub(crate) plain: bool,
-    /// How often each kernel runs; the first time does not count
+    /// Runs of each kernel; the first does not count
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..=100))]
     pub(crate) iterations: u16,
 }
@@ -163,7 +162,7 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
             .map(|((a, b), c)| [*a, *b, *c]);
         for (index, found) in (first..).zip(found) {
             let right = expected(T::of(source.value(index)), iterations);
-            // What is no number equals nothing, so bytes are compared.
+            // NaN equals nothing, so bytes are compared.
             if bytes_of(&found) != bytes_of(&right) && wrong.fetch_add(1, Relaxed) == 0 {
                 eprintln!("element {index} of a, b, c is {found:?} and has to be {right:?}");
             }
@@ -176,7 +175,7 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
         eprintln!("{wrong} of {len} elements are wrong");
     }
 
-    // 4. What the figures are measured by. The arrays go first, which makes room.
+    // 4. Yardsticks. The arrays go first, which makes room.
     drop((a, b, c));
     let paged = Arena::figures(&begin, &end);
     let triad = kernel_figures("triad", 3 * len * size_of::<T>() as u64, &seconds[3][1..]);
@@ -212,8 +211,8 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
     })
 }
 
-/// MB/s of the triad on arrays of ordinary memory that are larger than caches, by so many threads:
-/// the best of a few times.
+/// Returns the MB/s of the triad by `threads` threads, on arrays of ordinary memory that are larger
+/// than caches: the best of a few runs.
 fn plain_triad<T: Number>(common: &Common, threads: usize) -> f64 {
     let bytes = plain_bytes(common);
     let array = || vec![T::from(1.0); bytes / size_of::<T>()];

@@ -1,9 +1,9 @@
-//! A server that lends more than its memory: what an access costs by where its bytes are, and what
-//! less memory costs.
+//! A server that lends more than its memory: the cost of an access by where its bytes are, and the
+//! cost of less memory.
 //!
 //! The rule it keeps: each figure stands beside what bounds it, taken in the same run, and every
-//! byte that a READ brings is compared. Here is one client with one operation in flight
-//! and without paging; programs that page are in [`turns`].
+//! byte that a READ brings is compared. The client here has one operation in flight and no paging;
+//! programs that page are in [`turns`].
 
 mod first;
 mod picture;
@@ -37,35 +37,35 @@ use self::{
     turns::{Effort, Measurement, Row},
 };
 
-/// What a server moves out and in at once, and what is read here at once.
+/// Bytes that a server moves out and in at once, and that a READ here brings at once.
 const CHUNK: usize = 64 << 10;
-/// What O_DIRECT wants addresses to be multiples of.
+/// Alignment of addresses in bytes that O_DIRECT requires.
 const BLOCK: usize = 4096;
-/// Of a thousand accesses of a program so many go anywhere, the others to a tenth.
+/// Accesses of a thousand that go anywhere; all others go to a tenth of the pages.
 const ANYWHERE: u64 = 2;
 
 #[derive(Args, Debug)]
 pub(crate) struct TiersOptions {
     #[command(flatten)]
     pub(crate) run: Run,
-    /// What programs that page have at the server, and what is leased at once [default: 1GiB, with
-    /// --smoke 80MiB]
+    /// Memory that programs that page have at the server, and that is leased at once [default:
+    /// 1GiB, with --smoke 80MiB]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     size: Option<ByteSize>,
-    /// How the servers are reached
+    /// Fabric to the servers
     #[arg(long, value_enum, default_value_t = Fabric::Tcp)]
     fabric: Fabric,
-    /// Where the spill file is: a directory on a disk
+    /// Directory of the spill file, on a disk
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     spill: PathBuf,
     /// Seed of everything random
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
-    /// Which parts to measure [default: all]
+    /// Parts to measure [default: all]
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PART")]
     only: Vec<Part>,
-    /// Also draws latency by where bytes are, what the server holds over time, and the slowdown
-    /// over --memory, to this file
+    /// File to draw to: latency by where bytes are, the server's memory over time, and the slowdown
+    /// over --memory
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
@@ -74,38 +74,38 @@ pub(crate) struct TiersOptions {
 enum Part {
     /// One READ of 64 KiB, by where its bytes are
     Latency,
-    /// From a lease to its first page, beside a server that has all in memory
+    /// Time from a lease to its first page, beside a server that has all in memory
     First,
     /// A program that uses a tenth, and less and less memory
     Curve,
     /// Five times as much lent as there is memory
     Capacity,
-    /// Memory below what is used all the time, in a memory cgroup
+    /// Memory below that in use all the time, in a memory cgroup
     Starved,
 }
 
 /// Medians in microseconds, of one READ of 64 KiB where nothing else is said.
 #[derive(Debug, Serialize)]
 struct Latency {
-    /// To the server's process and back.
+    /// Round trip to the server's process.
     round_trip_us: f64,
-    /// In memory, at a server without tiers.
+    /// READ of bytes in memory, at a server without tiers.
     plain_us: f64,
-    /// In memory, at one with tiers.
+    /// READ of bytes in memory, at a server with tiers.
     hot_us: f64,
-    /// In the compressed pool.
+    /// READ of bytes in the compressed pool.
     pool_us: f64,
-    /// In the spill file.
+    /// READ of bytes in the spill file.
     disk_us: f64,
-    /// LZ4 alone, of a chunk like those in the pool.
+    /// Decoding alone, by LZ4, of a chunk like those in the pool.
     decode_us: f64,
     /// A bare O_DIRECT read beside the spill file.
     bare_disk_us: f64,
-    /// Hot over plain: the median of the pairs, and the interval that holds it with 95 %.
+    /// `hot_us` over `plain_us`: the median of the pairs, and the interval that holds it with 95 %.
     hot_over_plain: [f64; 3],
-    /// Over a hot READ, a round trip and the decoding together.
+    /// `pool_us` over the sum of a hot READ, a round trip and the decoding.
     pool_over_parts: f64,
-    /// Over a hot READ, a round trip and the bare read together.
+    /// `disk_us` over the sum of a hot READ, a round trip and the bare read.
     disk_over_parts: f64,
 }
 
@@ -122,12 +122,12 @@ struct Tiers {
     curve: Vec<Row>,
     capacity: Vec<Row>,
     starved: Vec<Row>,
-    /// Why there are no figures of a server in a memory cgroup.
+    /// Reason why there are no figures of a server in a memory cgroup.
     #[serde(skip_serializing_if = "Option::is_none")]
     not_starved: Option<String>,
 }
 
-/// A client of one server, and what it has written there.
+/// A client of one server, with the extent that it has written there.
 struct Client {
     session: Arc<Session>,
     channel: Box<dyn Channel<Vec<u8>>>,
@@ -138,14 +138,14 @@ struct Client {
     wrong: u64,
 }
 
-/// Words that do not compress.
+/// Fills `bytes` with words that do not compress.
 fn noise(chunk: u64, bytes: &mut [u8]) {
     for (i, word) in (0..).zip(bytes.chunks_exact_mut(8)) {
         word.copy_from_slice(&mix((chunk << 20) | i).to_le_bytes());
     }
 }
 
-/// Words that compress to a third or so.
+/// Fills `bytes` with words that compress to a third or so.
 fn smooth(chunk: u64, bytes: &mut [u8]) {
     for (i, word) in (0..).zip(bytes.chunks_exact_mut(8)) {
         let low = mix((chunk << 20) | (i / 4)) & 0xffff;
@@ -184,7 +184,7 @@ impl Client {
         transfer(&mut *self.channel, verb, self.extent.id, offset, buf)
     }
 
-    /// Microseconds of one READ, whose bytes are compared when the clock has stopped.
+    /// Returns the microseconds of one READ, whose bytes are compared when the clock has stopped.
     fn read(&mut self, chunk: u64) -> Result<f64> {
         let buf = self.spare.take().unwrap_or_else(|| vec![0; CHUNK]);
         let begin = Instant::now();
@@ -196,7 +196,7 @@ impl Client {
         Ok(took.as_secs_f64() * 1e6)
     }
 
-    /// Microseconds to the server's process and back, whatever the fabric: it does atomics itself.
+    /// Returns microseconds of round trips: the server's process does atomics itself on any fabric.
     fn round_trips(&mut self, count: u64) -> Result<Vec<f64>> {
         let word = self.session.grant_for_atomics(8)?;
         let extent = std::mem::replace(&mut self.extent, word);
@@ -260,7 +260,7 @@ pub(crate) fn run(options: &TiersOptions) -> Result<()> {
     report::conclude(&found, found.verified, options.run.printing.format, human)
 }
 
-/// One operation, to its end.
+/// Runs one operation to its end.
 fn transfer(
     channel: &mut dyn Channel<Vec<u8>>,
     verb: Verb,
@@ -279,7 +279,7 @@ fn transfer(
     channel.post(op).ok().context("an empty queue is full")?;
     let mut done = Vec::with_capacity(1);
     let until = Instant::now() + Duration::from_secs(10);
-    // Looked for, since to be woken takes longer than a READ on some machines.
+    // Polls, since waking takes longer than a READ on some machines.
     while channel.poll(&mut done) == 0 {
         ensure!(Instant::now() < until, "the server does not answer");
         std::hint::spin_loop();
@@ -296,7 +296,7 @@ fn connect(server: &MemoryServer) -> Result<Arc<Session>> {
     )?)
 }
 
-/// One access at a time, by where its bytes are.
+/// Measures one access at a time, by where its bytes are.
 fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
     let (pairs, samples, cold) = if options.run.smoke {
         (3, 20, 20)
@@ -337,9 +337,9 @@ fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
         ratios.push(second / first);
     }
     let round_trips = hot.round_trips(samples)?;
-    // 2. In the pool: a third of it or so, and more noise than there is memory pushes it there.
+    // 2. In the pool: words that compress to a third, pushed there by more noise than memory holds.
     let pool_bytes = memory_bytes / 4;
-    // One session's share gives both up; what is hot is another's, and stays.
+    // One session's share gives both up; the hot bytes are another session's, and stay.
     let session = connect(&tiered)?;
     let mut pool = Client::new(&session, pool_bytes, smooth)?;
     let mut disk = Client::new(&session, 4 * memory_bytes, noise)?;
@@ -369,7 +369,7 @@ fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
     })
 }
 
-/// The median of values, and the order statistics that hold it with 95 %.
+/// Returns the median of `values`, and the order statistics that hold it with 95 %.
 fn interval(values: &mut [f64]) -> [f64; 3] {
     values.sort_by(f64::total_cmp);
     let n = values.len() as f64;
@@ -378,11 +378,11 @@ fn interval(values: &mut [f64]) -> [f64; 3] {
     [median(values), at(n / 2.0 - off), at(n / 2.0 + off - 1.0)]
 }
 
-/// The median of READs of different chunks, those of them that the server had to fetch.
+/// Returns the median of READs of different chunks, of those that the server had to fetch.
 fn fetched(client: &mut Client, count: u64, seed: u64) -> Result<f64> {
     let chunks = client.chunks();
     let mut times = Vec::new();
-    // An odd step goes to each of a power of two of chunks once.
+    // An odd step visits each chunk once, where the number of chunks is a power of two.
     let (from, step) = (mix(seed), mix(seed ^ 1) | 1);
     for i in 0..2 * count {
         let chunk = from.wrapping_add(i.wrapping_mul(step)) % chunks;
@@ -402,7 +402,7 @@ fn fetched(client: &mut Client, count: u64, seed: u64) -> Result<f64> {
     Ok(median(&times))
 }
 
-/// Reads of a file like the server's.
+/// Returns the median microseconds of reads of a file like the server's.
 fn bare_disk(directory: &Path, bytes: u64, count: u64, seed: u64) -> Result<f64> {
     let file: File = OpenOptions::new()
         .read(true)
@@ -428,7 +428,7 @@ fn bare_disk(directory: &Path, bytes: u64, count: u64, seed: u64) -> Result<f64>
     Ok(median(&times))
 }
 
-/// Of different chunks in turns, as a server has them.
+/// Returns the median microseconds of decoding different chunks in turns, as a server does.
 fn decode(count: u64) -> f64 {
     let mut plain = vec![0; CHUNK];
     let packed: Vec<Vec<u8>> = (0..count.min(64))

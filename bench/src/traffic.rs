@@ -2,8 +2,8 @@
 //! remote array, then reads it back.
 //!
 //! The rule it keeps: the data stays of its kind. STREAM's arithmetic would turn integers and text
-//! into noise; here the next step is the same field, moved by a plane. What is read is compared
-//! with what was written while the clock runs, which costs a tenth of what paging does.
+//! into noise; here the next step is the same field, moved by a plane. Elements read are compared
+//! with elements written while the clock runs, which costs a tenth of what paging does.
 
 use clap::Args;
 use std::{
@@ -26,7 +26,7 @@ use farpage_bench_kit::{
     yardsticks::{Plain, Yardsticks, plain_bytes},
 };
 
-/// By how many elements a line moves per step: about what a plane has, and no divisor of any page.
+/// Number of elements that a line moves per step: about a plane's, and no divisor of any page.
 const LINE_STEP: usize = 16_411;
 
 #[derive(Args, Debug)]
@@ -37,7 +37,7 @@ pub(crate) struct TrafficOptions {
     pub(crate) paging: Paging,
     #[command(flatten)]
     pub(crate) threads: Threads,
-    /// How often the field is written and read, after a first time that does not count
+    /// Times that the field is written and read, after a first time that does not count
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=100))]
     pub(crate) steps: u16,
 }
@@ -53,7 +53,7 @@ pub(crate) fn run(options: &TrafficOptions) -> Result<Report> {
     }
 }
 
-/// What reading found.
+/// Findings of a comparison of elements read with elements written.
 #[derive(Default)]
 struct Found {
     wrong: u64,
@@ -71,7 +71,7 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
     let (common, paging) = (&options.common, &options.paging);
     let remote = Remote::start(common, paging)?;
     let field: Vec<T> = source.field();
-    // The field again and again, along its slowest dimension.
+    // The array repeats the field along the field's slowest dimension.
     let shape = source.shape.trimmed();
     let slice: usize = shape[1..].iter().product();
     let slices = (paging.size_bytes(common) / (slice * size_of::<T>()) as u64).max(1);
@@ -108,7 +108,7 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
     let end = remote.mark();
     drop(progress);
 
-    // 3. What the figures are measured by. The array goes first, which makes room.
+    // 3. Yardsticks. The array goes first, which makes room.
     drop(array);
     let bytes = len * size_of::<T>() as u64;
     let of_both: Vec<f64> = seconds.iter().map(|s| s[0] + s[1]).collect();
@@ -160,18 +160,18 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
     })
 }
 
-/// What is done to an array, by threads that have a part of it each.
+/// Steps over an array, of which each thread has a part.
 struct Work<'a, T> {
-    /// What is written, again and again.
+    /// Field that is written, again and again.
     field: &'a [T],
-    /// How far the field moves from step to step.
+    /// Number of elements that the field moves from step to step.
     step_elements: usize,
     threads: usize,
     found: Mutex<Found>,
 }
 
 impl<T: Element> Work<'_, T> {
-    /// Writes all of the array, then reads it, and returns how long each took.
+    /// Writes all of the array, then reads it. Returns the time of each.
     fn step(&self, array: &mut [T], step: usize) -> [Duration; 2] {
         let (field, found) = (self.field, &self.found);
         let share = array.len().div_ceil(self.threads);
@@ -196,7 +196,7 @@ impl<T: Element> Work<'_, T> {
         [written - start, written.elapsed()]
     }
 
-    /// The same in ordinary memory: writing and reading together.
+    /// Returns the MB/s of the same steps in ordinary memory, writing and reading together.
     fn plain_mb_per_s(&self, plain_bytes: usize, steps: usize) -> f64 {
         let mut plain = vec![self.field[0]; plain_bytes / size_of::<T>()];
         let seconds: Vec<f64> = (0..=steps)
@@ -210,7 +210,7 @@ impl<T: Element> Work<'_, T> {
     }
 }
 
-/// Stretches of `part` and the elements of the endless field, from `at` on, that belong there.
+/// Cuts a part of `len` elements, from `at` on in an endless `field`, into (part, field, count).
 fn stretches(len: usize, field: usize, at: usize) -> impl Iterator<Item = (usize, usize, usize)> {
     let mut done = 0;
     std::iter::from_fn(move || {

@@ -21,7 +21,7 @@ use farpage_train::data::Source;
 pub(crate) use self::options::TrainOptions;
 use self::report::Report;
 
-/// Runs the subcommand `train` and prints what it found.
+/// Runs the subcommand `train` and prints the results.
 pub(crate) fn run(options: &TrainOptions) -> Result<()> {
     let mut options = options.clone();
     if options.run.smoke {

@@ -1,5 +1,5 @@
-//! What the examples share: a memory server to talk to, the one argument, and a line of figures. A
-//! program of yours will not need it.
+//! Helpers of the examples: a memory server to talk to, the one argument, and a line of figures. A
+//! program of yours will not need them.
 //!
 //! The rule it keeps: everything about farpage that is worth copying is in the examples themselves.
 
@@ -10,7 +10,7 @@ use farpage::{Builder, ByteSize, Runtime};
 use farpage_memserver::{RunningServer, Server};
 use tempfile::TempDir;
 
-/// More than any example asks for. A server takes memory only when pages are written.
+/// Capacity of the server: more than any example needs. Only written pages take memory.
 const CAPACITY_BYTES: u64 = 64 << 30;
 
 /// The memory servers that `FARPAGE_SERVER` names or, without it, one in this process.
@@ -41,8 +41,8 @@ impl Memory {
         })
     }
 
-    /// In a program of yours this is `Runtime::builder().server("shm:///run/farpage.sock")`, or
-    /// `Runtime::builder()` with `FARPAGE_SERVER` set.
+    /// Returns a builder of runtimes. A program of yours writes `Runtime::builder()` with
+    /// `FARPAGE_SERVER` set, or `Runtime::builder().server("shm:///run/farpage.sock")`.
     pub fn runtime(&self) -> Builder {
         match &self.own {
             Some((server, _)) => Runtime::builder().server(server.endpoints()[0].to_string()),
@@ -51,7 +51,7 @@ impl Memory {
     }
 }
 
-/// The program's only argument, or `default` without one.
+/// Returns the program's only argument, or `default` without one.
 ///
 /// # Errors
 /// The argument cannot be read.

@@ -10,11 +10,11 @@ use std::{
 
 use farpage_memserver::Server;
 
-/// Each takes a second or two; a busy machine may need a few times as long, and one that hangs must
-/// not stop the suite.
+/// Time limit of an example. Each takes a second or two; a busy machine may need a few times as
+/// long, and one that hangs must not stop the suite.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-/// What a program printed, and whether it succeeded.
+/// Output of a program, and its success.
 struct Run {
     output: String,
     errors: String,
@@ -22,7 +22,7 @@ struct Run {
 }
 
 impl Run {
-    /// Asserts that it succeeded, printed all of `lines`, and could not keep all pages in memory.
+    /// Asserts that the program succeeded, printed all of `lines`, and evicted pages.
     #[track_caller]
     fn assert_correct(&self, lines: &[&str]) {
         let Run {
@@ -38,7 +38,7 @@ impl Run {
     }
 }
 
-/// The figure in front of " out;" in the last line of figures.
+/// Returns the figure in front of " out;" in the last line of figures.
 fn evictions(output: &str) -> u64 {
     let (before, _) = output.rsplit_once(" out;").expect("a line of figures");
     let (_, figure) = before.rsplit_once(' ').expect("a figure");
@@ -88,7 +88,7 @@ fn read_all(mut pipe: impl Read + Send + 'static) -> mpsc::Receiver<String> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
         pipe.read_to_end(&mut bytes).expect("a pipe can be read");
-        // Nobody listens any more if the test has failed meanwhile.
+        // The receiver is gone if the test has failed meanwhile.
         let _ = send.send(String::from_utf8_lossy(&bytes).into_owned());
     });
     receive

@@ -1,6 +1,5 @@
 //! Blocks of ZFP and LZ4 from arbitrary bytes: the C libraries touch nothing beside the values, and
-//! what they make of a block depends on the block alone, so that they read nothing beside it
-//! either.
+//! the result depends on the block alone, so that they read nothing beside it either.
 //!
 //! The first five bytes choose mode, element and shape.
 
@@ -9,7 +8,7 @@ use farpage_codec::{
     zfp::{Lengths, Mode, Number, Zfp},
 };
 
-/// The modes that the first byte chooses from.
+/// Modes that the first byte chooses from.
 pub const MODES: [Mode; 4] = [
     Mode::Rate(12.0),
     Mode::Precision(20),
@@ -18,10 +17,10 @@ pub const MODES: [Mode; 4] = [
 ];
 
 const HEADER_BYTES: usize = 5;
-/// Values on each side of a block's own that must stay as they are.
+/// Number of values on each side of a block's own that must stay as they are.
 const GUARD: usize = 64;
 
-/// Decodes what follows the header as a block of each kind.
+/// Decodes the bytes behind the header as a block of each kind.
 pub fn run(bytes: &[u8]) {
     let Some((&[mode, element, x, y, z], block)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
         return;
@@ -83,7 +82,7 @@ fn zfp<N: Number, B: PartialEq>(
     );
 }
 
-/// A block of each mode, whole, and one of LZ4.
+/// Makes a block of each mode, whole, and one of LZ4.
 pub fn seeds() -> Vec<Vec<u8>> {
     let values: Vec<f64> = (0..512).map(|at| (f64::from(at) * 0.05).sin()).collect();
     let mut seeds: Vec<Vec<u8>> = (0u8..)

@@ -1,4 +1,4 @@
-//! Fuzz targets: each takes any bytes at all and panics if what reads them breaks its promise.
+//! Fuzz targets: each takes any bytes at all and panics if their reader breaks its promise.
 //!
 //! The rule it keeps: a target is a plain function. libFuzzer calls it with coverage and the
 //! address sanitizer (`cargo xtask sanitize`), and the tests of this package call it with a bounded
@@ -10,17 +10,17 @@ pub mod server_connection;
 pub mod wire_control;
 pub mod wire_data;
 
-/// One target under its name.
+/// A target with its name.
 pub struct Target {
-    /// Of its module and of its program.
+    /// Name of the target's module and of its program.
     pub name: &'static str,
-    /// Takes one input; panics where something is wrong.
+    /// Function that takes one input, and panics where something is wrong.
     pub run: fn(&[u8]),
-    /// Inputs to start from.
+    /// Function that returns inputs to start from.
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// All of them.
+/// All targets of this package.
 pub const TARGETS: [Target; 4] = [
     Target {
         name: "wire_control",

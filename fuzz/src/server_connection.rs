@@ -22,14 +22,13 @@ use farpage_wire::{
     data::{OpHeader, OpKind},
 };
 
-/// Plays a client that says `bytes`; afterwards an honest one is heard.
+/// Plays a client that says `bytes`, then checks that the server still serves an honest one.
 pub fn run(bytes: &[u8]) {
     let Some((choice, rest)) = bytes.split_first() else {
         return;
     };
     let endpoint = &server().endpoints()[usize::from(choice & 1)];
-    // What becomes of the stranger's connection is the server's to say: a reset is as good as an
-    // answer.
+    // The server decides the fate of the stranger's connection: a reset is as good as an answer.
     let _ = play(endpoint, choice >> 1, rest);
     let mut honest = greet(endpoint, Purpose::Control).expect("the server still serves");
     let begin = honest.say(&hello()).expect("the server still answers");
@@ -45,10 +44,10 @@ pub fn run(bytes: &[u8]) {
     assert_eq!(PANICS.load(Relaxed), 0, "a thread of the server panicked");
 }
 
-/// Panics of any thread: those of the server would go unnoticed.
+/// Number of panics of any thread: those of the server would go unnoticed.
 static PANICS: AtomicUsize = AtomicUsize::new(0);
 
-/// Nothing, frames of each depth, and a whole operation for a data connection.
+/// Makes inputs for each depth: an empty one, frames, and a whole operation for a data connection.
 pub fn seeds() -> Vec<Vec<u8>> {
     let frame = |request: &Request| control::encode(request).expect("short");
     let op = OpHeader {
@@ -81,7 +80,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Raw, greeted, in a session, attached.
+/// Number of depths: raw, greeted, in a session, attached.
 const DEPTHS: u8 = 4;
 
 fn hello() -> Request {
@@ -197,7 +196,7 @@ fn begin(endpoint: &Endpoint) -> std::io::Result<Stream> {
     Ok(stream)
 }
 
-/// A data connection of a session that has one extent, on TCP; elsewhere a session.
+/// Opens a data connection of a session that has one extent, on TCP; elsewhere a session.
 fn attach(endpoint: &Endpoint) -> std::io::Result<Stream> {
     let mut control = greet(endpoint, Purpose::Control)?;
     let begun = control.say(&hello())?;

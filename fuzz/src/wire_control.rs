@@ -1,4 +1,4 @@
-//! Control frames and hellos from arbitrary bytes: no panic, and what decodes survives being
+//! Control frames and hellos from arbitrary bytes: no panic, and decoded messages survive being
 //! encoded again.
 
 use farpage_wire::{
@@ -39,7 +39,7 @@ pub fn run(bytes: &[u8]) {
     }
 }
 
-/// Hellos, requests and responses, whole.
+/// Makes whole hellos, requests and responses.
 pub fn seeds() -> Vec<Vec<u8>> {
     let hellos = [Purpose::Control, Purpose::Data].map(|it| Hello::new(it).encode().to_vec());
     let requests = [

@@ -1,4 +1,4 @@
-//! Data headers from arbitrary bytes: no panic, and what decodes encodes to the same bytes.
+//! Data headers from arbitrary bytes: no panic, and decoded headers encode to the same bytes.
 
 use farpage_wire::{
     ExtentId, MAX_OP_BYTES,
@@ -24,7 +24,7 @@ pub fn run(bytes: &[u8]) {
     }
 }
 
-/// A header of each kind, whole.
+/// Makes a whole header of each kind.
 pub fn seeds() -> Vec<Vec<u8>> {
     let kinds = [
         (OpKind::Read, 4096),

@@ -39,8 +39,8 @@ fn run(target: &Target, input: &[u8]) {
     }
 }
 
-/// One seed with up to eight changes: bytes set, put in, taken out, and the rest of another seed
-/// behind.
+/// Returns one seed with up to eight changes: bytes set, put in, taken out, and the rest of another
+/// seed behind.
 fn changed(seeds: &[Vec<u8>], random: &mut ChaCha8Rng) -> Vec<u8> {
     let pick = |random: &mut ChaCha8Rng| seeds[random.random_range(0..seeds.len())].clone();
     let mut bytes = pick(random);
@@ -48,7 +48,7 @@ fn changed(seeds: &[Vec<u8>], random: &mut ChaCha8Rng) -> Vec<u8> {
         let at = random.random_range(0..=bytes.len());
         let byte = match random.random_range(0..3) {
             0 => random.random(),
-            // What lengths and numbers turn over at.
+            // Values at which lengths and numbers turn over.
             1 => [0, 1, 0x7f, 0x80, 0xff][random.random_range(0..5)],
             _ => 1 << random.random_range(0..8),
         };

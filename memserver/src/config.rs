@@ -1,4 +1,4 @@
-//! What the daemon is told to do: command line, environment, file, defaults.
+//! Settings of the daemon: command line, environment, file, defaults.
 //!
 //! The rule it keeps: a flag beats the environment, which beats the file, which beats the default,
 //! and a key that nobody knows is an error instead of a setting that silently does nothing. Opening
@@ -29,10 +29,10 @@ farpage_wire::debug_as_display!(ConfigError);
 #[derive(Debug, Parser)]
 #[command(name = "farpage-memserver", version, about, after_help = PRECEDENCE)]
 pub struct Cli {
-    /// What to do.
+    /// Command to run.
     #[command(subcommand)]
     pub command: Command,
-    /// How to log, for every command.
+    /// Flags that choose the log, for every command.
     #[command(flatten)]
     pub log: LogArgs,
 }
@@ -76,13 +76,13 @@ pub enum Command {
     Key(KeyArgs),
 }
 
-/// Flags of `serve`; what is absent here comes from the file or the defaults.
+/// Flags of `serve`. Absent flags come from the file or the defaults.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ServeArgs {
     /// TOML file with settings.
     #[arg(long, value_name = "FILE", env = "FARPAGE_MEMSERVER_CONFIG")]
     pub config: Option<PathBuf>,
-    /// Where clients may connect: shm:///path, tcp://host:port or rdma://host:port; repeat it for
+    /// Endpoint to listen on: shm:///path, tcp://host:port or rdma://host:port; repeat the flag for
     /// several [default: the socket farpage.sock in /run for root, in $XDG_RUNTIME_DIR for others].
     #[arg(
         long,
@@ -94,19 +94,18 @@ pub struct ServeArgs {
     /// The most memory to lend at any time, such as 8GiB [default: half of what is available now].
     #[arg(long, value_name = "SIZE", env = "FARPAGE_MEMSERVER_CAPACITY", value_parser = farpage_wire::parse_size)]
     pub capacity: Option<ByteSize>,
-    /// The most memory to hold for what is lent, such as 2GiB; the rest of --capacity is in
-    /// --spill. The server's own code and stacks come on top [default: all that is lent may be in
-    /// memory].
+    /// The most memory to hold for lent bytes, such as 2GiB; the rest of --capacity is in --spill.
+    /// The server's own code and stacks come on top [default: all lent bytes may be in memory].
     #[arg(long, value_name = "SIZE", env = "FARPAGE_MEMSERVER_MEMORY", value_parser = farpage_wire::parse_size)]
     pub memory: Option<ByteSize>,
-    /// A directory on a disk for what --memory has no room for. The file there is as large as
+    /// A directory on a disk for lent bytes beyond --memory. The file there is as large as
     /// --capacity, has no name, and is gone with the server: nothing in it outlives a restart. With
-    /// it, clients over rdma need an adapter with on-demand paging at the server.
+    /// a spill file, clients over rdma need an adapter with on-demand paging at the server.
     #[arg(long, value_name = "DIR", env = "FARPAGE_MEMSERVER_SPILL")]
     pub spill: Option<PathBuf>,
-    /// A weight for what clients of one address, or over shm of one user, have of --memory, such as
-    /// 10.0.0.7=4 or user:1000=2; repeat it for several. Where memory is short they keep as much of
-    /// it as their weight is of all [default: 1 for each].
+    /// The weight of the clients of one address, or over shm of one user, such as 10.0.0.7=4 or
+    /// user:1000=2; repeat the flag for several. When memory is short, these clients keep the part
+    /// of --memory that their weight is of all weights [default: 1 for each].
     #[arg(
         long,
         value_name = "WHO=WEIGHT",
@@ -114,22 +113,22 @@ pub struct ServeArgs {
         value_delimiter = ','
     )]
     pub share: Vec<ShareWeight>,
-    /// Who may connect to shm:// sockets [default: owner].
+    /// Users who may connect to shm:// sockets [default: owner].
     #[arg(long, value_enum, env = "FARPAGE_MEMSERVER_SOCKET_ACCESS")]
     pub socket_access: Option<Access>,
-    /// A client that is silent for so long loses its memory, also one that is stopped in a debugger
+    /// Time after which a silent client loses its memory, even if a debugger stopped the client
     /// [default: 60s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_LEASE", value_parser = farpage_wire::parse_time)]
     pub lease: Option<Duration>,
-    /// A client over tcp or rdma whose connection was closed without a goodbye loses its memory if
-    /// it does not come back for so long; over shm at once [default: 10s].
+    /// Time for a client over tcp or rdma to come back after its connection closed without a
+    /// goodbye. Afterwards the client loses its memory; over shm at once [default: 10s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_RECONNECT_GRACE", value_parser = farpage_wire::parse_time)]
     pub reconnect_grace: Option<Duration>,
-    /// What clients get to finish after SIGTERM [default: 5s].
+    /// Time for clients to finish after SIGTERM [default: 5s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = farpage_wire::parse_time)]
     pub grace: Option<Duration>,
-    /// Who may list and remove all named regions: a public key as `farpage-memserver key` prints
-    /// it, or a file with one in each line; repeat it for several [default: nobody].
+    /// Key that may list and remove all named regions: a public key as `farpage-memserver key`
+    /// prints it, or a file with one in each line; repeat the flag for several [default: none].
     #[arg(
         long,
         value_name = "KEY|FILE",
@@ -147,23 +146,24 @@ pub struct ServeArgs {
     )]
     pub capacity_per_address: Option<ByteSize>,
     /// The most extents of clients of one address, or over shm of one user, together. An array
-    /// takes one per GiB, and at least one [default: three quarters of what there may be, which
-    /// is half of `ulimit -n`].
+    /// takes one per GiB, and at least one [default: three quarters of the server's limit, which is
+    /// half of `ulimit -n`].
     #[arg(
         long,
         value_name = "NUMBER",
         env = "FARPAGE_MEMSERVER_EXTENTS_PER_ADDRESS"
     )]
     pub extents_per_address: Option<usize>,
-    /// The most connections from one address, or over shm of one user. A program has one, and one
-    /// per worker thread [default: three quarters of what there may be, over all endpoints].
+    /// The most connections from one address, or over shm of one user. A program has one
+    /// connection, and one per worker thread [default: three quarters of the server's limit, over
+    /// all endpoints].
     #[arg(
         long,
         value_name = "NUMBER",
         env = "FARPAGE_MEMSERVER_CONNECTIONS_PER_ADDRESS"
     )]
     pub connections_per_address: Option<usize>,
-    /// The most data connections of one client [default: a quarter of what there may be, which is
+    /// The most data connections of one client [default: a quarter of the server's limit, which is
     /// 4096 or a quarter of `ulimit -n`].
     #[arg(
         long,
@@ -195,10 +195,10 @@ pub struct KeyArgs {
 /// Flags of `names`.
 #[derive(Args, Clone, Debug)]
 pub struct NamesArgs {
-    /// The server to ask, and how to print.
+    /// Server to ask, and format of the answer.
     #[command(flatten)]
     pub ask: StatArgs,
-    /// As whom.
+    /// Key to ask with.
     #[command(flatten)]
     pub key: KeyArgs,
 }
@@ -211,10 +211,10 @@ pub struct RemoveArgs {
     /// The server to ask: shm:///path, tcp://host:port or rdma://host:port.
     #[arg(long, value_name = "URL", env = "FARPAGE_MEMSERVER_ENDPOINT")]
     pub endpoint: Endpoint,
-    /// Whose region it is, as `names` prints it, if not yours: for the operator.
+    /// Public key of the region's owner, as `names` prints it, if not yours: for the operator.
     #[arg(long, value_name = "KEY")]
     pub owner: Option<PublicKey>,
-    /// As whom.
+    /// Key to act with.
     #[command(flatten)]
     pub key: KeyArgs,
 }
@@ -222,16 +222,16 @@ pub struct RemoveArgs {
 /// Flags that choose the log.
 #[derive(Args, Clone, Debug, Default)]
 pub struct LogArgs {
-    /// How log lines look [default: human].
+    /// Format of log lines [default: human].
     #[arg(long, value_enum, global = true, env = "FARPAGE_MEMSERVER_LOG")]
     pub log: Option<LogFormat>,
-    /// error, warn, info, debug, trace, or per module as in farpage_memserver=debug [default:
-    /// info].
+    /// Events to log: error, warn, info, debug, trace, or per module as in farpage_memserver=debug
+    /// [default: info].
     #[arg(long, value_name = "LEVEL", global = true, env = "FARPAGE_LOG")]
     pub log_level: Option<String>,
 }
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogFormat {
@@ -242,14 +242,14 @@ pub enum LogFormat {
     Json,
 }
 
-/// Who may connect to `shm://` sockets.
+/// Users who may connect to `shm://` sockets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Access {
     /// The user that the server runs as.
     #[default]
     Owner,
-    /// The group that the server runs as, too.
+    /// The group that the server runs as, besides the user.
     Group,
 }
 
@@ -262,12 +262,12 @@ impl From<Access> for SocketAccess {
     }
 }
 
-/// The weight of somebody's share of `--memory`.
+/// The weight of one origin's share of `--memory`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShareWeight {
-    /// Whose.
+    /// Origin of the share's clients.
     pub of: Origin,
-    /// More than 0.
+    /// Weight of the share, from 1 to 1000.
     pub weight: u32,
 }
 
@@ -325,7 +325,7 @@ struct File {
     log_level: Option<String>,
 }
 
-/// A size in the file: text with a unit, or a number of bytes.
+/// Reads a size of the file: text with a unit, or a number of bytes.
 fn size<'de, D: Deserializer<'de>>(value: D) -> Result<Option<ByteSize>, D::Error> {
     #[derive(Deserialize)]
     #[serde(
@@ -381,30 +381,30 @@ fn list<'de, D: Deserializer<'de>>(value: D) -> Result<Vec<String>, D::Error> {
     })
 }
 
-/// Everything that `serve` needs, settled.
+/// All settings of `serve`, settled.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where to listen; at least one.
+    /// Endpoints to listen on; at least one.
     pub listen: Vec<Endpoint>,
     /// The most memory to lend.
     pub capacity_bytes: u64,
-    /// Whether nobody chose the capacity, so that the log should say it.
+    /// True if the capacity is the default, which the log should say.
     pub capacity_is_default: bool,
-    /// The most memory to hold for what is lent, if that may be less than all of it.
+    /// The most memory to hold for lent bytes, if that may be less than all of them.
     pub memory_bytes: Option<u64>,
-    /// The directory for the rest.
+    /// The directory of the spill file.
     pub spill: Option<PathBuf>,
-    /// Who has a share of the memory that is not of weight 1.
+    /// Weights of shares; all others have weight 1.
     pub shares: Vec<ShareWeight>,
-    /// Who may connect to `shm://` sockets.
+    /// Users who may connect to `shm://` sockets.
     pub access: SocketAccess,
-    /// How long a silent client keeps its memory.
+    /// Time after which a silent client loses its memory.
     pub lease: Duration,
-    /// How long a client may come back whose connection was closed.
+    /// Time for a client to come back after its connection was closed.
     pub reconnect_grace: Duration,
-    /// What clients get to finish after SIGTERM.
+    /// Time for clients to finish after SIGTERM.
     pub grace: Duration,
-    /// Who may list and remove all named regions.
+    /// Keys whose holders may list and remove all named regions.
     pub operators: Vec<PublicKey>,
     /// The most memory to lend to clients of one address.
     pub capacity_per_address: Option<u64>,
@@ -414,9 +414,9 @@ pub struct Config {
     pub connections_per_address: Option<usize>,
     /// The most data connections of one client.
     pub connections_per_client: Option<usize>,
-    /// How log lines look.
+    /// Format of log lines.
     pub log: LogFormat,
-    /// Which events are logged, as `tracing_subscriber::EnvFilter` reads it.
+    /// Filter of the logged events, in the syntax of `tracing_subscriber::EnvFilter`.
     pub log_level: String,
 }
 
@@ -429,7 +429,7 @@ pub enum ConfigError {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         r#source: io::Error,
     },
     /// The file is not TOML, has a key that nobody knows, or a value of the wrong kind.
@@ -437,7 +437,7 @@ pub enum ConfigError {
     Parse {
         /// The file.
         path: PathBuf,
-        /// Where and why.
+        /// Position and cause.
         reason: String,
     },
     /// A setting has a value that cannot work.
@@ -445,28 +445,28 @@ pub enum ConfigError {
     Value {
         /// The setting's name.
         setting: &'static str,
-        /// What it was set to.
+        /// Value of the setting.
         value: String,
-        /// What is wrong and what to do.
+        /// Cause and remedy.
         reason: &'static str,
     },
-    /// An operator's key that is none.
+    /// A text that is neither a public key nor a file of public keys.
     #[error(
         "operator-key is {given:?}, which is neither a public key nor a file with public keys: {reason}"
     )]
     Keys {
-        /// What was given.
+        /// The text.
         given: String,
-        /// What is wrong.
+        /// The cause.
         reason: String,
     },
-    /// A variable of the environment that nobody reads.
+    /// An unknown variable of the environment.
     #[error(transparent)]
     Variable(#[from] UnknownVariable),
-    /// Settings of a server that lends more than its memory, which do not fit together.
+    /// Settings for lending more than memory that do not fit together.
     #[error(transparent)]
     Tiers(#[from] TiersError),
-    /// Nothing to listen on was named, and there is no place for a default.
+    /// An empty list of endpoints, and no place for a default.
     #[error(
         "no --listen was given, and XDG_RUNTIME_DIR is not set to put a socket in: name one, as in --listen shm:///tmp/farpage.sock"
     )]
@@ -474,8 +474,8 @@ pub enum ConfigError {
 }
 
 impl Config {
-    /// Settles `flags` (in which the environment is merged already), the file that they name, and
-    /// the defaults.
+    /// Settles `flags`, the file that `flags` names, and the defaults. The environment is merged
+    /// into `flags` already.
     pub fn settle(flags: &ServeArgs, log: &LogArgs) -> Result<Self, ConfigError> {
         let file = match &flags.config {
             Some(path) => File::read(path)?,
@@ -601,12 +601,12 @@ impl Config {
     }
 }
 
-/// Smallest capacity: less is a size whose unit was left out. An array takes 64 KiB at least, and
-/// most take 16 MiB.
+/// Smallest capacity. A smaller size is one whose unit was left out. An array takes 64 KiB at
+/// least, and most take 16 MiB.
 const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
 
-/// Clients renew a few times per lease from a thread that competes for a core: below this,
-/// scheduling delays alone end sessions.
+/// Shortest lease and reconnect grace. Clients renew a few times per lease, from a thread that
+/// competes for a core: scheduling delays alone would end shorter sessions.
 const SHORTEST_LEASE: Duration = Duration::from_millis(100);
 
 impl File {
@@ -629,7 +629,7 @@ impl File {
     }
 }
 
-/// Public keys, given themselves or by files that list them.
+/// Returns the public keys in `given`, and those in the files that `given` names.
 fn operators(given: &[String]) -> Result<Vec<PublicKey>, ConfigError> {
     let mut keys = Vec::new();
     for text in given {
@@ -651,7 +651,7 @@ fn operators(given: &[String]) -> Result<Vec<PublicKey>, ConfigError> {
     Ok(keys)
 }
 
-/// Where a server listens when nobody says: a socket that only this user (root: this host's root)
+/// Returns the default endpoint of a server: a socket that only this user (root: this host's root)
 /// can create.
 pub fn default_endpoint() -> Option<Endpoint> {
     let directory = match nix::unistd::geteuid().is_root() {
@@ -663,8 +663,8 @@ pub fn default_endpoint() -> Option<Endpoint> {
         .ok()
 }
 
-/// Memory that could be lent now without swapping: what the kernel calls available, within the
-/// limits of this process's control groups.
+/// Returns the bytes that could be lent now without swapping: the kernel's available memory, within
+/// the limits of this process's control groups.
 pub fn available_bytes() -> u64 {
     Allowance::of_this_process().available_bytes
 }

@@ -1,20 +1,19 @@
-//! How many files this process may hold open, and what follows for the number of extents and
-//! clients.
+//! Budget of this process's open files, and the numbers of extents and clients that follow.
 //!
-//! The rule it keeps: a client is refused before the process runs out, since a server without
-//! descriptors can not even accept the connection that would tell it to stop.
+//! The rule it keeps: a client is refused before descriptors run out, since a server without
+//! descriptors cannot even accept the connection that would tell it to stop.
 
 use std::fs;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tracing::warn;
 
-/// What the process needs besides clients: standard streams, listeners, wake-ups, `/proc` files.
+/// Files besides those of clients: standard streams, listeners, wake-ups, `/proc` files.
 const RESERVED: u64 = 64;
-/// Below this, a handful of clients can use everything up: worth a warning.
+/// Number of files below which a handful of clients can use up all: worth a warning.
 const COMFORTABLE: u64 = 4096;
 
-/// What this process may hold.
+/// Numbers of extents and clients that the open files of this process allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Budget {
     /// Extents altogether.
@@ -25,8 +24,8 @@ pub(crate) struct Budget {
     pub(crate) sessions: usize,
 }
 
-/// Raises the soft limit of open files to the hard one and shares it out. Says so when it is low.
-/// Each extent takes so many files.
+/// Raises the soft limit of open files to the hard one, shares it out, and warns if it is low. Each
+/// extent takes `files_per_extent` files.
 pub(crate) fn budget(files_per_extent: u64) -> Budget {
     let files = match getrlimit(Resource::RLIMIT_NOFILE) {
         Ok((soft, hard))
@@ -46,13 +45,13 @@ pub(crate) fn budget(files_per_extent: u64) -> Budget {
     share_out(files, mappings(), files_per_extent)
 }
 
-/// Each extent is a mapping, too, and the kernel limits those.
+/// Returns the kernel's limit of mappings: each extent is a mapping, too.
 fn mappings() -> u64 {
     let text = fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
     text.trim().parse().unwrap_or(65_530)
 }
 
-/// Half of the files are for extents and half for connections; half of the mappings are for
+/// Shares out `files`: half for extents and half for connections. Half of `mappings` is left to
 /// threads, heap and code.
 fn share_out(files: u64, mappings: u64, files_per_extent: u64) -> Budget {
     let half = files.saturating_sub(RESERVED).max(8) / 2;

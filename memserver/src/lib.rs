@@ -2,8 +2,7 @@
 //! inside another.
 //!
 //! The rule it keeps: it decides who may have which memory and nothing else. Moving bytes and
-//! parsing frames is the work of `farpage_fabric::server`; what the bytes mean is known to clients
-//! only.
+//! parsing frames is the work of `farpage_fabric::server`; only clients know what the bytes mean.
 //!
 //! ```
 //! use farpage_memserver::Server;

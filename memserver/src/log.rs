@@ -1,9 +1,9 @@
-//! Where the daemon's log lines go: a writer that never waits.
+//! The daemon's log writer, which never waits.
 //!
-//! The rule it keeps: whoever reads standard error, or does not, a thread that logs goes on at
-//! once. Lines wait in a queue that a thread of its own empties. A line beyond the queue's length,
-//! or beyond the rate that a person could follow, is dropped, counted, and said to be: peers decide
-//! how many lines there are.
+//! The rule it keeps: a thread that logs goes on at once, even if nobody reads standard error.
+//! Lines wait in a queue that a thread of its own empties. A line beyond the queue's length, or
+//! beyond the rate that a person could follow, is dropped, counted and reported: peers decide how
+//! many lines there are.
 
 use std::{
     io::{self, Write},
@@ -25,10 +25,10 @@ const QUEUE: usize = 2048;
 const BURST: f64 = 1000.0;
 /// Lines per second for good: a hostile peer cannot fill a disk in a day.
 const PER_SECOND: f64 = 100.0;
-/// How often it is said what was dropped.
+/// Time between reports of dropped lines.
 const SAY_EVERY: Duration = Duration::from_secs(1);
 
-/// Writes whole lines to standard error, or drops them. Clones are the same writer.
+/// Writer of whole lines to standard error, which drops lines rather than wait. Clones share it.
 #[derive(Clone)]
 pub(crate) struct LogWriter {
     queue: NonBlocking,
@@ -42,7 +42,7 @@ struct Rate {
 }
 
 impl LogWriter {
-    /// The writer, and a guard that writes what waits when it is dropped, for a second at most.
+    /// Returns the writer, and a guard whose drop writes waiting lines, for a second at most.
     pub(crate) fn stderr() -> (Self, WorkerGuard) {
         let (queue, guard) = NonBlockingBuilder::default()
             .lossy(true)
@@ -56,14 +56,14 @@ impl LogWriter {
         (Self { queue, rate }, guard)
     }
 
-    /// Lines that were dropped so far.
+    /// Counts the lines that were dropped so far.
     fn dropped(&self) -> u64 {
         let beyond_the_queue = self.queue.error_counter().dropped_lines() as u64;
         self.rate.dropped.load(Ordering::Relaxed) + beyond_the_queue
     }
 
-    /// Starts a thread that says, through the log itself, how many lines were dropped. It ends with
-    /// the process.
+    /// Starts a thread that reports dropped lines through the log itself. The thread ends with the
+    /// process.
     pub(crate) fn say_what_is_dropped(self) -> io::Result<()> {
         let say = move || {
             let mut said = 0;
@@ -71,7 +71,7 @@ impl LogWriter {
                 thread::sleep(SAY_EVERY);
                 let dropped = self.dropped();
                 if dropped > said {
-                    // Dropped itself, it counts, and is tried again.
+                    // A report that is dropped itself counts, and another one follows.
                     tracing::warn!(
                         lines = dropped - said,
                         "log lines were dropped: there were too many, or nobody reads them"
@@ -98,7 +98,7 @@ impl Rate {
 }
 
 impl Write for LogWriter {
-    /// One call is one line, as `tracing_subscriber` makes them.
+    /// Writes one line: `tracing_subscriber` makes one call per line.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         if self.rate.takes(Instant::now()) {
             return self.queue.write(line);

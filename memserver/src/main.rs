@@ -67,7 +67,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
 
 fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let config = Config::settle(flags, log)?;
-    // The guard writes at the end what waits.
+    // The guard writes waiting lines at the end.
     let (writer, _guard) = LogWriter::stderr();
     start_log(config.log, &config.log_level, writer.clone())?;
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
@@ -133,7 +133,7 @@ fn stop_signals() -> std::io::Result<Signals> {
     Signals::new([SIGTERM, SIGINT, SIGHUP])
 }
 
-/// True if a signal asks the server to stop. Logs the one that does not.
+/// True if `signal` asks the server to stop. Logs SIGHUP, which does not.
 fn asks_to_stop(signal: i32) -> bool {
     if signal == SIGHUP {
         warn!("SIGHUP: serving on, since clients' memory would be lost; SIGTERM drains");
@@ -205,7 +205,7 @@ fn names(flags: &NamesArgs, log: &LogArgs) -> anyhow::Result<()> {
     })
 }
 
-/// A named region: what varies in length comes last.
+/// Formats a named region. The name, which varies in length, comes last.
 fn line(named: &NamedRegion) -> String {
     let size = ByteSize::b(named.bytes).to_string();
     let state = if named.in_use { "in use" } else { "free" };
@@ -245,7 +245,7 @@ fn visit(endpoint: &Endpoint, log: &LogArgs) -> anyhow::Result<Visit> {
     Ok(Visit::connect(endpoint, &options)?)
 }
 
-/// A person or a monitor waits for the answer: a server that needs longer is not healthy.
+/// Deadline of a visit: a person or a monitor waits, and a slower server is not healthy.
 const VISIT_DEADLINE: Duration = Duration::from_secs(5);
 
 fn table(figures: &ServerStat) -> String {

@@ -1,8 +1,8 @@
 //! [`Server`]: binds endpoints, runs the threads that serve them and the reaper, and ends it all.
 //!
-//! The rule it keeps: whatever was started is joined before [`RunningServer`] is gone, however it
-//! goes, so that a test or a program that embeds a server has no thread, socket file or lent memory
-//! left afterwards.
+//! The rule it keeps: all that was started is joined before [`RunningServer`] is gone, also after
+//! an error, so that a test or a program that embeds a server has no thread, socket file or lent
+//! memory left afterwards.
 
 use std::{
     collections::HashMap,
@@ -30,22 +30,25 @@ use crate::{
 
 farpage_wire::debug_as_display!(StartError, TiersError);
 
-/// Long enough for a client that is starved of CPU, looked at in a debugger or cut off by a network
-/// hiccup, short enough that the memory of a dead one is missed for a minute only (over shared
-/// memory it is back at once).
+/// Default lease: long enough for a client that is starved of CPU, looked at in a debugger or cut
+/// off by a network hiccup, short enough that the memory of a dead client is missed for a minute
+/// only (over shared memory it is back at once).
 pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(60);
-/// Long enough for a network that was cut to be back, short enough that somebody who ended a
-/// program can soon start it again.
+/// Default time to come back: long enough for a network that was cut, short enough that a program
+/// that was ended can soon be started again.
 pub(crate) const DEFAULT_RECONNECT_GRACE: Duration = Duration::from_secs(10);
-/// Under the 10 seconds that service managers and container runtimes wait before they kill.
+/// Lease that does not end.
+const FOR_GOOD: Duration = Duration::from_secs(365 * 24 * 3600);
+/// Default grace: less than the 10 seconds that service managers and container runtimes wait
+/// before they kill.
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(5);
-/// How long the end of a server waits for a slow log.
+/// The longest wait of a server's end for a slow log.
 const LAST_LINES: Duration = Duration::from_secs(1);
-/// The reaper looks so often per lease: the memory of a silent client is back at most this fraction
-/// late.
+/// Number of the reaper's looks per [shortest](Limits::shortest) time after which sessions end: the
+/// memory of a silent client is back at most this fraction late.
 const LOOKS_PER_LEASE: u32 = 8;
 
-/// What a server is to be; made by [`Server::builder`].
+/// Settings of a server, made by [`Server::builder`].
 #[derive(Clone, Debug)]
 pub struct Server {
     listen: Vec<Endpoint>,
@@ -68,22 +71,22 @@ pub struct Server {
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// An endpoint is taken, or not to be had.
+    /// An endpoint is taken, or cannot be bound.
     #[error(transparent)]
     Bind(#[from] BindError),
-    /// Nothing to listen on was named.
+    /// Settings without an endpoint to listen on.
     #[error(
         "a server needs an endpoint to listen on, such as shm:///run/farpage.sock or tcp://0.0.0.0:7400"
     )]
     NoEndpoint,
-    /// The directory for what memory has no room for is of no use.
+    /// The directory cannot hold a spill file.
     #[error(
         "cannot make a spill file in {directory}: {source}; --spill needs a directory on a disk that takes O_DIRECT, with room for all of --capacity"
     )]
     Spill {
         /// The directory.
         directory: PathBuf,
-        /// What the system said.
+        /// The system's error.
         r#source: io::Error,
     },
     /// Settings that do not fit together, or not this machine.
@@ -103,7 +106,8 @@ impl From<io::Error> for StartError {
 }
 
 impl Server {
-    /// No endpoints, 1 GiB, a lease of 10 seconds, a grace of 5, sockets for the own user.
+    /// Returns settings to change: no endpoints, 1 GiB, a lease of 60 seconds, a grace of 5,
+    /// sockets for the own user.
     pub fn builder() -> Self {
         Self {
             listen: Vec::new(),
@@ -130,35 +134,42 @@ impl Server {
         self
     }
 
-    /// The most bytes lent at any time. Default 1 GiB. Nothing is set aside: memory is taken when
-    /// clients write.
+    /// Sets the most bytes lent at any time. Default 1 GiB. Nothing is set aside: memory is taken
+    /// when clients write.
     pub fn capacity(mut self, bytes: u64) -> Self {
         self.capacity_bytes = bytes;
         self
     }
 
-    /// A client that is silent for so long loses what it borrowed. Default 10 s.
+    /// Returns settings of a server that a program starts for itself: leases that do not end, and
+    /// no grace. A server that ends with its only client protects no other by taking memory from a
+    /// program that is stopped, and has no client to wait for afterwards.
+    pub fn of_one_program() -> Self {
+        Self::builder().lease(FOR_GOOD).grace(Duration::ZERO)
+    }
+
+    /// Sets how long a client may be silent before its memory is taken back. Default 60 s.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease = lease;
         self
     }
 
-    /// A client whose connection was closed without a goodbye, because it died or the network was
-    /// cut, and that does not come back for so long, loses what it borrowed; over shared memory at
-    /// once. Default 10 s.
+    /// Sets the time for a client to come back after its connection closed without a goodbye,
+    /// because it died or the network was cut. The client loses its memory afterwards; over shared
+    /// memory at once. Default 10 s.
     pub fn reconnect_grace(mut self, grace: Duration) -> Self {
         self.reconnect_grace = grace;
         self
     }
 
-    /// What clients get to finish once [`RunningServer::shutdown`] was called. Default 5 s.
+    /// Sets the time for clients to finish in [`RunningServer::shutdown`]. Default 5 s.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
         self
     }
 
-    /// Who may connect to the sockets of `shm://` endpoints. Default: the user that the server runs
-    /// as.
+    /// Sets the users who may connect to the sockets of `shm://` endpoints. Default: the user that
+    /// the server runs as.
     pub fn access(mut self, access: SocketAccess) -> Self {
         self.access = access;
         self
@@ -170,41 +181,41 @@ impl Server {
         self
     }
 
-    /// The most bytes lent to clients of one address, or over shared memory of one user, together.
-    /// Default: all of the capacity.
+    /// Sets the most bytes lent to clients of one address, or over shared memory of one user,
+    /// together. Default: all of the capacity.
     pub fn capacity_per_address(mut self, bytes: u64) -> Self {
         self.capacity_per_address = Some(bytes);
         self
     }
 
-    /// The most extents of clients of one address, or over shared memory of one user, together.
-    /// Default: three quarters of what there may be.
+    /// Sets the most extents of clients of one address, or over shared memory of one user,
+    /// together. Default: three quarters of the server's limit.
     pub fn extents_per_address(mut self, extents: usize) -> Self {
         self.extents_per_address = Some(extents);
         self
     }
 
-    /// The most connections from one address, or over shared memory from one user. Default: three
-    /// quarters of what there may be.
+    /// Sets the most connections from one address, or over shared memory from one user. Default:
+    /// three quarters of the server's limit.
     pub fn connections_per_address(mut self, connections: usize) -> Self {
         self.connections_per_address = Some(connections);
         self
     }
 
-    /// The most data connections of one client. Default: a quarter of what there may be.
+    /// Sets the most data connections of one client. Default: a quarter of the server's limit.
     pub fn connections_per_client(mut self, connections: usize) -> Self {
         self.connections_per_client = Some(connections);
         self
     }
 
-    /// The most memory held for what is lent, at least 16 MiB. More than that may be lent if there
-    /// is a [`spill`](Self::spill) directory. Default: all that is lent may be in memory.
+    /// Sets the most memory held for lent bytes, at least 16 MiB. More may be lent if there is a
+    /// [`spill`](Self::spill) directory. Default: all lent bytes may be in memory.
     pub fn memory(mut self, bytes: u64) -> Self {
         self.memory_bytes = Some(bytes);
         self
     }
 
-    /// A directory on a disk for what [`memory`](Self::memory) has no room for: a file of the
+    /// Sets a directory on a disk for lent bytes beyond [`memory`](Self::memory): for a file of the
     /// capacity's size, without a name, that is gone with the server. For `rdma://` endpoints the
     /// adapter needs on-demand paging.
     pub fn spill(mut self, directory: PathBuf) -> Self {
@@ -212,18 +223,18 @@ impl Server {
         self
     }
 
-    /// The weight of what clients of one address, or over shared memory of one user, have of
-    /// [`memory`](Self::memory): where it is short, they keep as much of it as their weight is of
-    /// the weights of all that need some. Default 1, which 0 also means.
+    /// Sets the weight of the clients of one address, or over shared memory of one user. When
+    /// [`memory`](Self::memory) is short, they keep the part of it that their weight is of the
+    /// weights of all that need some. Default 1, which 0 also means.
     pub fn share(mut self, of: Origin, weight: u32) -> Self {
         self.weights.insert(of, weight.max(1));
         self
     }
 
-    /// Binds every endpoint and starts to serve. When it returns, clients can connect.
+    /// Binds every endpoint and starts to serve. Clients can connect after the return.
     ///
     /// # Errors
-    /// [`StartError`]; nothing keeps running or listening then.
+    /// [`StartError`]; nothing keeps running or listening.
     pub fn start(self) -> Result<RunningServer, StartError> {
         if self.listen.is_empty() {
             return Err(StartError::NoEndpoint);
@@ -309,28 +320,28 @@ impl Server {
 #[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TiersError {
-    /// More is to be lent than memory, and there is no other place.
+    /// The capacity exceeds memory, and there is no spill directory.
     #[error(
         "capacity exceeds memory, and there is no spill directory for the rest: give one (--spill), or less --capacity"
     )]
     NoSpill,
-    /// A place for the rest, but nothing says what the rest is.
+    /// A spill directory without a limit of memory.
     #[error("a spill directory without --memory would never be used: give both or none")]
     NoMemory,
-    /// Shares of memory that nobody runs short of.
+    /// Shares of memory on a server without a spill directory.
     #[error("shares are of --memory, on a server with --spill: give both, or no --share")]
     NoShares,
-    /// Too little.
+    /// Less memory than the server needs for itself.
     #[error("memory is less than 16 MiB, which the server needs for itself: give it more")]
     TooLittle,
-    /// The kernel would take more memory than is counted.
+    /// The kernel gives shared memory in huge pages, more than is counted.
     #[error(
         "the kernel gives shared memory in huge pages, of which --memory counts a part: set /sys/kernel/mm/transparent_hugepage/shmem_enabled to advise or never"
     )]
     HugePages,
 }
 
-/// Whether these settings fit together, and this machine.
+/// Checks that these settings fit together, and fit this machine.
 pub(crate) fn check_tiers(
     memory_bytes: Option<u64>,
     capacity_bytes: u64,
@@ -358,11 +369,11 @@ pub(crate) fn check_tiers(
     }
 }
 
-/// Which of its values the kernel uses for memfds stands in brackets.
+/// The kernel's setting of huge pages for memfds: the value in use stands in brackets.
 const SHMEM_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
-/// A server at work. Dropping it ends it at once; [`shutdown`](Self::shutdown) lets clients finish
-/// first.
+/// A server at work. Dropping it ends the server at once; [`shutdown`](Self::shutdown) lets clients
+/// finish first.
 #[must_use = "the server ends when this is dropped"]
 pub struct RunningServer {
     endpoints: Vec<Endpoint>,
@@ -371,24 +382,23 @@ pub struct RunningServer {
     shutdown: Shutdown,
     reaper_stops: Arc<(Mutex<bool>, Condvar)>,
     threads: Vec<JoinHandle<()>>,
-    /// Ended after the threads, which wait for memory.
+    /// Evictors, ended after the threads, which wait for memory.
     evictors: Option<Evictors>,
     grace: Duration,
 }
 
 impl RunningServer {
-    /// Where it listens, in the order they were given, with the ports that were found where 0 was
-    /// asked for.
+    /// Returns the endpoints in the order of [`Server::listen`], with the found port where 0 was.
     pub fn endpoints(&self) -> &[Endpoint] {
         &self.endpoints
     }
 
-    /// Its figures now.
+    /// Returns the current figures.
     pub fn stat(&self) -> ServerStat {
         self.service.stat()
     }
 
-    /// Drains: nobody new is admitted; returns when the last client has left, or cuts off those
+    /// Drains: admits no new client, and returns when the last client has left. Cuts off clients
     /// that are still there after the grace.
     pub fn shutdown(self) {
         self.state.drain();
@@ -440,7 +450,7 @@ impl Drop for RunningServer {
             }
         }
         drop(self.evictors.take());
-        // What the threads had to log.
+        // Log lines of the threads.
         log::flush(Instant::now() + LAST_LINES);
     }
 }

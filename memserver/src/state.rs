@@ -1,12 +1,12 @@
-//! Who may have which memory: the daemon's side of
+//! Ownership of the lent memory: the daemon's side of
 //! [`Host`](farpage_fabric::host::Host).
 //!
 //! The rule it keeps: every byte that is granted belongs to one session, one published name or the
 //! [`readers`] of a version, and is given back when the last of them lets go. Memory is always
 //! fresh: an extent is a new sealed file that reads as zeros, and freeing it closes the file, so
 //! nobody sees what another client left behind. A published extent whose file another user was
-//! given is copied into a new one when it is opened. What a client over shared memory gave back and
-//! did not let go of stays [charged](retained) to it.
+//! given is copied into a new one when it is opened. Memory that a client over shared memory gave
+//! back and still maps stays [charged](retained) to that client.
 //!
 //! Two structures. The *ledger*, under one lock, is the truth: sessions, extents, names, sums; only
 //! control messages and the reaper come here. The *leases* are what a READ or WRITE looks at:
@@ -39,21 +39,21 @@ use ledger::{Freed, Leaving, Ledger, SessionRecord};
 pub use limits::Limits;
 use retained::Retained;
 
-/// The state of one server; see the module's text.
+/// The state of one server: sessions, extents, names, leases and charges.
 pub struct State {
     limits: Limits,
     started: Instant,
     leases: Leases,
     ledger: Mutex<Ledger>,
     retained: Mutex<Vec<Retained>>,
-    /// Moves what is lent out of memory and back, on a server that lends more than it has.
+    /// Mover of chunks out of memory and back, on a server that lends more than its memory.
     tier: Option<Arc<Tier>>,
-    /// Signalled when a session ends, for those who wait for the last one.
+    /// Signalled when a session ends, for threads that wait for the last session.
     ended: Condvar,
 }
 
 impl State {
-    /// Nothing granted, nobody there.
+    /// Makes the state of a server without sessions and grants.
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
@@ -66,8 +66,8 @@ impl State {
         }
     }
 
-    /// As [`new`](Self::new), with memory that `tier` moves out and back. For sessions over tcp and
-    /// shm only: what an adapter does is out of its sight.
+    /// Makes a state as [`new`](Self::new) does, with memory that `tier` moves out and back.
+    /// Adapters then need on-demand paging.
     pub(crate) fn with_tier(limits: Limits, tier: Option<Arc<Tier>>) -> Self {
         Self {
             tier,
@@ -75,7 +75,7 @@ impl State {
         }
     }
 
-    /// From now on nobody new is admitted; sessions that are there go on.
+    /// Stops admitting new sessions. Existing sessions go on.
     pub fn drain(&self) {
         self.ledger.lock().draining = true;
     }
@@ -90,11 +90,11 @@ impl State {
     }
 
     /// Ends the sessions whose lease has run out at `now`, or whose client is gone and has not come
-    /// back. Returns how many.
+    /// back. Returns the number of ended sessions.
     ///
-    /// To be called several times per [shortest](Limits::shortest) time. If it was not, this
-    /// process was stopped or starved, and renewals that clients sent in time may be unread:
-    /// everyone gets a fresh lease then instead of losing memory through our fault.
+    /// The caller calls `reap` several times per [shortest](Limits::shortest) time. After a longer
+    /// gap this process was stopped or starved, and renewals that clients sent in time may be
+    /// unread: all sessions get a fresh lease then, instead of losing memory through our fault.
     pub fn reap(&self, now: Instant) -> usize {
         let began = Instant::now();
         if let Some(tier) = &self.tier {
@@ -132,15 +132,15 @@ impl State {
             .collect();
         drop(ledger);
         let count = ended.len();
-        // All together: what is kept of the last comes before what is freed of the first.
+        // All sessions together: `give_back` handles kept memory before freed memory.
         self.give_back(ended.into_iter().flat_map(Ended::finish));
         self.sweep();
-        // Our own work is no time in which this process did not run.
+        // The time of this pass is no gap in which the process did not run.
         self.ledger.lock().reaped = Some(now + began.elapsed());
         count
     }
 
-    /// Ends a session: what it leased is freed, unless a published name still refers to it.
+    /// Ends session `id`. Its extents are freed, unless a published name or a reader keeps them.
     fn end(&self, ledger: &mut Ledger, id: SessionId, why: &'static str) -> Option<Ended> {
         let session = ledger.sessions.remove(&id)?;
         ledger.accounts.end_session(session.origin);
@@ -165,7 +165,7 @@ impl State {
         })
     }
 
-    /// Takes an extent from its lessee; forgets it if no name and no reader keeps it.
+    /// Takes extent `id` from its lessee. Forgets the extent if no name and no reader keeps it.
     fn end_lease(&self, ledger: &mut Ledger, id: ExtentId) -> Leaving {
         let record = ledger
             .extents
@@ -188,7 +188,7 @@ impl State {
     }
 }
 
-/// A session that is over: what is said and given back once the ledger is unlocked.
+/// A session that has ended, to be logged and given back once the ledger is unlocked.
 struct Ended {
     id: SessionId,
     client: String,
@@ -199,7 +199,7 @@ struct Ended {
 }
 
 impl Ended {
-    /// Says so; what it held is to be [given back](State::give_back).
+    /// Logs the end. Returns the memory to be [given back](State::give_back).
     fn finish(self) -> Freed {
         let (client, address, held_extents, freed_extents) = (
             self.client,

@@ -1,8 +1,8 @@
-//! [`Tier`]: lends more than the server's memory. Chunks that nobody uses leave it, compressed to a
-//! pool first and then to a spill file, and come back when they are used.
+//! [`Tier`]: lends more than the server's memory. Unused chunks leave memory, compressed to a pool
+//! first and then to a spill file, and come back when they are used.
 //!
 //! The rule it keeps: memory is counted before it is taken. Hot chunks, the pool, buffers and
-//! tables together stay within `--memory`. Who needs a chunk waits for room a bounded time, and is
+//! tables together stay within `--memory`. An operation waits for room a bounded time, and is then
 //! told that there is none. Bytes that come back are compared with the hash of those that left.
 
 mod buffers;
@@ -51,58 +51,57 @@ pub(crate) use self::{evictors::Evictors, shares::Tenant};
 /// The least that `--memory` may be.
 pub(crate) const LEAST_MEMORY_BYTES: u64 = 16 << 20;
 
-/// Threads that move chunks out: a disk has more than one write to do, and one thread is left where
-/// it does not answer.
+/// Number of evictors. Several keep a disk busy, and one is left when the disk does not answer.
 const EVICTORS: usize = 5;
-/// Chunks that are fetched from the spill file at once.
+/// Number of chunks that are fetched from the spill file at once.
 const DISK_FETCHES: usize = 8;
-/// And from the pool.
+/// Number of chunks that are fetched from the pool at once.
 const POOL_FETCHES: usize = 4;
-/// Buffers of both, and the tables of the compressor: counted from the start.
+/// Memory of the fetch buffers and the compressor's tables, counted from the start.
 const OWN_BYTES: u64 = 4 << 20;
-/// What a chunk that is lent takes for its entry, a free slot's number, and the kernel's page table
-/// of 16 pages of 8 bytes.
+/// Memory per lent chunk: its entry, a free slot's number, and the kernel's page table of 16 pages
+/// of 8 bytes.
 const TABLE_BYTES_PER_CHUNK: u64 = 176;
-/// A compressed chunk that is longer is stored as it is: it would save too little.
+/// Longest compressed chunk. Storing a longer one compressed would save too little.
 const PACKED_MOST: usize = CHUNK_BYTES as usize / 4 * 3;
-/// Memory that chunks leave to the pool, or what compresses could not leave a full memory.
+/// Memory that chunks leave to the pool: compressed chunks could not leave a full memory otherwise.
 const LEFT_TO_POOL_BYTES: u64 = (EVICTORS * PACKED_MOST) as u64;
-/// How long a lease waits for the memory that its table takes.
+/// The longest wait of a lease for the memory of its table.
 const TABLE_PATIENCE: Duration = Duration::from_secs(5);
-/// Figures are logged so often at most.
+/// Shortest time between two logs of the figures.
 const LOG_EVERY: Duration = Duration::from_secs(60);
-/// The same trouble is logged so often at most.
+/// Shortest time between two logs of trouble.
 const SAY_EVERY: Duration = Duration::from_secs(1);
 
-/// See the module's text.
+/// Memory for a part of the lent chunks, with a pool and a spill file for the rest.
 pub(crate) struct Tier {
     memory_bytes: u64,
-    /// Evictors begin when half of it is free, and go on until all of it is.
+    /// Free memory that evictors aim for. They begin when less than half of it is free.
     headroom_bytes: u64,
     slots_most: u64,
     books: Mutex<Books>,
-    /// Memory came free.
+    /// Signalled when memory comes free.
     room: Condvar,
-    /// Evictors have something to do.
+    /// Signalled when evictors have something to do.
     work: Condvar,
     pool: Pool,
     disk: Box<dyn Disk>,
     slots: Mutex<Slots>,
     turns: Turns,
-    /// For fetches from the spill file, and for those from the pool, which shall not wait for a
-    /// disk.
+    /// Buffers of fetches from the spill file. Fetches from the pool have their own, and do not
+    /// wait for a disk.
     disk_buffers: Buffers,
     pool_buffers: Buffers,
     fetches: Mutex<Histogram<u64>>,
     figures: Figures,
-    /// How many fetches there have been.
+    /// Number of fetches so far; wraps around.
     ticks: AtomicU32,
     last_said: Mutex<Option<Instant>>,
-    /// When the figures were logged last, and how many chunks had been moved by then.
+    /// Time of the last log of the figures, and the number of chunks moved until then.
     last_logged: Mutex<(Instant, u64)>,
 }
 
-/// Only ever read for display, so relaxed.
+/// Counters for display only, so relaxed.
 #[derive(Default)]
 struct Figures {
     compressed_chunks: AtomicU64,
@@ -115,7 +114,7 @@ struct Figures {
     spill_errors: AtomicU64,
 }
 
-/// Slots and memory that are kept for an extent, until they are [used](Tier::adopt).
+/// Slots and memory that are reserved for an extent, until [`Tier::adopt`] uses them.
 pub(crate) struct Kept {
     tier: Arc<Tier>,
     bytes: u64,
@@ -141,8 +140,8 @@ impl fmt::Debug for Tier {
 }
 
 impl Tier {
-    /// Memory of `memory_bytes` bytes, and a spill file in `directory` for `capacity_bytes`.
-    /// `weights` are those of shares, where they are not 1.
+    /// Starts a tier with `memory_bytes` bytes of memory, and a spill file in `directory` for
+    /// `capacity_bytes`. `weights` has the shares whose weight is not 1.
     pub(crate) fn start(
         memory_bytes: u64,
         capacity_bytes: u64,
@@ -192,12 +191,13 @@ impl Tier {
         self.memory_bytes
     }
 
-    /// Keeps slots, and memory for a table, for an extent of so many bytes. Waits, for a bounded
-    /// time, until chunks have left memory for a table that it has no room for, and until chunks
-    /// of discarded extents have arrived where their slots or tables are needed.
+    /// Reserves slots, and memory for a table, for an extent of `bytes` bytes. Waits a bounded time
+    /// for chunks to leave memory if the table has no room, and for moved chunks of discarded
+    /// extents to arrive if their slots or tables are needed.
     ///
     /// # Errors
-    /// How many bytes there still is room for, in the spill file and in memory for their table.
+    /// Number of bytes that there still is room for, in the spill file and in memory for their
+    /// table.
     pub(crate) fn keep_for(self: &Arc<Self>, bytes: u64) -> Result<Kept, u64> {
         let chunks = bytes.div_ceil(CHUNK_BYTES);
         let own_bytes = paging_bytes(bytes);
@@ -250,8 +250,8 @@ impl Tier {
         })
     }
 
-    /// The same memory with a place for all of its chunks, as a part of the tenant's share. `kept`
-    /// is for as many bytes.
+    /// Makes `memory` a tiered extent, whose chunks count in the share of `tenant`. `kept` is for
+    /// as many bytes.
     pub(crate) fn adopt(
         self: &Arc<Self>,
         memory: &ExtentMemory,
@@ -284,10 +284,10 @@ impl Tier {
         }
     }
 
-    /// Ends an extent: nobody can reach its bytes any more when it returns.
+    /// Ends extent `id`: no operation can reach its bytes after the return.
     ///
-    /// What it took is free, but for chunks that are on their way. These follow, perhaps when a
-    /// disk answers.
+    /// Its memory and slots are free, except those of chunks that are being moved. These follow
+    /// when the move ends, perhaps when a disk answers.
     pub(crate) fn discard(&self, id: ExtentId) {
         let extent = self
             .books
@@ -310,12 +310,12 @@ impl Tier {
         self.room.notify_all();
     }
 
-    /// Gives back memory that clients over shared memory took by touching what was not there. To be
-    /// called now and then.
+    /// Gives back memory that clients over shared memory took by touching absent chunks. Called now
+    /// and then.
     ///
-    /// A client that keeps to the [words](farpage_wire::segment) does so when a chunk leaves while
-    /// it copies. Until the next look its share counts as larger by what it took, so that the
-    /// share's own chunks leave first.
+    /// A client that keeps to the [words](farpage_wire::segment) takes such memory when a chunk
+    /// leaves in the middle of a copy. Until the next call the client's share counts as larger by
+    /// that memory, so that the share's own chunks leave first.
     pub(crate) fn punch_strays(&self) {
         let ids: Vec<_> = self.books.lock().extents.keys().copied().collect();
         for id in ids {
@@ -339,7 +339,7 @@ impl Tier {
         }
     }
 
-    /// Gives back the last of what a chunk took whose extent was discarded while it was on its way.
+    /// Gives back the slot and table of a chunk whose extent was discarded during the chunk's move.
     fn forget_orphan(&self) {
         let mut books = self.books.lock();
         books.give_table_back(1, 0);
@@ -348,12 +348,12 @@ impl Tier {
         self.room.notify_all();
     }
 
-    /// Who has how much of the memory, the largest share first.
+    /// Lists the shares of memory, the largest first.
     pub(crate) fn shares(&self) -> Vec<ShareStat> {
         self.books.lock().stat()
     }
 
-    /// Figures for people and monitors.
+    /// Returns figures for people and monitors.
     pub(crate) fn stat(&self) -> TierStat {
         let (held_bytes, hot) = {
             let books = self.books.lock();
@@ -380,8 +380,7 @@ impl Tier {
         }
     }
 
-    /// Logs the figures if the last time was a while ago and chunks have been moved since. To be
-    /// called now and then.
+    /// Logs the figures, once per `LOG_EVERY` at most, if chunks have been moved since.
     pub(crate) fn log_figures(&self, now: Instant) {
         let mut last = self.last_logged.lock();
         if now.saturating_duration_since(last.0) < LOG_EVERY {
@@ -408,7 +407,7 @@ impl Tier {
         }
     }
 
-    /// Counts memory for a chunk before it is taken, and waits for it until `until`.
+    /// Counts memory for a chunk before the memory is taken. Waits for room until `until`.
     fn reserve(&self, id: ExtentId, until: Instant) -> Result<(), Absent> {
         let mut books = self.books.lock();
         let most_bytes = self.memory_bytes - LEFT_TO_POOL_BYTES;
@@ -436,12 +435,12 @@ impl Tier {
         self.room.notify_all();
     }
 
-    /// Whether an evictor has to begin.
+    /// True if an evictor has to begin.
     fn is_short(&self, books: &Books) -> bool {
         self.has_less_than(self.headroom_bytes / 2, books)
     }
 
-    /// Whether less is free, beside what tables wait for.
+    /// True if less than `bytes` is free, beside the memory that tables wait for.
     fn has_less_than(&self, bytes: u64, books: &Books) -> bool {
         books.held_bytes + books.wanted_bytes + bytes > self.memory_bytes
     }
@@ -452,7 +451,7 @@ impl Tier {
         }
     }
 
-    /// Counts a chunk where it is now.
+    /// Counts a chunk's move between places in the figures.
     fn moved(&self, from: Place, to: Place) {
         let figure = |place| match place {
             Place::Compressed => Some(&self.figures.compressed_chunks),
@@ -467,7 +466,7 @@ impl Tier {
         }
     }
 
-    /// Counts a fetch, and returns how many there have been: never 0.
+    /// Counts a fetch. Returns the number of fetches so far, never 0.
     fn tick(&self) -> u32 {
         self.ticks
             .fetch_add(1, Ordering::Relaxed)
@@ -475,8 +474,8 @@ impl Tier {
             .max(1)
     }
 
-    /// Whether a chunk that was fetched then would still be in memory if it had been brought in:
-    /// since then there were fewer fetches than memory has chunks.
+    /// True if a chunk fetched at tick `fetched` would still be in memory, had it been brought in:
+    /// fewer fetches than memory has chunks have followed.
     fn is_soon(&self, fetched: u32) -> bool {
         let since = self.ticks.load(Ordering::Relaxed).wrapping_sub(fetched);
         fetched != 0 && u64::from(since) < self.memory_bytes / CHUNK_BYTES
@@ -498,7 +497,7 @@ impl Tier {
         self.say(what.to_owned());
     }
 
-    /// Logs trouble, and not too much of it: `stat` has the counts.
+    /// Logs trouble, once per `SAY_EVERY` at most; `stat` has the counts.
     fn say(&self, what: String) {
         let now = Instant::now();
         let mut last = self.last_said.lock();

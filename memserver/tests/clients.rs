@@ -1,5 +1,5 @@
-//! What clients of a running server get: their capacity, their memory and nobody else's, and names
-//! that stay.
+//! Clients of a running server: their capacity, their memory and nobody else's, and names that
+//! stay.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
 mod common;
@@ -80,7 +80,7 @@ fn clients_are_listed_with_their_address_and_those_that_are_gone_are_not_counted
     assert_eq!(of(stat()), (2, 0, vec![(true, 2 * MIB), (true, MIB)]));
     let address = &stat().clients[0].address;
     assert!(address.starts_with("127.0.0.1:"), "{address}");
-    // Its connection breaks: it may come back.
+    // The client's connection breaks: the client may come back.
     drop(stream);
     wait_until("the connection's end is noticed", || {
         stat().lost_sessions == 1
@@ -88,7 +88,7 @@ fn clients_are_listed_with_their_address_and_those_that_are_gone_are_not_counted
     assert_eq!(of(stat()), (1, 1, vec![(false, 2 * MIB), (true, MIB)]));
 }
 
-/// Physical bytes of extents that this process maps, as a client or as a server.
+/// Returns the physical bytes of extents that this process maps, as a client or as a server.
 fn mapped_extents_resident_bytes() -> u64 {
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let mut is_extent = false;

@@ -14,7 +14,7 @@ use farpage_fabric::{
 };
 use farpage_wire::Endpoint;
 
-/// What the suite needs at a time, and as much again for sessions that are about to end.
+/// Capacity for the suite, and as much again for sessions that are about to end.
 const CAPACITY_BYTES: u64 = 2 * NEEDED_BYTES;
 
 fn connect(endpoint: &Endpoint) -> Arc<Session> {
@@ -78,7 +78,7 @@ fn shm_to_a_server_that_lends_more_than_its_memory_conforms() {
     });
 }
 
-/// Where there is an adapter with on-demand paging.
+/// Runs if there is an adapter with on-demand paging.
 #[cfg(feature = "rdma")]
 #[test]
 fn rdma_to_a_server_that_lends_more_than_its_memory_conforms() {

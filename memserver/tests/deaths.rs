@@ -24,7 +24,7 @@ const HOLDING: &str = "holding memory";
 const EXTENT_BYTES: u64 = 1 << 20;
 const DEATHS: usize = 200;
 
-/// Descriptors are counted for the whole process: one test at a time.
+/// Lock of the running test: descriptors are counted for the whole process.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// The test that a client process runs.

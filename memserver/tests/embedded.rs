@@ -12,7 +12,7 @@ use common::{PATIENCE, connect, wait_until};
 use farpage_memserver::Server;
 use tracing::{Event, Metadata, Subscriber, span};
 
-/// Keeps whoever logs waiting until it is opened, and counts lines.
+/// Subscriber that makes logging threads wait until it is opened, and counts lines.
 #[derive(Clone, Default)]
 struct Gate(Arc<(Mutex<Lines>, Condvar)>);
 

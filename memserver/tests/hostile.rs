@@ -54,7 +54,7 @@ fn is_closed_on(stream: &mut dyn Stream, bytes: &[u8]) {
     }
 }
 
-/// A data connection by hand, with an extent of 1 MiB. The first stream keeps the session alive.
+/// Opens a data connection with an extent of 1 MiB. The first stream keeps the session alive.
 fn attach(endpoint: &Endpoint) -> (Box<dyn Stream>, Box<dyn Stream>, ExtentId) {
     let (mut control, session, secret) = begin(endpoint);
     say(
@@ -92,7 +92,7 @@ fn write_header(extent: ExtentId) -> OpHeader {
     }
 }
 
-/// A client that works without pause until dropped; whatever fails fails the test there.
+/// A client that works without pause until dropped. `finish` fails if any of its work did.
 struct Bystander {
     stop: Arc<AtomicBool>,
     work: Option<thread::JoinHandle<u64>>,
@@ -123,7 +123,7 @@ impl Bystander {
         }
     }
 
-    /// Ends the client and says how many rounds it made.
+    /// Ends the client and returns how many rounds it made.
     fn finish(mut self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
         self.work
@@ -473,7 +473,7 @@ fn requests_that_are_half_sent_take_their_senders_room_and_nothing_that_is_lent(
                 let announced = (control::MAX_FRAME_BYTES as u32).to_le_bytes();
                 let mut pieces = vec![&announced[..]];
                 pieces.resize(control::MAX_FRAME_BYTES / piece.len(), &piece);
-                // What the server does not read does not go out.
+                // Bytes that the server does not read do not go out.
                 let _ = pieces.iter().try_for_each(|piece| stream.write_all(piece));
                 stream
             })
@@ -501,8 +501,8 @@ fn requests_that_are_half_sent_take_their_senders_room_and_nothing_that_is_lent(
     wait_until("it is given back", || stat().request_bytes == 0);
 }
 
-/// A session from 127.0.0.`host` that has sent the first `bytes` bytes of a request of the greatest
-/// length.
+/// Begins a session from 127.0.0.`host`, and sends the first `bytes` bytes of a request of the
+/// greatest length.
 fn sent_in_part(
     host: u8,
     endpoint: &Endpoint,
@@ -512,7 +512,7 @@ fn sent_in_part(
     let (mut stream, session, secret) = begin_as(stream, None).unwrap();
     let announced = (control::MAX_FRAME_BYTES as u32).to_le_bytes();
     stream.write_all(&announced).unwrap();
-    // What the server does not read yet need not go out.
+    // Bytes that the server does not read yet need not go out.
     let _ = stream.write_all(&vec![0; bytes]);
     (stream, session, secret)
 }

@@ -1,5 +1,4 @@
-//! Peers that take what there is only so much of: connections, sessions, memory. Others go on, come
-//! back, and get in.
+//! Peers that use up connections, sessions and memory. Others go on, come back, and get in.
 //!
 //! The daemon has few open files here, so that there is not much to take.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
@@ -22,7 +21,7 @@ use farpage_fabric::{Endpoint, SessionOptions, Visit};
 use farpage_wire::{Refusal, Request, Response, Secret, SessionId, control::Purpose};
 
 const MIB: u64 = 1 << 20;
-/// With so many open files a listener has 256 connections, and the server 120 sessions.
+/// Open files of the daemon: a listener then has 256 connections, and the server 120 sessions.
 const FILES: u64 = 1024;
 const CONNECTIONS: usize = 256;
 const SESSIONS: usize = 120;

@@ -1,4 +1,4 @@
-//! Answers that never arrive: what the server did all the same is neither lost nor done twice.
+//! Answers that never arrive: the server's work is neither lost nor done twice.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
 mod common;
@@ -24,8 +24,8 @@ use farpage_wire::{
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = 4096;
 
-/// Stands between a client and a server. Of the next requests that give something the answers are
-/// lost, and their connections with them.
+/// Relay between a client and a server. It loses the answers of the next requests that give
+/// something, and their connections.
 struct Relay {
     endpoint: Endpoint,
     losses: Arc<AtomicUsize>,
@@ -61,8 +61,8 @@ impl Relay {
     }
 }
 
-/// Passes hellos, requests and answers on, in turns, as they are on a control connection. Data goes
-/// both ways at a time.
+/// Passes hellos, requests and answers on, in turns, as a control connection carries them. Data
+/// goes both ways at a time.
 fn pass(mut client: TcpStream, mut server: TcpStream, losses: &AtomicUsize) -> io::Result<()> {
     let mut hello = [0; HELLO_BYTES];
     client.read_exact(&mut hello)?;

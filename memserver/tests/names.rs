@@ -1,4 +1,4 @@
-//! Names belong to keys: what one user cannot do to another's, and what the operator can.
+//! Names belong to keys: the rights of their owner, of other users, and of the operator.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
 mod common;
@@ -140,7 +140,7 @@ fn a_user_without_a_place_for_a_key_is_told_so_when_a_name_is_used() {
     session.grant(MIB).unwrap();
 }
 
-/// Makes this thread another user to whom it connects to; files it opens as before.
+/// Makes this thread another user to its peers; it opens files as before.
 fn become_another_user() {
     // SAFETY: raw system calls that take numbers alone and change this thread alone.
     unsafe {
@@ -162,7 +162,7 @@ fn another_user_of_the_socket_gets_memory_that_the_one_before_does_not_reach() {
     let extent = publisher.grant(MIB).unwrap();
     write(&publisher, &extent, 0, b"published").unwrap();
     publisher.publish("x", b"", &[extent.id]).unwrap();
-    // What the publisher was given, kept beyond its session.
+    // Memory that the publisher was given, kept beyond its session.
     let files = std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).unwrap();
     let memory = (files.map(|file| file.unwrap().path()))
         .find(|path| {
@@ -222,7 +222,7 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Over a Unix socket, which stays open: closing it would end the session.
+/// Runs over a Unix socket, which stays open: closing it would end the session.
 #[test]
 fn what_a_stopped_server_grants_too_late_is_given_back() {
     let lease = Duration::from_secs(3);

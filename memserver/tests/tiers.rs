@@ -30,7 +30,7 @@ const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 16 * MIB;
 const CHUNK: usize = 64 << 10;
 
-/// Beside the build, on a disk: /tmp may be in memory.
+/// Makes a directory beside the build, on a disk: /tmp may be in memory.
 fn spill() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
@@ -44,7 +44,7 @@ fn server(capacity: u64, spill: &Path) -> Result<farpage_memserver::RunningServe
         .start()
 }
 
-/// Over shm as well.
+/// Starts a server over shm and tcp that lends more than its memory.
 fn both(capacity: u64, spill: &TempDir) -> Both {
     Both::start_as(|server| {
         (server.capacity(capacity))
@@ -69,7 +69,7 @@ impl Random {
     }
 }
 
-/// Bytes of which some compress well, some not at all, and some are zeros.
+/// Fills `bytes`: some compress well, some not at all, and some are zeros.
 fn fill(random: &mut Random, bytes: &mut [u8]) {
     match random.below(4) {
         0 => bytes.fill(0),
@@ -86,8 +86,8 @@ fn fill(random: &mut Random, bytes: &mut [u8]) {
     }
 }
 
-/// One operation at a time, again where the server had no room in time: a disk may stall for longer
-/// than the server waits.
+/// Client that runs one operation at a time, and again if the server had no room in time: a disk
+/// may stall for longer than the server waits.
 struct Patient<'a> {
     session: &'a Arc<Session>,
     channel: Box<dyn Channel<Vec<u8>>>,
@@ -340,8 +340,8 @@ fn a_scan_pushes_out_its_own_chunks_and_not_the_share_of_another() {
     assert_eq!(fetched, 0, "of a share that is smaller than an equal part");
 }
 
-/// How much of a small client's memory has to be fetched after many sessions of one address went
-/// through much, by the weight of the small one's share; and what `stat` says of the shares.
+/// Counts the chunks of a small client, in a share of `weight`, that must be fetched after many
+/// sessions of one address went through much. Returns the shares of `stat`, too.
 fn pushed_out(weight: u32, small_bytes: u64) -> (u64, Vec<ShareStat>) {
     let directory = spill();
     let user = Origin::User(nix::unistd::geteuid().as_raw());
@@ -401,7 +401,7 @@ fn who_has_more_weight_keeps_more_and_stat_says_so() {
     assert_eq!((small.weight, small.sessions), (3, 1), "{small:?}");
     assert_eq!(small.hot_bytes, 7 * MIB, "{small:?}");
     assert_eq!((large.weight, large.sessions), (1, 6), "{large:?}");
-    // What the small one leaves, at most.
+    // At most the memory that the small client leaves.
     assert!(large.hot_bytes < small.hot_bytes, "{large:?}");
 }
 
@@ -491,7 +491,7 @@ fn a_published_name_keeps_its_bytes_wherever_they_are() {
     publisher.publish("name", b"map", &[extent.id]).unwrap();
     drop(publisher);
     for round in 0..3 {
-        // Nobody has it open: another's bytes push it out.
+        // No client has the name open: another's bytes push its extent out.
         let other = connect(endpoint);
         let rest = other.grant(2 * MEMORY).unwrap();
         churn(&other, &rest, round, &AtomicBool::new(false), 100);
@@ -517,7 +517,7 @@ fn a_published_name_keeps_its_bytes_wherever_they_are() {
     );
 }
 
-/// A control group with so much memory, or why there is none.
+/// A control group with a limit of memory.
 struct Group(PathBuf);
 
 impl Group {
@@ -589,7 +589,7 @@ fn files_left(directory: &Path) -> usize {
     fs::read_dir(directory).unwrap().count()
 }
 
-/// What the daemon holds: its own pages, and all pages of its memfds, mapped or not.
+/// Counts the memory of the daemon: its own pages, and all pages of its memfds, mapped or not.
 fn held_by(daemon: &Daemon) -> u64 {
     let process = format!("/proc/{}", daemon.child.id());
     let rollup = fs::read_to_string(format!("{process}/smaps_rollup")).unwrap();
@@ -631,7 +631,7 @@ fn a_daemon_holds_no_more_than_its_memory_and_leaves_nothing_when_it_is_killed()
         busy.join().unwrap();
         most
     });
-    // Its code, stacks, heap and tables: `before` has them, and that it holds nothing yet.
+    // `before` has the daemon's code, stacks, heap and tables, and no lent memory.
     assert!(most <= before + MEMORY + 8 * MIB, "{most} after {before}");
     // Killed while a client reads what is on the disk.
     let mut channel = session.channel::<Vec<u8>>().unwrap();

@@ -1,8 +1,8 @@
-//! The processes that a command starts.
+//! The processes that a command of `xtask` starts.
 //!
-//! The rule it keeps: none of them outlives `xtask`. Each runs in a process group of its own, so
-//! that one signal reaches it together with everything that it started in turn (cargo, compilers,
-//! test programs, memory servers).
+//! The rule it keeps: no child outlives `xtask`. Each runs in a process group of its own, so that
+//! one signal reaches it together with all its descendants (cargo, compilers, test programs, memory
+//! servers).
 
 use std::{
     env,
@@ -26,14 +26,14 @@ fn running() -> MutexGuard<'static, Vec<i32>> {
     RUNNING.lock().expect("no panic while it is held")
 }
 
-/// Lets Ctrl-C, SIGTERM and SIGHUP end the running children with all their descendants, then this
+/// Makes Ctrl-C, SIGTERM and SIGHUP end the running children with all their descendants, then this
 /// process.
 pub(crate) fn end_with_us() -> Result<()> {
     let mut signals =
         Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen for signals")?;
     thread::spawn(move || {
         if let Some(signal) = signals.forever().next() {
-            // Held until the end: nothing else is started.
+            // Held until the end: no other child is started.
             let groups = running();
             for group in groups.iter() {
                 // SAFETY: plain system call without pointers; the group is that of a child that has
@@ -41,14 +41,14 @@ pub(crate) fn end_with_us() -> Result<()> {
                 unsafe { libc::kill(-group, libc::SIGTERM) };
             }
             eprintln!("\ninterrupted");
-            // What a shell reports for a process that died of this signal.
+            // The status that a shell reports for a process that died of this signal.
             process::exit(128 + signal);
         }
     });
     Ok(())
 }
 
-/// The cargo that runs us.
+/// Returns the cargo that runs `xtask`.
 pub(crate) fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
@@ -75,18 +75,18 @@ pub(crate) fn wait(mut child: Child) -> Result<ExitStatus> {
     status
 }
 
-/// Runs a child to its end, its output going where ours goes.
+/// Runs a child to its end, with the output of `xtask`.
 pub(crate) fn status(command: &mut Command) -> Result<ExitStatus> {
     wait(spawn(command)?)
 }
 
-/// The same for a child that has so long; one that has not ended by then is ended, with all its
-/// descendants, and has no status.
+/// Runs a child to its end as [`status`] does. A child that has not ended within `time` is ended,
+/// with all its descendants, and has no status.
 pub(crate) fn status_within(time: Duration, command: &mut Command) -> Result<Option<ExitStatus>> {
     wait_within(time, spawn(command)?)
 }
 
-/// [`wait`] for a child that has so long, as [`status_within`].
+/// Waits as [`wait`] does, within `time` as [`status_within`] does.
 pub(crate) fn wait_within(time: Duration, mut child: Child) -> Result<Option<ExitStatus>> {
     let end = Instant::now() + time;
     while Instant::now() < end {

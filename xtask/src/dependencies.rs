@@ -1,8 +1,8 @@
-//! `cargo xtask dependencies`: where all dependencies come from, and under which licences.
+//! `cargo xtask dependencies`: origins and licences of all dependencies.
 //!
-//! The rule it keeps: `deny.toml` says what is allowed, for this command as for cargo-deny, which
-//! takes minutes to install and is needed for security advisories alone. Cargo says what the
-//! dependencies are, those of every feature and of every target included.
+//! The rule it keeps: `deny.toml` has the rules, for this command as for cargo-deny, which takes
+//! minutes to install and is needed for security advisories alone. Cargo lists the dependencies,
+//! including those of every feature and of every target.
 
 use std::{collections::BTreeMap, fs, process::ExitCode};
 
@@ -12,13 +12,13 @@ use spdx::{Expression, LicenseReq, ParseMode};
 
 use crate::children;
 
-/// The registry that everything comes from, as cargo names it.
+/// The registry of all dependencies, as cargo names it.
 const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
-/// Prints what `deny.toml` does not allow.
+/// Prints dependencies that `deny.toml` does not allow.
 ///
 /// # Errors
-/// When cargo or `deny.toml` cannot be read. Findings are an exit code.
+/// A cargo that fails or a `deny.toml` that cannot be read. Findings are an exit code.
 pub(crate) fn run() -> Result<ExitCode> {
     let rules = concat!(env!("CARGO_MANIFEST_DIR"), "/../deny.toml");
     let rules = fs::read_to_string(rules).context("cannot read deny.toml")?;

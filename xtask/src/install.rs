@@ -1,9 +1,8 @@
-//! `cargo xtask install`: the programs, where shells find them, and the libraries for C and C++
-//! with their headers, where compilers do.
+//! `cargo xtask install`: puts the programs where shells find them, and the libraries for C and C++
+//! with their headers where compilers find them.
 //!
-//! The rule it keeps: a file that is there is replaced whole and at once, so that a program that
-//! runs with the old library goes on with it. What is installed can be moved: nothing in it names
-//! the prefix.
+//! The rule it keeps: an existing file is replaced as a whole and at once, so that a program that
+//! runs with the old library goes on with it. Installed files can be moved: none names the prefix.
 
 use std::{
     fs, io,
@@ -17,8 +16,8 @@ use anyhow::{Context, Result, bail};
 use crate::children;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// The number in the libraries' `soname`: it changes with the binary interface.
-/// `crates/capi/build.rs` has it, too.
+/// Number in the libraries' `soname`: it changes with the binary interface. `crates/capi/build.rs`
+/// has it, too.
 const INTERFACE: &str = "0";
 
 /// Packages of the programs: the memory server, `farpage run` with the library that it preloads,
@@ -33,10 +32,10 @@ const PROGRAMS: [(&str, &str); 4] = [
     ("libfarpage_preload.so", "lib"),
 ];
 
-/// What `install` was told.
+/// Arguments of `install`.
 pub(crate) struct Install {
     prefix: PathBuf,
-    /// Where the libraries lie, if they are built already, and the programs that are.
+    /// Folder of libraries, and perhaps programs, that are built already.
     built: Option<PathBuf>,
 }
 
@@ -58,10 +57,10 @@ impl Install {
         })
     }
 
-    /// Builds what is not built and installs it.
+    /// Builds libraries and programs, unless they are built, and installs them.
     ///
     /// # Errors
-    /// What could not be built or written.
+    /// A file that could not be built or written.
     pub(crate) fn run(self) -> Result<()> {
         let built = match &self.built {
             Some(built) => built.clone(),
@@ -91,7 +90,7 @@ impl Install {
         Ok(())
     }
 
-    /// Installs the programs. Those that `--built` does not have are named and left out.
+    /// Installs the programs. Programs that `--built` does not have are named and left out.
     fn put_programs(&self, built: &Path) -> Result<()> {
         for (name, place) in PROGRAMS {
             let from = built.join(name);
@@ -114,8 +113,8 @@ impl Install {
         Ok(())
     }
 
-    /// The interface of Umap is C++ with virtual functions: its library is made by the compiler
-    /// that makes its users.
+    /// Builds the library of Umap's interface. The interface is C++ with virtual functions, so the
+    /// compiler that makes its users makes the library.
     fn build_umap(&self, capi: &Path) -> Result<()> {
         let lib = fs::canonicalize(self.prefix.join("lib"))?;
         let include = fs::canonicalize(self.prefix.join("include"))?;
@@ -148,13 +147,13 @@ impl Install {
                 .arg(&lib)
                 .args(["-lfarpage", "-o", "libumap.so"]),
         )?;
-        // Whole: programs written for Umap name `libumap.a` and nothing else.
+        // The library is complete: programs written for Umap name `libumap.a` and no other library.
         let mut script = String::from("create libumap.a\naddlib ../libfarpage.a\n");
         for object in &objects {
             script += &format!("addmod {}\n", object.display());
         }
         fs::write(work.0.join("script"), script + "save\nend\n")?;
-        // Not `ar`: where clang's plugin for it is installed, the index leaves out what the plugin
+        // Not `ar`: with clang's plugin installed, its index leaves out files that the plugin
         // cannot read.
         work.run(Command::new("sh").args(["-c", "gcc-ar -M <script"]))?;
         put(&work.0.join("libumap.a"), &lib.join("libumap.a"))?;
@@ -177,7 +176,7 @@ impl Install {
     }
 }
 
-/// A folder for what is made on the way, removed at the end.
+/// A folder for intermediate files, removed at the end.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -187,7 +186,7 @@ impl Scratch {
         Ok(Self(folder))
     }
 
-    /// Runs a command there.
+    /// Runs a command in the folder.
     fn run(&self, command: &mut Command) -> Result<()> {
         let status = children::status(command.current_dir(&self.0))?;
         if !status.success() {
@@ -199,12 +198,12 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // A folder that stays is in nobody's way.
+        // A folder that stays does no harm.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// Builds the libraries and the programs; returns where they lie.
+/// Builds the libraries and the programs. Returns their folder.
 fn build() -> Result<PathBuf> {
     println!("Building libraries and programs (optimised; the first time takes a few minutes) ...");
     let mut libraries = children::cargo();
@@ -235,7 +234,7 @@ fn write(to: &Path, text: &str) -> Result<()> {
     replace(to, |new| fs::write(new, text))
 }
 
-/// Lets `make` make a file beside `to`, which then takes its place.
+/// Lets `make` make a file beside `to`, which then replaces `to`.
 fn replace(to: &Path, make: impl FnOnce(&Path) -> io::Result<()>) -> Result<()> {
     let all = || {
         let mut new = to.as_os_str().to_owned();
@@ -270,7 +269,7 @@ mod tests {
         }
         let library = prefix.join("bin/../lib/libfarpage_preload.so");
         assert!(library.is_file(), "`farpage` looks there");
-        // Without `--built` all of them have been built, or something is wrong.
+        // Without `--built` all programs have been built, or something is wrong.
         fs::remove_file(built.join("farpage")).expect("written above");
         let all = Install {
             built: None,

@@ -1,9 +1,8 @@
-//! `cargo xtask`: everything that a person or a machine does with this repository, one command
-//! each.
+//! `cargo xtask`: one command for each task that a person or a machine does with this repository.
 //!
-//! The rule it keeps: a command either does all that it says or stops with what to do about it;
-//! nothing has to be installed or started by hand before. What the commands measure and test is
-//! left to the crates themselves.
+//! The rule it keeps: a command either does all of its task or stops with the remedy; nothing has
+//! to be installed or started by hand before. Measurements and tests are left to the crates
+//! themselves.
 
 mod bench;
 mod children;
@@ -148,14 +147,14 @@ fn misused(what: &str) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// Arrays of this size in all, a quarter of it as the local budget: large enough that the pager
-/// works for seconds, small enough for a laptop, since server and client share the machine here.
+/// Size of all arrays together. The local budget is a quarter: large enough that the pager works
+/// for seconds, small enough for a laptop, since server and client share the machine here.
 const DEMO_ARRAYS_MIB: u64 = 768;
 
 fn demo() -> Result<ExitCode> {
     children::end_with_us()?;
     setup::prepare()?;
-    // The arrays on the server, the budget, and something for everybody else.
+    // The arrays on the server, the budget, and a reserve for other programs.
     setup::require_memory(DEMO_ARRAYS_MIB * 3 / 2)?;
 
     println!("\nBuilding the benchmark (optimised; the first time takes a few minutes) ...");

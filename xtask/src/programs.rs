@@ -1,7 +1,7 @@
-//! Test programs: built by cargo, then run one by one by us.
+//! Test programs: built by cargo, then run one by one by `xtask`.
 //!
 //! The rule it keeps: a program runs as `cargo test` would run it, in the folder of its package.
-//! Cargo says which programs there are, so none can be forgotten.
+//! Cargo lists the programs, so none can be forgotten.
 
 use std::{
     collections::BTreeMap,
@@ -30,7 +30,7 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// How it is run, without arguments.
+    /// Returns a command that runs the program, without arguments.
     pub(crate) fn command(&self) -> Command {
         let mut command = Command::new(&self.executable);
         command
@@ -39,7 +39,7 @@ impl Program {
         command
     }
 
-    /// Whether it holds tests whose name contains one of `filters`.
+    /// True if the program holds tests whose name contains one of `filters`.
     pub(crate) fn has_tests(&self, filters: &[&OsStr]) -> Result<bool> {
         let mut list = self.command();
         list.args(filters).args(["--list", "--format", "terse"]);
@@ -53,7 +53,7 @@ impl Program {
     }
 }
 
-/// What a build has made.
+/// Results of a build.
 #[derive(Default)]
 pub(crate) struct Built {
     pub(crate) tests: Vec<Program>,
@@ -61,11 +61,11 @@ pub(crate) struct Built {
     binaries: BTreeMap<String, PathBuf>,
 }
 
-/// Builds what `cargo`, a `cargo test --no-run` with its options, names, and the programs that the
-/// tests start. The compiler's progress and errors reach the terminal as they are.
+/// Builds the test programs that `cargo`, a `cargo test --no-run` with its options, names, and the
+/// programs that the tests start. The compiler's progress and errors reach the terminal unchanged.
 ///
 /// # Errors
-/// When it does not build.
+/// A build that fails.
 pub(crate) fn build(cargo: &mut Command) -> Result<Built> {
     cargo.args(["--message-format", "json-render-diagnostics"]);
     let mut child = children::spawn(cargo.stdout(Stdio::piped()))?;
@@ -85,10 +85,10 @@ pub(crate) fn build(cargo: &mut Command) -> Result<Built> {
 }
 
 impl Built {
-    /// A program that the tests start.
+    /// Returns a program that the tests start.
     ///
     /// # Errors
-    /// When cargo has named none of this name.
+    /// No program of this name in cargo's messages.
     pub(crate) fn binary(&self, name: &str) -> Result<&Path> {
         let binary = self.binaries.get(name);
         let binary = binary.with_context(|| format!("cargo names no program {name}"))?;
@@ -126,7 +126,7 @@ impl Built {
     }
 }
 
-/// The name in a package id, such as `path+file:///a/crates/farpage#0.1.0` or
+/// Returns the name in a package id, such as `path+file:///a/crates/farpage#0.1.0` or
 /// `path+file:///a/memserver#farpage-memserver@0.1.0`.
 fn package_name(message: &Value) -> &str {
     let id = message["package_id"].as_str().unwrap_or_default();

@@ -3,7 +3,7 @@
 //!
 //! The rule it keeps: such a test has `rdma` in its name, or stands in a program of [`WHOLE`]; it
 //! is run, or counted as skipped with the reason. With `FARPAGE_REQUIRE_VM=1` a skip is a failure.
-//! Nothing but this needs the libraries of RDMA, so nothing else installs them.
+//! Only this command needs the libraries of RDMA, so no other installs them.
 
 use std::{env, ffi::OsStr, time::Duration};
 
@@ -25,14 +25,14 @@ const PACKAGES: [&str; 4] = [
     "farpage-bench",
 ];
 
-/// Test programs that run over RDMA as a whole where there is a device.
+/// Test programs that run over RDMA as a whole if a device exists.
 const WHOLE: [&str; 2] = ["kill", "registered"];
 
-/// For the boot and all tests together, in an emulated machine: some minutes on two free cores, and
-/// several times as long on busy ones.
+/// Time limit for the boot and all tests together, in an emulated machine: some minutes on two free
+/// cores, and several times as long on busy ones.
 const TIME_MAX: Duration = Duration::from_secs(900);
 
-/// Counts the tests of RDMA as skipped, or as failed where they are required.
+/// Counts the tests of RDMA as skipped, or as failed if they are required.
 pub(crate) fn skip(why: &anyhow::Error, tally: &mut Tally) {
     let skip = format!("the tests of RDMA: {why:#}");
     if env::var_os("FARPAGE_REQUIRE_VM").is_some_and(|it| it == "1") {
@@ -42,11 +42,11 @@ pub(crate) fn skip(why: &anyhow::Error, tally: &mut Tally) {
     }
 }
 
-/// Runs those of `tests`, built with the feature `rdma`, that need RDMA: with `filters` those whose
-/// name contains one of them. A machine that cannot be had skips them all.
+/// Runs those of `tests`, built with the feature `rdma`, that need RDMA; with `filters` those whose
+/// name contains one of them. Without a machine, all are skipped.
 ///
 /// # Errors
-/// When a program cannot be started. A failing test and a machine that dies are counted.
+/// A program that cannot be started. A failing test and a machine that dies are counted.
 pub(crate) fn run(tests: &[Program], filters: &[String], tally: &mut Tally) -> Result<()> {
     let mut script = Script::new();
     for program in tests.iter().filter(|program| may_need_rdma(program)) {
@@ -107,7 +107,7 @@ pub(crate) fn run(tests: &[Program], filters: &[String], tally: &mut Tally) -> R
     Ok(())
 }
 
-/// The status of a test program that has run to its end, but whose tests did not all pass.
+/// Status of a test program that has run to its end, but whose tests did not all pass.
 pub(crate) const TESTS_FAILED: u8 = 101;
 
 /// True if `program` is of a package with tests of RDMA.
@@ -118,7 +118,7 @@ fn may_need_rdma(program: &Program) -> bool {
 /// Builds the test programs of [`PACKAGES`], and the programs that they start.
 ///
 /// # Errors
-/// When they do not build.
+/// Programs that do not build.
 pub(crate) fn build() -> Result<Built> {
     let mut cargo = children::cargo();
     cargo.args(["test", "--no-run", "--features", "rdma"]);
@@ -129,7 +129,7 @@ pub(crate) fn build() -> Result<Built> {
     programs::build(&mut cargo)
 }
 
-/// Libraries that `rdma-sys` is built with, beside those of all the rest.
+/// Libraries that `rdma-sys` is built with, beside those of the whole build.
 pub(crate) const NEEDS: [Need; 2] = [
     Need {
         what: "libibverbs with its headers",

@@ -1,8 +1,8 @@
-//! `cargo xtask sanitize`: what reads bytes from strangers, and what keeps pages apart, under the
-//! address sanitizer.
+//! `cargo xtask sanitize`: code that reads bytes from strangers, and code that keeps pages apart,
+//! under the address sanitizer.
 //!
-//! The rule it keeps: it needs nothing but the stable toolchain and the C compiler. The compiler is
-//! told to accept its unstable option (`RUSTC_BOOTSTRAP`), and everything is built apart, below
+//! The rule it keeps: it needs only the stable toolchain and the C compiler. The compiler is told
+//! to accept its unstable option (`RUSTC_BOOTSTRAP`), and everything is built apart, below
 //! `target/sanitize`. The C code of ZFP and LZ4 is instrumented as well. libFuzzer sees coverage by
 //! options that are stable.
 
@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// Tests that run under the sanitizer: codecs and their C code, by themselves and under the store,
-/// and servers that are lied to. `pager` and `wire` forbid unsafe code and call none of this.
+/// and servers whose clients lie. `pager` and `wire` forbid unsafe code and call none of this.
 const TESTS: [&str; 7] = [
     "--package=farpage-codec",
     "--package=farpage-store",
@@ -37,8 +37,8 @@ const TESTS: [&str; 7] = [
     "--test=bounded",
 ];
 
-/// Tests of how much memory a server takes. The sanitizer keeps freed memory for a while, and takes
-/// several times as much.
+/// Tests of a server's memory, which are left out. The sanitizer keeps freed memory for a while,
+/// and takes several times as much.
 const PASSED_OVER: [&str; 4] = [
     "--skip",
     "a_publication_of_millions_of_ids_takes_no_memory_and_no_time_of_others",
@@ -54,21 +54,20 @@ const TARGETS: [&str; 4] = [
     "server_connection",
 ];
 
-/// The one target that is tried. The sanitizer wants it named, so that build scripts are built
-/// without.
+/// Target of the build. It is named, so that build scripts are built without the sanitizer.
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
 const FLAGS: &str = "-Zsanitizer=address -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares";
 
-/// Beyond the time that libFuzzer was given: it has hung.
+/// Time beyond libFuzzer's own limit after which it counts as hung.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Runs the tests once and each fuzz target for `seconds`.
 ///
 /// # Errors
-/// When something cannot be built or started. A finding is an exit code.
+/// A program that cannot be built or started. A finding is an exit code.
 pub(crate) fn run(seconds: u64) -> Result<ExitCode> {
     if !cfg!(target_arch = "x86_64") {
         bail!("the sanitizer is tried on x86-64 only");
@@ -114,7 +113,7 @@ struct Fuzzer {
 }
 
 impl Fuzzer {
-    /// Writes the seeds.
+    /// Makes the folders and writes the seeds.
     fn prepare(seconds: u64) -> Result<Fuzzer> {
         let fuzzer = Fuzzer {
             seconds,
@@ -131,12 +130,12 @@ impl Fuzzer {
         Ok(fuzzer)
     }
 
-    /// Runs `target` on its seeds, on what earlier runs found, and on what libFuzzer makes of both.
+    /// Runs `target` on its seeds, on earlier findings, and on libFuzzer's variations of both.
     fn run(&self, target: &str, tally: &mut Tally) -> Result<()> {
         let mut fuzzer = Command::new(self.built.join(target));
         fuzzer
             .arg(format!("-max_total_time={}", self.seconds))
-            // An input that takes so long hangs.
+            // Seconds after which an input counts as hung.
             .arg("-timeout=20")
             .args(["-print_final_stats=1", "-verbosity=0", "-close_fd_mask=1"])
             .arg(format!(
@@ -158,7 +157,7 @@ impl Fuzzer {
     }
 }
 
-/// A cargo command whose code is instrumented.
+/// Returns a cargo command whose code is instrumented.
 fn instrumented(command: &str) -> Command {
     let mut cargo = children::cargo();
     cargo

@@ -1,9 +1,9 @@
-//! What a machine needs before farpage builds and runs: a C compiler and libclang (the bindings of
-//! the userfaultfd crate and of ZFP are generated from C headers), CMake and make (ZFP is built
-//! with them), what the libraries for C++ are built and tested with, and the permission to handle
-//! page faults.
+//! Requirements of farpage's build and use: a C compiler and libclang (the bindings of the
+//! userfaultfd crate and of ZFP are generated from C headers), CMake and make (ZFP is built with
+//! them), tools that build and test the libraries for C++, and the permission to handle page
+//! faults.
 //!
-//! The rule it keeps: what is there is found by looking for the thing itself, not for a package's
+//! The rule it keeps: a requirement is found by looking for the thing itself, not for a package's
 //! name, so that other distributions and hand-made installations count; nothing is installed
 //! without root or a `sudo` that asks nothing.
 
@@ -19,16 +19,16 @@ use anyhow::{Context, Result, bail};
 
 use crate::{children, data, rdma, vm};
 
-/// Installs what is missing and checks the permissions.
+/// Installs missing requirements of the build and checks the permissions.
 ///
 /// # Errors
-/// What is missing and cannot be mended from here, with the line that mends it.
+/// Requirements that are missing and cannot be mended from here, with the line that does it.
 pub(crate) fn prepare() -> Result<()> {
     install(&NEEDS, "the build")?;
     may_handle_faults()
 }
 
-/// Installs all that any command needs, in one go, and checks the permissions.
+/// Installs the requirements of all commands, in one go, and checks the permissions.
 ///
 /// # Errors
 /// As [`prepare`].
@@ -38,7 +38,7 @@ pub(crate) fn prepare_all() -> Result<()> {
     may_handle_faults()
 }
 
-/// Something that has to be on this machine.
+/// A requirement of this machine.
 pub(crate) struct Need {
     pub(crate) what: &'static str,
     pub(crate) apt_package: &'static str,
@@ -83,10 +83,10 @@ const NEEDS: [Need; 7] = [
     },
 ];
 
-/// Installs what is missing of `needs`. What is printed goes to standard error.
+/// Installs the missing ones of `needs`. Prints to standard error.
 ///
 /// # Errors
-/// What is missing and cannot be installed from here, with the line that does it.
+/// Requirements that are missing and cannot be installed from here, with the line that does it.
 pub(crate) fn install<'a>(needs: impl IntoIterator<Item = &'a Need>, for_whom: &str) -> Result<()> {
     let missing: Vec<&Need> = needs
         .into_iter()
@@ -152,7 +152,7 @@ pub(crate) fn install<'a>(needs: impl IntoIterator<Item = &'a Need>, for_whom: &
     }
 }
 
-/// The words that make a command run as root, if that is possible without asking anybody.
+/// Returns the words that make a command run as root, if that is possible without a question.
 fn as_root() -> Option<&'static [&'static str]> {
     // SAFETY: takes nothing and cannot fail.
     if unsafe { libc::geteuid() } == 0 {
@@ -173,14 +173,14 @@ fn has_libc_headers() -> bool {
     has_header("stdio.h") && has_header("linux/userfaultfd.h") && has_header("asm/types.h")
 }
 
-/// Whether a header is where compilers look for it.
+/// True if a header is in a folder that compilers search.
 pub(crate) fn has_header(header: &str) -> bool {
     let direct = Path::new("/usr/include").join(header);
     direct.is_file() || matches_of("/usr/include", &["*-linux-gnu", header]) > 0
 }
 
-/// Whether a shared library is where the distribution keeps them; the last component of the path
-/// may have a `*`.
+/// True if a shared library is in a folder of the distribution. The last component of `path` may
+/// have a `*`.
 pub(crate) fn has_library(path: &str) -> bool {
     let parts = || path.split('/');
     ["*-linux-gnu", "."].iter().any(|dir| {
@@ -189,8 +189,8 @@ pub(crate) fn has_library(path: &str) -> bool {
     }) || matches_of("/usr/lib64", &parts().collect::<Vec<_>>()) > 0
 }
 
-/// Looks where bindgen looks. The library alone is not enough: it cannot find `stddef.h` without
-/// its own headers.
+/// Searches as bindgen does. The library alone is not enough: it cannot find `stddef.h` without its
+/// own headers.
 fn has_libclang() -> bool {
     if env::var_os("LIBCLANG_PATH").is_some() {
         return true;
@@ -206,7 +206,7 @@ fn has_libclang() -> bool {
     library > 0 && headers > 0
 }
 
-/// How many paths below `dir` match, one pattern per path component; a `*` stands for any
+/// Counts the paths below `dir` that match, one pattern per path component; a `*` stands for any
 /// characters.
 fn matches_of(dir: impl AsRef<Path>, patterns: &[&str]) -> usize {
     let Some((pattern, rest)) = patterns.split_first() else {
@@ -235,7 +235,7 @@ fn matches_pattern(name: &str, pattern: &str) -> bool {
 /// calls.
 ///
 /// # Errors
-/// Why it may not, with the line that mends it.
+/// The reason why it may not, with the line that mends it.
 fn may_handle_faults() -> Result<()> {
     // SAFETY: creates a descriptor from a flag word; no pointers.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
@@ -267,10 +267,10 @@ fn may_handle_faults() -> Result<()> {
     )
 }
 
-/// Checks that so much memory is free.
+/// Checks that `need_mib` MiB of memory are free.
 ///
 /// # Errors
-/// How much is missing.
+/// The amount that is missing.
 pub(crate) fn require_memory(need_mib: u64) -> Result<()> {
     let info = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
     let available_kib = info

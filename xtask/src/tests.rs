@@ -1,7 +1,7 @@
 //! `cargo xtask test`: the whole suite, benchmarks included, and a closing line that hides nothing.
 //!
-//! The rule it keeps: all that is to run is built first, with one set of features, and runs side by
-//! side then. The same list of jobs serves `--quick` and `--again`.
+//! The rule it keeps: all test programs are built first, with one set of features, and then run
+//! side by side. The same list of jobs serves `--quick` and `--again`.
 
 pub(crate) mod schedule;
 pub(crate) mod tally;
@@ -49,8 +49,8 @@ const LONG: [&str; 16] = [
 /// Test programs that compare times: nothing else runs beside them.
 const ALONE: [&str; 0] = [];
 
-/// Test programs that `--quick` leaves out: the slowest, but for the tests of `pager` and `store`
-/// by themselves.
+/// Test programs that `--quick` leaves out: the slowest, except for the own tests of `pager` and
+/// `store`.
 const NOT_QUICK: [&str; 18] = [
     "bench apps",
     "bench cli",
@@ -72,9 +72,10 @@ const NOT_QUICK: [&str; 18] = [
     "memserver deaths",
 ];
 
-/// Programs that run as users get farpage: optimised, without checks of overflow, and without the
-/// feature `rdma`. Torture, servers that are killed, installed libraries, and what differs without
-/// RDMA. The profile does not optimise across crates, which is done anew for each program.
+/// Programs that run with the build that users get: optimised, without checks of overflow, and
+/// without the feature `rdma`. Torture, killed servers, installed libraries, and differences
+/// without RDMA. The profile does not optimise across crates, which would be done anew for each
+/// program.
 const OPTIMISED: [&str; 11] = [
     "--profile=optimised",
     "--package=farpage",
@@ -89,30 +90,30 @@ const OPTIMISED: [&str; 11] = [
     "--test=readme",
 ];
 
-/// Test programs that run without the feature `rdma` alone: who links with the static libraries
-/// names no library of RDMA.
+/// Test programs that run only without the feature `rdma`: users of the static libraries link no
+/// library of RDMA.
 const WITHOUT_RDMA: [&str; 2] = ["crates/capi examples", "crates/capi readme"];
 
 /// Label of the benchmarks' job.
 const BENCHMARKS: &str = "every benchmark once";
 
-/// What is to be run.
+/// Selection of tests to run.
 #[derive(Clone, Copy, PartialEq)]
 enum Scope {
     /// Everything.
     Whole,
-    /// What takes less than three minutes, once built.
+    /// Programs that take less than three minutes, once built.
     Quick,
-    /// What the arguments for cargo and for the test programs name.
+    /// Programs that the arguments for cargo and for the test programs select.
     Named,
 }
 
 /// The command line of `cargo xtask test`.
 struct Options<'a> {
     scope: Scope,
-    /// Runs of all jobs, one after another.
+    /// Number of runs of all jobs, one after another.
     rounds: usize,
-    /// Threads that compute beside them.
+    /// Number of threads that compute beside the jobs.
     busy_loops: usize,
     for_cargo: Vec<&'a str>,
     for_programs: Vec<&'a str>,
@@ -150,7 +151,7 @@ impl Options<'_> {
         Ok(options)
     }
 
-    /// A `cargo test` of these options, with `features`.
+    /// Returns a `cargo test` of these options, with `features`.
     fn cargo(&self, features: &[&str]) -> Command {
         let mut cargo = children::cargo();
         cargo.arg("test");
@@ -166,12 +167,12 @@ impl Options<'_> {
 /// Builds and runs the tests; `args` are those of the command.
 ///
 /// # Errors
-/// When the tests cannot be built or started. A failing test is an exit code.
+/// Tests that cannot be built or started. A failing test is an exit code.
 pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
     let begun = Instant::now();
     let options = Options::read(args)?;
     if let Err(error) = data::fetch() {
-        // Tests that want it say that they are skipped.
+        // Tests that need the data say that they are skipped.
         eprintln!("warning: no training data: {error:#}");
     }
     let mut tally = Tally::default();
@@ -258,11 +259,11 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
     Ok(tally.close())
 }
 
-/// The tests that need RDMA alone, in the virtual machine; with `filters` those whose name contains
-/// one of them.
+/// Runs only the tests that need RDMA, in the virtual machine; with `filters` those whose name
+/// contains one of them.
 ///
 /// # Errors
-/// When they do not build.
+/// Tests that do not build.
 pub(crate) fn run_rdma(filters: &[String]) -> Result<ExitCode> {
     let why_not = setup::install(&rdma::NEEDS, "RDMA").err();
     let mut tally = Tally::of_vm();
@@ -274,7 +275,7 @@ pub(crate) fn run_rdma(filters: &[String]) -> Result<ExitCode> {
     Ok(tally.close())
 }
 
-/// The job of a test program.
+/// Makes the job of a test program.
 pub(crate) fn program_job<'a>(prefix: &str, program: &'a Program, args: &'a [&'a str]) -> Job<'a> {
     Job {
         label: format!("{prefix}{}", program.label),
@@ -286,7 +287,7 @@ pub(crate) fn program_job<'a>(prefix: &str, program: &'a Program, args: &'a [&'a
     }
 }
 
-/// A job for one of the lanes.
+/// Makes a job for one of the lanes.
 pub(crate) fn shared<'a>(
     label: &str,
     work: impl Fn(&mut Tally) -> Result<()> + Sync + 'a,
@@ -298,7 +299,7 @@ pub(crate) fn shared<'a>(
     }
 }
 
-/// The job of all tests of RDMA, or of saying `why_not`.
+/// Makes the job of all tests of RDMA, or of printing `why_not`.
 fn rdma_job<'a>(tests: &'a [Program], why_not: Option<anyhow::Error>) -> Job<'a> {
     Job {
         label: "RDMA, in a virtual machine with Soft-RoCE".to_owned(),
@@ -318,7 +319,7 @@ fn rdma_job<'a>(tests: &'a [Program], why_not: Option<anyhow::Error>) -> Job<'a>
 /// Runs a test program to its end and counts its tests.
 ///
 /// # Errors
-/// When it cannot be started.
+/// A program that cannot be started.
 fn run_program(program: &Program, args: &[&str], tally: &mut Tally) -> Result<()> {
     let mut command = program.command();
     command
@@ -334,7 +335,7 @@ fn run_tests(name: &str, command: &mut Command, tally: &mut Tally) -> Result<()>
     let (output, input) = std::io::pipe().context("cannot make a pipe")?;
     let errors = input.try_clone().context("cannot share a pipe")?;
     let child = children::spawn(command.stdout(input).stderr(errors))?;
-    // The child alone holds the end that is written to.
+    // The child alone holds the pipe's other end.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     for line in BufReader::new(output).split(b'\n') {
         tally.take(&line.context("cannot read what the tests print")?);
@@ -349,7 +350,7 @@ fn run_tests(name: &str, command: &mut Command, tally: &mut Tally) -> Result<()>
     Ok(())
 }
 
-/// True if an argument of `cargo test` chooses among programs: documentation tests are none.
+/// True if an argument of `cargo test` chooses among programs. Documentation tests are none.
 fn selects_targets(arg: &str) -> bool {
     [
         "--lib",
@@ -369,7 +370,7 @@ mod unit {
 
     use super::*;
 
-    /// The labels of all test programs, as [`Program`]s have them.
+    /// Returns the labels of all test programs, as [`Program`]s have them.
     fn labels() -> BTreeSet<String> {
         let mut metadata = children::cargo();
         metadata.args(["metadata", "--no-deps", "--format-version", "1"]);

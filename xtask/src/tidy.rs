@@ -1,12 +1,12 @@
 //! `cargo xtask tidy`: rules of form that no compiler checks, and the test of that name.
 //!
-//! The rule it keeps: a finding names file and line and says what to do. Rules read the text as it
-//! lies in the checkout, apart from what `.gitignore` names. What comments say is left to their
-//! readers.
+//! The rule it keeps: a finding names file and line and the remedy. Rules read the files of the
+//! checkout, except those that `.gitignore` names. The contents of comments are left to readers.
 
 mod circles;
 mod comments;
 mod markdown;
+mod openings;
 mod words;
 
 use std::{
@@ -17,13 +17,13 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// Comments and Markdown prose end here, so that two files fit side by side.
+/// Last column of comments and Markdown prose, so that two files fit side by side.
 const COLUMNS: usize = 100;
 
-/// Somebody new reads this file first, and whole.
+/// Upper bound of lines of ARCHITECTURE.md, which newcomers read first, and whole.
 const ARCHITECTURE_LINES: usize = 200;
 
-/// Records are kept as the benchmark printed them.
+/// Folder of records, which are kept as the benchmark printed them.
 const RECORDS: &str = "bench/record/";
 
 /// One line that breaks a rule.
@@ -42,7 +42,7 @@ impl fmt::Display for Finding {
 
 /// A file of the checkout.
 struct Source {
-    /// Relative to the root, with `/`.
+    /// Path relative to the root, with `/`.
     path: String,
     text: String,
 }
@@ -57,10 +57,10 @@ impl Source {
     }
 }
 
-/// Prints what is not tidy.
+/// Prints findings.
 ///
 /// # Errors
-/// When the checkout cannot be read. Findings are an exit code.
+/// A checkout that cannot be read. Findings are an exit code.
 pub(crate) fn run() -> Result<ExitCode> {
     let findings = check(&root())?;
     for finding in &findings {
@@ -84,6 +84,7 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
     for file in &files {
         findings.extend(long_lines(file));
         words::check(file, &mut findings);
+        openings::check(file, &mut findings);
         if file.path.ends_with(".md") {
             markdown::links(file, root, &mut findings);
             markdown::source_files(file, root, &mut findings);
@@ -95,7 +96,7 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// Lines of comments and of prose that are too long.
+/// Finds lines of comments and of prose that are too long.
 fn long_lines(file: &Source) -> Vec<Finding> {
     let what = if file.path.ends_with(".md") {
         "prose"
@@ -119,7 +120,7 @@ fn long_lines(file: &Source) -> Vec<Finding> {
         .collect()
 }
 
-/// Rules of single documents.
+/// Checks rules of single documents.
 fn documents(files: &[Source], findings: &mut Vec<Finding>) {
     for file in files {
         let lines = file.text.lines().count();
@@ -140,7 +141,7 @@ fn documents(files: &[Source], findings: &mut Vec<Finding>) {
     }
 }
 
-/// Every text file of the checkout, without what `.gitignore` names.
+/// Reads every text file of the checkout, except files that `.gitignore` names.
 fn files(root: &Path) -> io::Result<Vec<Source>> {
     let ignored: Vec<PathBuf> = fs::read_to_string(root.join(".gitignore"))?
         .lines()

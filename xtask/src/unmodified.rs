@@ -1,8 +1,8 @@
 //! `cargo xtask test --programs`: installs programs, and runs them under `farpage run` beside plain
 //! runs and beside swap.
 //!
-//! The rule it keeps: Python's packages go into an environment below `target`. What the programs
-//! are given and how they are measured is left to the tests of `farpage run`.
+//! The rule it keeps: Python's packages go into an environment below `target`. Arguments and
+//! measurements of the programs are left to the tests of `farpage run`.
 
 use std::{
     path::{Path, PathBuf},
@@ -74,10 +74,10 @@ const PACKAGES: [&str; 7] = [
     "pymemcache==4.0.0",
 ];
 
-/// Runs all of them, or those of these names.
+/// Runs all programs, or those with `names`.
 ///
 /// # Errors
-/// What cannot be installed or built. A program whose output differs is an exit code.
+/// A package that cannot be installed or built. A program whose output differs is an exit code.
 pub(crate) fn run(names: &[String]) -> Result<ExitCode> {
     setup::install(&NEEDS, "running programs as they are")?;
     let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");
@@ -104,7 +104,7 @@ pub(crate) fn run(names: &[String]) -> Result<ExitCode> {
     })
 }
 
-/// The Python that has the packages.
+/// Returns the Python that has the packages, which it installs into `folder`.
 fn packages(folder: &Path) -> Result<PathBuf> {
     let python = folder.join("bin/python");
     if !python.exists() {

@@ -1,9 +1,9 @@
-//! `cargo xtask vm`: a command in a virtual machine that has RDMA, whatever this machine has:
-//! Debian's kernel with its software implementation (`rdma_rxe`) under QEMU.
+//! `cargo xtask vm`: a command in a virtual machine with RDMA, on any host: Debian's kernel with
+//! its software implementation (`rdma_rxe`) under QEMU.
 //!
 //! The rule it keeps: the command runs on this machine's own files, which it cannot change, with
-//! the caller's folder and environment; its output and status come back unchanged; and it is over
-//! when its time is. What is not installed is fetched, nothing else of this machine is touched.
+//! the caller's folder and environment. Its output and status come back unchanged. It ends with its
+//! time limit. Missing files are fetched, and nothing else of this machine is touched.
 
 mod archive;
 mod kernel;
@@ -55,25 +55,25 @@ Options:
   --cpus N           [2]
   --memory MIB       half of it for what the guest writes to disk [4096]";
 
-/// Statuses that are ours, as those of `timeout` and `env`.
+/// Statuses of `xtask` itself, like those of `timeout` and `env`.
 const TIMED_OUT: u8 = 124;
 const NO_MACHINE: u8 = 125;
 
-/// What the machine is to be.
+/// Options of the machine.
 #[derive(Clone)]
 pub(crate) struct Options {
     pub(crate) time_max: Duration,
     pub(crate) hosts: u32,
     pub(crate) suite: String,
-    /// Where the kernel comes from; `None`: from where apt gets Debian's packages.
+    /// Mirror of the kernel's packages. `None`: apt's source of Debian's packages.
     pub(crate) mirror: Option<String>,
     pub(crate) cpus: u32,
     pub(crate) memory_mib: u32,
 }
 
 impl Default for Options {
-    /// The kernel is the oldest that can have one RDMA device per network namespace, and so hosts.
-    /// Linux 6.8 and newer move pages (`UFFDIO_MOVE`).
+    /// Chooses the oldest kernel that can have one RDMA device per network namespace, and so
+    /// several hosts. Linux 6.8 and newer move pages (`UFFDIO_MOVE`).
     fn default() -> Options {
         Options {
             time_max: Duration::from_secs(600),
@@ -126,7 +126,7 @@ impl Options {
     }
 }
 
-/// The command by itself.
+/// Runs the command `cargo xtask vm`.
 pub(crate) fn run(args: &[String]) -> ExitCode {
     let (options, command) = match Options::read(args) {
         Ok(read) => read,
@@ -158,7 +158,7 @@ pub(crate) fn run(args: &[String]) -> ExitCode {
     }
 }
 
-/// Whoever reads our output may have left: the command goes on all the same.
+/// Passes output on. The reader may be gone: the command goes on all the same.
 fn pass(mut to: impl Write, bytes: &[u8]) {
     let _ = to.write_all(bytes).and_then(|()| to.flush());
 }
@@ -171,10 +171,10 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// Gets whatever is missing. The time limit starts here.
+    /// Gets all missing files. The time limit starts here.
     ///
     /// # Errors
-    /// Why there can be no such machine, and what to do about it.
+    /// The reason why no such machine is possible, and the remedy.
     pub(crate) fn prepare(options: Options) -> Result<Machine> {
         if !cfg!(target_arch = "x86_64") {
             bail!("the virtual machine needs an x86-64 processor");
@@ -189,10 +189,10 @@ impl Machine {
         })
     }
 
-    /// Boots it, runs a script and ends it.
+    /// Boots the machine, runs a script and ends the machine.
     ///
     /// # Errors
-    /// When the machine does not come up or dies; not when the script fails.
+    /// A machine that does not come up or dies; not a script that fails.
     pub(crate) fn run(&self, script: &Script, out: Sink, err: Sink) -> Result<End> {
         machine::run(
             &self.options,
@@ -205,8 +205,8 @@ impl Machine {
     }
 }
 
-/// Lines for the guest's shell, which begin with this process's environment. The first that fails
-/// ends it, but for [`attempt`](Self::attempt)s.
+/// Lines for the guest's shell, which begin with this process's environment. The first line that
+/// fails ends the script, except for an [`attempt`](Self::attempt).
 pub(crate) struct Script {
     text: Vec<u8>,
 }
@@ -219,7 +219,7 @@ impl Script {
         for (name, value) in env::vars_os() {
             let name = name.as_bytes();
             let of_shell = |c: &u8| c.is_ascii_alphanumeric() || *c == b'_';
-            // What describes the guest comes from the guest.
+            // The guest itself sets the variables that describe it.
             if name.iter().all(of_shell) && !name.starts_with(b"FARPAGE_TEST_") {
                 script.text.extend(b"export ");
                 script.text.extend(name);
@@ -238,8 +238,8 @@ impl Script {
         self.text.push(b'\n');
     }
 
-    /// Adds a test program. If it fails, the script goes on, and fails at its end with that status;
-    /// with [`TESTS_FAILED`] only if no other failed worse.
+    /// Adds a test program. If it fails, the script goes on, and fails at its end with the
+    /// program's status; with [`TESTS_FAILED`] only if no other program failed worse.
     pub(crate) fn attempt<'a>(&mut self, words: impl IntoIterator<Item = &'a OsStr>) {
         self.words(words);
         let keep = format!(
@@ -248,7 +248,7 @@ impl Script {
         self.text.extend(keep.bytes());
     }
 
-    /// The text of the script.
+    /// Returns the text of the script.
     fn finish(&self) -> Vec<u8> {
         [&self.text[..], b"exit ${status:-0}\n"].concat()
     }
@@ -272,8 +272,7 @@ impl Script {
     }
 }
 
-/// The guest runs on this machine's files, so it is here that its programs and libraries are
-/// installed.
+/// Programs and libraries of the guest, which runs on this machine's files.
 pub(crate) const NEEDS: [Need; 8] = [
     Need {
         what: "QEMU",
@@ -323,7 +322,7 @@ mod tests {
 
     use super::*;
 
-    /// What the shell of this machine makes of a script.
+    /// Runs a script in the shell of this machine. Returns its status and output.
     fn status_of(script: &Script) -> (Option<i32>, String) {
         let mut shell = Command::new("sh");
         let output = shell.arg("-c").arg(OsStr::from_bytes(&script.finish()));

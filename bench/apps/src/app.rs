@@ -1,4 +1,4 @@
-//! What an application is: written once, for arrays in any place.
+//! An application: written once, for arrays in any place.
 //!
 //! The rule it keeps: an application cannot tell where its arrays are. Timing is left to the
 //! crate's root.
@@ -10,27 +10,27 @@ use crate::{place::Place, team::Team};
 
 /// An application.
 pub(crate) trait App: Sized {
-    /// Its data, in the arrays of a place.
+    /// Data of the application, in the arrays of a place.
     type On<P: Place>;
-    /// What it computes, apart from what it leaves in its arrays.
+    /// Result of the application, apart from what it leaves in its arrays.
     type Answer;
 
-    /// An instance of about so many bytes.
+    /// Generates an instance of about `bytes` bytes.
     fn generate(bytes: u64, team: &Team) -> Self;
 
-    /// What it keeps local by design and grows with its data.
+    /// Returns the bytes that the application keeps local by design and that grow with its data.
     fn local_bytes(&self, team: &Team) -> u64;
 
     /// Puts the data into arrays.
     fn load<P: Place>(&self, place: &P) -> Result<Self::On<P>>;
 
-    /// Before each run: what the run changes is as at first again.
+    /// Undoes the changes of the last run, before each run.
     fn reset<P: Place>(&self, _data: &mut Self::On<P>, _team: &Team) {}
 
-    /// What is timed.
+    /// Runs the work that is timed.
     fn work<P: Place>(&self, data: &mut Self::On<P>, team: &Team) -> Self::Answer;
 
-    /// Says what is wrong with a result, if anything. `local` is the first local run's.
+    /// Says what is wrong with a result, if anything. `local` is the answer of the first local run.
     fn verify<P: Place>(
         &self,
         data: &Self::On<P>,
@@ -39,14 +39,14 @@ pub(crate) trait App: Sized {
     ) -> Verdict;
 }
 
-/// What is wrong, if anything.
+/// Outcome of a verification: an error says what is wrong.
 pub(crate) type Verdict = Result<(), String>;
 
 pub(crate) fn ensure(right: bool, what_is_wrong: impl FnOnce() -> String) -> Verdict {
     if right { Ok(()) } else { Err(what_is_wrong()) }
 }
 
-/// The same numbers, bit by bit.
+/// Verifies that the numbers are the same, bit by bit.
 pub(crate) fn verify_bits(found: &[f64], local: &[f64]) -> Verdict {
     ensure(found.len() == local.len(), || {
         format!("{} numbers, the local run has {}", found.len(), local.len())
@@ -61,7 +61,7 @@ pub(crate) fn verify_bits(found: &[f64], local: &[f64]) -> Verdict {
     }
 }
 
-/// Number `index` of a sequence that looks random.
+/// Returns number `index` of a sequence that looks random.
 pub(crate) fn random(sequence: u64, index: u64) -> u64 {
     random_word(sequence << 56, index)
 }

@@ -1,7 +1,7 @@
 //! Breadth-first search from several vertices, direction-optimising as GAP's (Beamer, Asanovic,
 //! Patterson, "Direction-Optimizing Breadth-First Search", SC 2012).
 //!
-//! Remote are the graph's rows. The frontier is a bitmap, so that its vertices are expanded in the
+//! The graph's rows are remote. The frontier is a bitmap, so that its vertices are expanded in the
 //! order of their rows: a queue would touch a random page for each. Parents and bitmaps are local
 //! and count as local memory.
 
@@ -17,10 +17,10 @@ use crate::{
     team::{Team, there_and_back},
 };
 
-/// Searches in one measurement.
+/// Number of searches in one measurement.
 const SOURCES: usize = 4;
-/// When to turn round, from the paper: fewer than 1/15 of the edges left to look at, and 1/18 of
-/// the vertices found.
+/// Thresholds from the paper. A search looks for parents once the frontier has more than 1/15 of
+/// the edges left, until it shrinks to 1/18 of the vertices.
 const ALPHA: i64 = 15;
 const BETA: usize = 18;
 /// Words of a bitmap per piece of work: about a megabyte of neighbours.
@@ -30,13 +30,13 @@ const NOT_REACHED: i32 = -1;
 pub(crate) struct Bfs {
     graph: Graph,
     sources: Vec<usize>,
-    /// For each source, how far every vertex is; what is not reached is [`u32::MAX`].
+    /// Distances of all vertices from each source; [`u32::MAX`] for those that are not reached.
     distances: Vec<Vec<u32>>,
 }
 
 impl App for Bfs {
     type On<P: Place> = GraphOn<P>;
-    /// For each source, the vertex that each was reached from.
+    /// Parents of all vertices, for each source.
     type Answer = Vec<Vec<i32>>;
 
     fn generate(bytes: u64, team: &Team) -> Self {
@@ -48,8 +48,8 @@ impl App for Bfs {
         vertices * size_of::<i32>() as u64 + 2 * vertices / 8
     }
 
-    /// Windows of neighbours are skipped as often as they are read, so that no advice is better
-    /// than `Sequential`.
+    /// Loads without advice, which is better than `Sequential`: windows of neighbours are skipped
+    /// as often as they are read.
     fn load<P: Place>(&self, place: &P) -> Result<GraphOn<P>> {
         self.graph.load(place, Advice::Normal)
     }
@@ -91,11 +91,11 @@ impl Bfs {
     }
 }
 
-/// The tree of a search; what is not reached has a negative number.
+/// Returns the tree of a search; a vertex that is not reached has a negative number.
 fn search(offsets: &[u64], neighbours: &[u32], source: usize, team: &Team) -> Vec<i32> {
     let vertices = offsets.len() - 1;
-    // Until it is reached, a vertex holds its degree, negative: how many edges a new frontier has
-    // is known without its rows.
+    // Until it is reached, a vertex holds its degree, negative, so that the edges of a new frontier
+    // are counted without its rows.
     let mut parents = vec![0; vertices];
     const VERTICES: usize = PIECE * 64;
     team.each(
@@ -174,8 +174,8 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// From every vertex of the frontier to those that are not reached. Returns how many were found
-    /// and how many edges they have.
+    /// Goes from every vertex of the frontier to its neighbours that are not reached. Returns the
+    /// number of vertices found, and of their edges.
     fn look_for_children(&self) -> (usize, i64) {
         let pieces = self.frontier.chunks(PIECE).enumerate();
         let counts = self.team.fold(
@@ -209,7 +209,7 @@ impl Step<'_> {
             .fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1))
     }
 
-    /// From every vertex that is not reached to one of the frontier. Returns how many were found.
+    /// Finds unreached vertices with a neighbour in the frontier. Returns the number found.
     fn look_for_parents(&self) -> usize {
         let in_frontier =
             |&&u: &&u32| self.frontier[u as usize / 64].load(Relaxed) >> (u % 64) & 1 == 1;
@@ -249,7 +249,7 @@ fn clear(bitmap: &[AtomicU64], team: &Team) {
     });
 }
 
-/// By a queue, one vertex after another.
+/// Returns the distances from `source`, found by a queue, one vertex after another.
 fn distances(graph: &Graph, source: usize) -> Vec<u32> {
     let mut distances = vec![u32::MAX; graph.vertices()];
     distances[source] = 0;
@@ -265,8 +265,8 @@ fn distances(graph: &Graph, source: usize) -> Vec<u32> {
     distances
 }
 
-/// Graph500's rules: the source is its own parent; what is reached is exactly what can be; every
-/// parent is a neighbour and one step nearer to the source.
+/// Verifies `tree` by Graph500's rules: the source is its own parent; exactly the vertices are
+/// reached that can be; every parent is a neighbour and one step nearer to the source.
 fn verify(graph: &Graph, source: usize, tree: &[i32], distances: &[u32]) -> Verdict {
     ensure(tree.len() == distances.len(), || {
         format!("a tree of {} vertices", tree.len())

@@ -9,7 +9,7 @@ use farpage::Advice;
 
 use crate::{app::random, place::Place, team::Team};
 
-/// Edges that are drawn per vertex; each appears in the rows of both its ends.
+/// Number of edges drawn per vertex; each appears in the rows of both its ends.
 const EDGE_FACTOR: usize = 16;
 /// Chances of the quarters of the adjacency matrix, in thousandths: A, A + B, A + B + C.
 const QUARTERS: [u64; 3] = [570, 760, 950];
@@ -19,20 +19,20 @@ const PIECE: usize = 1 << 14;
 
 /// A graph in local memory.
 pub(crate) struct Graph {
-    /// Where the neighbours of vertex `v` stand: from `offsets[v]` to `offsets[v + 1]`.
+    /// Bounds of rows: vertex `v` has the neighbours from `offsets[v]` to `offsets[v + 1]`.
     pub(crate) offsets: Vec<u64>,
     pub(crate) neighbours: Vec<u32>,
 }
 
-/// The same anywhere.
+/// A graph in any place.
 pub(crate) struct GraphOn<P: Place> {
     pub(crate) offsets: P::Array<u64>,
     pub(crate) neighbours: P::Array<u32>,
 }
 
 impl Graph {
-    /// The graph of this family that is nearest to `bytes`: 2^scale vertices of about 128 bytes
-    /// each.
+    /// Makes the graph of this family that is nearest to `bytes`: 2^scale vertices of about 128
+    /// bytes each.
     pub(crate) fn of_size(bytes: u64, team: &Team) -> Self {
         Self::kronecker(
             (bytes as f64 / 128.0).log2().round().clamp(4.0, 31.0) as u32,
@@ -40,7 +40,7 @@ impl Graph {
         )
     }
 
-    /// 2^`scale` vertices.
+    /// Makes a graph of 2^`scale` vertices.
     pub(crate) fn kronecker(scale: u32, team: &Team) -> Self {
         let vertices = 1_usize << scale;
 
@@ -92,7 +92,7 @@ impl Graph {
         row(&self.offsets, &self.neighbours, v)
     }
 
-    /// Copies it to a place.
+    /// Copies the graph to `place`.
     pub(crate) fn load<P: Place>(&self, place: &P, advice: Advice) -> Result<GraphOn<P>> {
         Ok(GraphOn {
             offsets: place.copy_of(&self.offsets, advice)?,
@@ -101,12 +101,12 @@ impl Graph {
     }
 }
 
-/// The neighbours of `v`.
+/// Returns the neighbours of `v`.
 pub(crate) fn row<'a>(offsets: &[u64], neighbours: &'a [u32], v: usize) -> &'a [u32] {
     &neighbours[offsets[v] as usize..offsets[v + 1] as usize]
 }
 
-/// Edge `index` before the permutation: each bit of its ends is drawn from four unequal quarters.
+/// Draws edge `index` before the permutation: four unequal quarters give each bit of its ends.
 fn edge(scale: u32, index: u64) -> (u32, u32) {
     (0..scale).fold((0, 0), |(source, target), bit| {
         let draw = random(SEED + 1 + u64::from(bit), index) % 1000;

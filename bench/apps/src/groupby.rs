@@ -1,8 +1,8 @@
 //! The group-by half of h2o.ai's db-benchmark: questions 1 to 5, 7 and 9 on its table of nine
 //! columns, [`K`] = 100.
 //!
-//! Remote are the columns; each question reads those that it names in order. Each thread aggregates
-//! into a hash table of its own, and these are merged; the tables are local and count as local
+//! The columns are remote; each question reads those that it names in order. Each thread aggregates
+//! into a hash table of its own, and the tables are merged. They are local and count as local
 //! memory.
 
 use std::{
@@ -20,7 +20,7 @@ use crate::{
 };
 use farpage_bench_kit::pick::mix;
 
-/// Groups of the small key columns; the large ones have rows / K.
+/// Number of groups of the small key columns; the large ones have rows / K.
 const K: u64 = 100;
 /// Rows per piece of work: 256 KiB of each column of four bytes.
 const PIECE: usize = 1 << 16;
@@ -40,7 +40,7 @@ pub(crate) struct Columns<P: Place> {
     v3: P::Array<f64>,
 }
 
-/// Of each question: how many groups, and a hash of all of them.
+/// Digest of each question: the number of groups, and a hash of all of them.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Digests(Vec<(u64, u64)>);
 
@@ -188,7 +188,7 @@ struct Questions<'a> {
 
 impl Questions<'_> {
     /// Groups rows by `key`, adds each row to its group's figures, which start at zero, and merges
-    /// what the threads have.
+    /// the threads' groups.
     fn ask<const N: usize>(
         &mut self,
         key: impl Fn(usize) -> u64 + Sync,
@@ -225,7 +225,7 @@ fn add<const N: usize>(into: &mut [f64; N], from: &[f64; N]) {
     }
 }
 
-/// The same in whatever order.
+/// Returns the number of groups, and a hash of them in any order.
 fn digest<const N: usize>(groups: &Groups<N>) -> (u64, u64) {
     let hash = |(key, figures): (&u64, &[f64; N])| {
         figures

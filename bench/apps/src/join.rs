@@ -16,31 +16,32 @@ use crate::{
 };
 use farpage_bench_kit::pick::mix;
 
-/// As many pages are written to at the same time, by each thread: they must stay in local memory
-/// together.
+/// Number of partitions. Each thread writes to as many pages at the same time, which must stay in
+/// local memory together.
 const PARTITIONS: usize = 64;
 /// Rows per piece of work.
 const PIECE: usize = 1 << 17;
-/// Two columns of each table, and both tables' partitions.
+/// Bytes per row: two columns of each table, and both tables' partitions.
 const ROW_BYTES: u64 = 32;
 const SEED: u64 = 109;
 
 pub(crate) struct Join {
-    /// Keys are below this; of `left`'s, one in ten is not in `right`, as in the original.
+    /// Number of rows. Keys of `right` are below it; one in ten of `left`'s is not, as in the
+    /// original.
     rows: usize,
-    /// Every key of `right`, in no order.
+    /// Every key of `right`, in random order.
     right_keys: Vec<u32>,
 }
 
 pub(crate) struct Tables<P: Place> {
     left: [P::Array<u32>; 2],
     right: [P::Array<u32>; 2],
-    /// Keys above, values below, by partition. The left one becomes the result: left's value above,
-    /// right's below.
+    /// Rows by partition, the key in the upper half, the value in the lower. The left ones become
+    /// the result: left's value in the upper half, right's in the lower.
     partitioned: [P::Array<u64>; 2],
 }
 
-/// Rows of the result, and the hash of all of them in any order.
+/// Number of rows of the result, and a hash of them in any order.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Joined {
     rows: u64,
@@ -76,8 +77,8 @@ impl App for Join {
             }
             anyhow::Ok(column)
         };
-        // Written at many places: what follows a page is not wanted with it. Touched, as in local
-        // memory, so that pages that were never written are not what is measured.
+        // Partitions are written at many places, so that read-ahead is of no use. They are touched
+        // first, as in local memory, so that pages never written before are not what is measured.
         let partitions = || {
             let mut partitions = place.array(self.rows, Advice::Normal)?;
             partitions.fill(0);
@@ -152,8 +153,8 @@ impl Joined {
     }
 }
 
-/// Multiplying spreads neighbouring keys; the partition is the product's highest bits, the slot in
-/// a table the next.
+/// Spreads neighbouring keys by multiplying. The product's highest bits are the partition, the next
+/// ones the slot in a table.
 fn spread(key: u32) -> u32 {
     key.wrapping_mul(0x9e37_79b1)
 }
@@ -162,7 +163,7 @@ fn partition(key: u32) -> usize {
     (spread(key) >> (32 - PARTITIONS.ilog2())) as usize
 }
 
-/// Writes keys and values to their partitions; returns how many rows each has.
+/// Writes keys and values to their partitions. Returns the number of rows of each partition.
 fn scatter(keys: &[u32], values: &[u32], to: &mut [u64], team: &Team) -> Vec<usize> {
     // 1. How many rows of each piece go to each partition.
     let mut counts = vec![[0; PARTITIONS]; keys.len().div_ceil(PIECE)];
@@ -182,7 +183,7 @@ fn scatter(keys: &[u32], values: &[u32], to: &mut [u64], team: &Team) -> Vec<usi
             (rooms[partition], rest) = rest.split_at_mut(counts[partition]);
         }
     }
-    // 3. And fills it.
+    // 3. Each piece fills its room.
     let pieces = keys.chunks(PIECE).zip(values.chunks(PIECE)).zip(rooms);
     team.each(pieces, |((keys, values), rooms)| {
         let mut rooms = rooms.map(|room| room.iter_mut());
@@ -205,15 +206,15 @@ fn split<'a>(mut rows: &'a mut [u64], lens: &[usize]) -> Vec<&'a mut [u64]> {
     lens.iter().map(&mut take).collect()
 }
 
-/// Keys above, values below; open addressing, and [`Table::FREE`] where there is nothing.
+/// Hash table with open addressing. The key is in a slot's upper half, the value in its lower.
 #[derive(Default)]
 struct Table(Vec<u64>);
 
 impl Table {
-    /// No key is that large.
+    /// Content of a free slot: no key is that large.
     const FREE: u64 = u64::MAX;
 
-    /// Joins two partitions; the rows of the result take the place of the left ones.
+    /// Joins two partitions. The rows of the result take the place of the left ones.
     fn join(&mut self, left: &mut [u64], right: &[u64], joined: &mut Joined) {
         let slots = (right.len() * 2).next_power_of_two().max(2);
         self.0.clear();

@@ -1,8 +1,8 @@
 //! Lloyd's k-means: [`ROUNDS`] rounds over points of [`DIMENSIONS`] coordinates around [`CLUSTERS`]
 //! centres.
 //!
-//! Remote are the points, read once per round in order. Each piece's sums are added up in the order
-//! of the pieces, so that the result does not depend on who did which.
+//! The points are remote, read once per round in order. Each piece's sums are added up in the order
+//! of the pieces, so that the result does not depend on the threads.
 
 use anyhow::Result;
 use farpage::Advice;
@@ -23,7 +23,7 @@ type Point = [f32; DIMENSIONS];
 
 pub(crate) struct KMeans(Vec<Point>);
 
-/// What the rounds arrived at.
+/// Result of the rounds.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Clustering {
     centres: [Point; CLUSTERS],
@@ -31,7 +31,7 @@ pub(crate) struct Clustering {
     inertia: f64,
 }
 
-/// Of one piece.
+/// Sums over one piece.
 #[derive(Clone, Default)]
 struct Sums {
     coordinates: [[f64; DIMENSIONS]; CLUSTERS],
@@ -101,7 +101,7 @@ impl App for KMeans {
     }
 }
 
-/// A point near one of the corners of a cube that belong to a cluster.
+/// Generates point `index`, near the corner of a cube that belongs to its cluster.
 fn generate(index: u64) -> Point {
     let cluster = random(4, index) % CLUSTERS as u64;
     std::array::from_fn(|d| {
@@ -111,7 +111,7 @@ fn generate(index: u64) -> Point {
     })
 }
 
-/// To the nearest centre, each.
+/// Adds each point to the sums of its nearest centre.
 fn assign(points: &[Point], centres: &[Point; CLUSTERS]) -> Sums {
     let mut sums = Sums::default();
     // Coordinate by coordinate, so that the distances to all centres are computed side by side.

@@ -2,11 +2,11 @@
 //! same code with all of it local.
 //!
 //! The rule it keeps: an application is written once and cannot tell where its arrays are; every
-//! result is verified, and what is timed is its work alone, neither making nor loading nor
-//! verifying its data. Each timed run has a local one right before it, so that what else goes on on
-//! the machine meets both.
+//! result is verified, and only the application's work is timed, neither making nor loading nor
+//! verifying its data. Each timed run has a local one right before it, so that other load on the
+//! machine meets both.
 
-// `println!` panics when nobody reads any more: what is found goes through `out::say`.
+// `println!` panics when standard output is closed: results go through `out::say`.
 #![deny(clippy::print_stdout)]
 
 mod app;
@@ -57,12 +57,12 @@ use farpage_bench_kit::{
 
 /// Whole applications with 100 to 12.5 % of their memory local, against the same code all local.
 ///
-/// What counts: the local share of an application's memory is the budget of its remote arrays
-/// together with everything that it keeps local by design and that grows with its data, over all of
-/// its data. 100 % means that everything fits. Performance is the time of the same code on ordinary
-/// vectors (in huge pages, if the kernel has them), run right before, over the time with paging:
-/// the median of --repeat such pairs. Making, loading and verifying the data is not timed. Every
-/// result is verified, each time.
+/// The local share of an application's memory is the budget of its remote arrays together with
+/// everything that it keeps local by design and that grows with its data, over all of its data.
+/// Everything fits at 100 %. Performance is the time of the same code on ordinary vectors (in huge
+/// pages, if the kernel has them), run right before, over the time with paging: the median of
+/// --repeat such pairs. Making, loading and verifying the data is not timed. Every result is
+/// verified, each time.
 ///
 /// Floor: the performance that the same bytes would leave without a pager, if the local run's CPU
 /// time and the work on the pages that moved (READ, hash, moving in and out, WRITE, measured right
@@ -94,7 +94,7 @@ pub struct AppsOptions {
     /// Timed runs of each application with each share [default: 3, with --smoke 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=99))]
     repeat: Option<u16>,
-    /// Also draws performance over local memory to this file
+    /// File to draw performance over local memory to
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     #[command(flatten)]
@@ -153,19 +153,19 @@ impl AppName {
         }
     }
 
-    /// The same application in another form must not count twice.
+    /// False for another form of the same application, which must not count twice.
     fn in_means(self) -> bool {
         self != Self::XsbenchRandom
     }
 
-    /// What suits its accesses.
+    /// Returns the page size that suits the application's accesses.
     fn page_size(self) -> ByteSize {
         match self {
-            // A few sequences, in a sort from both ends at once: what costs most is moving small
-            // page-table entries, of which pages of 2 MiB have none.
+            // A few sequences, in a sort from both ends at once: moving small page-table entries
+            // costs most, and pages of 2 MiB have none.
             Self::Sort | Self::Groupby | Self::Spmv => ByteSize::mib(2),
-            // The same, or gaps between the rows that are looked at; here the larger ones gained
-            // nothing.
+            // Sequences too, or gaps between the rows that are read; pages of 2 MiB gained nothing
+            // here.
             Self::Pagerank | Self::Kmeans | Self::Stencil | Self::Bfs => ByteSize::mib(1),
             // Dozens of places at once, whose pages have to be local together.
             Self::Join | Self::Xsbench => ByteSize::kib(64),
@@ -174,7 +174,7 @@ impl AppName {
     }
 }
 
-/// What all applications of a run have in common.
+/// State that all applications of a run share.
 struct Run<'a> {
     options: &'a AppsOptions,
     team: Team,
@@ -187,7 +187,7 @@ struct Run<'a> {
     repeat: u16,
 }
 
-/// Runs the subcommand `apps` and prints what it found.
+/// Runs the subcommand `apps` and prints the results.
 ///
 /// # Errors
 /// Something could not be measured or verified.
@@ -224,7 +224,7 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
         ([], false) => &[100.0, 75.0, 50.0, 25.0, 12.5][..],
         (some, _) => some,
     };
-    // All of an application may be local and, if the server is on this machine, there too.
+    // All data of an application may be local and, if the server is on this machine, there too.
     let copies = if options.at.server.is_none() { 2 } else { 1 };
     server::ensure_room(size_bytes.saturating_mul(copies), options.force)?;
     let threads = options.threads.count();
@@ -279,7 +279,7 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
 }
 
 impl Run<'_> {
-    /// An application with all shares.
+    /// Measures an application with all shares.
     fn measure<A: App>(&self, name: AppName) -> Result<AppFigures> {
         let app = A::generate(self.size_bytes, &self.team);
         let local = Local::default();
@@ -309,7 +309,7 @@ impl Run<'_> {
             }
         };
 
-        // Also warms up what local runs are to find warm.
+        // The first run also warms up memory and caches for the local runs that are timed.
         let mut teams = Vec::new();
         for team in iter::once(&self.team).chain(&self.alone) {
             let (answer, ..) = time(team, &app, &mut data)?;
@@ -367,7 +367,7 @@ impl Run<'_> {
         Ok(figures)
     }
 
-    /// What it costs this machine now that pages come and leave.
+    /// Measures the cost of pages that come and leave, on this machine now.
     fn page_rates(&self, page_bytes: u64) -> Result<PageRates> {
         let smoke = self.options.run.smoke;
         let setting = work::Setting {
@@ -381,9 +381,9 @@ impl Run<'_> {
     }
 
     fn page_bytes(&self, name: AppName, remote_bytes: u64) -> u64 {
-        /// With fewer, the smallest share, an eighth, would not have enough of them for read-ahead
-        /// and for all threads. With many more, pages are small, and what small ones cost is larger
-        /// than what a few more of them save.
+        /// Least number of pages. With fewer, the smallest share, an eighth, has too few for
+        /// read-ahead and for all threads. With many more, pages are small, and small ones cost
+        /// more than a few more of them save.
         const PAGES_MIN: u64 = 160;
         let limit = (remote_bytes / PAGES_MIN + 1)
             .next_power_of_two()
@@ -397,12 +397,11 @@ impl Run<'_> {
     }
 }
 
-/// What remote arrays may hold of their pages locally, so that all local memory is the share of all
-/// memory.
+/// Returns the budget of remote arrays with which all local memory is the share of all memory.
 fn budget_bytes(share: f64, remote_bytes: u64, local_bytes: u64, page_bytes: u64) -> Result<u64> {
-    /// Below this, evictors start at the latest; what is to fit has to fit below.
+    /// Part of a budget that holds data which is to fit: evictors start above it at the latest.
     const HIGH_WATER: f64 = 0.95;
-    /// A few pages for each array, thread and worker.
+    /// Least number of pages in a budget: a few for each array, thread and worker.
     const PAGES_MIN: u64 = 8;
     if share >= 100.0 {
         // One more page for each array's end.
@@ -419,7 +418,7 @@ fn budget_bytes(share: f64, remote_bytes: u64, local_bytes: u64, page_bytes: u64
     Ok(budget)
 }
 
-/// A local run, its seconds, and the CPU time of all its threads.
+/// Runs `app` locally. Returns the answer, the seconds, and the CPU time of all threads.
 fn time<A: App>(
     team: &Team,
     app: &A,
@@ -435,21 +434,21 @@ fn time<A: App>(
     Ok((answer, seconds, cpu))
 }
 
-/// Of this process so far.
+/// Returns the CPU time of this process so far.
 fn cpu_time() -> Duration {
     clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID)
         .expect("every Linux has this clock")
         .into()
 }
 
-/// Of all threads together, for the pages that came and left.
+/// Returns the seconds that all threads together take to move the pages that came and left.
 fn moving_s(paging: &Paging, pages: &PageRates) -> f64 {
     let mb = |bytes: u64| bytes as f64 / 1e6;
     let writing_s_per_mb = (1.0 / pages.changed - 1.0 / pages.unchanged).max(0.0);
     mb(paging.bytes_read) / pages.unchanged + mb(paging.bytes_written) * writing_s_per_mb
 }
 
-/// `work_s` is what all work takes if it is spread perfectly.
+/// Sums up the pairs of a share. `work_s` is the time of all work if it is spread perfectly.
 fn share_figures(
     share_percent: f64,
     budget_bytes: u64,
@@ -498,7 +497,7 @@ impl Paging {
         }
     }
 
-    /// Adds what happened from `begin` to `end`.
+    /// Adds the events from `begin` to `end`.
     fn add(&mut self, begin: &Stats, end: &Stats) {
         let counts = |stats: &Stats| {
             let (pager, store) = (&stats.pager, &stats.store);

@@ -1,8 +1,8 @@
 //! PageRank as GAP does it: each vertex gathers from its neighbours until the scores move by less
 //! than [`TOLERANCE`], at most 20 rounds.
 //!
-//! Remote are the graph's rows, read once per round in order; the two vectors that are gathered
-//! from at random are local and count as local memory.
+//! The graph's rows are remote, read once per round in order; the two vectors, of which one is
+//! gathered from at random, are local and count as local memory.
 
 use anyhow::Result;
 use farpage::Advice;
@@ -46,7 +46,7 @@ impl App for PageRank {
         let mut shares = vec![0.0_f32; vertices];
         let mut moved = vec![0.0; vertices.div_ceil(PIECE)];
         for round in 0..ROUNDS_MAX {
-            // 1. What each vertex gives to each neighbour.
+            // 1. The share that each vertex gives to each neighbour.
             let pieces = shares.chunks_mut(PIECE).zip(scores.chunks(PIECE));
             team.each(
                 there_and_back(round, pieces.enumerate()),
@@ -61,7 +61,7 @@ impl App for PageRank {
                     }
                 },
             );
-            // 2. Each gathers.
+            // 2. Each vertex gathers.
             let pieces = scores.chunks_mut(PIECE).zip(&mut moved);
             team.each(
                 there_and_back(round, pieces.enumerate()),
@@ -90,9 +90,9 @@ impl App for PageRank {
     }
 }
 
-/// Equal to the local run's in the sum of differences, and stable: one more round, computed the
-/// other way round (each vertex gives) and in double precision, moves them by little more than the
-/// tolerance.
+/// Verifies that scores equal the local run's in the sum of differences and are stable: one more
+/// round, computed the other way round (each vertex gives) and in double precision, moves them by
+/// little more than the tolerance.
 fn verify(graph: &Graph, scores: &[f32], local: &[f32]) -> Verdict {
     let vertices = graph.vertices();
     ensure(scores.len() == vertices, || {

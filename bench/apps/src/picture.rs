@@ -1,6 +1,6 @@
 //! The picture of a run: performance over local memory, a line for each application, as SVG.
 //!
-//! The rule it keeps: it needs no fonts here; whoever shows the file brings them.
+//! The rule it keeps: drawing needs no fonts here; the viewer of the file brings them.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use crate::report::{AppFigures, AppsReport};
 use farpage_bench_kit::plot::{self, COLOURS, FONT};
 
 const SIZE: (u32, u32) = (960, 600);
-/// Its name, its look, and its points: share and performance in percent.
+/// A line: its name, its look, and its points (share and performance in percent).
 type Line = (String, ShapeStyle, Vec<(f64, f64)>);
 
 /// Draws the report to a file.

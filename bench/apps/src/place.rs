@@ -1,7 +1,7 @@
-//! Where an application's big arrays live: [`Local`] or [`Far`].
+//! Places of an application's big arrays: [`Local`] or [`Far`].
 //!
-//! The rule it keeps: an application sees slices and cannot tell the two apart; what it says about
-//! its accesses reaches the pager and does nothing to a vector.
+//! The rule it keeps: an application sees slices and cannot tell the two apart; its advice about
+//! accesses reaches the pager and does nothing to a vector.
 
 use std::{
     cell::Cell,
@@ -12,15 +12,15 @@ use anyhow::{Context, Result};
 use farpage::{Advice, Pod, RemoteArray, Runtime};
 use nix::sys::mman::{MmapAdvise, madvise};
 
-/// Makes arrays.
+/// Maker of arrays.
 pub(crate) trait Place {
-    /// A slice, wherever it is.
+    /// An array in this place.
     type Array<T: Pod + Send + Sync>: DerefMut<Target = [T]> + Send + Sync;
 
-    /// `len` zeroed elements. `advice` is how they are used as a whole.
+    /// Makes `len` zeroed elements. `advice` says how the whole array is used.
     fn array<T: Pod + Send + Sync>(&self, len: usize, advice: Advice) -> Result<Self::Array<T>>;
 
-    /// An array with the elements of `source`.
+    /// Makes an array with the elements of `source`.
     fn copy_of<T: Pod + Send + Sync>(
         &self,
         source: &[T],
@@ -40,7 +40,7 @@ pub(crate) struct Local {
 }
 
 impl Local {
-    /// Bytes of all arrays that were made.
+    /// Returns the bytes of all arrays that were made.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes.get()
     }
@@ -66,8 +66,7 @@ impl Place for Local {
             let first_page = std::ptr::NonNull::new(first_page.cast())
                 .context("a vector with capacity has an address")?;
             // SAFETY: the range lies inside the vector's own allocation, and this advice changes no
-            // contents. A kernel without huge pages refuses it, and then there are none for
-            // anybody.
+            // contents. A kernel without huge pages refuses it, and then no process has any.
             let _ = unsafe { madvise(first_page, end - first, MmapAdvise::MADV_HUGEPAGE) };
         }
         elements.resize(len, T::zeroed());

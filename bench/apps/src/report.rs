@@ -1,4 +1,4 @@
-//! What a run of the applications found, as JSON, as tables, and what the picture is drawn from.
+//! Results of a run of the applications: JSON, tables, and the data of the picture.
 //!
 //! The rule it keeps: performance is the local run's time over the run's, so that 1 is as fast as
 //! local memory, whatever was measured.
@@ -12,23 +12,23 @@ use farpage_bench_kit::{
     report::{self, geometric_mean},
 };
 
-/// A run.
+/// Results of a run.
 #[derive(Debug, Serialize)]
 pub(crate) struct AppsReport {
     pub(crate) benchmark: &'static str,
-    /// Whether every result of every application was right.
+    /// True if every result of every application was right.
     pub(crate) verified: bool,
     pub(crate) config: Config,
     pub(crate) apps: Vec<AppFigures>,
-    /// For each share, in the order of the configuration.
+    /// Summary of each share, in the order of the configuration.
     pub(crate) summary: Vec<Summary>,
 }
 
-/// What the run was told to do, defaults included.
+/// Settings of the run, defaults included.
 #[derive(Debug, Serialize)]
 pub(crate) struct Config {
     pub(crate) server: String,
-    /// What each application's data was to be.
+    /// Bytes that were asked for as each application's data.
     pub(crate) size_bytes: u64,
     pub(crate) shares_percent: Vec<f64>,
     pub(crate) threads: usize,
@@ -36,88 +36,88 @@ pub(crate) struct Config {
     pub(crate) smoke: bool,
 }
 
-/// An application.
+/// Results of an application.
 #[derive(Debug, Serialize)]
 pub(crate) struct AppFigures {
     pub(crate) name: &'static str,
-    /// Whether it has a part in the means.
+    /// True if the application has a part in the means.
     pub(crate) in_means: bool,
     pub(crate) verified: bool,
     pub(crate) page_size_bytes: u64,
-    /// Of the arrays that may be remote.
+    /// Bytes of the arrays that may be remote.
     pub(crate) remote_bytes: u64,
-    /// Of what is local by design. It counts against the local memory.
+    /// Bytes that are local by design, which count against the local memory.
     pub(crate) local_bytes: u64,
     pub(crate) shares: Vec<ShareFigures>,
 }
 
-/// An application with a share of its memory local.
+/// Results of an application with a share of its memory local.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct ShareFigures {
     pub(crate) share_percent: f64,
     pub(crate) budget_bytes: u64,
-    /// Median of the repetitions, as the next two.
+    /// Median of the repetitions, as `local_seconds` and `performance` are.
     pub(crate) seconds: f64,
-    /// Of the same work in local memory, before each repetition.
+    /// Seconds of the same work in local memory, before each repetition.
     pub(crate) local_seconds: f64,
-    /// The local run's time over this one's.
+    /// Time of the local run over that of the run with paging.
     pub(crate) performance: f64,
     pub(crate) performance_min: f64,
     pub(crate) performance_max: f64,
-    /// The highest performance with the bytes that moved, if nothing but computing and the work on
+    /// Highest performance with the bytes that moved, if nothing but computing and the work on
     /// these pages took time.
     pub(crate) floor: f64,
-    /// The same by one thread, beside one thread in local memory. Absent where all are one.
+    /// Results of one thread, beside one in local memory. Absent where all runs have one thread.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) one_thread: Option<OneThread>,
     #[serde(flatten)]
     pub(crate) paging: Paging,
 }
 
-/// An application that one thread runs, while paging has the other cores to itself.
+/// Results of an application that one thread runs, while paging has the other cores to itself.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct OneThread {
-    /// Median of the repetitions, as the next two.
+    /// Median of the repetitions, as `local_seconds` and `performance` are.
     pub(crate) seconds: f64,
     pub(crate) local_seconds: f64,
     pub(crate) performance: f64,
 }
 
-/// What the pager did, in the mean of the repetitions' timed parts.
+/// Counts of the pager: means of the repetitions' timed parts.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct Paging {
     pub(crate) faults: u64,
     pub(crate) fills: u64,
-    /// Of the fills, those ahead of a fault.
+    /// Fills ahead of a fault.
     pub(crate) prefetches: u64,
     /// Faults that had to wait for a frame.
     pub(crate) starved: u64,
     pub(crate) evictions: u64,
-    /// Of the evictions, those of pages that had not changed.
+    /// Evictions of pages that had not changed.
     pub(crate) clean_evictions: u64,
     pub(crate) steals: u64,
     pub(crate) bytes_read: u64,
     pub(crate) bytes_written: u64,
 }
 
-/// All applications with a share of their memory local.
+/// Results of all applications with a share of their memory local.
 #[derive(Debug, Serialize)]
 pub(crate) struct Summary {
     pub(crate) share_percent: f64,
-    /// Absent where no application that counts was run.
+    /// Geometric mean of the performances. Absent where no application that counts was run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) geometric_mean: Option<f64>,
-    /// Of the same applications' floors.
+    /// Geometric mean of the same applications' floors.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) geometric_mean_floor: Option<f64>,
-    /// Of the same applications, run by one thread.
+    /// Geometric mean of the same applications' performances with one thread.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) geometric_mean_one_thread: Option<f64>,
     pub(crate) worst: &'static str,
     pub(crate) worst_performance: f64,
 }
 
-/// Of applications that were all measured with these shares.
+/// Sums up applications that were all measured with `shares`.
 pub(crate) fn summarise(apps: &[AppFigures], shares: &[f64]) -> Vec<Summary> {
     let summary = |(at, &share_percent): (usize, &f64)| {
         let figures = || {
@@ -266,7 +266,7 @@ fn table(header: Vec<String>) -> Table {
     table
 }
 
-/// A name, then figures.
+/// Aligns a row: the name to the left, figures to the right.
 fn aligned(row: Vec<String>) -> Vec<Cell> {
     let cell = |(at, text)| {
         Cell::new(text).set_alignment(match at {

@@ -47,7 +47,7 @@ impl App for Sort {
     }
 }
 
-/// In order, and the same keys: their hashes have the same sum.
+/// Verifies order, and that the keys are the same: their hashes have the same sum.
 fn verify(given: &[u64], sorted: &[u64]) -> Verdict {
     let out_of_order = sorted.windows(2).position(|pair| pair[0] > pair[1]);
     ensure(out_of_order.is_none(), || {

@@ -1,8 +1,8 @@
 //! Sparse matrix times vector, [`ROUNDS`] steps of the power method, with a matrix like that of NAS
 //! CG: [`ROW`] entries per row, at random columns.
 //!
-//! Remote are the columns and values of the matrix, read once per round in order; the two vectors
-//! are local and count as local memory.
+//! The matrix is remote, read once per round in order; the two vectors are local and count as local
+//! memory.
 
 use anyhow::Result;
 use farpage::Advice;
@@ -13,8 +13,8 @@ use crate::{
     team::{Team, there_and_back},
 };
 
-/// Entries per row. All rows have as many, so that no offsets are needed to know where one starts;
-/// they are there as in any CSR matrix.
+/// Number of entries per row. All rows have as many, so that offsets would not be needed; the
+/// matrix has them as any CSR matrix does.
 const ROW: usize = 32;
 const ROUNDS: usize = 8;
 /// Rows per piece of work: 1.5 MiB of the matrix.

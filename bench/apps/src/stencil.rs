@@ -3,10 +3,10 @@
 //!
 //! Both grids are remote. A step is little work for the bytes that it reads and writes, so a pass
 //! over the grids does [`STEPS_PER_PASS`] of them: as soon as three rows of one step are there, a
-//! row of the next can be, so that three rows of each step are all that is kept (a wavefront;
+//! row of the next can be computed, so that only three rows of each step are kept (a wavefront;
 //! Wonnacott, "Using time skewing to eliminate idle time due to memory bandwidth and network
-//! limitations", 2000). Each block of rows starts its own wavefront some rows early. These rows are
-//! local and count as local memory.
+//! limitations", 2000). Each block of rows starts its own wavefront some rows early. The kept rows
+//! are local and count as local memory.
 
 use anyhow::Result;
 use farpage::Advice;
@@ -20,7 +20,7 @@ use crate::{
 const WIDTH: usize = 512;
 const STEPS: usize = 64;
 const STEPS_PER_PASS: usize = 16;
-/// Rows of a block: two megabytes.
+/// Number of rows of a block: two megabytes.
 const BLOCK: usize = 512;
 
 type Row = [f64; WIDTH];
@@ -94,15 +94,15 @@ impl App for Stencil {
     }
 }
 
-/// All steps of a pass on the rows from `first`, written to `to`. `wavefront` has the last three
-/// rows of each step but the last: row `y` in place `y % 3`.
+/// Runs all steps of a pass on the rows from `first`, written to `to`. `wavefront` has the last
+/// three rows of each step but the last: row `y` in place `y % 3`.
 fn steps(grid: &[Row], first: usize, to: &mut [Row], wavefront: &mut [[Row; 3]]) {
     let rows = grid.len();
     let begin = first.saturating_sub(STEPS_PER_PASS);
     for newest in begin..first + to.len() + STEPS_PER_PASS {
         for step in 1..=STEPS_PER_PASS {
-            // Each step is a row behind the last, and at a block's begin, where that is not the
-            // plate's, has one row less.
+            // Each step is a row behind the step before. At a block's begin, unless that is the
+            // plate's, it also has one row less.
             let Some(y) = newest.checked_sub(step).filter(|&y| y < rows) else {
                 continue;
             };

@@ -1,8 +1,7 @@
 //! The threads of an application: [`Team`].
 //!
 //! The rule it keeps: pieces of work are handed out in the order that they are given in, so that
-//! all threads walk through memory close together and what one of them causes to be read ahead is
-//! of use to all.
+//! all threads walk through memory close together and the read-ahead of one is of use to all.
 
 use std::{
     iter::Rev,
@@ -16,7 +15,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// So many threads, and whether they should stop.
+/// A number of threads, and the flag that stops them.
 pub(crate) struct Team {
     threads: usize,
     stop: Arc<AtomicBool>,
@@ -40,7 +39,7 @@ impl Team {
         self.threads
     }
 
-    /// Does all pieces of `work`; a thread takes the next when it is done with its last.
+    /// Calls `f` for all pieces of `work`. A thread takes the next when it is done with its last.
     pub(crate) fn each<I>(&self, work: I, f: impl Fn(I::Item) + Sync)
     where
         I: Iterator<Item: Send> + Send,
@@ -48,7 +47,7 @@ impl Team {
         self.fold(work, || (), |(), piece| f(piece));
     }
 
-    /// The same, with something of each thread's own; returns these.
+    /// Calls `f` for all pieces of `work`, with a value of each thread's own. Returns the values.
     pub(crate) fn fold<I, S: Send>(
         &self,
         work: I,
@@ -83,13 +82,13 @@ impl Team {
         })
     }
 
-    /// Sorts in place.
+    /// Sorts `keys` in place.
     pub(crate) fn sort<T: Ord + Send>(&self, keys: &mut [T]) {
         use rayon::slice::ParallelSliceMut;
         self.pool.install(|| keys.par_sort_unstable());
     }
 
-    /// Copies, each thread some of it.
+    /// Copies `from` to `to`, each thread some of it.
     pub(crate) fn copy<T: Copy + Send + Sync>(&self, from: &[T], to: &mut [T]) {
         const PIECE: usize = 1 << 17;
         self.each(
@@ -100,7 +99,7 @@ impl Team {
         );
     }
 
-    /// An error if work was cut short, so that what it left counts for nothing.
+    /// Returns an error if work was cut short, so that its results count for nothing.
     pub(crate) fn check(&self) -> Result<()> {
         if self.stop.load(Relaxed) {
             bail!("stopped by a signal");
@@ -109,9 +108,9 @@ impl Team {
     }
 }
 
-/// Front to back in even passes and back to front in odd ones: a pass begins with what the last one
-/// left in local memory, where passes that all begin at the front find none of it. Each piece is
-/// still walked through from its front.
+/// Orders pieces front to back in even passes and back to front in odd ones. A pass begins with
+/// what the last one left in local memory; passes that all begin at the front find none of it. Each
+/// piece is still walked through from its front.
 pub(crate) fn there_and_back<I: DoubleEndedIterator>(pass: usize, work: I) -> ThereAndBack<I> {
     if pass.is_multiple_of(2) {
         ThereAndBack::There(work)
@@ -120,7 +119,7 @@ pub(crate) fn there_and_back<I: DoubleEndedIterator>(pass: usize, work: I) -> Th
     }
 }
 
-/// See [`there_and_back`].
+/// Iterator that [`there_and_back`] returns.
 pub(crate) enum ThereAndBack<I> {
     There(I),
     Back(Rev<I>),

@@ -20,16 +20,16 @@ use crate::{
 use farpage_bench_kit::pick::mix;
 
 const NUCLIDES: usize = 68;
-/// Of the grids, per grid point of a nuclide: its energy and cross sections, its energy again and a
-/// row of indices in the unionised grid.
+/// Bytes of the grids per grid point of a nuclide: its energy and cross sections, its energy again
+/// and a row of indices in the unionised grid.
 const POINT_BYTES: u64 = (6 * 8 + 8 + NUCLIDES * 4) as u64;
-/// Batches of lookups, of twice as many lookups as the unionised grid has points. XSBench does 22
+/// Number of batches, of twice as many lookups as the unionised grid has points. XSBench does 22
 /// lookups per point.
 const BATCHES: usize = 4;
 /// Lookups per piece of work.
 const PIECE: usize = 1 << 12;
 
-/// The nuclides of each material; fuel is the first. XSBench's.
+/// Nuclides of each material, as in XSBench; fuel is the first.
 const MATERIALS: [&[u8]; 12] = [
     &[
         58, 59, 60, 61, 40, 42, 43, 44, 45, 46, 1, 2, 3, 7, 8, 9, 10, 29, 57, 47, 48, 0, 62, 15,
@@ -53,21 +53,21 @@ const MATERIALS: [&[u8]; 12] = [
 const STEEL: &[u8] = &[
     24, 41, 4, 5, 19, 20, 21, 22, 35, 36, 37, 38, 39, 25, 49, 50, 51, 11, 12, 13, 14,
 ];
-/// How often a particle is in each material, in thousandths. XSBench's, which leave one in a
-/// thousand to the first.
+/// Chances of a particle to be in each material, in thousandths, as in XSBench. They add up to
+/// 1001: the last material gets 12.
 const CHANCES: [u64; 12] = [140, 52, 275, 134, 154, 64, 66, 55, 8, 15, 25, 13];
 
-/// Energy and five cross sections.
+/// A grid point: its energy and five cross sections.
 type Point = [f64; 6];
 
 pub(crate) type ByEnergy = XsBench<false>;
 pub(crate) type AsDrawn = XsBench<true>;
 
 pub(crate) struct XsBench<const RANDOM: bool> {
-    /// Nuclide after nuclide, each by energy.
+    /// Grid points, nuclide after nuclide, each by energy.
     points: Vec<Point>,
     union_energies: Vec<f64>,
-    /// For each energy of the unionised grid, each nuclide's last point that is not above it.
+    /// Last point of each nuclide not above the energy, for each energy of the unionised grid.
     union_points: Vec<[u32; NUCLIDES]>,
 }
 
@@ -75,7 +75,7 @@ pub(crate) struct Grids<P: Place> {
     points: P::Array<Point>,
     union_energies: P::Array<f64>,
     union_points: P::Array<u32>,
-    /// How often it was reset. As drawn, each run does other lookups: the pages of the same ones
+    /// Number of resets as drawn. Each run does other lookups then: the pages of the same ones
     /// would still be local.
     run: usize,
 }
@@ -204,7 +204,7 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
 }
 
 impl<const RANDOM: bool> XsBench<RANDOM> {
-    /// Of one batch, on the grids that all others are copies of.
+    /// Returns the hash of one batch, on the grids that all others are copies of.
     fn expected(&self, pass: usize) -> Hash {
         let grids = Slices {
             points: &self.points,
@@ -218,7 +218,7 @@ impl<const RANDOM: bool> XsBench<RANDOM> {
         hash
     }
 
-    /// Lookups in a batch.
+    /// Returns the number of lookups in a batch.
     fn batch(&self) -> usize {
         if RANDOM {
             (self.union_energies.len() / 128).max(64)
@@ -232,7 +232,7 @@ impl<const RANDOM: bool> XsBench<RANDOM> {
     }
 }
 
-/// Of a lookup; as a number below 1 see [`unit()`].
+/// Returns the energy of a lookup; [`unit()`] makes it a number below 1.
 fn energy(number: u64) -> u64 {
     random(30, number)
 }
@@ -252,7 +252,7 @@ fn concentration(material: usize, nuclide: usize) -> f64 {
     unit(random(32, (material * NUCLIDES + nuclide) as u64))
 }
 
-/// Between 0 and 1.
+/// Maps random bits to a number between 0 and 1.
 fn unit(random: u64) -> f64 {
     (random >> 11) as f64 / (1_u64 << 53) as f64
 }
@@ -264,7 +264,7 @@ struct Slices<'a> {
 }
 
 impl Slices<'_> {
-    /// The five macroscopic cross sections of a material at an energy.
+    /// Returns the five macroscopic cross sections of a material at an energy.
     fn macroscopic(&self, energy: f64, material: usize) -> [f64; 5] {
         let grid_points = self.points.len() / NUCLIDES;
         let above = self.union_energies.partition_point(|&e| e <= energy);

@@ -1,7 +1,7 @@
-//! What compression is held to: LZ4 against raw, the codec that chooses for itself against every
-//! other, ZFP against LZ4.
+//! Bounds that compression is held to: LZ4 against raw, the codec that chooses for itself against
+//! every other, ZFP against LZ4.
 //!
-//! The rule it keeps: what is compared was measured moments apart, over the same link, with the
+//! The rule it keeps: runs to be compared are measured moments apart, over the same link, with the
 //! same data, and again until noise no longer decides (see `verdict`) or there have been enough
 //! repetitions. A check that is missed makes the command fail; one that stays undecided is named.
 
@@ -27,7 +27,7 @@ use farpage_bench_kit::{
     sitting::Sitting,
 };
 
-/// The codec that chooses for itself.
+/// Name of the codec that chooses for itself.
 const ADAPTIVE: &str = "adaptive";
 /// Fields that are smooth enough for ZFP to beat LZ4 on each.
 const SMOOTH: [Contents; 5] = [
@@ -38,7 +38,7 @@ const SMOOTH: [Contents; 5] = [
     Contents::Orbitals,
 ];
 
-/// What is compared of runs.
+/// Figure that runs are compared by.
 #[derive(Clone, Copy)]
 enum Figure {
     Triad,
@@ -47,7 +47,7 @@ enum Figure {
 }
 
 impl Figure {
-    /// In all repetitions of a command; none if there was none.
+    /// Returns the figure in all repetitions of `command`; empty if there was none.
     fn of(self, points: &Points, command: &str) -> Vec<f64> {
         let figures = |path| points.figures(command, path).unwrap_or_default();
         match self {
@@ -61,21 +61,20 @@ impl Figure {
     }
 }
 
-/// A command that is held to a bound against the best of its rivals.
+/// Command that is held to a bound against the best of its rivals.
 struct Trial {
     what: String,
     figure: Figure,
     judged: String,
     rivals: Vec<String>,
     bound: Bound,
-    /// The check of the geometric mean that it is part of.
+    /// Name of the check of a geometric mean that this trial is part of.
     mean: Option<String>,
 }
 
 impl Trial {
-    /// What is to run for the next repetition, of which there have been so many: what is judged is
-    /// in the middle of its rivals, who take turns in being next to it. Those who are far behind
-    /// are left out.
+    /// Returns the commands of `repetition`, of which the first is 0. The judged command is in the
+    /// middle of its rivals, which take turns next to it. Rivals that are far behind are left out.
     fn commands(&self, points: &Points, repetition: usize) -> Vec<&String> {
         let (_, mut figures) = self.figures(points);
         figures
@@ -107,13 +106,13 @@ impl Trial {
     }
 }
 
-/// What became of a check.
+/// Outcome of a check.
 #[derive(Serialize)]
 struct Check {
     what: String,
     target: String,
     ratio: f64,
-    /// How far the ratio may be off.
+    /// Bound of the ratio's error, at 98 % confidence.
     off: Option<f64>,
     verdict: Verdict,
 }
@@ -130,7 +129,7 @@ impl Check {
     }
 }
 
-/// A field over a link: the throughput with each codec, in the order of the codecs, where the codec
+/// Throughput of a field over a link with each codec, in the order of the codecs, where the codec
 /// serves the field.
 #[derive(Serialize)]
 struct Point {
@@ -144,7 +143,7 @@ struct Point {
 pub struct CodecsOptions {
     #[command(flatten)]
     extent: Extent,
-    /// How often what noise could decide is measured at most; more than before goes on from there
+    /// Most repetitions of a check that noise could decide; more than before goes on from there
     /// [default: 7, with --quick 3]
     #[arg(long, value_name = "N", conflicts_with = "smoke", value_parser = clap::value_parser!(u16).range(3..=99))]
     repetitions: Option<u16>,
@@ -238,7 +237,7 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
     Ok(())
 }
 
-/// All that is compared run by run.
+/// Returns all trials that are compared run by run.
 fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial> {
     let mut trials = Vec::new();
     for &rate in &plan.rates {
@@ -287,11 +286,11 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
     trials
 }
 
-/// Runs what has not run yet: a repetition of all trials, then the next of those that are not
-/// decided.
+/// Runs the commands that have no result yet: a repetition of all trials, then the next of those
+/// that are not decided.
 ///
 /// # Errors
-/// A benchmark fails, or Ctrl-C: what has ended is kept.
+/// A benchmark fails, or Ctrl-C: results of benchmarks that have ended are kept.
 fn measure(sitting: &Sitting, points: &mut Points, trials: &[Trial], plan: &Plan) -> Result<()> {
     let [least, most] = plan.repetitions.map(usize::from);
     let least = least.min(most);
@@ -316,8 +315,8 @@ fn measure(sitting: &Sitting, points: &mut Points, trials: &[Trial], plan: &Plan
     Ok(())
 }
 
-/// What noise leaves undecided point by point: the geometric mean of the points that belong
-/// together, held to the same bound.
+/// Checks the geometric mean of trials that belong together, held to the bound of each: noise may
+/// leave the trials themselves undecided.
 fn means(trials: &[Trial], points: &Points) -> Vec<Check> {
     let mut names: Vec<&String> = trials.iter().filter_map(|t| t.mean.as_ref()).collect();
     names.sort();
@@ -335,8 +334,8 @@ fn means(trials: &[Trial], points: &Points) -> Vec<Check> {
     names.into_iter().filter_map(check).collect()
 }
 
-/// The codec that chooses for itself against each other one: the mean over all fields and links, in
-/// each of which neighbouring runs are compared. What a codec cannot serve it is not compared on.
+/// Checks the codec that chooses for itself against each other one: the mean over all fields and
+/// links that the other serves, in each of which neighbouring runs are compared.
 fn over_all(points: &Points, plan: &Plan, cells: &[(Contents, Rate)]) -> Vec<Check> {
     let check = |codec: &&str| {
         let ratios: Vec<Ratio> = cells

@@ -1,7 +1,7 @@
 //! Two sets of results, figure by figure.
 //!
-//! The rule it keeps: only what was measured by the same command with the same parameters is
-//! compared, and a change counts only outside of what the repetitions themselves show to be noise.
+//! The rule it keeps: only figures of the same command with the same parameters are compared, and a
+//! change counts only outside of what the repetitions themselves show to be noise.
 
 use clap::Args;
 use std::{
@@ -19,10 +19,10 @@ use farpage_bench_kit::{
     report::{self, median},
 };
 
-/// Repetitions on both sides from which on their ranges say what noise is. Two sets of three from
-/// one distribution have disjoint ranges once in 10 times, of five once in 126.
+/// Number of repetitions on both sides from which on their ranges say what noise is. Two sets of
+/// three from one distribution have disjoint ranges once in 10 times, of five once in 126.
 const REPETITIONS_MIN: usize = 3;
-/// With fewer, medians that differ by less than this share are called noise.
+/// Largest relative difference of medians that counts as noise with fewer repetitions.
 const NOISE_SHARE: f64 = 0.1;
 
 /// Options of `compare`.
@@ -37,7 +37,7 @@ pub struct CompareOptions {
 /// Runs the subcommand `compare` and prints what it found.
 ///
 /// # Errors
-/// One of them cannot be read, or nothing was measured in both.
+/// A path cannot be read, or nothing was measured in both.
 pub fn run(options: &CompareOptions) -> Result<()> {
     let (a, b) = (groups(&options.a)?, groups(&options.b)?);
     let (path_a, path_b) = (options.a.display(), options.b.display());
@@ -67,16 +67,16 @@ pub fn run(options: &CompareOptions) -> Result<()> {
     ))
 }
 
-/// A figure's values in all repetitions, by its name.
+/// Values of figures in all repetitions, by the figures' names.
 type Figures = BTreeMap<String, Vec<f64>>;
 
-/// Figures by command and parameters. Repetitions have a group together.
+/// Figures by command and parameters. Repetitions share a group.
 pub(crate) type Groups = BTreeMap<String, Figures>;
 
-/// In a record, the field that holds groups.
+/// Name of the field of a record that holds groups.
 pub(crate) const GROUPS: &str = "figures_by_command";
 
-/// The results at `path`.
+/// Reads the results at `path`.
 fn groups(path: &Path) -> Result<Groups> {
     let mut groups = Groups::new();
     for file in files(path)? {
@@ -94,7 +94,7 @@ fn groups(path: &Path) -> Result<Groups> {
     Ok(groups)
 }
 
-/// The file itself, or the JSON files of a directory.
+/// Returns the file `path` itself, or the JSON files of a directory.
 fn files(path: &Path) -> Result<Vec<PathBuf>> {
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);
@@ -119,8 +119,8 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// All results in a text: one or several after another, each a result, a list of results with what
-/// they were measured for, or a record.
+/// Reads all results in a text: one or several after another, each a result, a command's list of
+/// `reports`, or a record.
 fn read(text: &str) -> Result<Groups> {
     let mut groups = Groups::new();
     let mut reports = Vec::new();
@@ -142,7 +142,7 @@ fn read(text: &str) -> Result<Groups> {
     Ok(groups)
 }
 
-/// Takes more repetitions in.
+/// Adds the repetitions of `more` to `groups`.
 fn add(groups: &mut Groups, more: Groups) {
     for (key, figures) in more {
         let group = groups.entry(key).or_default();
@@ -152,7 +152,7 @@ fn add(groups: &mut Groups, more: Groups) {
     }
 }
 
-/// The figures of results.
+/// Returns the figures of results by command and parameters.
 pub(crate) fn grouped(reports: &[Value]) -> Result<Groups> {
     let mut groups = Groups::new();
     for report in reports {
@@ -172,7 +172,7 @@ pub(crate) fn grouped(reports: &[Value]) -> Result<Groups> {
     Ok(groups)
 }
 
-/// Counts as they are, and five digits of everything else: beyond them there is only noise.
+/// Rounds to five digits, beyond which there is only noise. Counts stay as they are.
 fn five_digits(value: f64) -> f64 {
     match value == value.trunc() {
         true => value,
@@ -182,7 +182,7 @@ fn five_digits(value: f64) -> f64 {
     }
 }
 
-/// Command and parameters.
+/// Returns the command and the parameters of a result as text.
 fn key(report: &Value) -> Result<String> {
     let mut key = report["benchmark"]
         .as_str()
@@ -204,7 +204,7 @@ fn key(report: &Value) -> Result<String> {
     Ok(key)
 }
 
-/// All numbers outside of the parameters, by names such as `triad.mb_per_s`.
+/// Returns all numbers outside of the parameters, by names such as `triad.mb_per_s`.
 fn flat(report: &Value) -> Vec<(String, f64)> {
     fn visit(name: &str, value: &Value, figures: &mut Vec<(String, f64)>) {
         let inner = |key: &str| match name {
@@ -256,7 +256,7 @@ fn table(a: &Figures, b: &Figures) -> Table {
     table
 }
 
-/// Empty if it is noise.
+/// Says how a figure changed from `a` to `b`; empty if the change is noise.
 fn verdict(name: &str, a: &[f64], b: &[f64]) -> &'static str {
     let (from, to) = (median(a), median(b));
     let changed = if a.len().min(b.len()) >= REPETITIONS_MIN {
@@ -269,7 +269,7 @@ fn verdict(name: &str, a: &[f64], b: &[f64]) -> &'static str {
     } else {
         (to - from).abs() > NOISE_SHARE * from.abs()
     };
-    // The unit says which way is better; of counts nobody knows.
+    // The unit says which way is better; counts have no better way.
     let more_is_better = name.ends_with("mb_per_s");
     let less_is_better = name.contains("us_per_") || name.contains("_us.") || name.ends_with("_s");
     match (changed, to > from) {
@@ -281,7 +281,7 @@ fn verdict(name: &str, a: &[f64], b: &[f64]) -> &'static str {
     }
 }
 
-/// Four digits, or all of a large count.
+/// Formats `x` with four digits, or all of a large count.
 fn digits(x: f64) -> String {
     match x.abs() {
         x_abs if x_abs >= 1000.0 || x == x.trunc() => format!("{x:.0}"),

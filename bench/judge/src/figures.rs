@@ -3,8 +3,8 @@
 //! farpage on this machine: figures as tables (CSV) and pictures (SVG, PNG).
 //!
 //! The rule it keeps: a picture shows what was measured on the machine that it names, beside what
-//! the poster found on its own; nothing is scaled, left out or taken from elsewhere. What was
-//! measured stays in the directory, so that a run that was interrupted goes on.
+//! the poster found on its own machine; nothing is scaled, left out or taken from elsewhere.
+//! Results stay in the directory, so that an interrupted run goes on.
 
 mod draw;
 pub(crate) mod plan;
@@ -33,7 +33,7 @@ pub fn run(options: &FiguresOptions) -> Result<()> {
     let figures = draw::all(&plan);
     let mut commands: Vec<&String> = Vec::new();
     for command in figures.iter().flat_map(|figure| &figure.commands) {
-        // Figures share some.
+        // Figures share some commands.
         if !commands.contains(&command) {
             commands.push(command);
         }
@@ -51,11 +51,11 @@ pub fn run(options: &FiguresOptions) -> Result<()> {
     Ok(())
 }
 
-/// Runs what has not run yet: all commands once, then all of them again, so that what is compared
-/// was measured side by side.
+/// Runs the commands that have no result yet: all of them once, then all of them again, so that
+/// figures to be compared are measured side by side.
 ///
 /// # Errors
-/// A benchmark fails, or Ctrl-C: what has ended is kept.
+/// A benchmark fails, or Ctrl-C: results of benchmarks that have ended are kept.
 fn measure(
     sitting: &Sitting,
     points: &mut Points,

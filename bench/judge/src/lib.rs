@@ -1,9 +1,9 @@
-//! Judging and drawing: whole sittings of `farpage-bench`, what came of them, and pictures of it.
+//! Judging and drawing: whole sittings of `farpage-bench`, their findings, and pictures of them.
 //!
-//! The rule it keeps: what is judged is what a command printed, so that every figure can be
-//! measured again by typing the command. Measuring is left to the commands.
+//! The rule it keeps: only what a command printed is judged, so that every figure can be measured
+//! again by typing the command. Measuring is left to the commands.
 
-// `println!` panics when nobody reads any more: what is found goes through `out::say`.
+// `println!` panics when the reader of standard output has gone: results go through `out::say`.
 #![deny(clippy::print_stdout)]
 
 pub mod codecs;

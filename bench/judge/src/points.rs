@@ -1,9 +1,9 @@
 //! Results that outlive an interrupted run: a file in a directory, a line for each benchmark that
 //! has ended.
 //!
-//! The rule it keeps: what is in the file was measured by the command that stands beside it, on the
-//! machine that stands at its beginning. A line is written when its benchmark has ended, at once
-//! and whole; one that was torn by a crash is measured again.
+//! The rule it keeps: a result in the file was measured by the command beside it, on the machine
+//! named at the file's beginning. A line is written when its benchmark has ended, at once and
+//! whole; one that was torn by a crash is measured again.
 
 use std::{
     collections::HashMap,
@@ -21,7 +21,7 @@ use farpage_bench_kit::sitting::Sitting;
 
 const FILE: &str = "points.jsonl";
 
-/// What has been measured so far.
+/// Results measured so far.
 pub(crate) struct Points {
     path: PathBuf,
     file: File,
@@ -32,13 +32,13 @@ pub(crate) struct Points {
 #[derive(Serialize, Deserialize)]
 struct Line {
     command: String,
-    /// Repetitions of one command are told apart.
+    /// Number of the repetition, which tells results of one command apart.
     repetition: u16,
     report: Value,
 }
 
 impl Points {
-    /// Goes on with what an earlier run left in the directory, or begins `afresh`.
+    /// Opens the results that an earlier run left in `directory`, or begins `afresh`.
     ///
     /// # Errors
     /// The directory cannot be made or written to, or holds results of another machine.
@@ -52,7 +52,7 @@ impl Points {
             other => other.map(|_| String::new()),
         };
         let text = text.with_context(|| format!("cannot read the results so far, {shown}"))?;
-        // What has no end was not written to its end.
+        // A last line without its end was not written whole.
         let whole = text.rfind('\n').map_or(0, |end| end + 1);
         let mut lines = text[..whole].lines();
         let here = Circumstances::now();
@@ -98,12 +98,12 @@ impl Points {
         })
     }
 
-    /// How many results there are.
+    /// Returns the number of results.
     fn len(&self) -> usize {
         self.reports.len()
     }
 
-    /// The result of a command, from an earlier run or measured now.
+    /// Measures a repetition of a command, unless an earlier run has done so.
     ///
     /// # Errors
     /// The benchmark fails, finds wrong data, or is interrupted.
@@ -132,11 +132,11 @@ impl Points {
         Ok(())
     }
 
-    /// A figure of a command in all its repetitions: a path such as `/kernels/3/mb_per_s` in its
-    /// results.
+    /// Returns the figure at `path`, such as `/kernels/3/mb_per_s`, of a command in all its
+    /// repetitions.
     ///
     /// # Errors
-    /// It was not measured.
+    /// The figure was not measured.
     pub(crate) fn figures(&self, command: &str, path: &str) -> Result<Vec<f64>> {
         let figures: Vec<f64> = (0..)
             .map_while(|repetition| self.reports.get(&(command.to_owned(), repetition)))

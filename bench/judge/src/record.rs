@@ -1,7 +1,7 @@
-//! Results that are kept: with the day, the machine, its kernel and the commit.
+//! Results that are kept, with the day, the machine, its kernel and the commit.
 //!
-//! The rule it keeps: every figure that a finding was computed from is in the record, in the form
-//! that `compare` reads; nothing else is.
+//! The rule it keeps: a record has every figure that a finding was computed from, in the form that
+//! `compare` reads, and nothing else.
 
 use std::{fs, path::Path, process::Command, thread, time::SystemTime};
 
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::compare::{self, GROUPS};
 
-/// When and where something was measured.
+/// Day and place of a measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Circumstances {
     pub(crate) date: String,
@@ -22,7 +22,7 @@ pub(crate) struct Circumstances {
 }
 
 impl Circumstances {
-    /// Those of this moment.
+    /// Returns the circumstances of this moment.
     pub(crate) fn now() -> Self {
         Self {
             date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
@@ -34,7 +34,7 @@ impl Circumstances {
     }
 }
 
-/// As it is printed, with all results whole.
+/// Record as printed, with all results whole.
 #[derive(Serialize)]
 pub(crate) struct Record<F> {
     benchmark: &'static str,
@@ -60,7 +60,7 @@ impl<F: Serialize> Record<F> {
         serde_json::to_string(self).expect("a record has string keys and finite figures")
     }
 
-    /// As it is kept: figures in place of results.
+    /// Returns the record as kept, with figures in place of results.
     fn compact(&self) -> Result<String> {
         let groups = compare::grouped(&self.reports)?;
         let mut compact = json!(self);
@@ -100,7 +100,7 @@ impl<F: Serialize> Record<F> {
 
 const UNKNOWN: &str = "unknown";
 
-/// Processor, CPUs, memory.
+/// Names this machine's processor, CPUs and memory.
 fn machine() -> String {
     let value = |path, name: &str| {
         let text = fs::read_to_string(path).ok()?;
@@ -113,7 +113,7 @@ fn machine() -> String {
     format!("{processor}, {cpus} CPUs, {memory} of memory")
 }
 
-/// Of the working directory, which is the repository where records are made.
+/// Returns the commit of the working directory, which is the repository where records are made.
 fn commit() -> String {
     Command::new("git")
         .args(["describe", "--always", "--dirty", "--abbrev=12"])

@@ -1,9 +1,9 @@
-//! Every combination of worker counts, run lengths and read-ahead lengths, and how close farpage
-//! comes without being told.
+//! Every combination of worker counts, run lengths and read-ahead lengths, and how close farpage's
+//! own choice comes to the best.
 //!
 //! The rule it keeps: the best of many noisy points looks better than it is, so the grid only says
-//! which points to look at: those, and farpage left to itself, are then measured afresh in turns,
-//! and only these figures are compared.
+//! which points to look at. These points and farpage's own choice are then measured afresh in
+//! turns, and only the new figures are compared.
 
 use clap::Args;
 use std::{fmt, thread};
@@ -21,20 +21,20 @@ use farpage_bench_kit::{
     sitting::Sitting,
 };
 
-/// Bytes that move together: a page of the usual size, what farpage chooses for fast links, and
+/// Lengths of runs in bytes: a page of the usual size, what farpage chooses for fast links, and
 /// more than that.
 const RUN_LENGTHS: [u64; 3] = [64 << 10, 512 << 10, 2 << 20];
 /// Bytes to read ahead. 0: never; more than the last is more than fits into small budgets.
 const READ_AHEAD: [u64; 3] = [0, 1 << 20, 4 << 20];
-/// Of the best points and farpage's own choice, how often both are measured once more.
+/// Number of times that the best point and farpage's own choice are measured once more.
 const ROUNDS: u16 = 5;
 
-/// What is measured: its name, the command and where its figure stands.
+/// Workload: its name, its command and the path of its figure.
 struct Workload {
     name: &'static str,
     unit: &'static str,
     command: &'static str,
-    /// A grid has many points: seconds each. With --smoke the benchmarks choose for themselves.
+    /// Option for the size, so that a point takes seconds. With --smoke the benchmarks choose one.
     size: &'static str,
     figure: &'static str,
     more_is_better: bool,
@@ -59,7 +59,7 @@ const WORKLOADS: [Workload; 2] = [
     },
 ];
 
-/// What farpage is told.
+/// Settings that farpage is told.
 #[derive(Clone, Copy, PartialEq, Serialize)]
 struct Setting {
     fillers: usize,
@@ -70,7 +70,7 @@ struct Setting {
 
 #[derive(Serialize)]
 struct Point {
-    /// None: farpage chooses.
+    /// Setting of the point; none: farpage chooses.
     setting: Option<Setting>,
     triad_mb_per_s: f64,
     random_us_per_access: f64,
@@ -84,14 +84,14 @@ struct Share {
     best: Setting,
     best_figure: f64,
     auto_figure: f64,
-    /// Speed by speed.
+    /// Speed of farpage's own choice divided by that of the best point.
     auto_share_of_best: f64,
 }
 
 /// Options of `sweep`.
 #[derive(Args, Debug)]
 pub struct SweepOptions {
-    /// How its own memory servers are reached
+    /// Fabric to the benchmarks' own memory servers
     #[arg(long, value_enum, default_value_t = Fabric::Shm)]
     fabric: Fabric,
     /// Page size: a power of two, 4KiB to 2MiB
@@ -101,10 +101,10 @@ pub struct SweepOptions {
     /// 256MiB]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     size: Option<ByteSize>,
-    /// Makes the fabric behave like a link of so many gigabits per second in each direction
+    /// Makes the fabric behave like a link of GBPS gigabits per second in each direction
     #[arg(long, value_name = "GBPS", value_parser = positive)]
     link_gbps: Option<f64>,
-    /// How often each point is measured; medians count
+    /// Number of times that each point is measured; medians count
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=100))]
     repeat: u16,
     #[command(flatten)]
@@ -166,7 +166,7 @@ pub fn run(options: &SweepOptions) -> Result<()> {
             random_us_per_access: median(random),
         })
         .collect();
-    // 2. Its best points once more, in turns with farpage's own choice.
+    // 2. The grid's best points once more, in turns with farpage's own choice.
     let mut shares = Vec::new();
     for (number, workload) in WORKLOADS.iter().enumerate() {
         let speed = |figure: f64| match workload.more_is_better {
@@ -211,7 +211,7 @@ pub fn run(options: &SweepOptions) -> Result<()> {
     Ok(())
 }
 
-/// 1, 2, 4, ... up to `most`, and `most` itself.
+/// Returns 1, 2, 4, ... up to `most`, and `most` itself.
 fn counts(most: usize) -> Vec<usize> {
     let mut counts: Vec<usize> = (0..)
         .map(|power| 1 << power)
@@ -243,7 +243,7 @@ fn grid(
     grid
 }
 
-/// Of `stream` and `random`.
+/// Returns the arguments of `stream` and `random`.
 fn arguments(options: &SweepOptions, setting: Option<Setting>) -> String {
     let mut arguments = format!(
         "--fabric {} --page-size {}B",

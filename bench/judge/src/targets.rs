@@ -1,8 +1,7 @@
-//! What farpage is held to, beside what bounds it.
+//! Targets that farpage is held to, each beside its floor.
 //!
 //! The rule it keeps: a target is a ratio of two figures of one sitting, the one measured right
-//! after the other; the median of all repetitions counts. What the targets are stands in
-//! `targets/rows.rs`.
+//! after the other; the median of all repetitions counts. The targets stand in `targets/rows.rs`.
 
 mod rows;
 
@@ -20,7 +19,7 @@ use farpage_bench_kit::{
     sitting::Sitting,
 };
 
-/// A target.
+/// Target and how to measure its figures.
 pub(crate) struct Row {
     what: String,
     target: Target,
@@ -30,8 +29,7 @@ pub(crate) struct Row {
 
 type Measure = Box<dyn Fn(&mut Sitting) -> Result<Measured>>;
 
-/// The figure, what it is divided by, and, where it is known, what the figure would be without a
-/// pager.
+/// Figure, its divisor, and the figure without a pager where that is known.
 #[derive(Clone, Copy)]
 struct Measured {
     figure: f64,
@@ -71,7 +69,7 @@ impl Target {
     }
 }
 
-/// What became of a target. Medians of the repetitions.
+/// Outcome of a target: medians of the repetitions.
 #[derive(Serialize)]
 pub(crate) struct Finding {
     what: String,
@@ -80,10 +78,10 @@ pub(crate) struct Finding {
     measured: f64,
     against: f64,
     ratio: f64,
-    /// The ratio of the same work without a pager: who is beyond it would have to do less work.
+    /// Ratio of the same work without a pager: only less work could be better.
     #[serde(skip_serializing_if = "Option::is_none")]
     floor: Option<f64>,
-    /// Of each repetition.
+    /// Ratio of each repetition.
     ratios: Vec<f64>,
     met: bool,
 }
@@ -91,16 +89,16 @@ pub(crate) struct Finding {
 /// Options of `targets`.
 #[derive(Args, Debug)]
 pub struct TargetsOptions {
-    /// How often everything is measured; medians count
+    /// Number of times that everything is measured; medians count
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=100))]
     repeat: u16,
-    /// The same as --repeat 1
+    /// Measures everything once, like --repeat 1
     #[arg(long, conflicts_with = "repeat")]
     quick: bool,
     /// Measures only targets whose name contains this
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
-    /// Also writes the results, with date, machine, kernel and commit, to a JSON file in this
+    /// Writes the results, too, with date, machine, kernel and commit, to a JSON file in this
     /// directory, and the table beside it
     #[arg(long, value_name = "DIR")]
     record: Option<PathBuf>,
@@ -184,7 +182,7 @@ impl Finding {
     }
 }
 
-/// What | target | measured | against | ratio | floor | met.
+/// Makes the table: what, target, measured, against, ratio, floor, met.
 fn table(findings: &[Finding]) -> comfy_table::Table {
     let mut table = report::table([
         "what", "target", "measured", "against", "ratio", "floor", "met",

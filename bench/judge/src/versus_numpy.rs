@@ -1,5 +1,5 @@
-//! numpy on farpage's arrays beside numpy on what its users have without: `numpy.memmap`, and swap
-//! to compressed memory.
+//! numpy on farpage's arrays beside numpy on the alternatives: `numpy.memmap`, and swap to
+//! compressed memory.
 //!
 //! The rule it keeps: all run the same steps in turns, with the same local memory, and come to the
 //! same results, bit for bit. The steps are in `versus_numpy.py`.
@@ -24,8 +24,9 @@ use farpage_bench_limits::{
 };
 
 const STEPS: &str = include_str!("versus_numpy.py");
-/// For Python and numpy (25 MiB) and what the steps make beside the array (9 MiB), in the cgroups
-/// of the others: farpage's budget is for pages alone. Arrays of some hundred MiB make it small.
+/// Memory for Python and numpy (25 MiB) and what the steps make beside the array (9 MiB), in the
+/// cgroups of memmap and swap: farpage's budget is for pages alone. Large arrays make it matter
+/// little.
 const PROGRAM_BYTES: u64 = 40 << 20;
 
 /// Options of `versus-numpy`.
@@ -34,34 +35,34 @@ pub struct VersusNumpyOptions {
     /// A Python with numpy and the package `farpage` (pip install ./crates/python)
     #[arg(long, value_name = "PROGRAM", default_value = "python3")]
     python: PathBuf,
-    /// How farpage's memory server is reached
+    /// Fabric to farpage's memory server
     #[arg(long, value_enum, default_value_t = Fabric::Shm)]
     fabric: Fabric,
     /// Size of the array
     #[arg(long, value_name = "SIZE", default_value = "512MiB", value_parser = some_bytes)]
     size: ByteSize,
-    /// Memory for it: a size or a share of --size
+    /// Local memory for the array: a size or a share of --size
     #[arg(long, value_name = "SIZE|PERCENT", default_value = "25%")]
     budget: Budget,
     /// Page size of farpage's array [default: the package's own]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     page_size: Option<ByteSize>,
-    /// Where the file of numpy.memmap is made: on a disk, for a tmpfs is memory [default: the
+    /// Directory for the file of numpy.memmap: on a disk, for a tmpfs is memory [default: the
     /// folder for temporary files]
     #[arg(long, value_name = "DIR")]
     folder: Option<PathBuf>,
-    /// How often everything is measured; medians count
+    /// Number of times that everything is measured; medians count
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=100))]
     repeat: u16,
     #[command(flatten)]
     printing: Printing,
 }
 
-/// Where the array's memory is.
+/// Place of the array's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Kind {
-    /// As much local memory as it needs.
+    /// Local memory, as much as the array needs.
     Local,
     Farpage,
     Memmap,
@@ -81,11 +82,11 @@ impl Kind {
     }
 }
 
-/// What a run prints.
+/// Output of a run.
 #[derive(Deserialize)]
 struct Printed {
     digest: String,
-    /// Of each step, in order.
+    /// Time of each step in seconds, in order.
     seconds: Vec<(String, f64)>,
 }
 
@@ -94,7 +95,7 @@ struct Report {
     benchmark: &'static str,
     size_bytes: u64,
     budget_bytes: u64,
-    /// All came to the same results.
+    /// True if all runs came to the same results.
     verified: bool,
     rows: Vec<Row>,
 }
@@ -104,7 +105,7 @@ struct Report {
 struct Row {
     step: String,
     seconds: BTreeMap<Kind, f64>,
-    /// How many times as fast farpage is: medians of the repetitions' ratios.
+    /// Speed of farpage divided by that of memmap: the median of the repetitions' ratios.
     over_memmap: f64,
     over_swap: f64,
 }
@@ -144,7 +145,7 @@ fn measure(options: &VersusNumpyOptions) -> Result<Report> {
             let words = [program, kind, size, place, budget, page];
             words.map(str::to_owned)
         };
-        // What is set up for a run lives as long as it.
+        // Servers and cgroups live as long as their run.
         let printed = match kind {
             Kind::Local => sitting.output(python(options, &arguments("local", "")), kind.name()),
             Kind::Farpage => {

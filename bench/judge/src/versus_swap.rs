@@ -1,8 +1,8 @@
 //! farpage against the kernel's own way to have more memory than there is: swap, to compressed
 //! memory, under a cgroup.
 //!
-//! The rule it keeps: both run the same loops over arrays of the same size and contents with the
-//! same local memory, in turns. Setting swap up and taking it down is left to `swap`.
+//! The rule it keeps: both sides run the same loops over arrays of the same size and contents with
+//! the same local memory, in turns. Setting swap up and taking it down is left to `swap`.
 
 use anyhow::{Context, Result};
 use bytesize::ByteSize;
@@ -20,36 +20,36 @@ use farpage_bench_kit::{
 };
 use farpage_bench_limits::swap::Swap;
 
-/// For the program itself, its stacks and tables, beside the arrays; given to the swapping program
-/// only, farpage's budget is for pages alone.
+/// Memory beside the arrays for the swapping program itself, its stacks and tables. farpage gets
+/// none of it: its budget is for pages alone.
 const PROGRAM_BYTES: u64 = 16 << 20;
 
-/// A figure of both sides.
+/// Figure of both sides.
 struct Figure {
     what: &'static str,
-    /// Its place in a report.
+    /// Path of the figure in a report.
     path: &'static str,
     more_is_better: bool,
-    /// How many times as fast farpage is to be.
+    /// Least speed that farpage is to reach, as a multiple of swap's.
     target: f64,
-    /// Of which commands.
+    /// Commands that print the figure.
     from: Commands,
 }
 
-/// What runs on both sides.
+/// Commands that run on both sides.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Commands {
     Stream,
-    /// Random accesses by one thread, and by as many as compute by default.
+    /// Random accesses by one thread, or by as many as compute by default (`RandomByAll`).
     RandomAlone,
     RandomByAll,
-    /// The same with faults served by the threads that raise them, as swap's are.
+    /// Random accesses with faults served by the threads that raise them, as swap's are.
     InThreadAlone,
     InThreadByAll,
 }
 
 impl Commands {
-    /// What a user gets who chooses nothing comes first.
+    /// All commands; those with default options come first.
     const ALL: [Self; 5] = [
         Self::Stream,
         Self::RandomAlone,
@@ -140,7 +140,7 @@ const fn random(what: &'static str, path: &'static str, target: f64, from: Comma
 /// Options of `versus-swap`.
 #[derive(Args, Debug)]
 pub struct VersusSwapOptions {
-    /// How farpage's memory server is reached
+    /// Fabric to farpage's memory server
     #[arg(long, value_enum, default_value_t = Fabric::Shm)]
     fabric: Fabric,
     /// farpage's page size for STREAM; random access uses 4KiB, as swap does
@@ -149,16 +149,16 @@ pub struct VersusSwapOptions {
     /// Size of all arrays together
     #[arg(long, value_name = "SIZE", default_value = "512MiB", value_parser = some_bytes)]
     size: ByteSize,
-    /// Memory for them: a size or a share of --size
+    /// Local memory for the arrays: a size or a share of --size
     #[arg(long, value_name = "SIZE|PERCENT", default_value = "25%")]
     budget: Budget,
-    /// How farpage compresses pages on their way (raw, lz4, shuffle, ...); zram always does
+    /// farpage's compression of pages on their way (raw, lz4, shuffle, ...); zram always compresses
     #[arg(long, default_value_t = Codec::Raw)]
     codec: Codec,
-    /// What the arrays hold at first
+    /// Initial contents of the arrays
     #[arg(long, value_enum, default_value_t = Contents::Random)]
     data: Contents,
-    /// How often everything is measured; medians count
+    /// Number of times that everything is measured; medians count
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=100))]
     repeat: u16,
     #[command(flatten)]

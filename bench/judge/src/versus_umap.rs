@@ -2,7 +2,7 @@
 //! against an installed Umap and against farpage's `libumap`.
 //!
 //! The rule it keeps: both builds do the same work on the same data with the same buffer, in turns,
-//! and a figure counts only if the driver has verified every word. What is measured is left to
+//! and a figure counts only if the driver has verified every word. The measurements are left to
 //! `versus_umap/driver.cpp`.
 
 use std::{
@@ -28,7 +28,7 @@ use farpage_bench_kit::{
 
 const DRIVER: &str = include_str!("versus_umap/driver.cpp");
 
-/// How Umap comes to be at PREFIX.
+/// Instructions to build and install Umap.
 const HOW_TO_BUILD_UMAP: &str = "\
 To compare with LLNL's Umap, build and install it, and say where it is:
   git clone https://github.com/LLNL/umap
@@ -39,17 +39,17 @@ To compare with LLNL's Umap, build and install it, and say where it is:
 /// Options of `versus-umap`.
 #[derive(Args, Debug)]
 pub struct VersusUmapOptions {
-    /// Where LLNL's Umap is installed [default: measures farpage alone, and says how to build Umap]
+    /// Prefix of LLNL's Umap [default: measures farpage alone, and says how to build Umap]
     #[arg(long, value_name = "PREFIX")]
     umap: Option<PathBuf>,
-    /// Where `cargo xtask install` put farpage's libumap [default: installs that of the source tree
-    /// which this program was built from in a temporary directory]
+    /// Prefix at which `cargo xtask install` put farpage's libumap [default: installs that of the
+    /// source tree which this program was built from in a temporary directory]
     #[arg(long, value_name = "PREFIX")]
     farpage: Option<PathBuf>,
     /// Page sizes: powers of two, 4KiB to 2MiB
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "4KiB,64KiB,1MiB", value_parser = page_size)]
     page_sizes: Vec<ByteSize>,
-    /// Where the data is kept
+    /// Stores that keep the data
     #[arg(
         long,
         value_name = "LIST",
@@ -57,10 +57,10 @@ pub struct VersusUmapOptions {
         default_value = "file,own"
     )]
     stores: Vec<Store>,
-    /// Threads of random accesses; what goes in order uses the most of these that have a CPU each
+    /// Threads of random accesses; sequential parts use the most of these that have a CPU each
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,2,8", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Vec<u16>,
-    /// What is measured
+    /// Parts to measure
     #[arg(
         long,
         value_name = "LIST",
@@ -71,17 +71,17 @@ pub struct VersusUmapOptions {
     /// Size of the data [default: 1GiB, with --smoke a few pages]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     size: Option<ByteSize>,
-    /// Local memory for its pages [default: a quarter of the data]
+    /// Local memory for the data's pages [default: a quarter of the data]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     buffer: Option<ByteSize>,
     /// Random accesses of each kind, by all threads together [default: 40000, fewer of pages above
     /// 64KiB; with --smoke 400]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
     accesses: Option<u64>,
-    /// Where the file store's file is: in memory by default, so that no disk is measured
+    /// Directory of the file store's file: in memory by default, so that no disk is measured
     #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
     folder: PathBuf,
-    /// How often everything is measured; medians count
+    /// Number of times that everything is measured; medians count
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=100))]
     repeat: u16,
     #[command(flatten)]
@@ -149,7 +149,7 @@ impl VersusUmapOptions {
         page_bytes.max().expect("clap wants one at least")
     }
 
-    /// LLNL's Umap 2.1 crashes in `evict_oldest_pages` with 32 pages and fewer.
+    /// Returns the fewest pages: LLNL's Umap 2.1 crashes in `evict_oldest_pages` with 32 and fewer.
     fn buffer_pages_min(&self) -> u64 {
         if self.umap.is_some() { 64 } else { 8 }
     }
@@ -171,16 +171,16 @@ impl VersusUmapOptions {
     }
 }
 
-/// What the driver prints, by name and threads.
+/// Figures that the driver prints, by name and threads.
 type Figures = BTreeMap<(String, u16), f64>;
 
-/// A figure of the driver.
+/// Figure of the driver.
 #[derive(Clone, Copy)]
 struct Kind {
     name: &'static str,
     what: &'static str,
     more_is_better: bool,
-    /// Of a read-only region: the same of a writable one.
+    /// Name of the writable region's figure, for that of a read-only region.
     writable: Option<&'static str>,
 }
 
@@ -207,7 +207,7 @@ const fn read_only(kind: Kind, writable: &'static str) -> Kind {
     }
 }
 
-/// In the order of the table.
+/// Figures of the driver in the order of the table.
 const KINDS: [Kind; 20] = [
     time("fault-p50-us", "single fault, p50, us"),
     time("fault-p99-us", "single fault, p99, us"),
@@ -252,7 +252,7 @@ const KINDS: [Kind; 20] = [
     time("unmap-changed-ms", "unmapping changed pages, ms"),
 ];
 
-/// How many times as fast as Umap farpage is to be at least, where it is held to anything.
+/// Returns the least speed of farpage as a multiple of Umap's, where there is a target.
 fn target(name: &str, page_bytes: u64, threads: u16) -> Option<f64> {
     const SMALL: u64 = 4 << 10;
     const MIDDLE: u64 = 64 << 10;
@@ -272,23 +272,23 @@ fn target(name: &str, page_bytes: u64, threads: u16) -> Option<f64> {
     }
 }
 
-/// A figure of both, or of farpage alone. Medians of the repetitions.
+/// Figure of both, or of farpage alone. Medians of the repetitions.
 #[derive(Debug, PartialEq, Serialize)]
 struct Finding {
     what: String,
     store: Store,
     page_size_bytes: u64,
     threads: u16,
-    /// What farpage is compared with.
+    /// Name of what farpage is compared with.
     #[serde(skip_serializing_if = "Option::is_none")]
     against: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     other: Option<f64>,
     farpage: f64,
-    /// How many times as fast as the other farpage is.
+    /// Speed of farpage as a multiple of the other's.
     #[serde(skip_serializing_if = "Option::is_none")]
     ratio: Option<f64>,
-    /// Of each repetition.
+    /// Ratio of each repetition.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     ratios: Vec<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -328,7 +328,7 @@ pub fn run(options: &VersusUmapOptions) -> Result<()> {
             * (1 + u64::from(options.umap.is_some())),
     );
     progress.phase("building");
-    // First, since farpage's takes longer to come by.
+    // Umap's driver comes first, since farpage's library takes longer to come by.
     let theirs = (options.umap.as_deref())
         .map(|prefix| build(&sitting, prefix, &folder.path().join("with-umap")))
         .transpose()?;
@@ -520,7 +520,7 @@ fn list(of: &[impl ToString]) -> String {
         .join(",")
 }
 
-/// Lines of name, threads and value.
+/// Parses lines of name, threads and value.
 fn parse(text: &str) -> Result<Figures> {
     text.lines()
         .map(|line| {
@@ -539,8 +539,8 @@ fn parse(text: &str) -> Result<Figures> {
         .collect()
 }
 
-/// Of a store and page size: every figure beside Umap's, then those of read-only regions beside
-/// those of writable ones.
+/// Returns the findings of a store and page size: every figure beside Umap's, and those of
+/// read-only regions also beside those of writable ones.
 fn findings(measured: &Measured) -> Vec<Finding> {
     let Measured {
         store,

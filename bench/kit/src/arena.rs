@@ -1,7 +1,6 @@
-//! Where a benchmark's arrays are: remote under a budget, or in ordinary memory, which is what
-//! paging is compared with.
+//! Places for a benchmark's arrays: remote under a budget, or ordinary memory to compare with.
 //!
-//! The rule it keeps: a benchmark runs the same loops over the same slices in both.
+//! The rule it keeps: a benchmark runs the same loops over the same slices in both places.
 
 use std::ops::{Deref, DerefMut};
 
@@ -16,15 +15,15 @@ use crate::{
     yardsticks::{Moved, Yardsticks},
 };
 
-/// Where arrays are.
+/// Place of a benchmark's arrays.
 pub enum Arena {
-    /// On a memory server.
+    /// A memory server.
     Remote(Remote),
-    /// Nothing of farpage is started.
+    /// Ordinary memory. Nothing of farpage is started.
     Plain,
 }
 
-/// An array there.
+/// Array in an [`Arena`].
 pub enum Array<T: Pod> {
     /// Pages on a memory server.
     Remote(RemoteArray<T>),
@@ -33,7 +32,7 @@ pub enum Array<T: Pod> {
 }
 
 impl Arena {
-    /// Starts what remote arrays need, unless they are to be plain.
+    /// Starts a runtime with its memory server, unless the arrays are to be `plain`.
     pub fn start(plain: bool, common: &Common, paging: &Paging) -> Result<Self> {
         if plain {
             server::ensure_room(paging.size_bytes(common), common.force)?;
@@ -42,7 +41,7 @@ impl Arena {
         Remote::start(common, paging).map(Self::Remote)
     }
 
-    /// A new array of zeros, whose use is known.
+    /// Makes an array of `len` zeros. `advice` says how a remote one is used.
     pub fn array<T: Pod + Default>(&self, len: u64, advice: Advice) -> Result<Array<T>> {
         match self {
             Self::Remote(remote) => remote.array(len, advice).map(Array::Remote),
@@ -54,7 +53,7 @@ impl Arena {
         }
     }
 
-    /// What the run was told to do.
+    /// Returns the settings of the run.
     pub fn config(&self, common: &Common, paging: &Paging) -> Config {
         match self {
             Self::Remote(remote) => remote.config(common, paging),
@@ -62,7 +61,7 @@ impl Arena {
         }
     }
 
-    /// As [`Remote::yardsticks`], for what paging moved; none of ordinary memory.
+    /// Calls [`Remote::yardsticks`] with the bytes that paging moved; `None` for ordinary memory.
     pub fn yardsticks(
         &self,
         paging: &Option<PagingFigures>,
@@ -77,7 +76,7 @@ impl Arena {
         }
     }
 
-    /// Remembers the counters.
+    /// Returns a copy of the counters; `None` for ordinary memory.
     pub fn mark(&self) -> Option<Mark> {
         match self {
             Self::Remote(remote) => Some(remote.mark()),
@@ -85,14 +84,14 @@ impl Arena {
         }
     }
 
-    /// What happened from `begin` to `end`; nothing in plain memory.
+    /// Returns the pager's work from `begin` to `end`; `None` for ordinary memory.
     pub fn figures(begin: &Option<Mark>, end: &Option<Mark>) -> Option<PagingFigures> {
         Some(Remote::figures(begin.as_ref()?, end.as_ref()?))
     }
 }
 
 impl<T: Pod> Array<T> {
-    /// Says how all of it will be used.
+    /// Says how the whole array will be used.
     pub fn advise(&self, advice: Advice) -> Result<()> {
         match self {
             Self::Remote(array) => array.advise(.., advice).context("cannot advise"),

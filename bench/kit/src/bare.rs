@@ -1,9 +1,9 @@
-//! What the kernel does by itself: its own page fault, and a bare userfaultfd round trip with one
-//! handler thread, or with none.
+//! The kernel's own part: its page fault, and a bare userfaultfd round trip with one handler
+//! thread, or with none.
 //!
 //! The rule it keeps: all of this program's `unsafe` that concerns mappings is here, and each
-//! measurement owns its mappings from beginning to end. It knows nothing of farpage's pager; that
-//! is the point.
+//! measurement owns its mappings from beginning to end. This module knows nothing of farpage's
+//! pager, on purpose.
 
 use std::{
     io,
@@ -36,29 +36,27 @@ use crate::{
 
 /// The kernel's own page; farpage requires this size.
 const KERNEL_PAGE_BYTES: usize = 4096;
-/// Where larger pages begin to be possible.
+/// Alignment from which the kernel may use huge pages.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Faults on pages that are read from memory that no cache has are spread over so many bytes at
-/// most, as many as `targets` has,
+/// Upper bound of the bytes over which faults on cold pages are spread: as many as `targets` has.
 const COLD_BYTES_MAX: usize = 256 << 20;
-/// and over so many pages for each fault that is measured.
+/// Number of cold pages for each fault that is measured.
 const COLD_PAGES_PER_FAULT: usize = 16;
-/// A part of them is there at first when pages leave, too: those that leave have been in no cache
-/// for a while.
+/// Share of the cold pages that are resident at first if pages leave: one in 4. Pages that leave
+/// have then been in no cache for a while.
 const RESIDENT_SHARE: usize = 4;
 
-/// How a handler resolves a fault.
+/// Method by which a handler resolves a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// `UFFDIO_COPY`.
     Copy,
-    /// `UFFDIO_MOVE` from a pool of pages that are there.
+    /// `UFFDIO_MOVE` from a pool of mapped pages.
     Move,
-    /// The same when the page's bytes have been copied out of memory that no cache has, and their
-    /// hash has been verified: what nobody can leave out who pages over shared memory.
+    /// `UFFDIO_MOVE` after the page's bytes were copied from memory that no cache has, and their
+    /// hash was verified: the least that paging over shared memory has to do.
     Read,
-    /// The same, and a page that came in long before is moved out; its hash says that it did not
-    /// change.
+    /// [`How::Read`], and a page that came in long ago is moved out, hashed and found unchanged.
     Replace,
 }
 
@@ -68,7 +66,7 @@ impl How {
     }
 }
 
-/// Nanoseconds of first touches of fresh anonymous memory, one 4 KiB page each.
+/// Times first touches of fresh anonymous memory, one 4 KiB page each, in nanoseconds.
 pub fn kernel_faults(count: usize) -> Result<Histogram<u64>> {
     let memory = Mapping::new(count * KERNEL_PAGE_BYTES, KERNEL_PAGE_BYTES)?;
     let mut histogram = new_histogram();
@@ -80,24 +78,24 @@ pub fn kernel_faults(count: usize) -> Result<Histogram<u64>> {
     Ok(histogram)
 }
 
-/// Nanoseconds of `count` faults, one at a time, each served by one handler thread that sleeps in
-/// `read`. `None` when the kernel cannot do it that way.
+/// Times `count` faults, one at a time, in nanoseconds, each served by one handler thread that
+/// sleeps in `read`. Returns `None` if the kernel lacks a feature for that.
 pub fn round_trips(how: How, page_bytes: usize, count: usize) -> Result<Option<Histogram<u64>>> {
     served_by(how, page_bytes, count, None)
 }
 
-/// On which CPUs the thread that faults and the handler are kept.
+/// CPUs that the faulting thread and the handler are kept to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cpus {
-    /// Both on one: no other CPU has to be woken.
+    /// One for both threads: no other CPU has to be woken.
     One,
-    /// Each on one of its own, which goes idle while the other works. To wake it can cost more than
-    /// all else on virtual machines.
+    /// One for each thread, idle while the other works. Waking an idle CPU can cost more than all
+    /// else on virtual machines.
     Two,
 }
 
-/// The same with the threads kept in their places, where otherwise the kernel chooses and may
-/// change its mind. `None` also when there is only one CPU for two.
+/// Times faults like [`round_trips`], with both threads kept to `cpus`; otherwise the kernel may
+/// move them at any time. Returns `None` also if there is only one CPU for [`Cpus::Two`].
 pub fn round_trips_on(
     cpus: Cpus,
     how: How,
@@ -143,7 +141,7 @@ fn served_by(
             let _given_up = GivenUp(bare);
             bare.serve()
         });
-        // Without a handler nobody would end the first fault.
+        // Without a handler the first fault would never end.
         let histogram = is_ready.recv().map(|()| bare.touch());
         let served = handler.join();
         served.map_err(|_| anyhow!("the handler has panicked"))??;
@@ -151,8 +149,8 @@ fn served_by(
     })
 }
 
-/// Nanoseconds of `count` faults, one at a time, each of which raises SIGBUS in the thread itself,
-/// whose handler resolves it: no hand-over at all. `None` when the kernel cannot do it that way.
+/// Times `count` faults, one at a time, in nanoseconds. Each raises SIGBUS in the faulting thread,
+/// whose handler resolves it: no hand-over. Returns `None` if the kernel lacks a feature for that.
 pub fn in_thread_round_trips(
     how: How,
     page_bytes: usize,
@@ -167,8 +165,8 @@ pub fn in_thread_round_trips(
     bare.touch().map(Some)
 }
 
-/// When its handler ends, however it does, nobody waits for it any more: pages that are still
-/// absent are zeros then.
+/// Guard of a handler thread. Its drop unregisters the region, so that no fault waits for a handler
+/// that has ended: absent pages are zeros then.
 struct GivenUp<'a>(&'a Bare);
 
 impl Drop for GivenUp<'_> {
@@ -181,23 +179,23 @@ impl Drop for GivenUp<'_> {
     }
 }
 
-/// Pages that are absent, and others to resolve their faults with.
+/// Absent pages, and a pool of pages to resolve their faults with.
 struct Bare {
     uffd: Uffd,
     how: How,
     region: Mapping,
     pool: Mapping,
-    /// Of the pool's addresses, where pages move out to.
+    /// Userfaultfd of the pool's addresses, which pages move out to.
     pool_uffd: Uffd,
     page_bytes: usize,
-    /// Pages of the region in the order in which they come in. Those before `first` are there
-    /// already.
+    /// Pages of the region in the order in which they come in. Pages before `first` are not
+    /// measured; they are resident if pages leave.
     order: Vec<usize>,
     first: usize,
-    /// Faults that have been resolved.
+    /// Number of faults that were resolved.
     served: AtomicUsize,
     count: usize,
-    /// What the pages of the region shall have, and its hashes. Empty where the pool has it.
+    /// Bytes that the region's pages shall have, and their hashes. Empty if the pool has the bytes.
     remote: Mapping,
     hashes: Vec<u128>,
 }
@@ -251,7 +249,7 @@ impl Bare {
                 .context("cannot register memory")
         };
         if how == How::Replace {
-            // What shall leave comes in by the kernel's own faults.
+            // Pages that shall leave come in by the kernel's own faults.
             for &page in &order[..first] {
                 // SAFETY: nobody else knows the mappings yet, and the pages do not overlap.
                 let [to, from] = [&region, &remote]
@@ -277,10 +275,10 @@ impl Bare {
         }))
     }
 
-    /// Touches one page after the other.
+    /// Touches one page after the other and times each, in nanoseconds.
     ///
     /// # Errors
-    /// A page has other bytes than it shall: a handler resolved it wrongly, or gave up.
+    /// A page has wrong bytes: its fault was resolved wrongly, or the handler gave up.
     fn touch(&self) -> Result<Histogram<u64>> {
         let mut histogram = new_histogram();
         for &page in &self.order[self.first..][..self.count] {
@@ -314,7 +312,7 @@ impl Bare {
         let slot = match self.how {
             How::Copy | How::Move => page,
             How::Read => served,
-            // The page that left last has left its memory there.
+            // The page that left last has left its memory in this slot.
             How::Replace => 0,
         };
         let (to, from) = (
@@ -348,7 +346,7 @@ impl Bare {
             // SAFETY: the slot is vacant since the call above, and nobody touches the page again:
             // it came before those that are touched.
             unsafe { self.pool_uffd.move_pages(from, address, len, false) }?;
-            // SAFETY: as above.
+            // SAFETY: faults are resolved one at a time, and nobody else touches the slot.
             let bytes = unsafe { self.pool.bytes_mut(slot * len, len) };
             assert_eq!(hash(bytes), self.hashes[leaving], "a page has changed");
         }
@@ -367,10 +365,10 @@ unsafe impl FaultHandler for Bare {
     }
 }
 
-/// The elements of a run of pages that a space has installed at `address`.
+/// Returns the elements of a run of pages that a space has installed at `address`.
 ///
 /// # Safety
-/// All of it is mapped, whole and aligned, and nobody else touches it as long as the slice is in
+/// The whole range is mapped and aligned, and nobody else touches it as long as the slice is in
 /// use.
 pub unsafe fn installed<'a>(address: usize, bytes: usize) -> &'a mut [f64] {
     let elements = bytes / size_of::<f64>();
@@ -378,7 +376,7 @@ pub unsafe fn installed<'a>(address: usize, bytes: usize) -> &'a mut [f64] {
     unsafe { slice::from_raw_parts_mut(address as *mut f64, elements) }
 }
 
-/// What farpage verifies.
+/// Returns the hash that farpage verifies.
 fn hash(page: &[u8]) -> u128 {
     XxHash3_128::oneshot(page)
 }
@@ -391,7 +389,7 @@ fn stamp(page: usize) -> u8 {
 struct Mapping {
     start: NonNull<u8>,
     bytes: usize,
-    /// What was mapped, before alignment.
+    /// Start of the mapping, before alignment.
     whole: NonNull<libc::c_void>,
     whole_bytes: usize,
 }
@@ -447,8 +445,8 @@ impl Mapping {
     }
 
     /// # Safety
-    /// The pages are there, nobody else writes to them as long as the slice is in use, and nobody
-    /// reads them while they are written to by it.
+    /// The pages are mapped. Nobody else writes to them as long as the slice is in use, or reads
+    /// them while the slice is written to.
     #[expect(
         clippy::mut_from_ref,
         reason = "the mapping is shared by those who take turns"

@@ -1,7 +1,7 @@
-//! On which CPUs threads run.
+//! CPUs that threads run on.
 //!
-//! The rule it keeps: a restriction is never lifted, so that whoever restricts a thread that others
-//! use too does it before there are others.
+//! The rule it keeps: a restriction is never lifted. A caller restricts a thread of its own, or the
+//! main thread before any other starts.
 
 use std::io;
 
@@ -18,14 +18,14 @@ pub fn stay_here() -> io::Result<()> {
     stay_on(sched_getcpu()?)
 }
 
-/// Keeps this thread, and what it starts from now on, to a CPU.
+/// Keeps this thread, and all threads and processes that it starts from now on, to `cpu`.
 pub fn stay_on(cpu: usize) -> io::Result<()> {
     let mut cpus = CpuSet::new();
     cpus.set(cpu)?;
     Ok(sched_setaffinity(THIS_THREAD, &cpus)?)
 }
 
-/// The CPU that this thread is on, and another one on which it may run, if there is one.
+/// Returns the CPU of this thread, and another one on which the thread may run, if there is one.
 pub fn two() -> io::Result<(usize, Option<usize>)> {
     let (here, allowed) = (sched_getcpu()?, sched_getaffinity(THIS_THREAD)?);
     let another = (0..CpuSet::count()).find(|&cpu| cpu != here && allowed.is_set(cpu) == Ok(true));

@@ -1,5 +1,5 @@
-//! What the arrays hold at first: fields that stand in for scientific data, or a file with the real
-//! thing.
+//! Initial contents of the arrays: fields that stand in for scientific data, or a file with real
+//! data.
 //!
 //! The rule it keeps: every value is a function of the seed and the element's index alone, so that
 //! verification computes it again or looks it up. A field has about a million elements and goes on
@@ -27,10 +27,10 @@ use serde::Serialize;
 
 use self::formula::Formula;
 
-/// What an array holds.
+/// Options for the contents of the arrays.
 #[derive(Args, Clone, Debug, Default)]
 pub struct DataOptions {
-    /// What the arrays hold at first. `constant` is McCalpin's choice; pages of one repeated value
+    /// Initial contents of the arrays. `constant` is McCalpin's choice; pages of one repeated value
     /// cost no transfer here, so it says little about the network
     #[arg(long, value_enum, default_value_t = Contents::Random)]
     pub data: Contents,
@@ -38,7 +38,7 @@ pub struct DataOptions {
     /// as in SDRBench. Needs --dtype and --shape
     #[arg(long, value_name = "FILE", conflicts_with = "data", requires_all = ["dtype", "shape"])]
     pub data_file: Option<PathBuf>,
-    /// What elements are [default: what --data has by nature]
+    /// Type of the elements [default: the natural type of --data]
     #[arg(long, value_enum)]
     pub dtype: Option<Dtype>,
     /// Elements of the file in each dimension, the slowest first, such as 100x500x500
@@ -46,8 +46,7 @@ pub struct DataOptions {
     pub shape: Option<Shape>,
 }
 
-/// The fields. SDRBench's data set that each imitates is named, with the shape and type that it has
-/// there.
+/// Fields. Each variant names the data set of SDRBench that it imitates, with its shape and type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Contents {
@@ -86,13 +85,13 @@ pub enum Contents {
     Integrals,
     /// Neighbours in a graph, i32 (not in SDRBench)
     GraphColumns,
-    /// Where the neighbours of each vertex begin, i64 (not in SDRBench)
+    /// Offsets of each vertex's neighbours, i64 (not in SDRBench)
     GraphOffsets,
     /// Text, bytes (not in SDRBench)
     Text,
 }
 
-/// What an element is.
+/// Type of an element.
 #[allow(missing_docs, reason = "the names say it, and clap would print more")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -104,18 +103,18 @@ pub enum Dtype {
     U8,
 }
 
-/// Elements in each dimension: z, y, x, of which those that are not there count as one.
+/// Elements in each dimension: z, y, x. Absent dimensions count as 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Shape(pub [usize; 3]);
 
-/// Makes a field of a shape from a seed. All types of elements fit into an f64.
+/// Function that makes a field of a shape from a seed. Elements of all types fit into an f64.
 type Make = fn(u64, [usize; 3]) -> Vec<f64>;
 
 const LINE: Shape = Shape([1, 1, 1 << 20]);
 const SQUARE: Shape = Shape([1, 1024, 1024]);
 const CUBE: Shape = Shape([64, 128, 128]);
 
-/// What there is to know about a field.
+/// Type, shape and generator of a field.
 struct About {
     dtype: Dtype,
     shape: Shape,
@@ -128,7 +127,7 @@ enum How {
 }
 
 impl Contents {
-    /// As on the command line.
+    /// Returns the name of the field on the command line.
     pub fn name(self) -> String {
         self.to_possible_value()
             .expect("no variant is skipped")
@@ -136,14 +135,14 @@ impl Contents {
             .to_owned()
     }
 
-    /// Its elements by nature.
+    /// Returns the natural type of the field's elements.
     pub fn dtype(self) -> Dtype {
         self.about().dtype
     }
 
-    /// An error that hurts no use of the field: about a ten-thousandth of what its values range
-    /// over, as evaluations of lossy compressors often choose. Integrals of all magnitudes are
-    /// usually bounded more tightly. Integers and text are not for loss.
+    /// Returns an error that hurts no use of the field: about a ten-thousandth of the range of its
+    /// values, as evaluations of lossy compressors often choose. Integrals of all magnitudes are
+    /// usually bounded more tightly. Integers and text allow no loss.
     pub fn error_bound(self) -> f64 {
         match self {
             Self::Integrals => 1e-10,
@@ -193,7 +192,7 @@ impl Contents {
 }
 
 impl Dtype {
-    /// Of an element.
+    /// Returns the bytes of an element.
     pub fn bytes(self) -> usize {
         match self {
             Self::U8 => 1,
@@ -202,12 +201,12 @@ impl Dtype {
         }
     }
 
-    /// Whether elements have a fraction.
+    /// True if elements have a fraction.
     pub fn is_float(self) -> bool {
         matches!(self, Self::F32 | Self::F64)
     }
 
-    /// The bits of an element of this type.
+    /// Returns the bits of `value` as an element of this type.
     fn bits(self, value: f64) -> u64 {
         match self {
             Self::F32 => (value as f32).to_bits().into(),
@@ -232,7 +231,7 @@ impl fmt::Display for Dtype {
 }
 
 impl Shape {
-    /// From text such as 100x500x500.
+    /// Parses text such as 100x500x500.
     fn parse(text: &str) -> Result<Self, String> {
         let wrong = || "has to be one to three numbers above 0, such as 100x500x500".to_owned();
         let numbers: Vec<usize> = text
@@ -246,17 +245,17 @@ impl Shape {
         elements.map(|_| Self(shape)).ok_or_else(wrong)
     }
 
-    /// Without leading dimensions that are not there.
+    /// Returns the dimensions without absent leading ones.
     pub fn trimmed(self) -> Vec<usize> {
         self.0[3 - self.dimensions()..].to_vec()
     }
 
-    /// Of all dimensions together.
+    /// Returns the number of elements in all dimensions together.
     pub fn elements(self) -> usize {
         self.0.iter().product()
     }
 
-    /// How many are not trivial; one at least.
+    /// Counts the dimensions without absent leading ones; at least 1.
     pub fn dimensions(self) -> usize {
         3 - self.0[..2].iter().take_while(|&&n| n == 1).count()
     }
@@ -264,9 +263,9 @@ impl Shape {
 
 /// An element of an array, as the benchmarks compute with it.
 pub trait Element: Pod + Default + PartialEq + Send + Sync {
-    /// The element that an f64 stands for.
+    /// Converts `value` to an element.
     fn of(value: f64) -> Self;
-    /// How far two are apart.
+    /// Returns the absolute difference of two elements.
     fn distance(self, other: Self) -> f64;
 }
 
@@ -285,11 +284,11 @@ macro_rules! elements {
 
 elements!(f32, f64, i32, i64, u8);
 
-/// Values for an array.
+/// Source of the values of an array.
 pub struct Source {
-    /// Of its elements.
+    /// Type of the elements.
     pub dtype: Dtype,
-    /// Of the field, before it begins again.
+    /// Shape of the field, which a longer array repeats.
     pub shape: Shape,
     values: Values,
 }
@@ -300,7 +299,7 @@ enum Values {
 }
 
 impl DataOptions {
-    /// For people and reports.
+    /// Returns the name of the data for people and reports.
     pub fn name(&self) -> String {
         match &self.data_file {
             Some(path) => path.display().to_string(),
@@ -310,7 +309,7 @@ impl DataOptions {
 }
 
 impl Source {
-    /// What the options ask for.
+    /// Makes the source that `options` ask for.
     ///
     /// # Errors
     /// A file that cannot be read or is not of its shape, or a type that the field does not have.
@@ -346,7 +345,7 @@ impl Source {
         })
     }
 
-    /// The value of element `index` of an array.
+    /// Returns the value of element `index` of an array.
     pub fn value(&self, index: u64) -> f64 {
         match &self.values {
             Values::Formula(formula, seed) => formula.value(*seed, index),
@@ -354,7 +353,7 @@ impl Source {
         }
     }
 
-    /// Eight bytes of the array from byte `8 * index` on.
+    /// Returns eight bytes of the array from byte `8 * index` on.
     pub fn word(&self, index: u64) -> u64 {
         if let Values::Formula(formula, seed) = &self.values {
             return formula.word(*seed, index);
@@ -362,7 +361,7 @@ impl Source {
         let elements = 8 / self.dtype.bytes() as u64;
         (0..elements).rev().fold(0, |word, at| {
             let bits = self.dtype.bits(self.value(index * elements + at));
-            // The one element of eight bytes leaves nothing to be shifted.
+            // An element of eight bytes fills the word: a shift by 64 bits would overflow.
             if elements == 1 {
                 bits
             } else {
@@ -371,7 +370,7 @@ impl Source {
         })
     }
 
-    /// The field itself, once.
+    /// Returns the field itself, without repetition.
     pub fn field<T: Element>(&self) -> Vec<T> {
         (0..self.shape.elements() as u64)
             .map(|index| T::of(self.value(index)))
@@ -379,7 +378,7 @@ impl Source {
     }
 }
 
-/// A word of eight bytes that looks random.
+/// Returns a word of eight bytes that looks random.
 pub fn random_word(seed: u64, index: u64) -> u64 {
     Formula::Random.word(seed, index)
 }
@@ -440,7 +439,7 @@ mod tests {
         }
     }
 
-    /// How far neighbours along x are apart, in standard deviations of the field.
+    /// Returns how far neighbours along x are apart, in standard deviations of the field.
     fn roughness(data: Contents) -> f64 {
         let field: Vec<f64> = source(data).field();
         let mean = field.iter().sum::<f64>() / field.len() as f64;

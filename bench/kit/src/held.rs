@@ -1,7 +1,7 @@
 //! [`Held`]: all memory that a process holds, mapped or not.
 //!
-//! The rule it keeps: what the process has put into the page cache through files that it has open
-//! counts as its own, and each page counts once.
+//! The rule it keeps: page cache of the files that a process has open counts as the process's own,
+//! and each open file counts once.
 
 use std::{
     collections::HashSet,
@@ -12,22 +12,22 @@ use std::{
 use anyhow::{Context, Result};
 use nix::errno::Errno;
 
-/// In bytes.
+/// Memory that a process holds, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Held {
-    /// Its private pages, and its part of the files that are mapped, such as its program.
+    /// Private pages, and the process's share of mapped files such as its program.
     pub own_bytes: u64,
-    /// Pages of its memfds.
+    /// Pages of the process's memfds.
     pub memfd_bytes: u64,
-    /// What the page cache has of other files that it has open.
+    /// Page cache of the other files that the process has open.
     pub cached_bytes: u64,
 }
 
 impl Held {
-    /// What a process of this machine holds now.
+    /// Measures the process `pid` of this machine.
     ///
     /// # Errors
-    /// It has ended, or the kernel does not say: `cachestat` is there from Linux 6.5 on.
+    /// The process has ended, or the kernel does not tell: `cachestat` needs Linux 6.5.
     pub fn by(pid: u32) -> Result<Self> {
         let rollup = format!("/proc/{pid}/smaps_rollup");
         let rollup =
@@ -47,7 +47,7 @@ impl Held {
             let path = entry
                 .with_context(|| format!("cannot list {files}"))?
                 .path();
-            // Closed meanwhile.
+            // The file was closed meanwhile.
             let (Ok(meta), Ok(link)) = (fs::metadata(&path), fs::read_link(&path)) else {
                 continue;
             };
@@ -63,22 +63,22 @@ impl Held {
         Ok(held)
     }
 
-    /// All of it.
+    /// Returns the sum of all three.
     pub fn bytes(&self) -> u64 {
         self.own_bytes + self.memfd_bytes + self.cached_bytes
     }
 }
 
-/// What the page cache has of a file.
+/// Returns the bytes of `file` in the page cache.
 fn cached_bytes(file: &File) -> Result<u64> {
-    /// The same on all architectures; the C library has no name for it.
+    /// Number of the call `cachestat` on all architectures. The C library has no name for it.
     const CACHESTAT: libc::c_long = 451;
     // Offset and length; a length of zero means all of the file.
     let range = [0u64; 2];
-    // Pages in the cache come first.
+    // `struct cachestat`: its first word counts the pages in the cache.
     let mut found = [0u64; 5];
     // SAFETY: the kernel reads two words behind the first pointer and writes five behind the
-    // second, which is what lies there; both live longer than the call.
+    // second; both arrays are as long, and outlive the call.
     let done = unsafe {
         libc::syscall(
             CACHESTAT,

@@ -1,10 +1,10 @@
-//! What all of farpage's measurements have in common: options, data, memory servers, runs, reports,
+//! Parts shared by all of farpage's measurements: options, data, memory servers, runs, reports,
 //! pictures.
 //!
-//! The rule it keeps: nothing here knows a benchmark. What they are is left to `farpage-bench` and
+//! The rule it keeps: nothing here knows a benchmark. Benchmarks are left to `farpage-bench` and
 //! the crates beside it.
 
-// `println!` panics when nobody reads any more: what is found goes through `out::say`.
+// `println!` panics when the reader of standard output has gone: results go through `out::say`.
 #![deny(clippy::print_stdout)]
 
 pub mod arena;

@@ -1,7 +1,8 @@
-//! Options that several benchmarks have, and what their values look like.
+//! Options that several benchmarks have, and the syntax of their values.
 //!
-//! The rule it keeps: every option says its unit and its default, and what cannot work is refused
-//! here, with status 2, before anything is started. A benchmark's own options are beside its `run`.
+//! The rule it keeps: every option says its unit and its default, and values that cannot work are
+//! refused here, with status 2, before anything is started. A benchmark's own options are beside
+//! its `run`.
 
 use std::{fmt, str::FromStr, sync::Arc, thread};
 
@@ -13,7 +14,7 @@ use serde::Serialize;
 
 use crate::data::{DataOptions, Source};
 
-/// How results are printed.
+/// Option for the form of the results.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct Printing {
     /// Human: a table; json: one object on standard output
@@ -21,10 +22,10 @@ pub struct Printing {
     pub format: Format,
 }
 
-/// The same, of a benchmark with a tiny form.
+/// Options of a benchmark that has a tiny form.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct Run {
-    /// How results are printed.
+    /// Form of the results.
     #[command(flatten)]
     pub printing: Printing,
     /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
@@ -38,12 +39,12 @@ pub struct ServerOptions {
     /// Memory server to use, such as tcp://10.0.0.2:7400 [default: starts its own on this machine]
     #[arg(long, value_name = "URL", conflicts_with = "fabric")]
     pub server: Option<Endpoint>,
-    /// How its own memory server is reached
+    /// Fabric to the benchmark's own memory server
     #[arg(long, value_enum, default_value_t = Fabric::Shm)]
     pub fabric: Fabric,
 }
 
-/// Of a benchmark whose work is divided.
+/// Option of a benchmark whose work is divided among threads.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct Threads {
     /// Threads that compute [default: one per CPU, at most 4]
@@ -52,16 +53,16 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// How many.
+    /// Returns the number of threads.
     pub fn count(self) -> usize {
         threads(self.threads)
     }
 }
 
-/// What all benchmarks understand.
+/// Options of all benchmarks.
 #[derive(Args, Clone, Debug)]
 pub struct Common {
-    /// The memory server.
+    /// Options for the memory server.
     #[command(flatten)]
     pub at: ServerOptions,
     /// Page size: a power of two, 4KiB to 2MiB
@@ -70,10 +71,10 @@ pub struct Common {
     /// Shards that addresses are divided into to bring pages in [default: one per CPU, at most 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub fillers: Option<u16>,
-    /// Makes the fabric behave like a link of so many gigabits per second in each direction
+    /// Makes the fabric behave like a link of GBPS gigabits per second in each direction
     #[arg(long, value_name = "GBPS", value_parser = positive)]
     pub link_gbps: Option<f64>,
-    /// Adds so many microseconds to every operation on the fabric
+    /// Adds US microseconds to every operation on the fabric
     #[arg(long, value_name = "US", value_parser = not_negative)]
     pub link_us: Option<f64>,
     /// Keeps all threads and its own memory server to one CPU. Otherwise the kernel puts threads
@@ -81,7 +82,7 @@ pub struct Common {
     /// of a fault several times over
     #[arg(long)]
     pub one_cpu: bool,
-    /// How it runs.
+    /// Options for the size of the run and its results.
     #[command(flatten)]
     pub run: Run,
     /// Starts even if the arrays and its own memory server do not fit into memory: the kernel may
@@ -91,10 +92,10 @@ pub struct Common {
 }
 
 impl Common {
-    /// The link that the options ask for.
+    /// Returns the link that the options ask for.
     pub fn link(&self) -> Option<Arc<Link>> {
         let shaped = self.link_gbps.is_some() || self.link_us.is_some();
-        // Without a rate the link is as fast as a link can be said to be.
+        // A link without a rate is as fast as a link can be said to be.
         shaped.then(|| {
             Arc::new(Link::new(
                 self.link_gbps.unwrap_or(1e6),
@@ -104,31 +105,31 @@ impl Common {
     }
 }
 
-/// What the benchmarks understand that page.
+/// Options of the benchmarks that page.
 #[derive(Args, Clone, Debug)]
 pub struct Paging {
     /// Size of all remote arrays together [default: 768MiB, with --smoke a few pages]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     pub size: Option<ByteSize>,
-    /// Local memory for their pages: a size or a share of --size
+    /// Local memory for the arrays' pages: a size or a share of --size
     #[arg(long, value_name = "SIZE|PERCENT", default_value = "25%")]
     pub budget: Budget,
     /// Threads that send pages away [default: as many as keep up]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub evictors: Option<u16>,
-    /// Neighbouring pages that move together at most, in bytes [default: what suits the link]
+    /// Longest run of neighbouring pages moved together, in bytes [default: what suits the link]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     pub run_length: Option<ByteSize>,
     /// Pages to fetch ahead of a sequential reader; 0 turns it off [default: what suits the link]
     #[arg(long, value_name = "PAGES")]
     pub read_ahead: Option<u32>,
-    /// Who serves page faults
+    /// Threads that serve page faults
     #[arg(long, value_enum, default_value_t = FaultMode::Filler)]
     pub fault_mode: FaultMode,
-    /// How pages are compressed on their way: raw, lz4, shuffle, zfp:accuracy=1e-6, ...
+    /// Compression of pages on their way: raw, lz4, shuffle, zfp:accuracy=1e-6, ...
     #[arg(long, default_value_t = Codec::Raw)]
     pub codec: Codec,
-    /// What the arrays hold at first.
+    /// Initial contents of the arrays.
     #[command(flatten)]
     pub data: DataOptions,
     /// Seed of everything random
@@ -137,12 +138,12 @@ pub struct Paging {
 }
 
 impl Paging {
-    /// What the arrays hold at first.
+    /// Makes the source of the arrays' initial contents.
     pub fn source(&self) -> anyhow::Result<Source> {
         Source::new(&self.data, self.seed)
     }
 
-    /// Size of all arrays.
+    /// Returns the bytes of all arrays together.
     pub fn size_bytes(&self, common: &Common) -> u64 {
         match (self.size, common.run.smoke) {
             (Some(size), _) => size.as_u64(),
@@ -152,13 +153,13 @@ impl Paging {
         }
     }
 
-    /// Local memory for pages.
+    /// Returns the bytes of local memory for pages.
     pub fn budget_bytes(&self, common: &Common) -> u64 {
         self.budget.bytes(self.size_bytes(common))
     }
 }
 
-/// How far a value may be from what it was, with this codec.
+/// Returns the largest difference that `codec` may make to a value.
 pub fn error_bound(codec: Codec) -> f64 {
     match codec {
         Codec::Zfp {
@@ -169,7 +170,7 @@ pub fn error_bound(codec: Codec) -> f64 {
             accuracy: Some(bound),
             ..
         } => bound,
-        // They promise none.
+        // ZFP's other lossy modes promise no bound.
         Codec::Zfp {
             mode: ZfpMode::Rate(_) | ZfpMode::Precision(_),
             ..
@@ -178,7 +179,7 @@ pub fn error_bound(codec: Codec) -> f64 {
     }
 }
 
-/// Threads that compute, of an option `--threads`.
+/// Returns the threads of `option`: by default one per CPU, at most 4.
 pub fn threads(option: Option<u16>) -> usize {
     option.map_or_else(cpus, usize::from)
 }
@@ -187,7 +188,7 @@ fn cpus() -> usize {
     thread::available_parallelism().map_or(1, |n| n.get().min(4))
 }
 
-/// A size, or a share of the arrays' size.
+/// Local memory: a size, or a share of the arrays' size.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Budget {
     /// A size.
@@ -197,7 +198,7 @@ pub enum Budget {
 }
 
 impl Budget {
-    /// As a size, for arrays of `size_bytes`.
+    /// Returns the budget in bytes, for arrays of `size_bytes`.
     pub fn bytes(self, size_bytes: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes.as_u64(),
@@ -234,7 +235,7 @@ impl fmt::Display for Budget {
     }
 }
 
-/// How a memory server is reached.
+/// Fabric to a memory server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fabric {
@@ -246,7 +247,7 @@ pub enum Fabric {
     Rdma,
 }
 
-/// Who serves page faults.
+/// Threads that serve page faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum FaultMode {
@@ -266,7 +267,7 @@ impl fmt::Display for Fabric {
     }
 }
 
-/// How results are printed.
+/// Form of the results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
     /// A table
@@ -275,10 +276,10 @@ pub enum Format {
     Json,
 }
 
-/// A size above 0.
+/// Parses a size above 0.
 ///
 /// # Errors
-/// A text that repeats what was given and shows how it is written.
+/// `text` is no such size. The error repeats it and shows how a size is written.
 pub fn some_bytes(text: &str) -> Result<ByteSize, String> {
     match farpage_wire::parse_size(text) {
         Ok(size) if size.as_u64() > 0 => Ok(size),
@@ -289,10 +290,10 @@ pub fn some_bytes(text: &str) -> Result<ByteSize, String> {
     }
 }
 
-/// A page size.
+/// Parses a page size.
 ///
 /// # Errors
-/// As [`some_bytes`].
+/// `text` is no page size. The error repeats it and shows how a size is written.
 pub fn page_size(text: &str) -> Result<ByteSize, String> {
     let size = some_bytes(text)?;
     if size.as_u64().is_power_of_two() && (4 << 10..=2 << 20).contains(&size.as_u64()) {
@@ -304,10 +305,10 @@ pub fn page_size(text: &str) -> Result<ByteSize, String> {
     }
 }
 
-/// A number above 0.
+/// Parses a number above 0.
 ///
 /// # Errors
-/// It is none.
+/// `text` is no such number.
 pub fn positive(text: &str) -> Result<f64, String> {
     text.parse()
         .ok()
@@ -315,10 +316,10 @@ pub fn positive(text: &str) -> Result<f64, String> {
         .ok_or("must be a number above 0".into())
 }
 
-/// A number that is 0 or more.
+/// Parses a number that is 0 or more.
 ///
 /// # Errors
-/// It is something else.
+/// `text` is no such number.
 pub fn not_negative(text: &str) -> Result<f64, String> {
     text.parse()
         .ok()

@@ -1,7 +1,7 @@
-//! Standard output: what a benchmark found.
+//! Standard output, for a benchmark's results.
 //!
-//! The rule it keeps: a reader that has seen enough (`| head`) ends nothing and is no failure; what
-//! cannot be written for any other reason is an error.
+//! The rule it keeps: a reader that closes the pipe early (`| head`) ends nothing and is no
+//! failure; any other failed write is an error.
 
 use std::{
     fmt::Display,
@@ -10,10 +10,10 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// Writes a text and ends its line.
+/// Writes `text` and ends the line.
 ///
 /// # Errors
-/// It cannot be written, though somebody reads.
+/// The write fails for another reason than a closed pipe.
 pub fn say(text: impl Display) -> Result<()> {
     let mut stdout = io::stdout().lock();
     match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {

@@ -1,7 +1,7 @@
 //! Panels of a picture: lines and bars, a colour for each series.
 //!
-//! The rule it keeps: a series has the same colour in all panels, by its place among them. Where
-//! panels lie is left to who draws them.
+//! The rule it keeps: a series has the same colour in all panels, by its place among them. The
+//! layout of panels is left to the caller.
 
 use std::ops::Range;
 
@@ -13,23 +13,23 @@ use plotters::{
 
 use crate::plot::{COLOURS, FONT, figure};
 
-/// Where a panel is drawn.
+/// Drawing area of a panel.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// Points `(across, up)` of one series.
 pub type Line = Vec<(f64, f64)>;
 
 fn colours() -> impl Iterator<Item = &'static RGBColor> {
-    // Neighbours in the scheme look alike as thin lines.
+    // Neighbouring colours of the scheme look alike as thin lines.
     COLOURS.iter().step_by(3).cycle()
 }
 
-/// From 0 to a little above the highest of these.
+/// Returns an axis range from 0 to 5 % above the highest of `values`.
 fn upwards(values: impl Iterator<Item = f64>) -> Range<f64> {
     0.0..values.fold(f64::MIN_POSITIVE, f64::max) * 1.05
 }
 
-/// Names of series side by side, each behind a piece of its line.
+/// Draws the names of the series side by side, each behind a piece of its line.
 ///
 /// # Errors
 /// The picture cannot be drawn.
@@ -50,7 +50,7 @@ pub fn legend<'a>(
     Ok(())
 }
 
-/// Lines over `across`, which is what the numbers below the panel are.
+/// Draws `lines` over an axis that is labelled `across`.
 ///
 /// # Errors
 /// The picture cannot be drawn.
@@ -58,7 +58,7 @@ pub fn lines(area: &Area<'_>, title: &str, across: &str, lines: &[Line]) -> Resu
     draw_lines(area, title, across, lines).map_err(|error| error.to_string())
 }
 
-/// A bar for each series, its name below it and its value above.
+/// Draws a bar for each of `values`, its name below and its value above.
 ///
 /// # Errors
 /// The picture cannot be drawn.

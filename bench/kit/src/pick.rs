@@ -5,14 +5,15 @@
 /// 2^64 divided by the golden ratio: spreads consecutive numbers.
 pub const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The finaliser of SplitMix64: a bijection whose output bits all depend on all input bits.
+/// Applies the finaliser of SplitMix64: a bijection whose output bits all depend on all input bits.
 pub fn mix(x: u64) -> u64 {
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
 }
 
-/// Visits each number below `count` once, in an order that looks random and needs no memory.
+/// Iterator over the numbers below `count`, each once, in an order that looks random and needs no
+/// memory.
 pub struct Shuffle {
     count: u64,
     mask: u64,
@@ -21,7 +22,7 @@ pub struct Shuffle {
 }
 
 impl Shuffle {
-    /// The numbers below `count`, in an order that the seed gives.
+    /// Shuffles the numbers below `count` by `seed`.
     pub fn new(count: u64, seed: u64) -> Self {
         let mask = count.next_power_of_two() - 1;
         Self {
@@ -32,8 +33,8 @@ impl Shuffle {
         }
     }
 
-    /// Bijections of the numbers up to `mask`: adding, multiplying with an odd number, folding high
-    /// bits onto low ones.
+    /// Maps `x` by bijections of the numbers up to `mask`: adding, multiplying with an odd number,
+    /// folding high bits onto low ones.
     fn place(&self, x: u64) -> u64 {
         let half = self.mask.count_ones().div_ceil(2).max(1);
         let mut x = x.wrapping_add(self.offset) & self.mask;
@@ -60,21 +61,21 @@ impl Iterator for Shuffle {
     }
 }
 
-/// Which element is accessed next.
+/// Generator of random indices.
 pub struct Picker {
     state: u64,
     law: Law,
 }
 
 enum Law {
-    /// Each index as often as any other, of so many.
+    /// Each index below this count as often as any other.
     Uniform(u64),
     /// Few indices most of the time.
     Zipf(Zipf),
 }
 
 impl Picker {
-    /// Chooses among `count` elements; `zipf` is the exponent, none means uniformly.
+    /// Chooses among `count` elements. `zipf` is the exponent; `None` chooses uniformly.
     pub fn new(count: u64, zipf: Option<f64>, seed: u64) -> Self {
         Self {
             state: mix(seed),
@@ -85,7 +86,7 @@ impl Picker {
         }
     }
 
-    /// The next index.
+    /// Returns the next index.
     pub fn pick(&mut self) -> u64 {
         self.state = self.state.wrapping_add(ODD);
         let random = mix(self.state);
@@ -97,7 +98,7 @@ impl Picker {
     }
 }
 
-/// A number below `count`, evenly.
+/// Maps the 64 bits of `random` evenly to the numbers below `count`.
 fn scale(random: u64, count: u64) -> u64 {
     ((u128::from(random) * u128::from(count)) >> 64) as u64
 }
@@ -126,7 +127,7 @@ impl Zipf {
         }
     }
 
-    /// The rank, most frequent first, for 64 random bits.
+    /// Returns the rank for 64 random bits. Rank 0 is the most frequent.
     fn rank(&self, random: u64) -> u64 {
         let u = (random >> 11) as f64 / (1u64 << 53) as f64;
         let uz = u * self.zeta;
@@ -141,7 +142,7 @@ impl Zipf {
     }
 }
 
-/// The sum of `1 / k^theta` for k from 1 to `count`: the head term by term, the tail by the
+/// Sums `1 / k^theta` for k from 1 to `count`: the head term by term, the tail by the
 /// Euler-Maclaurin formula.
 fn zeta(count: u64, theta: f64) -> f64 {
     let term = |k: f64| k.powf(-theta);

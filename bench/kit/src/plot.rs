@@ -1,4 +1,4 @@
-//! Pictures: what all of them have in common, and bars.
+//! Pictures: the parts that all of them share, and bars.
 //!
 //! The rule it keeps: a picture looks the same on every machine. The font of the PNG is in this
 //! program; an SVG names a family that every viewer has.
@@ -15,7 +15,7 @@ use plotters::{
     },
 };
 
-/// Told apart by most people, with colour-blind eyes too: Paul Tol's "muted" scheme.
+/// Colours that most people tell apart, also with colour-blind eyes: Paul Tol's "muted" scheme.
 pub const COLOURS: [RGBColor; 10] = [
     RGBColor(51, 34, 136),
     RGBColor(136, 204, 238),
@@ -29,13 +29,13 @@ pub const COLOURS: [RGBColor; 10] = [
     RGBColor(120, 120, 120),
 ];
 
-/// The family of all text.
+/// Font family of all text.
 pub const FONT: &str = "sans-serif";
 
 /// Pixels of a PNG for each unit of the drawing: sharp on screens of twice the usual resolution.
 const PNG_SCALE: u32 = 2;
 
-/// Makes an SVG. Whoever shows it brings the font.
+/// Makes an SVG. The program that shows it brings the font.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -53,7 +53,7 @@ fn finish<B: DrawingBackend>(
     draw: impl FnOnce(&DrawingArea<B, Shift>) -> Result<(), String>,
 ) -> Result<()> {
     static FONTS: Once = Once::new();
-    // Text is measured with it, whatever is drawn.
+    // Text is measured with this font, whatever is drawn.
     FONTS.call_once(|| {
         for (style, font) in [
             (FontStyle::Normal, dejavu::sans::regular()),
@@ -73,21 +73,21 @@ fn finish<B: DrawingBackend>(
 
 /// Horizontal bars: a group of them for each row, one for each series.
 pub struct Bars {
-    /// Above it.
+    /// Title above the bars.
     pub title: String,
-    /// What was found, below the picture.
+    /// Findings, below the bars.
     pub caption: String,
-    /// What a row is.
+    /// Name of the rows' subject, such as `field`.
     pub row: &'static str,
-    /// What a bar is, with its unit.
+    /// Name of the bars' value, with its unit.
     pub value: &'static str,
     /// Names of the bars of a group.
     pub series: Vec<String>,
-    /// Their names, and their values where there are some.
+    /// Rows: a name, and a value for each series where there is one.
     pub rows: Vec<(String, Vec<Option<f64>>)>,
-    /// Whether the axis is logarithmic.
+    /// True if the axis is logarithmic.
     pub logarithmic: bool,
-    /// A line across all rows, and what it says.
+    /// Line across all rows: its value and its text.
     pub mark: Option<(f64, &'static str)>,
 }
 
@@ -96,7 +96,7 @@ const MARGIN: f64 = 18.0;
 const BAR: f64 = 12.0;
 const GAP: f64 = 10.0;
 const LINE: f64 = 18.0;
-/// At the right, for the figure at the end of the longest bar.
+/// Width at the right for the figure at the end of the longest bar.
 const FIGURE: f64 = 58.0;
 const GREY: RGBColor = RGBColor(90, 90, 90);
 const PALE: RGBColor = RGBColor(225, 225, 225);
@@ -105,7 +105,7 @@ impl Bars {
     /// Writes `<stem>.svg`, `<stem>.png` and `<stem>.csv`.
     ///
     /// # Errors
-    /// One of them cannot be written.
+    /// A file cannot be written.
     pub fn write(&self, stem: &Path) -> Result<()> {
         let path = |extension| stem.with_extension(extension);
         let csv = path("csv");
@@ -121,7 +121,7 @@ impl Bars {
         finish(&png, area, |area| self.draw(area, PNG_SCALE.into()))
     }
 
-    /// A line for each row, a column for each series.
+    /// Returns a line for each row, a column for each series.
     fn csv(&self) -> String {
         let field = |text: &str| match text.contains([',', '"']) {
             true => format!("\"{}\"", text.replace('"', "\"\"")),
@@ -147,7 +147,7 @@ impl Bars {
         BAR * self.series.len() as f64 + GAP
     }
 
-    /// Where the rows begin: below the title and the names of the series.
+    /// Returns the height at which rows begin: below the title and the names of the series.
     fn top(&self) -> f64 {
         MARGIN + 34.0 + LINE * self.legend_lines() as f64 + 12.0
     }
@@ -156,7 +156,7 @@ impl Bars {
         self.legend().last().map_or(1, |(_, line, _)| line + 1)
     }
 
-    /// Each series: where it stands in its line, and in which line.
+    /// Returns each series' place in its line of the legend, the number of the line, and the name.
     fn legend(&self) -> Vec<(f64, usize, &str)> {
         let (mut x, mut line) = (MARGIN, 0);
         self.series
@@ -178,7 +178,7 @@ impl Bars {
         self.top() + rows + 56.0 + LINE * self.caption_lines().len() as f64 + MARGIN
     }
 
-    /// The caption, broken where it would not fit: characters of this size are about 6.9 wide.
+    /// Breaks the caption where it would not fit: characters of this size are about 6.9 wide.
     fn caption_lines(&self) -> Vec<String> {
         let fits = ((WIDTH - 2.0 * MARGIN) / 6.9) as usize;
         let mut lines = vec![String::new()];
@@ -196,7 +196,7 @@ impl Bars {
         lines
     }
 
-    /// The values that the axis has to show.
+    /// Returns the values that the axis has to show.
     fn values(&self) -> impl Iterator<Item = f64> {
         let values = self.rows.iter().flat_map(|(_, values)| values).flatten();
         values
@@ -213,7 +213,7 @@ impl Bars {
         }
     }
 
-    /// Everything, in units of `scale` pixels.
+    /// Draws everything, in units of `scale` pixels.
     fn draw<B: DrawingBackend>(
         &self,
         area: &DrawingArea<B, Shift>,
@@ -228,7 +228,7 @@ impl Bars {
         let axis = self.axis();
         let x = |value: f64| left + (right - left) * axis.place(value);
 
-        // 1. What it is.
+        // 1. The title and the legend.
         pen.text(
             &self.title,
             MARGIN,
@@ -295,7 +295,7 @@ impl Bars {
             )?;
         }
 
-        // 4. What was found.
+        // 4. The caption.
         for (line, text) in self.caption_lines().iter().enumerate() {
             let y = bottom + 60.0 + LINE * line as f64;
             pen.label(text, MARGIN, y, 12.5, HPos::Left)?;
@@ -304,7 +304,7 @@ impl Bars {
     }
 }
 
-/// From values to places between 0 and 1.
+/// Map from values to places between 0 and 1.
 struct Axis {
     from: f64,
     to: f64,
@@ -321,7 +321,7 @@ impl Axis {
         }
     }
 
-    /// From a round number below `least` to one that is not below `most`.
+    /// Makes an axis from a round number below `least` to one that is not below `most`.
     fn logarithmic(least: f64, most: f64) -> Self {
         let about = |value: f64| {
             let decade = value.log10().floor() as i32;
@@ -368,7 +368,7 @@ impl Axis {
     }
 }
 
-/// These digits times powers of ten, ascending.
+/// Returns `digits` times powers of ten, ascending.
 fn round_numbers(
     decades: RangeInclusive<i32>,
     digits: &[f64],
@@ -376,7 +376,7 @@ fn round_numbers(
     decades.flat_map(move |decade| digits.iter().map(move |digit| digit * 10f64.powi(decade)))
 }
 
-/// 1, 2 or 5 times a power of ten, so that five to ten steps reach `most`.
+/// Returns 1, 2 or 5 times a power of ten, so that four to eight steps reach `most`.
 fn nice_step(most: f64) -> f64 {
     let rough = most / 8.0;
     let power = 10f64.powf(rough.log10().floor());
@@ -386,7 +386,7 @@ fn nice_step(most: f64) -> f64 {
     digit.unwrap_or(10.0) * power
 }
 
-/// Three digits, or four that begin with a one; without noise.
+/// Formats `value` with three digits, or four that begin with a one, and without trailing zeros.
 pub(crate) fn figure(value: f64) -> String {
     let digits = match value.abs() {
         x if x >= 199.95 || x == 0.0 => 0,
@@ -401,7 +401,7 @@ pub(crate) fn figure(value: f64) -> String {
     }
 }
 
-/// Draws in units of `scale` pixels.
+/// Pen whose units are `scale` pixels.
 struct Pen<'a, B: DrawingBackend> {
     area: &'a DrawingArea<B, Shift>,
     scale: f64,
@@ -432,7 +432,7 @@ impl<B: DrawingBackend> Pen<'_, B> {
         self.area.draw(&rectangle).map_err(|e| e.to_string())
     }
 
-    /// Grey text about the height `y`.
+    /// Draws grey text about the height `y`.
     fn label(&self, text: &str, x: f64, y: f64, size: f64, side: HPos) -> Result<(), String> {
         self.text(text, x, y, size, side, &GREY, FontStyle::Normal)
     }

@@ -1,17 +1,17 @@
 //! A progress bar on standard error, for people.
 //!
-//! The rule it keeps: it appears on a terminal only, and never on standard output, where the
+//! The rule it keeps: the bar appears on a terminal only, and never on standard output, where the
 //! results go.
 
 use std::{borrow::Cow, time::Duration};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// One phase of a run after another, each with its steps.
+/// Progress bar over the phases of a run, each with its steps.
 pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// `steps` in all phases together.
+    /// Shows a bar of `steps`, the sum of all phases.
     pub fn new(steps: u64) -> Self {
         // indicatif draws nothing when standard error is no terminal.
         let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
@@ -23,12 +23,12 @@ impl Progress {
         Self(bar)
     }
 
-    /// What is being done from now on.
+    /// Shows `what`, the name of the phase that begins.
     pub fn phase(&self, what: impl Into<Cow<'static, str>>) {
         self.0.set_message(what);
     }
 
-    /// So many steps are done.
+    /// Counts `steps` as done.
     pub fn step(&self, steps: u64) {
         self.0.inc(steps);
     }

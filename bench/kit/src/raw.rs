@@ -7,7 +7,7 @@
 //! Each direction is measured twice. *Hot*: few buffers, used again at once, which stay in the
 //! caches: as fast as the fabric gets. *Cold*: buffers take turns, [`LOCAL_BYTES`] of them, as
 //! frames do: paging exists to fill local memory, which is as large as its budget, and no transfer
-//! to or from so much memory can be faster. Paging is compared with the cold ones.
+//! to or from so much memory can be faster. Paging is compared with the cold rates.
 
 use std::{
     collections::VecDeque,
@@ -35,16 +35,16 @@ const QUEUE_DEPTH: usize = 16;
 const AREA_BYTES: u64 = 256 << 20;
 const SMOKE_AREA_BYTES: u64 = 8 << 20;
 
-/// Server memory, and local memory, of a brief look: larger than caches are, and soon gone over.
+/// Server memory, and local memory, of a brief run: larger than caches are, and soon gone over.
 const YARDSTICK_BYTES: u64 = 64 << 20;
 
 /// Local memory that all threads together go over when buffers are cold: the budget of the STREAM
 /// that is compared with it.
 pub const LOCAL_BYTES: u64 = 96 << 20;
-/// The same of a tiny run.
+/// Local memory of a tiny run, like [`LOCAL_BYTES`].
 pub const SMOKE_LOCAL_BYTES: u64 = 3 << 20;
 
-/// MB/s.
+/// Rates of the raw fabric, in MB/s.
 pub struct Rates {
     /// READ with hot buffers.
     pub read: f64,
@@ -54,17 +54,17 @@ pub struct Rates {
     pub cold_read: f64,
     /// WRITE with cold buffers.
     pub cold_write: f64,
-    /// Both at once with hot buffers, bytes of both directions added up.
+    /// READ and WRITE in turns with hot buffers, bytes of both directions added up.
     pub read_write: f64,
-    /// Pages that came back other than they were written.
+    /// Number of pages that did not come back as they were written.
     pub wrong: u64,
 }
 
-/// What is posted in a phase.
+/// Operations posted in a phase.
 #[derive(Clone, Copy)]
 enum Mix {
-    /// Once over the area, however long it takes: afterwards all of it is physical memory with
-    /// known bytes.
+    /// WRITEs once over the area, however long they take: afterwards the whole area is physical
+    /// memory with known bytes.
     Prepare,
     Read,
     Write,
@@ -72,7 +72,7 @@ enum Mix {
     Both,
 }
 
-/// Which buffer is used next.
+/// Choice of the next buffer.
 #[derive(Clone, Copy)]
 enum Buffers {
     /// The one that came back last.
@@ -99,7 +99,7 @@ pub fn rates(common: &Common, server: &MemoryServer, time: Duration) -> Result<R
     })
 }
 
-/// What a benchmark is measured by, briefly: with cold buffers, for a fraction of a second.
+/// Measures the yardsticks of a benchmark, briefly: with cold buffers, for a fraction of a second.
 pub fn yardstick(common: &Common, server: &MemoryServer) -> Result<FabricRates> {
     let (bytes, time) = if common.run.smoke {
         (SMOKE_AREA_BYTES, Duration::from_millis(20))
@@ -115,7 +115,7 @@ pub fn yardstick(common: &Common, server: &MemoryServer) -> Result<FabricRates> 
     })
 }
 
-/// Microseconds of a READ of one page with no other under way, briefly: with cold buffers.
+/// Times a READ of one page with no other under way, in microseconds, briefly, with cold buffers.
 ///
 /// # Errors
 /// The server cannot be reached or has no room.
@@ -135,8 +135,8 @@ struct Team {
 }
 
 impl Team {
-    /// All together go over `area` bytes of the server and `local` bytes here, and have done so
-    /// once.
+    /// Starts threads that together go over `area` bytes of the server and `local` bytes here, and
+    /// have done so once.
     fn start(
         common: &Common,
         server: &MemoryServer,
@@ -180,7 +180,7 @@ impl Team {
         Ok(team)
     }
 
-    /// MB/s of all.
+    /// Runs all threads for `time` and returns their MB/s together.
     fn phase(&mut self, mix: Mix, buffers: Buffers, time: Duration) -> Result<f64> {
         let barrier = Arc::new(Barrier::new(self.workers.len() + 1));
         thread::scope(|scope| {
@@ -213,12 +213,12 @@ struct Worker {
     extent: Extent,
     page_bytes: u64,
     pages: u64,
-    /// Operations in flight.
+    /// Number of operations kept in flight.
     depth: usize,
     /// Buffers that are in no operation, in the order in which they came back.
     idle: VecDeque<Vec<u8>>,
     done: Vec<Completion<Vec<u8>>>,
-    /// Operations posted in this phase so far.
+    /// Number of operations posted in this phase so far.
     next: u64,
     bytes: u64,
     wrong: u64,
@@ -265,7 +265,7 @@ impl Worker {
         let (verb, page) = match mix {
             Mix::Read => (Verb::Read, self.next % self.pages),
             Mix::Prepare | Mix::Write => (Verb::Write, self.next % self.pages),
-            // The halves of the area, so that no page is read and written at once.
+            // Each verb has one half of the area, so that no page is read and written at once.
             Mix::Both if self.next.is_multiple_of(2) => {
                 (Verb::Read, self.next / 2 % (self.pages / 2))
             }
@@ -306,7 +306,7 @@ impl Worker {
         Ok(())
     }
 
-    /// The first and last bytes of a page.
+    /// Returns the bytes that a page begins and ends with.
     fn stamp(&self, page: u64) -> [u8; 8] {
         mix(page ^ mix(self.extent.id.0)).to_le_bytes()
     }

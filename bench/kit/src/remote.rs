@@ -1,7 +1,7 @@
 //! A runtime with its memory server, as the options say.
 //!
-//! The rule it keeps: the runtime is closed before its server ends. What is done with the arrays is
-//! left to the benchmarks.
+//! The rule it keeps: the runtime is closed before its server ends. The use of the arrays is left
+//! to the benchmarks.
 
 use anyhow::{Context, Result, ensure};
 use farpage::{Advice, ByteSize, Pod, RegionOptions, RemoteArray, Runtime, Stats};
@@ -13,31 +13,31 @@ use crate::{
     yardsticks::Yardsticks,
 };
 
-/// Fields are dropped in this order.
+/// Runtime with its memory server. Fields are dropped in this order.
 pub struct Remote {
     runtime: Runtime,
     server: MemoryServer,
 }
 
-/// What the counters stood at.
+/// Copy of the runtime's counters.
 pub struct Mark(Stats);
 
 impl Remote {
-    /// Starts the server, if it is to be our own, and the runtime, for arrays that are used in
+    /// Starts the runtime, and a server unless `--server` names one, for arrays that are used in
     /// full.
     pub fn start(common: &Common, paging: &Paging) -> Result<Self> {
         Self::for_pages(common, paging, paging.size_bytes(common))
     }
 
-    /// The same, of whose pages so many bytes are used.
+    /// Starts the same as [`Self::start`], for arrays of whose pages `used_bytes` are used.
     pub fn for_pages(common: &Common, paging: &Paging, used_bytes: u64) -> Result<Self> {
         let size_bytes = paging.size_bytes(common);
         if common.at.server.is_none() {
             let budget_bytes = paging.budget_bytes(common);
             server::ensure_room(used_bytes.saturating_add(budget_bytes), common.force)?;
         }
-        // Pages are written out of place, so a server holds more than the arrays for a while; it
-        // takes no memory before it is written to.
+        // Pages are written out of place, so a server holds more than the arrays for a while. It
+        // takes no memory before a page is written.
         let capacity_bytes = size_bytes.saturating_mul(2).saturating_add(256 << 20);
         let server = MemoryServer::start(&common.at, capacity_bytes)?;
         let mut builder = Runtime::builder()
@@ -68,12 +68,12 @@ impl Remote {
         Ok(Self { runtime, server })
     }
 
-    /// What the run was told to do.
+    /// Returns the settings of the run.
     pub fn config(&self, common: &Common, paging: &Paging) -> Config {
         Config::new(common, Some(paging), self.server.endpoint())
     }
 
-    /// A new array, whose use is known.
+    /// Makes an array of `len` elements, used as `advice` says.
     pub fn array<T: Pod>(&self, len: u64, advice: Advice) -> Result<RemoteArray<T>> {
         ensure!(
             len > 0,
@@ -83,7 +83,7 @@ impl Remote {
         self.array_of_shape(&[len], advice)
     }
 
-    /// The same with several dimensions, the slowest first.
+    /// Makes an array of `shape`, the slowest dimension first, used as `advice` says.
     pub fn array_of_shape<T: Pod>(
         &self,
         shape: &[usize],
@@ -98,8 +98,8 @@ impl Remote {
         Ok(array)
     }
 
-    /// What `measure` makes of the server on the raw fabric; none, with a warning, if that fails.
-    /// The benchmark's own figures are there: a full server has no room to measure it by.
+    /// Measures the server's raw fabric with `measure`. A failure only prints a warning and returns
+    /// `None`: the benchmark has its own figures, and a full server has no room to measure.
     pub fn yardsticks(
         &self,
         measure: impl FnOnce(&MemoryServer) -> Result<Yardsticks>,
@@ -111,12 +111,12 @@ impl Remote {
             .ok()
     }
 
-    /// Remembers the counters.
+    /// Returns a copy of the counters.
     pub fn mark(&self) -> Mark {
         Mark(self.runtime.stats())
     }
 
-    /// What happened from `begin` to `end`.
+    /// Returns the pager's work from `begin` to `end`.
     pub fn figures(begin: &Mark, end: &Mark) -> PagingFigures {
         let (pager, store) = (&end.0.pager, &end.0.store);
         let (pager_0, store_0) = (&begin.0.pager, &begin.0.store);

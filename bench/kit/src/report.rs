@@ -1,4 +1,4 @@
-//! What a run found, as JSON and as tables.
+//! Results of a run, as JSON and as tables.
 //!
 //! The rule it keeps: units are in the names, and a figure that does not apply is absent. MB are
 //! 10^6 bytes, as STREAM counts them.
@@ -15,31 +15,31 @@ use crate::{
     yardsticks::{Moved, Yardsticks},
 };
 
-/// One run.
+/// Result of one run.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// The subcommand.
+    /// Name of the subcommand.
     pub benchmark: &'static str,
-    /// Whether all data was what it had to be.
+    /// True if all data was what it had to be.
     pub verified: bool,
-    /// What it was told.
+    /// Settings of the run.
     pub config: Config,
-    /// What it found.
+    /// Figures of the benchmark.
     #[serde(flatten)]
     pub figures: Figures,
-    /// What the pager did meanwhile; none without one.
+    /// Work of the pager meanwhile; none without a pager.
     #[serde(flatten)]
     pub paging: Option<PagingFigures>,
 }
 
-/// What the run was told to do, defaults included.
+/// Settings of a run, defaults included.
 #[derive(Debug, Serialize)]
 pub struct Config {
-    /// Its endpoint, or what was used instead.
+    /// Endpoint of the memory server, or what was used instead.
     pub server: String,
-    /// Bytes of a page.
+    /// Size of a page in bytes.
     pub page_size_bytes: u64,
-    /// None: as many as the load asks for.
+    /// Number of fillers; none: as many as the load asks for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fillers: Option<u16>,
     /// `--link-gbps`.
@@ -48,32 +48,32 @@ pub struct Config {
     /// `--link-us`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub link_us: Option<f64>,
-    /// Whether all threads kept to one CPU.
+    /// True if all threads kept to one CPU.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub one_cpu: bool,
-    /// Whether sizes were tiny.
+    /// True if sizes were tiny.
     pub smoke: bool,
-    /// Of a benchmark that pages.
+    /// Settings of a benchmark that pages.
     #[serde(flatten)]
     pub paging: Option<PagingConfig>,
-    /// Threads that computed.
+    /// Number of threads that computed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
-    /// How often each loop ran.
+    /// Number of times that each loop ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iterations: Option<u16>,
     /// The exponent of a Zipf distribution.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zipf: Option<f64>,
-    /// Reads, and as many updates.
+    /// Number of reads, and of updates.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accesses: Option<u64>,
-    /// Faults timed in each state.
+    /// Number of faults timed in each state.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub samples: Option<u64>,
 }
 
-/// A count, or who chose it.
+/// Returns `count` as text, or `auto`.
 fn told(count: Option<u16>) -> String {
     count.map_or_else(|| "auto".to_owned(), |count| count.to_string())
 }
@@ -98,7 +98,7 @@ pub struct PagingConfig {
 }
 
 impl Config {
-    /// Of these options; a benchmark adds its own.
+    /// Takes the settings from the options; a benchmark adds its own.
     pub fn new(common: &Common, paging: Option<&Paging>, server: impl ToString) -> Self {
         Self {
             server: server.to_string(),
@@ -129,108 +129,108 @@ impl Config {
     }
 }
 
-/// The results proper; each benchmark fills in its own.
+/// Figures of a benchmark; each fills in its own.
 #[derive(Debug, Default, Serialize)]
 pub struct Figures {
-    /// STREAM's, or a field's writes and reads.
+    /// Kernels of STREAM, or a field's writes and reads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kernels: Option<Vec<Kernel>>,
-    /// What the figures are measured by.
+    /// Bounds that the figures are compared with.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub yardsticks: Option<Yardsticks>,
-    /// Reads and updates together: wall time by accesses of all threads.
+    /// Wall time divided by the reads and updates of all threads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub us_per_access: Option<f64>,
-    /// Wall time by reads of all threads.
+    /// Wall time divided by the reads of all threads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub us_per_read: Option<f64>,
-    /// Wall time by updates of all threads.
+    /// Wall time divided by the updates of all threads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub us_per_update: Option<f64>,
-    /// The reading threads' time by the pages that they waited for.
+    /// Time of the reading threads divided by the pages that they waited for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub us_per_read_miss: Option<f64>,
-    /// CPU time of the evictors by the unchanged pages that they sent away.
+    /// CPU time of the evictors divided by the unchanged pages that they sent away.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evictor_cpu_us_per_page: Option<f64>,
-    /// First write to and later read of pages far apart: time by pages.
+    /// Time of a first write to and a later read of pages far apart, divided by both accesses.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub us_per_sparse_page: Option<f64>,
     /// Private memory that the region took beside its pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata_bytes: Option<u64>,
-    /// Reads of remote pages while the budget has room.
+    /// Time of reads of remote pages while the budget has room.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fault_us: Option<Percentiles>,
-    /// Writes to remote pages while each has to push a changed page out.
+    /// Time of writes to remote pages while each has to push a changed page out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evicting_fault_us: Option<Percentiles>,
-    /// The kernel's own: first touch of ordinary memory.
+    /// Time of the kernel's own faults: first touches of ordinary memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kernel_fault_us: Option<Percentiles>,
-    /// Resolved by copying.
+    /// Time of bare userfaultfd faults that a handler thread resolves by copying.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uffd_round_trip_us: Option<Percentiles>,
-    /// The same with both threads on one CPU.
+    /// Time of bare faults resolved by copying, with both threads on one CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uffd_one_cpu_round_trip_us: Option<Percentiles>,
-    /// The same with each thread on a CPU of its own.
+    /// Time of bare faults resolved by copying, with each thread on a CPU of its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uffd_two_cpu_round_trip_us: Option<Percentiles>,
-    /// The same in a signal handler of the thread that faults.
+    /// Time of bare faults resolved by copying in a signal handler of the faulting thread.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uffd_in_thread_round_trip_us: Option<Percentiles>,
-    /// In a signal handler, too, by moving.
+    /// Time of bare faults resolved by moving in a signal handler of the faulting thread.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uffd_in_thread_move_round_trip_us: Option<Percentiles>,
-    /// Resolved by moving a page that is there.
+    /// Time of bare faults that a handler thread resolves by moving a mapped page.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uffd_move_round_trip_us: Option<Percentiles>,
-    /// The same with a READ of the page over shared memory, and its hash.
+    /// Time of bare faults resolved by a READ over shared memory, a hash and a move.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uffd_read_round_trip_us: Option<Percentiles>,
-    /// The same in a signal handler.
+    /// Time of faults with READ, hash and move in a signal handler of the faulting thread.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uffd_in_thread_read_round_trip_us: Option<Percentiles>,
-    /// A handler thread resolves the fault in the same way and takes an unchanged page out: time by
-    /// faults.
+    /// Mean time of faults with READ, hash and move by a handler thread that also takes an
+    /// unchanged page out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uffd_replace_us: Option<f64>,
     /// The largest difference between an element written and the same element read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_max: Option<f64>,
-    /// Bytes copied within this process.
+    /// Rate of copying within this process.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memcpy_mb_per_s: Option<f64>,
-    /// With buffers that stay in the caches.
+    /// Rate of READs with buffers that stay in the caches.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub raw_read_mb_per_s: Option<f64>,
-    /// The same of WRITEs.
+    /// Rate of WRITEs with buffers that stay in the caches.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub raw_write_mb_per_s: Option<f64>,
-    /// With buffers that are in no cache, as frames are.
+    /// Rate of READs with buffers that are in no cache, as frames are.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub raw_cold_read_mb_per_s: Option<f64>,
-    /// The same of WRITEs.
+    /// Rate of WRITEs with buffers that are in no cache, as frames are.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub raw_cold_write_mb_per_s: Option<f64>,
-    /// READ and WRITE of the same bytes by the same threads, bytes of both directions added up.
+    /// Rate of READs and WRITEs in turns with cached buffers, bytes of both directions added up.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub raw_read_write_mb_per_s: Option<f64>,
-    /// STREAM's triad with all its transfers and hashes, but without a pager.
+    /// Rate of STREAM's triad with all its transfers and hashes, but without a pager.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub work_mb_per_s: Option<f64>,
-    /// The same with every run moved into a region and out of it.
+    /// Rate of STREAM's triad without a pager, with every run moved into a region and out of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moved_work_mb_per_s: Option<f64>,
 }
 
-/// A loop over the arrays.
+/// Rate and times of a loop over the arrays.
 #[derive(Debug, Serialize)]
 pub struct Kernel {
-    /// As in McCalpin's STREAM.
+    /// Name, as in McCalpin's STREAM.
     pub name: &'static str,
-    /// In the best time.
+    /// Rate in the best time.
     pub mb_per_s: f64,
     /// The best time.
     pub min_s: f64,
@@ -240,7 +240,7 @@ pub struct Kernel {
     pub max_s: f64,
 }
 
-/// Of a kernel that moved so many bytes each time, in these times.
+/// Computes the figures of a kernel that moved `bytes` each time, in these `seconds`.
 pub fn kernel_figures(name: &'static str, bytes: u64, seconds: &[f64]) -> Kernel {
     let min_s = seconds.iter().copied().fold(f64::INFINITY, f64::min);
     Kernel {
@@ -252,7 +252,7 @@ pub fn kernel_figures(name: &'static str, bytes: u64, seconds: &[f64]) -> Kernel
     }
 }
 
-/// Microseconds.
+/// Percentiles of times, in microseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Percentiles {
     /// The median.
@@ -263,12 +263,12 @@ pub struct Percentiles {
     pub p99: f64,
     /// The 99.9th percentile.
     pub p999: f64,
-    /// How many were timed.
+    /// Number of times.
     pub samples: u64,
 }
 
 impl Percentiles {
-    /// Of a histogram of nanoseconds.
+    /// Takes the percentiles from a histogram of nanoseconds.
     pub fn of(histogram: &Histogram<u64>) -> Self {
         let us = |percent| histogram.value_at_percentile(percent) as f64 / 1000.0;
         Self {
@@ -281,7 +281,7 @@ impl Percentiles {
     }
 }
 
-/// The one in the middle; of an even number, the mean of both.
+/// Returns the median; of an even number of values, the mean of the middle two.
 pub fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -292,18 +292,18 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// The mean of ratios; 1 of none.
+/// Returns the geometric mean of `ratios`, or 1 if there are none.
 pub fn geometric_mean(ratios: &[f64]) -> f64 {
     let logs: f64 = ratios.iter().map(|ratio| ratio.ln()).sum();
     (logs / ratios.len().max(1) as f64).exp()
 }
 
-/// For nanoseconds up to a minute, to three digits.
+/// Makes a histogram for nanoseconds up to a minute, to three digits.
 pub fn new_histogram() -> Histogram<u64> {
     Histogram::new_with_max(60_000_000_000, 3).expect("the bounds above are valid")
 }
 
-/// What the pager did during the measured part of the run.
+/// Work of the pager during the measured part of the run.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct PagingFigures {
     /// Accesses to pages that were not in local memory.
@@ -314,11 +314,11 @@ pub struct PagingFigures {
     pub evictions: u64,
     /// Pages that were wanted again while they left.
     pub steals: u64,
-    /// Of the fills, those ahead of a fault.
+    /// Fills ahead of a fault.
     pub prefetches: u64,
     /// Faults that had to wait for a frame.
     pub starved: u64,
-    /// Of the evictions, those of pages that had not changed.
+    /// Evictions of pages that had not changed.
     pub clean_evictions: u64,
     /// Bytes that the fabric brought.
     pub bytes_read: u64,
@@ -329,12 +329,12 @@ pub struct PagingFigures {
     pub compression_ratio: Option<f64>,
     /// Local memory for pages.
     pub budget_bytes: u64,
-    /// Since the runtime was built.
+    /// Most bytes resident at once since the runtime was built.
     pub peak_resident_bytes: u64,
 }
 
 impl PagingFigures {
-    /// What went over the fabric meanwhile.
+    /// Returns the bytes that went over the fabric in `seconds`.
     pub fn moved(&self, seconds: f64) -> Moved {
         Moved {
             bytes_read: self.bytes_read,
@@ -344,10 +344,10 @@ impl PagingFigures {
     }
 }
 
-/// Prints a report to standard output: one JSON object, or what it looks like for `human` readers.
+/// Prints a report to standard output: one JSON object, or what `human` makes of it.
 ///
 /// # Errors
-/// As [`say`].
+/// The errors of [`say`].
 pub fn print<R: Serialize>(report: &R, format: Format, human: impl Fn(&R) -> String) -> Result<()> {
     say(match format {
         Format::Json => {
@@ -357,10 +357,10 @@ pub fn print<R: Serialize>(report: &R, format: Format, human: impl Fn(&R) -> Str
     })
 }
 
-/// Prints a report, as [`print`](print()) does, and says whether its figures mean anything.
+/// Prints a report like [`print`](print()), and fails unless it is `verified`.
 ///
 /// # Errors
-/// They do not, since the data behind them was not what it had to be; and as [`say`].
+/// `verified` is false, so that the figures mean nothing; and the errors of [`say`].
 pub fn conclude<R: Serialize>(
     report: &R,
     verified: bool,
@@ -376,10 +376,10 @@ pub fn conclude<R: Serialize>(
 }
 
 impl Report {
-    /// As the function [`conclude`].
+    /// Prints this report by the function [`conclude`].
     ///
     /// # Errors
-    /// The same.
+    /// The errors of [`conclude`].
     pub fn conclude(&self, format: Format) -> Result<()> {
         conclude(self, self.verified, format, Self::human)
     }
@@ -579,7 +579,7 @@ impl Report {
     }
 }
 
-/// An empty table for people; the first column holds names.
+/// Makes an empty table for people; the first column holds names.
 pub fn table<const N: usize>(header: [&str; N]) -> Table {
     let mut table = Table::new();
     table
@@ -588,7 +588,7 @@ pub fn table<const N: usize>(header: [&str; N]) -> Table {
     table
 }
 
-/// A row whose first cell is a name and whose others are figures.
+/// Makes a row whose first cell is a name and whose others are figures.
 pub fn right(row: impl IntoIterator<Item = String>) -> Vec<Cell> {
     let align = |at| {
         if at == 0 {

@@ -1,9 +1,9 @@
 //! The memory server that a benchmark starts for itself: this program once more, as `serve`, so
 //! that there is no second program to find and the server is a process of its own, as in real use.
 //!
-//! The rule it keeps: the server ends with the benchmark, however that ends. It lives as long as
-//! its standard input, whose other end only the benchmark holds; at its end the server removes its
-//! socket and exits.
+//! The rule it keeps: the server ends with the benchmark, however the benchmark ends. The server
+//! lives as long as its standard input, whose other end only the benchmark holds; at its end the
+//! server removes its socket and exits.
 
 use std::{
     env,
@@ -29,11 +29,11 @@ use crate::{
     options::{Fabric, ServerOptions},
 };
 
-/// Whether a benchmark that takes so many bytes on this machine, in its own process and its
-/// server's, may start.
+/// Checks that a benchmark may take `bytes` of this machine's memory, in its own process and its
+/// server's.
 ///
 /// # Errors
-/// They are not there, and nobody forces it.
+/// Fewer bytes are available, and `force` is false.
 pub fn ensure_room(bytes: u64, force: bool) -> Result<()> {
     let available_bytes = Allowance::of_this_process().available_bytes;
     ensure!(
@@ -46,17 +46,17 @@ pub fn ensure_room(bytes: u64, force: bool) -> Result<()> {
     Ok(())
 }
 
-/// The server that a benchmark talks to.
+/// Memory server that a benchmark talks to.
 pub struct MemoryServer {
     endpoint: Endpoint,
     own: Option<Child>,
 }
 
 impl MemoryServer {
-    /// The server of `--server`, or one of our own that lends up to `capacity_bytes`.
+    /// Returns the server of `--server`, or starts our own, which lends up to `capacity_bytes`.
     ///
     /// # Errors
-    /// The own server does not start; it has said why on standard error.
+    /// Our own server does not start; it has said why on standard error.
     pub fn start(options: &ServerOptions, capacity_bytes: u64) -> Result<Self> {
         match &options.server {
             Some(endpoint) => Ok(Self::at(endpoint.clone())),
@@ -64,7 +64,7 @@ impl MemoryServer {
         }
     }
 
-    /// The server at an endpoint.
+    /// Returns the server at `endpoint`, which is not started here.
     pub fn at(endpoint: Endpoint) -> Self {
         Self {
             endpoint,
@@ -72,20 +72,21 @@ impl MemoryServer {
         }
     }
 
-    /// One of our own that lends up to `capacity_bytes`.
+    /// Starts a server of our own that lends up to `capacity_bytes`.
     ///
     /// # Errors
-    /// It does not start; it has said why on standard error.
+    /// The server does not start; it has said why on standard error.
     pub fn own(fabric: Fabric, capacity_bytes: u64) -> Result<Self> {
         let listen = own_endpoint(fabric, "server")?;
         Self::spawn(this_program()?, &listen, capacity_bytes, None)
     }
 
-    /// One of our own that has less memory than it lends: so much, and `spill` is where the rest
-    /// goes. Another of our own may be beside it. It may run in a cgroup, which has to live longer.
+    /// Starts a server of our own that lends `capacity_bytes` but holds only `memory_bytes`; the
+    /// rest goes to `spill`. A server of [`Self::own`] may run beside it. `cgroup` has to live
+    /// longer.
     ///
     /// # Errors
-    /// It does not start; it has said why on standard error.
+    /// The server does not start; it has said why on standard error.
     pub fn tiered(
         fabric: Fabric,
         capacity_bytes: u64,
@@ -148,37 +149,37 @@ impl MemoryServer {
         }
     }
 
-    /// Where it listens.
+    /// Returns the endpoint at which the server listens.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
 
-    /// The process of our own server.
+    /// Returns the process id of our own server.
     ///
     /// # Errors
-    /// It is not ours.
+    /// The server is not our own.
     pub fn pid(&self) -> Result<u32> {
         let own = self.own.as_ref().context("the server is not our own")?;
         Ok(own.id())
     }
 
-    /// The CPU time that our own server has used, in seconds.
+    /// Returns the CPU time that our own server has used, in seconds.
     ///
     /// # Errors
-    /// It has died, or is not ours.
+    /// The server has died, or is not our own.
     pub fn cpu_s(&self) -> Result<f64> {
         cpu_s_of(self.pid()?)
     }
 
-    /// The memory that our own server holds.
+    /// Returns the memory that our own server holds.
     ///
     /// # Errors
-    /// It has died, or is not ours.
+    /// The server has died, or is not our own.
     pub fn held(&self) -> Result<Held> {
         Held::by(self.pid()?)
     }
 
-    /// Whether our own server has neither ended nor died.
+    /// True if our own server has neither ended nor died.
     pub fn is_running(&mut self) -> bool {
         let ended = self.own.as_mut().map(Child::try_wait);
         matches!(ended, Some(Ok(None)))
@@ -200,10 +201,10 @@ fn this_program() -> Result<Command> {
     Ok(Command::new(path))
 }
 
-/// CPU time of a process of this machine.
+/// Returns the CPU time of a process of this machine, in seconds.
 ///
 /// # Errors
-/// It has ended.
+/// The process has ended.
 fn cpu_s_of(pid: u32) -> Result<f64> {
     let path = format!("/proc/{pid}/stat");
     let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
@@ -219,7 +220,7 @@ fn cpu_s_of(pid: u32) -> Result<f64> {
     Ok((user + system) / per_second.context("a tick has no length")? as f64)
 }
 
-/// Where a server of our own can be reached over RDMA.
+/// Returns the first address of this machine's RDMA devices.
 fn own_rdma_address() -> Result<IpAddr> {
     let devices = farpage_fabric::rdma_devices().map_err(anyhow::Error::msg)?;
     let mut addresses = devices.iter().flat_map(|device| &device.addresses);
@@ -228,10 +229,10 @@ fn own_rdma_address() -> Result<IpAddr> {
     )
 }
 
-/// Where a server of our own listens; `name` keeps several apart.
+/// Returns an endpoint for a server of our own; `name` keeps several apart.
 ///
 /// # Errors
-/// There is no adapter for RDMA.
+/// No RDMA device of this machine has an address.
 pub fn own_endpoint(fabric: Fabric, name: &str) -> Result<Endpoint> {
     Ok(match fabric {
         Fabric::Shm => {
@@ -249,29 +250,29 @@ pub fn own_endpoint(fabric: Fabric, name: &str) -> Result<Endpoint> {
     })
 }
 
-/// What the server's process is told.
+/// Options of the server's process.
 #[derive(Args, Debug)]
 pub struct ServeOptions {
-    /// Where to listen.
+    /// Endpoint to listen at.
     #[arg(long)]
     pub listen: Endpoint,
-    /// The most bytes to lend.
+    /// Upper bound of the bytes to lend.
     #[arg(long)]
     pub capacity_bytes: u64,
-    /// The most memory to hold for it.
+    /// Upper bound of the memory for lent bytes.
     #[arg(long, requires = "spill")]
     pub memory_bytes: Option<u64>,
-    /// Where the rest goes.
+    /// Directory for the lent bytes beyond `memory_bytes`.
     #[arg(long, requires = "memory_bytes")]
     pub spill: Option<PathBuf>,
 }
 
-/// The server process: prints where it listens, serves until standard input ends.
+/// Runs the server process: prints its endpoint, and serves until standard input ends.
 pub fn serve(options: &ServeOptions) -> Result<()> {
     let mut server = Server::builder()
         .listen(options.listen.clone())
         .capacity(options.capacity_bytes)
-        // When the benchmark is gone there is nobody to wait for.
+        // No client comes back when the benchmark is gone.
         .grace(Duration::ZERO);
     if let (Some(bytes), Some(directory)) = (options.memory_bytes, &options.spill) {
         server = server.memory(bytes).spill(directory.clone());
@@ -285,8 +286,7 @@ pub fn serve(options: &ServeOptions) -> Result<()> {
     writeln!(stdout, "{endpoint}")
         .and_then(|()| stdout.flush())
         .context("cannot say where the server listens")?;
-    // Nobody writes here: it ends when the other end is closed, by the benchmark's end at the
-    // latest.
+    // Standard input carries no data: it ends when the benchmark closes the other end, or ends.
     io::stdin()
         .read_to_end(&mut Vec::new())
         .context("cannot wait on standard input")?;

@@ -1,8 +1,8 @@
-//! Several benchmarks in one sitting: each is this program once more, a fresh process whose figures
-//! are the ones that a user sees who types the same command.
+//! Several benchmarks in one sitting. Each runs in a fresh process of this program, so that its
+//! figures are the ones of the same command typed by a user.
 //!
-//! The rule it keeps: no benchmark outlives the sitting, and Ctrl-C ends one as an error, so that
-//! whoever set something up takes it down again.
+//! The rule it keeps: no benchmark outlives the sitting. Ctrl-C ends a benchmark as an error, so
+//! that guards take down what was set up.
 
 use std::{
     collections::HashMap,
@@ -24,7 +24,7 @@ use signal_hook::{
     flag,
 };
 
-/// Longer than any benchmark here takes; what takes longer hangs.
+/// Upper bound of the time of a benchmark: one that takes longer hangs.
 const TIME_MAX: Duration = Duration::from_secs(900);
 
 /// A series of benchmarks.
@@ -33,12 +33,12 @@ pub struct Sitting {
     smoke: bool,
     /// Results of this repetition, by command.
     results: HashMap<String, Value>,
-    /// Of all repetitions.
+    /// Results of all repetitions.
     reports: Vec<Value>,
 }
 
 impl Sitting {
-    /// From now on Ctrl-C, SIGTERM and SIGHUP end a benchmark instead of this process.
+    /// Begins a sitting: Ctrl-C, SIGTERM and SIGHUP end a benchmark from now on, not this process.
     pub fn new(smoke: bool) -> Result<Self> {
         let interrupted = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM, SIGHUP] {
@@ -62,8 +62,8 @@ impl Sitting {
         self.results.remove(command);
     }
 
-    /// A figure of a command: a path such as `/fault_us/p50` in its result. A command runs once in
-    /// a repetition.
+    /// Returns the figure at `path`, such as `/fault_us/p50`, in the result of `command`. A command
+    /// runs once in a repetition.
     pub fn figure(&mut self, command: &str, path: &str) -> Result<f64> {
         if !self.results.contains_key(command) {
             let result = self.run(command)?;
@@ -78,7 +78,7 @@ impl Sitting {
             })
     }
 
-    /// All results so far.
+    /// Returns all results so far.
     pub fn into_reports(self) -> Vec<Value> {
         self.reports
     }
@@ -89,7 +89,7 @@ impl Sitting {
         self.run_as(Command::new(this_program), command)
     }
 
-    /// The same with `program` in front, which has to run what its arguments say.
+    /// Appends `command` to the arguments of `program`, which has to run this program with them.
     pub fn run_as(&self, mut program: Command, command: &str) -> Result<Value> {
         program
             .args(command.split_whitespace())
@@ -103,7 +103,7 @@ impl Sitting {
     /// Runs a program, called `name` in errors, to its end; returns what it printed.
     ///
     /// # Errors
-    /// It failed, took too long, or the sitting was interrupted.
+    /// The program failed or took too long, or the sitting was interrupted.
     pub fn output(&self, mut program: Command, name: &str) -> Result<String> {
         let mut child = program
             .stdin(Stdio::null())
@@ -145,19 +145,18 @@ impl Sitting {
     }
 }
 
-/// A child that ends with its owner.
+/// Child process that ends with its owner.
 struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Nothing happens to one that has ended already, and of one that cannot be ended nothing
-        // better is known.
+        // A child that has ended already is not affected; one that cannot be killed is beyond help.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// All that a child writes, read while it runs, since a full pipe would stop it.
+/// Reads all that a child writes while the child runs, since a full pipe would stop it.
 fn collect(mut from: impl Read + Send + 'static) -> thread::JoinHandle<String> {
     thread::spawn(move || {
         let mut bytes = Vec::new();

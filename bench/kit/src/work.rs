@@ -1,14 +1,14 @@
-//! STREAM's triad without a pager: what the work itself costs on this machine's cores. And pages
+//! STREAM's triad without a pager: the cost of the work itself on this machine's cores. Also pages
 //! that only come and leave.
 //!
-//! Per page that comes in: READ, verification of its hash, arithmetic, its hash again, which is how
-//! changes are found, and a WRITE of the third of them that changed. The same layers do it, in runs
-//! of the same length, with as much local memory and one thread per core, but no page ever faults:
-//! there is no userfaultfd in it, no wake-up and no guess. Once more with each run moved into the
-//! program's memory and out of it, still without a fault.
+//! Each page that comes in is read, verified by its hash, computed with, and hashed again to find
+//! changes; the changed third is written. The pager's layers do the work, in runs of the same
+//! length, with as much local memory and one thread per core. No page ever faults: there is no
+//! userfaultfd, no wake-up and no guess. A second measurement moves each run into the program's
+//! memory and out of it, still without a fault.
 //!
-//! The rule it keeps: every thread has memory of its own and knows beforehand what it needs next,
-//! so that nothing is faster unless it does less work; and what comes in is what was written.
+//! The rule it keeps: every thread has memory of its own and knows beforehand which pages are next,
+//! so that only less work could be faster. Pages that come in are checked against what was written.
 
 use std::{
     collections::VecDeque,
@@ -36,32 +36,31 @@ use crate::{
     server::MemoryServer,
 };
 
-/// Of each of a thread's three arrays, together with those of the other threads: what STREAM has in
-/// `targets`.
+/// Bytes of each of the three arrays, of all threads together: as many as STREAM has in `targets`.
 const ARRAY_BYTES: usize = 128 << 20;
 const SMOKE_ARRAY_BYTES: usize = 4 << 20;
-/// As the pager's.
+/// Bytes of the longest run, as in the pager.
 const RUN_BYTES_MAX: usize = 512 << 10;
 const RUN_PAGES_MAX: usize = 64;
-/// Steps that are read ahead: about what a thread of STREAM has in its windows.
+/// Steps that are read ahead: about as many as a thread of STREAM has in its windows.
 const STEPS_AHEAD: usize = 3;
 
-/// How it is done.
+/// Settings of a measurement.
 pub struct Setting {
-    /// A slower network than there is.
+    /// Model of a slower network than the real one.
     pub link: Option<Arc<Link>>,
     /// Threads that work.
     pub threads: usize,
     /// Bytes of a page.
     pub page_bytes: usize,
-    /// Whether sizes are tiny.
+    /// True if sizes are tiny.
     pub smoke: bool,
-    /// Each rate is measured for so long.
+    /// Time for which each rate is measured.
     pub time: Duration,
 }
 
 impl Setting {
-    /// As a benchmark's options say.
+    /// Takes the settings from a benchmark's options.
     pub fn of(common: &Common, time: Duration) -> Self {
         Self {
             link: common.link(),
@@ -73,13 +72,13 @@ impl Setting {
     }
 }
 
-/// What becomes of pages that have come in.
+/// Work on pages that have come in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Job {
-    /// STREAM's triad, which changes a third of them. With runs that move into a region and out of
-    /// it, or in local memory that stays where it is.
+    /// STREAM's triad, which changes a third of the pages. `moving`: runs move into a region and
+    /// out of it. Otherwise local memory stays where it is.
     Triad { moving: bool },
-    /// They move in and out as they are, or with one element of each changed.
+    /// A pass in and out, with one element of each page changed if `changed`.
     Pass { changed: bool },
 }
 
@@ -89,17 +88,17 @@ impl Job {
     }
 }
 
-/// STREAM's MB/s.
+/// Rates of STREAM's triad in MB/s.
 pub struct Rates {
-    /// In local memory that stays where it is.
+    /// Rate in local memory that stays where it is.
     pub work: f64,
-    /// With runs that move into a region and out of it.
+    /// Rate with runs that move into a region and out of it.
     pub moving: f64,
-    /// Elements that came back other than they were written.
+    /// Number of elements that did not come back as they were written.
     pub wrong: u64,
 }
 
-/// Of the triad.
+/// Measures the triad.
 pub fn rates(setting: &Setting, server: &MemoryServer) -> Result<Rates> {
     let (work, wrong) = rate(setting, server, Job::Triad { moving: false })?;
     let (moving, wrong_moving) = rate(setting, server, Job::Triad { moving: true })?;
@@ -110,17 +109,17 @@ pub fn rates(setting: &Setting, server: &MemoryServer) -> Result<Rates> {
     })
 }
 
-/// MB/s of pages that come in, move into a region and out of it, and leave.
+/// Rates of pages that come in, move into a region and out of it, and leave, in MB/s.
 pub struct PageRates {
-    /// Of pages that leave as they came.
+    /// Rate of pages that leave as they came.
     pub unchanged: f64,
-    /// Of pages that are written back.
+    /// Rate of pages that are written back.
     pub changed: f64,
-    /// Elements that came back other than they were written.
+    /// Number of elements that did not come back as they were written.
     pub wrong: u64,
 }
 
-/// Of pages, whatever a program does with them.
+/// Measures pages that come and leave, whatever a program does with them.
 pub fn page_rates(setting: &Setting, server: &MemoryServer) -> Result<PageRates> {
     let (unchanged, wrong) = rate(setting, server, Job::Pass { changed: false })?;
     let (changed, wrong_changed) = rate(setting, server, Job::Pass { changed: true })?;
@@ -150,10 +149,10 @@ fn rate(setting: &Setting, server: &MemoryServer, job: Job) -> Result<(f64, u64)
     };
     let space = KernelSpace::new(KernelSpaceOptions {
         shards: threads,
-        // Tiny local memory is less than what travels.
+        // Tiny local memory is smaller than the frames under way.
         frame_bytes_max: 2 * local + threads * 3 * (STEPS_AHEAD + 2) * run_bytes(page_bytes),
-        // Nobody serves faults: one would be a mistake, and has to end instead of sleeping for
-        // ever.
+        // No thread serves faults: a fault would be a mistake, and has to end the program instead
+        // of sleeping for ever.
         in_thread: true,
         ..KernelSpaceOptions::default()
     })?;
@@ -196,7 +195,7 @@ fn run_bytes(page_bytes: usize) -> usize {
         .max(page_bytes)
 }
 
-/// A frame, as the store wants it.
+/// Kernel frame with the traits that the store asks for.
 struct Local(KernelFrame);
 
 impl AsRef<[u8]> for Local {
@@ -223,10 +222,10 @@ impl farpage_store::Frame for Local {
 
 /// Runs at the same place of a, b and c.
 struct Step {
-    /// Counted from the beginning of the phase.
+    /// Number of the step, counted from the beginning of the phase.
     number: u64,
     frames: [Option<Local>; 3],
-    /// How many of them travel.
+    /// Number of frames under way.
     open: usize,
 }
 
@@ -237,11 +236,11 @@ struct Worker<'a> {
     thread: usize,
     page_bytes: usize,
     run_bytes: usize,
-    /// Runs of an array.
+    /// Number of runs of an array.
     runs: u64,
-    /// Steps that fit into local memory.
+    /// Number of steps that fit into local memory.
     steps: usize,
-    /// Where the arrays are mapped, one behind the other.
+    /// Address of the arrays, which are mapped one behind the other.
     region: usize,
     geometry: Geometry,
     job: Job,
@@ -258,7 +257,7 @@ impl<'a> Worker<'a> {
         job: Job,
     ) -> Result<Self> {
         let run_bytes = run_bytes(page_bytes);
-        // Steps that are on their way somewhere must not be wanted again.
+        // A step must not be wanted again while its frames are under way.
         let runs = array.div_ceil(run_bytes).max(4 * STEPS_AHEAD);
         let bytes = 3 * runs * run_bytes;
         let store = PageStore::remote(
@@ -293,7 +292,7 @@ impl<'a> Worker<'a> {
         })
     }
 
-    /// Writes all of the arrays.
+    /// Writes the initial values of all arrays.
     fn prepare(&mut self) -> Result<()> {
         let mut done = Vec::new();
         for run in 0..3 * self.runs {
@@ -315,8 +314,8 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
-    /// The job, again and again from the beginning, each time with other values, so that what is to
-    /// change does. Returns bytes per second, after the first time.
+    /// Runs the job again and again from the beginning, each time with other values, so that pages
+    /// do change. Returns bytes per second, the first time excluded.
     fn run(&mut self, time: Duration) -> Result<f64> {
         let mut resident: VecDeque<Step> = VecDeque::new();
         let mut coming: VecDeque<Step> = VecDeque::new();
@@ -345,7 +344,7 @@ impl<'a> Worker<'a> {
                 coming.push_back(self.read(begun, frames)?);
                 begun += 1;
             }
-            // 3. What was used longest ago leaves.
+            // 3. The step that was used longest ago leaves.
             if resident.len() > self.steps || ends && !resident.is_empty() {
                 let step = resident.pop_front().expect("there is one");
                 leaving.push(self.write(step, &mut done)?);
@@ -353,7 +352,7 @@ impl<'a> Worker<'a> {
             if ends && coming.is_empty() && leaving.is_empty() && resident.is_empty() {
                 break;
             }
-            // 4. What has arrived, or has left.
+            // 4. Frames that have arrived, or have left.
             self.poll(&mut done)?;
             for done in done.drain(..) {
                 ensure!(
@@ -386,12 +385,12 @@ impl<'a> Worker<'a> {
         Ok(bytes as f64 / start.elapsed().as_secs_f64())
     }
 
-    /// The run of an array in a step.
+    /// Returns the run of `array` in step `number`.
     fn run_of(&self, number: u64, array: usize) -> u64 {
         array as u64 * self.runs + number % self.runs
     }
 
-    /// The pages of a run, in the region.
+    /// Returns the pages of `run` in the region.
     fn pages_of(&self, run: u64) -> Pages {
         let count = self.run_bytes / self.page_bytes;
         Pages::new(
@@ -426,7 +425,7 @@ impl<'a> Worker<'a> {
         })
     }
 
-    /// Takes a step out, hashes it, and writes what has changed. What ends meanwhile is `done`.
+    /// Detaches a step, hashes it, and starts to write changed pages. Completions go to `done`.
     fn write(&mut self, mut step: Step, done: &mut Vec<Done<Local>>) -> Result<Step> {
         for array in 0..3 {
             let run = self.run_of(step.number, array);
@@ -458,8 +457,8 @@ impl<'a> Worker<'a> {
         done: &mut Vec<Done<Local>>,
     ) -> Result<()> {
         let first = self.first_of(run);
-        // Changed pages whose slots do not lie in a row are a WRITE each, for which a lane may have
-        // no room yet.
+        // Changed pages whose slots are not neighbours need a WRITE each, for which the lane may
+        // have no room yet.
         while let Err(refused) = self.lane.write_back(&self.store, first, frame, tag) {
             frame = refused;
             self.poll(done)?;
@@ -492,7 +491,7 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
-    /// Returns how many of the elements that it looks at are wrong.
+    /// Runs the job on `arrays`. Returns the number of wrong elements among those checked.
     fn work(&self, number: u64, arrays: [&mut [f64]; 3]) -> u64 {
         let round = number / self.runs;
         let original = |array, at| self.original(number, array, at);
@@ -509,7 +508,7 @@ impl<'a> Worker<'a> {
         original(self.thread, self.run_of(number, array), at)
     }
 
-    /// Lets the lane go on, and sleeps if there is nothing to do for it.
+    /// Polls the lane, and sleeps until its next event if nothing has completed.
     fn poll(&mut self, done: &mut Vec<Done<Local>>) -> Result<()> {
         self.lane.poll(done);
         if !done.is_empty() || self.lane.in_flight() == 0 {
@@ -536,13 +535,13 @@ fn elements(frame: &mut Local) -> &mut [f64] {
     cast_slice_mut(frame.as_mut())
 }
 
-/// What an array holds at first: whole numbers, so that arithmetic is exact.
+/// Returns the initial value of an element: a whole number, so that arithmetic is exact.
 fn original(thread: usize, run: u64, at: usize) -> f64 {
     (mix(run << 32 | (thread << 24) as u64 ^ at as u64) >> 24) as f64
 }
 
-/// Changes the first of every `step` elements, if any. Looks at the first and the last elements
-/// that came in, and returns how many are wrong.
+/// Changes the first of every `step` elements, if any. Checks the first and the last element that
+/// came in of each array, and returns the number of wrong ones.
 fn pass(
     arrays: [&mut [f64]; 3],
     round: u64,
@@ -564,8 +563,8 @@ fn pass(
     wrong
 }
 
-/// `a = b + (round + 1) * c`. Looks at the first and the last elements that came in, and returns
-/// how many are wrong.
+/// Computes `a = b + (round + 1) * c`. Checks the first and the last element that came in of each
+/// array, and returns the number of wrong ones.
 fn triad([a, b, c]: [&mut [f64]; 3], round: u64, original: impl Fn(usize, usize) -> f64) -> u64 {
     let last = a.len() - 1;
     let mut wrong = 0;

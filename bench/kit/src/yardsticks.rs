@@ -1,7 +1,7 @@
-//! What a figure can be measured by: the raw fabric and plain memory, from the same run.
+//! Yardsticks for a figure: the raw fabric and plain memory, measured in the same run.
 //!
-//! The rule it keeps: what is compared with is what nobody can do better, so 100 % is all that
-//! there is to gain. Measuring them is left to `raw` and to the benchmarks.
+//! The rule it keeps: a yardstick is a rate or time that no pager can beat, so 100 % is all that
+//! there is to gain. Measuring yardsticks is left to `raw` and to the benchmarks.
 
 use std::fmt;
 
@@ -9,10 +9,10 @@ use serde::Serialize;
 
 use crate::options::Common;
 
-/// An array of ordinary memory to compare with: larger than caches are.
+/// Bytes of an array of ordinary memory to compare with: larger than caches are.
 const PLAIN_BYTES: usize = 64 << 20;
 
-/// Bytes of such an array.
+/// Returns the bytes of an array of ordinary memory to compare with.
 pub fn plain_bytes(common: &Common) -> usize {
     match common.run.smoke {
         true => 1 << 20,
@@ -20,7 +20,7 @@ pub fn plain_bytes(common: &Common) -> usize {
     }
 }
 
-/// How near a benchmark came to what bounds it.
+/// Yardsticks of a benchmark, and how near its figures came to them.
 #[derive(Debug, Serialize)]
 pub struct Yardsticks {
     #[serde(flatten)]
@@ -31,7 +31,7 @@ pub struct Yardsticks {
     fabric_share: f64,
 }
 
-/// The same work in ordinary memory, by the same threads.
+/// Figure of a benchmark's work in ordinary memory, by the same threads.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Plain {
@@ -54,14 +54,14 @@ enum Fabric {
     FabricReadUs(f64),
 }
 
-/// What went over the fabric, in how long.
+/// Bytes that went over the fabric, and the time that they took.
 #[derive(Clone, Copy, Debug)]
 pub struct Moved {
     /// Bytes that READs brought.
     pub bytes_read: u64,
     /// Bytes that WRITEs took away.
     pub bytes_written: u64,
-    /// Long enough for several operations at once.
+    /// Time in seconds, long enough for several operations at once.
     pub seconds: f64,
 }
 
@@ -72,12 +72,13 @@ pub struct FabricRates {
     pub raw_read_mb_per_s: f64,
     /// WRITEs alone.
     pub raw_write_mb_per_s: f64,
-    /// Both at once, bytes of both directions added up.
+    /// READs and WRITEs at once, bytes of both directions added up.
     pub raw_read_write_mb_per_s: f64,
 }
 
 impl Plain {
-    /// Of a rate, the share that was reached; of a time, the part that plain memory takes.
+    /// Returns `figure`'s share of a rate, or the part of the time `figure` that plain memory
+    /// takes.
     fn share_of(self, figure: f64) -> f64 {
         match self {
             Self::PlainTriadMbPerS(rate) | Self::PlainBothMbPerS(rate) => figure / rate,
@@ -87,7 +88,7 @@ impl Plain {
 }
 
 impl Yardsticks {
-    /// Of work that moved pages. `figure` is what is compared with plain memory.
+    /// Compares work that moved pages. `figure` is compared with plain memory.
     pub fn of_transfers(figure: f64, plain: Plain, moved: Moved, fabric: FabricRates) -> Self {
         let least_seconds = fabric.seconds(moved.bytes_read, moved.bytes_written);
         Self {
@@ -98,7 +99,7 @@ impl Yardsticks {
         }
     }
 
-    /// Of single faults, of which `p50_us` is the median.
+    /// Compares single faults, of which `p50_us` is the median.
     pub fn of_faults(p50_us: f64, plain_p50_us: f64, fabric_read_us: f64) -> Self {
         let plain = Plain::PlainP50Us(plain_p50_us);
         Self {
@@ -111,7 +112,7 @@ impl Yardsticks {
 }
 
 impl FabricRates {
-    /// The least time for so many bytes in each direction.
+    /// Returns the least time for `read_bytes` and `written_bytes`.
     fn seconds(&self, read_bytes: u64, written_bytes: u64) -> f64 {
         let (read, written) = (read_bytes as f64 / 1e6, written_bytes as f64 / 1e6);
         [
@@ -124,7 +125,7 @@ impl FabricRates {
     }
 }
 
-/// One line under the tables: whether the figures are good.
+/// One line under the tables: how good the figures are.
 impl fmt::Display for Yardsticks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let plain = percent(self.plain_share);
@@ -160,7 +161,7 @@ impl fmt::Display for Yardsticks {
     }
 }
 
-/// Whole percent, and two digits of small shares.
+/// Formats `share` in whole percent, or with two decimals if small.
 fn percent(share: f64) -> String {
     match 100.0 * share {
         percent if percent < 0.95 => format!("{percent:.2}"),

@@ -1,8 +1,8 @@
 //! [`Cgroup`]: a memory cgroup for one program, by either of the kernel's two interfaces.
 //!
-//! The rule it keeps: it is owned by a guard, and gone when the guard is dropped: at the end, on an
-//! error, in a panic. What a killed run left behind carries that run's process id, so that the next
-//! one finds and [removes](Cgroup::remove_leftovers) it.
+//! The rule it keeps: a cgroup is owned by a guard, and gone when the guard is dropped: at the end,
+//! on an error, in a panic. Leftovers of a killed run carry its process id, so that the next run
+//! finds and [removes](Cgroup::remove_leftovers) them.
 
 use std::{
     env,
@@ -20,13 +20,13 @@ use nix::{
     unistd::Pid,
 };
 
-/// With the process id, the name of whatever a run sets up on a machine.
+/// Prefix of the name of whatever a run sets up on a machine; the process id follows.
 pub const NAME: &str = "farpage-";
-/// How long the kernel, or udev, may take to let go of something.
+/// Time that the kernel, or udev, may take to let go of something.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Where a cgroup of our own can be made, and by which of the two interfaces: a machine has its
-/// memory controller in one of them.
+/// Place for a cgroup of our own, and the interface that makes it: a machine has its memory
+/// controller in one of two.
 #[derive(Debug, PartialEq)]
 pub struct Parent {
     path: PathBuf,
@@ -39,7 +39,7 @@ enum Version {
     V2,
 }
 
-/// The cgroup below which one of our own is limited as we are, and may hold processes.
+/// Returns the cgroup below which one of our own is limited as we are, and may hold processes.
 fn parent_cgroup(mounts: &str, own: &str) -> Result<Parent> {
     if let Some(path) = parent_v1(mounts, own) {
         return Ok(Parent {
@@ -53,7 +53,7 @@ fn parent_cgroup(mounts: &str, own: &str) -> Result<Parent> {
     })
 }
 
-/// Our own cgroup, where cgroup v1 has the memory controller.
+/// Returns our own cgroup if cgroup v1 has the memory controller.
 fn parent_v1(mounts: &str, own: &str) -> Option<PathBuf> {
     let (root, mount) = mounts.lines().find_map(|line| {
         let (mount, file_system) = line.split_once(" - ")?;
@@ -78,8 +78,8 @@ fn parent_v1(mounts: &str, own: &str) -> Option<PathBuf> {
     Some(Path::new(mount).join(below))
 }
 
-/// The cgroup that our own one is in, where cgroup v2 has the memory controller: there, one with
-/// processes has none below it.
+/// Returns the parent of our own cgroup if cgroup v2 has the memory controller. In v2, a cgroup
+/// with processes has none below it.
 fn parent_v2(mounts: &str, own: &str) -> Result<PathBuf> {
     let root = mounts
         .lines()
@@ -106,36 +106,36 @@ fn parent_v2(mounts: &str, own: &str) -> Result<PathBuf> {
 }
 
 impl Parent {
-    /// Of this process.
+    /// Finds the place for cgroups of this process.
     ///
     /// # Errors
-    /// There is no memory controller that it could use.
+    /// This process has no memory controller to use.
     pub fn find() -> Result<Self> {
         let read = |path| fs::read_to_string(path).with_context(|| format!("cannot read {path}"));
         parent_cgroup(&read("/proc/self/mountinfo")?, &read("/proc/self/cgroup")?)
     }
 }
 
-/// A memory cgroup, which is empty and gone when this is dropped.
+/// Memory cgroup, emptied and removed when dropped.
 pub struct Cgroup {
     path: PathBuf,
     version: Version,
 }
 
-/// Whether what is beyond a cgroup's limit may be swapped out.
+/// Permission to swap out memory beyond a cgroup's limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SwapUse {
-    /// As much as the machine has swap for.
+    /// Swap is used as far as the machine has any.
     Free,
-    /// Not a page.
+    /// Swap is never used.
     Never,
 }
 
 impl Cgroup {
-    /// One with `memory_bytes`.
+    /// Makes a cgroup with `memory_bytes`.
     ///
     /// # Errors
-    /// This process may not make it.
+    /// This process may not make the cgroup.
     pub fn set_up(parent: &Parent, memory_bytes: u64, swap: SwapUse) -> Result<Self> {
         let path = parent.path.join(format!("{NAME}{}", process::id()));
         fs::create_dir(&path)
@@ -147,7 +147,7 @@ impl Cgroup {
         match cgroup.version {
             Version::V1 => {
                 cgroup.write("memory.limit_in_bytes", &memory_bytes.to_string())?;
-                // Swap has no limit of its own there unless somebody sets one.
+                // Cgroup v1 has no separate limit of swap by default.
                 if swap == SwapUse::Never {
                     cgroup.write("memory.swappiness", "0")?;
                 }
@@ -161,14 +161,14 @@ impl Cgroup {
                 cgroup.write("memory.swap.max", swap_max)?;
             }
         }
-        // Where zswap is on, it would stand before the device.
+        // Where zswap is on, zswap would stand before the swap device.
         if cgroup.path.join("memory.zswap.max").exists() {
             cgroup.write("memory.zswap.max", "0")?;
         }
         Ok(cgroup)
     }
 
-    /// Runs this program inside, whatever arguments are added.
+    /// Returns a command that runs this program inside, with arguments still to be added.
     ///
     /// # Errors
     /// This program's own file cannot be found.
@@ -180,9 +180,9 @@ impl Cgroup {
         Ok(command)
     }
 
-    /// What stands before a command's words so that it runs inside.
+    /// Returns the words that stand before a command's own so that the command runs inside.
     pub fn words(&self) -> [OsString; 4] {
-        // A shell moves itself before it becomes the program: not a byte of the program is
+        // A shell moves itself inside before it becomes the program: not a byte of the program is
         // allocated outside.
         let moves = r#"echo $$ >"$0" && exec "$@""#;
         let processes = self.path.join("cgroup.procs");
@@ -194,7 +194,7 @@ impl Cgroup {
         ]
     }
 
-    /// The most memory that it held, in bytes, and how often the kernel killed for lack of it.
+    /// Returns the cgroup's peak memory in bytes, and the number of kills for lack of memory.
     ///
     /// # Errors
     /// The kernel does not say.
@@ -213,7 +213,7 @@ impl Cgroup {
         Ok((self.read(peak)?.trim().parse()?, kills.trim().parse()?))
     }
 
-    /// The anonymous memory that it holds now, in bytes: without pages of files.
+    /// Returns the anonymous memory that the cgroup holds now, in bytes, without pages of files.
     ///
     /// # Errors
     /// The kernel does not say.
@@ -239,7 +239,7 @@ impl Cgroup {
             .with_context(|| format!("cannot write {value} to {}", path.display()))
     }
 
-    /// Ends whoever is left inside.
+    /// Ends all processes inside.
     fn kill(&self) {
         match self.version {
             Version::V1 => {
@@ -254,10 +254,10 @@ impl Cgroup {
         }
     }
 
-    /// Removes what runs that were killed left behind.
+    /// Removes the cgroups that killed runs left behind.
     ///
     /// # Errors
-    /// Another run goes on.
+    /// Another run is under way, or the cgroups cannot be listed.
     pub fn remove_leftovers(parent: &Parent) -> Result<()> {
         let context = || format!("cannot list the cgroups in {}", parent.path.display());
         for entry in fs::read_dir(&parent.path).with_context(context)? {
@@ -279,7 +279,7 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // Whoever is left inside, if anybody, is a child of ours that outlived us.
+        // A process that is still inside is a child of ours that outlived us.
         self.kill();
         if let Err(error) = retry(|| fs::remove_dir(&self.path)) {
             eprintln!(
@@ -290,10 +290,10 @@ impl Drop for Cgroup {
     }
 }
 
-/// Whether a name is one of ours whose run has ended.
+/// True if `name` is one of ours whose run has ended.
 ///
 /// # Errors
-/// That run goes on.
+/// The run is still under way.
 pub fn is_leftover(name: &str) -> Result<bool> {
     let Some(pid) = name
         .strip_prefix(NAME)
@@ -310,10 +310,10 @@ pub fn is_leftover(name: &str) -> Result<bool> {
     Ok(true)
 }
 
-/// Until it works, or patience ends.
+/// Repeats `attempt` until success or the end of `PATIENCE`.
 ///
 /// # Errors
-/// The last attempt's.
+/// The error of the last attempt.
 pub fn retry<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -330,7 +330,7 @@ mod tests {
 
     const MOUNT: &str = "30 24 0:26 / ROOT rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n";
 
-    /// A directory with the files of a cgroup.
+    /// Makes a directory with the files of a cgroup.
     fn cgroup(name: &str, controllers: &str) -> PathBuf {
         let root = env::temp_dir().join(format!("farpage-bench-{name}-{}", process::id()));
         fs::create_dir_all(root.join("user.slice/shell.scope")).unwrap();

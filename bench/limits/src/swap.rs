@@ -1,10 +1,9 @@
 //! Swap to compressed memory for one program: a zram device and a memory cgroup.
 //!
 //! The rule it keeps: whatever is set up is owned by a guard from that moment on, and taken down
-//! when the guard is dropped: at the end, on an error, in a panic. What a killed run left behind
-//! carries that run's process id, so that the next one finds and removes it. (A zram device is
-//! anonymous for the milliseconds before `mkswap` labels it; only a kill just then leaves one that
-//! nobody claims.)
+//! when the guard is dropped: at the end, on an error, in a panic. Leftovers of a killed run carry
+//! its process id, so that the next run finds and removes them. (A zram device is anonymous for the
+//! milliseconds before `mkswap` labels it; only a kill just then leaves one without a name.)
 
 use std::{
     fs,
@@ -19,20 +18,20 @@ use nix::unistd::geteuid;
 const ZRAM_CONTROL: &str = "/sys/class/zram-control";
 const TOOLS: [&str; 3] = ["mkswap", "swapon", "swapoff"];
 
-/// A place for programs whose memory beyond a limit is swapped to compressed memory.
+/// Cgroup for programs whose memory beyond a limit is swapped to compressed memory.
 pub struct Swap {
-    // Taken down first: what is still swapped out then needs no room when the device goes.
+    // Dropped first: memory that is still swapped out then needs no room when the device goes.
     cgroup: Cgroup,
     _device: Zram,
 }
 
 impl Swap {
-    /// Sets up a cgroup with `memory_bytes`, and `swap_bytes` of swap, which all programs may use:
-    /// only this one should need any.
+    /// Sets up a cgroup with `memory_bytes`, and `swap_bytes` of swap, which all programs may use;
+    /// only those of the cgroup should need any.
     ///
     /// # Errors
-    /// What this machine lacks, all of it at once; or what could not be done, with everything taken
-    /// down again.
+    /// This machine lacks something, all of which the error names; or a step failed, with
+    /// everything taken down again.
     pub fn set_up(memory_bytes: u64, swap_bytes: u64) -> Result<Self> {
         let parent = check()?;
         Zram::remove_leftovers()?;
@@ -45,25 +44,25 @@ impl Swap {
         })
     }
 
-    /// The cgroup.
+    /// Returns the cgroup.
     pub fn cgroup(&self) -> &Cgroup {
         &self.cgroup
     }
 
-    /// Runs this program inside, whatever arguments are added.
+    /// Returns a command that runs this program inside, with arguments still to be added.
     pub fn command(&self) -> Result<Command> {
         self.cgroup.command()
     }
 }
 
-/// What is needed; returns the cgroup below which one of our own can be made.
+/// Checks all that swap needs. Returns the place for a cgroup of our own.
 fn check() -> Result<Parent> {
     let mut missing = Vec::new();
     if !geteuid().is_root() {
         missing.push("root: only root may make swap devices (run it with sudo)".to_owned());
     }
     if !Path::new(ZRAM_CONTROL).exists() {
-        // It may be a module that is not loaded; whether that worked is looked at below.
+        // zram may be a module that is not loaded; the check below sees if loading worked.
         let _ = Command::new("modprobe").arg("zram").output();
     }
     if !Path::new(ZRAM_CONTROL).exists() {
@@ -87,7 +86,7 @@ fn check() -> Result<Parent> {
     )
 }
 
-/// A zram device with swap on it, which is gone when this is dropped.
+/// Zram device with swap on it, removed when dropped.
 struct Zram {
     id: u32,
 }
@@ -108,13 +107,13 @@ impl Zram {
                 .with_context(|| format!("cannot write {value} to {}", path.display()))?;
         }
         let node = node(id);
-        // udev makes it where the kernel does not.
+        // udev makes the node where the kernel does not.
         retry(|| fs::metadata(&node))
             .with_context(|| format!("there is no {} for the new zram device", node.display()))?;
-        // Cut after 15 bytes, which a name and a process id are not.
+        // A label is cut after 15 bytes, the most that the name and a process id have.
         let label = format!("{NAME}{}", process::id());
         run(Command::new("mkswap").args(["-L", &label]).arg(&node))?;
-        // Before all other swap that this machine has.
+        // This priority comes before all other swap that the machine has.
         run(Command::new("swapon").args(["-p", "32767"]).arg(&node))?;
         Ok(device)
     }
@@ -159,7 +158,7 @@ impl Zram {
         if self.is_on() {
             run(Command::new("swapoff").arg(node(self.id)))?;
         }
-        // Something that looks at new devices, such as udev, may have it open for a moment.
+        // A program that looks at new devices, such as udev, may have this one open for a moment.
         retry(|| fs::write(format!("{ZRAM_CONTROL}/hot_remove"), self.id.to_string()))
             .context("the kernel does not remove it")
     }
@@ -181,7 +180,7 @@ fn node(id: u32) -> PathBuf {
     PathBuf::from(format!("/dev/zram{id}"))
 }
 
-/// The label of the swap area on a device, if there is one.
+/// Returns the label of the swap area on a device, if there is one.
 fn label(node: &Path) -> Option<String> {
     use std::os::unix::fs::FileExt;
     // `union swap_header` of the kernel: a page with its magic at the end, and the label at 1052.
@@ -195,7 +194,7 @@ fn label(node: &Path) -> Option<String> {
         .then(|| String::from_utf8_lossy(label).into_owned())
 }
 
-/// Runs a tool; what it says on standard error becomes the error.
+/// Runs a tool, whose standard error becomes the error.
 fn run(command: &mut Command) -> Result<()> {
     let output = command
         .output()
@@ -220,7 +219,7 @@ mod tests {
         let (id, node) = (device.id, node(device.id));
         assert!(device.is_on());
         assert_eq!(label(&node), Some(format!("{NAME}{}", process::id())));
-        // As if this process had been killed.
+        // A killed process leaves its device behind like this.
         std::mem::forget(device);
         Zram::remove_leftovers().unwrap();
         assert!(!Path::new(&format!("/sys/block/zram{id}")).exists());

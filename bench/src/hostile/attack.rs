@@ -1,6 +1,6 @@
-//! The attacker: what no client sends, and too much of what clients do send.
+//! The attacker: messages that no client sends, and too many of those that clients do send.
 //!
-//! The rule it keeps: all of it comes from [`ATTACKER`], and whatever comes back is looked at. An
+//! The rule it keeps: all connections come from [`ATTACKER`], and every answer is looked at. An
 //! answer that gives or changes what belongs to others is counted, never passed over.
 
 use clap::Args;
@@ -30,37 +30,37 @@ use socket2::{Domain, Protocol, Socket, Type};
 use super::{end_with_parent, own_cpu_s, tell};
 use farpage_bench_kit::pick::{ODD, mix};
 
-/// Where the attacker sits: another address of the loopback interface than the victim's.
+/// Address of the attacker: another one of the loopback interface than the victim's.
 pub(super) const ATTACKER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
 
-/// Peers that attack at once.
+/// Number of threads that attack at once, each as a peer of its own.
 pub(super) const THREADS: usize = 4;
 
-/// A server that does not answer for so long counts as one that does not.
+/// Time without an answer after which a request counts as unanswered.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Requests that a session sends in one go.
+/// Number of requests that a session sends in one go.
 const PIPELINED: u64 = 400;
 
-/// What the attacker gets for itself, to forge requests beside it.
+/// Bytes that the attacker leases, to forge operations beside them.
 const OWN_BYTES: u64 = 64 << 10;
 
-/// What became of the requests of one kind.
+/// Outcomes of the requests of one kind.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Kind {
     pub(super) sent: u64,
-    /// Turned down in words, or by closing the connection.
+    /// Requests that were turned down by an answer, or by closing the connection.
     pub(super) refused: u64,
-    /// What anybody may have: a session, memory of its own.
+    /// Requests that were granted: every client may have a session and memory of its own.
     pub(super) granted: u64,
     pub(super) unanswered: u64,
 }
 
-/// What the attacker reports.
+/// Report of the attacker.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Attack {
     pub(super) kinds: BTreeMap<String, Kind>,
-    /// Bytes that were not the attacker's and that it saw, or was told it had changed.
+    /// Bytes of others that the attacker saw, or was told it had changed.
     pub(super) foreign_bytes: u64,
     pub(super) cpu_s: f64,
 }
@@ -78,21 +78,21 @@ impl Attack {
 
 #[derive(Args, Debug)]
 pub(crate) struct AttackOptions {
-    /// Whom.
+    /// Endpoint of the server to attack
     #[arg(long)]
     pub(crate) endpoint: Endpoint,
-    /// How many requests.
+    /// Number of requests
     #[arg(long)]
     pub(crate) requests: u64,
-    /// Of everything random.
+    /// Seed of everything random
     #[arg(long)]
     pub(crate) seed: u64,
-    /// It ends then, whatever has been sent.
+    /// Seconds after which the attack ends, whatever has been sent
     #[arg(long)]
     pub(crate) seconds_max: u64,
 }
 
-/// The process that the benchmark starts.
+/// Runs the attacker, as the process that the benchmark starts.
 pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
     end_with_parent();
     let Endpoint::Tcp { host, port } = &options.endpoint else {
@@ -140,12 +140,12 @@ pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
     tell(&found)
 }
 
-/// How one request ended.
+/// Outcome of one request.
 enum Outcome {
     Refused,
     Granted,
     Unanswered,
-    /// So many bytes of others were given or changed.
+    /// Number of bytes of others that were given or changed.
     Foreign(u64),
 }
 
@@ -162,7 +162,7 @@ impl Attacker {
         mix(self.seed.wrapping_add(self.drawn.wrapping_mul(ODD)))
     }
 
-    /// A number that may well be the id of something that exists: they count from the beginning.
+    /// Draws a number that may well be an id that exists: ids count up from the beginning.
     fn guess(&mut self) -> u64 {
         match self.random() % 8 {
             0 => self.random(),
@@ -188,7 +188,7 @@ impl Attacker {
         }
     }
 
-    /// Some of everything.
+    /// Sends some requests of every kind.
     fn round(&mut self) {
         for _ in 0..8 {
             let outcome = self.garbage();
@@ -221,7 +221,7 @@ impl Attacker {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
         socket.set_read_timeout(Some(PATIENCE))?;
         socket.set_write_timeout(Some(PATIENCE))?;
-        // Gone at once when closed: there are more connections than ports otherwise.
+        // Resets the connection when it is closed: otherwise there are more connections than ports.
         socket.set_linger(Some(Duration::ZERO))?;
         socket.bind(&SocketAddrV4::new(ATTACKER, 0).into())?;
         socket.connect_timeout(&self.server.into(), PATIENCE)?;
@@ -267,7 +267,7 @@ impl Attacker {
                 0 => Hello::new(Purpose::Control).encode()[..7].to_vec(),
                 _ => [&1000u32.to_le_bytes()[..], &[1, 2, 3]].concat(),
             };
-            // Nobody answers half a frame. The connection goes, and all that it held.
+            // Half a frame gets no answer. The connection is dropped, with all that it held.
             stream.write_all(&bytes)?;
             Err(ErrorKind::ConnectionAborted.into())
         };
@@ -293,7 +293,7 @@ impl Attacker {
             stream.and_then(|mut it| say(&mut it, &attach))
         };
         match told {
-            // Who gets into another's session has all that is in it.
+            // Access to another client's session gives all that is in it.
             Ok(Response::Begun { .. } | Response::Done) => Outcome::Foreign(1),
             told => outcome_of(told.and_then(|it| Err(refused(&it)))),
         }
@@ -306,7 +306,7 @@ impl Attacker {
             let bytes = if lies {
                 u32::MAX.to_le_bytes().to_vec()
             } else {
-                // As long as may be, of which a little comes.
+                // A frame of the maximal length, of which only a part is sent.
                 let mut half = (MAX_FRAME_BYTES as u32).to_le_bytes().to_vec();
                 half.resize(64 << 10, 6);
                 half
@@ -320,7 +320,7 @@ impl Attacker {
         outcome_of(oversized())
     }
 
-    /// One session with as many data connections as it gets.
+    /// Begins a session and tries to attach 32 data connections to it.
     fn flood(&mut self) {
         let name = "a flood of data connections";
         let Ok((_control, session, secret)) = self.begin() else {
@@ -348,7 +348,7 @@ impl Attacker {
         }
     }
 
-    /// READs, WRITEs and atomics on what others hold, and beside the own extent.
+    /// Sends READs, WRITEs and atomics to extents of others, and beyond the own extent.
     fn forged_operations(&mut self) {
         let name = "forged operations";
         let mut own = || -> io::Result<(TcpStream, SessionId, Secret, ExtentId)> {
@@ -381,7 +381,7 @@ impl Attacker {
                 other => Err(refused(&other)),
             }
         };
-        // Memory that is new has nothing of its last holder in it.
+        // New memory holds nothing of its last holder.
         let new = attach(self, 0).and_then(|mut stream| {
             let op = op(OpKind::Read, own, 0, OWN_BYTES as u32);
             stream.write_all(&op.encode())?;
@@ -413,7 +413,7 @@ impl Attacker {
                 2 => (OpKind::Read, MAX_OP_BYTES, 0),
                 _ => (OpKind::Read, 4096, 0),
             };
-            // The last eight bytes of the own extent are the own: nothing is forged there.
+            // The last eight bytes belong to the own extent: an access to them alone is not forged.
             let forged = extent != own || len > WORD_BYTES || offset > OWN_BYTES;
             let done = attach(self, line).and_then(|mut stream| {
                 stream.write_all(&op(kind, extent, offset, len).encode())?;
@@ -428,7 +428,7 @@ impl Attacker {
         }
     }
 
-    /// Requests of a session for what is not its own, many in one go.
+    /// Sends requests of a session for what is not its own, many in one go.
     fn forged_requests(&mut self) {
         let name = "forged requests of a session";
         let (mut stream, ..) = match self.begin() {
@@ -468,7 +468,7 @@ impl Attacker {
         for heard in 0..PIPELINED {
             match hear(&mut stream) {
                 Ok(Response::Refused(_)) => self.count(name, Outcome::Refused),
-                // Nothing of it was the attacker's to have.
+                // The attacker has a right to none of what it asked for.
                 Ok(_) => self.count(name, Outcome::Foreign(1)),
                 Err(error) => {
                     return self.count_many(name, PIPELINED - heard, outcome_of(Err(error)));
@@ -510,7 +510,7 @@ fn hear(stream: &mut TcpStream) -> io::Result<Response> {
     control::decode(&body).map_err(io::Error::other)
 }
 
-/// The payload of the answer to one operation.
+/// Reads the answer to one operation and returns its payload.
 fn answer(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let mut header = [0; ANSWER_HEADER_BYTES];
     stream.read_exact(&mut header)?;
@@ -518,7 +518,7 @@ fn answer(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     match header.status {
         Status::Ok => {}
         Status::Refused => return Err(ErrorKind::PermissionDenied.into()),
-        // Typed, and no bytes: whoever asked has to ask again, or elsewhere.
+        // A typed refusal without bytes: a client has to ask again, or elsewhere.
         Status::NoRoom | Status::Unreadable => {
             return Err(io::Error::other(
                 "the server lends more than its memory, and cannot now",
@@ -533,7 +533,7 @@ fn answer(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     Ok(payload)
 }
 
-/// Waits until the server has closed the connection, which is what it owes to garbage.
+/// Waits until the server has closed the connection, as it has to after garbage.
 fn closed(stream: &mut TcpStream) -> io::Result<()> {
     let mut rest = Vec::new();
     stream.take(1 << 20).read_to_end(&mut rest)?;
@@ -547,7 +547,7 @@ fn refused(response: &Response) -> io::Error {
     }
 }
 
-/// Silence is no answer; whatever else ends a connection is the server's way of refusing.
+/// Returns the outcome of a request: a timeout is no answer, every other error a refusal.
 fn outcome_of(result: io::Result<()>) -> Outcome {
     match result {
         Ok(()) => Outcome::Granted,
@@ -566,7 +566,7 @@ mod tests {
 
     use super::*;
 
-    /// A server that refuses nothing: whatever is asked for is given, with bytes in it.
+    /// Serves a connection and refuses nothing: every request is granted, every READ gets bytes.
     fn generous(mut stream: TcpStream) -> io::Result<()> {
         let mut hello = [0; HELLO_BYTES];
         stream.read_exact(&mut hello)?;

@@ -1,6 +1,6 @@
 //! A program that burns CPU and does nothing else.
 //!
-//! The rule it keeps: so much CPU time in so many seconds, spread evenly over both.
+//! The rule it keeps: the CPU time is spread evenly over the seconds.
 
 use clap::Args;
 use std::{
@@ -15,9 +15,9 @@ use serde::{Deserialize, Serialize};
 use super::{end_with_parent, own_cpu_s, tell};
 use farpage_bench_kit::pick::mix;
 
-/// As many as the attacker has, so that the kernel has as many to share the CPUs among.
+/// Number of threads: as many as the attacker has, so that the kernel shares the CPUs alike.
 const THREADS: usize = super::attack::THREADS;
-/// What is burnt before looking whether it is time to rest.
+/// Time that a thread burns before it looks whether to rest.
 const SLICE: Duration = Duration::from_micros(200);
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -27,15 +27,15 @@ pub(super) struct Burnt {
 
 #[derive(Args, Debug)]
 pub(crate) struct BurnOptions {
-    /// How long.
+    /// Seconds to burn for
     #[arg(long)]
     pub(crate) seconds: f64,
-    /// How much CPU time in all.
+    /// CPU seconds to burn in all
     #[arg(long)]
     pub(crate) cpu_seconds: f64,
 }
 
-/// The process that the benchmark starts.
+/// Runs the burner, as the process that the benchmark starts.
 pub(crate) fn burn(options: &BurnOptions) -> Result<()> {
     end_with_parent();
     let begun = Instant::now();
@@ -44,8 +44,8 @@ pub(crate) fn burn(options: &BurnOptions) -> Result<()> {
         for _ in 0..THREADS {
             scope.spawn(|| {
                 while begun.elapsed().as_secs_f64() < options.seconds {
-                    // All threads together are held to the share: the process's own CPU time says
-                    // where they are.
+                    // The share bounds all threads together: the process's own CPU time is compared
+                    // with it.
                     let burnt = own_cpu_s().unwrap_or(f64::MAX);
                     if burnt > share * begun.elapsed().as_secs_f64() {
                         thread::sleep(Duration::from_millis(1));

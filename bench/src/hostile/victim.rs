@@ -1,5 +1,5 @@
 //! The victim: a client whose one thread runs STREAM over remote arrays and checks each word, and
-//! whose other one takes a single fault at a time.
+//! whose other thread takes a single fault at a time.
 //!
 //! The rule it keeps: every word that is read is compared with what was written there.
 
@@ -22,7 +22,7 @@ use farpage_bench_kit::{
 
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
-    /// Of each of the three arrays.
+    /// Bytes of each of the three arrays.
     pub(super) array_bytes: u64,
     pub(super) budget_bytes: u64,
     pub(super) page_bytes: u64,
@@ -33,28 +33,28 @@ impl Sizes {
         let array_bytes = if smoke { 2 << 20 } else { 32 << 20 };
         Sizes {
             array_bytes,
-            // A quarter of all.
+            // A quarter of the three arrays.
             budget_bytes: array_bytes * 3 / 4,
             page_bytes: if smoke { 4 << 10 } else { 64 << 10 },
         }
     }
 }
 
-/// Fields are dropped in this order.
+/// The victim's arrays and its runtime. Fields are dropped in this order.
 pub(super) struct Victim {
     a: RemoteArray<u64>,
     b: RemoteArray<u64>,
     faults: RemoteArray<u64>,
     _runtime: Runtime,
     page_words: u64,
-    /// What has been added to each word of `a`.
+    /// Number that has been added to each word of `a`.
     passes: u64,
-    /// Where the random round over `faults` has got to.
+    /// Number of the random round over `faults`.
     rounds: u64,
     damaged: u64,
 }
 
-/// What the victim saw beside one neighbour.
+/// Observations of the victim beside one neighbour.
 pub(super) struct Seen {
     pub(super) faults_ns: Histogram<u64>,
     pub(super) stream_bytes: u64,
@@ -93,7 +93,7 @@ impl Victim {
         Ok(victim)
     }
 
-    /// Works until `stop`.
+    /// Runs STREAM and takes faults until `stop` is set.
     pub(super) fn work(&mut self, stop: &AtomicBool) -> Seen {
         let (a, b, passes) = (&mut self.a, &mut self.b, &mut self.passes);
         let (faults, page_words, rounds) = (&self.faults, self.page_words, &mut self.rounds);
@@ -112,7 +112,7 @@ impl Victim {
             while !stop.load(Relaxed) {
                 *rounds += 1;
                 let pages = faults.len() as u64 / page_words;
-                // The same order each time: a page comes again when all others have been.
+                // The order is the same each time: a page comes again after all others.
                 for page in Shuffle::new(pages, 1) {
                     let at = page * page_words + mix(page ^ *rounds) % page_words;
                     let begin = Instant::now();
@@ -135,7 +135,7 @@ impl Victim {
         })
     }
 
-    /// Checks every word once more. Returns how many were damaged at any time.
+    /// Checks every word once more. Returns the number of words that were damaged at any time.
     pub(super) fn finish(self) -> Result<u64> {
         let mut damaged = self.damaged;
         for (at, &word) in (0..).zip(self.a.iter()) {
@@ -148,8 +148,8 @@ impl Victim {
     }
 }
 
-/// STREAM's copy, and an add: each element goes to `b` and comes back larger by one. Returns how
-/// many were not what they had to be.
+/// Copies each element to `b` as STREAM does, and back larger by one. Returns the number of wrong
+/// elements.
 fn pass(a: &mut [u64], b: &mut [u64], passes: u64) -> u64 {
     let mut damaged = 0;
     for (at, (a, b)) in (0..).zip(a.iter().zip(b.iter_mut())) {

@@ -1,8 +1,8 @@
-//! How long a client waits from its lease to its first page, and whether that depends on how much
-//! was leased.
+//! Time from a lease of any size to its first page, at a server without tiers and at one with
+//! tiers.
 //!
-//! The rule it keeps: both servers are asked in turns, and what was leased is given back before the
-//! next turn.
+//! The rule it keeps: both servers are asked in turns, and each lease is given back before the next
+//! turn.
 
 use std::{
     path::Path,
@@ -22,21 +22,21 @@ use serde::Serialize;
 
 use super::{CHUNK, interval, transfer};
 
-/// The most that Linux's software adapter can pin at once.
+/// Upper bound of the bytes that Linux's software adapter can pin at once.
 const LEASE_MOST: u64 = 1 << 30;
 
-/// To pin GiB may take minutes where the processor is emulated.
+/// Deadline of a session: pinning GiB may take minutes where the processor is emulated.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Medians in milliseconds.
+/// Times from a lease to its first page: medians in milliseconds.
 #[derive(Debug, Serialize)]
 pub(super) struct First {
     lent_bytes: u64,
-    /// At a server that has all that it lends in memory.
+    /// Time at a server that has all that it lends in memory.
     plain_ms: f64,
-    /// At one that lends more than its memory.
+    /// Time at a server that lends more than its memory.
     tiered_ms: f64,
-    /// Plain over tiered: the median of the turns, and the interval that holds it with 95 %.
+    /// `plain_ms` over `tiered_ms`: median of the turns, and the interval that holds it with 95 %.
     plain_over_tiered: [f64; 3],
 }
 
@@ -60,7 +60,7 @@ impl Asker {
         })
     }
 
-    /// Milliseconds from asking for so many bytes until some of them are here.
+    /// Leases `bytes` and reads a chunk. Returns the milliseconds until the chunk is here.
     fn ask(&mut self, bytes: u64) -> Result<f64> {
         let begin = Instant::now();
         let mut extents = Vec::new();

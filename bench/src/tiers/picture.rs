@@ -1,5 +1,5 @@
-//! The picture of a server that lends more than its memory: what an access costs by where its bytes
-//! are, what the server holds over time, and what less memory costs.
+//! The picture of `tiers`: latency by where bytes are, the server's memory over time, and the
+//! slowdown over its memory.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use super::{Tiers, turns::Row};
 const SIZE: (u32, u32) = (1500, 470);
 const LEGEND: u32 = 40;
 
-/// Draws what was measured to a file. Parts that were not measured stay empty.
+/// Draws `found` to a file. Parts that were not measured stay empty.
 ///
 /// # Errors
 /// The file cannot be written.

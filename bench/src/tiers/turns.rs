@@ -1,9 +1,9 @@
-//! What less memory costs a program that pages: two servers in turns, one with all that it lends in
-//! memory, one with less.
+//! Cost of less memory for a program that pages: two servers in turns, one with all that it lends
+//! in memory, one with less.
 //!
 //! The rule it keeps: both sides have the same program, budget and accesses, and take turns. A
-//! figure is the median of their pairs with the interval that holds it with 95 %. Every word that
-//! is read is compared.
+//! figure is the median of the sides' pairs with the interval that holds it with 95 %. Every word
+//! that is read is compared.
 
 use std::{
     hint::black_box,
@@ -28,24 +28,24 @@ use serde::Serialize;
 
 use super::{ANYWHERE, interval};
 
-/// Of the program.
+/// Page size of the program.
 const PAGE_BYTES: u64 = 64 << 10;
 const PAGE_WORDS: u64 = PAGE_BYTES / 8;
-/// The least that a server may have.
+/// Least memory of a server.
 const LEAST_MEMORY_BYTES: u64 = 16 << 20;
-/// And a program, to have pages at all.
+/// Least budget of a program, so that it can have pages at all.
 const LEAST_BUDGET_BYTES: u64 = 4 << 20;
-/// What a server may hold beside `--memory`: its code, stacks and sockets.
+/// Bytes that a server may hold beside `--memory`: its code, stacks and sockets.
 const BESIDE_BYTES: u64 = 32 << 20;
 const ZIPF: f64 = 0.99;
-/// What a server holds is looked at so often while nothing is timed.
+/// Pause between looks at what a server holds, while nothing is timed.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Which pages the program reads.
+/// Law by which the program chooses pages to read.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Law {
-    /// All but [`ANYWHERE`] of a thousand are in a tenth.
+    /// All accesses but [`ANYWHERE`] of a thousand go to a tenth of the pages.
     Tenth,
     Zipf,
 }
@@ -60,7 +60,7 @@ struct Plan {
     is_grouped: bool,
 }
 
-/// How much is done.
+/// Numbers of pairs, of accesses in a turn, and of cold accesses.
 #[derive(Clone, Copy)]
 pub(super) struct Effort {
     pairs: u64,
@@ -89,34 +89,34 @@ impl Effort {
 pub(super) struct Row {
     law: Law,
     memory_bytes: u64,
-    /// Over what is lent.
+    /// `memory_bytes` over the bytes lent.
     pub(super) memory_share: f64,
     budget_bytes: u64,
-    /// Mean access, medians of all rounds.
+    /// Mean access with all in memory; `mean_us` is that with less. Medians of all rounds.
     all_in_memory_us: f64,
     mean_us: f64,
     /// Mean access over that of the server with all in memory: median of the pairs, and its
     /// interval.
     pub(super) slowdown: [f64; 3],
-    /// Accesses that the server had to fetch, over all.
+    /// Share of the accesses whose bytes the server had to fetch.
     cold_share: f64,
-    /// The mean of accesses that the server had to fetch, one at a time.
+    /// Mean of accesses whose bytes the server had to fetch, one at a time.
     cold_us: f64,
     /// 1 + `cold_share` * `cold_us` / `all_in_memory_us`.
     explained: f64,
     slowdown_over_explained: f64,
-    /// The most that the server held at once, and the one with all in memory.
+    /// Most bytes that the server held at once; `all_in_memory_held_bytes` is the other server's.
     held_bytes_max: u64,
-    /// Of these, what the page cache had of the spill file.
+    /// Most bytes of the spill file that the page cache held at once. They count as held, too.
     cached_bytes_max: u64,
     all_in_memory_held_bytes: u64,
-    /// What it held over time: seconds since its program began, and bytes.
+    /// Bytes that the server held over time: seconds since its program began, and bytes.
     pub(super) held: Vec<(f64, u64)>,
     /// `1 - held_bytes_max / all_in_memory_held_bytes`.
     saved: f64,
     fetches: u64,
     evictions: u64,
-    /// Requests that were told to come again.
+    /// Number of requests that the server asked to repeat.
     no_room: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     group: Option<Group>,
@@ -167,7 +167,7 @@ impl Side {
         Ok(())
     }
 
-    /// Reads words, and returns the mean in microseconds.
+    /// Reads `words`, and returns the mean in microseconds.
     fn read(&mut self, words: &[u64]) -> f64 {
         let begin = Instant::now();
         for word in words {
@@ -181,7 +181,7 @@ impl Side {
         Ok(session.context("there is one server")?.stat()?.tiers)
     }
 
-    /// Does something, and looks at what the server holds meanwhile.
+    /// Runs `work`, and adds to `seen` what the server holds meanwhile.
     fn watched(
         &mut self,
         seen: &mut Seen,
@@ -208,7 +208,7 @@ impl Side {
     }
 }
 
-/// What a server was seen to hold.
+/// Record of what a server held.
 struct Seen {
     begun: Instant,
     held: Vec<(f64, u64)>,
@@ -235,7 +235,7 @@ impl Seen {
     }
 }
 
-/// The words of one round.
+/// Returns the indices of the words that one round reads.
 fn words_of(law: Law, pages: u64, count: u64, seed: u64) -> Vec<u64> {
     let zipf = matches!(law, Law::Zipf).then_some(ZIPF);
     let mut picker = Picker::new(pages, zipf, seed);
@@ -252,12 +252,12 @@ fn words_of(law: Law, pages: u64, count: u64, seed: u64) -> Vec<u64> {
         .collect()
 }
 
-/// The slowdown over `--memory`, where what is used fits.
+/// Measures the slowdown over `--memory`, where the pages in use fit.
 pub(super) fn curve(run: &mut Measurement<'_>) -> Result<Vec<Row>> {
     by_memory(run, [50, 30, 20, 14], false)
 }
 
-/// A program that uses a tenth, by `--memory` in percent of what is lent.
+/// Measures a program that uses a tenth, by `--memory` in percent of the bytes lent.
 fn by_memory(run: &mut Measurement<'_>, percents: [u64; 4], is_grouped: bool) -> Result<Vec<Row>> {
     percents
         .map(|percent| {
@@ -274,7 +274,7 @@ fn by_memory(run: &mut Measurement<'_>, percents: [u64; 4], is_grouped: bool) ->
         .collect()
 }
 
-/// Five times as much lent as there is memory.
+/// Measures with five times as much lent as there is memory.
 pub(super) fn capacity(run: &mut Measurement<'_>) -> Result<Vec<Row>> {
     [Law::Tenth, Law::Zipf]
         .map(|law| {
@@ -291,7 +291,7 @@ pub(super) fn capacity(run: &mut Measurement<'_>) -> Result<Vec<Row>> {
         .collect()
 }
 
-/// Memory below what is used all the time, in a memory cgroup; or why there is none.
+/// Measures with less memory than is used all the time, in a cgroup; or says why there is none.
 pub(super) fn starved(run: &mut Measurement<'_>) -> Result<Result<Vec<Row>, String>> {
     let found = Parent::find().and_then(|parent| Cgroup::set_up(&parent, 1 << 30, SwapUse::Never));
     if let Err(error) = found {
@@ -301,7 +301,7 @@ pub(super) fn starved(run: &mut Measurement<'_>) -> Result<Result<Vec<Row>, Stri
     by_memory(run, [9, 7, 5, 3], true).map(Ok)
 }
 
-/// How rows are measured, and how many words of them were wrong.
+/// Settings of all rows, and the number of words that were wrong.
 pub(super) struct Measurement<'a> {
     pub(super) fabric: Fabric,
     pub(super) lent_bytes: u64,
@@ -341,7 +341,7 @@ impl Measurement<'_> {
             cgroup.as_ref(),
         )?;
         let mut tiered = Side::start(&plan, server)?;
-        // 1. All is written, and what is used all the time comes into memory.
+        // 1. All is written, and the pages in use come into memory.
         let warm: Vec<u64> = match plan.law {
             Law::Tenth => (0..pages / 10)
                 .chain(0..pages / 10)
@@ -377,7 +377,7 @@ impl Measurement<'_> {
         }
         let after = tiered.tiers()?;
         let cold_share = (after.fetches - before.fetches) as f64 / (pairs * accesses) as f64;
-        // 3. Accesses that are fetched, one at a time; and what is held meanwhile.
+        // 3. Accesses that are fetched, one at a time, and the server's memory meanwhile.
         let cold_us = tiered.cold_us(&plan, cold, self.seed)?;
         let words = words_of(plan.law, pages, accesses, mix(self.seed));
         tiered.watched(&mut seen, |side| {
@@ -427,10 +427,10 @@ impl Measurement<'_> {
 }
 
 impl Side {
-    /// The mean of accesses that the server had to fetch.
+    /// Returns the mean microseconds of accesses whose bytes the server had to fetch.
     fn cold_us(&mut self, plan: &Plan, count: usize, seed: u64) -> Result<f64> {
         let pages = plan.lent_bytes / PAGE_BYTES;
-        // Beyond the tenth all pages are as likely.
+        // Under `Law::Tenth`, all pages beyond the tenth are equally likely.
         let zipf = matches!(plan.law, Law::Zipf).then_some(ZIPF);
         let mut picker = Picker::new(pages, zipf, mix(seed));
         let mut times = Vec::new();

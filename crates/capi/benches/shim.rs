@@ -1,7 +1,7 @@
-//! What libumap costs over farpage itself: the same sweeps over a file in memory, by `umap` and by
+//! Cost of libumap over farpage itself: the same sweeps over a file in memory, by `umap` and by
 //! `FileStore`, in turn.
 //!
-//! The rule it keeps: both have the same buffer, workers and pages, and what is compared is a ratio
+//! The rule it keeps: both have the same buffer, workers and pages, and the result is a ratio
 //! within one run. `cargo bench -p farpage-capi`.
 #![expect(
     clippy::unwrap_used,
@@ -32,7 +32,7 @@ type Umap = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, c_int, i64) -
 type Uunmap = unsafe extern "C" fn(*mut c_void, usize) -> c_int;
 
 fn main() {
-    // `cargo bench -- FILTER` and `cargo test --benches` pass arguments that mean nothing here.
+    // `cargo bench -- FILTER` and `cargo test --benches` pass arguments without a meaning here.
     let page_bytes: usize = env::var("UMAP_PAGESIZE").map_or(65536, |text| text.parse().unwrap());
     let settings = [
         ("UMAP_PAGESIZE", page_bytes),

@@ -14,28 +14,27 @@ use farpage::{
     error::{ControlError, MapError, NamesError, OpenStoreError, PublishError, StoreCreateError},
 };
 
-/// What a function says: `FARPAGE_OK`, or one of the codes below and a message for
+/// Result of a function: `FARPAGE_OK`, or one of the codes below, with a message from
 /// `farpage_error_message`.
 pub type farpage_code = i32;
 
-/// It worked.
+/// Success.
 pub const FARPAGE_OK: farpage_code = 0;
 /// An argument or an option makes no sense; nothing was done.
 pub const FARPAGE_INVALID: farpage_code = 1;
-/// This process may not handle its own page faults, or not use that file in this way; the message
-/// says what mends it.
+/// The process may not handle its own page faults, or not use the file in this way; the message
+/// says how to mend it.
 pub const FARPAGE_DENIED: farpage_code = 2;
 /// A memory server cannot be reached.
 pub const FARPAGE_UNREACHABLE: farpage_code = 3;
-/// No remote memory, no addresses, or more pinned than the budget allows.
+/// Shortage: no remote memory, no addresses, or more pinned than the budget allows.
 pub const FARPAGE_NO_MEMORY: farpage_code = 4;
-/// No server has a region of that name.
+/// Unknown name: no server has a region of that name.
 pub const FARPAGE_NOT_FOUND: farpage_code = 5;
-/// Pages could not be brought in or written back. What had changed is still in memory, unless the
-/// message says that a page's newest bytes are lost: then `farpage_region_overwrite` brings the
-/// page back.
+/// Pages could not be brought in or written back. Changes are still in memory, unless the message
+/// says that a page's newest bytes are lost: then `farpage_region_overwrite` brings the page back.
 pub const FARPAGE_PAGES: farpage_code = 6;
-/// This process is a child of the one that made the runtime: it does not have the regions.
+/// The process is a child of the one that made the runtime, and does not have the regions.
 pub const FARPAGE_FORKED: farpage_code = 7;
 /// The operating system refused.
 pub const FARPAGE_SYSTEM: farpage_code = 8;
@@ -43,17 +42,17 @@ pub const FARPAGE_SYSTEM: farpage_code = 8;
 pub const FARPAGE_INTERNAL: farpage_code = 9;
 /// A region of that name exists already: open it, remove it, or set `replace`.
 pub const FARPAGE_EXISTS: farpage_code = 10;
-/// A region of that name is open, here or in another program: it can be had when that closes it.
+/// A region of that name is open, here or in another program, until it is closed there.
 pub const FARPAGE_IN_USE: farpage_code = 11;
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-/// What went wrong in the last function of farpage that failed in this thread, in words that say
-/// what to do. Never null; empty when nothing has.
+/// Returns the message of the last function of farpage that failed in this thread: the cause and
+/// the remedy. Never null; empty if no function has failed.
 ///
-/// The text belongs to farpage and stays as it is until the next function fails in this thread.
+/// The text belongs to farpage and does not change until the next function fails in this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn farpage_error_message() -> *const c_char {
     LAST.with_borrow(|text| text.as_ptr())
@@ -83,7 +82,7 @@ impl Failure {
     }
 }
 
-/// Runs the body of a function: its failure, or its panic, becomes a code and a message.
+/// Runs the body of a function. Its failure, or its panic, becomes a code and a message.
 pub(crate) fn guard(body: impl FnOnce() -> Result<(), Failure>) -> farpage_code {
     let failure = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return FARPAGE_OK,

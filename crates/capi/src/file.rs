@@ -1,9 +1,9 @@
-//! [`FdStore`]: what is behind a descriptor of the program as the store of a region.
+//! [`FdStore`]: a file or device behind a descriptor of the program, as the store of a region.
 //!
-//! The rule it keeps: bytes beyond the end of a file are zeros, and a file grows only when others
-//! than zeros are stored beyond its end: the part of a page that sticks out of the file is not
-//! added to it. The program may close its descriptor; files are kept open once, however many
-//! regions they have.
+//! The rule it keeps: bytes beyond the end of a file are zeros, and a file grows only when other
+//! bytes than zeros are stored beyond its end: the part of a page that sticks out of the file is
+//! not added to it. The program may close its descriptor. A file is kept open once, however many
+//! regions it has.
 
 use std::{
     collections::HashMap,
@@ -28,7 +28,7 @@ use nix::{
 
 use crate::{FARPAGE_DENIED, FARPAGE_SYSTEM, error::Failure};
 
-/// What `O_DIRECT` asks of addresses, lengths and offsets, on all devices.
+/// Multiple that `O_DIRECT` requires of addresses, lengths and offsets, on all devices.
 const DIRECT_BYTES: usize = 4096;
 
 /// A range of a file.
@@ -39,8 +39,8 @@ pub(crate) struct FdStore {
 }
 
 impl FdStore {
-    /// The `bytes` bytes at `offset` of what `fd` refers to: a regular file, which may be shorter,
-    /// or a block device.
+    /// Makes a store of the `bytes` bytes at `offset` of the file behind `fd`: a regular file,
+    /// which may be shorter, or a block device.
     pub(crate) fn new(
         fd: RawFd,
         offset: u64,
@@ -94,20 +94,21 @@ impl Store for FdStore {
 /// Device, inode, and whether it may be written and is open for direct access.
 type Identity = (u64, u64, bool, bool);
 
-/// A file that regions use, by what it is: ten thousand regions of one file take one descriptor.
+/// Files that regions use, by their identity: ten thousand regions of one file take one descriptor.
 static OPEN: LazyLock<Mutex<HashMap<Identity, Weak<OpenFile>>>> = LazyLock::new(Mutex::default);
 
 struct OpenFile {
     file: File,
-    /// The same with `O_DIRECT`, if the program opened it so: whole pages go past the page cache.
+    /// The file with `O_DIRECT`, if the program's has that flag: whole pages go past the page
+    /// cache.
     direct: Option<File>,
     identity: Identity,
     name: String,
     in_memory: bool,
-    /// The longest that the file was ever seen; `u64::MAX` for a device, which has no end that
-    /// could move.
+    /// The greatest length of the file that was ever seen; `u64::MAX` for a device, whose end is
+    /// fixed.
     length: AtomicU64,
-    /// Whether something was written since the last `sync`.
+    /// True if bytes were written since the last `sync`.
     written: AtomicBool,
 }
 
@@ -142,8 +143,8 @@ impl OpenFile {
         }
         let direct = flags.contains(OFlag::O_DIRECT);
         let plain = if direct || flags.contains(OFlag::O_APPEND) {
-            // Another open file: appending and direct access belong to the open file, and `pwrite`
-            // obeys them.
+            // Another open file: appending and direct access are flags of the open file, and
+            // `pwrite` obeys them.
             OpenOptions::new()
                 .read(true)
                 .write(access == OFlag::O_RDWR)
@@ -183,7 +184,7 @@ impl OpenFile {
         Ok(made)
     }
 
-    /// The file for an access to `len` bytes at `address`.
+    /// Returns the file for an access to `len` bytes at `address`.
     fn file_for(&self, address: usize, offset: u64, len: usize) -> &File {
         let aligned = address.is_multiple_of(DIRECT_BYTES)
             && offset.is_multiple_of(DIRECT_BYTES as u64)
@@ -208,7 +209,7 @@ impl OpenFile {
         }
         let end = offset + done as u64;
         if done < buf.len() && end < self.length.load(Ordering::Relaxed) {
-            // Zeros here would be data that was lost in silence.
+            // Zeros would hide that data was lost.
             return Err(io::Error::new(
                 io::ErrorKind::UnexpectedEof,
                 format!("{} ends at byte {end}: somebody cut it", self.name),
@@ -221,7 +222,7 @@ impl OpenFile {
     fn write(&self, offset: u64, mut buf: &[u8]) -> io::Result<()> {
         let mut length = self.length.load(Ordering::Relaxed);
         if offset + buf.len() as u64 > length {
-            // Somebody may have made it longer.
+            // Another program may have made the file longer.
             length = length.max(self.file.metadata()?.len());
             let inside = length.saturating_sub(offset).min(buf.len() as u64) as usize;
             let stored = buf
@@ -255,7 +256,7 @@ impl OpenFile {
 impl Drop for OpenFile {
     fn drop(&mut self) {
         let mut open = OPEN.lock();
-        // Another may have taken its place already.
+        // Another open file may have taken the place already.
         if open
             .get(&self.identity)
             .is_some_and(|file| file.strong_count() == 0)

@@ -1,13 +1,13 @@
-//! What a C program holds: a boxed value, and the process that it belongs to.
+//! Handles of a C program: a boxed value, and the process that it belongs to.
 //!
 //! The rule it keeps: a child made by `fork` has a copy of the handle but neither the threads nor
-//! the mappings behind it, so it gets an error, never a hang, and what it frees is left alone.
+//! the mappings behind it. So its calls get an error, never a hang, and it frees nothing.
 
 use std::process;
 
 use crate::{FARPAGE_FORKED, error::Failure};
 
-/// A value for the process that made it.
+/// A value of the process that made it.
 pub(crate) struct Handle<T> {
     pid: u32,
     value: T,
@@ -36,7 +36,7 @@ impl<T> Handle<T> {
         Ok(&mut self.value)
     }
 
-    /// The value, unless this is a child: there it stays where it is, for good.
+    /// Returns the value. In a child made by `fork`: fails, and leaks the value for good.
     pub(crate) fn into_value(self: Box<Self>) -> Result<T, Failure> {
         match self.check() {
             Ok(_) => Ok(self.value),

@@ -1,12 +1,11 @@
 //! farpage for C: the functions of `farpage.h`.
 //!
-//! The rule it keeps: nothing that a caller does in C, short of a wild pointer, brings this side
-//! down. Every argument is checked, a panic becomes [`FARPAGE_INTERNAL`], and each function says in
-//! its documentation, which becomes the header, who owns what. What pages do is left to the
-//! `farpage` crate.
+//! The rule it keeps: a C caller, short of a wild pointer, cannot bring this side down. Every
+//! argument is checked, a panic becomes [`FARPAGE_INTERNAL`], and each function's documentation,
+//! which becomes the header, says who owns what. Pages are left to the `farpage` crate.
 //!
-//! `include/farpage.h` is made from these files by cbindgen; `tests/header.rs` says how to renew
-//! it.
+//! `include/farpage.h` is made from these files by cbindgen; the message of `tests/header.rs` tells
+//! how to renew it.
 #![allow(
     non_camel_case_types,
     reason = "the types bear the names that they have in C"

@@ -4,17 +4,17 @@ use tracing::Level;
 
 use crate::error::{Failure, farpage_code, guard};
 
-/// What could not be done.
+/// Level of operations that failed.
 pub const FARPAGE_LOG_ERROR: u32 = 1;
-/// And what is not as it should be.
+/// Level that adds states that are not as they should be.
 pub const FARPAGE_LOG_WARNING: u32 = 2;
-/// And what happens rarely.
+/// Level that adds rare events.
 pub const FARPAGE_LOG_INFO: u32 = 3;
-/// And what happens often.
+/// Level that adds frequent events.
 pub const FARPAGE_LOG_DEBUG: u32 = 4;
 
-/// Prints messages up to this level, one of the FARPAGE_LOG_ constants, to standard error from now
-/// on. Without it nothing is printed. It can be called once.
+/// Prints messages up to `level`, one of the FARPAGE_LOG_ constants, to standard error from now on.
+/// Without a call nothing is printed. Only one call is possible.
 #[unsafe(no_mangle)]
 pub extern "C" fn farpage_log_to_stderr(level: u32) -> farpage_code {
     guard(|| {

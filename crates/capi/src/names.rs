@@ -1,4 +1,4 @@
-//! Named regions: listed and removed.
+//! Named regions: listing and removal.
 
 use std::ffi::{CString, c_char, c_void};
 
@@ -9,9 +9,9 @@ use crate::{
 };
 
 /// Calls `each` for every region that this user has published under a name on the runtime's
-/// servers, in their order: with `context`, the name, the bytes that the region takes on servers,
-/// and whether a program has it open for writing. The name is good until `each` returns. No
-/// exception may leave `each`.
+/// servers, ordered by name: with `context`, the name, the bytes that the region takes on servers,
+/// and whether a program has it open for writing. The name is valid until `each` returns. `each`
+/// must not throw exceptions.
 ///
 /// # Safety
 /// `runtime` came from `farpage_runtime_new` and has not been freed.
@@ -28,7 +28,7 @@ pub unsafe extern "C" fn farpage_names(
         let runtime = unsafe { farpage_runtime::get(runtime) }?;
         let each = each.ok_or_else(|| Failure::invalid("no function to call: it is null"))?;
         for named in runtime.names()? {
-            // A name with a zero byte, which only a program in Rust can have made, ends there.
+            // A name with a zero byte, which only a Rust program can have made, ends there.
             let text = named.name.split('\0').next().unwrap_or_default();
             let name = CString::new(text).expect("ends before its first zero byte");
             // SAFETY: the caller's function, called as it is declared.
@@ -39,11 +39,12 @@ pub unsafe extern "C" fn farpage_names(
 }
 
 /// Removes the region that this user has published under `name`, and frees its memory. Programs
-/// that have it open to read keep it until they unmap it. FARPAGE_NOT_FOUND if there is none,
-/// FARPAGE_IN_USE if a program has it open for writing.
+/// that have it open to read keep it until they unmap it. Fails with FARPAGE_NOT_FOUND if `name`
+/// does not exist, with FARPAGE_IN_USE if a program has it open for writing.
 ///
 /// # Safety
-/// `runtime` as in `farpage_names`; `name` is a string that ends with a zero byte.
+/// `runtime` came from `farpage_runtime_new` and has not been freed; `name` is a string that ends
+/// with a zero byte.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn farpage_name_remove(
     runtime: *const farpage_runtime,

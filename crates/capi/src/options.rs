@@ -1,5 +1,5 @@
-//! Options that C programs pass: structs that may grow, whose zero bytes mean "default", and the
-//! strings in them.
+//! Options that C programs pass: structs that may grow, whose zero bytes mean "default", and their
+//! strings.
 
 use std::{
     ffi::{CStr, c_char},
@@ -10,10 +10,10 @@ use farpage::Codec;
 
 use crate::error::Failure;
 
-/// For `read_ahead`: read nothing ahead.
+/// Value of `read_ahead` that switches read-ahead off.
 pub const FARPAGE_READ_AHEAD_OFF: u32 = u32::MAX;
 
-/// A codec by its name.
+/// Reads a codec by its name. Null is none.
 ///
 /// # Safety
 /// As [`text`].
@@ -36,10 +36,11 @@ pub(crate) fn read_ahead(pages: u32) -> Option<usize> {
 /// an older or newer header are understood.
 ///
 /// # Safety
-/// All of it may be zero bytes, its first field is `struct_bytes: usize`, and it is `repr(C)`.
+/// The struct may be all zero bytes, its first field is `struct_bytes: usize`, and it is `repr(C)`.
 pub(crate) unsafe trait Growing: Copy {}
 
-/// What the program passed; defaults for null and for fields that its header did not have.
+/// Reads options that the program passed. Null, and fields that its header did not have, are
+/// defaults.
 ///
 /// # Safety
 /// `options` is null or points to as many readable bytes as its first field says.
@@ -75,10 +76,10 @@ pub(crate) unsafe fn read<T: Growing>(options: *const T) -> Result<T, Failure> {
     Ok(ours)
 }
 
-/// A string that the program passed; null is none.
+/// Reads a string that the program passed. Null is none.
 ///
 /// # Safety
-/// `text` is null or a string that ends with a zero byte and stays as it is during the call.
+/// `text` is null or a string that ends with a zero byte and does not change during the call.
 pub(crate) unsafe fn text<'a>(text: *const c_char, what: &str) -> Result<Option<&'a str>, Failure> {
     if text.is_null() {
         return Ok(None);
@@ -91,7 +92,7 @@ pub(crate) unsafe fn text<'a>(text: *const c_char, what: &str) -> Result<Option<
     }
 }
 
-/// Where a function puts its result.
+/// Returns the place for a function's result. Null is an error.
 ///
 /// # Safety
 /// `out` is null or may be written.

@@ -10,11 +10,11 @@ use crate::{
     options::{self, Growing},
 };
 
-/// Connections to memory servers, a budget, and the threads that move pages. All functions on it
-/// may be called from any thread.
+/// Connections to memory servers, a budget, and the threads that move pages. All functions of a
+/// runtime may be called from any thread.
 pub struct farpage_runtime(Box<Handle<Runtime>>);
 
-/// How a runtime is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero
+/// Options of a runtime. Set the whole struct to zero, then `struct_bytes`, then other fields: zero
 /// and null mean the environment variable named, else the default.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -24,55 +24,56 @@ pub struct farpage_runtime_options {
     /// Memory servers, separated by commas: `shm:///run/farpage.sock` or `tcp://host:7400`.
     /// FARPAGE_SERVER. Default: none, so that only regions with a store or a file work.
     pub servers: *const c_char,
-    /// Bytes of pages that may be in local memory at once, over all regions; never exceeded, and at
-    /// most what `farpage_memory` says. FARPAGE_BUDGET. Default: a quarter of what is available.
+    /// Bytes of pages that may be in local memory at once, over all regions; never exceeded, at
+    /// most the limit of `farpage_memory`. FARPAGE_BUDGET. Default: a quarter of the available
+    /// memory.
     pub budget_bytes: u64,
     /// Page size of regions that do not set their own: a power of two, 4096 to 2097152.
     /// FARPAGE_PAGE_SIZE. Default: 65536, less for regions below 1 MiB.
     pub page_bytes: u64,
-    /// Shards that addresses are divided into to bring pages in. FARPAGE_FILLERS. Default: one per
-    /// CPU, 4 at most.
+    /// Number of shards into which addresses are divided for fills. FARPAGE_FILLERS. Default: one
+    /// per CPU, 4 at most.
     pub fillers: u32,
     /// Threads that take pages out. FARPAGE_EVICTORS. Default: as many as keep up, 4 at most.
     pub evictors: u32,
-    /// Evictors start above this fraction of the budget. FARPAGE_HIGH_WATER. Default: 0.95.
+    /// Fraction of the budget above which evictors start. FARPAGE_HIGH_WATER. Default: 0.95.
     pub high_water: f64,
-    /// And go on down to this one; set both or none. FARPAGE_LOW_WATER. Default: 0.90.
+    /// Fraction at which evictors stop; set both or none. FARPAGE_LOW_WATER. Default: 0.90.
     pub low_water: f64,
-    /// Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF.
-    /// FARPAGE_READ_AHEAD. Default: a megabyte, or what the link needs.
+    /// The most pages that are read ahead of sequential access, or FARPAGE_READ_AHEAD_OFF.
+    /// FARPAGE_READ_AHEAD. Default: a megabyte, or more if the link needs it.
     pub read_ahead: u32,
-    /// How pages are encoded on servers, by name: "raw", "lz4", "shuffle4" (bytes of elements of 2,
-    /// 4 or 8 bytes are sorted before LZ4), "zfp:accuracy=1e-6,f64" (numbers of f32 or f64, each
-    /// within this error or stored without loss), "zfp:precision=20,f32" (bits), "zfp:rate=8,f32"
-    /// (bits per value), "zfp:reversible,f32" (nothing is lost; the last three also with i32 and
-    /// i64), "adaptive,f32" (whatever makes the program fastest of all that loses nothing; without
-    /// the element, of raw and LZ4), or "adaptive:accuracy=1e-6,f64" (the same, and ZFP within this
-    /// error). FARPAGE_CODEC. Default: "raw".
+    /// Codec of pages on servers, by name: "raw", "lz4", "shuffle4" (bytes of elements of 2, 4 or 8
+    /// bytes are sorted before LZ4), "zfp:accuracy=1e-6,f64" (numbers of f32 or f64, each within
+    /// this error or stored without loss), "zfp:precision=20,f32" (bits), "zfp:rate=8,f32" (bits
+    /// per value), "zfp:reversible,f32" (nothing is lost; the last three also with i32 and i64),
+    /// "adaptive,f32" (the lossless codec that makes the program fastest; without the element, of
+    /// raw and LZ4), or "adaptive:accuracy=1e-6,f64" (the same, and ZFP within this error).
+    /// FARPAGE_CODEC. Default: "raw".
     pub codec: *const c_char,
-    /// How long a page is tried for before it is given up. FARPAGE_DEADLINE. Default: 10.
+    /// Time for which a page operation is tried before it fails. FARPAGE_DEADLINE. Default: 10.
     pub deadline_seconds: f64,
     /// 1: catch only faults of the program's own instructions. Needs no permission, but a system
     /// call that is given absent memory fails with EFAULT. FARPAGE_USER_MODE_ONLY. Default: 0.
     pub user_mode_only: u32,
-    /// Who serves page faults: one of the FARPAGE_FAULTS_ constants. FARPAGE_FAULT_MODE. Default:
-    /// threads of the runtime.
+    /// Threads that serve page faults: one of the FARPAGE_FAULTS_ constants. FARPAGE_FAULT_MODE.
+    /// Default: threads of the runtime.
     pub fault_mode: u32,
-    /// The user's key file, to whose key named regions belong; made when a name is first used.
+    /// The user's key file. Named regions belong to its key. Made when a name is first used.
     /// FARPAGE_KEY_FILE. Default: `farpage/key` in `$XDG_CONFIG_HOME` or `~/.config`.
     pub key_file: *const c_char,
 }
 
-/// The default.
+/// The environment variable's mode, else threads of the runtime.
 pub const FARPAGE_FAULTS_DEFAULT: u32 = 0;
-/// Threads of the runtime.
+/// Threads of the runtime serve faults.
 pub const FARPAGE_FAULTS_FILLER: u32 = 1;
-/// The thread that faults, in a handler of SIGBUS: faster on small pages. A system call that is
-/// given absent memory fails with EFAULT, a thread that blocks SIGBUS is killed by its first fault,
-/// and a handler that the program installs afterwards has to pass on what is not its own. What a
-/// device writes into memory that is not pinned may be lost, and what other threads write to
-/// addresses that one is about to unmap from a region and that they have been given for something
-/// else.
+/// The thread that faults serves it, in a handler of SIGBUS: faster on small pages. A system call
+/// that is given absent memory fails with EFAULT. A thread that blocks SIGBUS is killed by its
+/// first fault. A handler of SIGBUS that the program installs afterwards has to pass on signals
+/// that are not its own. Bytes that a device writes into memory that is not pinned may be lost. So
+/// may bytes that other threads write to new mappings at addresses that one thread is just
+/// unmapping from a region.
 pub const FARPAGE_FAULTS_IN_THREAD: u32 = 2;
 
 // SAFETY: integers, floats and pointers, beginning with the length.
@@ -90,14 +91,14 @@ impl farpage_runtime {
     }
 }
 
-/// The version of this library, for example "0.1.0".
+/// Returns the version of this library, for example "0.1.0".
 #[unsafe(no_mangle)]
 pub extern "C" fn farpage_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// The memory that this process may have, as the machine and its control groups (v1 or v2) allow:
-/// all in all, and now without swapping. Either pointer may be null.
+/// Tells the memory that this process may have, as the machine and its control groups (v1 or v2)
+/// allow: in all, and now without swapping. Either pointer may be null.
 ///
 /// # Safety
 /// Each pointer is null or may be written.
@@ -115,8 +116,8 @@ pub unsafe extern "C" fn farpage_memory(bytes: *mut u64, available_bytes: *mut u
     }
 }
 
-/// Connects to the servers, starts the threads and puts the runtime into `*runtime`, which is the
-/// caller's until `farpage_runtime_free`. On failure `*runtime` is null.
+/// Connects to the servers, starts the threads and puts the runtime into `*runtime`, which the
+/// caller owns until `farpage_runtime_free`. On failure `*runtime` is null.
 ///
 /// # Safety
 /// `options` is null (all defaults) or points to as many bytes as it says; `runtime` may be
@@ -190,8 +191,8 @@ pub unsafe extern "C" fn farpage_runtime_new(
     })
 }
 
-/// Gives a runtime back. Regions that are still mapped go on working: its threads end with the last
-/// of them. Null is allowed; a child made by `fork` frees nothing.
+/// Gives a runtime back. Regions that are still mapped go on working: the runtime's threads end
+/// with the last region. Null is allowed; a child made by `fork` frees nothing.
 ///
 /// # Safety
 /// `runtime` is null or came from `farpage_runtime_new`; it must not be used after this.

@@ -7,7 +7,7 @@ use crate::{
     runtime::farpage_runtime,
 };
 
-/// What a runtime has done since it was made. Counts are of pages unless the name says bytes.
+/// Figures of a runtime since it was made. Counts are of pages unless the name says bytes.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct farpage_stats {
@@ -15,11 +15,11 @@ pub struct farpage_stats {
     pub faults: u64,
     /// Pages brought in, for a fault or ahead of one.
     pub fills: u64,
-    /// Of these, pages brought in ahead of need.
+    /// Pages of `fills` that were brought in ahead of need.
     pub prefetches: u64,
     /// Pages taken out.
     pub evictions: u64,
-    /// Of these, pages that had not changed.
+    /// Pages of `evictions` that had not changed.
     pub clean_evictions: u64,
     /// Pages that could not be brought in and raise SIGBUS.
     pub poisoned: u64,
@@ -27,9 +27,9 @@ pub struct farpage_stats {
     pub failed_evictions: u64,
     /// Bytes of pages that are in local memory now.
     pub resident_bytes: u64,
-    /// The most that it ever was.
+    /// The most that `resident_bytes` ever was.
     pub peak_resident_bytes: u64,
-    /// The budget.
+    /// Budget of the runtime in bytes.
     pub budget_bytes: u64,
     /// Bytes read from servers and stores.
     pub bytes_read: u64,
@@ -38,7 +38,7 @@ pub struct farpage_stats {
 }
 
 /// Puts the figures of a runtime into `*stats`. `stats_bytes` is `sizeof(farpage_stats)` of the
-/// program's header: fields that this library does not have are zero.
+/// program's header: fields that this library does not have become zero.
 ///
 /// # Safety
 /// `runtime` came from `farpage_runtime_new` and has not been freed; `stats` may be written.

@@ -1,4 +1,4 @@
-//! Stores that C programs bring, as tables of functions.
+//! Stores that C programs implement, as tables of functions.
 
 use std::{
     ffi::{c_char, c_int, c_void},
@@ -12,23 +12,23 @@ use crate::{
     options::{self, Growing},
 };
 
-/// Where a region's pages are kept: functions of the program. They are called from several threads
-/// at once, but never twice at once for the same page, and must not touch the region that they
-/// serve. No exception may leave them.
+/// Store of a region's pages: functions of the program. They are called from several threads at
+/// once, but never twice at once for the same page, and must not touch the region that they serve.
+/// They must not throw exceptions.
 ///
-/// farpage copies this struct; `context` stays the program's. Set all of it to zero, then
-/// `struct_bytes`, then the rest.
+/// farpage copies this struct; `context` remains the program's. Set the whole struct to zero, then
+/// `struct_bytes`, then other fields.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct farpage_store {
     /// `sizeof(farpage_store)`.
     pub struct_bytes: usize,
-    /// Passed to each function.
+    /// Argument of each function.
     pub context: *mut c_void,
     /// Reads exactly `bytes` bytes at `offset`, a multiple of the page size, into `buffer`: one
     /// page or several, of which the region's last may be shorter. Returns 0 or an errno, which
-    /// counts for all of them. A page that has not been written since must read the same every
-    /// time.
+    /// counts for all of these pages. A page that has not been written since must read the same
+    /// every time.
     pub read: Option<
         unsafe extern "C" fn(
             context: *mut c_void,
@@ -38,7 +38,7 @@ pub struct farpage_store {
         ) -> c_int,
     >,
     /// Writes all of `buffer` at `offset`. Returns 0 or an errno: then the page stays in memory,
-    /// and flushing the region says so. May be null if the region is `read_only`.
+    /// and flushing the region fails. May be null if the region is `read_only`.
     pub write: Option<
         unsafe extern "C" fn(
             context: *mut c_void,
@@ -49,19 +49,19 @@ pub struct farpage_store {
     >,
     /// Makes all that was written durable. Returns 0 or an errno. May be null.
     pub flush: Option<unsafe extern "C" fn(context: *mut c_void) -> c_int>,
-    /// Called once when no other call runs and none will come, perhaps a moment after the region
-    /// was unmapped, on any thread; also when the region could not be mapped. May be null.
+    /// Called once when no other call runs or will come, perhaps a moment after the region was
+    /// unmapped, on any thread; also if the region could not be mapped. May be null.
     pub release: Option<unsafe extern "C" fn(context: *mut c_void)>,
-    /// How errors call the store; copied. May be null.
+    /// Name of the store in errors; copied. May be null.
     pub name: *const c_char,
-    /// 1: `read` and `write` never wait for anything, so that farpage's own threads may call them.
+    /// 1: `read` and `write` never wait, so farpage's own threads may call them.
     pub never_blocks: u32,
 }
 
 // SAFETY: pointers, functions that may be null, and an integer, beginning with the length.
 unsafe impl Growing for farpage_store {}
 
-/// Calls a program's functions.
+/// A store that calls a program's functions.
 pub(crate) struct CStore {
     table: farpage_store,
     name: String,
@@ -74,8 +74,7 @@ unsafe impl Sync for CStore {}
 
 impl CStore {
     /// # Safety
-    /// `store` points to as many bytes as it says, and its functions are what their documentation
-    /// says.
+    /// `store` points to as many bytes as it says, and its functions keep their documentation.
     pub(crate) unsafe fn new(
         store: *const farpage_store,
         read_only: bool,

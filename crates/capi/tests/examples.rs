@@ -28,7 +28,7 @@ fn server() -> (RunningServer, TempDir) {
     (serve(&endpoint), folder)
 }
 
-/// Compiled as C and as C++: the programs.
+/// Compiles an example as C and as C++. Returns the programs.
 fn both_ways(name: &str, folder: &Path) -> Vec<PathBuf> {
     let ways = [("gcc", "c", "-std=gnu11"), ("g++", "c++", "-std=c++17")];
     ways.map(|(compiler, language, standard)| {
@@ -111,7 +111,7 @@ fn program_linked_with_the_static_library_runs_without_the_shared_one() {
     assert!(!text(&needed.stdout).contains("libfarpage"));
 }
 
-/// As the build files of programs written for Umap do.
+/// Uses the command lines of build files of programs written for Umap.
 #[test]
 fn program_whose_build_names_libumap_a_alone_runs_without_shared_libraries() {
     let test = "program_whose_build_names_libumap_a_alone_runs_without_shared_libraries";

@@ -1,4 +1,4 @@
-//! `include/farpage.h` is what cbindgen makes of the sources today.
+//! Comparison of `include/farpage.h` with the output of cbindgen.
 
 use std::{env, fs, path::Path};
 
@@ -13,7 +13,7 @@ fn header_is_current() {
         .expect("the sources compile");
     let mut made = Vec::new();
     bindings.write(&mut made);
-    // What a caller of Rust must promise is told to callers of C by the text above it.
+    // The promises of a Rust caller are told to C callers by the text under the heading.
     let made = without_safety(&String::from_utf8(made).expect("sources are UTF-8"));
     let path = root.join("include/farpage.h");
     if env::var_os("FARPAGE_RENEW").is_some() {
@@ -26,7 +26,7 @@ fn header_is_current() {
     );
 }
 
-/// The heading `# Safety` is Rust's; its text stays.
+/// Removes the headings `# Safety`, which are Rust's, and keeps their text.
 fn without_safety(header: &str) -> String {
     let mut lines: Vec<&str> = header.lines().collect();
     lines.retain(|line| line.trim() != "* # Safety");

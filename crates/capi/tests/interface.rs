@@ -1,6 +1,6 @@
-//! The functions of `farpage.h` with arguments that are wrong, stores that fail, and names.
+//! The functions of `farpage.h` with wrong arguments, failing stores, and names.
 //!
-//! The rule it keeps: whatever is passed, short of a wild pointer, the answer is a code and a
+//! The rule it keeps: whatever is passed, short of a wild pointer, the result is a code and a
 //! message.
 
 mod common;
@@ -30,7 +30,7 @@ fn message() -> String {
     text.to_str().expect("errors are UTF-8").to_owned()
 }
 
-/// All zero, but for its length.
+/// Returns an options struct that is all zero but for its length.
 fn blank<T: Copy>() -> T {
     // SAFETY: the option structs may be all zeros, and begin with their length.
     unsafe {
@@ -85,7 +85,7 @@ impl Drop for Runtime {
     }
 }
 
-/// A store in this process's memory; its context is one of these.
+/// A store in this process's memory. The context of the C store is a `Pages`.
 #[derive(Default)]
 struct Pages {
     fails: AtomicBool,
@@ -104,7 +104,7 @@ impl Pages {
         store
     }
 
-    /// The release may come a moment after the call that ends the region.
+    /// Waits for the release, which may come a moment after the call that ends the region.
     fn wait_for_release(&self) {
         let end = Instant::now() + Duration::from_secs(10);
         while self.releases.load(Ordering::SeqCst) == 0 {
@@ -213,7 +213,7 @@ fn options_of_older_and_newer_headers_are_understood() {
         message()
     );
 
-    // An older header ended before `store`: without it, the region needs a server.
+    // An older header ended before `store`: without that field, the region needs a server.
     options.struct_bytes = mem::offset_of!(farpage_region_options, store);
     assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
     assert!(message().contains("no server"), "{}", message());
@@ -315,7 +315,7 @@ fn read_only_region_cannot_be_written_and_goes_without_a_word() {
     pages.wait_for_release();
 }
 
-/// Whether a byte, which becomes zero then, can be written: a system call says so without a signal.
+/// True if `byte` is writable; it becomes zero. A system call tells this without a signal.
 fn can_write(byte: *mut u8) -> bool {
     let mut zeros = File::open("/dev/zero").expect("every system has it");
     // SAFETY: the kernel writes where it may, and looks first whether it may.
@@ -326,7 +326,7 @@ fn can_write(byte: *mut u8) -> bool {
     }
 }
 
-/// Memory of the program's own, `pages` long, all bytes `b'x'`.
+/// Maps memory of the program's own, `pages` long, all bytes `b'x'`.
 fn own_memory(pages: usize) -> *mut u8 {
     let (rw, flags) = (
         libc::PROT_READ | libc::PROT_WRITE,
@@ -348,7 +348,7 @@ fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
     let store = pages.store();
     let mut options: farpage_region_options = blank();
     options.store = &store;
-    // More than the budget, so that pages come and go; and the last one is not whole.
+    // More than the budget, so that pages come and go; the last page is not whole.
     let (count, bytes) = (100, 99 * PAGE + 1);
     let before = own_memory(count + 2);
     let (inside, after) = (
@@ -376,7 +376,7 @@ fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
     options.address = inside.cast();
     let region = runtime.map(bytes, &options).expect("a region");
     assert!(neighbours_are_intact());
-    // Another region there is refused, wherever they have an address in common; this one goes on.
+    // Another region that overlaps this one is refused; this one goes on.
     for taken in [before, inside, inside.wrapping_add((count - 1) * PAGE)] {
         options.address = taken.cast();
         assert_eq!(runtime.map(2 * PAGE, &options), Err(FARPAGE_INVALID));
@@ -402,14 +402,14 @@ fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
     assert!(neighbours_are_intact());
     assert!(!can_write(inside), "the region's addresses are given up");
 
-    // And are free for the next one.
+    // The addresses are free for the next region.
     options.address = inside.cast();
     let region = runtime.map(PAGE, &options).expect("a region");
     // SAFETY: as above.
     assert_eq!(unsafe { farpage_region_unmap(region) }, FARPAGE_OK);
     assert!(neighbours_are_intact());
 
-    // A part of a region gives its place to another one; the rest of it stays.
+    // A part of a region gives its place to another region; the rest of it stays.
     let mut region = runtime.map(bytes, &options).expect("a region");
     let mut rest = ptr::null_mut();
     let half = count / 2 * PAGE;
@@ -428,7 +428,7 @@ fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
         assert_eq!(farpage_region_bytes(region), half as u64);
         assert_eq!(farpage_region_address(rest), inside.add(half).cast());
         assert_eq!(farpage_region_bytes(rest), (bytes - half) as u64);
-        // The change went to the store, which tells its pages' numbers from their offsets.
+        // The change went to the store, which computes a page's number from its offset.
         assert_eq!(pages.writes.load(Ordering::SeqCst), writes + 1);
         for page in [0, count / 2 - 1, count / 2, count - 1] {
             let byte = inside.add(page * PAGE).read_volatile();
@@ -473,7 +473,7 @@ fn absurd_sizes_are_refused_with_what_is_possible() {
         );
         assert!(said.contains("`struct_bytes`"), "{said}");
     }
-    // A range of a file that no file can have.
+    // A range that lies beyond the end of any file.
     let mut region = ptr::null_mut();
     // SAFETY: all pointers are good.
     let code = unsafe {
@@ -539,7 +539,7 @@ fn named_region_outlives_its_runtime() {
             assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
         }
     }
-    // Two readers beside a writer, and the version that they opened.
+    // Two readers beside a writer each keep the version that they opened.
     let runtime = Runtime::new(Some(&endpoint)).expect("the server runs");
     let (mut first, mut writer, mut second) = Default::default();
     // SAFETY: all pointers are good, and the regions are mapped until they are unmapped.
@@ -569,7 +569,7 @@ fn named_region_outlives_its_runtime() {
     server.shutdown();
 }
 
-/// Twice the budget of a smooth field, so that every page is away when it is read.
+/// The field is smooth and twice the budget, so that every page is absent when it is read.
 #[test]
 fn every_codec_has_a_name_and_keeps_its_bound() {
     let folder = tempfile::tempdir().expect("a folder for the socket");
@@ -578,7 +578,7 @@ fn every_codec_has_a_name_and_keeps_its_bound() {
     let field: Vec<f64> = (0..128 * PAGE / 8)
         .map(|at| (at as f64 * 1e-3).sin())
         .collect();
-    // The largest error that each may make.
+    // The largest error of each codec.
     for (codec, bound) in [
         (c"raw", 0.0),
         (c"lz4", 0.0),
@@ -681,7 +681,7 @@ fn child_of_fork_gets_a_code_and_frees_nothing() {
     pages.wait_for_release();
 }
 
-/// Keeps what it is told; its context is a list of names, bytes, and whether they are in use.
+/// Appends its arguments to a list of names, bytes, and whether they are in use: the context.
 unsafe extern "C" fn keep(context: *mut c_void, name: *const c_char, bytes: u64, in_use: u32) {
     // SAFETY: the context is what the test passed, and the name is a string.
     let (list, name) = unsafe {
@@ -720,7 +720,7 @@ fn names_are_listed_and_removed() {
         );
         assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
         assert_eq!(list(), [("listed".to_owned(), true, 0)]);
-        // Another of that name is refused at once, or replaces it.
+        // Another region of that name is refused at once, or replaces the first.
         assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_EXISTS));
         assert!(message().contains("open it"), "{}", message());
         options.replace = 1;

@@ -1,8 +1,8 @@
 //! The lines for C and C++ of README.md and docs/c.md, as they are printed there: their commands,
-//! in a folder with their programs and nothing else.
+//! in a folder with only their programs.
 //!
-//! The rule it keeps: only what a reader has to replace is replaced here, the prefix, the server
-//! and the sizes, and each has to be found.
+//! The rule it keeps: only the words that a reader has to replace are replaced here, the prefix,
+//! the server and the sizes, and the text must contain each.
 
 mod common;
 
@@ -12,7 +12,7 @@ use common::{have, prefix, run, scratch, serve, text};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The block of a text in a language that has `word` in it.
+/// Returns the code block in `language` of a file that contains `word`.
 fn block(file: &str, language: &str, word: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../..")
@@ -27,7 +27,7 @@ fn block(file: &str, language: &str, word: &str) -> String {
         .to_owned()
 }
 
-/// What a reader replaces: each word has to be there.
+/// Replaces the words that a reader replaces. The text must contain each.
 fn adapted(text: String, words: &[(&str, &str)]) -> String {
     words.iter().fold(text, |text, (word, instead)| {
         assert!(text.contains(word), "`{word}` is not in\n{text}");
@@ -45,7 +45,7 @@ fn lines_that_are_printed_build_programs_that_run() {
     let endpoint = server.endpoints()[0].to_string();
     let (here, folder) = (prefix().display().to_string(), scratch("folder"));
 
-    // 1. The programs. 32 GiB are more than the server of this test has.
+    // 1. The programs. 32 GiB exceed the server of this test.
     let host = ("tcp://10.0.0.2:7400", endpoint.as_str());
     let size = ("1ull << 35", "1ull << 24");
     let c = block("README.md", "c", "farpage_runtime_new");
@@ -54,7 +54,7 @@ fn lines_that_are_printed_build_programs_that_run() {
     let cpp = adapted(block("docs/c.md", "cpp", "NetworkClient"), &[host, size]);
     fs::write(folder.join("umap.cpp"), cpp).expect("the folder is ours");
 
-    // 2. The commands; what is installed is what `cargo xtask install` has made for this test.
+    // 2. The commands. `cargo xtask install` has already installed the libraries for this test.
     let readme = block("README.md", "sh", "cargo xtask install");
     let (install, readme) = readme.split_once('\n').expect("several commands");
     assert!(install.starts_with("cargo xtask install --prefix /opt/farpage "));
@@ -66,7 +66,7 @@ fn lines_that_are_printed_build_programs_that_run() {
         shell.current_dir(&folder).args(["-e", "-c", &commands]);
         run(shell.env_remove("LD_LIBRARY_PATH"), PATIENCE);
 
-        // 3. What they made.
+        // 3. The programs that they made.
         for entry in fs::read_dir(&folder).expect("the folder is ours") {
             let path = entry.expect("it can be read").path();
             if path.extension().is_none() {

@@ -20,7 +20,7 @@ use farpage_capi::*;
 
 const PAGE: usize = 4096;
 const BUDGET_PAGES: usize = 64;
-/// Eight budgets of pages for the handler.
+/// Number of pages for the handler: eight budgets.
 const PAGES: usize = 8 * BUDGET_PAGES;
 
 static MEMORY: AtomicPtr<u8> = AtomicPtr::new(ptr::null_mut());
@@ -36,7 +36,7 @@ extern "C" fn touch(_: i32) {
     }
 }
 
-/// All zero, but for its length.
+/// Returns an options struct that is all zero but for its length.
 fn blank<T: Copy>() -> T {
     // SAFETY: the option structs may be all zeros, and begin with their length.
     unsafe {
@@ -103,7 +103,7 @@ fn storm(fault_mode: u32) {
     let address = runtime.expose_provenance();
     let worker = thread::spawn(move || work(ptr::with_exposed_provenance_mut(address)));
     let end = Instant::now() + Duration::from_secs(100);
-    // To that thread alone: the server of this process must not wait for itself.
+    // Signals go to the worker alone: the server of this process must not wait for itself.
     while !ENDED.load(SeqCst) && !worker.is_finished() {
         let before = TOUCHED.load(Relaxed);
         // SAFETY: the thread has not been joined.

@@ -1,4 +1,4 @@
-//! The interface of Umap, tried by C++ programs: each case of `tests/umap` in a process of its own.
+//! The interface of Umap, used by C++ programs: each case of `tests/umap` in a process of its own.
 //!
 //! The rule it keeps: a case that hangs or crashes fails alone.
 
@@ -20,7 +20,7 @@ use std::{
 use common::{compile, finish, have, run, scratch, serve, sources, text};
 
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Small, so that everything is evicted all the time.
+/// Size of the buffer. Small, so that everything is evicted all the time.
 const BUFFER_PAGES: &str = "64";
 
 fn program() -> &'static Path {
@@ -39,7 +39,7 @@ fn program() -> &'static Path {
     &PROGRAM
 }
 
-/// A case with its folder and the usual environment; `None` when it cannot be compiled here.
+/// Returns the command of a case in a folder of its own; `None` if it cannot be compiled here.
 fn case(name: &str) -> Option<Command> {
     if !have(name, &["g++", "pkg-config"]) {
         return None;
@@ -60,7 +60,7 @@ fn case(name: &str) -> Option<Command> {
     Some(command)
 }
 
-/// Cases that need nothing but the usual environment.
+/// Makes tests of cases that need only the usual environment.
 macro_rules! cases {
     ($($name:ident),+ $(,)?) => {
         $(
@@ -201,7 +201,7 @@ fn with_servers(name: &str) {
 
 #[test]
 fn store_that_writes_too_much_is_named() {
-    // A page, and the last one, which is shorter.
+    // A whole page, and the last page, which is shorter.
     for (too_many, touch, asked) in [
         ("1", "0", "4096 bytes that it was asked for at offset 0"),
         (
@@ -240,7 +240,7 @@ fn unprivileged_use() {
         return;
     };
     let is_root = fs::metadata("/proc/self").is_ok_and(|about| about.uid() == 0);
-    // Where another user can read it: the checkout may be root's alone.
+    // A folder that another user can read: the checkout may be root's alone.
     let folder = tempfile::tempdir().expect("a folder");
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).expect("it is ours");
     if is_root {
@@ -266,7 +266,7 @@ fn unprivileged_use() {
     run(&mut command, PATIENCE);
 }
 
-/// What the environment says and what is told back.
+/// The environment's values, the values that libumap reports, and a message if they differ.
 #[test]
 fn environment_is_told_back() {
     let names = [
@@ -295,13 +295,13 @@ fn environment_is_told_back() {
             ["65536", "100", "3", "2", "64", "7", "80", "60"],
             "",
         ),
-        // The nearest that makes sense, and a word about it.
+        // The nearest valid value, and a message.
         (
             ["5000", "1", "99", "99", "x", "0", "200", "300"],
             ["4096", "2", "2", "64", "256", "0", "100", "99"],
             "UMAP_PAGESIZE=5000 is no power of two",
         ),
-        // The default, and a word about it.
+        // The default, and a message.
         (
             ["65536", "100", "3", "2", "64", "7", "x", "x"],
             ["65536", "100", "3", "2", "64", "7", "95", "90"],
@@ -332,14 +332,14 @@ fn environment_is_told_back() {
 #[test]
 fn messages_up_to_the_level_asked_for() {
     let names = ["ERROR", "WARNING", "INFO"];
-    // How many of the names are said.
+    // The second column is the number of messages that are printed.
     let table = [
         (Some("ERROR"), 1),
         (None, 2),
         (Some("warning"), 2),
         (Some("INFO"), 3),
         (Some("DEBUG"), 3),
-        // The default, and a word about it.
+        // The default, and a message.
         (Some("LOUD"), 2),
     ];
     for (level, said) in table {

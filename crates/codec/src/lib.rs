@@ -1,4 +1,4 @@
-//! Safe functions over what codecs need unsafe code for: the C libraries of ZFP and LZ4, and an
+//! Safe functions over the unsafe parts of codecs: the C libraries of ZFP and LZ4, and an
 //! instruction that compilers do not find.
 //!
 //! The rule it keeps: no input makes anything here read or write outside its memory. The store

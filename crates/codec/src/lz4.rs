@@ -1,9 +1,9 @@
-//! LZ4 blocks to plain bytes, by the C library: its decoder is up to six times as fast as the safe
+//! LZ4 blocks to plain bytes, by the C library. Its decoder is up to six times as fast as the safe
 //! one of `lz4_flex`, and as safe on damaged blocks.
 
 use std::ffi::c_char;
 
-/// Decodes `block` into exactly `plain.len()` bytes. Returns false if it is no block of that
+/// Decodes `block` into exactly `plain.len()` bytes. Returns false if `block` is no block of that
 /// length.
 pub fn unlz4(block: &[u8], plain: &mut [u8]) -> bool {
     let (Ok(block_bytes), Ok(plain_bytes)) =

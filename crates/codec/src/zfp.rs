@@ -4,8 +4,8 @@
 //! bounds. It writes at most `zfp_stream_maximum_size` bytes, so that size is checked before each
 //! call. It reads at most as many, even from a damaged block, because each block ends at a number
 //! of bits that does not depend on the data. So a block is decoded from a buffer of that size,
-//! filled up with zeros. The caller checks that a decoded block is what was encoded, and how large
-//! the error is.
+//! filled up with zeros. The caller checks that a decoded block is the encoded one, and the size of
+//! the error.
 //!
 //! One thread encodes one page at a time: the library's own threads (OpenMP, CUDA) are not built.
 
@@ -13,18 +13,18 @@ use std::{ffi::c_void, ptr, slice};
 
 use zfp_sys as sys;
 
-/// What is kept of the values, in the terms of the [library's
-/// documentation](https://zfp.readthedocs.io/en/release1.0.1/modes.html).
+/// Mode of compression: the part of the values that is kept, as the [library's
+/// documentation](https://zfp.readthedocs.io/en/release1.0.1/modes.html) calls it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Mode {
-    /// Bits per value.
+    /// Number of bits per value.
     Rate(f64),
-    /// Bits of each value that are kept below its block's largest exponent.
+    /// Number of bits of each value that are kept below its block's largest exponent.
     Precision(u32),
-    /// The largest absolute error, for `f32` and `f64`. The library promises it for finite values
-    /// only.
+    /// Upper bound of the absolute error, for `f32` and `f64`. The library promises it for finite
+    /// values only.
     Accuracy(f64),
-    /// Everything.
+    /// Lossless: all bits of the values are kept.
     Reversible,
 }
 
@@ -37,7 +37,7 @@ mod sealed {
     }
 }
 
-/// The numbers that ZFP compresses.
+/// A type of numbers that ZFP compresses.
 pub trait Number: sealed::Sealed + Copy {}
 
 macro_rules! numbers {
@@ -57,11 +57,11 @@ numbers!(
 /// Words behind the longest block, because the library reads one ahead.
 const SPARE_WORDS: usize = 2;
 
-/// Encodes and decodes with one buffer and one stream. No call allocates after [`new`](Self::new).
+/// A coder with one buffer and one stream. No call allocates after [`new`](Self::new).
 pub struct Zfp {
     stream: *mut sys::zfp_stream,
     bits: *mut sys::bitstream,
-    /// Owned. Touched through this pointer only, since the stream has it, too.
+    /// Owned buffer. Touched through this pointer only, since the stream has it, too.
     buffer: *mut [u64],
 }
 
@@ -70,7 +70,7 @@ pub struct Zfp {
 unsafe impl Send for Zfp {}
 
 impl Zfp {
-    /// A coder for pages of up to `bytes` bytes, cut into any pieces.
+    /// Makes a coder for pages of up to `bytes` bytes, cut into any pieces.
     pub fn new(bytes: usize) -> Self {
         // The worst case for pieces of at least four values in each dimension: five values become
         // eight, in three dimensions, and an incompressible `f32` takes 39 bits. A piece that needs
@@ -120,7 +120,7 @@ impl Zfp {
     }
 
     /// Decodes a block that [`encode`](Self::encode) made in the same mode with the same pieces.
-    /// For any other block it returns false, or leaves arbitrary numbers in `values`.
+    /// Returns false for any other block, or leaves arbitrary numbers in `values`.
     ///
     /// # Panics
     /// If the pieces do not cover the values.
@@ -183,7 +183,7 @@ impl Zfp {
         Some(bytes)
     }
 
-    /// The longest that a block can become, in words. `None` if that does not fit the buffer.
+    /// Returns the longest that a block can become, in words. `None` if the buffer is too small.
     fn longest_words<N: Number>(
         &mut self,
         mode: Mode,
@@ -356,8 +356,8 @@ mod tests {
             prop_assert_eq!(back, values);
         }
 
-        /// A coder that held another block before gives what a new one gives: it reads nothing
-        /// beside the block and writes nothing beside the values.
+        /// Checks that a coder that held another block before decodes as a new one does: it reads
+        /// nothing beside the block and writes nothing beside the values.
         #[test]
         fn arbitrary_bytes_decode_to_what_they_alone_say(
             block in prop::collection::vec(any::<u8>(), 0..3000), x in 1usize..40, y in 1usize..10, z in 1usize..5, mode in 0usize..4,

@@ -1,12 +1,11 @@
 //! [`Arena`]: one region that allocations of any size come from and return to.
 //!
-//! A region per allocation would be a mapping of the kernel's and a reservation at the servers per
-//! allocation. An arena is one region for good. What is allocated and what is free is known in
-//! local memory.
+//! One region per allocation would cost a kernel mapping and a reservation at the servers each. An
+//! arena is one region for good. Free and allocated ranges are recorded in local memory.
 //!
-//! The rule: free ranges are zeros, and hold neither frames nor slots. So memory that was just
-//! allocated is zero, and costs nothing before it is touched. A range is discarded before others
-//! may have it, unless they ask for memory as it is (`kept.rs`).
+//! The rule: free ranges are zeros, and hold neither frames nor slots. So a new allocation is zero,
+//! and costs nothing before it is touched. A range is discarded before it is given out again,
+//! except to callers that take memory with old contents (`kept.rs`).
 //!
 //! Best fit in whole pages, the lowest address first, neighbours joined: see `slots.rs` of the
 //! store for figures beside size classes and first fit. Pages are never shared between allocations.
@@ -27,17 +26,17 @@ use crate::{Region, kept::Kept};
 
 farpage_wire::debug_as_display!(ArenaError);
 
-/// So many bytes are freed before servers are asked to take memory back, where the arena reserves
-/// none: each time costs a round trip.
+/// Number of freed bytes after which servers are asked to take memory back, if the arena reserves
+/// none: each request costs a round trip.
 const TRIM_BYTES: usize = 64 << 20;
-/// What is [kept](Arena::allocate_uninit) of freed memory at most, and as a part of the budget.
+/// Upper bound of [kept](Arena::allocate_uninit) freed memory: bytes, and part of the budget.
 const KEPT_BYTES: usize = 32 << 20;
 const KEPT_PART: usize = 16;
 
 /// One region that allocations come from: see [`Runtime::arena`](crate::Runtime::arena).
 ///
-/// All methods may be called by any thread. Memory of an arena may be given to system calls as that
-/// of any region.
+/// All methods may be called by any thread. Memory of an arena may be given to system calls like
+/// that of any region.
 ///
 /// ```no_run
 /// use farpage::{ByteSize, Runtime};
@@ -62,51 +61,51 @@ pub struct Arena {
     touched_peak_bytes: AtomicUsize,
 }
 
-/// An allocation that an arena could not make.
+/// The reason why an arena could not make an allocation.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ArenaError {
-    /// There is no free range of this length.
+    /// The arena has no free range of this length.
     #[error(
         "the arena of {} has no room for {}: {} are allocated, and the longest free range has {}; make a larger arena",
         ByteSize(*capacity_bytes as u64), ByteSize(*asked_bytes as u64), ByteSize(*allocated_bytes as u64), ByteSize(*longest_bytes as u64)
     )]
     Full {
-        /// What was asked for.
+        /// Bytes of the allocation.
         asked_bytes: usize,
-        /// What the arena has in all.
+        /// Bytes of the arena.
         capacity_bytes: usize,
-        /// What is allocated of it, in whole pages.
+        /// Bytes of all allocations, in whole pages.
         allocated_bytes: usize,
-        /// The longest free range.
+        /// Bytes of the longest free range.
         longest_bytes: usize,
     },
-    /// This process is a child of the one that has the arena.
+    /// The process is a child of the one that has the arena.
     #[error("{}", farpage_pager::FORKED)]
     Forked,
 }
 
-/// Page numbers of the arena: what is free, and what is allocated.
+/// Free and allocated page numbers of the arena.
 #[derive(Default)]
 struct Ranges {
-    /// Where, and how many pages. No two touch.
+    /// First page and number of pages of each free range. Neighbours are joined.
     free: BTreeMap<usize, usize>,
-    /// The same, shortest first, then lowest.
+    /// Free ranges as (pages, first page), shortest first, then lowest.
     by_length: BTreeSet<(usize, usize)>,
-    /// First page of each allocation, and how many pages it has.
+    /// First page and number of pages of each allocation.
     allocated: BTreeMap<usize, usize>,
     allocated_pages: usize,
     /// Freed ranges that could not be discarded yet.
     stuck: Vec<Range<usize>>,
-    /// Freed, not discarded, and neither free nor allocated.
+    /// Freed allocations that are not discarded, and neither free nor allocated.
     kept: Kept,
 }
 
-/// Which free range an allocation is put into.
+/// Choice of the free range for an allocation.
 #[derive(Clone, Copy)]
 enum Fit {
     Shortest,
-    /// The longest: what has grown once will grow again, and does so in place there.
+    /// The longest, in which an allocation that has grown can grow again in place.
     Roomiest,
 }
 
@@ -126,8 +125,8 @@ impl Arena {
         }
     }
 
-    /// `bytes` zeroed bytes (at least one page is taken) whose address is a multiple of `align`, a
-    /// power of two.
+    /// Allocates `bytes` zeroed bytes, at least one page, at an address that is a multiple of
+    /// `align`, a power of two.
     ///
     /// # Errors
     /// See [`ArenaError`].
@@ -138,8 +137,8 @@ impl Arena {
         self.take(bytes, align, Fit::Shortest)
     }
 
-    /// [`allocate`](Self::allocate) with as much free behind it as can be had: for what has grown
-    /// and will again.
+    /// Allocates as [`allocate`](Self::allocate) does, with as much free memory behind as possible:
+    /// for an allocation that has grown and will again.
     ///
     /// # Errors
     /// See [`ArenaError`].
@@ -150,10 +149,10 @@ impl Arena {
         self.take(bytes, align, Fit::Roomiest)
     }
 
-    /// [`allocate`](Self::allocate) with bytes that hold anything: zeros, or what a freed
-    /// allocation left there. Once this has been called, allocations that are freed are kept for
-    /// it: their pages stay, and their next owner waits for none of them. At most 32 MiB and a
-    /// sixteenth of the budget are kept.
+    /// Allocates as [`allocate`](Self::allocate) does, with bytes of any contents: zeros, or those
+    /// of a freed allocation. From the first call on, freed allocations are kept for later calls:
+    /// their pages stay, and the next owner waits for none. At most 32 MiB and a sixteenth of the
+    /// budget are kept.
     ///
     /// # Errors
     /// See [`ArenaError`].
@@ -176,7 +175,7 @@ impl Arena {
         }
         drop(ranges);
         if let Some(first) = kept {
-            // Zeros again; what cannot be discarded now is tried again.
+            // Zeros again; pages that cannot be discarded now are tried again.
             let _ = self.free(first..first + pages);
         }
         self.take(bytes, align, Fit::Shortest)
@@ -200,19 +199,19 @@ impl Arena {
                 return Err(self.full(&ranges, bytes));
             };
             drop(ranges);
-            // What cannot be discarded now is tried again.
+            // Pages that cannot be discarded now are tried again.
             let _ = self.free(first..first + pages);
             ranges = self.ranges();
         }
     }
 
-    /// Whether all of these pages can be touched.
+    /// True if all `pages` pages from `first` on can be touched.
     fn is_sound(&self, first: usize, pages: usize) -> bool {
         let bytes = first * self.page_bytes..(first + pages) * self.page_bytes;
         !self.region.has_broken(bytes)
     }
 
-    /// These pages are an allocation from now on.
+    /// Records the `pages` pages from `first` on as an allocation. Returns its address.
     fn allocated(&self, ranges: &mut Ranges, first: usize, pages: usize) -> NonNull<u8> {
         ranges.allocated.insert(first, pages);
         ranges.allocated_pages += pages;
@@ -235,10 +234,10 @@ impl Arena {
     ///
     /// # Errors
     /// A page that could not be discarded, because the kernel or a device uses it. The allocation
-    /// is freed, and its range is tried again when others are.
+    /// is freed, and its range is tried again when another allocation is freed.
     ///
     /// # Panics
-    /// If no allocation begins there.
+    /// If no allocation begins at `allocation`.
     ///
     /// # Safety
     /// Nobody uses the allocation any more.
@@ -249,7 +248,7 @@ impl Arena {
         let pages = pages.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
         ranges.allocated_pages -= pages;
         let (mut outcome, mut freed) = (Ok(()), Some((first, pages)));
-        // What the kernel may still read is not written to by a next owner.
+        // Memory that the kernel may still read must not be written by a next owner.
         let bytes = first * self.page_bytes..(first + pages) * self.page_bytes;
         if self.region.is_zero_copy(bytes) {
             drop(ranges);
@@ -263,18 +262,17 @@ impl Arena {
         outcome
     }
 
-    /// Makes an allocation longer or shorter where it lies. Returns whether that was possible; it
-    /// always is for a shorter one. Bytes that are added are zeros, except those of the
-    /// allocation's last page.
+    /// Makes an allocation longer or shorter in place. Returns whether that was possible; it always
+    /// is for a shorter one. Added bytes are zeros, except those of the old last page.
     ///
     /// # Errors
-    /// As [`deallocate`](Self::deallocate), of what was cut off.
+    /// As [`deallocate`](Self::deallocate), of the pages that were cut off.
     ///
     /// # Panics
-    /// If no allocation begins there.
+    /// If no allocation begins at `allocation`.
     ///
     /// # Safety
-    /// Nobody uses what is cut off any more.
+    /// Nobody uses the pages that are cut off any more.
     pub unsafe fn resize(&self, allocation: NonNull<u8>, bytes: usize) -> Result<bool, PageError> {
         let (first, pages) = (self.page_of(allocation), self.pages(bytes));
         let mut ranges = self.ranges();
@@ -292,16 +290,16 @@ impl Arena {
         Ok(true)
     }
 
-    /// [`resize`](Self::resize), or a new place for the allocation if it cannot grow where it lies,
-    /// or lies at no multiple of `align`, a power of two. Its pages move there by their entries:
-    /// what is remote stays remote, and no byte is copied. Returns where it begins, a multiple of
-    /// `align`. Bytes that are added are zeros, except those of the old last page.
+    /// Resizes an allocation as [`resize`](Self::resize) does, or moves it if it cannot grow in
+    /// place or its address is no multiple of `align`, a power of two. Pages move by their entries:
+    /// remote pages stay remote, and no byte is copied. Returns the new address, a multiple of
+    /// `align`. Added bytes are zeros, except those of the old last page.
     ///
     /// # Errors
-    /// See [`ArenaError`]. The allocation is what it was.
+    /// See [`ArenaError`]. The allocation is unchanged.
     ///
     /// # Panics
-    /// If no allocation begins there, or `align` is no power of two.
+    /// If no allocation begins at `allocation`, or `align` is no power of two.
     ///
     /// # Safety
     /// Nobody uses the allocation meanwhile, nor under its old address afterwards.
@@ -333,8 +331,8 @@ impl Arena {
     }
 
     /// Moves bytes within the arena as `mremap` does: whole pages by their entries, the rest by
-    /// copying. All of them are copied where `from` and `to` lie differently in their pages. What
-    /// `from` holds afterwards is not said: [`release`](Self::release) it.
+    /// copying. All bytes are copied if `from` and `to` lie differently in their pages. The
+    /// contents of `from` are unspecified afterwards: [`release`](Self::release) it.
     ///
     /// # Errors
     /// [`PageError::Forked`].
@@ -343,7 +341,7 @@ impl Arena {
     /// If the ranges do not lie in the arena.
     ///
     /// # Safety
-    /// Nobody uses these bytes, and no page has bytes of both ranges.
+    /// Nobody uses the bytes of either range, and no page has bytes of both.
     pub unsafe fn relocate(&self, from: Range<usize>, to: usize) -> Result<(), PageError> {
         let all = self.addresses();
         let is_inside = |start: usize| all.start <= start && start + from.len() <= all.end;
@@ -353,12 +351,12 @@ impl Arena {
         unsafe { self.region.relocate(from, to - self.address) }
     }
 
-    /// Allocates the pages from an address on, the end of another allocation, as far as `bytes`
-    /// bytes behind it. `false`: they are not all free. The two are freed together by
-    /// [`release`](Self::release).
+    /// Allocates pages for `bytes` bytes from `end` on, the end of another allocation. Returns
+    /// false if some of them are not free. [`release`](Self::release) frees both allocations
+    /// together.
     ///
     /// # Panics
-    /// If the address is no page's of the arena.
+    /// If `end` is not the address of a page of the arena.
     pub fn extend(&self, end: usize, bytes: usize) -> bool {
         let offset = end.wrapping_sub(self.address);
         assert!(
@@ -375,8 +373,8 @@ impl Arena {
         is_free
     }
 
-    /// Frees the pages that lie wholly in a range of addresses, of whatever allocations they are:
-    /// what `munmap` does to parts of a mapping. Bytes of other pages in the range are zeros.
+    /// Frees the pages that lie wholly in `addresses`, whichever allocations they belong to, as
+    /// `munmap` does with parts of a mapping. Bytes of other pages in the range become zeros.
     ///
     /// # Errors
     /// As [`deallocate`](Self::deallocate).
@@ -385,7 +383,7 @@ impl Arena {
     /// If the range does not lie in the arena.
     ///
     /// # Safety
-    /// Nobody uses these bytes any more.
+    /// Nobody uses the bytes of the range any more.
     pub unsafe fn release(&self, addresses: Range<usize>) -> Result<(), PageError> {
         let bytes = addresses.start - self.address..addresses.end - self.address;
         let whole = bytes.start.div_ceil(self.page_bytes)..bytes.end / self.page_bytes;
@@ -403,8 +401,7 @@ impl Arena {
         outcome.and(unsafe { self.region.discard_shared(at..bytes.end.max(at)) })
     }
 
-    /// Makes a range of addresses zeros and gives up what it held: see
-    /// [`Region::discard_shared`].
+    /// Makes a range of addresses zeros and gives up its contents: see [`Region::discard_shared`].
     ///
     /// # Errors
     /// As [`Region::discard_shared`].
@@ -413,7 +410,7 @@ impl Arena {
     /// If the range does not lie in the arena.
     ///
     /// # Safety
-    /// There is no reference to these bytes.
+    /// No references to bytes of the range exist.
     pub unsafe fn discard(&self, addresses: Range<usize>) -> Result<(), PageError> {
         let bytes = addresses.start - self.address..addresses.end - self.address;
         self.touched_peak_bytes();
@@ -421,7 +418,7 @@ impl Arena {
         unsafe { self.region.discard_shared(bytes) }
     }
 
-    /// The bytes of the allocation that begins there, in whole pages. `None`: none does.
+    /// Returns the bytes of `allocation`, in whole pages. `None` if no allocation begins there.
     pub fn usable_bytes(&self, allocation: NonNull<u8>) -> Option<usize> {
         let address = allocation.as_ptr() as usize;
         if !self.contains(address) || !(address - self.address).is_multiple_of(self.page_bytes) {
@@ -435,7 +432,7 @@ impl Arena {
         pages.map(|pages| pages * self.page_bytes)
     }
 
-    /// Whether each page that has some of these addresses belongs to an allocation.
+    /// True if each page that has some of `addresses` belongs to an allocation.
     pub fn is_allocated(&self, addresses: Range<usize>) -> bool {
         let all = self.addresses();
         if addresses.start < all.start || all.end < addresses.end {
@@ -454,7 +451,7 @@ impl Arena {
         true
     }
 
-    /// The addresses of all allocations, ascending.
+    /// Returns the addresses of all allocations, ascending.
     pub fn allocations(&self) -> Vec<Range<usize>> {
         let address = |page: usize| self.address + page * self.page_bytes;
         let ranges = self.ranges();
@@ -464,22 +461,22 @@ impl Arena {
             .collect()
     }
 
-    /// Whether an address lies in the arena.
+    /// True if `address` lies in the arena.
     pub fn contains(&self, address: usize) -> bool {
         address.wrapping_sub(self.address) < self.region.len()
     }
 
-    /// The arena's addresses.
+    /// Returns the arena's addresses.
     pub fn addresses(&self) -> Range<usize> {
         self.address..self.address + self.region.len()
     }
 
-    /// What is allocated, in whole pages.
+    /// Returns the bytes of all allocations, in whole pages.
     pub fn allocated_bytes(&self) -> usize {
         self.ranges().allocated_pages * self.page_bytes
     }
 
-    /// What can be allocated in all.
+    /// Returns the arena's size in bytes.
     pub fn capacity_bytes(&self) -> usize {
         self.region.len()
     }
@@ -492,12 +489,12 @@ impl Arena {
         before.max(touched)
     }
 
-    /// The region that the arena is made of: for advice, pins and figures.
+    /// Returns the region that the arena is made of: for advice, pins and figures.
     pub fn region(&self) -> &Region {
         &self.region
     }
 
-    /// These pages are no allocation's any more.
+    /// Discards pages of no allocation and records them as free. Tries stuck ranges again.
     fn free(&self, pages: Range<usize>) -> Result<(), PageError> {
         let mut outcome = self.discard_pages(pages);
         let stuck = std::mem::take(&mut self.ranges().stuck);
@@ -508,14 +505,14 @@ impl Arena {
     }
 
     fn discard_pages(&self, pages: Range<usize>) -> Result<(), PageError> {
-        // Noted before these pages are gone.
+        // Must be noted before the pages are gone.
         self.touched_peak_bytes();
         let bytes = pages.start * self.page_bytes..pages.end * self.page_bytes;
         // SAFETY: the pages are no allocation's, and not free for one before they are given back.
         let discarded = unsafe { self.region.discard_shared(bytes.clone()) };
         let mut ranges = self.ranges();
         if let Err(error) = discarded {
-            // Another thread may have begun to take it up meanwhile, so it is kept as it is.
+            // The whole range is tried again when another allocation is freed.
             ranges.stuck.push(pages);
             return Err(error);
         }
@@ -544,7 +541,7 @@ impl Arena {
     }
 
     fn ranges(&self) -> MutexGuard<'_, Ranges> {
-        // Whoever panicked under the lock did so before it changed anything.
+        // A panic under the lock comes before any change.
         self.ranges.lock()
     }
 }
@@ -559,7 +556,7 @@ impl fmt::Debug for Arena {
 }
 
 impl Ranges {
-    /// Takes `pages` pages of a free range that holds them from where `align` says on.
+    /// Takes `pages` pages of a free range from `align(its start)` on. Returns the first page.
     fn take(&mut self, pages: usize, fit: Fit, align: impl Fn(usize) -> usize) -> Option<usize> {
         let fits = |&&(len, start): &&(usize, usize)| align(start) + pages <= start + len;
         let mut long = self.by_length.range((pages, 0)..);
@@ -574,7 +571,7 @@ impl Ranges {
         Some(first)
     }
 
-    /// Takes the `pages` pages from `first` on. `false`: they are not all free.
+    /// Takes the `pages` pages from `first` on. Returns false if some of them are not free.
     fn take_at(&mut self, first: usize, pages: usize) -> bool {
         match self.free.get(&first).copied() {
             Some(len) if len >= pages => {
@@ -586,7 +583,7 @@ impl Ranges {
         }
     }
 
-    /// These pages are free.
+    /// Records `pages` as free, and joins them with free neighbours.
     fn give(&mut self, pages: Range<usize>) {
         let (mut start, mut end) = (pages.start, pages.end);
         if let Some((&before, &len)) = self.free.range(..start).next_back()
@@ -602,10 +599,10 @@ impl Ranges {
         self.insert(start..end);
     }
 
-    /// Takes these pages out of the allocations that they belong to. Returns those that did.
+    /// Takes `pages` out of their allocations. Returns the ranges that belonged to one.
     fn cut(&mut self, pages: Range<usize>) -> Vec<Range<usize>> {
         let mut cut = Vec::new();
-        // What lies within one page has no whole one.
+        // A range within one page has no whole page.
         if pages.is_empty() {
             return cut;
         }

@@ -46,8 +46,8 @@ impl<T: Pod> RemoteArray<T> {
         }
     }
 
-    /// Elements per dimension, the slowest first. Their product is the array's length. One
-    /// dimension unless the array was created with [several](crate::RegionOptions::shape).
+    /// Returns the elements per dimension, the slowest first. Their product is the array's length.
+    /// One dimension unless the array was created with [several](crate::RegionOptions::shape).
     pub fn shape(&self) -> Vec<usize> {
         let shape = self.region.shape();
         if shape.is_empty() {
@@ -57,7 +57,7 @@ impl<T: Pod> RemoteArray<T> {
         }
     }
 
-    /// The bytes under the array.
+    /// Returns the region that holds the array's bytes.
     pub fn region(&self) -> &Region {
         &self.region
     }
@@ -108,8 +108,8 @@ impl<T: Pod> RemoteArray<T> {
             .unpin(byte_range(range, self.len, mem::size_of::<T>()));
     }
 
-    /// Copies `elements` to the array from index `start` on. Lost pages that they cover wholly come
-    /// back: see [`Region::overwrite`].
+    /// Copies `elements` to the array from index `start` on. Lost pages that `elements` cover
+    /// wholly come back: see [`Region::overwrite`].
     ///
     /// # Errors
     /// As [`Region::overwrite`].
@@ -121,7 +121,7 @@ impl<T: Pod> RemoteArray<T> {
         (self.region).overwrite(at.start, bytemuck::cast_slice(elements))
     }
 
-    /// Makes a range of elements zeros and gives up what they were: see [`Region::discard_range`].
+    /// Makes a range of elements zeros and gives up their contents: see [`Region::discard_range`].
     ///
     /// # Errors
     /// As [`Region::discard_range`].
@@ -141,7 +141,7 @@ impl<T: Pod> RemoteArray<T> {
         self.region.flush()
     }
 
-    /// The first error of work in the background since the last call: see [`Region::take_error`].
+    /// Takes the first error in the background since the last call: see [`Region::take_error`].
     pub fn take_error(&self) -> Option<PageError> {
         self.region.take_error()
     }
@@ -156,7 +156,7 @@ impl<T: Pod> RemoteArray<T> {
 }
 
 impl<T> CloseError<RemoteArray<T>> {
-    /// The array, open and as it was.
+    /// Returns the array, open and unchanged.
     pub fn into_inner(self) -> RemoteArray<T> {
         let mut array = self.into_closed();
         array.region.reopen();
@@ -213,7 +213,7 @@ impl<'a, T: Pod> IntoIterator for &'a mut RemoteArray<T> {
 
 impl<T> fmt::Debug for RemoteArray<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Its elements are left out: printing them would bring all pages in.
+        // The elements are left out: printing them would bring all pages in.
         f.debug_struct("RemoteArray")
             .field("len", &self.len)
             .field("region", &self.region)

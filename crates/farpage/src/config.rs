@@ -1,4 +1,4 @@
-//! How a runtime is set up: [`Builder`].
+//! [`Builder`]: the set-up of a runtime.
 
 use std::{
     env,
@@ -19,16 +19,16 @@ use farpage_wire::{Endpoint, UnitError, check_environment, is_known, parse_size,
 
 use crate::{BuildError, FaultMode, Runtime, runtime::Defaults};
 
-/// A year: longer deadlines overflow the clock.
+/// Upper bound of deadlines, a year: longer ones overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Threads that can serve their own faults at once, per core. More than one, because some of them
+/// Number of threads per core that can serve their own faults at once. More than one, because some
 /// wait for completions; not many, because each holds a channel to every server.
 const IN_THREAD_PER_CORE: usize = 2;
 
-/// Sets up a [`Runtime`]. An option that is not set here comes from the environment variable that
-/// its documentation names, else it has its default. A variable that begins with `FARPAGE_` and
-/// that nothing of farpage reads is an error of [`build`](Self::build).
+/// Sets up a [`Runtime`]. An option that is not set comes from the environment variable that its
+/// documentation names, else it has its default. A variable that begins with `FARPAGE_` and that no
+/// part of farpage reads is an error of [`build`](Self::build).
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
     servers: Vec<String>,
@@ -69,9 +69,9 @@ impl Builder {
         self
     }
 
-    /// Bytes of pages that may be in local memory at once, over all regions of the runtime. The
-    /// budget is never exceeded. It may be as large as the machine's memory, or as the control
-    /// groups (v1 or v2) of this process allow.
+    /// Sets the bytes of pages that may be in local memory at once, over all regions of the
+    /// runtime. The budget is never exceeded. It may be as large as the machine's memory, or as the
+    /// control groups (v1 or v2) of this process allow.
     ///
     /// `FARPAGE_BUDGET`. Default: a quarter of the memory that is available when the runtime is
     /// built, within the groups' limits.
@@ -80,7 +80,7 @@ impl Builder {
         self
     }
 
-    /// Page size of regions that do not set their own: a power of two, 4 KiB to 2 MiB.
+    /// Sets the page size of regions that do not set their own: a power of two, 4 KiB to 2 MiB.
     ///
     /// Small pages suit scattered accesses, large ones bulk transfers. `FARPAGE_PAGE_SIZE`.
     /// Default: 64 KiB, and less for arrays of less than 1 MiB, 4 KiB at least.
@@ -89,17 +89,17 @@ impl Builder {
         self
     }
 
-    /// How many parts, called shards, the arrays' addresses are divided into to bring pages in.
+    /// Sets the number of shards, parts into which addresses of regions are divided for fills.
     ///
     /// Each shard has channels of its own, and one thread at a time serves it. There is one such
-    /// thread per CPU that the program may use; those of CPUs that fault serve.
-    /// `FARPAGE_FILLERS` (a number or `auto`). Default: one per core, and at most 4.
+    /// thread per CPU that the program may use; those of CPUs that fault serve. `FARPAGE_FILLERS`
+    /// (a number or `auto`). Default: one per core, and at most 4.
     pub fn fillers(mut self, fillers: usize) -> Self {
         self.fillers = Some(fillers);
         self
     }
 
-    /// Threads that send pages out.
+    /// Sets the number of evictor threads, which write pages back and give them up.
     ///
     /// `FARPAGE_EVICTORS` (a number or `auto`). Default: as many as keep up with the fillers, up to
     /// one per core and 4.
@@ -108,7 +108,8 @@ impl Builder {
         self
     }
 
-    /// Evictors start when more than the fraction `high` of the budget is used, and stop at `low`.
+    /// Makes evictors start above the fraction `high` of the budget, and stop at the fraction
+    /// `low`.
     ///
     /// `FARPAGE_HIGH_WATER`, `FARPAGE_LOW_WATER`. Default: 0.95 and 0.90.
     pub fn water_marks(mut self, low: f64, high: f64) -> Self {
@@ -116,7 +117,7 @@ impl Builder {
         self
     }
 
-    /// The most bytes of neighbouring pages that move together. A single page always moves whole.
+    /// Sets the most bytes of neighbouring pages that move together. A page always moves whole.
     ///
     /// `FARPAGE_RUN_LENGTH`. Default: 512 KiB and at most 64 pages; less over links that take more
     /// than 0.75 ms for a run.
@@ -125,8 +126,8 @@ impl Builder {
         self
     }
 
-    /// The most pages that are read ahead of sequential access; 0 switches read-ahead off. Regions
-    /// may set their own.
+    /// Sets the most pages that are read ahead of sequential access; 0 switches read-ahead off.
+    /// Regions may set their own.
     ///
     /// `FARPAGE_READ_AHEAD`. Default: 1 MiB and at most 256 pages; up to 8 MiB over links with a
     /// long delay.
@@ -135,7 +136,7 @@ impl Builder {
         self
     }
 
-    /// How the pages of remote regions are encoded. Regions may set their own. A region whose
+    /// Sets the codec of pages of remote regions. Regions may set their own. A region whose
     /// elements the codec does not fit cannot be created.
     ///
     /// `FARPAGE_CODEC` (`raw`, `lz4`, `shuffle`, `zfp:accuracy=1e-6`, ...: see [`Codec`]). Default:
@@ -145,7 +146,7 @@ impl Builder {
         self
     }
 
-    /// How long a page operation is tried before it fails: see [the crate's words on lost
+    /// Sets how long a page operation is tried before it fails: see [the crate's words on lost
     /// memory](crate#when-memory-is-lost).
     ///
     /// `FARPAGE_DEADLINE`, such as `500ms` or `2min`; a plain number is seconds. Default: 10 s.
@@ -161,14 +162,14 @@ impl Builder {
         self
     }
 
-    /// How pages enter and leave the address space. Default: the fastest way that the kernel
+    /// Sets how pages enter and leave the address space. Default: the fastest way that the kernel
     /// offers.
     pub fn transfer(mut self, transfer: Transfer) -> Self {
         self.transfer = Some(transfer);
         self
     }
 
-    /// Which threads serve the program's page faults.
+    /// Sets the threads that serve the program's page faults.
     ///
     /// `FARPAGE_FAULT_MODE` (`filler` or `in-thread`). Default: the runtime's filler threads.
     pub fn fault_mode(mut self, fault_mode: FaultMode) -> Self {
@@ -194,9 +195,9 @@ impl Builder {
         self
     }
 
-    /// The user's key file: named arrays belong to its key, and nobody else can open, replace, list
-    /// or remove them. The file is made when a name is first used; whoever has a copy of it shares
-    /// the names.
+    /// Sets the user's key file: named arrays belong to its key, and other users cannot open,
+    /// replace, list or remove them. The file is made when a name is first used. Users that have a
+    /// copy of it share the names.
     ///
     /// `FARPAGE_KEY_FILE`. Default: `farpage/key` in `$XDG_CONFIG_HOME` or `~/.config`.
     pub fn key_file(mut self, key_file: impl Into<PathBuf>) -> Self {
@@ -204,8 +205,8 @@ impl Builder {
         self
     }
 
-    /// Before SIGBUS ends a program that touches lost memory, a line on standard error says which
-    /// array, page and server, why, and what to do: once for each cause.
+    /// Prints a line on standard error before SIGBUS ends a program that touches lost memory: the
+    /// array, page and server, the cause, and the remedy. Once for each cause.
     ///
     /// `FARPAGE_LAST_WORDS` (`1` or `0`). Default: true.
     pub fn last_words(mut self, last_words: bool) -> Self {
@@ -313,7 +314,7 @@ impl Builder {
         let servers: Vec<Endpoint> = (servers(self.servers).iter())
             .map(|server| server.parse())
             .collect::<Result<_, _>>()?;
-        // Threads that serve their own faults, and stores that workers call, need the program's.
+        // In-thread faults, and stores that workers call, need the program's table.
         let new = || match in_thread || servers.is_empty() {
             true => Table::programs(),
             false => Table::private(),
@@ -325,7 +326,8 @@ impl Builder {
         let table = table.map_err(StartError::Os)?;
         if in_thread && table.is_private() {
             return Err(BuildError::Option(
-                "faults cannot be served by the program's threads over RDMA here, whose devices another runtime has opened on a                  descriptor table of its own: build the runtime with in-thread faults first"
+                "faults cannot be served by the program's threads over RDMA here, whose devices another runtime has \
+                 opened on a descriptor table of its own: build the runtime with in-thread faults first"
                     .to_owned(),
             ));
         }
@@ -359,14 +361,14 @@ impl FromStr for Switch {
     }
 }
 
-/// Returns what was given one by one, with commas between several, or both; else the environment's.
+/// Returns the servers of `given`, split at commas; else the environment's.
 fn servers(given: Vec<String>) -> Vec<String> {
     if given.is_empty() {
         let text = env::var("FARPAGE_SERVER").unwrap_or_default();
         return each_server(&text);
     }
     let servers = |text: &String| match each_server(text) {
-        // What is no list is an endpoint, which says what is wrong with it.
+        // A text that is no list is an endpoint, whose error says what is wrong with it.
         none if none.is_empty() => vec![text.clone()],
         servers => servers,
     };
@@ -389,7 +391,7 @@ fn each_server(text: &str) -> Vec<String> {
     servers
 }
 
-/// A value that was set, else the environment's, else the default.
+/// Returns the value `set`, else the environment's, else the default.
 fn option<T>(set: Option<T>, variable: &str, default: impl FnOnce() -> T) -> Result<T, BuildError>
 where
     T: FromStr<Err: Display>,
@@ -404,7 +406,7 @@ where
     }
 }
 
-/// A value that was set, else the environment's, as `parse` reads it.
+/// Returns the value `set`, else the environment's, as `parse` reads it.
 fn parsed<T>(
     set: Option<T>,
     variable: &str,
@@ -420,7 +422,7 @@ fn parsed<T>(
     }
 }
 
-/// A page size, if pages can be of that size.
+/// Checks that pages can have the size `size`, and returns it in bytes.
 fn page_bytes(size: ByteSize) -> Result<usize, BuildError> {
     let bytes = size.as_u64();
     if bytes.is_power_of_two() && (4 << 10..=2 << 20).contains(&bytes) {
@@ -431,7 +433,7 @@ fn page_bytes(size: ByteSize) -> Result<usize, BuildError> {
     )))
 }
 
-/// The most threads of a kind, and whether their number follows the load.
+/// Returns the most threads of a kind, and whether their number follows the load.
 fn workers(set: Option<usize>, variable: &str, cores: usize) -> Result<(usize, bool), BuildError> {
     if set.is_none() && env::var(variable).is_ok_and(|text| text != "auto") {
         return option(None, variable, || 0).map(|workers| (workers, false));
@@ -439,7 +441,7 @@ fn workers(set: Option<usize>, variable: &str, cores: usize) -> Result<(usize, b
     Ok(set.map_or((cores.clamp(1, 4), true), |workers| (workers, false)))
 }
 
-/// How the servers' logs call this program.
+/// Returns the name of this program for the servers' logs.
 fn client_name() -> String {
     let program = env::args_os().next().unwrap_or_default();
     let program = Path::new(&program)

@@ -1,11 +1,12 @@
-//! What can go wrong, per operation, and the errors of the layers below that say why.
+//! Errors of each operation, and the errors of the layers below that are their causes.
 //!
-//! An error's text is whole: it holds its cause's, and says what to do. Printing it with `{}` is
+//! An error's text is whole: it contains its cause's text and the remedy. Printing it with `{}` is
 //! enough, and [`Error::source`] has nothing to add. `Debug` prints the same text, for programs
-//! whose `main` returns an error, and for `unwrap`. Which cause it was, the variants' fields say.
+//! whose `main` returns an error, and for `unwrap`. The variants' fields tell the cause to
+//! programs.
 //!
 //! Texts call a region or an array by its name, and one without a name by a number: "array 3 (f64,
-//! 12.0 MiB)" is the third that the runtime created without one.
+//! 12.0 MiB)" is the third that the runtime created without a name.
 
 use std::{error::Error, fmt};
 
@@ -21,7 +22,7 @@ pub use farpage_wire::{EndpointError, control::NameError};
 
 farpage_wire::debug_as_display!(BuildError, CreateError, OpenError, FlushError);
 
-/// A runtime could not be built.
+/// The reason why a runtime could not be built.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum BuildError {
@@ -42,28 +43,28 @@ pub enum BuildError {
     Start(#[from] StartError),
 }
 
-/// A region or an array could not be created.
+/// The reason why a region or an array could not be created.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CreateError {
-    /// The servers have no memory for its pages, or an option does not fit them.
+    /// The servers have no memory for the pages, or an option does not fit them.
     #[error("{why}{advice}", why = .0, advice = advice_for(.0))]
     Store(StoreCreateError),
-    /// It could not be mapped.
+    /// The region could not be mapped.
     #[error(transparent)]
     Map(#[from] MapError),
-    /// It cannot have the name that it was given.
+    /// The region cannot have its name.
     #[error(transparent)]
     Name(#[from] NameError),
-    /// This process is a child of the one that built the runtime.
+    /// The process is a child of the one that built the runtime.
     #[error("{FORKED}")]
     Forked,
     /// The array would be larger than the address space.
     #[error("an array of {len} elements of {element_bytes} bytes does not fit the address space")]
     TooLarge {
-        /// Elements asked for.
+        /// Elements of the array.
         len: usize,
-        /// Bytes of one.
+        /// Bytes of one element.
         element_bytes: usize,
     },
     /// The product of the shape's dimensions is not the array's length.
@@ -73,7 +74,7 @@ pub enum CreateError {
     Shape {
         /// Elements per dimension.
         shape: Vec<usize>,
-        /// Elements asked for.
+        /// Elements of the array.
         len: usize,
     },
 }
@@ -84,7 +85,7 @@ impl From<StoreCreateError> for CreateError {
     }
 }
 
-/// Says what helps besides, in words of Rust: other languages have options of other names.
+/// Returns further advice in words of Rust: options have other names in other languages.
 fn advice_for(error: &StoreCreateError) -> &'static str {
     match error {
         StoreCreateError::Alloc { .. } => {
@@ -94,34 +95,34 @@ fn advice_for(error: &StoreCreateError) -> &'static str {
     }
 }
 
-/// A named region could not be opened.
+/// The reason why a named region could not be opened.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The servers do not have it, or another client holds it.
+    /// The servers do not have the region, or another client holds it.
     #[error(transparent)]
     Store(#[from] OpenStoreError),
-    /// It could not be mapped.
+    /// The region could not be mapped.
     #[error(transparent)]
     Map(#[from] MapError),
-    /// This process is a child of the one that built the runtime.
+    /// The process is a child of the one that built the runtime.
     #[error("{FORKED}")]
     Forked,
-    /// It holds elements of another type, or bytes that are no whole number of elements.
+    /// The region holds elements of another type, or its length is no whole number of elements.
     #[error(
         "`{name}` holds {stored}, and is no array of {asked}: open it with the type that it was created with, or as bytes by `open_region`"
     )]
     Type {
         /// The array's name.
         name: String,
-        /// What it holds.
+        /// The contents of the region.
         stored: String,
-        /// The type that was asked for.
+        /// The type of elements that the caller asked for.
         asked: String,
     },
 }
 
-/// A region's changes could not be made safe. They are still in memory.
+/// The reason why a region's changes could not be made safe. The changes are still in memory.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum FlushError {
@@ -129,17 +130,17 @@ pub enum FlushError {
     #[error(transparent)]
     Pages(#[from] PageFlushError),
     /// Pages were written back, but not published under the region's name. The version that was
-    /// published before is still there.
+    /// published before still exists.
     #[error(transparent)]
     Publish(#[from] PublishStoreError),
 }
 
-/// A [`Region`](crate::Region) or [`RemoteArray`](crate::RemoteArray) could not be closed. Nothing
-/// is lost: `into_inner` gives it back. Dropping the error gives it up, with the changes since its
-/// last flush.
+/// The reason why a [`Region`](crate::Region) or [`RemoteArray`](crate::RemoteArray) could not be
+/// closed. Nothing is lost: `into_inner` returns the region or array. Dropping the error drops it,
+/// with the changes since its last flush.
 pub struct CloseError<C>(Box<Unclosed<C>>);
 
-/// Behind a pointer, so that the result of a `close` that succeeds is small.
+/// Contents of a [`CloseError`]. Boxed, so that the result of a `close` that succeeds is small.
 struct Unclosed<C> {
     closed: C,
     why: FlushError,
@@ -154,7 +155,7 @@ impl<C> CloseError<C> {
         self.0.closed
     }
 
-    /// Why it could not be closed.
+    /// Returns the reason why the close failed.
     pub fn error(&self) -> &FlushError {
         &self.0.why
     }

@@ -1,4 +1,4 @@
-//! Which threads serve the program's page faults: [`FaultMode`].
+//! [`FaultMode`]: the threads that serve the program's page faults.
 
 use std::{io, str::FromStr, sync::Arc};
 
@@ -8,7 +8,7 @@ use farpage_vm::{
     sigbus::{FaultHandler, Registration, Served},
 };
 
-/// Who serves the program's page faults.
+/// Threads that serve the program's page faults.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FaultMode {
@@ -20,15 +20,15 @@ pub enum FaultMode {
     /// thread is woken, which is most of what a fault on a small page costs. Five things differ:
     ///
     /// - A system call that is given absent memory (`read` into an array, `write` from it) fails
-    ///   with `EFAULT`. Those of [`io`](crate::io) do not; [`Region::pin`](crate::Region::pin)
+    ///   with `EFAULT`. Calls of [`io`](crate::io) do not; [`Region::pin`](crate::Region::pin)
     ///   brings memory in and keeps it there for any call.
-    /// - With pages of 4 KiB, what a device writes into memory that is not pinned (direct I/O) may
-    ///   be lost. Pin the memory until the device is done.
+    /// - With pages of 4 KiB, bytes that a device writes into memory that is not pinned (direct
+    ///   I/O) may be lost. Pin the memory until the device is done.
     /// - With pages of 4 KiB, a program that unmaps a part of a region must keep its other threads
-    ///   from mapping memory until `munmap` has returned. They may get the same addresses, and what
-    ///   they write there at once may be lost.
+    ///   from mapping memory until `munmap` has returned. Their mappings may get the same
+    ///   addresses, and bytes written there at once may be lost.
     /// - The runtime's descriptors are in the program's table. If the program closes or replaces
-    ///   one, the process ends with a line.
+    ///   one of them, the process ends with a line on standard error.
     /// - A thread that blocks SIGBUS is killed by its first fault. A handler of SIGBUS that the
     ///   program installs after the runtime was built must pass on signals that are not its own.
     InThread,

@@ -1,14 +1,14 @@
 //! System calls on remote memory with in-thread faults.
 //!
 //! With [`FaultMode::InThread`](crate::FaultMode::InThread) the kernel cannot bring absent pages
-//! in: a system call that meets one fails with `EFAULT`, and a datagram may be lost by it. The
-//! functions here are the same calls without that. Any memory may be given to them, remote or not,
-//! and in any mode: what is not remote in-thread goes to the kernel as it is.
+//! in: a system call that meets an absent page fails with `EFAULT`, and may lose a datagram. The
+//! functions here are the same calls without that failure. Any memory may be given to them, remote
+//! or not, and in any mode: memory that is not remote in-thread goes to the kernel unchanged.
 //!
 //! Remote memory is copied through a buffer of local memory, 128 KiB at a time. So no page has to
 //! stay during a call, and a call of any length works with any budget. Reads and writes of files,
-//! and writes to streams, do all that was asked; a read of a stream may end after a piece. A
-//! message moves whole, however long it is.
+//! and writes to streams, transfer all bytes; a read of a stream may end after a piece. A message
+//! moves whole, whatever its length.
 //!
 //! ```no_run
 //! use std::{fs::File, io};
@@ -25,8 +25,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Errors are those of the calls, as [`io::Error`]: `EINTR` is not hidden. Touching memory that is
-//! [lost](crate#when-memory-is-lost) raises SIGBUS here as everywhere.
+//! Errors are those of the calls, as [`io::Error`]: `EINTR` is not hidden. Touching
+//! [lost](crate#when-memory-is-lost) memory raises SIGBUS here as everywhere.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -39,17 +39,17 @@ use farpage_vm::{calls, sigbus};
 
 /// Makes any system call, with remote memory among its arguments. Calls that can be repeated are
 /// repeated while a page is absent. `vmsplice` and sends with `MSG_ZEROCOPY`, after which the
-/// kernel keeps references to memory, get a copy that nobody uses again. `execve`, `io_submit` and
+/// kernel keeps references to memory, get a copy that is not used again. `execve`, `io_submit` and
 /// `io_uring` want pinned memory; for zero-copy sends by `io_uring` see
 /// [`Advice::ZeroCopy`](crate::Advice::ZeroCopy).
 ///
 /// # Errors
-/// The call's.
+/// The system call's.
 ///
 /// # Safety
-/// - The call and its arguments are what the program may ask of the kernel.
-/// - What the call reads may be read, and what it writes may be written.
-/// - It is no `clone`, `fork`, `vfork` or `rt_sigreturn`.
+/// - The call and its arguments are valid for the kernel and permitted to the program.
+/// - Memory that the call reads may be read, and memory that it writes may be written.
+/// - `number` is no `clone`, `fork`, `vfork` or `rt_sigreturn`.
 pub unsafe fn system_call(number: libc::c_long, arguments: [usize; 6]) -> io::Result<usize> {
     let is_remote =
         |at: usize, bytes: usize| bytes > 0 && sigbus::serves(at..at.saturating_add(bytes));
@@ -58,7 +58,7 @@ pub unsafe fn system_call(number: libc::c_long, arguments: [usize; 6]) -> io::Re
     usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result as i32))
 }
 
-/// A call on a descriptor.
+/// Makes a system call whose first argument is the descriptor `fd`.
 ///
 /// # Safety
 /// As [`system_call`].
@@ -107,8 +107,8 @@ calls! {
     fn send(buffer: &[u8], flags: i32) = SYS_sendto [flags as usize, 0, 0];
 }
 
-/// Receives from a socket, and says who sent it: `recvfrom(2)`. `None`: the socket is connected, or
-/// the address is none of the Internet's.
+/// Receives from a socket, and returns the sender's address: `recvfrom(2)`. `None` if the socket is
+/// connected or the address is no Internet address.
 ///
 /// # Errors
 /// The system call's.
@@ -155,7 +155,7 @@ pub fn sendto(fd: impl AsFd, buffer: &[u8], flags: i32, to: SocketAddr) -> io::R
 /// The system call's.
 ///
 /// # Safety
-/// The message's pointers are to memory of the lengths that it says, which nobody else uses.
+/// The message's pointers are to memory of the lengths that it states, which nobody else uses.
 pub unsafe fn recvmsg(fd: impl AsFd, message: &mut libc::msghdr, flags: i32) -> io::Result<usize> {
     let arguments = [&raw mut *message as usize, flags as usize, 0, 0, 0];
     // SAFETY: the caller's promise.
@@ -168,7 +168,7 @@ pub unsafe fn recvmsg(fd: impl AsFd, message: &mut libc::msghdr, flags: i32) -> 
 /// The system call's.
 ///
 /// # Safety
-/// The message's pointers are to memory of the lengths that it says, which nobody writes.
+/// The message's pointers are to memory of the lengths that it states, which nobody writes.
 pub unsafe fn sendmsg(fd: impl AsFd, message: &libc::msghdr, flags: i32) -> io::Result<usize> {
     let arguments = [&raw const *message as usize, flags as usize, 0, 0, 0];
     // SAFETY: the caller's promise.

@@ -1,20 +1,20 @@
-//! Freed allocations that are given out again as they are: [`Kept`].
+//! Freed allocations that are given out again without being zeroed: [`Kept`].
 //!
-//! Programs make and free arrays of the same size over and over. What such an array held is still
-//! in local memory, so that its next owner waits for no page.
+//! Programs make and free arrays of the same size over and over. The pages of a freed array are
+//! still in local memory, so its next owner waits for no page.
 //!
-//! The rule: what is kept is nobody's, and holds whatever it held. It is so little that evictors
-//! lose nothing by it.
+//! The rule: a kept allocation has no owner, and keeps its old contents. Kept memory is so little
+//! that evictors do not miss it.
 
 use std::collections::VecDeque;
 
-/// Allocations that are kept at most: they are searched one by one.
+/// Number of allocations that are kept at most: a search looks at each.
 const ALLOCATIONS_MAX: usize = 64;
 
 /// Pages of freed allocations.
 #[derive(Default)]
 pub(crate) struct Kept {
-    /// `None` until somebody takes allocations as they are: nothing is kept before.
+    /// Upper bound of kept pages. `None`, and nothing is kept, before the first call of `begin`.
     most_pages: Option<usize>,
     pages: usize,
     /// First page and number of pages, the longest kept first.
@@ -22,7 +22,7 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// From now on up to `most_pages` are kept.
+    /// Keeps up to `most_pages` pages from now on. Only the first call has an effect.
     pub(crate) fn begin(&mut self, most_pages: usize) {
         if self.most_pages.is_none() {
             self.most_pages = Some(most_pages);
@@ -30,12 +30,12 @@ impl Kept {
         }
     }
 
-    /// Keeps a freed allocation. Returns one that is to be discarded for it; to be called again
-    /// with `None` until there is none.
+    /// Keeps the allocation `freed`. Returns an allocation that the caller discards. To be called
+    /// again with `None` until it returns `None`.
     pub(crate) fn put(&mut self, freed: Option<(usize, usize)>) -> Option<(usize, usize)> {
         let most = self.most_pages.unwrap_or(0);
         if let Some((first, pages)) = freed {
-            // One alone must not drive all others out.
+            // One allocation must not drive all others out.
             if pages > most / 2 {
                 return freed;
             }
@@ -48,14 +48,14 @@ impl Kept {
         self.pop()
     }
 
-    /// Gives up the one that was kept longest.
+    /// Gives up the allocation that was kept longest.
     pub(crate) fn pop(&mut self) -> Option<(usize, usize)> {
         let (first, pages) = self.allocations.pop_front()?;
         self.pages -= pages;
         Some((first, pages))
     }
 
-    /// Takes an allocation of `pages` pages, the last freed first, whose first page `fits`.
+    /// Takes the last freed allocation that has `pages` pages and whose first page `fits`.
     pub(crate) fn take(&mut self, pages: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
         let suits = |&(first, len): &(usize, usize)| len == pages && fits(first);
         let at = self.allocations.iter().rposition(suits)?;

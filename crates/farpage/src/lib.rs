@@ -34,20 +34,21 @@
 //! # System calls
 //!
 //! A region can be given to system calls like any memory. With [`FaultMode::InThread`] the calls of
-//! [`io`] do the same; others, and all in a runtime of [`Builder::user_mode_only`], want its pages
-//! in memory: [`Region::pin`] brings them in and keeps them there.
+//! [`io`] do the same. Other calls, and all calls in a runtime of [`Builder::user_mode_only`], need
+//! its pages in memory: [`Region::pin`] brings them in and keeps them there.
 //!
 //! # Signals
 //!
 //! A signal handler may touch a region at any time, also while its thread is inside a call of this
-//! crate. Calls hold signals back while they hold a lock, and let them in where they wait for
+//! crate. Calls hold signals back while they hold a lock, and let signals in where they wait for
 //! pages. So a signal waits for a server where a call does: as long as the deadline at most. A
 //! handler must not call this crate, which allocates and locks.
 //!
 //! # Logging
 //!
-//! farpage logs by `tracing`. Threads that move pages leave their lines to a thread that is there
-//! while there are any, so a subscriber may touch remote memory, or wait for a thread that does.
+//! farpage logs by `tracing`. Threads that move pages leave their lines to another thread, which
+//! exists while there are lines. So a subscriber may touch remote memory, or wait for a thread that
+//! does.
 //!
 //! # Descriptors
 //!
@@ -55,20 +56,21 @@
 //! program may close any descriptor, as daemons do, and its next one has the number that it would
 //! have without farpage. Calls of a [`Store`] come on threads that have the program's descriptors.
 //!
-//! RDMA devices are opened once in a process, on one table. A program that lends or borrows by RDMA
-//! itself before its first runtime makes that the program's table, and its runtimes over RDMA work
-//! there. After a runtime, it cannot lend by RDMA.
+//! RDMA devices are opened once in a process, on one table. If a program lends or borrows by RDMA
+//! itself before its first runtime, devices are opened on the program's table, and its runtimes
+//! over RDMA work there. After a runtime over RDMA, a program cannot lend by RDMA.
 //!
 //! With [`FaultMode::InThread`] the program's threads need the runtime's descriptors, and without
 //! servers workers call stores themselves: these runtimes use the program's table. A program must
-//! not close or replace what it has not opened there. If it does, it ends with a line on standard
-//! error as soon as a page is moved. Absent pages are never read as zeros.
+//! not close or replace descriptors there that it has not opened. If it does, it ends with a line
+//! on standard error as soon as a page is moved. Absent pages are never read as zeros.
 //!
 //! # Forking
 //!
 //! Runtimes and regions belong to the process that made them. A child made by `fork` does not have
-//! the regions' addresses: touching them raises SIGSEGV. Its calls are refused with an error, and
-//! what it drops is left alone. It may `exec`, or build a runtime of its own.
+//! the regions' addresses: touching them raises SIGSEGV. Calls in the child are refused with an
+//! error, and values that it drops are left alone. The child may `exec`, or build a runtime of its
+//! own.
 
 mod arena;
 mod array;

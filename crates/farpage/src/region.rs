@@ -35,105 +35,102 @@ pub struct RegionOptions {
 }
 
 impl RegionOptions {
-    /// No option set.
+    /// Returns options of which none is set.
     pub fn new() -> RegionOptions {
         RegionOptions::default()
     }
 
-    /// Page size: a power of two, 4 KiB to 2 MiB.
+    /// Sets the page size: a power of two, 4 KiB to 2 MiB.
     pub fn page_size(mut self, page_size: ByteSize) -> Self {
         self.page_bytes = Some(page_size.as_u64() as usize);
         self
     }
 
-    /// Pages that are read ahead of a sequential run at most; 0 switches it off.
+    /// Sets the most pages that are read ahead of sequential access; 0 switches read-ahead off.
     pub fn read_ahead(mut self, pages: usize) -> Self {
         self.read_ahead = Some(pages);
         self
     }
 
-    /// How pages are encoded on the servers. No effect on a region with a store of its own.
+    /// Sets the codec of pages on the servers. No effect on a region with a store of its own.
     pub fn codec(mut self, codec: Codec) -> Self {
         self.codec = Some(codec);
         self
     }
 
-    /// Elements per dimension, the slowest first, as in C: `[planes, rows, columns]`. Codecs that
-    /// look at neighbours ([`Codec::Zfp`]) do much better when they know it; nothing else depends
-    /// on it. Default: one dimension.
+    /// Sets the elements per dimension, the slowest first, as in C: `[planes, rows, columns]`.
+    /// Codecs that look at neighbours ([`Codec::Zfp`]) do much better with the shape; nothing else
+    /// depends on it. Default: one dimension.
     pub fn shape(mut self, shape: impl AsRef<[usize]>) -> Self {
         self.shape = shape.as_ref().to_vec();
         self
     }
 
-    /// What the bytes of a region are, where the type is only known at run time: whoever opens the
-    /// region is told, and codecs go by it. Arrays have the type of their elements, whatever is set
-    /// here. Default: bytes without a type.
+    /// Sets the type of a region's elements, if only run time knows it. The type is told to
+    /// programs that open the region, and codecs go by it. Arrays have the type of their elements
+    /// and ignore this option. Default: bytes without a type.
     pub fn element_type(mut self, of: ElementType) -> Self {
         self.element_type = Some(of);
         self
     }
 
-    /// How much remote memory is reserved when the region is created. Default: [`Reserve::Full`],
-    /// so that no eviction fails for lack of it. For a [named](Self::name) region that is twice its
-    /// size and a little more, since the published version stays whole until the next one is. Does
-    /// nothing for a region with a store of its own.
+    /// Sets how much remote memory is reserved when the region is created. Default:
+    /// [`Reserve::Full`], so that no eviction fails for lack of memory. A [named](Self::name)
+    /// region reserves twice its size and a little more, since the published version stays whole
+    /// until the next one is. Does nothing for a region with a store of its own.
     pub fn reserve(mut self, reserve: Reserve) -> Self {
         self.reserve = reserve;
         self
     }
 
     /// Names the region. Every flush and the close publish it on its servers under this name, where
-    /// it outlives the program. The name is the region's from its creation on, which fails if the
-    /// name exists already: [open](crate::Runtime::open_region) it,
-    /// [remove](crate::Runtime::remove) it, or [replace](Self::replace) it. Does nothing for a
-    /// region with a store of its own.
+    /// it outlives the program. Creation takes the name, and fails if the name exists already:
+    /// [open](crate::Runtime::open_region) it, [remove](crate::Runtime::remove) it, or
+    /// [replace](Self::replace) it. Does nothing for a region with a store of its own.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self
     }
 
     /// Lets a [named](Self::name) region replace the one that exists under its name. The old one
-    /// stays until the first flush, or the close; on several servers, a program that dies in the
+    /// stays until the first flush, or the close. On several servers, a program that dies in the
     /// middle of that may leave neither. A region that another program has open for writing is not
-    /// replaced. Who reads it goes on reading what was there.
-    /// Default: off.
+    /// replaced. Readers keep the version that they opened. Default: off.
     pub fn replace(mut self, replace: bool) -> Self {
         self.replace = replace;
         self
     }
 
-    /// Keeps the region's pages here instead of on the memory servers.
+    /// Keeps the region's pages in `store` instead of on the memory servers.
     pub fn store(mut self, store: impl Store) -> Self {
         self.store = Some(Arc::new(store));
         self
     }
 
     /// Maps the region at `address`, a multiple of its page size, as `mmap` does with `MAP_FIXED`.
-    /// Whatever is mapped between there and the end of the region's last page is replaced. Another
-    /// region is not replaced: that is an error. Default: wherever there is room.
+    /// Mappings between `address` and the end of the region's last page are replaced, except those
+    /// of another region, which are an error. Default: an address chosen by the kernel.
     ///
     /// # Safety
-    /// Nothing may rely on what is mapped there when the region is created.
+    /// Nothing may rely on the mappings that are replaced when the region is created.
     pub unsafe fn address(mut self, address: usize) -> Self {
         self.address = Some(address);
         self
     }
 
     /// Makes the region read-only: a write to its memory raises SIGSEGV, and taking a mutable slice
-    /// of it panics. Its pages are dropped when they leave, without being looked at. So a program
-    /// must not make the memory writable by itself (`mprotect`): what it writes then is lost.
-    /// Default: off.
+    /// of it panics. Eviction drops its pages without comparing them. So a program must not make
+    /// the memory writable by itself (`mprotect`): its writes would be lost. Default: off.
     pub fn read_only(mut self) -> Self {
         self.read_only = true;
         self
     }
 
-    /// Promises that no device writes into the region's memory: neither `O_DIRECT` reads nor RDMA
-    /// nor registered buffers of `io_uring` have their bytes there. Then pages of 4 KiB leave as
-    /// copies, many by one call, which makes random access by several threads faster. If the
-    /// promise is broken, what a device writes into a page while it leaves is lost. Ordinary system
-    /// calls may write there as ever.
+    /// Promises that no device writes into the region's memory: it is no buffer of `O_DIRECT`
+    /// reads, of RDMA or of registered buffers of `io_uring`. Then pages of 4 KiB leave as copies,
+    /// many by one call, which makes random access by several threads faster. If the promise is
+    /// broken, bytes that a device writes into a page while the page leaves are lost. Ordinary
+    /// system calls may write there as ever.
     ///
     /// No effect on other page sizes, before kernel 6.14, with
     /// [`user_mode_only`](crate::Builder::user_mode_only) or with a single evictor. In-thread
@@ -174,11 +171,11 @@ impl fmt::Debug for RegionOptions {
 /// `close` publish at any time. A store of the region's own is written back even then, as a file
 /// mapping is: evictions have written parts of it already, so there is no older state to keep.
 pub struct Region {
-    /// Ends before the mapping does.
+    /// Registration for in-thread faults. Must be dropped before `mapped`.
     _faults: Option<Registration>,
     mapped: Held<Mapped<KernelSpace>>,
     name: Option<String>,
-    /// Whether its contents outlive it.
+    /// True if the region's contents outlive it.
     keeps: bool,
     read_only: bool,
     closed: bool,
@@ -204,7 +201,7 @@ impl Region {
         })
     }
 
-    /// Gives remote memory that nothing is in back to the servers, where none is reserved.
+    /// Gives unused remote memory back to the servers, if the region reserves none.
     pub(crate) fn trim(&self) {
         let _signals = SignalGuard::new();
         self.mapped.with(|mapped| mapped.store().trim());
@@ -218,42 +215,43 @@ impl Region {
         self.mapped.get().store().layout()
     }
 
-    /// The region's page size in bytes.
+    /// Returns the region's page size in bytes.
     pub fn page_bytes(&self) -> usize {
         self.mapped.get().page_bytes()
     }
 
-    /// How its pages are encoded on the servers; `None` if it has a store of its own.
+    /// Returns the codec of the region's pages on the servers; `None` if it has a store of its own.
     pub fn codec(&self) -> Option<Codec> {
         self.mapped.get().store().codec()
     }
 
-    /// What the region was created to hold; `None` for bytes without a type.
+    /// Returns the elements that the region was created to hold; `None` for bytes without a type.
     pub fn elements(&self) -> Option<&Elements> {
         self.layout()?.elements.as_ref()
     }
 
-    /// Elements per dimension, the slowest first, as the region was created; empty for one
-    /// dimension.
+    /// Returns the elements per dimension, the slowest first, as the region was created; empty for
+    /// one dimension.
     pub fn shape(&self) -> Vec<usize> {
         let shape = self.layout().map_or(&[][..], |layout| &layout.shape);
         shape.iter().map(|&side| side as usize).collect()
     }
 
-    /// Counts of this region's pages on their way to and from the store.
+    /// Returns counts of this region's pages on their way to and from the store.
     pub fn store_stats(&self) -> StoreStatsSnapshot {
         let _signals = SignalGuard::new();
         self.mapped.get().store().stats()
     }
 
-    /// The most bytes that servers kept at once of this region's pages, and of other regions
-    /// without a name that have its page size and codec. 0 if it has a store of its own.
+    /// Returns the most bytes that servers kept at once of this region's pages, and of other
+    /// regions without a name that have its page size and codec. 0 if it has a store of its own.
     pub fn kept_peak_bytes(&self) -> u64 {
         let _signals = SignalGuard::new();
         self.mapped.get().store().kept_peak_bytes()
     }
 
-    /// Pages that are in local memory now. A page that is being mapped may not be counted yet.
+    /// Returns the number of pages in local memory, perhaps without pages that are just being
+    /// mapped.
     pub fn resident_pages(&self) -> usize {
         self.mapped.get().resident_pages()
     }
@@ -263,13 +261,13 @@ impl Region {
         self.mapped.get().store().stats().touched_pages() as usize
     }
 
-    /// Whether touching some page of a range of bytes raises SIGBUS, or may, since the page is just
-    /// being brought in.
+    /// True if touching some page of `bytes` raises SIGBUS, or may, because a fill of the page is
+    /// under way.
     pub(crate) fn has_broken(&self, bytes: Range<usize>) -> bool {
         self.mapped.get().has_broken(bytes)
     }
 
-    /// Whether the kernel may hold references to pages of a range of bytes ([`Advice::ZeroCopy`]).
+    /// True if the kernel may hold references to pages of `bytes` ([`Advice::ZeroCopy`]).
     pub(crate) fn is_zero_copy(&self, bytes: Range<usize>) -> bool {
         self.mapped.get().is_zero_copy(bytes)
     }
@@ -277,8 +275,8 @@ impl Region {
     /// Says how the program will use a range of bytes.
     ///
     /// # Errors
-    /// [`Advice::DontNeed`] waits until changed pages are written back, and names one that could
-    /// not be.
+    /// [`Advice::DontNeed`] waits until changed pages are written back. Its error names a page that
+    /// could not be.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -289,10 +287,10 @@ impl Region {
 
     /// Brings a range of bytes in and waits for it. Pages that failed before are tried again. A
     /// dead server is an error here, where an access would raise SIGBUS. If the range is larger
-    /// than the budget, its first pages may have left again when this returns.
+    /// than the budget, its first pages may have left again when `prefetch_now` returns.
     ///
     /// # Errors
-    /// Why a page could not be brought in.
+    /// The reason why a page could not be brought in.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -301,8 +299,8 @@ impl Region {
         self.mapped.with(|mapped| mapped.prefetch_now(bytes))
     }
 
-    /// Brings a range of bytes in and keeps it in memory until [`unpin`](Self::unpin). No access to
-    /// it waits until then.
+    /// Brings a range of bytes in and keeps it in memory until [`unpin`](Self::unpin). Accesses to
+    /// the range do not wait until then.
     ///
     /// Every page that the range touches is pinned whole. Pins are counted (up to 255 per page), so
     /// parts of a program can pin the same page without knowing of each other. All pins end with
@@ -355,12 +353,12 @@ impl Region {
         self.mapped.get().unpin(byte_range(range, self.len(), 1));
     }
 
-    /// Copies `bytes` to `offset`. [Lost](PageError::Lost) pages that they cover wholly come back;
-    /// the region's last page ends with the region. Without lost pages this is the same as copying
-    /// into the slice, which would raise SIGBUS on a lost page.
+    /// Copies `bytes` to `offset`. [Lost](PageError::Lost) pages that `bytes` covers wholly come
+    /// back; the region's last page ends with the region. Without lost pages this is the same as
+    /// copying into the slice, which would raise SIGBUS on a lost page.
     ///
     /// # Errors
-    /// `bytes` cover a lost page only in part: nothing was copied. Or a lost page could not be
+    /// `bytes` covers a lost page only in part: nothing was copied. Or a lost page could not be
     /// mapped, and is still lost.
     ///
     /// # Panics
@@ -373,9 +371,9 @@ impl Region {
         Ok(())
     }
 
-    /// Makes a range of bytes zeros and gives up what they were: their remote memory is free for
-    /// other pages, their local memory goes back to the budget, and nothing is written back. This
-    /// is what an allocator means by `madvise(MADV_DONTNEED)`; [`Advice::DontNeed`] keeps the data.
+    /// Makes a range of bytes zeros and gives up their contents: their remote memory is free for
+    /// other pages, their local memory goes back to the budget, and nothing is written back. An
+    /// allocator means this by `madvise(MADV_DONTNEED)`; [`Advice::DontNeed`] keeps the data.
     /// [Lost](PageError::Lost) pages that the range covers wholly come back as zeros.
     ///
     /// Pages that the range covers only in part are zeroed in memory. So are all pages of a region
@@ -384,7 +382,7 @@ impl Region {
     /// # Errors
     /// A page that the kernel, a device or a slow server holds until the
     /// [deadline](crate::Builder::deadline), or that is covered in part and cannot be brought in.
-    /// Bytes before it are zeros.
+    /// Bytes before that page are zeros.
     ///
     /// # Panics
     /// If the range does not lie in the region, or the region is
@@ -394,9 +392,9 @@ impl Region {
         unsafe { self.discard_shared(range) }
     }
 
-    /// [`discard_range`](Self::discard_range) for a program that shares the region between threads
-    /// by its address. A write of another thread lands before the discard, and is gone, or after
-    /// it, on zeros.
+    /// Discards as [`discard_range`](Self::discard_range) does, for threads that share the region
+    /// by its address. A write of another thread lands either before the discard, and is gone, or
+    /// after the discard, on zeros.
     ///
     /// # Errors
     /// As [`discard_range`](Self::discard_range).
@@ -416,7 +414,7 @@ impl Region {
         let renew = |part: &Range<usize>| match !part.is_empty()
             && self.mapped.get().is_zero_copy(part.clone())
         {
-            // The kernel may still read what is there: the zeros go to new memory.
+            // The kernel may still read the old contents: the zeros go to new memory.
             true => advise(part, Advice::DontNeed),
             false => Ok(()),
         };
@@ -450,14 +448,13 @@ impl Region {
         zero(whole.end.min(range.end)..range.end)
     }
 
-    /// Moves the bytes of `from` to as many from `to` on. Whole pages move by their entries,
-    /// without coming in; if `from` and `to` lie differently in their pages, all bytes are copied.
-    /// What `from` holds afterwards is not said.
+    /// Moves the bytes of `from` to the range of the same length at `to`. Whole pages move by their
+    /// entries, without coming in; if `from` and `to` lie differently in their pages, all bytes are
+    /// copied. The contents of `from` are unspecified afterwards.
     ///
     /// # Safety
     /// Nobody uses the pages that either range touches wholly, nor the bytes of other pages in the
-    /// ranges. The ranges lie in the region, which is writable, and have no page in common that
-    /// both touch.
+    /// ranges. The ranges lie in the region, which is writable, and no page is touched by both.
     pub(crate) unsafe fn relocate(&self, from: Range<usize>, to: usize) -> Result<(), PageError> {
         let page_bytes = self.page_bytes();
         let copy = |part: Range<usize>| {
@@ -483,9 +480,9 @@ impl Region {
         Ok(())
     }
 
-    /// Writes all changes back and keeps the pages. A named region is published atomically: whoever
-    /// opens it sees either all of this state or all of the state before. A region with a store of
-    /// its own is as durable as the store makes it.
+    /// Writes all changes back and keeps the pages. A named region is published atomically: a
+    /// program that opens it sees either all of this state or all of the state before. A region
+    /// with a store of its own is as durable as the store makes it.
     ///
     /// # Errors
     /// See [`FlushError`]. Nothing is lost, and `flush` may be called again.
@@ -505,8 +502,8 @@ impl Region {
     }
 
     /// Writes all changes back as [`flush`](Self::flush) does, and gives up all pages but pinned
-    /// ones: what [`close`](Self::close) does first. Each page moves once, where a flush that keeps
-    /// it takes it out and maps it again.
+    /// ones, as [`close`](Self::close) does first. Each page moves once; `flush`, which keeps
+    /// pages, takes each out and maps it again.
     ///
     /// # Errors
     /// As `flush`. The pages that could not be written back stay.
@@ -519,40 +516,40 @@ impl Region {
     /// contents of other regions are gone.
     ///
     /// # Errors
-    /// Why contents could not be flushed. The error holds the region:
-    /// [`into_inner`](CloseError::into_inner) gives it back with everything that is in it.
+    /// The reason why contents could not be flushed. The error holds the region:
+    /// [`into_inner`](CloseError::into_inner) gives it back with all its contents.
     pub fn close(mut self) -> Result<(), CloseError<Region>> {
         self.end().map_err(|source| CloseError::new(self, source))
     }
 
-    /// Flushes what outlives the region. Dropping the region writes nothing back from now on, even
-    /// if this fails: the caller has the error.
+    /// Flushes a region whose contents outlive it. Dropping the region writes nothing back from now
+    /// on, even if this fails: the caller has the error.
     pub(crate) fn end(&mut self) -> Result<(), FlushError> {
         self.closed = true;
         if self.keeps { self.flush_out() } else { Ok(()) }
     }
 
-    /// Undoes [`end`](Self::end): dropping the region writes back what outlives it.
+    /// Undoes [`end`](Self::end): dropping the region writes back contents that outlive it.
     pub(crate) fn reopen(&mut self) {
         self.closed = false;
     }
 
-    /// Closes the region without writing back: what changed since the last flush is lost.
+    /// Closes the region without writing back: changes since the last flush are lost.
     pub fn discard(mut self) {
         self.closed = true;
     }
 
-    /// The first error in the background since the last call: an eviction that failed (the page is
+    /// Takes the first error in the background since the last call: a failed eviction (the page is
     /// still in memory), or a page that could not be brought in (touching it raises SIGBUS).
     pub fn take_error(&self) -> Option<PageError> {
         self.mapped.get().take_error()
     }
 }
 
-/// A range of `size`-byte elements out of `len`, as a range of bytes.
+/// Converts `range`, in elements of `size` bytes out of `len`, to a range of bytes.
 ///
 /// # Panics
-/// If it does not lie in `0..len`.
+/// If `range` does not lie in `0..len`.
 pub(crate) fn byte_range(range: impl RangeBounds<usize>, len: usize, size: usize) -> Range<usize> {
     let start = match range.start_bound() {
         Bound::Included(&start) => start,
@@ -572,7 +569,7 @@ pub(crate) fn byte_range(range: impl RangeBounds<usize>, len: usize, size: usize
 }
 
 impl CloseError<Region> {
-    /// The region, open and as it was.
+    /// Returns the region, open and unchanged.
     pub fn into_inner(self) -> Region {
         let mut region = self.into_closed();
         region.reopen();
@@ -617,8 +614,8 @@ impl DerefMut for Region {
 impl Drop for Region {
     fn drop(&mut self) {
         if self.mapped.get().pager().is_parents() {
-            // A thread of the parent's may have been in the handler when the process forked, and
-            // is waited for in vain.
+            // A thread of the parent may have been in the handler when the process forked. Dropping
+            // the registration would wait for that thread for ever.
             mem::forget(self._faults.take());
             return;
         }

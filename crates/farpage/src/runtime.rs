@@ -1,6 +1,6 @@
 //! [`Runtime`]: memory servers, a budget, and the workers that move pages between them.
 //!
-//! The rule it keeps: whatever waits for a server, or for a lock that a worker can need, holds
+//! The rule it keeps: a call that waits for a server, or for a lock that a worker can need, holds
 //! signals back ([`SignalGuard`]).
 
 use std::{
@@ -33,21 +33,21 @@ use crate::{
 pub struct Runtime {
     pager: Held<Arc<Pager<KernelSpace>>>,
     defaults: Defaults,
-    /// Regions without a name that were created.
+    /// Number of regions without a name that were created.
     unnamed: Arc<AtomicU64>,
 }
 
 /// Options of regions that do not set their own.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Defaults {
-    /// `None`: by the region's size.
+    /// Page size in bytes. `None`: chosen by the region's size.
     pub(crate) page_bytes: Option<usize>,
     pub(crate) read_ahead: Option<usize>,
     pub(crate) codec: Codec,
     pub(crate) no_direct_io: bool,
 }
 
-/// What a named region is opened for.
+/// Access for which a named region is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Opening {
     Read,
@@ -63,7 +63,7 @@ impl Runtime {
         }
     }
 
-    /// An array of `len` zeroed elements on the memory servers.
+    /// Creates an array of `len` zeroed elements on the memory servers.
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -71,7 +71,7 @@ impl Runtime {
         self.array_with(len, RegionOptions::new())
     }
 
-    /// A zeroed array of several dimensions, `[planes, rows, columns]` as in C, under a
+    /// Creates a zeroed array of several dimensions, `[planes, rows, columns]` as in C, under a
     /// [name](RegionOptions::name). Codecs that look at neighbours do much better when they know
     /// the shape. [`RemoteArray::shape`] returns it, for example for an ndarray view. For an array
     /// without a name: [`array_with`](Self::array_with) and [`RegionOptions::shape`].
@@ -104,7 +104,8 @@ impl Runtime {
         self.array_with(len, RegionOptions::new().name(name).shape(shape))
     }
 
-    /// An array of `len` elements: zeroed, or what its [store](RegionOptions::store) holds.
+    /// Creates an array of `len` elements: zeroed, or as its [store](RegionOptions::store) holds
+    /// them.
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -131,11 +132,12 @@ impl Runtime {
     }
 
     /// Opens the array that was published under `name`, to read and write it. No other program can
-    /// until it is closed; any number can [read](Self::open_array_to_read) what is published.
+    /// do so until it is closed; any number can [read](Self::open_array_to_read) the published
+    /// version.
     ///
     /// `T` must be the type that the array was created with: the same number type, or, for other
     /// types, one of the same size and alignment. A region that was created as bytes opens as any
-    /// type that it holds a whole number of. [`open_region`](Self::open_region) opens each as
+    /// type whose size divides its length. [`open_region`](Self::open_region) opens each array as
     /// bytes; an array without elements is one byte there.
     ///
     /// # Errors
@@ -145,13 +147,13 @@ impl Runtime {
     }
 
     /// Opens the array that is published under `name` now, to read it. Any number of programs can
-    /// at a time, also while one has it open for writing and publishes it anew, or removes it. All
-    /// that time the array is what it was when it was opened: [`RemoteArray::close`] and open it
-    /// again to see the newest version. It is [read-only](RegionOptions::read_only).
+    /// at a time, also while another one has it open for writing and publishes it anew, or removes
+    /// it. The opened array never changes: [`RemoteArray::close`] and open it again to see the
+    /// newest version. It is [read-only](RegionOptions::read_only).
     ///
-    /// A version that is read takes memory on the servers beside the newer ones. Over a network it
-    /// is lost to a program that its server has not heard of for longer than the server's lease:
-    /// pages that are not in memory cannot be brought in then, and touching one raises SIGBUS.
+    /// A version that is open takes memory on the servers beside the newer ones. Over a network, a
+    /// program loses its version if the server hears nothing of the program for longer than the
+    /// lease. Absent pages cannot be brought in then, and touching one raises SIGBUS.
     ///
     /// ```no_run
     /// use farpage::Runtime;
@@ -163,7 +165,7 @@ impl Runtime {
     /// ```
     ///
     /// # Errors
-    /// See [`OpenError`]; that somebody has it open is none.
+    /// See [`OpenError`]. An array that another program has open is no error.
     pub fn open_array_to_read<T: Pod>(&self, name: &str) -> Result<RemoteArray<T>, OpenError> {
         self.array_of(name, Opening::Read)
     }
@@ -197,8 +199,8 @@ impl Runtime {
         ))
     }
 
-    /// The arrays and regions that this user has published under names on the runtime's servers, in
-    /// their order. Names belong to the user's [key](crate::Builder::key_file).
+    /// Returns the arrays and regions that this user has published under names on the runtime's
+    /// servers, ordered by name. Names belong to the user's [key](crate::Builder::key_file).
     ///
     /// # Errors
     /// See [`NamesError`].
@@ -207,19 +209,19 @@ impl Runtime {
         self.pager.with(|pager| pager.cluster().names())
     }
 
-    /// Removes what this user has published under `name`, and frees its memory. Programs that have
-    /// it open for reading keep it until they close it.
+    /// Removes the array or region that this user has published under `name`, and frees its memory.
+    /// Programs that have it open for reading keep it until they close it.
     ///
     /// # Errors
-    /// [`NamesError::NotFound`] if there is none, [`NamesError::Held`] or [`NamesError::InUse`] if
-    /// this runtime or another program has it open for writing, [`NamesError::Remove`] if a server
-    /// cannot be reached.
+    /// [`NamesError::NotFound`] if `name` does not exist, [`NamesError::Held`] or
+    /// [`NamesError::InUse`] if this runtime or another program has it open for writing,
+    /// [`NamesError::Remove`] if a server cannot be reached.
     pub fn remove(&self, name: &str) -> Result<(), NamesError> {
         let _signals = SignalGuard::new();
         self.pager.with(|pager| pager.cluster().remove(name))
     }
 
-    /// A region of `bytes` zeroed bytes on the memory servers.
+    /// Creates a region of `bytes` zeroed bytes on the memory servers.
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -227,9 +229,9 @@ impl Runtime {
         self.region_with(bytes, RegionOptions::new())
     }
 
-    /// A region of `bytes` bytes. A codec for numbers has to name their type, since bytes have none
-    /// (`zfp:accuracy=1e-6,f32`, `shuffle4`), or the region its
-    /// [element type](RegionOptions::element_type).
+    /// Creates a region of `bytes` bytes. Bytes have no number type, so a codec for numbers has to
+    /// name one (`zfp:accuracy=1e-6,f32`, `shuffle4`), or the region its [element
+    /// type](RegionOptions::element_type).
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -289,8 +291,8 @@ impl Runtime {
         Ok(Region::new(mapped, options.name, keeps, options.read_only)?)
     }
 
-    /// An arena that up to `capacity_bytes` can be allocated from, rounded up to whole pages. All
-    /// of it is reserved at the servers, so that no eviction fails for lack of remote memory.
+    /// Creates an arena of `capacity_bytes`, rounded up to whole pages. All of it is reserved at
+    /// the servers, so that no eviction fails for lack of remote memory.
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -298,18 +300,18 @@ impl Runtime {
         self.arena_with(capacity_bytes, RegionOptions::new())
     }
 
-    /// [`arena`](Self::arena) with options. With [`Reserve::OnDemand`](crate::Reserve::OnDemand)
-    /// the servers grant memory as pages are written back, and get back what was freed. When they
-    /// are full, pages stay in local memory. When that is full, too, a thread that touches an
-    /// absent page waits until the deadline, which raises SIGBUS; a line names the full server.
-    /// Options that give a region other contents than zeros (`name`, `store`, `read_only`), or a
-    /// `shape`, make no sense here.
+    /// Creates an [`arena`](Self::arena) with options. With
+    /// [`Reserve::OnDemand`](crate::Reserve::OnDemand) the servers grant memory as pages are
+    /// written back, and get freed memory back. When the servers are full, pages stay in local
+    /// memory. When local memory is full, too, a thread that touches an absent page waits until the
+    /// deadline, which raises SIGBUS; a line names the full server. Options that give a region
+    /// other contents than zeros (`name`, `store`, `read_only`), or a `shape`, are not accepted.
     ///
     /// # Errors
     /// See [`CreateError`].
     ///
     /// # Panics
-    /// With one of these options.
+    /// If `options` has a name, a store, `read_only` or a shape of several dimensions.
     pub fn arena_with(
         &self,
         capacity_bytes: usize,
@@ -335,7 +337,8 @@ impl Runtime {
     }
 
     /// Opens the region that was published under `name`, to read and write it. No other program can
-    /// until it is closed; any number can [read](Self::open_region_to_read) what is published.
+    /// do so until it is closed; any number can [read](Self::open_region_to_read) the published
+    /// version.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -343,11 +346,11 @@ impl Runtime {
         self.region_of(name, Opening::Write)
     }
 
-    /// Opens the region that is published under `name` now, to read it: as
+    /// Opens the region that is published under `name` now, to read it: see
     /// [`open_array_to_read`](Self::open_array_to_read).
     ///
     /// # Errors
-    /// See [`OpenError`]; that somebody has it open is none.
+    /// See [`OpenError`]. A region that another program has open is no error.
     pub fn open_region_to_read(&self, name: &str) -> Result<Region, OpenError> {
         self.region_of(name, Opening::Read)
     }
@@ -392,12 +395,12 @@ impl Runtime {
             let mapped = pager.map(pages, self.pager_options(&options));
             mapped.map(Held::new)
         })?;
-        // Nothing of what is only read is published, so its region needs no name.
+        // A region that is only read is never published, so it needs no name.
         let name = (!reads).then(|| name.to_owned());
         Ok(Region::new(mapped, name, !reads, reads)?)
     }
 
-    /// What messages call a new region.
+    /// Returns the text that stands for a new region in messages.
     fn label(&self, options: &RegionOptions, bytes: u64, elements: Option<&Elements>) -> String {
         let kind = elements.map_or("region", |_| "array");
         if let Some(name) = &options.name {
@@ -417,10 +420,10 @@ impl Runtime {
         pager
     }
 
-    /// Changes the budget while the program runs, to that of [`Builder::budget`] at most. What
-    /// exceeds a smaller one leaves in the background. Returns how much that still is: call again
-    /// to see it become nothing. Pinned pages do not leave. How far is read ahead follows from the
-    /// budget that there was when an array was made. In a child made by `fork`: does nothing.
+    /// Changes the budget while the program runs, to that of [`Builder::budget`] at most. Pages
+    /// beyond a smaller budget leave in the background. Returns their bytes: call again until it
+    /// returns 0. Pinned pages do not leave. The read-ahead of an array follows from the budget at
+    /// its creation. In a child made by `fork`: does nothing.
     ///
     /// [`Builder::budget`]: crate::Builder::budget
     pub fn set_budget(&self, budget: ByteSize) -> ByteSize {
@@ -430,7 +433,7 @@ impl Runtime {
         ByteSize(self.pager.with(|pager| pager.set_budget(budget.as_u64())))
     }
 
-    /// Figures since the runtime was built. In a child made by `fork`: none.
+    /// Returns figures since the runtime was built. In a child made by `fork`: none.
     pub fn stats(&self) -> Stats {
         if self.pager.get().is_parents() {
             return Stats::default();
@@ -448,9 +451,9 @@ impl Runtime {
         )
     }
 
-    /// The connections to the memory servers, for their figures and names. Channels of them are for
-    /// the runtime's threads alone, which have the descriptors. In a child made by `fork`, whose
-    /// parent goes on using them: none.
+    /// Returns the connections to the memory servers, for their figures and names. Their channels
+    /// are for the runtime's threads alone, which have the descriptors. In a child made by `fork`:
+    /// none, since the parent goes on using the connections.
     pub fn sessions(&self) -> &[Arc<Session>] {
         if self.pager.get().is_parents() {
             return &[];
@@ -459,15 +462,15 @@ impl Runtime {
     }
 }
 
-/// The page size where nobody has chosen one: 64 KiB, and less for what has less than
-/// `PAGES_MIN` such pages, since a page moves and is reserved whole.
+/// Returns the default page size of a region of `bytes` bytes: 64 KiB, and less for a region of
+/// less than `PAGES_MIN` such pages, since a page moves and is reserved whole.
 fn default_page_bytes(bytes: usize) -> usize {
-    // Rounding up a larger one may overflow, and would change nothing.
+    // Rounding up larger `bytes` may overflow, and would change nothing.
     (bytes.min(PAGES_MIN * (64 << 10)).next_power_of_two() / PAGES_MIN).clamp(4 << 10, 64 << 10)
 }
 
-/// Of a small array, as many pages at least, as far as pages can be as small: a sixteenth of it may
-/// move that nobody wants, which is little beside what each request takes.
+/// Number of pages that a small array has at least, unless that takes pages below 4 KiB. Up to a
+/// sixteenth of the array then moves unasked, which is little beside the cost of a request.
 const PAGES_MIN: usize = 16;
 
 fn sides(shape: &[usize]) -> Vec<u64> {

@@ -1,4 +1,4 @@
-//! [`Stats`]: what a runtime did.
+//! [`Stats`]: figures of a runtime.
 
 use std::fmt;
 
@@ -14,11 +14,11 @@ pub struct Stats {
     pub pager: PagerStats,
     /// Counts of pages on the way to and from their stores.
     pub store: StoreStatsSnapshot,
-    /// Memory registered with network adapters, or that would be if there were any.
+    /// Memory registered with network adapters. Without adapters, memory that would be registered.
     pub registered: RegPoolStats,
-    /// Servers of `auto://` endpoints that are reached over tcp because rdma was not available.
-    /// [`Session::fallback`](crate::Session::fallback) of
-    /// [`Runtime::sessions`](crate::Runtime::sessions) says which and why.
+    /// Number of servers of `auto://` endpoints that are reached over tcp because rdma was not
+    /// available. [`Session::fallback`](crate::Session::fallback) of each of
+    /// [`Runtime::sessions`](crate::Runtime::sessions) says why.
     pub fallbacks: usize,
 }
 
@@ -37,20 +37,20 @@ impl Stats {
         }
     }
 
-    /// Bytes of changed pages before encoding over bytes stored. `None` before anything was stored.
+    /// Bytes of changed pages before encoding over bytes stored. `None` if nothing was stored.
     pub fn compression_ratio(&self) -> Option<f64> {
         (self.store.bytes_stored > 0)
             .then(|| self.store.bytes_plain as f64 / self.store.bytes_stored as f64)
     }
 
-    /// The largest difference between a value that was written back and the same value as it comes
-    /// back, over all arrays: 0 without lossy codecs.
+    /// Returns the largest difference between a value that was written back and the same value as
+    /// the store returns it, over all arrays: 0 without lossy codecs.
     pub fn largest_error(&self) -> f64 {
         self.store.largest_error()
     }
 }
 
-/// One line for people.
+/// The figures in one line for people.
 impl fmt::Display for Stats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Stats {

@@ -1,4 +1,4 @@
-//! Arenas: allocations come and go, and nothing of them stays.
+//! Arenas: allocations come and go, and leave nothing behind.
 //!
 //! The rule it keeps: a fresh allocation is zeros, and a live one holds what was written to it.
 
@@ -18,10 +18,10 @@ use farpage::{Advice, Arena, ArenaError, Codec, FaultMode, RegionOptions, Reserv
 
 const PAGE: usize = 16 * KIB;
 
-/// Set in a process that runs one test alone.
+/// Variable of the environment that is set in a process that runs one test alone.
 const ALONE: &str = "FARPAGE_TEST_ALONE";
 
-/// Mappings of this process, and how many of them lie in the arena.
+/// Counts the mappings of this process, and those that lie in the arena.
 fn mappings(arena: &Arena) -> (usize, usize) {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let start = |line: &str| usize::from_str_radix(line.split('-').next().unwrap(), 16).unwrap();
@@ -29,7 +29,7 @@ fn mappings(arena: &Arena) -> (usize, usize) {
     (maps.lines().count(), inside.count())
 }
 
-/// What is allocated, with a word at each end of it and in the middle.
+/// An allocation, with a word at each end of it and in the middle.
 struct Block {
     at: NonNull<u8>,
     bytes: usize,
@@ -52,7 +52,7 @@ impl Block {
         block
     }
 
-    /// One that may hold what another held.
+    /// Allocates a block that may hold bytes of a freed one.
     fn as_it_is(arena: &Arena, bytes: usize, align: usize, mark: u64) -> Block {
         let at = arena.allocate_uninit(bytes, align).unwrap();
         assert!((at.as_ptr() as usize).is_multiple_of(align));
@@ -104,7 +104,7 @@ impl Block {
 #[test]
 fn hundred_thousand_arrays_leave_nothing_behind() {
     let test = "hundred_thousand_arrays_leave_nothing_behind";
-    // A process of its own: other tests map memory, too.
+    // Runs in a process of its own: other tests map memory, too.
     if env::var_os(ALONE).is_none() {
         return Kin::start(test, &[(ALONE, "1")]).must_pass(Duration::from_secs(180));
     }
@@ -121,7 +121,7 @@ fn hundred_thousand_arrays_leave_nothing_behind() {
     let arena = runtime.arena_with(256 * MIB, on_demand).unwrap();
     let granted = |memory: &Memory| memory.server.stat().granted_bytes;
     let before = (mappings(&arena), granted(&memory));
-    // Of most nothing is touched, so that the test is short.
+    // Most blocks are not touched, so that the test is short.
     let mut live: Vec<Result<Block, NonNull<u8>>> = Vec::new();
     let mut rng = Rng(seed);
     let free = |block| match block {
@@ -151,7 +151,7 @@ fn hundred_thousand_arrays_leave_nothing_behind() {
         "pages have left: {}",
         runtime.stats()
     );
-    // Threads of the runtime, and what servers grant, take some.
+    // Threads of the runtime, and extents that servers grant, take some.
     assert!(most <= before.0.0 + 200, "{most} mappings");
     live.into_iter().for_each(free);
     assert_eq!(arena.allocated_bytes(), 0);
@@ -160,7 +160,7 @@ fn hundred_thousand_arrays_leave_nothing_behind() {
     wait_until("the server has its memory back", || {
         granted(&memory) == before.1
     });
-    // In one piece, too.
+    // The memory is free in one piece, too.
     let all = arena.allocate(256 * MIB, 1).unwrap();
     assert!(matches!(
         arena.allocate(1, 1).unwrap_err(),
@@ -196,7 +196,7 @@ fn threads_share_an_arena() {
     }
 }
 
-/// What is freed is given out again as it is to whoever takes that; anybody else gets zeros.
+/// Freed memory is given out again unzeroed by `allocate_uninit`; other callers get zeros.
 #[test]
 fn freed_memory_is_kept_for_who_takes_it_as_it_is() {
     let test = "freed_memory_is_kept_for_who_takes_it_as_it_is";
@@ -205,7 +205,7 @@ fn freed_memory_is_kept_for_who_takes_it_as_it_is() {
         return;
     }
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
-    // 64 pages of it may be kept.
+    // Up to 64 pages of the budget may be kept.
     let runtime = memory.runtime(1024 * PAGE, PAGE);
     let alone = RegionOptions::new().read_ahead(0);
     let arena = runtime.arena_with(256 * PAGE, alone).unwrap();
@@ -214,13 +214,13 @@ fn freed_memory_is_kept_for_who_takes_it_as_it_is() {
         unsafe { arena.deallocate(at) }.unwrap();
     };
     let resident = || arena.region().resident_pages();
-    // Before anybody asks, nothing is kept.
+    // Before the first call of `allocate_uninit`, nothing is kept.
     Block::new(&arena, 10 * PAGE, 1, 1).free(&arena);
     assert_eq!(resident(), 0);
 
     let made = Block::as_it_is(&arena, 10 * PAGE, 1, 2);
     let at = made.at;
-    // A page that is just being brought in might be a lost one, and is not given out again.
+    // A page that is just being brought in might be a lost one, and would not be given out again.
     arena.region().prefetch_now(..10 * PAGE).unwrap();
     assert_eq!(resident(), 10, "the first pages are its own");
     made.free(&arena);
@@ -239,11 +239,11 @@ fn freed_memory_is_kept_for_who_takes_it_as_it_is() {
     again.check();
     assert_eq!(runtime.stats().pager.faults, faults, "its pages were there");
     again.free(&arena);
-    // Zeros, for who wants zeros.
+    // `allocate` returns zeros.
     Block::new(&arena, 10 * PAGE, 1, 3).free(&arena);
     free(other);
 
-    // No more than is allowed; what is large is not kept.
+    // No more pages than allowed are kept, and no large allocation.
     let whole = |pages: usize| {
         let at = arena.allocate_uninit(pages * PAGE, 1).unwrap();
         // SAFETY: it is ours, and has so many bytes.
@@ -251,13 +251,13 @@ fn freed_memory_is_kept_for_who_takes_it_as_it_is() {
         at
     };
     for _ in 0..3 {
-        // A page is counted when it is mapped already.
+        // A page is counted a moment after it is mapped.
         [0; 12].map(|_| whole(7)).into_iter().for_each(free);
         wait_until("as much is kept as is allowed", || resident() == 9 * 7);
         free(whole(33));
         wait_until("what is large is not kept", || resident() == 9 * 7);
     }
-    // It is room for others where there is none.
+    // Kept pages are room for other allocations when there is no other.
     let all = arena.allocate(256 * PAGE, 1).unwrap();
     assert_eq!(resident(), 0);
     free(all);
@@ -323,7 +323,7 @@ fn parts_are_released_as_munmap_does() {
         unsafe { std::slice::from_raw_parts_mut(range.start as *mut u8, range.len()) }
     };
     bytes(first..second + 8 * PAGE).fill(9);
-    // From the middle of a page in the first to the middle of one in the second.
+    // From the middle of a page in the first block to the middle of one in the second.
     let (start, end) = (first + 10 * PAGE + 100, second + 2 * PAGE + 50);
     // SAFETY: nobody uses these bytes any more.
     unsafe { arena.release(start..end) }.unwrap();
@@ -336,7 +336,7 @@ fn parts_are_released_as_munmap_does() {
     );
     assert!(bytes(second + 2 * PAGE..end).iter().all(|&byte| byte == 0));
     assert!(bytes(end..second + 8 * PAGE).iter().all(|&byte| byte == 9));
-    // What was released is the shortest hole by now.
+    // The released range is the shortest hole by now.
     let third = arena.allocate(7 * PAGE, 1).unwrap();
     assert_eq!(third.as_ptr() as usize, first + 11 * PAGE);
     // SAFETY: nobody uses the arena any more.
@@ -347,7 +347,7 @@ fn parts_are_released_as_munmap_does() {
     );
 }
 
-/// The bytes of a block are those of a vector that grows and shrinks beside it.
+/// A block beside a vector that grows and shrinks with it. Both hold the same bytes.
 struct Grown {
     at: NonNull<u8>,
     shadow: Vec<u8>,
@@ -381,8 +381,9 @@ impl Grown {
     }
 }
 
-/// Blocks of several threads grow, shrink and move in a fraction of their memory, and are compared
-/// with vectors. `realloc` promises nothing of added bytes of the old last page: they are written.
+/// Blocks of several threads grow, shrink and move in a fraction of their memory, beside vectors
+/// with the same bytes. `realloc` promises nothing of added bytes of the old last page: the test
+/// writes it.
 #[test]
 fn reallocated_blocks_hold_what_a_naive_copy_would() {
     let test = "reallocated_blocks_hold_what_a_naive_copy_would";
@@ -437,7 +438,7 @@ fn grow(arena: &Arena, seed: u64, mut rng: Rng, page: usize) {
             }
             1..=3 => block.write(&mut rng),
             4 => block.check(seed),
-            // Somebody expects pages that move.
+            // Read-ahead is asked for pages that move.
             5 => {
                 let offset = block.at.as_ptr() as usize - arena.addresses().start;
                 let expected = offset..offset + block.shadow.len();
@@ -476,7 +477,7 @@ fn pages_move_at_once_to_where_pages_are_pinned() {
         return;
     }
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
-    // A page that waited would wait for the deadline, and so for the watchdog.
+    // A page that waited would wait for the deadline, and trip the watchdog.
     let builder = builder(20 * PAGE, PAGE).deadline(Duration::from_secs(3600));
     let runtime = builder.server(&memory.url).build().unwrap();
     let arena = runtime.arena(100 * PAGE).unwrap();
@@ -495,7 +496,7 @@ fn pages_move_at_once_to_where_pages_are_pinned() {
     arena.region().unpin(offset..offset + 4 * PAGE);
 }
 
-/// With in-thread faults, changed pages wait for an evictor that is not called for each of them.
+/// Changed pages of in-thread faults wait for an evictor, which is not called for each of them.
 #[test]
 fn pages_that_were_handed_over_are_given_up_and_move_at_once() {
     let test = "pages_that_were_handed_over_are_given_up_and_move_at_once";
@@ -504,14 +505,14 @@ fn pages_that_were_handed_over_are_given_up_and_move_at_once() {
         return;
     }
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
-    // A page that waited for an evictor would wait for the deadline, and so for the watchdog.
+    // A page that waited for an evictor would wait for the deadline, and trip the watchdog.
     let builder = builder(200 * PAGE, PAGE).deadline(Duration::from_secs(3600));
     let builder = builder.fault_mode(FaultMode::InThread);
     let runtime = builder.server(&memory.url).build().unwrap();
     let options = RegionOptions::new().read_ahead(0);
     let arena = runtime.arena_with(1000 * PAGE, options).unwrap();
     for round in 0..20 {
-        // Now more, now fewer of them wait at the end.
+        // The number of pages that wait at the end varies.
         let pages = 201 + 7 * round;
         let block = arena.allocate(pages * PAGE, 1).unwrap();
         let behind = arena.allocate(PAGE, 1).unwrap();
@@ -564,7 +565,7 @@ fn block_that_moves_brings_nothing_in_and_writes_nothing_back() {
     assert_eq!(after.pager.fills, before.pager.fills);
     assert_eq!(after.store.bytes_read, before.store.bytes_read);
     let written = after.store.bytes_written - before.store.bytes_written;
-    // Evictors may have had something to do still.
+    // Evictors may still have had work to do.
     assert!(written <= 20 * PAGE as u64, "{written} bytes written");
     assert!(
         arena.region().resident_pages() + 8 >= resident,
@@ -572,10 +573,10 @@ fn block_that_moves_brings_nothing_in_and_writes_nothing_back() {
     );
     (0..300).for_each(|page| assert_eq!(*word(block, page), mix(page as u64)));
     (300..400).for_each(|page| assert_eq!(*word(block, page), 0));
-    // From now on it has room behind it.
-    // SAFETY: nobody else has it.
+    // The block has room behind it from now on.
+    // SAFETY: no other code has the block.
     assert_eq!(unsafe { arena.reallocate(block, 900 * PAGE, 1) }, Ok(block));
-    // Nothing is left where it was.
+    // Nothing is left at its old address.
     let hole = arena.allocate(300 * PAGE, 1).unwrap();
     assert!(hole < behind);
     (0..300).for_each(|page| assert_eq!(*word(hole, page), 0));

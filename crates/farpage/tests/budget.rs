@@ -1,9 +1,9 @@
 //! The residency budget, seen from the kernel: the anonymous memory of a process that pages under
 //! pressure.
 //!
-//! The rule it keeps: measured in a process of its own that does nothing else, and whose server is
-//! in another one. Memory that a server lends over shm is shared memory and not anonymous, so that
-//! it is not counted.
+//! The rule it keeps: a budget is measured in a process of its own that does nothing else, with the
+//! server in another process. Memory that a server lends over shm is shared, not anonymous, so it
+//! does not count.
 
 #![expect(
     clippy::unwrap_used,
@@ -28,11 +28,11 @@ use farpage::{Allowance, ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
 const THREADS: usize = 4;
 const ROUNDS: usize = 10;
 const CHILD: &str = "FARPAGE_TEST_BUDGET";
-/// What is not pages: words and entries of pages, page tables, heaps of threads. Measured at 0.5 to
-/// 2 MiB.
+/// Upper bound of anonymous memory beside pages: words and entries of pages, page tables, heaps of
+/// threads. Measured at 0.5 to 2 MiB.
 const SLACK_BYTES: usize = 4 * MIB;
-/// Encoded pages travel in buffers beside the budget, up to so much per worker. Measured at 10 MiB
-/// for four.
+/// Upper bound of buffers for encoded pages, beside the budget: 4 MiB per worker. Measured at 10
+/// MiB for four workers.
 const STAGING_BYTES: usize = 4 * 4 * MIB;
 
 #[test]
@@ -94,7 +94,7 @@ fn one_page_per_filler_is_never_exceeded() {
     });
 }
 
-/// Runs `body` over both fabrics, each time in a process that has only a client in it.
+/// Runs `body` over both fabrics, each time in a process with nothing but a client.
 fn in_a_process_of_its_own(test: &'static str, body: fn(&str, u64)) {
     if let Ok(url) = env::var(CHILD) {
         return body(&url, seed(test));
@@ -109,9 +109,9 @@ fn in_a_process_of_its_own(test: &'static str, body: fn(&str, u64)) {
     }
 }
 
-/// Random reads and writes on all regions from several threads while another watches the kernel's
-/// counter of anonymous pages. `smaps_rollup` is read between rounds: it walks the mappings one
-/// after the other, and would count a page twice that moves meanwhile.
+/// Reads and writes at random on all regions by several threads, while another thread watches the
+/// kernel's counter of anonymous pages. `smaps_rollup` is read between rounds: it walks the
+/// mappings one after the other, and would count a page twice that moves meanwhile.
 fn pressure(
     runtime: &Runtime,
     regions: &[(usize, usize, Codec)],
@@ -227,7 +227,7 @@ fn budget_changes_while_the_program_runs() {
         }
         assert_eq!(runtime.stats().pager.budget_bytes, budget);
     }
-    // No more than it was built with.
+    // The budget never exceeds the one that the runtime was built with.
     runtime.set_budget(ByteSize(1 << 40));
     assert_eq!(runtime.stats().pager.budget_bytes, 128 * page as u64);
     for (at, word) in array.iter().enumerate() {

@@ -1,8 +1,8 @@
 //! System calls on remote memory with in-thread faults: nothing fails, nothing is lost, and a call
-//! does as much as it does with local memory.
+//! transfers as much as with local memory.
 //!
-//! The rule it keeps: what a call is given is absent when it begins, and a thread that sweeps over
-//! more than the budget takes out what it brings in.
+//! The rule it keeps: memory that a call is given is absent when the call begins, and a thread that
+//! sweeps over more than the budget takes pages out while they come in.
 
 #![expect(
     clippy::unwrap_used,
@@ -61,7 +61,7 @@ fn under_pressure(test: &'static str, bytes: usize, work: impl FnOnce(&mut Regio
                 }
             }
         });
-        // However it ends, the sweeper does.
+        // The sweeper ends however `work` ends.
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(&mut region)));
         stop.store(true, Ordering::Relaxed);
         sweeper.join().unwrap();
@@ -113,7 +113,7 @@ fn ten_buffers_are_filled_and_written_in_order() {
     under_pressure(test, 2 * MIB, |region| {
         let (file, expected) = (tempfile::tempfile().unwrap(), bytes(MIB, 2));
         file.write_all_at(&expected, 0).unwrap();
-        // Of different lengths, one of them none, with gaps between them.
+        // Buffers of different lengths, one of them empty, with gaps between them.
         let length = |which: usize| which * 17_001;
         for position in [None, Some(77)] {
             region.fill(9);
@@ -175,7 +175,7 @@ fn streams_lose_nothing_and_a_write_is_done_whole() {
         thread::scope(|scope| {
             let from = &from[..];
             scope.spawn(move || {
-                // As a blocking write does: all of it.
+                // A blocking write writes everything.
                 assert_eq!(io::write(&writer, from).unwrap(), from.len());
                 assert_eq!(io::send(&client, from, 0).unwrap(), from.len());
             });
@@ -217,7 +217,7 @@ fn no_datagram_is_lost_or_cut() {
             assert_eq!((received, from), (sent, Some(a.local_addr().unwrap())));
             assert!(region[500..500 + received] == expected);
         }
-        // Longer than what moves at once elsewhere.
+        // A message longer than the 128 KiB that other calls move at once.
         let (c, d) = UnixDatagram::pair().unwrap();
         let expected = bytes(180_000, 5);
         region[..expected.len()].copy_from_slice(&expected);
@@ -292,7 +292,7 @@ fn descriptors_travel_with_remote_messages() {
     });
 }
 
-/// The second page of the region, absent.
+/// Gives the region up and returns the address of its second page.
 fn absent(region: &mut Region) -> usize {
     give_up(region);
     region.as_ptr() as usize + PAGE
@@ -342,12 +342,12 @@ fn calls_that_cannot_be_repeated_say_what_they_did() {
         assert_eq!(call(libc::SYS_select, [fd + 1, at, 0, 0, 0, 0]).unwrap(), 1);
         assert_eq!(region[word..word + 8], bit.to_ne_bytes());
 
-        // A mistake is one still, and says which.
+        // A wrong call still fails, with its own error.
         let error = call(libc::SYS_read, [999_999, absent(region), 10, 0, 0, 0]).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EBADF));
         let error = call(libc::SYS_stat, [8, absent(region), 0, 0, 0, 0]).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
-        // Paths and answers of calls that are repeated.
+        // Paths and results of calls that are repeated.
         region[PAGE..PAGE + 5].copy_from_slice(b"/tmp\0");
         let at = absent(region);
         assert_eq!(

@@ -1,5 +1,5 @@
-//! Codecs as a program meets them: an array with a shape, a bound, and a server that says what its
-//! pages take.
+//! Codecs as a program meets them: an array with a shape, a bound, and a server that says how much
+//! its pages take.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! A program that closes descriptors which it has not opened.
 //!
-//! The rule it keeps: what the program reads is what it wrote, or the program ends with a line.
-//! Absent pages are never zeros.
+//! The rule it keeps: the program reads the values that it wrote, or ends with a line. Absent pages
+//! are never zeros.
 
 #![expect(
     clippy::unwrap_used,
@@ -38,14 +38,14 @@ const PAGE: usize = 4 * KIB;
 const BUDGET: usize = MIB;
 const LEN: usize = 4 * MIB / 8;
 
-/// Tells a test that it is the program: how it closes descriptors, how its faults are served, and
-/// where its memory is.
+/// Variable that makes a test the program: how it closes descriptors, how its faults are served,
+/// and where its memory is.
 const PROGRAM: &str = "FARPAGE_TEST_CLOSES";
 
-/// Status of a program that has read something else than it wrote.
+/// Exit status of a program that has read a value which it did not write.
 const WRONG: i32 = 3;
 
-/// Closes what the runtime has opened, by number, or puts the file at the path `how` there.
+/// Closes the runtime's descriptors by number, or puts the file at the path `how` in their place.
 fn close(how: &str) {
     if how == "close" {
         // SAFETY: the program ends without using what it has open.
@@ -60,7 +60,7 @@ fn close(how: &str) {
     std::mem::forget(file);
 }
 
-/// Runs as the program, if `test` was started for that.
+/// Runs as the program, if `test` was started for it.
 fn be_the_program() {
     let Ok(what) = env::var(PROGRAM) else {
         return;
@@ -94,7 +94,7 @@ fn be_the_program() {
         }
     }
     let more: RemoteArray<u64> = runtime.array(LEN).unwrap_or_else(|_| {
-        // Only servers have memory for it.
+        // Only servers have memory for a second array.
         assert_eq!(memory, "store");
         process::exit(0)
     });
@@ -106,8 +106,8 @@ fn be_the_program() {
     process::exit(0);
 }
 
-/// Runs `test` as the program. Returns whether it went on to its end, having lost nothing. If not,
-/// a line has said why.
+/// Runs `test` as the program. Returns true if the program went on to its end with all its data. If
+/// not, asserts that a line has said why.
 fn goes_on(test: &str, what: &str) -> bool {
     let mut program = Command::new(env::current_exe().unwrap())
         .args(["--exact", test, "--nocapture", "--test-threads=1"])
@@ -201,7 +201,7 @@ fn program_whose_runtime_keeps_descriptors_apart_goes_on() {
     }
 }
 
-/// A store of a file that the program has opened, which is noted when it is closed.
+/// A store of a file that the program has opened. Notes that the file is closed.
 struct Opened {
     file: File,
     is_closed: Arc<AtomicBool>,
@@ -227,7 +227,7 @@ impl Store for Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        // Fails if the number is not the file's here.
+        // Fails if the number is another file's here.
         let closed = self
             .file
             .metadata()
@@ -236,7 +236,7 @@ impl Drop for Opened {
     }
 }
 
-/// A runtime with servers, where the threads that move pages do not have the program's descriptors.
+/// The runtime has servers, so the threads that move pages do not have the program's descriptors.
 #[test]
 fn stores_beside_servers_use_the_programs_descriptors() {
     let test = "stores_beside_servers_use_the_programs_descriptors";
@@ -263,7 +263,7 @@ fn stores_beside_servers_use_the_programs_descriptors() {
         array.flush().unwrap();
     }
     array.close().unwrap();
-    // A worker may hold it for a moment longer.
+    // A worker may hold the store for a moment longer.
     wait_until("the store's file is closed", || {
         is_closed.load(Ordering::SeqCst)
     });

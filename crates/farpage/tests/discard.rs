@@ -1,5 +1,5 @@
-//! Discarded ranges read as zeros, and what they were is gone: locally, at the servers, and for
-//! every thread that looks.
+//! Discarded ranges read as zeros, and their old contents are gone: locally, at the servers, and
+//! for every thread that looks.
 //!
 //! The rule it keeps: a value that was written before a discard began is never seen after it.
 
@@ -27,7 +27,7 @@ use farpage::{Advice, FaultMode, RegionOptions, RemoteArray, Reserve, Runtime};
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
 
-/// Nothing comes in but what is touched.
+/// Options without read-ahead: only pages that are touched come in.
 fn no_read_ahead() -> RegionOptions {
     RegionOptions::new().read_ahead(0)
 }
@@ -77,7 +77,7 @@ fn discarded_range_reads_as_zeros_and_nothing_is_written_back() {
             .unwrap();
         assert!(array.region().resident_pages() <= resident);
         kept(&array, gone.clone());
-        // 3. The end of the array, which is no page's.
+        // 3. The end of the array, which is not the end of a page.
         let mut odd: RemoteArray<u8> = runtime.array_with(3 * PAGE + 5, no_read_ahead()).unwrap();
         odd.fill(7);
         odd.discard_range(2 * PAGE..).unwrap();
@@ -91,7 +91,7 @@ fn discarded_range_reads_as_zeros_and_nothing_is_written_back() {
     }
 }
 
-/// A server with room for half of what is written over time.
+/// The server has room for half of the bytes that are written over time.
 #[test]
 fn slots_of_discarded_pages_are_free() {
     let test = "slots_of_discarded_pages_are_free";
@@ -140,7 +140,7 @@ fn pinned_pages_stay_in_memory_as_zeros() {
     assert_eq!(array.region().resident_pages(), 0);
 }
 
-/// What a stream has read ahead stays unmapped until somebody touches it, and has an owner.
+/// Pages that a stream has read ahead stay unmapped until a touch, and have an owner.
 #[test]
 fn pages_that_are_read_ahead_are_discarded() {
     let test = "pages_that_are_read_ahead_are_discarded";
@@ -162,7 +162,7 @@ fn pages_that_are_read_ahead_are_discarded() {
     }
 }
 
-/// Memory that a program frees and takes again is new memory: nothing of it has come back.
+/// Memory that a program frees and takes again is new: its pages do not count as returns.
 #[test]
 fn what_is_touched_after_a_discard_has_not_come_back() {
     let test = "what_is_touched_after_a_discard_has_not_come_back";
@@ -184,7 +184,7 @@ fn what_is_touched_after_a_discard_has_not_come_back() {
     assert_eq!(runtime.stats().pager.returns, 0);
     array.advise(.., Advice::DontNeed).unwrap();
     assert_filled(&array, 4);
-    // What has come in is counted when it is mapped already.
+    // A page that has come in is counted a moment after it is mapped.
     let (returns, all) = (|| runtime.stats().pager.returns, (MIB / PAGE) as u64);
     wait_until("all have come back", || returns() >= all);
     assert_eq!(returns(), all);
@@ -229,12 +229,12 @@ fn published_version_keeps_what_is_discarded_later() {
     region.discard_range(..).unwrap();
     region[0] = 1;
     region.advise(.., Advice::DontNeed).unwrap();
-    // Nothing of this is published.
+    // Nothing of the discarded region is published.
     region.discard();
     let mut region = runtime.open_region("kept").unwrap();
     assert!((region.iter().enumerate()).all(|(at, &seen)| seen == byte(at)));
     region.close().unwrap();
-    // Pages of a region that was opened, which nobody has touched yet.
+    // Pages of a region that was opened and not touched yet.
     region = runtime.open_region("kept").unwrap();
     region.discard_range(..).unwrap();
     region.close().unwrap();
@@ -265,7 +265,7 @@ fn race(runtime: &Runtime, seed: u64) {
     let mut array: RemoteArray<u64> = runtime.array(RACED_PAGES * PAGE_WORDS).unwrap();
     let (array, words) = shared(&mut array);
     let stop = AtomicBool::new(false);
-    // The highest value that is surely in each page's first word, or has been.
+    // The highest value that each page's first word has surely had.
     let written: Vec<AtomicU64> = (0..RACED_PAGES).map(|_| AtomicU64::new(0)).collect();
     thread::scope(|scope| {
         for part in 0..2 {

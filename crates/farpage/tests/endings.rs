@@ -1,8 +1,8 @@
-//! How arrays end when things go wrong: a panic, a close that fails, a fork, a server that is
+//! Ends of arrays when things go wrong: a panic, a close that fails, a fork, a server that is
 //! killed.
 //!
-//! The rule it keeps: what was published last stays whole, what was not made safe stays with the
-//! program, and the program is told.
+//! The rule it keeps: the last published version stays whole, changes that were not made safe stay
+//! with the program, and the program is told.
 
 #![expect(
     clippy::unwrap_used,
@@ -73,7 +73,7 @@ fn a_panic_publishes_nothing() {
     );
 }
 
-/// Makes an array while a panic unwinds, and closes it or not.
+/// Makes an array while a panic unwinds, and closes it if the flag is set.
 struct Cleaner<'a>(&'a farpage::Runtime, &'static str, bool);
 
 impl Drop for Cleaner<'_> {
@@ -158,7 +158,7 @@ fn a_named_array_reserves_both_versions_or_is_refused() {
         return;
     }
     let words = 8 * MIB / 8;
-    // Room for one version and some more, as it was reserved for arrays without a name.
+    // Room for one version and some more, as arrays without a name reserve.
     let small = Memory::start(Fabric::Shm, 10 * MIB);
     let error = (small.runtime(2 * MIB, PAGE))
         .array_with::<u64>(words, named("field"))
@@ -174,14 +174,14 @@ fn a_named_array_reserves_both_versions_or_is_refused() {
         .array_with::<u64>(words, on_demand)
         .unwrap();
 
-    // What it asks for is enough: for both versions, their maps, and pages that leave while one is
-    // published. The server keeps the name besides.
+    // The memory that the error asks for is enough: for both versions, their maps, and pages that
+    // leave during a publication. The server keeps the name besides.
     let enough = Memory::start(Fabric::Shm, needed_bytes as usize + 64 * KIB);
     let runtime = enough.runtime(2 * MIB, PAGE);
     let mut field: RemoteArray<u64> = runtime.array_with(words, named("field")).unwrap();
     let mut rng = common::Rng(7);
     for round in 1..4 {
-        // Here and there, so that slots of old versions come free between others.
+        // Scattered writes, so that slots of old versions come free between others.
         for _ in 0..words / 64 {
             let at = rng.below(words);
             field[at] = mix(at as u64 ^ round << 40);
@@ -217,8 +217,8 @@ fn a_forked_child_is_refused_and_harms_nobody() {
     }
 }
 
-/// A process of its own: nobody else prints, or holds a lock of the standard library's, while it
-/// forks.
+/// Runs in a process of its own: no other thread prints, or holds a lock of the standard library,
+/// during the fork.
 fn fork_children(mode: &str) {
     let memory = Memory::start(Fabric::Tcp, 64 * MIB);
     let runtime = builder(MIB, PAGE)
@@ -251,7 +251,7 @@ fn fork_children(mode: &str) {
     });
     assert_eq!(status.code(), Some(0), "{status}");
 
-    // What a child that returns from `main` does with what it was given.
+    // A child that returns from `main` drops its values.
     let arrays = (plain, ledger, runtime);
     let status = in_child(|| {
         // SAFETY: the child ends after this, and the parent has a copy of its own.
@@ -260,7 +260,7 @@ fn fork_children(mode: &str) {
     assert_eq!(status.code(), Some(0), "{status}");
     let (plain, mut ledger, runtime) = arrays;
 
-    // Never zeros in the place of what the parent has.
+    // The parent's bytes are never replaced by zeros.
     let status = in_child(|| assert_eq!(plain[words / 2], 1));
     assert_eq!(status.signal(), Some(Signal::SIGSEGV as i32), "{status}");
 
@@ -274,7 +274,7 @@ fn fork_children(mode: &str) {
     });
     assert_eq!(status.code(), Some(0), "{status}");
 
-    // Nothing of the parent's was given back, published or disturbed.
+    // Nothing of the parent was given back, published or disturbed.
     assert!(plain.iter().all(|&word| word == 1));
     assert!(ledger[1..].iter().all(|&word| word == 2));
     assert_eq!(ledger[0], 3);
@@ -283,14 +283,14 @@ fn fork_children(mode: &str) {
     assert_eq!(runtime.open_array::<u64>("ledger").unwrap()[0], 4);
 }
 
-/// Runs `child` in a child made by `fork`, and says how it ended. A child that hangs fails the
-/// test.
+/// Runs `child` in a child made by `fork`, and returns its exit status. A child that hangs fails
+/// the test.
 fn in_child(child: impl FnOnce()) -> ExitStatus {
     // SAFETY: the child uses what the test is about, and ends itself.
     match unsafe { fork() }.unwrap() {
         ForkResult::Child => {
             let outcome = catch_unwind(AssertUnwindSafe(child));
-            // As a return from `main` would.
+            // Ends as a return from `main` would.
             process::exit(i32::from(outcome.is_err()));
         }
         ForkResult::Parent { child } => {
@@ -314,7 +314,7 @@ fn in_child(child: impl FnOnce()) -> ExitStatus {
 
 const VICTIM: &str = "FARPAGE_TEST_LAST_WORDS";
 
-/// Not a test of its own: the server process of the next one.
+/// The server process of the next test, and not a test of its own.
 #[test]
 fn serve_until_killed() {
     serve_if_asked();
@@ -347,8 +347,8 @@ fn a_program_that_a_killed_server_ends_reads_why_once() {
     }
 }
 
-/// Runs `test` in a process of its own, which names itself ready, and kills its server then. What
-/// it says until SIGBUS ends it.
+/// Runs `test` in a process of its own, and kills its server when the process says that it is
+/// ready. Returns the output of the process until SIGBUS ends it.
 fn words_of_the_dying(test: &str, mode: &str, mut server: ServerProcess, wanted: &str) -> String {
     let stderr = tempfile::NamedTempFile::new().unwrap();
     let mut victim = process::Command::new(env::current_exe().unwrap())
@@ -451,14 +451,14 @@ fn outgrow_server(mode: &str, url: &str) {
     panic!("8 MiB fit into 3");
 }
 
-/// Touches pages whose server was killed, after many of them were asked for in vain.
+/// Touches pages of a killed server, after many of them were asked for in vain.
 fn die_of_lost_memory(mode: &str, url: &str) {
     let (_runtime, array) = remote_squares(mode, url);
     assert!(array.prefetch_now(..).is_err());
     panic!("read {}", array[32 * PAGE_WORDS]);
 }
 
-/// An array whose pages are all with the server, which is killed before this returns.
+/// Makes an array whose pages are all at the server, which is killed before this returns.
 fn remote_squares(mode: &str, url: &str) -> (Runtime, RemoteArray<u64>) {
     let runtime = builder(MIB, PAGE)
         .server(url)

@@ -22,17 +22,17 @@ use farpage_store::{
 };
 use farpage_vm::{DetachError, InstallErrorKind, OpenError as UserfaultfdError};
 
-/// What every cause says.
+/// Text of every cause.
 const CAUSE: &str = "the moon is full";
 
-/// Asserts that an error says `cause` once, alone and with its sources, and that `Debug` says
-/// what `Display` says.
+/// Asserts that the text of `error` contains `cause` once, alone and with its sources, and that
+/// `Debug` prints the text of `Display`.
 fn says_once(cause: &str, error: impl Error + Send + Sync + 'static) {
     assert_eq!(format!("{error:?}"), error.to_string());
     internal_says_once(cause, error);
 }
 
-/// As [`says_once`], of an error that programs do not meet.
+/// Asserts, for an error that programs do not meet, that its texts contain `cause` once.
 fn internal_says_once(cause: &str, error: impl Error + Send + Sync + 'static) {
     let told = error.to_string();
     assert_eq!(told.matches(cause).count(), 1, "alone: {told}\n{error:?}");
@@ -319,7 +319,7 @@ fn array_that_no_server_has_room_for_is_told_what_the_server_lends() {
     if !can_page(test) {
         return;
     }
-    // Both are more than the longest extent.
+    // Both arrays are longer than the longest extent.
     let server = Memory::start(Fabric::Tcp, 6 << 30);
     let runtime = server.runtime(MIB, 64 * KIB);
     let said = runtime.array::<f64>(4 << 30).unwrap_err().to_string();
@@ -330,7 +330,7 @@ fn array_that_no_server_has_room_for_is_told_what_the_server_lends() {
     ] {
         assert!(said.contains(part), "{part} is not in: {said}");
     }
-    // Nothing of it was kept.
+    // No part of the arrays was kept.
     runtime.array::<u8>(5 << 30).unwrap().close().unwrap();
 }
 
@@ -357,7 +357,7 @@ fn servers_may_be_named_in_one_text() {
     assert!(said.contains("cannot connect"), "{said}");
 }
 
-/// The port of a listener that is gone.
+/// Returns the port of a listener that is gone.
 fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0")
         .and_then(|listener| listener.local_addr())
@@ -376,7 +376,7 @@ fn what_has_no_name_is_called_by_its_kind_its_number_and_its_size() {
         .deadline(Duration::from_secs(2))
         .build()
         .unwrap();
-    // What is not created for want of a server has a number as well.
+    // A region that cannot be created for want of a server has a number as well.
     let said = runtime.array::<f64>(1 << 20).unwrap_err().to_string();
     assert!(said.starts_with("array 1 (f64, 8.0 MiB) needs"), "{said}");
     let said = runtime.region(5000).unwrap_err().to_string();

@@ -1,8 +1,8 @@
 //! Faults served by the threads that raise them: the same memory as ever, nothing that a signal
-//! handler must not do, and every other SIGBUS where it belongs.
+//! handler must not do, and every other SIGBUS delivered to the program.
 //!
-//! The rule it keeps: the program's own handler of SIGBUS is there before the first runtime is, and
-//! returns once what it was called for has been mended, so that all tests share a process.
+//! The rule it keeps: the program's own handler of SIGBUS is installed before the first runtime,
+//! and returns once the cause of the signal has been mended, so that all tests share a process.
 
 #![expect(
     clippy::unwrap_used,
@@ -38,7 +38,7 @@ use farpage::{Advice, ByteSize, Codec, FaultMode, RegionOptions, RemoteArray, Ru
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
 
-/// The system's allocator. Counts what threads do that watch themselves.
+/// The system's allocator. Counts calls of threads that have `WATCHED` set.
 struct Counting;
 
 #[global_allocator]
@@ -56,7 +56,7 @@ fn count() {
     }
 }
 
-/// A place for a debugger to stop at.
+/// Counts a call. A function of its own, so that a debugger can stop here.
 #[inline(never)]
 fn counted() {
     CALLS.fetch_add(1, Ordering::Relaxed);
@@ -77,7 +77,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Counts calls of the allocator by this thread while `work`, which makes none itself, runs.
+/// Counts calls of the allocator by this thread while `work`, which allocates nothing itself, runs.
 fn watched(work: impl FnOnce()) {
     WATCHED.set(true);
     work();
@@ -86,7 +86,7 @@ fn watched(work: impl FnOnce()) {
 
 /// The address of the last SIGBUS that came to the program's own handler.
 static LOST: AtomicUsize = AtomicUsize::new(0);
-/// A mapping that is longer than its file, which the handler makes long enough.
+/// Address of a mapping that is longer than its file. The handler lengthens the file.
 static SHORT: AtomicUsize = AtomicUsize::new(0);
 static SHORT_FILE: AtomicI32 = AtomicI32::new(-1);
 
@@ -99,12 +99,12 @@ extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc
         SHORT.store(0, Ordering::SeqCst);
     } else {
         LOST.store(address, Ordering::SeqCst);
-        // Somebody brings the page back; until then the access fails again.
+        // Another thread brings the page back; until then the access fails again.
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Installs the program's handler, which must be there before the first runtime is built.
+/// Installs the program's handler. Must be called before the first runtime is built.
 fn install_handler() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -119,7 +119,7 @@ fn install_handler() {
     });
 }
 
-/// Whether this test can run; if not, says so.
+/// True if this test can run. If not, says so.
 fn can_run(test: &str) -> bool {
     install_handler();
     can_page(test)
@@ -145,13 +145,13 @@ fn threads_see_the_same_array_as_without_paging() {
     let (threads, len) = (4, 4 * MIB / 8);
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
-        // As few pages as the workers need, and some more.
+        // The few pages that the workers need, and some more.
         for budget in [64 * KIB, 512 * KIB] {
             let runtime = runtime(budget, Some(&memory.url));
             let mut array: RemoteArray<u64> = runtime.array(len).unwrap();
             let (_, words) = shared(&mut array);
-            // Each thread has its words in all pages, so that they want the same ones at the same
-            // time.
+            // Each thread has its words in all pages, so that threads want the same pages at the
+            // same time.
             let models: Vec<_> = thread::scope(|scope| {
                 let threads: Vec<_> = (0..threads)
                     .map(|thread| scope.spawn(move || exercise(words, thread, threads, seed)))
@@ -171,7 +171,7 @@ fn threads_see_the_same_array_as_without_paging() {
     }
 }
 
-/// Writes and reads the words of one thread, in order and in no order; returns what they must hold.
+/// Writes and reads the words of one thread, in order and at random; returns their right values.
 fn exercise(
     words: &[std::sync::atomic::AtomicU64],
     thread: usize,
@@ -211,14 +211,14 @@ fn handler_neither_allocates_nor_frees() {
         let runtime = runtime(MIB, Some(&memory.url));
         let options = RegionOptions::new().codec(codec);
         let mut array: RemoteArray<u64> = runtime.array_with(len, options).unwrap();
-        // Compresses to about a half.
+        // These words compress to about a half.
         for (at, word) in array.iter_mut().enumerate() {
             *word = mix(at as u64) & 0xffff_ffff;
         }
         let (_, words) = shared(&mut array);
         let pass = |thread: usize| {
             let mut rng = Rng(thread as u64);
-            // In order, where pages come in runs; and in none, where threads now and then want the
+            // In order, where pages come in runs; then at random, where threads sometimes want the
             // same page.
             for at in (0..len).step_by(PAGE_WORDS / 2) {
                 black_box(get(words, at));
@@ -257,7 +257,7 @@ fn pages_that_threads_have_taken_out_come_back_when_they_are_wanted() {
         array.advise(.., Advice::Random).unwrap();
         let (_, words) = shared(&mut array);
         // Up to between the marks: threads take pages out, all of them changed, and no evictor has
-        // been called for.
+        // been woken.
         for pages in 230..=242 {
             for page in 0..pages {
                 set(words, page * PAGE_WORDS, pages as u64);
@@ -352,7 +352,7 @@ fn system_calls_find_pinned_memory_while_threads_take_out_what_lies_around_it() 
         for thread in 0..2 {
             let stop = &stop;
             scope.spawn(move || {
-                // Words of its own in all pages. The last of each page are the kernel's.
+                // Each thread has words of its own in all pages. The kernel has the last ones.
                 let (mut rng, mut sums) = (Rng(thread), vec![0; len / PAGE_WORDS]);
                 while !stop.load(Ordering::Relaxed) {
                     let page = rng.below(sums.len());
@@ -449,7 +449,7 @@ fn pages_that_the_program_unmaps_are_gone_and_no_others() {
                 });
             }
             for page in hole.clone() {
-                // Brought in and changed just now, so that it would be written back.
+                // Brought in and changed just now, so an eviction would write it back.
                 set(words, page * PAGE_WORDS, 1);
                 match page % 2 {
                     // SAFETY: nobody uses the page any more.
@@ -466,7 +466,7 @@ fn pages_that_the_program_unmaps_are_gone_and_no_others() {
         others_are_intact();
         array.advise(.., Advice::DontNeed).unwrap();
         others_are_intact();
-        // What was unmapped may be anybody's by now.
+        // Unmapped addresses may belong to any mapping by now.
         for page in hole.clone().skip(1).step_by(2) {
             // SAFETY: the program's own since it was mapped over.
             let own = unsafe { slice::from_raw_parts(address(page) as *const u8, PAGE) };
@@ -500,7 +500,7 @@ fn what_is_left_of_a_page_that_the_program_unmaps_in_part_raises_sigbus() {
         wait_until("the program learns of the lost page", || {
             LOST.load(Ordering::SeqCst) == address
         });
-        // The access succeeds once there is something else.
+        // The access succeeds once another mapping is there.
         map_over(address, 32 * KIB);
         assert_eq!(reader.join().unwrap(), 0);
     });
@@ -526,14 +526,13 @@ fn pages_that_the_program_unmaps_leave_the_budget_at_once() {
     // SAFETY: nobody uses these pages any more.
     let unmapped = unsafe { libc::munmap((address + 32 * KIB) as *mut _, 64 * KIB) };
     assert_eq!(unmapped, 0);
-    // No eviction has met them: there is room.
+    // No eviction has met the pages: there is room.
     wait_until("they are counted out", || {
         resident_bytes() == 64 * KIB as u64
     });
 }
 
-/// What a program does that uses addresses of a region for something else; returns what is there
-/// then.
+/// Maps other memory over addresses of a region, as a program may. Returns that memory.
 fn map_over(address: usize, bytes: usize) -> &'static mut [u8] {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
     let (at, rw) = (address as *mut _, libc::PROT_READ | libc::PROT_WRITE);
@@ -573,7 +572,7 @@ fn runtimes_of_both_modes_work_side_by_side() {
             });
         }
     });
-    // Copies between them fault on either side.
+    // Copies between the regions fault on either side.
     let mut from: RemoteArray<u64> = theirs.array(2 * MIB / 8).unwrap();
     let mut to: RemoteArray<u64> = ours.array(2 * MIB / 8).unwrap();
     from.fill(3);
@@ -611,7 +610,7 @@ fn connections_that_break_are_opened_again() {
     assert_eq!(stats.pager.poisoned, 0, "{stats:?}");
 }
 
-/// Passes the bytes of TCP connections on, until they are cut.
+/// A proxy that passes the bytes of TCP connections on, until it cuts them.
 struct Proxy {
     url: String,
     open: Arc<Mutex<Vec<TcpStream>>>,
@@ -625,7 +624,7 @@ impl Proxy {
             open: Arc::default(),
         };
         let (server, open) = (server.to_owned(), proxy.open.clone());
-        // Ends with the process.
+        // The thread ends with the process.
         thread::spawn(move || {
             for client in listener.incoming() {
                 let (client, server) = (client.unwrap(), TcpStream::connect(&server).unwrap());
@@ -644,7 +643,7 @@ impl Proxy {
 
     fn cut(&self) {
         for stream in self.open.lock().unwrap().drain(..) {
-            // Fails where it has ended already.
+            // Fails if the connection has ended already.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }

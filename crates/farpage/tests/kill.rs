@@ -33,17 +33,17 @@ use nix::sys::signal::Signal;
 const PAGE_BYTES: usize = 16 * KIB;
 const PAGE_WORDS: usize = PAGE_BYTES / 8;
 const DEADLINE: Duration = Duration::from_secs(1);
-/// For a machine that is busy with other things.
+/// Additional time for a busy machine.
 const MARGIN: Duration = Duration::from_secs(4);
 
-/// The test that becomes the server process of all.
+/// The test that becomes the server process of all tests.
 const SERVING: &str = "touching_lost_memory_raises_sigbus_within_the_deadline";
 
 fn server(fabric: Fabric) -> ServerProcess {
     ServerProcess::start(SERVING, fabric, 512 * MIB)
 }
 
-/// Those over which memory is lost with the server.
+/// Returns the fabrics over which memory is lost with the server.
 fn networks() -> impl Iterator<Item = Fabric> {
     fabrics()
         .into_iter()
@@ -82,7 +82,7 @@ fn assert_names_server(error: &PageError, url: &str) {
     );
 }
 
-/// What is kept for the next owner may have been lost meanwhile, or before.
+/// Freed memory that is kept for its next owner may be lost before or after it is freed.
 #[test]
 fn freed_memory_that_is_lost_is_given_to_nobody_as_it_is() {
     let test = "freed_memory_that_is_lost_is_given_to_nobody_as_it_is";
@@ -143,8 +143,8 @@ fn prefetch_now_tells_of_a_killed_server_within_the_deadline() {
                 "{fabric}: {:?}",
                 since.elapsed()
             );
-            // Where all of the budget is taken by pages that cannot be written back, that may be
-            // found out first.
+            // If the budget is full of pages that cannot be written back, that may be found out
+            // first.
             if !(changed && matches!(error, PageError::NoFrame { .. })) {
                 assert_names_server(&error, &server.url);
             }
@@ -174,12 +174,12 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
         array.fill(7);
         array.flush().unwrap();
         server.kill();
-        // All of it is resident: this is no fault.
+        // All of the array is resident: no fault.
         fill(&mut array);
         let mut turn = 7;
         wait_until("a flush fails", || {
             turn += 1;
-            // Not one value all over, which needs no WRITE.
+            // A page of one repeated value would need no WRITE.
             array.iter_mut().step_by(2).for_each(|word| *word = turn);
             array.flush().is_err()
         });
@@ -201,7 +201,7 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
         );
         assert_filled(&array);
 
-        // Pressure from a region whose store is well takes nothing away either.
+        // Pressure from a region with a healthy store takes nothing away either.
         let options = RegionOptions::new().store(HookedStore::new(8 * MIB, |_, _| Ok(())));
         let mut other = runtime.array_with::<u64>(8 * MIB / 8, options).unwrap();
         let mut error = None;
@@ -218,9 +218,8 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
     }
 }
 
-/// Of a server that was killed, and of one that says nothing any more, of which clients learn by
-/// waiting alone. What changed fills many windows of the evictors, of which each would wait on its
-/// own.
+/// Covers a killed server, and a silent one, which clients notice by waiting alone. The changed
+/// pages fill many windows of the evictors, each of which would wait on its own.
 #[test]
 fn a_job_ends_at_its_first_lost_server() {
     let test = "a_job_ends_at_its_first_lost_server";
@@ -290,7 +289,7 @@ fn touching_lost_memory_raises_sigbus_within_the_deadline() {
             let mut server = server(fabric);
             let mut victim = Kin::start(test, &[(VICTIM, &server.url)]);
             victim.wait_for_line("paging");
-            // Anywhere in the middle of things.
+            // At any moment of its work.
             thread::sleep(Duration::from_micros(rng.below(50_000) as u64));
             server.kill();
             let since = Instant::now();
@@ -308,8 +307,8 @@ fn touching_lost_memory_raises_sigbus_within_the_deadline() {
     }
 }
 
-/// Four threads read and write remote memory until it is lost. A word that is not what was written
-/// ends the process with status 3.
+/// Reads and writes remote memory by four threads until it is lost. A word with a wrong value ends
+/// the process with status 3.
 fn be_the_victim(url: &str) {
     let runtime = runtime(url, MIB);
     let mut array: RemoteArray<u64> = runtime.array(16 * MIB / 8).unwrap();
@@ -381,7 +380,7 @@ fn a_server_that_stalls_for_less_than_the_deadline_does_no_harm() {
     }
 }
 
-/// Asserts that what needs a server fails in time and says why.
+/// Asserts that an operation that needs a server fails in time and says why.
 fn assert_needs_server(since: Instant, error: &dyn std::error::Error, why: &str) {
     let took = since.elapsed();
     assert!(took < DEADLINE + MARGIN, "{error}: after {took:?}");
@@ -412,8 +411,8 @@ fn outlives(test: &'static str, end: fn(&mut ServerProcess)) {
     let mut server = server(Fabric::Shm);
     let runtime = runtime(&server.url, MIB);
     let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
-    // So large that it is granted no more than it reserves: room for two versions. A publication
-    // that fails must not keep a third.
+    // So large that it is granted no more than it reserves: room for two versions. A failed
+    // publication must not keep a third.
     let mut named = runtime
         .array_with::<u64>(16 * MIB / 8, RegionOptions::new().name("kept"))
         .unwrap();
@@ -423,7 +422,7 @@ fn outlives(test: &'static str, end: fn(&mut ServerProcess)) {
     end(&mut server);
     let ended = "the server's process has ended";
     for turn in 0..4 {
-        // Each page comes, goes and changes, also once everybody knows that nobody serves.
+        // Each page comes, goes and changes, also once all threads know that the server is gone.
         assert_filled(&array);
         assert_filled(&named);
         for array in [&mut array, &mut named] {
@@ -452,8 +451,8 @@ fn outlives(test: &'static str, end: fn(&mut ServerProcess)) {
     assert!(since.elapsed() < DEADLINE + MARGIN, "{:?}", since.elapsed());
 }
 
-/// A stopped server may take a publication when it goes on. What has not reached it keeps no memory
-/// meanwhile, or a region that is published again and again would run out of room.
+/// A stopped server may take a publication when it goes on. Until then, a publication that has not
+/// reached the server keeps no memory, or a region that is published often would run out of room.
 #[test]
 fn publications_that_a_stopped_server_cannot_take_keep_no_memory() {
     let test = "publications_that_a_stopped_server_cannot_take_keep_no_memory";
@@ -522,7 +521,7 @@ fn a_client_that_was_stopped_beyond_its_lease_does_not_keep_a_dead_servers_memor
     client.must_pass(Duration::from_secs(30));
 }
 
-/// Memory that a server has taken back is no damage, and trying again does not help.
+/// Memory that a server has taken back is no damage, and a new try does not help.
 #[test]
 fn a_client_that_was_stopped_beyond_its_lease_is_told_what_happened() {
     let test = "a_client_that_was_stopped_beyond_its_lease_is_told_what_happened";
@@ -564,7 +563,7 @@ fn a_client_that_was_stopped_beyond_its_lease_is_told_what_happened() {
     }
 }
 
-/// Memory that went with its server does not come back with it.
+/// Memory that went with its server does not come back when the server is started again.
 #[test]
 fn a_server_that_was_started_anew_says_that_the_memory_is_gone() {
     let test = "a_server_that_was_started_anew_says_that_the_memory_is_gone";
@@ -623,7 +622,7 @@ fn a_server_that_is_stopped_for_longer_than_its_lease_goes_on_over_shm() {
         wait_until("the server grants again", || {
             runtime.array::<u64>(64 * MIB / 8).is_ok()
         });
-        // A lease that nobody renews would end meanwhile.
+        // The lease would end meanwhile if it were not renewed.
         work(&mut array, 2 * lease);
         drop(runtime.array::<u64>(64 * MIB / 8).unwrap());
     }
@@ -642,7 +641,7 @@ fn another_server_serves_the_same_process_after_a_death() {
         let before = runtime(&first.url, MIB);
         let mut lost = before.array::<u64>(4 * MIB / 8).unwrap();
         fill(&mut lost);
-        // Changed pages that cannot be written back stay, and here they would be all of the budget.
+        // Changed pages that cannot be written back stay, and would be all of the budget here.
         lost.flush().unwrap();
         first.kill();
         assert_eq!(lost.prefetch_now(..).is_ok(), fabric == Fabric::Shm);
@@ -653,9 +652,9 @@ fn another_server_serves_the_same_process_after_a_death() {
         fill(&mut array);
         assert_filled(&array);
         array.flush().unwrap();
-        // While the dead one's region is still there.
+        // The dead server's region still exists.
         assert_eq!(lost.prefetch_now(..).is_ok(), fabric == Fabric::Shm);
-        // What the first runtime keeps in a store of its own goes on.
+        // A region of the first runtime with a store of its own goes on.
         let options = RegionOptions::new()
             .page_size(ByteSize::kib(4))
             .store(HookedStore::new(PAGE_WORDS * 8, |_, _| io::Result::Ok(())));

@@ -1,7 +1,7 @@
 //! Regions coming and going, flushed and forked while everything else goes on.
 //!
-//! The rule it keeps: what is checked is what the program sees (bytes, typed errors, figures), over
-//! shm and tcp where a server takes part.
+//! The rule it keeps: checks compare what the program sees (bytes, typed errors, figures), over shm
+//! and tcp if a server takes part.
 
 #![expect(
     clippy::unwrap_used,
@@ -91,7 +91,7 @@ fn ten_thousand_regions_are_unmapped_while_pages_are_evicted() {
     }
 }
 
-/// Makes regions of some pages, writes them, and gives most of them up in the middle of things.
+/// Makes regions of some pages, writes them, and gives most of them up while pages are under way.
 fn map_and_give_up(runtime: &Runtime, cycles: u64, mut rng: Rng) {
     for cycle in 0..cycles {
         let len = (1 + rng.below(24)) * PAGE_WORDS;
@@ -174,7 +174,7 @@ fn flush_takes_what_was_written_a_moment_ago() {
         .array_with(64 * PAGE_WORDS, pages(0).store(store))
         .unwrap();
     // Each page is flushed as soon as its first word is written, when its filler has hardly mapped
-    // it.
+    // the page.
     for round in 1..20 {
         for page in 0..64 {
             let before = stored.load(Ordering::Relaxed);
@@ -360,7 +360,7 @@ fn map_and_unmap(url: &str) {
                 .count(),
         ]
     };
-    // Until pools and heaps have the size that they keep.
+    // First cycles, until pools and heaps have their final size.
     cycles(200);
     let before = figures();
     cycles(1000);

@@ -1,7 +1,7 @@
 //! Connections that break, fall silent or take too long, between a program and servers that live.
 //!
-//! The rule it keeps: a network that comes back within the deadline costs time and nothing else: no
-//! memory, no page, no room.
+//! The rule it keeps: a network that comes back within the deadline costs time only: no memory, no
+//! page, no room.
 
 mod common;
 
@@ -37,7 +37,7 @@ fn thirty_cuts_leave_a_full_server_with_room_for_every_flush() {
     }
     let mut rng = Rng(seed(test));
     for budget_bytes in [8 * MIB, 16 * MIB] {
-        // All that it has is reserved: what a cut leaves behind is missing at once.
+        // All of the server's memory is reserved: memory left behind by a cut is missing at once.
         let memory = Memory::start(Fabric::Tcp, 66 * MIB);
         let relay = Relay::to(&memory.url);
         let runtime = builder(budget_bytes, PAGE_BYTES)
@@ -64,7 +64,7 @@ fn thirty_cuts_leave_a_full_server_with_room_for_every_flush() {
             cutter.join().unwrap();
         });
         assert_eq!(cuts, 30);
-        // Nobody cuts any more, and a rewrite of all of it finds room, again and again.
+        // After the cuts, a rewrite of all pages finds room, again and again.
         for _ in 0..3 {
             turn += 1;
             fill(&mut array, turn);
@@ -98,11 +98,11 @@ fn a_network_that_forgets_its_connections_costs_a_part_of_the_deadline() {
         act();
         let took = since.elapsed();
         println!("{what}: {took:?}");
-        // Each of the workers may find out on its own, one after the other.
+        // Each worker may notice on its own, one after the other.
         assert!(took < 2 * deadline, "{what} took {took:?}");
     };
     for turn in 1..=2 {
-        // Evictions and faults in the middle of everything; SIGBUS would end this program.
+        // Evictions and faults at any moment; SIGBUS would end this program.
         timed("a rewrite of all", &mut || fill(&mut array, turn));
         timed("a look at all", &mut || assert_filled(&array, turn));
         timed("a flush", &mut || {

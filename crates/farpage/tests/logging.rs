@@ -1,4 +1,4 @@
-//! Subscribers that need what farpage moves: pages whose arrival nobody may hold up by a log line.
+//! Subscribers that need pages which farpage moves: a log line must not hold up their arrival.
 //!
 //! The rule it keeps: the subscriber is the program's only one, so it hears of every thread.
 
@@ -20,11 +20,11 @@ use tracing::{Event, Level, Metadata, Subscriber, span};
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
 
-/// What the subscriber reads: an element of a page of its own for each event.
+/// Array that the subscriber reads: for each event an element of another page.
 static ARRAY: OnceLock<RemoteArray<u64>> = OnceLock::new();
 static EVENTS: AtomicU64 = AtomicU64::new(0);
 
-/// Reads an element that was not in memory for each event, under a lock.
+/// Subscriber that reads an absent element for each event, under a lock.
 struct Reading(Mutex<()>);
 
 impl Subscriber for Reading {
@@ -96,7 +96,7 @@ fn pages_come_for_a_subscriber_that_reads_them_while_workers_log() {
     let broken = runtime
         .array_with::<u64>(bytes / 8, options().store(broken))
         .expect("an array");
-    // Each lost page is a line of the only filler's. The program has lines of its own meanwhile.
+    // Each lost page makes the only filler log a line. The program logs lines of its own meanwhile.
     for page in 0..8 {
         let at = page * PAGE_WORDS;
         let error = broken.prefetch_now(at..at + 1).expect_err("it fails");

@@ -1,7 +1,7 @@
-//! What regions promise by name: who has a name, what is found under it, and how it goes.
+//! Named regions: who has a name, what an opener finds under it, and how it is removed.
 //!
-//! The rule it keeps: what is checked is what programs see of each other, over shm and tcp where it
-//! may differ.
+//! The rule it keeps: checks compare what programs see of each other, over shm and tcp if it may
+//! differ.
 
 mod common;
 
@@ -116,7 +116,7 @@ fn region_with_an_element_type_tells_it_to_who_opens_it() {
     assert_eq!(array.shape(), [3, 100]);
     let error = runtime.open_array::<[f32; 2]>("foreign").unwrap_err();
     assert!(error.to_string().contains("numpy:'<c8'"), "{error}");
-    // Bytes have neither, and what is no whole element is not counted.
+    // Bytes have no type and no shape, and a part of an element is not counted.
     assert!(runtime.region(10).unwrap().elements().is_none());
     let options = RegionOptions::new().element_type(foreign);
     let region = runtime.region_with(23, options).unwrap();
@@ -136,14 +136,14 @@ fn a_name_that_is_taken_is_refused_when_the_array_is_created() {
         let (first, second) = (memory.runtime(MIB, PAGE), memory.runtime(MIB, PAGE));
         let named = || RegionOptions::new().name("field");
         let open = first.array_with::<u64>(PAGE, named()).unwrap();
-        // Twice in one program, and in another, with or without `replace`.
+        // Twice in one program, and in another one, with or without `replace`.
         for runtime in [&first, &second] {
             for replace in [false, true] {
                 let refused = runtime.array_with::<u64>(PAGE, named().replace(replace));
                 assert!(refused.is_err(), "{refused:?}");
             }
         }
-        // Never flushed, never closed: the name is free.
+        // A region that was never flushed nor closed: its name is free.
         let closed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
             let _dropped_without_publishing = open;
             panic!("a bug of the program's");
@@ -205,7 +205,7 @@ fn named_region_outlives_its_program_and_has_one_owner() {
             OpenError::Store(OpenStoreError::InUse { name, .. }) if name == "field"
         );
         assert!(in_use, "{refused:?}");
-        // What is not flushed is not published; what is, is.
+        // Only flushed changes are published.
         array[0] = 1;
         array.flush().unwrap();
         array[len - 1] = 2;
@@ -255,19 +255,19 @@ fn a_named_array_opens_with_the_element_type_and_length_it_was_created_with() {
             assert!(error.contains(part), "{part} is not in: {error}");
         }
     }
-    // Refused openings leave it to the next.
+    // Refused openings leave the region to the next.
     let bytes = runtime.open_region("words").unwrap();
     assert_eq!((bytes.len(), bytes[40]), (48, 7));
     bytes.close().unwrap();
     assert_eq!(runtime.open_array::<u64>("words").unwrap()[5], 7);
 
-    // It kept one byte, which is no word: it could not be opened as any array of words.
+    // An empty array is stored as one byte, which is no word, and still opens as an array of words.
     let none = runtime.array_with::<u64>(0, RegionOptions::new().name("none"));
     none.unwrap().close().unwrap();
     assert_eq!(runtime.open_array::<u64>("none").unwrap().len(), 0);
     assert_eq!(runtime.open_array::<u64>("none").unwrap().shape(), [0]);
 
-    // Bytes have no type: they open as whatever they are a whole number of, as those of C do.
+    // Bytes have no type: they open as any type whose size divides their length, as in C.
     let bytes = runtime.region_with(48, RegionOptions::new().name("bytes"));
     bytes.unwrap().close().unwrap();
     assert_eq!(runtime.open_array::<f32>("bytes").unwrap().len(), 12);
@@ -310,7 +310,7 @@ fn an_array_that_its_own_program_has_open_is_not_removed() {
         let (first, second) = (memory.runtime(MIB, PAGE), memory.runtime(MIB, PAGE));
         let named = || RegionOptions::new().name("field");
         let mut array = first.array_with::<u64>(PAGE, named()).unwrap();
-        // Before anything was published under the name, and after.
+        // Before the first publication under the name, and after it.
         for flushed in [false, true] {
             let refused = first.remove("field").unwrap_err();
             assert!(
@@ -334,7 +334,7 @@ fn an_array_that_its_own_program_has_open_is_not_removed() {
         }
         array.close().unwrap();
         assert_eq!(second.open_array::<u64>("field").unwrap()[0], 7);
-        // Closed, it goes, and the name is free.
+        // A closed region can be removed, and its name is free.
         first.remove("field").unwrap();
         first
             .array_with::<u64>(1, named())

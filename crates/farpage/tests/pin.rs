@@ -1,8 +1,8 @@
-//! Pinned pages: there at every moment, seen from the kernel's page map and by system calls that
-//! are given them, whatever else goes on.
+//! Pinned pages: present at every moment, as the kernel's page map and system calls on these pages
+//! show, whatever else goes on.
 //!
-//! The rule it keeps: presence is looked up (`/proc/self/pagemap`), never concluded from how long
-//! an access took.
+//! The rule it keeps: presence is looked up (`/proc/self/pagemap`), never concluded from the time
+//! of an access.
 
 #![expect(
     clippy::unwrap_used,
@@ -32,7 +32,7 @@ use farpage_store::StoreError;
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
 
-/// How many of these bytes' kernel pages are absent: an access would fault.
+/// Counts the absent kernel pages of `slice`: an access to one would fault.
 fn absent_pages<T>(slice: *const [T]) -> usize {
     let (start, bytes) = (slice.cast::<u8>() as usize, slice.len() * size_of::<T>());
     let (first, end) = (start / PAGE, (start + bytes).div_ceil(PAGE));
@@ -58,7 +58,7 @@ fn assert_filled(words: &[u64]) {
     }
 }
 
-/// Touches every page of the array, over and over, so that all others have to leave.
+/// Touches every page of the array, over and over, so that all other pages have to leave.
 fn sweep(words: &[u64], stop: &AtomicBool) {
     while !stop.load(Ordering::Relaxed) {
         for at in (0..words.len()).step_by(PAGE_WORDS) {
@@ -70,15 +70,14 @@ fn sweep(words: &[u64], stop: &AtomicBool) {
     }
 }
 
-/// An array that is not read ahead: after it was given up, pages that were planned before do not
-/// come back.
+/// Makes an array without read-ahead: when the array is given up, no planned page comes back later.
 fn array(runtime: &Runtime, words: usize) -> RemoteArray<u64> {
     let options = RegionOptions::new().read_ahead(0);
     runtime.array_with(words, options).unwrap()
 }
 
-/// The words whose pages can be pinned at once, as the error says that comes when all of a larger
-/// array shall be.
+/// Returns the number of words whose pages can be pinned at once, as the error states that refuses
+/// a pin of all of a larger array.
 fn most_words(array: &RemoteArray<u64>) -> usize {
     match array.pin(..).unwrap_err() {
         PinError::Budget { most_bytes, .. } => most_bytes as usize / PAGE * PAGE_WORDS,
@@ -124,7 +123,7 @@ fn pinned_pages_stay_while_a_larger_array_is_swept() {
         });
         assert_filled(&array);
         array.unpin(pinned.clone());
-        // Not before others need the room.
+        // Pages stay until other pages need the room.
         assert_eq!(absent_pages(&array[pinned.clone()]), 0);
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -137,7 +136,7 @@ fn pinned_pages_stay_while_a_larger_array_is_swept() {
     }
 }
 
-/// Pins that come while pages are on their way out are where it matters what a pin waits for.
+/// A pin that comes while pages are on their way out must wait for the right thing.
 #[test]
 fn system_calls_find_pinned_pages_whatever_leaves() {
     let test = "system_calls_find_pinned_pages_whatever_leaves";
@@ -194,8 +193,7 @@ fn system_calls_find_pinned_pages_whatever_leaves() {
             assert!(results.iter().all(Result::is_ok), "a pinner has failed");
         });
         assert_filled(array);
-        // Nothing of all this is pinned any more: all of the room is there again, and nothing is
-        // held.
+        // Nothing is pinned any more: all of the room is free again, and no page is held.
         array.pin(..most_words(array)).unwrap();
         array.unpin(..);
         array.advise(.., Advice::DontNeed).unwrap();
@@ -275,14 +273,14 @@ fn pages_stay_until_each_pin_is_taken_back() {
         absent_pages(&array[..])
     };
     array.pin(..).unwrap();
-    // One word pins its page, no word none.
+    // One word pins its page, an empty range pins nothing.
     array.pin(5..6).unwrap();
     array.pin(PAGE_WORDS + 5..PAGE_WORDS + 5).unwrap();
     assert_eq!(absent_after_giving_up(&array), 0);
     array.unpin(..);
     assert_eq!(absent_after_giving_up(&array), 63);
     assert_eq!(absent_pages(&array[..PAGE_WORDS]), 0);
-    // Taken back more often than pinned: nothing happens, now and at the next pin.
+    // An unpin without a pin does nothing, now and at the next pin.
     array.unpin(..);
     array.unpin(..);
     assert_eq!(absent_after_giving_up(&array), 64);
@@ -332,16 +330,16 @@ fn more_pins_than_the_budget_has_room_for_are_an_error() {
             budget_bytes / 2 < most * 8 && most * 8 < budget_bytes,
             "{most} words of {budget_bytes} bytes"
         );
-        // The failed one has pinned nothing: all of it can leave, and all of the room is there.
+        // The failed pin has pinned nothing: all pages can leave, and all of the room is free.
         array.advise(.., Advice::DontNeed).unwrap();
         assert_eq!(absent_pages(&array[..]), 2 * MIB / PAGE);
         array.pin(..most).unwrap();
         assert_budget_error(array.pin(most..most + 1));
-        // What is pinned already takes no more room.
+        // A page that is pinned already takes no more room.
         array.pin(..most).unwrap();
         array.unpin(..most);
         assert_budget_error(array.pin(most..most + 1));
-        // All others get on with what is left.
+        // All other pages get on with the room that is left.
         assert_filled(&array);
         assert_eq!(absent_pages(&array[..most]), 0);
         array.unpin(..1);
@@ -385,7 +383,7 @@ fn region_of_larger_pages_than_fit_beside_the_pinned_is_an_error() {
     fill(&mut large);
     assert_filled(&large);
     assert_eq!(absent_pages(&small[..64 * PAGE_WORDS]), 0);
-    // The larger pages need more room, so that less can be pinned from now on.
+    // The larger pages need more room, so fewer pages can be pinned from now on.
     assert_budget_error(small.pin(64 * PAGE_WORDS..65 * PAGE_WORDS));
 }
 
@@ -441,7 +439,7 @@ fn pin_of_what_a_dead_server_holds_names_it() {
             assert_filled(&array);
             continue;
         }
-        // What was read before the death is noticed is pinned all the same.
+        // Pages that were read before the death is noticed are pinned all the same.
         wait_until("a pin fails", || {
             let pinned = array.pin(..);
             array.unpin(..);
@@ -450,7 +448,7 @@ fn pin_of_what_a_dead_server_holds_names_it() {
         });
         let since = Instant::now();
         let error = array.pin(..).unwrap_err();
-        // For a machine that is busy with other things.
+        // Additional time for a busy machine.
         assert!(
             since.elapsed() < deadline + Duration::from_secs(4),
             "{:?}",
@@ -461,7 +459,7 @@ fn pin_of_what_a_dead_server_holds_names_it() {
             "{error:?}"
         );
         assert!(error.to_string().contains(&server.url), "{error}");
-        // It has pinned nothing: as much as ever can be pinned elsewhere.
+        // The failed pin has pinned nothing: as much as ever can be pinned elsewhere.
         let options = RegionOptions::new().store(HookedStore::new(2 * MIB, |_, _| Ok(())));
         let own = runtime.array_with::<u64>(2 * MIB / 8, options).unwrap();
         own.pin(..most_words(&own)).unwrap();

@@ -1,8 +1,8 @@
 //! Programs that read a named array, beside each other and beside one that writes it: real
 //! processes, and real signals.
 //!
-//! The rule it keeps: a reader sees the version that it opened, bit by bit, or an error. What it
-//! kept is free when it has gone, however it went.
+//! The rule it keeps: a reader sees the version that it opened, bit by bit, or an error. The memory
+//! of that version is free when the reader has gone, however it went.
 
 #![expect(
     clippy::unwrap_used,
@@ -26,14 +26,14 @@ use nix::sys::signal::Signal;
 
 const PAGE: usize = 16 * KIB;
 const WORDS: usize = 2 * MIB / 8;
-/// Less than half of the array.
+/// Budget of a program: less than half of the array.
 const BUDGET: usize = 768 * KIB;
 const LEASE: Duration = Duration::from_secs(2);
 
-/// The test that becomes the server process of all.
+/// The test that becomes the server process of all tests.
 const SERVING: &str = "eight_programs_read_versions_of_their_own_beside_a_writer";
 
-/// Tells a process which server to use, and which other program to be.
+/// Variables that tell a process its server, and its role.
 const URL: &str = "FARPAGE_TEST_URL";
 const ROLE: &str = "FARPAGE_TEST_ROLE";
 
@@ -56,7 +56,7 @@ fn fill(array: &mut RemoteArray<u64>, version: u64) {
     }
 }
 
-/// Reads all of an array: every word is that of `version`.
+/// Asserts that every word of an array is that of `version`.
 fn assert_version(array: &RemoteArray<u64>, version: u64) {
     for (at, &found) in array.iter().enumerate() {
         assert_eq!(found, word(version, at), "word {at} of version {version}");
@@ -68,7 +68,7 @@ fn create(runtime: &Runtime) -> RemoteArray<u64> {
     runtime.array_with::<u64>(WORDS, named).unwrap()
 }
 
-/// Figures of a server: granted bytes, readers, and old versions that are read.
+/// Returns figures of a server: granted bytes, readers, and old versions that are read.
 fn stat(url: &str) -> (u64, u64, u64) {
     let endpoint: Endpoint = url.parse().unwrap();
     let mut visit = Visit::connect(&endpoint, &SessionOptions::default()).unwrap();
@@ -76,15 +76,15 @@ fn stat(url: &str) -> (u64, u64, u64) {
     (stat.granted_bytes, stat.readers, stat.old_versions)
 }
 
-/// A process that reads, in test `test`, and the version that it says it has.
+/// Starts a process that reads, as test `test`. Returns it with the version that it prints.
 fn reader(test: &str, url: &str) -> (Kin, u64) {
     let mut reader = Kin::start(test, &[(URL, url), (ROLE, "reader")]);
     let version = reader.wait_for_line("reads ").parse().unwrap();
     (reader, version)
 }
 
-/// In a process that was started for it: reads or writes, until standard input ends. Returns
-/// whether it was asked to.
+/// Reads or writes until standard input ends, if this process was started for a role. Returns true
+/// if it was.
 fn play_role() -> bool {
     let (Ok(url), Ok(role)) = (env::var(URL), env::var(ROLE)) else {
         return false;
@@ -102,7 +102,7 @@ fn play_role() -> bool {
             assert_version(&array, version);
             array.close().unwrap();
         }
-        // Its lease ends while it is stopped.
+        // A role whose lease ends while the process is stopped.
         "sleeper" => {
             let array = runtime.open_array_to_read::<u64>("x").unwrap();
             assert_version(&array, 1);
@@ -127,7 +127,7 @@ fn play_role() -> bool {
             fill(&mut array, 1);
             array.flush().unwrap();
             say("published");
-            // Never published: it is killed on the way.
+            // Never published: the process is killed on the way.
             for version in 2.. {
                 fill(&mut array, version);
             }
@@ -168,7 +168,7 @@ fn eight_programs_read_versions_of_their_own_beside_a_writer() {
                 readers.push(reader);
             }
         }
-        // Two more versions while all of them read.
+        // Two more versions while all readers read.
         for version in 5..=6 {
             fill(&mut array, version);
             array.flush().unwrap();
@@ -181,7 +181,7 @@ fn eight_programs_read_versions_of_their_own_beside_a_writer() {
         let listed = runtime.names().unwrap();
         assert_eq!((listed[0].readers, listed[0].old_versions), (8, 4));
         assert!(listed[0].in_use);
-        // Some are killed, and others close. What they kept is the server's again.
+        // Some readers are killed, and others close. Their versions' memory is the server's again.
         for reader in readers.drain(..3) {
             reader.signal(Signal::SIGKILL);
         }
@@ -197,7 +197,7 @@ fn eight_programs_read_versions_of_their_own_beside_a_writer() {
         }
         let (after, readers, old_versions) = stat(&server.url);
         assert_eq!((readers, old_versions), (0, 0));
-        // What two versions take: each is written beside the one before.
+        // The memory of two versions: each is written beside the one before.
         assert!(
             after <= 2 * before,
             "{fabric}: {before} bytes before, {after} after"
@@ -229,7 +229,7 @@ fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
         writer.signal(Signal::SIGKILL);
         writer.wait(Duration::from_secs(10));
         assert_version(&first, 1);
-        // 2. Another writes, while they read.
+        // 2. Another program writes while the readers read.
         let runtime = runtime(&server.url);
         let mut array = None;
         wait_until("the dead writer's name is free", || {
@@ -247,7 +247,7 @@ fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
         }
         let newest = runtime.open_array_to_read::<u64>("x").unwrap();
         array.close().unwrap();
-        // 3. Another writer, which does not know their slots.
+        // 3. Another writer, which does not know the readers' slots.
         let mut array = runtime.open_array::<u64>("x").unwrap();
         for version in 30..33 {
             fill(&mut array, version);
@@ -255,14 +255,14 @@ fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
         }
         assert_version(&first, 1);
         assert_version(&newest, 23);
-        // What somebody writes is not removed.
+        // A region that is open for writing is not removed.
         let refused = readers[0].remove("x");
         assert!(
             matches!(refused, Err(NamesError::InUse { .. })),
             "{refused:?}"
         );
         array.close().unwrap();
-        // 4. Replaced, and removed, while it is read.
+        // 4. The region is replaced, and removed, while it is read.
         let named = RegionOptions::new().name("x").replace(true);
         let mut other = runtime.array_with::<u64>(WORDS / 2, named).unwrap();
         other.fill(5);
@@ -303,7 +303,7 @@ fn a_reader_that_comes_back_after_its_lease_gets_an_error_and_no_other_bytes() {
         sleeper.wait_for_line("reads ");
         sleeper.signal(Signal::SIGSTOP);
         wait_until("its lease has ended", || stat(&server.url).1 == 0);
-        // Its slots are used again, by other bytes.
+        // The sleeper's slots are used again, by other bytes.
         for version in 2..6 {
             fill(&mut array, version);
             array.flush().unwrap();
@@ -322,13 +322,13 @@ fn a_reader_needs_no_reservation_and_a_full_server_names_the_readers_in_the_way(
         return;
     }
     for fabric in fabrics() {
-        // Room for little more than the two versions that are reserved.
+        // Room for little more than the two reserved versions.
         let memory = common::Memory::start(fabric, 2 * 2 * MIB + 2 * MIB);
         let runtime = memory.runtime(BUDGET, PAGE);
         let mut array = create(&runtime);
         fill(&mut array, 1);
         array.flush().unwrap();
-        // A second array of that kind does not fit, and a reader does.
+        // A second array of this size does not fit, but a reader does.
         let other = RegionOptions::new().name("y").reserve(Reserve::Full);
         let refused = runtime.array_with::<u64>(WORDS, other).unwrap_err();
         assert!(matches!(refused, CreateError::Store(_)), "{refused}");

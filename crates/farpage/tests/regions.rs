@@ -1,7 +1,7 @@
 //! Regions at the edges: of any size, given to system calls, advised, and refused.
 //!
-//! The rule it keeps: what is checked is what the program sees (bytes, typed errors, figures), over
-//! shm and tcp where a server takes part.
+//! The rule it keeps: checks compare what the program sees (bytes, typed errors, figures), over shm
+//! and tcp if a server takes part.
 
 mod common;
 
@@ -38,7 +38,7 @@ fn regions_of_any_size_keep_every_byte() {
         for page_bytes in [PAGE, 64 * KIB, 2 * MIB] {
             let runtime = memory.runtime(4 * MIB, page_bytes);
             for bytes in [1, 2, 4095, 4096, 4097, 65_537, 999_999, 2 * MIB + 1] {
-                // What is being read ahead would come in behind the advice.
+                // Pages that are being read ahead would come in after the advice.
                 let mut region = runtime.region_with(bytes, pages(0)).unwrap();
                 assert_eq!(region.len(), bytes);
                 for (at, byte) in region.iter_mut().enumerate() {
@@ -71,8 +71,8 @@ fn system_calls_read_into_absent_pages_and_write_from_them() {
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         for page_bytes in [PAGE, 64 * KIB] {
-            // One system call goes over many times what the budget holds. Only filler threads can
-            // serve its faults.
+            // One system call moves many times the budget. Only filler threads can serve its
+            // faults.
             let runtime = builder(512 * KIB, page_bytes)
                 .server(&memory.url)
                 .fault_mode(FaultMode::Filler)
@@ -93,7 +93,7 @@ fn system_calls_read_into_absent_pages_and_write_from_them() {
             file.read_to_end(&mut back).unwrap();
             assert!(back == right);
             region.advise(.., Advice::DontNeed).unwrap();
-            // Through a pipe, whose other end waits.
+            // Through a pipe with a waiting thread at its other end.
             let (mut reader, mut writer) = std::io::pipe().unwrap();
             let other_end = thread::spawn(move || {
                 let mut back = Vec::new();
@@ -162,7 +162,7 @@ fn pages_never_written_cost_no_request() {
             assert!(array.iter().all(|&word| word == 0));
         }
         let stats = runtime.stats();
-        // The last ones may not be counted yet.
+        // The last fills may not be counted yet.
         assert!(stats.pager.fills >= 4000, "{stats:?}");
         let requests = (
             stats.store.fills,
@@ -188,7 +188,7 @@ fn advice_moves_pages_and_keeps_their_bytes() {
         let mut array = runtime
             .array_with::<u64>(region_pages * PAGE_WORDS, pages(16))
             .unwrap();
-        // Random: no fault brings others, so that nothing comes in behind our back.
+        // Random: a fault brings no other pages.
         array.advise(.., Advice::Random).unwrap();
         fill(&mut array, 1);
         array
@@ -218,7 +218,7 @@ fn advice_moves_pages_and_keeps_their_bytes() {
             "nothing was left to fault on"
         );
 
-        // Sequential: the first fault brings others.
+        // Sequential: the first fault brings other pages.
         array.advise(.., Advice::DontNeed).unwrap();
         array.advise(.., Advice::Sequential).unwrap();
         assert_eq!(array[0], mix(1 << 32));
@@ -247,7 +247,7 @@ fn prefetch_now_leaves_nothing_to_fault_on() {
         assert_eq!(array.region().resident_pages(), 2 * MIB / PAGE);
         assert_filled(&array, 1);
         assert_eq!(runtime.stats().pager.faults, faults);
-        // More than fits comes and goes.
+        // More data than the budget comes and goes.
         let mut large = runtime.array::<u64>(16 * MIB / 8).unwrap();
         fill(&mut large, 2);
         large.prefetch_now(..).unwrap();
@@ -282,7 +282,7 @@ fn reading_ahead_saves_most_faults_of_a_sequential_pass() {
     }
 }
 
-/// The first touches of memory that is there in plenty, in an order that tells nothing.
+/// First touches of memory that is ample, in an order without a pattern.
 #[test]
 fn blank_pages_come_along_while_there_is_ample_room_and_not_otherwise() {
     let test = "blank_pages_come_along_while_there_is_ample_room_and_not_otherwise";
@@ -313,7 +313,7 @@ fn blank_pages_come_along_while_there_is_ample_room_and_not_otherwise() {
     assert!(ample * 3 < count, "{ample} faults");
     let (without, along, _) = stats(16 * MIB, 0);
     assert_eq!((without, along), (count, 0), "read-ahead is turned off");
-    // Room for a quarter: until it is full, and afterwards pages come alone.
+    // Room for a quarter of the pages. Once it is full, pages come alone.
     let (_, along, _) = stats(2 * MIB, 32);
     assert!(along < count / 2, "{along} came along");
 }
@@ -404,7 +404,7 @@ fn a_server_taken_over_tcp_for_want_of_rdma_is_counted_and_says_why() {
         return;
     }
     let memory = Memory::start(Fabric::Tcp, 16 * MIB);
-    // Nothing speaks RDMA on the loopback interface, on no machine.
+    // The loopback interface has no RDMA on any machine.
     let auto = memory.url.replace("tcp://", "auto://");
     let runtimes = [&memory.url, &auto].map(|url| builder(MIB, PAGE).server(url).build().unwrap());
     assert_eq!(runtimes.each_ref().map(|r| r.stats().fallbacks), [0, 1]);

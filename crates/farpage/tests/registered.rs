@@ -13,8 +13,8 @@ use common::{KIB, MIB, Memory, builder, can_page, fabrics};
 use farpage::{ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
 
 const PAGE_BYTES: usize = 4 * KIB;
-/// No more than 256 pages can travel at once: their buffers, of 5 KiB each, fit into one slab of 2
-/// MiB however the workers race.
+/// Budget of 256 pages. No more can travel at once: their buffers, of 5 KiB each, fit into one slab
+/// of 2 MiB however the workers race.
 const BUDGET_BYTES: usize = MIB;
 const ELEMENTS: usize = MIB / size_of::<f64>();
 const ITERATIONS: usize = 5;
@@ -31,7 +31,7 @@ fn stream_registers_nothing_after_its_first_iteration() {
             .build()
             .unwrap();
         let [mut a, mut b, mut c] = [(); 3].map(|()| array(&runtime));
-        // Smooth, so that pages are stored compressed, and no two alike.
+        // Smooth values, so that pages are stored compressed, and no two pages alike.
         for (i, value) in b.iter_mut().enumerate() {
             *value = i as f64;
         }
@@ -70,7 +70,7 @@ fn array(runtime: &Runtime) -> RemoteArray<f64> {
     runtime.array_with(ELEMENTS, options).unwrap()
 }
 
-/// `to = x + scalar * y`, by two threads.
+/// Computes `to = x + scalar * y` by two threads.
 fn triad(to: &mut [f64], x: &[f64], y: &[f64], scalar: f64) {
     let half = ELEMENTS / 2;
     thread::scope(|scope| {

@@ -1,8 +1,8 @@
 //! Signal handlers of the program that touch absent pages while their thread is inside the library.
 //!
-//! The rule it keeps: a handler comes after each single instruction of a call where signals are not
-//! held back. The processor's trap flag raises SIGTRAP there, which is never held back, and its
-//! handler does what another signal's would do.
+//! The rule it keeps: a handler runs after each single instruction of a call during which signals
+//! are not held back. The processor's trap flag raises SIGTRAP, which is never held back, and its
+//! handler does the same work as another signal's would.
 
 #![cfg(target_arch = "x86_64")]
 #![expect(
@@ -26,14 +26,14 @@ use common::{Fabric, KIB, MIB, Memory, Watchdog, builder, can_page};
 use farpage::{Advice, ByteSize, FaultMode, RegionOptions, Runtime};
 
 const PAGE: usize = 4 * KIB;
-/// Eight budgets of pages for the handler.
+/// Number of pages for the handler: eight budgets.
 const PAGES: usize = 1024;
 const BUDGET: usize = PAGES / 8 * PAGE;
 
 static MEMORY: AtomicPtr<u8> = AtomicPtr::new(ptr::null_mut());
 static STEPS: AtomicUsize = AtomicUsize::new(0);
 static TOUCHED: AtomicUsize = AtomicUsize::new(0);
-/// Handlers belong to the process.
+/// Lock of the tests: handlers belong to the process.
 static ORDER: Mutex<()> = Mutex::new(());
 
 extern "C" fn on_step(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {

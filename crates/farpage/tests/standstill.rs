@@ -1,7 +1,7 @@
 //! Programs that are stopped, alone or with the whole machine, for longer than their deadline.
 //!
-//! The rule it keeps: a program that stood still has waited for nobody. It goes on with all its
-//! data, and no page is given up.
+//! The rule it keeps: time in which a program stood still counts for no deadline. The program goes
+//! on with all its data, and no page is given up.
 
 #![expect(
     clippy::unwrap_used,
@@ -26,7 +26,7 @@ use nix::sys::signal::Signal;
 
 const SERVING: &str = "a_program_that_stands_still_beyond_its_deadline_goes_on";
 const DEADLINE: Duration = Duration::from_millis(1500);
-/// Longer than any deadline, and shorter than a lease.
+/// Time of a standstill: longer than any deadline, and shorter than a lease.
 const STILL: Duration = Duration::from_millis(2500);
 
 const CLIENT: &str = "FARPAGE_TEST_CLIENT";
@@ -58,8 +58,8 @@ fn stand_still_often(fabric: Fabric, mut rng: Rng) {
     client.wait_for_line("paging");
     for round in 0..4 {
         thread::sleep(Duration::from_micros(rng.below(50_000) as u64));
-        // Every other time the server stands still, too, and before the client: what the client
-        // waits for then has not come when it goes on.
+        // In every other round the server stands still, too, and before the client: completions
+        // that the client waits for have not come when it goes on.
         let both = round % 2 == 0;
         if both {
             server.signal(Signal::SIGSTOP);
@@ -78,8 +78,8 @@ fn stand_still_often(fabric: Fabric, mut rng: Rng) {
     client.must_pass(Duration::from_secs(30));
 }
 
-/// Four threads read and write four times what fits, until the parent hangs up. A word that is not
-/// what was written ends the process with status 3.
+/// Reads and writes four times the budget by four threads, until the parent hangs up. A word with a
+/// wrong value ends the process with status 3.
 fn page_until_told(url: &str) {
     let runtime = builder(MIB, 16 * KIB)
         .server(url)

@@ -1,7 +1,7 @@
 //! Stores that users bring: an ordinary file, and stores that fail, stall and panic.
 //!
-//! The rule it keeps: whatever a store does, the error reaches the program, nothing is lost that it
-//! has not lost itself, and other regions do not notice.
+//! The rule it keeps: whatever a store does, the error reaches the program, nothing is lost but
+//! data that the store has lost itself, and other regions do not notice.
 
 #![expect(
     clippy::unwrap_used,
@@ -30,7 +30,7 @@ use farpage::{
 use farpage_pager::FlushError as PagesError;
 use farpage_store::StoreError;
 
-/// A runtime without a server.
+/// Builds a runtime without a server.
 fn runtime(budget_bytes: usize, page_bytes: usize) -> Runtime {
     builder(budget_bytes, page_bytes)
         .deadline(Duration::from_secs(5))
@@ -53,7 +53,7 @@ fn file_keeps_its_bytes_from_one_region_to_the_next() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    // Odd lengths: the last page of the region is longer than what is left of the file.
+    // Odd lengths: the last page of the region is longer than the rest of the file.
     for bytes in [1, 4095, 4097, 3 * MIB + 5] {
         for page_bytes in [4 * KIB, 64 * KIB] {
             let path = directory.path().join(format!("{bytes}-{page_bytes}"));
@@ -86,7 +86,7 @@ fn file_keeps_its_bytes_from_one_region_to_the_next() {
                 .unwrap();
             region[bytes / 2] ^= 0xff;
             assert!(region[..] == right, "{bytes} bytes reopened");
-            // Dropping it writes back as closing does.
+            // Dropping the region writes back as closing does.
             drop(region);
             assert!(
                 fs::read(&path).unwrap() == right,
@@ -133,7 +133,7 @@ fn store_is_asked_for_nothing_beyond_its_region() {
     }
     let runtime = runtime(MIB, 16 * KIB);
     for bytes in [1, 16 * KIB - 1, 16 * KIB + 1] {
-        // It panics at a call beyond its bytes.
+        // The store panics at a call beyond its bytes.
         let store = HookedStore::new(bytes, |_, _| Ok(()));
         let mut region = runtime
             .region_with(bytes, RegionOptions::new().store(store))
@@ -165,7 +165,7 @@ fn errors_of_a_store_reach_the_program_and_pass() {
         }
         Ok(())
     });
-    // The budget has room for all: nothing leaves that is not told to, so that no plain access
+    // The budget has room for all pages: a page leaves only on request, so that no plain access
     // meets a failing read.
     let runtime = runtime(4 * MIB, 16 * KIB);
     let options = RegionOptions::new().read_ahead(0).store(store);
@@ -173,7 +173,7 @@ fn errors_of_a_store_reach_the_program_and_pass() {
     let mut shadow = vec![0; array.len()];
     let (mut reads, mut writes, mut flushes) = (0, 0, 0);
     for _ in 0..30 {
-        // In: until a try succeeds.
+        // Bring in: until a try succeeds.
         while let Err(error) = array.prefetch_now(..) {
             let PageError::Store(StoreError::User {
                 message, operation, ..
@@ -206,7 +206,7 @@ fn errors_of_a_store_reach_the_program_and_pass() {
                 flushes += 1;
             }
         }
-        // Out: until a try succeeds.
+        // Write back: until a try succeeds.
         while let Err(error) = array.advise(.., Advice::DontNeed) {
             assert!(
                 matches!(error, PageError::Store(StoreError::User { .. })),
@@ -393,7 +393,7 @@ fn stalling_store_does_not_slow_other_regions_down() {
             println!(
                 "{fabric}, attempt {attempt}: p99 of faults {alone:?} alone, {beside:?} beside a store that stalls 20 ms"
             );
-            // A thousandth of a second, unless the machine is too busy for that even without the
+            // The bound is a millisecond, unless the machine is too busy for that even without the
             // slow store.
             held = beside
                 < (4 * alone)
@@ -408,16 +408,16 @@ fn stalling_store_does_not_slow_other_regions_down() {
     }
 }
 
-/// What a store knows of its calls.
+/// Record of a store's calls.
 #[derive(Default)]
 struct Calls {
     stall: AtomicBool,
     stalled: AtomicUsize,
-    /// Whether a worker has made the last one itself.
+    /// True if a worker has made the last call itself.
     by_worker: AtomicBool,
 }
 
-/// A store that returns at once until it is told to stall.
+/// Makes a store that returns at once until it is told to stall.
 fn stalling_store(bytes: usize) -> (impl farpage::Store, Arc<Calls>) {
     let calls = Arc::<Calls>::default();
     let told = calls.clone();
@@ -455,7 +455,7 @@ fn store_that_workers_call_and_that_stalls_holds_up_nobody_else() {
             *word = mix(at as u64);
         }
         own.advise(.., Advice::Random).unwrap();
-        // Every second page, so that each is a call of its own.
+        // Every second page, so that each page is a call of its own.
         let pages = || (0..MIB / 8).step_by(2 * 512);
         let mut rounds = 0;
         common::wait_until("workers call the store", || {
@@ -485,7 +485,7 @@ fn store_that_workers_call_and_that_stalls_holds_up_nobody_else() {
                 calls.stalled.load(Ordering::SeqCst) > 0
             });
             let began = Instant::now();
-            // Faults, write-backs, and a region that begins and ends.
+            // Faults, writebacks, and a region that begins and ends.
             assert!((0..other.len()).all(|at| other[at] == mix(at as u64)));
             other.flush().unwrap();
             let options = RegionOptions::new().store(HookedStore::new(MIB, |_, _| Ok(())));
@@ -523,7 +523,7 @@ fn store_that_reads_another_region_is_served() {
         *word = mix(at as u64);
     }
     let below = Arc::new(below);
-    // The region ends in this thread, whoever calls its store last.
+    // The region ends in this thread, whichever thread calls its store last.
     let behind = Arc::downgrade(&below);
     let store = HookedStore::new(4 * MIB, move |_, offset| {
         if let Some(below) = behind.upgrade() {
@@ -593,7 +593,7 @@ fn trusted_store_that_panics_fails_its_pages_alone() {
     array.close().unwrap();
 }
 
-/// The 99th percentile of the time that accesses take that find their page absent.
+/// Returns the 99th percentile of the times of accesses that find their page absent.
 fn fault_p99(words: &[std::sync::atomic::AtomicU64], rng: &mut Rng) -> Duration {
     let mut times: Vec<Duration> = (0..6000)
         .map(|_| {
@@ -603,7 +603,7 @@ fn fault_p99(words: &[std::sync::atomic::AtomicU64], rng: &mut Rng) -> Duration 
             since.elapsed()
         })
         .collect();
-    // Half of the data is resident: hits take no time and are not what is asked.
+    // Half of the data is resident: hits take no time and do not count.
     times.retain(|&time| time > Duration::from_micros(2));
     times.sort_unstable();
     times[times.len() * 99 / 100]

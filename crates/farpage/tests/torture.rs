@@ -1,8 +1,8 @@
 //! Eight threads against a shadow copy: random reads, writes and atomic additions on an array
 //! twenty times the budget, for every page size, over both fabrics, raw and compressed.
 //!
-//! The rule it keeps: a thread reads and writes only words of its own, so that it knows what each
-//! of them must be; words of all share every page. `FARPAGE_TORTURE_OPS` sets the number of
+//! The rule it keeps: a thread reads and writes only words of its own, so that it knows the right
+//! value of each; words of all threads share every page. `FARPAGE_TORTURE_OPS` sets the number of
 //! operations in all (the long form is ten million), `FARPAGE_TEST_SEED` repeats a run.
 
 #![expect(
@@ -26,14 +26,14 @@ use common::{
 use farpage::{Codec, RegionOptions, RemoteArray};
 
 const THREADS: usize = 8;
-/// Words are dealt to the threads in turn; the last of each deal is everybody's, for additions.
+/// Number of words in a deal: one for each thread, and one for additions of all threads.
 const DEAL: usize = THREADS + 1;
-/// The budget holds 5 % of the data.
+/// Data per budget: the budget holds 5 % of the data.
 const DATA_PER_BUDGET: usize = 20;
-/// Four tests, each over all page sizes; some ten seconds in all on two cores.
+/// Operations of a test over all page sizes; four tests take some ten seconds on two cores.
 const OPS_DEFAULT: u64 = 200_000;
-/// Over RDMA, whose adapter is emulated in a machine that is emulated: the same time for a tenth of
-/// the operations and pages that are not so large.
+/// Operations over RDMA, with an emulated adapter in an emulated machine: the same time for a tenth
+/// of the operations, on smaller pages.
 const OPS_DEFAULT_RDMA: u64 = 20_000;
 const PAGE_BYTES_MAX_RDMA: usize = 128 * KIB;
 
@@ -73,7 +73,7 @@ fn eight_threads_over_tcp_with_changing_codecs_keep_every_word() {
     );
 }
 
-/// Pages of 4 KiB leave as copies here, while writers of their neighbours run.
+/// Pages of 4 KiB leave as copies here, while threads write to neighbouring pages.
 #[test]
 fn eight_threads_that_promise_no_direct_io_keep_every_word() {
     let test = "eight_threads_that_promise_no_direct_io_keep_every_word";
@@ -87,7 +87,7 @@ fn eight_threads_that_promise_no_direct_io_keep_every_word() {
 }
 
 /// An evictor that copies a page which the program drops at that moment sleeps on its own fault.
-/// What was written back last is the page then, and others that lie between keep their writes.
+/// The page then has its last written-back contents, and its neighbours keep their writes.
 #[test]
 fn pages_that_the_program_drops_while_they_are_copied_out_come_back_whole() {
     const PAGE_WORDS: usize = 4 * KIB / 8;
@@ -121,7 +121,7 @@ fn pages_that_the_program_drops_while_they_are_copied_out_come_back_whole() {
         }
         let mut rng = Rng(seed(test) + 7);
         scope.spawn(move || {
-            // Of every fourth page the word in the middle counts the writes.
+            // The middle word of every fourth page counts the writes.
             let middle = |page: usize| page * PAGE_WORDS + PAGE_WORDS / 2;
             let mut counts: Vec<_> = (0..pages).map(|page| mix(middle(page) as u64)).collect();
             while Instant::now() < end {
@@ -143,7 +143,7 @@ fn pages_that_the_program_drops_while_they_are_copied_out_come_back_whole() {
                     unsafe { libc::madvise(address as *mut _, 4 * KIB, libc::MADV_DONTNEED) };
                 assert_eq!(dropped, 0);
             };
-            // Pages that are written to right after they were dropped, what to, and when.
+            // Pages that are written to right after they were dropped, with values and times.
             let mut written = VecDeque::new();
             let mut count = 0;
             while Instant::now() < end {
@@ -204,8 +204,7 @@ fn torture(test: &'static str, fabric: Fabric, codec: Codec) {
     }) / 4;
     let _watchdog = Watchdog::new(test, Duration::from_secs(120 + ops / 500));
     let seed = seed(test);
-    // About the same time for every page size: an operation costs a fill and an eviction of its
-    // page.
+    // About the same time for every page size: an operation costs a fill and an eviction.
     let weight = |page_bytes: usize| 1.0 / (20.0 + page_bytes as f64 / 2000.0);
     let page_sizes = || common::page_sizes().filter(|&bytes| bytes <= page_bytes_max);
     let weights: f64 = page_sizes().map(weight).sum();
@@ -278,8 +277,8 @@ fn one_page_size(
     );
 }
 
-/// Pages of all kinds that a store treats differently: never written, one repeated value, noise,
-/// smooth, zeros that were written.
+/// Writes pages of all kinds that a store treats differently: never written, one repeated value,
+/// noise, smooth, zeros that were written.
 fn lay_out(remote: &[AtomicU64], shadow: &[AtomicU64], page_words: usize) {
     for at in 0..remote.len() {
         let page = at / page_words;
@@ -306,7 +305,7 @@ fn run(
     let deals = remote.len() / DEAL;
     let mut deal = 0;
     for op in 0..ops {
-        // Mostly anywhere; now and then on from where it was, so that there are runs.
+        // Mostly random deals; one in four follows the last, so that there are runs.
         deal = if rng.one_in(4) {
             deal + 1
         } else {

@@ -1,5 +1,5 @@
-//! Memory that the kernel references without pinning it (pages in a pipe by `vmsplice`): what comes
-//! out is what was put in, whatever becomes of the memory meanwhile.
+//! Memory that the kernel references without pinning it (pages in a pipe by `vmsplice`): reads
+//! return what was put in, whatever becomes of the memory meanwhile.
 //!
 //! The rule it keeps: between the call and the read at least four budgets of other pages pass
 //! through the frames.
@@ -23,7 +23,7 @@ use farpage::{Advice, FaultMode, Region, RegionOptions, Runtime, io};
 
 const BUDGET: usize = 512 * KIB;
 
-/// A pipe, and memory to go through.
+/// A pipe, and a region whose pages pass through the frames.
 struct Setting {
     runtime: Runtime,
     others: Region,
@@ -34,7 +34,7 @@ struct Setting {
 }
 
 impl Setting {
-    /// `None` where nothing can be paged.
+    /// Sets the test up. `None` if this process cannot page its own memory.
     fn new(test: &'static str, page_bytes: usize, mode: FaultMode) -> Option<Setting> {
         let watchdog = Watchdog::new(test, Duration::from_secs(120));
         if !can_page(test) {
@@ -74,7 +74,7 @@ impl Setting {
         );
     }
 
-    /// Other pages use all frames.
+    /// Makes other pages use all frames.
     fn churn(&mut self) {
         for seed in 0..2 {
             self.others.fill(0xa0 | seed);
@@ -176,7 +176,7 @@ fn freed_memory_that_lies_in_a_pipe_is_given_to_nobody_as_it_is() {
     }
 }
 
-/// The function copies, so that nothing has to be advised.
+/// The function copies, so no advice is needed.
 #[test]
 fn calls_of_farpage_give_copies_away() {
     let test = "calls_of_farpage_give_copies_away";

@@ -1,9 +1,9 @@
-//! What to read before it is asked for: [`Streams`].
+//! Read-ahead: [`Streams`] recognises sequential access and plans windows.
 //!
 //! A filler sees only faults, and pages that were read ahead do not fault. So each stream has a
 //! *trigger*: the first page of its newest window is read like the others but held back unmapped.
-//! The fault on it costs one round trip without a READ. It says that the program has come so far,
-//! and starts the next window, which travels while the program works through this one. Windows
+//! The fault on the trigger costs a round trip without a READ, says that the program has come so
+//! far, and starts the next window, which travels while the program works through this one. Windows
 //! double from [`FIRST_WINDOW`] up to the region's limit.
 //!
 //! Two random faults are neighbours by chance now and then, and a window for them is wasted. So
@@ -11,31 +11,31 @@
 //! and bad if the stream was forgotten before. While most were bad, a stream has to show itself by
 //! three faults in a row instead of two.
 //!
-//! The rule: this module decides; whoever asks it acts.
+//! The rule: this module decides; its callers act.
 
 use farpage_store::{PageIndex, PageRange};
 
 use crate::region::RegionId;
 
-/// Pages of a stream's first window.
+/// Number of pages of a stream's first window.
 const FIRST_WINDOW: usize = 4;
-/// Streams that a filler follows at once: STREAM's triad has three per thread.
+/// Number of streams that a filler follows at once: STREAM's triad has three per thread.
 pub(crate) const STREAMS: usize = 16;
-/// `TRUST_MAX` bad guesses in a row end the trust, and as many good ones restore all of it.
+/// Bad guesses in a row that end all trust, and good ones in a row that restore it.
 const TRUST_MAX: i8 = 4;
 
 /// Sequential runs of faults that a filler follows.
 #[derive(Debug)]
 pub(crate) struct Streams {
-    /// The least recently used first.
+    /// Streams, the least recently used first.
     streams: Vec<Stream>,
-    /// Good guesses less bad ones, of the last ones. Above 0, two faults in a row start a window.
+    /// Good guesses less bad ones, within `TRUST_MAX`. Above 0, two faults in a row start a window.
     trust: i8,
 }
 
 impl Default for Streams {
     fn default() -> Self {
-        // All of it at once: faults may be served in a signal handler.
+        // Allocated at once: faults may be served in a signal handler.
         Streams {
             streams: Vec::with_capacity(STREAMS),
             trust: TRUST_MAX,
@@ -46,22 +46,22 @@ impl Default for Streams {
 #[derive(Debug)]
 struct Stream {
     region: RegionId,
-    /// The page of its first fault, until a second one tells the direction.
+    /// Page of the stream's first fault, until a second one tells the direction.
     first: Option<PageIndex>,
-    /// Through the region downwards, as `memmove` goes when it pleases.
+    /// True if the program goes through the region downwards, as `memmove` sometimes does.
     down: bool,
-    /// What was planned last. A fault in it, or on the page behind it, is the program coming along.
+    /// Newest planned window. A fault in or just behind this window shows that the program follows.
     ahead: PageRange,
-    /// Where the program was when the last window was planned.
+    /// Page that the program was at when the last window was planned.
     came_from: PageIndex,
     window: usize,
     worth: Worth,
 }
 
-/// What is known of a stream.
+/// Evidence for a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Worth {
-    /// The faults in a row so far; nothing was read ahead yet.
+    /// Number of faults in a row so far; nothing was read ahead yet.
     Faults(u8),
     /// A first window was read.
     Guessed,
@@ -69,28 +69,28 @@ enum Worth {
     Proven,
 }
 
-/// What to do about a fault.
+/// Pages to read ahead after a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
     /// Pages to read ahead; the nearest to the fault is the trigger, to be held back.
     pub(crate) ahead: PageRange,
-    /// The program goes downwards: the nearest is the last.
+    /// True if the program goes downwards: the nearest page is the last.
     pub(crate) down: bool,
 }
 
 impl Plan {
-    /// Nothing to read ahead.
+    /// Plan of no pages.
     pub(crate) const NONE: Plan = Plan {
         ahead: PageRange::NONE,
         down: false,
     };
 
-    /// Pages in order.
+    /// Returns a plan of pages in ascending order.
     pub(crate) fn up(ahead: PageRange) -> Plan {
         Plan { ahead, down: false }
     }
 
-    /// The page that the program comes to first. The plan has one.
+    /// Returns the page that the program comes to first. The plan must not be empty.
     pub(crate) fn nearest(&self) -> PageIndex {
         if self.down {
             self.ahead.end - 1
@@ -99,7 +99,7 @@ impl Plan {
         }
     }
 
-    /// Takes the `count` nearest pages off, which the plan has.
+    /// Takes off the `count` nearest pages, which the plan must have.
     pub(crate) fn take_off(&mut self, count: usize) {
         if self.down {
             self.ahead.end -= count;
@@ -110,7 +110,7 @@ impl Plan {
 }
 
 impl Stream {
-    /// Which way the program goes if it came to `page`; `None`: this is another stream's.
+    /// Returns the program's direction, true for downwards; `None`: `page` is not of this stream.
     fn direction(&self, page: PageIndex) -> Option<bool> {
         let goes_on = if self.down {
             (self.ahead.start..=self.ahead.end).contains(&(page + 1))
@@ -123,12 +123,12 @@ impl Stream {
 }
 
 impl Streams {
-    /// A fault on `page`. Returns what to read ahead, and the pages that the program has gone
-    /// through since the stream's last plan.
+    /// Takes note of a fault on `page`. Returns the plan to read ahead, and the pages that the
+    /// program has gone through since the stream's last plan.
     ///
     /// - `limit`: the region's largest window in pages, 0 for none.
     /// - `eager`: the program goes through the region in order, so the first fault starts a stream.
-    /// - `missed`: the page was not on its way, so what was planned behind it is not either.
+    /// - `missed`: the page was not on its way, so neither are the pages planned behind it.
     pub(crate) fn fault(
         &mut self,
         region: RegionId,
@@ -154,7 +154,7 @@ impl Streams {
                 if self.streams.len() == STREAMS && self.streams.remove(0).worth == Worth::Guessed {
                     self.judge(-1);
                 }
-                // Its neighbours are expected; a fault there makes it a stream.
+                // The neighbours are expected; a fault there makes it a stream.
                 Stream {
                     region,
                     first: Some(page),
@@ -215,8 +215,8 @@ impl Streams {
         (plan, passed)
     }
 
-    /// These pages came along with the fault that was told last, for which nothing was planned. Its
-    /// stream, if it goes upwards, is expected behind them.
+    /// Notes that `pages` come along with the newest fault, for which nothing was planned. The
+    /// fault's stream, if it goes upwards, is expected behind them.
     pub(crate) fn came_along(&mut self, pages: PageRange) {
         if let Some(stream) = self.streams.last_mut()
             && !stream.down
@@ -230,7 +230,7 @@ impl Streams {
         self.trust = (self.trust + guess).clamp(-TRUST_MAX, TRUST_MAX);
     }
 
-    /// These planned pages are not read after all: their stream goes on there.
+    /// Takes `pages` that are not read after all out of their stream, which goes on there.
     pub(crate) fn gave_up(&mut self, region: RegionId, pages: PageRange) {
         for stream in self.streams.iter_mut().filter(|s| s.region == region) {
             if stream.down && stream.ahead.start == pages.start {
@@ -407,7 +407,7 @@ mod tests {
         assert_eq!(fault(&mut streams, 1, 10, 64, false, true), Plan::NONE);
         streams.came_along(pages(11..32));
         assert_eq!(fault(&mut streams, 1, 32, 64, false, true), up(33..37));
-        // Others' pages change nothing.
+        // Pages of others change nothing.
         fault(&mut streams, 1, 1000, 64, false, true);
         streams.came_along(pages(2000..2010));
         assert_eq!(

@@ -1,13 +1,13 @@
-//! What streams have gone through: [`Behind`], a queue of victims.
+//! Queue of victims that streams have gone through: [`Behind`].
 //!
 //! A loop over more data than fits never hits under FIFO: each page leaves just before it is needed
-//! again. The opposite is right for it: what was just gone through leaves, and the rest stays until
-//! the program comes along again. So what a stream has gone through waits here for a while, since
-//! the next row of a grid looks at the last one once more. Then it leaves before other pages do.
-//! The frames of streams circulate in little memory, which the caches may hold.
+//! again. The opposite is right for a loop: the pages just gone through leave, and the rest stays
+//! until the program comes along again. So pages that a stream has gone through wait here for a
+//! while, since the next row of a grid looks at the last one once more. Then they leave before
+//! other pages do. The frames of streams circulate in little memory, which the caches may hold.
 //!
-//! The rule: this module remembers addresses only. Whether it is the turn of streams is for
-//! `proof.rs` to say, and whether a page is still resident is for the evictor to see.
+//! The rule: this module remembers addresses only. `proof.rs` says if it is the turn of streams,
+//! and the evictor sees if a page is still resident.
 
 use std::{
     collections::VecDeque,
@@ -27,26 +27,26 @@ use crate::{
 /// to rows.
 const GRACE_SHARE: usize = 16;
 const GRACE_BYTES_MIN: usize = 8 << 20;
-/// After this share of the budget more, a stretch that was not needed counts as staying.
+/// Share of the budget after the grace: a stretch that has not left by then counts as staying.
 const SLACK_SHARE: usize = 8;
-/// Stretches in the queue at most; most are of megabytes.
+/// Upper bound of the stretches in the queue; most are of megabytes.
 const STRETCHES_MAX: usize = 1024;
 
 pub(crate) struct Behind {
-    /// Of the standard library, which never allocates: faults may be served in a signal handler.
+    /// Queue under a lock of the standard library, which never allocates: for signal handlers.
     queue: Mutex<Queue>,
     grace_bytes: usize,
     queue_bytes_max: usize,
 }
 
 struct Queue {
-    /// Addresses, those gone through longest ago first.
+    /// Address ranges, the ones gone through longest ago first.
     stretches: VecDeque<Range<usize>>,
     bytes: usize,
 }
 
 impl Behind {
-    /// `budget_ticks`: the budget in units of 4 KiB.
+    /// Returns an empty queue for a budget of `budget_ticks` units of 4 KiB.
     pub(crate) fn new(budget_ticks: u32) -> Behind {
         let budget_bytes = (budget_ticks as usize) << 12;
         let grace_bytes = (budget_bytes / GRACE_SHARE).max(GRACE_BYTES_MIN.min(budget_bytes / 2));
@@ -60,7 +60,7 @@ impl Behind {
         }
     }
 
-    /// A stream has gone through these addresses of one region. Allocates nothing.
+    /// Appends addresses of one region that a stream has gone through. Allocates nothing.
     pub(crate) fn passed(&self, addresses: Range<usize>) {
         let mut queue = self.queue();
         while queue.stretches.len() == STRETCHES_MAX {
@@ -73,7 +73,7 @@ impl Behind {
         }
     }
 
-    /// The pages that a stream went through longest ago, if their grace is over.
+    /// Returns the pages that a stream went through longest ago, if their grace is over.
     pub(crate) fn candidates(&self, regions: &RegionTable) -> Option<Candidates> {
         let regions = regions.read();
         let mut queue = self.queue();
@@ -95,7 +95,7 @@ impl Behind {
         None
     }
 
-    /// Enough pages leave: the candidates from `page` on are still to come.
+    /// Puts the candidates from `page` on back: enough pages leave already.
     pub(crate) fn stop_at(&self, candidates: &Candidates, page: PageIndex) {
         let rest =
             candidates.region.address_of(page)..candidates.region.address_of(candidates.pages.end);

@@ -1,4 +1,4 @@
-//! How a worker sleeps on descriptors, and how others wake it: [`Bell`].
+//! Sleep of a worker on descriptors, and the call that wakes it: [`Bell`].
 //!
 //! The rule: work is made visible *before* [`Bell::ring`], and looked for *after*
 //! [`Bell::prepare`]. Then no ring is lost, and a ring costs a system call only when the worker
@@ -25,14 +25,14 @@ use nix::{
 /// Name of a worker's descriptor for a program that has closed it.
 const EVENTFD: &str = "a worker's eventfd";
 
-/// Wakes one worker.
+/// Bell of one worker: wakes it.
 #[derive(Debug)]
 pub(crate) struct Bell {
     event: EventFd,
     asleep: AtomicBool,
     /// True if the event's number is one of a table that the program does not share.
     is_private: bool,
-    /// Device and inode of the event.
+    /// Device and inode of the event's descriptor.
     identity: (u64, u64),
 }
 
@@ -74,24 +74,24 @@ impl Bell {
         }
     }
 
-    /// Announces that the worker is about to sleep. It must look for work once more before it calls
-    /// [`sleep`](Self::sleep), or [`cancel`](Self::cancel) if it finds some.
+    /// Announces that the worker is about to sleep. The worker must look for work once more before
+    /// it calls [`sleep`](Self::sleep), or [`cancel`](Self::cancel) if it finds some.
     pub(crate) fn prepare(&self) {
         self.asleep.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
-    /// The worker found work after all.
+    /// Takes back [`prepare`](Self::prepare): the worker found work after all.
     pub(crate) fn cancel(&self) {
         self.asleep.store(false, Ordering::Relaxed);
     }
 
-    /// Readable after a ring.
+    /// Returns a descriptor that is readable after a ring.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
 
-    /// To be told after a sleep on [`fd`](Self::fd) whether there was a ring.
+    /// Clears the event after a sleep on [`fd`](Self::fd) if the bell `rang`.
     pub(crate) fn hear(&self, rang: bool) {
         if rang {
             self.check();

@@ -1,23 +1,23 @@
-//! The residency budget in figures: [`Budget`].
+//! Residency budget in figures: [`Budget`].
 //!
 //! The rule: the bytes of all memory that pages take, mapped, in flight or free, never exceed the
-//! budget. Whoever is about to make memory reserves it first, and a [`Reservation`] that does not
-//! become memory is given back when it is dropped. Nothing here holds a frame or wakes anybody.
+//! budget. Memory is reserved before it is made, and a [`Reservation`] that does not become memory
+//! is given back when it is dropped. Nothing here holds a frame or wakes a thread.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam_utils::CachePadded;
 use farpage_vm::Room;
 
-/// Frames that read-ahead leaves to demand: more than all threads of a large machine fault on at
-/// once.
+/// Number of frames that read-ahead leaves to demand: more than all threads of a large machine
+/// fault on at once.
 const DEMAND_RESERVE_PAGES: u64 = 16;
 
-/// What the memory of pages may be, and what it is.
+/// Residency budget, and the memory that pages take of it.
 pub(crate) struct Budget {
-    /// What it may be at most.
+    /// Upper bound of the budget: its size at the start.
     most: u64,
-    /// The marks, as fractions.
+    /// Low and high mark, as fractions of the budget.
     fractions: (f64, f64),
     bytes: AtomicU64,
     high: AtomicU64,
@@ -29,9 +29,9 @@ pub(crate) struct Budget {
     made: CachePadded<AtomicU64>,
     /// Highest value of `made`.
     peak: AtomicU64,
-    /// Bytes that are mapped or in flight, that is: not free.
+    /// Bytes that are mapped or in flight: not free.
     used: CachePadded<AtomicU64>,
-    /// Of these, bytes of pages on their way out.
+    /// Bytes of `used` whose pages are on their way out.
     leaving: CachePadded<AtomicU64>,
     /// Bytes that the program has pinned.
     pinned: AtomicU64,
@@ -42,7 +42,7 @@ pub(crate) struct Budget {
 }
 
 impl Budget {
-    /// Marks are fractions of `bytes`, in (0, 1], low below high.
+    /// Makes a budget. The marks are fractions of `bytes` in (0, 1], `low` below `high`.
     pub(crate) fn new(bytes: u64, low: f64, high: f64) -> Budget {
         let budget = Budget {
             most: bytes,
@@ -63,8 +63,8 @@ impl Budget {
         budget
     }
 
-    /// Changes it, to what it was made with at most. If more memory exists than that, no more is
-    /// made, and what comes back free goes back to the kernel ([`exceeded_by`](Self::exceeded_by)).
+    /// Changes the budget, at most to its first size. While memory exceeds it, none is made, and
+    /// free frames go back to the kernel ([`exceeded_by`](Self::exceeded_by)).
     pub(crate) fn set(&self, bytes: u64) {
         let bytes = bytes.min(self.most);
         let mark = |fraction: f64| ((bytes as f64 * fraction) as u64).min(bytes);
@@ -74,7 +74,7 @@ impl Budget {
         self.bytes.store(bytes, Ordering::SeqCst);
     }
 
-    /// What it may be at most.
+    /// Returns the upper bound of the budget.
     pub(crate) fn most(&self) -> u64 {
         self.most
     }
@@ -91,61 +91,61 @@ impl Budget {
         self.low.load(Ordering::Relaxed)
     }
 
-    /// By how many bytes the memory in existence exceeds it, since it was made smaller.
+    /// Returns the bytes by which existing memory exceeds a budget that was made smaller.
     pub(crate) fn exceeded_by(&self) -> u64 {
         let made = self.made.load(Ordering::Relaxed);
         made.saturating_sub(self.bytes())
     }
 
-    /// From now on there are pages of this size.
+    /// Raises the floor to two pages of `page_bytes`, which a new region has.
     pub(crate) fn expect(&self, page_bytes: usize) {
         let floor = 2 * page_bytes as u64;
         self.floor.fetch_max(floor, Ordering::Relaxed);
     }
 
-    /// Highest number of bytes that pages took at any time.
+    /// Returns the highest number of bytes that pages took at any time.
     pub(crate) fn peak(&self) -> u64 {
         self.peak.load(Ordering::Relaxed)
     }
 
-    /// Bytes of pages that are mapped or in flight now.
+    /// Returns the bytes of pages that are mapped or in flight now.
     pub(crate) fn used(&self) -> u64 {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Bytes that more pages may have.
+    /// Returns the bytes that more pages may have.
     pub(crate) fn room(&self) -> u64 {
         self.bytes().saturating_sub(self.used())
     }
 
-    /// How many pages may be brought in that nobody waits for.
+    /// Returns the number of pages that may be brought in ahead of need.
     pub(crate) fn room_for_prefetch(&self, page_bytes: usize) -> usize {
         let page = page_bytes as u64;
-        // A part of what evictors keep free belongs to demand, or prefetching would starve it.
+        // Half of what evictors keep free belongs to demand, or prefetching would starve it.
         let reserve =
             (self.bytes().saturating_sub(self.low()) / 2).min(DEMAND_RESERVE_PAGES * page);
         (self.room().saturating_sub(reserve) / page) as usize
     }
 
-    /// Whether `bytes` more can be used and evictors still have nothing to do.
+    /// True if `bytes` more can be used while evictors still have nothing to do.
     pub(crate) fn is_ample(&self, bytes: usize) -> bool {
         self.used() + bytes as u64 <= self.low()
     }
 
-    /// Bytes of memory that is free: made, and not used.
+    /// Returns the bytes of free memory: made, and not used.
     pub(crate) fn free(&self) -> u64 {
         let made = self.made.load(Ordering::Relaxed);
         made.saturating_sub(self.used())
     }
 
-    /// Sets memory aside for as many pages as the budget allows, `pages` at most. `None`: for none.
+    /// Reserves memory for as many pages as the budget allows, at most `pages`. `None`: none.
     pub(crate) fn reserve(&self, page_bytes: usize, pages: usize) -> Option<Reservation<'_>> {
         let page = page_bytes as u64;
         let mut affordable = 0;
         let made = self
             .made
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |made| {
-                // The budget may change between two looks.
+                // The budget may change between two rounds.
                 affordable = (pages as u64).min(self.bytes().saturating_sub(made) / page);
                 (affordable > 0).then_some(made + affordable * page)
             });
@@ -160,40 +160,40 @@ impl Budget {
         })
     }
 
-    /// A free frame of `bytes` was given back to the kernel.
+    /// Counts `bytes` of a free frame that was given back to the kernel.
     pub(crate) fn unmake(&self, bytes: u64) {
         self.made.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// A free frame is used from now on.
+    /// Counts `bytes` of a free frame as used.
     pub(crate) fn begin_use(&self, bytes: u64) {
         self.used.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// It is free again.
+    /// Counts `bytes` of a used frame as free.
     pub(crate) fn end_use(&self, bytes: u64) {
         self.used.fetch_sub(bytes, Ordering::SeqCst);
     }
 
-    /// Used pages have gone back to the kernel: the program gave them back itself, or they were
-    /// copied before.
+    /// Counts used pages that have gone back to the kernel: the program gave them back itself, or
+    /// their bytes were copied before.
     pub(crate) fn lose(&self, bytes: usize) {
         self.unmake(bytes as u64);
         self.end_use(bytes as u64);
     }
 
-    /// A demand fill of `bytes` found no frame.
+    /// Notes that a demand fill of `bytes` found no frame.
     pub(crate) fn starve(&self, bytes: usize) {
         self.starving.fetch_max(bytes as u64, Ordering::SeqCst);
     }
 
-    /// The fills that found no frame have one now. Others that starve say so again when they try
-    /// again.
+    /// Notes that fills which found no frame have one now. A fill that still starves calls
+    /// [`starve`](Self::starve) when it tries again.
     pub(crate) fn end_starving(&self) {
         self.starving.store(0, Ordering::SeqCst);
     }
 
-    /// Whether a demand fill waits for a frame.
+    /// True if a demand fill waits for a frame.
     pub(crate) fn is_starving(&self) -> bool {
         self.starving.load(Ordering::SeqCst) != 0
     }
@@ -208,29 +208,29 @@ impl Budget {
             .is_ok()
     }
 
-    /// Gives back what was set aside.
+    /// Gives back `bytes` that were set aside by [`pin`](Self::pin).
     pub(crate) fn unpin(&self, bytes: u64) {
         self.pinned.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Bytes that are set aside for pinned pages.
+    /// Returns the bytes that are set aside for pinned pages.
     pub(crate) fn pinned(&self) -> u64 {
         self.pinned.load(Ordering::Relaxed)
     }
 
-    /// Bytes that can be pinned. Fills and evictions need room to work in, and evictors must be
-    /// able to reach their low mark.
+    /// Returns the bytes that can be pinned. Fills and evictions need room to work in, and evictors
+    /// must be able to reach their low mark.
     pub(crate) fn pinned_max(&self) -> u64 {
         let floor = self.floor.load(Ordering::Relaxed);
         self.low().min(self.bytes().saturating_sub(2 * floor))
     }
 
-    /// Pages begin to leave.
+    /// Counts `bytes` of pages that begin to leave.
     pub(crate) fn begin_leaving(&self, bytes: usize) {
         self.leaving.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// They have left, or stay after all, or take too long to be counted on.
+    /// Ends the count of `bytes` as leaving: the pages have left, stay after all, or take too long.
     pub(crate) fn end_leaving(&self, bytes: usize) {
         self.leaving.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
@@ -240,31 +240,31 @@ impl Budget {
         self.leaving.load(Ordering::Relaxed)
     }
 
-    /// Fillers hold these bytes back, complete but unmapped.
+    /// Counts `bytes` that fillers hold back, complete but unmapped.
     pub(crate) fn begin_holding_back(&self, bytes: usize) {
         self.held_back.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// They are mapped.
+    /// Ends the count of `bytes` as held back: they are mapped.
     pub(crate) fn end_holding_back(&self, bytes: usize) {
         self.held_back.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Whether what fillers hold back is needed: some fill finds no frame.
+    /// True if frames that fillers hold back are needed: some fill finds no frame.
     pub(crate) fn wants_what_is_held_back(&self) -> bool {
         self.is_starving() && self.held_back.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether more is used than a mark allows. The first of `steps` marks is the high water mark;
-    /// the others divide what lies between it and the budget. While a fill waits for a frame, all
-    /// of them are passed.
+    /// True if more is used than a mark allows. The first of `steps` marks is the high water mark;
+    /// the others divide the bytes between it and the budget. While a fill waits for a frame, all
+    /// marks count as passed.
     pub(crate) fn is_above_mark(&self, step: usize, steps: usize) -> bool {
         let high = self.high();
         let mark = high + self.bytes().saturating_sub(high) / steps as u64 * step as u64;
         self.used() > mark.max(self.untouchable()) || self.is_starving()
     }
 
-    /// Whether threads that serve their own faults take pages out: half way between the marks, so
+    /// True if threads that serve their own faults take pages out: half way between the marks, so
     /// that evictors are called only where these threads do not keep up.
     pub(crate) fn is_tight(&self) -> bool {
         let low = self.low();
@@ -272,7 +272,7 @@ impl Budget {
         self.staying() > mark.max(self.untouchable()) || self.is_starving() && self.excess() > 0
     }
 
-    /// How many bytes more must begin to leave until the low mark will be reached.
+    /// Returns the bytes that must still begin to leave for the low mark to be reached.
     pub(crate) fn excess(&self) -> u64 {
         let starving = self.starving.load(Ordering::SeqCst).min(self.bytes());
         let aim = self.low().max(self.untouchable());
@@ -280,20 +280,20 @@ impl Budget {
         self.staying().saturating_sub(aim)
     }
 
-    /// Bytes that are used and not on their way out.
+    /// Returns the bytes that are used and not on their way out.
     fn staying(&self) -> u64 {
         let leaving = self.leaving.load(Ordering::Relaxed);
         self.used().saturating_sub(leaving)
     }
 
-    /// Bytes that evictors leave alone: what they cannot take out, and the two pages beside it that
-    /// an instruction may need at once.
+    /// Returns the bytes that evictors leave alone: those that they cannot take out, and beside
+    /// these the two pages that one instruction may need.
     fn untouchable(&self) -> u64 {
         self.pinned() + self.held_back.load(Ordering::Relaxed) + self.floor.load(Ordering::Relaxed)
     }
 }
 
-/// Memory that is about to be made. Dropped, it was not made after all.
+/// Memory that is about to be made. Given back when dropped, unless [`Room::use_up`] was called.
 #[must_use = "what is not made is given back when this is dropped"]
 pub(crate) struct Reservation<'a> {
     budget: &'a Budget,
@@ -302,7 +302,7 @@ pub(crate) struct Reservation<'a> {
 }
 
 impl Reservation<'_> {
-    /// How many pages may be made.
+    /// Returns the number of pages that may be made.
     pub(crate) fn pages(&self) -> usize {
         self.pages
     }
@@ -316,7 +316,7 @@ impl Reservation<'_> {
 }
 
 impl Room for Reservation<'_> {
-    /// All of it has been made.
+    /// Notes that all of the memory has been made.
     fn use_up(&mut self) {
         self.pages = 0;
     }

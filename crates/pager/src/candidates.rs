@@ -1,4 +1,4 @@
-//! Where victims may be: a [`Candidates`], and what found it.
+//! Pages among which victims may be: [`Candidates`], and their source.
 
 use std::sync::Arc;
 
@@ -6,22 +6,22 @@ use farpage_store::PageRange;
 
 use crate::region::Region;
 
-/// Pages to look through for victims. Nobody else looks through them meanwhile.
+/// Pages to look through for victims. Only the holder looks through them meanwhile.
 #[derive(Debug)]
 pub(crate) struct Candidates {
     pub(crate) region: Arc<Region>,
-    /// Pages of one chunk, or what a stream has gone through.
+    /// Pages of one chunk, or pages that a stream has gone through.
     pub(crate) pages: PageRange,
-    /// Pages younger than this stay.
+    /// Lowest age of a victim: younger pages stay.
     pub(crate) age_floor: u32,
     pub(crate) found_by: FoundBy,
 }
 
-/// What found a page that leaves.
+/// Source that found a page which leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FoundBy {
-    /// The sweep came by, or the program wished it.
+    /// The sweep came by, or the program asked for it.
     Sweep = 0,
-    /// A stream had gone through it.
+    /// A stream had gone through the page.
     Stream = 1,
 }

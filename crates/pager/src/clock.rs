@@ -7,16 +7,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crossbeam_utils::CachePadded;
 
-/// The past counts half after some 180 pages that faults brought in.
+/// Shift of the fading: the past counts half after some 180 pages that faults brought in.
 const FADES_SHIFT: u32 = 8;
-/// All of them, as a share.
+/// Value of `back_early` if all pages come back early.
 const ALL: u32 = 1 << 24;
 
-/// Counts fills; wraps.
+/// Clock that counts fills; wraps.
 pub(crate) struct FillClock {
     ticks: CachePadded<AtomicU32>,
     budget_ticks: AtomicU32,
-    /// How many of the pages that faults brought in had been away for less than half a budget, of
+    /// Share of the pages that faults brought in that had been away for less than half a budget, of
     /// [`ALL`]; fading.
     back_early: AtomicU32,
 }
@@ -24,7 +24,7 @@ pub(crate) struct FillClock {
 impl FillClock {
     pub(crate) fn new(budget_bytes: u64) -> FillClock {
         FillClock {
-            // Far from 0, the stamp of pages that never left: they must not look as if they had
+            // Far from 0, the stamp of pages that never left: these must not look as if they had
             // just left.
             ticks: CachePadded::new(AtomicU32::new(u32::MAX / 2)),
             back_early: AtomicU32::new(0),
@@ -32,13 +32,13 @@ impl FillClock {
         }
     }
 
-    /// The budget is another one from now on.
+    /// Changes the budget.
     pub(crate) fn set_budget(&self, budget_bytes: u64) {
         let ticks = ticks(budget_bytes);
         self.budget_ticks.store(ticks, Ordering::Relaxed);
     }
 
-    /// How many ticks fill the budget once.
+    /// Returns the number of ticks that fill the budget once.
     pub(crate) fn budget_ticks(&self) -> u32 {
         self.budget_ticks.load(Ordering::Relaxed)
     }
@@ -47,33 +47,33 @@ impl FillClock {
         self.ticks.load(Ordering::Relaxed)
     }
 
-    /// `bytes` came in. Returns the time before.
+    /// Counts `bytes` that came in. Returns the time before.
     pub(crate) fn tick(&self, bytes: usize) -> u32 {
         self.ticks
             .fetch_add((bytes >> 12) as u32, Ordering::Relaxed)
     }
 
-    /// A fault brought a page in at `now` that had left at `stamp`.
+    /// Takes note of a page that a fault brought in at `now` and that had left at `stamp`.
     pub(crate) fn came_back(&self, stamp: u32, now: u32) {
         let share = self.back_early.load(Ordering::Relaxed);
         let faded = share - (share >> FADES_SHIFT);
         let is_early = u32::from(self.was_away_less_than(2, stamp, now));
-        // What another worker counts meanwhile may be forgotten.
+        // Counts of another worker in between may be forgotten.
         (self.back_early).store(faded + is_early * (ALL >> FADES_SHIFT), Ordering::Relaxed);
     }
 
-    /// Whether a page that left at `stamp` came back so soon that with a little more memory it
+    /// True if a page that left at `stamp` came back so soon that with a little more memory it
     /// would not have left: within a third of a budget, or half of one while a third of all do.
     ///
-    /// Of random pages some come back within half a budget by chance. Of a set that is used again
-    /// and again most do, in a loop even all.
+    /// Some random pages come back within half a budget by chance. Most pages of a set that is used
+    /// again and again do, in a loop even all.
     pub(crate) fn is_recent(&self, stamp: u32, now: u32) -> bool {
         self.was_away_less_than(3, stamp, now)
             || self.was_away_less_than(2, stamp, now)
                 && self.back_early.load(Ordering::Relaxed) >= ALL / 3
     }
 
-    /// Less than this part of a budget.
+    /// True if the time between `stamp` and `now` is less than the `part`-th part of a budget.
     fn was_away_less_than(&self, part: u32, stamp: u32, now: u32) -> bool {
         now.wrapping_sub(stamp) < self.budget_ticks() / part
     }
@@ -89,7 +89,7 @@ mod tests {
 
     const BUDGET: u32 = 1 << 20;
 
-    /// Pages that had been away for so many budgets come back, so many times.
+    /// Lets `times` pages come back that had been away for `away` budgets.
     fn come_back(clock: &FillClock, away: f64, times: usize) {
         let away = (f64::from(BUDGET) * away) as u32;
         (0..times).for_each(|_| clock.came_back(0, away));

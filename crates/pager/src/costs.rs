@@ -1,10 +1,10 @@
-//! What moving and copying a page cost on this machine, now: [`Costs`].
+//! Costs of moving and of copying a page on this machine, now: [`Costs`].
 //!
-//! Which of the two is cheaper depends on who else runs. A page that moves makes all other
-//! processors that run the program forget an address, and takes several times as long then. So both
-//! are timed now and then, and what costs less is done.
+//! Other load decides which of the two is cheaper. A page that moves makes all other processors
+//! that run the program forget an address, and then takes several times as long. So both ways are
+//! timed now and then, and the cheaper one is used.
 //!
-//! Where pages leave by moving, each leaves a frame behind that a copy coming in does not take. So
+//! A page that leaves by moving leaves a frame behind, which a copy coming in does not take. So
 //! such a copy costs as much more as giving a frame up does.
 
 use std::{
@@ -28,18 +28,18 @@ pub(crate) struct Costs {
     pretended: std::sync::OnceLock<bool>,
 }
 
-/// How one fill is done.
+/// Method of one fill.
 pub(crate) struct Trial {
-    /// The page had better be copied, or copying is tried.
+    /// True if the page is copied: copying looks cheaper, or is tried.
     pub(crate) copies: bool,
-    /// The method that currently looks slower is tried.
+    /// True if the method that currently looks slower is tried.
     pub(crate) is_trial: bool,
-    /// Whether the fill is timed.
+    /// True if the fill is timed.
     pub(crate) is_timed: bool,
 }
 
 impl Costs {
-    /// Whether a page had better be copied in, where pages leave by moving.
+    /// True if a page had better be copied in, where pages leave by moving.
     pub(crate) fn copying_in_is_cheaper(&self) -> bool {
         #[cfg(test)]
         if let Some(&pretended) = self.pretended.get() {
@@ -49,7 +49,7 @@ impl Costs {
         copied > 0 && copied + self.given_up.get() < moved
     }
 
-    /// Whether a page had better be copied in and out.
+    /// True if a page had better be copied in and out.
     pub(crate) fn copying_is_cheaper(&self) -> bool {
         #[cfg(test)]
         if let Some(&pretended) = self.pretended.get() {
@@ -60,12 +60,12 @@ impl Costs {
             0 => copied,
             out => out,
         };
-        // Whoever moves in also moves out.
+        // Pages that move in also move out.
         copied > 0 && copied + out < 2 * moved
     }
 
-    /// How the fill is done that a thread makes after `count` others. `both`: pages may leave by
-    /// copying, too.
+    /// Chooses the method of the fill that a thread makes after `count` others. `both`: pages may
+    /// leave by copying, too.
     pub(crate) fn trial(&self, count: u32, both: bool) -> Trial {
         let is_trial = count % TRIED == 1;
         let is_cheaper = if both {
@@ -83,19 +83,19 @@ impl Costs {
         }
     }
 
-    /// Pages were copied out.
+    /// Learns from `pages` that were copied out `since`.
     pub(crate) fn copied_out(&self, since: Instant, pages: usize) {
         self.copied_out.learn(since, pages, self.copied_in.get());
     }
 
-    /// From now on copying is the cheaper way, or never is, whatever is measured.
+    /// Fixes the answer for tests: copying is the cheaper way, or never is, whatever is measured.
     #[cfg(test)]
     pub(crate) fn pretend(&self, is_cheaper: bool) {
         self.pretended.set(is_cheaper).expect("said once");
     }
 }
 
-/// Nanoseconds per page, a mean in which older ones fade. 0: not known.
+/// Nanoseconds per page, a mean in which older values fade. 0: not known.
 #[derive(Debug, Default)]
 pub(crate) struct Cost(AtomicU32);
 
@@ -104,8 +104,8 @@ impl Cost {
         self.0.load(Ordering::Relaxed).into()
     }
 
-    /// `pages` have been dealt with since then. `expected`: what is thought while nothing is known.
-    /// Threads may overwrite each other's figures: there are more.
+    /// Learns from `pages` that took the time `since`. `expected`: the value used while none is
+    /// known. Threads may overwrite each other's values: more follow.
     pub(crate) fn learn(&self, since: Instant, pages: usize, expected: u64) {
         let nanos = since.elapsed().as_nanos() as u64 / pages.max(1) as u64;
         let mean = match (self.get(), expected) {
@@ -119,7 +119,7 @@ impl Cost {
             .store(mean.clamp(1, u32::MAX.into()) as u32, Ordering::Relaxed);
     }
 
-    /// Is thought less of each time, until it is tried again.
+    /// Lowers a cost that looks too high, a little each time, until its method is tried again.
     fn fade(&self) {
         let faded = self.get() * 15 / 16;
         self.0.store(faded as u32, Ordering::Relaxed);
@@ -132,7 +132,7 @@ mod tests {
 
     use super::*;
 
-    /// One that took `nanos` nanoseconds for each page.
+    /// Learns a page that took `nanos` nanoseconds.
     fn learn(cost: &Cost, nanos: u64) {
         let since = Instant::now() - Duration::from_nanos(nanos);
         cost.learn(since, 1, 0);

@@ -2,11 +2,11 @@
 //!
 //! A mapped page is owned as `Leaving` and detached, so that a concurrent write lands either
 //! before, and is gone with the page, or after, on zeros. A page that is not mapped is owned as
-//! `Filling`. The store forgets what it has of the page while it is owned. A page that is wanted
+//! `Filling`. The store forgets the page's bytes while the page is owned. A page that is wanted
 //! meanwhile, or pinned, is mapped again as zeros.
 //!
-//! The rule: the calling thread owns pages here and waits for nobody while it does, except for a
-//! frame. The page protocol is that of evictors and fillers: what differs is the bytes.
+//! The rule: the calling thread owns pages here and waits for nothing while it does, except for a
+//! frame. The page protocol is that of evictors and fillers; only the bytes differ.
 
 use std::{ops::Range, thread, time::Instant};
 
@@ -24,26 +24,26 @@ use crate::{
     victims::Out,
 };
 
-/// What came of one attempt.
+/// Outcome of one attempt to discard pages.
 pub(crate) enum Tried {
-    /// This many leading pages are zeros now.
+    /// Number of leading pages that are zeros now.
     Done(usize),
-    /// The first page is another's, or the kernel holds it.
+    /// The first page has another owner, or the kernel holds it.
     NotNow(Option<PageError>),
 }
 
 impl<A: AddressSpace> Mapped<A> {
-    /// Makes the pages that lie wholly in `range` zeros. What their store has of them is freed,
-    /// their frames are free, and nothing is written back. The last page counts as whole where
+    /// Turns the pages that lie wholly in `range` into zeros. The store's space for these pages and
+    /// their frames are freed, and nothing is written back. The last page counts as whole where
     /// `range` ends with the region. Returns the range of these pages; the caller zeroes the rest.
     ///
     /// # Errors
-    /// A page that the kernel, a device or a slow store holds until the deadline. Those before it
-    /// are zeros.
+    /// A page that the kernel, a device or a slow store holds until the deadline. The pages before
+    /// it are zeros.
     ///
     /// # Panics
     /// If the range does not lie in the region, or the region is read-only or over a user's own
-    /// store, whose pages nobody can forget.
+    /// store, whose pages cannot be forgotten.
     pub fn discard(&self, range: Range<usize>) -> Result<Range<usize>, PageError> {
         let entered = self.enter()?;
         let region = self.region();
@@ -80,8 +80,8 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// Asks the worker that owns a page to let go of it. A worker may keep a page that was read
-    /// ahead until somebody wants it, or that was handed over and no evictor was called for. The
-    /// page is not wanted here: where it has left meanwhile, nobody brings it in.
+    /// ahead until a thread wants it, or that was handed over and no evictor was called for. The
+    /// page is not wanted here: if it has left meanwhile, it is not brought in.
     pub(crate) fn ask_for(&self, page: PageIndex) {
         match self.region().words.load(page).state() {
             State::Filling => {
@@ -92,12 +92,12 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    /// Discards the leading ones of these pages.
+    /// Discards the leading ones of `pages`.
     pub(crate) fn try_discard(&self, pages: PageRange) -> Result<Tried, PageError> {
         let (region, page) = (self.region(), pages.start);
         match region.words.load(page).state() {
-            // Looked at after the word: whoever has owned the page since has left it blank, or
-            // the program has written to it since.
+            // Looked at after the word: any owner of the page since has left it blank, or the
+            // program has written to it since.
             State::Remote if region.store.is_blank(page) => {
                 let is_blank = |&page: &PageIndex| {
                     region.words.load(page).state() == State::Remote && region.store.is_blank(page)
@@ -120,7 +120,7 @@ impl<A: AddressSpace> Mapped<A> {
         let (shared, region) = (self.shared(), self.region());
         let run = match shared.victims.take_out(region, pages, protocol::borrow) {
             Out::Taken(run) => run,
-            // The program gave it back to the kernel: what was stored is the page now.
+            // The program gave the page back to the kernel: what was stored is the page now.
             Out::NotHere => return Ok(Tried::Done(0)),
             Out::NotNow | Out::Refused(DetachError::Busy) => return Ok(Tried::NotNow(None)),
             Out::Refused(error) => {
@@ -134,11 +134,11 @@ impl<A: AddressSpace> Mapped<A> {
             }
         };
         let taken = run.len();
-        // While they are ours, and before others may fill them.
+        // Cleared while the pages are ours, and before others may fill them.
         region.store.clear(run.pages());
         let left = |w| protocol::left(w, NEVER_LEFT);
         let settle = |page| region.words.apply(page, left) == OnLeft::Gone;
-        // Each page once: what is gone has another owner from here on.
+        // Settled once per page: a page that is gone has another owner from here on.
         let gone: SmallVec<[bool; RUN_PAGES_MAX]> = run.pages().iter().map(settle).collect();
         let first = run.first();
         run.cut(
@@ -169,7 +169,7 @@ impl<A: AddressSpace> Mapped<A> {
         let mut outcome = Ok(Tried::Done(1));
         match region.words.apply(page, protocol::fill_failed) {
             OnFailed::Dropped => region.store.count_left(page),
-            // Somebody waits for it: it comes as zeros.
+            // A thread waits for the page: it comes as zeros.
             OnFailed::MustPoison => match self.frame_for(page) {
                 Ok(frame) => self.map_zeros(Run::new(page, frame, region.page_bytes())),
                 Err(error) => {
@@ -182,7 +182,7 @@ impl<A: AddressSpace> Mapped<A> {
         outcome
     }
 
-    /// A page that raises SIGBUS is zeros again.
+    /// Turns a page that raises SIGBUS into zeros.
     fn discard_broken(&self, page: PageIndex) -> Result<Tried, PageError> {
         let (shared, region) = (self.shared(), self.region());
         let frame = self.frame_for(page)?;
@@ -208,7 +208,7 @@ impl<A: AddressSpace> Mapped<A> {
         Ok(Tried::Done(1))
     }
 
-    /// Maps owned pages as zeros. Their frame holds something else.
+    /// Maps owned pages as zeros, and overwrites their frame for that.
     pub(crate) fn map_zeros(&self, run: Run<A::Frame>) {
         let (shared, region) = (self.shared(), self.region());
         let (first, mut frame) = (run.first(), run.into_frame());
@@ -230,7 +230,7 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    /// The pages that lie wholly in a range of bytes.
+    /// Returns the pages that lie wholly in a range of bytes.
     fn whole_pages(&self, range: Range<usize>) -> PageRange {
         let (region, page_bytes) = (self.region(), self.page_bytes());
         let all = PageRange::first(region.pages());

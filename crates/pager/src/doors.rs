@@ -1,7 +1,7 @@
-//! How workers are reached: [`Doors`], with the mail and the asks that go through them.
+//! Access to workers: [`Doors`], with the mail and the asks that go through them.
 //!
-//! The rule it keeps: whoever puts something behind a door rings its bell afterwards, so that
-//! nothing lies there while the worker sleeps. What a worker does about it is its own business.
+//! The rule: after something is put behind a door its bell is rung, so that nothing lies there
+//! while the worker sleeps. The worker decides what follows.
 
 use std::{
     io,
@@ -20,64 +20,64 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::{PageError, ahead::Plan, bell::Bell, budget::Budget, region::Region};
 
-/// A filler takes no more asks than this at once: more than it works off while its core is taken
-/// from it.
+/// Upper bound of the asks that a filler takes at once: more than it works off while its core is
+/// taken from it.
 const ASKS_MAX: usize = 64;
 
-/// What the program or another worker asks of a filler.
+/// Message of the program or of another worker to a filler.
 #[derive(Debug)]
 pub(crate) enum Command {
     /// Bring these pages in when there is room. Pages of other shards are passed over.
     Prefetch(Arc<Region>, PageRange),
     /// Bring these pages in even if they are poisoned or the budget is tight: the program waits for
-    /// them. Each filler counts itself when it has taken its pages on. What is poisoned after that
-    /// has failed again.
+    /// them. Each filler counts itself when it has taken its pages on. A page that is poisoned
+    /// after that has failed again.
     Demand(Arc<Region>, PageRange, Arc<AtomicUsize>),
     /// Map this page if it is read ahead and held back: a thread of the program waits until it can
     /// own the page, and does not want its bytes.
     LetGo(Arc<Region>, PageIndex),
-    /// A thread that has served its own fault since that time could not bring this page in. The
-    /// page is the filler's from here on, and the region has been entered.
+    /// Take over this page: a thread that has served its own fault since that time could not bring
+    /// it in. The filler owns the page from here on, and the region has been entered.
     TakeOver(Arc<Region>, PageIndex, PageError, Since),
-    /// A thread that serves its own faults owns this page, and the page's newest bytes are gone.
-    /// The page is the filler's from here on, and the region has been entered.
+    /// Publish this page as lost: a thread that serves its own faults owns it, and its newest bytes
+    /// are gone. The filler owns the page from here on, and the region has been entered.
     Lose(Arc<Region>, PageIndex, PageError),
-    /// The region is closing: give up whatever is kept for it.
+    /// Give up whatever is kept for the region, which is closing.
     Settle(Arc<Region>),
 }
 
-/// What a thread that serves its own faults asks of a filler.
+/// Message to a filler of a thread that serves its own faults.
 #[derive(Debug)]
 pub(crate) enum Ask {
-    /// These pages would better be brought in.
+    /// Read these pages ahead.
     Ahead(Arc<Region>, Plan),
     /// Serve the fault at this address.
     Fault(Arc<Region>, usize),
 }
 
-/// How to reach all workers, and whether they shall go on.
+/// Doors of all workers, and the order to stop.
 #[derive(Debug)]
 pub(crate) struct Doors {
-    /// By shard.
+    /// Doors of the fillers, by shard.
     fillers: Vec<FillerDoor>,
     evictors: Vec<Bell>,
-    /// Whether evictors that are not needed stay asleep.
+    /// True if evictors that are not needed stay asleep.
     tuned_evictors: bool,
     stopping: AtomicBool,
-    /// Readable when fillers shall stop, to all threads that drive them.
+    /// Event that is readable when fillers shall stop, by all threads that drive them.
     stopped: EventFd,
 }
 
-/// How to reach a filler.
+/// Door of a filler.
 #[derive(Debug)]
 pub(crate) struct FillerDoor {
     pub(crate) bell: Bell,
     mail: Sender<Command>,
-    /// Bounded, so that a thread in a signal handler can send.
+    /// Asks of threads. Bounded, so that a thread in a signal handler can send.
     asks: Sender<Ask>,
 }
 
-/// Where a filler finds what it is asked for.
+/// Receiving end of a filler's door.
 #[derive(Debug)]
 pub(crate) struct Inbox {
     pub(crate) mail: Receiver<Command>,
@@ -112,28 +112,28 @@ impl Doors {
         self.fillers.iter().for_each(|filler| filler.bell.ring());
     }
 
-    /// Whether a filler was asked for something that it has not looked at.
+    /// True if the filler of `shard` has mail or asks that it has not looked at.
     pub(crate) fn has_mail(&self, shard: Shard) -> bool {
         let door = &self.fillers[shard.0];
         !door.mail.is_empty() || !door.asks.is_empty()
     }
 
-    /// Readable when fillers shall stop.
+    /// Returns a descriptor that is readable when fillers shall stop.
     pub(crate) fn stopped(&self) -> BorrowedFd<'_> {
         self.stopped.as_fd()
     }
 
-    /// How many evictors there are.
+    /// Returns the number of evictors.
     pub(crate) fn evictors(&self) -> usize {
         self.evictors.len()
     }
 
-    /// For what the program waits for.
+    /// Rings all evictors, for work that the program waits for.
     pub(crate) fn ring_evictors(&self) {
         self.evictors.iter().for_each(Bell::ring);
     }
 
-    /// Rings those evictors that are needed for the memory that is left.
+    /// Rings the evictors that are needed for the memory that is left.
     pub(crate) fn call_evictors(&self, budget: &Budget) {
         for (index, bell) in self.evictors.iter().enumerate() {
             if !self.needs_evictor(index, budget) {
@@ -143,10 +143,10 @@ impl Doors {
         }
     }
 
-    /// Whether an evictor should start. The first is needed above the high water mark, the last
-    /// when the budget is nearly used up, and all while a fill waits for a frame. So their number
-    /// follows what fillers take and what a link carries: as long as one keeps up, the level stays
-    /// below the mark of the next.
+    /// True if the evictor with this `index` should start. The first is needed above the high water
+    /// mark, the last when the budget is nearly used up, and all while a fill waits for a frame. So
+    /// their number follows the pace of fillers and links: as long as one evictor keeps up, the
+    /// level stays below the mark of the next.
     pub(crate) fn needs_evictor(&self, index: usize, budget: &Budget) -> bool {
         let step = if self.tuned_evictors { index } else { 0 };
         budget.is_above_mark(step, self.evictors.len())
@@ -159,15 +159,14 @@ impl Doors {
 
     pub(crate) fn tell_filler(&self, shard: Shard, command: Command) {
         let door = &self.fillers[shard.0];
-        // Fails only when the filler has stopped, and then nobody waits for what it would have
-        // done.
+        // Fails only when the filler has stopped, and then no thread waits for its answer.
         if door.mail.send(command).is_ok() {
             door.bell.ring();
         }
     }
 
-    /// Asks a filler for something from within a signal handler. Forgotten if the filler is too
-    /// busy to look.
+    /// Sends `ask` from within a signal handler. The ask is dropped if the filler is too busy to
+    /// look.
     pub(crate) fn ask_filler(&self, shard: Shard, ask: Ask) {
         let door = &self.fillers[shard.0];
         if door.asks.try_send(ask).is_ok() {
@@ -175,7 +174,7 @@ impl Doors {
         }
     }
 
-    /// All workers end after their turn.
+    /// Makes all workers end after their turn.
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         self.stopped

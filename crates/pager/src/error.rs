@@ -1,7 +1,7 @@
-//! What can go wrong, an enum for each call: [`PageError`] for a page, at any time after it was
-//! mapped; [`StartError`], [`MapError`], [`PinError`] and [`FlushError`].
+//! Errors, an enum for each call: [`PageError`] for a page, at any time after it was mapped;
+//! [`StartError`], [`MapError`], [`PinError`] and [`FlushError`].
 //!
-//! The rule it keeps: each text says what was tried, why it failed, and what to do.
+//! The rule: each text says what was tried, why it failed, and what to do.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -9,11 +9,11 @@ use farpage_store::{PageIndex, StoreError};
 
 farpage_fabric::debug_as_display!(PageError, StartError, MapError, FlushError, PinError);
 
-/// What a child of `fork` is told.
+/// Text of the error that calls return in a child of `fork`.
 pub const FORKED: &str = "a process made by fork does not have its parent's runtimes and regions: \
                           make new ones in the child";
 
-/// Why a page could not be brought in, or not be written back. It reaches the program through
+/// Reason why a page could not be brought in, or not be written back. The program gets it from
 /// `flush`, `close` and `take_error`.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -21,16 +21,16 @@ pub enum PageError {
     /// The store's error, which names region, page and server.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// No frame came free within the deadline.
+    /// The fill of a page found no free frame within the deadline.
     #[error("page {page} of {region} found no frame within {waited:.1?}{}", why_no_frame(.unwritten))]
     NoFrame {
-        /// What the program calls the region.
+        /// The region's label.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
-        /// How long it waited.
+        /// Time that the fill waited.
         waited: Duration,
-        /// Why pages could not be written back last, if they could not.
+        /// Error of the last failed write-back, if there is one.
         unwritten: Option<Arc<StoreError>>,
     },
     /// The kernel, a device or another worker held the page until the deadline.
@@ -38,7 +38,7 @@ pub enum PageError {
         "page {page} of {region} could not be written back in time: the kernel or a device holds it (direct I/O?), or a worker is still busy with it (a slow store?); try again later"
     )]
     Busy {
-        /// What the program calls the region.
+        /// The region's label.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
@@ -46,7 +46,7 @@ pub enum PageError {
     /// The program has unmapped the page's addresses, or part of them, itself.
     #[error("page {page} of {region} is gone: the program has unmapped its addresses")]
     Unmapped {
-        /// What the program calls the region.
+        /// The region's label.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
@@ -59,39 +59,39 @@ pub enum PageError {
          (`overwrite`), or discard the region"
     )]
     Lost {
-        /// What the program calls the region.
+        /// The region's label.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
-        /// Why it could not stay.
+        /// Reason why the page could not stay.
         why: String,
     },
-    /// This process is a child of the one that has the region: it has neither the region's memory
+    /// The process is a child of the one that has the region: it has neither the region's memory
     /// nor the threads that move its pages.
     #[error("{FORKED}")]
     Forked,
     /// The operating system refused to map or take out a page.
     #[error("cannot {what} page {page} of {region}: {message}")]
     Os {
-        /// "map" or "take out".
+        /// The action: "map" or "take out".
         what: &'static str,
-        /// What the program calls the region.
+        /// The region's label.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
-        /// The operating system's words.
+        /// The operating system's message.
         message: String,
     },
 }
 
 impl PageError {
-    /// Whether a deadline was spent on a server that cannot be reached: for now, other pages would
+    /// True if a deadline was spent on a server that cannot be reached: for now, other pages would
     /// fare no better.
     pub(crate) fn is_lost_server(&self) -> bool {
         matches!(self, Self::Store(error) if error.is_lost_server())
     }
 
-    /// The operating system refused to map a page.
+    /// Returns the error of a page that the operating system refused to map.
     pub(crate) fn cannot_map(region: Arc<str>, page: PageIndex, error: &io::Error) -> PageError {
         PageError::Os {
             what: "map",
@@ -101,7 +101,7 @@ impl PageError {
         }
     }
 
-    /// Whether trying again may help without anything being changed.
+    /// True if trying again may help although nothing is changed.
     pub fn may_retry(&self) -> bool {
         match self {
             Self::Store(error) => error.may_retry(),
@@ -122,7 +122,7 @@ fn why_no_frame(unwritten: &Option<Arc<StoreError>>) -> String {
     }
 }
 
-/// A pager could not be started.
+/// Reason why a pager could not be started.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
@@ -143,7 +143,7 @@ impl From<io::Error> for StartError {
     }
 }
 
-/// A region could not be mapped.
+/// Reason why a region could not be mapped.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
@@ -156,14 +156,14 @@ pub enum MapError {
     Budget {
         /// The runtime's budget.
         budget_bytes: u64,
-        /// Bytes of it that the program has pinned.
+        /// Bytes of the budget that the program has pinned.
         pinned_bytes: u64,
         /// The region's page size.
         page_bytes: usize,
-        /// Pages that it must hold.
+        /// Number of pages that the budget must hold.
         pages_min: u64,
     },
-    /// The operating system's.
+    /// The operating system refused the mapping.
     #[error("cannot map a region of {bytes} bytes: {source}")]
     Os {
         /// The region's size.
@@ -173,8 +173,8 @@ pub enum MapError {
     },
 }
 
-/// Changed pages could not all be made safe. They are still in memory, except those that a
-/// [`PageError::Lost`] names.
+/// Reason why changed pages could not all be made safe. These pages are still in memory, except
+/// those that a [`PageError::Lost`] names.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum FlushError {
@@ -186,7 +186,7 @@ pub enum FlushError {
     Durable(io::Error),
 }
 
-/// Why pages could not be pinned.
+/// Reason why pages could not be pinned.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum PinError {
@@ -203,9 +203,9 @@ pub enum PinError {
     /// The page is pinned 255 times.
     #[error("page {page} of {region} is pinned 255 times already: every pin needs its unpin")]
     TooOften {
-        /// What the program calls the region.
+        /// The region's label.
         region: Arc<str>,
-        /// The page's index in it.
+        /// The page in the region.
         page: u64,
     },
     /// A page could not be brought in.

@@ -8,9 +8,9 @@
 //! 3. hash it, write it back, publish it and give its frame back (`write_backs.rs`).
 //!
 //! Runs that threads of the program have taken out come in at step 3 (`hand_over.rs`). Evictors
-//! start above the high water mark and stop at the low one. In between they do what the program
-//! asks for ([`Job`]). The rule: an evictor waits for nothing but in its sleep, so that a store
-//! that stalls holds up its own region alone.
+//! start above the high water mark and stop at the low one. In between they do work that the
+//! program asks for ([`Job`]). The rule: an evictor waits only in its sleep, so that a store that
+//! stalls holds up its own region alone.
 
 use std::{
     slice,
@@ -38,18 +38,18 @@ use crate::{
     write_backs::WriteBacks,
 };
 
-/// Chunks that one turn looks at when it finds no victim, before it lets other work go on.
+/// Number of chunks that one turn looks at without finding a victim, before other work goes on.
 const CHUNKS_PER_TURN: usize = 256;
-/// After a failed write-back no victim is tried for this time: the store needs time, not more load.
+/// Time after a failed write-back in which no victim is tried: the store needs time, not more load.
 const BACKOFF: Duration = Duration::from_millis(20);
 
 pub(crate) struct Evictor<A: AddressSpace> {
     shared: Arc<Shared<A>>,
-    /// The worker's number, behind the fillers'.
+    /// Number of the worker, behind the fillers'.
     worker: usize,
     index: usize,
     deadline: Duration,
-    /// Above the high mark until the low one is reached.
+    /// True from above the high mark until the low one is reached.
     draining: bool,
     write_backs: WriteBacks<A>,
     /// Pages of a job that another worker owned when their turn came.
@@ -64,13 +64,13 @@ struct Later {
     since: Since,
 }
 
-/// What came of trying to take a page out.
+/// Outcome of trying to take a page out.
 enum Begun {
-    /// It is under way, or has ended already.
+    /// The page is under way, or has ended already.
     Yes,
-    /// Another worker owns it, or the kernel holds it.
+    /// Another worker owns the page, or the kernel holds it.
     NotNow(Option<PageError>),
-    /// There is nothing to take out.
+    /// The page is not here to be taken out.
     NotHere,
 }
 
@@ -94,7 +94,7 @@ impl<A: AddressSpace> Evictor<A> {
         }
     }
 
-    /// Does what can be done without waiting. Returns whether anything was done.
+    /// Performs all work that can be done without waiting. Returns whether anything was done.
     pub(crate) fn turn(&mut self) -> bool {
         let mut busy = self.write_backs.post_again();
         busy |= self.take_handed_over();
@@ -112,8 +112,8 @@ impl<A: AddressSpace> Evictor<A> {
         self.write_backs.poll(failed)
     }
 
-    /// Goes on with what threads of the program have taken out: maps again what is wanted by now,
-    /// and writes the rest back as far as there is room. Closing regions wait for theirs.
+    /// Goes on with runs that threads of the program have taken out: maps wanted ones again, and
+    /// writes others back as far as there is room. Runs of closing regions need no room.
     fn take_handed_over(&mut self) -> bool {
         let (shared, mut any) = (self.shared.clone(), false);
         let hand_over = &shared.hand_over;
@@ -122,7 +122,7 @@ impl<A: AddressSpace> Evictor<A> {
         }
         // A flush has its share, however fast pages are handed over.
         let share = if shared.jobs.is_empty() { 1 } else { 2 };
-        // Before they are counted: what a call is for is among them.
+        // Answered before the runs are counted: the run that a call is for is among them.
         let called = hand_over.answer();
         let waiting = hand_over.len();
         for _ in 0..waiting {
@@ -178,7 +178,7 @@ impl<A: AddressSpace> Evictor<A> {
                 begun |= self.drop_candidates(&candidates);
                 continue;
             }
-            // What streams have gone through lies in rows, which move at once.
+            // Pages that streams have gone through lie in rows, which move at once.
             if candidates.found_by == FoundBy::Sweep
                 && self.shared.scatter.is_better(&candidates.region)
             {
@@ -224,7 +224,7 @@ impl<A: AddressSpace> Evictor<A> {
         walk.end()
     }
 
-    /// The same where the program may only read.
+    /// Drops victims among the candidates of a read-only region. Returns whether there were any.
     fn drop_candidates(&mut self, candidates: &Candidates) -> bool {
         let page_bytes = candidates.region.page_bytes() as u64;
         let excess = self.shared.frames.budget().excess().div_ceil(page_bytes);
@@ -245,7 +245,7 @@ impl<A: AddressSpace> Evictor<A> {
         counters.clean_evictions.add(dropped.pages);
     }
 
-    /// The same where pages leave by copying. `None`: somebody else takes pages out.
+    /// Takes victims among the candidates out by copying. `None`: another thread takes pages out.
     fn copy_out(&mut self, candidates: Candidates) -> Option<bool> {
         let shared = self.shared.clone();
         let (region, found_by) = (candidates.region.clone(), candidates.found_by);
@@ -261,8 +261,8 @@ impl<A: AddressSpace> Evictor<A> {
         Some(any)
     }
 
-    /// Takes out the leading ones of these pages, which lie in one stripe. Returns how many are
-    /// dealt with, at least one, and how.
+    /// Takes out the leading ones of `pages`, which lie in one stripe. Returns how many are dealt
+    /// with, at least one, and how.
     fn begin(
         &mut self,
         region: &Arc<Region>,
@@ -284,7 +284,7 @@ impl<A: AddressSpace> Evictor<A> {
         }
     }
 
-    /// Owns and detaches the leading ones of these pages. Returns as [`begin`](Self::begin) does.
+    /// Owns and detaches the leading ones of `pages`. Returns as [`begin`](Self::begin) does.
     fn begin_moving(
         &mut self,
         region: &Arc<Region>,
@@ -378,7 +378,7 @@ impl<A: AddressSpace> Evictor<A> {
         any
     }
 
-    /// What the threads of these run, by their names, on the seats from this one on.
+    /// Returns the evictors' threads, their names and their work, on the seats from `first` on.
     pub(crate) fn serve_all(
         evictors: Vec<Self>,
         seats: &Arc<Seats>,
@@ -393,17 +393,17 @@ impl<A: AddressSpace> Evictor<A> {
         })
     }
 
-    /// Drives it on a thread of this seat until the runtime stops, or the seat is lost.
+    /// Drives an evictor on a thread of this seat until the runtime stops, or the seat is lost.
     fn serve(evictor: &Mutex<Self>, seats: &Seats, seat: usize) {
         let mut held = evictor.lock();
-        // Those of a thread that has lost the seat.
+        // Calls of a thread that has lost the seat.
         held.write_backs.await_calls();
         while !held.shared.doors.is_stopping() {
             let mut busy = held.turn();
             while let Some(mut call) = held.write_backs.take_call() {
                 drop(held);
                 if !seats.make(seat, &mut call) {
-                    // Whoever has the seat sleeps under the lock.
+                    // The thread that has the seat now sleeps under the lock.
                     return Box::new(call).hand_in();
                 }
                 held = evictor.lock();
@@ -416,13 +416,13 @@ impl<A: AddressSpace> Evictor<A> {
         }
     }
 
-    /// A call has returned: its frame may be what a fill waits for.
+    /// Ends a call that has returned: its frame may be what a fill waits for.
     fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
         self.write_backs.end_call(call);
         self.poll();
     }
 
-    /// Nothing is under way.
+    /// True if nothing is under way.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
         self.write_backs.is_at_rest() && self.shared.hand_over.len() == 0 && self.later.is_empty()
@@ -441,8 +441,8 @@ impl<A: AddressSpace> Evictor<A> {
         }
         let mut fds = Vec::with_capacity(4);
         let mut until = self.write_backs.wait(&mut fds);
-        // Pressure that this turn could not relieve (pages pinned, owned by others, or young), or
-        // pages to try again: look again soon.
+        // Look again soon after pressure that this turn could not relieve (pages pinned, owned by
+        // others, or young), and for pages to try again.
         let soon = (pressure || !self.later.is_empty()).then(|| Instant::now() + RETRY);
         for at in [soon, self.rest_until].into_iter().flatten() {
             until = Some(until.map_or(at, |until| until.min(at)));
@@ -451,7 +451,7 @@ impl<A: AddressSpace> Evictor<A> {
     }
 }
 
-/// Why a page could not be taken out, as the program is told.
+/// Returns the error that tells the program why a page could not be taken out.
 fn refused(region: &Region, page: PageIndex, error: DetachError) -> PageError {
     let (region, page) = (region.label(), page.number());
     match error {

@@ -1,11 +1,11 @@
 //! The owner of one shard: [`Filler`], which reads its faults and its mail.
 //!
 //! A fault takes one hand-off, from the kernel to the filler that sleeps in its shard's
-//! userfaultfd. What follows is in `fills.rs`; what is kept for later is in `held_back.rs` and
-//! `wishes.rs`.
+//! userfaultfd. The fill that follows is in `fills.rs`; pages and plans kept for later are in
+//! `held_back.rs` and `wishes.rs`.
 //!
-//! The rule: a filler never waits for anything but in the sleep of its thread (`team.rs`), and
-//! never touches the program's memory.
+//! The rule: a filler waits only in the sleep of its thread (`team.rs`), and never touches the
+//! program's memory.
 
 use std::{
     mem,
@@ -36,7 +36,7 @@ use crate::{
     worker::RETRY,
 };
 
-/// For one of so many faults it is asked which thread raised it: finding out where a thread runs
+/// One fault in `SAMPLED` is asked for the thread that raised it: finding out where a thread runs
 /// takes as long as serving a fault.
 const SAMPLED: u32 = 64;
 
@@ -47,20 +47,20 @@ pub(crate) struct Filler<A: AddressSpace> {
     deadline: Duration,
     fills: Fills<A, HeldBack<A>>,
     wishes: Wishes<A>,
-    /// What threads of the program bring in themselves, where they do.
+    /// Service of faults by threads of the program, if the runtime has it.
     in_thread: Option<Arc<InThread<A>>>,
     last_region: Option<Arc<Region>>,
     /// Pages whose protection keeps threads from writing. Their regions have been entered.
     protected: Vec<(Arc<Region>, PageIndex)>,
-    /// Faults that were read, and the thread that raised one of them.
+    /// Number of faults that were read, and the thread that raised one of them.
     seen: u32,
     sample: Option<u32>,
-    /// Kept between turns, so that reading faults does not allocate.
+    /// Buffer kept between turns, so that reading faults does not allocate.
     events: Events,
 }
 
 impl<A: AddressSpace> Filler<A> {
-    /// Its number among the workers is that of its shard.
+    /// Makes the filler of `shard`, which is its number among the workers, too.
     pub(crate) fn new(
         shared: Arc<Shared<A>>,
         shard: usize,
@@ -94,8 +94,8 @@ impl<A: AddressSpace> Filler<A> {
         &self.shared.counters[self.shard.0]
     }
 
-    /// Does what can be done without waiting. Returns whether anything was done. Without
-    /// [`Asked::All`] a turn is cheaper: for where the descriptor has told of no new fault.
+    /// Performs all work that can be done without waiting. Returns whether anything was done.
+    /// Without [`Asked::All`] a turn is cheaper: for where the descriptor has told of no new fault.
     pub(crate) fn turn(&mut self, asked: Asked) -> bool {
         let events = self.read_events(asked);
         let mail = self.read_mail();
@@ -108,17 +108,17 @@ impl<A: AddressSpace> Filler<A> {
         busy || mail || events
     }
 
-    /// From now on calls of users' stores are to be taken after each turn.
+    /// Keeps calls of users' stores from now on, to be taken after each turn.
     pub(crate) fn keep_calls(&mut self) {
         self.fills.keep_calls();
     }
 
-    /// A call that the thread which drives the filler makes itself, without the filler.
+    /// Takes a call that the driving thread makes itself, without the filler.
     pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
         self.fills.take_call()
     }
 
-    /// It has returned. The next turn goes on with what it was for.
+    /// Takes back a call that has returned. The next turn goes on with its flight.
     pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
         self.fills.end_call(call);
     }
@@ -152,8 +152,8 @@ impl<A: AddressSpace> Filler<A> {
         };
         let page = region.page_at(address);
         region.store.expect(page);
-        // A region that is closing gives its addresses up, and nobody may be using them.
-        // Only an evictor that copies pages out may sleep there then, and it is inside.
+        // A closing region gives its addresses up, and the program must not be using them. Only an
+        // evictor that copies pages out may sleep there then, and it is inside.
         let is_open = region.enter();
         if !is_open && !region.enter_beside() {
             return;
@@ -169,8 +169,8 @@ impl<A: AddressSpace> Filler<A> {
         }
     }
 
-    /// Lets the program write to pages again that are protected. While others leave by copying, all
-    /// of these wait: most are let go with those, and the rest is nobody's to change before.
+    /// Lets the program write again to pages that are protected. While others leave by copying, all
+    /// faulted ones wait: most are let go together with those, and the rest may not change before.
     fn unprotect(&mut self) -> bool {
         let before = self.protected.len();
         let scatter = &self.shared.scatter;
@@ -184,8 +184,8 @@ impl<A: AddressSpace> Filler<A> {
         self.protected.len() < before
     }
 
-    /// No region has this address: it has closed since, or the program has made its mapping longer
-    /// by `mremap`. Nobody is to sleep there for ever.
+    /// Ends a fault at an address of no region: the region has closed since, or the program has
+    /// made its mapping longer by `mremap`. The thread must not sleep there for ever.
     fn on_stray_fault(&self, address: usize) {
         if let Err(error) = self.shared.mapper.poison_stray(self.shard, address) {
             later(move || {
@@ -214,8 +214,8 @@ impl<A: AddressSpace> Filler<A> {
         }
     }
 
-    /// The program has unmapped these addresses: the region's pages that had some of them are gone.
-    /// Those that others own meet that when they are mapped or taken out.
+    /// Gives up the region's pages that have some of `addresses`, which the program has unmapped.
+    /// Other owners of such pages meet that when they map them or take them out.
     fn unmap(&self, region: &Region, addresses: &Range<usize>) {
         let shared = &self.shared;
         let last = addresses.end.min(region.address + region.geometry.bytes) - 1;
@@ -250,7 +250,7 @@ impl<A: AddressSpace> Filler<A> {
                     self.counters().faults.bump();
                     let page = region.page_at(address);
                     let plan = self.fills.on_fault(&region, page, address);
-                    // No trigger: the thread that would fault on it does not come to us.
+                    // No trigger: a fault on it is served in the thread and does not come to us.
                     self.wishes.add(region, plan, false);
                 }
                 Ask::Fault(..) => {}
@@ -282,7 +282,7 @@ impl<A: AddressSpace> Filler<A> {
         any
     }
 
-    /// A page that a thread of the program could not bring in is ours now.
+    /// Takes over a page that a thread of the program could not bring in.
     fn take_over(&mut self, region: Arc<Region>, page: PageIndex, error: PageError, since: Since) {
         if let Some(in_thread) = &self.in_thread {
             in_thread.reopen();
@@ -296,8 +296,8 @@ impl<A: AddressSpace> Filler<A> {
         }
     }
 
-    /// The region is closing: owned pages of it that nothing will complete are published as they
-    /// are.
+    /// Gives up a closing region: owned pages of it that nothing will complete are published as
+    /// they are.
     fn give_up(&mut self, region: &Region) {
         self.wishes.give_up(region);
         self.fills.give_up(region);
@@ -307,25 +307,25 @@ impl<A: AddressSpace> Filler<A> {
         }
     }
 
-    /// Nothing is under way, and nothing is kept.
+    /// True if nothing is under way and nothing is kept.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
         let keeps_nothing = self.wishes.is_empty() && self.protected.is_empty();
         self.fills.is_idle() && keeps_nothing && self.fills.landing.is_empty()
     }
 
-    /// Something is under way, so that the next turn may find something to do.
+    /// True if something is under way, so that the next turn may find something to do.
     pub(crate) fn has_work(&self) -> bool {
         !self.fills.is_idle() || !self.wishes.is_empty()
     }
 
-    /// A thread of the program that has faulted: one for each [`SAMPLED`] faults, and more at the
-    /// start.
+    /// Takes the thread of the program that raised a sampled fault: one for each [`SAMPLED`]
+    /// faults, and more at the start.
     pub(crate) fn sample(&mut self) -> Option<u32> {
         self.sample.take()
     }
 
-    /// Appends the descriptors of channels to sleep on; returns when to take a turn at the latest.
+    /// Appends the descriptors of channels to sleep on. Returns the latest time of the next turn.
     pub(crate) fn wait<'a>(&'a self, fds: &mut impl Extend<PollFd<'a>>) -> Option<Instant> {
         let retry = (!self.protected.is_empty()).then(|| Instant::now() + RETRY);
         let until = self.fills.wait(fds, RETRY);

@@ -42,9 +42,9 @@ pub(crate) struct Fill {
     pub(crate) region: Arc<Region>,
     pub(crate) pages: PageRange,
     pub(crate) heat: Heat,
-    /// The trigger of a stream: held back when complete.
+    /// True for the trigger of a stream: held back when complete.
     pub(crate) trigger: bool,
-    /// The store does not have its bytes.
+    /// True if the store does not have the run's bytes.
     pub(crate) unsaved: bool,
 }
 
@@ -84,11 +84,11 @@ impl Flight for Fill {
     }
 }
 
-/// What a worker needs to map what it has brought in.
+/// Parts that a worker needs to map runs that it has brought in.
 pub(crate) struct Arrivals<A: AddressSpace> {
     pub(crate) shared: Arc<Shared<A>>,
     pub(crate) worker: usize,
-    /// Counts pages that were mapped by themselves.
+    /// Number of pages that were mapped by themselves.
     mapped_alone: u32,
 }
 
@@ -106,18 +106,18 @@ impl<A: AddressSpace> Arrivals<A> {
     }
 }
 
-/// Where fills end.
+/// End of a fill: maps the run, or deals with pages that failed.
 pub(crate) trait Landing<A: AddressSpace> {
     fn arrivals(&mut self) -> &mut Arrivals<A>;
 
-    /// The run is complete: to be mapped and published. Its region is to be left.
+    /// Takes a complete run, to map and publish it and to leave its region.
     fn land(&mut self, fill: Fill, run: Run<A::Frame>);
 
-    /// An owned page cannot be brought in. The caller leaves its region.
+    /// Deals with an owned page that cannot be brought in. The caller leaves its region.
     fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
 
-    /// The bytes of an owned page, which the store does not have, could not be mapped. The caller
-    /// leaves its region.
+    /// Deals with an owned page that could not be mapped and whose bytes the store does not have.
+    /// The caller leaves its region.
     fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
 
     /// Maps and publishes a run that is complete, and leaves its region.
@@ -144,7 +144,7 @@ pub(crate) trait Landing<A: AddressSpace> {
         region.exit();
     }
 
-    /// A page could not be mapped.
+    /// Deals with a page that could not be mapped.
     fn refuse(&mut self, region: &Arc<Region>, page: PageIndex, unsaved: bool, error: PageError) {
         if unsaved {
             self.lose(region, page, error);
@@ -153,20 +153,20 @@ pub(crate) trait Landing<A: AddressSpace> {
         }
     }
 
-    /// A fault was noted on a page in other hands.
+    /// Takes note of a fault on a page that has another owner.
     fn noted(&mut self, region: &Arc<Region>, page: PageIndex);
 }
 
-/// A page that is owned as `Filling` and waits for a frame. Its region has been entered.
+/// Page that is owned as `Filling` and waits for a frame. Its region has been entered.
 #[derive(Debug)]
 struct Waiting {
     region: Arc<Region>,
     page: PageIndex,
-    /// These, next to it, are expected to be wanted soon.
+    /// Pages next to `page` that are expected to be wanted soon.
     with: Plan,
 }
 
-/// All that one worker brings in.
+/// Fills of one worker.
 pub(crate) struct Fills<A: AddressSpace, L> {
     shared: Arc<Shared<A>>,
     /// The worker's number.
@@ -175,7 +175,7 @@ pub(crate) struct Fills<A: AddressSpace, L> {
     streams: Streams,
     pace: Pace,
     flights: Flights<Fill, A::Frame>,
-    /// In the order of their faults, and since when.
+    /// Pages that wait for a frame, in the order of their faults, and since when.
     backlog: VecDeque<(Waiting, Since)>,
     pub(crate) landing: L,
 }
@@ -205,8 +205,8 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         &self.shared.counters[self.worker]
     }
 
-    /// A fault in a region that has been entered: does what the page's word says. Returns what to
-    /// read ahead.
+    /// Serves a fault in a region that has been entered, as the page's word says. Returns the plan
+    /// to read ahead.
     pub(crate) fn on_fault(
         &mut self,
         region: &Arc<Region>,
@@ -217,7 +217,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         let mut plan = self.plan(region, page, on_fault == OnFault::Fill);
         match on_fault {
             OnFault::Fill => {
-                // What is expected next comes along with what is wanted now.
+                // Pages that are expected next come along with the page that is wanted now.
                 let run = self.begin(region.clone(), page, plan.clone());
                 let ahead = &mut plan.ahead;
                 if plan.down {
@@ -232,8 +232,8 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         plan
     }
 
-    /// The program waits for these pages as if it had touched them; poisoned ones are tried again.
-    /// Pages for which `is_ours` is false are left alone.
+    /// Brings in pages that the program waits for as if it had touched them; poisoned ones are
+    /// tried again. Pages for which `is_ours` is false are left alone.
     pub(crate) fn demand(
         &mut self,
         region: &Arc<Region>,
@@ -271,8 +271,8 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         region.exit();
     }
 
-    /// The page is called resident or poisoned. Either the thread was served since, or the program
-    /// took away what was there.
+    /// Serves a fault on a page that is called resident or poisoned. Either the thread was served
+    /// since, or the program took the page away.
     fn on_stale(&mut self, region: &Arc<Region>, page: PageIndex, touched: usize) {
         let shared = self.shared.clone();
         if !shared.mapper.is_present(touched) {
@@ -296,7 +296,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                 self.begin(region.clone(), page, Plan::NONE);
                 return;
             } else if region.words.try_apply(page, protocol::taken_up).is_some() {
-                // The program has dropped the poison. What the page was is as lost as before.
+                // The program has dropped the poison. The page's bytes are as lost as before.
                 let lost = region.lost(page.alone()).pop();
                 let (_, error) = lost.expect("a lost page has its reason");
                 self.landing.lose(region, page, error);
@@ -309,7 +309,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         region.exit();
     }
 
-    /// What to read ahead after a fault. `missed`: the page was not on its way.
+    /// Plans the read-ahead after a fault. `missed`: the page was not on its way.
     fn plan(&mut self, region: &Arc<Region>, page: PageIndex, missed: bool) -> Plan {
         let advice = region.advice();
         if advice == Advice::Random {
@@ -329,8 +329,8 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         plan
     }
 
-    /// The blank pages behind a blank one, up to where the next run would begin, while there is
-    /// ample room. They cost no READ: all of them are here before a fault on the next were served.
+    /// Returns the blank pages behind a blank one, up to the start of the next run, while there is
+    /// ample room. These cost no READ: all are here before a fault on the next were served.
     fn blank_behind(&self, region: &Region, page: PageIndex) -> PageRange {
         let is_written = |page: &PageIndex| !region.store.is_blank(*page);
         let run_pages = region.run_pages.min(region.read_ahead.end() + 1);
@@ -345,29 +345,29 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         behind.start.until(end)
     }
 
-    /// Pages that a plan named are not read after all.
+    /// Takes planned `pages` that are not read after all out of their stream.
     pub(crate) fn gave_up(&mut self, region: &Region, pages: PageRange) {
         self.streams.gave_up(region.id, pages);
     }
 
-    /// Pages of a region that move together at most.
+    /// Returns the upper bound of the pages of a region that move together.
     pub(crate) fn run_pages(&self, region: &Region) -> usize {
         let bytes = region.run_pages * region.page_bytes();
         (self.pace.run_bytes(bytes) / region.page_bytes()).max(1)
     }
 
-    /// Pages that a stream of the region reads ahead at most.
+    /// Returns the upper bound of the pages that a stream of the region reads ahead.
     fn window_pages(&self, region: &Region) -> usize {
         let run_bytes = self.run_pages(region) * region.page_bytes();
         let pages = self.pace.window_bytes(run_bytes) / region.page_bytes();
         pages.clamp(*region.read_ahead.start(), *region.read_ahead.end())
     }
 
-    /// Starts to fill an owned page that somebody waits for, together with what is remote of `with`
-    /// next to it. Returns what that is.
+    /// Starts to fill an owned page that a thread waits for, together with remote pages of `with`
+    /// next to it. Returns the pages that are filled.
     pub(crate) fn begin(&mut self, region: Arc<Region>, page: PageIndex, with: Plan) -> PageRange {
         let mut waiting = Waiting { region, page, with };
-        // Who came before goes before.
+        // Serves fills in the order of their arrival.
         if self.backlog.is_empty() {
             match self.try_begin(waiting) {
                 Ok(run) => return run,
@@ -428,7 +428,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         self.flights.post(fill, frame);
     }
 
-    /// Begins a turn: tries again what had to wait for a frame. Returns whether anything was done.
+    /// Begins a turn: retries fills that wait for a frame. Returns whether anything was done.
     pub(crate) fn serve_backlog(&mut self) -> bool {
         self.flights.next_turn();
         if self.backlog.is_empty() {
@@ -452,13 +452,13 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                 }
             }
         }
-        // Not before all are served: who holds frames back and looks in between must see that
-        // somebody starves.
+        // Not before all are served: a filler that holds frames back and looks in between must see
+        // the starving.
         self.shared.frames.budget().end_starving();
         any
     }
 
-    /// A fill found no frame for too long.
+    /// Fails a fill that found no frame for too long.
     fn starve(&mut self, waiting: Waiting, since: Since) {
         let error = PageError::NoFrame {
             region: waiting.region.label(),
@@ -470,7 +470,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         waiting.region.exit();
     }
 
-    /// Posts again what the lane was too busy to take.
+    /// Posts flights again that the lane was too busy to take.
     pub(crate) fn post_again(&mut self) -> bool {
         self.flights.post_again()
     }
@@ -490,7 +490,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         self.flights.end_call(call);
     }
 
-    /// Hands what has ended to the landing. Returns whether there was any.
+    /// Hands flights that have ended to the landing. Returns whether there were any.
     pub(crate) fn poll(&mut self) -> bool {
         let any = self.flights.poll();
         while let Some(landed) = self.flights.next() {
@@ -517,7 +517,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         }
     }
 
-    /// Some pages of the run failed.
+    /// Settles a run of which some pages failed.
     fn settle_partly(&mut self, landed: Landed<Fill, A::Frame>) {
         let Landed {
             flight,
@@ -548,7 +548,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         region.exit();
     }
 
-    /// The region is closing: fills that still wait for a frame are given up.
+    /// Gives up fills of a closing region that still wait for a frame.
     pub(crate) fn give_up(&mut self, region: &Region) {
         let (waiting, backlog): (VecDeque<_>, VecDeque<_>) = mem::take(&mut self.backlog)
             .into_iter()
@@ -565,7 +565,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         }
     }
 
-    /// Makes room for what one fill of the region takes, so that nothing has to be allocated then.
+    /// Makes room for one fill of the region, so that it need not allocate.
     pub(crate) fn prepare(&mut self, region: &Region) {
         self.flights.prepare(region);
         self.backlog.reserve(1);
@@ -575,7 +575,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         self.flights.reopen();
     }
 
-    /// Whether runs that nobody waits for may start beside `runs` and `bytes` in flight.
+    /// True if runs ahead of need may start beside `runs` and `bytes` in flight.
     pub(crate) fn has_room_ahead(&self, runs: usize, bytes: usize) -> bool {
         self.backlog.is_empty()
             && self.flights.unposted().next().is_none()
@@ -583,13 +583,13 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             && self.flights.posted_bytes() < bytes
     }
 
-    /// Nothing is under way.
+    /// True if nothing is under way.
     pub(crate) fn is_idle(&self) -> bool {
         self.flights.is_empty() && self.backlog.is_empty()
     }
 
-    /// Appends the descriptors to sleep on. Returns when to take a turn at the latest, no later
-    /// than `retry` from now while a fill waits for a frame.
+    /// Appends the descriptors to sleep on. Returns the time of the next turn at the latest, no
+    /// later than `retry` from now while a fill waits for a frame.
     pub(crate) fn wait<'a>(
         &'a self,
         fds: &mut impl Extend<PollFd<'a>>,

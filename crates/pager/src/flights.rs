@@ -1,8 +1,8 @@
-//! What a worker has under way: [`Flights`], over its lane.
+//! Runs that a worker has under way: [`Flights`], over its lane.
 //!
-//! The rule it keeps: a flight that was begun comes back from [`Flights::poll`] exactly once, with
-//! its frame. One that the lane is too busy to take is kept and tried again; the worker need not
-//! know. What a flight is for, and what follows, is for fills and write-backs to say.
+//! The rule: a flight that was begun comes back from [`Flights::poll`] exactly once, with its
+//! frame. A flight that the lane is too busy to take is kept and tried again; the worker need not
+//! know. Fills and write-backs say what a flight is for, and what follows.
 
 use std::{
     collections::VecDeque,
@@ -27,7 +27,7 @@ pub(crate) trait Flight {
 
     fn pages(&self) -> PageRange;
 
-    /// Begins it on a lane. The error gives the frame back: the lane is too busy.
+    /// Begins the flight on a lane. The error gives the frame back: the lane is too busy.
     fn start<F: Frame>(
         lane: &mut Lane<Local<F>>,
         store: &Arc<PageStore>,
@@ -48,13 +48,13 @@ pub(crate) struct Landed<T, F> {
     pub(crate) outcome: Outcome,
     /// The pages that failed, and why.
     pub(crate) failed: Vec<(PageIndex, StoreError)>,
-    /// When it was posted. `None`: in this very turn, which says nothing about the link.
+    /// Time of the post. `None`: in this very turn, which says nothing about the link.
     pub(crate) posted: Option<Posted>,
-    /// How long ago it was posted.
+    /// Time since the post.
     pub(crate) took: Duration,
 }
 
-/// A flight that the lane has.
+/// Flight that the lane has.
 #[derive(Debug)]
 struct Under<T> {
     flight: T,
@@ -62,15 +62,15 @@ struct Under<T> {
     turn: u64,
 }
 
-/// All flights of one worker.
+/// Flights of one worker.
 pub(crate) struct Flights<T, F: Frame> {
     lane: Lane<Local<F>>,
     posted: Tags<Under<T>>,
     posted_bytes: usize,
-    /// Those that the lane was too busy to take.
+    /// Flights that the lane was too busy to take.
     unposted: VecDeque<(T, F)>,
     done: Vec<Done<Local<F>>>,
-    /// Counts turns.
+    /// Number of turns so far.
     turn: u64,
 }
 
@@ -86,14 +86,14 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         }
     }
 
-    /// From now on one more flight of a run of the region allocates nothing unless it fails.
+    /// Makes room for one more flight of a run of the region: it allocates nothing unless it fails.
     pub(crate) fn prepare(&mut self, region: &Region) {
         self.lane.prepare(&region.store, region.run_pages);
         self.posted.reserve(1);
         self.unposted.reserve(1);
     }
 
-    /// A turn of the worker begins.
+    /// Begins a turn of the worker.
     pub(crate) fn next_turn(&mut self) {
         self.turn += 1;
     }
@@ -120,8 +120,8 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         under
     }
 
-    /// Tries those again that the lane did not take, all of them, since each store is busy for
-    /// itself. What is refused again keeps its order. Returns whether any was taken.
+    /// Tries all flights again that the lane did not take, since each store is busy for itself.
+    /// Flights that are refused again keep their order. Returns whether any was taken.
     pub(crate) fn post_again(&mut self) -> bool {
         let waiting = self.unposted.len();
         for _ in 0..waiting {
@@ -134,7 +134,7 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         self.unposted.len() < waiting
     }
 
-    /// Takes those that wait for the lane and need not be begun any more.
+    /// Takes back flights that wait for the lane and, by `is_over`, need not begin.
     pub(crate) fn withdraw(&mut self, is_over: impl Fn(&T) -> bool) -> VecDeque<(T, F)> {
         if !self.unposted().any(&is_over) {
             return VecDeque::new();
@@ -146,13 +146,13 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         over
     }
 
-    /// Looks for ends. Returns whether there are any; [`next`](Self::next) hands them out.
+    /// Looks for ended flights. Returns whether there are any; [`next`](Self::next) hands them out.
     pub(crate) fn poll(&mut self) -> bool {
         self.lane.poll(&mut self.done);
         !self.done.is_empty()
     }
 
-    /// One that has ended, the last one first: what it brought is in the caches.
+    /// Takes an ended flight, the last one first: its bytes are in the caches.
     pub(crate) fn next(&mut self) -> Option<Landed<T, F>> {
         let Done {
             tag,
@@ -176,32 +176,32 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         })
     }
 
-    /// From now on calls of users' stores are to be taken after each turn.
+    /// Keeps calls of users' stores from now on, to be taken after each turn.
     pub(crate) fn keep_calls(&mut self) {
         self.lane.keep_calls();
     }
 
-    /// A call that the worker's thread makes itself, while others may drive the worker.
+    /// Takes a call that the worker's thread makes itself, while others may drive the worker.
     pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<F>>> {
         self.lane.take_call()
     }
 
-    /// It has returned.
+    /// Takes back a call that has returned.
     pub(crate) fn end_call(&mut self, call: StoreCall<Local<F>>) {
         self.lane.end_call(call);
     }
 
-    /// Calls that were taken and have not ended will be handed in.
+    /// Announces that calls which were taken and have not ended will be handed in.
     pub(crate) fn await_calls(&mut self) {
         self.lane.await_calls();
     }
 
-    /// Flights that the lane has.
+    /// Returns the number of flights that the lane has.
     pub(crate) fn posted(&self) -> usize {
         self.posted.len()
     }
 
-    /// And their bytes.
+    /// Returns the bytes of the flights that the lane has.
     pub(crate) fn posted_bytes(&self) -> usize {
         self.posted_bytes
     }
@@ -211,7 +211,7 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         self.lane.take_refused()
     }
 
-    /// Those that wait for the lane.
+    /// Returns the flights that wait for the lane.
     pub(crate) fn unposted(&self) -> impl Iterator<Item = &T> {
         self.unposted.iter().map(|(flight, _)| flight)
     }
@@ -226,12 +226,12 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         self.posted.len() == 0 && self.unposted.is_empty()
     }
 
-    /// Opens the channels again that were lost while nobody could.
+    /// Opens channels again that were lost in a thread that could not open them.
     pub(crate) fn reopen(&mut self) {
         self.lane.reopen();
     }
 
-    /// Appends the descriptors to sleep on; returns when to poll at the latest.
+    /// Appends the descriptors to sleep on. Returns the time of the next poll at the latest.
     pub(crate) fn wait<'a>(&'a self, fds: &mut impl Extend<PollFd<'a>>) -> Option<Instant> {
         self.lane.wait(fds)
     }

@@ -4,9 +4,9 @@
 //! brings it back. (Where pages are copied instead of moved, the mapped copy counts as a frame
 //! does.)
 //!
-//! The rule: whoever takes or gives back a frame need not think of others. Evictors are called when
-//! little is left, and fillers when one of them waits for what was given back. Which page deserves
-//! a frame is left to fillers and evictors.
+//! The rule: a caller that takes or gives back a frame need not think of others. Evictors are
+//! called when little is left, and fillers when one of them waits for a frame that was given back.
+//! Fillers and evictors decide which page deserves a frame.
 
 use std::sync::{
     Arc, Mutex, MutexGuard,
@@ -24,9 +24,9 @@ use crate::{
     mapper::Mapper,
 };
 
-/// 4 KiB to 2 MiB in powers of two.
+/// Number of page sizes: 4 KiB to 2 MiB in powers of two.
 const SIZES: usize = 10;
-/// The smallest page size, as a power of two.
+/// Smallest page size, as a power of two.
 const SMALLEST_SHIFT: u32 = 12;
 
 /// All frames of a runtime.
@@ -53,15 +53,15 @@ impl<A: AddressSpace> Frames<A> {
         &self.budget
     }
 
-    /// From now on there are pages of this size.
+    /// Prepares for pages of `page_bytes`: reserves space for their free frames.
     pub(crate) fn expect(&self, page_bytes: usize) {
         self.budget.expect(page_bytes);
         self.free(page_bytes)
             .reserve(self.budget.most() as usize / page_bytes);
     }
 
-    /// A frame for a page that somebody waits for, and for up to `more` pages next to it, as far as
-    /// read-ahead may have them. `None`: the budget is used up; evictors have been called.
+    /// Takes a frame for a page that a thread waits for, and for up to `more` pages next to it, as
+    /// far as read-ahead may have them. `None`: the budget is used up; evictors have been called.
     pub(crate) fn for_demand(&self, page_bytes: usize, more: usize) -> Option<A::Frame> {
         let more = self.budget.room_for_prefetch(page_bytes).min(more);
         let frame = self.take(page_bytes, 1 + more);
@@ -72,7 +72,7 @@ impl<A: AddressSpace> Frames<A> {
         frame
     }
 
-    /// A frame for up to `pages` pages that somebody may want soon: only while it leaves room for
+    /// Takes a frame for up to `pages` pages that may be wanted soon, only while it leaves room for
     /// demand. `None`: it would not; evictors have been called.
     pub(crate) fn for_prefetch(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
         let pages = self.budget.room_for_prefetch(page_bytes).min(pages);
@@ -81,17 +81,17 @@ impl<A: AddressSpace> Frames<A> {
         frame
     }
 
-    /// A frame of one page to work with. `None`: there is none, unless one of another size is given
-    /// up.
+    /// Takes a frame of one page to work with. `None`: there is none, unless a frame of another
+    /// size is given up.
     pub(crate) fn spare(&self, page_bytes: usize) -> Option<A::Frame> {
-        // A statement of its own, so that the lock is given up.
+        // A statement of its own, so that the lock is released.
         let free = self.free(page_bytes).take(page_bytes, 1, false);
         let frame = free.or_else(|| self.make(page_bytes, 1))?;
         self.budget.begin_use(page_bytes as u64);
         Some(frame)
     }
 
-    /// A frame comes back free.
+    /// Takes back a frame, which is free from now on.
     pub(crate) fn release(&self, frame: A::Frame, page_bytes: usize) {
         let bytes = frame.as_ref().len() as u64;
         self.put(frame, page_bytes);
@@ -109,8 +109,8 @@ impl<A: AddressSpace> Frames<A> {
         self.budget.unmake(bytes);
     }
 
-    /// Changes the budget. What is free beyond it is given up; evictors see to the rest. Returns
-    /// how many bytes exceed it for now.
+    /// Changes the budget. Free frames beyond it are given up; evictors see to the rest. Returns
+    /// the number of bytes that exceed it for now.
     pub(crate) fn set_budget(&self, bytes: u64) -> u64 {
         self.budget.set(bytes);
         let sizes = (0..SIZES).map(|i| 1 << (i as u32 + SMALLEST_SHIFT));
@@ -122,8 +122,8 @@ impl<A: AddressSpace> Frames<A> {
         self.budget.exceeded_by()
     }
 
-    /// Room for copies of `pages` pages that are to be mapped beside their frame. If need be, and
-    /// `in_place_of_frames`, free frames are given up for it. `None`: the budget has no room.
+    /// Reserves room for copies of `pages` pages to be mapped beside their frame. With
+    /// `in_place_of_frames`, free frames are given up if need be. `None`: the budget has no room.
     pub(crate) fn for_copy(
         &self,
         page_bytes: usize,
@@ -141,14 +141,14 @@ impl<A: AddressSpace> Frames<A> {
         room
     }
 
-    /// Used pages have gone back to the kernel.
+    /// Counts used pages that have gone back to the kernel.
     pub(crate) fn lose(&self, bytes: usize) {
         self.budget.lose(bytes);
         self.tell_who_starves();
     }
 
-    /// A copy of this frame, for which room was reserved, is mapped: it is used in the frame's
-    /// place, which comes back free.
+    /// Takes back the frame of a run whose copy, for which room was reserved, is mapped: the copy
+    /// counts as used in the frame's place.
     pub(crate) fn copied(&self, frame: A::Frame, page_bytes: usize) {
         self.put(frame, page_bytes);
         self.tell_who_starves();
@@ -160,9 +160,9 @@ impl<A: AddressSpace> Frames<A> {
         }
     }
 
-    /// A frame of at least one page and at most `pages`.
+    /// Takes a frame of at least one page and at most `pages`.
     fn take(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
-        // Each a statement of its own, so that its lock is given up: two fillers of different sizes
+        // Each a statement of its own, so that its lock is released: two fillers of different sizes
         // would wait for each other.
         let mut frame = self.free(page_bytes).take(page_bytes, pages, false);
         if frame.is_none() {
@@ -187,9 +187,9 @@ impl<A: AddressSpace> Frames<A> {
         others.any(|size| self.give_up(size, 1))
     }
 
-    /// Gives up a free frame of at most so many pages. Returns whether there was one.
+    /// Gives up a free frame of at most `pages` pages. Returns whether there was one.
     fn give_up(&self, page_bytes: usize, pages: usize) -> bool {
-        // A statement of its own, so that the lock is given up.
+        // A statement of its own, so that the lock is released.
         let victim = self.free(page_bytes).take(page_bytes, pages, true);
         let Some(victim) = victim else {
             return false;
@@ -200,8 +200,8 @@ impl<A: AddressSpace> Frames<A> {
         true
     }
 
-    /// Gives up free pages of this size together: as many as share one interruption, half of those
-    /// that there are at most, and none if these are fewer than `at_least`. Returns how many.
+    /// Gives up free pages of this size together: as many as share one interruption, at most half
+    /// of the free ones, and none if that is fewer than `at_least`. Returns how many.
     pub(crate) fn give_up_together(&self, page_bytes: usize, at_least: usize) -> usize {
         let most = (self.budget.free() as usize / page_bytes / 2).min(SCATTERED_PAGES_MAX);
         if most < at_least {
@@ -221,7 +221,7 @@ impl<A: AddressSpace> Frames<A> {
         pages
     }
 
-    /// Makes a frame of as many pages as the budget and the address space allow, `pages` at most.
+    /// Makes a frame of as many pages as the budget and the address space allow, at most `pages`.
     fn make(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
         let mut room = self.budget.reserve(page_bytes, pages)?;
         loop {
@@ -245,7 +245,7 @@ impl<A: AddressSpace> Frames<A> {
         }
     }
 
-    /// Of the standard library, since it is taken in a signal handler too: it never allocates.
+    /// Locks the free frames of one size, by a lock that never allocates: for signal handlers.
     fn free(&self, page_bytes: usize) -> MutexGuard<'_, Free<A::Frame>> {
         self.free[(page_bytes.trailing_zeros() - SMALLEST_SHIFT) as usize]
             .lock()

@@ -7,8 +7,8 @@ use farpage_vm::Frame;
 
 use crate::run::{keep_first, pages_in};
 
-/// Frames are kept by the power of two that their number of pages reaches: runs of up to 1023
-/// pages.
+/// Number of length classes. Frames are kept by the power of two that their number of pages
+/// reaches: runs of up to 1023 pages.
 const LENGTHS: usize = 10;
 
 /// A stack of frames for each length.
@@ -21,15 +21,15 @@ impl<F> Default for Free<F> {
 }
 
 impl<F: Frame> Free<F> {
-    /// Room for `pages` pages in whatever lengths. Room alone takes no memory.
+    /// Reserves space for `pages` pages in whatever lengths. Reserved space alone takes no memory.
     pub(crate) fn reserve(&mut self, pages: usize) {
         for (class, frames) in self.0.iter_mut().enumerate() {
             frames.reserve((pages >> class).saturating_sub(frames.len()));
         }
     }
 
-    /// A frame of `pages` pages, cut from a longer one if need be. If there is none and a `shorter`
-    /// one will do, the longest there is.
+    /// Takes a frame of `pages` pages, cut from a longer one if need be. If there is none and a
+    /// `shorter` one will do, takes the longest there is.
     pub(crate) fn take(&mut self, page_bytes: usize, pages: usize, shorter: bool) -> Option<F> {
         let class = pages.ilog2() as usize;
         let long_enough = |frame: &F| pages_in(frame, page_bytes) >= pages;

@@ -1,8 +1,8 @@
 //! Fills that a thread of the program runs for its own fault: [`Guest`].
 //!
 //! The rule is that of a signal handler, see `in_thread.rs`. A guest brings in one run, and makes
-//! room while its READ is under way. What it cannot do there (logging why a page is lost, opening a
-//! channel, reading ahead) is left to the page's filler.
+//! room while its READ is under way. Work that it cannot do there (logging why a page is lost,
+//! opening a channel, reading ahead) is left to the page's filler.
 
 use std::{sync::Arc, time::Duration};
 
@@ -25,10 +25,10 @@ use crate::{
     shared::Shared,
 };
 
-/// After this time a guest looks again for a frame.
+/// Time after which a guest looks again for a frame.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Serves one fault at a time.
+/// Worker that serves one fault at a time in the thread that raised it.
 pub(crate) struct Guest<A: AddressSpace> {
     shared: Arc<Shared<A>>,
     worker: usize,
@@ -56,8 +56,8 @@ impl<A: AddressSpace> Guest<A> {
         }
     }
 
-    /// Serves a fault in the thread that raised it. When this returns, all that it started has
-    /// ended. What is to be read ahead is the business of the page's own filler.
+    /// Serves a fault in the thread that raised it. When this returns, all flights that it started
+    /// have ended. Read-ahead is the business of the page's own filler.
     pub(crate) fn serve(&mut self, region: &Arc<Region>, page: PageIndex, address: usize) {
         let Some(plan) = self.begin_serving(region, page, address) else {
             return;
@@ -87,7 +87,7 @@ impl<A: AddressSpace> Guest<A> {
         Some(plan)
     }
 
-    /// The fault is served; what is to be read ahead is asked for.
+    /// Ends the service of a fault: asks the page's filler to read ahead.
     pub(crate) fn end_serving(&self, region: &Arc<Region>, page: PageIndex, plan: Plan) {
         if !plan.ahead.is_empty() {
             let shard = self.shared.mapper.shard_of(region, page);
@@ -96,7 +96,7 @@ impl<A: AddressSpace> Guest<A> {
         }
     }
 
-    /// One turn. Returns whether anything was done.
+    /// Takes one turn. Returns whether anything was done.
     fn work(&mut self) -> bool {
         let mut busy = self.fills.serve_backlog();
         busy |= self.fills.post_again();
@@ -104,8 +104,8 @@ impl<A: AddressSpace> Guest<A> {
         busy
     }
 
-    /// A step between the beginning and the end, for who does nothing else. Returns whether it is
-    /// done.
+    /// Takes a step between the beginning and the end of a service, for callers that do nothing
+    /// else. Returns whether it is done.
     #[cfg(test)]
     pub(crate) fn serve_a_step(&mut self) -> bool {
         let _ = self.work() || self.relief.relieve();
@@ -114,32 +114,32 @@ impl<A: AddressSpace> Guest<A> {
 
     /// Waits for a completion, or for a frame, for a moment.
     fn nap(&self) {
-        // One per server. The heap is for those who have more.
+        // One descriptor per server. More take heap memory.
         let mut fds = SmallVec::<[PollFd<'_>; 8]>::new();
         let until = self.fills.wait(&mut fds, NAP);
         sleep_on(&mut fds, until);
     }
 
-    /// Makes room for what serving a page of the region takes.
+    /// Makes room for one fault on a page of the region.
     pub(crate) fn prepare(&mut self, region: &Region) {
         self.fills.prepare(region);
     }
 
-    /// Opens the channels again that were lost while threads of the program ran this.
+    /// Opens channels again that were lost while threads of the program ran the guest.
     pub(crate) fn reopen(&mut self) {
         self.fills.reopen();
     }
 }
 
-/// Where a guest's fills end.
+/// Landing of a guest's fills.
 struct Alone<A: AddressSpace> {
     arrivals: Arrivals<A>,
-    /// When the fault was taken on.
+    /// Time when the fault was taken on.
     since: Since,
 }
 
 impl<A: AddressSpace> Alone<A> {
-    /// The page goes over to its filler, still owned.
+    /// Gives an owned page to its filler.
     fn give(&self, region: &Arc<Region>, page: PageIndex, command: Command) {
         region.enter_again();
         let shard = self.arrivals.shared.mapper.shard_of(region, page);

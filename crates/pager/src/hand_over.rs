@@ -4,9 +4,10 @@
 //! detached and owned, and an evictor goes on with them, since writing a page back allocates and
 //! may take as long as a server likes.
 //!
-//! The rule it keeps: whoever found room can hand over what it takes out for one fault, so that a
-//! signal handler never holds a page that nobody takes. Evictors are woken for several pages at
-//! once, for one that is wanted at once, and all of them by whoever waits for a page to leave.
+//! The rule: a thread that found room can hand over all pages that it takes out for one fault, so
+//! that a signal handler never holds a page that no evictor takes. Evictors are woken for several
+//! pages together, for a wanted page immediately, and all of them by a caller that waits for a
+//! page.
 
 use std::{
     sync::{
@@ -25,16 +26,16 @@ use crate::{
     region::Region,
 };
 
-/// A thread moves this many pages out at once, for most faults once: more than it brings in, and
-/// little beside what the fault itself takes.
+/// Number of pages that a thread moves out at once, for most faults once: more than it brings in,
+/// and little work beside the fault itself.
 pub(crate) const PAGES_PER_CALL: usize = 2;
-/// With this many runs waiting an evictor is woken: waking costs as much as writing several pages
-/// back. Above the high mark it is woken anyway.
+/// Number of waiting runs at which an evictor is woken: waking costs as much as writing several
+/// pages back. Above the high mark it is woken anyway.
 const RUNS_PER_CALL: usize = 64;
-/// With this many, evictors do not keep up, and nobody takes out any more for them.
+/// Number of waiting runs at which evictors do not keep up: threads take no more pages out.
 const RUNS_MAX: usize = 4 * RUNS_PER_CALL;
 
-/// A run that waits, and its frame.
+/// Run that waits, and its frame.
 type Waiting<F> = (Leaving, F);
 
 /// Runs that evictors shall write back.
@@ -42,15 +43,15 @@ pub(crate) struct HandOver<F> {
     doors: Arc<Doors>,
     sender: Sender<Waiting<F>>,
     receiver: Receiver<Waiting<F>>,
-    /// Some of them may be wanted since.
+    /// True if a thread may wait for one of the runs.
     is_wanted: AtomicBool,
     began: Instant,
-    /// Microseconds since then.
+    /// End of the rest after a failed write-back, in microseconds since `began`.
     rests_until_us: AtomicU64,
 }
 
 impl<F> HandOver<F> {
-    /// For `threads` threads at once, and `evictors` evictors that each may put a run back.
+    /// Makes room for `threads` at once, and for `evictors` that each may put a run back.
     pub(crate) fn new(doors: Arc<Doors>, threads: usize, evictors: usize) -> Self {
         let runs = RUNS_MAX + threads * PAGES_PER_CALL.max(SCATTERED_PAGES_MAX) + evictors;
         let (sender, receiver) = crossbeam_channel::bounded(runs);
@@ -64,7 +65,7 @@ impl<F> HandOver<F> {
         }
     }
 
-    /// An evictor goes on with this run: writes it back, or maps it again if it is wanted.
+    /// Gives a run to the evictors: one writes it back, or maps it again if it is wanted.
     pub(crate) fn hand_over(&self, leaving: Leaving, frame: F, budget: &Budget) {
         budget.begin_leaving(leaving.bytes());
         let sent = self.offer(leaving, frame);
@@ -79,8 +80,8 @@ impl<F> HandOver<F> {
         let (region, pages) = (leaving.region.clone(), leaving.pages);
         let sent = self.sender.try_send((leaving, frame));
         sent.map_err(TrySendError::into_inner)?;
-        // Pairs with the fence in `noted`: either we see the note, or who left it sees what waits
-        // here.
+        // Pairs with the fence in `noted`: either we see the note, or the thread that left it sees
+        // the run that waits here.
         fence(Ordering::SeqCst);
         if region.is_closing() || region.is_wanted(pages) {
             self.call();
@@ -88,8 +89,8 @@ impl<F> HandOver<F> {
         Ok(())
     }
 
-    /// Somebody has left a note on a page in other hands. It may be one that was handed over and
-    /// that no evictor has been called for.
+    /// Calls evictors after a note was left on a page with another owner. The page may be one that
+    /// was handed over and that no evictor has been called for.
     pub(crate) fn noted(&self, region: &Region, page: PageIndex) {
         fence(Ordering::SeqCst);
         if region.words.load(page).state() == State::Leaving && self.len() > 0 {
@@ -97,13 +98,13 @@ impl<F> HandOver<F> {
         }
     }
 
-    /// All evictors, since some may be busy with a store that stalls.
+    /// Calls all evictors, since some may be busy with a store that stalls.
     pub(crate) fn call(&self) {
         self.is_wanted.store(true, Ordering::SeqCst);
         self.doors.ring_evictors();
     }
 
-    /// The next run that waits.
+    /// Takes the next run that waits.
     pub(crate) fn take(&self) -> Option<Waiting<F>> {
         self.receiver.try_recv().ok()
     }
@@ -112,17 +113,17 @@ impl<F> HandOver<F> {
         self.receiver.len()
     }
 
-    /// Whether somebody waits for what may be one of these runs. For an evictor before it sleeps.
+    /// True if a thread may wait for one of these runs. For an evictor before it sleeps.
     pub(crate) fn is_called(&self) -> bool {
         self.is_wanted.load(Ordering::SeqCst) && self.len() > 0
     }
 
-    /// The same for an evictor that looks through all of them now.
+    /// Answers a call, if there is one. The evictor looks through all runs now.
     pub(crate) fn answer(&self) -> bool {
         self.is_wanted.swap(false, Ordering::SeqCst)
     }
 
-    /// A write-back failed: threads take nothing out for this time.
+    /// Notes that a write-back failed: threads take nothing out for `time`.
     pub(crate) fn rest(&self, time: Duration) {
         let until = (self.began.elapsed() + time).as_micros() as u64;
         self.rests_until_us.store(until, Ordering::Relaxed);

@@ -1,8 +1,8 @@
-//! Where a filler's fills end: [`HeldBack`] maps runs, and holds triggers back.
+//! Landing of a filler's fills: [`HeldBack`] maps runs, and holds triggers back.
 //!
 //! A trigger is the first run of a read-ahead window. It is kept unmapped, so that the fault on it
-//! says that the program has come so far. The rule: what is held back is mapped as soon as anybody
-//! wants a page of it, or finds no frame.
+//! says that the program has come so far. The rule: a run that is held back is mapped as soon as a
+//! thread wants a page of it, or a fill finds no frame.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ use crate::{
 /// Runs that are complete and not mapped.
 pub(crate) struct HeldBack<A: AddressSpace> {
     arrivals: Arrivals<A>,
-    /// The one held back longest first.
+    /// Runs, the one held back longest first.
     runs: Vec<(Fill, Run<A::Frame>)>,
 }
 
@@ -39,13 +39,13 @@ impl<A: AddressSpace> HeldBack<A> {
         self.runs.is_empty()
     }
 
-    /// Whether what is held back is needed: some filler finds no frame.
+    /// True if held back runs are needed: some filler finds no frame.
     pub(crate) fn is_called(&self) -> bool {
         !self.runs.is_empty() && self.arrivals.shared.frames.budget().is_starving()
     }
 
-    /// Maps what is held back if somebody finds no frame, so that it can be evicted. Returns
-    /// whether there was any.
+    /// Maps runs that are held back if some fill finds no frame, so that they can be evicted.
+    /// Returns whether there were any.
     pub(crate) fn lend(&mut self) -> bool {
         let called = self.is_called();
         while called && !self.runs.is_empty() {
@@ -54,7 +54,7 @@ impl<A: AddressSpace> HeldBack<A> {
         called
     }
 
-    /// The region is closing.
+    /// Maps the runs of a closing region.
     pub(crate) fn give_up(&mut self, region: &Region) {
         for at in (0..self.runs.len()).rev() {
             if self.runs[at].0.region.id == region.id {
@@ -112,7 +112,7 @@ impl<A: AddressSpace> Landing<A> for HeldBack<A> {
         self.arrivals.counters().poisoned.bump();
     }
 
-    /// If the page is held back, the program has come along.
+    /// Maps the page if it is held back: the program has come along.
     fn noted(&mut self, region: &Arc<Region>, page: PageIndex) {
         let holds =
             |(fill, _): &(Fill, _)| fill.pages.contains(page) && fill.region.id == region.id;

@@ -11,14 +11,14 @@
 //!   No code of ours touches pages under a lock, and while it holds one no handler of the program
 //!   runs: signals are held back ([`farpage_signals`]).
 //! - It allocates and frees nothing unless something fails: a page cannot be brought in, a channel
-//!   is lost, or the program itself has given the page back to the kernel. What it needs is
+//!   is lost, or the program itself has given the page back to the kernel. Memory that it needs is
 //!   reserved when a region is mapped ([`InThread::prepare`]).
 //! - It writes no log, calls no user's store, writes nothing back and opens no channel. A page that
 //!   fails goes over to its filler, still owned; changed pages go over to an evictor.
 //!
 //! The proof is `threads_in_one_runtime` of `farpage/tests/in_thread.rs`.
 //!
-//! Pages in other hands are waited for by yielding the core.
+//! A page with another owner is waited for by yielding the core.
 
 use std::{
     sync::Arc,
@@ -40,26 +40,26 @@ use crate::{
     shared::Shared,
 };
 
-/// A thread yields its core this often before it sleeps: whoever owns the page is mostly about to
-/// publish it.
+/// Number of times that a thread yields its core before it sleeps: the owner of the page is mostly
+/// about to publish it.
 const YIELDS: u32 = 64;
-/// A nap between two looks at a page that others own takes an eighth of the time waited so far, and
-/// at least a part of what bringing the page in costs.
+/// Bounds of a nap between two looks at a page with another owner. A nap takes an eighth of the
+/// time waited so far, and at least a part of what bringing the page in costs.
 const NAP_MIN: Duration = Duration::from_micros(20);
 const NAP_MAX: Duration = Duration::from_millis(1);
-/// A filler is asked again to serve a fault after this many looks: it may have been too busy to
-/// listen.
+/// Number of looks after which a filler is asked again to serve a fault: it may have been too busy
+/// to listen.
 const ASK_AGAIN: u32 = 64;
 
 /// Guests that the program's threads run.
 pub struct InThread<A: AddressSpace> {
     shared: Arc<Shared<A>>,
-    /// Only ever tried in a signal handler, never waited for.
+    /// Guests; a signal handler only ever tries their locks and never waits.
     guests: Vec<CachePadded<Mutex<Guest<A>>>>,
 }
 
 impl<A: AddressSpace> InThread<A> {
-    /// As many threads as there are guests are served at once; more wait for each other.
+    /// Makes the service of faults. Serves as many threads at once as there are guests; more wait.
     pub(crate) fn new(shared: Arc<Shared<A>>, guests: Vec<Guest<A>>) -> Self {
         let guests = guests
             .into_iter()
@@ -68,21 +68,21 @@ impl<A: AddressSpace> InThread<A> {
         InThread { shared, guests }
     }
 
-    /// Before the region's first fault.
+    /// Makes room for the region's faults in all guests, before the first one.
     pub(crate) fn prepare(&self, region: &Region) {
         for guest in &self.guests {
             guest.lock().prepare(region);
         }
     }
 
-    /// Opens lost channels again, as far as nobody is using them. For threads of our own.
+    /// Opens lost channels of idle guests again. For threads of our own.
     pub(crate) fn reopen(&self) {
         for mut guest in self.guests.iter().filter_map(|guest| guest.try_lock()) {
             guest.reopen();
         }
     }
 
-    /// The guest of a thread, for who takes its steps one by one.
+    /// Returns the guest of a thread, for tests that take its steps one by one.
     #[cfg(test)]
     pub(crate) fn guest(&self, thread: usize) -> parking_lot::MutexGuard<'_, Guest<A>> {
         self.guests[thread].lock()
@@ -106,14 +106,14 @@ impl<A: AddressSpace> InThread<A> {
                     }
                 }
                 // Remote, or called resident although the program gave it back to the kernel
-                // itself. If it could not be brought in, the access fails once more and finds its
-                // filler at work on it.
+                // itself. If the page could not be brought in, the access fails once more and finds
+                // its filler at work on it.
                 State::Remote | State::Resident if self.fill(&region, page, address, looks) => {
                     return true;
                 }
                 State::Remote | State::Resident => {}
-                // Whoever owns a page that leaves gives it back for this note; one that is filled
-                // is coming anyway.
+                // The owner of a page that leaves gives it back for this note; a page that is
+                // filled is coming anyway.
                 State::Filling | State::Leaving => {
                     region.words.try_apply(page, protocol::note);
                     self.shared.hand_over.noted(&region, page);
@@ -132,8 +132,8 @@ impl<A: AddressSpace> InThread<A> {
         }
     }
 
-    /// Brings a page in with a guest that nobody uses, or asks the page's filler. `false`: wait and
-    /// look again.
+    /// Brings a page in with an idle guest, or asks the page's filler. `false`: wait and look
+    /// again.
     fn fill(&self, region: &Arc<Region>, page: PageIndex, address: usize, looks: u32) -> bool {
         if region.store.is_users_own() {
             if looks.is_multiple_of(ASK_AGAIN) {
@@ -153,11 +153,11 @@ impl<A: AddressSpace> InThread<A> {
     }
 }
 
-/// Spreads threads over `places` places. `thread` is an address that tells the thread: a signal
-/// handler may ask for it, and it is at hand, while a thread's number costs a system call.
+/// Spreads threads over `places` places. `thread` is an address that identifies the thread: a
+/// signal handler has it at hand, while a thread's number costs a system call.
 fn place_of(thread: u64, places: usize) -> usize {
-    // 2^64 divided by the golden ratio: addresses that differ by the size of a stack, whatever that
-    // is, end up far from each other.
+    // 2^64 divided by the golden ratio: addresses that differ by the size of a stack, whatever
+    // size, end up far from each other.
     let spread = thread.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     ((u128::from(spread) * places as u128) >> 64) as usize
 }

@@ -1,8 +1,8 @@
-//! Mapping pages and telling everybody: [`Installer`].
+//! Mapping pages, publishing them and waking their threads: [`Installer`].
 //!
-//! The rule it keeps: the page's word follows what is mapped, never the other way round. A page is
-//! called resident after it was mapped, and poisoned after its addresses were. Threads that sleep
-//! on it are woken after that. The caller owns the pages before; nobody does afterwards.
+//! The rule: a page's word follows its mapping, never the other way round. A page is called
+//! resident after it was mapped, and poisoned after its addresses were. Threads that sleep on it
+//! are woken after that. The caller owns the pages before; they have no owner afterwards.
 
 use std::{io, sync::Arc};
 
@@ -23,20 +23,20 @@ use crate::{
     run::{Run, pages_in},
 };
 
-/// Why a page is installed, as far as its stay is concerned.
+/// Reason why a page is installed, from which its heat follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Heat {
-    /// Somebody wanted it while it was leaving.
+    /// A thread wanted the page while it was leaving.
     Hot,
-    /// Somebody faulted on it alone; it is as hot if it had left only recently.
+    /// A thread faulted on the page alone; it is as hot as `Hot` if it had left only recently.
     Refault,
-    /// Somebody faulted on it on the way along a stream; it is warm if it had left only recently.
+    /// A thread faulted on the page along a stream; it is warm if it had left only recently.
     Along,
-    /// Brought in ahead of need.
+    /// The page was brought in ahead of need.
     Cold,
 }
 
-/// Ends the ownership of pages that are, or cannot be, in memory.
+/// Publisher of pages that are, or cannot be, in memory: ends their ownership.
 pub(crate) struct Installer<A: AddressSpace> {
     pub(crate) mapper: Arc<Mapper<A>>,
     pub(crate) frames: Arc<Frames<A>>,
@@ -48,7 +48,7 @@ pub(crate) struct Installer<A: AddressSpace> {
 
 impl<A: AddressSpace> Installer<A> {
     /// Maps a run of owned pages and publishes them. A page that is refused is handed to `refused`
-    /// with its frame and what the operating system said: the caller still owns it.
+    /// with its frame and the operating system's error: the caller still owns the page.
     pub(crate) fn install(
         &self,
         region: &Region,
@@ -82,11 +82,11 @@ impl<A: AddressSpace> Installer<A> {
         }
     }
 
-    /// Maps a copy of a run that the program may only read: it leaves by being dropped, without a
-    /// frame. Returns its pages.
+    /// Maps a copy of a run of a read-only region: it leaves by being dropped, without a frame.
+    /// Returns its pages.
     ///
     /// # Errors
-    /// The run: there is no room beside its frame, or a page is refused, and moving says why.
+    /// The run: there is no room beside its frame, or a page is refused. Moving it says why.
     fn install_copy(
         &self,
         region: &Region,
@@ -101,7 +101,7 @@ impl<A: AddressSpace> Installer<A> {
         Ok(pages)
     }
 
-    /// Before owned pages are mapped: from here on the program may have them and change them.
+    /// Announces owned pages before they are mapped: the program may change them from here on.
     pub(crate) fn announce(&self, region: &Region, pages: PageRange) {
         region.touch(pages);
         for page in pages {
@@ -109,7 +109,7 @@ impl<A: AddressSpace> Installer<A> {
         }
     }
 
-    /// One page was not mapped.
+    /// Deals with a page that was not mapped.
     fn refuse(
         &self,
         region: &Region,
@@ -120,9 +120,9 @@ impl<A: AddressSpace> Installer<A> {
     ) {
         let (page, frame) = (run.first(), run.into_frame());
         let error = match kind {
-            // The program took the page away and somebody put it back before we looked: the mapped
-            // bytes are the newer ones. The frame is dropped; its share of the budget stands for
-            // the mapped page from now on.
+            // The program took the page away and another thread put it back before we looked: the
+            // mapped bytes are the newer ones. The frame is dropped; its share of the budget stands
+            // for the mapped page from now on.
             InstallErrorKind::Exists => {
                 drop(frame);
                 return self.arrived(region, page.alone(), heat);
@@ -140,10 +140,10 @@ impl<A: AddressSpace> Installer<A> {
         refused(page, frame, error);
     }
 
-    /// An owned page has no addresses any more: the program has unmapped them. If it is `wanted`,
-    /// the region's error says so.
+    /// Publishes an owned page without addresses as poisoned: the program has unmapped them. If the
+    /// page is `wanted`, the region's error says so.
     pub(crate) fn gone(&self, region: &Region, page: PageIndex, wanted: bool) {
-        // Before the word says so: whoever sees the page poisoned looks for the reason.
+        // Before the word says so: a thread that sees the page poisoned looks for the reason.
         if wanted {
             region.record(PageError::Unmapped {
                 region: region.label(),
@@ -154,13 +154,13 @@ impl<A: AddressSpace> Installer<A> {
         self.mapper.wake(region, page.alone());
     }
 
-    /// Owned pages have been mapped.
+    /// Counts owned pages that have been mapped, and publishes them.
     pub(crate) fn arrived(&self, region: &Region, pages: PageRange, heat: Heat) {
         region.count_in(pages);
         self.publish(region, pages, heat);
     }
 
-    /// Owned pages are mapped, and were counted when they came.
+    /// Publishes owned pages that are mapped and were counted when they came.
     pub(crate) fn publish(&self, region: &Region, pages: PageRange, heat: Heat) {
         let page_bytes = region.page_bytes();
         let now = self.clock.tick(page_bytes * pages.len());
@@ -194,10 +194,10 @@ impl<A: AddressSpace> Installer<A> {
         }
     }
 
-    /// An owned page cannot be brought in: whoever waits for it gets SIGBUS. Returns whether
-    /// somebody did.
+    /// Gives up an owned page that cannot be brought in: threads that wait for it get SIGBUS.
+    /// Returns whether there were any.
     pub(crate) fn fail(&self, region: &Region, page: PageIndex, error: PageError) -> bool {
-        // Before the word says so: whoever sees the page poisoned looks for the reason.
+        // Before the word says so: a thread that sees the page poisoned looks for the reason.
         region.record(error.clone());
         match region.words.apply(page, protocol::fill_failed) {
             OnFailed::Dropped => false,
@@ -213,8 +213,8 @@ impl<A: AddressSpace> Installer<A> {
         }
     }
 
-    /// The bytes of an owned page are gone, and the store has others: touching the page raises
-    /// SIGBUS until the program overwrites it. Returns what the program is told.
+    /// Publishes an owned page as lost: its bytes are gone, and the store has others. Touching it
+    /// raises SIGBUS until the program overwrites it. Returns the program's error.
     pub(crate) fn lose(&self, region: &Region, page: PageIndex, why: &PageError) -> PageError {
         let error = match why {
             PageError::Lost { .. } => why.clone(),
@@ -238,7 +238,7 @@ impl<A: AddressSpace> Installer<A> {
     /// Makes every access to an owned page raise SIGBUS, and publishes that.
     fn poison(&self, region: &Region, page: PageIndex, published: impl Fn(Word) -> Word) {
         if let Err(error) = self.mapper.poison(region, page) {
-            // Nothing else can stop a thread that waits for it from sleeping for ever.
+            // Nothing else can stop a thread that waits for the page from sleeping for ever.
             last_words::write(&format!("farpage: cannot poison a lost page: {error}\n"));
             std::process::abort();
         }

@@ -18,21 +18,21 @@ use crate::{
     region::{Region, chunks_of},
 };
 
-/// Writing back, or writing back and giving up, a range of pages. Evictors share its chunks.
+/// Write-back of a range of pages, which then stay or are given up. Evictors share its chunks.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) region: Arc<Region>,
-    /// Pages stay mapped (a flush) or leave.
+    /// True if pages stay mapped (a flush); false if they leave.
     pub(crate) keep: bool,
     pages: PageRange,
     cursor: AtomicUsize,
-    /// Chunks not yet gone through, plus pages begun and not yet settled.
+    /// Number of chunks not yet gone through, plus pages begun and not yet settled.
     open: AtomicUsize,
     outcome: Mutex<Outcome>,
-    /// The program's thread that has asked for the work and may wait for it. It is parked and not
-    /// at a condition variable, since it must hold no lock while it lets signals in.
+    /// Thread of the program that has asked for the work and may wait for it. The thread is parked
+    /// and not at a condition variable, since it must hold no lock while it lets signals in.
     asked_by: Thread,
-    /// A server is lost: what has not begun does not begin any more. Guards nothing else.
+    /// True if a server is lost: no more pages begin. Guards nothing else.
     ends_early: AtomicBool,
 }
 
@@ -42,7 +42,7 @@ struct Outcome {
     error: Option<PageError>,
 }
 
-/// Jobs that are not all taken, the oldest first.
+/// Jobs of which chunks are left to take, the oldest first.
 #[derive(Debug, Default)]
 pub(crate) struct Jobs(Mutex<VecDeque<Arc<Job>>>);
 
@@ -55,12 +55,12 @@ impl Jobs {
         self.0.lock().is_empty()
     }
 
-    /// The oldest.
+    /// Returns the oldest job.
     pub(crate) fn first(&self) -> Option<Arc<Job>> {
         self.0.lock().front().cloned()
     }
 
-    /// A server that the region's pages are on is lost: jobs on them end.
+    /// Fails all jobs on a region: a server that its pages are on is lost.
     pub(crate) fn fail(&self, region: &Arc<Region>, error: &PageError) {
         let jobs = self.0.lock();
         for job in jobs.iter().filter(|job| Arc::ptr_eq(&job.region, region)) {
@@ -68,7 +68,7 @@ impl Jobs {
         }
     }
 
-    /// All chunks of a job are taken. Others may have found out before.
+    /// Removes a job whose chunks are all taken, unless another evictor has done so before.
     pub(crate) fn remove(&self, job: &Arc<Job>) {
         let mut jobs = self.0.lock();
         if jobs.front().is_some_and(|first| Arc::ptr_eq(first, job)) {
@@ -94,8 +94,8 @@ impl Job {
         Arc::new(job)
     }
 
-    /// The next chunk's pages, with its touched pages only. `None`: all chunks are taken.
-    /// The taker calls [`close_one`](Self::close_one) when it has begun all pages of the chunk.
+    /// Takes the next chunk with touched pages. `None`: all chunks are taken. The taker calls
+    /// [`close_one`](Self::close_one) when it has begun all pages of the chunk.
     pub(crate) fn next_chunk(&self) -> Option<PageRange> {
         let end = chunks_of(self.pages).end;
         let mut at = self.cursor.load(Ordering::Relaxed);
@@ -123,12 +123,12 @@ impl Job {
         }
     }
 
-    /// One more page is under way.
+    /// Counts one more page under way.
     pub(crate) fn open_one(&self) {
         self.open.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A page is settled, or a chunk gone through.
+    /// Counts a page as settled, or a chunk as gone through.
     pub(crate) fn close_one(&self, error: Option<PageError>) {
         if let Some(error) = error {
             self.fail(error);
@@ -139,8 +139,8 @@ impl Job {
         }
     }
 
-    /// Something went wrong. A server that is lost ends the job, or it would wait for a deadline
-    /// with every few pages.
+    /// Keeps the job's first error. A lost server ends the job, which would otherwise wait for a
+    /// deadline with every few pages.
     pub(crate) fn fail(&self, error: PageError) {
         let is_lost_server = error.is_lost_server();
         self.outcome.lock().error.get_or_insert(error);
@@ -152,13 +152,13 @@ impl Job {
         }
     }
 
-    /// Whether pages that have not begun are to stay as they are.
+    /// True if pages that have not begun are to stay as they are.
     pub(crate) fn ends_early(&self) -> bool {
         self.ends_early.load(Ordering::Relaxed)
     }
 
-    /// Waits until all pages are settled; the first error, if there was one. To be called by the
-    /// thread that has made the job.
+    /// Waits until all pages are settled. Returns the first error. Must be called by the thread
+    /// that has made the job.
     pub(crate) fn wait(&self, entered: &SignalGuard) -> Result<(), PageError> {
         loop {
             {

@@ -1,8 +1,8 @@
-//! What a program reads before SIGBUS ends it: [`LastWords`], one line on standard error.
+//! Line on standard error that a program shows before SIGBUS ends it: [`LastWords`].
 //!
-//! The rule it keeps: one line for each cause and region, however many pages it costs. It never
-//! waits: what standard error has no room for is left out, and the standard library's lock of it is
-//! not taken. A thread that prints what lies in a lost page holds that lock while it waits for us.
+//! The rule: one line for each cause and region, however many pages it costs. Writing never waits:
+//! a line that standard error has no room for is left out, and the standard library's lock of it is
+//! not taken. A thread that prints the bytes of a lost page holds that lock while it waits for us.
 
 use std::{collections::HashSet, io, mem, os::fd::AsFd, time::Duration};
 
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use crate::{PageError, region::Region};
 
-/// Says why pages are poisoned.
+/// Writer of the reasons why pages are poisoned.
 pub(crate) struct LastWords {
     wanted: bool,
     deadline: Duration,
@@ -32,7 +32,7 @@ impl LastWords {
         }
     }
 
-    /// Before a page is poisoned: who touches it is ended by a signal that says nothing.
+    /// Writes the reason before a page is poisoned: the signal of a later touch says nothing.
     pub(crate) fn say(&self, region: &Region, page: PageIndex, error: &PageError) {
         if !self.wanted || !self.told.lock().insert((region.id.0, cause(error))) {
             return;
@@ -52,17 +52,17 @@ impl LastWords {
     }
 }
 
-/// Writes a line to standard error without waiting for anybody.
+/// Writes a line to standard error without waiting for its reader.
 pub(crate) fn write(line: &str) {
     let stderr = io::stderr();
     let mut fds = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
-    // A pipe that nobody reads must not keep the page from being poisoned.
+    // A pipe without a reader must not keep the page from being poisoned.
     if poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0) {
         let _ = unistd::write(stderr.as_fd(), line.as_bytes());
     }
 }
 
-/// What pages are lost for, without the page: a server or store, or a kind of error.
+/// Returns the cause of a loss without the page: a server or store, or a kind of error.
 fn cause(error: &PageError) -> String {
     match error {
         PageError::Store(

@@ -13,17 +13,17 @@ use crate::{
     run::{Local, Run},
 };
 
-/// A run that was taken out, without its frame. Its pages are owned as `Leaving`, by an evictor or
-/// by whoever hands them over to one, and its region has been entered.
+/// Run that was taken out, without its frame. Its pages are owned as `Leaving`, by an evictor or by
+/// the thread that hands them over to one, and its region has been entered.
 #[derive(Debug)]
 pub(crate) struct Leaving {
     pub(crate) region: Arc<Region>,
     pub(crate) pages: PageRange,
-    /// Who asked for it, if the program did.
+    /// Job that asked for the run, if the program did.
     pub(crate) job: Option<Arc<Job>>,
     pub(crate) found_by: FoundBy,
     pub(crate) since: Instant,
-    /// It takes so long that nobody counts on it any more.
+    /// True if the run takes so long that it is not counted on any more.
     pub(crate) overdue: bool,
 }
 
@@ -44,12 +44,12 @@ impl Leaving {
         }
     }
 
-    /// The run, with its frame again.
+    /// Returns the run, with its frame again.
     pub(crate) fn run<F: Frame>(&self, frame: F) -> Run<F> {
         Run::new(self.pages.start, frame, self.region.page_bytes())
     }
 
-    /// Whether somebody wants one of its pages back.
+    /// True if a thread wants one of the run's pages back.
     pub(crate) fn is_wanted(&self) -> bool {
         self.region.is_wanted(self.pages)
     }

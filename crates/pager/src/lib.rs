@@ -10,17 +10,17 @@
 //!
 //! | rooms | hold |
 //! |---|---|
-//! | `region`, `regions`, `run`, `clock`, `candidates` | a region's pages, a run of them, their age |
+//! | `region`, `regions`, `run`, `clock`, `candidates` | pages of a region, runs, their age |
 //! | `mapper`, `budget`, `free`, `frames` | the address space by pages; memory and its cap |
 //! | `bell`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
 //! | `installer` | maps pages and publishes them |
-//! | `sweep`, `behind`, `proof`, `victims` | who leaves, and detaching it |
+//! | `sweep`, `behind`, `proof`, `victims` | choosing victims and detaching them |
 //! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
-//! | `flights`, `shared` | what a worker has under way; what all workers share |
+//! | `flights`, `shared` | the runs under way of a worker; the parts that all workers share |
 //! | `ahead`, `pace`, `stretch`, `fills`, `held_back`, `wishes` | bringing in, and reading ahead |
 //! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
 //! | `filler`, `evictor`, `guest`, `relief` | the workers; threads that serve their own faults |
-//! | `seats`, `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; what the program sees |
+//! | `seats`, `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; the program's view |
 //! | `discard`, `relocate` | pages that the program gives up, or wants elsewhere |
 #![forbid(unsafe_code)]
 

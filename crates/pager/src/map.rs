@@ -1,7 +1,7 @@
 //! Mapping the pages of a store: [`Pager::map`].
 //!
-//! The rule it keeps: all that a fault needs is reserved before the region is known to anybody.
-//! What the program does with the region is in `mapped.rs`.
+//! The rule: all that a fault needs is reserved before the region is known to any thread. Calls of
+//! the program on the region are in `mapped.rs`.
 
 use std::sync::Arc;
 
@@ -15,17 +15,17 @@ use crate::{
     wishes::BYTES_AHEAD_MAX,
 };
 
-/// Stripes are not cut smaller than this, so that small regions stay one kernel mapping each.
+/// Lower bound of a stripe's bytes, so that small regions stay one kernel mapping each.
 const STRIPE_BYTES_MIN: usize = 16 << 20;
-/// Stripes per shard of a large region. Different fillers serve neighbouring parts of it, for a
-/// handful of kernel mappings.
+/// Number of stripes per shard of a large region. Different fillers serve neighbouring parts of it,
+/// for a handful of kernel mappings.
 const STRIPES_PER_SHARD: usize = 4;
 
-/// Read ahead at most over links that answer at once: several runs, so that one is mapped while
-/// another travels.
+/// Upper bounds of a read-ahead window over links that answer at once: several runs, so that one is
+/// mapped while another travels.
 const READ_AHEAD_BYTES: usize = 1 << 20;
 const READ_AHEAD_PAGES_MAX: usize = 256;
-/// And over slow links: as much as a filler has in flight.
+/// Upper bound of a read-ahead window over slow links: as much as a filler has in flight.
 const READ_AHEAD_BYTES_MAX: usize = BYTES_AHEAD_MAX;
 
 impl<A: AddressSpace> Pager<A> {
@@ -56,7 +56,7 @@ impl<A: AddressSpace> Pager<A> {
         let geometry = Geometry {
             address: options.address,
             read_only: options.read_only,
-            // Whoever copies may have to wait for a page that another one has to make room for.
+            // A copying evictor may have to wait for a page that another one makes room for.
             no_direct_io: options.no_direct_io && self.shared().doors.evictors() > 1,
             ..self.geometry(id, bytes, page_bytes)
         };

@@ -1,10 +1,10 @@
 //! A region as the program holds it: [`Mapped`].
 //!
-//! The rule it keeps: the program's calls only ask and wait. Pages are moved by fillers and
-//! evictors; nothing here owns a page, except when a closing region is given up in [`Drop`], and
-//! where the program gives up what pages hold (`discard.rs`). A call holds signals back
-//! ([`Mapped::enter`]) and lets them in only where it waits and holds nothing: a handler of the
-//! program may touch an absent page, which a worker must be able to serve.
+//! The rule: the program's calls only ask and wait. Pages are moved by fillers and evictors;
+//! nothing here owns a page, except when a closing region is given up in [`Drop`], and where the
+//! program gives up what pages hold (`discard.rs`). A call holds signals back ([`Mapped::enter`])
+//! and lets them in only where it waits and holds nothing: a handler of the program may touch an
+//! absent page, which a worker must be able to serve.
 
 use std::{
     fmt, mem,
@@ -49,28 +49,28 @@ impl<A: AddressSpace> Mapped<A> {
         Mapped { pager, region }
     }
 
-    /// The first address, aligned to the page size.
+    /// Returns the first address, aligned to the page size.
     pub fn address(&self) -> usize {
         self.region.address
     }
 
-    /// Bytes that are mapped: the store's size, rounded up to whole pages.
+    /// Returns the number of mapped bytes: the store's size, rounded up to whole pages.
     pub fn mapped_bytes(&self) -> usize {
         self.region.geometry.bytes
     }
 
-    /// The region's page size.
+    /// Returns the region's page size.
     pub fn page_bytes(&self) -> usize {
         self.region.page_bytes()
     }
 
-    /// Pages that are mapped now. A page that is just being mapped may not be counted yet.
+    /// Returns the number of mapped pages. A page that is just being mapped may not be counted yet.
     pub fn resident_pages(&self) -> usize {
         self.region.resident()
     }
 
-    /// Whether a page of `range` cannot be brought in, or is lost: touching it raises SIGBUS. Pages
-    /// that are just being brought in count, too: one that could not be may be tried again.
+    /// True if a page of `range` cannot be brought in, or is lost: touching it raises SIGBUS. Pages
+    /// that are just being brought in count, too: a poisoned one may be tried again.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -81,7 +81,7 @@ impl<A: AddressSpace> Mapped<A> {
         pages.any(|page| matches!(state(page), State::Filling | State::Poisoned | State::Lost))
     }
 
-    /// Whether the kernel may hold references to pages of `range`: see [`Advice::ZeroCopy`].
+    /// True if the kernel may hold references to pages of `range`: see [`Advice::ZeroCopy`].
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -89,12 +89,12 @@ impl<A: AddressSpace> Mapped<A> {
         self.region.is_zero_copy(self.pages(range))
     }
 
-    /// Where the pages are kept.
+    /// Returns the store that keeps the pages.
     pub fn store(&self) -> &Arc<PageStore> {
         &self.region.store
     }
 
-    /// The pager that serves the region.
+    /// Returns the pager that serves the region.
     pub fn pager(&self) -> &Arc<Pager<A>> {
         &self.pager
     }
@@ -153,7 +153,7 @@ impl<A: AddressSpace> Mapped<A> {
         Ok(())
     }
 
-    /// Maps a lost page with these bytes. `lost`: why it is.
+    /// Maps a lost page with `bytes`. `lost`: the reason why it is lost.
     fn put(&self, page: PageIndex, bytes: &[u8], lost: &PageError) -> Result<(), PageError> {
         let (shared, region) = (self.shared(), &self.region);
         let page_bytes = region.page_bytes();
@@ -166,7 +166,7 @@ impl<A: AddressSpace> Mapped<A> {
             shared.frames.release(frame, page_bytes);
             return Ok(());
         }
-        // While it is ours: from the moment that it is mapped it may be lost again.
+        // Removed while the page is ours: from the moment that it is mapped it may be lost again.
         region.found(page);
         let mut outcome = Ok(());
         let run = Run::new(page, frame, page_bytes);
@@ -178,7 +178,7 @@ impl<A: AddressSpace> Mapped<A> {
         outcome
     }
 
-    /// A frame for one page. Waits for it until the deadline.
+    /// Takes a frame for one page. Waits for it until the deadline.
     pub(crate) fn frame_for(&self, page: PageIndex) -> Result<A::Frame, PageError> {
         let (frames, since) = (&self.shared().frames, Since::now());
         let mut starved = false;
@@ -210,7 +210,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// range, its first pages may have left again when this returns.
     ///
     /// # Errors
-    /// Why a page could not be brought in.
+    /// A page that could not be brought in.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -225,7 +225,7 @@ impl<A: AddressSpace> Mapped<A> {
             for page in chunk {
                 match outcome {
                     Ok(()) => outcome = self.wait_for(page, &taken_on, &entered),
-                    // What is under way ends before we return: its error would be the next call's.
+                    // Fills under way end before we return: their errors would be the next call's.
                     Err(_) => self.wait_while_filling(page, &entered),
                 }
             }
@@ -240,7 +240,7 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    /// Asks for pages; returns how many fillers have taken theirs on.
+    /// Asks for pages. Returns the counter of the fillers that have taken theirs on.
     pub(crate) fn demand(&self, pages: PageRange) -> Arc<AtomicUsize> {
         let taken_on = Arc::new(AtomicUsize::new(0));
         let doors = &self.shared().doors;
@@ -263,11 +263,11 @@ impl<A: AddressSpace> Mapped<A> {
             let word = self.region.words.load(page);
             match word.state() {
                 State::Resident if is_new => return Ok(()),
-                // A pinned one comes back, and only then is its pin worth something.
+                // A pinned page comes back, and only then is its pin worth something.
                 State::Leaving if !word.pinned() => return Ok(()),
                 State::Lost => {
                     let lost = self.region.lost(page.alone()).pop();
-                    // It may have been overwritten just now.
+                    // The program may have overwritten the page just now.
                     if let Some((_, error)) = lost {
                         return Err(error);
                     }
@@ -284,7 +284,7 @@ impl<A: AddressSpace> Mapped<A> {
                 }
                 _ => {}
             }
-            // It was on its way for nobody and failed, or it came and went.
+            // The page was read ahead and failed, or came and went.
             if asked.elapsed() > Duration::from_millis(5) {
                 asked = Instant::now();
                 self.demand(page.alone());
@@ -293,14 +293,14 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    /// Brings the bytes in `range` in and keeps them in memory until [`unpin`](Self::unpin). No
-    /// access of them waits, and system calls find them there, except while [`flush`](Self::flush)
+    /// Brings the bytes in `range` in and keeps them in memory until [`unpin`](Self::unpin).
+    /// Accesses do not wait, and system calls find the pages, except while [`flush`](Self::flush)
     /// or [`Advice::DontNeed`] writes one back. Whole pages are pinned. Pins are counted, up to 255
     /// per page; all end with the region. This is `umap_fetch_and_pin` of umap (LLNL), with a way
     /// back.
     ///
     /// # Errors
-    /// See [`PinError`]; nothing is pinned then that was not before.
+    /// See [`PinError`]; the pages are then pinned as often as before.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -313,8 +313,8 @@ impl<A: AddressSpace> Mapped<A> {
                 return Err(error);
             }
         }
-        // These pages may lie between some that are being copied out. System calls could not write
-        // to them then.
+        // Pages may lie between some that are being copied out. System calls could not write to
+        // them then.
         self.shared().scatter.wait();
         self.prefetch_now(range).map_err(|error| {
             self.unpin_pages(pages);
@@ -349,7 +349,7 @@ impl<A: AddressSpace> Mapped<A> {
                 }
                 return Ok(());
             }
-            // Another thread has pinned it meanwhile, or taken its last pin back.
+            // Another thread has pinned the page meanwhile, or taken its last pin back.
             if first {
                 budget.unpin(page_bytes);
             }
@@ -373,7 +373,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// raises SIGBUS, whose handler belongs to the program and may not return.
     ///
     /// # Errors
-    /// Why a page could not be brought in.
+    /// A page that could not be brought in.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -422,8 +422,8 @@ impl<A: AddressSpace> Mapped<A> {
         self.write_back(true)
     }
 
-    /// The same for a region that ends next: its pages are given up as they are written back, so
-    /// that they move once. Pinned pages, and those whose write-back failed, stay.
+    /// Flushes a region that ends next: its pages are given up as they are written back, so that
+    /// they move once. Pinned pages, and those whose write-back failed, stay.
     ///
     /// # Errors
     /// See [`FlushError`]. The region goes on with all its contents.
@@ -434,19 +434,19 @@ impl<A: AddressSpace> Mapped<A> {
     fn write_back(&self, keep: bool) -> Result<(), FlushError> {
         let entered = self.enter()?;
         let pages = PageRange::first(self.region.pages());
-        // What the program may only read has not changed.
+        // Pages that the program may only read have not changed.
         if !self.region.is_read_only() {
             self.run(pages, keep, &entered)?;
         }
-        // What would be published or made durable holds an older state of these.
+        // The store, to be published or made durable, holds older bytes of lost pages.
         if let Some((_, error)) = self.region.lost(pages).into_iter().next() {
             return Err(error.into());
         }
         self.region.store.flush().map_err(FlushError::Durable)
     }
 
-    /// The first error of work in the background (an eviction or a fill that failed) since this was
-    /// last called.
+    /// Takes the first error of work in the background (an eviction or a fill that failed) since
+    /// the last call.
     pub fn take_error(&self) -> Option<PageError> {
         match self.enter() {
             Ok(_entered) => self.region.take_error(),
@@ -470,8 +470,8 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// Gives up those of `pages` that are mapped, without writing back. The region is closing and
-    /// quiet. Neighbours leave together, and their frames go on to other regions. What the program
-    /// may only read has none, and goes with the mapping.
+    /// quiet. Neighbours leave together, and their frames go on to other regions. Pages of a
+    /// read-only region have no frames, and go with the mapping.
     fn give_up(&self, pages: PageRange) {
         let (frames, region) = (&self.shared().frames, &self.region);
         let page_bytes = region.page_bytes();
@@ -517,7 +517,7 @@ impl<A: AddressSpace> Mapped<A> {
         &self.region
     }
 
-    /// The pages that a range of bytes touches.
+    /// Returns the pages that a range of bytes touches.
     pub(crate) fn pages(&self, range: Range<usize>) -> PageRange {
         assert!(
             range.start <= range.end && range.end <= self.region.geometry.bytes,
@@ -544,10 +544,10 @@ impl<A: AddressSpace> Drop for Mapped<A> {
         shared.regions.remove(region.address);
         region.close();
         (shared.doors).tell_fillers(|| Command::Settle(region.clone()));
-        // What was handed over of it must not wait for another region's store.
+        // Runs of the region that were handed over must not wait for another region's store.
         shared.hand_over.call();
         region.wait_until_quiet();
-        // Nobody but us owns a page of it from here on.
+        // From here on the region's pages have no owner but us.
         let mut dropped_bytes = 0;
         if region.is_read_only() {
             dropped_bytes = region.resident() * region.page_bytes();
@@ -563,8 +563,8 @@ impl<A: AddressSpace> Drop for Mapped<A> {
         shared.frames.budget().unpin(pinned_bytes);
         shared.mapper.unmap(region);
         shared.frames.lose(dropped_bytes);
-        // Now and here: a worker may hold the region for a moment longer, and must not be the one
-        // to give remote memory back.
+        // Retired now and here: a worker may hold the region for a moment longer, and must not be
+        // the one to give remote memory back.
         region.store.retire();
     }
 }

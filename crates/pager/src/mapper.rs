@@ -1,8 +1,8 @@
 //! Pages of regions, in and out of the program's memory: [`Mapper`].
 //!
-//! The rule it keeps: nobody else calls [`AddressSpace`]. What is asked for by region and page is
-//! done by shard and address, and what is taken out is counted out of its region. Whoever calls
-//! owns the pages; the protocol is his business.
+//! The rule: only the mapper calls [`AddressSpace`]. Calls by region and page become calls by shard
+//! and address, and pages that are taken out are counted out of their region. The caller owns the
+//! pages; the protocol is its business.
 
 use std::{io, sync::Arc};
 
@@ -18,7 +18,7 @@ use crate::{
     run::{Run, pages_in},
 };
 
-/// The smallest page that the kernel knows.
+/// Size of the smallest page that the kernel knows.
 const KERNEL_PAGE_BYTES: usize = 4096;
 
 /// Pages that leave together by copying, ascending.
@@ -26,7 +26,7 @@ pub(crate) type Scattered = SmallVec<[PageIndex; SCATTERED_PAGES_MAX]>;
 /// Runs that leave together by being dropped, ascending.
 pub(crate) type Runs = SmallVec<[PageRange; SCATTERED_PAGES_MAX]>;
 
-/// The program's memory, by regions and pages.
+/// Address space of the program, by regions and pages.
 pub(crate) struct Mapper<A: AddressSpace> {
     space: Arc<A>,
 }
@@ -40,17 +40,17 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.shards()
     }
 
-    /// The shard that serves a page.
+    /// Returns the shard that serves a page.
     pub(crate) fn shard_of(&self, region: &Region, page: PageIndex) -> Shard {
         region.shard_of(page, self.shards())
     }
 
-    /// Addresses for a new region.
+    /// Maps addresses for a new region.
     pub(crate) fn map(&self, geometry: Geometry) -> io::Result<Mapping> {
         self.space.map(geometry)
     }
 
-    /// A region that has given up all its pages gives up its addresses.
+    /// Unmaps the addresses of a region that has given up all its pages.
     pub(crate) fn unmap(&self, region: &Region) {
         self.space.unmap(region.address, region.geometry);
     }
@@ -59,13 +59,13 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.new_frame(page_bytes, pages)
     }
 
-    /// Gives the memory of these frames back together.
+    /// Gives the memory of `frames` back together.
     pub(crate) fn drop_frames(&self, frames: Batch<A::Frame>) {
         self.space.drop_frames(frames);
     }
 
-    /// Maps a run and wakes the threads that sleep on it. Pages are counted in by whoever publishes
-    /// them.
+    /// Maps a run and wakes the threads that sleep on it. The caller counts pages in when it
+    /// publishes them.
     pub(crate) fn install(
         &self,
         region: &Region,
@@ -104,9 +104,9 @@ impl<A: AddressSpace> Mapper<A> {
     }
 
     /// Copies the leading pages of a run that was detached to new memory, and leaves the old to the
-    /// kernel, which may still read it. What finds no new memory is mapped again.
+    /// kernel, which may still read it. Pages without new memory are mapped again.
     ///
-    /// The old memory counts to nobody's budget until the kernel lets go of it.
+    /// The old memory counts to no budget until the kernel lets go of it.
     fn replace_memory(
         &self,
         region: &Region,
@@ -140,7 +140,7 @@ impl<A: AddressSpace> Mapper<A> {
             kind: InstallErrorKind::Os(_),
         }) = self.install(region, run)
         {
-            // Never zeros: a touch of what cannot be mapped raises SIGBUS.
+            // Never zeros: a touch of a page that cannot be mapped raises SIGBUS.
             for at in 1..=pages_in(&frame, region.page_bytes()) {
                 let page = PageIndex(end.0 - at);
                 let _ = self.poison(region, page);
@@ -167,7 +167,7 @@ impl<A: AddressSpace> Mapper<A> {
     }
 
     /// Copies the leading ones of `pages`, each to its frame, and gives the memory of those back
-    /// that `own` owns. Returns up to which page that went well. Calls must not overlap.
+    /// that `own` owns. Returns how many leading pages went well. Calls must not overlap.
     pub(crate) fn detach_copies(
         &self,
         region: &Region,
@@ -181,8 +181,8 @@ impl<A: AddressSpace> Mapper<A> {
         left.map_or(0, |left| left.count())
     }
 
-    /// Drops the leading ones of `runs`, of one stripe of a region that the program may only read.
-    /// Returns how many.
+    /// Drops the leading ones of `runs`, which lie in one stripe of a read-only region. Returns how
+    /// many.
     pub(crate) fn drop_runs(&self, region: &Region, runs: &[PageRange]) -> usize {
         let pages = |run: &PageRange| self.pages(region, *run);
         let out: SmallVec<[Pages; SCATTERED_PAGES_MAX]> = runs.iter().map(pages).collect();
@@ -195,12 +195,12 @@ impl<A: AddressSpace> Mapper<A> {
     }
 
     /// Ends a write-protection that [`detach_copies`](Self::detach_copies) may have left on a page.
-    /// Must not overlap with it.
+    /// The two calls must not overlap.
     pub(crate) fn unprotect(&self, region: &Region, page: PageIndex) {
         self.space.unprotect(self.pages(region, page.alone()));
     }
 
-    /// Whether a page is mapped at `address`. Slow.
+    /// True if a page is mapped at `address`. Slow.
     pub(crate) fn is_present(&self, address: usize) -> bool {
         self.space.is_present(address)
     }
@@ -210,30 +210,30 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.wake(self.pages(region, pages));
     }
 
-    /// Every touch of an absent page raises SIGBUS from now on, until it is installed.
+    /// Makes every touch of an absent page raise SIGBUS from now on, until the page is installed.
     pub(crate) fn poison(&self, region: &Region, page: PageIndex) -> io::Result<()> {
         self.space.poison(self.pages(region, page.alone()))
     }
 
-    /// The same for the kernel's page at an address that is no region's.
+    /// Makes every touch of the kernel's page at `address`, which is no region's, raise SIGBUS.
     pub(crate) fn poison_stray(&self, shard: Shard, address: usize) -> io::Result<()> {
         let start = address - address % KERNEL_PAGE_BYTES;
         let page = Pages::new(shard, start, KERNEL_PAGE_BYTES, 1);
         self.space.poison(page)
     }
 
-    /// Appends what has happened in a shard; does not block. The calling thread is the one that
-    /// reads its events from now on.
+    /// Appends the events of a shard; does not block. The calling thread is the one that reads its
+    /// events from now on.
     pub(crate) fn events(&self, shard: Shard, asked: Asked, out: &mut Events) -> io::Result<()> {
         self.space.events(shard, asked, out)
     }
 
-    /// How to learn that [`events`](Self::events) has something to say.
+    /// Returns the way to learn that [`events`](Self::events) has something to say.
     pub(crate) fn wait(&self, shard: Shard) -> Wait<'_> {
         self.space.wait(shard)
     }
 
-    /// Pages of a region, which lie in one stripe, by their addresses.
+    /// Returns pages of a region, which lie in one stripe, by their addresses.
     fn pages(&self, region: &Region, pages: PageRange) -> Pages {
         let shard = self.shard_of(region, pages.start);
         let address = region.address_of(pages.start);

@@ -1,42 +1,41 @@
-//! What an application chooses: [`PagerOptions`] for a runtime, [`RegionOptions`] for a region,
+//! Choices of an application: [`PagerOptions`] for a runtime, [`RegionOptions`] for a region,
 //! [`Advice`] for a part of one.
 //!
-//! The rule it keeps: every field says its default. What the choices lead to is said where they are
-//! used.
+//! The rule: every field says its default. The effects of a choice are described where it is used.
 
 use std::time::Duration;
 
-/// How a pager works. All of it is the application's choice.
+/// Options of a pager.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PagerOptions {
     /// Bytes of pages that may be mapped or in flight at once, over all regions.
     pub budget_bytes: u64,
-    /// Evictor threads. Default: 2. (There is one filler per shard of the address space, and one
-    /// thread that drives fillers per CPU.)
+    /// Number of evictor threads. Default: 2. (There is one filler per shard of the address space,
+    /// and one thread that drives fillers per CPU.)
     pub evictors: usize,
-    /// Evictors sleep while the load does not need them. `false`: all start at the high mark.
-    /// Default: true.
+    /// True if evictors sleep while the load does not need them. `false`: all start at the high
+    /// mark. Default: true.
     pub tune_evictors: bool,
-    /// Bytes of neighbouring pages that move together at most; at least a page does.
-    /// Default: none, for 512 KiB, and less over slow links.
+    /// Upper bound of the bytes of neighbouring pages that move together; one page always moves.
+    /// Default: `None`, which is 512 KiB, and less over slow links.
     pub run_bytes: Option<usize>,
-    /// Evictors start when more than this fraction of the budget is used. Default: 0.95.
+    /// Fraction of the budget above which evictors start. Default: 0.95.
     pub high_water: f64,
-    /// And stop at this one. Default: 0.90.
+    /// Fraction of the budget at which evictors stop. Default: 0.90.
     pub low_water: f64,
-    /// How many of the program's threads can serve their own faults at once. The address space
+    /// Number of the program's threads that can serve their own faults at once. The address space
     /// must have been opened for it. Default: 0, all faults are served by the filler threads.
     pub in_thread: usize,
-    /// A page that cannot be brought in within this time is poisoned. Default: 10 s.
+    /// Time within which a page must be brought in; later it is poisoned. Default: 10 s.
     pub deadline: Duration,
-    /// Before pages are poisoned, a line on standard error says why, once for each cause. Default:
-    /// true.
+    /// True if a line on standard error says why pages are about to be poisoned, once for each
+    /// cause. Default: true.
     pub last_words: bool,
 }
 
 impl PagerOptions {
-    /// The defaults with a budget.
+    /// Returns the defaults with a budget of `budget_bytes`.
     pub fn new(budget_bytes: u64) -> PagerOptions {
         PagerOptions {
             budget_bytes,
@@ -52,28 +51,27 @@ impl PagerOptions {
     }
 }
 
-/// How the program will use a region, or a part of it.
+/// Way in which the program will use a region, or a part of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Advice {
-    /// Nothing known: sequential runs are found from the faults. Holds for the whole region.
+    /// Unknown order: sequential access is found from the faults. Holds for the whole region.
     #[default]
     Normal,
-    /// In order: reads ahead from the first fault on. Holds for the whole region.
+    /// Access in order: reads ahead from the first fault on. Holds for the whole region.
     Sequential,
-    /// In no order: never reads ahead. Holds for the whole region.
+    /// Access in no order: never reads ahead. Holds for the whole region.
     Random,
-    /// The range is needed soon: brought in while there is room. Does not wait.
+    /// Range that is needed soon: brought in while there is room. Does not wait.
     WillNeed,
-    /// The range is not needed soon: written back where it changed, and given up. The data stays,
-    /// and pinned pages do.
+    /// Range that is not needed soon: changed pages are written back, and all are given up. The
+    /// data stays in the store, and pinned pages stay in memory.
     DontNeed,
-    /// The kernel will be given the range by a call that keeps references to its pages without
-    /// pinning them: `vmsplice`, a send with `MSG_ZEROCOPY`, a zero-copy send of `io_uring` from
-    /// memory that is not registered with it. To be said before the call. When such a page leaves,
-    /// its bytes move to new memory and the old is left to the kernel, so that what is sent is what
-    /// was there. That is a copy more per page; neighbours within 64 pages share it. Holds until
-    /// the region ends.
+    /// Range whose pages the kernel will reference without pinning them: `vmsplice`, a send with
+    /// `MSG_ZEROCOPY`, a zero-copy send of `io_uring` from memory that is not registered with it.
+    /// Must be given before that call. When such a page leaves, its bytes move to new memory and
+    /// the old is left to the kernel, so that the bytes sent are those of the call. The price is
+    /// one more copy per page; neighbours within 64 pages share it. Holds until the region ends.
     ZeroCopy,
 }
 
@@ -87,22 +85,22 @@ impl Advice {
     }
 }
 
-/// What a region is to be like.
+/// Options of a region.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct RegionOptions {
-    /// Pages to read ahead at most; 0 switches it off. A sixteenth of the budget is the limit.
-    /// Default: none, for a megabyte, and as much more as covers the link's delay.
+    /// Largest read-ahead window in pages; 0 switches read-ahead off. A sixteenth of the budget is
+    /// the limit. Default: `None`, a megabyte, and as much more as covers the link's delay.
     pub read_ahead: Option<usize>,
-    /// The region's first address, a multiple of its page size. What is mapped there is replaced,
-    /// and the caller vouches for it. Default: `None`, anywhere.
+    /// First address of the region, a multiple of its page size. Mappings at that place are
+    /// replaced, and the caller vouches for it. Default: `None`, anywhere.
     pub address: Option<usize>,
-    /// The program may only read: a write raises SIGSEGV, and pages are dropped when they leave.
-    /// Default: false.
+    /// True if the program may only read: a write raises SIGSEGV, and pages are dropped when they
+    /// leave. Default: false.
     pub read_only: bool,
-    /// The program promises that no device writes into the region's pages: no `O_DIRECT` read, no
-    /// RDMA and no registered buffer of `io_uring` has its bytes there. Pages of 4 KiB then leave
-    /// as copies, many by one call. What a device writes into a page while it leaves is lost.
-    /// Default: false.
+    /// True if the program promises that no device writes into the region's pages: no `O_DIRECT`
+    /// read, no RDMA and no registered buffer of `io_uring` has its bytes there. Pages of 4 KiB
+    /// then leave as copies, many by one call. A device's write into a page that leaves at that
+    /// moment is lost. Default: false.
     pub no_direct_io: bool,
 }

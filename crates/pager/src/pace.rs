@@ -1,4 +1,4 @@
-//! How fast a filler's link is, and how long runs and windows are therefore: [`Pace`].
+//! Pace of a filler's link, and the lengths of runs and windows that follow: [`Pace`].
 //!
 //! **Runs.** A run costs a fixed part (a request, two system calls with their TLB shootdowns, a
 //! wake-up: some 12 us) and a part per byte, at the pace of the link. The longer the run, the more
@@ -8,44 +8,44 @@
 //! beyond which its bytes fall out of the cache between READ, hash and use.
 //!
 //! **Windows.** A read-ahead window is asked for when the program comes to the window before it. It
-//! must cover what the link carries between asking and arriving, or the program waits once per
-//! window. So it covers the link's delay twice, and two runs. It is never shorter than the region's
-//! own length, which is enough for links that answer at once.
+//! must cover the bytes that the link carries between asking and arriving, or the program waits
+//! once per window. So it covers the link's delay twice, and two runs. It is never shorter than the
+//! region's own length, which is enough for links that answer at once.
 //!
-//! **Figures.** Both are read off completions. The pace: while READs queue, what arrives in the
-//! time since the last arrival. The delay: what a READ takes that finds nothing before it, less the
-//! time of its bytes. What arrives in the turn in which it was asked for (shared memory) says
-//! nothing, and the longest runs are right for it.
+//! **Figures.** Completions give both. The pace: the bytes that arrive while READs queue, by the
+//! time since the arrival before. The delay: the time of a READ that finds the link idle, less the
+//! time of its bytes. A READ that arrives in the turn of its post (shared memory) says nothing, and
+//! the longest runs are right for it.
 //!
-//! The rule: figures are of the recent past, and without any the link is called as fast as it can
+//! The rule: figures are of the recent past, and a link without any is taken to be as fast as can
 //! be.
 
 use std::time::{Duration, Instant};
 
-/// The time that a run may take.
+/// Time that a run may take.
 const RUN_TIME: Duration = Duration::from_micros(750);
-/// The past counts half after `MEMORY_BYTES`, and after `MEMORY_DELAYS` delays.
+/// Fading of the past: it counts half after `MEMORY_BYTES`, and after `MEMORY_DELAYS` delays.
 const MEMORY_BYTES: f64 = (8 << 20) as f64;
 const MEMORY_DELAYS: f64 = 16.0;
 
-/// What a filler knows of its link.
+/// Figures of a filler's link.
 #[derive(Debug)]
 pub(crate) struct Pace {
-    /// Whether runs follow the link.
+    /// True if the length of runs follows the link.
     tuned: bool,
     last_arrival: Option<Instant>,
     /// Bytes that arrived while others queued, and the nanoseconds that they took; fading.
     bytes: f64,
     ns: f64,
-    /// Of READs that found the link idle, beyond their bytes' time; fading mean.
+    /// Delay of READs that found the link idle, beyond their bytes' time; fading mean.
     delay_ns: f64,
 }
 
-/// When a READ was posted, and how.
+/// Time of a READ's post, and the state of the link then.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Posted {
     at: Instant,
-    /// Nothing was in flight before it.
+    /// True if nothing was in flight before the READ.
     alone: bool,
 }
 
@@ -63,7 +63,7 @@ impl Posted {
 }
 
 impl Pace {
-    /// Nothing is known yet. Unless `tuned`, runs are as long as they may be.
+    /// Returns the pace of an unknown link. Unless `tuned`, runs are as long as they may be.
     pub(crate) fn new(tuned: bool) -> Pace {
         Pace {
             tuned,
@@ -74,7 +74,7 @@ impl Pace {
         }
     }
 
-    /// `bytes` arrived, in another turn than they were posted in.
+    /// Learns from `bytes` that arrived in another turn than they were posted in.
     pub(crate) fn arrived(&mut self, bytes: usize, posted: Posted, now: Instant) {
         let before = self.last_arrival.replace(now);
         let bytes = bytes as f64;
@@ -93,13 +93,13 @@ impl Pace {
         }
     }
 
-    /// `None`: not known yet.
+    /// Returns the nanoseconds per byte. `None`: not known yet.
     fn ns_per_byte(&self) -> Option<f64> {
         // A megabyte is evidence enough.
         (self.bytes >= (1 << 20) as f64).then(|| self.ns / self.bytes)
     }
 
-    /// Bytes of a run, `most` if the link allows it.
+    /// Returns the bytes of a run, `most` if the link allows it.
     pub(crate) fn run_bytes(&self, most: usize) -> usize {
         let ns_per_byte = self.ns_per_byte().filter(|_| self.tuned);
         ns_per_byte.map_or(most, |ns_per_byte| {
@@ -107,7 +107,7 @@ impl Pace {
         })
     }
 
-    /// Bytes of a read-ahead window, at least.
+    /// Returns the lower bound of the bytes of a read-ahead window.
     pub(crate) fn window_bytes(&self, run_bytes: usize) -> usize {
         self.ns_per_byte().map_or(0, |ns_per_byte| {
             2 * ((self.delay_ns / ns_per_byte) as usize + run_bytes)
@@ -122,8 +122,8 @@ mod tests {
     const MOST: usize = 512 << 10;
     const PART: usize = 64 << 10;
 
-    /// A link that carries `mb_per_s` after a delay, for `reads` READs, four of which are always
-    /// under way; now and then one that is alone.
+    /// Returns the pace of a link that carries `mb_per_s` after a delay, for `reads` READs, four of
+    /// which are always under way; the first of each four finds the link idle.
     fn observe(mb_per_s: f64, delay: Duration, reads: usize) -> Pace {
         let mut pace = Pace::new(true);
         let mut now = Instant::now();

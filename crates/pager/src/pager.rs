@@ -1,7 +1,7 @@
-//! The face of this crate: [`Pager`] starts the workers and lets them go.
+//! Start and end of the workers: [`Pager`], the face of this crate.
 //!
-//! The rule it keeps: it puts the parts together. What a worker does is in its own file; how a
-//! region is mapped is in `map.rs`, and what the program does with one in `mapped.rs`.
+//! The rule: a pager only puts the parts together. The work of each worker is in its own file; a
+//! region is mapped in `map.rs`, and used by the program in `mapped.rs`.
 
 use std::{
     fmt, io, mem, process,
@@ -42,9 +42,9 @@ pub struct Pager<A: AddressSpace> {
     next_id: AtomicU64,
     run_bytes_max: usize,
     deadline: Duration,
-    /// The process that has the threads.
+    /// Id of the process that has the threads.
     process: u32,
-    /// None in a simulation.
+    /// Seats of the worker threads. `None` in a simulation.
     seats: Option<Arc<Seats>>,
 }
 
@@ -73,7 +73,7 @@ impl<A: AddressSpace> Pager<A> {
         Ok(Arc::new(pager))
     }
 
-    /// All parts, without threads: a simulation drives the workers itself.
+    /// Puts all parts together, without threads: a simulation drives the workers itself.
     pub(crate) fn assemble(
         space: Arc<A>,
         cluster: Arc<Cluster>,
@@ -154,29 +154,29 @@ impl<A: AddressSpace> Pager<A> {
         &self.shared
     }
 
-    /// After this time a fill without a frame is given up.
+    /// Returns the time after which a fill without a frame is given up.
     pub(crate) fn deadline(&self) -> Duration {
         self.deadline
     }
 
-    /// Whether this process is a child of the one that started the pager. It has copies of
-    /// everything that it must not use: threads that do not run there hold locks, and connections
-    /// are the parent's.
+    /// True if this process is a child of the one that started the pager. The child has copies that
+    /// it must not use: locks are held by threads that do not run there, and connections are the
+    /// parent's.
     pub fn is_parents(&self) -> bool {
         self.process != process::id()
     }
 
-    /// The servers that regions keep their pages on.
+    /// Returns the servers that regions keep their pages on.
     pub fn cluster(&self) -> &Arc<Cluster> {
         &self.cluster
     }
 
-    /// Bytes that move together at most.
+    /// Returns the upper bound of the bytes that move together.
     pub(crate) fn run_bytes_max(&self) -> usize {
         self.run_bytes_max
     }
 
-    /// What serves the faults of the program's threads, where they do that themselves.
+    /// Returns the part that serves faults in the program's own threads, if the pager has it.
     pub fn in_thread(&self) -> Option<&Arc<InThread<A>>> {
         self.in_thread.as_ref()
     }
@@ -185,16 +185,16 @@ impl<A: AddressSpace> Pager<A> {
         RegionId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Changes the residency budget, to what the pager was started with at most. Returns how many
-    /// bytes exceed it for now. No more memory is taken meanwhile, and evictors bring that to
-    /// nothing, unless too much is pinned.
+    /// Changes the residency budget, at most to that of the start. Returns the number of bytes by
+    /// which memory exceeds it for now. No more memory is taken until evictors have brought that to
+    /// nothing, which they cannot while too much is pinned.
     pub fn set_budget(&self, bytes: u64) -> u64 {
         let _signals = SignalGuard::new();
         self.shared.installer.clock.set_budget(bytes);
         self.shared.frames.set_budget(bytes)
     }
 
-    /// What happened so far.
+    /// Returns the counts since the start.
     pub fn stats(&self) -> PagerStats {
         let budget = self.shared.frames.budget();
         let mut stats = PagerStats {
@@ -215,7 +215,7 @@ impl<A: AddressSpace> Pager<A> {
 impl<A: AddressSpace> Drop for Pager<A> {
     fn drop(&mut self) {
         if self.is_parents() {
-            // What they would give back at their end is the parent's.
+            // Dropping these parts would give back resources of the parent.
             mem::forget((
                 self.shared.clone(),
                 self.cluster.clone(),
@@ -240,7 +240,7 @@ impl<A: AddressSpace> fmt::Debug for Pager<A> {
     }
 }
 
-/// A door for each worker, and what lies behind those of the fillers.
+/// Makes a door for each worker. Returns the doors and the inboxes of the fillers.
 fn doors(workers: &Workers, tuned_evictors: bool) -> io::Result<(Arc<Doors>, Vec<Inbox>)> {
     let fillers = (0..workers.fillers).map(|_| FillerDoor::new());
     let (fillers, inboxes) = fillers.collect::<io::Result<(Vec<_>, Vec<_>)>>()?;
@@ -251,7 +251,7 @@ fn doors(workers: &Workers, tuned_evictors: bool) -> io::Result<(Arc<Doors>, Vec
     Ok((Arc::new(doors), inboxes))
 }
 
-/// A pager and its workers before they have threads.
+/// Parts of a pager: the pager and its workers, before they have threads.
 pub(crate) struct Parts<A: AddressSpace> {
     pub(crate) pager: Pager<A>,
     pub(crate) fillers: Vec<Filler<A>>,

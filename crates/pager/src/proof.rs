@@ -1,23 +1,23 @@
-//! Which source of victims is the better one: [`Proof`].
+//! Comparison of the two sources of victims: [`Proof`].
 //!
-//! Streams and the sweep both name victims ([`FoundBy`]). The pages that come back tell who named
-//! the worse ones: a page's stamp says by whom it was found. While the sweep's come back less than
-//! a quarter as often, the sweep gives nearly all victims. Otherwise streams do. Each always gives
-//! a part, so that there is proof of both.
+//! Streams and the sweep both name victims ([`FoundBy`]). Pages that come back tell which source
+//! named the worse ones: a page's stamp says which source found it. While the sweep's pages come
+//! back less than a quarter as often, the sweep gives nearly all victims. Otherwise streams do.
+//! Each source always gives a part, so that there is proof of both.
 //!
-//! The rule: this module counts. Whose turn it is follows from the counts alone.
+//! The rule: this module counts. The turn of a source follows from the counts alone.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::candidates::FoundBy;
 
-/// The worse source gives one page for this many of the better one.
+/// Number of pages of the better source for each page of the worse one.
 const MINOR_SHARE: u64 = 16;
-/// The past counts half after this many budgets have left. Loops are longer than the budget, and
-/// what left in one piece comes back in one piece.
+/// Number of budgets that leave until the past counts half. Loops are longer than the budget, and
+/// pages that left in one piece come back in one piece.
 const MEMORY_BUDGETS: u64 = 16;
-/// A page that comes back after this many ticks proves nothing. Pages that never left have stamps
-/// much further away.
+/// Number of ticks after which a page that comes back proves nothing. Pages that never left have
+/// stamps much further away.
 const MEMORY_TICKS: u32 = 1 << 30;
 
 /// Ticks of the fill clock that left and came back, by [`FoundBy`].
@@ -26,7 +26,7 @@ pub(crate) struct Proof {
     counts: [Counts; 2],
 }
 
-/// In ticks of the fill clock; fading.
+/// Counts of one source, in ticks of the fill clock; fading.
 #[derive(Default)]
 struct Counts {
     out: AtomicU64,
@@ -41,19 +41,19 @@ impl Proof {
         }
     }
 
-    /// The stamp of a page that leaves now.
+    /// Returns the stamp of a page that leaves now.
     pub(crate) fn stamp(found_by: FoundBy, now: u32) -> u32 {
         now & !1 | found_by as u32
     }
 
-    /// Pages began to leave.
+    /// Counts pages that begin to leave.
     pub(crate) fn leave(&self, found_by: FoundBy, bytes: usize) {
         self.counts[found_by as usize]
             .out
             .fetch_add(bytes as u64 >> 12, Ordering::Relaxed);
         let [swept, streamed] = self.out();
         if swept + streamed > MEMORY_BUDGETS * self.budget_ticks {
-            // Others count meanwhile. What that loses is little beside what fading loses.
+            // Other threads count meanwhile. Their loss is little beside the fading.
             for counts in &self.counts {
                 for figure in [&counts.out, &counts.back] {
                     figure.store(figure.load(Ordering::Relaxed) / 2, Ordering::Relaxed);
@@ -62,7 +62,7 @@ impl Proof {
         }
     }
 
-    /// A run came back from the store.
+    /// Counts a run that came back from the store.
     pub(crate) fn came_back(&self, back: &Back) {
         for (counts, bytes) in self.counts.iter().zip(back.0) {
             if bytes > 0 {
@@ -71,7 +71,7 @@ impl Proof {
         }
     }
 
-    /// Whether what streams have gone through leaves before the sweep looks for others.
+    /// True if pages that streams have gone through leave before the sweep looks for others.
     pub(crate) fn streams_go_first(&self) -> bool {
         let [swept, streamed] = self.out();
         if self.sweep_is_better() {
@@ -81,7 +81,7 @@ impl Proof {
         }
     }
 
-    /// Whether the sweep's pages come back less than a quarter as often.
+    /// True if the sweep's pages come back less than a quarter as often.
     fn sweep_is_better(&self) -> bool {
         let [swept, streamed] = self.out();
         let [swept_back, streamed_back] =
@@ -100,7 +100,7 @@ impl Proof {
 pub(crate) struct Back([usize; 2]);
 
 impl Back {
-    /// A page of `bytes` came back at `now`; `stamp` is that of its leaving.
+    /// Counts a page of `bytes` that came back at `now`; `stamp` is that of its leaving.
     pub(crate) fn count(&mut self, stamp: u32, now: u32, bytes: usize) {
         if now.wrapping_sub(stamp) < MEMORY_TICKS {
             self.0[(stamp & 1) as usize] += bytes;

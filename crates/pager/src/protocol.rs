@@ -1,7 +1,7 @@
 //! The page protocol: one atomic word per page, and the pure functions that say what may become of
 //! it.
 //!
-//! The rule: **only the thread that moved a page into an owned state acts on it. Everyone else
+//! The rule: **only the thread that moved a page into an owned state acts on it. Any other
 //! leaves a note in the word; the owner settles the note before it publishes a stable state.**
 //! Nothing here touches a page, a kernel or a network; the callers do, in the order that each
 //! function demands.
@@ -23,8 +23,8 @@
 //! it has to wait.
 //!
 //! A page that left with bytes that the store does not have, and that could not be mapped again, is
-//! `Lost`: nothing fills it from the store, whose copy is an older one. It comes back by `taken_up`
-//! alone, by somebody who has bytes for it: the program, which overwrites it.
+//! `Lost`: nothing fills it from the store, whose copy is an older one. Only `taken_up` moves it
+//! on, when the program overwrites, moves or discards it, or when it is poisoned once more.
 //!
 //! ```text
 //!   Leaving, or Filling of bytes that were never stored ── lost ──▶ Lost ── taken_up ──▶ Leaving
@@ -41,8 +41,8 @@
 //! | 0 - 2 | state | see [`State`] |
 //! | 3 | `WANTED` | a thread faulted on the page while it was owned |
 //! | 6 | `INSTALLING` | the page may be mapped and changed; its owner has only to publish it |
-//! | 7 | `COPYING` | the page is being copied, and nobody has owned it since that began |
-//! | 8 - 15 | pins | how often the program has pinned the page: unless 0 it comes back when taken out |
+//! | 7 | `COPYING` | the page is being copied, and has had no owner since the copying began |
+//! | 8 - 15 | pins | number of pins by the program: unless 0 the page comes back when taken out |
 //! | 16 - 19 | heat | how many sweeps the page survives |
 //! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
 //!
@@ -53,21 +53,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use farpage_store::PageIndex;
 
-/// Where a page is.
+/// State of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum State {
-    /// Not here: the store has it, or it was never written.
+    /// Page whose bytes are in the store, or that was never written.
     Remote = 0,
-    /// Owned by whoever brings it in.
+    /// Page whose owner brings it in.
     Filling = 1,
-    /// Mapped in the program.
+    /// Page that is mapped in the program.
     Resident = 2,
-    /// Owned by whoever takes it out.
+    /// Page whose owner takes it out.
     Leaving = 3,
-    /// Lost for now: touching it raises SIGBUS.
+    /// Page that raises SIGBUS when touched, until a fill is tried again.
     Poisoned = 4,
-    /// Its newest bytes are nowhere: touching it raises SIGBUS until the program overwrites it.
+    /// Page whose newest bytes are gone: a touch raises SIGBUS until the program overwrites it.
     Lost = 5,
 }
 
@@ -81,51 +81,50 @@ const HEAT_SHIFT: u32 = 16;
 const HEAT: u64 = 0b1111 << HEAT_SHIFT;
 const STAMP_SHIFT: u32 = 32;
 
-/// The highest heat: a page survives so many sweeps at most. With less, pages that are hot leave so
-/// often that a small budget is worse off than by least recently used; with more, little is gained,
-/// and what was hot once stays longer.
+/// Upper bound of the heat, in sweeps that a page survives. With less, hot pages leave so often
+/// that a small budget is worse off than by least recently used. With more, little is gained, and
+/// pages that were hot once stay longer.
 pub const HEAT_MAX: u8 = 15;
 
-/// The stamp of a page that never left, or whose bytes nobody wants any more.
+/// Stamp of a page that never left, or whose former bytes were given up.
 pub const NEVER_LEFT: u32 = 0;
 
-/// A page's word, as a value. `Word::default()` is `Remote`, never touched.
+/// Value of a page's word. `Word::default()` is `Remote`, never touched.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Word(u64);
 
-/// What a faulting page asks of the thread that reads the fault.
+/// Duty of the thread that reads a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnFault {
     /// The caller owns the page now and must fill it.
     Fill,
     /// The note is in the word; the owner settles it.
     Noted,
-    /// The fault is stale, or the program took the page away itself: wake its thread after looking
-    /// which.
+    /// The fault is stale, or the program took the page away itself: check which, then wake the
+    /// thread.
     Stale,
 }
 
-/// What became of a page whose owner is done taking it out.
+/// Outcome of [`left`] for a page that was taken out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnLeft {
     /// The page is remote; its frame is free.
     Gone,
-    /// Somebody wants it, or has pinned it: the caller still owns it and must install the frame
-    /// again.
+    /// The page is wanted or pinned: the caller still owns it and must install the frame again.
     TakeBack,
 }
 
-/// What became of a page whose fill failed.
+/// Outcome of [`fill_failed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnFailed {
-    /// Nobody waits: the page is remote as before.
+    /// The page is remote as before: no thread waits for it.
     Dropped,
-    /// Somebody waits: the caller still owns the page, must poison it and then call [`poisoned`].
+    /// A thread waits: the caller still owns the page, must poison it and then call [`poisoned`].
     MustPoison,
 }
 
 impl Word {
-    /// The page's state.
+    /// Returns the page's state.
     pub fn state(self) -> State {
         match self.0 & STATE {
             0 => State::Remote,
@@ -138,28 +137,28 @@ impl Word {
         }
     }
 
-    /// Whether a fault arrived while the page was owned.
+    /// True if a fault arrived while the page was owned.
     pub fn wanted(self) -> bool {
         self.0 & WANTED != 0
     }
 
-    /// How many sweeps the page survives.
+    /// Returns the number of sweeps that the page survives.
     pub fn heat(self) -> u8 {
         ((self.0 & HEAT) >> HEAT_SHIFT) as u8
     }
 
-    /// Whether the owner of the page is installing it. The program may have it, and may have
-    /// changed it, before it is called resident.
+    /// True if the owner of the page is installing it. The program may already have the page, and
+    /// may have changed it, before the word says `Resident`.
     pub fn installing(self) -> bool {
         self.0 & INSTALLING != 0
     }
 
-    /// Whether the program has pinned the page.
+    /// True if the program has pinned the page.
     pub fn pinned(self) -> bool {
         self.0 & PINS != 0
     }
 
-    /// The fill clock when the page became resident or when it left.
+    /// Returns the fill clock's time when the page became resident or when it left.
     pub fn stamp(self) -> u32 {
         (self.0 >> STAMP_SHIFT) as u32
     }
@@ -181,7 +180,7 @@ impl Word {
     }
 }
 
-/// A fault on the page was read.
+/// Applies a fault that was read: owns a remote page, leaves a note on an owned one.
 pub fn fault(w: Word) -> (Word, OnFault) {
     match w.state() {
         State::Remote => (w.with_state(State::Filling).with_note(), OnFault::Fill),
@@ -190,32 +189,32 @@ pub fn fault(w: Word) -> (Word, OnFault) {
     }
 }
 
-/// A thread waits for the page without having faulted in the kernel's eyes. `None`: nobody owns it,
-/// look again.
+/// Leaves a note for a thread that waits without a page fault. `None`: the page has no owner, look
+/// again.
 pub fn note(w: Word) -> Option<Word> {
     matches!(w.state(), State::Filling | State::Leaving).then(|| w.with_note())
 }
 
-/// Somebody expects the page to be needed. `None`: nothing to do.
+/// Owns a remote page in order to fill it ahead of need. `None`: the page is not remote.
 pub fn prefetch(w: Word) -> Option<Word> {
     (w.state() == State::Remote).then(|| w.with_state(State::Filling))
 }
 
-/// The owner of a filling page, or of a leaving page that comes back, is about to install it.
+/// Marks a filling page, or a leaving page that comes back, as about to be installed.
 ///
-/// Notes of faults that were read before are settled by the install, which wakes their threads.
-/// What is noted after this may be a fault on a page that was installed and that the program took
-/// away at once: see [`installed`].
+/// The install wakes the threads of all notes left before, so these are cleared. A later note may
+/// be of a fault on a page that was installed and that the program took away at once: see
+/// [`installed`].
 pub fn installing(w: Word) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     Word(w.without_note().0 | INSTALLING)
 }
 
-/// The owner has installed the page. If the word before had a note, the caller wakes the page's
-/// threads afterwards.
+/// Publishes an installed page as resident. If the word before had a note, the caller wakes the
+/// page's threads afterwards.
 ///
-/// Call it *after* the install: a page that is called resident too early can be taken out before it
-/// is there.
+/// Call this *after* the install: a page that is called resident too early can be taken out before
+/// it is there.
 pub fn installed(w: Word, heat: u8, now: u32) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_state(State::Resident)
@@ -224,8 +223,8 @@ pub fn installed(w: Word, heat: u8, now: u32) -> Word {
         .with_stamp(now)
 }
 
-/// The owner could not fill the page, or could not install it again although its bytes are in the
-/// store.
+/// Settles a page that its owner could not fill, or could not install again although its bytes are
+/// in the store.
 pub fn fill_failed(w: Word) -> (Word, OnFailed) {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     if w.wanted() {
@@ -235,59 +234,59 @@ pub fn fill_failed(w: Word) -> (Word, OnFailed) {
     }
 }
 
-/// The owner has poisoned the page. The caller wakes its threads afterwards: one may have faulted
-/// since.
+/// Publishes a page that its owner has poisoned. The caller wakes the page's threads afterwards:
+/// one may have faulted meanwhile.
 pub fn poisoned(w: Word) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_state(State::Poisoned).without_note()
 }
 
-/// The owner's bytes of the page, which the store does not have, are gone, and the owner has
-/// poisoned the page. The caller wakes its threads afterwards: one may have faulted since.
+/// Publishes a page whose newest bytes are gone: the store lacks them, and the owner has poisoned
+/// the page. The caller wakes the page's threads afterwards: one may have faulted meanwhile.
 pub fn lost(w: Word) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_state(State::Lost).without_note()
 }
 
-/// Somebody has new bytes for a lost page, or poisons it once more. `None`: it is not lost.
+/// Owns a lost page, to give it new bytes or to poison it once more. `None`: the page is not lost.
 pub fn taken_up(w: Word) -> Option<Word> {
     (w.state() == State::Lost).then(|| w.with_state(State::Leaving))
 }
 
-/// Somebody tries to bring a poisoned page in again. `None`: it is not poisoned.
+/// Owns a poisoned page in order to fill it again. `None`: the page is not poisoned.
 pub fn heal(w: Word) -> Option<Word> {
     (w.state() == State::Poisoned).then(|| w.with_state(State::Filling).with_note())
 }
 
-/// The page shall leave. `None`: it is not resident, or pinned.
+/// Owns a resident page in order to evict it. `None`: the page is not resident, or is pinned.
 pub fn leave(w: Word) -> Option<Word> {
     borrow(w).filter(|w| !w.pinned())
 }
 
-/// The page shall be written back. It comes back afterwards if it is pinned or its borrower wants
-/// it to. `None`: it is not resident.
+/// Owns a resident page in order to write it back. The page comes back afterwards if it is pinned
+/// or its borrower wants it to. `None`: the page is not resident.
 pub fn borrow(w: Word) -> Option<Word> {
     (w.state() == State::Resident).then(|| w.with_state(State::Leaving))
 }
 
-/// Somebody copies the page where it lies, without owning it. `None`: it is not resident, or
-/// pinned.
+/// Marks a resident page that is copied where it lies, without owning it. `None`: the page is not
+/// resident, or is pinned.
 ///
-/// Call it *before* writes to the page are kept out. Every change of state takes the mark away.
+/// Call this *before* writes to the page are kept out. Every change of state clears the mark.
 pub fn copying(w: Word) -> Option<Word> {
     (w.state() == State::Resident && !w.pinned()).then_some(Word(w.0 | COPYING))
 }
 
-/// The page was copied and shall leave. `None`: it is pinned, or somebody has owned it since the
-/// copying began, so that it may hold something else.
+/// Owns a page that was copied, in order to evict it. `None`: the page is pinned, or has had an
+/// owner since the copying began and may hold something else.
 pub fn copied(w: Word) -> Option<Word> {
     (w.0 & COPYING != 0).then(|| leave(w)).flatten()
 }
 
-/// The program wants the page to stay once it is here. `None`: it is pinned too often already.
+/// Adds one pin. `None`: the page is pinned 255 times already.
 ///
-/// The page may be anywhere: who pins it brings it in afterwards. One that is on its way out comes
-/// back.
+/// The page may be in any state: the caller brings it in afterwards. A page that is on its way out
+/// comes back.
 pub fn pin(w: Word) -> Option<Word> {
     (w.0 & PINS != PINS).then(|| Word(w.0 + PIN))
 }
@@ -297,16 +296,16 @@ pub fn unpin(w: Word) -> Option<Word> {
     w.pinned().then(|| Word(w.0 - PIN))
 }
 
-/// The page could not be taken out, or must not be: it is mapped as before. The caller wakes if
-/// there was a note.
+/// Publishes a leaving page that stays mapped: it could not be taken out, or must not be. The
+/// caller wakes the page's threads if there was a note.
 pub fn stayed(w: Word) -> Word {
     debug_assert_eq!(w.state(), State::Leaving);
     w.with_state(State::Resident).without_note()
 }
 
-/// The page is out and its bytes are safe in the store.
+/// Publishes a page whose bytes are safe in the store as remote, unless it is wanted or pinned.
 ///
-/// Call it *after* the bytes are safe: whoever fills the page next reads them from there.
+/// Call this *after* the bytes are safe: the next fill reads them from the store.
 pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
     debug_assert_eq!(w.state(), State::Leaving);
     if w.wanted() || w.pinned() {
@@ -319,15 +318,15 @@ pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
     }
 }
 
-/// What the owned page was is gone for good: what comes in next does not come back.
+/// Forgets when the owned page left: the next fill does not count as a return.
 pub fn forgotten(w: Word) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_stamp(NEVER_LEFT)
 }
 
-/// The owner found no page to take out: the program took it away itself. What was written back last
-/// is the page from now on. Returns whether the caller must wake threads that sleep on the page;
-/// they fault again, and are served.
+/// Publishes a page as remote that its owner found unmapped: the program took it away itself. The
+/// page is from now on what was written back last. Returns true if the caller must wake threads
+/// that sleep on the page; they fault again, and are served.
 pub fn removed(w: Word, now: u32) -> (Word, bool) {
     debug_assert_eq!(w.state(), State::Leaving);
     (
@@ -339,13 +338,13 @@ pub fn removed(w: Word, now: u32) -> (Word, bool) {
     )
 }
 
-/// A fault was read on a page that is called resident but is not mapped: the program took it away
-/// itself (`madvise`). The caller owns it and fills it again with what was written back last.
+/// Owns a page that is called resident but is not mapped: the program took it away itself
+/// (`madvise`). The caller fills it with what was written back last. `None`: it is not resident.
 pub fn vanished(w: Word) -> Option<Word> {
     (w.state() == State::Resident).then(|| w.with_state(State::Filling).with_note())
 }
 
-/// A sweep passes a resident page: it cools by one, and is as young again as at its installation.
+/// Cools a resident page that a sweep passes by one, and makes it as young as at its installation.
 pub fn cooled(w: Word, now: u32) -> Word {
     w.with_heat(w.heat().saturating_sub(1)).with_stamp(now)
 }
@@ -356,32 +355,32 @@ impl Word {
     }
 }
 
-/// The words of a region's pages, one after the other; each changes by compare-and-swap.
+/// Words of a region's pages, one after the other; each changes by compare-and-swap.
 #[derive(Debug)]
 pub struct Words(Vec<AtomicU64>);
 
 impl Words {
-    /// `pages` words, all `Remote`. Their memory is not touched before a page is.
+    /// Returns `pages` words, all `Remote`. The memory of a word is not touched before its page is.
     pub fn new(pages: usize) -> Words {
         Words(bytemuck::zeroed_vec(pages))
     }
 
-    /// How many pages there are.
+    /// Returns the number of pages.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there is no page at all.
+    /// True if there is no page at all.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// A page's word now.
+    /// Returns the current word of `page`.
     pub fn load(&self, page: PageIndex) -> Word {
         Word(self.0[page.0].load(Ordering::Acquire))
     }
 
-    /// Applies a transition that always applies; returns its outcome.
+    /// Applies a transition that always applies. Returns its outcome.
     pub fn apply<T>(&self, page: PageIndex, transition: impl Fn(Word) -> (Word, T)) -> T {
         let cell = &self.0[page.0];
         let mut seen = cell.load(Ordering::Acquire);
@@ -394,7 +393,7 @@ impl Words {
         }
     }
 
-    /// Applies a transition that may not apply; returns the word before and after it, or `None` if
+    /// Applies a transition that may not apply. Returns the word before and after it, or `None` if
     /// it does not apply.
     pub fn try_apply(
         &self,

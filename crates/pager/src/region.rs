@@ -1,7 +1,7 @@
 //! A contiguous address range under paging: [`Region`].
 //!
-//! The rule: whoever owns a page, or is about to, is inside [`Region::enter`] ... [`Region::exit`];
-//! once a region is closing nobody enters, and it is given up when the last has left.
+//! The rule: a page is owned only inside [`Region::enter`] ... [`Region::exit`]. A closing region
+//! lets no thread enter, and is given up when the last has left.
 
 use std::{
     collections::BTreeMap,
@@ -19,13 +19,13 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::{Advice, PageError, protocol::Words};
 
-/// Pages per chunk: the unit in which sweeps pass over a region; eight cache lines of words.
+/// Pages per chunk, the unit in which sweeps pass over a region: eight cache lines of words.
 pub(crate) const CHUNK_PAGES: usize = 64;
-/// Runs of a region that may be overdue at once. With more, none of its pages is taken out until
-/// some of them are gone.
+/// Number of runs of a region that may be overdue at once. With more, none of its pages is taken
+/// out until some of them are gone.
 const OVERDUE_RUNS_MAX: usize = 8;
 
-/// A region of a pager. Nobody else sees the number: messages say the region's label.
+/// Id of a region of a pager. Internal: messages say the region's label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RegionId(pub(crate) u64);
 
@@ -33,31 +33,31 @@ pub(crate) struct RegionId(pub(crate) u64);
 pub(crate) struct Region {
     pub(crate) id: RegionId,
     pub(crate) address: usize,
-    /// Whether single pages may come as copies, and leave as copies.
+    /// True if single pages may come as copies, and leave as copies.
     pub(crate) copies_in: bool,
     pub(crate) copies_out: bool,
     pub(crate) geometry: Geometry,
     pub(crate) words: Words,
     pub(crate) store: Arc<PageStore>,
-    /// Pages of a read-ahead window at most: over links that answer at once, and over slow ones. 0
-    /// and 0 switch it off.
+    /// Upper bound of the pages of a read-ahead window: over links that answer at once, and over
+    /// slow ones. 0 and 0 switch read-ahead off.
     pub(crate) read_ahead: RangeInclusive<usize>,
-    /// Pages that move together at most.
+    /// Upper bound of the pages that move together.
     pub(crate) run_pages: usize,
-    /// One bit per chunk: whether a page of it was ever filled. It keeps sweeps over sparse regions
-    /// cheap.
+    /// One bit per chunk, set if a page of the chunk was ever filled. Keeps sweeps over sparse
+    /// regions cheap.
     touched: Vec<AtomicU64>,
-    /// One bit per chunk: whether the kernel may hold references to pages of it
+    /// One bit per chunk, set if the kernel may hold references to pages of it
     /// ([`Advice::ZeroCopy`]). User space cannot see when these end, so bits are never cleared.
     zero_copy: Vec<AtomicU64>,
     resident: AtomicUsize,
-    /// How many pages of each chunk are mapped, so that sweeps pass over empty chunks: where few
-    /// pages of a large region are used, most chunks that were ever touched are empty. Pages that
-    /// come and go may not be counted yet, so 0 is no proof.
+    /// Number of mapped pages of each chunk, so that sweeps pass over empty chunks: where few pages
+    /// of a large region are used, most chunks that were ever touched are empty. Pages that come
+    /// and go may not be counted yet, so 0 is no proof.
     resident_in: Vec<AtomicI8>,
-    /// Pages that have been on their way out for too long.
+    /// Number of pages that have been on their way out for too long.
     overdue: AtomicUsize,
-    /// Pages that the program has pinned.
+    /// Number of pages that the program has pinned.
     pinned: AtomicUsize,
     advice: AtomicU8,
     closing: AtomicBool,
@@ -65,7 +65,7 @@ pub(crate) struct Region {
     quiet: (Mutex<()>, Condvar),
     /// The first error of work in the background since it was last taken.
     error: Mutex<Option<PageError>>,
-    /// Of each lost page, why.
+    /// Reason for each lost page.
     lost: Mutex<BTreeMap<PageIndex, PageError>>,
 }
 
@@ -104,7 +104,7 @@ impl Region {
         }
     }
 
-    /// What messages call it.
+    /// Returns the region's name in messages.
     pub(crate) fn label(&self) -> Arc<str> {
         self.store.label().clone()
     }
@@ -117,7 +117,7 @@ impl Region {
         self.geometry.page_bytes
     }
 
-    /// Whether the program may only read, so that its pages are what they were filled with.
+    /// True if the program may only read, so that pages hold what they were filled with.
     pub(crate) fn is_read_only(&self) -> bool {
         self.geometry.read_only
     }
@@ -126,7 +126,7 @@ impl Region {
         self.address + page.offset(self.geometry.page_bytes)
     }
 
-    /// The page that holds `address`, which must lie in the region.
+    /// Returns the page that holds `address`, which must lie in the region.
     pub(crate) fn page_at(&self, address: usize) -> PageIndex {
         PageIndex((address - self.address) >> self.geometry.page_bytes.trailing_zeros())
     }
@@ -140,13 +140,13 @@ impl Region {
             .shard_of(page.offset(self.geometry.page_bytes), shards)
     }
 
-    /// The number of the stripe that holds a page.
+    /// Returns the number of the stripe that holds `page`.
     pub(crate) fn stripe_of(&self, page: PageIndex) -> usize {
         page.offset(self.geometry.page_bytes) / self.geometry.stripe_bytes
     }
 
-    /// The part of `pages` in the same stripe as its first one, or as its last one when going
-    /// `down`.
+    /// Returns the part of `pages` in the same stripe as its first one, or as its last one when
+    /// going `down`.
     pub(crate) fn in_one_stripe(&self, pages: PageRange, down: bool) -> PageRange {
         let stripe_pages = self.geometry.stripe_bytes / self.geometry.page_bytes;
         if down {
@@ -158,7 +158,7 @@ impl Region {
         }
     }
 
-    /// Whether somebody waits for one of these pages, which are owned.
+    /// True if a thread waits for one of `pages`, which are owned.
     pub(crate) fn is_wanted(&self, pages: PageRange) -> bool {
         pages.iter().any(|page| self.words.load(page).wanted())
     }
@@ -171,7 +171,7 @@ impl Region {
         self.advice.store(advice as u8, Ordering::Relaxed);
     }
 
-    /// Pages that are mapped now.
+    /// Returns the number of pages that are mapped now.
     pub(crate) fn resident(&self) -> usize {
         self.resident.load(Ordering::Relaxed)
     }
@@ -183,8 +183,8 @@ impl Region {
         }
     }
 
-    /// To be called before the pages are mapped, so that whoever looks for changed pages finds
-    /// them.
+    /// Marks the chunks of `pages` as touched. Must be called before the pages are mapped, so that
+    /// a search for changed pages finds them.
     pub(crate) fn touch(&self, pages: PageRange) {
         for chunk in chunks_of(pages) {
             let (word, bit) = Self::chunk_bit(chunk);
@@ -202,7 +202,7 @@ impl Region {
         }
     }
 
-    /// Whether the kernel may reference some of these pages.
+    /// True if the kernel may reference some of `pages`.
     ///
     /// Exact for pages that were detached before this call: a call that the program makes later
     /// finds them absent. The page table's lock, which both calls take, orders the bit.
@@ -221,14 +221,14 @@ impl Region {
         }
     }
 
-    /// No page is counted as mapped.
+    /// True if no page is counted as mapped.
     #[cfg(test)]
     pub(crate) fn counts_nothing(&self) -> bool {
         let mut chunks = self.resident_in.iter();
         self.resident() == 0 && chunks.all(|count| count.load(Ordering::Relaxed) == 0)
     }
 
-    /// The first chunk at or behind `chunk` of which a page is mapped, as far as it is counted.
+    /// Returns the first chunk at or behind `chunk` of which a page is counted as mapped.
     pub(crate) fn next_resident(&self, chunk: usize) -> Option<usize> {
         let mut at = self.next_touched(chunk)?;
         while self.resident_in[at].load(Ordering::Relaxed) <= 0 {
@@ -237,7 +237,7 @@ impl Region {
         Some(at)
     }
 
-    /// Pages that the program has pinned.
+    /// Returns the number of pages that the program has pinned.
     pub(crate) fn pinned(&self) -> usize {
         self.pinned.load(Ordering::Relaxed)
     }
@@ -250,12 +250,12 @@ impl Region {
         self.pinned.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether its store is so slow that no more of its pages shall be taken out.
+    /// True if the region's store is so slow that no more of its pages shall be taken out.
     pub(crate) fn is_stalled(&self) -> bool {
         self.overdue.load(Ordering::Relaxed) >= OVERDUE_RUNS_MAX * self.run_pages
     }
 
-    /// Pages that have been on their way out for too long: the region's store does not keep up.
+    /// Returns the number of pages that have been on their way out for too long.
     #[cfg(test)]
     pub(crate) fn overdue(&self) -> usize {
         self.overdue.load(Ordering::Relaxed)
@@ -269,7 +269,7 @@ impl Region {
         self.overdue.fetch_sub(pages, Ordering::Relaxed);
     }
 
-    /// The first chunk at or behind `chunk` of which a page was ever filled.
+    /// Returns the first chunk at or behind `chunk` of which a page was ever filled.
     pub(crate) fn next_touched(&self, chunk: usize) -> Option<usize> {
         let chunks = self.pages().div_ceil(CHUNK_PAGES);
         let mut at = chunk;
@@ -284,7 +284,7 @@ impl Region {
         None
     }
 
-    /// The pages of a chunk.
+    /// Returns the pages of a chunk.
     pub(crate) fn chunk(&self, chunk: usize) -> PageRange {
         let pages = PageIndex(chunk * CHUNK_PAGES).and_on(CHUNK_PAGES);
         pages.within(PageRange::first(self.pages()))
@@ -294,11 +294,11 @@ impl Region {
         (chunk / 64, 1 << (chunk % 64))
     }
 
-    /// Before a page of the region is owned. `false`: the region is closing, leave it alone.
+    /// Enters the region, before one of its pages is owned. `false`: it is closing, leave it alone.
     #[must_use]
     pub(crate) fn enter(&self) -> bool {
-        // Sequentially consistent with `close`: either it sees us inside, or we see that it is
-        // closing.
+        // Sequentially consistent with `close`: either `close` sees us inside, or we see that the
+        // region is closing.
         self.active.fetch_add(1, Ordering::SeqCst);
         let open = !self.closing.load(Ordering::SeqCst);
         if !open {
@@ -307,7 +307,7 @@ impl Region {
         open
     }
 
-    /// Enters also while the region is closing, as long as somebody else is inside.
+    /// Enters also while the region is closing, as long as another thread is inside.
     #[must_use]
     pub(crate) fn enter_beside(&self) -> bool {
         let one_more = |active: usize| (active > 0).then(|| active + 1);
@@ -316,12 +316,12 @@ impl Region {
             .is_ok()
     }
 
-    /// For one more owner of pages, by somebody who is inside.
+    /// Enters for one more owner of pages. The caller is inside already.
     pub(crate) fn enter_again(&self) {
         self.active.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// After the page's stable state is published.
+    /// Leaves the region, after the page's stable state is published.
     pub(crate) fn exit(&self) {
         if self.active.fetch_sub(1, Ordering::SeqCst) == 1 && self.closing.load(Ordering::SeqCst) {
             let _guard = self.quiet.0.lock();
@@ -333,12 +333,12 @@ impl Region {
         self.closing.load(Ordering::Relaxed)
     }
 
-    /// Lets nobody enter any more. `false`: somebody else did this already.
+    /// Closes the region: no thread enters any more. `false`: it was closed already.
     pub(crate) fn close(&self) -> bool {
         !self.closing.swap(true, Ordering::SeqCst)
     }
 
-    /// Waits until everyone who had entered has left.
+    /// Waits until every thread that has entered has left.
     pub(crate) fn wait_until_quiet(&self) {
         let mut guard = self.quiet.0.lock();
         while self.active.load(Ordering::SeqCst) != 0 {
@@ -355,36 +355,36 @@ impl Region {
         self.error.lock().take()
     }
 
-    /// A page's newest bytes are gone. Before its word says so: whoever sees it lost looks for the
-    /// reason.
+    /// Keeps the reason why a page's newest bytes are gone. Must be called before its word says so:
+    /// a thread that sees the page lost looks for the reason.
     pub(crate) fn lose(&self, page: PageIndex, error: PageError) {
         self.lost.lock().insert(page, error);
     }
 
-    /// Lost pages among these, and why.
+    /// Returns the lost pages among `pages`, and why each is lost.
     pub(crate) fn lost(&self, pages: PageRange) -> Vec<(PageIndex, PageError)> {
         let lost = self.lost.lock();
         let among = lost.range(pages.start..pages.end);
         among.map(|(&page, error)| (page, error.clone())).collect()
     }
 
-    /// The program has overwritten a lost page.
+    /// Removes the reason of a lost page that has new bytes.
     pub(crate) fn found(&self, page: PageIndex) {
         self.lost.lock().remove(&page);
     }
 }
 
-/// The number of the chunk that a page lies in.
+/// Returns the number of the chunk that a page lies in.
 pub(crate) fn chunk_of(page: PageIndex) -> usize {
     page.0 / CHUNK_PAGES
 }
 
-/// The chunks that pages lie in.
+/// Returns the chunks that pages lie in.
 pub(crate) fn chunks_of(pages: PageRange) -> Range<usize> {
     chunk_of(pages.start)..pages.end.0.div_ceil(CHUNK_PAGES)
 }
 
-/// The chunks that a run of pages lies in, and how many of its pages lie in each.
+/// Returns the chunks that a run of pages lies in, and how many of its pages lie in each.
 fn by_chunk(pages: PageRange) -> impl Iterator<Item = (usize, i8)> {
     chunks_of(pages).map(move |chunk| {
         let of_chunk = PageIndex(chunk * CHUNK_PAGES).and_on(CHUNK_PAGES);

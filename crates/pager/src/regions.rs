@@ -1,7 +1,7 @@
 //! All mapped regions by their addresses: [`RegionTable`].
 //!
-//! The rule it keeps: a signal handler may read it. So its lock is the standard library's, which
-//! never allocates, and whoever holds it touches no page of the program's.
+//! The rule: a signal handler may read the table. So its lock is the standard library's, which
+//! never allocates, and a thread that holds it touches no page of the program's.
 
 use std::{
     collections::BTreeMap,
@@ -30,14 +30,14 @@ impl RegionTable {
         regions.remove(&address);
     }
 
-    /// The region at an address, if one is mapped there.
+    /// Returns the region at an address, if one is mapped there.
     pub(crate) fn at(&self, address: usize) -> Option<Arc<Region>> {
         let regions = self.read();
         let (_, region) = regions.range(..=address).next_back()?;
         region.contains(address).then(|| region.clone())
     }
 
-    /// The regions that have some of these addresses.
+    /// Returns the regions that have some of these addresses.
     pub(crate) fn overlapping(&self, addresses: &Range<usize>) -> Vec<Arc<Region>> {
         let regions = self.read();
         let below = regions.range(..addresses.end).rev();

@@ -1,7 +1,7 @@
 //! Room made by a thread that serves its own fault: [`Relief`].
 //!
 //! The thread takes a few victims out while its READ is under way. No evictor has to be woken for
-//! it, and no other processor has to forget the addresses while the program runs there. (Where
+//! them, and no other processor has to forget the addresses while the program runs there. (Where
 //! other threads of the program do run, copies leave in batches: `scatter.rs`.)
 //!
 //! The rule is that of a signal handler, see `in_thread.rs`: unchanged pages are gone, changed ones
@@ -24,10 +24,10 @@ use crate::{
     victims::{Out, Walk},
 };
 
-/// A call looks at the victims of this many chunks, of which some have none.
+/// Number of chunks whose victims one call looks at; some chunks have none.
 const CHUNKS_PER_CALL: usize = 4;
 
-/// Takes pages out for one thread.
+/// Eviction by one thread for its own faults.
 pub(crate) struct Relief<A: AddressSpace> {
     shared: Arc<Shared<A>>,
     worker: usize,
@@ -63,7 +63,7 @@ impl<A: AddressSpace> Relief<A> {
                 any |= self.drop_candidates(&candidates);
                 continue;
             }
-            // What streams have gone through lies in rows, which move at once.
+            // Pages that streams have gone through lie in rows, which move at once.
             if candidates.found_by == FoundBy::Sweep
                 && self.shared.scatter.is_better(&candidates.region)
             {
@@ -74,7 +74,7 @@ impl<A: AddressSpace> Relief<A> {
         any
     }
 
-    /// Drops victims among the candidates, which the program may only read.
+    /// Drops victims among the candidates of a read-only region. Returns whether there were any.
     fn drop_candidates(&self, candidates: &Candidates) -> bool {
         let page_bytes = candidates.region.page_bytes() as u64;
         let excess = self.shared.frames.budget().excess().div_ceil(page_bytes);
@@ -103,7 +103,7 @@ impl<A: AddressSpace> Relief<A> {
         any
     }
 
-    /// Takes victims of the candidates out by moving, `left` at most.
+    /// Takes victims of the candidates out by moving, at most `left`.
     fn move_out(&self, candidates: &Candidates, left: &mut usize) -> bool {
         let page_bytes = candidates.region.page_bytes() as u64;
         let mut walk = Walk::new(&self.shared.victims, candidates);
@@ -122,7 +122,7 @@ impl<A: AddressSpace> Relief<A> {
         walk.end()
     }
 
-    /// Takes as many of the leading ones of these pages out as go together. Returns how many.
+    /// Takes as many of the leading ones of `pages` out as go together. Returns how many.
     fn move_run_out(&self, region: &Arc<Region>, pages: PageRange, found_by: FoundBy) -> usize {
         match self.shared.victims.take_out(region, pages, protocol::leave) {
             Out::Taken(run) => {
@@ -136,7 +136,7 @@ impl<A: AddressSpace> Relief<A> {
         0
     }
 
-    /// Pages were taken out: what is unchanged is gone, the rest is handed over.
+    /// Settles pages that were taken out: unchanged ones are gone, the rest is handed over.
     fn took_out(&self, region: &Arc<Region>, run: Run<A::Frame>, found_by: FoundBy) {
         let shared = &self.shared;
         let stamp = shared.victims.stamp(found_by);

@@ -1,14 +1,14 @@
 //! Contents that get other page numbers: [`Mapped::relocate`].
 //!
-//! What a page is moves by its entry (where the store has its bytes, and what they hash to), and a
+//! The contents of a page move by its entry (where the store has its bytes, and their hash), and a
 //! page that is mapped moves by its frame. No byte is read, copied, sent or hashed.
 //!
 //! Both pages are owned before anything changes: the new one as `Filling`, the old one as `Filling`
-//! or, if it is mapped, as `Leaving`. Whatever meets them meanwhile (read-ahead, an evictor, a
-//! fault that is read late) leaves a note or looks elsewhere. The old page is zeros afterwards, and
-//! the new one what the old one was: mapped if that was, and remote if that was.
+//! or, if it is mapped, as `Leaving`. Other work that meets them meanwhile (read-ahead, an evictor,
+//! a fault that is read late) leaves a note or looks elsewhere. Afterwards the old page is zeros,
+//! and the new one is mapped if the old one was, and remote if the old one was.
 //!
-//! The rule: as in `discard.rs`, the calling thread owns pages here and waits for nobody while it
+//! The rule: as in `discard.rs`, the calling thread owns pages here and waits for nothing while it
 //! does. A page that it cannot have it gives back, and looks again.
 
 use std::{ops::Range, thread, time::Instant};
@@ -27,33 +27,33 @@ use crate::{
     victims::Out,
 };
 
-/// What came of one attempt.
+/// Outcome of one attempt to relocate pages.
 pub(crate) enum Relocated {
-    /// This many leading pages have moved.
+    /// Number of leading pages that have moved.
     Done(usize),
-    /// One of the two pages is another's.
+    /// One of the two pages has another owner.
     NotNow,
-    /// The kernel or a device holds the old page, or the new one is pinned: it stays where it is.
+    /// The kernel or a device holds the old page, or the new one is pinned: the old one stays.
     Held,
 }
 
 impl<A: AddressSpace> Mapped<A> {
-    /// Moves what the pages of `from` hold to as many pages from the byte `to` on. Both begin with
-    /// a page, and the two have no page in common. What the new pages held is gone, and the old
-    /// ones are zeros.
+    /// Moves the contents of the pages of `from` to as many pages from the byte `to` on. Both
+    /// ranges begin with a page, and they have no page in common. The former contents of the new
+    /// pages are gone, and the old pages are zeros.
     ///
-    /// Nobody uses either range until this returns. Pins stay with the pages, not with what they
-    /// hold. A page stays where it is that the kernel or a device holds, a slow server until the
-    /// deadline, or that cannot be brought in; also one whose new place is pinned. Then `stays` is
-    /// called with its first byte and that of its new place, and sees to it. Nobody owns the two
-    /// meanwhile.
+    /// The program must use neither range until this returns. Pins stay with the pages, not with
+    /// their contents. A page stays where it is if the kernel, a device or, until the deadline, a
+    /// slow server holds it, if it cannot be brought in, or if its new place is pinned. Then
+    /// `stays` gets its first byte and that of its new place, and sees to it. Neither page has an
+    /// owner meanwhile.
     ///
     /// # Errors
     /// [`PageError::Forked`]: nothing has moved.
     ///
     /// # Panics
-    /// If the ranges are no whole pages of the region, or it is read-only or over a user's own
-    /// store, or it has a name.
+    /// If the ranges are no whole pages of the region or overlap, or the region is read-only, over
+    /// a user's own store, or has a name.
     pub fn relocate(
         &self,
         from: Range<usize>,
@@ -116,7 +116,7 @@ impl<A: AddressSpace> Mapped<A> {
     ) -> Result<Relocated, PageError> {
         let region = self.region();
         let word = region.words.load(new);
-        // It comes back whenever it is taken away.
+        // A pinned page comes back whenever it is taken away.
         if word.pinned() {
             return Ok(Relocated::Held);
         }
@@ -143,7 +143,7 @@ impl<A: AddressSpace> Mapped<A> {
         let words = &self.region().words;
         let own = |page: &PageIndex| words.try_apply(*page, protocol::prefetch).is_some();
         let pages = pages.start.and_on(pages.iter().take_while(own).count());
-        // What a late fault has left there, or something that was stored of it.
+        // Clears bytes that a late fault has left there, or that the store has of the pages.
         self.region().store.clear(pages);
         pages
     }
@@ -163,7 +163,7 @@ impl<A: AddressSpace> Mapped<A> {
                 owned.iter().for_each(|page| self.publish_remote(page));
                 return Ok(match refused {
                     Out::Refused(_) => Relocated::Held,
-                    // If the program gave it back to the kernel, what was stored is the page now.
+                    // If the program gave the page back, what was stored is the page now.
                     _ => Relocated::NotNow,
                 });
             }
@@ -209,8 +209,8 @@ impl<A: AddressSpace> Mapped<A> {
         Ok(Relocated::Done(1))
     }
 
-    /// A page that raises SIGBUS. One that is poisoned is tried again where it is touched next; one
-    /// that is lost is lost there, too.
+    /// Moves a page that raises SIGBUS. A poisoned page is tried again when its new place is
+    /// touched; a lost page is lost there, too.
     fn relocate_broken(&self, old: PageIndex, new: PageIndex) -> Result<Relocated, PageError> {
         let (shared, region) = (self.shared(), self.region());
         // The old address raises SIGBUS: only a page ends that.
@@ -241,7 +241,7 @@ impl<A: AddressSpace> Mapped<A> {
         Ok(Relocated::Done(1))
     }
 
-    /// Owned pages that were taken out are remote, and zeros. Who waits for one tries again.
+    /// Publishes owned pages that were taken out as remote, and zeros. Wakes waiting threads.
     fn publish_blank(&self, pages: PageRange) {
         let (shared, region) = (self.shared(), self.region());
         let now = shared.installer.clock.now();
@@ -252,8 +252,8 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    /// A page that is owned as `Filling` is what the store has. If somebody waits for it, its
-    /// filler brings it in.
+    /// Publishes a page that is owned as `Filling` as remote. If a thread waits for it, its filler
+    /// brings it in.
     fn publish_remote(&self, page: PageIndex) {
         let region = self.region();
         if region.words.apply(page, protocol::fill_failed) == OnFailed::Dropped {

@@ -1,20 +1,20 @@
-//! After how long pages come back: [`Returns`], which tells what more memory would have been worth.
+//! Returns of pages, by the time that they were away: [`Returns`] tells the worth of more memory.
 //!
-//! A page's stamp says when it left, by the clock that counts what comes in. A page that comes back
-//! after less than a budget of others would have stayed if there had been room for those, which
-//! twice the budget has. With more memory fewer would have come in meanwhile, so that it is rather
-//! more pages that would have stayed.
+//! A page's stamp says when it left, by the clock that counts fills. A page that comes back after
+//! less than a budget of others would have stayed if there had been room for those others, which
+//! twice the budget has. With more memory fewer pages would have come in meanwhile, so the number
+//! of pages that would have stayed is rather higher.
 //!
-//! The rule: it counts, and decides nothing.
+//! The rule: this module counts, and decides nothing.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{PagerStats, clock::FillClock};
 
-/// Pages that never left have stamps further away than this.
+/// Time away, in ticks, from which on a page counts as one that never left.
 const EVER_TICKS: u32 = 1 << 30;
 
-/// Pages that came back.
+/// Counts of pages that came back.
 #[derive(Default)]
 pub(crate) struct Returns {
     all: AtomicU64,
@@ -22,7 +22,7 @@ pub(crate) struct Returns {
     within_three: AtomicU64,
 }
 
-/// Those of one run.
+/// Counts of one run's pages.
 #[derive(Default)]
 pub(crate) struct OfRun {
     all: u64,
@@ -31,7 +31,7 @@ pub(crate) struct OfRun {
 }
 
 impl OfRun {
-    /// A page came back at `now`; `stamp` is that of its leaving.
+    /// Counts a page that came back at `now`; `stamp` is that of its leaving.
     pub(crate) fn count(&mut self, clock: &FillClock, stamp: u32, now: u32) {
         let (away, budget) = (now.wrapping_sub(stamp), clock.budget_ticks());
         if away < EVER_TICKS {
@@ -69,7 +69,7 @@ mod tests {
         for away in [0, 99, 100, 299, 300, 5000] {
             run.count(&clock, now.wrapping_sub(away), now);
         }
-        // It never left.
+        // A page that never left.
         run.count(&clock, 0, now);
         let returns = Returns::default();
         returns.count(&run);

@@ -1,4 +1,4 @@
-//! Runs: neighbouring pages that travel together, and what is cut off them.
+//! Runs: neighbouring pages that travel together, and the stretches cut off them.
 //!
 //! The page is the unit of the protocol. The run is the unit of whatever costs a system call, a
 //! request or a wake-up. The rule: a [`Run`] is pages of one stripe of one region, which one worker
@@ -7,9 +7,9 @@
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::Frame;
 
-/// Bytes that move together at most. A longer run delays the thread that waits for the first page
-/// and saves almost nothing per byte: a move of 1 MiB takes 60 us, of which the system call and its
-/// TLB shootdown are 2.
+/// Upper bound of the bytes that move together. A longer run delays the thread that waits for the
+/// first page and saves almost nothing per byte: a move of 1 MiB takes 60 us, of which the system
+/// call and its TLB shootdown are 2.
 pub(crate) const RUN_BYTES_MAX: usize = 512 << 10;
 
 /// Pages in a row with the frame of their bytes.
@@ -21,7 +21,7 @@ pub(crate) struct Run<F> {
 }
 
 impl<F: Frame> Run<F> {
-    /// `frame` holds the bytes of the pages from `first` on, as many as it has room for.
+    /// Makes a run of the pages from `first` on, as many as `frame` holds.
     pub(crate) fn new(first: PageIndex, frame: F, page_bytes: usize) -> Run<F> {
         let pages = first.and_on(pages_in(&frame, page_bytes));
         Run {
@@ -39,12 +39,12 @@ impl<F: Frame> Run<F> {
         self.pages.start
     }
 
-    /// How many pages there are.
+    /// Returns the number of pages.
     pub(crate) fn len(&self) -> usize {
         self.pages.len()
     }
 
-    /// Each page with its bytes.
+    /// Returns each page with its bytes.
     pub(crate) fn bytes_by_page(&self) -> impl Iterator<Item = (PageIndex, &[u8])> {
         let bytes = self.frame.as_ref().chunks_exact(self.page_bytes);
         self.pages.iter().zip(bytes)
@@ -54,7 +54,7 @@ impl<F: Frame> Run<F> {
         self.frame
     }
 
-    /// Keeps the first `pages`; returns the rest, if there is one.
+    /// Keeps the first `pages`. Returns the rest, if there is one.
     pub(crate) fn keep_first(&mut self, pages: usize) -> Option<Run<F>> {
         let frame = keep_first(&mut self.frame, pages, self.page_bytes)?;
         self.pages.end = self.pages.start + pages;
@@ -70,7 +70,7 @@ impl<F: Frame> Run<F> {
         let mut rest = Some(self);
         while let Some(mut run) = rest.take() {
             let of = kind(run.first());
-            // Each page is asked about once: the answer may change while it is taken.
+            // Each page is asked about once: the answer may change while the page is taken.
             let others = (1..run.len()).find(|&at| kind(run.first() + at) != of);
             rest = run.keep_first(others.unwrap_or(run.len()));
             each(run, of);
@@ -78,7 +78,7 @@ impl<F: Frame> Run<F> {
     }
 }
 
-/// How many pages a frame holds.
+/// Returns the number of pages that a frame holds.
 pub(crate) fn pages_in<F: Frame>(frame: &F, page_bytes: usize) -> usize {
     frame.as_ref().len() / page_bytes
 }
@@ -89,7 +89,7 @@ pub(crate) fn keep_first<F: Frame>(frame: &mut F, pages: usize, page_bytes: usiz
     (pages < pages_in(frame, page_bytes)).then(|| frame.split_off(pages * page_bytes))
 }
 
-/// A frame of the address space, as the store wants it.
+/// Frame of the address space, as the store wants it.
 #[derive(Debug)]
 pub(crate) struct Local<F>(pub(crate) F);
 

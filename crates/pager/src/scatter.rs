@@ -1,12 +1,12 @@
 //! Single pages, in and out as copies: [`Scatter`]. Used where moving interrupts other threads.
 //!
-//! A copy that is mapped is memory that was not there before. A page that was taken out by copying
-//! is memory no more, while its frame stays. So both go by what the budget has room for
-//! ([`Frames::for_copy`]), and where it has none pages move as ever. Where pages leave by moving,
-//! frames pile up, and make room when they are given up together.
+//! A copy that is mapped is new memory. A page that was taken out by copying is memory no more,
+//! while its frame stays. So both need room in the budget ([`Frames::for_copy`]), and where it has
+//! none pages move as ever. Where pages leave by moving, frames pile up, and make room when they
+//! are given up together.
 //!
-//! The rule: one thread at a time takes pages out by copying, since what it protects meanwhile
-//! would be unprotected by another.
+//! The rule: one thread at a time takes pages out by copying, since another would unprotect the
+//! pages that it protects meanwhile.
 
 use std::{
     io, mem,
@@ -37,34 +37,34 @@ use crate::{
 /// Pages that leave together lie within this span, because write-protecting walks every page of it.
 const WINDOW_PAGES: usize = 512;
 
-/// Fewer pages are not worth the interruptions that they share.
+/// Lower bound of the pages that leave together: fewer are not worth the interruptions they share.
 const PAGES_MIN: usize = 4;
 
-/// Copying pages out takes less than this, unless it waits for a page.
+/// Upper bound of the time that copying pages out takes, unless it waits for a page.
 const HELD_UP_MS: u64 = 2;
 
-/// What came of taking pages out by copying.
+/// Outcome of taking pages out by copying.
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
-    /// Whether any page was taken out.
+    /// True if any page was taken out.
     pub(crate) any: bool,
     /// Pages that could not be copied, or were too few to be. Moving takes them out, or says what
     /// is the matter with them.
     pub(crate) refused: Scattered,
 }
 
-/// Copies pages in and out, where that is cheaper than moving them.
+/// Copying of pages in and out, where that is cheaper than moving them.
 pub(crate) struct Scatter<A: AddressSpace> {
     mapper: Arc<Mapper<A>>,
     frames: Arc<Frames<A>>,
     installer: Arc<Installer<A>>,
     victims: Arc<Victims<A>>,
     costs: Costs,
-    /// Held by the one thread that takes pages out. Of the standard library: it never allocates,
+    /// Lock of the one thread that takes pages out. The standard library's lock never allocates,
     /// and is tried in a signal handler.
     turn: Mutex<()>,
     started: Instant,
-    /// When the copying under way began, in milliseconds since the start; 0: none is.
+    /// Start of the copying under way, in milliseconds since `started`; 0: none is.
     since_ms: AtomicU64,
 }
 
@@ -92,8 +92,8 @@ impl<A: AddressSpace> Scatter<A> {
         &self.costs
     }
 
-    /// A write to a page that is mapped raised a fault: the page came meanwhile, or it is protected
-    /// while others leave. Returns whether the write may be tried again; not while others leave.
+    /// Lifts the protection of a mapped page after a write fault: the page came meanwhile, or is
+    /// protected while others leave. Returns whether to try again: not while others leave.
     pub(crate) fn unprotect(&self, region: &Region, page: PageIndex) -> bool {
         if !region.copies_out {
             return true;
@@ -105,14 +105,14 @@ impl<A: AddressSpace> Scatter<A> {
         turn.is_some()
     }
 
-    /// Waits until the pages that are being taken out are out. What was pinned before is left alone
-    /// from then on.
+    /// Waits until the pages that are being taken out are out. Pages pinned before this call are
+    /// left alone from then on.
     pub(crate) fn wait(&self) {
         drop(self.turn.lock());
     }
 
     /// Maps owned pages as [`Installer::install`] does: one alone by copying or moving, whichever
-    /// is cheaper. `alone`: how many the caller has mapped so.
+    /// is cheaper. `alone`: number of pages that the caller has mapped so.
     pub(crate) fn install(
         &self,
         region: &Region,
@@ -156,7 +156,7 @@ impl<A: AddressSpace> Scatter<A> {
         }
     }
 
-    /// Room for a copy of one page.
+    /// Reserves room for a copy of one page.
     fn room(&self, region: &Region, is_trial: bool) -> Option<Reservation<'_>> {
         let page_bytes = region.page_bytes();
         if region.copies_out {
@@ -174,7 +174,7 @@ impl<A: AddressSpace> Scatter<A> {
         self.frames.for_copy(page_bytes, 1, false)
     }
 
-    /// Whether pages of the region had better leave by [`take_out`](Self::take_out), and there are
+    /// True if pages of the region had better leave by [`take_out`](Self::take_out), and there are
     /// frames to copy enough of them to. Pinned pages must not lie between others that do, since
     /// system calls may write to them at any time.
     pub(crate) fn is_better(&self, region: &Region) -> bool {
@@ -189,13 +189,13 @@ impl<A: AddressSpace> Scatter<A> {
         self.started.elapsed().as_millis() as u64
     }
 
-    /// Whether whoever takes pages out waits for one that the program has dropped: others move.
+    /// True if the thread that takes pages out waits for one that the program dropped: others move.
     fn is_held_up(&self) -> bool {
         let since_ms = self.since_ms.load(Ordering::Relaxed);
         since_ms != 0 && self.now_ms() > since_ms + HELD_UP_MS
     }
 
-    /// How many pages may leave at once. Fills find some frames, too.
+    /// Returns the number of pages that may leave at once. Fills find some frames, too.
     fn most(&self, region: &Region) -> usize {
         let budget = self.frames.budget();
         let bytes = budget.excess().min(budget.room() / 2);
@@ -211,9 +211,9 @@ impl<A: AddressSpace> Scatter<A> {
     }
 
     /// Takes victims out by copying, those of `candidates` and of some behind them, while there is
-    /// need, and hands each to `taken_out`: it is the caller's then, as `Leaving`, and its region
-    /// has been entered for it. `None`: somebody else takes pages out, and the candidates are left
-    /// to others.
+    /// need. Hands each to `taken_out`, owned as `Leaving` and with its region entered for it.
+    /// `None`: another thread takes pages out, or the region has pins or is closing; the candidates
+    /// are left to others.
     pub(crate) fn take_out(
         &self,
         candidates: Candidates,
@@ -221,7 +221,7 @@ impl<A: AddressSpace> Scatter<A> {
     ) -> Option<Outcome> {
         let region = candidates.region.clone();
         let turn = self.try_turn();
-        // Looked at again: nobody who pins goes on before a turn that did not see it has ended.
+        // Looked at again: a thread that pins waits for the end of a turn that did not see its pin.
         if turn.is_none() || region.pinned() > 0 || !region.enter() {
             Walk::new(&self.victims, &candidates).end();
             return None;
@@ -267,8 +267,8 @@ impl<A: AddressSpace> Scatter<A> {
         Some(outcome)
     }
 
-    /// Takes the leading ones of these pages out, which are marked, except those that somebody else
-    /// has taken up. Moves their frames to `out`. Returns up to which page that went well.
+    /// Takes out the leading ones of these marked pages, except those that have had an owner since.
+    /// Moves their frames to `out`. Returns how many leading pages went well.
     fn copy_out(
         &self,
         region: &Region,
@@ -305,7 +305,7 @@ impl<A: AddressSpace> Scatter<A> {
         dealt_with
     }
 
-    /// Marks victims, `most` at most, that lie in one stripe and within [`WINDOW_PAGES`].
+    /// Marks victims, at most `most`, that lie in one stripe and within [`WINDOW_PAGES`].
     /// Ascending.
     fn mark(&self, candidates: Candidates, most: usize) -> Scattered {
         let (region, found_by) = (candidates.region.clone(), candidates.found_by);
@@ -344,8 +344,8 @@ impl<A: AddressSpace> Scatter<A> {
     }
 }
 
-/// The pages that may leave together with `page`. Whole chunks, so that no sweep's candidates are
-/// cut.
+/// Returns the pages that may leave together with `page`. Whole chunks, so that the candidates of a
+/// sweep are not cut.
 fn window_of(region: &Region, page: PageIndex) -> PageRange {
     let end = region.chunk(chunk_of(page)).start + WINDOW_PAGES;
     region.in_one_stripe(page.until(end), false)

@@ -1,11 +1,11 @@
-//! The threads of workers, and what happens when one does not come back: [`Seats`].
+//! Threads of workers, and their replacement when one does not come back: [`Seats`].
 //!
 //! Workers make calls of users' stores themselves where these return at once, which saves a
-//! hand-off to another thread and back. Nobody knows that beforehand. So while there are such
-//! calls, a *lookout* wakes now and then, and where a thread has been in one for too long it puts
-//! another on its seat. The old thread ends when its call has returned.
+//! hand-off to another thread and back. It is not known beforehand if a call does. So while there
+//! are such calls, a *lookout* wakes now and then, and where a thread has been in one for too long
+//! it puts another on its seat. The old thread ends when its call has returned.
 //!
-//! The rule: a thread holds no lock while it is in a call, so that another can drive what it drove.
+//! The rule: a thread holds no lock while it is in a call, so that another can drive its worker.
 
 use std::{
     io, mem,
@@ -31,24 +31,24 @@ use crate::{
     worker,
 };
 
-/// A thread that has been in a call for so long is not waited for. As long again may pass until
-/// that is seen.
+/// Time in a call after which a thread is not waited for. As long again may pass until the lookout
+/// sees it.
 const PATIENCE: Duration = Duration::from_millis(1);
-/// The lookout sleeps when it has woken so many times without seeing a call.
+/// Number of wake-ups without a call after which the lookout sleeps.
 const QUIET_TIMES: u32 = 8;
 
-/// What a worker's thread runs. It returns when the workers stop, or when it has lost its seat.
+/// Work of a worker's thread. Returns when the workers stop, or when the thread has lost its seat.
 pub(crate) type Serve = Arc<dyn Fn() + Send + Sync>;
 
-/// A seat per worker with a thread of its own, and the threads.
+/// Seats of the workers that have a thread of their own, and the threads.
 pub(crate) struct Seats {
     doors: Arc<Doors>,
     started: Instant,
-    /// By seat: since when its thread is in a call, in nanoseconds since the start; 0: it is not.
+    /// Start of the call that a seat's thread is in, in nanoseconds since `started`; 0: in none.
     inside_ns: Vec<CachePadded<AtomicU64>>,
-    /// There was a call since the lookout has looked.
+    /// True if there was a call since the lookout has looked.
     any: AtomicBool,
-    /// Calls the lookout while it sleeps.
+    /// Bell that wakes the lookout.
     bell: Bell,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -72,7 +72,7 @@ impl Seats {
 
     /// Makes a call on the seat's thread. Returns whether the seat is still this thread's.
     pub(crate) fn make<F: Frame>(&self, seat: usize, call: &mut StoreCall<Local<F>>) -> bool {
-        // No other call of this seat has the same: a thread is replaced more slowly than that.
+        // Unique among the seat's calls: replacing a thread takes longer than a tick.
         let since_ns = self.now_ns();
         self.inside_ns[seat].store(since_ns, Ordering::Release);
         if !self.any.load(Ordering::Relaxed) {
@@ -85,7 +85,7 @@ impl Seats {
             .is_ok()
     }
 
-    /// Starts a thread on each seat, by its name and what it runs, and the lookout.
+    /// Starts a thread on each seat, by its name and its work, and the lookout.
     pub(crate) fn start(self: &Arc<Self>, serve: Vec<(String, Serve)>) -> io::Result<()> {
         for (name, serve) in &serve {
             let serve = serve.clone();
@@ -98,10 +98,10 @@ impl Seats {
         Ok(())
     }
 
-    /// Waits for all threads. The workers are told to stop, and no region is left, so that no call
-    /// is, either.
+    /// Waits for all threads. The workers have been told to stop, and no region is left, so no call
+    /// is left, either.
     pub(crate) fn join(&self) {
-        // The lookout may add some until it ends.
+        // The lookout may add threads until it ends.
         loop {
             let threads = mem::take(&mut *self.threads.lock());
             if threads.is_empty() {

@@ -1,7 +1,6 @@
-//! What all workers of a runtime share: [`Shared`], the parts put together.
+//! Parts that all workers of a runtime share: [`Shared`].
 //!
-//! The rule it keeps: it has no business of its own. Each part owns what it uses, and imports no
-//! worker.
+//! The rule: no business is done here. Each part owns what it uses, and imports no worker.
 
 use std::sync::Arc;
 
@@ -26,15 +25,15 @@ pub(crate) struct Shared<A: AddressSpace> {
     pub(crate) hand_over: HandOver<A::Frame>,
     pub(crate) jobs: Jobs,
     pub(crate) unwritten: Unwritten,
-    /// One set per worker: fillers, evictors, threads that serve their own faults.
+    /// Counters, one set per worker: fillers, evictors, threads that serve their own faults.
     pub(crate) counters: Vec<CachePadded<Counters>>,
 }
 
-/// How many workers of each kind there are.
+/// Number of workers of each kind.
 pub(crate) struct Workers {
     pub(crate) fillers: usize,
     pub(crate) evictors: usize,
-    /// Threads that serve their own faults at once.
+    /// Number of threads that can serve their own faults at once.
     pub(crate) guests: usize,
 }
 
@@ -88,7 +87,7 @@ impl<A: AddressSpace> Shared<A> {
         }
     }
 
-    /// How many shards there are, each with a filler of its own.
+    /// Returns the number of shards, each with a filler of its own.
     pub(crate) fn shards(&self) -> usize {
         self.mapper.shards()
     }

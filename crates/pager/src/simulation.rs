@@ -1,11 +1,11 @@
 //! Seeded simulations: the real workers over simulated memory and a simulated server, against a
 //! plain array.
 //!
-//! One thread plays everybody. A seed decides who takes the next step: a program thread that loads
-//! or stores a word, a filler or an evictor that takes a turn. Half of the program's threads mostly
-//! serve their faults themselves, step by step. Pages are reported held, faults twice; operations
-//! are delayed, reordered and lost. What a load returns is compared with a plain array at once, and
-//! the budget is checked after each step.
+//! One thread plays all parts. A seed decides which takes the next step: a program thread that
+//! loads or stores a word, a filler or an evictor that takes a turn. Half of the program's threads
+//! mostly serve their faults themselves, step by step. Pages are reported held, faults twice;
+//! operations are delayed, reordered and lost. The result of a load is compared with a plain array
+//! at once, and the budget is checked after each step.
 
 mod closing;
 mod hot;
@@ -54,11 +54,11 @@ use crate::{
 };
 
 const THREADS: usize = 4;
-/// Of these, how many can serve their own faults, the first ones.
+/// Number of threads, the first ones, that can serve their own faults.
 const GUESTS: usize = 2;
 const PAGES: usize = 96;
 
-/// Pages by the numbers that programs have for them.
+/// Returns pages by the numbers that programs have for them.
 fn pages_of(numbers: Range<usize>) -> PageRange {
     PageIndex(numbers.start).until(PageIndex(numbers.end))
 }
@@ -66,7 +66,7 @@ fn pages_of(numbers: Range<usize>) -> PageRange {
 /// Threads of the program that serve their own faults.
 struct Guests {
     in_thread: Arc<InThread<SimSpace>>,
-    /// What each of them is at.
+    /// Fault that each thread is serving.
     serving: [Option<(Arc<Region>, PageIndex, Plan)>; GUESTS],
 }
 
@@ -78,7 +78,7 @@ impl Guests {
         }
     }
 
-    /// A thread begins to serve a fault, if it can.
+    /// Begins to serve a fault in a thread, if the thread can.
     fn begin(&mut self, thread: usize, region: &Arc<Region>, address: usize) {
         if thread < GUESTS && !region.store.is_users_own() {
             let page = region.page_at(address);
@@ -92,7 +92,7 @@ impl Guests {
         thread < GUESTS && self.serving[thread].is_some()
     }
 
-    /// Goes on with that. Returns whether nothing is left to do.
+    /// Goes on with a thread's fault. Returns whether nothing is left to do.
     fn step(&mut self, thread: usize) -> bool {
         let mut guest = self.in_thread.guest(thread);
         let done = guest.serve_a_step();
@@ -107,7 +107,7 @@ impl Guests {
     }
 }
 
-/// Drops regions on a thread of its own, since that waits for the workers that `turn` drives here.
+/// Drops regions on a thread of its own, since a drop waits for workers that `turn` drives here.
 pub(crate) fn drop_beside(regions: Vec<Mapped<SimSpace>>, mut turn: impl FnMut()) {
     let ender = std::thread::spawn(move || drop(regions));
     while !ender.is_finished() {
@@ -136,7 +136,7 @@ pub(crate) fn next(random: &mut u64) -> u64 {
     *random >> 11
 }
 
-/// Seeds of one run; `FARPAGE_SIM_SEEDS=from..to` replaces them.
+/// Returns the seeds of one run; `FARPAGE_SIM_SEEDS=from..to` replaces them.
 fn seeds(default: Range<u64>) -> Range<u64> {
     let Ok(text) = std::env::var("FARPAGE_SIM_SEEDS") else {
         return default;
@@ -151,7 +151,7 @@ fn seeds(default: Range<u64>) -> Range<u64> {
 struct Flaky {
     bytes: Mutex<Vec<u8>>,
     random: Mutex<u64>,
-    /// One call in so many fails; 0: none.
+    /// Number of calls of which one fails; 0: none fails.
     fail_one_in: AtomicU64,
 }
 

@@ -1,16 +1,16 @@
-//! What the workers count: [`Counters`] for each, summed up as [`PagerStats`].
+//! Counters of the workers: [`Counters`] for each, summed up as [`PagerStats`].
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {
-        /// One worker's counters; only that worker writes them.
+        /// Counters of one worker; only that worker writes them.
         #[derive(Debug, Default)]
         pub(crate) struct Counters {
             $(pub(crate) $name: Count,)+
         }
 
-        /// What happened to pages since the runtime started.
+        /// Counts of what happened to pages since the runtime started.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct PagerStats {
@@ -23,10 +23,10 @@ macro_rules! counters {
             pub budget_bytes: u64,
             /// Pages that came back after they had left.
             pub returns: u64,
-            /// Of these, those that had been away while less than a budget of others came in: with
-            /// twice the budget they would have stayed, by and large.
+            /// Pages of `returns` that had been away while less than a budget of others came in:
+            /// with twice the budget they would have stayed, by and large.
             pub returns_within_one_budget: u64,
-            /// Of these, those for which four times the budget would have been enough.
+            /// Pages of `returns` for which four times the budget would have been enough.
             pub returns_within_three_budgets: u64,
         }
 
@@ -43,11 +43,11 @@ counters! {
     faults,
     /// Pages brought in, for a fault or ahead of one.
     fills,
-    /// Of these, pages brought in ahead of need.
+    /// Pages of `fills` that were brought in ahead of need.
     prefetches,
     /// Pages taken out to make room or because the program asked.
     evictions,
-    /// Of these, pages that had not changed and needed no WRITE.
+    /// Pages of `evictions` that had not changed and needed no WRITE.
     clean_evictions,
     /// Pages written back.
     writes,
@@ -61,16 +61,16 @@ counters! {
     stale_faults,
     /// Times that a demand fill had to wait for a frame.
     starved,
-    /// Nanoseconds that faults waited for a frame and for their page's bytes, all together. What
-    /// the kernel takes to report a fault and to wake its thread is not in it, nor who waits for a
-    /// page that is on its way already.
+    /// Nanoseconds that faults waited for a frame and for their page's bytes, all together. Not
+    /// counted are the kernel's time to report a fault and to wake its thread, and faults on a page
+    /// that is on its way already.
     waited_ns,
     /// Pages brought in for a fault while the other half of a page twice as large was in memory.
     beside_resident,
 }
 
 impl Counters {
-    /// Pages were brought in, of which somebody waited for one if it was for `demand`.
+    /// Counts `pages` that were brought in. If `demand`, a thread waited for one of them.
     pub(crate) fn filled(&self, pages: usize, demand: bool) {
         self.fills.add(pages);
         self.prefetches
@@ -88,7 +88,7 @@ impl Count {
         self.add(1);
     }
 
-    /// One writer only, so that no locked instruction is needed.
+    /// Adds `count`. Only one thread writes, so no locked instruction is needed.
     pub(crate) fn add(&self, count: usize) {
         self.0.store(
             self.0.load(Ordering::Relaxed) + count as u64,

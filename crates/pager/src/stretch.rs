@@ -1,7 +1,7 @@
-//! Stretches of pages that may come in together: which are remote, and owning them.
+//! Stretches of pages that may come in together: finding the remote ones, and owning them.
 //!
-//! The rule it keeps: pages are named from the nearest on, up to the first that cannot come along,
-//! so that what is brought in is one run in one stripe.
+//! The rule: pages are named from the nearest on, up to the first that cannot come along, so that
+//! they are one run in one stripe.
 
 use farpage_store::{PageIndex, PageRange};
 
@@ -11,8 +11,8 @@ use crate::{
     region::Region,
 };
 
-/// The pages of a plan from the nearest on, up to the first that is not remote or not in the same
-/// stripe, `most` at most.
+/// Returns the pages of a plan from the nearest on, up to the first that is not remote or not in
+/// the same stripe, at most `most`.
 pub(crate) fn remote(region: &Region, plan: &Plan, most: usize) -> PageRange {
     let pages = region.in_one_stripe(plan.ahead, plan.down);
     let is_there = |page: &PageIndex| region.words.load(*page).state() != State::Remote;
@@ -27,7 +27,7 @@ pub(crate) fn remote(region: &Region, plan: &Plan, most: usize) -> PageRange {
     }
 }
 
-/// Whether the plan's nearest page lies next to `page` in the same stripe.
+/// True if the plan's nearest page lies next to `page` in the same stripe.
 pub(crate) fn is_next_to(region: &Region, page: PageIndex, plan: &Plan) -> bool {
     if plan.down {
         plan.ahead.end == page
@@ -40,8 +40,8 @@ pub(crate) fn is_next_to(region: &Region, page: PageIndex, plan: &Plan) -> bool 
     }
 }
 
-/// Owns pages that nobody waits for, from the nearest on, up to the first that is not remote.
-/// Returns which.
+/// Owns pages ahead of need, from the nearest on, up to the first that is not remote. Returns the
+/// owned ones.
 pub(crate) fn own(region: &Region, pages: PageRange, down: bool) -> PageRange {
     let refused = |page: &PageIndex| {
         let owned = region.words.try_apply(*page, protocol::prefetch);

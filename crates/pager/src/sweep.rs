@@ -1,9 +1,9 @@
-//! Which page leaves next: a clock hand over the page words, [`Sweep`].
+//! Choice of the pages that leave next: a clock hand over the page words, [`Sweep`].
 //!
 //! Userspace paging has no access bits, and asking the kernel for them costs more than most
-//! evictions. What it does know is in the page words: when a page came in (its stamp), whether it
-//! came back soon after it had left, and whether it was wanted while it left (its heat). So there
-//! is no list of resident pages to keep, lock and update on every fill.
+//! evictions. The page words say when a page came in (its stamp), and if it came back soon after it
+//! had left or was wanted while it left (its heat). So there is no list of resident pages to keep,
+//! lock and update on every fill.
 //!
 //! One hand sweeps the words of all regions in address order. It passes over pages younger than the
 //! *age floor*, cools pages with heat, and gives the rest to the evictors. Neighbours in memory
@@ -11,7 +11,7 @@
 //! first in, first out; it falls when a sweep finds too few.
 //!
 //! The downside: a page that is hot without ever leaving is not known to be hot, so that it leaves
-//! and comes back once. What was hot stays for a while after it has cooled.
+//! and comes back once. A page that was hot stays for a while after it has cooled.
 
 use std::{
     ops::Bound,
@@ -26,20 +26,20 @@ use crate::{
     regions::RegionTable,
 };
 
-/// A hand over all pages of a runtime.
+/// Clock hand over all pages of a runtime.
 #[derive(Debug)]
 pub(crate) struct Sweep {
-    /// Of the standard library, since threads look for victims in a signal handler, too: it never
-    /// allocates.
+    /// Hand under a lock of the standard library, which never allocates: threads look for victims
+    /// in a signal handler, too.
     hand: Mutex<Hand>,
-    /// The highest age floor, in ticks of the fill clock: a part of the budget, since nothing stays
-    /// older for long.
+    /// Upper bound of the age floor, in ticks of the fill clock: a part of the budget, since few
+    /// pages stay older for long.
     age_cap: u32,
 }
 
 #[derive(Debug)]
 struct Hand {
-    /// Of a region, and the page in it that is next.
+    /// Address of a region; `page` is the page in it that is next.
     address: usize,
     page: PageIndex,
     age_floor: u32,
@@ -48,7 +48,7 @@ struct Hand {
 }
 
 impl Sweep {
-    /// `budget_ticks`: how many ticks of the fill clock fill the budget once.
+    /// Returns a sweep for a budget that `budget_ticks` ticks of the fill clock fill once.
     pub(crate) fn new(budget_ticks: u32) -> Sweep {
         let age_cap = budget_ticks / 4 * 3;
         Sweep {
@@ -67,8 +67,8 @@ impl Sweep {
         self.hand.lock().expect("nothing panics under this lock")
     }
 
-    /// Moves the hand past the next chunk that may hold resident pages, or past the rest of one.
-    /// `None`: no region has any.
+    /// Moves the hand past the next chunk that may hold resident pages, or past the rest of one,
+    /// and returns its pages. `None`: no region has any.
     pub(crate) fn candidates(&self, regions: &RegionTable) -> Option<Candidates> {
         let mut hand = self.hand();
         let regions = regions.read();
@@ -102,9 +102,9 @@ impl Sweep {
         None
     }
 
-    /// Enough pages leave: the hand goes back to `page`, the first candidate that was not looked
-    /// at. Otherwise the rest of each chunk would be passed over, and under a small budget the same
-    /// few pages would leave again and again.
+    /// Moves the hand back to `page`, the first candidate that was not looked at: enough pages
+    /// leave. Otherwise the rest of each chunk would be passed over, and under a small budget the
+    /// same few pages would leave again and again.
     pub(crate) fn stop_at(&self, candidates: &Candidates, page: PageIndex) {
         let mut hand = self.hand();
         let behind = PageIndex(candidates.pages.end.0.next_multiple_of(CHUNK_PAGES));
@@ -113,7 +113,7 @@ impl Sweep {
         }
     }
 
-    /// Tells how many resident candidates were looked at and how many of them leave.
+    /// Adjusts the age floor by how many resident candidates were seen and how many leave.
     pub(crate) fn report(&self, seen: usize, taken: usize, resident_in_all: usize) {
         let mut hand = self.hand();
         hand.seen += seen;

@@ -1,4 +1,4 @@
-//! What the tag of an operation stands for: [`Tags`].
+//! Tags of operations: [`Tags`] finds the value that a tag stands for.
 
 /// Values by their tags, small numbers that are used again.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ impl<T> Default for Tags<T> {
 }
 
 impl<T> Tags<T> {
-    /// `more` values can be inserted without allocating.
+    /// Makes room for `more` values, which can then be inserted without allocating.
     pub(crate) fn reserve(&mut self, more: usize) {
         self.slots.reserve(more);
         self.free.reserve(more);
@@ -32,6 +32,8 @@ impl<T> Tags<T> {
         at as u64
     }
 
+    /// Takes out the value of `tag`.
+    ///
     /// # Panics
     /// If the tag was not handed out, or has been given back.
     pub(crate) fn remove(&mut self, tag: u64) -> T {

@@ -1,17 +1,17 @@
-//! The threads that drive the fillers: [`Team`].
+//! Threads that drive the fillers: [`Team`].
 //!
 //! Each filler owns a shard for good, but no thread of its own. There is one *handler* per CPU that
 //! the program may use, pinned there, and any of them drives any filler. A thread that faults gives
 //! its CPU up, so that the handler next to it runs at once, while any other CPU would have to be
 //! woken out of its halt.
 //!
-//! Handlers of CPUs on which threads have lately faulted sleep in all shards' descriptors, as do
-//! the bells and the channels of fillers with something under way ([`Ears`]). Whoever wakes first
+//! Handlers of CPUs on which threads have lately faulted sleep in all shards' descriptors, in the
+//! bells and in the channels of fillers with something under way ([`Ears`]). The first to wake
 //! takes the filler's lock ([`Posts`]). The others rest ([`Handlers`]).
 //!
-//! Calls of users' stores that return at once are made by whoever drives the filler, without its
-//! lock, so that a fault costs no hand-off to a thread of the store. What happens when one does not
-//! return is in `seats.rs`.
+//! Calls of users' stores that return at once are made by the handler that drives the filler,
+//! without its lock, so that a fault costs no hand-off to a thread of the store. A call that does
+//! not return is the business of `seats.rs`.
 
 mod cpu;
 mod ears;
@@ -37,26 +37,26 @@ use ears::Ears;
 use handlers::Handlers;
 use posts::{Due, Dues, Posts, Step, Turn};
 
-/// All fillers, and the threads that drive them.
+/// Fillers of a runtime, and the threads that drive them.
 pub(crate) struct Team<A: AddressSpace> {
     posts: Posts<A>,
     handlers: Handlers,
-    /// Where a handler has its number.
+    /// Seats of the handlers, by number.
     seats: Arc<Seats>,
 }
 
-/// What a handler has left behind.
+/// Work that a turn of a handler has left behind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Left {
     Nothing,
     /// The next turn may find something to do at once.
     Something,
-    /// Nothing, and the handler has another thread by now.
+    /// The handler has another thread by now; no work is left.
     NoSeat,
 }
 
 impl<A: AddressSpace> Team<A> {
-    /// All fillers, and a handler for each of these CPUs.
+    /// Makes a team of all fillers, and a handler for each of these CPUs.
     pub(crate) fn new(
         shared: &Arc<Shared<A>>,
         fillers: Vec<Filler<A>>,
@@ -70,7 +70,7 @@ impl<A: AddressSpace> Team<A> {
         }))
     }
 
-    /// What the threads run, by their names.
+    /// Returns the handlers' threads: their names and their work.
     pub(crate) fn serve_all(self: &Arc<Self>) -> Vec<(String, Serve)> {
         (0..self.handlers.len())
             .map(|number| {
@@ -85,7 +85,7 @@ impl<A: AddressSpace> Team<A> {
         let doors = &self.posts.shared.doors;
         let mut affinity = Affinity::new(self.handlers.cpu(number), self.handlers.len() > 1);
         let mut ears = Ears::new(&self.posts);
-        // One that has lost its seat may have left some.
+        // A handler that has lost its seat may have left work.
         let mut dues = self.all();
         while !doors.is_stopping() {
             affinity.keep();
@@ -98,7 +98,7 @@ impl<A: AddressSpace> Team<A> {
                 }
             }
             dues = again;
-            // Before a rest, too: who sleeps beside it may have missed a ring that it has heard.
+            // Before a rest, too: another sleeping handler may have missed a ring heard here.
             let until = ears.prepare(&mut dues);
             if dues.is_empty() && self.goes_to_rest(number) {
                 self.handlers.rest(number, doors.stopped());
@@ -113,13 +113,13 @@ impl<A: AddressSpace> Team<A> {
         (0..self.posts.len()).map(Due::all).collect()
     }
 
-    /// Whether this handler is not needed, and another one is there.
+    /// True if this handler is not needed, and another one is there.
     fn goes_to_rest(&self, number: usize) -> bool {
-        // Others that sleep do not know of a time that was set since.
+        // Other sleeping handlers do not know of a time that was set since.
         self.posts.until().is_none() && self.handlers.goes_to_rest(number)
     }
 
-    /// A handler takes a turn of a filler, and makes the calls of users' stores that this leads to.
+    /// Takes a turn of a filler, and makes the calls of users' stores that this leads to.
     fn drive(&self, number: usize, due: Due) -> Left {
         let mut has_seat = true;
         let mut step = self.begin(due);
@@ -146,12 +146,12 @@ impl<A: AddressSpace> Team<A> {
         self.after(self.posts.begin(due))
     }
 
-    /// The same after a call has returned.
+    /// Takes a turn of a filler after its call has returned.
     fn go_on(&self, shard: usize, call: StoreCall<Local<A::Frame>>) -> Step<A> {
         self.after(self.posts.go_on(shard, call))
     }
 
-    /// The filler's lock is free again: there is time to look for the CPU of a fault.
+    /// Ends a turn. The filler's lock is free again: there is time to look for the CPU of a fault.
     fn after(&self, turn: Turn<A>) -> Step<A> {
         if let Some(thread) = turn.faulted {
             self.handlers.look_for(thread);

@@ -1,6 +1,6 @@
-//! [`Unwritten`]: why pages cannot leave, for threads that find no frame.
+//! Reason why pages cannot leave, for threads that find no frame: [`Unwritten`].
 //!
-//! The rule it keeps: nobody waits here. A thread of the program may be stopped while it looks.
+//! The rule: no call waits here. A thread of the program may be stopped while it looks.
 
 use std::sync::{
     Arc,
@@ -10,7 +10,7 @@ use std::sync::{
 use farpage_store::StoreError;
 use parking_lot::Mutex;
 
-/// Why the last write-back failed, or waits for remote memory, until one succeeds.
+/// Reason why the last write-back failed, or waits for remote memory, until one succeeds.
 #[derive(Default)]
 pub(crate) struct Unwritten {
     /// False while `why` is empty: then write-backs that succeed take no lock. A hint, so relaxed.
@@ -19,7 +19,7 @@ pub(crate) struct Unwritten {
 }
 
 impl Unwritten {
-    /// Notes why a write-back failed, or waits.
+    /// Notes the error of a write-back that failed, or waits.
     pub(crate) fn set(&self, error: &StoreError) {
         if let Some(mut why) = self.why.try_lock() {
             *why = Some(Arc::new(error.clone()));
@@ -37,7 +37,7 @@ impl Unwritten {
         }
     }
 
-    /// Returns why pages cannot be written back, if they cannot.
+    /// Returns the reason why pages cannot be written back, if there is one.
     pub(crate) fn why(&self) -> Option<Arc<StoreError>> {
         self.why.try_lock()?.clone()
     }

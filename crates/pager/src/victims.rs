@@ -1,8 +1,8 @@
 //! Choosing victims and detaching them: [`Victims`]. Shared by evictors and by in-thread faults.
 //!
-//! The rule it keeps: a page is looked at as a victim only in its word, and touched only when it is
-//! owned as `Leaving`. What was not taken out is mapped as before. What becomes of a page that was
-//! taken out is for whoever took it.
+//! The rule: a page is looked at as a victim only in its word, and touched only when it is owned as
+//! `Leaving`. A page that was not taken out is mapped as before. The caller decides what becomes of
+//! a page that was taken out.
 
 use std::sync::Arc;
 
@@ -23,28 +23,28 @@ use crate::{
     sweep::Sweep,
 };
 
-/// What came of trying to take the leading pages of some out.
+/// Outcome of trying to take out the leading ones of some pages.
 pub(crate) enum Out<F> {
-    /// This run is the caller's, as `Leaving`, and its region has been entered.
+    /// Run that the caller owns, as `Leaving`; its region has been entered.
     Taken(Run<F>),
-    /// The first page is another worker's.
+    /// The first page has another owner.
     NotNow,
     /// The kernel does not give the first page.
     Refused(DetachError),
-    /// There is nothing to take out.
+    /// The first page is not here to be taken out.
     NotHere,
 }
 
-/// What came of dropping pages.
+/// Outcome of dropping pages.
 #[derive(Default)]
 pub(crate) struct Dropped {
-    /// How many are gone.
+    /// Number of pages that are gone.
     pub(crate) pages: usize,
-    /// The first one that the kernel does not drop. Taking it out says why, or does it.
+    /// First page that the kernel does not drop. Taking it out says why, or does it.
     pub(crate) refused: Option<PageIndex>,
 }
 
-/// All pages, as far as they may leave.
+/// Pages of all regions, as far as they may leave.
 pub(crate) struct Victims<A: AddressSpace> {
     mapper: Arc<Mapper<A>>,
     frames: Arc<Frames<A>>,
@@ -75,13 +75,13 @@ impl<A: AddressSpace> Victims<A> {
         }
     }
 
-    /// A stream has gone through these pages. Allocates nothing.
+    /// Takes note of pages that a stream has gone through. Allocates nothing.
     pub(crate) fn passed(&self, region: &Region, pages: PageRange) {
         let addresses = region.address_of(pages.start)..region.address_of(pages.end);
         self.behind.passed(addresses);
     }
 
-    /// Where to look for victims.
+    /// Returns pages to look through for victims: of streams, or of the sweep.
     pub(crate) fn candidates(&self) -> Option<Candidates> {
         let streams = self.proof.streams_go_first();
         let candidates = streams
@@ -90,12 +90,12 @@ impl<A: AddressSpace> Victims<A> {
         candidates.or_else(|| self.sweep.candidates(&self.regions))
     }
 
-    /// The stamp of a page that leaves now.
+    /// Returns the stamp of a page that leaves now.
     pub(crate) fn stamp(&self, found_by: FoundBy) -> u32 {
         Proof::stamp(found_by, self.clock.now())
     }
 
-    /// Owns the leading ones of these pages by `own` and detaches them. They lie in one stripe.
+    /// Owns the leading ones of `pages` by `own` and detaches them. All lie in one stripe.
     pub(crate) fn take_out(
         &self,
         region: &Arc<Region>,
@@ -139,17 +139,17 @@ impl<A: AddressSpace> Victims<A> {
                 (1, Out::Refused(error))
             }
         };
-        // What the kernel did not give with the rest gets its own answer next time.
+        // Pages that the kernel did not give with the rest get their own answer next time.
         self.stay(region, (first + taken).until(owned.end));
         region.exit();
         out
     }
 
-    /// Owns what it can of `runs`, ascending runs of a region that the program may only read, and
-    /// drops it.
+    /// Owns and drops pages of `runs`, ascending runs of a read-only region, as far as it can.
     ///
-    /// A page is remote when it is gone, and not before. A thread that touches it in between finds
-    /// it there, or faults and leaves a note; it is woken, and its next fault fills the page.
+    /// A page becomes remote when it is gone, not before. A thread that touches it in between finds
+    /// it there, or faults and leaves a note; the thread is woken, and its next fault fills the
+    /// page.
     pub(crate) fn drop_runs(
         &self,
         region: &Arc<Region>,
@@ -194,7 +194,7 @@ impl<A: AddressSpace> Victims<A> {
         dropped
     }
 
-    /// [`drop_runs`](Self::drop_runs) of victims of the candidates, `most` pages at most.
+    /// Drops victims of the candidates, `most` pages at most: see [`drop_runs`](Self::drop_runs).
     pub(crate) fn drop_candidates(&self, candidates: &Candidates, most: usize) -> Dropped {
         let mut walk = Walk::new(self, candidates);
         let (mut runs, mut left) = (Runs::new(), most);
@@ -211,7 +211,7 @@ impl<A: AddressSpace> Victims<A> {
         dropped
     }
 
-    /// Owned pages that were not taken out are mapped as before.
+    /// Publishes owned pages that were not taken out: they are mapped as before.
     pub(crate) fn stay(&self, region: &Region, pages: PageRange) {
         for page in pages {
             if region
@@ -224,11 +224,11 @@ impl<A: AddressSpace> Victims<A> {
     }
 }
 
-/// A walk over candidates.
+/// Walk over candidates.
 pub(crate) struct Walk<'a, A: AddressSpace> {
     victims: &'a Victims<A>,
     candidates: &'a Candidates,
-    /// The next one.
+    /// Next page to look at.
     page: PageIndex,
     seen: usize,
     taken: usize,
@@ -245,7 +245,7 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
         }
     }
 
-    /// The next victims that lie together, at most `most`. `None`: there are no more.
+    /// Returns the next victims that lie together, at most `most`. `None`: there are no more.
     pub(crate) fn next(&mut self, most: usize) -> Option<PageRange> {
         let region = &self.candidates.region;
         while self.page < self.candidates.pages.end {
@@ -262,12 +262,12 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
         None
     }
 
-    /// This many pages have been taken out.
+    /// Counts pages that have been taken out.
     pub(crate) fn took(&mut self, pages: usize) {
         self.taken += pages;
     }
 
-    /// What was not looked at is left to others. Returns whether any page was taken.
+    /// Ends the walk: pages not looked at are left to others. Returns whether any page was taken.
     pub(crate) fn end(self) -> bool {
         let Walk {
             victims,
@@ -290,7 +290,7 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
         self.taken > 0
     }
 
-    /// Whether a page shall leave; one that is warm cools.
+    /// True if a page shall leave. Cools a page that is warm.
     fn is_victim(&mut self, page: PageIndex, now: u32) -> bool {
         let words = &self.candidates.region.words;
         let word = words.load(page);

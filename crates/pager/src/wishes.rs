@@ -1,7 +1,7 @@
 //! Pages to bring in while there is room: [`Wishes`], of streams and of the program.
 //!
-//! The rule it keeps: a wish owns nothing. Faults go first, and where there is no frame to spare
-//! the wishes of streams are forgotten: what comes too late is worth nothing.
+//! The rule: a wish owns nothing. Faults go first, and where there is no frame to spare the wishes
+//! of streams are forgotten: pages that come too late are worth nothing.
 
 use std::{collections::VecDeque, mem, sync::Arc};
 
@@ -17,30 +17,30 @@ use crate::{
     stretch,
 };
 
-/// Runs that one filler keeps in flight before it starts more that nobody waits for, and their
+/// Bounds of the runs that one filler has in flight when it starts more ahead of need, and of their
 /// bytes: more than a fast link carries in a round trip.
 const RUNS_AHEAD_MAX: usize = 32;
 pub(crate) const BYTES_AHEAD_MAX: usize = 8 << 20;
-/// Pages that one turn passes over, because they are here or another filler's, before it looks for
-/// faults again.
+/// Number of pages that one turn passes over, because they are here or another filler's, before it
+/// looks for faults again.
 const PASSED_OVER_PER_TURN: usize = 4096;
 
 #[derive(Debug)]
 struct Wish {
     region: Arc<Region>,
     plan: Plan,
-    /// Whether the first run is a stream's trigger.
+    /// True if the first run is a stream's trigger.
     trigger: bool,
 }
 
-/// There is no frame to spare for guesses.
+/// Lack of frames to spare for guesses.
 struct NoRoom;
 
-/// All wishes of one filler.
+/// Wishes of one filler.
 pub(crate) struct Wishes<A: AddressSpace> {
     shared: Arc<Shared<A>>,
     shard: Shard,
-    /// Oldest first.
+    /// Wishes, the oldest first.
     wishes: VecDeque<Wish>,
 }
 
@@ -67,7 +67,7 @@ impl<A: AddressSpace> Wishes<A> {
         }
     }
 
-    /// The region is closing.
+    /// Forgets the wishes of a closing region.
     pub(crate) fn give_up(&mut self, region: &Region) {
         self.wishes.retain(|wish| wish.region.id != region.id);
     }
@@ -125,7 +125,7 @@ impl<A: AddressSpace> Wishes<A> {
         Ok(true)
     }
 
-    /// Owns the nearest run of a plan, `most` pages at most and as far as there are frames for it,
+    /// Owns the nearest run of a plan, at most `most` pages and as far as there are frames for it,
     /// and enters its region.
     fn own(
         &self,

@@ -1,4 +1,4 @@
-//! The threads that workers run on.
+//! Threads that workers run on.
 
 use std::{
     io,
@@ -12,7 +12,7 @@ use nix::sys::{
     signal::{SigSet, Signal},
 };
 
-/// After this time a worker looks again for what nobody rings for.
+/// Time after which a worker looks again for events without a ring.
 pub(crate) const RETRY: Duration = Duration::from_millis(1);
 
 /// Starts a worker's thread. A panic in it ends the process with a message: without it the program

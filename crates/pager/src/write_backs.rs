@@ -1,6 +1,6 @@
 //! Runs that were taken out, until their bytes are safe: [`WriteBacks`] of one evictor.
 //!
-//! 1. map those of its pages again that are wanted by now;
+//! 1. map those pages of a run again that are wanted by now;
 //! 2. hash each page: an unchanged one is done, changed ones are encoded and their WRITE posted;
 //! 3. when the bytes are safe, publish (`Leaving` to `Remote`) and give the frame back. Pages that
 //!    were wanted meanwhile are mapped again from the frame, without the network.
@@ -30,26 +30,26 @@ use crate::{
     stats::Counters,
 };
 
-/// Bytes and runs that one evictor has on their way out at once, not counting overdue ones: enough
-/// to keep a fast link busy for a round trip.
+/// Bounds of the bytes and runs that one evictor has on their way out at once, not counting overdue
+/// ones: enough to keep a fast link busy for a round trip.
 const BYTES_OUT_MAX: usize = 8 << 20;
 const RUNS_OUT_MAX: usize = 64;
-/// A page is overdue that has been on its way out for this long while a fill waits for a frame. Its
-/// store is slow, stalled or dead, and waiting for it would make its region the whole runtime's
-/// pace. A write-back that goes well takes a tenth of it.
+/// Time on its way out after which a page is overdue while a fill waits for a frame. Its store is
+/// slow, stalled or dead, and waiting for it would make its region the whole runtime's pace. A
+/// write-back that goes well takes a tenth of it.
 const OVERDUE: Duration = Duration::from_millis(3);
 
-/// What becomes of a page whose bytes are safe, or are not.
+/// Fate of a page whose write-back has ended.
 #[derive(Clone, Copy, PartialEq)]
 enum Fate {
     Gone,
-    /// It is wanted again.
+    /// The page is wanted again.
     Stolen,
-    /// It shall stay, or its write-back failed.
+    /// The page shall stay, or its write-back failed.
     Stays,
 }
 
-/// All runs that one evictor has on their way out.
+/// Runs that one evictor has on their way out.
 pub(crate) struct WriteBacks<A: AddressSpace> {
     shared: Arc<Shared<A>>,
     worker: usize,
@@ -74,16 +74,16 @@ impl<A: AddressSpace> WriteBacks<A> {
         &self.shared.counters[self.worker]
     }
 
-    /// Whether one more run may leave, within the `share`-th part of what is allowed.
+    /// True if one more run may leave, within the `share`-th part of the bounds.
     pub(crate) fn has_room(&self, share: usize) -> bool {
-        // A store that stalls may be what keeps the lane busy: what waits for it for too long stops
-        // nothing else.
+        // A store that stalls may be what keeps the lane busy: runs that wait for it for too long
+        // stop nothing else.
         self.flights.unposted().all(|leaving| leaving.overdue)
             && self.out_bytes < BYTES_OUT_MAX / share
             && self.out_runs < RUNS_OUT_MAX / share
     }
 
-    /// A run was taken out: its bytes are ours. The caller leaves its region.
+    /// Takes over a run that was taken out: its bytes are ours. The caller leaves its region.
     pub(crate) fn add(
         &mut self,
         region: &Arc<Region>,
@@ -111,8 +111,8 @@ impl<A: AddressSpace> WriteBacks<A> {
         });
     }
 
-    /// Posts again what the lane was too busy to take, except what its job has given up: that
-    /// stays.
+    /// Posts flights again that the lane was too busy to take. Those that their job has given up
+    /// stay mapped instead.
     pub(crate) fn post_again(&mut self) -> bool {
         let given_up = |leaving: &Leaving| {
             let job = leaving.job.as_ref();
@@ -128,8 +128,7 @@ impl<A: AddressSpace> WriteBacks<A> {
         self.flights.post_again() || any
     }
 
-    /// A fill waits for a frame: pages that are overdue count as staying from now on, so that
-    /// others leave.
+    /// Counts overdue pages as staying while a fill waits for a frame, so that others leave.
     pub(crate) fn write_off_overdue(&mut self) {
         let budget = self.shared.frames.budget();
         if !budget.is_starving() {
@@ -166,8 +165,8 @@ impl<A: AddressSpace> WriteBacks<A> {
         self.flights.await_calls();
     }
 
-    /// Settles what has ended. Returns whether there was any; `failed` is told of pages that stay
-    /// because their write-back failed.
+    /// Settles flights that have ended. Returns whether there were any. Calls `failed` for pages
+    /// that stay because their write-back failed.
     pub(crate) fn poll(&mut self, mut failed: impl FnMut()) -> bool {
         let any = self.flights.poll();
         if let Some(error) = self.flights.take_refused() {
@@ -204,7 +203,7 @@ impl<A: AddressSpace> WriteBacks<A> {
             failed.map(|(_, error)| PageError::from(error.clone()))
         };
         let keep = leaving.job.as_ref().is_some_and(|job| job.keep);
-        // Settled page by page, since each may be wanted; what is gone is given back together.
+        // Settled page by page, since each may be wanted; gone pages are given back together.
         let fate = |page| {
             if keep || failure(page).is_some() {
                 return Fate::Stays;
@@ -243,7 +242,7 @@ impl<A: AddressSpace> WriteBacks<A> {
         self.close(leaving, error);
     }
 
-    /// A run was on its way out: each of its pages is out, or stays after all.
+    /// Ends the count of a run as on its way out: each of its pages is out, or stays after all.
     fn end_leaving(&mut self, leaving: &Leaving) {
         if leaving.overdue {
             leaving.region.count_overdue_out(leaving.pages.len());
@@ -254,9 +253,9 @@ impl<A: AddressSpace> WriteBacks<A> {
         }
     }
 
-    /// These pages stay after all: maps their frame again. `written`: their bytes are in the store,
-    /// except where `failure` says why they are not. Returns the first error: why they had to stay,
-    /// or could not.
+    /// Maps the frame of pages again that stay after all. `written`: their bytes are in the store,
+    /// except where `failure` says why they are not. Returns the first error: why pages had to
+    /// stay, or could not.
     fn map_again(
         &self,
         region: &Arc<Region>,
@@ -273,7 +272,7 @@ impl<A: AddressSpace> WriteBacks<A> {
         let installer = &self.shared.installer;
         installer.install(region, run, heat, |page, frame, os| {
             let failed = failure(page);
-            // Bytes that were not written may be those that the store has.
+            // Bytes that were not written may still be those that the store has.
             let is_stored =
                 written && failed.is_none() || region.store.is_unchanged(page, frame.as_ref());
             self.shared.frames.release(frame, region.page_bytes());
@@ -284,14 +283,14 @@ impl<A: AddressSpace> WriteBacks<A> {
                 installer.fail(region, page, why.clone());
                 error.get_or_insert(why);
             } else {
-                // Worse than any error before it.
+                // Worse than any error before.
                 error = Some(installer.lose(region, page, &why));
             }
         });
         error
     }
 
-    /// A run is settled.
+    /// Closes a run that is settled: reports to its job or its region, and leaves the region.
     fn close(&self, leaving: Leaving, error: Option<PageError>) {
         match (&leaving.job, error) {
             (Some(job), error) => job.close_one(error),
@@ -306,13 +305,13 @@ impl<A: AddressSpace> WriteBacks<A> {
         leaving.region.exit();
     }
 
-    /// Nothing is under way.
+    /// True if nothing is under way.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
         self.flights.is_empty() && (self.out_bytes, self.out_runs) == (0, 0)
     }
 
-    /// Appends the descriptors to sleep on; returns when to poll at the latest.
+    /// Appends the descriptors to sleep on. Returns the time of the next poll at the latest.
     pub(crate) fn wait<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) -> Option<Instant> {
         self.flights.wait(fds)
     }

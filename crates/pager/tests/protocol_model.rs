@@ -1,10 +1,10 @@
 //! Every interleaving of two application threads, two fillers, an evictor and a flusher, explored
 //! exhaustively.
 //!
-//! The rule: the page protocol loses no write, shows no old byte, maps no page twice, and lets
-//! nobody sleep for ever; and each mistake that could be made in its use is made here once, by a
-//! twin that must be caught. `--nocapture` prints how many worlds were visited, and for each twin
-//! the shortest way to its harm.
+//! The rule: the page protocol loses no write, shows no old byte, maps no page twice, and lets no
+//! thread sleep for ever. Each mistake that could be made in its use is made here once, by a twin
+//! that must be caught. `--nocapture` prints how many worlds were visited, and for each twin the
+//! shortest way to its harm.
 
 #[path = "protocol_model/explore.rs"]
 mod explore;
@@ -17,7 +17,7 @@ use paging::{
     Harm, Paging, Twin,
 };
 
-/// Both threads write the page and read it again.
+/// Program whose two threads write the page and read it again.
 const PLAIN: Paging = Paging {
     program: [&[Write(0), Read(0)], &[Write(0), Read(0)]],
     pages: 1,
@@ -34,7 +34,7 @@ const PLAIN: Paging = Paging {
     twin: Twin::Good,
 };
 
-/// Two pages that want the same frame.
+/// Program on two pages that want the same frame.
 const CROWDED: Paging = Paging {
     program: [&[Write(0), Read(1)], &[Write(1), Read(0)]],
     pages: 2,
@@ -42,7 +42,7 @@ const CROWDED: Paging = Paging {
     ..PLAIN
 };
 
-/// One thread pins the page, and relies on it.
+/// Program of which one thread pins the page, and relies on it.
 const PINNED: Paging = Paging {
     program: [
         &[Pin(0), Await(0), Write(0), Read(0), Unpin(0)],
@@ -51,7 +51,7 @@ const PINNED: Paging = Paging {
     ..PLAIN
 };
 
-/// Both do.
+/// Program of which both threads pin the page, and rely on it.
 const PINNED_TWICE: Paging = Paging {
     program: [
         &[Pin(0), Await(0), Write(0), Read(0), Unpin(0)],
@@ -60,7 +60,7 @@ const PINNED_TWICE: Paging = Paging {
     ..PLAIN
 };
 
-/// One page, and all that can happen to it.
+/// Program on one page, with everything that can happen to it.
 const EVERYTHING: Paging = Paging {
     prefetches: true,
     flushes: true,
@@ -155,8 +155,8 @@ fn writes_to_the_store_that_fail() {
     assert!(assert_harmless("failing writes", paging).always_comes_to_rest);
 }
 
-/// What can neither be written nor mapped again is lost, and stays so until the program overwrites
-/// it.
+/// Program on a page that can neither be written nor mapped again: it is lost, and stays so until
+/// the program overwrites it.
 const LOSES: Paging = Paging {
     prefetches: true,
     writes_fail: true,

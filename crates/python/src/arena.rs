@@ -2,8 +2,8 @@
 //!
 //! The rule it keeps: an array is freed by the handler that allocated it, however late: after the
 //! block, after the runtime. A handler holds all that it needs for that, and goes by the address:
-//! what numpy says of an allocation's size may be wrong. Which handler is current is numpy's own
-//! matter, one per context. An arena with arrays is not closed, and a closed one makes none.
+//! numpy's size of an allocation may be wrong. numpy itself keeps the current handler, one per
+//! context. An arena with arrays is not closed, and a closed one makes none.
 
 use std::{
     ffi::{CStr, c_char, c_void},
@@ -21,13 +21,13 @@ use crate::{
     process::{End, Held},
 };
 
-/// What a capsule is called that holds a handler.
+/// Name of a capsule that holds a handler.
 const NAME: &CStr = c"mem_handler";
 /// Places of `PyDataMem_SetHandler` and `PyDataMem_GetHandler` in numpy's table of functions, which
 /// only grows. Both are there from numpy 1.22 on.
 const SET_HANDLER: usize = 304;
 const GET_HANDLER: usize = 305;
-/// As far as numpy's arrays are aligned by its own allocator.
+/// Alignment of arrays, as by numpy's own allocator.
 const ALIGN: usize = 64;
 
 /// `PyDataMemAllocator` of numpy.
@@ -48,18 +48,18 @@ struct Handler {
     allocator: Allocator,
 }
 
-/// What a capsule holds. numpy reads its beginning.
+/// Contents of a capsule. numpy reads the handler at the beginning.
 #[repr(C)]
 struct Contents {
     handler: Handler,
-    /// What `handler.allocator.context` points to.
+    /// Target of `handler.allocator.context`.
     context: Box<Context>,
 }
 
-// SAFETY: the pointer in it is to what it owns.
+// SAFETY: the pointer in `handler` is to `context`, which `Contents` owns.
 unsafe impl Send for Contents {}
 
-/// What a handler works with.
+/// State of a handler.
 struct Context {
     min_bytes: usize,
     /// The handler that was current before, which serves requests of less than `min_bytes`.
@@ -69,9 +69,9 @@ struct Context {
     addresses: Range<usize>,
     /// Done when a line has said that the arena is closed.
     told: Once,
-    /// What is to live longer than the arena.
+    /// Object that has to live longer than the arena.
     keep: Option<Py<PyAny>>,
-    /// Holds `before`.
+    /// Capsule that holds `before`.
     before_object: Option<Py<PyAny>>,
 }
 
@@ -88,8 +88,8 @@ enum Place<'a> {
 }
 
 impl Context {
-    /// Returns the arena for a request of so many bytes, if it is for the arena. Requests in a
-    /// child made by `fork`, which does not have the arena, and after the arena's end are not.
+    /// Returns the arena if a request of `bytes` is for it. Requests in a child made by `fork`,
+    /// which does not have the arena, and after the arena's end are not.
     fn arena_for(&self, bytes: usize) -> Option<MappedRwLockReadGuard<'_, farpage::Arena>> {
         let arena = self.arena.as_deref()?;
         if bytes < self.min_bytes || !arena.is_own() {
@@ -123,7 +123,7 @@ impl Context {
         if !arena.is_own() {
             return Place::Parents;
         }
-        // Addresses of a closed arena may be anybody's.
+        // Addresses of a closed arena may have been mapped again.
         arena
             .here()
             .map_or(Place::Elsewhere, |arena| Place::Arena(arena, own))
@@ -132,9 +132,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // The last to go unmaps the region, which waits.
+        // The last handle to go unmaps the region, which waits.
         drop(self.arena.take());
-        // Outside they would be kept for the next who is attached.
+        // Objects dropped outside would be kept until the next thread attaches.
         let objects = (self.keep.take(), self.before_object.take());
         Python::try_attach(|_| drop(objects));
     }
@@ -147,7 +147,7 @@ static ARENAS: Mutex<Vec<Weak<Held<farpage::Arena>>>> = Mutex::new(Vec::new());
 #[pyclass(frozen, module = "farpage._farpage")]
 pub(crate) struct Arena {
     held: Arc<Held<farpage::Arena>>,
-    /// What is to live longer than the arena.
+    /// Object that has to live longer than the arena.
     keep: Option<Py<PyAny>>,
 }
 
@@ -212,8 +212,8 @@ pub(crate) fn is_allocated(py: Python<'_>, address: usize) -> bool {
 
 #[pymethods]
 impl Arena {
-    /// A handler for numpy: requests of `min_bytes` and more come from the arena, others go to the
-    /// handler that is current now.
+    /// Makes a handler for numpy: requests of `min_bytes` and more come from the arena, others go
+    /// to the handler that is current now.
     fn handler<'py>(&self, py: Python<'py>, min_bytes: usize) -> PyResult<Bound<'py, PyCapsule>> {
         let addresses = self.held.with(py, farpage::Arena::addresses)?;
         let before = current_handler(py)?;
@@ -248,13 +248,13 @@ impl Arena {
         PyCapsule::new_with_value_and_destructor(py, contents, NAME, |contents, _| drop(contents))
     }
 
-    /// Bytes that numpy has of it now, in whole pages.
+    /// Returns the bytes of the arena that numpy has now, in whole pages.
     fn allocated_bytes(&self, py: Python<'_>) -> PyResult<usize> {
         self.held.with(py, farpage::Arena::allocated_bytes)
     }
 }
 
-/// Makes a handler the current one of this context; returns the one that was.
+/// Makes `handler` the current one of this context. Returns the one before.
 #[pyfunction]
 pub(crate) fn set_handler<'py>(handler: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = handler.py();
@@ -274,7 +274,7 @@ fn current_handler(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     unsafe { Bound::from_owned_ptr_or_err(py, get()) }
 }
 
-/// An entry of numpy's table of functions.
+/// Returns entry `at` of numpy's table of functions.
 fn table(py: Python<'_>, at: usize) -> PyResult<*const c_void> {
     let module = (py.import("numpy._core._multiarray_umath"))
         .or_else(|_| py.import("numpy.core._multiarray_umath"))?;
@@ -302,7 +302,7 @@ unsafe fn of<'a>(context: *mut c_void) -> &'a Context {
     unsafe { &*context.cast::<Context>() }
 }
 
-/// Null, which numpy makes a `MemoryError` of, if the arena has no room.
+/// Returns the address, or null if the arena has no room: numpy raises `MemoryError` then.
 fn or_null(allocated: Result<NonNull<u8>, farpage::ArenaError>) -> *mut c_void {
     allocated.map_or(ptr::null_mut(), |it| it.as_ptr().cast())
 }
@@ -348,7 +348,7 @@ unsafe extern "C" fn realloc(
         Place::Parents => ptr::null_mut(),
         Place::Elsewhere => {
             let before = context.before();
-            // How long it is now is not known here, so it cannot be copied into the arena.
+            // The allocation's length is not known here, so it cannot be copied into the arena.
             // SAFETY: as numpy would call it.
             unsafe { (before.realloc)(before.context, address, bytes) }
         }

@@ -79,9 +79,9 @@ create_exception!(
     "What a call was for has been closed."
 );
 
-/// Something that stays open.
+/// Reason why a runtime, a region or an arena stays open.
 pub(crate) enum CloseError {
-    /// Arrays show its memory.
+    /// Arrays show the memory.
     InUse(String),
     /// Pages could not be written back.
     Pages(String),
@@ -103,12 +103,12 @@ impl CloseError {
     }
 }
 
-/// Makes the error of a call for what has been closed.
+/// Makes the error of a call on `what`, which has been closed.
 pub(crate) fn closed(what: &str) -> PyErr {
     Closed::new_err(format!("{what} is closed"))
 }
 
-/// An argument that makes no sense.
+/// Makes the error of an argument that makes no sense.
 pub(crate) fn value(error: impl Display) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
@@ -117,7 +117,7 @@ pub(crate) fn system(error: impl Display) -> PyErr {
     Error::new_err(error.to_string())
 }
 
-/// Pages that could not be moved.
+/// Makes the error of pages that could not be moved.
 pub(crate) fn pages(error: impl Display) -> PyErr {
     PageError::new_err(error.to_string())
 }

@@ -1,7 +1,7 @@
-//! `farpage._farpage`: what the Python package `farpage` is made of underneath.
+//! `farpage._farpage`: the native part of the Python package `farpage`.
 //!
 //! The rule it keeps: whatever waits for a server, a worker or a lock runs without the
-//! interpreter's lock. What users see (arrays, lifetimes, pickling) is written in Python, in
+//! interpreter's lock. Arrays, lifetimes and pickling, which users see, are written in Python, in
 //! `python/farpage`; memory is handed over as addresses, and that package keeps regions alive as
 //! long as arrays need them.
 
@@ -43,13 +43,13 @@ mod _farpage {
     }
 }
 
-/// Memory that this process could use now without swapping, within its control groups' limits.
+/// Returns the bytes that this process could use now without swapping, within its cgroups' limits.
 #[pyfunction]
 fn available_bytes(py: Python<'_>) -> u64 {
     py.detach(|| Allowance::of_this_process().available_bytes)
 }
 
-/// Bytes of a size such as `4GiB`.
+/// Returns the bytes of a size such as `4GiB`.
 #[pyfunction]
 fn parse_size(text: &str) -> PyResult<u64> {
     let size = farpage_wire::parse_size(text).map_err(error::value)?;

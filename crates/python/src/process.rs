@@ -1,9 +1,9 @@
-//! Which process holds a value, and who has its SIGBUS.
+//! Values that belong to one process, and the process's handler of SIGBUS.
 //!
 //! The rule it keeps: a child made by `fork` has a copy of every object but neither the threads nor
-//! the mappings behind it. It gets an exception, never a hang, and what it drops is left alone.
-//! Dropping a value waits, for write-backs or for threads to end, so it is done without the
-//! interpreter's lock, too.
+//! the mappings behind it. The child gets an exception, never a hang, and values that it drops are
+//! left alone. Dropping a value waits, for write-backs or for threads to end, so it is done without
+//! the interpreter's lock, too.
 
 use std::{mem, ptr};
 
@@ -51,7 +51,7 @@ impl<T: End + Send + Sync> Held<T> {
         ))
     }
 
-    /// True if nobody has closed the value. Waits while it is being closed. In a child made by
+    /// True if the value has not been closed. Waits while it is being closed. In a child made by
     /// `fork`, false.
     pub(crate) fn is_open(&self, py: Python<'_>) -> bool {
         self.is_own() && py.detach(|| self.value.read().is_some())
@@ -76,15 +76,15 @@ impl<T: End + Send + Sync> Held<T> {
     }
 
     /// Returns the value, or `None` after its end, to callers that may hold the interpreter's lock:
-    /// nobody may hold [`place`](Held::place) of such a value for long.
+    /// no thread may hold [`place`](Held::place) of such a value for long.
     pub(crate) fn here(&self) -> Option<MappedRwLockReadGuard<'_, T>> {
         RwLockReadGuard::try_map(self.value.read(), Option::as_ref).ok()
     }
 }
 
-/// What is done with a value that nobody has closed.
+/// End of a value that was dropped without being closed.
 pub(crate) trait End {
-    /// Says what went wrong, since nobody is there to be told.
+    /// Ends the value. Says what went wrong, as text: no caller is left to be told.
     fn end(self) -> Result<(), String>;
 }
 
@@ -104,8 +104,8 @@ impl<T: End + Send + Sync> Drop for Held<T> {
     }
 }
 
-/// The address of the process's handler of SIGBUS; 0 or 1 if it has none. `faulthandler` takes the
-/// place of the one that serves faults in the thread that faults.
+/// Returns the address of the process's handler of SIGBUS; 0 or 1 if it has none. `faulthandler`
+/// replaces the handler that serves in-thread faults.
 #[pyfunction]
 pub(crate) fn sigbus_handler() -> usize {
     // SAFETY: plain data, for which zeros are a value.

@@ -20,26 +20,26 @@ use crate::{
     process::{End, Held},
 };
 
-/// What is brought in between two looks for signals: some milliseconds over a fast network.
+/// Bytes brought in between two looks for signals: some milliseconds over a fast network.
 const PREFETCH_BYTES: usize = 16 << 20;
 
 /// A region of the crate `farpage`.
 #[pyclass(frozen, module = "farpage._farpage")]
 pub(crate) struct Region {
     shared: Arc<Shared>,
-    /// What is to live longer than the region.
+    /// Object that has to live longer than the region.
     _keep: Option<Py<PyAny>>,
-    /// Of its first byte.
+    /// Address of the region's first byte.
     #[pyo3(get)]
     address: usize,
     #[pyo3(get)]
     bytes: usize,
     #[pyo3(get)]
     page_bytes: usize,
-    /// What numpy calls the elements, and bytes of one; `None` for bytes without a type.
+    /// Name of the elements' type in numpy, and bytes of one; `None` for bytes without a type.
     #[pyo3(get)]
     dtype: Option<(String, u64)>,
-    /// How many elements there are.
+    /// Number of elements.
     #[pyo3(get)]
     len: u64,
     #[pyo3(get)]
@@ -49,9 +49,9 @@ pub(crate) struct Region {
 /// A region as its Python object, its views and its runtime share it.
 pub(crate) struct Shared {
     held: Held<Mapped>,
-    /// Views that live. It grows under the lock of `held` only. The `Release` of a view's end pairs
-    /// with the `Acquire` of [`is_viewed`](Shared::is_viewed): accesses to the bytes come before
-    /// their end.
+    /// Number of views that live. Grows under the lock of `held` only. The `Release` of a view's
+    /// end pairs with the `Acquire` of [`is_viewed`](Shared::is_viewed): accesses to the bytes come
+    /// before the view's end.
     views: AtomicUsize,
 }
 
@@ -116,7 +116,7 @@ impl Closing<'_> {
     }
 }
 
-/// A region, and whether its end publishes what changed.
+/// A region, and a flag that its end publishes nothing.
 struct Mapped {
     region: farpage::Region,
     abandoned: AtomicBool,
@@ -147,7 +147,7 @@ impl End for Mapped {
 }
 
 impl Region {
-    /// `what` is the region's name in errors.
+    /// Wraps `region`. `what` is the region's name in errors.
     pub(crate) fn new(what: String, region: farpage::Region) -> Self {
         let elements = region.elements();
         Self {
@@ -193,8 +193,8 @@ impl Region {
     }
 }
 
-/// How the servers remember numpy's type `name`: numbers by Rust's name, so that programs in Rust
-/// open them as arrays.
+/// Returns the type that servers remember for numpy's type `name`: numbers by Rust's name, so that
+/// programs in Rust open them as arrays.
 pub(crate) fn element_type(name: &str, bytes: u64, align: u64) -> ElementType {
     ElementType::number(name)
         .unwrap_or_else(|| ElementType::foreign(format!("numpy:{name}"), bytes, align))
@@ -202,7 +202,7 @@ pub(crate) fn element_type(name: &str, bytes: u64, align: u64) -> ElementType {
 
 #[pymethods]
 impl Region {
-    /// Brings bytes in and waits for them, with a look for signals now and then.
+    /// Brings bytes in and waits for all of them. Looks for signals now and then.
     fn prefetch(&self, py: Python<'_>, start: usize, end: usize) -> PyResult<()> {
         let end = end.min(self.bytes);
         let mut from = start;
@@ -216,7 +216,7 @@ impl Region {
         Ok(())
     }
 
-    /// Says how bytes will be used.
+    /// Tells the pager how bytes will be used.
     fn advise(&self, py: Python<'_>, start: usize, end: usize, advice: &str) -> PyResult<()> {
         let advice = match advice {
             "normal" => Advice::Normal,
@@ -242,7 +242,7 @@ impl Region {
         flushed.map_err(error::pages)
     }
 
-    /// Pages that are in local memory now.
+    /// Returns the number of pages that are in local memory now.
     fn resident_pages(&self, py: Python<'_>) -> PyResult<usize> {
         self.with(py, farpage::Region::resident_pages)
     }

@@ -1,7 +1,7 @@
 //! [`Runtime`]: memory servers and a budget.
 //!
-//! The rule it keeps: what is made of a runtime is known to it before anybody can close it, since
-//! making reads the runtime's value under the lock that `close` takes for itself.
+//! The rule it keeps: a runtime knows each region and arena before the runtime can be closed, since
+//! making one reads the runtime's value under the lock that `close` takes for itself.
 
 use std::{
     sync::{Arc, Weak},
@@ -19,18 +19,18 @@ use crate::{
     region::{self, Region, element_type},
 };
 
-/// Addresses of an arena whose memory is granted on demand: more than servers lend.
+/// Bytes of an arena whose memory is granted on demand: more than servers lend.
 const ARENA_BYTES: usize = 1 << 40;
 
 /// A runtime of the crate `farpage`.
 #[pyclass(frozen, module = "farpage._farpage")]
 pub(crate) struct Runtime {
     held: Held<Open>,
-    /// What is to live longer than the runtime.
+    /// Object that has to live longer than the runtime.
     _keep: Option<Py<PyAny>>,
 }
 
-/// A runtime, and what was made of it and may live.
+/// A runtime, with the regions and arenas made of it that may live.
 struct Open {
     runtime: farpage::Runtime,
     regions: Mutex<Vec<Weak<region::Shared>>>,
@@ -117,7 +117,7 @@ impl Runtime {
 
 #[pymethods]
 impl Runtime {
-    /// What is `None` comes from the environment, else it is the default.
+    /// Builds a runtime. A setting that is `None` comes from the environment, or is the default.
     #[new]
     #[pyo3(signature = (servers, *, keep=None, budget_bytes=None, page_bytes=None, codec=None, fault_mode=None, deadline_s=None, key_file=None))]
     #[expect(clippy::too_many_arguments, reason = "all have names")]
@@ -171,7 +171,7 @@ impl Runtime {
         })
     }
 
-    /// A region of zeros that holds elements of `dtype`, in numpy's words, in `shape`.
+    /// Makes a region of zeros, for elements of `dtype`, in numpy's words, in `shape`.
     #[pyo3(signature = (shape, dtype, element_bytes, align, *, keep=None, name=None, replace=false, page_bytes=None, codec=None))]
     #[expect(clippy::too_many_arguments, reason = "all have names")]
     fn create(
@@ -215,7 +215,7 @@ impl Runtime {
         Ok(region.keeping(keep))
     }
 
-    /// The region that was published under a name, to be read alone or written, too.
+    /// Opens the region that was published as `name`, to be read alone or written, too.
     #[pyo3(signature = (name, *, to_read, keep=None))]
     fn open(
         &self,
@@ -236,8 +236,8 @@ impl Runtime {
         Ok(region.keeping(keep))
     }
 
-    /// An arena of so many bytes, which servers reserve at once; or of as many as there are
-    /// addresses for, which they grant when pages are written back.
+    /// Makes an arena of `capacity_bytes`, which servers reserve at once. Without a capacity it has
+    /// as many bytes as there are addresses for, granted when pages are written back.
     #[pyo3(signature = (capacity_bytes, *, keep=None))]
     fn arena(
         &self,
@@ -259,7 +259,7 @@ impl Runtime {
         Ok(arena.keeping(keep))
     }
 
-    /// The user's names: name, bytes on the servers, and whether a program has it open.
+    /// Returns the user's names: name, bytes on the servers, and true if a program has it open.
     fn names(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, bool)>> {
         let names = self.with(py, farpage::Runtime::names)?;
         let names = names.map_err(|error: NamesError| error::names(&error))?;
@@ -272,7 +272,7 @@ impl Runtime {
         removed.map_err(|error| error::names(&error))
     }
 
-    /// Where its servers are.
+    /// Returns the endpoints of the runtime's servers.
     fn endpoints(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         self.with(py, |runtime| {
             let sessions = runtime.sessions().iter();

@@ -7,7 +7,6 @@
 use std::{
     io::{self, Write},
     os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
-    time::Duration,
 };
 
 use farpage_memserver::{RunningServer, Server};
@@ -19,8 +18,8 @@ use nix::{
 };
 use pyo3::prelude::*;
 
-/// Serves until standard input, or the process `parent`, ends. Prints where it listens, or what
-/// went wrong.
+/// Serves until standard input, or the process `parent`, ends. Prints the endpoint, or what went
+/// wrong.
 #[pyfunction]
 pub(crate) fn serve(
     py: Python<'_>,
@@ -41,7 +40,7 @@ pub(crate) fn serve(
             Err(error) => return line(format!("error: {error}")),
         };
         let endpoint = server.endpoints()[0].to_string();
-        // Nobody reads this where the parent has ended meanwhile: its end is seen next.
+        // The write fails where the parent has ended meanwhile, which `wait` sees next.
         let _ = line(endpoint);
         wait(parent.as_fd())?;
         server.shutdown();
@@ -52,21 +51,19 @@ pub(crate) fn serve(
 
 fn start(listen: &str, capacity_bytes: u64) -> Result<RunningServer, String> {
     let endpoint = listen.parse().map_err(|error| format!("{error}"))?;
-    let server = Server::builder()
-        .listen(endpoint)
+    (Server::of_one_program().listen(endpoint))
         .capacity(capacity_bytes)
-        // When the program is gone there is nobody to wait for.
-        .grace(Duration::ZERO);
-    server.start().map_err(|error| error.to_string())
+        .start()
+        .map_err(|error| error.to_string())
 }
 
-/// A descriptor that can be read when the process has ended.
+/// Returns a descriptor that can be read when the process `pid` has ended.
 fn watch(pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: no pointers.
     let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
-    // SAFETY: made just now, and known to nobody else.
+    // SAFETY: made just now, and known to no other code.
     let watched = unsafe { OwnedFd::from_raw_fd(fd as i32) };
-    // It may have ended before, and its number be another's.
+    // The process may have ended before, and its number be another's.
     if unistd::getppid().as_raw() != pid {
         return Err(io::Error::other("it has ended"));
     }

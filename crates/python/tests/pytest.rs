@@ -1,9 +1,9 @@
 //! The Python tests, each reported as a test of this program in libtest's words.
 //!
-//! The rule it keeps: what is tested is the library that cargo has just built, beside the Python
-//! files of the source tree. What pytest needs is fetched once, by pip, below the target directory;
-//! where that cannot be done, the tests are skipped and the reason is told. Tests that are marked
-//! as long stand for libtest's ignored ones: `--ignored` runs them, `--include-ignored` all.
+//! The rule it keeps: the tested library is the one that cargo has just built, beside the Python
+//! files of the source tree. pip fetches pytest's packages once, below the target directory; where
+//! that fails, the tests are skipped and the reason is told. Tests that are marked as long stand
+//! for libtest's ignored ones: `--ignored` runs them, `--include-ignored` all.
 
 use std::{
     env,
@@ -25,11 +25,11 @@ use nix::{
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// All tests together take a tenth of this.
+/// Upper bound of the tests' time: all together take a tenth of it.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// With those that are marked as long.
+/// Upper bound of the tests' time with those that are marked as long.
 const LONG_PATIENCE: Duration = Duration::from_secs(3 * 3600);
-/// pip tries again by itself, for minutes.
+/// Upper bound of pip's time: it tries again by itself, for minutes.
 const PIP_PATIENCE: Duration = Duration::from_secs(240);
 
 const PACKAGE: &str = env!("CARGO_MANIFEST_DIR");
@@ -37,7 +37,7 @@ const PACKAGE: &str = env!("CARGO_MANIFEST_DIR");
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
     if arguments.iter().any(|argument| argument == "--list") {
-        // Which there are, Python knows; whoever asks wants to know whether there are any.
+        // Python knows the single tests; this line says that there are some.
         println!("python: test");
         return ExitCode::SUCCESS;
     }
@@ -67,7 +67,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The interpreter: `PYTHON`, else the one in the path.
+/// Returns the command of the interpreter: `PYTHON`, else the one in the path.
 fn python() -> Command {
     let program = env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
     let mut command = Command::new(program);
@@ -75,7 +75,7 @@ fn python() -> Command {
     command
 }
 
-/// A folder with numpy and pytest for this interpreter.
+/// Returns a folder with numpy and pytest for this interpreter.
 fn packages() -> Result<PathBuf> {
     let mut version = python();
     version.args(["-c", "import sys; print('%d.%d' % sys.version_info[:2])"]);
@@ -125,7 +125,7 @@ fn packages() -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// The package `farpage` as it would be installed; returns the folder to import it from.
+/// Assembles the package `farpage` as if installed. Returns the folder to import it from.
 fn assemble() -> Result<PathBuf> {
     let program = env::current_exe()?;
     let built = program.parent().ok_or("a test program lies in a folder")?;
@@ -148,8 +148,8 @@ fn assemble() -> Result<PathBuf> {
     Ok(site)
 }
 
-/// Runs pytest on the tests with a name that contains `filter` and with `marks`, and repeats what
-/// it says about each; returns whether all passed.
+/// Runs pytest on the tests with a name that contains `filter` and with `marks`, and reports each
+/// in libtest's words. Returns true if all passed.
 fn run(packages: &Path, filter: Option<&String>, marks: Option<&str>) -> Result<bool> {
     let path = env::join_paths([assemble()?.as_path(), packages])?;
     let mut pytest = python();
@@ -169,7 +169,7 @@ fn run(packages: &Path, filter: Option<&String>, marks: Option<&str>) -> Result<
         Some("not long") => PATIENCE,
         _ => LONG_PATIENCE,
     };
-    // What the tests set themselves.
+    // The tests set these variables themselves.
     for (name, _) in env::vars_os() {
         if name.to_string_lossy().starts_with("FARPAGE_") && name != "FARPAGE_KEY_FILE" {
             pytest.env_remove(name);
@@ -212,7 +212,7 @@ enum Outcome<'a> {
     Skipped(&'a str),
 }
 
-/// What a line of pytest says about a test: `test_a.py::test_b PASSED [ 50%]`.
+/// Parses a line of pytest about a test: `test_a.py::test_b PASSED [ 50%]`.
 fn outcome(line: &str) -> Option<(&str, Outcome<'_>)> {
     let (test, rest) = line.split_once(' ')?;
     if !test.contains(".py::") {
@@ -229,8 +229,8 @@ fn outcome(line: &str) -> Option<(&str, Outcome<'_>)> {
     Some((test, outcome))
 }
 
-/// Runs a command, hands each line that it prints over, and ends it with all its descendants when
-/// it takes too long. Returns whether it succeeded.
+/// Runs `command`, hands each line that it prints to `line`, and ends it with all its descendants
+/// after `patience`. Returns true if it succeeded.
 fn watch(command: &mut Command, patience: Duration, mut line: impl FnMut(&str)) -> Result<bool> {
     let (mut reader, writer) = std::io::pipe()?;
     command

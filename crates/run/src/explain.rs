@@ -1,4 +1,4 @@
-//! What `--explain` says of a program.
+//! The text that `--explain` prints about a program.
 
 use std::{fmt::Write, path::Path};
 
@@ -7,7 +7,7 @@ use bytesize::ByteSize;
 use crate::{Sizes, program::Program};
 
 impl Program {
-    /// What would happen, in lines.
+    /// Returns lines that say what a run would interpose.
     pub(crate) fn explain(&self, path: &Path, sizes: &Sizes) -> String {
         let mut text = String::new();
         let mut line = |line: String| writeln!(text, "{line}").expect("a string takes it all");

@@ -1,9 +1,10 @@
 //! `farpage`: runs a program as it is, with its large allocations in remote memory.
 //!
 //! The rule it keeps: the exit status is the program's; 125 means that farpage could not start it,
-//! 126 and 127 what they mean to a shell. What the program asks for and gets is decided in the
-//! library that is preloaded (`preload.rs`).
+//! 126 and 127 have a shell's meaning. The preloaded library (`preload.rs`) serves the program's
+//! requests.
 
+mod elf;
 mod explain;
 mod program;
 mod relay;
@@ -21,7 +22,6 @@ use std::{
     os::unix::process::{CommandExt, ExitStatusExt},
     path::{Path, PathBuf},
     process::{Command, ExitCode, ExitStatus},
-    time::Duration,
 };
 
 use anyhow::{Context, Result, bail};
@@ -36,7 +36,7 @@ use relay::Relay;
 use rlimits::Limits;
 use shares::Shares;
 
-/// Smallest capacity: less is a size whose unit was left out.
+/// Smallest capacity: a smaller number lacks its unit.
 const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
 
 /// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
@@ -78,8 +78,8 @@ struct RunOptions {
     /// Requests of this size and more go there; smaller ones to the program's own allocator.
     #[arg(long, default_value = "128KiB")]
     min_bytes: ByteSize,
-    /// What comes and goes at once. Small pages suit scattered access, large ones programs that go
-    /// through memory in order.
+    /// Size of a page, which comes and goes as a whole. Small pages suit scattered access, large
+    /// ones programs that go through memory in order.
     #[arg(long, env = "FARPAGE_PAGE_SIZE", default_value = "16KiB")]
     page_size: ByteSize,
     /// Says at the end on standard error how much memory was used, and what moved.
@@ -116,7 +116,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The program cannot be run; with the status that a shell gives for it.
+/// The reason why the program cannot be run, with the status that a shell gives for it.
 #[derive(Debug)]
 struct NotRun(u8, String);
 
@@ -232,12 +232,12 @@ fn run(options: &RunOptions) -> Result<u8> {
     Ok(code(status))
 }
 
-/// Whether faults are served in-thread. The library's own variable says so, too.
+/// True if faults are served in-thread, by the option or by the library's own variable.
 fn in_thread(options: &RunOptions) -> bool {
     options.in_thread || env::var("FARPAGE_FAULT_MODE").is_ok_and(|mode| mode == "in-thread")
 }
 
-/// As shells say it.
+/// Returns the exit code that a shell gives for `status`.
 fn code(status: ExitStatus) -> u8 {
     let code = status.code().or(status.signal().map(|signal| 128 + signal));
     code.unwrap_or(125) as u8
@@ -252,7 +252,7 @@ fn cannot_start(path: &Path, error: io::Error) -> NotRun {
     NotRun(status, format!("cannot run {}: {error}", path.display()))
 }
 
-/// What the options come to.
+/// Sizes that follow from the options.
 pub(crate) struct Sizes {
     pub(crate) budget: ByteSize,
     /// Bytes that can be allocated. `None`: as many as the server has.
@@ -300,10 +300,6 @@ fn addressable(budget: u64) -> u64 {
     (room.saturating_sub(THREADS_BYTES) * 2 / 5).max(room / 8)
 }
 
-/// Lease that does not end. A server that ends with its only client protects nobody by taking
-/// memory from a program that is stopped.
-const FOR_GOOD: Duration = Duration::from_secs(365 * 24 * 3600);
-
 /// A memory server in this process.
 struct OwnServer {
     server: RunningServer,
@@ -311,17 +307,15 @@ struct OwnServer {
 }
 
 impl OwnServer {
-    /// With its socket in this folder.
+    /// Starts a server whose socket is in `folder`.
     fn start(capacity: ByteSize, folder: &Path) -> Result<OwnServer> {
         let socket = Endpoint::Shm(folder.join("server.sock"));
         // The arena is a little larger than its capacity, pages are written out of place, and
         // extents are whole.
         let lends = capacity.as_u64() + capacity.as_u64() / 4 + (96 << 20);
-        let server = Server::builder()
+        let server = Server::of_one_program()
             .listen(socket)
             .capacity(lends)
-            .lease(FOR_GOOD)
-            .grace(Duration::ZERO)
             .start()
             .context("cannot start a memory server")?;
         let endpoint = server
@@ -335,7 +329,7 @@ impl OwnServer {
     }
 }
 
-/// The program's file, as a shell finds it.
+/// Finds the program's file as a shell does.
 fn find(name: &OsStr) -> Result<PathBuf> {
     let path = Path::new(name);
     if path.components().count() > 1 || name.as_encoded_bytes().contains(&b'/') {
@@ -369,6 +363,7 @@ mod tests {
     use std::{
         io::{Read, Write},
         os::unix::net::UnixStream,
+        time::Duration,
     };
 
     use farpage_wire::{

@@ -5,20 +5,20 @@
 //!
 //! - The runtime's own Rust code allocates from glibc directly ([`Glibc`]), never from here, and
 //!   never from the program's allocator, whose metadata may be remote.
-//! - Whoever works for the runtime is *inside* ([`Inside`]): what it asks for is local
+//! - A thread that works for the runtime is *inside* ([`Inside`]): its requests are served locally
 //!   (`local.rs`), and signals wait, as they do for a system call. So are all threads that it
 //!   starts.
-//! - Before the runtime is there (constructors that run before ours, `dlsym`) everything goes to
-//!   the next allocator.
+//! - Before the runtime exists (constructors that run before ours, `dlsym`), all requests go to the
+//!   next allocator.
 //! - `free` and its kind decide by address alone, and by where our own allocations begin
 //!   (`made.rs`).
 //!
-//! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
-//! `state.rs`; what is said of it, to `report.rs`; who else is interposed, to `exec.rs` and
-//! `process.rs`. The program's own limits go by `limits.rs`. With in-thread faults its system calls
-//! go by `filter.rs` and `calls.rs`, its signals by `signals.rs`, and the runtime's descriptors are
-//! guarded by `descriptors.rs`. What programs do that a second allocator or other threads would
-//! break is in `plugins.rs` and `confine.rs`.
+//! Serving requests is left to `heap.rs`, `maps.rs` and `protect.rs`; beginning and end, to
+//! `state.rs`; reports, to `report.rs`; other interposed programs, to `exec.rs` and `process.rs`.
+//! The program's own limits go by `limits.rs`. With in-thread faults its system calls go by
+//! `filter.rs` and `calls.rs`, its signals by `signals.rs`, and the runtime's descriptors are
+//! guarded by `descriptors.rs`. Calls of programs that a second allocator or other threads would
+//! break are in `plugins.rs` and `confine.rs`.
 
 #[path = "preload/calls.rs"]
 mod calls;
@@ -30,6 +30,8 @@ mod debug;
 mod descriptors;
 #[path = "preload/destructors.rs"]
 mod destructors;
+#[path = "elf.rs"]
+mod elf;
 #[path = "preload/environment.rs"]
 mod environment;
 #[path = "preload/exec.rs"]
@@ -95,13 +97,13 @@ unsafe extern "C" {
     fn __libc_free(old: *mut c_void);
 }
 
-/// glibc's allocator by its internal names, which nobody replaces. All of its memory is local.
+/// glibc's allocator by its internal names, which no library replaces. All of its memory is local.
 struct Glibc;
 
 #[global_allocator]
 static ALLOCATOR: Glibc = Glibc;
 
-/// What glibc aligns to without being asked.
+/// Alignment of glibc's allocations by default.
 const ALIGN: usize = 16;
 
 // SAFETY: glibc's allocator keeps the contract; alignments above its own go to `memalign`, and
@@ -154,12 +156,12 @@ unsafe impl GlobalAlloc for Glibc {
 }
 
 thread_local! {
-    /// How often this thread is inside the runtime. The library is there from the start, so that
-    /// the kernel of this is static: looking at it allocates nothing.
+    /// Nesting depth of this thread inside the runtime. The library is loaded from the start, so
+    /// that thread-local storage is static: reading it allocates nothing.
     static INSIDE: Cell<u32> = const { Cell::new(0) };
 }
 
-/// While it lives, this thread works for the runtime. Keeps `errno`, and holds signals back: a
+/// Guard while which this thread works for the runtime. Keeps `errno`, and holds signals back: a
 /// handler of the program would be taken for the runtime, and find its locks held.
 struct Inside {
     errno: i32,
@@ -199,7 +201,7 @@ fn set_errno(errno: i32) {
     unsafe { *libc::__errno_location() = errno }
 }
 
-/// A line on standard error, at once.
+/// Writes a line to standard error at once.
 fn say(line: &str) {
     say_to(2, line);
 }
@@ -210,7 +212,7 @@ fn say_to(descriptor: i32, line: &str) {
     unsafe { libc::write(descriptor, line.as_ptr().cast(), line.len()) };
 }
 
-/// A line that the program gives reason for again and again is said once.
+/// Writes a line once, however often the program gives reason for it.
 fn say_once(line: &str) {
     static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let _inside = Inside::enter();
@@ -221,7 +223,7 @@ fn say_once(line: &str) {
     }
 }
 
-/// Ends the process: what was asked for cannot be done, or the program has used memory wrongly.
+/// Ends the process with a line: a request cannot be served, or the program has misused memory.
 fn give_up(line: &str) -> ! {
     say(line);
     std::process::abort()

@@ -1,6 +1,6 @@
-//! The kind of program that a file holds, and what that means for interposing.
+//! The kind of program that a file holds, and its meaning for interposing.
 //!
-//! The rule it keeps: a program is refused only for what its file says for sure.
+//! The rule it keeps: a program is refused only for facts that its file states.
 
 use std::{
     ffi::{CString, OsStr},
@@ -11,20 +11,22 @@ use std::{
     ptr,
 };
 
-use crate::sanitizer;
+use crate::{
+    elf::{PT_LOAD, number},
+    sanitizer,
+};
 
 const SET_ID: u32 = 0o6000;
-const PT_LOAD: u32 = 1;
-const PT_INTERP: u32 = 3;
-const PT_NOTE: u32 = 4;
-const PF_W: u32 = 2;
-/// More is no header of an ELF file.
+const PT_INTERP: u64 = 3;
+const PT_NOTE: u64 = 4;
+const PF_W: u64 = 2;
+/// Upper bound of the number of headers of an ELF file.
 const HEADERS_MAX: usize = 64;
 const NOTE_BYTES_MAX: u64 = 64 << 10;
 /// Depth of scripts that start scripts at which the kernel stops.
 const SCRIPTS_MAX: usize = 5;
 
-/// What is known of a program's file.
+/// Kind of a program, read from its file.
 pub(crate) enum Program {
     /// Loaded by the dynamic linker, with this many bytes of static variables.
     Dynamic(u64),
@@ -34,13 +36,13 @@ pub(crate) enum Program {
     /// Loaded by musl's dynamic linker.
     Musl,
     SetId,
-    /// The file gives capabilities to who runs it.
+    /// A file that gives capabilities to the user who runs it.
     Capabilities,
-    /// Built with a sanitizer, and why that is refused.
+    /// Built with a sanitizer. Holds the reason to refuse it.
     Sanitized(&'static str),
-    /// Started by another program: its path and arguments, and what is known of it.
+    /// Started by another program: that program's path and arguments, and its kind.
     Script(String, Option<Box<Program>>),
-    /// Not of 64 bits, or no program.
+    /// A program that is not of 64 bits, or no program.
     Other,
 }
 
@@ -49,7 +51,7 @@ impl Program {
         Program::read_as(path, SCRIPTS_MAX)
     }
 
-    /// Reads a program that is a script `depth` times at most.
+    /// Reads a program, following scripts to a depth of `depth`.
     fn read_as(path: &Path, depth: usize) -> io::Result<Program> {
         if fs::metadata(path)?.permissions().mode() & SET_ID != 0 {
             return Ok(Program::SetId);
@@ -65,7 +67,7 @@ impl Program {
             let line = line.trim_ascii();
             let by = line.split(|byte| byte.is_ascii_whitespace()).next();
             let by = Path::new(OsStr::from_bytes(by.unwrap_or_default()));
-            // A missing one is the kernel's to complain of.
+            // A missing program is reported by the kernel.
             let by = (depth.checked_sub(1)).and_then(|depth| Program::read_as(by, depth).ok());
             let line = String::from_utf8_lossy(line).into_owned();
             return Ok(Program::Script(line, by.map(Box::new)));
@@ -84,8 +86,8 @@ impl Program {
         file.read_exact(&mut headers)?;
         let (mut is_dynamic, mut static_bytes) = (false, 0);
         for header in headers.chunks_exact(size) {
-            let kind = number(&header[..4]) as u32;
-            if kind == PT_LOAD && number(&header[4..8]) as u32 & PF_W != 0 {
+            let kind = number(&header[..4]);
+            if kind == PT_LOAD && number(&header[4..8]) & PF_W != 0 {
                 static_bytes += number(&header[40..48]);
             }
             if kind != PT_INTERP && kind != PT_NOTE {
@@ -96,7 +98,7 @@ impl Program {
             let bytes = number(&header[32..40]).min(NOTE_BYTES_MAX);
             file.by_ref().take(bytes).read_to_end(&mut contents)?;
             let holds = |part: &[u8]| contents.windows(part.len()).any(|at| at == part);
-            // The name of a note of Go's linker: the program's build id.
+            // Name of a note of Go's linker: the program's build id.
             if kind == PT_NOTE && holds(b"\x04\0\0\0Go\0\0") {
                 return Ok(Program::Go);
             }
@@ -112,7 +114,7 @@ impl Program {
         Ok(sanitized.map_or(Program::Dynamic(static_bytes), Program::Sanitized))
     }
 
-    /// Says why the program is not run.
+    /// Returns why the program is not run.
     pub(crate) fn refusal(&self) -> Option<String> {
         let why = match self {
             Program::Dynamic(_) => return None,
@@ -138,7 +140,7 @@ impl Program {
     }
 }
 
-/// True if the file gives capabilities to who runs it.
+/// True if the file gives capabilities to the user who runs it.
 fn has_capabilities(path: &Path) -> bool {
     let Ok(path) = CString::new(path.as_os_str().as_bytes()) else {
         return false;
@@ -149,11 +151,4 @@ fn has_capabilities(path: &Path) -> bool {
         libc::getxattr(path.as_ptr(), name, ptr::null_mut(), 0)
     };
     bytes > 0
-}
-
-/// Reads a number of such a file: the lowest byte comes first.
-pub(crate) fn number(bytes: &[u8]) -> u64 {
-    let mut whole = [0; 8];
-    whole[..bytes.len()].copy_from_slice(bytes);
-    u64::from_le_bytes(whole)
 }

@@ -1,8 +1,8 @@
 //! Signals that are sent to the launcher: [`Relay`] passes them on to the program.
 //!
-//! The rule it keeps: what `kill` sent to the launcher alone reaches the program, and what the
-//! terminal sends to the whole process group reaches it once. The launcher ends after the program,
-//! never before; if it is killed all the same, the kernel kills the program.
+//! The rule it keeps: a signal that `kill` sent to the launcher alone reaches the program, and a
+//! signal that the terminal sends to the whole process group reaches the program once. The launcher
+//! ends after the program; if the launcher is killed all the same, the kernel kills the program.
 
 use std::{
     fs,
@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context, Result};
 use libc::{c_int, siginfo_t, sigset_t};
 
-/// Signals that an instruction of the launcher itself raises, and that end the launcher.
+/// Signals that an instruction of the launcher itself can raise, and that then end the launcher.
 const RAISED: [c_int; 6] = [
     libc::SIGSEGV,
     libc::SIGBUS,
@@ -35,8 +35,8 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    /// Holds all signals back for this thread and those that it starts. Called before the first
-    /// thread and the program are there, so that no signal is lost.
+    /// Holds all signals back for this thread and the threads that it starts. Called before the
+    /// first thread and the program exist, so that no signal is lost.
     pub(crate) fn begin() -> Relay {
         let mut taken = MaybeUninit::uninit();
         let mut before = MaybeUninit::uninit();
@@ -110,14 +110,14 @@ impl Relay {
 fn pass_on(signal: c_int, info: &siginfo_t, program: libc::pid_t) {
     // SAFETY: calls with sets of ours at most. The sender is known where the signal was sent.
     unsafe {
-        // A terminal that is gone is told to the session's leader alone, which may be us.
+        // A hang-up goes to the session's leader alone, which may be the launcher.
         if (was_sent(info) && !is_descendant(info.si_pid())) || signal == libc::SIGHUP {
             match info.si_code {
                 libc::SI_QUEUE => libc::sigqueue(program, signal, info.si_value()),
                 _ => libc::kill(program, signal),
             };
         }
-        // A shell waits until its job stops, launcher and all. The kernel knows whether one does.
+        // A shell waits until its job stops, launcher and all. The kernel knows whether it stops.
         if let libc::SIGTSTP | libc::SIGTTIN | libc::SIGTTOU = signal {
             let mut set = MaybeUninit::uninit();
             libc::sigemptyset(set.as_mut_ptr());
@@ -130,7 +130,7 @@ fn pass_on(signal: c_int, info: &siginfo_t, program: libc::pid_t) {
 }
 
 /// True if a process sent the signal. The kernel sends to the terminal's whole process group, which
-/// has the program in it.
+/// the program belongs to.
 fn was_sent(info: &siginfo_t) -> bool {
     info.si_code <= 0
 }
@@ -152,7 +152,7 @@ fn is_descendant(mut process: libc::pid_t) -> bool {
 /// Reads a process's parent.
 fn parent(process: libc::pid_t) -> Option<libc::pid_t> {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // The name before it may have parentheses and spaces of its own.
+    // The name before that parenthesis may contain parentheses and spaces.
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(1)?.parse().ok()
 }

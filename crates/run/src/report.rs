@@ -1,4 +1,4 @@
-//! Words at the end of a run about what was not remote.
+//! Lines at the end of a run about memory that was not remote.
 //!
 //! The rule it keeps: a program that was not interposed is named, with the reason.
 
@@ -17,14 +17,14 @@ use bytesize::ByteSize;
 
 use crate::{program::Program, starts};
 
-/// The page that all interposed processes share (`preload/family.rs`). Its first byte: a process
-/// has made an arena.
+/// Name of the page that all interposed processes share (`preload/family.rs`). Its first byte: a
+/// process has made an arena.
 const FACTS: &str = "facts";
 const FACTS_BYTES: usize = 4096;
 /// Local memory beyond the budget that any program has.
 const SMALL: ByteSize = ByteSize::mib(16);
 
-/// Makes the page, and has the program noted as not interposed yet.
+/// Makes the page of facts, and notes that the program is not interposed yet.
 pub(crate) fn begin(folder: &Path, program: &Path, command: &mut Command) -> Result<()> {
     fs::write(folder.join(FACTS), [0; FACTS_BYTES])
         .context("cannot write to the directory for sockets (see `df` and `ulimit -f`)")?;
@@ -61,8 +61,8 @@ pub(crate) fn say(folder: &Path, budget: ByteSize) {
     }
 }
 
-/// Reads the paths of programs that were never interposed. Processes that live on may still be on
-/// their way.
+/// Reads the paths of programs that were never interposed. Processes that live on are left out:
+/// they may still be starting.
 fn left(folder: &Path) -> BTreeSet<PathBuf> {
     let lives_on = |process: &OsStr| Path::new("/proc").join(process).exists();
     let note = |name: OsString| {
@@ -78,10 +78,10 @@ fn left(folder: &Path) -> BTreeSet<PathBuf> {
         .collect()
 }
 
-/// The most local memory that one of the processes had which have ended and were waited for.
+/// Returns the peak of local memory over all processes that have ended and were waited for.
 fn most_local_bytes() -> ByteSize {
     let mut usage = MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: there is room for the answer; all zeros is one, too.
+    // SAFETY: there is room for the answer; all zeros is a valid one, too.
     let usage = unsafe {
         libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr());
         usage.assume_init()

@@ -1,13 +1,13 @@
-//! The launcher's limits (`ulimit`), raised for what it needs itself.
+//! The launcher's limits (`ulimit`), raised for its own needs.
 //!
 //! The rule it keeps: the program has the limits that the launcher was started with.
 
 use std::{mem::MaybeUninit, os::unix::process::CommandExt, process::Command};
 
-/// Memory that is lent counts as a file, and each program opens connections.
+/// Raised limits: memory that is lent counts as a file, and each program opens connections.
 const RAISED: [libc::__rlimit_resource_t; 2] = [libc::RLIMIT_FSIZE, libc::RLIMIT_NOFILE];
 
-/// Limits as they were.
+/// Limits that the launcher was started with.
 pub(crate) struct Limits([libc::rlimit; RAISED.len()]);
 
 impl Limits {

@@ -1,24 +1,23 @@
 //! Programs that are built with a sanitizer: [`refusal`].
 //!
 //! A sanitizer brings an allocator of its own and has to be the first library, which the preloaded
-//! one is. What the file needs says which: all that it shares with libraries has a name in its
-//! table of strings.
+//! one is. The program's table of strings names the sanitizer, as it names all symbols that the
+//! program shares with libraries.
 
 use std::{
     fs::File,
     io::{self, Read, Seek, SeekFrom},
 };
 
-use crate::program::number;
+use crate::elf::{PT_LOAD, number};
 
-const PT_LOAD: u64 = 1;
 const PT_DYNAMIC: u64 = 2;
 const DT_STRTAB: u64 = 5;
 const DT_STRSZ: u64 = 10;
-/// More is looked at of no file.
+/// Upper bound of bytes that are read of a table.
 const BYTES_MAX: u64 = 256 << 20;
 
-/// What a sanitizer's programs have among their names, and why these are refused.
+/// Symbols of programs with a sanitizer, and the reasons to refuse them.
 const SANITIZERS: [(&[u8], &str); 5] = [
     (
         b"__asan_init\0",
@@ -42,7 +41,7 @@ const SANITIZERS: [(&[u8], &str); 5] = [
     ),
 ];
 
-/// Why a program is refused that has these program headers, if a sanitizer is the reason.
+/// Returns why a program with these program headers is refused, if a sanitizer is the reason.
 pub(crate) fn refusal<'a>(
     file: &mut File,
     headers: impl Iterator<Item = &'a [u8]> + Clone,
@@ -61,7 +60,7 @@ pub(crate) fn refusal<'a>(
     let (Some(address), Some(bytes)) = (entry(DT_STRTAB), entry(DT_STRSZ)) else {
         return Ok(None);
     };
-    // Headers tell at which offset, at which address, and how long a part of the file is.
+    // Headers give the file offset, the address and the length of each part of a file.
     let part = headers.clone().find(|header| {
         kind(header) == PT_LOAD && address.wrapping_sub(field(header, 16)) < field(header, 32)
     });

@@ -1,4 +1,4 @@
-//! The launcher's folder: sockets, and what programs leave for it to read.
+//! The launcher's folder: sockets, and files that programs leave for the launcher.
 //!
 //! The rule it keeps: the paths of its files fit into `LD_PRELOAD`, which splits at spaces and
 //! colons, and into the address of a socket, which has 107 bytes.
@@ -14,10 +14,10 @@ use std::{
 use anyhow::{Context, Result};
 use tempfile::TempDir;
 
-/// The longest path of a folder that leaves room for its own name and that of a socket in it.
+/// The longest path of a directory that leaves room for the folder's name and a socket's in it.
 const FOLDER_BYTES_MAX: usize = 60;
 
-/// Makes the folder, where `TMPDIR` says or in a usual place.
+/// Makes the folder, in `TMPDIR` or in a usual place.
 pub(crate) fn make() -> Result<TempDir> {
     let asked = env::temp_dir();
     let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
@@ -52,7 +52,7 @@ pub(crate) fn preloadable(library: PathBuf, folder: &Path) -> Result<OsString> {
     Ok(link.into_os_string())
 }
 
-/// True if no reader of the path takes a byte of it for more than a byte.
+/// True if no reader of the path gives a byte of it a special meaning.
 fn is_plain(path: &Path) -> bool {
     let plain = |&byte: &u8| byte.is_ascii_alphanumeric() || b"/._-+@%~,=".contains(&byte);
     path.as_os_str().as_bytes().iter().all(plain)

@@ -1,16 +1,16 @@
 //! The budget of several programs at once: [`Shares`].
 //!
-//! Each interposed program connects. When it allocates, it says how much it would use, and is told
-//! its share. Who wants little keeps little; the rest is divided evenly. When programs come and go,
-//! or want more, shares change.
+//! Each interposed program connects. When it allocates, it reports how much it would use, and
+//! receives its share. A program that wants little keeps little; the rest is divided evenly. When
+//! programs come and go, or want more, shares change.
 //!
-//! The rule: the shares never exceed the budget together. A share counts as it was until its
-//! program says that it has kept to the smaller one, or has ended. Only what is left goes to
-//! others.
+//! The rule: the shares never exceed the budget together. A share counts at its old size until its
+//! program reports that it has shrunk to the smaller one, or has ended. Other programs get only the
+//! remainder.
 //!
-//! The wire, on a socket of this machine: a program sends what it wants and what it has at most,
-//! and is sent its share, each as a number of 8 bytes behind a byte that says which. A share of 0
-//! is a refusal.
+//! The wire, on a socket of this machine: a program sends how much it wants and how much it has at
+//! most, and receives its share, each as a number of 8 bytes behind a byte for its kind. A share of
+//! 0 is a refusal.
 
 use std::{
     collections::BTreeMap,
@@ -23,17 +23,17 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// No program gets less: a runtime works with a few pages of any size.
+/// Smallest share of a program: a runtime works with a few pages of any size.
 pub(crate) const LEAST_BYTES: u64 = 4 << 20;
 
-/// A program says what it would use.
+/// Message of a program: bytes that it would use.
 const WANTS: u8 = 1;
-/// A program says that it has no more than that.
+/// Message of a program: the most bytes that it has.
 const HAS: u8 = 2;
-/// A program is told its share.
+/// Message to a program: its share.
 const SHARE: u8 = 3;
 
-/// Who has which part of the budget.
+/// Parts of the budget by program.
 #[derive(Default)]
 struct Ledger {
     budget: u64,
@@ -44,13 +44,13 @@ struct Ledger {
 struct Program {
     stream: Option<UnixStream>,
     wants: u64,
-    /// What it was told last.
+    /// Share that the program was told last.
     share: u64,
-    /// What it may have still: more than its share until it says otherwise.
+    /// Bytes that the program may still have: more than its share until it reports less.
     has: u64,
 }
 
-/// The place where shares are had, for as long as it lives.
+/// Server of shares, for as long as it lives.
 pub(crate) struct Shares {
     ledger: Arc<Mutex<Ledger>>,
 }
@@ -79,7 +79,7 @@ impl Shares {
         Ok(shares)
     }
 
-    /// The most that all programs had together.
+    /// Returns the bytes that all programs may have together.
     #[cfg(test)]
     fn held(&self) -> u64 {
         lock(&self.ledger).held()
@@ -101,7 +101,7 @@ fn serve(mut stream: UnixStream, ledger: &Mutex<Ledger>) {
     let Ok(writer) = stream.try_clone() else {
         return;
     };
-    // Until it wants something it has no part: shells that only start others take none.
+    // A program has no part until it wants something: shells that only start others take none.
     if read(&mut stream).is_none() {
         return;
     }
@@ -116,7 +116,7 @@ fn serve(mut stream: UnixStream, ledger: &Mutex<Ledger>) {
         };
         match kind {
             WANTS => program.wants = bytes,
-            // It may have been told more or less meanwhile.
+            // The share may have changed meanwhile.
             HAS if bytes <= program.share => program.has = program.share,
             _ => {}
         }
@@ -141,7 +141,7 @@ fn read(stream: &mut UnixStream) -> Option<(u8, u64)> {
 }
 
 impl Ledger {
-    /// A program comes. `None`: there are too many already.
+    /// Adds a program. Returns `None` if there are too many already.
     fn add(&mut self, stream: impl Into<Option<UnixStream>>) -> Option<u64> {
         if (self.programs.len() as u64 + 1) * LEAST_BYTES > self.budget {
             return None;
@@ -163,11 +163,11 @@ impl Ledger {
         self.programs.values().map(|program| program.has).sum()
     }
 
-    /// Tells programs their shares, as far as what others still have allows.
+    /// Tells programs their shares, as far as other programs have given theirs back.
     fn settle(&mut self) {
         let wants = self.programs.values().map(|program| program.wants);
         let fair = fair(self.budget, wants.collect());
-        // First who gives, since that is what the others get.
+        // First the programs that give: the others get their bytes.
         for (program, &fair) in self.programs.values_mut().zip(&fair) {
             if fair < program.share {
                 program.tell(fair);
@@ -175,7 +175,7 @@ impl Ledger {
         }
         let mut left = self.budget - self.held();
         for (program, &fair) in self.programs.values_mut().zip(&fair) {
-            // What it has not given back yet it may keep. A first share is whole or none.
+            // A program may keep bytes until it gives them back. A first share is whole or none.
             let share = fair.min(program.has + left);
             if share > program.share && share >= LEAST_BYTES {
                 left -= share.saturating_sub(program.has);
@@ -191,13 +191,13 @@ impl Program {
     fn tell(&mut self, share: u64) {
         self.share = share;
         if let Some(stream) = &mut self.stream {
-            // If it has ended, its thread sees that.
+            // If the program has ended, its thread notices.
             let _ = stream.write_all(&message(SHARE, share));
         }
     }
 }
 
-/// Who wants less than an even part gets that, and the rest is divided evenly among the others.
+/// Divides `budget`. Programs that want less than an even part get that, the others even parts.
 fn fair(budget: u64, wants: Vec<u64>) -> Vec<u64> {
     let mut order: Vec<usize> = (0..wants.len()).collect();
     order.sort_by_key(|&at| wants[at]);
@@ -226,7 +226,7 @@ mod tests {
         assert_eq!(fair(8 * MIB, vec![9 * MIB, 9 * MIB]), [4 * MIB, 4 * MIB]);
     }
 
-    /// xorshift64 (Marsaglia, 2003).
+    /// Returns a number below `end` by xorshift64 (Marsaglia, 2003).
     fn below(state: &mut u64, end: u64) -> u64 {
         *state ^= *state << 13;
         *state ^= *state >> 7;
@@ -244,7 +244,7 @@ mod tests {
                 budget,
                 ..Ledger::default()
             };
-            // What each really has.
+            // Bytes that each program really has.
             let mut real: BTreeMap<u64, u64> = BTreeMap::new();
             for _ in 0..400 {
                 let numbers: Vec<u64> = ledger.programs.keys().copied().collect();
@@ -274,7 +274,7 @@ mod tests {
                     }
                     _ => {
                         if let Some(number) = some(&mut state) {
-                            // It grows to its share at once, and shrinks when it likes.
+                            // The program grows to its share at once, and shrinks at any time.
                             let program = ledger.programs.get_mut(&number).expect("it is there");
                             real.insert(number, program.share);
                             program.has = program.share;
@@ -288,8 +288,8 @@ mod tests {
                 }
                 assert!(real.values().sum::<u64>() <= budget, "seed {seed}");
             }
-            // In the end everybody keeps to what it was told, and nothing is left over that
-            // somebody wants.
+            // In the end all programs keep to their shares, and no bytes are left over that a
+            // program wants.
             for _ in 0..3 {
                 ledger
                     .programs
@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(shares.held(), 10 * MIB);
         first.write_all(&message(HAS, 6 * MIB)).expect("sent");
         assert_eq!(share(&mut second), LEAST_BYTES);
-        // A third would leave too little to each.
+        // A third program would leave too little to each.
         assert_eq!(share(&mut connect()), 0);
         drop(second);
         assert_eq!(share(&mut first), 10 * MIB);

@@ -1,8 +1,8 @@
 //! Programs that were started and are not interposed yet, noted in the launcher's folder.
 //!
-//! The rule it keeps: whoever starts a program notes it first, and the program's own constructor
-//! takes the note away. A note that is left when all has ended is of a program that was never
-//! interposed.
+//! The rule it keeps: a process that starts a program notes the start first, and the program's own
+//! constructor takes the note away. A note that is left at the end belongs to a program that was
+//! never interposed.
 
 use std::{
     fs,

@@ -1,6 +1,6 @@
 //! Sizes as programs and users see them: capacities, limits of a program's own, and `--stats`.
 //!
-//! The rule it keeps: a size is asserted from outside, or by what a plain run does.
+//! The rule it keeps: a size is asserted from outside, or by the behaviour of a plain run.
 
 #![expect(
     clippy::unwrap_used,
@@ -17,7 +17,7 @@ use farpage_memserver::{RunningServer, Server};
 const PYTHON: &str = "/usr/bin/python3";
 const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
 
-/// Runs a script in both modes, and looks at what came of it.
+/// Runs a script in both modes, and calls `check` with the result.
 fn python(options: &[&str], script: &str, check: impl Fn(&Output, &str)) {
     for mode in MODES {
         let ended = farpage(&[mode, options].concat(), &[PYTHON, "-c", script]);
@@ -44,7 +44,7 @@ fn server(mib: u64) -> (RunningServer, String) {
     (server, url)
 }
 
-/// A server's habit: it receives into a large block, and keeps what came.
+/// A server's habit: it receives into a large block, and shrinks the block to the message.
 #[test]
 fn remnants_of_shrunk_blocks_take_no_page_each() {
     if !can_run("remnants_of_shrunk_blocks_take_no_page_each", &[PYTHON]) {
@@ -62,7 +62,7 @@ print(sum(map(len, kept)))
     python(&options, script, |ended, _| assert_says(ended, "800000"));
 }
 
-/// An allocator's header, whole pages and what an interpreter has beside it come on top.
+/// An allocator's header, whole pages and the interpreter's own objects come on top.
 #[test]
 fn an_array_of_the_capacity_fits() {
     if !can_run("an_array_of_the_capacity_fits", &[PYTHON]) {
@@ -71,7 +71,7 @@ fn an_array_of_the_capacity_fits() {
     let script = "b = bytearray(64 << 20); b[-1] = 7; print(len(b))";
     let options = ["--budget", "8MiB", "--capacity", "64MiB"];
     python(&options, script, |ended, _| assert_says(ended, "67108864"));
-    // A server with room for the surplus, and one that has just the capacity.
+    // A server with room for the surplus, and one with just the capacity.
     let (_server, url) = server(128);
     let options = ["--budget", "8MiB", "--capacity", "64MiB", "--server", &url];
     python(&options, script, |ended, _| assert_says(ended, "67108864"));
@@ -91,15 +91,15 @@ b = bytearray(64 << 20)
 for i in range(0, len(b), 4096): b[i] = i >> 12 & 255
 print(all(b[i] == i >> 12 & 255 for i in range(0, len(b), 4096)))
 ";
-    // Sixteen budgets, and a budget that is more than the server has.
+    // Sixteen budgets, and a budget that exceeds the server's memory.
     for budget in ["4MiB", "256MiB"] {
         let options = ["--budget", budget, "--server", &url];
         python(&options, script, |ended, _| assert_says(ended, "True"));
     }
 }
 
-/// A server with room for one program, whose leases and graces do not end while a test runs: memory
-/// comes free only once a program has said that it ends.
+/// Starts a server with room for one program, whose leases and graces do not end while a test runs:
+/// memory comes free only once a program has announced its end.
 fn server_that_waits() -> RunningServer {
     let forever = std::time::Duration::from_secs(600);
     Server::builder()
@@ -149,7 +149,7 @@ fn a_second_program_finds_the_room_of_one_that_a_signal_ended() {
     }
 }
 
-/// A limit that is set before any memory is remote, and one of open files.
+/// Covers a limit that is set before any memory is remote, and one of open files.
 #[test]
 fn limits_that_are_set_first_hold() {
     if !can_run("limits_that_are_set_first_hold", &[PYTHON]) {
@@ -176,7 +176,7 @@ held = bytearray(100 << 20); held[-1] = 1; print(sum(held))
     });
 }
 
-/// A limit counts what the program allocates, and not what farpage has mapped for it.
+/// A limit counts the program's allocations, and not farpage's mappings for them.
 #[test]
 fn limits_of_address_space_leave_room() {
     if !can_run("limits_of_address_space_leave_room", &[PYTHON]) {
@@ -213,7 +213,7 @@ fn stats_count_what_was_touched() {
     if !can_run("stats_count_what_was_touched", &[PYTHON]) {
         return;
     }
-    // Zeros that nobody writes are reserved only. What is freed counts once.
+    // Zeros that are never written are reserved only. Memory that is freed counts once.
     let script = "
 b = bytearray(200 << 20)
 for turn in range(3):
@@ -249,7 +249,7 @@ fn programs_that_move_nothing_say_so_alone_and_nothing_among_others() {
     }
 }
 
-/// A signal ends the program as ever, and the program knows nothing of a handler.
+/// A signal ends the program as ever, and the program sees no handler.
 #[test]
 fn stats_are_said_however_a_program_ends() {
     if !can_run("stats_are_said_however_a_program_ends", &[PYTHON]) {
@@ -286,7 +286,7 @@ for i in range(0, len(b), 4096): b[i] = 1
     }
 }
 
-/// 64 MiB of small objects, and as much in `.bss`.
+/// C program with 64 MiB of small objects, and as much in `.bss`.
 const LOCAL: &str = r#"
 #include <stdlib.h>
 #include <string.h>

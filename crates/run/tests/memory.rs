@@ -1,7 +1,7 @@
-//! Memory under `farpage run` is what it is in a plain run.
+//! Memory under `farpage run` behaves as in a plain run.
 //!
-//! The rule it keeps: what programs read is compared with what they read without farpage, and what
-//! the manual says is asserted by the program itself.
+//! The rule it keeps: bytes that programs read are compared with those of a plain run, and the
+//! program itself asserts the words of the manual.
 
 mod common;
 
@@ -12,7 +12,7 @@ use common::{MIB, can_run, farpage, farpage_in_pages_of, output, said, text};
 const PYTHON: &str = "/usr/bin/python3";
 const SEEDED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/memory/seeded.py");
 
-/// What the scripts begin with.
+/// Beginning of the scripts.
 const CALLS: &str = r#"
 import ctypes, os, sys
 from ctypes import c_void_p, c_size_t, c_int, c_long, c_ubyte, string_at, memset
@@ -123,7 +123,7 @@ print('done')
     );
 }
 
-/// Runs a script in 8 MiB. It prints `done`.
+/// Runs a script in 8 MiB. The script prints `done`.
 fn is_done(options: &[&str], body: &str) {
     let options = [&["--budget", "8MiB", "--capacity", "512MiB"], options].concat();
     let ours = farpage(&options, &[PYTHON, "-c", &script(body)]);
@@ -136,7 +136,7 @@ fn program_that_locks_all_that_comes_pages_what_was_there() {
     if !can_run(test, &[PYTHON]) {
         return;
     }
-    // Before the runtime has mapped what it maps when it first needs it.
+    // Before the runtime has made the mappings that it makes at its first need.
     let body = r#"
 p = mmap(None, 32 * M, RW, PRIVATE, -1, 0)
 assert mlockall(2) == 0 and locked() == 0
@@ -241,11 +241,11 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 print('done')
 "#;
-    // What Python has is local.
+    // Python's own memory is local.
     is_done(&["--allow-fork", "--min-bytes", "4MiB"], body);
 }
 
-/// As allocators do that reserve addresses and commit parts of them.
+/// Allocators reserve addresses like this and commit parts of them.
 #[test]
 fn reserved_addresses_are_remote_when_they_are_used() {
     if !can_run(
@@ -299,7 +299,7 @@ memset(guard + 4096, 1, 1)
     }
 }
 
-/// Two vectors that grow by turns, so that neither finds room behind it for long.
+/// Two vectors grow by turns, so that neither finds room behind it for long.
 #[test]
 fn vectors_grow_to_ten_budgets_without_coming_in() {
     if !can_run("vectors_grow_to_ten_budgets_without_coming_in", &[PYTHON]) {
@@ -321,8 +321,8 @@ print(sum(string_at(blocks[i], sizes[i]).count(3) for i in range(2)))
     let stats = text(&ours.stderr);
     println!("{stats}");
     assert_eq!(text(&ours.stdout), format!("{}\n", 39 << 20), "{stats}");
-    // 39 MiB in pages of 16 KiB: once to be written, once to be read, and twice for what Python
-    // makes of that. Copies while they grow would come to forty times as much.
+    // 39 MiB in pages of 16 KiB: once to be written, once to be read, and twice for Python's
+    // copies. Copies during growth would take forty times as much.
     let faults: u64 = stats[..stats.find(" pages came in").unwrap()]
         .rsplit(' ')
         .next()

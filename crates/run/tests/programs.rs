@@ -1,7 +1,7 @@
 //! Unmodified programs of this machine give the same bytes with a fraction of their memory.
 //!
-//! The rule it keeps: what is compared is the program's whole output with that of a plain run, and
-//! what it used is what `--stats` says.
+//! The rule it keeps: the program's whole output is compared with that of a plain run, and its use
+//! of memory is read from `--stats`.
 
 mod common;
 
@@ -9,7 +9,7 @@ use std::{fs, os::unix::fs::PermissionsExt, process::Command};
 
 use common::{MIB, can_run, farpage, output, said, text};
 
-/// Compares with a plain run; it takes at least four budgets.
+/// Compares a program's output with a plain run's. The program takes at least four budgets.
 fn same(command: &[&str], budget_mib: u64) {
     let plain = output(Command::new(command[0]).args(&command[1..]));
     assert!(plain.status.success(), "{}", text(&plain.stderr));
@@ -31,13 +31,13 @@ fn same(command: &[&str], budget_mib: u64) {
         said(&stats, " allocated") >= 4 * budget_mib * MIB,
         "{stats}"
     );
-    // As it is rounded in print.
+    // `--stats` rounds the number.
     let local = said(&stats, " of it in local memory");
     assert!(local <= budget_mib * MIB + MIB / 10, "{stats}");
     assert!(said(&stats, " written") > budget_mib * MIB, "{stats}");
 }
 
-/// Lines that look random.
+/// Makes lines that look random.
 fn lines(count: u64) -> String {
     let line = |at: u64| {
         let x = (at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -97,7 +97,7 @@ print(sum(b), y[:5], y[-5:], len(''.join(y)))
     same(&[PYTHON, "-c", script], 4);
 }
 
-/// What programs do with memory, by the functions that they call.
+/// Functions for memory behave as their manual says.
 #[test]
 fn memory_behaves_as_the_manual_says() {
     if !can_run("memory_behaves_as_the_manual_says", &[PYTHON]) {
@@ -176,8 +176,8 @@ print('done')
     }
 }
 
-/// What another allocator cuts out of its memory is its own, also the object with which a mapping
-/// begins.
+/// Small objects that another allocator cuts out of its memory are its own, also the object at the
+/// beginning of a mapping.
 #[test]
 fn allocator_of_the_programs_own_has_its_small_objects_in_remote_memory() {
     let test = "allocator_of_the_programs_own_has_its_small_objects_in_remote_memory";
@@ -212,8 +212,8 @@ fn allocator_of_the_programs_own_has_its_small_objects_in_remote_memory() {
     }
 }
 
-/// As servers do that root starts. The C library has every thread of a process do it, the runtime's
-/// as well, and what comes afterwards must need no right.
+/// Covers servers that root starts. The C library makes every thread of a process give up its
+/// rights, the runtime's as well, and later calls must need no right.
 #[test]
 fn program_gives_up_its_rights_before_it_allocates() {
     let test = "program_gives_up_its_rights_before_it_allocates";
@@ -235,7 +235,7 @@ assert all(block[at] == (at >> 12) % 251 for at in pages)
 print('done')
 "#;
     for more in [&[][..], &["--in-thread"]] {
-        // Nothing is remote before.
+        // Nothing is remote before the rights are given up.
         let options = [&["--budget", "6MiB", "--min-bytes", "4MiB"], more].concat();
         let ours = farpage(&options, &[PYTHON, "-c", script]);
         assert_eq!(text(&ours.stdout), "done\n", "{}", text(&ours.stderr));
@@ -320,7 +320,7 @@ fn programs_that_cannot_be_interposed_are_refused_with_a_reason() {
         fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
         path.to_str().unwrap().to_owned()
     };
-    // An ELF header with one program header: a note, or none of what dynamic programs have.
+    // An ELF file with one program header: a note, or a kind that dynamic programs do not have.
     let elf = |kind: u32, contents: &[u8]| {
         let mut file = vec![0; 64 + 56];
         file[..6].copy_from_slice(b"\x7fELF\x02\x01");
@@ -383,7 +383,7 @@ fn programs_that_cannot_be_interposed_are_refused_with_a_reason() {
     assert!(said.contains("a script of `/bin/sh -e`"), "{said}");
 }
 
-/// Three programs that a shell starts at once, each of which would use the whole budget.
+/// A shell starts three programs at once, each of which would use the whole budget.
 #[test]
 fn programs_share_the_budget() {
     if !can_run("programs_share_the_budget", &[PYTHON, "/bin/sh"]) {
@@ -391,7 +391,7 @@ fn programs_share_the_budget() {
     }
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("child.py");
-    // All have touched more than there is before any looks at what it has, and ends.
+    // All programs have touched more than the budget before any reads its use of memory, and ends.
     fs::write(
         &script,
         r#"
@@ -436,10 +436,10 @@ print(there, all(held[at] == (at >> 12) % 251 for at in range(0, len(held), 4096
     assert!(seen.iter().all(|&(_, right)| right), "{said}");
     let all: u64 = seen.iter().map(|&(kib, _)| kib << 10).sum();
     assert!(all <= 32 * MIB, "{} MiB in local memory", all >> 20);
-    // The shell has none of it, and all is used.
+    // The shell has no share, and the whole budget is used.
     assert!(all >= 18 * MIB, "{} MiB in local memory", all >> 20);
     assert!(seen.iter().all(|&(kib, _)| kib >= 5 << 10), "{said}");
-    // For one more program than there is room for.
+    // One more program than the budget has room for.
     let options = ["--budget", "7MiB", "--capacity", "512MiB", "--children"];
     let nested = format!(
         "{PYTHON} -c 'import subprocess; subprocess.run([\"{PYTHON}\", \"-c\", \"bytearray(1 << 20)\"])'"
@@ -449,8 +449,8 @@ print(there, all(held[at] == (at >> 12) % 251 for at in range(0, len(held), 4096
     assert!(why.contains("too many programs share the budget"), "{why}");
 }
 
-/// However they are started, what programs start runs, and a child without its parent's memory has
-/// memory of its own.
+/// Programs run however they are started, and a child without its parent's memory has memory of its
+/// own.
 #[test]
 fn programs_start_others_in_every_way() {
     if !can_run("programs_start_others_in_every_way", &[PYTHON]) {
@@ -499,7 +499,7 @@ os.execv('/bin/echo', ['echo', 'end'])
     assert_eq!(ours.status.code(), Some(0), "{why}");
 }
 
-/// What `--stats` estimates of twice the budget is held against a run with twice the budget.
+/// The estimate of `--stats` for twice the budget is compared with a run with twice the budget.
 #[test]
 fn stats_say_what_more_budget_would_have_been_worth() {
     if !can_run(
@@ -515,7 +515,7 @@ for at in range(0, len(held), 4096): held[at] = at >> 12 & 127
 pages = random.Random(1)
 print(sum(held[pages.randrange(5120) << 12] for _ in range(40000)))
 ";
-    // Pages that came back, and how much less that would have been.
+    // Pages that came back, and the estimated saving.
     let run = |budget: &str| {
         let options = ["--budget", budget, "--capacity", "128MiB", "--stats"];
         let ours = farpage(&options, &[PYTHON, "-c", script]);

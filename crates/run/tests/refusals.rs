@@ -21,7 +21,7 @@ fn capacity_that_no_server_has_is_refused_with_the_option_that_asks_for_less() {
         .unwrap();
     let url = server.endpoints()[0].to_string();
     let options = ["--server", &url, "--budget", "16MiB", "--capacity", "1GiB"];
-    // Memory is asked for with a program's first large request.
+    // A program takes memory with its first large request.
     let copies = [
         "/bin/dd",
         "if=/dev/zero",

@@ -5,7 +5,7 @@
 //! do instead.
 
 mod common;
-// The library that is preloaded has no test program of its own: it would serve it.
+// The preloaded library has no test program of its own: it would interpose that program.
 #[path = "../src/preload/seccomp.rs"]
 mod seccomp;
 
@@ -22,7 +22,7 @@ const GCC: &str = "/usr/bin/gcc";
 const GDB: &str = "/usr/bin/gdb";
 const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
 
-/// Compiles a C program of this folder. `None`: the compiler cannot.
+/// Compiles a C program of this folder. `None` if the compiler cannot.
 fn compile(folder: &Path, name: &str, options: &[&str]) -> Option<PathBuf> {
     let made = folder.join(name);
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/unusual/{name}.c"));
@@ -42,7 +42,7 @@ fn command(mode: &[&str], arguments: &[&str]) -> Command {
     farpage
 }
 
-/// `--in-thread` is for one architecture.
+/// Returns the modes: `--in-thread` exists for one architecture only.
 fn modes() -> &'static [&'static [&'static str]] {
     match cfg!(target_arch = "x86_64") {
         true => &MODES,
@@ -83,7 +83,7 @@ fn programs_confine_themselves_or_hear_why_not() {
     let folder = tempfile::tempdir().unwrap();
     let program = compile(folder.path(), "confined", &[]).unwrap();
     let program = program.to_str().unwrap();
-    // What is asked for, whether it is had, and what is said if not.
+    // Arguments of the program, and a part of the line that refuses them, if they are refused.
     let cases = [
         (&["one-denied"][..], None),
         (&["one-denied", "by-number"], None),
@@ -256,7 +256,7 @@ fn debugger_reads_memory_that_it_brings_in() {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        // The program says its number when all is made.
+        // The program prints its number when it is set up.
         let mut number = String::new();
         let mut out = BufReader::new(farpage.stdout.take().unwrap());
         out.read_line(&mut number).unwrap();

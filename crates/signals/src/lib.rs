@@ -1,15 +1,16 @@
 //! Critical sections that no signal handler interrupts: [`SignalGuard`], [`Mutex`] and [`spawn`].
 //!
 //! A handler of the program may touch an absent page at any instruction, and a collector that stops
-//! the world keeps its threads in one. Serving that fault must not need what the interrupted thread
-//! holds: a lock, a page that it owns, or a message that it has begun to send.
+//! the world keeps its threads in one. Serving that fault must not need anything that the
+//! interrupted thread holds: a lock, a page that it owns, or a message that it has begun to send.
 //!
 //! The rule: a thread of the program holds signals back while it holds anything of the runtime's,
 //! and lets them in where it waits and holds nothing ([`SignalGuard::wait`]). Threads of the
-//! runtime hold them back for good.
+//! runtime hold signals back for good.
 //!
-//! What is never held back: signals that an instruction raises, since the kernel kills a thread
-//! that blocks one and raises it, and the C library's own for `setuid`, which every thread answers.
+//! Two kinds of signals are never held back: those that an instruction raises, since the kernel
+//! kills a thread that blocks one and raises it, and the C library's for `setuid`, which every
+//! thread answers.
 
 use std::{
     cell::Cell,
@@ -24,7 +25,7 @@ use std::{
     thread::{Builder, JoinHandle},
 };
 
-/// Signals that an instruction raises, and the C library's for `setuid`.
+/// Signals that are never held back: an instruction's, and the C library's for `setuid`.
 const LET_IN: [i32; 7] = [
     libc::SIGBUS,
     libc::SIGSEGV,
@@ -35,7 +36,7 @@ const LET_IN: [i32; 7] = [
     33,
 ];
 
-/// The kernel's set of all signals but those.
+/// Signals that a guard holds back: the kernel's set of all but those in [`LET_IN`].
 static HELD: u64 = {
     let (mut set, mut at) = (u64::MAX, 0);
     while at < LET_IN.len() {
@@ -45,22 +46,22 @@ static HELD: u64 = {
     set
 };
 
-/// Bytes of the kernel's signal set.
+/// Size of the kernel's signal set.
 const SET_BYTES: usize = 8;
 
 thread_local! {
-    /// Guards of this thread that are alive and do not wait.
+    /// Number of guards of this thread that are alive and do not wait.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
-    /// The signal mask that the outermost guard found.
+    /// Signal mask that the outermost guard found.
     static BEFORE: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Signals that are held back in this thread while it lives. Guards nest: the outermost one changes
-/// the signal mask, by one system call at either end, and the others count.
+/// A guard that holds signals back in its thread while it lives. Guards nest: the outermost one
+/// changes the signal mask, by one system call at either end, and the others count.
 #[derive(Debug)]
 #[must_use = "signals are let in again when it is dropped"]
 pub struct SignalGuard {
-    /// A guard belongs to its thread.
+    /// Marker that is not `Send`: a guard belongs to its thread.
     _thread: PhantomData<*const ()>,
 }
 
@@ -96,8 +97,8 @@ impl Drop for SignalGuard {
     }
 }
 
-// A handler sees a depth of 0: it is set to 1 after the mask is, and back before. The fences keep
-// the compiler from moving that across the system call, which runs handlers of this thread.
+// A handler sees a depth of 0: the depth is set to 1 after the mask is, and back before. The fences
+// keep the compiler from moving that across the system call, which runs handlers of this thread.
 
 fn enter() {
     let depth = DEPTH.get();
@@ -119,8 +120,8 @@ fn leave() {
     }
 }
 
-/// Changes this thread's signal mask, and returns what it was. The call goes to the kernel by its
-/// number: a program's own `sigprocmask` may be another's.
+/// Changes this thread's signal mask, and returns the old one. The call goes to the kernel by its
+/// number: the program may have a `sigprocmask` of its own.
 fn exchange(how: i32, set: &u64) -> u64 {
     let mut before = 0u64;
     // SAFETY: two sets of the kernel's size.
@@ -143,7 +144,7 @@ fn exchange(how: i32, set: &u64) -> u64 {
 pub struct Mutex<T>(sync::Mutex<T>);
 
 impl<T> Mutex<T> {
-    /// An unlocked one.
+    /// Makes an unlocked lock around `value`.
     pub const fn new(value: T) -> Mutex<T> {
         Mutex(sync::Mutex::new(value))
     }
@@ -182,7 +183,7 @@ impl<T> DerefMut for MutexGuard<'_, T> {
 /// Starts a thread that holds signals back for good: it inherits the mask.
 ///
 /// # Errors
-/// The operating system's.
+/// The operating system's error.
 pub fn spawn<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,

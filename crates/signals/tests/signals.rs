@@ -1,4 +1,4 @@
-//! When handlers run beside guards.
+//! Handlers beside guards: when they run.
 
 use std::{
     mem, ptr,
@@ -11,14 +11,14 @@ use std::{
 use farpage_signals::{Mutex, SignalGuard, spawn};
 
 static HANDLED: AtomicU32 = AtomicU32::new(0);
-/// One test at a time: signals and their handlers belong to the process.
+/// Lock that lets one test run at a time: signals and their handlers belong to the process.
 static ORDER: Order<()> = Order::new(());
 
 extern "C" fn handle(_: i32) {
     HANDLED.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Has `signal` counted, and counts from 0.
+/// Sets a handler that counts `signal`, and sets the count to 0.
 fn count(signal: i32) {
     HANDLED.store(0, Ordering::Relaxed);
     // SAFETY: all zeros is a valid action; the handler touches an atomic.
@@ -65,7 +65,7 @@ fn a_guard_that_waits_lets_signals_in_unless_another_holds_something() {
     outer.wait(|| {
         send(libc::SIGUSR1);
         assert_eq!(handled(), 1);
-        // What the handler or the wait does has guards of its own.
+        // The handler and the wait have guards of their own.
         drop(SignalGuard::new());
         send(libc::SIGUSR1);
         assert_eq!(handled(), 2);
@@ -99,7 +99,7 @@ fn threads_of_the_runtime_hold_signals_back() {
         handled()
     });
     assert_eq!(thread.unwrap().join().unwrap(), 0);
-    // The one that started it lets them in.
+    // The thread that started it lets signals in.
     send(libc::SIGUSR1);
     assert_eq!(handled(), 1);
 }

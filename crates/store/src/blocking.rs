@@ -2,8 +2,8 @@
 //! for it, and the [`Trust`] by which workers call one themselves.
 //!
 //! The rule it keeps: every job that was handed in comes back exactly once, also when the store
-//! fails or panics. A call that never returns keeps its own page waiting, and the thread that makes
-//! it; no other region notices.
+//! fails or panics. A call that never returns keeps its own page and its thread waiting; no other
+//! region notices.
 
 use std::{
     any::Any,
@@ -27,12 +27,12 @@ use nix::{
 };
 use parking_lot::Mutex;
 
-/// What a user plugs in: the bytes of a region by offset. Called from several threads at once,
-/// never twice at once for the same page. Each call is about one or more whole pages (the region's
-/// last one may be shorter), so that `offset` is a multiple of the page size. A call that fails
-/// fails for all of its pages.
+/// A user's own store: the bytes of a region by offset. Called from several threads at once, never
+/// twice at once for the same page. Each call is about one or more whole pages (the region's last
+/// one may be shorter), so that `offset` is a multiple of the page size. A call that fails fails
+/// for all of its pages.
 ///
-/// A page that nobody has written to may be dropped and read again at any time, so a store must
+/// A page that was never written to may be dropped and read again at any time, so a store must
 /// return the same bytes for it: a program holds slices of this memory, which must not change by
 /// themselves.
 ///
@@ -61,15 +61,15 @@ pub trait Store: Send + Sync + 'static {
         Ok(())
     }
 
-    /// False: `read` and `write` return without waiting for anything, so that they are called on
-    /// the worker's own thread from the start. True: on threads of the store, until it has shown
-    /// for a while that it returns at once. In a runtime with memory servers all calls come on
-    /// threads of the store, because workers do not have the program's descriptors there.
+    /// Returns false if `read` and `write` never wait: workers then call them themselves from the
+    /// start. True: threads of the store make the calls, until the store has returned at once for a
+    /// while. In a runtime with memory servers all calls come on threads of the store, because
+    /// workers do not have the program's descriptors there.
     fn may_block(&self) -> bool {
         true
     }
 
-    /// How errors call this store. By default its type.
+    /// Returns the name of this store in errors. Default: its type.
     fn name(&self) -> String {
         std::any::type_name::<Self>().to_owned()
     }
@@ -93,11 +93,11 @@ impl<S: Store + ?Sized> Store for Arc<S> {
     }
 }
 
-/// How a user's store is driven.
+/// Options of a user's store: the threads that call it.
 #[derive(Clone, Debug)]
 pub struct BlockingOptions {
-    /// Threads of the store, at most. Each makes one call at a time, and ends when it has had no
-    /// work for two seconds. Default: 8. None: workers make all calls themselves.
+    /// Upper bound of the store's threads. Each makes one call at a time, and ends after two
+    /// seconds without work. Default: 8. With 0, workers make all calls themselves.
     pub threads: usize,
 }
 
@@ -107,46 +107,46 @@ impl Default for BlockingOptions {
     }
 }
 
-/// A thread ends after this long without work.
+/// Time without work after which a thread of a store ends.
 const IDLE: Duration = Duration::from_secs(2);
 
-/// Something to do on a thread of a store.
+/// Job for a thread of a store.
 pub(crate) trait Work: Send {
     fn run(self: Box<Self>);
-    /// Ends it without having run it.
+    /// Ends the job without having run it.
     fn fail(self: Box<Self>, why: io::Error);
 }
 
-/// Whether a store returns at once, by how long its calls have taken so far.
+/// Estimate of whether a store returns at once, from the time that its calls have taken so far.
 ///
 /// A hand-off to another thread and back takes longer than the rest of a fault, so workers call a
-/// store that returns at once themselves. It may take long all the same, and then other faults
+/// store that returns at once themselves. Such a store may still take long, and then other faults
 /// wait. So trust is lost faster than it is won.
 struct Trust {
-    /// Trusted from 0 on, which is the most.
+    /// Trust so far: 0, the maximum, means trusted; below means not yet.
     score: AtomicI32,
-    /// Calls that workers are making themselves.
+    /// Number of calls that workers are making themselves.
     inside: AtomicUsize,
 }
 
 impl Trust {
-    /// So many calls that return at once make up for not knowing the store.
+    /// Score of an unknown store: 16 calls that return at once make it trusted.
     const UNKNOWN: i32 = -16;
-    /// The same after one that took longer: it may have been kept waiting for a processor.
+    /// Score after a longer call: its thread may have been kept waiting for a processor.
     const LONG: i32 = -64;
-    /// And after one that has kept its thread from work.
+    /// Score after a call that has kept its thread from work.
     const STALLED: i32 = -1024;
     const STALL: Duration = Duration::from_millis(1);
-    /// A call returns at once within the time that waking a sleeping thread takes, and copying.
+    /// Time to wake a sleeping thread: a call within it, plus copying, returns at once.
     const WAKE_NS: u64 = 30_000;
     const COPIED_BYTES_PER_NS: u64 = 4;
-    /// A longer call takes longer than handing it to another thread, which makes it meanwhile.
+    /// Largest call that a worker makes: a larger one takes longer than a hand-off to a thread.
     const BYTES_MAX: usize = 64 << 10;
-    /// Workers that call the same store at once. When it begins to stall, nobody knows before the
-    /// first of them returns.
+    /// Upper bound of workers that call one store at once. A store that begins to stall is noticed
+    /// only when the first of them returns.
     const INSIDE_MAX: usize = 4;
 
-    /// A call about so many bytes has taken so long.
+    /// Updates the trust after a call about `bytes` bytes that lasted `took`.
     fn learn(&self, bytes: usize, took: Duration) {
         let at_once_ns = Self::WAKE_NS + bytes as u64 / Self::COPIED_BYTES_PER_NS;
         let before = self.score.load(Ordering::Relaxed);
@@ -157,7 +157,7 @@ impl Trust {
         } else {
             before.min(Self::STALLED)
         };
-        // What another thread learns meanwhile may be forgotten; the next call says it again.
+        // A concurrent update may be lost; the next call makes up for it.
         if after != before {
             self.score.store(after, Ordering::Relaxed);
         }
@@ -183,12 +183,12 @@ pub(crate) struct BlockingStore {
 struct Crew {
     jobs: Receiver<Box<dyn Work>>,
     count: Mutex<Count>,
-    /// Those that the thread which made the store may use. Workers keep to one, and start threads.
+    /// CPUs of the thread that made the store. Workers, which start threads, keep to one CPU.
     cpus: Option<CpuSet>,
 }
 
-/// At any time `threads >= min(outstanding, threads_max)`, so that no job waits for a thread that
-/// is busy with another while one more may be started.
+/// Counts of threads and jobs. Unless a thread is refused, no job waits for a busy thread while one
+/// more may be started: `threads >= min(outstanding, threads_max)`.
 #[derive(Default)]
 struct Count {
     threads: usize,
@@ -228,17 +228,17 @@ impl BlockingStore {
         !self.is_outside && (self.threads_max == 0 || is_trusted)
     }
 
-    /// A worker begins to make a call itself.
+    /// Counts a call that a worker begins to make itself.
     pub(crate) fn enter(&self) {
         self.trust.inside.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// And has ended it.
+    /// Counts the end of a call that a worker has made itself.
     pub(crate) fn leave(&self) {
         self.trust.inside.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Makes a call about so many bytes. A panic is an error like any other.
+    /// Makes a call about `bytes` bytes and times it. A panic is an error like any other.
     pub(crate) fn call(
         &self,
         bytes: usize,
@@ -263,8 +263,8 @@ impl BlockingStore {
         })?
     }
 
-    /// Runs the work on a thread of this store. If none can be had, it is run here and now, or
-    /// fails where the calling thread does not have the program's descriptors.
+    /// Runs `work` on a thread of this store. If no thread can be had, runs it here and now, or
+    /// fails it where the calling thread does not have the program's descriptors.
     pub(crate) fn submit(&self, work: Box<dyn Work>) {
         let mut count = self.crew.count.lock();
         if count.outstanding >= count.threads && count.threads < self.threads_max {
@@ -292,7 +292,7 @@ impl BlockingStore {
 impl Crew {
     fn work(&self) {
         if let Some(cpus) = &self.cpus {
-            // CPUs that are refused by now are none to go back to.
+            // Fails if these CPUs are gone by now; the thread then keeps the CPUs that it has.
             let _ = sched_setaffinity(Pid::from_raw(0), cpus);
         }
         loop {
@@ -314,7 +314,7 @@ impl Crew {
     }
 }
 
-/// Why a call to a store failed.
+/// Failure of a call to a store.
 #[derive(Debug)]
 pub(crate) enum CallError {
     Io(io::Error),
@@ -338,7 +338,7 @@ fn panic_text(payload: Box<dyn Any + Send>) -> String {
     }
 }
 
-/// Wakes the lane that waits for work done elsewhere. One write per sleep, however many things end.
+/// Doorbell of the lane that waits for work done elsewhere. One write per sleep of the lane.
 pub(crate) struct Waker {
     event: Held<EventFd>,
     woken: AtomicBool,
@@ -353,19 +353,18 @@ impl Waker {
         })
     }
 
-    /// Call after what is to be found was put where the lane looks.
+    /// Wakes the lane. Call after the result was put where the lane looks.
     pub(crate) fn wake(&self) {
         if !self.woken.swap(true, Ordering::AcqRel) {
-            // It can only fail when the counter is full, and then the descriptor is readable
-            // anyway.
+            // A write only fails when the counter is full: the descriptor is readable anyway.
             let _ = self.event.with(|event| event.write(1));
         }
     }
 
-    /// Call before looking: what is put after the look rings again.
+    /// Clears the doorbell. Call before looking: a result that is put after the look rings again.
     pub(crate) fn clear(&self) {
-        // Read first: whoever rings in between finds the flag set and does not write, but is found
-        // by the look.
+        // Read first: a waker in between finds the flag set and does not write, but the look finds
+        // its result.
         let _ = self.event.get().read();
         self.woken.swap(false, Ordering::AcqRel);
     }
@@ -390,7 +389,7 @@ mod tests {
         }
     }
 
-    /// How many calls that return at once it takes until workers make them.
+    /// Returns the number of calls that return at once until workers make them.
     fn until_trusted(store: &BlockingStore) -> usize {
         let mut calls = 0;
         while !store.is_trusted(4096) {

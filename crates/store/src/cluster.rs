@@ -23,12 +23,12 @@ use crate::{
     pool::{Purpose, SlotPool},
 };
 
-/// How a cluster behaves.
+/// Options of a cluster.
 #[derive(Clone, Debug)]
 pub struct ClusterOptions {
-    /// A page operation that fails for a transient reason is repeated until this long after its
-    /// start. Default: 10 s. The sessions' own deadline should be shorter, or a lost message leaves
-    /// no time to repeat it.
+    /// Time from the start of a page operation within which it is repeated if it fails for a
+    /// transient reason. Default: 10 s. The sessions' own deadline should be shorter, or a lost
+    /// message leaves no time to repeat it.
     pub deadline: Duration,
 }
 
@@ -44,7 +44,7 @@ impl Default for ClusterOptions {
 pub struct Cluster {
     sessions: Vec<Arc<Session>>,
     pub(crate) deadline: Duration,
-    /// Buffers that the adapters of all sessions know.
+    /// Buffers that are registered with the adapters of all sessions.
     pub(crate) registered: RegPool,
     pub(crate) traffic: Arc<Traffic>,
     pools: Mutex<HashMap<(usize, bool, Reserve), Arc<SlotPool>>>,
@@ -61,7 +61,7 @@ struct Ledger {
 }
 
 impl Cluster {
-    /// A cluster of these servers (at most 256). None is fine for regions with stores of their own.
+    /// Makes a cluster of up to 256 `sessions`. Regions with stores of their own need none.
     ///
     /// # Panics
     /// With more than 256 sessions.
@@ -82,12 +82,12 @@ impl Cluster {
         })
     }
 
-    /// The sessions, in the order given.
+    /// Returns the sessions, in the order given.
     pub fn sessions(&self) -> &[Arc<Session>] {
         &self.sessions
     }
 
-    /// The sum over all stores, closed ones included.
+    /// Returns the sum over all stores, closed ones included.
     pub fn stats(&self) -> StoreStatsSnapshot {
         let ledger = self.stats.lock();
         ledger
@@ -97,20 +97,20 @@ impl Cluster {
             .fold(ledger.closed, |sum, stats| sum + stats.snapshot())
     }
 
-    /// Figures of the registered buffers that encoded pages and page maps travel in.
+    /// Returns figures of the registered buffers that encoded pages and page maps travel in.
     /// `registrations` stops growing once every worker has reached its peak of pages in flight.
     pub fn registered_memory(&self) -> RegPoolStats {
         self.registered.stats()
     }
 
-    /// Bytes granted by all servers to pools that regions share: at least what open regions
-    /// reserved.
+    /// Returns the bytes granted by all servers to pools that regions share: at least what open
+    /// regions reserved.
     pub fn granted_bytes(&self) -> u64 {
         let pools: Vec<_> = self.pools.lock().values().cloned().collect();
         pools.iter().map(|pool| pool.granted_bytes()).sum()
     }
 
-    /// A pool on the servers of these ports, in this order.
+    /// Makes a pool on the servers of `ports`, in this order.
     pub(crate) fn new_pool(
         &self,
         ports: impl IntoIterator<Item = usize>,

@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Elements {
-    /// How many there are.
+    /// Number of elements.
     pub len: u64,
-    /// The type of each.
+    /// Type of each element.
     pub of: ElementType,
 }
 
@@ -22,27 +22,27 @@ pub struct Elements {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ElementType {
-    /// `u8` to `u128`, `i8` to `i128`, `f32`, `f64`; what another language calls a type of its own;
-    /// empty for other types.
+    /// Name of a number type (`u8` to `u128`, `i8` to `i128`, `f32`, `f64`) or of another
+    /// language's own type; empty for other types.
     pub number: String,
-    /// Bytes of one.
+    /// Bytes of one element.
     pub bytes: u64,
-    /// What its address is a multiple of.
+    /// Alignment of an element, in bytes.
     pub align: u64,
 }
 
 impl Elements {
-    /// `len` elements of type `T`.
+    /// Returns `len` elements of type `T`.
     pub fn new<T: 'static>(len: usize) -> Self {
         Self::of(len as u64, ElementType::of::<T>())
     }
 
-    /// `len` elements of a type that is only known at run time.
+    /// Returns `len` elements of a type that is only known at run time.
     pub fn of(len: u64, of: ElementType) -> Self {
         Self { len, of }
     }
 
-    /// Whether `bytes` bytes hold them.
+    /// True if `bytes` bytes hold the elements.
     pub(crate) fn fit(&self, bytes: u64) -> bool {
         (self.len.checked_mul(self.of.bytes)).is_some_and(|needed| needed <= bytes)
     }
@@ -62,7 +62,7 @@ macro_rules! with_numbers {
 }
 
 impl ElementType {
-    /// The number type that Rust calls `name`, such as `f32`.
+    /// Returns the number type that Rust calls `name`, such as `f32`.
     pub fn number(name: &str) -> Option<Self> {
         macro_rules! find {
             ($($number:ident)*) => {
@@ -75,8 +75,8 @@ impl ElementType {
         with_numbers!(find)
     }
 
-    /// A type of another language, by a name that no number type has. `bytes` is the size of one
-    /// element.
+    /// Returns a type of another language, by a name that no number type has. `bytes` is the size
+    /// of one element.
     pub fn foreign(name: impl Into<String>, bytes: u64, align: u64) -> Self {
         Self {
             number: name.into(),
@@ -85,7 +85,7 @@ impl ElementType {
         }
     }
 
-    /// What is told of type `T`.
+    /// Returns the element type of `T`.
     pub fn of<T: 'static>() -> Self {
         macro_rules! ids {
             ($($number:ident)*) => {
@@ -93,7 +93,7 @@ impl ElementType {
             };
         }
         let numbers = with_numbers!(ids);
-        // As wide as addresses are, and the same bytes as the number of that width.
+        // `usize` is as wide as an address, with the same bytes as the number of that width.
         let id = match (TypeId::of::<T>(), usize::BITS) {
             (id, 64) if id == TypeId::of::<usize>() => TypeId::of::<u64>(),
             (id, 64) if id == TypeId::of::<isize>() => TypeId::of::<i64>(),

@@ -2,9 +2,9 @@
 //! to.
 //!
 //! The rule it keeps: **only the page's owner writes its entry** (page protocol), so an entry needs
-//! no lock. Whoever becomes the owner next sees it whole: the word `form` is stored last with
-//! Release and loaded first with Acquire. Entries are zero pages of the system until they are first
-//! written, so a table costs memory only for pages in use.
+//! no lock. The next owner sees the entry whole: the word `form` is stored last with Release and
+//! loaded first with Acquire. Entries are zero pages of the system until they are first written, so
+//! a table costs memory only for pages in use.
 //!
 //! | word | bits | |
 //! |---|---|---|
@@ -16,7 +16,7 @@
 //! | | 40..48 | kind; 0 is a page that was never written |
 //! | | 48 | the last published map refers to the slot |
 //! | | 49 | a write to the user's store failed: its bytes there are unknown |
-//! | low, high | all | 128-bit hash of the plain bytes that come back: see `codec`; of a repeated value: the value and zero |
+//! | low, high | all | 128-bit hash of the bytes that come back; or a repeated value and zero |
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -31,42 +31,42 @@ pub(crate) const PUBLISHED: u64 = 1 << 48;
 const UNSURE: u64 = 1 << 49;
 const FLAGS: u64 = !((1 << 48) - 1);
 
-/// What is known about one page.
+/// Place and hash of one page's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Entry {
-    /// Never written: zeros in remote memory, unknown in a user's store.
+    /// Unwritten page: zeros in remote memory, unknown in a user's store.
     Never,
-    /// One 8-byte value all over; stored nowhere else.
+    /// Page of one repeated 8-byte value, stored nowhere else.
     Repeated { value: u64 },
-    /// In a slot.
+    /// Page in a slot.
     Stored {
         place: Place,
         stored_bytes: u32,
         form: Form,
         hash: u128,
-        /// The last published map refers to the slot: it must not be reused before the next
+        /// True if the last published map refers to the slot: it must not be reused before the next
         /// publication.
         published: bool,
     },
-    /// In a user's store.
+    /// Page in a user's store.
     Kept {
         hash: u128,
-        /// We wrote the page, so it has to come back the same. Otherwise the hash is of what the
-        /// store had when we read it.
+        /// True if we wrote the page, so that it must come back the same. Otherwise `hash` is of
+        /// the bytes that the store had when we read the page.
         written: bool,
-        /// The last write failed, so what the store holds is unknown.
+        /// True if the last write failed, so that the bytes in the store are unknown.
         unsure: bool,
     },
 }
 
 impl Entry {
-    /// Whether the entry says that the page repeats `value`. A page of remote memory that was never
+    /// True if the entry says that the page repeats `value`. A page of remote memory that was never
     /// written repeats zero.
     pub(crate) fn repeats(self, value: u64) -> bool {
         self == Self::Repeated { value } || (self == Self::Never && value == 0)
     }
 
-    /// The slot that the page is in.
+    /// Returns the slot that the page is in.
     pub(crate) fn slot(self) -> Option<Span> {
         match self {
             Self::Stored {
@@ -123,7 +123,7 @@ impl Entry {
         }
     }
 
-    /// `None` for words that [`encode`](Self::encode) never makes: a damaged page map.
+    /// Decodes words. `None` for words that [`encode`](Self::encode) never makes: a damaged map.
     pub(crate) fn decode([place, word, low, high]: Words) -> Option<Self> {
         let hash = u128::from(low) | (u128::from(high) << 64);
         let entry = match (word >> 40) & 0xff {
@@ -153,8 +153,8 @@ pub(crate) struct PageTable {
 }
 
 impl PageTable {
-    /// The entries of a region's pages. They are memory only once they are written, but the system
-    /// may refuse to promise it.
+    /// Makes the entries of a region's pages. Entries take memory only once they are written, but
+    /// the system may refuse to promise it.
     pub(crate) fn new(bytes: u64, page_bytes: usize) -> Result<Self, TableError> {
         let words = bytes.div_ceil(page_bytes as u64) * 4;
         let words_here =
@@ -173,7 +173,7 @@ impl PageTable {
         &self.words[page.0 * 4..][..4]
     }
 
-    /// The entry of a page that the caller owns (or that no one can write now).
+    /// Returns the entry of a page that the caller owns (or that no one can write now).
     pub(crate) fn load(&self, page: PageIndex) -> Entry {
         Entry::decode(self.load_words(page)).expect("entries are only stored encoded")
     }
@@ -195,24 +195,24 @@ impl PageTable {
         words[1].store(new[1], Ordering::Release);
     }
 
-    /// Notes that the last published map refers to the page's slot. Only while no owner can store
-    /// entries.
+    /// Notes that the last published map refers to the page's slot. Call only while no owner can
+    /// store entries.
     pub(crate) fn mark_published(&self, page: PageIndex) {
         self.words(page)[1].fetch_or(PUBLISHED, Ordering::Relaxed);
     }
 
-    /// Whether the page has no entry; may be asked by anyone, as a hint.
+    /// True if the page has no entry: a hint for threads that do not own the page.
     pub(crate) fn is_never(&self, page: PageIndex) -> bool {
         (self.words(page)[1].load(Ordering::Acquire) >> 40) & 0xff == KIND_NEVER
     }
 
-    /// Whether the page has bytes anywhere; may be asked by anyone, as a hint.
+    /// True if the page has bytes anywhere: a hint for threads that do not own the page.
     pub(crate) fn is_stored(&self, page: PageIndex) -> bool {
         (self.words(page)[1].load(Ordering::Relaxed) >> 40) & 0xff >= KIND_STORED
     }
 }
 
-/// The words without the bits that only hold in this process.
+/// Returns the words without the bits that only hold in this process.
 pub(crate) fn portable(mut words: Words) -> Words {
     words[1] &= !FLAGS;
     words

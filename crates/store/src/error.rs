@@ -1,5 +1,4 @@
-//! What can go wrong with a region's store, per operation, with the place and whether trying again
-//! helps.
+//! Errors of a region's store, per operation, with the place and whether trying again helps.
 //!
 //! The rule it keeps: every error about a page names its region, its page and the server or store
 //! that it concerns.
@@ -19,30 +18,30 @@ farpage_wire::debug_as_display!(
     OpenStoreError
 );
 
-/// Why a page could not be filled or written back. After a failed write-back the last good copy is
-/// still there.
+/// Failure to fill or write back a page. After a failed write-back the last good copy is still
+/// there.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// What came back is not what was written. Never handed out as data; reading it again does not
-    /// help.
+    /// The bytes that came back are not those that were written. Never handed out as data; reading
+    /// them again does not help.
     #[error(
         "page {page} of {region} came back from {server} damaged: {detail}; it is lost unless its server has another copy"
     )]
     Corrupt {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// The endpoint of the server, or the name of the store.
         server: Arc<str>,
-        /// What does not match.
+        /// The mismatch.
         detail: &'static str,
     },
     /// The server could not be reached, or did not answer, until the deadline.
     #[error("{operation} of page {page} of {region} failed after {attempts} attempts: {source}; {}", if *.retry { "trying again may help once the server answers" } else { "trying again does not help" })]
     Remote {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
@@ -50,38 +49,38 @@ pub enum StoreError {
         server: Arc<str>,
         /// "fill" or "write-back".
         operation: &'static str,
-        /// How often it was tried.
+        /// Number of attempts.
         attempts: u32,
-        /// Whether the same operation may succeed later.
+        /// True if the same operation may succeed later.
         retry: bool,
         /// The last failure.
         r#source: ChannelError,
     },
-    /// No server has room for the page. It may be written back once memory is free again.
+    /// The page got no room on any server. It may be written back once memory is free again.
     #[error("no remote memory for page {page} of {region}: {source}")]
     Full {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// The refusal of the server that was asked last.
         r#source: AllocError,
     },
-    /// There is no local memory for the page to travel in. Nothing was sent; the page may be moved
-    /// once there is.
+    /// Local memory for the page to travel in is lacking. Nothing was sent; the page may be moved
+    /// once there is memory.
     #[error("no buffer for page {page} of {region}: {source}")]
     Memory {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
-        /// What is lacking.
+        /// The failed request for registered memory.
         r#source: Arc<RegError>,
     },
     /// The region's own store returned an error.
     #[error("{operation} of page {page} of {region} failed in its store {store}: {message}")]
     User {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
@@ -91,13 +90,13 @@ pub enum StoreError {
         operation: &'static str,
         /// The kind of the `io::Error`.
         kind: std::io::ErrorKind,
-        /// Its text.
+        /// The text of the `io::Error`.
         message: String,
     },
     /// The region's own store panicked.
     #[error("store {store} panicked in the {operation} of page {page} of {region}: {message}")]
     Panicked {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
@@ -111,8 +110,8 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// Whether a server could not be reached before the deadline. Other pages of it would fail now,
-    /// too.
+    /// True if a server could not be reached before the deadline. Other pages of that server would
+    /// fail now, too.
     pub fn is_lost_server(&self) -> bool {
         matches!(
             self,
@@ -126,7 +125,7 @@ impl StoreError {
 }
 
 impl StoreError {
-    /// Whether the same operation may succeed later without anything being changed.
+    /// True if the same operation may succeed later without anything being changed.
     pub fn may_retry(&self) -> bool {
         match self {
             Self::Corrupt { .. } | Self::Panicked { .. } => false,
@@ -152,16 +151,16 @@ pub struct TableError {
     pub table_bytes: u64,
 }
 
-/// Why a region's store could not be made.
+/// Failure to make a region's store.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CreateError {
     /// The codec makes no sense, or does not fit the array.
     #[error("{region}: {source}")]
     Codec {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
-        /// What does not fit, and what would.
+        /// The misfit, and the codecs that would fit.
         r#source: CodecError,
     },
     /// The runtime has no memory server.
@@ -169,15 +168,15 @@ pub enum CreateError {
         "{region} needs remote memory, but the runtime has no server: name one, or give the region a store of its own"
     )]
     NoServer {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
     },
-    /// The page size is none that this crate can handle.
+    /// The page size is not one that this crate can handle.
     #[error(
         "page size of {page_bytes} bytes for {region}: it must be a power of two from 4 KiB to 2 MiB"
     )]
     PageSize {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
         /// The size asked for.
         page_bytes: usize,
@@ -185,14 +184,14 @@ pub enum CreateError {
     /// The region has no bytes, or more than a process can address.
     #[error("{region} has {bytes} bytes: need 1 to {most}")]
     Size {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
         /// The size asked for.
         bytes: u64,
         /// The largest size.
         most: u64,
     },
-    /// This process has no room for it.
+    /// The process has no room for the page table.
     #[error(transparent)]
     Table(#[from] TableError),
     /// The cluster has a region of that name open.
@@ -201,7 +200,7 @@ pub enum CreateError {
         /// The name.
         name: String,
     },
-    /// Another program has it open, or has claimed the name.
+    /// Another program has the region open, or has claimed its name.
     #[error(
         "region `{name}` on {endpoint} is in use by another client: it can be had when that client closes it"
     )]
@@ -221,21 +220,21 @@ pub enum CreateError {
         if *.named { " since a named region keeps two versions while it is published" } else { "" }
     )]
     Alloc {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
         /// The region's size.
         bytes: u64,
-        /// What it reserves.
+        /// Bytes that the region reserves.
         needed_bytes: u64,
-        /// Whether it reserves room for two versions.
+        /// True if the region reserves room for two versions.
         named: bool,
-        /// What the server said.
+        /// The server's answer.
         r#source: AllocError,
     },
 }
 
-/// Why a named region could not be published. The previous publication, if there is one, is still
-/// there, unless the connection broke in the last step: then it may be the new one.
+/// Failure to publish a named region. The previous publication, if there is one, is still there,
+/// unless the connection broke in the last step: then either publication may be there.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishStoreError {
@@ -243,23 +242,23 @@ pub enum PublishStoreError {
     /// kept by a store of its own.
     #[error("{region} cannot be published: it was not created as a named region")]
     NotNamed {
-        /// What the program calls the region.
+        /// The program's name for the region.
         region: Arc<str>,
     },
-    /// No room for the page map.
+    /// The page map got no room on any server.
     #[error("no remote memory for the page map of region `{name}`: {source}")]
     Alloc {
         /// The name.
         name: String,
-        /// What the server said.
+        /// The server's answer.
         r#source: AllocError,
     },
-    /// There is no local memory for the page map to travel in.
+    /// Local memory for the page map to travel in is lacking.
     #[error("writing the page map of region `{name}`: {source}")]
     Memory {
         /// The name.
         name: String,
-        /// What is lacking.
+        /// The failed request for registered memory.
         r#source: RegError,
     },
     /// A data connection could not be opened.
@@ -267,7 +266,7 @@ pub enum PublishStoreError {
     Connect {
         /// The name.
         name: String,
-        /// What happened.
+        /// The failure to connect.
         r#source: ConnectError,
     },
     /// The page map could not be written.
@@ -275,7 +274,7 @@ pub enum PublishStoreError {
     Map {
         /// The name.
         name: String,
-        /// What happened.
+        /// The failure of the channel.
         r#source: ChannelError,
     },
     /// A server would not bind the name.
@@ -283,16 +282,16 @@ pub enum PublishStoreError {
     Publish {
         /// The name.
         name: String,
-        /// What the server said.
+        /// The server's answer.
         r#source: farpage_fabric::PublishError,
     },
 }
 
-/// Why a named region could not be opened.
+/// Failure to open a named region.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenStoreError {
-    /// No server knows the name.
+    /// The name is unknown to all servers.
     #[error(
         "no server of this runtime has a region named `{name}`: publish it first, or add the server that has it"
     )]
@@ -300,7 +299,7 @@ pub enum OpenStoreError {
         /// The name.
         name: String,
     },
-    /// Another program has it open, or has claimed the name.
+    /// Another program has the region open, or has claimed its name.
     #[error(
         "region `{name}` on {endpoint} is in use by another client: it can be had when that client closes it"
     )]
@@ -310,15 +309,15 @@ pub enum OpenStoreError {
         /// The endpoint of the server that says so.
         endpoint: String,
     },
-    /// A server would not open it.
+    /// A server would not open the region.
     #[error("opening region `{name}`: {source}")]
     Open {
         /// The name.
         name: String,
-        /// What the server said.
+        /// The server's answer.
         r#source: farpage_fabric::OpenError,
     },
-    /// The cluster has it open.
+    /// The cluster has the region open.
     #[error("region `{name}` is open in this program already: close it first")]
     Held {
         /// The name.
@@ -329,7 +328,7 @@ pub enum OpenStoreError {
     Claim {
         /// The name.
         name: String,
-        /// What the server said.
+        /// The server's answer.
         r#source: farpage_fabric::PublishError,
     },
     /// The region's pages lie on a server that the runtime does not have.
@@ -347,10 +346,10 @@ pub enum OpenStoreError {
     Alloc {
         /// The name.
         name: String,
-        /// What the server said.
+        /// The server's answer.
         r#source: AllocError,
     },
-    /// This process has no room for it.
+    /// The process has no room for the page table.
     #[error(transparent)]
     Table(#[from] TableError),
     /// The manifest or the page map is not what was published.
@@ -358,7 +357,7 @@ pub enum OpenStoreError {
     Damaged {
         /// The name.
         name: String,
-        /// What does not match.
+        /// The mismatch.
         detail: String,
     },
     /// The manifest refers to an extent that the server no longer has.
@@ -371,12 +370,12 @@ pub enum OpenStoreError {
         /// The extent.
         extent: ExtentId,
     },
-    /// There is no local memory for the page map to travel in.
+    /// Local memory for the page map to travel in is lacking.
     #[error("reading the page map of region `{name}`: {source}")]
     Memory {
         /// The name.
         name: String,
-        /// What is lacking.
+        /// The failed request for registered memory.
         r#source: RegError,
     },
     /// A data connection could not be opened.
@@ -384,7 +383,7 @@ pub enum OpenStoreError {
     Connect {
         /// The name.
         name: String,
-        /// What happened.
+        /// The failure to connect.
         r#source: ConnectError,
     },
     /// The page map could not be read.
@@ -392,7 +391,7 @@ pub enum OpenStoreError {
     Map {
         /// The name.
         name: String,
-        /// What happened.
+        /// The failure of the channel.
         r#source: ChannelError,
     },
 }

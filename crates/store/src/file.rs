@@ -27,18 +27,18 @@ pub struct FileStore {
     in_memory: bool,
 }
 
-/// Why a file cannot be a store.
+/// Reason why a file cannot be a store.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum FileStoreError {
-    /// The system said no.
+    /// The system refused an operation.
     #[error("cannot {attempt} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The refused operation.
         attempt: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         r#source: io::Error,
     },
     /// The file does not have the bytes asked for.
@@ -46,11 +46,11 @@ pub enum FileStoreError {
     TooShort {
         /// The file.
         path: PathBuf,
-        /// Its length.
+        /// The file's length.
         file_bytes: u64,
-        /// Where the range begins.
+        /// Offset of the range in the file.
         offset: u64,
-        /// How long it is to be.
+        /// Length of the range.
         bytes: u64,
     },
 }
@@ -73,7 +73,7 @@ impl FileStore {
         Ok(Self::over(file, path, 0, bytes))
     }
 
-    /// The `bytes` bytes at `offset` of a file that exists and is long enough.
+    /// Opens the `bytes` bytes at `offset` of a file that exists and is long enough.
     ///
     /// # Errors
     /// [`FileStoreError::TooShort`] and [`FileStoreError::Io`].
@@ -96,7 +96,7 @@ impl FileStore {
         Ok(Self::over(file, path, offset, bytes))
     }
 
-    /// The length of the range.
+    /// Returns the length of the range.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -112,7 +112,7 @@ impl FileStore {
         }
     }
 
-    /// How many of `len` bytes at `offset` are in the range.
+    /// Returns how many of `len` bytes at `offset` are in the range.
     fn inside(&self, offset: u64, len: usize) -> usize {
         self.bytes.saturating_sub(offset).min(len as u64) as usize
     }
@@ -122,7 +122,7 @@ impl Store for FileStore {
     fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         let (inside, beyond) = buf.split_at_mut(self.inside(offset, buf.len()));
         beyond.fill(0);
-        // A short file here means that somebody cut it: an error, never zeros.
+        // A file that ends here was cut by another process: an error, never zeros.
         self.file.read_exact_at(inside, self.offset + offset)
     }
 

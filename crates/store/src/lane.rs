@@ -1,10 +1,10 @@
-//! [`Lane`]: what one worker thread moves pages with. One channel per server, many operations in
+//! [`Lane`]: the page I/O of one worker thread, with one channel per server and many operations in
 //! flight.
 //!
 //! The rule it keeps: every accepted operation ends exactly once, in [`Lane::poll`], with its
 //! frame, before the cluster's deadline and the operation deadline of the session have passed; no
-//! call waits for a server or for a user's store. Where a region has used up what was granted, a
-//! thread of its own asks for more, and the run waits.
+//! call waits for a server or for a user's store. Where a region has used up its memory, a separate
+//! thread asks for more, and the run waits.
 //!
 //! An operation is about a *run* of pages. It is cut into parts that move on their own: pages that
 //! are next to each other on their server too by one READ or WRITE, encoded ones one by one
@@ -50,11 +50,11 @@ use crate::{
     remote::{Backing, RemoteStore},
 };
 
-/// Requests in flight per lane before it takes no more runs: more than the queues of its channels
-/// hold makes no difference. Calls of users' stores are counted apart, so that a store that stalls
+/// Requests in flight at which a lane takes no more runs: more than the queues of its channels hold
+/// makes no difference. Calls of users' stores are counted apart, so that a store that stalls
 /// leaves room for everything else.
 const OPS_MAX: usize = 128;
-/// How soon to look again when another lane's writes must end before there is room.
+/// Pause before the lane looks again for room that other lanes' writes must make.
 const ROOM_PAUSE: Duration = Duration::from_micros(100);
 
 /// A local buffer that holds the bytes of a run of pages and can be cut between them and put
@@ -64,10 +64,10 @@ pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Sized + Send + 'static {
     /// Keeps the first `bytes` (whole pages, not all, not none) and returns the rest.
     fn split_off(&mut self, bytes: usize) -> Self;
 
-    /// Takes `next` in at the end if it lies directly behind.
+    /// Appends `next` if it lies directly behind.
     ///
     /// # Errors
-    /// `next`, if it does not.
+    /// `next`, if it lies elsewhere.
     fn join(&mut self, next: Self) -> Result<(), Self>;
 }
 
@@ -85,17 +85,17 @@ impl Frame for Vec<u8> {
 /// The end of one operation.
 #[derive(Debug)]
 pub struct Done<F> {
-    /// As given.
+    /// The operation's tag, as given.
     pub tag: u64,
-    /// As given. Bytes of pages whose fill failed are unspecified. A write-back changes no bytes.
+    /// The frame, as given. Bytes of failed fills are unspecified; a write-back changes none.
     pub frame: F,
-    /// What became of the pages that did not fail.
+    /// Counts of the pages that did not fail.
     pub outcome: Outcome,
-    /// The pages that failed, in ascending order, and why. The others are done.
+    /// The pages that failed, in ascending order, and why. All other pages are done.
     pub failed: Vec<(PageIndex, StoreError)>,
 }
 
-/// What an operation did.
+/// Counts of one operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
     /// Pages of a write-back that were unchanged.
@@ -106,16 +106,16 @@ pub struct Outcome {
     pub wire_bytes: u64,
 }
 
-/// What one worker thread moves pages with. See the module.
+/// Page I/O of one worker thread. See the module.
 pub struct Lane<F: Frame> {
     deadline: Duration,
     ports: Vec<Port<IoBuf<F>>>,
-    /// What has begun. Tags of requests say where in it, and which part.
+    /// Runs under way. The tag of a request names its run and part.
     runs: Vec<Option<Run<F>>>,
     vacant: Vec<usize>,
     /// Runs with parts that wait for a staging buffer or for remote memory, oldest first.
     waiting: VecDeque<usize>,
-    /// What has ended and was not handed out.
+    /// Operations that have ended and were not handed out.
     ready: Vec<Done<F>>,
     /// Requests that are posted or in a port's backlog.
     ops_in_flight: usize,
@@ -124,18 +124,18 @@ pub struct Lane<F: Frame> {
     completions: Vec<Completion<IoBuf<F>>>,
     ended_calls: Receiver<Box<StoreCall<F>>>,
     ended_calls_sender: Sender<Box<StoreCall<F>>>,
-    /// Calls that have not ended, and those of them that whoever drives the lane makes.
+    /// Number of calls that have not ended. The lane's driver makes `calls_by_worker` of them.
     calls_in_flight: usize,
     calls_by_worker: usize,
-    /// Whether calls wait to be taken, and which do.
+    /// True if calls wait in `kept_calls` to be taken.
     keeps_calls: bool,
     kept_calls: VecDeque<StoreCall<F>>,
     waker: Arc<Waker>,
-    /// Lost channels stay lost until [`reopen`](Self::reopen).
+    /// True if lost channels stay lost until [`reopen`](Self::reopen).
     passive: bool,
-    /// When to look again for what another lane's operation was in the way of.
+    /// Time to look again for room that another lane's operation must make.
     look_again: Option<Instant>,
-    /// Why a write that waits for a slot has none, until it is taken.
+    /// Reason why a write that waits for a slot has none, until the reason is taken.
     refused: Option<StoreError>,
     spare: Vec<Spare<F>>,
     watch: Watch,
@@ -146,7 +146,7 @@ pub struct Lane<F: Frame> {
 }
 
 impl<F: Frame> Lane<F> {
-    /// A lane with a channel to each server of the cluster.
+    /// Makes a lane with a channel to each server of the cluster.
     ///
     /// # Errors
     /// [`ConnectError`] of the first server that cannot be reached.
@@ -187,8 +187,8 @@ impl<F: Frame> Lane<F> {
         })
     }
 
-    /// A lane for signal handlers: it starts no thread. What needs a channel that was lost fails at
-    /// once, until [`reopen`](Self::reopen) has opened a new one. Only for pages in remote memory.
+    /// Makes a lane for signal handlers: it starts no thread. Without its channel an operation
+    /// fails at once, until [`reopen`](Self::reopen) has opened a new one. Only for remote memory.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -198,7 +198,7 @@ impl<F: Frame> Lane<F> {
         Ok(lane)
     }
 
-    /// Takes the reason why writes wait for slots, if they do because servers have no room.
+    /// Takes the reason why writes wait for slots, if servers have no room for them.
     pub fn take_refused(&mut self) -> Option<StoreError> {
         self.refused.take()
     }
@@ -210,8 +210,8 @@ impl<F: Frame> Lane<F> {
         }
     }
 
-    /// From now on one fill at a time of up to `pages` pages of this store allocates nothing unless
-    /// it fails.
+    /// Prepares for one fill at a time of up to `pages` pages of this store: from now on such a
+    /// fill allocates nothing unless it fails.
     pub fn prepare(&mut self, store: &PageStore, pages: usize) {
         self.runs.reserve(1);
         self.vacant.reserve(1);
@@ -233,9 +233,9 @@ impl<F: Frame> Lane<F> {
         }
     }
 
-    /// Starts to bring `page` and the pages behind it into `frame`, as many as it holds. Pages that
-    /// were never written or repeat one value need no request. The caller owns the pages until the
-    /// operation has ended.
+    /// Starts to bring `page` and the pages behind it into `frame`, as many as the frame holds.
+    /// Pages that were never written or repeat one value need no request. The caller owns the pages
+    /// until the operation has ended.
     ///
     /// # Errors
     /// The frame: too much is in flight. Nothing was started; poll and try again.
@@ -256,9 +256,9 @@ impl<F: Frame> Lane<F> {
         }
     }
 
-    /// Starts to write back those of the pages in `frame`, the first of which is `page`, whose hash
-    /// says that they changed. The caller owns the pages until the operation has ended. What fails
-    /// leaves the last good copy of its pages in place.
+    /// Starts to write back the pages of `frame` whose hash says that they changed. The first page
+    /// of the frame is `page`. The caller owns the pages until the operation has ended. A failed
+    /// write leaves the last good copy of its pages in place.
     ///
     /// # Errors
     /// The frame: too much is in flight. Nothing was started; poll and try again.
@@ -279,7 +279,7 @@ impl<F: Frame> Lane<F> {
         }
     }
 
-    /// Appends what has ended. Drives channels, repeats and deadlines; never waits.
+    /// Appends the operations that have ended. Drives channels, repeats and deadlines; never waits.
     pub fn poll(&mut self, done: &mut Vec<Done<F>>) {
         self.look_again = None;
         self.watch.looks();
@@ -293,7 +293,7 @@ impl<F: Frame> Lane<F> {
         for port in 0..self.ports.len() {
             self.drive(port);
         }
-        // What has ended makes room for what waits, before the caller starts anything new.
+        // Ended operations make room for waiting runs, before the caller starts anything new.
         for _ in 0..self.waiting.len() {
             let index = self.waiting.pop_front().expect("counted above");
             let run = self.take(index);
@@ -303,7 +303,7 @@ impl<F: Frame> Lane<F> {
         done.append(&mut self.ready);
     }
 
-    /// Operations that were accepted and not handed back yet.
+    /// Returns the number of operations that were accepted and not handed back yet.
     pub fn in_flight(&self) -> usize {
         self.runs.len() - self.vacant.len() + self.ready.len()
     }
@@ -349,7 +349,7 @@ impl<F: Frame> Lane<F> {
         until
     }
 
-    /// Whether one more run may start.
+    /// True if one more run may start.
     fn has_room(&self, store: &PageStore, remote: &RemoteStore) -> bool {
         self.ops_in_flight < OPS_MAX
             && (remote.scheme.is_raw() || self.staging.has(store.page_bytes))
@@ -368,7 +368,7 @@ impl<F: Frame> Lane<F> {
         self.advance(index, run);
     }
 
-    /// Sends on its way what can go.
+    /// Starts all parts of a run that can go now.
     fn advance(&mut self, index: usize, mut run: Run<F>) {
         let store = run.store.clone();
         let all = match (&store.backing, run.way) {
@@ -445,17 +445,17 @@ impl<F: Frame> Lane<F> {
 
     /// Lets one port make progress.
     fn drive(&mut self, at: usize) {
-        // 1. What has ended. Failed requests go to the backlog or end. A run that is complete is
-        //    handed out first: what it brought is in the caches now.
+        // 1. Completions. Failed requests go to the backlog or end. A complete run is handed out
+        //    first: its bytes are in the caches now.
         while self.poll_channel(at) && self.ready.is_empty() {}
-        // 2. From a broken channel to a new one.
+        // 2. Replace a broken channel.
         let port = &mut self.ports[at];
         if port.is_open() && port.backlog.is_empty() {
             return;
         }
         let now = Instant::now();
         port.recover(now, (!self.passive).then_some(&self.waker));
-        // 3. What has waited: on its way, or too late.
+        // 3. The backlog: post it, or fail the operations that are too late.
         if port.backlog.is_empty() {
             return;
         }
@@ -475,7 +475,7 @@ impl<F: Frame> Lane<F> {
         }
     }
 
-    /// Returns whether more can end without waiting.
+    /// Polls a channel. True if more can end without waiting.
     fn poll_channel(&mut self, at: usize) -> bool {
         let PortState::Open { channel, .. } = &mut self.ports[at].state else {
             return false;
@@ -508,7 +508,7 @@ impl<F: Frame> Lane<F> {
         }
     }
 
-    /// A request seems lost: once more, if there is time.
+    /// Repeats a request that seems lost, if there is time.
     fn repeat(&mut self, tag: u64, buf: IoBuf<F>, error: ChannelError) {
         let (index, part) = place_of(tag);
         let run = self.runs[index]
@@ -534,7 +534,7 @@ impl<F: Frame> Lane<F> {
         self.repost(tag, verb, remote, transfer, buf);
     }
 
-    /// A request has ended, for good or ill.
+    /// Ends a request that has succeeded or failed for good.
     fn finish(&mut self, tag: u64, buf: IoBuf<F>, result: Result<(), ChannelError>) {
         let (index, part) = place_of(tag);
         self.ops_in_flight -= 1;
@@ -570,7 +570,7 @@ impl<F: Frame> Lane<F> {
         if let Some(block) = block {
             self.staging.put(block, store.page_bytes);
         }
-        // Read again at the end of this poll.
+        // A damaged part is read again at the end of this poll.
         if matches!(run.parts[part].task, Task::Fetch(_)) && !self.waiting.contains(&index) {
             self.waiting.push_back(index);
         }
@@ -579,7 +579,7 @@ impl<F: Frame> Lane<F> {
 }
 
 impl<F: Frame> Drop for Lane<F> {
-    /// What is still in flight is given up: its frames go with it, and slots that were being
+    /// Gives up all operations in flight. Their frames are dropped, and slots that were being
     /// written, or that a lost WRITE may still reach, are not used again.
     fn drop(&mut self) {
         for run in self.runs.iter().flatten() {
@@ -609,7 +609,7 @@ fn check_run<F: Frame>(store: &PageStore, page: PageIndex, frame: &F) {
     );
 }
 
-/// A request's tag: its part in the run with this index.
+/// Returns the tag of a request for `part` of the run at `index`.
 fn tag_of(index: usize, part: usize) -> u64 {
     ((index as u64) << 32) | part as u64
 }

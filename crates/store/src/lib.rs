@@ -1,14 +1,14 @@
 //! Pages to remote bytes: where each page of a region is kept, how it is encoded, and whether it
 //! came back as it left.
 //!
-//! The rule this crate keeps: **what a fill hands out is what the last finished write-back took in,
-//! or it is an error.** Every page has a 128-bit hash in its entry; pages are written out of place,
-//! so that a write that fails half way leaves the last good copy alone. Which page moves when, and
-//! what happens to errors, is left to the pager.
+//! The rule this crate keeps: **a fill hands out what the last finished write-back took in, or an
+//! error.** Every page has a 128-bit hash in its entry; pages are written out of place, so that a
+//! write that fails half way leaves the last good copy alone. The choice of pages to move and the
+//! handling of errors are left to the pager.
 //!
 //! - [`Cluster`]: the memory servers of a runtime and the slots carved out of what they granted.
 //! - [`PageStore`]: the pages of one region, kept by memory servers or by a user's own [`Store`].
-//! - [`Lane`]: what one worker thread moves pages with.
+//! - [`Lane`]: the I/O of one worker thread, which moves pages.
 #![forbid(unsafe_code)]
 
 mod blocking;

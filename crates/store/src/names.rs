@@ -1,8 +1,8 @@
 //! The names that a user's key has on the servers of a cluster: held, listed and removed.
 //!
 //! The rule it keeps: a region that lies on several servers is one name, and is held on all servers
-//! of the cluster while it is open, so that nobody else takes it on any of them. What a name is
-//! bound to is left to [`named`](crate::named).
+//! of the cluster while it is open, so that no other client takes the name on any of them. The
+//! region that a name is bound to is left to [`named`](crate::named).
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -13,11 +13,11 @@ use crate::{Cluster, CreateError};
 
 farpage_wire::debug_as_display!(NamesError);
 
-/// A name that is held for an open region, until it is let go or dropped.
+/// Hold on the name of an open region, until the name is let go or the hold is dropped.
 pub(crate) struct Claim {
     name: String,
     cluster: Arc<Cluster>,
-    /// The sessions at which the name is held. `None` once it was let go.
+    /// The sessions at which the name is held. `None` once the name was let go.
     held: Mutex<Option<Vec<Arc<Session>>>>,
 }
 
@@ -62,8 +62,8 @@ impl Claim {
         }
     }
 
-    /// Holds the name on all servers until [`let_go`](Self::let_go), whether or not they have pages
-    /// of the region.
+    /// Holds the name on all servers until [`let_go`](Self::let_go), also on those without pages of
+    /// the region.
     pub(crate) fn take(&self, replace: bool) -> Result<(), PublishError> {
         for session in self.cluster.sessions() {
             session.claim(&self.name, replace)?;
@@ -72,14 +72,14 @@ impl Claim {
         Ok(())
     }
 
-    /// Lets others have the name. What was published under it stays.
+    /// Lets other clients have the name. Published versions stay.
     pub(crate) fn let_go(&self) {
         let Some(held) = self.held.lock().take() else {
             return;
         };
         for session in held {
             if let Err(error) = session.disclaim(&self.name) {
-                // The session's end lets it go at the latest.
+                // The session's end lets the name go at the latest.
                 let (endpoint, name) = (session.endpoint().clone(), self.name.clone());
                 later(move || tracing::warn!(%endpoint, name, %error, "name not let go"));
             }
@@ -98,26 +98,26 @@ impl Drop for Claim {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NamedRegion {
-    /// Its name.
+    /// The region's name.
     pub name: String,
-    /// Bytes that it takes on the servers of the runtime.
+    /// Bytes that the region takes on the servers of the runtime.
     pub bytes: u64,
-    /// Whether a program has it open for writing now.
+    /// True if a program has the region open for writing now.
     pub in_use: bool,
-    /// How often it is open for reading, all versions together.
+    /// Number of times that the region is open for reading, all versions together.
     pub readers: u64,
-    /// How many versions that were replaced are still read, and take memory.
+    /// Number of replaced versions that are still read, and take memory.
     pub old_versions: u64,
     /// The public key that the name belongs to: the user's own, or any key if the user is the
     /// operator.
     pub owner: String,
 }
 
-/// Why names were not listed, or one was not removed.
+/// Failure to list names, or to remove one.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum NamesError {
-    /// No server of the runtime has it.
+    /// The name is unknown to all servers of the runtime.
     #[error(
         "no server of this runtime has a region named `{name}` that belongs to this user's key"
     )]
@@ -125,13 +125,13 @@ pub enum NamesError {
         /// The name.
         name: String,
     },
-    /// The cluster has it open.
+    /// The cluster has the region open.
     #[error("region `{name}` is open in this program: close it before it is removed")]
     Held {
         /// The name.
         name: String,
     },
-    /// Another program has it open.
+    /// Another program has the region open.
     #[error(
         "region `{name}` on {endpoint} is in use by another client: it can be removed when that client closes it"
     )]
@@ -141,12 +141,12 @@ pub enum NamesError {
         /// The endpoint of the server that says so.
         endpoint: String,
     },
-    /// A server would not remove it. It may be gone on other servers already: remove it again.
+    /// A server would not remove the name. Remove it again: other servers may have done so.
     #[error("removing region `{name}`: {source}")]
     Remove {
         /// The name.
         name: String,
-        /// What the server said.
+        /// The server's answer.
         r#source: OpenError,
     },
     /// A server did not tell its names.
@@ -155,8 +155,8 @@ pub enum NamesError {
 }
 
 impl Cluster {
-    /// The named regions that belong to the user's key, in their order; those of all keys where it
-    /// is an operator's.
+    /// Returns the named regions of the user's key, in order. An operator's key gets the regions of
+    /// all keys.
     ///
     /// # Errors
     /// [`NamesError::List`]
@@ -186,13 +186,13 @@ impl Cluster {
     }
 
     /// Forgets a region of the user's key that no program has open for writing, and frees its
-    /// memory, except what is still read.
+    /// memory, except versions that are still read.
     ///
     /// # Errors
     /// [`NamesError::NotFound`], [`NamesError::Held`], [`NamesError::InUse`],
     /// [`NamesError::Remove`].
     pub fn remove(self: &Arc<Self>, name: &str) -> Result<(), NamesError> {
-        // Servers would remove it under an open region of this cluster. Holding the name prevents
+        // Servers would remove a name under an open region of this cluster: holding it prevents
         // that.
         let _held = Claim::here(self, name).ok_or_else(|| NamesError::Held {
             name: name.to_owned(),

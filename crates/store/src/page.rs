@@ -13,32 +13,32 @@ use std::{
 pub struct PageIndex(pub usize);
 
 impl PageIndex {
-    /// The number as errors tell it.
+    /// Returns the number for error messages.
     pub fn number(self) -> u64 {
         self.0 as u64
     }
 
-    /// Bytes of the region before the page.
+    /// Returns the bytes of the region before the page.
     pub fn offset(self, page_bytes: usize) -> usize {
         self.0 * page_bytes
     }
 
-    /// This page and all behind it.
+    /// Returns this page and all behind it.
     pub fn onwards(self) -> PageIter {
         PageIter(self.0..usize::MAX)
     }
 
-    /// This page alone.
+    /// Returns this page alone.
     pub fn alone(self) -> PageRange {
         self.until(self + 1)
     }
 
-    /// The pages from this one up to `end`, which is not among them.
+    /// Returns the pages from this one up to `end`, which is not among them.
     pub fn until(self, end: PageIndex) -> PageRange {
         PageRange { start: self, end }
     }
 
-    /// This page and those behind it, `count` in all.
+    /// Returns this page and those behind it, `count` in all.
     pub fn and_on(self, count: usize) -> PageRange {
         self.until(self + count)
     }
@@ -78,7 +78,7 @@ impl SubAssign<usize> for PageIndex {
     }
 }
 
-/// How many pages lie between.
+/// Counts the pages between two indices.
 impl Sub for PageIndex {
     type Output = usize;
 
@@ -87,48 +87,48 @@ impl Sub for PageIndex {
     }
 }
 
-/// Pages in a row. Unlike a [`Range`], it is `Copy`, and walked through by an iterator of its own.
+/// Pages in a row. Unlike a [`Range`], a `PageRange` is `Copy` and has an iterator of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageRange {
-    /// The first.
+    /// First page.
     pub start: PageIndex,
-    /// The one behind the last.
+    /// Page behind the last one.
     pub end: PageIndex,
 }
 
 impl PageRange {
-    /// No page.
+    /// Range without pages.
     pub const NONE: PageRange = PageRange {
         start: PageIndex(0),
         end: PageIndex(0),
     };
 
-    /// The first `count` pages of a region.
+    /// Returns the first `count` pages of a region.
     pub fn first(count: usize) -> PageRange {
         PageIndex(0).and_on(count)
     }
 
-    /// How many there are.
+    /// Returns the number of pages.
     pub fn len(self) -> usize {
         self.end.0.saturating_sub(self.start.0)
     }
 
-    /// Whether there is none.
+    /// True if the range has no page.
     pub fn is_empty(self) -> bool {
         self.len() == 0
     }
 
-    /// Whether `page` is among them.
+    /// True if the range contains `page`.
     pub fn contains(self, page: PageIndex) -> bool {
         (self.start..self.end).contains(&page)
     }
 
-    /// Those that are among `others`, too.
+    /// Returns the pages that `others` contains, too.
     pub fn within(self, others: PageRange) -> PageRange {
         self.start.max(others.start).until(self.end.min(others.end))
     }
 
-    /// Each page, ascending.
+    /// Iterates over the pages in ascending order.
     pub fn iter(self) -> PageIter {
         PageIter(self.start.0..self.end.0)
     }

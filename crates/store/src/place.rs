@@ -1,11 +1,11 @@
-//! [`Place`] and [`Span`]: where a slot is, and how long.
+//! [`Place`] and [`Span`]: the position of a slot, and its length.
 //!
 //! The rule it keeps: a place fits one word, so that page entries stay short.
 
-/// Offsets are kept in this unit; slots are multiples of it.
+/// Unit of offsets in bytes; slots are multiples of it.
 pub(crate) const PLACE_UNIT: u64 = 64;
 
-/// Where a slot begins. Server and extent are indices into the tables of the region's pool.
+/// Start of a slot. `server` and `extent` are indices into the tables of the region's pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Place {
     pub(crate) server: u8,
@@ -36,7 +36,7 @@ impl Place {
     }
 }
 
-/// A whole slot: where it begins, and the length that it was allocated for.
+/// Whole slot: its start, and the length that it was allocated for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
     pub(crate) place: Place,
@@ -44,7 +44,7 @@ pub(crate) struct Span {
 }
 
 impl Span {
-    /// Whether `next` lies directly behind.
+    /// True if `next` lies directly behind this slot.
     pub(crate) fn is_followed_by(&self, next: &Self) -> bool {
         let (a, b) = (self.place, next.place);
         let end = a.offset + slot_bytes(self.bytes);
@@ -52,7 +52,7 @@ impl Span {
     }
 }
 
-/// Bytes that a slot for `bytes` bytes takes.
+/// Returns the bytes that a slot for `bytes` bytes takes.
 pub(crate) fn slot_bytes(bytes: u32) -> u64 {
     u64::from(bytes).max(1).next_multiple_of(PLACE_UNIT)
 }

@@ -1,10 +1,10 @@
 //! [`SlotPool`]: slots on all servers for the regions that share it, and the extents that they are
 //! carved out of.
 //!
-//! The rule it keeps: what was reserved for a region is granted before the region exists and is
-//! given back only after it, so that writing back a page of a fully reserved raw region never waits
-//! for a server's memory. For compressed pages this holds as long as slots of many sizes do not
-//! fragment the space; then the pool grows, and says so if it cannot.
+//! The rule it keeps: memory reserved for a region is granted before the region exists and is given
+//! back only after it, so that writing back a page of a fully reserved raw region never waits for a
+//! server's memory. For compressed pages this holds as long as slots of many sizes do not fragment
+//! the space; then the pool grows, and says so if it cannot.
 
 use std::{
     sync::{
@@ -23,20 +23,20 @@ use crate::{
     slots::{Arena, GRANULE_BYTES, Slot},
 };
 
-/// The longest extent asked for: what a server may have to find in one piece.
+/// Longest extent asked for: a server may have to find it in one piece.
 const EXTENT_BYTES_MAX: u64 = 1 << 30;
-/// Asked for at least in a pool that regions share, if the server has it: many small regions then
-/// share few extents. Servers back extents lazily.
+/// Shortest extent that a shared pool asks for, if the server has it: many small regions then share
+/// few extents. Servers back extents lazily.
 const EXTENT_BYTES_MIN: u64 = 16 << 20;
-/// A full server is not asked again for this long.
+/// Time for which a full server is not asked again.
 const FULL_PAUSE: Duration = Duration::from_millis(50);
 
 const NO_PANIC: &str = "nothing panics under this lock";
 
 /// Slots on all servers for the regions that share it.
 pub(crate) struct SlotPool {
-    /// The servers as this pool numbers them: a published region keeps its own numbers. With the
-    /// port of every lane.
+    /// Port (of every lane) and session of each server, as this pool numbers the servers: a
+    /// published region keeps its own numbers.
     servers: Vec<(usize, Arc<Session>)>,
     purpose: Purpose,
     /// Buffers for page maps.
@@ -44,15 +44,15 @@ pub(crate) struct SlotPool {
     arenas: Vec<Mutex<Arena>>,
     /// The standard library's lock, which never allocates: a signal handler may look an extent up.
     extents: RwLock<Extents>,
-    /// Held while servers are asked for memory; remembers who said no and when.
+    /// Held while servers are asked for memory. The last refusal, and its time.
     growing: Mutex<Option<(Instant, AllocError)>>,
-    /// A thread has been started that asks.
+    /// True while a thread that asks for memory runs.
     is_growing: AtomicBool,
-    /// How many regions have begun to give surplus back.
+    /// Number of regions that have begun to give surplus back.
     ended: AtomicU64,
     next_server: AtomicUsize,
     next_run: AtomicUsize,
-    /// Slots that were allocated for a write that has not ended.
+    /// Number of slots that were allocated for a write that has not ended.
     unsettled: AtomicU64,
     /// Bytes of slots that pages are in: now, and at most.
     kept_bytes: AtomicI64,
@@ -63,29 +63,29 @@ pub(crate) struct SlotPool {
 struct Extents {
     by_index: Vec<Option<(u8, ExtentId)>>,
     vacant: Vec<u32>,
-    /// All extents were given back, and none is added any more.
+    /// True once all extents were given back: no extent is added any more.
     closed: bool,
 }
 
-/// What a pool is for.
+/// Use of a pool.
 pub(crate) enum Purpose {
-    /// Regions without a name, which share it.
+    /// Pool shared by regions without a name.
     Shared,
-    /// One named region, open for writing.
+    /// Pool of one named region, open for writing.
     Named(Readers),
-    /// One version of a named region, which others may read, too. Its extents take READs alone.
+    /// Pool of one version of a named region, which others may read, too. Takes READs alone.
     Reading,
 }
 
-/// What came of asking for memory without waiting.
+/// Outcome of a request for memory without waiting.
 pub(crate) enum Growth {
-    /// Servers are being asked; look again. With what they said before, if that was no.
+    /// Servers are being asked; look again. Holds their last refusal, if any.
     UnderWay(Option<AllocError>),
-    /// They said no just now.
+    /// The servers refused just now.
     Refused(AllocError),
 }
 
-/// What a region was promised, per server.
+/// Bytes that a region was promised, per server.
 pub(crate) struct Reservation(Vec<u64>);
 
 impl SlotPool {
@@ -115,12 +115,12 @@ impl SlotPool {
         &self.servers
     }
 
-    /// Whether the pool is one region's, and ends with it.
+    /// True if the pool belongs to one region, and ends with it.
     pub(crate) fn is_own(&self) -> bool {
         !matches!(self.purpose, Purpose::Shared)
     }
 
-    /// Who reads older versions, of a pool for a named region that is open for writing.
+    /// Returns the readers of older versions, for a named region that is open for writing.
     pub(crate) fn readers(&self) -> Option<&Readers> {
         match &self.purpose {
             Purpose::Named(readers) => Some(readers),
@@ -169,7 +169,7 @@ impl SlotPool {
         id
     }
 
-    /// Server and id of every extent, by index.
+    /// Returns server and id of every extent, by index.
     pub(crate) fn extents(&self) -> Vec<Option<(u8, ExtentId)>> {
         self.extents.read().expect(NO_PANIC).by_index.clone()
     }
@@ -181,7 +181,7 @@ impl SlotPool {
             .sum()
     }
 
-    /// Whether some slots are allocated whose writes have not ended: ending them frees others.
+    /// True if slots are allocated whose writes have not ended: the end of a write frees slots.
     pub(crate) fn has_unsettled(&self) -> bool {
         self.unsettled.load(Ordering::Relaxed) > 0
     }
@@ -192,15 +192,14 @@ impl SlotPool {
         self.unsettled.fetch_sub(slots as u64, Ordering::Relaxed);
     }
 
-    /// Ends a write that did not take place and never will: nothing arrives in these slots any
-    /// more.
+    /// Frees and settles `slots` of a write that did not take place: nothing arrives in them.
     pub(crate) fn abandon(&self, slots: &[Span]) {
         self.free(slots);
         self.settle(slots.len());
     }
 
-    /// Promises `bytes` in units of at least a page, spread over the servers. On an error nothing
-    /// was taken.
+    /// Promises `bytes` in units of at least a page, spread over the servers. Takes nothing on an
+    /// error.
     pub(crate) fn reserve(&self, bytes: u64, page_bytes: usize) -> Result<Reservation, AllocError> {
         let _one_at_a_time = self.growing.lock();
         let unit = GRANULE_BYTES.max(page_bytes as u64);
@@ -231,8 +230,8 @@ impl SlotPool {
         Ok(Reservation(promised))
     }
 
-    /// Takes a promise back and gives surplus extents to their servers. The region's slots must be
-    /// freed.
+    /// Takes a promise back and gives surplus extents to their servers. Call once the region's
+    /// slots are freed.
     pub(crate) fn unreserve(&self, reservation: &Reservation) {
         self.ended.fetch_add(1, Ordering::Relaxed);
         let _one_at_a_time = self.growing.lock();
@@ -272,7 +271,7 @@ impl SlotPool {
             other => other?,
         };
         if self.add(server as u8, extent.id, extent.bytes).is_none() {
-            // The pool is closed, so nobody else would give the extent back.
+            // The pool is closed, so nothing else would give the extent back.
             self.release(server, extent.id);
         }
         Ok(extent.bytes)
@@ -280,8 +279,8 @@ impl SlotPool {
 
     /// Returns the least length of the next extent, if the server has it. A pool of one region
     /// takes as much again as it has: a small region takes little, and a large one few extents.
-    /// Beside a reservation all have the reservation's length, so that any of them can stay when
-    /// the others are given back.
+    /// Extents beside a reservation have the reservation's length, so that any of them can stay
+    /// when the others are given back.
     fn extent_bytes_min(&self, server: usize) -> u64 {
         if !self.is_own() {
             return EXTENT_BYTES_MIN;
@@ -316,20 +315,20 @@ impl SlotPool {
         Some(index)
     }
 
-    /// An index that a published map does not use. It stays unused until
+    /// Adds an index that a published map does not use. The index stays unused until
     /// [`end_gaps`](Self::end_gaps).
     pub(crate) fn add_gap(&self) {
         self.extents.write().expect(NO_PANIC).by_index.push(None);
     }
 
-    /// All extents have the indices that a published map knows: gaps may be used.
+    /// Allows use of the gaps: all extents have the indices that a published map knows.
     pub(crate) fn end_gaps(&self) {
         let mut extents = self.extents.write().expect(NO_PANIC);
         let gaps = (extents.by_index.iter().zip(0..)).filter(|(extent, _)| extent.is_none());
         extents.vacant = gaps.map(|(_, index)| index).collect();
     }
 
-    /// Whether the place is on an extent of this pool.
+    /// True if the place is on an extent of this pool.
     pub(crate) fn has_extent_of(&self, place: Place) -> bool {
         let extents = self.extents.read().expect(NO_PANIC);
         extents
@@ -338,21 +337,20 @@ impl SlotPool {
             .is_some_and(|extent| extent.is_some_and(|(on, _)| on == place.server))
     }
 
-    /// Gives surplus extents to their servers: a region without a reservation ends.
+    /// Gives surplus extents to their servers when a region without a reservation ends.
     pub(crate) fn trim(&self) {
         self.ended.fetch_add(1, Ordering::Relaxed);
         let _one_at_a_time = self.growing.lock();
         self.release_surplus();
     }
 
-    /// Gives extents back that a region with a reservation took beside it, and does not use any
-    /// more.
+    /// Gives back extents that a region took beside its reservation and does not use any more.
     pub(crate) fn shrink(&self) {
         let _one_at_a_time = self.growing.lock();
         self.release_surplus();
     }
 
-    /// Gives back extents that nothing uses and nobody was promised.
+    /// Gives back extents that nothing uses and no region was promised.
     fn release_surplus(&self) {
         for (server, arena) in self.arenas.iter().enumerate() {
             let surplus = arena.lock().take_surplus();
@@ -373,7 +371,7 @@ impl SlotPool {
     fn release(&self, server: usize, id: ExtentId) {
         let session = &self.servers[server].1;
         if let Err(error) = session.release(id) {
-            // The session's end frees it at the latest.
+            // The session's end frees the extent at the latest.
             let endpoint = session.endpoint().clone();
             later(move || {
                 tracing::warn!(%endpoint, extent = %id, %error, "extent not given back");
@@ -381,8 +379,8 @@ impl SlotPool {
         }
     }
 
-    /// Gives all extents back: the end of a region with a pool of its own. What a server grants
-    /// from here on goes back at once.
+    /// Gives all extents back: the end of a region with a pool of its own. An extent that a server
+    /// grants from here on goes back at once.
     pub(crate) fn release_all(&self) {
         let extents = {
             let mut extents = self.extents.write().expect(NO_PANIC);
@@ -394,8 +392,8 @@ impl SlotPool {
         }
     }
 
-    /// A slot for `bytes`, on the server that `wish` (a page's number) falls on if it has room.
-    /// [`settle`](Self::settle) it.
+    /// Allocates a slot for `bytes`, on the server that `wish` (a page's number) falls on if that
+    /// has room. [`settle`](Self::settle) ends the allocation.
     pub(crate) fn alloc(&self, bytes: u32, wish: u64) -> Option<Place> {
         let servers = self.arenas.len();
         let place = (0..servers)
@@ -412,8 +410,8 @@ impl SlotPool {
         Some(place)
     }
 
-    /// Appends up to `count` places for pages of `bytes`, as many in a row as there is room for;
-    /// one run after another falls on one server after another. [`settle`](Self::settle) them.
+    /// Appends up to `count` places for pages of `bytes`, as many in a row as there is room for.
+    /// Successive runs fall on successive servers. [`settle`](Self::settle) ends the allocation.
     pub(crate) fn alloc_run(&self, bytes: u32, count: usize, places: &mut Vec<Place>) {
         let (before, end) = (places.len(), places.len() + count);
         let first = self.next_run.fetch_add(1, Ordering::Relaxed);
@@ -434,7 +432,7 @@ impl SlotPool {
             .fetch_add((places.len() - before) as u64, Ordering::Relaxed);
     }
 
-    /// Frees slots of one server after the other, each server's arena locked once per row of them.
+    /// Frees `slots`. Neighbours in the list on the same server take one lock of its arena.
     pub(crate) fn free(&self, slots: &[Span]) {
         for of_server in slots.chunk_by(|a, b| a.place.server == b.place.server) {
             let mut arena = self.arenas[of_server[0].place.server as usize].lock();
@@ -445,7 +443,7 @@ impl SlotPool {
         }
     }
 
-    /// Bytes in slots, on all servers.
+    /// Returns the bytes in slots, on all servers.
     #[cfg(test)]
     pub(crate) fn used_bytes(&self) -> u64 {
         self.arenas
@@ -455,7 +453,7 @@ impl SlotPool {
     }
 
     /// Counts the page in `slot` among those that its server keeps (`pages` is 1), or no longer
-    /// (-1). The server shows the sum. What is only read is its writer's.
+    /// (-1). The server shows the sum. A pool that is only read counts nothing: its writer does.
     pub(crate) fn count_contents(&self, slot: Span, page_bytes: usize, pages: i64) {
         if matches!(self.purpose, Purpose::Reading) {
             return;
@@ -467,20 +465,20 @@ impl SlotPool {
         session.add_contents(pages * page_bytes as i64, bytes);
     }
 
-    /// The most bytes that pages were in at once.
+    /// Returns the peak of the bytes that pages were in at once.
     pub(crate) fn kept_peak_bytes(&self) -> u64 {
         let peak = self.kept_peak_bytes.load(Ordering::Relaxed);
         peak.try_into().unwrap_or(0)
     }
 
-    /// Takes a slot that a published map refers to; false if it is nowhere, or any of it is taken.
+    /// Takes a slot that a published map refers to. False if it is nowhere, or any of it is taken.
     pub(crate) fn claim(&self, slot: Span) -> bool {
         let arena = self.arenas.get(slot.place.server as usize);
         arena.is_some_and(|arena| arena.lock().claim(slot_of(slot.place), slot.bytes))
     }
 
-    /// Has the servers asked for another extent that holds a slot of `bytes`, by a thread of its
-    /// own: see [`grow`](Self::grow). Waits for nothing.
+    /// Starts a thread that asks the servers for another extent that holds a slot of `bytes`: see
+    /// [`grow`](Self::grow). Waits for nothing.
     pub(crate) fn grow_elsewhere(self: &Arc<Self>, bytes: u32) -> Growth {
         let Some(refused) = self.growing.try_lock() else {
             return Growth::UnderWay(None);
@@ -494,7 +492,7 @@ impl SlotPool {
         if !self.is_growing.swap(true, Ordering::Relaxed) {
             let (pool, ended) = (self.clone(), self.ended());
             let ask = move || {
-                // What the servers say is remembered for those who wait.
+                // `growing` keeps the servers' answer for the waiting callers.
                 let _ = pool.grow_unless_ended(bytes, ended);
                 pool.is_growing.store(false, Ordering::Relaxed);
             };
@@ -510,7 +508,7 @@ impl SlotPool {
         Growth::UnderWay(said)
     }
 
-    /// Nobody can ask servers for memory while this is held.
+    /// Locks out all requests to servers for memory while the result is held.
     #[cfg(test)]
     pub(crate) fn lock_growth(&self) -> impl Sized + '_ {
         self.growing.lock()
@@ -522,7 +520,7 @@ impl SlotPool {
         self.grow_unless_ended(bytes, self.ended())
     }
 
-    /// How many regions have begun to give surplus back.
+    /// Returns the number of regions that have begun to give surplus back.
     pub(crate) fn ended(&self) -> u64 {
         self.ended.load(Ordering::Relaxed)
     }

@@ -2,8 +2,8 @@
 //!
 //! The rule it keeps: a slot that the last published map refers to, or that a running publication's
 //! map may refer to, is not free before the next publication has succeeded. After a publication
-//! whose outcome is unknown, that holds for both maps. What then becomes of the slots that other
-//! programs read is left to [`Readers`](crate::readers::Readers).
+//! whose outcome is unknown, that holds for both maps. Slots that other programs read are left to
+//! [`Readers`](crate::readers::Readers).
 
 use std::{
     mem,
@@ -15,46 +15,46 @@ use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 
 use crate::{place::Span, pool::SlotPool, readers::Places, slots::GRANULE_BYTES};
 
-/// Maps are written and read in pieces of this length.
+/// Length of the pieces in which maps are written and read.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
 
-/// Bytes of the map of a region: whole pages, or whole granules where pages are larger, so that its
-/// slots leave no odd holes between pages.
+/// Returns the bytes of a region's map: whole pages, or whole granules where pages are larger, so
+/// that its slots leave no odd holes between pages.
 pub(crate) fn map_bytes(bytes: u64, page_bytes: usize) -> u64 {
     let unit = GRANULE_BYTES.min(page_bytes as u64);
     (bytes.div_ceil(page_bytes as u64) * 32).next_multiple_of(unit)
 }
 
-/// What a region remembers about its publications.
+/// State of a region's publications.
 #[derive(Default)]
 pub(crate) struct Publications {
-    /// Shared by whoever replaces an entry; exclusive while a map is copied or marked, which takes
-    /// milliseconds per GiB of map. Whether a publication runs.
+    /// True while a publication runs. Locked shared by threads that replace an entry; exclusive
+    /// while a map is copied or marked, which takes milliseconds per GiB of map.
     commits: RwLock<bool>,
     /// Slots that the last published map refers to and that are not used any more.
     deferred: Mutex<Vec<Span>>,
-    /// Slots that went out of use while a publication runs, whose map may refer to them.
+    /// Slots that went out of use during a running publication, whose map may refer to them.
     undecided: Mutex<Vec<Span>>,
-    /// How many have ended.
+    /// Number of publications that have ended.
     ended: AtomicU64,
-    /// Locked by the one publication that runs.
+    /// The last publication, locked by the one that runs.
     last: Mutex<Last>,
 }
 
 /// The last publication.
 #[derive(Default)]
 struct Last {
-    /// Its number; 0 before the first.
+    /// Number of the version; 0 before the first.
     version: u64,
-    /// The slots of its pages and its map. After a publication whose outcome is unknown, those of
-    /// both.
+    /// Slots of the pages and the map. After a publication whose outcome is unknown, the slots of
+    /// both versions.
     places: Places,
-    /// The slots of its map.
+    /// Slots of the map.
     map: Vec<Span>,
-    /// Slots for whole maps to come, where the region reserves its memory: between the many holes
-    /// of a region that has been in use for long there may be none for a piece of a map.
+    /// Slots for whole maps to come, where the region reserves its memory: a region that has been
+    /// in use for long may have no hole for a piece of a map.
     spare: Vec<Vec<Span>>,
-    /// How many of these are kept.
+    /// Upper bound of the maps in `spare`.
     spares_max: usize,
 }
 
@@ -69,16 +69,16 @@ pub(crate) struct Publication<'a> {
     publications: &'a Publications,
     last: MutexGuard<'a, Last>,
     map_bytes: u64,
-    /// The slots of its map.
+    /// Slots of the new map.
     area: Vec<Span>,
     /// Slots that only the previous map refers to.
     stale: Vec<Span>,
 }
 
-/// What became of a publication.
+/// Outcome of a publication.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// The name is bound to the new map. What the region's first server said.
+    /// The name is bound to the new map. Holds the answer of the region's first server.
     Bound(Versions),
     /// The name is bound to the previous map.
     Failed,
@@ -87,8 +87,8 @@ pub(crate) enum Ended {
 }
 
 impl Publications {
-    /// The publications of a region whose published version has this number and these slots, those
-    /// of `map` among them.
+    /// Makes the publications of a region whose published version has the number `version` and the
+    /// slots `places`, those of `map` among them.
     pub(crate) fn of(version: u64, places: Places, map: Vec<Span>) -> Self {
         let publications = Self::default();
         let mut last = publications.last.lock();
@@ -97,7 +97,7 @@ impl Publications {
         publications
     }
 
-    /// Takes slots for later maps, as far as there is room. Missing ones are taken when they are
+    /// Takes slots for later maps, as far as there is room. Missing slots are taken when they are
     /// needed.
     pub(crate) fn set_aside(&self, pool: &SlotPool, map_bytes: u64, maps: usize) {
         let mut last = self.last.lock();
@@ -106,12 +106,12 @@ impl Publications {
         last.spare = areas.collect();
     }
 
-    /// Whether a publication runs. Its end frees slots.
+    /// True if a publication runs. Its end frees slots.
     pub(crate) fn is_running(&self) -> bool {
         *self.commits.read()
     }
 
-    /// How many have ended.
+    /// Returns the number of publications that have ended.
     pub(crate) fn ended(&self) -> u64 {
         self.ended.load(Ordering::Acquire)
     }
@@ -133,7 +133,7 @@ impl Publications {
         map_bytes: u64,
     ) -> Result<Publication<'_>, AllocError> {
         let mut last = self.last.lock();
-        // Its slots before its content: what is evicted meanwhile must not take their room.
+        // The map's slots come before its content: evictions meanwhile must not take their room.
         let area = match last.spare.pop() {
             Some(area) => area,
             None => map_slots(pool, map_bytes)?,
@@ -149,7 +149,7 @@ impl Publications {
 }
 
 impl Commit<'_> {
-    /// Whether a slot that goes out of use must be kept. If so, a later publication frees it.
+    /// Keeps a slot that goes out of use if a map may refer to it. False if the slot is free now.
     pub(crate) fn keep(&self, slot: Span, published: bool) -> bool {
         let list = match (published, *self.publishing) {
             (true, _) => &self.publications.deferred,
@@ -162,13 +162,13 @@ impl Commit<'_> {
 }
 
 impl Publication<'_> {
-    /// The slots of its map.
+    /// Returns the slots of the new map.
     pub(crate) fn area(&self) -> &[Span] {
         &self.area
     }
 
-    /// Has the map copied while no entry is replaced. From here on the slots that it refers to are
-    /// kept.
+    /// Copies the map by `map` while no entry is replaced. The slots that the map refers to are
+    /// kept from here on.
     pub(crate) fn copy(&mut self, map: impl FnOnce() -> Vec<u8>) -> Vec<u8> {
         let mut publishing = self.publications.commits.write();
         *publishing = true;
@@ -176,16 +176,16 @@ impl Publication<'_> {
         map()
     }
 
-    /// The map was not written. Frees its slots, except `failed`: a write to that one may still
-    /// arrive, so it is given up.
+    /// Frees the slots of a map that was not written, except `failed`: a write to that slot may
+    /// still arrive, so it is given up.
     pub(crate) fn give_up_area(&mut self, pool: &SlotPool, failed: Option<Span>) {
         self.area.retain(|&slot| Some(slot) != failed);
         pool.free(&mem::take(&mut self.area));
     }
 
-    /// Frees what no map refers to any more, unless it is read. The slots of the new version are at
-    /// `places`. Unless it failed, `mark` marks the pages whose slots the new map refers to; no
-    /// entry is replaced meanwhile.
+    /// Ends the publication. Frees slots that no map refers to any more, unless they are read.
+    /// `places` are the slots of the new version. `mark`, called unless the publication failed,
+    /// marks the pages whose slots the new map refers to; no entry is replaced meanwhile.
     pub(crate) fn end(
         mut self,
         pool: &SlotPool,
@@ -237,8 +237,8 @@ impl Publication<'_> {
 }
 
 impl Last {
-    /// Takes back the slots of a map that is gone. They are kept for a later map if they hold a
-    /// whole one.
+    /// Keeps the slots of a map that is gone for a later map, if they hold a whole one and a spare
+    /// is missing. Otherwise frees them.
     fn give_back(&mut self, pool: &SlotPool, area: Vec<Span>, map_bytes: u64) {
         let whole = area.len() == (map_bytes as usize).div_ceil(PIECE_BYTES);
         if whole && self.spare.len() < self.spares_max {
@@ -254,7 +254,7 @@ fn sorted(mut places: Vec<u64>) -> Places {
     places.into()
 }
 
-/// Slots for all pieces of a map.
+/// Allocates slots for all pieces of a map.
 fn map_slots(pool: &SlotPool, map_bytes: u64) -> Result<Vec<Span>, AllocError> {
     let pieces = map_bytes.div_ceil(PIECE_BYTES as u64);
     let mut slots = Vec::with_capacity(pieces as usize);

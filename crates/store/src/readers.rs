@@ -5,10 +5,10 @@
 //! counts readers, and says with each publication which older versions have some. A version that
 //! has none then can get none any more, since programs open the newest.
 //!
-//! Which slots a version refers to is remembered by its writer: 8 bytes per page of each version
-//! that is read, and of the last one. A program that opens a region for writing does not know the
-//! slots of versions that were replaced before. It leaves all space alone that was free in the
-//! region's extents then, until these versions have no readers.
+//! A version's writer remembers its slots: 8 bytes per page of each version that is read, and of
+//! the last one. A program that opens a region for writing does not know the slots of versions that
+//! were replaced before. It leaves all space alone that was free in the region's extents at the
+//! opening, until these versions have no readers.
 
 use std::{mem, sync::Arc};
 
@@ -17,10 +17,10 @@ use parking_lot::Mutex;
 
 use crate::place::Span;
 
-/// What is kept for the readers of one region.
+/// Slots that are kept for the readers of one region.
 pub(crate) struct Readers {
     name: Arc<str>,
-    /// At the region's first server.
+    /// Session at the region's first server.
     session: Arc<Session>,
     kept: Mutex<Kept>,
 }
@@ -34,11 +34,11 @@ struct Kept {
     versions: Vec<Version>,
     /// The published version, as of the newest answer.
     published: u64,
-    /// Slots that no map refers to but those of `versions`.
+    /// Slots that only the maps of `versions` refer to.
     slots: Vec<Span>,
     /// The version that was opened.
     opened: u64,
-    /// What was free then, while versions before it are read.
+    /// Space that was free at the opening, while versions before `opened` are read.
     unknown: Vec<Span>,
 }
 
@@ -54,7 +54,7 @@ impl Kept {
         versions.any(|version| version.places.binary_search(&place).is_ok())
     }
 
-    /// Takes out what no version that is read refers to any more.
+    /// Takes out the slots that no version that is read refers to any more.
     fn take_free(&mut self) -> Vec<Span> {
         let slots = mem::take(&mut self.slots);
         let (kept, mut free): (_, Vec<_>) = slots.into_iter().partition(|slot| self.is_read(slot));
@@ -67,7 +67,7 @@ impl Kept {
 }
 
 impl Readers {
-    /// Nobody reads the region named `name`, whose first server `session` is of.
+    /// Makes the readers, none yet, of the region `name`, whose first server `session` is of.
     pub(crate) fn new(name: &str, session: &Arc<Session>) -> Self {
         Self {
             name: name.into(),
@@ -76,8 +76,8 @@ impl Readers {
         }
     }
 
-    /// The region was opened when `versions` told who reads it. Its slots are at `places`, and all
-    /// of them are taken. Takes the `holes` between them, if versions before are read.
+    /// Notes the readers that `versions` told when the region was opened. The region's slots are at
+    /// `places`, all of them taken. Takes the `holes` between them if older versions are read.
     pub(crate) fn opened(
         &self,
         versions: &Versions,
@@ -87,7 +87,7 @@ impl Readers {
         let mut kept = self.kept.lock();
         kept.opened = versions.published;
         kept.published = versions.published;
-        // A slot that they share with the opened version goes when the region is written.
+        // A slot that an older version shares with the opened one goes when the region is written.
         let all = versions.read.iter().map(|read| Version {
             number: read.version,
             places: Arc::clone(places),
@@ -98,9 +98,9 @@ impl Readers {
         }
     }
 
-    /// A version has been published, as `answer` says. `stale` are slots that it does not refer to,
-    /// and that versions from `since` on may, whose slots are at `places`. Returns what is free,
-    /// since nobody reads it.
+    /// Notes that a version has been published, as `answer` says. `stale` are slots that the new
+    /// version does not refer to, but versions from `since` on, whose slots are at `places`, may.
+    /// Returns slots that are free, since no version that is read refers to them.
     pub(crate) fn published(
         &self,
         answer: &Versions,
@@ -115,7 +115,7 @@ impl Readers {
             let places = match known {
                 Some(version) => Arc::clone(&version.places),
                 None if number >= since => Arc::clone(places),
-                // Of another region, which this one has replaced: in extents of its own.
+                // A version of a replaced region, which has extents of its own.
                 None => Arc::default(),
             };
             Version { number, places }
@@ -126,11 +126,11 @@ impl Readers {
         kept.take_free()
     }
 
-    /// The servers have no room. Asks who still reads, and returns what is free, since nobody does
-    /// any more.
+    /// Asks which versions are still read when the servers have no room. Returns the slots that are
+    /// free by now.
     ///
     /// # Errors
-    /// Nothing is free: `full`, and who reads what.
+    /// `full`, with the versions that are read, if nothing is free.
     pub(crate) fn make_room(&self, full: AllocError) -> Result<Vec<Span>, AllocError> {
         if !matches!(full, AllocError::Full { .. }) {
             return Err(full);
@@ -144,8 +144,8 @@ impl Readers {
         }
         let Versions { published, read } = self.session.readers(&self.name)?;
         let mut kept = self.kept.lock();
-        // An answer from before the last publication knows nothing of whom that made a reader of an
-        // older version.
+        // An answer from before the last publication lacks the readers that the publication turned
+        // into readers of an older version.
         if published >= kept.published {
             let is_read = |it: &Version| read.iter().any(|read| read.version == it.number);
             kept.versions.retain(is_read);

@@ -1,8 +1,8 @@
 //! [`PageStore`]: the pages of one region, in slots on memory servers or in a user's own store.
 //!
 //! The rule it keeps: an entry is replaced only when the new bytes are complete, and the old slot
-//! is freed only after that; whatever fails on the way leaves the last good copy. Moving the bytes
-//! is left to the [`Lane`](crate::Lane).
+//! is freed only after that; a failure on the way leaves the last good copy. Moving the bytes is
+//! left to the [`Lane`](crate::Lane).
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -32,7 +32,7 @@ use crate::{
 /// The pages of one region. Dropping it frees its remote memory, except what was published under a
 /// name.
 pub struct PageStore {
-    /// What messages call the region.
+    /// Name of the region in messages.
     pub(crate) label: Arc<str>,
     pub(crate) bytes: u64,
     pub(crate) page_bytes: usize,
@@ -53,22 +53,22 @@ pub(crate) enum Backing {
     Blocking(Arc<BlockingStore>),
 }
 
-/// What a region has on memory servers.
+/// A region's share of the memory servers.
 pub(crate) struct RemoteStore {
     pub(crate) pool: Arc<SlotPool>,
     pub(crate) scheme: Box<Scheme>,
     pub(crate) page_bytes: usize,
-    /// Where the codec is an adaptive one.
+    /// The chooser of an adaptive codec.
     pub(crate) chooser: Option<Box<Chooser>>,
     pub(crate) reservation: Option<Reservation>,
-    /// For regions with a name, unless they are only read.
+    /// The claim on the region's name, unless the region is only read.
     pub(crate) claim: Option<Box<Claim>>,
-    /// As `claim`.
+    /// The publications of a named region, unless it is only read.
     pub(crate) publications: Option<Publications>,
 }
 
 impl PageStore {
-    /// A region of zeros in remote memory, which errors call `region`: "array 3 of 12 MiB".
+    /// Makes a region of zeros in remote memory, which errors call `region`: "array 3 of 12 MiB".
     ///
     /// # Errors
     /// [`CreateError`]; nothing was taken then.
@@ -89,8 +89,8 @@ impl PageStore {
             Ok(scheme) => scheme,
             Err(source) => return Err(CreateError::Codec { region, source }),
         };
-        // Before any memory is taken, and on all servers: a name that another has is no surprise at
-        // the first publication.
+        // Claimed before any memory is taken, and on all servers: a name that another client has
+        // fails here and not at the first publication.
         let claim = match &options.name {
             Some(name) => Some(Claim::on_all(cluster, name, options.replace)?),
             None => None,
@@ -102,7 +102,7 @@ impl PageStore {
         } else {
             cluster.shared_pool(page_bytes, scheme.is_raw(), options.reserve)
         };
-        // Before memory is reserved: nobody would take that back.
+        // Made before memory is reserved: after a failure nothing would take that back.
         let table = PageTable::new(bytes, page_bytes)?;
         let reservation = match options.reserve {
             Reserve::OnDemand => None,
@@ -139,7 +139,7 @@ impl PageStore {
         ))
     }
 
-    /// A region over a store of the user's own, which errors call `region`. What the store holds is
+    /// Makes a region over a user's own store, which errors call `region`. The store's bytes are
     /// the region's content.
     ///
     /// # Errors
@@ -187,8 +187,8 @@ impl PageStore {
         })
     }
 
-    /// Makes what has been written back durable in a user's own store. Remote memory has nothing to
-    /// do here.
+    /// Makes what has been written back durable in a user's own store. Does nothing for remote
+    /// memory.
     ///
     /// # Errors
     /// The store's own.
@@ -199,27 +199,27 @@ impl PageStore {
         }
     }
 
-    /// What errors call the region, as given.
+    /// Returns the name of the region in errors, as given.
     pub fn label(&self) -> &Arc<str> {
         &self.label
     }
 
-    /// The region's length in bytes.
+    /// Returns the region's length in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The length of a page.
+    /// Returns the length of a page.
     pub fn page_bytes(&self) -> usize {
         self.page_bytes
     }
 
-    /// How many pages there are; the last one may be used in part only.
+    /// Returns the number of pages; the last one may be used in part only.
     pub fn pages(&self) -> u64 {
         self.bytes.div_ceil(self.page_bytes as u64)
     }
 
-    /// How the region's pages are stored; `None` in a user's own store.
+    /// Returns the codec of the region's pages; `None` in a user's own store.
     pub fn codec(&self) -> Option<Codec> {
         match &self.backing {
             Backing::Remote(remote) => Some(remote.scheme.codec),
@@ -227,7 +227,7 @@ impl PageStore {
         }
     }
 
-    /// What the region's bytes are; `None` in a user's own store.
+    /// Returns the layout of the region's bytes; `None` in a user's own store.
     pub fn layout(&self) -> Option<&Layout> {
         match &self.backing {
             Backing::Remote(remote) => Some(&remote.scheme.layout),
@@ -235,15 +235,15 @@ impl PageStore {
         }
     }
 
-    /// Whether the pages are kept in a user's own store, whose calls may do anything.
+    /// True if the pages are kept in a user's own store, whose calls may do anything.
     pub fn is_users_own(&self) -> bool {
         matches!(self.backing, Backing::Blocking(_))
     }
 
-    /// Whether the store has the page with these bytes, by its 128-bit hash. If so, there is
-    /// nothing to write back. `bytes` is a whole page: beyond the region's end they count for
-    /// nothing in a user's own store. For the page's owner, and for signal handlers too: it
-    /// allocates nothing and calls nobody.
+    /// True if the store has the page with these bytes, by its 128-bit hash: nothing is to be
+    /// written back then. `bytes` is a whole page; bytes beyond the region's end count for nothing
+    /// in a user's own store. For the page's owner, and for signal handlers too: allocates nothing
+    /// and asks no server.
     pub fn is_unchanged(&self, page: PageIndex, bytes: &[u8]) -> bool {
         match self.table.load(page) {
             Entry::Stored { hash, .. } => hash == codec::hash(bytes, self.seed),
@@ -256,7 +256,7 @@ impl PageStore {
     }
 
     /// Fetches the page's entry into the processor's cache. Call it before the page is filled, and
-    /// do something else meanwhile. For anyone: the page's owner reads the entry later.
+    /// do something else meanwhile. Any thread may call it; the page's owner reads the entry later.
     pub fn expect(&self, page: PageIndex) {
         // The processor waits for a value only where it is used.
         black_box(self.table.is_stored(page));
@@ -275,12 +275,12 @@ impl PageStore {
         }
     }
 
-    /// What the store has done so far.
+    /// Returns the counters of the store.
     pub fn stats(&self) -> StoreStatsSnapshot {
         self.stats.snapshot()
     }
 
-    /// Nobody will ask for the page's bytes any more: gives its remote memory back, except what was
+    /// Gives back the remote memory of a page whose bytes are not needed any more, except what was
     /// published under a name. For the page's owner.
     pub fn forget(&self, page: PageIndex) {
         if let Backing::Remote(remote) = &self.backing
@@ -294,14 +294,14 @@ impl PageStore {
         }
     }
 
-    /// Whether the page was never written, or has been cleared since: it holds zeros, and nothing
-    /// is stored of it. May be asked by anyone, as a hint. Never so in a user's own store.
+    /// True if the page was never written, or has been cleared since: it holds zeros, and nothing
+    /// is stored of it. A hint for threads that do not own the page. False in a user's own store.
     pub fn is_blank(&self, page: PageIndex) -> bool {
         !self.is_users_own() && self.table.is_never(page)
     }
 
-    /// The pages hold zeros from now on. What is stored of them is freed, except what was published
-    /// under a name. For their owner, in remote memory.
+    /// Makes the pages hold zeros. Frees what is stored of them, except what was published under a
+    /// name. For the pages' owner, in remote memory.
     pub fn clear(&self, pages: PageRange) {
         if let Backing::Remote(remote) = &self.backing {
             let written = pages.iter().filter(|&page| !self.table.is_never(page));
@@ -310,16 +310,16 @@ impl PageStore {
         }
     }
 
-    /// What is stored of one page is another's from now on: the first is blank, and of the second
-    /// nothing may be stored. For the owner of both, in remote memory without a name.
+    /// Gives page `to` what is stored of page `from`, which becomes blank. Nothing may be stored of
+    /// `to`. For the owner of both, in remote memory without a name.
     pub fn relocate(&self, from: PageIndex, to: PageIndex) {
         debug_assert!(self.is_blank(to), "page {to} has something stored");
         self.table.store(to, self.table.load(from));
         self.table.store(from, Entry::Never);
     }
 
-    /// The most bytes that the servers kept at once of this region, and of those that share its
-    /// remote memory. 0 in a user's own store.
+    /// Returns the most bytes that the servers kept at once of this region, and of regions that
+    /// share its remote memory. 0 in a user's own store.
     pub fn kept_peak_bytes(&self) -> u64 {
         match &self.backing {
             Backing::Remote(remote) => remote.pool.kept_peak_bytes(),
@@ -327,13 +327,13 @@ impl PageStore {
         }
     }
 
-    /// Whether others know the region by a name.
+    /// True if other programs know the region by a name.
     pub fn has_name(&self) -> bool {
         matches!(&self.backing, Backing::Remote(remote) if remote.claim.is_some())
     }
 
-    /// Gives remote memory that no page uses back to the servers, where the region has reserved
-    /// none. Asks a server and waits for it.
+    /// Gives remote memory that no page uses back to the servers, if the region has reserved none.
+    /// Asks a server and waits for its answer.
     pub fn trim(&self) {
         if let Backing::Remote(remote) = &self.backing
             && remote.reservation.is_none()
@@ -344,8 +344,8 @@ impl PageStore {
     }
 
     /// Gives the region's remote memory back, except what was published under a name, now and on
-    /// this thread. Nobody uses the region's pages any more. Dropping does the same, but on
-    /// whichever thread comes last, and it may have to ask a server.
+    /// this thread. Call when the region's pages are not used any more. Dropping does the same on
+    /// the thread that comes last, which may then have to ask a server.
     pub fn retire(&self) {
         if self.retired.swap(true, Ordering::AcqRel) {
             return;
@@ -361,7 +361,7 @@ impl PageStore {
         }
         if remote.pool.is_own() {
             remote.pool.release_all();
-            // Last, so that whoever opens the name next finds nothing of it held.
+            // Last, so that the next client to open the name finds nothing of it held.
             remote.claim.as_ref().inspect(|claim| claim.let_go());
             return;
         }
@@ -382,12 +382,12 @@ impl PageStore {
         }
     }
 
-    /// All pages.
+    /// Returns all pages.
     pub(crate) fn all(&self) -> PageRange {
         PageRange::first(self.pages() as usize)
     }
 
-    /// How many bytes of the page belong to the region.
+    /// Returns the number of the page's bytes that belong to the region.
     pub(crate) fn page_len(&self, page: PageIndex) -> usize {
         (self.bytes - page.offset(self.page_bytes) as u64).min(self.page_bytes as u64) as usize
     }
@@ -400,7 +400,7 @@ impl Drop for PageStore {
 }
 
 impl RemoteStore {
-    /// A slot for one encoded page. Waits for nothing.
+    /// Allocates a slot for one encoded page. Waits for nothing.
     pub(crate) fn alloc(&self, bytes: u32, page: PageIndex) -> Result<Place, NoRoom> {
         let mut place = None;
         self.take(bytes, || {
@@ -410,7 +410,7 @@ impl RemoteStore {
         Ok(place.expect("there was room"))
     }
 
-    /// Slots for `count` raw pages, as many in a row as possible, appended to `places`. Those that
+    /// Appends slots for `count` raw pages to `places`, as many in a row as possible. Slots that
     /// were found stay appended after an error. Waits for nothing.
     pub(crate) fn alloc_run(
         &self,
@@ -487,21 +487,21 @@ impl RemoteStore {
     }
 }
 
-/// Why there is no slot.
+/// Reason why there is no slot.
 pub(crate) enum NoRoom {
-    /// Servers are being asked for memory. With what they said before, if that was no.
+    /// Servers are being asked for memory. Holds their last refusal, if any.
     Growing { refused: Option<AllocError> },
-    /// No server has room.
+    /// The servers gave no room.
     Full {
         source: AllocError,
-        /// Writes that are in flight, or a publication, may make some when they end.
+        /// True if writes in flight, or a publication, may make room when they end.
         later: bool,
     },
 }
 
-/// What a fully reserved region is granted: its pages and, since they are written out of place,
-/// some on their way. `named`: twice its pages, and two page maps, since a publication is whole
-/// until the next one is.
+/// Returns the bytes that a fully reserved region is granted: its pages and, since they are written
+/// out of place, some on their way. A `named` region gets its pages twice, and two page maps, since
+/// a publication stays whole until the next one is.
 pub(crate) fn reserved_bytes(bytes: u64, page_bytes: usize, named: bool) -> u64 {
     let whole = bytes.next_multiple_of(page_bytes as u64);
     let on_their_way = whole.min((16 * page_bytes as u64).max(1 << 20));
@@ -513,8 +513,8 @@ pub(crate) fn reserved_bytes(bytes: u64, page_bytes: usize, named: bool) -> u64 
     whole + on_their_way + published
 }
 
-/// The addresses of a program with four levels of page tables, the fewest there are: a region of
-/// more could not be mapped, and even the tables of its pages could not be had.
+/// Upper bound of a region: the addresses under four levels of page tables, the fewest there are. A
+/// larger region could not be mapped, and its page tables would not fit in memory.
 const REGION_BYTES_MAX: u64 = 1 << 47;
 
 fn check_bytes(region: &Arc<str>, bytes: u64) -> Result<(), CreateError> {

@@ -1,7 +1,7 @@
 //! [`Arena`]: slots of all lengths carved out of the extents that one server granted.
 //!
 //! The rule it keeps: no two live slots overlap, and what is freed joins the free space on both
-//! sides. Which server, when to ask it for more, and what is in the slots is left to the
+//! sides. The choice of a server, requests for more and the slots' content are left to the
 //! [`SlotPool`](crate::pool::SlotPool).
 //!
 //! **Best fit.** A slot is the front of the shortest hole that is long enough, in units of 64
@@ -22,10 +22,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::place::slot_bytes;
 
-/// Extents are used in multiples of this: a tail that is shorter stays unused.
+/// Unit of extents in bytes: a tail that is shorter stays unused.
 pub(crate) const GRANULE_BYTES: u64 = 64 << 10;
 
-/// Free bytes that may always be scattered over holes. Extents are a multiple of it.
+/// Free bytes that may always be scattered over holes. Extents are a multiple of this.
 const SCATTERED_BYTES: u64 = 1 << 20;
 
 /// A slot's extent (index) and offset in it.
@@ -37,17 +37,17 @@ pub(crate) struct Slot {
 
 /// The extents of one server.
 pub(crate) struct Arena {
-    /// Granted and usable bytes, by the pool's index; most are other servers'.
+    /// Granted and usable bytes of each extent, by the pool's index; most are other servers'.
     extents: Vec<Option<(u64, u64)>>,
-    /// Free space: where, and how long. No two holes touch.
+    /// Free space: start and length of each hole. No two holes touch.
     holes: BTreeMap<Slot, u64>,
-    /// The same, shortest first.
+    /// Holes by length, shortest first.
     by_length: BTreeSet<(u64, Slot)>,
-    /// Of all holes.
+    /// Bytes of all holes.
     free_bytes: u64,
-    /// Of all extents, without tails.
+    /// Bytes of all extents, without tails.
     usable_bytes: u64,
-    /// Bytes of all extents.
+    /// Bytes of all extents, with tails.
     pub(crate) granted_bytes: u64,
     /// Bytes promised to regions.
     pub(crate) reserved_bytes: u64,
@@ -103,14 +103,14 @@ impl Arena {
         taken
     }
 
-    /// Takes all free space: where, and how long.
+    /// Takes all free space: start and length of each hole.
     pub(crate) fn take_holes(&mut self) -> BTreeMap<Slot, u64> {
         self.by_length.clear();
         self.free_bytes = 0;
         std::mem::take(&mut self.holes)
     }
 
-    /// A slot for `bytes`, or `None` if no extent has room.
+    /// Allocates a slot for `bytes`; `None` if no extent has room.
     pub(crate) fn alloc(&mut self, bytes: u32) -> Option<Slot> {
         let bytes = slot_bytes(bytes);
         let (len, slot) = self.shortest(bytes)?;
@@ -137,9 +137,9 @@ impl Arena {
         }
     }
 
-    /// The shortest hole that holds `run` bytes, else the longest. The longest is spared once the
-    /// other holes have more than [`SCATTERED_BYTES`] and more than a sixteenth of the used bytes.
-    /// Then the second longest serves, if it holds a page: rows are not worth unlimited room.
+    /// Finds the shortest hole that holds `run` bytes, else the longest. Once the other holes have
+    /// more than [`SCATTERED_BYTES`] and more than a sixteenth of the used bytes, the longest is
+    /// spared and the second longest serves, if it holds a page: rows are not worth unlimited room.
     fn hole_for_run(&self, run: u64, page: u64) -> Option<(u64, Slot)> {
         let &longest = self.by_length.last()?;
         let found = self.shortest(run).unwrap_or(longest);
@@ -175,7 +175,7 @@ impl Arena {
         self.insert(from, len);
     }
 
-    /// Takes a slot that another process had; false if any of it is taken, or is nowhere.
+    /// Takes a slot that another process had. False if any of it is taken, or is nowhere.
     pub(crate) fn claim(&mut self, slot: Slot, bytes: u32) -> bool {
         let bytes = slot_bytes(bytes);
         let Some((&hole, &len)) = self.holes.range(..=slot).next_back() else {
@@ -188,7 +188,7 @@ impl Arena {
         inside
     }
 
-    /// Bytes in slots.
+    /// Returns the bytes in slots.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.usable_bytes - self.free_bytes
     }
@@ -389,7 +389,7 @@ mod tests {
         }
     }
 
-    /// Seeded, and the same on every machine.
+    /// Returns a seeded generator that yields the same numbers on every machine.
     fn numbers(seed: u64) -> impl FnMut(usize) -> usize {
         let mut random = seed;
         move |limit| {

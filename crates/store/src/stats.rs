@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// What a store has done so far. Shared by all lanes.
+        /// Counters of one store, shared by all its lanes.
         #[derive(Debug, Default)]
         pub struct StoreStats {
             $($(#[$doc])* pub(crate) $name: AtomicU64,)*
@@ -18,7 +18,7 @@ macro_rules! counters {
         #[non_exhaustive]
         pub struct StoreStatsSnapshot {
             $($(#[$doc])* pub $name: u64,)*
-            /// The bits of a non-negative float, which compare as the float does.
+            /// Largest error, as the bits of a non-negative float, which compare as the float does.
             error_bits: u64,
         }
 
@@ -31,7 +31,7 @@ macro_rules! counters {
                 }
             }
 
-            /// Adds what one run did.
+            /// Adds the counters of one run.
             pub(crate) fn add(&self, run: &StoreStatsSnapshot) {
                 $(if run.$name != 0 { self.$name.fetch_add(run.$name, Relaxed); })*
                 self.error_bits.fetch_max(run.error_bits, Relaxed);
@@ -59,7 +59,7 @@ counters! {
     fills,
     /// Fills of never-written pages: no request.
     fills_never,
-    /// Pages that left and hold zeros: they were discarded, or never written.
+    /// Pages that left as zeros, because they were discarded or never written.
     blanked,
     /// Fills of pages of one repeated value: no request.
     fills_repeated,
@@ -75,18 +75,17 @@ counters! {
     write_backs_shuffled,
     /// Write-backs stored as ZFP blocks.
     write_backs_zfp,
-    /// Write-backs that ZFP was asked for and could not serve, so that they were stored without
-    /// loss (and are counted there): values that are not finite, a bound that would not hold, or no
-    /// gain.
+    /// Write-backs that ZFP declined, so that they are stored (and counted) without loss: values
+    /// that are not finite, a bound that would not hold, or no gain.
     zfp_declined,
-    /// Time that encoding took, all codecs and threads together, with what it takes to certify a
+    /// Time that encoding took, all codecs and threads together, including the certification of a
     /// loss.
     encode_ns,
     /// Time that decoding took.
     decode_ns,
     /// Bytes of all changed pages before encoding: with `bytes_stored` the compression ratio.
     bytes_plain,
-    /// Bytes of the same pages as stored; a repeated value counts nothing.
+    /// Bytes of all changed pages as stored; a repeated value counts nothing.
     bytes_stored,
     /// Operations (of one page, or of several in a row) that were posted again after a transient
     /// failure.
@@ -104,8 +103,8 @@ impl StoreStatsSnapshot {
         self.fills_never.saturating_sub(self.blanked)
     }
 
-    /// The largest difference between a value that was written back and the same value as it comes
-    /// back; 0 without lossy codecs.
+    /// Returns the largest difference between a value that was written back and the same value as
+    /// it comes back; 0 without lossy codecs.
     pub fn largest_error(&self) -> f64 {
         f64::from_bits(self.error_bits)
     }

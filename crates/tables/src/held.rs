@@ -31,7 +31,7 @@ impl<T: Send> Held<T> {
         }
     }
 
-    /// The value, for threads of its table, and for uses that need no descriptor.
+    /// Returns the value, for threads of its table, and for uses that need no descriptor.
     pub fn get(&self) -> &T {
         &self.value
     }
@@ -44,7 +44,7 @@ impl<T: Send> Held<T> {
         }
     }
 
-    /// True in a child made by `fork` of the process whose table it is.
+    /// True if this process is a child made by `fork` of the process that has the table.
     pub fn is_parents(&self) -> bool {
         self.table.as_ref().is_some_and(|table| table.is_parents())
     }
@@ -52,7 +52,7 @@ impl<T: Send> Held<T> {
 
 impl<T: Send> Drop for Held<T> {
     fn drop(&mut self) {
-        // In a child made by `fork` the numbers are others'.
+        // In a child made by `fork` the numbers may belong to other files.
         if self.is_parents() {
             return;
         }
@@ -65,7 +65,7 @@ impl<T: Send> Drop for Held<T> {
     }
 }
 
-/// A value of the program's, which may have descriptors: it is dropped on the program's table.
+/// A value of the program's, which may have descriptors. It is dropped on the program's table.
 pub struct Programs<T: Send + 'static>(ManuallyDrop<T>);
 
 impl<T: Send + 'static> Programs<T> {
@@ -87,13 +87,13 @@ impl<T: Send + 'static> Drop for Programs<T> {
     fn drop(&mut self) {
         // SAFETY: not used again.
         let value = unsafe { ManuallyDrop::take(&mut self.0) };
-        // Without a thread, it stays.
+        // If no thread can be started, the value is leaked.
         let _ = run_outside("farpage-drop", move || drop(value));
     }
 }
 
 impl<T: Send + Clone> Clone for Held<T> {
-    /// Copies the value where it is, which must need no descriptor.
+    /// Copies the value on the calling thread, which must need no descriptor.
     fn clone(&self) -> Self {
         Held {
             value: self.value.clone(),

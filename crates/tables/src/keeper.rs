@@ -1,8 +1,8 @@
 //! [`Keeper`]: second references to descriptors of the program's table.
 //!
-//! The rule it keeps: what it keeps stays open until the keeper is dropped, whatever the program
-//! closes. The kernel fills absent pages with zeros when the last reference to their userfaultfd
-//! goes.
+//! The rule it keeps: a kept descriptor's file stays open until the keeper is dropped, whatever the
+//! program closes. The kernel fills absent pages with zeros when the last reference to their
+//! userfaultfd goes.
 
 use std::{
     fmt, io,
@@ -15,7 +15,7 @@ use farpage_signals::SignalGuard;
 
 use crate::{private::leave_programs_table, queue::Queue, table::start};
 
-/// Keeps descriptors open.
+/// A thread that keeps descriptors open.
 pub struct Keeper(Arc<Queue>);
 
 impl fmt::Debug for Keeper {
@@ -25,10 +25,10 @@ impl fmt::Debug for Keeper {
 }
 
 impl Keeper {
-    /// Keeps these, by a thread with a table of its own.
+    /// Keeps the files of `kept` open, by a thread with a table of its own.
     ///
     /// # Errors
-    /// No thread is to be had, or the kernel has no `close_range` (5.9).
+    /// No thread can be started, or the kernel has no `close_range` (5.9).
     pub fn new(kept: &[BorrowedFd<'_>]) -> io::Result<Keeper> {
         let mut kept: Vec<RawFd> = kept.iter().map(AsRawFd::as_raw_fd).collect();
         kept.sort_unstable();
@@ -47,8 +47,8 @@ impl Drop for Keeper {
     }
 }
 
-/// Ends the process, whose program has closed a descriptor of the runtime's or put a file of its
-/// own there. Its absent pages cannot be brought in any more.
+/// Ends the process, whose program has closed or replaced a descriptor of the runtime's. The absent
+/// pages can no longer be brought in.
 pub fn lost(what: &str) -> ! {
     eprintln!(
         "farpage: the program has closed or replaced a descriptor of farpage's ({what}); ending the process, whose memory cannot \

@@ -1,7 +1,7 @@
 //! Giving a thread a descriptor table of its own.
 //!
-//! The rule it keeps: such a table never refers to a pipe, a socket or a lock of the program's,
-//! not even for a moment. Others would wait for the end of it.
+//! The rule it keeps: such a table never refers to a pipe, a socket or a lock of the program's, not
+//! even for a moment. Other processes would wait for its end.
 
 use std::{
     io,
@@ -23,7 +23,7 @@ pub(crate) fn leave_programs_table(kept: &[RawFd]) -> io::Result<()> {
     kept.extend(0..=STANDARD_ERROR);
     kept.sort_unstable();
     kept.dedup();
-    // The table is copied as far as the last one that is kept.
+    // The table is copied up to the largest number that is kept.
     let last = kept.last().copied().unwrap_or_default();
     close(last + 1..=RawFd::MAX, libc::CLOSE_RANGE_UNSHARE)?;
     for pair in kept.windows(2) {

@@ -11,8 +11,8 @@ use std::{
 
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
-/// A job that waits longer than this waits for threads that are in long calls. Most calls end
-/// sooner, also on a busy machine, so that no thread is started for them.
+/// Time without a taken job after which the queue's threads count as busy with long calls. Most
+/// calls end sooner, also on a busy machine, so that no thread is started for them.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Jobs, in order, and the threads that take them.
@@ -20,22 +20,22 @@ const PATIENCE: Duration = Duration::from_millis(100);
 pub(crate) struct Queue {
     state: Mutex<State>,
     changed: Condvar,
-    /// Called when a job is taken.
+    /// Condition that is notified when a job is taken.
     taken: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
-    /// Threads that wait for a job.
+    /// Number of threads that wait for a job.
     idle: usize,
-    /// Jobs taken so far.
+    /// Number of jobs taken so far.
     taken: u64,
     closed: bool,
 }
 
 impl Queue {
-    /// Adds a job. Returns whether it waits for a thread that is busy.
+    /// Adds a job. Returns true if it waits for a thread that is busy.
     pub(crate) fn push(&self, job: Job) -> bool {
         let mut state = self.state();
         state.jobs.push_back(job);
@@ -45,7 +45,7 @@ impl Queue {
         waits
     }
 
-    /// Waits until there are no jobs, or none is taken for a while. Returns whether there are.
+    /// Waits until there are no jobs, or none is taken for a while. Returns true if jobs are left.
     pub(crate) fn is_stuck(&self) -> bool {
         let mut state = self.state();
         while !state.jobs.is_empty() {
@@ -68,7 +68,7 @@ impl Queue {
         }
     }
 
-    /// Ends the threads when they have run what is there.
+    /// Closes the queue: the threads end when they have run the jobs that are there.
     pub(crate) fn close(&self) {
         self.state().closed = true;
         self.changed.notify_all();

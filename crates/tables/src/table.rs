@@ -1,8 +1,8 @@
 //! [`Table`]: a descriptor table of a runtime's, with threads that run calls and errands on it.
 //!
-//! The rule it keeps: the threads exist before anybody needs them. A thread that is started later
-//! runs code of the C library that asks the program's allocator for memory, whose own state may be
-//! remote. One more is started only where all are in long calls, and nobody waits for that one
+//! The rule it keeps: the threads exist before they are needed. A thread that is started later runs
+//! code of the C library that asks the program's allocator for memory, whose own state may be
+//! remote. One more is started only where all are in long calls, and no caller waits for that one
 //! alone.
 
 use std::{
@@ -22,14 +22,14 @@ use crate::{
 };
 
 thread_local! {
-    /// The table that this thread works on; null: the program's. Without a destructor, which
-    /// would ask the program's allocator for memory.
+    /// Table that this thread works on; null: the program's. Without a destructor, which would ask
+    /// the program's allocator for memory.
     static CURRENT: Cell<*const Table> = const { Cell::new(ptr::null()) };
 }
 
 /// A descriptor table, and threads that work on it.
 pub struct Table {
-    /// The process that has the threads.
+    /// Process that has the threads.
     process: u32,
     is_private: bool,
     /// Calls that threads of the program ask for, and wait for.
@@ -45,18 +45,18 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table of its own, which has nothing but standard error yet.
+    /// Makes a table of its own, which has nothing but standard error yet.
     ///
     /// # Errors
-    /// No thread is to be had, or the kernel has no `close_range` (5.9).
+    /// No thread can be started, or the kernel has no `close_range` (5.9).
     pub fn private() -> io::Result<Arc<Table>> {
         Table::new(true)
     }
 
-    /// The program's table, with threads for errands.
+    /// Makes a handle on the program's table, with threads for errands.
     ///
     /// # Errors
-    /// No thread is to be had.
+    /// No thread can be started.
     pub fn programs() -> io::Result<Arc<Table>> {
         Table::new(false)
     }
@@ -111,7 +111,7 @@ impl Table {
         slot.wait()
     }
 
-    /// The table of the calling thread, if that is one of a [`Table`]'s.
+    /// Returns the table of the calling thread, if it works on a [`Table`].
     pub fn current() -> Option<Arc<Table>> {
         let current = CURRENT.get();
         if current.is_null() {
@@ -139,8 +139,8 @@ impl Table {
         ptr::eq(CURRENT.get(), self)
     }
 
-    /// Runs `call` on this table and returns what it returns. Panics if `call` does. In a child
-    /// made by `fork`, `call` runs where it is.
+    /// Runs `call` on this table and returns its result. Panics if `call` does. In a child made by
+    /// `fork`, `call` runs on the calling thread.
     pub fn run<R: Send>(self: &Arc<Self>, call: impl FnOnce() -> R + Send) -> R {
         if self.is_here() || self.is_parents() {
             return call();
@@ -164,7 +164,7 @@ impl Table {
         slot.wait().unwrap_or_else(|panic| resume_unwind(panic))
     }
 
-    /// Runs `errand` on this table some time soon. Nobody waits for it.
+    /// Runs `errand` on this table some time soon, without waiting for it.
     fn errand(self: &Arc<Self>, errand: impl FnOnce() + Send + 'static) {
         let table = self.clone();
         let job = Box::new(move || table.enter(errand));
@@ -172,7 +172,7 @@ impl Table {
         give(&self.errands, &self.starts, "farpage-errand", job);
     }
 
-    /// Runs `work`, which is told of this table.
+    /// Runs `work` with this table as the thread's [`current`](Table::current) one.
     fn enter<R>(self: &Arc<Self>, work: impl FnOnce() -> R) -> R {
         struct Left(*const Table);
         impl Drop for Left {
@@ -209,7 +209,7 @@ pub fn is_private() -> bool {
 /// Starts a thread on the calling thread's table, which holds signals back for good.
 ///
 /// # Errors
-/// As [`Builder::spawn`].
+/// The errors of [`Builder::spawn`].
 pub fn spawn<T: Send + 'static>(
     thread: Builder,
     work: impl FnOnce() -> T + Send + 'static,
@@ -222,10 +222,10 @@ pub fn spawn<T: Send + 'static>(
     })
 }
 
-/// Runs `work` some time soon, on a thread of the calling thread's table that nobody waits for.
+/// Runs `work` some time soon, on a thread of the calling thread's table. Does not wait for it.
 ///
 /// # Errors
-/// No thread is to be had.
+/// No thread can be started.
 pub fn errand(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     match Table::current() {
         Some(table) => {
@@ -236,10 +236,10 @@ pub fn errand(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()
     }
 }
 
-/// Runs `work` some time soon, on a thread of the program's table that nobody waits for.
+/// Runs `work` some time soon, on a thread of the program's table. Does not wait for it.
 ///
 /// # Errors
-/// No thread is to be had.
+/// No thread can be started.
 pub fn errand_outside(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let Some(table) = Table::current().filter(|table| table.is_private) else {
         return errand(name, work);
@@ -254,7 +254,7 @@ pub fn errand_outside(name: &str, work: impl FnOnce() + Send + 'static) -> io::R
 /// uses its own descriptors. Runs it here if the calling thread works on that table.
 ///
 /// # Errors
-/// No thread is to be had.
+/// No thread can be started.
 pub fn run_outside<R: Send + 'static>(
     name: &str,
     call: impl FnOnce() -> R + Send + 'static,
@@ -271,7 +271,7 @@ pub fn run_outside<R: Send + 'static>(
 /// Starts a thread on the program's table, which holds signals back for good.
 ///
 /// # Errors
-/// As [`Builder::spawn`].
+/// The errors of [`Builder::spawn`].
 pub fn spawn_outside(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let Some(table) = Table::current().filter(|table| table.is_private) else {
         return farpage_signals::spawn(name, work).map(drop);
@@ -283,13 +283,13 @@ pub fn spawn_outside(name: &str, work: impl FnOnce() + Send + 'static) -> io::Re
     slot.wait()
 }
 
-/// Adds a job to `queue`. If its threads are in long calls, one of `starts` starts one more.
+/// Adds a job to `queue`. If its threads are in long calls, a job of `starts` starts one more.
 fn give(queue: &Arc<Queue>, starts: &Queue, name: &'static str, job: Job) {
     if queue.push(job) {
         let queue = queue.clone();
         starts.push(Box::new(move || {
             if queue.is_stuck() {
-                // Without one more thread, the job waits for the others.
+                // If no thread can be started, the job waits for the others.
                 let _ = start(name, queue, || Ok(()));
             }
         }));
@@ -315,8 +315,8 @@ pub(crate) fn start(
     slot.wait()
 }
 
-/// Where one thread waits for what another one finds. Both keep it, so that neither leaves too
-/// early.
+/// A place where one thread waits for a value of another one. Shared by both, so that it lives
+/// until both have left it.
 struct Slot<R> {
     value: Mutex<Option<R>>,
     filled: Condvar,

@@ -1,4 +1,4 @@
-//! A table is out of the program's reach, and what is held on it is used and dropped there.
+//! Tables out of the program's reach: a value that is held on one is used and dropped there.
 
 #![expect(
     clippy::unwrap_used,
@@ -16,7 +16,7 @@ use std::{
 
 use farpage_tables::{Held, Keeper, Table, errand, run_outside, spawn};
 
-/// Lists what the calling thread's table refers to, by number.
+/// Lists the files of the calling thread's table, by number.
 fn open() -> Vec<(i32, String)> {
     let mut open: Vec<_> = (fs::read_dir("/proc/thread-self/fd").unwrap())
         .filter_map(|entry| {
@@ -46,7 +46,7 @@ fn private_table_has_standard_error_and_nothing_else_of_the_programs() {
                     .display()
                     .to_string()
     }));
-    // The end of the pipe is seen: nobody else has it.
+    // The end of the pipe is seen: no other table has it.
     drop(writer);
     assert_eq!(reader.read(&mut [0]).unwrap(), 0);
 }

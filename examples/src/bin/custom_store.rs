@@ -16,11 +16,11 @@ use anyhow::{Result, ensure};
 use farpage::{Advice, ByteSize, RegionOptions, Runtime, Store};
 use farpage_examples::{argument, report};
 
-/// A call may span one page or several neighbouring ones. This store keeps pieces of the smallest
-/// page's size.
+/// Size of the pieces that the store keeps: the smallest page's. A call may span one page or
+/// several neighbouring ones.
 const PIECE_BYTES: usize = 4096;
 
-/// Element `i` is `i * i` until the program changes it. Pieces that changed are kept in a map.
+/// A store whose element `i` is `i * i` until it is changed. A map keeps the changed pieces.
 ///
 /// A clone is a handle on the same store: the program can look into it while an array uses it.
 #[derive(Clone, Default)]
@@ -30,7 +30,7 @@ struct Squares(Arc<Inner>);
 struct Inner {
     /// Changed pieces, by offset.
     changed: Mutex<HashMap<u64, Box<[u8]>>>,
-    /// Makes writes fail, as if a disk were full or a cable out.
+    /// Flag that makes writes fail, as if a disk were full or a cable out.
     writes_fail: AtomicBool,
     reads_fail: AtomicBool,
 }
@@ -68,12 +68,12 @@ impl Store for Squares {
         Ok(())
     }
 
-    /// Nothing here waits for a device, so the runtime needs no extra threads for it.
+    /// Returns false: the store waits for no device, so the runtime needs no more threads for it.
     fn may_block(&self) -> bool {
         false
     }
 
-    /// The store's name in errors.
+    /// Returns the store's name in errors.
     fn name(&self) -> String {
         "squares".to_owned()
     }

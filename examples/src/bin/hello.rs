@@ -14,11 +14,11 @@ fn main() -> Result<()> {
     let memory = Memory::find()?;
     let runtime = memory.runtime().budget(ByteSize(size / 4)).build()?;
 
-    // An array of zeros. Nothing moves until it is touched.
+    // The array is full of zeros. Nothing moves until it is touched.
     let started = Instant::now();
     let mut numbers = runtime.array::<u64>(len as usize)?;
 
-    // It is a slice, so everything that works on slices works on it.
+    // The array is a slice, so everything that works on slices works on it.
     for (i, number) in numbers.iter_mut().enumerate() {
         *number = i as u64;
     }

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 const EDGES_PER_VERTEX: usize = 16;
 const DAMPING: f64 = 0.85;
-/// Ranks have converged when a round moves less rank than this.
+/// Upper bound of the rank that a round moves when ranks have converged.
 const TOLERANCE: f64 = 1e-9;
 
 fn main() -> Result<()> {
@@ -89,8 +89,8 @@ fn generate(links: &mut [u64], offsets: &mut [u64], sources: &mut [u32]) {
     }
 }
 
-/// One edge, its target in the upper half and its source in the lower: each bit of both is drawn
-/// from four unequal quarters.
+/// Makes one edge, with its target in the upper half and its source in the lower. Each bit of both
+/// is drawn from four unequal quarters.
 fn link(rng: &mut ChaCha8Rng, scale: u32) -> u64 {
     (0..scale).fold(0, |link, _| {
         let (target, source) = match rng.random_range(0..100) {
@@ -103,8 +103,8 @@ fn link(rng: &mut ChaCha8Rng, scale: u32) -> u64 {
     })
 }
 
-/// The rank of every vertex, and the number of rounds. Remote arrays and vectors are both slices
-/// here.
+/// Returns the rank of every vertex, and the number of rounds. Remote arrays and vectors are both
+/// slices here.
 fn pagerank(offsets: &[u64], sources: &[u32]) -> (Vec<f64>, u32) {
     let vertices = offsets.len() - 1;
     let mut links_out = vec![0_u32; vertices];

@@ -1,8 +1,8 @@
 //! A parameter server: workers push gradients and pull parameters, each with examples of its own.
 //! `parameter_server [workers, such as 3]`
 //!
-//! Workers are threads here. One in another process needs its rank and the aggregators' endpoints
-//! (`Address::Fabric`); nothing else differs.
+//! Workers are threads here. A worker in another process needs its rank and the aggregators'
+//! endpoints (`Address::Fabric`); nothing else differs.
 
 use std::{
     thread,
@@ -16,13 +16,14 @@ use farpage_train::{Address, Aggregator, Layout, Rule, Through};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// The model is a weighted sum of so many inputs, cut in halves between two aggregators.
+/// Number of inputs, whose weighted sum is the model. Two aggregators keep half of the weights
+/// each.
 const WEIGHTS: usize = 64;
 const AGGREGATORS: usize = 2;
 const STEPS: u64 = 300;
-/// Examples that a worker looks at in each step.
+/// Number of examples that a worker looks at in each step.
 const BATCH: usize = 16;
-/// Whoever waits for longer waits for somebody who has failed, and says for whom.
+/// Longest wait for a peer. A longer one ends in an error that names the peer, which has failed.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 fn main() -> Result<()> {
@@ -32,7 +33,6 @@ fn main() -> Result<()> {
         aggregators: AGGREGATORS,
         workers,
         parameters: WEIGHTS,
-        statistics: 0,
     };
     let rule = Rule::Sgd {
         rate: 0.05,
@@ -77,7 +77,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// A worker: pulls, computes, and pushes.
+/// Runs a worker, which pulls, computes, and pushes.
 fn work(layout: Layout, rank: usize, addresses: &[Address]) -> Result<Vec<f32>> {
     let options = SessionOptions::default();
     let mut through = Through::join(layout, rank, addresses, &options, DEADLINE)?;
@@ -96,13 +96,13 @@ fn work(layout: Layout, rank: usize, addresses: &[Address]) -> Result<Vec<f32>> 
                 *slope += error * input / BATCH as f32;
             }
         }
-        // Pushes the gradient, and pulls what the mean of all workers' made of the parameters.
+        // Pushes the gradient. Pulls the parameters, changed by the mean of all workers' gradients.
         through.step_in_place(step)?;
     }
     Ok(through.buffers()?.0.to_vec())
 }
 
-/// The weights that gave the examples their results.
+/// Returns the weights that gave the examples their results.
 fn truth() -> [f32; WEIGHTS] {
     std::array::from_fn(|at| (at as f32).sin())
 }

@@ -45,7 +45,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The `i`th number of the SplitMix64 generator, which any thread can make by itself.
+/// Returns the `i`th number of the SplitMix64 generator, which any thread can make by itself.
 fn random(i: u64) -> u64 {
     let z = i.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -64,7 +64,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Every inner point moves towards the mean of its four neighbours; the edge stays as it is.
+/// Moves every inner point towards the mean of its four neighbours. The edge stays as it is.
 #[expect(
     clippy::reversed_empty_ranges,
     reason = "to ndarray -1 is the last row or column"

@@ -1,4 +1,4 @@
-//! `farpage-fuzz-seeds DIR` writes the seeds of every target into a folder of its own below `DIR`.
+//! Writes the seeds of every target into a folder of its own: `farpage-fuzz-seeds DIR`.
 
 use std::{env, fs, io, path::Path, process::ExitCode};
 

@@ -1,7 +1,7 @@
-//! [`Accounts`]: how much of its limits the server has given away, and on whom it is put.
+//! [`Accounts`]: usage of the server's limits, in all and by origin.
 //!
-//! The rule it keeps: what is put on an origin is taken off the same origin, and no more is put on
-//! one than [`Limits`] allow, except where memory that exists already changes hands.
+//! The rule it keeps: a charge is taken off the origin that it was put on, and no origin is charged
+//! more than [`Limits`] allow, except where existing memory changes hands.
 
 use std::collections::{HashMap, hash_map::Entry};
 
@@ -12,8 +12,8 @@ use farpage_fabric::{
 
 use super::Limits;
 
-/// What an extent takes, whatever its length: whole pages of the server's memory. A name takes one
-/// beside its manifest: more than its entry, so that the capacity bounds the table of names.
+/// Unit of charges: an extent takes whole pages of the server's memory. A name takes one beside its
+/// manifest: more than its entry, so that the capacity bounds the table of names.
 const PAGE_BYTES: u64 = 4096;
 
 #[derive(Default)]
@@ -22,7 +22,7 @@ pub(super) struct Accounts {
     by_origin: HashMap<Origin, Usage>,
 }
 
-/// What clients have: all of them, or those from one place.
+/// Usage by all clients, or by those of one origin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Usage {
     pub(super) sessions: usize,
@@ -39,7 +39,7 @@ impl Accounts {
         self.by_origin.get(&origin).copied().unwrap_or_default()
     }
 
-    /// Counts a session, or says why there is none for this origin.
+    /// Counts a session of `origin`, or refuses it.
     pub(super) fn begin_session(&mut self, limits: &Limits, origin: Origin) -> Result<(), Refusal> {
         if self.all.sessions >= limits.sessions {
             return Err(Refusal::Invalid(format!(
@@ -61,7 +61,7 @@ impl Accounts {
         self.change(origin, |usage| usage.sessions -= 1);
     }
 
-    /// Counts an extent of `bytes` bytes, or says what there is too little of.
+    /// Counts an extent of `bytes` bytes, or refuses it and names the limit.
     pub(super) fn lend(
         &mut self,
         limits: &Limits,
@@ -75,7 +75,7 @@ impl Accounts {
         Ok(())
     }
 
-    /// Whether an extent of `bytes` bytes more would be lent.
+    /// True if an extent of `bytes` bytes more would be lent.
     pub(super) fn has_room(&self, limits: &Limits, origin: Origin, bytes: u64) -> bool {
         self.all.extents < limits.extents
             && self.of(origin).extents < limits.extents_per_address
@@ -83,7 +83,7 @@ impl Accounts {
     }
 
     /// Counts an extent of `bytes` bytes that `origin` keeps although it was replaced by a copy, or
-    /// says what the server has too little of. What one origin may have does not matter: it had the
+    /// refuses it at the server's limits. The limits of one origin do not matter: `origin` had the
     /// extent before.
     pub(super) fn keep(
         &mut self,
@@ -97,7 +97,7 @@ impl Accounts {
         Ok(())
     }
 
-    /// Whether there may be one extent more.
+    /// Checks that there may be one extent more.
     fn may_exist(&self, limits: &Limits) -> Result<(), Refusal> {
         match self.all.extents < limits.extents {
             true => Ok(()),
@@ -108,8 +108,8 @@ impl Accounts {
         }
     }
 
-    /// Whether one origin may have `more` extents more. Without any more it may, also where it has
-    /// too many already.
+    /// Checks that `origin` may have `more` extents more. Zero more are always allowed, even where
+    /// `origin` has too many already.
     fn may_have(&self, limits: &Limits, origin: Origin, more: usize) -> Result<(), Refusal> {
         let extents = self.of(origin).extents;
         match more > 0 && extents + more > limits.extents_per_address {
@@ -121,7 +121,7 @@ impl Accounts {
         }
     }
 
-    /// Whether extents that exist may be put on another origin.
+    /// Checks that existing extents may be put on another origin.
     pub(super) fn may_take_over(
         &self,
         limits: &Limits,
@@ -147,7 +147,7 @@ impl Accounts {
         });
     }
 
-    /// Takes `bytes` out of what is available, or says how much is.
+    /// Charges `asked` bytes to `origin`, or refuses and says how much is available.
     pub(super) fn charge(
         &mut self,
         limits: &Limits,
@@ -167,27 +167,27 @@ impl Accounts {
         self.change(origin, |usage| usage.bytes -= bytes);
     }
 
-    /// Returns what more an origin could be lent, and the limit that allows no more.
+    /// Returns the bytes that `origin` could still be lent, and the limit that allows no more.
     fn available(&self, limits: &Limits, origin: Origin) -> (u64, Limit) {
         let (of_all, of_its) = (self.left(limits), self.left_to(limits, origin));
         if of_its.0 < of_all.0 { of_its } else { of_all }
     }
 
-    /// Returns what is left of the capacity.
+    /// Returns the bytes left of the capacity.
     fn left(&self, limits: &Limits) -> (u64, Limit) {
         let most = limits.capacity_bytes;
         let left = most.saturating_sub(self.all.bytes);
         (left, Limit::Capacity(most))
     }
 
-    /// Returns what is left of the most that one origin may have.
+    /// Returns the bytes left of the most that one origin may have.
     fn left_to(&self, limits: &Limits, origin: Origin) -> (u64, Limit) {
         let most = limits.capacity_per_address;
         let left = most.saturating_sub(self.of(origin).bytes);
         (left, Limit::PerAddress(most))
     }
 
-    /// Changes what all and one origin have; who has nothing is forgotten.
+    /// Applies `change` to the sums and to `origin`. An origin without usage is forgotten.
     fn change(&mut self, origin: Origin, change: impl Fn(&mut Usage)) {
         change(&mut self.all);
         let usage = self.by_origin.entry(origin).or_default();
@@ -209,7 +209,7 @@ impl Accounts {
     }
 }
 
-/// Refuses a request for `asked` bytes that takes `charge` of what is left.
+/// Refuses a request for `asked` bytes if its `charge` exceeds the available bytes.
 fn check(charge: u64, asked: u64, (available, limit): (u64, Limit)) -> Result<(), Refusal> {
     match charge > available {
         false => Ok(()),
@@ -221,20 +221,19 @@ fn check(charge: u64, asked: u64, (available, limit): (u64, Limit)) -> Result<()
     }
 }
 
-/// What one address may have of something that the server has so many of: the others are left a
-/// quarter.
+/// Returns how many of `all` one address may have: a quarter is left to others.
 fn most_of_one(all: usize) -> usize {
     (all * 3 / 4).max(1)
 }
 
-/// What an extent of so many bytes takes out of the capacity.
+/// Returns the charge of an extent of `bytes` bytes.
 pub(super) fn charge_of(bytes: u64) -> u64 {
     bytes
         .checked_next_multiple_of(PAGE_BYTES)
         .unwrap_or(u64::MAX)
 }
 
-/// What a name with a manifest of so many bytes takes out of the capacity, beside its extents.
+/// Returns the charge of a name with a manifest of `manifest_bytes`, beside its extents.
 pub(super) fn charge_of_name(manifest_bytes: usize) -> u64 {
     PAGE_BYTES + manifest_bytes as u64
 }

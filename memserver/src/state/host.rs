@@ -1,7 +1,7 @@
-//! [`Host`] for [`State`]: what each request of a client does.
+//! [`Host`] for [`State`]: the requests of clients.
 //!
-//! The rule it keeps: everything that can be refused is, before anything changes; logging and
-//! giving back come after the ledger is unlocked.
+//! The rule it keeps: requests are refused before anything changes; logging and giving back come
+//! after the ledger is unlocked.
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
@@ -95,7 +95,7 @@ impl Host for State {
         }
         let why = match record.transport {
             Transport::Shm => "its connection closed without a goodbye",
-            // Who holds nothing loses nothing, and would only take the place of another.
+            // A session that holds nothing loses nothing, and would only take the place of another.
             Transport::Tcp | Transport::Rdma if record.holds_nothing() => {
                 "its connection was lost, and it held nothing"
             }
@@ -147,7 +147,7 @@ impl Host for State {
         ledger.accounts.lend(&self.limits, origin, bytes)?;
         let mut kept = None;
         if let Some(tier) = &self.tier {
-            // It may wait for memory.
+            // Unlocked, since the tier may wait for memory.
             let answer = MutexGuard::unlocked(&mut ledger, || tier.keep_for(bytes));
             let asked = bytes;
             // Meanwhile the session may have ended, or have asked again.
@@ -279,7 +279,7 @@ impl Host for State {
         // 1. Everything that can be refused, before anything changes: the old binding stays whole.
         let id = ledger.name_of(session, name)?;
         let held = &ledger.sessions[&session].extents;
-        // No more are looked at than there can be: a client can say one id millions of times.
+        // One id more than are held is looked at: a client can repeat one id millions of times.
         let possible = &extents[..extents.len().min(held.len() + 1)];
         if let Some(stranger) = possible.iter().find(|id| !held.contains(id)) {
             return Err(Refusal::NotLeased(*stranger));
@@ -310,7 +310,7 @@ impl Host for State {
             old.inspect(|(origin, bytes)| accounts.put_on(*origin, *bytes));
             return Err(full);
         }
-        // 2. The new binding, and what only the old one kept.
+        // 2. The new binding, and the memory that only the old one kept.
         let extents = distinct.len();
         let freed = ledger.bind(session, id.clone(), Arc::new(manifest), distinct);
         let versions = ledger.versions(&id);
@@ -330,7 +330,7 @@ impl Host for State {
             return Ok(opened);
         }
         drop(ledger);
-        // What it takes over counts against its address, beside what was let go of meanwhile.
+        // Memory that was let go of meanwhile makes room for the extents that are taken over.
         self.sweep();
         let mut ledger = self.free_and_private(session, &id)?;
         let record = ledger.known(session)?;
@@ -344,7 +344,7 @@ impl Host for State {
                 self.limits.extents_per_session
             )));
         }
-        // What was published from elsewhere is this client's from now on.
+        // Extents that were published from elsewhere are this client's from now on.
         let ids = record.extents.clone();
         let moving: Vec<u64> = (ids.iter())
             .map(|id| &ledger.extents[id])
@@ -439,7 +439,7 @@ impl Host for State {
         let retained = self.retained.lock();
         let retained_bytes = retained.iter().map(Retained::charge).sum();
         let ledger = self.ledger.lock();
-        // Clients say what they like: no sum of it may overflow.
+        // Clients report any numbers: sums must not overflow.
         let held = |i: usize| {
             (ledger.sessions.values())
                 .fold(0u64, |sum, record| sum.saturating_add(record.contents[i]))
@@ -506,7 +506,7 @@ impl State {
             });
             return Err(Refusal::NoSession);
         }
-        // Who maps what he is lent is charged for what he keeps of it.
+        // A client that maps its extents is charged for what it keeps: no change to or from shm.
         if (session.transport == Transport::Shm) != (transport == Transport::Shm) {
             drop(ledger);
             later(move || {
@@ -530,7 +530,7 @@ impl State {
     }
 }
 
-/// Guessing it must be hopeless: it comes from the kernel's random generator.
+/// Makes a secret that cannot be guessed, from the kernel's random generator.
 fn new_secret() -> Result<Secret, Refusal> {
     let mut bytes = [0; 16];
     match getrandom::fill(&mut bytes) {

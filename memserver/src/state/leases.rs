@@ -1,7 +1,7 @@
 //! [`Leases`]: extent to owner and memory, for the data path.
 //!
-//! The rule it keeps: a READ or WRITE never waits for the ledger. Written by whoever changes a
-//! lease in the ledger, while that is locked.
+//! The rule it keeps: a READ or WRITE never waits for the ledger. A lease changes here and in the
+//! ledger together, while the ledger is locked.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -9,12 +9,12 @@ use farpage_fabric::memory::ExtentMemory;
 use farpage_wire::{ExtentId, SessionId};
 use parking_lot::RwLock;
 
-/// Enough that threads of a large machine rarely meet in one; each is a lock and a small table.
+/// Number of shards: threads of a large machine rarely meet in one. Each is a small table.
 const SHARDS: usize = 64;
 
 type Shard = RwLock<HashMap<ExtentId, (SessionId, Arc<ExtentMemory>)>>;
 
-/// Extent to owner and memory, for the data path.
+/// Map from extent to owner and memory, for the data path.
 pub(super) struct Leases {
     shards: [Shard; SHARDS],
 }

@@ -1,7 +1,7 @@
 //! [`Ledger`]: sessions, extents, names and sums, under the one lock of a [`State`](super::State).
 //!
-//! The rule it keeps: nothing here waits, does I/O or locks. What follows from a change outside,
-//! such as memory that is given back, is handed to the caller.
+//! The rule it keeps: nothing here waits, does I/O or locks. Work that follows from a change, such
+//! as giving memory back, is handed to the caller.
 
 use std::{
     cmp::Reverse,
@@ -32,7 +32,7 @@ pub(super) struct Ledger {
     pub(super) sessions_ever: u64,
     pub(super) extents_ever: u64,
     pub(super) draining: bool,
-    /// When the reaper last looked; a long gap means that this process did not run, not that the
+    /// Time of the reaper's last look. A long gap means that this process did not run, not that the
     /// clients were silent.
     pub(super) reaped: Option<Instant>,
 }
@@ -47,21 +47,21 @@ pub(super) struct SessionRecord {
     /// Control connections that have not ended: a resumed session's old one may be noticed late.
     pub(super) connections: usize,
     pub(super) renewed: Instant,
-    /// When its connection was closed without a goodbye, if it was.
+    /// Time at which the connection closed without a goodbye, if it did.
     pub(super) lost: Option<Instant>,
     pub(super) extents: HashSet<ExtentId>,
     pub(super) names: HashSet<NameId>,
-    /// Its leases to read what is published.
+    /// Leases to read published versions.
     pub(super) views: HashSet<ExtentId>,
-    /// Whose the names are that it uses, once its client has shown its key.
+    /// Owner of the names that the session uses, once its client has shown its key.
     pub(super) key: Option<PublicKey>,
-    /// Bytes of the pages that it keeps, and bytes that they take, as it says.
+    /// Bytes of the client's pages, and bytes that they are stored in, as the client reports.
     pub(super) contents: [u64; 2],
-    /// The last request that had a number and gave something, and what.
+    /// The last numbered request that gave something, and its result.
     pub(super) given: Option<(u64, Given)>,
 }
 
-/// What a request gave: not given twice where only the answer was lost.
+/// Result of a request, which is not given twice if only the answer was lost.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) enum Given {
     Extent(ExtentId),
@@ -73,27 +73,27 @@ pub(super) enum Given {
 pub(super) struct ExtentRecord {
     pub(super) memory: Arc<ExtentMemory>,
     pub(super) lessee: Option<SessionId>,
-    /// At most one: two names with one extent could be open in two sessions at once.
+    /// Name of the extent, at most one: two could be open in two sessions at once.
     pub(super) name: Option<NameId>,
-    /// Who its bytes are put on: where its last lessee connected from.
+    /// Origin that is charged for the bytes: where the last lessee connected from.
     pub(super) origin: Origin,
-    /// Who was given the memory's descriptor over shared memory, and may map it for ever.
+    /// Origin that was given the memory's descriptor over shared memory, and may map it for ever.
     pub(super) mapped_by: Option<Origin>,
-    /// Leases to read it.
+    /// Number of leases to read the extent.
     pub(super) views: usize,
-    /// Whether some reader was given a descriptor. Readers cannot write, and need nothing but the
-    /// name's key to read it again: they are no reason for a copy. But they may keep the memory.
+    /// True if a reader was given a descriptor. Readers cannot write, and need nothing but the
+    /// name's key to read again: they are no reason for a copy. But they may keep the memory.
     pub(super) mapped_to_read: bool,
 }
 
 /// Memory whose lease has ended. Adapters and the kernel take milliseconds to let gigabytes go, so
-/// it is [given back](State::give_back) after the ledger is unlocked. Until then its handle keeps
-/// others from [opening](State::free_and_quiet) the name that it belongs to.
+/// it is [given back](super::State::give_back) after the ledger is unlocked. Until then its handle
+/// keeps others from [opening](super::State::free_and_private) the name that it belongs to.
 pub(super) struct Leaving {
     pub(super) memory: Arc<ExtentMemory>,
-    /// Whether its bytes stay: a name has them, or somebody reads them.
+    /// True if the bytes stay: a name or a reader keeps them.
     pub(super) is_kept: bool,
-    /// Who it is still put on: a client that may have kept it.
+    /// Origin that is still charged: a client that may have kept the memory.
     pub(super) charged: Option<Origin>,
 }
 
@@ -112,20 +112,20 @@ impl SessionRecord {
         self.extents.is_empty() && self.names.is_empty() && self.views.is_empty()
     }
 
-    /// Who maps what the session is lent, if its transport hands out descriptors.
+    /// Returns the origin that maps the session's extents, if the transport hands out descriptors.
     pub(super) fn maps_as(&self) -> Option<Origin> {
         (self.transport == Transport::Shm).then_some(self.origin)
     }
 }
 
 impl Ledger {
-    /// What the session's request of that number gave, if it was the last that gave something.
+    /// Returns the result of request `serial` of `session`, if it was the last that gave something.
     pub(super) fn given(&self, session: SessionId, serial: Option<u64>) -> Option<Given> {
         let (last, given) = self.sessions.get(&session)?.given.as_ref()?;
         (Some(*last) == serial).then(|| given.clone())
     }
 
-    /// The extent that the session's request of that number was granted, if it still leases it.
+    /// Returns the extent that request `serial` of `session` was granted, if it is still leased.
     pub(super) fn granted(
         &self,
         session: SessionId,
@@ -154,7 +154,7 @@ impl Ledger {
         }
     }
 
-    /// Who may map `memory`, if it is still an extent's.
+    /// Returns the origin that may map `memory`, if that is still an extent's.
     pub(super) fn mapper_of(&self, memory: &Arc<ExtentMemory>) -> Option<Origin> {
         let record = self.extents.get(&memory.id());
         let record = record.filter(|record| Arc::ptr_eq(&record.memory, memory))?;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use farpage_wire::PublicKey;
 
-/// What a server may give away.
+/// The most that a server may give away, and the times after which it takes memory back.
 #[derive(Clone, Debug)]
 pub struct Limits {
     /// The most bytes granted at any time, manifests of named regions included.
@@ -12,10 +12,10 @@ pub struct Limits {
     /// The most bytes granted to clients of one address, or over shared memory of one user,
     /// together.
     pub capacity_per_address: u64,
-    /// A session that is silent for so long ends.
+    /// Time after which a silent session ends.
     pub lease: Duration,
-    /// A session whose connection was closed without a goodbye, and that does not come back for so
-    /// long, ends. Over shared memory it ends at once.
+    /// Time for a session to come back after its connection closed without a goodbye. The session
+    /// ends afterwards; over shared memory at once.
     pub reconnect_grace: Duration,
     /// The most extents that one session may hold: each costs the server a descriptor and a
     /// mapping.
@@ -31,7 +31,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// The shorter of the times after which sessions end.
+    /// Returns the shorter of the times after which sessions end.
     pub fn shortest(&self) -> Duration {
         self.lease.min(self.reconnect_grace)
     }

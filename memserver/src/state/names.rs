@@ -1,12 +1,12 @@
-//! Named regions in the ledger: whose they are, who holds them, what they keep.
+//! Named regions in the ledger: their owners, their holders, and the extents that they keep.
 //!
 //! The rule it keeps: a name is looked up together with the key that it belongs to, so that another
 //! key's names cannot be opened, published over, removed, listed, or taken first: two users'
 //! `squares` are two regions. Only the operator's key reaches past this, to list and to remove.
 //!
 //! A name is *bound* once it was published, and *held* by one session while that claims it or
-//! leases any of its extents. What is neither bound nor held is gone. Who only reads
-//! a version holds nothing: see [`readers`](super::readers).
+//! leases any of its extents. A name that is neither bound nor held is gone. A session that only
+//! reads a version holds nothing: see [`readers`](super::readers).
 
 use std::{
     collections::{HashSet, btree_map::Entry},
@@ -23,14 +23,14 @@ use super::{
     ledger::{Freed, Ledger},
 };
 
-/// No more names of one key: whoever lists them waits for all. The names of all keys are bounded by
-/// the capacity, of which each takes a page.
+/// The most names of one key: listing them makes others wait. The capacity bounds the names of all
+/// keys, since each takes a page.
 pub(super) const NAMES_PER_KEY: usize = 4096;
-/// No more names that one session claims and has published nothing under, so that one program does
+/// The most names that one session claims and has published nothing under, so that one program does
 /// not take all names of its user's key.
 pub(super) const CLAIMS_PER_SESSION: usize = 1024;
 
-/// A name and whose it is.
+/// A name and the key that it belongs to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct NameId {
     pub(super) owner: PublicKey,
@@ -38,15 +38,15 @@ pub(super) struct NameId {
 }
 
 pub(super) struct NameRecord {
-    /// What the last publisher stored; `None` while the name is only claimed.
+    /// Manifest of the last publication; `None` while the name is only claimed.
     pub(super) manifest: Option<Arc<Vec<u8>>>,
     pub(super) extents: Vec<ExtentId>,
-    /// The number of what it is bound to; 0 while it is only claimed.
+    /// Number of the bound version; 0 while the name is only claimed.
     pub(super) version: u64,
     pub(super) holder: Option<SessionId>,
-    /// Whether the holder keeps the name also without leasing any of its extents.
+    /// True if the holder keeps the name even without leasing any of its extents.
     claimed: bool,
-    /// Who what it takes is put on: where its publisher connected from, or who claimed it first.
+    /// Origin that is charged: where the publisher connected from, or the first claimant.
     pub(super) origin: Origin,
 }
 
@@ -87,7 +87,7 @@ impl Ledger {
         }
     }
 
-    /// The name as this session means it.
+    /// Returns `name` under the key of `session`.
     pub(super) fn name_of(&self, session: SessionId, name: &str) -> Result<NameId, Refusal> {
         Ok(NameId::new(self.key_of(Asker::Session(session))?, name))
     }
@@ -135,7 +135,7 @@ impl Ledger {
         }
     }
 
-    /// Whether the session may publish under the name: it holds it, or it is free.
+    /// Checks that `session` may publish under the name: it holds the name, or the name is new.
     pub(super) fn may_bind(&self, session: SessionId, id: &NameId) -> Result<(), Refusal> {
         match self.names.get(id) {
             None if self.names_of(id.owner) >= NAMES_PER_KEY => Err(Refusal::Invalid(format!(
@@ -157,7 +157,7 @@ impl Ledger {
         its.take_while(|(id, _)| id.owner == key).count()
     }
 
-    /// Names that the session claims and has published nothing under.
+    /// Counts the names that `session` claims and has published nothing under.
     fn claims_of(&self, session: SessionId) -> usize {
         let names = self.sessions[&session].names.iter();
         names
@@ -165,8 +165,8 @@ impl Ledger {
             .count()
     }
 
-    /// Binds the name to extents of the session, which may do so and is charged for it. Returns
-    /// what only the old binding kept.
+    /// Binds the name to extents of `session`. The caller has checked and charged the session.
+    /// Returns the memory that only the old binding kept.
     pub(super) fn bind(
         &mut self,
         session: SessionId,
@@ -195,13 +195,13 @@ impl Ledger {
         self.unname(&dropped)
     }
 
-    /// What the session has of a name that it has open.
+    /// Returns the extents of a name that `session` has open.
     pub(super) fn opened(&self, session: SessionId, id: &NameId) -> Option<Opened> {
         let record = self.names.get(id)?;
         let is_whole = |id| self.extents[id].lessee == Some(session);
         let is_open = record.holder == Some(session) && record.extents.iter().all(is_whole);
         is_open.then(|| Opened {
-            // Only counted: others wait for the ledger.
+            // The manifest is not copied: others wait for the ledger.
             manifest: record.manifest.clone().unwrap_or_default(),
             extents: (record.extents.iter())
                 .map(|id| self.extents[id].memory.clone())
@@ -210,7 +210,7 @@ impl Ledger {
         })
     }
 
-    /// The published version of a name, and the older ones that are read.
+    /// Returns the published version of a name, and the older ones that are read.
     pub(super) fn versions(&self, id: &NameId) -> Versions {
         Versions {
             published: self.names.get(id).map_or(0, |record| record.version),
@@ -218,8 +218,8 @@ impl Ledger {
         }
     }
 
-    /// Forgets a name that nobody but the asker holds. Returns what it alone kept: what is read
-    /// stays.
+    /// Forgets a name that nobody but `asker` holds. Returns the memory that it alone kept: extents
+    /// that are read stay.
     pub(super) fn remove(&mut self, asker: Asker, id: &NameId) -> Result<Freed, Refusal> {
         let record = self.names.get(id).ok_or(Refusal::NotFound)?;
         match record.holder {
@@ -234,7 +234,7 @@ impl Ledger {
         Ok(self.unname(&record.extents))
     }
 
-    /// Names behind `after`, in their order: those of one key, or all.
+    /// Lists the names behind `after`, in their order: those of one key, or all.
     pub(super) fn list(
         &self,
         of: Option<PublicKey>,
@@ -266,8 +266,8 @@ impl Ledger {
         self.names.values().filter(bound).count() as u64
     }
 
-    /// What the name takes out of the capacity beside its extents, and who that is put on. `None`
-    /// if replacing what it is bound to gives nothing back, since it is read.
+    /// Returns the charge of the name beside its extents, and the origin that is charged. `None` if
+    /// replacing the bound version gives nothing back, since it is read.
     pub(super) fn charge_of(&self, id: &NameId) -> Option<(Origin, u64)> {
         let record = self.names.get(id)?;
         (!self.readings.is_read(record.version)).then(|| (record.origin, record.charge()))
@@ -281,7 +281,7 @@ impl Ledger {
         Some(record)
     }
 
-    /// An extent that its session gave back was perhaps the last by which the session held a name.
+    /// Settles the name of `extent`, which was perhaps the last by which its session held the name.
     pub(super) fn extent_released(&mut self, extent: ExtentId) {
         let record = self.extents.get(&extent);
         if let Some(id) = record.and_then(|record| record.name.clone()) {
@@ -289,7 +289,7 @@ impl Ledger {
         }
     }
 
-    /// The session that held the name has ended.
+    /// Ends the hold on a name. A name that was never published is forgotten.
     pub(super) fn free_name(&mut self, id: &NameId) {
         if let Some(record) = self.names.get_mut(id) {
             (record.holder, record.claimed) = (None, false);
@@ -299,7 +299,7 @@ impl Ledger {
         }
     }
 
-    /// A name that its holder neither claims nor leases anything of is held no more.
+    /// Ends the hold on a name that its holder neither claims nor leases anything of.
     fn settle(&mut self, id: &NameId) {
         let record = self.names.get(id).expect("the caller found it");
         let mut extents = record.extents.iter();
@@ -313,8 +313,7 @@ impl Ledger {
         self.free_name(id);
     }
 
-    /// The extents of a name that is no longer bound to them: freed where nobody leases or reads
-    /// them.
+    /// Takes the name off `extents`. Returns those that nobody leases or reads.
     fn unname(&mut self, extents: &[ExtentId]) -> Freed {
         let mut freed = Freed::new();
         for id in extents {

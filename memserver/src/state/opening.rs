@@ -1,6 +1,6 @@
 //! Making a name's extents ready for their next holder: quiet, and mapped by nobody else.
 //!
-//! The rule it keeps: what takes time is done while the ledger is unlocked.
+//! The rule it keeps: slow work is done while the ledger is unlocked.
 
 use std::{
     sync::Arc,
@@ -23,8 +23,8 @@ use super::{
     names::NameId,
 };
 
-/// A connection that waits for its client looks once a second whether its leases have ended; this
-/// is a second more.
+/// The longest wait for earlier operations. A connection that waits for its client looks once a
+/// second whether its leases have ended; `QUIET` is a second more.
 const QUIET: Duration = Duration::from_secs(2);
 
 impl State {
@@ -33,7 +33,7 @@ impl State {
     /// Returns the ledger in which the name is free and quiet.
     ///
     /// # Errors
-    /// Somebody holds it, or the operations do not end in time.
+    /// A session holds the name, or the operations do not end in time.
     fn free_and_quiet(&self, id: &NameId) -> Result<MutexGuard<'_, Ledger>, Refusal> {
         let until = Instant::now() + QUIET;
         loop {
@@ -55,12 +55,12 @@ impl State {
         }
     }
 
-    /// As [`free_and_quiet`](Self::free_and_quiet), with memory that nobody but the session's user
-    /// maps.
+    /// Waits as [`free_and_quiet`](Self::free_and_quiet) does, for memory that nobody but the
+    /// session's user maps.
     ///
-    /// Who was lent memory over shared memory may map it ever after. The next holder who is not
-    /// that user, or whom the system does not say, gets copies, one extent after the other, made
-    /// while the ledger is unlocked: one extent at a time exists twice. The handles that are kept
+    /// A client that was lent memory over shared memory may map it ever after. If the next holder
+    /// is another user, or of unknown user, it gets copies, one extent after the other, made while
+    /// the ledger is unlocked: one extent at a time exists twice. The handles that are kept
     /// meanwhile make other sessions wait.
     pub(super) fn free_and_private(
         &self,
@@ -102,8 +102,8 @@ impl State {
         }
     }
 
-    /// Puts a copy in the place of an extent's memory that nobody leases. Its last holder is
-    /// charged for the old memory until it has let go of it.
+    /// Puts a copy in the place of `old`, memory that nobody leases. The last holder of `old` is
+    /// charged for it until the holder has let go.
     ///
     /// The charge comes before the copy, so that nobody is granted the same room meanwhile. There
     /// must be room for memory that somebody has open or mapped. Other memory is gone as soon as

@@ -1,12 +1,12 @@
-//! [`Readings`]: who reads which version of a named region.
+//! [`Readings`]: the readers of each version of a named region.
 //!
-//! The rule it keeps: what a version refers to stays until its last reader has gone, whatever
+//! The rule it keeps: the extents of a version stay until its last reader has gone, whatever
 //! becomes of the name. A reader has a *view* of each extent, a lease of its own that takes READs
-//! alone. Its views end one by one, or with its session. It reads the version until its last view
-//! has ended. A version without extents needs nothing to stay, so nobody is counted.
+//! alone. Views end one by one, or with the session. The reader counts until its last view has
+//! ended. A version without extents needs nothing to stay, so nobody is counted.
 //!
-//! A version that has been replaced, and is read, is charged as before to who published it. So
-//! publishing needs room for the manifests of both.
+//! A replaced version that is read stays charged to its publisher. So publishing needs room for
+//! both manifests.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -28,29 +28,29 @@ use super::{
     names::NameId,
 };
 
-/// All that is read.
+/// All readings of a server.
 #[derive(Default)]
 pub(super) struct Readings {
-    /// How many versions there have been, of all names.
+    /// Number of versions so far, of all names.
     versions_ever: u64,
     /// Versions that are read, by their numbers.
     versions: HashMap<u64, VersionRecord>,
-    /// Their numbers, by their names.
+    /// Numbers of versions that are read, by their names.
     of_names: HashMap<NameId, BTreeSet<u64>>,
     views: HashMap<ExtentId, View>,
-    /// Readings, by the first of their views: how many are left.
+    /// Number of views that are left of each reading, by its first view.
     readings: HashMap<ExtentId, usize>,
 }
 
 struct VersionRecord {
     name: NameId,
     manifest: Arc<Vec<u8>>,
-    /// Who the manifest is put on.
+    /// Origin that is charged for the manifest.
     origin: Origin,
-    /// How many views a reading has.
+    /// Number of views of a reading.
     extents: usize,
     readers: u64,
-    /// Whether the name is still bound to it, and charged for it.
+    /// True if the name is still bound to the version, and charged for it.
     is_bound: bool,
 }
 
@@ -73,14 +73,14 @@ impl Readings {
         self.versions.contains_key(&version)
     }
 
-    /// The name is not bound to the version any more.
+    /// Marks `version` as replaced: no name is bound to it any more.
     pub(super) fn replace(&mut self, version: u64) {
         if let Some(record) = self.versions.get_mut(&version) {
             record.is_bound = false;
         }
     }
 
-    /// Versions of the name that have been replaced and are read.
+    /// Lists the versions of the name that have been replaced and are read.
     pub(super) fn old_versions(&self, name: &NameId) -> Vec<VersionRead> {
         let old = self.of_name(name).filter(|(_, it)| !it.is_bound);
         old.map(|(version, it)| VersionRead {
@@ -90,7 +90,7 @@ impl Readings {
         .collect()
     }
 
-    /// How often versions of the name are open.
+    /// Counts the readers of all versions of the name.
     pub(super) fn readers(&self, name: &NameId) -> u64 {
         self.of_name(name).map(|(_, it)| it.readers).sum()
     }
@@ -100,7 +100,7 @@ impl Readings {
         numbers.map(|number| (*number, &self.versions[number]))
     }
 
-    /// Nobody reads the version any more.
+    /// Removes a version that nobody reads any more.
     fn forget(&mut self, version: u64) -> Option<VersionRecord> {
         let record = self.versions.remove(&version)?;
         if let Some(numbers) = self.of_names.get_mut(&record.name) {
@@ -112,15 +112,14 @@ impl Readings {
         Some(record)
     }
 
-    /// How often anything is open for reading, and how many versions are read that no name is bound
-    /// to.
+    /// Counts all readers, and the versions that are read and no name is bound to.
     pub(super) fn sums(&self) -> [u64; 2] {
         let versions = self.versions.values();
         let readers = versions.clone().map(|it| it.readers).sum();
         [readers, versions.filter(|it| !it.is_bound).count() as u64]
     }
 
-    /// What a reading has, if none of it has ended.
+    /// Returns the manifest and extents of a reading, if none of its views has ended.
     fn whole(&self, first: ExtentId) -> Option<Reading> {
         let version = self.views.get(&first)?.version;
         let mut views: Vec<_> = (self.views.iter())
@@ -142,7 +141,7 @@ impl Readings {
         old.map(|it| charge_of_name(it.manifest.len())).sum()
     }
 
-    /// The views: of which extents they are.
+    /// Lists the views, each with its extent.
     #[cfg(test)]
     pub(super) fn views(&self) -> impl Iterator<Item = (ExtentId, ExtentId)> {
         self.views.iter().map(|(id, view)| (*id, view.of))
@@ -150,7 +149,7 @@ impl Readings {
 }
 
 impl State {
-    /// Leases what a name is bound to, to read it.
+    /// Leases the published version of a name, to read it.
     pub(super) fn begin_reading(
         &self,
         session: SessionId,
@@ -225,7 +224,7 @@ impl State {
         })
     }
 
-    /// Which older versions of a name are read.
+    /// Returns the published version of a name, and the older ones that are read.
     pub(super) fn read_versions(
         &self,
         session: SessionId,
@@ -236,7 +235,7 @@ impl State {
         Ok(ledger.versions(&id))
     }
 
-    /// Ends a view. Returns what nobody keeps any more, and the view's own handle.
+    /// Ends a view. Returns its own handle, and its extent if nobody keeps that any more.
     pub(super) fn end_view(&self, ledger: &mut Ledger, id: ExtentId) -> Freed {
         let readings = &mut ledger.readings;
         let view = (readings.views.remove(&id)).expect("a session has only views that exist");

@@ -1,10 +1,10 @@
 //! Memory that clients over shared memory gave back and have not let go of.
 //!
-//! The rule it keeps: it counts against the capacity, and against the client's user, until nobody
-//! has it mapped or open any more, so that no client can have more of the machine's memory than it
-//! is charged for. What is written to it meanwhile is thrown away at each look.
+//! The rule it keeps: such memory counts against the capacity, and against the client's user, until
+//! nobody has it mapped or open any more. So no client can have more of the machine's memory than
+//! it is charged for. Bytes that are written meanwhile are thrown away at each look.
 //!
-//! Looked at where somebody needs the room, where figures are asked for, and by the reaper.
+//! Looks happen when a request needs room, when figures are asked for, and in the reaper.
 
 use farpage_fabric::{host::Origin, log::later, memory::ExtentFile};
 use farpage_wire::SessionId;
@@ -19,7 +19,7 @@ use crate::tier::Tenant;
 
 pub(super) struct Retained {
     file: ExtentFile,
-    /// Who it is put on.
+    /// Origin that is charged for the memory.
     origin: Origin,
 }
 
@@ -32,7 +32,7 @@ impl Retained {
         self.file.clone()
     }
 
-    /// Whether somebody still has it.
+    /// True if a client still has the memory.
     fn is_held(&self) -> bool {
         self.file.is_held_elsewhere().unwrap_or_else(|error| {
             let extent = self.file.id();
@@ -54,10 +54,10 @@ fn punch(file: &ExtentFile) {
 }
 
 impl State {
-    /// Takes memory from its adapter and, unless it is kept, gives it back to the system, also what
-    /// a client over shared memory still maps.
+    /// Takes memory from its adapter. Gives memory that is not kept back to the system, even if a
+    /// client over shared memory still maps it.
     pub(super) fn give_back(&self, freed: impl IntoIterator<Item = Leaving>) {
-        // What is kept first: its name is free, and cannot be opened before its handles are gone.
+        // Kept memory first: its name is free, and cannot be opened before its handles are gone.
         let (kept, freed): (Freed, Freed) = freed.into_iter().partition(|leaving| leaving.is_kept);
         for Leaving { memory, .. } in kept {
             memory.deregister();
@@ -86,8 +86,8 @@ impl State {
         }
     }
 
-    /// Takes off their clients what they have let go of. What was written to the rest since the
-    /// last look goes.
+    /// Ends the charges for memory that clients have let go of. Throws away bytes that were written
+    /// to the rest since the last look.
     pub(super) fn sweep(&self) {
         // Gigabytes take milliseconds to give back: not while others wait.
         for file in self.settle_retained() {
@@ -97,9 +97,9 @@ impl State {
         }
     }
 
-    /// Takes off their clients what they have let go of; returns what they have not.
+    /// Ends the charges for memory that clients have let go of. Returns the files of the rest.
     fn settle_retained(&self) -> Vec<ExtentFile> {
-        // Held throughout: who looks next finds the accounts as they are then.
+        // Locked throughout, so that the next look finds the accounts settled.
         let mut retained = self.retained.lock();
         let gone: Vec<_> = retained.extract_if(.., |one| !one.is_held()).collect();
         if !gone.is_empty() {
@@ -111,8 +111,7 @@ impl State {
         retained.iter().map(Retained::file).collect()
     }
 
-    /// Looks whether there is room for `bytes` bytes more, and for what has been let go of where
-    /// there is none.
+    /// Sweeps if there is no room for `bytes` bytes more in `session`.
     pub(super) fn reclaim(&self, session: SessionId, bytes: u64) {
         let has_room = {
             let ledger = self.ledger.lock();

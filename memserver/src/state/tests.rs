@@ -41,7 +41,7 @@ fn state(capacity_bytes: u64) -> State {
 
 const HERE: Origin = Origin::User(0);
 
-/// Whose names most tests use.
+/// Owner of the names in most tests.
 const KEY: PublicKey = PublicKey([1; 32]);
 
 const OPERATOR: PublicKey = PublicKey([2; 32]);
@@ -60,7 +60,7 @@ fn remove(state: &State, session: SessionId, name: &str) -> Result<(), Refusal> 
 }
 
 impl State {
-    /// A request without a number.
+    /// Grants an extent by a request without a number.
     fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal> {
         Host::grant(self, session, bytes, false, None)
     }
@@ -91,7 +91,7 @@ impl State {
         views
     }
 
-    /// The two structures agree, and the sums are what they are sums of.
+    /// Asserts that ledger and leases agree, and that the sums are right.
     fn check(&self) {
         let retained = self.retained.lock();
         let ledger = self.ledger.lock();
@@ -169,7 +169,7 @@ impl State {
     }
 }
 
-/// What a client over shared memory was given, and keeps for as long as it likes.
+/// Returns the descriptor that a client over shared memory was given, and may keep for ever.
 fn descriptor_of(memory: &ExtentMemory) -> std::fs::File {
     memory.lend().unwrap().into()
 }

@@ -1,18 +1,16 @@
-//! [`Transfer`]: what it takes to move one chunk, and [`Buffers`], of which such are lent.
+//! [`Transfer`]: buffers for moving one chunk, and [`Buffers`], which lends them.
 //!
-//! The rule it keeps: their memory is taken at the start, and counted from then on.
+//! The rule it keeps: the buffers' memory is taken at the start, and counted from then on.
 
 use std::time::Instant;
 
+use farpage_wire::segment::CHUNK_BYTES;
 use lz4_flex::block::{CompressTable, get_maximum_output_size};
 use parking_lot::{Condvar, Mutex};
 
-use super::{
-    disk::{Aligned, BLOCK_BYTES},
-    extent::CHUNK_BYTES,
-};
+use super::disk::{Aligned, BLOCK_BYTES};
 
-/// Buffers that are lent.
+/// A set of [`Transfer`]s, lent one at a time.
 pub(super) struct Buffers {
     pub(super) free: Mutex<Vec<Transfer>>,
     came_back: Condvar,
@@ -45,7 +43,7 @@ impl Buffers {
         }
     }
 
-    /// Lends one, and waits for it until `until`. `None`: all are in use for longer.
+    /// Lends a buffer to `work`, and waits for one until `until`. `None` if all stay in use.
     pub(super) fn lend<T>(
         &self,
         until: Instant,

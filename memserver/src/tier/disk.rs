@@ -1,7 +1,7 @@
-//! [`Disk`]: where chunks go that memory has no room for, and [`SpillFile`], the real one.
+//! [`Disk`]: storage of chunks that memory has no room for, and [`SpillFile`], the real one.
 //!
-//! The rule it keeps: no byte of it is in the page cache, which nobody would count. It keeps
-//! nothing beyond the end of the process: the file has no name.
+//! The rule it keeps: no byte of the file is in the page cache, where `--memory` would not count
+//! it. Nothing outlives the process: the file has no name.
 
 use std::{
     fs::{File, OpenOptions},
@@ -20,7 +20,7 @@ use nix::{
 /// may go through the page cache without a word.
 const COPY_ON_WRITE: [FsType; 3] = [BTRFS_SUPER_MAGIC, FsType(0x2fc1_2fc1), FsType(0xca45_1a4e)];
 
-/// What O_DIRECT wants offsets, lengths and addresses to be multiples of, on every device in use.
+/// Block size: O_DIRECT takes its multiples as offsets, lengths and addresses on every device.
 pub(super) const BLOCK_BYTES: usize = 4096;
 
 /// Reads and writes of whole blocks.
@@ -35,10 +35,10 @@ pub(crate) trait Disk: Send + Sync {
 pub(crate) struct SpillFile(File);
 
 impl SpillFile {
-    /// A file of `bytes` bytes in `directory`.
+    /// Makes a file of `bytes` bytes in `directory`.
     ///
     /// # Errors
-    /// What the system says; `Unsupported` for a directory that is in memory itself.
+    /// The system's error; `Unsupported` for a directory that is in memory itself.
     pub(crate) fn create(directory: &Path, bytes: u64) -> io::Result<Self> {
         let kind = statfs(directory)?.filesystem_type();
         if COPY_ON_WRITE.contains(&kind) {

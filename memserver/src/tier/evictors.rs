@@ -1,8 +1,8 @@
 //! [`Evictors`]: the threads that move chunks out of memory.
 //!
-//! The rule it keeps: they make room before somebody waits for it, and none dies alone: its chunk
-//! would be on its way for ever. Who leaves is left to [`Books`](super::shares::Books), and how to
-//! [`TieredExtent`](super::extent::TieredExtent).
+//! The rule it keeps: evictors make room before an operation waits for it, and none dies alone: its
+//! chunk would stay `Busy` for ever. [`Books`](super::shares::Books) chooses the victims, and
+//! [`TieredExtent`](super::extent::TieredExtent) moves them.
 
 use std::{
     io,
@@ -18,19 +18,19 @@ use parking_lot::MutexGuard;
 
 use super::{EVICTORS, Tier, buffers::Transfer, pool::Owner};
 
-/// How long an evictor that found nothing to do waits until it looks again.
+/// Pause of an evictor that found nothing to do.
 const PAUSE: Duration = Duration::from_millis(20);
-/// How long the end of a server waits for its evictors, which may wait for a disk.
+/// The longest wait of a server's end for its evictors, which may wait for a disk.
 const JOIN: Duration = Duration::from_secs(5);
 
-/// The threads that move chunks out; dropping it ends them.
+/// The threads that move chunks out. Dropping `Evictors` ends them.
 pub(crate) struct Evictors {
     tier: Arc<Tier>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Evictors {
-    /// Starts them.
+    /// Starts the evictors of `tier`.
     ///
     /// # Errors
     /// The system has no thread.
@@ -62,7 +62,7 @@ impl Drop for Evictors {
         self.tier.work.notify_all();
         let until = Instant::now() + JOIN;
         for thread in self.threads.drain(..) {
-            // There is no join with an end.
+            // `join` has no deadline.
             while !thread.is_finished() && Instant::now() < until {
                 thread::sleep(Duration::from_millis(1));
             }
@@ -78,7 +78,7 @@ impl Drop for Evictors {
 }
 
 impl Tier {
-    /// What an evictor does until the end.
+    /// Makes room whenever memory is short, until the server ends.
     fn keep_room(&self) {
         let mut buffer = Transfer::new();
         let mut books = self.books.lock();
@@ -87,7 +87,7 @@ impl Tier {
                 self.work.wait(&mut books);
                 continue;
             }
-            // Many at once, so that most fetches meet no evictor.
+            // Many chunks at once, so that most fetches meet no evictor.
             while !books.stops && self.has_less_than(self.headroom_bytes, &books) {
                 let made_room = MutexGuard::unlocked(&mut books, || self.make_room(&mut buffer));
                 if !made_room && !books.stops {
@@ -97,7 +97,7 @@ impl Tier {
         }
     }
 
-    /// Moves something out. `false`: there was nothing, or it failed.
+    /// Trims the pool or moves a chunk out. Returns false if neither was done.
     fn make_room(&self, buffer: &mut Transfer) -> bool {
         let trimmed = self.pool.trim(self.headroom_bytes / 4);
         if trimmed > 0 {

@@ -1,18 +1,18 @@
-//! [`TieredExtent`]: where each chunk of one extent is, and who uses it now.
+//! [`TieredExtent`]: place and users of each chunk of one extent.
 //!
-//! The rule it keeps: whoever makes a chunk `Busy` moves it, and nobody else touches it until it is
-//! published in another state. A chunk leaves memory only while nobody holds it, and it is hot
-//! again only once all of its bytes are back and their hash is right. Who discards an extent does
-//! not wait for a chunk that is on its way: whoever moves it frees it then.
+//! The rule it keeps: the thread that makes a chunk `Busy` moves it, and no other touches it until
+//! it is published in another state. A chunk leaves memory only while no operation holds it, and is
+//! hot again only once all of its bytes are back and their hash is right. Discarding an extent does
+//! not wait for chunks that are being moved: their movers free them.
 //!
 //! Clients over shared memory reach hot chunks by themselves, and look at the segments' [words]
-//! before and after. So the word changes before the bytes of a chunk that leaves are looked at, and
-//! once those of one that comes are there. Both happen under the segment's lock.
+//! before and after. So a word changes before the bytes of a leaving chunk are read, and after
+//! those of an arriving chunk are there. Both happen under the segment's lock.
 //!
 //! [words]: farpage_wire::segment
 //!
-//! Lock order: the pool's cells, the tier's books, a segment. Nobody waits for one of the first two
-//! while it holds a segment.
+//! Lock order: the pool's cells, the tier's books, a segment. No thread waits for one of the first
+//! two while it holds a segment.
 
 use std::{
     fmt, io,
@@ -32,45 +32,45 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{Tier, buffers::Transfer};
 
-/// What is moved at once: large enough that a disk's latency is paid rarely, small enough that a
-/// page of 4 KiB does not wait for much else. A segment, which has one lock, is the largest page.
+/// Unit of moves: large enough that a disk's latency is paid rarely, small enough that a page of 4
+/// KiB does not wait for much else. A segment, which has one lock, is the largest page.
 pub(super) use farpage_wire::segment::{CHUNK_BYTES, SEGMENT_CHUNKS};
 
-/// No slot of the spill file, no cell of the pool.
+/// Number that stands for no slot of the spill file, and for no cell of the pool.
 pub(super) const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Place {
-    /// Zeros, and nowhere.
+    /// All zeros, stored nowhere.
     #[default]
     Hole,
-    /// In memory.
+    /// Stored in memory.
     Hot,
-    /// In the pool, from `cell` on.
+    /// Stored in the pool, from `cell` on.
     Compressed,
-    /// In the spill file, at `slot`.
+    /// Stored in the spill file, at `slot`.
     Spilled,
-    /// On its way: see the module's text.
+    /// Being moved by one thread, which alone may touch the chunk.
     Busy,
-    /// On its way in an extent that was discarded: whoever moves it frees it.
+    /// Being moved, in an extent that was discarded: the mover frees the chunk.
     Orphan,
 }
 
-/// One chunk. Its last bytes are zeros where the extent ends before it does.
+/// One chunk. Its bytes beyond the extent's end are zeros.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunk {
     pub(super) place: Place,
-    /// Held since the clock's hand was here last.
+    /// True if the chunk was held since the clock's hand passed last.
     pub(super) is_young: bool,
     pub(super) pins: u32,
-    /// Length in the pool or in the spill file; [`CHUNK_BYTES`] means that it is not compressed.
+    /// Length in the pool or in the spill file; [`CHUNK_BYTES`] means not compressed.
     pub(super) stored_bytes: u32,
     pub(super) cell: u32,
-    /// While the chunk is hot, the slot still holds the bytes that have `hash`.
+    /// Slot in the spill file. While the chunk is hot, it still holds the bytes that have `hash`.
     pub(super) slot: u32,
-    /// When it was fetched last, by the tier's [count](Tier::tick) of fetches; 0 for never.
+    /// Time of the last fetch, by the tier's [count](Tier::tick) of fetches; 0 for never.
     pub(super) fetched: u32,
-    /// Of the chunk's bytes when they left memory last.
+    /// Hash of the chunk's bytes when they left memory last.
     pub(super) hash: [u64; 2],
 }
 
@@ -95,9 +95,9 @@ type Chunks = [Chunk; SEGMENT_CHUNKS];
 pub(super) struct Segment {
     /// A bit per hot chunk: lets the clock pass by without the lock.
     hot: AtomicU32,
-    /// Made when the segment is first touched: a grant takes no time for its size.
+    /// Chunks of the segment, made when it is first touched: a grant takes no time for its size.
     chunks: Mutex<Option<Box<Chunks>>>,
-    /// A chunk was published, or let go of in an extent that is released.
+    /// Signalled when a chunk is published, or let go of in a released extent.
     changed: Condvar,
 }
 
@@ -106,7 +106,7 @@ pub(super) struct TieredExtent {
     pub(super) file: ExtentFile,
     released: AtomicBool,
     segments: Box<[Segment]>,
-    /// Made when a client over shared memory is lent it first.
+    /// Words of the segments, made when the extent is first lent over shared memory.
     words: OnceLock<SegmentWords>,
 }
 
@@ -138,20 +138,20 @@ impl TieredExtent {
         }
     }
 
-    /// Changes what clients are told about a segment, whose lock is held.
+    /// Changes the word of `segment`, whose lock is held.
     fn tell(&self, segment: usize, change: impl FnOnce(SegmentWord) -> SegmentWord) {
         if let Some(words) = self.words.get() {
             words.set(segment, change(words.get(segment)));
         }
     }
 
-    /// Whether clients have been lent the memory itself.
+    /// True if clients have been lent the memory itself.
     pub(super) fn is_shared(&self) -> bool {
         self.words.get().is_some()
     }
 
-    /// How many bytes are in the file beside those of `chunks` chunks: clients that share the
-    /// memory have touched what was not there.
+    /// Returns the bytes in the file beyond those of `chunks` chunks: clients that share the memory
+    /// have touched absent chunks.
     pub(super) fn stray_bytes(&self, chunks: u64) -> u64 {
         if !self.is_shared() {
             return 0;
@@ -160,7 +160,7 @@ impl TieredExtent {
         self.file.resident_bytes().saturating_sub(accounted)
     }
 
-    /// Gives back the memory of chunks that are elsewhere. Those on their way are left alone.
+    /// Gives back the memory of chunks that are stored elsewhere, but not of those being moved.
     pub(super) fn punch_strays(&self) {
         let mut from = 0;
         while let Some(at) = self.file.next_data(from) {
@@ -169,7 +169,7 @@ impl TieredExtent {
                 break;
             };
             from = (number as u64 + 1) * SEGMENT_BYTES;
-            // Held: nobody brings a chunk in meanwhile.
+            // The lock keeps chunks from coming in meanwhile.
             let chunks = segment.lock();
             let is_out = |chunk: &Chunk| {
                 matches!(
@@ -221,14 +221,14 @@ impl TieredExtent {
         )
     }
 
-    /// Where a chunk begins, and how many of its bytes the extent has.
+    /// Returns the start of `chunk`, and how many of its bytes the extent has.
     fn range(&self, chunk: usize) -> (u64, usize) {
         let start = chunk as u64 * CHUNK_BYTES;
         (start, CHUNK_BYTES.min(self.file.bytes() - start) as usize)
     }
 
-    /// Ends the move of a chunk, which was `was` before and is `now` from here on. `false`: the
-    /// extent was discarded meanwhile, and what the chunk is stored in is free.
+    /// Ends the move of `chunk` from `was` to `now`. Returns false if the extent was discarded
+    /// meanwhile: the caller then frees what the chunk is stored in.
     fn publish(&self, chunk: usize, was: &Chunk, now: Chunk) -> bool {
         let (segment, i) = self.segment(chunk);
         let mut chunks = segment.lock();
@@ -243,7 +243,7 @@ impl TieredExtent {
             }
             _ => drop(segment.hot.fetch_and(!bit, Ordering::Relaxed)),
         }
-        // Counted before anybody can move it on.
+        // Counted before another thread can move the chunk on.
         self.tier.moved(was.place, now.place);
         *place = now;
         drop(chunks);
@@ -251,7 +251,7 @@ impl TieredExtent {
         !is_orphan
     }
 
-    /// Holds a chunk if it is hot.
+    /// Holds `chunk` if it is hot. Returns true if so.
     fn pin(&self, chunk: usize) -> Result<bool, Absent> {
         let (segment, i) = self.segment(chunk);
         let mut chunks = segment.lock();
@@ -267,11 +267,11 @@ impl TieredExtent {
         Ok(is_hot)
     }
 
-    /// Holds a chunk, and brings it into memory before if it is elsewhere.
+    /// Holds `chunk`, and brings it into memory first if it is elsewhere.
     fn bring(&self, chunk: usize, until: Instant) -> Result<(), Absent> {
         let begun = Instant::now();
         let (segment, i) = self.segment(chunk);
-        // 1. Own it, or find that it has come.
+        // 1. Own the chunk, or find that it has come.
         let mut chunks = segment.lock();
         let was = loop {
             if self.released.load(Ordering::Relaxed) {
@@ -341,7 +341,7 @@ impl TieredExtent {
         Ok(())
     }
 
-    /// Puts a chunk's bytes back into the memory.
+    /// Puts the bytes of `chunk` back into memory.
     fn load(&self, chunk: usize, was: &Chunk, until: Instant) -> Result<(), Absent> {
         if was.place == Place::Hole {
             return Ok(());
@@ -353,7 +353,7 @@ impl TieredExtent {
                 .map_err(|()| Absent::Unreadable)?;
             let written = self.file.write_at(start, &buffer.plain[..len]);
             written.map_err(|error| {
-                // What came of it is a part of the bytes, and nobody's.
+                // A part of the bytes may have been written, and belongs to nobody.
                 self.punch(chunk, 1);
                 self.tier
                     .say(format!("cannot fill memory of the server: {error}"));
@@ -362,7 +362,7 @@ impl TieredExtent {
         })
     }
 
-    /// Gives back the memory of so many chunks, as far as the extent has them.
+    /// Gives back the memory of `chunks` chunks from `first` on, as far as the extent has them.
     fn punch(&self, first: usize, chunks: usize) {
         let start = first as u64 * CHUNK_BYTES;
         let len = (chunks as u64 * CHUNK_BYTES).min(self.file.bytes().saturating_sub(start));
@@ -374,8 +374,8 @@ impl TieredExtent {
         }
     }
 
-    /// Owns a chunk of `segment` that nobody holds and that has not been held since the last call,
-    /// or, if `takes_young`, any that nobody holds. The others become older.
+    /// Owns a chunk of `segment` that is not held, and has not been since the last call. With
+    /// `takes_young`, owns any that is not held. Chunks that are passed over become older.
     pub(super) fn take_cold(&self, segment: usize, takes_young: bool) -> Option<usize> {
         let number = segment;
         let segment = &self.segments[number];
@@ -407,8 +407,8 @@ impl TieredExtent {
         None
     }
 
-    /// Moves a chunk that [`take_cold`](Self::take_cold) gave out of memory. `false`: it could not
-    /// be stored, and is hot again.
+    /// Moves a chunk from [`take_cold`](Self::take_cold) out of memory. Returns false if it could
+    /// not be stored, and is hot again.
     pub(super) fn evict(self: &Arc<Self>, chunk: usize, buffer: &mut Transfer) -> bool {
         let (segment, i) = self.segment(chunk);
         let was = made(&mut segment.lock())[i];
@@ -452,7 +452,7 @@ impl TieredExtent {
         true
     }
 
-    /// Moves a chunk from `cell` of the pool to the spill file. `false`: that failed.
+    /// Moves a chunk from `cell` of the pool to the spill file. Returns false if that failed.
     pub(super) fn demote(&self, chunk: usize, cell: u32, buffer: &mut Transfer) -> bool {
         let (segment, i) = self.segment(chunk);
         let was = {
@@ -479,16 +479,16 @@ impl TieredExtent {
         spilled.is_ok()
     }
 
-    /// Ends it: nobody can hold a byte any more when it returns, and what it took is free but for
-    /// chunks that are on their way. Returns how many chunks were hot, and how many are on their
-    /// way.
+    /// Ends the extent. No operation can hold a byte after the return, and all memory and slots are
+    /// free except those of chunks that are being moved. Returns how many chunks were hot, and how
+    /// many are being moved.
     pub(super) fn discard(&self) -> (u64, u64) {
         self.released.store(true, Ordering::Relaxed);
         let (mut hot, mut orphans) = (0, 0);
         for (number, segment) in self.segments.iter().enumerate() {
             let mut chunks = segment.lock();
             self.tell(number, |word| word.without(u32::MAX));
-            // As short as a system call that does not block.
+            // Held for as long as a system call that does not block.
             let in_use = |chunks: &mut Option<Box<Chunks>>| {
                 let mut chunks = chunks.iter().flat_map(|chunks| chunks.iter());
                 chunks.any(|chunk| chunk.pins > 0)
@@ -541,7 +541,7 @@ impl Residency for TieredExtent {
             return Ok(false);
         }
         let (segment, i) = self.segment(chunk);
-        // 1. Own it, unless it is asked for again soon: then it is worth its memory.
+        // 1. Own the chunk, unless its last fetch was recent: then it is worth its memory.
         let was = {
             let mut chunks = segment.lock();
             let chunk = &mut made(&mut chunks)[i];
@@ -561,7 +561,7 @@ impl Residency for TieredExtent {
             self.tier
                 .unpack(&was, buffer)
                 .map_err(|()| Absent::Unreadable)?;
-            // A disk may have taken its time: who released the extent has been told that nobody
+            // A disk may have taken long: the thread that released the extent was told that nobody
             // reads it any more.
             if self.released.load(Ordering::Relaxed) {
                 return Err(Absent::Released);
@@ -569,7 +569,7 @@ impl Residency for TieredExtent {
             take(&buffer.plain[(offset - start) as usize..][..len as usize]);
             Ok(())
         });
-        // 3. It stays where it is.
+        // 3. The chunk stays where it is.
         if !self.publish(chunk, &was, was) {
             self.tier.forget(&was);
             self.tier.forget_orphan();
@@ -615,7 +615,7 @@ impl Residency for TieredExtent {
             return Ok(words);
         }
         let made = SegmentWords::create(self.file.bytes())?;
-        // Whoever changes a word holds its segment's lock: all of them see the words, or none.
+        // Threads that change a word hold its segment's lock: all see the words, or none.
         let chunks: Vec<_> = self.segments.iter().map(Segment::lock).collect();
         let is_released = self.released.load(Ordering::Relaxed);
         if is_released || self.words.set(made).is_err() {

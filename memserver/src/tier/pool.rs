@@ -15,10 +15,10 @@ use parking_lot::Mutex;
 use super::extent::TieredExtent;
 
 pub(super) const CELL_BYTES: usize = 4096;
-/// What a cell takes in the pool's tables, at most.
+/// Upper bound of a cell's memory in the pool's tables.
 const TABLE_BYTES_PER_CELL: usize = 48;
 
-/// The end of a chain.
+/// Number that ends a chain.
 const NONE: u32 = u32::MAX;
 
 pub(super) struct Pool {
@@ -31,14 +31,14 @@ pub(super) struct Pool {
 struct Cells {
     /// The next cell of the same chunk, for every cell that was ever used.
     next: Vec<u32>,
-    /// Whose chunk begins in a cell.
+    /// Chunk that begins in a cell, if one does.
     owner: Vec<Option<Owner>>,
-    /// Hold nothing, and are physical memory.
+    /// Cells that hold nothing and are physical memory.
     free: Vec<u32>,
-    /// Hold nothing, and are holes.
+    /// Cells that hold nothing and are holes.
     hollow: Vec<u32>,
     used: usize,
-    /// Where the search for the oldest goes on.
+    /// Cell at which the search for the oldest chunk goes on.
     hand: usize,
 }
 
@@ -54,7 +54,7 @@ impl Pool {
         let memory: Arc<ExtentMemory> = ExtentMemory::create(ExtentId(0), bytes, false)?;
         let cells_most = bytes as usize / CELL_BYTES;
         let mut cells = Cells::default();
-        // Never moved, which would take them twice.
+        // Reserved in full: growth would move the tables, which takes their memory twice.
         (cells.next.try_reserve_exact(cells_most))
             .and_then(|()| cells.owner.try_reserve_exact(cells_most))
             .map_err(|_| io::ErrorKind::OutOfMemory)?;
@@ -65,24 +65,24 @@ impl Pool {
         })
     }
 
-    /// Memory of its tables when it is full.
+    /// Returns the memory of the tables when the pool is full.
     pub(super) fn table_bytes(&self) -> u64 {
         (self.cells_most * TABLE_BYTES_PER_CELL) as u64
     }
 
-    /// Physical memory that it takes.
+    /// Returns the physical memory of the cells.
     pub(super) fn bytes(&self) -> u64 {
         let cells = self.cells.lock();
         ((cells.used + cells.free.len()) * CELL_BYTES) as u64
     }
 
-    /// Whether the oldest chunks should go to the spill file, to leave room for younger ones.
+    /// True if the oldest chunks should go to the spill file, to leave room for younger ones.
     pub(super) fn is_nearly_full(&self) -> bool {
         self.cells.lock().used > self.cells_most / 8 * 7
     }
 
-    /// Stores `bytes`. `charge` is asked for memory that the pool does not have yet. `None`: there
-    /// is no room, or the system refuses.
+    /// Stores `bytes`, and returns their first cell. Asks `charge` for memory that the pool does
+    /// not have yet. `None` if there is no room, or the system refuses.
     pub(super) fn put(
         &self,
         bytes: &[u8],
@@ -95,7 +95,7 @@ impl Pool {
             let mut cells = self.cells.lock();
             let reused = count.min(cells.free.len());
             let fresh = count - reused;
-            // Some may be in `trim`, and are nobody's.
+            // Some cells may be in `trim`, and in neither list.
             let there = cells.hollow.len() + self.cells_most - cells.next.len();
             if fresh > there || (fresh > 0 && !charge((fresh * CELL_BYTES) as u64)) {
                 return None;
@@ -127,7 +127,7 @@ impl Pool {
         Some(taken[0])
     }
 
-    /// Fills `to` with what was put at `first`.
+    /// Fills `to` with the bytes that were put at `first`.
     pub(super) fn get(&self, first: u32, to: &mut [u8]) -> io::Result<()> {
         let chain: Vec<u32> = {
             let cells = self.cells.lock();
@@ -143,7 +143,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Forgets what was put at `first`. Its cells stay memory until [`trim`](Self::trim).
+    /// Frees the cells of the chunk at `first`. They stay memory until [`trim`](Self::trim).
     pub(super) fn free(&self, first: u32) {
         let mut cells = self.cells.lock();
         cells.owner[first as usize] = None;
@@ -155,7 +155,7 @@ impl Pool {
         }
     }
 
-    /// The chunk that has been there for longest, or nearly, and its first cell.
+    /// Returns the chunk that has been in the pool for longest, or nearly, and its first cell.
     pub(super) fn oldest(&self) -> Option<(Owner, u32)> {
         let mut cells = self.cells.lock();
         let count = cells.owner.len();
@@ -198,8 +198,7 @@ impl Pool {
     }
 }
 
-/// Where cells lie in the file, those together that lie one behind the other: most chunks take one
-/// system call.
+/// Returns offset and length of each run of neighbouring cells: most chunks take one system call.
 fn runs(cells: &[u32]) -> impl Iterator<Item = (u64, usize)> {
     (cells.chunk_by(|a, b| a + 1 == *b)).map(|run| {
         (

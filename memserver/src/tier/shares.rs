@@ -1,9 +1,9 @@
-//! [`Books`]: who has how much memory, and whose chunk leaves next.
+//! [`Books`]: the memory of each share, and the choice of the chunk that leaves next.
 //!
 //! The rule it keeps: a chunk leaves the share that has the most memory for its weight, a share
-//! being what all clients of one [`Origin`] are lent. So a client that goes through much pushes out
-//! its own chunks, and who has no more than the part that its weight gives keeps it, however many
-//! sessions others open. In a share, the session that has the most gives it up.
+//! being all that the clients of one [`Origin`] are lent. So a client that goes through much pushes
+//! out its own chunks, and a share within the part that its weight gives keeps them, however many
+//! sessions others open. In a share, the session with the most chunks gives one up.
 
 use std::{
     cmp::{Ordering, Reverse},
@@ -20,43 +20,43 @@ use super::{
     extent::{CHUNK_BYTES, SEGMENT_CHUNKS, TieredExtent},
 };
 
-/// Of a share that nobody has given a weight.
+/// Weight of a share that was given none.
 const WEIGHT: u32 = 1;
-/// `stat` shows so many shares, the largest: there may be as many as sessions.
+/// Number of shares that `stat` shows, the largest: there may be as many as sessions.
 const SHOWN_MOST: usize = 64;
 
-/// Who an extent is lent to.
+/// Lessee of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tenant {
     pub(crate) session: SessionId,
-    /// `None`: nobody.
+    /// Origin of the session; `None` if no session leases the extent.
     pub(crate) origin: Option<Origin>,
 }
 
 impl Tenant {
-    /// Of what only a name keeps.
+    /// Tenant of extents that only names or readers keep.
     pub(crate) const NOBODY: Self = Self {
         session: SessionId(0),
         origin: None,
     };
 }
 
-/// Who has how much memory.
+/// Counts of memory: in all, by share and by session.
 #[derive(Default)]
 pub(super) struct Books {
     pub(super) held_bytes: u64,
-    /// What tables wait for. Chunks that are to be fetched wait behind them.
+    /// Memory that tables wait for. Fetches of chunks wait behind them.
     pub(super) wanted_bytes: u64,
-    /// Of what is held, that for tables, words and marks, which never leave memory.
+    /// Part of `held_bytes` for tables, words and marks, which never leave memory.
     pub(super) table_bytes: u64,
     /// Slots that lent chunks may need.
     pub(super) slots_kept: u64,
-    /// Chunks of discarded extents that are still on their way, and give their slots and tables
-    /// back at the end of it. Below zero for a moment: a chunk may arrive before it is counted.
+    /// Chunks of discarded extents that are still being moved, and give their slots and tables back
+    /// at the end. Below zero for a moment if a chunk arrives before it is counted.
     pub(super) orphans: i64,
     pub(super) extents: HashMap<ExtentId, Entry>,
     shares: HashMap<Option<Origin>, Share>,
-    /// Of those whose weight is not [`WEIGHT`].
+    /// Weights of the origins whose weight is not [`WEIGHT`].
     weights: HashMap<Origin, u32>,
     pub(super) stops: bool,
 }
@@ -64,24 +64,24 @@ pub(super) struct Books {
 pub(super) struct Entry {
     pub(super) extent: Weak<TieredExtent>,
     pub(super) tenant: Tenant,
-    /// Hot, or about to be, and [stray](super::Tier::punch_strays) at the last look.
+    /// Chunks that are hot, or about to be, or were [stray](super::Tier::punch_strays) last time.
     pub(super) chunks: u64,
     pub(super) strays: u64,
 }
 
-/// What the clients of one origin are lent.
+/// Memory that the clients of one origin are lent.
 struct Share {
     weight: u32,
     chunks: u64,
     sessions: HashMap<SessionId, Part>,
 }
 
-/// What one session is lent.
+/// Memory that one session is lent.
 #[derive(Default)]
 struct Part {
     chunks: u64,
     extents: Vec<ExtentId>,
-    /// The clock's hand: an extent's place, and a segment of it.
+    /// The clock's hand: an index into `extents`, and a segment of that extent.
     hand: (usize, usize),
 }
 
@@ -94,7 +94,7 @@ impl Books {
         }
     }
 
-    /// Ends what is kept for so many chunks of an extent, and `own_bytes` for its words and marks.
+    /// Gives back the slots and tables of `chunks` chunks, and `own_bytes` for words and marks.
     pub(super) fn give_table_back(&mut self, chunks: u64, own_bytes: u64) {
         let bytes = chunks * TABLE_BYTES_PER_CHUNK + own_bytes;
         self.held_bytes -= bytes;
@@ -102,7 +102,7 @@ impl Books {
         self.slots_kept -= chunks;
     }
 
-    /// Counts a chunk of an extent that is hot, or no longer.
+    /// Adds `change` to the hot chunks of extent `id`.
     pub(super) fn count(&mut self, id: ExtentId, change: i64) {
         if let Some(entry) = self.extents.get_mut(&id) {
             entry.chunks = entry.chunks.wrapping_add_signed(change);
@@ -129,7 +129,7 @@ impl Books {
         self.extents.insert(id, entry);
     }
 
-    /// Takes an extent out of its share; who has no extents has no share.
+    /// Takes an extent out of its share. A share without extents is removed.
     pub(super) fn leave_share(&mut self, id: ExtentId) -> Option<Entry> {
         let entry = self.extents.remove(&id)?;
         let Tenant { session, origin } = entry.tenant;
@@ -147,12 +147,12 @@ impl Books {
         Some(entry)
     }
 
-    /// Chunks in memory, of all shares.
+    /// Counts the chunks in memory, of all shares.
     pub(super) fn chunks(&self) -> u64 {
         self.shares.values().map(|share| share.chunks).sum()
     }
 
-    /// The shares, the largest first.
+    /// Lists `SHOWN_MOST` shares at most, the largest first.
     pub(super) fn stat(&self) -> Vec<ShareStat> {
         let mut shares: Vec<_> = self.shares.iter().collect();
         shares.sort_by_key(|(_, share)| Reverse(share.chunks));
@@ -167,16 +167,16 @@ impl Books {
             .collect()
     }
 
-    /// A chunk of the share that has the most for its weight, and there of the session that has
-    /// the most: one that was not used for a turn of its clock, or any if all are used all the
-    /// time. If these have none that can leave, one of the next.
+    /// Owns a chunk of the share that has the most for its weight, and there of the session that
+    /// has the most. Takes one that was not used for a turn of the clock, or any if all are used
+    /// all the time. If none can leave, a chunk of the next session or share is taken.
     pub(super) fn victim(&mut self) -> Option<(Arc<TieredExtent>, usize)> {
         let largest = *self.shares.iter().max_by(by_weight)?.0;
         let found = self.victim_of(largest);
         if found.is_some() {
             return found;
         }
-        // Rare: what it has is held, on its way, or stray.
+        // Rare: all chunks of the largest share are held, being moved, or stray.
         let mut shares: Vec<_> = self.shares.iter().collect();
         shares.sort_by(|one, other| by_weight(other, one));
         let shares: Vec<_> = shares.into_iter().map(|(origin, _)| *origin).collect();
@@ -209,8 +209,8 @@ impl Books {
 impl Part {
     fn victim(&mut self, known: &HashMap<ExtentId, Entry>) -> Option<(Arc<TieredExtent>, usize)> {
         let Self { extents, hand, .. } = self;
-        // In the first whole turn all may be young, in the second those that were used meanwhile.
-        // A client can say of all that they are used, all the time: then any leaves.
+        // In the first whole turn all may be young, in the second those that were used meanwhile. A
+        // client can claim that all are used, all the time: then any leaves.
         let mut turns = 0;
         while turns <= 2 {
             let (at, segment) = *hand;
@@ -233,7 +233,7 @@ impl Part {
     }
 }
 
-/// The chunks of a tenant's share, and its own part.
+/// Returns the chunk count of a tenant's share, and the tenant's own part.
 fn of(
     shares: &mut HashMap<Option<Origin>, Share>,
     Tenant { session, origin }: Tenant,
@@ -245,13 +245,13 @@ fn of(
 
 type Known<'a> = (&'a Option<Origin>, &'a Share);
 
-/// Which of two shares has more for its weight.
+/// Compares two shares by their memory for their weight.
 fn by_weight(one: &Known<'_>, other: &Known<'_>) -> Ordering {
     let over = |share: &Share, weight: u32| share.chunks * u64::from(weight);
     over(one.1, other.1.weight).cmp(&over(other.1, one.1.weight))
 }
 
-/// As an operator writes it.
+/// Returns the name of an origin as an operator writes it.
 fn name_of(origin: Option<Origin>) -> String {
     match origin {
         None => "names that nobody has open".to_owned(),

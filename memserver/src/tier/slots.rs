@@ -1,6 +1,6 @@
-//! [`Slots`]: which places of the spill file are free.
+//! [`Slots`]: the free places of the spill file.
 //!
-//! The rule it keeps: there is a slot for each chunk that is lent. One that failed is used again
+//! The rule it keeps: there is a slot for each chunk that is lent. A slot that failed is used again
 //! only when there is no other.
 
 use std::collections::{HashSet, VecDeque};
@@ -8,12 +8,12 @@ use std::collections::{HashSet, VecDeque};
 pub(super) struct Slots {
     most: u32,
     pub(super) free: Vec<u32>,
-    /// The first that was never used.
+    /// Number of the first slot that was never used.
     pub(super) fresh: u32,
-    /// Could not be written. Taken again when there is no other, the one that failed first before
-    /// the rest.
+    /// Slots that could not be written. Taken again when there is no other, in the order of their
+    /// failures.
     pub(super) failed: VecDeque<u32>,
-    /// Hold bytes that could not be read back as they were.
+    /// Slots whose bytes could not be read back as they were written.
     pub(super) suspect: HashSet<u32>,
 }
 
@@ -28,7 +28,7 @@ impl Slots {
         }
     }
 
-    /// Nobody has the slot any more.
+    /// Gives `slot` back. A suspect slot counts as failed.
     pub(super) fn give_back(&mut self, slot: u32) {
         match self.suspect.remove(&slot) {
             true => self.failed.push_back(slot),
@@ -36,7 +36,7 @@ impl Slots {
         }
     }
 
-    /// A slot that nobody has. There is one for each chunk that is lent.
+    /// Takes a free slot. There is one for each chunk that is lent.
     pub(super) fn take(&mut self) -> u32 {
         if let Some(slot) = self.free.pop() {
             return slot;

@@ -1,5 +1,4 @@
-//! How a chunk's bytes are stored that left memory: compressed in the pool, or in a slot of the
-//! spill file.
+//! Storage of chunks that left memory: compressed in the pool, or in a slot of the spill file.
 //!
 //! The rule it keeps: bytes that come back are compared with the hash of those that left.
 
@@ -18,8 +17,8 @@ use super::{
 };
 
 impl Tier {
-    /// Stores the bytes of `buffer.plain`, and returns what the chunk is once its memory is given
-    /// back. `was` is the chunk while it was hot: its slot is free afterwards unless it is used on.
+    /// Stores the bytes of `buffer.plain`. Returns the chunk as it is once its memory is given
+    /// back. `was` is the hot chunk: its slot is freed, unless it has the same bytes already.
     pub(super) fn pack(
         &self,
         extent: &Arc<TieredExtent>,
@@ -73,7 +72,7 @@ impl Tier {
         }
     }
 
-    /// Takes memory for the pool if there is some.
+    /// Takes `bytes` of memory for the pool. Returns false if there is no room.
     pub(super) fn charge(&self, bytes: u64) -> bool {
         let mut books = self.books.lock();
         let has_room = books.held_bytes + bytes <= self.memory_bytes;
@@ -83,7 +82,7 @@ impl Tier {
         has_room
     }
 
-    /// Moves what the pool has of a chunk to the spill file.
+    /// Copies a chunk's bytes from the pool to the spill file.
     pub(super) fn spill_packed(&self, was: &Chunk, buffer: &mut Transfer) -> Result<Chunk, ()> {
         let len = was.stored_bytes as usize;
         (self.pool.get(was.cell, &mut buffer.packed[..len]))
@@ -95,8 +94,8 @@ impl Tier {
         self.spill(was.stored_bytes, &mut buffer.packed, gone)
     }
 
-    /// Writes the first `stored_bytes` of `packed` to a slot. Fails without a write if the disk
-    /// does not come to it.
+    /// Writes the first `stored_bytes` of `packed` to a slot. Fails without a write if the disk is
+    /// busy for too long.
     pub(super) fn spill(
         &self,
         stored_bytes: u32,
@@ -154,14 +153,14 @@ impl Tier {
         Ok(())
     }
 
-    /// Remembers that a slot did not give back what it was given.
+    /// Marks the slot of `was` as suspect: its bytes did not come back as they were written.
     pub(super) fn suspect(&self, was: &Chunk) {
         if was.place == Place::Spilled {
             self.slots.lock().suspect.insert(was.slot);
         }
     }
 
-    /// Frees what a chunk is stored in.
+    /// Frees the cells and the slot of `chunk`.
     pub(super) fn forget(&self, chunk: &Chunk) {
         if chunk.place == Place::Compressed {
             self.pool.free(chunk.cell);

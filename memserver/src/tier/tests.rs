@@ -34,15 +34,15 @@ enum Fault {
     Full,
     /// Reads take until the fault ends.
     HungReads,
-    /// Writes do.
+    /// Writes take until the fault ends.
     HungWrites,
-    /// Both do.
+    /// Reads and writes take until the fault ends.
     Hung,
     /// Each read takes [`SLOW`].
     SlowRead,
     /// The first slots cannot be written, and all others can.
     BadSlots,
-    /// Whoever writes panics.
+    /// Each write panics.
     Panic,
 }
 
@@ -134,7 +134,7 @@ impl Stage {
         Self::with_capacity(EXTENT_BYTES, 0xee)
     }
 
-    /// What was never written to the disk has bytes of `filling`.
+    /// Makes a stage. Disk blocks that were never written have bytes of `filling`.
     fn with_capacity(capacity_bytes: u64, filling: u8) -> Self {
         Self::at("tcp://127.0.0.1:0", capacity_bytes, filling)
     }
@@ -228,7 +228,7 @@ impl Stage {
         extent.expect("it is lent")
     }
 
-    /// Ends the evictors: no chunk leaves any more, and none is on its way.
+    /// Ends the evictors: no chunk leaves any more, and none is being moved.
     fn stop_evictors(&mut self) {
         self.evictors = None;
         assert!(self.at_place(Place::Busy).is_empty(), "they have ended");
@@ -239,7 +239,7 @@ impl Stage {
         self.evictors = Some(Evictors::start(&self.tier).expect("threads"));
     }
 
-    /// Chunks that are in a place and nowhere else.
+    /// Lists the chunks that are in `place`.
     fn at_place(&self, place: Place) -> Vec<u64> {
         let extent = self.lent();
         Self::chunks()
@@ -248,7 +248,7 @@ impl Stage {
     }
 }
 
-/// Chunks with odd numbers do not compress.
+/// Makes the bytes of a chunk. Chunks with odd numbers do not compress.
 fn content(chunk: u64, version: u64) -> Vec<u8> {
     let seed = chunk << 32 | version;
     let mut state = seed;
@@ -392,7 +392,7 @@ fn a_few_slots_that_cannot_be_written_end_no_evictions() {
 fn the_clock_passes_by_chunks_that_cannot_be_stored() {
     let stage = Stage::set();
     stage.break_disk(Fault::WriteError);
-    // What compresses needs no disk.
+    // Compressible chunks need no disk.
     let content = |chunk| content(if chunk < 96 { 1 } else { 2 }, chunk);
     for chunk in Stage::chunks() {
         let written = stage.operate(Verb::Write, chunk, content(chunk));
@@ -417,7 +417,7 @@ fn the_clock_passes_by_chunks_that_cannot_be_stored() {
 fn a_disk_that_takes_no_writes_holds_up_only_what_needs_it() {
     let stage = Stage::set();
     stage.break_disk(Fault::HungWrites);
-    // What compresses needs no disk. The oldest chunks, which leave first, do.
+    // Compressible chunks need no disk. The oldest chunks, which leave first, do.
     let content = |chunk| content(if chunk < 64 { 1 } else { 2 }, chunk);
     for chunk in Stage::chunks() {
         let written = stage.operate(Verb::Write, chunk, content(chunk));
@@ -471,7 +471,7 @@ fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
         let read = stage.read(compressed[0]).expect("it needs no disk");
         assert!(read == content(compressed[0], 1));
         stage.break_disk(Fault::Hung);
-        // What is read again soon is worth memory, and others leave for it without the disk.
+        // Chunks that are read again soon are worth memory: others leave without the disk.
         for chunk in compressed.iter().chain(&compressed) {
             let read = stage.read(*chunk).expect("one evictor is not at the disk");
             assert!(read == content(*chunk, 1), "{chunk}");
@@ -487,7 +487,7 @@ fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
         );
         stage.break_disk(Fault::None);
     });
-    // What was on its way is given back by who moved it, and the pool becomes smaller.
+    // Chunks that were being moved are given back by their movers, and the pool shrinks.
     let until = Instant::now() + PATIENCE;
     let is_all_back = || {
         let left = stage.tier.stat();
@@ -562,7 +562,7 @@ fn a_read_of_many_chunks_has_one_deadline_and_gets_further_each_time() {
 
 #[test]
 fn a_lease_whose_table_has_no_room_waits_until_chunks_have_left() {
-    // Its table takes more than evictors keep free.
+    // The large extent's table takes more than evictors keep free.
     const LARGE_BYTES: u64 = 768 * MIB;
     // Zeros, which take no memory here until they are written.
     let stage = Stage::with_capacity(EXTENT_BYTES + LARGE_BYTES + 3 * CHUNK_BYTES, 0);
@@ -642,7 +642,7 @@ fn memory_that_a_client_takes_by_touching_what_is_not_there_is_charged_to_it_and
     for chunk in Stage::chunks() {
         stage.write(chunk, 1).expect("a sound disk");
     }
-    // They would change what is counted here while it is counted.
+    // Evictors would change the counts while they are compared.
     stage.stop_evictors();
     let extent = stage.lent();
     let _words = extent.share().expect("a descriptor");
@@ -690,7 +690,7 @@ fn a_client_that_marks_everything_all_the_time_still_gives_up_chunks() {
             .write_at(EXTENT_BYTES, &[0xff; 4])
             .expect("marks")
     };
-    // What is young for having been written is so no more.
+    // Chunks that were young because they had been written are not any more.
     assert_eq!(extent.take_cold(0, false), None);
     for _ in 0..3 {
         mark_all();
@@ -803,12 +803,12 @@ fn a_panic_of_an_evictor_ends_the_process_and_says_so() {
     );
 }
 
-/// Over an adapter with on-demand paging.
+/// Tests over an adapter with on-demand paging.
 #[cfg(feature = "rdma")]
 mod rdma {
     use super::*;
 
-    /// A stage at this machine's device, if it has one.
+    /// Makes a stage at this machine's device, if it has one.
     fn stage(test: &str) -> Option<Stage> {
         let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
             eprintln!(

@@ -1,7 +1,7 @@
-//! [`Turns`]: how many evictors write to the spill file at once.
+//! [`Turns`]: limits how many evictors write to the spill file at once.
 //!
-//! The rule it keeps: one evictor is never at the disk. A disk may not answer, and what leaves
-//! memory without it (zeros, what compresses, what has not changed) must leave all the same.
+//! The rule it keeps: one evictor is never at the disk. A disk may not answer, and chunks that
+//! leave memory without it (zeros, compressible or unchanged ones) must leave all the same.
 
 use std::time::{Duration, Instant};
 
@@ -9,8 +9,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::EVICTORS;
 
-/// How long an evictor waits for a turn: several writes of a sound disk. Then its chunk stays hot,
-/// and the clock goes on to the next segment.
+/// The longest wait of an evictor for a turn: several writes of a sound disk. Its chunk then stays
+/// hot, and the clock goes on to the next segment.
 const PATIENCE: Duration = Duration::from_millis(20);
 
 pub(super) struct Turns {
@@ -18,7 +18,7 @@ pub(super) struct Turns {
     ended: Condvar,
 }
 
-/// The right to write, until it is dropped.
+/// The right to write to the spill file, until it is dropped.
 pub(super) struct Turn<'a>(&'a Turns);
 
 impl Turns {
@@ -29,7 +29,7 @@ impl Turns {
         }
     }
 
-    /// Waits a moment for a turn. `None`: the disk takes longer with those before.
+    /// Waits a moment for a turn. `None` if the disk is still busy with earlier writes.
     pub(super) fn take(&self) -> Option<Turn<'_>> {
         let until = Instant::now() + PATIENCE;
         let mut free = self.free.lock();

@@ -1,4 +1,4 @@
-//! What the tests of this crate share: servers in and out of this process, and remote bytes without
+//! Shared parts of this crate's tests: servers in and out of this process, and remote bytes without
 //! ceremony.
 //!
 //! The rule it keeps: nothing waits without a bound, and nothing that was started outlives its
@@ -26,7 +26,7 @@ use farpage_memserver::{RunningServer, Server};
 use farpage_wire::{Endpoint, ExtentId};
 use tempfile::TempDir;
 
-/// Far beyond what anything here takes on a loaded machine.
+/// The longest wait, far beyond what anything here takes on a loaded machine.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Looks until `holds`, and fails the test with `what` after [`PATIENCE`].
@@ -89,7 +89,7 @@ pub fn socket_in(directory: &TempDir) -> Endpoint {
         .unwrap()
 }
 
-/// What a daemon logs.
+/// Log lines of a daemon.
 pub type Log = Lines<BufReader<ChildStderr>>;
 
 trait Drained {
@@ -107,13 +107,13 @@ impl Drained for (Daemon, Log) {
 /// The real binary, listening on both fabrics.
 pub struct Daemon {
     pub child: Child,
-    /// Nobody listens there in [`Daemon::over_tcp`].
+    /// Endpoint over shared memory; unused after [`Daemon::over_tcp`].
     pub shm: Endpoint,
     pub tcp: Endpoint,
     pub directory: TempDir,
 }
 
-/// The binary with an environment in which nobody has configured anything.
+/// Makes a command of the binary, in an environment without settings.
 pub fn command() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_farpage-memserver"));
     for (name, _) in std::env::vars_os() {
@@ -124,7 +124,7 @@ pub fn command() -> Command {
     command
 }
 
-/// The same, run by a shell that does something to itself first.
+/// Makes the same command, run by a shell that runs `preparation` first.
 fn after(preparation: &str) -> Command {
     let mut shell = Command::new("sh");
     let script = format!("{preparation} && exec \"$@\"");
@@ -144,22 +144,22 @@ impl Daemon {
         Self::run(command(), arguments).drained()
     }
 
-    /// Listening on tcp only.
+    /// Starts a daemon that listens on tcp only.
     pub fn over_tcp(arguments: &[&str]) -> Self {
         Self::run_on(command(), false, arguments).drained()
     }
 
-    /// Nobody reads its log after it has begun to listen.
+    /// Starts a daemon whose log is not read after it has begun to listen.
     pub fn unread(arguments: &[&str]) -> (Self, Log) {
         Self::run(command(), arguments)
     }
 
-    /// With no more open files than `files`.
+    /// Starts a daemon with at most `files` open files.
     pub fn with_files(files: u64, arguments: &[&str]) -> Self {
         Self::run(after(&format!("ulimit -n {files}")), arguments).drained()
     }
 
-    /// Listening on tcp only, in the control group whose directory that is.
+    /// Starts a daemon that listens on tcp only, in the control group of the directory `group`.
     pub fn in_group(group: &Path, arguments: &[&str]) -> Self {
         let enter = format!("echo $$ > {}/cgroup.procs", group.display());
         Self::run_on(after(&enter), false, arguments).drained()
@@ -239,7 +239,7 @@ pub fn connect(endpoint: &Endpoint) -> Arc<Session> {
     Session::connect(endpoint, &options).unwrap()
 }
 
-/// With a key of one's own.
+/// Connects with the key of `key_file`.
 pub fn connect_as(endpoint: &Endpoint, key_file: &Path) -> Arc<Session> {
     let options = SessionOptions {
         key_file: Some(key_file.to_owned()),
@@ -248,7 +248,7 @@ pub fn connect_as(endpoint: &Endpoint, key_file: &Path) -> Arc<Session> {
     Session::connect(endpoint, &options).unwrap()
 }
 
-/// One operation, waited for.
+/// Runs one operation and waits for it.
 pub fn transfer(
     channel: &mut dyn Channel<Vec<u8>>,
     verb: Verb,

@@ -71,7 +71,7 @@ pub fn greet(endpoint: &Endpoint, purpose: Purpose) -> Box<dyn Stream> {
     stream
 }
 
-/// A session by hand.
+/// Begins a session by hand.
 pub fn begin(endpoint: &Endpoint) -> (Box<dyn Stream>, SessionId, Secret) {
     let mut stream = greet(endpoint, Purpose::Control);
     say(
@@ -130,7 +130,7 @@ pub fn greet_from(
     Some(Box::new(stream))
 }
 
-/// A request and its answer; `None` where the server closed the connection.
+/// Sends a request and returns its answer; `None` where the server closed the connection.
 pub fn ask(stream: &mut dyn Stream, request: &Request) -> Option<Response> {
     stream.write_all(&control::encode(request).unwrap()).ok()?;
     let mut prefix = [0; PREFIX_BYTES];

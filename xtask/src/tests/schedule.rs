@@ -1,7 +1,7 @@
 //! Runs jobs side by side, in two lanes.
 //!
-//! The rule it keeps: what a job prints comes as one block when the job has ended, so that programs
-//! that run together can be told apart. A job that measures time runs when no other does.
+//! The rule it keeps: the output of a job comes as one block when the job has ended, so that
+//! programs that run together can be told apart. A job that measures time runs alone.
 
 use std::{
     collections::VecDeque,
@@ -17,25 +17,25 @@ use anyhow::Result;
 
 use super::tally::Tally;
 
-/// Test programs that run at the same time. Most of them wait for more than half of their time.
+/// Number of test programs that run at the same time. Most wait for more than half of their time.
 pub(crate) const LANES: usize = 2;
 
-/// Counts tests into the tally.
+/// Work of a job, which counts tests into the tally.
 pub(crate) type Work<'a> = Box<dyn Fn(&mut Tally) -> Result<()> + Sync + 'a>;
 
-/// Something that runs tests, or is one.
+/// A job that runs tests, or is one.
 pub(crate) struct Job<'a> {
     pub(crate) label: String,
     pub(crate) place: Place,
     pub(crate) work: Work<'a>,
 }
 
-/// The lane of a job.
+/// Lane of a job.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Place {
     /// One of the [`LANES`], in the order of the list.
     Shared,
-    /// No other job runs meanwhile.
+    /// A time when no other job runs.
     Alone,
 }
 
@@ -70,7 +70,7 @@ pub(crate) fn run(jobs: &[Job]) -> Result<Tally> {
     ended.error.map_or(Ok(ended.tally), Err)
 }
 
-/// Runs `work` while `loops` threads compute without end: a machine that is busy with other things.
+/// Runs `work` while `loops` threads compute without end, as on a busy machine.
 pub(crate) fn beside<T>(loops: usize, work: impl FnOnce() -> T) -> T {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -87,7 +87,7 @@ pub(crate) fn beside<T>(loops: usize, work: impl FnOnce() -> T) -> T {
     })
 }
 
-/// The jobs that have ended.
+/// Number of jobs, and the results of jobs that have ended.
 struct Progress {
     jobs: usize,
     state: Mutex<Ended>,
@@ -101,7 +101,7 @@ struct Ended {
 }
 
 impl Progress {
-    /// Runs `job` and prints what it said. Does nothing once a job could not do its work.
+    /// Runs `job` and prints its output. Does nothing once a job could not do its work.
     fn run(&self, job: &Job) {
         let state = || self.state.lock().expect("no panic while it is held");
         if state().error.is_some() {

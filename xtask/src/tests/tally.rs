@@ -1,38 +1,38 @@
-//! The count of a run's tests, read from what test programs print.
+//! The count of a run's tests, read from the output of test programs.
 //!
 //! The rule it keeps: every test is counted as passed, failed or skipped. A test that cannot run
 //! here prints `SKIPPED: <test>: <why>` on its standard error and returns; an ignored test counts
-//! as skipped, too. libtest keeps what a passing test prints to itself, so programs run with
+//! as skipped, too. libtest hides the output of a passing test, so programs run with
 //! `--show-output`, and these lines are picked out of it.
 
 use std::{collections::BTreeSet, mem, process::ExitCode};
 
-/// The time of one test beyond which [`Tally::close`] names it.
+/// Time of one test beyond which [`Tally::close`] names it.
 const SLOW_S: f64 = 20.0;
 
 /// Counts of tests, and the lines to show of the programs that ran them.
 #[derive(Default)]
 pub(crate) struct Tally {
     pub(crate) passed: usize,
-    /// `<test>`, or `<test>: <why>`
+    /// Failed tests: `<test>`, or `<test>: <why>`.
     pub(crate) failures: Vec<String>,
-    /// `<test>: <why>`
+    /// Skipped tests: `<test>: <why>`.
     pub(crate) skips: Vec<String>,
     /// Output lines that a person wants to see.
     pub(crate) shown: String,
     /// Tests that took longer than [`SLOW_S`], with their seconds.
     slow: Vec<(f64, String)>,
-    /// Names of tests that passed in the virtual machine. Elsewhere they may be skipped.
+    /// Names of tests that passed in the virtual machine. Outside it they may be skipped.
     passed_in_vm: BTreeSet<String>,
     /// True while the programs run in the virtual machine.
     in_vm: bool,
     /// Names of the current program's tests that libtest calls passed.
     names_ok: BTreeSet<String>,
-    /// Failures that the current program has named.
+    /// Number of failures that the current program has named.
     failures_named: usize,
-    /// Skips that the current program is about to report as passed.
+    /// Number of skips that the current program is about to report as passed.
     skips_passed: usize,
-    /// True inside the part where libtest repeats what passing tests printed.
+    /// True inside the part in which libtest repeats the output of passing tests.
     in_successes: bool,
 }
 
@@ -45,7 +45,7 @@ impl Tally {
         }
     }
 
-    /// Counts what a line of a test program says, and keeps it if a person wants to see it.
+    /// Counts the outcome in a test program's line, and keeps the line if a person wants to see it.
     pub(crate) fn take(&mut self, line: &[u8]) {
         let line = String::from_utf8_lossy(line);
         if self.count(&line) {
@@ -74,7 +74,7 @@ impl Tally {
         self.passed_in_vm.extend(other.passed_in_vm);
     }
 
-    /// `3 passed, 0 failed, 1 skipped`
+    /// Returns the counts as text: `3 passed, 0 failed, 1 skipped`.
     pub(crate) fn counts(&self) -> String {
         format!(
             "{} passed, {} failed, {} skipped",
@@ -109,7 +109,7 @@ impl Tally {
         }
     }
 
-    /// Counts what `line` says; returns true if a person wants to see it.
+    /// Counts the outcome in `line`. Returns true if a person wants to see the line.
     fn count(&mut self, line: &str) -> bool {
         if let Some(skip) = skipped(line) {
             let test = skip.split(": ").next().unwrap_or(skip);
@@ -186,19 +186,19 @@ impl Outcome<'_> {
     }
 }
 
-/// The name of a test without its modules.
+/// Returns the name of a test without its modules.
 fn last_segment(test: &str) -> &str {
     test.rsplit("::").next().unwrap_or(test)
 }
 
-/// The skipped test and the reason, of a line that says so. `skipped: why` counts, too, since a
-/// test that words it so must not look passed.
+/// Returns the skipped test and the reason, if a line reports one. `skipped: why` counts, too,
+/// since a test with that wording must not look passed.
 fn skipped(line: &str) -> Option<&str> {
     let (word, skip) = line.trim_start().split_once(": ")?;
     word.eq_ignore_ascii_case("skipped").then_some(skip)
 }
 
-/// The number before `word` in `ok. 3 passed; 0 failed; ...`.
+/// Returns the number before `word` in `ok. 3 passed; 0 failed; ...`.
 fn number_before(result: &str, word: &str) -> usize {
     let words: Vec<&str> = result
         .split([' ', ';', '.'])

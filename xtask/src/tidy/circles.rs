@@ -1,14 +1,14 @@
-//! Files of a crate that import each other in a circle: who reads one has to read all.
+//! Files of a crate that import each other in a circle: a reader of one has to read all.
 //!
-//! The rule it keeps: it reads `use crate::...` alone, as text, and in files beside `lib.rs` `use
-//! super::...`, which is the same. It takes a folder for one file. Names that `lib.rs` hands on are
-//! followed to where they are defined. Tests may use what they like.
+//! The rule it keeps: only `use crate::...` counts, read as text, and in files beside `lib.rs` `use
+//! super::...`, which is equal. A folder counts as one file. Names that `lib.rs` hands on are
+//! followed to the files that define them. Tests may import any file.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Finding, Source};
 
-/// Crates without circles. A crate that has lost its last one joins the list.
+/// Crates without circles. A crate that has lost its last circle joins the list.
 const CRATES: [&str; 18] = [
     "bench/apps/src/",
     "bench/judge/src/",
@@ -30,7 +30,7 @@ const CRATES: [&str; 18] = [
     "memserver/src/",
 ];
 
-/// What a file imports, and in which line.
+/// Names that a file imports, with the line of each.
 type Imports = BTreeMap<String, usize>;
 
 pub(super) fn check(files: &[Source], findings: &mut Vec<Finding>) {
@@ -71,14 +71,14 @@ pub(super) fn check(files: &[Source], findings: &mut Vec<Finding>) {
     }
 }
 
-/// The module at the top of the crate that a file belongs to. `None`: of tests alone.
+/// Returns the module at the top of the crate that a file belongs to. `None` for files of tests.
 fn module_of(path: &str) -> Option<&str> {
     let module = path.split(['/', '.']).next()?;
     let is_of_tests = matches!(module, "simulation" | "tests") || path.ends_with("/tests.rs");
     (path.ends_with(".rs") && !is_of_tests).then_some(module)
 }
 
-/// Names that `lib.rs` has from its modules.
+/// Returns the names that `lib.rs` has from its modules, with the module of each.
 fn handed_on(lib: &str) -> BTreeMap<String, String> {
     let mut names = BTreeMap::new();
     for statement in lib.split("pub use ").skip(1) {
@@ -93,7 +93,7 @@ fn handed_on(lib: &str) -> BTreeMap<String, String> {
     names
 }
 
-/// The first names behind `crate::`, or what is the same, in the imports before the file's tests.
+/// Returns the first names behind `crate::`, or an equal root, in imports before the file's tests.
 fn imports(text: &str, root_is_super: bool) -> Imports {
     let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or(text);
     let mut names = Imports::new();
@@ -110,7 +110,7 @@ fn imports(text: &str, root_is_super: bool) -> Imports {
     names
 }
 
-/// `{a::{b, c}, D}` is `a` and `D`.
+/// Returns the first names of a list of imports: `a` and `D` for `{a::{b, c}, D}`.
 fn items(statement: &str) -> Vec<String> {
     let mut items = vec![String::new()];
     let mut depth = i32::from(!statement.starts_with('{'));
@@ -130,8 +130,8 @@ fn items(statement: &str) -> Vec<String> {
     items.into_iter().map(first).collect()
 }
 
-/// What is left when those are taken away that import nothing of the rest, or that nobody of the
-/// rest imports.
+/// Removes files that import none of the rest, or that none of the rest imports, again and again.
+/// Returns the files that are left.
 fn in_circles<T: Clone>(
     mut graph: BTreeMap<&str, Vec<(String, usize, T)>>,
 ) -> BTreeMap<&str, Vec<(String, usize, T)>> {

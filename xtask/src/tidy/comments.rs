@@ -1,11 +1,11 @@
-//! Which parts of a program's text are comments.
+//! Comments in a program's text.
 //!
-//! The rule it keeps: what stands in a string is no comment. It knows as much of each language as
-//! that takes.
+//! The rule it keeps: text in a string is no comment. The module knows only as much of each
+//! language as that takes.
 
 use super::{COLUMNS, Source};
 
-/// How a language writes comments and strings.
+/// Syntax of a language's comments and strings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Syntax {
     Rust,
@@ -16,7 +16,7 @@ pub(super) enum Syntax {
 }
 
 impl Syntax {
-    /// `None`: no language that this module knows.
+    /// Returns the syntax of a file. `None` for an unknown language.
     pub(super) fn of(file: &Source) -> Option<Syntax> {
         let name = file.path.rsplit('/').next().unwrap_or_default();
         match name.rsplit_once('.').map(|(_, extension)| extension) {
@@ -29,7 +29,7 @@ impl Syntax {
     }
 }
 
-/// The numbers of the lines that end in a comment behind column [`COLUMNS`].
+/// Returns the numbers of the lines that end in a comment behind column [`COLUMNS`].
 ///
 /// Rows of a table, and single words such as a link's address, cannot be wrapped.
 pub(super) fn long_lines(syntax: Syntax, text: &str) -> Vec<usize> {
@@ -48,7 +48,7 @@ pub(super) fn long_lines(syntax: Syntax, text: &str) -> Vec<usize> {
         .collect()
 }
 
-/// The comment of each line: `None`, or the offset in the line where its first one begins.
+/// Returns for each line the offset of its first comment, or `None`.
 pub(super) fn starts(syntax: Syntax, text: &str) -> Vec<Option<usize>> {
     if syntax == Syntax::Hash {
         return text.lines().map(hash_start).collect();
@@ -63,14 +63,14 @@ pub(super) fn starts(syntax: Syntax, text: &str) -> Vec<Option<usize>> {
         .collect()
 }
 
-/// What a line begins with, as those before it have left it.
+/// State at the beginning of a line, as earlier lines have left it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum State {
     Code,
-    /// Inside so many `/* */`; C does not nest them.
+    /// Inside this number of nested `/* */`; C does not nest them.
     Block(u32),
     Text,
-    /// A raw string, which ends with `"` and so many `#`.
+    /// A raw string, which ends with `"` and this number of `#`.
     Raw(usize),
 }
 
@@ -136,14 +136,14 @@ fn hashes_at(bytes: &[u8]) -> usize {
     bytes.iter().take_while(|byte| **byte == b'#').count()
 }
 
-/// Whether the `r` at `at` may begin a raw string: nothing stands before it, or the `b` or `c` of
+/// True if the `r` at `at` may begin a raw string: no word precedes it, except the `b` or `c` of
 /// such a string.
 fn begins_word(bytes: &[u8], at: usize) -> bool {
     let word = |at: usize| bytes[at].is_ascii_alphanumeric() || bytes[at] == b'_';
     at == 0 || !word(at - 1) || matches!(bytes[at - 1], b'b' | b'c') && (at == 1 || !word(at - 2))
 }
 
-/// The length of the character that begins here, or 1 for a lifetime and for a separator of digits.
+/// Returns the length of the character that begins here, or 1 for a lifetime or digit separator.
 fn character(rest: &[u8]) -> usize {
     let quote = |from: usize| rest.iter().skip(from).position(|byte| *byte == b'\'');
     match rest.get(1) {
@@ -157,8 +157,8 @@ fn character(rest: &[u8]) -> usize {
     }
 }
 
-/// Where the comment of a line begins in a language with `#`: not in quotes, and as a word of its
-/// own.
+/// Returns the offset of a line's comment in a language with `#`, which is not in quotes, and
+/// begins a word.
 fn hash_start(line: &str) -> Option<usize> {
     let mut quote = None;
     let mut before = b' ';

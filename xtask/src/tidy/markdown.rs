@@ -1,13 +1,12 @@
-//! Rules of Markdown: prose is wrapped, links lead somewhere, named source files are there.
+//! Rules of Markdown: prose is wrapped, and links and named source files exist.
 //!
-//! The rule it keeps: blocks of code and rows of tables are no prose, and what stands in code is no
-//! link.
+//! The rule it keeps: blocks of code and rows of tables are no prose, and code contains no links.
 
 use std::{fs, path::Path};
 
 use super::{COLUMNS, Finding, Source};
 
-/// The numbers of the lines of prose behind column [`COLUMNS`]. Single words cannot be wrapped.
+/// Returns the numbers of lines of prose behind column [`COLUMNS`]. Single words cannot be wrapped.
 pub(super) fn long_lines(text: &str) -> Vec<usize> {
     prose(text)
         .filter(|(_, line)| {
@@ -21,7 +20,7 @@ pub(super) fn long_lines(text: &str) -> Vec<usize> {
         .collect()
 }
 
-/// The lines outside blocks of code, with their numbers.
+/// Returns the lines outside blocks of code, with their numbers.
 pub(super) fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut fenced = false;
     text.lines().enumerate().filter_map(move |(at, line)| {
@@ -31,7 +30,7 @@ pub(super) fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Links to files that are not there, and to headings that no file has.
+/// Finds links to files that do not exist, and to headings that no file has.
 pub(super) fn links(file: &Source, root: &Path, findings: &mut Vec<Finding>) {
     let folder = root.join(&file.path).with_file_name("");
     for (number, line) in prose(&file.text) {
@@ -56,7 +55,7 @@ pub(super) fn links(file: &Source, root: &Path, findings: &mut Vec<Finding>) {
     }
 }
 
-/// Source files that prose names, such as `pager/src/protocol.rs`, and that are not there.
+/// Finds source files that prose names, such as `pager/src/protocol.rs`, and that do not exist.
 pub(super) fn source_files(file: &Source, root: &Path, findings: &mut Vec<Finding>) {
     for (number, line) in prose(&file.text) {
         let spans = line.split('`').skip(1).step_by(2);
@@ -69,9 +68,9 @@ pub(super) fn source_files(file: &Source, root: &Path, findings: &mut Vec<Findin
     }
 }
 
-/// Where the links of a line lead.
+/// Returns the targets of a line's links.
 fn targets(line: &str) -> Vec<&str> {
-    // What stands between backquotes is code.
+    // Text between backquotes is code.
     let spans = line.split('`').step_by(2);
     spans
         .flat_map(|span| {
@@ -83,13 +82,13 @@ fn targets(line: &str) -> Vec<&str> {
         .collect()
 }
 
-/// The target of a line `[label]: target`.
+/// Returns the target of a line `[label]: target`.
 fn reference(line: &str) -> Option<&str> {
     let (_, target) = line.strip_prefix('[')?.split_once("]: ")?;
     Some(target.trim())
 }
 
-/// The anchors of a document's headings, as GitHub makes them.
+/// Returns the anchors of a document's headings, as GitHub makes them.
 fn anchors(text: &str) -> impl Iterator<Item = String> {
     prose(text).filter_map(|(_, line)| {
         let title = line.trim_start_matches('#');

@@ -1,6 +1,6 @@
-//! Words that do not belong into the repository: what is only true here and now, or for one person.
+//! Words that do not belong in the repository: they are true only here and now, or for one person.
 //!
-//! The rule it keeps: the words that it looks for do not stand in this file either.
+//! The rule it keeps: the words themselves do not stand in this file either.
 
 use super::{
     Finding, Source,
@@ -8,7 +8,7 @@ use super::{
     markdown,
 };
 
-/// Work that is left belongs into a tracker, or is done.
+/// Marks of unfinished work, which belongs in a tracker, or is done.
 const MARKS: [&str; 2] = [concat!("TO", "DO"), concat!("FIX", "ME")];
 
 /// Paths of one person's machine.
@@ -19,7 +19,7 @@ const PATHS: [&str; 4] = [
     concat!("/ro", "ot/."),
 ];
 
-/// Where package managers fetch from. Which one is near is for the machine's own settings to say.
+/// Hosts of package managers. The machine's own settings say which one is near.
 const REGISTRIES: [&str; 5] = [
     concat!("debian", ".org"),
     concat!("ubuntu", ".com"),
@@ -28,7 +28,8 @@ const REGISTRIES: [&str; 5] = [
     concat!("pypi", ".org"),
 ];
 
-/// Where a link may lead. Names without a dot, numbers, and names below `example` are made up.
+/// Hosts that links may lead to. Names without a dot, numbers, and names below `example` are made
+/// up.
 const HOSTS: [&str; 9] = [
     "docs.rs",
     "github.com",
@@ -68,7 +69,7 @@ pub(super) fn check(file: &Source, findings: &mut Vec<Finding>) {
     }
 }
 
-/// What a file says to its readers: its comments, its prose.
+/// Returns the lines of a file's comments or prose.
 fn said(file: &Source) -> Vec<(usize, &str)> {
     if file.path.ends_with(".md") {
         return markdown::prose(&file.text).collect();
@@ -89,14 +90,14 @@ fn has_word(line: &str, word: &str) -> bool {
         .any(|(at, _)| !line[..at].ends_with(part) && !line[at + word.len()..].starts_with(part))
 }
 
-/// Whether the path begins with `start`: it is not the end of a relative one.
+/// True if `line` has a path that begins with `start`, and is not the end of a relative path.
 fn has_path(line: &str, start: &str) -> bool {
     let part = |c: char| c.is_alphanumeric() || matches!(c, '.' | '_' | '-' | '}' | '*');
     line.match_indices(start)
         .any(|(at, _)| !line[..at].ends_with(part))
 }
 
-/// The hosts of the line's web addresses.
+/// Returns the hosts of the line's web addresses.
 fn hosts(line: &str) -> impl Iterator<Item = &str> {
     ["http://", "https://"].into_iter().flat_map(move |scheme| {
         line.match_indices(scheme).map(move |(at, _)| {
@@ -114,7 +115,7 @@ fn is_allowed(host: &str) -> bool {
     made_up || HOSTS.contains(&host)
 }
 
-/// A number of an issue: a reader cannot look it up, and it says nothing.
+/// Returns the number of an issue in `text`: a reader cannot look it up.
 fn issue(text: &str) -> Option<&str> {
     let number = |rest: &str| {
         rest.find(|c: char| !c.is_ascii_digit())

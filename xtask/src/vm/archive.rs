@@ -1,9 +1,8 @@
 //! An archive in the form that Linux unpacks into its first file system (cpio, "newc").
 //!
-//! The rule it keeps: what is in it comes from this process alone, so that nothing has to be laid
-//! out in a folder first and no root is needed. Archives may follow one another in one file; the
-//! kernel unpacks them in turn. The form:
-//! `Documentation/driver-api/early-userspace/buffer-format.rst`.
+//! The rule it keeps: all entries come from this process's memory, so no folder has to be laid out
+//! first and no root is needed. Archives may follow one another in one file; the kernel unpacks
+//! them in turn. The form: `Documentation/driver-api/early-userspace/buffer-format.rst`.
 
 /// An archive that grows by one entry at a time.
 #[derive(Default)]
@@ -23,7 +22,7 @@ impl Archive {
         self.entry(path, mode, contents);
     }
 
-    /// The bytes of the archive, whole.
+    /// Returns the bytes of the archive, complete.
     pub(crate) fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, b"");
         self.bytes

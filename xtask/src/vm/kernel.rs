@@ -1,7 +1,7 @@
 //! The guest's kernel: one of Debian's, downloaded and unpacked, never installed.
 //!
-//! The rule it keeps: what apt downloads is verified with Debian's keys, and a kernel in the cache
-//! is whole; one that was being made ready when its maker was ended is made anew.
+//! The rule it keeps: apt's downloads are verified with Debian's keys, and a kernel in the cache is
+//! complete; a kernel whose preparation was interrupted is made anew.
 
 use std::{
     collections::BTreeSet,
@@ -20,8 +20,8 @@ use anyhow::{Context, Result, bail};
 use super::archive::Archive;
 use crate::children;
 
-/// What the guest needs beyond what its kernel has built in, with what that needs in turn. All of
-/// it is loaded at each boot, so that nothing has to be found later.
+/// Modules that the guest needs and its kernel does not have built in. They are loaded at each
+/// boot, with the modules that they need, so that none has to be found later.
 const MODULES: [&str; 10] = [
     "virtio_pci",
     "virtio_console",
@@ -35,7 +35,7 @@ const MODULES: [&str; 10] = [
     "bridge",
 ];
 
-/// What `rdma_rxe` asks for by name in older kernels, and newer ones do not have as a module.
+/// Modules that `rdma_rxe` requests by name in older kernels, and that newer ones do not have.
 const OLD_MODULES: [&str; 1] = ["crc32_generic"];
 
 pub(crate) const KEYS: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
@@ -49,10 +49,10 @@ pub(crate) struct Kernel {
 }
 
 /// Finds the kernel of a suite in the cache, or downloads it from `mirror`. Without a mirror, from
-/// where apt gets Debian's packages.
+/// apt's source of Debian's packages.
 ///
 /// # Errors
-/// Why there is none.
+/// The reason why no kernel could be had.
 pub(crate) fn prepare(suite: &str, mirror: Option<&str>, end: Instant) -> Result<Kernel> {
     let cache = cache()?;
     fs::create_dir_all(&cache).with_context(|| format!("cannot create {}", cache.display()))?;
@@ -64,7 +64,7 @@ pub(crate) fn prepare(suite: &str, mirror: Option<&str>, end: Instant) -> Result
         modules: dir.join("modules.cpio"),
     };
 
-    // Held until the kernel is there, by one process of all that want it.
+    // Held until the kernel exists, by one of all processes that want it.
     let lock = File::create(cache.join("lock")).context("cannot create a lock in the cache")?;
     while lock.try_lock().is_err() {
         if Instant::now() > end {
@@ -92,7 +92,7 @@ pub(crate) fn prepare(suite: &str, mirror: Option<&str>, end: Instant) -> Result
     Ok(kernel)
 }
 
-/// `~/.cache/farpage/vm`, by the XDG base directory specification.
+/// Returns `~/.cache/farpage/vm`, by the XDG base directory specification.
 fn cache() -> Result<PathBuf> {
     let base = match std::env::var_os("XDG_CACHE_HOME").filter(|it| !it.is_empty()) {
         Some(cache) => PathBuf::from(cache),
@@ -104,7 +104,7 @@ fn cache() -> Result<PathBuf> {
     Ok(base.join("farpage/vm"))
 }
 
-/// A kernel being made ready.
+/// A kernel that is being made ready.
 struct Making<'a> {
     dir: PathBuf,
     suite: &'a str,
@@ -131,7 +131,7 @@ impl Making<'_> {
         self.download()?;
         let release = only_entry(&root.join("lib/modules"))?;
         let release = release.to_string_lossy();
-        // Debian moved it from the one place to the other with 7.x.
+        // Debian moved the image from the first place to the second with 7.x.
         let images = [
             root.join(format!("boot/vmlinuz-{release}")),
             root.join(format!("lib/modules/{release}/vmlinuz")),
@@ -185,8 +185,8 @@ impl Making<'_> {
         Ok(())
     }
 
-    /// apt with sources, lists and downloads of its own, so that it neither needs root nor changes
-    /// anything of the machine's.
+    /// Returns an apt command with sources, lists and downloads of its own, which needs no root and
+    /// changes nothing of the machine's.
     fn apt(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         command
@@ -217,7 +217,7 @@ Acquire::Languages \"none\";
         )
     }
 
-    /// [`MODULES`] with what they need, in an order in which they can be loaded.
+    /// Archives [`MODULES`] with the modules that they need, in a loadable order.
     fn modules(&self, root: &Path, release: &str) -> Result<Vec<u8>> {
         let mut index = system_command("depmod");
         self.step(index.arg("-b").arg(root).arg(release))?;
@@ -263,7 +263,7 @@ Acquire::Languages \"none\";
     }
 }
 
-/// What a command that takes no time prints.
+/// Returns the output of a command that takes no time.
 fn output(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command
@@ -278,8 +278,8 @@ fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The packages with a number in the name that a kernel consists of, from what `apt-cache depends`
-/// prints.
+/// Returns the packages with a number in the name that a kernel consists of, from the output of
+/// `apt-cache depends`.
 fn parts_of_kernel(depends: &str) -> impl Iterator<Item = &str> {
     let depends = depends.lines().filter_map(|line| {
         let package = line.trim_start().strip_prefix("Depends: ")?;
@@ -293,10 +293,10 @@ fn parts_of_kernel(depends: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The first mirror of Debian in apt's own sources.
+/// Returns the first mirror of Debian in apt's own sources.
 ///
 /// # Errors
-/// There is none: on Ubuntu, or before the first `apt-get update`.
+/// No mirror: on Ubuntu, or before the first `apt-get update`.
 fn mirror_of_apt() -> Result<String> {
     let mut targets = Command::new("apt-get");
     targets.args(["indextargets", "--format"]);
@@ -309,15 +309,15 @@ fn mirror_of_apt() -> Result<String> {
     Ok(mirror.to_owned())
 }
 
-/// The first mirror of Debian's own packages in lines of creator, label and URI. Debian's security
-/// updates have another label.
+/// Returns the first mirror of Debian's own packages in lines of creator, label and URI. Debian's
+/// security updates have another label.
 fn mirror_in(targets: &str) -> Option<&str> {
     targets
         .lines()
         .find_map(|line| line.strip_prefix("Packages Debian "))
 }
 
-/// A program that a user's PATH may not have.
+/// Returns the command of a program that a user's PATH may not have.
 fn system_command(program: &str) -> Command {
     let dirs = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(Path::new);
     let paths = dirs.map(|dir| dir.join(program));
@@ -325,7 +325,7 @@ fn system_command(program: &str) -> Command {
     Command::new(found.map_or(Path::new(program), PathBuf::as_path))
 }
 
-/// The bytes of a module, unpacked.
+/// Returns the bytes of a module, unpacked.
 fn contents(path: &Path) -> Result<Vec<u8>> {
     if path.extension() != Some(OsStr::new("xz")) {
         return fs::read(path).with_context(|| format!("cannot read {}", path.display()));

@@ -1,8 +1,8 @@
 //! One run of the virtual machine, from boot to end.
 //!
-//! The rule it keeps: the machine leaves nothing behind. What the guest needs it gets through
-//! inherited descriptors, what it says comes back through pipes, what it writes to disk is in its
-//! own memory; and it does not outlive us, however we end.
+//! The rule it keeps: the machine leaves nothing behind. The guest reads through inherited
+//! descriptors, its output comes back through pipes, and its disk is in its own memory. The machine
+//! does not outlive `xtask`, however that ends.
 
 use std::{
     fs::{self, File},
@@ -25,28 +25,27 @@ use crate::children;
 const INIT: &str = include_str!("init.sh");
 const RUN: &str = include_str!("run.sh");
 
-/// An emulated machine is up after 6 s, on a busy host after 20 s, and one with KVM after 2 s: who
-/// takes longer never will be.
+/// Longest time of a boot. An emulated machine is up after 6 s, on a busy host after 20 s, and one
+/// with KVM after 2 s: a machine that takes longer never will be.
 const BOOT_EMULATED_MAX: Duration = Duration::from_secs(120);
 const BOOT_KVM_MAX: Duration = Duration::from_secs(20);
-/// For the guest, which has reported the end, to be gone.
+/// Time within which the guest, which has reported the end, must be gone.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(10);
 
-/// How the command in the guest ended.
+/// End of the command in the guest.
 pub(crate) enum End {
-    /// With this status, as a shell reports it.
+    /// The command's status, as a shell reports it.
     Exited(u8),
     TimedOut,
 }
 
-/// What takes the output of the guest: called with bytes as they come.
+/// Receiver of the guest's output, called with bytes as they come.
 pub(crate) type Sink<'a> = &'a mut (dyn FnMut(&[u8]) + Send);
 
 /// Boots a machine and runs a shell script in it.
 ///
 /// # Errors
-/// When the machine does not come up twice in a row, or dies. What it said last is part of the
-/// message.
+/// A machine that does not come up twice in a row, or dies. Its last output is part of the message.
 pub(crate) fn run(
     options: &Options,
     kernel: &Kernel,
@@ -81,14 +80,14 @@ enum Accelerator {
     None,
 }
 
-/// What became of one attempt.
+/// Result of one attempt.
 enum Boot {
     Ran(End),
-    /// The command was not started; the last words of the machine.
+    /// The command was not started; the last output of the machine.
     Failed(String),
 }
 
-/// What the guest reports.
+/// Report of the guest.
 enum Report {
     Ready,
     Exit(u8),
@@ -111,8 +110,8 @@ fn boot(
     let (console_pipe, console_guest) = console_pipe.context("cannot make a pipe")?;
 
     let mut command = emulator(options, kernel, files, accelerator);
-    // The port of the console and of qemu's own complaints are one: both are of interest only when
-    // the machine fails.
+    // The console and qemu's own complaints share a port: both are of interest only when the
+    // machine fails.
     command
         .stdout(Stdio::null())
         .stderr(console_guest.try_clone().context("cannot share a pipe")?);
@@ -141,7 +140,7 @@ fn boot(
     inherit(&mut command, inherited);
 
     let child = children::spawn(&mut command)?;
-    // The guest alone holds the ends that are written to, so that the pipes end when it does.
+    // The guest alone holds the pipes' other ends, so that the pipes end with it.
     drop((command, out_guest, err_guest, report_guest, console_guest));
 
     let (reports, reported) = mpsc::channel();
@@ -189,7 +188,7 @@ fn boot(
     })
 }
 
-/// The machine but for its ports.
+/// Returns the command of the machine, without its ports.
 fn emulator(options: &Options, kernel: &Kernel, files: &File, accelerator: Accelerator) -> Command {
     let mut command = Command::new("qemu-system-x86_64");
     command.args(["-nodefaults", "-no-user-config", "-no-reboot"]);
@@ -220,7 +219,7 @@ fn emulator(options: &Options, kernel: &Kernel, files: &File, accelerator: Accel
     command
 }
 
-/// The guest's first file system, in memory: modules, scripts, and what to run.
+/// Makes the guest's first file system, in memory: modules, scripts, and the command.
 fn first_files(options: &Options, kernel: &Kernel, script: &[u8]) -> Result<File> {
     let read = |path: &std::path::Path| {
         fs::read(path).with_context(|| format!("cannot read {}", path.display()))
@@ -248,7 +247,7 @@ fn first_files(options: &Options, kernel: &Kernel, script: &[u8]) -> Result<File
     Ok(file)
 }
 
-/// Lets the command have these descriptors under their numbers, and end when we do.
+/// Lets the command have `descriptors` under their numbers, and end with `xtask`.
 fn inherit(command: &mut Command, descriptors: Vec<RawFd>) {
     let inherit = move || {
         for &fd in &descriptors {
@@ -289,14 +288,14 @@ fn read_reports(pipe: PipeReader, reports: Sender<Report>) {
                 None if line == "ready" => Some(Report::Ready),
                 None => Some(Report::SetupFailed),
             };
-            // Nobody listens any more once the machine is being ended.
+            // The receiver is gone once the machine is being ended.
             let _ = reports.send(report.unwrap_or(Report::SetupFailed));
             text = rest.to_owned();
         }
     });
 }
 
-/// What a person needs of a console to see why the machine died.
+/// Returns the last lines of a console, which show why the machine died.
 fn last_lines(console: &str) -> String {
     let lines: Vec<&str> = console.lines().collect();
     lines[lines.len().saturating_sub(40)..].join("\n")

@@ -1,19 +1,19 @@
-//! Whether a ratio that was measured several times meets a bound, misses it, or cannot be told from
-//! it.
+//! Verdicts on ratios that were measured several times: a bound is met, missed, or too near to
+//! tell.
 //!
 //! The rule it keeps: **noise decides nothing.** Three things keep it out:
 //!
 //! - Ratios are of neighbours: in each repetition the two runs that are compared were measured
-//!   moments apart, so that what slows the whole machine down for a while cancels out. Their
-//!   geometric mean counts.
+//!   moments apart, so that a slow phase of the whole machine cancels out. Their geometric mean
+//!   counts.
 //! - The best of several rivals is chosen by the *other* repetitions. The largest of several noisy
-//!   figures is too large by about the noise, and the more so the more there are; what the others
-//!   chose is as noisy in this repetition as anything else.
-//! - How far a mean may be off follows from how the repetitions differ, by Student's t: each time
-//!   that a hundred checks are looked at, noise decides one wrongly. An outlier makes it larger.
-//!   What is further than that from the bound is decided.
+//!   figures is too large by about the noise, and the more so the more there are; the rival that
+//!   the others chose is as noisy in this repetition as any.
+//! - The possible error of a mean follows from how the repetitions differ, by Student's t: each
+//!   time that a hundred checks are looked at, noise decides one wrongly. An outlier makes the
+//!   error larger. A mean that is further than its error from the bound is decided.
 //!
-//! What noise leaves undecided point by point may be decided for the mean of many.
+//! A check that noise leaves undecided point by point may be decided for the mean of many points.
 
 use serde::Serialize;
 
@@ -54,12 +54,12 @@ pub(super) enum Verdict {
     Undecided,
 }
 
-/// A ratio of several repetitions.
+/// Ratio over several repetitions.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ratio {
-    /// Their geometric mean.
+    /// Geometric mean of the repetitions' ratios.
     pub(super) mean: f64,
-    /// The standard error of its logarithm. Nothing is known of a single repetition.
+    /// Standard error of the mean's logarithm; unknown for a single repetition.
     error: Option<f64>,
     /// Degrees of freedom that the error was estimated with.
     freedom: usize,
@@ -88,9 +88,9 @@ impl Ratio {
         }
     }
 
-    /// The geometric mean of ratios that were measured apart: what they are off by adds up as
-    /// independent errors do. One that was measured once is taken to be off by as much as the worst
-    /// of the others.
+    /// Returns the geometric mean of ratios that were measured apart: their errors add up as
+    /// independent ones do. A ratio that was measured once is taken to have the largest error of
+    /// the others.
     pub(super) fn mean(ratios: &[Self]) -> Self {
         let count = ratios.len().max(1) as f64;
         let logs: f64 = ratios.iter().map(|ratio| ratio.mean.ln()).sum();
@@ -109,7 +109,7 @@ impl Ratio {
         }
     }
 
-    /// How far the mean may be off.
+    /// Returns the bound of the mean's error, at 98 % confidence; `None` after a single repetition.
     pub(super) fn off(self) -> Option<f64> {
         let student = STUDENT[self.freedom.clamp(1, STUDENT.len()) - 1];
         Some(self.mean * (self.error? * student).exp_m1())
@@ -128,8 +128,8 @@ impl Ratio {
     }
 }
 
-/// In each repetition: `judged` over that rival which is best in all others, on the median. One
-/// repetition alone chooses by itself.
+/// Returns for each repetition `judged` divided by the rival that is best in all others, on the
+/// median. One repetition alone chooses by itself.
 ///
 /// Rivals that were not measured in every repetition are left out.
 pub(super) fn against_best(judged: &[f64], rivals: &[Vec<f64>]) -> Vec<f64> {
@@ -162,11 +162,11 @@ pub(super) fn against_best(judged: &[f64], rivals: &[Vec<f64>]) -> Vec<f64> {
         .collect()
 }
 
-/// Which rivals are worth another repetition: whoever was more than a fifth behind the best of them
-/// in two repetitions is not, nor who had less than a fifth of its speed in one.
+/// Returns true for each rival that is worth another repetition: one that was at most once more
+/// than a fifth behind the best, and never had less than a fifth of the best's speed.
 pub(super) fn contenders(rivals: &[Vec<f64>]) -> Vec<bool> {
     let repetitions = rivals.iter().map(Vec::len).max().unwrap_or(0);
-    // How often it had less than this part of the best.
+    // Number of repetitions in which `rival` had less than this part of the best.
     let behind = |rival: &Vec<f64>, part: f64| {
         let is_behind = |at: &usize| {
             let best = rivals.iter().filter_map(|rival| rival.get(*at));
@@ -185,7 +185,7 @@ pub(super) fn contenders(rivals: &[Vec<f64>]) -> Vec<bool> {
 mod tests {
     use super::*;
 
-    /// Noise of so many parts of one, always the same.
+    /// Makes noise of `parts` of one, always the same.
     fn noise(parts: f64) -> impl FnMut() -> f64 {
         let mut state = 7u64;
         move || {
@@ -202,8 +202,8 @@ mod tests {
         }
     }
 
-    /// How many of 400 checks are met, missed and undecided where `judged` is truly so much of
-    /// three rivals that are alike.
+    /// Counts met, missed and undecided checks of 400 if `judged` is truly `truth` times its
+    /// rivals.
     fn verdicts(truth: f64, parts: f64, repetitions: usize) -> [usize; 3] {
         let mut noise = noise(parts);
         let mut counts = [0; 3];
@@ -224,8 +224,8 @@ mod tests {
         assert!(met > 390 && missed == 0, "{met} {missed}");
         let [met, missed, _] = verdicts(0.85, 0.02, 5);
         assert!(met == 0 && missed > 390, "{met} {missed}");
-        // Noise that is larger than what there is to see; whoever is as good as the best of three
-        // is seldom called worse.
+        // The noise is larger than the difference; a command as good as the best of three is seldom
+        // called worse.
         for repetitions in [5, 7] {
             let [met, missed, undecided] = verdicts(1.0, 0.1, repetitions);
             assert!(undecided > 300 && missed < 12, "{met} {missed} {undecided}");
@@ -241,7 +241,7 @@ mod tests {
             let (judged, rivals) = (run(), [run(), run(), run(), run()]);
             ratios.push(Ratio::of(&against_best(&judged, &rivals)).mean);
         }
-        // All are alike. Against the best of means it would be 0.95.
+        // All commands are alike. Against the best of means the ratio would be 0.95.
         let middle = median(&ratios);
         assert!((0.985..1.03).contains(&middle), "{middle}");
     }
@@ -300,7 +300,7 @@ mod tests {
             contenders(&[vec![1.0], vec![0.4], vec![0.1]]),
             [true, true, false]
         );
-        // Only those count that were measured every time.
+        // Only rivals that were measured every time count.
         let ratios = against_best(&[1.0; 3], &[vec![2.0; 2], vec![0.5; 3]]);
         assert_eq!(ratios, [2.0; 3]);
     }

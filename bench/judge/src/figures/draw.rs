@@ -1,7 +1,7 @@
-//! The figures: which results each needs, what it shows, and what is said below it.
+//! Figures: the results that each needs, its picture, and its caption.
 //!
-//! The rule it keeps: what a caption says about this machine is computed from the results; what it
-//! says about the poster is what its authors publish.
+//! The rule it keeps: a caption's words about this machine are computed from the results; its words
+//! about the poster are what the authors publish.
 
 use anyhow::{Context, Result};
 
@@ -15,9 +15,9 @@ use farpage_bench_kit::{
 
 type Draw = Box<dyn Fn(&Points) -> Result<Bars>>;
 
-/// A figure.
+/// Figure to draw.
 pub(super) struct Figure {
-    /// Of its files.
+    /// Name of the figure's files.
     pub(super) name: &'static str,
     pub(super) commands: Vec<String>,
     pub(super) draw: Draw,
@@ -38,12 +38,12 @@ pub(super) fn all(plan: &Plan) -> Vec<Figure> {
     ]
 }
 
-/// The median of a figure of a command.
+/// Returns the median of the figure at `path` of a command.
 fn figure(points: &Points, command: &str, path: &str) -> Result<f64> {
     Ok(median(&points.figures(command, path)?))
 }
 
-/// Who measured, for the end of a caption.
+/// Names the machine, the kernel and the day, for the end of a caption.
 fn here(points: &Points) -> String {
     let at = &points.circumstances;
     let day = at.date.split('T').next().unwrap_or_default();
@@ -156,8 +156,8 @@ fn lz4_throughput(plan: &Plan) -> Figure {
     }
 }
 
-/// Bytes that a traffic command sent and received, by the bytes of the field that it wrote and
-/// read.
+/// Returns the bytes that a traffic command sent and received, divided by the bytes of the field
+/// that the command wrote and read.
 fn network_share(points: &Points, command: &str) -> Result<f64> {
     let both = figure(points, command, "/kernels/2/mb_per_s")?
         * figure(points, command, "/kernels/2/min_s")?
@@ -294,7 +294,7 @@ fn traffic(
     }
 }
 
-/// A figure of `pages`, for codecs by their first letters.
+/// Returns the commands of `pages`, and the rows of a figure of them for `codecs`, found by prefix.
 fn pages(
     plan: &Plan,
     codecs: &[(&str, &'static str)],
@@ -332,7 +332,7 @@ fn pages(
     (all, rows)
 }
 
-/// As shown, and how their names begin.
+/// Names of the codecs as shown, and the prefixes of their names in commands.
 const CODECS: [(&str, &str); 6] = [
     ("DEFLATE 1", "deflate1"),
     ("DEFLATE 6", "deflate6"),

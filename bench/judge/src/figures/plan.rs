@@ -1,7 +1,7 @@
-//! What is measured: the commands, for a full run, a quick one and a smoke test.
+//! Commands to measure, for a full run, a quick one and a smoke test.
 //!
 //! The rule it keeps: a command says everything, so that a point of a figure can be measured again
-//! by typing it.
+//! by typing the command.
 
 use std::{fmt, path::PathBuf, thread};
 
@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 
 use farpage_bench_kit::data::{Contents, Dtype};
 
-/// How much is measured, and where the results go.
+/// Options for the extent of measuring and the place of results.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Extent {
     /// Directory for the results; what an earlier run measured there is not measured again
@@ -24,12 +24,12 @@ pub(crate) struct Extent {
     pub(crate) smoke: bool,
 }
 
-/// A link of so many Gbit/s; none is as fast as the fabric.
+/// Rate of a link in Gbit/s; none is as fast as the fabric.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Rate(pub(crate) Option<u16>);
 
 impl Rate {
-    /// As an option of a benchmark.
+    /// Returns the rate as an option of a benchmark.
     fn argument(self) -> String {
         self.0
             .map_or(String::new(), |gbps| format!(" --link-gbps {gbps}"))
@@ -45,27 +45,26 @@ impl fmt::Display for Rate {
     }
 }
 
-/// The commands' sizes and lists.
+/// Sizes and lists of the commands.
 #[derive(Clone)]
 pub(crate) struct Plan {
     pub(crate) smoke: bool,
     pub(crate) repeat: u16,
-    /// Of what is compared until it is decided: at least, and at most.
+    /// Least and most repetitions of a check that is repeated until decided.
     pub(crate) repetitions: [u16; 2],
     pub(crate) rates: Vec<Rate>,
     pub(crate) fields: Vec<Contents>,
     pub(crate) workers: Vec<usize>,
-    /// Of the arrays of STREAM, and of a field whose traffic is measured; how often a figure's goes
-    /// over it.
+    /// Options for the size of STREAM's arrays (`stream`) and of a field whose traffic is measured
+    /// (`field`); number of times that a figure goes over the field (`steps`).
     stream: &'static str,
     field: &'static str,
     steps: u16,
 }
 
-/// What STREAM computes with where compression is of use: f32 of which most are small whole
-/// numbers.
+/// Data of STREAM where compression is of use: f32 of few different values, most of them zero.
 pub(crate) const COMPRESSIBLE: Contents = Contents::Detector;
-/// The codecs that every field is measured with; those that cannot serve its elements are left out.
+/// Codecs that every field is measured with, except those that cannot serve its elements.
 pub(crate) const STATIC_CODECS: [&str; 4] = ["raw", "lz4", "shuffle", "zfp:reversible"];
 
 impl Plan {
@@ -118,8 +117,8 @@ impl Plan {
         }
     }
 
-    /// STREAM with so many workers over a network like the poster's: 106 Gbit/s, a few
-    /// microseconds.
+    /// Returns STREAM's command with `fillers` and `evictors` over a network like the poster's: 106
+    /// Gbit/s, a few microseconds.
     pub(crate) fn workers(&self, fillers: usize, evictors: usize) -> String {
         format!(
             "stream --fillers {fillers} --evictors {evictors} --link-gbps 106 --link-us 5{}",
@@ -136,9 +135,9 @@ impl Plan {
         self.traffic_of(data, codec, rate, self.steps)
     }
 
-    /// The same with so many steps that a step that the machine disturbs counts little, and that a
-    /// codec that learns has learnt: a step of 64 MiB takes a tenth of a second over a fast link,
-    /// up to a second over a gigabit. ZFP takes ten times as long.
+    /// Returns a traffic command of enough steps that a disturbed step counts little and a codec
+    /// that learns has learnt: a step of 64 MiB takes a tenth of a second over a fast link, up to a
+    /// second over a gigabit. ZFP takes ten times as long.
     pub(crate) fn steps(&self, data: Contents, codec: &str, rate: Rate) -> String {
         let steps = match rate {
             _ if self.smoke || codec.starts_with("zfp") => 1,
@@ -153,7 +152,7 @@ impl Plan {
         format!("traffic --data {data} --codec {codec}{link}{size} --steps {steps}")
     }
 
-    /// A field's pages with these codecs.
+    /// Returns the command that encodes a field's pages with all codecs.
     pub(crate) fn pages(&self, data: Contents) -> String {
         let others = ["deflate1", "deflate6", "plain-lz4"].map(str::to_owned);
         let own = STATIC_CODECS
@@ -165,16 +164,16 @@ impl Plan {
     }
 }
 
-/// Whether a codec serves such elements.
+/// True if `codec` serves elements of `dtype`.
 pub(crate) fn fits(codec: &str, dtype: Dtype) -> bool {
     match dtype {
-        // Nothing to shuffle, no numbers.
+        // Bytes have nothing to shuffle, and ZFP serves no bytes.
         Dtype::U8 => !codec.starts_with("shuffle") && !codec.starts_with("zfp"),
         _ => true,
     }
 }
 
-/// ZFP with the field's error bound; of integers there is none.
+/// Returns ZFP with the field's error bound; of integers there is none.
 pub(crate) fn lossy(data: Contents) -> Option<String> {
     data.dtype()
         .is_float()

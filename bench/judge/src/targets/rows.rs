@@ -11,16 +11,16 @@ use farpage_bench_kit::sitting::Sitting;
 
 /// Megabytes per second of a link of 10 Gb/s, in one direction.
 const LINK_MB_PER_S: f64 = 10_000.0 / 8.0;
-/// The best of these counts where a target leaves the page size open.
+/// Page sizes of which the best counts where a target leaves the page size open.
 const LARGE_PAGES: [&str; 3] = ["64KiB", "1MiB", "2MiB"];
-/// Of `stream`'s kernels, the place of triad.
+/// Path of triad among `stream`'s kernels.
 const TRIAD: &str = "/kernels/3/mb_per_s";
-/// The kernel's part of a fault, with threads wherever it puts them.
+/// Command for the kernel's part of a fault, with threads wherever the kernel puts them.
 const BARE: &str = "floor --faults --page-size 4KiB";
-/// The same with both threads on one CPU, as the fault's are then.
+/// Command for the kernel's part of a fault, with both threads on one CPU.
 const BARE_ONE_CPU: &str = "floor --faults --one-cpu --page-size 4KiB";
 
-/// All targets, in the order in which they are measured: what shares a command stands together.
+/// Returns all targets, in the order of measuring: targets that share a command stand together.
 pub(super) fn all(smoke: bool) -> Vec<Row> {
     let sizes = Sizes { smoke };
     let mut rows = defaults(sizes);
@@ -36,14 +36,14 @@ pub(super) fn all(smoke: bool) -> Vec<Row> {
     rows
 }
 
-/// Large enough to be steady, small enough for a sitting of minutes.
+/// Sizes that are large enough to be steady, small enough for a sitting of minutes.
 #[derive(Clone, Copy)]
 struct Sizes {
     smoke: bool,
 }
 
 impl Sizes {
-    /// An option `--size`; with `--smoke` the benchmarks choose their own.
+    /// Returns an option `--size`; with `--smoke` none, as the benchmarks choose their own.
     fn size(self, size: &str) -> String {
         match self.smoke {
             true => String::new(),
@@ -51,7 +51,7 @@ impl Sizes {
         }
     }
 
-    /// Tiny runs are not tiny with large pages.
+    /// Returns the large page sizes; with `--smoke` only one, as larger pages make no tiny runs.
     fn large_pages(self) -> &'static [&'static str] {
         match self.smoke {
             true => &LARGE_PAGES[..1],
@@ -100,8 +100,8 @@ fn row_with_floor(
     }
 }
 
-/// What a user gets who chooses no fault mode and no CPUs: a fault, and random access by one thread
-/// and by all.
+/// Returns the targets of a user who chooses no fault mode and no CPUs: a fault, and random access
+/// by one thread and by all.
 fn defaults(sizes: Sizes) -> Vec<Row> {
     let latency = format!(
         "latency --fabric shm --page-size 4KiB {}",
@@ -161,8 +161,8 @@ fn p99_while_pages_leave(sitting: &mut Sitting, latency: &str) -> Result<[f64; 2
     ])
 }
 
-/// A page fault against what the kernel needs for the same hand-over without a pager. All of it on
-/// one CPU: on two, both sides are mostly the time that it takes to wake an idle one.
+/// Compares page faults with the kernel's same hand-over without a pager. All of it is on one CPU:
+/// on two, both sides are mostly the time to wake an idle one.
 fn faults(sizes: Sizes) -> Vec<Row> {
     let size = sizes.size("256MiB");
     let latency = format!("latency --fabric shm --page-size 4KiB --one-cpu {size}");
@@ -205,8 +205,8 @@ fn faults(sizes: Sizes) -> Vec<Row> {
     ]
 }
 
-/// A figure against the bare round trip right before and right after it, which is not the same a
-/// minute later. `floor` is what it would be if only what nobody can leave out took time.
+/// Compares a figure with the bare round trip right before and right after, which is different a
+/// minute later. `floor` is the path of the time of the work that no pager can leave out.
 fn against_bare(
     sitting: &mut Sitting,
     bare_command: &str,
@@ -231,9 +231,8 @@ fn against_bare(
     })
 }
 
-/// STREAM triad on a shaped link. Each of its three pages has to come in over the same direction,
-/// so that STREAM's bytes per second are more than the link's by no more than the pages that it
-/// finds in memory.
+/// Compares STREAM triad with a shaped link. Each of triad's three pages has to come in over the
+/// same direction, so that STREAM's rate exceeds the link's only by the pages found in memory.
 fn link(sizes: Sizes) -> Vec<Row> {
     let (small, large) = ([("4KiB", 0.85)], ["64KiB", "1MiB"]);
     let large = large
@@ -254,9 +253,8 @@ fn link(sizes: Sizes) -> Vec<Row> {
         .collect()
 }
 
-/// STREAM triad against the fabric alone, with the same threads and pages, and as much local
-/// memory. The floor is triad with all that has to be done for each page, done by the same threads
-/// without a pager.
+/// Compares STREAM triad with the fabric alone, with the same threads, pages and local memory. The
+/// floor is triad with all work that each page needs, by the same threads without a pager.
 fn triad(sizes: Sizes, fabric: &'static str, best: f64, at_64_kib: f64, at_4_kib: f64) -> Vec<Row> {
     let against_raw = move |sitting: &mut Sitting, page_size: &str| -> Result<Measured> {
         let triad = sitting.figure(&sizes.stream(fabric, page_size), TRIAD)?;
@@ -300,14 +298,14 @@ fn triad(sizes: Sizes, fabric: &'static str, best: f64, at_64_kib: f64, at_4_kib
     ]
 }
 
-/// STREAM's bytes per second if nothing but the fabric took time: for three pages that triad
-/// counts, three come in (the one that it overwrites, too) and one goes out. Pages that triad finds
-/// in memory are counted as if they came in.
+/// Returns STREAM's rate if only the fabric took time: for three pages that triad counts, three
+/// come in (the overwritten one, too) and one goes out. Pages that triad finds in memory are
+/// counted as if they came in.
 fn raw_triad(read: f64, write: f64) -> f64 {
     3.0 / (3.0 / read + 1.0 / write)
 }
 
-/// Reading ahead where there is nothing to find, against never doing it.
+/// Compares read-ahead on random reads, where it finds nothing, with no read-ahead.
 fn read_ahead(sizes: Sizes) -> Vec<Row> {
     let on = format!("{} --no-advice", sizes.small_reads());
     let off = format!("{on} --read-ahead 0");
@@ -337,7 +335,7 @@ fn eviction(sizes: Sizes) -> Vec<Row> {
     )]
 }
 
-/// The same loops over pages that are all there, and over ordinary memory.
+/// Compares triad over resident pages with triad over ordinary memory.
 fn resident(sizes: Sizes) -> Vec<Row> {
     // Loops of milliseconds need many to find their best.
     let stream = format!("stream --iterations 20 {}", sizes.size("384MiB"));
@@ -358,9 +356,9 @@ fn resident(sizes: Sizes) -> Vec<Row> {
     )]
 }
 
-/// Regions of which the same number of pages is used; all of the small one's. On one CPU, since
-/// pages of that one leave with their neighbours, which would spare another CPU interruptions,
-/// whatever the region's size.
+/// Compares regions of which the same number of pages is used: all of the small one's. Both run on
+/// one CPU, since pages of the small one leave with their neighbours, which would spare another CPU
+/// interruptions, whatever the region's size.
 fn growth(sizes: Sizes) -> Vec<Row> {
     let (small, large, small_bytes, budget) = match sizes.smoke {
         true => ("64MiB", "256MiB", 64 << 20, "4MiB"),

@@ -1,8 +1,8 @@
 //! Files as SDRBench has them: numbers one after the other, in the byte order of x86, without a
 //! header.
 //!
-//! The rule it keeps: a file that is not exactly of the shape and type that were said is refused,
-//! since every value would be another.
+//! The rule it keeps: a file that does not have exactly the given shape and type is refused, since
+//! every value would be wrong.
 
 use std::{fs, path::Path};
 
@@ -10,10 +10,10 @@ use anyhow::{Context, Result, ensure};
 
 use super::{Dtype, Shape};
 
-/// All values of a file.
+/// Reads all values of the file at `path`.
 ///
 /// # Errors
-/// It cannot be read, or its size is not what the shape and the type make.
+/// The file cannot be read, has another size than `shape` and `dtype` make, or integers above 2^53.
 pub(super) fn read(path: &Path, dtype: Dtype, shape: Shape) -> Result<Vec<f64>> {
     let shown = path.display();
     let found = fs::metadata(path)
@@ -43,7 +43,7 @@ pub(super) fn read(path: &Path, dtype: Dtype, shape: Shape) -> Result<Vec<f64>> 
     })
 }
 
-/// Integers up to here are the same as f64.
+/// Largest magnitude up to which every integer is exact as an f64.
 const EXACT_MAX: f64 = (1u64 << 53) as f64;
 
 fn values<const N: usize>(bytes: &[u8], value: impl Fn([u8; N]) -> f64) -> Vec<f64> {

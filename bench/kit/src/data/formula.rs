@@ -13,11 +13,11 @@ pub(crate) enum Formula {
     Smooth,
 }
 
-/// About 63 000 elements per wave, 8 pages of 64 KiB.
+/// Angle per element of the sine: about 63 000 elements per wave, 8 pages of 64 KiB.
 const SMOOTH_STEP: f64 = 1e-4;
 
 impl Formula {
-    /// The value of element `index`, between 1 and 2.
+    /// Returns the value of element `index`, between 1 and 2.
     pub(crate) fn value(self, seed: u64, index: u64) -> f64 {
         match self {
             Self::Constant => 1.0,
@@ -26,7 +26,7 @@ impl Formula {
         }
     }
 
-    /// The same for arrays of integers.
+    /// Returns eight bytes for element `index`: random bits, or the bits of its value.
     pub(crate) fn word(self, seed: u64, index: u64) -> u64 {
         match self {
             Self::Random => mix(seed ^ index.wrapping_mul(ODD)),

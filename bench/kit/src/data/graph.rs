@@ -1,13 +1,13 @@
-//! The two arrays of a graph in compressed rows. SDRBench has no graphs; this is what the GAP
-//! benchmark suite's programs hold.
+//! The two arrays of a graph in compressed rows. SDRBench has no graphs; programs of the GAP
+//! benchmark suite hold such arrays.
 
 use super::noise::Noise;
 
-/// Vertices of the graph.
+/// Number of vertices of the graph.
 const VERTICES: usize = 1 << 20;
 
-/// The neighbours of each vertex, ascending: few vertices have many neighbours, and half of them
-/// are near.
+/// Makes the neighbours of each vertex, ascending. Few vertices have many neighbours; half of all
+/// neighbours are near.
 pub(super) fn columns(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     let mut noise = Noise::new(seed);
     let mut field = Vec::with_capacity(count);
@@ -27,7 +27,7 @@ pub(super) fn columns(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     field
 }
 
-/// Where the neighbours of each vertex begin.
+/// Makes the offset at which the neighbours of each vertex end.
 pub(super) fn offsets(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     let mut noise = Noise::new(seed);
     let mut offset = 0;
@@ -39,7 +39,7 @@ pub(super) fn offsets(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
         .collect()
 }
 
-/// A power law: 8 at least, 16 on average, now and then thousands.
+/// Draws a number of neighbours by a power law: 8 at least, 16 on average, now and then thousands.
 fn degree(noise: &mut Noise) -> usize {
     (8.0 / (1.0 - noise.unit()).sqrt()).min(10_000.0) as usize
 }

@@ -1,5 +1,5 @@
-//! Numbers that look random, and sums of waves with a given spectrum: what the fields are made
-//! from.
+//! Parts that fields are made from: numbers that look random, and sums of waves with a given
+//! spectrum.
 //!
 //! The rule it keeps: the seed decides everything.
 
@@ -20,23 +20,23 @@ impl Noise {
         mix(self.0)
     }
 
-    /// Evenly from 0 to 1, 1 excluded.
+    /// Draws evenly from 0 to 1, 1 excluded.
     pub(super) fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Evenly below `count`.
+    /// Draws evenly from the numbers below `count`.
     pub(super) fn below(&mut self, count: usize) -> usize {
         (self.unit() * count as f64) as usize
     }
 
-    /// From the normal distribution, after Box and Muller.
+    /// Draws from the normal distribution, after Box and Muller.
     pub(super) fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
         radius * (TAU * self.unit()).cos()
     }
 
-    /// From Poisson's distribution with a small mean, after Knuth.
+    /// Draws from Poisson's distribution with a small mean, after Knuth.
     pub(super) fn poisson(&mut self, mean: f64) -> f64 {
         let end = (-mean).exp();
         let (mut count, mut product) = (0, self.unit());
@@ -48,9 +48,9 @@ impl Noise {
     }
 }
 
-/// Waves whose energy falls with their wave number as `number ^ -slope`, on a periodic grid of this
-/// shape (z, y, x), normalised to a variance of one. The wave numbers go up to a `1 / finest` of
-/// the grid's: what is below that many points is smooth.
+/// Sums waves whose energy falls with their wave number as `number ^ -slope`, on a periodic grid of
+/// `shape` (z, y, x), normalised to a variance of one. No wave is shorter than `finest` points of
+/// the grid's longest dimension.
 pub(super) fn spectrum(
     seed: u64,
     shape: [usize; 3],

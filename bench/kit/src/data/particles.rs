@@ -5,22 +5,22 @@ use super::noise::Noise;
 
 /// Edge of the simulated box, as in HACC's positions.
 const BOX_EDGE: f64 = 256.0;
-/// Particles of one halo lie one after the other.
+/// Particles of one halo, which lie one after the other.
 const HALO: usize = 512;
 
-/// A coordinate of particles that gravity has drawn together.
+/// Makes a coordinate of particles that gravity has drawn together.
 pub(super) fn positions(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     halos(seed, count, |noise| noise.unit() * BOX_EDGE, 0.4)
         .map(|x| x.rem_euclid(BOX_EDGE))
         .collect()
 }
 
-/// A velocity of the same particles, in kilometres per second.
+/// Makes a velocity of particles in halos, in kilometres per second.
 pub(super) fn velocities(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     halos(seed, count, |noise| noise.normal() * 300.0, 120.0).collect()
 }
 
-/// Halos around `centre`s, each spread normally.
+/// Makes halos around `centre`s, each spread normally.
 fn halos(
     seed: u64,
     count: usize,
@@ -37,7 +37,7 @@ fn halos(
     })
 }
 
-/// A coordinate of atoms of a metal that tremble about the points of its lattice, in angstroms.
+/// Makes a coordinate of metal atoms that tremble about the points of their lattice, in angstroms.
 pub(super) fn atoms(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     const CELL: f64 = 3.615;
     const CELLS: usize = 96;

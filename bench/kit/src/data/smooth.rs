@@ -5,8 +5,7 @@ use std::f64::consts::{PI, TAU};
 
 use super::noise::{Noise, spectrum};
 
-/// The sum of ever smaller steps of random direction: SDRBench's Brown samples, which are made like
-/// this.
+/// Makes a random walk: the sum of normally distributed steps, like SDRBench's Brown samples.
 pub(super) fn brown(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     let mut noise = Noise::new(seed);
     let mut at = 0.0;
@@ -17,7 +16,8 @@ pub(super) fn brown(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     std::iter::repeat_with(step).take(count).collect()
 }
 
-/// Temperature over latitude and longitude, in kelvin: warm at the equator, weather everywhere.
+/// Makes the temperature over latitude and longitude, in kelvin: warm at the equator, weather
+/// everywhere.
 pub(super) fn climate(seed: u64, shape: [usize; 3]) -> Vec<f64> {
     let mut field = spectrum(seed, shape, 3.0, 8.0, 48);
     let [_, rows, columns] = shape;
@@ -30,7 +30,7 @@ pub(super) fn climate(seed: u64, shape: [usize; 3]) -> Vec<f64> {
     field
 }
 
-/// Wind from the west around an eye that leans with height, in metres per second.
+/// Makes wind from the west around an eye that leans with height, in metres per second.
 pub(super) fn hurricane(seed: u64, shape: [usize; 3]) -> Vec<f64> {
     let mut field = spectrum(seed, shape, 3.0, 6.0, 32);
     let [planes, rows, columns] = shape;
@@ -47,8 +47,8 @@ pub(super) fn hurricane(seed: u64, shape: [usize; 3]) -> Vec<f64> {
     field
 }
 
-/// Temperature around a wrinkled flame, in kelvin: unburnt on one side, burnt on the other, exactly
-/// even far away from the front.
+/// Makes the temperature around a wrinkled flame, in kelvin: unburnt on one side, burnt on the
+/// other, exactly even far away from the front.
 pub(super) fn combustion(seed: u64, shape: [usize; 3]) -> Vec<f64> {
     let [planes, rows, columns] = shape;
     let wrinkle = spectrum(seed, [1, planes, rows], 3.0, 6.0, 32);
@@ -63,7 +63,7 @@ pub(super) fn combustion(seed: u64, shape: [usize; 3]) -> Vec<f64> {
     field
 }
 
-/// Orbitals of electrons on a grid, one after the other: waves under the envelope of an atom.
+/// Makes orbitals of electrons on a grid, one after the other: waves under the envelope of an atom.
 pub(super) fn orbitals(seed: u64, [planes, rows, columns]: [usize; 3]) -> Vec<f64> {
     const ORBITAL_PLANES: usize = 16;
     let mut noise = Noise::new(seed);

@@ -1,8 +1,8 @@
-//! Fields that are mostly nothing, and measurements that have few values.
+//! Fields that are mostly zero, and measurements that have few values.
 
 use super::noise::{Noise, spectrum};
 
-/// Cloud water: exactly zero outside clouds.
+/// Makes cloud water: exactly zero outside clouds.
 pub(super) fn clouds(seed: u64, shape: [usize; 3]) -> Vec<f64> {
     let mut field = spectrum(seed, shape, 2.5, 4.0, 48);
     field
@@ -11,9 +11,9 @@ pub(super) fn clouds(seed: u64, shape: [usize; 3]) -> Vec<f64> {
     field
 }
 
-/// Photons that a detector counted: dark with single photons, and rings of many.
+/// Makes the photons that a detector counted: dark with single photons, and rings of many.
 pub(super) fn detector(seed: u64, [_, rows, columns]: [usize; 3]) -> Vec<f64> {
-    /// What the electronics say for one photon.
+    /// Reading of the electronics for one photon.
     const GAIN: f64 = 17.5;
     let mut noise = Noise::new(seed);
     let mut field = Vec::with_capacity(rows * columns);
@@ -30,7 +30,7 @@ pub(super) fn detector(seed: u64, [_, rows, columns]: [usize; 3]) -> Vec<f64> {
     field
 }
 
-/// Integrals between pairs of electrons: of either sign and of all magnitudes, the most of them
+/// Makes integrals over pairs of electrons: of either sign and of all magnitudes. About 38 % are
 /// negligible and set to zero.
 pub(super) fn integrals(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     let mut noise = Noise::new(seed);

@@ -1,5 +1,5 @@
-//! Text: words of a made-up language that are as frequent as words are. SDRBench has none; logs and
-//! documents are like it.
+//! Text: words of a made-up language that are as frequent as real ones. SDRBench has no text; logs
+//! and documents look like this.
 
 use super::noise::Noise;
 use crate::pick::Picker;
@@ -10,7 +10,7 @@ const SYLLABLES: [&str; 24] = [
     "qui", "ra", "sen", "ti", "ul", "ve", "wi", "xa", "zo",
 ];
 
-/// Bytes.
+/// Makes `count` bytes of text.
 pub(super) fn text(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     let mut noise = Noise::new(seed);
     let words: Vec<String> = (0..WORDS)

@@ -1,4 +1,4 @@
-//! How regions end: with their changes written back, without, or with their addresses kept.
+//! Ends of regions: with their changes written back, without, or with their addresses kept.
 
 use std::num::NonZero;
 
@@ -11,11 +11,10 @@ use crate::{
     error::{Failure, farpage_code, guard},
 };
 
-/// Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses
-/// up and frees it. A store is flushed; a file is not, so call `farpage_region_flush` before if its
-/// changes must survive a power failure. If writing back fails, the region stays as it was, so that
-/// this can be called again or the changes be given up by `farpage_region_discard`. Null is
-/// allowed.
+/// Writes back changes that outlive the region (in a store, a file or under a name), gives its
+/// addresses up and frees it. A store is flushed; a file is not, so call `farpage_region_flush`
+/// before if its changes must survive a power failure. If the writeback fails, the region stays
+/// unchanged: call this again, or `farpage_region_discard`. Null is allowed.
 ///
 /// # Safety
 /// `region` is null or came from a function that maps; if this succeeds, neither it nor its memory
@@ -34,8 +33,8 @@ pub unsafe extern "C" fn farpage_region_unmap(region: *mut farpage_region) -> fa
     })
 }
 
-/// Gives the region up as `farpage_region_unmap` does, but writes nothing back: what changed since
-/// the last flush is lost. Null is allowed.
+/// Gives the region up as `farpage_region_unmap` does, but writes nothing back: changes since the
+/// last flush are lost. Null is allowed.
 ///
 /// # Safety
 /// As `farpage_region_unmap`.
@@ -51,8 +50,8 @@ pub unsafe extern "C" fn farpage_region_discard(region: *mut farpage_region) -> 
 }
 
 /// Unmaps the region as `farpage_region_unmap` does, but keeps its addresses: touching them raises
-/// SIGSEGV until the program maps something over them, for example another region, or unmaps them.
-/// So no other thread's memory can come there in between.
+/// SIGSEGV until the program maps memory over them, for example another region, or unmaps them. So
+/// no memory of another thread can come there in between.
 ///
 /// # Safety
 /// As `farpage_region_unmap`.
@@ -80,7 +79,7 @@ pub(super) unsafe fn give_up(region: *mut farpage_region) -> Result<(), Failure>
 }
 
 /// Takes a region's pages away. Its addresses stay taken, without access: another thread's `mmap`
-/// cannot be given them.
+/// cannot get them.
 pub(super) fn keep_addresses(region: &Region) -> Result<(), Failure> {
     let bytes = region.len().next_multiple_of(region.page_bytes());
     let (at, bytes) = (

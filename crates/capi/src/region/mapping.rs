@@ -1,4 +1,4 @@
-//! How regions are made: their options, and the functions that map.
+//! Creation of regions: their options, and the functions that map.
 
 use std::{
     ffi::{c_char, c_int, c_void},
@@ -17,7 +17,7 @@ use crate::{
     store::{CStore, farpage_store},
 };
 
-/// How a region is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero
+/// Options of a region. Set the whole struct to zero, then `struct_bytes`, then other fields: zero
 /// and null mean the runtime's choice.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -26,31 +26,31 @@ pub struct farpage_region_options {
     pub struct_bytes: usize,
     /// Page size: a power of two, 4096 to 2097152.
     pub page_bytes: u64,
-    /// Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF.
+    /// The most pages that are read ahead of sequential access, or FARPAGE_READ_AHEAD_OFF.
     pub read_ahead: u32,
-    /// How pages are encoded on servers: as of the runtime. Not for stores and files.
+    /// Codec of pages on servers, as in the runtime's options. Not for stores and files.
     pub codec: *const c_char,
-    /// 1: take remote memory when pages need it instead of all of it at once (twice the size where
-    /// there is a name); then evictions may fail for lack of it. Not for stores and files.
+    /// 1: take remote memory when pages need it instead of all of it at once (twice the size for a
+    /// region with a name); then evictions may fail for lack of it. Not for stores and files.
     pub on_demand: u32,
     /// 1: the program may only read: a write to the region's memory raises SIGSEGV. Not for
     /// servers.
     pub read_only: u32,
-    /// Publishes the region on its servers under this name at each flush and when it is unmapped:
-    /// it outlives the program. Not for stores and files.
+    /// Name under which the region is published on its servers at each flush and when it is
+    /// unmapped. A published region outlives the program. Not for stores and files.
     pub name: *const c_char,
-    /// Keeps the pages here instead of on the servers. Copied.
+    /// Store that keeps the pages instead of the servers. Copied.
     pub store: *const farpage_store,
-    /// Maps the region here and nowhere else: a multiple of its page size. What is mapped there is
-    /// replaced, all of it up to the end of the region's last page and nothing beside it; but not
-    /// another region, that is FARPAGE_INVALID.
+    /// Address at which the region is mapped, a multiple of its page size. Mappings up to the end
+    /// of the region's last page are replaced, and nothing beside them. Another region there is not
+    /// replaced: FARPAGE_INVALID.
     pub address: *mut c_void,
-    /// 1: `name` may exist already; what is published under it stays until this region is
-    /// published. Otherwise mapping fails with FARPAGE_EXISTS then.
+    /// 1: `name` may exist already; the version published under it stays until this region is
+    /// published. 0: mapping fails with FARPAGE_EXISTS if `name` exists.
     pub replace: u32,
     /// 1: the program promises that no device writes into the region's memory (`O_DIRECT` reads,
     /// RDMA, registered buffers of io_uring): pages of 4096 bytes then leave as copies, many at
-    /// once. What a device writes into a page while it leaves is lost. Default: as
+    /// once. Bytes that a device writes into a page while it leaves are lost. Default: as
     /// FARPAGE_NO_DIRECT_IO says.
     pub no_direct_io: u32,
 }
@@ -58,8 +58,8 @@ pub struct farpage_region_options {
 // SAFETY: integers and pointers, beginning with the length.
 unsafe impl Growing for farpage_region_options {}
 
-/// Maps `bytes` bytes, zeroed or what `options->store` holds, and puts the region into `*region`:
-/// the caller's until `farpage_region_unmap`. On failure `*region` is null.
+/// Maps `bytes` bytes, zeroed or with the contents of `options->store`, and puts the region into
+/// `*region`, which the caller owns until `farpage_region_unmap`. On failure `*region` is null.
 ///
 /// # Safety
 /// `runtime` came from `farpage_runtime_new` and has not been freed; `options` is null or points to
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn farpage_region_map(
 /// Maps the `bytes` bytes at `offset` of the file, or block device, behind the descriptor `fd`,
 /// which the caller may close afterwards, and puts the region into `*region`.
 ///
-/// What lies beyond the end of the file reads as zeros; the file grows only when others than zeros
+/// Bytes beyond the end of the file read as zeros; the file grows only when other bytes than zeros
 /// are stored there. `fd` must be open for reading and writing; reading is enough with
 /// `options->read_only`.
 ///
@@ -122,12 +122,12 @@ pub unsafe extern "C" fn farpage_region_map_fd(
     guard(|| unsafe { put(region, map) })
 }
 
-/// Opens the region that was published under `name` and puts it into `*region`. No other program
-/// can open it until it is unmapped, except to read what is published.
+/// Opens the region that was published under `name` and puts it into `*region`. Until it is
+/// unmapped, other programs can only open the published version to read it.
 ///
 /// # Safety
-/// `runtime` as in `farpage_region_map`; `name` is a string that ends with a zero byte; `region`
-/// may be written.
+/// `runtime` came from `farpage_runtime_new` and has not been freed; `name` is a string that ends
+/// with a zero byte; `region` may be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn farpage_region_open(
     runtime: *const farpage_runtime,
@@ -149,9 +149,9 @@ pub unsafe extern "C" fn farpage_region_open(
 }
 
 /// Opens the version that is published under `name` now, to read it, and puts it into `*region`.
-/// Any number of programs can at a time, also while one has the region open for writing. The
-/// region stays as it is until it is unmapped, whatever is published meanwhile. A write to its
-/// memory raises SIGSEGV.
+/// Any number of programs can at a time, also while one has the region open for writing. The region
+/// does not change until it is unmapped, whatever is published meanwhile. A write to its memory
+/// raises SIGSEGV.
 ///
 /// # Safety
 /// As `farpage_region_open`.

@@ -24,14 +24,14 @@ pub use mapping::*;
 pub use pages::*;
 pub use split::*;
 
-/// Memory whose pages come and go. It begins at `farpage_region_address`.
+/// Memory whose pages come and go. Its first byte is at `farpage_region_address`.
 ///
-/// A program may unmap parts of it, or map over them. The pages that had addresses there are gone
-/// then, and the store keeps what was written back last. `mremap` moves what is in memory; the rest
-/// reads as zeros at the new addresses.
+/// A program may unmap parts of a region, or map over them. Pages of these parts are gone then, and
+/// the store keeps their last written-back bytes. `mremap` moves pages that are in memory; all
+/// others read as zeros at the new addresses.
 ///
-/// Its functions may be called from any thread. During and after `farpage_region_unmap` no other of
-/// them may be called, and its memory may not be touched.
+/// All functions of a region may be called from any thread. During and after `farpage_region_unmap`
+/// no other function of the region may be called, and its memory may not be touched.
 pub struct farpage_region(Box<Handle<Mapped>>);
 
 struct Mapped {
@@ -42,7 +42,7 @@ struct Mapped {
 }
 
 impl Mapped {
-    /// Writes back what outlives the region.
+    /// Writes back changes that outlive the region.
     fn keep_changes(&self) -> Result<(), Failure> {
         match self.at_end {
             AtEnd::Drop => {}
@@ -53,24 +53,24 @@ impl Mapped {
     }
 }
 
-/// What a region that keeps its pages in a store is mapped from, so that parts of it can be.
+/// Parameters of a region with a store, from which its parts can be mapped again.
 #[derive(Clone)]
 struct Kept {
     runtime: Runtime,
     options: RegionOptions,
     store: Arc<dyn Store>,
-    /// Where the region begins in the store.
+    /// Offset of the region in the store.
     offset: u64,
 }
 
-/// What becomes of a region's changes when it is unmapped.
+/// Fate of a region's changes when it is unmapped.
 #[derive(Clone, Copy)]
 enum AtEnd {
-    /// They go with it.
+    /// Changes are lost with the region.
     Drop,
-    /// They are written back, no more: as `munmap` does with a file.
+    /// Changes are written back and no more, as `munmap` does with a file.
     WriteBack,
-    /// They are written back and made durable, or published.
+    /// Changes are written back and made durable, or published.
     Flush,
 }
 
@@ -86,7 +86,7 @@ impl farpage_region {
     }
 
     /// # Safety
-    /// As [`get`](Self::get), and nobody else uses it meanwhile.
+    /// As [`get`](Self::get), and nobody else uses the region meanwhile.
     unsafe fn get_mut<'a>(region: *mut farpage_region) -> Result<&'a mut Mapped, Failure> {
         // SAFETY: the caller's promise.
         match unsafe { region.as_mut() } {

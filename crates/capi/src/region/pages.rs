@@ -1,4 +1,4 @@
-//! What a program asks of a region: where it is, and that its pages come, stay or are written
+//! Requests of a program to a region: its address, and that its pages come, stay or are written
 //! back.
 
 use std::{ffi::c_void, ops::Range, ptr, slice};
@@ -8,26 +8,26 @@ use farpage::{Advice, Region};
 use super::farpage_region;
 use crate::error::{Failure, farpage_code, guard};
 
-/// Nothing known: sequential runs are found from the faults. Holds for the whole region.
+/// Unknown use: sequential runs are found from the faults. Holds for the whole region.
 pub const FARPAGE_ADVICE_NORMAL: u32 = 0;
-/// In order: reads ahead from the first fault on. Holds for the whole region.
+/// Sequential use: reads ahead from the first fault on. Holds for the whole region.
 pub const FARPAGE_ADVICE_SEQUENTIAL: u32 = 1;
-/// In no order: never reads ahead. Holds for the whole region.
+/// Random use: never reads ahead. Holds for the whole region.
 pub const FARPAGE_ADVICE_RANDOM: u32 = 2;
 /// The range is needed soon: brought in while there is room. Does not wait.
 pub const FARPAGE_ADVICE_WILL_NEED: u32 = 3;
 /// The range is not needed soon: written back where it changed, and given up. The data stays.
 pub const FARPAGE_ADVICE_DONT_NEED: u32 = 4;
-/// What the range holds is not needed any more: it is zeros afterwards, its remote memory is free,
-/// and nothing is written back. What `madvise(MADV_DONTNEED)` means to an allocator. A write of
-/// another thread lands before, and is gone, or after, on zeros.
+/// The contents of the range are not needed any more: it becomes zeros, its remote memory is free,
+/// and nothing is written back. An allocator means this by `madvise(MADV_DONTNEED)`. A write of
+/// another thread lands either before, and is gone, or after, on zeros.
 pub const FARPAGE_ADVICE_DISCARD: u32 = 5;
 /// The kernel will be given the range by a call that keeps references to memory: `vmsplice`, a send
-/// with MSG_ZEROCOPY, a zero-copy send of io_uring. To be said before the call. What is sent is
-/// then what was there, also if the pages leave meanwhile. Holds until the region ends.
+/// with MSG_ZEROCOPY, a zero-copy send of io_uring. Must be given before the call. The call sends
+/// the contents of that moment, even if the pages leave meanwhile. Holds until the region ends.
 pub const FARPAGE_ADVICE_ZERO_COPY: u32 = 6;
 
-/// The first byte of the region, aligned to its page size; null for null.
+/// Returns the first byte of the region, aligned to its page size; null for null.
 ///
 /// # Safety
 /// `region` is null or came from a function that maps, and has not been unmapped.
@@ -38,7 +38,7 @@ pub unsafe extern "C" fn farpage_region_address(region: *const farpage_region) -
     region.map_or(ptr::null_mut(), |it| it.region.as_ptr().cast_mut().cast())
 }
 
-/// The length of the region in bytes, as it was asked for.
+/// Returns the length of the region in bytes, as it was mapped.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -49,7 +49,7 @@ pub unsafe extern "C" fn farpage_region_bytes(region: *const farpage_region) -> 
     region.map_or(0, |it| it.region.len() as u64)
 }
 
-/// The page size of the region in bytes.
+/// Returns the page size of the region in bytes.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -60,7 +60,7 @@ pub unsafe extern "C" fn farpage_region_page_bytes(region: *const farpage_region
     region.map_or(0, |it| it.region.page_bytes() as u64)
 }
 
-/// How many of its pages are in local memory now.
+/// Returns the number of the region's pages in local memory.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -71,8 +71,8 @@ pub unsafe extern "C" fn farpage_region_resident_pages(region: *const farpage_re
     region.map_or(0, |it| it.region.resident_pages() as u64)
 }
 
-/// Writes all changes back and keeps the pages; a store's `flush`, `fdatasync`, or the publication
-/// under its name follows.
+/// Writes all changes back and keeps the pages. Then calls the store's `flush` or `fdatasync`, or
+/// publishes the region under its name.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -82,8 +82,8 @@ pub unsafe extern "C" fn farpage_region_flush(region: *const farpage_region) -> 
     unsafe { with(region, |it| Ok(it.flush()?)) }
 }
 
-/// Copies `bytes` bytes from `data` to `offset`, and so brings pages back whose newest bytes were
-/// lost (the store failed, and the kernel refused the page) and that they cover wholly. Until then
+/// Copies `bytes` bytes from `data` to `offset`. Brings pages back whose newest bytes were lost
+/// (the store failed, and the kernel refused the page) and that the copy covers wholly. Until then
 /// touching such a page raises SIGBUS, and functions that flush the region fail. FARPAGE_PAGES if
 /// such a page is covered in part only: nothing was copied.
 ///
@@ -117,7 +117,7 @@ pub unsafe extern "C" fn farpage_region_overwrite(
 }
 
 /// Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants.
-/// FARPAGE_ADVICE_DONT_NEED waits until what had changed is written back, and fails if that fails.
+/// FARPAGE_ADVICE_DONT_NEED waits until changes are written back, and fails if the writeback fails.
 /// FARPAGE_ADVICE_DISCARD fails with FARPAGE_INVALID on a read-only region.
 ///
 /// # Safety
@@ -161,8 +161,8 @@ pub unsafe extern "C" fn farpage_region_advise(
     unsafe { with(region, advise) }
 }
 
-/// Brings `bytes` bytes at `offset` in and waits for them; pages that were lost are tried again. So
-/// a program learns of a dead server by a code instead of SIGBUS.
+/// Brings `bytes` bytes at `offset` in and waits for them; lost pages are tried again. So a program
+/// learns of a dead server by a code instead of SIGBUS.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -178,7 +178,7 @@ pub unsafe extern "C" fn farpage_region_prefetch(
 
 /// Brings `bytes` bytes at `offset` in and keeps them in memory until `farpage_region_unpin`, or
 /// until the region is unmapped. All pages that the range touches are pinned; pins are counted, up
-/// to 255 per page. FARPAGE_NO_MEMORY if too little of the budget were left for all others. On
+/// to 255 per page. FARPAGE_NO_MEMORY if too little of the budget would be left for other pages. On
 /// failure nothing more is pinned than before.
 ///
 /// # Safety
@@ -193,7 +193,7 @@ pub unsafe extern "C" fn farpage_region_pin(
     unsafe { with(region, |it| Ok(it.pin(range(it, offset, bytes)?)?)) }
 }
 
-/// Takes one pin of each page back that the range touches; a page without one is left alone.
+/// Takes back one pin of each page that the range touches; a page without a pin is left alone.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -212,8 +212,8 @@ pub unsafe extern "C" fn farpage_region_unpin(
     }
 }
 
-/// The first error of work in the background since this was last called, an eviction or a fill that
-/// failed, as this function's own. FARPAGE_OK if there was none.
+/// Fails with the first error of work in the background since the last call, an eviction or a fill
+/// that failed. FARPAGE_OK if there was none.
 ///
 /// # Safety
 /// As `farpage_region_address`.

@@ -1,4 +1,4 @@
-//! One region becomes two, each of which ends for itself.
+//! Splitting a region in two, each of which ends for itself.
 
 use std::{io, ops::Range, ptr, sync::Arc};
 
@@ -14,7 +14,7 @@ use crate::{
     options,
 };
 
-/// What of a store lies behind `offset`.
+/// The part of a store from `offset` on.
 struct Behind {
     store: Arc<dyn Store>,
     offset: u64,

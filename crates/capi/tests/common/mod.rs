@@ -1,7 +1,7 @@
-//! What these tests share: the libraries, installed once below the target directory, and compilers
-//! for programs that use them.
+//! Shared parts of these tests: the libraries, installed once below the target directory, and
+//! compilers for programs that use them.
 //!
-//! The rule it keeps: what is tested is what `cargo xtask install` gives to users.
+//! The rule it keeps: tests use the files that `cargo xtask install` gives to users.
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::{
@@ -20,7 +20,7 @@ use farpage_memserver::{RunningServer, Server};
 /// Warnings are errors everywhere.
 const STRICT: [&str; 5] = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-g"];
 
-/// Where the libraries are installed for this test program.
+/// Returns the folder in which the libraries are installed for this test program.
 pub(crate) fn prefix() -> &'static Path {
     static PREFIX: LazyLock<PathBuf> = LazyLock::new(|| {
         let prefix = scratch("prefix");
@@ -42,7 +42,7 @@ pub(crate) fn prefix() -> &'static Path {
     &PREFIX
 }
 
-/// A folder of this test program's own, emptied.
+/// Returns a folder of this test program's own, emptied.
 pub(crate) fn scratch(name: &str) -> PathBuf {
     let program = env::current_exe().expect("a test program has a path");
     let mut own = program.file_name().expect("it is a file").to_owned();
@@ -53,7 +53,7 @@ pub(crate) fn scratch(name: &str) -> PathBuf {
     folder
 }
 
-/// A memory server of this process.
+/// Starts a memory server in this process.
 pub(crate) fn serve(endpoint: &str) -> RunningServer {
     Server::builder()
         .listen(endpoint.parse().expect("an endpoint"))
@@ -62,7 +62,7 @@ pub(crate) fn serve(endpoint: &str) -> RunningServer {
         .expect("a server")
 }
 
-/// Whether all programs can be found; if not, says that `test` is skipped.
+/// True if all programs can be found. If not, says that `test` is skipped.
 pub(crate) fn have(test: &str, programs: &[&str]) -> bool {
     let path = env::var_os("PATH").unwrap_or_default();
     let found = |program: &&&str| env::split_paths(&path).any(|dir| dir.join(program).is_file());
@@ -75,7 +75,7 @@ pub(crate) fn have(test: &str, programs: &[&str]) -> bool {
     }
 }
 
-/// What pkg-config says, in words.
+/// Returns the output of pkg-config as words.
 pub(crate) fn pkg_config(args: &[&str]) -> Vec<String> {
     let mut command = Command::new("pkg-config");
     command
@@ -88,7 +88,7 @@ pub(crate) fn pkg_config(args: &[&str]) -> Vec<String> {
         .collect()
 }
 
-/// Compiles and links one program against what pkg-config says of `package`.
+/// Compiles and links one program with the flags of pkg-config for `package`.
 pub(crate) fn compile(
     compiler: &str,
     more: &[&str],
@@ -109,7 +109,7 @@ pub(crate) fn compile(
     run(&mut command, Duration::from_secs(120));
 }
 
-/// Runs a command that must succeed within `patience`; returns what it printed.
+/// Runs a command that must succeed within `patience`. Returns its output.
 pub(crate) fn run(command: &mut Command, patience: Duration) -> Output {
     let output = finish(command, patience);
     assert!(
@@ -122,7 +122,7 @@ pub(crate) fn run(command: &mut Command, patience: Duration) -> Output {
     output
 }
 
-/// Runs a command that must end within `patience`, however it does.
+/// Runs a command that must end within `patience`, with any status.
 pub(crate) fn finish(command: &mut Command, patience: Duration) -> Output {
     let mut child = command
         .stdin(Stdio::null())
@@ -184,7 +184,7 @@ pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// The sources in a folder of this crate.
+/// Returns the sources in a folder of this crate.
 pub(crate) fn sources(folder: &str, extension: &str) -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
     let entries = fs::read_dir(folder).expect("the folder is there");

@@ -1,5 +1,5 @@
-//! What these tests share: servers in and out of this process, this test program run once more as
-//! another process, watchdogs and seeds.
+//! Shared parts of these tests: servers in and out of this process, this test program run once more
+//! as another process, watchdogs and seeds.
 //!
 //! The rule it keeps: nothing waits without a bound, and nothing that was started outlives its
 //! test.
@@ -43,12 +43,12 @@ use tempfile::TempDir;
 pub const KIB: usize = 1 << 10;
 pub const MIB: usize = 1 << 20;
 
-/// All page sizes.
+/// Returns all page sizes.
 pub fn page_sizes() -> impl Iterator<Item = usize> {
     (12..=21).map(|shift| 1 << shift)
 }
 
-/// How a client reaches its server.
+/// Transport between a client and its server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fabric {
     Shm,
@@ -56,10 +56,10 @@ pub enum Fabric {
     Rdma,
 }
 
-/// The address of an RDMA device of this machine.
+/// Variable of the environment with the address of an RDMA device of this machine.
 const RDMA_ADDRESS: &str = "FARPAGE_TEST_RDMA_ADDRESS";
 
-/// What a test runs over: shm and tcp, and in a build with RDMA, where a device is named, rdma
+/// Returns the fabrics of a test: shm and tcp; in a build with RDMA, if a device is named, rdma
 /// alone.
 pub fn fabrics() -> Vec<Fabric> {
     match cfg!(feature = "rdma") && env::var_os(RDMA_ADDRESS).is_some() {
@@ -68,7 +68,7 @@ pub fn fabrics() -> Vec<Fabric> {
     }
 }
 
-/// Whether this program can run servers on a fabric; if not, says that `test` is skipped, and why.
+/// True if this program can run servers on `fabric`. If not, says that `test` is skipped, and why.
 pub fn can_reach(test: &str, fabric: Fabric) -> bool {
     let can = fabric != Fabric::Rdma || fabrics().contains(&Fabric::Rdma);
     if !can {
@@ -123,7 +123,7 @@ impl Memory {
         }
     }
 
-    /// A runtime on this server with two workers of each kind.
+    /// Builds a runtime on this server with two workers of each kind.
     pub fn runtime(&self, budget_bytes: usize, page_bytes: usize) -> Runtime {
         builder(budget_bytes, page_bytes)
             .server(&self.url)
@@ -132,8 +132,8 @@ impl Memory {
     }
 }
 
-/// Two workers of each kind whatever the machine, so that shards and races between workers are
-/// there everywhere.
+/// Returns a builder with two workers of each kind whatever the machine, so that shards and races
+/// between workers exist everywhere.
 pub fn builder(budget_bytes: usize, page_bytes: usize) -> Builder {
     Runtime::builder()
         .budget(ByteSize(budget_bytes as u64))
@@ -142,10 +142,10 @@ pub fn builder(budget_bytes: usize, page_bytes: usize) -> Builder {
         .evictors(2)
 }
 
-/// Whether this process may page its own memory; if not, says that `test` is skipped, and why.
+/// True if this process may page its own memory. If not, says that `test` is skipped, and why.
 pub fn can_page(test: &str) -> bool {
-    // A lost page ends the whole program by SIGBUS: why it was lost is in the log alone. An error
-    // means that another test has done it.
+    // A lost page ends the whole program by SIGBUS: the log alone says why it was lost. An error of
+    // `try_init` means that another test has installed the subscriber.
     let log = tracing_subscriber::fmt().with_max_level(tracing::Level::ERROR);
     let _ = log.with_ansi(false).with_writer(io::stderr).try_init();
     match builder(MIB, 4 * KIB).build() {
@@ -158,7 +158,7 @@ pub fn can_page(test: &str) -> bool {
     }
 }
 
-/// A memory server in a process of its own: this test program once more, see [`serve_if_asked`].
+/// A memory server in a process of its own, which runs this test program: see [`serve_if_asked`].
 pub struct ServerProcess {
     pub url: String,
     test: String,
@@ -171,13 +171,13 @@ pub struct ServerProcess {
 const SERVE: &str = "FARPAGE_TEST_SERVE";
 
 impl ServerProcess {
-    /// `test` is a test of this program that calls [`serve_if_asked`] first. It tests something
-    /// itself, so that no server is counted as a test.
+    /// Starts a server as `test`, a test of this program that calls [`serve_if_asked`] first.
+    /// `test` tests something itself, so that no server is counted as a test.
     pub fn start(test: &str, fabric: Fabric, capacity_bytes: usize) -> ServerProcess {
         Self::start_leasing(test, fabric, capacity_bytes, Duration::from_secs(60))
     }
 
-    /// As [`start`](Self::start), with leases of that length.
+    /// Starts a server as [`start`](Self::start) does, with leases of length `lease`.
     pub fn start_leasing(
         test: &str,
         fabric: Fabric,
@@ -201,7 +201,7 @@ impl ServerProcess {
         self.child.signal(signal);
     }
 
-    /// Ends it as a crash would.
+    /// Ends the server as a crash would.
     pub fn kill(&mut self) {
         self.signal(Signal::SIGKILL);
         self.child.wait(Duration::from_secs(10));
@@ -214,15 +214,16 @@ impl ServerProcess {
         self.child.wait_for_line("serving at ");
     }
 
-    /// Ends it as a daemon ends whose grace is over: in good order, with clients that are left.
+    /// Ends the server as a daemon ends whose grace is over: in good order, beside remaining
+    /// clients.
     pub fn stop(&mut self) {
         self.child.hang_up();
         self.child.wait(Duration::from_secs(20));
     }
 }
 
-/// In the process that [`ServerProcess`] starts: serves until standard input ends. Returns whether
-/// it was asked to.
+/// Serves until standard input ends, if [`ServerProcess`] has started this process. Returns true if
+/// it has.
 pub fn serve_if_asked() -> bool {
     let Ok(what) = env::var(SERVE) else {
         return false;
@@ -241,7 +242,7 @@ pub fn serve_if_asked() -> bool {
     true
 }
 
-/// This test program once more, as a process that runs one of its tests. Killed when dropped.
+/// Process that runs one test of this test program. Killed when dropped.
 pub struct Kin {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -259,7 +260,7 @@ impl Kin {
             .unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
         let (sender, lines) = mpsc::channel();
-        // A thread, so that reading has a bound, and the pipe is always emptied.
+        // A thread reads, so that reading has a bound, and the pipe is always emptied.
         thread::spawn(move || {
             for line in output.lines().map_while(Result::ok) {
                 if sender.send(line).is_err() {
@@ -274,7 +275,7 @@ impl Kin {
         }
     }
 
-    /// The rest of the first line that starts with `prefix`.
+    /// Waits for the first line that starts with `prefix`. Returns the rest of the line.
     pub fn wait_for_line(&mut self, prefix: &str) -> String {
         let until = Instant::now() + Duration::from_secs(60);
         loop {
@@ -288,12 +289,12 @@ impl Kin {
         }
     }
 
-    /// Ends its standard input.
+    /// Closes the process's standard input.
     pub fn hang_up(&mut self) {
         self.stdin = None;
     }
 
-    /// Sends a signal. After SIGSTOP it returns when all threads have stopped.
+    /// Sends a signal. With SIGSTOP, returns when all threads have stopped.
     pub fn signal(&self, signal: Signal) {
         let pid = Pid::from_raw(self.child.id() as i32);
         kill(pid, signal).unwrap();
@@ -302,7 +303,7 @@ impl Kin {
         }
     }
 
-    /// How it ended; fails the test when it has not within `patience`.
+    /// Waits for the end of the process. Fails the test if it has not ended within `patience`.
     pub fn wait(&mut self, patience: Duration) -> ExitStatus {
         let since = Instant::now();
         loop {
@@ -317,7 +318,7 @@ impl Kin {
         }
     }
 
-    /// Waits until it has passed its test, and shows what it printed.
+    /// Waits until the process has passed its test, and shows its output.
     pub fn must_pass(mut self, patience: Duration) {
         self.hang_up();
         let status = self.wait(patience);
@@ -335,14 +336,14 @@ impl Drop for Kin {
     }
 }
 
-/// Prints a line that a parent waits for: libtest has left the test's name without an end of line.
+/// Prints a line that a parent waits for. libtest has left the test's name without an end of line.
 pub fn say(line: &str) {
     println!("\n{line}");
     io::stdout().flush().unwrap();
 }
 
-/// Ends this process with a message if it is not dropped in time: a test of something that must not
-/// hang hangs for good when it does.
+/// Ends this process with a message if the watchdog is not dropped in time: a test of something
+/// that must not hang would hang for ever otherwise.
 pub struct Watchdog {
     _leash: Sender<()>,
 }
@@ -365,7 +366,7 @@ impl Watchdog {
     }
 }
 
-/// Looks until `holds`, and fails the test after 30 s.
+/// Polls `holds` until it returns true, and fails the test after 30 s.
 pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let until = Instant::now() + Duration::from_secs(30);
     while !holds() {
@@ -374,8 +375,8 @@ pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// The seed of a test: `FARPAGE_TEST_SEED`, else a new one. Printed, so that a failure can be
-/// repeated.
+/// Returns the seed of a test: `FARPAGE_TEST_SEED`, else a new one. Printed, so that a failure can
+/// be repeated.
 pub fn seed(test: &str) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let seed = env::var("FARPAGE_TEST_SEED").map_or(now.as_nanos() as u64, |seed| {
@@ -385,7 +386,7 @@ pub fn seed(test: &str) -> u64 {
     seed
 }
 
-/// SplitMix64 (Steele, Lea and Flood, 2014): small, and the same everywhere.
+/// SplitMix64 (Steele, Lea and Flood, 2014): small, and equal on all machines.
 #[derive(Clone, Debug)]
 pub struct Rng(pub u64);
 
@@ -404,15 +405,15 @@ impl Rng {
     }
 }
 
-/// A value that looks random and depends on all bits of `x`; never 0 for the numbers that tests
-/// use.
+/// Returns a value that looks random and depends on all bits of `x`; never 0 for the numbers that
+/// tests use.
 pub fn mix(x: u64) -> u64 {
     let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ x >> 31
 }
 
-/// The array, and its words for threads that write at the same time.
+/// Returns the array, and its words for threads that write at the same time.
 pub fn shared(array: &mut RemoteArray<u64>) -> (&RemoteArray<u64>, &[AtomicU64]) {
     let (words, len) = (array.as_mut_ptr(), array.len());
     // SAFETY: aligned and mapped for as long as the array is borrowed, and borrowed exclusively:
@@ -430,7 +431,7 @@ pub fn set(words: &[AtomicU64], at: usize, value: u64) {
     words[at].store(value, Ordering::Relaxed);
 }
 
-/// A figure of a file in `/proc/self` whose lines are `Name:   123 kB`, in bytes.
+/// Reads a figure of a file in `/proc/self` whose lines are `Name:   123 kB`. Returns it in bytes.
 pub fn proc_bytes(file: &str, name: &str) -> usize {
     let text = fs::read_to_string(format!("/proc/self/{file}")).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix(name));
@@ -443,13 +444,13 @@ pub fn proc_bytes(file: &str, name: &str) -> usize {
         << 10
 }
 
-/// Bytes in this process's memory as a store, after a look at what each call is for.
+/// A store in this process's memory. Calls `before` at the beginning of each call.
 pub struct HookedStore<F> {
     bytes: std::sync::Mutex<Vec<u8>>,
     before: F,
 }
 
-/// What a [`HookedStore`] is asked.
+/// Kind of a call of a [`HookedStore`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
     Read,

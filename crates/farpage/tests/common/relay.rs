@@ -13,11 +13,11 @@ use std::{
 
 use nix::sys::socket::{setsockopt, sockopt};
 
-/// How often a thread that waits for bytes looks what has become of its connection.
+/// Interval at which a thread that waits for bytes looks at the state of its connection.
 const LOOK: Duration = Duration::from_millis(5);
 
 const FORWARDS: u8 = 0;
-/// Open, and nothing passes any more: as behind a router that has forgotten the connection.
+/// Open, but nothing passes any more, as behind a router that has forgotten the connection.
 const SILENT: u8 = 1;
 /// Ends both sides by RST.
 const CUT: u8 = 2;
@@ -45,7 +45,7 @@ impl Relay {
                 match listener.accept() {
                     Ok((client, _)) => {
                         accepted2.fetch_add(1, Ordering::Relaxed);
-                        // A server that is gone refuses, and so does this.
+                        // A server that is gone refuses connections, and so does the relay.
                         if let Ok(upstream) = TcpStream::connect(&server) {
                             lines2.lock().unwrap().push(forward(client, upstream));
                         }
@@ -63,18 +63,18 @@ impl Relay {
         }
     }
 
-    /// Cuts every connection that there is. New ones are served.
+    /// Cuts all current connections. New ones are served.
     pub fn cut(&self) {
         self.turn_to(CUT);
     }
 
-    /// Lets nothing more pass on the connections that there are, and leaves them open. New ones are
+    /// Lets nothing more pass on the current connections, and leaves them open. New ones are
     /// served.
     pub fn silence(&self) {
         self.turn_to(SILENT);
     }
 
-    /// How many connections there have been.
+    /// Returns the number of connections that were ever accepted.
     pub fn accepted(&self) -> usize {
         self.accepted.load(Ordering::Relaxed)
     }
@@ -120,7 +120,7 @@ fn pump(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8) {
                 continue;
             }
             _ => {
-                // Closed without a goodbye: that is an RST.
+                // Closed without a goodbye: an RST.
                 let linger = libc_linger();
                 let _ = setsockopt(&from, sockopt::Linger, &linger);
                 return;

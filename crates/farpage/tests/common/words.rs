@@ -1,10 +1,10 @@
-//! Words whose place says what they hold.
+//! Words whose index determines their value.
 
 use std::sync::atomic::AtomicU64;
 
 use super::{Rng, get, mix, set};
 
-/// Random reads and writes on words of one's own, until told to stop or for so many turns.
+/// Reads and writes random words of the thread's own, for `turns` turns.
 pub fn exercise(words: &[AtomicU64], thread: usize, of: usize, rng: &mut Rng, turns: usize) {
     for _ in 0..turns {
         let at = rng.below(words.len() / of) * of + thread;
@@ -14,7 +14,7 @@ pub fn exercise(words: &[AtomicU64], thread: usize, of: usize, rng: &mut Rng, tu
     }
 }
 
-/// Each word is what [`exercise`] writes, or was never written.
+/// Asserts that each word has the value that [`exercise`] writes, or was never written.
 pub fn assert_exercised(words: &[u64]) {
     for (at, &seen) in words.iter().enumerate() {
         assert!(

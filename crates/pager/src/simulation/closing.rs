@@ -1,11 +1,11 @@
-//! The end of a region: what moves, what is written back, and what a failed end leaves.
+//! End of a region: pages that move, pages that are written back, and the rest after a failed end.
 
 use super::{plain::Plain, *};
 
-/// All of them fit.
+/// Number of pages, which all fit.
 const REGION_PAGES: usize = 256;
 
-/// A region whose pages are all there. Each holds its number plus `add`.
+/// Returns a region whose pages are all there. Each holds its number plus `add`.
 fn full(add: u64) -> Plain {
     let mut plain = Plain::new(REGION_PAGES, 2 * REGION_PAGES, RegionOptions::default());
     for page in 0..REGION_PAGES {
@@ -15,7 +15,7 @@ fn full(add: u64) -> Plain {
     plain
 }
 
-/// What a `close` of the program does first.
+/// Flushes as a `close` of the program does first.
 fn flush_out(plain: &mut Plain) -> Result<(), crate::FlushError> {
     let mapped = &*plain.mapped;
     let (fillers, evictors) = (&mut plain.fillers, &mut plain.evictors);

@@ -1,11 +1,11 @@
-//! Hot sets: how often what is used most is not there.
+//! Hot sets: how often the most used pages are not there.
 
 use super::{plain::Plain, *};
 
 const REGION_PAGES: usize = 4096;
 const ACCESSES: usize = 200_000;
 
-/// The share of accesses that miss when nine in ten go to a tenth of the pages, all at random.
+/// Returns the share of accesses that miss when nine in ten go to a tenth of the pages, at random.
 fn misses(local: usize) -> f64 {
     let options = RegionOptions {
         read_ahead: Some(0),

@@ -66,7 +66,7 @@ impl Tiny {
             .for_each(|evictor| _ = evictor.turn());
     }
 
-    /// The page's first word, or the signal that the program gets.
+    /// Stores or loads the page's first word. Returns it, or the signal that the program gets.
     fn access(&mut self, value: Option<u64>) -> Result<u64, Faulted> {
         for _ in 0..1_000_000 {
             let outcome = match value {
@@ -82,7 +82,7 @@ impl Tiny {
         panic!("the thread sleeps for ever");
     }
 
-    /// Something that waits for the workers, on a thread of its own.
+    /// Makes a call that waits for the workers, on a thread of its own.
     fn call<T: Send>(&mut self, call: impl FnOnce(&Mapped<SimSpace>) -> T + Send) -> T {
         let Tiny {
             mapped,
@@ -143,7 +143,7 @@ fn a_lost_page_stays_lost_until_it_is_overwritten() {
     tiny.fail(true);
     let range = page.clone();
     assert_lost(tiny.call(move |mapped| mapped.advise(range, Advice::DontNeed)));
-    // Both work again. What the store has is older.
+    // Both work again. The store's copy is older.
     tiny.fail(false);
     let range = page.clone();
     assert_lost(tiny.call(move |mapped| mapped.prefetch_now(range)));
@@ -157,7 +157,7 @@ fn a_lost_page_stays_lost_until_it_is_overwritten() {
     assert_lost(tiny.call(move |mapped| mapped.put_lost(half.start, &vec![0; half.len()])));
     assert_eq!(tiny.access(None), Err(Faulted::Sigbus));
 
-    // Once more it cannot be mapped.
+    // Once more the page cannot be mapped.
     tiny.fail(true);
     let bytes = vec![7; PAGE_BYTES];
     assert_lost(tiny.call(|mapped| mapped.put_lost(page.start, &bytes)));

@@ -10,17 +10,17 @@ pub(super) struct Plain {
     pub(super) fillers: Vec<Filler<SimSpace>>,
     pub(super) evictors: Vec<Evictor<SimSpace>>,
     pub(super) store: Arc<Flaky>,
-    /// Not dropped by a simulation that fails: see `World`.
+    /// Region. Not dropped by a simulation that fails: see `World`.
     pub(super) mapped: ManuallyDrop<Mapped<SimSpace>>,
 }
 
 impl Plain {
-    /// A region of `pages` pages of zeros, of which `local` fit.
+    /// Maps a region of `pages` pages of zeros, of which `local` fit.
     pub(super) fn new(pages: usize, local: usize, options: RegionOptions) -> Plain {
         Plain::over(SimOptions::default(), pages, local, options)
     }
 
-    /// The same in a space of this kind.
+    /// Maps such a region in a space with the options `space`.
     pub(super) fn over(
         space: SimOptions,
         pages: usize,
@@ -80,7 +80,7 @@ impl Plain {
         panic!("nobody serves page {page}");
     }
 
-    /// All workers take a turn.
+    /// Takes a turn of each worker.
     pub(super) fn turn(&mut self) {
         self.fillers
             .iter_mut()
@@ -93,7 +93,7 @@ impl Plain {
         self.store.bytes.lock()[page * PAGE_BYTES..][..8].copy_from_slice(&value.to_ne_bytes());
     }
 
-    /// The first word of a page in the store.
+    /// Returns the first word of a page in the store.
     pub(super) fn stored(&self, page: usize) -> u64 {
         let bytes = self.store.bytes.lock();
         let word = bytes[page * PAGE_BYTES..][..8].as_array();

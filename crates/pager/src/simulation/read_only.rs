@@ -8,7 +8,7 @@ const REGION_PAGES: usize = 2048;
 const LOCAL_PAGES: usize = 512;
 const ACCESSES: usize = 8_000;
 
-/// A read-only region whose pages hold their numbers plus one.
+/// Maps a read-only region whose pages hold their numbers plus one.
 fn numbered(space: SimOptions) -> Plain {
     let options = RegionOptions {
         read_only: true,
@@ -63,7 +63,7 @@ fn pages_that_may_only_be_read_are_dropped_and_come_back_whole() {
             ..SimOptions::default()
         });
         read(&mut plain, seed);
-        // Only where there was no room for a copy beside its frame.
+        // Moved only where there was no room for a copy beside its frame.
         let moves = plain.space.moves();
         assert!(moves < ACCESSES / 100, "pages moved {moves} times");
         plain.end();

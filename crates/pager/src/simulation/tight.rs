@@ -11,7 +11,7 @@ struct Tight {
     space: Arc<SimSpace>,
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
-    /// Not dropped by a simulation that fails: see `World`.
+    /// Regions. Not dropped by a simulation that fails: see `World`.
     regions: ManuallyDrop<Vec<Mapped<SimSpace>>>,
 }
 
@@ -63,7 +63,7 @@ impl Tight {
         }
     }
 
-    /// Touches a word until that is done.
+    /// Touches a word until that succeeds.
     fn touch(&mut self, address: usize, stores: bool) {
         let started = Instant::now();
         loop {
@@ -89,8 +89,8 @@ impl Tight {
         }
     }
 
-    /// One instruction that touches a page's last word and the next page's first, until both are
-    /// there at once.
+    /// Makes one instruction's touch of a page's last word and the next page's first, until both
+    /// pages are there at once.
     fn touch_two(&mut self, region: usize, page: usize) {
         let next = self.regions[region].address() + (page + 1) * self.regions[region].page_bytes();
         for _ in 0..20_000 {
@@ -132,7 +132,7 @@ fn instruction_that_touches_two_pages_gets_on_with_a_budget_of_two() {
     }
 }
 
-/// A store whose writes do not return before they may.
+/// Store whose writes do not return before they may.
 #[derive(Default)]
 struct Stalled {
     goes_on: Mutex<bool>,
@@ -173,7 +173,7 @@ fn runs_in_pieces_for_a_store_that_stalls_hold_up_no_other_region() {
         .expect("the budget holds two pages");
     let base = slow.address();
     tight.regions.push(slow);
-    // Every other page of it changes, so that a run is many calls.
+    // Every other page of the region changes, so that a run is many calls.
     for page in 0..15_000 {
         tight.touch(base + page * 4096, page % 2 == 1);
     }

@@ -4,10 +4,10 @@ use farpage_signals::SignalGuard;
 
 use super::*;
 
-/// Words of a page that programs use, so that what a region holds is known by a few of its words.
+/// Number of words of a page that programs use, so that a few words tell what a region holds.
 const WORDS_USED: usize = 3;
 
-/// What a program thread is at.
+/// Walk of a program thread through a region.
 #[derive(Clone, Copy, Default)]
 struct Walk {
     region: usize,
@@ -15,8 +15,7 @@ struct Walk {
     down: bool,
     pages_left: usize,
     stores: bool,
-    /// The access that it is about to make: a word of the page and, if it is a store, its new
-    /// value.
+    /// Access that comes next: a word of the page and, if it is a store, its new value.
     next: Option<(usize, Option<u64>)>,
 }
 
@@ -28,13 +27,13 @@ struct Wide {
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
     guests: Guests,
-    /// Not dropped by a simulation that fails: see `World`.
+    /// Regions. Not dropped by a simulation that fails: see `World`.
     regions: ManuallyDrop<Vec<Mapped<SimSpace>>>,
     flaky: Option<Arc<Flaky>>,
-    /// What the words of each region hold that are not 0.
+    /// Words of each region that are not 0.
     shadows: Vec<HashMap<usize, u64>>,
     walks: [Walk; THREADS],
-    /// Pages that are pinned, by their region.
+    /// Pages that are pinned, and their region.
     pinned: Vec<(usize, Range<usize>)>,
 }
 
@@ -164,8 +163,8 @@ impl Wide {
         self.regions[region].region().address_of(PageIndex(page))
     }
 
-    /// A page near one that matters: the first, the last, the first behind a stripe, or any of a
-    /// small part.
+    /// Picks a page near one that matters: the first, the last, the first behind a stripe, or any
+    /// of a small part.
     fn some_page(&mut self, region: usize) -> usize {
         let pages = self.pages(region);
         let stripe = self.regions[region].region().geometry.stripe_bytes;
@@ -190,7 +189,7 @@ impl Wide {
         match self.below(8) {
             0..4 => {
                 let thread = self.below(THREADS);
-                // Some are fast.
+                // Some threads are fast.
                 for _ in 0..1 + self.below(4) {
                     self.program(thread);
                 }
@@ -226,7 +225,7 @@ impl Wide {
         }
     }
 
-    /// A step of a program thread. Whether it got on.
+    /// Takes a step of a program thread. Returns whether it got on.
     fn program(&mut self, thread: usize) -> bool {
         if self.space.is_asleep(thread) {
             return false;
@@ -298,7 +297,7 @@ impl Wide {
         walk.next.is_none()
     }
 
-    /// Workers take turns until `done`.
+    /// Takes turns of the workers until `done`.
     fn drive(&mut self, mut done: impl FnMut(&mut Wide) -> bool) {
         let started = Instant::now();
         while !done(self) {
@@ -332,7 +331,7 @@ impl Wide {
         });
     }
 
-    /// A job by the evictors, while the programs go on if they are `busy`.
+    /// Runs a job by the evictors, while the programs go on if they are `busy`.
     fn run_job(
         &mut self,
         region: usize,
@@ -340,7 +339,7 @@ impl Wide {
         keep: bool,
         busy: bool,
     ) -> Result<(), PageError> {
-        // What is written back is away for a moment, pinned or not.
+        // A page that is written back is away for a moment, pinned or not.
         let pinned = std::mem::take(&mut self.pinned);
         let job = Job::new(self.regions[region].region().clone(), pages_of(pages), keep);
         let shared = self.regions[region].pager().shared().clone();
@@ -358,7 +357,7 @@ impl Wide {
         outcome
     }
 
-    /// Everything of a region is in its store.
+    /// Writes all pages of a region to its store.
     fn flush(&mut self, region: usize) {
         let everything = 0..self.pages(region);
         let flush = |_: &i32| {
@@ -404,7 +403,7 @@ impl Wide {
         }
     }
 
-    /// The program gives pages back to the kernel whose bytes are all in the store.
+    /// Gives pages whose bytes are all in the store back to the kernel, as the program may.
     fn drop_pages(&mut self) {
         let region = self.below(self.regions.len());
         self.finish_accesses();
@@ -448,7 +447,7 @@ impl Wide {
         }
     }
 
-    /// Every word that was ever written is as it was written last.
+    /// Checks that every word that was ever written is as it was written last.
     fn check_everything(&mut self) {
         if let Some(flaky) = &self.flaky {
             flaky.fail_one_in.store(0, Ordering::Relaxed);
@@ -472,7 +471,7 @@ impl Wide {
     }
 
     fn end(mut self) {
-        // Nobody touches anything any more: what is under way ends.
+        // No thread touches a page any more: flights under way end.
         self.drive(|wide| wide.evictors.iter().all(Evictor::is_at_rest));
         let shared = self.regions[0].pager().shared().clone();
         let regions = std::mem::take(&mut *self.regions);

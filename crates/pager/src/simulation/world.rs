@@ -10,12 +10,12 @@ struct World {
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
     guests: Guests,
-    /// Dropped by [`World::end`] alone: while a failed simulation unwinds nobody drives the workers
-    /// that a drop waits for.
+    /// Region. Dropped by [`World::end`] alone: while a failed simulation unwinds the workers that
+    /// a drop waits for do not run.
     mapped: ManuallyDrop<Mapped<SimSpace>>,
-    /// What the region holds.
+    /// Values of the region's words.
     shadow: Vec<u64>,
-    /// What each program thread is about to do: a word, and its new value if it is a store.
+    /// Next access of each program thread: a word, and its new value if it is a store.
     intents: [Option<(usize, Option<u64>)>; THREADS],
     /// Pages that no thread uses.
     unused: Vec<Range<usize>>,
@@ -102,7 +102,7 @@ impl World {
         (next(&mut self.random) % limit as u64) as usize
     }
 
-    /// Somebody takes a step.
+    /// Takes a step of one part.
     fn step(&mut self) {
         match self.below(8) {
             0..4 => {
@@ -178,7 +178,7 @@ impl World {
         };
     }
 
-    /// Workers take turns until `done`.
+    /// Takes turns of the workers until `done`.
     fn drive(&mut self, mut done: impl FnMut(&mut World) -> bool) {
         for _ in 0..2_000_000 {
             if done(self) {
@@ -214,8 +214,8 @@ impl World {
             .expect("the store takes every page");
     }
 
-    /// What `count` pages from `from` on hold gets the page numbers from `to` on, while everything
-    /// else goes on.
+    /// Gives the contents of `count` pages from `from` on the page numbers from `to` on, while
+    /// everything else goes on.
     fn relocate(&mut self, from: usize, to: usize, count: usize) {
         self.finish_intents();
         self.unused = vec![from..from + count, to..to + count];
@@ -238,8 +238,8 @@ impl World {
         self.unused.clear();
     }
 
-    /// Does something to these pages, while everything else goes on: `act` says to how many of
-    /// them. `firsts`: where the pages begin that it has to do with.
+    /// Acts on `pages`, while everything else goes on: `act` returns how many it has dealt with.
+    /// `firsts`: the first pages of the ranges that it uses.
     fn step_by_step(
         &mut self,
         pages: Range<usize>,
@@ -255,7 +255,7 @@ impl World {
                 world.mapped.pager().shared().doors.tell_fillers(ask);
             }
             let done = act(world, rest);
-            // What is read ahead and held back stays so until somebody asks for it.
+            // Pages that are read ahead and held back stay so until a thread asks for them.
             let done_before = rest.start.0 - pages.start;
             for page in firsts.map(|first| PageIndex(first + done_before)) {
                 if done == 0

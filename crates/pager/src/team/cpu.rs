@@ -1,4 +1,4 @@
-//! CPUs: which ones the program may use, where a thread has run, and [`Affinity`] to one of them.
+//! CPUs that the program may use, the CPU where a thread has run, and [`Affinity`] to one.
 
 use std::{
     ffi::OsStr,
@@ -12,18 +12,18 @@ use nix::{
     unistd::Pid,
 };
 
-/// Handlers whose CPU refused them try again when they have slept so many times.
+/// Number of turns after which a handler whose CPU refused it tries again.
 const SET_AGAIN: u32 = 1 << 12;
 
-/// Keeps a handler on its CPU.
+/// Binding of a handler to its CPU.
 pub(super) struct Affinity {
     cpu: usize,
-    /// Turns until it is tried, where it was not done.
+    /// Number of turns until the next attempt; `None`: the binding is made, or not wanted.
     in_turns: Option<u32>,
 }
 
 impl Affinity {
-    /// `wanted`: there are others, on other CPUs.
+    /// Returns the affinity to `cpu`. `wanted`: there are other handlers, on other CPUs.
     pub(super) fn new(cpu: usize, wanted: bool) -> Affinity {
         Affinity {
             cpu,
@@ -31,7 +31,7 @@ impl Affinity {
         }
     }
 
-    /// A CPU that is refused, because the program may not use it any more, is tried again later.
+    /// Binds the thread when due. A CPU that the program may not use any more is tried again later.
     pub(super) fn keep(&mut self) {
         self.in_turns = match self.in_turns {
             Some(0) => {
@@ -46,7 +46,8 @@ impl Affinity {
     }
 }
 
-/// The CPUs that the calling thread may use. Unknown: one, on which no handler is held.
+/// Returns the CPUs that the calling thread may use. If unknown: CPU 0 alone, to which no handler
+/// is bound.
 pub(crate) fn cpus() -> Vec<usize> {
     let cpus = sched_getaffinity(Pid::from_raw(0)).map_or(Vec::new(), |set| {
         let is_set = |&cpu: &usize| set.is_set(cpu).unwrap_or(false);
@@ -55,7 +56,7 @@ pub(crate) fn cpus() -> Vec<usize> {
     if cpus.is_empty() { vec![0] } else { cpus }
 }
 
-/// The CPU on which a thread has run last. Nothing is allocated.
+/// Returns the CPU on which a thread has run last. Allocates nothing.
 pub(super) fn cpu_of(thread: u32) -> Option<usize> {
     let mut path = Cursor::new([0; 40]);
     write!(path, "/proc/self/task/{thread}/stat").ok()?;
@@ -67,7 +68,7 @@ pub(super) fn cpu_of(thread: u32) -> Option<usize> {
     cpu_in(&text[..len])
 }
 
-/// What a line of `/proc/PID/stat` says of the CPU, its 39th field.
+/// Parses the CPU in a line of `/proc/PID/stat`, its 39th field.
 fn cpu_in(stat: &[u8]) -> Option<usize> {
     // The second field is a name in brackets, which may have any bytes.
     let behind_name = stat.iter().rposition(|&byte| byte == b')')? + 2;

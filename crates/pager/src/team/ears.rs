@@ -1,6 +1,6 @@
-//! What a handler sleeps on: [`Ears`].
+//! Descriptors that a handler sleeps on: [`Ears`].
 //!
-//! Several handlers sleep on the same descriptors, and whoever wakes first takes the filler. So a
+//! Several handlers sleep on the same descriptors, and the first to wake takes the filler. So a
 //! ring that one has heard may be missed by another, which looks before it sleeps.
 
 use std::time::Instant;
@@ -11,11 +11,11 @@ use nix::poll::{PollFd, PollFlags};
 use super::posts::{Due, Dues, Posts};
 use crate::bell::sleep_on;
 
-/// What a handler sleeps on, made once.
+/// Descriptors that a handler sleeps on, made once.
 pub(super) struct Ears<'a, A: AddressSpace> {
     posts: &'a Posts<A>,
-    /// What says that fillers shall stop. Then of each shard its bell, its channels and, where the
-    /// address space has one, the descriptor of its faults.
+    /// The descriptor that says that fillers shall stop. Then of each shard its bell, its channels
+    /// and, where the address space has one, the descriptor of its faults.
     fds: Vec<PollFd<'a>>,
     has_faults_fd: bool,
 }
@@ -37,11 +37,11 @@ impl<'a, A: AddressSpace> Ears<'a, A> {
         }
     }
 
-    /// From now on whatever happens wakes this handler. Appends what has happened before, which
-    /// nothing tells of. Returns until when to sleep: not at all if something is due.
+    /// Makes every event from now on wake this handler. Appends earlier work, of which no event
+    /// tells. Returns the time until which to sleep, a past one if something is due.
     pub(super) fn prepare(&self, dues: &mut Dues) -> Option<Instant> {
         let posts = self.posts;
-        // They stay so: others may be asleep when this handler wakes.
+        // The bells stay prepared: other handlers may be asleep when this one wakes.
         (0..posts.len()).for_each(|shard| posts.bell(shard).prepare());
         for shard in 0..posts.len() {
             let is_known = dues.iter().any(|due| due.shard == shard);
@@ -56,7 +56,7 @@ impl<'a, A: AddressSpace> Ears<'a, A> {
         }
     }
 
-    /// Sleeps until something happens, and appends what.
+    /// Sleeps until something happens, and appends the work that follows.
     pub(super) fn sleep(&mut self, until: Option<Instant>, dues: &mut Dues) {
         let posts = self.posts;
         sleep_on(&mut self.fds, until);

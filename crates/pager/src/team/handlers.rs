@@ -1,4 +1,4 @@
-//! Which handlers are awake: [`Handlers`].
+//! Handlers that are awake or at rest: [`Handlers`].
 //!
 //! A handler rests when no thread has lately faulted on its CPU, so that a fault does not wake
 //! every CPU. The rule: at least one handler is not at rest.
@@ -15,32 +15,32 @@ use nix::poll::{PollFd, PollFlags};
 use super::cpu::cpu_of;
 use crate::bell::Bell;
 
-/// Handlers that are not at rest at once. Each fault wakes all of them.
+/// Upper bound of the handlers that are not at rest. Each fault wakes all of them.
 const AWAKE_MAX: usize = 8;
-/// A handler rests when none of so many faults whose CPU was looked for was on its own.
+/// Number of sampled faults without one on its own CPU after which a handler rests.
 const LATELY: u32 = 64;
 
-/// All handlers, by number.
+/// Handlers of a team, by number.
 pub(super) struct Handlers {
     all: Vec<CachePadded<Handler>>,
-    /// Handlers that are not at rest.
+    /// Number of handlers that are not at rest.
     awake: AtomicUsize,
-    /// Faults whose CPU was looked for.
+    /// Number of faults whose CPU was looked for.
     looks: AtomicU32,
 }
 
-/// What others know of a handler.
+/// State of a handler that others see.
 struct Handler {
     cpu: usize,
-    /// Calls it while it rests.
+    /// Bell that wakes the handler while it rests.
     bell: Bell,
-    /// The handlers' `looks` when a fault was last seen on its CPU.
+    /// Value of the handlers' `looks` when a fault was last seen on this handler's CPU.
     lately: AtomicU32,
     rests: AtomicBool,
 }
 
 impl Handlers {
-    /// One for each of these CPUs. The first is awake.
+    /// Makes one handler for each of these CPUs. The first is awake.
     pub(super) fn new(cpus: &[usize]) -> io::Result<Handlers> {
         let all = cpus.iter().enumerate().map(|(number, &cpu)| {
             Ok(CachePadded::new(Handler {
@@ -65,7 +65,7 @@ impl Handlers {
         self.all[number].cpu
     }
 
-    /// A thread has faulted: the handler of its CPU is not to rest.
+    /// Keeps the handler of a faulting thread's CPU from rest.
     pub(super) fn look_for(&self, thread: u32) {
         let now = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
         let Some(cpu) = cpu_of(thread) else {
@@ -77,7 +77,7 @@ impl Handlers {
         self.call(number, now);
     }
 
-    /// A fault was on the CPU of this handler, when so many had been looked for.
+    /// Notes a fault on the CPU of this handler, when `now` faults had been looked for.
     fn call(&self, number: usize, now: u32) {
         let handler = &self.all[number];
         handler.lately.store(now, Ordering::Relaxed);
@@ -89,14 +89,14 @@ impl Handlers {
         }
     }
 
-    /// As if no other handler's CPU had seen a fault lately.
+    /// Calls a handler as if no other handler's CPU had seen a fault lately.
     #[cfg(test)]
     pub(super) fn call_alone(&self, number: usize) {
         let now = self.looks.fetch_add(LATELY, Ordering::Relaxed) + LATELY;
         self.call(number, now);
     }
 
-    /// Whether this handler is not needed, and another one is there.
+    /// True if this handler is not needed, and another one is there.
     pub(super) fn goes_to_rest(&self, number: usize) -> bool {
         let handler = &self.all[number];
         if handler.rests.load(Ordering::SeqCst) {
@@ -116,7 +116,7 @@ impl Handlers {
         goes
     }
 
-    /// Sleeps until it is called, or until `stopped` is readable.
+    /// Sleeps until the handler is called, or until `stopped` is readable.
     pub(super) fn rest(&self, number: usize, stopped: BorrowedFd<'_>) {
         let Handler { bell, rests, .. } = &*self.all[number];
         bell.prepare();

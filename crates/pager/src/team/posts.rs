@@ -1,7 +1,7 @@
-//! The fillers, each under its lock, with what whoever sleeps for it wakes up for: [`Posts`].
+//! Fillers, each under its lock, with the events that its handlers wake up for: [`Posts`].
 //!
-//! The rule: whoever drives a filler holds its lock, and leaves it only when it has told the post
-//! what to wake up for.
+//! The rule: a handler that drives a filler holds its lock, and releases it only when it has told
+//! the post what to wake up for.
 
 use std::{
     hint, io,
@@ -26,34 +26,33 @@ use smallvec::SmallVec;
 
 use crate::{bell::Bell, filler::Filler, run::Local, shared::Shared, worker::RETRY};
 
-/// A filler's lock is tried for so long before its handler sleeps: as long as a turn takes that
+/// Number of attempts at a filler's lock before its handler sleeps: as long as a turn takes that
 /// brings one page in.
 const SPINS: u32 = 200;
 
-/// All fillers, by shard.
+/// Posts of all fillers, by shard.
 pub(super) struct Posts<A: AddressSpace> {
     pub(super) shared: Arc<Shared<A>>,
     all: Vec<CachePadded<Post<A>>>,
     started: Instant,
 }
 
-/// A filler, and what its handlers wake up for.
+/// Filler, and the events that its handlers wake up for.
 struct Post<A: AddressSpace> {
     filler: Mutex<Filler<A>>,
-    /// The channels that something is under way on. Each tells of one event, until it is armed
-    /// again.
+    /// Channels with something under way. Each tells of one event, until it is armed again.
     channels: Epoll,
-    /// When to take a turn at the latest, in nanoseconds since the start. [`u64::MAX`]: whenever.
+    /// Time of the next turn at the latest, in nanoseconds since `started`. [`u64::MAX`]: none.
     until_ns: AtomicU64,
 }
 
-/// What a handler has to do for a shard.
+/// Work of a handler for a shard.
 #[derive(Clone, Copy)]
 pub(super) struct Due {
     pub(super) shard: usize,
-    /// Whether there may be faults.
+    /// True if there may be faults.
     pub(super) faults: bool,
-    /// Whether channels have told of something.
+    /// True if channels have told of something.
     pub(super) channels: bool,
 }
 
@@ -69,18 +68,18 @@ impl Due {
 
 pub(super) type Dues = SmallVec<[Due; 4]>;
 
-/// What a turn of a filler leads to.
+/// Consequence of a turn of a filler.
 pub(super) enum Step<A: AddressSpace> {
-    /// A call to be made without the filler, which then goes on.
+    /// Call to be made without the filler, which then goes on.
     Call(StoreCall<Local<A::Frame>>),
-    /// `again`: the next turn may find something to do at once.
+    /// End of the turn. `again`: the next turn may find something to do at once.
     Done { again: bool },
 }
 
-/// A turn that has ended.
+/// Turn that has ended.
 pub(super) struct Turn<A: AddressSpace> {
     pub(super) step: Step<A>,
-    /// A thread that has faulted, now and then: its CPU is to be looked for.
+    /// Thread that has faulted, now and then: its CPU is to be looked for.
     pub(super) faulted: Option<u32>,
 }
 
@@ -113,7 +112,7 @@ impl<A: AddressSpace> Posts<A> {
         self.leave(post, filler, busy)
     }
 
-    /// The same after a call has returned.
+    /// Takes a turn of a filler after its call has returned.
     pub(super) fn go_on(&self, shard: usize, call: StoreCall<Local<A::Frame>>) -> Turn<A> {
         let post = &self.all[shard];
         let mut filler = post.lock();
@@ -135,8 +134,8 @@ impl<A: AddressSpace> Posts<A> {
         }
     }
 
-    /// Whether a filler was asked for something that it has not looked at, or for what it holds
-    /// back; or there are faults that no descriptor tells of.
+    /// True if a filler has mail or asks that it has not looked at, if frames that it holds back
+    /// are needed, or if there are faults that no descriptor tells of.
     pub(super) fn is_called(&self, shard: usize) -> bool {
         let (shared, shard) = (&self.shared, Shard(shard));
         shared.doors.has_mail(shard)
@@ -148,12 +147,12 @@ impl<A: AddressSpace> Posts<A> {
         &self.shared.doors.filler(Shard(shard)).bell
     }
 
-    /// Readable when a channel of this filler has something.
+    /// Returns a descriptor that is readable when a channel of this filler has something.
     pub(super) fn channels(&self, shard: usize) -> BorrowedFd<'_> {
         self.all[shard].channels.0.as_fd()
     }
 
-    /// The start, which is over: who sleeps until then does not sleep.
+    /// Returns the start, a time that is past: a sleep until then ends at once.
     pub(super) fn started(&self) -> Instant {
         self.started
     }
@@ -162,12 +161,12 @@ impl<A: AddressSpace> Posts<A> {
         self.started.elapsed().as_nanos() as u64
     }
 
-    /// Whether this filler was to take a turn by then.
+    /// True if this filler was to take a turn by `now_ns`.
     pub(super) fn is_late(&self, shard: usize, now_ns: u64) -> bool {
         self.all[shard].until_ns.load(Ordering::SeqCst) <= now_ns
     }
 
-    /// When some filler is to take a turn at the latest. `None`: whenever.
+    /// Returns the time of the next turn of some filler at the latest. `None`: there is none.
     pub(super) fn until(&self) -> Option<Instant> {
         let until_ns = |post: &CachePadded<Post<A>>| post.until_ns.load(Ordering::SeqCst);
         let until_ns = self.all.iter().map(until_ns).min().unwrap_or(u64::MAX);
@@ -199,13 +198,13 @@ impl<A: AddressSpace> Post<A> {
         self.filler.lock()
     }
 
-    /// All handlers may wake up from now on for what this filler waits for.
+    /// Lets all handlers wake up from now on for the events that this filler waits for.
     fn arm(&self, filler: &Filler<A>, started: Instant) {
         let mut fds = SmallVec::<[PollFd<'_>; 4]>::new();
         let mut until = filler.wait(&mut fds);
         for fd in &fds {
             if self.arm_channel(fd).is_err() {
-                // Lack of memory: it is looked at now and then.
+                // Lack of memory: the channel is looked at now and then.
                 until = until.into_iter().chain([Instant::now() + RETRY]).min();
             }
         }
@@ -229,9 +228,9 @@ impl<A: AddressSpace> Post<A> {
         }
     }
 
-    /// The filler is about to look at its channels.
+    /// Takes the channels' events: the filler is about to look at its channels.
     fn drain(&self) {
-        // What does not fit tells of itself again.
+        // Events that do not fit are told again.
         let _ = self
             .channels
             .wait(&mut [EpollEvent::empty(); 4], EpollTimeout::ZERO);

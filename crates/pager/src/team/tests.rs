@@ -27,15 +27,14 @@ use crate::{
 };
 
 const SHARDS: usize = 4;
-/// More than there are CPUs, which no handler minds.
+/// Numbers of CPUs, one larger than any that exists, which no handler minds.
 const HANDLERS: [usize; 3] = [0, 1, 1 << 9];
 const PROGRAMS: usize = 3;
 const PAGE_BYTES: usize = 4096;
-/// Stripes are of 16 MiB: each shard has one.
+/// Size of the region. Stripes are of 16 MiB: each shard has one.
 const BYTES: u64 = 64 << 20;
 
-/// A program that touches pages of all shards, rings once for each fault, and counts in its own
-/// words.
+/// Touches pages of all shards, rings once for each fault, and counts in its own words.
 fn program(thread: usize, space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>) {
     const ROUNDS: u64 = 40;
     const PAGES: usize = 16;
@@ -73,7 +72,7 @@ struct World {
     cluster: Arc<Cluster>,
     team: Arc<Team<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
-    /// While a failed test unwinds nobody may serve what a drop waits for.
+    /// Region. A failed test does not drop it: the workers that a drop waits for do not run.
     mapped: ManuallyDrop<Mapped<SimSpace>>,
 }
 
@@ -144,7 +143,7 @@ fn fillers_change_hands_while_programs_fault() {
                 if done.load(Ordering::Relaxed) {
                     break;
                 }
-                // The others are to rest.
+                // Lets the others rest.
                 team.handlers.call_alone(number);
                 std::thread::yield_now();
             }
@@ -169,7 +168,7 @@ fn start(team: &Arc<Team<SimSpace>>, evictors: Vec<Evictor<SimSpace>>) {
     team.seats.start(serve).expect("threads start");
 }
 
-/// The regions need their workers to the end, and the workers end with the pager.
+/// Drops the regions, which need their workers to the end, and waits for the workers.
 fn end(team: &Team<SimSpace>, regions: Vec<Mapped<SimSpace>>) {
     drop(regions);
     team.seats.join();
@@ -200,7 +199,7 @@ fn filler_with_faults_that_no_descriptor_tells_of_does_not_sleep() {
     close(&team, &mut evictors, vec![ManuallyDrop::into_inner(mapped)]);
 }
 
-/// Drops the regions. All workers take turns until they are gone.
+/// Drops the regions, while all workers take turns until they are gone.
 fn close(
     team: &Team<SimSpace>,
     evictors: &mut [Evictor<SimSpace>],
@@ -222,7 +221,7 @@ fn handler_rests_only_where_nothing_is_asked_for_and_no_time_is_set() {
         ..
     } = world(1);
     let ears = Ears::new(&team.posts);
-    // As a handler's first turn: a ring would be swallowed, since nobody has prepared for it.
+    // The first turn of a handler: a ring would be swallowed, since no handler has prepared for it.
     (0..SHARDS).for_each(|shard| _ = team.drive(0, Due::all(shard)));
     let region = mapped.region().clone();
     (team.posts.shared.doors).tell_fillers(|| crate::doors::Command::Settle(region.clone()));
@@ -233,7 +232,7 @@ fn handler_rests_only_where_nothing_is_asked_for_and_no_time_is_set() {
         SHARDS,
         "what was asked for is found before a rest"
     );
-    // Marked as resting, but something is to be done at a time that nobody else knows of.
+    // Marked as resting, but something is to be done at a time that no other handler knows of.
     team.posts.set_until_ns(0, 1);
     assert!(!team.goes_to_rest(1));
     team.posts.set_until_ns(0, u64::MAX);

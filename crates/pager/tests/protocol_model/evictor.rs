@@ -1,4 +1,4 @@
-//! An evictor, which moves pages out or copies them, and the flusher.
+//! Evictor, which moves pages out or copies them, and flusher.
 
 use farpage_pager::protocol::{self, OnLeft, State};
 
@@ -190,8 +190,8 @@ impl Moves<'_> {
                 Ok(())
             }),
             Next::GiveBack(version) => self.must(me, "gives the page's memory back", |w| {
-                // The program has dropped it after it was copied, and nobody has touched it since:
-                // it had left before.
+                // The program has dropped the page after it was copied, and no thread has touched
+                // it since: it had left before.
                 if mapping == Mapping::Absent {
                     w.pages[page].last = version;
                 }
@@ -209,14 +209,14 @@ impl Moves<'_> {
                 w.go(me, Next::Idle);
                 Ok(())
             }),
-            // Until it is woken.
+            // Sleeps until it is woken.
             _ => {}
         }
     }
 
     fn of_idle_evictor(&mut self, me: usize) {
         let paging = self.paging;
-        // Nobody has to evict, unless a filler waits for a frame.
+        // Compulsory only while a filler waits for a frame.
         let urgent = self.world.frames == 0
             && paging.frames.is_some()
             && self.world.workers.iter().any(|w| w.next == Next::TakeFrame);
@@ -292,7 +292,7 @@ fn protocol_left(paging: &Paging, world: &mut World, page: usize) -> Result<OnLe
 }
 
 impl Paging {
-    /// What follows once a page's bytes are in the store.
+    /// Returns the step that follows once a page's bytes are in the store.
     fn written(&self, worker: usize, version: Version) -> Next {
         if worker == FLUSHER && !self.gives_up && !self.is(Twin::FlushDrops) {
             Next::Reinstall(version)

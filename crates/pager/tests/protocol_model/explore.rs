@@ -1,10 +1,10 @@
-//! A small explicit-state model checker: visits every world that a model can reach, breadth first.
+//! Small explicit-state model checker: visits every world that a model can reach, breadth first.
 //!
-//! The rule: what it reports is the *shortest* way to the harm it found. It knows nothing about
+//! The rule: the checker reports the *shortest* way to the harm it found. It knows nothing about
 //! pages.
 //!
-//! Moves are of two kinds. What has been begun must go on: such a move is *compulsory*. What may
-//! happen but need not (an eviction begins, a page is prefetched) is not. A world without a
+//! Moves are of two kinds. Work that has been begun must go on: such a move is *compulsory*. Work
+//! that may begin but need not (an eviction, the prefetch of a page) is not. A world without a
 //! compulsory move is *at rest*. A good model does no harm on the way, is at rest in good worlds
 //! only, and can come to rest from everywhere by compulsory moves alone.
 
@@ -14,18 +14,18 @@ use std::{
     hash::{BuildHasherDefault, Hash, Hasher},
 };
 
-/// What the checker explores.
+/// Model that the checker explores.
 pub(crate) trait Model {
     type World: Copy + Eq + Hash + fmt::Display;
-    /// What can go wrong.
+    /// Kinds of harm that the model can do.
     type Harm: fmt::Debug;
 
     fn start(&self) -> Self::World;
     /// Appends every move that is possible now.
     fn moves(&self, world: &Self::World, out: &mut Vec<Move<Self::World, Self::Harm>>);
-    /// What is wrong with `world`, if anything; `at_rest` says that nothing has to happen any more.
+    /// Returns the harm in `world`, if any; `at_rest`: no compulsory move is left.
     fn judge(&self, world: &Self::World, at_rest: bool) -> Result<(), Self::Harm>;
-    /// The harm of a world from which there is no way to rest.
+    /// Returns the harm of a world from which there is no way to rest.
     fn never_rests(&self) -> Self::Harm;
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Move<W, H> {
     pub(crate) to: Result<W, H>,
 }
 
-/// A move in words.
+/// Words for a move.
 #[derive(Clone, Copy)]
 pub(crate) struct Label {
     pub(crate) actor: &'static str,
@@ -44,13 +44,13 @@ pub(crate) struct Label {
     pub(crate) page: usize,
 }
 
-/// What a harmless exploration has seen.
+/// Figures of a harmless exploration.
 pub(crate) struct Summary {
     pub(crate) worlds: usize,
     pub(crate) moves: usize,
-    /// How many worlds are at rest.
+    /// Number of worlds that are at rest.
     pub(crate) rests: usize,
-    /// Whether compulsory moves alone always come to an end, however they are scheduled.
+    /// True if compulsory moves alone always come to an end, however they are scheduled.
     pub(crate) always_comes_to_rest: bool,
 }
 
@@ -154,14 +154,14 @@ pub(crate) fn explore<M: Model>(model: &M) -> Result<Summary, Counterexample<M::
 }
 
 struct Ends {
-    /// Per world: whether some schedule of compulsory moves leads to rest.
+    /// True, per world, if some schedule of compulsory moves leads to rest.
     reaches: Vec<bool>,
-    /// Whether every schedule does, from every world.
+    /// True if every schedule leads to rest, from every world.
     always: bool,
 }
 
 fn backward(edges: &[(u32, u32)], worlds: usize, rests: &[u32]) -> Ends {
-    // Who leads to world `w`: sources[first[w]..first[w + 1]].
+    // Worlds that lead to world `w`: sources[first[w]..first[w + 1]].
     let mut first = vec![0u32; worlds + 1];
     let mut ways_out = vec![0u32; worlds];
     for &(from, to) in edges {
@@ -189,8 +189,8 @@ fn backward(edges: &[(u32, u32)], worlds: usize, rests: &[u32]) -> Ends {
             }
         }
     }
-    // Peel off the worlds whose every way out leads to peeled ones: what remains leads into a
-    // cycle.
+    // Peel off the worlds whose every way out leads to peeled ones: the remaining worlds lead into
+    // a cycle.
     let mut peeled = rests.len();
     todo.extend_from_slice(rests);
     while let Some(w) = todo.pop() {
@@ -234,8 +234,8 @@ impl fmt::Display for Label {
     }
 }
 
-/// The multiplicative hash of rustc: the worlds are many small integers, for which SipHash takes
-/// most of the time.
+/// Multiplicative hash of rustc: the worlds are many small integers, for which SipHash takes most
+/// of the time.
 #[derive(Default)]
 struct Mixer(u64);
 

@@ -1,4 +1,4 @@
-//! A filler, until it owns a page.
+//! Steps of a filler until it owns a page.
 
 use farpage_pager::protocol::{self, OnFault, State};
 
@@ -49,8 +49,8 @@ impl Moves<'_> {
                 } else if let Some(mine) = protocol::taken_up(word) {
                     w.own(me, page, mine, Next::Poison(Bytes::Lost));
                 } else {
-                    // Somebody was faster. The sleeper may have been served, or not: let it fault
-                    // again.
+                    // Another owner was faster. The sleeper may have been served, or not: let it
+                    // fault again.
                     w.go(me, Next::Wake);
                 }
                 Ok(())

@@ -1,4 +1,4 @@
-//! What is wrong with a world, if anything.
+//! Judgement of a world: the harm in it, if any.
 
 use farpage_pager::protocol::State;
 
@@ -23,7 +23,7 @@ impl Paging {
                     p.stored
                 }
             };
-            // What is lost is told by SIGBUS: nobody reads anything else in its place.
+            // A lost page is told by SIGBUS: no thread reads other bytes in its place.
             let is_lost = |p: &Page| p.word.state() == State::Lost && !p.is_mapped();
             if pages.iter().any(|p| there(p) != p.last && !is_lost(p)) {
                 return Err(Harm::LostWrite);

@@ -1,4 +1,4 @@
-//! Collects the moves that can happen in one world: [`Moves`].
+//! Moves that can happen in one world: [`Moves`].
 
 use super::{
     Harm, Paging, Step,
@@ -6,7 +6,7 @@ use super::{
 };
 use crate::explore::{Label, Move};
 
-/// Collects what can happen in one world.
+/// Collector of the moves that can happen in one world.
 pub(super) struct Moves<'a> {
     pub(super) paging: &'a Paging,
     pub(super) world: &'a World,

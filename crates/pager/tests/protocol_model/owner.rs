@@ -1,4 +1,4 @@
-//! Whoever brings in a page that it owns.
+//! Steps of a worker that brings in a page that it owns.
 
 use farpage_pager::protocol::{self, OnFailed, State, Word};
 
@@ -9,7 +9,7 @@ use super::{
 };
 
 impl Moves<'_> {
-    /// What everyone does who brings a page in: a filler, and whoever puts a page back.
+    /// Adds the step of an owner that brings a page in: a filler, or a worker that puts it back.
     pub(super) fn of_owner(&mut self, me: usize) {
         let paging = self.paging;
         let worker = self.world.workers[me];
@@ -58,7 +58,7 @@ impl Moves<'_> {
             }
             Next::Install(_) | Next::LateInstall(_) if mapped => {
                 self.must(me, "finds the page mapped already, drops the frame", |w| {
-                    // Its share of the budget stands for the mapped page from now on.
+                    // The frame's share of the budget stands for the mapped page from now on.
                     w.go(me, Next::AlreadyMapped);
                     Ok(())
                 });
@@ -69,7 +69,7 @@ impl Moves<'_> {
             Next::Install(version) | Next::Reinstall(version) | Next::LateInstall(version) => {
                 if paging.remaps_fail && matches!(worker.next, Next::Reinstall(_)) {
                     self.must(me, "cannot map the page again", |w| {
-                        // A page that was lost before stays so, whatever it should have become.
+                        // A page that was lost before stays lost, whatever it should have become.
                         let was_lost = w.pages[page].mapping == Mapping::Poison;
                         if version == stored && !was_lost {
                             w.go(me, Next::PublishFailed);
@@ -199,8 +199,8 @@ impl Moves<'_> {
     }
 }
 
-/// The state of the pages that a worker owns. (A filler that poisons a lost page once more owns it
-/// as `Leaving`.)
+/// Returns the state of the pages that a worker owns. (A filler that poisons a lost page once more
+/// owns it as `Leaving`.)
 fn owned_by(worker: usize) -> State {
     if worker < EVICTOR {
         State::Filling

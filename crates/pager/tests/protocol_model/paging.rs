@@ -1,5 +1,5 @@
-//! The model that the checker explores: program, kernel, fillers, evictor and flusher around one or
-//! two pages.
+//! Model that the checker explores: program, kernel, fillers, evictor and flusher around one or two
+//! pages.
 //!
 //! The rule: every compare-and-swap is one step and every action of the kernel is one step, in the
 //! order in which production takes them; the words change by the real functions of `protocol.rs`
@@ -22,7 +22,7 @@ use crate::explore::{Model, Move};
 use moves::Moves;
 use world::{Asked, EVICTOR, FILLERS, FLUSHER, Mapping, Next, Page, Thread, Worker, World};
 
-/// A deliberate mistake, or none.
+/// Deliberate mistake of a model, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Twin {
     Good,
@@ -32,9 +32,9 @@ pub(crate) enum Twin {
     PublishesBeforeWrite,
     /// Leaves no note on a leaving page.
     IgnoresFaultWhileLeaving,
-    /// Does not wake after it found the page mapped already.
+    /// Omits the wake after it found the page mapped already.
     NoWakeWhenAlreadyMapped,
-    /// Does not wake for a fault on a page that is there.
+    /// Omits the wake for a fault on a page that is there.
     NoWakeForStaleFault,
     /// Calls the page remote without looking at the note.
     LeavesDespiteNote,
@@ -42,13 +42,13 @@ pub(crate) enum Twin {
     DetachesWithoutOwning,
     /// Drops a failed fill, noted or not.
     DropsFailedFill,
-    /// Does not wake for a note that arrived after the install.
+    /// Omits the wake for a note that arrived after the install.
     NoWakeForLateNote,
-    /// Does not wake for a note on a page that could not be taken out.
+    /// Omits the wake for a note on a page that could not be taken out.
     NoWakeWhenStayed,
-    /// Does not wake for a note on a page that the program took away.
+    /// Omits the wake for a note on a page that the program took away.
     NoWakeWhenRemoved,
-    /// Only wakes for a fault on a poisoned page, whether or not the poison is still there.
+    /// Just wakes for a fault on a poisoned page, whether or not the poison is still there.
     OnlyWakesPoisoned,
     /// Fills a page that seems to have vanished without looking again as its owner.
     LooksOnce,
@@ -56,7 +56,7 @@ pub(crate) enum Twin {
     EvictsPinned,
     /// Calls a page remote that was to be given up, without looking at its pins.
     LeavesDespitePin,
-    /// Does not map a page again that was flushed.
+    /// Leaves a page that was flushed unmapped.
     FlushDrops,
     /// Calls a pin complete while the page is still on its way out.
     PinsWhatLeaves,
@@ -64,55 +64,55 @@ pub(crate) enum Twin {
     UnpinsForAll,
     /// Calls a page poisoned whose newest bytes are lost.
     CallsLostPoisoned,
-    /// Calls a page remote whose newest bytes are lost, unless somebody waits for it.
+    /// Calls a page remote whose newest bytes are lost, unless a thread waits for it.
     CallsLostRemote,
-    /// Takes a page out that it has copied, although somebody has taken it up meanwhile.
+    /// Takes a page out that it has copied, although another thread has taken it up meanwhile.
     TakesWhatWasTakenUp,
     /// Owns the page before it copies it.
     CopiesWhatItOwns,
 }
 
-/// What an access does.
+/// Access of an application thread.
 #[derive(Clone, Copy)]
 pub(crate) enum Access {
     Read(usize),
     Write(usize),
-    /// The first half of `Mapped::pin`: the page shall stay.
+    /// First half of `Mapped::pin`: the page shall stay.
     Pin(usize),
-    /// The second half: asks for the page, and waits until it is there. From here to the `Unpin` it
-    /// has to be.
+    /// Second half of `Mapped::pin`: asks for the page, and waits until it is there. From here to
+    /// the `Unpin` the page has to be there.
     Await(usize),
     Unpin(usize),
 }
 
-/// Who takes part, and what may go wrong.
+/// Actors of a model, and the failures that may happen.
 #[derive(Clone, Copy)]
 pub(crate) struct Paging {
-    /// What the two application threads do.
+    /// Accesses of the two application threads.
     pub(crate) program: [&'static [Access]; 2],
     pub(crate) pages: usize,
-    /// How many pages may be resident or on their way; `None`: enough.
+    /// Number of pages that may be resident or on their way; `None`: enough.
     pub(crate) frames: Option<u8>,
-    /// Pages are brought in unasked.
+    /// True if pages are brought in unasked.
     pub(crate) prefetches: bool,
-    /// A second thread detaches, writes and puts back.
+    /// True if the flusher detaches pages, writes them and puts them back.
     pub(crate) flushes: bool,
-    /// That thread does not put back what it writes, but gives it up: `Advice::DontNeed`.
+    /// True if the flusher gives up the pages that it writes: `Advice::DontNeed`.
     pub(crate) gives_up: bool,
-    /// The program drops pages with `madvise(MADV_DONTNEED)`.
+    /// True if the program drops pages with `madvise(MADV_DONTNEED)`.
     pub(crate) madvises: bool,
-    /// The evictor copies a page where it lies, instead of moving it.
+    /// True if the evictor copies a page where it lies, instead of moving it.
     pub(crate) copies: bool,
-    /// A page may turn out to be held after a part of it was taken out.
+    /// True if a page may turn out to be held after a part of it was taken out.
     pub(crate) holds: bool,
     pub(crate) fills_fail: bool,
     pub(crate) writes_fail: bool,
-    /// A page that was taken out may not be mapped again; the program may overwrite it.
+    /// True if a page that was taken out may not be mapped again; the program may overwrite it.
     pub(crate) remaps_fail: bool,
     pub(crate) twin: Twin,
 }
 
-/// What can go wrong. The good model is held to all of it; a twin must do one of the harms that a
+/// Kinds of harm. The good model is held to all of it; a twin must do one of the harms that a
 /// program would see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Harm {
@@ -124,21 +124,21 @@ pub(crate) enum Harm {
     MappedTwice,
     /// All is quiet and a thread still sleeps, or a runtime thread still waits.
     SleepsForever,
-    /// However the threads are scheduled, it never ends.
+    /// Endless moves: the model never rests, however the threads are scheduled.
     NeverRests,
-    /// More pages are mapped or on their way than there may be.
+    /// More pages than allowed are mapped or on their way.
     OverBudget,
     /// An access failed though nothing else did.
     NeedlessSigbus,
-    /// A pinned page was not there, though nobody was writing it back for the program.
+    /// A pinned page was absent, though no thread was writing it back for the program.
     PinBroken,
-    /// Not visible by itself: an owned state without exactly one owner, an owner without its state,
+    /// Invisible by itself: an owned state without exactly one owner, an owner without its state,
     /// or a pin that is not its thread's.
     Ownership,
-    /// Not visible by itself: a stable state that is not what the kernel says.
+    /// Invisible by itself: a stable state that is not what the kernel says.
     WordAndKernelDisagree,
-    /// Not visible by itself: a page's bytes are both mapped and in a frame that may be installed,
-    /// or there twice.
+    /// Invisible by itself: a page's bytes are both mapped and in a frame that may be installed, or
+    /// there twice.
     TwoCopies,
 }
 
@@ -149,8 +149,8 @@ impl Paging {
         self.twin == twin
     }
 
-    /// Harm that no program sees is counted against the good model only, so that a twin must show
-    /// what its mistake costs.
+    /// True for the good model. Harm that no program sees is not counted against a twin, which must
+    /// show what its mistake costs.
     fn strict(&self) -> bool {
         self.is(Twin::Good)
     }
@@ -159,7 +159,7 @@ impl Paging {
         self.program[thread].get(usize::from(done)).copied()
     }
 
-    /// Whether a thread may rely on its pin of a page.
+    /// True if a thread may rely on its pin of a page.
     fn relies_on(&self, thread: usize, done: u8, page: usize) -> bool {
         let past = &self.program[thread][..usize::from(done)];
         past.iter().fold(false, |pinned, &access| match access {
@@ -169,7 +169,7 @@ impl Paging {
         })
     }
 
-    /// Applies a transition that only an owner may apply; returns whether there was a note.
+    /// Applies a transition that only an owner may apply. Returns whether there was a note.
     fn publish(
         &self,
         world: &mut World,

@@ -1,4 +1,4 @@
-//! The program: its threads touch pages, pin them and drop them.
+//! Steps of the program: its threads touch pages, pin them and drop them.
 
 use farpage_pager::protocol::{self, State};
 
@@ -10,8 +10,8 @@ use super::{
 use crate::explore::Label;
 
 impl Moves<'_> {
-    /// The program touches its next page, or goes to sleep on it: the kernel checks and enqueues in
-    /// one step.
+    /// Adds a thread's touch of its next page, or its falling asleep on it: the kernel checks and
+    /// enqueues in one step.
     pub(super) fn of_thread(&mut self, thread: usize) {
         let paging = self.paging;
         let Thread { done, asleep, .. } = self.world.threads[thread];
@@ -35,7 +35,7 @@ impl Moves<'_> {
         let has_to_be_there = paging.relies_on(thread, done, page) && !borrowed;
         let is_write = matches!(access, Access::Write(_));
         match self.world.pages[page].mapping {
-            // It sleeps until the protection is lifted.
+            // The thread sleeps until the protection is lifted.
             Mapping::Mapped(_) if is_write && self.world.pages[page].protected => {}
             Mapping::Mapped(seen) => self.add(true, label, |w| {
                 w.threads[thread].done += 1;
@@ -116,8 +116,8 @@ impl Moves<'_> {
         });
     }
 
-    /// The rest of a pin: ask a filler, look at the word until it is resident, ask again if it came
-    /// to nothing.
+    /// Adds the rest of a pin: ask a filler, look at the word until it is resident, ask again if
+    /// the fill came to nothing.
     fn wait_for(&mut self, thread: usize, page: usize) {
         let paging = self.paging;
         let label = |does| Label {

@@ -1,4 +1,4 @@
-//! Everything that there is at one moment: [`World`], its pages, threads and workers.
+//! State of everything at one moment: [`World`], its pages, threads and workers.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use farpage_pager::protocol::Word;
 
 use super::{Access, Paging};
 
-/// The number of the write that made the page what it is; 0: never written.
+/// Number of the write that made the page what it is; 0: never written.
 pub(super) type Version = u8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,32 +20,32 @@ pub(super) enum Mapping {
 pub(super) struct Page {
     pub(super) word: Word,
     pub(super) mapping: Mapping,
-    /// What is mapped cannot be written to for now.
+    /// True if the mapped page cannot be written to for now.
     pub(super) protected: bool,
     pub(super) stored: Version,
-    /// What a read must see.
+    /// Version that a read must see.
     pub(super) last: Version,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Thread {
-    /// Accesses done.
+    /// Number of accesses done.
     pub(super) done: u8,
     pub(super) asleep: bool,
     pub(super) asked: Asked,
 }
 
-/// How far a thread is that waits for a page without touching it.
+/// Progress of a thread that waits for a page without touching it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Asked {
     NotYet,
-    /// In the fillers' mail.
+    /// The request is in the fillers' mail.
     Waiting,
     /// A filler has taken the page on.
     TakenOn,
 }
 
-/// Where a runtime thread stands: the step that it takes next.
+/// Step that a runtime thread takes next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Next {
     /// Take a fault from the batch, read a new batch, or begin something.
@@ -57,11 +57,11 @@ pub(super) enum Next {
     // An evictor that copies, owning nothing.
     Protect,
     CopyOut,
-    /// Its copying has met an absent page.
+    /// Sleep: the copying has met an absent page.
     Sleep,
     OwnCopied(Version),
     Lift,
-    // The same, owning a leaving page.
+    // An evictor that copies, owning a leaving page.
     GiveBack(Version),
     LiftLeft(Version),
     // A filler, owning a filling page.
@@ -74,7 +74,7 @@ pub(super) enum Next {
     Poison(Bytes),
     WakePoisoned(Bytes),
     PublishPoisoned(Bytes),
-    // Either, owning the page that it has just mapped.
+    // A filler or an evictor, owning the page that it has just mapped.
     WakeInstalled,
     PublishInstalled,
     // An evictor or flusher, owning a leaving page.
@@ -92,14 +92,14 @@ pub(super) enum Next {
     LateWrite(Version),
 }
 
-/// What is left of a page that is poisoned.
+/// Bytes that are left of a page that is poisoned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Bytes {
     Stored,
     Lost,
 }
 
-/// What the program writes when it overwrites a lost page.
+/// Version that the program writes when it overwrites a lost page.
 pub(super) const OVERWRITTEN: Version = 99;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -117,12 +117,12 @@ pub(super) const EVICTORS_FAULT: u8 = 3;
 pub(super) const WORKER_NAMES: [&str; 4] = ["filler a", "filler b", "evictor", "flusher"];
 pub(super) const THREAD_NAMES: [&str; 2] = ["thread 0", "thread 1"];
 
-/// Everything that there is at one moment.
+/// State of everything at one moment.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct World {
     pub(super) pages: [Page; 2],
     pub(super) threads: [Thread; 2],
-    /// The faults that nobody has read yet, oldest first: thread + 1, 3 for the evictor's, 0 for
+    /// Faults that no filler has read yet, oldest first: thread + 1, 3 for the evictor's, 0 for
     /// none.
     pub(super) unread: [u8; 3],
     pub(super) workers: [Worker; 4],
@@ -182,7 +182,7 @@ impl World {
         self.workers[worker].next = next;
     }
 
-    /// The kernel wakes everyone that sleeps on the page; a fault that nobody has read yet is gone
+    /// Wakes all that sleep on the page, as the kernel does; a fault that is not read yet is gone
     /// with its sleeper.
     pub(super) fn wake(&mut self, paging: &Paging, page: usize) {
         for thread in 0..2 {
@@ -202,7 +202,7 @@ impl World {
         }
     }
 
-    /// From now on this is mapped there.
+    /// Maps `mapping` at the page from now on.
     pub(super) fn map(&mut self, page: usize, mapping: Mapping) {
         let page = &mut self.pages[page];
         (page.mapping, page.protected) = (mapping, false);

@@ -1,11 +1,11 @@
-//! Calls whose buffers are copied: those that a filter cannot see with in-thread faults (`readv`,
-//! `recvmsg` and their kind lead to memory by lists), and in both modes those after which the
-//! kernel keeps references to what it was given (`vmsplice`, sends with `MSG_ZEROCOPY`).
+//! Calls whose buffers are copied. With in-thread faults: calls that a filter cannot see, since
+//! they lead to memory by lists (`readv`, `recvmsg` and their kind). In both modes: calls after
+//! which the kernel keeps references to their memory (`vmsplice`, sends with `MSG_ZEROCOPY`).
 //!
-//! The rule it keeps: without remote memory among them they are the C library's own.
+//! The rule it keeps: a call without remote memory is the C library's own.
 //!
-//! `io_uring` takes its orders from memory that nobody else sees. From the first ring on all of the
-//! arena is treated as if the kernel kept references to it ([`Advice::ZeroCopy`]), also where the
+//! `io_uring` takes its orders from memory that no filter sees. From the first ring on all of the
+//! arena is treated as if the kernel kept references to it ([`Advice::ZeroCopy`]), also if the
 //! arena is made later.
 
 use std::{
@@ -67,7 +67,7 @@ macro_rules! calls {
     };
 }
 
-/// Whether a call has remote buffers that are copied.
+/// True if a call has remote buffers that are copied.
 ///
 /// # Safety
 /// As the call.
@@ -77,11 +77,11 @@ unsafe fn is_copied(number: c_long, args: calls::Arguments) -> bool {
         && unsafe { calls::leads_to_remote(number, args, &is_remote) }
 }
 
-/// True once the program has asked for a ring. Sequentially consistent: of a thread that asks for a
-/// ring and one that makes the arena at the same time, one sees what the other has done.
+/// True once the program has asked for a ring. Sequentially consistent: if one thread asks for a
+/// ring and another makes the arena at the same time, one sees the other's store.
 static HAS_RINGS: AtomicBool = AtomicBool::new(false);
 
-/// Treats a new arena as the rings that were made before demand.
+/// Treats a new arena as earlier rings demand.
 pub(crate) fn begin() {
     if HAS_RINGS.swap(false, Ordering::SeqCst) {
         expect_zero_copy();
@@ -98,7 +98,7 @@ fn expect_zero_copy() {
     }
 }
 
-/// What `syscall` does with the calls that it hands over.
+/// Makes the calls that `syscall` hands over.
 #[cfg(target_arch = "x86_64")]
 unsafe extern "C-unwind" fn by_number(
     number: c_long,
@@ -137,10 +137,11 @@ unsafe extern "C-unwind" fn by_number(
     result
 }
 
-/// `syscall`: as the C library's, but for calls after which the kernel keeps memory, and those by
-/// which a program confines itself.
+/// `syscall`: as the C library's, except for calls after which the kernel keeps memory, and calls
+/// by which a program confines itself.
 ///
-/// It has no frame, and enters the kernel by itself: some calls return twice, or on another stack.
+/// Without a frame, and entering the kernel by itself: some calls return twice, or on another
+/// stack.
 ///
 /// # Safety
 /// As the call.
@@ -199,7 +200,7 @@ pub(crate) unsafe extern "C-unwind" fn syscall(
     )
 }
 
-/// What `syscall` returns for what the kernel has returned.
+/// Converts the kernel's result to that of `syscall`.
 #[cfg(target_arch = "x86_64")]
 extern "C" fn finish(result: isize) -> c_long {
     outcome(result) as c_long

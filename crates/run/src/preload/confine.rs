@@ -1,12 +1,12 @@
 //! Programs that confine themselves: filters of system calls (seccomp) and namespaces.
 //!
 //! A program that installs a filter before it has remote memory stays local from then on: the
-//! filter may forbid what an arena needs to be made.
+//! filter may forbid calls that make an arena.
 //!
-//! The rule it keeps: a filter that forbids what the runtime needs in the program's threads is
-//! refused with a line, since its threads would be killed at some later `free`. All others are
-//! installed, so that they kill the whole process. A namespace that the kernel refuses because of
-//! the runtime's threads is explained.
+//! The rule it keeps: a filter that forbids a call of the runtime in the program's threads is
+//! refused with a line, since the filter would kill its threads at some later `free`. All other
+//! filters are installed, changed to kill the whole process and not a thread. A namespace that the
+//! kernel refuses because of the runtime's threads is explained.
 
 use std::{
     ffi::{c_int, c_uint},
@@ -47,7 +47,7 @@ pub(crate) unsafe extern "C" fn prctl(
     e: usize,
 ) -> c_int {
     if option == libc::PR_SET_VMA && b == libc::PR_SET_VMA_ANON_NAME as usize && state::owns(c) {
-        // A name of a part would split the arena's mapping.
+        // Naming a part would split the arena's mapping.
         return 0;
     }
     if option == libc::PR_SET_SECCOMP {
@@ -69,8 +69,8 @@ pub(crate) unsafe extern "C" fn prctl(
     unsafe { later_prctl(option, b, c, d, e) }
 }
 
-/// Has a program's own filter installed, whose address `install` is given. `None`: it is refused,
-/// with a line.
+/// Installs a program's own filter by `install`, which receives the filter's address. Returns
+/// `None`, with a line, if the filter is refused.
 ///
 /// # Safety
 /// The arguments are those of `seccomp`.
@@ -105,7 +105,7 @@ pub(crate) unsafe fn confine<R>(
             let given = unsafe { slice::from_raw_parts(given.filter, given.len.into()) };
             copy = seccomp::killing_all(given);
             if state::get().is_none() {
-                // Nothing is remote yet, so that nothing is needed of the runtime from now on.
+                // Nothing is remote yet, so the program needs nothing of the runtime from now on.
                 if state::stay_local() {
                     report::finish();
                     say(
@@ -162,7 +162,7 @@ pub(crate) unsafe extern "C" fn setns(fd: c_int, kind: c_int) -> c_int {
     result
 }
 
-/// Says why a namespace was refused, where the runtime's threads are the reason.
+/// Prints why a namespace was refused, if the runtime's threads are the reason.
 pub(crate) fn explain(flags: c_int) {
     let wants_one_thread =
         libc::CLONE_NEWUSER | libc::CLONE_THREAD | libc::CLONE_SIGHAND | libc::CLONE_VM;

@@ -1,5 +1,5 @@
-//! What a debugger calls: the kernel lets it read no absent page, and it stops the threads that
-//! would bring one in.
+//! Function for debuggers: the kernel lets a debugger read no absent page, and the debugger stops
+//! the threads that would bring one in.
 //!
 //! The rule it keeps: nothing here runs unless a debugger calls it.
 
@@ -8,11 +8,11 @@ use std::ffi::{c_int, c_void};
 use crate::{Inside, maps::ours, say, state};
 
 /// Brings memory in, so that a debugger can read it: `call (int)farpage_bring_in(&x, sizeof x)`.
-/// Returns 0, also for memory that is not remote, or -1 with a line of why. A range of less than
-/// the budget is there when it returns.
+/// Returns 0, also for memory that is not remote, or -1 with a line of the reason. A range smaller
+/// than the budget is in memory when the call returns.
 ///
 /// # Safety
-/// None: it reads nothing there.
+/// None: no memory is read.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn farpage_bring_in(address: *const c_void, bytes: usize) -> c_int {
     let (Some(addresses), Some(state)) = (ours(address.cast_mut(), bytes), state::get()) else {

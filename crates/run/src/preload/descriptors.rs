@@ -1,11 +1,11 @@
 //! Descriptors of the runtime in the program's table, with in-thread faults.
 //!
-//! A thread that serves its own fault uses them, so that they cannot be on another table. The
-//! rules: they have numbers of a [`Window`] above all that the program is given. There the filter
+//! A thread that serves its own fault uses these descriptors, so they cannot be on another table.
+//! The rules: they have numbers of a [`Window`] above all numbers of the program. There the filter
 //! of system calls (`filter.rs`) refuses to close or to replace one.
 //!
-//! A filter stays with the programs that this one starts, which close ranges of all numbers. So
-//! [`close_range`] is left to the kernel there, and goes around the window here.
+//! A filter stays with the programs that this one starts, which close ranges of all numbers. So the
+//! filter allows [`close_range`], which goes around the window here.
 
 use std::{
     ffi::{c_int, c_uint},
@@ -22,19 +22,19 @@ use crate::{
     state,
 };
 
-/// More descriptors than any runtime has.
+/// Number of descriptors in the window: more than any runtime has.
 const NUMBERS: u32 = 512;
-/// The window begins at the program's limit (`ulimit -n`), and here at the latest: the kernel
+/// Upper bound of the window's beginning, which is the program's limit (`ulimit -n`): the kernel
 /// copies a table as far as its last descriptor with every process.
 const FIRST_MAX: u32 = 4096;
 
 static FIRST: AtomicU32 = AtomicU32::new(0);
 static END: AtomicU32 = AtomicU32::new(0);
 
-/// Numbers that new descriptors get while this lives.
+/// Numbers that new descriptors get while the window lives.
 pub(crate) struct Window {
     numbers: Range<u32>,
-    /// Whatever is below.
+    /// Descriptors that occupy the numbers below the window.
     _occupied: Vec<OwnedFd>,
     limit: libc::rlimit,
 }
@@ -52,7 +52,7 @@ impl Window {
         };
         let first = limit.rlim_cur.min(u64::from(FIRST_MAX)) as u32;
         let end = limit.rlim_max.min(u64::from(first + NUMBERS)) as u32;
-        // Where the limit is low, the program has half of it.
+        // If the limit is low, the program has half of it.
         let first = first.min(end.saturating_sub(NUMBERS).max(end / 2));
         let numbers = first..end;
         let raised = libc::rlimit {
@@ -80,7 +80,7 @@ impl Window {
         }
     }
 
-    /// The window, whose descriptors are protected from now on.
+    /// Returns the window, whose descriptors are protected from now on.
     pub(crate) fn numbers(&self) -> Range<u32> {
         FIRST.store(self.numbers.start, Ordering::Relaxed);
         END.store(self.numbers.end, Ordering::Relaxed);
@@ -90,7 +90,7 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // Lowering a limit is always allowed.
+        // Lowering a limit never fails.
         let _ = set_limit(&self.limit);
     }
 }
@@ -110,7 +110,7 @@ next! {
 
 static CLOSEFROM: Next = Next::new(c"closefrom");
 
-/// The window, unless this process has none.
+/// Returns the window, unless this process has none.
 fn window() -> Option<Range<u32>> {
     let window = FIRST.load(Ordering::Relaxed)..END.load(Ordering::Relaxed);
     let is_ours = !window.is_empty() && !Inside::is() && !state::is_forked();

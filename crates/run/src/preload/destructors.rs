@@ -1,7 +1,7 @@
 //! Destructors of threads' variables: `__cxa_thread_atexit_impl`.
 //!
 //! The C library keeps destructors in memory of the program's allocator, whose own state may be
-//! remote. The rule: those of the runtime's variables are kept here, in memory of the runtime's.
+//! remote. The rule: destructors of the runtime's variables are kept here, in the runtime's memory.
 
 use std::{
     cell::Cell,
@@ -33,14 +33,14 @@ next! {
 }
 
 thread_local! {
-    /// The newest variable.
+    /// The newest variable of this thread.
     static VARIABLES: Cell<*mut Variable> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// A key whose destructor runs at a thread's end; `KEYS_MAX`: there is none yet.
+/// Key whose destructor runs at a thread's end; `KEYS_MAX` before it is made.
 static KEY: AtomicU32 = AtomicU32::new(KEYS_MAX);
 
-/// The C library has room for as many keys in each thread. More would ask for memory.
+/// Number of keys for which the C library has room in each thread. More keys would need memory.
 const KEYS_MAX: u32 = 32;
 
 /// Makes the key, before the program makes its own.

@@ -1,8 +1,8 @@
-//! The variables by which `farpage run` speaks to this library.
+//! The variables by which `farpage run` passes options to this library.
 //!
-//! The rule it keeps: a program that is not to be interposed never sees one of them. The list of
-//! the environment is edited where it lies: programs define `unsetenv` and `setenv` of their own,
-//! bash for one, which know nothing of it before `main`.
+//! The rule it keeps: a program that is not to be interposed never sees one of them. The
+//! environment's list is edited in place: programs define `unsetenv` and `setenv` of their own,
+//! bash for one, which know nothing of the list before `main`.
 
 use std::{
     ffi::{CStr, CString, c_char},
@@ -15,31 +15,31 @@ pub(crate) const PREFIX: &str = "FARPAGE_RUN_";
 /// Prefix of the variables that the runtime reads.
 const RUNTIMES: &[u8] = b"FARPAGE_";
 const PRELOAD: &[u8] = b"LD_PRELOAD=";
-/// The runtime's variable that `farpage run` sets where the user has not.
+/// The runtime's variable that `farpage run` sets if the user has not.
 const PAGE_SIZE: &[u8] = b"FARPAGE_PAGE_SIZE=";
 
-/// Entries of an environment that fit on the stack.
+/// Number of entries of an environment that fit on the stack.
 const SOME: usize = 512;
 
 unsafe extern "C" {
     static mut environ: *mut *mut c_char;
 }
 
-/// The variables as they were at the start.
+/// The variables at the start.
 struct Variables {
     /// Whole entries that `farpage run` has set.
     ours: Vec<CString>,
     /// Whole entries that the runtime reads.
     runtimes: Vec<CString>,
-    /// This library's name in `LD_PRELOAD`.
+    /// Name of this library in `LD_PRELOAD`.
     library: Vec<u8>,
-    /// `LD_PRELOAD` with this library alone, a whole entry.
+    /// Whole entry `LD_PRELOAD` with this library alone.
     preload: CString,
 }
 
 static VARIABLES: OnceLock<Variables> = OnceLock::new();
 
-/// Reads one of the variables that `farpage run` has set, as it was at the start.
+/// Reads one of the variables that `farpage run` has set, with its value at the start.
 pub(crate) fn variable(name: &str) -> Option<String> {
     let name = format!("{PREFIX}{name}");
     let Some(variables) = VARIABLES.get() else {
@@ -93,7 +93,7 @@ pub(crate) fn leave() {
             if let Some(preload) = entry.strip_prefix(PRELOAD) {
                 let others = others(preload, &variables.library);
                 if !others.is_empty() {
-                    // Never given back: it is the program's from now on.
+                    // Never freed: the string is the program's from now on.
                     *to = joined(&[PRELOAD, &others]).into_raw();
                     to = to.add(1);
                 }
@@ -109,9 +109,9 @@ pub(crate) fn leave() {
     }
 }
 
-/// Calls `with` with an environment that has the variables and this library besides.
+/// Calls `with` with the environment `theirs`, extended by the variables and this library.
 ///
-/// A child made by `vfork` frees nothing that is allocated here, so that the usual case allocates
+/// A child made by `vfork` frees nothing that is allocated here, so the usual case allocates
 /// nothing.
 ///
 /// # Safety
@@ -170,7 +170,7 @@ pub(crate) unsafe fn with_ours<T>(
     with(list.as_ptr())
 }
 
-/// The entries of an environment.
+/// Returns the entries of an environment.
 ///
 /// # Safety
 /// `of` is an environment, or null, and is not changed meanwhile.
@@ -188,7 +188,7 @@ unsafe fn entries<'a>(of: *const *const c_char) -> &'a [*const c_char] {
     }
 }
 
-/// The libraries of an `LD_PRELOAD` without this one.
+/// Returns the libraries of an `LD_PRELOAD` without this one.
 fn others(preload: &[u8], library: &[u8]) -> Vec<u8> {
     let names = preload.split(|byte| b" :".contains(byte));
     let others: Vec<&[u8]> = names

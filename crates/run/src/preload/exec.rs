@@ -1,8 +1,8 @@
 //! `exec` and `posix_spawn`.
 //!
-//! The rules: the process that `farpage run` started stays interposed whatever it becomes, so that
-//! `env`, `nice` and scripts can start a program. The programs that it starts in turn are
-//! interposed with `--children` alone. A program that cannot be is noted (`starts.rs`).
+//! The rules: the process that `farpage run` started stays interposed whatever program it becomes,
+//! so that `env`, `nice` and scripts can start a program. The programs that it starts in turn are
+//! interposed only with `--children`. A program that cannot be interposed is noted (`starts.rs`).
 
 use std::{
     ffi::{CStr, OsStr, c_char, c_int},
@@ -27,7 +27,7 @@ static EXECVEAT: Next = Next::new(c"execveat");
 static POSIX_SPAWN: Next = Next::new(c"posix_spawn");
 static POSIX_SPAWNP: Next = Next::new(c"posix_spawnp");
 
-/// The arguments or the environment of a program: strings, and a null behind them.
+/// List of the arguments or the environment of a program: strings, and a null behind them.
 type Strings = *const *const c_char;
 
 next! {
@@ -63,7 +63,7 @@ unsafe fn exec(
         return become_it(variables);
     }
     let is_refused = {
-        // Ends before the call: a child made by `vfork` would leave its parent's thread inside.
+        // Must end before the call: a child made by `vfork` would leave its parent's thread inside.
         let _inside = Inside::enter();
         let path = path();
         starts::note(state::folder(), &path);
@@ -74,7 +74,7 @@ unsafe fn exec(
         // SAFETY: the caller's promise.
         false => unsafe { environment::with_ours(variables, become_it) },
     };
-    // It has failed, with an `errno` that is kept.
+    // The call has failed, with an `errno` that is kept.
     let _inside = Inside::enter();
     take_note();
     code
@@ -86,7 +86,7 @@ pub(crate) fn take_note() {
     let _ = fs::remove_file(state::folder().join(name));
 }
 
-/// Notes that another process is started which cannot be interposed.
+/// Notes that another process is started whose program cannot be interposed.
 fn note_refused(path: &Path) {
     let mut hash = DefaultHasher::new();
     path.hash(&mut hash);
@@ -124,7 +124,7 @@ fn refuses(path: &Path) -> bool {
     Program::read(path).is_ok_and(|program| program.refusal().is_some())
 }
 
-/// Returns a path as the program gives it.
+/// Returns a path that the program has passed.
 ///
 /// # Safety
 /// `of` is a string of C's.
@@ -313,7 +313,7 @@ pub(crate) unsafe extern "C" fn posix_spawnp(
     }
 }
 
-/// `execle`, whose environment lies behind its arguments.
+/// Implements `execle`, whose environment lies behind its arguments.
 ///
 /// # Safety
 /// As `execve`; `arguments` is a list with an environment behind its null.
@@ -328,8 +328,8 @@ unsafe extern "C" fn execle_list(at: *const c_char, arguments: Strings) -> c_int
     }
 }
 
-/// Defines a function of variably many arguments, which makes a list of them: those in registers
-/// are stored next to those on the stack.
+/// Defines a function of variably many arguments, which makes a list of them: arguments in
+/// registers are stored next to the arguments on the stack.
 macro_rules! listed {
     ($($name:ident by $with:path;)+) => {
         $(

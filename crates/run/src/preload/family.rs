@@ -1,6 +1,6 @@
 //! Facts that all interposed processes of a run share, on a page of the launcher's folder.
 //!
-//! The rule it keeps: a process needs no right and no descriptor to note one.
+//! The rule it keeps: a process needs neither a right nor a descriptor to note a fact.
 
 use std::{
     fs::File,
@@ -12,15 +12,15 @@ use std::{
 
 use crate::{say, state};
 
-/// The page's file.
+/// File of the page.
 const FILE: &str = "facts";
 const PAGE_BYTES: usize = 4096;
-/// The first byte: a process has made an arena. The launcher reads it.
+/// Index of the byte that says that a process has made an arena. The launcher reads it.
 const ARENA: usize = 0;
-/// The second byte: that the memory of a child made by `fork` is local has been said.
+/// Index of the byte that says that the line about children made by `fork` has been written.
 const FORK: usize = 1;
 
-/// The page, where it is mapped. Null: there is none.
+/// Address of the mapped page. Null if it is not mapped.
 static PAGE: AtomicPtr<AtomicU8> = AtomicPtr::new(ptr::null_mut());
 
 /// Maps the page.
@@ -60,7 +60,7 @@ pub(crate) fn note_arena() {
     note(ARENA);
 }
 
-/// Says, once in a run, that a child made by `fork` has its memory in local memory.
+/// Writes a line, once in a run, that the memory of a child made by `fork` is local.
 pub(crate) fn say_of_fork() {
     if !state::may_fork() && !note(FORK) {
         say(

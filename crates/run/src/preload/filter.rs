@@ -1,19 +1,19 @@
 //! System calls of the program that are given remote memory, with in-thread faults.
 //!
-//! The kernel cannot bring absent pages in then. So it is told, by a filter of system calls
-//! (seccomp), to raise SIGSYS instead of making a call that has an address of the arena among its
-//! arguments. The handler makes the call as [`farpage_vm::calls`] does, and the program goes on
-//! with what it returned. This covers calls from inside the C library (streams, locks, `opendir`)
-//! and raw ones alike.
+//! The kernel cannot bring absent pages in then. A filter of system calls (seccomp) tells it to
+//! raise SIGSYS instead of making a call that has an address of the arena among its arguments. The
+//! handler makes the call as [`farpage_vm::calls`] does, and the program goes on with the call's
+//! result. This covers calls from inside the C library (streams, locks, `opendir`) and raw ones
+//! alike.
 //!
 //! The same filter refuses to close or to replace descriptors of the runtime (`descriptors.rs`).
 //!
 //! The rule it keeps: all other calls cost a few comparisons. A filter stays with a process and its
-//! children for good, also after `exec`, where nobody handles SIGSYS. So it must never meet
-//! anything there: the arena lies where the kernel places nothing by itself, and where no filter
-//! looks that this process has inherited ([`place`]).
+//! children for good, also after `exec`, which removes the handler of SIGSYS. So the filter must
+//! never match anything there: the arena lies where the kernel places nothing by itself, and where
+//! no filter looks that this process has inherited ([`place`]).
 //!
-//! What a filter cannot see is what arguments only lead to: `calls.rs`.
+//! Memory that arguments only lead to is invisible to a filter: `calls.rs`.
 
 use std::{
     collections::BTreeMap,
@@ -29,29 +29,29 @@ use libc::sock_filter;
 
 use crate::{Inside, errno, limits, set_errno, signals, state};
 
-/// The filter compares upper halves of addresses.
+/// Number of low address bits that the filter ignores: it compares upper halves.
 const WINDOW_BITS: u32 = 32;
-/// Where the arena may begin: above the heaps that sanitizers and runtimes place themselves, and
-/// far below executables and libraries.
+/// Addresses at which the arena may begin: above the heaps that sanitizers and runtimes place
+/// themselves, and far below executables and libraries.
 const PLACES: Range<usize> = 0x1000_0000_0000..0x5000_0000_0000;
 const PLACES_TRIED: usize = 64;
-/// The largest page: a region of whole pages fits a multiple of it.
+/// Size of the largest page: a region of whole pages fits a multiple of it.
 const RESERVED_BYTES: usize = 2 << 20;
 
-/// First and last upper half of addresses that the filter looks for. Written before there is a
-/// filter, so that its SIGSYS finds them.
+/// First and last upper half of addresses that the filter looks for. Written before the filter
+/// exists, so that its SIGSYS finds them.
 static FIRST: AtomicUsize = AtomicUsize::new(usize::MAX);
 static LAST: AtomicUsize = AtomicUsize::new(0);
 
-/// True if the filter looks for an address. The arena may begin later, or end.
+/// True if the filter looks for `at`. The arena may begin later, or end earlier.
 fn is_in_window(at: usize) -> bool {
     let upper = at >> WINDOW_BITS;
     FIRST.load(Ordering::Relaxed) <= upper && upper <= LAST.load(Ordering::Relaxed)
 }
 
-/// Reserves addresses for an arena of `bytes` bytes, and all that share their upper halves. A
-/// process whose addresses are limited reserves the arena's alone: the kernel maps nothing near
-/// them by itself.
+/// Reserves addresses for an arena of `bytes` bytes, and all addresses that share their upper
+/// halves. A process whose addresses are limited reserves only the arena's: the kernel maps nothing
+/// near them by itself.
 pub(crate) fn place(bytes: usize) -> Result<usize, String> {
     let windows = bytes.div_ceil(1 << WINDOW_BITS);
     let reserved = match limits::are_none() {
@@ -87,8 +87,8 @@ pub(crate) fn place(bytes: usize) -> Result<usize, String> {
     ))
 }
 
-/// Whether a filter that this process has inherited looks at some of these windows: one of
-/// farpage's own, by which a program was interposed that started this one.
+/// True if an inherited filter looks at some of `windows` windows from `at` on: a filter of
+/// farpage's own, of the interposed program that started this one.
 fn is_filtered(at: usize, windows: usize) -> Result<bool, String> {
     static MET: AtomicBool = AtomicBool::new(false);
     #[cfg(target_arch = "x86_64")]
@@ -124,8 +124,8 @@ fn no_sigsys() -> String {
     )
 }
 
-/// From now on system calls of this thread, and of those that it starts, may be given memory at
-/// these addresses. Those that close or replace one of `descriptors` fail.
+/// Installs the filter: from now on this thread, and threads that it starts, may give memory at
+/// `addresses` to system calls. Calls that close or replace one of `descriptors` fail.
 pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Result<(), String> {
     FIRST.store(addresses.start >> WINDOW_BITS, Ordering::Relaxed);
     LAST.store((addresses.end - 1) >> WINDOW_BITS, Ordering::Relaxed);
@@ -150,7 +150,7 @@ pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Resul
     if set() == 0 {
         return Ok(());
     }
-    // Who is not root must not gain rights by a set-user-ID program that he filters.
+    // A process that is not root must not gain rights by a set-user-ID program under its filter.
     // SAFETY: changes nothing else.
     unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     if set() == 0 {
@@ -162,11 +162,11 @@ pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Resul
     ))
 }
 
-/// Raises SIGSYS for calls with an address in the windows of these addresses, unless they come from
-/// [`calls::system_call`].
+/// Returns a filter that raises SIGSYS for calls with an address in the windows of `addresses`,
+/// unless the call comes from [`calls::system_call`].
 ///
-/// First it looks at all arguments, and most calls pass there. Then it looks at those that the call
-/// has addresses in. Calls that have addresses in the same ones go by the same comparisons.
+/// The filter first looks at all arguments, and most calls pass there. Then it looks at the call's
+/// arguments that are addresses. Calls with addresses in the same arguments share comparisons.
 fn filter(addresses: Range<usize>) -> Vec<sock_filter> {
     const ALL: u8 = 0b11_1111;
     let mut filter = compare(&addresses, ALL, &[answer(libc::SECCOMP_RET_ALLOW)]);
@@ -181,7 +181,7 @@ fn filter(addresses: Range<usize>) -> Vec<sock_filter> {
     for (bits, numbers) in groups {
         let mut group = compare(&addresses, bits, &[answer(libc::SECCOMP_RET_ALLOW)]);
         group.extend(unless_ours());
-        // Each number leads behind the others and the jump to the next group.
+        // Each number jumps behind the others and the jump to the next group.
         for (at, &number) in numbers.iter().enumerate() {
             let behind = numbers.len() - at;
             filter.push(jump(libc::BPF_JEQ, number, behind as u8, 0));
@@ -193,8 +193,8 @@ fn filter(addresses: Range<usize>) -> Vec<sock_filter> {
     filter
 }
 
-/// Answers `EBADF` to calls that close or replace one of `descriptors`. Programs that this one
-/// starts close ranges, which nothing may refuse: `close_range` goes by `descriptors.rs`.
+/// Returns a filter that answers `EBADF` to calls that close or replace one of `descriptors`.
+/// `close_range` goes by `descriptors.rs`: programs that this one starts use it on all numbers.
 fn refuse_to_close(descriptors: Range<u32>) -> Vec<sock_filter> {
     let argument = |at: usize| load(mem::offset_of!(libc::seccomp_data, args) + 8 * at);
     let ours = [
@@ -218,7 +218,7 @@ fn refuse_to_close(descriptors: Range<u32>) -> Vec<sock_filter> {
     filter
 }
 
-/// Goes on behind `otherwise` if one of these arguments is in the windows of these addresses.
+/// Compares: goes on behind `otherwise` if one of `arguments` is in the windows of `addresses`.
 fn compare(addresses: &Range<usize>, arguments: u8, otherwise: &[sock_filter]) -> Vec<sock_filter> {
     let first = (addresses.start >> WINDOW_BITS) as u32;
     let end = ((addresses.end - 1) >> WINDOW_BITS) as u32 + 1;
@@ -276,7 +276,7 @@ fn handle_sigsys() -> Result<(), String> {
     // SAFETY: all zeros is a valid action.
     let mut action: libc::sigaction = unsafe { mem::zeroed() };
     action.sa_sigaction = on_sigsys as *const () as usize;
-    // No other signal waits meanwhile: the call may take long.
+    // Other signals need not wait: the call may take long.
     action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER | libc::SA_RESTART;
     match signals::install(libc::SIGSYS, &action) {
         0 => Ok(()),
@@ -284,7 +284,7 @@ fn handle_sigsys() -> Result<(), String> {
     }
 }
 
-/// Whether some of `bytes` bytes at an address are remote.
+/// True if some of `bytes` bytes at `at` are remote.
 pub(crate) fn is_remote(at: usize, bytes: usize) -> bool {
     bytes > 0
         && (state::owns(at) || state::owns(at.saturating_add(bytes - 1)))
@@ -335,7 +335,7 @@ extern "C-unwind" fn on_sigsys(signal: c_int, info: *mut libc::siginfo_t, contex
     signals::pass_on_sigsys(signal, info, context);
 }
 
-/// The return from a handler puts back what these calls have changed, unless it is told otherwise.
+/// Keeps the changes of these calls, which the return from a handler would undo.
 #[cfg(target_arch = "x86_64")]
 fn keep(user: *mut libc::ucontext_t) {
     let none = ptr::null::<u8>();

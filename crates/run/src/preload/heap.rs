@@ -1,8 +1,8 @@
 //! `malloc` and its kind.
 //!
 //! The rules it keeps: `calloc` touches nothing, since fresh memory of the arena is zeros, while
-//! `malloc` may give out what was freed. What another allocator has cut out of memory that it
-//! mapped in the arena is its own.
+//! `malloc` may give out freed memory unzeroed. Memory that another allocator has cut out of its
+//! own mapping in the arena is that allocator's.
 
 use std::{
     ffi::{c_int, c_void},
@@ -14,10 +14,10 @@ use crate::{
     state::{self, Holds, State},
 };
 
-/// What every allocation is aligned to.
+/// Alignment of every allocation.
 pub(crate) const ALIGN: usize = 16;
 
-/// Memory from the arena.
+/// Allocates memory of the arena, and records where it begins.
 fn allocate(state: &State, bytes: usize, align: usize, holds: Holds) -> *mut c_void {
     let made = state.allocate(bytes, align, holds);
     made::add(made as usize);
@@ -70,7 +70,7 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
         // SAFETY: the caller's promise.
         return unsafe { next::free(old) };
     }
-    // In a child made by `fork` there is nothing to free.
+    // In a child made by `fork` nothing is freed.
     let (Some(state), Some(old)) = (state::get(), NonNull::new(old)) else {
         return;
     };
@@ -107,8 +107,8 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
         unsafe { free(old) };
         return ptr::null_mut();
     }
-    // Remnants of blocks that shrink below `--min-bytes` move to the next allocator: a page for
-    // each would fill the arena.
+    // Blocks that shrink below `--min-bytes` move to the next allocator: a page for each would fill
+    // the arena.
     let stays = state::serves(bytes).is_some() || Inside::is();
     if is_ours
         && stays

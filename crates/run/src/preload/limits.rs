@@ -1,12 +1,12 @@
 //! Limits that the program sets to its own address space: `setrlimit` and its kind.
 //!
 //! The arena's addresses are reserved from the start, and count in the kernel's sums. The rule: a
-//! limit counts what the program has allocated. So the kernel is given a limit that is higher by
-//! what farpage takes, and the arena refuses what exceeds the program's.
+//! limit counts the program's allocations. So the kernel is given a limit that is higher by
+//! farpage's own addresses, and the arena refuses requests beyond the program's limit.
 //!
 //! The rule holds from our constructor on, before there is an arena.
 //!
-//! Left out: a child is limited by what the kernel was given.
+//! Left out: a child is limited by the kernel's limit.
 
 use std::{
     ffi::c_int,
@@ -41,7 +41,7 @@ pub(crate) fn addresses() -> u64 {
     pages.unwrap_or(0u64) * KERNEL_PAGE_BYTES as u64
 }
 
-/// Notes what the runtime takes: the addresses beyond `before`, and up to `lent` bytes that a
+/// Notes the addresses that the runtime takes: those beyond `before`, and up to `lent` bytes that a
 /// server on this machine lends.
 pub(crate) fn begin(before: u64, lent: u64) {
     let threads = fs::read_dir("/proc/self/task").map_or(0, |tasks| tasks.count() as u64);
@@ -49,7 +49,7 @@ pub(crate) fn begin(before: u64, lent: u64) {
     OURS.store(ours, Ordering::Relaxed);
 }
 
-/// Returns true if this process may map as much as it likes.
+/// Returns true if the addresses of this process are not limited.
 pub(crate) fn are_none() -> bool {
     kernels(libc::RLIMIT_AS).rlim_cur == libc::RLIM_INFINITY
 }
@@ -87,7 +87,7 @@ fn raised(asked: rlimit, believed: rlimit, kernels: rlimit) -> rlimit {
     };
     let mut max = raise(asked.rlim_max);
     if asked.rlim_max <= believed.rlim_max {
-        // No right is needed for what is no more than before.
+        // A maximum that does not grow needs no right.
         max = max.min(kernels.rlim_max);
     }
     rlimit {
@@ -135,7 +135,7 @@ fn exchange(at: usize, asked: Option<rlimit>) -> (rlimit, c_int) {
     };
     let given = match asked.rlim_cur <= asked.rlim_max {
         true => raised(asked, before, kernels),
-        // The kernel refuses such a limit.
+        // The kernel refuses a limit above its maximum.
         false => asked,
     };
     // SAFETY: a limit that lasts for the call.

@@ -1,10 +1,10 @@
-//! Memory that is never remote, for what the C library asks for while it works for the runtime: the
+//! Memory that is never remote, for requests of the C library while it works for the runtime: the
 //! table of a new thread's variables, for one.
 //!
-//! The program's allocator cannot be asked. Its memory may be in the arena, so that a thread of the
-//! runtime would wait for a page that it has to bring in itself.
+//! The program's allocator cannot serve these requests. Its memory may be in the arena, so that a
+//! thread of the runtime would wait for a page that it has to bring in itself.
 //!
-//! The rule it keeps: what comes from here is known by its address, whoever frees it.
+//! The rule it keeps: an allocation from here is recognised by its address, in whichever thread.
 
 use std::{
     alloc::Layout,
@@ -19,13 +19,13 @@ use linked_list_allocator::Heap;
 
 use crate::{Inside, heap::ALIGN, process, set_errno, state};
 
-/// More than the C library has ever asked for; what is never used of it takes no memory.
+/// Size of the memory: more than the C library has ever asked for. Unused parts take no memory.
 const BYTES: usize = 32 << 20;
 
-/// Stands before each allocation.
+/// Header before each allocation.
 #[repr(C, align(16))]
 struct Before {
-    /// Where the heap has it.
+    /// Start of the block in the heap.
     start: NonNull<u8>,
     layout: Layout,
 }
@@ -43,14 +43,13 @@ fn heap() -> MutexGuard<'static, Heap> {
     HEAP.lock()
 }
 
-/// Whether this thread's requests are served from here: it works for the runtime, or starts a
-/// thread whose tables may become one of the runtime's. Nothing of that is left in a child made by
-/// `fork`.
+/// True if this thread's requests are served from here: it works for the runtime, or starts a
+/// thread whose tables may become one of the runtime's. False in a child made by `fork`.
 pub(crate) fn serves() -> bool {
     (Inside::is() || process::is_starting()) && !state::is_forked()
 }
 
-/// Zeroed memory. Null: there is no more, as `errno` says.
+/// Returns zeroed memory. Null, with an `errno`, if no memory is left.
 pub(crate) fn allocate(bytes: usize, align: usize) -> *mut c_void {
     let made = find(bytes, align);
     if made.is_null() {
@@ -79,15 +78,15 @@ fn find(bytes: usize, align: usize) -> *mut c_void {
     }
 }
 
-/// Whether an allocation is from here.
+/// True if `allocation` is from here.
 pub(crate) fn holds(allocation: *mut c_void) -> bool {
     (allocation as usize).wrapping_sub((&raw const MEMORY) as usize) < BYTES
 }
 
-/// How many bytes an allocation has.
+/// Returns the bytes of `allocation`.
 ///
 /// # Safety
-/// It is from here, and not freed.
+/// `allocation` is from here, and not freed.
 pub(crate) unsafe fn usable(allocation: *mut c_void) -> usize {
     // SAFETY: the caller's promise.
     let before = unsafe { &*allocation.cast::<Before>().sub(1) };
@@ -95,8 +94,8 @@ pub(crate) unsafe fn usable(allocation: *mut c_void) -> usize {
     end - allocation as usize
 }
 
-/// Frees an allocation. In a child made by `fork`, where nobody may ever give the heap up, it
-/// stays.
+/// Frees an allocation. In a child made by `fork` the allocation stays: the heap's lock may be held
+/// by a thread that does not exist there.
 ///
 /// # Safety
 /// As [`usable`].

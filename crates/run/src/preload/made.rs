@@ -1,10 +1,10 @@
-//! Where in the arena allocations of `heap.rs` begin.
+//! The addresses in the arena at which allocations of `heap.rs` begin.
 //!
-//! An allocator that is next in line maps memory of the arena like anybody else. What it cuts out
-//! of that is its own, so that an address in the arena does not tell whose an allocation is.
+//! The next allocator in line maps memory of the arena like any caller. Blocks that it cuts out of
+//! its mappings are its own, so an address in the arena does not tell whose an allocation is.
 //!
-//! The rule it keeps: asking takes no lock and no system call, since it is done for each small
-//! object that such an allocator frees.
+//! The rule it keeps: a look-up takes no lock and no system call, since it is done for each small
+//! object that the next allocator frees.
 
 use std::{
     ptr,
@@ -13,33 +13,33 @@ use std::{
 
 use crate::{maps::KERNEL_PAGE_BYTES, state};
 
-/// A bit for each kernel page of the arena. Null: there is no arena.
+/// A bit for each kernel page of the arena. Null before the arena exists.
 static BITS: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
 
-/// Once, before anything is made in an arena of `bytes`.
+/// Makes the bits. Called once, before the first allocation in an arena of `bytes` bytes.
 pub(crate) fn begin(bytes: usize) {
-    // What is never touched of it takes no memory.
+    // Parts that are never touched take no memory.
     let words = vec![0_u64; bytes.div_ceil(KERNEL_PAGE_BYTES).div_ceil(64)];
     let words: &'static mut [u64] = Box::leak(words.into_boxed_slice());
     BITS.store(words.as_mut_ptr().cast(), Ordering::Release);
 }
 
-/// An allocation begins at this address of the arena.
+/// Records that an allocation begins at `address` in the arena.
 pub(crate) fn add(address: usize) {
     if let Some((word, bit)) = bit(address) {
         word.fetch_or(bit, Ordering::Relaxed);
     }
 }
 
-/// It is about to end: who frees it or moves it owns it, so that nobody asks meanwhile.
+/// Removes the record of an allocation that its owner is about to free or move.
 pub(crate) fn remove(address: usize) {
     if let Some((word, bit)) = bit(address) {
         word.fetch_and(!bit, Ordering::Relaxed);
     }
 }
 
-/// Whether an allocation begins in the page of this address; also in a child made by `fork`, of
-/// what was there then.
+/// True if an allocation begins in the page of `address`. In a child made by `fork`: as it was at
+/// the fork.
 pub(crate) fn holds(address: usize) -> bool {
     bit(address).is_some_and(|(word, bit)| word.load(Ordering::Relaxed) & bit != 0)
 }

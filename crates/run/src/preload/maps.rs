@@ -1,7 +1,7 @@
 //! `mmap` of private anonymous memory, `munmap` and `mremap`.
 //!
-//! The rule it keeps: what is mapped in the arena is known by its bytes. A page of the arena is
-//! given back when nothing is mapped in it any more. All other calls go to the kernel as they are.
+//! The rule it keeps: mappings in the arena are recorded by byte. A page of the arena is given back
+//! when it has no mapping any more. All other calls go to the kernel unchanged.
 
 use std::{
     ffi::{c_int, c_void},
@@ -20,10 +20,10 @@ use crate::{
 
 pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
 
-/// To read and to write.
+/// Protection for reading and writing.
 pub(crate) const PLAIN: c_int = libc::PROT_READ | libc::PROT_WRITE;
 
-/// What is mapped in the arena.
+/// Mapped addresses in the arena.
 static MAPPED: Mutex<Ranges<()>> = Mutex::new(Ranges::new());
 
 fn mapped() -> MutexGuard<'static, Ranges<()>> {
@@ -61,7 +61,7 @@ pub(crate) unsafe extern "C" fn mmap(
         && let Some(state) = state::serves(bytes)
         && let Some(made) = map(state, bytes, protection)
     {
-        // Where the program would rather have had it does not matter.
+        // The address that the program asked for is a hint.
         return made;
     }
     // SAFETY: the caller's promise.
@@ -87,7 +87,7 @@ pub(crate) unsafe extern "C" fn mmap(
     made
 }
 
-/// `mmap64`, which is the same here.
+/// `mmap64`, which is equal to `mmap` here.
 ///
 /// # Safety
 /// As `mmap`.
@@ -104,8 +104,8 @@ pub(crate) unsafe extern "C" fn mmap64(
     unsafe { mmap(address, bytes, protection, flags, fd, offset) }
 }
 
-/// `None`: the kernel is to be asked. What may be read and written is never local: where there is
-/// no room for it, it fails.
+/// Maps memory in the arena. `None`: the kernel is to be asked. Readable and writable memory is
+/// never local: without room for it, the call fails.
 fn map(state: &State, bytes: usize, protection: c_int) -> Option<*mut c_void> {
     let whole = bytes.checked_next_multiple_of(KERNEL_PAGE_BYTES)?;
     if protection == PLAIN {
@@ -117,7 +117,7 @@ fn map(state: &State, bytes: usize, protection: c_int) -> Option<*mut c_void> {
         note(made as usize..made as usize + whole);
         return Some(made);
     }
-    // Programs reserve addresses so, often more than they will use.
+    // Programs reserve addresses like this, often more than they will use.
     let _inside = Inside::enter();
     let Ok(made) = state.arena.allocate(whole, KERNEL_PAGE_BYTES) else {
         say_once(
@@ -139,7 +139,7 @@ fn note(addresses: Range<usize>) {
     mapped().insert(addresses, ());
 }
 
-/// New memory where something of the arena's may be mapped already.
+/// Maps new memory over addresses of the arena, which may have mappings already.
 fn map_over(state: &State, addresses: Range<usize>, protection: c_int) -> *mut c_void {
     let _inside = Inside::enter();
     if !state.arena.is_allocated(addresses.clone()) {
@@ -167,7 +167,7 @@ fn refuse_to_map_over() -> *mut c_void {
     libc::MAP_FAILED
 }
 
-/// The addresses of a call, if they lie in the arena.
+/// Returns the addresses of a call, if they lie in the arena.
 pub(crate) fn ours(address: *mut c_void, bytes: usize) -> Option<Range<usize>> {
     let start = address as usize;
     let end = start
@@ -192,7 +192,7 @@ pub(crate) unsafe extern "C" fn munmap(address: *mut c_void, bytes: usize) -> c_
     }
 }
 
-/// The pages that addresses touch, by their own addresses.
+/// Returns the addresses of the pages that `addresses` touch.
 pub(crate) fn pages_of(state: &State, addresses: &Range<usize>) -> Range<usize> {
     let page_bytes = state.arena.region().page_bytes();
     let base = state.arena.addresses().start;
@@ -202,9 +202,9 @@ pub(crate) fn pages_of(state: &State, addresses: &Range<usize>) -> Range<usize> 
 
 fn unmap(state: &State, addresses: Range<usize>) {
     let _inside = Inside::enter();
-    // Held until the end: a page of which other threads unmap parts goes once.
+    // Held until the end: a page of which other threads unmap parts is released once.
     let mut mapped = mapped();
-    // So that a page of which several parts go, goes once, too.
+    // Joined, so that a page of which several parts are unmapped is released once, too.
     let mut gone: Vec<Range<usize>> = Vec::new();
     for (part, ()) in mapped.remove(addresses) {
         match gone.last_mut() {
@@ -219,7 +219,7 @@ fn unmap(state: &State, addresses: Range<usize>) {
             continue;
         }
         let pages = pages_of(state, &gone);
-        // Pages at the ends go, too, if nothing else is mapped in them.
+        // Pages at the ends are released, too, if they have no other mapping.
         let ends = [pages.start..gone.start, gone.end..pages.end];
         let [before, behind] = ends.map(|end| !end.is_empty() && mapped.touches(&end));
         let start = if before { gone.start } else { pages.start };
@@ -227,7 +227,7 @@ fn unmap(state: &State, addresses: Range<usize>) {
         // SAFETY: the program has unmapped it. Whole pages that cannot be discarded are tried
         // again.
         if unsafe { state.arena.release(start..end) }.is_err() {
-            // Parts of pages may hold what they held: nobody is given them.
+            // Parts of pages may keep their old bytes, so they are never given out.
             let page_bytes = state.arena.region().page_bytes();
             if before {
                 mapped.insert(gone.start..gone.end.min(pages.start + page_bytes), ());
@@ -311,12 +311,12 @@ fn grow_in_place(state: &State, old: &Range<usize>, end: usize) -> bool {
     is_free
 }
 
-/// Moves a mapping to where it has `whole` bytes.
+/// Moves a mapping to a place where it has `whole` bytes.
 ///
 /// # Safety
-/// Nobody uses it meanwhile.
+/// Nobody uses the mapping meanwhile.
 unsafe fn grow_elsewhere(state: &State, old: Range<usize>, whole: usize) -> *mut c_void {
-    // It lies in its first page as it did, so that pages move and not bytes.
+    // The mapping keeps its offset in its first page, so that pages move and not bytes.
     let offset = old.start - pages_of(state, &old).start;
     let made = state.allocate_to_grow(offset + whole, KERNEL_PAGE_BYTES);
     if made.is_null() {

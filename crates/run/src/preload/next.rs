@@ -1,8 +1,7 @@
-//! The functions of the next library in line, which is what the program would have called without
-//! us.
+//! The functions of the next library in line, which the program would have called without us.
 //!
-//! The rule it keeps: looking a function up may itself ask for memory. That is served from a few
-//! pages of our own and never freed.
+//! The rule it keeps: looking a function up may itself need memory. That memory comes from a few
+//! pages of our own and is never freed.
 
 use std::{
     cell::Cell,
@@ -17,7 +16,7 @@ thread_local! {
     static LOOKING_UP: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A function by its name, looked up once.
+/// A function's name and its address, looked up once.
 pub(crate) struct Next {
     name: &'static CStr,
     found: AtomicPtr<c_void>,
@@ -31,7 +30,7 @@ impl Next {
         }
     }
 
-    /// `None` while this very thread looks one up.
+    /// Returns the function. `None` while this very thread looks one up.
     pub(crate) fn get(&self) -> Option<*mut c_void> {
         let found = self.found.load(Ordering::Relaxed);
         if !found.is_null() {
@@ -59,7 +58,7 @@ static MEMALIGN: Next = Next::new(c"memalign");
 static USABLE: Next = Next::new(c"malloc_usable_size");
 static PTHREAD_CREATE: Next = Next::new(c"pthread_create");
 
-/// What a thread is started with.
+/// Function that a thread is started with.
 pub(crate) type Start = extern "C" fn(*mut c_void) -> *mut c_void;
 
 macro_rules! next {
@@ -85,13 +84,13 @@ next! {
     malloc = MALLOC(bytes: usize) -> *mut c_void, else early(bytes, 16);
     /// `calloc`.
     calloc = CALLOC(count: usize, bytes: usize) -> *mut c_void, else early(count * bytes, 16);
-    /// `realloc`, of what is not early.
+    /// `realloc` of memory that is not early.
     later_realloc = REALLOC(old: *mut c_void, bytes: usize) -> *mut c_void, else early(bytes, 16);
-    /// `free`, of what is not early.
+    /// `free` of memory that is not early.
     later_free = FREE(old: *mut c_void) -> (), else debug_assert!(!old.is_null());
     /// `memalign`.
     memalign = MEMALIGN(align: usize, bytes: usize) -> *mut c_void, else early(bytes, align);
-    /// `malloc_usable_size`, of what is not early.
+    /// `malloc_usable_size` of memory that is not early.
     later_usable = USABLE(of: *mut c_void) -> usize, else 0;
     /// `pthread_create`.
     pthread_create = PTHREAD_CREATE(thread: *mut libc::pthread_t, attributes: *const libc::pthread_attr_t, start: Start, argument: *mut c_void) -> c_int, else libc::EAGAIN;
@@ -134,14 +133,14 @@ pub(crate) unsafe fn free(old: *mut c_void) {
 /// As `malloc_usable_size`.
 pub(crate) unsafe fn usable(of: *mut c_void) -> usize {
     if is_early(of) {
-        // More than it has, but all of it can be read.
+        // More than the block has, but all of it can be read.
         return EARLY.0.as_ptr() as usize + EARLY_BYTES - of as usize;
     }
     // SAFETY: the caller's promise.
     unsafe { later_usable(of) }
 }
 
-/// Enough for what `dlsym` has ever asked for.
+/// Size of early memory: enough for all requests of `dlsym` seen so far.
 const EARLY_BYTES: usize = 64 << 10;
 
 #[repr(align(4096))]
@@ -153,7 +152,7 @@ unsafe impl Sync for Early {}
 static EARLY: Early = Early([const { Cell::new(0) }; EARLY_BYTES]);
 static EARLY_USED: AtomicUsize = AtomicUsize::new(0);
 
-/// Zeroed memory from our own pages.
+/// Returns zeroed memory from our own pages.
 fn early(bytes: usize, align: usize) -> *mut c_void {
     let whole = bytes.saturating_add(align.max(16));
     let at = EARLY_USED.fetch_add(whole.min(EARLY_BYTES), Ordering::Relaxed);

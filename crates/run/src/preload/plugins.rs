@@ -1,6 +1,6 @@
 //! Libraries that the program loads: `dlopen`.
 //!
-//! The rule it keeps: there is one allocator. With `RTLD_DEEPBIND` a library would find the C
+//! The rule it keeps: only one allocator is used. With `RTLD_DEEPBIND` a library would find the C
 //! library's `free` before ours and give it memory of the arena. The flag is left out, with a line.
 
 #[cfg(target_arch = "x86_64")]
@@ -11,8 +11,8 @@ use crate::{next::Next, say_once};
 
 /// `dlopen`.
 ///
-/// The C library looks for names by what its caller's file says (`RUNPATH`), so that it is jumped
-/// to and not called: it sees the program's call.
+/// The C library searches by the `RUNPATH` of its caller's file. So its function is jumped to and
+/// not called: it sees the program's call.
 ///
 /// # Safety
 /// As `dlopen`.
@@ -40,7 +40,7 @@ pub(crate) unsafe extern "C-unwind" fn dlopen(name: *const c_char, flags: c_int)
     )
 }
 
-/// The C library's `dlopen`, to be called without `RTLD_DEEPBIND`; null while it is looked up.
+/// Returns the C library's `dlopen`, to be called without `RTLD_DEEPBIND`; null during the look-up.
 #[cfg(target_arch = "x86_64")]
 extern "C" fn next_dlopen(flags: c_int) -> *mut c_void {
     static DLOPEN: Next = Next::new(c"dlopen");

@@ -1,7 +1,7 @@
 //! Processes and threads: `fork` and its kind, and `pthread_create`.
 //!
-//! A child made by `fork` does not have the arena's memory. The rule: whatever copies the process
-//! fails with a word of why while anything is allocated there, unless the user allows it.
+//! A child made by `fork` does not have the arena's memory. The rule: a call that copies the
+//! process fails with a line while memory of the arena is allocated, unless the user allows it.
 
 use std::{
     cell::Cell,
@@ -106,8 +106,8 @@ pub(crate) unsafe extern "C" fn daemon(keeps_folder: c_int, keeps_streams: c_int
     code
 }
 
-/// `clone`, which copies the process unless it says that memory is shared. The C library takes the
-/// arguments behind `argument` as they come.
+/// `clone`, which copies the process unless its flags share memory. The arguments behind `argument`
+/// are passed to the C library unchanged.
 ///
 /// # Safety
 /// As `clone`.
@@ -152,7 +152,7 @@ pub(crate) unsafe extern "C" fn _Exit(status: c_int) -> ! {
 }
 
 thread_local! {
-    /// Calls of `pthread_create` that this thread is in: a handler may interrupt one by another.
+    /// Depth of this thread in `pthread_create`: a handler may interrupt one call by another.
     static STARTING: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -166,7 +166,7 @@ struct Thread {
     argument: *mut c_void,
 }
 
-/// What a thread that works for the runtime starts works for the runtime.
+/// Runs a thread that the runtime has started. It works for the runtime, like its own threads.
 extern "C" fn start_inside(thread: *mut c_void) -> *mut c_void {
     INSIDE.set(1);
     signals::leave_to_program();
@@ -187,7 +187,7 @@ pub(crate) unsafe extern "C" fn pthread_create(
     argument: *mut c_void,
 ) -> c_int {
     if !Inside::is() {
-        // What the C library keeps of a thread may become a thread's of the runtime. This thread
+        // The C library's memory of a thread may become that of a runtime's thread. This thread
         // does not work for the runtime meanwhile: the new one inherits its signal mask.
         STARTING.set(STARTING.get() + 1);
         // SAFETY: the caller's promise.

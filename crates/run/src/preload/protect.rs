@@ -1,9 +1,9 @@
 //! `mprotect`, `mlock` and its kind, `mincore` and `madvise`.
 //!
-//! Protections are the kernel's own: it raises SIGSEGV whether a page is here or not, and pages
-//! come and go under any of them. What is locked is pinned, and locked by the kernel as well.
+//! Protections are the kernel's own: it raises SIGSEGV whether a page is present or not, and pages
+//! come and go under any of them. Locked memory is pinned, and locked by the kernel as well.
 //!
-//! The rule it keeps: what is given back to the arena is neither protected nor locked.
+//! The rule it keeps: memory that is given back to the arena is neither protected nor locked.
 
 use std::{
     ffi::{c_int, c_uchar, c_uint, c_void},
@@ -23,21 +23,21 @@ use crate::{
     state::{self, State},
 };
 
-/// What is not to be read and written.
+/// Protections of ranges, except reading and writing.
 static PROTECTED: Mutex<Ranges<c_int>> = Mutex::new(Ranges::new());
-/// What the program has locked.
+/// Ranges that the program has locked.
 static LOCKED: Mutex<Ranges<()>> = Mutex::new(Ranges::new());
-/// Ranges in both, so that most calls need no lock.
+/// Non-zero once `PROTECTED` or `LOCKED` may have a range, so that most calls need no lock.
 static KNOWN: AtomicUsize = AtomicUsize::new(0);
-/// The flags of `mlockall` if what is allocated and mapped from now on is locked; else 0. The
-/// kernel does not hear of it: it would lock what the runtime maps, too.
+/// Flags of `mlockall` if memory that is allocated and mapped from now on is locked; else 0. The
+/// kernel is not told: it would lock the runtime's mappings, too.
 static LOCKS_ALL: AtomicI32 = AtomicI32::new(0);
 
 fn locks_all() -> bool {
     LOCKS_ALL.load(Ordering::Relaxed) != 0
 }
 
-/// From here on nothing is taken for unprotected and unlocked without a look.
+/// Makes later calls look for protections and locks.
 fn expect_some() {
     KNOWN.store(1, Ordering::Release);
 }
@@ -46,7 +46,7 @@ fn is_all_plain() -> bool {
     KNOWN.load(Ordering::Acquire) == 0
 }
 
-/// The addresses of a call that are the arena's, and whether all of them are allocated there.
+/// Returns the arena's addresses of a call, and whether all of them are allocated.
 fn allocated(address: *mut c_void, bytes: usize) -> Option<(&'static State, Range<usize>, bool)> {
     let (addresses, state) = (ours(address, bytes)?, state::get()?);
     if Inside::is() {
@@ -131,7 +131,7 @@ fn kernel_protects(addresses: &Range<usize>, protection: c_int) -> io::Result<()
     }
 }
 
-/// What is protected of some addresses.
+/// Returns the protections of `addresses`.
 pub(crate) fn of(addresses: &Range<usize>) -> Vec<(Range<usize>, c_int)> {
     if is_all_plain() {
         return Vec::new();
@@ -139,8 +139,8 @@ pub(crate) fn of(addresses: &Range<usize>) -> Vec<(Range<usize>, c_int)> {
     PROTECTED.lock().within(addresses)
 }
 
-/// These addresses may be read and written again, and are not locked. `false`: the kernel cannot,
-/// for lack of mappings.
+/// Makes `addresses` readable, writable and not locked. Returns false if the kernel cannot, for
+/// lack of mappings.
 pub(crate) fn lift(state: &State, addresses: Range<usize>) -> bool {
     if is_all_plain() {
         return true;
@@ -157,14 +157,14 @@ pub(crate) fn lift(state: &State, addresses: Range<usize>) -> bool {
     true
 }
 
-/// Moves what is mapped at `old` to the front of `new`, with its protections and locks. All of
-/// `new` is locked if the program locks all. `false`: everything is as it was.
+/// Moves the mapping at `old` to the front of `new`, with its protections and locks. All of `new`
+/// is locked if the program locks all. Returns false if nothing has moved.
 ///
 /// # Safety
 /// Nobody uses `old` meanwhile, and `new` is fresh memory that nobody has seen.
 pub(crate) unsafe fn relocate(state: &State, old: Range<usize>, new: Range<usize>) -> bool {
     let protected = of(&old);
-    // Of pages that are locked none would move.
+    // Locked pages would not move.
     let locked = unlock(state, old.clone());
     let is_moved = lift(state, old.clone()) && {
         // SAFETY: the caller's promise.
@@ -186,7 +186,7 @@ pub(crate) unsafe fn relocate(state: &State, old: Range<usize>, new: Range<usize
     is_moved
 }
 
-/// What was mapped at `old` is at `new` now, with these protections and locks.
+/// Restores protections and locks of the mapping, which has moved from `old` to `new`.
 fn restore(
     state: &State,
     protected: Vec<(Range<usize>, c_int)>,
@@ -196,7 +196,7 @@ fn restore(
 ) {
     let moved = |part: Range<usize>| new + (part.start - old)..new + (part.end - old);
     for (part, ()) in locked {
-        // It was locked before, so that there is room, unless others were faster.
+        // The memory was locked before, so the budget has room, unless other threads were faster.
         if lock_range(state, moved(part), 0).is_err() {
             say_once("a lock (mlock) is lost: that memory is remote again");
         }
@@ -208,7 +208,7 @@ fn restore(
     }
 }
 
-/// A mapping has grown by these addresses: they are protected and locked as its last byte is.
+/// Protects and locks the addresses by which a mapping has grown, as its last byte is.
 pub(crate) fn extend(added: Range<usize>) {
     let last = added.start - 1..added.start;
     if let Some((_, protection)) = of(&last).pop() {
@@ -218,7 +218,7 @@ pub(crate) fn extend(added: Range<usize>) {
         && LOCKED.lock().touches(&last)
         && let Some(state) = state::get()
     {
-        // As the kernel: where there is no room, what was added is not locked.
+        // As the kernel does: without room, the added memory is not locked.
         let _ = lock_range(state, added, 0);
     }
 }
@@ -243,7 +243,7 @@ pub(crate) unsafe fn discard(state: &State, addresses: Range<usize>) -> Result<(
             0
         };
     let (first, last) = (first.min(addresses.end), last.max(addresses.start));
-    // Whole pages go whatever their protection is.
+    // Whole pages are discarded whatever their protection is.
     let whole = first..last.max(first);
     if !whole.is_empty() {
         // SAFETY: the caller's promise.
@@ -258,8 +258,8 @@ pub(crate) unsafe fn discard(state: &State, addresses: Range<usize>) -> Result<(
     Ok(())
 }
 
-/// The same of a part of a page, which is overwritten. That has to be possible: no protection
-/// changes meanwhile.
+/// Makes a part of a page zeros by overwriting it, which protections must allow: none changes
+/// meanwhile.
 ///
 /// # Safety
 /// As [`discard`].
@@ -293,7 +293,7 @@ pub(crate) unsafe extern "C" fn mlock(address: *const c_void, bytes: usize) -> c
     unsafe { mlock2(address, bytes, 0) }
 }
 
-/// `mlock2`. Pages come in at once, with MLOCK_ONFAULT, too.
+/// `mlock2`. Pages come in at once, even with MLOCK_ONFAULT.
 ///
 /// # Safety
 /// As `mlock2`.
@@ -303,7 +303,7 @@ pub(crate) unsafe extern "C" fn mlock2(
     bytes: usize,
     flags: c_uint,
 ) -> c_int {
-    // As the manual says, from the start of the first page on.
+    // The lock begins with the first page, as the manual says.
     let within = address as usize % KERNEL_PAGE_BYTES;
     let start = (address as usize - within) as *mut c_void;
     match allocated(start, bytes.saturating_add(within)) {
@@ -317,7 +317,7 @@ pub(crate) unsafe extern "C" fn mlock2(
     }
 }
 
-/// Pins and locks. The error is an `errno`; nothing is locked then that was not before.
+/// Pins and locks `addresses`. The error is an `errno`; nothing more is locked then than before.
 fn lock_range(state: &State, addresses: Range<usize>, flags: c_uint) -> Result<(), c_int> {
     let _inside = Inside::enter();
     expect_some();
@@ -358,12 +358,12 @@ fn kernel_unlocks(locked: &[(Range<usize>, ())]) {
     }
 }
 
-/// The kernel locks again what has been locked before.
+/// Makes the kernel lock ranges again that were locked before.
 fn kernel_locks(locked: &[(Range<usize>, ())]) {
     for (part, ()) in locked {
         // SAFETY: addresses of the arena, which stay mapped.
         let done = unsafe { libc::syscall(libc::SYS_mlock2, part.start, part.len(), 0) };
-        // What may not be read (ENOMEM) is locked all the same.
+        // Memory that may not be read (ENOMEM) is locked all the same.
         if done != 0 && crate::errno() != libc::ENOMEM {
             say_once(
                 "a lock of the kernel's (mlock) is lost: that memory stays, but may be swapped",
@@ -378,7 +378,7 @@ fn each_page(state: &State, addresses: &Range<usize>) -> impl Iterator<Item = Ra
     pages.map(move |start| start..start + page_bytes)
 }
 
-/// Unlocks what is locked of these addresses. Returns it.
+/// Unlocks the locked parts of `addresses`. Returns them.
 pub(crate) fn unlock(state: &State, addresses: Range<usize>) -> Vec<(Range<usize>, ())> {
     if is_all_plain() {
         return Vec::new();
@@ -390,7 +390,7 @@ pub(crate) fn unlock(state: &State, addresses: Range<usize>) -> Vec<(Range<usize
     kernel_unlocks(&gone);
     for (part, ()) in &gone {
         for page in each_page(state, part) {
-            // Once per page, by the last part of it that goes.
+            // Once per page, with its last part that is unlocked.
             if !locked.touches(&page) && is_last_in(&gone, part, &page) {
                 state
                     .arena
@@ -402,7 +402,7 @@ pub(crate) fn unlock(state: &State, addresses: Range<usize>) -> Vec<(Range<usize
     gone
 }
 
-/// Whether no later part of those that were locked touches the page.
+/// True if no later part of `gone` touches `page`.
 fn is_last_in(gone: &[(Range<usize>, ())], part: &Range<usize>, page: &Range<usize>) -> bool {
     let later =
         |(other, ()): &(Range<usize>, ())| other.start > part.start && other.start < page.end;
@@ -428,14 +428,14 @@ pub(crate) unsafe extern "C" fn munlock(address: *const c_void, bytes: usize) ->
     }
 }
 
-/// `mlockall`. The kernel's own would bring all of the arena in, also what is free, and lock what
-/// the runtime maps later. Nothing is locked if it fails that was not before.
+/// `mlockall`. The kernel's own would bring all of the arena in, also its free ranges, and lock
+/// later mappings of the runtime. If it fails, nothing more is locked than before.
 ///
 /// # Safety
 /// As `mlockall`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
-    // An arena that is made later would be locked by the kernel, all of it.
+    // An arena that is made later would be locked by the kernel as a whole.
     let (Some(state), false) = (state::get().or_else(state::open), Inside::is()) else {
         // SAFETY: the caller's promise.
         return unsafe { libc::syscall(libc::SYS_mlockall, flags) as c_int };
@@ -444,7 +444,7 @@ pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     if flags & !known != 0 || flags & (libc::MCL_CURRENT | libc::MCL_FUTURE) == 0 {
         return fail(libc::EINVAL);
     }
-    // Nothing, but only for those who may lock.
+    // Locks nothing, but fails without the right to lock.
     // SAFETY: no memory is meant.
     if unsafe { libc::syscall(libc::SYS_mlock, 0, 0) } != 0 {
         return -1;
@@ -490,7 +490,7 @@ fn lock_allocations(state: &State) -> Result<(), c_int> {
     Ok(())
 }
 
-/// Locks what the kernel has just mapped for the program, if it locks all. The error is an `errno`.
+/// Locks memory that the kernel has just mapped, if the program locks all. The error is an `errno`.
 pub(crate) fn mapped_by_kernel(address: *mut c_void, bytes: usize) -> Result<(), c_int> {
     let flags = LOCKS_ALL.load(Ordering::Relaxed);
     if flags == 0 || Inside::is() || state::get().is_none() {
@@ -498,7 +498,7 @@ pub(crate) fn mapped_by_kernel(address: *mut c_void, bytes: usize) -> Result<(),
     }
     // SAFETY: a mapping of the program's, whose contents stay.
     let done = unsafe { libc::syscall(libc::SYS_mlock2, address, bytes, on_fault(flags)) };
-    // As for the kernel, what cannot be brought in (ENOMEM) is locked all the same.
+    // As for the kernel, memory that cannot be brought in (ENOMEM) is locked all the same.
     match crate::errno() {
         errno @ (libc::EAGAIN | libc::EPERM) if done != 0 => Err(errno),
         _ => Ok(()),
@@ -513,7 +513,7 @@ fn on_fault(flags: c_int) -> c_uint {
     }
 }
 
-/// Whether a mapping with these flags takes part in paging: it is registered with a userfaultfd
+/// True if a mapping with these flags takes part in paging: it is registered with a userfaultfd
 /// (`um`), or a server's memory, which is shared (`sh`) and not inherited (`dc`).
 fn is_for_paging(kinds: &str) -> bool {
     let has = |kind| kinds.split(' ').any(|other| other == kind);
@@ -535,7 +535,7 @@ fn lock_what_is_local(flags: c_int) {
             && let Some((start, end)) = addresses.take()
             && !is_for_paging(kinds)
         {
-            // Some cannot be locked, those of the kernel's own for one.
+            // Some mappings cannot be locked, the kernel's own for one.
             // SAFETY: a mapping of this process, whose contents stay.
             unsafe { libc::syscall(libc::SYS_mlock2, start, end - start, on_fault(flags)) };
         }
@@ -558,12 +558,12 @@ pub(crate) unsafe extern "C" fn munlockall() -> c_int {
     unsafe { libc::syscall(libc::SYS_munlockall) as c_int }
 }
 
-/// Fresh memory of the arena, which is locked if the program wishes so of all. `false`: it cannot.
+/// Locks fresh memory of the arena, if the program locks all. Returns false if that fails.
 pub(crate) fn made(state: &State, addresses: Range<usize>) -> bool {
     !locks_all() || lock_range(state, addresses, 0).is_ok()
 }
 
-/// `mincore`: the kernel knows which pages are here.
+/// `mincore`: the kernel knows which pages are present.
 ///
 /// # Safety
 /// As `mincore`.
@@ -611,7 +611,7 @@ fn not_locked(addresses: &Range<usize>) -> Result<(), c_int> {
     Ok(())
 }
 
-/// The error is an `errno`.
+/// Advises on `addresses` of the arena. The error is an `errno`.
 fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c_int> {
     let _inside = Inside::enter();
     let base = state.arena.addresses().start;
@@ -642,7 +642,7 @@ fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c
         }
         libc::MADV_COLD | libc::MADV_PAGEOUT => {
             not_locked(&addresses)?;
-            // A page stays of which another part is locked: that can only be the first or the last.
+            // A page that is locked in another part stays: the first or the last.
             let page_bytes = state.arena.region().page_bytes();
             let mut pages = pages_of(state, &addresses);
             if not_locked(&(pages.start..pages.start + page_bytes)).is_err() {
@@ -658,8 +658,8 @@ fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c
             }
             Ok(())
         }
-        // How memory is backed, dumped or read ahead is not the program's here; children do not
-        // have it anyway.
+        // Backing, dumps and read-ahead of memory are not the program's here; children do not have
+        // the memory anyway.
         libc::MADV_NORMAL
         | libc::MADV_RANDOM
         | libc::MADV_SEQUENTIAL

@@ -1,8 +1,8 @@
-//! Ranges of addresses that something is known of: [`Ranges`].
+//! [`Ranges`]: facts about ranges of addresses.
 
 use std::{collections::BTreeMap, ops::Range};
 
-/// Addresses and what is known of them. No two ranges overlap.
+/// Addresses with a fact about each. No two ranges overlap.
 pub(crate) struct Ranges<T>(BTreeMap<usize, (usize, T)>);
 
 impl<T: Copy> Ranges<T> {
@@ -10,7 +10,7 @@ impl<T: Copy> Ranges<T> {
         Ranges(BTreeMap::new())
     }
 
-    /// This is known of these addresses, and nothing else.
+    /// Records `known` for `addresses`, in place of earlier facts.
     pub(crate) fn insert(&mut self, addresses: Range<usize>, known: T) {
         self.remove(addresses.clone());
         if !addresses.is_empty() {
@@ -18,7 +18,7 @@ impl<T: Copy> Ranges<T> {
         }
     }
 
-    /// Nothing is known of these addresses. Returns what was, ascending.
+    /// Forgets the facts about `addresses`. Returns the forgotten facts, ascending.
     pub(crate) fn remove(&mut self, addresses: Range<usize>) -> Vec<(Range<usize>, T)> {
         let touched = self.touched(&addresses);
         for &(start, end, known) in &touched {
@@ -33,18 +33,18 @@ impl<T: Copy> Ranges<T> {
         inside(touched, &addresses)
     }
 
-    /// What is known of these addresses, ascending.
+    /// Returns the facts about `addresses`, ascending.
     pub(crate) fn within(&self, addresses: &Range<usize>) -> Vec<(Range<usize>, T)> {
         inside(self.touched(addresses), addresses)
     }
 
-    /// Whether something is known of one of these addresses.
+    /// True if a fact is recorded for one of `addresses`.
     pub(crate) fn touches(&self, addresses: &Range<usize>) -> bool {
         let before = self.0.range(..addresses.end).next_back();
         before.is_some_and(|(_, &(end, _))| end > addresses.start)
     }
 
-    /// Whether something is known of each of these addresses.
+    /// True if a fact is recorded for each of `addresses`.
     pub(crate) fn cover(&self, addresses: &Range<usize>) -> bool {
         let known = self.within(addresses);
         known.iter().map(|(part, _)| part.len()).sum::<usize>() == addresses.len()

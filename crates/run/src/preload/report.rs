@@ -1,12 +1,12 @@
-//! The end of this process, by `exit`, `_exit` or a signal: it is announced to servers, and the
-//! lines of `--stats` are written.
+//! The end of this process, by `exit`, `_exit` or a signal: servers are told, and the lines of
+//! `--stats` are written.
 //!
 //! The rule it keeps: handlers of signals may end a process at any instruction, also in `malloc`. A
-//! thread of our own does the work, and whoever ends the process waits for a while only. SIGKILL
+//! thread of our own does the work, and the ending thread waits for a bounded time only. SIGKILL
 //! leaves no time.
 //!
-//! Among programs that share a budget, a process that has moved nothing says nothing, except what
-//! is local although it is large.
+//! Among programs that share a budget, a process without pages in the arena writes no lines, except
+//! about large local memory.
 
 use std::{
     ffi::{c_int, c_void},
@@ -24,9 +24,9 @@ use crate::{
     state::{self, State},
 };
 
-/// Local memory that any program has: no more is not worth a line.
+/// Local memory that any program has: a smaller amount is not worth a line.
 const LOCAL_BYTES: u64 = 16 << 20;
-/// Time that the end of a process waits for the thread at most.
+/// The longest time that the end of a process waits for the thread.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Signals that end a process by default, and that a program or its user may send or cause.
@@ -49,21 +49,21 @@ const FATAL: [c_int; 16] = [
     libc::SIGSYS,
 ];
 
-/// Standard error as it was at the start: programs close theirs before they end. Negative without
+/// Copy of standard error from the start: programs close theirs before they end. Negative without
 /// `--stats`.
 static STANDARD_ERROR: AtomicI32 = AtomicI32::new(-1);
 /// True if signals that end the process are handled here.
 static IS_ON: AtomicBool = AtomicBool::new(false);
 /// State of the thread, and the futex that it sleeps on: [`NONE`], [`IDLE`], [`ASKED`] or [`DONE`].
 static WORD: AtomicU32 = AtomicU32::new(NONE);
-/// There is no thread.
+/// State before the thread is started.
 const NONE: u32 = 0;
 const IDLE: u32 = 1;
 const ASKED: u32 = 2;
 const DONE: u32 = 3;
 
-/// Starts the thread, which is asked also where a signal ends the process. With `stats` it writes
-/// the lines.
+/// Starts the thread, which also works if a signal ends the process. With `stats` the thread writes
+/// the lines of `--stats`.
 pub(crate) fn begin(stats: bool) -> Result<(), String> {
     let thread = thread::Builder::new().name("farpage-end".into());
     let started = farpage_tables::spawn(thread, when_asked);
@@ -76,7 +76,7 @@ pub(crate) fn begin(stats: bool) -> Result<(), String> {
     }
     IS_ON.store(true, Ordering::Relaxed);
     if signals::are_ours() {
-        // The runtime's handler is there, and calls the one that stands for none.
+        // The runtime's handler is installed, and calls the handler that stands for none.
         signals::renew_sigbus();
     }
     for signal in FATAL {
@@ -129,7 +129,7 @@ fn when_asked() {
     wake();
 }
 
-/// Has the thread do what is left to do, once, and waits for it. In a child made by `fork`: does
+/// Makes the thread do the remaining work, once, and waits for it. In a child made by `fork`: does
 /// nothing.
 pub(crate) extern "C" fn finish() {
     if state::runtime().is_none() {
@@ -139,7 +139,7 @@ pub(crate) extern "C" fn finish() {
     if matches!(WORD.load(Ordering::Acquire), NONE | DONE) {
         return;
     }
-    // Fails where another one has asked already.
+    // Fails if another thread has asked already.
     let _ = WORD.compare_exchange(IDLE, ASKED, Ordering::AcqRel, Ordering::Acquire);
     wake();
     let until = Instant::now() + PATIENCE;
@@ -148,12 +148,12 @@ pub(crate) extern "C" fn finish() {
     }
 }
 
-/// Handles a signal that the program does not: reports, and then ends as the signal demands.
+/// Handles a signal that the program does not handle: reports, and then ends as the signal demands.
 extern "C-unwind" fn on_fatal(signal: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
-    // Before SIGBUS ends the process: in-thread, lines that are made touch memory that is absent.
+    // Before SIGBUS ends the process: in-thread, writing lines touches absent memory.
     finish();
     // SAFETY: all zeros is SIG_DFL. The signal is held back until the handler returns, and comes
-    // again then, with the kernel's words about it.
+    // again then, with the kernel's information.
     unsafe {
         signals::install(signal, &mem::zeroed());
         let (process, thread) = (process::id(), libc::gettid());
@@ -223,7 +223,7 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
             of(pager.beside_resident, pager.fills - pager.prefetches),
         ));
     }
-    // Among many programs those with something are of interest.
+    // Among many programs only those with pages in the arena are of interest.
     if pager.fills == 0 && !state::has_children_interposed() {
         lines.push(
             "at most 0 B in the arena, since no request was as large as --min-bytes".to_owned(),
@@ -241,8 +241,8 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
     lines
 }
 
-/// Returns the most anonymous memory that the program had beside the arena's, by and large: the
-/// kernel keeps the peak of all memory only.
+/// Returns roughly the most anonymous memory that the program had beside the arena's: the kernel
+/// keeps the peak of all memory only.
 fn local_peak_bytes(of_the_arena: u64, state: Option<&State>) -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let said = |name: &str| {
@@ -269,7 +269,7 @@ fn static_bytes() -> u64 {
             });
             *sum.cast::<u64>() = writable.map(|header| header.p_memsz).sum();
         }
-        // The program itself is first, and its libraries are not asked for.
+        // The program itself is first. Its libraries do not count.
         1
     }
     let mut sum = 0u64;

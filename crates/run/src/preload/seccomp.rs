@@ -1,4 +1,4 @@
-//! What a filter of system calls (seccomp) answers to the calls that the runtime makes in the
+//! Answers of a filter of system calls (seccomp) to the calls that the runtime makes in the
 //! program's threads ([`forbidden`]).
 //!
 //! The rule it keeps: a filter is run as the kernel runs it, on calls as the runtime makes them.
@@ -10,7 +10,7 @@ use libc::{SYS_ioctl, c_long, seccomp_data, sock_filter};
 /// The `ioctl`s of a userfaultfd that bring pages in, take them out, and wake threads.
 const UFFDIO: [usize; 4] = [0xc028_aa03, 0xc028_aa05, 0x8010_aa02, 0xc018_aa06];
 
-/// What the runtime calls in the program's threads.
+/// Calls that the runtime makes in the program's threads.
 const NEEDED: [(&str, c_long); 15] = [
     ("futex", libc::SYS_futex),
     ("read", libc::SYS_read),
@@ -29,10 +29,10 @@ const NEEDED: [(&str, c_long); 15] = [
     ("rt_sigprocmask", libc::SYS_rt_sigprocmask),
 ];
 
-/// A descriptor that filters take for none of the first ones.
+/// Number of a descriptor that filters do not take for one of the first.
 const SOME_DESCRIPTOR: usize = 1000;
 
-/// A call that the runtime needs and a filter forbids.
+/// Returns a call that the runtime needs and `filter` forbids.
 pub(crate) fn forbidden(filter: &[sock_filter]) -> Option<&'static str> {
     let allows = |number: c_long, args: [u64; 6]| {
         let call = seccomp_data {
@@ -80,8 +80,8 @@ const ARCHITECTURE: u32 = 0xc000_003e;
 #[cfg(target_arch = "aarch64")]
 const ARCHITECTURE: u32 = 0xc000_00b7;
 
-/// The filter, such that what would kill the calling thread kills the process. The process of a
-/// program with one thread would not end else, while the runtime's threads live.
+/// Returns the filter, changed to kill the process instead of the calling thread. A program with
+/// one thread would not end otherwise, while the runtime's threads live.
 pub(crate) fn killing_all(filter: &[sock_filter]) -> Vec<sock_filter> {
     let kills_all = |statement: &sock_filter| {
         let action = statement.k & libc::SECCOMP_RET_ACTION_FULL;
@@ -97,8 +97,8 @@ pub(crate) fn killing_all(filter: &[sock_filter]) -> Vec<sock_filter> {
     filter.iter().map(kills_all).collect()
 }
 
-/// What a filter answers to a call, as the kernel runs it (classic BPF). `None`: it is none that
-/// the kernel takes, which the kernel says by itself.
+/// Returns the filter's answer to a call, as the kernel runs it (classic BPF). `None` if the kernel
+/// does not accept the filter, which its own error then says.
 fn run(filter: &[sock_filter], call: &seccomp_data) -> Option<u32> {
     // SAFETY: plain numbers without padding.
     let data: &[u8; mem::size_of::<seccomp_data>()] = unsafe { mem::transmute(call) };
@@ -187,7 +187,7 @@ mod tests {
 
     const LOAD: u32 = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
 
-    /// Answers `listed` to some calls, and `otherwise` to all others.
+    /// Makes a filter that answers `listed` to some calls, and `otherwise` to all others.
     fn list(numbers: &[c_long], listed: u32, otherwise: u32) -> Vec<sock_filter> {
         let mut filter = vec![statement(LOAD, 0)];
         for (at, &number) in numbers.iter().enumerate() {
@@ -212,13 +212,13 @@ mod tests {
         for &(name, number) in &NEEDED {
             assert_eq!(forbidden(&list(&[number], errno, allow)), Some(name));
         }
-        // Falls off its end.
+        // The filter falls off its end.
         assert_eq!(forbidden(&[statement(LOAD, 0)]), Some("ioctl"));
     }
 
     #[test]
     fn filter_that_looks_at_arguments_is_followed() {
-        // `ioctl` of a terminal alone.
+        // Allows `ioctl` of a terminal only.
         let arg = mem::offset_of!(seccomp_data, args) as u32 + 8;
         let mut filter = vec![
             statement(LOAD, 0),

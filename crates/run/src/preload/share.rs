@@ -1,7 +1,7 @@
-//! This process's share of the budget, where `farpage run --children` divides it.
+//! Share of this process in the budget, if `farpage run --children` divides it.
 //!
-//! The rule it keeps: what was asked back is given back before that is said. A thread of our own
-//! listens, and looks ten times a second whether the program wants more.
+//! The rule it keeps: memory that is asked back is given back before the answer. A thread of our
+//! own listens, and checks ten times a second whether the program wants more.
 //!
 //! The wire is described in `shares.rs`.
 
@@ -20,30 +20,30 @@ use crate::state;
 const WANTS: u8 = 1;
 const HAS: u8 = 2;
 
-/// How long others may take to give the first share back.
+/// Time within which other programs must give the first share back.
 const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK: Duration = Duration::from_millis(100);
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// The connection, which a child made by `fork` closes if it has a copy.
+/// Descriptor of the connection. A child made by `fork` closes its copy.
 static CONNECTION: AtomicI32 = AtomicI32::new(-1);
 
-/// A connection to where shares are had.
+/// Connection to the launcher, which divides the budget.
 pub(crate) struct Share {
     stream: UnixStream,
     bytes: u64,
 }
 
 impl Share {
-    /// Connects to where shares are had. A share is taken by [`keep`](Self::keep).
+    /// Connects to the launcher. A share is taken by [`keep`](Self::keep).
     pub(crate) fn connect(socket: &str) -> Result<Share, String> {
         let stream = UnixStream::connect(socket).map_err(|error| no(&error))?;
         Ok(Share { stream, bytes: 0 })
     }
 
-    /// Waits for the first share, keeps the runtime to it, and asks for what the program allocates.
-    /// `is_programs`: the connection is in the program's table, of which a child made by `fork`
-    /// gets a copy.
+    /// Waits for the first share, keeps the runtime to it, and asks for as much as the program
+    /// allocates. `is_programs`: the connection is in the program's table, of which a child made by
+    /// `fork` gets a copy.
     pub(crate) fn keep(mut self, runtime: Runtime, is_programs: bool) -> Result<(), String> {
         if is_programs {
             CONNECTION.store(self.stream.as_raw_fd(), Ordering::Relaxed);
@@ -79,11 +79,11 @@ impl Share {
             match read(&mut self.stream) {
                 Ok(bytes) => self.bytes = self.obey(runtime, bytes),
                 Err(error) if is_timeout(&error) => {}
-                // Nobody shares any more: what we have is ours.
+                // The launcher is gone: the present share stays.
                 Err(_) => return,
             }
             let allocated = state::get().map_or(0, |state| state.arena.allocated_bytes()) as u64;
-            // A little more, so that growth by small steps says little.
+            // A quarter more, so that growth by small steps needs few messages.
             let now = (allocated + allocated / 4).next_multiple_of(1 << 20);
             if now > wants || now < wants / 2 {
                 wants = now;
@@ -94,11 +94,11 @@ impl Share {
         }
     }
 
-    /// Changes the budget, and says so when nothing exceeds it any more.
+    /// Changes the budget, and reports it when no pages exceed it any more.
     fn obey(&mut self, runtime: &Runtime, bytes: u64) -> u64 {
         let since = Instant::now();
         while runtime.set_budget(ByteSize(bytes)) > ByteSize(0) {
-            // It may never be: too much is pinned. Somebody else may give more meanwhile.
+            // Pages may exceed it for ever, if pinned. Another program may give more meanwhile.
             if since.elapsed() > LOOK && self.is_told_more() {
                 return bytes;
             }
@@ -129,7 +129,7 @@ fn no(error: &Error) -> String {
     format!("there is no share of the budget: {error}")
 }
 
-/// In a child made by `fork`: the parent alone has the connection, so that its end is seen.
+/// Closes the copy of the connection in a child made by `fork`, so that the parent's end is seen.
 pub(crate) fn forget() {
     let connection = CONNECTION.swap(-1, Ordering::Relaxed);
     if connection >= 0 {

@@ -1,15 +1,16 @@
 //! The program's signals, with in-thread faults.
 //!
-//! The program's threads serve faults in a handler of SIGBUS, and make some system calls in one of
-//! SIGSYS (`filter.rs`). The kernel kills a thread that needs one of them while it holds it back.
-//! The rules: both handlers stay, neither signal is ever held back, and the program is told what it
-//! has asked for. A SIGBUS that is not a fault of ours goes to the program's handler, with the
-//! kernel's own words about it.
+//! The program's threads serve faults in a handler of SIGBUS, and make some system calls in a
+//! handler of SIGSYS (`filter.rs`). The kernel kills a thread that raises one of these signals
+//! while it is held back. The rules: both handlers stay, neither signal is ever held back, and the
+//! program sees the state that it has asked for. A SIGBUS that is not a fault of ours goes to the
+//! program's handler, with the kernel's own information.
 //!
-//! SIGSEGV and all others are the program's own; only their handlers must not hold these two back.
+//! All other signals are the program's own; only their handlers must not hold SIGBUS and SIGSYS
+//! back.
 //!
-//! What cannot be had: a SIGBUS or SIGSYS that somebody *sends* does not wait while the program
-//! holds it back.
+//! Left out: a SIGBUS or SIGSYS that a process *sends* does not wait while the program holds it
+//! back.
 
 use std::{
     cell::Cell,
@@ -62,13 +63,13 @@ next! {
     later_set_attribute = SET_ATTRIBUTE(attributes: *mut libc::pthread_attr_t, held: *const sigset_t) -> c_int, else libc::EINVAL;
 }
 
-/// What is never held back.
+/// Signals that are never held back.
 const OURS: u64 = bit(libc::SIGBUS) | bit(libc::SIGSYS);
 const SIGNALS: usize = 65;
 /// Bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
 
-/// A handler that takes all that the kernel gives.
+/// Handler that takes all arguments of the kernel.
 type Handler = extern "C-unwind" fn(c_int, *mut libc::siginfo_t, *mut c_void);
 
 /// The runtime's handler of SIGBUS.
@@ -76,12 +77,12 @@ static RUNTIMES: AtomicUsize = AtomicUsize::new(0);
 
 static ARE_OURS: AtomicBool = AtomicBool::new(false);
 
-/// What the program believes its actions to be, where they are not as the kernel knows them.
+/// Actions that the program believes to be set, where the kernel has others.
 struct Believed {
-    /// Of SIGBUS and SIGSYS.
+    /// Action of SIGBUS.
     sigbus: Action,
     sigsys: Action,
-    /// What the sets of other signals' actions had of ours.
+    /// SIGBUS and SIGSYS in the mask of each other signal's action.
     held: [u64; SIGNALS],
 }
 
@@ -89,7 +90,7 @@ struct Believed {
 static BELIEVED: Mutex<Option<Believed>> = Mutex::new(None);
 
 thread_local! {
-    /// What the program believes that this thread holds back of ours.
+    /// SIGBUS and SIGSYS, if the program believes that this thread holds them back.
     static HELD: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -97,12 +98,12 @@ const fn bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
 
-/// Whether SIGBUS and SIGSYS are ours.
+/// True if SIGBUS and SIGSYS are ours.
 pub(crate) fn are_ours() -> bool {
     ARE_OURS.load(Ordering::Relaxed)
 }
 
-/// From now on they are. The runtime's handler is there.
+/// Takes SIGBUS and SIGSYS over. The runtime's handler is installed already.
 pub(crate) fn begin() {
     let held = change_held(libc::SIG_UNBLOCK, OURS);
     HELD.set(held & OURS);
@@ -126,7 +127,7 @@ pub(crate) fn begin() {
     exchange(libc::SIGBUS, Some(sigbus));
 }
 
-/// A thread that serves a fault works for the runtime.
+/// Serves a fault. The thread works for the runtime meanwhile.
 extern "C-unwind" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     INSIDE.set(INSIDE.get() + 1);
     // SAFETY: the handler that the runtime has installed, which takes these.
@@ -135,8 +136,8 @@ extern "C-unwind" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, contex
     INSIDE.set(INSIDE.get() - 1);
 }
 
-/// What the runtime calls for a SIGBUS that is not its own: the program's handler, which works for
-/// the program and may leave by `longjmp`.
+/// Handles a SIGBUS that is not the runtime's own by the program's handler, which works for the
+/// program and may leave by `longjmp`.
 extern "C-unwind" fn to_program(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     let action = believed().as_ref().map(|believed| believed.sigbus);
     let action = action.expect("there since they are ours");
@@ -162,9 +163,9 @@ fn call(action: &Action, signal: c_int, info: *mut libc::siginfo_t, context: *mu
     }
 }
 
-/// The program's signals are not for this thread, which works for the runtime: its threads would
-/// hold them back until they want them. What a mistake of our own raises ends the process. Those of
-/// the C library below `SIGRTMIN` reach every thread: `setuid` waits until each has done as it did.
+/// Holds the program's signals back in this thread, which works for the runtime. Signals that a
+/// mistake of our own raises still end the process. Signals of the C library below `SIGRTMIN` reach
+/// every thread: `setuid` waits until each has followed.
 pub(crate) fn leave_to_program() {
     let raised = [
         libc::SIGSEGV,
@@ -181,19 +182,19 @@ pub(crate) fn leave_to_program() {
     change_held(libc::SIG_BLOCK, set);
 }
 
-/// `sigaction`, of the C library.
+/// Calls the C library's `sigaction`.
 pub(crate) fn install(signal: c_int, action: &Action) -> c_int {
     // SAFETY: a valid action, whose handler the caller answers for.
     unsafe { later_sigaction(signal, action, ptr::null_mut()) }
 }
 
-/// `sigaction`, of the C library, without a new action.
+/// Returns the current action by the C library's `sigaction`.
 pub(crate) fn ask(signal: c_int, old: &mut Action) -> c_int {
     // SAFETY: asks only.
     unsafe { later_sigaction(signal, ptr::null(), old) }
 }
 
-/// `sigaction`, of the C library, before a signal is ours. It is not held back from here on.
+/// Calls the C library's `sigaction` before a signal is ours, and stops holding the signal back.
 pub(crate) fn exchange_kernels(signal: c_int, new: &Action, old: &mut Action) -> c_int {
     change_held(libc::SIG_UNBLOCK, bit(signal));
     // SAFETY: a valid action, whose handler the caller answers for.
@@ -204,7 +205,7 @@ fn believed() -> MutexGuard<'static, Option<Believed>> {
     BELIEVED.lock()
 }
 
-/// Changes what the kernel holds back for this thread. Returns what it was.
+/// Changes the signals that the kernel holds back for this thread. Returns the signals before.
 fn change_held(how: c_int, set: u64) -> u64 {
     let mut before = 0u64;
     // SAFETY: sets of the kernel's size.
@@ -220,16 +221,16 @@ fn change_held(how: c_int, set: u64) -> u64 {
     before
 }
 
-/// The kernel's part of a set.
+/// Returns the kernel's part of a set.
 fn word(set: &mut sigset_t) -> &mut u64 {
     // SAFETY: a set begins with the kernel's 8 bytes, and is aligned as those.
     unsafe { &mut *ptr::from_mut(set).cast::<u64>() }
 }
 
-/// A copy of a set without ours. `None`: there is no set, or nothing is ours.
+/// Copies a set without SIGBUS and SIGSYS. `None` if `set` is null or they are not ours.
 ///
 /// # Safety
-/// The set is null or valid.
+/// `set` is null or valid.
 unsafe fn without_ours(set: *const sigset_t) -> Option<sigset_t> {
     if set.is_null() || !are_ours() {
         return None;
@@ -264,7 +265,7 @@ pub(crate) unsafe extern "C" fn sigaction(
             return code;
         }
     }
-    // Before all signals are held back: what it points to may be remote.
+    // Before all signals are held back: `new` may point to remote memory.
     // SAFETY: the caller's promise.
     let new = (!new.is_null()).then(|| unsafe { *new });
     let (before, code) = exchange(signal, new);
@@ -275,8 +276,8 @@ pub(crate) unsafe extern "C" fn sigaction(
     code
 }
 
-/// Has a signal handled by `new`. Returns what the program believes it was handled by, and what
-/// `sigaction` returns.
+/// Sets the action `new` of a signal. Returns the action that the program believes was set, and the
+/// result of `sigaction`.
 fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
     // SAFETY: all zeros is a valid action.
     let mut before: Action = unsafe { mem::zeroed() };
@@ -290,7 +291,7 @@ fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
         libc::SIGBUS => {
             let kernels = kernels.map(|mut action| {
                 if action.sa_sigaction != libc::SIG_DFL && action.sa_sigaction != libc::SIG_IGN {
-                    // It may touch remote memory, and is called by us.
+                    // The handler may touch remote memory, and is called by ours.
                     action.sa_flags |= libc::SA_NODEFER | libc::SA_SIGINFO;
                     action.sa_sigaction = to_program as *const () as usize;
                 } else if action.sa_sigaction == libc::SIG_DFL
@@ -304,7 +305,7 @@ fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
             let was = sigbus::set_previous(kernels.as_ref());
             before = believed.sigbus;
             if was.sa_sigaction == libc::SIG_DFL {
-                // By SA_RESETHAND, if not by the program.
+                // Reset by SA_RESETHAND, if not by the program.
                 before.sa_sigaction = libc::SIG_DFL;
             }
             believed.sigbus = new.unwrap_or(before);
@@ -330,13 +331,13 @@ fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
     (report::as_told(before), 0)
 }
 
-/// Has SIGBUS handled as the program believes, by what stands for no handler since.
+/// Sets the action of SIGBUS again, with the handler of `report.rs` in place of none.
 pub(crate) fn renew_sigbus() {
     let (believed, _) = exchange(libc::SIGBUS, None);
     exchange(libc::SIGBUS, Some(believed));
 }
 
-/// A SIGSYS that is not ours: the program's handler, or the end.
+/// Passes on a SIGSYS that is not ours: to the program's handler, or ends the process.
 pub(crate) fn pass_on_sigsys(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     let action = {
         let lock = believed();
@@ -354,7 +355,7 @@ pub(crate) fn pass_on_sigsys(signal: c_int, info: *mut libc::siginfo_t, context:
     call(&action, signal, info, context);
 }
 
-/// `signal` and its kind: `flags` tells them apart.
+/// Implements `signal` and its kind, which `flags` tell apart.
 fn simple(signal: c_int, handler: usize, flags: c_int) -> usize {
     // SAFETY: all zeros is a valid action.
     let mut action: Action = unsafe { mem::zeroed() };
@@ -408,7 +409,7 @@ signals! {
 
 type Change = unsafe fn(c_int, *const sigset_t, *mut sigset_t) -> c_int;
 
-/// Changes what this thread holds back, and what the program believes of it.
+/// Changes the signals that this thread holds back, and those that the program believes it does.
 ///
 /// # Safety
 /// As `sigprocmask`.

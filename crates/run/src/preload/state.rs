@@ -1,9 +1,9 @@
-//! The runtime and the arena of this process: how they begin and end.
+//! The runtime and the arena of this process: their beginning and end.
 //!
-//! The rule it keeps: there is nothing before our constructor has run, and nothing in a child made
-//! by `fork`. Where the runtime cannot be built, the program does not start. The arena, and with it
-//! remote memory and a share of the budget, is taken by the first large request: shells and
-//! wrappers that only start others take none.
+//! The rule it keeps: neither exists before our constructor has run, nor in a child made by `fork`.
+//! If the runtime cannot be built, the program does not start. The arena, and with it remote memory
+//! and a share of the budget, is taken by the first large request: shells and wrappers that only
+//! start others take none.
 
 use std::{
     ffi::{c_int, c_void},
@@ -38,26 +38,26 @@ use crate::{
     signals,
 };
 
-/// What `env` and its kind return when the program was not started.
+/// Exit status if the program was not started, as of `env` and its kind.
 const NOT_STARTED: i32 = 125;
 
-/// Surplus of an arena over the capacity asked for: users count their arrays, and neither headers
-/// of allocators, nor whole pages, nor small allocations beside the arrays.
+/// Surplus of an arena over its capacity: users count their arrays, and neither headers of
+/// allocators, nor whole pages, nor small allocations beside the arrays.
 const SPARE_PART: usize = 16;
 const SPARE_BYTES: usize = 16 << 20;
 
-/// The largest arena by default, as a multiple of this machine's memory: its page table has up to a
+/// Largest arena by default, as a multiple of this machine's memory: its page table has up to a
 /// hundredth of its size.
 const MEMORIES: u64 = 64;
 
 const BEYOND_LIMIT: &str = "the program's own limit (setrlimit) leaves no room for the allocation";
 
-/// Open files that a program and its runtime get by with. The runtime has 26 on two processors.
+/// Number of open files that suffice. The runtime has 26 on two processors.
 const FILES: libc::rlim_t = 64;
 
 const NOT_LOCKED: &str = "what is allocated cannot be locked in memory (mlockall)";
 
-/// All that there is.
+/// The arena and its figures.
 pub(crate) struct State {
     pub(crate) arena: Arena,
     /// The page of [`Plan::first`].
@@ -65,37 +65,37 @@ pub(crate) struct State {
     peak_bytes: AtomicUsize,
 }
 
-/// The runtime, and what its arena will be.
+/// The runtime, and the parameters of its arena.
 struct Plan {
     runtime: Runtime,
-    /// The table that has the runtime's descriptors. `None` with in-thread faults: the program's.
+    /// Table with the runtime's descriptors. `None` with in-thread faults: the program's.
     table: Option<Arc<Table>>,
     share: Option<Share>,
-    /// Size of the arena, or why there will be none.
+    /// Size of the arena, or the reason why there will be none.
     size: Result<Size, String>,
     options: RegionOptions,
-    /// With in-thread faults: a page that nobody touches. The runtime's handler of SIGBUS is
-    /// installed with its first region, before the program installs one.
+    /// Region of one page that is never touched, with in-thread faults. The runtime's handler of
+    /// SIGBUS is installed with its first region, before the program installs one.
     first: Option<Region>,
 }
 
 static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
 static RUNTIME: OnceLock<Runtime> = OnceLock::new();
-/// The plan of the arena, until it is made.
+/// Plan of the arena, until the arena is made.
 static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
 static MAY_FORK: AtomicBool = AtomicBool::new(false);
 /// True if programs that this one starts are interposed, too.
 static CHILDREN: AtomicBool = AtomicBool::new(false);
 /// The launcher's folder.
 static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-/// Requests of this size and more are served here.
+/// Size in bytes from which on requests are served here.
 static MIN_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 static START: AtomicUsize = AtomicUsize::new(0);
 static BYTES: AtomicUsize = AtomicUsize::new(0);
-/// Who has built it.
+/// Id of the process that has built the runtime.
 static PROCESS: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether a request of `bytes` by this thread is served here.
+/// Returns the state if a request of `bytes` by this thread is served here.
 pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
     if bytes < MIN_BYTES.load(Ordering::Relaxed) || Inside::is() || crate::process::is_starting() {
         return None;
@@ -103,8 +103,8 @@ pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
     get().or_else(open)
 }
 
-/// Makes the arena, unless there is one. A process that gets none ends. `None`: the process stays
-/// local (see [`stay_local`]), or is a child made by `fork`, which says so.
+/// Makes the arena, unless it exists. A process that gets none ends. Returns `None` if the process
+/// stays local (see [`stay_local`]), or is a child made by `fork`, for which it writes a line.
 #[cold]
 pub(crate) fn open() -> Option<&'static State> {
     let _inside = Inside::enter();
@@ -123,7 +123,7 @@ pub(crate) fn open() -> Option<&'static State> {
 }
 
 /// Gives up the plan of the arena: from now on all requests go to the next allocator. Returns false
-/// if there is no such plan.
+/// if no such plan exists.
 pub(crate) fn stay_local() -> bool {
     let _inside = Inside::enter();
     if is_forked() {
@@ -134,7 +134,7 @@ pub(crate) fn stay_local() -> bool {
         return false;
     };
     MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
-    // The page of `Plan::first` stays: the handler of SIGBUS is the program's way to its own.
+    // The region of `Plan::first` stays: the handler of SIGBUS calls the program's own.
     mem::forget(plan);
     true
 }
@@ -144,7 +144,7 @@ pub(crate) fn min_bytes() -> usize {
     MIN_BYTES.load(Ordering::Relaxed)
 }
 
-/// The runtime, once it is built. `None` in a child made by `fork`.
+/// Returns the runtime, once it is built. `None` in a child made by `fork`.
 pub(crate) fn runtime() -> Option<&'static Runtime> {
     RUNTIME.get().filter(|_| !is_forked())
 }
@@ -164,37 +164,37 @@ pub(crate) fn may_fork() -> bool {
     MAY_FORK.load(Ordering::Relaxed)
 }
 
-/// The launcher's folder.
+/// Returns the launcher's folder.
 pub(crate) fn folder() -> &'static Path {
     FOLDER.get().map_or(Path::new(""), PathBuf::as_path)
 }
 
-/// Whether an address is the arena's, in this process or in the one that it was forked from.
+/// True if `address` is the arena's, in this process or in the one that it was forked from.
 pub(crate) fn owns(address: usize) -> bool {
     offset(address).is_some()
 }
 
-/// How far into the arena an address lies.
+/// Returns the offset of `address` in the arena.
 pub(crate) fn offset(address: usize) -> Option<usize> {
     let offset = address.wrapping_sub(START.load(Ordering::Relaxed));
     (offset < BYTES.load(Ordering::Relaxed)).then_some(offset)
 }
 
-/// `None` before it has begun, and in another process: a child made by `fork`, however it was made
-/// (by a raw `clone`, for one).
+/// Returns the state. `None` before its beginning, and in a child made by `fork`, by whatever call
+/// (a raw `clone`, for one).
 pub(crate) fn get() -> Option<&'static State> {
     // SAFETY: it is never given back; stored whole.
     let state = unsafe { STATE.load(Ordering::Acquire).as_ref() }?;
     (!is_forked()).then_some(state)
 }
 
-/// Whether this is a child made by `fork` of a process that has an arena.
+/// True if this is a child made by `fork` of a process that has an arena.
 pub(crate) fn is_forked() -> bool {
     let process = PROCESS.load(Ordering::Relaxed);
     process != 0 && process != process::id() as usize
 }
 
-/// In a child made by `fork`: from now on all requests go to the next allocator.
+/// Sends all requests to the next allocator from now on, in a child made by `fork`.
 pub(crate) fn forget() {
     share::forget();
     STATE.store(ptr::null_mut(), Ordering::Release);
@@ -203,7 +203,7 @@ pub(crate) fn forget() {
     }
 }
 
-/// What new memory holds.
+/// Contents of new memory.
 #[derive(Clone, Copy)]
 pub(crate) enum Holds {
     Zeros,
@@ -211,7 +211,7 @@ pub(crate) enum Holds {
 }
 
 impl State {
-    /// Memory from the arena, which holds zeros or anything; null, and a word of it, if it is full.
+    /// Allocates memory with contents `holds`. Null, with a line, if the arena is full.
     pub(crate) fn allocate(&self, bytes: usize, align: usize, holds: Holds) -> *mut c_void {
         let made = {
             let _inside = Inside::enter();
@@ -237,7 +237,8 @@ impl State {
         self.hand_out(made)
     }
 
-    /// The same for what something moves to that grows. It is not locked yet.
+    /// Allocates as [`allocate`](Self::allocate), for a block that grows. The memory is not locked
+    /// yet.
     pub(crate) fn allocate_to_grow(&self, bytes: usize, align: usize) -> *mut c_void {
         let made = {
             let _inside = Inside::enter();
@@ -248,7 +249,7 @@ impl State {
         self.hand_out(made)
     }
 
-    /// Refuses `bytes` more where the program's own limits do.
+    /// Refuses `bytes` more bytes if they exceed the program's own limits.
     fn within_limits(&self, bytes: usize) -> Result<(), String> {
         match limits::allow(self.arena.allocated_bytes().saturating_add(bytes)) {
             true => Ok(()),
@@ -256,7 +257,7 @@ impl State {
         }
     }
 
-    /// What `realloc` does to an allocation of the arena.
+    /// Implements `realloc` for an allocation of the arena.
     ///
     /// # Safety
     /// As `realloc`.
@@ -285,11 +286,11 @@ impl State {
         if whole > before {
             self.within_limits(whole - before)?;
         }
-        // What is cut off is given back, so that it is neither protected nor locked.
+        // Bytes that are cut off are given back, so they must be neither protected nor locked.
         if whole < before && !protect::lift(self, start + whole..start + before) {
             return Err("a protection cannot be lifted".to_owned());
         }
-        // 1. Where it lies. SAFETY: the caller's promise. What cannot be discarded now is tried
+        // 1. In place. SAFETY: the caller's promise. Pages that cannot be discarded now are tried
         // again.
         if unsafe { self.arena.resize(old, bytes) }.unwrap_or(true) {
             if whole <= before || protect::made(self, start + before..start + whole) {
@@ -318,7 +319,7 @@ impl State {
         match made {
             Ok(made) => made.as_ptr().cast(),
             Err(why) => {
-                // Programs that try with less have a reason to hear of it once.
+                // A program that tries with less hears of it once.
                 static SAID: AtomicUsize = AtomicUsize::new(0);
                 if SAID.fetch_add(1, Ordering::Relaxed) == 0 {
                     say(&why);
@@ -329,7 +330,7 @@ impl State {
         }
     }
 
-    /// Begins to serve requests.
+    /// Publishes the state, so that requests are served.
     fn begin(self) {
         let addresses = self.arena.addresses();
         made::begin(addresses.len());
@@ -359,7 +360,7 @@ fn full(error: ArenaError) -> String {
 #[unsafe(link_section = ".init_array")]
 static BEGIN: extern "C" fn() = begin;
 
-/// Our constructor.
+/// Runs as our constructor.
 extern "C" fn begin() {
     let inside = Inside::enter();
     let Some(min_bytes) = variable("MIN_BYTES") else {
@@ -373,7 +374,7 @@ extern "C" fn begin() {
     MAY_FORK.store(variable("ALLOW_FORK").is_some(), Ordering::Relaxed);
     CHILDREN.store(variable("CHILDREN").is_some(), Ordering::Relaxed);
     let addresses_before = limits::addresses();
-    // A server may not answer, and nothing is held that a signal could find.
+    // A server may not answer, so signals are let in: no lock is held that a handler could need.
     let plan = inside.signals.wait(start);
     let plan = plan.unwrap_or_else(|why| not_started(&why));
     limits::begin(addresses_before, plan.addresses_ahead());
@@ -390,7 +391,7 @@ extern "C" fn begin() {
     }
 }
 
-/// Ends the process: there is no runtime, or no memory for it.
+/// Ends the process, because the runtime or memory for it is missing.
 fn not_started(why: &str) -> ! {
     let mut files: libc::rlimit = libc::rlimit {
         rlim_cur: 0,
@@ -415,8 +416,8 @@ unsafe extern "C" {
 }
 
 /// Starts the runtime, while the process has all of its rights and one thread, on a table of
-/// descriptors that the program cannot reach. Faults that the program's threads serve themselves
-/// need the runtime's descriptors in the program's table.
+/// descriptors that the program cannot reach. In-thread faults need the runtime's descriptors in
+/// the program's table.
 fn start() -> Result<Plan, String> {
     if variable("IN_THREAD").is_some() {
         return build(None, Some(&window()?));
@@ -425,7 +426,7 @@ fn start() -> Result<Plan, String> {
     table.run(|| build(Some(table.clone()), None))
 }
 
-/// Gives descriptors numbers that the program cannot close, while the result lives.
+/// Reserves numbers that the program cannot close for descriptors, while the result lives.
 fn window() -> Result<Window, String> {
     let no = |error| format!("the runtime's descriptors have no numbers apart: {error}");
     Window::open().map_err(no)
@@ -442,7 +443,7 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         None => None,
     };
     let builder = if window.is_some() {
-        // The kernel is never given absent memory, so that no right to handle its faults is needed.
+        // The kernel is never given absent memory, so no right to handle its faults is needed.
         Runtime::builder()
             .fault_mode(FaultMode::InThread)
             .user_mode_only(true)
@@ -477,8 +478,8 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         filter::install(address..address + size.bytes, window.numbers())?;
     }
     let stats = variable("STATS").is_some();
-    // A server on this machine sees the end of a process by itself. Over a network its memory there
-    // would stay for the time of a reconnection.
+    // A server on this machine notices the end of a process by itself. Over a network the memory
+    // there would stay for the time of a reconnection.
     let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
     if stats || !is_seen {
         report::begin(stats)?;
@@ -496,7 +497,7 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
 /// Size of an arena in bytes.
 struct Size {
     bytes: usize,
-    /// Bytes without the surplus, which is left out where the server has no room for it.
+    /// Bytes without the surplus, which is left out if the server has no room for it.
     least: usize,
 }
 
@@ -509,7 +510,7 @@ impl Size {
         }
     }
 
-    /// The default: all that the servers could lend now.
+    /// Returns the default size: all that the servers could lend now.
     fn of_room(runtime: &Runtime) -> Result<Size, String> {
         let mut room = 0u64;
         for session in runtime.sessions() {
@@ -532,7 +533,7 @@ impl Size {
 }
 
 impl Plan {
-    /// Addresses that the arena will take, and that a server on this machine will lend, in bytes.
+    /// Returns the bytes of addresses that the arena, and a server on this machine, will take.
     fn addresses_ahead(&self) -> u64 {
         let bytes = self.size.as_ref().map_or(0, |size| size.bytes as u64);
         2 * bytes + bytes / 8
@@ -559,7 +560,7 @@ impl Plan {
         let make = |bytes| self.runtime.arena_with(bytes, self.options.clone());
         let arena = match make(size.bytes) {
             Err(CreateError::Store(Alloc { .. })) => match make(size.least) {
-                // A server that lends just the capacity needs a part of it for pages on their way.
+                // A server that lends just the capacity needs a part of it for pages under way.
                 Err(CreateError::Store(Alloc {
                     bytes,
                     needed_bytes,

@@ -1,4 +1,4 @@
-//! What the tests of `farpage run` share: running programs with it and without.
+//! Shared parts of the tests of `farpage run`: running programs with it and without.
 
 #![allow(dead_code, reason = "not every test uses all of it")]
 #![expect(
@@ -15,7 +15,7 @@ use std::{
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// Runs a command to its end, with a bound on it.
+/// Runs a command to its end, within a time limit.
 pub(crate) fn output(command: &mut Command) -> Output {
     let child = command
         .env("LC_ALL", "C")
@@ -54,7 +54,7 @@ pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Whether all of this is here; if not, says that `test` is skipped.
+/// True if all of `programs` exist. If not, says that `test` is skipped.
 pub(crate) fn can_run(test: &str, programs: &[&str]) -> bool {
     if let Some(missing) = programs.iter().find(|path| !Path::new(path).exists()) {
         eprintln!("SKIPPED: {test}: there is no {missing}");
@@ -73,7 +73,7 @@ pub(crate) fn can_run(test: &str, programs: &[&str]) -> bool {
     true
 }
 
-/// The bytes that stand before a word of `--stats`.
+/// Returns the bytes that stand before the text `before` in `--stats`.
 pub(crate) fn said(stats: &str, before: &str) -> u64 {
     let at = stats
         .find(before)

@@ -1,11 +1,11 @@
 //! The programs, their inputs and their arguments.
 //!
-//! The rule it keeps: inputs are generated from seeds, and a program's output is the same each time
-//! that it runs as it is.
+//! The rule it keeps: inputs are generated from seeds, and a program's output is the same in each
+//! plain run.
 
 use std::{env, ffi::OsString, fs, io::Write, path::PathBuf};
 
-/// One thread where the order of sums would depend on how many there are.
+/// One thread, if the number of threads would change the order of sums.
 pub(crate) const ENVIRONMENT: [(&str, &str); 5] = [
     ("LC_ALL", "C"),
     ("OMP_NUM_THREADS", "1"),
@@ -14,7 +14,7 @@ pub(crate) const ENVIRONMENT: [(&str, &str); 5] = [
     ("PYTHONDONTWRITEBYTECODE", "1"),
 ];
 
-/// A Python that has the packages.
+/// Variable with the path of a Python that has the packages.
 const PYTHON: &str = "FARPAGE_PYTHON";
 
 const ANALYSIS: &str = include_str!("analysis.py");
@@ -36,11 +36,11 @@ impl Folder {
 #[derive(Clone, Copy)]
 enum Input {
     Nothing,
-    /// Lines in no order.
+    /// Lines in random order; their number.
     Lines(u64),
-    /// So many bytes of words.
+    /// Words; their bytes.
     Text(usize),
-    /// Fragments of DNA, and where they come from.
+    /// Fragments of DNA, and the sequence that they come from.
     Reads(usize),
     /// Statements of SQL.
     Table(u64),
@@ -51,7 +51,7 @@ pub(crate) struct Case {
     /// The program and its arguments; `IN` stands for the input, `PY` for Python.
     words: &'static [&'static str],
     input: Input,
-    /// A server of its own kind: a client loads it, and says what it holds.
+    /// A server of its own kind: a client loads it, and prints its contents.
     is_served: bool,
 }
 
@@ -96,7 +96,7 @@ const CASES: [Case; 13] = [
         &["/usr/bin/xz", "-9", "-T1", "-k", "-c", "IN"],
         Input::Text(400 << 10),
     ),
-    // Its pages come from one large allocation.
+    // SQLite's pages come from one large allocation.
     case(
         "sqlite3",
         &[
@@ -176,14 +176,14 @@ fn python() -> String {
 }
 
 impl Case {
-    /// What is not on this machine.
+    /// Returns the program's path if it is not on this machine.
     pub(crate) fn missing(&self) -> Option<String> {
         let program = self.word(self.words[0], &Folder::new());
         let program = PathBuf::from(program);
         (!program.exists()).then(|| program.display().to_string())
     }
 
-    /// The whole command, with `before` just before the program.
+    /// Returns the whole command, with `before` just before the program.
     pub(crate) fn command(&self, before: &[OsString], folder: &Folder) -> Vec<OsString> {
         let mut all = Vec::new();
         if self.is_served {
@@ -254,7 +254,7 @@ impl Case {
     }
 }
 
-/// Steele, Lea and Flood's splitmix64.
+/// Generator of random numbers: Steele, Lea and Flood's splitmix64.
 struct Seed(u64);
 
 impl Seed {
@@ -270,7 +270,7 @@ impl Seed {
     }
 }
 
-/// Words out of 20 000, twelve on a line.
+/// Makes a text of 20 000 different words, twelve on a line.
 fn text(seed: &mut Seed, bytes: usize) -> Vec<u8> {
     let words: Vec<Vec<u8>> = (0..20_000)
         .map(|_| {

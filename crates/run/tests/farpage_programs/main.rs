@@ -2,9 +2,9 @@
 //! memory: beside a plain run, and beside swap.
 //!
 //! The rule it keeps: the output is compared byte for byte with a plain run's, and the budget is
-//! enforced by a memory cgroup. What a program is given is left to [`cases`].
+//! enforced by a memory cgroup. Programs, inputs and arguments are left to [`cases`].
 //!
-//! Minutes long: `cargo xtask test --programs [NAME...]` installs the programs and runs it.
+//! It takes minutes: `cargo xtask test --programs [NAME...]` installs the programs and runs it.
 
 #![expect(
     clippy::unwrap_used,
@@ -36,29 +36,29 @@ use farpage_bench_limits::{
 
 const MIB: u64 = 1 << 20;
 
-/// Names of programs, separated by spaces: only these. None: all.
+/// Variable with the names of the programs to run, separated by spaces. Default: all.
 const ONLY: &str = "FARPAGE_PROGRAMS";
-/// How often everything that is timed runs; medians count.
+/// Variable with the number of timed runs; medians count.
 const TURNS: &str = "FARPAGE_TURNS";
-/// Each run is printed if this is set.
+/// Variable that makes each run print a line.
 const PROGRESS: &str = "FARPAGE_PROGRESS";
-/// Where the release build lies, if it is not the one under test.
+/// Variable with the folder of the release build, if it is not the one under test.
 const BINARIES: &str = "FARPAGE_BINARIES";
 
-/// What no run may take longer than.
+/// The longest time of a run.
 const LONGEST: Duration = Duration::from_secs(120);
-/// More than any of the programs needs.
+/// Budget that exceeds the need of each program.
 const ROOMY: &str = "4GiB";
-/// What farpage itself may use in the program's cgroup, beside the budget and what it knows of each
+/// Memory of farpage itself in the program's cgroup, beside the budget and the figures of each
 /// page: code, threads and their buffers.
 const OWN_BYTES: u64 = 48 * MIB;
-/// What swap has in the cgroup beside the same memory.
+/// Memory that a run with swap has in its cgroup beside the same budget.
 const SPARE_BYTES: u64 = 4 * MIB;
 
-/// How a run ended.
+/// Result of a run.
 struct Ended {
     seconds: f64,
-    /// Its output, if it ended well; else why not.
+    /// Output of the program if it ended well; else the reason.
     output: std::result::Result<Vec<u8>, String>,
     said: String,
 }
@@ -68,9 +68,9 @@ fn run(words: &[OsString], folder: &Folder) -> Ended {
     run_with(words, folder, |_| {}, &mut || ())
 }
 
-/// The same where the kernel's huge pages are off: a program has what it touches, and not 2 MiB
-/// around it. Returns the most anonymous memory that it had, too. Pages of files do not count: they
-/// are the kernel's, in memory before and charged to nobody here.
+/// Runs a case with the kernel's huge pages off: a program has the pages that it touches, and not 2
+/// MiB around each. Returns its peak of anonymous memory, too. Pages of files do not count: they
+/// are the kernel's, in memory before and charged to no program here.
 fn run_in_small_pages(case: &Case, folder: &Folder) -> (Ended, Result<u64>) {
     let small = |command: &mut Command| {
         // SAFETY: a flag of this process; no memory is passed.
@@ -143,8 +143,8 @@ fn run_with(
     }
 }
 
-/// The status of a process, which is looked at meanwhile. `None`: it was killed, since it took too
-/// long.
+/// Waits for a process, and calls `look` meanwhile. Returns its status. `None` if it was killed
+/// because it took too long.
 fn wait(child: &Child, since: Instant, look: &mut dyn FnMut()) -> Option<i32> {
     let pid = child.id() as i32;
     let mut killed = false;
@@ -183,7 +183,7 @@ fn farpage(options: &[&str]) -> Vec<OsString> {
     all
 }
 
-/// The bytes that stand before a word of `--stats`.
+/// Returns the bytes that stand before the text `before` in `--stats`.
 fn said(stats: &str, before: &str) -> u64 {
     let at = stats
         .find(before)
@@ -194,7 +194,7 @@ fn said(stats: &str, before: &str) -> u64 {
     size.as_u64()
 }
 
-/// A memory server of its own process, outside of all cgroups of ours.
+/// A memory server in a process of its own, outside of the program's cgroups.
 struct Server {
     process: Child,
     endpoint: String,
@@ -223,7 +223,7 @@ impl Server {
                 Some(endpoint.to_owned())
             })
             .unwrap();
-        // Read on, or the server would wait for us.
+        // The output is read on, or the server would wait for a reader.
         thread::spawn(move || lines.count());
         Server { process, endpoint }
     }
@@ -236,16 +236,16 @@ impl Drop for Server {
     }
 }
 
-/// What came of a program.
+/// Results of a program.
 #[derive(Default)]
 struct Row {
     plain: Vec<f64>,
     roomy: Vec<f64>,
     quarter: Vec<f64>,
     swap: Vec<f64>,
-    /// How often the kernel killed it beside swap.
+    /// Number of times that the kernel killed the program beside swap.
     killed: usize,
-    /// Within the enforced budget, over TCP.
+    /// Seconds within the enforced budget, over TCP.
     within: Option<f64>,
     notes: Vec<String>,
     failures: Vec<String>,
@@ -258,7 +258,7 @@ fn median(of: &[f64]) -> Option<f64> {
 }
 
 impl Row {
-    /// Takes a run's time down, and holds its output against the plain one's.
+    /// Records a run's time, and compares its output with the plain run's.
     fn take(&mut self, what: &str, ended: &Ended, expected: &[u8]) -> Option<f64> {
         match &ended.output {
             Ok(output) if output == expected => return Some(ended.seconds),
@@ -273,7 +273,7 @@ fn measure(case: &Case, folder: &Folder, turns: usize) -> Row {
     let mut row = Row::default();
     let command = |before: &[OsString]| case.command(before, folder);
 
-    // What it needs, and what of it is in the arena.
+    // Memory that the program needs, and the part of it in the arena.
     let (plain, needed) = run_in_small_pages(case, folder);
     let expected = match plain.output {
         Ok(output) if !output.is_empty() => output,
@@ -317,7 +317,7 @@ fn measure(case: &Case, folder: &Folder, turns: usize) -> Row {
         row.quarter.extend(seconds);
         if seconds.is_some() {
             let local = said(&ended.said, " of it in local memory");
-            // As it is rounded in print.
+            // `--stats` rounds the number.
             if local > budget + MIB / 10 {
                 row.failures
                     .push(format!("over the budget: {}", ended.said));
@@ -345,8 +345,8 @@ fn measure(case: &Case, folder: &Folder, turns: usize) -> Row {
     row
 }
 
-/// The budget, enforced by the kernel. The memory server is outside and reached over TCP: memory
-/// that is shared would count where it is touched first.
+/// Runs the program with the budget enforced by the kernel. The memory server is outside and
+/// reached over TCP: shared memory would count in the cgroup that touches it first.
 fn within_a_cgroup(
     row: &mut Row,
     case: &Case,
@@ -354,7 +354,7 @@ fn within_a_cgroup(
     expected: &[u8],
     (beside, arena, budget): (u64, u64, u64),
 ) {
-    // 40 bytes for each page of 4 KiB that is ever touched.
+    // A hundredth of the arena covers 40 bytes for each page of 4 KiB that is ever touched.
     let limit = beside + budget + OWN_BYTES + arena / 100;
     let cgroup = Parent::find().and_then(|parent| {
         Cgroup::remove_leftovers(&parent)?;

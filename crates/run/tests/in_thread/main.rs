@@ -21,7 +21,7 @@ use tempfile::TempDir;
 
 const LIMIT: Duration = Duration::from_secs(150);
 
-/// Runs a command to its end, with a bound on it.
+/// Runs a command to its end, within a time limit.
 fn output(command: &mut Command) -> Output {
     let child = command
         .env("LC_ALL", "C")
@@ -55,7 +55,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Whether this can run here; if not, says that `test` is skipped.
+/// True if the test can run here. If not, says that `test` is skipped.
 fn can_run(test: &str, programs: &[&str]) -> bool {
     if let Some(missing) = programs.iter().find(|path| !Path::new(path).exists()) {
         eprintln!("SKIPPED: {test}: there is no {missing}");
@@ -127,7 +127,7 @@ impl Compiled {
         }
     }
 
-    /// Runs a case as it is, in-thread, and with filler threads.
+    /// Runs a case without farpage, in-thread, and with filler threads.
     fn check(&self, which: &str) {
         let in_thread: &[&str] = &["--in-thread", "--budget", "1MiB", "--capacity", "256MiB"];
         for options in [None, Some(in_thread), Some(&in_thread[1..])] {
@@ -188,7 +188,7 @@ cases! {
     a_collector_stops_the_world_and_needs_memory = "steps" "collector";
 }
 
-/// With filler threads: in-thread, `io_uring` fails where memory is absent.
+/// Uses filler threads: in-thread, `io_uring` fails if memory is absent.
 #[test]
 fn io_uring_sends_what_was_there() {
     if !can_run("io_uring_sends_what_was_there", &[GCC]) {
@@ -207,8 +207,8 @@ fn io_uring_sends_what_was_there() {
     }
 }
 
-/// A program that was started by an interposed one has its filter, too, and must not have its arena
-/// where that looks. Here a filter looks at half of all places.
+/// A program that an interposed one started has its filter, too, and must not have its arena where
+/// that filter looks. Here a filter looks at half of all places.
 #[test]
 fn arenas_lie_where_no_inherited_filter_looks() {
     let test = "arenas_lie_where_no_inherited_filter_looks";
@@ -217,7 +217,7 @@ fn arenas_lie_where_no_inherited_filter_looks() {
     }
     let calls = Compiled::new("calls");
     let path = calls.path.to_str().unwrap();
-    // An arena that is placed without a look meets the filter every second time.
+    // An arena that is placed without a check would meet the filter in every second round.
     for _ in 0..8 {
         let mut command = Command::new(path);
         command.args([
@@ -241,7 +241,7 @@ fn arenas_lie_where_no_inherited_filter_looks() {
     }
 }
 
-/// What a plain run ends with.
+/// The program ends with the status of a plain run.
 #[test]
 fn sigbus_that_nobody_handles_ends_the_program_as_ever() {
     let test = "sigbus_that_nobody_handles_ends_the_program_as_ever";
@@ -265,7 +265,7 @@ fn sigbus_that_nobody_handles_ends_the_program_as_ever() {
     }
 }
 
-/// Runs a case whose server ends when the program says that it is ready.
+/// Runs a case whose server ends when the program prints that it is ready.
 fn with_lost_server(signals: &Compiled, mode: &[&str], which: &str) -> Output {
     let server = farpage_memserver::Server::builder()
         .listen("tcp://127.0.0.1:0".parse().unwrap())
@@ -289,7 +289,7 @@ fn with_lost_server(signals: &Compiled, mode: &[&str], which: &str) -> Output {
     program.join().unwrap()
 }
 
-/// Memory that is lost says so before the program's own handler runs, or the program ends.
+/// Lost memory is reported before the program's own handler runs, or before the program ends.
 #[test]
 fn lost_memory_says_so_and_then_goes_to_the_programs_handler() {
     let test = "lost_memory_says_so_and_then_goes_to_the_programs_handler";
@@ -332,7 +332,7 @@ fn giving_a_part_of_a_lost_page_back_holds_up_no_exit() {
     }
 }
 
-/// Compares with a plain run.
+/// Compares a program's output with a plain run's.
 fn same(command: &[&str], budget: &str) {
     let plain = output(Command::new(command[0]).args(&command[1..]));
     assert!(plain.status.success(), "{}", text(&plain.stderr));
@@ -390,7 +390,7 @@ fn xz_gives_the_same_bytes_in_thread() {
     );
 }
 
-/// Of an interpreter nearly everything is remote: paths, buffers of files, arguments of programs.
+/// An interpreter's paths, buffers of files and arguments of programs are remote.
 #[test]
 fn python_gives_the_same_bytes_in_thread() {
     if !can_run("python_gives_the_same_bytes_in_thread", &[PYTHON]) {

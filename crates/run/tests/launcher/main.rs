@@ -1,7 +1,7 @@
-//! Programs that are started by others, and the launcher itself: who is interposed, who is not and
-//! what is said of it, and what becomes of signals.
+//! Programs that are started by others, and the launcher itself: interposed programs, other
+//! programs and the lines about them, and signals.
 //!
-//! The rule it keeps: whether a program was interposed is what `--stats` says of its memory.
+//! The rule it keeps: the memory in `--stats` shows whether a program was interposed.
 
 #![expect(
     clippy::unwrap_used,
@@ -26,12 +26,12 @@ const PYTHON: &str = "/usr/bin/python3";
 const BASH: &str = "/bin/bash";
 const CC: &str = "/usr/bin/cc";
 
-/// Asks for 40 MiB, and prints what it finds there.
+/// Script that allocates 40 MiB, and prints a sum of its contents.
 const JOB: &str = "held = bytearray(40 << 20); held[::4096] = b'1' * 10240; print(sum(held))";
 
 const LIBRARY: &str = "libfarpage_preload.so";
 
-/// The library's file, where cargo leaves it.
+/// Returns the library's file, where cargo leaves it.
 fn library() -> PathBuf {
     let binary = Path::new(env!("CARGO_BIN_EXE_farpage"));
     let mut beside = ["deps", "."].map(|place| binary.with_file_name(place).join(LIBRARY));
@@ -39,7 +39,7 @@ fn library() -> PathBuf {
     beside[0].clone()
 }
 
-/// A folder with a script in it that does [`JOB`], and is started by what its first line says.
+/// Makes a folder with a script in it that does [`JOB`], and whose first line is `#!` and `first`.
 fn script(first: &str) -> (TempDir, String) {
     let folder = tempfile::tempdir().unwrap();
     let path = program(folder.path(), "job", &format!("#!{first}\n{JOB}\n"));
@@ -53,7 +53,7 @@ fn program(folder: &Path, name: &str, contents: &str) -> String {
     path.display().to_string()
 }
 
-/// Compiles a C program of this folder's.
+/// Compiles a C program of this folder.
 fn compile(folder: &Path, source: &str, options: &[&str]) -> String {
     let program = folder.join(source.trim_end_matches(".c"));
     let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/launcher/");
@@ -132,7 +132,7 @@ fn program_that_was_not_interposed_is_named_with_the_reason() {
         format!("{fixed} was not interposed, so that its memory was local: it is statically");
     assert_eq!(status, 7);
     assert!(why.contains(&line), "{why}");
-    // By itself and as the interpreter of a script it is refused.
+    // The program is refused by itself and as the interpreter of a script.
     let script = program(folder.path(), "script", &format!("#!{fixed}\n"));
     let (status, why) = run(&[], &[&script]);
     assert_eq!(status, 125);
@@ -140,7 +140,7 @@ fn program_that_was_not_interposed_is_named_with_the_reason() {
         why.contains("is a script of") && why.contains("statically"),
         "{why}"
     );
-    // What only the loader knows.
+    // A fact that only the loader knows.
     let installed = folder.path().join("farpage");
     fs::copy(env!("CARGO_BIN_EXE_farpage"), &installed).unwrap();
     fs::copy(library(), folder.path().join(LIBRARY)).unwrap();
@@ -157,7 +157,7 @@ fn program_that_was_not_interposed_is_named_with_the_reason() {
         why.contains("/bin/true was not interposed, so that its memory was local: its loader"),
         "{why}"
     );
-    // With --children those that are started besides, however often.
+    // With --children, programs that it starts are named besides, however often they start.
     let spawn = format!(
         "import os\nfor _ in range(3): os.waitpid(os.posix_spawn({fixed:?}, [{fixed:?}], {{}}), 0)"
     );
@@ -182,7 +182,7 @@ fn children_of_a_shell_that_defines_unsetenv_are_not_interposed() {
     assert!(!seen.contains("FARPAGE_PAGE_SIZE"), "{seen}");
     assert!(!seen.contains("libfarpage"), "{seen}");
     assert!(seen.contains("LD_PRELOAD=libc.so.6"), "{seen}");
-    // What they need is said, since it is more than the budget.
+    // The memory of the children is reported, since it exceeds the budget.
     let child = format!("{PYTHON} -c \"{JOB}\"; :");
     let ended = farpage(&["--budget", "16MiB"], &[BASH, "-c", &child]);
     let why = text(&ended.stderr);
@@ -190,7 +190,7 @@ fn children_of_a_shell_that_defines_unsetenv_are_not_interposed() {
     assert!(why.contains("--children"), "{why}");
 }
 
-/// All that copies a process, by the C library.
+/// Covers all functions of the C library that copy a process.
 #[test]
 fn process_with_remote_memory_is_not_copied_by_any_function() {
     let test = "process_with_remote_memory_is_not_copied_by_any_function";
@@ -227,7 +227,7 @@ fn child_made_by_fork_says_that_its_memory_is_local() {
     }
     let run = |options: &[&str], script: &str| {
         let script = format!("import ctypes, os\n{script}");
-        // What Python itself allocates is local.
+        // Python's own allocations are local.
         let options = [&["--budget", "16MiB", "--min-bytes", "2MiB"], options].concat();
         let ended = farpage(&options, &[PYTHON, "-c", &script]);
         (text(&ended.stdout), text(&ended.stderr))
@@ -243,7 +243,7 @@ for _ in range(3):
     assert_eq!(why.matches("a child made by fork").count(), 1, "{why}");
     let (_, why) = run(&["--allow-fork"], children);
     assert!(!why.contains("a child made by fork"), "{why}");
-    // Its standard error is closed before it asks.
+    // The child's standard error is closed before it allocates.
     let (_, why) = run(
         &[],
         "ctypes.CDLL(None).daemon(0, 0); held = bytearray(8 << 20)",
@@ -251,8 +251,7 @@ for _ in range(3):
     assert!(why.contains("a child made by fork"), "{why}");
 }
 
-/// A share of the budget is for who has something in it: of six shells and one program the program
-/// alone.
+/// Six shells and one program share a budget. The program alone has remote memory, and so a share.
 #[test]
 fn shells_that_only_start_others_take_no_share() {
     let test = "shells_that_only_start_others_take_no_share";
@@ -282,7 +281,7 @@ fn shells_that_only_start_others_take_no_share() {
     was_remote(&line, &ended);
 }
 
-/// Names that `LD_PRELOAD`, a shell or a socket's address would break.
+/// Paths that `LD_PRELOAD`, a shell or a socket's address would break.
 #[test]
 fn farpage_starts_from_any_path_with_any_folder_for_temporary_files() {
     let test = "farpage_starts_from_any_path_with_any_folder_for_temporary_files";

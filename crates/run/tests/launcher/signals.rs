@@ -17,7 +17,7 @@ use crate::{
     common::{can_run, output},
 };
 
-/// A launcher in a folder and a process group of its own, and what its program prints.
+/// A launcher in a folder and a process group of its own, and its program's output.
 struct Run {
     launcher: Child,
     lines: BufReader<ChildStdout>,
@@ -56,7 +56,7 @@ impl Run {
         assert_eq!(unsafe { libc::kill(self.launcher.id() as i32, signal) }, 0);
     }
 
-    /// Waits for the end, after which the folder is empty.
+    /// Waits for the end of the launcher, and asserts that the folder is empty.
     fn status(mut self) -> Option<i32> {
         let status = self.launcher.wait().unwrap();
         let left: Vec<_> = fs::read_dir(self.folder.path()).unwrap().collect();
@@ -104,13 +104,13 @@ time.sleep(30)
         assert_eq!(run.line(), format!("got {signal}"));
         assert_eq!(run.status(), Some(5), "{signal}");
     }
-    // One that the program does not handle ends it, and the launcher says so as a shell does.
+    // A signal that the program does not handle ends it, and the launcher exits as a shell does.
     let (run, _) = Run::start("import time\nprint('up')\ntime.sleep(30)");
     run.signal(libc::SIGUSR1);
     assert_eq!(run.status(), Some(128 + libc::SIGUSR1));
 }
 
-/// What a shell does with a job: both stop, and both go on.
+/// A shell's job control: launcher and program stop, and both go on.
 #[test]
 fn launcher_stops_and_goes_on_with_the_program() {
     let test = "launcher_stops_and_goes_on_with_the_program";
@@ -143,7 +143,7 @@ time.sleep(30)
     assert_eq!(run.status(), Some(5));
 }
 
-/// A program that signals its whole process group has its own signal already.
+/// A program that signals its whole process group has received its own signal already.
 #[test]
 fn signal_of_the_program_to_its_group_is_not_sent_back() {
     let test = "signal_of_the_program_to_its_group_is_not_sent_back";
@@ -185,7 +185,7 @@ fn launcher_that_is_killed_takes_the_program_along() {
     assert_eq!(run.launcher.wait().unwrap().signal(), Some(libc::SIGKILL));
 }
 
-/// SIGCHLD that is ignored, a mask: what a supervisor leaves behind is the program's.
+/// Settings that a supervisor leaves behind (an ignored SIGCHLD, a mask) reach the program.
 #[test]
 fn program_has_the_mask_and_actions_that_the_launcher_was_started_with() {
     let test = "program_has_the_mask_and_actions_that_the_launcher_was_started_with";

@@ -26,20 +26,20 @@ use farpage_bench_kit::{
     report,
 };
 
-/// What is timed goes on for so long at least: clocks and caches settle.
+/// Least time of a measurement, in which clocks and caches settle.
 const TIME_MIN: Duration = Duration::from_millis(60);
 
-/// What a codec made of a field.
+/// Result of a codec on a field.
 #[derive(Debug, Serialize)]
 struct Finding {
     codec: String,
     /// Bytes of the field over bytes of its pages as encoded.
     ratio: f64,
-    /// Of the pages, those that became longer.
+    /// Share of the pages that became longer.
     grown_share: f64,
     encode_mb_per_s: f64,
     decode_mb_per_s: f64,
-    /// The largest difference between a value and what came back.
+    /// The largest difference between a value and the value that came back.
     error_max: f64,
 }
 
@@ -170,7 +170,7 @@ fn measure<T: Element>(options: &PagesOptions, source: &Source) -> Result<PagesR
         }
         let (decode, ()) = timed(options.smoke, || {
             for (number, block) in (0..).zip(&blocks) {
-                // Whether it can be decoded is known from above.
+                // The loop above has shown that the block can be decoded.
                 let _ = std::hint::black_box(way.decode(number, block, &mut back));
             }
         });
@@ -201,7 +201,7 @@ fn measure<T: Element>(options: &PagesOptions, source: &Source) -> Result<PagesR
     })
 }
 
-/// CPU time of one of many runs, and what the last one made.
+/// Returns the CPU time of one of many runs, and what the last one made.
 fn timed<T>(once: bool, mut run: impl FnMut() -> T) -> (Duration, T) {
     let begin = cpu_time();
     for runs in 1u32.. {

@@ -3,7 +3,7 @@
 //!
 //! The rule it keeps: **a form is judged by the time that the whole run takes with it, and that is
 //! the time of the busiest resource.** Compression moves work from the link to the processors. It
-//! pays exactly as long as the link is what everybody waits for.
+//! pays exactly as long as the link is the busiest.
 //!
 //! # The model
 //!
@@ -36,7 +36,7 @@
 //!   [`SAMPLE_SHARE`] of the time. So changes of the data are noticed, and where compression does
 //!   not pay only that part is spent on it.
 //! - Rates: the bytes that arrived while a lane slept that had requests in flight all the time
-//!   (`adaptive/link.rs`). As long as nobody waits for the link its rate is unknown and taken as
+//!   (`adaptive/link.rs`). As long as no lane waits for the link its rate is unknown and taken as
 //!   infinite, and pages stay raw.
 //! - Processor time: the process's own clock.
 
@@ -66,27 +66,27 @@ use super::{
 };
 use crate::PageIndex;
 
-/// Stretches of a region that are judged apart.
+/// Number of stretches of a region that are judged apart.
 const CLASSES: usize = 16;
-/// Parts of a region, each of which gives a sample at once, so that a stretch is not judged by a
-/// single page. As many as a word has bits.
+/// Number of parts of a region, one bit of a word each. Each part gives a sample at once, so that a
+/// stretch is not judged by a single page.
 const PARTS: u64 = 64;
-/// One in this many samples of a stretch is tried in all forms, whatever that takes.
+/// Period of full samples: one in this many of a stretch is tried in all forms.
 const ALL_FORMS: u32 = 16;
-/// An epoch has at least this time and [`EPOCH_PAGES`] pages.
+/// Least time of an epoch, which also has at least [`EPOCH_PAGES`] pages.
 const EPOCH: Duration = Duration::from_millis(10);
 const EPOCH_PAGES: u64 = 32;
-/// One part in this many of a worker's time goes into samples.
+/// Inverse of the share of a worker's time that samples take.
 const SAMPLE_SHARE: u64 = 200;
 
-/// Chooses the forms of one region's pages. See the module.
+/// Chooser of the forms of one region's pages. See the module.
 #[derive(Debug)]
 pub(crate) struct Chooser {
     traffic: Arc<Traffic>,
     forms: Vec<Form>,
     pages: u64,
     classes: [Class; CLASSES],
-    /// A bit for each part that has given a sample.
+    /// Bits of the parts that have given a sample.
     seen: AtomicU64,
     /// The earliest end of the epoch.
     turn_ns: AtomicU64,
@@ -98,7 +98,7 @@ pub(crate) struct Chooser {
 struct Class {
     /// The chosen form's number.
     form: AtomicU8,
-    /// From then on the next page is a sample.
+    /// Time from which on the next page is a sample.
     due_ns: AtomicU64,
     /// Pages that moved, by direction and form.
     moved: [[Moved; Form::ALL.len()]; 2],
@@ -126,12 +126,12 @@ struct Marks {
     at_ns: u64,
     cpu_ns: u64,
     ways: [Counts; 2],
-    /// By stretch, direction and form: pages and bytes.
+    /// Pages and bytes that moved, by stretch, direction and form.
     moved: [[[(u64, u64); Form::ALL.len()]; 2]; CLASSES],
 }
 
 impl Chooser {
-    /// A chooser for a region of `pages` pages. `None`: the scheme leaves no choice.
+    /// Makes a chooser for a region of `pages` pages. `None`: the scheme leaves no choice.
     pub(crate) fn new(traffic: &Arc<Traffic>, scheme: &Scheme, pages: u64) -> Option<Self> {
         let forms = scheme.candidates()?;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
@@ -161,7 +161,7 @@ impl Chooser {
         })
     }
 
-    /// The form for a page. `None`: it is a sample.
+    /// Returns the form for a page. `None`: the page is a sample.
     pub(crate) fn form(&self, page: PageIndex) -> Option<Form> {
         let class = &self.classes[self.class_of(page)];
         let now_ns = self.traffic.now_ns();
@@ -185,8 +185,8 @@ impl Chooser {
         moved.bytes.fetch_add(bytes, Relaxed);
     }
 
-    /// Encodes a changed page that is a sample: tries it in all forms, twice, then takes the one
-    /// that is chosen. `block` as in [`Coder::encode`].
+    /// Encodes a changed page that is a sample: tries all forms that are worth it, twice, then
+    /// takes the chosen one. `block` as in [`Coder::encode`].
     pub(crate) fn sample(
         &self,
         coder: &mut Coder,
@@ -237,7 +237,7 @@ impl Chooser {
         }
     }
 
-    /// A sample of this stretch took `spent_ns`: when the next ones are due.
+    /// Sets the time of the next samples, after one of this stretch took `spent_ns`.
     fn pause(&self, class: usize, spent_ns: u64) {
         let pause_ns = (spent_ns * SAMPLE_SHARE).max(EPOCH.as_nanos() as u64);
         let next_ns = self.traffic.now_ns() + pause_ns;
@@ -260,7 +260,7 @@ impl Chooser {
         (u128::from(page.number()) * CLASSES as u128 / u128::from(self.pages.max(1))) as usize
     }
 
-    /// The bit of the part that the page belongs to.
+    /// Returns the bit of the part that the page belongs to.
     fn part_of(&self, page: PageIndex) -> u64 {
         1 << (u128::from(page.number()) * u128::from(PARTS) / u128::from(self.pages.max(1)))
     }
@@ -280,7 +280,7 @@ impl Chooser {
         }
     }
 
-    /// The epoch, if it has had enough time and pages.
+    /// Returns the epoch, if it has had enough time and pages.
     fn end_epoch(&self, learnt: &mut Learnt, now_ns: u64) -> Option<Epoch> {
         let mut marks = Marks {
             at_ns: now_ns,
@@ -334,7 +334,7 @@ impl Chooser {
     }
 }
 
-/// What a form makes of a page.
+/// Result of trying a form on a page.
 struct Tried {
     sample: Sample,
     /// `None`: the page would be stored raw.
@@ -355,19 +355,19 @@ impl Tried {
     }
 }
 
-/// What trying a page takes.
+/// State of trying forms on a page.
 struct Attempt<'a> {
     coder: &'a mut Coder,
     scheme: &'a Scheme,
     page: Page<'a>,
     limit: usize,
-    /// Where the page is decoded to.
+    /// Buffer that the page is decoded to.
     back: &'a mut Vec<u8>,
 }
 
 impl Attempt<'_> {
-    /// The shorter of two trials contains less of what the host's other guests take, and nothing of
-    /// touching tables for the first time.
+    /// Tries a form twice and takes the shorter times: they contain less of what the host's other
+    /// guests take, and nothing of touching tables for the first time.
     fn twice(&mut self, form: Form, block: &mut [u8]) -> Tried {
         let (first, second) = (self.once(form, block), self.once(form, block));
         Tried {
@@ -467,7 +467,7 @@ mod tests {
         assert_eq!(samples[0].bytes, PAGE as f64);
         let shrunk = |sample: &Sample| sample.bytes < PAGE as f64 / 2.0 && sample.encode_ns > 0.0;
         assert!(samples[1..].iter().all(shrunk), "{samples:?}");
-        // The last is tried again when everything is.
+        // The last form is tried again when all forms are.
         samples.last_mut().expect("some").encode_ns = 1e9;
         drop(learnt);
         write(&chooser, &scheme, 20);

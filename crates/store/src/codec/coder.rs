@@ -18,14 +18,14 @@ use super::{
 };
 use crate::PageIndex;
 
-/// After this many pages in a row that did not shrink, a small sample of each page is tried first.
-/// LZ4 passes over random bytes at 12 GB/s, which a program with a fast link would still notice.
+/// Number of unshrunk pages in a row, after which a sample of a page is tried first. LZ4 passes
+/// over random bytes at 12 GB/s, which a program with a fast link would still notice.
 const HOPELESS_PAGES: u32 = 8;
-/// One in this many pages of such a row is tried whole all the same.
+/// Period of whole trials in such a row: one page in this many is tried without a sample.
 const HOPELESS_RETRY: u32 = 64;
 const SAMPLE_BYTES: usize = 4096;
 
-/// Encodes and decodes pages. It keeps tables and scratch, so that no page allocates.
+/// Encoder and decoder of pages. It keeps tables and scratch, so that no page allocates.
 pub(crate) struct Coder {
     table: CompressTable,
     /// A page with its bytes shuffled, or aligned for ZFP.
@@ -45,18 +45,18 @@ impl Coder {
         }
     }
 
-    /// How long a block's buffer must be.
+    /// Returns the length that a block's buffer must have.
     pub(crate) fn bound(page_bytes: usize) -> usize {
         get_maximum_output_size(page_bytes)
     }
 
-    /// The longest block that is kept. Raw pages move many at a time, by one request: saving a few
-    /// bytes is not worth losing that.
+    /// Returns the longest block that is kept. Raw pages move many at a time, by one request:
+    /// saving a few bytes is not worth losing that.
     pub(crate) fn limit(page_bytes: usize) -> usize {
         page_bytes - page_bytes / 16
     }
 
-    /// Allocates what decoding pages of this length and scheme needs.
+    /// Allocates the memory for decoding pages of `page_bytes` in this scheme.
     pub(crate) fn prepare(&mut self, scheme: &Scheme, page_bytes: usize) {
         if !scheme.is_raw() {
             self.grow_scratch(page_bytes);

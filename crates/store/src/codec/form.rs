@@ -1,11 +1,11 @@
-//! [`Form`]: how one page is stored, and its number in page entries; and what an encoder takes in
-//! and hands out.
+//! [`Form`]: the encoding of one page, and its number in page entries. [`Page`] and [`Encoded`]:
+//! the input and output of an encoder.
 //!
 //! The rule it keeps: numbers never change their meaning, since published maps contain them.
 
 use crate::PageIndex;
 
-/// How one page is stored. Its region's scheme has the rest.
+/// Encoding of one page. The region's scheme has the parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
     Raw,
@@ -24,7 +24,7 @@ impl Form {
         Self::Zfp,
     ];
 
-    /// Its number in page entries, and so in published maps.
+    /// Returns the form's number in page entries, and so in published maps.
     pub(crate) fn id(self) -> u8 {
         match self {
             Self::Raw => 0,
@@ -79,18 +79,18 @@ pub(crate) struct Page<'a> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Encoded {
     pub(crate) form: Form,
-    /// Length of the block; of a raw page, the page's.
+    /// Length of the block; of a raw page, the page's length.
     pub(crate) bytes: u32,
     /// The hash of the page as it will come back.
     pub(crate) hash: u128,
     /// The largest difference between a value and the same value as it will come back.
     pub(crate) error: f64,
-    /// ZFP was asked for and could not serve the page.
+    /// True if ZFP was asked for and could not serve the page.
     pub(crate) declined: bool,
 }
 
 impl Encoded {
-    /// The page as it is.
+    /// Returns the outcome of storing the page as it is.
     pub(super) fn raw(page: Page<'_>) -> Self {
         Self {
             form: Form::Raw,

@@ -4,7 +4,7 @@
 //! codec says which forms may be tried; a page is stored in the [`Form`] that was found for it, raw
 //! if no other is shorter. This module holds the codecs' names and what they accept. `scheme` fits
 //! a codec to an array, `coder` encodes, `adaptive` chooses forms, `shuffle` transposes bytes,
-//! `plain` is what every page goes through. Imports run in that direction alone: `adaptive` uses
+//! `plain` has the steps of every page. Imports run in that direction alone: `adaptive` uses
 //! `coder`, and `coder` uses `form` and `scheme`.
 //!
 //! Why these implementations, with figures: `docs/decisions.md`, "Codecs".
@@ -38,8 +38,8 @@ pub use self::{
 
 farpage_wire::debug_as_display!(CodecError);
 
-/// How a region's pages are stored on memory servers. Whatever is chosen, a page of one repeated
-/// 8-byte value needs no slot at all, and a page that does not shrink is stored raw.
+/// Encoding of a region's pages on memory servers. In any codec, a page of one repeated 8-byte
+/// value needs no slot at all, and a page that does not shrink is stored raw.
 ///
 /// As text, in `FARPAGE_CODEC` and on command lines: `raw`, `lz4`, `shuffle`, `shuffle4`,
 /// `zfp:accuracy=1e-6`, `zfp:precision=20`, `zfp:rate=8`, `zfp:reversible`, `adaptive`,
@@ -83,36 +83,36 @@ pub enum Codec {
     /// again, so values never drift. A page that is changed in part is rounded again as a whole:
     /// each write-back of changed data may move each value by up to the bound.
     Zfp {
-        /// What ZFP keeps of the values.
+        /// The precision that ZFP keeps.
         mode: ZfpMode,
-        /// What the pages hold. `None`: the array's elements.
+        /// The elements of the pages. `None`: the array's elements.
         element: Option<Element>,
     },
-    /// Chooses for each page, while the program runs, what makes the program fastest: raw, LZ4,
-    /// byte shuffle and LZ4, or ZFP (reversible, or within the bound if there is one). It follows
-    /// the data and the link. Where compression does not pay it costs almost nothing.
+    /// The fastest form for the program, chosen for each page while it runs: raw, LZ4, byte shuffle
+    /// and LZ4, or ZFP (reversible, or within the bound if there is one). The choice follows the
+    /// data and the link, and costs almost nothing where compression does not pay.
     Adaptive {
         /// The largest absolute error of a value, for `f32` and `f64`; [`Zfp`](Self::Zfp) says what
         /// a program sees of it. `None`: no loss.
         accuracy: Option<f64>,
-        /// What the pages hold. `None`: the array's elements.
+        /// The elements of the pages. `None`: the array's elements.
         element: Option<Element>,
     },
 }
 
-/// What ZFP keeps.
+/// Precision that ZFP keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ZfpMode {
-    /// This many bits per value. The error is not bounded.
+    /// Number of bits per value. The error is not bounded.
     Rate(f64),
-    /// This many bits of each value, 1 to 64, after its block's exponent is taken out. The absolute
+    /// Number of bits of each value, 1 to 64, after its block's exponent is taken out. The absolute
     /// error is not bounded.
     Precision(u32),
-    /// Each value to within this absolute error, for `f32` and `f64`: every page is decoded and
-    /// compared before it is accepted.
+    /// Largest absolute error of a value, for `f32` and `f64`: every page is decoded and compared
+    /// before it is accepted.
     Accuracy(f64),
-    /// Every bit.
+    /// Every bit is kept.
     Reversible,
 }
 
@@ -128,15 +128,15 @@ pub enum Element {
     I32,
     /// `i64`.
     I64,
-    /// Anything else.
+    /// Any other type.
     Other {
-        /// Bytes of one.
+        /// Bytes of one element.
         bytes: usize,
     },
 }
 
 impl Element {
-    /// The element that codecs see in type `T`.
+    /// Returns the element that codecs see in type `T`.
     pub fn of<T: 'static>() -> Self {
         let numbers = [
             (TypeId::of::<f32>(), Self::F32),
@@ -149,7 +149,7 @@ impl Element {
         known.map_or(Self::Other { bytes }, |(_, element)| *element)
     }
 
-    /// The element that codecs see in a type that is only known at run time.
+    /// Returns the element that codecs see in a type that is only known at run time.
     pub fn of_type(of: &ElementType) -> Self {
         match of.number.as_str() {
             "f32" => Self::F32,
@@ -162,7 +162,7 @@ impl Element {
         }
     }
 
-    /// Bytes of one.
+    /// Returns the bytes of one element.
     pub fn bytes(self) -> usize {
         match self {
             Self::F32 | Self::I32 => 4,
@@ -182,13 +182,13 @@ impl Codec {
         element_bytes: None,
     };
 
-    /// Whatever is fastest for the array's own elements, without loss.
+    /// The fastest form for the array's own elements, without loss.
     pub const ADAPTIVE: Self = Self::Adaptive {
         accuracy: None,
         element: None,
     };
 
-    /// ZFP for the array's own elements.
+    /// Returns the codec ZFP for the array's own elements.
     pub const fn zfp(mode: ZfpMode) -> Self {
         Self::Zfp {
             mode,
@@ -257,8 +257,8 @@ impl Codec {
     }
 }
 
-/// A codec whose parameters make no sense, that does not fit an array's elements, or whose name
-/// cannot be read. The text says what is accepted.
+/// Error of a codec whose parameters make no sense, that does not fit an array's elements, or whose
+/// name cannot be read. The text says what is accepted.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CodecError(pub(crate) String);

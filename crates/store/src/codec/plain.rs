@@ -1,5 +1,5 @@
-//! What every page goes through: the check for one repeated value, which comes before any codec,
-//! and the hash.
+//! Steps that every page goes through: the check for one repeated value, which comes before any
+//! codec, and the hash.
 //!
 //! The rule it keeps: all of it costs less than moving the page through memory.
 //!
@@ -11,8 +11,8 @@
 
 use twox_hash::XxHash3_128;
 
-/// The 8-byte value that the page repeats, if it repeats one. Its length must be a multiple of
-/// eight for that.
+/// Returns the 8-byte value that the page repeats, if there is one. A page whose length is not a
+/// multiple of eight repeats none.
 pub(crate) fn repeated(page: &[u8]) -> Option<u64> {
     let (first, _) = page.split_first_chunk::<8>()?;
     if !page.len().is_multiple_of(8) {
@@ -37,8 +37,8 @@ pub(crate) fn fill_repeated(page: &mut [u8], value: u64) {
     }
 }
 
-/// The hash of a page's plain bytes: XXH3-128. Published regions keep these hashes, so the function
-/// can never change. It is seeded, so that nobody can craft contents that collide.
+/// Returns the hash of a page's plain bytes: XXH3-128. Published regions keep these hashes, so the
+/// function can never change. It is seeded, so that nobody can craft contents that collide.
 pub(crate) fn hash(page: &[u8], seed: u64) -> u128 {
     XxHash3_128::oneshot_with_seed(seed, page)
 }

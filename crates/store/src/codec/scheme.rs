@@ -1,7 +1,7 @@
 //! [`Scheme`]: a codec fitted to one array, which a [`Layout`] describes.
 //!
-//! The rule it keeps: a scheme is made from a codec and a layout alone, so that whoever opens a
-//! published region decodes its pages as they were encoded.
+//! The rule it keeps: a scheme is made from a codec and a layout alone, so that a program that
+//! opens a published region decodes its pages as they were encoded.
 //!
 //! **Pieces.** ZFP compresses blocks of 4, 4 x 4 or 4 x 4 x 4 values, and the more dimensions the
 //! better. A page need not begin where a row or plane begins, so it is cut. Its whole planes are
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::Elements;
 
-/// Bytes before a ZFP block: the low half of its hash.
+/// Number of bytes before a ZFP block: the low half of its hash.
 pub(super) const ZFP_HEADER_BYTES: usize = 8;
 
 /// The shape and the elements of a region.
@@ -28,12 +28,12 @@ pub struct Layout {
     pub element: Element,
     /// Elements per dimension, the slowest first, as in C. Empty: one dimension.
     pub shape: Vec<u64>,
-    /// What an array holds; `None` for bytes without a type.
+    /// The number and type of a typed array's elements; `None` for bytes without a type.
     pub elements: Option<Elements>,
 }
 
 impl Layout {
-    /// An array of this shape.
+    /// Makes the layout of an array of this shape.
     pub fn new(element: Element, shape: impl Into<Vec<u64>>) -> Self {
         let shape = shape.into();
         Self {
@@ -43,7 +43,7 @@ impl Layout {
         }
     }
 
-    /// As before, for a typed array.
+    /// Sets the number and type of a typed array's elements.
     pub fn elements(mut self, elements: Elements) -> Self {
         self.elements = Some(elements);
         self
@@ -51,7 +51,7 @@ impl Layout {
 }
 
 impl Default for Layout {
-    /// Bytes.
+    /// Returns the layout of bytes.
     fn default() -> Self {
         Self::new(Element::Other { bytes: 1 }, [])
     }
@@ -75,7 +75,7 @@ pub(super) enum Plan {
     Adaptive(Option<Width>, Option<(ZfpMode, Number)>),
 }
 
-/// What ZFP can compress.
+/// Number types that ZFP can compress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Number {
     F32,
@@ -144,12 +144,12 @@ impl Scheme {
         })
     }
 
-    /// Whether all pages are stored as they are.
+    /// True if all pages are stored as they are.
     pub(crate) fn is_raw(&self) -> bool {
         self.plan == Plan::Raw
     }
 
-    /// The form that each page is tried in. `None`: an adaptive codec chooses it.
+    /// Returns the form that each page is tried in. `None`: an adaptive codec chooses it.
     pub(crate) fn form(&self) -> Option<Form> {
         match self.plan {
             Plan::Raw => Some(Form::Raw),
@@ -160,7 +160,7 @@ impl Scheme {
         }
     }
 
-    /// Whether a page of `page_bytes` can be stored as `stored_bytes` bytes of this form.
+    /// True if a page of `page_bytes` can be stored as `stored_bytes` bytes of this form.
     pub(crate) fn allows(&self, form: Form, stored_bytes: usize, page_bytes: usize) -> bool {
         match form {
             Form::Raw => stored_bytes == page_bytes,
@@ -171,7 +171,7 @@ impl Scheme {
         }
     }
 
-    /// The forms that an adaptive codec chooses from, raw first. `None`: the codec is not adaptive.
+    /// Returns the forms that an adaptive codec chooses from, raw first. `None` for other codecs.
     pub(super) fn candidates(&self) -> Option<Vec<Form>> {
         let Plan::Adaptive(width, zfp) = self.plan else {
             return None;
@@ -185,7 +185,7 @@ impl Scheme {
         )
     }
 
-    /// Mode and number type of ZFP blocks, if the scheme allows any.
+    /// Returns mode and number type of ZFP blocks, if the scheme allows any.
     pub(super) fn zfp(&self) -> Option<(ZfpMode, Number)> {
         match self.plan {
             Plan::Zfp(mode, number) => Some((mode, number)),
@@ -196,10 +196,10 @@ impl Scheme {
 }
 
 /// Neighbouring elements of a page that are compressed together: lengths of the fastest dimension,
-/// the next and the slowest; 1 for a dimension that it does not have.
+/// the next and the slowest; 1 for a dimension that the piece does not have.
 pub(super) type Piece = [usize; 3];
 
-/// The pieces of a page at most: rest of a row, rows, planes, rows, start of a row.
+/// Upper bound of a page's pieces: rest of a row, rows, planes, rows, start of a row.
 pub(super) const PIECES_MAX: usize = 5;
 
 /// Cuts `len` elements from number `first` of an array of this shape into pieces, in the order of
@@ -244,7 +244,7 @@ pub(super) fn pieces(shape: &[u64], first: u64, len: usize) -> impl Iterator<Ite
     pieces.into_iter().take(count)
 }
 
-/// The whole units in `first..end`, if there are at least four.
+/// Returns the whole units in `first..end`, if there are at least four.
 fn whole(first: u64, end: u64, unit: u64) -> Option<std::ops::Range<u64>> {
     let from = first.checked_next_multiple_of(unit)?;
     let to = end / unit * unit;

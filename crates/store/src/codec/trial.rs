@@ -1,4 +1,4 @@
-//! [`Trial`]: what a codec makes of pages, without a region and a server.
+//! [`Trial`]: the effect of a codec on pages, without a region and a server.
 //!
 //! The rule it keeps: pages go through the code that regions use, so lengths and errors are those
 //! of a region.
@@ -8,7 +8,7 @@ use super::{
 };
 use crate::PageIndex;
 
-/// Tries a codec on pages of an array: how long they become, how long it takes, what is lost.
+/// Trial of a codec on pages of an array: their encoded length, the time, and the loss.
 ///
 /// ```
 /// use farpage_store::{Codec, Element, Trial};
@@ -25,10 +25,10 @@ use crate::PageIndex;
 /// ```
 pub struct Trial {
     scheme: Scheme,
-    /// What pages are tried in.
+    /// Form that pages are tried in.
     wish: Form,
     coder: Coder,
-    /// Where blocks are made.
+    /// Buffer that blocks are made in.
     block: Vec<u8>,
 }
 
@@ -43,12 +43,12 @@ enum Kind {
     Stored(Form, Vec<u8>),
 }
 
-/// A trial has nothing to protect from crafted collisions.
+/// Seed of the hashes: a trial has nothing to protect from crafted collisions.
 const SEED: u64 = 0;
 
 impl Block {
-    /// Bytes that the page takes on a server; 0 if it is one repeated value, and never more than
-    /// the page has.
+    /// Returns the bytes that the page takes on a server; 0 if it is one repeated value, and never
+    /// more than the page has.
     #[expect(clippy::len_without_is_empty, reason = "a block is no collection")]
     pub fn len(&self) -> usize {
         match &self.0 {
@@ -59,7 +59,7 @@ impl Block {
 }
 
 impl Trial {
-    /// A codec on an array of such elements and of this shape (the slowest dimension first; empty:
+    /// Makes a trial of `codec` on an array of this `shape` (the slowest dimension first; empty:
     /// one dimension), whose pages have `page_bytes`: a power of two, 4 KiB to 2 MiB.
     ///
     /// # Errors

@@ -18,12 +18,12 @@ use crate::PageIndex;
 /// The coder of ZFP, made at the first page that needs it.
 #[derive(Default)]
 pub(super) struct ZfpCoder {
-    /// With the largest page that it serves.
+    /// Length of the largest page that the coder serves, and the coder.
     coder: Option<(usize, Zfp)>,
 }
 
 impl ZfpCoder {
-    /// Allocates what pages of this length need.
+    /// Allocates the memory for pages of `page_bytes`.
     pub(super) fn prepare(&mut self, page_bytes: usize) {
         self.zfp(page_bytes);
     }
@@ -171,7 +171,7 @@ pub(super) fn header_of(block: &[u8], seed: u64) -> [u8; ZFP_HEADER_BYTES] {
     (plain::hash(block, seed) as u64).to_le_bytes()
 }
 
-/// How a page is cut.
+/// Parameters of a page's cut into pieces.
 #[derive(Clone, Copy)]
 struct Pieces<'a> {
     shape: &'a [u64],
@@ -207,7 +207,7 @@ impl From<ZfpMode> for Mode {
 
 /// A number that ZFP compresses.
 trait Value: zfp::Number + Pod {
-    /// Whether the library's lossy modes can be trusted with these values. A value that is not
+    /// True if the library's lossy modes can be trusted with these values. A value that is not
     /// finite spoils its whole block, and integers need two bits of headroom.
     fn are_tame(values: &[Self]) -> bool;
 
@@ -247,8 +247,8 @@ macro_rules! integers {
 floats!(f32, f64);
 integers!(i32, i64);
 
-/// The largest difference of two values at the same place. `None` if one is larger than `bound`, or
-/// is no number.
+/// Returns the largest difference of two values at the same place. `None` if one is larger than
+/// `bound`, or is no number.
 fn largest_error<N: Value>(values: &[N], back: &[N], bound: f64) -> Option<f64> {
     // Eight lanes, because one maximum would be one long chain; no early end, so that the compiler
     // uses vectors.

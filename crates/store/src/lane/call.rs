@@ -1,9 +1,9 @@
 //! Fills from and write-backs to a user's own store: one call per stretch of pages, made by the
 //! worker itself or on a thread of the store.
 //!
-//! The rule it keeps: what was written must come back; what others put into the store is theirs to
-//! change. After a write that failed, what the store holds is unknown, and the page is never again
-//! clean before a write succeeds.
+//! The rule it keeps: bytes that we wrote must come back; bytes that others put into the store are
+//! theirs to change. After a failed write the store's bytes are unknown, and the page is not clean
+//! again before a write succeeds.
 
 use std::{io, sync::Arc};
 
@@ -27,18 +27,18 @@ pub struct StoreCall<F> {
     blocking: Arc<BlockingStore>,
     way: Way,
     offset: u64,
-    /// May be less than the frame holds: the region's last page.
+    /// Bytes to move: less than the frame holds for the region's last page.
     len: usize,
     frame: F,
     result: Result<(), CallError>,
-    /// A worker makes it.
+    /// True if a worker makes the call.
     by_worker: bool,
     reply: Sender<Box<StoreCall<F>>>,
     waker: Arc<Waker>,
 }
 
 impl<F: Frame> StoreCall<F> {
-    /// Makes the call. It may take long.
+    /// Makes the call, which may take long.
     pub fn make(&mut self) {
         let Self { offset, len, .. } = *self;
         self.result = match self.way {
@@ -56,7 +56,7 @@ impl<F: Frame> StoreCall<F> {
         }
     }
 
-    /// Leaves what came of it to whoever drives the lane by now, and wakes it.
+    /// Hands the result to the lane, and wakes the thread that drives the lane by now.
     pub fn hand_in(self: Box<Self>) {
         let (reply, waker) = (self.reply.clone(), self.waker.clone());
         // A lane that is gone wants no answer.
@@ -145,15 +145,15 @@ impl<F: Frame> Lane<F> {
         }
     }
 
-    /// From now on whoever drives the lane asks it for calls after each turn, by
-    /// [`take_call`](Self::take_call), until there are none.
+    /// Keeps calls in the lane from now on. The lane's driver takes them by
+    /// [`take_call`](Self::take_call) after each turn, until there are none.
     pub fn keep_calls(&mut self) {
         self.keeps_calls = true;
     }
 
-    /// A call to be made at once, without holding up what others may do with the lane: its store
-    /// has returned at once so far. It is then given back by [`end_call`](Self::end_call). Calls of
-    /// other stores go to threads of theirs.
+    /// Takes a call to be made at once, without holding up other users of the lane: its store has
+    /// returned at once so far. [`end_call`](Self::end_call) gives the call back. Calls of other
+    /// stores go to threads of those stores.
     pub fn take_call(&mut self) -> Option<StoreCall<F>> {
         while let Some(mut call) = self.kept_calls.pop_front() {
             let blocking = call.blocking.clone();
@@ -168,14 +168,14 @@ impl<F: Frame> Lane<F> {
         None
     }
 
-    /// A call that was taken has returned.
+    /// Ends a call that was taken and has returned.
     pub fn end_call(&mut self, call: StoreCall<F>) {
         self.calls_by_worker -= 1;
         self.finish_call(call);
     }
 
-    /// Calls that were taken and have not ended will be handed in: their thread does not drive the
-    /// lane any more.
+    /// Expects all calls that were taken to be handed in: their thread does not drive the lane any
+    /// more.
     pub fn await_calls(&mut self) {
         self.calls_by_worker = 0;
     }
@@ -195,13 +195,13 @@ impl<F: Frame> Lane<F> {
         self.put(index, run);
     }
 
-    /// Whether there are calls that ring when they have returned.
+    /// True if calls are under way that ring when they have returned.
     pub(super) fn has_calls_elsewhere(&self) -> bool {
         self.calls_in_flight > self.calls_by_worker
     }
 }
 
-/// A part is done, or is not.
+/// Ends a part whose call has returned: its pages are done or have failed.
 fn called<F: Frame>(run: &mut Run<F>, call: StoreCall<F>) {
     let StoreCall {
         part,

@@ -64,7 +64,7 @@ impl<F: Frame> Lane<F> {
         Ok(())
     }
 
-    /// Reads what can be read now; false if some of it has to wait.
+    /// Posts all READs that can go now. False if some have to wait.
     pub(super) fn fetch(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
         let mut all = true;
         for part in 0..run.parts.len() {
@@ -91,7 +91,7 @@ impl<F: Frame> Lane<F> {
 }
 
 impl<F: Frame> Run<F> {
-    /// A part has arrived, or will not. Damaged bytes are to be [fetched](Lane::fetch) once more.
+    /// Ends a part that has arrived or failed. Damaged bytes are [fetched](Lane::fetch) once more.
     pub(super) fn fetched(
         &mut self,
         part: usize,

@@ -1,12 +1,12 @@
-//! [`Port`]: the way to one server, a channel or how to get a new one.
+//! [`Port`]: the way to one server: a channel, or the opening of a new one.
 //!
-//! The rule it keeps: no operation is lost on the way. What is not posted yet waits here, in order;
-//! what was posted comes back from the channel. Whether an operation is repeated or given up is
-//! left to the lane.
+//! The rule it keeps: no operation is lost on the way. Operations not posted yet wait here, in
+//! order; posted ones come back from the channel. The choice to repeat an operation or to give it
+//! up is left to the lane.
 //!
-//! All channels of a port are on one [`Line`], so that an open one says that nothing of the earlier
-//! ones is under way any more. Until then WRITEs that were given up may still land: their slots
-//! wait here, and are freed by the next channel, which is opened for that.
+//! All channels of a port are on one [`Line`], so that an open channel proves that nothing of the
+//! earlier ones is under way any more. Until then WRITEs that were given up may still land. Their
+//! slots wait here for the next channel, which is opened for that and frees them.
 
 use std::{
     collections::VecDeque,
@@ -19,7 +19,7 @@ use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Line, Op, S
 
 use crate::{blocking::Waker, place::Span, pool::SlotPool};
 
-/// Between two attempts to open a channel: doubled from the first to the last.
+/// Pause between two attempts to open a channel: doubled from the first to the last.
 const BACKOFF_MIN: Duration = Duration::from_millis(1);
 const BACKOFF_MAX: Duration = Duration::from_millis(200);
 
@@ -27,7 +27,7 @@ const BACKOFF_MAX: Duration = Duration::from_millis(200);
 pub(super) struct Port<B> {
     line: Line,
     pub(super) state: PortState<B>,
-    /// Not posted yet: the queue is full or there is no channel.
+    /// Operations not posted yet: the queue is full or there is no channel.
     pub(super) backlog: VecDeque<Op<B>>,
     backoff: Duration,
     failure: Option<ChannelError>,
@@ -38,19 +38,19 @@ pub(super) struct Port<B> {
 type ChannelResult<B> = Result<Box<dyn Channel<B>>, ConnectError>;
 
 pub(super) enum PortState<B> {
-    /// `broken`: an operation failed; what is in flight still has to come back.
+    /// An open channel. `broken`: an operation failed; requests in flight still have to come back.
     Open {
         channel: Box<dyn Channel<B>>,
         broken: bool,
     },
     /// A thread opens a channel and rings.
     Opening(Receiver<ChannelResult<B>>),
-    /// Not to be tried before this time.
+    /// A lost channel, which is not to be reopened before this time.
     Closed(Instant),
 }
 
 impl<B: Buf> Port<B> {
-    /// A port with an open channel.
+    /// Makes a port with an open channel.
     pub(super) fn new(session: &Arc<Session>) -> Result<Self, ConnectError> {
         let line = session.line();
         Ok(Self {
@@ -72,7 +72,7 @@ impl<B: Buf> Port<B> {
         self.post_backlog();
     }
 
-    /// Posts what waits, as far as the channel takes it.
+    /// Posts the backlog, as far as the channel takes it.
     pub(super) fn post_backlog(&mut self) {
         let PortState::Open {
             channel,
@@ -89,12 +89,12 @@ impl<B: Buf> Port<B> {
         }
     }
 
-    /// Whether operations can be posted: neither broken nor closed.
+    /// True if operations can be posted: the channel is neither broken nor closed.
     pub(super) fn is_open(&self) -> bool {
         matches!(self.state, PortState::Open { broken: false, .. })
     }
 
-    /// From a broken channel to a new one, a step at a time. Without a waker none is opened.
+    /// Takes a step from a broken channel to a new one. Without a waker no channel is opened.
     pub(super) fn recover(&mut self, now: Instant, waker: Option<&Arc<Waker>>) {
         let wants_channel = self.wants_channel();
         match &mut self.state {
@@ -130,13 +130,13 @@ impl<B: Buf> Port<B> {
         }
     }
 
-    /// Whether there is something that a channel is to be opened for.
+    /// True if the backlog or slots in doubt need a channel.
     pub(super) fn wants_channel(&self) -> bool {
         !self.backlog.is_empty() || !self.in_doubt.is_empty()
     }
 
-    /// Gives up a lost WRITE to these slots. It can still land unless a channel was opened since.
-    /// If the port is open, one was: a lost WRITE breaks its own channel.
+    /// Gives up a lost WRITE to `slots`. The WRITE can still land unless a channel was opened
+    /// since. If the port is open, one was: a lost WRITE breaks its own channel.
     pub(super) fn doubt(&mut self, pool: &Arc<SlotPool>, slots: Vec<Span>) {
         if self.is_open() {
             return pool.abandon(&slots);
@@ -144,7 +144,7 @@ impl<B: Buf> Port<B> {
         self.in_doubt.push((pool.clone(), slots));
     }
 
-    /// Returns true if no channel will ever reach the memory again.
+    /// True if no channel will ever reach the memory again.
     pub(super) fn is_lost(&self) -> bool {
         self.line.session().loss(false).is_some()
     }
@@ -157,12 +157,12 @@ impl<B: Buf> Port<B> {
         }
     }
 
-    /// An operation ended as it should.
+    /// Ends the back-off: an operation ended as it should.
     pub(super) fn succeeded(&mut self) {
         self.backoff = Duration::ZERO;
     }
 
-    /// An operation failed for a transient reason: the channel is dead.
+    /// Marks the channel as broken: an operation failed for a transient reason.
     pub(super) fn failed(&mut self, error: &ChannelError) {
         self.failure = Some(error.clone());
         if let PortState::Open { broken, .. } = &mut self.state
@@ -172,14 +172,14 @@ impl<B: Buf> Port<B> {
         }
     }
 
-    /// The port goes. The slots in doubt are given up: nobody will know what lands there.
+    /// Gives up the slots in doubt when the port goes: no channel will tell what lands there.
     pub(super) fn give_up(&mut self) {
         for (pool, slots) in self.in_doubt.drain(..) {
             pool.settle(slots.len());
         }
     }
 
-    /// The error of operations that waited here past `deadline`.
+    /// Returns the error of operations that waited here past `deadline`.
     pub(super) fn why_late(&self, deadline: Duration) -> ChannelError {
         self.failure
             .clone()
@@ -212,7 +212,7 @@ impl<B: Buf> Port<B> {
         });
     }
 
-    /// The next attempt comes after a longer pause.
+    /// Lengthens the pause before the next attempt.
     fn back_off(&mut self) {
         self.backoff = (self.backoff * 2).clamp(BACKOFF_MIN, BACKOFF_MAX);
     }

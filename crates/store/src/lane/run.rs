@@ -1,8 +1,8 @@
 //! [`Run`]: pages next to each other that one operation of a lane moves, cut into parts that move
 //! on their own.
 //!
-//! The rule it keeps: the parts are cut out of one frame and cover it; when the last of them has
-//! ended they are put together again, in page order. How a part moves is left to the lane.
+//! The rule it keeps: the parts are cut out of one frame and cover it; when the last part has
+//! ended, all are put together again, in page order. Moving the parts is left to the lane.
 
 use std::sync::Arc;
 
@@ -16,13 +16,13 @@ use crate::{
     remote::RemoteStore,
 };
 
-/// Neighbouring pages are read in operations of at most this many bytes, so that what arrives is
-/// hashed while it is in the second-level cache. Larger pages are one operation each. Measured over
-/// shm: READ and hash of 512 KiB take a quarter less time in pieces of 64 to 128 KiB than as a
-/// whole; over tcp the pieces travel as one batch, and it makes no difference.
+/// Most bytes that one READ of neighbouring pages brings, so that they are hashed while they are in
+/// the second-level cache. A larger page is one operation. Measured over shm: READ and hash of 512
+/// KiB take a quarter less time in pieces of 64 to 128 KiB than as a whole; over tcp the pieces
+/// travel as one batch, and their length makes no difference.
 const READ_BYTES_MAX: u32 = 128 << 10;
 
-/// Which way the pages of a run move.
+/// Direction in which the pages of a run move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
     Fill,
@@ -30,7 +30,7 @@ pub(super) enum Way {
 }
 
 impl Way {
-    /// What it is on the fabric.
+    /// Returns the verb on the fabric.
     pub(super) fn verb(self) -> Verb {
         match self {
             Self::Fill => Verb::Read,
@@ -38,7 +38,7 @@ impl Way {
         }
     }
 
-    /// What it is to those who count by direction.
+    /// Returns the index of the direction in counters.
     pub(super) fn index(self) -> usize {
         match self {
             Self::Fill => READ,
@@ -46,7 +46,7 @@ impl Way {
         }
     }
 
-    /// How errors call it.
+    /// Returns the operation's name in errors.
     pub(super) fn operation(self) -> &'static str {
         match self {
             Self::Fill => "fill",
@@ -55,8 +55,8 @@ impl Way {
     }
 }
 
-/// What one call of [`Lane::fill`](super::Lane::fill) or
-/// [`Lane::write_back`](super::Lane::write_back) began.
+/// Operation begun by one call of [`Lane::fill`](super::Lane::fill) or
+/// [`Lane::write_back`](super::Lane::write_back).
 pub(super) struct Run<F> {
     pub(super) tag: u64,
     pub(super) store: Arc<PageStore>,
@@ -64,14 +64,14 @@ pub(super) struct Run<F> {
     /// The first page.
     pub(super) page: PageIndex,
     pub(super) started: Since,
-    /// In page order at first; those that are split off later follow in any order, since tags refer
-    /// to positions.
+    /// Parts, in page order at first. Parts that are split off later follow in any order, since
+    /// tags refer to positions.
     pub(super) parts: Vec<Part<F>>,
-    /// The hash of each page: what a fill must bring, or what a write-back stores.
+    /// Hash of each page, which a fill must bring or a write-back stores.
     pub(super) hashes: Vec<u128>,
-    /// Parts that have not ended.
+    /// Number of parts that have not ended.
     open: usize,
-    /// What the pages that ended add to the store's counters.
+    /// Counts of the ended pages, for the store's counters.
     pub(super) tally: StoreStatsSnapshot,
     failed: Vec<(PageIndex, StoreError)>,
 }
@@ -79,35 +79,35 @@ pub(super) struct Run<F> {
 /// The vectors of a run that has ended, empty, so that the next one allocates nothing.
 pub(super) type Spare<F> = (Vec<Part<F>>, Vec<u128>);
 
-/// Pages that have the same fate.
+/// Pages of a run that move together.
 pub(super) struct Part<F> {
-    /// The first page, counted in the run.
+    /// Number of the first page within the run.
     pub(super) first: usize,
     pub(super) pages: usize,
-    /// Here unless it travels.
+    /// The part's bytes, unless they travel.
     pub(super) frame: Option<F>,
     pub(super) task: Task,
 }
 
-/// What a part is about to do.
+/// Next step of a part.
 pub(super) enum Task {
-    /// Nothing any more.
+    /// The part has ended.
     Ended,
-    /// To be read; an encoded page needs a staging buffer first.
+    /// A READ to be posted; an encoded page needs a staging buffer first.
     Fetch(Transfer),
-    /// Changed, one page: to be encoded, once there is a staging buffer.
+    /// One changed page, to be encoded once there is a staging buffer.
     Encode,
-    /// Changed, encoded, one page: needs a slot.
+    /// One changed page, encoded, which needs a slot.
     Encoded {
         block: RegBuf,
         form: Form,
         bytes: u32,
     },
-    /// Changed: to be written as they are, once there are slots.
+    /// Changed pages, to be written as they are once there are slots.
     Raw,
-    /// On its way.
+    /// A request under way.
     Moving(Transfer),
-    /// For a user's store.
+    /// A call of a user's store.
     Call,
 }
 
@@ -117,11 +117,11 @@ pub(super) struct Transfer {
     pub(super) place: Place,
     pub(super) bytes: u32,
     pub(super) form: Form,
-    /// How often it was tried.
+    /// Number of attempts.
     pub(super) attempts: u32,
-    /// A WRITE that seemed lost: unless it succeeds on a new channel, it may still arrive.
+    /// True for a WRITE that seemed lost: it may still arrive unless it succeeds on a new channel.
     pub(super) in_doubt: bool,
-    /// A READ that repeats one whose bytes did not match their hash.
+    /// True for a READ that repeats one whose bytes did not match their hash.
     pub(super) is_second_look: bool,
 }
 
@@ -137,7 +137,7 @@ impl Transfer {
         }
     }
 
-    /// The places of its pages.
+    /// Returns the places of the transfer's pages.
     pub(super) fn places(
         self,
         pages: usize,
@@ -149,7 +149,7 @@ impl Transfer {
         })
     }
 
-    /// Whether `next` may become the end of this one.
+    /// True if `next` may become the end of this transfer.
     fn is_followed_by(&self, next: &Self) -> bool {
         let end = self.place.offset + u64::from(self.bytes);
         (self.form, next.form) == (Form::Raw, Form::Raw)
@@ -160,7 +160,7 @@ impl Transfer {
 }
 
 impl Task {
-    /// Takes the next page's task in, if the pages have the same fate.
+    /// Takes the next page's task in, if both pages can move together.
     fn join(&mut self, next: &Self) -> bool {
         match (self, next) {
             (Self::Ended, Self::Ended) | (Self::Raw, Self::Raw) | (Self::Call, Self::Call) => true,
@@ -174,7 +174,7 @@ impl Task {
 }
 
 impl<F: Frame> Run<F> {
-    /// A run without pages.
+    /// Makes a run without pages.
     pub(super) fn new(
         (tag, store, page): (u64, &Arc<PageStore>, PageIndex),
         way: Way,
@@ -194,7 +194,7 @@ impl<F: Frame> Run<F> {
         }
     }
 
-    /// Adds the next page. Its hash means nothing if the task has ended.
+    /// Adds the next page. `hash` means nothing if the task has ended.
     pub(super) fn add(&mut self, task: Task, hash: u128) {
         let first = self.hashes.len();
         self.hashes.push(hash);
@@ -227,7 +227,7 @@ impl<F: Frame> Run<F> {
         }
     }
 
-    /// Splits what lies behind the first `pages` off a part; returns where that is.
+    /// Splits the pages behind the first `pages` off a part. Returns the index of the new part.
     pub(super) fn split(&mut self, part: usize, pages: usize) -> usize {
         let page_bytes = self.store.page_bytes;
         let part = &mut self.parts[part];
@@ -244,26 +244,26 @@ impl<F: Frame> Run<F> {
         self.parts.len() - 1
     }
 
-    /// The bytes of a part that is here.
+    /// Returns the bytes of a part that does not travel.
     pub(super) fn bytes(&self, part: usize) -> &[u8] {
         let frame = self.parts[part].frame.as_ref();
         frame.expect("a part that waits is here").as_ref()
     }
 
-    /// Sends the bytes of a part on their way.
+    /// Takes the bytes of a part, to send them on their way.
     pub(super) fn take_frame(&mut self, part: usize) -> F {
         let frame = self.parts[part].frame.take();
         frame.expect("a part that waits is here")
     }
 
-    /// A part has nothing to do any more.
+    /// Ends a part, which has nothing to do any more.
     pub(super) fn end(&mut self, part: usize) {
         let ended = std::mem::replace(&mut self.parts[part].task, Task::Ended);
         debug_assert!(!matches!(ended, Task::Ended), "a part ends once");
         self.open -= 1;
     }
 
-    /// The pages of a part, which ends, are not done.
+    /// Ends a part whose pages have failed.
     pub(super) fn fail(&mut self, part: usize, error: impl Fn(PageIndex) -> StoreError) {
         let Part { first, pages, .. } = self.parts[part];
         let pages = (self.page + first).and_on(pages);
@@ -272,12 +272,12 @@ impl<F: Frame> Run<F> {
         self.end(part);
     }
 
-    /// One page is not done.
+    /// Notes that one page has failed.
     pub(super) fn fail_page(&mut self, number: usize, error: StoreError) {
         self.failed.push((self.page + number, error));
     }
 
-    /// What a channel's last word on a transfer means.
+    /// Turns a channel's last word on a transfer into the error of each page.
     pub(super) fn remote_error(
         &self,
         remote: &RemoteStore,

@@ -1,8 +1,8 @@
-//! [`Staging`]: buffers that encoded pages travel in, and [`IoBuf`], what travels.
+//! [`Staging`]: buffers that encoded pages travel in, and [`IoBuf`], the buffer of a request.
 //!
 //! The rule it keeps: the buffers are registered memory, made once and used again, so that an
-//! adapter moves them as they lie. Those that are out hold at most [`BYTES_MAX`] together, or one
-//! page: they are local memory beside the budget. Whoever takes one puts it back.
+//! adapter moves them as they lie. Buffers that are out hold at most [`BYTES_MAX`] together, or one
+//! page: they are local memory beside the budget. The lane puts back each buffer that it takes.
 
 use std::{array, sync::Arc};
 
@@ -18,8 +18,8 @@ const BYTES_MAX: usize = 4 << 20;
 /// Buffers for encoded pages, by page size; made once and used again.
 pub(super) struct Staging {
     pool: RegPool,
-    /// Kept for this lane, as many as were [`prepare`](Self::prepare)d: taking one takes no lock
-    /// and allocates nothing. All others go back to the pool, so that lanes share the memory.
+    /// Buffers kept for this lane, as many as were [`prepare`](Self::prepare)d: taking one takes no
+    /// lock and allocates nothing. Others go back to the pool, so that lanes share the memory.
     free: [Vec<RegBuf>; 32],
     /// Plain lengths of the pages whose buffers are out.
     bytes_out: usize,
@@ -34,8 +34,8 @@ impl Staging {
         }
     }
 
-    /// Keeps buffers for `pages` pages from now on, as far as they can be had. What is missing is
-    /// asked for again by [`take`](Self::take).
+    /// Keeps buffers for `pages` pages from now on, as far as they can be had. [`take`](Self::take)
+    /// asks again for missing buffers.
     pub(super) fn prepare(&mut self, page_bytes: usize, pages: usize) {
         self.free[page_bytes.ilog2() as usize].reserve_exact(pages);
         let taken: Vec<_> = (0..pages)
@@ -46,12 +46,12 @@ impl Staging {
         }
     }
 
-    /// Whether a buffer for a page of `page_bytes` may be taken.
+    /// True if a buffer for a page of `page_bytes` may be taken.
     pub(super) fn has(&self, page_bytes: usize) -> bool {
         self.bytes_out == 0 || self.bytes_out + page_bytes <= BYTES_MAX
     }
 
-    /// A buffer for an encoded page, as long as one can become. `None`: too many are out.
+    /// Takes a buffer that holds any encoded page of `page_bytes`. `None`: too many are out.
     pub(super) fn take(&mut self, page_bytes: usize) -> Result<Option<RegBuf>, RegError> {
         if !self.has(page_bytes) {
             return Ok(None);
@@ -74,7 +74,7 @@ impl Staging {
     }
 }
 
-/// Why pages stay where they are.
+/// Returns the error of pages that have no buffer to travel in.
 pub(super) fn no_memory(
     store: &PageStore,
     error: RegError,
@@ -88,7 +88,7 @@ pub(super) fn no_memory(
     }
 }
 
-/// What travels: pages as they are, or an encoded page.
+/// Buffer of a request: pages as they are, or an encoded page.
 pub(super) enum IoBuf<F> {
     Frame(F),
     Staging(RegBuf),

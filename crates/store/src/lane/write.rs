@@ -1,8 +1,8 @@
-//! Write-backs to memory servers: what changed goes out of place, encoded if that saves a size
-//! class.
+//! Write-backs to memory servers: changed pages go out of place, encoded if that saves at least a
+//! sixteenth of the page.
 //!
-//! The rule it keeps: a page's entry changes when its new bytes are complete, and not before; what
-//! fails on the way leaves the last good copy.
+//! The rule it keeps: a page's entry changes when its new bytes are complete, and not before; a
+//! failure on the way leaves the last good copy.
 
 use std::{mem, sync::Arc, time::Instant};
 
@@ -78,7 +78,7 @@ impl<F: Frame> Lane<F> {
         Ok(())
     }
 
-    /// What to do with a changed page, and the hash that it will be known by.
+    /// Encodes a changed page if it can. Returns the page's task, and the hash of its new entry.
     fn encode(
         &mut self,
         remote: &RemoteStore,
@@ -127,9 +127,9 @@ impl<F: Frame> Lane<F> {
         Ok((task, encoded.hash))
     }
 
-    /// Writes what can be written now; false if some of it has to wait.
+    /// Posts all WRITEs that can go now. False if some have to wait.
     pub(super) fn write(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
-        // 1. Encode what waited for a staging buffer.
+        // 1. Encode the pages that waited for a staging buffer.
         for part in 0..run.parts.len() {
             if matches!(run.parts[part].task, Task::Encode) {
                 let number = run.parts[part].first;
@@ -151,12 +151,12 @@ impl<F: Frame> Lane<F> {
                 }
             }
         }
-        // 2. Slots, and off.
+        // 2. Take slots, and post.
         let placed = self.write_raw(index, run, remote) & self.write_encoded(index, run, remote);
         placed && !(run.parts.iter()).any(|part| matches!(part.task, Task::Encode))
     }
 
-    /// Slots for all raw pages at once, as many in a row as possible, and one WRITE for each row.
+    /// Takes slots for all raw pages, as many in a row as possible. Posts one WRITE for each row.
     fn write_raw(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
         let page_bytes = run.store.page_bytes;
         let is_raw = |part: &&Part<F>| matches!(part.task, Task::Raw);
@@ -230,8 +230,9 @@ impl<F: Frame> Lane<F> {
         all
     }
 
-    /// Why a part of the run cannot be written. `None`: there may be room in time, because servers
-    /// are being asked for memory or other writes are about to end. Then the lane looks again soon.
+    /// Returns the reason why a part cannot be written. `None`: there may be room in time, since
+    /// servers are being asked for memory or other writes are about to end. The lane looks again
+    /// soon.
     fn refusal(&mut self, run: &Run<F>, no_room: NoRoom) -> Option<AllocError> {
         let now = Instant::now();
         let (refusal, may_wait) = match no_room {
@@ -250,7 +251,7 @@ impl<F: Frame> Lane<F> {
         refusal.filter(|_| !waits)
     }
 
-    /// A part is in its slots, or is not.
+    /// Ends a part whose WRITE has ended, well or not.
     pub(super) fn written(
         &mut self,
         run: &mut Run<F>,

@@ -1,7 +1,7 @@
-//! [`Manifest`]: what a name is bound to, and the words of a page map.
+//! [`Manifest`]: the value that a name is bound to, and the words of a page map.
 //!
 //! The rule it keeps: published regions stay readable, so [`VERSION`] changes with every change of
-//! what is here.
+//! these formats.
 
 use farpage_fabric::ExtentId;
 use serde::{Deserialize, Serialize};
@@ -14,12 +14,12 @@ use crate::{
 
 pub(super) const VERSION: u32 = 3;
 
-/// What a name is bound to, on each server of the region.
+/// Value that a name is bound to, on each server of the region.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Manifest {
-    /// On the first server: the region.
+    /// The region, on its first server.
     Region(Box<RegionManifest>),
-    /// On the others: they only keep extents.
+    /// Marker on the other servers, which only keep extents.
     Part,
 }
 
@@ -31,7 +31,7 @@ pub(super) struct RegionManifest {
     pub(super) codec: Codec,
     pub(super) layout: Layout,
     pub(super) seed: u64,
-    /// Whether its raw size is to be granted at once.
+    /// True if the region's raw size is to be granted at once.
     pub(super) reserved: bool,
     /// Endpoints, by the servers' numbers in entries.
     pub(super) servers: Vec<String>,
@@ -41,12 +41,12 @@ pub(super) struct RegionManifest {
     pub(super) map: Vec<Words>,
 }
 
-/// The slot that an entry of a map refers to.
+/// Returns the slot that an entry of a map refers to.
 pub(super) fn span_of(words: &Words) -> Option<Span> {
     Entry::decode(*words)?.slot()
 }
 
-/// The slots of a version: those that its map refers to, and those of the map.
+/// Returns the slots of a version: those that its map refers to, and those of the map.
 pub(super) fn places_of(map: &[u8], area: &[Span]) -> Vec<u64> {
     let pages = map.as_chunks::<32>().0.iter();
     let slots = pages.filter_map(|words| span_of(&words_of(words)));

@@ -1,6 +1,6 @@
 //! [`Mover`]: reads and writes pieces of a page map.
 //!
-//! The rule it keeps: it waits for servers, so no worker uses it.
+//! The rule it keeps: a mover waits for servers, so no worker uses one.
 
 use std::{os::fd::BorrowedFd, time::Instant};
 
@@ -12,7 +12,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout};
 
 use crate::{place::Place, pool::SlotPool};
 
-/// Moves pieces of a map one after another.
+/// Mover of pieces of a map, one after another.
 pub(super) struct Mover<'a> {
     pool: &'a SlotPool,
     channels: Vec<Option<Box<dyn Channel<RegBuf>>>>,
@@ -87,6 +87,6 @@ fn sleep(fd: Option<BorrowedFd<'_>>, readable: bool, writable: bool, until: Opti
         PollTimeout::try_from(left.as_millis() + u128::from(!left.is_zero()))
             .unwrap_or(PollTimeout::MAX)
     });
-    // Whatever it says, the channel is polled next.
+    // Whatever the call returns, the channel is polled next.
     let _ = nix::poll::poll(&mut fds, timeout);
 }

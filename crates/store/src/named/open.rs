@@ -23,14 +23,14 @@ use crate::{
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
 };
 
-/// How often the version of a region on several servers is asked for while it is published. Each
-/// time takes less than a publication does.
+/// Number of attempts to read the version of a region on several servers while it is published.
+/// Each attempt takes less time than a publication.
 const READ_TRIES: usize = 10;
 
 impl PageStore {
-    /// Opens the region that was last published under `name`, and which errors call `region`. Its
-    /// length, page size and codec are those it was published with. Nobody else can open it before
-    /// this store is dropped.
+    /// Opens the region that was last published under `name`; errors call it `region`. Its length,
+    /// page size and codec are those it was published with. No other store can open it for writing
+    /// before this one is dropped.
     ///
     /// # Errors
     /// [`OpenStoreError`].
@@ -46,9 +46,9 @@ impl PageStore {
         Self::of_opened(cluster, region.into(), name, opened, pool)
     }
 
-    /// As [`open`](Self::open), to read the version that is published now. Any number of stores and
-    /// programs can, also while another has the region open for writing. Nothing of the version
-    /// changes before this store is dropped. Its pages are not to be written back.
+    /// Opens the version that is published now, to read it. Any number of stores and programs can,
+    /// also while another has the region open for writing. The version does not change before this
+    /// store is dropped. Its pages are not to be written back.
     ///
     /// # Errors
     /// [`OpenStoreError`].
@@ -97,7 +97,7 @@ impl PageStore {
         if !slots.iter().all(|slot| pool.claim(*slot)) {
             return Err(damaged("pieces of its map overlap, or lie nowhere"));
         }
-        // 3. The store. Its table before memory is reserved: nobody would take that back.
+        // 3. The store. Its table comes before the reservation, which nothing would take back.
         let table = PageTable::new(manifest.bytes, page_bytes)?;
         let reservation = match is_read_only {
             true => None,
@@ -133,7 +133,7 @@ impl PageStore {
                 .ok_or_else(|| damaged("an entry of its page map is none"))?;
             store.adopt(remote, page, entry).map_err(damaged)?;
         }
-        // 5. Now that all slots of the pages are taken: what may be those of versions before, and
+        // 5. All slots of the pages are taken now. Take the space that older versions may use, and
         //    slots for maps to come.
         if let Some(readers) = pool.readers() {
             readers.opened(&versions, &places, || pool.take_holes());
@@ -144,7 +144,7 @@ impl PageStore {
         Ok(store)
     }
 
-    /// Takes over the entry of a published page. What is wrong with it, if something is.
+    /// Takes over the entry of a published page. An error says what is wrong with the entry.
     fn adopt(
         &self,
         remote: &RemoteStore,
@@ -205,17 +205,17 @@ fn damaged(name: &str, detail: &str) -> OpenStoreError {
 /// An opened name, given back unless a store takes it over.
 struct Opened {
     manifest: Box<RegionManifest>,
-    /// What the region's first server says of its versions.
+    /// The answer of the region's first server about its versions.
     versions: Versions,
     extents: Extents,
-    /// Let go after the extents. A region that is only read claims nothing.
+    /// Claim on the name, let go after the extents. A region that is only read claims nothing.
     claim: Option<Claim>,
 }
 
-/// An extent by the id that the manifest knows, and as it is leased to this client.
+/// Extent: the id that the manifest knows, and the extent as it is leased to this client.
 type Leased = (ExtentId, Extent);
 
-/// The extents of an opened name by server. Dropping it gives them back.
+/// Extents of an opened name, by server. Dropping this value gives the extents back.
 struct Extents(Vec<(Arc<Session>, Vec<Leased>)>);
 
 /// The manifests of an opened name.
@@ -270,8 +270,8 @@ impl Drop for Extents {
 }
 
 impl Extents {
-    /// The pool's extents are its own from here on. What a publication that did not come to its end
-    /// had added goes back.
+    /// Leaves the pool's extents to the pool. Gives back extents that an unfinished publication had
+    /// added.
     fn hand_over(mut self, pool: &SlotPool) {
         let kept: HashSet<_> = pool.extents().into_iter().flatten().collect();
         for (session, extents) in &mut self.0 {
@@ -302,7 +302,7 @@ impl Opened {
             manifests.add(session, name, &named.manifest, named.versions)?;
         }
         let (manifest, versions) = manifests.found(name)?;
-        // Also on servers that have nothing of it now: it may be published there again.
+        // Claimed also on servers without pages of the region: it may be published there again.
         let failed = |error| match error {
             PublishError::InUse { endpoint, name } => OpenStoreError::InUse { name, endpoint },
             source => OpenStoreError::Claim {
@@ -359,7 +359,7 @@ impl Opened {
         }
     }
 
-    /// What is reserved for the region, if it is fully reserved.
+    /// Reserves memory for the region, if it is fully reserved.
     fn reserve(
         &self,
         pool: &SlotPool,
@@ -377,8 +377,8 @@ impl Opened {
         pool.reserve(bytes, page_bytes).map_err(failed).map(Some)
     }
 
-    /// A pool that numbers servers and extents as the manifest does, and has the cluster's other
-    /// servers behind them.
+    /// Makes a pool that numbers servers and extents as the manifest does, and has the cluster's
+    /// other servers behind them.
     fn pool(
         &self,
         cluster: &Cluster,

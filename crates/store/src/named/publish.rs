@@ -1,4 +1,4 @@
-//! [`PageStore::publish`]: a region's page map to remote memory, and its name bound to it.
+//! [`PageStore::publish`]: writes a region's page map to remote memory and binds its name to it.
 //!
 //! The rule it keeps: until the last step, the previous publication is whole; and the last step is
 //! one request to the region's first server.
@@ -20,8 +20,8 @@ use crate::{
 };
 
 impl PageStore {
-    /// Publishes what has been written back so far under the region's name, atomically: whoever
-    /// opens the name gets this state or, if this call fails or the process dies in it, the
+    /// Publishes what has been written back so far under the region's name, atomically. A program
+    /// that opens the name gets this state or, if this call fails or the process dies in it, the
     /// previous one. (If the connection breaks in the last step, either of the two.) Pages may be
     /// filled and written back meanwhile.
     ///
@@ -59,8 +59,8 @@ impl PageStore {
                 Err(error)
             }
         };
-        // 3. What only the previous map referred to is free now; after a failure, what only this
-        //    one refers to. So it is when the server has ended: nobody opens either then.
+        // 3. Slots that only the previous map referred to are free now. After a failure, or when
+        //    the server has ended, slots are free that only this map refers to.
         let (_, first) = &pool.servers()[0];
         let ended = match &result {
             Ok(versions) => Ended::Bound(versions.clone()),
@@ -70,7 +70,7 @@ impl PageStore {
             Err(_) => Ended::Failed,
         };
         publication.end(pool, ended, places, || self.mark_published(&map));
-        // 4. What was needed beside the reservation while older versions were read.
+        // 4. Give back what was needed beside the reservation while older versions were read.
         if result.is_ok() && remote.reservation.is_some() {
             pool.shrink();
         }
@@ -97,7 +97,7 @@ impl PageStore {
         }
     }
 
-    /// Writes the map's pieces to the slots of `area`; what is all zeros needs no write. An error
+    /// Writes the map's pieces to the slots of `area`; a piece of zeros needs no write. An error
     /// comes with the slot whose write failed.
     fn write_map(
         &self,
@@ -177,9 +177,9 @@ impl PageStore {
             map_bytes,
             map,
         }));
-        // The first server last: its manifest is the publication. The others hold at least what any
-        // of its maps needs. A server that holds nothing is told so, too: what the name kept there
-        // before is free then.
+        // The first server comes last: its manifest is the publication. The others hold at least
+        // the extents that its maps need. A server that holds none is told so, too, and frees what
+        // the name kept there before.
         let mut versions = Versions::default();
         for (server, (_, session)) in pool.servers().iter().enumerate().rev() {
             let manifest = if server == 0 {
@@ -204,7 +204,7 @@ impl PageStore {
     }
 }
 
-/// Whether the name may be bound despite the error. A request whose connection broke is sent again
+/// True if the name may be bound despite the error. A request whose connection broke is sent again
 /// on the next connection, where proving the user's key may fail.
 fn may_have_happened(error: &PublishStoreError) -> bool {
     matches!(

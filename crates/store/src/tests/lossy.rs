@@ -1,8 +1,8 @@
-//! Pages that lose something, and what promises that bound it.
+//! Pages with a lossy codec, and the bounds of their loss.
 
 use super::*;
 
-/// A plane wave with a little noise, 64 doubles to a row.
+/// Returns a plane wave with a little noise, 64 doubles to a row.
 fn field(first: usize, len: usize) -> Vec<u8> {
     let value = |at: usize| {
         let (x, y) = ((at % 64) as f64, (at / 64) as f64);
@@ -55,8 +55,8 @@ fn a_page_that_lost_is_clean_when_it_comes_back_and_never_drifts() {
             assert_eq!(write_run(&mut lane, &store, 0, &again).outcome.clean, 8);
         }
         assert_eq!(store.stats().bytes_stored, written.bytes_stored);
-        // Written as it was at first, it is the same again: what a flush of a page that stays in
-        // memory does.
+        // Written again with its exact values, the page is rounded to the same: so does a flush of
+        // a page that stays in memory.
         write_run(&mut lane, &store, 0, &exact);
         assert!(read_run(&mut lane, &store, 0, 8).frame.bytes == rounded);
     }

@@ -1,5 +1,5 @@
-//! Tests of stores through lanes, by subject. Here is what they share: simulated servers, lanes
-//! that are driven to the end, and [`conform`], which compares any store with a plain array.
+//! Tests of stores through lanes, by subject. This file has the shared parts: simulated servers,
+//! lanes that are driven to the end, and [`conform`], which compares any store with a plain array.
 
 mod lossy;
 mod named;
@@ -123,7 +123,7 @@ fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
     )
 }
 
-/// Those that lose nothing: what comes back is compared with what was written.
+/// Codecs without loss: pages that come back are compared with what was written.
 const CODECS: [Codec; 5] = [
     Codec::Raw,
     Codec::Adaptive {
@@ -159,7 +159,7 @@ fn remote(cluster: &Arc<Cluster>, pages: u64, page_bytes: usize, codec: Codec) -
     .expect("it fits")
 }
 
-/// Polls until something has ended.
+/// Polls until an operation has ended.
 fn some(lane: &mut Lane<Piece>) -> Vec<Done<Piece>> {
     let limit = Instant::now() + Duration::from_secs(20);
     let mut done = Vec::new();
@@ -248,7 +248,7 @@ fn read_run(
     done
 }
 
-/// A page of one of the kinds that codecs tell apart.
+/// Returns a page of one of the kinds that codecs tell apart.
 fn random_page(random: &mut ChaCha8Rng, page_bytes: usize) -> Vec<u8> {
     let mut page = vec![0; page_bytes];
     match random.random_range(0..6) {
@@ -268,9 +268,9 @@ fn random_page(random: &mut ChaCha8Rng, page_bytes: usize) -> Vec<u8> {
     page
 }
 
-/// The suite: random fills and write-backs of runs of up to 40 pages, many in flight over several
-/// lanes, against a plain array, page by page. What fails for a reason that may pass is no error
-/// here. Returns how many pages failed.
+/// Runs the suite: random fills and write-backs of runs of up to 40 pages, many in flight over
+/// several lanes, against a plain array, page by page. A failure that may pass is no error here.
+/// Returns the number of pages that failed.
 fn conform(
     cluster: &Arc<Cluster>,
     store: &Arc<PageStore>,
@@ -348,7 +348,7 @@ fn conform(
 struct Suite<'a> {
     store: &'a PageStore,
     model: &'a mut [u8],
-    /// Tag -> pages, and what is written, or None for a fill.
+    /// Pages by tag, with the bytes that are written, or `None` for a fill.
     busy: HashMap<u64, (Range<u64>, Option<Vec<u8>>)>,
     failed: usize,
     seed: u64,
@@ -365,7 +365,7 @@ impl Suite<'_> {
         from..(from + self.store.page_bytes()).min(self.model.len())
     }
 
-    /// A whole page as it should be.
+    /// Returns a whole page as it should be.
     fn page(&self, page: u64) -> Vec<u8> {
         let mut bytes = self.model[self.range(page)].to_vec();
         bytes.resize(self.store.page_bytes(), 0);
@@ -426,7 +426,7 @@ impl Suite<'_> {
     }
 }
 
-/// Neither zeros nor one value, and no two alike.
+/// Returns a page that is neither zeros nor one value. Each `number` gives another.
 fn odd_page(page_bytes: usize, number: u64) -> Vec<u8> {
     let mut page = vec![0; page_bytes];
     ChaCha8Rng::seed_from_u64(number).fill_bytes(&mut page);
@@ -446,7 +446,7 @@ fn pool(store: &PageStore) -> &SlotPool {
     }
 }
 
-/// Where a page's bytes are.
+/// Returns the place and length of a page's bytes.
 fn place_of(store: &PageStore, page: u64) -> (Place, u32) {
     match store.table.load(at(page)) {
         Entry::Stored {
@@ -502,7 +502,7 @@ fn client(servers: &[Arc<SimServer>]) -> Arc<Cluster> {
     )
 }
 
-/// All bytes of a region.
+/// Returns all bytes of a region.
 fn vec_of(cluster: &Arc<Cluster>, store: &Arc<PageStore>) -> Vec<u8> {
     let mut lane = Lane::new(cluster).unwrap();
     (0..store.pages())

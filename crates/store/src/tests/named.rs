@@ -72,7 +72,7 @@ fn a_client_that_dies_between_publications_leaves_the_last_one() {
 
 #[test]
 fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
-    // A map of them takes two.
+    // The map of 192 pages takes two pages.
     const PAGES: u64 = 192;
     let server = SimServer::new(SimConfig {
         capacity_bytes: 3 << 20,
@@ -100,7 +100,7 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     };
     write_all(PAGES, 1);
     store.publish().unwrap();
-    // Someone takes what there is. One free page lets others be rewritten, and is no room for a
+    // Another grant takes all memory. One free page lets others be rewritten, and is no room for a
     // map.
     let session = &cluster.sessions()[0];
     let available = match session.grant(1 << 30) {
@@ -201,8 +201,8 @@ fn a_name_is_its_regions_from_creation_on_and_on_all_servers() {
         PageStore::remote(cluster, REGION, pages * 4096, 4096, &options(replace))
     };
     let held = create(&first, 1, false).unwrap();
-    // 1. Nobody else has it, with or without `replace`, in the same program neither, nor by way of
-    //    one server.
+    // 1. No other region has the name, with or without `replace`, neither in the same program nor
+    //    by way of one server.
     for replace in [false, true] {
         assert!(matches!(
             create(&first, 1, replace),
@@ -219,12 +219,12 @@ fn a_name_is_its_regions_from_creation_on_and_on_all_servers() {
         PageStore::open(&first, REGION, "x"),
         Err(OpenStoreError::Held { .. })
     ));
-    // 2. What was never published leaves no name.
+    // 2. A region that was never published leaves no name.
     drop(held);
     let published = create(&second, 2, false).unwrap();
     published.publish().unwrap();
     drop(published);
-    // 3. What was published is replaced only when that is asked for, and only by a publication.
+    // 3. A published region is replaced only when that is asked for, and only by a publication.
     for other in [&first, &client(&servers[..1]), &client(&servers[1..])] {
         let error = create(other, 3, false).err().unwrap();
         assert!(
@@ -238,7 +238,7 @@ fn a_name_is_its_regions_from_creation_on_and_on_all_servers() {
     replacing.publish().unwrap();
     drop(replacing);
     assert_eq!(PageStore::open(&second, REGION, "x").unwrap().pages(), 3);
-    // 4. What the old one had anywhere is free.
+    // 4. Memory of the old region is free on all servers.
     first.remove("x").unwrap();
     for session in first.sessions() {
         assert_eq!(session.stat().unwrap().granted_bytes, 0);
@@ -256,7 +256,7 @@ fn a_region_that_left_a_server_is_published_there_again() {
     };
     let store = PageStore::remote(&first, REGION, 60 * 4096, 4096, &options).unwrap();
     store.publish().unwrap();
-    // As a process that dies between the servers leaves it: the second one keeps what no map needs.
+    // As after a process that died between the servers: the second one keeps what no map needs.
     let session = &first.sessions()[1];
     let extent = session.grant(1 << 20).unwrap().id;
     session.publish("x", &[1], &[extent]).unwrap();
@@ -290,7 +290,7 @@ fn what_a_server_grants_after_the_region_is_gone_goes_back() {
     };
     let pool = remote.pool.clone();
     drop(store);
-    // As a thread that had asked before.
+    // Asks like a thread that had begun before.
     let _ = pool.grow(4096);
     assert!(pool.extents().is_empty(), "nobody gives it back");
     assert_eq!(pool.granted_bytes(), 0);
@@ -302,8 +302,8 @@ fn what_a_publication_that_did_not_end_had_added_is_not_held() {
     let first = client(&servers);
     let store = named(&first, "x", 60, Codec::Raw);
     store.publish().unwrap();
-    // As a process that dies between the servers leaves it: the second one keeps more than the
-    // first one's map says.
+    // As after a process that died between the servers: the second one keeps more than the first
+    // one's map says.
     let Backing::Remote(remote) = &store.backing else {
         panic!("remote")
     };
@@ -355,8 +355,8 @@ fn pages_may_move_while_a_region_is_being_published() {
     }
 }
 
-/// Room for one page more than the region has, twice, and one WRITE in four seems lost: of those
-/// some land late.
+/// Room for one page more than the region has, twice. One WRITE in four seems lost, and some of the
+/// lost ones land late.
 #[test]
 fn slots_of_writes_that_seemed_lost_are_used_again_and_nothing_lands_there() {
     for seed in 0..20 {

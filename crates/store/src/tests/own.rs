@@ -90,7 +90,7 @@ fn a_file_of_the_wrong_length_is_refused_and_a_part_of_one_is_honoured() {
     );
 }
 
-/// A store in memory that does as it is told.
+/// Store in memory that fails, panics and stalls when it is told to.
 #[derive(Default)]
 struct Unruly {
     bytes: Mutex<Vec<u8>>,
@@ -180,13 +180,13 @@ fn a_users_page_is_unchanged_as_long_as_its_store_has_it() {
     assert!(!store.is_unchanged(at(0), &page));
     write(&mut lane, &store, 0, &page).expect("the store writes");
     assert!(store.is_unchanged(at(0), &page));
-    // Of the last page only what belongs to the region.
+    // Of the last page only the region's bytes count.
     let mut last = read(&mut lane, &store, 1).expect("the store reads");
     last[100] ^= 1;
     assert!(store.is_unchanged(at(1), &last));
     last[99] ^= 1;
     assert!(!store.is_unchanged(at(1), &last));
-    // A write that failed: nobody knows what the store has.
+    // After a failed write the store's bytes are unknown.
     user.fail.store(true, Ordering::Relaxed);
     write(&mut lane, &store, 0, &[1; 4096]).expect_err("told to fail");
     assert!(!store.is_unchanged(at(0), &page) && !store.is_unchanged(at(0), &[1; 4096]));
@@ -210,8 +210,8 @@ fn errors_and_panics_of_a_users_store_reach_the_caller_and_pass() {
         Err(StoreError::User { page: 1, .. })
     ));
     user.fail.store(false, Ordering::Relaxed);
-    // What the store has is unknown after a failed write, so going back to the old bytes is no
-    // clean page.
+    // After a failed write the store's bytes are unknown, so a page with the old bytes is not
+    // clean.
     assert!(matches!(
         write(&mut lane, &store, 1, &page),
         Ok(Outcome { written: 1, .. })
@@ -384,7 +384,7 @@ fn threads_of_a_store_may_use_the_processors_that_its_maker_may() {
     let options = BlockingOptions::default();
     let store = PageStore::blocking(&cluster, REGION, 4096, 4096, user.clone(), &options)
         .expect("the sizes are sound");
-    // As workers are, on whose behalf threads are started.
+    // Pinned to one CPU, like the workers on whose behalf threads are started.
     let mut one = CpuSet::new();
     one.set(first).expect("it is one of them");
     sched_setaffinity(Pid::from_raw(0), &one).expect("the thread may use it");

@@ -13,7 +13,7 @@ fn named(cluster: &Arc<Cluster>, pages: u64, codec: Codec, replace: bool) -> Arc
     PageStore::remote(cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
 }
 
-/// A program that reads a version, and what it has to be.
+/// Program that reads a version, with the bytes that it must see.
 struct Reader {
     cluster: Arc<Cluster>,
     store: Arc<PageStore>,
@@ -87,7 +87,7 @@ fn readers_see_their_version_while_writers_publish_many() {
                 }
                 readers.iter().for_each(Reader::check);
             }
-            // What is not published is nobody's business.
+            // Changes that are not published do not reach readers.
             conform(&cluster, &store, &mut model, seed * 10_000 + 99, 150);
             readers.iter().for_each(Reader::check);
             drop((store, cluster));
@@ -103,7 +103,7 @@ fn readers_see_their_version_while_writers_publish_many() {
     }
 }
 
-/// A reader of a region that was replaced while it was read, and removed then.
+/// Returns a reader of a region that was replaced while it was read, and then removed.
 fn readers_keep_what_was_removed(servers: &[Arc<SimServer>]) -> Reader {
     let cluster = client(servers);
     let store = named(&cluster, 8, Codec::Raw, false);
@@ -124,7 +124,7 @@ fn readers_keep_what_was_removed(servers: &[Arc<SimServer>]) -> Reader {
     reader
 }
 
-/// A server with room for `bytes`, and a region of 64 pages there.
+/// Makes a server with room for `bytes`, and a region of 64 pages there.
 fn small_server(bytes: u64) -> (Arc<SimServer>, Arc<Cluster>, Arc<PageStore>) {
     let server = SimServer::new(SimConfig {
         capacity_bytes: bytes,

@@ -103,7 +103,7 @@ fn a_full_server_is_typed_and_leaves_everything_usable() {
             "{error}"
         );
     }
-    // What the failed attempts took is back: the rest of the capacity still serves.
+    // Memory that the failed attempts took is back: the rest of the capacity still serves.
     let rest = remote(&cluster, 1024, 4096, Codec::Lz4);
     conform(&cluster, &kept, &mut vec![0; 1024 * 4096], 1, 4000);
     conform(&cluster, &rest, &mut vec![0; 1024 * 4096], 2, 4000);
@@ -212,12 +212,12 @@ fn what_is_granted_to_a_shared_pool_for_a_region_that_is_gone_goes_back() {
         panic!("remote")
     };
     let pool = remote.pool.clone();
-    // A thread asks for it, and comes to the server only when it has ended.
+    // A thread asks for memory, and reaches the server only when the region has ended.
     let ended = pool.ended();
     drop(store);
     pool.grow_unless_ended(4096, ended).unwrap();
     assert_eq!(pool.granted_bytes(), 0, "nobody gives it back");
-    // One that still waits asks again.
+    // A region that still waits asks again.
     pool.grow(4096).unwrap();
     assert!(pool.granted_bytes() > 0);
     drop(other);

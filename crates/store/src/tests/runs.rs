@@ -1,4 +1,4 @@
-//! Runs: what moves together, what fails alone, and what becomes of its slots.
+//! Runs: pages that move together, pages that fail alone, and the slots of both.
 
 use super::*;
 
@@ -193,8 +193,8 @@ fn what_fails_of_a_run_leaves_the_last_good_copies() {
     assert!(failed > 1000, "{failed} pages failed");
 }
 
-/// Whether a WRITE that was given up lands is not known until there is a new channel: until then
-/// its slot is nobody's.
+/// A WRITE that was given up may land until there is a new channel. Until then its slot is not
+/// used.
 #[test]
 fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
     let server = SimServer::new(SimConfig {
@@ -211,7 +211,7 @@ fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
     };
     let store = PageStore::remote(&cluster, REGION, 2 << 20, 4096, &options).unwrap();
     let mut lane = Lane::new(&cluster).unwrap();
-    // All that the server has, so that no run waits for memory on its way.
+    // Takes all memory of the server, so that no run waits for more on its way.
     while pool(&store).grow(4096).is_ok() {}
     for round in 0..5 {
         let done = write_run(&mut lane, &store, 0, &odd_pages(4096, 0..256));
@@ -246,7 +246,7 @@ fn slots_of_a_run_that_was_never_sent_are_free_again() {
     let done = write_run(&mut lane, &store, 0, &odd_pages(4096, 0..64));
     assert_eq!(done.failed.len(), 64);
     assert_eq!(pool(&store).used_bytes(), 4096, "the slot of the first one");
-    // Nor does a lane that is dropped leave anybody waiting.
+    // A lane that is dropped leaves no slot unsettled either.
     lane.write_back(&store, at(0), odd_pages(4096, 0..64).into(), 0)
         .unwrap();
     assert!(pool(&store).has_unsettled());
@@ -270,7 +270,7 @@ fn a_server_that_dies_in_the_middle_of_runs_tears_none() {
         let codec = CODECS[seed as usize % CODECS.len()];
         let store = remote(&cluster, 64, 4096, codec);
         let mut lane = Lane::new(&cluster).unwrap();
-        // What each page was last written as, and its entry then.
+        // Bytes that each page was last written with, and its entry then.
         let mut model = vec![0; 64 * 4096];
         let mut entries = [Entry::Never; 64];
         let mut failed = 0;
@@ -357,7 +357,7 @@ fn runs_wait_for_each_others_slots_where_space_is_tight() {
             capacity_bytes: 5 << 20,
             ..SimConfig::new(1)
         }]);
-        // Nothing beyond what is reserved: 40 pages, and 16 on their way.
+        // The reservation and nothing more: 40 pages, and 16 on their way.
         let store = remote(&cluster, 40, 65536, codec);
         let granted = cluster.sessions()[0].stat().unwrap().granted_bytes;
         let rest = (5 << 20) - granted;

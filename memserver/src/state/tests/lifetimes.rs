@@ -121,7 +121,7 @@ fn a_silent_client_loses_its_memory_and_one_that_renews_does_not() {
             .sum::<usize>()
     };
     assert_eq!(looks(0, 7), 0);
-    // What `renew` does, at a time of the test's choosing.
+    // The effect of `renew`, at a time of the test's choosing.
     state
         .ledger
         .lock()

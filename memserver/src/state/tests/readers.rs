@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// What a reader sees of each extent.
+/// Returns the first byte of each extent, as a reader sees it.
 fn seen(reading: &Reading) -> Vec<u8> {
     let byte = |(_, memory): &(ExtentId, Arc<ExtentMemory>)| {
         let mut byte = [0];
@@ -12,22 +12,21 @@ fn seen(reading: &Reading) -> Vec<u8> {
     reading.extents.iter().map(byte).collect()
 }
 
-/// How a reader goes.
+/// End of a reader.
 #[derive(Clone, Copy, Debug)]
 enum Death {
-    /// It closes what it read, one extent after the other.
+    /// The reader closes its extents, one after the other.
     Closes,
-    /// It is killed over shared memory.
+    /// The reader is killed over shared memory.
     Killed,
-    /// Its lease runs out over TCP.
+    /// The reader's lease runs out over TCP.
     Expires,
-    /// It is killed when it has closed half of what it read.
+    /// The reader is killed when it has closed half of its extents.
     HalfClosed,
 }
 
-/// A writer publishes three versions, each in extents of its own, then closes, and somebody removes
-/// the name. `read_at` is the step before which a reader comes, `dies_at` the one before which it
-/// goes.
+/// Runs a writer that publishes three versions, each in extents of its own, and closes; then the
+/// name is removed. A reader comes before step `read_at` and goes before step `dies_at`.
 fn history(death: Death, read_at: usize, dies_at: usize) {
     let state = state(1 << 20);
     let writer = client(&state, Transport::Shm);

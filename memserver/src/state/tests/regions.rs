@@ -1,4 +1,4 @@
-//! Named regions: whose they are, and what their next holder finds.
+//! Named regions: their owners, and the contents that their next holder finds.
 
 use super::*;
 
@@ -11,7 +11,7 @@ fn a_named_region_is_not_opened_before_operations_under_its_old_lease_have_ended
     );
     let id = state.grant(first, 4096).unwrap().id();
     state.publish(first, "x", Vec::new(), &[id]).unwrap();
-    // What a connection keeps while bytes move.
+    // The handle that a connection keeps while bytes move.
     let operation = state.extent(first, id).unwrap();
     state.close(first);
     assert_eq!(state.open(second, "x").unwrap_err(), Refusal::InUse);
@@ -88,7 +88,7 @@ fn who_was_lent_memory_of_a_name_reaches_no_byte_of_the_next_user_who_opens_it()
     state.open(last, "x").unwrap();
     remove(&state, last, "x").unwrap();
     state.close(last);
-    // What they kept is charged to them.
+    // Memory that clients kept is charged to them.
     let charged = kept.len() as u64 * (1 << 20);
     assert_eq!(state.stat().granted_bytes, charged);
     drop(kept);
@@ -189,7 +189,7 @@ fn names_belong_to_keys_and_only_the_operator_reaches_all() {
     ));
     state.publish(owner, "x", vec![7], &[id]).unwrap();
     state.close(owner);
-    // 1. Another key has names of its own, which nothing of the owner's is in the way of.
+    // 1. Another key has names of its own, which the owner's do not hinder.
     let asker = Asker::Session(stranger);
     assert_eq!(state.open(stranger, "x").unwrap_err(), Refusal::NotFound);
     for owner in [None, Some(KEY)] {

@@ -1,4 +1,4 @@
-//! What clients may have together, and what is put on whom.
+//! Limits of all clients together, and the origins that are charged.
 
 use super::*;
 
@@ -55,7 +55,7 @@ fn one_address_cannot_take_all_memory_nor_leave_it_behind_under_names() {
     state.release(greedy[1], small).unwrap();
     state.publish(greedy[0], "x", vec![], &[named]).unwrap();
     greedy.iter().for_each(|session| state.close(*session));
-    // What stays under a name, and the name, is still put on the address that left it.
+    // The name and its extents are still charged to the address that left them.
     let session = at(HERE);
     state.grant(session, (1 << 20) - 4096).unwrap();
     assert_eq!(state.grant(session, 4096).unwrap_err(), full);
@@ -63,7 +63,7 @@ fn one_address_cannot_take_all_memory_nor_leave_it_behind_under_names() {
     state.grant(modest, 1 << 20).unwrap();
     state.check();
     state.close(session);
-    // Whoever opens it takes it over.
+    // A session that opens the name takes the charge over.
     state.open(modest, "x").unwrap();
     state.grant(at(HERE), (1 << 20) - 4096).unwrap();
     state.check();
@@ -88,7 +88,7 @@ fn one_address_cannot_take_all_extents() {
     state.grant(two, 4096).unwrap();
     let is_told = |refused: Refusal| matches!(&refused, Refusal::Invalid(why) if why.contains("--extents-per-address"));
     assert!(is_told(state.grant(two, 4096).unwrap_err()));
-    // Whoever opens what another left behind takes it over, if there is room.
+    // A session that opens a name left by another takes it over, if there is room.
     state.publish(one, "x", vec![], &[named]).unwrap();
     state.release(one, named).unwrap();
     assert!(is_told(state.grant(two, 4096).unwrap_err()));
@@ -152,7 +152,7 @@ fn memory_that_a_client_gave_back_and_kept_is_charged_until_it_lets_go() {
     for (_, file) in &kept {
         file.write_all_at(&[7; 4096], 0).unwrap();
     }
-    // Charged, and what was written to it is gone.
+    // The memory is charged, and bytes that were written to it are gone.
     let stat = state.stat();
     assert_eq!(
         (stat.granted_bytes, stat.retained_bytes),
@@ -171,7 +171,7 @@ fn memory_that_a_client_gave_back_and_kept_is_charged_until_it_lets_go() {
         limit: Limit::Capacity(state.limits.capacity_bytes),
     };
     assert_eq!(state.grant(other, PART).unwrap_err(), full);
-    // There is room as soon as it lets go.
+    // There is room as soon as the client lets go.
     for (_, file) in kept {
         drop(file);
         state.grant(other, PART).unwrap();
@@ -187,7 +187,7 @@ fn memory_that_a_client_gave_back_and_kept_is_charged_until_it_lets_go() {
 fn claims_alone_take_neither_the_names_of_others_nor_of_the_own_key() {
     let state = state(1 << 30);
     let greedy: Vec<_> = [(); 4].map(|()| client(&state, Transport::Tcp)).into();
-    // 1. One session: so many that it has published nothing under.
+    // 1. One session: the most names that it has published nothing under.
     let most = super::names::CLAIMS_PER_SESSION;
     let claim = |session, i: usize| state.claim(session, &format!("{session} {i}"), false);
     (0..most).for_each(|i| claim(greedy[0], i).unwrap());

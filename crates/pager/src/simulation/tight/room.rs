@@ -1,5 +1,5 @@
-//! Who makes room: what leaves when a program goes round in a loop, and what a store or a wish that
-//! takes long holds up.
+//! Making of room: the pages that leave when a program goes round in a loop, and the work that a
+//! slow store or a late wish holds up.
 
 use super::*;
 
@@ -12,7 +12,7 @@ impl Tight {
         Tight::new(1, &vec![PAGE_BYTES; regions], budget_bytes, pages)
     }
 
-    /// Touches the first pages of a region in order; returns how many had to come in.
+    /// Touches the first pages of a region in order. Returns how many had to come in.
     fn walk(&mut self, region: usize, pages: usize) -> usize {
         let fills = |tight: &Tight| tight.regions[region].pager().stats().fills as usize;
         let (before, base) = (fills(self), self.regions[region].address());
@@ -30,7 +30,7 @@ impl Tight {
 
 #[test]
 fn loop_over_more_than_fits_finds_a_part_in_memory() {
-    // Many windows, so that what stays for a while is little beside it.
+    // Many windows, so that pages that stay for a while are few beside them.
     let budget_pages = 8 * BUDGET_PAGES;
     let pages = 2 * budget_pages;
     let mut tight = Tight::new(1, &[PAGE_BYTES], budget_pages * PAGE_BYTES, pages);

@@ -14,12 +14,12 @@ struct Puppet<'a> {
     ears: Ears<'a, SimSpace>,
     dues: Dues,
     asleep: Option<Option<Instant>>,
-    /// It is in a call of a store, which a turn of this shard's filler has led to.
+    /// Call of a store that the handler is in, and the shard whose filler's turn has led to it.
     call: Option<(usize, StoreCall<Local<<SimSpace as AddressSpace>::Frame>>)>,
 }
 
 impl Puppet<'_> {
-    /// Does the next thing that other handlers may come between.
+    /// Takes the next step; other handlers may come between two steps.
     fn step(&mut self) {
         if let Some((shard, mut call)) = self.call.take() {
             call.make();
@@ -29,7 +29,7 @@ impl Puppet<'_> {
             (Some(until), _) => {
                 let now = Instant::now();
                 self.ears.sleep(Some(now), &mut self.dues);
-                // In its sleep it has heard nothing before the time.
+                // In its sleep the handler has heard nothing before the time.
                 if until.is_none_or(|until| now < until) && self.dues.is_empty() {
                     return;
                 }
@@ -64,7 +64,7 @@ struct Gated {
 }
 
 impl Gated {
-    /// A region over it, whose calls are all made by workers.
+    /// Maps a region over the store, whose calls are all made by workers.
     fn map(
         self: &Arc<Self>,
         cluster: &Arc<Cluster>,
@@ -135,7 +135,7 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
             })
             .into();
         let mut wants: [Option<(usize, usize)>; PROGRAMS] = [None; PROGRAMS];
-        // By region and page: how often it was added to.
+        // Number of additions, by region and page.
         let mut shadow = [[0; 16]; 2];
         let (mut accesses, mut calls) = (0, 0);
         let mut since = Instant::now();
@@ -185,7 +185,7 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
     }
 }
 
-/// A word of each of the first pages is added to.
+/// Adds to a word of each of the first pages.
 fn add_to(space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>, pages: usize) {
     let end = Instant::now() + Duration::from_secs(20);
     for page in 0..pages {
@@ -222,7 +222,7 @@ fn workers_whose_only_thread_is_kept_by_a_store_go_on() {
         let gated = Arc::new(Gated::default());
         let own = ManuallyDrop::new(gated.map(&cluster, mapped.pager()));
         if writes {
-            // The store keeps them, and less than the budget.
+            // The store keeps the pages, which are less than the budget.
             add_to(&space, &shared, &own, 3);
         }
         gated.shut();
@@ -240,7 +240,7 @@ fn workers_whose_only_thread_is_kept_by_a_store_go_on() {
             assert!(Instant::now() < limit, "nobody calls the store");
             std::thread::yield_now();
         }
-        // Twice, since they have to leave for each other.
+        // Twice, since the pages have to leave for each other.
         add_to(&space, &shared, &mapped, 16);
         add_to(&space, &shared, &mapped, 16);
         gated.open();

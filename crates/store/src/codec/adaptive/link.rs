@@ -1,11 +1,11 @@
-//! The rate of the link to the servers, as far as anybody had to wait for it: [`Traffic`] is shared
+//! The rate of the link to the servers, as far as lanes had to wait for it: [`Traffic`] is shared
 //! by all lanes, [`Watch`] is one lane's view.
 //!
 //! The rule it keeps: **only a lane's sleep counts, and only if a request that was in flight when
 //! it fell asleep still is when it looks.** Then the link was busy all the time, so the bytes that
 //! all lanes received meanwhile are what it carries. Other time would make any link look slow:
 //! requests that have ended but were not looked after yet, requests between waking and looking, the
-//! work that looking finds, and pauses without requests. A link that nobody waits for needs no
+//! work that looking finds, and pauses without requests. A link that no lane waits for needs no
 //! compression.
 
 use std::{
@@ -17,16 +17,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A rate is known once this many bytes were waited for.
+/// Number of bytes that must be waited for until a rate is known.
 const RATE_BYTES: f64 = (256 << 10) as f64;
-/// Old measurements count half after this much waiting, in nanoseconds.
+/// Waiting time, in nanoseconds, after which old measurements count half.
 const RATE_NS: f64 = 50e6;
-/// Whenever nobody has waited for the link for this long, its rate is doubled, so that a link that
-/// has become faster is noticed. A guess that was too optimistic is corrected within an epoch or
-/// two.
+/// Time without waiting for the link after which its rate is doubled, so that a link that has
+/// become faster is noticed. A guess that was too optimistic is corrected within an epoch or two.
 const DOUBT: Duration = Duration::from_secs(5);
 
-/// The directions: indices of pairs.
+/// Directions: indices of pairs.
 pub(crate) const READ: usize = 0;
 pub(crate) const WRITE: usize = 1;
 
@@ -91,14 +90,14 @@ impl Traffic {
 pub(crate) struct Watch {
     traffic: Arc<Traffic>,
     ways: [Watched; 2],
-    /// When it last began to look.
+    /// Time of the last look.
     looks_ns: u64,
 }
 
 #[derive(Debug, Default)]
 struct Watched {
     under_way: u32,
-    /// Since then something has been in flight, and this much had been delivered then.
+    /// Time since which a request has been in flight; `delivered` had its value then.
     since_ns: u64,
     delivered: u64,
     /// Set while the lane sleeps: requests of the current wait that are still in flight.
@@ -114,7 +113,7 @@ impl Watch {
         }
     }
 
-    /// A request was posted.
+    /// Notes that a request was posted.
     pub(crate) fn posted(&mut self, way: usize) {
         if self.ways[way].under_way == 0 {
             self.restart(way, self.traffic.now_ns());
@@ -122,7 +121,7 @@ impl Watch {
         self.ways[way].under_way += 1;
     }
 
-    /// A request has ended.
+    /// Notes that a request has ended.
     pub(crate) fn ended(&mut self, way: usize, bytes: u64) {
         let watched = &mut self.ways[way];
         watched.under_way -= 1;
@@ -134,7 +133,7 @@ impl Watch {
         way.delivered.fetch_add(bytes, Relaxed);
     }
 
-    /// The lane may sleep until `until`.
+    /// Notes that the lane may sleep until `until`.
     pub(crate) fn sleeps(&self, until: Option<Instant>) {
         if until.is_none_or(|until| until > Instant::now()) {
             for way in &self.ways {
@@ -144,18 +143,18 @@ impl Watch {
         }
     }
 
-    /// The lane begins to look after its requests. It will find all that have ended by now.
+    /// Notes that the lane begins to look after its requests. The look finds all that have ended.
     pub(crate) fn looks(&mut self) {
         if self.ways.iter().any(|way| way.under_way > 0) {
             self.looks_ns = self.traffic.now_ns();
         }
     }
 
-    /// The lane has looked after all its requests.
+    /// Notes that the lane has looked after all its requests.
     pub(crate) fn looked(&mut self) {
         for way in [READ, WRITE] {
             let watched = &self.ways[way];
-            // Nothing is in flight, or nothing was before it began to look.
+            // Nothing is in flight, or nothing was before the look began.
             if watched.under_way == 0 || watched.since_ns >= self.looks_ns {
                 continue;
             }
@@ -180,7 +179,7 @@ impl Watch {
 /// The rate of one direction.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Rate {
-    /// What was waited for, and how long: the older, the less it counts.
+    /// Bytes that were waited for; `ns` is the time of waiting. Older measurements count less.
     bytes: f64,
     ns: f64,
     /// All bytes that were ever waited for.
@@ -200,7 +199,7 @@ impl Rate {
         self.bytes_ever += bytes;
     }
 
-    /// Time per byte. `None`: nobody had to wait.
+    /// Returns the time per byte. `None` until [`RATE_BYTES`] have been waited for.
     pub(super) fn ns_per_byte(&self) -> Option<f64> {
         (self.bytes_ever >= RATE_BYTES).then(|| self.ns / self.bytes)
     }
@@ -210,7 +209,7 @@ impl Rate {
 mod tests {
     use super::*;
 
-    /// A lane with two READs under way, which has just looked.
+    /// Returns the watch of a lane with two READs under way, which has just looked.
     fn watch(traffic: &Arc<Traffic>) -> Watch {
         let mut watch = Watch::new(traffic.clone());
         watch.posted(READ);
@@ -221,7 +220,7 @@ mod tests {
         watch
     }
 
-    /// The clock goes on.
+    /// Lets the clock go on.
     fn pass(traffic: &Traffic) {
         let now_ns = traffic.now_ns();
         while traffic.now_ns() < now_ns + 1000 {}
@@ -249,7 +248,7 @@ mod tests {
 
     #[test]
     fn time_in_which_nobody_looked_or_nothing_was_under_way_says_nothing() {
-        // It had something else to do, or did not have to wait.
+        // The lane had something else to do, or did not have to wait.
         for until in [None, Some(Instant::now())] {
             let traffic = Arc::default();
             let mut watch = watch(&traffic);
@@ -262,7 +261,7 @@ mod tests {
             watch.looked();
             assert_eq!(waited(&traffic), (false, 0));
         }
-        // All had arrived when it looked: nobody knows since when.
+        // All requests had ended when the lane looked, at an unknown time.
         let traffic = Arc::default();
         let mut drained = watch(&traffic);
         drained.sleeps(None);
@@ -272,7 +271,7 @@ mod tests {
         drained.ended(READ, 100);
         drained.looked();
         assert_eq!(waited(&traffic), (false, 0));
-        // It slept before there was anything to wait for.
+        // The lane slept before there was anything to wait for.
         let mut idle = Watch::new(traffic.clone());
         idle.sleeps(None);
         idle.posted(READ);

@@ -1,7 +1,7 @@
 //! [`Model`]: how long the last epochs would have taken with other forms, and which forms would
 //! have been fastest. The module above says how and why.
 //!
-//! The rule it keeps: it only calculates. Others measure.
+//! The rule it keeps: the model only calculates. Others measure.
 
 use std::collections::VecDeque;
 
@@ -11,25 +11,25 @@ use super::{
 };
 use crate::codec::Form;
 
-/// Epochs that count: several turns of what a program does over and over.
+/// Number of epochs that count: several turns of what a program does over and over.
 const EPOCHS: usize = 32;
-/// The weight of a new sample against all before it.
+/// Weight of a new sample against all before it.
 const SAMPLE_WEIGHT: f64 = 0.125;
-/// The weight of a new epoch in the overlap.
+/// Weight of a new epoch in the overlap.
 const OVERLAP_WEIGHT: f64 = 0.25;
-/// A form is near if it costs at most this many times as much as the cheapest one,
+/// Limit of a near form's cost, as a multiple of the cheapest one's.
 const NEAR: f64 = 1.25;
-/// at the present price, or at one of the next higher prices, this many.
+/// Number of prices above the present one up to which a form may be near.
 const NEAR_PRICES: usize = 6;
-/// A form is cheap to try if a trial takes at most this many times as long as the cheapest trial.
+/// Limit of a cheap trial's time, as a multiple of the cheapest one's.
 const CHEAP: f64 = 8.0;
-/// A higher price has to be better by this factor, so that the choice does not follow noise.
+/// Factor by which a higher price has to be better, so that the choice does not follow noise.
 const MARGIN: f64 = 0.98;
-/// The most threads of a kind that the pager has.
+/// Upper bound of the pager's threads of one kind.
 const WORKERS: f64 = 4.0;
-/// Prices of a byte, in nanoseconds of processor time. The first is zero. The next stands for a
-/// thousand gigabits per second and core, and each after it is half as much again. The last is
-/// infinite.
+/// Number of prices of a byte, in nanoseconds of processor time. The first price is zero. The next
+/// stands for a thousand gigabits per second and core, and each after it is half as much again. The
+/// last is infinite.
 const PRICES: usize = 24;
 
 fn price(number: usize) -> f64 {
@@ -40,16 +40,16 @@ fn price(number: usize) -> f64 {
     }
 }
 
-/// The form of each stretch, by its place among the forms.
+/// Form of each stretch, by its place among the forms.
 pub(super) type Forms = [usize; CLASSES];
 
-/// What one page costs in one form.
+/// Cost of one page in one form.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Sample {
     pub(super) bytes: f64,
     pub(super) encode_ns: f64,
     pub(super) decode_ns: f64,
-    /// Pages that the figures are averages of.
+    /// Number of pages that the figures are averages of.
     pub(super) pages: u32,
 }
 
@@ -63,7 +63,7 @@ impl Sample {
         blend(&mut self.decode_ns, new.decode_ns);
     }
 
-    /// The shorter of two trials of the same page.
+    /// Returns the shorter of two trials of the same page.
     pub(super) fn shorter(self, other: Self) -> Self {
         Self {
             encode_ns: self.encode_ns.min(other.encode_ns),
@@ -72,14 +72,14 @@ impl Sample {
         }
     }
 
-    /// The cost of writing a page once and reading it `reads` times, at price `number`.
+    /// Returns the cost of writing a page once and reading it `reads` times, at price `number`.
     fn cost(&self, number: usize, reads: f64) -> f64 {
         let moved = (1.0 + reads) * self.bytes;
         self.encode_ns + reads * self.decode_ns + price(number) * moved
     }
 }
 
-/// What happened in an epoch.
+/// Measurements of one epoch.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Epoch {
     pub(super) wall_ns: f64,
@@ -94,18 +94,18 @@ pub(super) struct Epoch {
     pub(super) codecs_ns: f64,
 }
 
-/// The work of an epoch.
+/// Work of an epoch.
 #[derive(Clone, Copy, Debug, Default)]
 struct Load {
     bytes: [f64; 2],
     codec_ns: [f64; 2],
-    /// Everything else.
+    /// Processor time of everything else.
     other_ns: f64,
 }
 
 #[derive(Debug)]
 pub(super) struct Model {
-    /// By stretch and form, raw first.
+    /// Samples by stretch and form, raw first.
     pub(super) samples: [Vec<Sample>; CLASSES],
     pub(super) rates: [Rate; 2],
     epochs: VecDeque<Epoch>,
@@ -127,9 +127,9 @@ impl Model {
         }
     }
 
-    /// An epoch has ended.
+    /// Learns from an epoch that has ended.
     pub(super) fn see(&mut self, epoch: Epoch) {
-        // The overlap that explains how long it took.
+        // The overlap that explains how long the epoch took.
         let load = Load {
             bytes: epoch.bytes,
             codec_ns: [0.0; 2],
@@ -146,8 +146,8 @@ impl Model {
         self.epochs.push_back(epoch);
     }
 
-    /// The forms that would have made the last epochs shortest, or nearly shortest with less work.
-    /// Until the first epoch has ended all is raw, which shows best what the link can do.
+    /// Returns the forms that would have made the last epochs shortest, or nearly so with less
+    /// work. Until the first epoch has ended all is raw, which shows best what the link can do.
     pub(super) fn choose(&mut self) -> Forms {
         let mut times = [f64::INFINITY; PRICES + Form::ALL.len()];
         let count = PRICES + self.samples[0].len();
@@ -170,13 +170,13 @@ impl Model {
         self.candidate(best(&times))
     }
 
-    /// Pages of a stretch that were samples. Every sample is tried raw, the first form.
+    /// Returns the number of a stretch's samples. Every sample is tried raw, the first form.
     pub(super) fn pages_tried(&self, class: usize) -> u32 {
         self.samples[class][0].pages
     }
 
-    /// Whether each sample of a stretch should try `form`: it is near to being chosen, or cheap to
-    /// try.
+    /// True if each sample of a stretch should try `form`, which is near to being chosen, or cheap
+    /// to try.
     pub(super) fn is_worth_a_trial(&self, class: usize, form: usize) -> bool {
         let samples = &self.samples[class];
         let trial = |sample: &Sample| sample.encode_ns + sample.decode_ns;
@@ -192,8 +192,8 @@ impl Model {
         })
     }
 
-    /// The cheapest form of each stretch at price `number`. Numbers beyond the last price stand for
-    /// one form for all stretches.
+    /// Returns the cheapest form of each stretch at price `number`. Numbers beyond the last price
+    /// stand for one form for all stretches.
     fn candidate(&self, number: usize) -> Forms {
         if number >= PRICES {
             return [number - PRICES; CLASSES];
@@ -208,7 +208,7 @@ impl Model {
         })
     }
 
-    /// Reads per written page in the last epochs.
+    /// Returns the reads per written page in the last epochs, at least one.
     fn reads_per_write(&self) -> f64 {
         let [reads, writes] = [READ, WRITE].map(|way| {
             let pages = (self.epochs.iter()).flat_map(|epoch| epoch.pages.iter().map(|p| p[way]));
@@ -217,7 +217,7 @@ impl Model {
         (reads / writes.max(1.0)).max(1.0)
     }
 
-    /// The time that all epochs would have taken with `forms`.
+    /// Returns the time that all epochs would have taken with `forms`.
     fn time(&self, forms: &Forms) -> f64 {
         let times = self.epochs.iter().map(|epoch| {
             let (longest, sum) = self.times(&self.load(epoch, forms));
@@ -226,7 +226,7 @@ impl Model {
         times.sum()
     }
 
-    /// The work of `epoch` with `forms`.
+    /// Returns the work of `epoch` with `forms`.
     fn load(&self, epoch: &Epoch, forms: &Forms) -> Load {
         let mut load = Load::default();
         for way in [READ, WRITE] {
@@ -245,7 +245,7 @@ impl Model {
         load
     }
 
-    /// The time if all goes on at once, and if one follows the other.
+    /// Returns the time if all goes on at once, and the time if one follows the other.
     fn times(&self, load: &Load) -> (f64, f64) {
         let [read, write] = [READ, WRITE].map(|way| self.rates[way].ns_per_byte());
         // A direction that nobody waited for is hardly slower than the other.
@@ -282,19 +282,19 @@ mod tests {
         }
     }
 
-    /// A program, its machine and its link, of which the truth is known: everything goes on at the
-    /// same time, and whatever has most to do is waited for.
+    /// Simulated program, machine and link: everything goes on at the same time, and the busiest
+    /// resource is waited for.
     #[derive(Clone, Debug)]
     struct World {
         gbps: f64,
         processors: usize,
-        /// Of the program and of paging, for each page that is read.
+        /// Time of the program and of paging, for each page that is read.
         other_us: f64,
-        /// Pages of the two halves of the region differ.
+        /// Samples of the region's two halves, whose pages differ.
         samples: [[Sample; 3]; 2],
     }
 
-    /// LZ4 halves a page for 50 us and 20 us, ZFP takes it to an eighth for 400 us and 300 us.
+    /// Returns a world: LZ4 makes a half for 50 and 20 us, ZFP an eighth for 400 and 300 us.
     fn world(gbps: f64) -> World {
         let samples = [
             sample(PAGE, 0.0, 0.0),
@@ -310,8 +310,8 @@ mod tests {
     }
 
     impl World {
-        /// What reading `read` pages and writing `written` takes, and of it processor time and
-        /// codecs; and the bytes of each direction.
+        /// Returns the time, processor time and codecs' time that reading and writing `pages`
+        /// takes, and the bytes of each direction.
         fn run(&self, pages: [f64; 2], forms: &Forms) -> (f64, f64, f64, [f64; 2]) {
             let mut bytes = [0.0; 2];
             let mut codecs_ns = 0.0;
@@ -328,8 +328,8 @@ mod tests {
             (wall_ns, cpu_ns, codecs_ns, bytes)
         }
 
-        /// What the epoch moves: pages are written and read for five epochs, then read for five. It
-        /// has as many as it takes to be long enough, and no more.
+        /// Returns the pages of an epoch: written and read for five epochs, then read for five. An
+        /// epoch has just enough pages to be long enough.
         fn epoch(&self, number: usize, forms: &Forms) -> [f64; 2] {
             let writes = f64::from(u8::from((number / 5).is_multiple_of(2)));
             let page = [1.0, writes];
@@ -345,8 +345,8 @@ mod tests {
             model
         }
 
-        /// Lets the program run, and the model choose. What the epochs after the first ten moved,
-        /// and how long they took.
+        /// Lets the program run, and the model choose. Returns what the epochs after the first ten
+        /// moved, and how long they took.
         fn follow(&self, model: &mut Model, epochs: usize) -> (Vec<[f64; 2]>, f64) {
             let mut forms = [RAW; CLASSES];
             let mut moved = Vec::new();
@@ -379,7 +379,7 @@ mod tests {
             (moved, total_ns)
         }
 
-        /// How fast the model's choices are, against the best single form for the same pages.
+        /// Returns the model's speed over that of the best single form for the same pages.
         fn speed(&self, model: &mut Model) -> f64 {
             let (moved, took_ns) = self.follow(model, 150);
             let single = |form| {
@@ -394,7 +394,7 @@ mod tests {
         }
     }
 
-    /// What all stretches are stored as in the end.
+    /// Returns the form that all stretches are stored in at the end.
     fn choice(world: &World) -> usize {
         let mut model = world.model();
         world.follow(&mut model, 40);
@@ -469,7 +469,7 @@ mod tests {
             [true; 3],
             "ZFP for a link that is a little slower"
         );
-        // As long as LZ4's blocks and slower: at no price.
+        // Blocks as long as LZ4's, and slower: chosen at no price.
         model.samples[0][ZFP] = sample(PAGE / 2.0, 400.0, 300.0);
         assert_eq!(worth(&model), [true, true, false]);
         // Nobody waits for the link.
@@ -573,7 +573,7 @@ mod tests {
             })
     }
 
-    /// What [`World::speed`] has to be. Prices are told apart to within [`MARGIN`], and learning
+    /// Lower bound of [`World::speed`]. Prices are told apart to within [`MARGIN`], and learning
     /// takes some epochs. Of 20 000 worlds the worst came to 0.958; on average it was 1.046.
     const SPEED: f64 = 0.93;
 

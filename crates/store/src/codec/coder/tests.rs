@@ -19,7 +19,7 @@ fn scheme(codec: &str, element: Element, shape: &[u64]) -> Scheme {
     Scheme::new(codec, Layout::new(element, shape)).expect("fits")
 }
 
-/// An adaptive codec would choose.
+/// Returns the form to try: raw where an adaptive codec would choose.
 fn wish(scheme: &Scheme) -> Form {
     scheme.form().unwrap_or(Form::Raw)
 }
@@ -54,7 +54,7 @@ fn bytes_of<N: Pod>(values: &[N]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
 
-/// A page of numbers of one kind or another, from smooth to hostile.
+/// Returns a page of numbers of one kind or another, from smooth to hostile.
 fn values(random: &mut ChaCha8Rng, len: usize) -> Vec<f64> {
     let scale = 2f64.powi(random.random_range(-40..40));
     let step = random.random_range(0.0..0.5);
@@ -300,7 +300,7 @@ fn any_scheme() -> impl Strategy<Value = Scheme> {
         .prop_map(|(codec, shape)| scheme(codec, Element::of::<u8>(), &shape))
 }
 
-/// Pages that are compressible in one way or another, at any alignment.
+/// Generates pages that are compressible in one way or another, at any alignment.
 fn any_page() -> impl Strategy<Value = (usize, Vec<u8>)> {
     let bits = prop_oneof![Just(0u32), 1u32..9];
     (
