@@ -420,7 +420,7 @@ pub struct Config {
     pub log_level: String,
 }
 
-/// Why there is no configuration.
+/// Reason why there is no configuration.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {

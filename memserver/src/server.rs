@@ -67,7 +67,7 @@ pub struct Server {
     weights: HashMap<Origin, u32>,
 }
 
-/// Why a server did not start.
+/// Reason why a server did not start.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
@@ -316,7 +316,7 @@ impl Server {
     }
 }
 
-/// Why a server cannot lend more than its memory.
+/// Reason why a server cannot lend more than its memory.
 #[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TiersError {

@@ -1,5 +1,5 @@
-//! Why registrations are not cached by address: memory that is freed and mapped again has the old
-//! address and other pages.
+//! Registrations that are cached by address go stale: memory that is freed and mapped again has the
+//! old address and other pages.
 //!
 //! The rule: the adapter here is a model of real ones. When memory is registered it looks up the
 //! physical pages there, once, and from then on it moves bytes to and from these. Physical memory

@@ -146,7 +146,7 @@ impl fmt::Display for Party {
     }
 }
 
-/// Why a step through aggregators failed. The job cannot go on.
+/// Reason why a step through aggregators failed. The job cannot go on.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum AggregateError {

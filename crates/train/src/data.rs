@@ -74,7 +74,7 @@ impl FromStr for Source {
     }
 }
 
-/// Why there are no examples.
+/// Reason why there are no examples.
 #[derive(thiserror::Error)]
 pub enum DataError {
     /// The file cannot be read.

@@ -53,7 +53,7 @@ const WAITING: u8 = 2;
 /// Kind of messages whose sender gave up because of the worker of the rank that follows.
 const GIVEN_UP: u8 = 3;
 
-/// Why a round failed. The job cannot go on.
+/// Reason why a round failed. The job cannot go on.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ExchangeError {

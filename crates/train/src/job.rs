@@ -65,7 +65,7 @@ pub struct Snapshot {
     pub parameters: Vec<f32>,
 }
 
-/// Why a worker could not go on.
+/// Reason why a worker could not go on.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum WorkError {

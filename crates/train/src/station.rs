@@ -53,7 +53,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// Why a worker cannot take part.
+/// Reason why a worker cannot take part.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum JoinError {

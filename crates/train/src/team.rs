@@ -46,7 +46,7 @@ pub struct Network {
     pub deadline: Duration,
 }
 
-/// Why a run failed.
+/// Reason why a run failed.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum TeamError {

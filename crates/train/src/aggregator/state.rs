@@ -186,7 +186,7 @@ impl State {
     }
 }
 
-/// Why memory for parameters and an optimizer's state cannot be had.
+/// Reason why memory for parameters and an optimizer's state cannot be had.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StateError {
