@@ -122,6 +122,10 @@ fn each_instruction(test: &'static str, mode: FaultMode) {
         return;
     }
     let _order = ORDER.lock();
+    // Threads get arenas of their own from `malloc`, as long as it has some: see the crate's
+    // documentation of signals.
+    // SAFETY: changes how many there may be.
+    assert_eq!(unsafe { libc::mallopt(libc::M_ARENA_MAX, 1000) }, 1);
     let _watchdog = Watchdog::new(test, Duration::from_secs(120));
     let memory = Memory::start(Fabric::Tcp, 64 * MIB);
     let runtime = builder(BUDGET, PAGE).fault_mode(mode).server(&memory.url);
