@@ -22,7 +22,8 @@ use farpage_wire::ExtentId;
 
 use super::{
     bounce::{Bounce, Segment},
-    client::{Client, Leased},
+    client::Client,
+    leases::Leased,
     verbs::{self, Depths, Done, EventKind, Local, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
 };
 use crate::{

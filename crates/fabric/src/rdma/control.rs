@@ -24,7 +24,7 @@ use farpage_wire::{ExtentId, control::RemoteKey};
 
 use super::{
     bounce::{Bounce, Segment},
-    explain_pair,
+    reasons::explain_pair,
     verbs::{
         self, COMPLETIONS, Cq, Depths, Domain, Failure, Id, LocalMemory, Pair, Pd,
         READS_IN_FLIGHT_MAX, Work,

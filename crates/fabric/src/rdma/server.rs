@@ -6,12 +6,11 @@
 //! keys of one client open nothing for another.
 
 use std::{
-    collections::HashMap,
     io,
     net::ToSocketAddrs,
     os::fd::{AsFd, BorrowedFd},
     ptr::NonNull,
-    sync::{Arc, Weak},
+    sync::Arc,
 };
 
 use farpage_wire::{
@@ -19,14 +18,14 @@ use farpage_wire::{
     control::{HELLO_BYTES, Hello, LeaseKeys, PagedKeys, Purpose, RemoteKey},
 };
 use memmap2::MmapMut;
-use parking_lot::Mutex;
 
 use super::{
-    Greeting, REJECT_BYTES, address,
     control::Control,
-    devices, encode_key, explain_pair, explain_registration, explain_start,
+    domains::Domains,
+    greeting::{Greeting, encode_key},
+    reasons::{devices, explain_pair, explain_registration, explain_start},
     stream::{LISTENING, Line, PASSIVE, RdmaStream, Side, listen},
-    verbs::{Cq, Device, Domain, Event, EventKind, Id, Mr, Pair, Pd, Request, Sight},
+    verbs::{Cq, Device, Domain, Event, EventKind, Id, Mr, Pair, Pd, REJECT_BYTES, Request, Sight},
 };
 use crate::{
     errors::BindError,
@@ -36,30 +35,6 @@ use crate::{
     memory::{self, ExtentMemory, Residency},
     regmem::{Access, Keys, RegPool, RegPoolOptions, Registrar, Registration},
 };
-
-/// The domains of the sessions of one listener. Registrations and connections hold them.
-#[derive(Debug, Default)]
-pub(super) struct Domains(Mutex<HashMap<SessionId, Weak<Pd>>>);
-
-impl Domains {
-    /// Returns the session's domain: the same one as long as anything of the session lives in it.
-    fn of(&self, session: SessionId, device: Device) -> Result<Arc<Pd>, String> {
-        let mut domains = self.0.lock();
-        if let Some(pd) = domains.get(&session).and_then(Weak::upgrade) {
-            return match pd.device() == device {
-                true => Ok(pd),
-                false => Err(
-                    "the session's memory is registered with another device of the server: connect to the same address".to_owned(),
-                ),
-            };
-        }
-        domains.retain(|_, pd| pd.strong_count() > 0);
-        let pd = Pd::new(device)
-            .map_err(|error| format!("the server has no protection domain left: {error}"))?;
-        domains.insert(session, Arc::downgrade(&pd));
-        Ok(pd)
-    }
-}
 
 impl RdmaStream {
     /// Registers `memories`, which were just leased, with the adapter. Returns their keys in the
@@ -224,8 +199,11 @@ impl Listener {
             },
         };
         devices().and_then(|_| home::enter()).map_err(unusable)?;
+        let Endpoint::Rdma { host, port } = endpoint else {
+            unreachable!("asked for with an endpoint of this fabric only")
+        };
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-        for address in address(endpoint).to_socket_addrs().map_err(failed)? {
+        for address in (host.as_str(), *port).to_socket_addrs().map_err(failed)? {
             let id = Id::new().map_err(|error| unusable(explain_start(&error)))?;
             match id.listen(address) {
                 Ok(port) => {

@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 
 use super::{
     control::Control,
-    server::Domains,
+    domains::Domains,
     verbs::{COMPLETIONS, Depths, EventKind, Pair, READS_IN_FLIGHT_MAX},
 };
 

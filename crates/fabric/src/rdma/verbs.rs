@@ -16,7 +16,7 @@ use std::{ffi::CStr, ptr::NonNull};
 use rdma_sys as sys;
 
 pub(super) use self::{
-    connection::{Event, EventKind, Id, Request},
+    connection::{Event, EventKind, Id, REJECT_BYTES, Request},
     memory::{Device, Domain, Local, LocalMemory, Mr, Pd, Sight},
     pair::{Depths, Opcode, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
     queue::{COMPLETIONS, Cq, Done, Failure},

@@ -1,9 +1,9 @@
 //! [`RegPool`]: buffers carved from slabs that are registered once.
 //!
-//! The rule it keeps: a piece of a slab is in one place, either in a [`RegBuf`] or in one cache.
-//! Pieces keep their size class for ever. Nothing is merged or given back before the pool ends, so
-//! after warm-up nothing is registered any more. The downside: pieces of one class cannot serve
-//! another, so a pool's memory is the sum of each class's peak.
+//! The rule it keeps: a piece of a slab is in one place, either in a [`RegBuf`](super::RegBuf) or
+//! in one cache. Pieces keep their size class for ever. Nothing is merged or given back before the
+//! pool ends, so after warm-up nothing is registered any more. The downside: pieces of one class
+//! cannot serve another, so a pool's memory is the sum of each class's peak.
 //!
 //! Threads have caches of their own; beyond [`CACHES`] threads they share. Each cache has a lock.
 //! Only a thread whose own cache is empty contends for another's, and takes half of its pieces. The
@@ -19,8 +19,8 @@ use std::{
 };
 
 use super::{
-    Access, RegBuf, RegError, Registrar, Registrars,
-    registrar::Registered,
+    error::RegError,
+    registrar::{Access, Registrar, Registrars},
     slab::{HUGE_PAGE_BYTES, PAGE_BYTES, Slab},
 };
 
@@ -84,8 +84,8 @@ pub struct RegPoolStats {
 pub struct RegPool(pub(super) Arc<Inner>);
 
 pub(super) struct Inner {
-    options: RegPoolOptions,
-    registrars: Registrars,
+    pub(super) options: RegPoolOptions,
+    pub(super) registrars: Registrars,
     caches: [Cache; CACHES],
     carving: Mutex<Carving>,
     /// Number of registrations made. Relaxed: a figure, nothing is published through it.
@@ -144,50 +144,6 @@ impl RegPool {
         }))
     }
 
-    /// Returns a buffer of `bytes` bytes, aligned to a cache line. It holds what its last user left
-    /// in it; new memory is zero.
-    ///
-    /// # Errors
-    /// [`RegError`] when new memory is needed and cannot be had.
-    ///
-    /// # Panics
-    /// When `bytes` is 0 or more than [`MAX_BUF_BYTES`].
-    pub fn acquire(&self, bytes: usize) -> Result<RegBuf, RegError> {
-        assert!(
-            (1..=MAX_BUF_BYTES).contains(&bytes),
-            "a registered buffer of {bytes} bytes"
-        );
-        let class = class_of(bytes);
-        let own = this_cache();
-        let piece = match self.0.caches[own].pop(class) {
-            Some(piece) => piece,
-            None => match self.0.steal(own, class) {
-                Some(piece) => piece,
-                None => self.0.carve(class)?,
-            },
-        };
-        Ok(RegBuf::pooled(Arc::clone(&self.0), piece, bytes))
-    }
-
-    /// Makes a buffer over `owner`'s memory, registered like the pool's own. The buffer keeps
-    /// `owner` until it is dropped; the memory cannot be reached through `owner` meanwhile.
-    ///
-    /// # Errors
-    /// [`RegError::Register`]; the owner is dropped.
-    ///
-    /// # Panics
-    /// If the memory is empty.
-    pub fn import<O>(&self, owner: O) -> Result<RegBuf, RegError>
-    where
-        O: AsMut<[u8]> + Send + 'static,
-    {
-        let foreign = Foreign::new(owner, &self.0);
-        if !self.0.options.lazy {
-            foreign.registered.register_all(&self.0.registrations)?;
-        }
-        Ok(RegBuf::foreign(Arc::clone(&self.0), foreign))
-    }
-
     /// Returns the pool's counters.
     pub fn stats(&self) -> RegPoolStats {
         let (slabs, bytes) = {
@@ -219,6 +175,20 @@ impl fmt::Debug for RegPool {
 }
 
 impl Inner {
+    /// Takes a piece of at least `bytes` bytes out of the calling thread's cache, out of another's,
+    /// or out of a slab.
+    pub(super) fn take(&self, bytes: usize) -> Result<Piece, RegError> {
+        let class = class_of(bytes);
+        let own = this_cache();
+        match self.caches[own]
+            .pop(class)
+            .or_else(|| self.steal(own, class))
+        {
+            Some(piece) => Ok(piece),
+            None => self.carve(class),
+        }
+    }
+
     /// Takes half of another thread's pieces, and returns one of them.
     fn steal(&self, own: usize, class: usize) -> Option<Piece> {
         // No two locks are held at once.
@@ -317,50 +287,6 @@ impl Piece {
     pub(super) fn memory(&self, bytes: usize) -> NonNull<[u8]> {
         debug_assert!(bytes <= class_bytes(self.class));
         self.slab.at(self.offset, bytes)
-    }
-}
-
-/// Imported memory, with its owner.
-pub(super) struct Foreign {
-    // Dropped before the owner, in this order.
-    pub(super) registered: Registered,
-    pub(super) memory: NonNull<[u8]>,
-    _owner: Owner,
-}
-
-/// A boxed owner, behind a raw pointer: moving a `Box` would assert that no other pointer leads
-/// into it.
-struct Owner(*mut (dyn Send + 'static));
-
-impl Foreign {
-    fn new<O: AsMut<[u8]> + Send + 'static>(owner: O, pool: &Inner) -> Self {
-        let boxed = Box::into_raw(Box::new(owner));
-        let owner = Owner(boxed);
-        // SAFETY: just made, and ours alone. The bytes stay borrowed from it until it is dropped in
-        // `Owner::drop`: nobody else can reach the owner until then, so no safe code can give the
-        // bytes back, move them or touch them.
-        let memory = NonNull::from(unsafe { (*boxed).as_mut() });
-        assert!(!memory.is_empty(), "a registered buffer of 0 bytes");
-        // SAFETY: exclusively borrowed memory stays mapped where it is; dropped before the owner.
-        let registered = unsafe { Registered::new(memory, pool.options.access, &pool.registrars) };
-        Self {
-            registered,
-            memory,
-            _owner: owner,
-        }
-    }
-}
-
-// SAFETY: the owner is `Send`; it is only ever dropped.
-unsafe impl Send for Foreign {}
-// SAFETY: a shared reference gives no access to the owner, and the bytes were exclusively borrowed
-// from it.
-unsafe impl Sync for Foreign {}
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        // SAFETY: from `Box::into_raw`, and nothing refers to it or its bytes any more.
-        drop(unsafe { Box::from_raw(self.0) });
     }
 }
 

@@ -8,12 +8,12 @@ use std::{
     fmt, io,
     ptr::NonNull,
     sync::{
-        Mutex, OnceLock, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
 
-use super::{Access, RegError, Registrars};
+use super::error::RegError;
 
 /// A protection domain: keys of one open nothing in another. The number is unique in this process
 /// and never used again.
@@ -41,6 +41,21 @@ pub struct Keys {
     /// Key of the memory in operations of a peer. Opens nothing unless the memory was registered
     /// with [`Access::Remote`] or more.
     pub rkey: u32,
+}
+
+/// Users of registered memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Access {
+    /// The process itself. A peer that guesses a key cannot reach the memory.
+    #[default]
+    Local,
+    /// Peers, too, by READ and WRITE. The bytes may change at any time: touch them through raw
+    /// pointers only.
+    Remote,
+    /// Peers, too, by READ, WRITE and atomics.
+    RemoteAtomic,
+    /// Peers, too, by READ only.
+    RemoteRead,
 }
 
 /// A handle that makes memory known to one protection domain.
@@ -103,6 +118,9 @@ impl Registrar for NullRegistrar {
         Ok(Registration::new(Keys::default(), ()))
     }
 }
+
+/// The registrars of a pool, one per protection domain.
+pub(super) type Registrars = Arc<[Arc<dyn Registrar>]>;
 
 /// A piece of memory and its registrations, one per registrar of its pool.
 pub(super) struct Registered {

@@ -7,7 +7,7 @@ use std::{io, num::NonZeroUsize, ptr::NonNull};
 
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use super::{Access, Registrars, registrar::Registered};
+use super::registrar::{Access, Registered, Registrars};
 
 /// Unit of the sizes of slabs.
 pub(super) const PAGE_BYTES: usize = 4096;

@@ -17,9 +17,9 @@ use farpage_wire::{
 use nix::poll::{PollFd, PollFlags, poll};
 
 use super::{
-    LOOK, Service,
     lines::{Held, LineName},
     places::{Aim, Place},
+    service::Service,
 };
 use crate::{
     host::{Peer, Transport},
@@ -33,6 +33,9 @@ use crate::{
 /// run for seconds: one handshake in 16 took longer than 2 s at a load of 15 on two processors. A
 /// stranger that only holds a thread holds one of a bounded number ([`super::places`]).
 const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// Interval at which a thread that waits for a client checks that its session still lives.
+pub(super) const LOOK: Duration = Duration::from_secs(1);
 
 /// One accepted connection and the state that its thread needs.
 pub(super) struct Connection {

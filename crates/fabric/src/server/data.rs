@@ -22,37 +22,19 @@ use farpage_wire::{
 use nix::poll::PollFlags;
 
 use super::{
-    LOOK,
-    connection::{Connection, Fault},
+    connection::{Connection, Fault, LOOK},
     incoming::Incoming,
     lines::Held,
+    operation::{Checked, answer_to, header_at, permitted},
     together::{Back, Guest, SMALL_BYTES, Together},
-    window::{Grip, Piece, Stuck, Window},
+    transfer::{Rest, Vectors, vector},
+    window::{Grip, Stuck, Window},
 };
-use crate::{
-    host::Host,
-    memory::{Absent, Span},
-    nonblocking::retry,
-    ring::Board,
-    stream::Message,
-};
+use crate::{memory::Absent, nonblocking::retry, ring::Board, stream::Message};
 
 /// Upper bound of the time that a refused client takes to read why. Its bytes that are under way
 /// are thrown away meanwhile, or the kernel would throw the answer away.
 const LINGER: Duration = Duration::from_secs(1);
-
-/// One operation of a batch, checked.
-pub(super) struct Checked {
-    pub(super) header: OpHeader,
-    pub(super) span: Span,
-}
-
-/// Vectors of a transfer, and the target of each.
-#[derive(Default)]
-struct Vectors {
-    vectors: Vec<libc::iovec>,
-    pieces: Vec<Piece>,
-}
 
 impl Connection {
     /// Serves batches until the client closes the connection.
@@ -412,38 +394,6 @@ impl Connection {
     }
 }
 
-/// Checks an operation against the leases of `session`. `None` if it is not permitted.
-pub(super) fn permitted(host: &dyn Host, session: SessionId, header: OpHeader) -> Option<Checked> {
-    let lease = host.extent(session, header.extent)?;
-    let takes = header.is_aligned()
-        && (!header.kind.is_atomic() || lease.has_atomics())
-        && match header.kind {
-            OpKind::Read => true,
-            OpKind::ReadWhen => Board::has_number(&lease),
-            _ => !lease.is_read_only(),
-        };
-    let span = takes.then(|| lease.span(header.offset, u64::from(header.len)));
-    let span = span?.ok()?;
-    Some(Checked { header, span })
-}
-
-/// Returns the answer to an operation that is not refused. `is_waiting`: the number that this READ
-/// waits for, or one before it in the batch, has not come.
-pub(super) fn answer_to(header: &OpHeader, is_waiting: bool) -> AnswerHeader {
-    AnswerHeader {
-        status: match is_waiting {
-            true => Status::NotYet,
-            false => Status::Ok,
-        },
-        sequence: header.sequence,
-        len: match header.kind {
-            OpKind::ReadWhen if is_waiting => 0,
-            OpKind::Write => 0,
-            OpKind::Read | OpKind::ReadWhen | OpKind::FetchAdd | OpKind::CompareSwap => header.len,
-        },
-    }
-}
-
 /// Fills `buf` with headers. `false` if the client closed the connection where a batch `may_end`.
 fn fill(
     mut buf: &mut [u8],
@@ -469,30 +419,6 @@ fn fill(
             }
             Err(error) => return Err(error.into()),
         }
-    }
-}
-
-impl Checked {
-    /// Returns the offset in the extent of an `address` in the span.
-    pub(super) fn offset_of(&self, address: *const u8) -> u64 {
-        self.header.offset + (address.addr() - self.span.as_ptr().addr()) as u64
-    }
-}
-
-impl Vectors {
-    fn clear(&mut self) {
-        self.vectors.clear();
-        self.pieces.clear();
-    }
-
-    fn push(&mut self, op: usize, bytes: &mut [u8]) {
-        self.vectors.push(vector(bytes.as_mut_ptr(), bytes.len()));
-        self.pieces.push(Piece { op, is_span: false });
-    }
-
-    fn push_span(&mut self, op: usize, span: &Span) {
-        self.vectors.push(vector(span.as_ptr(), span.len()));
-        self.pieces.push(Piece { op, is_span: true });
     }
 }
 
@@ -545,69 +471,4 @@ fn lease_ended(op: &Checked) -> Fault {
         "the lease of extent {} ended during a {:?}",
         op.header.extent, op.header.kind
     ))
-}
-
-/// Rest of a vectored transfer.
-pub(super) struct Rest<'a> {
-    vectors: &'a mut [libc::iovec],
-    /// Index of the first vector that is not complete.
-    next: usize,
-    bytes: u64,
-}
-
-impl<'a> Rest<'a> {
-    fn new(vectors: &'a mut [libc::iovec]) -> Self {
-        let bytes = vectors.iter().map(|vector| vector.iov_len as u64).sum();
-        Self {
-            vectors,
-            next: 0,
-            bytes,
-        }
-    }
-
-    /// Returns the vectors that are not complete, the first without the bytes that have been moved.
-    pub(super) fn left(&self) -> &[libc::iovec] {
-        &self.vectors[self.next..]
-    }
-
-    /// Returns the index of the first vector that is not complete.
-    pub(super) fn next(&self) -> usize {
-        self.next
-    }
-
-    /// True if the next byte is the first of an answer.
-    fn is_between(&self, pieces: &[Piece]) -> bool {
-        !pieces[self.next].is_span && self.vectors[self.next].iov_len == ANSWER_HEADER_BYTES
-    }
-
-    fn message(&mut self) -> Message {
-        let left = &mut self.vectors[self.next..];
-        Message::new(left.as_mut_ptr(), left.len())
-    }
-
-    fn advance(&mut self, mut bytes: usize) {
-        self.bytes -= bytes as u64;
-        while self.next < self.vectors.len() && bytes >= self.vectors[self.next].iov_len {
-            bytes -= self.vectors[self.next].iov_len;
-            self.next += 1;
-        }
-        if let Some(vector) = self.vectors.get_mut(self.next) {
-            vector.iov_base = vector.iov_base.cast::<u8>().wrapping_add(bytes).cast();
-            vector.iov_len -= bytes;
-        }
-    }
-}
-
-pub(super) fn vector(base: *mut u8, len: usize) -> libc::iovec {
-    libc::iovec {
-        iov_base: base.cast(),
-        iov_len: len,
-    }
-}
-
-pub(super) fn header_at(headers: &[u8], index: usize) -> Result<OpHeader, Fault> {
-    let bytes = &headers[index * OP_HEADER_BYTES..][..OP_HEADER_BYTES];
-    Ok(OpHeader::decode(
-        bytes.try_into().expect("a header's length"),
-    )?)
 }

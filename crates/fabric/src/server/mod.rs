@@ -4,6 +4,7 @@
 //! logged line that names the peer and the reason. The [`Host`](crate::host::Host) decides who may
 //! have which memory.
 
+mod accept;
 mod connection;
 mod control;
 mod data;
@@ -11,20 +12,20 @@ mod frames;
 mod incoming;
 mod lines;
 mod listen;
+mod operation;
 mod places;
 mod service;
 mod together;
+mod traffic;
+mod transfer;
 mod window;
-
-use std::time::Duration;
 
 pub(crate) use self::control::answer;
 pub use self::{
+    accept::Serving,
     listen::{Listener, SocketAccess},
     places::ConnectionLimits,
-    service::{Service, Serving, Shutdown, Traffic},
+    service::{Service, Shutdown},
+    traffic::Traffic,
 };
 pub use crate::errors::BindError;
-
-/// Interval at which a thread that waits for a client checks that its session still lives.
-const LOOK: Duration = Duration::from_secs(1);

@@ -32,8 +32,9 @@ use nix::sys::{
 use parking_lot::Mutex;
 
 use super::{
-    Traffic,
-    data::{Checked, answer_to, header_at, permitted, vector},
+    operation::{Checked, answer_to, header_at, permitted},
+    traffic::Traffic,
+    transfer::vector,
 };
 use crate::{
     host::Host,

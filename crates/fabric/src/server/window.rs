@@ -15,9 +15,12 @@ use farpage_wire::{
     data::{ANSWER_HEADER_BYTES, OpKind},
 };
 
-use super::data::{Checked, Rest};
+use super::{
+    operation::Checked,
+    transfer::{Piece, Rest},
+};
 use crate::{
-    memory::{Absent, OutOfLease, Residency},
+    memory::{Absent, OutOfLease},
     stream::Message,
 };
 
@@ -27,15 +30,6 @@ const BYTES: u64 = 4 << 20;
 /// Upper bound of a batch's wait: less than a client waits before it takes a silent connection for
 /// dead, and less than the next holder of a named array waits for operations of the last.
 const PATIENCE: Duration = Duration::from_secs(1);
-
-/// Target of a vector of a batch.
-#[derive(Clone, Copy)]
-pub(super) struct Piece {
-    /// The operation's place in the batch.
-    pub(super) op: usize,
-    /// True if the vector lies in the operation's span. If not: a header, operands or an old value.
-    pub(super) is_span: bool,
-}
 
 /// Memory held for one system call, and vectors that point into it. Used again and again.
 #[derive(Default)]
@@ -212,17 +206,6 @@ fn is_there(op: &Checked) -> bool {
     let held = op.residency().hold(offset, len, None).unwrap_or(0);
     op.residency().let_go(offset, held);
     held == len
-}
-
-impl Checked {
-    fn range(&self) -> (u64, u64) {
-        (self.header.offset, u64::from(self.header.len))
-    }
-
-    fn residency(&self) -> &dyn Residency {
-        let residency = self.span.residency();
-        residency.expect("only such memory is held")
-    }
 }
 
 impl Grip<'_> {

@@ -7,12 +7,15 @@
 use std::{
     process,
     sync::{Arc, Mutex, Once, PoisonError, Weak},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use farpage_tables::Table;
 
-use super::{remote::GOODBYE, shared::Shared};
+use super::shared::Shared;
+
+/// Upper bound of the time that a goodbye may hold up a program that is ending.
+pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
 /// A session over a network.
 struct Open {

@@ -7,6 +7,7 @@
 mod connect;
 mod ending;
 mod keeper;
+mod names;
 mod remote;
 mod requests;
 mod shared;
@@ -26,11 +27,11 @@ use std::{
 use farpage_tables::{Held, Table};
 use farpage_wire::{
     Endpoint, ExtentId, NamedRegion, Refusal, Request, Response, ServerStat, Versions,
-    control::{Lease, NAMES_PER_ANSWER},
+    control::Lease,
 };
 
-use self::remote::Remote;
 pub use self::visit::Visit;
+use self::{names::all_names, remote::Remote};
 use crate::{
     AllocError, Buf, Channel, ConnectError, ControlError, Link, OpenError, PublishError,
     SessionOptions,
@@ -293,7 +294,9 @@ impl Session {
         for (number, session) in sessions.iter().enumerate() {
             session.check_table()?;
             let route = match (session.backend.get(), &session.link) {
-                (Backend::Remote(remote), None) => remote.route(session, session.line().number)?,
+                (Backend::Remote(remote), None) => {
+                    remote.route(&(Arc::clone(session) as KeepAlive), session.line().number)?
+                }
                 _ => None,
             };
             match route {
@@ -636,36 +639,6 @@ fn forked() -> CallError {
     CallError::NotAsked("this process is a child of the one that connected".to_owned())
 }
 
-/// Upper bound of listed names. A server that lists more is taken for one that never ends.
-const MAX_NAMES: usize = 1 << 20;
-
-/// Asks for names until all have come. Returns an answer of another kind as the error.
-fn all_names<E>(
-    mut call: impl FnMut(Request) -> Result<Response, E>,
-) -> Result<Vec<NamedRegion>, Box<Result<Response, E>>> {
-    let mut all = Vec::new();
-    loop {
-        let after = (all.last()).map(|last: &NamedRegion| (last.owner, last.name.clone()));
-        match call(Request::Names { after }) {
-            Ok(Response::Names(names)) => {
-                let key = |named: &NamedRegion| (named.owner, named.name.clone());
-                let ascend =
-                    (all.last().into_iter().chain(&names)).is_sorted_by(|a, b| key(a) < key(b));
-                // Checked because a server could answer for ever.
-                if !ascend || all.len() + names.len() > MAX_NAMES {
-                    return Err(Box::new(Ok(Response::Names(names))));
-                }
-                let is_last = names.len() < NAMES_PER_ANSWER;
-                all.extend(names);
-                if is_last {
-                    return Ok(all);
-                }
-            }
-            other => return Err(Box::new(other)),
-        }
-    }
-}
-
 impl Line {
     /// Opens a channel that replaces the line's earlier ones, which end. Once it is open, each of
     /// their operations has taken place or never will: a WRITE that seemed lost can no longer land.
@@ -676,12 +649,10 @@ impl Line {
     pub fn channel<B: Buf>(&self) -> Result<Box<dyn Channel<B>>, ConnectError> {
         let session = &self.session;
         session.check_table()?;
+        let guard = Arc::clone(session) as KeepAlive;
         let channel = match session.backend.get() {
-            Backend::Remote(remote) => remote.channel(session, self.number)?,
-            Backend::Sim(sim) => {
-                let session: KeepAlive = Arc::clone(session) as _;
-                sim.channel(session, self.number)?
-            }
+            Backend::Remote(remote) => remote.channel(&guard, self.number)?,
+            Backend::Sim(sim) => sim.channel(guard, self.number)?,
         };
         Ok(match &session.link {
             Some(link) => Box::new(Shaped::new(channel, Arc::clone(link))),

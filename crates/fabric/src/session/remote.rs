@@ -29,15 +29,14 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
 use super::{
-    Session,
     connect::{begin, is_refused, not_connected, open, turned_away},
-    ending,
+    ending::{self, GOODBYE},
     requests::{gives, is_about_a_name, may_repeat},
     shared::Shared,
 };
 use crate::{
     Buf, Channel, ConnectError, SessionOptions,
-    attachment::{Attachment, Death, Patience},
+    attachment::{Attachment, Death, KeepAlive, Patience},
     errors::CallError,
     log::later,
     rdma,
@@ -53,9 +52,6 @@ const ASKING: u64 = 1 << 63;
 
 /// Pause between attempts, so that an immediate refusal does not make us spin.
 const BETWEEN_TRIES: Duration = Duration::from_millis(5);
-
-/// Upper bound of the time that a goodbye may hold up a program that is ending.
-pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct Remote {
@@ -207,7 +203,7 @@ impl Remote {
 
     pub(super) fn channel<B: Buf>(
         &self,
-        session: &Arc<Session>,
+        session: &KeepAlive,
         line: u64,
     ) -> Result<Box<dyn Channel<B>>, ConnectError> {
         self.shared
@@ -216,7 +212,7 @@ impl Remote {
 
     fn try_channel<B: Buf>(
         &self,
-        session: &Arc<Session>,
+        session: &KeepAlive,
         line: u64,
         until: Instant,
     ) -> Result<Box<dyn Channel<B>>, ConnectError> {
@@ -251,7 +247,7 @@ impl Remote {
     /// Opens a channel on which the server moves the bytes.
     fn data_channel<B: Buf>(
         &self,
-        session: &Arc<Session>,
+        session: &KeepAlive,
         line: u64,
         until: Instant,
     ) -> Result<TcpChannel<B>, ConnectError> {
@@ -275,7 +271,7 @@ impl Remote {
     /// Opens the route of a channel that may share a completion queue, over RDMA without paging.
     pub(super) fn route(
         &self,
-        session: &Arc<Session>,
+        session: &KeepAlive,
         line: u64,
     ) -> Result<Option<rdma::Route>, ConnectError> {
         if self.shared.paged {
@@ -287,7 +283,7 @@ impl Remote {
 
     fn try_route(
         &self,
-        session: &Arc<Session>,
+        session: &KeepAlive,
         line: u64,
         until: Instant,
     ) -> Result<Option<rdma::Route>, ConnectError> {
@@ -304,7 +300,7 @@ impl Remote {
 
     /// Makes the attachment of a channel of `session`; `death` is that of the connection that the
     /// channel depends on.
-    fn attachment(&self, session: &Arc<Session>, death: Arc<Death>) -> Attachment {
+    fn attachment(&self, session: &KeepAlive, death: Arc<Death>) -> Attachment {
         let shared = &self.shared;
         Attachment {
             endpoint: shared.name.clone(),
@@ -313,7 +309,7 @@ impl Remote {
                 deadline: shared.deadline,
                 silence: shared.silence(),
             },
-            _session: Arc::clone(session) as _,
+            _session: Arc::clone(session),
         }
     }
 

@@ -12,8 +12,8 @@ use farpage_wire::{
 };
 
 use super::{
-    all_names,
     connect::{not_connected, open, turned_away},
+    names::all_names,
 };
 use crate::{
     ConnectError, SessionOptions, home,

@@ -16,7 +16,7 @@ use super::*;
 use crate::{
     Session,
     rdma::{
-        client::control,
+        connect::control,
         tests::{MIB, read, with_server},
         verbs::EventKind,
     },

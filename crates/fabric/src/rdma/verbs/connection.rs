@@ -19,7 +19,11 @@ use super::{
     errno::{check, not_null, set_nonblocking},
     memory::Device,
 };
-use crate::{nonblocking::timeout_until, rdma::REJECT_BYTES};
+use crate::nonblocking::timeout_until;
+
+/// The most bytes that a rejection can carry: what is left of a management datagram of InfiniBand,
+/// the least of the networks.
+pub(in crate::rdma) const REJECT_BYTES: usize = 148;
 
 /// Exponent of the adapter's wait for an acknowledgement before it sends again: 4.096 us * 2^17 is
 /// half a second, as a loaded peer needs. The connection manager's choice is four times as long.

@@ -1,0 +1,96 @@
+//! [`Rest`]: what is left of a vectored transfer, and the target of each of its vectors.
+
+use farpage_wire::data::ANSWER_HEADER_BYTES;
+
+use crate::{memory::Span, stream::Message};
+
+/// Vectors of a transfer, and the target of each.
+#[derive(Default)]
+pub(super) struct Vectors {
+    pub(super) vectors: Vec<libc::iovec>,
+    pub(super) pieces: Vec<Piece>,
+}
+
+/// Target of a vector of a batch.
+#[derive(Clone, Copy)]
+pub(super) struct Piece {
+    /// The operation's place in the batch.
+    pub(super) op: usize,
+    /// True if the vector lies in the operation's span. If not: a header, operands or an old value.
+    pub(super) is_span: bool,
+}
+
+impl Vectors {
+    pub(super) fn clear(&mut self) {
+        self.vectors.clear();
+        self.pieces.clear();
+    }
+
+    pub(super) fn push(&mut self, op: usize, bytes: &mut [u8]) {
+        self.vectors.push(vector(bytes.as_mut_ptr(), bytes.len()));
+        self.pieces.push(Piece { op, is_span: false });
+    }
+
+    pub(super) fn push_span(&mut self, op: usize, span: &Span) {
+        self.vectors.push(vector(span.as_ptr(), span.len()));
+        self.pieces.push(Piece { op, is_span: true });
+    }
+}
+
+/// Rest of a vectored transfer.
+pub(super) struct Rest<'a> {
+    vectors: &'a mut [libc::iovec],
+    /// Index of the first vector that is not complete.
+    next: usize,
+    pub(super) bytes: u64,
+}
+
+impl<'a> Rest<'a> {
+    pub(super) fn new(vectors: &'a mut [libc::iovec]) -> Self {
+        let bytes = vectors.iter().map(|vector| vector.iov_len as u64).sum();
+        Self {
+            vectors,
+            next: 0,
+            bytes,
+        }
+    }
+
+    /// Returns the vectors that are not complete, the first without the bytes that have been moved.
+    pub(super) fn left(&self) -> &[libc::iovec] {
+        &self.vectors[self.next..]
+    }
+
+    /// Returns the index of the first vector that is not complete.
+    pub(super) fn next(&self) -> usize {
+        self.next
+    }
+
+    /// True if the next byte is the first of an answer.
+    pub(super) fn is_between(&self, pieces: &[Piece]) -> bool {
+        !pieces[self.next].is_span && self.vectors[self.next].iov_len == ANSWER_HEADER_BYTES
+    }
+
+    pub(super) fn message(&mut self) -> Message {
+        let left = &mut self.vectors[self.next..];
+        Message::new(left.as_mut_ptr(), left.len())
+    }
+
+    pub(super) fn advance(&mut self, mut bytes: usize) {
+        self.bytes -= bytes as u64;
+        while self.next < self.vectors.len() && bytes >= self.vectors[self.next].iov_len {
+            bytes -= self.vectors[self.next].iov_len;
+            self.next += 1;
+        }
+        if let Some(vector) = self.vectors.get_mut(self.next) {
+            vector.iov_base = vector.iov_base.cast::<u8>().wrapping_add(bytes).cast();
+            vector.iov_len -= bytes;
+        }
+    }
+}
+
+pub(super) fn vector(base: *mut u8, len: usize) -> libc::iovec {
+    libc::iovec {
+        iov_base: base.cast(),
+        iov_len: len,
+    }
+}
