@@ -57,7 +57,7 @@ use parking_lot::Mutex;
 pub(crate) use self::link::{READ, Traffic, WRITE, Watch};
 use self::{
     link::Counts,
-    model::{Epoch, Forms, Model, Sample},
+    model::{CLASSES, Epoch, Forms, Model, Sample},
 };
 use super::{
     coder::Coder,
@@ -66,8 +66,6 @@ use super::{
 };
 use crate::PageIndex;
 
-/// Number of stretches of a region that are judged apart.
-const CLASSES: usize = 16;
 /// Number of parts of a region, one bit of a word each. Each part gives a sample at once, so that a
 /// stretch is not judged by a single page.
 const PARTS: u64 = 64;

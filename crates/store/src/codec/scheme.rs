@@ -12,8 +12,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Codec, CodecError, Element, ZfpMode,
+    element::Element,
     form::{Form, Width},
+    spec::{Codec, CodecError, ZfpMode},
 };
 use crate::Elements;
 

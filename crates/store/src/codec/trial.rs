@@ -4,7 +4,12 @@
 //! of a region.
 
 use super::{
-    Codec, CodecError, Coder, Element, Form, Layout, Page, Scheme, fill_repeated, hash, repeated,
+    coder::Coder,
+    element::Element,
+    form::{Form, Page},
+    plain::{fill_repeated, hash, repeated},
+    scheme::{Layout, Scheme},
+    spec::{Codec, CodecError},
 };
 use crate::PageIndex;
 
