@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use farpage_fabric::{ChannelError, Since, Verb, regmem::RegBuf};
 
-use super::{Done, Frame, Outcome};
+use super::operation::{Done, Frame, Outcome};
 use crate::{
     PageIndex, PageStore, StoreError, StoreStatsSnapshot,
     codec::{Form, READ, WRITE},

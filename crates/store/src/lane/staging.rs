@@ -11,7 +11,8 @@ use farpage_fabric::{
     regmem::{RegBuf, RegError, RegPool},
 };
 
-use crate::{Frame, PageIndex, PageStore, StoreError, codec::Coder};
+use super::operation::Frame;
+use crate::{PageIndex, PageStore, StoreError, codec::Coder};
 
 const BYTES_MAX: usize = 4 << 20;
 
