@@ -19,6 +19,7 @@
 //! Deliberately absent: pages that are partly there, time, and memory pressure.
 
 mod frame;
+mod options;
 mod program;
 mod state;
 #[cfg(test)]
@@ -36,11 +37,11 @@ use std::{
 
 use parking_lot::Mutex;
 
-pub use self::frame::SimFrame;
 use self::{
     frame::Frames,
     state::{Content, SimRegion, State},
 };
+pub use self::{frame::SimFrame, options::SimOptions};
 use crate::{
     pages::{Pages, Shard},
     space::{
@@ -48,39 +49,6 @@ use crate::{
         Out, Wait,
     },
 };
-
-/// Options of a [`SimSpace`].
-#[derive(Clone, Debug)]
-pub struct SimOptions {
-    /// Number of shards. Default: 1.
-    pub shards: usize,
-    /// Seed of the injected faults. Default: 0.
-    pub seed: u64,
-    /// Probability that [`AddressSpace::detach`] meets a page that is busy ([`DetachError::Busy`]),
-    /// 0 to 1. Default: 0.
-    pub busy_probability: f64,
-    /// Probability that a fault is reported a second time, later, 0 to 1. Default: 0.
-    pub duplicate_probability: f64,
-    /// True if pages of all regions leave by copying, too ([`Mapping::copies_out`]), and not only
-    /// of regions whose program promises that no device writes there. Default: true.
-    pub copies_out: bool,
-    /// Upper bound of the pages of a [`new_frame`](AddressSpace::new_frame): for more there is no
-    /// room. Default: any number finds room.
-    pub frame_pages_max: usize,
-}
-
-impl Default for SimOptions {
-    fn default() -> Self {
-        Self {
-            shards: 1,
-            seed: 0,
-            busy_probability: 0.0,
-            duplicate_probability: 0.0,
-            copies_out: true,
-            frame_pages_max: usize::MAX,
-        }
-    }
-}
 
 /// Reason why an access did not happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

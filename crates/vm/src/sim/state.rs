@@ -9,7 +9,7 @@ use std::{
     ops::Range,
 };
 
-use super::SimOptions;
+use super::options::SimOptions;
 use crate::{
     pages::{Pages, Shard},
     space::{Fault, Geometry, InstallErrorKind},
