@@ -21,7 +21,7 @@ mod trial;
 mod zfp;
 
 pub(crate) use self::{
-    adaptive::{Chooser, READ, Traffic, WRITE, Watch},
+    adaptive::{Chooser, LinkTraffic, READ, WRITE, Watch},
     coder::Coder,
     form::{Form, Page},
     plain::{fill_repeated, hash, repeated},
@@ -31,5 +31,5 @@ pub use self::{
     element::Element,
     scheme::Layout,
     spec::{Codec, CodecError, ZfpMode},
-    trial::{Block, Trial},
+    trial::{Block, CodecTrial},
 };

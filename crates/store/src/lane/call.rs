@@ -6,36 +6,36 @@ use std::{io, sync::Arc};
 
 use crossbeam_channel::Sender;
 
-use super::{operation::Frame, run::Way};
-use crate::blocking::{BlockingStore, CallError, Waker, Work};
+use super::{operation::RunBuffer, run::Direction};
+use crate::blocking::{BlockingStore, StoreCallError, StoreJob, Waker};
 
 /// One call of a user's store.
 pub struct StoreCall<F> {
     pub(super) index: usize,
     pub(super) part: usize,
     pub(super) blocking: Arc<BlockingStore>,
-    pub(super) way: Way,
+    pub(super) way: Direction,
     pub(super) offset: u64,
     /// Bytes to move: less than the frame holds for the region's last page.
     pub(super) len: usize,
     pub(super) frame: F,
-    pub(super) result: Result<(), CallError>,
+    pub(super) result: Result<(), StoreCallError>,
     /// True if a worker makes the call.
     pub(super) by_worker: bool,
     pub(super) reply: Sender<Box<StoreCall<F>>>,
     pub(super) waker: Arc<Waker>,
 }
 
-impl<F: Frame> StoreCall<F> {
+impl<F: RunBuffer> StoreCall<F> {
     /// Makes the call, which may take long.
     pub fn make(&mut self) {
         let Self { offset, len, .. } = *self;
         self.result = match self.way {
-            Way::Fill => {
+            Direction::Fill => {
                 let buf = &mut self.frame.as_mut()[..len];
                 self.blocking.call(len, |store| store.read(offset, buf))
             }
-            Way::WriteBack => {
+            Direction::WriteBack => {
                 let buf = &self.frame.as_ref()[..len];
                 self.blocking.call(len, |store| store.write(offset, buf))
             }
@@ -55,14 +55,14 @@ impl<F: Frame> StoreCall<F> {
     }
 }
 
-impl<F: Frame> Work for StoreCall<F> {
+impl<F: RunBuffer> StoreJob for StoreCall<F> {
     fn run(mut self: Box<Self>) {
         self.make();
         self.hand_in();
     }
 
     fn fail(mut self: Box<Self>, why: io::Error) {
-        self.result = Err(CallError::Io(why));
+        self.result = Err(StoreCallError::Io(why));
         self.hand_in();
     }
 }

@@ -10,39 +10,39 @@ use std::sync::Arc;
 use super::{
     Lane, OPS_MAX,
     call::StoreCall,
-    operation::Frame,
-    run::{Run, Task, Way},
+    operation::RunBuffer,
+    run::{Direction, LaneRun, Task},
 };
 use crate::{
     PageIndex, PageStore, Store, StoreError,
-    blocking::{BlockingStore, CallError},
+    blocking::{BlockingStore, StoreCallError},
     codec,
-    entry::Entry,
+    entry::PageEntry,
 };
 
-impl<F: Frame> Lane<F> {
+impl<F: RunBuffer> Lane<F> {
     pub(super) fn call_user(
         &mut self,
         store: &Arc<PageStore>,
         page: PageIndex,
         frame: F,
         tag: u64,
-        way: Way,
+        way: Direction,
     ) -> Result<(), F> {
         if self.calls_in_flight >= OPS_MAX {
             return Err(frame);
         }
-        let mut run = Run::new((tag, store, page), way, self.spare());
+        let mut run = LaneRun::new((tag, store, page), way, self.spare());
         for (page, bytes) in page
             .onwards()
             .zip(frame.as_ref().chunks_exact(store.page_bytes))
         {
             let hash = match way {
-                Way::Fill => 0,
-                Way::WriteBack => codec::hash(&bytes[..store.page_len(page)], store.seed),
+                Direction::Fill => 0,
+                Direction::WriteBack => codec::hash(&bytes[..store.page_len(page)], store.seed),
             };
-            let clean = way == Way::WriteBack
-                && matches!(store.table.load(page), Entry::Kept { hash: old, unsure: false, .. } if old == hash);
+            let clean = way == Direction::WriteBack
+                && matches!(store.table.load(page), PageEntry::Kept { hash: old, unsure: false, .. } if old == hash);
             run.tally.write_backs_clean += u64::from(clean);
             run.add(if clean { Task::Ended } else { Task::Call }, hash);
         }
@@ -52,7 +52,12 @@ impl<F: Frame> Lane<F> {
     }
 
     /// Begins the calls for the stretches that need one.
-    pub(super) fn call(&mut self, index: usize, run: &mut Run<F>, blocking: &Arc<BlockingStore>) {
+    pub(super) fn call(
+        &mut self,
+        index: usize,
+        run: &mut LaneRun<F>,
+        blocking: &Arc<BlockingStore>,
+    ) {
         for part in 0..run.parts.len() {
             if !matches!(run.parts[part].task, Task::Call) {
                 continue;
@@ -144,7 +149,7 @@ impl<F: Frame> Lane<F> {
 }
 
 /// Ends a part whose call has returned: its pages are done or have failed.
-fn called<F: Frame>(run: &mut Run<F>, call: StoreCall<F>) {
+fn called<F: RunBuffer>(run: &mut LaneRun<F>, call: StoreCall<F>) {
     let StoreCall {
         part,
         blocking,
@@ -158,12 +163,12 @@ fn called<F: Frame>(run: &mut Run<F>, call: StoreCall<F>) {
     let (page, first) = (run.page, run.parts[part].first);
     let pages = (first..first + run.parts[part].pages).map(|number| (number, page + number));
     match (way, result) {
-        (Way::Fill, Ok(())) => {
+        (Direction::Fill, Ok(())) => {
             frame.as_mut()[len..].fill(0);
             for ((number, page), bytes) in pages.zip(frame.as_ref().chunks(store.page_bytes)) {
                 let hash = codec::hash(&bytes[..store.page_len(page)], store.seed);
                 match store.table.load(page) {
-                    Entry::Kept {
+                    PageEntry::Kept {
                         hash: old,
                         written: true,
                         ..
@@ -178,10 +183,10 @@ fn called<F: Frame>(run: &mut Run<F>, call: StoreCall<F>) {
                         run.fail_page(number, error);
                         continue;
                     }
-                    Entry::Kept { written: true, .. } => {}
+                    PageEntry::Kept { written: true, .. } => {}
                     _ => {
                         let (written, unsure) = (false, false);
-                        let entry = Entry::Kept {
+                        let entry = PageEntry::Kept {
                             hash,
                             written,
                             unsure,
@@ -193,9 +198,9 @@ fn called<F: Frame>(run: &mut Run<F>, call: StoreCall<F>) {
             }
             run.tally.bytes_read += len as u64;
         }
-        (Way::WriteBack, Ok(())) => {
+        (Direction::WriteBack, Ok(())) => {
             for (number, page) in pages {
-                let entry = Entry::Kept {
+                let entry = PageEntry::Kept {
                     hash: run.hashes[number],
                     written: true,
                     unsure: false,
@@ -209,11 +214,11 @@ fn called<F: Frame>(run: &mut Run<F>, call: StoreCall<F>) {
         }
         (_, Err(error)) => {
             for (_, page) in pages {
-                if way == Way::WriteBack
-                    && let Entry::Kept { hash, written, .. } = store.table.load(page)
+                if way == Direction::WriteBack
+                    && let PageEntry::Kept { hash, written, .. } = store.table.load(page)
                 {
                     let unsure = true;
-                    let entry = Entry::Kept {
+                    let entry = PageEntry::Kept {
                         hash,
                         written,
                         unsure,
@@ -232,12 +237,12 @@ fn called<F: Frame>(run: &mut Run<F>, call: StoreCall<F>) {
 fn failure(
     store: &PageStore,
     user: &dyn Store,
-    way: Way,
-    error: CallError,
+    way: Direction,
+    error: StoreCallError,
 ) -> impl Fn(PageIndex) -> StoreError + use<> {
     let (region, store, operation) = (store.label.clone(), user.name(), way.operation());
     move |page| match &error {
-        CallError::Io(error) => StoreError::User {
+        StoreCallError::Io(error) => StoreError::User {
             region: region.clone(),
             page: page.number(),
             store: store.clone(),
@@ -245,7 +250,7 @@ fn failure(
             kind: error.kind(),
             message: error.to_string(),
         },
-        CallError::Panic(message) => StoreError::Panicked {
+        StoreCallError::Panic(message) => StoreError::Panicked {
             region: region.clone(),
             page: page.number(),
             store: store.clone(),

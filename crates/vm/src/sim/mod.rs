@@ -45,8 +45,8 @@ pub use self::{frame::SimFrame, options::SimOptions};
 use crate::{
     pages::{Pages, Shard},
     space::{
-        AddressSpace, Asked, Batch, DetachError, Events, Geometry, In, InstallError, Left, Mapping,
-        Out, Wait,
+        AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Geometry,
+        InstallError, PageIn, PageOut, RegionMapping,
     },
 };
 
@@ -239,7 +239,7 @@ impl AddressSpace for SimSpace {
         self.shards
     }
 
-    fn map(&self, geometry: Geometry) -> io::Result<Mapping> {
+    fn map(&self, geometry: Geometry) -> io::Result<RegionMapping> {
         let mut state = self.state.lock();
         let address = state.next_address.next_multiple_of(geometry.page_bytes);
         // A page's distance between regions: an access beyond a region's end must not meet the next
@@ -254,7 +254,7 @@ impl AddressSpace for SimSpace {
         );
         let copies_in = !geometry.read_only;
         let copies_out = copies_in && (state.options.copies_out || geometry.no_direct_io);
-        Ok(Mapping {
+        Ok(RegionMapping {
             address,
             copies_in,
             copies_out,
@@ -289,11 +289,11 @@ impl AddressSpace for SimSpace {
     fn install(
         &self,
         pages: Pages,
-        how: In<'_, SimFrame>,
+        how: PageIn<'_, SimFrame>,
     ) -> Result<Option<SimFrame>, InstallError<SimFrame>> {
         match how {
-            In::Move(frame) => self.move_in(pages, frame).map(|()| None),
-            In::Copy(frame, room) => {
+            PageIn::Move(frame) => self.move_in(pages, frame).map(|()| None),
+            PageIn::Copy(frame, room) => {
                 let page_bytes = pages.page_bytes();
                 let mut state = self.state.lock();
                 let mut rest = Some(pages);
@@ -315,11 +315,13 @@ impl AddressSpace for SimSpace {
         }
     }
 
-    fn detach(&self, out: Out<'_, SimFrame>) -> Result<Left<SimFrame>, DetachError> {
+    fn detach(&self, out: PageOut<'_, SimFrame>) -> Result<Detached<SimFrame>, DetachError> {
         match out {
-            Out::Move(pages) => self.move_out(pages).map(Left::Moved),
-            Out::Copy(pages, frames, own) => Ok(Left::Copied(self.copy_out(pages, frames, own))),
-            Out::Drop(runs) => Ok(Left::Dropped(self.drop_runs(runs))),
+            PageOut::Move(pages) => self.move_out(pages).map(Detached::Moved),
+            PageOut::Copy(pages, frames, own) => {
+                Ok(Detached::Copied(self.copy_out(pages, frames, own)))
+            }
+            PageOut::Drop(runs) => Ok(Detached::Dropped(self.drop_runs(runs))),
         }
     }
 
@@ -358,7 +360,7 @@ impl AddressSpace for SimSpace {
     }
 
     /// Hands out all events as kept, since no descriptor tells of any.
-    fn events(&self, shard: Shard, _asked: Asked, out: &mut Events) -> io::Result<()> {
+    fn events(&self, shard: Shard, _asked: EventScope, out: &mut Events) -> io::Result<()> {
         let mut state = self.state.lock();
         let faults = state.queues[shard.0].drain(..);
         out.faults.extend(faults.map(|message| message.fault));
@@ -366,9 +368,9 @@ impl AddressSpace for SimSpace {
         Ok(())
     }
 
-    fn wait(&self, shard: Shard) -> Wait<'_> {
+    fn wait(&self, shard: Shard) -> EventSources<'_> {
         let state = self.state.lock();
-        Wait {
+        EventSources {
             fd: None,
             kept: !state.queues[shard.0].is_empty() || !state.news[shard.0].is_empty(),
         }

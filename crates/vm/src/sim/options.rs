@@ -13,7 +13,8 @@ pub struct SimOptions {
     /// Probability that a fault is reported a second time, later, 0 to 1. Default: 0.
     pub duplicate_probability: f64,
     /// True if pages of all regions leave by copying, too
-    /// ([`copies_out`](crate::Mapping::copies_out)), and not only of regions whose program promises that no device writes there. Default: true.
+    /// ([`copies_out`](crate::RegionMapping::copies_out)), and not only of regions whose program
+    /// promises that no device writes there. Default: true.
     pub copies_out: bool,
     /// Upper bound of the pages of a [`new_frame`](crate::AddressSpace::new_frame): for more there
     /// is no room. Default: any number finds room.
