@@ -31,12 +31,16 @@ mod limits;
 mod names;
 mod opening;
 mod readers;
+mod reclaim;
+mod records;
 mod retained;
+mod views;
 
 use crate::tier::Tier;
 use leases::Leases;
-use ledger::{Freed, Leaving, Ledger, SessionRecord};
+use ledger::Ledger;
 pub use limits::Limits;
+use records::{Freed, Leaving, SessionRecord};
 use retained::Retained;
 
 /// The state of one server: sessions, extents, names, leases and charges.

@@ -21,8 +21,8 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, ensure};
 use farpage_vm::{
-    Fault, FaultBuffer, Features, RegisterMode, Stopped, Uffd,
-    sigbus::{FaultHandler, Registration, Served},
+    FaultBuffer, Features, PageFault, RegisterMode, Stopped, Uffd,
+    sigbus::{FaultHandler, FaultRegistration, Served},
 };
 use hdrhistogram::Histogram;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -161,7 +161,8 @@ pub fn in_thread_round_trips(
     };
     let bare = Arc::new(bare);
     let addresses = bare.region.address()..bare.region.address() + bare.region.bytes;
-    let _registered = Registration::new(addresses, bare.clone()).context("cannot handle SIGBUS")?;
+    let _registered =
+        FaultRegistration::new(addresses, bare.clone()).context("cannot handle SIGBUS")?;
     bare.touch().map(Some)
 }
 
@@ -293,7 +294,7 @@ impl Bare {
     /// Resolves the faults of all pages.
     fn serve(&self) -> Result<()> {
         let mut buffer = FaultBuffer::default();
-        let mut faults: Vec<Fault> = Vec::with_capacity(64);
+        let mut faults: Vec<PageFault> = Vec::with_capacity(64);
         let mut served = 0;
         while served < self.count {
             self.uffd.faults(&mut buffer, &mut faults)?;
@@ -305,7 +306,7 @@ impl Bare {
         Ok(())
     }
 
-    fn resolve(&self, fault: Fault) -> Result<(), Stopped> {
+    fn resolve(&self, fault: PageFault) -> Result<(), Stopped> {
         let len = self.page_bytes;
         let page = (fault.address - self.region.address()) / len;
         let served = self.served.fetch_add(1, Relaxed);
@@ -357,7 +358,7 @@ impl Bare {
 // SAFETY: system calls, which touch the pool and the region alone, copies and hashes: unless it
 // fails it allocates nothing and takes no lock.
 unsafe impl FaultHandler for Bare {
-    fn fault(&self, fault: Fault) -> Served {
+    fn fault(&self, fault: PageFault) -> Served {
         match self.resolve(fault) {
             Ok(()) => Served::Retry,
             Err(_) => Served::NotMine,

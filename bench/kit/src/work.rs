@@ -20,10 +20,12 @@ use std::{
 use anyhow::{Context, Result, anyhow, ensure};
 use bytemuck::cast_slice_mut;
 use farpage_fabric::{Link, Session, SessionOptions};
-use farpage_store::{Cluster, ClusterOptions, Done, Lane, PageIndex, PageStore, RemoteOptions};
+use farpage_store::{
+    Cluster, ClusterOptions, Lane, PageIndex, PageStore, RemoteOptions, RunCompletion,
+};
 use farpage_vm::{
-    AddressSpace, Frame, Geometry, In, KernelFrame, KernelSpace, KernelSpaceOptions, Left, Out,
-    Pages, Shard,
+    AddressSpace, Detached, Frame, Geometry, KernelFrame, KernelSpace, KernelSpaceOptions, PageIn,
+    PageOut, Pages, Shard,
 };
 use nix::poll::{PollFd, ppoll};
 use nix::sys::time::TimeSpec;
@@ -210,7 +212,7 @@ impl AsMut<[u8]> for Local {
     }
 }
 
-impl farpage_store::Frame for Local {
+impl farpage_store::RunBuffer for Local {
     fn split_off(&mut self, bytes: usize) -> Self {
         Local(self.0.split_off(bytes))
     }
@@ -426,13 +428,13 @@ impl<'a> Worker<'a> {
     }
 
     /// Detaches a step, hashes it, and starts to write changed pages. Completions go to `done`.
-    fn write(&mut self, mut step: Step, done: &mut Vec<Done<Local>>) -> Result<Step> {
+    fn write(&mut self, mut step: Step, done: &mut Vec<RunCompletion<Local>>) -> Result<Step> {
         for array in 0..3 {
             let run = self.run_of(step.number, array);
             let frame = match self.job.moving() {
                 true => {
-                    let out = Out::Move(self.pages_of(run));
-                    let frame = self.space.detach(out).map(Left::into_frame)?;
+                    let out = PageOut::Move(self.pages_of(run));
+                    let frame = self.space.detach(out).map(Detached::into_frame)?;
                     ensure!(
                         frame.as_ref().len() == self.run_bytes,
                         "a run came out in pieces"
@@ -454,7 +456,7 @@ impl<'a> Worker<'a> {
         run: u64,
         mut frame: Local,
         tag: u64,
-        done: &mut Vec<Done<Local>>,
+        done: &mut Vec<RunCompletion<Local>>,
     ) -> Result<()> {
         let first = self.first_of(run);
         // Changed pages whose slots are not neighbours need a WRITE each, for which the lane may
@@ -475,7 +477,7 @@ impl<'a> Worker<'a> {
             for (array, frame) in frames.into_iter().enumerate() {
                 let pages = self.pages_of(self.run_of(step.number, array));
                 self.space
-                    .install(pages, In::Move(frame.0))
+                    .install(pages, PageIn::Move(frame.0))
                     .map_err(|error| error.kind)?;
             }
             let addresses = [0, 1, 2].map(|array| self.address_of(self.run_of(step.number, array)));
@@ -509,7 +511,7 @@ impl<'a> Worker<'a> {
     }
 
     /// Polls the lane, and sleeps until its next event if nothing has completed.
-    fn poll(&mut self, done: &mut Vec<Done<Local>>) -> Result<()> {
+    fn poll(&mut self, done: &mut Vec<RunCompletion<Local>>) -> Result<()> {
         self.lane.poll(done);
         if !done.is_empty() || self.lane.in_flight() == 0 {
             return Ok(());

@@ -17,7 +17,7 @@ pub use farpage_store::{
     CodecError, CreateError as StoreCreateError, FileStoreError, NamesError, OpenStoreError,
     PublishStoreError, StoreError, TableError,
 };
-pub use farpage_vm::OpenError as UserfaultfdError;
+pub use farpage_vm::UserfaultfdError;
 pub use farpage_wire::{EndpointError, control::NameError};
 
 farpage_wire::debug_as_display!(BuildError, CreateError, OpenError, FlushError);

@@ -4,8 +4,8 @@ use std::{io, str::FromStr, sync::Arc};
 
 use farpage_pager::{InThread, Mapped};
 use farpage_vm::{
-    Fault, KernelSpace,
-    sigbus::{FaultHandler, Registration, Served},
+    KernelSpace, PageFault,
+    sigbus::{FaultHandler, FaultRegistration, Served},
 };
 
 /// Threads that serve the program's page faults.
@@ -48,12 +48,12 @@ impl FromStr for FaultMode {
 
 /// Lets the program's threads serve the region's faults themselves, if its runtime has
 /// [`FaultMode::InThread`].
-pub(crate) fn register(mapped: &Mapped<KernelSpace>) -> io::Result<Option<Registration>> {
+pub(crate) fn register(mapped: &Mapped<KernelSpace>) -> io::Result<Option<FaultRegistration>> {
     let Some(in_thread) = mapped.pager().in_thread() else {
         return Ok(None);
     };
     let addresses = mapped.address()..mapped.address() + mapped.mapped_bytes();
-    Registration::new(addresses, Arc::new(Handler(in_thread.clone()))).map(Some)
+    FaultRegistration::new(addresses, Arc::new(Handler(in_thread.clone()))).map(Some)
 }
 
 struct Handler(Arc<InThread<KernelSpace>>);
@@ -65,7 +65,7 @@ struct Handler(Arc<InThread<KernelSpace>>);
 // - it works on frames and the servers' memory, never on a region's pages;
 // - regions are closed by the program's own calls.
 unsafe impl FaultHandler for Handler {
-    fn fault(&self, fault: Fault) -> Served {
+    fn fault(&self, fault: PageFault) -> Served {
         if self.0.serve(fault.address, fault.write) {
             Served::Retry
         } else {

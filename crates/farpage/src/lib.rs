@@ -99,8 +99,8 @@ pub use error::{BuildError, CloseError, CreateError, FlushError, OpenError, PinE
 pub use farpage_fabric::{Allowance, Link, Session};
 pub use farpage_pager::{Advice, PageError, PagerStats};
 pub use farpage_store::{
-    Block, Codec, CodecError, Element, ElementType, Elements, FileStore, FileStoreError,
-    NamedRegion, RegPoolStats, Reserve, Store, StoreStatsSnapshot, Trial, ZfpMode,
+    Block, Codec, CodecError, CodecTrial as Trial, Element, ElementType, Elements, FileStore,
+    FileStoreError, NamedRegion, RegPoolStats, Reserve, Store, StoreStatsSnapshot, ZfpMode,
 };
 pub use farpage_vm::Transfer;
 pub use farpage_wire::Endpoint;

@@ -13,7 +13,7 @@ use farpage_pager::{Advice, MapError, Mapped, PageError, PinError};
 use farpage_signals::SignalGuard;
 use farpage_store::{Codec, ElementType, Elements, Layout, Reserve, Store, StoreStatsSnapshot};
 use farpage_tables::Held;
-use farpage_vm::{KernelSpace, sigbus::Registration};
+use farpage_vm::{KernelSpace, sigbus::FaultRegistration};
 
 use crate::{CloseError, FlushError, fault};
 
@@ -172,7 +172,7 @@ impl fmt::Debug for RegionOptions {
 /// mapping is: evictions have written parts of it already, so there is no older state to keep.
 pub struct Region {
     /// Registration for in-thread faults. Must be dropped before `mapped`.
-    _faults: Option<Registration>,
+    _faults: Option<FaultRegistration>,
     mapped: Held<Mapped<KernelSpace>>,
     name: Option<String>,
     /// True if the region's contents outlive it.

@@ -20,7 +20,7 @@ use farpage_store::{
     CodecError, CreateError, FileStoreError, NamesError, OpenStoreError, PublishStoreError,
     StoreError,
 };
-use farpage_vm::{DetachError, InstallErrorKind, OpenError as UserfaultfdError};
+use farpage_vm::{DetachError, InstallErrorKind, UserfaultfdError};
 
 /// Text of every cause.
 const CAUSE: &str = "the moon is full";

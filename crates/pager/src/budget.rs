@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam_utils::CachePadded;
-use farpage_vm::Room;
+use farpage_vm::ReservedRoom;
 
 /// Number of frames that read-ahead leaves to demand: more than all threads of a large machine
 /// fault on at once.
@@ -293,7 +293,8 @@ impl Budget {
     }
 }
 
-/// Memory that is about to be made. Given back when dropped, unless [`Room::use_up`] was called.
+/// Memory that is about to be made. Given back when dropped, unless [`ReservedRoom::use_up`] was
+/// called.
 #[must_use = "what is not made is given back when this is dropped"]
 pub(crate) struct Reservation<'a> {
     budget: &'a Budget,
@@ -315,7 +316,7 @@ impl Reservation<'_> {
     }
 }
 
-impl Room for Reservation<'_> {
+impl ReservedRoom for Reservation<'_> {
     /// Notes that all of the memory has been made.
     fn use_up(&mut self) {
         self.pages = 0;

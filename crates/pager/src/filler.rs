@@ -16,7 +16,7 @@ use std::{
 
 use farpage_fabric::{Since, log::later};
 use farpage_store::{Lane, PageIndex, StoreCall};
-use farpage_vm::{AddressSpace, Asked, Events, Shard};
+use farpage_vm::{AddressSpace, EventScope, Events, Shard};
 use nix::poll::PollFd;
 
 use crate::{
@@ -95,8 +95,9 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     /// Performs all work that can be done without waiting. Returns whether anything was done.
-    /// Without [`Asked::All`] a turn is cheaper: for where the descriptor has told of no new fault.
-    pub(crate) fn turn(&mut self, asked: Asked) -> bool {
+    /// Without [`EventScope::All`] a turn is cheaper: for where the descriptor has told of no new
+    /// fault.
+    pub(crate) fn turn(&mut self, asked: EventScope) -> bool {
         let events = self.read_events(asked);
         let mail = self.read_mail();
         let mut busy = self.unprotect();
@@ -123,7 +124,7 @@ impl<A: AddressSpace> Filler<A> {
         self.fills.end_call(call);
     }
 
-    fn read_events(&mut self, asked: Asked) -> bool {
+    fn read_events(&mut self, asked: EventScope) -> bool {
         let mut events = mem::take(&mut self.events);
         if let Err(error) = self.shared.mapper.events(self.shard, asked, &mut events) {
             panic!("cannot read page faults: {error}");

@@ -10,7 +10,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_store::{Done, Lane, Outcome, PageIndex, PageRange, PageStore, StoreCall, StoreError};
+use farpage_store::{
+    Lane, PageIndex, PageRange, PageStore, RunCompletion, RunCounts, StoreCall, StoreError,
+};
 use farpage_vm::Frame;
 use nix::poll::PollFd;
 
@@ -45,7 +47,7 @@ pub(crate) trait Flight {
 pub(crate) struct Landed<T, F> {
     pub(crate) flight: T,
     pub(crate) run: Run<F>,
-    pub(crate) outcome: Outcome,
+    pub(crate) outcome: RunCounts,
     /// The pages that failed, and why.
     pub(crate) failed: Vec<(PageIndex, StoreError)>,
     /// Time of the post. `None`: in this very turn, which says nothing about the link.
@@ -69,7 +71,7 @@ pub(crate) struct Flights<T, F: Frame> {
     posted_bytes: usize,
     /// Flights that the lane was too busy to take.
     unposted: VecDeque<(T, F)>,
-    done: Vec<Done<Local<F>>>,
+    done: Vec<RunCompletion<Local<F>>>,
     /// Number of turns so far.
     turn: u64,
 }
@@ -154,7 +156,7 @@ impl<T: Flight, F: Frame> Flights<T, F> {
 
     /// Takes an ended flight, the last one first: its bytes are in the caches.
     pub(crate) fn next(&mut self) -> Option<Landed<T, F>> {
-        let Done {
+        let RunCompletion {
             tag,
             frame,
             outcome,

@@ -15,7 +15,7 @@ use std::sync::{
 
 use crossbeam_utils::CachePadded;
 use farpage_fabric::log::later;
-use farpage_vm::{AddressSpace, Batch, Room, SCATTERED_PAGES_MAX};
+use farpage_vm::{AddressSpace, Batch, ReservedRoom, SCATTERED_PAGES_MAX};
 
 use crate::{
     budget::{Budget, Reservation},

@@ -8,8 +8,9 @@ use std::{io, sync::Arc};
 
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{
-    AddressSpace, Asked, Batch, DetachError, Events, Geometry, In, InstallError, InstallErrorKind,
-    Left, Mapping, Out, Pages, Room, SCATTERED_PAGES_MAX, Shard, Wait,
+    AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Geometry,
+    InstallError, InstallErrorKind, PageIn, PageOut, Pages, RegionMapping, ReservedRoom,
+    SCATTERED_PAGES_MAX, Shard,
 };
 use smallvec::SmallVec;
 
@@ -46,7 +47,7 @@ impl<A: AddressSpace> Mapper<A> {
     }
 
     /// Maps addresses for a new region.
-    pub(crate) fn map(&self, geometry: Geometry) -> io::Result<Mapping> {
+    pub(crate) fn map(&self, geometry: Geometry) -> io::Result<RegionMapping> {
         self.space.map(geometry)
     }
 
@@ -72,7 +73,7 @@ impl<A: AddressSpace> Mapper<A> {
         run: Run<A::Frame>,
     ) -> Result<(), InstallError<A::Frame>> {
         let pages = self.pages(region, run.pages());
-        let moved = self.space.install(pages, In::Move(run.into_frame()))?;
+        let moved = self.space.install(pages, PageIn::Move(run.into_frame()))?;
         debug_assert!(moved.is_none(), "what moved does not come back");
         Ok(())
     }
@@ -84,8 +85,8 @@ impl<A: AddressSpace> Mapper<A> {
         pages: PageRange,
     ) -> Result<Run<A::Frame>, DetachError> {
         let page_bytes = region.page_bytes();
-        let out = Out::Move(self.pages(region, pages));
-        let mut detached = self.space.detach(out).map(Left::into_frame);
+        let out = PageOut::Move(self.pages(region, pages));
+        let mut detached = self.space.detach(out).map(Detached::into_frame);
         if let Ok(frame) = detached {
             let run = Run::new(pages.start, frame, page_bytes);
             detached = if region.is_zero_copy(run.pages()) {
@@ -156,11 +157,13 @@ impl<A: AddressSpace> Mapper<A> {
         &self,
         region: &Region,
         run: Run<A::Frame>,
-        room: &mut impl Room,
+        room: &mut impl ReservedRoom,
     ) -> Result<A::Frame, Run<A::Frame>> {
         let first = run.first();
         let pages = self.pages(region, run.pages());
-        let installed = self.space.install(pages, In::Copy(run.into_frame(), room));
+        let installed = self
+            .space
+            .install(pages, PageIn::Copy(run.into_frame(), room));
         installed
             .map(|frame| frame.expect("a frame that was copied comes back"))
             .map_err(|refused| Run::new(first, refused.frame, region.page_bytes()))
@@ -177,7 +180,7 @@ impl<A: AddressSpace> Mapper<A> {
     ) -> usize {
         let page = |page: &PageIndex| self.pages(region, page.alone());
         let out: SmallVec<[Pages; SCATTERED_PAGES_MAX]> = pages.iter().map(page).collect();
-        let left = self.space.detach(Out::Copy(&out, frames, &mut own));
+        let left = self.space.detach(PageOut::Copy(&out, frames, &mut own));
         left.map_or(0, |left| left.count())
     }
 
@@ -186,7 +189,7 @@ impl<A: AddressSpace> Mapper<A> {
     pub(crate) fn drop_runs(&self, region: &Region, runs: &[PageRange]) -> usize {
         let pages = |run: &PageRange| self.pages(region, *run);
         let out: SmallVec<[Pages; SCATTERED_PAGES_MAX]> = runs.iter().map(pages).collect();
-        let left = self.space.detach(Out::Drop(&out));
+        let left = self.space.detach(PageOut::Drop(&out));
         let dropped = left.map_or(0, |left| left.count());
         runs[..dropped]
             .iter()
@@ -224,12 +227,17 @@ impl<A: AddressSpace> Mapper<A> {
 
     /// Appends the events of a shard; does not block. The calling thread is the one that reads its
     /// events from now on.
-    pub(crate) fn events(&self, shard: Shard, asked: Asked, out: &mut Events) -> io::Result<()> {
+    pub(crate) fn events(
+        &self,
+        shard: Shard,
+        asked: EventScope,
+        out: &mut Events,
+    ) -> io::Result<()> {
         self.space.events(shard, asked, out)
     }
 
     /// Returns the way to learn that [`events`](Self::events) has something to say.
-    pub(crate) fn wait(&self, shard: Shard) -> Wait<'_> {
+    pub(crate) fn wait(&self, shard: Shard) -> EventSources<'_> {
         self.space.wait(shard)
     }
 

@@ -14,7 +14,7 @@ use std::{
 };
 
 use farpage_store::{PageIndex, PageRange, PageStore};
-use farpage_vm::{Geometry, Mapping, Shard};
+use farpage_vm::{Geometry, RegionMapping, Shard};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{Advice, PageError, protocol::Words};
@@ -72,7 +72,7 @@ pub(crate) struct Region {
 impl Region {
     pub(crate) fn new(
         id: RegionId,
-        mapping: Mapping,
+        mapping: RegionMapping,
         geometry: Geometry,
         store: Arc<PageStore>,
         read_ahead: RangeInclusive<usize>,

@@ -105,7 +105,7 @@ impl<F: Frame> AsMut<[u8]> for Local<F> {
     }
 }
 
-impl<F: Frame> farpage_store::Frame for Local<F> {
+impl<F: Frame> farpage_store::RunBuffer for Local<F> {
     fn split_off(&mut self, bytes: usize) -> Self {
         Local(self.0.split_off(bytes))
     }

@@ -36,7 +36,7 @@ use farpage_store::{
     BlockingOptions, Cluster, ClusterOptions, Codec, Element, PageIndex, PageRange, PageStore,
     RemoteOptions, Store, ZfpMode,
 };
-use farpage_vm::{AddressSpace, Asked, Faulted, SimOptions, SimSpace};
+use farpage_vm::{AddressSpace, EventScope, Faulted, SimOptions, SimSpace};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{
@@ -124,7 +124,7 @@ fn close(
     drop_beside(regions, || {
         fillers
             .iter_mut()
-            .for_each(|filler| _ = filler.turn(Asked::All));
+            .for_each(|filler| _ = filler.turn(EventScope::All));
         evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
     });
 }

@@ -111,7 +111,7 @@ impl Default for BlockingOptions {
 const IDLE: Duration = Duration::from_secs(2);
 
 /// Job for a thread of a store.
-pub(crate) trait Work: Send {
+pub(crate) trait StoreJob: Send {
     fn run(self: Box<Self>);
     /// Ends the job without having run it.
     fn fail(self: Box<Self>, why: io::Error);
@@ -176,13 +176,13 @@ pub(crate) struct BlockingStore {
     is_outside: bool,
     trust: Trust,
     threads_max: usize,
-    jobs: Sender<Box<dyn Work>>,
+    jobs: Sender<Box<dyn StoreJob>>,
     crew: Arc<Crew>,
 }
 
 struct Crew {
-    jobs: Receiver<Box<dyn Work>>,
-    count: Mutex<Count>,
+    jobs: Receiver<Box<dyn StoreJob>>,
+    count: Mutex<CrewCounts>,
     /// CPUs of the thread that made the store. Workers, which start threads, keep to one CPU.
     cpus: Option<CpuSet>,
 }
@@ -190,7 +190,7 @@ struct Crew {
 /// Counts of threads and jobs. Unless a thread is refused, no job waits for a busy thread while one
 /// more may be started: `threads >= min(outstanding, threads_max)`.
 #[derive(Default)]
-struct Count {
+struct CrewCounts {
     threads: usize,
     /// Jobs that were handed in and have not ended.
     outstanding: usize,
@@ -243,7 +243,7 @@ impl BlockingStore {
         &self,
         bytes: usize,
         f: impl FnOnce(&dyn Store) -> io::Result<()>,
-    ) -> Result<(), CallError> {
+    ) -> Result<(), StoreCallError> {
         let began = Instant::now();
         let result = call(|| f(&**self.store));
         self.trust.learn(bytes, began.elapsed());
@@ -255,8 +255,8 @@ impl BlockingStore {
         let store = Arc::clone(&self.store);
         run_outside("farpage-store", move || match call(|| store.flush()) {
             Ok(()) => Ok(()),
-            Err(CallError::Io(error)) => Err(error),
-            Err(CallError::Panic(message)) => Err(io::Error::other(format!(
+            Err(StoreCallError::Io(error)) => Err(error),
+            Err(StoreCallError::Panic(message)) => Err(io::Error::other(format!(
                 "store {} panicked in flush: {message}",
                 store.name()
             ))),
@@ -265,7 +265,7 @@ impl BlockingStore {
 
     /// Runs `work` on a thread of this store. If no thread can be had, runs it here and now, or
     /// fails it where the calling thread does not have the program's descriptors.
-    pub(crate) fn submit(&self, work: Box<dyn Work>) {
+    pub(crate) fn submit(&self, work: Box<dyn StoreJob>) {
         let mut count = self.crew.count.lock();
         if count.outstanding >= count.threads && count.threads < self.threads_max {
             let crew = self.crew.clone();
@@ -316,16 +316,16 @@ impl Crew {
 
 /// Failure of a call to a store.
 #[derive(Debug)]
-pub(crate) enum CallError {
+pub(crate) enum StoreCallError {
     Io(io::Error),
     Panic(String),
 }
 
 /// Calls a store; a panic is an error like any other.
-pub(crate) fn call(f: impl FnOnce() -> io::Result<()>) -> Result<(), CallError> {
+pub(crate) fn call(f: impl FnOnce() -> io::Result<()>) -> Result<(), StoreCallError> {
     match catch_unwind(AssertUnwindSafe(f)) {
-        Ok(result) => result.map_err(CallError::Io),
-        Err(payload) => Err(CallError::Panic(panic_text(payload))),
+        Ok(result) => result.map_err(StoreCallError::Io),
+        Err(payload) => Err(StoreCallError::Panic(panic_text(payload))),
     }
 }
 

@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use crate::{
     Reserve, StoreStats, StoreStatsSnapshot,
-    codec::Traffic,
+    codec::LinkTraffic,
     pool::{Purpose, SlotPool},
 };
 
@@ -46,7 +46,7 @@ pub struct Cluster {
     pub(crate) deadline: Duration,
     /// Buffers that are registered with the adapters of all sessions.
     pub(crate) registered: RegPool,
-    pub(crate) traffic: Arc<Traffic>,
+    pub(crate) traffic: Arc<LinkTraffic>,
     pools: Mutex<HashMap<(usize, bool, Reserve), Arc<SlotPool>>>,
     stats: Mutex<Ledger>,
     /// Names of regions of this cluster that are open.

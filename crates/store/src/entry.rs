@@ -24,7 +24,7 @@ use crate::{
     PageIndex,
     codec::Form,
     error::TableError,
-    place::{Place, Span},
+    place::{SlotPlace, SlotSpan},
 };
 
 pub(crate) const PUBLISHED: u64 = 1 << 48;
@@ -33,14 +33,14 @@ const FLAGS: u64 = !((1 << 48) - 1);
 
 /// Place and hash of one page's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Entry {
+pub(crate) enum PageEntry {
     /// Unwritten page: zeros in remote memory, unknown in a user's store.
     Never,
     /// Page of one repeated 8-byte value, stored nowhere else.
     Repeated { value: u64 },
     /// Page in a slot.
     Stored {
-        place: Place,
+        place: SlotPlace,
         stored_bytes: u32,
         form: Form,
         hash: u128,
@@ -59,7 +59,7 @@ pub(crate) enum Entry {
     },
 }
 
-impl Entry {
+impl PageEntry {
     /// True if the entry says that the page repeats `value`. A page of remote memory that was never
     /// written repeats zero.
     pub(crate) fn repeats(self, value: u64) -> bool {
@@ -67,13 +67,13 @@ impl Entry {
     }
 
     /// Returns the slot that the page is in.
-    pub(crate) fn slot(self) -> Option<Span> {
+    pub(crate) fn slot(self) -> Option<SlotSpan> {
         match self {
             Self::Stored {
                 place,
                 stored_bytes: bytes,
                 ..
-            } => Some(Span { place, bytes }),
+            } => Some(SlotSpan { place, bytes }),
             _ => None,
         }
     }
@@ -86,10 +86,10 @@ const KIND_READ: u64 = 3;
 const KIND_WRITTEN: u64 = 4;
 
 /// The words of an entry: place, form, low and high half of the hash.
-pub(crate) type Words = [u64; 4];
+pub(crate) type EntryWords = [u64; 4];
 
-impl Entry {
-    pub(crate) fn encode(self) -> Words {
+impl PageEntry {
+    pub(crate) fn encode(self) -> EntryWords {
         let flag = |on: bool, bit: u64| if on { bit } else { 0 };
         let kind = |kind: u64| kind << 40;
         match self {
@@ -124,13 +124,13 @@ impl Entry {
     }
 
     /// Decodes words. `None` for words that [`encode`](Self::encode) never makes: a damaged map.
-    pub(crate) fn decode([place, word, low, high]: Words) -> Option<Self> {
+    pub(crate) fn decode([place, word, low, high]: EntryWords) -> Option<Self> {
         let hash = u128::from(low) | (u128::from(high) << 64);
         let entry = match (word >> 40) & 0xff {
             KIND_NEVER => Self::Never,
             KIND_REPEATED => Self::Repeated { value: low },
             KIND_STORED => Self::Stored {
-                place: Place::unpack(place),
+                place: SlotPlace::unpack(place),
                 stored_bytes: word as u32,
                 form: Form::from_id((word >> 32) as u8)?,
                 hash,
@@ -174,11 +174,11 @@ impl PageTable {
     }
 
     /// Returns the entry of a page that the caller owns (or that no one can write now).
-    pub(crate) fn load(&self, page: PageIndex) -> Entry {
-        Entry::decode(self.load_words(page)).expect("entries are only stored encoded")
+    pub(crate) fn load(&self, page: PageIndex) -> PageEntry {
+        PageEntry::decode(self.load_words(page)).expect("entries are only stored encoded")
     }
 
-    pub(crate) fn load_words(&self, page: PageIndex) -> Words {
+    pub(crate) fn load_words(&self, page: PageIndex) -> EntryWords {
         let words = self.words(page);
         let form = words[1].load(Ordering::Acquire);
         let rest = |i: usize| words[i].load(Ordering::Relaxed);
@@ -186,7 +186,7 @@ impl PageTable {
     }
 
     /// Stores the entry of a page that the caller owns.
-    pub(crate) fn store(&self, page: PageIndex, entry: Entry) {
+    pub(crate) fn store(&self, page: PageIndex, entry: PageEntry) {
         let new = entry.encode();
         let words = self.words(page);
         for i in [0, 2, 3] {
@@ -213,7 +213,7 @@ impl PageTable {
 }
 
 /// Returns the words without the bits that only hold in this process.
-pub(crate) fn portable(mut words: Words) -> Words {
+pub(crate) fn portable(mut words: EntryWords) -> EntryWords {
     words[1] &= !FLAGS;
     words
 }
@@ -222,15 +222,15 @@ pub(crate) fn portable(mut words: Words) -> Words {
 mod tests {
     use super::*;
 
-    fn edges() -> Vec<Entry> {
-        let mut entries = vec![Entry::Never];
+    fn edges() -> Vec<PageEntry> {
+        let mut entries = vec![PageEntry::Never];
         for value in [0, 1, u64::MAX] {
-            entries.push(Entry::Repeated { value });
+            entries.push(PageEntry::Repeated { value });
         }
         for hash in [0, 1, u128::from(u64::MAX), u128::MAX, 1 << 64] {
             for flags in 0..4 {
                 let (a, b) = (flags & 1 != 0, flags & 2 != 0);
-                entries.push(Entry::Kept {
+                entries.push(PageEntry::Kept {
                     hash,
                     written: a,
                     unsure: b,
@@ -240,12 +240,12 @@ mod tests {
                     continue;
                 }
                 for server in [0, 1, 255] {
-                    for extent in [0, 1, Place::EXTENTS_MAX - 1] {
-                        for offset in [0, 64, Place::OFFSET_MAX] {
+                    for extent in [0, 1, SlotPlace::EXTENTS_MAX - 1] {
+                        for offset in [0, 64, SlotPlace::OFFSET_MAX] {
                             for stored_bytes in [0, 1, 2 << 20, u32::MAX] {
                                 for form in Form::ALL {
-                                    entries.push(Entry::Stored {
-                                        place: Place {
+                                    entries.push(PageEntry::Stored {
+                                        place: SlotPlace {
                                             server,
                                             extent,
                                             offset,
@@ -269,23 +269,24 @@ mod tests {
     fn entries_come_back_as_stored_at_every_edge() {
         let table = PageTable::new(3 * 4096, 4096).unwrap();
         for entry in edges() {
-            assert_eq!(Entry::decode(entry.encode()), Some(entry));
+            assert_eq!(PageEntry::decode(entry.encode()), Some(entry));
             table.store(PageIndex(1), entry);
             assert_eq!(table.load(PageIndex(1)), entry);
             assert_eq!(
                 table.is_stored(PageIndex(1)),
-                matches!(entry, Entry::Stored { .. } | Entry::Kept { .. })
+                matches!(entry, PageEntry::Stored { .. } | PageEntry::Kept { .. })
             );
         }
         assert_eq!(
             (table.load(PageIndex(0)), table.load(PageIndex(2))),
-            (Entry::Never, Entry::Never)
+            (PageEntry::Never, PageEntry::Never)
         );
     }
 
     #[test]
     fn distinct_entries_have_distinct_words() {
-        let all: std::collections::HashSet<_> = edges().into_iter().map(Entry::encode).collect();
+        let all: std::collections::HashSet<_> =
+            edges().into_iter().map(PageEntry::encode).collect();
         assert_eq!(all.len(), edges().len());
     }
 
@@ -297,16 +298,16 @@ mod tests {
             [0, (2 << 40) | (7 << 32), 0, 0],
             [0, 1 << 63, 0, 0],
         ] {
-            assert_eq!(Entry::decode(words), None, "{words:x?}");
+            assert_eq!(PageEntry::decode(words), None, "{words:x?}");
         }
     }
 
     #[test]
     #[should_panic(expected = "has no encoding")]
     fn a_place_beyond_the_encoding_is_our_own_mistake() {
-        Place {
+        SlotPlace {
             server: 0,
-            extent: Place::EXTENTS_MAX,
+            extent: SlotPlace::EXTENTS_MAX,
             offset: 0,
         }
         .pack();
@@ -315,12 +316,12 @@ mod tests {
     #[test]
     fn marking_and_stripping_change_flags_only() {
         let table = PageTable::new(1, 4096).unwrap();
-        let place = Place {
+        let place = SlotPlace {
             server: 3,
             extent: 4,
             offset: 128,
         };
-        let entry = |published| Entry::Stored {
+        let entry = |published| PageEntry::Stored {
             place,
             stored_bytes: 100,
             form: Form::Raw,

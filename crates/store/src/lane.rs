@@ -19,9 +19,11 @@
 
 mod call;
 mod fill;
+mod operation;
 mod port;
 mod run;
 mod staging;
+mod user_store;
 mod write;
 
 use std::{
@@ -35,18 +37,21 @@ use crossbeam_channel::{Receiver, Sender};
 use farpage_fabric::{ChannelError, Completion, ConnectError, Op, Verb};
 use nix::poll::{PollFd, PollFlags};
 
-pub use self::call::StoreCall;
+pub use self::{
+    call::StoreCall,
+    operation::{RunBuffer, RunCompletion, RunCounts},
+};
 use self::{
     port::{Port, PortState},
-    run::{Part, Run, Spare, Task, Transfer, Way},
+    run::{Direction, LaneRun, RunPart, SlotTransfer, Spare, Task},
     staging::{IoBuf, Staging},
 };
 use crate::{
     Cluster, PageIndex, PageStore, StoreError,
     blocking::Waker,
     codec::{Coder, Watch},
-    entry::Entry,
-    place::{Place, Span},
+    entry::PageEntry,
+    place::{SlotPlace, SlotSpan},
     remote::{Backing, RemoteStore},
 };
 
@@ -57,66 +62,17 @@ const OPS_MAX: usize = 128;
 /// Pause before the lane looks again for room that other lanes' writes must make.
 const ROOM_PAUSE: Duration = Duration::from_micros(100);
 
-/// A local buffer that holds the bytes of a run of pages and can be cut between them and put
-/// together again. Never registered with a network adapter: its pages circulate, and pinned pages
-/// do not move.
-pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Sized + Send + 'static {
-    /// Keeps the first `bytes` (whole pages, not all, not none) and returns the rest.
-    fn split_off(&mut self, bytes: usize) -> Self;
-
-    /// Appends `next` if it lies directly behind.
-    ///
-    /// # Errors
-    /// `next`, if it lies elsewhere.
-    fn join(&mut self, next: Self) -> Result<(), Self>;
-}
-
-impl Frame for Vec<u8> {
-    fn split_off(&mut self, bytes: usize) -> Self {
-        self.split_off(bytes)
-    }
-
-    fn join(&mut self, next: Self) -> Result<(), Self> {
-        self.extend(next);
-        Ok(())
-    }
-}
-
-/// The end of one operation.
-#[derive(Debug)]
-pub struct Done<F> {
-    /// The operation's tag, as given.
-    pub tag: u64,
-    /// The frame, as given. Bytes of failed fills are unspecified; a write-back changes none.
-    pub frame: F,
-    /// Counts of the pages that did not fail.
-    pub outcome: Outcome,
-    /// The pages that failed, in ascending order, and why. All other pages are done.
-    pub failed: Vec<(PageIndex, StoreError)>,
-}
-
-/// Counts of one operation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Outcome {
-    /// Pages of a write-back that were unchanged.
-    pub clean: u32,
-    /// Pages of a write-back whose new bytes are in their store now.
-    pub written: u32,
-    /// Payload bytes that moved; 0 when no request was needed.
-    pub wire_bytes: u64,
-}
-
 /// Page I/O of one worker thread. See the module.
-pub struct Lane<F: Frame> {
+pub struct Lane<F: RunBuffer> {
     deadline: Duration,
     ports: Vec<Port<IoBuf<F>>>,
     /// Runs under way. The tag of a request names its run and part.
-    runs: Vec<Option<Run<F>>>,
+    runs: Vec<Option<LaneRun<F>>>,
     vacant: Vec<usize>,
     /// Runs with parts that wait for a staging buffer or for remote memory, oldest first.
     waiting: VecDeque<usize>,
     /// Operations that have ended and were not handed out.
-    ready: Vec<Done<F>>,
+    ready: Vec<RunCompletion<F>>,
     /// Requests that are posted or in a port's backlog.
     ops_in_flight: usize,
     staging: Staging,
@@ -140,12 +96,12 @@ pub struct Lane<F: Frame> {
     spare: Vec<Spare<F>>,
     watch: Watch,
     /// Scratch, empty between calls.
-    places: Vec<Place>,
-    freed: Vec<Span>,
-    entries: Vec<(PageIndex, Entry)>,
+    places: Vec<SlotPlace>,
+    freed: Vec<SlotSpan>,
+    entries: Vec<(PageIndex, PageEntry)>,
 }
 
-impl<F: Frame> Lane<F> {
+impl<F: RunBuffer> Lane<F> {
     /// Makes a lane with a channel to each server of the cluster.
     ///
     /// # Errors
@@ -252,7 +208,7 @@ impl<F: Frame> Lane<F> {
         check_run(store, page, &frame);
         match &store.backing {
             Backing::Remote(remote) => self.fill_remote(store, remote, page, frame, tag),
-            Backing::Blocking(_) => self.call_user(store, page, frame, tag, Way::Fill),
+            Backing::Blocking(_) => self.call_user(store, page, frame, tag, Direction::Fill),
         }
     }
 
@@ -275,12 +231,12 @@ impl<F: Frame> Lane<F> {
         check_run(store, page, &frame);
         match &store.backing {
             Backing::Remote(remote) => self.write_remote(store, remote, page, frame, tag),
-            Backing::Blocking(_) => self.call_user(store, page, frame, tag, Way::WriteBack),
+            Backing::Blocking(_) => self.call_user(store, page, frame, tag, Direction::WriteBack),
         }
     }
 
     /// Appends the operations that have ended. Drives channels, repeats and deadlines; never waits.
-    pub fn poll(&mut self, done: &mut Vec<Done<F>>) {
+    pub fn poll(&mut self, done: &mut Vec<RunCompletion<F>>) {
         self.look_again = None;
         self.watch.looks();
         let is_opening = |port: &Port<_>| matches!(port.state, PortState::Opening(_));
@@ -360,7 +316,7 @@ impl<F: Frame> Lane<F> {
     }
 
     /// Begins a run whose parts are cut.
-    fn launch(&mut self, run: Run<F>) {
+    fn launch(&mut self, run: LaneRun<F>) {
         let index = self.vacant.pop().unwrap_or_else(|| {
             self.runs.push(None);
             self.runs.len() - 1
@@ -369,11 +325,11 @@ impl<F: Frame> Lane<F> {
     }
 
     /// Starts all parts of a run that can go now.
-    fn advance(&mut self, index: usize, mut run: Run<F>) {
+    fn advance(&mut self, index: usize, mut run: LaneRun<F>) {
         let store = run.store.clone();
         let all = match (&store.backing, run.way) {
-            (Backing::Remote(remote), Way::Fill) => self.fetch(index, &mut run, remote),
-            (Backing::Remote(remote), Way::WriteBack) => self.write(index, &mut run, remote),
+            (Backing::Remote(remote), Direction::Fill) => self.fetch(index, &mut run, remote),
+            (Backing::Remote(remote), Direction::WriteBack) => self.write(index, &mut run, remote),
             (Backing::Blocking(blocking), _) => {
                 self.call(index, &mut run, blocking);
                 true
@@ -385,14 +341,14 @@ impl<F: Frame> Lane<F> {
         self.put(index, run);
     }
 
-    fn take(&mut self, index: usize) -> Run<F> {
+    fn take(&mut self, index: usize) -> LaneRun<F> {
         self.runs[index]
             .take()
             .expect("only runs that have not ended are referred to")
     }
 
     /// Puts a run back, or hands it out if it has ended.
-    fn put(&mut self, index: usize, run: Run<F>) {
+    fn put(&mut self, index: usize, run: LaneRun<F>) {
         if !run.has_ended() {
             self.runs[index] = Some(run);
             return;
@@ -403,7 +359,7 @@ impl<F: Frame> Lane<F> {
         self.spare.push(spare);
     }
 
-    fn run_of(&self, tag: u64) -> &Run<F> {
+    fn run_of(&self, tag: u64) -> &LaneRun<F> {
         self.runs[place_of(tag).0]
             .as_ref()
             .expect("a request belongs to a run that has not ended")
@@ -412,10 +368,10 @@ impl<F: Frame> Lane<F> {
     fn post(
         &mut self,
         index: usize,
-        run: &mut Run<F>,
+        run: &mut LaneRun<F>,
         part: usize,
         remote: &RemoteStore,
-        transfer: Transfer,
+        transfer: SlotTransfer,
         buf: IoBuf<F>,
     ) {
         run.parts[part].task = Task::Moving(transfer);
@@ -429,7 +385,7 @@ impl<F: Frame> Lane<F> {
         tag: u64,
         verb: Verb,
         remote: &RemoteStore,
-        Transfer { place, bytes, .. }: Transfer,
+        SlotTransfer { place, bytes, .. }: SlotTransfer,
         buf: IoBuf<F>,
     ) {
         let op = Op {
@@ -517,7 +473,7 @@ impl<F: Frame> Lane<F> {
         let Task::Moving(transfer) = &mut run.parts[part].task else {
             unreachable!("a request belongs to a part that moves")
         };
-        transfer.in_doubt = run.way == Way::WriteBack;
+        transfer.in_doubt = run.way == Direction::WriteBack;
         let store = run.store.clone();
         let Backing::Remote(remote) = &store.backing else {
             unreachable!("user stores have no channel")
@@ -560,12 +516,12 @@ impl<F: Frame> Lane<F> {
             IoBuf::Staging(block) => Some(block),
         };
         match run.way {
-            Way::Fill => {
+            Direction::Fill => {
                 let coder = &mut self.coder;
                 let block = block.as_ref().map(|block| block.as_ref());
                 run.fetched(part, remote, transfer, coder, block, result)
             }
-            Way::WriteBack => self.written(&mut run, part, remote, transfer, result),
+            Direction::WriteBack => self.written(&mut run, part, remote, transfer, result),
         }
         if let Some(block) = block {
             self.staging.put(block, store.page_bytes);
@@ -578,7 +534,7 @@ impl<F: Frame> Lane<F> {
     }
 }
 
-impl<F: Frame> Drop for Lane<F> {
+impl<F: RunBuffer> Drop for Lane<F> {
     /// Gives up all operations in flight. Their frames are dropped, and slots that were being
     /// written, or that a lost WRITE may still reach, are not used again.
     fn drop(&mut self) {
@@ -586,9 +542,9 @@ impl<F: Frame> Drop for Lane<F> {
             let Backing::Remote(remote) = &run.store.backing else {
                 continue;
             };
-            let moving = |part: &&Part<F>| matches!(part.task, Task::Moving(_));
+            let moving = |part: &&RunPart<F>| matches!(part.task, Task::Moving(_));
             let slots = run.parts.iter().filter(moving).map(|part| part.pages).sum();
-            if run.way == Way::WriteBack {
+            if run.way == Direction::WriteBack {
                 remote.pool.settle(slots);
             }
         }
@@ -596,7 +552,7 @@ impl<F: Frame> Drop for Lane<F> {
     }
 }
 
-fn check_run<F: Frame>(store: &PageStore, page: PageIndex, frame: &F) {
+fn check_run<F: RunBuffer>(store: &PageStore, page: PageIndex, frame: &F) {
     let bytes = frame.as_ref().len();
     let pages = bytes / store.page_bytes;
     assert!(

@@ -35,12 +35,12 @@ mod tests;
 
 pub use blocking::{BlockingOptions, Store};
 pub use cluster::{Cluster, ClusterOptions};
-pub use codec::{Block, Codec, CodecError, Element, Layout, Trial, ZfpMode};
+pub use codec::{Block, Codec, CodecError, CodecTrial, Element, Layout, ZfpMode};
 pub use elements::{ElementType, Elements};
 pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError, TableError};
 pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};
-pub use lane::{Done, Frame, Lane, Outcome, StoreCall};
+pub use lane::{Lane, RunBuffer, RunCompletion, RunCounts, StoreCall};
 pub use names::{NamedRegion, NamesError};
 pub use options::{RemoteOptions, Reserve};
 pub use page::{PageIndex, PageIter, PageRange};

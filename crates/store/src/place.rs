@@ -1,4 +1,4 @@
-//! [`Place`] and [`Span`]: the position of a slot, and its length.
+//! [`SlotPlace`] and [`SlotSpan`]: the position of a slot, and its length.
 //!
 //! The rule it keeps: a place fits one word, so that page entries stay short.
 
@@ -7,13 +7,13 @@ pub(crate) const PLACE_UNIT: u64 = 64;
 
 /// Start of a slot. `server` and `extent` are indices into the tables of the region's pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct Place {
+pub(crate) struct SlotPlace {
     pub(crate) server: u8,
     pub(crate) extent: u32,
     pub(crate) offset: u64,
 }
 
-impl Place {
+impl SlotPlace {
     pub(crate) const EXTENTS_MAX: u32 = 1 << 24;
     pub(crate) const OFFSET_MAX: u64 = (u32::MAX as u64) * PLACE_UNIT;
 
@@ -38,12 +38,12 @@ impl Place {
 
 /// Whole slot: its start, and the length that it was allocated for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Span {
-    pub(crate) place: Place,
+pub(crate) struct SlotSpan {
+    pub(crate) place: SlotPlace,
     pub(crate) bytes: u32,
 }
 
-impl Span {
+impl SlotSpan {
     /// True if `next` lies directly behind this slot.
     pub(crate) fn is_followed_by(&self, next: &Self) -> bool {
         let (a, b) = (self.place, next.place);

@@ -18,8 +18,8 @@ use farpage_fabric::{AllocError, ControlError, ExtentId, Session, log::later, re
 use parking_lot::Mutex;
 
 use crate::{
-    place::{Place, Span, slot_bytes},
-    readers::Readers,
+    place::{SlotPlace, SlotSpan, slot_bytes},
+    readers::ReaderSlots,
     slots::{Arena, GRANULE_BYTES, Slot},
 };
 
@@ -43,7 +43,7 @@ pub(crate) struct SlotPool {
     pub(crate) registered: RegPool,
     arenas: Vec<Mutex<Arena>>,
     /// The standard library's lock, which never allocates: a signal handler may look an extent up.
-    extents: RwLock<Extents>,
+    extents: RwLock<ExtentTable>,
     /// Held while servers are asked for memory. The last refusal, and its time.
     growing: Mutex<Option<(Instant, AllocError)>>,
     /// True while a thread that asks for memory runs.
@@ -60,7 +60,7 @@ pub(crate) struct SlotPool {
 }
 
 #[derive(Default)]
-struct Extents {
+struct ExtentTable {
     by_index: Vec<Option<(u8, ExtentId)>>,
     vacant: Vec<u32>,
     /// True once all extents were given back: no extent is added any more.
@@ -72,7 +72,7 @@ pub(crate) enum Purpose {
     /// Pool shared by regions without a name.
     Shared,
     /// Pool of one named region, open for writing.
-    Named(Readers),
+    Named(ReaderSlots),
     /// Pool of one version of a named region, which others may read, too. Takes READs alone.
     Reading,
 }
@@ -86,7 +86,7 @@ pub(crate) enum Growth {
 }
 
 /// Bytes that a region was promised, per server.
-pub(crate) struct Reservation(Vec<u64>);
+pub(crate) struct PoolReservation(Vec<u64>);
 
 impl SlotPool {
     pub(crate) fn new(
@@ -121,7 +121,7 @@ impl SlotPool {
     }
 
     /// Returns the readers of older versions, for a named region that is open for writing.
-    pub(crate) fn readers(&self) -> Option<&Readers> {
+    pub(crate) fn readers(&self) -> Option<&ReaderSlots> {
         match &self.purpose {
             Purpose::Named(readers) => Some(readers),
             Purpose::Shared | Purpose::Reading => None,
@@ -129,18 +129,18 @@ impl SlotPool {
     }
 
     /// Takes all free space.
-    pub(crate) fn take_holes(&self) -> Vec<Span> {
+    pub(crate) fn take_holes(&self) -> Vec<SlotSpan> {
         let mut spans = Vec::new();
         for (server, arena) in self.arenas.iter().enumerate() {
             for (Slot { extent, mut offset }, mut left) in arena.lock().take_holes() {
                 while left > 0 {
                     let bytes = left.min(EXTENT_BYTES_MAX);
-                    let place = Place {
+                    let place = SlotPlace {
                         server: server as u8,
                         extent,
                         offset,
                     };
-                    spans.push(Span {
+                    spans.push(SlotSpan {
                         place,
                         bytes: bytes as u32,
                     });
@@ -163,7 +163,7 @@ impl SlotPool {
         self.servers[server as usize].0
     }
 
-    pub(crate) fn extent(&self, place: Place) -> ExtentId {
+    pub(crate) fn extent(&self, place: SlotPlace) -> ExtentId {
         let (_, id) = self.extents.read().expect(NO_PANIC).by_index[place.extent as usize]
             .expect("an extent with live slots is kept");
         id
@@ -193,14 +193,18 @@ impl SlotPool {
     }
 
     /// Frees and settles `slots` of a write that did not take place: nothing arrives in them.
-    pub(crate) fn abandon(&self, slots: &[Span]) {
+    pub(crate) fn abandon(&self, slots: &[SlotSpan]) {
         self.free(slots);
         self.settle(slots.len());
     }
 
     /// Promises `bytes` in units of at least a page, spread over the servers. Takes nothing on an
     /// error.
-    pub(crate) fn reserve(&self, bytes: u64, page_bytes: usize) -> Result<Reservation, AllocError> {
+    pub(crate) fn reserve(
+        &self,
+        bytes: u64,
+        page_bytes: usize,
+    ) -> Result<PoolReservation, AllocError> {
         let _one_at_a_time = self.growing.lock();
         let unit = GRANULE_BYTES.max(page_bytes as u64);
         let servers = self.servers.len() as u64;
@@ -227,12 +231,12 @@ impl SlotPool {
                 return Err(error);
             }
         }
-        Ok(Reservation(promised))
+        Ok(PoolReservation(promised))
     }
 
     /// Takes a promise back and gives surplus extents to their servers. Call once the region's
     /// slots are freed.
-    pub(crate) fn unreserve(&self, reservation: &Reservation) {
+    pub(crate) fn unreserve(&self, reservation: &PoolReservation) {
         self.ended.fetch_add(1, Ordering::Relaxed);
         let _one_at_a_time = self.growing.lock();
         self.take_back(&reservation.0);
@@ -305,7 +309,7 @@ impl SlotPool {
                 extents.by_index.len() as u32 - 1
             });
             assert!(
-                index < Place::EXTENTS_MAX,
+                index < SlotPlace::EXTENTS_MAX,
                 "a pool has at most 16 million extents"
             );
             extents.by_index[index as usize] = Some((server, id));
@@ -329,7 +333,7 @@ impl SlotPool {
     }
 
     /// True if the place is on an extent of this pool.
-    pub(crate) fn has_extent_of(&self, place: Place) -> bool {
+    pub(crate) fn has_extent_of(&self, place: SlotPlace) -> bool {
         let extents = self.extents.read().expect(NO_PANIC);
         extents
             .by_index
@@ -394,13 +398,13 @@ impl SlotPool {
 
     /// Allocates a slot for `bytes`, on the server that `wish` (a page's number) falls on if that
     /// has room. [`settle`](Self::settle) ends the allocation.
-    pub(crate) fn alloc(&self, bytes: u32, wish: u64) -> Option<Place> {
+    pub(crate) fn alloc(&self, bytes: u32, wish: u64) -> Option<SlotPlace> {
         let servers = self.arenas.len();
         let place = (0..servers)
             .map(|other| (wish as usize + other) % servers)
             .find_map(|server| {
                 let Slot { extent, offset } = self.arenas[server].lock().alloc(bytes)?;
-                Some(Place {
+                Some(SlotPlace {
                     server: server as u8,
                     extent,
                     offset,
@@ -412,12 +416,12 @@ impl SlotPool {
 
     /// Appends up to `count` places for pages of `bytes`, as many in a row as there is room for.
     /// Successive runs fall on successive servers. [`settle`](Self::settle) ends the allocation.
-    pub(crate) fn alloc_run(&self, bytes: u32, count: usize, places: &mut Vec<Place>) {
+    pub(crate) fn alloc_run(&self, bytes: u32, count: usize, places: &mut Vec<SlotPlace>) {
         let (before, end) = (places.len(), places.len() + count);
         let first = self.next_run.fetch_add(1, Ordering::Relaxed);
         for other in 0..self.arenas.len() {
             let server = (first + other) % self.arenas.len();
-            let place = |Slot { extent, offset }| Place {
+            let place = |Slot { extent, offset }| SlotPlace {
                 server: server as u8,
                 extent,
                 offset,
@@ -433,7 +437,7 @@ impl SlotPool {
     }
 
     /// Frees `slots`. Neighbours in the list on the same server take one lock of its arena.
-    pub(crate) fn free(&self, slots: &[Span]) {
+    pub(crate) fn free(&self, slots: &[SlotSpan]) {
         for of_server in slots.chunk_by(|a, b| a.place.server == b.place.server) {
             let mut arena = self.arenas[of_server[0].place.server as usize].lock();
             for row in of_server.chunk_by(|a, b| a.is_followed_by(b)) {
@@ -454,7 +458,7 @@ impl SlotPool {
 
     /// Counts the page in `slot` among those that its server keeps (`pages` is 1), or no longer
     /// (-1). The server shows the sum. A pool that is only read counts nothing: its writer does.
-    pub(crate) fn count_contents(&self, slot: Span, page_bytes: usize, pages: i64) {
+    pub(crate) fn count_contents(&self, slot: SlotSpan, page_bytes: usize, pages: i64) {
         if matches!(self.purpose, Purpose::Reading) {
             return;
         }
@@ -472,7 +476,7 @@ impl SlotPool {
     }
 
     /// Takes a slot that a published map refers to. False if it is nowhere, or any of it is taken.
-    pub(crate) fn claim(&self, slot: Span) -> bool {
+    pub(crate) fn claim(&self, slot: SlotSpan) -> bool {
         let arena = self.arenas.get(slot.place.server as usize);
         arena.is_some_and(|arena| arena.lock().claim(slot_of(slot.place), slot.bytes))
     }
@@ -582,6 +586,6 @@ fn in_all(mut full: AllocError, lacking: u64, granted: u64) -> AllocError {
     full
 }
 
-fn slot_of(Place { extent, offset, .. }: Place) -> Slot {
+fn slot_of(SlotPlace { extent, offset, .. }: SlotPlace) -> Slot {
     Slot { extent, offset }
 }

@@ -3,7 +3,7 @@
 //! The rule it keeps: a slot that the last published map refers to, or that a running publication's
 //! map may refer to, is not free before the next publication has succeeded. After a publication
 //! whose outcome is unknown, that holds for both maps. Slots that other programs read are left to
-//! [`Readers`](crate::readers::Readers).
+//! [`ReaderSlots`](crate::readers::ReaderSlots).
 
 use std::{
     mem,
@@ -13,7 +13,7 @@ use std::{
 use farpage_fabric::{AllocError, Versions};
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 
-use crate::{place::Span, pool::SlotPool, readers::Places, slots::GRANULE_BYTES};
+use crate::{place::SlotSpan, pool::SlotPool, readers::PackedPlaces, slots::GRANULE_BYTES};
 
 /// Length of the pieces in which maps are written and read.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
@@ -32,9 +32,9 @@ pub(crate) struct Publications {
     /// while a map is copied or marked, which takes milliseconds per GiB of map.
     commits: RwLock<bool>,
     /// Slots that the last published map refers to and that are not used any more.
-    deferred: Mutex<Vec<Span>>,
+    deferred: Mutex<Vec<SlotSpan>>,
     /// Slots that went out of use during a running publication, whose map may refer to them.
-    undecided: Mutex<Vec<Span>>,
+    undecided: Mutex<Vec<SlotSpan>>,
     /// Number of publications that have ended.
     ended: AtomicU64,
     /// The last publication, locked by the one that runs.
@@ -48,12 +48,12 @@ struct Last {
     version: u64,
     /// Slots of the pages and the map. After a publication whose outcome is unknown, the slots of
     /// both versions.
-    places: Places,
+    places: PackedPlaces,
     /// Slots of the map.
-    map: Vec<Span>,
+    map: Vec<SlotSpan>,
     /// Slots for whole maps to come, where the region reserves its memory: a region that has been
     /// in use for long may have no hole for a piece of a map.
-    spare: Vec<Vec<Span>>,
+    spare: Vec<Vec<SlotSpan>>,
     /// Upper bound of the maps in `spare`.
     spares_max: usize,
 }
@@ -70,9 +70,9 @@ pub(crate) struct Publication<'a> {
     last: MutexGuard<'a, Last>,
     map_bytes: u64,
     /// Slots of the new map.
-    area: Vec<Span>,
+    area: Vec<SlotSpan>,
     /// Slots that only the previous map refers to.
-    stale: Vec<Span>,
+    stale: Vec<SlotSpan>,
 }
 
 /// Outcome of a publication.
@@ -89,7 +89,7 @@ pub(crate) enum Ended {
 impl Publications {
     /// Makes the publications of a region whose published version has the number `version` and the
     /// slots `places`, those of `map` among them.
-    pub(crate) fn of(version: u64, places: Places, map: Vec<Span>) -> Self {
+    pub(crate) fn of(version: u64, places: PackedPlaces, map: Vec<SlotSpan>) -> Self {
         let publications = Self::default();
         let mut last = publications.last.lock();
         (last.version, last.places, last.map) = (version, places, map);
@@ -150,7 +150,7 @@ impl Publications {
 
 impl Commit<'_> {
     /// Keeps a slot that goes out of use if a map may refer to it. False if the slot is free now.
-    pub(crate) fn keep(&self, slot: Span, published: bool) -> bool {
+    pub(crate) fn keep(&self, slot: SlotSpan, published: bool) -> bool {
         let list = match (published, *self.publishing) {
             (true, _) => &self.publications.deferred,
             (false, true) => &self.publications.undecided,
@@ -163,7 +163,7 @@ impl Commit<'_> {
 
 impl Publication<'_> {
     /// Returns the slots of the new map.
-    pub(crate) fn area(&self) -> &[Span] {
+    pub(crate) fn area(&self) -> &[SlotSpan] {
         &self.area
     }
 
@@ -178,7 +178,7 @@ impl Publication<'_> {
 
     /// Frees the slots of a map that was not written, except `failed`: a write to that slot may
     /// still arrive, so it is given up.
-    pub(crate) fn give_up_area(&mut self, pool: &SlotPool, failed: Option<Span>) {
+    pub(crate) fn give_up_area(&mut self, pool: &SlotPool, failed: Option<SlotSpan>) {
         self.area.retain(|&slot| Some(slot) != failed);
         pool.free(&mem::take(&mut self.area));
     }
@@ -239,7 +239,7 @@ impl Publication<'_> {
 impl Last {
     /// Keeps the slots of a map that is gone for a later map, if they hold a whole one and a spare
     /// is missing. Otherwise frees them.
-    fn give_back(&mut self, pool: &SlotPool, area: Vec<Span>, map_bytes: u64) {
+    fn give_back(&mut self, pool: &SlotPool, area: Vec<SlotSpan>, map_bytes: u64) {
         let whole = area.len() == (map_bytes as usize).div_ceil(PIECE_BYTES);
         if whole && self.spare.len() < self.spares_max {
             self.spare.push(area);
@@ -249,13 +249,13 @@ impl Last {
     }
 }
 
-fn sorted(mut places: Vec<u64>) -> Places {
+fn sorted(mut places: Vec<u64>) -> PackedPlaces {
     places.sort_unstable();
     places.into()
 }
 
 /// Allocates slots for all pieces of a map.
-fn map_slots(pool: &SlotPool, map_bytes: u64) -> Result<Vec<Span>, AllocError> {
+fn map_slots(pool: &SlotPool, map_bytes: u64) -> Result<Vec<SlotSpan>, AllocError> {
     let pieces = map_bytes.div_ceil(PIECE_BYTES as u64);
     let mut slots = Vec::with_capacity(pieces as usize);
     for piece in 0..pieces {
@@ -273,7 +273,7 @@ fn map_slots(pool: &SlotPool, map_bytes: u64) -> Result<Vec<Span>, AllocError> {
             }
         };
         pool.settle(1);
-        slots.push(Span { place, bytes });
+        slots.push(SlotSpan { place, bytes });
     }
     Ok(slots)
 }
@@ -281,12 +281,12 @@ fn map_slots(pool: &SlotPool, map_bytes: u64) -> Result<Vec<Span>, AllocError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::place::Place;
+    use crate::place::SlotPlace;
 
     #[test]
     fn a_slot_that_a_running_publication_may_refer_to_is_kept() {
-        let place = |offset| Span {
-            place: Place {
+        let place = |offset| SlotSpan {
+            place: SlotPlace {
                 server: 0,
                 extent: 0,
                 offset,

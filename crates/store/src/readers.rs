@@ -1,5 +1,5 @@
-//! [`Readers`]: slots of a named region that only older published versions refer to, and that other
-//! programs still read.
+//! [`ReaderSlots`]: slots of a named region that only older published versions refer to, and that
+//! other programs still read.
 //!
 //! The rule it keeps: a slot that a read version refers to is not free. The region's first server
 //! counts readers, and says with each publication which older versions have some. A version that
@@ -15,47 +15,48 @@ use std::{mem, sync::Arc};
 use farpage_fabric::{AllocError, Session, VersionRead, Versions};
 use parking_lot::Mutex;
 
-use crate::place::Span;
+use crate::place::SlotSpan;
 
 /// Slots that are kept for the readers of one region.
-pub(crate) struct Readers {
+pub(crate) struct ReaderSlots {
     name: Arc<str>,
     /// Session at the region's first server.
     session: Arc<Session>,
     kept: Mutex<Kept>,
 }
 
-/// The slots of a version, in ascending order of their [packed](crate::place::Place::pack) places.
-pub(crate) type Places = Arc<[u64]>;
+/// The slots of a version, in ascending order of their [packed](crate::place::SlotPlace::pack)
+/// places.
+pub(crate) type PackedPlaces = Arc<[u64]>;
 
 #[derive(Default)]
 struct Kept {
     /// Older versions that were read when the server was last asked.
-    versions: Vec<Version>,
+    versions: Vec<VersionSlots>,
     /// The published version, as of the newest answer.
     published: u64,
     /// Slots that only the maps of `versions` refer to.
-    slots: Vec<Span>,
+    slots: Vec<SlotSpan>,
     /// The version that was opened.
     opened: u64,
     /// Space that was free at the opening, while versions before `opened` are read.
-    unknown: Vec<Span>,
+    unknown: Vec<SlotSpan>,
 }
 
-struct Version {
+struct VersionSlots {
     number: u64,
-    places: Places,
+    places: PackedPlaces,
 }
 
 impl Kept {
-    fn is_read(&self, slot: &Span) -> bool {
+    fn is_read(&self, slot: &SlotSpan) -> bool {
         let place = slot.place.pack();
         let mut versions = self.versions.iter();
         versions.any(|version| version.places.binary_search(&place).is_ok())
     }
 
     /// Takes out the slots that no version that is read refers to any more.
-    fn take_free(&mut self) -> Vec<Span> {
+    fn take_free(&mut self) -> Vec<SlotSpan> {
         let slots = mem::take(&mut self.slots);
         let (kept, mut free): (_, Vec<_>) = slots.into_iter().partition(|slot| self.is_read(slot));
         self.slots = kept;
@@ -66,7 +67,7 @@ impl Kept {
     }
 }
 
-impl Readers {
+impl ReaderSlots {
     /// Makes the readers, none yet, of the region `name`, whose first server `session` is of.
     pub(crate) fn new(name: &str, session: &Arc<Session>) -> Self {
         Self {
@@ -81,14 +82,14 @@ impl Readers {
     pub(crate) fn opened(
         &self,
         versions: &Versions,
-        places: &Places,
-        holes: impl FnOnce() -> Vec<Span>,
+        places: &PackedPlaces,
+        holes: impl FnOnce() -> Vec<SlotSpan>,
     ) {
         let mut kept = self.kept.lock();
         kept.opened = versions.published;
         kept.published = versions.published;
         // A slot that an older version shares with the opened one goes when the region is written.
-        let all = versions.read.iter().map(|read| Version {
+        let all = versions.read.iter().map(|read| VersionSlots {
             number: read.version,
             places: Arc::clone(places),
         });
@@ -104,9 +105,9 @@ impl Readers {
     pub(crate) fn published(
         &self,
         answer: &Versions,
-        (since, places): (u64, &Places),
-        stale: impl IntoIterator<Item = Span>,
-    ) -> Vec<Span> {
+        (since, places): (u64, &PackedPlaces),
+        stale: impl IntoIterator<Item = SlotSpan>,
+    ) -> Vec<SlotSpan> {
         let mut kept = self.kept.lock();
         let known = mem::take(&mut kept.versions);
         let version = |read: &VersionRead| {
@@ -118,7 +119,7 @@ impl Readers {
                 // A version of a replaced region, which has extents of its own.
                 None => Arc::default(),
             };
-            Version { number, places }
+            VersionSlots { number, places }
         };
         kept.versions = answer.read.iter().map(version).collect();
         kept.published = answer.published;
@@ -131,7 +132,7 @@ impl Readers {
     ///
     /// # Errors
     /// `full`, with the versions that are read, if nothing is free.
-    pub(crate) fn make_room(&self, full: AllocError) -> Result<Vec<Span>, AllocError> {
+    pub(crate) fn make_room(&self, full: AllocError) -> Result<Vec<SlotSpan>, AllocError> {
         if !matches!(full, AllocError::Full { .. }) {
             return Err(full);
         }
@@ -147,7 +148,7 @@ impl Readers {
         // An answer from before the last publication lacks the readers that the publication turned
         // into readers of an older version.
         if published >= kept.published {
-            let is_read = |it: &Version| read.iter().any(|read| read.version == it.number);
+            let is_read = |it: &VersionSlots| read.iter().any(|read| read.version == it.number);
             kept.versions.retain(is_read);
         }
         let free = kept.take_free();

@@ -21,12 +21,12 @@ use crate::{
     Reserve, Store, StoreStats, StoreStatsSnapshot,
     blocking::BlockingStore,
     codec::{self, Chooser, Scheme},
-    entry::{Entry, PageTable},
+    entry::{PageEntry, PageTable},
     names::Claim,
-    place::{Place, Span},
-    pool::{Growth, Purpose, Reservation, SlotPool},
+    place::{SlotPlace, SlotSpan},
+    pool::{Growth, PoolReservation, Purpose, SlotPool},
     publications::{Publications, map_bytes},
-    readers::Readers,
+    readers::ReaderSlots,
 };
 
 /// The pages of one region. Dropping it frees its remote memory, except what was published under a
@@ -60,7 +60,7 @@ pub(crate) struct RemoteStore {
     pub(crate) page_bytes: usize,
     /// The chooser of an adaptive codec.
     pub(crate) chooser: Option<Box<Chooser>>,
-    pub(crate) reservation: Option<Reservation>,
+    pub(crate) reservation: Option<PoolReservation>,
     /// The claim on the region's name, unless the region is only read.
     pub(crate) claim: Option<Box<Claim>>,
     /// The publications of a named region, unless it is only read.
@@ -97,7 +97,7 @@ impl PageStore {
         };
         let named = claim.is_some();
         let pool = if let Some(name) = &options.name {
-            let readers = Readers::new(name, &cluster.sessions()[0]);
+            let readers = ReaderSlots::new(name, &cluster.sessions()[0]);
             Arc::new(cluster.new_pool(0..cluster.sessions().len(), Purpose::Named(readers)))
         } else {
             cluster.shared_pool(page_bytes, scheme.is_raw(), options.reserve)
@@ -246,11 +246,11 @@ impl PageStore {
     /// and asks no server.
     pub fn is_unchanged(&self, page: PageIndex, bytes: &[u8]) -> bool {
         match self.table.load(page) {
-            Entry::Stored { hash, .. } => hash == codec::hash(bytes, self.seed),
-            Entry::Kept { hash, unsure, .. } => {
+            PageEntry::Stored { hash, .. } => hash == codec::hash(bytes, self.seed),
+            PageEntry::Kept { hash, unsure, .. } => {
                 !unsure && hash == codec::hash(&bytes[..self.page_len(page)], self.seed)
             }
-            Entry::Never if self.is_users_own() => false,
+            PageEntry::Never if self.is_users_own() => false,
             entry => codec::repeated(bytes).is_some_and(|value| entry.repeats(value)),
         }
     }
@@ -288,7 +288,7 @@ impl PageStore {
         {
             remote.commit(
                 &self.table,
-                [(page, Entry::Never)].into_iter(),
+                [(page, PageEntry::Never)].into_iter(),
                 &mut Vec::new(),
             );
         }
@@ -305,7 +305,7 @@ impl PageStore {
     pub fn clear(&self, pages: PageRange) {
         if let Backing::Remote(remote) = &self.backing {
             let written = pages.iter().filter(|&page| !self.table.is_never(page));
-            let entries = written.map(|page| (page, Entry::Never));
+            let entries = written.map(|page| (page, PageEntry::Never));
             remote.commit(&self.table, entries, &mut Vec::new());
         }
     }
@@ -315,7 +315,7 @@ impl PageStore {
     pub fn relocate(&self, from: PageIndex, to: PageIndex) {
         debug_assert!(self.is_blank(to), "page {to} has something stored");
         self.table.store(to, self.table.load(from));
-        self.table.store(from, Entry::Never);
+        self.table.store(from, PageEntry::Never);
     }
 
     /// Returns the most bytes that the servers kept at once of this region, and of regions that
@@ -367,13 +367,13 @@ impl PageStore {
         }
         for page in self.all() {
             if self.table.is_stored(page)
-                && let Entry::Stored {
+                && let PageEntry::Stored {
                     place,
                     stored_bytes: bytes,
                     ..
                 } = self.table.load(page)
             {
-                remote.pool.free(&[Span { place, bytes }]);
+                remote.pool.free(&[SlotSpan { place, bytes }]);
             }
         }
         match &remote.reservation {
@@ -401,7 +401,7 @@ impl Drop for PageStore {
 
 impl RemoteStore {
     /// Allocates a slot for one encoded page. Waits for nothing.
-    pub(crate) fn alloc(&self, bytes: u32, page: PageIndex) -> Result<Place, NoRoom> {
+    pub(crate) fn alloc(&self, bytes: u32, page: PageIndex) -> Result<SlotPlace, NoSlot> {
         let mut place = None;
         self.take(bytes, || {
             place = self.pool.alloc(bytes, page.number());
@@ -416,8 +416,8 @@ impl RemoteStore {
         &self,
         page_bytes: usize,
         count: usize,
-        places: &mut Vec<Place>,
-    ) -> Result<(), NoRoom> {
+        places: &mut Vec<SlotPlace>,
+    ) -> Result<(), NoSlot> {
         let end = places.len() + count;
         self.take(page_bytes as u32, || {
             let missing = end - places.len();
@@ -427,7 +427,7 @@ impl RemoteStore {
     }
 
     /// Takes slots by `alloc`. If it finds too few, starts to ask servers for memory.
-    fn take(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoRoom> {
+    fn take(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoSlot> {
         // Asked first: a write or a publication that ends in between may have made room.
         let unsettled = self.pool.has_unsettled();
         let published = self.publications.as_ref().map(Publications::ended);
@@ -435,13 +435,13 @@ impl RemoteStore {
             return Ok(());
         }
         Err(match self.pool.grow_elsewhere(bytes) {
-            Growth::UnderWay(refused) => NoRoom::Growing { refused },
+            Growth::UnderWay(refused) => NoSlot::Growing { refused },
             Growth::Refused(source) => {
                 let publishes = self.publications.as_ref().is_some_and(|publications| {
                     publications.is_running() || Some(publications.ended()) != published
                 });
                 let later = unsettled || self.pool.has_unsettled() || publishes;
-                NoRoom::Full { source, later }
+                NoSlot::Full { source, later }
             }
         })
     }
@@ -451,8 +451,8 @@ impl RemoteStore {
     pub(crate) fn commit(
         &self,
         table: &PageTable,
-        entries: impl Iterator<Item = (PageIndex, Entry)>,
-        freed: &mut Vec<Span>,
+        entries: impl Iterator<Item = (PageIndex, PageEntry)>,
+        freed: &mut Vec<SlotSpan>,
     ) {
         // A map that is being published must see each entry whole and must keep the slots that it
         // refers to.
@@ -468,14 +468,14 @@ impl RemoteStore {
                     self.pool.count_contents(slot, self.page_bytes, pages);
                 }
             }
-            if let Entry::Stored {
+            if let PageEntry::Stored {
                 place,
                 stored_bytes: bytes,
                 published,
                 ..
             } = old
             {
-                let slot = Span { place, bytes };
+                let slot = SlotSpan { place, bytes };
                 if !(commits.as_ref()).is_some_and(|commits| commits.keep(slot, published)) {
                     freed.push(slot);
                 }
@@ -488,7 +488,7 @@ impl RemoteStore {
 }
 
 /// Reason why there is no slot.
-pub(crate) enum NoRoom {
+pub(crate) enum NoSlot {
     /// Servers are being asked for memory. Holds their last refusal, if any.
     Growing { refused: Option<AllocError> },
     /// The servers gave no room.

@@ -255,17 +255,17 @@ mod tests {
     }
 
     #[derive(Clone, Debug)]
-    enum Step {
+    enum SlotStep {
         Alloc(u32),
         AllocRun(u32, usize),
         Free(prop::sample::Index),
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn step() -> impl Strategy<Value = SlotStep> {
         prop_oneof![
-            6 => (1u32..70_000).prop_map(Step::Alloc),
-            3 => (12u32..17, 1usize..40).prop_map(|(bits, count)| Step::AllocRun(1 << bits, count)),
-            5 => any::<prop::sample::Index>().prop_map(Step::Free),
+            6 => (1u32..70_000).prop_map(SlotStep::Alloc),
+            3 => (12u32..17, 1usize..40).prop_map(|(bits, count)| SlotStep::AllocRun(1 << bits, count)),
+            5 => any::<prop::sample::Index>().prop_map(SlotStep::Free),
         ]
     }
 
@@ -282,10 +282,10 @@ mod tests {
             let mut live: BTreeMap<Slot, u32> = BTreeMap::new();
             for step in steps {
                 match step {
-                    Step::Alloc(bytes) | Step::AllocRun(bytes, _) => {
+                    SlotStep::Alloc(bytes) | SlotStep::AllocRun(bytes, _) => {
                         let mut slots = Vec::new();
                         match step {
-                            Step::AllocRun(_, count) => {
+                            SlotStep::AllocRun(_, count) => {
                                 arena.alloc_run(bytes, count, |slot| slots.push(slot));
                                 prop_assert!(slots.len() == count || arena.alloc(bytes).is_none());
                             }
@@ -304,8 +304,8 @@ mod tests {
                             live.insert(slot, bytes);
                         }
                     }
-                    Step::Free(_) if live.is_empty() => {}
-                    Step::Free(index) => {
+                    SlotStep::Free(_) if live.is_empty() => {}
+                    SlotStep::Free(index) => {
                         let slot = *index.get(&live.keys().copied().collect::<Vec<_>>());
                         let bytes = live.remove(&slot).expect("picked from the live ones");
                         arena.free(slot, slot_bytes(bytes));

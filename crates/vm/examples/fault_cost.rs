@@ -11,9 +11,9 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Asked, Events, Fault, Geometry, In, KernelFrame, KernelSpace, KernelSpaceOptions,
-    Out, Shard,
-    sigbus::{FaultHandler, Registration, Served},
+    AddressSpace, EventScope, Events, Geometry, KernelFrame, KernelSpace, KernelSpaceOptions,
+    PageFault, PageIn, PageOut, Shard,
+    sigbus::{FaultHandler, FaultRegistration, Served},
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -66,7 +66,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 fn measure(page_bytes: usize, by: By) -> Result<Vec<u64>, Box<dyn std::error::Error>> {
     let pages = Pages::new(page_bytes, by)?;
     let registration = (by == By::Itself)
-        .then(|| Registration::new(pages.base..pages.base + BYTES, Arc::clone(&pages) as _))
+        .then(|| FaultRegistration::new(pages.base..pages.base + BYTES, Arc::clone(&pages) as _))
         .transpose()?;
     let server = (by != By::Itself).then(|| {
         let pages = Arc::clone(&pages);
@@ -81,7 +81,7 @@ fn measure(page_bytes: usize, by: By) -> Result<Vec<u64>, Box<dyn std::error::Er
             ns.push(start.elapsed().as_nanos() as u64);
         }
         for page in 0..pages.away.len() {
-            let left = pages.space.detach(Out::Move(pages.page(page)))?;
+            let left = pages.space.detach(PageOut::Move(pages.page(page)))?;
             *pages.away(page) = Some(left.into_frame());
         }
     }
@@ -134,11 +134,11 @@ impl Pages {
         farpage_vm::Pages::new(Shard(0), self.base + number * page_bytes, page_bytes, 1)
     }
 
-    fn install(&self, fault: Fault) {
+    fn install(&self, fault: PageFault) {
         let page = (fault.address - self.base) / self.geometry.page_bytes;
         if let Some(frame) = self.away(page).take() {
             self.space
-                .install(self.page(page), In::Move(frame))
+                .install(self.page(page), PageIn::Move(frame))
                 .expect("an absent page can be installed");
         }
     }
@@ -156,7 +156,7 @@ impl Pages {
                 poll(fds, PollTimeout::from(10u8)).expect("polling works");
             }
             self.space
-                .events(Shard(0), Asked::All, &mut events)
+                .events(Shard(0), EventScope::All, &mut events)
                 .expect("faults can be read");
             events
                 .faults
@@ -168,7 +168,7 @@ impl Pages {
 
 // SAFETY: allocates nothing; the lock is not held while a page is touched.
 unsafe impl FaultHandler for Pages {
-    fn fault(&self, fault: Fault) -> Served {
+    fn fault(&self, fault: PageFault) -> Served {
         self.install(fault);
         Served::Retry
     }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Features, Geometry, In, KernelSpace, KernelSpaceOptions, Out, Pages,
+    AddressSpace, Features, Geometry, KernelSpace, KernelSpaceOptions, PageIn, PageOut, Pages,
     RegisterMode, Shard, Transfer, Uffd,
 };
 
@@ -92,14 +92,14 @@ fn install_and_detach(
         for (&address, frame) in starts.iter().zip(frames.drain(..)) {
             let pages = Pages::new(Shard(0), address, page_bytes, run);
             space
-                .install(pages, In::Move(frame))
+                .install(pages, PageIn::Move(frame))
                 .map_err(|error| error.kind)?;
         }
         best[0] = best[0].min(us_per_page(start));
         let start = Instant::now();
         for &address in &starts {
             let pages = Pages::new(Shard(0), address, page_bytes, run);
-            let frame = space.detach(Out::Move(pages))?.into_frame();
+            let frame = space.detach(PageOut::Move(pages))?.into_frame();
             assert_eq!(frame.as_ref().len(), run * page_bytes);
             frames.push(frame);
         }

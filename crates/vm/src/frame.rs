@@ -27,7 +27,7 @@ use nix::errno::Errno;
 use crate::{
     space::{Batch, Frame, RUN_PAGES_MAX},
     sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
-    uffd::{Features, OpenError, RegisterMode, Uffd},
+    uffd::{Features, RegisterMode, Uffd, UserfaultfdError},
     vacancies::{Vacancies, WORD_SLOTS},
 };
 
@@ -60,12 +60,12 @@ impl Pools {
     /// Makes pools of `frame_bytes_max` for each page size, whose userfaultfd agrees on `features`.
     ///
     /// # Errors
-    /// See [`OpenError`].
+    /// See [`UserfaultfdError`].
     pub(crate) fn new(
         frame_bytes_max: usize,
         user_mode_only: bool,
         features: Features,
-    ) -> Result<Self, OpenError> {
+    ) -> Result<Self, UserfaultfdError> {
         Ok(Self {
             pools: Default::default(),
             making: parking_lot::Mutex::default(),

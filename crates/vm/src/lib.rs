@@ -24,8 +24,9 @@ pub use pages::{Pages, Shard};
 pub use probe::{Check, Probe, Verdict, probe};
 pub use sim::{Faulted, SimFrame, SimOptions, SimSpace};
 pub use space::{
-    AddressSpace, Asked, Batch, DetachError, Events, Fault, Frame, Geometry, In, InstallError,
-    InstallErrorKind, Left, Mapping, Out, RUN_PAGES_MAX, Room, SCATTERED_PAGES_MAX, Wait,
+    AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Frame, Geometry,
+    InstallError, InstallErrorKind, PageFault, PageIn, PageOut, RUN_PAGES_MAX, RegionMapping,
+    ReservedRoom, SCATTERED_PAGES_MAX,
 };
 pub use sys::{Refusal, Stopped};
-pub use uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd};
+pub use uffd::{FaultBuffer, Features, RegisterMode, Uffd, UserfaultfdError};

@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use crate::{
     pagemap::{self, Pagemap},
     sys,
-    uffd::{Features, OpenError, Uffd},
+    uffd::{Features, Uffd, UserfaultfdError},
 };
 
 /// Verdict on one ability of the machine.
@@ -210,7 +210,7 @@ pub fn probe(user_mode_only: bool) -> Probe {
 
 fn feature(
     name: &'static str,
-    supported: &Result<Features, OpenError>,
+    supported: &Result<Features, UserfaultfdError>,
     wanted: Features,
     otherwise: Verdict,
     since: &str,

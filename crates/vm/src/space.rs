@@ -7,9 +7,10 @@
 //!
 //! There is one way in and one way out, and each says how: by moving, or by copying. Moving keeps
 //! the amount of memory: a frame's becomes the program's, or the other way round. Copying does not.
-//! A copy that comes in is a page more, for which the caller hands over [`Room`]; pages that are
-//! copied out go back to the kernel, and the frames that took their bytes stay. Pages that the
-//! program may only read come in as copies and are dropped: they hold what they were filled with.
+//! A copy that comes in is a page more, for which the caller hands over [`ReservedRoom`]; pages
+//! that are copied out go back to the kernel, and the frames that took their bytes stay. Pages that
+//! the program may only read come in as copies and are dropped: they hold what they were filled
+//! with.
 
 use std::{io, ops::Range, os::fd::BorrowedFd};
 
@@ -19,12 +20,12 @@ use crate::pages::{Pages, Shard};
 
 /// A page fault that the program raised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fault {
+pub struct PageFault {
     /// The address that was touched (at least kernel-page precise).
     pub address: usize,
     /// True if the access was a write.
     pub write: bool,
-    /// True if the page is there, and may not be written to for now ([`Out::Copy`]).
+    /// True if the page is there, and may not be written to for now ([`PageOut::Copy`]).
     pub protected: bool,
     /// The kernel's number of the thread that touched the address; 0 if it is unknown.
     pub thread: u32,
@@ -34,7 +35,7 @@ pub struct Fault {
 #[derive(Debug, Default)]
 pub struct Events {
     /// Faults, oldest first.
-    pub faults: Vec<Fault>,
+    pub faults: Vec<PageFault>,
     /// Addresses that the program has unmapped in regions with pages of this shard (by `munmap`,
     /// `mremap`, or `mmap` over them), also addresses of other shards. Nothing is installed there
     /// or detached from there any more.
@@ -43,7 +44,7 @@ pub struct Events {
 
 /// Choice of events to hand out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Asked {
+pub enum EventScope {
     /// All events.
     All,
     /// Events that were taken from the kernel before, without looking for others.
@@ -52,7 +53,7 @@ pub enum Asked {
 
 /// Sources of a shard's events, to wait for.
 #[derive(Clone, Copy, Debug)]
-pub struct Wait<'a> {
+pub struct EventSources<'a> {
     /// Descriptor that becomes readable when something has happened that is not kept yet. `None`:
     /// there is none, and all events count as kept.
     pub fd: Option<BorrowedFd<'a>>,
@@ -73,7 +74,7 @@ impl Events {
 /// small part of it.
 pub const RUN_PAGES_MAX: usize = 64;
 
-/// Upper bound of the pages that [`Out::Copy`] takes.
+/// Upper bound of the pages that [`PageOut::Copy`] takes.
 pub const SCATTERED_PAGES_MAX: usize = crate::sys::RANGES_MAX;
 
 /// A local buffer that holds the bytes of a run of pages (one or more, all of one size) while they
@@ -98,30 +99,30 @@ pub type Batch<F> = SmallVec<[F; SCATTERED_PAGES_MAX]>;
 
 /// Memory that the keeper of the budget has set aside for pages beside the frames. Dropped without
 /// having been used, it is free again.
-pub trait Room {
+pub trait ReservedRoom {
     /// Uses the room up: its pages exist now.
     fn use_up(&mut self);
 }
 
 /// Way in which pages come in.
-pub enum In<'a, F> {
+pub enum PageIn<'a, F> {
     /// The frame's memory becomes the program's. Nothing is copied, where the kernel can.
     Move(F),
     /// The program gets a copy of the frame, and uses up this room, which is for as many pages.
     /// Where moving a page makes every processor that runs the program forget its old address, a
     /// copy interrupts nobody. For runs of regions that the program may only read, and for single
-    /// pages where [`Mapping::copies_in`] says so.
-    Copy(F, &'a mut dyn Room),
+    /// pages where [`RegionMapping::copies_in`] says so.
+    Copy(F, &'a mut dyn ReservedRoom),
 }
 
 /// Pages that go out, and the way.
-pub enum Out<'a, F> {
+pub enum PageOut<'a, F> {
     /// A run, whose memory becomes a frame's.
     Move(Pages),
     /// Single pages of one stripe, ascending, [`SCATTERED_PAGES_MAX`] at most: each is copied to
     /// its frame, which is of one page, and its memory goes back to the kernel. Processors are
-    /// interrupted a few times for all of them together. Only where [`Mapping::copies_out`] says
-    /// so.
+    /// interrupted a few times for all of them together. Only where [`RegionMapping::copies_out`]
+    /// says so.
     ///
     /// The pages need no owner while they are copied. The last argument is called with each copied
     /// page's place among them. It owns the page, or returns false if another thread has taken the
@@ -143,7 +144,7 @@ pub enum Out<'a, F> {
 /// Result of detaching: the leading pages of those that were asked for have left.
 #[derive(Debug)]
 #[must_use = "the pages have left the program's memory"]
-pub enum Left<F> {
+pub enum Detached<F> {
     /// Frame of a run that moved: the bytes and the memory of at least one page.
     Moved(F),
     /// Number of leading pages that were copied; those of them that were owned have left. The next
@@ -153,7 +154,7 @@ pub enum Left<F> {
     Dropped(usize),
 }
 
-impl<F> Left<F> {
+impl<F> Detached<F> {
     /// Returns the frame of a run that moved.
     ///
     /// # Panics
@@ -245,12 +246,12 @@ impl Geometry {
 
 /// Addresses of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Mapping {
+pub struct RegionMapping {
     /// The first address, a multiple of the page size.
     pub address: usize,
-    /// True if pages come in by copying, too: see [`In::Copy`].
+    /// True if pages come in by copying, too: see [`PageIn::Copy`].
     pub copies_in: bool,
-    /// True if pages go out by copying, too: see [`Out::Copy`].
+    /// True if pages go out by copying, too: see [`PageOut::Copy`].
     pub copies_out: bool,
 }
 
@@ -271,7 +272,7 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// # Errors
     /// The operating system's, in words that say what to do. What was mapped at a given address is
     /// gone then, too, unless the address is unaligned or another region's.
-    fn map(&self, geometry: Geometry) -> io::Result<Mapping>;
+    fn map(&self, geometry: Geometry) -> io::Result<RegionMapping>;
 
     /// Gives the addresses back, except those that the program has unmapped itself. All pages of
     /// the region must have been detached, or are lost with it.
@@ -297,7 +298,7 @@ pub trait AddressSpace: Send + Sync + 'static {
     fn install(
         &self,
         pages: Pages,
-        how: In<'_, Self::Frame>,
+        how: PageIn<'_, Self::Frame>,
     ) -> Result<Option<Self::Frame>, InstallError<Self::Frame>>;
 
     /// Takes pages out of the mapping: as many as possible from the first on. Each goes atomically
@@ -307,11 +308,11 @@ pub trait AddressSpace: Send + Sync + 'static {
     ///
     /// # Errors
     /// See [`DetachError`], about the first page of a run.
-    fn detach(&self, out: Out<'_, Self::Frame>) -> Result<Left<Self::Frame>, DetachError>;
+    fn detach(&self, out: PageOut<'_, Self::Frame>) -> Result<Detached<Self::Frame>, DetachError>;
 
-    /// Lets the program write again to pages that an earlier [`Out::Copy`] has left protected. The
-    /// kernel may, for one, forget to lift the protection of a page that it has swapped out. Must
-    /// not overlap with such a call.
+    /// Lets the program write again to pages that an earlier [`PageOut::Copy`] has left protected.
+    /// The kernel may, for one, forget to lift the protection of a page that it has swapped out.
+    /// Must not overlap with such a call.
     fn unprotect(&self, pages: Pages);
 
     /// Wakes the threads that sleep on these pages without changing them; they try again.
@@ -333,8 +334,8 @@ pub trait AddressSpace: Send + Sync + 'static {
     ///
     /// # Errors
     /// The operating system's.
-    fn events(&self, shard: Shard, asked: Asked, out: &mut Events) -> io::Result<()>;
+    fn events(&self, shard: Shard, asked: EventScope, out: &mut Events) -> io::Result<()>;
 
     /// Returns the sources of a shard's events, to wait for.
-    fn wait(&self, shard: Shard) -> Wait<'_>;
+    fn wait(&self, shard: Shard) -> EventSources<'_>;
 }

@@ -19,7 +19,7 @@ pub use userfaultfd::RegisterMode;
 
 use crate::{
     pagemap,
-    space::Fault,
+    space::PageFault,
     sys::{self, Stopped},
 };
 
@@ -43,20 +43,20 @@ impl Uffd {
     /// inside system calls end in `EFAULT`. Unprivileged processes may always have that.
     ///
     /// # Errors
-    /// See [`OpenError`]; [`OpenError::TooOld`] names the first feature that the kernel lacks.
-    pub fn open(features: Features, user_mode_only: bool) -> Result<Self, OpenError> {
+    /// See [`UserfaultfdError`]; [`UserfaultfdError::TooOld`] names the first feature that the
+    /// kernel lacks.
+    pub fn open(features: Features, user_mode_only: bool) -> Result<Self, UserfaultfdError> {
         let fd = open_any(user_mode_only)?;
         match sys::agree(fd.as_fd(), features.0) {
             Ok(_) => Ok(Self::over(fd)),
             Err(Errno::EINVAL) => {
                 let missing = Self::supported(user_mode_only)?.first_missing(features);
-                Err(
-                    missing.map_or(OpenError::Os(Errno::EINVAL.into()), |(feature, since)| {
-                        OpenError::TooOld { feature, since }
-                    }),
-                )
+                Err(missing.map_or(
+                    UserfaultfdError::Os(Errno::EINVAL.into()),
+                    |(feature, since)| UserfaultfdError::TooOld { feature, since },
+                ))
             }
-            Err(errno) => Err(OpenError::Os(errno.into())),
+            Err(errno) => Err(UserfaultfdError::Os(errno.into())),
         }
     }
 
@@ -64,12 +64,12 @@ impl Uffd {
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub fn supported(user_mode_only: bool) -> Result<Features, OpenError> {
+    pub fn supported(user_mode_only: bool) -> Result<Features, UserfaultfdError> {
         let fd = open_any(user_mode_only)?;
         // A descriptor agrees only once: this one serves for the question alone.
         sys::agree(fd.as_fd(), 0)
             .map(Features)
-            .map_err(|errno| OpenError::Os(errno.into()))
+            .map_err(|errno| UserfaultfdError::Os(errno.into()))
     }
 
     fn over(fd: OwnedFd) -> Self {
@@ -190,9 +190,9 @@ impl Uffd {
     ///
     /// # Errors
     /// The operating system's.
-    pub fn faults(&self, buffer: &mut FaultBuffer, out: &mut Vec<Fault>) -> io::Result<()> {
+    pub fn faults(&self, buffer: &mut FaultBuffer, out: &mut Vec<PageFault>) -> io::Result<()> {
         self.messages(buffer, |message| {
-            if let Message::Fault(fault) = message {
+            if let UffdMessage::Fault(fault) = message {
                 out.push(fault);
             }
         })
@@ -202,7 +202,7 @@ impl Uffd {
     pub(crate) fn messages(
         &self,
         buffer: &mut FaultBuffer,
-        mut each: impl FnMut(Message),
+        mut each: impl FnMut(UffdMessage),
     ) -> io::Result<()> {
         if self.is_in_reach {
             // A file that the program has put in the descriptor's place must not be read.
@@ -226,14 +226,14 @@ impl Uffd {
                         addr,
                         thread_id,
                         ..
-                    } => each(Message::Fault(Fault {
+                    } => each(UffdMessage::Fault(PageFault {
                         address: addr as usize,
                         write: rw == ReadWrite::Write,
                         protected: kind == FaultKind::WriteProtected,
                         thread: thread_id.as_raw().cast_unsigned(),
                     })),
                     Event::Unmap { start, end } => {
-                        each(Message::Unmapped(start as usize..end as usize));
+                        each(UffdMessage::Unmapped(start as usize..end as usize));
                     }
                     // The other events have not been agreed upon.
                     _ => {}
@@ -260,8 +260,8 @@ impl fmt::Debug for Uffd {
 }
 
 /// Message from one `read`.
-pub(crate) enum Message {
-    Fault(Fault),
+pub(crate) enum UffdMessage {
+    Fault(PageFault),
     /// The program has unmapped these addresses, some of which were registered with this
     /// descriptor.
     Unmapped(Range<usize>),
@@ -346,7 +346,7 @@ impl BitAnd for Features {
 /// Reason why userfaultfd can not be used.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
-pub enum OpenError {
+pub enum UserfaultfdError {
     /// The system call and the device are both not permitted.
     #[error(
         "userfaultfd is not permitted (system call: {syscall}; /dev/userfaultfd: {device}). Any of these mends it: \
@@ -390,7 +390,7 @@ pub enum OpenError {
 }
 
 /// Prints the same as `Display`: programs whose `main` returns a `Result` print errors by `Debug`.
-impl fmt::Debug for OpenError {
+impl fmt::Debug for UserfaultfdError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
@@ -398,26 +398,26 @@ impl fmt::Debug for OpenError {
 
 /// Opens a descriptor, first by the system call: that needs no file, and containers often lack
 /// `/dev/userfaultfd`.
-fn open_any(user_mode_only: bool) -> Result<OwnedFd, OpenError> {
+fn open_any(user_mode_only: bool) -> Result<OwnedFd, UserfaultfdError> {
     let syscall = match sys::open_by_syscall(user_mode_only) {
         Ok(fd) => return Ok(fd),
         Err(errno @ (Errno::EPERM | Errno::EACCES | Errno::ENOSYS)) => errno,
         // Kernels before 5.11 do not know UFFD_USER_MODE_ONLY.
         Err(Errno::EINVAL) if user_mode_only => {
-            return Err(OpenError::TooOld {
+            return Err(UserfaultfdError::TooOld {
                 feature: "USER_MODE_ONLY",
                 since: "5.11",
             });
         }
-        Err(errno) => return Err(OpenError::Os(errno.into())),
+        Err(errno) => return Err(UserfaultfdError::Os(errno.into())),
     };
     match sys::open_by_device(user_mode_only) {
         Ok(fd) => Ok(fd),
-        Err(Errno::ENOENT) if syscall == Errno::ENOSYS => Err(OpenError::NotBuilt),
+        Err(Errno::ENOENT) if syscall == Errno::ENOSYS => Err(UserfaultfdError::NotBuilt),
         Err(
             device @ (Errno::EPERM | Errno::EACCES | Errno::ENOENT | Errno::ENXIO | Errno::ENODEV),
-        ) => Err(OpenError::NotPermitted { syscall, device }),
-        Err(errno) => Err(OpenError::Os(errno.into())),
+        ) => Err(UserfaultfdError::NotPermitted { syscall, device }),
+        Err(errno) => Err(UserfaultfdError::Os(errno.into())),
     }
 }
 

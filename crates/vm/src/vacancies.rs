@@ -18,7 +18,7 @@ const NONE: u32 = u32::MAX;
 /// Vacant slots of one pool.
 pub(crate) struct Vacancies {
     /// Words used so far; room for all is reserved.
-    words: Vec<Word>,
+    words: Vec<VacancyWord>,
     /// First word of the list for each length of a longest vacant run, from 1 on.
     heads: [u32; WORD_SLOTS as usize],
     /// Bit `n` is set if there are words whose longest vacant run is of `n + 1` slots.
@@ -28,7 +28,7 @@ pub(crate) struct Vacancies {
     left: u32,
 }
 
-struct Word {
+struct VacancyWord {
     /// Bits of the slots, set while vacant.
     vacant: u64,
     /// Neighbours in the list of the word's length.
@@ -98,7 +98,7 @@ impl Vacancies {
         if slots == 0 {
             return false;
         }
-        self.words.push(Word {
+        self.words.push(VacancyWord {
             vacant: 0,
             previous: NONE,
             next: NONE,

@@ -18,8 +18,7 @@ use tracing::{debug, info, warn};
 use super::{
     Ended, State,
     accounts::{charge_of, charge_of_name},
-    ledger::{ExtentRecord, Given, SessionRecord},
-    names::NameId,
+    records::{ExtentRecord, Given, NameId, SessionRecord},
     retained::Retained,
 };
 use crate::tier::Tenant;

@@ -20,7 +20,8 @@ use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_P
 use super::{
     Limits,
     accounts::{charge_of, charge_of_name},
-    ledger::{Freed, Ledger},
+    ledger::Ledger,
+    records::{Freed, NameId, NameRecord},
 };
 
 /// The most names of one key: listing them makes others wait. The capacity bounds the names of all
@@ -29,52 +30,6 @@ pub(super) const NAMES_PER_KEY: usize = 4096;
 /// The most names that one session claims and has published nothing under, so that one program does
 /// not take all names of its user's key.
 pub(super) const CLAIMS_PER_SESSION: usize = 1024;
-
-/// A name and the key that it belongs to.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct NameId {
-    pub(super) owner: PublicKey,
-    pub(super) name: String,
-}
-
-pub(super) struct NameRecord {
-    /// Manifest of the last publication; `None` while the name is only claimed.
-    pub(super) manifest: Option<Arc<Vec<u8>>>,
-    pub(super) extents: Vec<ExtentId>,
-    /// Number of the bound version; 0 while the name is only claimed.
-    pub(super) version: u64,
-    pub(super) holder: Option<SessionId>,
-    /// True if the holder keeps the name even without leasing any of its extents.
-    claimed: bool,
-    /// Origin that is charged: where the publisher connected from, or the first claimant.
-    pub(super) origin: Origin,
-}
-
-impl NameId {
-    pub(super) fn new(owner: PublicKey, name: &str) -> Self {
-        Self {
-            owner,
-            name: name.to_owned(),
-        }
-    }
-}
-
-impl NameRecord {
-    fn new(origin: Origin) -> Self {
-        Self {
-            manifest: None,
-            extents: Vec::new(),
-            version: 0,
-            holder: None,
-            claimed: false,
-            origin,
-        }
-    }
-
-    fn charge(&self) -> u64 {
-        charge_of_name(self.manifest.as_ref().map_or(0, |manifest| manifest.len()))
-    }
-}
 
 impl Ledger {
     pub(super) fn key_of(&self, asker: Asker) -> Result<PublicKey, Refusal> {

@@ -19,8 +19,8 @@ use tracing::warn;
 
 use super::{
     State,
-    ledger::{ExtentRecord, Leaving, Ledger},
-    names::NameId,
+    ledger::Ledger,
+    records::{ExtentRecord, Leaving, NameId},
 };
 
 /// The longest wait for earlier operations. A connection that waits for its client looks once a

@@ -14,19 +14,14 @@ use std::{
 };
 
 use farpage_fabric::{
-    host::{Origin, Reading, Refusal, VersionRead, Versions},
-    log::later,
+    host::{Origin, Reading, VersionRead},
     memory::ExtentMemory,
 };
-use farpage_wire::{ExtentId, SessionId};
-use tracing::info;
+use farpage_wire::ExtentId;
 
-use super::{
-    State,
-    accounts::charge_of_name,
-    ledger::{Freed, Given, Leaving, Ledger},
-    names::NameId,
-};
+#[cfg(test)]
+use super::accounts::charge_of_name;
+use super::records::NameId;
 
 /// All readings of a server.
 #[derive(Default)]
@@ -37,30 +32,30 @@ pub(super) struct Readings {
     versions: HashMap<u64, VersionRecord>,
     /// Numbers of versions that are read, by their names.
     of_names: HashMap<NameId, BTreeSet<u64>>,
-    views: HashMap<ExtentId, View>,
+    pub(super) views: HashMap<ExtentId, View>,
     /// Number of views that are left of each reading, by its first view.
     readings: HashMap<ExtentId, usize>,
 }
 
-struct VersionRecord {
-    name: NameId,
-    manifest: Arc<Vec<u8>>,
+pub(super) struct VersionRecord {
+    pub(super) name: NameId,
+    pub(super) manifest: Arc<Vec<u8>>,
     /// Origin that is charged for the manifest.
-    origin: Origin,
+    pub(super) origin: Origin,
     /// Number of views of a reading.
-    extents: usize,
-    readers: u64,
+    pub(super) extents: usize,
+    pub(super) readers: u64,
     /// True if the name is still bound to the version, and charged for it.
-    is_bound: bool,
+    pub(super) is_bound: bool,
 }
 
 /// A lease to read one extent.
-struct View {
-    of: ExtentId,
-    memory: Arc<ExtentMemory>,
-    version: u64,
+pub(super) struct View {
+    pub(super) of: ExtentId,
+    pub(super) memory: Arc<ExtentMemory>,
+    pub(super) version: u64,
     /// The first view of its reading.
-    reading: ExtentId,
+    pub(super) reading: ExtentId,
 }
 
 impl Readings {
@@ -100,6 +95,32 @@ impl Readings {
         numbers.map(|number| (*number, &self.versions[number]))
     }
 
+    /// Counts a reader of `version`. The views of the reading, from `first` on, are in already.
+    pub(super) fn add_reader(&mut self, first: ExtentId, version: u64, record: VersionRecord) {
+        self.readings.insert(first, record.extents);
+        let numbers = self.of_names.entry(record.name.clone()).or_default();
+        numbers.insert(version);
+        self.versions.entry(version).or_insert(record).readers += 1;
+    }
+
+    /// Removes a view. Returns it, and its version if that has no other view and no name.
+    pub(super) fn end_view(&mut self, id: ExtentId) -> (View, Option<VersionRecord>) {
+        let view = (self.views.remove(&id)).expect("a session has only views that exist");
+        let left = (self.readings.get_mut(&view.reading)).expect("it has views");
+        *left -= 1;
+        if *left > 0 {
+            return (view, None);
+        }
+        self.readings.remove(&view.reading);
+        let version = (self.versions.get_mut(&view.version)).expect("it is read");
+        version.readers -= 1;
+        if version.readers > 0 {
+            return (view, None);
+        }
+        let version = self.forget(view.version);
+        (view, version.filter(|version| !version.is_bound))
+    }
+
     /// Removes a version that nobody reads any more.
     fn forget(&mut self, version: u64) -> Option<VersionRecord> {
         let record = self.versions.remove(&version)?;
@@ -120,7 +141,7 @@ impl Readings {
     }
 
     /// Returns the manifest and extents of a reading, if none of its views has ended.
-    fn whole(&self, first: ExtentId) -> Option<Reading> {
+    pub(super) fn whole(&self, first: ExtentId) -> Option<Reading> {
         let version = self.views.get(&first)?.version;
         let mut views: Vec<_> = (self.views.iter())
             .filter(|(_, view)| view.reading == first)
@@ -145,128 +166,5 @@ impl Readings {
     #[cfg(test)]
     pub(super) fn views(&self) -> impl Iterator<Item = (ExtentId, ExtentId)> {
         self.views.iter().map(|(id, view)| (*id, view.of))
-    }
-}
-
-impl State {
-    /// Leases the published version of a name, to read it.
-    pub(super) fn begin_reading(
-        &self,
-        session: SessionId,
-        name: &str,
-        serial: Option<u64>,
-    ) -> Result<Reading, Refusal> {
-        let mut ledger = self.ledger.lock();
-        let id = ledger.name_of(session, name)?;
-        if let Some(Given::Reading(first)) = ledger.given(session, serial)
-            && let Some(reading) = ledger.readings.whole(first)
-        {
-            return Ok(reading);
-        }
-        let record = ledger.names.get(&id).ok_or(Refusal::NotFound)?;
-        let manifest = record.manifest.clone().ok_or(Refusal::NotFound)?;
-        let (extents, version, origin) = (record.extents.clone(), record.version, record.origin);
-        let reader = ledger.known(session)?;
-        let held = reader.extents.len() + reader.views.len();
-        if held + extents.len() > self.limits.extents_per_session {
-            return Err(Refusal::Invalid(format!(
-                "the region has {} extents and this client holds {held} already, more than {} together: close some arrays",
-                extents.len(),
-                self.limits.extents_per_session
-            )));
-        }
-        let is_mapped = reader.maps_as().is_some();
-        let first = ExtentId(ledger.extents_ever + 1);
-        let mut views = Vec::with_capacity(extents.len());
-        for of in extents {
-            ledger.extents_ever += 1;
-            let view = ExtentId(ledger.extents_ever);
-            let extent = ledger.extents.get_mut(&of);
-            let extent = extent.expect("a name keeps its extents");
-            extent.views += 1;
-            extent.mapped_to_read |= is_mapped;
-            let memory = extent.memory.view(view);
-            self.leases.insert(view, session, Arc::clone(&memory));
-            let lease = View {
-                of,
-                memory: Arc::clone(&memory),
-                version,
-                reading: first,
-            };
-            ledger.readings.views.insert(view, lease);
-            ledger.known(session)?.views.insert(view);
-            views.push((of, memory));
-        }
-        if !views.is_empty() {
-            ledger.readings.readings.insert(first, views.len());
-            let name = id.clone();
-            let numbers = ledger.readings.of_names.entry(id).or_default();
-            numbers.insert(version);
-            let read = ledger.readings.versions.entry(version);
-            let read = read.or_insert_with(|| VersionRecord {
-                name,
-                manifest: Arc::clone(&manifest),
-                origin,
-                extents: views.len(),
-                readers: 0,
-                is_bound: true,
-            });
-            read.readers += 1;
-            let reader = ledger.known(session)?;
-            reader.remember(serial, Given::Reading(first));
-        }
-        drop(ledger);
-        let name = name.to_owned();
-        later(move || info!(%session, name, version, "named region opened for reading"));
-        Ok(Reading {
-            manifest,
-            extents: views,
-        })
-    }
-
-    /// Returns the published version of a name, and the older ones that are read.
-    pub(super) fn read_versions(
-        &self,
-        session: SessionId,
-        name: &str,
-    ) -> Result<Versions, Refusal> {
-        let ledger = self.ledger.lock();
-        let id = ledger.name_of(session, name)?;
-        Ok(ledger.versions(&id))
-    }
-
-    /// Ends a view. Returns its own handle, and its extent if nobody keeps that any more.
-    pub(super) fn end_view(&self, ledger: &mut Ledger, id: ExtentId) -> Freed {
-        let readings = &mut ledger.readings;
-        let view = (readings.views.remove(&id)).expect("a session has only views that exist");
-        view.memory.revoke();
-        self.leases.remove(id);
-        // 1. The reading, and the version, if this was its last.
-        let left = (readings.readings.get_mut(&view.reading)).expect("it has views");
-        *left -= 1;
-        if *left == 0 {
-            readings.readings.remove(&view.reading);
-            let version = (readings.versions.get_mut(&view.version)).expect("it is read");
-            version.readers -= 1;
-            if version.readers == 0
-                && let Some(version) = readings.forget(view.version)
-                && !version.is_bound
-            {
-                let charge = charge_of_name(version.manifest.len());
-                ledger.accounts.take_off(version.origin, charge);
-            }
-        }
-        // 2. The extent, if nobody else has it.
-        let extent = ledger.extents.get_mut(&view.of);
-        let extent = extent.expect("a view keeps its extent");
-        extent.views -= 1;
-        let is_over = extent.views == 0 && extent.lessee.is_none() && extent.name.is_none();
-        let own = Leaving {
-            memory: view.memory,
-            is_kept: true,
-            charged: None,
-        };
-        let freed = is_over.then(|| ledger.forget_extent(view.of));
-        [own].into_iter().chain(freed).collect()
     }
 }

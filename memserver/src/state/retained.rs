@@ -7,20 +7,14 @@
 //! Looks happen when a request needs room, when figures are asked for, and in the reaper.
 
 use farpage_fabric::{host::Origin, log::later, memory::ExtentFile};
-use farpage_wire::SessionId;
 use tracing::warn;
 
-use super::{
-    State,
-    accounts::charge_of,
-    ledger::{Freed, Leaving},
-};
-use crate::tier::Tenant;
+use super::accounts::charge_of;
 
 pub(super) struct Retained {
-    file: ExtentFile,
+    pub(super) file: ExtentFile,
     /// Origin that is charged for the memory.
-    origin: Origin,
+    pub(super) origin: Origin,
 }
 
 impl Retained {
@@ -33,7 +27,7 @@ impl Retained {
     }
 
     /// True if a client still has the memory.
-    fn is_held(&self) -> bool {
+    pub(super) fn is_held(&self) -> bool {
         self.file.is_held_elsewhere().unwrap_or_else(|error| {
             let extent = self.file.id();
             later(move || {
@@ -41,85 +35,5 @@ impl Retained {
             });
             false
         })
-    }
-}
-
-fn punch(file: &ExtentFile) {
-    if let Err(error) = file.punch() {
-        let extent = file.id();
-        later(move || {
-            warn!(%extent, %error, "an extent's memory stays for as long as a client maps it");
-        });
-    }
-}
-
-impl State {
-    /// Takes memory from its adapter. Gives memory that is not kept back to the system, even if a
-    /// client over shared memory still maps it.
-    pub(super) fn give_back(&self, freed: impl IntoIterator<Item = Leaving>) {
-        // Kept memory first: its name is free, and cannot be opened before its handles are gone.
-        let (kept, freed): (Freed, Freed) = freed.into_iter().partition(|leaving| leaving.is_kept);
-        for Leaving { memory, .. } in kept {
-            memory.deregister();
-            if let Some(tier) = &self.tier
-                && !memory.is_view()
-            {
-                tier.assign(memory.id(), Tenant::NOBODY);
-            }
-        }
-        let mut retained = Vec::new();
-        for Leaving {
-            memory, charged, ..
-        } in freed
-        {
-            memory.deregister();
-            if let Some(tier) = &self.tier {
-                tier.discard(memory.id());
-            }
-            let file = memory.file();
-            punch(&file);
-            retained.extend(charged.map(|origin| Retained { file, origin }));
-        }
-        if !retained.is_empty() {
-            self.retained.lock().append(&mut retained);
-            self.sweep();
-        }
-    }
-
-    /// Ends the charges for memory that clients have let go of. Throws away bytes that were written
-    /// to the rest since the last look.
-    pub(super) fn sweep(&self) {
-        // Gigabytes take milliseconds to give back: not while others wait.
-        for file in self.settle_retained() {
-            if file.resident_bytes() > 0 {
-                punch(&file);
-            }
-        }
-    }
-
-    /// Ends the charges for memory that clients have let go of. Returns the files of the rest.
-    fn settle_retained(&self) -> Vec<ExtentFile> {
-        // Locked throughout, so that the next look finds the accounts settled.
-        let mut retained = self.retained.lock();
-        let gone: Vec<_> = retained.extract_if(.., |one| !one.is_held()).collect();
-        if !gone.is_empty() {
-            let accounts = &mut self.ledger.lock().accounts;
-            for Retained { file, origin } in gone {
-                accounts.take_extent_off(origin, file.bytes());
-            }
-        }
-        retained.iter().map(Retained::file).collect()
-    }
-
-    /// Sweeps if there is no room for `bytes` bytes more in `session`.
-    pub(super) fn reclaim(&self, session: SessionId, bytes: u64) {
-        let has_room = {
-            let ledger = self.ledger.lock();
-            let origin = ledger.sessions.get(&session).map(|session| session.origin);
-            origin.is_none_or(|origin| ledger.accounts.has_room(&self.limits, origin, bytes))
-        };
-        if !has_room {
-            self.sweep();
-        }
     }
 }

@@ -5,7 +5,7 @@ use std::num::NonZero;
 use farpage::Region;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
-use super::farpage_region;
+use super::mapped::farpage_region;
 use crate::{
     FARPAGE_SYSTEM,
     error::{Failure, farpage_code, guard},

@@ -8,7 +8,7 @@ use std::{
 
 use farpage::{ByteSize, RegionOptions, Reserve, Runtime, Store};
 
-use super::{AtEnd, Kept, Mapped, boxed, farpage_region};
+use super::mapped::{AtEnd, Kept, Mapped, boxed, farpage_region};
 use crate::{
     error::{Failure, farpage_code, guard},
     file::FdStore,

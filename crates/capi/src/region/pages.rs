@@ -5,7 +5,7 @@ use std::{ffi::c_void, ops::Range, ptr, slice};
 
 use farpage::{Advice, Region};
 
-use super::farpage_region;
+use super::mapped::farpage_region;
 use crate::error::{Failure, farpage_code, guard};
 
 /// Unknown use: sequential runs are found from the faults. Holds for the whole region.

@@ -5,9 +5,8 @@ use std::{io, ops::Range, ptr, sync::Arc};
 use farpage::{ByteSize, Store};
 
 use super::{
-    Kept, Mapped, boxed,
     end::{give_up, keep_addresses},
-    farpage_region,
+    mapped::{Kept, Mapped, boxed, farpage_region},
 };
 use crate::{
     error::{Failure, farpage_code, guard},

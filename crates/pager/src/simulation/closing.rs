@@ -24,7 +24,7 @@ fn flush_out(plain: &mut Plain) -> Result<(), crate::FlushError> {
         while !flush.is_finished() {
             fillers
                 .iter_mut()
-                .for_each(|filler| _ = filler.turn(Asked::All));
+                .for_each(|filler| _ = filler.turn(EventScope::All));
             evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
         }
         flush.join().expect("a flush does not panic")

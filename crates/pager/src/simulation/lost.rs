@@ -60,7 +60,7 @@ impl Tiny {
     fn turn(&mut self) {
         self.fillers
             .iter_mut()
-            .for_each(|filler| _ = filler.turn(Asked::All));
+            .for_each(|filler| _ = filler.turn(EventScope::All));
         self.evictors
             .iter_mut()
             .for_each(|evictor| _ = evictor.turn());
@@ -95,7 +95,7 @@ impl Tiny {
             while !caller.is_finished() {
                 fillers
                     .iter_mut()
-                    .for_each(|filler| _ = filler.turn(Asked::All));
+                    .for_each(|filler| _ = filler.turn(EventScope::All));
                 evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
             }
             caller.join().expect("a call does not panic")

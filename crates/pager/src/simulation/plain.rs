@@ -84,7 +84,7 @@ impl Plain {
     pub(super) fn turn(&mut self) {
         self.fillers
             .iter_mut()
-            .for_each(|filler| _ = filler.turn(Asked::All));
+            .for_each(|filler| _ = filler.turn(EventScope::All));
         (self.evictors.iter_mut()).for_each(|evictor| _ = evictor.turn());
     }
 

@@ -82,7 +82,7 @@ impl Tight {
             );
             self.fillers
                 .iter_mut()
-                .for_each(|filler| _ = filler.turn(Asked::All));
+                .for_each(|filler| _ = filler.turn(EventScope::All));
             self.evictors
                 .iter_mut()
                 .for_each(|evictor| _ = evictor.turn());
@@ -103,7 +103,7 @@ impl Tight {
             // Real workers are slower than the program now and then, but not for ever.
             self.fillers
                 .iter_mut()
-                .for_each(|filler| _ = filler.turn(Asked::All));
+                .for_each(|filler| _ = filler.turn(EventScope::All));
             self.evictors
                 .iter_mut()
                 .for_each(|evictor| _ = evictor.turn());

@@ -196,7 +196,7 @@ impl Wide {
             }
             4..6 => {
                 let filler = self.below(self.fillers.len());
-                self.fillers[filler].turn(Asked::All);
+                self.fillers[filler].turn(EventScope::All);
             }
             _ => {
                 let evictor = self.below(self.evictors.len());
@@ -314,7 +314,7 @@ impl Wide {
         self.guests.turn();
         self.fillers
             .iter_mut()
-            .for_each(|filler| _ = filler.turn(Asked::All));
+            .for_each(|filler| _ = filler.turn(EventScope::All));
         self.evictors
             .iter_mut()
             .for_each(|evictor| _ = evictor.turn());
@@ -393,7 +393,7 @@ impl Wide {
                 guests.turn();
                 fillers
                     .iter_mut()
-                    .for_each(|filler| _ = filler.turn(Asked::All));
+                    .for_each(|filler| _ = filler.turn(EventScope::All));
                 evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
             }
             pinner.join().expect("pinning does not panic")

@@ -111,7 +111,7 @@ impl World {
             }
             4..6 => {
                 let filler = self.below(self.fillers.len());
-                self.fillers[filler].turn(Asked::All);
+                self.fillers[filler].turn(EventScope::All);
             }
             _ => {
                 let evictor = self.below(self.evictors.len());
@@ -187,7 +187,7 @@ impl World {
             self.guests.turn();
             self.fillers
                 .iter_mut()
-                .for_each(|filler| _ = filler.turn(Asked::All));
+                .for_each(|filler| _ = filler.turn(EventScope::All));
             self.evictors
                 .iter_mut()
                 .for_each(|evictor| _ = evictor.turn());

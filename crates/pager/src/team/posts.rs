@@ -15,7 +15,7 @@ use std::{
 
 use crossbeam_utils::CachePadded;
 use farpage_store::StoreCall;
-use farpage_vm::{AddressSpace, Asked, Shard};
+use farpage_vm::{AddressSpace, EventScope, Shard};
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags},
@@ -108,7 +108,11 @@ impl<A: AddressSpace> Posts<A> {
         if due.channels {
             post.drain();
         }
-        let busy = filler.turn(if due.faults { Asked::All } else { Asked::Kept });
+        let busy = filler.turn(if due.faults {
+            EventScope::All
+        } else {
+            EventScope::Kept
+        });
         self.leave(post, filler, busy)
     }
 
@@ -117,7 +121,7 @@ impl<A: AddressSpace> Posts<A> {
         let post = &self.all[shard];
         let mut filler = post.lock();
         filler.end_call(call);
-        let busy = filler.turn(Asked::Kept);
+        let busy = filler.turn(EventScope::Kept);
         self.leave(post, filler, busy)
     }
 

@@ -54,10 +54,10 @@ use std::{
 use nix::time::{ClockId, clock_gettime};
 use parking_lot::Mutex;
 
-pub(crate) use self::link::{READ, Traffic, WRITE, Watch};
+pub(crate) use self::link::{LinkTraffic, READ, WRITE, Watch};
 use self::{
-    link::Counts,
-    model::{Epoch, Forms, Model, Sample},
+    link::LinkCounts,
+    model::{CLASSES, Epoch, Forms, Model, Sample},
 };
 use super::{
     coder::Coder,
@@ -66,8 +66,6 @@ use super::{
 };
 use crate::PageIndex;
 
-/// Number of stretches of a region that are judged apart.
-const CLASSES: usize = 16;
 /// Number of parts of a region, one bit of a word each. Each part gives a sample at once, so that a
 /// stretch is not judged by a single page.
 const PARTS: u64 = 64;
@@ -82,7 +80,7 @@ const SAMPLE_SHARE: u64 = 200;
 /// Chooser of the forms of one region's pages. See the module.
 #[derive(Debug)]
 pub(crate) struct Chooser {
-    traffic: Arc<Traffic>,
+    traffic: Arc<LinkTraffic>,
     forms: Vec<Form>,
     pages: u64,
     classes: [Class; CLASSES],
@@ -125,14 +123,14 @@ struct Learnt {
 struct Marks {
     at_ns: u64,
     cpu_ns: u64,
-    ways: [Counts; 2],
+    ways: [LinkCounts; 2],
     /// Pages and bytes that moved, by stretch, direction and form.
     moved: [[[(u64, u64); Form::ALL.len()]; 2]; CLASSES],
 }
 
 impl Chooser {
     /// Makes a chooser for a region of `pages` pages. `None`: the scheme leaves no choice.
-    pub(crate) fn new(traffic: &Arc<Traffic>, scheme: &Scheme, pages: u64) -> Option<Self> {
+    pub(crate) fn new(traffic: &Arc<LinkTraffic>, scheme: &Scheme, pages: u64) -> Option<Self> {
         let forms = scheme.candidates()?;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let class = || Class {
@@ -212,7 +210,7 @@ impl Chooser {
         let tries_all = learnt.model.pages_tried(class).is_multiple_of(ALL_FORMS);
         for at in all.chain(last_at) {
             if tries_all || learnt.model.is_worth_a_trial(class, at) {
-                let mut tried = Tried::raw(page);
+                let mut tried = TrialResult::raw(page);
                 if self.forms[at] != Form::Raw {
                     let mut attempt = Attempt {
                         coder: &mut *coder,
@@ -335,13 +333,13 @@ impl Chooser {
 }
 
 /// Result of trying a form on a page.
-struct Tried {
+struct TrialResult {
     sample: Sample,
     /// `None`: the page would be stored raw.
     encoded: Option<Encoded>,
 }
 
-impl Tried {
+impl TrialResult {
     fn raw(page: Page<'_>) -> Self {
         let bytes = page.bytes.len() as f64;
         let sample = Sample {
@@ -368,9 +366,9 @@ struct Attempt<'a> {
 impl Attempt<'_> {
     /// Tries a form twice and takes the shorter times: they contain less of what the host's other
     /// guests take, and nothing of touching tables for the first time.
-    fn twice(&mut self, form: Form, block: &mut [u8]) -> Tried {
+    fn twice(&mut self, form: Form, block: &mut [u8]) -> TrialResult {
         let (first, second) = (self.once(form, block), self.once(form, block));
-        Tried {
+        TrialResult {
             sample: first.sample.shorter(second.sample),
             encoded: second.encoded,
         }
@@ -378,7 +376,7 @@ impl Attempt<'_> {
 
     /// Times the page's encoding and decoding. A page that would be stored raw counts with its own
     /// length and the time of the attempt.
-    fn once(&mut self, form: Form, block: &mut [u8]) -> Tried {
+    fn once(&mut self, form: Form, block: &mut [u8]) -> TrialResult {
         let clock = || cpu_ns(ClockId::CLOCK_THREAD_CPUTIME_ID);
         let (coder, page) = (&mut *self.coder, self.page);
         self.back.resize(page.bytes.len(), 0);
@@ -397,7 +395,7 @@ impl Attempt<'_> {
             sample.bytes = f64::from(encoded.bytes);
             sample.decode_ns = (clock() - between) as f64;
         }
-        Tried { sample, encoded }
+        TrialResult { sample, encoded }
     }
 }
 
@@ -413,7 +411,7 @@ mod tests {
 
     const PAGE: usize = 65536;
 
-    fn chooser(traffic: &Arc<Traffic>) -> (Chooser, Scheme) {
+    fn chooser(traffic: &Arc<LinkTraffic>) -> (Chooser, Scheme) {
         let scheme = Scheme::new(Codec::ADAPTIVE, Layout::new(Element::F64, [])).expect("fits");
         let chooser = Chooser::new(traffic, &scheme, 1000).expect("adaptive");
         (chooser, scheme)

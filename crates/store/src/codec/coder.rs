@@ -12,7 +12,7 @@ use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_outpu
 
 use super::{
     form::{Encoded, Form, Page},
-    scheme::{Plan, Scheme},
+    scheme::{FormPlan, Scheme},
     shuffle::{shuffle, unshuffle},
     zfp::ZfpCoder,
 };
@@ -86,7 +86,7 @@ impl Coder {
             (form, _) => self.encode_lossless(scheme, form, page, limit, block),
         };
         let mut encoded = found.unwrap_or_else(|| Encoded::raw(page));
-        encoded.declined = matches!(scheme.plan, Plan::Zfp(..)) && encoded.form != Form::Zfp;
+        encoded.declined = matches!(scheme.plan, FormPlan::Zfp(..)) && encoded.form != Form::Zfp;
         encoded
     }
 

@@ -12,8 +12,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Codec, CodecError, Element, ZfpMode,
+    element::Element,
     form::{Form, Width},
+    spec::{Codec, CodecError, ZfpMode},
 };
 use crate::Elements;
 
@@ -62,12 +63,12 @@ impl Default for Layout {
 pub(crate) struct Scheme {
     pub(crate) codec: Codec,
     pub(crate) layout: Layout,
-    pub(super) plan: Plan,
+    pub(super) plan: FormPlan,
 }
 
 /// The forms that may be tried on a page.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Plan {
+pub(super) enum FormPlan {
     Raw,
     Lz4,
     Shuffle(Width),
@@ -111,11 +112,11 @@ impl Scheme {
     pub(crate) fn new(codec: Codec, layout: Layout) -> Result<Self, CodecError> {
         codec.check()?;
         let plan = match codec {
-            Codec::Raw => Plan::Raw,
-            Codec::Lz4 => Plan::Lz4,
+            Codec::Raw => FormPlan::Raw,
+            Codec::Lz4 => FormPlan::Lz4,
             Codec::Shuffle { element_bytes } => {
                 let bytes = element_bytes.map_or(layout.element.bytes(), usize::from);
-                Plan::Shuffle(Width::of(bytes).ok_or_else(|| {
+                FormPlan::Shuffle(Width::of(bytes).ok_or_else(|| {
                     CodecError(format!(
                         "codec {codec}: elements of 2, 4 or 8 bytes can be shuffled, and this array's have {bytes}: choose lz4 for it, \
                          or say what its bytes are, as in shuffle4"
@@ -125,7 +126,7 @@ impl Scheme {
             Codec::Zfp { mode, element } => {
                 let element = element.unwrap_or(layout.element);
                 codec.check_zfp_element(mode, element)?;
-                Plan::Zfp(mode, Number::of(element).expect("checked above"))
+                FormPlan::Zfp(mode, Number::of(element).expect("checked above"))
             }
             Codec::Adaptive { accuracy, element } => {
                 let element = element.unwrap_or(layout.element);
@@ -134,7 +135,7 @@ impl Scheme {
                     codec.check_zfp_element(mode, element)?;
                 }
                 let zfp = Number::of(element).map(|number| (mode, number));
-                Plan::Adaptive(Width::of(element.bytes()), zfp)
+                FormPlan::Adaptive(Width::of(element.bytes()), zfp)
             }
         };
         Ok(Self {
@@ -146,17 +147,17 @@ impl Scheme {
 
     /// True if all pages are stored as they are.
     pub(crate) fn is_raw(&self) -> bool {
-        self.plan == Plan::Raw
+        self.plan == FormPlan::Raw
     }
 
     /// Returns the form that each page is tried in. `None`: an adaptive codec chooses it.
     pub(crate) fn form(&self) -> Option<Form> {
         match self.plan {
-            Plan::Raw => Some(Form::Raw),
-            Plan::Lz4 => Some(Form::Lz4),
-            Plan::Shuffle(width) => Some(Form::Shuffled(width)),
-            Plan::Zfp(..) => Some(Form::Zfp),
-            Plan::Adaptive(..) => None,
+            FormPlan::Raw => Some(Form::Raw),
+            FormPlan::Lz4 => Some(Form::Lz4),
+            FormPlan::Shuffle(width) => Some(Form::Shuffled(width)),
+            FormPlan::Zfp(..) => Some(Form::Zfp),
+            FormPlan::Adaptive(..) => None,
         }
     }
 
@@ -173,7 +174,7 @@ impl Scheme {
 
     /// Returns the forms that an adaptive codec chooses from, raw first. `None` for other codecs.
     pub(super) fn candidates(&self) -> Option<Vec<Form>> {
-        let Plan::Adaptive(width, zfp) = self.plan else {
+        let FormPlan::Adaptive(width, zfp) = self.plan else {
             return None;
         };
         let all = [Some(Form::Raw), Some(Form::Lz4), width.map(Form::Shuffled)];
@@ -188,26 +189,30 @@ impl Scheme {
     /// Returns mode and number type of ZFP blocks, if the scheme allows any.
     pub(super) fn zfp(&self) -> Option<(ZfpMode, Number)> {
         match self.plan {
-            Plan::Zfp(mode, number) => Some((mode, number)),
-            Plan::Adaptive(_, zfp) => zfp,
-            Plan::Raw | Plan::Lz4 | Plan::Shuffle(_) => None,
+            FormPlan::Zfp(mode, number) => Some((mode, number)),
+            FormPlan::Adaptive(_, zfp) => zfp,
+            FormPlan::Raw | FormPlan::Lz4 | FormPlan::Shuffle(_) => None,
         }
     }
 }
 
 /// Neighbouring elements of a page that are compressed together: lengths of the fastest dimension,
 /// the next and the slowest; 1 for a dimension that the piece does not have.
-pub(super) type Piece = [usize; 3];
+pub(super) type PagePiece = [usize; 3];
 
 /// Upper bound of a page's pieces: rest of a row, rows, planes, rows, start of a row.
 pub(super) const PIECES_MAX: usize = 5;
 
 /// Cuts `len` elements from number `first` of an array of this shape into pieces, in the order of
 /// memory. See the module.
-pub(super) fn pieces(shape: &[u64], first: u64, len: usize) -> impl Iterator<Item = Piece> + Clone {
+pub(super) fn pieces(
+    shape: &[u64],
+    first: u64,
+    len: usize,
+) -> impl Iterator<Item = PagePiece> + Clone {
     let mut pieces = [[0; 3]; PIECES_MAX];
     let mut count = 0;
-    let mut add = |piece: Piece| {
+    let mut add = |piece: PagePiece| {
         if piece[0] > 0 {
             pieces[count] = piece;
             count += 1;
@@ -257,7 +262,7 @@ mod tests {
 
     use super::*;
 
-    fn cut(shape: &[u64], first: u64, len: usize) -> Vec<Piece> {
+    fn cut(shape: &[u64], first: u64, len: usize) -> Vec<PagePiece> {
         pieces(shape, first, len).collect()
     }
 

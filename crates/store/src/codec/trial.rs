@@ -1,21 +1,26 @@
-//! [`Trial`]: the effect of a codec on pages, without a region and a server.
+//! [`CodecTrial`]: the effect of a codec on pages, without a region and a server.
 //!
 //! The rule it keeps: pages go through the code that regions use, so lengths and errors are those
 //! of a region.
 
 use super::{
-    Codec, CodecError, Coder, Element, Form, Layout, Page, Scheme, fill_repeated, hash, repeated,
+    coder::Coder,
+    element::Element,
+    form::{Form, Page},
+    plain::{fill_repeated, hash, repeated},
+    scheme::{Layout, Scheme},
+    spec::{Codec, CodecError},
 };
 use crate::PageIndex;
 
 /// Trial of a codec on pages of an array: their encoded length, the time, and the loss.
 ///
 /// ```
-/// use farpage_store::{Codec, Element, Trial};
+/// use farpage_store::{Codec, CodecTrial, Element};
 ///
 /// let values: Vec<f32> = (0..1024).map(|x| x as f32).collect();
 /// let page: &[u8] = bytemuck::cast_slice(&values);
-/// let mut trial = Trial::new(Codec::SHUFFLE, Element::F32, &[], page.len())?;
+/// let mut trial = CodecTrial::new(Codec::SHUFFLE, Element::F32, &[], page.len())?;
 /// let block = trial.encode(0, page);
 /// assert!(block.len() < page.len());
 /// let mut back = vec![0; page.len()];
@@ -23,7 +28,7 @@ use crate::PageIndex;
 /// assert_eq!(back, page);
 /// # Ok::<(), farpage_store::CodecError>(())
 /// ```
-pub struct Trial {
+pub struct CodecTrial {
     scheme: Scheme,
     /// Form that pages are tried in.
     wish: Form,
@@ -34,10 +39,10 @@ pub struct Trial {
 
 /// A page as a server would hold it.
 #[derive(Clone, Debug)]
-pub struct Block(Kind);
+pub struct Block(BlockContent);
 
 #[derive(Clone, Debug)]
-enum Kind {
+enum BlockContent {
     /// One repeated value, which takes no room.
     Repeated(u64),
     Stored(Form, Vec<u8>),
@@ -52,13 +57,13 @@ impl Block {
     #[expect(clippy::len_without_is_empty, reason = "a block is no collection")]
     pub fn len(&self) -> usize {
         match &self.0 {
-            Kind::Repeated(_) => 0,
-            Kind::Stored(_, bytes) => bytes.len(),
+            BlockContent::Repeated(_) => 0,
+            BlockContent::Stored(_, bytes) => bytes.len(),
         }
     }
 }
 
-impl Trial {
+impl CodecTrial {
     /// Makes a trial of `codec` on an array of this `shape` (the slowest dimension first; empty:
     /// one dimension), whose pages have `page_bytes`: a power of two, 4 KiB to 2 MiB.
     ///
@@ -90,7 +95,7 @@ impl Trial {
     /// Encodes page `number` of the array, as an eviction would.
     pub fn encode(&mut self, number: u64, page: &[u8]) -> Block {
         if let Some(value) = repeated(page) {
-            return Block(Kind::Repeated(value));
+            return Block(BlockContent::Repeated(value));
         }
         let bytes = page;
         let page = Page {
@@ -107,7 +112,7 @@ impl Trial {
             Form::Raw => bytes,
             _ => &self.block[..encoded.bytes as usize],
         };
-        Block(Kind::Stored(encoded.form, stored.to_vec()))
+        Block(BlockContent::Stored(encoded.form, stored.to_vec()))
     }
 
     /// Decodes page `number` of the array into `page`, as a fill would.
@@ -121,17 +126,17 @@ impl Trial {
         page: &mut [u8],
     ) -> Result<(), CodecError> {
         match &block.0 {
-            Kind::Repeated(value) => fill_repeated(page, *value),
-            Kind::Stored(Form::Raw, bytes) if bytes.len() == page.len() => {
+            BlockContent::Repeated(value) => fill_repeated(page, *value),
+            BlockContent::Stored(Form::Raw, bytes) if bytes.len() == page.len() => {
                 page.copy_from_slice(bytes);
             }
-            Kind::Stored(Form::Raw, bytes) => {
+            BlockContent::Stored(Form::Raw, bytes) => {
                 let (is, wanted) = (bytes.len(), page.len());
                 return Err(CodecError(format!(
                     "a page of {is} bytes cannot be decoded into {wanted}"
                 )));
             }
-            Kind::Stored(form, bytes) => self
+            BlockContent::Stored(form, bytes) => self
                 .coder
                 .decode(
                     &self.scheme,

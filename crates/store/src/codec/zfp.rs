@@ -8,10 +8,10 @@ use bytemuck::Pod;
 use farpage_codec::zfp::{self, Mode, Zfp};
 
 use super::{
-    ZfpMode,
     form::{Encoded, Form, Page},
     plain,
     scheme::{Number, Scheme, ZFP_HEADER_BYTES, pieces},
+    spec::ZfpMode,
 };
 use crate::PageIndex;
 

@@ -10,18 +10,18 @@ use std::{sync::Arc, time::Instant};
 use farpage_fabric::ChannelError;
 
 use super::{
-    Frame, Lane,
-    run::{Part, Run, Task, Transfer, Way},
+    Lane, RunBuffer,
+    run::{Direction, LaneRun, RunPart, SlotTransfer, Task},
     staging::{IoBuf, no_memory},
 };
 use crate::{
     PageIndex, PageStore, StoreError,
     codec::{self, Coder, Form},
-    entry::Entry,
+    entry::PageEntry,
     remote::RemoteStore,
 };
 
-impl<F: Frame> Lane<F> {
+impl<F: RunBuffer> Lane<F> {
     pub(super) fn fill_remote(
         &mut self,
         store: &Arc<PageStore>,
@@ -33,29 +33,32 @@ impl<F: Frame> Lane<F> {
         if !self.has_room(store, remote) {
             return Err(frame);
         }
-        let mut run = Run::new((tag, store, page), Way::Fill, self.spare());
+        let mut run = LaneRun::new((tag, store, page), Direction::Fill, self.spare());
         for (page, bytes) in page
             .onwards()
             .zip(frame.as_mut().chunks_exact_mut(store.page_bytes))
         {
             let (task, hash) = match store.table.load(page) {
-                Entry::Never | Entry::Kept { .. } => {
+                PageEntry::Never | PageEntry::Kept { .. } => {
                     bytes.fill(0);
                     run.tally.fills_never += 1;
                     (Task::Ended, 0)
                 }
-                Entry::Repeated { value } => {
+                PageEntry::Repeated { value } => {
                     codec::fill_repeated(bytes, value);
                     run.tally.fills_repeated += 1;
                     (Task::Ended, 0)
                 }
-                Entry::Stored {
+                PageEntry::Stored {
                     place,
                     stored_bytes,
                     form,
                     hash,
                     ..
-                } => (Task::Fetch(Transfer::new(place, stored_bytes, form)), hash),
+                } => (
+                    Task::Fetch(SlotTransfer::new(place, stored_bytes, form)),
+                    hash,
+                ),
             };
             run.add(task, hash);
         }
@@ -65,7 +68,12 @@ impl<F: Frame> Lane<F> {
     }
 
     /// Posts all READs that can go now. False if some have to wait.
-    pub(super) fn fetch(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
+    pub(super) fn fetch(
+        &mut self,
+        index: usize,
+        run: &mut LaneRun<F>,
+        remote: &RemoteStore,
+    ) -> bool {
         let mut all = true;
         for part in 0..run.parts.len() {
             let Task::Fetch(transfer) = run.parts[part].task else {
@@ -90,13 +98,13 @@ impl<F: Frame> Lane<F> {
     }
 }
 
-impl<F: Frame> Run<F> {
+impl<F: RunBuffer> LaneRun<F> {
     /// Ends a part that has arrived or failed. Damaged bytes are [fetched](Lane::fetch) once more.
     pub(super) fn fetched(
         &mut self,
         part: usize,
         remote: &RemoteStore,
-        transfer: Transfer,
+        transfer: SlotTransfer,
         coder: &mut Coder,
         block: Option<&[u8]>,
         result: Result<(), ChannelError>,
@@ -105,7 +113,7 @@ impl<F: Frame> Run<F> {
             return self.fail(part, self.remote_error(remote, transfer, source));
         }
         let (store, page) = (self.store.clone(), self.page);
-        let Part { first, pages, .. } = self.parts[part];
+        let RunPart { first, pages, .. } = self.parts[part];
         let mut frame = self.take_frame(part);
         let mut damaged: Vec<(usize, &str)> = Vec::new();
         let arrived = frame.as_mut().chunks_exact_mut(store.page_bytes);
@@ -142,7 +150,7 @@ impl<F: Frame> Run<F> {
         let session = remote.pool.session(server);
         if !damaged.is_empty() && !transfer.is_second_look && session.loss(true).is_none() {
             self.tally.retries += 1;
-            self.parts[part].task = Task::Fetch(Transfer {
+            self.parts[part].task = Task::Fetch(SlotTransfer {
                 attempts: transfer.attempts + 1,
                 is_second_look: true,
                 ..transfer

@@ -17,7 +17,7 @@ use std::{
 use crossbeam_channel::{Receiver, TryRecvError};
 use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Line, Op, Session};
 
-use crate::{blocking::Waker, place::Span, pool::SlotPool};
+use crate::{blocking::Waker, place::SlotSpan, pool::SlotPool};
 
 /// Pause between two attempts to open a channel: doubled from the first to the last.
 const BACKOFF_MIN: Duration = Duration::from_millis(1);
@@ -32,7 +32,7 @@ pub(super) struct Port<B> {
     backoff: Duration,
     failure: Option<ChannelError>,
     /// Slots of WRITEs that were given up and may still land.
-    in_doubt: Vec<(Arc<SlotPool>, Vec<Span>)>,
+    in_doubt: Vec<(Arc<SlotPool>, Vec<SlotSpan>)>,
 }
 
 type ChannelResult<B> = Result<Box<dyn Channel<B>>, ConnectError>;
@@ -137,7 +137,7 @@ impl<B: Buf> Port<B> {
 
     /// Gives up a lost WRITE to `slots`. The WRITE can still land unless a channel was opened
     /// since. If the port is open, one was: a lost WRITE breaks its own channel.
-    pub(super) fn doubt(&mut self, pool: &Arc<SlotPool>, slots: Vec<Span>) {
+    pub(super) fn doubt(&mut self, pool: &Arc<SlotPool>, slots: Vec<SlotSpan>) {
         if self.is_open() {
             return pool.abandon(&slots);
         }

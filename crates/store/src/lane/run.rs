@@ -1,5 +1,5 @@
-//! [`Run`]: pages next to each other that one operation of a lane moves, cut into parts that move
-//! on their own.
+//! [`LaneRun`]: pages next to each other that one operation of a lane moves, cut into parts that
+//! move on their own.
 //!
 //! The rule it keeps: the parts are cut out of one frame and cover it; when the last part has
 //! ended, all are put together again, in page order. Moving the parts is left to the lane.
@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use farpage_fabric::{ChannelError, Since, Verb, regmem::RegBuf};
 
-use super::{Done, Frame, Outcome};
+use super::operation::{RunBuffer, RunCompletion, RunCounts};
 use crate::{
     PageIndex, PageStore, StoreError, StoreStatsSnapshot,
     codec::{Form, READ, WRITE},
-    place::Place,
+    place::SlotPlace,
     remote::RemoteStore,
 };
 
@@ -24,12 +24,12 @@ const READ_BYTES_MAX: u32 = 128 << 10;
 
 /// Direction in which the pages of a run move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Direction {
     Fill,
     WriteBack,
 }
 
-impl Way {
+impl Direction {
     /// Returns the verb on the fabric.
     pub(super) fn verb(self) -> Verb {
         match self {
@@ -57,16 +57,16 @@ impl Way {
 
 /// Operation begun by one call of [`Lane::fill`](super::Lane::fill) or
 /// [`Lane::write_back`](super::Lane::write_back).
-pub(super) struct Run<F> {
+pub(super) struct LaneRun<F> {
     pub(super) tag: u64,
     pub(super) store: Arc<PageStore>,
-    pub(super) way: Way,
+    pub(super) way: Direction,
     /// The first page.
     pub(super) page: PageIndex,
     pub(super) started: Since,
     /// Parts, in page order at first. Parts that are split off later follow in any order, since
     /// tags refer to positions.
-    pub(super) parts: Vec<Part<F>>,
+    pub(super) parts: Vec<RunPart<F>>,
     /// Hash of each page, which a fill must bring or a write-back stores.
     pub(super) hashes: Vec<u128>,
     /// Number of parts that have not ended.
@@ -77,10 +77,10 @@ pub(super) struct Run<F> {
 }
 
 /// The vectors of a run that has ended, empty, so that the next one allocates nothing.
-pub(super) type Spare<F> = (Vec<Part<F>>, Vec<u128>);
+pub(super) type Spare<F> = (Vec<RunPart<F>>, Vec<u128>);
 
 /// Pages of a run that move together.
-pub(super) struct Part<F> {
+pub(super) struct RunPart<F> {
     /// Number of the first page within the run.
     pub(super) first: usize,
     pub(super) pages: usize,
@@ -94,7 +94,7 @@ pub(super) enum Task {
     /// The part has ended.
     Ended,
     /// A READ to be posted; an encoded page needs a staging buffer first.
-    Fetch(Transfer),
+    Fetch(SlotTransfer),
     /// One changed page, to be encoded once there is a staging buffer.
     Encode,
     /// One changed page, encoded, which needs a slot.
@@ -106,15 +106,15 @@ pub(super) enum Task {
     /// Changed pages, to be written as they are once there are slots.
     Raw,
     /// A request under way.
-    Moving(Transfer),
+    Moving(SlotTransfer),
     /// A call of a user's store.
     Call,
 }
 
 /// Pages in a row in remote memory.
 #[derive(Clone, Copy)]
-pub(super) struct Transfer {
-    pub(super) place: Place,
+pub(super) struct SlotTransfer {
+    pub(super) place: SlotPlace,
     pub(super) bytes: u32,
     pub(super) form: Form,
     /// Number of attempts.
@@ -125,8 +125,8 @@ pub(super) struct Transfer {
     pub(super) is_second_look: bool,
 }
 
-impl Transfer {
-    pub(super) fn new(place: Place, bytes: u32, form: Form) -> Self {
+impl SlotTransfer {
+    pub(super) fn new(place: SlotPlace, bytes: u32, form: Form) -> Self {
         Self {
             place,
             bytes,
@@ -142,8 +142,8 @@ impl Transfer {
         self,
         pages: usize,
         page_bytes: usize,
-    ) -> impl ExactSizeIterator<Item = Place> {
-        (0..pages).map(move |i| Place {
+    ) -> impl ExactSizeIterator<Item = SlotPlace> {
+        (0..pages).map(move |i| SlotPlace {
             offset: self.place.offset + (i * page_bytes) as u64,
             ..self.place
         })
@@ -173,11 +173,11 @@ impl Task {
     }
 }
 
-impl<F: Frame> Run<F> {
+impl<F: RunBuffer> LaneRun<F> {
     /// Makes a run without pages.
     pub(super) fn new(
         (tag, store, page): (u64, &Arc<PageStore>, PageIndex),
-        way: Way,
+        way: Direction,
         (parts, hashes): Spare<F>,
     ) -> Self {
         Self {
@@ -205,7 +205,7 @@ impl<F: Frame> Run<F> {
             return;
         }
         self.open += usize::from(!matches!(task, Task::Ended));
-        self.parts.push(Part {
+        self.parts.push(RunPart {
             first,
             pages: 1,
             frame: None,
@@ -232,7 +232,7 @@ impl<F: Frame> Run<F> {
         let page_bytes = self.store.page_bytes;
         let part = &mut self.parts[part];
         let frame = part.frame.as_mut().expect("a part that waits is here");
-        let rest = Part {
+        let rest = RunPart {
             first: part.first + pages,
             pages: part.pages - pages,
             frame: Some(frame.split_off(pages * page_bytes)),
@@ -265,7 +265,7 @@ impl<F: Frame> Run<F> {
 
     /// Ends a part whose pages have failed.
     pub(super) fn fail(&mut self, part: usize, error: impl Fn(PageIndex) -> StoreError) {
-        let Part { first, pages, .. } = self.parts[part];
+        let RunPart { first, pages, .. } = self.parts[part];
         let pages = (self.page + first).and_on(pages);
         self.failed
             .extend(pages.iter().map(|page| (page, error(page))));
@@ -281,7 +281,7 @@ impl<F: Frame> Run<F> {
     pub(super) fn remote_error(
         &self,
         remote: &RemoteStore,
-        transfer: Transfer,
+        transfer: SlotTransfer,
         source: ChannelError,
     ) -> impl Fn(PageIndex) -> StoreError + use<F> {
         let region = self.store.label.clone();
@@ -311,7 +311,7 @@ impl<F: Frame> Run<F> {
     }
 
     /// Ends the run. Returns its outcome, and its vectors for the next run.
-    pub(super) fn finish(mut self) -> (Done<F>, Spare<F>) {
+    pub(super) fn finish(mut self) -> (RunCompletion<F>, Spare<F>) {
         self.parts.sort_unstable_by_key(|part| part.first);
         let mut frames =
             (self.parts.drain(..)).map(|part| part.frame.expect("a part that has ended is here"));
@@ -331,13 +331,13 @@ impl<F: Frame> Run<F> {
             + tally.write_backs_lz4
             + tally.write_backs_shuffled
             + tally.write_backs_zfp;
-        let outcome = Outcome {
+        let outcome = RunCounts {
             clean: tally.write_backs_clean as u32,
             written: written as u32,
             wire_bytes: tally.bytes_read + tally.bytes_written,
         };
         self.hashes.clear();
-        let done = Done {
+        let done = RunCompletion {
             tag: self.tag,
             frame,
             outcome,

@@ -11,7 +11,8 @@ use farpage_fabric::{
     regmem::{RegBuf, RegError, RegPool},
 };
 
-use crate::{Frame, PageIndex, PageStore, StoreError, codec::Coder};
+use super::operation::RunBuffer;
+use crate::{PageIndex, PageStore, StoreError, codec::Coder};
 
 const BYTES_MAX: usize = 4 << 20;
 
@@ -94,7 +95,7 @@ pub(super) enum IoBuf<F> {
     Staging(RegBuf),
 }
 
-impl<F: Frame> Buf for IoBuf<F> {
+impl<F: RunBuffer> Buf for IoBuf<F> {
     fn registered(&self) -> Option<&RegBuf> {
         match self {
             Self::Frame(_) => None,
@@ -103,7 +104,7 @@ impl<F: Frame> Buf for IoBuf<F> {
     }
 }
 
-impl<F: Frame> AsRef<[u8]> for IoBuf<F> {
+impl<F: RunBuffer> AsRef<[u8]> for IoBuf<F> {
     fn as_ref(&self) -> &[u8] {
         match self {
             Self::Frame(frame) => frame.as_ref(),
@@ -112,7 +113,7 @@ impl<F: Frame> AsRef<[u8]> for IoBuf<F> {
     }
 }
 
-impl<F: Frame> AsMut<[u8]> for IoBuf<F> {
+impl<F: RunBuffer> AsMut<[u8]> for IoBuf<F> {
     fn as_mut(&mut self) -> &mut [u8] {
         match self {
             Self::Frame(frame) => frame.as_mut(),

@@ -9,19 +9,19 @@ use std::{mem, sync::Arc, time::Instant};
 use farpage_fabric::{AllocError, ChannelError, MAX_OP_BYTES, regmem::RegError};
 
 use super::{
-    Frame, Lane, ROOM_PAUSE,
-    run::{Part, Run, Task, Transfer, Way},
+    Lane, ROOM_PAUSE, RunBuffer,
+    run::{Direction, LaneRun, RunPart, SlotTransfer, Task},
     staging::{IoBuf, no_memory},
 };
 use crate::{
     PageIndex, PageStore, StoreError, StoreStatsSnapshot,
     codec::{self, Coder, Form, Page},
-    entry::Entry,
-    place::{Place, Span},
-    remote::{NoRoom, RemoteStore},
+    entry::PageEntry,
+    place::{SlotPlace, SlotSpan},
+    remote::{NoSlot, RemoteStore},
 };
 
-impl<F: Frame> Lane<F> {
+impl<F: RunBuffer> Lane<F> {
     pub(super) fn write_remote(
         &mut self,
         store: &Arc<PageStore>,
@@ -33,7 +33,7 @@ impl<F: Frame> Lane<F> {
         if !self.has_room(store, remote) {
             return Err(frame);
         }
-        let mut run = Run::new((tag, store, page), Way::WriteBack, self.spare());
+        let mut run = LaneRun::new((tag, store, page), Direction::WriteBack, self.spare());
         // 1. Which pages are unchanged? A page of one repeated value needs no hash and no slot.
         for (page, bytes) in page
             .onwards()
@@ -44,7 +44,7 @@ impl<F: Frame> Lane<F> {
                 if old.repeats(value) {
                     run.tally.write_backs_clean += 1;
                 } else {
-                    self.entries.push((page, Entry::Repeated { value }));
+                    self.entries.push((page, PageEntry::Repeated { value }));
                     run.tally.write_backs_repeated += 1;
                     run.tally.bytes_plain += bytes.len() as u64;
                 }
@@ -52,7 +52,7 @@ impl<F: Frame> Lane<F> {
                 continue;
             }
             let hash = codec::hash(bytes, store.seed);
-            if matches!(old, Entry::Stored { hash: old, .. } if old == hash) {
+            if matches!(old, PageEntry::Stored { hash: old, .. } if old == hash) {
                 run.tally.write_backs_clean += 1;
                 run.add(Task::Ended, 0);
                 continue;
@@ -128,7 +128,12 @@ impl<F: Frame> Lane<F> {
     }
 
     /// Posts all WRITEs that can go now. False if some have to wait.
-    pub(super) fn write(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
+    pub(super) fn write(
+        &mut self,
+        index: usize,
+        run: &mut LaneRun<F>,
+        remote: &RemoteStore,
+    ) -> bool {
         // 1. Encode the pages that waited for a staging buffer.
         for part in 0..run.parts.len() {
             if matches!(run.parts[part].task, Task::Encode) {
@@ -157,9 +162,9 @@ impl<F: Frame> Lane<F> {
     }
 
     /// Takes slots for all raw pages, as many in a row as possible. Posts one WRITE for each row.
-    fn write_raw(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
+    fn write_raw(&mut self, index: usize, run: &mut LaneRun<F>, remote: &RemoteStore) -> bool {
         let page_bytes = run.store.page_bytes;
-        let is_raw = |part: &&Part<F>| matches!(part.task, Task::Raw);
+        let is_raw = |part: &&RunPart<F>| matches!(part.task, Task::Raw);
         let count = run.parts.iter().filter(is_raw).map(|part| part.pages).sum();
         if count == 0 {
             return true;
@@ -176,7 +181,8 @@ impl<F: Frame> Lane<F> {
             (mine, rest) = rest.split_at(rest.len().min(run.parts[part].pages));
             for row in rows(mine, page_bytes) {
                 let next = (row.len() < run.parts[part].pages).then(|| run.split(part, row.len()));
-                let transfer = Transfer::new(row[0], (row.len() * page_bytes) as u32, Form::Raw);
+                let transfer =
+                    SlotTransfer::new(row[0], (row.len() * page_bytes) as u32, Form::Raw);
                 let frame = run.take_frame(part);
                 self.post(index, run, part, remote, transfer, IoBuf::Frame(frame));
                 part = next.unwrap_or(part);
@@ -196,7 +202,7 @@ impl<F: Frame> Lane<F> {
         true
     }
 
-    fn write_encoded(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
+    fn write_encoded(&mut self, index: usize, run: &mut LaneRun<F>, remote: &RemoteStore) -> bool {
         let mut all = true;
         for part in 0..run.parts.len() {
             let Task::Encoded { form, bytes, .. } = run.parts[part].task else {
@@ -218,7 +224,7 @@ impl<F: Frame> Lane<F> {
             };
             match room {
                 Ok(place) => {
-                    let transfer = Transfer::new(place, bytes, form);
+                    let transfer = SlotTransfer::new(place, bytes, form);
                     self.post(index, run, part, remote, transfer, IoBuf::Staging(block));
                 }
                 Err(source) => {
@@ -233,11 +239,11 @@ impl<F: Frame> Lane<F> {
     /// Returns the reason why a part cannot be written. `None`: there may be room in time, since
     /// servers are being asked for memory or other writes are about to end. The lane looks again
     /// soon.
-    fn refusal(&mut self, run: &Run<F>, no_room: NoRoom) -> Option<AllocError> {
+    fn refusal(&mut self, run: &LaneRun<F>, no_room: NoSlot) -> Option<AllocError> {
         let now = Instant::now();
         let (refusal, may_wait) = match no_room {
-            NoRoom::Growing { refused } => (refused, true),
-            NoRoom::Full { source, later } => (Some(source), later),
+            NoSlot::Growing { refused } => (refused, true),
+            NoSlot::Full { source, later } => (Some(source), later),
         };
         // Without a refusal the wait is short: the thread that asks the servers has its own
         // deadline.
@@ -254,10 +260,10 @@ impl<F: Frame> Lane<F> {
     /// Ends a part whose WRITE has ended, well or not.
     pub(super) fn written(
         &mut self,
-        run: &mut Run<F>,
+        run: &mut LaneRun<F>,
         part: usize,
         remote: &RemoteStore,
-        transfer: Transfer,
+        transfer: SlotTransfer,
         result: Result<(), ChannelError>,
     ) {
         let page_bytes = run.store.page_bytes;
@@ -265,7 +271,7 @@ impl<F: Frame> Lane<F> {
         let places = transfer.places(pages, page_bytes);
         let stored_bytes = transfer.bytes / pages as u32;
         if let Err(source) = result {
-            let slots = places.map(|place| Span {
+            let slots = places.map(|place| SlotSpan {
                 place,
                 bytes: stored_bytes,
             });
@@ -280,7 +286,7 @@ impl<F: Frame> Lane<F> {
             return run.fail(part, run.remote_error(remote, transfer, source));
         }
         let entries = (first..).zip(places).map(|(number, place)| {
-            let entry = Entry::Stored {
+            let entry = PageEntry::Stored {
                 place,
                 stored_bytes,
                 form: transfer.form,
@@ -315,8 +321,8 @@ fn full(store: &PageStore, source: AllocError) -> impl Fn(PageIndex) -> StoreErr
 }
 
 /// Cuts places into rows that one operation can write.
-fn rows(places: &[Place], page_bytes: usize) -> impl Iterator<Item = &[Place]> {
-    let behind = move |a: &Place, b: &Place| {
+fn rows(places: &[SlotPlace], page_bytes: usize) -> impl Iterator<Item = &[SlotPlace]> {
+    let behind = move |a: &SlotPlace, b: &SlotPlace| {
         let end = a.offset + page_bytes as u64;
         (a.server, a.extent, end) == (b.server, b.extent, b.offset)
     };

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Codec, Layout,
-    entry::{Entry, Words},
-    place::Span,
+    entry::{EntryWords, PageEntry},
+    place::SlotSpan,
 };
 
 pub(super) const VERSION: u32 = 3;
@@ -38,23 +38,23 @@ pub(super) struct RegionManifest {
     /// Server and extent, by the extents' indices in entries.
     pub(super) extents: Vec<Option<(u8, ExtentId)>>,
     pub(super) map_bytes: u64,
-    pub(super) map: Vec<Words>,
+    pub(super) map: Vec<EntryWords>,
 }
 
 /// Returns the slot that an entry of a map refers to.
-pub(super) fn span_of(words: &Words) -> Option<Span> {
-    Entry::decode(*words)?.slot()
+pub(super) fn span_of(words: &EntryWords) -> Option<SlotSpan> {
+    PageEntry::decode(*words)?.slot()
 }
 
 /// Returns the slots of a version: those that its map refers to, and those of the map.
-pub(super) fn places_of(map: &[u8], area: &[Span]) -> Vec<u64> {
+pub(super) fn places_of(map: &[u8], area: &[SlotSpan]) -> Vec<u64> {
     let pages = map.as_chunks::<32>().0.iter();
     let slots = pages.filter_map(|words| span_of(&words_of(words)));
     let slots = slots.chain(area.iter().copied());
     slots.map(|slot| slot.place.pack()).collect()
 }
 
-pub(super) fn words_of(bytes: &[u8; 32]) -> Words {
+pub(super) fn words_of(bytes: &[u8; 32]) -> EntryWords {
     let mut words = [0; 4];
     for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
         *word = u64::from_le_bytes(*bytes);
@@ -62,7 +62,7 @@ pub(super) fn words_of(bytes: &[u8; 32]) -> Words {
     words
 }
 
-pub(super) fn bytes_of(words: Words) -> [u8; 32] {
+pub(super) fn bytes_of(words: EntryWords) -> [u8; 32] {
     let mut bytes = [0; 32];
     for (bytes, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
         *bytes = word.to_le_bytes();

@@ -10,7 +10,7 @@ use farpage_fabric::{
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
-use crate::{place::Place, pool::SlotPool};
+use crate::{place::SlotPlace, pool::SlotPool};
 
 /// Mover of pieces of a map, one after another.
 pub(super) struct Mover<'a> {
@@ -32,18 +32,18 @@ impl<'a> Mover<'a> {
         }
     }
 
-    pub(super) fn read(&mut self, place: Place, len: usize) -> Result<RegBuf, MoveError> {
+    pub(super) fn read(&mut self, place: SlotPlace, len: usize) -> Result<RegBuf, MoveError> {
         let buf = (self.pool.registered.acquire(len)).map_err(MoveError::Memory)?;
         self.transfer(Verb::Read, place, buf)
     }
 
-    pub(super) fn write(&mut self, place: Place, piece: &[u8]) -> Result<(), MoveError> {
+    pub(super) fn write(&mut self, place: SlotPlace, piece: &[u8]) -> Result<(), MoveError> {
         let mut buf = (self.pool.registered.acquire(piece.len())).map_err(MoveError::Memory)?;
         buf.as_mut().copy_from_slice(piece);
         self.transfer(Verb::Write, place, buf).map(drop)
     }
 
-    fn transfer(&mut self, verb: Verb, place: Place, buf: RegBuf) -> Result<RegBuf, MoveError> {
+    fn transfer(&mut self, verb: Verb, place: SlotPlace, buf: RegBuf) -> Result<RegBuf, MoveError> {
         let server = place.server as usize;
         let channel = match &mut self.channels[server] {
             Some(channel) => channel,

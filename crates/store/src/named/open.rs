@@ -14,12 +14,12 @@ use super::{
 use crate::{
     Cluster, OpenStoreError, PageIndex, PageStore,
     codec::{self, Chooser, Scheme},
-    entry::{Entry, PageTable},
+    entry::{PageEntry, PageTable},
     names::Claim,
-    place::Span,
-    pool::{Purpose, Reservation, SlotPool},
+    place::SlotSpan,
+    pool::{PoolReservation, Purpose, SlotPool},
     publications::{PIECE_BYTES, Publications, map_bytes},
-    readers::Readers,
+    readers::ReaderSlots,
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
 };
 
@@ -39,9 +39,9 @@ impl PageStore {
         region: impl Into<Arc<str>>,
         name: &str,
     ) -> Result<Arc<Self>, OpenStoreError> {
-        let opened = Opened::open(cluster, name)?;
+        let opened = OpenedName::open(cluster, name)?;
         let pool = opened.pool(cluster, name, |first| {
-            Purpose::Named(Readers::new(name, first))
+            Purpose::Named(ReaderSlots::new(name, first))
         })?;
         Self::of_opened(cluster, region.into(), name, opened, pool)
     }
@@ -60,7 +60,7 @@ impl PageStore {
         let mut tries = 0;
         let (opened, pool) = loop {
             tries += 1;
-            let opened = Opened::read(cluster, name)?;
+            let opened = OpenedName::read(cluster, name)?;
             match opened.pool(cluster, name, |_| Purpose::Reading) {
                 Ok(pool) => break (opened, pool),
                 // Another server was asked before the version was published.
@@ -76,7 +76,7 @@ impl PageStore {
         cluster: &Arc<Cluster>,
         region: Arc<str>,
         name: &str,
-        opened: Opened,
+        opened: OpenedName,
         pool: SlotPool,
     ) -> Result<Arc<Self>, OpenStoreError> {
         let damaged = |detail: &str| damaged(name, detail);
@@ -129,7 +129,7 @@ impl PageStore {
             unreachable!("made so above")
         };
         for (page, words) in PageIndex(0).onwards().zip(entries.as_chunks::<32>().0) {
-            let entry = Entry::decode(words_of(words))
+            let entry = PageEntry::decode(words_of(words))
                 .ok_or_else(|| damaged("an entry of its page map is none"))?;
             store.adopt(remote, page, entry).map_err(damaged)?;
         }
@@ -149,20 +149,20 @@ impl PageStore {
         &self,
         remote: &RemoteStore,
         page: PageIndex,
-        entry: Entry,
+        entry: PageEntry,
     ) -> Result<(), &'static str> {
         let (page_bytes, pool) = (self.page_bytes, &remote.pool);
         match entry {
-            Entry::Never => return Ok(()),
-            Entry::Repeated { .. } => {}
-            Entry::Kept { .. } => return Err("an entry refers to a store of its owner's"),
-            Entry::Stored {
+            PageEntry::Never => return Ok(()),
+            PageEntry::Repeated { .. } => {}
+            PageEntry::Kept { .. } => return Err("an entry refers to a store of its owner's"),
+            PageEntry::Stored {
                 place,
                 stored_bytes,
                 form,
                 ..
             } => {
-                let slot = Span {
+                let slot = SlotSpan {
                     place,
                     bytes: stored_bytes,
                 };
@@ -203,20 +203,20 @@ fn damaged(name: &str, detail: &str) -> OpenStoreError {
 }
 
 /// An opened name, given back unless a store takes it over.
-struct Opened {
+struct OpenedName {
     manifest: Box<RegionManifest>,
     /// The answer of the region's first server about its versions.
     versions: Versions,
-    extents: Extents,
+    extents: OpenedExtents,
     /// Claim on the name, let go after the extents. A region that is only read claims nothing.
     claim: Option<Claim>,
 }
 
 /// Extent: the id that the manifest knows, and the extent as it is leased to this client.
-type Leased = (ExtentId, Extent);
+type LeasedExtent = (ExtentId, Extent);
 
 /// Extents of an opened name, by server. Dropping this value gives the extents back.
-struct Extents(Vec<(Arc<Session>, Vec<Leased>)>);
+struct OpenedExtents(Vec<(Arc<Session>, Vec<LeasedExtent>)>);
 
 /// The manifests of an opened name.
 #[derive(Default)]
@@ -254,7 +254,7 @@ impl Manifests {
     }
 }
 
-impl Drop for Extents {
+impl Drop for OpenedExtents {
     fn drop(&mut self) {
         for (session, extents) in &self.0 {
             for (_, extent) in extents {
@@ -269,7 +269,7 @@ impl Drop for Extents {
     }
 }
 
-impl Extents {
+impl OpenedExtents {
     /// Leaves the pool's extents to the pool. Gives back extents that an unfinished publication had
     /// added.
     fn hand_over(mut self, pool: &SlotPool) {
@@ -283,12 +283,12 @@ impl Extents {
     }
 }
 
-impl Opened {
+impl OpenedName {
     fn open(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
         let claim = Claim::here(cluster, name).ok_or_else(|| OpenStoreError::Held {
             name: name.to_owned(),
         })?;
-        let mut extents = Extents(Vec::new());
+        let mut extents = OpenedExtents(Vec::new());
         let mut manifests = Manifests::default();
         for session in cluster.sessions() {
             let named = match session.open(name) {
@@ -321,7 +321,7 @@ impl Opened {
 
     /// Opens a name for reading on all servers.
     fn read(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
-        let mut extents = Extents(Vec::new());
+        let mut extents = OpenedExtents(Vec::new());
         let mut manifests = Manifests::default();
         for session in cluster.sessions() {
             let reading = match session.read(name) {
@@ -365,7 +365,7 @@ impl Opened {
         pool: &SlotPool,
         page_bytes: usize,
         name: &str,
-    ) -> Result<Option<Reservation>, OpenStoreError> {
+    ) -> Result<Option<PoolReservation>, OpenStoreError> {
         if !self.manifest.reserved {
             return Ok(None);
         }
@@ -454,9 +454,9 @@ impl Opened {
         let mut map = Vec::new();
         for (i, words) in self.manifest.map.iter().enumerate() {
             let len = (map_bytes - i * PIECE_BYTES).min(PIECE_BYTES);
-            match Entry::decode(*words) {
-                Some(Entry::Never) => map.resize(map.len() + len, 0),
-                Some(Entry::Stored {
+            match PageEntry::decode(*words) {
+                Some(PageEntry::Never) => map.resize(map.len() + len, 0),
+                Some(PageEntry::Stored {
                     place,
                     hash,
                     stored_bytes,

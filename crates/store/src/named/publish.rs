@@ -12,8 +12,8 @@ use super::{
 use crate::{
     PageStore, PublishStoreError,
     codec::{self, Form},
-    entry::{Entry, Words, portable},
-    place::Span,
+    entry::{EntryWords, PageEntry, portable},
+    place::SlotSpan,
     pool::SlotPool,
     publications::{Ended, PIECE_BYTES, map_bytes},
     remote::{Backing, RemoteStore},
@@ -104,14 +104,14 @@ impl PageStore {
         pool: &SlotPool,
         name: &str,
         map: &[u8],
-        area: &[Span],
-    ) -> Result<Vec<Words>, Box<(Option<Span>, PublishStoreError)>> {
+        area: &[SlotSpan],
+    ) -> Result<Vec<EntryWords>, Box<(Option<SlotSpan>, PublishStoreError)>> {
         let name = || name.to_owned();
         let mut mover = Mover::new(pool);
-        let mut entries: Vec<Words> = Vec::new();
+        let mut entries: Vec<EntryWords> = Vec::new();
         for (piece, &slot) in map.chunks(PIECE_BYTES).zip(area) {
             if piece.iter().all(|&byte| byte == 0) {
-                entries.push(Entry::Never.encode());
+                entries.push(PageEntry::Never.encode());
                 continue;
             }
             let failed = |slot, error| Box::new((slot, error));
@@ -139,7 +139,7 @@ impl PageStore {
                     },
                 ),
             })?;
-            let entry = Entry::Stored {
+            let entry = PageEntry::Stored {
                 place: slot.place,
                 stored_bytes: slot.bytes,
                 form: Form::Raw,
@@ -156,7 +156,7 @@ impl PageStore {
         remote: &RemoteStore,
         name: &str,
         map_bytes: u64,
-        map: Vec<Words>,
+        map: Vec<EntryWords>,
     ) -> Result<Versions, PublishStoreError> {
         let pool = &remote.pool;
         let extents = pool.extents();

@@ -30,10 +30,10 @@ use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::{
-    BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Done, Element, FileStore,
-    FileStoreError, Frame, Lane, Layout, OpenStoreError, Outcome, PageIndex, PageStore,
-    PublishStoreError, RemoteOptions, Reserve, Store, StoreError, ZfpMode, entry::Entry,
-    place::Place, pool::SlotPool, remote::Backing,
+    BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Element, FileStore,
+    FileStoreError, Lane, Layout, OpenStoreError, PageIndex, PageStore, PublishStoreError,
+    RemoteOptions, Reserve, RunBuffer, RunCompletion, RunCounts, Store, StoreError, ZfpMode,
+    entry::PageEntry, place::SlotPlace, pool::SlotPool, remote::Backing,
 };
 
 /// A frame that knows where it was cut out, so that it is only joined with what lay behind it.
@@ -68,7 +68,7 @@ impl AsMut<[u8]> for Piece {
     }
 }
 
-impl Frame for Piece {
+impl RunBuffer for Piece {
     fn split_off(&mut self, bytes: usize) -> Self {
         assert!(bytes > 0 && bytes < self.bytes.len());
         Self {
@@ -87,14 +87,14 @@ impl Frame for Piece {
     }
 }
 
-const CLEAN: Outcome = Outcome {
+const CLEAN: RunCounts = RunCounts {
     clean: 1,
     written: 0,
     wire_bytes: 0,
 };
 
-fn written(wire_bytes: u64) -> Outcome {
-    Outcome {
+fn written(wire_bytes: u64) -> RunCounts {
+    RunCounts {
         clean: 0,
         written: 1,
         wire_bytes,
@@ -160,7 +160,7 @@ fn remote(cluster: &Arc<Cluster>, pages: u64, page_bytes: usize, codec: Codec) -
 }
 
 /// Polls until an operation has ended.
-fn some(lane: &mut Lane<Piece>) -> Vec<Done<Piece>> {
+fn some(lane: &mut Lane<Piece>) -> Vec<RunCompletion<Piece>> {
     let limit = Instant::now() + Duration::from_secs(20);
     let mut done = Vec::new();
     while done.is_empty() {
@@ -194,7 +194,7 @@ fn at(page: u64) -> PageIndex {
     PageIndex(page as usize)
 }
 
-fn one(lane: &mut Lane<Piece>) -> Done<Piece> {
+fn one(lane: &mut Lane<Piece>) -> RunCompletion<Piece> {
     let mut done = some(lane);
     assert_eq!(done.len(), 1);
     done.pop().unwrap()
@@ -205,7 +205,7 @@ fn write(
     store: &Arc<PageStore>,
     page: u64,
     bytes: &[u8],
-) -> Result<Outcome, StoreError> {
+) -> Result<RunCounts, StoreError> {
     let mut done = write_run(lane, store, page, bytes);
     match done.failed.pop() {
         Some((_, error)) => Err(error),
@@ -218,7 +218,7 @@ fn write_run(
     store: &Arc<PageStore>,
     page: u64,
     bytes: &[u8],
-) -> Done<Piece> {
+) -> RunCompletion<Piece> {
     lane.write_back(store, at(page), bytes.to_vec().into(), page)
         .unwrap();
     let done = one(lane);
@@ -239,7 +239,7 @@ fn read_run(
     store: &Arc<PageStore>,
     page: u64,
     pages: usize,
-) -> Done<Piece> {
+) -> RunCompletion<Piece> {
     let frame = vec![0xee; pages * store.page_bytes()];
     lane.fill(store, at(page), frame.into(), page).unwrap();
     let done = one(lane);
@@ -372,7 +372,7 @@ impl Suite<'_> {
         bytes
     }
 
-    fn finish(&mut self, done: Done<Piece>) {
+    fn finish(&mut self, done: RunCompletion<Piece>) {
         let (pages, bytes) = self.busy.remove(&done.tag).expect("it was in flight");
         let (seed, page_bytes) = (self.seed, self.store.page_bytes());
         let count = (pages.end - pages.start) as usize;
@@ -387,7 +387,7 @@ impl Suite<'_> {
                 "{seed}: {error}"
             );
         }
-        let Outcome { clean, written, .. } = done.outcome;
+        let RunCounts { clean, written, .. } = done.outcome;
         let ended = (clean + written) as usize;
         assert_eq!(
             ended,
@@ -447,9 +447,9 @@ fn pool(store: &PageStore) -> &SlotPool {
 }
 
 /// Returns the place and length of a page's bytes.
-fn place_of(store: &PageStore, page: u64) -> (Place, u32) {
+fn place_of(store: &PageStore, page: u64) -> (SlotPlace, u32) {
     match store.table.load(at(page)) {
-        Entry::Stored {
+        PageEntry::Stored {
             place,
             stored_bytes,
             ..

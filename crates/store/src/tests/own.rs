@@ -214,7 +214,7 @@ fn errors_and_panics_of_a_users_store_reach_the_caller_and_pass() {
     // clean.
     assert!(matches!(
         write(&mut lane, &store, 1, &page),
-        Ok(Outcome { written: 1, .. })
+        Ok(RunCounts { written: 1, .. })
     ));
     user.panic.store(true, Ordering::Relaxed);
     for _ in 0..5 {
@@ -298,7 +298,7 @@ fn a_users_store_is_called_once_per_stretch_and_fails_as_a_whole() {
         model[page * 4096] ^= 1;
     }
     let done = write_run(&mut lane, &store, 0, &model);
-    let expected = Outcome {
+    let expected = RunCounts {
         clean: 6,
         written: 4,
         wire_bytes: 4 * 4096 - 100,

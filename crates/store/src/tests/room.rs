@@ -80,7 +80,7 @@ fn a_dead_server_is_a_typed_error_within_the_deadline_and_keeps_nothing_waiting(
         began.elapsed()
     );
     assert!(
-        matches!(store.table.load(at(1)), Entry::Never),
+        matches!(store.table.load(at(1)), PageEntry::Never),
         "a failed write-back leaves the entry alone"
     );
     assert_eq!(lane.in_flight(), 0);

@@ -29,7 +29,7 @@ fn a_run_that_was_written_together_is_written_by_one_operation_and_read_by_few()
         for round in 0..3 {
             let before = server.operations();
             let done = write_run(&mut lane, &store, 0, &bytes);
-            let expected = Outcome {
+            let expected = RunCounts {
                 clean: 0,
                 written: pages as u32,
                 wire_bytes: bytes.len() as u64,
@@ -103,7 +103,7 @@ fn a_run_moves_what_changed_and_makes_what_needs_no_request() {
     pages[7 * 4096..].fill(0);
     let before = server.operations();
     let done = write_run(&mut lane, &store, 0, &pages);
-    let expected = Outcome {
+    let expected = RunCounts {
         clean: 3,
         written: 5,
         wire_bytes: 3 * 4096,
@@ -272,7 +272,7 @@ fn a_server_that_dies_in_the_middle_of_runs_tears_none() {
         let mut lane = Lane::new(&cluster).unwrap();
         // Bytes that each page was last written with, and its entry then.
         let mut model = vec![0; 64 * 4096];
-        let mut entries = [Entry::Never; 64];
+        let mut entries = [PageEntry::Never; 64];
         let mut failed = 0;
         for round in 0..20 {
             let mut bytes = model.clone();
@@ -306,7 +306,7 @@ fn a_server_that_dies_in_the_middle_of_runs_tears_none() {
         assert!(failed > 0);
         let done = read_run(&mut lane, &store, 0, 64);
         for (page, entry) in entries.iter().enumerate() {
-            let lost = matches!(entry, Entry::Stored { place, .. } if place.server == 0);
+            let lost = matches!(entry, PageEntry::Stored { place, .. } if place.server == 0);
             let failed = done.failed.iter().any(|(failed, _)| failed.0 == page);
             assert_eq!(lost, failed, "page {page}");
             let range = page * 4096..(page + 1) * 4096;

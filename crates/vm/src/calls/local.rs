@@ -1,4 +1,4 @@
-//! Local memory that the kernel may be given in remote memory's place ([`Local`]).
+//! Local memory that the kernel may be given in remote memory's place ([`LocalBuffer`]).
 
 use std::ptr;
 
@@ -13,25 +13,25 @@ pub(super) const PIECE_BYTES: usize = STACK_BYTES;
 /// A buffer of this process's own, of bytes that no other code uses.
 ///
 /// Code that leaves a signal handler by `longjmp` leaves the buffer behind.
-pub(super) enum Local {
+pub(super) enum LocalBuffer {
     /// One of the stacks that faults are served on.
     Stack(Option<Stack>),
     /// A mapping, for buffers longer than a stack.
     Mapped(*mut u8, usize),
 }
 
-impl Local {
+impl LocalBuffer {
     /// Takes a buffer of at least `bytes` bytes. `None`: there is no memory.
-    pub(super) fn of(bytes: usize) -> Option<Local> {
+    pub(super) fn of(bytes: usize) -> Option<LocalBuffer> {
         if bytes <= PIECE_BYTES {
-            return Some(Local::Stack(Some(Stack::take())));
+            return Some(LocalBuffer::Stack(Some(Stack::take())));
         }
         Self::mapped(bytes)
     }
 
     /// Maps a buffer. Its memory is never used again: a call's references to it may stay, and the
     /// kernel has the pages alone once the buffer is dropped. `None`: there is no memory.
-    pub(super) fn mapped(bytes: usize) -> Option<Local> {
+    pub(super) fn mapped(bytes: usize) -> Option<LocalBuffer> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: no address is asked for, so that no mapping is replaced. The call goes to the
@@ -47,27 +47,27 @@ impl Local {
                 0,
             )
         };
-        (start != -1).then_some(Local::Mapped(start as *mut u8, bytes.max(1)))
+        (start != -1).then_some(LocalBuffer::Mapped(start as *mut u8, bytes.max(1)))
     }
 
     pub(super) fn start(&self) -> *mut u8 {
         match self {
-            Local::Stack(stack) => stack.as_ref().expect("taken by `drop` alone").base(),
-            Local::Mapped(start, _) => *start,
+            LocalBuffer::Stack(stack) => stack.as_ref().expect("taken by `drop` alone").base(),
+            LocalBuffer::Mapped(start, _) => *start,
         }
     }
 }
 
-impl Drop for Local {
+impl Drop for LocalBuffer {
     fn drop(&mut self) {
         match self {
-            Local::Stack(stack) => {
+            LocalBuffer::Stack(stack) => {
                 if let Some(stack) = stack.take() {
                     stack.give_back();
                 }
             }
             // SAFETY: mapped in `of`, and given up by its owner.
-            Local::Mapped(start, bytes) => unsafe {
+            LocalBuffer::Mapped(start, bytes) => unsafe {
                 libc::syscall(libc::SYS_munmap, *start, *bytes);
             },
         }

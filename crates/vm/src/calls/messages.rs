@@ -6,9 +6,9 @@
 use std::{mem, ptr, slice};
 
 use super::{
-    local::{Buffers, IsRemote, Local},
+    local::{Buffers, IsRemote, LocalBuffer},
     raw::{Arguments, system_call},
-    transfer::{ADDRESS_BYTES, Plan, error, give, keeps_memory, pull, push},
+    transfer::{ADDRESS_BYTES, TransferPlan, error, give, keeps_memory, pull, push},
 };
 
 /// Upper bound of control data. Longer data is refused: the kernel sends and receives none.
@@ -100,26 +100,26 @@ unsafe fn buffers(header: &libc::msghdr) -> Option<Buffers<'_>> {
 }
 
 /// Local copies of a header's parts.
-struct Parts {
+struct LocalHeader {
     header: libc::msghdr,
     name: [u8; ADDRESS_BYTES],
-    control: Option<Local>,
+    control: Option<LocalBuffer>,
     buffer: libc::iovec,
 }
 
-impl Parts {
+impl LocalHeader {
     /// Makes local parts. Control data that is longer than permitted is an error.
-    fn new(user: &libc::msghdr) -> Result<Parts, isize> {
+    fn new(user: &libc::msghdr) -> Result<LocalHeader, isize> {
         let control_bytes = user.msg_controllen;
         let has_control = !user.msg_control.is_null() && control_bytes > 0;
         if has_control && control_bytes > CONTROL_BYTES_MAX {
             return Err(error(libc::ENOBUFS));
         }
-        let control = has_control.then(|| Local::of(control_bytes));
+        let control = has_control.then(|| LocalBuffer::of(control_bytes));
         if matches!(control, Some(None)) {
             return Err(error(libc::ENOMEM));
         }
-        Ok(Parts {
+        Ok(LocalHeader {
             header: *user,
             name: [0; ADDRESS_BYTES],
             control: control.flatten(),
@@ -160,12 +160,12 @@ unsafe fn receive(fd: usize, message: *mut libc::msghdr, flags: usize) -> isize 
     let Some(bytes) = buffers.bytes() else {
         return error(libc::EINVAL);
     };
-    let mut parts = match Parts::new(&user) {
+    let mut parts = match LocalHeader::new(&user) {
         Ok(parts) => parts,
         Err(error) => return error,
     };
     // Control data comes with the first piece: a stream ends there.
-    let plan = Plan::new(fd, bytes, |_| false);
+    let plan = TransferPlan::new(fd, bytes, |_| false);
     let plan = if flags & libc::MSG_WAITALL as usize != 0 {
         plan.whole(bytes)
     } else {
@@ -207,7 +207,7 @@ unsafe fn send(fd: usize, message: *const libc::msghdr, flags: usize) -> isize {
         let Some(bytes) = buffers.bytes() else {
             return error(libc::EMSGSIZE);
         };
-        let mut parts = match Parts::new(&user) {
+        let mut parts = match LocalHeader::new(&user) {
             Ok(parts) => parts,
             Err(error) => return error,
         };
@@ -231,7 +231,7 @@ unsafe fn send(fd: usize, message: *const libc::msghdr, flags: usize) -> isize {
         if keeps_memory(libc::SYS_sendmsg, [fd, 0, flags, 0, 0, 0]) {
             give(buffers, bytes, send)
         } else {
-            push(buffers, Plan::new(fd, bytes, |_| true), send)
+            push(buffers, TransferPlan::new(fd, bytes, |_| true), send)
         }
     }
 }

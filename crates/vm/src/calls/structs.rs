@@ -6,14 +6,14 @@
 use std::ptr;
 
 use super::{
-    local::{IsRemote, Local},
+    local::{IsRemote, LocalBuffer},
     raw::{Arguments, system_call},
     transfer::{ADDRESS_BYTES, error},
 };
 
 /// An argument that is an address, and the number of bytes that the call reads or writes there.
 #[derive(Clone, Copy)]
-struct Part(usize, usize);
+struct PointerArgument(usize, usize);
 
 const TIMESPEC: usize = 16;
 const TIMER: usize = 32;
@@ -26,45 +26,78 @@ const OFFSET: usize = 8;
 const POLL: usize = 8;
 
 /// Returns the parts of a call, at most four.
-fn parts(number: libc::c_long, args: Arguments) -> [Part; 4] {
-    const NONE: Part = Part(0, 0);
+fn parts(number: libc::c_long, args: Arguments) -> [PointerArgument; 4] {
+    const NONE: PointerArgument = PointerArgument(0, 0);
     let mut parts = [NONE; 4];
-    let mut fill = |these: &[Part]| parts[..these.len()].copy_from_slice(these);
+    let mut fill = |these: &[PointerArgument]| parts[..these.len()].copy_from_slice(these);
     // A set of descriptors is in whole words.
     let set = args[0].div_ceil(64).saturating_mul(8);
     match number {
         libc::SYS_accept | libc::SYS_accept4 => {
-            fill(&[Part(1, ADDRESS_BYTES), Part(2, LENGTH)]);
+            fill(&[
+                PointerArgument(1, ADDRESS_BYTES),
+                PointerArgument(2, LENGTH),
+            ]);
         }
-        libc::SYS_wait4 => fill(&[Part(1, 4), Part(3, RUSAGE)]),
-        libc::SYS_waitid => fill(&[Part(2, SIGINFO), Part(4, RUSAGE)]),
+        libc::SYS_wait4 => fill(&[PointerArgument(1, 4), PointerArgument(3, RUSAGE)]),
+        libc::SYS_waitid => fill(&[PointerArgument(2, SIGINFO), PointerArgument(4, RUSAGE)]),
         #[cfg(target_arch = "x86_64")]
-        libc::SYS_select => fill(&[Part(1, set), Part(2, set), Part(3, set), Part(4, TIMESPEC)]),
-        libc::SYS_pselect6 => fill(&[Part(1, set), Part(2, set), Part(3, set), Part(4, TIMESPEC)]),
-        #[cfg(target_arch = "x86_64")]
-        libc::SYS_poll => fill(&[Part(0, args[1].saturating_mul(POLL))]),
-        libc::SYS_ppoll => fill(&[
-            Part(0, args[1].saturating_mul(POLL)),
-            Part(2, TIMESPEC),
-            Part(3, 8),
+        libc::SYS_select => fill(&[
+            PointerArgument(1, set),
+            PointerArgument(2, set),
+            PointerArgument(3, set),
+            PointerArgument(4, TIMESPEC),
         ]),
-        libc::SYS_nanosleep => fill(&[Part(0, TIMESPEC), Part(1, TIMESPEC)]),
-        libc::SYS_clock_nanosleep => fill(&[Part(2, TIMESPEC), Part(3, TIMESPEC)]),
-        libc::SYS_rt_sigtimedwait => fill(&[Part(0, 8), Part(1, SIGINFO), Part(2, TIMESPEC)]),
-        libc::SYS_rt_sigaction => fill(&[Part(1, SIGACTION), Part(2, SIGACTION)]),
-        libc::SYS_rt_sigprocmask => fill(&[Part(1, 8), Part(2, 8)]),
-        libc::SYS_sigaltstack => fill(&[Part(0, SIGNAL_STACK), Part(1, SIGNAL_STACK)]),
-        libc::SYS_prlimit64 => fill(&[Part(2, 16), Part(3, 16)]),
-        libc::SYS_setitimer => fill(&[Part(1, TIMER), Part(2, TIMER)]),
-        libc::SYS_timer_settime | libc::SYS_timerfd_settime => {
-            fill(&[Part(2, TIMER), Part(3, TIMER)]);
+        libc::SYS_pselect6 => fill(&[
+            PointerArgument(1, set),
+            PointerArgument(2, set),
+            PointerArgument(3, set),
+            PointerArgument(4, TIMESPEC),
+        ]),
+        #[cfg(target_arch = "x86_64")]
+        libc::SYS_poll => fill(&[PointerArgument(0, args[1].saturating_mul(POLL))]),
+        libc::SYS_ppoll => fill(&[
+            PointerArgument(0, args[1].saturating_mul(POLL)),
+            PointerArgument(2, TIMESPEC),
+            PointerArgument(3, 8),
+        ]),
+        libc::SYS_nanosleep => fill(&[PointerArgument(0, TIMESPEC), PointerArgument(1, TIMESPEC)]),
+        libc::SYS_clock_nanosleep => {
+            fill(&[PointerArgument(2, TIMESPEC), PointerArgument(3, TIMESPEC)])
         }
-        libc::SYS_sendfile => fill(&[Part(2, OFFSET)]),
-        libc::SYS_splice | libc::SYS_copy_file_range => fill(&[Part(1, OFFSET), Part(3, OFFSET)]),
-        libc::SYS_msgrcv => fill(&[Part(1, args[2].saturating_add(8))]),
-        libc::SYS_mq_timedreceive => fill(&[Part(1, args[2]), Part(3, 4), Part(4, TIMESPEC)]),
-        libc::SYS_io_getevents => fill(&[Part(3, args[2].saturating_mul(32)), Part(4, TIMESPEC)]),
-        libc::SYS_getdents64 => fill(&[Part(1, args[2])]),
+        libc::SYS_rt_sigtimedwait => fill(&[
+            PointerArgument(0, 8),
+            PointerArgument(1, SIGINFO),
+            PointerArgument(2, TIMESPEC),
+        ]),
+        libc::SYS_rt_sigaction => {
+            fill(&[PointerArgument(1, SIGACTION), PointerArgument(2, SIGACTION)])
+        }
+        libc::SYS_rt_sigprocmask => fill(&[PointerArgument(1, 8), PointerArgument(2, 8)]),
+        libc::SYS_sigaltstack => fill(&[
+            PointerArgument(0, SIGNAL_STACK),
+            PointerArgument(1, SIGNAL_STACK),
+        ]),
+        libc::SYS_prlimit64 => fill(&[PointerArgument(2, 16), PointerArgument(3, 16)]),
+        libc::SYS_setitimer => fill(&[PointerArgument(1, TIMER), PointerArgument(2, TIMER)]),
+        libc::SYS_timer_settime | libc::SYS_timerfd_settime => {
+            fill(&[PointerArgument(2, TIMER), PointerArgument(3, TIMER)]);
+        }
+        libc::SYS_sendfile => fill(&[PointerArgument(2, OFFSET)]),
+        libc::SYS_splice | libc::SYS_copy_file_range => {
+            fill(&[PointerArgument(1, OFFSET), PointerArgument(3, OFFSET)])
+        }
+        libc::SYS_msgrcv => fill(&[PointerArgument(1, args[2].saturating_add(8))]),
+        libc::SYS_mq_timedreceive => fill(&[
+            PointerArgument(1, args[2]),
+            PointerArgument(3, 4),
+            PointerArgument(4, TIMESPEC),
+        ]),
+        libc::SYS_io_getevents => fill(&[
+            PointerArgument(3, args[2].saturating_mul(32)),
+            PointerArgument(4, TIMESPEC),
+        ]),
+        libc::SYS_getdents64 => fill(&[PointerArgument(1, args[2])]),
         _ => {}
     }
     parts
@@ -85,7 +118,8 @@ pub(super) unsafe fn call(
         let room = unsafe { ptr::read_unaligned(args[2] as *const libc::socklen_t) };
         parts[0].1 = ADDRESS_BYTES.min(room as usize);
     }
-    let remote = parts.map(|Part(arg, bytes)| args[arg] != 0 && is_remote(args[arg], bytes));
+    let remote =
+        parts.map(|PointerArgument(arg, bytes)| args[arg] != 0 && is_remote(args[arg], bytes));
     if !remote.contains(&true) {
         return None;
     }
@@ -95,16 +129,17 @@ pub(super) unsafe fn call(
             .zip(remote)
             .map(|(&part, remote)| (part, remote))
     };
-    let of_remote =
-        |(Part(_, bytes), remote): (Part, bool)| if remote { bytes.saturating_add(8) } else { 0 };
+    let of_remote = |(PointerArgument(_, bytes), remote): (PointerArgument, bool)| {
+        if remote { bytes.saturating_add(8) } else { 0 }
+    };
     let bytes = lengths().map(of_remote).fold(0, usize::saturating_add);
-    let Some(local) = Local::of(bytes) else {
+    let Some(local) = LocalBuffer::of(bytes) else {
         return Some(error(libc::ENOMEM));
     };
     let given = args;
     let each = |copy: &mut dyn FnMut(usize, *mut u8, *mut u8, usize)| {
         let mut at = local.start();
-        for (Part(arg, bytes), _) in lengths().filter(|(_, remote)| *remote) {
+        for (PointerArgument(arg, bytes), _) in lengths().filter(|(_, remote)| *remote) {
             copy(arg, at, given[arg] as *mut u8, bytes);
             at = at.wrapping_add(bytes.next_multiple_of(8));
         }

@@ -8,7 +8,7 @@
 use std::{mem, ptr, slice};
 
 use super::{
-    local::{Buffers, IsRemote, Local, PIECE_BYTES},
+    local::{Buffers, IsRemote, LocalBuffer, PIECE_BYTES},
     raw::{Arguments, system_call},
 };
 
@@ -23,7 +23,7 @@ pub(super) fn error(number: libc::c_int) -> isize {
 
 /// Kind of data that a descriptor moves.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum DescriptorKind {
     /// Bytes at positions: only the file's end makes a call shorter.
     File,
     /// Bytes as they come.
@@ -32,23 +32,23 @@ pub(super) enum Kind {
     Messages,
 }
 
-impl Kind {
-    pub(super) fn of(fd: usize) -> Kind {
+impl DescriptorKind {
+    pub(super) fn of(fd: usize) -> DescriptorKind {
         // SAFETY: all zeros is a valid answer, which the call fills in.
         let mut stat: libc::stat = unsafe { mem::zeroed() };
         let into = &raw mut stat as usize;
         // SAFETY: asks only.
         if unsafe { system_call(libc::SYS_fstat, [fd, into, 0, 0, 0, 0]) } < 0 {
-            return Kind::Stream;
+            return DescriptorKind::Stream;
         }
         match stat.st_mode & libc::S_IFMT {
-            libc::S_IFREG | libc::S_IFBLK => Kind::File,
-            libc::S_IFSOCK => Kind::of_socket(fd),
-            _ => Kind::Stream,
+            libc::S_IFREG | libc::S_IFBLK => DescriptorKind::File,
+            libc::S_IFSOCK => DescriptorKind::of_socket(fd),
+            _ => DescriptorKind::Stream,
         }
     }
 
-    fn of_socket(fd: usize) -> Kind {
+    fn of_socket(fd: usize) -> DescriptorKind {
         let (mut kind, mut bytes) = (0 as libc::c_int, 4 as libc::socklen_t);
         let (level, option) = (libc::SOL_SOCKET as usize, libc::SO_TYPE as usize);
         let (into, length) = (&raw mut kind as usize, &raw mut bytes as usize);
@@ -56,35 +56,39 @@ impl Kind {
         // SAFETY: asks only.
         unsafe { system_call(libc::SYS_getsockopt, args) };
         if kind == libc::SOCK_STREAM {
-            Kind::Stream
+            DescriptorKind::Stream
         } else {
-            Kind::Messages
+            DescriptorKind::Messages
         }
     }
 }
 
 /// Plan of a transfer: the length of its pieces, and its end.
 #[derive(Clone, Copy)]
-pub(super) struct Plan {
+pub(super) struct TransferPlan {
     /// Most bytes that move at once.
     pub(super) piece: usize,
     /// True if the transfer goes on after a whole piece.
     goes_on: bool,
 }
 
-impl Plan {
+impl TransferPlan {
     /// Makes a plan for `bytes` bytes. `goes_on` names the kinds whose calls go on after a piece.
-    pub(super) fn new(fd: usize, bytes: usize, goes_on: impl FnOnce(Kind) -> bool) -> Plan {
-        let whole = Plan {
+    pub(super) fn new(
+        fd: usize,
+        bytes: usize,
+        goes_on: impl FnOnce(DescriptorKind) -> bool,
+    ) -> TransferPlan {
+        let whole = TransferPlan {
             piece: bytes,
             goes_on: false,
         };
         if bytes <= PIECE_BYTES {
             return whole;
         }
-        match Kind::of(fd) {
-            Kind::Messages => whole,
-            kind => Plan {
+        match DescriptorKind::of(fd) {
+            DescriptorKind::Messages => whole,
+            kind => TransferPlan {
                 piece: PIECE_BYTES,
                 goes_on: goes_on(kind),
             },
@@ -92,10 +96,10 @@ impl Plan {
     }
 }
 
-impl Plan {
+impl TransferPlan {
     /// Returns a plan that moves all `bytes` at once.
-    pub(super) fn whole(self, bytes: usize) -> Plan {
-        Plan {
+    pub(super) fn whole(self, bytes: usize) -> TransferPlan {
+        TransferPlan {
             piece: bytes,
             goes_on: false,
         }
@@ -193,32 +197,32 @@ pub(super) unsafe fn call(
     let Some(bytes) = buffers.bytes() else {
         return Some(error(libc::EINVAL));
     };
-    let reads = |kind| kind == Kind::File;
+    let reads = |kind| kind == DescriptorKind::File;
     let at_positions = |_| true;
     // SAFETY: in all of these the caller's promise holds for the buffers, and what the kernel is
     // given in their place is the call's own.
     Some(unsafe {
         match number {
-            libc::SYS_read | libc::SYS_readv => {
-                pull(buffers, Plan::new(fd, bytes, reads), |local, bytes, _| {
-                    system_call(libc::SYS_read, [fd, local as usize, bytes, 0, 0, 0])
-                })
-            }
+            libc::SYS_read | libc::SYS_readv => pull(
+                buffers,
+                TransferPlan::new(fd, bytes, reads),
+                |local, bytes, _| system_call(libc::SYS_read, [fd, local as usize, bytes, 0, 0, 0]),
+            ),
             libc::SYS_write | libc::SYS_writev => push(
                 buffers,
-                Plan::new(fd, bytes, |_| true),
+                TransferPlan::new(fd, bytes, |_| true),
                 |local, bytes, _| {
                     system_call(libc::SYS_write, [fd, local as usize, bytes, 0, 0, 0])
                 },
             ),
             libc::SYS_pread64 | libc::SYS_preadv | libc::SYS_preadv2 => {
-                let plan = Plan::new(fd, bytes, at_positions);
+                let plan = TransferPlan::new(fd, bytes, at_positions);
                 pull(buffers, plan, |local, bytes, done| {
                     at_position(libc::SYS_preadv2, args, number, local, bytes, done)
                 })
             }
             libc::SYS_pwrite64 | libc::SYS_pwritev | libc::SYS_pwritev2 => {
-                let plan = Plan::new(fd, bytes, at_positions);
+                let plan = TransferPlan::new(fd, bytes, at_positions);
                 push(buffers, plan, |local, bytes, done| {
                     at_position(libc::SYS_pwritev2, args, number, local, bytes, done)
                 })
@@ -240,7 +244,7 @@ pub(super) unsafe fn call(
                 if keeps_memory(number, args) {
                     give(buffers, bytes, send)
                 } else {
-                    push(buffers, Plan::new(fd, bytes, |_| true), send)
+                    push(buffers, TransferPlan::new(fd, bytes, |_| true), send)
                 }
             }
         }
@@ -280,7 +284,7 @@ unsafe fn splice(fd: usize, buffers: Buffers<'_>, bytes: usize, flags: usize) ->
         unsafe { system_call(libc::SYS_vmsplice, args) }
     };
     let reads = ask(libc::F_GETFL) & libc::O_ACCMODE as isize == libc::O_RDONLY as isize;
-    let plan = Plan {
+    let plan = TransferPlan {
         piece: bytes,
         goes_on: false,
     };
@@ -301,7 +305,7 @@ unsafe fn random(args: Arguments, is_remote: IsRemote<'_>) -> Option<isize> {
         iov_base: at as *mut _,
         iov_len: bytes,
     }];
-    let plan = Plan {
+    let plan = TransferPlan {
         piece: PIECE_BYTES.min(bytes),
         goes_on: true,
     };
@@ -355,7 +359,7 @@ unsafe fn receive(args: Arguments, buffers: Buffers<'_>) -> isize {
     let Some(bytes) = buffers.bytes() else {
         return error(libc::EINVAL);
     };
-    let plan = Plan::new(fd, bytes, |_| waits);
+    let plan = TransferPlan::new(fd, bytes, |_| waits);
     let room = if address == 0 || length == 0 {
         None
     } else {
@@ -399,7 +403,7 @@ unsafe fn receive(args: Arguments, buffers: Buffers<'_>) -> isize {
 /// The buffers may be written.
 pub(super) unsafe fn pull(
     buffers: Buffers<'_>,
-    plan: Plan,
+    plan: TransferPlan,
     mut read: impl FnMut(*mut u8, usize, usize) -> isize,
 ) -> isize {
     // SAFETY: what `read` has read is in the local buffer; the caller's promise.
@@ -421,7 +425,7 @@ pub(super) unsafe fn pull(
 /// The buffers may be read.
 pub(super) unsafe fn push(
     buffers: Buffers<'_>,
-    plan: Plan,
+    plan: TransferPlan,
     mut write: impl FnMut(*mut u8, usize, usize) -> isize,
 ) -> isize {
     // SAFETY: the local buffer has room for a piece; the caller's promise.
@@ -444,7 +448,7 @@ pub(super) unsafe fn give(
     bytes: usize,
     write: impl FnOnce(*mut u8, usize, usize) -> isize,
 ) -> isize {
-    let Some(local) = Local::mapped(bytes) else {
+    let Some(local) = LocalBuffer::mapped(bytes) else {
         return error(libc::ENOMEM);
     };
     // SAFETY: the local buffer has room for all; the caller's promise.
@@ -455,13 +459,13 @@ pub(super) unsafe fn give(
 /// Moves pieces, until a piece is not whole or all are done.
 unsafe fn pieces(
     buffers: Buffers<'_>,
-    plan: Plan,
+    plan: TransferPlan,
     mut transfer: impl FnMut(*mut u8, usize, usize) -> isize,
 ) -> isize {
     let Some(bytes) = buffers.bytes() else {
         return error(libc::EINVAL);
     };
-    let Some(local) = Local::of(plan.piece) else {
+    let Some(local) = LocalBuffer::of(plan.piece) else {
         return error(libc::ENOMEM);
     };
     let mut done = 0;

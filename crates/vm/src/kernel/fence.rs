@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 
 use super::messages::Messages;
 use crate::{
-    space::{Asked, Events, Fault, Wait},
+    space::{EventScope, EventSources, Events, PageFault},
     sys::{Refusal, Stopped},
     uffd::Uffd,
 };
@@ -51,7 +51,7 @@ pub(super) struct Fence {
     /// Number of the thread that reads the messages: all others wait for it.
     reader: AtomicUsize,
     /// Faults that the reader came across while it waited for a change to end.
-    early: Mutex<Vec<Fault>>,
+    early: Mutex<Vec<PageFault>>,
 }
 
 /// Hold on the fence: no message of the shard is read while it lives.
@@ -150,10 +150,10 @@ impl Fence {
     /// Appends the faults that wait, and the addresses that the program has unmapped; does not
     /// block. To be called by one thread at a time: that thread reads the messages from now on, and
     /// other threads wait for it alone.
-    pub(super) fn events(&self, asked: Asked, out: &mut Events) -> io::Result<()> {
+    pub(super) fn events(&self, asked: EventScope, out: &mut Events) -> io::Result<()> {
         self.reader.store(this_thread(), Ordering::Relaxed);
         out.faults.append(&mut self.early.lock());
-        if asked == Asked::All {
+        if asked == EventScope::All {
             self.read_unless_busy(&mut out.faults)?;
         }
         // Others may have read messages, too.
@@ -164,14 +164,14 @@ impl Fence {
     }
 
     /// Returns the sources of [`events`](Self::events), to wait for.
-    pub(super) fn wait(&self) -> Wait<'_> {
-        Wait {
+    pub(super) fn wait(&self) -> EventSources<'_> {
+        EventSources {
             fd: Some(self.uffd.as_fd()),
             kept: self.has_news.load(Ordering::Acquire) || !self.early.lock().is_empty(),
         }
     }
 
-    fn read_unless_busy(&self, faults: &mut Vec<Fault>) -> io::Result<()> {
+    fn read_unless_busy(&self, faults: &mut Vec<PageFault>) -> io::Result<()> {
         let mut messages = match self.messages.try_write() {
             Ok(messages) => messages,
             // Pages change sides at this moment: worth waiting for only if there is a message.
@@ -193,7 +193,7 @@ impl Fence {
             .expect("waking checks alignment only, and pages are aligned");
     }
 
-    fn read(&self, messages: &mut Messages, out: &mut Vec<Fault>) -> io::Result<()> {
+    fn read(&self, messages: &mut Messages, out: &mut Vec<PageFault>) -> io::Result<()> {
         let unmapped = messages.read(&self.uffd, self.space, out);
         if !matches!(unmapped, Ok(false)) {
             self.has_news.store(true, Ordering::Release);

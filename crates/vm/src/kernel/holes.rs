@@ -116,7 +116,7 @@ mod tests {
     use KernelPage::{Busy, Dropped, There};
 
     #[derive(Debug, PartialEq)]
-    enum Answer {
+    enum MoveAnswer {
         Moved,
         SpansTwo,
         Missing(usize),
@@ -125,20 +125,20 @@ mod tests {
 
     /// Plays the kernel: moves up to the first page that is dropped or held, and nothing of a range
     /// that spans two mappings.
-    fn kernel(pages: &[KernelPage], divided_at: usize, what: Range<usize>) -> Answer {
+    fn kernel(pages: &[KernelPage], divided_at: usize, what: Range<usize>) -> MoveAnswer {
         if what.start < divided_at && divided_at < what.end {
-            return Answer::SpansTwo;
+            return MoveAnswer::SpansTwo;
         }
         let kernel_pages = what.start / KERNEL_PAGE_BYTES..what.end / KERNEL_PAGE_BYTES;
         for at in kernel_pages {
             let done_bytes = at * KERNEL_PAGE_BYTES - what.start;
             match pages[at] {
                 There => {}
-                Dropped => return Answer::Missing(done_bytes),
-                Busy => return Answer::Busy(done_bytes),
+                Dropped => return MoveAnswer::Missing(done_bytes),
+                Busy => return MoveAnswer::Busy(done_bytes),
             }
         }
-        Answer::Moved
+        MoveAnswer::Moved
     }
 
     /// Runs the loop of moving out.
@@ -146,14 +146,14 @@ mod tests {
         let mut progress = Progress::new(pages.len() * KERNEL_PAGE_BYTES, page_bytes);
         while let Some(next) = progress.next() {
             match kernel(pages, divided_at, next) {
-                Answer::Moved => progress.moved(),
-                Answer::SpansTwo => assert!(progress.narrow(), "a page lies in one mapping"),
-                Answer::Missing(done_bytes) => {
+                MoveAnswer::Moved => progress.moved(),
+                MoveAnswer::SpansTwo => assert!(progress.narrow(), "a page lies in one mapping"),
+                MoveAnswer::Missing(done_bytes) => {
                     if !progress.pass_hole(done_bytes) {
                         break;
                     }
                 }
-                Answer::Busy(done_bytes) => {
+                MoveAnswer::Busy(done_bytes) => {
                     progress.stopped(done_bytes);
                     break;
                 }

@@ -8,8 +8,8 @@ use std::{io, ops::Range};
 
 use super::{occupied, ranges::Ranges};
 use crate::{
-    space::Fault,
-    uffd::{FaultBuffer, Message, Uffd},
+    space::PageFault,
+    uffd::{FaultBuffer, Uffd, UffdMessage},
 };
 
 /// News from the messages of one shard.
@@ -30,13 +30,13 @@ impl Messages {
         &mut self,
         uffd: &Uffd,
         space: u64,
-        faults: &mut Vec<Fault>,
+        faults: &mut Vec<PageFault>,
     ) -> io::Result<bool> {
         let Self { buffer, gone, news } = self;
         let mut unmapped = false;
         uffd.messages(buffer, |message| match message {
-            Message::Fault(fault) => faults.push(fault),
-            Message::Unmapped(range) => {
+            UffdMessage::Fault(fault) => faults.push(fault),
+            UffdMessage::Unmapped(range) => {
                 for part in occupied::of_space(space, &range) {
                     gone.insert(part.clone());
                     news.push(part);

@@ -37,11 +37,11 @@ use crate::{
     pagemap::Pagemap,
     pages::{Pages, Shard},
     space::{
-        AddressSpace, Asked, Batch, DetachError, Events, Frame, Geometry, In, InstallError,
-        InstallErrorKind, Left, Mapping, Out, Wait,
+        AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Frame,
+        Geometry, InstallError, InstallErrorKind, PageIn, PageOut, RegionMapping,
     },
     sys::{self, KERNEL_PAGE_BYTES},
-    uffd::{Features, OpenError, RegisterMode, Uffd},
+    uffd::{Features, RegisterMode, Uffd, UserfaultfdError},
 };
 
 /// Way in which pages change sides.
@@ -110,21 +110,24 @@ impl KernelSpace {
     /// Opens the userfaultfds. Takes no memory yet.
     ///
     /// # Errors
-    /// See [`OpenError`].
+    /// See [`UserfaultfdError`].
     ///
     /// # Panics
     /// If `options.shards` is 0.
-    pub fn new(options: KernelSpaceOptions) -> Result<Self, OpenError> {
+    pub fn new(options: KernelSpaceOptions) -> Result<Self, UserfaultfdError> {
         let supported = Uffd::supported(options.user_mode_only)?;
         Self::with_features(&options, supported)
     }
 
     /// Opens a space as on a kernel that has the features `supported`.
-    fn with_features(options: &KernelSpaceOptions, supported: Features) -> Result<Self, OpenError> {
+    fn with_features(
+        options: &KernelSpaceOptions,
+        supported: Features,
+    ) -> Result<Self, UserfaultfdError> {
         assert!(options.shards > 0, "a space has at least one shard");
         let kernel_page_bytes = page_size();
         if kernel_page_bytes != KERNEL_PAGE_BYTES {
-            return Err(OpenError::KernelPage {
+            return Err(UserfaultfdError::KernelPage {
                 bytes: kernel_page_bytes,
             });
         }
@@ -152,7 +155,7 @@ impl KernelSpace {
             features = features | Features::SIGBUS;
         }
         let number = occupied::next_space();
-        let pagemap = Arc::new(Pagemap::open().map_err(OpenError::Pagemap)?);
+        let pagemap = Arc::new(Pagemap::open().map_err(UserfaultfdError::Pagemap)?);
         let shards = (0..options.shards)
             .map(|_| {
                 let uffd = Uffd::open(features, options.user_mode_only)?;
@@ -162,14 +165,14 @@ impl KernelSpace {
                     pagemap: Arc::clone(&pagemap),
                 })
             })
-            .collect::<Result<Vec<_>, OpenError>>()?;
+            .collect::<Result<Vec<_>, UserfaultfdError>>()?;
         let kept: Vec<_> = shards
             .iter()
             .map(|shard| shard.fence.uffd().as_fd())
             .collect();
         let keeper = match is_private() {
             true => None,
-            false => Some(Keeper::new(&kept).map_err(OpenError::Os)?),
+            false => Some(Keeper::new(&kept).map_err(UserfaultfdError::Os)?),
         };
         let pools = Pools::new(options.frame_bytes_max, options.user_mode_only, moving)?;
         Ok(Self {
@@ -297,7 +300,7 @@ impl AddressSpace for KernelSpace {
         self.shards.len()
     }
 
-    fn map(&self, geometry: Geometry) -> io::Result<Mapping> {
+    fn map(&self, geometry: Geometry) -> io::Result<RegionMapping> {
         let is_single = geometry.page_bytes == KERNEL_PAGE_BYTES && !geometry.read_only;
         let copies_in = self.transfer == Transfer::Move && is_single;
         let is_safe = self.in_thread || geometry.no_direct_io;
@@ -308,7 +311,7 @@ impl AddressSpace for KernelSpace {
             RegisterMode::MISSING
         };
         let address = addresses::map(&self.shards, self.number, &geometry, mode)?;
-        Ok(Mapping {
+        Ok(RegionMapping {
             address,
             copies_in,
             copies_out,
@@ -330,11 +333,11 @@ impl AddressSpace for KernelSpace {
     fn install(
         &self,
         pages: Pages,
-        how: In<'_, KernelFrame>,
+        how: PageIn<'_, KernelFrame>,
     ) -> Result<Option<KernelFrame>, InstallError<KernelFrame>> {
         match how {
-            In::Move(frame) => self.install_frame(pages, frame).map(|()| None),
-            In::Copy(frame, room) => {
+            PageIn::Move(frame) => self.install_frame(pages, frame).map(|()| None),
+            PageIn::Copy(frame, room) => {
                 let shard = self.shard(pages.shard());
                 if let Err(why) = copying::install_copy(shard, pages, &frame) {
                     let kind = why.into();
@@ -347,21 +350,23 @@ impl AddressSpace for KernelSpace {
         }
     }
 
-    fn detach(&self, out: Out<'_, KernelFrame>) -> Result<Left<KernelFrame>, DetachError> {
+    fn detach(&self, out: PageOut<'_, KernelFrame>) -> Result<Detached<KernelFrame>, DetachError> {
         match out {
-            Out::Move(pages) => self.detach_run(pages).map(Left::Moved),
-            Out::Copy(pages, frames, own) => {
+            PageOut::Move(pages) => self.detach_run(pages).map(Detached::Moved),
+            PageOut::Copy(pages, frames, own) => {
                 let Some(first) = pages.first() else {
-                    return Ok(Left::Copied(0));
+                    return Ok(Detached::Copied(0));
                 };
                 let shard = self.shard(first.shard());
-                Ok(Left::Copied(scattered::detach(shard, pages, frames, own)))
+                Ok(Detached::Copied(scattered::detach(
+                    shard, pages, frames, own,
+                )))
             }
-            Out::Drop(runs) => {
+            PageOut::Drop(runs) => {
                 let Some(first) = runs.first() else {
-                    return Ok(Left::Dropped(0));
+                    return Ok(Detached::Dropped(0));
                 };
-                Ok(Left::Dropped(dropping::detach(
+                Ok(Detached::Dropped(dropping::detach(
                     self.shard(first.shard()),
                     runs,
                 )))
@@ -388,11 +393,11 @@ impl AddressSpace for KernelSpace {
             .expect("/proc/self/pagemap stays readable for its owner")
     }
 
-    fn events(&self, shard: Shard, asked: Asked, out: &mut Events) -> io::Result<()> {
+    fn events(&self, shard: Shard, asked: EventScope, out: &mut Events) -> io::Result<()> {
         self.shard(shard).fence.events(asked, out)
     }
 
-    fn wait(&self, shard: Shard) -> Wait<'_> {
+    fn wait(&self, shard: Shard) -> EventSources<'_> {
         self.shard(shard).fence.wait()
     }
 }
@@ -439,11 +444,11 @@ mod tests {
         assert_eq!(protection(), "---p");
         let mut frame = space.new_frame(PAGE, 1).unwrap();
         frame.as_mut()[PAGE - 1] = 3;
-        space.install(pages, In::Move(frame)).unwrap();
+        space.install(pages, PageIn::Move(frame)).unwrap();
         assert_eq!(protection(), "rw-p");
         assert_eq!(
             space
-                .detach(Out::Move(pages))
+                .detach(PageOut::Move(pages))
                 .unwrap()
                 .into_frame()
                 .as_ref()[PAGE - 1],
@@ -463,7 +468,7 @@ mod tests {
         let mut frame = space.new_frame(PAGE, 1).unwrap();
         frame.as_mut().fill(3);
         let pool = Arc::clone(frame.pool());
-        space.install(pages, In::Move(frame)).unwrap();
+        space.install(pages, PageIn::Move(frame)).unwrap();
         let read = libc::PROT_READ;
         // SAFETY: a part of the test's own region.
         unsafe { crate::sys::protect(base + 3 * 4096, 2 * 4096, read) }.unwrap();

@@ -20,7 +20,7 @@ pub(crate) fn next_space() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-struct Entry {
+struct OccupiedRegion {
     end: usize,
     space: u64,
     read_only: bool,
@@ -31,9 +31,9 @@ struct Entry {
 
 /// Process and its regions by first address. The lock is the standard library's: it never allocates
 /// when contended, and is taken in a signal handler.
-static REGIONS: Mutex<(u32, BTreeMap<usize, Entry>)> = Mutex::new((0, BTreeMap::new()));
+static REGIONS: Mutex<(u32, BTreeMap<usize, OccupiedRegion>)> = Mutex::new((0, BTreeMap::new()));
 
-fn regions() -> MutexGuard<'static, (u32, BTreeMap<usize, Entry>)> {
+fn regions() -> MutexGuard<'static, (u32, BTreeMap<usize, OccupiedRegion>)> {
     let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
     // A child made by `fork` does not have its parent's regions.
     let process = process::id();
@@ -50,7 +50,7 @@ pub(crate) fn occupy(addresses: &Range<usize>, space: u64, read_only: bool) -> b
     if before.is_some_and(|(_, entry)| entry.end > addresses.start) {
         return false;
     }
-    let entry = Entry {
+    let entry = OccupiedRegion {
         end: addresses.end,
         space,
         read_only,

@@ -1,6 +1,6 @@
 //! Limits of serving a fault inside a signal handler ([`FaultHandler`]).
 
-use crate::space::Fault;
+use crate::space::PageFault;
 
 /// Bytes of stack that a [`FaultHandler`] has. Memory is taken as it is touched.
 pub const STACK_BYTES: usize = 128 << 10;
@@ -26,11 +26,11 @@ pub enum Served {
 ///   not that of standard output or of a log.
 /// - It reads a thread-local variable only if no other code changes it and it has no destructor.
 /// - It touches no absent page of any registered range: that kills the process.
-/// - It does not end a [`Registration`](super::Registration).
+/// - It does not end a [`FaultRegistration`](super::FaultRegistration).
 ///
 /// It may call the operating system (`errno` is put back) and use [`STACK_BYTES`] of stack. A panic
 /// aborts the process.
 pub unsafe trait FaultHandler: Send + Sync {
     /// Serves the fault, or waits until another thread has.
-    fn fault(&self, fault: Fault) -> Served;
+    fn fault(&self, fault: PageFault) -> Served;
 }

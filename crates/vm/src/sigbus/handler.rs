@@ -14,9 +14,9 @@ use nix::errno::Errno;
 use super::{
     contract::{STACK_BYTES, Served},
     stack::Stack,
-    table::{self, Owner},
+    table::{self, TableGuard},
 };
-use crate::space::Fault;
+use crate::space::PageFault;
 
 /// Signals that are not held back while a fault is served: those that a bug in serving raises must
 /// kill there and then, and `abort` must work.
@@ -37,7 +37,7 @@ const SIGNAL_SET_BYTES: usize = 8;
 static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(ptr::null_mut());
 
 /// Installs the handler, once.
-pub(super) fn install(_owner: &Owner) -> io::Result<()> {
+pub(super) fn install(_owner: &TableGuard) -> io::Result<()> {
     // One stack at least, so that waiting for one ends.
     Stack::map()
         .map_err(|errno| {
@@ -142,7 +142,7 @@ extern "C" fn on_sigbus(
         && table::find(address).is_some_and(|serving| {
             // SAFETY: the context that the kernel gave this handler, of a fault (`BUS_ADRERR`).
             let write = unsafe { is_write(context) };
-            serving.serve(Fault {
+            serving.serve(PageFault {
                 protected: false,
                 address,
                 write,

@@ -6,10 +6,10 @@
 //! [`FaultHandler`]; the faults come from a [`KernelSpace`](crate::KernelSpace) whose option
 //! `in_thread` is set.
 //!
-//! The handler is installed with the first [`Registration`] and stays, since a handler installed
-//! after it may call it. A handler that is installed later has to pass on what is not its own, as
-//! that of Wasmtime does. A handler that does not takes the faults of regions away. A library that
-//! keeps the program from installing one says so by [`set_previous`].
+//! The handler is installed with the first [`FaultRegistration`] and stays, since a handler
+//! installed after it may call it. A handler that is installed later has to pass on what is not its
+//! own, as that of Wasmtime does. A handler that does not takes the faults of regions away. A
+//! library that keeps the program from installing one says so by [`set_previous`].
 //!
 //! **Which stack.** A handler here talks to a server, hashes and decodes, and [`STACK_BYTES`] are
 //! meant to be enough for that. No stack at hand is: what Rust gives its threads for signals is 8
@@ -35,6 +35,6 @@ mod table;
 
 pub use contract::{FaultHandler, STACK_BYTES, Served};
 pub use handler::set_previous;
-pub use registration::Registration;
+pub use registration::FaultRegistration;
 pub(crate) use stack::Stack;
 pub use table::serves;

@@ -1,4 +1,4 @@
-//! A range of addresses whose faults are served ([`Registration`]).
+//! A range of addresses whose faults are served ([`FaultRegistration`]).
 //!
 //! The rule it keeps: a fault handler is called from its registration's beginning to its end, and
 //! not after it.
@@ -8,7 +8,7 @@ use std::{io, ops::Range, process, sync::Arc, thread, time::Duration};
 use super::{
     contract::FaultHandler,
     handler,
-    table::{self, Entry, OWNER},
+    table::{self, HandlerEntry, OWNER},
 };
 
 /// Pause between two looks at the handlers that still serve a registration which ends: a fill takes
@@ -19,12 +19,12 @@ const DRAIN_PAUSE: Duration = Duration::from_micros(50);
 /// waits for the handlers that are at work on it.
 ///
 /// In a child after `fork` nothing is registered.
-pub struct Registration {
-    entry: Arc<Entry>,
+pub struct FaultRegistration {
+    entry: Arc<HandlerEntry>,
     process: u32,
 }
 
-impl Registration {
+impl FaultRegistration {
     /// Makes `handler` serve the faults in `addresses`. The first call installs the process's
     /// SIGBUS handler.
     ///
@@ -35,7 +35,7 @@ impl Registration {
     /// If the range is empty or part of it is registered already.
     pub fn new(addresses: Range<usize>, handler: Arc<dyn FaultHandler>) -> io::Result<Self> {
         assert!(!addresses.is_empty(), "a range of addresses has some");
-        let entry = Entry::new(addresses, handler);
+        let entry = HandlerEntry::new(addresses, handler);
         let process = process::id();
         let mut owner = OWNER.lock();
         match *owner {
@@ -59,7 +59,7 @@ impl Registration {
     }
 }
 
-impl Drop for Registration {
+impl Drop for FaultRegistration {
     fn drop(&mut self) {
         // A child after `fork` has neither the range nor the threads that serve it.
         if self.process != process::id() {
@@ -87,20 +87,20 @@ mod tests {
         },
         *,
     };
-    use crate::space::Fault;
+    use crate::space::PageFault;
 
     struct Nobody;
 
     // SAFETY: does nothing.
     unsafe impl FaultHandler for Nobody {
-        fn fault(&self, _: Fault) -> Served {
+        fn fault(&self, _: PageFault) -> Served {
             Served::NotMine
         }
     }
 
     #[test]
     fn what_a_table_has_is_kept_while_somebody_looks_at_it() {
-        let registration = Registration::new(4096..8192, Arc::new(Nobody)).unwrap();
+        let registration = FaultRegistration::new(4096..8192, Arc::new(Nobody)).unwrap();
         let entry = Arc::downgrade(&registration.entry);
         let looking = Looking::begin();
         let seen = TABLE.load(SeqCst);

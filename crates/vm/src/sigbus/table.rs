@@ -22,17 +22,17 @@ use super::{
     contract::{FaultHandler, STACK_BYTES, Served},
     stack::Stack,
 };
-use crate::space::Fault;
+use crate::space::PageFault;
 
 /// A range of addresses, and its handler.
-pub(super) struct Entry {
+pub(super) struct HandlerEntry {
     pub(super) addresses: Range<usize>,
     handler: Arc<dyn FaultHandler>,
     /// Number of handlers at work on the range.
     serving: AtomicUsize,
 }
 
-impl Entry {
+impl HandlerEntry {
     pub(super) fn new(addresses: Range<usize>, handler: Arc<dyn FaultHandler>) -> Arc<Self> {
         Arc::new(Self {
             addresses,
@@ -48,22 +48,22 @@ impl Entry {
 }
 
 /// Entries, sorted and without overlaps.
-pub(super) type Table = Vec<Arc<Entry>>;
+pub(super) type HandlerTable = Vec<Arc<HandlerEntry>>;
 
 /// The process whose entries the table has; `None` before the handler is installed. Locked while
 /// the table changes, never by the handler.
 pub(super) static OWNER: Mutex<Option<u32>> = Mutex::new(None);
 /// Permission to change the table.
-pub(super) type Owner = MutexGuard<'static, Option<u32>>;
+pub(super) type TableGuard = MutexGuard<'static, Option<u32>>;
 /// The table, or null for an empty one.
-pub(super) static TABLE: AtomicPtr<Table> = AtomicPtr::new(ptr::null_mut());
+pub(super) static TABLE: AtomicPtr<HandlerTable> = AtomicPtr::new(ptr::null_mut());
 /// Number of handlers that are looking at the table, by the turn that they saw.
 static LOOKING: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
 /// Index of the counter for handlers that come now.
 static TURN: AtomicUsize = AtomicUsize::new(0);
 
 /// Puts a changed copy in the table's place.
-pub(super) fn change(_owner: &Owner, edit: impl FnOnce(&mut Table)) {
+pub(super) fn change(_owner: &TableGuard, edit: impl FnOnce(&mut HandlerTable)) {
     // SAFETY:
     // - The pointer is null or that of a table, which only this function frees.
     // - Only one thread is in this function: it has `OWNER`.
@@ -88,13 +88,13 @@ pub(super) fn change(_owner: &Owner, edit: impl FnOnce(&mut Table)) {
 
 /// Forgets what a parent had before `fork`: its table, whose addresses are free here, and its
 /// threads.
-pub(super) fn disown(_owner: &Owner) {
+pub(super) fn disown(_owner: &TableGuard) {
     TABLE.store(ptr::null_mut(), SeqCst);
     LOOKING.iter().for_each(|looking| looking.store(0, SeqCst));
 }
 
 /// Finds the entry that an address belongs to, and counts it as being served.
-pub(super) fn find(address: usize) -> Option<Serving> {
+pub(super) fn find(address: usize) -> Option<ServingGuard> {
     let looking = Looking::begin();
     let table = looking.table()?;
     let at = table.partition_point(|entry| entry.addresses.end <= address);
@@ -102,7 +102,7 @@ pub(super) fn find(address: usize) -> Option<Serving> {
         .get(at)
         .filter(|entry| entry.addresses.contains(&address))?;
     entry.serving.fetch_add(1, SeqCst);
-    Some(Serving(NonNull::from(&**entry)))
+    Some(ServingGuard(NonNull::from(&**entry)))
 }
 
 /// True if faults in some of these addresses are served by the threads that raise them: system
@@ -135,7 +135,7 @@ impl Looking {
         }
     }
 
-    pub(super) fn table(&self) -> Option<&Table> {
+    pub(super) fn table(&self) -> Option<&HandlerTable> {
         // SAFETY: null, or a table that is not freed while this counts.
         unsafe { TABLE.load(SeqCst).as_ref() }
     }
@@ -148,10 +148,10 @@ impl Drop for Looking {
 }
 
 /// An entry that a handler is at work on: its registration waits before it lets go.
-pub(super) struct Serving(NonNull<Entry>);
+pub(super) struct ServingGuard(NonNull<HandlerEntry>);
 
-impl Serving {
-    pub(super) fn serve(&self, fault: Fault) -> Served {
+impl ServingGuard {
+    pub(super) fn serve(&self, fault: PageFault) -> Served {
         let stack = Stack::take();
         // SAFETY: counted as serving, hence not freed.
         let handler = &unsafe { self.0.as_ref() }.handler;
@@ -165,7 +165,7 @@ impl Serving {
     }
 }
 
-impl Drop for Serving {
+impl Drop for ServingGuard {
     fn drop(&mut self) {
         // SAFETY: counted as serving, hence not freed; not touched after this.
         unsafe { self.0.as_ref() }.serving.fetch_sub(1, SeqCst);

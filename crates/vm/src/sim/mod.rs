@@ -19,6 +19,7 @@
 //! Deliberately absent: pages that are partly there, time, and memory pressure.
 
 mod frame;
+mod options;
 mod program;
 mod state;
 #[cfg(test)]
@@ -36,51 +37,18 @@ use std::{
 
 use parking_lot::Mutex;
 
-pub use self::frame::SimFrame;
 use self::{
     frame::Frames,
     state::{Content, SimRegion, State},
 };
+pub use self::{frame::SimFrame, options::SimOptions};
 use crate::{
     pages::{Pages, Shard},
     space::{
-        AddressSpace, Asked, Batch, DetachError, Events, Geometry, In, InstallError, Left, Mapping,
-        Out, Wait,
+        AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Geometry,
+        InstallError, PageIn, PageOut, RegionMapping,
     },
 };
-
-/// Options of a [`SimSpace`].
-#[derive(Clone, Debug)]
-pub struct SimOptions {
-    /// Number of shards. Default: 1.
-    pub shards: usize,
-    /// Seed of the injected faults. Default: 0.
-    pub seed: u64,
-    /// Probability that [`AddressSpace::detach`] meets a page that is busy ([`DetachError::Busy`]),
-    /// 0 to 1. Default: 0.
-    pub busy_probability: f64,
-    /// Probability that a fault is reported a second time, later, 0 to 1. Default: 0.
-    pub duplicate_probability: f64,
-    /// True if pages of all regions leave by copying, too ([`Mapping::copies_out`]), and not only
-    /// of regions whose program promises that no device writes there. Default: true.
-    pub copies_out: bool,
-    /// Upper bound of the pages of a [`new_frame`](AddressSpace::new_frame): for more there is no
-    /// room. Default: any number finds room.
-    pub frame_pages_max: usize,
-}
-
-impl Default for SimOptions {
-    fn default() -> Self {
-        Self {
-            shards: 1,
-            seed: 0,
-            busy_probability: 0.0,
-            duplicate_probability: 0.0,
-            copies_out: true,
-            frame_pages_max: usize::MAX,
-        }
-    }
-}
 
 /// Reason why an access did not happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -271,7 +239,7 @@ impl AddressSpace for SimSpace {
         self.shards
     }
 
-    fn map(&self, geometry: Geometry) -> io::Result<Mapping> {
+    fn map(&self, geometry: Geometry) -> io::Result<RegionMapping> {
         let mut state = self.state.lock();
         let address = state.next_address.next_multiple_of(geometry.page_bytes);
         // A page's distance between regions: an access beyond a region's end must not meet the next
@@ -286,7 +254,7 @@ impl AddressSpace for SimSpace {
         );
         let copies_in = !geometry.read_only;
         let copies_out = copies_in && (state.options.copies_out || geometry.no_direct_io);
-        Ok(Mapping {
+        Ok(RegionMapping {
             address,
             copies_in,
             copies_out,
@@ -321,11 +289,11 @@ impl AddressSpace for SimSpace {
     fn install(
         &self,
         pages: Pages,
-        how: In<'_, SimFrame>,
+        how: PageIn<'_, SimFrame>,
     ) -> Result<Option<SimFrame>, InstallError<SimFrame>> {
         match how {
-            In::Move(frame) => self.move_in(pages, frame).map(|()| None),
-            In::Copy(frame, room) => {
+            PageIn::Move(frame) => self.move_in(pages, frame).map(|()| None),
+            PageIn::Copy(frame, room) => {
                 let page_bytes = pages.page_bytes();
                 let mut state = self.state.lock();
                 let mut rest = Some(pages);
@@ -347,11 +315,13 @@ impl AddressSpace for SimSpace {
         }
     }
 
-    fn detach(&self, out: Out<'_, SimFrame>) -> Result<Left<SimFrame>, DetachError> {
+    fn detach(&self, out: PageOut<'_, SimFrame>) -> Result<Detached<SimFrame>, DetachError> {
         match out {
-            Out::Move(pages) => self.move_out(pages).map(Left::Moved),
-            Out::Copy(pages, frames, own) => Ok(Left::Copied(self.copy_out(pages, frames, own))),
-            Out::Drop(runs) => Ok(Left::Dropped(self.drop_runs(runs))),
+            PageOut::Move(pages) => self.move_out(pages).map(Detached::Moved),
+            PageOut::Copy(pages, frames, own) => {
+                Ok(Detached::Copied(self.copy_out(pages, frames, own)))
+            }
+            PageOut::Drop(runs) => Ok(Detached::Dropped(self.drop_runs(runs))),
         }
     }
 
@@ -390,7 +360,7 @@ impl AddressSpace for SimSpace {
     }
 
     /// Hands out all events as kept, since no descriptor tells of any.
-    fn events(&self, shard: Shard, _asked: Asked, out: &mut Events) -> io::Result<()> {
+    fn events(&self, shard: Shard, _asked: EventScope, out: &mut Events) -> io::Result<()> {
         let mut state = self.state.lock();
         let faults = state.queues[shard.0].drain(..);
         out.faults.extend(faults.map(|message| message.fault));
@@ -398,9 +368,9 @@ impl AddressSpace for SimSpace {
         Ok(())
     }
 
-    fn wait(&self, shard: Shard) -> Wait<'_> {
+    fn wait(&self, shard: Shard) -> EventSources<'_> {
         let state = self.state.lock();
-        Wait {
+        EventSources {
             fd: None,
             kept: !state.queues[shard.0].is_empty() || !state.news[shard.0].is_empty(),
         }

@@ -9,10 +9,10 @@ use std::{
     ops::Range,
 };
 
-use super::SimOptions;
+use super::options::SimOptions;
 use crate::{
     pages::{Pages, Shard},
-    space::{Fault, Geometry, InstallErrorKind},
+    space::{Geometry, InstallErrorKind, PageFault},
 };
 
 pub(super) struct State {
@@ -45,7 +45,7 @@ pub(super) enum Content {
 pub(super) struct Message {
     /// The sleeping thread; `None` for an injected duplicate, which no waking takes back.
     pub(super) thread: Option<usize>,
-    pub(super) fault: Fault,
+    pub(super) fault: PageFault,
 }
 
 impl State {
@@ -116,7 +116,7 @@ impl State {
             .next_back()
             .expect("the caller has found the region");
         let Shard(shard) = region.geometry.shard_of(address - start, shards);
-        let fault = Fault {
+        let fault = PageFault {
             address,
             write,
             protected: false,

@@ -1,7 +1,7 @@
 //! Behaviour of the simulated space where it matters to a pager.
 
 use super::*;
-use crate::space::{Fault, Frame, InstallErrorKind};
+use crate::space::{Frame, InstallErrorKind, PageFault};
 
 const GEOMETRY: Geometry = Geometry {
     bytes: 4 * 4096,
@@ -19,16 +19,18 @@ fn pages(shard: usize, address: usize, count: usize) -> Pages {
 }
 
 fn install(space: &SimSpace, pages: Pages, frame: SimFrame) -> Result<(), InstallError<SimFrame>> {
-    space.install(pages, In::Move(frame)).map(drop)
+    space.install(pages, PageIn::Move(frame)).map(drop)
 }
 
 fn detach(space: &SimSpace, pages: Pages) -> Result<SimFrame, DetachError> {
-    space.detach(Out::Move(pages)).map(Left::into_frame)
+    space.detach(PageOut::Move(pages)).map(Detached::into_frame)
 }
 
-fn faults(space: &SimSpace, shard: usize) -> Vec<Fault> {
+fn faults(space: &SimSpace, shard: usize) -> Vec<PageFault> {
     let mut out = Events::default();
-    space.events(Shard(shard), Asked::All, &mut out).unwrap();
+    space
+        .events(Shard(shard), EventScope::All, &mut out)
+        .unwrap();
     out.faults
 }
 
@@ -44,7 +46,7 @@ fn absent_page_puts_its_thread_to_sleep_until_installed() {
     assert_eq!(faults(&space, 0), []);
     assert_eq!(
         faults(&space, 1),
-        [Fault {
+        [PageFault {
             address: base + 4096 + 8,
             write: true,
             protected: false,

@@ -19,7 +19,7 @@ const PIDFD_SELF: libc::c_int = -10_000;
 /// # Safety
 /// Each of `to` is the caller's to write.
 pub(crate) unsafe fn copy_each(from: &[usize], to: &[usize], len: usize) -> nix::Result<usize> {
-    let ranges = |starts: &[usize]| Vectors::new(starts.iter().map(|&start| start..start + len));
+    let ranges = |starts: &[usize]| IoVectors::new(starts.iter().map(|&start| start..start + len));
     let (from, to) = (ranges(from), ranges(to));
     // SAFETY:
     // - Each of `to` may be written: this function's contract.
@@ -42,7 +42,7 @@ pub(crate) unsafe fn drop_each(
     ranges: impl Iterator<Item = Range<usize>>,
     advice: libc::c_int,
 ) -> nix::Result<usize> {
-    let ranges = Vectors::new(ranges);
+    let ranges = IoVectors::new(ranges);
     // SAFETY:
     // - The ranges are the caller's, and nothing relies on their bytes: this function's contract.
     // - The vectors are an array of `count` ranges, for the length of the call.
@@ -72,13 +72,13 @@ pub(crate) fn can_copy_and_drop_each() -> bool {
 }
 
 /// Ranges, as the kernel wants them.
-struct Vectors {
+struct IoVectors {
     vectors: [libc::iovec; RANGES_MAX],
     count: libc::c_ulong,
 }
 
-impl Vectors {
-    fn new(ranges: impl Iterator<Item = Range<usize>>) -> Vectors {
+impl IoVectors {
+    fn new(ranges: impl Iterator<Item = Range<usize>>) -> IoVectors {
         let vector = |range: Range<usize>| libc::iovec {
             iov_base: range.start as *mut libc::c_void,
             iov_len: range.len(),
@@ -90,7 +90,7 @@ impl Vectors {
             vectors[count] = vector(range);
             count += 1;
         }
-        Vectors {
+        IoVectors {
             vectors,
             count: count as libc::c_ulong,
         }

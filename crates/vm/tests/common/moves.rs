@@ -2,8 +2,8 @@
 //! events of a shard.
 
 use farpage_vm::{
-    AddressSpace, Asked, DetachError, Events, Geometry, In, InstallError, KernelFrame, KernelSpace,
-    Left, Out, Pages, Shard,
+    AddressSpace, DetachError, Detached, EventScope, Events, Geometry, InstallError, KernelFrame,
+    KernelSpace, PageIn, PageOut, Pages, Shard,
 };
 
 /// Returns the geometry of a region of one shard's stripes, each of one page.
@@ -48,19 +48,24 @@ impl Moves for KernelSpace {
         frame: KernelFrame,
     ) -> Result<(), InstallError<KernelFrame>> {
         let count = frame.as_ref().len() / page_bytes;
-        let moved = self.install(pages(shard, address, page_bytes, count), In::Move(frame))?;
+        let moved = self.install(
+            pages(shard, address, page_bytes, count),
+            PageIn::Move(frame),
+        )?;
         assert!(moved.is_none(), "a frame that moved does not come back");
         Ok(())
     }
 
     fn move_out(&self, pages: Pages) -> Result<KernelFrame, DetachError> {
-        self.detach(Out::Move(pages)).map(Left::into_frame)
+        self.detach(PageOut::Move(pages)).map(Detached::into_frame)
     }
 }
 
 /// Returns the faults that wait in a shard, and the addresses that the program has unmapped.
 pub(crate) fn events(space: &KernelSpace, shard: usize) -> Events {
     let mut events = Events::default();
-    space.events(Shard(shard), Asked::All, &mut events).unwrap();
+    space
+        .events(Shard(shard), EventScope::All, &mut events)
+        .unwrap();
     events
 }

@@ -11,8 +11,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Asked, DetachError, Events, Fault, Frame, Geometry, KernelFrame, KernelSpace,
-    KernelSpaceOptions, Shard, Transfer,
+    AddressSpace, DetachError, EventScope, Events, Frame, Geometry, KernelFrame, KernelSpace,
+    KernelSpaceOptions, PageFault, Shard, Transfer,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -34,7 +34,7 @@ pub(crate) fn space(transfer: Transfer, shards: usize) -> Arc<KernelSpace> {
 pub(crate) fn kept_events(space: &KernelSpace, shard: usize) -> Events {
     let mut events = Events::default();
     space
-        .events(Shard(shard), Asked::Kept, &mut events)
+        .events(Shard(shard), EventScope::Kept, &mut events)
         .unwrap();
     events
 }
@@ -101,7 +101,7 @@ impl Filler {
                 PollTimeout::from(10u8),
             )
             .unwrap();
-            for Fault { address, .. } in events(&self.space, shard).faults {
+            for PageFault { address, .. } in events(&self.space, shard).faults {
                 self.faults.fetch_add(1, Ordering::Relaxed);
                 self.fill(shard, (address - self.base) / self.geometry.page_bytes);
             }
@@ -290,7 +290,7 @@ pub(crate) fn told_by_the_program<T: Send>(
             // Looked at once more after the end: the last message lets it end.
             let is_finished = acting.is_finished();
             for (shard, told) in told.iter_mut().enumerate() {
-                space.events(Shard(shard), Asked::All, told).unwrap();
+                space.events(Shard(shard), EventScope::All, told).unwrap();
             }
             if is_finished {
                 return acting.join().unwrap();

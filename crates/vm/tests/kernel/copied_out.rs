@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use farpage_vm::{AddressSpace, Geometry, KernelFrame, KernelSpace, KernelSpaceOptions, Out};
+use farpage_vm::{AddressSpace, Geometry, KernelFrame, KernelSpace, KernelSpaceOptions, PageOut};
 
 use crate::common::{
     Moves, as_the_program, byte, drop_range, events, numbered, pages, run_geometry,
@@ -40,7 +40,7 @@ fn copy_out(
     let out: Vec<_> = numbers.iter().map(page).collect();
     let frame = |_: &usize| space.new_frame(PAGE, 1).unwrap();
     let mut frames: Vec<_> = numbers.iter().map(frame).collect();
-    let left = space.detach(Out::Copy(&out, &mut frames, own)).unwrap();
+    let left = space.detach(PageOut::Copy(&out, &mut frames, own)).unwrap();
     (left.count(), frames)
 }
 

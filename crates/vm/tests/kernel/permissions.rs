@@ -2,7 +2,7 @@
 
 use std::{fs, io::Write, os::fd::AsRawFd, sync::Arc};
 
-use farpage_vm::{Features, KernelSpace, KernelSpaceOptions, OpenError, Uffd};
+use farpage_vm::{Features, KernelSpace, KernelSpaceOptions, Uffd, UserfaultfdError};
 use nix::{
     sys::wait::{WaitStatus, waitpid},
     unistd::{ForkResult, fork},
@@ -79,7 +79,7 @@ fn without_permission_the_error_says_what_to_do_and_user_mode_still_opens() {
             let text = refused
                 .as_ref()
                 .map_or_else(ToString::to_string, |_| String::new());
-            let told = matches!(refused, Err(OpenError::NotPermitted { .. }))
+            let told = matches!(refused, Err(UserfaultfdError::NotPermitted { .. }))
                 && text.contains("sysctl -w vm.unprivileged_userfaultfd=1");
             let opened = Uffd::open(Features::MISSING, true).is_ok();
             let verdicts = (
@@ -113,7 +113,7 @@ fn hidden_page_map_is_told() -> bool {
     })
     .err();
     let text = error.as_ref().map(ToString::to_string).unwrap_or_default();
-    matches!(error, Some(OpenError::Pagemap(_)))
+    matches!(error, Some(UserfaultfdError::Pagemap(_)))
         && text.contains("PR_SET_DUMPABLE")
         && !text.contains("mount")
 }

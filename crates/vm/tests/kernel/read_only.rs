@@ -9,7 +9,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Geometry, In, InstallErrorKind, KernelFrame, KernelSpace, Out, Room, Transfer,
+    AddressSpace, Geometry, InstallErrorKind, KernelFrame, KernelSpace, PageIn, PageOut,
+    ReservedRoom, Transfer,
 };
 
 use crate::common::{
@@ -21,7 +22,7 @@ use crate::common::{
 #[derive(Default)]
 struct Rooms(usize);
 
-impl Room for Rooms {
+impl ReservedRoom for Rooms {
     fn use_up(&mut self) {
         self.0 += 1;
     }
@@ -45,7 +46,7 @@ fn copy_in(
     let count = frame.as_ref().len() / page_bytes;
     let mut room = Rooms::default();
     let there = pages(0, base, page_bytes, count);
-    match space.install(there, In::Copy(frame, &mut room)) {
+    match space.install(there, PageIn::Copy(frame, &mut room)) {
         Ok(frame) => {
             assert_eq!(room.0, 1, "the room is used up");
             Ok(frame.unwrap())
@@ -75,7 +76,7 @@ fn runs_are_copied_in_and_dropped_together() {
                 pages(0, at(3), page_bytes, 1),
                 pages(0, at(5), page_bytes, 3),
             ];
-            assert_eq!(space.detach(Out::Drop(&runs)).unwrap().count(), 3);
+            assert_eq!(space.detach(PageOut::Drop(&runs)).unwrap().count(), 3);
             let there: Vec<_> = (0..8).map(|page| space.is_present(at(page))).collect();
             assert_eq!(
                 there,
@@ -101,7 +102,7 @@ fn page_of_which_a_part_is_locked_is_dropped_whole() {
     // SAFETY: mapped by this test, and locking changes no bytes.
     assert_eq!(unsafe { libc::mlock(locked, 4096) }, 0);
     let run = [pages(0, base, 65536, 1)];
-    assert_eq!(space.detach(Out::Drop(&run)).unwrap().count(), 1);
+    assert_eq!(space.detach(PageOut::Drop(&run)).unwrap().count(), 1);
     let parts = (base..base + 65536).step_by(4096);
     assert!(parts.into_iter().all(|at| !space.is_present(at)));
     space.unmap(base, geometry);
@@ -116,7 +117,7 @@ fn what_the_program_has_unmapped_is_not_dropped() {
     as_the_program(&space, || unmap_by_the_program(base + 2 * 4096, 4096));
     let run = |page: usize, count| pages(0, base + page * 4096, 4096, count);
     let runs = [run(0, 1), run(1, 2), run(3, 1)];
-    assert_eq!(space.detach(Out::Drop(&runs)).unwrap().count(), 1);
+    assert_eq!(space.detach(PageOut::Drop(&runs)).unwrap().count(), 1);
     assert!(!space.is_present(base) && space.is_present(base + 4096));
     assert!(space.is_present(base + 3 * 4096));
     space.unmap(base, geometry);
@@ -151,13 +152,16 @@ fn reader_beside_drops_never_sees_zeros() {
     let mut faults = 0;
     for round in 0..2_000 {
         let out: Vec<_> = (round % 3..PAGES).step_by(3).map(run).collect();
-        assert_eq!(space.detach(Out::Drop(&out)).unwrap().count(), out.len());
+        assert_eq!(
+            space.detach(PageOut::Drop(&out)).unwrap().count(),
+            out.len()
+        );
         for gone in out {
             let page = (gone.address() - base) / 4096;
             frame.as_mut()[..4096].fill(page as u8 + 1);
             let mut room = Rooms::default();
             let rest = farpage_vm::Frame::split_off(&mut frame, 4096);
-            frame = (space.install(gone, In::Copy(frame, &mut room)).unwrap()).unwrap();
+            frame = (space.install(gone, PageIn::Copy(frame, &mut room)).unwrap()).unwrap();
             farpage_vm::Frame::join(&mut frame, rest).unwrap();
         }
         faults += events(&space, 0).faults.len();

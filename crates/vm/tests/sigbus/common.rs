@@ -12,9 +12,9 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Fault, Geometry, In, KernelFrame, KernelSpace, KernelSpaceOptions, Out, Pages,
-    Room,
-    sigbus::{FaultHandler, Registration, Served},
+    AddressSpace, Geometry, KernelFrame, KernelSpace, KernelSpaceOptions, PageFault, PageIn,
+    PageOut, Pages, ReservedRoom,
+    sigbus::{FaultHandler, FaultRegistration, Served},
 };
 
 pub(crate) use crate::moves::{Moves, events, geometry, pages};
@@ -103,9 +103,9 @@ impl Toy {
         })
     }
 
-    pub(crate) fn register(self: &Arc<Self>) -> Registration {
+    pub(crate) fn register(self: &Arc<Self>) -> FaultRegistration {
         let handler = Arc::clone(self);
-        Registration::new(self.base..self.base + self.geometry.bytes, handler).unwrap()
+        FaultRegistration::new(self.base..self.base + self.geometry.bytes, handler).unwrap()
     }
 
     pub(crate) fn address(&self, page: usize) -> usize {
@@ -124,7 +124,7 @@ impl Toy {
         let mut frames: Vec<_> = out.iter().map(frame).collect();
         let left = self
             .space
-            .detach(Out::Copy(&out, &mut frames, &mut |_| true))
+            .detach(PageOut::Copy(&out, &mut frames, &mut |_| true))
             .unwrap();
         let taken = left.count();
         for ((_, away), frame) in away.iter_mut().zip(frames).take(taken) {
@@ -150,7 +150,7 @@ impl Toy {
 
 // SAFETY: std's mutex neither allocates nor is held while a page is touched.
 unsafe impl FaultHandler for Toy {
-    fn fault(&self, fault: Fault) -> Served {
+    fn fault(&self, fault: PageFault) -> Served {
         let before = ALLOCATIONS.get();
         self.faults.fetch_add(1, Ordering::Relaxed);
         self.writes
@@ -165,7 +165,7 @@ unsafe impl FaultHandler for Toy {
                 let page = pages(0, address, PAGE, 1);
                 let mut room = Counted(0);
                 let rest = if self.copies {
-                    match self.space.install(page, In::Copy(frame, &mut room)) {
+                    match self.space.install(page, PageIn::Copy(frame, &mut room)) {
                         Ok(_copied) => {
                             assert_eq!(room.0, 1, "a copy takes a page's room");
                             None
@@ -191,7 +191,7 @@ unsafe impl FaultHandler for Toy {
 /// Room that counts the pages for which it was used up.
 struct Counted(usize);
 
-impl Room for Counted {
+impl ReservedRoom for Counted {
     fn use_up(&mut self) {
         self.0 += 1;
     }
@@ -205,17 +205,17 @@ pub(crate) struct Calling<F> {
 
 // SAFETY: as `Toy`; what the tests call is allowed in a handler.
 unsafe impl<F: Fn() + Send + Sync> FaultHandler for Calling<F> {
-    fn fault(&self, fault: Fault) -> Served {
+    fn fault(&self, fault: PageFault) -> Served {
         (self.serve)();
         self.toy.fault(fault)
     }
 }
 
-pub(crate) fn calling(serve: impl Fn() + Send + Sync + 'static) -> (usize, Registration) {
+pub(crate) fn calling(serve: impl Fn() + Send + Sync + 'static) -> (usize, FaultRegistration) {
     let toy = Toy::new(1, None);
     let base = toy.base;
     let handler = Arc::new(Calling { toy, serve });
-    let registration = Registration::new(base..base + PAGE, handler).unwrap();
+    let registration = FaultRegistration::new(base..base + PAGE, handler).unwrap();
     (base, registration)
 }
 

@@ -8,7 +8,7 @@ use std::{
     thread,
 };
 
-use farpage_vm::sigbus::Registration;
+use farpage_vm::sigbus::FaultRegistration;
 use nix::errno::Errno;
 
 use crate::common::{PAGE, Toy, calling, counter};
@@ -84,7 +84,7 @@ fn registrations_come_and_go_while_others_are_served() {
 fn ranges_that_overlap_are_our_own_mistake() {
     let toy = Toy::new(2, None);
     let _registration = toy.register();
-    let _ = Registration::new(toy.base + PAGE..toy.base + 3 * PAGE, toy);
+    let _ = FaultRegistration::new(toy.base + PAGE..toy.base + 3 * PAGE, toy);
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn child_after_fork_can_register_for_itself() {
         let served = std::panic::catch_unwind(|| {
             let toy = Toy::new(1, None);
             // The parent's range is free here, also for the region.
-            drop(Registration::new(
+            drop(FaultRegistration::new(
                 address..address + PAGE,
                 Arc::clone(&toy) as _,
             ));

@@ -71,7 +71,7 @@ fn wish_for_many_pages_that_are_here_lets_faults_in_between() {
     (tight.regions[0].advise(0..bytes, Advice::WillNeed)).expect("a filler takes it");
     let mut turns = 0;
     while {
-        tight.fillers[0].turn(Asked::All);
+        tight.fillers[0].turn(EventScope::All);
         tight.fillers[0].has_work()
     } {
         turns += 1;

@@ -1,5 +1,5 @@
-//! The rate of the link to the servers, as far as lanes had to wait for it: [`Traffic`] is shared
-//! by all lanes, [`Watch`] is one lane's view.
+//! The rate of the link to the servers, as far as lanes had to wait for it: [`LinkTraffic`] is
+//! shared by all lanes, [`Watch`] is one lane's view.
 //!
 //! The rule it keeps: **only a lane's sleep counts, and only if a request that was in flight when
 //! it fell asleep still is when it looks.** Then the link was busy all the time, so the bytes that
@@ -32,14 +32,14 @@ pub(crate) const WRITE: usize = 1;
 /// Bytes that all lanes of a cluster have moved and waited for. Atomic counters only, because
 /// signal handlers report here, too.
 #[derive(Debug)]
-pub(crate) struct Traffic {
+pub(crate) struct LinkTraffic {
     began: Instant,
     /// Reads and writes.
-    ways: [Way; 2],
+    ways: [LinkCounters; 2],
 }
 
 #[derive(Debug, Default)]
-struct Way {
+struct LinkCounters {
     delivered: AtomicU64,
     waited_ns: AtomicU64,
     waited_bytes: AtomicU64,
@@ -47,13 +47,13 @@ struct Way {
 
 /// Counts of one direction.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Counts {
+pub(super) struct LinkCounts {
     pub(super) delivered: u64,
     pub(super) waited_ns: u64,
     pub(super) waited_bytes: u64,
 }
 
-impl Default for Traffic {
+impl Default for LinkTraffic {
     fn default() -> Self {
         Self {
             began: Instant::now(),
@@ -62,7 +62,7 @@ impl Default for Traffic {
     }
 }
 
-impl Traffic {
+impl LinkTraffic {
     pub(super) fn now_ns(&self) -> u64 {
         self.began.elapsed().as_nanos() as u64
     }
@@ -73,10 +73,10 @@ impl Traffic {
         self.ways[way].waited_ns.fetch_add(ns, Relaxed);
     }
 
-    pub(super) fn counts(&self) -> [Counts; 2] {
+    pub(super) fn counts(&self) -> [LinkCounts; 2] {
         [READ, WRITE].map(|way| {
             let way = &self.ways[way];
-            Counts {
+            LinkCounts {
                 delivered: way.delivered.load(Relaxed),
                 waited_ns: way.waited_ns.load(Relaxed),
                 waited_bytes: way.waited_bytes.load(Relaxed),
@@ -88,7 +88,7 @@ impl Traffic {
 /// One lane's requests in flight.
 #[derive(Debug)]
 pub(crate) struct Watch {
-    traffic: Arc<Traffic>,
+    traffic: Arc<LinkTraffic>,
     ways: [Watched; 2],
     /// Time of the last look.
     looks_ns: u64,
@@ -105,7 +105,7 @@ struct Watched {
 }
 
 impl Watch {
-    pub(crate) fn new(traffic: Arc<Traffic>) -> Self {
+    pub(crate) fn new(traffic: Arc<LinkTraffic>) -> Self {
         Self {
             traffic,
             ways: Default::default(),
@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     /// Returns the watch of a lane with two READs under way, which has just looked.
-    fn watch(traffic: &Arc<Traffic>) -> Watch {
+    fn watch(traffic: &Arc<LinkTraffic>) -> Watch {
         let mut watch = Watch::new(traffic.clone());
         watch.posted(READ);
         watch.posted(READ);
@@ -221,12 +221,12 @@ mod tests {
     }
 
     /// Lets the clock go on.
-    fn pass(traffic: &Traffic) {
+    fn pass(traffic: &LinkTraffic) {
         let now_ns = traffic.now_ns();
         while traffic.now_ns() < now_ns + 1000 {}
     }
 
-    fn waited(traffic: &Traffic) -> (bool, u64) {
+    fn waited(traffic: &LinkTraffic) -> (bool, u64) {
         let [read, write] = traffic.counts();
         assert_eq!((write.waited_ns, write.waited_bytes), (0, 0));
         (read.waited_ns > 0, read.waited_bytes)
@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn what_looking_finds_to_do_is_not_waiting() {
-        let traffic: Arc<Traffic> = Arc::default();
+        let traffic: Arc<LinkTraffic> = Arc::default();
         let began_ns = traffic.now_ns();
         let mut watch = watch(&traffic);
         watch.sleeps(None);

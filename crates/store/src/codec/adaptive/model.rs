@@ -5,12 +5,11 @@
 
 use std::collections::VecDeque;
 
-use super::{
-    CLASSES,
-    link::{READ, Rate, WRITE},
-};
+use super::link::{READ, Rate, WRITE};
 use crate::codec::Form;
 
+/// Number of stretches of a region that are judged apart.
+pub(super) const CLASSES: usize = 16;
 /// Number of epochs that count: several turns of what a program does over and over.
 const EPOCHS: usize = 32;
 /// Weight of a new sample against all before it.

@@ -325,7 +325,7 @@ fn any_page() -> impl Strategy<Value = (usize, Vec<u8>)> {
 }
 
 fn is_lossless(scheme: &Scheme) -> bool {
-    !matches!(scheme.plan, Plan::Zfp(mode, _) if mode != ZfpMode::Reversible)
+    !matches!(scheme.plan, FormPlan::Zfp(mode, _) if mode != ZfpMode::Reversible)
 }
 
 proptest! {
@@ -365,8 +365,8 @@ proptest! {
     #[test]
     fn arbitrary_bytes_are_safe_to_decode(scheme in any_scheme(), mut block in prop::collection::vec(any::<u8>(), 0..4096)) {
         let form = match scheme.plan {
-            Plan::Zfp(..) => Form::Zfp,
-            Plan::Shuffle(width) => Form::Shuffled(width),
+            FormPlan::Zfp(..) => Form::Zfp,
+            FormPlan::Shuffle(width) => Form::Shuffled(width),
             _ => Form::Lz4,
         };
         if form == Form::Zfp && let Some((header, rest)) = block.split_first_chunk_mut() {

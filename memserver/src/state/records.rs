@@ -1,0 +1,138 @@
+//! Records of the ledger: sessions, extents and names.
+
+use std::{collections::HashSet, sync::Arc, time::Instant};
+
+use farpage_fabric::{
+    host::{Origin, Transport},
+    memory::ExtentMemory,
+};
+use farpage_wire::{ExtentId, PublicKey, Secret, SessionId};
+
+use super::accounts::charge_of_name;
+
+pub(super) struct SessionRecord {
+    pub(super) client: String,
+    /// Address of the client, for people.
+    pub(super) address: String,
+    pub(super) secret: Secret,
+    pub(super) transport: Transport,
+    pub(super) origin: Origin,
+    /// Control connections that have not ended: a resumed session's old one may be noticed late.
+    pub(super) connections: usize,
+    pub(super) renewed: Instant,
+    /// Time at which the connection closed without a goodbye, if it did.
+    pub(super) lost: Option<Instant>,
+    pub(super) extents: HashSet<ExtentId>,
+    pub(super) names: HashSet<NameId>,
+    /// Leases to read published versions.
+    pub(super) views: HashSet<ExtentId>,
+    /// Owner of the names that the session uses, once its client has shown its key.
+    pub(super) key: Option<PublicKey>,
+    /// Bytes of the client's pages, and bytes that they are stored in, as the client reports.
+    pub(super) contents: [u64; 2],
+    /// The last numbered request that gave something, and its result.
+    pub(super) given: Option<(u64, Given)>,
+}
+
+impl SessionRecord {
+    pub(super) fn remember(&mut self, serial: Option<u64>, given: Given) {
+        self.given = serial.map(|serial| (serial, given));
+    }
+
+    pub(super) fn is_connected(&self) -> bool {
+        self.lost.is_none()
+    }
+
+    pub(super) fn holds_nothing(&self) -> bool {
+        self.extents.is_empty() && self.names.is_empty() && self.views.is_empty()
+    }
+
+    /// Returns the origin that maps the session's extents, if the transport hands out descriptors.
+    pub(super) fn maps_as(&self) -> Option<Origin> {
+        (self.transport == Transport::Shm).then_some(self.origin)
+    }
+}
+
+/// Result of a request, which is not given twice if only the answer was lost.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) enum Given {
+    Extent(ExtentId),
+    Name(NameId),
+    /// The first of a reading's views.
+    Reading(ExtentId),
+}
+
+pub(super) struct ExtentRecord {
+    pub(super) memory: Arc<ExtentMemory>,
+    pub(super) lessee: Option<SessionId>,
+    /// Name of the extent, at most one: two could be open in two sessions at once.
+    pub(super) name: Option<NameId>,
+    /// Origin that is charged for the bytes: where the last lessee connected from.
+    pub(super) origin: Origin,
+    /// Origin that was given the memory's descriptor over shared memory, and may map it for ever.
+    pub(super) mapped_by: Option<Origin>,
+    /// Number of leases to read the extent.
+    pub(super) views: usize,
+    /// True if a reader was given a descriptor. Readers cannot write, and need nothing but the
+    /// name's key to read again: they are no reason for a copy. But they may keep the memory.
+    pub(super) mapped_to_read: bool,
+}
+
+/// A name and the key that it belongs to.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct NameId {
+    pub(super) owner: PublicKey,
+    pub(super) name: String,
+}
+
+pub(super) struct NameRecord {
+    /// Manifest of the last publication; `None` while the name is only claimed.
+    pub(super) manifest: Option<Arc<Vec<u8>>>,
+    pub(super) extents: Vec<ExtentId>,
+    /// Number of the bound version; 0 while the name is only claimed.
+    pub(super) version: u64,
+    pub(super) holder: Option<SessionId>,
+    /// True if the holder keeps the name even without leasing any of its extents.
+    pub(super) claimed: bool,
+    /// Origin that is charged: where the publisher connected from, or the first claimant.
+    pub(super) origin: Origin,
+}
+
+impl NameId {
+    pub(super) fn new(owner: PublicKey, name: &str) -> Self {
+        Self {
+            owner,
+            name: name.to_owned(),
+        }
+    }
+}
+
+impl NameRecord {
+    pub(super) fn new(origin: Origin) -> Self {
+        Self {
+            manifest: None,
+            extents: Vec::new(),
+            version: 0,
+            holder: None,
+            claimed: false,
+            origin,
+        }
+    }
+
+    pub(super) fn charge(&self) -> u64 {
+        charge_of_name(self.manifest.as_ref().map_or(0, |manifest| manifest.len()))
+    }
+}
+
+/// Memory whose lease has ended. Adapters and the kernel take milliseconds to let gigabytes go, so
+/// it is [given back](super::State::give_back) after the ledger is unlocked. Until then its handle
+/// keeps others from [opening](super::State::free_and_private) the name that it belongs to.
+pub(super) struct Leaving {
+    pub(super) memory: Arc<ExtentMemory>,
+    /// True if the bytes stay: a name or a reader keeps them.
+    pub(super) is_kept: bool,
+    /// Origin that is still charged: a client that may have kept the memory.
+    pub(super) charged: Option<Origin>,
+}
+
+pub(super) type Freed = Vec<Leaving>;
