@@ -2,7 +2,7 @@
 //!
 //! An eviction, in order:
 //!
-//! 1. streams, or the sweep, name victims; neighbours among them are a run: own its pages
+//! 1. streams, or the clock hand, name victims; neighbours among them are a run: own its pages
 //!    (`Resident` to `Leaving`);
 //! 2. detach it: atomic, from here on its bytes are ours alone, and a touch of it faults;
 //! 3. hash it, write it back, publish it and give its frame back (`write_backs.rs`).
@@ -179,7 +179,7 @@ impl<A: AddressSpace> Evictor<A> {
                 continue;
             }
             // Pages that streams have gone through lie in rows, which move at once.
-            if candidates.found_by == FoundBy::Sweep
+            if candidates.found_by == FoundBy::ClockHand
                 && self.shared.scatter.is_better(&candidates.region)
             {
                 match self.copy_out(candidates) {
@@ -332,7 +332,7 @@ impl<A: AddressSpace> Evictor<A> {
             while page < pages.end && !job.ends_early() {
                 let run = pages.end.min(page + region.run_pages);
                 let run = region.in_one_stripe(page.until(run), false);
-                let (dealt_with, begun) = self.begin(region, run, Some(&job), FoundBy::Sweep);
+                let (dealt_with, begun) = self.begin(region, run, Some(&job), FoundBy::ClockHand);
                 if matches!(begun, Begun::NotNow(_)) {
                     job.open_one();
                     self.later.push(Later {
@@ -358,7 +358,7 @@ impl<A: AddressSpace> Evictor<A> {
                 any = true;
                 continue;
             }
-            let (_, begun) = self.begin(&region, page, Some(&later.job), FoundBy::Sweep);
+            let (_, begun) = self.begin(&region, page, Some(&later.job), FoundBy::ClockHand);
             match begun {
                 Begun::Yes | Begun::NotHere => {
                     later.job.close_one(None);

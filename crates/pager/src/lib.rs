@@ -14,7 +14,7 @@
 //! | `mapper`, `budget`, `free`, `frames` | the address space by pages; memory and its cap |
 //! | `bell`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
 //! | `installer` | maps pages and publishes them |
-//! | `sweep`, `behind`, `proof`, `victims` | choosing victims and detaching them |
+//! | `clock_hand`, `behind`, `proof`, `victims` | choosing victims and detaching them |
 //! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
 //! | `flights`, `shared` | the runs under way of a worker; the parts that all workers share |
 //! | `ahead`, `pace`, `stretch`, `fills`, `held_back`, `wishes` | bringing in, and reading ahead |
@@ -30,6 +30,7 @@ mod bell;
 mod budget;
 mod candidates;
 mod clock;
+mod clock_hand;
 mod costs;
 mod discard;
 mod doors;
@@ -69,7 +70,6 @@ mod shared;
 mod simulation;
 mod stats;
 mod stretch;
-mod sweep;
 mod tags;
 mod team;
 mod unwritten;

@@ -1,9 +1,9 @@
 //! Comparison of the two sources of victims: [`Proof`].
 //!
-//! Streams and the sweep both name victims ([`FoundBy`]). Pages that come back tell which source
-//! named the worse ones: a page's stamp says which source found it. While the sweep's pages come
-//! back less than a quarter as often, the sweep gives nearly all victims. Otherwise streams do.
-//! Each source always gives a part, so that there is proof of both.
+//! Streams and the clock hand both name victims ([`FoundBy`]). Pages that come back tell which
+//! source named the worse ones: a page's stamp says which source found it. While the clock hand's
+//! pages come back less than a quarter as often, the clock hand gives nearly all victims. Otherwise
+//! streams do. Each source always gives a part, so that there is proof of both.
 //!
 //! The rule: this module counts. The turn of a source follows from the counts alone.
 
@@ -71,18 +71,18 @@ impl Proof {
         }
     }
 
-    /// True if pages that streams have gone through leave before the sweep looks for others.
+    /// True if pages that streams have gone through leave before the clock hand looks for others.
     pub(crate) fn streams_go_first(&self) -> bool {
         let [swept, streamed] = self.out();
-        if self.sweep_is_better() {
+        if self.hand_is_better() {
             streamed * MINOR_SHARE <= swept
         } else {
             streamed <= swept * MINOR_SHARE
         }
     }
 
-    /// True if the sweep's pages come back less than a quarter as often.
-    fn sweep_is_better(&self) -> bool {
+    /// True if the clock hand's pages come back less than a quarter as often.
+    fn hand_is_better(&self) -> bool {
         let [swept, streamed] = self.out();
         let [swept_back, streamed_back] =
             [0, 1].map(|by| self.counts[by].back.load(Ordering::Relaxed));

@@ -43,7 +43,7 @@
 //! | 6 | `INSTALLING` | the page may be mapped and changed; its owner has only to publish it |
 //! | 7 | `COPYING` | the page is being copied, and has had no owner since the copying began |
 //! | 8 - 15 | pins | number of pins by the program: unless 0 the page comes back when taken out |
-//! | 16 - 19 | heat | how many sweeps the page survives |
+//! | 16 - 19 | heat | how many passes of the clock hand the page survives |
 //! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
 //!
 //! A word changes by compare-and-swap only. The swap into an owned state is an acquire and the one
@@ -81,9 +81,9 @@ const HEAT_SHIFT: u32 = 16;
 const HEAT: u64 = 0b1111 << HEAT_SHIFT;
 const STAMP_SHIFT: u32 = 32;
 
-/// Upper bound of the heat, in sweeps that a page survives. With less, hot pages leave so often
-/// that a small budget is worse off than by least recently used. With more, little is gained, and
-/// pages that were hot once stay longer.
+/// Upper bound of the heat, in passes of the clock hand that a page survives. With less, hot pages
+/// leave so often that a small budget is worse off than by least recently used. With more, little
+/// is gained, and pages that were hot once stay longer.
 pub const HEAT_MAX: u8 = 15;
 
 /// Stamp of a page that never left, or whose former bytes were given up.
@@ -142,7 +142,7 @@ impl Word {
         self.0 & WANTED != 0
     }
 
-    /// Returns the number of sweeps that the page survives.
+    /// Returns the number of passes of the clock hand that the page survives.
     pub fn heat(self) -> u8 {
         ((self.0 & HEAT) >> HEAT_SHIFT) as u8
     }
@@ -344,7 +344,8 @@ pub fn vanished(w: Word) -> Option<Word> {
     (w.state() == State::Resident).then(|| w.with_state(State::Filling).with_note())
 }
 
-/// Cools a resident page that a sweep passes by one, and makes it as young as at its installation.
+/// Cools a resident page that the clock hand passes by one, and makes it as young as at its
+/// installation.
 pub fn cooled(w: Word, now: u32) -> Word {
     w.with_heat(w.heat().saturating_sub(1)).with_stamp(now)
 }

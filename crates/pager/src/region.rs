@@ -19,7 +19,8 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::{Advice, PageError, protocol::Words};
 
-/// Pages per chunk, the unit in which sweeps pass over a region: eight cache lines of words.
+/// Pages per chunk, the unit in which the clock hand passes over a region: eight cache lines of
+/// words.
 pub(crate) const CHUNK_PAGES: usize = 64;
 /// Number of runs of a region that may be overdue at once. With more, none of its pages is taken
 /// out until some of them are gone.
@@ -44,16 +45,16 @@ pub(crate) struct Region {
     pub(crate) read_ahead: RangeInclusive<usize>,
     /// Upper bound of the pages that move together.
     pub(crate) run_pages: usize,
-    /// One bit per chunk, set if a page of the chunk was ever filled. Keeps sweeps over sparse
+    /// One bit per chunk, set if a page of the chunk was ever filled. Keeps passes over sparse
     /// regions cheap.
     touched: Vec<AtomicU64>,
     /// One bit per chunk, set if the kernel may hold references to pages of it
     /// ([`Advice::ZeroCopy`]). User space cannot see when these end, so bits are never cleared.
     zero_copy: Vec<AtomicU64>,
     resident: AtomicUsize,
-    /// Number of mapped pages of each chunk, so that sweeps pass over empty chunks: where few pages
-    /// of a large region are used, most chunks that were ever touched are empty. Pages that come
-    /// and go may not be counted yet, so 0 is no proof.
+    /// Number of mapped pages of each chunk, so that the clock hand passes over empty chunks: where
+    /// few pages of a large region are used, most chunks that were ever touched are empty. Pages
+    /// that come and go may not be counted yet, so 0 is no proof.
     resident_in: Vec<AtomicI8>,
     /// Number of pages that have been on their way out for too long.
     overdue: AtomicUsize,

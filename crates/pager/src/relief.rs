@@ -64,7 +64,7 @@ impl<A: AddressSpace> Relief<A> {
                 continue;
             }
             // Pages that streams have gone through lie in rows, which move at once.
-            if candidates.found_by == FoundBy::Sweep
+            if candidates.found_by == FoundBy::ClockHand
                 && self.shared.scatter.is_better(&candidates.region)
             {
                 return self.copy_out(candidates) || any;

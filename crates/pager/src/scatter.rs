@@ -344,8 +344,8 @@ impl<A: AddressSpace> Scatter<A> {
     }
 }
 
-/// Returns the pages that may leave together with `page`. Whole chunks, so that the candidates of a
-/// sweep are not cut.
+/// Returns the pages that may leave together with `page`. Whole chunks, so that the candidates of
+/// the clock hand are not cut.
 fn window_of(region: &Region, page: PageIndex) -> PageRange {
     let end = region.chunk(chunk_of(page)).start + WINDOW_PAGES;
     region.in_one_stripe(page.until(end), false)

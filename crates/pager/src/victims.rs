@@ -13,6 +13,7 @@ use crate::{
     behind::Behind,
     candidates::{Candidates, FoundBy},
     clock::FillClock,
+    clock_hand::ClockHand,
     frames::Frames,
     mapper::{Mapper, Runs},
     proof::Proof,
@@ -20,7 +21,6 @@ use crate::{
     region::Region,
     regions::RegionTable,
     run::Run,
-    sweep::Sweep,
 };
 
 /// Outcome of trying to take out the leading ones of some pages.
@@ -51,7 +51,7 @@ pub(crate) struct Victims<A: AddressSpace> {
     regions: Arc<RegionTable>,
     clock: Arc<FillClock>,
     proof: Arc<Proof>,
-    sweep: Sweep,
+    clock_hand: ClockHand,
     behind: Behind,
 }
 
@@ -70,7 +70,7 @@ impl<A: AddressSpace> Victims<A> {
             regions,
             clock,
             proof,
-            sweep: Sweep::new(budget_ticks),
+            clock_hand: ClockHand::new(budget_ticks),
             behind: Behind::new(budget_ticks),
         }
     }
@@ -81,13 +81,13 @@ impl<A: AddressSpace> Victims<A> {
         self.behind.passed(addresses);
     }
 
-    /// Returns pages to look through for victims: of streams, or of the sweep.
+    /// Returns pages to look through for victims: of streams, or of the clock hand.
     pub(crate) fn candidates(&self) -> Option<Candidates> {
         let streams = self.proof.streams_go_first();
         let candidates = streams
             .then(|| self.behind.candidates(&self.regions))
             .flatten();
-        candidates.or_else(|| self.sweep.candidates(&self.regions))
+        candidates.or_else(|| self.clock_hand.candidates(&self.regions))
     }
 
     /// Returns the stamp of a page that leaves now.
@@ -277,15 +277,15 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
         if self.page < candidates.pages.end {
             match candidates.found_by {
                 FoundBy::Stream => victims.behind.stop_at(candidates, self.page),
-                FoundBy::Sweep => victims.sweep.stop_at(candidates, self.page),
+                FoundBy::ClockHand => victims.clock_hand.stop_at(candidates, self.page),
             }
         }
         let page_bytes = candidates.region.page_bytes();
         let taken_bytes = self.taken * page_bytes;
         victims.proof.leave(candidates.found_by, taken_bytes);
-        if candidates.found_by == FoundBy::Sweep {
+        if candidates.found_by == FoundBy::ClockHand {
             let used = victims.frames.budget().used() as usize;
-            (victims.sweep).report(self.seen * page_bytes, taken_bytes, used);
+            (victims.clock_hand).report(self.seen * page_bytes, taken_bytes, used);
         }
         self.taken > 0
     }
