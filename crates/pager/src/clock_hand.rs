@@ -2,16 +2,17 @@
 //!
 //! Userspace paging has no access bits, and asking the kernel for them costs more than most
 //! evictions. The page words say when a page came in (its stamp), and if it came back soon after it
-//! had left or was wanted while it left (its heat). So there is no list of resident pages to keep,
-//! lock and update on every fill.
+//! had left or was wanted while it left (its usage count). So there is no list of resident pages to
+//! keep, lock and update on every fill.
 //!
 //! One hand sweeps the words of all regions in address order. It passes over pages younger than the
-//! *age floor*, cools pages with heat, and gives the rest to the evictors. Neighbours in memory
-//! leave together. The floor rises while most pages are old enough, so that the order approaches
-//! first in, first out; it falls when the hand finds too few.
+//! *age floor*, lowers the usage counts of others, and gives pages with none to the evictors.
+//! Neighbours in memory leave together. The floor rises while most pages are old enough, so that
+//! the order approaches first in, first out; it falls when the hand finds too few.
 //!
 //! The downside: a page that is hot without ever leaving is not known to be hot, so that it leaves
-//! and comes back once. A page that was hot stays for a while after it has cooled.
+//! and comes back once. A page that was hot stays for a while: its usage count falls by one with
+//! each pass.
 
 use std::{
     ops::Bound,

@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use crate::{
     Mapped, PageError,
     doors::Command,
-    installer::Heat,
+    installer::UsageCount,
     mapped::{ASK, LOOK},
     protocol::{self, NEVER_LEFT, OnFailed, OnLeft, State},
     run::Run,
@@ -220,7 +220,7 @@ impl<A: AddressSpace> Mapped<A> {
             let error = PageError::cannot_map(region.label(), page, &os);
             shared.installer.fail(region, page, error);
         };
-        shared.installer.install(region, run, Heat::Hot, refused);
+        (shared.installer).install(region, run, UsageCount::Wanted, refused);
     }
 
     pub(crate) fn busy(&self, page: PageIndex) -> PageError {

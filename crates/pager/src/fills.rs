@@ -26,7 +26,7 @@ use crate::{
     Advice, PageError,
     ahead::{Plan, Streams},
     flights::{Flight, Flights, Landed},
-    installer::Heat,
+    installer::UsageCount,
     pace::Pace,
     protocol::{self, OnFault, State},
     region::Region,
@@ -41,7 +41,7 @@ use crate::{
 pub(crate) struct Fill {
     pub(crate) region: Arc<Region>,
     pub(crate) pages: PageRange,
-    pub(crate) heat: Heat,
+    pub(crate) usage: UsageCount,
     /// True for the trigger of a stream: held back when complete.
     pub(crate) trigger: bool,
     /// True if the store does not have the run's bytes.
@@ -49,11 +49,11 @@ pub(crate) struct Fill {
 }
 
 impl Fill {
-    pub(crate) fn new(region: Arc<Region>, pages: PageRange, heat: Heat) -> Fill {
+    pub(crate) fn new(region: Arc<Region>, pages: PageRange, usage: UsageCount) -> Fill {
         Fill {
             region,
             pages,
-            heat,
+            usage,
             trigger: false,
             unsaved: false,
         }
@@ -124,7 +124,7 @@ pub(crate) trait Landing<A: AddressSpace> {
     fn map(&mut self, fill: Fill, run: Run<A::Frame>) {
         let Fill {
             region,
-            heat,
+            usage,
             unsaved,
             ..
         } = fill;
@@ -137,10 +137,11 @@ pub(crate) trait Landing<A: AddressSpace> {
             let error = PageError::cannot_map(region.label(), page, &error);
             self.refuse(&region, page, unsaved, error);
         };
-        (shared.scatter).install(&region, run, heat, &mut alone, refused);
+        (shared.scatter).install(&region, run, usage, &mut alone, refused);
         let arrivals = self.arrivals();
         arrivals.mapped_alone = alone;
-        arrivals.counters().filled(filled, heat != Heat::Cold);
+        let demand = usage != UsageCount::Unwanted;
+        arrivals.counters().filled(filled, demand);
         region.exit();
     }
 
@@ -281,7 +282,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                 // put it back.
                 match shared.mapper.detach(region, page.alone()) {
                     Ok(run) => {
-                        let mut fill = Fill::new(region.clone(), run.pages(), Heat::Refault);
+                        let mut fill = Fill::new(region.clone(), run.pages(), UsageCount::Refault);
                         fill.unsaved = true;
                         return self.landing.land(fill, run);
                     }
@@ -290,7 +291,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                         self.begin(region.clone(), page, Plan::NONE);
                         return;
                     }
-                    Err(_) => (shared.installer).publish(region, page.alone(), Heat::Refault),
+                    Err(_) => (shared.installer).publish(region, page.alone(), UsageCount::Refault),
                 }
             } else if region.words.try_apply(page, protocol::heal).is_some() {
                 self.begin(region.clone(), page, Plan::NONE);
@@ -413,12 +414,12 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         {
             self.counters().beside_resident.bump();
         }
-        let heat = if with.ahead.is_empty() {
-            Heat::Refault
+        let usage = if with.ahead.is_empty() {
+            UsageCount::Refault
         } else {
-            Heat::Along
+            UsageCount::Along
         };
-        let fill = Fill::new(waiting.region, pages, heat);
+        let fill = Fill::new(waiting.region, pages, usage);
         self.post(fill, frame);
         Ok(pages)
     }
@@ -500,7 +501,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     }
 
     fn settle(&mut self, landed: Landed<Fill, A::Frame>) {
-        if landed.flight.heat != Heat::Cold {
+        if landed.flight.usage != UsageCount::Unwanted {
             let waited_ns = landed.took.as_nanos() as usize;
             self.counters().waited_ns.add(waited_ns);
         }
@@ -540,7 +541,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                     }
                 } else {
                     region.enter_again();
-                    let fill = Fill::new(region.clone(), pages, flight.heat);
+                    let fill = Fill::new(region.clone(), pages, flight.usage);
                     self.landing.land(fill, run);
                 }
             },

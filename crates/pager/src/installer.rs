@@ -17,23 +17,23 @@ use crate::{
     last_words::{self, LastWords},
     mapper::Mapper,
     proof::{Back, Proof},
-    protocol::{self, HEAT_MAX, OnFailed, State, Word},
+    protocol::{self, OnFailed, State, USAGE_MAX, Word},
     region::Region,
     returns::{OfRun, Returns},
     run::{Run, pages_in},
 };
 
-/// Reason why a page is installed, from which its heat follows.
+/// Usage count that a page starts with, by the reason why it is installed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Heat {
-    /// A thread wanted the page while it was leaving.
-    Hot,
-    /// A thread faulted on the page alone; it is as hot as `Hot` if it had left only recently.
+pub(crate) enum UsageCount {
+    /// Highest: a thread wanted the page while it was leaving.
+    Wanted,
+    /// Highest if the page had left only recently, otherwise 0: a thread faulted on the page alone.
     Refault,
-    /// A thread faulted on the page along a stream; it is warm if it had left only recently.
+    /// 1 if the page had left only recently, otherwise 0: a thread faulted on it along a stream.
     Along,
-    /// The page was brought in ahead of need.
-    Cold,
+    /// 0: no thread waits for the page.
+    Unwanted,
 }
 
 /// Publisher of pages that are, or cannot be, in memory: ends their ownership.
@@ -53,13 +53,13 @@ impl<A: AddressSpace> Installer<A> {
         &self,
         region: &Region,
         mut run: Run<A::Frame>,
-        heat: Heat,
+        usage: UsageCount,
         mut refused: impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
         self.announce(region, run.pages());
         if region.is_read_only() {
             run = match self.install_copy(region, run) {
-                Ok(pages) => return self.arrived(region, pages, heat),
+                Ok(pages) => return self.arrived(region, pages, usage),
                 Err(run) => run,
             };
         }
@@ -67,14 +67,14 @@ impl<A: AddressSpace> Installer<A> {
         loop {
             let pages = run.pages();
             let Err(InstallError { frame, kind }) = self.mapper.install(region, run) else {
-                return self.arrived(region, pages, heat);
+                return self.arrived(region, pages, usage);
             };
             let mapped = pages.len() - pages_in(&frame, page_bytes);
             let first = pages.start + mapped;
-            self.arrived(region, pages.start.until(first), heat);
+            self.arrived(region, pages.start.until(first), usage);
             let mut page = Run::new(first, frame, page_bytes);
             let rest = page.keep_first(1);
-            self.refuse(region, page, heat, kind, &mut refused);
+            self.refuse(region, page, usage, kind, &mut refused);
             match rest {
                 Some(rest) => run = rest,
                 None => return,
@@ -114,7 +114,7 @@ impl<A: AddressSpace> Installer<A> {
         &self,
         region: &Region,
         run: Run<A::Frame>,
-        heat: Heat,
+        usage: UsageCount,
         kind: InstallErrorKind,
         refused: &mut impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
@@ -125,11 +125,11 @@ impl<A: AddressSpace> Installer<A> {
             // for the mapped page from now on.
             InstallErrorKind::Exists => {
                 drop(frame);
-                return self.arrived(region, page.alone(), heat);
+                return self.arrived(region, page.alone(), usage);
             }
             InstallErrorKind::Gone => {
                 self.frames.release(frame, region.page_bytes());
-                return self.gone(region, page, heat != Heat::Cold);
+                return self.gone(region, page, usage != UsageCount::Unwanted);
             }
             InstallErrorKind::Os(error) => error,
             kind => io::Error::other(kind),
@@ -155,31 +155,31 @@ impl<A: AddressSpace> Installer<A> {
     }
 
     /// Counts owned pages that have been mapped, and publishes them.
-    pub(crate) fn arrived(&self, region: &Region, pages: PageRange, heat: Heat) {
+    pub(crate) fn arrived(&self, region: &Region, pages: PageRange, usage: UsageCount) {
         region.count_in(pages);
-        self.publish(region, pages, heat);
+        self.publish(region, pages, usage);
     }
 
     /// Publishes owned pages that are mapped and were counted when they came.
-    pub(crate) fn publish(&self, region: &Region, pages: PageRange, heat: Heat) {
+    pub(crate) fn publish(&self, region: &Region, pages: PageRange, usage: UsageCount) {
         let page_bytes = region.page_bytes();
         let now = self.clock.tick(page_bytes * pages.len());
         let mut noted: Option<PageRange> = None;
         let (mut back, mut returns) = (Back::default(), OfRun::default());
         for page in pages {
             let before = region.words.apply(page, |w| {
-                let heat = match heat {
-                    Heat::Hot => HEAT_MAX,
-                    Heat::Refault if self.clock.is_recent(w.stamp(), now) => HEAT_MAX,
-                    Heat::Along => u8::from(self.clock.is_recent(w.stamp(), now)),
-                    Heat::Refault | Heat::Cold => 0,
+                let count = match usage {
+                    UsageCount::Wanted => USAGE_MAX,
+                    UsageCount::Refault if self.clock.is_recent(w.stamp(), now) => USAGE_MAX,
+                    UsageCount::Along => u8::from(self.clock.is_recent(w.stamp(), now)),
+                    UsageCount::Refault | UsageCount::Unwanted => 0,
                 };
-                (protocol::installed(w, heat, now), w)
+                (protocol::installed(w, count, now), w)
             });
             if before.state() == State::Filling {
                 back.count(before.stamp(), now, page_bytes);
                 returns.count(&self.clock, before.stamp(), now);
-                if heat == Heat::Refault {
+                if usage == UsageCount::Refault {
                     self.clock.came_back(before.stamp(), now);
                 }
             }

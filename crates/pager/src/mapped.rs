@@ -25,7 +25,7 @@ use farpage_vm::{AddressSpace, DetachError};
 use crate::{
     Advice, FlushError, PageError, Pager, PinError,
     doors::Command,
-    installer::Heat,
+    installer::UsageCount,
     job::Job,
     protocol::{self, State, Word},
     region::{CHUNK_PAGES, Region},
@@ -174,7 +174,7 @@ impl<A: AddressSpace> Mapped<A> {
             shared.frames.release(frame, page_bytes);
             outcome = Err(shared.installer.lose(region, page, lost));
         };
-        shared.installer.install(region, run, Heat::Hot, refused);
+        (shared.installer).install(region, run, UsageCount::Wanted, refused);
         outcome
     }
 

@@ -43,7 +43,7 @@
 //! | 6 | `INSTALLING` | the page may be mapped and changed; its owner has only to publish it |
 //! | 7 | `COPYING` | the page is being copied, and has had no owner since the copying began |
 //! | 8 - 15 | pins | number of pins by the program: unless 0 the page comes back when taken out |
-//! | 16 - 19 | heat | how many passes of the clock hand the page survives |
+//! | 16 - 19 | usage count | how many passes of the clock hand the page survives |
 //! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
 //!
 //! A word changes by compare-and-swap only. The swap into an owned state is an acquire and the one
@@ -77,14 +77,14 @@ const INSTALLING: u64 = 1 << 6;
 const COPYING: u64 = 1 << 7;
 const PIN: u64 = 1 << 8;
 const PINS: u64 = 0xff << 8;
-const HEAT_SHIFT: u32 = 16;
-const HEAT: u64 = 0b1111 << HEAT_SHIFT;
+const USAGE_SHIFT: u32 = 16;
+const USAGE: u64 = 0b1111 << USAGE_SHIFT;
 const STAMP_SHIFT: u32 = 32;
 
-/// Upper bound of the heat, in passes of the clock hand that a page survives. With less, hot pages
-/// leave so often that a small budget is worse off than by least recently used. With more, little
-/// is gained, and pages that were hot once stay longer.
-pub const HEAT_MAX: u8 = 15;
+/// Upper bound of the usage count, in passes of the clock hand that a page survives. With less, hot
+/// pages leave so often that a small budget is worse off than by least recently used. With more,
+/// little is gained, and pages that were hot once stay longer.
+pub const USAGE_MAX: u8 = 15;
 
 /// Stamp of a page that never left, or whose former bytes were given up.
 pub const NEVER_LEFT: u32 = 0;
@@ -143,8 +143,8 @@ impl Word {
     }
 
     /// Returns the number of passes of the clock hand that the page survives.
-    pub fn heat(self) -> u8 {
-        ((self.0 & HEAT) >> HEAT_SHIFT) as u8
+    pub fn usage(self) -> u8 {
+        ((self.0 & USAGE) >> USAGE_SHIFT) as u8
     }
 
     /// True if the owner of the page is installing it. The program may already have the page, and
@@ -175,8 +175,8 @@ impl Word {
         Word(self.0 & ((1 << STAMP_SHIFT) - 1) | u64::from(stamp) << STAMP_SHIFT)
     }
 
-    fn with_heat(self, heat: u8) -> Word {
-        Word(self.0 & !HEAT | u64::from(heat.min(HEAT_MAX)) << HEAT_SHIFT)
+    fn with_usage(self, count: u8) -> Word {
+        Word(self.0 & !USAGE | u64::from(count.min(USAGE_MAX)) << USAGE_SHIFT)
     }
 }
 
@@ -215,11 +215,11 @@ pub fn installing(w: Word) -> Word {
 ///
 /// Call this *after* the install: a page that is called resident too early can be taken out before
 /// it is there.
-pub fn installed(w: Word, heat: u8, now: u32) -> Word {
+pub fn installed(w: Word, count: u8, now: u32) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_state(State::Resident)
         .without_note()
-        .with_heat(heat)
+        .with_usage(count)
         .with_stamp(now)
 }
 
@@ -312,7 +312,7 @@ pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
         (w, OnLeft::TakeBack)
     } else {
         (
-            w.with_state(State::Remote).with_stamp(now).with_heat(0),
+            w.with_state(State::Remote).with_stamp(now).with_usage(0),
             OnLeft::Gone,
         )
     }
@@ -333,7 +333,7 @@ pub fn removed(w: Word, now: u32) -> (Word, bool) {
         w.with_state(State::Remote)
             .without_note()
             .with_stamp(now)
-            .with_heat(0),
+            .with_usage(0),
         w.wanted(),
     )
 }
@@ -344,10 +344,10 @@ pub fn vanished(w: Word) -> Option<Word> {
     (w.state() == State::Resident).then(|| w.with_state(State::Filling).with_note())
 }
 
-/// Cools a resident page that the clock hand passes by one, and makes it as young as at its
-/// installation.
-pub fn cooled(w: Word, now: u32) -> Word {
-    w.with_heat(w.heat().saturating_sub(1)).with_stamp(now)
+/// Lowers the usage count of a resident page by one, as the clock hand passes, and makes the page as
+/// young as at its installation.
+pub fn passed_over(w: Word, now: u32) -> Word {
+    w.with_usage(w.usage().saturating_sub(1)).with_stamp(now)
 }
 
 impl Word {
@@ -416,14 +416,14 @@ mod tests {
     fn fields_do_not_touch_each_other() {
         let w = Word::default()
             .with_stamp(u32::MAX)
-            .with_heat(HEAT_MAX)
+            .with_usage(USAGE_MAX)
             .with_state(State::Resident)
             .with_note();
-        let fields = (w.heat(), w.stamp(), w.state(), w.wanted());
-        assert_eq!(fields, (HEAT_MAX, u32::MAX, State::Resident, true));
+        let fields = (w.usage(), w.stamp(), w.state(), w.wanted());
+        assert_eq!(fields, (USAGE_MAX, u32::MAX, State::Resident, true));
         assert_eq!(
             w.without_note()
-                .with_heat(0)
+                .with_usage(0)
                 .with_stamp(0)
                 .with_state(State::Remote),
             Word::default()
@@ -440,14 +440,14 @@ mod tests {
     fn pins_are_counted_and_touch_nothing_else() {
         let word = Word::default()
             .with_stamp(u32::MAX)
-            .with_heat(HEAT_MAX)
+            .with_usage(USAGE_MAX)
             .with_state(State::Poisoned)
             .with_note();
         let mut w = word;
         for _ in 0..255 {
             w = pin(w).unwrap();
-            let fields = (w.heat(), w.stamp(), w.state(), w.wanted(), w.installing());
-            assert_eq!(fields, (HEAT_MAX, u32::MAX, State::Poisoned, true, false));
+            let fields = (w.usage(), w.stamp(), w.state(), w.wanted(), w.installing());
+            assert_eq!(fields, (USAGE_MAX, u32::MAX, State::Poisoned, true, false));
         }
         assert_eq!(pin(w), None);
         for _ in 0..255 {

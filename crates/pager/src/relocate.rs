@@ -20,7 +20,7 @@ use farpage_vm::AddressSpace;
 use crate::{
     Mapped, PageError,
     doors::Command,
-    installer::Heat,
+    installer::UsageCount,
     mapped::{ASK, LOOK},
     protocol::{self, OnFailed, State},
     run::Run,
@@ -188,7 +188,7 @@ impl<A: AddressSpace> Mapped<A> {
             }
         };
         let run = Run::new(owned.start, frame, page_bytes);
-        shared.installer.install(region, run, Heat::Cold, refused);
+        (shared.installer).install(region, run, UsageCount::Unwanted, refused);
         region.exit();
         Ok(Relocated::Done(count))
     }

@@ -26,7 +26,7 @@ use crate::{
     candidates::Candidates,
     costs::Costs,
     frames::Frames,
-    installer::{Heat, Installer},
+    installer::{Installer, UsageCount},
     mapper::{Mapper, Scattered},
     protocol,
     region::{CHUNK_PAGES, Region, chunk_of},
@@ -117,12 +117,12 @@ impl<A: AddressSpace> Scatter<A> {
         &self,
         region: &Region,
         run: Run<A::Frame>,
-        heat: Heat,
+        usage: UsageCount,
         alone: &mut u32,
         refused: impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
         if run.len() > 1 || !region.copies_in {
-            return self.installer.install(region, run, heat, refused);
+            return self.installer.install(region, run, usage, refused);
         }
         *alone = alone.wrapping_add(1);
         let trial = self.costs.trial(*alone, region.copies_out);
@@ -137,7 +137,7 @@ impl<A: AddressSpace> Scatter<A> {
                 let copied = self.mapper.install_copy(region, run, &mut room);
                 let rest = match copied {
                     Ok(frame) => {
-                        self.installer.arrived(region, page.alone(), heat);
+                        self.installer.arrived(region, page.alone(), usage);
                         self.frames.copied(frame, region.page_bytes());
                         None
                     }
@@ -149,7 +149,7 @@ impl<A: AddressSpace> Scatter<A> {
             None => (Some(run), &self.costs.moved_in),
         };
         if let Some(run) = rest {
-            self.installer.install(region, run, heat, refused);
+            self.installer.install(region, run, usage, refused);
         }
         if let Some(since) = since {
             cost.learn(since, 1, 0);

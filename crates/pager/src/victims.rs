@@ -290,7 +290,7 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
         self.taken > 0
     }
 
-    /// True if a page shall leave. Cools a page that is warm.
+    /// True if a page shall leave. Lowers the usage count of a page that has one.
     fn is_victim(&mut self, page: PageIndex, now: u32) -> bool {
         let words = &self.candidates.region.words;
         let word = words.load(page);
@@ -301,8 +301,8 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
         if now.wrapping_sub(word.stamp()) < self.candidates.age_floor {
             return false;
         }
-        if word.heat() > 0 {
-            words.try_apply(page, |w| (w == word).then(|| protocol::cooled(w, now)));
+        if word.usage() > 0 {
+            words.try_apply(page, |w| (w == word).then(|| protocol::passed_over(w, now)));
             return false;
         }
         true

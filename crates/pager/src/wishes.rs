@@ -10,7 +10,7 @@ use farpage_vm::{AddressSpace, Shard};
 use crate::{
     ahead::Plan,
     fills::{Fill, Fills, Landing},
-    installer::Heat,
+    installer::UsageCount,
     region::Region,
     run::{keep_first, pages_in},
     shared::Shared,
@@ -159,7 +159,7 @@ impl<A: AddressSpace> Wishes<A> {
         if let Some(rest) = keep_first(&mut frame, run.len(), page_bytes) {
             frames.release(rest, page_bytes);
         }
-        let fill = Fill::new(region.clone(), run, Heat::Cold);
+        let fill = Fill::new(region.clone(), run, UsageCount::Unwanted);
         Ok(Some((fill, frame)))
     }
 }

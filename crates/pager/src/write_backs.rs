@@ -20,7 +20,7 @@ use crate::{
     PageError,
     candidates::FoundBy,
     flights::{Flight, Flights, Landed},
-    installer::Heat,
+    installer::UsageCount,
     job::Job,
     leaving::Leaving,
     protocol::{self, OnLeft},
@@ -263,14 +263,14 @@ impl<A: AddressSpace> WriteBacks<A> {
         written: bool,
         failure: impl Fn(PageIndex) -> Option<PageError>,
     ) -> Option<PageError> {
-        let heat = if region.words.load(run.first()).wanted() {
-            Heat::Hot
+        let usage = if region.words.load(run.first()).wanted() {
+            UsageCount::Wanted
         } else {
-            Heat::Cold
+            UsageCount::Unwanted
         };
         let mut error = run.pages().iter().find_map(&failure);
         let installer = &self.shared.installer;
-        installer.install(region, run, heat, |page, frame, os| {
+        installer.install(region, run, usage, |page, frame, os| {
             let failed = failure(page);
             // Bytes that were not written may still be those that the store has.
             let is_stored =

@@ -5,8 +5,8 @@
 //! order in which production takes them; the words change by the real functions of `protocol.rs`
 //! alone. A [`Twin`] deviates in one place.
 //!
-//! Left out: the bytes (a page holds the number of the last write to it), memory order, heat and
-//! stamps, and the budget of pins.
+//! Left out: the bytes (a page holds the number of the last write to it), memory order, usage
+//! counts and stamps, and the budget of pins.
 
 mod evictor;
 mod filler;
