@@ -14,7 +14,7 @@
 //! | `mapper`, `budget`, `free`, `frames` | the address space by pages; memory and its cap |
 //! | `bell`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
 //! | `installer` | maps pages and publishes them |
-//! | `clock_hand`, `behind`, `proof`, `victims` | choosing victims and detaching them |
+//! | `clock_hand`, `drop_behind`, `proof`, `victims` | choosing victims and detaching them |
 //! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
 //! | `flights`, `shared` | the runs under way of a worker; the parts that all workers share |
 //! | `ahead`, `pace`, `stretch`, `fills`, `held_back`, `wishes` | bringing in, and reading ahead |
@@ -25,7 +25,6 @@
 #![forbid(unsafe_code)]
 
 mod ahead;
-mod behind;
 mod bell;
 mod budget;
 mod candidates;
@@ -34,6 +33,7 @@ mod clock_hand;
 mod costs;
 mod discard;
 mod doors;
+mod drop_behind;
 mod error;
 mod evictor;
 mod filler;

@@ -10,10 +10,10 @@ use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{AddressSpace, DetachError, SCATTERED_PAGES_MAX};
 
 use crate::{
-    behind::Behind,
     candidates::{Candidates, FoundBy},
     clock::FillClock,
     clock_hand::ClockHand,
+    drop_behind::DropBehind,
     frames::Frames,
     mapper::{Mapper, Runs},
     proof::Proof,
@@ -52,7 +52,7 @@ pub(crate) struct Victims<A: AddressSpace> {
     clock: Arc<FillClock>,
     proof: Arc<Proof>,
     clock_hand: ClockHand,
-    behind: Behind,
+    drop_behind: DropBehind,
 }
 
 impl<A: AddressSpace> Victims<A> {
@@ -71,21 +71,21 @@ impl<A: AddressSpace> Victims<A> {
             clock,
             proof,
             clock_hand: ClockHand::new(budget_ticks),
-            behind: Behind::new(budget_ticks),
+            drop_behind: DropBehind::new(budget_ticks),
         }
     }
 
     /// Takes note of pages that a stream has gone through. Allocates nothing.
     pub(crate) fn passed(&self, region: &Region, pages: PageRange) {
         let addresses = region.address_of(pages.start)..region.address_of(pages.end);
-        self.behind.passed(addresses);
+        self.drop_behind.passed(addresses);
     }
 
     /// Returns pages to look through for victims: of streams, or of the clock hand.
     pub(crate) fn candidates(&self) -> Option<Candidates> {
         let streams = self.proof.streams_go_first();
         let candidates = streams
-            .then(|| self.behind.candidates(&self.regions))
+            .then(|| self.drop_behind.candidates(&self.regions))
             .flatten();
         candidates.or_else(|| self.clock_hand.candidates(&self.regions))
     }
@@ -276,7 +276,7 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
         } = self;
         if self.page < candidates.pages.end {
             match candidates.found_by {
-                FoundBy::Stream => victims.behind.stop_at(candidates, self.page),
+                FoundBy::Stream => victims.drop_behind.stop_at(candidates, self.page),
                 FoundBy::ClockHand => victims.clock_hand.stop_at(candidates, self.page),
             }
         }
