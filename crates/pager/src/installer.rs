@@ -18,8 +18,8 @@ use crate::{
     mapper::Mapper,
     proof::{Back, Proof},
     protocol::{self, OnFailed, State, USAGE_MAX, Word},
+    refault::{RefaultDistances, RunRefaults},
     region::Region,
-    returns::{OfRun, Returns},
     run::{Run, pages_in},
 };
 
@@ -42,7 +42,7 @@ pub(crate) struct Installer<A: AddressSpace> {
     pub(crate) frames: Arc<Frames<A>>,
     pub(crate) clock: Arc<FillClock>,
     pub(crate) proof: Arc<Proof>,
-    pub(crate) returns: Returns,
+    pub(crate) refaults: RefaultDistances,
     pub(crate) last_words: LastWords,
 }
 
@@ -165,7 +165,7 @@ impl<A: AddressSpace> Installer<A> {
         let page_bytes = region.page_bytes();
         let now = self.clock.tick(page_bytes * pages.len());
         let mut noted: Option<PageRange> = None;
-        let (mut back, mut returns) = (Back::default(), OfRun::default());
+        let (mut back, mut refaults) = (Back::default(), RunRefaults::default());
         for page in pages {
             let before = region.words.apply(page, |w| {
                 let count = match usage {
@@ -178,7 +178,7 @@ impl<A: AddressSpace> Installer<A> {
             });
             if before.state() == State::Filling {
                 back.count(before.stamp(), now, page_bytes);
-                returns.count(&self.clock, before.stamp(), now);
+                refaults.count(&self.clock, before.stamp(), now);
                 if usage == UsageCount::Refault {
                     self.clock.came_back(before.stamp(), now);
                 }
@@ -188,7 +188,7 @@ impl<A: AddressSpace> Installer<A> {
             }
         }
         self.proof.came_back(&back);
-        self.returns.count(&returns);
+        self.refaults.count(&refaults);
         if let Some(noted) = noted {
             self.mapper.wake(region, noted);
         }

@@ -203,7 +203,7 @@ impl<A: AddressSpace> Pager<A> {
             resident_bytes: budget.used(),
             ..PagerStats::default()
         };
-        self.shared.installer.returns.put_into(&mut stats);
+        self.shared.installer.refaults.put_into(&mut stats);
         self.shared
             .counters
             .iter()

@@ -10,7 +10,7 @@ use farpage_vm::AddressSpace;
 use crate::{
     budget::Budget, clock::FillClock, doors::Doors, frames::Frames, hand_over::HandOver,
     installer::Installer, job::Jobs, last_words::LastWords, mapper::Mapper, proof::Proof,
-    regions::RegionTable, returns::Returns, scatter::Scatter, stats::Counters,
+    refault::RefaultDistances, regions::RegionTable, scatter::Scatter, stats::Counters,
     unwritten::Unwritten, victims::Victims,
 };
 
@@ -55,7 +55,7 @@ impl<A: AddressSpace> Shared<A> {
             frames: frames.clone(),
             clock: clock.clone(),
             proof: proof.clone(),
-            returns: Returns::default(),
+            refaults: RefaultDistances::default(),
             last_words,
         });
         let victims = Arc::new(Victims::new(
