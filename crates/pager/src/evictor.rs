@@ -441,7 +441,7 @@ impl<A: AddressSpace> Evictor<A> {
         }
         let mut fds = Vec::with_capacity(4);
         let mut until = self.write_backs.wait(&mut fds);
-        // Look again soon after pressure that this turn could not relieve (pages pinned, owned by
+        // Look again soon after pressure that this turn could not end (pages pinned, owned by
         // others, or young), and for pages to try again.
         let soon = (pressure || !self.later.is_empty()).then(|| Instant::now() + RETRY);
         for at in [soon, self.rest_until].into_iter().flatten() {

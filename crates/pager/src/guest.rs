@@ -16,11 +16,11 @@ use crate::{
     PageError,
     ahead::Plan,
     bell::sleep_on,
+    direct_reclaim::DirectReclaim,
     doors::{Ask, Command},
     fills::{Arrivals, Fill, Fills, Landing},
     pace::Pace,
     region::Region,
-    relief::Relief,
     run::{Local, Run},
     shared::Shared,
 };
@@ -33,7 +33,7 @@ pub(crate) struct Guest<A: AddressSpace> {
     shared: Arc<Shared<A>>,
     worker: usize,
     fills: Fills<A, Alone<A>>,
-    relief: Relief<A>,
+    direct_reclaim: DirectReclaim<A>,
 }
 
 impl<A: AddressSpace> Guest<A> {
@@ -50,7 +50,7 @@ impl<A: AddressSpace> Guest<A> {
         };
         Guest {
             fills: Fills::new(shared.clone(), worker, lane, pace, deadline, alone),
-            relief: Relief::new(shared.clone(), worker),
+            direct_reclaim: DirectReclaim::new(shared.clone(), worker),
             shared,
             worker,
         }
@@ -63,7 +63,7 @@ impl<A: AddressSpace> Guest<A> {
             return;
         };
         while !self.fills.is_idle() {
-            if !self.work() && !self.relief.relieve() {
+            if !self.work() && !self.direct_reclaim.reclaim() {
                 self.nap();
             }
         }
@@ -83,7 +83,7 @@ impl<A: AddressSpace> Guest<A> {
         self.shared.counters[self.worker].faults.bump();
         self.fills.landing.since = Since::now();
         let plan = self.fills.on_fault(region, page, address);
-        self.relief.relieve();
+        self.direct_reclaim.reclaim();
         Some(plan)
     }
 
@@ -108,7 +108,7 @@ impl<A: AddressSpace> Guest<A> {
     /// else. Returns whether it is done.
     #[cfg(test)]
     pub(crate) fn serve_a_step(&mut self) -> bool {
-        let _ = self.work() || self.relief.relieve();
+        let _ = self.work() || self.direct_reclaim.reclaim();
         self.fills.is_idle()
     }
 

@@ -4,8 +4,8 @@
 //! right there: no hand-off to another thread and no wake-up, which are most of a small page's
 //! fault. Each guest has a lane of its own and serves one thread at a time.
 //!
-//! **The contract of the handler**, for all code that it runs (`guest.rs`, `relief.rs`, and what
-//! they call):
+//! **The contract of the handler**, for all code that it runs (`guest.rs`, `direct_reclaim.rs`, and
+//! what they call):
 //!
 //! - It waits for no lock that the interrupted code can hold. The interrupted code touched a page.
 //!   No code of ours touches pages under a lock, and while it holds one no handler of the program

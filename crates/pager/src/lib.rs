@@ -19,7 +19,8 @@
 //! | `flights`, `shared` | the runs under way of a worker; the parts that all workers share |
 //! | `ahead`, `pace`, `stretch`, `fills`, `held_back`, `wishes` | bringing in, and reading ahead |
 //! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
-//! | `filler`, `evictor`, `guest`, `relief` | the workers; threads that serve their own faults |
+//! | `filler`, `evictor` | the workers |
+//! | `guest`, `direct_reclaim` | threads of the program that serve their own faults |
 //! | `seats`, `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; the program's view |
 //! | `discard`, `relocate` | pages that the program gives up, or wants elsewhere |
 #![forbid(unsafe_code)]
@@ -31,6 +32,7 @@ mod candidates;
 mod clock;
 mod clock_hand;
 mod costs;
+mod direct_reclaim;
 mod discard;
 mod doors;
 mod drop_behind;
@@ -60,7 +62,6 @@ pub mod protocol;
 mod refault;
 mod region;
 mod regions;
-mod relief;
 mod relocate;
 mod run;
 mod scatter;

@@ -1,4 +1,4 @@
-//! Room made by a thread that serves its own fault: [`Relief`].
+//! Direct reclaim: a thread that serves its own fault makes room itself, [`DirectReclaim`].
 //!
 //! The thread takes a few victims out while its READ is under way. No evictor has to be woken for
 //! them, and no other processor has to forget the addresses while the program runs there. (Where
@@ -28,14 +28,14 @@ use crate::{
 const CHUNKS_PER_CALL: usize = 4;
 
 /// Eviction by one thread for its own faults.
-pub(crate) struct Relief<A: AddressSpace> {
+pub(crate) struct DirectReclaim<A: AddressSpace> {
     shared: Arc<Shared<A>>,
     worker: usize,
 }
 
-impl<A: AddressSpace> Relief<A> {
+impl<A: AddressSpace> DirectReclaim<A> {
     pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
-        Relief { shared, worker }
+        DirectReclaim { shared, worker }
     }
 
     fn counters(&self) -> &Counters {
@@ -43,7 +43,7 @@ impl<A: AddressSpace> Relief<A> {
     }
 
     /// Takes a few pages out if memory is tight. Returns whether it did.
-    pub(crate) fn relieve(&self) -> bool {
+    pub(crate) fn reclaim(&self) -> bool {
         let (budget, hand_over) = (self.shared.frames.budget(), &self.shared.hand_over);
         let (mut left, mut any) = (PAGES_PER_CALL, false);
         if budget.is_tight() && hand_over.rests() {
