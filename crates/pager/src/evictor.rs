@@ -1,4 +1,4 @@
-//! Taking pages out: [`Evictor`].
+//! Background reclaim: [`Evictor`] takes pages out.
 //!
 //! An eviction, in order:
 //!
@@ -50,7 +50,7 @@ pub(crate) struct Evictor<A: AddressSpace> {
     index: usize,
     deadline: Duration,
     /// True from above the high mark until the low one is reached.
-    draining: bool,
+    reclaiming: bool,
     write_backs: WriteBacks<A>,
     /// Pages of a job that another worker owned when their turn came.
     later: Vec<Later>,
@@ -88,7 +88,7 @@ impl<A: AddressSpace> Evictor<A> {
             worker,
             index,
             deadline,
-            draining: false,
+            reclaiming: false,
             later: Vec::new(),
             rest_until: None,
         }
@@ -98,7 +98,7 @@ impl<A: AddressSpace> Evictor<A> {
     pub(crate) fn turn(&mut self) -> bool {
         let mut busy = self.write_backs.post_again();
         busy |= self.take_handed_over();
-        busy |= self.drain();
+        busy |= self.reclaim();
         busy |= self.work_on_jobs();
         busy | self.poll()
     }
@@ -152,15 +152,15 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Takes victims out while there is pressure.
-    fn drain(&mut self) -> bool {
+    fn reclaim(&mut self) -> bool {
         if self.rest_until.is_some_and(|until| Instant::now() < until) {
             return false;
         }
         self.rest_until = None;
         self.write_backs.write_off_overdue();
         let excess = |evictor: &Self| evictor.shared.frames.budget().excess();
-        self.draining = excess(self) > 0 && (self.draining || self.is_needed());
-        if !self.draining {
+        self.reclaiming = excess(self) > 0 && (self.reclaiming || self.is_needed());
+        if !self.reclaiming {
             return false;
         }
         let mut begun = false;

@@ -445,8 +445,8 @@ impl<A: AddressSpace> Mapped<A> {
         self.region.store.flush().map_err(FlushError::Durable)
     }
 
-    /// Takes the first error of work in the background (an eviction or a fill that failed) since
-    /// the last call.
+    /// Takes the first error of background work (an eviction or a fill that failed) since the last
+    /// call.
     pub fn take_error(&self) -> Option<PageError> {
         match self.enter() {
             Ok(_entered) => self.region.take_error(),

@@ -64,7 +64,7 @@ pub(crate) struct Region {
     closing: AtomicBool,
     active: AtomicUsize,
     quiet: (Mutex<()>, Condvar),
-    /// The first error of work in the background since it was last taken.
+    /// The first error of background work since it was last taken.
     error: Mutex<Option<PageError>>,
     /// Reason for each lost page.
     lost: Mutex<BTreeMap<PageIndex, PageError>>,
@@ -347,7 +347,7 @@ impl Region {
         }
     }
 
-    /// Keeps the first error of work in the background until it is taken.
+    /// Keeps the first error of background work until it is taken.
     pub(crate) fn record(&self, error: PageError) {
         self.error.lock().get_or_insert(error);
     }
