@@ -1,10 +1,10 @@
 //! Read-ahead: [`Streams`] recognises sequential access and plans windows.
 //!
 //! A filler sees only faults, and pages that were read ahead do not fault. So each stream has a
-//! *trigger*: the first page of its newest window is read like the others but held back unmapped.
-//! The fault on the trigger costs a round trip without a READ, says that the program has come so
-//! far, and starts the next window, which travels while the program works through this one. Windows
-//! double from [`FIRST_WINDOW`] up to the region's limit.
+//! *read-ahead marker*: the first page of its newest window is read like the others but held back
+//! unmapped. The fault on the marker costs a round trip without a READ, says that the program has
+//! come so far, and starts the next window, which travels while the program works through this one.
+//! Windows double from [`FIRST_WINDOW`] up to the region's limit.
 //!
 //! Two random faults are neighbours by chance now and then, and a window for them is wasted. So
 //! guesses are judged. A guess was good if the program came along with the stream's first window,
@@ -72,7 +72,7 @@ enum Worth {
 /// Pages to read ahead after a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
-    /// Pages to read ahead; the nearest to the fault is the trigger, to be held back.
+    /// Pages to read ahead; the nearest to the fault is the read-ahead marker, to be held back.
     pub(crate) ahead: PageRange,
     /// True if the program goes downwards: the nearest page is the last.
     pub(crate) down: bool,
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn second_fault_in_a_row_starts_a_window_and_its_trigger_the_next() {
+    fn second_fault_in_a_row_starts_a_window_and_its_marker_the_next() {
         let mut streams = Streams::default();
         assert_eq!(fault(&mut streams, 1, 10, 64, false, true), Plan::NONE);
         assert_eq!(fault(&mut streams, 1, 11, 64, false, true), up(12..16));

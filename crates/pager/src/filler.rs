@@ -250,7 +250,8 @@ impl<A: AddressSpace> Filler<A> {
                     self.counters().faults.bump();
                     let page = region.page_at(address);
                     let plan = self.fills.on_fault(&region, page, address);
-                    // No trigger: a fault on it is served in the thread and does not come to us.
+                    // No read-ahead marker: a fault on it is served in the thread and does not come
+                    // to us.
                     self.wishes.add(region, plan, false);
                 }
                 Ask::Fault(..) => {}

@@ -42,8 +42,8 @@ pub(crate) struct Fill {
     pub(crate) region: Arc<Region>,
     pub(crate) pages: PageRange,
     pub(crate) usage: UsageCount,
-    /// True for the trigger of a stream: held back when complete.
-    pub(crate) trigger: bool,
+    /// True for the read-ahead marker of a stream: held back when complete.
+    pub(crate) marker: bool,
     /// True if the store does not have the run's bytes.
     pub(crate) unsaved: bool,
 }
@@ -54,7 +54,7 @@ impl Fill {
             region,
             pages,
             usage,
-            trigger: false,
+            marker: false,
             unsaved: false,
         }
     }

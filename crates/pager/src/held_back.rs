@@ -1,8 +1,8 @@
-//! Landing of a filler's fills: [`HeldBack`] maps runs, and holds triggers back.
+//! Landing of a filler's fills: [`HeldBack`] maps runs, and holds read-ahead markers back.
 //!
-//! A trigger is the first run of a read-ahead window. It is kept unmapped, so that the fault on it
-//! says that the program has come so far. The rule: a run that is held back is mapped as soon as a
-//! thread wants a page of it, or a fill finds no frame.
+//! A read-ahead marker is the first run of a read-ahead window. It is kept unmapped, so that the
+//! fault on it says that the program has come so far. The rule: a run that is held back is mapped
+//! as soon as a thread wants a page of it, or a fill finds no frame.
 
 use std::sync::Arc;
 
@@ -63,8 +63,8 @@ impl<A: AddressSpace> HeldBack<A> {
         }
     }
 
-    /// Keeps a trigger unmapped. With as many as there are streams, the oldest one is mapped: its
-    /// stream has ended.
+    /// Keeps a read-ahead marker unmapped. With as many as there are streams, the oldest one is
+    /// mapped: its stream has ended.
     fn hold_back(&mut self, fill: Fill, run: Run<A::Frame>) {
         if self.runs.len() == STREAMS {
             self.map_at(0);
@@ -94,7 +94,7 @@ impl<A: AddressSpace> Landing<A> for HeldBack<A> {
     }
 
     fn land(&mut self, fill: Fill, run: Run<A::Frame>) {
-        if fill.trigger && !fill.is_wanted() && !fill.region.is_closing() {
+        if fill.marker && !fill.is_wanted() && !fill.region.is_closing() {
             self.hold_back(fill, run);
         } else {
             self.map(fill, run);

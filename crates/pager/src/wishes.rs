@@ -29,8 +29,8 @@ const PASSED_OVER_PER_TURN: usize = 4096;
 struct Wish {
     region: Arc<Region>,
     plan: Plan,
-    /// True if the first run is a stream's trigger.
-    trigger: bool,
+    /// True if the first run is a stream's read-ahead marker.
+    marker: bool,
 }
 
 /// Lack of frames to spare for guesses.
@@ -57,12 +57,12 @@ impl<A: AddressSpace> Wishes<A> {
         self.wishes.is_empty()
     }
 
-    pub(crate) fn add(&mut self, region: Arc<Region>, plan: Plan, trigger: bool) {
+    pub(crate) fn add(&mut self, region: Arc<Region>, plan: Plan, marker: bool) {
         if !plan.ahead.is_empty() {
             self.wishes.push_back(Wish {
                 region,
                 plan,
-                trigger,
+                marker,
             });
         }
     }
@@ -119,7 +119,7 @@ impl<A: AddressSpace> Wishes<A> {
             return Ok(false);
         };
         // The first run that comes in, since a page that is here already tells nothing.
-        fill.trigger = mem::take(&mut wish.trigger);
+        fill.marker = mem::take(&mut wish.marker);
         wish.plan.take_off(fill.pages.len());
         fills.post(fill, frame);
         Ok(true)
