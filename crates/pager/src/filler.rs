@@ -2,7 +2,7 @@
 //!
 //! A fault takes one hand-off, from the kernel to the filler that sleeps in its shard's
 //! userfaultfd. The fill that follows is in `fills.rs`; pages and plans kept for later are in
-//! `held_back.rs` and `wishes.rs`.
+//! `held_back.rs` and `prefetch_queue.rs`.
 //!
 //! The rule: a filler waits only in the sleep of its thread (`team.rs`), and never touches the
 //! program's memory.
@@ -27,12 +27,12 @@ use crate::{
     held_back::HeldBack,
     in_thread::InThread,
     pace::Pace,
+    prefetch_queue::PrefetchQueue,
     protocol,
     region::{Region, chunk_of, chunks_of},
     run::Local,
     shared::Shared,
     stats::Counters,
-    wishes::Wishes,
     worker::RETRY,
 };
 
@@ -46,7 +46,7 @@ pub(crate) struct Filler<A: AddressSpace> {
     inbox: Inbox,
     deadline: Duration,
     fills: Fills<A, HeldBack<A>>,
-    wishes: Wishes<A>,
+    prefetch_queue: PrefetchQueue<A>,
     /// Service of faults by threads of the program, if the runtime has it.
     in_thread: Option<Arc<InThread<A>>>,
     last_region: Option<Arc<Region>>,
@@ -73,7 +73,7 @@ impl<A: AddressSpace> Filler<A> {
         let held_back = HeldBack::new(shared.clone(), shard);
         Filler {
             fills: Fills::new(shared.clone(), shard, lane, pace, deadline, held_back),
-            wishes: Wishes::new(shared.clone(), Shard(shard)),
+            prefetch_queue: PrefetchQueue::new(shared.clone(), Shard(shard)),
             shared,
             shard: Shard(shard),
             inbox,
@@ -103,7 +103,7 @@ impl<A: AddressSpace> Filler<A> {
         busy |= self.fills.serve_backlog();
         busy |= self.fills.landing.lend();
         busy |= self.fills.post_again();
-        busy |= self.wishes.serve(&mut self.fills);
+        busy |= self.prefetch_queue.serve(&mut self.fills);
         busy |= self.fills.poll();
         busy || mail || events
     }
@@ -165,7 +165,7 @@ impl<A: AddressSpace> Filler<A> {
         }
         let plan = self.fills.on_fault(&region, page, address);
         if is_open {
-            self.wishes.add(region, plan, true);
+            self.prefetch_queue.add(region, plan, true);
         }
     }
 
@@ -245,14 +245,14 @@ impl<A: AddressSpace> Filler<A> {
         while let Ok(ask) = self.inbox.asks.try_recv() {
             any = true;
             match ask {
-                Ask::Ahead(region, plan) => self.wishes.add(region, plan, false),
+                Ask::Ahead(region, plan) => self.prefetch_queue.add(region, plan, false),
                 Ask::Fault(region, address) if region.enter() => {
                     self.counters().faults.bump();
                     let page = region.page_at(address);
                     let plan = self.fills.on_fault(&region, page, address);
                     // No read-ahead marker: a fault on it is served in the thread and does not come
                     // to us.
-                    self.wishes.add(region, plan, false);
+                    self.prefetch_queue.add(region, plan, false);
                 }
                 Ask::Fault(..) => {}
             }
@@ -261,7 +261,7 @@ impl<A: AddressSpace> Filler<A> {
             any = true;
             match command {
                 Command::Prefetch(region, pages) => {
-                    self.wishes.add(region, Plan::up(pages), false);
+                    self.prefetch_queue.add(region, Plan::up(pages), false);
                 }
                 Command::Demand(region, pages, taken_on) => {
                     let (mapper, shard) = (&self.shared.mapper, self.shard);
@@ -300,7 +300,7 @@ impl<A: AddressSpace> Filler<A> {
     /// Gives up a closing region: owned pages of it that nothing will complete are published as
     /// they are.
     fn give_up(&mut self, region: &Region) {
-        self.wishes.give_up(region);
+        self.prefetch_queue.give_up(region);
         self.fills.give_up(region);
         self.fills.landing.give_up(region);
         if (self.last_region.as_ref()).is_some_and(|last| last.id == region.id) {
@@ -311,13 +311,13 @@ impl<A: AddressSpace> Filler<A> {
     /// True if nothing is under way and nothing is kept.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
-        let keeps_nothing = self.wishes.is_empty() && self.protected.is_empty();
+        let keeps_nothing = self.prefetch_queue.is_empty() && self.protected.is_empty();
         self.fills.is_idle() && keeps_nothing && self.fills.landing.is_empty()
     }
 
     /// True if something is under way, so that the next turn may find something to do.
     pub(crate) fn has_work(&self) -> bool {
-        !self.fills.is_idle() || !self.wishes.is_empty()
+        !self.fills.is_idle() || !self.prefetch_queue.is_empty()
     }
 
     /// Takes the thread of the program that raised a sampled fault: one for each [`SAMPLED`]

@@ -17,7 +17,8 @@
 //! | `clock_hand`, `drop_behind`, `proof`, `victims` | choosing victims and detaching them |
 //! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
 //! | `flights`, `shared` | the runs under way of a worker; the parts that all workers share |
-//! | `ahead`, `pace`, `stretch`, `fills`, `held_back`, `wishes` | bringing in, and reading ahead |
+//! | `fills`, `pace`, `stretch` | bringing in |
+//! | `ahead`, `held_back`, `prefetch_queue` | reading ahead |
 //! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
 //! | `filler`, `evictor` | the workers |
 //! | `guest`, `direct_reclaim` | threads of the program that serve their own faults |
@@ -57,6 +58,7 @@ mod mapper;
 mod options;
 mod pace;
 mod pager;
+mod prefetch_queue;
 mod proof;
 pub mod protocol;
 mod refault;
@@ -75,7 +77,6 @@ mod tags;
 mod team;
 mod unwritten;
 mod victims;
-mod wishes;
 mod worker;
 mod write_backs;
 

@@ -11,8 +11,8 @@ use farpage_vm::{AddressSpace, Geometry};
 
 use crate::{
     MapError, Mapped, Pager, RegionOptions,
+    prefetch_queue::BYTES_AHEAD_MAX,
     region::{CHUNK_PAGES, Region, RegionId},
-    wishes::BYTES_AHEAD_MAX,
 };
 
 /// Lower bound of a stripe's bytes, so that small regions stay one kernel mapping each.
