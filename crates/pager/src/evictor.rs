@@ -26,10 +26,10 @@ use parking_lot::Mutex;
 use crate::{
     PageError,
     candidates::{Candidates, FoundBy},
-    flights::Flight,
     job::Job,
     protocol,
     region::Region,
+    requests::RunRequest,
     run::Local,
     seats::{Seats, Serve},
     shared::Shared,

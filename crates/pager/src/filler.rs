@@ -118,7 +118,7 @@ impl<A: AddressSpace> Filler<A> {
         self.fills.take_call()
     }
 
-    /// Takes back a call that has returned. The next turn goes on with its flight.
+    /// Takes back a call that has returned. The next turn goes on with its request.
     pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
         self.fills.end_call(call);
     }

@@ -25,11 +25,11 @@ use nix::poll::PollFd;
 use crate::{
     Advice, PageError,
     ahead::{Plan, Streams},
-    flights::{Flight, Flights, Landed},
     installer::UsageCount,
     pace::Pace,
     protocol::{self, OnFault, State},
     region::Region,
+    requests::{EndedRequest, RequestsInFlight, RunRequest},
     run::{Local, Run, keep_first, pages_in},
     shared::Shared,
     stats::Counters,
@@ -64,7 +64,7 @@ impl Fill {
     }
 }
 
-impl Flight for Fill {
+impl RunRequest for Fill {
     fn region(&self) -> &Arc<Region> {
         &self.region
     }
@@ -175,7 +175,7 @@ pub(crate) struct Fills<A: AddressSpace, L> {
     deadline: Duration,
     streams: Streams,
     pace: Pace,
-    flights: Flights<Fill, A::Frame>,
+    requests: RequestsInFlight<Fill, A::Frame>,
     /// Pages that wait for a frame, in the order of their faults, and since when.
     backlog: VecDeque<(Waiting, Since)>,
     pub(crate) landing: L,
@@ -196,7 +196,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             deadline,
             streams: Streams::default(),
             pace,
-            flights: Flights::new(lane),
+            requests: RequestsInFlight::new(lane),
             backlog: VecDeque::new(),
             landing,
         }
@@ -426,12 +426,12 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
 
     /// Posts the READ of a run.
     pub(crate) fn post(&mut self, fill: Fill, frame: A::Frame) {
-        self.flights.post(fill, frame);
+        self.requests.post(fill, frame);
     }
 
     /// Begins a turn: retries fills that wait for a frame. Returns whether anything was done.
     pub(crate) fn serve_backlog(&mut self) -> bool {
-        self.flights.next_turn();
+        self.requests.next_turn();
         if self.backlog.is_empty() {
             return false;
         }
@@ -471,62 +471,62 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         waiting.region.exit();
     }
 
-    /// Posts flights again that the lane was too busy to take.
+    /// Posts requests again that the lane was too busy to take.
     pub(crate) fn post_again(&mut self) -> bool {
-        self.flights.post_again()
+        self.requests.post_again()
     }
 
-    /// See [`Flights::keep_calls`].
+    /// See [`RequestsInFlight::keep_calls`].
     pub(crate) fn keep_calls(&mut self) {
-        self.flights.keep_calls();
+        self.requests.keep_calls();
     }
 
-    /// See [`Flights::take_call`].
+    /// See [`RequestsInFlight::take_call`].
     pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
-        self.flights.take_call()
+        self.requests.take_call()
     }
 
-    /// See [`Flights::end_call`].
+    /// See [`RequestsInFlight::end_call`].
     pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
-        self.flights.end_call(call);
+        self.requests.end_call(call);
     }
 
-    /// Hands flights that have ended to the landing. Returns whether there were any.
+    /// Hands requests that have ended to the completion. Returns whether there were any.
     pub(crate) fn poll(&mut self) -> bool {
-        let any = self.flights.poll();
-        while let Some(landed) = self.flights.next() {
-            self.settle(landed);
+        let any = self.requests.poll();
+        while let Some(ended) = self.requests.next() {
+            self.settle(ended);
         }
         any
     }
 
-    fn settle(&mut self, landed: Landed<Fill, A::Frame>) {
-        if landed.flight.usage != UsageCount::Unwanted {
-            let waited_ns = landed.took.as_nanos() as usize;
+    fn settle(&mut self, ended: EndedRequest<Fill, A::Frame>) {
+        if ended.request.usage != UsageCount::Unwanted {
+            let waited_ns = ended.took.as_nanos() as usize;
             self.counters().waited_ns.add(waited_ns);
         }
-        if let Some(posted) = landed.posted
-            && landed.outcome.wire_bytes > 0
+        if let Some(posted) = ended.posted
+            && ended.outcome.wire_bytes > 0
         {
-            let bytes = landed.outcome.wire_bytes as usize;
+            let bytes = ended.outcome.wire_bytes as usize;
             self.pace.arrived(bytes, posted, Instant::now());
         }
-        if landed.failed.is_empty() {
-            self.landing.land(landed.flight, landed.run);
+        if ended.failed.is_empty() {
+            self.landing.land(ended.request, ended.run);
         } else {
-            self.settle_partly(landed);
+            self.settle_partly(ended);
         }
     }
 
     /// Settles a run of which some pages failed.
-    fn settle_partly(&mut self, landed: Landed<Fill, A::Frame>) {
-        let Landed {
-            flight,
+    fn settle_partly(&mut self, ended: EndedRequest<Fill, A::Frame>) {
+        let EndedRequest {
+            request,
             run,
             failed,
             ..
-        } = landed;
-        let region = &flight.region;
+        } = ended;
+        let region = &request.region;
         let error = |page: PageIndex| failed.iter().find(|(failed, _)| *failed == page);
         run.cut(
             |page| error(page).is_some(),
@@ -541,7 +541,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                     }
                 } else {
                     region.enter_again();
-                    let fill = Fill::new(region.clone(), pages, flight.usage);
+                    let fill = Fill::new(region.clone(), pages, request.usage);
                     self.landing.land(fill, run);
                 }
             },
@@ -568,25 +568,25 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
 
     /// Makes room for one fill of the region, so that it need not allocate.
     pub(crate) fn prepare(&mut self, region: &Region) {
-        self.flights.prepare(region);
+        self.requests.prepare(region);
         self.backlog.reserve(1);
     }
 
     pub(crate) fn reopen(&mut self) {
-        self.flights.reopen();
+        self.requests.reopen();
     }
 
     /// True if runs ahead of need may start beside `runs` and `bytes` in flight.
     pub(crate) fn has_room_ahead(&self, runs: usize, bytes: usize) -> bool {
         self.backlog.is_empty()
-            && self.flights.unposted().next().is_none()
-            && self.flights.posted() < runs
-            && self.flights.posted_bytes() < bytes
+            && self.requests.unposted().next().is_none()
+            && self.requests.posted() < runs
+            && self.requests.posted_bytes() < bytes
     }
 
     /// True if nothing is under way.
     pub(crate) fn is_idle(&self) -> bool {
-        self.flights.is_empty() && self.backlog.is_empty()
+        self.requests.is_empty() && self.backlog.is_empty()
     }
 
     /// Appends the descriptors to sleep on. Returns the time of the next turn at the latest, no
@@ -596,7 +596,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         fds: &mut impl Extend<PollFd<'a>>,
         retry: Duration,
     ) -> Option<Instant> {
-        let until = self.flights.wait(fds);
+        let until = self.requests.wait(fds);
         let retry = (!self.backlog.is_empty()).then(|| Instant::now() + retry);
         until.into_iter().chain(retry).min()
     }

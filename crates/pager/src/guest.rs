@@ -56,7 +56,7 @@ impl<A: AddressSpace> Guest<A> {
         }
     }
 
-    /// Serves a fault in the thread that raised it. When this returns, all flights that it started
+    /// Serves a fault in the thread that raised it. When this returns, all requests that it started
     /// have ended. Read-ahead is the business of the page's own filler.
     pub(crate) fn serve(&mut self, region: &Arc<Region>, page: PageIndex, address: usize) {
         let Some(plan) = self.begin_serving(region, page, address) else {

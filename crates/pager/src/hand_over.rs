@@ -22,8 +22,8 @@ use farpage_store::PageIndex;
 use farpage_vm::SCATTERED_PAGES_MAX;
 
 use crate::{
-    budget::Budget, doors::Doors, flights::Flight, leaving::Leaving, protocol::State,
-    region::Region,
+    budget::Budget, doors::Doors, leaving::Leaving, protocol::State, region::Region,
+    requests::RunRequest,
 };
 
 /// Number of pages that a thread moves out at once, for most faults once: more than it brings in,

@@ -13,8 +13,8 @@ use crate::{
     PageError,
     ahead::STREAMS,
     fills::{Arrivals, Fill, Landing},
-    flights::Flight,
     region::Region,
+    requests::RunRequest,
     run::Run,
     shared::Shared,
 };

@@ -7,9 +7,9 @@ use farpage_vm::Frame;
 
 use crate::{
     candidates::FoundBy,
-    flights::Flight,
     job::Job,
     region::Region,
+    requests::RunRequest,
     run::{Local, Run},
 };
 
@@ -55,7 +55,7 @@ impl Leaving {
     }
 }
 
-impl Flight for Leaving {
+impl RunRequest for Leaving {
     fn region(&self) -> &Arc<Region> {
         &self.region
     }

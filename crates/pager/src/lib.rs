@@ -16,7 +16,7 @@
 //! | `installer` | maps pages and publishes them |
 //! | `clock_hand`, `drop_behind`, `proof`, `victims` | choosing victims and detaching them |
 //! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
-//! | `flights`, `shared` | the runs under way of a worker; the parts that all workers share |
+//! | `requests`, `shared` | a worker's requests in flight; the parts that all workers share |
 //! | `fills`, `pace`, `stretch` | bringing in |
 //! | `ahead`, `held_back`, `prefetch_queue` | reading ahead |
 //! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
@@ -41,7 +41,6 @@ mod error;
 mod evictor;
 mod filler;
 mod fills;
-mod flights;
 mod frames;
 mod free;
 mod guest;
@@ -65,6 +64,7 @@ mod refault;
 mod region;
 mod regions;
 mod relocate;
+mod requests;
 mod run;
 mod scatter;
 mod seats;

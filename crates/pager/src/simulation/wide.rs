@@ -471,7 +471,7 @@ impl Wide {
     }
 
     fn end(mut self) {
-        // No thread touches a page any more: flights under way end.
+        // No thread touches a page any more: requests under way end.
         self.drive(|wide| wide.evictors.iter().all(Evictor::is_at_rest));
         let shared = self.regions[0].pager().shared().clone();
         let regions = std::mem::take(&mut *self.regions);
