@@ -23,7 +23,7 @@ use crate::{
     PageError,
     ahead::Plan,
     doors::{Ask, Command, Inbox},
-    fills::{Fills, Landing},
+    fills::{FillCompletion, Fills},
     held_back::HeldBack,
     in_thread::InThread,
     pace::Pace,
@@ -101,7 +101,7 @@ impl<A: AddressSpace> Filler<A> {
         let mail = self.read_mail();
         let mut busy = self.unprotect();
         busy |= self.fills.serve_backlog();
-        busy |= self.fills.landing.lend();
+        busy |= self.fills.completion.lend();
         busy |= self.fills.post_again();
         busy |= self.prefetch_queue.serve(&mut self.fills);
         busy |= self.fills.poll();
@@ -269,12 +269,12 @@ impl<A: AddressSpace> Filler<A> {
                     self.fills.demand(&region, pages, is_ours);
                     taken_on.fetch_add(1, Ordering::Release);
                 }
-                Command::LetGo(region, page) => self.fills.landing.noted(&region, page),
+                Command::LetGo(region, page) => self.fills.completion.noted(&region, page),
                 Command::TakeOver(region, page, error, since) => {
                     self.take_over(region, page, error, since);
                 }
                 Command::Lose(region, page, error) => {
-                    self.fills.landing.lose(&region, page, error);
+                    self.fills.completion.lose(&region, page, error);
                     region.exit();
                 }
                 Command::Settle(region) => self.give_up(&region),
@@ -292,7 +292,7 @@ impl<A: AddressSpace> Filler<A> {
         if wanted && error.may_retry() && since.elapsed() < self.deadline {
             self.fills.begin(region, page, Plan::NONE);
         } else {
-            self.fills.landing.fail(&region, page, error);
+            self.fills.completion.fail(&region, page, error);
             region.exit();
         }
     }
@@ -302,7 +302,7 @@ impl<A: AddressSpace> Filler<A> {
     fn give_up(&mut self, region: &Region) {
         self.prefetch_queue.give_up(region);
         self.fills.give_up(region);
-        self.fills.landing.give_up(region);
+        self.fills.completion.give_up(region);
         if (self.last_region.as_ref()).is_some_and(|last| last.id == region.id) {
             self.last_region = None;
         }
@@ -312,7 +312,7 @@ impl<A: AddressSpace> Filler<A> {
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
         let keeps_nothing = self.prefetch_queue.is_empty() && self.protected.is_empty();
-        self.fills.is_idle() && keeps_nothing && self.fills.landing.is_empty()
+        self.fills.is_idle() && keeps_nothing && self.fills.completion.is_empty()
     }
 
     /// True if something is under way, so that the next turn may find something to do.

@@ -5,7 +5,8 @@
 //! 1. a fault: own its page (`Remote` to `Filling`), and pages next to it that the program is
 //!    expected to want at once: a run;
 //! 2. take a frame for the run and post its READ;
-//! 3. poll: a run that is complete and verified is handed to the [`Landing`], which maps it.
+//! 3. poll: a run that is complete and verified is handed to its completion ([`FillCompletion`]),
+//!    which maps it.
 //!
 //! The rule: nothing here waits. A fill that finds no frame stays in the backlog, still owned, and
 //! evictors are called. Fills of the backlog go before others.
@@ -106,12 +107,12 @@ impl<A: AddressSpace> Arrivals<A> {
     }
 }
 
-/// End of a fill: maps the run, or deals with pages that failed.
-pub(crate) trait Landing<A: AddressSpace> {
+/// Completion of a fill: maps the run, or deals with pages that failed.
+pub(crate) trait FillCompletion<A: AddressSpace> {
     fn arrivals(&mut self) -> &mut Arrivals<A>;
 
     /// Takes a complete run, to map and publish it and to leave its region.
-    fn land(&mut self, fill: Fill, run: Run<A::Frame>);
+    fn complete(&mut self, fill: Fill, run: Run<A::Frame>);
 
     /// Deals with an owned page that cannot be brought in. The caller leaves its region.
     fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
@@ -178,17 +179,17 @@ pub(crate) struct Fills<A: AddressSpace, L> {
     requests: RequestsInFlight<Fill, A::Frame>,
     /// Pages that wait for a frame, in the order of their faults, and since when.
     backlog: VecDeque<(Waiting, Since)>,
-    pub(crate) landing: L,
+    pub(crate) completion: L,
 }
 
-impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
+impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     pub(crate) fn new(
         shared: Arc<Shared<A>>,
         worker: usize,
         lane: Lane<Local<A::Frame>>,
         pace: Pace,
         deadline: Duration,
-        landing: L,
+        completion: L,
     ) -> Self {
         Fills {
             shared,
@@ -198,7 +199,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             pace,
             requests: RequestsInFlight::new(lane),
             backlog: VecDeque::new(),
-            landing,
+            completion,
         }
     }
 
@@ -267,7 +268,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     }
 
     fn on_noted(&mut self, region: &Arc<Region>, page: PageIndex) {
-        self.landing.noted(region, page);
+        self.completion.noted(region, page);
         self.shared.hand_over.noted(region, page);
         region.exit();
     }
@@ -284,7 +285,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                     Ok(run) => {
                         let mut fill = Fill::new(region.clone(), run.pages(), UsageCount::Refault);
                         fill.unsaved = true;
-                        return self.landing.land(fill, run);
+                        return self.completion.complete(fill, run);
                     }
                     Err(DetachError::Absent) => {
                         shared.frames.budget().lose(region.page_bytes());
@@ -300,7 +301,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                 // The program has dropped the poison. The page's bytes are as lost as before.
                 let lost = region.lost(page.alone()).pop();
                 let (_, error) = lost.expect("a lost page has its reason");
-                self.landing.lose(region, page, error);
+                self.completion.lose(region, page, error);
                 region.exit();
                 return;
             }
@@ -467,7 +468,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             waited: since.elapsed(),
             unwritten: self.shared.unwritten.why(),
         };
-        self.landing.fail(&waiting.region, waiting.page, error);
+        self.completion.fail(&waiting.region, waiting.page, error);
         waiting.region.exit();
     }
 
@@ -512,7 +513,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             self.pace.arrived(bytes, posted, Instant::now());
         }
         if ended.failed.is_empty() {
-            self.landing.land(ended.request, ended.run);
+            self.completion.complete(ended.request, ended.run);
         } else {
             self.settle_partly(ended);
         }
@@ -537,12 +538,12 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                     frames.release(run.into_frame(), region.page_bytes());
                     for page in pages {
                         let (_, error) = error(page).expect("the stretch is of lost pages");
-                        self.landing.fail(region, page, error.clone().into());
+                        self.completion.fail(region, page, error.clone().into());
                     }
                 } else {
                     region.enter_again();
                     let fill = Fill::new(region.clone(), pages, request.usage);
-                    self.landing.land(fill, run);
+                    self.completion.complete(fill, run);
                 }
             },
         );

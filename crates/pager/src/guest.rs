@@ -18,7 +18,7 @@ use crate::{
     bell::sleep_on,
     direct_reclaim::DirectReclaim,
     doors::{Ask, Command},
-    fills::{Arrivals, Fill, Fills, Landing},
+    fills::{Arrivals, Fill, FillCompletion, Fills},
     pace::Pace,
     region::Region,
     run::{Local, Run},
@@ -81,7 +81,7 @@ impl<A: AddressSpace> Guest<A> {
             return None;
         }
         self.shared.counters[self.worker].faults.bump();
-        self.fills.landing.since = Since::now();
+        self.fills.completion.since = Since::now();
         let plan = self.fills.on_fault(region, page, address);
         self.direct_reclaim.reclaim();
         Some(plan)
@@ -131,7 +131,7 @@ impl<A: AddressSpace> Guest<A> {
     }
 }
 
-/// Landing of a guest's fills.
+/// Completion of a guest's fills.
 struct Alone<A: AddressSpace> {
     arrivals: Arrivals<A>,
     /// Time when the fault was taken on.
@@ -147,12 +147,12 @@ impl<A: AddressSpace> Alone<A> {
     }
 }
 
-impl<A: AddressSpace> Landing<A> for Alone<A> {
+impl<A: AddressSpace> FillCompletion<A> for Alone<A> {
     fn arrivals(&mut self) -> &mut Arrivals<A> {
         &mut self.arrivals
     }
 
-    fn land(&mut self, fill: Fill, run: Run<A::Frame>) {
+    fn complete(&mut self, fill: Fill, run: Run<A::Frame>) {
         self.map(fill, run);
     }
 

@@ -1,4 +1,4 @@
-//! Landing of a filler's fills: [`HeldBack`] maps runs, and holds read-ahead markers back.
+//! Completion of a filler's fills: [`HeldBack`] maps runs, and holds read-ahead markers back.
 //!
 //! A read-ahead marker is the first run of a read-ahead window. It is kept unmapped, so that the
 //! fault on it says that the program has come so far. The rule: a run that is held back is mapped
@@ -12,7 +12,7 @@ use farpage_vm::AddressSpace;
 use crate::{
     PageError,
     ahead::STREAMS,
-    fills::{Arrivals, Fill, Landing},
+    fills::{Arrivals, Fill, FillCompletion},
     region::Region,
     requests::RunRequest,
     run::Run,
@@ -88,12 +88,12 @@ impl<A: AddressSpace> HeldBack<A> {
     }
 }
 
-impl<A: AddressSpace> Landing<A> for HeldBack<A> {
+impl<A: AddressSpace> FillCompletion<A> for HeldBack<A> {
     fn arrivals(&mut self) -> &mut Arrivals<A> {
         &mut self.arrivals
     }
 
-    fn land(&mut self, fill: Fill, run: Run<A::Frame>) {
+    fn complete(&mut self, fill: Fill, run: Run<A::Frame>) {
         if fill.marker && !fill.is_wanted() && !fill.region.is_closing() {
             self.hold_back(fill, run);
         } else {

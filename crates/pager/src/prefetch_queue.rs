@@ -9,7 +9,7 @@ use farpage_vm::{AddressSpace, Shard};
 
 use crate::{
     ahead::Plan,
-    fills::{Fill, Fills, Landing},
+    fills::{Fill, FillCompletion, Fills},
     installer::UsageCount,
     region::Region,
     run::{keep_first, pages_in},
@@ -74,7 +74,7 @@ impl<A: AddressSpace> PrefetchQueue<A> {
     }
 
     /// Posts READs, as far as frames and the lane allow. Returns whether anything was done.
-    pub(crate) fn serve<L: Landing<A>>(&mut self, fills: &mut Fills<A, L>) -> bool {
+    pub(crate) fn serve<L: FillCompletion<A>>(&mut self, fills: &mut Fills<A, L>) -> bool {
         let (mut any, mut passed_over) = (false, 0);
         while fills.has_room_ahead(RUNS_AHEAD_MAX, BYTES_AHEAD_MAX) {
             let Some(mut request) = self.requests.pop_front() else {
@@ -104,7 +104,7 @@ impl<A: AddressSpace> PrefetchQueue<A> {
 
     /// Begins the nearest run of a request and takes it off, or passes over a page that is not to
     /// be brought in. Returns whether anything was begun.
-    fn serve_one<L: Landing<A>>(
+    fn serve_one<L: FillCompletion<A>>(
         &self,
         request: &mut PrefetchRequest,
         fills: &mut Fills<A, L>,
