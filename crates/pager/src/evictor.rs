@@ -431,13 +431,13 @@ impl<A: AddressSpace> Evictor<A> {
     /// Sleeps until there may be something to do.
     fn sleep(&mut self) {
         let (doors, hand_over) = (&self.shared.doors, &self.shared.hand_over);
-        let bell = doors.evictor(self.index);
-        bell.prepare();
+        let waker = doors.evictor(self.index);
+        waker.prepare();
         let has_room = self.write_backs.has_room(1);
         let pressure = self.rest_until.is_none() && has_room && self.is_needed();
         let asked = !self.shared.jobs.is_empty() || hand_over.len() > 0;
         if doors.is_stopping() || asked && has_room || hand_over.is_called() {
-            return bell.cancel();
+            return waker.cancel();
         }
         let mut fds = Vec::with_capacity(4);
         let mut until = self.write_backs.wait(&mut fds);
@@ -447,7 +447,7 @@ impl<A: AddressSpace> Evictor<A> {
         for at in [soon, self.rest_until].into_iter().flatten() {
             until = Some(until.map_or(at, |until| until.min(at)));
         }
-        bell.sleep(fds, until);
+        waker.sleep(fds, until);
     }
 }
 

@@ -381,7 +381,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         let doors = &self.shared.doors;
         doors.call_evictors(self.shared.frames.budget());
         // Other fillers may hold frames back.
-        doors.ring_fillers();
+        doors.wake_fillers();
         page.alone()
     }
 

@@ -156,7 +156,7 @@ impl<A: AddressSpace> Frames<A> {
 
     fn tell_who_starves(&self) {
         if self.budget.is_starving() {
-            self.doors.ring_fillers();
+            self.doors.wake_fillers();
         }
     }
 

@@ -15,7 +15,6 @@ use smallvec::SmallVec;
 use crate::{
     PageError,
     ahead::Plan,
-    bell::sleep_on,
     direct_reclaim::DirectReclaim,
     doors::{Ask, Command},
     fills::{Arrivals, Fill, FillCompletion, Fills},
@@ -23,6 +22,7 @@ use crate::{
     region::Region,
     run::{Local, Run},
     shared::Shared,
+    waker::sleep_on,
 };
 
 /// Time after which a guest looks again for a frame.

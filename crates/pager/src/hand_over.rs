@@ -71,7 +71,7 @@ impl<F> HandOver<F> {
         let sent = self.offer(leaving, frame);
         assert!(sent.is_ok(), "there is room for all threads at once");
         if self.len() >= RUNS_PER_CALL {
-            self.doors.evictor(0).ring();
+            self.doors.evictor(0).wake();
         }
     }
 
@@ -101,7 +101,7 @@ impl<F> HandOver<F> {
     /// Calls all evictors, since some may be busy with a store that stalls.
     pub(crate) fn call(&self) {
         self.is_wanted.store(true, Ordering::SeqCst);
-        self.doors.ring_evictors();
+        self.doors.wake_evictors();
     }
 
     /// Takes the next run that waits.

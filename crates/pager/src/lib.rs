@@ -12,7 +12,7 @@
 //! |---|---|
 //! | `region`, `regions`, `run`, `clock`, `candidates` | pages of a region, runs, their age |
 //! | `mapper`, `budget`, `free`, `frames` | the address space by pages; memory and its cap |
-//! | `bell`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
+//! | `waker`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
 //! | `installer` | maps pages and publishes them |
 //! | `clock_hand`, `drop_behind`, `proof`, `victims` | choosing victims and detaching them |
 //! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
@@ -27,7 +27,6 @@
 #![forbid(unsafe_code)]
 
 mod ahead;
-mod bell;
 mod budget;
 mod candidates;
 mod clock;
@@ -77,6 +76,7 @@ mod tags;
 mod team;
 mod unwritten;
 mod victims;
+mod waker;
 mod worker;
 mod write_backs;
 

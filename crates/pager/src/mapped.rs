@@ -200,7 +200,7 @@ impl<A: AddressSpace> Mapped<A> {
                     unwritten: self.shared().unwritten.why(),
                 });
             }
-            self.shared().doors.ring_fillers();
+            self.shared().doors.wake_fillers();
             thread::sleep(Duration::from_micros(100));
         }
     }
@@ -465,7 +465,7 @@ impl<A: AddressSpace> Mapped<A> {
     fn run(&self, pages: PageRange, keep: bool, entered: &SignalGuard) -> Result<(), PageError> {
         let job = Job::new(self.region.clone(), pages, keep);
         self.shared().jobs.add(job.clone());
-        self.shared().doors.ring_evictors();
+        self.shared().doors.wake_evictors();
         job.wait(entered)
     }
 

@@ -18,7 +18,6 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     PagerOptions, PagerStats, StartError,
-    bell::Bell,
     budget::Budget,
     doors::{Doors, FillerDoor, Inbox},
     evictor::Evictor,
@@ -32,6 +31,7 @@ use crate::{
     seats::Seats,
     shared::{Shared, Workers},
     team::{self, Team},
+    waker::WorkerWaker,
 };
 
 /// The workers of one runtime and the regions that they serve.
@@ -245,7 +245,7 @@ fn doors(workers: &Workers, tuned_evictors: bool) -> io::Result<(Arc<Doors>, Vec
     let fillers = (0..workers.fillers).map(|_| FillerDoor::new());
     let (fillers, inboxes) = fillers.collect::<io::Result<(Vec<_>, Vec<_>)>>()?;
     let evictors = (0..workers.evictors)
-        .map(|_| Bell::new())
+        .map(|_| WorkerWaker::new())
         .collect::<io::Result<Vec<_>>>()?;
     let doors = Doors::new(fillers, evictors, tuned_evictors)?;
     Ok((Arc::new(doors), inboxes))

@@ -25,9 +25,9 @@ use nix::poll::{PollFd, PollFlags};
 use parking_lot::Mutex;
 
 use crate::{
-    bell::{Bell, sleep_on},
     doors::Doors,
     run::Local,
+    waker::{WorkerWaker, sleep_on},
     worker,
 };
 
@@ -48,8 +48,8 @@ pub(crate) struct Seats {
     inside_ns: Vec<CachePadded<AtomicU64>>,
     /// True if there was a call since the lookout has looked.
     any: AtomicBool,
-    /// Bell that wakes the lookout.
-    bell: Bell,
+    /// Waker of the lookout.
+    waker: WorkerWaker,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -60,7 +60,7 @@ impl Seats {
             started: Instant::now(),
             inside_ns: (0..seats).map(|_| CachePadded::default()).collect(),
             any: AtomicBool::new(false),
-            bell: Bell::new()?,
+            waker: WorkerWaker::new()?,
             threads: Mutex::default(),
         })
     }
@@ -77,7 +77,7 @@ impl Seats {
         self.inside_ns[seat].store(since_ns, Ordering::Release);
         if !self.any.load(Ordering::Relaxed) {
             self.any.store(true, Ordering::Relaxed);
-            self.bell.ring();
+            self.waker.wake();
         }
         call.make();
         self.inside_ns[seat]
@@ -140,11 +140,11 @@ impl Seats {
                 sleep_on(&mut [stopped], Some(Instant::now() + PATIENCE));
                 continue;
             }
-            self.bell.prepare();
+            self.waker.prepare();
             if self.any.load(Ordering::Relaxed) || self.doors.is_stopping() {
-                self.bell.cancel();
+                self.waker.cancel();
             } else {
-                self.bell.sleep(vec![stopped], None);
+                self.waker.sleep(vec![stopped], None);
             }
         }
     }

@@ -6,7 +6,7 @@
 //! woken out of its halt.
 //!
 //! Handlers of CPUs on which threads have lately faulted sleep in all shards' descriptors, in the
-//! bells and in the channels of fillers with something under way ([`Ears`]). The first to wake
+//! wakers and in the channels of fillers with something under way ([`Ears`]). The first to wake
 //! takes the filler's lock ([`Posts`]). The others rest ([`Handlers`]).
 //!
 //! Calls of users' stores that return at once are made by the handler that drives the filler,
@@ -98,7 +98,7 @@ impl<A: AddressSpace> Team<A> {
                 }
             }
             dues = again;
-            // Before a rest, too: another sleeping handler may have missed a ring heard here.
+            // Before a rest, too: another sleeping handler may have missed a wake-up seen here.
             let until = ears.prepare(&mut dues);
             if dues.is_empty() && self.goes_to_rest(number) {
                 self.handlers.rest(number, doors.stopped());

@@ -1,7 +1,7 @@
 //! Descriptors that a handler sleeps on: [`Ears`].
 //!
 //! Several handlers sleep on the same descriptors, and the first to wake takes the filler. So a
-//! ring that one has heard may be missed by another, which looks before it sleeps.
+//! wake-up that one has seen may be missed by another, which looks before it sleeps.
 
 use std::time::Instant;
 
@@ -9,12 +9,12 @@ use farpage_vm::{AddressSpace, Shard};
 use nix::poll::{PollFd, PollFlags};
 
 use super::posts::{Due, Dues, Posts};
-use crate::bell::sleep_on;
+use crate::waker::sleep_on;
 
 /// Descriptors that a handler sleeps on, made once.
 pub(super) struct Ears<'a, A: AddressSpace> {
     posts: &'a Posts<A>,
-    /// The descriptor that says that fillers shall stop. Then of each shard its bell, its channels
+    /// The descriptor that says that fillers shall stop. Then of each shard its waker, its channels
     /// and, where the address space has one, the descriptor of its faults.
     fds: Vec<PollFd<'a>>,
     has_faults_fd: bool,
@@ -26,7 +26,7 @@ impl<'a, A: AddressSpace> Ears<'a, A> {
         let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
         let mut fds = vec![readable(shared.doors.stopped())];
         for shard in 0..posts.len() {
-            fds.push(readable(posts.bell(shard).fd()));
+            fds.push(readable(posts.waker(shard).fd()));
             fds.push(readable(posts.channels(shard)));
             fds.extend(shared.mapper.wait(Shard(shard)).fd.map(readable));
         }
@@ -41,8 +41,8 @@ impl<'a, A: AddressSpace> Ears<'a, A> {
     /// tells. Returns the time until which to sleep, a past one if something is due.
     pub(super) fn prepare(&self, dues: &mut Dues) -> Option<Instant> {
         let posts = self.posts;
-        // The bells stay prepared: other handlers may be asleep when this one wakes.
-        (0..posts.len()).for_each(|shard| posts.bell(shard).prepare());
+        // The wakers stay prepared: other handlers may be asleep when this one wakes.
+        (0..posts.len()).for_each(|shard| posts.waker(shard).prepare());
         for shard in 0..posts.len() {
             let is_known = dues.iter().any(|due| due.shard == shard);
             if !is_known && posts.is_called(shard) {
@@ -64,18 +64,18 @@ impl<'a, A: AddressSpace> Ears<'a, A> {
         let mut fds = self.fds[1..].iter();
         let mut told = || fds.next().is_some_and(|fd| fd.any() == Some(true));
         for shard in 0..posts.len() {
-            let rings = told();
-            posts.bell(shard).hear(rings);
+            let woken = told();
+            posts.waker(shard).clear(woken);
             let channels = told();
             let faults = self.has_faults_fd && told();
             let is_late = posts.is_late(shard, now_ns);
             if let Some(due) = dues.iter_mut().find(|due| due.shard == shard) {
                 due.channels |= channels;
-            } else if rings || channels || faults || is_late {
+            } else if woken || channels || faults || is_late {
                 dues.push(Due {
                     shard,
-                    // Faults that no descriptor tells of come with a ring.
-                    faults: faults || rings,
+                    // Faults that no descriptor tells of come with a wake-up.
+                    faults: faults || woken,
                     channels,
                 });
             }

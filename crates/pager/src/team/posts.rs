@@ -24,7 +24,7 @@ use nix::{
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
-use crate::{bell::Bell, filler::Filler, run::Local, shared::Shared, worker::RETRY};
+use crate::{filler::Filler, run::Local, shared::Shared, waker::WorkerWaker, worker::RETRY};
 
 /// Number of attempts at a filler's lock before its handler sleeps: as long as a turn takes that
 /// brings one page in.
@@ -143,8 +143,8 @@ impl<A: AddressSpace> Posts<A> {
             || shared.frames.budget().wants_what_is_held_back()
     }
 
-    pub(super) fn bell(&self, shard: usize) -> &Bell {
-        &self.shared.doors.filler(Shard(shard)).bell
+    pub(super) fn waker(&self, shard: usize) -> &WorkerWaker {
+        &self.shared.doors.filler(Shard(shard)).waker
     }
 
     /// Returns a descriptor that is readable when a channel of this filler has something.

@@ -34,7 +34,7 @@ const PAGE_BYTES: usize = 4096;
 /// Size of the region. Stripes are of 16 MiB: each shard has one.
 const BYTES: u64 = 64 << 20;
 
-/// Touches pages of all shards, rings once for each fault, and counts in its own words.
+/// Touches pages of all shards, wakes fillers once for each fault, and counts in its own words.
 fn program(thread: usize, space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>) {
     const ROUNDS: u64 = 40;
     const PAGES: usize = 16;
@@ -49,7 +49,7 @@ fn program(thread: usize, space: &SimSpace, shared: &Shared<SimSpace>, mapped: &
         };
         match outcome {
             Ok(seen) => return seen,
-            Err(Faulted::Asleep) => shared.doors.ring_fillers(),
+            Err(Faulted::Asleep) => shared.doors.wake_fillers(),
             Err(other) => panic!("page {page}: {other}"),
         }
         while space.is_asleep(thread) {
@@ -221,7 +221,8 @@ fn handler_rests_only_where_nothing_is_asked_for_and_no_time_is_set() {
         ..
     } = world(1);
     let ears = Ears::new(&team.posts);
-    // The first turn of a handler: a ring would be swallowed, since no handler has prepared for it.
+    // The first turn of a handler: a wake-up would be swallowed, since no handler has prepared for
+    // it.
     (0..SHARDS).for_each(|shard| _ = team.drive(0, Due::all(shard)));
     let region = mapped.region().clone();
     (team.posts.shared.doors).tell_fillers(|| crate::doors::Command::Settle(region.clone()));

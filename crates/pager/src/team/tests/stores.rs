@@ -29,7 +29,7 @@ impl Puppet<'_> {
             (Some(until), _) => {
                 let now = Instant::now();
                 self.ears.sleep(Some(now), &mut self.dues);
-                // In its sleep the handler has heard nothing before the time.
+                // In its sleep the handler was told nothing before the time.
                 if until.is_none_or(|until| now < until) && self.dues.is_empty() {
                     return;
                 }
@@ -163,7 +163,7 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
                             accesses += 1;
                         }
                         // As the kernel does: once for each fault.
-                        Err(Faulted::Asleep) => team.posts.bell(shard_at(mapped, offset).0).ring(),
+                        Err(Faulted::Asleep) => team.posts.waker(shard_at(mapped, offset).0).wake(),
                         Err(other) => panic!("page {page}: {other}"),
                     }
                 }
@@ -196,7 +196,7 @@ fn add_to(space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>
                 .and_then(|seen| space.try_store(1, address, seen + 1))
             {
                 Ok(()) => break,
-                Err(Faulted::Asleep) => shared.doors.ring_fillers(),
+                Err(Faulted::Asleep) => shared.doors.wake_fillers(),
                 Err(other) => panic!("page {page}: {other}"),
             }
             while space.is_asleep(1) {
@@ -230,10 +230,10 @@ fn workers_whose_only_thread_is_kept_by_a_store_go_on() {
         let job = Job::new(own.region().clone(), pages, false);
         if writes {
             shared.jobs.add(job.clone());
-            shared.doors.ring_evictors();
+            shared.doors.wake_evictors();
         } else {
             assert_eq!(space.try_load(0, own.address()), Err(Faulted::Asleep));
-            shared.doors.ring_fillers();
+            shared.doors.wake_fillers();
         }
         let limit = Instant::now() + Duration::from_secs(20);
         while gated.waiting.load(Ordering::SeqCst) == 0 {
