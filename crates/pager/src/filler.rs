@@ -4,7 +4,7 @@
 //! userfaultfd. The fill that follows is in `fills.rs`; pages and plans kept for later are in
 //! `held_back.rs` and `prefetch_queue.rs`.
 //!
-//! The rule: a filler waits only in the sleep of its thread (`team.rs`), and never touches the
+//! The rule: a filler waits only in the sleep of its thread (`executor.rs`), and never touches the
 //! program's memory.
 
 use std::{

@@ -22,7 +22,7 @@
 //! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
 //! | `filler`, `evictor` | the workers |
 //! | `guest`, `direct_reclaim` | threads of the program that serve their own faults |
-//! | `seats`, `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; the program's view |
+//! | `seats`, `executor`, `in_thread`, `pager`, `map`, `mapped` | their threads; the program's view |
 //! | `discard`, `relocate` | pages that the program gives up, or wants elsewhere |
 #![forbid(unsafe_code)]
 
@@ -38,6 +38,7 @@ mod doors;
 mod drop_behind;
 mod error;
 mod evictor;
+mod executor;
 mod filler;
 mod fills;
 mod frames;
@@ -73,7 +74,6 @@ mod simulation;
 mod stats;
 mod stretch;
 mod tags;
-mod team;
 mod unwritten;
 mod victims;
 mod waker;

@@ -21,6 +21,7 @@ use crate::{
     budget::Budget,
     doors::{Doors, FillerDoor, Inbox},
     evictor::Evictor,
+    executor::{self, Executor},
     filler::Filler,
     guest::Guest,
     in_thread::InThread,
@@ -30,7 +31,6 @@ use crate::{
     run::RUN_BYTES_MAX,
     seats::Seats,
     shared::{Shared, Workers},
-    team::{self, Team},
     waker::WorkerWaker,
 };
 
@@ -64,10 +64,10 @@ impl<A: AddressSpace> Pager<A> {
             fillers,
             evictors,
         } = Pager::assemble(space, cluster, options)?;
-        let cpus = team::cpus();
+        let cpus = executor::cpus();
         let seats = Seats::new(pager.shared.doors.clone(), cpus.len() + evictors.len())?;
         let seats = pager.seats.insert(Arc::new(seats));
-        let mut serve = Team::new(&pager.shared, fillers, &cpus, seats)?.serve_all();
+        let mut serve = Executor::new(&pager.shared, fillers, &cpus, seats)?.serve_all();
         serve.extend(Evictor::serve_all(evictors, seats, cpus.len()));
         seats.start(serve)?;
         Ok(Arc::new(pager))

@@ -10,8 +10,8 @@ use crate::job::Job;
 
 /// A handler without a thread.
 struct Puppet<'a> {
-    team: &'a Team<SimSpace>,
-    ears: Ears<'a, SimSpace>,
+    executor: &'a Executor<SimSpace>,
+    poll_set: PollSet<'a, SimSpace>,
     dues: Dues,
     asleep: Option<Option<Instant>>,
     /// Call of a store that the handler is in, and the shard whose filler's turn has led to it.
@@ -23,21 +23,21 @@ impl Puppet<'_> {
     fn step(&mut self) {
         if let Some((shard, mut call)) = self.call.take() {
             call.make();
-            return self.took(shard, self.team.go_on(shard, call));
+            return self.took(shard, self.executor.go_on(shard, call));
         }
         match (self.asleep, self.dues.pop()) {
             (Some(until), _) => {
                 let now = Instant::now();
-                self.ears.sleep(Some(now), &mut self.dues);
+                self.poll_set.sleep(Some(now), &mut self.dues);
                 // In its sleep the handler was told nothing before the time.
                 if until.is_none_or(|until| now < until) && self.dues.is_empty() {
                     return;
                 }
                 self.asleep = None;
             }
-            (None, Some(due)) => self.took(due.shard, self.team.begin(due)),
+            (None, Some(due)) => self.took(due.shard, self.executor.begin(due)),
             (None, None) => {
-                let until = self.ears.prepare(&mut self.dues);
+                let until = self.poll_set.prepare(&mut self.dues);
                 if self.dues.is_empty() {
                     self.asleep = Some(until);
                 }
@@ -117,7 +117,7 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
         let World {
             space,
             cluster,
-            team,
+            executor,
             mut evictors,
             mapped,
         } = world(seed);
@@ -127,9 +127,9 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
         let mut below = |limit: usize| (next(&mut random) % limit as u64) as usize;
         let mut puppets: Vec<_> = HANDLERS
             .map(|_| Puppet {
-                team: &team,
-                ears: Ears::new(&team.posts),
-                dues: team.all(),
+                executor: &executor,
+                poll_set: PollSet::new(&executor.tasks),
+                dues: executor.all(),
                 asleep: None,
                 call: None,
             })
@@ -163,7 +163,9 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
                             accesses += 1;
                         }
                         // As the kernel does: once for each fault.
-                        Err(Faulted::Asleep) => team.posts.waker(shard_at(mapped, offset).0).wake(),
+                        Err(Faulted::Asleep) => {
+                            executor.tasks.waker(shard_at(mapped, offset).0).wake()
+                        }
                         Err(other) => panic!("page {page}: {other}"),
                     }
                 }
@@ -181,7 +183,7 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
         }
         drop(puppets);
         let regions = regions.map(ManuallyDrop::into_inner);
-        close(&team, &mut evictors, regions.into());
+        close(&executor, &mut evictors, regions.into());
     }
 }
 
@@ -213,12 +215,12 @@ fn workers_whose_only_thread_is_kept_by_a_store_go_on() {
         let World {
             space,
             cluster,
-            team,
+            executor,
             evictors,
             mapped,
         } = world_with(1, &HANDLERS[..1]);
-        let shared = team.posts.shared.clone();
-        start(&team, evictors);
+        let shared = executor.tasks.shared.clone();
+        start(&executor, evictors);
         let gated = Arc::new(Gated::default());
         let own = ManuallyDrop::new(gated.map(&cluster, mapped.pager()));
         if writes {
@@ -248,6 +250,9 @@ fn workers_whose_only_thread_is_kept_by_a_store_go_on() {
             assert!(Instant::now() < limit, "the call came to nothing");
             std::thread::yield_now();
         }
-        end(&team, [own, mapped].map(ManuallyDrop::into_inner).into());
+        end(
+            &executor,
+            [own, mapped].map(ManuallyDrop::into_inner).into(),
+        );
     }
 }

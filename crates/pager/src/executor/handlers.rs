@@ -20,7 +20,7 @@ const AWAKE_MAX: usize = 8;
 /// Number of sampled faults without one on its own CPU after which a handler rests.
 const LATELY: u32 = 64;
 
-/// Handlers of a team, by number.
+/// Handlers of an executor, by number.
 pub(super) struct Handlers {
     all: Vec<CachePadded<Handler>>,
     /// Number of handlers that are not at rest.
