@@ -21,7 +21,7 @@
 //! | `ahead`, `held_back`, `prefetch_queue` | reading ahead |
 //! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
 //! | `filler`, `evictor` | the workers |
-//! | `guest`, `direct_reclaim` | threads of the program that serve their own faults |
+//! | `inline_handler`, `direct_reclaim` | threads of the program that serve their own faults |
 //! | `seats`, `executor`, `in_thread`, `pager`, `map`, `mapped` | their threads; the program's view |
 //! | `discard`, `relocate` | pages that the program gives up, or wants elsewhere |
 #![forbid(unsafe_code)]
@@ -43,10 +43,10 @@ mod filler;
 mod fills;
 mod frames;
 mod free;
-mod guest;
 mod hand_over;
 mod held_back;
 mod in_thread;
+mod inline_handler;
 mod installer;
 mod job;
 mod last_words;

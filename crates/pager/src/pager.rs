@@ -23,8 +23,8 @@ use crate::{
     evictor::Evictor,
     executor::{self, Executor},
     filler::Filler,
-    guest::Guest,
     in_thread::InThread,
+    inline_handler::InlineHandler,
     last_words::LastWords,
     pace::Pace,
     region::RegionId,
@@ -96,7 +96,7 @@ impl<A: AddressSpace> Pager<A> {
         let workers = Workers {
             fillers: space.shards(),
             evictors: options.evictors,
-            guests: options.in_thread,
+            inline_handlers: options.in_thread,
         };
         let (doors, inboxes) = doors(&workers, options.tune_evictors)?;
         let budget = Budget::new(options.budget_bytes, options.low_water, options.high_water);
@@ -108,14 +108,20 @@ impl<A: AddressSpace> Pager<A> {
             LastWords::new(options.last_words, options.deadline),
         ));
         let (deadline, tuned) = (options.deadline, options.run_bytes.is_none());
-        let mut guests = Vec::new();
-        for index in 0..workers.guests {
+        let mut handlers = Vec::new();
+        for index in 0..workers.inline_handlers {
             let worker = workers.fillers + workers.evictors + index;
             let (lane, pace) = (Lane::passive(&cluster)?, Pace::new(tuned));
-            guests.push(Guest::new(shared.clone(), worker, lane, pace, deadline));
+            handlers.push(InlineHandler::new(
+                shared.clone(),
+                worker,
+                lane,
+                pace,
+                deadline,
+            ));
         }
-        let in_thread =
-            (workers.guests > 0).then(|| Arc::new(InThread::new(shared.clone(), guests)));
+        let in_thread = (workers.inline_handlers > 0)
+            .then(|| Arc::new(InThread::new(shared.clone(), handlers)));
         let mut fillers = Vec::new();
         for (shard, inbox) in inboxes.into_iter().enumerate() {
             fillers.push(Filler::new(

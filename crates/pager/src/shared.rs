@@ -34,7 +34,7 @@ pub(crate) struct Workers {
     pub(crate) fillers: usize,
     pub(crate) evictors: usize,
     /// Number of threads that can serve their own faults at once.
-    pub(crate) guests: usize,
+    pub(crate) inline_handlers: usize,
 }
 
 impl<A: AddressSpace> Shared<A> {
@@ -71,12 +71,12 @@ impl<A: AddressSpace> Shared<A> {
             installer.clone(),
             victims.clone(),
         );
-        let in_all = workers.fillers + workers.evictors + workers.guests;
+        let in_all = workers.fillers + workers.evictors + workers.inline_handlers;
         Shared {
             mapper,
             frames,
             regions,
-            hand_over: HandOver::new(doors.clone(), workers.guests, workers.evictors),
+            hand_over: HandOver::new(doors.clone(), workers.inline_handlers, workers.evictors),
             doors,
             installer,
             victims,

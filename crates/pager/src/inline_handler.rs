@@ -1,8 +1,8 @@
-//! Fills that a thread of the program runs for its own fault: [`Guest`].
+//! Fills that a thread of the program runs for its own fault: [`InlineHandler`].
 //!
-//! The rule is that of a signal handler, see `in_thread.rs`. A guest brings in one run, and makes
-//! room while its READ is under way. Work that it cannot do there (logging why a page is lost,
-//! opening a channel, reading ahead) is left to the page's filler.
+//! The rule is that of a signal handler, see `in_thread.rs`. An inline handler brings in one run,
+//! and makes room while its READ is under way. Work that it cannot do there (logging why a page is
+//! lost, opening a channel, reading ahead) is left to the page's filler.
 
 use std::{sync::Arc, time::Duration};
 
@@ -25,18 +25,18 @@ use crate::{
     waker::sleep_on,
 };
 
-/// Time after which a guest looks again for a frame.
+/// Time after which an inline handler looks again for a frame.
 const NAP: Duration = Duration::from_micros(50);
 
 /// Worker that serves one fault at a time in the thread that raised it.
-pub(crate) struct Guest<A: AddressSpace> {
+pub(crate) struct InlineHandler<A: AddressSpace> {
     shared: Arc<Shared<A>>,
     worker: usize,
     fills: Fills<A, Alone<A>>,
     direct_reclaim: DirectReclaim<A>,
 }
 
-impl<A: AddressSpace> Guest<A> {
+impl<A: AddressSpace> InlineHandler<A> {
     pub(crate) fn new(
         shared: Arc<Shared<A>>,
         worker: usize,
@@ -48,7 +48,7 @@ impl<A: AddressSpace> Guest<A> {
             arrivals: Arrivals::new(shared.clone(), worker),
             since: Since::now(),
         };
-        Guest {
+        InlineHandler {
             fills: Fills::new(shared.clone(), worker, lane, pace, deadline, alone),
             direct_reclaim: DirectReclaim::new(shared.clone(), worker),
             shared,
@@ -125,13 +125,13 @@ impl<A: AddressSpace> Guest<A> {
         self.fills.prepare(region);
     }
 
-    /// Opens channels again that were lost while threads of the program ran the guest.
+    /// Opens channels again that were lost while threads of the program ran the inline handler.
     pub(crate) fn reopen(&mut self) {
         self.fills.reopen();
     }
 }
 
-/// Completion of a guest's fills.
+/// Completion of an inline handler's fills.
 struct Alone<A: AddressSpace> {
     arrivals: Arrivals<A>,
     /// Time when the fault was taken on.
