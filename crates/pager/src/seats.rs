@@ -2,7 +2,7 @@
 //!
 //! Workers make calls of users' stores themselves where these return at once, which saves a
 //! hand-off to another thread and back. It is not known beforehand if a call does. So while there
-//! are such calls, a *lookout* wakes now and then, and where a thread has been in one for too long
+//! are such calls, a *watchdog* wakes now and then, and where a thread has been in one for too long
 //! it puts another on its seat. The old thread ends when its call has returned.
 //!
 //! The rule: a thread holds no lock while it is in a call, so that another can drive its worker.
@@ -31,10 +31,10 @@ use crate::{
     worker,
 };
 
-/// Time in a call after which a thread is not waited for. As long again may pass until the lookout
+/// Time in a call after which a thread is not waited for. As long again may pass until the watchdog
 /// sees it.
 const PATIENCE: Duration = Duration::from_millis(1);
-/// Number of wake-ups without a call after which the lookout sleeps.
+/// Number of wake-ups without a call after which the watchdog sleeps.
 const QUIET_TIMES: u32 = 8;
 
 /// Work of a worker's thread. Returns when the workers stop, or when the thread has lost its seat.
@@ -46,9 +46,9 @@ pub(crate) struct Seats {
     started: Instant,
     /// Start of the call that a seat's thread is in, in nanoseconds since `started`; 0: in none.
     inside_ns: Vec<CachePadded<AtomicU64>>,
-    /// True if there was a call since the lookout has looked.
+    /// True if there was a call since the watchdog has looked.
     any: AtomicBool,
-    /// Waker of the lookout.
+    /// Waker of the watchdog.
     waker: WorkerWaker,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -85,7 +85,7 @@ impl Seats {
             .is_ok()
     }
 
-    /// Starts a thread on each seat, by its name and its work, and the lookout.
+    /// Starts a thread on each seat, by its name and its work, and the watchdog.
     pub(crate) fn start(self: &Arc<Self>, serve: Vec<(String, Serve)>) -> io::Result<()> {
         for (name, serve) in &serve {
             let serve = serve.clone();
@@ -93,15 +93,15 @@ impl Seats {
             self.threads.lock().push(thread);
         }
         let seats = self.clone();
-        let lookout = worker::spawn("lookout".to_owned(), move || seats.look_out(&serve))?;
-        self.threads.lock().push(lookout);
+        let watchdog = worker::spawn("lookout".to_owned(), move || seats.watch(&serve))?;
+        self.threads.lock().push(watchdog);
         Ok(())
     }
 
     /// Waits for all threads. The workers have been told to stop, and no region is left, so no call
     /// is left, either.
     pub(crate) fn join(&self) {
-        // The lookout may add threads until it ends.
+        // The watchdog may add threads until it ends.
         loop {
             let threads = mem::take(&mut *self.threads.lock());
             if threads.is_empty() {
@@ -114,7 +114,7 @@ impl Seats {
         }
     }
 
-    fn look_out(self: &Arc<Self>, serve: &[(String, Serve)]) {
+    fn watch(self: &Arc<Self>, serve: &[(String, Serve)]) {
         let mut quiet = 0;
         while !self.doors.is_stopping() {
             quiet += 1;
