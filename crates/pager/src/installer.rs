@@ -13,8 +13,8 @@ use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
 use crate::{
     PageError,
     clock::FillClock,
+    crash_message::{self, CrashMessage},
     frames::Frames,
-    last_words::{self, LastWords},
     mapper::Mapper,
     proof::{Back, Proof},
     protocol::{self, OnFailed, State, USAGE_MAX, Word},
@@ -43,7 +43,7 @@ pub(crate) struct Installer<A: AddressSpace> {
     pub(crate) clock: Arc<FillClock>,
     pub(crate) proof: Arc<Proof>,
     pub(crate) refaults: RefaultDistances,
-    pub(crate) last_words: LastWords,
+    pub(crate) crash_message: CrashMessage,
 }
 
 impl<A: AddressSpace> Installer<A> {
@@ -202,7 +202,7 @@ impl<A: AddressSpace> Installer<A> {
         match region.words.apply(page, protocol::fill_failed) {
             OnFailed::Dropped => false,
             OnFailed::MustPoison => {
-                self.last_words.say(region, page, &error);
+                self.crash_message.say(region, page, &error);
                 self.poison(region, page, protocol::poisoned);
                 let address = region.address_of(page);
                 later(move || {
@@ -224,7 +224,7 @@ impl<A: AddressSpace> Installer<A> {
                 why: why.to_string(),
             },
         };
-        self.last_words.say(region, page, &error);
+        self.crash_message.say(region, page, &error);
         region.record(error.clone());
         region.lose(page, error.clone());
         self.poison(region, page, protocol::lost);
@@ -239,7 +239,7 @@ impl<A: AddressSpace> Installer<A> {
     fn poison(&self, region: &Region, page: PageIndex, published: impl Fn(Word) -> Word) {
         if let Err(error) = self.mapper.poison(region, page) {
             // Nothing else can stop a thread that waits for the page from sleeping for ever.
-            last_words::write(&format!("farpage: cannot poison a lost page: {error}\n"));
+            crash_message::write(&format!("farpage: cannot poison a lost page: {error}\n"));
             std::process::abort();
         }
         region.words.apply(page, |w| (published(w), ()));

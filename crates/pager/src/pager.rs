@@ -19,13 +19,13 @@ use farpage_vm::AddressSpace;
 use crate::{
     PagerOptions, PagerStats, StartError,
     budget::Budget,
+    crash_message::CrashMessage,
     doors::{Doors, FillerDoor, Inbox},
     evictor::Evictor,
     executor::{self, Executor},
     filler::Filler,
     in_thread::InThread,
     inline_handler::InlineHandler,
-    last_words::LastWords,
     pace::Pace,
     region::RegionId,
     run::RUN_BYTES_MAX,
@@ -105,7 +105,7 @@ impl<A: AddressSpace> Pager<A> {
             budget,
             doors,
             &workers,
-            LastWords::new(options.last_words, options.deadline),
+            CrashMessage::new(options.crash_message, options.deadline),
         ));
         let (deadline, tuned) = (options.deadline, options.run_bytes.is_none());
         let mut handlers = Vec::new();

@@ -8,8 +8,8 @@ use crossbeam_utils::CachePadded;
 use farpage_vm::AddressSpace;
 
 use crate::{
-    budget::Budget, clock::FillClock, doors::Doors, frames::Frames, hand_over::HandOver,
-    installer::Installer, job::Jobs, last_words::LastWords, mapper::Mapper, proof::Proof,
+    budget::Budget, clock::FillClock, crash_message::CrashMessage, doors::Doors, frames::Frames,
+    hand_over::HandOver, installer::Installer, job::Jobs, mapper::Mapper, proof::Proof,
     refault::RefaultDistances, regions::RegionTable, scatter::Scatter, stats::Counters,
     unwritten::Unwritten, victims::Victims,
 };
@@ -43,7 +43,7 @@ impl<A: AddressSpace> Shared<A> {
         budget: Budget,
         doors: Arc<Doors>,
         workers: &Workers,
-        last_words: LastWords,
+        crash_message: CrashMessage,
     ) -> Shared<A> {
         let clock = Arc::new(FillClock::new(budget.bytes()));
         let proof = Arc::new(Proof::new(clock.budget_ticks()));
@@ -56,7 +56,7 @@ impl<A: AddressSpace> Shared<A> {
             clock: clock.clone(),
             proof: proof.clone(),
             refaults: RefaultDistances::default(),
-            last_words,
+            crash_message,
         });
         let victims = Arc::new(Victims::new(
             mapper.clone(),
