@@ -19,7 +19,7 @@ use crate::{
     doors::Command,
     installer::UsageCount,
     mapped::{ASK, LOOK},
-    protocol::{self, NEVER_LEFT, OnFailed, OnLeft, State},
+    protocol::{self, NEVER_LEFT, OnFailed, OnLeft, PageState},
     run::Run,
     victims::Out,
 };
@@ -84,10 +84,10 @@ impl<A: AddressSpace> Mapped<A> {
     /// page is not wanted here: if it has left meanwhile, it is not brought in.
     pub(crate) fn ask_for(&self, page: PageIndex) {
         match self.region().words.load(page).state() {
-            State::Filling => {
+            PageState::Filling => {
                 (self.shared().doors).tell_fillers(|| Command::LetGo(self.region().clone(), page))
             }
-            State::Leaving => self.shared().hand_over.noted(self.region(), page),
+            PageState::Leaving => self.shared().hand_over.noted(self.region(), page),
             _ => {}
         }
     }
@@ -98,21 +98,22 @@ impl<A: AddressSpace> Mapped<A> {
         match region.words.load(page).state() {
             // Looked at after the word: any owner of the page since has left it blank, or the
             // program has written to it since.
-            State::Remote if region.store.is_blank(page) => {
+            PageState::Remote if region.store.is_blank(page) => {
                 let is_blank = |&page: &PageIndex| {
-                    region.words.load(page).state() == State::Remote && region.store.is_blank(page)
+                    region.words.load(page).state() == PageState::Remote
+                        && region.store.is_blank(page)
                 };
                 Ok(Tried::Done(
                     pages.iter().take_while(is_blank).count().max(1),
                 ))
             }
-            State::Remote => self.discard_remote(page),
-            State::Resident => {
+            PageState::Remote => self.discard_remote(page),
+            PageState::Resident => {
                 let run = page.and_on(region.run_pages).within(pages);
                 self.discard_mapped(region.in_one_stripe(run, false))
             }
-            State::Filling | State::Leaving => Ok(Tried::NotNow(None)),
-            State::Poisoned | State::Lost => self.discard_broken(page),
+            PageState::Filling | PageState::Leaving => Ok(Tried::NotNow(None)),
+            PageState::Poisoned | PageState::Lost => self.discard_broken(page),
         }
     }
 

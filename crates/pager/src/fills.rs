@@ -28,7 +28,7 @@ use crate::{
     ahead::{Plan, Streams},
     installer::UsageCount,
     pace::Pace,
-    protocol::{self, OnFault, State},
+    protocol::{self, OnFault, PageState},
     region::Region,
     requests::{EndedRequest, RequestsInFlight, RunRequest},
     run::{Local, Run, keep_first, pages_in},
@@ -411,7 +411,8 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
             self.shared.frames.release(rest, page_bytes);
         }
         let other_half = PageIndex(page.0 ^ 1);
-        if other_half.0 < region.pages() && region.words.load(other_half).state() == State::Resident
+        if other_half.0 < region.pages()
+            && region.words.load(other_half).state() == PageState::Resident
         {
             self.counters().beside_resident.bump();
         }

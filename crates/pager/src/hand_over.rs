@@ -22,7 +22,7 @@ use farpage_store::PageIndex;
 use farpage_vm::SCATTERED_PAGES_MAX;
 
 use crate::{
-    budget::Budget, doors::Doors, leaving::Leaving, protocol::State, region::Region,
+    budget::Budget, doors::Doors, leaving::Leaving, protocol::PageState, region::Region,
     requests::RunRequest,
 };
 
@@ -93,7 +93,7 @@ impl<F> HandOver<F> {
     /// was handed over and that no evictor has been called for.
     pub(crate) fn noted(&self, region: &Region, page: PageIndex) {
         fence(Ordering::SeqCst);
-        if region.words.load(page).state() == State::Leaving && self.len() > 0 {
+        if region.words.load(page).state() == PageState::Leaving && self.len() > 0 {
             self.call();
         }
     }

@@ -35,7 +35,7 @@ use parking_lot::Mutex;
 use crate::{
     doors::Ask,
     inline_handler::InlineHandler,
-    protocol::{self, State},
+    protocol::{self, PageState},
     region::Region,
     shared::Shared,
 };
@@ -104,8 +104,8 @@ impl<A: AddressSpace> InThread<A> {
         let (mut since, mut looks) = (None, 0);
         loop {
             match region.words.load(page).state() {
-                State::Poisoned | State::Lost => return false,
-                State::Resident if self.shared.mapper.is_present(address) => {
+                PageState::Poisoned | PageState::Lost => return false,
+                PageState::Resident if self.shared.mapper.is_present(address) => {
                     if !write || self.shared.scatter.unprotect(&region, page) {
                         return true;
                     }
@@ -113,13 +113,15 @@ impl<A: AddressSpace> InThread<A> {
                 // Remote, or called resident although the program gave it back to the kernel
                 // itself. If the page could not be brought in, the access fails once more and finds
                 // its filler at work on it.
-                State::Remote | State::Resident if self.fill(&region, page, address, looks) => {
+                PageState::Remote | PageState::Resident
+                    if self.fill(&region, page, address, looks) =>
+                {
                     return true;
                 }
-                State::Remote | State::Resident => {}
+                PageState::Remote | PageState::Resident => {}
                 // The owner of a page that leaves gives it back for this note; a page that is
                 // filled is coming anyway.
-                State::Filling | State::Leaving => {
+                PageState::Filling | PageState::Leaving => {
                     region.words.try_apply(page, protocol::note);
                     self.shared.hand_over.noted(&region, page);
                 }

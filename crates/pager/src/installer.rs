@@ -17,7 +17,7 @@ use crate::{
     frames::Frames,
     mapper::Mapper,
     proof::{Back, Proof},
-    protocol::{self, OnFailed, State, USAGE_MAX, Word},
+    protocol::{self, OnFailed, PageState, PageWord, USAGE_MAX},
     refault::{RefaultDistances, RunRefaults},
     region::Region,
     run::{Run, pages_in},
@@ -176,7 +176,7 @@ impl<A: AddressSpace> Installer<A> {
                 };
                 (protocol::installed(w, count, now), w)
             });
-            if before.state() == State::Filling {
+            if before.state() == PageState::Filling {
                 back.count(before.stamp(), now, page_bytes);
                 refaults.count(&self.clock, before.stamp(), now);
                 if usage == UsageCount::Refault {
@@ -236,7 +236,7 @@ impl<A: AddressSpace> Installer<A> {
     }
 
     /// Makes every access to an owned page raise SIGBUS, and publishes that.
-    fn poison(&self, region: &Region, page: PageIndex, published: impl Fn(Word) -> Word) {
+    fn poison(&self, region: &Region, page: PageIndex, published: impl Fn(PageWord) -> PageWord) {
         if let Err(error) = self.mapper.poison(region, page) {
             // Nothing else can stop a thread that waits for the page from sleeping for ever.
             crash_message::write(&format!("farpage: cannot poison a lost page: {error}\n"));

@@ -27,7 +27,7 @@ use crate::{
     doors::Command,
     installer::UsageCount,
     job::Job,
-    protocol::{self, State, Word},
+    protocol::{self, PageState, PageWord},
     region::{CHUNK_PAGES, Region},
     run::Run,
     shared::Shared,
@@ -78,7 +78,12 @@ impl<A: AddressSpace> Mapped<A> {
         let region = self.region();
         let state = |page| region.words.load(page).state();
         let mut pages = self.pages(range).iter();
-        pages.any(|page| matches!(state(page), State::Filling | State::Poisoned | State::Lost))
+        pages.any(|page| {
+            matches!(
+                state(page),
+                PageState::Filling | PageState::Poisoned | PageState::Lost
+            )
+        })
     }
 
     /// True if the kernel may hold references to pages of `range`: see [`Advice::ZeroCopy`].
@@ -235,7 +240,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     fn wait_while_filling(&self, page: PageIndex, entered: &SignalGuard) {
-        while self.region.words.load(page).state() == State::Filling {
+        while self.region.words.load(page).state() == PageState::Filling {
             entered.wait(|| thread::sleep(LOOK));
         }
     }
@@ -262,17 +267,17 @@ impl<A: AddressSpace> Mapped<A> {
             let is_new = taken_on.load(Ordering::Acquire) == self.shared().shards();
             let word = self.region.words.load(page);
             match word.state() {
-                State::Resident if is_new => return Ok(()),
+                PageState::Resident if is_new => return Ok(()),
                 // A pinned page comes back, and only then is its pin worth something.
-                State::Leaving if !word.pinned() => return Ok(()),
-                State::Lost => {
+                PageState::Leaving if !word.pinned() => return Ok(()),
+                PageState::Lost => {
                     let lost = self.region.lost(page.alone()).pop();
                     // The program may have overwritten the page just now.
                     if let Some((_, error)) = lost {
                         return Err(error);
                     }
                 }
-                State::Poisoned if is_new => {
+                PageState::Poisoned if is_new => {
                     let waited = since.elapsed();
                     let unknown = PageError::NoFrame {
                         region: self.region.label(),
@@ -342,7 +347,7 @@ impl<A: AddressSpace> Mapped<A> {
                     most_bytes: budget.pinned_max(),
                 });
             }
-            let pin = |w: Word| protocol::pin(w).filter(|_| w.pinned() != first);
+            let pin = |w: PageWord| protocol::pin(w).filter(|_| w.pinned() != first);
             if region.words.try_apply(page, pin).is_some() {
                 if first {
                     region.count_pinned();
@@ -389,7 +394,7 @@ impl<A: AddressSpace> Mapped<A> {
             .start
             .until(pages.iter().find(failed).unwrap_or(pages.end));
         self.shared().scatter.wait();
-        let is_absent = |page| self.region.words.load(page).state() != State::Resident;
+        let is_absent = |page| self.region.words.load(page).state() != PageState::Resident;
         let there = match pages.iter().any(is_absent) {
             true => self.prefetch_now(range),
             false => Ok(()),

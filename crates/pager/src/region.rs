@@ -17,7 +17,7 @@ use farpage_store::{PageIndex, PageRange, PageStore};
 use farpage_vm::{Geometry, Mapping, Shard};
 use parking_lot::{Condvar, Mutex};
 
-use crate::{Advice, PageError, protocol::Words};
+use crate::{Advice, PageError, protocol::PageWords};
 
 /// Pages per chunk, the unit in which the clock hand passes over a region: eight cache lines of
 /// words.
@@ -38,7 +38,7 @@ pub(crate) struct Region {
     pub(crate) copies_in: bool,
     pub(crate) copies_out: bool,
     pub(crate) geometry: Geometry,
-    pub(crate) words: Words,
+    pub(crate) words: PageWords,
     pub(crate) store: Arc<PageStore>,
     /// Upper bound of the pages of a read-ahead window: over links that answer at once, and over
     /// slow ones. 0 and 0 switch read-ahead off.
@@ -86,7 +86,7 @@ impl Region {
             copies_in: mapping.copies_in,
             copies_out: mapping.copies_out,
             geometry,
-            words: Words::new(pages),
+            words: PageWords::new(pages),
             store,
             read_ahead,
             run_pages,

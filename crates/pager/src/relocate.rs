@@ -22,7 +22,7 @@ use crate::{
     doors::Command,
     installer::UsageCount,
     mapped::{ASK, LOOK},
-    protocol::{self, OnFailed, State},
+    protocol::{self, OnFailed, PageState},
     run::Run,
     victims::Out,
 };
@@ -121,7 +121,7 @@ impl<A: AddressSpace> Mapped<A> {
             return Ok(Relocated::Held);
         }
         // A fault that was read late, or read-ahead, may have brought the new page in.
-        if word.state() != State::Remote {
+        if word.state() != PageState::Remote {
             self.try_discard(new.alone())?;
             return Ok(Relocated::NotNow);
         }
@@ -129,10 +129,10 @@ impl<A: AddressSpace> Mapped<A> {
             return Ok(Relocated::Done(old.len()));
         }
         let outcome = match region.words.load(old.start).state() {
-            State::Resident => self.relocate_mapped(old, new),
-            State::Remote => self.relocate_remote(old.start, new),
-            State::Filling | State::Leaving => Ok(Relocated::NotNow),
-            State::Poisoned | State::Lost => self.relocate_broken(old.start, new),
+            PageState::Resident => self.relocate_mapped(old, new),
+            PageState::Remote => self.relocate_remote(old.start, new),
+            PageState::Filling | PageState::Leaving => Ok(Relocated::NotNow),
+            PageState::Poisoned | PageState::Lost => self.relocate_broken(old.start, new),
         };
         region.exit();
         outcome

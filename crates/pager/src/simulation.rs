@@ -48,7 +48,7 @@ use crate::{
     filler::Filler,
     job::Job,
     pager::Parts,
-    protocol::State,
+    protocol::PageState,
     region::{CHUNK_PAGES, Region},
     relocate::Relocated,
 };

@@ -7,7 +7,7 @@ use farpage_store::{PageIndex, PageRange};
 
 use crate::{
     ahead::Plan,
-    protocol::{self, State},
+    protocol::{self, PageState},
     region::Region,
 };
 
@@ -15,7 +15,7 @@ use crate::{
 /// the same stripe, at most `most`.
 pub(crate) fn remote(region: &Region, plan: &Plan, most: usize) -> PageRange {
     let pages = region.in_one_stripe(plan.ahead, plan.down);
-    let is_there = |page: &PageIndex| region.words.load(*page).state() != State::Remote;
+    let is_there = |page: &PageIndex| region.words.load(*page).state() != PageState::Remote;
     if plan.down {
         let start = PageIndex(pages.end.0.saturating_sub(most)).max(pages.start);
         let stop = start.until(pages.end).iter().rev().find(is_there);

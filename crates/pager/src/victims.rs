@@ -17,7 +17,7 @@ use crate::{
     frames::Frames,
     mapper::{Mapper, Runs},
     proof::Proof,
-    protocol::{self, State, Word},
+    protocol::{self, PageState, PageWord},
     region::Region,
     regions::RegionTable,
     run::Run,
@@ -100,7 +100,7 @@ impl<A: AddressSpace> Victims<A> {
         &self,
         region: &Arc<Region>,
         pages: PageRange,
-        own: impl Fn(Word) -> Option<Word> + Copy,
+        own: impl Fn(PageWord) -> Option<PageWord> + Copy,
     ) -> Out<A::Frame> {
         if !region.enter() {
             return Out::NotHere;
@@ -115,8 +115,8 @@ impl<A: AddressSpace> Victims<A> {
             region.exit();
             // A page being filled has nothing that is not in the store, until it is mapped; one
             // that leaves may.
-            let not_now =
-                word.installing() || matches!(word.state(), State::Leaving | State::Resident);
+            let not_now = word.installing()
+                || matches!(word.state(), PageState::Leaving | PageState::Resident);
             return if not_now { Out::NotNow } else { Out::NotHere };
         }
         let (taken, out) = match self.mapper.detach(region, owned) {
@@ -294,7 +294,7 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
     fn is_victim(&mut self, page: PageIndex, now: u32) -> bool {
         let words = &self.candidates.region.words;
         let word = words.load(page);
-        if word.state() != State::Resident || word.pinned() {
+        if word.state() != PageState::Resident || word.pinned() {
             return false;
         }
         self.seen += 1;

@@ -259,7 +259,7 @@ impl World {
             let done_before = rest.start.0 - pages.start;
             for page in firsts.map(|first| PageIndex(first + done_before)) {
                 if done == 0
-                    && region.words.load(page).state() == State::Filling
+                    && region.words.load(page).state() == PageState::Filling
                     && world.chance(16)
                 {
                     world.mapped.demand(page.alone());

@@ -16,7 +16,7 @@ mod owner;
 mod program;
 mod world;
 
-use farpage_pager::protocol::{State, Word};
+use farpage_pager::protocol::{PageState, PageWord};
 
 use crate::explore::{Model, Move};
 use moves::Moves;
@@ -174,8 +174,8 @@ impl Paging {
         &self,
         world: &mut World,
         page: usize,
-        owned: State,
-        transition: impl Fn(Word) -> Word,
+        owned: PageState,
+        transition: impl Fn(PageWord) -> PageWord,
     ) -> Result<bool, Harm> {
         let word = &mut world.pages[page].word;
         if word.state() != owned {
@@ -198,7 +198,7 @@ impl Model for Paging {
     fn start(&self) -> World {
         World {
             pages: [Page {
-                word: Word::default(),
+                word: PageWord::default(),
                 mapping: Mapping::Absent,
                 protected: false,
                 stored: 0,
