@@ -18,7 +18,7 @@ use crate::{
     leaving::Leaving,
     protocol::{self, OnLeft},
     region::Region,
-    run::Run,
+    run::PageRun,
     shared::Shared,
     stats::Counters,
     victims::{Out, Walk},
@@ -137,7 +137,7 @@ impl<A: AddressSpace> DirectReclaim<A> {
     }
 
     /// Settles pages that were taken out: unchanged ones are gone, the rest is handed over.
-    fn took_out(&self, region: &Arc<Region>, run: Run<A::Frame>, found_by: FoundBy) {
+    fn took_out(&self, region: &Arc<Region>, run: PageRun<A::Frame>, found_by: FoundBy) {
         let shared = &self.shared;
         let stamp = shared.victims.stamp(found_by);
         let first = run.first();

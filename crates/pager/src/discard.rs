@@ -20,7 +20,7 @@ use crate::{
     installer::UsageCount,
     mapped::{ASK, LOOK},
     protocol::{self, NEVER_LEFT, OnFailed, OnLeft, PageState},
-    run::Run,
+    run::PageRun,
     victims::Out,
 };
 
@@ -172,7 +172,7 @@ impl<A: AddressSpace> Mapped<A> {
             OnFailed::Dropped => region.store.count_left(page),
             // A thread waits for the page: it comes as zeros.
             OnFailed::MustPoison => match self.frame_for(page) {
-                Ok(frame) => self.map_zeros(Run::new(page, frame, region.page_bytes())),
+                Ok(frame) => self.map_zeros(PageRun::new(page, frame, region.page_bytes())),
                 Err(error) => {
                     (self.shared().installer).fail(region, page, error.clone());
                     outcome = Err(error);
@@ -204,17 +204,17 @@ impl<A: AddressSpace> Mapped<A> {
         }
         region.store.clear(page.alone());
         // Where the program has unmapped the addresses, the page is poisoned again.
-        self.map_zeros(Run::new(page, frame, region.page_bytes()));
+        self.map_zeros(PageRun::new(page, frame, region.page_bytes()));
         region.exit();
         Ok(Tried::Done(1))
     }
 
     /// Maps owned pages as zeros, and overwrites their frame for that.
-    pub(crate) fn map_zeros(&self, run: Run<A::Frame>) {
+    pub(crate) fn map_zeros(&self, run: PageRun<A::Frame>) {
         let (shared, region) = (self.shared(), self.region());
         let (first, mut frame) = (run.first(), run.into_frame());
         frame.as_mut().fill(0);
-        let run = Run::new(first, frame, region.page_bytes());
+        let run = PageRun::new(first, frame, region.page_bytes());
         // The store has zeros, too: nothing is lost with a page that cannot be mapped.
         let refused = |page, frame: A::Frame, os| {
             shared.frames.release(frame, region.page_bytes());

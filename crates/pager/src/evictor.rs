@@ -30,7 +30,7 @@ use crate::{
     protocol,
     region::Region,
     requests::RunRequest,
-    run::Local,
+    run::StoreFrame,
     seats::{Seats, Serve},
     shared::Shared,
     victims::{Dropped, Out, Walk},
@@ -78,7 +78,7 @@ impl<A: AddressSpace> Evictor<A> {
     pub(crate) fn new(
         shared: Arc<Shared<A>>,
         index: usize,
-        lane: Lane<Local<A::Frame>>,
+        lane: Lane<StoreFrame<A::Frame>>,
         deadline: Duration,
     ) -> Self {
         let worker = shared.shards() + index;
@@ -417,7 +417,7 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Ends a call that has returned: its frame may be what a fill waits for.
-    fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
+    fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
         self.write_backs.end_call(call);
         self.poll();
     }

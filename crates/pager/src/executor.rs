@@ -27,7 +27,7 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     filler::Filler,
-    run::Local,
+    run::StoreFrame,
     seats::{Seats, Serve},
     shared::Shared,
 };
@@ -147,7 +147,7 @@ impl<A: AddressSpace> Executor<A> {
     }
 
     /// Takes a turn of a filler after its call has returned.
-    fn go_on(&self, shard: usize, call: StoreCall<Local<A::Frame>>) -> Step<A> {
+    fn go_on(&self, shard: usize, call: StoreCall<StoreFrame<A::Frame>>) -> Step<A> {
         self.after(self.tasks.go_on(shard, call))
     }
 

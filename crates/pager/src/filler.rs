@@ -30,7 +30,7 @@ use crate::{
     prefetch_queue::PrefetchQueue,
     protocol,
     region::{Region, chunk_of, chunks_of},
-    run::Local,
+    run::StoreFrame,
     shared::Shared,
     stats::Counters,
     worker::RETRY,
@@ -64,7 +64,7 @@ impl<A: AddressSpace> Filler<A> {
     pub(crate) fn new(
         shared: Arc<Shared<A>>,
         shard: usize,
-        lane: Lane<Local<A::Frame>>,
+        lane: Lane<StoreFrame<A::Frame>>,
         inbox: Inbox,
         pace: Pace,
         deadline: Duration,
@@ -114,12 +114,12 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     /// Takes a call that the driving thread makes itself, without the filler.
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<A::Frame>>> {
         self.fills.take_call()
     }
 
     /// Takes back a call that has returned. The next turn goes on with its request.
-    pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
+    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
         self.fills.end_call(call);
     }
 

@@ -31,7 +31,7 @@ use crate::{
     protocol::{self, OnFault, PageState},
     region::Region,
     requests::{EndedRequest, RequestsInFlight, RunRequest},
-    run::{Local, Run, keep_first, pages_in},
+    run::{PageRun, StoreFrame, keep_first, pages_in},
     shared::Shared,
     stats::Counters,
     stretch,
@@ -75,12 +75,12 @@ impl RunRequest for Fill {
     }
 
     fn start<F: Frame>(
-        lane: &mut Lane<Local<F>>,
+        lane: &mut Lane<StoreFrame<F>>,
         store: &Arc<PageStore>,
         page: PageIndex,
-        frame: Local<F>,
+        frame: StoreFrame<F>,
         tag: u64,
-    ) -> Result<(), Local<F>> {
+    ) -> Result<(), StoreFrame<F>> {
         lane.fill(store, page, frame, tag)
     }
 }
@@ -112,7 +112,7 @@ pub(crate) trait FillCompletion<A: AddressSpace> {
     fn arrivals(&mut self) -> &mut Arrivals<A>;
 
     /// Takes a complete run, to map and publish it and to leave its region.
-    fn complete(&mut self, fill: Fill, run: Run<A::Frame>);
+    fn complete(&mut self, fill: Fill, run: PageRun<A::Frame>);
 
     /// Deals with an owned page that cannot be brought in. The caller leaves its region.
     fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
@@ -122,7 +122,7 @@ pub(crate) trait FillCompletion<A: AddressSpace> {
     fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
 
     /// Maps and publishes a run that is complete, and leaves its region.
-    fn map(&mut self, fill: Fill, run: Run<A::Frame>) {
+    fn map(&mut self, fill: Fill, run: PageRun<A::Frame>) {
         let Fill {
             region,
             usage,
@@ -186,7 +186,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     pub(crate) fn new(
         shared: Arc<Shared<A>>,
         worker: usize,
-        lane: Lane<Local<A::Frame>>,
+        lane: Lane<StoreFrame<A::Frame>>,
         pace: Pace,
         deadline: Duration,
         completion: L,
@@ -484,12 +484,12 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     }
 
     /// See [`RequestsInFlight::take_call`].
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<A::Frame>>> {
         self.requests.take_call()
     }
 
     /// See [`RequestsInFlight::end_call`].
-    pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
+    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
         self.requests.end_call(call);
     }
 

@@ -15,7 +15,7 @@ use crate::{
     fills::{Arrivals, Fill, FillCompletion},
     region::Region,
     requests::RunRequest,
-    run::Run,
+    run::PageRun,
     shared::Shared,
 };
 
@@ -23,7 +23,7 @@ use crate::{
 pub(crate) struct HeldBack<A: AddressSpace> {
     arrivals: Arrivals<A>,
     /// Runs, the one held back longest first.
-    runs: Vec<(Fill, Run<A::Frame>)>,
+    runs: Vec<(Fill, PageRun<A::Frame>)>,
 }
 
 impl<A: AddressSpace> HeldBack<A> {
@@ -65,7 +65,7 @@ impl<A: AddressSpace> HeldBack<A> {
 
     /// Keeps a read-ahead marker unmapped. With as many as there are streams, the oldest one is
     /// mapped: its stream has ended.
-    fn hold_back(&mut self, fill: Fill, run: Run<A::Frame>) {
+    fn hold_back(&mut self, fill: Fill, run: PageRun<A::Frame>) {
         if self.runs.len() == STREAMS {
             self.map_at(0);
         }
@@ -93,7 +93,7 @@ impl<A: AddressSpace> FillCompletion<A> for HeldBack<A> {
         &mut self.arrivals
     }
 
-    fn complete(&mut self, fill: Fill, run: Run<A::Frame>) {
+    fn complete(&mut self, fill: Fill, run: PageRun<A::Frame>) {
         if fill.marker && !fill.is_wanted() && !fill.region.is_closing() {
             self.hold_back(fill, run);
         } else {

@@ -20,7 +20,7 @@ use crate::{
     fills::{Arrivals, Fill, FillCompletion, Fills},
     pace::Pace,
     region::Region,
-    run::{Local, Run},
+    run::{PageRun, StoreFrame},
     shared::Shared,
     waker::sleep_on,
 };
@@ -40,7 +40,7 @@ impl<A: AddressSpace> InlineHandler<A> {
     pub(crate) fn new(
         shared: Arc<Shared<A>>,
         worker: usize,
-        lane: Lane<Local<A::Frame>>,
+        lane: Lane<StoreFrame<A::Frame>>,
         pace: Pace,
         deadline: Duration,
     ) -> Self {
@@ -152,7 +152,7 @@ impl<A: AddressSpace> FillCompletion<A> for Alone<A> {
         &mut self.arrivals
     }
 
-    fn complete(&mut self, fill: Fill, run: Run<A::Frame>) {
+    fn complete(&mut self, fill: Fill, run: PageRun<A::Frame>) {
         self.map(fill, run);
     }
 

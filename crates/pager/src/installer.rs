@@ -14,13 +14,13 @@ use crate::{
     PageError,
     clock::FillClock,
     crash_message::{self, CrashMessage},
-    frames::Frames,
+    frames::FrameAllocator,
     mapper::Mapper,
     proof::{Back, Proof},
     protocol::{self, OnFailed, PageState, PageWord, USAGE_MAX},
     refault::{RefaultDistances, RunRefaults},
     region::Region,
-    run::{Run, pages_in},
+    run::{PageRun, pages_in},
 };
 
 /// Usage count that a page starts with, by the reason why it is installed.
@@ -39,7 +39,7 @@ pub(crate) enum UsageCount {
 /// Publisher of pages that are, or cannot be, in memory: ends their ownership.
 pub(crate) struct Installer<A: AddressSpace> {
     pub(crate) mapper: Arc<Mapper<A>>,
-    pub(crate) frames: Arc<Frames<A>>,
+    pub(crate) frames: Arc<FrameAllocator<A>>,
     pub(crate) clock: Arc<FillClock>,
     pub(crate) proof: Arc<Proof>,
     pub(crate) refaults: RefaultDistances,
@@ -52,7 +52,7 @@ impl<A: AddressSpace> Installer<A> {
     pub(crate) fn install(
         &self,
         region: &Region,
-        mut run: Run<A::Frame>,
+        mut run: PageRun<A::Frame>,
         usage: UsageCount,
         mut refused: impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
@@ -72,7 +72,7 @@ impl<A: AddressSpace> Installer<A> {
             let mapped = pages.len() - pages_in(&frame, page_bytes);
             let first = pages.start + mapped;
             self.arrived(region, pages.start.until(first), usage);
-            let mut page = Run::new(first, frame, page_bytes);
+            let mut page = PageRun::new(first, frame, page_bytes);
             let rest = page.keep_first(1);
             self.refuse(region, page, usage, kind, &mut refused);
             match rest {
@@ -90,8 +90,8 @@ impl<A: AddressSpace> Installer<A> {
     fn install_copy(
         &self,
         region: &Region,
-        run: Run<A::Frame>,
-    ) -> Result<PageRange, Run<A::Frame>> {
+        run: PageRun<A::Frame>,
+    ) -> Result<PageRange, PageRun<A::Frame>> {
         let (page_bytes, pages) = (region.page_bytes(), run.pages());
         let Some(mut room) = self.frames.for_copy(page_bytes, run.len(), true) else {
             return Err(run);
@@ -113,7 +113,7 @@ impl<A: AddressSpace> Installer<A> {
     fn refuse(
         &self,
         region: &Region,
-        run: Run<A::Frame>,
+        run: PageRun<A::Frame>,
         usage: UsageCount,
         kind: InstallErrorKind,
         refused: &mut impl FnMut(PageIndex, A::Frame, io::Error),

@@ -29,7 +29,7 @@ use crate::{
     job::Job,
     protocol::{self, PageState, PageWord},
     region::{CHUNK_PAGES, Region},
-    run::Run,
+    run::PageRun,
     shared::Shared,
 };
 
@@ -174,7 +174,7 @@ impl<A: AddressSpace> Mapped<A> {
         // Removed while the page is ours: from the moment that it is mapped it may be lost again.
         region.found(page);
         let mut outcome = Ok(());
-        let run = Run::new(page, frame, page_bytes);
+        let run = PageRun::new(page, frame, page_bytes);
         let refused = |page, frame, _| {
             shared.frames.release(frame, page_bytes);
             outcome = Err(shared.installer.lose(region, page, lost));

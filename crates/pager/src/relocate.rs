@@ -23,7 +23,7 @@ use crate::{
     installer::UsageCount,
     mapped::{ASK, LOOK},
     protocol::{self, OnFailed, PageState},
-    run::Run,
+    run::PageRun,
     victims::Out,
 };
 
@@ -187,7 +187,7 @@ impl<A: AddressSpace> Mapped<A> {
                 shared.installer.lose(region, page, &error);
             }
         };
-        let run = Run::new(owned.start, frame, page_bytes);
+        let run = PageRun::new(owned.start, frame, page_bytes);
         (shared.installer).install(region, run, UsageCount::Unwanted, refused);
         region.exit();
         Ok(Relocated::Done(count))
@@ -237,7 +237,7 @@ impl<A: AddressSpace> Mapped<A> {
                 self.publish_remote(new);
             }
         }
-        self.map_zeros(Run::new(old, frame, region.page_bytes()));
+        self.map_zeros(PageRun::new(old, frame, region.page_bytes()));
         Ok(Relocated::Done(1))
     }
 

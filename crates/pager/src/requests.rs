@@ -17,7 +17,7 @@ use nix::poll::PollFd;
 use crate::{
     pace::Posted,
     region::Region,
-    run::{Local, Run},
+    run::{PageRun, StoreFrame},
     tags::Tags,
 };
 
@@ -29,12 +29,12 @@ pub(crate) trait RunRequest {
 
     /// Begins the request on a lane. The error gives the frame back: the lane is too busy.
     fn start<F: Frame>(
-        lane: &mut Lane<Local<F>>,
+        lane: &mut Lane<StoreFrame<F>>,
         store: &Arc<PageStore>,
         page: PageIndex,
-        frame: Local<F>,
+        frame: StoreFrame<F>,
         tag: u64,
-    ) -> Result<(), Local<F>>;
+    ) -> Result<(), StoreFrame<F>>;
 
     fn bytes(&self) -> usize {
         self.pages().len() * self.region().page_bytes()
@@ -44,7 +44,7 @@ pub(crate) trait RunRequest {
 /// Request that has ended.
 pub(crate) struct EndedRequest<T, F> {
     pub(crate) request: T,
-    pub(crate) run: Run<F>,
+    pub(crate) run: PageRun<F>,
     pub(crate) outcome: Outcome,
     /// The pages that failed, and why.
     pub(crate) failed: Vec<(PageIndex, StoreError)>,
@@ -64,18 +64,18 @@ struct PostedRequest<T> {
 
 /// Requests in flight of one worker.
 pub(crate) struct RequestsInFlight<T, F: Frame> {
-    lane: Lane<Local<F>>,
+    lane: Lane<StoreFrame<F>>,
     posted: Tags<PostedRequest<T>>,
     posted_bytes: usize,
     /// Requests that the lane was too busy to take.
     unposted: VecDeque<(T, F)>,
-    done: Vec<Done<Local<F>>>,
+    done: Vec<Done<StoreFrame<F>>>,
     /// Number of turns so far.
     turn: u64,
 }
 
 impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
-    pub(crate) fn new(lane: Lane<Local<F>>) -> Self {
+    pub(crate) fn new(lane: Lane<StoreFrame<F>>) -> Self {
         RequestsInFlight {
             lane,
             posted: Tags::default(),
@@ -109,7 +109,9 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
             posted,
             turn: self.turn,
         });
-        if let Err(Local(frame)) = T::start(&mut self.lane, &store, page, Local(frame), tag) {
+        if let Err(StoreFrame(frame)) =
+            T::start(&mut self.lane, &store, page, StoreFrame(frame), tag)
+        {
             let PostedRequest { request, .. } = self.take(tag);
             self.unposted.push_back((request, frame));
         }
@@ -167,7 +169,7 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
             posted,
             turn,
         } = self.take(tag);
-        let run = Run::new(
+        let run = PageRun::new(
             request.pages().start,
             frame.0,
             request.region().page_bytes(),
@@ -188,12 +190,12 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
     }
 
     /// Takes a call that the worker's thread makes itself, while others may drive the worker.
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<F>>> {
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<F>>> {
         self.lane.take_call()
     }
 
     /// Takes back a call that has returned.
-    pub(crate) fn end_call(&mut self, call: StoreCall<Local<F>>) {
+    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<F>>) {
         self.lane.end_call(call);
     }
 

@@ -1,9 +1,9 @@
 //! Single pages, in and out as copies: [`Scatter`]. Used where moving interrupts other threads.
 //!
 //! A copy that is mapped is new memory. A page that was taken out by copying is memory no more,
-//! while its frame stays. So both need room in the budget ([`Frames::for_copy`]), and where it has
-//! none pages move as ever. Where pages leave by moving, frames pile up, and make room when they
-//! are given up together.
+//! while its frame stays. So both need room in the budget ([`FrameAllocator::for_copy`]), and where
+//! it has none pages move as ever. Where pages leave by moving, frames pile up, and make room when
+//! they are given up together.
 //!
 //! The rule: one thread at a time takes pages out by copying, since another would unprotect the
 //! pages that it protects meanwhile.
@@ -22,15 +22,15 @@ use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 use smallvec::SmallVec;
 
 use crate::{
-    budget::Reservation,
+    budget::BudgetReservation,
     candidates::Candidates,
     costs::Costs,
-    frames::Frames,
+    frames::FrameAllocator,
     installer::{Installer, UsageCount},
     mapper::{Mapper, Scattered},
     protocol,
     region::{CHUNK_PAGES, Region, chunk_of},
-    run::Run,
+    run::PageRun,
     victims::{Victims, Walk},
 };
 
@@ -56,7 +56,7 @@ pub(crate) struct Outcome {
 /// Copying of pages in and out, where that is cheaper than moving them.
 pub(crate) struct Scatter<A: AddressSpace> {
     mapper: Arc<Mapper<A>>,
-    frames: Arc<Frames<A>>,
+    frames: Arc<FrameAllocator<A>>,
     installer: Arc<Installer<A>>,
     victims: Arc<Victims<A>>,
     costs: Costs,
@@ -71,7 +71,7 @@ pub(crate) struct Scatter<A: AddressSpace> {
 impl<A: AddressSpace> Scatter<A> {
     pub(crate) fn new(
         mapper: Arc<Mapper<A>>,
-        frames: Arc<Frames<A>>,
+        frames: Arc<FrameAllocator<A>>,
         installer: Arc<Installer<A>>,
         victims: Arc<Victims<A>>,
     ) -> Self {
@@ -116,7 +116,7 @@ impl<A: AddressSpace> Scatter<A> {
     pub(crate) fn install(
         &self,
         region: &Region,
-        run: Run<A::Frame>,
+        run: PageRun<A::Frame>,
         usage: UsageCount,
         alone: &mut u32,
         refused: impl FnMut(PageIndex, A::Frame, io::Error),
@@ -157,7 +157,7 @@ impl<A: AddressSpace> Scatter<A> {
     }
 
     /// Reserves room for a copy of one page.
-    fn room(&self, region: &Region, is_trial: bool) -> Option<Reservation<'_>> {
+    fn room(&self, region: &Region, is_trial: bool) -> Option<BudgetReservation<'_>> {
         let page_bytes = region.page_bytes();
         if region.copies_out {
             return self.frames.for_copy(page_bytes, 1, is_trial);
@@ -217,7 +217,7 @@ impl<A: AddressSpace> Scatter<A> {
     pub(crate) fn take_out(
         &self,
         candidates: Candidates,
-        mut taken_out: impl FnMut(Run<A::Frame>),
+        mut taken_out: impl FnMut(PageRun<A::Frame>),
     ) -> Option<Outcome> {
         let region = candidates.region.clone();
         let turn = self.try_turn();
@@ -261,7 +261,7 @@ impl<A: AddressSpace> Scatter<A> {
         outcome.any = !out.is_empty();
         for (page, frame) in out {
             region.enter_again();
-            taken_out(Run::new(page, frame, page_bytes));
+            taken_out(PageRun::new(page, frame, page_bytes));
         }
         region.exit();
         Some(outcome)

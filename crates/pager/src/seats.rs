@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 
 use crate::{
     doors::Doors,
-    run::Local,
+    run::StoreFrame,
     waker::{WorkerWaker, sleep_on},
     worker,
 };
@@ -71,7 +71,7 @@ impl Seats {
     }
 
     /// Makes a call on the seat's thread. Returns whether the seat is still this thread's.
-    pub(crate) fn make<F: Frame>(&self, seat: usize, call: &mut StoreCall<Local<F>>) -> bool {
+    pub(crate) fn make<F: Frame>(&self, seat: usize, call: &mut StoreCall<StoreFrame<F>>) -> bool {
         // Unique among the seat's calls: replacing a thread takes longer than a tick.
         let since_ns = self.now_ns();
         self.inside_ns[seat].store(since_ns, Ordering::Release);

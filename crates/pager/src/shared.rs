@@ -8,15 +8,15 @@ use crossbeam_utils::CachePadded;
 use farpage_vm::AddressSpace;
 
 use crate::{
-    budget::Budget, clock::FillClock, crash_message::CrashMessage, doors::Doors, frames::Frames,
-    hand_over::HandOver, installer::Installer, job::Jobs, mapper::Mapper, proof::Proof,
-    refault::RefaultDistances, regions::RegionTable, scatter::Scatter, stats::Counters,
-    unwritten::Unwritten, victims::Victims,
+    budget::Budget, clock::FillClock, crash_message::CrashMessage, doors::Doors,
+    frames::FrameAllocator, hand_over::HandOver, installer::Installer, job::Jobs, mapper::Mapper,
+    proof::Proof, refault::RefaultDistances, regions::RegionTable, scatter::Scatter,
+    stats::Counters, unwritten::Unwritten, victims::Victims,
 };
 
 pub(crate) struct Shared<A: AddressSpace> {
     pub(crate) mapper: Arc<Mapper<A>>,
-    pub(crate) frames: Arc<Frames<A>>,
+    pub(crate) frames: Arc<FrameAllocator<A>>,
     pub(crate) regions: Arc<RegionTable>,
     pub(crate) doors: Arc<Doors>,
     pub(crate) installer: Arc<Installer<A>>,
@@ -49,7 +49,7 @@ impl<A: AddressSpace> Shared<A> {
         let proof = Arc::new(Proof::new(clock.budget_ticks()));
         let regions = Arc::new(RegionTable::default());
         let mapper = Arc::new(Mapper::new(space));
-        let frames = Arc::new(Frames::new(mapper.clone(), doors.clone(), budget));
+        let frames = Arc::new(FrameAllocator::new(mapper.clone(), doors.clone(), budget));
         let installer = Arc::new(Installer {
             mapper: mapper.clone(),
             frames: frames.clone(),

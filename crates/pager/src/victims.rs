@@ -14,19 +14,19 @@ use crate::{
     clock::FillClock,
     clock_hand::ClockHand,
     drop_behind::DropBehind,
-    frames::Frames,
+    frames::FrameAllocator,
     mapper::{Mapper, Runs},
     proof::Proof,
     protocol::{self, PageState, PageWord},
     region::Region,
     regions::RegionTable,
-    run::Run,
+    run::PageRun,
 };
 
 /// Outcome of trying to take out the leading ones of some pages.
 pub(crate) enum Out<F> {
     /// Run that the caller owns, as `Leaving`; its region has been entered.
-    Taken(Run<F>),
+    Taken(PageRun<F>),
     /// The first page has another owner.
     NotNow,
     /// The kernel does not give the first page.
@@ -47,7 +47,7 @@ pub(crate) struct Dropped {
 /// Pages of all regions, as far as they may leave.
 pub(crate) struct Victims<A: AddressSpace> {
     mapper: Arc<Mapper<A>>,
-    frames: Arc<Frames<A>>,
+    frames: Arc<FrameAllocator<A>>,
     regions: Arc<RegionTable>,
     clock: Arc<FillClock>,
     proof: Arc<Proof>,
@@ -58,7 +58,7 @@ pub(crate) struct Victims<A: AddressSpace> {
 impl<A: AddressSpace> Victims<A> {
     pub(crate) fn new(
         mapper: Arc<Mapper<A>>,
-        frames: Arc<Frames<A>>,
+        frames: Arc<FrameAllocator<A>>,
         regions: Arc<RegionTable>,
         clock: Arc<FillClock>,
         proof: Arc<Proof>,

@@ -25,7 +25,7 @@ use crate::{
     protocol::{self, OnLeft},
     region::Region,
     requests::{EndedRequest, RequestsInFlight, RunRequest},
-    run::{Local, Run},
+    run::{PageRun, StoreFrame},
     shared::Shared,
     stats::Counters,
 };
@@ -60,7 +60,11 @@ pub(crate) struct WriteBacks<A: AddressSpace> {
 }
 
 impl<A: AddressSpace> WriteBacks<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize, lane: Lane<Local<A::Frame>>) -> Self {
+    pub(crate) fn new(
+        shared: Arc<Shared<A>>,
+        worker: usize,
+        lane: Lane<StoreFrame<A::Frame>>,
+    ) -> Self {
         WriteBacks {
             shared,
             worker,
@@ -87,7 +91,7 @@ impl<A: AddressSpace> WriteBacks<A> {
     pub(crate) fn add(
         &mut self,
         region: &Arc<Region>,
-        run: Run<A::Frame>,
+        run: PageRun<A::Frame>,
         job: Option<&Arc<Job>>,
         found_by: FoundBy,
     ) {
@@ -151,12 +155,12 @@ impl<A: AddressSpace> WriteBacks<A> {
     }
 
     /// See [`RequestsInFlight::take_call`].
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<A::Frame>>> {
         self.requests.take_call()
     }
 
     /// See [`RequestsInFlight::end_call`].
-    pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
+    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
         self.requests.end_call(call);
     }
 
@@ -259,7 +263,7 @@ impl<A: AddressSpace> WriteBacks<A> {
     fn map_again(
         &self,
         region: &Arc<Region>,
-        run: Run<A::Frame>,
+        run: PageRun<A::Frame>,
         written: bool,
         failure: impl Fn(PageIndex) -> Option<PageError>,
     ) -> Option<PageError> {

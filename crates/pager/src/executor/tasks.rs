@@ -24,7 +24,7 @@ use nix::{
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
-use crate::{filler::Filler, run::Local, shared::Shared, waker::WorkerWaker, worker::RETRY};
+use crate::{filler::Filler, run::StoreFrame, shared::Shared, waker::WorkerWaker, worker::RETRY};
 
 /// Number of attempts at a filler's lock before its handler sleeps: as long as a turn takes that
 /// brings one page in.
@@ -71,7 +71,7 @@ pub(super) type Dues = SmallVec<[Due; 4]>;
 /// Consequence of a turn of a filler.
 pub(super) enum Step<A: AddressSpace> {
     /// Call to be made without the filler, which then goes on.
-    Call(StoreCall<Local<A::Frame>>),
+    Call(StoreCall<StoreFrame<A::Frame>>),
     /// End of the turn. `again`: the next turn may find something to do at once.
     Done { again: bool },
 }
@@ -113,7 +113,7 @@ impl<A: AddressSpace> FillerTasks<A> {
     }
 
     /// Takes a turn of a filler after its call has returned.
-    pub(super) fn go_on(&self, shard: usize, call: StoreCall<Local<A::Frame>>) -> Turn<A> {
+    pub(super) fn go_on(&self, shard: usize, call: StoreCall<StoreFrame<A::Frame>>) -> Turn<A> {
         let task = &self.all[shard];
         let mut filler = task.lock();
         filler.end_call(call);

@@ -15,7 +15,10 @@ struct Puppet<'a> {
     dues: Dues,
     asleep: Option<Option<Instant>>,
     /// Call of a store that the handler is in, and the shard whose filler's turn has led to it.
-    call: Option<(usize, StoreCall<Local<<SimSpace as AddressSpace>::Frame>>)>,
+    call: Option<(
+        usize,
+        StoreCall<StoreFrame<<SimSpace as AddressSpace>::Frame>>,
+    )>,
 }
 
 impl Puppet<'_> {
