@@ -19,9 +19,9 @@ use crate::{
     protocol::{self, OnLeft},
     region::Region,
     run::PageRun,
-    shared::Shared,
+    shared::SharedParts,
     stats::Counters,
-    victims::{Out, Walk},
+    victims::{DetachOutcome, Walk},
 };
 
 /// Number of chunks whose victims one call looks at; some chunks have none.
@@ -29,12 +29,12 @@ const CHUNKS_PER_CALL: usize = 4;
 
 /// Eviction by one thread for its own faults.
 pub(crate) struct DirectReclaim<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     worker: usize,
 }
 
 impl<A: AddressSpace> DirectReclaim<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, worker: usize) -> Self {
         DirectReclaim { shared, worker }
     }
 
@@ -125,13 +125,13 @@ impl<A: AddressSpace> DirectReclaim<A> {
     /// Takes as many of the leading ones of `pages` out as go together. Returns how many.
     fn move_run_out(&self, region: &Arc<Region>, pages: PageRange, found_by: FoundBy) -> usize {
         match self.shared.victims.take_out(region, pages, protocol::leave) {
-            Out::Taken(run) => {
+            DetachOutcome::Taken(run) => {
                 let taken = run.len();
                 self.took_out(region, run, found_by);
                 return taken;
             }
-            Out::Refused(_) => self.counters().failed_evictions.bump(),
-            Out::NotNow | Out::NotHere => {}
+            DetachOutcome::Refused(_) => self.counters().failed_evictions.bump(),
+            DetachOutcome::NotNow | DetachOutcome::NotHere => {}
         }
         0
     }

@@ -18,7 +18,7 @@ use farpage_store::{PageIndex, PageRange};
 use farpage_vm::Shard;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use crate::{PageError, ahead::Plan, budget::Budget, region::Region, waker::WorkerWaker};
+use crate::{PageError, ahead::ReadAhead, budget::Budget, region::Region, waker::WorkerWaker};
 
 /// Upper bound of the asks that a filler takes at once: more than it works off while its core is
 /// taken from it.
@@ -50,7 +50,7 @@ pub(crate) enum Command {
 #[derive(Debug)]
 pub(crate) enum Ask {
     /// Read these pages ahead.
-    Ahead(Arc<Region>, Plan),
+    Ahead(Arc<Region>, ReadAhead),
     /// Serve the fault at this address.
     Fault(Arc<Region>, usize),
 }
@@ -79,7 +79,7 @@ pub(crate) struct FillerDoor {
 
 /// Receiving end of a filler's door.
 #[derive(Debug)]
-pub(crate) struct Inbox {
+pub(crate) struct FillerInbox {
     pub(crate) mail: Receiver<Command>,
     pub(crate) asks: Receiver<Ask>,
 }
@@ -189,7 +189,7 @@ impl Doors {
 }
 
 impl FillerDoor {
-    pub(crate) fn new() -> io::Result<(FillerDoor, Inbox)> {
+    pub(crate) fn new() -> io::Result<(FillerDoor, FillerInbox)> {
         let (sender, mail) = crossbeam_channel::unbounded();
         let (asks_sender, asks) = crossbeam_channel::bounded(ASKS_MAX);
         let door = FillerDoor {
@@ -197,6 +197,6 @@ impl FillerDoor {
             mail: sender,
             asks: asks_sender,
         };
-        Ok((door, Inbox { mail, asks }))
+        Ok((door, FillerInbox { mail, asks }))
     }
 }

@@ -32,8 +32,8 @@ use crate::{
     requests::RunRequest,
     run::StoreFrame,
     seats::{Seats, Serve},
-    shared::Shared,
-    victims::{Dropped, Out, Walk},
+    shared::SharedParts,
+    victims::{DetachOutcome, Dropped, Walk},
     worker::RETRY,
     write_backs::WriteBacks,
 };
@@ -44,7 +44,7 @@ const CHUNKS_PER_TURN: usize = 256;
 const BACKOFF: Duration = Duration::from_millis(20);
 
 pub(crate) struct Evictor<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     /// Number of the worker, behind the fillers'.
     worker: usize,
     index: usize,
@@ -76,7 +76,7 @@ enum Begun {
 
 impl<A: AddressSpace> Evictor<A> {
     pub(crate) fn new(
-        shared: Arc<Shared<A>>,
+        shared: Arc<SharedParts<A>>,
         index: usize,
         lane: Lane<StoreFrame<A::Frame>>,
         deadline: Duration,
@@ -300,15 +300,15 @@ impl<A: AddressSpace> Evictor<A> {
         };
         let first = pages.start;
         match self.shared.victims.take_out(region, pages, own) {
-            Out::Taken(run) => {
+            DetachOutcome::Taken(run) => {
                 let pages = run.len();
                 self.write_backs.add(region, run, job, found_by);
                 region.exit();
                 (pages, Begun::Yes)
             }
-            Out::NotHere => (1, Begun::NotHere),
-            Out::NotNow => (1, Begun::NotNow(None)),
-            Out::Refused(error) => {
+            DetachOutcome::NotHere => (1, Begun::NotHere),
+            DetachOutcome::NotNow => (1, Begun::NotNow(None)),
+            DetachOutcome::Refused(error) => {
                 self.shared.counters[self.worker].failed_evictions.bump();
                 (1, Begun::NotNow(Some(refused(region, first, error))))
             }

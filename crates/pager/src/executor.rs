@@ -29,13 +29,13 @@ use crate::{
     filler::Filler,
     run::StoreFrame,
     seats::{Seats, Serve},
-    shared::Shared,
+    shared::SharedParts,
 };
 use cpu::Affinity;
 pub(crate) use cpu::cpus;
 use handlers::Handlers;
 use poll_set::PollSet;
-use tasks::{Due, Dues, FillerTasks, Step, Turn};
+use tasks::{Due, Dues, FillerTasks, Turn, TurnOutcome};
 
 /// Fillers of a runtime, and the threads that drive them.
 pub(crate) struct Executor<A: AddressSpace> {
@@ -47,7 +47,7 @@ pub(crate) struct Executor<A: AddressSpace> {
 
 /// Work that a turn of a handler has left behind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Left {
+enum WorkLeft {
     Nothing,
     /// The next turn may find something to do at once.
     Something,
@@ -58,7 +58,7 @@ enum Left {
 impl<A: AddressSpace> Executor<A> {
     /// Makes an executor of all fillers, and a handler for each of these CPUs.
     pub(crate) fn new(
-        shared: &Arc<Shared<A>>,
+        shared: &Arc<SharedParts<A>>,
         fillers: Vec<Filler<A>>,
         cpus: &[usize],
         seats: &Arc<Seats>,
@@ -92,9 +92,9 @@ impl<A: AddressSpace> Executor<A> {
             let mut again = Dues::new();
             for due in dues.drain(..) {
                 match self.drive(number, due) {
-                    Left::Nothing => {}
-                    Left::Something => again.push(Due::all(due.shard)),
-                    Left::NoSeat => return,
+                    WorkLeft::Nothing => {}
+                    WorkLeft::Something => again.push(Due::all(due.shard)),
+                    WorkLeft::NoSeat => return,
                 }
             }
             dues = again;
@@ -120,12 +120,12 @@ impl<A: AddressSpace> Executor<A> {
     }
 
     /// Takes a turn of a filler, and makes the calls of users' stores that this leads to.
-    fn drive(&self, number: usize, due: Due) -> Left {
+    fn drive(&self, number: usize, due: Due) -> WorkLeft {
         let mut has_seat = true;
         let mut step = self.begin(due);
         loop {
             match step {
-                Step::Call(mut call) => {
+                TurnOutcome::Call(mut call) => {
                     if has_seat {
                         has_seat = self.seats.make(number, &mut call);
                     } else {
@@ -133,26 +133,26 @@ impl<A: AddressSpace> Executor<A> {
                     }
                     step = self.go_on(due.shard, call);
                 }
-                Step::Done { again: true } if has_seat => return Left::Something,
-                Step::Done { again: true } => step = self.begin(Due::all(due.shard)),
-                Step::Done { again: false } if has_seat => return Left::Nothing,
-                Step::Done { again: false } => return Left::NoSeat,
+                TurnOutcome::Done { again: true } if has_seat => return WorkLeft::Something,
+                TurnOutcome::Done { again: true } => step = self.begin(Due::all(due.shard)),
+                TurnOutcome::Done { again: false } if has_seat => return WorkLeft::Nothing,
+                TurnOutcome::Done { again: false } => return WorkLeft::NoSeat,
             }
         }
     }
 
     /// Takes a turn of a filler.
-    fn begin(&self, due: Due) -> Step<A> {
+    fn begin(&self, due: Due) -> TurnOutcome<A> {
         self.after(self.tasks.begin(due))
     }
 
     /// Takes a turn of a filler after its call has returned.
-    fn go_on(&self, shard: usize, call: StoreCall<StoreFrame<A::Frame>>) -> Step<A> {
+    fn go_on(&self, shard: usize, call: StoreCall<StoreFrame<A::Frame>>) -> TurnOutcome<A> {
         self.after(self.tasks.go_on(shard, call))
     }
 
     /// Ends a turn. The filler's lock is free again: there is time to look for the CPU of a fault.
-    fn after(&self, turn: Turn<A>) -> Step<A> {
+    fn after(&self, turn: Turn<A>) -> TurnOutcome<A> {
         if let Some(thread) = turn.faulted {
             self.handlers.look_for(thread);
         }

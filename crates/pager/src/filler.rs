@@ -21,8 +21,8 @@ use nix::poll::PollFd;
 
 use crate::{
     PageError,
-    ahead::Plan,
-    doors::{Ask, Command, Inbox},
+    ahead::ReadAhead,
+    doors::{Ask, Command, FillerInbox},
     fills::{FillCompletion, Fills},
     held_back::HeldBack,
     in_thread::InThread,
@@ -31,7 +31,7 @@ use crate::{
     protocol,
     region::{Region, chunk_of, chunks_of},
     run::StoreFrame,
-    shared::Shared,
+    shared::SharedParts,
     stats::Counters,
     worker::RETRY,
 };
@@ -41,9 +41,9 @@ use crate::{
 const SAMPLED: u32 = 64;
 
 pub(crate) struct Filler<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     shard: Shard,
-    inbox: Inbox,
+    inbox: FillerInbox,
     deadline: Duration,
     fills: Fills<A, HeldBack<A>>,
     prefetch_queue: PrefetchQueue<A>,
@@ -62,10 +62,10 @@ pub(crate) struct Filler<A: AddressSpace> {
 impl<A: AddressSpace> Filler<A> {
     /// Makes the filler of `shard`, which is its number among the workers, too.
     pub(crate) fn new(
-        shared: Arc<Shared<A>>,
+        shared: Arc<SharedParts<A>>,
         shard: usize,
         lane: Lane<StoreFrame<A::Frame>>,
-        inbox: Inbox,
+        inbox: FillerInbox,
         pace: Pace,
         deadline: Duration,
         in_thread: Option<Arc<InThread<A>>>,
@@ -261,7 +261,7 @@ impl<A: AddressSpace> Filler<A> {
             any = true;
             match command {
                 Command::Prefetch(region, pages) => {
-                    self.prefetch_queue.add(region, Plan::up(pages), false);
+                    self.prefetch_queue.add(region, ReadAhead::up(pages), false);
                 }
                 Command::Demand(region, pages, taken_on) => {
                     let (mapper, shard) = (&self.shared.mapper, self.shard);
@@ -290,7 +290,7 @@ impl<A: AddressSpace> Filler<A> {
         }
         let wanted = region.words.load(page).wanted();
         if wanted && error.may_retry() && since.elapsed() < self.deadline {
-            self.fills.begin(region, page, Plan::NONE);
+            self.fills.begin(region, page, ReadAhead::NONE);
         } else {
             self.fills.completion.fail(&region, page, error);
             region.exit();

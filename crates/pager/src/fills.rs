@@ -25,14 +25,14 @@ use nix::poll::PollFd;
 
 use crate::{
     Advice, PageError,
-    ahead::{Plan, Streams},
+    ahead::{ReadAhead, Streams},
     installer::UsageCount,
     pace::Pace,
     protocol::{self, OnFault, PageState},
     region::Region,
     requests::{EndedRequest, RequestsInFlight, RunRequest},
     run::{PageRun, StoreFrame, keep_first, pages_in},
-    shared::Shared,
+    shared::SharedParts,
     stats::Counters,
     stretch,
 };
@@ -87,14 +87,14 @@ impl RunRequest for Fill {
 
 /// Parts that a worker needs to map runs that it has brought in.
 pub(crate) struct Arrivals<A: AddressSpace> {
-    pub(crate) shared: Arc<Shared<A>>,
+    pub(crate) shared: Arc<SharedParts<A>>,
     pub(crate) worker: usize,
     /// Number of pages that were mapped by themselves.
     mapped_alone: u32,
 }
 
 impl<A: AddressSpace> Arrivals<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, worker: usize) -> Self {
         Arrivals {
             shared,
             worker,
@@ -161,16 +161,16 @@ pub(crate) trait FillCompletion<A: AddressSpace> {
 
 /// Page that is owned as `Filling` and waits for a frame. Its region has been entered.
 #[derive(Debug)]
-struct Waiting {
+struct PendingFill {
     region: Arc<Region>,
     page: PageIndex,
     /// Pages next to `page` that are expected to be wanted soon.
-    with: Plan,
+    with: ReadAhead,
 }
 
 /// Fills of one worker.
 pub(crate) struct Fills<A: AddressSpace, L> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     /// The worker's number.
     worker: usize,
     deadline: Duration,
@@ -178,13 +178,13 @@ pub(crate) struct Fills<A: AddressSpace, L> {
     pace: Pace,
     requests: RequestsInFlight<Fill, A::Frame>,
     /// Pages that wait for a frame, in the order of their faults, and since when.
-    backlog: VecDeque<(Waiting, Since)>,
+    backlog: VecDeque<(PendingFill, Since)>,
     pub(crate) completion: L,
 }
 
 impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     pub(crate) fn new(
-        shared: Arc<Shared<A>>,
+        shared: Arc<SharedParts<A>>,
         worker: usize,
         lane: Lane<StoreFrame<A::Frame>>,
         pace: Pace,
@@ -214,7 +214,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         region: &Arc<Region>,
         page: PageIndex,
         address: usize,
-    ) -> Plan {
+    ) -> ReadAhead {
         let on_fault = region.words.apply(page, protocol::fault);
         let mut plan = self.plan(region, page, on_fault == OnFault::Fill);
         match on_fault {
@@ -257,7 +257,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
             };
             match on_fault {
                 OnFault::Fill => {
-                    let with = Plan::up(page.until(pages.end));
+                    let with = ReadAhead::up(page.until(pages.end));
                     page = self.begin(region.clone(), at, with).end;
                 }
                 OnFault::Noted => self.on_noted(region, at),
@@ -289,13 +289,13 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
                     }
                     Err(DetachError::Absent) => {
                         shared.frames.budget().lose(region.page_bytes());
-                        self.begin(region.clone(), page, Plan::NONE);
+                        self.begin(region.clone(), page, ReadAhead::NONE);
                         return;
                     }
                     Err(_) => (shared.installer).publish(region, page.alone(), UsageCount::Refault),
                 }
             } else if region.words.try_apply(page, protocol::heal).is_some() {
-                self.begin(region.clone(), page, Plan::NONE);
+                self.begin(region.clone(), page, ReadAhead::NONE);
                 return;
             } else if region.words.try_apply(page, protocol::taken_up).is_some() {
                 // The program has dropped the poison. The page's bytes are as lost as before.
@@ -312,17 +312,17 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     }
 
     /// Plans the read-ahead after a fault. `missed`: the page was not on its way.
-    fn plan(&mut self, region: &Arc<Region>, page: PageIndex, missed: bool) -> Plan {
+    fn plan(&mut self, region: &Arc<Region>, page: PageIndex, missed: bool) -> ReadAhead {
         let advice = region.advice();
         if advice == Advice::Random {
-            return Plan::NONE;
+            return ReadAhead::NONE;
         }
         let eager = advice == Advice::Sequential;
         let limit = self.window_pages(region);
         let (mut plan, passed) = self.streams.fault(region.id, page, limit, eager, missed);
         plan.ahead.end = plan.ahead.end.min(PageIndex(region.pages()));
         if plan.ahead.is_empty() && missed && limit > 0 {
-            plan = Plan::up(self.blank_behind(region, page));
+            plan = ReadAhead::up(self.blank_behind(region, page));
             self.streams.came_along(plan.ahead);
         }
         if !passed.is_empty() {
@@ -342,7 +342,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         if is_written(&page) || !budget.is_ample((1 + behind.len()) * region.page_bytes()) {
             return PageRange::NONE;
         }
-        let behind = stretch::remote(region, &Plan::up(behind), run_pages);
+        let behind = stretch::remote(region, &ReadAhead::up(behind), run_pages);
         let end = behind.iter().find(is_written).unwrap_or(behind.end);
         behind.start.until(end)
     }
@@ -367,8 +367,13 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
 
     /// Starts to fill an owned page that a thread waits for, together with remote pages of `with`
     /// next to it. Returns the pages that are filled.
-    pub(crate) fn begin(&mut self, region: Arc<Region>, page: PageIndex, with: Plan) -> PageRange {
-        let mut waiting = Waiting { region, page, with };
+    pub(crate) fn begin(
+        &mut self,
+        region: Arc<Region>,
+        page: PageIndex,
+        with: ReadAhead,
+    ) -> PageRange {
+        let mut waiting = PendingFill { region, page, with };
         // Serves fills in the order of their arrival.
         if self.backlog.is_empty() {
             match self.try_begin(waiting) {
@@ -385,8 +390,8 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         page.alone()
     }
 
-    fn try_begin(&mut self, waiting: Waiting) -> Result<PageRange, Waiting> {
-        let Waiting { region, page, with } = &waiting;
+    fn try_begin(&mut self, waiting: PendingFill) -> Result<PageRange, PendingFill> {
+        let PendingFill { region, page, with } = &waiting;
         let page = *page;
         let page_bytes = region.page_bytes();
         // The run has the page itself, too.
@@ -462,7 +467,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     }
 
     /// Fails a fill that found no frame for too long.
-    fn starve(&mut self, waiting: Waiting, since: Since) {
+    fn starve(&mut self, waiting: PendingFill, since: Since) {
         let error = PageError::NoFrame {
             region: waiting.region.label(),
             page: waiting.page.number(),

@@ -36,13 +36,13 @@ const RUNS_PER_CALL: usize = 64;
 const RUNS_MAX: usize = 4 * RUNS_PER_CALL;
 
 /// Run that waits, and its frame.
-type Waiting<F> = (Leaving, F);
+type PendingWriteBack<F> = (Leaving, F);
 
 /// Runs that evictors shall write back.
 pub(crate) struct HandOver<F> {
     doors: Arc<Doors>,
-    sender: Sender<Waiting<F>>,
-    receiver: Receiver<Waiting<F>>,
+    sender: Sender<PendingWriteBack<F>>,
+    receiver: Receiver<PendingWriteBack<F>>,
     /// True if a thread may wait for one of the runs.
     is_wanted: AtomicBool,
     began: Instant,
@@ -76,7 +76,7 @@ impl<F> HandOver<F> {
     }
 
     /// Puts a run where evictors find it. The error gives it back: there is no room.
-    pub(crate) fn offer(&self, leaving: Leaving, frame: F) -> Result<(), Waiting<F>> {
+    pub(crate) fn offer(&self, leaving: Leaving, frame: F) -> Result<(), PendingWriteBack<F>> {
         let (region, pages) = (leaving.region.clone(), leaving.pages);
         let sent = self.sender.try_send((leaving, frame));
         sent.map_err(TrySendError::into_inner)?;
@@ -105,7 +105,7 @@ impl<F> HandOver<F> {
     }
 
     /// Takes the next run that waits.
-    pub(crate) fn take(&self) -> Option<Waiting<F>> {
+    pub(crate) fn take(&self) -> Option<PendingWriteBack<F>> {
         self.receiver.try_recv().ok()
     }
 

@@ -16,7 +16,7 @@ use crate::{
     region::Region,
     requests::RunRequest,
     run::PageRun,
-    shared::Shared,
+    shared::SharedParts,
 };
 
 /// Runs that are complete and not mapped.
@@ -27,7 +27,7 @@ pub(crate) struct HeldBack<A: AddressSpace> {
 }
 
 impl<A: AddressSpace> HeldBack<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, worker: usize) -> Self {
         HeldBack {
             arrivals: Arrivals::new(shared, worker),
             runs: Vec::new(),

@@ -37,7 +37,7 @@ use crate::{
     inline_handler::InlineHandler,
     protocol::{self, PageState},
     region::Region,
-    shared::Shared,
+    shared::SharedParts,
 };
 
 /// Number of times that a thread yields its core before it sleeps: the owner of the page is mostly
@@ -53,7 +53,7 @@ const ASK_AGAIN: u32 = 64;
 
 /// Inline handlers that the program's threads run.
 pub struct InThread<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     /// Inline handlers; a signal handler only ever tries their locks and never waits.
     handlers: Vec<CachePadded<Mutex<InlineHandler<A>>>>,
 }
@@ -61,7 +61,7 @@ pub struct InThread<A: AddressSpace> {
 impl<A: AddressSpace> InThread<A> {
     /// Makes the service of faults. Serves as many threads at once as there are inline handlers;
     /// more wait.
-    pub(crate) fn new(shared: Arc<Shared<A>>, handlers: Vec<InlineHandler<A>>) -> Self {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, handlers: Vec<InlineHandler<A>>) -> Self {
         let handlers = handlers
             .into_iter()
             .map(|handler| CachePadded::new(Mutex::new(handler)))

@@ -14,14 +14,14 @@ use smallvec::SmallVec;
 
 use crate::{
     PageError,
-    ahead::Plan,
+    ahead::ReadAhead,
     direct_reclaim::DirectReclaim,
     doors::{Ask, Command},
     fills::{Arrivals, Fill, FillCompletion, Fills},
     pace::Pace,
     region::Region,
     run::{PageRun, StoreFrame},
-    shared::Shared,
+    shared::SharedParts,
     waker::sleep_on,
 };
 
@@ -30,26 +30,26 @@ const NAP: Duration = Duration::from_micros(50);
 
 /// Worker that serves one fault at a time in the thread that raised it.
 pub(crate) struct InlineHandler<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     worker: usize,
-    fills: Fills<A, Alone<A>>,
+    fills: Fills<A, InlineCompletion<A>>,
     direct_reclaim: DirectReclaim<A>,
 }
 
 impl<A: AddressSpace> InlineHandler<A> {
     pub(crate) fn new(
-        shared: Arc<Shared<A>>,
+        shared: Arc<SharedParts<A>>,
         worker: usize,
         lane: Lane<StoreFrame<A::Frame>>,
         pace: Pace,
         deadline: Duration,
     ) -> Self {
-        let alone = Alone {
+        let completion = InlineCompletion {
             arrivals: Arrivals::new(shared.clone(), worker),
             since: Since::now(),
         };
         InlineHandler {
-            fills: Fills::new(shared.clone(), worker, lane, pace, deadline, alone),
+            fills: Fills::new(shared.clone(), worker, lane, pace, deadline, completion),
             direct_reclaim: DirectReclaim::new(shared.clone(), worker),
             shared,
             worker,
@@ -76,7 +76,7 @@ impl<A: AddressSpace> InlineHandler<A> {
         region: &Arc<Region>,
         page: PageIndex,
         address: usize,
-    ) -> Option<Plan> {
+    ) -> Option<ReadAhead> {
         if !region.enter() {
             return None;
         }
@@ -88,7 +88,7 @@ impl<A: AddressSpace> InlineHandler<A> {
     }
 
     /// Ends the service of a fault: asks the page's filler to read ahead.
-    pub(crate) fn end_serving(&self, region: &Arc<Region>, page: PageIndex, plan: Plan) {
+    pub(crate) fn end_serving(&self, region: &Arc<Region>, page: PageIndex, plan: ReadAhead) {
         if !plan.ahead.is_empty() {
             let shard = self.shared.mapper.shard_of(region, page);
             let ask = Ask::Ahead(region.clone(), plan);
@@ -132,13 +132,13 @@ impl<A: AddressSpace> InlineHandler<A> {
 }
 
 /// Completion of an inline handler's fills.
-struct Alone<A: AddressSpace> {
+struct InlineCompletion<A: AddressSpace> {
     arrivals: Arrivals<A>,
     /// Time when the fault was taken on.
     since: Since,
 }
 
-impl<A: AddressSpace> Alone<A> {
+impl<A: AddressSpace> InlineCompletion<A> {
     /// Gives an owned page to its filler.
     fn give(&self, region: &Arc<Region>, page: PageIndex, command: Command) {
         region.enter_again();
@@ -147,7 +147,7 @@ impl<A: AddressSpace> Alone<A> {
     }
 }
 
-impl<A: AddressSpace> FillCompletion<A> for Alone<A> {
+impl<A: AddressSpace> FillCompletion<A> for InlineCompletion<A> {
     fn arrivals(&mut self) -> &mut Arrivals<A> {
         &mut self.arrivals
     }

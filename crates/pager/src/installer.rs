@@ -16,7 +16,7 @@ use crate::{
     crash_message::{self, CrashMessage},
     frames::FrameAllocator,
     mapper::Mapper,
-    proof::{Back, Proof},
+    proof::{Proof, RefaultBytes},
     protocol::{self, OnFailed, PageState, PageWord, USAGE_MAX},
     refault::{RefaultDistances, RunRefaults},
     region::Region,
@@ -165,7 +165,7 @@ impl<A: AddressSpace> Installer<A> {
         let page_bytes = region.page_bytes();
         let now = self.clock.tick(page_bytes * pages.len());
         let mut noted: Option<PageRange> = None;
-        let (mut back, mut refaults) = (Back::default(), RunRefaults::default());
+        let (mut back, mut refaults) = (RefaultBytes::default(), RunRefaults::default());
         for page in pages {
             let before = region.words.apply(page, |w| {
                 let count = match usage {

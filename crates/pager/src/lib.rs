@@ -82,7 +82,7 @@ mod write_backs;
 
 pub use error::{FORKED, FlushError, MapError, PageError, PinError, StartError};
 pub use in_thread::InThread;
-pub use mapped::Mapped;
+pub use mapped::MappedRegion;
 pub use options::{Advice, PagerOptions, RegionOptions};
 pub use pager::Pager;
 pub use stats::PagerStats;

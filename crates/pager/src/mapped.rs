@@ -1,10 +1,10 @@
-//! A region as the program holds it: [`Mapped`].
+//! A region as the program holds it: [`MappedRegion`].
 //!
 //! The rule: the program's calls only ask and wait. Pages are moved by fillers and evictors;
 //! nothing here owns a page, except when a closing region is given up in [`Drop`], and where the
-//! program gives up what pages hold (`discard.rs`). A call holds signals back ([`Mapped::enter`])
-//! and lets them in only where it waits and holds nothing: a handler of the program may touch an
-//! absent page, which a worker must be able to serve.
+//! program gives up what pages hold (`discard.rs`). A call holds signals back
+//! ([`MappedRegion::enter`]) and lets them in only where it waits and holds nothing: a handler of
+//! the program may touch an absent page, which a worker must be able to serve.
 
 use std::{
     fmt, mem,
@@ -30,23 +30,23 @@ use crate::{
     protocol::{self, PageState, PageWord},
     region::{CHUNK_PAGES, Region},
     run::PageRun,
-    shared::Shared,
+    shared::SharedParts,
 };
 
 /// Time between two looks at a page that another worker owns.
 pub(crate) const LOOK: Duration = Duration::from_micros(20);
-/// Time between two requests for an owned page: see [`Mapped::ask_for`].
+/// Time between two requests for an owned page: see [`MappedRegion::ask_for`].
 pub(crate) const ASK: Duration = Duration::from_millis(5);
 
 /// A mapped region. Dropping it gives its addresses and its pages up, without writing back.
-pub struct Mapped<A: AddressSpace> {
+pub struct MappedRegion<A: AddressSpace> {
     pager: Arc<Pager<A>>,
     region: Arc<Region>,
 }
 
-impl<A: AddressSpace> Mapped<A> {
-    pub(crate) fn new(pager: Arc<Pager<A>>, region: Arc<Region>) -> Mapped<A> {
-        Mapped { pager, region }
+impl<A: AddressSpace> MappedRegion<A> {
+    pub(crate) fn new(pager: Arc<Pager<A>>, region: Arc<Region>) -> MappedRegion<A> {
+        MappedRegion { pager, region }
     }
 
     /// Returns the first address, aligned to the page size.
@@ -514,7 +514,7 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    pub(crate) fn shared(&self) -> &Shared<A> {
+    pub(crate) fn shared(&self) -> &SharedParts<A> {
         self.pager.shared()
     }
 
@@ -537,7 +537,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 }
 
-impl<A: AddressSpace> Drop for Mapped<A> {
+impl<A: AddressSpace> Drop for MappedRegion<A> {
     fn drop(&mut self) {
         if self.pager.is_parents() {
             // The mapping did not come along, and the remote memory is the parent's.
@@ -574,7 +574,7 @@ impl<A: AddressSpace> Drop for Mapped<A> {
     }
 }
 
-impl<A: AddressSpace> fmt::Debug for Mapped<A> {
+impl<A: AddressSpace> fmt::Debug for MappedRegion<A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Mapped")
             .field("address", &format_args!("{:#x}", self.region.address))

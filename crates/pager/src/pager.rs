@@ -20,7 +20,7 @@ use crate::{
     PagerOptions, PagerStats, StartError,
     budget::Budget,
     crash_message::CrashMessage,
-    doors::{Doors, FillerDoor, Inbox},
+    doors::{Doors, FillerDoor, FillerInbox},
     evictor::Evictor,
     executor::{self, Executor},
     filler::Filler,
@@ -30,13 +30,13 @@ use crate::{
     region::RegionId,
     run::RUN_BYTES_MAX,
     seats::Seats,
-    shared::{Shared, Workers},
+    shared::{SharedParts, Workers},
     waker::WorkerWaker,
 };
 
 /// The workers of one runtime and the regions that they serve.
 pub struct Pager<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     cluster: Arc<Cluster>,
     in_thread: Option<Arc<InThread<A>>>,
     next_id: AtomicU64,
@@ -59,7 +59,7 @@ impl<A: AddressSpace> Pager<A> {
         cluster: Arc<Cluster>,
         options: &PagerOptions,
     ) -> Result<Arc<Pager<A>>, StartError> {
-        let Parts {
+        let PagerParts {
             mut pager,
             fillers,
             evictors,
@@ -78,7 +78,7 @@ impl<A: AddressSpace> Pager<A> {
         space: Arc<A>,
         cluster: Arc<Cluster>,
         options: &PagerOptions,
-    ) -> Result<Parts<A>, StartError> {
+    ) -> Result<PagerParts<A>, StartError> {
         let marks = 0.0 < options.low_water
             && options.low_water < options.high_water
             && options.high_water <= 1.0;
@@ -100,7 +100,7 @@ impl<A: AddressSpace> Pager<A> {
         };
         let (doors, inboxes) = doors(&workers, options.tune_evictors)?;
         let budget = Budget::new(options.budget_bytes, options.low_water, options.high_water);
-        let shared = Arc::new(Shared::new(
+        let shared = Arc::new(SharedParts::new(
             space,
             budget,
             doors,
@@ -149,14 +149,14 @@ impl<A: AddressSpace> Pager<A> {
             process: process::id(),
             seats: None,
         };
-        Ok(Parts {
+        Ok(PagerParts {
             pager,
             fillers,
             evictors,
         })
     }
 
-    pub(crate) fn shared(&self) -> &Arc<Shared<A>> {
+    pub(crate) fn shared(&self) -> &Arc<SharedParts<A>> {
         &self.shared
     }
 
@@ -247,7 +247,7 @@ impl<A: AddressSpace> fmt::Debug for Pager<A> {
 }
 
 /// Makes a door for each worker. Returns the doors and the inboxes of the fillers.
-fn doors(workers: &Workers, tuned_evictors: bool) -> io::Result<(Arc<Doors>, Vec<Inbox>)> {
+fn doors(workers: &Workers, tuned_evictors: bool) -> io::Result<(Arc<Doors>, Vec<FillerInbox>)> {
     let fillers = (0..workers.fillers).map(|_| FillerDoor::new());
     let (fillers, inboxes) = fillers.collect::<io::Result<(Vec<_>, Vec<_>)>>()?;
     let evictors = (0..workers.evictors)
@@ -258,7 +258,7 @@ fn doors(workers: &Workers, tuned_evictors: bool) -> io::Result<(Arc<Doors>, Vec
 }
 
 /// Parts of a pager: the pager and its workers, before they have threads.
-pub(crate) struct Parts<A: AddressSpace> {
+pub(crate) struct PagerParts<A: AddressSpace> {
     pub(crate) pager: Pager<A>,
     pub(crate) fillers: Vec<Filler<A>>,
     pub(crate) evictors: Vec<Evictor<A>>,

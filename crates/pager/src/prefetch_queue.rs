@@ -8,12 +8,12 @@ use std::{collections::VecDeque, mem, sync::Arc};
 use farpage_vm::{AddressSpace, Shard};
 
 use crate::{
-    ahead::Plan,
+    ahead::ReadAhead,
     fills::{Fill, FillCompletion, Fills},
     installer::UsageCount,
     region::Region,
     run::{keep_first, pages_in},
-    shared::Shared,
+    shared::SharedParts,
     stretch,
 };
 
@@ -28,7 +28,7 @@ const PASSED_OVER_PER_TURN: usize = 4096;
 #[derive(Debug)]
 struct PrefetchRequest {
     region: Arc<Region>,
-    plan: Plan,
+    plan: ReadAhead,
     /// True if the first run is a stream's read-ahead marker.
     marker: bool,
 }
@@ -38,14 +38,14 @@ struct NoFrame;
 
 /// Prefetch requests of one filler.
 pub(crate) struct PrefetchQueue<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     shard: Shard,
     /// Requests, the oldest first.
     requests: VecDeque<PrefetchRequest>,
 }
 
 impl<A: AddressSpace> PrefetchQueue<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, shard: Shard) -> Self {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, shard: Shard) -> Self {
         PrefetchQueue {
             shared,
             shard,
@@ -57,7 +57,7 @@ impl<A: AddressSpace> PrefetchQueue<A> {
         self.requests.is_empty()
     }
 
-    pub(crate) fn add(&mut self, region: Arc<Region>, plan: Plan, marker: bool) {
+    pub(crate) fn add(&mut self, region: Arc<Region>, plan: ReadAhead, marker: bool) {
         if !plan.ahead.is_empty() {
             self.requests.push_back(PrefetchRequest {
                 region,
@@ -132,7 +132,7 @@ impl<A: AddressSpace> PrefetchQueue<A> {
     fn own(
         &self,
         region: &Arc<Region>,
-        plan: &Plan,
+        plan: &ReadAhead,
         most: usize,
     ) -> Result<Option<(Fill, A::Frame)>, NoFrame> {
         let (run, page_bytes) = (stretch::remote(region, plan, most), region.page_bytes());

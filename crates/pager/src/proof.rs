@@ -23,12 +23,12 @@ const MEMORY_TICKS: u32 = 1 << 30;
 /// Ticks of the fill clock that left and came back, by [`FoundBy`].
 pub(crate) struct Proof {
     budget_ticks: u64,
-    counts: [Counts; 2],
+    counts: [SourceCounts; 2],
 }
 
 /// Counts of one source, in ticks of the fill clock; fading.
 #[derive(Default)]
-struct Counts {
+struct SourceCounts {
     out: AtomicU64,
     back: AtomicU64,
 }
@@ -63,7 +63,7 @@ impl Proof {
     }
 
     /// Counts a run that came back from the store.
-    pub(crate) fn came_back(&self, back: &Back) {
+    pub(crate) fn came_back(&self, back: &RefaultBytes) {
         for (counts, bytes) in self.counts.iter().zip(back.0) {
             if bytes > 0 {
                 counts.back.fetch_add(bytes as u64 >> 12, Ordering::Relaxed);
@@ -97,9 +97,9 @@ impl Proof {
 
 /// Bytes of a run that came back, by [`FoundBy`].
 #[derive(Default)]
-pub(crate) struct Back([usize; 2]);
+pub(crate) struct RefaultBytes([usize; 2]);
 
-impl Back {
+impl RefaultBytes {
     /// Counts a page of `bytes` that came back at `now`; `stamp` is that of its leaving.
     pub(crate) fn count(&mut self, stamp: u32, now: u32, bytes: usize) {
         if now.wrapping_sub(stamp) < MEMORY_TICKS {

@@ -1,4 +1,4 @@
-//! Contents that get other page numbers: [`Mapped::relocate`].
+//! Contents that get other page numbers: [`MappedRegion::relocate`].
 //!
 //! The contents of a page move by its entry (where the store has its bytes, and their hash), and a
 //! page that is mapped moves by its frame. No byte is read, copied, sent or hashed.
@@ -18,13 +18,13 @@ use farpage_store::{PageIndex, PageRange};
 use farpage_vm::AddressSpace;
 
 use crate::{
-    Mapped, PageError,
+    MappedRegion, PageError,
     doors::Command,
     installer::UsageCount,
     mapped::{ASK, LOOK},
     protocol::{self, OnFailed, PageState},
     run::PageRun,
-    victims::Out,
+    victims::DetachOutcome,
 };
 
 /// Outcome of one attempt to relocate pages.
@@ -37,7 +37,7 @@ pub(crate) enum Relocated {
     Held,
 }
 
-impl<A: AddressSpace> Mapped<A> {
+impl<A: AddressSpace> MappedRegion<A> {
     /// Moves the contents of the pages of `from` to as many pages from the byte `to` on. Both
     /// ranges begin with a page, and they have no page in common. The former contents of the new
     /// pages are gone, and the old pages are zeros.
@@ -158,11 +158,11 @@ impl<A: AddressSpace> Mapped<A> {
         }
         let wanted = old.start.and_on(owned.len());
         let taken = match shared.victims.take_out(region, wanted, protocol::borrow) {
-            Out::Taken(run) => run,
+            DetachOutcome::Taken(run) => run,
             refused => {
                 owned.iter().for_each(|page| self.publish_remote(page));
                 return Ok(match refused {
-                    Out::Refused(_) => Relocated::Held,
+                    DetachOutcome::Refused(_) => Relocated::Held,
                     // If the program gave the page back, what was stored is the page now.
                     _ => Relocated::NotNow,
                 });

@@ -45,7 +45,7 @@ const HELD_UP_MS: u64 = 2;
 
 /// Outcome of taking pages out by copying.
 #[derive(Debug, Default)]
-pub(crate) struct Outcome {
+pub(crate) struct CopyOutcome {
     /// True if any page was taken out.
     pub(crate) any: bool,
     /// Pages that could not be copied, or were too few to be. Moving takes them out, or says what
@@ -218,7 +218,7 @@ impl<A: AddressSpace> Scatter<A> {
         &self,
         candidates: Candidates,
         mut taken_out: impl FnMut(PageRun<A::Frame>),
-    ) -> Option<Outcome> {
+    ) -> Option<CopyOutcome> {
         let region = candidates.region.clone();
         let turn = self.try_turn();
         // Looked at again: a thread that pins waits for the end of a turn that did not see its pin.
@@ -235,7 +235,7 @@ impl<A: AddressSpace> Scatter<A> {
             frames.push(frame);
         }
         let pages = self.mark(candidates, frames.len());
-        let mut outcome = Outcome::default();
+        let mut outcome = CopyOutcome::default();
         let mut out = SmallVec::<[(PageIndex, A::Frame); SCATTERED_PAGES_MAX]>::new();
         let mut rest = &pages[..];
         self.since_ms.store(self.now_ms().max(1), Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Parts that all workers of a runtime share: [`Shared`].
+//! Parts that all workers of a runtime share: [`SharedParts`].
 //!
 //! The rule: no business is done here. Each part owns what it uses, and imports no worker.
 
@@ -14,7 +14,7 @@ use crate::{
     stats::Counters, unwritten::Unwritten, victims::Victims,
 };
 
-pub(crate) struct Shared<A: AddressSpace> {
+pub(crate) struct SharedParts<A: AddressSpace> {
     pub(crate) mapper: Arc<Mapper<A>>,
     pub(crate) frames: Arc<FrameAllocator<A>>,
     pub(crate) regions: Arc<RegionTable>,
@@ -37,14 +37,14 @@ pub(crate) struct Workers {
     pub(crate) inline_handlers: usize,
 }
 
-impl<A: AddressSpace> Shared<A> {
+impl<A: AddressSpace> SharedParts<A> {
     pub(crate) fn new(
         space: Arc<A>,
         budget: Budget,
         doors: Arc<Doors>,
         workers: &Workers,
         crash_message: CrashMessage,
-    ) -> Shared<A> {
+    ) -> SharedParts<A> {
         let clock = Arc::new(FillClock::new(budget.bytes()));
         let proof = Arc::new(Proof::new(clock.budget_ticks()));
         let regions = Arc::new(RegionTable::default());
@@ -72,7 +72,7 @@ impl<A: AddressSpace> Shared<A> {
             victims.clone(),
         );
         let in_all = workers.fillers + workers.evictors + workers.inline_handlers;
-        Shared {
+        SharedParts {
             mapper,
             frames,
             regions,

@@ -40,14 +40,14 @@ use farpage_vm::{AddressSpace, Asked, Faulted, SimOptions, SimSpace};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{
-    Advice, InThread, Mapped, PageError, Pager, PagerOptions, RegionOptions,
-    ahead::Plan,
-    discard::Tried,
+    Advice, InThread, MappedRegion, PageError, Pager, PagerOptions, RegionOptions,
+    ahead::ReadAhead,
+    discard::DiscardOutcome,
     doors::Command,
     evictor::Evictor,
     filler::Filler,
     job::Job,
-    pager::Parts,
+    pager::PagerParts,
     protocol::PageState,
     region::{CHUNK_PAGES, Region},
     relocate::Relocated,
@@ -67,7 +67,7 @@ fn pages_of(numbers: Range<usize>) -> PageRange {
 struct InlineHandlers {
     in_thread: Arc<InThread<SimSpace>>,
     /// Fault that each thread is serving.
-    serving: [Option<(Arc<Region>, PageIndex, Plan)>; INLINE_HANDLERS],
+    serving: [Option<(Arc<Region>, PageIndex, ReadAhead)>; INLINE_HANDLERS],
 }
 
 impl InlineHandlers {
@@ -108,7 +108,7 @@ impl InlineHandlers {
 }
 
 /// Drops regions on a thread of its own, since a drop waits for workers that `turn` drives here.
-pub(crate) fn drop_beside(regions: Vec<Mapped<SimSpace>>, mut turn: impl FnMut()) {
+pub(crate) fn drop_beside(regions: Vec<MappedRegion<SimSpace>>, mut turn: impl FnMut()) {
     let ender = std::thread::spawn(move || drop(regions));
     while !ender.is_finished() {
         turn();
@@ -117,7 +117,7 @@ pub(crate) fn drop_beside(regions: Vec<Mapped<SimSpace>>, mut turn: impl FnMut()
 }
 
 fn close(
-    regions: Vec<Mapped<SimSpace>>,
+    regions: Vec<MappedRegion<SimSpace>>,
     fillers: &mut [Filler<SimSpace>],
     evictors: &mut [Evictor<SimSpace>],
 ) {

@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Outcome of trying to take out the leading ones of some pages.
-pub(crate) enum Out<F> {
+pub(crate) enum DetachOutcome<F> {
     /// Run that the caller owns, as `Leaving`; its region has been entered.
     Taken(PageRun<F>),
     /// The first page has another owner.
@@ -101,9 +101,9 @@ impl<A: AddressSpace> Victims<A> {
         region: &Arc<Region>,
         pages: PageRange,
         own: impl Fn(PageWord) -> Option<PageWord> + Copy,
-    ) -> Out<A::Frame> {
+    ) -> DetachOutcome<A::Frame> {
         if !region.enter() {
-            return Out::NotHere;
+            return DetachOutcome::NotHere;
         }
         let first = pages.start;
         let others = pages
@@ -117,12 +117,16 @@ impl<A: AddressSpace> Victims<A> {
             // that leaves may.
             let not_now = word.installing()
                 || matches!(word.state(), PageState::Leaving | PageState::Resident);
-            return if not_now { Out::NotNow } else { Out::NotHere };
+            return if not_now {
+                DetachOutcome::NotNow
+            } else {
+                DetachOutcome::NotHere
+            };
         }
         let (taken, out) = match self.mapper.detach(region, owned) {
             Ok(run) => {
                 region.enter_again();
-                (run.len(), Out::Taken(run))
+                (run.len(), DetachOutcome::Taken(run))
             }
             Err(DetachError::Absent) => {
                 // The program gave the page back to the kernel. What was written back last is the
@@ -132,11 +136,11 @@ impl<A: AddressSpace> Victims<A> {
                 if region.words.apply(first, |w| protocol::removed(w, now)) {
                     self.mapper.wake(region, first.alone());
                 }
-                (1, Out::NotHere)
+                (1, DetachOutcome::NotHere)
             }
             Err(error) => {
                 self.stay(region, first.alone());
-                (1, Out::Refused(error))
+                (1, DetachOutcome::Refused(error))
             }
         };
         // Pages that the kernel did not give with the rest get their own answer next time.

@@ -26,7 +26,7 @@ use crate::{
     region::Region,
     requests::{EndedRequest, RequestsInFlight, RunRequest},
     run::{PageRun, StoreFrame},
-    shared::Shared,
+    shared::SharedParts,
     stats::Counters,
 };
 
@@ -51,7 +51,7 @@ enum Fate {
 
 /// Runs that one evictor has on their way out.
 pub(crate) struct WriteBacks<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     worker: usize,
     requests: RequestsInFlight<Leaving, A::Frame>,
     /// Bytes and runs that are on their way out, without those that are overdue.
@@ -61,7 +61,7 @@ pub(crate) struct WriteBacks<A: AddressSpace> {
 
 impl<A: AddressSpace> WriteBacks<A> {
     pub(crate) fn new(
-        shared: Arc<Shared<A>>,
+        shared: Arc<SharedParts<A>>,
         worker: usize,
         lane: Lane<StoreFrame<A::Frame>>,
     ) -> Self {

@@ -24,7 +24,9 @@ use nix::{
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
-use crate::{filler::Filler, run::StoreFrame, shared::Shared, waker::WorkerWaker, worker::RETRY};
+use crate::{
+    filler::Filler, run::StoreFrame, shared::SharedParts, waker::WorkerWaker, worker::RETRY,
+};
 
 /// Number of attempts at a filler's lock before its handler sleeps: as long as a turn takes that
 /// brings one page in.
@@ -32,7 +34,7 @@ const SPINS: u32 = 200;
 
 /// Tasks of all fillers, by shard.
 pub(super) struct FillerTasks<A: AddressSpace> {
-    pub(super) shared: Arc<Shared<A>>,
+    pub(super) shared: Arc<SharedParts<A>>,
     all: Vec<CachePadded<FillerTask<A>>>,
     started: Instant,
 }
@@ -69,7 +71,7 @@ impl Due {
 pub(super) type Dues = SmallVec<[Due; 4]>;
 
 /// Consequence of a turn of a filler.
-pub(super) enum Step<A: AddressSpace> {
+pub(super) enum TurnOutcome<A: AddressSpace> {
     /// Call to be made without the filler, which then goes on.
     Call(StoreCall<StoreFrame<A::Frame>>),
     /// End of the turn. `again`: the next turn may find something to do at once.
@@ -78,14 +80,14 @@ pub(super) enum Step<A: AddressSpace> {
 
 /// Turn that has ended.
 pub(super) struct Turn<A: AddressSpace> {
-    pub(super) step: Step<A>,
+    pub(super) step: TurnOutcome<A>,
     /// Thread that has faulted, now and then: its CPU is to be looked for.
     pub(super) faulted: Option<u32>,
 }
 
 impl<A: AddressSpace> FillerTasks<A> {
     pub(super) fn new(
-        shared: &Arc<Shared<A>>,
+        shared: &Arc<SharedParts<A>>,
         mut fillers: Vec<Filler<A>>,
     ) -> io::Result<FillerTasks<A>> {
         fillers.iter_mut().for_each(Filler::keep_calls);
@@ -134,7 +136,7 @@ impl<A: AddressSpace> FillerTasks<A> {
             task.arm(&filler, self.started);
         }
         Turn {
-            step: call.map_or(Step::Done { again }, Step::Call),
+            step: call.map_or(TurnOutcome::Done { again }, TurnOutcome::Call),
             faulted: filler.sample(),
         }
     }

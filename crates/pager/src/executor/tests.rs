@@ -20,9 +20,9 @@ use farpage_vm::{Faulted, Shard, SimOptions, SimSpace};
 
 use super::*;
 use crate::{
-    Mapped, Pager, PagerOptions, RegionOptions,
+    MappedRegion, Pager, PagerOptions, RegionOptions,
     evictor::Evictor,
-    pager::Parts,
+    pager::PagerParts,
     simulation::{self, next},
 };
 
@@ -35,7 +35,12 @@ const PAGE_BYTES: usize = 4096;
 const BYTES: u64 = 64 << 20;
 
 /// Touches pages of all shards, wakes fillers once for each fault, and counts in its own words.
-fn program(thread: usize, space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>) {
+fn program(
+    thread: usize,
+    space: &SimSpace,
+    shared: &SharedParts<SimSpace>,
+    mapped: &MappedRegion<SimSpace>,
+) {
     const ROUNDS: u64 = 40;
     const PAGES: usize = 16;
     let end = Instant::now() + Duration::from_secs(20);
@@ -73,7 +78,7 @@ struct World {
     executor: Arc<Executor<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
     /// Region. A failed test does not drop it: the workers that a drop waits for do not run.
-    mapped: ManuallyDrop<Mapped<SimSpace>>,
+    mapped: ManuallyDrop<MappedRegion<SimSpace>>,
 }
 
 fn world(seed: u64) -> World {
@@ -93,7 +98,7 @@ fn world_with(seed: u64, handlers: &[usize]) -> World {
         .expect("the simulated server takes sessions");
     let cluster = Cluster::new(vec![session], ClusterOptions::default());
     let options = PagerOptions::new(8 * PAGE_BYTES as u64);
-    let Parts {
+    let PagerParts {
         pager,
         fillers,
         evictors,
@@ -118,7 +123,7 @@ fn world_with(seed: u64, handlers: &[usize]) -> World {
     }
 }
 
-fn shard_at(mapped: &Mapped<SimSpace>, offset: usize) -> Shard {
+fn shard_at(mapped: &MappedRegion<SimSpace>, offset: usize) -> Shard {
     mapped
         .region()
         .shard_of(PageIndex(offset / PAGE_BYTES), SHARDS)
@@ -169,7 +174,7 @@ fn start(executor: &Arc<Executor<SimSpace>>, evictors: Vec<Evictor<SimSpace>>) {
 }
 
 /// Drops the regions, which need their workers to the end, and waits for the workers.
-fn end(executor: &Executor<SimSpace>, regions: Vec<Mapped<SimSpace>>) {
+fn end(executor: &Executor<SimSpace>, regions: Vec<MappedRegion<SimSpace>>) {
     drop(regions);
     executor.seats.join();
 }
@@ -194,7 +199,7 @@ fn filler_with_faults_that_no_descriptor_tells_of_does_not_sleep() {
         assert!(Instant::now() < end, "nobody looks for the fault");
         poll_set.prepare(&mut dues);
         poll_set.sleep(Some(Instant::now()), &mut dues);
-        dues.retain(|due| executor.drive(0, *due) == Left::Something);
+        dues.retain(|due| executor.drive(0, *due) == WorkLeft::Something);
     }
     close(
         &executor,
@@ -207,7 +212,7 @@ fn filler_with_faults_that_no_descriptor_tells_of_does_not_sleep() {
 fn close(
     executor: &Executor<SimSpace>,
     evictors: &mut [Evictor<SimSpace>],
-    regions: Vec<Mapped<SimSpace>>,
+    regions: Vec<MappedRegion<SimSpace>>,
 ) {
     simulation::drop_beside(regions, || {
         (0..SHARDS).for_each(|shard| _ = executor.drive(0, Due::all(shard)));

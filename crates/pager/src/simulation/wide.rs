@@ -28,7 +28,7 @@ struct Wide {
     evictors: Vec<Evictor<SimSpace>>,
     inline_handlers: InlineHandlers,
     /// Regions. Not dropped by a simulation that fails: see `World`.
-    regions: ManuallyDrop<Vec<Mapped<SimSpace>>>,
+    regions: ManuallyDrop<Vec<MappedRegion<SimSpace>>>,
     flaky: Option<Arc<Flaky>>,
     /// Words of each region that are not 0.
     shadows: Vec<HashMap<usize, u64>>,
@@ -80,7 +80,7 @@ impl Wide {
         if next(&mut random).is_multiple_of(2) {
             (options.low_water, options.high_water) = (0.5, 0.75);
         }
-        let Parts {
+        let PagerParts {
             pager,
             fillers,
             evictors,

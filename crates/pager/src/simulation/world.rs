@@ -12,7 +12,7 @@ struct World {
     inline_handlers: InlineHandlers,
     /// Region. Dropped by [`World::end`] alone: while a failed simulation unwinds the workers that
     /// a drop waits for do not run.
-    mapped: ManuallyDrop<Mapped<SimSpace>>,
+    mapped: ManuallyDrop<MappedRegion<SimSpace>>,
     /// Values of the region's words.
     shadow: Vec<u64>,
     /// Next access of each program thread: a word, and its new value if it is a store.
@@ -60,7 +60,7 @@ impl World {
         if is_cheaper {
             (options.low_water, options.high_water) = (0.5, 0.75);
         }
-        let Parts {
+        let PagerParts {
             pager,
             fillers,
             evictors,
@@ -221,8 +221,8 @@ impl World {
         self.unused = vec![from..from + count, to..to + count];
         self.step_by_step(to..to + count, [to, to], |world, pages| {
             match world.mapped.try_discard(pages).expect("there are frames") {
-                Tried::Done(zeros) => zeros,
-                Tried::NotNow(_) => 0,
+                DiscardOutcome::Done(zeros) => zeros,
+                DiscardOutcome::NotNow(_) => 0,
             }
         });
         self.step_by_step(from..from + count, [from, to], |world, pages| {

@@ -77,10 +77,10 @@ pub(crate) enum Twin {
 pub(crate) enum Access {
     Read(usize),
     Write(usize),
-    /// First half of `Mapped::pin`: the page shall stay.
+    /// First half of `MappedRegion::pin`: the page shall stay.
     Pin(usize),
-    /// Second half of `Mapped::pin`: asks for the page, and waits until it is there. From here to
-    /// the `Unpin` the page has to be there.
+    /// Second half of `MappedRegion::pin`: asks for the page, and waits until it is there. From
+    /// here to the `Unpin` the page has to be there.
     Await(usize),
     Unpin(usize),
 }

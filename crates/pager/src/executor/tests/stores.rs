@@ -48,11 +48,11 @@ impl Puppet<'_> {
         }
     }
 
-    fn took(&mut self, shard: usize, step: Step<SimSpace>) {
+    fn took(&mut self, shard: usize, step: TurnOutcome<SimSpace>) {
         match step {
-            Step::Call(call) => self.call = Some((shard, call)),
-            Step::Done { again: true } => self.dues.push(Due::all(shard)),
-            Step::Done { again: false } => {}
+            TurnOutcome::Call(call) => self.call = Some((shard, call)),
+            TurnOutcome::Done { again: true } => self.dues.push(Due::all(shard)),
+            TurnOutcome::Done { again: false } => {}
         }
     }
 }
@@ -72,7 +72,7 @@ impl Gated {
         self: &Arc<Self>,
         cluster: &Arc<Cluster>,
         pager: &Arc<Pager<SimSpace>>,
-    ) -> Mapped<SimSpace> {
+    ) -> MappedRegion<SimSpace> {
         *self.bytes.lock() = vec![0; BYTES as usize];
         let options = BlockingOptions { threads: 0 };
         let store = PageStore::blocking(cluster, "own", BYTES, PAGE_BYTES, self.clone(), &options);
@@ -191,7 +191,12 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
 }
 
 /// Adds to a word of each of the first pages.
-fn add_to(space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>, pages: usize) {
+fn add_to(
+    space: &SimSpace,
+    shared: &SharedParts<SimSpace>,
+    mapped: &MappedRegion<SimSpace>,
+    pages: usize,
+) {
     let end = Instant::now() + Duration::from_secs(20);
     for page in 0..pages {
         let address = mapped.address() + (page % SHARDS) * (16 << 20) + page / SHARDS * PAGE_BYTES;
