@@ -262,7 +262,7 @@ impl Builder {
             pager_options.low_water
         })?;
         pager_options.deadline = deadline;
-        pager_options.last_words =
+        pager_options.crash_message =
             option(self.last_words.map(Switch), "FARPAGE_LAST_WORDS", || {
                 Switch(true)
             })?

@@ -2,7 +2,7 @@
 
 use std::{io, str::FromStr, sync::Arc};
 
-use farpage_pager::{InThread, Mapped};
+use farpage_pager::{InThread, MappedRegion};
 use farpage_vm::{
     KernelSpace, PageFault,
     sigbus::{FaultHandler, FaultRegistration, Served},
@@ -48,7 +48,9 @@ impl FromStr for FaultMode {
 
 /// Lets the program's threads serve the region's faults themselves, if its runtime has
 /// [`FaultMode::InThread`].
-pub(crate) fn register(mapped: &Mapped<KernelSpace>) -> io::Result<Option<FaultRegistration>> {
+pub(crate) fn register(
+    mapped: &MappedRegion<KernelSpace>,
+) -> io::Result<Option<FaultRegistration>> {
     let Some(in_thread) = mapped.pager().in_thread() else {
         return Ok(None);
     };

@@ -9,7 +9,7 @@ use std::{
 };
 
 use bytesize::ByteSize;
-use farpage_pager::{Advice, MapError, Mapped, PageError, PinError};
+use farpage_pager::{Advice, MapError, MappedRegion, PageError, PinError};
 use farpage_signals::SignalGuard;
 use farpage_store::{Codec, ElementType, Elements, Layout, Reserve, Store, StoreStatsSnapshot};
 use farpage_tables::Held;
@@ -173,7 +173,7 @@ impl fmt::Debug for RegionOptions {
 pub struct Region {
     /// Registration for in-thread faults. Must be dropped before `mapped`.
     _faults: Option<FaultRegistration>,
-    mapped: Held<Mapped<KernelSpace>>,
+    mapped: Held<MappedRegion<KernelSpace>>,
     name: Option<String>,
     /// True if the region's contents outlive it.
     keeps: bool,
@@ -183,7 +183,7 @@ pub struct Region {
 
 impl Region {
     pub(crate) fn new(
-        mapped: Held<Mapped<KernelSpace>>,
+        mapped: Held<MappedRegion<KernelSpace>>,
         name: Option<String>,
         keeps: bool,
         read_only: bool,

@@ -1,10 +1,10 @@
 //! Read-ahead: [`Streams`] recognises sequential access and plans windows.
 //!
 //! A filler sees only faults, and pages that were read ahead do not fault. So each stream has a
-//! *trigger*: the first page of its newest window is read like the others but held back unmapped.
-//! The fault on the trigger costs a round trip without a READ, says that the program has come so
-//! far, and starts the next window, which travels while the program works through this one. Windows
-//! double from [`FIRST_WINDOW`] up to the region's limit.
+//! *read-ahead marker*: the first page of its newest window is read like the others but held back
+//! unmapped. The fault on the marker costs a round trip without a READ, says that the program has
+//! come so far, and starts the next window, which travels while the program works through this one.
+//! Windows double from [`FIRST_WINDOW`] up to the region's limit.
 //!
 //! Two random faults are neighbours by chance now and then, and a window for them is wasted. So
 //! guesses are judged. A guess was good if the program came along with the stream's first window,
@@ -28,7 +28,7 @@ const TRUST_MAX: i8 = 4;
 #[derive(Debug)]
 pub(crate) struct Streams {
     /// Streams, the least recently used first.
-    streams: Vec<Stream>,
+    streams: Vec<AccessStream>,
     /// Good guesses less bad ones, within `TRUST_MAX`. Above 0, two faults in a row start a window.
     trust: i8,
 }
@@ -44,7 +44,7 @@ impl Default for Streams {
 }
 
 #[derive(Debug)]
-struct Stream {
+struct AccessStream {
     region: RegionId,
     /// Page of the stream's first fault, until a second one tells the direction.
     first: Option<PageIndex>,
@@ -71,23 +71,23 @@ enum Worth {
 
 /// Pages to read ahead after a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Plan {
-    /// Pages to read ahead; the nearest to the fault is the trigger, to be held back.
+pub(crate) struct ReadAhead {
+    /// Pages to read ahead; the nearest to the fault is the read-ahead marker, to be held back.
     pub(crate) ahead: PageRange,
     /// True if the program goes downwards: the nearest page is the last.
     pub(crate) down: bool,
 }
 
-impl Plan {
+impl ReadAhead {
     /// Plan of no pages.
-    pub(crate) const NONE: Plan = Plan {
+    pub(crate) const NONE: ReadAhead = ReadAhead {
         ahead: PageRange::NONE,
         down: false,
     };
 
     /// Returns a plan of pages in ascending order.
-    pub(crate) fn up(ahead: PageRange) -> Plan {
-        Plan { ahead, down: false }
+    pub(crate) fn up(ahead: PageRange) -> ReadAhead {
+        ReadAhead { ahead, down: false }
     }
 
     /// Returns the page that the program comes to first. The plan must not be empty.
@@ -109,7 +109,7 @@ impl Plan {
     }
 }
 
-impl Stream {
+impl AccessStream {
     /// Returns the program's direction, true for downwards; `None`: `page` is not of this stream.
     fn direction(&self, page: PageIndex) -> Option<bool> {
         let goes_on = if self.down {
@@ -136,16 +136,16 @@ impl Streams {
         limit: usize,
         eager: bool,
         missed: bool,
-    ) -> (Plan, PageRange) {
+    ) -> (ReadAhead, PageRange) {
         if limit == 0 {
-            return (Plan::NONE, PageRange::NONE);
+            return (ReadAhead::NONE, PageRange::NONE);
         }
         let known = self.streams.iter().enumerate().find_map(|(at, stream)| {
             let down = (stream.region == region).then(|| stream.direction(page))??;
             Some((at, down))
         });
         let mut stream = match known {
-            Some((at, down)) => Stream {
+            Some((at, down)) => AccessStream {
                 first: None,
                 down,
                 ..self.streams.remove(at)
@@ -155,7 +155,7 @@ impl Streams {
                     self.judge(-1);
                 }
                 // The neighbours are expected; a fault there makes it a stream.
-                Stream {
+                AccessStream {
                     region,
                     first: Some(page),
                     down: false,
@@ -176,7 +176,7 @@ impl Streams {
             }
             Worth::Proven => Worth::Proven,
         };
-        let (mut plan, mut passed) = (Plan::NONE, PageRange::NONE);
+        let (mut plan, mut passed) = (ReadAhead::NONE, PageRange::NONE);
         if let Worth::Faults(_) = stream.worth {
             stream.ahead = if stream.down {
                 page.and_on(0)
@@ -206,7 +206,7 @@ impl Streams {
             } else {
                 from.until(page)
             };
-            plan = Plan {
+            plan = ReadAhead {
                 ahead: stream.ahead,
                 down: stream.down,
             };
@@ -252,12 +252,12 @@ mod tests {
         PageIndex(of.start).until(PageIndex(of.end))
     }
 
-    fn up(ahead: Range<usize>) -> Plan {
-        Plan::up(pages(ahead))
+    fn up(ahead: Range<usize>) -> ReadAhead {
+        ReadAhead::up(pages(ahead))
     }
 
-    fn down(ahead: Range<usize>) -> Plan {
-        Plan {
+    fn down(ahead: Range<usize>) -> ReadAhead {
+        ReadAhead {
             ahead: pages(ahead),
             down: true,
         }
@@ -270,7 +270,7 @@ mod tests {
         limit: usize,
         eager: bool,
         missed: bool,
-    ) -> Plan {
+    ) -> ReadAhead {
         streams
             .fault(RegionId(region), PageIndex(page), limit, eager, missed)
             .0
@@ -288,7 +288,7 @@ mod tests {
                     streams.fault(RegionId(1), PageIndex(at(page)), 64, false, false);
                 passed.iter().for_each(|page| told[page.0] += 1);
                 page = match plan {
-                    Plan::NONE => page + 1,
+                    ReadAhead::NONE => page + 1,
                     plan => at(plan.nearest().0),
                 };
             }
@@ -299,9 +299,9 @@ mod tests {
     }
 
     #[test]
-    fn second_fault_in_a_row_starts_a_window_and_its_trigger_the_next() {
+    fn second_fault_in_a_row_starts_a_window_and_its_marker_the_next() {
         let mut streams = Streams::default();
-        assert_eq!(fault(&mut streams, 1, 10, 64, false, true), Plan::NONE);
+        assert_eq!(fault(&mut streams, 1, 10, 64, false, true), ReadAhead::NONE);
         assert_eq!(fault(&mut streams, 1, 11, 64, false, true), up(12..16));
         assert_eq!(fault(&mut streams, 1, 12, 64, false, false), up(16..24));
         assert_eq!(fault(&mut streams, 1, 16, 64, false, false), up(24..40));
@@ -347,7 +347,10 @@ mod tests {
         let mut streams = Streams::default();
         for i in 0..1000 {
             let page = i * 7919 % 100_003;
-            assert_eq!(fault(&mut streams, 1, page, 64, false, false), Plan::NONE);
+            assert_eq!(
+                fault(&mut streams, 1, page, 64, false, false),
+                ReadAhead::NONE
+            );
         }
     }
 
@@ -358,7 +361,7 @@ mod tests {
         let mut chance = |streams: &mut Streams| {
             page += 1000;
             fault(streams, 1, page, 64, false, true);
-            fault(streams, 1, page + 1, 64, false, true) != Plan::NONE
+            fault(streams, 1, page + 1, 64, false, true) != ReadAhead::NONE
         };
         let wasted = (0..1000).filter(|_| chance(&mut streams)).count();
         assert!(
@@ -368,7 +371,10 @@ mod tests {
         for at in 0..TRUST_MAX as usize + 1 {
             let first = 10_000_000 * (at + 1);
             for page in first..first + 2 {
-                assert_eq!(fault(&mut streams, 1, page, 64, false, true), Plan::NONE);
+                assert_eq!(
+                    fault(&mut streams, 1, page, 64, false, true),
+                    ReadAhead::NONE
+                );
             }
             assert_eq!(
                 fault(&mut streams, 1, first + 2, 64, false, true),
@@ -385,8 +391,8 @@ mod tests {
             trust: 0,
             ..Streams::default()
         };
-        assert_eq!(fault(&mut streams, 1, 50, 64, false, true), Plan::NONE);
-        assert_eq!(fault(&mut streams, 1, 49, 64, false, true), Plan::NONE);
+        assert_eq!(fault(&mut streams, 1, 50, 64, false, true), ReadAhead::NONE);
+        assert_eq!(fault(&mut streams, 1, 49, 64, false, true), ReadAhead::NONE);
         assert_eq!(fault(&mut streams, 1, 48, 64, false, true), down(44..48));
     }
 
@@ -396,7 +402,7 @@ mod tests {
         for page in 0..2 {
             for region in 0..6 {
                 let plan = fault(&mut streams, region, page, 8, false, false);
-                assert_eq!(plan != Plan::NONE, page == 1);
+                assert_eq!(plan != ReadAhead::NONE, page == 1);
             }
         }
     }
@@ -404,7 +410,7 @@ mod tests {
     #[test]
     fn stream_is_expected_behind_what_came_along() {
         let mut streams = Streams::default();
-        assert_eq!(fault(&mut streams, 1, 10, 64, false, true), Plan::NONE);
+        assert_eq!(fault(&mut streams, 1, 10, 64, false, true), ReadAhead::NONE);
         streams.came_along(pages(11..32));
         assert_eq!(fault(&mut streams, 1, 32, 64, false, true), up(33..37));
         // Pages of others change nothing.

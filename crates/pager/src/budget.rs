@@ -1,8 +1,8 @@
 //! Residency budget in figures: [`Budget`].
 //!
 //! The rule: the bytes of all memory that pages take, mapped, in flight or free, never exceed the
-//! budget. Memory is reserved before it is made, and a [`Reservation`] that does not become memory
-//! is given back when it is dropped. Nothing here holds a frame or wakes a thread.
+//! budget. Memory is reserved before it is made, and a [`BudgetReservation`] that does not become
+//! memory is given back when it is dropped. Nothing here holds a frame or wakes a thread.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -139,7 +139,7 @@ impl Budget {
     }
 
     /// Reserves memory for as many pages as the budget allows, at most `pages`. `None`: none.
-    pub(crate) fn reserve(&self, page_bytes: usize, pages: usize) -> Option<Reservation<'_>> {
+    pub(crate) fn reserve(&self, page_bytes: usize, pages: usize) -> Option<BudgetReservation<'_>> {
         let page = page_bytes as u64;
         let mut affordable = 0;
         let made = self
@@ -153,7 +153,7 @@ impl Budget {
         let pages = affordable as usize;
         let made = self.made.load(Ordering::Relaxed);
         self.peak.fetch_max(made, Ordering::Relaxed);
-        Some(Reservation {
+        Some(BudgetReservation {
             budget: self,
             page_bytes,
             pages,
@@ -296,13 +296,13 @@ impl Budget {
 /// Memory that is about to be made. Given back when dropped, unless [`ReservedRoom::use_up`] was
 /// called.
 #[must_use = "what is not made is given back when this is dropped"]
-pub(crate) struct Reservation<'a> {
+pub(crate) struct BudgetReservation<'a> {
     budget: &'a Budget,
     page_bytes: usize,
     pages: usize,
 }
 
-impl Reservation<'_> {
+impl BudgetReservation<'_> {
     /// Returns the number of pages that may be made.
     pub(crate) fn pages(&self) -> usize {
         self.pages
@@ -316,14 +316,14 @@ impl Reservation<'_> {
     }
 }
 
-impl ReservedRoom for Reservation<'_> {
+impl ReservedRoom for BudgetReservation<'_> {
     /// Notes that all of the memory has been made.
     fn use_up(&mut self) {
         self.pages = 0;
     }
 }
 
-impl Drop for Reservation<'_> {
+impl Drop for BudgetReservation<'_> {
     fn drop(&mut self) {
         self.keep(0);
     }

@@ -20,8 +20,8 @@ pub(crate) struct Candidates {
 /// Source that found a page which leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FoundBy {
-    /// The sweep came by, or the program asked for it.
-    Sweep = 0,
+    /// The clock hand came by, or the program asked for it.
+    ClockHand = 0,
     /// A stream had gone through the page.
     Stream = 1,
 }

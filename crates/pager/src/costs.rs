@@ -29,7 +29,7 @@ pub(crate) struct Costs {
 }
 
 /// Method of one fill.
-pub(crate) struct Trial {
+pub(crate) struct FillMethod {
     /// True if the page is copied: copying looks cheaper, or is tried.
     pub(crate) copies: bool,
     /// True if the method that currently looks slower is tried.
@@ -66,7 +66,7 @@ impl Costs {
 
     /// Chooses the method of the fill that a thread makes after `count` others. `both`: pages may
     /// leave by copying, too.
-    pub(crate) fn trial(&self, count: u32, both: bool) -> Trial {
+    pub(crate) fn trial(&self, count: u32, both: bool) -> FillMethod {
         let is_trial = count % TRIED == 1;
         let is_cheaper = if both {
             self.copying_is_cheaper()
@@ -76,7 +76,7 @@ impl Costs {
         if both && is_trial && !is_cheaper {
             self.copied_out.fade();
         }
-        Trial {
+        FillMethod {
             copies: is_cheaper != is_trial,
             is_trial,
             is_timed: is_trial || count.is_multiple_of(TIMED),

@@ -1,4 +1,4 @@
-//! Pages that the program needs no more, whatever they hold: [`Mapped::discard`].
+//! Pages that the program needs no more, whatever they hold: [`MappedRegion::discard`].
 //!
 //! A mapped page is owned as `Leaving` and detached, so that a concurrent write lands either
 //! before, and is gone with the page, or after, on zeros. A page that is not mapped is owned as
@@ -15,24 +15,24 @@ use farpage_vm::{AddressSpace, DetachError, RUN_PAGES_MAX};
 use smallvec::SmallVec;
 
 use crate::{
-    Mapped, PageError,
+    MappedRegion, PageError,
     doors::Command,
-    installer::Heat,
+    installer::UsageCount,
     mapped::{ASK, LOOK},
-    protocol::{self, NEVER_LEFT, OnFailed, OnLeft, State},
-    run::Run,
-    victims::Out,
+    protocol::{self, NEVER_LEFT, OnFailed, OnLeft, PageState},
+    run::PageRun,
+    victims::DetachOutcome,
 };
 
 /// Outcome of one attempt to discard pages.
-pub(crate) enum Tried {
+pub(crate) enum DiscardOutcome {
     /// Number of leading pages that are zeros now.
     Done(usize),
     /// The first page has another owner, or the kernel holds it.
     NotNow(Option<PageError>),
 }
 
-impl<A: AddressSpace> Mapped<A> {
+impl<A: AddressSpace> MappedRegion<A> {
     /// Turns the pages that lie wholly in `range` into zeros. The store's space for these pages and
     /// their frames are freed, and nothing is written back. The last page counts as whole where
     /// `range` ends with the region. Returns the range of these pages; the caller zeroes the rest.
@@ -57,11 +57,11 @@ impl<A: AddressSpace> Mapped<A> {
         let mut waiting: Option<(Instant, Instant)> = None;
         while page < pages.end {
             match self.try_discard(page.until(pages.end))? {
-                Tried::Done(count) => {
+                DiscardOutcome::Done(count) => {
                     page += count;
                     waiting = None;
                 }
-                Tried::NotNow(error) => {
+                DiscardOutcome::NotNow(error) => {
                     let now = Instant::now();
                     let (since, asked) = waiting.get_or_insert((now, now));
                     if since.elapsed() > self.pager().deadline() {
@@ -84,53 +84,56 @@ impl<A: AddressSpace> Mapped<A> {
     /// page is not wanted here: if it has left meanwhile, it is not brought in.
     pub(crate) fn ask_for(&self, page: PageIndex) {
         match self.region().words.load(page).state() {
-            State::Filling => {
+            PageState::Filling => {
                 (self.shared().doors).tell_fillers(|| Command::LetGo(self.region().clone(), page))
             }
-            State::Leaving => self.shared().hand_over.noted(self.region(), page),
+            PageState::Leaving => self.shared().hand_over.noted(self.region(), page),
             _ => {}
         }
     }
 
     /// Discards the leading ones of `pages`.
-    pub(crate) fn try_discard(&self, pages: PageRange) -> Result<Tried, PageError> {
+    pub(crate) fn try_discard(&self, pages: PageRange) -> Result<DiscardOutcome, PageError> {
         let (region, page) = (self.region(), pages.start);
         match region.words.load(page).state() {
             // Looked at after the word: any owner of the page since has left it blank, or the
             // program has written to it since.
-            State::Remote if region.store.is_blank(page) => {
+            PageState::Remote if region.store.is_blank(page) => {
                 let is_blank = |&page: &PageIndex| {
-                    region.words.load(page).state() == State::Remote && region.store.is_blank(page)
+                    region.words.load(page).state() == PageState::Remote
+                        && region.store.is_blank(page)
                 };
-                Ok(Tried::Done(
+                Ok(DiscardOutcome::Done(
                     pages.iter().take_while(is_blank).count().max(1),
                 ))
             }
-            State::Remote => self.discard_remote(page),
-            State::Resident => {
+            PageState::Remote => self.discard_remote(page),
+            PageState::Resident => {
                 let run = page.and_on(region.run_pages).within(pages);
                 self.discard_mapped(region.in_one_stripe(run, false))
             }
-            State::Filling | State::Leaving => Ok(Tried::NotNow(None)),
-            State::Poisoned | State::Lost => self.discard_broken(page),
+            PageState::Filling | PageState::Leaving => Ok(DiscardOutcome::NotNow(None)),
+            PageState::Poisoned | PageState::Lost => self.discard_broken(page),
         }
     }
 
-    fn discard_mapped(&self, pages: PageRange) -> Result<Tried, PageError> {
+    fn discard_mapped(&self, pages: PageRange) -> Result<DiscardOutcome, PageError> {
         let (shared, region) = (self.shared(), self.region());
         let run = match shared.victims.take_out(region, pages, protocol::borrow) {
-            Out::Taken(run) => run,
+            DetachOutcome::Taken(run) => run,
             // The program gave the page back to the kernel: what was stored is the page now.
-            Out::NotHere => return Ok(Tried::Done(0)),
-            Out::NotNow | Out::Refused(DetachError::Busy) => return Ok(Tried::NotNow(None)),
-            Out::Refused(error) => {
+            DetachOutcome::NotHere => return Ok(DiscardOutcome::Done(0)),
+            DetachOutcome::NotNow | DetachOutcome::Refused(DetachError::Busy) => {
+                return Ok(DiscardOutcome::NotNow(None));
+            }
+            DetachOutcome::Refused(error) => {
                 let error = PageError::Os {
                     what: "take out",
                     region: region.label(),
                     page: pages.start.number(),
                     message: error.to_string(),
                 };
-                return Ok(Tried::NotNow(Some(error)));
+                return Ok(DiscardOutcome::NotNow(Some(error)));
             }
         };
         let taken = run.len();
@@ -152,26 +155,26 @@ impl<A: AddressSpace> Mapped<A> {
             },
         );
         region.exit();
-        Ok(Tried::Done(taken))
+        Ok(DiscardOutcome::Done(taken))
     }
 
-    fn discard_remote(&self, page: PageIndex) -> Result<Tried, PageError> {
+    fn discard_remote(&self, page: PageIndex) -> Result<DiscardOutcome, PageError> {
         let region = self.region();
         if !region.enter() {
-            return Ok(Tried::Done(1));
+            return Ok(DiscardOutcome::Done(1));
         }
         if region.words.try_apply(page, protocol::prefetch).is_none() {
             region.exit();
-            return Ok(Tried::Done(0));
+            return Ok(DiscardOutcome::Done(0));
         }
         region.store.clear(page.alone());
         region.words.apply(page, |w| (protocol::forgotten(w), ()));
-        let mut outcome = Ok(Tried::Done(1));
+        let mut outcome = Ok(DiscardOutcome::Done(1));
         match region.words.apply(page, protocol::fill_failed) {
             OnFailed::Dropped => region.store.count_left(page),
             // A thread waits for the page: it comes as zeros.
             OnFailed::MustPoison => match self.frame_for(page) {
-                Ok(frame) => self.map_zeros(Run::new(page, frame, region.page_bytes())),
+                Ok(frame) => self.map_zeros(PageRun::new(page, frame, region.page_bytes())),
                 Err(error) => {
                     (self.shared().installer).fail(region, page, error.clone());
                     outcome = Err(error);
@@ -183,7 +186,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// Turns a page that raises SIGBUS into zeros.
-    fn discard_broken(&self, page: PageIndex) -> Result<Tried, PageError> {
+    fn discard_broken(&self, page: PageIndex) -> Result<DiscardOutcome, PageError> {
         let (shared, region) = (self.shared(), self.region());
         let frame = self.frame_for(page)?;
         let is_ours = region.enter() && {
@@ -199,28 +202,28 @@ impl<A: AddressSpace> Mapped<A> {
         };
         if !is_ours {
             shared.frames.release(frame, region.page_bytes());
-            return Ok(Tried::Done(0));
+            return Ok(DiscardOutcome::Done(0));
         }
         region.store.clear(page.alone());
         // Where the program has unmapped the addresses, the page is poisoned again.
-        self.map_zeros(Run::new(page, frame, region.page_bytes()));
+        self.map_zeros(PageRun::new(page, frame, region.page_bytes()));
         region.exit();
-        Ok(Tried::Done(1))
+        Ok(DiscardOutcome::Done(1))
     }
 
     /// Maps owned pages as zeros, and overwrites their frame for that.
-    pub(crate) fn map_zeros(&self, run: Run<A::Frame>) {
+    pub(crate) fn map_zeros(&self, run: PageRun<A::Frame>) {
         let (shared, region) = (self.shared(), self.region());
         let (first, mut frame) = (run.first(), run.into_frame());
         frame.as_mut().fill(0);
-        let run = Run::new(first, frame, region.page_bytes());
+        let run = PageRun::new(first, frame, region.page_bytes());
         // The store has zeros, too: nothing is lost with a page that cannot be mapped.
         let refused = |page, frame: A::Frame, os| {
             shared.frames.release(frame, region.page_bytes());
             let error = PageError::cannot_map(region.label(), page, &os);
             shared.installer.fail(region, page, error);
         };
-        shared.installer.install(region, run, Heat::Hot, refused);
+        (shared.installer).install(region, run, UsageCount::Wanted, refused);
     }
 
     pub(crate) fn busy(&self, page: PageIndex) -> PageError {

@@ -1,6 +1,6 @@
 //! Access to workers: [`Doors`], with the mail and the asks that go through them.
 //!
-//! The rule: after something is put behind a door its bell is rung, so that nothing lies there
+//! The rule: after something is put behind a door its waker is called, so that nothing lies there
 //! while the worker sleeps. The worker decides what follows.
 
 use std::{
@@ -18,7 +18,7 @@ use farpage_store::{PageIndex, PageRange};
 use farpage_vm::Shard;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use crate::{PageError, ahead::Plan, bell::Bell, budget::Budget, region::Region};
+use crate::{PageError, ahead::ReadAhead, budget::Budget, region::Region, waker::WorkerWaker};
 
 /// Upper bound of the asks that a filler takes at once: more than it works off while its core is
 /// taken from it.
@@ -50,7 +50,7 @@ pub(crate) enum Command {
 #[derive(Debug)]
 pub(crate) enum Ask {
     /// Read these pages ahead.
-    Ahead(Arc<Region>, Plan),
+    Ahead(Arc<Region>, ReadAhead),
     /// Serve the fault at this address.
     Fault(Arc<Region>, usize),
 }
@@ -60,7 +60,7 @@ pub(crate) enum Ask {
 pub(crate) struct Doors {
     /// Doors of the fillers, by shard.
     fillers: Vec<FillerDoor>,
-    evictors: Vec<Bell>,
+    evictors: Vec<WorkerWaker>,
     /// True if evictors that are not needed stay asleep.
     tuned_evictors: bool,
     stopping: AtomicBool,
@@ -71,7 +71,7 @@ pub(crate) struct Doors {
 /// Door of a filler.
 #[derive(Debug)]
 pub(crate) struct FillerDoor {
-    pub(crate) bell: Bell,
+    pub(crate) waker: WorkerWaker,
     mail: Sender<Command>,
     /// Asks of threads. Bounded, so that a thread in a signal handler can send.
     asks: Sender<Ask>,
@@ -79,7 +79,7 @@ pub(crate) struct FillerDoor {
 
 /// Receiving end of a filler's door.
 #[derive(Debug)]
-pub(crate) struct Inbox {
+pub(crate) struct FillerInbox {
     pub(crate) mail: Receiver<Command>,
     pub(crate) asks: Receiver<Ask>,
 }
@@ -87,7 +87,7 @@ pub(crate) struct Inbox {
 impl Doors {
     pub(crate) fn new(
         fillers: Vec<FillerDoor>,
-        evictors: Vec<Bell>,
+        evictors: Vec<WorkerWaker>,
         tuned_evictors: bool,
     ) -> io::Result<Doors> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
@@ -104,12 +104,12 @@ impl Doors {
         &self.fillers[shard.0]
     }
 
-    pub(crate) fn evictor(&self, index: usize) -> &Bell {
+    pub(crate) fn evictor(&self, index: usize) -> &WorkerWaker {
         &self.evictors[index]
     }
 
-    pub(crate) fn ring_fillers(&self) {
-        self.fillers.iter().for_each(|filler| filler.bell.ring());
+    pub(crate) fn wake_fillers(&self) {
+        self.fillers.iter().for_each(|filler| filler.waker.wake());
     }
 
     /// True if the filler of `shard` has mail or asks that it has not looked at.
@@ -128,18 +128,18 @@ impl Doors {
         self.evictors.len()
     }
 
-    /// Rings all evictors, for work that the program waits for.
-    pub(crate) fn ring_evictors(&self) {
-        self.evictors.iter().for_each(Bell::ring);
+    /// Wakes all evictors, for work that the program waits for.
+    pub(crate) fn wake_evictors(&self) {
+        self.evictors.iter().for_each(WorkerWaker::wake);
     }
 
-    /// Rings the evictors that are needed for the memory that is left.
+    /// Wakes the evictors that are needed for the memory that is left.
     pub(crate) fn call_evictors(&self, budget: &Budget) {
-        for (index, bell) in self.evictors.iter().enumerate() {
+        for (index, waker) in self.evictors.iter().enumerate() {
             if !self.needs_evictor(index, budget) {
                 break;
             }
-            bell.ring();
+            waker.wake();
         }
     }
 
@@ -161,7 +161,7 @@ impl Doors {
         let door = &self.fillers[shard.0];
         // Fails only when the filler has stopped, and then no thread waits for its answer.
         if door.mail.send(command).is_ok() {
-            door.bell.ring();
+            door.waker.wake();
         }
     }
 
@@ -170,7 +170,7 @@ impl Doors {
     pub(crate) fn ask_filler(&self, shard: Shard, ask: Ask) {
         let door = &self.fillers[shard.0];
         if door.asks.try_send(ask).is_ok() {
-            door.bell.ring();
+            door.waker.wake();
         }
     }
 
@@ -180,7 +180,7 @@ impl Doors {
         self.stopped
             .write(1)
             .expect("one event does not overflow an eventfd");
-        self.ring_evictors();
+        self.wake_evictors();
     }
 
     pub(crate) fn is_stopping(&self) -> bool {
@@ -189,14 +189,14 @@ impl Doors {
 }
 
 impl FillerDoor {
-    pub(crate) fn new() -> io::Result<(FillerDoor, Inbox)> {
+    pub(crate) fn new() -> io::Result<(FillerDoor, FillerInbox)> {
         let (sender, mail) = crossbeam_channel::unbounded();
         let (asks_sender, asks) = crossbeam_channel::bounded(ASKS_MAX);
         let door = FillerDoor {
-            bell: Bell::new()?,
+            waker: WorkerWaker::new()?,
             mail: sender,
             asks: asks_sender,
         };
-        Ok((door, Inbox { mail, asks }))
+        Ok((door, FillerInbox { mail, asks }))
     }
 }

@@ -1,8 +1,8 @@
-//! Taking pages out: [`Evictor`].
+//! Background reclaim: [`Evictor`] takes pages out.
 //!
 //! An eviction, in order:
 //!
-//! 1. streams, or the sweep, name victims; neighbours among them are a run: own its pages
+//! 1. streams, or the clock hand, name victims; neighbours among them are a run: own its pages
 //!    (`Resident` to `Leaving`);
 //! 2. detach it: atomic, from here on its bytes are ours alone, and a touch of it faults;
 //! 3. hash it, write it back, publish it and give its frame back (`write_backs.rs`).
@@ -26,14 +26,14 @@ use parking_lot::Mutex;
 use crate::{
     PageError,
     candidates::{Candidates, FoundBy},
-    flights::Flight,
     job::Job,
     protocol,
     region::Region,
-    run::Local,
+    requests::RunRequest,
+    run::StoreFrame,
     seats::{Seats, Serve},
-    shared::Shared,
-    victims::{Dropped, Out, Walk},
+    shared::SharedParts,
+    victims::{DetachOutcome, Dropped, Walk},
     worker::RETRY,
     write_backs::WriteBacks,
 };
@@ -44,13 +44,13 @@ const CHUNKS_PER_TURN: usize = 256;
 const BACKOFF: Duration = Duration::from_millis(20);
 
 pub(crate) struct Evictor<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     /// Number of the worker, behind the fillers'.
     worker: usize,
     index: usize,
     deadline: Duration,
     /// True from above the high mark until the low one is reached.
-    draining: bool,
+    reclaiming: bool,
     write_backs: WriteBacks<A>,
     /// Pages of a job that another worker owned when their turn came.
     later: Vec<Later>,
@@ -76,9 +76,9 @@ enum Begun {
 
 impl<A: AddressSpace> Evictor<A> {
     pub(crate) fn new(
-        shared: Arc<Shared<A>>,
+        shared: Arc<SharedParts<A>>,
         index: usize,
-        lane: Lane<Local<A::Frame>>,
+        lane: Lane<StoreFrame<A::Frame>>,
         deadline: Duration,
     ) -> Self {
         let worker = shared.shards() + index;
@@ -88,7 +88,7 @@ impl<A: AddressSpace> Evictor<A> {
             worker,
             index,
             deadline,
-            draining: false,
+            reclaiming: false,
             later: Vec::new(),
             rest_until: None,
         }
@@ -98,7 +98,7 @@ impl<A: AddressSpace> Evictor<A> {
     pub(crate) fn turn(&mut self) -> bool {
         let mut busy = self.write_backs.post_again();
         busy |= self.take_handed_over();
-        busy |= self.drain();
+        busy |= self.reclaim();
         busy |= self.work_on_jobs();
         busy | self.poll()
     }
@@ -152,15 +152,15 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Takes victims out while there is pressure.
-    fn drain(&mut self) -> bool {
+    fn reclaim(&mut self) -> bool {
         if self.rest_until.is_some_and(|until| Instant::now() < until) {
             return false;
         }
         self.rest_until = None;
         self.write_backs.write_off_overdue();
         let excess = |evictor: &Self| evictor.shared.frames.budget().excess();
-        self.draining = excess(self) > 0 && (self.draining || self.is_needed());
-        if !self.draining {
+        self.reclaiming = excess(self) > 0 && (self.reclaiming || self.is_needed());
+        if !self.reclaiming {
             return false;
         }
         let mut begun = false;
@@ -179,7 +179,7 @@ impl<A: AddressSpace> Evictor<A> {
                 continue;
             }
             // Pages that streams have gone through lie in rows, which move at once.
-            if candidates.found_by == FoundBy::Sweep
+            if candidates.found_by == FoundBy::ClockHand
                 && self.shared.scatter.is_better(&candidates.region)
             {
                 match self.copy_out(candidates) {
@@ -300,15 +300,15 @@ impl<A: AddressSpace> Evictor<A> {
         };
         let first = pages.start;
         match self.shared.victims.take_out(region, pages, own) {
-            Out::Taken(run) => {
+            DetachOutcome::Taken(run) => {
                 let pages = run.len();
                 self.write_backs.add(region, run, job, found_by);
                 region.exit();
                 (pages, Begun::Yes)
             }
-            Out::NotHere => (1, Begun::NotHere),
-            Out::NotNow => (1, Begun::NotNow(None)),
-            Out::Refused(error) => {
+            DetachOutcome::NotHere => (1, Begun::NotHere),
+            DetachOutcome::NotNow => (1, Begun::NotNow(None)),
+            DetachOutcome::Refused(error) => {
                 self.shared.counters[self.worker].failed_evictions.bump();
                 (1, Begun::NotNow(Some(refused(region, first, error))))
             }
@@ -332,7 +332,7 @@ impl<A: AddressSpace> Evictor<A> {
             while page < pages.end && !job.ends_early() {
                 let run = pages.end.min(page + region.run_pages);
                 let run = region.in_one_stripe(page.until(run), false);
-                let (dealt_with, begun) = self.begin(region, run, Some(&job), FoundBy::Sweep);
+                let (dealt_with, begun) = self.begin(region, run, Some(&job), FoundBy::ClockHand);
                 if matches!(begun, Begun::NotNow(_)) {
                     job.open_one();
                     self.later.push(Later {
@@ -358,7 +358,7 @@ impl<A: AddressSpace> Evictor<A> {
                 any = true;
                 continue;
             }
-            let (_, begun) = self.begin(&region, page, Some(&later.job), FoundBy::Sweep);
+            let (_, begun) = self.begin(&region, page, Some(&later.job), FoundBy::ClockHand);
             match begun {
                 Begun::Yes | Begun::NotHere => {
                     later.job.close_one(None);
@@ -417,7 +417,7 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Ends a call that has returned: its frame may be what a fill waits for.
-    fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
+    fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
         self.write_backs.end_call(call);
         self.poll();
     }
@@ -431,23 +431,23 @@ impl<A: AddressSpace> Evictor<A> {
     /// Sleeps until there may be something to do.
     fn sleep(&mut self) {
         let (doors, hand_over) = (&self.shared.doors, &self.shared.hand_over);
-        let bell = doors.evictor(self.index);
-        bell.prepare();
+        let waker = doors.evictor(self.index);
+        waker.prepare();
         let has_room = self.write_backs.has_room(1);
         let pressure = self.rest_until.is_none() && has_room && self.is_needed();
         let asked = !self.shared.jobs.is_empty() || hand_over.len() > 0;
         if doors.is_stopping() || asked && has_room || hand_over.is_called() {
-            return bell.cancel();
+            return waker.cancel();
         }
         let mut fds = Vec::with_capacity(4);
         let mut until = self.write_backs.wait(&mut fds);
-        // Look again soon after pressure that this turn could not relieve (pages pinned, owned by
+        // Look again soon after pressure that this turn could not end (pages pinned, owned by
         // others, or young), and for pages to try again.
         let soon = (pressure || !self.later.is_empty()).then(|| Instant::now() + RETRY);
         for at in [soon, self.rest_until].into_iter().flatten() {
             until = Some(until.map_or(at, |until| until.min(at)));
         }
-        bell.sleep(fds, until);
+        waker.sleep(fds, until);
     }
 }
 

@@ -2,9 +2,9 @@
 //!
 //! A fault takes one hand-off, from the kernel to the filler that sleeps in its shard's
 //! userfaultfd. The fill that follows is in `fills.rs`; pages and plans kept for later are in
-//! `held_back.rs` and `wishes.rs`.
+//! `held_back.rs` and `prefetch_queue.rs`.
 //!
-//! The rule: a filler waits only in the sleep of its thread (`team.rs`), and never touches the
+//! The rule: a filler waits only in the sleep of its thread (`executor.rs`), and never touches the
 //! program's memory.
 
 use std::{
@@ -21,18 +21,18 @@ use nix::poll::PollFd;
 
 use crate::{
     PageError,
-    ahead::Plan,
-    doors::{Ask, Command, Inbox},
-    fills::{Fills, Landing},
+    ahead::ReadAhead,
+    doors::{Ask, Command, FillerInbox},
+    fills::{FillCompletion, Fills},
     held_back::HeldBack,
     in_thread::InThread,
     pace::Pace,
+    prefetch_queue::PrefetchQueue,
     protocol,
     region::{Region, chunk_of, chunks_of},
-    run::Local,
-    shared::Shared,
+    run::StoreFrame,
+    shared::SharedParts,
     stats::Counters,
-    wishes::Wishes,
     worker::RETRY,
 };
 
@@ -41,12 +41,12 @@ use crate::{
 const SAMPLED: u32 = 64;
 
 pub(crate) struct Filler<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     shard: Shard,
-    inbox: Inbox,
+    inbox: FillerInbox,
     deadline: Duration,
     fills: Fills<A, HeldBack<A>>,
-    wishes: Wishes<A>,
+    prefetch_queue: PrefetchQueue<A>,
     /// Service of faults by threads of the program, if the runtime has it.
     in_thread: Option<Arc<InThread<A>>>,
     last_region: Option<Arc<Region>>,
@@ -62,10 +62,10 @@ pub(crate) struct Filler<A: AddressSpace> {
 impl<A: AddressSpace> Filler<A> {
     /// Makes the filler of `shard`, which is its number among the workers, too.
     pub(crate) fn new(
-        shared: Arc<Shared<A>>,
+        shared: Arc<SharedParts<A>>,
         shard: usize,
-        lane: Lane<Local<A::Frame>>,
-        inbox: Inbox,
+        lane: Lane<StoreFrame<A::Frame>>,
+        inbox: FillerInbox,
         pace: Pace,
         deadline: Duration,
         in_thread: Option<Arc<InThread<A>>>,
@@ -73,7 +73,7 @@ impl<A: AddressSpace> Filler<A> {
         let held_back = HeldBack::new(shared.clone(), shard);
         Filler {
             fills: Fills::new(shared.clone(), shard, lane, pace, deadline, held_back),
-            wishes: Wishes::new(shared.clone(), Shard(shard)),
+            prefetch_queue: PrefetchQueue::new(shared.clone(), Shard(shard)),
             shared,
             shard: Shard(shard),
             inbox,
@@ -102,9 +102,9 @@ impl<A: AddressSpace> Filler<A> {
         let mail = self.read_mail();
         let mut busy = self.unprotect();
         busy |= self.fills.serve_backlog();
-        busy |= self.fills.landing.lend();
+        busy |= self.fills.completion.lend();
         busy |= self.fills.post_again();
-        busy |= self.wishes.serve(&mut self.fills);
+        busy |= self.prefetch_queue.serve(&mut self.fills);
         busy |= self.fills.poll();
         busy || mail || events
     }
@@ -115,12 +115,12 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     /// Takes a call that the driving thread makes itself, without the filler.
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<A::Frame>>> {
         self.fills.take_call()
     }
 
-    /// Takes back a call that has returned. The next turn goes on with its flight.
-    pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
+    /// Takes back a call that has returned. The next turn goes on with its request.
+    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
         self.fills.end_call(call);
     }
 
@@ -166,7 +166,7 @@ impl<A: AddressSpace> Filler<A> {
         }
         let plan = self.fills.on_fault(&region, page, address);
         if is_open {
-            self.wishes.add(region, plan, true);
+            self.prefetch_queue.add(region, plan, true);
         }
     }
 
@@ -246,13 +246,14 @@ impl<A: AddressSpace> Filler<A> {
         while let Ok(ask) = self.inbox.asks.try_recv() {
             any = true;
             match ask {
-                Ask::Ahead(region, plan) => self.wishes.add(region, plan, false),
+                Ask::Ahead(region, plan) => self.prefetch_queue.add(region, plan, false),
                 Ask::Fault(region, address) if region.enter() => {
                     self.counters().faults.bump();
                     let page = region.page_at(address);
                     let plan = self.fills.on_fault(&region, page, address);
-                    // No trigger: a fault on it is served in the thread and does not come to us.
-                    self.wishes.add(region, plan, false);
+                    // No read-ahead marker: a fault on it is served in the thread and does not come
+                    // to us.
+                    self.prefetch_queue.add(region, plan, false);
                 }
                 Ask::Fault(..) => {}
             }
@@ -261,7 +262,7 @@ impl<A: AddressSpace> Filler<A> {
             any = true;
             match command {
                 Command::Prefetch(region, pages) => {
-                    self.wishes.add(region, Plan::up(pages), false);
+                    self.prefetch_queue.add(region, ReadAhead::up(pages), false);
                 }
                 Command::Demand(region, pages, taken_on) => {
                     let (mapper, shard) = (&self.shared.mapper, self.shard);
@@ -269,12 +270,12 @@ impl<A: AddressSpace> Filler<A> {
                     self.fills.demand(&region, pages, is_ours);
                     taken_on.fetch_add(1, Ordering::Release);
                 }
-                Command::LetGo(region, page) => self.fills.landing.noted(&region, page),
+                Command::LetGo(region, page) => self.fills.completion.noted(&region, page),
                 Command::TakeOver(region, page, error, since) => {
                     self.take_over(region, page, error, since);
                 }
                 Command::Lose(region, page, error) => {
-                    self.fills.landing.lose(&region, page, error);
+                    self.fills.completion.lose(&region, page, error);
                     region.exit();
                 }
                 Command::Settle(region) => self.give_up(&region),
@@ -290,9 +291,9 @@ impl<A: AddressSpace> Filler<A> {
         }
         let wanted = region.words.load(page).wanted();
         if wanted && error.may_retry() && since.elapsed() < self.deadline {
-            self.fills.begin(region, page, Plan::NONE);
+            self.fills.begin(region, page, ReadAhead::NONE);
         } else {
-            self.fills.landing.fail(&region, page, error);
+            self.fills.completion.fail(&region, page, error);
             region.exit();
         }
     }
@@ -300,9 +301,9 @@ impl<A: AddressSpace> Filler<A> {
     /// Gives up a closing region: owned pages of it that nothing will complete are published as
     /// they are.
     fn give_up(&mut self, region: &Region) {
-        self.wishes.give_up(region);
+        self.prefetch_queue.give_up(region);
         self.fills.give_up(region);
-        self.fills.landing.give_up(region);
+        self.fills.completion.give_up(region);
         if (self.last_region.as_ref()).is_some_and(|last| last.id == region.id) {
             self.last_region = None;
         }
@@ -311,13 +312,13 @@ impl<A: AddressSpace> Filler<A> {
     /// True if nothing is under way and nothing is kept.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
-        let keeps_nothing = self.wishes.is_empty() && self.protected.is_empty();
-        self.fills.is_idle() && keeps_nothing && self.fills.landing.is_empty()
+        let keeps_nothing = self.prefetch_queue.is_empty() && self.protected.is_empty();
+        self.fills.is_idle() && keeps_nothing && self.fills.completion.is_empty()
     }
 
     /// True if something is under way, so that the next turn may find something to do.
     pub(crate) fn has_work(&self) -> bool {
-        !self.fills.is_idle() || !self.wishes.is_empty()
+        !self.fills.is_idle() || !self.prefetch_queue.is_empty()
     }
 
     /// Takes the thread of the program that raised a sampled fault: one for each [`SAMPLED`]

@@ -5,7 +5,8 @@
 //! 1. a fault: own its page (`Remote` to `Filling`), and pages next to it that the program is
 //!    expected to want at once: a run;
 //! 2. take a frame for the run and post its READ;
-//! 3. poll: a run that is complete and verified is handed to the [`Landing`], which maps it.
+//! 3. poll: a run that is complete and verified is handed to its completion ([`FillCompletion`]),
+//!    which maps it.
 //!
 //! The rule: nothing here waits. A fill that finds no frame stays in the backlog, still owned, and
 //! evictors are called. Fills of the backlog go before others.
@@ -24,14 +25,14 @@ use nix::poll::PollFd;
 
 use crate::{
     Advice, PageError,
-    ahead::{Plan, Streams},
-    flights::{Flight, Flights, Landed},
-    installer::Heat,
+    ahead::{ReadAhead, Streams},
+    installer::UsageCount,
     pace::Pace,
-    protocol::{self, OnFault, State},
+    protocol::{self, OnFault, PageState},
     region::Region,
-    run::{Local, Run, keep_first, pages_in},
-    shared::Shared,
+    requests::{EndedRequest, RequestsInFlight, RunRequest},
+    run::{PageRun, StoreFrame, keep_first, pages_in},
+    shared::SharedParts,
     stats::Counters,
     stretch,
 };
@@ -41,20 +42,20 @@ use crate::{
 pub(crate) struct Fill {
     pub(crate) region: Arc<Region>,
     pub(crate) pages: PageRange,
-    pub(crate) heat: Heat,
-    /// True for the trigger of a stream: held back when complete.
-    pub(crate) trigger: bool,
+    pub(crate) usage: UsageCount,
+    /// True for the read-ahead marker of a stream: held back when complete.
+    pub(crate) marker: bool,
     /// True if the store does not have the run's bytes.
     pub(crate) unsaved: bool,
 }
 
 impl Fill {
-    pub(crate) fn new(region: Arc<Region>, pages: PageRange, heat: Heat) -> Fill {
+    pub(crate) fn new(region: Arc<Region>, pages: PageRange, usage: UsageCount) -> Fill {
         Fill {
             region,
             pages,
-            heat,
-            trigger: false,
+            usage,
+            marker: false,
             unsaved: false,
         }
     }
@@ -64,7 +65,7 @@ impl Fill {
     }
 }
 
-impl Flight for Fill {
+impl RunRequest for Fill {
     fn region(&self) -> &Arc<Region> {
         &self.region
     }
@@ -74,26 +75,26 @@ impl Flight for Fill {
     }
 
     fn start<F: Frame>(
-        lane: &mut Lane<Local<F>>,
+        lane: &mut Lane<StoreFrame<F>>,
         store: &Arc<PageStore>,
         page: PageIndex,
-        frame: Local<F>,
+        frame: StoreFrame<F>,
         tag: u64,
-    ) -> Result<(), Local<F>> {
+    ) -> Result<(), StoreFrame<F>> {
         lane.fill(store, page, frame, tag)
     }
 }
 
 /// Parts that a worker needs to map runs that it has brought in.
 pub(crate) struct Arrivals<A: AddressSpace> {
-    pub(crate) shared: Arc<Shared<A>>,
+    pub(crate) shared: Arc<SharedParts<A>>,
     pub(crate) worker: usize,
     /// Number of pages that were mapped by themselves.
     mapped_alone: u32,
 }
 
 impl<A: AddressSpace> Arrivals<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, worker: usize) -> Self {
         Arrivals {
             shared,
             worker,
@@ -106,12 +107,12 @@ impl<A: AddressSpace> Arrivals<A> {
     }
 }
 
-/// End of a fill: maps the run, or deals with pages that failed.
-pub(crate) trait Landing<A: AddressSpace> {
+/// Completion of a fill: maps the run, or deals with pages that failed.
+pub(crate) trait FillCompletion<A: AddressSpace> {
     fn arrivals(&mut self) -> &mut Arrivals<A>;
 
     /// Takes a complete run, to map and publish it and to leave its region.
-    fn land(&mut self, fill: Fill, run: Run<A::Frame>);
+    fn complete(&mut self, fill: Fill, run: PageRun<A::Frame>);
 
     /// Deals with an owned page that cannot be brought in. The caller leaves its region.
     fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
@@ -121,10 +122,10 @@ pub(crate) trait Landing<A: AddressSpace> {
     fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
 
     /// Maps and publishes a run that is complete, and leaves its region.
-    fn map(&mut self, fill: Fill, run: Run<A::Frame>) {
+    fn map(&mut self, fill: Fill, run: PageRun<A::Frame>) {
         let Fill {
             region,
-            heat,
+            usage,
             unsaved,
             ..
         } = fill;
@@ -137,10 +138,11 @@ pub(crate) trait Landing<A: AddressSpace> {
             let error = PageError::cannot_map(region.label(), page, &error);
             self.refuse(&region, page, unsaved, error);
         };
-        (shared.scatter).install(&region, run, heat, &mut alone, refused);
+        (shared.scatter).install(&region, run, usage, &mut alone, refused);
         let arrivals = self.arrivals();
         arrivals.mapped_alone = alone;
-        arrivals.counters().filled(filled, heat != Heat::Cold);
+        let demand = usage != UsageCount::Unwanted;
+        arrivals.counters().filled(filled, demand);
         region.exit();
     }
 
@@ -159,35 +161,35 @@ pub(crate) trait Landing<A: AddressSpace> {
 
 /// Page that is owned as `Filling` and waits for a frame. Its region has been entered.
 #[derive(Debug)]
-struct Waiting {
+struct PendingFill {
     region: Arc<Region>,
     page: PageIndex,
     /// Pages next to `page` that are expected to be wanted soon.
-    with: Plan,
+    with: ReadAhead,
 }
 
 /// Fills of one worker.
 pub(crate) struct Fills<A: AddressSpace, L> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     /// The worker's number.
     worker: usize,
     deadline: Duration,
     streams: Streams,
     pace: Pace,
-    flights: Flights<Fill, A::Frame>,
+    requests: RequestsInFlight<Fill, A::Frame>,
     /// Pages that wait for a frame, in the order of their faults, and since when.
-    backlog: VecDeque<(Waiting, Since)>,
-    pub(crate) landing: L,
+    backlog: VecDeque<(PendingFill, Since)>,
+    pub(crate) completion: L,
 }
 
-impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
+impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     pub(crate) fn new(
-        shared: Arc<Shared<A>>,
+        shared: Arc<SharedParts<A>>,
         worker: usize,
-        lane: Lane<Local<A::Frame>>,
+        lane: Lane<StoreFrame<A::Frame>>,
         pace: Pace,
         deadline: Duration,
-        landing: L,
+        completion: L,
     ) -> Self {
         Fills {
             shared,
@@ -195,9 +197,9 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             deadline,
             streams: Streams::default(),
             pace,
-            flights: Flights::new(lane),
+            requests: RequestsInFlight::new(lane),
             backlog: VecDeque::new(),
-            landing,
+            completion,
         }
     }
 
@@ -212,7 +214,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         region: &Arc<Region>,
         page: PageIndex,
         address: usize,
-    ) -> Plan {
+    ) -> ReadAhead {
         let on_fault = region.words.apply(page, protocol::fault);
         let mut plan = self.plan(region, page, on_fault == OnFault::Fill);
         match on_fault {
@@ -255,7 +257,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             };
             match on_fault {
                 OnFault::Fill => {
-                    let with = Plan::up(page.until(pages.end));
+                    let with = ReadAhead::up(page.until(pages.end));
                     page = self.begin(region.clone(), at, with).end;
                 }
                 OnFault::Noted => self.on_noted(region, at),
@@ -266,7 +268,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     }
 
     fn on_noted(&mut self, region: &Arc<Region>, page: PageIndex) {
-        self.landing.noted(region, page);
+        self.completion.noted(region, page);
         self.shared.hand_over.noted(region, page);
         region.exit();
     }
@@ -281,25 +283,25 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                 // put it back.
                 match shared.mapper.detach(region, page.alone()) {
                     Ok(run) => {
-                        let mut fill = Fill::new(region.clone(), run.pages(), Heat::Refault);
+                        let mut fill = Fill::new(region.clone(), run.pages(), UsageCount::Refault);
                         fill.unsaved = true;
-                        return self.landing.land(fill, run);
+                        return self.completion.complete(fill, run);
                     }
                     Err(DetachError::Absent) => {
                         shared.frames.budget().lose(region.page_bytes());
-                        self.begin(region.clone(), page, Plan::NONE);
+                        self.begin(region.clone(), page, ReadAhead::NONE);
                         return;
                     }
-                    Err(_) => (shared.installer).publish(region, page.alone(), Heat::Refault),
+                    Err(_) => (shared.installer).publish(region, page.alone(), UsageCount::Refault),
                 }
             } else if region.words.try_apply(page, protocol::heal).is_some() {
-                self.begin(region.clone(), page, Plan::NONE);
+                self.begin(region.clone(), page, ReadAhead::NONE);
                 return;
             } else if region.words.try_apply(page, protocol::taken_up).is_some() {
                 // The program has dropped the poison. The page's bytes are as lost as before.
                 let lost = region.lost(page.alone()).pop();
                 let (_, error) = lost.expect("a lost page has its reason");
-                self.landing.lose(region, page, error);
+                self.completion.lose(region, page, error);
                 region.exit();
                 return;
             }
@@ -310,17 +312,17 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     }
 
     /// Plans the read-ahead after a fault. `missed`: the page was not on its way.
-    fn plan(&mut self, region: &Arc<Region>, page: PageIndex, missed: bool) -> Plan {
+    fn plan(&mut self, region: &Arc<Region>, page: PageIndex, missed: bool) -> ReadAhead {
         let advice = region.advice();
         if advice == Advice::Random {
-            return Plan::NONE;
+            return ReadAhead::NONE;
         }
         let eager = advice == Advice::Sequential;
         let limit = self.window_pages(region);
         let (mut plan, passed) = self.streams.fault(region.id, page, limit, eager, missed);
         plan.ahead.end = plan.ahead.end.min(PageIndex(region.pages()));
         if plan.ahead.is_empty() && missed && limit > 0 {
-            plan = Plan::up(self.blank_behind(region, page));
+            plan = ReadAhead::up(self.blank_behind(region, page));
             self.streams.came_along(plan.ahead);
         }
         if !passed.is_empty() {
@@ -340,7 +342,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         if is_written(&page) || !budget.is_ample((1 + behind.len()) * region.page_bytes()) {
             return PageRange::NONE;
         }
-        let behind = stretch::remote(region, &Plan::up(behind), run_pages);
+        let behind = stretch::remote(region, &ReadAhead::up(behind), run_pages);
         let end = behind.iter().find(is_written).unwrap_or(behind.end);
         behind.start.until(end)
     }
@@ -365,8 +367,13 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
 
     /// Starts to fill an owned page that a thread waits for, together with remote pages of `with`
     /// next to it. Returns the pages that are filled.
-    pub(crate) fn begin(&mut self, region: Arc<Region>, page: PageIndex, with: Plan) -> PageRange {
-        let mut waiting = Waiting { region, page, with };
+    pub(crate) fn begin(
+        &mut self,
+        region: Arc<Region>,
+        page: PageIndex,
+        with: ReadAhead,
+    ) -> PageRange {
+        let mut waiting = PendingFill { region, page, with };
         // Serves fills in the order of their arrival.
         if self.backlog.is_empty() {
             match self.try_begin(waiting) {
@@ -379,12 +386,12 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         let doors = &self.shared.doors;
         doors.call_evictors(self.shared.frames.budget());
         // Other fillers may hold frames back.
-        doors.ring_fillers();
+        doors.wake_fillers();
         page.alone()
     }
 
-    fn try_begin(&mut self, waiting: Waiting) -> Result<PageRange, Waiting> {
-        let Waiting { region, page, with } = &waiting;
+    fn try_begin(&mut self, waiting: PendingFill) -> Result<PageRange, PendingFill> {
+        let PendingFill { region, page, with } = &waiting;
         let page = *page;
         let page_bytes = region.page_bytes();
         // The run has the page itself, too.
@@ -409,28 +416,29 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             self.shared.frames.release(rest, page_bytes);
         }
         let other_half = PageIndex(page.0 ^ 1);
-        if other_half.0 < region.pages() && region.words.load(other_half).state() == State::Resident
+        if other_half.0 < region.pages()
+            && region.words.load(other_half).state() == PageState::Resident
         {
             self.counters().beside_resident.bump();
         }
-        let heat = if with.ahead.is_empty() {
-            Heat::Refault
+        let usage = if with.ahead.is_empty() {
+            UsageCount::Refault
         } else {
-            Heat::Along
+            UsageCount::Along
         };
-        let fill = Fill::new(waiting.region, pages, heat);
+        let fill = Fill::new(waiting.region, pages, usage);
         self.post(fill, frame);
         Ok(pages)
     }
 
     /// Posts the READ of a run.
     pub(crate) fn post(&mut self, fill: Fill, frame: A::Frame) {
-        self.flights.post(fill, frame);
+        self.requests.post(fill, frame);
     }
 
     /// Begins a turn: retries fills that wait for a frame. Returns whether anything was done.
     pub(crate) fn serve_backlog(&mut self) -> bool {
-        self.flights.next_turn();
+        self.requests.next_turn();
         if self.backlog.is_empty() {
             return false;
         }
@@ -459,73 +467,73 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     }
 
     /// Fails a fill that found no frame for too long.
-    fn starve(&mut self, waiting: Waiting, since: Since) {
+    fn starve(&mut self, waiting: PendingFill, since: Since) {
         let error = PageError::NoFrame {
             region: waiting.region.label(),
             page: waiting.page.number(),
             waited: since.elapsed(),
             unwritten: self.shared.unwritten.why(),
         };
-        self.landing.fail(&waiting.region, waiting.page, error);
+        self.completion.fail(&waiting.region, waiting.page, error);
         waiting.region.exit();
     }
 
-    /// Posts flights again that the lane was too busy to take.
+    /// Posts requests again that the lane was too busy to take.
     pub(crate) fn post_again(&mut self) -> bool {
-        self.flights.post_again()
+        self.requests.post_again()
     }
 
-    /// See [`Flights::keep_calls`].
+    /// See [`RequestsInFlight::keep_calls`].
     pub(crate) fn keep_calls(&mut self) {
-        self.flights.keep_calls();
+        self.requests.keep_calls();
     }
 
-    /// See [`Flights::take_call`].
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
-        self.flights.take_call()
+    /// See [`RequestsInFlight::take_call`].
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<A::Frame>>> {
+        self.requests.take_call()
     }
 
-    /// See [`Flights::end_call`].
-    pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
-        self.flights.end_call(call);
+    /// See [`RequestsInFlight::end_call`].
+    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
+        self.requests.end_call(call);
     }
 
-    /// Hands flights that have ended to the landing. Returns whether there were any.
+    /// Hands requests that have ended to the completion. Returns whether there were any.
     pub(crate) fn poll(&mut self) -> bool {
-        let any = self.flights.poll();
-        while let Some(landed) = self.flights.next() {
-            self.settle(landed);
+        let any = self.requests.poll();
+        while let Some(ended) = self.requests.next() {
+            self.settle(ended);
         }
         any
     }
 
-    fn settle(&mut self, landed: Landed<Fill, A::Frame>) {
-        if landed.flight.heat != Heat::Cold {
-            let waited_ns = landed.took.as_nanos() as usize;
+    fn settle(&mut self, ended: EndedRequest<Fill, A::Frame>) {
+        if ended.request.usage != UsageCount::Unwanted {
+            let waited_ns = ended.took.as_nanos() as usize;
             self.counters().waited_ns.add(waited_ns);
         }
-        if let Some(posted) = landed.posted
-            && landed.outcome.wire_bytes > 0
+        if let Some(posted) = ended.posted
+            && ended.outcome.wire_bytes > 0
         {
-            let bytes = landed.outcome.wire_bytes as usize;
+            let bytes = ended.outcome.wire_bytes as usize;
             self.pace.arrived(bytes, posted, Instant::now());
         }
-        if landed.failed.is_empty() {
-            self.landing.land(landed.flight, landed.run);
+        if ended.failed.is_empty() {
+            self.completion.complete(ended.request, ended.run);
         } else {
-            self.settle_partly(landed);
+            self.settle_partly(ended);
         }
     }
 
     /// Settles a run of which some pages failed.
-    fn settle_partly(&mut self, landed: Landed<Fill, A::Frame>) {
-        let Landed {
-            flight,
+    fn settle_partly(&mut self, ended: EndedRequest<Fill, A::Frame>) {
+        let EndedRequest {
+            request,
             run,
             failed,
             ..
-        } = landed;
-        let region = &flight.region;
+        } = ended;
+        let region = &request.region;
         let error = |page: PageIndex| failed.iter().find(|(failed, _)| *failed == page);
         run.cut(
             |page| error(page).is_some(),
@@ -536,12 +544,12 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                     frames.release(run.into_frame(), region.page_bytes());
                     for page in pages {
                         let (_, error) = error(page).expect("the stretch is of lost pages");
-                        self.landing.fail(region, page, error.clone().into());
+                        self.completion.fail(region, page, error.clone().into());
                     }
                 } else {
                     region.enter_again();
-                    let fill = Fill::new(region.clone(), pages, flight.heat);
-                    self.landing.land(fill, run);
+                    let fill = Fill::new(region.clone(), pages, request.usage);
+                    self.completion.complete(fill, run);
                 }
             },
         );
@@ -567,25 +575,25 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
 
     /// Makes room for one fill of the region, so that it need not allocate.
     pub(crate) fn prepare(&mut self, region: &Region) {
-        self.flights.prepare(region);
+        self.requests.prepare(region);
         self.backlog.reserve(1);
     }
 
     pub(crate) fn reopen(&mut self) {
-        self.flights.reopen();
+        self.requests.reopen();
     }
 
     /// True if runs ahead of need may start beside `runs` and `bytes` in flight.
     pub(crate) fn has_room_ahead(&self, runs: usize, bytes: usize) -> bool {
         self.backlog.is_empty()
-            && self.flights.unposted().next().is_none()
-            && self.flights.posted() < runs
-            && self.flights.posted_bytes() < bytes
+            && self.requests.unposted().next().is_none()
+            && self.requests.posted() < runs
+            && self.requests.posted_bytes() < bytes
     }
 
     /// True if nothing is under way.
     pub(crate) fn is_idle(&self) -> bool {
-        self.flights.is_empty() && self.backlog.is_empty()
+        self.requests.is_empty() && self.backlog.is_empty()
     }
 
     /// Appends the descriptors to sleep on. Returns the time of the next turn at the latest, no
@@ -595,7 +603,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         fds: &mut impl Extend<PollFd<'a>>,
         retry: Duration,
     ) -> Option<Instant> {
-        let until = self.flights.wait(fds);
+        let until = self.requests.wait(fds);
         let retry = (!self.backlog.is_empty()).then(|| Instant::now() + retry);
         until.into_iter().chain(retry).min()
     }

@@ -1,4 +1,4 @@
-//! The frames that circulate under the budget: [`Frames`].
+//! The frames that circulate under the budget: [`FrameAllocator`].
 //!
 //! A frame is made once and then circulates: a fill takes a free one and maps it, an eviction
 //! brings it back. (Where pages are copied instead of moved, the mapped copy counts as a frame
@@ -18,9 +18,9 @@ use farpage_fabric::log::later;
 use farpage_vm::{AddressSpace, Batch, ReservedRoom, SCATTERED_PAGES_MAX};
 
 use crate::{
-    budget::{Budget, Reservation},
+    budget::{Budget, BudgetReservation},
     doors::Doors,
-    free::Free,
+    free::FreeLists,
     mapper::Mapper,
 };
 
@@ -30,21 +30,21 @@ const SIZES: usize = 10;
 const SMALLEST_SHIFT: u32 = 12;
 
 /// All frames of a runtime.
-pub(crate) struct Frames<A: AddressSpace> {
+pub(crate) struct FrameAllocator<A: AddressSpace> {
     mapper: Arc<Mapper<A>>,
     doors: Arc<Doors>,
     budget: Budget,
-    free: [CachePadded<Mutex<Free<A::Frame>>>; SIZES],
+    free: [CachePadded<Mutex<FreeLists<A::Frame>>>; SIZES],
     failed_before: AtomicBool,
 }
 
-impl<A: AddressSpace> Frames<A> {
+impl<A: AddressSpace> FrameAllocator<A> {
     pub(crate) fn new(mapper: Arc<Mapper<A>>, doors: Arc<Doors>, budget: Budget) -> Self {
-        Frames {
+        FrameAllocator {
             mapper,
             doors,
             budget,
-            free: std::array::from_fn(|_| CachePadded::new(Mutex::new(Free::default()))),
+            free: std::array::from_fn(|_| CachePadded::new(Mutex::new(FreeLists::default()))),
             failed_before: AtomicBool::new(false),
         }
     }
@@ -129,7 +129,7 @@ impl<A: AddressSpace> Frames<A> {
         page_bytes: usize,
         pages: usize,
         in_place_of_frames: bool,
-    ) -> Option<Reservation<'_>> {
+    ) -> Option<BudgetReservation<'_>> {
         let reserve = || {
             let room = self.budget.reserve(page_bytes, pages);
             room.filter(|room| room.pages() == pages)
@@ -156,7 +156,7 @@ impl<A: AddressSpace> Frames<A> {
 
     fn tell_who_starves(&self) {
         if self.budget.is_starving() {
-            self.doors.ring_fillers();
+            self.doors.wake_fillers();
         }
     }
 
@@ -246,7 +246,7 @@ impl<A: AddressSpace> Frames<A> {
     }
 
     /// Locks the free frames of one size, by a lock that never allocates: for signal handlers.
-    fn free(&self, page_bytes: usize) -> MutexGuard<'_, Free<A::Frame>> {
+    fn free(&self, page_bytes: usize) -> MutexGuard<'_, FreeLists<A::Frame>> {
         self.free[(page_bytes.trailing_zeros() - SMALLEST_SHIFT) as usize]
             .lock()
             .expect("a worker that panics ends the process")
@@ -271,7 +271,7 @@ mod tests {
             let doors =
                 Doors::new(Vec::new(), Vec::new(), true).expect("a descriptor is to be had");
             let budget = Budget::new(64 * PAGE_BYTES as u64, 0.9, 0.95);
-            let frames = Frames::new(Arc::new(Mapper::new(space)), Arc::new(doors), budget);
+            let frames = FrameAllocator::new(Arc::new(Mapper::new(space)), Arc::new(doors), budget);
             frames.expect(PAGE_BYTES);
             let mut taken = Vec::new();
             while let Some(frame) = frames.for_demand(PAGE_BYTES, 15) {

@@ -1,4 +1,4 @@
-//! Free frames of one page size, by length: [`Free`].
+//! Free frames of one page size, by length: [`FreeLists`].
 //!
 //! The rule: putting a frame back allocates nothing, since a signal handler may do so. Room for all
 //! frames that the budget allows is reserved before.
@@ -12,15 +12,15 @@ use crate::run::{keep_first, pages_in};
 const LENGTHS: usize = 10;
 
 /// A stack of frames for each length.
-pub(crate) struct Free<F>([Vec<F>; LENGTHS]);
+pub(crate) struct FreeLists<F>([Vec<F>; LENGTHS]);
 
-impl<F> Default for Free<F> {
+impl<F> Default for FreeLists<F> {
     fn default() -> Self {
-        Free(Default::default())
+        FreeLists(Default::default())
     }
 }
 
-impl<F: Frame> Free<F> {
+impl<F: Frame> FreeLists<F> {
     /// Reserves space for `pages` pages in whatever lengths. Reserved space alone takes no memory.
     pub(crate) fn reserve(&mut self, pages: usize) {
         for (class, frames) in self.0.iter_mut().enumerate() {

@@ -22,8 +22,8 @@ use farpage_store::PageIndex;
 use farpage_vm::SCATTERED_PAGES_MAX;
 
 use crate::{
-    budget::Budget, doors::Doors, flights::Flight, leaving::Leaving, protocol::State,
-    region::Region,
+    budget::Budget, doors::Doors, leaving::Leaving, protocol::PageState, region::Region,
+    requests::RunRequest,
 };
 
 /// Number of pages that a thread moves out at once, for most faults once: more than it brings in,
@@ -36,13 +36,13 @@ const RUNS_PER_CALL: usize = 64;
 const RUNS_MAX: usize = 4 * RUNS_PER_CALL;
 
 /// Run that waits, and its frame.
-type Waiting<F> = (Leaving, F);
+type PendingWriteBack<F> = (Leaving, F);
 
 /// Runs that evictors shall write back.
 pub(crate) struct HandOver<F> {
     doors: Arc<Doors>,
-    sender: Sender<Waiting<F>>,
-    receiver: Receiver<Waiting<F>>,
+    sender: Sender<PendingWriteBack<F>>,
+    receiver: Receiver<PendingWriteBack<F>>,
     /// True if a thread may wait for one of the runs.
     is_wanted: AtomicBool,
     began: Instant,
@@ -71,12 +71,12 @@ impl<F> HandOver<F> {
         let sent = self.offer(leaving, frame);
         assert!(sent.is_ok(), "there is room for all threads at once");
         if self.len() >= RUNS_PER_CALL {
-            self.doors.evictor(0).ring();
+            self.doors.evictor(0).wake();
         }
     }
 
     /// Puts a run where evictors find it. The error gives it back: there is no room.
-    pub(crate) fn offer(&self, leaving: Leaving, frame: F) -> Result<(), Waiting<F>> {
+    pub(crate) fn offer(&self, leaving: Leaving, frame: F) -> Result<(), PendingWriteBack<F>> {
         let (region, pages) = (leaving.region.clone(), leaving.pages);
         let sent = self.sender.try_send((leaving, frame));
         sent.map_err(TrySendError::into_inner)?;
@@ -93,7 +93,7 @@ impl<F> HandOver<F> {
     /// was handed over and that no evictor has been called for.
     pub(crate) fn noted(&self, region: &Region, page: PageIndex) {
         fence(Ordering::SeqCst);
-        if region.words.load(page).state() == State::Leaving && self.len() > 0 {
+        if region.words.load(page).state() == PageState::Leaving && self.len() > 0 {
             self.call();
         }
     }
@@ -101,11 +101,11 @@ impl<F> HandOver<F> {
     /// Calls all evictors, since some may be busy with a store that stalls.
     pub(crate) fn call(&self) {
         self.is_wanted.store(true, Ordering::SeqCst);
-        self.doors.ring_evictors();
+        self.doors.wake_evictors();
     }
 
     /// Takes the next run that waits.
-    pub(crate) fn take(&self) -> Option<Waiting<F>> {
+    pub(crate) fn take(&self) -> Option<PendingWriteBack<F>> {
         self.receiver.try_recv().ok()
     }
 

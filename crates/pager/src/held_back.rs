@@ -1,8 +1,8 @@
-//! Landing of a filler's fills: [`HeldBack`] maps runs, and holds triggers back.
+//! Completion of a filler's fills: [`HeldBack`] maps runs, and holds read-ahead markers back.
 //!
-//! A trigger is the first run of a read-ahead window. It is kept unmapped, so that the fault on it
-//! says that the program has come so far. The rule: a run that is held back is mapped as soon as a
-//! thread wants a page of it, or a fill finds no frame.
+//! A read-ahead marker is the first run of a read-ahead window. It is kept unmapped, so that the
+//! fault on it says that the program has come so far. The rule: a run that is held back is mapped
+//! as soon as a thread wants a page of it, or a fill finds no frame.
 
 use std::sync::Arc;
 
@@ -12,22 +12,22 @@ use farpage_vm::AddressSpace;
 use crate::{
     PageError,
     ahead::STREAMS,
-    fills::{Arrivals, Fill, Landing},
-    flights::Flight,
+    fills::{Arrivals, Fill, FillCompletion},
     region::Region,
-    run::Run,
-    shared::Shared,
+    requests::RunRequest,
+    run::PageRun,
+    shared::SharedParts,
 };
 
 /// Runs that are complete and not mapped.
 pub(crate) struct HeldBack<A: AddressSpace> {
     arrivals: Arrivals<A>,
     /// Runs, the one held back longest first.
-    runs: Vec<(Fill, Run<A::Frame>)>,
+    runs: Vec<(Fill, PageRun<A::Frame>)>,
 }
 
 impl<A: AddressSpace> HeldBack<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, worker: usize) -> Self {
         HeldBack {
             arrivals: Arrivals::new(shared, worker),
             runs: Vec::new(),
@@ -63,9 +63,9 @@ impl<A: AddressSpace> HeldBack<A> {
         }
     }
 
-    /// Keeps a trigger unmapped. With as many as there are streams, the oldest one is mapped: its
-    /// stream has ended.
-    fn hold_back(&mut self, fill: Fill, run: Run<A::Frame>) {
+    /// Keeps a read-ahead marker unmapped. With as many as there are streams, the oldest one is
+    /// mapped: its stream has ended.
+    fn hold_back(&mut self, fill: Fill, run: PageRun<A::Frame>) {
         if self.runs.len() == STREAMS {
             self.map_at(0);
         }
@@ -88,13 +88,13 @@ impl<A: AddressSpace> HeldBack<A> {
     }
 }
 
-impl<A: AddressSpace> Landing<A> for HeldBack<A> {
+impl<A: AddressSpace> FillCompletion<A> for HeldBack<A> {
     fn arrivals(&mut self) -> &mut Arrivals<A> {
         &mut self.arrivals
     }
 
-    fn land(&mut self, fill: Fill, run: Run<A::Frame>) {
-        if fill.trigger && !fill.is_wanted() && !fill.region.is_closing() {
+    fn complete(&mut self, fill: Fill, run: PageRun<A::Frame>) {
+        if fill.marker && !fill.is_wanted() && !fill.region.is_closing() {
             self.hold_back(fill, run);
         } else {
             self.map(fill, run);

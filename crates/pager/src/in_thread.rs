@@ -1,11 +1,11 @@
 //! Faults served by the threads that raise them: [`InThread`].
 //!
-//! A touch of an absent page is then a signal in the thread itself. Its handler runs a [`Guest`]
-//! right there: no hand-off to another thread and no wake-up, which are most of a small page's
-//! fault. Each guest has a lane of its own and serves one thread at a time.
+//! A touch of an absent page is then a signal in the thread itself. The signal handler runs an
+//! [`InlineHandler`] right there: no hand-off to another thread and no wake-up, which are most of a
+//! small page's fault. Each inline handler has a lane of its own and serves one thread at a time.
 //!
-//! **The contract of the handler**, for all code that it runs (`guest.rs`, `relief.rs`, and what
-//! they call):
+//! **The contract of the handler**, for all code that it runs (`inline_handler.rs`,
+//! `direct_reclaim.rs`, and what they call):
 //!
 //! - It waits for no lock that the interrupted code can hold. The interrupted code touched a page.
 //!   No code of ours touches pages under a lock, and while it holds one no handler of the program
@@ -34,10 +34,10 @@ use parking_lot::Mutex;
 
 use crate::{
     doors::Ask,
-    guest::Guest,
-    protocol::{self, State},
+    inline_handler::InlineHandler,
+    protocol::{self, PageState},
     region::Region,
-    shared::Shared,
+    shared::SharedParts,
 };
 
 /// Number of times that a thread yields its core before it sleeps: the owner of the page is mostly
@@ -51,41 +51,46 @@ const NAP_MAX: Duration = Duration::from_millis(1);
 /// to listen.
 const ASK_AGAIN: u32 = 64;
 
-/// Guests that the program's threads run.
+/// Inline handlers that the program's threads run.
 pub struct InThread<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
-    /// Guests; a signal handler only ever tries their locks and never waits.
-    guests: Vec<CachePadded<Mutex<Guest<A>>>>,
+    shared: Arc<SharedParts<A>>,
+    /// Inline handlers; a signal handler only ever tries their locks and never waits.
+    handlers: Vec<CachePadded<Mutex<InlineHandler<A>>>>,
 }
 
 impl<A: AddressSpace> InThread<A> {
-    /// Makes the service of faults. Serves as many threads at once as there are guests; more wait.
-    pub(crate) fn new(shared: Arc<Shared<A>>, guests: Vec<Guest<A>>) -> Self {
-        let guests = guests
+    /// Makes the service of faults. Serves as many threads at once as there are inline handlers;
+    /// more wait.
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, handlers: Vec<InlineHandler<A>>) -> Self {
+        let handlers = handlers
             .into_iter()
-            .map(|guest| CachePadded::new(Mutex::new(guest)))
+            .map(|handler| CachePadded::new(Mutex::new(handler)))
             .collect();
-        InThread { shared, guests }
+        InThread { shared, handlers }
     }
 
-    /// Makes room for the region's faults in all guests, before the first one.
+    /// Makes room for the region's faults in all inline handlers, before the first one.
     pub(crate) fn prepare(&self, region: &Region) {
-        for guest in &self.guests {
-            guest.lock().prepare(region);
+        for handler in &self.handlers {
+            handler.lock().prepare(region);
         }
     }
 
-    /// Opens lost channels of idle guests again. For threads of our own.
+    /// Opens lost channels of idle inline handlers again. For threads of our own.
     pub(crate) fn reopen(&self) {
-        for mut guest in self.guests.iter().filter_map(|guest| guest.try_lock()) {
-            guest.reopen();
+        for mut handler in self
+            .handlers
+            .iter()
+            .filter_map(|handler| handler.try_lock())
+        {
+            handler.reopen();
         }
     }
 
-    /// Returns the guest of a thread, for tests that take its steps one by one.
+    /// Returns the inline handler of a thread, for tests that take its steps one by one.
     #[cfg(test)]
-    pub(crate) fn guest(&self, thread: usize) -> parking_lot::MutexGuard<'_, Guest<A>> {
-        self.guests[thread].lock()
+    pub(crate) fn handler(&self, thread: usize) -> parking_lot::MutexGuard<'_, InlineHandler<A>> {
+        self.handlers[thread].lock()
     }
 
     /// Serves a fault at `address`, of a `write` or not, in the thread that raised it. To be called
@@ -99,8 +104,8 @@ impl<A: AddressSpace> InThread<A> {
         let (mut since, mut looks) = (None, 0);
         loop {
             match region.words.load(page).state() {
-                State::Poisoned | State::Lost => return false,
-                State::Resident if self.shared.mapper.is_present(address) => {
+                PageState::Poisoned | PageState::Lost => return false,
+                PageState::Resident if self.shared.mapper.is_present(address) => {
                     if !write || self.shared.scatter.unprotect(&region, page) {
                         return true;
                     }
@@ -108,13 +113,15 @@ impl<A: AddressSpace> InThread<A> {
                 // Remote, or called resident although the program gave it back to the kernel
                 // itself. If the page could not be brought in, the access fails once more and finds
                 // its filler at work on it.
-                State::Remote | State::Resident if self.fill(&region, page, address, looks) => {
+                PageState::Remote | PageState::Resident
+                    if self.fill(&region, page, address, looks) =>
+                {
                     return true;
                 }
-                State::Remote | State::Resident => {}
+                PageState::Remote | PageState::Resident => {}
                 // The owner of a page that leaves gives it back for this note; a page that is
                 // filled is coming anyway.
-                State::Filling | State::Leaving => {
+                PageState::Filling | PageState::Leaving => {
                     region.words.try_apply(page, protocol::note);
                     self.shared.hand_over.noted(&region, page);
                 }
@@ -132,8 +139,8 @@ impl<A: AddressSpace> InThread<A> {
         }
     }
 
-    /// Brings a page in with an idle guest, or asks the page's filler. `false`: wait and look
-    /// again.
+    /// Brings a page in with an idle inline handler, or asks the page's filler. `false`: wait and
+    /// look again.
     fn fill(&self, region: &Arc<Region>, page: PageIndex, address: usize, looks: u32) -> bool {
         if region.store.is_users_own() {
             if looks.is_multiple_of(ASK_AGAIN) {
@@ -143,12 +150,12 @@ impl<A: AddressSpace> InThread<A> {
             }
             return false;
         }
-        // A thread comes back to the guest that knows its streams.
-        let first = place_of(pthread_self() as u64, self.guests.len());
-        let (before, from) = self.guests.split_at(first);
+        // A thread comes back to the inline handler that knows its streams.
+        let first = place_of(pthread_self() as u64, self.handlers.len());
+        let (before, from) = self.handlers.split_at(first);
         let mut free = from.iter().chain(before);
-        let free = free.find_map(|guest| guest.try_lock());
-        free.map(|mut guest| guest.serve(region, page, address))
+        let free = free.find_map(|handler| handler.try_lock());
+        free.map(|mut handler| handler.serve(region, page, address))
             .is_some()
     }
 }

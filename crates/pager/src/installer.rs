@@ -13,37 +13,37 @@ use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
 use crate::{
     PageError,
     clock::FillClock,
-    frames::Frames,
-    last_words::{self, LastWords},
+    crash_message::{self, CrashMessage},
+    frames::FrameAllocator,
     mapper::Mapper,
-    proof::{Back, Proof},
-    protocol::{self, HEAT_MAX, OnFailed, State, Word},
+    proof::{Proof, RefaultBytes},
+    protocol::{self, OnFailed, PageState, PageWord, USAGE_MAX},
+    refault::{RefaultDistances, RunRefaults},
     region::Region,
-    returns::{OfRun, Returns},
-    run::{Run, pages_in},
+    run::{PageRun, pages_in},
 };
 
-/// Reason why a page is installed, from which its heat follows.
+/// Usage count that a page starts with, by the reason why it is installed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Heat {
-    /// A thread wanted the page while it was leaving.
-    Hot,
-    /// A thread faulted on the page alone; it is as hot as `Hot` if it had left only recently.
+pub(crate) enum UsageCount {
+    /// Highest: a thread wanted the page while it was leaving.
+    Wanted,
+    /// Highest if the page had left only recently, otherwise 0: a thread faulted on the page alone.
     Refault,
-    /// A thread faulted on the page along a stream; it is warm if it had left only recently.
+    /// 1 if the page had left only recently, otherwise 0: a thread faulted on it along a stream.
     Along,
-    /// The page was brought in ahead of need.
-    Cold,
+    /// 0: no thread waits for the page.
+    Unwanted,
 }
 
 /// Publisher of pages that are, or cannot be, in memory: ends their ownership.
 pub(crate) struct Installer<A: AddressSpace> {
     pub(crate) mapper: Arc<Mapper<A>>,
-    pub(crate) frames: Arc<Frames<A>>,
+    pub(crate) frames: Arc<FrameAllocator<A>>,
     pub(crate) clock: Arc<FillClock>,
     pub(crate) proof: Arc<Proof>,
-    pub(crate) returns: Returns,
-    pub(crate) last_words: LastWords,
+    pub(crate) refaults: RefaultDistances,
+    pub(crate) crash_message: CrashMessage,
 }
 
 impl<A: AddressSpace> Installer<A> {
@@ -52,14 +52,14 @@ impl<A: AddressSpace> Installer<A> {
     pub(crate) fn install(
         &self,
         region: &Region,
-        mut run: Run<A::Frame>,
-        heat: Heat,
+        mut run: PageRun<A::Frame>,
+        usage: UsageCount,
         mut refused: impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
         self.announce(region, run.pages());
         if region.is_read_only() {
             run = match self.install_copy(region, run) {
-                Ok(pages) => return self.arrived(region, pages, heat),
+                Ok(pages) => return self.arrived(region, pages, usage),
                 Err(run) => run,
             };
         }
@@ -67,14 +67,14 @@ impl<A: AddressSpace> Installer<A> {
         loop {
             let pages = run.pages();
             let Err(InstallError { frame, kind }) = self.mapper.install(region, run) else {
-                return self.arrived(region, pages, heat);
+                return self.arrived(region, pages, usage);
             };
             let mapped = pages.len() - pages_in(&frame, page_bytes);
             let first = pages.start + mapped;
-            self.arrived(region, pages.start.until(first), heat);
-            let mut page = Run::new(first, frame, page_bytes);
+            self.arrived(region, pages.start.until(first), usage);
+            let mut page = PageRun::new(first, frame, page_bytes);
             let rest = page.keep_first(1);
-            self.refuse(region, page, heat, kind, &mut refused);
+            self.refuse(region, page, usage, kind, &mut refused);
             match rest {
                 Some(rest) => run = rest,
                 None => return,
@@ -90,8 +90,8 @@ impl<A: AddressSpace> Installer<A> {
     fn install_copy(
         &self,
         region: &Region,
-        run: Run<A::Frame>,
-    ) -> Result<PageRange, Run<A::Frame>> {
+        run: PageRun<A::Frame>,
+    ) -> Result<PageRange, PageRun<A::Frame>> {
         let (page_bytes, pages) = (region.page_bytes(), run.pages());
         let Some(mut room) = self.frames.for_copy(page_bytes, run.len(), true) else {
             return Err(run);
@@ -113,8 +113,8 @@ impl<A: AddressSpace> Installer<A> {
     fn refuse(
         &self,
         region: &Region,
-        run: Run<A::Frame>,
-        heat: Heat,
+        run: PageRun<A::Frame>,
+        usage: UsageCount,
         kind: InstallErrorKind,
         refused: &mut impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
@@ -125,11 +125,11 @@ impl<A: AddressSpace> Installer<A> {
             // for the mapped page from now on.
             InstallErrorKind::Exists => {
                 drop(frame);
-                return self.arrived(region, page.alone(), heat);
+                return self.arrived(region, page.alone(), usage);
             }
             InstallErrorKind::Gone => {
                 self.frames.release(frame, region.page_bytes());
-                return self.gone(region, page, heat != Heat::Cold);
+                return self.gone(region, page, usage != UsageCount::Unwanted);
             }
             InstallErrorKind::Os(error) => error,
             kind => io::Error::other(kind),
@@ -155,31 +155,31 @@ impl<A: AddressSpace> Installer<A> {
     }
 
     /// Counts owned pages that have been mapped, and publishes them.
-    pub(crate) fn arrived(&self, region: &Region, pages: PageRange, heat: Heat) {
+    pub(crate) fn arrived(&self, region: &Region, pages: PageRange, usage: UsageCount) {
         region.count_in(pages);
-        self.publish(region, pages, heat);
+        self.publish(region, pages, usage);
     }
 
     /// Publishes owned pages that are mapped and were counted when they came.
-    pub(crate) fn publish(&self, region: &Region, pages: PageRange, heat: Heat) {
+    pub(crate) fn publish(&self, region: &Region, pages: PageRange, usage: UsageCount) {
         let page_bytes = region.page_bytes();
         let now = self.clock.tick(page_bytes * pages.len());
         let mut noted: Option<PageRange> = None;
-        let (mut back, mut returns) = (Back::default(), OfRun::default());
+        let (mut back, mut refaults) = (RefaultBytes::default(), RunRefaults::default());
         for page in pages {
             let before = region.words.apply(page, |w| {
-                let heat = match heat {
-                    Heat::Hot => HEAT_MAX,
-                    Heat::Refault if self.clock.is_recent(w.stamp(), now) => HEAT_MAX,
-                    Heat::Along => u8::from(self.clock.is_recent(w.stamp(), now)),
-                    Heat::Refault | Heat::Cold => 0,
+                let count = match usage {
+                    UsageCount::Wanted => USAGE_MAX,
+                    UsageCount::Refault if self.clock.is_recent(w.stamp(), now) => USAGE_MAX,
+                    UsageCount::Along => u8::from(self.clock.is_recent(w.stamp(), now)),
+                    UsageCount::Refault | UsageCount::Unwanted => 0,
                 };
-                (protocol::installed(w, heat, now), w)
+                (protocol::installed(w, count, now), w)
             });
-            if before.state() == State::Filling {
+            if before.state() == PageState::Filling {
                 back.count(before.stamp(), now, page_bytes);
-                returns.count(&self.clock, before.stamp(), now);
-                if heat == Heat::Refault {
+                refaults.count(&self.clock, before.stamp(), now);
+                if usage == UsageCount::Refault {
                     self.clock.came_back(before.stamp(), now);
                 }
             }
@@ -188,7 +188,7 @@ impl<A: AddressSpace> Installer<A> {
             }
         }
         self.proof.came_back(&back);
-        self.returns.count(&returns);
+        self.refaults.count(&refaults);
         if let Some(noted) = noted {
             self.mapper.wake(region, noted);
         }
@@ -202,7 +202,7 @@ impl<A: AddressSpace> Installer<A> {
         match region.words.apply(page, protocol::fill_failed) {
             OnFailed::Dropped => false,
             OnFailed::MustPoison => {
-                self.last_words.say(region, page, &error);
+                self.crash_message.say(region, page, &error);
                 self.poison(region, page, protocol::poisoned);
                 let address = region.address_of(page);
                 later(move || {
@@ -224,7 +224,7 @@ impl<A: AddressSpace> Installer<A> {
                 why: why.to_string(),
             },
         };
-        self.last_words.say(region, page, &error);
+        self.crash_message.say(region, page, &error);
         region.record(error.clone());
         region.lose(page, error.clone());
         self.poison(region, page, protocol::lost);
@@ -236,10 +236,10 @@ impl<A: AddressSpace> Installer<A> {
     }
 
     /// Makes every access to an owned page raise SIGBUS, and publishes that.
-    fn poison(&self, region: &Region, page: PageIndex, published: impl Fn(Word) -> Word) {
+    fn poison(&self, region: &Region, page: PageIndex, published: impl Fn(PageWord) -> PageWord) {
         if let Err(error) = self.mapper.poison(region, page) {
             // Nothing else can stop a thread that waits for the page from sleeping for ever.
-            last_words::write(&format!("farpage: cannot poison a lost page: {error}\n"));
+            crash_message::write(&format!("farpage: cannot poison a lost page: {error}\n"));
             std::process::abort();
         }
         region.words.apply(page, |w| (published(w), ()));

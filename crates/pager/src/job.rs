@@ -28,7 +28,7 @@ pub(crate) struct Job {
     cursor: AtomicUsize,
     /// Number of chunks not yet gone through, plus pages begun and not yet settled.
     open: AtomicUsize,
-    outcome: Mutex<Outcome>,
+    outcome: Mutex<JobOutcome>,
     /// Thread of the program that has asked for the work and may wait for it. The thread is parked
     /// and not at a condition variable, since it must hold no lock while it lets signals in.
     asked_by: Thread,
@@ -37,7 +37,7 @@ pub(crate) struct Job {
 }
 
 #[derive(Debug, Default)]
-struct Outcome {
+struct JobOutcome {
     ended: bool,
     error: Option<PageError>,
 }

@@ -7,10 +7,10 @@ use farpage_vm::Frame;
 
 use crate::{
     candidates::FoundBy,
-    flights::Flight,
     job::Job,
     region::Region,
-    run::{Local, Run},
+    requests::RunRequest,
+    run::{PageRun, StoreFrame},
 };
 
 /// Run that was taken out, without its frame. Its pages are owned as `Leaving`, by an evictor or by
@@ -45,8 +45,8 @@ impl Leaving {
     }
 
     /// Returns the run, with its frame again.
-    pub(crate) fn run<F: Frame>(&self, frame: F) -> Run<F> {
-        Run::new(self.pages.start, frame, self.region.page_bytes())
+    pub(crate) fn run<F: Frame>(&self, frame: F) -> PageRun<F> {
+        PageRun::new(self.pages.start, frame, self.region.page_bytes())
     }
 
     /// True if a thread wants one of the run's pages back.
@@ -55,7 +55,7 @@ impl Leaving {
     }
 }
 
-impl Flight for Leaving {
+impl RunRequest for Leaving {
     fn region(&self) -> &Arc<Region> {
         &self.region
     }
@@ -65,12 +65,12 @@ impl Flight for Leaving {
     }
 
     fn start<F: Frame>(
-        lane: &mut Lane<Local<F>>,
+        lane: &mut Lane<StoreFrame<F>>,
         store: &Arc<PageStore>,
         page: PageIndex,
-        frame: Local<F>,
+        frame: StoreFrame<F>,
         tag: u64,
-    ) -> Result<(), Local<F>> {
+    ) -> Result<(), StoreFrame<F>> {
         lane.write_back(store, page, frame, tag)
     }
 }

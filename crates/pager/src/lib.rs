@@ -12,41 +12,44 @@
 //! |---|---|
 //! | `region`, `regions`, `run`, `clock`, `candidates` | pages of a region, runs, their age |
 //! | `mapper`, `budget`, `free`, `frames` | the address space by pages; memory and its cap |
-//! | `bell`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
+//! | `waker`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
 //! | `installer` | maps pages and publishes them |
-//! | `sweep`, `behind`, `proof`, `victims` | choosing victims and detaching them |
+//! | `clock_hand`, `drop_behind`, `proof`, `victims` | choosing victims and detaching them |
 //! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
-//! | `flights`, `shared` | the runs under way of a worker; the parts that all workers share |
-//! | `ahead`, `pace`, `stretch`, `fills`, `held_back`, `wishes` | bringing in, and reading ahead |
+//! | `requests`, `shared` | a worker's requests in flight; the parts that all workers share |
+//! | `fills`, `pace`, `stretch` | bringing in |
+//! | `ahead`, `held_back`, `prefetch_queue` | reading ahead |
 //! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
-//! | `filler`, `evictor`, `guest`, `relief` | the workers; threads that serve their own faults |
-//! | `seats`, `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; the program's view |
+//! | `filler`, `evictor` | the workers |
+//! | `inline_handler`, `direct_reclaim` | threads of the program that serve their own faults |
+//! | `seats`, `executor`, `in_thread`, `pager`, `map`, `mapped` | their threads; the program's view |
 //! | `discard`, `relocate` | pages that the program gives up, or wants elsewhere |
 #![forbid(unsafe_code)]
 
 mod ahead;
-mod behind;
-mod bell;
 mod budget;
 mod candidates;
 mod clock;
+mod clock_hand;
 mod costs;
+mod crash_message;
+mod direct_reclaim;
 mod discard;
 mod doors;
+mod drop_behind;
 mod error;
 mod evictor;
+mod executor;
 mod filler;
 mod fills;
-mod flights;
 mod frames;
 mod free;
-mod guest;
 mod hand_over;
 mod held_back;
 mod in_thread;
+mod inline_handler;
 mod installer;
 mod job;
-mod last_words;
 mod leaving;
 mod map;
 mod mapped;
@@ -54,13 +57,14 @@ mod mapper;
 mod options;
 mod pace;
 mod pager;
+mod prefetch_queue;
 mod proof;
 pub mod protocol;
+mod refault;
 mod region;
 mod regions;
-mod relief;
 mod relocate;
-mod returns;
+mod requests;
 mod run;
 mod scatter;
 mod seats;
@@ -69,18 +73,16 @@ mod shared;
 mod simulation;
 mod stats;
 mod stretch;
-mod sweep;
 mod tags;
-mod team;
 mod unwritten;
 mod victims;
-mod wishes;
+mod waker;
 mod worker;
 mod write_backs;
 
 pub use error::{FORKED, FlushError, MapError, PageError, PinError, StartError};
 pub use in_thread::InThread;
-pub use mapped::Mapped;
+pub use mapped::MappedRegion;
 pub use options::{Advice, PagerOptions, RegionOptions};
 pub use pager::Pager;
 pub use stats::PagerStats;

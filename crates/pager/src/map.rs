@@ -10,9 +10,9 @@ use farpage_store::PageStore;
 use farpage_vm::{AddressSpace, Geometry};
 
 use crate::{
-    MapError, Mapped, Pager, RegionOptions,
+    MapError, MappedRegion, Pager, RegionOptions,
+    prefetch_queue::BYTES_AHEAD_MAX,
     region::{CHUNK_PAGES, Region, RegionId},
-    wishes::BYTES_AHEAD_MAX,
 };
 
 /// Lower bound of a stripe's bytes, so that small regions stay one kernel mapping each.
@@ -37,7 +37,7 @@ impl<A: AddressSpace> Pager<A> {
         self: &Arc<Self>,
         store: Arc<PageStore>,
         options: RegionOptions,
-    ) -> Result<Mapped<A>, MapError> {
+    ) -> Result<MappedRegion<A>, MapError> {
         let _signals = SignalGuard::new();
         let (bytes, page_bytes) = (store.bytes(), store.page_bytes());
         let budget = self.shared().frames.budget();
@@ -81,7 +81,7 @@ impl<A: AddressSpace> Pager<A> {
             in_thread.prepare(&region);
         }
         self.shared().regions.insert(region.clone());
-        Ok(Mapped::new(self.clone(), region))
+        Ok(MappedRegion::new(self.clone(), region))
     }
 
     fn geometry(&self, id: RegionId, bytes: u64, page_bytes: usize) -> Geometry {

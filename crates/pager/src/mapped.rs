@@ -1,10 +1,10 @@
-//! A region as the program holds it: [`Mapped`].
+//! A region as the program holds it: [`MappedRegion`].
 //!
 //! The rule: the program's calls only ask and wait. Pages are moved by fillers and evictors;
 //! nothing here owns a page, except when a closing region is given up in [`Drop`], and where the
-//! program gives up what pages hold (`discard.rs`). A call holds signals back ([`Mapped::enter`])
-//! and lets them in only where it waits and holds nothing: a handler of the program may touch an
-//! absent page, which a worker must be able to serve.
+//! program gives up what pages hold (`discard.rs`). A call holds signals back
+//! ([`MappedRegion::enter`]) and lets them in only where it waits and holds nothing: a handler of
+//! the program may touch an absent page, which a worker must be able to serve.
 
 use std::{
     fmt, mem,
@@ -25,28 +25,28 @@ use farpage_vm::{AddressSpace, DetachError};
 use crate::{
     Advice, FlushError, PageError, Pager, PinError,
     doors::Command,
-    installer::Heat,
+    installer::UsageCount,
     job::Job,
-    protocol::{self, State, Word},
+    protocol::{self, PageState, PageWord},
     region::{CHUNK_PAGES, Region},
-    run::Run,
-    shared::Shared,
+    run::PageRun,
+    shared::SharedParts,
 };
 
 /// Time between two looks at a page that another worker owns.
 pub(crate) const LOOK: Duration = Duration::from_micros(20);
-/// Time between two requests for an owned page: see [`Mapped::ask_for`].
+/// Time between two requests for an owned page: see [`MappedRegion::ask_for`].
 pub(crate) const ASK: Duration = Duration::from_millis(5);
 
 /// A mapped region. Dropping it gives its addresses and its pages up, without writing back.
-pub struct Mapped<A: AddressSpace> {
+pub struct MappedRegion<A: AddressSpace> {
     pager: Arc<Pager<A>>,
     region: Arc<Region>,
 }
 
-impl<A: AddressSpace> Mapped<A> {
-    pub(crate) fn new(pager: Arc<Pager<A>>, region: Arc<Region>) -> Mapped<A> {
-        Mapped { pager, region }
+impl<A: AddressSpace> MappedRegion<A> {
+    pub(crate) fn new(pager: Arc<Pager<A>>, region: Arc<Region>) -> MappedRegion<A> {
+        MappedRegion { pager, region }
     }
 
     /// Returns the first address, aligned to the page size.
@@ -78,7 +78,12 @@ impl<A: AddressSpace> Mapped<A> {
         let region = self.region();
         let state = |page| region.words.load(page).state();
         let mut pages = self.pages(range).iter();
-        pages.any(|page| matches!(state(page), State::Filling | State::Poisoned | State::Lost))
+        pages.any(|page| {
+            matches!(
+                state(page),
+                PageState::Filling | PageState::Poisoned | PageState::Lost
+            )
+        })
     }
 
     /// True if the kernel may hold references to pages of `range`: see [`Advice::ZeroCopy`].
@@ -169,12 +174,12 @@ impl<A: AddressSpace> Mapped<A> {
         // Removed while the page is ours: from the moment that it is mapped it may be lost again.
         region.found(page);
         let mut outcome = Ok(());
-        let run = Run::new(page, frame, page_bytes);
+        let run = PageRun::new(page, frame, page_bytes);
         let refused = |page, frame, _| {
             shared.frames.release(frame, page_bytes);
             outcome = Err(shared.installer.lose(region, page, lost));
         };
-        shared.installer.install(region, run, Heat::Hot, refused);
+        (shared.installer).install(region, run, UsageCount::Wanted, refused);
         outcome
     }
 
@@ -200,7 +205,7 @@ impl<A: AddressSpace> Mapped<A> {
                     unwritten: self.shared().unwritten.why(),
                 });
             }
-            self.shared().doors.ring_fillers();
+            self.shared().doors.wake_fillers();
             thread::sleep(Duration::from_micros(100));
         }
     }
@@ -235,7 +240,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     fn wait_while_filling(&self, page: PageIndex, entered: &SignalGuard) {
-        while self.region.words.load(page).state() == State::Filling {
+        while self.region.words.load(page).state() == PageState::Filling {
             entered.wait(|| thread::sleep(LOOK));
         }
     }
@@ -262,17 +267,17 @@ impl<A: AddressSpace> Mapped<A> {
             let is_new = taken_on.load(Ordering::Acquire) == self.shared().shards();
             let word = self.region.words.load(page);
             match word.state() {
-                State::Resident if is_new => return Ok(()),
+                PageState::Resident if is_new => return Ok(()),
                 // A pinned page comes back, and only then is its pin worth something.
-                State::Leaving if !word.pinned() => return Ok(()),
-                State::Lost => {
+                PageState::Leaving if !word.pinned() => return Ok(()),
+                PageState::Lost => {
                     let lost = self.region.lost(page.alone()).pop();
                     // The program may have overwritten the page just now.
                     if let Some((_, error)) = lost {
                         return Err(error);
                     }
                 }
-                State::Poisoned if is_new => {
+                PageState::Poisoned if is_new => {
                     let waited = since.elapsed();
                     let unknown = PageError::NoFrame {
                         region: self.region.label(),
@@ -342,7 +347,7 @@ impl<A: AddressSpace> Mapped<A> {
                     most_bytes: budget.pinned_max(),
                 });
             }
-            let pin = |w: Word| protocol::pin(w).filter(|_| w.pinned() != first);
+            let pin = |w: PageWord| protocol::pin(w).filter(|_| w.pinned() != first);
             if region.words.try_apply(page, pin).is_some() {
                 if first {
                     region.count_pinned();
@@ -389,7 +394,7 @@ impl<A: AddressSpace> Mapped<A> {
             .start
             .until(pages.iter().find(failed).unwrap_or(pages.end));
         self.shared().scatter.wait();
-        let is_absent = |page| self.region.words.load(page).state() != State::Resident;
+        let is_absent = |page| self.region.words.load(page).state() != PageState::Resident;
         let there = match pages.iter().any(is_absent) {
             true => self.prefetch_now(range),
             false => Ok(()),
@@ -445,8 +450,8 @@ impl<A: AddressSpace> Mapped<A> {
         self.region.store.flush().map_err(FlushError::Durable)
     }
 
-    /// Takes the first error of work in the background (an eviction or a fill that failed) since
-    /// the last call.
+    /// Takes the first error of background work (an eviction or a fill that failed) since the last
+    /// call.
     pub fn take_error(&self) -> Option<PageError> {
         match self.enter() {
             Ok(_entered) => self.region.take_error(),
@@ -465,7 +470,7 @@ impl<A: AddressSpace> Mapped<A> {
     fn run(&self, pages: PageRange, keep: bool, entered: &SignalGuard) -> Result<(), PageError> {
         let job = Job::new(self.region.clone(), pages, keep);
         self.shared().jobs.add(job.clone());
-        self.shared().doors.ring_evictors();
+        self.shared().doors.wake_evictors();
         job.wait(entered)
     }
 
@@ -509,7 +514,7 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    pub(crate) fn shared(&self) -> &Shared<A> {
+    pub(crate) fn shared(&self) -> &SharedParts<A> {
         self.pager.shared()
     }
 
@@ -532,7 +537,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 }
 
-impl<A: AddressSpace> Drop for Mapped<A> {
+impl<A: AddressSpace> Drop for MappedRegion<A> {
     fn drop(&mut self) {
         if self.pager.is_parents() {
             // The mapping did not come along, and the remote memory is the parent's.
@@ -569,7 +574,7 @@ impl<A: AddressSpace> Drop for Mapped<A> {
     }
 }
 
-impl<A: AddressSpace> fmt::Debug for Mapped<A> {
+impl<A: AddressSpace> fmt::Debug for MappedRegion<A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Mapped")
             .field("address", &format_args!("{:#x}", self.region.address))

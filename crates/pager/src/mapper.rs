@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 
 use crate::{
     region::Region,
-    run::{Run, pages_in},
+    run::{PageRun, pages_in},
 };
 
 /// Size of the smallest page that the kernel knows.
@@ -70,7 +70,7 @@ impl<A: AddressSpace> Mapper<A> {
     pub(crate) fn install(
         &self,
         region: &Region,
-        run: Run<A::Frame>,
+        run: PageRun<A::Frame>,
     ) -> Result<(), InstallError<A::Frame>> {
         let pages = self.pages(region, run.pages());
         let moved = self.space.install(pages, PageIn::Move(run.into_frame()))?;
@@ -83,14 +83,14 @@ impl<A: AddressSpace> Mapper<A> {
         &self,
         region: &Region,
         pages: PageRange,
-    ) -> Result<Run<A::Frame>, DetachError> {
+    ) -> Result<PageRun<A::Frame>, DetachError> {
         let page_bytes = region.page_bytes();
         let out = PageOut::Move(self.pages(region, pages));
         let mut detached = self.space.detach(out).map(Detached::into_frame);
         if let Ok(frame) = detached {
-            let run = Run::new(pages.start, frame, page_bytes);
+            let run = PageRun::new(pages.start, frame, page_bytes);
             detached = if region.is_zero_copy(run.pages()) {
-                self.replace_memory(region, run).map(Run::into_frame)
+                self.replace_memory(region, run).map(PageRun::into_frame)
             } else {
                 Ok(run.into_frame())
             };
@@ -101,7 +101,7 @@ impl<A: AddressSpace> Mapper<A> {
             Err(_) => 0,
         };
         region.count_out(pages.start.and_on(taken));
-        detached.map(|frame| Run::new(pages.start, frame, page_bytes))
+        detached.map(|frame| PageRun::new(pages.start, frame, page_bytes))
     }
 
     /// Copies the leading pages of a run that was detached to new memory, and leaves the old to the
@@ -111,14 +111,14 @@ impl<A: AddressSpace> Mapper<A> {
     fn replace_memory(
         &self,
         region: &Region,
-        mut run: Run<A::Frame>,
-    ) -> Result<Run<A::Frame>, DetachError> {
+        mut run: PageRun<A::Frame>,
+    ) -> Result<PageRun<A::Frame>, DetachError> {
         let (first, page_bytes) = (run.first(), region.page_bytes());
         loop {
             let error = match self.new_frame(page_bytes, run.len()) {
                 Ok(mut frame) => {
                     frame.as_mut().copy_from_slice(run.into_frame().as_ref());
-                    return Ok(Run::new(first, frame, page_bytes));
+                    return Ok(PageRun::new(first, frame, page_bytes));
                 }
                 Err(error) => error,
             };
@@ -134,7 +134,7 @@ impl<A: AddressSpace> Mapper<A> {
     }
 
     /// Maps a run again that was detached a moment ago.
-    fn put_back(&self, region: &Region, run: Run<A::Frame>) {
+    fn put_back(&self, region: &Region, run: PageRun<A::Frame>) {
         let end = run.pages().end;
         if let Err(InstallError {
             frame,
@@ -156,9 +156,9 @@ impl<A: AddressSpace> Mapper<A> {
     pub(crate) fn install_copy(
         &self,
         region: &Region,
-        run: Run<A::Frame>,
+        run: PageRun<A::Frame>,
         room: &mut impl ReservedRoom,
-    ) -> Result<A::Frame, Run<A::Frame>> {
+    ) -> Result<A::Frame, PageRun<A::Frame>> {
         let first = run.first();
         let pages = self.pages(region, run.pages());
         let installed = self
@@ -166,7 +166,7 @@ impl<A: AddressSpace> Mapper<A> {
             .install(pages, PageIn::Copy(run.into_frame(), room));
         installed
             .map(|frame| frame.expect("a frame that was copied comes back"))
-            .map_err(|refused| Run::new(first, refused.frame, region.page_bytes()))
+            .map_err(|refused| PageRun::new(first, refused.frame, region.page_bytes()))
     }
 
     /// Copies the leading ones of `pages`, each to its frame, and gives the memory of those back

@@ -31,7 +31,7 @@ pub struct PagerOptions {
     pub deadline: Duration,
     /// True if a line on standard error says why pages are about to be poisoned, once for each
     /// cause. Default: true.
-    pub last_words: bool,
+    pub crash_message: bool,
 }
 
 impl PagerOptions {
@@ -46,7 +46,7 @@ impl PagerOptions {
             low_water: 0.90,
             in_thread: 0,
             deadline: Duration::from_secs(10),
-            last_words: true,
+            crash_message: true,
         }
     }
 }

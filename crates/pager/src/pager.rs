@@ -18,25 +18,25 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     PagerOptions, PagerStats, StartError,
-    bell::Bell,
     budget::Budget,
-    doors::{Doors, FillerDoor, Inbox},
+    crash_message::CrashMessage,
+    doors::{Doors, FillerDoor, FillerInbox},
     evictor::Evictor,
+    executor::{self, Executor},
     filler::Filler,
-    guest::Guest,
     in_thread::InThread,
-    last_words::LastWords,
+    inline_handler::InlineHandler,
     pace::Pace,
     region::RegionId,
     run::RUN_BYTES_MAX,
     seats::Seats,
-    shared::{Shared, Workers},
-    team::{self, Team},
+    shared::{SharedParts, Workers},
+    waker::WorkerWaker,
 };
 
 /// The workers of one runtime and the regions that they serve.
 pub struct Pager<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     cluster: Arc<Cluster>,
     in_thread: Option<Arc<InThread<A>>>,
     next_id: AtomicU64,
@@ -59,15 +59,15 @@ impl<A: AddressSpace> Pager<A> {
         cluster: Arc<Cluster>,
         options: &PagerOptions,
     ) -> Result<Arc<Pager<A>>, StartError> {
-        let Parts {
+        let PagerParts {
             mut pager,
             fillers,
             evictors,
         } = Pager::assemble(space, cluster, options)?;
-        let cpus = team::cpus();
+        let cpus = executor::cpus();
         let seats = Seats::new(pager.shared.doors.clone(), cpus.len() + evictors.len())?;
         let seats = pager.seats.insert(Arc::new(seats));
-        let mut serve = Team::new(&pager.shared, fillers, &cpus, seats)?.serve_all();
+        let mut serve = Executor::new(&pager.shared, fillers, &cpus, seats)?.serve_all();
         serve.extend(Evictor::serve_all(evictors, seats, cpus.len()));
         seats.start(serve)?;
         Ok(Arc::new(pager))
@@ -78,7 +78,7 @@ impl<A: AddressSpace> Pager<A> {
         space: Arc<A>,
         cluster: Arc<Cluster>,
         options: &PagerOptions,
-    ) -> Result<Parts<A>, StartError> {
+    ) -> Result<PagerParts<A>, StartError> {
         let marks = 0.0 < options.low_water
             && options.low_water < options.high_water
             && options.high_water <= 1.0;
@@ -96,26 +96,32 @@ impl<A: AddressSpace> Pager<A> {
         let workers = Workers {
             fillers: space.shards(),
             evictors: options.evictors,
-            guests: options.in_thread,
+            inline_handlers: options.in_thread,
         };
         let (doors, inboxes) = doors(&workers, options.tune_evictors)?;
         let budget = Budget::new(options.budget_bytes, options.low_water, options.high_water);
-        let shared = Arc::new(Shared::new(
+        let shared = Arc::new(SharedParts::new(
             space,
             budget,
             doors,
             &workers,
-            LastWords::new(options.last_words, options.deadline),
+            CrashMessage::new(options.crash_message, options.deadline),
         ));
         let (deadline, tuned) = (options.deadline, options.run_bytes.is_none());
-        let mut guests = Vec::new();
-        for index in 0..workers.guests {
+        let mut handlers = Vec::new();
+        for index in 0..workers.inline_handlers {
             let worker = workers.fillers + workers.evictors + index;
             let (lane, pace) = (Lane::passive(&cluster)?, Pace::new(tuned));
-            guests.push(Guest::new(shared.clone(), worker, lane, pace, deadline));
+            handlers.push(InlineHandler::new(
+                shared.clone(),
+                worker,
+                lane,
+                pace,
+                deadline,
+            ));
         }
-        let in_thread =
-            (workers.guests > 0).then(|| Arc::new(InThread::new(shared.clone(), guests)));
+        let in_thread = (workers.inline_handlers > 0)
+            .then(|| Arc::new(InThread::new(shared.clone(), handlers)));
         let mut fillers = Vec::new();
         for (shard, inbox) in inboxes.into_iter().enumerate() {
             fillers.push(Filler::new(
@@ -143,14 +149,14 @@ impl<A: AddressSpace> Pager<A> {
             process: process::id(),
             seats: None,
         };
-        Ok(Parts {
+        Ok(PagerParts {
             pager,
             fillers,
             evictors,
         })
     }
 
-    pub(crate) fn shared(&self) -> &Arc<Shared<A>> {
+    pub(crate) fn shared(&self) -> &Arc<SharedParts<A>> {
         &self.shared
     }
 
@@ -203,7 +209,7 @@ impl<A: AddressSpace> Pager<A> {
             resident_bytes: budget.used(),
             ..PagerStats::default()
         };
-        self.shared.installer.returns.put_into(&mut stats);
+        self.shared.installer.refaults.put_into(&mut stats);
         self.shared
             .counters
             .iter()
@@ -241,18 +247,18 @@ impl<A: AddressSpace> fmt::Debug for Pager<A> {
 }
 
 /// Makes a door for each worker. Returns the doors and the inboxes of the fillers.
-fn doors(workers: &Workers, tuned_evictors: bool) -> io::Result<(Arc<Doors>, Vec<Inbox>)> {
+fn doors(workers: &Workers, tuned_evictors: bool) -> io::Result<(Arc<Doors>, Vec<FillerInbox>)> {
     let fillers = (0..workers.fillers).map(|_| FillerDoor::new());
     let (fillers, inboxes) = fillers.collect::<io::Result<(Vec<_>, Vec<_>)>>()?;
     let evictors = (0..workers.evictors)
-        .map(|_| Bell::new())
+        .map(|_| WorkerWaker::new())
         .collect::<io::Result<Vec<_>>>()?;
     let doors = Doors::new(fillers, evictors, tuned_evictors)?;
     Ok((Arc::new(doors), inboxes))
 }
 
 /// Parts of a pager: the pager and its workers, before they have threads.
-pub(crate) struct Parts<A: AddressSpace> {
+pub(crate) struct PagerParts<A: AddressSpace> {
     pub(crate) pager: Pager<A>,
     pub(crate) fillers: Vec<Filler<A>>,
     pub(crate) evictors: Vec<Evictor<A>>,

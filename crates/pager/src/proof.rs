@@ -1,9 +1,9 @@
 //! Comparison of the two sources of victims: [`Proof`].
 //!
-//! Streams and the sweep both name victims ([`FoundBy`]). Pages that come back tell which source
-//! named the worse ones: a page's stamp says which source found it. While the sweep's pages come
-//! back less than a quarter as often, the sweep gives nearly all victims. Otherwise streams do.
-//! Each source always gives a part, so that there is proof of both.
+//! Streams and the clock hand both name victims ([`FoundBy`]). Pages that come back tell which
+//! source named the worse ones: a page's stamp says which source found it. While the clock hand's
+//! pages come back less than a quarter as often, the clock hand gives nearly all victims. Otherwise
+//! streams do. Each source always gives a part, so that there is proof of both.
 //!
 //! The rule: this module counts. The turn of a source follows from the counts alone.
 
@@ -23,12 +23,12 @@ const MEMORY_TICKS: u32 = 1 << 30;
 /// Ticks of the fill clock that left and came back, by [`FoundBy`].
 pub(crate) struct Proof {
     budget_ticks: u64,
-    counts: [Counts; 2],
+    counts: [SourceCounts; 2],
 }
 
 /// Counts of one source, in ticks of the fill clock; fading.
 #[derive(Default)]
-struct Counts {
+struct SourceCounts {
     out: AtomicU64,
     back: AtomicU64,
 }
@@ -63,7 +63,7 @@ impl Proof {
     }
 
     /// Counts a run that came back from the store.
-    pub(crate) fn came_back(&self, back: &Back) {
+    pub(crate) fn came_back(&self, back: &RefaultBytes) {
         for (counts, bytes) in self.counts.iter().zip(back.0) {
             if bytes > 0 {
                 counts.back.fetch_add(bytes as u64 >> 12, Ordering::Relaxed);
@@ -71,18 +71,18 @@ impl Proof {
         }
     }
 
-    /// True if pages that streams have gone through leave before the sweep looks for others.
+    /// True if pages that streams have gone through leave before the clock hand looks for others.
     pub(crate) fn streams_go_first(&self) -> bool {
         let [swept, streamed] = self.out();
-        if self.sweep_is_better() {
+        if self.hand_is_better() {
             streamed * MINOR_SHARE <= swept
         } else {
             streamed <= swept * MINOR_SHARE
         }
     }
 
-    /// True if the sweep's pages come back less than a quarter as often.
-    fn sweep_is_better(&self) -> bool {
+    /// True if the clock hand's pages come back less than a quarter as often.
+    fn hand_is_better(&self) -> bool {
         let [swept, streamed] = self.out();
         let [swept_back, streamed_back] =
             [0, 1].map(|by| self.counts[by].back.load(Ordering::Relaxed));
@@ -97,9 +97,9 @@ impl Proof {
 
 /// Bytes of a run that came back, by [`FoundBy`].
 #[derive(Default)]
-pub(crate) struct Back([usize; 2]);
+pub(crate) struct RefaultBytes([usize; 2]);
 
-impl Back {
+impl RefaultBytes {
     /// Counts a page of `bytes` that came back at `now`; `stamp` is that of its leaving.
     pub(crate) fn count(&mut self, stamp: u32, now: u32, bytes: usize) {
         if now.wrapping_sub(stamp) < MEMORY_TICKS {

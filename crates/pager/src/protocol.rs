@@ -38,12 +38,12 @@
 //!
 //! | bits | field | means |
 //! |---|---|---|
-//! | 0 - 2 | state | see [`State`] |
+//! | 0 - 2 | state | see [`PageState`] |
 //! | 3 | `WANTED` | a thread faulted on the page while it was owned |
 //! | 6 | `INSTALLING` | the page may be mapped and changed; its owner has only to publish it |
 //! | 7 | `COPYING` | the page is being copied, and has had no owner since the copying began |
 //! | 8 - 15 | pins | number of pins by the program: unless 0 the page comes back when taken out |
-//! | 16 - 19 | heat | how many sweeps the page survives |
+//! | 16 - 19 | usage count | how many passes of the clock hand the page survives |
 //! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
 //!
 //! A word changes by compare-and-swap only. The swap into an owned state is an acquire and the one
@@ -56,7 +56,7 @@ use farpage_store::PageIndex;
 /// State of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
-pub enum State {
+pub enum PageState {
     /// Page whose bytes are in the store, or that was never written.
     Remote = 0,
     /// Page whose owner brings it in.
@@ -77,21 +77,21 @@ const INSTALLING: u64 = 1 << 6;
 const COPYING: u64 = 1 << 7;
 const PIN: u64 = 1 << 8;
 const PINS: u64 = 0xff << 8;
-const HEAT_SHIFT: u32 = 16;
-const HEAT: u64 = 0b1111 << HEAT_SHIFT;
+const USAGE_SHIFT: u32 = 16;
+const USAGE: u64 = 0b1111 << USAGE_SHIFT;
 const STAMP_SHIFT: u32 = 32;
 
-/// Upper bound of the heat, in sweeps that a page survives. With less, hot pages leave so often
-/// that a small budget is worse off than by least recently used. With more, little is gained, and
-/// pages that were hot once stay longer.
-pub const HEAT_MAX: u8 = 15;
+/// Upper bound of the usage count, in passes of the clock hand that a page survives. With less, hot
+/// pages leave so often that a small budget is worse off than by least recently used. With more,
+/// little is gained, and pages that were hot once stay longer.
+pub const USAGE_MAX: u8 = 15;
 
 /// Stamp of a page that never left, or whose former bytes were given up.
 pub const NEVER_LEFT: u32 = 0;
 
-/// Value of a page's word. `Word::default()` is `Remote`, never touched.
+/// Value of a page's word. `PageWord::default()` is `Remote`, never touched.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Word(u64);
+pub struct PageWord(u64);
 
 /// Duty of the thread that reads a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,16 +123,16 @@ pub enum OnFailed {
     MustPoison,
 }
 
-impl Word {
+impl PageWord {
     /// Returns the page's state.
-    pub fn state(self) -> State {
+    pub fn state(self) -> PageState {
         match self.0 & STATE {
-            0 => State::Remote,
-            1 => State::Filling,
-            2 => State::Resident,
-            3 => State::Leaving,
-            4 => State::Poisoned,
-            5 => State::Lost,
+            0 => PageState::Remote,
+            1 => PageState::Filling,
+            2 => PageState::Resident,
+            3 => PageState::Leaving,
+            4 => PageState::Poisoned,
+            5 => PageState::Lost,
             _ => unreachable!("only these six states are ever written"),
         }
     }
@@ -142,9 +142,9 @@ impl Word {
         self.0 & WANTED != 0
     }
 
-    /// Returns the number of sweeps that the page survives.
-    pub fn heat(self) -> u8 {
-        ((self.0 & HEAT) >> HEAT_SHIFT) as u8
+    /// Returns the number of passes of the clock hand that the page survives.
+    pub fn usage(self) -> u8 {
+        ((self.0 & USAGE) >> USAGE_SHIFT) as u8
     }
 
     /// True if the owner of the page is installing it. The program may already have the page, and
@@ -163,41 +163,41 @@ impl Word {
         (self.0 >> STAMP_SHIFT) as u32
     }
 
-    fn with_state(self, state: State) -> Word {
-        Word(self.0 & !(STATE | INSTALLING | COPYING) | state as u64)
+    fn with_state(self, state: PageState) -> PageWord {
+        PageWord(self.0 & !(STATE | INSTALLING | COPYING) | state as u64)
     }
 
-    fn without_note(self) -> Word {
-        Word(self.0 & !WANTED)
+    fn without_note(self) -> PageWord {
+        PageWord(self.0 & !WANTED)
     }
 
-    fn with_stamp(self, stamp: u32) -> Word {
-        Word(self.0 & ((1 << STAMP_SHIFT) - 1) | u64::from(stamp) << STAMP_SHIFT)
+    fn with_stamp(self, stamp: u32) -> PageWord {
+        PageWord(self.0 & ((1 << STAMP_SHIFT) - 1) | u64::from(stamp) << STAMP_SHIFT)
     }
 
-    fn with_heat(self, heat: u8) -> Word {
-        Word(self.0 & !HEAT | u64::from(heat.min(HEAT_MAX)) << HEAT_SHIFT)
+    fn with_usage(self, count: u8) -> PageWord {
+        PageWord(self.0 & !USAGE | u64::from(count.min(USAGE_MAX)) << USAGE_SHIFT)
     }
 }
 
 /// Applies a fault that was read: owns a remote page, leaves a note on an owned one.
-pub fn fault(w: Word) -> (Word, OnFault) {
+pub fn fault(w: PageWord) -> (PageWord, OnFault) {
     match w.state() {
-        State::Remote => (w.with_state(State::Filling).with_note(), OnFault::Fill),
-        State::Filling | State::Leaving => (w.with_note(), OnFault::Noted),
-        State::Resident | State::Poisoned | State::Lost => (w, OnFault::Stale),
+        PageState::Remote => (w.with_state(PageState::Filling).with_note(), OnFault::Fill),
+        PageState::Filling | PageState::Leaving => (w.with_note(), OnFault::Noted),
+        PageState::Resident | PageState::Poisoned | PageState::Lost => (w, OnFault::Stale),
     }
 }
 
 /// Leaves a note for a thread that waits without a page fault. `None`: the page has no owner, look
 /// again.
-pub fn note(w: Word) -> Option<Word> {
-    matches!(w.state(), State::Filling | State::Leaving).then(|| w.with_note())
+pub fn note(w: PageWord) -> Option<PageWord> {
+    matches!(w.state(), PageState::Filling | PageState::Leaving).then(|| w.with_note())
 }
 
 /// Owns a remote page in order to fill it ahead of need. `None`: the page is not remote.
-pub fn prefetch(w: Word) -> Option<Word> {
-    (w.state() == State::Remote).then(|| w.with_state(State::Filling))
+pub fn prefetch(w: PageWord) -> Option<PageWord> {
+    (w.state() == PageState::Remote).then(|| w.with_state(PageState::Filling))
 }
 
 /// Marks a filling page, or a leaving page that comes back, as about to be installed.
@@ -205,9 +205,9 @@ pub fn prefetch(w: Word) -> Option<Word> {
 /// The install wakes the threads of all notes left before, so these are cleared. A later note may
 /// be of a fault on a page that was installed and that the program took away at once: see
 /// [`installed`].
-pub fn installing(w: Word) -> Word {
-    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
-    Word(w.without_note().0 | INSTALLING)
+pub fn installing(w: PageWord) -> PageWord {
+    debug_assert!(matches!(w.state(), PageState::Filling | PageState::Leaving));
+    PageWord(w.without_note().0 | INSTALLING)
 }
 
 /// Publishes an installed page as resident. If the word before had a note, the caller wakes the
@@ -215,71 +215,71 @@ pub fn installing(w: Word) -> Word {
 ///
 /// Call this *after* the install: a page that is called resident too early can be taken out before
 /// it is there.
-pub fn installed(w: Word, heat: u8, now: u32) -> Word {
-    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
-    w.with_state(State::Resident)
+pub fn installed(w: PageWord, count: u8, now: u32) -> PageWord {
+    debug_assert!(matches!(w.state(), PageState::Filling | PageState::Leaving));
+    w.with_state(PageState::Resident)
         .without_note()
-        .with_heat(heat)
+        .with_usage(count)
         .with_stamp(now)
 }
 
 /// Settles a page that its owner could not fill, or could not install again although its bytes are
 /// in the store.
-pub fn fill_failed(w: Word) -> (Word, OnFailed) {
-    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
+pub fn fill_failed(w: PageWord) -> (PageWord, OnFailed) {
+    debug_assert!(matches!(w.state(), PageState::Filling | PageState::Leaving));
     if w.wanted() {
         (w, OnFailed::MustPoison)
     } else {
-        (w.with_state(State::Remote), OnFailed::Dropped)
+        (w.with_state(PageState::Remote), OnFailed::Dropped)
     }
 }
 
 /// Publishes a page that its owner has poisoned. The caller wakes the page's threads afterwards:
 /// one may have faulted meanwhile.
-pub fn poisoned(w: Word) -> Word {
-    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
-    w.with_state(State::Poisoned).without_note()
+pub fn poisoned(w: PageWord) -> PageWord {
+    debug_assert!(matches!(w.state(), PageState::Filling | PageState::Leaving));
+    w.with_state(PageState::Poisoned).without_note()
 }
 
 /// Publishes a page whose newest bytes are gone: the store lacks them, and the owner has poisoned
 /// the page. The caller wakes the page's threads afterwards: one may have faulted meanwhile.
-pub fn lost(w: Word) -> Word {
-    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
-    w.with_state(State::Lost).without_note()
+pub fn lost(w: PageWord) -> PageWord {
+    debug_assert!(matches!(w.state(), PageState::Filling | PageState::Leaving));
+    w.with_state(PageState::Lost).without_note()
 }
 
 /// Owns a lost page, to give it new bytes or to poison it once more. `None`: the page is not lost.
-pub fn taken_up(w: Word) -> Option<Word> {
-    (w.state() == State::Lost).then(|| w.with_state(State::Leaving))
+pub fn taken_up(w: PageWord) -> Option<PageWord> {
+    (w.state() == PageState::Lost).then(|| w.with_state(PageState::Leaving))
 }
 
 /// Owns a poisoned page in order to fill it again. `None`: the page is not poisoned.
-pub fn heal(w: Word) -> Option<Word> {
-    (w.state() == State::Poisoned).then(|| w.with_state(State::Filling).with_note())
+pub fn heal(w: PageWord) -> Option<PageWord> {
+    (w.state() == PageState::Poisoned).then(|| w.with_state(PageState::Filling).with_note())
 }
 
 /// Owns a resident page in order to evict it. `None`: the page is not resident, or is pinned.
-pub fn leave(w: Word) -> Option<Word> {
+pub fn leave(w: PageWord) -> Option<PageWord> {
     borrow(w).filter(|w| !w.pinned())
 }
 
 /// Owns a resident page in order to write it back. The page comes back afterwards if it is pinned
 /// or its borrower wants it to. `None`: the page is not resident.
-pub fn borrow(w: Word) -> Option<Word> {
-    (w.state() == State::Resident).then(|| w.with_state(State::Leaving))
+pub fn borrow(w: PageWord) -> Option<PageWord> {
+    (w.state() == PageState::Resident).then(|| w.with_state(PageState::Leaving))
 }
 
 /// Marks a resident page that is copied where it lies, without owning it. `None`: the page is not
 /// resident, or is pinned.
 ///
 /// Call this *before* writes to the page are kept out. Every change of state clears the mark.
-pub fn copying(w: Word) -> Option<Word> {
-    (w.state() == State::Resident && !w.pinned()).then_some(Word(w.0 | COPYING))
+pub fn copying(w: PageWord) -> Option<PageWord> {
+    (w.state() == PageState::Resident && !w.pinned()).then_some(PageWord(w.0 | COPYING))
 }
 
 /// Owns a page that was copied, in order to evict it. `None`: the page is pinned, or has had an
 /// owner since the copying began and may hold something else.
-pub fn copied(w: Word) -> Option<Word> {
+pub fn copied(w: PageWord) -> Option<PageWord> {
     (w.0 & COPYING != 0).then(|| leave(w)).flatten()
 }
 
@@ -287,82 +287,85 @@ pub fn copied(w: Word) -> Option<Word> {
 ///
 /// The page may be in any state: the caller brings it in afterwards. A page that is on its way out
 /// comes back.
-pub fn pin(w: Word) -> Option<Word> {
-    (w.0 & PINS != PINS).then(|| Word(w.0 + PIN))
+pub fn pin(w: PageWord) -> Option<PageWord> {
+    (w.0 & PINS != PINS).then(|| PageWord(w.0 + PIN))
 }
 
 /// Takes back one [`pin`]. `None`: the page is not pinned.
-pub fn unpin(w: Word) -> Option<Word> {
-    w.pinned().then(|| Word(w.0 - PIN))
+pub fn unpin(w: PageWord) -> Option<PageWord> {
+    w.pinned().then(|| PageWord(w.0 - PIN))
 }
 
 /// Publishes a leaving page that stays mapped: it could not be taken out, or must not be. The
 /// caller wakes the page's threads if there was a note.
-pub fn stayed(w: Word) -> Word {
-    debug_assert_eq!(w.state(), State::Leaving);
-    w.with_state(State::Resident).without_note()
+pub fn stayed(w: PageWord) -> PageWord {
+    debug_assert_eq!(w.state(), PageState::Leaving);
+    w.with_state(PageState::Resident).without_note()
 }
 
 /// Publishes a page whose bytes are safe in the store as remote, unless it is wanted or pinned.
 ///
 /// Call this *after* the bytes are safe: the next fill reads them from the store.
-pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
-    debug_assert_eq!(w.state(), State::Leaving);
+pub fn left(w: PageWord, now: u32) -> (PageWord, OnLeft) {
+    debug_assert_eq!(w.state(), PageState::Leaving);
     if w.wanted() || w.pinned() {
         (w, OnLeft::TakeBack)
     } else {
         (
-            w.with_state(State::Remote).with_stamp(now).with_heat(0),
+            w.with_state(PageState::Remote)
+                .with_stamp(now)
+                .with_usage(0),
             OnLeft::Gone,
         )
     }
 }
 
 /// Forgets when the owned page left: the next fill does not count as a return.
-pub fn forgotten(w: Word) -> Word {
-    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
+pub fn forgotten(w: PageWord) -> PageWord {
+    debug_assert!(matches!(w.state(), PageState::Filling | PageState::Leaving));
     w.with_stamp(NEVER_LEFT)
 }
 
 /// Publishes a page as remote that its owner found unmapped: the program took it away itself. The
 /// page is from now on what was written back last. Returns true if the caller must wake threads
 /// that sleep on the page; they fault again, and are served.
-pub fn removed(w: Word, now: u32) -> (Word, bool) {
-    debug_assert_eq!(w.state(), State::Leaving);
+pub fn removed(w: PageWord, now: u32) -> (PageWord, bool) {
+    debug_assert_eq!(w.state(), PageState::Leaving);
     (
-        w.with_state(State::Remote)
+        w.with_state(PageState::Remote)
             .without_note()
             .with_stamp(now)
-            .with_heat(0),
+            .with_usage(0),
         w.wanted(),
     )
 }
 
 /// Owns a page that is called resident but is not mapped: the program took it away itself
 /// (`madvise`). The caller fills it with what was written back last. `None`: it is not resident.
-pub fn vanished(w: Word) -> Option<Word> {
-    (w.state() == State::Resident).then(|| w.with_state(State::Filling).with_note())
+pub fn vanished(w: PageWord) -> Option<PageWord> {
+    (w.state() == PageState::Resident).then(|| w.with_state(PageState::Filling).with_note())
 }
 
-/// Cools a resident page that a sweep passes by one, and makes it as young as at its installation.
-pub fn cooled(w: Word, now: u32) -> Word {
-    w.with_heat(w.heat().saturating_sub(1)).with_stamp(now)
+/// Lowers the usage count of a resident page by one, as the clock hand passes, and makes the page as
+/// young as at its installation.
+pub fn passed_over(w: PageWord, now: u32) -> PageWord {
+    w.with_usage(w.usage().saturating_sub(1)).with_stamp(now)
 }
 
-impl Word {
-    fn with_note(self) -> Word {
-        Word(self.0 | WANTED)
+impl PageWord {
+    fn with_note(self) -> PageWord {
+        PageWord(self.0 | WANTED)
     }
 }
 
 /// Words of a region's pages, one after the other; each changes by compare-and-swap.
 #[derive(Debug)]
-pub struct Words(Vec<AtomicU64>);
+pub struct PageWords(Vec<AtomicU64>);
 
-impl Words {
+impl PageWords {
     /// Returns `pages` words, all `Remote`. The memory of a word is not touched before its page is.
-    pub fn new(pages: usize) -> Words {
-        Words(bytemuck::zeroed_vec(pages))
+    pub fn new(pages: usize) -> PageWords {
+        PageWords(bytemuck::zeroed_vec(pages))
     }
 
     /// Returns the number of pages.
@@ -376,16 +379,16 @@ impl Words {
     }
 
     /// Returns the current word of `page`.
-    pub fn load(&self, page: PageIndex) -> Word {
-        Word(self.0[page.0].load(Ordering::Acquire))
+    pub fn load(&self, page: PageIndex) -> PageWord {
+        PageWord(self.0[page.0].load(Ordering::Acquire))
     }
 
     /// Applies a transition that always applies. Returns its outcome.
-    pub fn apply<T>(&self, page: PageIndex, transition: impl Fn(Word) -> (Word, T)) -> T {
+    pub fn apply<T>(&self, page: PageIndex, transition: impl Fn(PageWord) -> (PageWord, T)) -> T {
         let cell = &self.0[page.0];
         let mut seen = cell.load(Ordering::Acquire);
         loop {
-            let (next, outcome) = transition(Word(seen));
+            let (next, outcome) = transition(PageWord(seen));
             match cell.compare_exchange_weak(seen, next.0, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return outcome,
                 Err(now) => seen = now,
@@ -398,8 +401,8 @@ impl Words {
     pub fn try_apply(
         &self,
         page: PageIndex,
-        transition: impl Fn(Word) -> Option<Word>,
-    ) -> Option<(Word, Word)> {
+        transition: impl Fn(PageWord) -> Option<PageWord>,
+    ) -> Option<(PageWord, PageWord)> {
         self.apply(page, |w| match transition(w) {
             Some(next) => (next, Some((w, next))),
             None => (w, None),
@@ -413,40 +416,43 @@ mod tests {
 
     #[test]
     fn fields_do_not_touch_each_other() {
-        let w = Word::default()
+        let w = PageWord::default()
             .with_stamp(u32::MAX)
-            .with_heat(HEAT_MAX)
-            .with_state(State::Resident)
+            .with_usage(USAGE_MAX)
+            .with_state(PageState::Resident)
             .with_note();
-        let fields = (w.heat(), w.stamp(), w.state(), w.wanted());
-        assert_eq!(fields, (HEAT_MAX, u32::MAX, State::Resident, true));
+        let fields = (w.usage(), w.stamp(), w.state(), w.wanted());
+        assert_eq!(fields, (USAGE_MAX, u32::MAX, PageState::Resident, true));
         assert_eq!(
             w.without_note()
-                .with_heat(0)
+                .with_usage(0)
                 .with_stamp(0)
-                .with_state(State::Remote),
-            Word::default()
+                .with_state(PageState::Remote),
+            PageWord::default()
         );
     }
 
     #[test]
     fn note_on_a_leaving_page_takes_it_back() {
-        let (w, _) = fault(leave(Word::default().with_state(State::Resident)).unwrap());
+        let (w, _) = fault(leave(PageWord::default().with_state(PageState::Resident)).unwrap());
         assert_eq!(left(w, 7).1, OnLeft::TakeBack);
     }
 
     #[test]
     fn pins_are_counted_and_touch_nothing_else() {
-        let word = Word::default()
+        let word = PageWord::default()
             .with_stamp(u32::MAX)
-            .with_heat(HEAT_MAX)
-            .with_state(State::Poisoned)
+            .with_usage(USAGE_MAX)
+            .with_state(PageState::Poisoned)
             .with_note();
         let mut w = word;
         for _ in 0..255 {
             w = pin(w).unwrap();
-            let fields = (w.heat(), w.stamp(), w.state(), w.wanted(), w.installing());
-            assert_eq!(fields, (HEAT_MAX, u32::MAX, State::Poisoned, true, false));
+            let fields = (w.usage(), w.stamp(), w.state(), w.wanted(), w.installing());
+            assert_eq!(
+                fields,
+                (USAGE_MAX, u32::MAX, PageState::Poisoned, true, false)
+            );
         }
         assert_eq!(pin(w), None);
         for _ in 0..255 {
@@ -458,7 +464,7 @@ mod tests {
 
     #[test]
     fn pinned_page_is_no_victim_but_can_be_borrowed_and_comes_back() {
-        let w = pin(Word::default().with_state(State::Resident)).unwrap();
+        let w = pin(PageWord::default().with_state(PageState::Resident)).unwrap();
         assert_eq!(leave(w), None);
         let borrowed = borrow(w).unwrap();
         assert_eq!(left(borrowed, 7), (borrowed, OnLeft::TakeBack));
@@ -467,21 +473,21 @@ mod tests {
 
     #[test]
     fn lost_page_comes_back_by_being_taken_up_alone() {
-        let leaving = leave(Word::default().with_state(State::Resident)).unwrap();
+        let leaving = leave(PageWord::default().with_state(PageState::Resident)).unwrap();
         let w = lost(fault(leaving).0);
-        assert_eq!((w.state(), w.wanted()), (State::Lost, false));
+        assert_eq!((w.state(), w.wanted()), (PageState::Lost, false));
         assert_eq!(fault(w), (w, OnFault::Stale));
         let refusals = [heal, prefetch, borrow, leave, note, vanished];
         assert!(refusals.iter().all(|refused| refused(w).is_none()));
         let taken_up = taken_up(w).unwrap();
-        assert_eq!(taken_up.state(), State::Leaving);
-        assert_eq!(installed(taken_up, 0, 7).state(), State::Resident);
+        assert_eq!(taken_up.state(), PageState::Leaving);
+        assert_eq!(installed(taken_up, 0, 7).state(), PageState::Resident);
     }
 
     #[test]
     fn failed_prefetch_harms_nobody_and_failed_fault_is_told() {
-        let ahead = prefetch(Word::default()).unwrap();
-        assert_eq!(fill_failed(ahead), (Word::default(), OnFailed::Dropped));
+        let ahead = prefetch(PageWord::default()).unwrap();
+        assert_eq!(fill_failed(ahead), (PageWord::default(), OnFailed::Dropped));
         let (noted, action) = fault(ahead);
         assert_eq!(action, OnFault::Noted);
         assert_eq!(fill_failed(noted).1, OnFailed::MustPoison);

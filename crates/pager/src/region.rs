@@ -17,9 +17,10 @@ use farpage_store::{PageIndex, PageRange, PageStore};
 use farpage_vm::{Geometry, RegionMapping, Shard};
 use parking_lot::{Condvar, Mutex};
 
-use crate::{Advice, PageError, protocol::Words};
+use crate::{Advice, PageError, protocol::PageWords};
 
-/// Pages per chunk, the unit in which sweeps pass over a region: eight cache lines of words.
+/// Pages per chunk, the unit in which the clock hand passes over a region: eight cache lines of
+/// words.
 pub(crate) const CHUNK_PAGES: usize = 64;
 /// Number of runs of a region that may be overdue at once. With more, none of its pages is taken
 /// out until some of them are gone.
@@ -37,23 +38,23 @@ pub(crate) struct Region {
     pub(crate) copies_in: bool,
     pub(crate) copies_out: bool,
     pub(crate) geometry: Geometry,
-    pub(crate) words: Words,
+    pub(crate) words: PageWords,
     pub(crate) store: Arc<PageStore>,
     /// Upper bound of the pages of a read-ahead window: over links that answer at once, and over
     /// slow ones. 0 and 0 switch read-ahead off.
     pub(crate) read_ahead: RangeInclusive<usize>,
     /// Upper bound of the pages that move together.
     pub(crate) run_pages: usize,
-    /// One bit per chunk, set if a page of the chunk was ever filled. Keeps sweeps over sparse
+    /// One bit per chunk, set if a page of the chunk was ever filled. Keeps passes over sparse
     /// regions cheap.
     touched: Vec<AtomicU64>,
     /// One bit per chunk, set if the kernel may hold references to pages of it
     /// ([`Advice::ZeroCopy`]). User space cannot see when these end, so bits are never cleared.
     zero_copy: Vec<AtomicU64>,
     resident: AtomicUsize,
-    /// Number of mapped pages of each chunk, so that sweeps pass over empty chunks: where few pages
-    /// of a large region are used, most chunks that were ever touched are empty. Pages that come
-    /// and go may not be counted yet, so 0 is no proof.
+    /// Number of mapped pages of each chunk, so that the clock hand passes over empty chunks: where
+    /// few pages of a large region are used, most chunks that were ever touched are empty. Pages
+    /// that come and go may not be counted yet, so 0 is no proof.
     resident_in: Vec<AtomicI8>,
     /// Number of pages that have been on their way out for too long.
     overdue: AtomicUsize,
@@ -63,7 +64,7 @@ pub(crate) struct Region {
     closing: AtomicBool,
     active: AtomicUsize,
     quiet: (Mutex<()>, Condvar),
-    /// The first error of work in the background since it was last taken.
+    /// The first error of background work since it was last taken.
     error: Mutex<Option<PageError>>,
     /// Reason for each lost page.
     lost: Mutex<BTreeMap<PageIndex, PageError>>,
@@ -85,7 +86,7 @@ impl Region {
             copies_in: mapping.copies_in,
             copies_out: mapping.copies_out,
             geometry,
-            words: Words::new(pages),
+            words: PageWords::new(pages),
             store,
             read_ahead,
             run_pages,
@@ -346,7 +347,7 @@ impl Region {
         }
     }
 
-    /// Keeps the first error of work in the background until it is taken.
+    /// Keeps the first error of background work until it is taken.
     pub(crate) fn record(&self, error: PageError) {
         self.error.lock().get_or_insert(error);
     }

@@ -1,4 +1,4 @@
-//! Contents that get other page numbers: [`Mapped::relocate`].
+//! Contents that get other page numbers: [`MappedRegion::relocate`].
 //!
 //! The contents of a page move by its entry (where the store has its bytes, and their hash), and a
 //! page that is mapped moves by its frame. No byte is read, copied, sent or hashed.
@@ -18,13 +18,13 @@ use farpage_store::{PageIndex, PageRange};
 use farpage_vm::AddressSpace;
 
 use crate::{
-    Mapped, PageError,
+    MappedRegion, PageError,
     doors::Command,
-    installer::Heat,
+    installer::UsageCount,
     mapped::{ASK, LOOK},
-    protocol::{self, OnFailed, State},
-    run::Run,
-    victims::Out,
+    protocol::{self, OnFailed, PageState},
+    run::PageRun,
+    victims::DetachOutcome,
 };
 
 /// Outcome of one attempt to relocate pages.
@@ -37,7 +37,7 @@ pub(crate) enum Relocated {
     Held,
 }
 
-impl<A: AddressSpace> Mapped<A> {
+impl<A: AddressSpace> MappedRegion<A> {
     /// Moves the contents of the pages of `from` to as many pages from the byte `to` on. Both
     /// ranges begin with a page, and they have no page in common. The former contents of the new
     /// pages are gone, and the old pages are zeros.
@@ -121,7 +121,7 @@ impl<A: AddressSpace> Mapped<A> {
             return Ok(Relocated::Held);
         }
         // A fault that was read late, or read-ahead, may have brought the new page in.
-        if word.state() != State::Remote {
+        if word.state() != PageState::Remote {
             self.try_discard(new.alone())?;
             return Ok(Relocated::NotNow);
         }
@@ -129,10 +129,10 @@ impl<A: AddressSpace> Mapped<A> {
             return Ok(Relocated::Done(old.len()));
         }
         let outcome = match region.words.load(old.start).state() {
-            State::Resident => self.relocate_mapped(old, new),
-            State::Remote => self.relocate_remote(old.start, new),
-            State::Filling | State::Leaving => Ok(Relocated::NotNow),
-            State::Poisoned | State::Lost => self.relocate_broken(old.start, new),
+            PageState::Resident => self.relocate_mapped(old, new),
+            PageState::Remote => self.relocate_remote(old.start, new),
+            PageState::Filling | PageState::Leaving => Ok(Relocated::NotNow),
+            PageState::Poisoned | PageState::Lost => self.relocate_broken(old.start, new),
         };
         region.exit();
         outcome
@@ -158,11 +158,11 @@ impl<A: AddressSpace> Mapped<A> {
         }
         let wanted = old.start.and_on(owned.len());
         let taken = match shared.victims.take_out(region, wanted, protocol::borrow) {
-            Out::Taken(run) => run,
+            DetachOutcome::Taken(run) => run,
             refused => {
                 owned.iter().for_each(|page| self.publish_remote(page));
                 return Ok(match refused {
-                    Out::Refused(_) => Relocated::Held,
+                    DetachOutcome::Refused(_) => Relocated::Held,
                     // If the program gave the page back, what was stored is the page now.
                     _ => Relocated::NotNow,
                 });
@@ -187,8 +187,8 @@ impl<A: AddressSpace> Mapped<A> {
                 shared.installer.lose(region, page, &error);
             }
         };
-        let run = Run::new(owned.start, frame, page_bytes);
-        shared.installer.install(region, run, Heat::Cold, refused);
+        let run = PageRun::new(owned.start, frame, page_bytes);
+        (shared.installer).install(region, run, UsageCount::Unwanted, refused);
         region.exit();
         Ok(Relocated::Done(count))
     }
@@ -237,7 +237,7 @@ impl<A: AddressSpace> Mapped<A> {
                 self.publish_remote(new);
             }
         }
-        self.map_zeros(Run::new(old, frame, region.page_bytes()));
+        self.map_zeros(PageRun::new(old, frame, region.page_bytes()));
         Ok(Relocated::Done(1))
     }
 

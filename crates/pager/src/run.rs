@@ -1,8 +1,8 @@
 //! Runs: neighbouring pages that travel together, and the stretches cut off them.
 //!
 //! The page is the unit of the protocol. The run is the unit of whatever costs a system call, a
-//! request or a wake-up. The rule: a [`Run`] is pages of one stripe of one region, which one worker
-//! owns, with the frame that holds their bytes in order.
+//! request or a wake-up. The rule: a [`PageRun`] is pages of one stripe of one region, which one
+//! worker owns, with the frame that holds their bytes in order.
 
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::Frame;
@@ -14,17 +14,17 @@ pub(crate) const RUN_BYTES_MAX: usize = 512 << 10;
 
 /// Pages in a row with the frame of their bytes.
 #[derive(Debug)]
-pub(crate) struct Run<F> {
+pub(crate) struct PageRun<F> {
     pages: PageRange,
     frame: F,
     page_bytes: usize,
 }
 
-impl<F: Frame> Run<F> {
+impl<F: Frame> PageRun<F> {
     /// Makes a run of the pages from `first` on, as many as `frame` holds.
-    pub(crate) fn new(first: PageIndex, frame: F, page_bytes: usize) -> Run<F> {
+    pub(crate) fn new(first: PageIndex, frame: F, page_bytes: usize) -> PageRun<F> {
         let pages = first.and_on(pages_in(&frame, page_bytes));
-        Run {
+        PageRun {
             pages,
             frame,
             page_bytes,
@@ -55,17 +55,17 @@ impl<F: Frame> Run<F> {
     }
 
     /// Keeps the first `pages`. Returns the rest, if there is one.
-    pub(crate) fn keep_first(&mut self, pages: usize) -> Option<Run<F>> {
+    pub(crate) fn keep_first(&mut self, pages: usize) -> Option<PageRun<F>> {
         let frame = keep_first(&mut self.frame, pages, self.page_bytes)?;
         self.pages.end = self.pages.start + pages;
-        Some(Run::new(self.pages.end, frame, self.page_bytes))
+        Some(PageRun::new(self.pages.end, frame, self.page_bytes))
     }
 
     /// Hands out stretches of pages of the same kind, in order.
     pub(crate) fn cut<K: PartialEq>(
         self,
         kind: impl Fn(PageIndex) -> K,
-        mut each: impl FnMut(Run<F>, K),
+        mut each: impl FnMut(PageRun<F>, K),
     ) {
         let mut rest = Some(self);
         while let Some(mut run) = rest.take() {
@@ -91,27 +91,27 @@ pub(crate) fn keep_first<F: Frame>(frame: &mut F, pages: usize, page_bytes: usiz
 
 /// Frame of the address space, as the store wants it.
 #[derive(Debug)]
-pub(crate) struct Local<F>(pub(crate) F);
+pub(crate) struct StoreFrame<F>(pub(crate) F);
 
-impl<F: Frame> AsRef<[u8]> for Local<F> {
+impl<F: Frame> AsRef<[u8]> for StoreFrame<F> {
     fn as_ref(&self) -> &[u8] {
         self.0.as_ref()
     }
 }
 
-impl<F: Frame> AsMut<[u8]> for Local<F> {
+impl<F: Frame> AsMut<[u8]> for StoreFrame<F> {
     fn as_mut(&mut self) -> &mut [u8] {
         self.0.as_mut()
     }
 }
 
-impl<F: Frame> farpage_store::RunBuffer for Local<F> {
+impl<F: Frame> farpage_store::RunBuffer for StoreFrame<F> {
     fn split_off(&mut self, bytes: usize) -> Self {
-        Local(self.0.split_off(bytes))
+        StoreFrame(self.0.split_off(bytes))
     }
 
     fn join(&mut self, next: Self) -> Result<(), Self> {
-        self.0.join(next.0).map_err(Local)
+        self.0.join(next.0).map_err(StoreFrame)
     }
 }
 
@@ -152,7 +152,7 @@ mod tests {
     #[test]
     fn a_cut_run_keeps_each_page_with_its_bytes() {
         let bytes = Bytes(0, (0..8).map(|i| i / 2 + 10).collect());
-        let run = Run::new(PageIndex(10), bytes, 2);
+        let run = PageRun::new(PageIndex(10), bytes, 2);
         assert_eq!((run.pages(), run.len()), (PageIndex(10).and_on(4), 4));
         let by_page: Vec<_> = run.bytes_by_page().map(|(page, _)| page.0).collect();
         assert_eq!(by_page, [10, 11, 12, 13]);

@@ -1,9 +1,9 @@
 //! Single pages, in and out as copies: [`Scatter`]. Used where moving interrupts other threads.
 //!
 //! A copy that is mapped is new memory. A page that was taken out by copying is memory no more,
-//! while its frame stays. So both need room in the budget ([`Frames::for_copy`]), and where it has
-//! none pages move as ever. Where pages leave by moving, frames pile up, and make room when they
-//! are given up together.
+//! while its frame stays. So both need room in the budget ([`FrameAllocator::for_copy`]), and where
+//! it has none pages move as ever. Where pages leave by moving, frames pile up, and make room when
+//! they are given up together.
 //!
 //! The rule: one thread at a time takes pages out by copying, since another would unprotect the
 //! pages that it protects meanwhile.
@@ -22,15 +22,15 @@ use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 use smallvec::SmallVec;
 
 use crate::{
-    budget::Reservation,
+    budget::BudgetReservation,
     candidates::Candidates,
     costs::Costs,
-    frames::Frames,
-    installer::{Heat, Installer},
+    frames::FrameAllocator,
+    installer::{Installer, UsageCount},
     mapper::{Mapper, Scattered},
     protocol,
     region::{CHUNK_PAGES, Region, chunk_of},
-    run::Run,
+    run::PageRun,
     victims::{Victims, Walk},
 };
 
@@ -45,7 +45,7 @@ const HELD_UP_MS: u64 = 2;
 
 /// Outcome of taking pages out by copying.
 #[derive(Debug, Default)]
-pub(crate) struct Outcome {
+pub(crate) struct CopyOutcome {
     /// True if any page was taken out.
     pub(crate) any: bool,
     /// Pages that could not be copied, or were too few to be. Moving takes them out, or says what
@@ -56,7 +56,7 @@ pub(crate) struct Outcome {
 /// Copying of pages in and out, where that is cheaper than moving them.
 pub(crate) struct Scatter<A: AddressSpace> {
     mapper: Arc<Mapper<A>>,
-    frames: Arc<Frames<A>>,
+    frames: Arc<FrameAllocator<A>>,
     installer: Arc<Installer<A>>,
     victims: Arc<Victims<A>>,
     costs: Costs,
@@ -71,7 +71,7 @@ pub(crate) struct Scatter<A: AddressSpace> {
 impl<A: AddressSpace> Scatter<A> {
     pub(crate) fn new(
         mapper: Arc<Mapper<A>>,
-        frames: Arc<Frames<A>>,
+        frames: Arc<FrameAllocator<A>>,
         installer: Arc<Installer<A>>,
         victims: Arc<Victims<A>>,
     ) -> Self {
@@ -116,13 +116,13 @@ impl<A: AddressSpace> Scatter<A> {
     pub(crate) fn install(
         &self,
         region: &Region,
-        run: Run<A::Frame>,
-        heat: Heat,
+        run: PageRun<A::Frame>,
+        usage: UsageCount,
         alone: &mut u32,
         refused: impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
         if run.len() > 1 || !region.copies_in {
-            return self.installer.install(region, run, heat, refused);
+            return self.installer.install(region, run, usage, refused);
         }
         *alone = alone.wrapping_add(1);
         let trial = self.costs.trial(*alone, region.copies_out);
@@ -137,7 +137,7 @@ impl<A: AddressSpace> Scatter<A> {
                 let copied = self.mapper.install_copy(region, run, &mut room);
                 let rest = match copied {
                     Ok(frame) => {
-                        self.installer.arrived(region, page.alone(), heat);
+                        self.installer.arrived(region, page.alone(), usage);
                         self.frames.copied(frame, region.page_bytes());
                         None
                     }
@@ -149,7 +149,7 @@ impl<A: AddressSpace> Scatter<A> {
             None => (Some(run), &self.costs.moved_in),
         };
         if let Some(run) = rest {
-            self.installer.install(region, run, heat, refused);
+            self.installer.install(region, run, usage, refused);
         }
         if let Some(since) = since {
             cost.learn(since, 1, 0);
@@ -157,7 +157,7 @@ impl<A: AddressSpace> Scatter<A> {
     }
 
     /// Reserves room for a copy of one page.
-    fn room(&self, region: &Region, is_trial: bool) -> Option<Reservation<'_>> {
+    fn room(&self, region: &Region, is_trial: bool) -> Option<BudgetReservation<'_>> {
         let page_bytes = region.page_bytes();
         if region.copies_out {
             return self.frames.for_copy(page_bytes, 1, is_trial);
@@ -217,8 +217,8 @@ impl<A: AddressSpace> Scatter<A> {
     pub(crate) fn take_out(
         &self,
         candidates: Candidates,
-        mut taken_out: impl FnMut(Run<A::Frame>),
-    ) -> Option<Outcome> {
+        mut taken_out: impl FnMut(PageRun<A::Frame>),
+    ) -> Option<CopyOutcome> {
         let region = candidates.region.clone();
         let turn = self.try_turn();
         // Looked at again: a thread that pins waits for the end of a turn that did not see its pin.
@@ -235,7 +235,7 @@ impl<A: AddressSpace> Scatter<A> {
             frames.push(frame);
         }
         let pages = self.mark(candidates, frames.len());
-        let mut outcome = Outcome::default();
+        let mut outcome = CopyOutcome::default();
         let mut out = SmallVec::<[(PageIndex, A::Frame); SCATTERED_PAGES_MAX]>::new();
         let mut rest = &pages[..];
         self.since_ms.store(self.now_ms().max(1), Ordering::Relaxed);
@@ -261,7 +261,7 @@ impl<A: AddressSpace> Scatter<A> {
         outcome.any = !out.is_empty();
         for (page, frame) in out {
             region.enter_again();
-            taken_out(Run::new(page, frame, page_bytes));
+            taken_out(PageRun::new(page, frame, page_bytes));
         }
         region.exit();
         Some(outcome)
@@ -344,8 +344,8 @@ impl<A: AddressSpace> Scatter<A> {
     }
 }
 
-/// Returns the pages that may leave together with `page`. Whole chunks, so that the candidates of a
-/// sweep are not cut.
+/// Returns the pages that may leave together with `page`. Whole chunks, so that the candidates of
+/// the clock hand are not cut.
 fn window_of(region: &Region, page: PageIndex) -> PageRange {
     let end = region.chunk(chunk_of(page)).start + WINDOW_PAGES;
     region.in_one_stripe(page.until(end), false)

@@ -2,7 +2,7 @@
 //!
 //! Workers make calls of users' stores themselves where these return at once, which saves a
 //! hand-off to another thread and back. It is not known beforehand if a call does. So while there
-//! are such calls, a *lookout* wakes now and then, and where a thread has been in one for too long
+//! are such calls, a *watchdog* wakes now and then, and where a thread has been in one for too long
 //! it puts another on its seat. The old thread ends when its call has returned.
 //!
 //! The rule: a thread holds no lock while it is in a call, so that another can drive its worker.
@@ -25,16 +25,16 @@ use nix::poll::{PollFd, PollFlags};
 use parking_lot::Mutex;
 
 use crate::{
-    bell::{Bell, sleep_on},
     doors::Doors,
-    run::Local,
+    run::StoreFrame,
+    waker::{WorkerWaker, sleep_on},
     worker,
 };
 
-/// Time in a call after which a thread is not waited for. As long again may pass until the lookout
+/// Time in a call after which a thread is not waited for. As long again may pass until the watchdog
 /// sees it.
 const PATIENCE: Duration = Duration::from_millis(1);
-/// Number of wake-ups without a call after which the lookout sleeps.
+/// Number of wake-ups without a call after which the watchdog sleeps.
 const QUIET_TIMES: u32 = 8;
 
 /// Work of a worker's thread. Returns when the workers stop, or when the thread has lost its seat.
@@ -46,10 +46,10 @@ pub(crate) struct Seats {
     started: Instant,
     /// Start of the call that a seat's thread is in, in nanoseconds since `started`; 0: in none.
     inside_ns: Vec<CachePadded<AtomicU64>>,
-    /// True if there was a call since the lookout has looked.
+    /// True if there was a call since the watchdog has looked.
     any: AtomicBool,
-    /// Bell that wakes the lookout.
-    bell: Bell,
+    /// Waker of the watchdog.
+    waker: WorkerWaker,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -60,7 +60,7 @@ impl Seats {
             started: Instant::now(),
             inside_ns: (0..seats).map(|_| CachePadded::default()).collect(),
             any: AtomicBool::new(false),
-            bell: Bell::new()?,
+            waker: WorkerWaker::new()?,
             threads: Mutex::default(),
         })
     }
@@ -71,13 +71,13 @@ impl Seats {
     }
 
     /// Makes a call on the seat's thread. Returns whether the seat is still this thread's.
-    pub(crate) fn make<F: Frame>(&self, seat: usize, call: &mut StoreCall<Local<F>>) -> bool {
+    pub(crate) fn make<F: Frame>(&self, seat: usize, call: &mut StoreCall<StoreFrame<F>>) -> bool {
         // Unique among the seat's calls: replacing a thread takes longer than a tick.
         let since_ns = self.now_ns();
         self.inside_ns[seat].store(since_ns, Ordering::Release);
         if !self.any.load(Ordering::Relaxed) {
             self.any.store(true, Ordering::Relaxed);
-            self.bell.ring();
+            self.waker.wake();
         }
         call.make();
         self.inside_ns[seat]
@@ -85,7 +85,7 @@ impl Seats {
             .is_ok()
     }
 
-    /// Starts a thread on each seat, by its name and its work, and the lookout.
+    /// Starts a thread on each seat, by its name and its work, and the watchdog.
     pub(crate) fn start(self: &Arc<Self>, serve: Vec<(String, Serve)>) -> io::Result<()> {
         for (name, serve) in &serve {
             let serve = serve.clone();
@@ -93,15 +93,15 @@ impl Seats {
             self.threads.lock().push(thread);
         }
         let seats = self.clone();
-        let lookout = worker::spawn("lookout".to_owned(), move || seats.look_out(&serve))?;
-        self.threads.lock().push(lookout);
+        let watchdog = worker::spawn("lookout".to_owned(), move || seats.watch(&serve))?;
+        self.threads.lock().push(watchdog);
         Ok(())
     }
 
     /// Waits for all threads. The workers have been told to stop, and no region is left, so no call
     /// is left, either.
     pub(crate) fn join(&self) {
-        // The lookout may add threads until it ends.
+        // The watchdog may add threads until it ends.
         loop {
             let threads = mem::take(&mut *self.threads.lock());
             if threads.is_empty() {
@@ -114,7 +114,7 @@ impl Seats {
         }
     }
 
-    fn look_out(self: &Arc<Self>, serve: &[(String, Serve)]) {
+    fn watch(self: &Arc<Self>, serve: &[(String, Serve)]) {
         let mut quiet = 0;
         while !self.doors.is_stopping() {
             quiet += 1;
@@ -140,11 +140,11 @@ impl Seats {
                 sleep_on(&mut [stopped], Some(Instant::now() + PATIENCE));
                 continue;
             }
-            self.bell.prepare();
+            self.waker.prepare();
             if self.any.load(Ordering::Relaxed) || self.doors.is_stopping() {
-                self.bell.cancel();
+                self.waker.cancel();
             } else {
-                self.bell.sleep(vec![stopped], None);
+                self.waker.sleep(vec![stopped], None);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Parts that all workers of a runtime share: [`Shared`].
+//! Parts that all workers of a runtime share: [`SharedParts`].
 //!
 //! The rule: no business is done here. Each part owns what it uses, and imports no worker.
 
@@ -8,15 +8,15 @@ use crossbeam_utils::CachePadded;
 use farpage_vm::AddressSpace;
 
 use crate::{
-    budget::Budget, clock::FillClock, doors::Doors, frames::Frames, hand_over::HandOver,
-    installer::Installer, job::Jobs, last_words::LastWords, mapper::Mapper, proof::Proof,
-    regions::RegionTable, returns::Returns, scatter::Scatter, stats::Counters,
-    unwritten::Unwritten, victims::Victims,
+    budget::Budget, clock::FillClock, crash_message::CrashMessage, doors::Doors,
+    frames::FrameAllocator, hand_over::HandOver, installer::Installer, job::Jobs, mapper::Mapper,
+    proof::Proof, refault::RefaultDistances, regions::RegionTable, scatter::Scatter,
+    stats::Counters, unwritten::Unwritten, victims::Victims,
 };
 
-pub(crate) struct Shared<A: AddressSpace> {
+pub(crate) struct SharedParts<A: AddressSpace> {
     pub(crate) mapper: Arc<Mapper<A>>,
-    pub(crate) frames: Arc<Frames<A>>,
+    pub(crate) frames: Arc<FrameAllocator<A>>,
     pub(crate) regions: Arc<RegionTable>,
     pub(crate) doors: Arc<Doors>,
     pub(crate) installer: Arc<Installer<A>>,
@@ -34,29 +34,29 @@ pub(crate) struct Workers {
     pub(crate) fillers: usize,
     pub(crate) evictors: usize,
     /// Number of threads that can serve their own faults at once.
-    pub(crate) guests: usize,
+    pub(crate) inline_handlers: usize,
 }
 
-impl<A: AddressSpace> Shared<A> {
+impl<A: AddressSpace> SharedParts<A> {
     pub(crate) fn new(
         space: Arc<A>,
         budget: Budget,
         doors: Arc<Doors>,
         workers: &Workers,
-        last_words: LastWords,
-    ) -> Shared<A> {
+        crash_message: CrashMessage,
+    ) -> SharedParts<A> {
         let clock = Arc::new(FillClock::new(budget.bytes()));
         let proof = Arc::new(Proof::new(clock.budget_ticks()));
         let regions = Arc::new(RegionTable::default());
         let mapper = Arc::new(Mapper::new(space));
-        let frames = Arc::new(Frames::new(mapper.clone(), doors.clone(), budget));
+        let frames = Arc::new(FrameAllocator::new(mapper.clone(), doors.clone(), budget));
         let installer = Arc::new(Installer {
             mapper: mapper.clone(),
             frames: frames.clone(),
             clock: clock.clone(),
             proof: proof.clone(),
-            returns: Returns::default(),
-            last_words,
+            refaults: RefaultDistances::default(),
+            crash_message,
         });
         let victims = Arc::new(Victims::new(
             mapper.clone(),
@@ -71,12 +71,12 @@ impl<A: AddressSpace> Shared<A> {
             installer.clone(),
             victims.clone(),
         );
-        let in_all = workers.fillers + workers.evictors + workers.guests;
-        Shared {
+        let in_all = workers.fillers + workers.evictors + workers.inline_handlers;
+        SharedParts {
             mapper,
             frames,
             regions,
-            hand_over: HandOver::new(doors.clone(), workers.guests, workers.evictors),
+            hand_over: HandOver::new(doors.clone(), workers.inline_handlers, workers.evictors),
             doors,
             installer,
             victims,

@@ -40,22 +40,22 @@ use farpage_vm::{AddressSpace, EventScope, Faulted, SimOptions, SimSpace};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{
-    Advice, InThread, Mapped, PageError, Pager, PagerOptions, RegionOptions,
-    ahead::Plan,
-    discard::Tried,
+    Advice, InThread, MappedRegion, PageError, Pager, PagerOptions, RegionOptions,
+    ahead::ReadAhead,
+    discard::DiscardOutcome,
     doors::Command,
     evictor::Evictor,
     filler::Filler,
     job::Job,
-    pager::Parts,
-    protocol::State,
+    pager::PagerParts,
+    protocol::PageState,
     region::{CHUNK_PAGES, Region},
     relocate::Relocated,
 };
 
 const THREADS: usize = 4;
 /// Number of threads, the first ones, that can serve their own faults.
-const GUESTS: usize = 2;
+const INLINE_HANDLERS: usize = 2;
 const PAGES: usize = 96;
 
 /// Returns pages by the numbers that programs have for them.
@@ -64,15 +64,15 @@ fn pages_of(numbers: Range<usize>) -> PageRange {
 }
 
 /// Threads of the program that serve their own faults.
-struct Guests {
+struct InlineHandlers {
     in_thread: Arc<InThread<SimSpace>>,
     /// Fault that each thread is serving.
-    serving: [Option<(Arc<Region>, PageIndex, Plan)>; GUESTS],
+    serving: [Option<(Arc<Region>, PageIndex, ReadAhead)>; INLINE_HANDLERS],
 }
 
-impl Guests {
-    fn new(pager: &Pager<SimSpace>) -> Guests {
-        Guests {
+impl InlineHandlers {
+    fn new(pager: &Pager<SimSpace>) -> InlineHandlers {
+        InlineHandlers {
             in_thread: pager.in_thread().expect("there are some").clone(),
             serving: Default::default(),
         }
@@ -80,35 +80,35 @@ impl Guests {
 
     /// Begins to serve a fault in a thread, if the thread can.
     fn begin(&mut self, thread: usize, region: &Arc<Region>, address: usize) {
-        if thread < GUESTS && !region.store.is_users_own() {
+        if thread < INLINE_HANDLERS && !region.store.is_users_own() {
             let page = region.page_at(address);
-            let mut guest = self.in_thread.guest(thread);
-            let plan = guest.begin_serving(region, page, address);
+            let mut handler = self.in_thread.handler(thread);
+            let plan = handler.begin_serving(region, page, address);
             self.serving[thread] = plan.map(|plan| (region.clone(), page, plan));
         }
     }
 
     fn is_serving(&self, thread: usize) -> bool {
-        thread < GUESTS && self.serving[thread].is_some()
+        thread < INLINE_HANDLERS && self.serving[thread].is_some()
     }
 
     /// Goes on with a thread's fault. Returns whether nothing is left to do.
     fn step(&mut self, thread: usize) -> bool {
-        let mut guest = self.in_thread.guest(thread);
-        let done = guest.serve_a_step();
+        let mut handler = self.in_thread.handler(thread);
+        let done = handler.serve_a_step();
         if done && let Some((region, page, plan)) = self.serving[thread].take() {
-            guest.end_serving(&region, page, plan);
+            handler.end_serving(&region, page, plan);
         }
         done
     }
 
     fn turn(&mut self) {
-        (0..GUESTS).for_each(|thread| _ = self.is_serving(thread) && self.step(thread));
+        (0..INLINE_HANDLERS).for_each(|thread| _ = self.is_serving(thread) && self.step(thread));
     }
 }
 
 /// Drops regions on a thread of its own, since a drop waits for workers that `turn` drives here.
-pub(crate) fn drop_beside(regions: Vec<Mapped<SimSpace>>, mut turn: impl FnMut()) {
+pub(crate) fn drop_beside(regions: Vec<MappedRegion<SimSpace>>, mut turn: impl FnMut()) {
     let ender = std::thread::spawn(move || drop(regions));
     while !ender.is_finished() {
         turn();
@@ -117,7 +117,7 @@ pub(crate) fn drop_beside(regions: Vec<Mapped<SimSpace>>, mut turn: impl FnMut()
 }
 
 fn close(
-    regions: Vec<Mapped<SimSpace>>,
+    regions: Vec<MappedRegion<SimSpace>>,
     fillers: &mut [Filler<SimSpace>],
     evictors: &mut [Evictor<SimSpace>],
 ) {

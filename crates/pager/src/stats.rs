@@ -7,7 +7,7 @@ macro_rules! counters {
         /// Counters of one worker; only that worker writes them.
         #[derive(Debug, Default)]
         pub(crate) struct Counters {
-            $(pub(crate) $name: Count,)+
+            $(pub(crate) $name: WorkerCounter,)+
         }
 
         /// Counts of what happened to pages since the runtime started.
@@ -80,9 +80,9 @@ impl Counters {
 
 /// A counter with one writer.
 #[derive(Debug, Default)]
-pub(crate) struct Count(AtomicU64);
+pub(crate) struct WorkerCounter(AtomicU64);
 
-impl Count {
+impl WorkerCounter {
     /// Adds one.
     pub(crate) fn bump(&self) {
         self.add(1);

@@ -6,16 +6,16 @@
 use farpage_store::{PageIndex, PageRange};
 
 use crate::{
-    ahead::Plan,
-    protocol::{self, State},
+    ahead::ReadAhead,
+    protocol::{self, PageState},
     region::Region,
 };
 
 /// Returns the pages of a plan from the nearest on, up to the first that is not remote or not in
 /// the same stripe, at most `most`.
-pub(crate) fn remote(region: &Region, plan: &Plan, most: usize) -> PageRange {
+pub(crate) fn remote(region: &Region, plan: &ReadAhead, most: usize) -> PageRange {
     let pages = region.in_one_stripe(plan.ahead, plan.down);
-    let is_there = |page: &PageIndex| region.words.load(*page).state() != State::Remote;
+    let is_there = |page: &PageIndex| region.words.load(*page).state() != PageState::Remote;
     if plan.down {
         let start = PageIndex(pages.end.0.saturating_sub(most)).max(pages.start);
         let stop = start.until(pages.end).iter().rev().find(is_there);
@@ -28,7 +28,7 @@ pub(crate) fn remote(region: &Region, plan: &Plan, most: usize) -> PageRange {
 }
 
 /// True if the plan's nearest page lies next to `page` in the same stripe.
-pub(crate) fn is_next_to(region: &Region, page: PageIndex, plan: &Plan) -> bool {
+pub(crate) fn is_next_to(region: &Region, page: PageIndex, plan: &ReadAhead) -> bool {
     if plan.down {
         plan.ahead.end == page
             && region

@@ -10,23 +10,23 @@ use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{AddressSpace, DetachError, SCATTERED_PAGES_MAX};
 
 use crate::{
-    behind::Behind,
     candidates::{Candidates, FoundBy},
     clock::FillClock,
-    frames::Frames,
+    clock_hand::ClockHand,
+    drop_behind::DropBehind,
+    frames::FrameAllocator,
     mapper::{Mapper, Runs},
     proof::Proof,
-    protocol::{self, State, Word},
+    protocol::{self, PageState, PageWord},
     region::Region,
     regions::RegionTable,
-    run::Run,
-    sweep::Sweep,
+    run::PageRun,
 };
 
 /// Outcome of trying to take out the leading ones of some pages.
-pub(crate) enum Out<F> {
+pub(crate) enum DetachOutcome<F> {
     /// Run that the caller owns, as `Leaving`; its region has been entered.
-    Taken(Run<F>),
+    Taken(PageRun<F>),
     /// The first page has another owner.
     NotNow,
     /// The kernel does not give the first page.
@@ -47,18 +47,18 @@ pub(crate) struct Dropped {
 /// Pages of all regions, as far as they may leave.
 pub(crate) struct Victims<A: AddressSpace> {
     mapper: Arc<Mapper<A>>,
-    frames: Arc<Frames<A>>,
+    frames: Arc<FrameAllocator<A>>,
     regions: Arc<RegionTable>,
     clock: Arc<FillClock>,
     proof: Arc<Proof>,
-    sweep: Sweep,
-    behind: Behind,
+    clock_hand: ClockHand,
+    drop_behind: DropBehind,
 }
 
 impl<A: AddressSpace> Victims<A> {
     pub(crate) fn new(
         mapper: Arc<Mapper<A>>,
-        frames: Arc<Frames<A>>,
+        frames: Arc<FrameAllocator<A>>,
         regions: Arc<RegionTable>,
         clock: Arc<FillClock>,
         proof: Arc<Proof>,
@@ -70,24 +70,24 @@ impl<A: AddressSpace> Victims<A> {
             regions,
             clock,
             proof,
-            sweep: Sweep::new(budget_ticks),
-            behind: Behind::new(budget_ticks),
+            clock_hand: ClockHand::new(budget_ticks),
+            drop_behind: DropBehind::new(budget_ticks),
         }
     }
 
     /// Takes note of pages that a stream has gone through. Allocates nothing.
     pub(crate) fn passed(&self, region: &Region, pages: PageRange) {
         let addresses = region.address_of(pages.start)..region.address_of(pages.end);
-        self.behind.passed(addresses);
+        self.drop_behind.passed(addresses);
     }
 
-    /// Returns pages to look through for victims: of streams, or of the sweep.
+    /// Returns pages to look through for victims: of streams, or of the clock hand.
     pub(crate) fn candidates(&self) -> Option<Candidates> {
         let streams = self.proof.streams_go_first();
         let candidates = streams
-            .then(|| self.behind.candidates(&self.regions))
+            .then(|| self.drop_behind.candidates(&self.regions))
             .flatten();
-        candidates.or_else(|| self.sweep.candidates(&self.regions))
+        candidates.or_else(|| self.clock_hand.candidates(&self.regions))
     }
 
     /// Returns the stamp of a page that leaves now.
@@ -100,10 +100,10 @@ impl<A: AddressSpace> Victims<A> {
         &self,
         region: &Arc<Region>,
         pages: PageRange,
-        own: impl Fn(Word) -> Option<Word> + Copy,
-    ) -> Out<A::Frame> {
+        own: impl Fn(PageWord) -> Option<PageWord> + Copy,
+    ) -> DetachOutcome<A::Frame> {
         if !region.enter() {
-            return Out::NotHere;
+            return DetachOutcome::NotHere;
         }
         let first = pages.start;
         let others = pages
@@ -115,14 +115,18 @@ impl<A: AddressSpace> Victims<A> {
             region.exit();
             // A page being filled has nothing that is not in the store, until it is mapped; one
             // that leaves may.
-            let not_now =
-                word.installing() || matches!(word.state(), State::Leaving | State::Resident);
-            return if not_now { Out::NotNow } else { Out::NotHere };
+            let not_now = word.installing()
+                || matches!(word.state(), PageState::Leaving | PageState::Resident);
+            return if not_now {
+                DetachOutcome::NotNow
+            } else {
+                DetachOutcome::NotHere
+            };
         }
         let (taken, out) = match self.mapper.detach(region, owned) {
             Ok(run) => {
                 region.enter_again();
-                (run.len(), Out::Taken(run))
+                (run.len(), DetachOutcome::Taken(run))
             }
             Err(DetachError::Absent) => {
                 // The program gave the page back to the kernel. What was written back last is the
@@ -132,11 +136,11 @@ impl<A: AddressSpace> Victims<A> {
                 if region.words.apply(first, |w| protocol::removed(w, now)) {
                     self.mapper.wake(region, first.alone());
                 }
-                (1, Out::NotHere)
+                (1, DetachOutcome::NotHere)
             }
             Err(error) => {
                 self.stay(region, first.alone());
-                (1, Out::Refused(error))
+                (1, DetachOutcome::Refused(error))
             }
         };
         // Pages that the kernel did not give with the rest get their own answer next time.
@@ -276,33 +280,33 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
         } = self;
         if self.page < candidates.pages.end {
             match candidates.found_by {
-                FoundBy::Stream => victims.behind.stop_at(candidates, self.page),
-                FoundBy::Sweep => victims.sweep.stop_at(candidates, self.page),
+                FoundBy::Stream => victims.drop_behind.stop_at(candidates, self.page),
+                FoundBy::ClockHand => victims.clock_hand.stop_at(candidates, self.page),
             }
         }
         let page_bytes = candidates.region.page_bytes();
         let taken_bytes = self.taken * page_bytes;
         victims.proof.leave(candidates.found_by, taken_bytes);
-        if candidates.found_by == FoundBy::Sweep {
+        if candidates.found_by == FoundBy::ClockHand {
             let used = victims.frames.budget().used() as usize;
-            (victims.sweep).report(self.seen * page_bytes, taken_bytes, used);
+            (victims.clock_hand).report(self.seen * page_bytes, taken_bytes, used);
         }
         self.taken > 0
     }
 
-    /// True if a page shall leave. Cools a page that is warm.
+    /// True if a page shall leave. Lowers the usage count of a page that has one.
     fn is_victim(&mut self, page: PageIndex, now: u32) -> bool {
         let words = &self.candidates.region.words;
         let word = words.load(page);
-        if word.state() != State::Resident || word.pinned() {
+        if word.state() != PageState::Resident || word.pinned() {
             return false;
         }
         self.seen += 1;
         if now.wrapping_sub(word.stamp()) < self.candidates.age_floor {
             return false;
         }
-        if word.heat() > 0 {
-            words.try_apply(page, |w| (w == word).then(|| protocol::cooled(w, now)));
+        if word.usage() > 0 {
+            words.try_apply(page, |w| (w == word).then(|| protocol::passed_over(w, now)));
             return false;
         }
         true

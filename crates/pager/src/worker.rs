@@ -12,7 +12,7 @@ use nix::sys::{
     signal::{SigSet, Signal},
 };
 
-/// Time after which a worker looks again for events without a ring.
+/// Time after which a worker looks again for events without a wake-up.
 pub(crate) const RETRY: Duration = Duration::from_millis(1);
 
 /// Starts a worker's thread. A panic in it ends the process with a message: without it the program

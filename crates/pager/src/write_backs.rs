@@ -19,14 +19,14 @@ use nix::poll::PollFd;
 use crate::{
     PageError,
     candidates::FoundBy,
-    flights::{Flight, Flights, Landed},
-    installer::Heat,
+    installer::UsageCount,
     job::Job,
     leaving::Leaving,
     protocol::{self, OnLeft},
     region::Region,
-    run::{Local, Run},
-    shared::Shared,
+    requests::{EndedRequest, RequestsInFlight, RunRequest},
+    run::{PageRun, StoreFrame},
+    shared::SharedParts,
     stats::Counters,
 };
 
@@ -51,20 +51,24 @@ enum Fate {
 
 /// Runs that one evictor has on their way out.
 pub(crate) struct WriteBacks<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<SharedParts<A>>,
     worker: usize,
-    flights: Flights<Leaving, A::Frame>,
+    requests: RequestsInFlight<Leaving, A::Frame>,
     /// Bytes and runs that are on their way out, without those that are overdue.
     out_bytes: usize,
     out_runs: usize,
 }
 
 impl<A: AddressSpace> WriteBacks<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize, lane: Lane<Local<A::Frame>>) -> Self {
+    pub(crate) fn new(
+        shared: Arc<SharedParts<A>>,
+        worker: usize,
+        lane: Lane<StoreFrame<A::Frame>>,
+    ) -> Self {
         WriteBacks {
             shared,
             worker,
-            flights: Flights::new(lane),
+            requests: RequestsInFlight::new(lane),
             out_bytes: 0,
             out_runs: 0,
         }
@@ -78,7 +82,7 @@ impl<A: AddressSpace> WriteBacks<A> {
     pub(crate) fn has_room(&self, share: usize) -> bool {
         // A store that stalls may be what keeps the lane busy: runs that wait for it for too long
         // stop nothing else.
-        self.flights.unposted().all(|leaving| leaving.overdue)
+        self.requests.unposted().all(|leaving| leaving.overdue)
             && self.out_bytes < BYTES_OUT_MAX / share
             && self.out_runs < RUNS_OUT_MAX / share
     }
@@ -87,7 +91,7 @@ impl<A: AddressSpace> WriteBacks<A> {
     pub(crate) fn add(
         &mut self,
         region: &Arc<Region>,
-        run: Run<A::Frame>,
+        run: PageRun<A::Frame>,
         job: Option<&Arc<Job>>,
         found_by: FoundBy,
     ) {
@@ -106,26 +110,26 @@ impl<A: AddressSpace> WriteBacks<A> {
                 self.out_bytes += leaving.bytes();
                 self.out_runs += 1;
                 (self.shared.frames.budget()).begin_leaving(leaving.bytes());
-                self.flights.post(leaving, run.into_frame());
+                self.requests.post(leaving, run.into_frame());
             }
         });
     }
 
-    /// Posts flights again that the lane was too busy to take. Those that their job has given up
+    /// Posts requests again that the lane was too busy to take. Those that their job has given up
     /// stay mapped instead.
     pub(crate) fn post_again(&mut self) -> bool {
         let given_up = |leaving: &Leaving| {
             let job = leaving.job.as_ref();
             job.is_some_and(|job| job.ends_early())
         };
-        let withdrawn = self.flights.withdraw(given_up);
+        let withdrawn = self.requests.withdraw(given_up);
         let any = !withdrawn.is_empty();
         for (leaving, frame) in withdrawn {
             self.end_leaving(&leaving);
             let error = self.map_again(&leaving.region, leaving.run(frame), false, |_| None);
             self.close(leaving, error);
         }
-        self.flights.post_again() || any
+        self.requests.post_again() || any
     }
 
     /// Counts overdue pages as staying while a fill waits for a frame, so that others leave.
@@ -134,7 +138,7 @@ impl<A: AddressSpace> WriteBacks<A> {
         if !budget.is_starving() {
             return;
         }
-        for leaving in self.flights.all_mut() {
+        for leaving in self.requests.all_mut() {
             if !leaving.overdue && leaving.since.elapsed() > OVERDUE {
                 leaving.overdue = true;
                 self.out_bytes -= leaving.bytes();
@@ -145,50 +149,50 @@ impl<A: AddressSpace> WriteBacks<A> {
         }
     }
 
-    /// See [`Flights::keep_calls`].
+    /// See [`RequestsInFlight::keep_calls`].
     pub(crate) fn keep_calls(&mut self) {
-        self.flights.keep_calls();
+        self.requests.keep_calls();
     }
 
-    /// See [`Flights::take_call`].
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
-        self.flights.take_call()
+    /// See [`RequestsInFlight::take_call`].
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<A::Frame>>> {
+        self.requests.take_call()
     }
 
-    /// See [`Flights::end_call`].
-    pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
-        self.flights.end_call(call);
+    /// See [`RequestsInFlight::end_call`].
+    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
+        self.requests.end_call(call);
     }
 
-    /// See [`Flights::await_calls`].
+    /// See [`RequestsInFlight::await_calls`].
     pub(crate) fn await_calls(&mut self) {
-        self.flights.await_calls();
+        self.requests.await_calls();
     }
 
-    /// Settles flights that have ended. Returns whether there were any. Calls `failed` for pages
+    /// Settles requests that have ended. Returns whether there were any. Calls `failed` for pages
     /// that stay because their write-back failed.
     pub(crate) fn poll(&mut self, mut failed: impl FnMut()) -> bool {
-        let any = self.flights.poll();
-        if let Some(error) = self.flights.take_refused() {
+        let any = self.requests.poll();
+        if let Some(error) = self.requests.take_refused() {
             self.shared.unwritten.set(&error);
         }
-        while let Some(landed) = self.flights.next() {
-            if !landed.failed.is_empty() {
+        while let Some(ended) = self.requests.next() {
+            if !ended.failed.is_empty() {
                 failed();
             }
-            self.settle(landed);
+            self.settle(ended);
         }
         any
     }
 
-    fn settle(&mut self, landed: Landed<Leaving, A::Frame>) {
-        let Landed {
-            flight: leaving,
+    fn settle(&mut self, ended: EndedRequest<Leaving, A::Frame>) {
+        let EndedRequest {
+            request: leaving,
             run,
             outcome,
             failed,
             ..
-        } = landed;
+        } = ended;
         self.end_leaving(&leaving);
         self.counters().writes.add(outcome.written as usize);
         self.counters().failed_evictions.add(failed.len());
@@ -259,18 +263,18 @@ impl<A: AddressSpace> WriteBacks<A> {
     fn map_again(
         &self,
         region: &Arc<Region>,
-        run: Run<A::Frame>,
+        run: PageRun<A::Frame>,
         written: bool,
         failure: impl Fn(PageIndex) -> Option<PageError>,
     ) -> Option<PageError> {
-        let heat = if region.words.load(run.first()).wanted() {
-            Heat::Hot
+        let usage = if region.words.load(run.first()).wanted() {
+            UsageCount::Wanted
         } else {
-            Heat::Cold
+            UsageCount::Unwanted
         };
         let mut error = run.pages().iter().find_map(&failure);
         let installer = &self.shared.installer;
-        installer.install(region, run, heat, |page, frame, os| {
+        installer.install(region, run, usage, |page, frame, os| {
             let failed = failure(page);
             // Bytes that were not written may still be those that the store has.
             let is_stored =
@@ -308,11 +312,11 @@ impl<A: AddressSpace> WriteBacks<A> {
     /// True if nothing is under way.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
-        self.flights.is_empty() && (self.out_bytes, self.out_runs) == (0, 0)
+        self.requests.is_empty() && (self.out_bytes, self.out_runs) == (0, 0)
     }
 
     /// Appends the descriptors to sleep on. Returns the time of the next poll at the latest.
     pub(crate) fn wait<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) -> Option<Instant> {
-        self.flights.wait(fds)
+        self.requests.wait(fds)
     }
 }

@@ -53,23 +53,21 @@ impl Dense {
         }
     }
 
-    /// Sets `slopes_before` to the loss's derivatives by the values before the layer. `transposed`
-    /// is scratch memory.
+    /// Sets `slopes_before` to the loss's derivatives by the values before the layer. Transposes the
+    /// slopes, because transposing the weights of a wide layer takes longer than its product.
     pub(crate) fn backward(
         &self,
         parameters: &[f32],
         slopes: &[f32],
-        transposed: &mut Vec<f32>,
+        [transposed, product]: &mut [Vec<f32>; 2],
         slopes_before: &mut Vec<f32>,
     ) {
-        let weights = &parameters[..self.inputs * self.outputs];
-        transposed.clear();
-        for output in 0..self.outputs {
-            transposed.extend(weights[output..].iter().step_by(self.outputs));
-        }
-        slopes_before.resize(slopes.len() / self.outputs * self.inputs, 0.0);
-        let left = |example, output| slopes[example * self.outputs + output];
-        multiply(left, transposed, self.inputs, slopes_before);
+        let count = slopes.len() / self.outputs;
+        transpose(slopes, self.outputs, transposed);
+        product.resize(self.inputs * count, 0.0);
+        let left = |input, output| parameters[input * self.outputs + output];
+        multiply(left, transposed, count, product);
+        transpose(product, count, slopes_before);
     }
 }
 
@@ -85,6 +83,14 @@ fn multiply(left: impl Fn(usize, usize) -> f32, right: &[f32], columns: usize, o
                 *sum += factor * value;
             }
         }
+    }
+}
+
+/// Sets `to` to the transpose of `from`, which has rows of `columns` elements.
+fn transpose(from: &[f32], columns: usize, to: &mut Vec<f32>) {
+    to.clear();
+    for column in 0..columns {
+        to.extend(from[column..].iter().step_by(columns));
     }
 }
 
@@ -156,7 +162,10 @@ mod tests {
             let slopes = draw(count * outputs);
             // Memory that was in use before has anything in it.
             let (mut after, mut slopes_before) = (vec![9.0; 2], vec![9.0; 5000]);
-            let (mut gradient, mut transposed) = (vec![9.0; parameters.len()], vec![9.0; 3]);
+            let (mut gradient, mut transposed) = (
+                vec![9.0; parameters.len()],
+                [vec![9.0; 5000], vec![9.0; 5000]],
+            );
             layer.forward(&parameters, &before, &mut after);
             layer.gradient(&before, &slopes, &mut gradient);
             layer.backward(&parameters, &slopes, &mut transposed, &mut slopes_before);

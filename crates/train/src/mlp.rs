@@ -26,8 +26,8 @@ pub struct Scratch {
     /// The loss's derivatives by a layer's values, and by those of the layer before.
     slopes: Vec<f32>,
     slopes_before: Vec<f32>,
-    /// Transposed weights of a layer.
-    transposed: Vec<f32>,
+    /// Transposes of `slopes` and `slopes_before`.
+    transposed: [Vec<f32>; 2],
 }
 
 impl Mlp {

@@ -12,7 +12,7 @@ struct Tiny {
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
     store: Arc<Flaky>,
-    mapped: ManuallyDrop<Mapped<SimSpace>>,
+    mapped: ManuallyDrop<MappedRegion<SimSpace>>,
 }
 
 impl Tiny {
@@ -20,7 +20,7 @@ impl Tiny {
         let space = Arc::new(SimSpace::new(SimOptions::default()));
         let cluster = Cluster::new(Vec::new(), ClusterOptions::default());
         let options = PagerOptions::new(16 * PAGE_BYTES as u64);
-        let Parts {
+        let PagerParts {
             pager,
             fillers,
             evictors,
@@ -83,7 +83,7 @@ impl Tiny {
     }
 
     /// Makes a call that waits for the workers, on a thread of its own.
-    fn call<T: Send>(&mut self, call: impl FnOnce(&Mapped<SimSpace>) -> T + Send) -> T {
+    fn call<T: Send>(&mut self, call: impl FnOnce(&MappedRegion<SimSpace>) -> T + Send) -> T {
         let Tiny {
             mapped,
             fillers,

@@ -11,7 +11,7 @@ pub(super) struct Plain {
     pub(super) evictors: Vec<Evictor<SimSpace>>,
     pub(super) store: Arc<Flaky>,
     /// Region. Not dropped by a simulation that fails: see `World`.
-    pub(super) mapped: ManuallyDrop<Mapped<SimSpace>>,
+    pub(super) mapped: ManuallyDrop<MappedRegion<SimSpace>>,
 }
 
 impl Plain {
@@ -33,7 +33,7 @@ impl Plain {
             .expect("the simulated server takes sessions");
         let cluster = Cluster::new(vec![session], ClusterOptions::default());
         let budget = PagerOptions::new((local * PAGE_BYTES) as u64);
-        let Parts {
+        let PagerParts {
             pager,
             fillers,
             evictors,

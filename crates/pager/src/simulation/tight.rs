@@ -12,7 +12,7 @@ struct Tight {
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
     /// Regions. Not dropped by a simulation that fails: see `World`.
-    regions: ManuallyDrop<Vec<Mapped<SimSpace>>>,
+    regions: ManuallyDrop<Vec<MappedRegion<SimSpace>>>,
 }
 
 impl Tight {
@@ -31,7 +31,7 @@ impl Tight {
             })
             .expect("the simulated server takes sessions");
         let cluster = Cluster::new(vec![session], ClusterOptions::default());
-        let Parts {
+        let PagerParts {
             pager,
             fillers,
             evictors,

@@ -26,9 +26,9 @@ struct Wide {
     space: Arc<SimSpace>,
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
-    guests: Guests,
+    inline_handlers: InlineHandlers,
     /// Regions. Not dropped by a simulation that fails: see `World`.
-    regions: ManuallyDrop<Vec<Mapped<SimSpace>>>,
+    regions: ManuallyDrop<Vec<MappedRegion<SimSpace>>>,
     flaky: Option<Arc<Flaky>>,
     /// Words of each region that are not 0.
     shadows: Vec<HashMap<usize, u64>>,
@@ -75,18 +75,18 @@ impl Wide {
             _ => 4 << 20,
         };
         let mut options = PagerOptions::new(budget_bytes);
-        options.in_thread = GUESTS;
+        options.in_thread = INLINE_HANDLERS;
         // Where a budget of few pages leaves none for read-ahead, there is one with room.
         if next(&mut random).is_multiple_of(2) {
             (options.low_water, options.high_water) = (0.5, 0.75);
         }
-        let Parts {
+        let PagerParts {
             pager,
             fillers,
             evictors,
         } = Pager::assemble(space.clone(), cluster.clone(), &options)
             .expect("the options are sound");
-        let guests = Guests::new(&pager);
+        let inline_handlers = InlineHandlers::new(&pager);
         pager
             .shared()
             .scatter
@@ -138,7 +138,7 @@ impl Wide {
             space,
             fillers,
             evictors,
-            guests,
+            inline_handlers,
             flaky,
             shadows: regions.iter().map(|_| HashMap::new()).collect(),
             regions: ManuallyDrop::new(regions),
@@ -246,12 +246,12 @@ impl Wide {
         };
         let region = self.regions[walk.region].region().clone();
         let address = region.address + word * 8;
-        if self.guests.is_serving(thread) {
-            self.guests.step(thread);
+        if self.inline_handlers.is_serving(thread) {
+            self.inline_handlers.step(thread);
             return false;
         }
         if !self.space.is_present(address) && self.chance(2) {
-            self.guests.begin(thread, &region, address);
+            self.inline_handlers.begin(thread, &region, address);
             walk.next = Some((word, value));
             self.walks[thread] = walk;
             return false;
@@ -311,7 +311,7 @@ impl Wide {
     }
 
     fn turn(&mut self) {
-        self.guests.turn();
+        self.inline_handlers.turn();
         self.fillers
             .iter_mut()
             .for_each(|filler| _ = filler.turn(EventScope::All));
@@ -385,12 +385,12 @@ impl Wide {
         pages.end = pages.end.min(pages.start + 1 + self.below(12));
         let page_bytes = self.regions[region].page_bytes();
         let (regions, fillers, evictors) = (&self.regions, &mut self.fillers, &mut self.evictors);
-        let guests = &mut self.guests;
+        let inline_handlers = &mut self.inline_handlers;
         let pinned = std::thread::scope(|scope| {
             let bytes = pages.start * page_bytes..pages.end * page_bytes;
             let pinner = scope.spawn(move || regions[region].pin(bytes).is_ok());
             while !pinner.is_finished() {
-                guests.turn();
+                inline_handlers.turn();
                 fillers
                     .iter_mut()
                     .for_each(|filler| _ = filler.turn(EventScope::All));
@@ -471,7 +471,7 @@ impl Wide {
     }
 
     fn end(mut self) {
-        // No thread touches a page any more: flights under way end.
+        // No thread touches a page any more: requests under way end.
         self.drive(|wide| wide.evictors.iter().all(Evictor::is_at_rest));
         let shared = self.regions[0].pager().shared().clone();
         let regions = std::mem::take(&mut *self.regions);
@@ -494,11 +494,11 @@ impl Wide {
         let Wide {
             fillers,
             evictors,
-            guests,
+            inline_handlers,
             space,
             ..
         } = self;
-        drop((fillers, evictors, guests, shared));
+        drop((fillers, evictors, inline_handlers, shared));
         assert_eq!(space.frame_pages() + space.resident_pages(), 0);
     }
 }

@@ -9,10 +9,10 @@ struct World {
     space: Arc<SimSpace>,
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
-    guests: Guests,
+    inline_handlers: InlineHandlers,
     /// Region. Dropped by [`World::end`] alone: while a failed simulation unwinds the workers that
     /// a drop waits for do not run.
-    mapped: ManuallyDrop<Mapped<SimSpace>>,
+    mapped: ManuallyDrop<MappedRegion<SimSpace>>,
     /// Values of the region's words.
     shadow: Vec<u64>,
     /// Next access of each program thread: a word, and its new value if it is a store.
@@ -53,14 +53,14 @@ impl World {
 
         let mut options = PagerOptions::new((budget_pages * page_bytes) as u64);
         options.evictors = 2;
-        options.in_thread = GUESTS;
+        options.in_thread = INLINE_HANDLERS;
         // Only where the marks are far apart are there enough victims at once for copying them to
         // be worth it.
         let is_cheaper = next(&mut random).is_multiple_of(2);
         if is_cheaper {
             (options.low_water, options.high_water) = (0.5, 0.75);
         }
-        let Parts {
+        let PagerParts {
             pager,
             fillers,
             evictors,
@@ -75,7 +75,7 @@ impl World {
             &RemoteOptions::default(),
         )
         .expect("the server has room");
-        let guests = Guests::new(&pager);
+        let inline_handlers = InlineHandlers::new(&pager);
         pager.shared().scatter.costs().pretend(is_cheaper);
         let mapped = Arc::new(pager).map(store, RegionOptions::default());
         let mapped = ManuallyDrop::new(mapped.expect("the budget holds two pages"));
@@ -84,7 +84,7 @@ impl World {
             space,
             fillers,
             evictors,
-            guests,
+            inline_handlers,
             shadow: vec![0; PAGES * page_bytes / 8],
             mapped,
             intents: [None; THREADS],
@@ -151,13 +151,13 @@ impl World {
             }
         };
         let address = self.mapped.address() + word * 8;
-        if self.guests.is_serving(thread) {
-            self.guests.step(thread);
+        if self.inline_handlers.is_serving(thread) {
+            self.inline_handlers.step(thread);
             return;
         }
         if !self.space.is_present(address) && self.chance(2) {
             let region = self.mapped.region().clone();
-            self.guests.begin(thread, &region, address);
+            self.inline_handlers.begin(thread, &region, address);
             self.intents[thread] = Some((word, value));
             return;
         }
@@ -184,7 +184,7 @@ impl World {
             if done(self) {
                 return;
             }
-            self.guests.turn();
+            self.inline_handlers.turn();
             self.fillers
                 .iter_mut()
                 .for_each(|filler| _ = filler.turn(EventScope::All));
@@ -221,8 +221,8 @@ impl World {
         self.unused = vec![from..from + count, to..to + count];
         self.step_by_step(to..to + count, [to, to], |world, pages| {
             match world.mapped.try_discard(pages).expect("there are frames") {
-                Tried::Done(zeros) => zeros,
-                Tried::NotNow(_) => 0,
+                DiscardOutcome::Done(zeros) => zeros,
+                DiscardOutcome::NotNow(_) => 0,
             }
         });
         self.step_by_step(from..from + count, [from, to], |world, pages| {
@@ -259,7 +259,7 @@ impl World {
             let done_before = rest.start.0 - pages.start;
             for page in firsts.map(|first| PageIndex(first + done_before)) {
                 if done == 0
-                    && region.words.load(page).state() == State::Filling
+                    && region.words.load(page).state() == PageState::Filling
                     && world.chance(16)
                 {
                     world.mapped.demand(page.alone());
@@ -282,7 +282,7 @@ impl World {
             mapped,
             mut fillers,
             mut evictors,
-            guests,
+            inline_handlers,
             space,
             ..
         } = self;
@@ -297,7 +297,7 @@ impl World {
             region.counts_nothing(),
             "a chunk counts pages that are not there"
         );
-        drop((fillers, evictors, guests, shared, region));
+        drop((fillers, evictors, inline_handlers, shared, region));
         assert_eq!(
             space.frame_pages() + space.resident_pages(),
             0,

@@ -1,6 +1,6 @@
 //! Evictor, which moves pages out or copies them, and flusher.
 
-use farpage_pager::protocol::{self, OnLeft, State};
+use farpage_pager::protocol::{self, OnLeft, PageState};
 
 use super::{
     Harm, Paging, Twin,
@@ -59,7 +59,7 @@ impl Moves<'_> {
                 Ok(())
             }),
             (Next::PublishStayed, _) => self.must(me, "publishes stayed", |w| {
-                let noted = paging.publish(w, page, State::Leaving, protocol::stayed)?;
+                let noted = paging.publish(w, page, PageState::Leaving, protocol::stayed)?;
                 w.go(
                     me,
                     if noted && !paging.is(Twin::NoWakeWhenStayed) {
@@ -71,8 +71,9 @@ impl Moves<'_> {
                 Ok(())
             }),
             (Next::PublishRemoved, _) => self.must(me, "publishes removed", |w| {
-                let noted =
-                    paging.publish(w, page, State::Leaving, |word| protocol::removed(word, 0).0)?;
+                let noted = paging.publish(w, page, PageState::Leaving, |word| {
+                    protocol::removed(word, 0).0
+                })?;
                 w.add_frames(paging, 1);
                 w.go(
                     me,
@@ -125,7 +126,9 @@ impl Moves<'_> {
                     || !word.wanted()
                         && (paging.is(Twin::LeavesDespitePin) || paging.is(Twin::FlushDrops));
                 if blind {
-                    paging.publish(w, page, State::Leaving, |word| protocol::removed(word, 0).0)?;
+                    paging.publish(w, page, PageState::Leaving, |word| {
+                        protocol::removed(word, 0).0
+                    })?;
                 } else {
                     gone = protocol_left(paging, w, page)?;
                 }
@@ -279,7 +282,7 @@ impl Moves<'_> {
 
 fn protocol_left(paging: &Paging, world: &mut World, page: usize) -> Result<OnLeft, Harm> {
     let word = world.pages[page].word;
-    if word.state() != State::Leaving {
+    if word.state() != PageState::Leaving {
         return if paging.strict() {
             Err(Harm::Ownership)
         } else {

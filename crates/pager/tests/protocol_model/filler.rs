@@ -1,6 +1,6 @@
 //! Steps of a filler until it owns a page.
 
-use farpage_pager::protocol::{self, OnFault, State};
+use farpage_pager::protocol::{self, OnFault, PageState};
 
 use super::{
     Access, Paging, Step, Twin,
@@ -155,7 +155,7 @@ impl Paging {
     fn on_fault(&self, world: &mut World, me: usize) -> Step {
         let page = usize::from(world.workers[me].page);
         let word = world.pages[page].word;
-        if self.is(Twin::IgnoresFaultWhileLeaving) && word.state() == State::Leaving {
+        if self.is(Twin::IgnoresFaultWhileLeaving) && word.state() == PageState::Leaving {
             world.go(me, Next::Idle);
             return Ok(());
         }

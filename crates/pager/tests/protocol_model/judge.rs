@@ -1,6 +1,6 @@
 //! Judgement of a world: the harm in it, if any.
 
-use farpage_pager::protocol::State;
+use farpage_pager::protocol::PageState;
 
 use super::{
     Harm, Paging, Step,
@@ -24,7 +24,7 @@ impl Paging {
                 }
             };
             // A lost page is told by SIGBUS: no thread reads other bytes in its place.
-            let is_lost = |p: &Page| p.word.state() == State::Lost && !p.is_mapped();
+            let is_lost = |p: &Page| p.word.state() == PageState::Lost && !p.is_mapped();
             if pages.iter().any(|p| there(p) != p.last && !is_lost(p)) {
                 return Err(Harm::LostWrite);
             }
@@ -63,8 +63,8 @@ impl Paging {
             let evictors = world.workers[EVICTOR..].iter().filter(|w| owns(w)).count();
             let (fillers, evictors) = (fillers.len(), evictors + losing.len());
             let expected = (
-                usize::from(state == State::Filling),
-                usize::from(state == State::Leaving),
+                usize::from(state == PageState::Filling),
+                usize::from(state == PageState::Leaving),
             );
             if (fillers, evictors) != expected {
                 return Err(Harm::Ownership);
@@ -79,17 +79,19 @@ impl Paging {
                 return Err(Harm::TwoCopies);
             }
             let agrees = match (state, page.mapping) {
-                (State::Remote, mapping) => mapping == Mapping::Absent && page.stored == page.last,
-                (State::Resident, Mapping::Mapped(version)) => version == page.last,
-                (State::Poisoned, Mapping::Poison) => page.stored == page.last,
-                (State::Resident | State::Poisoned, Mapping::Absent) => {
+                (PageState::Remote, mapping) => {
+                    mapping == Mapping::Absent && page.stored == page.last
+                }
+                (PageState::Resident, Mapping::Mapped(version)) => version == page.last,
+                (PageState::Poisoned, Mapping::Poison) => page.stored == page.last,
+                (PageState::Resident | PageState::Poisoned, Mapping::Absent) => {
                     self.madvises && page.stored == page.last
                 }
-                (State::Lost, Mapping::Poison) => true,
-                (State::Lost, Mapping::Absent) => self.madvises,
-                (State::Resident, Mapping::Poison)
-                | (State::Poisoned | State::Lost, Mapping::Mapped(_)) => false,
-                (State::Filling | State::Leaving, _) => true,
+                (PageState::Lost, Mapping::Poison) => true,
+                (PageState::Lost, Mapping::Absent) => self.madvises,
+                (PageState::Resident, Mapping::Poison)
+                | (PageState::Poisoned | PageState::Lost, Mapping::Mapped(_)) => false,
+                (PageState::Filling | PageState::Leaving, _) => true,
             };
             if !agrees {
                 return Err(Harm::WordAndKernelDisagree);

@@ -1,6 +1,6 @@
 //! Steps of a worker that brings in a page that it owns.
 
-use farpage_pager::protocol::{self, OnFailed, State, Word};
+use farpage_pager::protocol::{self, OnFailed, PageState, PageWord};
 
 use super::{
     Harm, Twin,
@@ -35,7 +35,7 @@ impl Moves<'_> {
                 self.must(me, "reads from the store", |w| {
                     let early = paging.is(Twin::PublishesBeforeInstall);
                     if early {
-                        paging.publish(w, page, State::Filling, |word| {
+                        paging.publish(w, page, PageState::Filling, |word| {
                             protocol::installed(word, 0, 0)
                         })?;
                     }
@@ -99,7 +99,7 @@ impl Moves<'_> {
             }
             Next::AlreadyMapped if paging.is(Twin::NoWakeWhenAlreadyMapped) => {
                 self.must(me, "publishes installed and wakes nobody", |w| {
-                    paging.publish(w, page, State::Filling, |word| {
+                    paging.publish(w, page, PageState::Filling, |word| {
                         protocol::installed(word, 0, 0)
                     })?;
                     w.go(me, Next::Idle);
@@ -138,7 +138,7 @@ impl Moves<'_> {
                 }
                 let (next, outcome) = match protocol::fill_failed(word) {
                     (_, OnFailed::MustPoison) if paging.is(Twin::DropsFailedFill) => {
-                        (Word::default(), OnFailed::Dropped)
+                        (PageWord::default(), OnFailed::Dropped)
                     }
                     other => other,
                 };
@@ -175,7 +175,7 @@ impl Moves<'_> {
                     protocol::poisoned
                 };
                 let owned = match bytes {
-                    Bytes::Lost => State::Leaving,
+                    Bytes::Lost => PageState::Leaving,
                     Bytes::Stored => owned_by(me),
                 };
                 let noted = paging.publish(w, page, owned, transition)?;
@@ -201,10 +201,10 @@ impl Moves<'_> {
 
 /// Returns the state of the pages that a worker owns. (A filler that poisons a lost page once more
 /// owns it as `Leaving`.)
-fn owned_by(worker: usize) -> State {
+fn owned_by(worker: usize) -> PageState {
     if worker < EVICTOR {
-        State::Filling
+        PageState::Filling
     } else {
-        State::Leaving
+        PageState::Leaving
     }
 }

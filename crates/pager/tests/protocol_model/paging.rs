@@ -5,8 +5,8 @@
 //! order in which production takes them; the words change by the real functions of `protocol.rs`
 //! alone. A [`Twin`] deviates in one place.
 //!
-//! Left out: the bytes (a page holds the number of the last write to it), memory order, heat and
-//! stamps, and the budget of pins.
+//! Left out: the bytes (a page holds the number of the last write to it), memory order, usage
+//! counts and stamps, and the budget of pins.
 
 mod evictor;
 mod filler;
@@ -16,7 +16,7 @@ mod owner;
 mod program;
 mod world;
 
-use farpage_pager::protocol::{State, Word};
+use farpage_pager::protocol::{PageState, PageWord};
 
 use crate::explore::{Model, Move};
 use moves::Moves;
@@ -77,10 +77,10 @@ pub(crate) enum Twin {
 pub(crate) enum Access {
     Read(usize),
     Write(usize),
-    /// First half of `Mapped::pin`: the page shall stay.
+    /// First half of `MappedRegion::pin`: the page shall stay.
     Pin(usize),
-    /// Second half of `Mapped::pin`: asks for the page, and waits until it is there. From here to
-    /// the `Unpin` the page has to be there.
+    /// Second half of `MappedRegion::pin`: asks for the page, and waits until it is there. From
+    /// here to the `Unpin` the page has to be there.
     Await(usize),
     Unpin(usize),
 }
@@ -174,8 +174,8 @@ impl Paging {
         &self,
         world: &mut World,
         page: usize,
-        owned: State,
-        transition: impl Fn(Word) -> Word,
+        owned: PageState,
+        transition: impl Fn(PageWord) -> PageWord,
     ) -> Result<bool, Harm> {
         let word = &mut world.pages[page].word;
         if word.state() != owned {
@@ -198,7 +198,7 @@ impl Model for Paging {
     fn start(&self) -> World {
         World {
             pages: [Page {
-                word: Word::default(),
+                word: PageWord::default(),
                 mapping: Mapping::Absent,
                 protected: false,
                 stored: 0,

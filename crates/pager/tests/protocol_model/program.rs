@@ -1,6 +1,6 @@
 //! Steps of the program: its threads touch pages, pin them and drop them.
 
-use farpage_pager::protocol::{self, State};
+use farpage_pager::protocol::{self, PageState};
 
 use super::{
     Access, Harm, Twin,
@@ -132,12 +132,12 @@ impl Moves<'_> {
         let asked = self.world.threads[thread].asked;
         match (self.world.pages[page].word.state(), asked) {
             (_, Asked::NotYet) => self.add(true, label("asks for the page"), ask),
-            (State::Resident, _) => self.pinned(thread, label("sees it resident")),
-            (State::Leaving, _) if paging.is(Twin::PinsWhatLeaves) => {
+            (PageState::Resident, _) => self.pinned(thread, label("sees it resident")),
+            (PageState::Leaving, _) if paging.is(Twin::PinsWhatLeaves) => {
                 self.pinned(thread, label("sees it leaving"));
             }
-            (State::Remote, Asked::TakenOn) => self.add(true, label("asks once more"), ask),
-            (State::Poisoned, Asked::TakenOn) | (State::Lost, _) => {
+            (PageState::Remote, Asked::TakenOn) => self.add(true, label("asks once more"), ask),
+            (PageState::Poisoned, Asked::TakenOn) | (PageState::Lost, _) => {
                 self.add(true, label("gives the pin up"), |w| {
                     let word = &mut w.pages[page].word;
                     *word = protocol::unpin(*word).ok_or(Harm::Ownership)?;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use farpage_pager::protocol::Word;
+use farpage_pager::protocol::PageWord;
 
 use super::{Access, Paging};
 
@@ -18,7 +18,7 @@ pub(super) enum Mapping {
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Page {
-    pub(super) word: Word,
+    pub(super) word: PageWord,
     pub(super) mapping: Mapping,
     /// True if the mapped page cannot be written to for now.
     pub(super) protected: bool,
@@ -176,7 +176,7 @@ impl World {
         }
     }
 
-    pub(super) fn own(&mut self, worker: usize, page: usize, word: Word, next: Next) {
+    pub(super) fn own(&mut self, worker: usize, page: usize, word: PageWord, next: Next) {
         self.pages[page].word = word;
         self.workers[worker].page = page as u8;
         self.workers[worker].next = next;

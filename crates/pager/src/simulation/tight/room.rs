@@ -1,5 +1,5 @@
 //! Making of room: the pages that leave when a program goes round in a loop, and the work that a
-//! slow store or a late wish holds up.
+//! slow store or a late prefetch holds up.
 
 use super::*;
 
@@ -63,7 +63,7 @@ fn region_with_one_run_overdue_still_gives_pages() {
 }
 
 #[test]
-fn wish_for_many_pages_that_are_here_lets_faults_in_between() {
+fn prefetch_of_many_pages_that_are_here_lets_faults_in_between() {
     let pages = 3 * BUDGET_PAGES;
     let mut tight = Tight::new(1, &[PAGE_BYTES], 2 * pages * PAGE_BYTES, pages);
     tight.walk(0, pages);

@@ -1,4 +1,4 @@
-//! Queue of victims that streams have gone through: [`Behind`].
+//! Drop-behind: the queue of victims that streams have gone through, [`DropBehind`].
 //!
 //! A loop over more data than fits never hits under FIFO: each page leaves just before it is needed
 //! again. The opposite is right for a loop: the pages just gone through leave, and the rest stays
@@ -32,7 +32,8 @@ const SLACK_SHARE: usize = 8;
 /// Upper bound of the stretches in the queue; most are of megabytes.
 const STRETCHES_MAX: usize = 1024;
 
-pub(crate) struct Behind {
+/// Stretches that streams have gone through, in order.
+pub(crate) struct DropBehind {
     /// Queue under a lock of the standard library, which never allocates: for signal handlers.
     queue: Mutex<Queue>,
     grace_bytes: usize,
@@ -45,12 +46,12 @@ struct Queue {
     bytes: usize,
 }
 
-impl Behind {
+impl DropBehind {
     /// Returns an empty queue for a budget of `budget_ticks` units of 4 KiB.
-    pub(crate) fn new(budget_ticks: u32) -> Behind {
+    pub(crate) fn new(budget_ticks: u32) -> DropBehind {
         let budget_bytes = (budget_ticks as usize) << 12;
         let grace_bytes = (budget_bytes / GRACE_SHARE).max(GRACE_BYTES_MIN.min(budget_bytes / 2));
-        Behind {
+        DropBehind {
             queue: Mutex::new(Queue {
                 stretches: VecDeque::with_capacity(STRETCHES_MAX),
                 bytes: 0,

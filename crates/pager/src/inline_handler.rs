@@ -1,8 +1,8 @@
-//! Fills that a thread of the program runs for its own fault: [`Guest`].
+//! Fills that a thread of the program runs for its own fault: [`InlineHandler`].
 //!
-//! The rule is that of a signal handler, see `in_thread.rs`. A guest brings in one run, and makes
-//! room while its READ is under way. Work that it cannot do there (logging why a page is lost,
-//! opening a channel, reading ahead) is left to the page's filler.
+//! The rule is that of a signal handler, see `in_thread.rs`. An inline handler brings in one run,
+//! and makes room while its READ is under way. Work that it cannot do there (logging why a page is
+//! lost, opening a channel, reading ahead) is left to the page's filler.
 
 use std::{sync::Arc, time::Duration};
 
@@ -14,56 +14,56 @@ use smallvec::SmallVec;
 
 use crate::{
     PageError,
-    ahead::Plan,
-    bell::sleep_on,
+    ahead::ReadAhead,
+    direct_reclaim::DirectReclaim,
     doors::{Ask, Command},
-    fills::{Arrivals, Fill, Fills, Landing},
+    fills::{Arrivals, Fill, FillCompletion, Fills},
     pace::Pace,
     region::Region,
-    relief::Relief,
-    run::{Local, Run},
-    shared::Shared,
+    run::{PageRun, StoreFrame},
+    shared::SharedParts,
+    waker::sleep_on,
 };
 
-/// Time after which a guest looks again for a frame.
+/// Time after which an inline handler looks again for a frame.
 const NAP: Duration = Duration::from_micros(50);
 
 /// Worker that serves one fault at a time in the thread that raised it.
-pub(crate) struct Guest<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+pub(crate) struct InlineHandler<A: AddressSpace> {
+    shared: Arc<SharedParts<A>>,
     worker: usize,
-    fills: Fills<A, Alone<A>>,
-    relief: Relief<A>,
+    fills: Fills<A, InlineCompletion<A>>,
+    direct_reclaim: DirectReclaim<A>,
 }
 
-impl<A: AddressSpace> Guest<A> {
+impl<A: AddressSpace> InlineHandler<A> {
     pub(crate) fn new(
-        shared: Arc<Shared<A>>,
+        shared: Arc<SharedParts<A>>,
         worker: usize,
-        lane: Lane<Local<A::Frame>>,
+        lane: Lane<StoreFrame<A::Frame>>,
         pace: Pace,
         deadline: Duration,
     ) -> Self {
-        let alone = Alone {
+        let completion = InlineCompletion {
             arrivals: Arrivals::new(shared.clone(), worker),
             since: Since::now(),
         };
-        Guest {
-            fills: Fills::new(shared.clone(), worker, lane, pace, deadline, alone),
-            relief: Relief::new(shared.clone(), worker),
+        InlineHandler {
+            fills: Fills::new(shared.clone(), worker, lane, pace, deadline, completion),
+            direct_reclaim: DirectReclaim::new(shared.clone(), worker),
             shared,
             worker,
         }
     }
 
-    /// Serves a fault in the thread that raised it. When this returns, all flights that it started
+    /// Serves a fault in the thread that raised it. When this returns, all requests that it started
     /// have ended. Read-ahead is the business of the page's own filler.
     pub(crate) fn serve(&mut self, region: &Arc<Region>, page: PageIndex, address: usize) {
         let Some(plan) = self.begin_serving(region, page, address) else {
             return;
         };
         while !self.fills.is_idle() {
-            if !self.work() && !self.relief.relieve() {
+            if !self.work() && !self.direct_reclaim.reclaim() {
                 self.nap();
             }
         }
@@ -76,19 +76,19 @@ impl<A: AddressSpace> Guest<A> {
         region: &Arc<Region>,
         page: PageIndex,
         address: usize,
-    ) -> Option<Plan> {
+    ) -> Option<ReadAhead> {
         if !region.enter() {
             return None;
         }
         self.shared.counters[self.worker].faults.bump();
-        self.fills.landing.since = Since::now();
+        self.fills.completion.since = Since::now();
         let plan = self.fills.on_fault(region, page, address);
-        self.relief.relieve();
+        self.direct_reclaim.reclaim();
         Some(plan)
     }
 
     /// Ends the service of a fault: asks the page's filler to read ahead.
-    pub(crate) fn end_serving(&self, region: &Arc<Region>, page: PageIndex, plan: Plan) {
+    pub(crate) fn end_serving(&self, region: &Arc<Region>, page: PageIndex, plan: ReadAhead) {
         if !plan.ahead.is_empty() {
             let shard = self.shared.mapper.shard_of(region, page);
             let ask = Ask::Ahead(region.clone(), plan);
@@ -108,7 +108,7 @@ impl<A: AddressSpace> Guest<A> {
     /// else. Returns whether it is done.
     #[cfg(test)]
     pub(crate) fn serve_a_step(&mut self) -> bool {
-        let _ = self.work() || self.relief.relieve();
+        let _ = self.work() || self.direct_reclaim.reclaim();
         self.fills.is_idle()
     }
 
@@ -125,20 +125,20 @@ impl<A: AddressSpace> Guest<A> {
         self.fills.prepare(region);
     }
 
-    /// Opens channels again that were lost while threads of the program ran the guest.
+    /// Opens channels again that were lost while threads of the program ran the inline handler.
     pub(crate) fn reopen(&mut self) {
         self.fills.reopen();
     }
 }
 
-/// Landing of a guest's fills.
-struct Alone<A: AddressSpace> {
+/// Completion of an inline handler's fills.
+struct InlineCompletion<A: AddressSpace> {
     arrivals: Arrivals<A>,
     /// Time when the fault was taken on.
     since: Since,
 }
 
-impl<A: AddressSpace> Alone<A> {
+impl<A: AddressSpace> InlineCompletion<A> {
     /// Gives an owned page to its filler.
     fn give(&self, region: &Arc<Region>, page: PageIndex, command: Command) {
         region.enter_again();
@@ -147,12 +147,12 @@ impl<A: AddressSpace> Alone<A> {
     }
 }
 
-impl<A: AddressSpace> Landing<A> for Alone<A> {
+impl<A: AddressSpace> FillCompletion<A> for InlineCompletion<A> {
     fn arrivals(&mut self) -> &mut Arrivals<A> {
         &mut self.arrivals
     }
 
-    fn land(&mut self, fill: Fill, run: Run<A::Frame>) {
+    fn complete(&mut self, fill: Fill, run: PageRun<A::Frame>) {
         self.map(fill, run);
     }
 

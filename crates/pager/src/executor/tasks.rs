@@ -1,7 +1,7 @@
-//! Fillers, each under its lock, with the events that its handlers wake up for: [`Posts`].
+//! Fillers, each under its lock, with the events that its handlers wake up for: [`FillerTasks`].
 //!
 //! The rule: a handler that drives a filler holds its lock, and releases it only when it has told
-//! the post what to wake up for.
+//! the task what to wake up for.
 
 use std::{
     hint, io,
@@ -24,21 +24,23 @@ use nix::{
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
-use crate::{bell::Bell, filler::Filler, run::Local, shared::Shared, worker::RETRY};
+use crate::{
+    filler::Filler, run::StoreFrame, shared::SharedParts, waker::WorkerWaker, worker::RETRY,
+};
 
 /// Number of attempts at a filler's lock before its handler sleeps: as long as a turn takes that
 /// brings one page in.
 const SPINS: u32 = 200;
 
-/// Posts of all fillers, by shard.
-pub(super) struct Posts<A: AddressSpace> {
-    pub(super) shared: Arc<Shared<A>>,
-    all: Vec<CachePadded<Post<A>>>,
+/// Tasks of all fillers, by shard.
+pub(super) struct FillerTasks<A: AddressSpace> {
+    pub(super) shared: Arc<SharedParts<A>>,
+    all: Vec<CachePadded<FillerTask<A>>>,
     started: Instant,
 }
 
-/// Filler, and the events that its handlers wake up for.
-struct Post<A: AddressSpace> {
+/// Task of one filler, with the events that its handlers wake up for.
+struct FillerTask<A: AddressSpace> {
     filler: Mutex<Filler<A>>,
     /// Channels with something under way. Each tells of one event, until it is armed again.
     channels: Epoll,
@@ -69,28 +71,28 @@ impl Due {
 pub(super) type Dues = SmallVec<[Due; 4]>;
 
 /// Consequence of a turn of a filler.
-pub(super) enum Step<A: AddressSpace> {
+pub(super) enum TurnOutcome<A: AddressSpace> {
     /// Call to be made without the filler, which then goes on.
-    Call(StoreCall<Local<A::Frame>>),
+    Call(StoreCall<StoreFrame<A::Frame>>),
     /// End of the turn. `again`: the next turn may find something to do at once.
     Done { again: bool },
 }
 
 /// Turn that has ended.
 pub(super) struct Turn<A: AddressSpace> {
-    pub(super) step: Step<A>,
+    pub(super) step: TurnOutcome<A>,
     /// Thread that has faulted, now and then: its CPU is to be looked for.
     pub(super) faulted: Option<u32>,
 }
 
-impl<A: AddressSpace> Posts<A> {
+impl<A: AddressSpace> FillerTasks<A> {
     pub(super) fn new(
-        shared: &Arc<Shared<A>>,
+        shared: &Arc<SharedParts<A>>,
         mut fillers: Vec<Filler<A>>,
-    ) -> io::Result<Posts<A>> {
+    ) -> io::Result<FillerTasks<A>> {
         fillers.iter_mut().for_each(Filler::keep_calls);
-        let all = fillers.into_iter().map(Post::new);
-        Ok(Posts {
+        let all = fillers.into_iter().map(FillerTask::new);
+        Ok(FillerTasks {
             shared: shared.clone(),
             all: all.collect::<io::Result<_>>()?,
             started: Instant::now(),
@@ -103,37 +105,42 @@ impl<A: AddressSpace> Posts<A> {
 
     /// Takes a turn of a filler.
     pub(super) fn begin(&self, due: Due) -> Turn<A> {
-        let post = &self.all[due.shard];
-        let mut filler = post.lock();
+        let task = &self.all[due.shard];
+        let mut filler = task.lock();
         if due.channels {
-            post.drain();
+            task.drain();
         }
         let busy = filler.turn(if due.faults {
             EventScope::All
         } else {
             EventScope::Kept
         });
-        self.leave(post, filler, busy)
+        self.leave(task, filler, busy)
     }
 
     /// Takes a turn of a filler after its call has returned.
-    pub(super) fn go_on(&self, shard: usize, call: StoreCall<Local<A::Frame>>) -> Turn<A> {
-        let post = &self.all[shard];
-        let mut filler = post.lock();
+    pub(super) fn go_on(&self, shard: usize, call: StoreCall<StoreFrame<A::Frame>>) -> Turn<A> {
+        let task = &self.all[shard];
+        let mut filler = task.lock();
         filler.end_call(call);
         let busy = filler.turn(EventScope::Kept);
-        self.leave(post, filler, busy)
+        self.leave(task, filler, busy)
     }
 
     /// Ends a turn: from here on others may drive the filler.
-    fn leave(&self, post: &Post<A>, mut filler: MutexGuard<'_, Filler<A>>, busy: bool) -> Turn<A> {
+    fn leave(
+        &self,
+        task: &FillerTask<A>,
+        mut filler: MutexGuard<'_, Filler<A>>,
+        busy: bool,
+    ) -> Turn<A> {
         let call = filler.take_call();
         let again = busy && call.is_none() && filler.has_work();
         if !again {
-            post.arm(&filler, self.started);
+            task.arm(&filler, self.started);
         }
         Turn {
-            step: call.map_or(Step::Done { again }, Step::Call),
+            step: call.map_or(TurnOutcome::Done { again }, TurnOutcome::Call),
             faulted: filler.sample(),
         }
     }
@@ -147,8 +154,8 @@ impl<A: AddressSpace> Posts<A> {
             || shared.frames.budget().wants_what_is_held_back()
     }
 
-    pub(super) fn bell(&self, shard: usize) -> &Bell {
-        &self.shared.doors.filler(Shard(shard)).bell
+    pub(super) fn waker(&self, shard: usize) -> &WorkerWaker {
+        &self.shared.doors.filler(Shard(shard)).waker
     }
 
     /// Returns a descriptor that is readable when a channel of this filler has something.
@@ -172,7 +179,7 @@ impl<A: AddressSpace> Posts<A> {
 
     /// Returns the time of the next turn of some filler at the latest. `None`: there is none.
     pub(super) fn until(&self) -> Option<Instant> {
-        let until_ns = |post: &CachePadded<Post<A>>| post.until_ns.load(Ordering::SeqCst);
+        let until_ns = |task: &CachePadded<FillerTask<A>>| task.until_ns.load(Ordering::SeqCst);
         let until_ns = self.all.iter().map(until_ns).min().unwrap_or(u64::MAX);
         (until_ns != u64::MAX).then(|| self.started + Duration::from_nanos(until_ns))
     }
@@ -183,9 +190,9 @@ impl<A: AddressSpace> Posts<A> {
     }
 }
 
-impl<A: AddressSpace> Post<A> {
-    fn new(filler: Filler<A>) -> io::Result<CachePadded<Post<A>>> {
-        Ok(CachePadded::new(Post {
+impl<A: AddressSpace> FillerTask<A> {
+    fn new(filler: Filler<A>) -> io::Result<CachePadded<FillerTask<A>>> {
+        Ok(CachePadded::new(FillerTask {
             filler: Mutex::new(filler),
             channels: Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?,
             until_ns: AtomicU64::new(u64::MAX),

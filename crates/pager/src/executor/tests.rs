@@ -20,9 +20,9 @@ use farpage_vm::{Faulted, Shard, SimOptions, SimSpace};
 
 use super::*;
 use crate::{
-    Mapped, Pager, PagerOptions, RegionOptions,
+    MappedRegion, Pager, PagerOptions, RegionOptions,
     evictor::Evictor,
-    pager::Parts,
+    pager::PagerParts,
     simulation::{self, next},
 };
 
@@ -34,8 +34,13 @@ const PAGE_BYTES: usize = 4096;
 /// Size of the region. Stripes are of 16 MiB: each shard has one.
 const BYTES: u64 = 64 << 20;
 
-/// Touches pages of all shards, rings once for each fault, and counts in its own words.
-fn program(thread: usize, space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>) {
+/// Touches pages of all shards, wakes fillers once for each fault, and counts in its own words.
+fn program(
+    thread: usize,
+    space: &SimSpace,
+    shared: &SharedParts<SimSpace>,
+    mapped: &MappedRegion<SimSpace>,
+) {
     const ROUNDS: u64 = 40;
     const PAGES: usize = 16;
     let end = Instant::now() + Duration::from_secs(20);
@@ -49,7 +54,7 @@ fn program(thread: usize, space: &SimSpace, shared: &Shared<SimSpace>, mapped: &
         };
         match outcome {
             Ok(seen) => return seen,
-            Err(Faulted::Asleep) => shared.doors.ring_fillers(),
+            Err(Faulted::Asleep) => shared.doors.wake_fillers(),
             Err(other) => panic!("page {page}: {other}"),
         }
         while space.is_asleep(thread) {
@@ -66,14 +71,14 @@ fn program(thread: usize, space: &SimSpace, shared: &Shared<SimSpace>, mapped: &
     }
 }
 
-/// A region of [`BYTES`] over simulated memory, and a team whose threads do not run.
+/// A region of [`BYTES`] over simulated memory, and an executor whose threads do not run.
 struct World {
     space: Arc<SimSpace>,
     cluster: Arc<Cluster>,
-    team: Arc<Team<SimSpace>>,
+    executor: Arc<Executor<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
     /// Region. A failed test does not drop it: the workers that a drop waits for do not run.
-    mapped: ManuallyDrop<Mapped<SimSpace>>,
+    mapped: ManuallyDrop<MappedRegion<SimSpace>>,
 }
 
 fn world(seed: u64) -> World {
@@ -93,7 +98,7 @@ fn world_with(seed: u64, handlers: &[usize]) -> World {
         .expect("the simulated server takes sessions");
     let cluster = Cluster::new(vec![session], ClusterOptions::default());
     let options = PagerOptions::new(8 * PAGE_BYTES as u64);
-    let Parts {
+    let PagerParts {
         pager,
         fillers,
         evictors,
@@ -103,7 +108,7 @@ fn world_with(seed: u64, handlers: &[usize]) -> World {
         handlers.len() + evictors.len(),
     );
     let seats = Arc::new(seats.expect("descriptors are to be had"));
-    let team = Team::new(pager.shared(), fillers, handlers, &seats);
+    let executor = Executor::new(pager.shared(), fillers, handlers, &seats);
     let options = RemoteOptions::default();
     let store = PageStore::remote(&cluster, "a region", BYTES, PAGE_BYTES, &options)
         .expect("the server has room");
@@ -112,13 +117,13 @@ fn world_with(seed: u64, handlers: &[usize]) -> World {
     World {
         space,
         cluster,
-        team: team.expect("descriptors are to be had"),
+        executor: executor.expect("descriptors are to be had"),
         evictors,
         mapped: ManuallyDrop::new(mapped),
     }
 }
 
-fn shard_at(mapped: &Mapped<SimSpace>, offset: usize) -> Shard {
+fn shard_at(mapped: &MappedRegion<SimSpace>, offset: usize) -> Shard {
     mapped
         .region()
         .shard_of(PageIndex(offset / PAGE_BYTES), SHARDS)
@@ -128,13 +133,13 @@ fn shard_at(mapped: &Mapped<SimSpace>, offset: usize) -> Shard {
 fn fillers_change_hands_while_programs_fault() {
     let World {
         space,
-        team,
+        executor,
         evictors,
         mapped,
         ..
     } = world(1);
-    let shared = team.posts.shared.clone();
-    start(&team, evictors);
+    let shared = executor.tasks.shared.clone();
+    start(&executor, evictors);
 
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -144,7 +149,7 @@ fn fillers_change_hands_while_programs_fault() {
                     break;
                 }
                 // Lets the others rest.
-                team.handlers.call_alone(number);
+                executor.handlers.call_alone(number);
                 std::thread::yield_now();
             }
         });
@@ -159,54 +164,58 @@ fn fillers_change_hands_while_programs_fault() {
         ends.into_iter()
             .for_each(|end| end.expect("the program sees what it wrote"));
     });
-    end(&team, vec![ManuallyDrop::into_inner(mapped)]);
+    end(&executor, vec![ManuallyDrop::into_inner(mapped)]);
 }
 
-fn start(team: &Arc<Team<SimSpace>>, evictors: Vec<Evictor<SimSpace>>) {
-    let mut serve = team.serve_all();
-    serve.extend(Evictor::serve_all(evictors, &team.seats, serve.len()));
-    team.seats.start(serve).expect("threads start");
+fn start(executor: &Arc<Executor<SimSpace>>, evictors: Vec<Evictor<SimSpace>>) {
+    let mut serve = executor.serve_all();
+    serve.extend(Evictor::serve_all(evictors, &executor.seats, serve.len()));
+    executor.seats.start(serve).expect("threads start");
 }
 
 /// Drops the regions, which need their workers to the end, and waits for the workers.
-fn end(team: &Team<SimSpace>, regions: Vec<Mapped<SimSpace>>) {
+fn end(executor: &Executor<SimSpace>, regions: Vec<MappedRegion<SimSpace>>) {
     drop(regions);
-    team.seats.join();
+    executor.seats.join();
 }
 
 #[test]
 fn filler_with_faults_that_no_descriptor_tells_of_does_not_sleep() {
     let World {
         space,
-        team,
+        executor,
         mut evictors,
         mapped,
         ..
     } = world(1);
-    let mut ears = Ears::new(&team.posts);
+    let mut poll_set = PollSet::new(&executor.tasks);
     let mut dues = Dues::new();
-    ears.prepare(&mut dues);
+    poll_set.prepare(&mut dues);
     assert!(dues.is_empty());
     let absent = space.try_load(0, mapped.address());
     assert_eq!(absent, Err(Faulted::Asleep));
     let end = Instant::now() + Duration::from_secs(20);
     while space.is_asleep(0) {
         assert!(Instant::now() < end, "nobody looks for the fault");
-        ears.prepare(&mut dues);
-        ears.sleep(Some(Instant::now()), &mut dues);
-        dues.retain(|due| team.drive(0, *due) == Left::Something);
+        poll_set.prepare(&mut dues);
+        poll_set.sleep(Some(Instant::now()), &mut dues);
+        dues.retain(|due| executor.drive(0, *due) == WorkLeft::Something);
     }
-    close(&team, &mut evictors, vec![ManuallyDrop::into_inner(mapped)]);
+    close(
+        &executor,
+        &mut evictors,
+        vec![ManuallyDrop::into_inner(mapped)],
+    );
 }
 
 /// Drops the regions, while all workers take turns until they are gone.
 fn close(
-    team: &Team<SimSpace>,
+    executor: &Executor<SimSpace>,
     evictors: &mut [Evictor<SimSpace>],
-    regions: Vec<Mapped<SimSpace>>,
+    regions: Vec<MappedRegion<SimSpace>>,
 ) {
     simulation::drop_beside(regions, || {
-        (0..SHARDS).for_each(|shard| _ = team.drive(0, Due::all(shard)));
+        (0..SHARDS).for_each(|shard| _ = executor.drive(0, Due::all(shard)));
         evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
     });
 }
@@ -215,27 +224,32 @@ fn close(
 fn handler_rests_only_where_nothing_is_asked_for_and_no_time_is_set() {
     let World {
         space: _space,
-        team,
+        executor,
         mut evictors,
         mapped,
         ..
     } = world(1);
-    let ears = Ears::new(&team.posts);
-    // The first turn of a handler: a ring would be swallowed, since no handler has prepared for it.
-    (0..SHARDS).for_each(|shard| _ = team.drive(0, Due::all(shard)));
+    let poll_set = PollSet::new(&executor.tasks);
+    // The first turn of a handler: a wake-up would be swallowed, since no handler has prepared for
+    // it.
+    (0..SHARDS).for_each(|shard| _ = executor.drive(0, Due::all(shard)));
     let region = mapped.region().clone();
-    (team.posts.shared.doors).tell_fillers(|| crate::doors::Command::Settle(region.clone()));
+    (executor.tasks.shared.doors).tell_fillers(|| crate::doors::Command::Settle(region.clone()));
     let mut dues = Dues::new();
-    ears.prepare(&mut dues);
+    poll_set.prepare(&mut dues);
     assert_eq!(
         dues.len(),
         SHARDS,
         "what was asked for is found before a rest"
     );
     // Marked as resting, but something is to be done at a time that no other handler knows of.
-    team.posts.set_until_ns(0, 1);
-    assert!(!team.goes_to_rest(1));
-    team.posts.set_until_ns(0, u64::MAX);
-    assert!(team.goes_to_rest(1));
-    close(&team, &mut evictors, vec![ManuallyDrop::into_inner(mapped)]);
+    executor.tasks.set_until_ns(0, 1);
+    assert!(!executor.goes_to_rest(1));
+    executor.tasks.set_until_ns(0, u64::MAX);
+    assert!(executor.goes_to_rest(1));
+    close(
+        &executor,
+        &mut evictors,
+        vec![ManuallyDrop::into_inner(mapped)],
+    );
 }

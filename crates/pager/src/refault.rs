@@ -1,4 +1,5 @@
-//! Returns of pages, by the time that they were away: [`Returns`] tells the worth of more memory.
+//! Refault distances, the bytes that came in while a page was away: [`RefaultDistances`]. They tell
+//! the worth of more memory.
 //!
 //! A page's stamp says when it left, by the clock that counts fills. A page that comes back after
 //! less than a budget of others would have stayed if there had been room for those others, which
@@ -11,12 +12,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{PagerStats, clock::FillClock};
 
-/// Time away, in ticks, from which on a page counts as one that never left.
+/// Refault distance, in ticks, from which on a page counts as one that never left.
 const EVER_TICKS: u32 = 1 << 30;
 
-/// Counts of pages that came back.
+/// Counts of pages that came back, by refault distance.
 #[derive(Default)]
-pub(crate) struct Returns {
+pub(crate) struct RefaultDistances {
     all: AtomicU64,
     within_one: AtomicU64,
     within_three: AtomicU64,
@@ -24,26 +25,26 @@ pub(crate) struct Returns {
 
 /// Counts of one run's pages.
 #[derive(Default)]
-pub(crate) struct OfRun {
+pub(crate) struct RunRefaults {
     all: u64,
     within_one: u64,
     within_three: u64,
 }
 
-impl OfRun {
+impl RunRefaults {
     /// Counts a page that came back at `now`; `stamp` is that of its leaving.
     pub(crate) fn count(&mut self, clock: &FillClock, stamp: u32, now: u32) {
-        let (away, budget) = (now.wrapping_sub(stamp), clock.budget_ticks());
-        if away < EVER_TICKS {
+        let (distance, budget) = (now.wrapping_sub(stamp), clock.budget_ticks());
+        if distance < EVER_TICKS {
             self.all += 1;
-            self.within_one += u64::from(away < budget);
-            self.within_three += u64::from(away < budget.saturating_mul(3));
+            self.within_one += u64::from(distance < budget);
+            self.within_three += u64::from(distance < budget.saturating_mul(3));
         }
     }
 }
 
-impl Returns {
-    pub(crate) fn count(&self, run: &OfRun) {
+impl RefaultDistances {
+    pub(crate) fn count(&self, run: &RunRefaults) {
         if run.all > 0 {
             self.all.fetch_add(run.all, Ordering::Relaxed);
             self.within_one.fetch_add(run.within_one, Ordering::Relaxed);
@@ -65,16 +66,16 @@ mod tests {
     #[test]
     fn pages_are_told_apart_by_how_much_came_in_while_they_were_away() {
         let clock = FillClock::new(100 << 12);
-        let (mut run, now) = (OfRun::default(), clock.now());
+        let (mut run, now) = (RunRefaults::default(), clock.now());
         for away in [0, 99, 100, 299, 300, 5000] {
             run.count(&clock, now.wrapping_sub(away), now);
         }
         // A page that never left.
         run.count(&clock, 0, now);
-        let returns = Returns::default();
-        returns.count(&run);
+        let refaults = RefaultDistances::default();
+        refaults.count(&run);
         let mut stats = PagerStats::default();
-        returns.put_into(&mut stats);
+        refaults.put_into(&mut stats);
         assert_eq!(stats.returns, 6);
         assert_eq!(stats.returns_within_one_budget, 2);
         assert_eq!(stats.returns_within_three_budgets, 4);

@@ -1,8 +1,8 @@
-//! Runs that a worker has under way: [`Flights`], over its lane.
+//! Requests that a worker has in flight on its lane, each for a run: [`RequestsInFlight`].
 //!
-//! The rule: a flight that was begun comes back from [`Flights::poll`] exactly once, with its
-//! frame. A flight that the lane is too busy to take is kept and tried again; the worker need not
-//! know. Fills and write-backs say what a flight is for, and what follows.
+//! The rule: a request that was begun comes back from [`RequestsInFlight::poll`] exactly once, with
+//! its frame. A request that the lane is too busy to take is kept and tried again; the worker need
+//! not know. Fills and write-backs say what a request is for, and what follows.
 
 use std::{
     collections::VecDeque,
@@ -19,34 +19,34 @@ use nix::poll::PollFd;
 use crate::{
     pace::Posted,
     region::Region,
-    run::{Local, Run},
+    run::{PageRun, StoreFrame},
     tags::Tags,
 };
 
-/// A run under way, without its frame.
-pub(crate) trait Flight {
+/// Request for a run, without the run's frame.
+pub(crate) trait RunRequest {
     fn region(&self) -> &Arc<Region>;
 
     fn pages(&self) -> PageRange;
 
-    /// Begins the flight on a lane. The error gives the frame back: the lane is too busy.
+    /// Begins the request on a lane. The error gives the frame back: the lane is too busy.
     fn start<F: Frame>(
-        lane: &mut Lane<Local<F>>,
+        lane: &mut Lane<StoreFrame<F>>,
         store: &Arc<PageStore>,
         page: PageIndex,
-        frame: Local<F>,
+        frame: StoreFrame<F>,
         tag: u64,
-    ) -> Result<(), Local<F>>;
+    ) -> Result<(), StoreFrame<F>>;
 
     fn bytes(&self) -> usize {
         self.pages().len() * self.region().page_bytes()
     }
 }
 
-/// A flight that has ended.
-pub(crate) struct Landed<T, F> {
-    pub(crate) flight: T,
-    pub(crate) run: Run<F>,
+/// Request that has ended.
+pub(crate) struct EndedRequest<T, F> {
+    pub(crate) request: T,
+    pub(crate) run: PageRun<F>,
     pub(crate) outcome: RunCounts,
     /// The pages that failed, and why.
     pub(crate) failed: Vec<(PageIndex, StoreError)>,
@@ -56,29 +56,29 @@ pub(crate) struct Landed<T, F> {
     pub(crate) took: Duration,
 }
 
-/// Flight that the lane has.
+/// Request that the lane has.
 #[derive(Debug)]
-struct Under<T> {
-    flight: T,
+struct PostedRequest<T> {
+    request: T,
     posted: Posted,
     turn: u64,
 }
 
-/// Flights of one worker.
-pub(crate) struct Flights<T, F: Frame> {
-    lane: Lane<Local<F>>,
-    posted: Tags<Under<T>>,
+/// Requests in flight of one worker.
+pub(crate) struct RequestsInFlight<T, F: Frame> {
+    lane: Lane<StoreFrame<F>>,
+    posted: Tags<PostedRequest<T>>,
     posted_bytes: usize,
-    /// Flights that the lane was too busy to take.
+    /// Requests that the lane was too busy to take.
     unposted: VecDeque<(T, F)>,
-    done: Vec<RunCompletion<Local<F>>>,
+    done: Vec<RunCompletion<StoreFrame<F>>>,
     /// Number of turns so far.
     turn: u64,
 }
 
-impl<T: Flight, F: Frame> Flights<T, F> {
-    pub(crate) fn new(lane: Lane<Local<F>>) -> Self {
-        Flights {
+impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
+    pub(crate) fn new(lane: Lane<StoreFrame<F>>) -> Self {
+        RequestsInFlight {
             lane,
             posted: Tags::default(),
             posted_bytes: 0,
@@ -88,7 +88,8 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         }
     }
 
-    /// Makes room for one more flight of a run of the region: it allocates nothing unless it fails.
+    /// Makes room for one more request for a run of the region: it allocates nothing unless it
+    /// fails.
     pub(crate) fn prepare(&mut self, region: &Region) {
         self.lane.prepare(&region.store, region.run_pages);
         self.posted.reserve(1);
@@ -100,76 +101,83 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         self.turn += 1;
     }
 
-    /// Begins a flight.
-    pub(crate) fn post(&mut self, flight: T, frame: F) {
-        let (store, page) = (flight.region().store.clone(), flight.pages().start);
+    /// Begins a request.
+    pub(crate) fn post(&mut self, request: T, frame: F) {
+        let (store, page) = (request.region().store.clone(), request.pages().start);
         let posted = Posted::now(self.posted.len() == 0);
-        self.posted_bytes += flight.bytes();
-        let tag = self.posted.insert(Under {
-            flight,
+        self.posted_bytes += request.bytes();
+        let tag = self.posted.insert(PostedRequest {
+            request,
             posted,
             turn: self.turn,
         });
-        if let Err(Local(frame)) = T::start(&mut self.lane, &store, page, Local(frame), tag) {
-            let Under { flight, .. } = self.take(tag);
-            self.unposted.push_back((flight, frame));
+        if let Err(StoreFrame(frame)) =
+            T::start(&mut self.lane, &store, page, StoreFrame(frame), tag)
+        {
+            let PostedRequest { request, .. } = self.take(tag);
+            self.unposted.push_back((request, frame));
         }
     }
 
-    fn take(&mut self, tag: u64) -> Under<T> {
-        let under = self.posted.remove(tag);
-        self.posted_bytes -= under.flight.bytes();
-        under
+    fn take(&mut self, tag: u64) -> PostedRequest<T> {
+        let posted = self.posted.remove(tag);
+        self.posted_bytes -= posted.request.bytes();
+        posted
     }
 
-    /// Tries all flights again that the lane did not take, since each store is busy for itself.
-    /// Flights that are refused again keep their order. Returns whether any was taken.
+    /// Tries all requests again that the lane did not take, since each store is busy for itself.
+    /// Requests that are refused again keep their order. Returns whether any was taken.
     pub(crate) fn post_again(&mut self) -> bool {
         let waiting = self.unposted.len();
         for _ in 0..waiting {
-            let (flight, frame) = self
+            let (request, frame) = self
                 .unposted
                 .pop_front()
                 .expect("the loop runs over its length");
-            self.post(flight, frame);
+            self.post(request, frame);
         }
         self.unposted.len() < waiting
     }
 
-    /// Takes back flights that wait for the lane and, by `is_over`, need not begin.
+    /// Takes back requests that wait for the lane and, by `is_over`, need not begin.
     pub(crate) fn withdraw(&mut self, is_over: impl Fn(&T) -> bool) -> VecDeque<(T, F)> {
         if !self.unposted().any(&is_over) {
             return VecDeque::new();
         }
         let (over, rest) = std::mem::take(&mut self.unposted)
             .into_iter()
-            .partition(|(flight, _)| is_over(flight));
+            .partition(|(request, _)| is_over(request));
         self.unposted = rest;
         over
     }
 
-    /// Looks for ended flights. Returns whether there are any; [`next`](Self::next) hands them out.
+    /// Looks for ended requests. Returns whether there are any; [`next`](Self::next) hands them
+    /// out.
     pub(crate) fn poll(&mut self) -> bool {
         self.lane.poll(&mut self.done);
         !self.done.is_empty()
     }
 
-    /// Takes an ended flight, the last one first: its bytes are in the caches.
-    pub(crate) fn next(&mut self) -> Option<Landed<T, F>> {
+    /// Takes an ended request, the last one first: its bytes are in the caches.
+    pub(crate) fn next(&mut self) -> Option<EndedRequest<T, F>> {
         let RunCompletion {
             tag,
             frame,
             outcome,
             failed,
         } = self.done.pop()?;
-        let Under {
-            flight,
+        let PostedRequest {
+            request,
             posted,
             turn,
         } = self.take(tag);
-        let run = Run::new(flight.pages().start, frame.0, flight.region().page_bytes());
-        Some(Landed {
-            flight,
+        let run = PageRun::new(
+            request.pages().start,
+            frame.0,
+            request.region().page_bytes(),
+        );
+        Some(EndedRequest {
+            request,
             run,
             outcome,
             failed,
@@ -184,12 +192,12 @@ impl<T: Flight, F: Frame> Flights<T, F> {
     }
 
     /// Takes a call that the worker's thread makes itself, while others may drive the worker.
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<F>>> {
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<F>>> {
         self.lane.take_call()
     }
 
     /// Takes back a call that has returned.
-    pub(crate) fn end_call(&mut self, call: StoreCall<Local<F>>) {
+    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<F>>) {
         self.lane.end_call(call);
     }
 
@@ -198,12 +206,12 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         self.lane.await_calls();
     }
 
-    /// Returns the number of flights that the lane has.
+    /// Returns the number of requests that the lane has.
     pub(crate) fn posted(&self) -> usize {
         self.posted.len()
     }
 
-    /// Returns the bytes of the flights that the lane has.
+    /// Returns the bytes of the requests that the lane has.
     pub(crate) fn posted_bytes(&self) -> usize {
         self.posted_bytes
     }
@@ -213,14 +221,14 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         self.lane.take_refused()
     }
 
-    /// Returns the flights that wait for the lane.
+    /// Returns the requests that wait for the lane.
     pub(crate) fn unposted(&self) -> impl Iterator<Item = &T> {
-        self.unposted.iter().map(|(flight, _)| flight)
+        self.unposted.iter().map(|(request, _)| request)
     }
 
     pub(crate) fn all_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        let unposted = self.unposted.iter_mut().map(|(flight, _)| flight);
-        let posted = self.posted.values_mut().map(|under| &mut under.flight);
+        let unposted = self.unposted.iter_mut().map(|(request, _)| request);
+        let posted = self.posted.values_mut().map(|posted| &mut posted.request);
         posted.chain(unposted)
     }
 

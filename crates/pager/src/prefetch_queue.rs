@@ -1,19 +1,19 @@
-//! Pages to bring in while there is room: [`Wishes`], of streams and of the program.
+//! Requests to bring pages in while there is room, of streams and of the program: [`PrefetchQueue`].
 //!
-//! The rule: a wish owns nothing. Faults go first, and where there is no frame to spare the wishes
-//! of streams are forgotten: pages that come too late are worth nothing.
+//! The rule: a request owns nothing. Faults go first, and where there is no frame to spare the
+//! requests of streams are forgotten: pages that come too late are worth nothing.
 
 use std::{collections::VecDeque, mem, sync::Arc};
 
 use farpage_vm::{AddressSpace, Shard};
 
 use crate::{
-    ahead::Plan,
-    fills::{Fill, Fills, Landing},
-    installer::Heat,
+    ahead::ReadAhead,
+    fills::{Fill, FillCompletion, Fills},
+    installer::UsageCount,
     region::Region,
     run::{keep_first, pages_in},
-    shared::Shared,
+    shared::SharedParts,
     stretch,
 };
 
@@ -26,74 +26,75 @@ pub(crate) const BYTES_AHEAD_MAX: usize = 8 << 20;
 const PASSED_OVER_PER_TURN: usize = 4096;
 
 #[derive(Debug)]
-struct Wish {
+struct PrefetchRequest {
     region: Arc<Region>,
-    plan: Plan,
-    /// True if the first run is a stream's trigger.
-    trigger: bool,
+    plan: ReadAhead,
+    /// True if the first run is a stream's read-ahead marker.
+    marker: bool,
 }
 
 /// Lack of frames to spare for guesses.
-struct NoRoom;
+struct NoFrame;
 
-/// Wishes of one filler.
-pub(crate) struct Wishes<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+/// Prefetch requests of one filler.
+pub(crate) struct PrefetchQueue<A: AddressSpace> {
+    shared: Arc<SharedParts<A>>,
     shard: Shard,
-    /// Wishes, the oldest first.
-    wishes: VecDeque<Wish>,
+    /// Requests, the oldest first.
+    requests: VecDeque<PrefetchRequest>,
 }
 
-impl<A: AddressSpace> Wishes<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, shard: Shard) -> Self {
-        Wishes {
+impl<A: AddressSpace> PrefetchQueue<A> {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, shard: Shard) -> Self {
+        PrefetchQueue {
             shared,
             shard,
-            wishes: VecDeque::new(),
+            requests: VecDeque::new(),
         }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.wishes.is_empty()
+        self.requests.is_empty()
     }
 
-    pub(crate) fn add(&mut self, region: Arc<Region>, plan: Plan, trigger: bool) {
+    pub(crate) fn add(&mut self, region: Arc<Region>, plan: ReadAhead, marker: bool) {
         if !plan.ahead.is_empty() {
-            self.wishes.push_back(Wish {
+            self.requests.push_back(PrefetchRequest {
                 region,
                 plan,
-                trigger,
+                marker,
             });
         }
     }
 
-    /// Forgets the wishes of a closing region.
+    /// Forgets the requests of a closing region.
     pub(crate) fn give_up(&mut self, region: &Region) {
-        self.wishes.retain(|wish| wish.region.id != region.id);
+        self.requests
+            .retain(|request| request.region.id != region.id);
     }
 
     /// Posts READs, as far as frames and the lane allow. Returns whether anything was done.
-    pub(crate) fn serve<L: Landing<A>>(&mut self, fills: &mut Fills<A, L>) -> bool {
+    pub(crate) fn serve<L: FillCompletion<A>>(&mut self, fills: &mut Fills<A, L>) -> bool {
         let (mut any, mut passed_over) = (false, 0);
         while fills.has_room_ahead(RUNS_AHEAD_MAX, BYTES_AHEAD_MAX) {
-            let Some(mut wish) = self.wishes.pop_front() else {
+            let Some(mut request) = self.requests.pop_front() else {
                 break;
             };
-            match self.serve_one(&mut wish, fills) {
+            match self.serve_one(&mut request, fills) {
                 Ok(begun) => {
                     any |= begun;
                     passed_over += usize::from(!begun);
-                    if !wish.plan.ahead.is_empty() && !wish.region.is_closing() {
-                        self.wishes.push_front(wish);
+                    if !request.plan.ahead.is_empty() && !request.region.is_closing() {
+                        self.requests.push_front(request);
                     }
                     if passed_over == PASSED_OVER_PER_TURN {
                         return true;
                     }
                 }
-                Err(NoRoom) => {
-                    self.wishes.push_front(wish);
-                    for wish in self.wishes.drain(..) {
-                        fills.gave_up(&wish.region, wish.plan.ahead);
+                Err(NoFrame) => {
+                    self.requests.push_front(request);
+                    for request in self.requests.drain(..) {
+                        fills.gave_up(&request.region, request.plan.ahead);
                     }
                 }
             }
@@ -101,26 +102,27 @@ impl<A: AddressSpace> Wishes<A> {
         any
     }
 
-    /// Begins the nearest run of a wish and takes it off, or passes over a page that is not to be
-    /// brought in. Returns whether anything was begun.
-    fn serve_one<L: Landing<A>>(
+    /// Begins the nearest run of a request and takes it off, or passes over a page that is not to
+    /// be brought in. Returns whether anything was begun.
+    fn serve_one<L: FillCompletion<A>>(
         &self,
-        wish: &mut Wish,
+        request: &mut PrefetchRequest,
         fills: &mut Fills<A, L>,
-    ) -> Result<bool, NoRoom> {
-        let nearest = wish.plan.nearest();
-        let begun = if self.shared.mapper.shard_of(&wish.region, nearest) == self.shard {
-            self.own(&wish.region, &wish.plan, fills.run_pages(&wish.region))?
+    ) -> Result<bool, NoFrame> {
+        let nearest = request.plan.nearest();
+        let begun = if self.shared.mapper.shard_of(&request.region, nearest) == self.shard {
+            let most = fills.run_pages(&request.region);
+            self.own(&request.region, &request.plan, most)?
         } else {
             None
         };
         let Some((mut fill, frame)) = begun else {
-            wish.plan.take_off(1);
+            request.plan.take_off(1);
             return Ok(false);
         };
         // The first run that comes in, since a page that is here already tells nothing.
-        fill.trigger = mem::take(&mut wish.trigger);
-        wish.plan.take_off(fill.pages.len());
+        fill.marker = mem::take(&mut request.marker);
+        request.plan.take_off(fill.pages.len());
         fills.post(fill, frame);
         Ok(true)
     }
@@ -130,15 +132,15 @@ impl<A: AddressSpace> Wishes<A> {
     fn own(
         &self,
         region: &Arc<Region>,
-        plan: &Plan,
+        plan: &ReadAhead,
         most: usize,
-    ) -> Result<Option<(Fill, A::Frame)>, NoRoom> {
+    ) -> Result<Option<(Fill, A::Frame)>, NoFrame> {
         let (run, page_bytes) = (stretch::remote(region, plan, most), region.page_bytes());
         if run.is_empty() {
             return Ok(None);
         }
         let frames = &self.shared.frames;
-        let mut frame = frames.for_prefetch(page_bytes, run.len()).ok_or(NoRoom)?;
+        let mut frame = frames.for_prefetch(page_bytes, run.len()).ok_or(NoFrame)?;
         if !region.enter() {
             frames.release(frame, page_bytes);
             return Ok(None);
@@ -159,7 +161,7 @@ impl<A: AddressSpace> Wishes<A> {
         if let Some(rest) = keep_first(&mut frame, run.len(), page_bytes) {
             frames.release(rest, page_bytes);
         }
-        let fill = Fill::new(region.clone(), run, Heat::Cold);
+        let fill = Fill::new(region.clone(), run, UsageCount::Unwanted);
         Ok(Some((fill, frame)))
     }
 }

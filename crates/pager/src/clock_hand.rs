@@ -1,17 +1,18 @@
-//! Choice of the pages that leave next: a clock hand over the page words, [`Sweep`].
+//! Choice of the pages that leave next by CLOCK: a hand over the page words, [`ClockHand`].
 //!
 //! Userspace paging has no access bits, and asking the kernel for them costs more than most
 //! evictions. The page words say when a page came in (its stamp), and if it came back soon after it
-//! had left or was wanted while it left (its heat). So there is no list of resident pages to keep,
-//! lock and update on every fill.
+//! had left or was wanted while it left (its usage count). So there is no list of resident pages to
+//! keep, lock and update on every fill.
 //!
 //! One hand sweeps the words of all regions in address order. It passes over pages younger than the
-//! *age floor*, cools pages with heat, and gives the rest to the evictors. Neighbours in memory
-//! leave together. The floor rises while most pages are old enough, so that the order approaches
-//! first in, first out; it falls when a sweep finds too few.
+//! *age floor*, lowers the usage counts of others, and gives pages with none to the evictors.
+//! Neighbours in memory leave together. The floor rises while most pages are old enough, so that
+//! the order approaches first in, first out; it falls when the hand finds too few.
 //!
 //! The downside: a page that is hot without ever leaving is not known to be hot, so that it leaves
-//! and comes back once. A page that was hot stays for a while after it has cooled.
+//! and comes back once. A page that was hot stays for a while: its usage count falls by one with
+//! each pass.
 
 use std::{
     ops::Bound,
@@ -28,17 +29,17 @@ use crate::{
 
 /// Clock hand over all pages of a runtime.
 #[derive(Debug)]
-pub(crate) struct Sweep {
+pub(crate) struct ClockHand {
     /// Hand under a lock of the standard library, which never allocates: threads look for victims
     /// in a signal handler, too.
-    hand: Mutex<Hand>,
+    hand: Mutex<HandState>,
     /// Upper bound of the age floor, in ticks of the fill clock: a part of the budget, since few
     /// pages stay older for long.
     age_cap: u32,
 }
 
 #[derive(Debug)]
-struct Hand {
+struct HandState {
     /// Address of a region; `page` is the page in it that is next.
     address: usize,
     page: PageIndex,
@@ -47,12 +48,12 @@ struct Hand {
     taken: usize,
 }
 
-impl Sweep {
-    /// Returns a sweep for a budget that `budget_ticks` ticks of the fill clock fill once.
-    pub(crate) fn new(budget_ticks: u32) -> Sweep {
+impl ClockHand {
+    /// Returns a hand for a budget that `budget_ticks` ticks of the fill clock fill once.
+    pub(crate) fn new(budget_ticks: u32) -> ClockHand {
         let age_cap = budget_ticks / 4 * 3;
-        Sweep {
-            hand: Mutex::new(Hand {
+        ClockHand {
+            hand: Mutex::new(HandState {
                 address: 0,
                 page: PageIndex(0),
                 age_floor: age_cap,
@@ -63,7 +64,7 @@ impl Sweep {
         }
     }
 
-    fn hand(&self) -> MutexGuard<'_, Hand> {
+    fn hand(&self) -> MutexGuard<'_, HandState> {
         self.hand.lock().expect("nothing panics under this lock")
     }
 
@@ -93,7 +94,7 @@ impl Sweep {
                         region: region.clone(),
                         pages: pages.start.max(from).until(pages.end),
                         age_floor: hand.age_floor,
-                        found_by: FoundBy::Sweep,
+                        found_by: FoundBy::ClockHand,
                     });
                 }
             }

@@ -10,12 +10,15 @@ use crate::job::Job;
 
 /// A handler without a thread.
 struct Puppet<'a> {
-    team: &'a Team<SimSpace>,
-    ears: Ears<'a, SimSpace>,
+    executor: &'a Executor<SimSpace>,
+    poll_set: PollSet<'a, SimSpace>,
     dues: Dues,
     asleep: Option<Option<Instant>>,
     /// Call of a store that the handler is in, and the shard whose filler's turn has led to it.
-    call: Option<(usize, StoreCall<Local<<SimSpace as AddressSpace>::Frame>>)>,
+    call: Option<(
+        usize,
+        StoreCall<StoreFrame<<SimSpace as AddressSpace>::Frame>>,
+    )>,
 }
 
 impl Puppet<'_> {
@@ -23,21 +26,21 @@ impl Puppet<'_> {
     fn step(&mut self) {
         if let Some((shard, mut call)) = self.call.take() {
             call.make();
-            return self.took(shard, self.team.go_on(shard, call));
+            return self.took(shard, self.executor.go_on(shard, call));
         }
         match (self.asleep, self.dues.pop()) {
             (Some(until), _) => {
                 let now = Instant::now();
-                self.ears.sleep(Some(now), &mut self.dues);
-                // In its sleep the handler has heard nothing before the time.
+                self.poll_set.sleep(Some(now), &mut self.dues);
+                // In its sleep the handler was told nothing before the time.
                 if until.is_none_or(|until| now < until) && self.dues.is_empty() {
                     return;
                 }
                 self.asleep = None;
             }
-            (None, Some(due)) => self.took(due.shard, self.team.begin(due)),
+            (None, Some(due)) => self.took(due.shard, self.executor.begin(due)),
             (None, None) => {
-                let until = self.ears.prepare(&mut self.dues);
+                let until = self.poll_set.prepare(&mut self.dues);
                 if self.dues.is_empty() {
                     self.asleep = Some(until);
                 }
@@ -45,11 +48,11 @@ impl Puppet<'_> {
         }
     }
 
-    fn took(&mut self, shard: usize, step: Step<SimSpace>) {
+    fn took(&mut self, shard: usize, step: TurnOutcome<SimSpace>) {
         match step {
-            Step::Call(call) => self.call = Some((shard, call)),
-            Step::Done { again: true } => self.dues.push(Due::all(shard)),
-            Step::Done { again: false } => {}
+            TurnOutcome::Call(call) => self.call = Some((shard, call)),
+            TurnOutcome::Done { again: true } => self.dues.push(Due::all(shard)),
+            TurnOutcome::Done { again: false } => {}
         }
     }
 }
@@ -69,7 +72,7 @@ impl Gated {
         self: &Arc<Self>,
         cluster: &Arc<Cluster>,
         pager: &Arc<Pager<SimSpace>>,
-    ) -> Mapped<SimSpace> {
+    ) -> MappedRegion<SimSpace> {
         *self.bytes.lock() = vec![0; BYTES as usize];
         let options = BlockingOptions { threads: 0 };
         let store = PageStore::blocking(cluster, "own", BYTES, PAGE_BYTES, self.clone(), &options);
@@ -117,7 +120,7 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
         let World {
             space,
             cluster,
-            team,
+            executor,
             mut evictors,
             mapped,
         } = world(seed);
@@ -127,9 +130,9 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
         let mut below = |limit: usize| (next(&mut random) % limit as u64) as usize;
         let mut puppets: Vec<_> = HANDLERS
             .map(|_| Puppet {
-                team: &team,
-                ears: Ears::new(&team.posts),
-                dues: team.all(),
+                executor: &executor,
+                poll_set: PollSet::new(&executor.tasks),
+                dues: executor.all(),
                 asleep: None,
                 call: None,
             })
@@ -163,7 +166,9 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
                             accesses += 1;
                         }
                         // As the kernel does: once for each fault.
-                        Err(Faulted::Asleep) => team.posts.bell(shard_at(mapped, offset).0).ring(),
+                        Err(Faulted::Asleep) => {
+                            executor.tasks.waker(shard_at(mapped, offset).0).wake()
+                        }
                         Err(other) => panic!("page {page}: {other}"),
                     }
                 }
@@ -181,12 +186,17 @@ fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
         }
         drop(puppets);
         let regions = regions.map(ManuallyDrop::into_inner);
-        close(&team, &mut evictors, regions.into());
+        close(&executor, &mut evictors, regions.into());
     }
 }
 
 /// Adds to a word of each of the first pages.
-fn add_to(space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>, pages: usize) {
+fn add_to(
+    space: &SimSpace,
+    shared: &SharedParts<SimSpace>,
+    mapped: &MappedRegion<SimSpace>,
+    pages: usize,
+) {
     let end = Instant::now() + Duration::from_secs(20);
     for page in 0..pages {
         let address = mapped.address() + (page % SHARDS) * (16 << 20) + page / SHARDS * PAGE_BYTES;
@@ -196,7 +206,7 @@ fn add_to(space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>
                 .and_then(|seen| space.try_store(1, address, seen + 1))
             {
                 Ok(()) => break,
-                Err(Faulted::Asleep) => shared.doors.ring_fillers(),
+                Err(Faulted::Asleep) => shared.doors.wake_fillers(),
                 Err(other) => panic!("page {page}: {other}"),
             }
             while space.is_asleep(1) {
@@ -213,12 +223,12 @@ fn workers_whose_only_thread_is_kept_by_a_store_go_on() {
         let World {
             space,
             cluster,
-            team,
+            executor,
             evictors,
             mapped,
         } = world_with(1, &HANDLERS[..1]);
-        let shared = team.posts.shared.clone();
-        start(&team, evictors);
+        let shared = executor.tasks.shared.clone();
+        start(&executor, evictors);
         let gated = Arc::new(Gated::default());
         let own = ManuallyDrop::new(gated.map(&cluster, mapped.pager()));
         if writes {
@@ -230,10 +240,10 @@ fn workers_whose_only_thread_is_kept_by_a_store_go_on() {
         let job = Job::new(own.region().clone(), pages, false);
         if writes {
             shared.jobs.add(job.clone());
-            shared.doors.ring_evictors();
+            shared.doors.wake_evictors();
         } else {
             assert_eq!(space.try_load(0, own.address()), Err(Faulted::Asleep));
-            shared.doors.ring_fillers();
+            shared.doors.wake_fillers();
         }
         let limit = Instant::now() + Duration::from_secs(20);
         while gated.waiting.load(Ordering::SeqCst) == 0 {
@@ -248,6 +258,9 @@ fn workers_whose_only_thread_is_kept_by_a_store_go_on() {
             assert!(Instant::now() < limit, "the call came to nothing");
             std::thread::yield_now();
         }
-        end(&team, [own, mapped].map(ManuallyDrop::into_inner).into());
+        end(
+            &executor,
+            [own, mapped].map(ManuallyDrop::into_inner).into(),
+        );
     }
 }

@@ -1,8 +1,8 @@
-//! Sleep of a worker on descriptors, and the call that wakes it: [`Bell`].
+//! Sleep of a worker on descriptors, and the call that wakes it: [`WorkerWaker`].
 //!
-//! The rule: work is made visible *before* [`Bell::ring`], and looked for *after*
-//! [`Bell::prepare`]. Then no ring is lost, and a ring costs a system call only when the worker
-//! really sleeps.
+//! The rule: work is made visible *before* [`WorkerWaker::wake`], and looked for *after*
+//! [`WorkerWaker::prepare`]. Then no wake-up is lost, and one costs a system call only when the
+//! worker really sleeps.
 
 use std::{
     io,
@@ -25,9 +25,9 @@ use nix::{
 /// Name of a worker's descriptor for a program that has closed it.
 const EVENTFD: &str = "a worker's eventfd";
 
-/// Bell of one worker: wakes it.
+/// Waker of one worker.
 #[derive(Debug)]
-pub(crate) struct Bell {
+pub(crate) struct WorkerWaker {
     event: EventFd,
     asleep: AtomicBool,
     /// True if the event's number is one of a table that the program does not share.
@@ -36,11 +36,11 @@ pub(crate) struct Bell {
     identity: (u64, u64),
 }
 
-impl Bell {
-    pub(crate) fn new() -> io::Result<Bell> {
+impl WorkerWaker {
+    pub(crate) fn new() -> io::Result<WorkerWaker> {
         let event =
             EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        Ok(Bell {
+        Ok(WorkerWaker {
             identity: identity(&event)?,
             event,
             asleep: AtomicBool::new(false),
@@ -57,11 +57,11 @@ impl Bell {
     }
 
     /// Wakes the worker if it sleeps or is about to.
-    pub(crate) fn ring(&self) {
+    pub(crate) fn wake(&self) {
         debug_assert_eq!(
             is_private(),
             self.is_private,
-            "a bell is rung on its own table: elsewhere its number may be a file of the program's"
+            "a waker is used on its own table: elsewhere its number may be a file of the program's"
         );
         // Pairs with the fence in `prepare`: either the worker sees the work, or we see that it is
         // asleep.
@@ -70,7 +70,7 @@ impl Bell {
             self.check();
             self.event
                 .write(1)
-                .expect("single rings do not overflow an eventfd");
+                .expect("single wake-ups do not overflow an eventfd");
         }
     }
 
@@ -86,26 +86,26 @@ impl Bell {
         self.asleep.store(false, Ordering::Relaxed);
     }
 
-    /// Returns a descriptor that is readable after a ring.
+    /// Returns a descriptor that is readable after a wake-up.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
 
-    /// Clears the event after a sleep on [`fd`](Self::fd) if the bell `rang`.
-    pub(crate) fn hear(&self, rang: bool) {
-        if rang {
+    /// Clears the event after a sleep on [`fd`](Self::fd) if the worker was `woken`.
+    pub(crate) fn clear(&self, woken: bool) {
+        if woken {
             self.check();
-            // Another ring that comes between only wakes once more.
+            // Another wake-up that comes between only wakes once more.
             let _ = self.event.read();
         }
     }
 
-    /// Sleeps until a ring, an event on one of `fds`, or `until`. May wake for no reason.
+    /// Sleeps until a wake-up, an event on one of `fds`, or `until`. May wake for no reason.
     pub(crate) fn sleep<'a>(&'a self, mut fds: Vec<PollFd<'a>>, until: Option<Instant>) {
         fds.push(PollFd::new(self.fd(), PollFlags::POLLIN));
         sleep_on(&mut fds, until);
         self.cancel();
-        self.hear(fds.last().is_some_and(|fd| fd.any() == Some(true)));
+        self.clear(fds.last().is_some_and(|fd| fd.any() == Some(true)));
     }
 }
 
@@ -130,14 +130,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ring_after_prepare_is_never_lost() {
-        let bell = Arc::new(Bell::new().unwrap());
+    fn wake_up_after_prepare_is_never_lost() {
+        let waker = Arc::new(WorkerWaker::new().unwrap());
         let round = Arc::new(std::sync::atomic::AtomicU32::new(0));
-        let (b, r) = (bell.clone(), round.clone());
-        let ringer = thread::spawn(move || {
+        let (w, r) = (waker.clone(), round.clone());
+        let thread = thread::spawn(move || {
             for i in 1..=20_000 {
                 r.store(i, Ordering::Relaxed);
-                b.ring();
+                w.wake();
                 while r.load(Ordering::Relaxed) == i {
                     std::hint::spin_loop();
                 }
@@ -146,16 +146,16 @@ mod tests {
         let far = Instant::now() + Duration::from_secs(60);
         let mut served = 0;
         while served < 20_000 {
-            bell.prepare();
+            waker.prepare();
             if round.load(Ordering::Relaxed) == 0 {
-                bell.sleep(Vec::new(), Some(far));
-                assert!(Instant::now() < far, "a ring was lost");
+                waker.sleep(Vec::new(), Some(far));
+                assert!(Instant::now() < far, "a wake-up was lost");
                 continue;
             }
-            bell.cancel();
+            waker.cancel();
             served += 1;
             round.store(0, Ordering::Relaxed);
         }
-        ringer.join().unwrap();
+        thread.join().unwrap();
     }
 }

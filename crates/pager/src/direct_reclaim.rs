@@ -1,4 +1,4 @@
-//! Room made by a thread that serves its own fault: [`Relief`].
+//! Direct reclaim: a thread that serves its own fault makes room itself, [`DirectReclaim`].
 //!
 //! The thread takes a few victims out while its READ is under way. No evictor has to be woken for
 //! them, and no other processor has to forget the addresses while the program runs there. (Where
@@ -18,24 +18,24 @@ use crate::{
     leaving::Leaving,
     protocol::{self, OnLeft},
     region::Region,
-    run::Run,
-    shared::Shared,
+    run::PageRun,
+    shared::SharedParts,
     stats::Counters,
-    victims::{Out, Walk},
+    victims::{DetachOutcome, Walk},
 };
 
 /// Number of chunks whose victims one call looks at; some chunks have none.
 const CHUNKS_PER_CALL: usize = 4;
 
 /// Eviction by one thread for its own faults.
-pub(crate) struct Relief<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
+pub(crate) struct DirectReclaim<A: AddressSpace> {
+    shared: Arc<SharedParts<A>>,
     worker: usize,
 }
 
-impl<A: AddressSpace> Relief<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
-        Relief { shared, worker }
+impl<A: AddressSpace> DirectReclaim<A> {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, worker: usize) -> Self {
+        DirectReclaim { shared, worker }
     }
 
     fn counters(&self) -> &Counters {
@@ -43,7 +43,7 @@ impl<A: AddressSpace> Relief<A> {
     }
 
     /// Takes a few pages out if memory is tight. Returns whether it did.
-    pub(crate) fn relieve(&self) -> bool {
+    pub(crate) fn reclaim(&self) -> bool {
         let (budget, hand_over) = (self.shared.frames.budget(), &self.shared.hand_over);
         let (mut left, mut any) = (PAGES_PER_CALL, false);
         if budget.is_tight() && hand_over.rests() {
@@ -64,7 +64,7 @@ impl<A: AddressSpace> Relief<A> {
                 continue;
             }
             // Pages that streams have gone through lie in rows, which move at once.
-            if candidates.found_by == FoundBy::Sweep
+            if candidates.found_by == FoundBy::ClockHand
                 && self.shared.scatter.is_better(&candidates.region)
             {
                 return self.copy_out(candidates) || any;
@@ -125,19 +125,19 @@ impl<A: AddressSpace> Relief<A> {
     /// Takes as many of the leading ones of `pages` out as go together. Returns how many.
     fn move_run_out(&self, region: &Arc<Region>, pages: PageRange, found_by: FoundBy) -> usize {
         match self.shared.victims.take_out(region, pages, protocol::leave) {
-            Out::Taken(run) => {
+            DetachOutcome::Taken(run) => {
                 let taken = run.len();
                 self.took_out(region, run, found_by);
                 return taken;
             }
-            Out::Refused(_) => self.counters().failed_evictions.bump(),
-            Out::NotNow | Out::NotHere => {}
+            DetachOutcome::Refused(_) => self.counters().failed_evictions.bump(),
+            DetachOutcome::NotNow | DetachOutcome::NotHere => {}
         }
         0
     }
 
     /// Settles pages that were taken out: unchanged ones are gone, the rest is handed over.
-    fn took_out(&self, region: &Arc<Region>, run: Run<A::Frame>, found_by: FoundBy) {
+    fn took_out(&self, region: &Arc<Region>, run: PageRun<A::Frame>, found_by: FoundBy) {
         let shared = &self.shared;
         let stamp = shared.victims.stamp(found_by);
         let first = run.first();

@@ -13,14 +13,14 @@ use crossbeam_utils::CachePadded;
 use nix::poll::{PollFd, PollFlags};
 
 use super::cpu::cpu_of;
-use crate::bell::Bell;
+use crate::waker::WorkerWaker;
 
 /// Upper bound of the handlers that are not at rest. Each fault wakes all of them.
 const AWAKE_MAX: usize = 8;
 /// Number of sampled faults without one on its own CPU after which a handler rests.
 const LATELY: u32 = 64;
 
-/// Handlers of a team, by number.
+/// Handlers of an executor, by number.
 pub(super) struct Handlers {
     all: Vec<CachePadded<Handler>>,
     /// Number of handlers that are not at rest.
@@ -32,8 +32,8 @@ pub(super) struct Handlers {
 /// State of a handler that others see.
 struct Handler {
     cpu: usize,
-    /// Bell that wakes the handler while it rests.
-    bell: Bell,
+    /// Waker of the handler while it rests.
+    waker: WorkerWaker,
     /// Value of the handlers' `looks` when a fault was last seen on this handler's CPU.
     lately: AtomicU32,
     rests: AtomicBool,
@@ -45,7 +45,7 @@ impl Handlers {
         let all = cpus.iter().enumerate().map(|(number, &cpu)| {
             Ok(CachePadded::new(Handler {
                 cpu,
-                bell: Bell::new()?,
+                waker: WorkerWaker::new()?,
                 lately: AtomicU32::new(0),
                 rests: AtomicBool::new(number > 0),
             }))
@@ -85,7 +85,7 @@ impl Handlers {
             && handler.rests.swap(false, Ordering::SeqCst)
         {
             self.awake.fetch_add(1, Ordering::SeqCst);
-            handler.bell.ring();
+            handler.waker.wake();
         }
     }
 
@@ -118,11 +118,11 @@ impl Handlers {
 
     /// Sleeps until the handler is called, or until `stopped` is readable.
     pub(super) fn rest(&self, number: usize, stopped: BorrowedFd<'_>) {
-        let Handler { bell, rests, .. } = &*self.all[number];
-        bell.prepare();
+        let Handler { waker, rests, .. } = &*self.all[number];
+        waker.prepare();
         if !rests.load(Ordering::SeqCst) {
-            return bell.cancel();
+            return waker.cancel();
         }
-        bell.sleep(vec![PollFd::new(stopped, PollFlags::POLLIN)], None);
+        waker.sleep(vec![PollFd::new(stopped, PollFlags::POLLIN)], None);
     }
 }

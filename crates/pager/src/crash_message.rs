@@ -1,4 +1,4 @@
-//! Line on standard error that a program shows before SIGBUS ends it: [`LastWords`].
+//! Crash message on standard error, shown before SIGBUS ends the program: [`CrashMessage`].
 //!
 //! The rule: one line for each cause and region, however many pages it costs. Writing never waits:
 //! a line that standard error has no room for is left out, and the standard library's lock of it is
@@ -16,16 +16,16 @@ use parking_lot::Mutex;
 use crate::{PageError, region::Region};
 
 /// Writer of the reasons why pages are poisoned.
-pub(crate) struct LastWords {
+pub(crate) struct CrashMessage {
     wanted: bool,
     deadline: Duration,
     /// Regions and causes that were told.
     told: Mutex<HashSet<(u64, String)>>,
 }
 
-impl LastWords {
-    pub(crate) fn new(wanted: bool, deadline: Duration) -> LastWords {
-        LastWords {
+impl CrashMessage {
+    pub(crate) fn new(wanted: bool, deadline: Duration) -> CrashMessage {
+        CrashMessage {
             wanted,
             deadline,
             told: Mutex::default(),
