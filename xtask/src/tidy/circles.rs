@@ -33,7 +33,7 @@ pub(super) fn check(files: &[Source], findings: &mut Vec<Finding>) {
     let modules = Modules::of(&codes);
     let mut imported: BTreeMap<&str, BTreeMap<&str, usize>> = BTreeMap::new();
     for (&file, code) in codes.iter().filter(|(file, _)| modules.is_checked(file)) {
-        for Import { at, path, .. } in imports(code) {
+        for (at, path) in imports(code) {
             let to = modules.resolve(file, &path);
             if to != file && modules.is_checked(to) {
                 let line = code[..at].matches('\n').count() + 1;
@@ -82,13 +82,15 @@ impl<'a> Modules<'a> {
                 child.is_test = attributes.contains("#[cfg(test)]");
             }
             let module = modules.entry(file).or_default();
-            for Import { at, path, name } in imports(code) {
+            for (at, path) in imports(code) {
                 let before = code[..at].rsplit([';', '}', '\n']).next();
                 let first = path.split("::").next().unwrap_or_default();
                 let is_own = matches!(first, "crate" | "self" | "super")
                     || module.children.contains_key(first);
                 if is_own && before.is_some_and(|before| before.contains("pub")) {
-                    module.re_exports.insert(name, path);
+                    let name = path.rsplit([':', '=']).next().unwrap_or_default();
+                    let path = path.split('=').next().unwrap_or_default();
+                    module.re_exports.insert(name.to_owned(), path.to_owned());
                 }
             }
         }
@@ -105,6 +107,7 @@ impl<'a> Modules<'a> {
     /// Returns the file that defines what `path` names in `file`: `file` itself if none is found.
     fn resolve(&self, file: &'a str, path: &str) -> &'a str {
         let module = &self.0[file];
+        let path = path.split_once('=').map_or(path, |(path, _)| path);
         let (first, rest) = path.split_once("::").unwrap_or((path, ""));
         match (first, module.parent, module.children.get(first)) {
             ("self", ..) | ("crate", None, _) => self.resolve(file, rest),
@@ -119,16 +122,9 @@ impl<'a> Modules<'a> {
     }
 }
 
-struct Import {
-    /// Offset in the code.
-    at: usize,
-    path: String,
-    /// Name that the path has here.
-    name: String,
-}
-
-/// Lists the paths of a file's code that may lead to other files.
-fn imports(code: &str) -> Vec<Import> {
+/// Lists the paths in `code` that may lead to other files, with their offsets: `a::b` and `a::C=D`
+/// for `use a::{b, C as D}`.
+fn imports(code: &str) -> Vec<(usize, String)> {
     let mut imports = Vec::new();
     for start in ["use ", "crate::", "super::"] {
         for (at, _) in code.match_indices(start) {
@@ -141,18 +137,14 @@ fn imports(code: &str) -> Vec<Import> {
                 Some(tree) => tree.split(';').next(),
                 None => code[at..].split(|c| !is_part(c)).next(),
             };
-            imports.extend(leaves(tree.unwrap_or_default()).into_iter().map(|leaf| {
-                let (path, name) = leaf.split_once('=').unwrap_or((&leaf, &leaf));
-                let name = name.rsplit("::").next().unwrap_or(name);
-                let (path, name) = (path.to_owned(), name.to_owned());
-                Import { at, path, name }
-            }));
+            let leaves = leaves(tree.unwrap_or_default());
+            imports.extend(leaves.into_iter().map(|path| (at, path)));
         }
     }
     imports
 }
 
-/// Returns the paths of a tree: `a::b` and `a::C=D` for `a::{b, C as D}`.
+/// Returns the paths of a tree of imports.
 fn leaves(tree: &str) -> Vec<String> {
     let (mut leaves, mut prefixes, mut path) = (Vec::new(), vec![String::new()], String::new());
     for character in tree.replace(" as ", "=").chars().chain([',']) {
@@ -208,7 +200,9 @@ fn code(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn found(files: &[(&str, &str)]) -> Vec<String> {
+    /// Checks the beginnings of all findings.
+    #[track_caller]
+    fn expect(files: &[(&str, &str)], expected: &[&str]) {
         let source = |&(path, text): &(&str, &str)| Source {
             path: format!("crates/some/src/{path}"),
             text: text.to_owned(),
@@ -217,13 +211,7 @@ mod tests {
         let mut findings = Vec::new();
         check(&files, &mut findings);
         let short = |finding: &Finding| finding.to_string().replace("crates/some/src/", "");
-        findings.iter().map(short).collect()
-    }
-
-    /// Checks the files that have findings.
-    #[track_caller]
-    fn expect(files: &[(&str, &str)], expected: &[&str]) {
-        let found = found(files);
+        let found: Vec<String> = findings.iter().map(short).collect();
         let starts = |(found, start): (&String, &&str)| found.starts_with(start);
         let fits = found.len() == expected.len() && found.iter().zip(expected).all(starts);
         assert!(fits, "{found:#?}");
