@@ -8,12 +8,13 @@
 
 mod attack;
 mod burn;
+mod neighbour;
 mod victim;
 
 use clap::Args;
 use std::{
     env,
-    io::{self, Read, Write},
+    io::Read,
     process::{Child, Command, Stdio},
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
@@ -23,7 +24,6 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use farpage_fabric::{Session, SessionOptions};
 use farpage_wire::Endpoint;
-use nix::sys::resource::{UsageWho, getrusage};
 use serde::{Serialize, de::DeserializeOwned};
 
 use self::{
@@ -268,31 +268,6 @@ fn serves(endpoint: &Endpoint) -> bool {
     };
     let session = Session::connect(endpoint, &options);
     session.is_ok_and(|session| session.grant(4096).is_ok())
-}
-
-/// Ends this process, a neighbour, when the benchmark that started it is gone.
-fn end_with_parent() {
-    thread::spawn(|| {
-        // The benchmark writes nothing here: the read ends when the benchmark closes its end.
-        let _ = io::stdin().read_to_end(&mut Vec::new());
-        std::process::exit(1);
-    });
-}
-
-/// Prints a neighbour's report, for the benchmark.
-fn tell(report: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string(report).context("a report is JSON")?;
-    let mut stdout = io::stdout();
-    writeln!(stdout, "{text}")
-        .and_then(|()| stdout.flush())
-        .context("cannot report")
-}
-
-/// Returns the CPU time of this process in seconds.
-fn own_cpu_s() -> Result<f64> {
-    let usage = getrusage(UsageWho::RUSAGE_SELF).context("cannot ask for the CPU time")?;
-    let of = |time: nix::sys::time::TimeVal| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6;
-    Ok(of(usage.user_time()) + of(usage.system_time()))
 }
 
 impl Report {

@@ -5,6 +5,7 @@
 //! byte that a READ brings is compared. The client here has one operation in flight and no paging;
 //! programs that page are in [`turns`].
 
+mod client;
 mod first;
 mod picture;
 mod turns;
@@ -15,7 +16,7 @@ use std::{
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -24,26 +25,21 @@ use farpage::ByteSize;
 use farpage_bench_kit::{
     options::{Fabric, Run, some_bytes},
     pick::mix,
-    report::{self, median, right, table},
+    report::{self, interval, median, right, table},
     server::MemoryServer,
 };
-use farpage_fabric::{Channel, Extent, Op, Session, SessionOptions, Verb};
-use farpage_wire::{Atomic, ExtentId, TierStat};
+use farpage_fabric::{Session, SessionOptions};
 use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use serde::Serialize;
 
 use self::{
+    client::{CHUNK, Client, noise, smooth},
     first::First,
-    turns::{Effort, Measurement, Row},
+    turns::{ANYWHERE, Effort, Measurement, Row},
 };
 
-/// Bytes that a server moves out and in at once, and that a READ here brings at once.
-const CHUNK: usize = 64 << 10;
 /// Alignment of addresses in bytes that O_DIRECT requires.
 const BLOCK: usize = 4096;
-/// Accesses of a thousand that go anywhere; all others go to a tenth of the pages.
-const ANYWHERE: u64 = 2;
-
 #[derive(Args, Debug)]
 pub(crate) struct TiersOptions {
     #[command(flatten)]
@@ -127,96 +123,6 @@ struct Tiers {
     not_starved: Option<String>,
 }
 
-/// A client of one server, with the extent that it has written there.
-struct Client {
-    session: Arc<Session>,
-    channel: Box<dyn Channel<Vec<u8>>>,
-    extent: Extent,
-    content: fn(u64, &mut [u8]),
-    spare: Option<Vec<u8>>,
-    expected: Vec<u8>,
-    wrong: u64,
-}
-
-/// Fills `bytes` with words that do not compress.
-fn noise(chunk: u64, bytes: &mut [u8]) {
-    for (i, word) in (0..).zip(bytes.chunks_exact_mut(8)) {
-        word.copy_from_slice(&mix((chunk << 20) | i).to_le_bytes());
-    }
-}
-
-/// Fills `bytes` with words that compress to a third or so.
-fn smooth(chunk: u64, bytes: &mut [u8]) {
-    for (i, word) in (0..).zip(bytes.chunks_exact_mut(8)) {
-        let low = mix((chunk << 20) | (i / 4)) & 0xffff;
-        word.copy_from_slice(&((chunk << 16) | low).to_le_bytes());
-    }
-}
-
-impl Client {
-    fn new(session: &Arc<Session>, bytes: u64, content: fn(u64, &mut [u8])) -> Result<Self> {
-        let session = Arc::clone(session);
-        let extent = session.grant(bytes)?;
-        let channel = session.channel()?;
-        let mut client = Self {
-            session,
-            channel,
-            extent,
-            content,
-            spare: None,
-            expected: vec![0; CHUNK],
-            wrong: 0,
-        };
-        for chunk in 0..client.chunks() {
-            let mut bytes = vec![0; CHUNK];
-            content(chunk, &mut bytes);
-            client.operate(Verb::Write, chunk, bytes)?;
-        }
-        Ok(client)
-    }
-
-    fn chunks(&self) -> u64 {
-        self.extent.bytes / CHUNK as u64
-    }
-
-    fn operate(&mut self, verb: Verb, chunk: u64, buf: Vec<u8>) -> Result<Vec<u8>> {
-        let offset = chunk * CHUNK as u64;
-        transfer(&mut *self.channel, verb, self.extent.id, offset, buf)
-    }
-
-    /// Returns the microseconds of one READ, whose bytes are compared when the clock has stopped.
-    fn read(&mut self, chunk: u64) -> Result<f64> {
-        let buf = self.spare.take().unwrap_or_else(|| vec![0; CHUNK]);
-        let begin = Instant::now();
-        let buf = self.operate(Verb::Read, chunk, buf)?;
-        let took = begin.elapsed();
-        (self.content)(chunk, &mut self.expected);
-        self.wrong += u64::from(buf != self.expected);
-        self.spare = Some(buf);
-        Ok(took.as_secs_f64() * 1e6)
-    }
-
-    /// Returns microseconds of round trips: the server's process does atomics itself on any fabric.
-    fn round_trips(&mut self, count: u64) -> Result<Vec<f64>> {
-        let word = self.session.grant_for_atomics(8)?;
-        let extent = std::mem::replace(&mut self.extent, word);
-        let times = (0..count)
-            .map(|_| {
-                let begin = Instant::now();
-                self.operate(Verb::Atomic(Atomic::FetchAdd(0)), 0, vec![0; 8])?;
-                Ok(begin.elapsed().as_secs_f64() * 1e6)
-            })
-            .collect();
-        self.session.release(word.id)?;
-        self.extent = extent;
-        times
-    }
-
-    fn tiers(&self) -> Result<TierStat> {
-        Ok(self.session.stat()?.tiers)
-    }
-}
-
 pub(crate) fn run(options: &TiersOptions) -> Result<()> {
     let smoke = options.run.smoke;
     let default_bytes = if smoke { 80 << 20 } else { 1 << 30 };
@@ -258,35 +164,6 @@ pub(crate) fn run(options: &TiersOptions) -> Result<()> {
         picture::draw(&found, path)?;
     }
     report::conclude(&found, found.verified, options.run.printing.format, human)
-}
-
-/// Runs one operation to its end.
-fn transfer(
-    channel: &mut dyn Channel<Vec<u8>>,
-    verb: Verb,
-    extent: ExtentId,
-    offset: u64,
-    buf: Vec<u8>,
-) -> Result<Vec<u8>> {
-    let op = Op {
-        tag: 0,
-        verb,
-        extent,
-        offset,
-        len: buf.len() as u32,
-        buf,
-    };
-    channel.post(op).ok().context("an empty queue is full")?;
-    let mut done = Vec::with_capacity(1);
-    let until = Instant::now() + Duration::from_secs(10);
-    // Polls, since waking takes longer than a READ on some machines.
-    while channel.poll(&mut done) == 0 {
-        ensure!(Instant::now() < until, "the server does not answer");
-        std::hint::spin_loop();
-    }
-    let done = done.pop().context("it has just ended")?;
-    done.result?;
-    Ok(done.buf)
 }
 
 fn connect(server: &MemoryServer) -> Result<Arc<Session>> {
@@ -367,15 +244,6 @@ fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
         pool_over_parts: pool_us / (hot_us + round_trip_us + decode_us),
         disk_over_parts: disk_us / (hot_us + round_trip_us + bare_disk_us),
     })
-}
-
-/// Returns the median of `values`, and the order statistics that hold it with 95 %.
-fn interval(values: &mut [f64]) -> [f64; 3] {
-    values.sort_by(f64::total_cmp);
-    let n = values.len() as f64;
-    let off = (0.98 * n.sqrt()).ceil();
-    let at = |rank: f64| values[rank.clamp(0.0, n - 1.0) as usize];
-    [median(values), at(n / 2.0 - off), at(n / 2.0 + off - 1.0)]
 }
 
 /// Returns the median of READs of different chunks, of those that the server had to fetch.

@@ -77,7 +77,10 @@ fn run() -> Result<ExitCode> {
             children::end_with_us()?;
             match rest.first() {
                 None => setup::prepare()?,
-                Some(_) => setup::prepare_all()?,
+                Some(_) => {
+                    let of_tests = [&rdma::NEEDS[..], &vm::NEEDS, &data::NEEDS];
+                    setup::prepare_with(of_tests.into_iter().flatten())?;
+                }
             }
             println!("This machine is ready: `cargo xtask demo` and `cargo xtask test` will run.");
             Ok(ExitCode::SUCCESS)

@@ -14,7 +14,7 @@ use crate::{
     programs::{self, Built, Program},
     setup::{self, Need},
     tests::tally::Tally,
-    vm::{End, Machine, Options, Script},
+    vm::{End, Machine, Options, Script, TESTS_FAILED},
 };
 
 /// Packages with tests that may need RDMA.
@@ -106,9 +106,6 @@ pub(crate) fn run(tests: &[Program], filters: &[String], tally: &mut Tally) -> R
     }
     Ok(())
 }
-
-/// Status of a test program that has run to its end, but whose tests did not all pass.
-pub(crate) const TESTS_FAILED: u8 = 101;
 
 /// True if `program` is of a package with tests of RDMA.
 fn may_need_rdma(program: &Program) -> bool {

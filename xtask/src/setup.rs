@@ -17,7 +17,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::{children, data, rdma, vm};
+use crate::children;
 
 /// Installs missing requirements of the build and checks the permissions.
 ///
@@ -28,13 +28,13 @@ pub(crate) fn prepare() -> Result<()> {
     may_handle_faults()
 }
 
-/// Installs the requirements of all commands, in one go, and checks the permissions.
+/// Installs missing requirements of the build and those of its tests, in one go, and checks the
+/// permissions.
 ///
 /// # Errors
 /// As [`prepare`].
-pub(crate) fn prepare_all() -> Result<()> {
-    let all = [&NEEDS[..], &rdma::NEEDS, &vm::NEEDS, &data::NEEDS];
-    install(all.into_iter().flatten(), "the build and its tests")?;
+pub(crate) fn prepare_with<'a>(of_tests: impl IntoIterator<Item = &'a Need>) -> Result<()> {
+    install(NEEDS.iter().chain(of_tests), "the build and its tests")?;
     may_handle_faults()
 }
 

@@ -292,6 +292,15 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
+/// Returns the median of `values`, and the order statistics that hold it with 95 %.
+pub fn interval(values: &mut [f64]) -> [f64; 3] {
+    values.sort_by(f64::total_cmp);
+    let n = values.len() as f64;
+    let off = (0.98 * n.sqrt()).ceil();
+    let at = |rank: f64| values[rank.clamp(0.0, n - 1.0) as usize];
+    [median(values), at(n / 2.0 - off), at(n / 2.0 + off - 1.0)]
+}
+
 /// Returns the geometric mean of `ratios`, or 1 if there are none.
 pub fn geometric_mean(ratios: &[f64]) -> f64 {
     let logs: f64 = ratios.iter().map(|ratio| ratio.ln()).sum();

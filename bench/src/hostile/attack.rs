@@ -27,7 +27,7 @@ use farpage_wire::{
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::{end_with_parent, own_cpu_s, tell};
+use super::neighbour::{end_with_parent, own_cpu_s, tell};
 use farpage_bench_kit::pick::{ODD, mix};
 
 /// Address of the attacker: another one of the loopback interface than the victim's.

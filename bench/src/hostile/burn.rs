@@ -12,7 +12,7 @@ use std::{
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
-use super::{end_with_parent, own_cpu_s, tell};
+use super::neighbour::{end_with_parent, own_cpu_s, tell};
 use farpage_bench_kit::pick::mix;
 
 /// Number of threads: as many as the attacker has, so that the kernel shares the CPUs alike.

@@ -14,13 +14,13 @@ use anyhow::{Result, ensure};
 use farpage::ByteSize;
 use farpage_bench_kit::{
     options::Fabric,
-    report::{median, right, table},
+    report::{interval, median, right, table},
     server::MemoryServer,
 };
 use farpage_fabric::{Channel, Session, SessionOptions, Verb};
 use serde::Serialize;
 
-use super::{CHUNK, interval, transfer};
+use super::client::{CHUNK, transfer};
 
 /// Upper bound of the bytes that Linux's software adapter can pin at once.
 const LEASE_MOST: u64 = 1 << 30;

@@ -20,14 +20,14 @@ use farpage_bench_kit::{
     held::Held,
     options::Fabric,
     pick::{Picker, mix},
-    report::{median, right, table},
+    report::{interval, median, right, table},
     server::MemoryServer,
 };
 use farpage_wire::TierStat;
 use serde::Serialize;
 
-use super::{ANYWHERE, interval};
-
+/// Accesses of a thousand that go anywhere; all others go to a tenth of the pages.
+pub(super) const ANYWHERE: u64 = 2;
 /// Page size of the program.
 const PAGE_BYTES: u64 = 64 << 10;
 const PAGE_WORDS: u64 = PAGE_BYTES / 8;

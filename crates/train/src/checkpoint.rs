@@ -33,7 +33,7 @@ pub struct Checkpoint {
     pub(crate) batches: Batches,
 }
 
-/// Reason why bytes are no checkpoint of a job's worker.
+/// Difference between bytes and a checkpoint of a job's worker.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
@@ -56,7 +56,7 @@ pub enum CheckpointError {
     },
 }
 
-/// Reason why a checkpoint could not be kept, from the function that keeps it.
+/// Failure to keep a checkpoint, from the function that keeps it.
 pub type KeepError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The bytes of a checkpoint, which may be more than fit into memory at once.

@@ -74,7 +74,7 @@ impl FromStr for Source {
     }
 }
 
-/// Reason why there are no examples.
+/// Lack of examples, with its cause.
 #[derive(thiserror::Error)]
 pub enum DataError {
     /// The file cannot be read.

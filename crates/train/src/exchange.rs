@@ -26,7 +26,7 @@ use farpage_fabric::{
     regmem::RegBuf,
 };
 
-use crate::{plan::Ring, station::JoinError};
+use crate::plan::Ring;
 
 farpage_fabric::debug_as_display!(ExchangeError, LeaveError);
 
@@ -42,7 +42,7 @@ pub(crate) const RING_BYTES: usize = 256 << 10;
 const YIELDS: u32 = 64;
 /// First sleep of a waiting thread, doubled up to a fraction of a step over a network.
 const NAP_MIN: Duration = Duration::from_micros(20);
-const NAP_MAX: Duration = Duration::from_micros(200);
+pub(crate) const NAP_MAX: Duration = Duration::from_micros(200);
 /// Time in which a worker that gives up makes sure that the others hear of it.
 const FAREWELL: Duration = Duration::from_secs(1);
 
@@ -53,7 +53,7 @@ const WAITING: u8 = 2;
 /// Kind of messages whose sender gave up because of the worker of the rank that follows.
 const GIVEN_UP: u8 = 3;
 
-/// Reason why a round failed. The job cannot go on.
+/// Failure of a round. The job cannot go on.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ExchangeError {
@@ -263,31 +263,6 @@ impl Exchange {
             serial_steps: 0,
             message: Vec::new(),
         }
-    }
-
-    /// Waits for all workers that send to this one. Names the one that is missing to the others.
-    pub(crate) fn gather(&mut self) -> Result<(), JoinError> {
-        let (began, mut told) = (Instant::now(), None);
-        let is_awaited = |ends: &&Ends| self.areas.presence(&ends.area) == Presence::Awaited;
-        while let Some(ends) = self.ends.iter().find(is_awaited) {
-            let missing = ends.ring.before();
-            if began.elapsed() >= self.deadline {
-                farewell(senders(&mut self.ends), missing);
-                return Err(JoinError::Absent {
-                    rank: self.rank,
-                    missing,
-                    deadline: self.deadline,
-                });
-            }
-            if began.elapsed() >= self.deadline / 4 && told != Some(missing) {
-                told = Some(missing);
-                tell_waiting(senders(&mut self.ends), missing);
-            }
-            // A worker that cannot be told will notice by itself.
-            senders(&mut self.ends).for_each(|sender| drop(sender.progress()));
-            thread::sleep(NAP_MAX);
-        }
-        Ok(())
     }
 
     /// Closes the connections to others and waits, within the deadline, until the workers that send
@@ -626,7 +601,7 @@ impl Exchange {
     }
 }
 
-fn senders(ends: &mut [Ends]) -> impl Iterator<Item = &mut RingSender<Counted>> {
+pub(crate) fn senders(ends: &mut [Ends]) -> impl Iterator<Item = &mut RingSender<Counted>> {
     ends.iter_mut().map(|ends| &mut ends.sender)
 }
 

@@ -16,6 +16,7 @@ mod plan;
 mod random;
 mod station;
 mod team;
+mod work;
 
 pub use self::{
     aggregator::{
@@ -23,11 +24,13 @@ pub use self::{
     },
     checkpoint::{Checkpoint, CheckpointError, Content, Course, Keep, KeepError, Keeping},
     exchange::{Exchange, ExchangeError, LeaveError},
-    job::{Job, Outcome, Snapshot, WorkError, consensus, distance, hash},
+    job::{Job, consensus, distance, hash},
+    meeting::WorkError,
     mlp::{Mlp, Scratch},
     optimizer::{Optimizer, Rule},
     plan::{Mode, Plan, PlanError, Ring},
     random::Random,
     station::{Address, JoinError, Member, Station},
     team::{Between, Courses, Network, TeamError, run, run_on},
+    work::{Outcome, Snapshot},
 };

@@ -4,12 +4,36 @@
 //! parameters and the gradient lie, and whose optimizer does its step.
 
 use crate::{
-    aggregator::Through,
-    exchange::Exchange,
-    job::WorkError,
+    aggregator::{AggregateError, Through},
+    checkpoint::KeepError,
+    exchange::{Exchange, ExchangeError},
     optimizer::Optimizer,
     plan::{Mode, Plan},
 };
+
+farpage_fabric::debug_as_display!(WorkError);
+
+/// Failure of a worker. The job cannot go on.
+#[derive(thiserror::Error)]
+#[non_exhaustive]
+pub enum WorkError {
+    /// An exchange in a ring failed.
+    #[error(transparent)]
+    Exchange(#[from] ExchangeError),
+    /// A step through aggregators failed.
+    #[error(transparent)]
+    Aggregate(#[from] AggregateError),
+    /// A checkpoint could not be kept.
+    #[error("worker {rank} cannot keep its checkpoint of step {step}: {source}")]
+    Keep {
+        /// The worker.
+        rank: usize,
+        /// Number of steps done.
+        step: u64,
+        /// The cause.
+        r#source: KeepError,
+    },
+}
 
 /// A worker's way to the others, with the vectors that travel it.
 pub(crate) struct Meeting<'a> {

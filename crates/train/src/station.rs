@@ -16,7 +16,7 @@ use std::{
 
 use farpage_fabric::{
     ConnectError, Endpoint, ExtentId, OpenError, Session, SessionOptions,
-    areas::{Areas, OfferError},
+    areas::{Areas, OfferError, Presence},
     patterns::{RingPlace, RingReceiver, RingSender},
     regmem::{RegPool, RegPoolOptions},
     server::{BindError, Serving},
@@ -24,7 +24,10 @@ use farpage_fabric::{
 };
 
 use crate::{
-    exchange::{Counted, Ends, Exchange, LeaveError, Moved, RING_BYTES, farewell, tell_waiting},
+    exchange::{
+        Counted, Ends, Exchange, LeaveError, Moved, NAP_MAX, RING_BYTES, farewell, senders,
+        tell_waiting,
+    },
     plan::{Plan, Ring},
 };
 
@@ -53,7 +56,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// Reason why a worker cannot take part.
+/// Failure of a worker to take part.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum JoinError {
@@ -232,21 +235,51 @@ impl Station {
         let (rank, rings) = (self.rank, self.plan.rings(self.rank));
         let senders = reach_all(rank, &rings, addresses, options, deadline, &moved)?;
         let ends = rings.into_iter().zip(senders).zip(self.receivers);
-        let ends = ends
+        let mut ends: Vec<Ends> = ends
             .enumerate()
             .map(|(number, ((ring, sender), receiver))| Ends {
                 ring,
                 area: area(number),
                 sender,
                 receiver,
-            });
-        let mut exchange = Exchange::new(rank, ends.collect(), self.areas, deadline, moved);
-        exchange.gather()?;
+            })
+            .collect();
+        gather(rank, &mut ends, &self.areas, deadline)?;
         Ok(Member {
-            exchange,
+            exchange: Exchange::new(rank, ends, self.areas, deadline, moved),
             _home: self.home,
         })
     }
+}
+
+/// Waits for all workers that send to this one. Names the one that is missing to the others.
+fn gather(
+    rank: usize,
+    ends: &mut [Ends],
+    areas: &Areas,
+    deadline: Duration,
+) -> Result<(), JoinError> {
+    let (began, mut told) = (Instant::now(), None);
+    let is_awaited = |ends: &&Ends| areas.presence(&ends.area) == Presence::Awaited;
+    while let Some(awaited) = ends.iter().find(is_awaited) {
+        let missing = awaited.ring.before();
+        if began.elapsed() >= deadline {
+            farewell(senders(ends), missing);
+            return Err(JoinError::Absent {
+                rank,
+                missing,
+                deadline,
+            });
+        }
+        if began.elapsed() >= deadline / 4 && told != Some(missing) {
+            told = Some(missing);
+            tell_waiting(senders(ends), missing);
+        }
+        // A worker that cannot be told will notice by itself.
+        senders(ends).for_each(|sender| drop(sender.progress()));
+        thread::sleep(NAP_MAX);
+    }
+    Ok(())
 }
 
 fn area(number: usize) -> String {

@@ -18,8 +18,10 @@ use crate::{
     aggregator::{AggregateError, Aggregator, AggregatorCourse, Through},
     checkpoint::Course,
     exchange::LeaveError,
-    job::{Job, Outcome, WorkError},
+    job::Job,
+    meeting::WorkError,
     station::{Address, JoinError, Station},
+    work::Outcome,
 };
 
 farpage_fabric::debug_as_display!(TeamError);
@@ -46,7 +48,7 @@ pub struct Network {
     pub deadline: Duration,
 }
 
-/// Reason why a run failed.
+/// Failure of a run.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum TeamError {

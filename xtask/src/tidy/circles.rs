@@ -1,223 +1,309 @@
 //! Files of a crate that import each other in a circle: a reader of one has to read all.
 //!
-//! The rule it keeps: only `use crate::...` counts, read as text, and in files beside `lib.rs` `use
-//! super::...`, which is equal. A folder counts as one file. Names that `lib.rs` hands on are
-//! followed to the files that define them. Tests may import any file.
+//! The rule it keeps: paths of `use`, and all from `crate` and `super`, lead to files, through
+//! re-exports to those that define the names. The first file of a crate is in no circle, and
+//! neither are tests. Sources are read as text; globs and macros are not followed.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    iter,
+};
 
 use super::{Finding, Source};
 
-/// Crates without circles. A crate that has lost its last circle joins the list.
-const CRATES: [&str; 18] = [
-    "bench/apps/src/",
-    "bench/judge/src/",
-    "bench/kit/src/",
-    "bench/src/",
-    "crates/capi/src/",
-    "crates/codec/src/",
-    "crates/fabric/measure/src/",
-    "crates/fabric/src/",
-    "crates/farpage/src/",
-    "crates/pager/src/",
-    "crates/python/src/",
-    "crates/store/measure/src/",
-    "crates/signals/src/",
-    "crates/store/src/",
-    "crates/tables/src/",
-    "crates/vm/src/",
-    "crates/wire/src/",
-    "memserver/src/",
-];
+/// Modules that are files, by the file's path.
+struct Modules<'a>(BTreeMap<&'a str, Module<'a>>);
 
-/// Names that a file imports, with the line of each.
-type Imports = BTreeMap<String, usize>;
+#[derive(Default)]
+struct Module<'a> {
+    /// File that declares the module. `None` for the first file of a crate.
+    parent: Option<&'a str>,
+    is_test: bool,
+    /// Files of the modules that this one declares, by name.
+    children: BTreeMap<&'a str, &'a str>,
+    /// Re-exported paths, by the name that others use.
+    re_exports: BTreeMap<String, String>,
+}
 
 pub(super) fn check(files: &[Source], findings: &mut Vec<Finding>) {
-    for root in CRATES {
-        let of_crate: Vec<(&str, &Source)> = files
-            .iter()
-            .filter_map(|file| Some((module_of(file.path.strip_prefix(root)?)?, file)))
-            .collect();
-        let modules: BTreeSet<&str> = of_crate.iter().map(|(module, _)| *module).collect();
-        let handed_on = of_crate
-            .iter()
-            .find(|(module, _)| *module == "lib")
-            .map_or_else(BTreeMap::new, |(_, lib)| handed_on(&lib.text));
-        let mut graph: BTreeMap<&str, Vec<(String, usize, &Source)>> = BTreeMap::new();
-        for (module, file) in of_crate
-            .iter()
-            .filter(|(module, _)| !matches!(*module, "lib" | "main"))
-        {
-            let root_is_super = !file.path[root.len()..].contains('/');
-            for (name, line) in imports(&file.text, root_is_super) {
-                let to = handed_on.get(&name).unwrap_or(&name);
-                if modules.contains(to.as_str()) && to != module {
-                    graph
-                        .entry(module)
-                        .or_default()
-                        .push((to.clone(), line, file));
-                }
+    let of_crates = files.iter().filter(|file| file.path.contains("src/"));
+    let codes: BTreeMap<&str, String> = of_crates
+        .map(|file| (&*file.path, code(&file.text)))
+        .collect();
+    let modules = Modules::of(&codes);
+    let mut imported: BTreeMap<&str, BTreeMap<&str, usize>> = BTreeMap::new();
+    for (&file, code) in codes.iter().filter(|(file, _)| modules.is_checked(file)) {
+        for (at, path) in imports(code) {
+            let to = modules.resolve(file, &path);
+            if to != file && modules.is_checked(to) {
+                let line = code[..at].matches('\n').count() + 1;
+                imported.entry(file).or_default().entry(to).or_insert(line);
             }
         }
-        for edges in in_circles(graph).values() {
-            for (to, line, file) in edges {
+    }
+    for file in files {
+        for (to, line) in imported.get(&*file.path).into_iter().flatten() {
+            let mut reached = BTreeSet::from([*to]);
+            let mut rest = vec![*to];
+            while let Some(next) = rest.pop() {
+                let more = imported.get(next).into_iter().flat_map(BTreeMap::keys);
+                rest.extend(more.filter(|next| reached.insert(next)));
+            }
+            if reached.contains(&*file.path) {
+                let what = format!("imports `{to}`, which leads back here");
                 findings.push(file.finding(
                     *line,
-                    format!("imports `{to}`, which imports it in turn: break the circle"),
+                    format!("{what}: move what both need into a file of its own"),
                 ));
             }
         }
     }
 }
 
-/// Returns the module at the top of the crate that a file belongs to. `None` for files of tests.
-fn module_of(path: &str) -> Option<&str> {
-    let module = path.split(['/', '.']).next()?;
-    let is_of_tests = matches!(module, "simulation" | "tests") || path.ends_with("/tests.rs");
-    (path.ends_with(".rs") && !is_of_tests).then_some(module)
-}
-
-/// Returns the names that `lib.rs` has from its modules, with the module of each.
-fn handed_on(lib: &str) -> BTreeMap<String, String> {
-    let mut names = BTreeMap::new();
-    for statement in lib.split("pub use ").skip(1) {
-        let statement = statement.split(';').next().unwrap_or_default();
-        if let Some((module, rest)) = statement.split_once("::") {
-            let name = |name: &str| name.trim().to_owned();
-            let list = rest.trim_matches(['{', '}', '\n', ' ']).split(',');
-            let named = list.filter(|item| !item.trim().is_empty());
-            names.extend(named.map(|item| (name(item), name(module))));
-        }
-    }
-    names
-}
-
-/// Returns the first names behind `crate::`, or an equal root, in imports before the file's tests.
-fn imports(text: &str, root_is_super: bool) -> Imports {
-    let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or(text);
-    let mut names = Imports::new();
-    let roots = ["use crate::", "use super::"];
-    for root in &roots[..1 + usize::from(root_is_super)] {
-        for (at, _) in text.match_indices(root) {
-            let line = text[..at].lines().count() + 1;
-            let statement = text[at + root.len()..].split(';').next();
-            for item in items(statement.unwrap_or_default()) {
-                names.entry(item).or_insert(line);
+impl<'a> Modules<'a> {
+    fn of(codes: &'a BTreeMap<&str, String>) -> Self {
+        let mut modules: BTreeMap<&str, Module<'_>> = BTreeMap::new();
+        for (&file, code) in codes {
+            for item in code.split([';', '}']) {
+                let Some((attributes, name)) = item.rsplit_once("mod ") else {
+                    continue;
+                };
+                let mut places = places(file, attributes, name).into_iter();
+                let Some((child, _)) = places.find_map(|place| codes.get_key_value(&*place)) else {
+                    continue;
+                };
+                modules
+                    .entry(file)
+                    .or_default()
+                    .children
+                    .insert(name, child);
+                let child = modules.entry(child).or_default();
+                child.parent = Some(file);
+                child.is_test = attributes.contains("#[cfg(test)]");
+            }
+            let module = modules.entry(file).or_default();
+            for (at, path) in imports(code) {
+                let before = code[..at].rsplit([';', '}', '\n']).next();
+                let first = path.split("::").next().unwrap_or_default();
+                let is_own = matches!(first, "crate" | "self" | "super")
+                    || module.children.contains_key(first);
+                if is_own && before.is_some_and(|before| before.contains("pub")) {
+                    let name = path.rsplit([':', '=']).next().unwrap_or_default();
+                    let path = path.split('=').next().unwrap_or_default();
+                    module.re_exports.insert(name.to_owned(), path.to_owned());
+                }
             }
         }
+        Self(modules)
     }
-    names
+
+    /// True if `file` is no test, and not the first file of its crate.
+    fn is_checked(&self, file: &str) -> bool {
+        let parent = |module: &&Module<'_>| module.parent.map(|parent| &self.0[parent]);
+        let first = &self.0[file];
+        first.parent.is_some() && !iter::successors(Some(first), parent).any(|it| it.is_test)
+    }
+
+    /// Returns the file that defines what `path` names in `file`: `file` itself if none is found.
+    fn resolve(&self, file: &'a str, path: &str) -> &'a str {
+        let module = &self.0[file];
+        let path = path.split_once('=').map_or(path, |(path, _)| path);
+        let (first, rest) = path.split_once("::").unwrap_or((path, ""));
+        match (first, module.parent, module.children.get(first)) {
+            ("self", ..) | ("crate", None, _) => self.resolve(file, rest),
+            ("crate", Some(parent), _) => self.resolve(parent, path),
+            ("super", Some(parent), _) => self.resolve(parent, rest),
+            (_, _, Some(child)) => self.resolve(child, rest),
+            _ => match module.re_exports.get(first) {
+                Some(path) => self.resolve(file, &format!("{path}::{rest}")),
+                None => file,
+            },
+        }
+    }
 }
 
-/// Returns the first names of a list of imports: `a` and `D` for `{a::{b, c}, D}`.
-fn items(statement: &str) -> Vec<String> {
-    let mut items = vec![String::new()];
-    let mut depth = i32::from(!statement.starts_with('{'));
-    for character in statement.chars() {
+/// Lists the paths in `code` that may lead to other files, with their offsets: `a::b` and `a::C=D`
+/// for `use a::{b, C as D}`.
+fn imports(code: &str) -> Vec<(usize, String)> {
+    let mut imports = Vec::new();
+    for start in ["use ", "crate::", "super::"] {
+        for (at, _) in code.match_indices(start) {
+            let before = &code[..at];
+            let is_part = |before: char| before.is_alphanumeric() || "_:$".contains(before);
+            if before.ends_with(is_part) || before.ends_with("(in ") {
+                continue;
+            }
+            let tree = match code[at..].strip_prefix("use ") {
+                Some(tree) => tree.split(';').next(),
+                None => code[at..].split(|c| !is_part(c)).next(),
+            };
+            let leaves = leaves(tree.unwrap_or_default());
+            imports.extend(leaves.into_iter().map(|path| (at, path)));
+        }
+    }
+    imports
+}
+
+/// Returns the paths of a tree of imports.
+fn leaves(tree: &str) -> Vec<String> {
+    let (mut leaves, mut prefixes, mut path) = (Vec::new(), vec![String::new()], String::new());
+    for character in tree.replace(" as ", "=").chars().chain([',']) {
         match character {
-            '{' => depth += 1,
-            '}' => depth -= 1,
-            ',' if depth == 1 => items.push(String::new()),
-            other if depth == 1 => items.last_mut().expect("there is one").push(other),
-            _ => {}
+            '{' => prefixes.push(path.clone()),
+            ',' | '}' => {
+                if !path.is_empty() && !path.ends_with("::") {
+                    leaves.push(path);
+                }
+                path = match character {
+                    ',' => prefixes.last().cloned().unwrap_or_default(),
+                    _ => prefixes.pop().map(|_| String::new()).unwrap_or_default(),
+                };
+            }
+            other if other.is_whitespace() => {}
+            other => path.push(other),
         }
     }
-    let first = |item: String| {
-        let item = item.trim();
-        item.split("::").next().unwrap_or(item).to_owned()
-    };
-    items.into_iter().map(first).collect()
+    leaves
 }
 
-/// Removes files that import none of the rest, or that none of the rest imports, again and again.
-/// Returns the files that are left.
-fn in_circles<T: Clone>(
-    mut graph: BTreeMap<&str, Vec<(String, usize, T)>>,
-) -> BTreeMap<&str, Vec<(String, usize, T)>> {
-    loop {
-        let before: usize = graph.values().map(Vec::len).sum();
-        let importers: BTreeSet<String> = graph.keys().map(|&from| from.to_owned()).collect();
-        let imported: BTreeSet<String> = graph
-            .values()
-            .flatten()
-            .map(|(to, ..)| to.clone())
-            .collect();
-        graph.retain(|from, edges| {
-            edges.retain(|(to, ..)| importers.contains(to));
-            imported.contains(*from) && !edges.is_empty()
-        });
-        if graph.values().map(Vec::len).sum::<usize>() == before {
-            return graph;
-        }
+/// Returns the places where the file of a module may lie that `file` declares.
+fn places(file: &str, attributes: &str, name: &str) -> [String; 2] {
+    let (folder, own) = file.rsplit_once('/').unwrap_or(("", file));
+    if let Some((_, path)) = attributes.split_once("#[path = \"") {
+        let path = path.split('"').next().unwrap_or_default();
+        return [format!("{folder}/{path}"), String::new()];
     }
+    let inside = match own {
+        "lib.rs" | "main.rs" | "mod.rs" => folder,
+        _ => file.trim_end_matches(".rs"),
+    };
+    [
+        format!("{inside}/{name}.rs"),
+        format!("{inside}/{name}/mod.rs"),
+    ]
+}
+
+/// Returns a file's text without comments and without the tests at its end, line by line.
+fn code(text: &str) -> String {
+    let tests = "#[cfg(test)]\nmod ";
+    let is_inside = |at: &usize| {
+        let declared = text[at + tests.len()..].lines().next();
+        declared.is_some_and(|declared| declared.ends_with('{'))
+    };
+    let end = text.match_indices(tests).map(|(at, _)| at).find(is_inside);
+    let lines = text[..end.unwrap_or(text.len())].lines();
+    let code = lines.map(|line| line.split("//").next().unwrap_or(line));
+    code.flat_map(|line| [line, "\n"]).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn found(files: &[(&str, &str)]) -> Vec<String> {
+    /// Checks the beginnings of all findings.
+    #[track_caller]
+    fn expect(files: &[(&str, &str)], expected: &[&str]) {
         let source = |&(path, text): &(&str, &str)| Source {
-            path: format!("{}{path}", CRATES[0]),
+            path: format!("crates/some/src/{path}"),
             text: text.to_owned(),
         };
         let files: Vec<Source> = files.iter().map(source).collect();
         let mut findings = Vec::new();
         check(&files, &mut findings);
-        findings.iter().map(Finding::to_string).collect()
+        let short = |finding: &Finding| finding.to_string().replace("crates/some/src/", "");
+        let found: Vec<String> = findings.iter().map(short).collect();
+        let starts = |(found, start): (&String, &&str)| found.starts_with(start);
+        let fits = found.len() == expected.len() && found.iter().zip(expected).all(starts);
+        assert!(fits, "{found:#?}");
     }
 
     #[test]
     fn a_circle_names_its_files_and_a_chain_none() {
-        let lib = ("lib.rs", "mod a;\npub use a::{Face, Other};\n");
+        let lib = "mod a;\nmod b;\nmod c;\nmod d;\nmod e;\npub use a::{Face, Other};\n";
         let chain = [
-            lib,
+            ("lib.rs", lib),
             ("a.rs", "use crate::b;\n"),
             ("b.rs", "use crate::{\n    c::{A, B},\n};\n"),
             ("c.rs", "#[cfg(test)]\nmod tests {\n    use crate::a;\n}\n"),
         ];
-        assert_eq!(found(&chain), Vec::<String>::new());
+        expect(&chain, &[]);
         let circle = [
-            lib,
+            ("lib.rs", lib),
             ("a.rs", "use crate::{b::X, d};\n"),
-            ("b.rs", "//! Text.\n\nuse crate::Face;\n"),
+            ("b.rs", "//! Text.\n\nuse crate::Face as Shape;\n"),
             ("d.rs", "fn d() {}\n"),
             ("e.rs", "use crate::a;\n"),
         ];
-        let found = found(&circle);
-        assert_eq!(found.len(), 2, "{found:?}");
-        assert!(found[0].contains("a.rs:1: imports `b`"), "{found:?}");
-        assert!(found[1].contains("b.rs:3: imports `a`"), "{found:?}");
+        expect(
+            &circle,
+            &["a.rs:1: imports `b.rs`", "b.rs:3: imports `a.rs`"],
+        );
     }
 
     #[test]
-    fn a_comma_at_the_end_and_tests_in_a_folder_import_nothing() {
+    fn a_circle_within_a_folder_is_found() {
+        let lib = ("lib.rs", "mod a;\n");
+        let (b, c) = (
+            ("a/b.rs", "use super::c::C;\n"),
+            ("a/c.rs", "use crate::a::B;\n"),
+        );
+        expect(
+            &[
+                lib,
+                ("a.rs", "mod b;\nmod c;\npub(crate) use self::b::B;\n"),
+                b,
+                c,
+            ],
+            &["a/b.rs:1: imports `a/c.rs`", "a/c.rs:1: imports `a/b.rs`"],
+        );
+        let child = ("a/b.rs", "fn b() {\n    super::helper();\n}\n");
+        expect(
+            &[lib, ("a/mod.rs", "mod b;\n\nuse b::{B};\n"), child],
+            &[
+                "a/mod.rs:3: imports `a/b.rs`",
+                "a/b.rs:2: imports `a/mod.rs`",
+            ],
+        );
+    }
+
+    #[test]
+    fn tests_and_the_first_file_of_a_crate_may_import_any_file() {
         let files = [
             (
                 "lib.rs",
-                "mod a;\nmod b;\npub use a::{\n    X,\n    Y,\n};\n",
+                "mod a;\nmod b;\n#[cfg(test)]\nmod simulation;\nuse a::A;\n",
             ),
-            ("a.rs", "use crate::b;\n"),
-            ("b.rs", "use crate::{\n    c,\n    d,\n};\n"),
-            ("b/tests.rs", "use crate::a;\n"),
+            ("a.rs", "use crate::{\n    b,\n    Root,\n};\n"),
+            (
+                "b.rs",
+                "pub(in crate::a) fn b() {}\n\n#[cfg(test)]\nmod tests;\n",
+            ),
+            ("b/tests.rs", "use crate::a;\nuse super::b;\n"),
+            ("simulation/mod.rs", "mod c;\nuse c::C;\n"),
+            ("simulation/c.rs", "use super::D;\n"),
         ];
-        assert_eq!(found(&files), Vec::<String>::new());
+        expect(&files, &[]);
     }
 
     #[test]
-    fn the_file_above_is_the_root_only_beside_it() {
-        let beside = [
-            ("lib.rs", "mod a;\nmod b;\n"),
-            ("a.rs", "use super::b;\n"),
-            ("b.rs", "use crate::a;\n"),
+    fn files_with_a_path_belong_to_the_file_that_names_it() {
+        let files = [
+            ("main.rs", "mod report;\nmod state;\n"),
+            ("report.rs", "use crate::state;\n"),
+            ("state.rs", ""),
+            (
+                "preload.rs",
+                "#[path = \"preload/report.rs\"]\nmod report;\n#[path = \"preload/state.rs\"]\nmod state;\n",
+            ),
+            ("preload/report.rs", "use crate::state;\n"),
+            ("preload/state.rs", "use crate::report;\n"),
         ];
-        assert_eq!(found(&beside).len(), 2);
-        let below = [
-            ("lib.rs", "mod a;\nmod b;\n"),
-            ("a/c.rs", "use super::b;\n"),
-            ("b.rs", "use crate::a;\n"),
-        ];
-        assert_eq!(found(&below), Vec::<String>::new());
+        expect(
+            &files,
+            &[
+                "preload/report.rs:1: imports `preload/state.rs`",
+                "preload/state.rs:1: imports `preload/report.rs`",
+            ],
+        );
     }
 }

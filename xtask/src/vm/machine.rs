@@ -19,7 +19,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use super::{Options, archive::Archive, kernel::Kernel};
+use super::{archive::Archive, kernel::Kernel, options::Options};
 use crate::children;
 
 const INIT: &str = include_str!("init.sh");

@@ -5,7 +5,7 @@
 
 use std::io::{self, Read, Write};
 
-use super::{Party, state::State};
+use super::{party::Party, state::State};
 use crate::{
     checkpoint::{Content, Head, Trail},
     job::Job,

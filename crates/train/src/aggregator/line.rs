@@ -18,7 +18,8 @@ use farpage_fabric::{
 };
 
 use super::{
-    AWAITED_AT, CULPRIT_AT, NAP_MAX, NAP_MIN, Party, VERSION_AT, Word, place, through::Parts,
+    party::Party,
+    protocol::{AWAITED_AT, CULPRIT_AT, NAP_MAX, NAP_MIN, VERSION_AT, Word, place},
 };
 use crate::{
     exchange::{Counted, Moved},
@@ -58,6 +59,14 @@ pub(super) struct Line {
     pub(super) looks: u32,
     /// Time at which the next look is due.
     pub(super) look_at: Instant,
+}
+
+/// The buffers of a step, in parts; `None` while a part's operation is posted.
+pub(super) struct Parts {
+    pub(super) gradient: Vec<Option<RegBuf>>,
+    pub(super) parameters: Vec<Option<RegBuf>>,
+    /// True for each part whose parameters have been read.
+    pub(super) read: Vec<bool>,
 }
 
 /// Progress of a line in a step.

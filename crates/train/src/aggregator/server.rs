@@ -19,10 +19,15 @@ use farpage_fabric::{
 };
 
 use super::{
-    AggregateError, CULPRIT_AT, FAREWELL, GIVEN_UP, GRADIENT_AT, Layout, NAP_MAX, PARAMETERS_AT,
-    Party, Seats, VERSION_AT, area, board, kept,
+    error::AggregateError,
+    kept,
     link::OwnLink,
-    place,
+    party::Party,
+    protocol::{
+        CULPRIT_AT, FAREWELL, GIVEN_UP, GRADIENT_AT, NAP_MAX, PARAMETERS_AT, VERSION_AT, area,
+        board, place,
+    },
+    seats::{Layout, Seats},
     state::{State, StateError},
     summing::{Group, Keeper, Member, Summing, Task, Turns, lost},
 };

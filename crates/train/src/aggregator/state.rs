@@ -186,7 +186,7 @@ impl State {
     }
 }
 
-/// Reason why memory for parameters and an optimizer's state cannot be had.
+/// Lack or loss of memory for parameters and an optimizer's state.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StateError {

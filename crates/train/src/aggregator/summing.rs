@@ -17,8 +17,14 @@ use farpage_fabric::{
 };
 
 use super::{
-    AWAITED_AT, AggregateError, GRADIENT_AT, NAP_MAX, NAP_MIN, Party, SPIN, StateError, TOLD_AFTER,
-    VERSION_AT, Word, area, link::OwnLink, parameters_at, state::State,
+    error::AggregateError,
+    link::OwnLink,
+    party::Party,
+    protocol::{
+        AWAITED_AT, GRADIENT_AT, NAP_MAX, NAP_MIN, SPIN, TOLD_AFTER, VERSION_AT, Word, area,
+        parameters_at,
+    },
+    state::{State, StateError},
 };
 
 /// A worker, as the aggregator sees it in one of its groups.

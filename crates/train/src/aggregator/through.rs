@@ -17,10 +17,14 @@ use farpage_fabric::{
 };
 
 use super::{
-    AggregateError, FAREWELL, GRADIENT_AT, HEAD_BYTES, Layout, NAP_MAX, NAP_MIN, Party, SPIN,
-    Seats, TOLD_AFTER, VERSION_AT, Word, area, board,
-    line::{Line, State},
-    parameters_at,
+    error::AggregateError,
+    line::{Line, Parts, State},
+    party::Party,
+    protocol::{
+        FAREWELL, GRADIENT_AT, HEAD_BYTES, NAP_MAX, NAP_MIN, SPIN, TOLD_AFTER, VERSION_AT, Word,
+        area, board, parameters_at,
+    },
+    seats::{Layout, Seats},
 };
 use crate::{
     job::Job,
@@ -58,14 +62,6 @@ struct Cut {
     /// The first float's offset in the aggregator's part, in bytes.
     at: usize,
     bytes: usize,
-}
-
-/// The buffers of a step, in parts; `None` while a part's operation is posted.
-pub(super) struct Parts {
-    pub(super) gradient: Vec<Option<RegBuf>>,
-    pub(super) parameters: Vec<Option<RegBuf>>,
-    /// True for each part whose parameters have been read.
-    pub(super) read: Vec<bool>,
 }
 
 impl Through {
