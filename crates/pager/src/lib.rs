@@ -22,7 +22,8 @@
 //! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
 //! | `filler`, `evictor` | the workers |
 //! | `inline_handler`, `direct_reclaim` | threads of the program that serve their own faults |
-//! | `seats`, `executor`, `in_thread`, `pager`, `map`, `mapped` | their threads; the program's view |
+//! | `seats`, `executor`, `in_thread` | their threads |
+//! | `pager`, `map`, `mapped` | the program's view |
 //! | `discard`, `relocate` | pages that the program gives up, or wants elsewhere |
 #![forbid(unsafe_code)]
 

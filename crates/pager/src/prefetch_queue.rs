@@ -1,4 +1,5 @@
-//! Requests to bring pages in while there is room, of streams and of the program: [`PrefetchQueue`].
+//! Requests of streams and of the program to bring pages in while there is room:
+//! [`PrefetchQueue`].
 //!
 //! The rule: a request owns nothing. Faults go first, and where there is no frame to spare the
 //! requests of streams are forgotten: pages that come too late are worth nothing.

@@ -346,8 +346,8 @@ pub fn vanished(w: PageWord) -> Option<PageWord> {
     (w.state() == PageState::Resident).then(|| w.with_state(PageState::Filling).with_note())
 }
 
-/// Lowers the usage count of a resident page by one, as the clock hand passes, and makes the page as
-/// young as at its installation.
+/// Lowers the usage count of a resident page by one, as the clock hand passes, and makes the page
+/// as young as at its installation.
 pub fn passed_over(w: PageWord, now: u32) -> PageWord {
     w.with_usage(w.usage().saturating_sub(1)).with_stamp(now)
 }
