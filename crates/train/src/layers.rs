@@ -53,8 +53,8 @@ impl Dense {
         }
     }
 
-    /// Sets `slopes_before` to the loss's derivatives by the values before the layer. Transposes the
-    /// slopes, because transposing the weights of a wide layer takes longer than its product.
+    /// Sets `slopes_before` to the loss's derivatives by the values before the layer. Transposes
+    /// the slopes, because transposing the weights of a wide layer takes longer than its product.
     pub(crate) fn backward(
         &self,
         parameters: &[f32],

@@ -1,6 +1,7 @@
 //! [`RegBuf`]: bytes of a [`RegPool`], or of a program's memory that was imported into it.
 //!
-//! The rule it keeps: the bytes are the buffer's alone, and stay where they are until it is dropped.
+//! The rule it keeps: the bytes are the buffer's alone, and stay where they are until the buffer is
+//! dropped.
 
 use std::{fmt, ptr::NonNull, sync::Arc};
 
