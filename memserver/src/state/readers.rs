@@ -14,7 +14,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    host::{Origin, Reading, Refusal, VersionRead, Versions},
+    host::{OpenedVersion, Origin, Refusal, VersionRead, Versions},
     log::later,
     memory::ExtentMemory,
 };
@@ -120,14 +120,14 @@ impl Readings {
     }
 
     /// Returns the manifest and extents of a reading, if none of its views has ended.
-    fn whole(&self, first: ExtentId) -> Option<Reading> {
+    fn whole(&self, first: ExtentId) -> Option<OpenedVersion> {
         let version = self.views.get(&first)?.version;
         let mut views: Vec<_> = (self.views.iter())
             .filter(|(_, view)| view.reading == first)
             .collect();
         views.sort_by_key(|(id, _)| **id);
         let version = &self.versions[&version];
-        (views.len() == version.extents).then(|| Reading {
+        (views.len() == version.extents).then(|| OpenedVersion {
             manifest: Arc::clone(&version.manifest),
             extents: (views.iter())
                 .map(|(_, view)| (view.of, Arc::clone(&view.memory)))
@@ -155,7 +155,7 @@ impl State {
         session: SessionId,
         name: &str,
         serial: Option<u64>,
-    ) -> Result<Reading, Refusal> {
+    ) -> Result<OpenedVersion, Refusal> {
         let mut ledger = self.ledger.lock();
         let id = ledger.name_of(session, name)?;
         if let Some(Given::Reading(first)) = ledger.given(session, serial)
@@ -218,7 +218,7 @@ impl State {
         drop(ledger);
         let name = name.to_owned();
         later(move || info!(%session, name, version, "named region opened for reading"));
-        Ok(Reading {
+        Ok(OpenedVersion {
             manifest,
             extents: views,
         })
