@@ -16,7 +16,7 @@ use std::{
 use farpage_fabric::host::{Host, Origin};
 use farpage_fabric::log;
 use farpage_fabric::server::{
-    BindError, ConnectionLimits, Listener, Service, Shutdown, SocketAccess, Traffic,
+    BindError, ConnectionLimits, Listener, ServerTraffic, Service, Shutdown, SocketAccess,
 };
 use farpage_wire::{Endpoint, PublicKey, ServerStat};
 use parking_lot::{Condvar, Mutex};
@@ -298,7 +298,12 @@ impl Server {
         let mut running = RunningServer {
             endpoints,
             state,
-            service: Service::new(host, limits, Arc::<Traffic>::default(), shutdown.clone()),
+            service: Service::new(
+                host,
+                limits,
+                Arc::<ServerTraffic>::default(),
+                shutdown.clone(),
+            ),
             shutdown,
             reaper_stops: Arc::default(),
             threads: Vec::new(),

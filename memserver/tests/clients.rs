@@ -7,7 +7,7 @@ mod common;
 use std::time::Duration;
 
 use common::{Both, connect, raw, read, transfer, wait_until, write};
-use farpage_fabric::{AllocError, ChannelError, OpenError, PublishError, Session, Verb};
+use farpage_fabric::{AllocError, ChannelError, OpenNameError, PublishError, Session, Verb};
 use farpage_wire::{ExtentId, Request, Response, ServerStat};
 
 const LEASE: Duration = Duration::from_secs(10);
@@ -219,7 +219,7 @@ fn a_named_region_survives_its_client_and_is_open_once() {
             .unwrap();
         publisher.publish(name, b"map 2", &[kept.id]).unwrap();
         let rival = connect(second);
-        assert!(matches!(rival.open(name), Err(OpenError::InUse { .. })));
+        assert!(matches!(rival.open(name), Err(OpenNameError::InUse { .. })));
         assert!(matches!(
             rival.publish(name, b"", &[]),
             Err(PublishError::InUse { .. })
@@ -236,7 +236,7 @@ fn a_named_region_survives_its_client_and_is_open_once() {
         write(&rival, &kept, 1000, b"modified").unwrap();
         assert!(matches!(
             connect(first).open(name),
-            Err(OpenError::InUse { .. })
+            Err(OpenNameError::InUse { .. })
         ));
         drop(rival);
 
@@ -249,7 +249,10 @@ fn a_named_region_survives_its_client_and_is_open_once() {
         assert_eq!(read(&last, kept.id, 1000, 8).unwrap(), b"modified");
         last.remove(name).unwrap();
         last.release(kept.id).unwrap();
-        assert!(matches!(last.open(name), Err(OpenError::NotFound { .. })));
+        assert!(matches!(
+            last.open(name),
+            Err(OpenNameError::NotFound { .. })
+        ));
         assert_eq!(both.server.stat().granted_bytes, 0);
     }
 }

@@ -135,7 +135,7 @@ fn what_is_asked_again_is_given_once() {
         // Opening it a second time is no repetition.
         let twice = session.open(name).unwrap_err();
         assert!(
-            matches!(twice, farpage_fabric::OpenError::InUse { .. }),
+            matches!(twice, farpage_fabric::OpenNameError::InUse { .. }),
             "{twice}"
         );
     }

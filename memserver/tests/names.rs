@@ -12,7 +12,7 @@ use std::{
 };
 
 use common::{Both, Daemon, command, connect_as, raw, read, transfer, wait_until, write};
-use farpage_fabric::{OpenError, PublishError, Session, SessionOptions, Verb, Visit, key::Key};
+use farpage_fabric::{OpenNameError, PublishError, Session, SessionOptions, Verb, Visit, key::Key};
 use farpage_wire::{NamedRegion, PublicKey, Refusal, Request, Response, Signature};
 use nix::sys::signal::Signal;
 
@@ -32,9 +32,9 @@ fn another_user_can_neither_read_replace_remove_list_nor_occupy_a_name() {
         for endpoint in both.endpoints() {
             let thief = connect_as(endpoint, &stranger);
             let error = thief.open(name).unwrap_err();
-            assert!(matches!(error, OpenError::NotFound { .. }), "{error}");
+            assert!(matches!(error, OpenNameError::NotFound { .. }), "{error}");
             let error = thief.remove(name).unwrap_err();
-            assert!(matches!(error, OpenError::NotFound { .. }), "{error}");
+            assert!(matches!(error, OpenNameError::NotFound { .. }), "{error}");
             assert_eq!(thief.names(), Ok(vec![]));
             // A name of his own, which the owner never meets.
             thief.publish(name, b"", &[]).unwrap();

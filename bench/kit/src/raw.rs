@@ -17,7 +17,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow};
-use farpage_fabric::{Busy, Channel, Completion, Extent, Op, Session, SessionOptions, Verb, Wait};
+use farpage_fabric::{
+    Busy, Channel, Completion, Extent, Op, PollInterest, Session, SessionOptions, Verb,
+};
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
@@ -313,7 +315,7 @@ impl Worker {
 }
 
 /// Sleeps until a poll of the channel may have something to do.
-pub fn sleep_on(wait: &Wait<'_>) -> Result<()> {
+pub fn sleep_on(wait: &PollInterest<'_>) -> Result<()> {
     let mut events = PollFlags::empty();
     events.set(PollFlags::POLLIN, wait.readable);
     events.set(PollFlags::POLLOUT, wait.writable);

@@ -29,18 +29,18 @@ pub struct Allowance {
 
 /// Names of a control group's files, and of the line in `memory.stat` that counts the memory that
 /// the kernel can drop.
-struct Version {
+struct CgroupVersion {
     limit: &'static str,
     usage: &'static str,
     droppable: &'static str,
 }
 
-const V1: Version = Version {
+const V1: CgroupVersion = CgroupVersion {
     limit: "memory.limit_in_bytes",
     usage: "memory.usage_in_bytes",
     droppable: "total_inactive_file",
 };
-const V2: Version = Version {
+const V2: CgroupVersion = CgroupVersion {
     limit: "memory.max",
     usage: "memory.current",
     droppable: "inactive_file",
@@ -95,7 +95,7 @@ impl fmt::Display for Allowance {
 }
 
 /// Returns the folders of the control groups of this process, and of the groups above them.
-fn groups(root: &Path) -> Vec<(&'static Version, PathBuf)> {
+fn groups(root: &Path) -> Vec<(&'static CgroupVersion, PathBuf)> {
     let memberships = read(&root.join("proc/self/cgroup"));
     let mounts = read(&root.join("proc/self/mountinfo"));
     let mut folders = Vec::new();

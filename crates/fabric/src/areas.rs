@@ -19,9 +19,9 @@ use parking_lot::{Mutex, RwLock};
 
 pub use crate::ring::Board;
 use crate::{
-    host::{Admission, Asker, Host, Opened, Peer, Reading, Transport, Versions},
+    host::{Admission, Asker, Host, OpenedRegion, OpenedVersion, Peer, Transport, Versions},
     memory::{ExtentMemory, OutOfLease},
-    ring::Landing,
+    ring::RingMemory,
 };
 
 farpage_wire::debug_as_display!(OfferError);
@@ -34,7 +34,7 @@ const SESSIONS_MAX: usize = 4096;
 pub struct Areas {
     /// Longest silence over a network of a peer that has not gone.
     lease: Duration,
-    state: Mutex<State>,
+    state: Mutex<AreasState>,
     /// Callback for bytes that have arrived.
     arrival: RwLock<Option<Arc<Arrival>>>,
 }
@@ -51,7 +51,7 @@ impl std::fmt::Debug for Areas {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct AreasState {
     last_id: u64,
     sessions: HashMap<SessionId, Stay>,
     areas: HashMap<String, Area>,
@@ -147,13 +147,13 @@ impl Areas {
     ///
     /// # Errors
     /// [`OfferError`]
-    pub fn offer(&self, name: &str, bytes: u64) -> Result<Landing, OfferError> {
+    pub fn offer(&self, name: &str, bytes: u64) -> Result<RingMemory, OfferError> {
         let mut state = self.state.lock();
         state.last_id += 1;
         let memory = ExtentMemory::create(ExtentId(state.last_id), bytes, false)
             .map_err(|source| OfferError::Memory { bytes, source })?;
         // Made before the first lease: a landing outlives every lease.
-        let landing = Landing::extent(&memory.lease_anew())?;
+        let landing = RingMemory::extent(&memory.lease_anew())?;
         let area = Area {
             memory,
             holder: Holder::Nobody,
@@ -215,7 +215,7 @@ impl Area {
     }
 }
 
-impl State {
+impl AreasState {
     fn known(&mut self, session: SessionId) -> Result<&mut Stay, Refusal> {
         self.sessions.get_mut(&session).ok_or(Refusal::NoSession)
     }
@@ -400,13 +400,13 @@ impl Host for Areas {
         session: SessionId,
         name: &str,
         _serial: Option<u64>,
-    ) -> Result<Opened, Refusal> {
+    ) -> Result<OpenedRegion, Refusal> {
         let mut state = self.state.lock();
         state.expire(self.lease);
         state.known(session)?;
         if let Some(Shown { memory, leases }) = state.boards.get_mut(name) {
             let lease = leases.entry(session).or_insert_with(|| memory.lease_anew());
-            return Ok(Opened {
+            return Ok(OpenedRegion {
                 manifest: Arc::default(),
                 extents: vec![Arc::clone(lease)],
                 versions: Versions::default(),
@@ -419,7 +419,7 @@ impl Host for Areas {
             Holder::Peer(_) => return Err(Refusal::InUse),
             Holder::Gone => return Err(Refusal::NotFound),
         }
-        Ok(Opened {
+        Ok(OpenedRegion {
             manifest: Arc::default(),
             extents: vec![Arc::clone(&area.memory)],
             versions: Versions::default(),
@@ -431,7 +431,7 @@ impl Host for Areas {
         _session: SessionId,
         _name: &str,
         _serial: Option<u64>,
-    ) -> Result<Reading, Refusal> {
+    ) -> Result<OpenedVersion, Refusal> {
         Err(lends_nothing())
     }
 

@@ -206,7 +206,7 @@ impl ChannelError {
 
 /// Events to sleep on until [`Channel::poll`] may have something to do.
 #[derive(Debug, Default)]
-pub struct Wait<'a> {
+pub struct PollInterest<'a> {
     /// The descriptor to poll, if there is one.
     pub fd: Option<BorrowedFd<'a>>,
     /// True if a readable descriptor is to wake the sleeper.
@@ -288,7 +288,7 @@ pub trait Channel<B: Buf>: Send {
 
     /// Returns the events to sleep on, together with other descriptors. With nothing in flight,
     /// every field is empty.
-    fn wait(&self) -> Wait<'_>;
+    fn wait(&self) -> PollInterest<'_>;
 }
 
 /// Several channels that may share a queue: posted to one by one, polled and waited for together,
@@ -305,7 +305,7 @@ pub(crate) trait Channels<B: Buf>: Send {
     fn in_flight(&self) -> usize;
 
     /// Returns the events to sleep on, like [`Channel::wait`].
-    fn wait(&self) -> Wait<'_>;
+    fn wait(&self) -> PollInterest<'_>;
 }
 
 /// One set of [`Channels`] of an engine that has several.
@@ -316,12 +316,12 @@ pub(crate) struct Group<B> {
 }
 
 /// A channel with a queue of its own.
-pub(crate) struct Alone<B> {
+pub(crate) struct SingleChannel<B> {
     channel: Box<dyn Channel<B>>,
     scratch: Vec<Completion<B>>,
 }
 
-impl<B: Buf> Alone<B> {
+impl<B: Buf> SingleChannel<B> {
     pub(crate) fn new(channel: Box<dyn Channel<B>>) -> Self {
         Self {
             channel,
@@ -330,7 +330,7 @@ impl<B: Buf> Alone<B> {
     }
 }
 
-impl<B: Buf> Channels<B> for Alone<B> {
+impl<B: Buf> Channels<B> for SingleChannel<B> {
     fn post(&mut self, _number: usize, op: Op<B>) -> Result<(), Busy<B>> {
         self.channel.post(op)
     }
@@ -346,7 +346,7 @@ impl<B: Buf> Channels<B> for Alone<B> {
         self.channel.in_flight()
     }
 
-    fn wait(&self) -> Wait<'_> {
+    fn wait(&self) -> PollInterest<'_> {
         self.channel.wait()
     }
 }

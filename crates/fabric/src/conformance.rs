@@ -16,7 +16,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::{
     AllocError, Atomic, Busy, Channel, ChannelError, Completion, Extent, ExtentId, MAX_OP_BYTES,
-    Op, OpenError, Session, Verb,
+    Op, OpenNameError, Session, Verb,
     areas::{Areas, Board},
 };
 
@@ -741,7 +741,10 @@ fn compare_and_swap_makes_a_lock(session: &Arc<Session>) {
 fn a_named_region_outlives_its_session(connect: &dyn Fn() -> Arc<Session>) {
     let name = "conformance";
     let first = connect();
-    assert!(matches!(first.open(name), Err(OpenError::NotFound { .. })));
+    assert!(matches!(
+        first.open(name),
+        Err(OpenNameError::NotFound { .. })
+    ));
     let kept = grant(&first, 1 << 20);
     let dropped = grant(&first, 1 << 20);
     write(&mut *channel(&first), kept.id, 4096, pattern(5, 100));
@@ -752,7 +755,10 @@ fn a_named_region_outlives_its_session(connect: &dyn Fn() -> Arc<Session>) {
         .publish(name, b"manifest", &[kept.id])
         .expect("own extents");
     let second = connect();
-    assert!(matches!(second.open(name), Err(OpenError::InUse { .. })));
+    assert!(matches!(
+        second.open(name),
+        Err(OpenNameError::InUse { .. })
+    ));
     assert!(
         second.publish(name, b"theft", &[kept.id]).is_err(),
         "somebody else's extent"
@@ -779,7 +785,10 @@ fn a_named_region_outlives_its_session(connect: &dyn Fn() -> Arc<Session>) {
         pattern(5, 100)
     );
     third.remove(name).expect("in nobody else's use");
-    assert!(matches!(second.open(name), Err(OpenError::NotFound { .. })));
+    assert!(matches!(
+        second.open(name),
+        Err(OpenNameError::NotFound { .. })
+    ));
     second.remove(name).expect_err("forgotten already");
 }
 
@@ -790,7 +799,10 @@ fn readers_share_a_version_and_cannot_write_it(connect: &dyn Fn() -> Arc<Session
     let mut to = channel(&writer);
     write(&mut *to, extent.id, 4096, pattern(5, 100));
     let none = connect().read(name);
-    assert!(matches!(none, Err(OpenError::NotFound { .. })), "{none:?}");
+    assert!(
+        matches!(none, Err(OpenNameError::NotFound { .. })),
+        "{none:?}"
+    );
     let first = writer.publish(name, b"1", &[extent.id]).expect("its own");
     assert_eq!(first.read, []);
     // 1. Two clients, one of them twice, while the writer has it.

@@ -24,8 +24,8 @@ use nix::{
 };
 
 use crate::{
-    Buf, Busy, Channel, Completion, ConnectError, Op, Session, Wait,
-    channel::{Alone, Group},
+    Buf, Busy, Channel, Completion, ConnectError, Op, PollInterest, Session,
+    channel::{Group, SingleChannel},
 };
 
 /// Upper bound of a spin: several times a wake-up's cost. Longer waits are not worth a core.
@@ -36,7 +36,7 @@ const POLLS: u32 = 64;
 
 /// Way of waiting of a thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Waiting {
+pub enum WaitMode {
     /// Polls without end: least latency, one core.
     Poll,
     /// Sleeps until it is woken.
@@ -65,14 +65,14 @@ pub trait Source {
 /// A way of waiting, with the average of recent waits.
 #[derive(Clone, Debug, Default)]
 pub struct Waiter {
-    waiting: Waiting,
+    waiting: WaitMode,
     /// Average of recent waits. Each new one counts an eighth.
     recent: Duration,
 }
 
 impl Waiter {
     /// Makes a waiter that has no recent waits.
-    pub fn new(waiting: Waiting) -> Self {
+    pub fn new(waiting: WaitMode) -> Self {
         Self {
             waiting,
             recent: Duration::ZERO,
@@ -105,9 +105,9 @@ impl Waiter {
     ) -> io::Result<Option<S::Item>> {
         // 1. Look.
         let spin = match self.waiting {
-            Waiting::Poll => Some(Duration::MAX),
-            Waiting::Event => None,
-            Waiting::Adaptive => (self.recent * 2 <= SPIN_MAX).then_some(self.recent * 2),
+            WaitMode::Poll => Some(Duration::MAX),
+            WaitMode::Event => None,
+            WaitMode::Adaptive => (self.recent * 2 <= SPIN_MAX).then_some(self.recent * 2),
         };
         let late = |now: Instant| until.is_some_and(|until| now >= until);
         while let Some(spin) = spin {
@@ -154,7 +154,7 @@ struct Queues<B> {
 
 impl<B: Buf> CompletionEngine<B> {
     /// Makes an engine without channels.
-    pub fn new(waiting: Waiting) -> Self {
+    pub fn new(waiting: WaitMode) -> Self {
         Self {
             queues: Queues {
                 groups: Vec::new(),
@@ -169,7 +169,7 @@ impl<B: Buf> CompletionEngine<B> {
         let number = self.queues.places.len();
         self.queues.places.push((self.queues.groups.len(), 0));
         self.queues.groups.push(Group {
-            channels: Box::new(Alone::new(channel)),
+            channels: Box::new(SingleChannel::new(channel)),
             numbers: vec![number],
         });
         number
@@ -269,7 +269,7 @@ impl<B: Buf> Source for Queues<B> {
 /// # Errors
 /// The system's error.
 pub fn sleep<'a>(
-    waits: impl IntoIterator<Item = Wait<'a>>,
+    waits: impl IntoIterator<Item = PollInterest<'a>>,
     mut until: Option<Instant>,
 ) -> io::Result<()> {
     let mut fds = Vec::new();

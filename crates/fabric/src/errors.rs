@@ -9,7 +9,7 @@ farpage_wire::debug_as_display!(
     ControlError,
     AllocError,
     PublishError,
-    OpenError,
+    OpenNameError,
     BindError
 );
 
@@ -118,7 +118,7 @@ pub enum AllocError {
     /// them. The session goes on.
     #[error(
         "{full}; what was published before under `{name}` is kept for those who read it ({}), and is free when they close it",
-        Readers(read)
+        ReadersPerVersion(read)
     )]
     Read {
         /// The refusal. Boxed: results that carry this error stay small.
@@ -134,9 +134,9 @@ pub enum AllocError {
 }
 
 /// Formats readers per version, for people.
-struct Readers<'a>(&'a [VersionRead]);
+struct ReadersPerVersion<'a>(&'a [VersionRead]);
 
-impl fmt::Display for Readers<'_> {
+impl fmt::Display for ReadersPerVersion<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, VersionRead { version, readers }) in self.0.iter().enumerate() {
             let (comma, s) = (
@@ -184,7 +184,7 @@ pub enum PublishError {
 /// Failure to open a named region.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum OpenError {
+pub enum OpenNameError {
     /// The user's key has no such name.
     #[error("{endpoint} has no region named `{name}` that belongs to this user's key")]
     NotFound {
@@ -260,7 +260,7 @@ pub enum BindError {
 
 /// Reason why a control call has no result.
 #[derive(Debug)]
-pub(crate) enum CallError {
+pub(crate) enum RequestError {
     Refused(Refusal),
     Disconnected(String),
     /// The connection was lost before the request was sent.

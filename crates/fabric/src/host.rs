@@ -102,7 +102,7 @@ impl Peer {
 
 /// An opened named region.
 #[derive(Clone, Debug)]
-pub struct Opened {
+pub struct OpenedRegion {
     /// Manifest that the region's last publisher stored.
     pub manifest: Arc<Vec<u8>>,
     /// Extents that the manifest refers to, leased to the opener from now on.
@@ -113,7 +113,7 @@ pub struct Opened {
 
 /// A version of a named region, opened for reading.
 #[derive(Clone, Debug)]
-pub struct Reading {
+pub struct OpenedVersion {
     /// Manifest that the version's publisher stored.
     pub manifest: Arc<Vec<u8>>,
     /// Extents that the manifest refers to: each one's id in the manifest, and the reader's own
@@ -209,11 +209,20 @@ pub trait Host: Send + Sync + 'static {
     ) -> Result<Versions, Refusal>;
     /// Opens a named region for writing. No other session can, until this one closes or releases
     /// the extents. `serial` is as for [`grant`](Self::grant).
-    fn open(&self, session: SessionId, name: &str, serial: Option<u64>) -> Result<Opened, Refusal>;
+    fn open(
+        &self,
+        session: SessionId,
+        name: &str,
+        serial: Option<u64>,
+    ) -> Result<OpenedRegion, Refusal>;
     /// Opens the published version of a named region for reading, also while another session holds
     /// the region. The version's memory stays until the session closes or releases the extents.
-    fn read(&self, session: SessionId, name: &str, serial: Option<u64>)
-    -> Result<Reading, Refusal>;
+    fn read(
+        &self,
+        session: SessionId,
+        name: &str,
+        serial: Option<u64>,
+    ) -> Result<OpenedVersion, Refusal>;
     /// Returns the older versions of a name that are still read.
     fn readers(&self, session: SessionId, name: &str) -> Result<Versions, Refusal>;
     /// Forgets a name and frees its memory, except what is still read. `owner` is the key of the

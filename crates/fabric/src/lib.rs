@@ -37,9 +37,9 @@ mod stream;
 mod tcp;
 
 pub use allowance::Allowance;
-pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait};
+pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, PollInterest, Verb};
 pub use devices::{RdmaDevice, rdma_devices};
-pub use errors::{AllocError, ConnectError, ControlError, OpenError, PublishError};
+pub use errors::{AllocError, ConnectError, ControlError, OpenNameError, PublishError};
 pub use farpage_wire::{
     Atomic, Endpoint, EndpointError, ExtentId, Limit, MAX_OP_BYTES, NamedRegion, PublicKey, Secret,
     ServerStat, SessionId, VersionRead, Versions, debug_as_display,

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{Buf, Busy, Channel, Completion, Op, Verb, Wait};
+use crate::{Buf, Busy, Channel, Completion, Op, PollInterest, Verb};
 
 /// Upper bound of operations in flight, including those held back. Without a bound, a fast fabric
 /// would pile them up.
@@ -152,7 +152,7 @@ impl<B: Buf> Channel<B> for Shaped<B> {
         self.slots.len() - self.free.len()
     }
 
-    fn wait(&self) -> Wait<'_> {
+    fn wait(&self) -> PollInterest<'_> {
         let mut wait = self.inner.wait();
         let due = self.due.peek().map(|Reverse((due, _))| *due);
         wait.until = match (wait.until, due) {

@@ -21,17 +21,17 @@ const LINES_MAX: usize = 1024;
 /// may find it held by a thread that the child does not have.
 const PATIENCE: Duration = Duration::from_millis(20);
 
-type Line = Box<dyn FnOnce() + Send>;
+type LogLine = Box<dyn FnOnce() + Send>;
 
-struct Waiting {
+struct LogQueue {
     /// Lines, each with the subscriber of the thread that logged it.
-    lines: VecDeque<(Dispatch, Line)>,
+    lines: VecDeque<(Dispatch, LogLine)>,
     dropped: u64,
     /// The process whose thread writes the lines, while there are lines.
     writer: Option<u32>,
 }
 
-static WAITING: Mutex<Waiting> = Mutex::new(Waiting {
+static WAITING: Mutex<LogQueue> = Mutex::new(LogQueue {
     lines: VecDeque::new(),
     dropped: 0,
     writer: None,

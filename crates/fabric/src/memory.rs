@@ -24,7 +24,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{log::later, regmem::Registration};
+use crate::{log::later, regmem::MemoryRegistration};
 use farpage_wire::{
     Atomic, ExtentId,
     data::WORD_BYTES,
@@ -63,7 +63,7 @@ const COPY_BYTES: u64 = 64 << 10;
 #[derive(Debug)]
 pub struct ExtentMemory {
     /// Registration of the memory with an adapter; ends with the lease. Dropped before the mapping.
-    registration: Mutex<Option<Registration>>,
+    registration: Mutex<Option<MemoryRegistration>>,
     memory: Arc<Memory>,
     /// The lease's own id, if it is a [`view`](Self::view).
     view: Option<ExtentId>,
@@ -90,12 +90,12 @@ struct Memory {
 /// Place where threads of this process wait for a number on a board.
 #[derive(Debug, Default)]
 pub(crate) struct Announcements {
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<Waiters>,
     made: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct Waiters {
     /// Number of threads that sleep until there is news. Without any, no thread is notified.
     sleepers: usize,
     watchers: Vec<Weak<dyn Wake>>,
@@ -138,7 +138,7 @@ impl Announcements {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
+    fn lock(&self) -> MutexGuard<'_, Waiters> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -464,7 +464,7 @@ pub struct OutOfLease {
 
 /// Bytes of an extent for a system call to read or write. Keeps them mapped.
 #[derive(Debug)]
-pub(crate) struct Span {
+pub(crate) struct ExtentSpan {
     lease: Arc<ExtentMemory>,
     address: *mut u8,
     len: usize,
@@ -637,7 +637,7 @@ impl ExtentMemory {
     )]
     pub(crate) fn register<T>(
         &self,
-        register: impl FnOnce(NonNull<[u8]>) -> io::Result<(T, Registration)>,
+        register: impl FnOnce(NonNull<[u8]>) -> io::Result<(T, MemoryRegistration)>,
     ) -> io::Result<T> {
         let map = self.memory.map()?;
         let first = NonNull::new(map.as_mut_ptr()).expect("a mapping is not at address 0");
@@ -652,7 +652,7 @@ impl ExtentMemory {
         Ok(told)
     }
 
-    fn registration(&self) -> std::sync::MutexGuard<'_, Option<Registration>> {
+    fn registration(&self) -> std::sync::MutexGuard<'_, Option<MemoryRegistration>> {
         self.registration
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -781,9 +781,9 @@ impl ExtentMemory {
     }
 
     /// Returns checked bytes of the extent for a system call.
-    pub(crate) fn span(self: &Arc<Self>, offset: u64, len: u64) -> Result<Span, OutOfLease> {
+    pub(crate) fn span(self: &Arc<Self>, offset: u64, len: u64) -> Result<ExtentSpan, OutOfLease> {
         let address = self.address(offset, len)?;
-        Ok(Span {
+        Ok(ExtentSpan {
             lease: Arc::clone(self),
             address,
             len: len as usize,
@@ -900,7 +900,7 @@ impl Memory {
     }
 }
 
-impl Span {
+impl ExtentSpan {
     /// Returns the first byte's address; valid for as long as `self` and for `len` bytes.
     pub(crate) fn as_ptr(&self) -> *mut u8 {
         self.address

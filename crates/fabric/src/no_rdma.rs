@@ -33,10 +33,10 @@ pub(crate) const ASK_AGAIN: Duration = Duration::ZERO;
 pub(crate) enum RdmaStream {}
 
 #[derive(Debug)]
-pub(crate) enum Listener {}
+pub(crate) enum RdmaListener {}
 
 #[derive(Debug)]
-pub(crate) enum Call {}
+pub(crate) enum ConnectionRequest {}
 
 pub(crate) type AdmitData<'a> = dyn Fn(SessionId, &Secret, u64) -> Result<(), Refusal> + 'a;
 
@@ -159,7 +159,7 @@ impl AsFd for RdmaStream {
     }
 }
 
-impl Listener {
+impl RdmaListener {
     pub(crate) fn bind(endpoint: &Endpoint) -> Result<Self, BindError> {
         Err(BindError::NoRdma {
             endpoint: endpoint.to_string(),
@@ -175,13 +175,13 @@ impl Listener {
         match *self {}
     }
 
-    pub(crate) fn accept(&self) -> io::Result<Option<Call>> {
+    pub(crate) fn accept(&self) -> io::Result<Option<ConnectionRequest>> {
         match *self {}
     }
 
     pub(crate) fn answer(
         &self,
-        _call: Call,
+        _call: ConnectionRequest,
         _hears: bool,
         _admit: &AdmitData<'_>,
     ) -> Option<RdmaStream> {
@@ -189,13 +189,13 @@ impl Listener {
     }
 }
 
-impl Call {
+impl ConnectionRequest {
     pub(crate) fn peer(&self) -> &Peer {
         match *self {}
     }
 }
 
-impl AsFd for Listener {
+impl AsFd for RdmaListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match *self {}
     }

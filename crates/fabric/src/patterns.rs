@@ -6,10 +6,12 @@
 //!
 //! - [`CompletionEngine`]: waits for the operations of one channel or of many, by polling, by
 //!   events, or by whichever has paid off lately.
-//! - [`RingSender`], [`RingReceiver`], [`Inbox`]: messages that senders WRITE into the receiver's
-//!   memory without waiting for it.
+//! - [`RingSender`], [`RingReceiver`], [`RingInbox`]: messages that senders WRITE into the
+//!   receiver's memory without waiting for it.
 
 pub use crate::{
-    engine::{CompletionEngine, Source, Waiter, Waiting, sleep},
-    ring::{Inbox, Landing, Notifier, RingError, RingPlace, RingReceiver, RingSender, SendError},
+    engine::{CompletionEngine, Source, WaitMode, Waiter, sleep},
+    ring::{
+        Notifier, RingError, RingInbox, RingMemory, RingPlace, RingReceiver, RingSender, SendError,
+    },
 };

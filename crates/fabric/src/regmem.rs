@@ -66,5 +66,5 @@ pub use self::{
     buffer::RegBuf,
     error::RegError,
     pool::{MAX_BUF_BYTES, RegPool, RegPoolOptions, RegPoolStats},
-    registrar::{Access, DomainId, Keys, NullRegistrar, Registrar, Registration},
+    registrar::{Access, DomainId, Keys, MemoryRegistration, NullRegistrar, Registrar},
 };

@@ -44,28 +44,28 @@ pub(crate) fn resolve(host: &str, port: u16, until: Instant) -> io::Result<Vec<S
 /// Questions that were asked and not answered yet, each on one thread. A caller that asks the same
 /// meanwhile waits for the same answer.
 struct Resolver {
-    asked: Mutex<Asked>,
+    asked: Mutex<PendingLookups>,
     hangs: Duration,
 }
 
-struct Asked {
+struct PendingLookups {
     /// Process whose threads ask.
     process: u32,
     questions: BTreeMap<String, Arc<Question>>,
 }
 
 /// Addresses, or an error as its kind and its text, so that every waiting caller gets it.
-type Answer = Result<Vec<SocketAddr>, (io::ErrorKind, String)>;
+type LookupResult = Result<Vec<SocketAddr>, (io::ErrorKind, String)>;
 
 struct Question {
     asked: Instant,
-    answer: Mutex<Option<Answer>>,
+    answer: Mutex<Option<LookupResult>>,
     answered: Condvar,
 }
 
 impl Resolver {
     const fn new(hangs: Duration) -> Self {
-        let asked = Asked {
+        let asked = PendingLookups {
             process: 0,
             questions: BTreeMap::new(),
         };

@@ -33,7 +33,7 @@ pub(crate) use self::layout::STREAM_MESSAGE_BYTES;
 pub(crate) use self::layout::sealed;
 pub use self::{
     board::Board,
-    layout::{Landing, Notifier, RingError, RingPlace},
-    receiver::{Inbox, RingReceiver},
+    layout::{Notifier, RingError, RingMemory, RingPlace},
+    receiver::{RingInbox, RingReceiver},
     sender::{RingSender, SendError},
 };

@@ -40,7 +40,7 @@ use memmap2::{MmapOptions, MmapRaw};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 
 use crate::{
-    Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
+    Buf, Busy, Channel, ChannelError, Completion, Op, PollInterest, Verb,
     attachment::Attachment,
     channel::{check_len, is_aligned, refused},
     log::later,
@@ -67,7 +67,7 @@ const NO_PANIC: &str = "nothing panics under this lock";
 
 /// An extent in this process.
 #[derive(Debug)]
-pub(crate) struct Mapped {
+pub(crate) struct MappedExtent {
     id: ExtentId,
     bytes: u64,
     /// Mapping of the extent's bytes, and of its marks if it is paged.
@@ -85,7 +85,7 @@ pub(crate) struct Mapped {
 /// The extents of one session. Channels keep copies, so that its lock is not on the data path. The
 /// lock is the standard library's, which never allocates: a signal handler may look an extent up.
 #[derive(Debug, Default)]
-pub(crate) struct Directory(RwLock<HashMap<ExtentId, Arc<Mapped>>>);
+pub(crate) struct Directory(RwLock<HashMap<ExtentId, Arc<MappedExtent>>>);
 
 impl Directory {
     /// Maps a lease that the server passed, and the words of its segments if it is paged.
@@ -119,7 +119,7 @@ impl Directory {
                 Some(map)
             }
         };
-        let mapped = Mapped {
+        let mapped = MappedExtent {
             id: lease.id,
             bytes: lease.bytes,
             map,
@@ -163,7 +163,7 @@ fn check(file: &File, bytes: u64) -> io::Result<()> {
     }
 }
 
-impl Mapped {
+impl MappedExtent {
     /// True if a READ can wait for the number at the extent's beginning.
     fn is_board(&self) -> bool {
         self.read_only && self.words.is_none() && self.bytes >= Board::NUMBER_BYTES as u64
@@ -243,7 +243,7 @@ pub(crate) struct ShmChannel<B> {
     attachment: Attachment,
     directory: Arc<Directory>,
     /// Extents found in [`Directory`] so far.
-    cache: HashMap<ExtentId, Arc<Mapped>>,
+    cache: HashMap<ExtentId, Arc<MappedExtent>>,
     ops: VecDeque<(Op<B>, Option<When>)>,
     /// Connection for operations that the server has to execute, if it lends more than its memory.
     asking: Option<TcpChannel<B>>,
@@ -405,7 +405,7 @@ impl<B: Buf> ShmChannel<B> {
         });
     }
 
-    fn mapped(&mut self, id: ExtentId) -> Option<&Mapped> {
+    fn mapped(&mut self, id: ExtentId) -> Option<&MappedExtent> {
         let cached = self
             .cache
             .get(&id)
@@ -466,15 +466,15 @@ impl<B: Buf> Channel<B> for ShmChannel<B> {
         self.ops.len() + asked
     }
 
-    fn wait(&self) -> Wait<'_> {
+    fn wait(&self) -> PollInterest<'_> {
         match &self.asking {
             Some(asking) if self.ops.is_empty() => asking.wait(),
-            _ => Wait {
+            _ => PollInterest {
                 until: self.ops.front().map(|(_, when)| match when {
                     None => Instant::now(),
                     Some(_) => Instant::now() + LOOK,
                 }),
-                ..Wait::default()
+                ..PollInterest::default()
             },
         }
     }
@@ -492,7 +492,7 @@ mod tests {
     struct Both {
         memory: Arc<ExtentMemory>,
         words: SegmentWords,
-        mapped: Arc<Mapped>,
+        mapped: Arc<MappedExtent>,
     }
 
     /// Makes a paged extent, at the server and at a client.

@@ -22,11 +22,13 @@ use farpage_wire::{
 use parking_lot::Mutex;
 
 use crate::{
-    Buf, Busy, Channel, ChannelError, Completion, ConnectError, Op, Verb, Wait,
+    Buf, Busy, Channel, ChannelError, Completion, ConnectError, Op, PollInterest, Verb,
     attachment::{Death, KeepAlive},
     channel::{check_len, refused},
-    errors::CallError,
-    host::{Admission, Asker, Host, Opened, Peer, Reading, Transport, VersionRead, Versions},
+    errors::RequestError,
+    host::{
+        Admission, Asker, Host, OpenedRegion, OpenedVersion, Peer, Transport, VersionRead, Versions,
+    },
     memory::ExtentMemory,
     server::answer,
 };
@@ -194,17 +196,17 @@ impl SimSession {
         }
     }
 
-    pub(crate) fn call(&self, request: Request) -> Result<Response, CallError> {
+    pub(crate) fn call(&self, request: Request) -> Result<Response, RequestError> {
         if let Some(reason) = self.server.death.reason() {
-            return Err(CallError::NotAsked(reason));
+            return Err(RequestError::NotAsked(reason));
         }
         let is_lost = matches!(request, Request::Publish { .. })
             && self.server.lose_answer.swap(false, Ordering::Relaxed);
         match answer(&*self.server.host, self.id, request) {
-            Ok(_) if is_lost => Err(CallError::Disconnected("the answer was lost".to_owned())),
-            Ok((Response::Refused(refusal), _)) => Err(CallError::Refused(refusal)),
+            Ok(_) if is_lost => Err(RequestError::Disconnected("the answer was lost".to_owned())),
+            Ok((Response::Refused(refusal), _)) => Err(RequestError::Refused(refusal)),
             Ok((response, _)) => Ok(response),
-            Err(violation) => Err(CallError::Disconnected(violation)),
+            Err(violation) => Err(RequestError::Disconnected(violation)),
         }
     }
 
@@ -352,11 +354,11 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
         self.flying.len()
     }
 
-    fn wait(&self) -> Wait<'_> {
+    fn wait(&self) -> PollInterest<'_> {
         // A step passes with every poll, so there is nothing to sleep for.
-        Wait {
+        PollInterest {
             until: (!self.flying.is_empty()).then(Instant::now),
-            ..Wait::default()
+            ..PollInterest::default()
         }
     }
 }
@@ -779,7 +781,7 @@ impl Host for SimHost {
         session: SessionId,
         name: &str,
         _serial: Option<u64>,
-    ) -> Result<Opened, Refusal> {
+    ) -> Result<OpenedRegion, Refusal> {
         let mut state = self.state.lock();
         state.known(session)?;
         let named = state.names.get(name).ok_or(Refusal::NotFound)?;
@@ -800,7 +802,7 @@ impl Host for SimHost {
             extent.memory = extent.memory.lease_anew();
             extents.push(Arc::clone(&extent.memory));
         }
-        Ok(Opened {
+        Ok(OpenedRegion {
             manifest: Arc::new(manifest),
             extents,
             versions: state.versions(name),
@@ -812,7 +814,7 @@ impl Host for SimHost {
         session: SessionId,
         name: &str,
         _serial: Option<u64>,
-    ) -> Result<Reading, Refusal> {
+    ) -> Result<OpenedVersion, Refusal> {
         let mut state = self.state.lock();
         state.known(session)?;
         let named = state.names.get(name).ok_or(Refusal::NotFound)?;
@@ -836,7 +838,7 @@ impl Host for SimHost {
             };
             state.views.insert(id, view);
         }
-        Ok(Reading {
+        Ok(OpenedVersion {
             manifest: Arc::new(manifest),
             extents,
         })

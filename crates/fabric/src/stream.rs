@@ -1,10 +1,10 @@
-//! [`Stream`]: a connected socket, Unix or TCP, or a control connection over RDMA; every wait has
-//! an end.
+//! [`PeerStream`]: a connected socket, Unix or TCP, or a control connection over RDMA; every wait
+//! has an end.
 //!
 //! The rule it keeps: a call says itself whether it may block. Each call that may block takes the
-//! time at which it gives up, or was [told](Stream::let_wait) how long it may wait. The meaning of
-//! the bytes is left to the callers, except for the hello and the control frames, which both sides
-//! share.
+//! time at which it gives up, or was [told](PeerStream::let_wait) how long it may wait. The meaning
+//! of the bytes is left to the callers, except for the hello and the control frames, which both
+//! sides share.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -65,7 +65,7 @@ const PIECE: Duration = Duration::from_secs(5);
 
 /// A connected socket, or an RDMA control connection.
 #[derive(Debug)]
-pub(crate) enum Stream {
+pub(crate) enum PeerStream {
     Unix(UnixStream),
     Tcp(TcpStream),
     Rdma(Box<RdmaStream>),
@@ -89,7 +89,7 @@ impl From<io::Error> for ReceiveError {
     }
 }
 
-impl Stream {
+impl PeerStream {
     pub(crate) fn connect(endpoint: &Endpoint, until: Instant) -> io::Result<Self> {
         match endpoint {
             Endpoint::Shm(path) => connect_unix(path, until).map(Self::Unix),
@@ -191,7 +191,7 @@ impl Stream {
         if let Self::Rdma(stream) = self {
             return gather(bufs.iter_mut(), |buf| stream.read(buf));
         }
-        let mut message = Message::new(bufs.as_mut_ptr().cast(), bufs.len());
+        let mut message = SocketMessage::new(bufs.as_mut_ptr().cast(), bufs.len());
         // SAFETY:
         // - `IoSliceMut` has the layout of `iovec`, guaranteed by std on Unix;
         // - the slices are exclusive and outlive the call.
@@ -210,7 +210,7 @@ impl Stream {
         if let Self::Rdma(stream) = self {
             return gather(bufs.iter(), |buf| stream.write(buf));
         }
-        let mut message = Message::new(bufs.as_ptr().cast_mut().cast(), bufs.len());
+        let mut message = SocketMessage::new(bufs.as_ptr().cast_mut().cast(), bufs.len());
         // SAFETY:
         // - `IoSlice` has the layout of `iovec`, guaranteed by std on Unix;
         // - the slices outlive the call, which only reads them.
@@ -230,7 +230,7 @@ impl Stream {
     /// # Safety
     /// The message's vectors point to memory that can be read, and to which no reference exists
     /// that is written through.
-    pub(crate) unsafe fn send_message(&self, message: &mut Message) -> io::Result<usize> {
+    pub(crate) unsafe fn send_message(&self, message: &mut SocketMessage) -> io::Result<usize> {
         if let Self::Rdma(stream) = self {
             let vectors = message.vectors();
             return gather(vectors.iter(), |vector| {
@@ -252,7 +252,7 @@ impl Stream {
     ///
     /// # Safety
     /// The message's vectors point to memory that can be written, and to which no reference exists.
-    pub(crate) unsafe fn receive_message(&self, message: &mut Message) -> io::Result<usize> {
+    pub(crate) unsafe fn receive_message(&self, message: &mut SocketMessage) -> io::Result<usize> {
         if let Self::Rdma(stream) = self {
             let vectors = message.vectors();
             return gather(vectors.iter(), |vector| {
@@ -274,7 +274,11 @@ impl Stream {
     ///
     /// # Safety
     /// The same as of [`receive_message`](Self::receive_message).
-    unsafe fn receive_vectors(&self, message: &mut Message, waits: bool) -> io::Result<usize> {
+    unsafe fn receive_vectors(
+        &self,
+        message: &mut SocketMessage,
+        waits: bool,
+    ) -> io::Result<usize> {
         let flags = if waits { 0 } else { libc::MSG_DONTWAIT };
         // SAFETY: promised by the caller.
         let received = unsafe { libc::recvmsg(self.as_raw_fd(), message.get(), flags) };
@@ -507,8 +511,8 @@ pub(crate) struct PeerProcess(OwnedFd);
 
 impl PeerProcess {
     /// Returns the peer of `stream`; `None` if it is this process, or cannot be seen from here.
-    pub(crate) fn of(stream: &Stream) -> Option<Self> {
-        let Stream::Unix(socket) = stream else {
+    pub(crate) fn of(stream: &PeerStream) -> Option<Self> {
+        let PeerStream::Unix(socket) = stream else {
             return None;
         };
         let pid = getsockopt(socket, sockopt::PeerCredentials).ok()?.pid();
@@ -533,7 +537,7 @@ impl PeerProcess {
     }
 }
 
-impl AsFd for Stream {
+impl AsFd for PeerStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Unix(socket) => socket.as_fd(),
@@ -543,7 +547,7 @@ impl AsFd for Stream {
     }
 }
 
-impl AsRawFd for Stream {
+impl AsRawFd for PeerStream {
     fn as_raw_fd(&self) -> RawFd {
         self.as_fd().as_raw_fd()
     }
@@ -597,9 +601,9 @@ impl PartBytes for &libc::iovec {
 
 /// A `msghdr` with nothing but its vectors: `writev` would raise SIGPIPE in a program that has not
 /// masked it.
-pub(crate) struct Message(libc::msghdr);
+pub(crate) struct SocketMessage(libc::msghdr);
 
-impl Message {
+impl SocketMessage {
     pub(crate) fn new(vectors: *mut libc::iovec, count: usize) -> Self {
         // SAFETY: a `msghdr` is plain data, and all zeros is one without name, vectors and control
         // data.

@@ -23,11 +23,11 @@ use farpage_wire::data::{
 };
 
 use crate::{
-    Buf, Busy, Channel, ChannelError, Completion, Op, Since, Verb, Wait,
+    Buf, Busy, Channel, ChannelError, Completion, Op, PollInterest, Since, Verb,
     attachment::Attachment,
     channel::{check_len, refused},
     nonblocking::{describe, retry},
-    stream::Stream,
+    stream::PeerStream,
 };
 
 /// Upper bound of operations in flight.
@@ -41,12 +41,12 @@ const BATCH_BYTES: usize = 1 << 20;
 /// A channel over one TCP or Unix connection.
 pub(crate) struct TcpChannel<B> {
     attachment: Attachment,
-    stream: Stream,
+    stream: PeerStream,
     /// Time of the last arrival from the server.
     heard: Since,
     /// Error of a dead channel, with which every operation ends. Set once.
     dead: Option<ChannelError>,
-    ops: VecDeque<Flying<B>>,
+    ops: VecDeque<QueuedOp<B>>,
     /// Number of `ops` that are on the wire.
     sent: usize,
     /// Number of `ops` behind the sent ones that make up the batch that is being sent.
@@ -63,7 +63,7 @@ pub(crate) struct TcpChannel<B> {
     sequence: u32,
 }
 
-struct Flying<B> {
+struct QueuedOp<B> {
     op: Op<B>,
     sequence: u32,
     posted: Since,
@@ -107,14 +107,14 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
         self.ops.len()
     }
 
-    fn wait(&self) -> Wait<'_> {
+    fn wait(&self) -> PollInterest<'_> {
         match self.ops.front() {
-            None => Wait::default(),
-            Some(_) if self.dead.is_some() => Wait {
+            None => PollInterest::default(),
+            Some(_) if self.dead.is_some() => PollInterest {
                 until: Some(Instant::now()),
-                ..Wait::default()
+                ..PollInterest::default()
             },
-            Some(oldest) => Wait {
+            Some(oldest) => PollInterest {
                 fd: Some(self.stream.as_fd()),
                 readable: true,
                 writable: self.sent < self.ops.len(),
@@ -133,7 +133,7 @@ impl<B> AsFd for TcpChannel<B> {
 
 impl<B: Buf> TcpChannel<B> {
     /// Makes a channel over `stream`, which has been attached to the session.
-    pub(crate) fn new(attachment: Attachment, stream: Stream) -> Self {
+    pub(crate) fn new(attachment: Attachment, stream: PeerStream) -> Self {
         Self {
             attachment,
             stream,
@@ -160,7 +160,7 @@ impl<B: Buf> TcpChannel<B> {
             (_, Some(condition)) => condition.encode(),
             (Verb::Read | Verb::Write, None) => [0; OPERAND_BYTES],
         };
-        let flying = Flying {
+        let flying = QueuedOp {
             op,
             condition,
             operands,
@@ -212,7 +212,7 @@ impl<B: Buf> TcpChannel<B> {
             let mut total_bytes = 0;
             let mut count = 0;
             let batch = self.ops.range(self.sent..self.sent + self.batch);
-            let payloads = batch.map(Flying::payload);
+            let payloads = batch.map(QueuedOp::payload);
             for bytes in std::iter::once(&self.headers[..]).chain(payloads) {
                 let skip = self
                     .batch_sent_bytes
@@ -243,7 +243,7 @@ impl<B: Buf> TcpChannel<B> {
     fn form_batch(&mut self) {
         let waiting = self.ops.range(self.sent..);
         let mut payload_bytes = 0;
-        let fits = |flying: &&Flying<B>| {
+        let fits = |flying: &&QueuedOp<B>| {
             let fits = payload_bytes < BATCH_BYTES;
             payload_bytes += flying.payload().len();
             fits
@@ -416,7 +416,7 @@ impl<B: Buf> TcpChannel<B> {
 }
 
 /// Returns the places of the answers of the oldest `sent` operations, each with its payload's.
-fn places<B: Buf>(ops: &mut VecDeque<Flying<B>>, sent: usize) -> impl Iterator<Item = &mut [u8]> {
+fn places<B: Buf>(ops: &mut VecDeque<QueuedOp<B>>, sent: usize) -> impl Iterator<Item = &mut [u8]> {
     ops.range_mut(..sent).flat_map(|flying| {
         let payload: &mut [u8] = match flying.op.verb.fetches() {
             true => &mut flying.op.buf.as_mut()[..flying.op.len as usize],
@@ -426,7 +426,7 @@ fn places<B: Buf>(ops: &mut VecDeque<Flying<B>>, sent: usize) -> impl Iterator<I
     })
 }
 
-impl<B: Buf> Flying<B> {
+impl<B: Buf> QueuedOp<B> {
     /// Returns the bytes that travel behind the headers.
     fn payload(&self) -> &[u8] {
         match self.op.verb {

@@ -13,14 +13,14 @@ use std::{
 };
 
 use farpage_fabric::{
-    Channel, ChannelError, Completion, Endpoint, Extent, Op, OpenError, Secret, Session,
+    Channel, ChannelError, Completion, Endpoint, Extent, Op, OpenNameError, Secret, Session,
     SessionOptions, Verb,
     areas::{Areas, Presence},
     conformance,
     host::{Host, Origin, Transport},
     patterns::{RingPlace, RingReceiver, RingSender},
     regmem::{RegPool, RegPoolOptions},
-    server::Serving,
+    server::ServerThread,
     sim::{SimConfig, SimServer},
 };
 
@@ -34,12 +34,12 @@ fn options(folder: &Path) -> SessionOptions {
     }
 }
 
-fn on_real_fabrics(test: impl Fn(&Arc<Areas>, &Serving, &SessionOptions)) {
+fn on_real_fabrics(test: impl Fn(&Arc<Areas>, &ServerThread, &SessionOptions)) {
     let folder = tempfile::tempdir().unwrap();
     let shm = Endpoint::Shm(folder.path().join("socket"));
     for endpoint in [shm, "tcp://127.0.0.1:0".parse().unwrap()] {
         let areas = Areas::new(LEASE);
-        let serving = Serving::start(&endpoint, Arc::clone(&areas) as _).unwrap();
+        let serving = ServerThread::start(&endpoint, Arc::clone(&areas) as _).unwrap();
         test(&areas, &serving, &options(folder.path()));
     }
 }
@@ -114,7 +114,10 @@ fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
         let (holder, thief) = (connect(), connect());
         let mine = holder.open("mine").unwrap().extents[0];
         // 1. The thief gets no area of another, neither by its name nor by its number.
-        assert!(matches!(thief.open("mine"), Err(OpenError::InUse { .. })));
+        assert!(matches!(
+            thief.open("mine"),
+            Err(OpenNameError::InUse { .. })
+        ));
         let other = thief.open("other").unwrap().extents[0];
         for (extent, offset) in [(mine, 0), (other, 4089), (other, u64::MAX)] {
             let refused = write(&thief, extent, offset);
@@ -124,7 +127,7 @@ fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
         // 2. It gets nothing that was not offered.
         assert!(matches!(
             thief.open("absent"),
-            Err(OpenError::NotFound { .. })
+            Err(OpenNameError::NotFound { .. })
         ));
         assert!(thief.grant(4096).is_err() && thief.grant_for_atomics(4096).is_err());
         assert!(thief.claim("name", false).is_err() && thief.remove("mine").is_err());
@@ -138,7 +141,7 @@ fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
         });
         assert!(matches!(
             thief.open("mine"),
-            Err(OpenError::NotFound { .. })
+            Err(OpenNameError::NotFound { .. })
         ));
         let _landing = areas.offer("mine", 64).unwrap();
         assert_eq!(thief.open("mine").unwrap().extents[0].bytes, 64);
@@ -149,7 +152,7 @@ fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
         assert!(refused.is_err());
         assert!(matches!(
             thief.open("other"),
-            Err(OpenError::NotFound { .. })
+            Err(OpenNameError::NotFound { .. })
         ));
     });
 }
@@ -180,7 +183,7 @@ fn a_board_is_read_by_many_and_written_by_none_over_rdma() {
     let folder = tempfile::tempdir().unwrap();
     let areas = Areas::new(LEASE);
     let endpoint = format!("rdma://{host}:0").parse().unwrap();
-    let serving = Serving::start(&endpoint, Arc::clone(&areas) as _).unwrap();
+    let serving = ServerThread::start(&endpoint, Arc::clone(&areas) as _).unwrap();
     let options = options(folder.path());
     let connect = || Session::connect(serving.endpoint(), &options).unwrap();
     conformance::check_boards(&areas, &connect);
@@ -297,7 +300,7 @@ fn peers_whose_small_batches_are_served_together_do_not_harm_one_another() {
     let folder = tempfile::tempdir().unwrap();
     let areas = Areas::new(PATIENCE);
     let endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let serving = Serving::start(&endpoint, Arc::clone(&areas) as _).unwrap();
+    let serving = ServerThread::start(&endpoint, Arc::clone(&areas) as _).unwrap();
     let board = areas.show("board", AREA_BYTES as u64).unwrap();
     let options = options(folder.path());
     let options = SessionOptions {

@@ -10,7 +10,7 @@ use std::{
 use farpage_fabric::{
     Atomic, Busy, Channel, Completion, Endpoint, ExtentId, Op, Session, SessionOptions, Verb,
     memory::ExtentMemory,
-    server::Serving,
+    server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
 
@@ -26,7 +26,7 @@ fn with_server(
         deadline: Duration::from_secs(5),
         ..SessionOptions::default()
     };
-    let serving = Serving::start(endpoint, Arc::clone(&host) as _).expect("a free endpoint");
+    let serving = ServerThread::start(endpoint, Arc::clone(&host) as _).expect("a free endpoint");
     let endpoint = serving.endpoint().clone();
     let serving = Mutex::new(serving);
     let end = || {

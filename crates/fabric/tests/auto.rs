@@ -12,7 +12,7 @@ use std::{
 
 use farpage_fabric::{
     ConnectError, Endpoint, Session, SessionOptions, rdma_devices,
-    server::{Listener, Serving, SocketAccess},
+    server::{Listener, ServerThread, SocketAccess},
     sim::SimHost,
 };
 
@@ -74,7 +74,7 @@ impl Write for Log {
 /// endpoint.
 fn auto(at: &Endpoint) -> (Arc<Session>, String, Endpoint) {
     let host = Arc::new(SimHost::new(1 << 20));
-    let mut server = Serving::start(at, host).expect("a free port");
+    let mut server = ServerThread::start(at, host).expect("a free port");
     let served = server.endpoint().clone();
     let (Endpoint::Tcp { host, port } | Endpoint::Rdma { host, port }) = served.clone() else {
         panic!("{served} has no port");

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use farpage_fabric::{
     Endpoint, Link, Session, SessionOptions,
     conformance::{self, Fabric, NEEDED_BYTES},
-    server::Serving,
+    server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
 
@@ -18,7 +18,7 @@ fn options() -> SessionOptions {
 
 fn check(endpoint: &Endpoint, options: SessionOptions) {
     let host = Arc::new(SimHost::new(NEEDED_BYTES));
-    let mut server = Serving::start(endpoint, host).expect("a free endpoint");
+    let mut server = ServerThread::start(endpoint, host).expect("a free endpoint");
     let endpoint = server.endpoint().clone();
     let connect = || Session::connect(&endpoint, &options).expect("a live server");
     conformance::check(Fabric {

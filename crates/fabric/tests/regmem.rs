@@ -17,8 +17,8 @@ use std::{
 use farpage_fabric::{
     Buf, Op, SessionOptions, Verb,
     regmem::{
-        Access, DomainId, Keys, NullRegistrar, RegBuf, RegError, RegPool, RegPoolOptions,
-        Registrar, Registration,
+        Access, DomainId, Keys, MemoryRegistration, NullRegistrar, RegBuf, RegError, RegPool,
+        RegPoolOptions, Registrar,
     },
     sim::{SimConfig, SimServer},
 };
@@ -79,7 +79,11 @@ impl Registrar for Recorder {
         self.domain
     }
 
-    unsafe fn register(&self, memory: NonNull<[u8]>, _access: Access) -> io::Result<Registration> {
+    unsafe fn register(
+        &self,
+        memory: NonNull<[u8]>,
+        _access: Access,
+    ) -> io::Result<MemoryRegistration> {
         if let Some(errno) = self.fails_with {
             return Err(io::Error::from_raw_os_error(errno));
         }
@@ -91,7 +95,7 @@ impl Registrar for Recorder {
             lkey: key,
             rkey: key,
         };
-        Ok(Registration::new(keys, Guard { at, live }))
+        Ok(MemoryRegistration::new(keys, Guard { at, live }))
     }
 }
 

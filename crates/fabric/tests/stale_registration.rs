@@ -22,7 +22,7 @@ use std::{
 };
 
 use farpage_fabric::regmem::{
-    Access, DomainId, Keys, RegBuf, RegPool, RegPoolOptions, Registrar, Registration,
+    Access, DomainId, Keys, MemoryRegistration, RegBuf, RegPool, RegPoolOptions, Registrar,
 };
 use nix::sys::{
     memfd::{MFdFlags, memfd_create},
@@ -119,7 +119,11 @@ impl Registrar for Machine {
         self.domain
     }
 
-    unsafe fn register(&self, memory: NonNull<[u8]>, _access: Access) -> io::Result<Registration> {
+    unsafe fn register(
+        &self,
+        memory: NonNull<[u8]>,
+        _access: Access,
+    ) -> io::Result<MemoryRegistration> {
         let at = memory.as_ptr().cast::<u8>() as usize;
         let mapped = self
             .mapped
@@ -136,7 +140,7 @@ impl Registrar for Machine {
             lkey: key,
             rkey: key,
         };
-        Ok(Registration::new(keys, ()))
+        Ok(MemoryRegistration::new(keys, ()))
     }
 }
 
@@ -167,7 +171,7 @@ impl Drop for Page {
 /// A cache that farpage does not have: registrations by address, kept when the memory is freed.
 struct ByAddress {
     machine: Arc<Machine>,
-    known: HashMap<usize, Registration>,
+    known: HashMap<usize, MemoryRegistration>,
 }
 
 impl ByAddress {
@@ -248,7 +252,7 @@ mod rdma {
     };
 
     use farpage_fabric::{
-        Channel, ExtentId, Op, Session, SessionOptions, Verb, server::Serving, sim::SimHost,
+        Channel, ExtentId, Op, Session, SessionOptions, Verb, server::ServerThread, sim::SimHost,
     };
 
     use super::*;
@@ -286,7 +290,7 @@ mod rdma {
     #[derive(Debug)]
     struct ByAddress {
         adapter: Arc<dyn Registrar>,
-        known: Mutex<HashMap<usize, Registration>>,
+        known: Mutex<HashMap<usize, MemoryRegistration>>,
     }
 
     impl Registrar for ByAddress {
@@ -298,7 +302,7 @@ mod rdma {
             &self,
             memory: NonNull<[u8]>,
             access: Access,
-        ) -> io::Result<Registration> {
+        ) -> io::Result<MemoryRegistration> {
             let mut known = self.known.lock().unwrap();
             let registration = match known.entry(memory.as_ptr().cast::<u8>() as usize) {
                 Entry::Occupied(known) => known.into_mut(),
@@ -306,7 +310,7 @@ mod rdma {
                 // knows, so that nothing else is harmed.
                 Entry::Vacant(new) => new.insert(unsafe { self.adapter.register(memory, access) }?),
             };
-            Ok(Registration::new(registration.keys(), ()))
+            Ok(MemoryRegistration::new(registration.keys(), ()))
         }
     }
 
@@ -347,7 +351,7 @@ mod rdma {
         };
         let endpoint = format!("rdma://{host}:0").parse().unwrap();
         let host = Arc::new(SimHost::new(1 << 20));
-        let mut server = Serving::start(&endpoint, Arc::clone(&host) as _).unwrap();
+        let mut server = ServerThread::start(&endpoint, Arc::clone(&host) as _).unwrap();
         let options = SessionOptions {
             deadline: Duration::from_secs(5),
             ..SessionOptions::default()

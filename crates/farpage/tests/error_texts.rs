@@ -11,8 +11,8 @@ use std::{error::Error, io, path::PathBuf, sync::Arc, time::Duration};
 use common::{Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page};
 use farpage::{BuildError, Codec, RegionOptions, Runtime, error as errors};
 use farpage_fabric::{
-    AllocError, ChannelError, ConnectError, ControlError, OpenError, PublishError, key::KeyError,
-    patterns::SendError, regmem::RegError, server::BindError,
+    AllocError, ChannelError, ConnectError, ControlError, OpenNameError, PublishError,
+    key::KeyError, patterns::SendError, regmem::RegError, server::BindError,
 };
 use farpage_memserver::{StartError as ServerError, config::ConfigError};
 use farpage_pager::{FlushError, MapError, PageError, PinError, StartError};
@@ -79,7 +79,7 @@ fn publish() -> PublishError {
     control().into()
 }
 
-fn open() -> OpenError {
+fn open() -> OpenNameError {
     control().into()
 }
 

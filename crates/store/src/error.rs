@@ -315,7 +315,7 @@ pub enum OpenStoreError {
         /// The name.
         name: String,
         /// The server's answer.
-        r#source: farpage_fabric::OpenError,
+        r#source: farpage_fabric::OpenNameError,
     },
     /// The cluster has the region open.
     #[error("region `{name}` is open in this program already: close it first")]

@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use farpage_fabric::{ControlError, OpenError, PublishError, Session, log::later};
+use farpage_fabric::{ControlError, OpenNameError, PublishError, Session, log::later};
 use parking_lot::Mutex;
 
 use crate::{Cluster, CreateError};
@@ -147,7 +147,7 @@ pub enum NamesError {
         /// The name.
         name: String,
         /// The server's answer.
-        r#source: OpenError,
+        r#source: OpenNameError,
     },
     /// A server did not tell its names.
     #[error(transparent)]
@@ -201,8 +201,8 @@ impl Cluster {
         for session in self.sessions() {
             match session.remove(name) {
                 Ok(()) => found = true,
-                Err(OpenError::NotFound { .. }) => {}
-                Err(OpenError::InUse { endpoint, name }) => {
+                Err(OpenNameError::NotFound { .. }) => {}
+                Err(OpenNameError::InUse { endpoint, name }) => {
                     return Err(NamesError::InUse { name, endpoint });
                 }
                 Err(source) => {

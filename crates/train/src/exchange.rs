@@ -20,7 +20,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    Busy, Channel, ChannelError, Completion, Op, Wait,
+    Busy, Channel, ChannelError, Completion, Op, PollInterest,
     areas::{Areas, Presence},
     patterns::{RingError, RingReceiver, RingSender, SendError},
     regmem::RegBuf,
@@ -191,7 +191,7 @@ impl Channel<RegBuf> for Counted {
         self.channel.in_flight()
     }
 
-    fn wait(&self) -> Wait<'_> {
+    fn wait(&self) -> PollInterest<'_> {
         self.channel.wait()
     }
 }

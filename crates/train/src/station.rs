@@ -15,11 +15,11 @@ use std::{
 };
 
 use farpage_fabric::{
-    ConnectError, Endpoint, ExtentId, OpenError, Session, SessionOptions,
+    ConnectError, Endpoint, ExtentId, OpenNameError, Session, SessionOptions,
     areas::{Areas, OfferError, Presence},
     patterns::{RingPlace, RingReceiver, RingSender},
     regmem::{RegPool, RegPoolOptions},
-    server::{BindError, Serving},
+    server::{BindError, ServerThread},
     sim::{SimConfig, SimServer},
 };
 
@@ -112,13 +112,13 @@ pub enum JoinError {
         /// Rank that was asked.
         at: usize,
         /// The answer.
-        r#source: OpenError,
+        r#source: OpenNameError,
     },
 }
 
 /// Server of areas.
 pub(crate) enum Home {
-    Fabric(Serving),
+    Fabric(ServerThread),
     Simulated(Arc<SimServer>),
 }
 
@@ -130,7 +130,7 @@ impl Home {
             Endpoint::Sim(seed) => {
                 Self::Simulated(SimServer::with_host(SimConfig::new(*seed), host))
             }
-            endpoint => Self::Fabric(Serving::start(endpoint, host)?),
+            endpoint => Self::Fabric(ServerThread::start(endpoint, host)?),
         })
     }
 

@@ -7,7 +7,9 @@ use std::{collections::HashSet, sync::Arc, time::Instant};
 
 use farpage_fabric::{
     Limit,
-    host::{Admission, Asker, Host, Opened, Peer, Reading, Refusal, Transport, Versions},
+    host::{
+        Admission, Asker, Host, OpenedRegion, OpenedVersion, Peer, Refusal, Transport, Versions,
+    },
     log::later,
     memory::{ExtentFile, ExtentMemory},
 };
@@ -320,7 +322,12 @@ impl Host for State {
         Ok(versions)
     }
 
-    fn open(&self, session: SessionId, name: &str, serial: Option<u64>) -> Result<Opened, Refusal> {
+    fn open(
+        &self,
+        session: SessionId,
+        name: &str,
+        serial: Option<u64>,
+    ) -> Result<OpenedRegion, Refusal> {
         let ledger = self.ledger.lock();
         let id = ledger.name_of(session, name)?;
         if ledger.given(session, serial) == Some(Given::Name(id.clone()))
@@ -388,7 +395,7 @@ impl Host for State {
         session: SessionId,
         name: &str,
         serial: Option<u64>,
-    ) -> Result<Reading, Refusal> {
+    ) -> Result<OpenedVersion, Refusal> {
         self.begin_reading(session, name, serial)
     }
 

@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use farpage_fabric::host::{Asker, Opened, Origin, Refusal, Versions};
+use farpage_fabric::host::{Asker, OpenedRegion, Origin, Refusal, Versions};
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER};
 
 use super::{
@@ -151,11 +151,11 @@ impl Ledger {
     }
 
     /// Returns the extents of a name that `session` has open.
-    pub(super) fn opened(&self, session: SessionId, id: &NameId) -> Option<Opened> {
+    pub(super) fn opened(&self, session: SessionId, id: &NameId) -> Option<OpenedRegion> {
         let record = self.names.get(id)?;
         let is_whole = |id| self.extents[id].lessee == Some(session);
         let is_open = record.holder == Some(session) && record.extents.iter().all(is_whole);
-        is_open.then(|| Opened {
+        is_open.then(|| OpenedRegion {
             // The manifest is not copied: others wait for the ledger.
             manifest: record.manifest.clone().unwrap_or_default(),
             extents: (record.extents.iter())

@@ -14,7 +14,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    host::{Origin, Reading, VersionRead},
+    host::{OpenedVersion, Origin, VersionRead},
     memory::ExtentMemory,
 };
 use farpage_wire::ExtentId;
@@ -141,14 +141,14 @@ impl Readings {
     }
 
     /// Returns the manifest and extents of a reading, if none of its views has ended.
-    pub(super) fn whole(&self, first: ExtentId) -> Option<Reading> {
+    pub(super) fn whole(&self, first: ExtentId) -> Option<OpenedVersion> {
         let version = self.views.get(&first)?.version;
         let mut views: Vec<_> = (self.views.iter())
             .filter(|(_, view)| view.reading == first)
             .collect();
         views.sort_by_key(|(id, _)| **id);
         let version = &self.versions[&version];
-        (views.len() == version.extents).then(|| Reading {
+        (views.len() == version.extents).then(|| OpenedVersion {
             manifest: Arc::clone(&version.manifest),
             extents: (views.iter())
                 .map(|(_, view)| (view.of, Arc::clone(&view.memory)))

@@ -11,7 +11,7 @@ use std::{os::unix::fs::FileExt, sync::Arc, thread, time::Duration};
 
 use farpage_fabric::{
     Limit,
-    host::{Asker, Host, Opened, Origin, Reading, Refusal, Transport},
+    host::{Asker, Host, OpenedRegion, OpenedVersion, Origin, Refusal, Transport},
     memory::ExtentMemory,
 };
 
@@ -65,11 +65,11 @@ impl State {
         Host::grant(self, session, bytes, false, None)
     }
 
-    fn read(&self, session: SessionId, name: &str) -> Result<Reading, Refusal> {
+    fn read(&self, session: SessionId, name: &str) -> Result<OpenedVersion, Refusal> {
         Host::read(self, session, name, None)
     }
 
-    fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal> {
+    fn open(&self, session: SessionId, name: &str) -> Result<OpenedRegion, Refusal> {
         Host::open(self, session, name, None)
     }
 

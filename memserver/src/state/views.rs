@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use farpage_fabric::{
-    host::{Reading, Refusal, Versions},
+    host::{OpenedVersion, Refusal, Versions},
     log::later,
 };
 use farpage_wire::{ExtentId, SessionId};
@@ -27,7 +27,7 @@ impl State {
         session: SessionId,
         name: &str,
         serial: Option<u64>,
-    ) -> Result<Reading, Refusal> {
+    ) -> Result<OpenedVersion, Refusal> {
         let mut ledger = self.ledger.lock();
         let id = ledger.name_of(session, name)?;
         if let Some(Given::Reading(first)) = ledger.given(session, serial)
@@ -85,7 +85,7 @@ impl State {
         drop(ledger);
         let name = name.to_owned();
         later(move || info!(%session, name, version, "named region opened for reading"));
-        Ok(Reading {
+        Ok(OpenedVersion {
             manifest,
             extents: views,
         })

@@ -10,7 +10,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    AllocError, ChannelError, Op, Session, SessionOptions, Verb, host::Host, server::Serving,
+    AllocError, ChannelError, Op, Session, SessionOptions, Verb, host::Host, server::ServerThread,
 };
 use nix::errno::Errno;
 
@@ -125,7 +125,7 @@ struct Stage {
     extent: ExtentId,
     // Ended in this order.
     #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "it serves"))]
-    serving: Serving,
+    serving: ServerThread,
     evictors: Option<Evictors>,
 }
 
@@ -165,7 +165,7 @@ impl Stage {
         };
         let host: Arc<dyn Host> = Arc::new(State::with_tier(limits, Some(Arc::clone(&tier))));
         let endpoint = endpoint.parse().expect("an endpoint");
-        let serving = Serving::start(&endpoint, host).expect("a port");
+        let serving = ServerThread::start(&endpoint, host).expect("a port");
         let session = Session::connect(serving.endpoint(), &SessionOptions::default());
         let session = session.expect("it listens");
         let extent = session.grant(EXTENT_BYTES).expect("all of it").id;

@@ -21,11 +21,11 @@ use farpage_fabric::{
     RdmaOptions, Session, SessionOptions,
     areas::Areas,
     patterns::{
-        Notifier, RingError, RingPlace, RingReceiver, RingSender, SendError, Source, Waiter,
-        Waiting,
+        Notifier, RingError, RingPlace, RingReceiver, RingSender, SendError, Source, WaitMode,
+        Waiter,
     },
     regmem::{RegPool, RegPoolOptions},
-    server::Serving,
+    server::ServerThread,
 };
 use nix::{
     errno::Errno,
@@ -135,10 +135,10 @@ impl Step {
         }
     }
 
-    fn waiting(self) -> Waiting {
+    fn waiting(self) -> WaitMode {
         match self {
-            Self::NoRing | Self::Ring | Self::Immediate => Waiting::Event,
-            Self::Polling | Self::Batch | Self::Inline => Waiting::Poll,
+            Self::NoRing | Self::Ring | Self::Immediate => WaitMode::Event,
+            Self::Polling | Self::Batch | Self::Inline => WaitMode::Poll,
         }
     }
 
@@ -290,7 +290,7 @@ pub fn table_of(sizes: &[BySize]) -> String {
 
 /// One side: a program that lends memory which the other side WRITEs into.
 struct Peer {
-    serving: Serving,
+    serving: ServerThread,
     areas: Arc<Areas>,
 }
 
@@ -298,7 +298,7 @@ impl Peer {
     fn start(fabric: Fabric, number: usize) -> Result<Self> {
         let endpoint = own_endpoint(fabric, &format!("ring-{number}"))?;
         let areas = Areas::new(PATIENCE);
-        let serving = Serving::start(&endpoint, Arc::clone(&areas) as _)?;
+        let serving = ServerThread::start(&endpoint, Arc::clone(&areas) as _)?;
         Ok(Self { serving, areas })
     }
 }
@@ -342,7 +342,7 @@ impl RingPair {
         let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
         let mut sender = RingSender::new(channel, &pool, place);
         let notifier = || -> Result<Option<Notifier>> {
-            let sleeps = step.waiting() == Waiting::Event;
+            let sleeps = step.waiting() == WaitMode::Event;
             Ok(sleeps.then(Notifier::new).transpose()?)
         };
         let (arrived, room) = (notifier()?, notifier()?);

@@ -12,7 +12,7 @@ use std::{sync::Arc, time::Instant};
 use anyhow::{Context, Result, anyhow, ensure};
 use farpage_fabric::{
     Atomic, Channel, Endpoint, ExtentId, Op, RdmaOptions, Session, SessionOptions, Verb,
-    patterns::{CompletionEngine, Waiting},
+    patterns::{CompletionEngine, WaitMode},
 };
 use serde::Serialize;
 
@@ -149,8 +149,8 @@ fn measure(options: &VerbsOptions) -> Result<Report> {
     }
     let mut wrong = best.wrong + one_read.wrong + one_per_doorbell.wrong;
     for (of, waiting) in [
-        (QUEUES_POLLED, Waiting::Poll),
-        (QUEUES_SLEPT_ON, Waiting::Event),
+        (QUEUES_POLLED, WaitMode::Poll),
+        (QUEUES_SLEPT_ON, WaitMode::Event),
     ] {
         let mut shared = Lines::open(&best, true, waiting)?;
         let mut separate = Lines::open(&best, false, waiting)?;
@@ -269,7 +269,7 @@ struct Lines {
 }
 
 impl Lines {
-    fn open(line: &Line, share_a_queue: bool, waiting: Waiting) -> Result<Self> {
+    fn open(line: &Line, share_a_queue: bool, waiting: WaitMode) -> Result<Self> {
         let mut engine = CompletionEngine::new(waiting);
         if share_a_queue {
             engine.open(&vec![Arc::clone(&line.session); CONNECTIONS])?;

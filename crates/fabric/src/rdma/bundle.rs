@@ -20,7 +20,9 @@ use super::{
     channel::{SendQueue, number_of},
     verbs::{COMPLETIONS, Cq, Pair},
 };
-use crate::{Buf, Busy, Channel, Completion, Op, Wait, channel::Channels, nonblocking::describe};
+use crate::{
+    Buf, Busy, Channel, Completion, Op, PollInterest, channel::Channels, nonblocking::describe,
+};
 
 /// Token of the completion queue in the bundle's own epoll. Any other token is the number of the
 /// send queue whose connection became readable.
@@ -119,20 +121,20 @@ impl<B: Buf> Bundle<B> {
         Ok(())
     }
 
-    fn sleep_on(&self) -> Wait<'_> {
+    fn sleep_on(&self) -> PollInterest<'_> {
         let busy = self.queues.iter().any(SendQueue::is_busy);
         // A completion queue that is not armed wakes nobody: the next turn arms it, or finds
         // something.
         if self.queues.iter().any(SendQueue::is_ready) || busy && !self.is_armed {
-            return Wait {
+            return PollInterest {
                 until: Some(Instant::now()),
-                ..Wait::default()
+                ..PollInterest::default()
             };
         }
         if !busy {
-            return Wait::default();
+            return PollInterest::default();
         }
-        Wait {
+        PollInterest {
             fd: Some(self.ready.0.as_fd()),
             readable: true,
             writable: false,
@@ -154,7 +156,7 @@ impl<B: Buf> Channels<B> for Bundle<B> {
         self.queues.iter().map(SendQueue::in_flight).sum()
     }
 
-    fn wait(&self) -> Wait<'_> {
+    fn wait(&self) -> PollInterest<'_> {
         self.sleep_on()
     }
 }
@@ -199,7 +201,7 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
         self.0.queues[0].in_flight()
     }
 
-    fn wait(&self) -> Wait<'_> {
+    fn wait(&self) -> PollInterest<'_> {
         self.0.sleep_on()
     }
 }

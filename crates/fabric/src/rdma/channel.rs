@@ -23,8 +23,11 @@ use farpage_wire::ExtentId;
 use super::{
     bounce::{Bounce, Segment},
     client::Client,
-    leases::Leased,
-    verbs::{self, Depths, Done, EventKind, Local, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
+    leases::LeasedExtent,
+    verbs::{
+        self, Depths, EventKind, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Sge, WorkCompletion,
+        WorkRequest,
+    },
 };
 use crate::{
     Buf, Busy, ChannelError, Completion, Op, Since, Verb,
@@ -60,7 +63,7 @@ const NUMBER_SHIFT: u32 = 52;
 pub(super) const QUEUES_MAX: usize = 1 << (u64::BITS - NUMBER_SHIFT);
 
 /// Returns the number of the send queue whose operation has ended.
-pub(super) fn number_of(done: &Done) -> usize {
+pub(super) fn number_of(done: &WorkCompletion) -> usize {
     (done.tag >> NUMBER_SHIFT) as usize
 }
 
@@ -73,7 +76,7 @@ pub(super) struct SendQueue<B> {
     /// Error of the dead queue. Set once; from then on every operation ends with it.
     dead: Option<ChannelError>,
     /// Operations, oldest first: the adapter has the first `handed` of them.
-    ops: VecDeque<Flying<B>>,
+    ops: VecDeque<PostedOp<B>>,
     handed: usize,
     /// Operations per ring of the doorbell, at most [`POSTLIST`].
     doorbell: usize,
@@ -89,10 +92,10 @@ pub(super) struct SendQueue<B> {
     refused: VecDeque<Completion<B>>,
     client: Arc<Client>,
     /// Leases that [`Client`] held when it was last asked.
-    cache: HashMap<ExtentId, Arc<Leased>>,
+    cache: HashMap<ExtentId, Arc<LeasedExtent>>,
 }
 
-struct Flying<B> {
+struct PostedOp<B> {
     op: Op<B>,
     sequence: u64,
     posted: Since,
@@ -164,7 +167,7 @@ impl<B: Buf> SendQueue<B> {
                 return Ok(());
             }
         };
-        self.ops.push_back(Flying {
+        self.ops.push_back(PostedOp {
             op,
             sequence: self.sequence,
             posted: Since::now(),
@@ -267,7 +270,7 @@ impl<B: Buf> SendQueue<B> {
         Some((leased.key.address.checked_add(op.offset)?, leased.key.rkey))
     }
 
-    fn leased(&mut self, id: ExtentId) -> Option<&Leased> {
+    fn leased(&mut self, id: ExtentId) -> Option<&LeasedExtent> {
         let cached = self
             .cache
             .get(&id)
@@ -290,7 +293,7 @@ impl<B: Buf> SendQueue<B> {
     /// Hands gathered operations over to the adapter, as far as there is memory for them.
     fn ring(&mut self) {
         while self.can_ring() && self.dead.is_none() {
-            let mut works = [const { Work::NONE }; POSTLIST];
+            let mut works = [const { WorkRequest::NONE }; POSTLIST];
             let mut count = 0;
             let list = &mut works[..self.doorbell];
             for (flying, work) in self.ops.range_mut(self.handed..).zip(list) {
@@ -308,7 +311,7 @@ impl<B: Buf> SendQueue<B> {
                     self.is_full = true;
                     break;
                 };
-                *work = Work {
+                *work = WorkRequest {
                     tag: flying.sequence,
                     opcode: flying.opcode,
                     local,
@@ -334,7 +337,7 @@ impl<B: Buf> SendQueue<B> {
 
     /// Ends the operation that `done` reports, and all before it. Ignores the reports that a
     /// destroyed queue pair has left in the completion queue.
-    pub(super) fn complete(&mut self, done: Done, ended: &mut impl FnMut(Completion<B>)) {
+    pub(super) fn complete(&mut self, done: WorkCompletion, ended: &mut impl FnMut(Completion<B>)) {
         if self.is_dead() {
             return;
         }
@@ -379,11 +382,11 @@ impl<B: Buf> SendQueue<B> {
 }
 
 /// Returns the operation's own buffer, if the adapter knows it.
-fn direct<B: Buf>(op: &Op<B>, domain: DomainId) -> Option<Local> {
+fn direct<B: Buf>(op: &Op<B>, domain: DomainId) -> Option<Sge> {
     let buf = op.buf.registered()?;
     // A lazy pool that cannot register now is no reason to fail: the bounce memory is there.
     let keys = buf.keys(domain).ok()??;
-    Some(Local {
+    Some(Sge {
         address: buf.as_ptr() as u64,
         bytes: op.len,
         lkey: keys.lkey,

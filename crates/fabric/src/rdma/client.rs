@@ -17,9 +17,9 @@ use farpage_wire::{
 
 use super::{
     connect::{control, unusable},
-    leases::{self, Leased},
+    leases::{self, LeasedExtent},
     reasons::explain_pair,
-    stream::{Line, RdmaStream, Side},
+    stream::{RdmaStream, Side, StreamKind},
     verbs::{Device, Domain, Pd},
 };
 use crate::{
@@ -34,9 +34,9 @@ const NO_PANIC: &str = "nothing panics under this lock";
 pub(crate) struct Client {
     pub(super) options: RdmaOptions,
     /// Leases by extent. A standard lock never allocates: a signal handler may look an extent up.
-    leases: RwLock<HashMap<ExtentId, Arc<Leased>>>,
+    leases: RwLock<HashMap<ExtentId, Arc<LeasedExtent>>>,
     /// Domain and pool of the device that the session's connections go through.
-    home: Mutex<Option<Home>>,
+    home: Mutex<Option<SessionDomain>>,
     /// Memory in which control messages are gathered.
     plain: RegPool,
     /// Bytes that channels have copied through memory of their own. Only ever added to; read for
@@ -47,7 +47,7 @@ pub(crate) struct Client {
 /// The protection domain of a session's channels, and registered memory in it: a channel takes the
 /// memory that earlier ones have left.
 #[derive(Clone, Debug)]
-pub(super) struct Home {
+pub(super) struct SessionDomain {
     pub(super) domain: Domain,
     pub(super) pool: RegPool,
 }
@@ -77,7 +77,7 @@ impl Client {
         let key = keys.memory;
         let leased = match keys.paged {
             Some(paged) => leases::leases(lease, key, &paged).into(),
-            None => vec![Leased {
+            None => vec![LeasedExtent {
                 id: lease.id,
                 bytes: lease.bytes,
                 atomics: lease.atomics,
@@ -101,7 +101,7 @@ impl Client {
         }
     }
 
-    pub(super) fn get(&self, id: ExtentId) -> Option<Arc<Leased>> {
+    pub(super) fn get(&self, id: ExtentId) -> Option<Arc<LeasedExtent>> {
         self.leases.read().expect(NO_PANIC).get(&id).map(Arc::clone)
     }
 
@@ -119,7 +119,7 @@ impl Client {
 
     /// Returns the session's domain, so that memory registered once serves all its channels. Makes
     /// another one when the way to the server changed.
-    pub(super) fn home(&self, device: Device) -> io::Result<Home> {
+    pub(super) fn home(&self, device: Device) -> io::Result<SessionDomain> {
         let mut known = self.home.lock().expect(NO_PANIC);
         if let Some(home) = known
             .as_ref()
@@ -130,7 +130,7 @@ impl Client {
         let domain = Domain(Pd::new(device)?);
         let registrar: Arc<dyn Registrar> = Arc::new(domain.clone());
         let pool = RegPool::new([registrar], RegPoolOptions::default());
-        Ok(known.insert(Home { domain, pool }).clone())
+        Ok(known.insert(SessionDomain { domain, pool }).clone())
     }
 
     /// Opens a control connection, on which the hello has not been said.
@@ -140,7 +140,7 @@ impl Client {
         until: Instant,
     ) -> Result<RdmaStream, ConnectError> {
         let control = control(endpoint, &self.plain, |key| key, until)?;
-        RdmaStream::new(Line::Control(Box::new(control)), Side::Client)
+        RdmaStream::new(StreamKind::Control(Box::new(control)), Side::Client)
             .map_err(|error| unusable(endpoint, explain_pair(&error)))
     }
 }

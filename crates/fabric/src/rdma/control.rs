@@ -27,14 +27,15 @@ use super::{
     reasons::explain_pair,
     verbs::{
         self, COMPLETIONS, Cq, Depths, Domain, Failure, Id, LocalMemory, Pair, Pd,
-        READS_IN_FLIGHT_MAX, Work,
+        READS_IN_FLIGHT_MAX, WorkRequest,
     },
 };
 use crate::{
-    Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
+    Busy, Channel, ChannelError, Completion, Op, PollInterest, Verb,
     regmem::{Access, RegBuf, RegPool, RegPoolOptions, Registrar},
     ring::{
-        HEADER_BYTES, Landing, RingPlace, RingReceiver, RingSender, STREAM_MESSAGE_BYTES, SendError,
+        HEADER_BYTES, RingMemory, RingPlace, RingReceiver, RingSender, STREAM_MESSAGE_BYTES,
+        SendError,
     },
 };
 
@@ -112,7 +113,7 @@ impl Control {
         let carrier = Carrier::new(id, pd, memory)?;
         Ok(Self {
             sender: RingSender::new(Box::new(carrier), plain, PLACE),
-            receiver: RingReceiver::new(Landing::registered(ring), PLACE),
+            receiver: RingReceiver::new(RingMemory::registered(ring), PLACE),
             key,
             message: Vec::new(),
             read: 0,
@@ -326,7 +327,7 @@ impl Carrier {
         } else {
             verbs::Opcode::Read { address, rkey }
         };
-        let work = Work {
+        let work = WorkRequest {
             tag: 0,
             opcode,
             local: memory.local(&segment.bytes),
@@ -418,11 +419,11 @@ impl Channel<RegBuf> for Carrier {
         self.ops.len()
     }
 
-    fn wait(&self) -> Wait<'_> {
-        Wait {
+    fn wait(&self) -> PollInterest<'_> {
+        PollInterest {
             fd: Some(self.pair.queue().as_fd()),
             readable: true,
-            ..Wait::default()
+            ..PollInterest::default()
         }
     }
 }

@@ -1,4 +1,4 @@
-//! [`Leased`]: an extent as a client knows it, and [`Paged`], which of its chunks are in the
+//! [`LeasedExtent`]: an extent as a client knows it, and [`Paged`], which of its chunks are in the
 //! server's memory.
 
 use std::{
@@ -28,11 +28,11 @@ pub(super) const WORDS: u64 = 1 << 63;
 pub(super) const MARKS: u64 = 1 << 62;
 
 /// Words of the segments of an operation.
-pub(super) type Words = [u8; SEGMENTS * WORD_BYTES as usize];
+pub(super) type OpWords = [u8; SEGMENTS * WORD_BYTES as usize];
 
 /// An extent that is leased to this client.
 #[derive(Debug)]
-pub(super) struct Leased {
+pub(super) struct LeasedExtent {
     pub(super) id: ExtentId,
     pub(super) bytes: u64,
     /// True if the extent takes atomics. An atomic on another makes the adapter end the connection.
@@ -94,7 +94,7 @@ impl Paged {
         &self,
         offset: u64,
         len: u64,
-        words: &Words,
+        words: &OpWords,
         looks: &[Option<Look>; SEGMENTS],
     ) -> bool {
         let mut counts = true;
@@ -126,9 +126,9 @@ impl Paged {
 }
 
 /// Makes the leases that stand for a paged lease: of its bytes, its words and its marks.
-pub(super) fn leases(lease: Lease, key: RemoteKey, keys: &PagedKeys) -> [Leased; 3] {
+pub(super) fn leases(lease: Lease, key: RemoteKey, keys: &PagedKeys) -> [LeasedExtent; 3] {
     let (begin, end) = marks(lease.bytes);
-    let part = |id, bytes, read_only, key, paged| Leased {
+    let part = |id, bytes, read_only, key, paged| LeasedExtent {
         id: ExtentId(id),
         bytes,
         atomics: lease.atomics,

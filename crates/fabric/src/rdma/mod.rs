@@ -36,6 +36,6 @@ pub(crate) use self::{
     control::ASK_AGAIN,
     reasons::devices,
     route::{Route, channel, channels, paged_channel},
-    server::{Call, Listener},
+    server::{ConnectionRequest, RdmaListener},
     stream::RdmaStream,
 };

@@ -29,10 +29,10 @@ use super::{
     channel::{CACHED, DEPTH as QUEUE_DEPTH},
     client::Client,
     control::ASK_AGAIN,
-    leases::{Leased, MARKS, Paged, SEGMENTS, WORDS, Words},
+    leases::{LeasedExtent, MARKS, OpWords, Paged, SEGMENTS, WORDS},
 };
 use crate::{
-    Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
+    Buf, Busy, Channel, ChannelError, Completion, Op, PollInterest, Verb,
     channel::{check_len, is_aligned},
     memory::MARK_BYTES,
     regmem::RegBuf,
@@ -48,7 +48,7 @@ const TRIES: u32 = 3;
 /// Buffer that passes through the queue below: one of the program, or words.
 pub(super) enum Parcel<B> {
     Program(B),
-    Words(Words),
+    Words(OpWords),
 }
 
 impl<B: Buf> AsRef<[u8]> for Parcel<B> {
@@ -79,7 +79,7 @@ impl<B: Buf> Buf for Parcel<B> {
 }
 
 /// A program's operation.
-struct Flying<B> {
+struct PagedOp<B> {
     tag: u64,
     verb: Verb,
     extent: ExtentId,
@@ -88,9 +88,9 @@ struct Flying<B> {
     /// The program's buffer; `None` while the queue below has it.
     buf: Option<B>,
     /// Lease of paged memory; `None` for memory that stays where it is.
-    leased: Option<Arc<Leased>>,
+    leased: Option<Arc<LeasedExtent>>,
     looks: [Option<Look>; SEGMENTS],
-    words: Words,
+    words: OpWords,
     tries: u32,
     /// Number of requests under way: the operation, the look at its words, its marks. All of them
     /// end before the operation does: the program may release the extent then, and with it their
@@ -99,7 +99,7 @@ struct Flying<B> {
     failed: Option<ChannelError>,
 }
 
-impl<B> Flying<B> {
+impl<B> PagedOp<B> {
     fn op(self) -> Op<B> {
         Op {
             tag: self.tag,
@@ -116,11 +116,11 @@ impl<B> Flying<B> {
 pub(super) struct PagedChannel<B, A> {
     client: Arc<Client>,
     /// Leases that [`Client`] held when it was last asked.
-    cache: HashMap<ExtentId, Arc<Leased>>,
+    cache: HashMap<ExtentId, Arc<LeasedExtent>>,
     queue: RdmaChannel<Parcel<B>>,
     /// Connection to the server's process.
     asking: A,
-    flying: [Option<Flying<B>>; DEPTH],
+    flying: [Option<PagedOp<B>>; DEPTH],
     /// Operations for `asking`, which was full.
     unasked: VecDeque<Op<B>>,
     scratch: Vec<Completion<Parcel<B>>>,
@@ -154,8 +154,8 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
         })
     }
 
-    fn leased(&mut self, id: ExtentId) -> Option<Arc<Leased>> {
-        let is_live = |leased: &Arc<Leased>| !leased.released.load(Ordering::Relaxed);
+    fn leased(&mut self, id: ExtentId) -> Option<Arc<LeasedExtent>> {
+        let is_live = |leased: &Arc<LeasedExtent>| !leased.released.load(Ordering::Relaxed);
         if !self.cache.get(&id).is_some_and(is_live) {
             self.cache.retain(|_, leased| is_live(leased));
             self.cache.insert(id, self.client.get(id)?);
@@ -164,7 +164,7 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
     }
 
     /// True if the server's adapter moves bytes from `offset` on to the right places.
-    fn can_reach(&self, leased: &Leased, offset: u64) -> bool {
+    fn can_reach(&self, leased: &LeasedExtent, offset: u64) -> bool {
         (leased.paged.as_ref()).is_none_or(|Paged { granule_bytes, .. }| {
             let granule_bytes = *granule_bytes;
             // Packets follow each other at multiples of the path's unit.
@@ -214,7 +214,7 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
             extent: ExtentId(extent.0 | WORDS),
             offset: first * u64::from(WORD_BYTES),
             len: count * WORD_BYTES,
-            buf: Parcel::Words(Words::default()),
+            buf: Parcel::Words(OpWords::default()),
         });
         // 3. Marks for the server, which does not see what an adapter touches.
         if looks.flatten().is_none() {
@@ -222,7 +222,7 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
         }
         for piece in pieces(offset, u64::from(len)) {
             if let Some(bits) = known.mark(piece.segment, piece.chunks) {
-                let mut words = Words::default();
+                let mut words = OpWords::default();
                 words[..MARK_BYTES as usize].copy_from_slice(&bits.to_le_bytes());
                 send(Op {
                     tag,
@@ -309,7 +309,7 @@ impl<B: Buf, A: Channel<B> + AsFd> Channel<B> for PagedChannel<B, A> {
             return Err(Busy(op));
         };
         check_len(&op);
-        let is_in = |leased: &Arc<Leased>| {
+        let is_in = |leased: &Arc<LeasedExtent>| {
             let end = op.offset.checked_add(u64::from(op.len));
             leased.paged.is_some() && end.is_some_and(|end| end <= leased.bytes)
         };
@@ -324,7 +324,7 @@ impl<B: Buf, A: Channel<B> + AsFd> Channel<B> for PagedChannel<B, A> {
             self.ask();
             return Ok(());
         }
-        self.flying[place] = Some(Flying {
+        self.flying[place] = Some(PagedOp {
             tag: op.tag,
             verb: op.verb,
             extent: op.extent,
@@ -333,7 +333,7 @@ impl<B: Buf, A: Channel<B> + AsFd> Channel<B> for PagedChannel<B, A> {
             buf: Some(op.buf),
             leased,
             looks: [None; SEGMENTS],
-            words: Words::default(),
+            words: OpWords::default(),
             tries: 0,
             under_way: 0,
             failed: None,
@@ -360,7 +360,7 @@ impl<B: Buf, A: Channel<B> + AsFd> Channel<B> for PagedChannel<B, A> {
         flying + self.unasked.len() + self.asking.in_flight()
     }
 
-    fn wait(&self) -> Wait<'_> {
+    fn wait(&self) -> PollInterest<'_> {
         let (queue, asking) = (self.queue.wait(), self.asking.wait());
         if self.asking.in_flight() == 0 {
             return queue;
@@ -372,7 +372,7 @@ impl<B: Buf, A: Channel<B> + AsFd> Channel<B> for PagedChannel<B, A> {
             0 => asking.fd,
             _ => Some(self.ready.0.as_fd()),
         };
-        Wait {
+        PollInterest {
             fd,
             readable: true,
             writable: false,

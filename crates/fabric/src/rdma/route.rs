@@ -7,7 +7,7 @@ use farpage_wire::{Endpoint, Secret, SessionId};
 use super::{
     bundle::{Bundle, RdmaChannel},
     channel::{BOUNCE_BYTES, CHANNEL, QUEUES_MAX, SendQueue},
-    client::{Client, Home},
+    client::{Client, SessionDomain},
     connect::{establish, resolve, unusable},
     greeting::Greeting,
     paged::PagedChannel,
@@ -54,7 +54,7 @@ impl Route {
     fn open<B: Buf>(self, cq: &Arc<Cq>, number: usize) -> Result<SendQueue<B>, ConnectError> {
         let endpoint = &self.endpoint;
         let no_pair = |error: io::Error| unusable(endpoint, explain_pair(&error));
-        let Home { domain, pool } = self.client.home(self.device).map_err(no_pair)?;
+        let SessionDomain { domain, pool } = self.client.home(self.device).map_err(no_pair)?;
         let memory = LocalMemory::new(&pool, &domain.0, BOUNCE_BYTES)
             .map_err(|error| unusable(endpoint, error.to_string()))?;
         let depths = Depths {

@@ -24,7 +24,7 @@ use super::{
     domains::Domains,
     greeting::{Greeting, encode_key},
     reasons::{devices, explain_pair, explain_registration, explain_start},
-    stream::{LISTENING, Line, PASSIVE, RdmaStream, Side, listen},
+    stream::{LISTENING, PASSIVE, RdmaStream, Side, StreamKind, listen},
     verbs::{Cq, Device, Domain, Event, EventKind, Id, Mr, Pair, Pd, REJECT_BYTES, Request, Sight},
 };
 use crate::{
@@ -33,7 +33,7 @@ use crate::{
     host::Peer,
     log::later,
     memory::{self, ExtentMemory, Residency},
-    regmem::{Access, Keys, RegPool, RegPoolOptions, Registrar, Registration},
+    regmem::{Access, Keys, MemoryRegistration, RegPool, RegPoolOptions, Registrar},
 };
 
 impl RdmaStream {
@@ -109,7 +109,7 @@ fn register_paged(
         };
         // The residency, which guards the words, comes last.
         let guard = (of_bytes, of_marks, of_words, Arc::clone(residency));
-        Ok((keys, Registration::new(Keys::default(), guard)))
+        Ok((keys, MemoryRegistration::new(Keys::default(), guard)))
     });
     registered.map_err(|error| match check_on_demand(device) {
         Ok(()) => explain_registration(memory.bytes(), &error),
@@ -153,13 +153,13 @@ fn check_on_demand(device: Device) -> Result<(), String> {
 
 /// A client that asks for a connection.
 #[derive(Debug)]
-pub(crate) struct Call {
+pub(crate) struct ConnectionRequest {
     request: Request,
     greeting: Greeting,
     peer: Peer,
 }
 
-impl Call {
+impl ConnectionRequest {
     pub(crate) fn peer(&self) -> &Peer {
         &self.peer
     }
@@ -170,7 +170,7 @@ pub(crate) type AdmitData<'a> = dyn Fn(SessionId, &Secret, u64) -> Result<(), Re
 
 /// A listening port.
 #[derive(Debug)]
-pub(crate) struct Listener {
+pub(crate) struct RdmaListener {
     id: Id,
     port: u16,
     domains: Arc<Domains>,
@@ -178,7 +178,7 @@ pub(crate) struct Listener {
     plain: RegPool,
 }
 
-impl Listener {
+impl RdmaListener {
     pub(crate) fn bind(endpoint: &Endpoint) -> Result<Self, BindError> {
         let name = endpoint.to_string();
         let unusable = |reason| BindError::NoRdma {
@@ -232,7 +232,7 @@ impl Listener {
     }
 
     /// Takes the next client that wants to connect. `None` if there is none, or it was turned away.
-    pub(crate) fn accept(&self) -> io::Result<Option<Call>> {
+    pub(crate) fn accept(&self) -> io::Result<Option<ConnectionRequest>> {
         let Some(event) = self.id.next_event()? else {
             return Ok(None);
         };
@@ -261,7 +261,7 @@ impl Listener {
             }
         };
         let peer = request.peer().map_or_else(Peer::unknown, Peer::at);
-        Ok(Some(Call {
+        Ok(Some(ConnectionRequest {
             request,
             greeting,
             peer,
@@ -272,7 +272,7 @@ impl Listener {
     /// connection; `hears` says whether its WRITEs may notify.
     pub(crate) fn answer(
         &self,
-        call: Call,
+        call: ConnectionRequest,
         hears: bool,
         admit: &AdmitData<'_>,
     ) -> Option<RdmaStream> {
@@ -287,11 +287,11 @@ impl Listener {
 
     fn connect(
         &self,
-        call: Call,
+        call: ConnectionRequest,
         hears: bool,
         admit: &AdmitData<'_>,
     ) -> Result<RdmaStream, String> {
-        let Call {
+        let ConnectionRequest {
             request,
             greeting,
             peer: Peer { name, .. },
@@ -326,7 +326,7 @@ impl Listener {
                     .map_err(|reason| format!("{name} cannot be served: {reason}"))?;
                 control.meet(*ring);
                 words.extend(encode_key(control.key()));
-                Line::Control(Box::new(control))
+                StreamKind::Control(Box::new(control))
             }
             (Greeting::Data(..), domain) => {
                 let pd = domain.expect("a data connection has its session's");
@@ -334,7 +334,7 @@ impl Listener {
                 let pair = Cq::new(pd.device(), depths.completions())
                     .and_then(|queue| Pair::new(id, pd, queue, depths, None))
                     .and_then(|pair| listen(pair, hears));
-                Line::Data(pair.map_err(|error| {
+                StreamKind::Data(pair.map_err(|error| {
                     format!("{name} cannot be served: {}", explain_pair(&error))
                 })?)
             }
@@ -357,7 +357,7 @@ impl Listener {
     }
 }
 
-impl AsFd for Listener {
+impl AsFd for RdmaListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.id.as_fd()
     }

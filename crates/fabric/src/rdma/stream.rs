@@ -62,7 +62,7 @@ pub(super) fn listen(mut pair: Pair, hears: bool) -> io::Result<Pair> {
 /// A connection with an adapter on each side.
 #[derive(Debug)]
 pub(crate) struct RdmaStream {
-    line: Mutex<Line>,
+    line: Mutex<StreamKind>,
     /// True once this side or the peer has closed the connection.
     over: AtomicBool,
     /// Readable when `over`.
@@ -89,14 +89,14 @@ pub(super) enum Side {
 
 /// Use of a connection.
 #[derive(Debug)]
-pub(super) enum Line {
+pub(super) enum StreamKind {
     Control(Box<Control>),
     /// The client's adapter READs and WRITEs, and no messages travel. The server may hear of WRITEs
     /// that notify.
     Data(Pair),
 }
 
-impl Line {
+impl StreamKind {
     pub(super) fn pair(&self) -> &Pair {
         match self {
             Self::Control(control) => control.pair(),
@@ -114,7 +114,7 @@ impl Line {
 
 impl RdmaStream {
     /// Makes a stream over a `line` that is connected, or about to be.
-    pub(super) fn new(line: Line, side: Side) -> io::Result<Self> {
+    pub(super) fn new(line: StreamKind, side: Side) -> io::Result<Self> {
         let (ended, ready) = (epoll()?, epoll()?);
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         watch(&ended, line.pair().id())?;
@@ -154,7 +154,7 @@ impl RdmaStream {
     /// next ones wake.
     pub(crate) fn has_heard(&self) -> io::Result<bool> {
         let mut line = self.line.lock();
-        let Line::Data(pair) = &mut *line else {
+        let StreamKind::Data(pair) = &mut *line else {
             return Ok(false);
         };
         if !pair.queue().take_wakeups() {
@@ -253,11 +253,11 @@ impl RdmaStream {
         loop {
             let mut line = self.line.lock();
             let is_sent = match &mut *line {
-                Line::Control(control) => {
+                StreamKind::Control(control) => {
                     control.advance().is_err() || control.failure().is_some() || control.is_sent()
                 }
                 // The adapter touches our memory no more.
-                Line::Data(pair) => {
+                StreamKind::Data(pair) => {
                     pair.kill();
                     true
                 }

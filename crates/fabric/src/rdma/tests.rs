@@ -14,7 +14,7 @@ use crate::{
     areas::Areas,
     patterns::{RingPlace, RingReceiver, RingSender},
     regmem::{RegBuf, RegPool, RegPoolOptions},
-    server::Serving,
+    server::ServerThread,
     sim::SimHost,
 };
 
@@ -40,7 +40,7 @@ pub(super) fn with_server(name: &str, test: impl FnOnce(&dyn Fn() -> Arc<Session
         return;
     };
     let host = Arc::new(SimHost::new(256 << 20));
-    let mut server = Serving::start(&endpoint, host).expect("a free port");
+    let mut server = ServerThread::start(&endpoint, host).expect("a free port");
     let options = SessionOptions {
         deadline: Duration::from_secs(5),
         ..SessionOptions::default()
@@ -237,7 +237,7 @@ fn a_program_that_lends_areas_hears_of_each_message_over_rdma() {
         return;
     };
     let areas = Areas::new(PATIENCE);
-    let mut server = Serving::start(&endpoint, Arc::clone(&areas) as _).expect("a free port");
+    let mut server = ServerThread::start(&endpoint, Arc::clone(&areas) as _).expect("a free port");
     let (tell, heard) = mpsc::channel();
     areas.on_arrival(Some(Arc::new(move || {
         // Fails when the test has ended and nobody listens any more.

@@ -17,9 +17,9 @@ use rdma_sys as sys;
 
 pub(super) use self::{
     connection::{Event, EventKind, Id, REJECT_BYTES, Request},
-    memory::{Device, Domain, Local, LocalMemory, Mr, Pd, Sight},
-    pair::{Depths, Opcode, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
-    queue::{COMPLETIONS, Cq, Done, Failure},
+    memory::{Device, Domain, LocalMemory, Mr, Pd, Sge, Sight},
+    pair::{Depths, Opcode, POSTLIST, Pair, READS_IN_FLIGHT_MAX, WorkRequest},
+    queue::{COMPLETIONS, Cq, Failure, WorkCompletion},
 };
 
 /// Returns the names of this machine's devices, in the system's order.

@@ -7,7 +7,7 @@ use std::{fmt, ptr::NonNull, sync::Arc};
 
 use super::{
     error::RegError,
-    pool::{Inner, MAX_BUF_BYTES, Piece, RegPool},
+    pool::{Inner, MAX_BUF_BYTES, RegPool, SlabPiece},
     registrar::{DomainId, Keys, Registered},
 };
 
@@ -16,12 +16,12 @@ pub struct RegBuf {
     /// Bytes of this buffer alone, valid as long as `home`.
     memory: NonNull<[u8]>,
     pool: Arc<Inner>,
-    home: Home,
+    home: BufMemory,
 }
 
-enum Home {
+enum BufMemory {
     /// A piece of the pool's. `None` only while it is being dropped.
-    Pool(Option<Piece>),
+    Pool(Option<SlabPiece>),
     Foreign(Box<Foreign>),
     /// A part of a buffer that was [split](RegBuf::split). The whole is not touched meanwhile.
     Part(Arc<RegBuf>),
@@ -50,7 +50,7 @@ impl RegPool {
         Ok(RegBuf {
             memory: piece.memory(bytes),
             pool: Arc::clone(&self.0),
-            home: Home::Pool(Some(piece)),
+            home: BufMemory::Pool(Some(piece)),
         })
     }
 
@@ -73,7 +73,7 @@ impl RegPool {
         Ok(RegBuf {
             memory: foreign.memory,
             pool: Arc::clone(&self.0),
-            home: Home::Foreign(Box::new(foreign)),
+            home: BufMemory::Foreign(Box::new(foreign)),
         })
     }
 }
@@ -101,7 +101,7 @@ impl RegBuf {
                 // until they are gone.
                 memory: NonNull::slice_from_raw_parts(start, len),
                 pool: Arc::clone(&whole.pool),
-                home: Home::Part(Arc::clone(&whole)),
+                home: BufMemory::Part(Arc::clone(&whole)),
             }
         });
         let parts: Vec<_> = parts.collect();
@@ -115,8 +115,8 @@ impl RegBuf {
     /// If `parts` are not all parts of one buffer.
     pub fn join(parts: Vec<Self>) -> Self {
         let whole = parts.first().and_then(|part| match &part.home {
-            Home::Part(whole) => Some(Arc::clone(whole)),
-            Home::Pool(_) | Home::Foreign(_) => None,
+            BufMemory::Part(whole) => Some(Arc::clone(whole)),
+            BufMemory::Pool(_) | BufMemory::Foreign(_) => None,
         });
         let whole = whole.expect("parts of a buffer that was split");
         drop(parts);
@@ -132,9 +132,9 @@ impl RegBuf {
     /// [`RegError::Register`], only from a lazy pool.
     pub fn keys(&self, domain: DomainId) -> Result<Option<Keys>, RegError> {
         let registered = match &self.home {
-            Home::Pool(piece) => &piece.as_ref().expect("here until dropped").slab.registered,
-            Home::Foreign(foreign) => &foreign.registered,
-            Home::Part(whole) => return whole.keys(domain),
+            BufMemory::Pool(piece) => &piece.as_ref().expect("here until dropped").slab.registered,
+            BufMemory::Foreign(foreign) => &foreign.registered,
+            BufMemory::Part(whole) => return whole.keys(domain),
         };
         registered.keys(domain, &self.pool.registrations)
     }
@@ -162,7 +162,7 @@ impl AsMut<[u8]> for RegBuf {
 
 impl Drop for RegBuf {
     fn drop(&mut self) {
-        if let Home::Pool(piece) = &mut self.home {
+        if let BufMemory::Pool(piece) = &mut self.home {
             self.pool.put(piece.take().expect("dropped once"));
         }
     }
@@ -184,20 +184,20 @@ struct Foreign {
     // Dropped before the owner, in this order.
     registered: Registered,
     memory: NonNull<[u8]>,
-    _owner: Owner,
+    _owner: ForeignOwner,
 }
 
 /// A boxed owner, behind a raw pointer: moving a `Box` would assert that no other pointer leads
 /// into it.
-struct Owner(*mut (dyn Send + 'static));
+struct ForeignOwner(*mut (dyn Send + 'static));
 
 impl Foreign {
     fn new<O: AsMut<[u8]> + Send + 'static>(owner: O, pool: &Inner) -> Self {
         let boxed = Box::into_raw(Box::new(owner));
-        let owner = Owner(boxed);
+        let owner = ForeignOwner(boxed);
         // SAFETY: just made, and ours alone. The bytes stay borrowed from it until it is dropped in
-        // `Owner::drop`: nobody else can reach the owner until then, so no safe code can give the
-        // bytes back, move them or touch them.
+        // `ForeignOwner::drop`: nobody else can reach the owner until then, so no safe code can
+        // give the bytes back, move them or touch them.
         let memory = NonNull::from(unsafe { (*boxed).as_mut() });
         assert!(!memory.is_empty(), "a registered buffer of 0 bytes");
         // SAFETY: exclusively borrowed memory stays mapped where it is; dropped before the owner.
@@ -216,7 +216,7 @@ unsafe impl Send for Foreign {}
 // from it.
 unsafe impl Sync for Foreign {}
 
-impl Drop for Owner {
+impl Drop for ForeignOwner {
     fn drop(&mut self) {
         // SAFETY: from `Box::into_raw`, and nothing refers to it or its bytes any more.
         drop(unsafe { Box::from_raw(self.0) });

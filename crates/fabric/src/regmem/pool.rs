@@ -95,16 +95,16 @@ pub(super) struct Inner {
 /// Free pieces of one thread, on cache lines of its own.
 #[repr(align(128))]
 #[derive(Default)]
-struct Cache(Mutex<Free>);
+struct Cache(Mutex<FreePieces>);
 
-struct Free {
-    by_class: [Vec<Piece>; CLASSES],
+struct FreePieces {
+    by_class: [Vec<SlabPiece>; CLASSES],
     acquisitions: u64,
     hits: u64,
 }
 
 /// A part of a slab that belongs to one class.
-pub(super) struct Piece {
+pub(super) struct SlabPiece {
     pub(super) slab: Arc<Slab>,
     offset: usize,
     class: usize,
@@ -177,7 +177,7 @@ impl fmt::Debug for RegPool {
 impl Inner {
     /// Takes a piece of at least `bytes` bytes out of the calling thread's cache, out of another's,
     /// or out of a slab.
-    pub(super) fn take(&self, bytes: usize) -> Result<Piece, RegError> {
+    pub(super) fn take(&self, bytes: usize) -> Result<SlabPiece, RegError> {
         let class = class_of(bytes);
         let own = this_cache();
         match self.caches[own]
@@ -190,7 +190,7 @@ impl Inner {
     }
 
     /// Takes half of another thread's pieces, and returns one of them.
-    fn steal(&self, own: usize, class: usize) -> Option<Piece> {
+    fn steal(&self, own: usize, class: usize) -> Option<SlabPiece> {
         // No two locks are held at once.
         let mut taken = (1..CACHES).find_map(|i| {
             let mut free = lock(&self.caches[(own + i) % CACHES].0);
@@ -204,7 +204,7 @@ impl Inner {
     }
 
     /// Cuts a new piece, out of a new slab if no slab has room.
-    fn carve(&self, class: usize) -> Result<Piece, RegError> {
+    fn carve(&self, class: usize) -> Result<SlabPiece, RegError> {
         let bytes = class_bytes(class);
         let mut carving = lock(&self.carving);
         let room = |(slab, used): &(Arc<Slab>, usize)| used + bytes <= slab.bytes();
@@ -220,7 +220,7 @@ impl Inner {
         let (slab, used) = &mut carving.slabs[at];
         let (slab, offset) = (Arc::clone(slab), *used);
         *used += bytes;
-        Ok(Piece {
+        Ok(SlabPiece {
             slab,
             offset,
             class,
@@ -256,14 +256,14 @@ impl Inner {
     }
 
     /// Puts a piece into the cache of the thread that dropped the buffer.
-    pub(super) fn put(&self, piece: Piece) {
+    pub(super) fn put(&self, piece: SlabPiece) {
         let class = piece.class;
         lock(&self.caches[this_cache()].0).by_class[class].push(piece);
     }
 }
 
 impl Cache {
-    fn pop(&self, class: usize) -> Option<Piece> {
+    fn pop(&self, class: usize) -> Option<SlabPiece> {
         let mut free = lock(&self.0);
         let piece = free.by_class[class].pop();
         free.acquisitions += 1;
@@ -272,7 +272,7 @@ impl Cache {
     }
 }
 
-impl Default for Free {
+impl Default for FreePieces {
     fn default() -> Self {
         Self {
             by_class: array::from_fn(|_| Vec::new()),
@@ -282,7 +282,7 @@ impl Default for Free {
     }
 }
 
-impl Piece {
+impl SlabPiece {
     /// Returns the piece's first `bytes` bytes: its own alone, and valid as long as it is.
     pub(super) fn memory(&self, bytes: usize) -> NonNull<[u8]> {
         debug_assert!(bytes <= class_bytes(self.class));

@@ -1,7 +1,8 @@
-//! [`Registrar`] makes memory known to a network adapter; [`Registration`] is the proof that it is.
+//! [`Registrar`] makes memory known to a network adapter; [`MemoryRegistration`] is the proof that
+//! it is.
 //!
-//! The rule it keeps: memory stays registered as long as its [`Registration`] lives, and the holder
-//! of a registration keeps the memory mapped. The choice of memory to register is left to
+//! The rule it keeps: memory stays registered as long as its [`MemoryRegistration`] lives, and the
+//! holder of a registration keeps the memory mapped. The choice of memory to register is left to
 //! [`RegPool`](super::RegPool).
 
 use std::{
@@ -72,17 +73,21 @@ pub trait Registrar: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// The system's error; `ENOMEM` is usually the limit on locked memory.
-    unsafe fn register(&self, memory: NonNull<[u8]>, access: Access) -> io::Result<Registration>;
+    unsafe fn register(
+        &self,
+        memory: NonNull<[u8]>,
+        access: Access,
+    ) -> io::Result<MemoryRegistration>;
 }
 
 /// Memory that is registered until this value is dropped.
-pub struct Registration {
+pub struct MemoryRegistration {
     keys: Keys,
     /// Value whose drop ends the registration.
     _guard: Box<dyn Send + Sync>,
 }
 
-impl Registration {
+impl MemoryRegistration {
     /// Makes a registration that ends when `guard` is dropped.
     pub fn new(keys: Keys, guard: impl Send + Sync + 'static) -> Self {
         Self {
@@ -97,9 +102,9 @@ impl Registration {
     }
 }
 
-impl fmt::Debug for Registration {
+impl fmt::Debug for MemoryRegistration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Registration")
+        f.debug_struct("MemoryRegistration")
             .field("keys", &self.keys)
             .finish_non_exhaustive()
     }
@@ -114,8 +119,12 @@ impl Registrar for NullRegistrar {
         DomainId::NULL
     }
 
-    unsafe fn register(&self, _memory: NonNull<[u8]>, _access: Access) -> io::Result<Registration> {
-        Ok(Registration::new(Keys::default(), ()))
+    unsafe fn register(
+        &self,
+        _memory: NonNull<[u8]>,
+        _access: Access,
+    ) -> io::Result<MemoryRegistration> {
+        Ok(MemoryRegistration::new(Keys::default(), ()))
     }
 }
 
@@ -128,7 +137,7 @@ pub(super) struct Registered {
     access: Access,
     registrars: Registrars,
     /// Registrations, one per registrar, in the registrars' order.
-    registrations: Box<[OnceLock<Registration>]>,
+    registrations: Box<[OnceLock<MemoryRegistration>]>,
     /// Lock held while a registration is made.
     registering: Mutex<()>,
 }

@@ -19,13 +19,13 @@ pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 pub(super) struct Slab {
     // Dropped in this order.
     pub(super) registered: Registered,
-    mapping: Mapping,
+    mapping: SlabMapping,
 }
 
 impl Slab {
     /// Makes zeroed memory that no adapter knows yet. `bytes` is a multiple of [`PAGE_BYTES`].
     pub(super) fn new(bytes: usize, access: Access, registrars: &Registrars) -> io::Result<Self> {
-        let mapping = Mapping::new(bytes)?;
+        let mapping = SlabMapping::new(bytes)?;
         let memory = NonNull::slice_from_raw_parts(mapping.start, bytes);
         // SAFETY: the mapping is ours alone, nothing here ever changes it, and it is dropped after
         // `registered`.
@@ -55,18 +55,18 @@ impl Slab {
 
 /// Zeroed private anonymous memory, aligned to huge pages and backed by them where the kernel
 /// grants it.
-struct Mapping {
+struct SlabMapping {
     start: NonNull<u8>,
     bytes: usize,
 }
 
 // SAFETY: an address range that this value owns; the pool that carves it keeps track of who may
 // touch which bytes.
-unsafe impl Send for Mapping {}
+unsafe impl Send for SlabMapping {}
 // SAFETY: as above.
-unsafe impl Sync for Mapping {}
+unsafe impl Sync for SlabMapping {}
 
-impl Mapping {
+impl SlabMapping {
     fn new(bytes: usize) -> io::Result<Self> {
         let whole_bytes = bytes + HUGE_PAGE_BYTES;
         let length = NonZeroUsize::new(whole_bytes).expect("more than a huge page");
@@ -103,7 +103,7 @@ impl Mapping {
     }
 }
 
-impl Drop for Mapping {
+impl Drop for SlabMapping {
     fn drop(&mut self) {
         // SAFETY: made by `new`; whoever was given a part of it kept the slab alive until now.
         let unmapped = unsafe { munmap(self.start.cast(), self.bytes) };

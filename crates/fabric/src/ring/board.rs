@@ -7,13 +7,13 @@ use std::{
 
 use farpage_wire::data::Condition;
 
-use super::layout::{Landing, NEAR_BYTES, WORD_BYTES, check_of, unsealed};
-use crate::memory::{ExtentMemory, OutOfLease, Span};
+use super::layout::{NEAR_BYTES, RingMemory, WORD_BYTES, check_of, unsealed};
+use crate::memory::{ExtentMemory, ExtentSpan, OutOfLease};
 
 /// Memory that peers READ and only this program writes.
 #[derive(Clone)]
 pub struct Board {
-    landing: Landing,
+    landing: RingMemory,
     memory: Arc<ExtentMemory>,
 }
 
@@ -24,7 +24,7 @@ impl Board {
     /// The lease has ended, or the board cannot be mapped.
     pub(crate) fn extent(memory: &Arc<ExtentMemory>) -> Result<Self, OutOfLease> {
         Ok(Self {
-            landing: Landing::extent(memory)?,
+            landing: RingMemory::extent(memory)?,
             memory: Arc::clone(memory),
         })
     }
@@ -73,8 +73,12 @@ impl Board {
 
     /// Waits until the number at the beginning of `span`'s board meets `condition`, but only while
     /// `stays` and the lease last. Returns true if it does.
-    pub(crate) fn reaches(span: &Span, condition: &Condition, stays: &dyn Fn() -> bool) -> bool {
-        let Ok(landing) = Landing::extent(span.lease()) else {
+    pub(crate) fn reaches(
+        span: &ExtentSpan,
+        condition: &Condition,
+        stays: &dyn Fn() -> bool,
+    ) -> bool {
+        let Ok(landing) = RingMemory::extent(span.lease()) else {
             return false;
         };
         let is_so = || landing.has_reached(condition);
@@ -86,8 +90,8 @@ impl Board {
 
     /// True if the number at the beginning of `span`'s board meets `condition`. A board whose lease
     /// has ended has no number.
-    pub(crate) fn has_reached(span: &Span, condition: &Condition) -> bool {
-        Landing::extent(span.lease()).is_ok_and(|landing| landing.has_reached(condition))
+    pub(crate) fn has_reached(span: &ExtentSpan, condition: &Condition) -> bool {
+        RingMemory::extent(span.lease()).is_ok_and(|landing| landing.has_reached(condition))
     }
 
     /// True if `check` is the check value of `number`.

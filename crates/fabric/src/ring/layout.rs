@@ -1,4 +1,4 @@
-//! Layout of rings, and the memory that they lie in: [`RingPlace`], [`Landing`].
+//! Layout of rings, and the memory that they lie in: [`RingPlace`], [`RingMemory`].
 //!
 //! The rule it keeps: a position is followed by its check value, and counts only with it.
 
@@ -76,16 +76,16 @@ pub struct RingError {
 /// any time, so no reference to them is ever made: bytes are copied through bounds-checked raw
 /// pointers, words through atomics.
 #[derive(Clone)]
-pub struct Landing {
+pub struct RingMemory {
     start: *mut u8,
     bytes: usize,
     _keep: Arc<dyn Send + Sync>,
 }
 
 // SAFETY: an address range that `_keep` keeps mapped, touched only by atomics and raw copies.
-unsafe impl Send for Landing {}
+unsafe impl Send for RingMemory {}
 
-impl Landing {
+impl RingMemory {
     /// Makes a landing of a registered buffer, which peers may WRITE to if its pool has
     /// [`Access::Remote`](crate::regmem::Access::Remote).
     pub fn registered(buf: RegBuf) -> Self {

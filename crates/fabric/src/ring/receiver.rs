@@ -1,15 +1,16 @@
-//! [`RingReceiver`] takes messages out of one sender's ring, [`Inbox`] out of the rings of many.
+//! [`RingReceiver`] takes messages out of one sender's ring, [`RingInbox`] out of the rings of
+//! many.
 //!
 //! The rule it keeps: a sender's bytes are used only after they were copied and checked. A ring
 //! whose sender breaks the protocol ends; the others go on.
 
 use super::layout::{
-    CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Landing, Notifier, RingError, RingPlace, room_of,
+    CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Notifier, RingError, RingMemory, RingPlace, room_of,
 };
 
 /// The receiver's end of one sender's ring.
 pub struct RingReceiver {
-    memory: Landing,
+    memory: RingMemory,
     place: RingPlace,
     /// Notifier that tells the sender of new room.
     notifier: Option<Notifier>,
@@ -26,7 +27,7 @@ impl RingReceiver {
     ///
     /// # Panics
     /// If `place` is not in `memory`, and when [`RingSender::new`](super::RingSender::new) does.
-    pub fn new(memory: Landing, place: RingPlace) -> Self {
+    pub fn new(memory: RingMemory, place: RingPlace) -> Self {
         place.check();
         memory.at(place.offset as usize, place.bytes());
         let receiver = Self {
@@ -127,13 +128,13 @@ impl RingReceiver {
 
 /// The rings of many senders, each in its turn.
 #[derive(Default)]
-pub struct Inbox {
+pub struct RingInbox {
     rings: Vec<(u64, RingReceiver)>,
     /// Index of the ring that is looked at first next time.
     next: usize,
 }
 
-impl Inbox {
+impl RingInbox {
     /// Makes an inbox without senders.
     pub fn new() -> Self {
         Self::default()

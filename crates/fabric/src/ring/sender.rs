@@ -10,7 +10,7 @@ use super::layout::{
     unsealed,
 };
 use crate::{
-    Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
+    Busy, Channel, ChannelError, Completion, Op, PollInterest, Verb,
     regmem::{RegBuf, RegError, RegPool},
 };
 
@@ -273,7 +273,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
     }
 
     /// Returns the events to sleep on until [`progress`](Self::progress) may have something to do.
-    pub fn wait(&self) -> Wait<'_> {
+    pub fn wait(&self) -> PollInterest<'_> {
         self.channel.wait()
     }
 

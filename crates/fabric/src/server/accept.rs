@@ -1,4 +1,4 @@
-//! [`Serving`], and the loop that accepts the connections of a [`Service`].
+//! [`ServerThread`], and the loop that accepts the connections of a [`Service`].
 //!
 //! The rule it keeps: a connection has its place among all of the server before anything is made
 //! for it, whichever listener it came through.
@@ -19,9 +19,9 @@ use super::{
     listen::{Listener, SocketAccess},
     places::ConnectionLimits,
     service::{Service, Shutdown},
-    traffic::Traffic,
+    traffic::ServerTraffic,
 };
-use crate::{errors::BindError, host::Host, log::later, stream::Stream};
+use crate::{errors::BindError, host::Host, log::later, stream::PeerStream};
 
 /// Upper bound of a server's wait at its end for the threads of its connections, whose sockets are
 /// closed by then.
@@ -33,14 +33,14 @@ const ENDING: usize = 64;
 
 /// One listener with the default limits, served on a thread of its own. Dropping it ends it.
 #[must_use = "the server ends when this is dropped"]
-pub struct Serving {
+pub struct ServerThread {
     endpoint: Endpoint,
-    traffic: Arc<Traffic>,
+    traffic: Arc<ServerTraffic>,
     shutdown: Shutdown,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Serving {
+impl ServerThread {
     /// Binds `endpoint` for this user alone and serves `host`. Clients can connect once this
     /// returns.
     ///
@@ -53,7 +53,10 @@ impl Serving {
             endpoint: endpoint.to_string(),
             source,
         };
-        let (traffic, shutdown) = (Arc::<Traffic>::default(), Shutdown::new().map_err(failed)?);
+        let (traffic, shutdown) = (
+            Arc::<ServerTraffic>::default(),
+            Shutdown::new().map_err(failed)?,
+        );
         let limits = ConnectionLimits::default();
         let service = Service::new(host, limits, Arc::clone(&traffic), shutdown.clone());
         let thread = thread::Builder::new().name("farpage-listen".to_owned());
@@ -72,7 +75,7 @@ impl Serving {
     }
 
     /// Returns the payload bytes that the server has moved.
-    pub fn traffic(&self) -> &Traffic {
+    pub fn traffic(&self) -> &ServerTraffic {
         &self.traffic
     }
 
@@ -86,7 +89,7 @@ impl Serving {
     }
 }
 
-impl Drop for Serving {
+impl Drop for ServerThread {
     fn drop(&mut self) {
         // A panic has printed its message.
         let _ = self.end();
@@ -99,7 +102,7 @@ impl Service {
     pub fn serve(self: &Arc<Self>, listener: Listener) {
         // The threads own their sockets: an ended connection is closed at once and not when the
         // next client comes.
-        let mut connections: HashMap<u64, (Weak<Stream>, JoinHandle<()>)> = HashMap::new();
+        let mut connections: HashMap<u64, (Weak<PeerStream>, JoinHandle<()>)> = HashMap::new();
         while !self.shutdown.has_begun() {
             let mut fds = [listener.as_fd(), self.shutdown.0.1.as_fd()]
                 .map(|fd| PollFd::new(fd, PollFlags::POLLIN));

@@ -17,8 +17,8 @@ use farpage_wire::{
 use nix::poll::{PollFd, PollFlags, poll};
 
 use super::{
-    lines::{Held, LineName},
-    places::{Aim, Place},
+    lines::{LineHold, LineName},
+    places::{Aim, ConnectionPlace},
     service::Service,
 };
 use crate::{
@@ -26,7 +26,7 @@ use crate::{
     log::later,
     nonblocking::timeout_until,
     rdma::RdmaStream,
-    stream::{ReceiveError, Stream},
+    stream::{PeerStream, ReceiveError},
 };
 
 /// The longest time that a stranger may take to say who it is. A client on a busy machine may not
@@ -39,16 +39,16 @@ pub(super) const LOOK: Duration = Duration::from_secs(1);
 
 /// One accepted connection and the state that its thread needs.
 pub(super) struct Connection {
-    pub(super) stream: Arc<Stream>,
+    pub(super) stream: Arc<PeerStream>,
     pub(super) transport: Transport,
     pub(super) peer: Peer,
-    pub(super) place: Place,
+    pub(super) place: ConnectionPlace,
     pub(super) service: Arc<Service>,
 }
 
 /// Reason why a connection is closed before its client closed it.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Fault {
+pub(super) enum CloseReason {
     #[error(transparent)]
     Receive(#[from] ReceiveError),
     #[error(transparent)]
@@ -62,13 +62,13 @@ pub(super) enum Fault {
     Unable(String),
 }
 
-impl Fault {
+impl CloseReason {
     pub(super) fn replaced() -> Self {
         Self::Violation("its client has opened another in its place".to_owned())
     }
 }
 
-impl From<io::Error> for Fault {
+impl From<io::Error> for CloseReason {
     fn from(error: io::Error) -> Self {
         Self::Receive(error.into())
     }
@@ -86,8 +86,8 @@ impl Connection {
         self.stream.close();
     }
 
-    fn converse(&self) -> Result<(), Fault> {
-        if let Stream::Rdma(stream) = &*self.stream
+    fn converse(&self) -> Result<(), CloseReason> {
+        if let PeerStream::Rdma(stream) = &*self.stream
             && let Some((session, secret, line)) = stream.claim()
         {
             let until = Instant::now() + HANDSHAKE;
@@ -147,7 +147,7 @@ impl Connection {
                 self.stream.send(&Response::Done, until)?;
                 self.data(session, &secret, &held)
             }
-            _ => Err(Fault::Violation(
+            _ => Err(CloseReason::Violation(
                 "the first request does not fit the hello".to_owned(),
             )),
         }
@@ -155,11 +155,11 @@ impl Connection {
 
     /// Takes `line` over for this connection, once the line's older connections have ended. The
     /// client is not answered before.
-    pub(super) fn take(&self, line: LineName, until: Instant) -> Result<Held<'_>, Fault> {
+    pub(super) fn take(&self, line: LineName, until: Instant) -> Result<LineHold<'_>, CloseReason> {
         (self.service.lines)
             .take(line, &self.stream, until, &|| self.service.frames.wake())
             .ok_or_else(|| {
-                Fault::Violation(
+                CloseReason::Violation(
                     "its line has an older connection that does not end, or a newer one".to_owned(),
                 )
             })
@@ -172,7 +172,7 @@ impl Connection {
         stream: &RdmaStream,
         session: SessionId,
         secret: &Secret,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), CloseReason> {
         let host = &self.service.host;
         let mut look_at = Instant::now() + LOOK;
         loop {
@@ -187,14 +187,14 @@ impl Connection {
             }
             if Instant::now() >= look_at {
                 look_at = Instant::now() + LOOK;
-                host.attach(session, secret).map_err(Fault::Refused)?;
+                host.attach(session, secret).map_err(CloseReason::Refused)?;
             }
         }
     }
 
-    pub(super) fn turn_away(&self, refusal: Refusal, until: Instant) -> Result<(), Fault> {
+    pub(super) fn turn_away(&self, refusal: Refusal, until: Instant) -> Result<(), CloseReason> {
         self.stream
             .send(&Response::Refused(refusal.clone()), until)?;
-        Err(Fault::Refused(refusal))
+        Err(CloseReason::Refused(refusal))
     }
 }

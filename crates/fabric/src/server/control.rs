@@ -15,8 +15,8 @@ use farpage_wire::{
 };
 
 use super::{
-    connection::{Connection, Fault},
-    lines::Held,
+    connection::{CloseReason, Connection},
+    lines::LineHold,
     places::Aim,
 };
 use crate::{
@@ -24,7 +24,7 @@ use crate::{
     key,
     log::later,
     memory::ExtentMemory,
-    stream::{ReceiveError, Stream},
+    stream::{PeerStream, ReceiveError},
 };
 
 /// Upper bound of the time that a client takes to receive an answer.
@@ -45,9 +45,9 @@ impl Connection {
         client: &str,
         resume: Option<(SessionId, Secret)>,
         until: Instant,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), CloseReason> {
         if client.len() > MAX_CLIENT_BYTES {
-            return Err(Fault::Violation(
+            return Err(CloseReason::Violation(
                 "the client's name for itself is too long".to_owned(),
             ));
         }
@@ -109,9 +109,9 @@ impl Connection {
         &self,
         session: SessionId,
         lease: Duration,
-        held: &Held<'_>,
+        held: &LineHold<'_>,
         leaving: &mut bool,
-    ) -> Result<bool, Fault> {
+    ) -> Result<bool, CloseReason> {
         let mut asked = None;
         loop {
             // A client that lives renews well within its lease: silence is a peer that vanished
@@ -139,7 +139,7 @@ impl Connection {
                 other => other?,
             };
             if held.is_replaced() {
-                return Err(Fault::replaced());
+                return Err(CloseReason::replaced());
             }
             let goodbye = request == Request::Goodbye;
             *leaving |= request == Request::Leaving;
@@ -151,7 +151,9 @@ impl Connection {
                     (done_or_refused(shown), Vec::new())
                 }
                 Request::Stat => (Response::Stat(Box::new(self.service.stat())), Vec::new()),
-                other => answer(&*self.service.host, session, other).map_err(Fault::Violation)?,
+                other => {
+                    answer(&*self.service.host, session, other).map_err(CloseReason::Violation)?
+                }
             };
             // The host has charged for all that it keeps of the request.
             drop(room);
@@ -184,7 +186,7 @@ impl Connection {
                 return Ok(true);
             }
             if response == Response::Refused(Refusal::NoSession) {
-                return Err(Fault::Refused(Refusal::NoSession));
+                return Err(CloseReason::Refused(Refusal::NoSession));
             }
         }
     }
@@ -192,7 +194,7 @@ impl Connection {
 
 impl Connection {
     /// Answers a client that begins no session: figures, and names once it has shown its key.
-    pub(super) fn visit(&self, first: Request) -> Result<(), Fault> {
+    pub(super) fn visit(&self, first: Request) -> Result<(), CloseReason> {
         let (mut request, mut asked, mut asker) = (first, None, None);
         loop {
             let response = match request {
@@ -205,8 +207,8 @@ impl Connection {
                 }
                 other => match asker {
                     Some(asker) => answer_about_names(&*self.service.host, asker, other)
-                        .map_err(|_| Fault::Violation(NEEDS_A_SESSION.to_owned()))?,
-                    None => return Err(Fault::Violation(NEEDS_A_SESSION.to_owned())),
+                        .map_err(|_| CloseReason::Violation(NEEDS_A_SESSION.to_owned()))?,
+                    None => return Err(CloseReason::Violation(NEEDS_A_SESSION.to_owned())),
                 },
             };
             self.stream.send(&response, Instant::now() + ANSWER)?;
@@ -231,7 +233,7 @@ impl Connection {
         memories: &[Arc<ExtentMemory>],
     ) -> Result<Option<Vec<LeaseKeys>>, String> {
         match &*self.stream {
-            Stream::Rdma(stream) if !memories.is_empty() => {
+            PeerStream::Rdma(stream) if !memories.is_empty() => {
                 stream.register(session, memories).map(Some)
             }
             _ => Ok(None),
@@ -342,7 +344,7 @@ fn answer_about_names(
 }
 
 /// Makes a new challenge to sign, which `asked` keeps for one proof.
-fn challenge(asked: &mut Option<Challenge>) -> Result<Response, Fault> {
+fn challenge(asked: &mut Option<Challenge>) -> Result<Response, CloseReason> {
     let challenge = key::challenge()?;
     *asked = Some(challenge);
     Ok(Response::Challenge(challenge))

@@ -22,15 +22,15 @@ use farpage_wire::{
 use nix::poll::PollFlags;
 
 use super::{
-    connection::{Connection, Fault, LOOK},
+    connection::{CloseReason, Connection, LOOK},
     incoming::Incoming,
-    lines::Held,
+    lines::LineHold,
     operation::{Checked, answer_to, header_at, permitted},
-    together::{Back, Guest, SMALL_BYTES, Together},
-    transfer::{Rest, Vectors, vector},
+    together::{Delegation, DelegationEnd, SMALL_BYTES, Together},
+    transfer::{BatchVectors, Rest, vector},
     window::{Grip, Stuck, Window},
 };
-use crate::{memory::Absent, nonblocking::retry, ring::Board, stream::Message};
+use crate::{memory::Absent, nonblocking::retry, ring::Board, stream::SocketMessage};
 
 /// Upper bound of the time that a refused client takes to read why. Its bytes that are under way
 /// are thrown away meanwhile, or the kernel would throw the answer away.
@@ -42,21 +42,21 @@ impl Connection {
         &self,
         session: SessionId,
         secret: &Secret,
-        held: &Held<'_>,
-    ) -> Result<(), Fault> {
+        held: &LineHold<'_>,
+    ) -> Result<(), CloseReason> {
         let mut headers = [0; MAX_BATCH * OP_HEADER_BYTES];
         let mut checked = Vec::with_capacity(MAX_BATCH);
         let mut operands = [[0; OPERAND_BYTES]; MAX_BATCH];
         let mut answers = [[0; ANSWER_HEADER_BYTES]; MAX_BATCH];
         let mut words = [[0; WORD_BYTES as usize]; MAX_BATCH];
-        let mut vectors = Vectors::default();
+        let mut vectors = BatchVectors::default();
         let mut window = Window::default();
         let mut incoming = Incoming::new(&self.stream, LOOK)?;
         let alive = || {
             self.service
                 .host
                 .attach(session, secret)
-                .map_err(Fault::Refused)
+                .map_err(CloseReason::Refused)
         };
         let _counted = self.service.count_data_connection();
         let (mut sequence, mut is_small) = (0, false);
@@ -68,7 +68,7 @@ impl Connection {
                 incoming.put_back(&back.come);
                 if back.is_over {
                     let what = "the lease of what an answer was made of ended".to_owned();
-                    return Err(Fault::Violation(what));
+                    return Err(CloseReason::Violation(what));
                 }
                 let mut unsent = back.unsent;
                 let mut vectors = [vector(unsent.as_mut_ptr(), unsent.len())];
@@ -94,7 +94,7 @@ impl Connection {
             for i in 0..=following {
                 let header = header_at(&headers, i)?;
                 if usize::from(header.following) != following - i || header.sequence != sequence {
-                    return Err(Fault::Violation("operations out of order".to_owned()));
+                    return Err(CloseReason::Violation("operations out of order".to_owned()));
                 }
                 sequence = sequence.wrapping_add(1);
                 match permitted(&*self.service.host, session, header) {
@@ -189,8 +189,8 @@ impl Connection {
         }
     }
 
-    fn guest(&self, session: SessionId, sequence: u32, come: Vec<u8>) -> Guest {
-        Guest {
+    fn guest(&self, session: SessionId, sequence: u32, come: Vec<u8>) -> Delegation {
+        Delegation {
             stream: Arc::clone(&self.stream),
             host: Arc::clone(&self.service.host),
             traffic: Arc::clone(&self.service.traffic),
@@ -204,9 +204,9 @@ impl Connection {
     fn leave_to(
         &self,
         together: &Together,
-        guest: Guest,
-        alive: &dyn Fn() -> Result<(), Fault>,
-    ) -> Result<Back, Fault> {
+        guest: Delegation,
+        alive: &dyn Fn() -> Result<(), CloseReason>,
+    ) -> Result<DelegationEnd, CloseReason> {
         let here = together.serve(guest);
         loop {
             match here.recv_timeout(LOOK) {
@@ -221,7 +221,7 @@ impl Connection {
                 }
                 Err(RecvTimeoutError::Disconnected) => {
                     let what = "the thread that serves all connections has failed".to_owned();
-                    return Err(Fault::Unable(what));
+                    return Err(CloseReason::Unable(what));
                 }
             }
         }
@@ -229,7 +229,7 @@ impl Connection {
 
     /// Answers that an operation was refused, and ends the connection so that the client can still
     /// read the answer.
-    fn refuse(&self, header: &OpHeader, status: Status) -> Result<(), Fault> {
+    fn refuse(&self, header: &OpHeader, status: Status) -> Result<(), CloseReason> {
         let answer = AnswerHeader {
             status,
             sequence: header.sequence,
@@ -257,9 +257,11 @@ impl Connection {
         } = header;
         let what = format!("{kind:?} of {len} bytes at {offset} of extent {extent}");
         Err(match status {
-            Status::NoRoom => Fault::Unable(format!("{what}: {}: see --memory", Absent::NoRoom)),
-            Status::Unreadable => Fault::Unable(format!("{what}: {}", Absent::Unreadable)),
-            Status::Ok | Status::Refused | Status::NotYet => Fault::Violation(format!(
+            Status::NoRoom => {
+                CloseReason::Unable(format!("{what}: {}: see --memory", Absent::NoRoom))
+            }
+            Status::Unreadable => CloseReason::Unable(format!("{what}: {}", Absent::Unreadable)),
+            Status::Ok | Status::Refused | Status::NotYet => CloseReason::Violation(format!(
                 "{what}: not leased or leased to read only, out of its range, or for an atomic no multiple of 8 or not granted for atomics"
             )),
         })
@@ -268,22 +270,22 @@ impl Connection {
     /// Fills `vectors`, which point to operands and into the spans of `checked`.
     fn receive(
         &self,
-        vectors: &mut Vectors,
+        vectors: &mut BatchVectors,
         checked: &[Checked],
         window: &mut Window,
         incoming: &mut Incoming<'_>,
-        held: &Held<'_>,
-        alive: &dyn Fn() -> Result<(), Fault>,
-    ) -> Result<Result<(), Stuck>, Fault> {
+        held: &LineHold<'_>,
+        alive: &dyn Fn() -> Result<(), CloseReason>,
+    ) -> Result<Result<(), Stuck>, CloseReason> {
         let is_paged = is_paged(checked);
-        let Vectors { vectors, pieces } = vectors;
+        let BatchVectors { vectors, pieces } = vectors;
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
             still_leased(checked)?;
             // Bytes that have arrived could still be read from a socket that was closed: the newer
             // connection waits for this one.
             if held.is_replaced() {
-                return Err(Fault::replaced());
+                return Err(CloseReason::replaced());
             }
             let mut grip = match is_paged.then(|| window.fill(&rest, pieces, checked)) {
                 None => None,
@@ -312,13 +314,13 @@ impl Connection {
     /// An operation is `Stuck` only when nothing of its answer has been sent.
     fn transmit(
         &self,
-        vectors: &mut Vectors,
+        vectors: &mut BatchVectors,
         checked: &[Checked],
         window: &mut Window,
-        alive: &dyn Fn() -> Result<(), Fault>,
-    ) -> Result<Result<(), Stuck>, Fault> {
+        alive: &dyn Fn() -> Result<(), CloseReason>,
+    ) -> Result<Result<(), Stuck>, CloseReason> {
         let is_paged = is_paged(checked);
-        let Vectors { vectors, pieces } = vectors;
+        let BatchVectors { vectors, pieces } = vectors;
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
             // A client that is slow to read must not be sent what the next holder of the extent
@@ -330,7 +332,7 @@ impl Connection {
                 let most = self.stream.most_at_once();
                 let passed = window.pass(&rest, pieces, checked, most, &mut |bytes| {
                     let mut answer = [header, vector(bytes.as_ptr().cast_mut(), bytes.len())];
-                    let mut message = Message::new(answer.as_mut_ptr(), answer.len());
+                    let mut message = SocketMessage::new(answer.as_mut_ptr(), answer.len());
                     // SAFETY: the header is kept by the caller, and `bytes` outlive the call; both
                     // are only read.
                     sent = Some(unsafe { self.stream.send_message(&mut message) });
@@ -349,7 +351,7 @@ impl Connection {
                 Some(Err(stuck)) if rest.is_between(pieces) => return Ok(Err(stuck)),
                 Some(Err(stuck)) => {
                     let Stuck { op, why } = stuck;
-                    return Err(Fault::Unable(format!(
+                    return Err(CloseReason::Unable(format!(
                         "extent {} in the middle of an answer: {why}",
                         checked[op].header.extent
                     )));
@@ -371,8 +373,8 @@ impl Connection {
         sent: io::Result<usize>,
         rest: &mut Rest<'_>,
         window: &mut Window,
-        alive: &dyn Fn() -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
+        alive: &dyn Fn() -> Result<(), CloseReason>,
+    ) -> Result<(), CloseReason> {
         match sent {
             Ok(bytes) => {
                 rest.advance(bytes);
@@ -386,7 +388,11 @@ impl Connection {
 
     /// Waits for `events` on the socket for [`LOOK`] at most. Checks then that the session still
     /// lives.
-    fn pause(&self, events: PollFlags, alive: &dyn Fn() -> Result<(), Fault>) -> Result<(), Fault> {
+    fn pause(
+        &self,
+        events: PollFlags,
+        alive: &dyn Fn() -> Result<(), CloseReason>,
+    ) -> Result<(), CloseReason> {
         match self.stream.wait(events, Instant::now() + LOOK) {
             Err(error) if error.kind() == io::ErrorKind::TimedOut => alive(),
             other => Ok(other?),
@@ -399,8 +405,8 @@ fn fill(
     mut buf: &mut [u8],
     incoming: &mut Incoming<'_>,
     may_end: bool,
-    alive: &dyn Fn() -> Result<(), Fault>,
-) -> Result<bool, Fault> {
+    alive: &dyn Fn() -> Result<(), CloseReason>,
+) -> Result<bool, CloseReason> {
     let whole = buf.len();
     loop {
         let taken = incoming.take(buf);
@@ -433,7 +439,7 @@ fn change_words(
     operands: &[[u8; OPERAND_BYTES]],
     words: &mut [[u8; WORD_BYTES as usize]],
     window: &mut Window,
-) -> Result<Result<(), Stuck>, Fault> {
+) -> Result<Result<(), Stuck>, CloseReason> {
     for (i, op) in checked.iter().enumerate() {
         if let Some(change) = op.header.kind.atomic(&operands[i]) {
             match window.atomic(op, change) {
@@ -447,7 +453,7 @@ fn change_words(
 
 /// Cuts the operation that is `stuck`, and all behind it, off its batch. Returns its header and the
 /// status of its answer.
-fn cut(checked: &mut Vec<Checked>, stuck: &Stuck) -> Result<(OpHeader, Status), Fault> {
+fn cut(checked: &mut Vec<Checked>, stuck: &Stuck) -> Result<(OpHeader, Status), CloseReason> {
     let op = &checked[stuck.op];
     let status = match stuck.why {
         Absent::NoRoom => Status::NoRoom,
@@ -459,15 +465,15 @@ fn cut(checked: &mut Vec<Checked>, stuck: &Stuck) -> Result<(OpHeader, Status), 
     Ok((header, status))
 }
 
-fn still_leased(checked: &[Checked]) -> Result<(), Fault> {
+fn still_leased(checked: &[Checked]) -> Result<(), CloseReason> {
     match checked.iter().find(|op| op.span.is_revoked()) {
         None => Ok(()),
         Some(op) => Err(lease_ended(op)),
     }
 }
 
-fn lease_ended(op: &Checked) -> Fault {
-    Fault::Violation(format!(
+fn lease_ended(op: &Checked) -> CloseReason {
+    CloseReason::Violation(format!(
         "the lease of extent {} ended during a {:?}",
         op.header.extent, op.header.kind
     ))

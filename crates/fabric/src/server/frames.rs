@@ -1,4 +1,4 @@
-//! [`Frames`]: the memory for long requests while they are received and answered.
+//! [`RequestBudget`]: the memory for long requests while they are received and answered.
 //!
 //! The rule it keeps: all long requests together, and those from one origin, hold a bounded number
 //! of bytes. None of them is taken from the memory that is lent: a full server must still hear that
@@ -24,17 +24,17 @@ const BYTES_PER_ORIGIN: u64 = 2 * MAX_FRAME_BYTES as u64;
 const BYTES: u64 = 8 * BYTES_PER_ORIGIN;
 
 #[derive(Default)]
-pub(super) struct Frames {
-    state: Mutex<State>,
+pub(super) struct RequestBudget {
+    state: Mutex<BudgetState>,
     /// Signalled when room is given back, when waiting requests have to check whether they are
     /// still wanted, and at the end.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    all: Held,
-    by_origin: HashMap<Origin, Held>,
+struct BudgetState {
+    all: HeldBytes,
+    by_origin: HashMap<Origin, HeldBytes>,
     /// Number of requests that were ever given room.
     rooms_ever: u64,
     is_closed: bool,
@@ -42,24 +42,24 @@ struct State {
 
 /// Bytes that a group of requests holds.
 #[derive(Default)]
-struct Held {
+struct HeldBytes {
     bytes: u64,
     /// Bytes of each request by its number: the lowest is the oldest.
     rooms: BTreeMap<u64, u64>,
 }
 
 /// The room of one request, until it is dropped. It begins with nothing.
-pub(super) struct Room<'a> {
-    frames: &'a Frames,
+pub(super) struct RequestRoom<'a> {
+    frames: &'a RequestBudget,
     origin: Origin,
     /// Number of the request, given with its first bytes.
     number: Option<u64>,
 }
 
-impl Frames {
+impl RequestBudget {
     /// Makes the room of a request from `origin`.
-    pub(super) fn room(&self, origin: Origin) -> Room<'_> {
-        Room {
+    pub(super) fn room(&self, origin: Origin) -> RequestRoom<'_> {
+        RequestRoom {
             frames: self,
             origin,
             number: None,
@@ -85,7 +85,7 @@ impl Frames {
     }
 }
 
-impl Room<'_> {
+impl RequestRoom<'_> {
     /// Makes room for `bytes` more. Waits until `until` at most, and no longer than until `is_over`
     /// says that the request is not wanted any more.
     ///
@@ -130,14 +130,14 @@ impl Room<'_> {
     }
 }
 
-impl State {
+impl BudgetState {
     fn has_room(&self, origin: Origin, number: u64, bytes: u64) -> bool {
         self.all.has_room(BYTES, number, bytes)
             && self.by_origin[&origin].has_room(BYTES_PER_ORIGIN, number, bytes)
     }
 }
 
-impl Held {
+impl HeldBytes {
     /// True if request `number` may have `bytes` more where all together may have `most`.
     fn has_room(&self, most: u64, number: u64, bytes: u64) -> bool {
         let (oldest, of_oldest) = self.rooms.first_key_value().expect("this one is counted");
@@ -154,7 +154,7 @@ impl Held {
     }
 }
 
-impl Drop for Room<'_> {
+impl Drop for RequestRoom<'_> {
     fn drop(&mut self) {
         let Some(number) = self.number else {
             return;
@@ -184,14 +184,19 @@ mod tests {
 
     const LONG: u64 = MAX_FRAME_BYTES as u64;
 
-    fn room(frames: &Frames, user: u32, bytes: u64, until: Instant) -> Result<Room<'_>, Refusal> {
+    fn room(
+        frames: &RequestBudget,
+        user: u32,
+        bytes: u64,
+        until: Instant,
+    ) -> Result<RequestRoom<'_>, Refusal> {
         let mut room = frames.room(Origin::User(user));
         room.grow(bytes, until, &|| false).map(|()| room)
     }
 
     #[test]
     fn one_origin_leaves_room_to_others_and_waits_for_its_own() {
-        let frames = Frames::default();
+        let frames = RequestBudget::default();
         let now = |user, bytes| room(&frames, user, bytes, Instant::now());
         let (first, _second) = (now(1, LONG).unwrap(), now(1, LONG).unwrap());
         assert!(matches!(now(1, 1), Err(Refusal::Invalid(_))));
@@ -208,7 +213,7 @@ mod tests {
 
     #[test]
     fn all_origins_together_are_bounded_and_nobody_waits_at_the_end() {
-        let frames = Frames::default();
+        let frames = RequestBudget::default();
         let _held: Vec<_> = (0..(BYTES / LONG) as u32)
             .map(|i| room(&frames, i / 2, LONG, Instant::now()).ok().unwrap())
             .collect();
@@ -226,7 +231,7 @@ mod tests {
 
     #[test]
     fn requests_that_have_all_come_in_part_do_not_wait_for_each_other() {
-        let frames = Frames::default();
+        let frames = RequestBudget::default();
         let mut parts: Vec<_> = (0..3)
             .map(|_| room(&frames, 1, LONG / 2, Instant::now()).unwrap())
             .collect();
@@ -244,7 +249,7 @@ mod tests {
 
     #[test]
     fn whoever_is_not_wanted_any_more_does_not_wait() {
-        let frames = Frames::default();
+        let frames = RequestBudget::default();
         let _held = [(); 2].map(|()| room(&frames, 1, LONG, Instant::now()).unwrap());
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {

@@ -6,13 +6,13 @@
 
 use std::{io, time::Duration};
 
-use crate::stream::{Message, Stream};
+use crate::stream::{PeerStream, SocketMessage};
 
 /// Bytes of a small batch with its payloads. Copying them takes as long as another system call.
 const BYTES: usize = 8 << 10;
 
 pub(super) struct Incoming<'a> {
-    stream: &'a Stream,
+    stream: &'a PeerStream,
     patience: Duration,
     buffer: Box<[u8]>,
     /// Bytes of the buffer that have been received.
@@ -23,7 +23,7 @@ pub(super) struct Incoming<'a> {
 
 impl<'a> Incoming<'a> {
     /// Receives from `stream`, and lets the caller do something else after a wait of `patience`.
-    pub(super) fn new(stream: &'a Stream, patience: Duration) -> io::Result<Self> {
+    pub(super) fn new(stream: &'a PeerStream, patience: Duration) -> io::Result<Self> {
         stream.let_wait(patience)?;
         Ok(Self {
             stream,
@@ -72,8 +72,11 @@ impl<'a> Incoming<'a> {
     /// Moves the next bytes to where `message` says, and never waits.
     ///
     /// # Safety
-    /// As [`Stream::receive_message`].
-    pub(super) unsafe fn receive_message(&mut self, message: &mut Message) -> io::Result<usize> {
+    /// As [`PeerStream::receive_message`].
+    pub(super) unsafe fn receive_message(
+        &mut self,
+        message: &mut SocketMessage,
+    ) -> io::Result<usize> {
         if self.taken == self.come {
             // SAFETY: promised by the caller.
             return unsafe { self.stream.receive_message(message) };

@@ -17,7 +17,7 @@ use std::{
 use farpage_wire::SessionId;
 use parking_lot::{Condvar, Mutex};
 
-use crate::stream::Stream;
+use crate::stream::PeerStream;
 
 /// Name of a line: its session, and the client's number for it; `None` for the control connection.
 pub(super) type LineName = (SessionId, Option<u64>);
@@ -35,7 +35,7 @@ pub(super) struct Lines {
 /// A connection of a line.
 #[derive(Debug)]
 struct Member {
-    stream: Weak<Stream>,
+    stream: Weak<PeerStream>,
     /// True once a newer connection has come. Read between system calls. Relaxed: the lock orders
     /// everything else.
     replaced: AtomicBool,
@@ -43,7 +43,7 @@ struct Member {
 
 /// The right to serve a line. Dropped when the last operation has been left.
 #[derive(Debug)]
-pub(super) struct Held<'a> {
+pub(super) struct LineHold<'a> {
     lines: &'a Lines,
     name: LineName,
     member: Arc<Member>,
@@ -56,10 +56,10 @@ impl Lines {
     pub(super) fn take(
         &self,
         name: LineName,
-        stream: &Arc<Stream>,
+        stream: &Arc<PeerStream>,
         until: Instant,
         wake: &dyn Fn(),
-    ) -> Option<Held<'_>> {
+    ) -> Option<LineHold<'_>> {
         let member = Arc::new(Member {
             stream: Arc::downgrade(stream),
             replaced: AtomicBool::new(false),
@@ -72,7 +72,7 @@ impl Lines {
             older
         };
         // From here on dropping `held` leaves the line.
-        let held = Held {
+        let held = LineHold {
             lines: self,
             name,
             member,
@@ -101,14 +101,14 @@ impl Lines {
     }
 }
 
-impl Held<'_> {
+impl LineHold<'_> {
     /// True if a newer connection waits for this one to leave.
     pub(super) fn is_replaced(&self) -> bool {
         self.member.replaced.load(Ordering::Relaxed)
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for LineHold<'_> {
     fn drop(&mut self) {
         let mut table = self.lines.table.lock();
         let members = table

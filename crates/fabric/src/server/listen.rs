@@ -19,12 +19,12 @@ use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, getsockopt, listen, socket, sockopt,
 };
 
-use super::places::{Aim, Place};
+use super::places::{Aim, ConnectionPlace};
 use crate::{
     errors::BindError,
     host::{Host, Origin, Peer, Transport},
     rdma,
-    stream::{Stream, keep_alive},
+    stream::{PeerStream, keep_alive},
 };
 
 /// A bound endpoint, ready for [`Service::serve`](super::Service::serve). Dropping it removes the
@@ -40,7 +40,7 @@ enum Socket {
     /// Socket with the inode of its file, so that only our own file is removed.
     Unix(UnixListener, u64),
     Tcp(TcpListener),
-    Rdma(rdma::Listener),
+    Rdma(rdma::RdmaListener),
 }
 
 /// Users that may connect to a shared-memory socket.
@@ -54,11 +54,11 @@ pub enum SocketAccess {
 }
 
 /// A client that wants to connect.
-pub(super) enum Call {
+pub(super) enum PendingConnection {
     /// Client that the kernel has connected.
-    Socket(Stream, Peer),
+    Socket(PeerStream, Peer),
     /// Client for which nothing was made yet.
-    Rdma(rdma::Call),
+    Rdma(rdma::ConnectionRequest),
 }
 
 impl Listener {
@@ -85,7 +85,7 @@ impl Listener {
                         return Err(BindError::NotASocket { endpoint: name });
                     }
                     // Never waits: a server that is stopped has its backlog full.
-                    match Stream::connect(endpoint, Instant::now()) {
+                    match PeerStream::connect(endpoint, Instant::now()) {
                         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                             tracing::info!(
                                 endpoint = name,
@@ -121,7 +121,7 @@ impl Listener {
                 })
             }
             Endpoint::Rdma { host, .. } => {
-                let listener = rdma::Listener::bind(endpoint)?;
+                let listener = rdma::RdmaListener::bind(endpoint)?;
                 let endpoint = Endpoint::Rdma {
                     host: host.clone(),
                     port: listener.port(),
@@ -164,9 +164,9 @@ impl Listener {
     }
 
     /// Takes the next client that wants to connect. `None` if there is none.
-    pub(super) fn accept(&self) -> io::Result<Option<Call>> {
+    pub(super) fn accept(&self) -> io::Result<Option<PendingConnection>> {
         let accepted = match &self.socket {
-            Socket::Rdma(listener) => return Ok(listener.accept()?.map(Call::Rdma)),
+            Socket::Rdma(listener) => return Ok(listener.accept()?.map(PendingConnection::Rdma)),
             Socket::Unix(listener, _) => listener.accept().and_then(|(stream, _)| {
                 stream.set_nonblocking(true)?;
                 let peer = match getsockopt(&stream, sockopt::PeerCredentials) {
@@ -176,17 +176,17 @@ impl Listener {
                     },
                     Err(_) => Peer::unknown(),
                 };
-                Ok((Stream::Unix(stream), peer))
+                Ok((PeerStream::Unix(stream), peer))
             }),
             Socket::Tcp(listener) => listener.accept().and_then(|(stream, address)| {
                 stream.set_nonblocking(true)?;
                 stream.set_nodelay(true)?;
                 keep_alive(&stream)?;
-                Ok((Stream::Tcp(stream), Peer::at(address)))
+                Ok((PeerStream::Tcp(stream), Peer::at(address)))
             }),
         };
         match accepted {
-            Ok((stream, peer)) => Ok(Some(Call::Socket(stream, peer))),
+            Ok((stream, peer)) => Ok(Some(PendingConnection::Socket(stream, peer))),
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock
                 | io::ErrorKind::Interrupted
@@ -197,23 +197,28 @@ impl Listener {
     }
 
     /// Makes the connection of `call`, which has its `place` now. `None` if its client was refused.
-    pub(super) fn answer(&self, call: Call, host: &dyn Host, place: &Place) -> Option<Stream> {
+    pub(super) fn answer(
+        &self,
+        call: PendingConnection,
+        host: &dyn Host,
+        place: &ConnectionPlace,
+    ) -> Option<PeerStream> {
         match (call, &self.socket) {
-            (Call::Socket(stream, _), _) => Some(stream),
-            (Call::Rdma(call), Socket::Rdma(listener)) => {
+            (PendingConnection::Socket(stream, _), _) => Some(stream),
+            (PendingConnection::Rdma(call), Socket::Rdma(listener)) => {
                 let admit = |session, secret: &_, line| {
                     host.attach(session, secret)?;
                     place.settle(Aim::Data(session, line))
                 };
                 let stream = listener.answer(call, host.hears_of_writes(), &admit)?;
-                Some(Stream::Rdma(Box::new(stream)))
+                Some(PeerStream::Rdma(Box::new(stream)))
             }
-            (Call::Rdma(_), _) => unreachable!("accepted by a listener of this kind"),
+            (PendingConnection::Rdma(_), _) => unreachable!("accepted by a listener of this kind"),
         }
     }
 }
 
-impl Call {
+impl PendingConnection {
     pub(super) fn peer(&self) -> &Peer {
         match self {
             Self::Socket(_, peer) => peer,

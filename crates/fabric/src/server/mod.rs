@@ -22,10 +22,10 @@ mod window;
 
 pub(crate) use self::control::answer;
 pub use self::{
-    accept::Serving,
+    accept::ServerThread,
     listen::{Listener, SocketAccess},
     places::ConnectionLimits,
     service::{Service, Shutdown},
-    traffic::Traffic,
+    traffic::ServerTraffic,
 };
 pub use crate::errors::BindError;

@@ -9,14 +9,14 @@ use farpage_wire::{
 
 use crate::{
     host::Host,
-    memory::{Residency, Span},
+    memory::{ExtentSpan, Residency},
     ring::Board,
 };
 
 /// One operation of a batch, checked.
 pub(super) struct Checked {
     pub(super) header: OpHeader,
-    pub(super) span: Span,
+    pub(super) span: ExtentSpan,
 }
 
 impl Checked {

@@ -1,11 +1,12 @@
-//! [`Places`]: limits on the connections that a server serves, in all and per client.
+//! [`ConnectionPlaces`]: limits on the connections that a server serves, in all and per client.
 //!
 //! The rule it keeps: no address, no session and no crowd of silent connections takes the places of
 //! the others. A connection is a *stranger* until it has said what it is for. Strangers share what
-//! is left, and at least [`Places::for_strangers`]. The oldest stranger is closed when there is no
-//! place for a newer one. A connection that has begun, resumed or joined a session is *settled*,
-//! and counts against its address and its session. A line's newer connection takes the place of its
-//! older one, so that a client at its limit can replace connections that only seem alive.
+//! is left, and at least [`ConnectionPlaces::for_strangers`]. The oldest stranger is closed when
+//! there is no place for a newer one. A connection that has begun, resumed or joined a session is
+//! *settled*, and counts against its address and its session. A line's newer connection takes the
+//! place of its older one, so that a client at its limit can replace connections that only seem
+//! alive.
 //!
 //! Deliberately absent: fairness among clients behind one address, which cannot be told apart.
 
@@ -20,7 +21,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use parking_lot::Mutex;
 
 use super::lines::LineName;
-use crate::{host::Origin, stream::Stream};
+use crate::{host::Origin, stream::PeerStream};
 
 /// One in `KEPT_ONE_IN` of all places is kept from new sessions. Half of these are for resuming and
 /// for a session's first data connection, half for strangers.
@@ -88,15 +89,15 @@ impl Aim {
     }
 }
 
-pub(super) struct Places {
+pub(super) struct ConnectionPlaces {
     limits: ConnectionLimits,
-    state: Mutex<State>,
+    state: Mutex<PlacesState>,
 }
 
 #[derive(Default)]
-struct State {
+struct PlacesState {
     /// Strangers by order of arrival. A connection that is only being made has no stream yet.
-    strangers: BTreeMap<u64, Weak<Stream>>,
+    strangers: BTreeMap<u64, Weak<PeerStream>>,
     settled: HashMap<u64, Settled>,
     by_origin: HashMap<Origin, usize>,
     /// Number of data connections of each session.
@@ -121,13 +122,13 @@ impl Settled {
 }
 
 /// One connection's place, until it is dropped.
-pub(super) struct Place {
-    places: Arc<Places>,
+pub(super) struct ConnectionPlace {
+    places: Arc<ConnectionPlaces>,
     number: u64,
     origin: Origin,
 }
 
-impl Places {
+impl ConnectionPlaces {
     pub(super) fn new(limits: ConnectionLimits) -> Arc<Self> {
         Arc::new(Self {
             limits,
@@ -148,7 +149,7 @@ impl Places {
 
     /// Gives a place to a connection that has said nothing yet, and for which nothing was made.
     /// Closes the strangers that are too many, the oldest first.
-    pub(super) fn arrive(self: &Arc<Self>, number: u64, origin: Origin) -> Place {
+    pub(super) fn arrive(self: &Arc<Self>, number: u64, origin: Origin) -> ConnectionPlace {
         let mut state = self.state.lock();
         state.strangers.insert(number, Weak::new());
         let mut evicted = Vec::new();
@@ -162,7 +163,7 @@ impl Places {
         for stream in evicted.iter().filter_map(Weak::upgrade) {
             stream.close();
         }
-        Place {
+        ConnectionPlace {
             places: Arc::clone(self),
             number,
             origin,
@@ -170,10 +171,10 @@ impl Places {
     }
 }
 
-impl Place {
+impl ConnectionPlace {
     /// Notes the connection's `stream`, which is closed when the connection has to give way, or at
     /// once if it had to already.
-    pub(super) fn occupy(&self, stream: &Arc<Stream>) {
+    pub(super) fn occupy(&self, stream: &Arc<PeerStream>) {
         let mut state = self.places.state.lock();
         if let Some(place) = state.strangers.get_mut(&self.number) {
             *place = Arc::downgrade(stream);
@@ -246,7 +247,7 @@ impl Place {
     }
 }
 
-impl State {
+impl PlacesState {
     fn enter(&mut self, number: u64, settled: Settled) {
         *self.by_origin.entry(settled.origin).or_default() += 1;
         if let Some(session) = settled.data() {
@@ -274,7 +275,7 @@ impl State {
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionPlace {
     fn drop(&mut self) {
         let mut state = self.places.state.lock();
         state.strangers.remove(&self.number);
@@ -302,9 +303,9 @@ mod tests {
 
     use super::*;
 
-    fn stream() -> (Arc<Stream>, UnixStream) {
+    fn stream() -> (Arc<PeerStream>, UnixStream) {
         let (ours, theirs) = UnixStream::pair().expect("a pair");
-        (Arc::new(Stream::Unix(ours)), theirs)
+        (Arc::new(PeerStream::Unix(ours)), theirs)
     }
 
     fn address(last: u8) -> Origin {
@@ -313,7 +314,7 @@ mod tests {
 
     #[test]
     fn no_address_and_no_session_takes_all_and_who_was_cut_off_comes_back() {
-        let places = Places::new(ConnectionLimits::new(16));
+        let places = ConnectionPlaces::new(ConnectionLimits::new(16));
         let (mut number, mut line) = (0, 0);
         let mut place = |origin, aim| {
             number += 1;
@@ -349,7 +350,7 @@ mod tests {
     #[test]
     fn clients_that_come_back_leave_room_for_strangers() {
         for connections in [3, 8, 16, 64] {
-            let places = Places::new(ConnectionLimits::new(connections));
+            let places = ConnectionPlaces::new(ConnectionLimits::new(connections));
             let mut settled = Vec::new();
             let mut number = 0;
             for host in 1..=3 {
@@ -374,7 +375,7 @@ mod tests {
 
     #[test]
     fn silent_strangers_give_way_to_newer_ones() {
-        let places = Places::new(ConnectionLimits::new(8));
+        let places = ConnectionPlaces::new(ConnectionLimits::new(8));
         let mut held = Vec::new();
         for number in 0..20 {
             let (socket, peer) = stream();
@@ -398,7 +399,7 @@ mod tests {
 
     #[test]
     fn a_newer_connection_of_a_line_takes_the_place_of_the_older_one() {
-        let places = Places::new(ConnectionLimits::new(8));
+        let places = ConnectionPlaces::new(ConnectionLimits::new(8));
         let mut numbers = 0..;
         let mut place = |origin, aim| {
             let place = places.arrive(numbers.next().expect("endless"), origin);

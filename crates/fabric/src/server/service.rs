@@ -14,11 +14,11 @@ use farpage_wire::ServerStat;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::{
-    frames::Frames,
+    frames::RequestBudget,
     lines::Lines,
-    places::{ConnectionLimits, Places},
+    places::{ConnectionLimits, ConnectionPlaces},
     together::Together,
-    traffic::Traffic,
+    traffic::ServerTraffic,
 };
 use crate::{host::Host, log::later};
 
@@ -52,11 +52,11 @@ impl Shutdown {
 /// A server's connections, over all of its listeners.
 pub struct Service {
     pub(super) host: Arc<dyn Host>,
-    pub(super) traffic: Arc<Traffic>,
+    pub(super) traffic: Arc<ServerTraffic>,
     pub(super) shutdown: Shutdown,
     pub(super) lines: Lines,
-    pub(super) frames: Frames,
-    pub(super) places: Arc<Places>,
+    pub(super) frames: RequestBudget,
+    pub(super) places: Arc<ConnectionPlaces>,
     pub(super) limits: ConnectionLimits,
     pub(super) accepted: AtomicU64,
     /// Number of data connections over sockets.
@@ -78,7 +78,7 @@ impl Service {
     pub fn new(
         host: Arc<dyn Host>,
         limits: ConnectionLimits,
-        traffic: Arc<Traffic>,
+        traffic: Arc<ServerTraffic>,
         shutdown: Shutdown,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -86,8 +86,8 @@ impl Service {
             traffic,
             shutdown,
             lines: Lines::default(),
-            frames: Frames::default(),
-            places: Places::new(limits),
+            frames: RequestBudget::default(),
+            places: ConnectionPlaces::new(limits),
             limits,
             accepted: AtomicU64::new(0),
             data_connections: AtomicUsize::new(0),

@@ -33,7 +33,7 @@ use parking_lot::Mutex;
 
 use super::{
     operation::{Checked, answer_to, header_at, permitted},
-    traffic::Traffic,
+    traffic::ServerTraffic,
     transfer::vector,
 };
 use crate::{
@@ -41,7 +41,7 @@ use crate::{
     memory::Wake,
     nonblocking::retry,
     ring::Board,
-    stream::{Message, Stream},
+    stream::{PeerStream, SocketMessage},
 };
 
 /// The most bytes of a small batch, and of its answer, headers included. Such a batch is copied
@@ -54,10 +54,10 @@ const EVENTS: usize = 16;
 const WOKEN: u64 = u64::MAX;
 
 /// A data connection that leaves its small batches to the shared thread.
-pub(super) struct Guest {
-    pub(super) stream: Arc<Stream>,
+pub(super) struct Delegation {
+    pub(super) stream: Arc<PeerStream>,
     pub(super) host: Arc<dyn Host>,
-    pub(super) traffic: Arc<Traffic>,
+    pub(super) traffic: Arc<ServerTraffic>,
     pub(super) session: SessionId,
     /// Number of the next operation.
     pub(super) sequence: u32,
@@ -66,8 +66,8 @@ pub(super) struct Guest {
 }
 
 /// A connection that goes back to its own thread.
-pub(super) struct Back {
-    /// Number of the next operation, as in [`Guest`].
+pub(super) struct DelegationEnd {
+    /// Number of the next operation, as in [`Delegation`].
     pub(super) sequence: u32,
     pub(super) come: Vec<u8>,
     /// The end of an answer that the socket did not take.
@@ -78,21 +78,21 @@ pub(super) struct Back {
 
 /// The thread, which ends when this is dropped.
 pub(super) struct Together {
-    shared: Arc<Shared>,
+    shared: Arc<DelegationQueue>,
     thread: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+struct DelegationQueue {
     ready: Epoll,
     wake: EventFd,
     /// True if a thread that has news must write to `wake`. Sequentially consistent, against the
     /// news itself: either the thread sees the news before it sleeps, or it is woken.
     is_asleep: AtomicBool,
     is_over: AtomicBool,
-    new: Mutex<Vec<(Guest, mpsc::Sender<Back>)>>,
+    new: Mutex<Vec<(Delegation, mpsc::Sender<DelegationEnd>)>>,
 }
 
-impl Wake for Shared {
+impl Wake for DelegationQueue {
     fn wake(&self) {
         fence(Ordering::SeqCst);
         if self.is_asleep.load(Ordering::SeqCst) {
@@ -107,7 +107,7 @@ impl Together {
         let ready = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         ready.add(&wake, EpollEvent::new(EpollFlags::EPOLLIN, WOKEN))?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(DelegationQueue {
             ready,
             wake,
             is_asleep: AtomicBool::new(false),
@@ -116,7 +116,7 @@ impl Together {
         });
         let served = Arc::clone(&shared);
         let thread = thread::Builder::new().name("farpage-conn-all".to_owned());
-        let thread = thread.spawn(move || Table::new(served).serve())?;
+        let thread = thread.spawn(move || SeatTable::new(served).serve())?;
         Ok(Self {
             shared,
             thread: Some(thread),
@@ -124,7 +124,7 @@ impl Together {
     }
 
     /// Takes `guest` over. The receiver hears when the connection's own thread has to go on.
-    pub(super) fn serve(&self, guest: Guest) -> mpsc::Receiver<Back> {
+    pub(super) fn serve(&self, guest: Delegation) -> mpsc::Receiver<DelegationEnd> {
         let (back, here) = mpsc::channel();
         self.shared.new.lock().push((guest, back));
         self.shared.wake();
@@ -144,26 +144,26 @@ impl Drop for Together {
 }
 
 /// State that only the thread uses.
-struct Table {
-    shared: Arc<Shared>,
+struct SeatTable {
+    shared: Arc<DelegationQueue>,
     seats: HashMap<u64, Seat>,
     last: u64,
 }
 
 struct Seat {
-    guest: Guest,
-    back: mpsc::Sender<Back>,
+    guest: Delegation,
+    back: mpsc::Sender<DelegationEnd>,
     /// Buffer whose first `come` bytes have been received.
     buffer: Box<[u8]>,
     come: usize,
     /// True if more has come than there was room for, while an answer waited.
     has_more: bool,
     /// The batch whose answer waits for numbers.
-    waiting: Option<Waiting>,
+    waiting: Option<PlacedBatch>,
 }
 
 /// A batch whose WRITEs have been placed.
-struct Waiting {
+struct PlacedBatch {
     ops: Vec<(Checked, Option<Condition>)>,
     until: Instant,
 }
@@ -176,8 +176,8 @@ enum Leave {
     LeaseEnded,
 }
 
-impl Table {
-    fn new(shared: Arc<Shared>) -> Self {
+impl SeatTable {
+    fn new(shared: Arc<DelegationQueue>) -> Self {
         Self {
             shared,
             seats: HashMap::new(),
@@ -272,7 +272,7 @@ impl Table {
     fn turn(
         &mut self,
         number: u64,
-        act: impl FnOnce(&mut Seat, &Arc<Shared>) -> Result<(), Leave>,
+        act: impl FnOnce(&mut Seat, &Arc<DelegationQueue>) -> Result<(), Leave>,
     ) {
         let Some(seat) = self.seats.get_mut(&number) else {
             return;
@@ -295,7 +295,7 @@ impl Table {
             Leave::LeaseEnded => (Vec::new(), true),
         };
         // The connection's own thread has gone only if the process ends.
-        let _ = back.send(Back {
+        let _ = back.send(DelegationEnd {
             sequence: guest.sequence,
             come: buffer[..come].to_vec(),
             unsent,
@@ -317,7 +317,11 @@ impl Seat {
     }
 
     /// Receives bytes and serves their batches. `may_have_ended`: reads on until no more have come.
-    fn receive(&mut self, shared: &Arc<Shared>, may_have_ended: bool) -> Result<(), Leave> {
+    fn receive(
+        &mut self,
+        shared: &Arc<DelegationQueue>,
+        may_have_ended: bool,
+    ) -> Result<(), Leave> {
         loop {
             self.take_batches(shared)?;
             let room = self.buffer.len() - self.come;
@@ -341,7 +345,7 @@ impl Seat {
     }
 
     /// Serves the batches that are whole, up to one whose answer waits.
-    fn take_batches(&mut self, shared: &Arc<Shared>) -> Result<(), Leave> {
+    fn take_batches(&mut self, shared: &Arc<DelegationQueue>) -> Result<(), Leave> {
         while self.waiting.is_none() {
             let Some(bytes) = whole(&self.buffer[..self.come])? else {
                 return Ok(());
@@ -364,7 +368,7 @@ impl Seat {
 
     /// Checks the batch of the first `bytes` bytes, and places its WRITEs. Does nothing with a
     /// batch that is to be refused.
-    fn place(&mut self, bytes: usize) -> Result<Waiting, Leave> {
+    fn place(&mut self, bytes: usize) -> Result<PlacedBatch, Leave> {
         let (guest, batch) = (&mut self.guest, &self.buffer[..bytes]);
         let count = 1 + usize::from(header_at(batch, 0).map_err(|_| Leave::Ask)?.following);
         let mut sequence = guest.sequence;
@@ -411,7 +415,7 @@ impl Seat {
                 .fetch_add(written, Ordering::Relaxed);
             guest.host.written(guest.session);
         }
-        Ok(Waiting { ops, until })
+        Ok(PlacedBatch { ops, until })
     }
 
     /// Answers the batch that has waited.
@@ -439,7 +443,7 @@ impl Seat {
                 vectors.push(vector(op.span.as_ptr(), op.span.len()));
             }
         }
-        let mut message = Message::new(vectors.as_mut_ptr(), vectors.len());
+        let mut message = SocketMessage::new(vectors.as_mut_ptr(), vectors.len());
         // SAFETY: every vector is an answer header or lies in a span, all kept until the end of
         // this function; they are only read.
         let sent = unsafe { self.guest.stream.send_message(&mut message) };
@@ -462,7 +466,7 @@ impl Seat {
     }
 }
 
-impl Waiting {
+impl PlacedBatch {
     /// Returns the index of the first READ whose number is not there.
     fn first(&self) -> Option<usize> {
         self.ops.iter().position(|(op, condition)| {

@@ -1,16 +1,16 @@
-//! [`Traffic`]: counters of the bytes that a server's CPU moves.
+//! [`ServerTraffic`]: counters of the bytes that a server's CPU moves.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Payload bytes moved by the server's CPU; one for all listeners of a daemon.
 #[derive(Debug, Default)]
-pub struct Traffic {
+pub struct ServerTraffic {
     /// Bytes of READs. Only ever added to; read for display, so relaxed.
     pub(super) read_bytes: AtomicU64,
     pub(super) written_bytes: AtomicU64,
 }
 
-impl Traffic {
+impl ServerTraffic {
     /// Returns the payload bytes of READs.
     pub fn bytes_read(&self) -> u64 {
         self.read_bytes.load(Ordering::Relaxed)

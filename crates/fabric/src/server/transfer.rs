@@ -2,25 +2,25 @@
 
 use farpage_wire::data::ANSWER_HEADER_BYTES;
 
-use crate::{memory::Span, stream::Message};
+use crate::{memory::ExtentSpan, stream::SocketMessage};
 
 /// Vectors of a transfer, and the target of each.
 #[derive(Default)]
-pub(super) struct Vectors {
+pub(super) struct BatchVectors {
     pub(super) vectors: Vec<libc::iovec>,
-    pub(super) pieces: Vec<Piece>,
+    pub(super) pieces: Vec<VectorTarget>,
 }
 
 /// Target of a vector of a batch.
 #[derive(Clone, Copy)]
-pub(super) struct Piece {
+pub(super) struct VectorTarget {
     /// The operation's place in the batch.
     pub(super) op: usize,
     /// True if the vector lies in the operation's span. If not: a header, operands or an old value.
     pub(super) is_span: bool,
 }
 
-impl Vectors {
+impl BatchVectors {
     pub(super) fn clear(&mut self) {
         self.vectors.clear();
         self.pieces.clear();
@@ -28,12 +28,12 @@ impl Vectors {
 
     pub(super) fn push(&mut self, op: usize, bytes: &mut [u8]) {
         self.vectors.push(vector(bytes.as_mut_ptr(), bytes.len()));
-        self.pieces.push(Piece { op, is_span: false });
+        self.pieces.push(VectorTarget { op, is_span: false });
     }
 
-    pub(super) fn push_span(&mut self, op: usize, span: &Span) {
+    pub(super) fn push_span(&mut self, op: usize, span: &ExtentSpan) {
         self.vectors.push(vector(span.as_ptr(), span.len()));
-        self.pieces.push(Piece { op, is_span: true });
+        self.pieces.push(VectorTarget { op, is_span: true });
     }
 }
 
@@ -66,13 +66,13 @@ impl<'a> Rest<'a> {
     }
 
     /// True if the next byte is the first of an answer.
-    pub(super) fn is_between(&self, pieces: &[Piece]) -> bool {
+    pub(super) fn is_between(&self, pieces: &[VectorTarget]) -> bool {
         !pieces[self.next].is_span && self.vectors[self.next].iov_len == ANSWER_HEADER_BYTES
     }
 
-    pub(super) fn message(&mut self) -> Message {
+    pub(super) fn message(&mut self) -> SocketMessage {
         let left = &mut self.vectors[self.next..];
-        Message::new(left.as_mut_ptr(), left.len())
+        SocketMessage::new(left.as_mut_ptr(), left.len())
     }
 
     pub(super) fn advance(&mut self, mut bytes: usize) {

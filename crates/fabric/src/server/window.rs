@@ -17,11 +17,11 @@ use farpage_wire::{
 
 use super::{
     operation::Checked,
-    transfer::{Piece, Rest},
+    transfer::{Rest, VectorTarget},
 };
 use crate::{
     memory::{Absent, OutOfLease},
-    stream::Message,
+    stream::SocketMessage,
 };
 
 /// The most bytes that one window holds: more than a socket takes at once.
@@ -35,12 +35,12 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Default)]
 pub(super) struct Window {
     vectors: Vec<libc::iovec>,
-    held: Vec<Held>,
+    held: Vec<HeldRange>,
     /// Time that is left of [`PATIENCE`].
     patience: Duration,
 }
 
-struct Held {
+struct HeldRange {
     op: usize,
     offset: u64,
     len: u64,
@@ -118,7 +118,7 @@ impl Window {
     pub(super) fn pass(
         &mut self,
         rest: &Rest<'_>,
-        pieces: &[Piece],
+        pieces: &[VectorTarget],
         checked: &[Checked],
         most: usize,
         send: &mut dyn FnMut(&[u8]),
@@ -151,7 +151,7 @@ impl Window {
     pub(super) fn fill<'a>(
         &'a mut self,
         rest: &Rest<'_>,
-        pieces: &[Piece],
+        pieces: &[VectorTarget],
         checked: &'a [Checked],
     ) -> Result<Grip<'a>, Stuck> {
         self.vectors.clear();
@@ -211,7 +211,7 @@ fn is_there(op: &Checked) -> bool {
 impl Grip<'_> {
     fn add(&mut self, op: usize, offset: u64, len: u64, vector: &libc::iovec) {
         if len > 0 {
-            self.window.held.push(Held { op, offset, len });
+            self.window.held.push(HeldRange { op, offset, len });
             self.window.vectors.push(libc::iovec {
                 iov_base: vector.iov_base,
                 iov_len: len as usize,
@@ -223,15 +223,15 @@ impl Grip<'_> {
         self.window.held.iter().map(|held| held.len).sum()
     }
 
-    pub(super) fn message(&mut self) -> Message {
+    pub(super) fn message(&mut self) -> SocketMessage {
         let vectors = &mut self.window.vectors;
-        Message::new(vectors.as_mut_ptr(), vectors.len())
+        SocketMessage::new(vectors.as_mut_ptr(), vectors.len())
     }
 }
 
 impl Drop for Grip<'_> {
     fn drop(&mut self) {
-        for Held { op, offset, len } in self.window.held.drain(..) {
+        for HeldRange { op, offset, len } in self.window.held.drain(..) {
             self.checked[op].residency().let_go(offset, len);
         }
     }

@@ -13,7 +13,7 @@ use farpage_wire::{
 use super::talk::{ControlLine, Talk};
 use crate::{
     ConnectError, rdma,
-    stream::{ReceiveError, Stream},
+    stream::{PeerStream, ReceiveError},
 };
 
 /// Lower bound of a server's lease. A shorter one counts as this long.
@@ -31,11 +31,11 @@ pub(super) fn open(
     rdma: &rdma::Client,
     purpose: Purpose,
     until: Instant,
-) -> Result<Stream, ConnectError> {
+) -> Result<PeerStream, ConnectError> {
     let name = endpoint.to_string();
     let stream = match endpoint {
-        Endpoint::Rdma { .. } => Stream::Rdma(Box::new(rdma.connect(endpoint, until)?)),
-        _ => Stream::connect(endpoint, until).map_err(|source| ConnectError::Unreachable {
+        Endpoint::Rdma { .. } => PeerStream::Rdma(Box::new(rdma.connect(endpoint, until)?)),
+        _ => PeerStream::connect(endpoint, until).map_err(|source| ConnectError::Unreachable {
             endpoint: name.clone(),
             source,
         })?,

@@ -12,7 +12,7 @@ use std::{
 
 use farpage_tables::Table;
 
-use super::shared::Shared;
+use super::shared::SessionState;
 
 /// Upper bound of the time that a goodbye may hold up a program that is ending.
 pub(super) const GOODBYE: Duration = Duration::from_secs(1);
@@ -24,14 +24,14 @@ struct Open {
     process: u32,
     /// The descriptor table that has the session's socket. `None`: the program's.
     table: Option<Weak<Table>>,
-    shared: Weak<Shared>,
+    shared: Weak<SessionState>,
 }
 
 static SESSIONS: Mutex<Vec<Open>> = Mutex::new(Vec::new());
 
 /// Notes a session, so that it announces the end of this process. Over shared memory the server
 /// sees the end itself.
-pub(super) fn register(shared: &Arc<Shared>) {
+pub(super) fn register(shared: &Arc<SessionState>) {
     if shared.local.is_some() {
         return;
     }

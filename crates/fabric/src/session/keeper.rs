@@ -14,14 +14,14 @@ use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
 };
 
-use super::{shared::Shared, talk::ControlLine};
-use crate::{errors::CallError, nonblocking::timeout_until};
+use super::{shared::SessionState, talk::ControlLine};
+use crate::{errors::RequestError, nonblocking::timeout_until};
 
 /// Interval of attempts to resume a lost connection. Short against any lease, long against the cost
 /// of an attempt.
 const RESUME_EVERY: Duration = Duration::from_millis(100);
 
-impl Shared {
+impl SessionState {
     /// Runs the keeper thread: renews the lease, notices the end of the connection, resumes it
     /// where that is possible.
     pub(super) fn keep(&self) {
@@ -106,7 +106,7 @@ impl Shared {
         line: &mut ControlLine,
         told: [u64; 2],
         until: Instant,
-    ) -> Result<[u64; 2], CallError> {
+    ) -> Result<[u64; 2], RequestError> {
         self.exchange(line, &Request::Renew, until)?;
         let contents = self
             .contents

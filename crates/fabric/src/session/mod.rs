@@ -33,11 +33,11 @@ use farpage_wire::{
 pub use self::visit::Visit;
 use self::{names::all_names, remote::Remote};
 use crate::{
-    AllocError, Buf, Channel, ConnectError, ControlError, Link, OpenError, PublishError,
+    AllocError, Buf, Channel, ConnectError, ControlError, Link, OpenNameError, PublishError,
     SessionOptions,
     attachment::KeepAlive,
-    channel::{Alone, Group},
-    errors::CallError,
+    channel::{Group, SingleChannel},
+    errors::RequestError,
     home,
     link::Shaped,
     log::later,
@@ -236,7 +236,7 @@ impl Session {
             serial,
         }) {
             Ok(Response::Granted { extent }) => Ok(extent.into()),
-            Err(CallError::Refused(Refusal::Full {
+            Err(RequestError::Refused(Refusal::Full {
                 asked,
                 available,
                 limit,
@@ -302,7 +302,7 @@ impl Session {
             match route {
                 Some(route) => routes.push((number, route)),
                 None => groups.push(Group {
-                    channels: Box::new(Alone::new(session.channel()?)),
+                    channels: Box::new(SingleChannel::new(session.channel()?)),
                     numbers: vec![number],
                 }),
             }
@@ -450,15 +450,15 @@ impl Session {
         let (endpoint, owned) = (self.name.clone(), name.to_owned());
         match self.call(request) {
             Ok(response) => Ok(response),
-            Err(CallError::Refused(Refusal::InUse)) => Err(PublishError::InUse {
+            Err(RequestError::Refused(Refusal::InUse)) => Err(PublishError::InUse {
                 endpoint,
                 name: owned,
             }),
-            Err(CallError::Refused(Refusal::Exists)) => Err(PublishError::Exists {
+            Err(RequestError::Refused(Refusal::Exists)) => Err(PublishError::Exists {
                 endpoint,
                 name: owned,
             }),
-            Err(error @ CallError::NotAsked(_)) => Err(PublishError::NotAsked(
+            Err(error @ RequestError::NotAsked(_)) => Err(PublishError::NotAsked(
                 self.failed(format!("{verb} `{name}`"), Err(error)),
             )),
             other => Err(self.failed(format!("{verb} `{name}`"), other).into()),
@@ -469,8 +469,8 @@ impl Session {
     /// the extents.
     ///
     /// # Errors
-    /// [`OpenError::NotFound`], [`OpenError::InUse`].
-    pub fn open(&self, name: &str) -> Result<Named, OpenError> {
+    /// [`OpenNameError::NotFound`], [`OpenNameError::InUse`].
+    pub fn open(&self, name: &str) -> Result<Named, OpenNameError> {
         let request = Request::Open {
             name: name.to_owned(),
             serial: self.serial(),
@@ -494,8 +494,8 @@ impl Session {
     /// its extents are [released](Self::release).
     ///
     /// # Errors
-    /// [`OpenError::NotFound`]
-    pub fn read(&self, name: &str) -> Result<Reading, OpenError> {
+    /// [`OpenNameError::NotFound`]
+    pub fn read(&self, name: &str) -> Result<Reading, OpenNameError> {
         let request = Request::Read {
             name: name.to_owned(),
             serial: self.serial(),
@@ -531,14 +531,16 @@ impl Session {
     }
 
     /// Sends a request about a name that exists, and returns the answer.
-    fn find(&self, verb: &str, name: &str, request: Request) -> Result<Response, OpenError> {
+    fn find(&self, verb: &str, name: &str, request: Request) -> Result<Response, OpenNameError> {
         let (endpoint, name) = (self.name.clone(), name.to_owned());
         match self.call(request) {
             Ok(response) => Ok(response),
-            Err(CallError::Refused(Refusal::NotFound)) => {
-                Err(OpenError::NotFound { endpoint, name })
+            Err(RequestError::Refused(Refusal::NotFound)) => {
+                Err(OpenNameError::NotFound { endpoint, name })
             }
-            Err(CallError::Refused(Refusal::InUse)) => Err(OpenError::InUse { endpoint, name }),
+            Err(RequestError::Refused(Refusal::InUse)) => {
+                Err(OpenNameError::InUse { endpoint, name })
+            }
             other => Err(self.failed(format!("{verb} `{name}`"), other).into()),
         }
     }
@@ -546,8 +548,8 @@ impl Session {
     /// Forgets a name and frees its memory.
     ///
     /// # Errors
-    /// [`OpenError::NotFound`], [`OpenError::InUse`].
-    pub fn remove(&self, name: &str) -> Result<(), OpenError> {
+    /// [`OpenNameError::NotFound`], [`OpenNameError::InUse`].
+    pub fn remove(&self, name: &str) -> Result<(), OpenNameError> {
         let request = Request::Remove {
             name: name.to_owned(),
             owner: None,
@@ -573,7 +575,7 @@ impl Session {
         Some(self.serials.fetch_add(1, Ordering::Relaxed))
     }
 
-    fn call(&self, request: Request) -> Result<Response, CallError> {
+    fn call(&self, request: Request) -> Result<Response, RequestError> {
         if self.backend.is_parents() {
             return Err(forked());
         }
@@ -605,7 +607,7 @@ impl Session {
         }
     }
 
-    fn failed(&self, attempt: String, answer: Result<Response, CallError>) -> ControlError {
+    fn failed(&self, attempt: String, answer: Result<Response, RequestError>) -> ControlError {
         let endpoint = self.name.clone();
         match answer {
             Ok(_) => ControlError::Refused {
@@ -613,19 +615,19 @@ impl Session {
                 attempt,
                 reason: "it answered something else".to_owned(),
             },
-            Err(CallError::Refused(refusal)) => ControlError::Refused {
+            Err(RequestError::Refused(refusal)) => ControlError::Refused {
                 endpoint,
                 attempt,
                 reason: refusal.to_string(),
             },
-            Err(CallError::Disconnected(reason) | CallError::NotAsked(reason)) => {
+            Err(RequestError::Disconnected(reason) | RequestError::NotAsked(reason)) => {
                 ControlError::Disconnected {
                     endpoint,
                     attempt,
                     reason,
                 }
             }
-            Err(CallError::Key(reason)) => ControlError::Key {
+            Err(RequestError::Key(reason)) => ControlError::Key {
                 endpoint,
                 attempt,
                 reason,
@@ -635,8 +637,8 @@ impl Session {
 }
 
 /// Returns the error of a call in a child made by `fork`, which does not have the connection.
-fn forked() -> CallError {
-    CallError::NotAsked("this process is a child of the one that connected".to_owned())
+fn forked() -> RequestError {
+    RequestError::NotAsked("this process is a child of the one that connected".to_owned())
 }
 
 impl Line {

@@ -32,12 +32,12 @@ use super::{
     connect::{begin, is_refused, not_connected, open, turned_away},
     ending::{self, GOODBYE},
     requests::{gives, is_about_a_name, may_repeat},
-    shared::Shared,
+    shared::SessionState,
 };
 use crate::{
     Buf, Channel, ConnectError, SessionOptions,
     attachment::{Attachment, Death, KeepAlive, Patience},
-    errors::CallError,
+    errors::RequestError,
     log::later,
     rdma,
     regmem::{NullRegistrar, Registrar},
@@ -55,7 +55,7 @@ const BETWEEN_TRIES: Duration = Duration::from_millis(5);
 
 #[derive(Debug)]
 pub(super) struct Remote {
-    shared: Arc<Shared>,
+    shared: Arc<SessionState>,
     keeper: Option<JoinHandle<()>>,
 }
 
@@ -76,7 +76,7 @@ impl Remote {
         };
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let local = matches!(endpoint, Endpoint::Shm(_)).then(|| Arc::clone(&line.death));
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SessionState {
             endpoint: endpoint.clone(),
             name: endpoint.to_string(),
             deadline: options.deadline,
@@ -134,7 +134,7 @@ impl Remote {
 
     /// Sends `request` and waits for its answer. Resumes the session first if its connection broke
     /// or is silent.
-    pub(super) fn call(&self, request: Request) -> Result<Response, CallError> {
+    pub(super) fn call(&self, request: Request) -> Result<Response, RequestError> {
         let shared = &self.shared;
         if is_about_a_name(&request) {
             // Read before the lock is taken, for which others wait: a file may be far away.
@@ -143,7 +143,7 @@ impl Remote {
         let until = Instant::now() + shared.deadline;
         let Some(mut line) = shared.line.try_lock_until(until) else {
             let reason = "the server did not answer an earlier call in time";
-            return Err(CallError::NotAsked(reason.to_owned()));
+            return Err(RequestError::NotAsked(reason.to_owned()));
         };
         let mut sendings = 0;
         let answer = loop {
@@ -155,9 +155,9 @@ impl Remote {
             let asked = match shared.mend(&mut line, soon) {
                 // No process listens there: trying again would only take longer.
                 Err(error) if is_refused(&error) => {
-                    break Err(CallError::Disconnected(error.to_string()));
+                    break Err(RequestError::Disconnected(error.to_string()));
                 }
-                Err(error) => Err(CallError::Disconnected(error.to_string())),
+                Err(error) => Err(RequestError::Disconnected(error.to_string())),
                 Ok(()) => match shared.ready(&mut line, &request, soon) {
                     Ok(()) => {
                         sendings += 1;
@@ -170,7 +170,7 @@ impl Remote {
                 },
             };
             match asked {
-                Err(CallError::Disconnected(_))
+                Err(RequestError::Disconnected(_))
                     if shared.can_resume(&line) && Instant::now() < until =>
                 {
                     thread::sleep(BETWEEN_TRIES);
@@ -179,14 +179,14 @@ impl Remote {
             }
         };
         let answer = match answer {
-            Err(CallError::Disconnected(reason)) if sendings == 0 => {
-                Err(CallError::NotAsked(reason))
+            Err(RequestError::Disconnected(reason)) if sendings == 0 => {
+                Err(RequestError::NotAsked(reason))
             }
             // The server may have executed the first sending although its answer was lost.
-            Err(CallError::Refused(refusal))
+            Err(RequestError::Refused(refusal))
                 if sendings > 1 && matches!(request, Request::Publish { .. }) =>
             {
-                Err(CallError::Disconnected(format!(
+                Err(RequestError::Disconnected(format!(
                     "its answer was lost, and the second time it was refused: {refusal}"
                 )))
             }
@@ -194,7 +194,7 @@ impl Remote {
         };
         // Over a Unix socket the server owes the answer. Elsewhere the request is sent again, and
         // what it gives is given back.
-        let is_lost = sendings > 0 && matches!(answer, Err(CallError::Disconnected(_)));
+        let is_lost = sendings > 0 && matches!(answer, Err(RequestError::Disconnected(_)));
         if is_lost && shared.local.is_none() && gives(&request) {
             shared.untold.lock().push(request);
         }
@@ -331,7 +331,7 @@ impl Remote {
     }
 
     /// Gives a lease back. Does not wait for a silent server, which is told later.
-    pub(super) fn release(&self, id: ExtentId) -> Result<Response, CallError> {
+    pub(super) fn release(&self, id: ExtentId) -> Result<Response, RequestError> {
         let shared = &self.shared;
         shared.directory.remove(id);
         shared.rdma.remove(id);
@@ -347,12 +347,12 @@ impl Remote {
             }
             Some(line) if line.death.reason().is_some() && !shared.can_resume(line) => {
                 let reason = line.death.reason().unwrap_or_default();
-                return Err(CallError::Disconnected(reason));
+                return Err(RequestError::Disconnected(reason));
             }
-            _ => Err(CallError::Disconnected(String::new())),
+            _ => Err(RequestError::Disconnected(String::new())),
         };
         match answer {
-            Err(CallError::Disconnected(_)) => {
+            Err(RequestError::Disconnected(_)) => {
                 shared.untold.lock().push(request);
                 Ok(Response::Done)
             }

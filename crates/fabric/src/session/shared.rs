@@ -1,5 +1,5 @@
-//! [`Shared`]: state that the calls, the channels and the keeper of a session share; above all its
-//! control connection.
+//! [`SessionState`]: state that the calls, the channels and the keeper of a session share; above
+//! all its control connection.
 //!
 //! The rule it keeps: requests take turns on the connection. If an answer never comes, the request
 //! is sent again, or its gifts are given back.
@@ -29,7 +29,7 @@ use super::{
 use crate::{
     ConnectError,
     attachment::Death,
-    errors::CallError,
+    errors::RequestError,
     key::Key,
     log::later,
     memory::MAX_PAGED_BYTES,
@@ -53,7 +53,7 @@ const ENDED: &str = "the server's process has ended; what it lent can be read an
                      program ends, but nothing more can be asked of it: start a server, and this \
                      program again";
 
-/// Reason of a loss where the lease had not run out: see [`Shared::lose`].
+/// Reason of a loss where the lease had not run out: see [`SessionState::lose`].
 const ANEW: &str = "the server has been started anew, or this program was cut off from it for longer than it waits \
                     (--reconnect-grace): what was kept there is gone; start this program again";
 
@@ -64,7 +64,7 @@ const OVERDUE: &str = "the server's process has ended, and it had not renewed th
                        what it lent may have been lent to others since";
 
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct SessionState {
     pub(super) endpoint: Endpoint,
     pub(super) name: String,
     pub(super) deadline: Duration,
@@ -99,7 +99,7 @@ pub(super) struct Shared {
     pub(super) wake: EventFd,
 }
 
-impl Shared {
+impl SessionState {
     /// Returns the session, its secret and its [`Death`], for a data connection to attach with.
     /// Resumes the session first when its connection broke.
     pub(super) fn claim(
@@ -173,7 +173,7 @@ impl Shared {
         line: &mut ControlLine,
         request: &Request,
         until: Instant,
-    ) -> Result<(), CallError> {
+    ) -> Result<(), RequestError> {
         self.probe(line, request, until)?;
         match is_about_a_name(request) {
             true => self.identify(line, until),
@@ -188,7 +188,7 @@ impl Shared {
         line: &mut ControlLine,
         request: &Request,
         until: Instant,
-    ) -> Result<(), CallError> {
+    ) -> Result<(), RequestError> {
         match (&self.endpoint, request) {
             // The end of a local connection is always seen. A stopped server may give something
             // later, which is given back when it goes on. A publication cannot be taken back.
@@ -199,7 +199,11 @@ impl Shared {
     }
 
     /// Sends the requests in `untold`, which the server missed.
-    pub(super) fn catch_up(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
+    pub(super) fn catch_up(
+        &self,
+        line: &mut ControlLine,
+        until: Instant,
+    ) -> Result<(), RequestError> {
         loop {
             // Not locked during the request: settling an owed answer adds to `untold`, too.
             let Some(request) = self.untold.lock().pop() else {
@@ -212,7 +216,7 @@ impl Shared {
                     }
                     self.give_back(taking_back(&request), &answer);
                 }
-                Err(error @ CallError::Disconnected(_)) => {
+                Err(error @ RequestError::Disconnected(_)) => {
                     self.untold.lock().push(request);
                     return Err(error);
                 }
@@ -292,19 +296,23 @@ impl Shared {
     }
 
     /// Returns the user's key. The first call reads the file, which may take long.
-    pub(super) fn key(&self) -> Result<&Key, CallError> {
+    pub(super) fn key(&self) -> Result<&Key, RequestError> {
         if let Some(key) = self.key.get() {
             return Ok(key);
         }
         let file = self.key_file.clone().map_or_else(Key::default_file, Ok);
         let key = file
             .and_then(|file| Key::load_or_make(&file))
-            .map_err(|error| CallError::Key(error.to_string()))?;
+            .map_err(|error| RequestError::Key(error.to_string()))?;
         Ok(self.key.get_or_init(|| key))
     }
 
     /// Shows our key, once per session: names belong to keys.
-    pub(super) fn identify(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
+    pub(super) fn identify(
+        &self,
+        line: &mut ControlLine,
+        until: Instant,
+    ) -> Result<(), RequestError> {
         if line.identified {
             return Ok(());
         }
@@ -312,7 +320,7 @@ impl Shared {
         let Response::Challenge(challenge) = self.exchange(line, &Request::Challenge, until)?
         else {
             self.give_up(line, "the server answered something else than a challenge");
-            return Err(CallError::Disconnected(
+            return Err(RequestError::Disconnected(
                 "the server answered something else than a challenge".to_owned(),
             ));
         };
@@ -331,11 +339,11 @@ impl Shared {
         line: &mut ControlLine,
         request: &Request,
         until: Instant,
-    ) -> Result<Response, CallError> {
+    ) -> Result<Response, RequestError> {
         let bytes = match control::encode(request) {
             Ok(bytes) => bytes,
             // Nothing was sent, so nothing is broken.
-            Err(error) => return Err(CallError::Refused(Refusal::Invalid(error.to_string()))),
+            Err(error) => return Err(RequestError::Refused(Refusal::Invalid(error.to_string()))),
         };
         self.settle(line, until)?;
         line.talk.say(bytes, *request == Request::Renew);
@@ -344,7 +352,7 @@ impl Shared {
                 self.keep_leases(line, &answer, fds, until)
                     .map_err(|error| self.broken(line, &error))?;
                 if let Response::Refused(refusal) = answer {
-                    return Err(CallError::Refused(refusal));
+                    return Err(RequestError::Refused(refusal));
                 }
                 line.held = match (request, &answer) {
                     (Request::Claim { .. }, _) | (_, Response::Granted { .. }) => line.held + 1,
@@ -371,7 +379,11 @@ impl Shared {
 
     /// Takes the answer that is owed, if there is one: else the next request would meet it. Gives
     /// back what the answer gave, since its caller was told that the request failed.
-    pub(super) fn settle(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
+    pub(super) fn settle(
+        &self,
+        line: &mut ControlLine,
+        until: Instant,
+    ) -> Result<(), RequestError> {
         if line.talk.owed.is_none() {
             return Ok(());
         }
@@ -407,7 +419,7 @@ impl Shared {
         &self,
         line: &mut ControlLine,
         until: Instant,
-    ) -> Result<(Response, Vec<OwnedFd>), CallError> {
+    ) -> Result<(Response, Vec<OwnedFd>), RequestError> {
         match line.talk.hear(&line.stream, until) {
             Ok((answer, fds)) => {
                 let asked = line.talk.renewing.take();
@@ -425,7 +437,7 @@ impl Shared {
             Err(ReceiveError::Io(error))
                 if self.local.is_some() && error.kind() == std::io::ErrorKind::TimedOut =>
             {
-                Err(CallError::Disconnected(SILENT.to_owned()))
+                Err(RequestError::Disconnected(SILENT.to_owned()))
             }
             Err(error) => Err(self.broken(line, &error)),
         }
@@ -468,10 +480,10 @@ impl Shared {
         Ok(())
     }
 
-    pub(super) fn broken(&self, line: &ControlLine, error: &ReceiveError) -> CallError {
+    pub(super) fn broken(&self, line: &ControlLine, error: &ReceiveError) -> RequestError {
         let reason = error.to_string();
         self.give_up(line, &reason);
-        CallError::Disconnected(line.death.reason().unwrap_or(reason))
+        RequestError::Disconnected(line.death.reason().unwrap_or(reason))
     }
 
     pub(super) fn give_up(&self, line: &ControlLine, reason: &str) {

@@ -15,13 +15,13 @@ use super::requests::{fds_of, leases_of};
 use crate::{
     attachment::Death,
     nonblocking::retry,
-    stream::{ReceiveError, Stream},
+    stream::{PeerStream, ReceiveError},
 };
 
 /// A control connection. Locked during a call, so that answers meet their requests.
 #[derive(Debug)]
 pub(super) struct ControlLine {
-    pub(super) stream: Arc<Stream>,
+    pub(super) stream: Arc<PeerStream>,
     pub(super) death: Arc<Death>,
     pub(super) session: SessionId,
     pub(super) secret: Secret,
@@ -63,7 +63,7 @@ impl Talk {
     /// Sends the rest of the request. Waits for the answer and the descriptors that follow it.
     pub(super) fn hear(
         &mut self,
-        stream: &Stream,
+        stream: &PeerStream,
         until: Instant,
     ) -> Result<(Response, Vec<OwnedFd>), ReceiveError> {
         while self.sent < self.request.len() {
@@ -76,7 +76,7 @@ impl Talk {
         if self.answer.is_none() {
             self.answer = Some(stream.receive_on(&mut self.frame, MAX_FRAME_BYTES, until)?);
         }
-        if let (Stream::Unix(_), Some(answer)) = (stream, &self.answer) {
+        if let (PeerStream::Unix(_), Some(answer)) = (stream, &self.answer) {
             let fds = leases_of(answer).iter().map(fds_of).sum();
             stream.receive_fds(&mut self.fds, fds, until)?;
         }

@@ -19,20 +19,20 @@ use crate::{
     ConnectError, SessionOptions, home,
     key::Key,
     rdma,
-    stream::{ReceiveError, Stream},
+    stream::{PeerStream, ReceiveError},
 };
 
 /// A connection to a server that borrows nothing.
 #[derive(Debug)]
 pub struct Visit {
     endpoint: String,
-    connection: Held<Connection>,
+    connection: Held<VisitConnection>,
     until: Instant,
 }
 
 #[derive(Debug)]
-struct Connection {
-    stream: Stream,
+struct VisitConnection {
+    stream: PeerStream,
     /// Owner of the parts of a connection over RDMA.
     _rdma: rdma::Client,
 }
@@ -63,7 +63,7 @@ impl Visit {
             let rdma = rdma::Client::new(options.rdma);
             let stream = open(endpoint, &rdma, Purpose::Control, until)?;
             let _rdma = rdma;
-            Ok(Held::new(Connection { stream, _rdma }))
+            Ok(Held::new(VisitConnection { stream, _rdma }))
         };
         Ok(Self {
             endpoint: endpoint.to_string(),
@@ -133,12 +133,12 @@ impl Visit {
     }
 
     fn ask(&mut self, request: &Request) -> Result<Response, ConnectError> {
-        let answer = self
-            .connection
-            .with(|Connection { stream, .. }| -> Result<_, ReceiveError> {
+        let answer = self.connection.with(
+            |VisitConnection { stream, .. }| -> Result<_, ReceiveError> {
                 stream.send(request, self.until)?;
                 stream.receive(MAX_FRAME_BYTES, self.until)
-            });
+            },
+        );
         answer.map_err(|error| not_connected(&self.endpoint, error))
     }
 }

@@ -23,15 +23,15 @@ use std::{
 };
 
 use farpage_fabric::{
-    Busy, Channel, ChannelError, Completion, Endpoint, ExtentId, Op, Session, SessionOptions, Verb,
-    Wait,
+    Busy, Channel, ChannelError, Completion, Endpoint, ExtentId, Op, PollInterest, Session,
+    SessionOptions, Verb,
     memory::ExtentMemory,
     patterns::{
-        CompletionEngine, Inbox, Landing, Notifier, RingPlace, RingReceiver, RingSender, SendError,
-        Source, Waiter, Waiting,
+        CompletionEngine, Notifier, RingInbox, RingMemory, RingPlace, RingReceiver, RingSender,
+        SendError, Source, WaitMode, Waiter,
     },
     regmem::{RegBuf, RegPool, RegPoolOptions},
-    server::Serving,
+    server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -117,8 +117,8 @@ impl Channel<RegBuf> for Scrambled {
         self.flying.len()
     }
 
-    fn wait(&self) -> Wait<'_> {
-        Wait::default()
+    fn wait(&self) -> PollInterest<'_> {
+        PollInterest::default()
     }
 }
 
@@ -134,7 +134,7 @@ fn ring(
         capacity,
     };
     let memory = ExtentMemory::create(EXTENT, 64 + place.bytes() as u64, false).unwrap();
-    let receiver = RingReceiver::new(Landing::extent(&memory).unwrap(), place);
+    let receiver = RingReceiver::new(RingMemory::extent(&memory).unwrap(), place);
     let channel = Scrambled {
         memory,
         random: seed | 1,
@@ -147,7 +147,7 @@ fn ring(
 
 /// A server with the memory that it lends in reach.
 struct Server {
-    serving: Serving,
+    serving: ServerThread,
     host: Arc<SimHost>,
     is_stopped: bool,
 }
@@ -155,7 +155,7 @@ struct Server {
 impl Server {
     fn start(endpoint: &Endpoint) -> Self {
         let host = Arc::new(SimHost::new(64 << 20));
-        let serving = Serving::start(endpoint, Arc::clone(&host) as _).unwrap();
+        let serving = ServerThread::start(endpoint, Arc::clone(&host) as _).unwrap();
         let is_stopped = false;
         Self {
             serving,
@@ -179,7 +179,7 @@ impl Server {
             offset: 0,
             capacity,
         };
-        let memory = Landing::extent(&self.host.memory(extent).unwrap()).unwrap();
+        let memory = RingMemory::extent(&self.host.memory(extent).unwrap()).unwrap();
         let receiver = RingReceiver::new(memory, place);
         let sender = RingSender::new(session.channel().unwrap(), &pool(), place);
         (sender, receiver)

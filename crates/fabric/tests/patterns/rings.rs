@@ -26,7 +26,7 @@ fn rest(sender: &RingSender, room: &Notifier) {
 
 /// A source whose items are the messages of an inbox.
 struct Arrivals<'a> {
-    inbox: &'a mut Inbox,
+    inbox: &'a mut RingInbox,
     notifier: &'a Notifier,
 }
 
@@ -58,8 +58,8 @@ impl Source for Arrivals<'_> {
 fn many_senders_reach_one_receiver_that_waits_in_any_way() {
     const MESSAGES: u32 = 1000;
     on_real_fabrics(|server| {
-        for waiting in [Waiting::Poll, Waiting::Event, Waiting::Adaptive] {
-            let (mut inbox, notifier) = (Inbox::new(), Notifier::new().unwrap());
+        for waiting in [WaitMode::Poll, WaitMode::Event, WaitMode::Adaptive] {
+            let (mut inbox, notifier) = (RingInbox::new(), Notifier::new().unwrap());
             let mut senders = Vec::new();
             for name in 0..3 {
                 // Rings are small enough to wrap often and to be full now and then.
@@ -118,7 +118,7 @@ fn a_sender_that_dies_half_way_holds_up_nobody_and_its_ring_serves_the_next() {
         capacity: 256,
     };
     let memory = ExtentMemory::create(EXTENT, place.bytes() as u64, false).unwrap();
-    let landing = Landing::extent(&memory).unwrap();
+    let landing = RingMemory::extent(&memory).unwrap();
     let sender = |seed| {
         let channel = Scrambled {
             memory: Arc::clone(&memory),
@@ -129,7 +129,7 @@ fn a_sender_that_dies_half_way_holds_up_nobody_and_its_ring_serves_the_next() {
         };
         RingSender::new(Box::new(channel), &pool(), place)
     };
-    let mut inbox = Inbox::new();
+    let mut inbox = RingInbox::new();
     inbox.add(1, RingReceiver::new(landing.clone(), place));
     let (mut other, receiver) = ring(256, 5, true, true);
     inbox.add(2, receiver);
@@ -169,7 +169,7 @@ fn a_sender_that_dies_half_way_holds_up_nobody_and_its_ring_serves_the_next() {
 #[test]
 fn a_sender_that_lies_loses_its_ring_and_the_others_go_on() {
     let (mut honest, receiver) = ring(1024, 9, true, true);
-    let mut inbox = Inbox::new();
+    let mut inbox = RingInbox::new();
     inbox.add(1, receiver);
     // Makes a tail with the check value that it must have, out of a ring that has been used.
     let lie = |at: u64, bytes: &[u8]| {
@@ -179,7 +179,7 @@ fn a_sender_that_lies_loses_its_ring_and_the_others_go_on() {
             capacity: 64,
         };
         let memory = ExtentMemory::create(EXTENT, 192, false).unwrap();
-        let receiver = RingReceiver::new(Landing::extent(&memory).unwrap(), place);
+        let receiver = RingReceiver::new(RingMemory::extent(&memory).unwrap(), place);
         let channel = Scrambled {
             memory: Arc::clone(&memory),
             random: 1,

@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn an_engine_hands_back_what_its_channels_finish_however_it_waits() {
     let check = |session: &Arc<Session>| {
-        for waiting in [Waiting::Poll, Waiting::Event, Waiting::Adaptive] {
+        for waiting in [WaitMode::Poll, WaitMode::Event, WaitMode::Adaptive] {
             let mut engine = CompletionEngine::new(waiting);
             assert_eq!(engine.wait(&mut Vec::new(), None).unwrap(), 0);
             let extent = session.grant(1 << 16).unwrap().id;
@@ -57,7 +57,7 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
     const OPS: usize = 1000;
     const WINDOW: usize = 12;
     const BYTES: usize = 1024;
-    for waiting in [Waiting::Poll, Waiting::Event, Waiting::Adaptive] {
+    for waiting in [WaitMode::Poll, WaitMode::Event, WaitMode::Adaptive] {
         let (staying, mut leaving) = (start("staying"), start("leaving"));
         let connect = |server: &Server| {
             Session::connect(server.serving.endpoint(), &SessionOptions::default()).unwrap()
@@ -221,7 +221,7 @@ impl Source for Script {
 
 #[test]
 fn what_happens_while_it_is_armed_is_not_slept_through() {
-    for waiting in [Waiting::Event, Waiting::Adaptive] {
+    for waiting in [WaitMode::Event, WaitMode::Adaptive] {
         let mut script = Script {
             happens_when_armed: true,
             ..Script::default()
@@ -233,7 +233,7 @@ fn what_happens_while_it_is_armed_is_not_slept_through() {
 
 #[test]
 fn adaptive_waiters_spin_for_what_comes_soon_and_sleep_for_what_does_not() {
-    let mut waiter = Waiter::new(Waiting::Adaptive);
+    let mut waiter = Waiter::new(WaitMode::Adaptive);
     // 1. Slow events teach the waiter not to spin at all.
     let slow = |waiter: &mut Waiter| {
         let mut script = Script {
@@ -264,7 +264,7 @@ fn adaptive_waiters_spin_for_what_comes_soon_and_sleep_for_what_does_not() {
 
 #[test]
 fn a_deadline_ends_every_way_of_waiting() {
-    for waiting in [Waiting::Poll, Waiting::Event, Waiting::Adaptive] {
+    for waiting in [WaitMode::Poll, WaitMode::Event, WaitMode::Adaptive] {
         let mut script = Script {
             happens_at_look: Some(u32::MAX),
             asleep: Duration::from_millis(50),
@@ -273,7 +273,7 @@ fn a_deadline_ends_every_way_of_waiting() {
         let until = Instant::now() + Duration::from_millis(5);
         let found = Waiter::new(waiting).wait(&mut script, Some(until)).unwrap();
         assert!(found.is_none() && Instant::now() >= until, "{waiting:?}");
-        assert_eq!(script.sleeps == 0, waiting == Waiting::Poll);
+        assert_eq!(script.sleeps == 0, waiting == WaitMode::Poll);
     }
 }
 

@@ -24,7 +24,7 @@ use farpage_fabric::{
     Channel, ConnectError, ControlError, Endpoint, ExtentId, MAX_OP_BYTES, Op, Secret, Session,
     SessionId, SessionOptions, Verb,
     host::Host,
-    server::{BindError, Listener, Serving, SocketAccess},
+    server::{BindError, Listener, ServerThread, SocketAccess},
     sim::SimHost,
 };
 
@@ -37,7 +37,7 @@ use farpage_wire::{
 const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Server {
-    serving: Serving,
+    serving: ServerThread,
     host: Arc<SimHost>,
 }
 
@@ -48,7 +48,7 @@ impl Server {
 
     fn start_with(endpoint: &Endpoint, host: Arc<SimHost>) -> Self {
         let served = Arc::clone(&host);
-        let serving = Serving::start(endpoint, served).expect("a free endpoint");
+        let serving = ServerThread::start(endpoint, served).expect("a free endpoint");
         Self { serving, host }
     }
 

@@ -56,7 +56,7 @@ use parking_lot::Mutex;
 
 pub(crate) use self::link::{LinkTraffic, READ, WRITE, Watch};
 use self::{
-    link::LinkCounts,
+    link::LinkSnapshot,
     model::{CLASSES, Epoch, Forms, Model, Sample},
 };
 use super::{
@@ -123,7 +123,7 @@ struct Learnt {
 struct Marks {
     at_ns: u64,
     cpu_ns: u64,
-    ways: [LinkCounts; 2],
+    ways: [LinkSnapshot; 2],
     /// Pages and bytes that moved, by stretch, direction and form.
     moved: [[[(u64, u64); Form::ALL.len()]; 2]; CLASSES],
 }

@@ -28,7 +28,7 @@ impl RunBuffer for Vec<u8> {
     }
 }
 
-/// The end of one operation.
+/// Completion of one operation.
 #[derive(Debug)]
 pub struct RunCompletion<F> {
     /// The operation's tag, as given.

@@ -5,7 +5,9 @@
 
 use std::{collections::HashSet, sync::Arc};
 
-use farpage_fabric::{Extent, ExtentId, OpenError, PublishError, Session, Versions, log::later};
+use farpage_fabric::{
+    Extent, ExtentId, OpenNameError, PublishError, Session, Versions, log::later,
+};
 
 use super::{
     manifest::{Manifest, RegionManifest, VERSION, places_of, span_of, words_of},
@@ -185,9 +187,9 @@ impl PageStore {
     }
 }
 
-fn not_opened(name: &str, error: OpenError) -> OpenStoreError {
+fn not_opened(name: &str, error: OpenNameError) -> OpenStoreError {
     match error {
-        OpenError::InUse { endpoint, name } => OpenStoreError::InUse { name, endpoint },
+        OpenNameError::InUse { endpoint, name } => OpenStoreError::InUse { name, endpoint },
         source => OpenStoreError::Open {
             name: name.to_owned(),
             source,
@@ -293,7 +295,7 @@ impl OpenedName {
         for session in cluster.sessions() {
             let named = match session.open(name) {
                 Ok(named) => named,
-                Err(OpenError::NotFound { .. }) => continue,
+                Err(OpenNameError::NotFound { .. }) => continue,
                 Err(error) => return Err(not_opened(name, error)),
             };
             claim.opened(session);
@@ -326,7 +328,7 @@ impl OpenedName {
         for session in cluster.sessions() {
             let reading = match session.read(name) {
                 Ok(reading) => reading,
-                Err(OpenError::NotFound { .. }) => continue,
+                Err(OpenNameError::NotFound { .. }) => continue,
                 Err(error) => return Err(not_opened(name, error)),
             };
             extents.0.push((session.clone(), reading.extents));

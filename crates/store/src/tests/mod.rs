@@ -22,7 +22,7 @@ use std::{
 
 use farpage_fabric::{
     AllocError, Endpoint, ExtentId, Op, PublishError, Session, SessionOptions, Verb,
-    server::Serving,
+    server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
 use parking_lot::Mutex;

@@ -62,7 +62,7 @@ fn a_run_that_was_written_together_is_written_by_one_operation_and_read_by_few()
 fn a_complete_run_is_handed_out_before_the_next_is_copied() {
     let folder = tempfile::tempdir().unwrap();
     let endpoint = Endpoint::Shm(folder.path().join("socket"));
-    let mut server = Serving::start(&endpoint, Arc::new(SimHost::new(64 << 20))).unwrap();
+    let mut server = ServerThread::start(&endpoint, Arc::new(SimHost::new(64 << 20))).unwrap();
     {
         let session = Session::connect(&endpoint, &SessionOptions::default()).unwrap();
         let cluster = Cluster::new(vec![session], ClusterOptions::default());

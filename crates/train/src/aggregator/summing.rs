@@ -13,7 +13,7 @@ use std::{
 
 use farpage_fabric::{
     areas::{Areas, Board, Presence},
-    patterns::{Landing, RingReceiver},
+    patterns::{RingMemory, RingReceiver},
 };
 
 use super::{
@@ -31,7 +31,7 @@ use super::{
 pub(super) struct Member {
     pub(super) rank: usize,
     pub(super) ring: RingReceiver,
-    pub(super) landing: Landing,
+    pub(super) landing: RingMemory,
     /// Time of arrival of a vector that the member has announced, and that is not added yet.
     pub(super) arrives: Option<Instant>,
     /// Party that the member says it waits for.

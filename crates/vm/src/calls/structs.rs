@@ -13,7 +13,7 @@ use super::{
 
 /// An argument that is an address, and the number of bytes that the call reads or writes there.
 #[derive(Clone, Copy)]
-struct PointerArgument(usize, usize);
+struct Arg(usize, usize);
 
 const TIMESPEC: usize = 16;
 const TIMER: usize = 32;
@@ -26,78 +26,45 @@ const OFFSET: usize = 8;
 const POLL: usize = 8;
 
 /// Returns the parts of a call, at most four.
-fn parts(number: libc::c_long, args: Arguments) -> [PointerArgument; 4] {
-    const NONE: PointerArgument = PointerArgument(0, 0);
+fn parts(number: libc::c_long, args: Arguments) -> [Arg; 4] {
+    const NONE: Arg = Arg(0, 0);
     let mut parts = [NONE; 4];
-    let mut fill = |these: &[PointerArgument]| parts[..these.len()].copy_from_slice(these);
+    let mut fill = |these: &[Arg]| parts[..these.len()].copy_from_slice(these);
     // A set of descriptors is in whole words.
     let set = args[0].div_ceil(64).saturating_mul(8);
     match number {
         libc::SYS_accept | libc::SYS_accept4 => {
-            fill(&[
-                PointerArgument(1, ADDRESS_BYTES),
-                PointerArgument(2, LENGTH),
-            ]);
+            fill(&[Arg(1, ADDRESS_BYTES), Arg(2, LENGTH)]);
         }
-        libc::SYS_wait4 => fill(&[PointerArgument(1, 4), PointerArgument(3, RUSAGE)]),
-        libc::SYS_waitid => fill(&[PointerArgument(2, SIGINFO), PointerArgument(4, RUSAGE)]),
+        libc::SYS_wait4 => fill(&[Arg(1, 4), Arg(3, RUSAGE)]),
+        libc::SYS_waitid => fill(&[Arg(2, SIGINFO), Arg(4, RUSAGE)]),
         #[cfg(target_arch = "x86_64")]
-        libc::SYS_select => fill(&[
-            PointerArgument(1, set),
-            PointerArgument(2, set),
-            PointerArgument(3, set),
-            PointerArgument(4, TIMESPEC),
-        ]),
-        libc::SYS_pselect6 => fill(&[
-            PointerArgument(1, set),
-            PointerArgument(2, set),
-            PointerArgument(3, set),
-            PointerArgument(4, TIMESPEC),
-        ]),
+        libc::SYS_select => fill(&[Arg(1, set), Arg(2, set), Arg(3, set), Arg(4, TIMESPEC)]),
+        libc::SYS_pselect6 => fill(&[Arg(1, set), Arg(2, set), Arg(3, set), Arg(4, TIMESPEC)]),
         #[cfg(target_arch = "x86_64")]
-        libc::SYS_poll => fill(&[PointerArgument(0, args[1].saturating_mul(POLL))]),
+        libc::SYS_poll => fill(&[Arg(0, args[1].saturating_mul(POLL))]),
         libc::SYS_ppoll => fill(&[
-            PointerArgument(0, args[1].saturating_mul(POLL)),
-            PointerArgument(2, TIMESPEC),
-            PointerArgument(3, 8),
+            Arg(0, args[1].saturating_mul(POLL)),
+            Arg(2, TIMESPEC),
+            Arg(3, 8),
         ]),
-        libc::SYS_nanosleep => fill(&[PointerArgument(0, TIMESPEC), PointerArgument(1, TIMESPEC)]),
-        libc::SYS_clock_nanosleep => {
-            fill(&[PointerArgument(2, TIMESPEC), PointerArgument(3, TIMESPEC)])
-        }
-        libc::SYS_rt_sigtimedwait => fill(&[
-            PointerArgument(0, 8),
-            PointerArgument(1, SIGINFO),
-            PointerArgument(2, TIMESPEC),
-        ]),
-        libc::SYS_rt_sigaction => {
-            fill(&[PointerArgument(1, SIGACTION), PointerArgument(2, SIGACTION)])
-        }
-        libc::SYS_rt_sigprocmask => fill(&[PointerArgument(1, 8), PointerArgument(2, 8)]),
-        libc::SYS_sigaltstack => fill(&[
-            PointerArgument(0, SIGNAL_STACK),
-            PointerArgument(1, SIGNAL_STACK),
-        ]),
-        libc::SYS_prlimit64 => fill(&[PointerArgument(2, 16), PointerArgument(3, 16)]),
-        libc::SYS_setitimer => fill(&[PointerArgument(1, TIMER), PointerArgument(2, TIMER)]),
+        libc::SYS_nanosleep => fill(&[Arg(0, TIMESPEC), Arg(1, TIMESPEC)]),
+        libc::SYS_clock_nanosleep => fill(&[Arg(2, TIMESPEC), Arg(3, TIMESPEC)]),
+        libc::SYS_rt_sigtimedwait => fill(&[Arg(0, 8), Arg(1, SIGINFO), Arg(2, TIMESPEC)]),
+        libc::SYS_rt_sigaction => fill(&[Arg(1, SIGACTION), Arg(2, SIGACTION)]),
+        libc::SYS_rt_sigprocmask => fill(&[Arg(1, 8), Arg(2, 8)]),
+        libc::SYS_sigaltstack => fill(&[Arg(0, SIGNAL_STACK), Arg(1, SIGNAL_STACK)]),
+        libc::SYS_prlimit64 => fill(&[Arg(2, 16), Arg(3, 16)]),
+        libc::SYS_setitimer => fill(&[Arg(1, TIMER), Arg(2, TIMER)]),
         libc::SYS_timer_settime | libc::SYS_timerfd_settime => {
-            fill(&[PointerArgument(2, TIMER), PointerArgument(3, TIMER)]);
+            fill(&[Arg(2, TIMER), Arg(3, TIMER)]);
         }
-        libc::SYS_sendfile => fill(&[PointerArgument(2, OFFSET)]),
-        libc::SYS_splice | libc::SYS_copy_file_range => {
-            fill(&[PointerArgument(1, OFFSET), PointerArgument(3, OFFSET)])
-        }
-        libc::SYS_msgrcv => fill(&[PointerArgument(1, args[2].saturating_add(8))]),
-        libc::SYS_mq_timedreceive => fill(&[
-            PointerArgument(1, args[2]),
-            PointerArgument(3, 4),
-            PointerArgument(4, TIMESPEC),
-        ]),
-        libc::SYS_io_getevents => fill(&[
-            PointerArgument(3, args[2].saturating_mul(32)),
-            PointerArgument(4, TIMESPEC),
-        ]),
-        libc::SYS_getdents64 => fill(&[PointerArgument(1, args[2])]),
+        libc::SYS_sendfile => fill(&[Arg(2, OFFSET)]),
+        libc::SYS_splice | libc::SYS_copy_file_range => fill(&[Arg(1, OFFSET), Arg(3, OFFSET)]),
+        libc::SYS_msgrcv => fill(&[Arg(1, args[2].saturating_add(8))]),
+        libc::SYS_mq_timedreceive => fill(&[Arg(1, args[2]), Arg(3, 4), Arg(4, TIMESPEC)]),
+        libc::SYS_io_getevents => fill(&[Arg(3, args[2].saturating_mul(32)), Arg(4, TIMESPEC)]),
+        libc::SYS_getdents64 => fill(&[Arg(1, args[2])]),
         _ => {}
     }
     parts
@@ -118,8 +85,7 @@ pub(super) unsafe fn call(
         let room = unsafe { ptr::read_unaligned(args[2] as *const libc::socklen_t) };
         parts[0].1 = ADDRESS_BYTES.min(room as usize);
     }
-    let remote =
-        parts.map(|PointerArgument(arg, bytes)| args[arg] != 0 && is_remote(args[arg], bytes));
+    let remote = parts.map(|Arg(arg, bytes)| args[arg] != 0 && is_remote(args[arg], bytes));
     if !remote.contains(&true) {
         return None;
     }
@@ -129,9 +95,8 @@ pub(super) unsafe fn call(
             .zip(remote)
             .map(|(&part, remote)| (part, remote))
     };
-    let of_remote = |(PointerArgument(_, bytes), remote): (PointerArgument, bool)| {
-        if remote { bytes.saturating_add(8) } else { 0 }
-    };
+    let of_remote =
+        |(Arg(_, bytes), remote): (Arg, bool)| if remote { bytes.saturating_add(8) } else { 0 };
     let bytes = lengths().map(of_remote).fold(0, usize::saturating_add);
     let Some(local) = LocalBuffer::of(bytes) else {
         return Some(error(libc::ENOMEM));
@@ -139,7 +104,7 @@ pub(super) unsafe fn call(
     let given = args;
     let each = |copy: &mut dyn FnMut(usize, *mut u8, *mut u8, usize)| {
         let mut at = local.start();
-        for (PointerArgument(arg, bytes), _) in lengths().filter(|(_, remote)| *remote) {
+        for (Arg(arg, bytes), _) in lengths().filter(|(_, remote)| *remote) {
             copy(arg, at, given[arg] as *mut u8, bytes);
             at = at.wrapping_add(bytes.next_multiple_of(8));
         }

@@ -3,7 +3,7 @@
 use super::*;
 
 /// Returns the first byte of each extent, as a reader sees it.
-fn seen(reading: &Reading) -> Vec<u8> {
+fn seen(reading: &OpenedVersion) -> Vec<u8> {
     let byte = |(_, memory): &(ExtentId, Arc<ExtentMemory>)| {
         let mut byte = [0];
         memory.copy_out(0, &mut byte).expect("leased");
@@ -35,7 +35,7 @@ fn history(death: Death, read_at: usize, dies_at: usize) {
         _ => Transport::Shm,
     };
     let reader = client(&state, transport);
-    let mut reading: Option<(Reading, Vec<u8>)> = None;
+    let mut reading: Option<(OpenedVersion, Vec<u8>)> = None;
     let mut held: Vec<ExtentId> = Vec::new();
     let mut published = 0u8;
     for step in 0..8 {

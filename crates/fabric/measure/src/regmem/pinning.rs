@@ -15,7 +15,7 @@ use std::{
 
 use farpage_fabric::{
     Session,
-    regmem::{Access, DomainId, Keys, Registrar, Registration},
+    regmem::{Access, DomainId, Keys, MemoryRegistration, Registrar},
 };
 use nix::sys::mman::{mlock, munlock};
 
@@ -43,10 +43,14 @@ impl Registrar for Locks {
         self.0
     }
 
-    unsafe fn register(&self, memory: NonNull<[u8]>, _access: Access) -> io::Result<Registration> {
+    unsafe fn register(
+        &self,
+        memory: NonNull<[u8]>,
+        _access: Access,
+    ) -> io::Result<MemoryRegistration> {
         // SAFETY: the caller keeps the memory mapped; locking changes nothing about its bytes.
         unsafe { mlock(memory.cast(), memory.len())? };
-        Ok(Registration::new(Keys::default(), Locked(memory)))
+        Ok(MemoryRegistration::new(Keys::default(), Locked(memory)))
     }
 }
 
@@ -76,7 +80,7 @@ pub(super) fn register_once(registrar: &dyn Registrar, buf: &mut Vec<u8>) -> io:
 
 /// # Safety
 /// The vector is kept as it is until the registration ends.
-unsafe fn register(registrar: &dyn Registrar, buf: &mut Vec<u8>) -> io::Result<Registration> {
+unsafe fn register(registrar: &dyn Registrar, buf: &mut Vec<u8>) -> io::Result<MemoryRegistration> {
     let start = NonNull::new(buf.as_mut_ptr()).expect("vectors never have address zero");
     let memory = NonNull::slice_from_raw_parts(start, buf.capacity());
     // SAFETY: the caller's promise.
@@ -88,7 +92,7 @@ unsafe fn register(registrar: &dyn Registrar, buf: &mut Vec<u8>) -> io::Result<R
 /// when there are too many.
 pub(super) struct ByAddress {
     registrar: Arc<dyn Registrar>,
-    known: HashMap<usize, (usize, Registration)>,
+    known: HashMap<usize, (usize, MemoryRegistration)>,
     order: VecDeque<usize>,
 }
 

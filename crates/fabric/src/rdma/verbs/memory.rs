@@ -14,7 +14,7 @@ use rdma_sys as sys;
 use super::errno::{check, not_null};
 use crate::{
     log::later,
-    regmem::{Access, DomainId, Keys, RegBuf, RegError, RegPool, Registrar, Registration},
+    regmem::{Access, DomainId, Keys, MemoryRegistration, RegBuf, RegError, RegPool, Registrar},
 };
 
 /// Vendor id of Linux's software adapter.
@@ -218,14 +218,18 @@ impl Registrar for Domain {
         self.0.domain
     }
 
-    unsafe fn register(&self, memory: NonNull<[u8]>, access: Access) -> io::Result<Registration> {
+    unsafe fn register(
+        &self,
+        memory: NonNull<[u8]>,
+        access: Access,
+    ) -> io::Result<MemoryRegistration> {
         // SAFETY: promised by the caller.
         let mr = unsafe { Mr::register(&self.0, memory, Sight::Pinned(access)) }?;
         let keys = Keys {
             lkey: mr.lkey(),
             rkey: mr.rkey(),
         };
-        Ok(Registration::new(keys, mr))
+        Ok(MemoryRegistration::new(keys, mr))
     }
 }
 
@@ -268,8 +272,8 @@ impl LocalMemory {
     }
 
     /// Returns the adapter's view of a part of this memory; panics outside of this memory.
-    pub(in crate::rdma) fn local(&self, place: &Range<usize>) -> Local {
-        Local {
+    pub(in crate::rdma) fn local(&self, place: &Range<usize>) -> Sge {
+        Sge {
             address: self.place(place.start, place.len()) as u64,
             bytes: place.len() as u32,
             lkey: self.lkey,
@@ -290,13 +294,13 @@ impl LocalMemory {
 
 /// Registered memory of this process, as the adapter is told of it.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::rdma) struct Local {
+pub(in crate::rdma) struct Sge {
     pub(in crate::rdma) address: u64,
     pub(in crate::rdma) bytes: u32,
     pub(in crate::rdma) lkey: u32,
 }
 
-impl Local {
+impl Sge {
     pub(super) fn sge(self) -> sys::ibv_sge {
         sys::ibv_sge {
             addr: self.address,

@@ -8,7 +8,7 @@ use rdma_sys as sys;
 use super::{
     connection::Id,
     errno::check,
-    memory::{Local, LocalMemory, Pd},
+    memory::{LocalMemory, Pd, Sge},
     queue::Cq,
 };
 
@@ -91,16 +91,16 @@ pub(in crate::rdma) enum Opcode {
 
 /// One work request.
 #[derive(Clone, Debug)]
-pub(in crate::rdma) struct Work {
+pub(in crate::rdma) struct WorkRequest {
     /// Tag of the completion.
     pub(in crate::rdma) tag: u64,
     pub(in crate::rdma) opcode: Opcode,
-    pub(in crate::rdma) local: Local,
+    pub(in crate::rdma) local: Sge,
     /// True if a success is reported, too. A failure always is.
     pub(in crate::rdma) signalled: bool,
 }
 
-impl Work {
+impl WorkRequest {
     /// Placeholder in lists.
     pub(in crate::rdma) const NONE: Self = Self {
         tag: 0,
@@ -108,7 +108,7 @@ impl Work {
             address: 0,
             rkey: 0,
         },
-        local: Local {
+        local: Sge {
             address: 0,
             bytes: 0,
             lkey: 0,
@@ -229,7 +229,7 @@ impl Pair {
     }
 
     /// True if `work` is a WRITE that can travel inside its work request.
-    fn is_inline(&self, work: &Work) -> bool {
+    fn is_inline(&self, work: &WorkRequest) -> bool {
         matches!(
             work.opcode,
             Opcode::Write { .. } | Opcode::WriteNotify { .. }
@@ -247,7 +247,7 @@ impl Pair {
     ///
     /// # Panics
     /// With more than [`POSTLIST`] requests.
-    pub(in crate::rdma) unsafe fn post(&mut self, works: &[Work]) -> io::Result<()> {
+    pub(in crate::rdma) unsafe fn post(&mut self, works: &[WorkRequest]) -> io::Result<()> {
         assert!(works.len() <= POSTLIST, "{} work requests", works.len());
         if works.is_empty() {
             return Ok(());

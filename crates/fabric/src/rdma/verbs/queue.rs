@@ -1,4 +1,4 @@
-//! [`Cq`], the completion queue, and its reports: [`Done`] and [`Failure`].
+//! [`Cq`], the completion queue, and its reports: [`WorkCompletion`] and [`Failure`].
 
 use std::{
     ffi::{CStr, c_int},
@@ -58,7 +58,7 @@ impl Cq {
     /// Takes completions. Returns how many of `done` were filled.
     pub(in crate::rdma) fn poll(
         &self,
-        done: &mut [Option<Done>; COMPLETIONS],
+        done: &mut [Option<WorkCompletion>; COMPLETIONS],
     ) -> io::Result<usize> {
         // SAFETY: plain data.
         let mut completions: [sys::ibv_wc; COMPLETIONS] = unsafe { std::mem::zeroed() };
@@ -74,7 +74,7 @@ impl Cq {
             .map_err(|_| io::Error::other("the completion queue cannot be read"))?;
         for (completion, done) in completions[..count].iter().zip(done) {
             let ok = completion.status == sys::ibv_wc_status::IBV_WC_SUCCESS;
-            *done = Some(Done {
+            *done = Some(WorkCompletion {
                 tag: completion.wr_id,
                 result: if ok {
                     Ok(())
@@ -138,7 +138,7 @@ impl Drop for Cq {
 
 /// The end of a work request.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::rdma) struct Done {
+pub(in crate::rdma) struct WorkCompletion {
     pub(in crate::rdma) tag: u64,
     pub(in crate::rdma) result: Result<(), Failure>,
 }

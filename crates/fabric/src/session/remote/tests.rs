@@ -13,7 +13,7 @@ use farpage_wire::{
 };
 
 use super::{Remote, SessionOptions};
-use crate::stream::Stream;
+use crate::stream::PeerStream;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -25,7 +25,7 @@ fn served(
 ) -> Option<()> {
     let (socket, _) = listener.accept().expect("a client");
     socket.set_nonblocking(true).expect("a socket");
-    let stream = Stream::Tcp(socket);
+    let stream = PeerStream::Tcp(socket);
     let until = Instant::now() + PATIENCE;
     let mut hello = [0; HELLO_BYTES];
     stream.read_exact(&mut hello, until).ok()?;

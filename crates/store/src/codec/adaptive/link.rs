@@ -38,6 +38,7 @@ pub(crate) struct LinkTraffic {
     ways: [LinkCounters; 2],
 }
 
+/// Counters of one direction.
 #[derive(Debug, Default)]
 struct LinkCounters {
     delivered: AtomicU64,
@@ -45,9 +46,9 @@ struct LinkCounters {
     waited_bytes: AtomicU64,
 }
 
-/// Counts of one direction.
+/// Snapshot of one direction's counters.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct LinkCounts {
+pub(super) struct LinkSnapshot {
     pub(super) delivered: u64,
     pub(super) waited_ns: u64,
     pub(super) waited_bytes: u64,
@@ -73,10 +74,10 @@ impl LinkTraffic {
         self.ways[way].waited_ns.fetch_add(ns, Relaxed);
     }
 
-    pub(super) fn counts(&self) -> [LinkCounts; 2] {
+    pub(super) fn counts(&self) -> [LinkSnapshot; 2] {
         [READ, WRITE].map(|way| {
             let way = &self.ways[way];
-            LinkCounts {
+            LinkSnapshot {
                 delivered: way.delivered.load(Relaxed),
                 waited_ns: way.waited_ns.load(Relaxed),
                 waited_bytes: way.waited_bytes.load(Relaxed),
