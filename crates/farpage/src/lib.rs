@@ -44,12 +44,13 @@
 //! pages. So a signal waits for a server where a call does: as long as the deadline at most. A
 //! handler must not call this crate, which allocates and locks.
 //!
-//! A thread that is interrupted inside `malloc` may hold a lock of the allocator. The runtime's
-//! threads allocate now and then while they serve faults, and wait for that lock if they share it:
-//! such a fault ends as an error at the deadline. glibc gives each thread an arena with a lock of
-//! its own, up to eight per CPU. A program with more threads, with `MALLOC_ARENA_MAX`, or with an
-//! allocator of another kind holds back the signals whose handlers touch a region while it
-//! allocates. Programs under `farpage run` need not: the runtime has an allocator of its own there.
+//! A thread that is interrupted inside `malloc` or `free` may hold a lock of the allocator. The
+//! runtime's threads allocate now and then while they serve faults, and wait for that lock if they
+//! need it: such a fault ends as an error at the deadline. glibc gives each thread an arena with a
+//! lock of its own, so that this is rare, unless there are more than eight threads per CPU, or
+//! `MALLOC_ARENA_MAX`, or another allocator. A program holds back the signals whose handlers touch a
+//! region while it allocates. Programs under `farpage run` need not: the runtime has an allocator of
+//! its own there.
 //!
 //! # Logging
 //!

@@ -14,11 +14,10 @@ mod common;
 
 use std::{
     arch::asm,
-    mem, ptr,
-    sync::{
-        Mutex,
-        atomic::{AtomicPtr, AtomicUsize, Ordering::Relaxed},
-    },
+    env, mem,
+    process::Command,
+    ptr,
+    sync::atomic::{AtomicPtr, AtomicUsize, Ordering::Relaxed},
     time::Duration,
 };
 
@@ -33,8 +32,10 @@ const BUDGET: usize = PAGES / 8 * PAGE;
 static MEMORY: AtomicPtr<u8> = AtomicPtr::new(ptr::null_mut());
 static STEPS: AtomicUsize = AtomicUsize::new(0);
 static TOUCHED: AtomicUsize = AtomicUsize::new(0);
-/// Lock of the tests: handlers belong to the process.
-static ORDER: Mutex<()> = Mutex::new(());
+/// Tells a test that it has a process of its own. Handlers belong to the process, and so do the
+/// arenas of `malloc`, which threads that have ended leave to others: see the crate's documentation
+/// of signals.
+const ALONE: &str = "FARPAGE_TEST_ALONE";
 
 extern "C" fn on_step(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
     STEPS.fetch_add(1, Relaxed);
@@ -117,15 +118,24 @@ fn calls(runtime: &Runtime) {
     step(|| runtime.stats());
 }
 
+/// Runs `test` in a process of its own.
+fn alone(test: &str) {
+    let ended = Command::new(env::current_exe().unwrap())
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env(ALONE, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(ended.status.success(), "{}: {said}", ended.status);
+}
+
 fn each_instruction(test: &'static str, mode: FaultMode) {
     if !can_page(test) {
         return;
     }
-    let _order = ORDER.lock();
-    // Threads get arenas of their own from `malloc`, as long as it has some: see the crate's
-    // documentation of signals.
-    // SAFETY: changes how many there may be.
-    assert_eq!(unsafe { libc::mallopt(libc::M_ARENA_MAX, 1000) }, 1);
+    if env::var_os(ALONE).is_none() {
+        return alone(test);
+    }
     let _watchdog = Watchdog::new(test, Duration::from_secs(120));
     let memory = Memory::start(Fabric::Tcp, 64 * MIB);
     let runtime = builder(BUDGET, PAGE).fault_mode(mode).server(&memory.url);
