@@ -48,9 +48,9 @@
 //! runtime's threads allocate now and then while they serve faults, and wait for that lock if they
 //! need it: such a fault ends as an error at the deadline. glibc gives each thread an arena with a
 //! lock of its own, so that this is rare, unless there are more than eight threads per CPU, or
-//! `MALLOC_ARENA_MAX`, or another allocator. A program holds back the signals whose handlers touch a
-//! region while it allocates. Programs under `farpage run` need not: the runtime has an allocator of
-//! its own there.
+//! `MALLOC_ARENA_MAX`, or another allocator. A program holds back the signals whose handlers touch
+//! a region while it allocates. Programs under `farpage run` need not: the runtime has an allocator
+//! of its own there.
 //!
 //! # Logging
 //!
