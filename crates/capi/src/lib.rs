@@ -30,3 +30,7 @@ pub use region::*;
 pub use runtime::*;
 pub use stats::*;
 pub use store::*;
+
+/// Allocator of this library's own. The program's serves threads that do not belong to a runtime.
+#[global_allocator]
+static ALLOCATOR: farpage::Allocator = farpage::Allocator::new();

@@ -182,3 +182,24 @@ fn cmake_finds_all_three_libraries() {
     }
     run(&mut Command::new(build.join("umap")), PATIENCE);
 }
+
+#[test]
+fn pages_come_while_a_thread_is_inside_malloc() {
+    let test = "pages_come_while_a_thread_is_inside_malloc";
+    if !have(test, &["gcc", "pkg-config"]) {
+        return;
+    }
+    let program = scratch("malloc").join("malloc");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/malloc.c");
+    compile("gcc", &["-std=gnu11"], &[source], "farpage", &program);
+    let folder = tempfile::tempdir().expect("a folder for the socket");
+    let shm = format!("shm://{}/s", folder.path().display());
+    for endpoint in [&*shm, "tcp://127.0.0.1:0"] {
+        let server = serve(endpoint);
+        let output = run(
+            Command::new(&program).env("FARPAGE_SERVER", server.endpoints()[0].to_string()),
+            PATIENCE,
+        );
+        assert_eq!(text(&output.stdout), "all pages came\n");
+    }
+}

@@ -45,12 +45,17 @@
 //! handler must not call this crate, which allocates and locks.
 //!
 //! A thread that is interrupted inside `malloc` or `free` may hold a lock of the allocator. The
-//! runtime's threads allocate now and then while they serve faults, and wait for that lock if they
-//! need it: such a fault ends as an error at the deadline. glibc gives each thread an arena with a
-//! lock of its own, so that this is rare, unless there are more than eight threads per CPU, or
-//! `MALLOC_ARENA_MAX`, or another allocator. A program holds back the signals whose handlers touch
-//! a region while it allocates. Programs under `farpage run` need not: the runtime has an allocator
-//! of its own there.
+//! runtime's threads allocate now and then while they serve faults. So a program whose handlers
+//! touch a region has [`Allocator`], which serves these threads from a heap of the runtime's:
+//!
+//! ```
+//! #[global_allocator]
+//! static ALLOCATOR: farpage::Allocator = farpage::Allocator::new();
+//! ```
+//!
+//! Without it a fault of such a handler may end as an error at the deadline, or wait for itself if
+//! it is served in its own thread. The C and the Python library have it, and so have programs under
+//! `farpage run`. One request remains: the ZFP library's, at a worker's first page of its kind.
 //!
 //! # Logging
 //!
@@ -99,6 +104,7 @@ pub use config::Builder;
 pub use error::{BuildError, CloseError, CreateError, FlushError, OpenError, PinError};
 pub use farpage_fabric::{Allowance, Link, Session};
 pub use farpage_pager::{Advice, PageError, PagerStats};
+pub use farpage_signals::Allocator;
 pub use farpage_store::{
     Block, Codec, CodecError, CodecTrial as Trial, Element, ElementType, Elements, FileStore,
     FileStoreError, NamedRegion, RegPoolStats, Reserve, Store, StoreStatsSnapshot, ZfpMode,

@@ -21,8 +21,8 @@ use std::{
     time::Duration,
 };
 
-use common::{Fabric, KIB, MIB, Memory, Watchdog, builder, can_page};
-use farpage::{Advice, ByteSize, FaultMode, RegionOptions, Runtime};
+use common::{Fabric, KIB, MIB, ServerProcess, Watchdog, builder, can_page, serve_if_asked};
+use farpage::{Advice, Allocator, ByteSize, FaultMode, RegionOptions, Runtime};
 
 const PAGE: usize = 4 * KIB;
 /// Number of pages for the handler: eight budgets.
@@ -32,10 +32,12 @@ const BUDGET: usize = PAGES / 8 * PAGE;
 static MEMORY: AtomicPtr<u8> = AtomicPtr::new(ptr::null_mut());
 static STEPS: AtomicUsize = AtomicUsize::new(0);
 static TOUCHED: AtomicUsize = AtomicUsize::new(0);
-/// Tells a test that it has a process of its own. Handlers belong to the process, and so do the
-/// arenas of `malloc`, which threads that have ended leave to others: see the crate's documentation
-/// of signals.
+/// Tells a test that it has a process of its own: handlers belong to the process.
 const ALONE: &str = "FARPAGE_TEST_ALONE";
+
+/// Allocator without which the runtime's threads wait for a `malloc` that a handler interrupts.
+#[global_allocator]
+static ALLOCATOR: Allocator = Allocator::new();
 
 extern "C" fn on_step(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
     STEPS.fetch_add(1, Relaxed);
@@ -118,11 +120,12 @@ fn calls(runtime: &Runtime) {
     step(|| runtime.stats());
 }
 
-/// Runs `test` in a process of its own.
+/// Runs `test` in a process of its own, all of whose threads share one lock of `malloc`.
 fn alone(test: &str) {
     let ended = Command::new(env::current_exe().unwrap())
         .args(["--exact", test, "--nocapture", "--test-threads=1"])
         .env(ALONE, "1")
+        .env("MALLOC_ARENA_MAX", "1")
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&ended.stderr);
@@ -130,14 +133,14 @@ fn alone(test: &str) {
 }
 
 fn each_instruction(test: &'static str, mode: FaultMode) {
-    if !can_page(test) {
+    if serve_if_asked() || !can_page(test) {
         return;
     }
     if env::var_os(ALONE).is_none() {
         return alone(test);
     }
     let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    let memory = Memory::start(Fabric::Tcp, 64 * MIB);
+    let memory = ServerProcess::start(test, Fabric::Tcp, 64 * MIB);
     let runtime = builder(BUDGET, PAGE).fault_mode(mode).server(&memory.url);
     let runtime = runtime.build().unwrap();
     let mut touched = runtime.region(PAGES * PAGE).unwrap();

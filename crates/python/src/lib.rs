@@ -15,6 +15,10 @@ mod serve;
 use farpage::Allowance;
 use pyo3::prelude::*;
 
+/// Allocator of this library's own. The program's serves threads that do not belong to a runtime.
+#[global_allocator]
+static ALLOCATOR: farpage::Allocator = farpage::Allocator::new();
+
 /// Native parts of the package `farpage`; use that package.
 #[pymodule(gil_used = false)]
 mod _farpage {

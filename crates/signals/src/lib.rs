@@ -1,4 +1,5 @@
-//! Critical sections that no signal handler interrupts: [`SignalGuard`], [`Mutex`] and [`spawn`].
+//! Critical sections that no signal handler interrupts: [`SignalGuard`], [`Mutex`] and [`spawn`];
+//! and memory for the threads inside them: [`Allocator`].
 //!
 //! A handler of the program may touch an absent page at any instruction, and a collector that stops
 //! the world keeps its threads in one. Serving that fault must not need anything that the
@@ -6,16 +7,19 @@
 //!
 //! The rule: a thread of the program holds signals back while it holds anything of the runtime's,
 //! and lets them in where it waits and holds nothing ([`SignalGuard::wait`]). Threads of the
-//! runtime hold signals back for good.
+//! runtime hold signals back for good ([`hold_back_for_good`]).
 //!
 //! Two kinds of signals are never held back: those that an instruction raises, since the kernel
 //! kills a thread that blocks one and raises it, and the C library's for `setuid`, which every
 //! thread answers.
 
+mod heap;
+
 use std::{
     cell::Cell,
     io,
     marker::PhantomData,
+    mem,
     ops::{Deref, DerefMut},
     ptr, sync,
     sync::{
@@ -24,6 +28,9 @@ use std::{
     },
     thread::{Builder, JoinHandle},
 };
+
+pub use heap::Allocator;
+use parking_lot_core::DEFAULT_PARK_TOKEN;
 
 /// Signals that are never held back: an instruction's, and the C library's for `setuid`.
 const LET_IN: [i32; 7] = [
@@ -52,6 +59,8 @@ const SET_BYTES: usize = 8;
 thread_local! {
     /// Number of guards of this thread that are alive and do not wait.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
+    /// True if [`prepare`] has been called.
+    static PREPARED: Cell<bool> = const { Cell::new(false) };
     /// Signal mask that the outermost guard found.
     static BEFORE: Cell<u64> = const { Cell::new(0) };
 }
@@ -108,6 +117,27 @@ fn enter() {
         BEFORE.set(before);
     }
     DEPTH.set(depth + 1);
+    if !PREPARED.replace(true) {
+        prepare();
+    }
+}
+
+/// Makes the thread-local data of `parking_lot`, whose first contended lock would make it: the C
+/// library allocates a note of its destructor, and whoever holds a lock of the runtime must not
+/// wait for the program's allocator. Called when the thread holds nothing of the runtime's.
+#[cold]
+fn prepare() {
+    // SAFETY: nobody parks or is woken, since `validate` refuses, and no callback panics.
+    unsafe {
+        parking_lot_core::park(
+            ptr::from_ref(&HELD).addr(),
+            || false,
+            || {},
+            |_, _| {},
+            DEFAULT_PARK_TOKEN,
+            None,
+        );
+    }
 }
 
 fn leave() {
@@ -180,7 +210,21 @@ impl<T> DerefMut for MutexGuard<'_, T> {
     }
 }
 
-/// Starts a thread that holds signals back for good: it inherits the mask.
+/// Calls `work` in a signal handler during which the kernel holds signals back: as inside a
+/// [`SignalGuard`], without a system call.
+pub fn in_handler<T>(work: impl FnOnce() -> T) -> T {
+    DEPTH.set(DEPTH.get() + 1);
+    let done = work();
+    DEPTH.set(DEPTH.get() - 1);
+    done
+}
+
+/// Holds signals back in this thread from here on: it becomes one of the runtime's.
+pub fn hold_back_for_good() {
+    mem::forget(SignalGuard::new());
+}
+
+/// Starts a thread that holds signals back for good.
 ///
 /// # Errors
 /// The operating system's error.
@@ -188,6 +232,21 @@ pub fn spawn<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
+    spawn_with(Builder::new().name(name.to_owned()), work)
+}
+
+/// Starts `thread`, which holds signals back for good.
+///
+/// # Errors
+/// The operating system's error.
+pub fn spawn_with<T: Send + 'static>(
+    thread: Builder,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    // The new thread inherits the mask: no handler runs in it before it holds signals back itself.
     let _signals = SignalGuard::new();
-    Builder::new().name(name.to_owned()).spawn(work)
+    thread.spawn(|| {
+        hold_back_for_good();
+        work()
+    })
 }

@@ -215,8 +215,7 @@ pub fn spawn<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
     let table = Table::current();
-    let _signals = SignalGuard::new();
-    thread.spawn(move || match table {
+    farpage_signals::spawn_with(thread, move || match table {
         Some(table) => table.enter(work),
         None => work(),
     })
@@ -279,7 +278,9 @@ pub fn spawn_outside(name: &str, work: impl FnOnce() + Send + 'static) -> io::Re
     let thread = Builder::new().name(name.to_owned());
     let slot = Slot::new();
     let told = slot.clone();
-    (table.outside).push(Box::new(move || told.put(thread.spawn(work).map(drop))));
+    (table.outside).push(Box::new(move || {
+        told.put(farpage_signals::spawn_with(thread, work).map(drop));
+    }));
     slot.wait()
 }
 
@@ -304,7 +305,7 @@ pub(crate) fn start(
 ) -> io::Result<()> {
     let slot = Slot::new();
     let told = slot.clone();
-    Builder::new().name(name.to_owned()).spawn(move || {
+    farpage_signals::spawn(name, move || {
         let begun = first();
         let is_begun = begun.is_ok();
         told.put(begun);

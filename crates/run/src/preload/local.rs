@@ -15,7 +15,10 @@ use std::{
 };
 
 use farpage_signals::{Mutex, MutexGuard};
-use linked_list_allocator::Heap;
+use talc::{
+    base::{Talc, binning::DefaultBinning},
+    source::Manual,
+};
 
 use crate::{Inside, heap::ALIGN, process, set_errno, state};
 
@@ -32,10 +35,12 @@ struct Before {
 
 static mut MEMORY: MaybeUninit<[u8; BYTES]> = MaybeUninit::uninit();
 
+type Heap = Talc<Manual, DefaultBinning>;
+
 static HEAP: LazyLock<Mutex<Heap>> = LazyLock::new(|| {
-    let mut heap = Heap::empty();
+    let mut heap = Heap::new(Manual);
     // SAFETY: nobody else uses it, and it is there until the process ends.
-    unsafe { heap.init((&raw mut MEMORY).cast(), BYTES) };
+    unsafe { heap.claim((&raw mut MEMORY).cast(), BYTES) };
     Mutex::new(heap)
 });
 
@@ -66,7 +71,8 @@ fn find(bytes: usize, align: usize) -> *mut c_void {
     let Some(layout) = layout else {
         return ptr::null_mut();
     };
-    let Ok(start) = heap().allocate_first_fit(layout) else {
+    // SAFETY: not empty, since a header is part of it.
+    let Some(start) = (unsafe { heap().try_allocate(layout) }) else {
         return ptr::null_mut();
     };
     // SAFETY: it has as many bytes, and `Before` lies just before what is handed out.
@@ -104,7 +110,7 @@ pub(crate) unsafe fn free(allocation: *mut c_void) {
         // SAFETY: the caller's promise.
         unsafe {
             let before = allocation.cast::<Before>().sub(1).read();
-            heap().deallocate(before.start, before.layout);
+            heap().deallocate(before.start.as_ptr(), before.layout);
         }
     }
 }

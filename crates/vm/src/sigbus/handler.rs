@@ -1,7 +1,9 @@
 //! The process's SIGBUS handler: its installation, and the end of a signal that is not ours.
 //!
 //! The rule it keeps: a SIGBUS that is not served here ends as it would have ended without this
-//! module, with its own `si_addr`. Nothing in the handler allocates or takes a lock.
+//! module, with its own `si_addr`. Nothing in the handler needs a lock that the interrupted code may
+//! hold, or the program's allocator: faults are served inside
+//! [`in_handler`](farpage_signals::in_handler).
 
 use std::{
     io, ptr,
@@ -65,8 +67,7 @@ pub(super) fn install(_owner: &TableGuard) -> io::Result<()> {
     }
     // SAFETY:
     // - `on_sigbus` has the signature that SA_SIGINFO asks for.
-    // - It neither allocates nor locks, and puts `errno` back. What it calls is under
-    //   `FaultHandler`'s contract.
+    // - It puts `errno` back. What it calls is under `FaultHandler`'s contract.
     Errno::result(unsafe { libc::sigaction(libc::SIGBUS, &action, &mut before) })?;
     BEFORE.store(Box::leak(Box::new(before)), SeqCst);
     Ok(())
@@ -142,12 +143,13 @@ extern "C" fn on_sigbus(
         && table::find(address).is_some_and(|serving| {
             // SAFETY: the context that the kernel gave this handler, of a fault (`BUS_ADRERR`).
             let write = unsafe { is_write(context) };
-            serving.serve(PageFault {
+            let fault = PageFault {
                 protected: false,
                 address,
                 write,
                 thread: 0,
-            }) == Served::Retry
+            };
+            farpage_signals::in_handler(|| serving.serve(fault)) == Served::Retry
         });
     if !served {
         pass_on(signal, info, context);
