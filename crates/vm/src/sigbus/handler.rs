@@ -1,8 +1,8 @@
 //! The process's SIGBUS handler: its installation, and the end of a signal that is not ours.
 //!
 //! The rule it keeps: a SIGBUS that is not served here ends as it would have ended without this
-//! module, with its own `si_addr`. Nothing in the handler needs a lock that the interrupted code may
-//! hold, or the program's allocator: faults are served inside
+//! module, with its own `si_addr`. Nothing in the handler needs a lock that the interrupted code
+//! may hold, or the program's allocator: faults are served inside
 //! [`in_handler`](farpage_signals::in_handler).
 
 use std::{
