@@ -196,10 +196,11 @@ fn pages_come_while_a_thread_is_inside_malloc() {
     let shm = format!("shm://{}/s", folder.path().display());
     for endpoint in [&*shm, "tcp://127.0.0.1:0"] {
         let server = serve(endpoint);
-        let output = run(
-            Command::new(&program).env("FARPAGE_SERVER", server.endpoints()[0].to_string()),
-            PATIENCE,
-        );
-        assert_eq!(text(&output.stdout), "all pages came\n");
+        for mode in ["filler", "in-thread"] {
+            let mut program = Command::new(&program);
+            program.env("FARPAGE_SERVER", server.endpoints()[0].to_string());
+            let output = run(program.arg(mode), PATIENCE);
+            assert_eq!(text(&output.stdout), "all pages came\n");
+        }
     }
 }

@@ -23,7 +23,7 @@ use std::{
     ops::{Deref, DerefMut},
     ptr, sync,
     sync::{
-        PoisonError,
+        Arc, Barrier, PoisonError,
         atomic::{Ordering::SeqCst, compiler_fence},
     },
     thread::{Builder, JoinHandle},
@@ -235,7 +235,8 @@ pub fn spawn<T: Send + 'static>(
     spawn_with(Builder::new().name(name.to_owned()), work)
 }
 
-/// Starts `thread`, which holds signals back for good.
+/// Starts `thread`, which holds signals back for good. Waits until the thread has asked the program's
+/// allocator for all that it will ever need of it.
 ///
 /// # Errors
 /// The operating system's error.
@@ -245,8 +246,14 @@ pub fn spawn_with<T: Send + 'static>(
 ) -> io::Result<JoinHandle<T>> {
     // The new thread inherits the mask: no handler runs in it before it holds signals back itself.
     let _signals = SignalGuard::new();
-    thread.spawn(|| {
+    let begun = Arc::new(Barrier::new(2));
+    let begins = begun.clone();
+    let started = thread.spawn(move || {
         hold_back_for_good();
+        begins.wait();
+        drop(begins);
         work()
-    })
+    })?;
+    begun.wait();
+    Ok(started)
 }
