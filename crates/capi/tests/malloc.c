@@ -1,5 +1,5 @@
 /* Touches absent pages while the lock of `malloc` is held, as the handler of a signal does that has
- * interrupted `malloc`. Ends with status 3 and the name of the thread that wants the lock. The first
+ * interrupted `malloc`. Ends with status 3 and the name of a thread that wants the lock. The first
  * argument is the fault mode. */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -235,8 +235,8 @@ pub fn spawn<T: Send + 'static>(
     spawn_with(Builder::new().name(name.to_owned()), work)
 }
 
-/// Starts `thread`, which holds signals back for good. Waits until the thread has asked the program's
-/// allocator for all that it will ever need of it.
+/// Starts `thread`, which holds signals back for good. Waits until the thread has asked the
+/// program's allocator for all that it will ever need of it.
 ///
 /// # Errors
 /// The operating system's error.
