@@ -8,20 +8,16 @@
 //! arena is treated as if the kernel kept references to it ([`Advice::ZeroCopy`]), also if the
 //! arena is made later.
 
-use std::{
-    ffi::{c_int, c_uint, c_void},
-    sync::atomic::{AtomicBool, Ordering},
-};
+use std::ffi::{c_int, c_uint, c_void};
 
-use farpage::Advice;
 use farpage_vm::calls;
 use libc::{c_long, iovec, mmsghdr, msghdr, off_t, sockaddr, socklen_t, timespec};
 
 use crate::{
     Inside, confine,
-    filter::is_remote,
     next::{Next, next},
-    set_errno, signals, state,
+    set_errno, signals,
+    state::{self, is_remote},
 };
 
 macro_rules! calls {
@@ -77,27 +73,6 @@ unsafe fn is_copied(number: c_long, args: calls::Arguments) -> bool {
         && unsafe { calls::leads_to_remote(number, args, &is_remote) }
 }
 
-/// True once the program has asked for a ring. Sequentially consistent: if one thread asks for a
-/// ring and another makes the arena at the same time, one sees the other's store.
-static HAS_RINGS: AtomicBool = AtomicBool::new(false);
-
-/// Treats a new arena as earlier rings demand.
-pub(crate) fn begin() {
-    if HAS_RINGS.swap(false, Ordering::SeqCst) {
-        expect_zero_copy();
-    }
-}
-
-/// Treats all of the arena as memory that the kernel keeps references to.
-fn expect_zero_copy() {
-    HAS_RINGS.swap(true, Ordering::SeqCst);
-    if let Some(state) = state::get() {
-        let _inside = Inside::enter();
-        let advised = state.arena.region().advise(.., Advice::ZeroCopy);
-        debug_assert!(advised.is_ok(), "marks are set in memory");
-    }
-}
-
 /// Makes the calls that `syscall` hands over.
 #[cfg(target_arch = "x86_64")]
 unsafe extern "C-unwind" fn by_number(
@@ -119,7 +94,7 @@ unsafe extern "C-unwind" fn by_number(
         return finish(installed.unwrap_or(-(libc::EPERM as isize)));
     }
     if number == libc::SYS_io_uring_setup {
-        expect_zero_copy();
+        state::expect_zero_copy();
     }
     let args = [a, b, c, d, e, f];
     // SAFETY: the caller's promise.

@@ -16,7 +16,7 @@ use std::{
 use libc::sock_fprog;
 
 use crate::{
-    Inside,
+    Inside, arena,
     next::{Next, next},
     report, say, say_once, seccomp, set_errno, state,
 };
@@ -106,7 +106,7 @@ pub(crate) unsafe fn confine<R>(
             copy = seccomp::killing_all(given);
             if state::get().is_none() {
                 // Nothing is remote yet, so the program needs nothing of the runtime from now on.
-                if state::stay_local() {
+                if arena::stay_local() {
                     report::finish();
                     say(
                         "the program stays local: it has installed a filter of system calls (seccomp) before anything was remote. \

@@ -27,7 +27,7 @@ use std::{
 use farpage_vm::calls;
 use libc::sock_filter;
 
-use crate::{Inside, errno, limits, set_errno, signals, state};
+use crate::{Inside, errno, limits, set_errno, signals, state::is_remote};
 
 /// Number of low address bits that the filter ignores: it compares upper halves.
 const WINDOW_BITS: u32 = 32;
@@ -282,13 +282,6 @@ fn handle_sigsys() -> Result<(), String> {
         0 => Ok(()),
         _ => Err(no_sigsys()),
     }
-}
-
-/// True if some of `bytes` bytes at `at` are remote.
-pub(crate) fn is_remote(at: usize, bytes: usize) -> bool {
-    bytes > 0
-        && (state::owns(at) || state::owns(at.saturating_add(bytes - 1)))
-        && state::get().is_some()
 }
 
 /// Makes the call that the kernel has not made.

@@ -3,15 +3,12 @@
 //! A child made by `fork` does not have the arena's memory. The rule: a call that copies the
 //! process fails with a line while memory of the arena is allocated, unless the user allows it.
 
-use std::{
-    cell::Cell,
-    ffi::{c_char, c_int, c_void},
-};
+use std::ffi::{c_char, c_int, c_void};
 
 use crate::{
-    INSIDE, Inside, family,
+    INSIDE, Inside, STARTING, family,
     next::{self, Next, Start, next},
-    report, say, set_errno, signals, state,
+    report, say, set_errno, share, signals, state,
 };
 
 static FORK: Next = Next::new(c"fork");
@@ -55,6 +52,12 @@ fn may_copy() -> bool {
     allocated == 0
 }
 
+/// Gives up what is the parent's, in a child made by `fork`.
+fn forget() {
+    share::forget();
+    state::forget();
+}
+
 /// Defines functions that copy the process. Each returns 0 in the child.
 macro_rules! copies {
     ($($name:ident = $later:path, ($($arg:ident: $type:ty),*);)+) => {
@@ -71,7 +74,7 @@ macro_rules! copies {
                 // SAFETY: the caller's promise.
                 let child = unsafe { $later($($arg),*) };
                 if child == 0 {
-                    state::forget();
+                    forget();
                 }
                 child
             }
@@ -101,7 +104,7 @@ pub(crate) unsafe extern "C" fn daemon(keeps_folder: c_int, keeps_streams: c_int
     // SAFETY: the caller's promise.
     let code = unsafe { later_daemon(keeps_folder, keeps_streams) };
     if code == 0 {
-        state::forget();
+        forget();
     }
     code
 }
@@ -149,16 +152,6 @@ pub(crate) unsafe extern "C" fn _exit(status: c_int) -> ! {
 pub(crate) unsafe extern "C" fn _Exit(status: c_int) -> ! {
     // SAFETY: the caller's promise.
     unsafe { _exit(status) }
-}
-
-thread_local! {
-    /// Depth of this thread in `pthread_create`: a handler may interrupt one call by another.
-    static STARTING: Cell<u32> = const { Cell::new(0) };
-}
-
-/// True while this thread of the program starts another.
-pub(crate) fn is_starting() -> bool {
-    STARTING.get() > 0
 }
 
 struct Thread {

@@ -26,7 +26,6 @@ use libc::{sigaction as Action, sigset_t, timespec};
 use crate::{
     INSIDE, Inside,
     next::{Next, next},
-    report,
 };
 
 static SIGACTION: Next = Next::new(c"sigaction");
@@ -69,11 +68,34 @@ const SIGNALS: usize = 65;
 /// Bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
 
+/// Signals that end a process by default, and that a program or its user may send or cause.
+const FATAL: [c_int; 16] = [
+    libc::SIGHUP,
+    libc::SIGINT,
+    libc::SIGQUIT,
+    libc::SIGILL,
+    libc::SIGABRT,
+    libc::SIGBUS,
+    libc::SIGFPE,
+    libc::SIGSEGV,
+    libc::SIGPIPE,
+    libc::SIGALRM,
+    libc::SIGTERM,
+    libc::SIGUSR1,
+    libc::SIGUSR2,
+    libc::SIGXCPU,
+    libc::SIGXFSZ,
+    libc::SIGSYS,
+];
+
 /// Handler that takes all arguments of the kernel.
-type Handler = extern "C-unwind" fn(c_int, *mut libc::siginfo_t, *mut c_void);
+pub(crate) type Handler = extern "C-unwind" fn(c_int, *mut libc::siginfo_t, *mut c_void);
 
 /// The runtime's handler of SIGBUS.
 static RUNTIMES: AtomicUsize = AtomicUsize::new(0);
+
+/// Handler of signals that the program does not handle. 0 for none.
+static UNHANDLED: AtomicUsize = AtomicUsize::new(0);
 
 static ARE_OURS: AtomicBool = AtomicBool::new(false);
 
@@ -188,10 +210,42 @@ pub(crate) fn install(signal: c_int, action: &Action) -> c_int {
     unsafe { later_sigaction(signal, action, ptr::null_mut()) }
 }
 
-/// Returns the current action by the C library's `sigaction`.
-pub(crate) fn ask(signal: c_int, old: &mut Action) -> c_int {
-    // SAFETY: asks only.
-    unsafe { later_sigaction(signal, ptr::null(), old) }
+/// Handles signals that end the process, and that the program does not handle, by `handler`. The
+/// program sees no handler.
+pub(crate) fn handle_fatal(handler: Handler) {
+    UNHANDLED.store(handler as usize, Ordering::Relaxed);
+    if are_ours() {
+        // The runtime's handler is installed, and calls the handler that stands for none.
+        let (believed, _) = exchange(libc::SIGBUS, None);
+        exchange(libc::SIGBUS, Some(believed));
+    }
+    for signal in FATAL {
+        // SAFETY: all zeros is a valid action; the handler takes what SA_SIGINFO gives.
+        unsafe {
+            let [mut action, mut before]: [Action; 2] = mem::zeroed();
+            let code = later_sigaction(signal, ptr::null(), &raw mut before);
+            if code != 0 || before.sa_sigaction != libc::SIG_DFL {
+                continue;
+            }
+            action.sa_sigaction = handler as usize;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+            install(signal, &action);
+        }
+    }
+}
+
+/// Returns the handler of signals that the program does not handle.
+fn unhandled() -> Option<usize> {
+    Some(UNHANDLED.load(Ordering::Relaxed)).filter(|&handler| handler != 0)
+}
+
+/// Hides the handler of [`handle_fatal`] from the program.
+fn as_told(mut action: Action) -> Action {
+    if unhandled() == Some(action.sa_sigaction) {
+        // SAFETY: all zeros is SIG_DFL.
+        action = unsafe { mem::zeroed() };
+    }
+    action
 }
 
 /// Calls the C library's `sigaction` before a signal is ours, and stops holding the signal back.
@@ -260,7 +314,7 @@ pub(crate) unsafe extern "C" fn sigaction(
         unsafe {
             let code = later_sigaction(signal, new, old);
             if code == 0 && !old.is_null() {
-                *old = report::as_told(*old);
+                *old = as_told(*old);
             }
             return code;
         }
@@ -295,7 +349,7 @@ fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
                     action.sa_flags |= libc::SA_NODEFER | libc::SA_SIGINFO;
                     action.sa_sigaction = to_program as *const () as usize;
                 } else if action.sa_sigaction == libc::SIG_DFL
-                    && let Some(handler) = report::handler()
+                    && let Some(handler) = unhandled()
                 {
                     action.sa_flags |= libc::SA_SIGINFO;
                     action.sa_sigaction = handler;
@@ -321,20 +375,14 @@ fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
             if code != 0 {
                 return (before, code);
             }
-            before = report::as_told(before);
+            before = as_told(before);
             *word(&mut before.sa_mask) |= believed.held[signal as usize];
             if let Some(mut new) = new {
                 believed.held[signal as usize] = *word(&mut new.sa_mask) & OURS;
             }
         }
     }
-    (report::as_told(before), 0)
-}
-
-/// Sets the action of SIGBUS again, with the handler of `report.rs` in place of none.
-pub(crate) fn renew_sigbus() {
-    let (believed, _) = exchange(libc::SIGBUS, None);
-    exchange(libc::SIGBUS, Some(believed));
+    (as_told(before), 0)
 }
 
 /// Passes on a SIGSYS that is not ours: to the program's handler, or ends the process.
@@ -390,7 +438,7 @@ macro_rules! signals {
                 }
                 // SAFETY: the caller's promise.
                 let before = unsafe { $later(signal, handler) };
-                if report::handler() == Some(before) {
+                if unhandled() == Some(before) {
                     return libc::SIG_DFL;
                 }
                 before
