@@ -14,9 +14,9 @@ use farpage_vm::calls;
 use libc::{c_long, iovec, mmsghdr, msghdr, off_t, sockaddr, socklen_t, timespec};
 
 use crate::{
-    Inside, confine,
+    Inside, confine, fail,
     next::{Next, next},
-    set_errno, signals,
+    signals,
     state::{self, is_remote},
 };
 
@@ -183,8 +183,7 @@ extern "C" fn finish(result: isize) -> c_long {
 
 fn outcome(result: isize) -> isize {
     if result < 0 {
-        set_errno(-result as c_int);
-        return -1;
+        return fail(-result as c_int) as isize;
     }
     result
 }

@@ -16,7 +16,7 @@ use std::{
 use libc::sock_fprog;
 
 use crate::{
-    Inside, arena,
+    Inside, arena, fail,
     next::{Next, next},
     report, say, say_once, seccomp, set_errno, state,
 };
@@ -60,10 +60,8 @@ pub(crate) unsafe extern "C" fn prctl(
             unsafe { later_prctl(option, b, filter, d, e) }
         };
         // SAFETY: the caller's promise.
-        return unsafe { confine(operation as usize, 0, c, install) }.unwrap_or_else(|| {
-            set_errno(libc::EPERM);
-            -1
-        });
+        return unsafe { confine(operation as usize, 0, c, install) }
+            .unwrap_or_else(|| fail(libc::EPERM));
     }
     // SAFETY: the caller's promise.
     unsafe { later_prctl(option, b, c, d, e) }

@@ -27,7 +27,12 @@ use std::{
 use farpage_vm::calls;
 use libc::sock_filter;
 
-use crate::{Inside, errno, limits, set_errno, signals, state::is_remote};
+use crate::{
+    Inside, errno, limits,
+    seccomp::{answer, jump, load, statement},
+    set_errno, signals,
+    state::is_remote,
+};
 
 /// Number of low address bits that the filter ignores: it compares upper halves.
 const WINDOW_BITS: u32 = 32;
@@ -247,29 +252,6 @@ fn unless_ours() -> [sock_filter; 6] {
         answer(libc::SECCOMP_RET_TRAP),
         answer(libc::SECCOMP_RET_ALLOW),
     ]
-}
-
-fn load(at: usize) -> sock_filter {
-    statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, at as u32)
-}
-
-fn answer(answer: u32) -> sock_filter {
-    statement(libc::BPF_RET | libc::BPF_K, answer)
-}
-
-fn statement(code: u32, k: u32) -> sock_filter {
-    let code = code as u16;
-    sock_filter {
-        code,
-        jt: 0,
-        jf: 0,
-        k,
-    }
-}
-
-fn jump(test: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
-    let code = (libc::BPF_JMP | test | libc::BPF_K) as u16;
-    sock_filter { code, jt, jf, k }
 }
 
 fn handle_sigsys() -> Result<(), String> {

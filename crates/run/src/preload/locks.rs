@@ -151,6 +151,14 @@ fn is_last_in(gone: &[(Range<usize>, ())], part: &Range<usize>, page: &Range<usi
     !gone.iter().any(later)
 }
 
+/// Returns the arena's addresses of a lock, which begins with the first page, as the manual says.
+/// Tells whether all of them are allocated.
+fn pages(address: *const c_void, bytes: usize) -> Option<(&'static State, Range<usize>, bool)> {
+    let within = address as usize % KERNEL_PAGE_BYTES;
+    let start = address.wrapping_byte_sub(within);
+    state::allocated(start, bytes.saturating_add(within))
+}
+
 /// `mlock`.
 ///
 /// # Safety
@@ -171,10 +179,7 @@ pub(crate) unsafe extern "C" fn mlock2(
     bytes: usize,
     flags: c_uint,
 ) -> c_int {
-    // The lock begins with the first page, as the manual says.
-    let within = address as usize % KERNEL_PAGE_BYTES;
-    let start = (address as usize - within) as *const c_void;
-    match state::allocated(start, bytes.saturating_add(within)) {
+    match pages(address, bytes) {
         // SAFETY: the caller's promise.
         None => unsafe { libc::syscall(libc::SYS_mlock2, address, bytes, flags) as c_int },
         Some((_, _, false)) => fail(libc::ENOMEM),
@@ -188,9 +193,7 @@ pub(crate) unsafe extern "C" fn mlock2(
 /// As `munlock`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn munlock(address: *const c_void, bytes: usize) -> c_int {
-    let within = address as usize % KERNEL_PAGE_BYTES;
-    let start = (address as usize - within) as *const c_void;
-    match state::allocated(start, bytes.saturating_add(within)) {
+    match pages(address, bytes) {
         // SAFETY: the caller's promise.
         None => unsafe { libc::syscall(libc::SYS_munlock, address, bytes) as c_int },
         Some((_, _, false)) => fail(libc::ENOMEM),

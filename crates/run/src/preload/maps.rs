@@ -79,8 +79,7 @@ pub(crate) unsafe extern "C" fn mmap(
     {
         // SAFETY: made just now, and nobody has seen it.
         unsafe { libc::syscall(libc::SYS_munmap, made, bytes) };
-        set_errno(errno);
-        return libc::MAP_FAILED;
+        return failed(errno);
     }
     made
 }
@@ -149,8 +148,7 @@ fn map_over(state: &State, addresses: Range<usize>, protection: c_int) -> *mut c
     let emptied = unsafe { protect::discard(state, addresses.clone()) };
     if emptied.is_err() || protect::set(addresses.clone(), protection).is_err() {
         drop(_inside);
-        set_errno(libc::ENOMEM);
-        return libc::MAP_FAILED;
+        return failed(libc::ENOMEM);
     }
     let start = addresses.start;
     note(addresses);
@@ -161,7 +159,12 @@ fn refuse_to_map_over() -> *mut c_void {
     say_once(
         "mmap with MAP_FIXED over remote memory is refused, except of private anonymous memory over what is mapped; a larger --min-bytes keeps such memory local",
     );
-    set_errno(libc::EINVAL);
+    failed(libc::EINVAL)
+}
+
+/// Fails a call that returns addresses with `errno`.
+fn failed(errno: c_int) -> *mut c_void {
+    set_errno(errno);
     libc::MAP_FAILED
 }
 
@@ -246,10 +249,6 @@ pub(crate) unsafe extern "C" fn mremap(
             ) as *mut c_void
         };
     };
-    let failed = |errno| {
-        set_errno(errno);
-        libc::MAP_FAILED
-    };
     let whole = new_bytes.checked_next_multiple_of(KERNEL_PAGE_BYTES);
     let (Some(whole @ 1..), true) = (whole, old.start.is_multiple_of(KERNEL_PAGE_BYTES)) else {
         return failed(libc::EINVAL);
@@ -311,8 +310,7 @@ unsafe fn grow_elsewhere(state: &State, old: Range<usize>, whole: usize) -> *mut
     if !unsafe { protect::relocate(state, old.clone(), new.clone()) } {
         unmap(state, new);
         drop(_inside);
-        set_errno(libc::ENOMEM);
-        return libc::MAP_FAILED;
+        return failed(libc::ENOMEM);
     }
     unmap(state, old.clone());
     protect::extend(new.start + old.len()..new.end);

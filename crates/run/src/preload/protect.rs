@@ -157,19 +157,9 @@ pub(crate) fn extend(added: Range<usize>) {
 /// As [`Arena::discard`](farpage::Arena::discard).
 pub(crate) unsafe fn discard(state: &State, addresses: Range<usize>) -> Result<(), c_int> {
     let page_bytes = state.arena.region().page_bytes();
-    let touched = state.pages_of(&addresses);
-    let first = touched.start
-        + if touched.start < addresses.start {
-            page_bytes
-        } else {
-            0
-        };
-    let last = touched.end
-        - if addresses.end < touched.end {
-            page_bytes
-        } else {
-            0
-        };
+    let (base, offsets) = (state.arena.addresses().start, state.offsets(&addresses));
+    let first = base + offsets.start.next_multiple_of(page_bytes);
+    let last = base + offsets.end / page_bytes * page_bytes;
     let (first, last) = (first.min(addresses.end), last.max(addresses.start));
     // Whole pages are discarded whatever their protection is.
     let whole = first..last.max(first);
