@@ -1,8 +1,8 @@
 //! [`ExtentMemory`]: the memory of one extent on the server's side, a sealed memfd.
 //!
-//! The law of this file: clients that share the bytes may change them at any time, so no reference
-//! to the bytes is ever made. They are touched only through bounds-checked raw copies and by system
-//! calls that are given raw addresses. Rights to extents are left to the
+//! The law of this folder: clients that share the bytes may change them at any time, so no
+//! reference to the bytes is ever made. They are touched only through bounds-checked raw copies and
+//! by system calls that are given raw addresses. Rights to extents are left to the
 //! [`Host`](crate::host::Host).
 //!
 //! The server and each client that is lent the memory over shared memory have *open file
