@@ -5,8 +5,8 @@
 //! The rule it keeps: a call without remote memory is the C library's own.
 //!
 //! `io_uring` takes its orders from memory that no filter sees. From the first ring on all of the
-//! arena is treated as if the kernel kept references to it ([`Advice::ZeroCopy`]), also if the
-//! arena is made later.
+//! arena is treated as if the kernel kept references to it (`Advice::ZeroCopy`), also if the arena
+//! is made later.
 
 use std::ffi::{c_int, c_uint, c_void};
 
