@@ -15,33 +15,17 @@ use libc::{c_long, iovec, mmsghdr, msghdr, off_t, sockaddr, socklen_t, timespec}
 
 use crate::{
     Inside, confine, fail,
-    next::{Next, next},
+    next::{name, next},
     signals,
     state::{self, is_remote},
 };
 
 macro_rules! calls {
     ($($name:ident $later:ident = $number:ident($($arg:ident: $type:ty),*) -> $result:ty [$($value:expr),*];)+) => {
-        mod found {
-            use std::ffi::CStr;
-
-            use super::Next;
-
-            $(
-                #[expect(non_upper_case_globals, reason = "the name of a function")]
-                pub(super) static $name: Next = {
-                    let name = concat!(stringify!($name), "\0");
-                    match CStr::from_bytes_with_nul(name.as_bytes()) {
-                        Ok(name) => Next::new(name),
-                        Err(_) => panic!("a name has one end"),
-                    }
-                };
-            )+
-        }
         $(
             next! {
                 #[doc = stringify!($name)]
-                $later = (found::$name)($($arg: $type),*) -> $result, else -1;
+                $later = (name(concat!(stringify!($name), "\0")))($($arg: $type),*) -> $result, else -1;
             }
 
             #[doc = concat!("`", stringify!($name), "`.")]

@@ -15,23 +15,15 @@ use std::{
 
 use libc::sock_fprog;
 
-use crate::{
-    Inside, arena, fail,
-    next::{Next, next},
-    report, say, say_once, seccomp, set_errno, state,
-};
-
-static PRCTL: Next = Next::new(c"prctl");
-static UNSHARE: Next = Next::new(c"unshare");
-static SETNS: Next = Next::new(c"setns");
+use crate::{Inside, arena, fail, next::next, report, say, say_once, seccomp, set_errno, state};
 
 next! {
     /// `prctl`.
-    later_prctl = PRCTL(option: c_int, b: usize, c: usize, d: usize, e: usize) -> c_int, else -1;
+    later_prctl = c"prctl"(option: c_int, b: usize, c: usize, d: usize, e: usize) -> c_int, else -1;
     /// `unshare`.
-    later_unshare = UNSHARE(flags: c_int) -> c_int, else -1;
+    later_unshare = c"unshare"(flags: c_int) -> c_int, else -1;
     /// `setns`.
-    later_setns = SETNS(fd: c_int, kind: c_int) -> c_int, else -1;
+    later_setns = c"setns"(fd: c_int, kind: c_int) -> c_int, else -1;
 }
 
 /// `prctl`.

@@ -7,27 +7,21 @@ use std::ffi::{c_char, c_int, c_void};
 
 use crate::{
     INSIDE, Inside, STARTING, family,
-    next::{self, Next, Start, next},
+    next::{self, Start, next},
     report, say, set_errno, share, signals, state,
 };
 
-static FORK: Next = Next::new(c"fork");
-static RAW_FORK: Next = Next::new(c"_Fork");
-static FORKPTY: Next = Next::new(c"forkpty");
-static DAEMON: Next = Next::new(c"daemon");
-static CLONE: Next = Next::new(c"clone");
-
 next! {
     /// `fork`.
-    later_fork = FORK() -> c_int, else -1;
+    later_fork = c"fork"() -> c_int, else -1;
     /// `_Fork`.
-    later_raw_fork = RAW_FORK() -> c_int, else -1;
+    later_raw_fork = c"_Fork"() -> c_int, else -1;
     /// `forkpty`.
-    later_forkpty = FORKPTY(terminal: *mut c_int, name: *mut c_char, settings: *const libc::termios, size: *const libc::winsize) -> c_int, else -1;
+    later_forkpty = c"forkpty"(terminal: *mut c_int, name: *mut c_char, settings: *const libc::termios, size: *const libc::winsize) -> c_int, else -1;
     /// `daemon`.
-    later_daemon = DAEMON(keeps_folder: c_int, keeps_streams: c_int) -> c_int, else -1;
+    later_daemon = c"daemon"(keeps_folder: c_int, keeps_streams: c_int) -> c_int, else -1;
     /// `clone`.
-    later_clone = CLONE(start: *mut c_void, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, tls: *mut c_void, child: *mut c_void) -> c_int, else -1;
+    later_clone = c"clone"(start: *mut c_void, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, tls: *mut c_void, child: *mut c_void) -> c_int, else -1;
 }
 
 /// True if the process may be copied. If not, says why.

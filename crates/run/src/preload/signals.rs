@@ -23,43 +23,29 @@ use farpage_signals::{Mutex, MutexGuard};
 use farpage_vm::sigbus;
 use libc::{sigaction as Action, sigset_t, timespec};
 
-use crate::{
-    INSIDE, Inside,
-    next::{Next, next},
-};
-
-static SIGACTION: Next = Next::new(c"sigaction");
-static SIGPROCMASK: Next = Next::new(c"sigprocmask");
-static PTHREAD_SIGMASK: Next = Next::new(c"pthread_sigmask");
-static SIGSUSPEND: Next = Next::new(c"sigsuspend");
-static PSELECT: Next = Next::new(c"pselect");
-static PPOLL: Next = Next::new(c"ppoll");
-static EPOLL_PWAIT: Next = Next::new(c"epoll_pwait");
-static SIGNAL: Next = Next::new(c"signal");
-static SYSV_SIGNAL: Next = Next::new(c"__sysv_signal");
-static SET_ATTRIBUTE: Next = Next::new(c"pthread_attr_setsigmask_np");
+use crate::{INSIDE, Inside, next::next};
 
 next! {
     /// `sigaction`.
-    later_sigaction = SIGACTION(signal: c_int, new: *const Action, old: *mut Action) -> c_int, else -1;
+    later_sigaction = c"sigaction"(signal: c_int, new: *const Action, old: *mut Action) -> c_int, else -1;
     /// `sigprocmask`.
-    later_sigprocmask = SIGPROCMASK(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int, else -1;
+    later_sigprocmask = c"sigprocmask"(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int, else -1;
     /// `pthread_sigmask`.
-    later_pthread_sigmask = PTHREAD_SIGMASK(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int, else libc::EINVAL;
+    later_pthread_sigmask = c"pthread_sigmask"(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int, else libc::EINVAL;
     /// `sigsuspend`.
-    later_sigsuspend = SIGSUSPEND(held: *const sigset_t) -> c_int, else -1;
+    later_sigsuspend = c"sigsuspend"(held: *const sigset_t) -> c_int, else -1;
     /// `pselect`.
-    later_pselect = PSELECT(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, timeout: *const timespec, held: *const sigset_t) -> c_int, else -1;
+    later_pselect = c"pselect"(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, timeout: *const timespec, held: *const sigset_t) -> c_int, else -1;
     /// `ppoll`.
-    later_ppoll = PPOLL(fds: *mut libc::pollfd, count: libc::nfds_t, timeout: *const timespec, held: *const sigset_t) -> c_int, else -1;
+    later_ppoll = c"ppoll"(fds: *mut libc::pollfd, count: libc::nfds_t, timeout: *const timespec, held: *const sigset_t) -> c_int, else -1;
     /// `epoll_pwait`.
-    later_epoll_pwait = EPOLL_PWAIT(fd: c_int, events: *mut libc::epoll_event, most: c_int, timeout: c_int, held: *const sigset_t) -> c_int, else -1;
+    later_epoll_pwait = c"epoll_pwait"(fd: c_int, events: *mut libc::epoll_event, most: c_int, timeout: c_int, held: *const sigset_t) -> c_int, else -1;
     /// `signal`.
-    later_signal = SIGNAL(signal: c_int, handler: usize) -> usize, else libc::SIG_ERR;
+    later_signal = c"signal"(signal: c_int, handler: usize) -> usize, else libc::SIG_ERR;
     /// `__sysv_signal`.
-    later_sysv_signal = SYSV_SIGNAL(signal: c_int, handler: usize) -> usize, else libc::SIG_ERR;
+    later_sysv_signal = c"__sysv_signal"(signal: c_int, handler: usize) -> usize, else libc::SIG_ERR;
     /// `pthread_attr_setsigmask_np`.
-    later_set_attribute = SET_ATTRIBUTE(attributes: *mut libc::pthread_attr_t, held: *const sigset_t) -> c_int, else libc::EINVAL;
+    later_set_attribute = c"pthread_attr_setsigmask_np"(attributes: *mut libc::pthread_attr_t, held: *const sigset_t) -> c_int, else libc::EINVAL;
 }
 
 /// Signals that are never held back.
