@@ -18,6 +18,7 @@ use super::{
     storage::Storage,
 };
 
+/// Memory, the storage of what left it, and counts of moves.
 pub(super) struct Mover {
     pub(super) room: Room,
     pub(super) storage: Storage,
@@ -25,122 +26,6 @@ pub(super) struct Mover {
 }
 
 impl Mover {
-    /// Holds `chunk`, and brings it into memory first if it is elsewhere.
-    fn bring(&self, extent: &TieredExtent, chunk: usize, until: Instant) -> Result<(), Absent> {
-        let begun = Instant::now();
-        // 1. Own the chunk, or find that it has come.
-        let Some(was) = extent.hold_or_own(chunk, until)? else {
-            return Ok(());
-        };
-        // 2. Room and bytes.
-        let brought = self.room.reserve(extent.id(), until).and_then(|()| {
-            let loaded = self.load(extent, chunk, &was, until);
-            if loaded.is_err() {
-                self.room.unreserve(extent.id());
-            }
-            loaded
-        });
-        // 3. Publish.
-        let hot = Chunk {
-            place: Place::Hot,
-            is_young: true,
-            pins: 1,
-            cell: NONE,
-            ..was
-        };
-        let now = if brought.is_ok() { hot } else { was };
-        if !extent.publish(chunk, &was, now) {
-            if brought.is_ok() {
-                extent.punch(chunk, 1);
-                self.room.unreserve(extent.id());
-            }
-            self.free_orphan(&was);
-            return Err(Absent::Released);
-        }
-        brought?;
-        if was.place == Place::Compressed {
-            self.storage.pool.free(was.cell);
-        }
-        if was.place != Place::Hole {
-            self.figures.count_fetch(begun.elapsed());
-        }
-        Ok(())
-    }
-
-    /// Puts the bytes of `chunk` back into memory.
-    fn load(
-        &self,
-        extent: &TieredExtent,
-        chunk: usize,
-        was: &Chunk,
-        until: Instant,
-    ) -> Result<(), Absent> {
-        if was.place == Place::Hole {
-            return Ok(());
-        }
-        let (start, len) = extent.range(chunk);
-        self.storage.with_buffer(was.place, until, |buffer| {
-            let unpacked = self.storage.unpack(was, buffer);
-            unpacked.map_err(|()| Absent::Unreadable)?;
-            let written = extent.file.write_at(start, &buffer.plain[..len]);
-            written.map_err(|error| {
-                // A part of the bytes may have been written, and belongs to nobody.
-                extent.punch(chunk, 1);
-                (self.figures).say(format!("cannot fill memory of the server: {error}"));
-                Absent::NoRoom
-            })
-        })
-    }
-
-    /// Hands the `len` bytes at `offset` to `take`, if their chunk is to stay where it is.
-    fn pass(
-        &self,
-        extent: &TieredExtent,
-        offset: u64,
-        len: u64,
-        until: Instant,
-        take: &mut dyn FnMut(&[u8]),
-    ) -> Result<bool, Absent> {
-        let begun = Instant::now();
-        let chunk = (offset / CHUNK_BYTES) as usize;
-        let (start, _) = extent.range(chunk);
-        if offset + len > start + CHUNK_BYTES {
-            return Ok(false);
-        }
-        // 1. Own the chunk, unless its last fetch was recent: then it is worth its memory.
-        let stays = |chunk: &mut Chunk| {
-            let stays = !extent.is_released()
-                && matches!(chunk.place, Place::Compressed | Place::Spilled)
-                && !self.is_soon(chunk.fetched);
-            if stays {
-                chunk.fetched = self.figures.tick();
-            }
-            stays
-        };
-        let Some(was) = extent.own(chunk, stays) else {
-            return Ok(false);
-        };
-        // 2. Its bytes.
-        let passed = self.storage.with_buffer(was.place, until, |buffer| {
-            let unpacked = self.storage.unpack(&was, buffer);
-            unpacked.map_err(|()| Absent::Unreadable)?;
-            // A disk may have taken long: the thread that released the extent was told that nobody
-            // reads it any more.
-            if extent.is_released() {
-                return Err(Absent::Released);
-            }
-            take(&buffer.plain[(offset - start) as usize..][..len as usize]);
-            Ok(())
-        });
-        // 3. The chunk stays where it is.
-        if !extent.publish(chunk, &was, was) {
-            self.free_orphan(&was);
-        }
-        passed?;
-        self.figures.count_fetch(begun.elapsed());
-        Ok(true)
-    }
-
     /// True if a chunk fetched at tick `fetched` would still be in memory, had it been brought in:
     /// fewer fetches than memory has chunks have followed.
     fn is_soon(&self, fetched: u32) -> bool {
@@ -244,6 +129,71 @@ impl fmt::Debug for Tiered {
     }
 }
 
+impl Tiered {
+    /// Holds `chunk`, and brings it into memory first if it is elsewhere.
+    fn bring(&self, chunk: usize, until: Instant) -> Result<(), Absent> {
+        let Self { mover, extent } = self;
+        let begun = Instant::now();
+        // 1. Own the chunk, or find that it has come.
+        let Some(was) = extent.hold_or_own(chunk, until)? else {
+            return Ok(());
+        };
+        // 2. Room and bytes.
+        let brought = mover.room.reserve(extent.id(), until).and_then(|()| {
+            let loaded = self.load(chunk, &was, until);
+            if loaded.is_err() {
+                mover.room.unreserve(extent.id());
+            }
+            loaded
+        });
+        // 3. Publish.
+        let hot = Chunk {
+            place: Place::Hot,
+            is_young: true,
+            pins: 1,
+            cell: NONE,
+            ..was
+        };
+        let now = if brought.is_ok() { hot } else { was };
+        if !extent.publish(chunk, &was, now) {
+            if brought.is_ok() {
+                extent.punch(chunk, 1);
+                mover.room.unreserve(extent.id());
+            }
+            mover.free_orphan(&was);
+            return Err(Absent::Released);
+        }
+        brought?;
+        if was.place == Place::Compressed {
+            mover.storage.pool.free(was.cell);
+        }
+        if was.place != Place::Hole {
+            mover.figures.count_fetch(begun.elapsed());
+        }
+        Ok(())
+    }
+
+    /// Puts the bytes of `chunk` back into memory.
+    fn load(&self, chunk: usize, was: &Chunk, until: Instant) -> Result<(), Absent> {
+        if was.place == Place::Hole {
+            return Ok(());
+        }
+        let Self { mover, extent } = self;
+        let (start, len) = extent.range(chunk);
+        mover.storage.with_buffer(was.place, until, |buffer| {
+            let unpacked = mover.storage.unpack(was, buffer);
+            unpacked.map_err(|()| Absent::Unreadable)?;
+            let written = extent.file.write_at(start, &buffer.plain[..len]);
+            written.map_err(|error| {
+                // A part of the bytes may have been written, and belongs to nobody.
+                extent.punch(chunk, 1);
+                (mover.figures).say(format!("cannot fill memory of the server: {error}"));
+                Absent::NoRoom
+            })
+        })
+    }
+}
+
 impl Residency for Tiered {
     fn pass(
         &self,
@@ -252,7 +202,45 @@ impl Residency for Tiered {
         until: Instant,
         take: &mut dyn FnMut(&[u8]),
     ) -> Result<bool, Absent> {
-        self.mover.pass(&self.extent, offset, len, until, take)
+        let Self { mover, extent } = self;
+        let begun = Instant::now();
+        let chunk = (offset / CHUNK_BYTES) as usize;
+        let (start, _) = extent.range(chunk);
+        if offset + len > start + CHUNK_BYTES {
+            return Ok(false);
+        }
+        // 1. Own the chunk, unless its last fetch was recent: then it is worth its memory.
+        let stays = |chunk: &mut Chunk| {
+            let stays = !extent.is_released()
+                && matches!(chunk.place, Place::Compressed | Place::Spilled)
+                && !mover.is_soon(chunk.fetched);
+            if stays {
+                chunk.fetched = mover.figures.tick();
+            }
+            stays
+        };
+        let Some(was) = extent.own(chunk, stays) else {
+            return Ok(false);
+        };
+        // 2. Its bytes.
+        let passed = mover.storage.with_buffer(was.place, until, |buffer| {
+            let unpacked = mover.storage.unpack(&was, buffer);
+            unpacked.map_err(|()| Absent::Unreadable)?;
+            // A disk may have taken long: the thread that released the extent was told that nobody
+            // reads it any more.
+            if extent.is_released() {
+                return Err(Absent::Released);
+            }
+            take(&buffer.plain[(offset - start) as usize..][..len as usize]);
+            Ok(())
+        });
+        // 3. The chunk stays where it is.
+        if !extent.publish(chunk, &was, was) {
+            mover.free_orphan(&was);
+        }
+        passed?;
+        mover.figures.count_fetch(begun.elapsed());
+        Ok(true)
     }
 
     fn hold(&self, offset: u64, len: u64, until: Option<Instant>) -> Result<u64, Absent> {
@@ -262,9 +250,7 @@ impl Residency for Tiered {
             let chunk = (at / CHUNK_BYTES) as usize;
             match (self.extent.pin(chunk), until) {
                 (Ok(true), _) => {}
-                (Ok(false), Some(until)) if at == offset => {
-                    self.mover.bring(&self.extent, chunk, until)?;
-                }
+                (Ok(false), Some(until)) if at == offset => self.bring(chunk, until)?,
                 (Err(absent), _) if at == offset => return Err(absent),
                 (Ok(false) | Err(_), _) => break,
             }
