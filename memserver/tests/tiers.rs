@@ -2,12 +2,11 @@
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
 mod common;
+#[path = "tiers/daemon.rs"]
+mod daemon;
 
 use std::{
-    fs,
-    os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
-    process::Output,
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -17,14 +16,11 @@ use std::{
 };
 
 use farpage_fabric::{Channel, ChannelError, Extent, Op, Session, Verb, host::Origin};
-use farpage_memserver::{Server, StartError, TiersError};
-use farpage_wire::{Endpoint, ShareStat, TierStat};
+use farpage_memserver::{Server, StartError};
+use farpage_wire::{ShareStat, TierStat};
 use tempfile::TempDir;
 
-use common::{
-    Both, Daemon, PATIENCE, command, connect, connect_as, read, socket_in, transfer, wait_until,
-    write,
-};
+use common::{Both, PATIENCE, connect, connect_as, read, socket_in, transfer, wait_until, write};
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 16 * MIB;
@@ -66,6 +62,10 @@ impl Random {
 
     fn below(&mut self, end: u64) -> u64 {
         self.next() % end
+    }
+
+    fn bytes(&mut self, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.next() as u8).collect()
     }
 }
 
@@ -319,10 +319,7 @@ fn a_scan_pushes_out_its_own_chunks_and_not_the_share_of_another() {
     // A quarter of what there is: less than half.
     let small = one.grant(3 * MIB).unwrap();
     let mut random = Random(7);
-    let mut bytes = vec![0; 3 << 20];
-    bytes
-        .iter_mut()
-        .for_each(|byte| *byte = random.next() as u8);
+    let bytes = random.bytes(3 << 20);
     for (i, piece) in bytes.chunks(1 << 20).enumerate() {
         write(&one, &small, (i << 20) as u64, piece).unwrap();
     }
@@ -356,10 +353,7 @@ fn pushed_out(weight: u32, small_bytes: u64) -> (u64, Vec<ShareStat>) {
         .start()
         .unwrap();
     let mut random = Random(7);
-    let mut bytes = vec![0; 1 << 20];
-    bytes
-        .iter_mut()
-        .for_each(|byte| *byte = random.next() as u8);
+    let bytes = random.bytes(1 << 20);
     let one = connect(&socket);
     let small = one.grant(small_bytes).unwrap();
     for at in (0..small_bytes).step_by(1 << 20) {
@@ -425,10 +419,7 @@ fn atomics_and_words_beside_them_survive_leaving_memory() {
             );
         }
         for at in (0..3 * MEMORY).step_by(1 << 20) {
-            let mut bytes = vec![0; 1 << 20];
-            bytes
-                .iter_mut()
-                .for_each(|byte| *byte = random.next() as u8);
+            let bytes = random.bytes(1 << 20);
             client.write(&rest, at, &bytes);
         }
     }
@@ -479,10 +470,7 @@ fn a_published_name_keeps_its_bytes_wherever_they_are() {
     let endpoint = &server.endpoints()[0];
     let key = directory.path().join("key");
     let mut random = Random(23);
-    let mut bytes = vec![0; MEMORY as usize / 2];
-    bytes
-        .iter_mut()
-        .for_each(|byte| *byte = random.next() as u8);
+    let bytes = random.bytes(MEMORY as usize / 2);
     let publisher = connect_as(endpoint, &key);
     let extent = publisher.grant(bytes.len() as u64).unwrap();
     for (i, piece) in bytes.chunks(1 << 20).enumerate() {
@@ -515,199 +503,6 @@ fn a_published_name_keeps_its_bytes_wherever_they_are() {
         tiers.fetches > 0 && tiers.hot_bytes == 0 && tiers.spilled_bytes == 0,
         "{tiers:?}"
     );
-}
-
-/// A control group with a limit of memory.
-struct Group(PathBuf);
-
-impl Group {
-    fn new(bytes: u64) -> Result<Self, String> {
-        let own = fs::read_to_string("/proc/self/cgroup").map_err(|error| error.to_string())?;
-        let place = own.lines().find_map(|line| {
-            let mut fields = line.splitn(3, ':').skip(1);
-            match (fields.next()?, fields.next()?) {
-                ("memory", path) => Some((format!("/sys/fs/cgroup/memory{path}"), V1_LIMIT)),
-                ("", path) if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() => {
-                    Some((format!("/sys/fs/cgroup{path}"), "memory.max"))
-                }
-                _ => None,
-            }
-        });
-        let (parent, limit) = place.ok_or("no memory controller")?;
-        let group = Path::new(&parent).join(format!("farpage-tiers-{}", std::process::id()));
-        let failed = |error: std::io::Error| format!("{}: {error}", group.display());
-        fs::create_dir(&group).map_err(failed)?;
-        let made = Self(group.clone());
-        fs::write(group.join(limit), bytes.to_string()).map_err(failed)?;
-        Ok(made)
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        wait_until("the control group is empty", || {
-            fs::remove_dir(&self.0).is_ok()
-        });
-    }
-}
-
-const V1_LIMIT: &str = "memory.limit_in_bytes";
-
-#[test]
-fn a_daemon_lives_in_a_control_group_of_its_memory_and_32_mib() {
-    let group = match Group::new(MEMORY + 32 * MIB) {
-        Ok(group) => group,
-        Err(why) => {
-            let name = "a_daemon_lives_in_a_control_group_of_its_memory_and_32_mib";
-            eprintln!("SKIPPED: {name}: cannot make a control group: {why}");
-            return;
-        }
-    };
-    let directory = spill();
-    let path = directory.path().to_str().unwrap();
-    let arguments = ["--capacity", "160MiB", "--memory", "16MiB", "--spill", path];
-    let mut daemon = Daemon::in_group(&group.0, &arguments);
-    thread::scope(|scope| {
-        for seed in 0..2 {
-            let endpoint = &daemon.tcp;
-            scope.spawn(move || {
-                let session = connect(endpoint);
-                let extent = session.grant(5 * MEMORY).unwrap();
-                churn(&session, &extent, seed, &AtomicBool::new(false), 500);
-            });
-        }
-    });
-    assert!(daemon.child.try_wait().unwrap().is_none(), "it was killed");
-    let stat = connect(&daemon.tcp).stat().unwrap();
-    // Memory is a tenth of what is used: the figures say so.
-    assert!(stat.tiers.evictions > 1000, "{stat:?}");
-    assert!(stat.tiers.fetches > 300, "{stat:?}");
-    drop(daemon);
-}
-
-fn files_left(directory: &Path) -> usize {
-    fs::read_dir(directory).unwrap().count()
-}
-
-/// Counts the memory of the daemon: its own pages, and all pages of its memfds, mapped or not.
-fn held_by(daemon: &Daemon) -> u64 {
-    let process = format!("/proc/{}", daemon.child.id());
-    let rollup = fs::read_to_string(format!("{process}/smaps_rollup")).unwrap();
-    let kib = |name: &str| -> u64 {
-        let line = rollup.lines().find(|line| line.starts_with(name)).unwrap();
-        line.split_whitespace().nth(1).unwrap().parse().unwrap()
-    };
-    let own = (kib("Pss_Anon:") + kib("Pss_File:")) << 10;
-    let memfds = fs::read_dir(format!("{process}/fd")).unwrap().flatten();
-    let memfds = memfds.filter(|fd| {
-        fs::read_link(fd.path()).is_ok_and(|to| to.to_string_lossy().contains("memfd:"))
-    });
-    own + memfds
-        .map(|fd| fs::metadata(fd.path()).map_or(0, |of| of.blocks() * 512))
-        .sum::<u64>()
-}
-
-#[test]
-fn a_daemon_holds_no_more_than_its_memory_and_leaves_nothing_when_it_is_killed() {
-    let directory = spill();
-    let path = directory.path().to_str().unwrap();
-    let arguments = ["--capacity", "80MiB", "--memory", "16MiB", "--spill", path];
-    let mut daemon = Daemon::over_tcp(&arguments);
-    assert_eq!(
-        files_left(directory.path()),
-        0,
-        "the spill file has no name"
-    );
-    let session = connect(&daemon.tcp);
-    let extent = session.grant(5 * MEMORY).unwrap();
-    let before = held_by(&daemon);
-    let ends = AtomicBool::new(false);
-    let most = thread::scope(|scope| {
-        let busy = scope.spawn(|| churn(&session, &extent, 11, &ends, 600));
-        let mut most = 0;
-        while !busy.is_finished() {
-            most = most.max(held_by(&daemon));
-        }
-        busy.join().unwrap();
-        most
-    });
-    // `before` has the daemon's code, stacks, heap and tables, and no lent memory.
-    assert!(most <= before + MEMORY + 8 * MIB, "{most} after {before}");
-    // Killed while a client reads what is on the disk.
-    let mut channel = session.channel::<Vec<u8>>().unwrap();
-    let hurt = thread::scope(|scope| {
-        let reads = scope.spawn(|| {
-            let until = Instant::now() + PATIENCE;
-            let mut random = Random(5);
-            loop {
-                let at = random.below(5 * MEMORY - CHUNK as u64);
-                let bytes = vec![0; CHUNK];
-                match transfer(&mut *channel, Verb::Read, extent.id, at, bytes) {
-                    Ok(_) => assert!(Instant::now() < until, "the server was killed"),
-                    Err(error) => return error,
-                }
-            }
-        });
-        thread::sleep(Duration::from_millis(20));
-        daemon.child.kill().unwrap();
-        reads.join().unwrap()
-    });
-    assert!(hurt.is_transient(), "{hurt}");
-    daemon.wait();
-    assert_eq!(files_left(directory.path()), 0);
-    let again = Daemon::over_tcp(&arguments);
-    let session = connect(&again.tcp);
-    let extent = session.grant(5 * MEMORY).unwrap();
-    assert_eq!(
-        read(&session, extent.id, 9 * MIB, CHUNK).unwrap(),
-        [0; CHUNK]
-    );
-}
-
-fn refusal(arguments: &[&str]) -> String {
-    let Output { status, stderr, .. } = command().arg("serve").args(arguments).output().unwrap();
-    let said = String::from_utf8(stderr).unwrap();
-    assert!(!status.success(), "{said}");
-    said
-}
-
-#[test]
-fn settings_that_do_not_fit_together_are_refused_and_say_what_to_give() {
-    let directory = spill();
-    let path = directory.path().to_str().unwrap();
-    let tcp = ["--listen", "tcp://127.0.0.1:0", "--capacity", "64MiB"];
-    let cases: [(&[&str], &str); 5] = [
-        (&["--memory", "32MiB"], "--spill"),
-        (&["--spill", path], "give both or none"),
-        (&["--memory", "1MiB", "--spill", path], "16 MiB"),
-        (
-            &["--memory", "32MiB", "--spill", "/nowhere/at/all"],
-            "directory on a disk",
-        ),
-        (&["--memory", "32MiB", "--spill", "/dev/shm"], "tmpfs"),
-    ];
-    for (arguments, expected) in cases {
-        let said = refusal(&[&tcp, arguments].concat());
-        assert!(said.contains(expected), "{arguments:?}: {said}");
-    }
-    let too_much = Server::builder()
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
-        .capacity(64 * MIB)
-        .memory(32 * MIB)
-        .start();
-    let refused = too_much.map(drop).unwrap_err();
-    assert!(
-        matches!(refused, StartError::Tiers(TiersError::NoSpill)),
-        "{refused}"
-    );
-    // All of it may be in memory: nothing has to leave.
-    let enough = Server::builder()
-        .listen("tcp://127.0.0.1:0".parse::<Endpoint>().unwrap())
-        .capacity(32 * MIB)
-        .memory(32 * MIB)
-        .start()
-        .unwrap();
-    wait_until("it serves", || enough.stat().tiers == TierStat::default());
 }
 
 #[test]

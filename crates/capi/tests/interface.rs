@@ -3,7 +3,11 @@
 //! The rule it keeps: whatever is passed, short of a wild pointer, the result is a code and a
 //! message.
 
+#[path = "interface/codecs.rs"]
+mod codecs;
 mod common;
+#[path = "interface/names.rs"]
+mod names;
 
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_void},
@@ -496,154 +500,6 @@ fn absurd_sizes_are_refused_with_what_is_possible() {
 }
 
 #[test]
-fn named_region_outlives_its_runtime() {
-    let folder = tempfile::tempdir().expect("a folder for the socket");
-    let endpoint = format!("shm://{}/s", folder.path().display());
-    assert_eq!(
-        Runtime::new(Some(&endpoint)).err(),
-        Some(FARPAGE_UNREACHABLE)
-    );
-    assert!(message().contains(&endpoint), "{}", message());
-    assert_eq!(Runtime::new(Some("ftp://x")).err(), Some(FARPAGE_INVALID));
-    let server = serve(&endpoint);
-    let mut options: farpage_region_options = blank();
-    options.name = c"it".as_ptr();
-    options.codec = c"lz4".as_ptr();
-    for round in 0..2u8 {
-        let runtime = Runtime::new(Some(&endpoint)).expect("the server runs");
-        let mut region = ptr::null_mut();
-        // SAFETY: all pointers are good, and the region is mapped until it is unmapped.
-        unsafe {
-            if round == 0 {
-                assert_eq!(
-                    farpage_region_open(runtime.0, c"it".as_ptr(), &mut region),
-                    FARPAGE_NOT_FOUND
-                );
-                region = runtime.map(10_000, &options).expect("a region");
-            } else {
-                assert_eq!(
-                    farpage_region_open(runtime.0, c"it".as_ptr(), &mut region),
-                    FARPAGE_OK
-                );
-            }
-            assert_eq!(farpage_region_bytes(region), 10_000);
-            let last = farpage_region_address(region).cast::<u8>().add(9_999);
-            assert_eq!(last.read_volatile(), round * 7);
-            last.write_volatile(7);
-            let mut stats: farpage_stats = mem::zeroed();
-            assert_eq!(
-                farpage_runtime_stats(runtime.0, &mut stats, mem::size_of_val(&stats)),
-                FARPAGE_OK
-            );
-            assert_eq!(stats.budget_bytes, 64 * PAGE as u64);
-            assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
-        }
-    }
-    // Two readers beside a writer each keep the version that they opened.
-    let runtime = Runtime::new(Some(&endpoint)).expect("the server runs");
-    let (mut first, mut writer, mut second) = Default::default();
-    // SAFETY: all pointers are good, and the regions are mapped until they are unmapped.
-    unsafe {
-        let open = farpage_region_open_to_read;
-        let none = open(runtime.0, c"none".as_ptr(), &mut first);
-        assert_eq!(none, FARPAGE_NOT_FOUND);
-        assert_eq!(open(runtime.0, c"it".as_ptr(), &mut first), FARPAGE_OK);
-        let opened = farpage_region_open(runtime.0, c"it".as_ptr(), &mut writer);
-        assert_eq!(opened, FARPAGE_OK, "{}", message());
-        let last = |region| farpage_region_address(region).cast::<u8>().add(9_999);
-        last(writer).write_volatile(8);
-        assert_eq!(farpage_region_flush(writer), FARPAGE_OK);
-        assert_eq!(open(runtime.0, c"it".as_ptr(), &mut second), FARPAGE_OK);
-        for (region, value) in [(first, 7), (second, 8)] {
-            assert_eq!(last(region).read_volatile(), value);
-            assert_eq!(farpage_region_flush(region), FARPAGE_OK, "{}", message());
-            let byte = 1u8;
-            let forged = farpage_region_overwrite(region, 0, 1, (&raw const byte).cast());
-            assert_eq!(forged, FARPAGE_INVALID);
-        }
-        for region in [first, writer, second] {
-            assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
-        }
-    }
-    drop(runtime);
-    server.shutdown();
-}
-
-/// The field is smooth and twice the budget, so that every page is absent when it is read.
-#[test]
-fn every_codec_has_a_name_and_keeps_its_bound() {
-    let folder = tempfile::tempdir().expect("a folder for the socket");
-    let endpoint = format!("shm://{}/s", folder.path().display());
-    let server = serve(&endpoint);
-    let field: Vec<f64> = (0..128 * PAGE / 8)
-        .map(|at| (at as f64 * 1e-3).sin())
-        .collect();
-    // The largest error of each codec.
-    for (codec, bound) in [
-        (c"raw", 0.0),
-        (c"lz4", 0.0),
-        (c"shuffle8", 0.0),
-        (c"zfp:reversible,f64", 0.0),
-        (c"zfp:accuracy=1e-6,f64", 1e-6),
-        (c"adaptive,f64", 0.0),
-        (c"adaptive:accuracy=1e-6,f64", 1e-6),
-    ] {
-        let runtime = Runtime::new(Some(&endpoint)).expect("the server runs");
-        let mut options: farpage_region_options = blank();
-        options.codec = codec.as_ptr();
-        let region = (runtime.map(field.len() * 8, &options)).expect("a region");
-        let mut stats: farpage_stats = blank();
-        // SAFETY: all pointers are good, and the region is mapped until it is unmapped.
-        let error = unsafe {
-            let address = farpage_region_address(region).cast::<f64>();
-            slice::from_raw_parts_mut(address, field.len()).copy_from_slice(&field);
-            let back = slice::from_raw_parts(address, field.len());
-            let errors = back.iter().zip(&field).map(|(is, was)| (is - was).abs());
-            let error = errors.fold(0.0, f64::max);
-            let bytes = mem::size_of_val(&stats);
-            assert_eq!(
-                farpage_runtime_stats(runtime.0, &mut stats, bytes),
-                FARPAGE_OK
-            );
-            assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
-            error
-        };
-        assert!(error <= bound, "{codec:?}: {error}");
-        let is_plain = stats.bytes_written.is_multiple_of(PAGE as u64);
-        match codec.to_bytes() {
-            b"raw" => assert!(is_plain),
-            b"shuffle8" | b"zfp:reversible,f64" => assert!(!is_plain, "{codec:?}"),
-            b"zfp:accuracy=1e-6,f64" => assert!(!is_plain && error > 0.0),
-            _ => {}
-        }
-    }
-    server.shutdown();
-}
-
-#[test]
-fn a_codec_that_is_none_or_does_not_fit_is_refused_with_the_names_of_those_there_are() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    for (codec, why) in [
-        (c"lz5", "zfp:accuracy=ERROR"),
-        (c"adaptive:accuracy=-1,f64", "a number above 0"),
-        (c"zfp:accuracy=1e-3,i32", "for f32 and f64"),
-        (c"\xff", "UTF-8"),
-    ] {
-        let mut options: farpage_region_options = blank();
-        options.codec = codec.as_ptr();
-        assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
-        assert!(message().contains(why), "{}", message());
-        let mut options: farpage_runtime_options = blank();
-        options.codec = codec.as_ptr();
-        let mut other = ptr::null_mut();
-        // SAFETY: all pointers are good.
-        let code = unsafe { farpage_runtime_new(&options, &mut other) };
-        assert_eq!((code, other.is_null()), (FARPAGE_INVALID, true));
-        assert!(message().contains(why), "{}", message());
-    }
-}
-
-#[test]
 fn child_of_fork_gets_a_code_and_frees_nothing() {
     let runtime = Runtime::new(None).expect("a runtime without servers");
     let pages = Pages::default();
@@ -679,65 +535,4 @@ fn child_of_fork_gets_a_code_and_frees_nothing() {
         assert_eq!(farpage_region_unmap(region), FARPAGE_OK);
     }
     pages.wait_for_release();
-}
-
-/// Appends its arguments to a list of names, bytes, and whether they are in use: the context.
-unsafe extern "C" fn keep(context: *mut c_void, name: *const c_char, bytes: u64, in_use: u32) {
-    // SAFETY: the context is what the test passed, and the name is a string.
-    let (list, name) = unsafe {
-        (
-            &mut *context.cast::<Vec<(String, bool, u32)>>(),
-            CStr::from_ptr(name),
-        )
-    };
-    list.push((name.to_string_lossy().into_owned(), bytes > 0, in_use));
-}
-
-#[test]
-fn names_are_listed_and_removed() {
-    let server = serve("tcp://127.0.0.1:0");
-    let runtime = Runtime::new(Some(&server.endpoints()[0].to_string())).expect("a runtime");
-    let list = || {
-        let mut names: Vec<(String, bool, u32)> = Vec::new();
-        // SAFETY: all pointers are good.
-        let code =
-            unsafe { farpage_names(runtime.0, Some(keep), ptr::from_mut(&mut names).cast()) };
-        assert_eq!(code, FARPAGE_OK, "{}", message());
-        names
-    };
-    assert_eq!(list(), []);
-    let mut options: farpage_region_options = blank();
-    options.name = c"listed".as_ptr();
-    let region = runtime.map(PAGE, &options).expect("a region");
-    // SAFETY: mapped until it is unmapped.
-    unsafe {
-        assert_eq!(farpage_region_flush(region), FARPAGE_OK, "{}", message());
-        assert_eq!(list(), [("listed".to_owned(), true, 1)]);
-        assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_IN_USE));
-        assert_eq!(
-            farpage_name_remove(runtime.0, c"listed".as_ptr()),
-            FARPAGE_IN_USE
-        );
-        assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
-        assert_eq!(list(), [("listed".to_owned(), true, 0)]);
-        // Another region of that name is refused at once, or replaces the first.
-        assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_EXISTS));
-        assert!(message().contains("open it"), "{}", message());
-        options.replace = 1;
-        let region = runtime.map(2 * PAGE, &options).expect("it replaces");
-        assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
-        assert_eq!(
-            farpage_name_remove(runtime.0, c"listed".as_ptr()),
-            FARPAGE_OK
-        );
-        assert_eq!(
-            farpage_name_remove(runtime.0, c"listed".as_ptr()),
-            FARPAGE_NOT_FOUND
-        );
-        assert_eq!(
-            farpage_names(runtime.0, None, ptr::null_mut()),
-            FARPAGE_INVALID
-        );
-    }
-    assert_eq!(list(), []);
 }

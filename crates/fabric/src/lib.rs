@@ -6,6 +6,7 @@
 //! and runs a [`server::Service`]. Pages, slots and retries are left to the callers above.
 
 mod allowance;
+mod announcements;
 pub mod areas;
 mod attachment;
 pub mod channel;

@@ -6,6 +6,9 @@
 //! of the bytes is left to the callers, except for the hello and the control frames, which both
 //! sides share.
 
+mod connect;
+mod message;
+
 use std::{
     io::{self, IoSlice, IoSliceMut},
     net::{Shutdown, TcpStream},
@@ -13,10 +16,7 @@ use std::{
         fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
-    path::Path,
     ptr,
-    sync::atomic::{Ordering, fence},
-    thread,
     time::{Duration, Instant},
 };
 
@@ -28,26 +28,24 @@ use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, poll},
     sys::socket::{
-        AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
-        connect, getsockopt, recv, recvmsg, send, sendmsg, setsockopt, socket, sockopt,
+        ControlMessage, ControlMessageOwned, MsgFlags, getsockopt, recv, recvmsg, send, sendmsg,
+        setsockopt, sockopt,
     },
     sys::time::{TimeVal, TimeValLike},
     unistd::Pid,
 };
 use serde::{Serialize, de::DeserializeOwned};
 
+pub(crate) use self::{connect::keep_alive, message::SocketMessage};
+use self::{
+    connect::{connect_tcp, connect_unix},
+    message::gather,
+};
 use crate::{
     nonblocking::{describe, retry, timeout_until},
     rdma::{ASK_AGAIN, RdmaStream},
-    resolver::resolve,
     ring::STREAM_MESSAGE_BYTES,
 };
-
-/// Idle time before keep-alive probes: routers forget connections that idle for a minute.
-const IDLE: Duration = Duration::from_secs(15);
-/// Time between keep-alive probes. [`PROBES`] unanswered probes end the connection.
-const PROBE: Duration = Duration::from_secs(5);
-const PROBES: u32 = 3;
 
 /// Descriptors per message: the kernel's limit is 253 (SCM_MAX_FD).
 const FDS_PER_MESSAGE: usize = 128;
@@ -551,159 +549,4 @@ impl AsRawFd for PeerStream {
     fn as_raw_fd(&self) -> RawFd {
         self.as_fd().as_raw_fd()
     }
-}
-
-/// Moves as many of `parts` as go at once, each by `step`, which may move only a part's beginning.
-///
-/// A part that was not moved whole is the last: the caller comes again with the rest.
-fn gather<T>(
-    parts: impl Iterator<Item = T>,
-    mut step: impl FnMut(T) -> io::Result<usize>,
-) -> io::Result<usize>
-where
-    T: PartBytes,
-{
-    let mut moved = 0;
-    for part in parts {
-        let part_bytes = part.bytes();
-        match step(part) {
-            Ok(bytes) if bytes == part_bytes => moved += bytes,
-            Ok(bytes) => return Ok(moved + bytes),
-            Err(error) if moved > 0 && retry(&error) => break,
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(moved)
-}
-
-/// A part that [`gather`] moves.
-trait PartBytes {
-    fn bytes(&self) -> usize;
-}
-
-impl PartBytes for &IoSlice<'_> {
-    fn bytes(&self) -> usize {
-        self.len()
-    }
-}
-
-impl PartBytes for &mut IoSliceMut<'_> {
-    fn bytes(&self) -> usize {
-        self.len()
-    }
-}
-
-impl PartBytes for &libc::iovec {
-    fn bytes(&self) -> usize {
-        self.iov_len
-    }
-}
-
-/// A `msghdr` with nothing but its vectors: `writev` would raise SIGPIPE in a program that has not
-/// masked it.
-pub(crate) struct SocketMessage(libc::msghdr);
-
-impl SocketMessage {
-    pub(crate) fn new(vectors: *mut libc::iovec, count: usize) -> Self {
-        // SAFETY: a `msghdr` is plain data, and all zeros is one without name, vectors and control
-        // data.
-        let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
-        header.msg_iov = vectors;
-        header.msg_iovlen = count as _;
-        Self(header)
-    }
-
-    fn vectors(&self) -> &[libc::iovec] {
-        // SAFETY: what it was made of, which its maker keeps while it uses the message.
-        unsafe { std::slice::from_raw_parts(self.0.msg_iov, self.0.msg_iovlen as _) }
-    }
-
-    /// Fills the vectors, in order, with as many of `bytes` as fit. Returns their number.
-    ///
-    /// # Safety
-    /// The vectors point to memory that can be written, and to which no reference exists.
-    pub(crate) unsafe fn fill(&mut self, bytes: &[u8]) -> usize {
-        let mut left = bytes;
-        for vector in self.vectors() {
-            let (now, rest) = left.split_at(left.len().min(vector.iov_len));
-            // SAFETY: promised by the caller for all bytes of the vector, which has at least these.
-            unsafe { ptr::copy_nonoverlapping(now.as_ptr(), vector.iov_base.cast(), now.len()) };
-            // A thread that sees the bytes of a later vector sees these.
-            fence(Ordering::Release);
-            left = rest;
-        }
-        bytes.len() - left.len()
-    }
-
-    /// Copies the bytes that the vectors point to.
-    ///
-    /// # Safety
-    /// The vectors point to memory that can be read, and to which no reference exists that is
-    /// written through.
-    pub(crate) unsafe fn bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        for vector in self.vectors() {
-            let have = bytes.len();
-            bytes.resize(have + vector.iov_len, 0);
-            let from = vector.iov_base.cast_const().cast::<u8>();
-            // SAFETY: promised by the caller; the destination was just made.
-            unsafe { ptr::copy_nonoverlapping(from, bytes[have..].as_mut_ptr(), vector.iov_len) };
-        }
-        bytes
-    }
-
-    pub(crate) fn get(&mut self) -> *mut libc::msghdr {
-        &raw mut self.0
-    }
-}
-
-fn connect_unix(path: &Path, until: Instant) -> io::Result<UnixStream> {
-    let address = UnixAddr::new(path)?;
-    loop {
-        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-        let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-        match connect(fd.as_raw_fd(), &address) {
-            Ok(()) => return Ok(fd.into()),
-            // The server's backlog is full, which cannot be waited for on a Unix socket.
-            Err(Errno::EAGAIN) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
-            Err(errno) => return Err(errno.into()),
-        }
-    }
-}
-
-fn connect_tcp(host: &str, port: u16, until: Instant) -> io::Result<TcpStream> {
-    let addresses = resolve(host, port, until)?;
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for (tried, address) in addresses.iter().enumerate() {
-        // The other addresses get their part of the time: the first may be one that answers
-        // nothing.
-        let left =
-            until.saturating_duration_since(Instant::now()) / (addresses.len() - tried) as u32;
-        match TcpStream::connect_timeout(address, left.max(Duration::from_millis(1))) {
-            Ok(socket) => {
-                socket.set_nodelay(true)?;
-                socket.set_nonblocking(true)?;
-                keep_alive(&socket)?;
-                return Ok(socket);
-            }
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
-}
-
-/// Sets up keep-alive probes after [`IDLE`], so that routers remember an idle connection, and its
-/// end is known before it is needed.
-pub(crate) fn keep_alive(socket: &TcpStream) -> io::Result<()> {
-    setsockopt(socket, sockopt::KeepAlive, &true)?;
-    setsockopt(socket, sockopt::TcpKeepIdle, &(IDLE.as_secs() as u32))?;
-    setsockopt(socket, sockopt::TcpKeepInterval, &(PROBE.as_secs() as u32))?;
-    setsockopt(socket, sockopt::TcpKeepCount, &PROBES)?;
-    // Unacknowledged bytes end the connection as fast as unanswered probes do.
-    let unacknowledged_ms = (PROBE * PROBES).as_millis() as u32;
-    Ok(setsockopt(
-        socket,
-        sockopt::TcpUserTimeout,
-        &unacknowledged_ms,
-    )?)
 }

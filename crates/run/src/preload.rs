@@ -13,13 +13,26 @@
 //! - `free` and its kind decide by address alone, and by where our own allocations begin
 //!   (`made.rs`).
 //!
-//! Serving requests is left to `heap.rs`, `maps.rs` and `protect.rs`; beginning and end, to
-//! `state.rs`; reports, to `report.rs`; other interposed programs, to `exec.rs` and `process.rs`.
-//! The program's own limits go by `limits.rs`. With in-thread faults its system calls go by
-//! `filter.rs` and `calls.rs`, its signals by `signals.rs`, and the runtime's descriptors are
-//! guarded by `descriptors.rs`. Calls of programs that a second allocator or other threads would
-//! break are in `plugins.rs` and `confine.rs`.
+//! Its files lie in layers. A file imports lower layers, and files of its own layer:
+//!
+//! 1. this file: threads that are inside, and lines to the user;
+//! 2. what knows no arena: `next.rs` (the next library's functions), `environment.rs`, `ranges.rs`,
+//!    `seccomp.rs`, `destructors.rs`, `plugins.rs`, and the program's `signals.rs`;
+//! 3. `state.rs`: the runtime, the arena and the options;
+//! 4. what begins and ends with these: `local.rs`, `made.rs`, `family.rs`, `limits.rs` (set by the
+//!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, and `filter.rs` (the system
+//!    calls that in-thread faults need);
+//! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
+//! 6. memory of the arena: `locks.rs`, `protect.rs` and `allocate.rs`;
+//! 7. calls of the program: `heap.rs`, `maps.rs`, `process.rs`, `confine.rs`, `calls.rs`,
+//!    `debug.rs`.
+//!
+//! An interposed function stands beside the table that it is about: `mlock` in `locks.rs`.
 
+#[path = "preload/allocate.rs"]
+mod allocate;
+#[path = "preload/arena.rs"]
+mod arena;
 #[path = "preload/calls.rs"]
 mod calls;
 #[path = "preload/confine.rs"]
@@ -46,6 +59,8 @@ mod heap;
 mod limits;
 #[path = "preload/local.rs"]
 mod local;
+#[path = "preload/locks.rs"]
+mod locks;
 #[path = "preload/made.rs"]
 mod made;
 #[path = "preload/maps.rs"]
@@ -155,10 +170,18 @@ unsafe impl GlobalAlloc for Glibc {
     }
 }
 
+// The library is loaded from the start, so that thread-local storage is static: reading allocates
+// nothing.
 thread_local! {
-    /// Nesting depth of this thread inside the runtime. The library is loaded from the start, so
-    /// that thread-local storage is static: reading it allocates nothing.
+    /// Nesting depth of this thread inside the runtime.
     static INSIDE: Cell<u32> = const { Cell::new(0) };
+    /// Depth of this thread in `pthread_create`: a handler may interrupt one call by another.
+    static STARTING: Cell<u32> = const { Cell::new(0) };
+}
+
+/// True while this thread of the program starts another.
+fn is_starting() -> bool {
+    STARTING.get() > 0
 }
 
 /// Guard while which this thread works for the runtime. Keeps `errno`, and holds signals back: a
@@ -199,6 +222,17 @@ fn errno() -> i32 {
 fn set_errno(errno: i32) {
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = errno }
+}
+
+/// Fails a call with `errno`.
+fn fail(errno: i32) -> i32 {
+    set_errno(errno);
+    -1
+}
+
+/// Returns the result of a call, whose error is an `errno`.
+fn answer(done: Result<(), i32>) -> i32 {
+    done.map_or_else(fail, |()| 0)
 }
 
 /// Writes a line to standard error at once.

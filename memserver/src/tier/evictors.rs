@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: evictors make room before an operation waits for it, and none dies alone: its
 //! chunk would stay `Busy` for ever. [`Books`](super::shares::Books) chooses the victims, and
-//! [`TieredExtent`](super::extent::TieredExtent) moves them.
+//! [`Mover`] moves them.
 
 use std::{
     io,
@@ -16,7 +16,7 @@ use std::{
 use farpage_fabric::log::later;
 use parking_lot::MutexGuard;
 
-use super::{EVICTORS, Tier, buffers::Transfer, pool::Owner};
+use super::{buffers::Transfer, moves::Mover, pool::Owner, turns::EVICTORS};
 
 /// Pause of an evictor that found nothing to do.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -25,25 +25,25 @@ const JOIN: Duration = Duration::from_secs(5);
 
 /// The threads that move chunks out. Dropping `Evictors` ends them.
 pub(crate) struct Evictors {
-    tier: Arc<Tier>,
+    mover: Arc<Mover>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Evictors {
-    /// Starts the evictors of `tier`.
+    /// Starts the evictors of `mover`.
     ///
     /// # Errors
     /// The system has no thread.
-    pub(super) fn start(tier: &Arc<Tier>) -> io::Result<Self> {
+    pub(super) fn start(mover: &Arc<Mover>) -> io::Result<Self> {
         let mut evictors = Self {
-            tier: Arc::clone(tier),
+            mover: Arc::clone(mover),
             threads: Vec::new(),
         };
         for _ in 0..EVICTORS {
-            let tier = Arc::clone(tier);
+            let mover = Arc::clone(mover);
             let thread = thread::Builder::new().name("farpage-tier".to_owned());
             let work = move || {
-                if catch_unwind(AssertUnwindSafe(|| tier.keep_room())).is_err() {
+                if catch_unwind(AssertUnwindSafe(|| mover.keep_room())).is_err() {
                     eprintln!(
                         "an evictor of this server panicked; ending the process, whose clients would wait without end for what it was moving"
                     );
@@ -58,8 +58,8 @@ impl Evictors {
 
 impl Drop for Evictors {
     fn drop(&mut self) {
-        self.tier.books.lock().stops = true;
-        self.tier.work.notify_all();
+        self.mover.room.books.lock().stops = true;
+        self.mover.room.work.notify_all();
         let until = Instant::now() + JOIN;
         for thread in self.threads.drain(..) {
             // `join` has no deadline.
@@ -77,21 +77,22 @@ impl Drop for Evictors {
     }
 }
 
-impl Tier {
+impl Mover {
     /// Makes room whenever memory is short, until the server ends.
     fn keep_room(&self) {
         let mut buffer = Transfer::new();
-        let mut books = self.books.lock();
+        let room = &self.room;
+        let mut books = room.books.lock();
         while !books.stops {
-            if !self.is_short(&books) {
-                self.work.wait(&mut books);
+            if !room.is_short(&books) {
+                room.work.wait(&mut books);
                 continue;
             }
             // Many chunks at once, so that most fetches meet no evictor.
-            while !books.stops && self.has_less_than(self.headroom_bytes, &books) {
+            while !books.stops && room.has_less_than(room.headroom_bytes, &books) {
                 let made_room = MutexGuard::unlocked(&mut books, || self.make_room(&mut buffer));
                 if !made_room && !books.stops {
-                    self.work.wait_for(&mut books, PAUSE);
+                    room.work.wait_for(&mut books, PAUSE);
                 }
             }
         }
@@ -99,26 +100,25 @@ impl Tier {
 
     /// Trims the pool or moves a chunk out. Returns false if neither was done.
     fn make_room(&self, buffer: &mut Transfer) -> bool {
-        let trimmed = self.pool.trim(self.headroom_bytes / 4);
+        let trimmed = self.storage.pool.trim(self.room.headroom_bytes / 4);
         if trimmed > 0 {
-            self.books.lock().held_bytes -= trimmed;
-            self.room.notify_all();
+            self.room.discharge(trimmed);
             return true;
         }
-        if self.pool.is_nearly_full() && self.demote_one(buffer) {
+        if self.storage.pool.is_nearly_full() && self.demote_one(buffer) {
             return true;
         }
-        let victim = self.books.lock().victim();
+        let victim = self.room.books.lock().victim();
         match victim {
             Some((extent, chunk)) => {
-                let is_out = extent.evict(chunk, buffer);
+                let is_out = self.evict(&extent, chunk, buffer);
                 match is_out {
                     true => {
                         self.figures.evictions.fetch_add(1, Ordering::Relaxed);
                         let forced = u64::from(extent.is_shared());
                         (self.figures.forced_seals).fetch_add(forced, Ordering::Relaxed);
                     }
-                    false => self.books.lock().pass_by(extent.id(), chunk),
+                    false => self.room.books.lock().pass_by(extent.id(), chunk),
                 }
                 is_out
             }
@@ -127,9 +127,9 @@ impl Tier {
     }
 
     fn demote_one(&self, buffer: &mut Transfer) -> bool {
-        let Some((Owner { extent, chunk }, cell)) = self.pool.oldest() else {
+        let Some((Owner { extent, chunk }, cell)) = self.storage.pool.oldest() else {
             return false;
         };
-        (extent.upgrade()).is_some_and(|extent| extent.demote(chunk, cell, buffer))
+        (extent.upgrade()).is_some_and(|extent| self.demote(&extent, chunk, cell, buffer))
     }
 }

@@ -16,9 +16,13 @@ use farpage_fabric::host::Origin;
 use farpage_wire::{ExtentId, SessionId, ShareStat};
 
 use super::{
-    TABLE_BYTES_PER_CHUNK,
-    extent::{CHUNK_BYTES, SEGMENT_CHUNKS, TieredExtent},
+    chunk::{CHUNK_BYTES, SEGMENT_CHUNKS},
+    extent::TieredExtent,
 };
+
+/// Memory per lent chunk: its entry, a free slot's number, and the kernel's page table of 16 pages
+/// of 8 bytes.
+pub(super) const TABLE_BYTES_PER_CHUNK: u64 = 176;
 
 /// Weight of a share that was given none.
 const WEIGHT: u32 = 1;

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::EVICTORS;
+/// Number of evictors. Several keep a disk busy, and one is left when the disk does not answer.
+pub(super) const EVICTORS: usize = 5;
 
 /// The longest wait of an evictor for a turn: several writes of a sound disk. Its chunk then stays
 /// hot, and the clock goes on to the next segment.

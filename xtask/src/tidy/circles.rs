@@ -11,10 +11,6 @@ use std::{
 
 use super::{Finding, Source};
 
-/// Beginnings of paths that are not checked: functions that stand in for the C library's use the
-/// state of the arena, which uses them, and parts of a server's tiers use the whole.
-const LEFT_OUT: [&str; 2] = ["crates/run/src/preload/", "memserver/src/tier"];
-
 /// Modules that are files, by the file's path.
 struct Modules<'a>(BTreeMap<&'a str, Module<'a>>);
 
@@ -101,11 +97,8 @@ impl<'a> Modules<'a> {
         Self(modules)
     }
 
-    /// True if `file` is no test, not the first file of its crate, and not left out.
+    /// True if `file` is no test, and not the first file of its crate.
     fn is_checked(&self, file: &str) -> bool {
-        if LEFT_OUT.iter().any(|start| file.starts_with(start)) {
-            return false;
-        }
         let parent = |module: &&Module<'_>| module.parent.map(|parent| &self.0[parent]);
         let first = &self.0[file];
         first.parent.is_some() && !iter::successors(Some(first), parent).any(|it| it.is_test)

@@ -12,18 +12,11 @@
 //! so one report stands for all before it. READ and WRITE of the same bytes at the same time are in
 //! no order, as everywhere in this crate.
 
-use std::{
-    collections::{HashMap, VecDeque},
-    sync::{Arc, atomic::Ordering},
-    time::Instant,
-};
-
-use farpage_wire::ExtentId;
+use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 use super::{
     bounce::{Bounce, Segment},
-    client::Client,
-    leases::LeasedExtent,
+    client::{Client, LeaseCache},
     verbs::{
         self, Depths, EventKind, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Sge, WorkCompletion,
         WorkRequest,
@@ -44,9 +37,6 @@ pub(super) const DEPTH: usize = 64;
 /// Bytes of registered memory that operations pass through: eight of the longest runs that the
 /// pager asks for, twice the longest operation.
 pub(super) const BOUNCE_BYTES: usize = 4 << 20;
-
-/// Number of extents that a channel remembers without allocating, as a signal handler must.
-pub(super) const CACHED: usize = 1024;
 
 pub(super) const CHANNEL: Depths = Depths {
     sends: DEPTH,
@@ -91,8 +81,7 @@ pub(super) struct SendQueue<B> {
     /// impossible for the adapter.
     refused: VecDeque<Completion<B>>,
     client: Arc<Client>,
-    /// Leases that [`Client`] held when it was last asked.
-    cache: HashMap<ExtentId, Arc<LeasedExtent>>,
+    leases: LeaseCache,
 }
 
 struct PostedOp<B> {
@@ -139,7 +128,7 @@ impl<B: Buf> SendQueue<B> {
             bounce: Bounce::new(BOUNCE_BYTES),
             refused: VecDeque::with_capacity(DEPTH),
             client,
-            cache: HashMap::with_capacity(CACHED),
+            leases: LeaseCache::new(),
         }
     }
 
@@ -260,7 +249,7 @@ impl<B: Buf> SendQueue<B> {
 
     /// Returns the address of the operation's bytes at the server, and the key that opens them.
     fn address(&mut self, op: &Op<B>) -> Option<(u64, u32)> {
-        let leased = self.leased(op.extent)?;
+        let leased = self.leases.get(op.extent, &self.client)?;
         let end = op.offset.checked_add(u64::from(op.len))?;
         let is_atomic = matches!(op.verb, Verb::Atomic(_));
         let is_barred = leased.read_only && op.verb != Verb::Read;
@@ -268,21 +257,6 @@ impl<B: Buf> SendQueue<B> {
             return None;
         }
         Some((leased.key.address.checked_add(op.offset)?, leased.key.rkey))
-    }
-
-    fn leased(&mut self, id: ExtentId) -> Option<&LeasedExtent> {
-        let cached = self
-            .cache
-            .get(&id)
-            .is_some_and(|leased| !leased.released.load(Ordering::Relaxed));
-        if !cached {
-            // Rare, so this is the time to forget released extents.
-            self.cache
-                .retain(|_, leased| !leased.released.load(Ordering::Relaxed));
-            let leased = self.client.get(id)?;
-            self.cache.insert(leased.id, leased);
-        }
-        self.cache.get(&id).map(|leased| &**leased)
     }
 
     /// True if there is something to hand over, and memory for it.

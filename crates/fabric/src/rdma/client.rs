@@ -27,6 +27,9 @@ use crate::{
     regmem::{NullRegistrar, RegPool, RegPoolOptions, Registrar},
 };
 
+/// Number of extents that a channel remembers without allocating, as a signal handler must.
+const CACHED: usize = 1024;
+
 const NO_PANIC: &str = "nothing panics under this lock";
 
 /// State that the channels of one session share.
@@ -142,5 +145,25 @@ impl Client {
         let control = control(endpoint, &self.plain, |key| key, until)?;
         RdmaStream::new(StreamKind::Control(Box::new(control)), Side::Client)
             .map_err(|error| unusable(endpoint, explain_pair(&error)))
+    }
+}
+
+/// Leases that a channel has found at its [`Client`] before.
+pub(super) struct LeaseCache(HashMap<ExtentId, Arc<LeasedExtent>>);
+
+impl LeaseCache {
+    pub(super) fn new() -> Self {
+        Self(HashMap::with_capacity(CACHED))
+    }
+
+    /// Returns the lease of an extent, if `client` has one.
+    pub(super) fn get(&mut self, id: ExtentId, client: &Client) -> Option<&Arc<LeasedExtent>> {
+        let is_live = |leased: &Arc<LeasedExtent>| !leased.released.load(Ordering::Relaxed);
+        if !self.0.get(&id).is_some_and(is_live) {
+            // Rare, so this is the time to forget released extents.
+            self.0.retain(|_, leased| is_live(leased));
+            self.0.insert(id, client.get(id)?);
+        }
+        self.0.get(&id)
     }
 }

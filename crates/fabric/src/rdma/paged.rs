@@ -9,13 +9,7 @@
 //! The server does the rest on a second connection: atomics, absent chunks, and operations that do
 //! not count. A client that has seen that a chunk is absent looks again before it touches it.
 
-use std::{
-    collections::{HashMap, VecDeque},
-    io,
-    os::fd::AsFd,
-    sync::{Arc, atomic::Ordering},
-    time::Instant,
-};
+use std::{collections::VecDeque, io, os::fd::AsFd, sync::Arc, time::Instant};
 
 use farpage_wire::{
     ExtentId,
@@ -26,8 +20,8 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
 use super::{
     bundle::RdmaChannel,
-    channel::{CACHED, DEPTH as QUEUE_DEPTH},
-    client::Client,
+    channel::DEPTH as QUEUE_DEPTH,
+    client::{Client, LeaseCache},
     control::ASK_AGAIN,
     leases::{LeasedExtent, MARKS, OpWords, Paged, SEGMENTS, WORDS},
 };
@@ -115,8 +109,7 @@ impl<B> PagedOp<B> {
 /// A data connection over RDMA to a server that lends more than its memory.
 pub(super) struct PagedChannel<B, A> {
     client: Arc<Client>,
-    /// Leases that [`Client`] held when it was last asked.
-    cache: HashMap<ExtentId, Arc<LeasedExtent>>,
+    leases: LeaseCache,
     queue: RdmaChannel<Parcel<B>>,
     /// Connection to the server's process.
     asking: A,
@@ -143,7 +136,7 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
         let mtu_bytes = queue.pair().mtu_bytes()?;
         Ok(Self {
             client,
-            cache: HashMap::with_capacity(CACHED),
+            leases: LeaseCache::new(),
             queue,
             asking,
             flying: [const { None }; DEPTH],
@@ -152,15 +145,6 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
             ready,
             mtu_bytes,
         })
-    }
-
-    fn leased(&mut self, id: ExtentId) -> Option<Arc<LeasedExtent>> {
-        let is_live = |leased: &Arc<LeasedExtent>| !leased.released.load(Ordering::Relaxed);
-        if !self.cache.get(&id).is_some_and(is_live) {
-            self.cache.retain(|_, leased| is_live(leased));
-            self.cache.insert(id, self.client.get(id)?);
-        }
-        self.cache.get(&id).cloned()
     }
 
     /// True if the server's adapter moves bytes from `offset` on to the right places.
@@ -314,7 +298,8 @@ impl<B: Buf, A: Channel<B> + AsFd> Channel<B> for PagedChannel<B, A> {
             leased.paged.is_some() && end.is_some_and(|end| end <= leased.bytes)
         };
         // The queue refuses what is not leased.
-        let leased = self.leased(op.extent).filter(is_in);
+        let leased = self.leases.get(op.extent, &self.client);
+        let leased = leased.cloned().filter(is_in);
         let is_for_server = leased.as_ref().is_some_and(|leased| match op.verb {
             Verb::Atomic(_) => leased.atomics && is_aligned(&op),
             Verb::Read | Verb::Write => !self.can_reach(leased, op.offset),

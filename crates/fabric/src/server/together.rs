@@ -37,8 +37,8 @@ use super::{
     transfer::vector,
 };
 use crate::{
+    announcements::Wake,
     host::Host,
-    memory::Wake,
     nonblocking::retry,
     ring::Board,
     stream::{PeerStream, SocketMessage},

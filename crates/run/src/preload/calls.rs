@@ -5,47 +5,27 @@
 //! The rule it keeps: a call without remote memory is the C library's own.
 //!
 //! `io_uring` takes its orders from memory that no filter sees. From the first ring on all of the
-//! arena is treated as if the kernel kept references to it ([`Advice::ZeroCopy`]), also if the
-//! arena is made later.
+//! arena is treated as if the kernel kept references to it (`Advice::ZeroCopy`), also if the arena
+//! is made later.
 
-use std::{
-    ffi::{c_int, c_uint, c_void},
-    sync::atomic::{AtomicBool, Ordering},
-};
+use std::ffi::{c_int, c_uint, c_void};
 
-use farpage::Advice;
 use farpage_vm::calls;
 use libc::{c_long, iovec, mmsghdr, msghdr, off_t, sockaddr, socklen_t, timespec};
 
 use crate::{
-    Inside, confine,
-    filter::is_remote,
-    next::{Next, next},
-    set_errno, signals, state,
+    Inside, confine, fail,
+    next::{name, next},
+    signals,
+    state::{self, is_remote},
 };
 
 macro_rules! calls {
     ($($name:ident $later:ident = $number:ident($($arg:ident: $type:ty),*) -> $result:ty [$($value:expr),*];)+) => {
-        mod found {
-            use std::ffi::CStr;
-
-            use super::Next;
-
-            $(
-                #[expect(non_upper_case_globals, reason = "the name of a function")]
-                pub(super) static $name: Next = {
-                    let name = concat!(stringify!($name), "\0");
-                    match CStr::from_bytes_with_nul(name.as_bytes()) {
-                        Ok(name) => Next::new(name),
-                        Err(_) => panic!("a name has one end"),
-                    }
-                };
-            )+
-        }
         $(
             next! {
                 #[doc = stringify!($name)]
-                $later = (found::$name)($($arg: $type),*) -> $result, else -1;
+                $later = (name(concat!(stringify!($name), "\0")))($($arg: $type),*) -> $result, else -1;
             }
 
             #[doc = concat!("`", stringify!($name), "`.")]
@@ -77,27 +57,6 @@ unsafe fn is_copied(number: c_long, args: calls::Arguments) -> bool {
         && unsafe { calls::leads_to_remote(number, args, &is_remote) }
 }
 
-/// True once the program has asked for a ring. Sequentially consistent: if one thread asks for a
-/// ring and another makes the arena at the same time, one sees the other's store.
-static HAS_RINGS: AtomicBool = AtomicBool::new(false);
-
-/// Treats a new arena as earlier rings demand.
-pub(crate) fn begin() {
-    if HAS_RINGS.swap(false, Ordering::SeqCst) {
-        expect_zero_copy();
-    }
-}
-
-/// Treats all of the arena as memory that the kernel keeps references to.
-fn expect_zero_copy() {
-    HAS_RINGS.swap(true, Ordering::SeqCst);
-    if let Some(state) = state::get() {
-        let _inside = Inside::enter();
-        let advised = state.arena.region().advise(.., Advice::ZeroCopy);
-        debug_assert!(advised.is_ok(), "marks are set in memory");
-    }
-}
-
 /// Makes the calls that `syscall` hands over.
 #[cfg(target_arch = "x86_64")]
 unsafe extern "C-unwind" fn by_number(
@@ -119,7 +78,7 @@ unsafe extern "C-unwind" fn by_number(
         return finish(installed.unwrap_or(-(libc::EPERM as isize)));
     }
     if number == libc::SYS_io_uring_setup {
-        expect_zero_copy();
+        state::expect_zero_copy();
     }
     let args = [a, b, c, d, e, f];
     // SAFETY: the caller's promise.
@@ -208,8 +167,7 @@ extern "C" fn finish(result: isize) -> c_long {
 
 fn outcome(result: isize) -> isize {
     if result < 0 {
-        set_errno(-result as c_int);
-        return -1;
+        return fail(-result as c_int) as isize;
     }
     result
 }

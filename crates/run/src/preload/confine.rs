@@ -15,23 +15,15 @@ use std::{
 
 use libc::sock_fprog;
 
-use crate::{
-    Inside,
-    next::{Next, next},
-    report, say, say_once, seccomp, set_errno, state,
-};
-
-static PRCTL: Next = Next::new(c"prctl");
-static UNSHARE: Next = Next::new(c"unshare");
-static SETNS: Next = Next::new(c"setns");
+use crate::{Inside, arena, fail, next::next, report, say, say_once, seccomp, set_errno, state};
 
 next! {
     /// `prctl`.
-    later_prctl = PRCTL(option: c_int, b: usize, c: usize, d: usize, e: usize) -> c_int, else -1;
+    later_prctl = c"prctl"(option: c_int, b: usize, c: usize, d: usize, e: usize) -> c_int, else -1;
     /// `unshare`.
-    later_unshare = UNSHARE(flags: c_int) -> c_int, else -1;
+    later_unshare = c"unshare"(flags: c_int) -> c_int, else -1;
     /// `setns`.
-    later_setns = SETNS(fd: c_int, kind: c_int) -> c_int, else -1;
+    later_setns = c"setns"(fd: c_int, kind: c_int) -> c_int, else -1;
 }
 
 /// `prctl`.
@@ -60,10 +52,8 @@ pub(crate) unsafe extern "C" fn prctl(
             unsafe { later_prctl(option, b, filter, d, e) }
         };
         // SAFETY: the caller's promise.
-        return unsafe { confine(operation as usize, 0, c, install) }.unwrap_or_else(|| {
-            set_errno(libc::EPERM);
-            -1
-        });
+        return unsafe { confine(operation as usize, 0, c, install) }
+            .unwrap_or_else(|| fail(libc::EPERM));
     }
     // SAFETY: the caller's promise.
     unsafe { later_prctl(option, b, c, d, e) }
@@ -106,7 +96,7 @@ pub(crate) unsafe fn confine<R>(
             copy = seccomp::killing_all(given);
             if state::get().is_none() {
                 // Nothing is remote yet, so the program needs nothing of the runtime from now on.
-                if state::stay_local() {
+                if arena::stay_local() {
                     report::finish();
                     say(
                         "the program stays local: it has installed a filter of system calls (seccomp) before anything was remote. \

@@ -5,7 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use crate::{Inside, maps::ours, say, state};
+use crate::{Inside, say, state};
 
 /// Brings memory in, so that a debugger can read it: `call (int)farpage_bring_in(&x, sizeof x)`.
 /// Returns 0, also for memory that is not remote, or -1 with a line of the reason. A range smaller
@@ -15,7 +15,7 @@ use crate::{Inside, maps::ours, say, state};
 /// None: no memory is read.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn farpage_bring_in(address: *const c_void, bytes: usize) -> c_int {
-    let (Some(addresses), Some(state)) = (ours(address.cast_mut(), bytes), state::get()) else {
+    let (Some(addresses), Some(state)) = (state::ours(address, bytes), state::get()) else {
         return 0;
     };
     let _inside = Inside::enter();

@@ -16,11 +16,7 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use crate::{
-    Inside,
-    next::{Next, next},
-    state,
-};
+use crate::{Inside, next::next, state};
 
 /// Number of descriptors in the window: more than any runtime has.
 const NUMBERS: u32 = 512;
@@ -105,10 +101,8 @@ fn set_limit(limit: &libc::rlimit) -> io::Result<()> {
 
 next! {
     /// `closefrom`.
-    next_closefrom = CLOSEFROM(first: c_int) -> (), else debug_assert!(first >= 0);
+    next_closefrom = c"closefrom"(first: c_int) -> (), else debug_assert!(first >= 0);
 }
-
-static CLOSEFROM: Next = Next::new(c"closefrom");
 
 /// Returns the window, unless this process has none.
 fn window() -> Option<Range<u32>> {

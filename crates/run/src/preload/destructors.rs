@@ -10,10 +10,7 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use crate::{
-    Inside,
-    next::{Next, next},
-};
+use crate::{Inside, next::next};
 
 /// Function that destroys a thread's variable.
 type Destructor = unsafe extern "C" fn(*mut c_void);
@@ -25,11 +22,9 @@ struct Variable {
     next: *mut Variable,
 }
 
-static THREAD_ATEXIT: Next = Next::new(c"__cxa_thread_atexit_impl");
-
 next! {
     /// `__cxa_thread_atexit_impl`.
-    next_thread_atexit = THREAD_ATEXIT(destructor: Destructor, object: *mut c_void, library: *mut c_void) -> c_int, else -1;
+    next_thread_atexit = c"__cxa_thread_atexit_impl"(destructor: Destructor, object: *mut c_void, library: *mut c_void) -> c_int, else -1;
 }
 
 thread_local! {

@@ -13,36 +13,24 @@ use std::{
     process,
 };
 
-use crate::{
-    Inside, environment,
-    next::{Next, next},
-    program::Program,
-    starts, state,
-};
-
-static EXECVE: Next = Next::new(c"execve");
-static EXECVPE: Next = Next::new(c"execvpe");
-static FEXECVE: Next = Next::new(c"fexecve");
-static EXECVEAT: Next = Next::new(c"execveat");
-static POSIX_SPAWN: Next = Next::new(c"posix_spawn");
-static POSIX_SPAWNP: Next = Next::new(c"posix_spawnp");
+use crate::{Inside, environment, next::next, program::Program, starts, state};
 
 /// List of the arguments or the environment of a program: strings, and a null behind them.
 type Strings = *const *const c_char;
 
 next! {
     /// `execve`.
-    later_execve = EXECVE(path: *const c_char, arguments: Strings, variables: Strings) -> c_int, else -1;
+    later_execve = c"execve"(path: *const c_char, arguments: Strings, variables: Strings) -> c_int, else -1;
     /// `execvpe`.
-    later_execvpe = EXECVPE(file: *const c_char, arguments: Strings, variables: Strings) -> c_int, else -1;
+    later_execvpe = c"execvpe"(file: *const c_char, arguments: Strings, variables: Strings) -> c_int, else -1;
     /// `fexecve`.
-    later_fexecve = FEXECVE(fd: c_int, arguments: Strings, variables: Strings) -> c_int, else -1;
+    later_fexecve = c"fexecve"(fd: c_int, arguments: Strings, variables: Strings) -> c_int, else -1;
     /// `execveat`.
-    later_execveat = EXECVEAT(folder: c_int, path: *const c_char, arguments: Strings, variables: Strings, flags: c_int) -> c_int, else -1;
+    later_execveat = c"execveat"(folder: c_int, path: *const c_char, arguments: Strings, variables: Strings, flags: c_int) -> c_int, else -1;
     /// `posix_spawn`.
-    later_posix_spawn = POSIX_SPAWN(process: *mut libc::pid_t, path: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) -> c_int, else libc::ENOSYS;
+    later_posix_spawn = c"posix_spawn"(process: *mut libc::pid_t, path: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) -> c_int, else libc::ENOSYS;
     /// `posix_spawnp`.
-    later_posix_spawnp = POSIX_SPAWNP(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) -> c_int, else libc::ENOSYS;
+    later_posix_spawnp = c"posix_spawnp"(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) -> c_int, else libc::ENOSYS;
 }
 
 unsafe extern "C" {
@@ -160,24 +148,43 @@ fn opened(fd: c_int) -> PathBuf {
     link.read_link().unwrap_or(link)
 }
 
-/// `execve`.
+/// Returns a program's path, as `execveat` finds it.
 ///
 /// # Safety
-/// As `execve`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn execve(
-    at: *const c_char,
-    arguments: Strings,
-    variables: Strings,
-) -> c_int {
+/// As [`path`].
+unsafe fn found_in(folder: c_int, at: *const c_char) -> PathBuf {
     // SAFETY: the caller's promise.
-    unsafe {
-        exec(
-            || path(at),
-            variables,
-            |variables| later_execve(at, arguments, variables),
-        )
+    match unsafe { path(at) } {
+        empty if empty.as_os_str().is_empty() => opened(folder),
+        path if folder == libc::AT_FDCWD => path,
+        path => opened(folder).join(path),
     }
+}
+
+/// Defines functions that start the program whose path is `$path`, by [`exec`] or [`spawn`].
+macro_rules! starts {
+    ($($by:ident $name:ident = $later:ident($($arg:ident: $type:ty),+) of $path:expr, with $variables:ident;)+) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "`.")]
+            ///
+            /// # Safety
+            #[doc = concat!("As `", stringify!($name), "`.")]
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name($($arg: $type),+) -> c_int {
+                // SAFETY: the caller's promise.
+                unsafe { $by(|| $path, $variables, |$variables| $later($($arg),+)) }
+            }
+        )+
+    };
+}
+
+starts! {
+    exec execve = later_execve(at: *const c_char, arguments: Strings, variables: Strings) of path(at), with variables;
+    exec execvpe = later_execvpe(file: *const c_char, arguments: Strings, variables: Strings) of found(file), with variables;
+    exec fexecve = later_fexecve(fd: c_int, arguments: Strings, variables: Strings) of opened(fd), with variables;
+    exec execveat = later_execveat(folder: c_int, at: *const c_char, arguments: Strings, variables: Strings, flags: c_int) of found_in(folder, at), with variables;
+    spawn posix_spawn = later_posix_spawn(process: *mut libc::pid_t, at: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of path(at), with variables;
+    spawn posix_spawnp = later_posix_spawnp(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of found(file), with variables;
 }
 
 /// `execv`.
@@ -190,26 +197,6 @@ pub(crate) unsafe extern "C" fn execv(at: *const c_char, arguments: Strings) -> 
     unsafe { execve(at, arguments, environ) }
 }
 
-/// `execvpe`.
-///
-/// # Safety
-/// As `execvpe`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn execvpe(
-    file: *const c_char,
-    arguments: Strings,
-    variables: Strings,
-) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
-        exec(
-            || found(file),
-            variables,
-            |variables| later_execvpe(file, arguments, variables),
-        )
-    }
-}
-
 /// `execvp`.
 ///
 /// # Safety
@@ -218,99 +205,6 @@ pub(crate) unsafe extern "C" fn execvpe(
 pub(crate) unsafe extern "C" fn execvp(file: *const c_char, arguments: Strings) -> c_int {
     // SAFETY: the caller's promise.
     unsafe { execvpe(file, arguments, environ) }
-}
-
-/// `fexecve`.
-///
-/// # Safety
-/// As `fexecve`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn fexecve(
-    fd: c_int,
-    arguments: Strings,
-    variables: Strings,
-) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
-        exec(
-            || opened(fd),
-            variables,
-            |variables| later_fexecve(fd, arguments, variables),
-        )
-    }
-}
-
-/// `execveat`.
-///
-/// # Safety
-/// As `execveat`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn execveat(
-    folder: c_int,
-    at: *const c_char,
-    arguments: Strings,
-    variables: Strings,
-    flags: c_int,
-) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let path = || match path(at) {
-            empty if empty.as_os_str().is_empty() => opened(folder),
-            path if folder == libc::AT_FDCWD => path,
-            path => opened(folder).join(path),
-        };
-        exec(path, variables, |variables| {
-            later_execveat(folder, at, arguments, variables, flags)
-        })
-    }
-}
-
-/// `posix_spawn`.
-///
-/// # Safety
-/// As `posix_spawn`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn posix_spawn(
-    process: *mut libc::pid_t,
-    at: *const c_char,
-    actions: *const libc::posix_spawn_file_actions_t,
-    attributes: *const libc::posix_spawnattr_t,
-    arguments: Strings,
-    variables: Strings,
-) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
-        spawn(
-            || path(at),
-            variables,
-            |variables| later_posix_spawn(process, at, actions, attributes, arguments, variables),
-        )
-    }
-}
-
-/// `posix_spawnp`.
-///
-/// # Safety
-/// As `posix_spawnp`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn posix_spawnp(
-    process: *mut libc::pid_t,
-    file: *const c_char,
-    actions: *const libc::posix_spawn_file_actions_t,
-    attributes: *const libc::posix_spawnattr_t,
-    arguments: Strings,
-    variables: Strings,
-) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
-        spawn(
-            || found(file),
-            variables,
-            |variables| {
-                later_posix_spawnp(process, file, actions, attributes, arguments, variables)
-            },
-        )
-    }
 }
 
 /// Implements `execle`, whose environment lies behind its arguments.

@@ -27,7 +27,12 @@ use std::{
 use farpage_vm::calls;
 use libc::sock_filter;
 
-use crate::{Inside, errno, limits, set_errno, signals, state};
+use crate::{
+    Inside, errno, limits,
+    seccomp::{answer, jump, load, statement},
+    set_errno, signals,
+    state::is_remote,
+};
 
 /// Number of low address bits that the filter ignores: it compares upper halves.
 const WINDOW_BITS: u32 = 32;
@@ -249,29 +254,6 @@ fn unless_ours() -> [sock_filter; 6] {
     ]
 }
 
-fn load(at: usize) -> sock_filter {
-    statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, at as u32)
-}
-
-fn answer(answer: u32) -> sock_filter {
-    statement(libc::BPF_RET | libc::BPF_K, answer)
-}
-
-fn statement(code: u32, k: u32) -> sock_filter {
-    let code = code as u16;
-    sock_filter {
-        code,
-        jt: 0,
-        jf: 0,
-        k,
-    }
-}
-
-fn jump(test: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
-    let code = (libc::BPF_JMP | test | libc::BPF_K) as u16;
-    sock_filter { code, jt, jf, k }
-}
-
 fn handle_sigsys() -> Result<(), String> {
     // SAFETY: all zeros is a valid action.
     let mut action: libc::sigaction = unsafe { mem::zeroed() };
@@ -282,13 +264,6 @@ fn handle_sigsys() -> Result<(), String> {
         0 => Ok(()),
         _ => Err(no_sigsys()),
     }
-}
-
-/// True if some of `bytes` bytes at `at` are remote.
-pub(crate) fn is_remote(at: usize, bytes: usize) -> bool {
-    bytes > 0
-        && (state::owns(at) || state::owns(at.saturating_add(bytes - 1)))
-        && state::get().is_some()
 }
 
 /// Makes the call that the kernel has not made.

@@ -10,12 +10,11 @@ use std::{
 };
 
 use crate::{
-    Inside, give_up, local, made, next, protect, set_errno,
-    state::{self, Holds, State},
+    ALIGN, Inside,
+    allocate::Holds,
+    arena, give_up, local, made, next, protect, set_errno,
+    state::{self, State},
 };
-
-/// Alignment of every allocation.
-pub(crate) const ALIGN: usize = 16;
 
 /// Allocates memory of the arena, and records where it begins.
 fn allocate(state: &State, bytes: usize, align: usize, holds: Holds) -> *mut c_void {
@@ -30,7 +29,7 @@ fn allocate(state: &State, bytes: usize, align: usize, holds: Holds) -> *mut c_v
 /// As `malloc`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
-    match state::serves(bytes) {
+    match arena::serves(bytes) {
         Some(state) => allocate(state, bytes, ALIGN, Holds::Anything),
         None if local::serves() => local::allocate(bytes, ALIGN),
         // SAFETY: the caller's promise.
@@ -48,7 +47,7 @@ pub(crate) unsafe extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_voi
         set_errno(libc::ENOMEM);
         return ptr::null_mut();
     };
-    match state::serves(all) {
+    match arena::serves(all) {
         Some(state) => allocate(state, all, ALIGN, Holds::Zeros),
         None if local::serves() => local::allocate(all, ALIGN),
         // SAFETY: the caller's promise.
@@ -98,7 +97,7 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
         // SAFETY: any size is fine.
         return unsafe { malloc(bytes) };
     }
-    if !is_ours && !local::holds(old) && state::serves(bytes).is_none() {
+    if !is_ours && !local::holds(old) && arena::serves(bytes).is_none() {
         // SAFETY: the caller's promise.
         return unsafe { next::realloc(old, bytes) };
     }
@@ -109,7 +108,7 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
     }
     // Blocks that shrink below `--min-bytes` move to the next allocator: a page for each would fill
     // the arena.
-    let stays = state::serves(bytes).is_some() || Inside::is();
+    let stays = arena::serves(bytes).is_some() || Inside::is();
     if is_ours
         && stays
         && let (Some(state), Some(old)) = (state::get(), NonNull::new(old.cast()))
@@ -165,7 +164,7 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
 /// As `memalign`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn memalign(align: usize, bytes: usize) -> *mut c_void {
-    match state::serves(bytes) {
+    match arena::serves(bytes) {
         Some(state) if align.is_power_of_two() => allocate(state, bytes, align, Holds::Anything),
         None if local::serves() && align.is_power_of_two() => local::allocate(bytes, align),
         // SAFETY: the caller's promise.

@@ -19,7 +19,7 @@ use std::{
 
 use libc::rlimit;
 
-use crate::{maps::KERNEL_PAGE_BYTES, state};
+use crate::state::{self, KERNEL_PAGE_BYTES};
 
 /// Limits of sums that the kernel counts the arena in.
 const COUNTED: [libc::__rlimit_resource_t; 2] = [libc::RLIMIT_AS, libc::RLIMIT_DATA];

@@ -20,7 +20,7 @@ use talc::{
     source::Manual,
 };
 
-use crate::{Inside, heap::ALIGN, process, set_errno, state};
+use crate::{ALIGN, Inside, is_starting, set_errno, state};
 
 /// Size of the memory: more than the C library has ever asked for. Unused parts take no memory.
 const BYTES: usize = 32 << 20;
@@ -51,7 +51,7 @@ fn heap() -> MutexGuard<'static, Heap> {
 /// True if this thread's requests are served from here: it works for the runtime, or starts a
 /// thread whose tables may become one of the runtime's. False in a child made by `fork`.
 pub(crate) fn serves() -> bool {
-    (Inside::is() || process::is_starting()) && !state::is_forked()
+    (Inside::is() || is_starting()) && !state::is_forked()
 }
 
 /// Returns zeroed memory. Null, with an `errno`, if no memory is left.

@@ -11,7 +11,7 @@ use std::{
     sync::atomic::{AtomicPtr, AtomicU64, Ordering},
 };
 
-use crate::{maps::KERNEL_PAGE_BYTES, state};
+use crate::state::{self, KERNEL_PAGE_BYTES};
 
 /// A bit for each kernel page of the arena. Null before the arena exists.
 static BITS: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());

@@ -12,16 +12,14 @@ use std::{
 use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{
-    Inside, protect,
+    Inside,
+    allocate::Holds,
+    arena, locks,
+    protect::{self, PLAIN},
     ranges::Ranges,
     say_once, set_errno,
-    state::{self, Holds, State},
+    state::{self, KERNEL_PAGE_BYTES, State},
 };
-
-pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
-
-/// Protection for reading and writing.
-pub(crate) const PLAIN: c_int = libc::PROT_READ | libc::PROT_WRITE;
 
 /// Mapped addresses in the arena.
 static MAPPED: Mutex<Ranges<()>> = Mutex::new(Ranges::new());
@@ -49,7 +47,7 @@ pub(crate) unsafe extern "C" fn mmap(
         && protection & !PLAIN == 0;
     if flags & libc::MAP_FIXED != 0 {
         if let (Some(addresses), Some(state), false) =
-            (ours(address, bytes), state::get(), Inside::is())
+            (state::ours(address, bytes), state::get(), Inside::is())
         {
             return match is_anonymous {
                 true => map_over(state, addresses, protection),
@@ -58,7 +56,7 @@ pub(crate) unsafe extern "C" fn mmap(
         }
     } else if is_anonymous
         && flags & !may_be == 0
-        && let Some(state) = state::serves(bytes)
+        && let Some(state) = arena::serves(bytes)
         && let Some(made) = map(state, bytes, protection)
     {
         // The address that the program asked for is a hint.
@@ -77,12 +75,11 @@ pub(crate) unsafe extern "C" fn mmap(
         ) as *mut c_void
     };
     if made != libc::MAP_FAILED
-        && let Err(errno) = protect::mapped_by_kernel(made, bytes)
+        && let Err(errno) = locks::mapped_by_kernel(made, bytes)
     {
         // SAFETY: made just now, and nobody has seen it.
         unsafe { libc::syscall(libc::SYS_munmap, made, bytes) };
-        set_errno(errno);
-        return libc::MAP_FAILED;
+        return failed(errno);
     }
     made
 }
@@ -146,13 +143,12 @@ fn map_over(state: &State, addresses: Range<usize>, protection: c_int) -> *mut c
         drop(_inside);
         return refuse_to_map_over();
     }
-    protect::unlock(state, addresses.clone());
+    locks::unlock(state, addresses.clone());
     // SAFETY: the program gives the contents up.
     let emptied = unsafe { protect::discard(state, addresses.clone()) };
     if emptied.is_err() || protect::set(addresses.clone(), protection).is_err() {
         drop(_inside);
-        set_errno(libc::ENOMEM);
-        return libc::MAP_FAILED;
+        return failed(libc::ENOMEM);
     }
     let start = addresses.start;
     note(addresses);
@@ -163,17 +159,13 @@ fn refuse_to_map_over() -> *mut c_void {
     say_once(
         "mmap with MAP_FIXED over remote memory is refused, except of private anonymous memory over what is mapped; a larger --min-bytes keeps such memory local",
     );
-    set_errno(libc::EINVAL);
-    libc::MAP_FAILED
+    failed(libc::EINVAL)
 }
 
-/// Returns the addresses of a call, if they lie in the arena.
-pub(crate) fn ours(address: *mut c_void, bytes: usize) -> Option<Range<usize>> {
-    let start = address as usize;
-    let end = start
-        .checked_add(bytes)?
-        .checked_next_multiple_of(KERNEL_PAGE_BYTES)?;
-    (bytes > 0 && state::owns(start) && state::owns(end - 1)).then_some(start..end)
+/// Fails a call that returns addresses with `errno`.
+fn failed(errno: c_int) -> *mut c_void {
+    set_errno(errno);
+    libc::MAP_FAILED
 }
 
 /// `munmap`.
@@ -182,7 +174,7 @@ pub(crate) fn ours(address: *mut c_void, bytes: usize) -> Option<Range<usize>> {
 /// As `munmap`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn munmap(address: *mut c_void, bytes: usize) -> c_int {
-    match (ours(address, bytes), state::get()) {
+    match (state::ours(address, bytes), state::get()) {
         (Some(addresses), Some(state)) if !Inside::is() => {
             unmap(state, addresses);
             0
@@ -190,14 +182,6 @@ pub(crate) unsafe extern "C" fn munmap(address: *mut c_void, bytes: usize) -> c_
         // SAFETY: the caller's promise.
         _ => unsafe { libc::syscall(libc::SYS_munmap, address, bytes) as c_int },
     }
-}
-
-/// Returns the addresses of the pages that `addresses` touch.
-pub(crate) fn pages_of(state: &State, addresses: &Range<usize>) -> Range<usize> {
-    let page_bytes = state.arena.region().page_bytes();
-    let base = state.arena.addresses().start;
-    let down = base + (addresses.start - base) / page_bytes * page_bytes;
-    down..base + (addresses.end - base).next_multiple_of(page_bytes)
 }
 
 fn unmap(state: &State, addresses: Range<usize>) {
@@ -208,7 +192,7 @@ fn unmap(state: &State, addresses: Range<usize>) {
     let mut gone: Vec<Range<usize>> = Vec::new();
     for (part, ()) in mapped.remove(addresses) {
         match gone.last_mut() {
-            Some(last) if pages_of(state, last).end > pages_of(state, &part).start => {
+            Some(last) if state.pages_of(last).end > state.pages_of(&part).start => {
                 last.end = part.end;
             }
             _ => gone.push(part),
@@ -218,7 +202,7 @@ fn unmap(state: &State, addresses: Range<usize>) {
         if !protect::lift(state, gone.clone()) {
             continue;
         }
-        let pages = pages_of(state, &gone);
+        let pages = state.pages_of(&gone);
         // Pages at the ends are released, too, if they have no other mapping.
         let ends = [pages.start..gone.start, gone.end..pages.end];
         let [before, behind] = ends.map(|end| !end.is_empty() && mapped.touches(&end));
@@ -251,7 +235,8 @@ pub(crate) unsafe extern "C" fn mremap(
     flags: c_int,
     new_address: *mut c_void,
 ) -> *mut c_void {
-    let (Some(old), Some(state), false) = (ours(address, bytes), state::get(), Inside::is()) else {
+    let (Some(old), Some(state), false) = (state::ours(address, bytes), state::get(), Inside::is())
+    else {
         // SAFETY: the caller's promise.
         return unsafe {
             libc::syscall(
@@ -263,10 +248,6 @@ pub(crate) unsafe extern "C" fn mremap(
                 new_address,
             ) as *mut c_void
         };
-    };
-    let failed = |errno| {
-        set_errno(errno);
-        libc::MAP_FAILED
     };
     let whole = new_bytes.checked_next_multiple_of(KERNEL_PAGE_BYTES);
     let (Some(whole @ 1..), true) = (whole, old.start.is_multiple_of(KERNEL_PAGE_BYTES)) else {
@@ -299,7 +280,7 @@ pub(crate) unsafe extern "C" fn mremap(
 fn grow_in_place(state: &State, old: &Range<usize>, end: usize) -> bool {
     let _inside = Inside::enter();
     let mut mapped = mapped();
-    let page_end = pages_of(state, old).end;
+    let page_end = state.pages_of(old).end;
     let is_free = !mapped.touches(&(old.end..end.min(page_end).max(old.end)))
         && (end <= page_end || state.arena.extend(page_end, end - page_end));
     if is_free {
@@ -317,7 +298,7 @@ fn grow_in_place(state: &State, old: &Range<usize>, end: usize) -> bool {
 /// Nobody uses the mapping meanwhile.
 unsafe fn grow_elsewhere(state: &State, old: Range<usize>, whole: usize) -> *mut c_void {
     // The mapping keeps its offset in its first page, so that pages move and not bytes.
-    let offset = old.start - pages_of(state, &old).start;
+    let offset = old.start - state.pages_of(&old).start;
     let made = state.allocate_to_grow(offset + whole, KERNEL_PAGE_BYTES);
     if made.is_null() {
         return libc::MAP_FAILED;
@@ -329,8 +310,7 @@ unsafe fn grow_elsewhere(state: &State, old: Range<usize>, whole: usize) -> *mut
     if !unsafe { protect::relocate(state, old.clone(), new.clone()) } {
         unmap(state, new);
         drop(_inside);
-        set_errno(libc::ENOMEM);
-        return libc::MAP_FAILED;
+        return failed(libc::ENOMEM);
     }
     unmap(state, old.clone());
     protect::extend(new.start + old.len()..new.end);

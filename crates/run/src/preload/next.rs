@@ -50,13 +50,13 @@ impl Next {
     }
 }
 
-static MALLOC: Next = Next::new(c"malloc");
-static CALLOC: Next = Next::new(c"calloc");
-static REALLOC: Next = Next::new(c"realloc");
-static FREE: Next = Next::new(c"free");
-static MEMALIGN: Next = Next::new(c"memalign");
-static USABLE: Next = Next::new(c"malloc_usable_size");
-static PTHREAD_CREATE: Next = Next::new(c"pthread_create");
+/// Returns the name of a function, which ends with a zero byte.
+pub(crate) const fn name(name: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(name.as_bytes()) {
+        Ok(name) => name,
+        Err(_) => panic!("a name has one end"),
+    }
+}
 
 /// Function that a thread is started with.
 pub(crate) type Start = extern "C" fn(*mut c_void) -> *mut c_void;
@@ -68,7 +68,8 @@ macro_rules! next {
         /// # Safety
         /// As the function of this name.
         pub(crate) unsafe fn $name($($arg: $type),*) -> $result {
-            let Some(found) = $of.get() else { return $otherwise };
+            static NEXT: $crate::next::Next = $crate::next::Next::new($of);
+            let Some(found) = NEXT.get() else { return $otherwise };
             // SAFETY: the function of this name has this type.
             let function: unsafe extern "C" fn($($type),*) -> $result = unsafe { ::std::mem::transmute(found) };
             // SAFETY: the caller's promise.
@@ -81,19 +82,19 @@ pub(crate) use next;
 
 next! {
     /// `malloc`.
-    malloc = MALLOC(bytes: usize) -> *mut c_void, else early(bytes, 16);
+    malloc = c"malloc"(bytes: usize) -> *mut c_void, else early(bytes, 16);
     /// `calloc`.
-    calloc = CALLOC(count: usize, bytes: usize) -> *mut c_void, else early(count * bytes, 16);
+    calloc = c"calloc"(count: usize, bytes: usize) -> *mut c_void, else early(count * bytes, 16);
     /// `realloc` of memory that is not early.
-    later_realloc = REALLOC(old: *mut c_void, bytes: usize) -> *mut c_void, else early(bytes, 16);
+    later_realloc = c"realloc"(old: *mut c_void, bytes: usize) -> *mut c_void, else early(bytes, 16);
     /// `free` of memory that is not early.
-    later_free = FREE(old: *mut c_void) -> (), else debug_assert!(!old.is_null());
+    later_free = c"free"(old: *mut c_void) -> (), else debug_assert!(!old.is_null());
     /// `memalign`.
-    memalign = MEMALIGN(align: usize, bytes: usize) -> *mut c_void, else early(bytes, align);
+    memalign = c"memalign"(align: usize, bytes: usize) -> *mut c_void, else early(bytes, align);
     /// `malloc_usable_size` of memory that is not early.
-    later_usable = USABLE(of: *mut c_void) -> usize, else 0;
+    later_usable = c"malloc_usable_size"(of: *mut c_void) -> usize, else 0;
     /// `pthread_create`.
-    pthread_create = PTHREAD_CREATE(thread: *mut libc::pthread_t, attributes: *const libc::pthread_attr_t, start: Start, argument: *mut c_void) -> c_int, else libc::EAGAIN;
+    pthread_create = c"pthread_create"(thread: *mut libc::pthread_t, attributes: *const libc::pthread_attr_t, start: Start, argument: *mut c_void) -> c_int, else libc::EAGAIN;
 }
 
 /// `realloc`.

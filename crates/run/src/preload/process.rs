@@ -3,34 +3,25 @@
 //! A child made by `fork` does not have the arena's memory. The rule: a call that copies the
 //! process fails with a line while memory of the arena is allocated, unless the user allows it.
 
-use std::{
-    cell::Cell,
-    ffi::{c_char, c_int, c_void},
-};
+use std::ffi::{c_char, c_int, c_void};
 
 use crate::{
-    INSIDE, Inside, family,
-    next::{self, Next, Start, next},
-    report, say, set_errno, signals, state,
+    INSIDE, Inside, STARTING, family,
+    next::{self, Start, next},
+    report, say, set_errno, share, signals, state,
 };
-
-static FORK: Next = Next::new(c"fork");
-static RAW_FORK: Next = Next::new(c"_Fork");
-static FORKPTY: Next = Next::new(c"forkpty");
-static DAEMON: Next = Next::new(c"daemon");
-static CLONE: Next = Next::new(c"clone");
 
 next! {
     /// `fork`.
-    later_fork = FORK() -> c_int, else -1;
+    later_fork = c"fork"() -> c_int, else -1;
     /// `_Fork`.
-    later_raw_fork = RAW_FORK() -> c_int, else -1;
+    later_raw_fork = c"_Fork"() -> c_int, else -1;
     /// `forkpty`.
-    later_forkpty = FORKPTY(terminal: *mut c_int, name: *mut c_char, settings: *const libc::termios, size: *const libc::winsize) -> c_int, else -1;
+    later_forkpty = c"forkpty"(terminal: *mut c_int, name: *mut c_char, settings: *const libc::termios, size: *const libc::winsize) -> c_int, else -1;
     /// `daemon`.
-    later_daemon = DAEMON(keeps_folder: c_int, keeps_streams: c_int) -> c_int, else -1;
+    later_daemon = c"daemon"(keeps_folder: c_int, keeps_streams: c_int) -> c_int, else -1;
     /// `clone`.
-    later_clone = CLONE(start: *mut c_void, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, tls: *mut c_void, child: *mut c_void) -> c_int, else -1;
+    later_clone = c"clone"(start: *mut c_void, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, tls: *mut c_void, child: *mut c_void) -> c_int, else -1;
 }
 
 /// True if the process may be copied. If not, says why.
@@ -55,6 +46,12 @@ fn may_copy() -> bool {
     allocated == 0
 }
 
+/// Gives up what is the parent's, in a child made by `fork`.
+fn forget() {
+    share::forget();
+    state::forget();
+}
+
 /// Defines functions that copy the process. Each returns 0 in the child.
 macro_rules! copies {
     ($($name:ident = $later:path, ($($arg:ident: $type:ty),*);)+) => {
@@ -71,7 +68,7 @@ macro_rules! copies {
                 // SAFETY: the caller's promise.
                 let child = unsafe { $later($($arg),*) };
                 if child == 0 {
-                    state::forget();
+                    forget();
                 }
                 child
             }
@@ -101,7 +98,7 @@ pub(crate) unsafe extern "C" fn daemon(keeps_folder: c_int, keeps_streams: c_int
     // SAFETY: the caller's promise.
     let code = unsafe { later_daemon(keeps_folder, keeps_streams) };
     if code == 0 {
-        state::forget();
+        forget();
     }
     code
 }
@@ -149,16 +146,6 @@ pub(crate) unsafe extern "C" fn _exit(status: c_int) -> ! {
 pub(crate) unsafe extern "C" fn _Exit(status: c_int) -> ! {
     // SAFETY: the caller's promise.
     unsafe { _exit(status) }
-}
-
-thread_local! {
-    /// Depth of this thread in `pthread_create`: a handler may interrupt one call by another.
-    static STARTING: Cell<u32> = const { Cell::new(0) };
-}
-
-/// True while this thread of the program starts another.
-pub(crate) fn is_starting() -> bool {
-    STARTING.get() > 0
 }
 
 struct Thread {

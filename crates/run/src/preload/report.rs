@@ -11,13 +11,12 @@
 use std::{
     ffi::{c_int, c_void},
     fs, mem, process, ptr,
-    sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering},
+    sync::atomic::{AtomicI32, AtomicU32, Ordering},
     thread,
     time::{Duration, Instant},
 };
 
 use farpage::{ByteSize, Runtime};
-use libc::sigaction as Action;
 
 use crate::{
     say_to, signals,
@@ -29,31 +28,9 @@ const LOCAL_BYTES: u64 = 16 << 20;
 /// The longest time that the end of a process waits for the thread.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Signals that end a process by default, and that a program or its user may send or cause.
-const FATAL: [c_int; 16] = [
-    libc::SIGHUP,
-    libc::SIGINT,
-    libc::SIGQUIT,
-    libc::SIGILL,
-    libc::SIGABRT,
-    libc::SIGBUS,
-    libc::SIGFPE,
-    libc::SIGSEGV,
-    libc::SIGPIPE,
-    libc::SIGALRM,
-    libc::SIGTERM,
-    libc::SIGUSR1,
-    libc::SIGUSR2,
-    libc::SIGXCPU,
-    libc::SIGXFSZ,
-    libc::SIGSYS,
-];
-
 /// Copy of standard error from the start: programs close theirs before they end. Negative without
 /// `--stats`.
 static STANDARD_ERROR: AtomicI32 = AtomicI32::new(-1);
-/// True if signals that end the process are handled here.
-static IS_ON: AtomicBool = AtomicBool::new(false);
 /// State of the thread, and the futex that it sleeps on: [`NONE`], [`IDLE`], [`ASKED`] or [`DONE`].
 static WORD: AtomicU32 = AtomicU32::new(NONE);
 /// State before the thread is started.
@@ -74,40 +51,8 @@ pub(crate) fn begin(stats: bool) -> Result<(), String> {
         let copy = unsafe { libc::fcntl(2, libc::F_DUPFD_CLOEXEC, 3) };
         STANDARD_ERROR.store(if copy >= 0 { copy } else { 2 }, Ordering::Relaxed);
     }
-    IS_ON.store(true, Ordering::Relaxed);
-    if signals::are_ours() {
-        // The runtime's handler is installed, and calls the handler that stands for none.
-        signals::renew_sigbus();
-    }
-    for signal in FATAL {
-        // SAFETY: all zeros is a valid action; the handler takes what SA_SIGINFO gives.
-        unsafe {
-            let [mut action, mut before]: [Action; 2] = mem::zeroed();
-            if signals::ask(signal, &mut before) != 0 || before.sa_sigaction != libc::SIG_DFL {
-                continue;
-            }
-            action.sa_sigaction = on_fatal as *const () as usize;
-            action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-            signals::install(signal, &action);
-        }
-    }
+    signals::handle_fatal(on_fatal);
     Ok(())
-}
-
-/// Returns the handler that stands for none, if the end of this process is announced or reported.
-pub(crate) fn handler() -> Option<usize> {
-    IS_ON
-        .load(Ordering::Relaxed)
-        .then_some(on_fatal as *const () as usize)
-}
-
-/// Hides the handler of this module from the program.
-pub(crate) fn as_told(mut action: Action) -> Action {
-    if handler() == Some(action.sa_sigaction) {
-        // SAFETY: all zeros is SIG_DFL.
-        action = unsafe { mem::zeroed() };
-    }
-    action
 }
 
 fn when_asked() {

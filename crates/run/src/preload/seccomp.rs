@@ -1,5 +1,5 @@
-//! Answers of a filter of system calls (seccomp) to the calls that the runtime makes in the
-//! program's threads ([`forbidden`]).
+//! Filters of system calls (seccomp): their statements, and their answers to the calls that the
+//! runtime makes in the program's threads ([`forbidden`]).
 //!
 //! The rule it keeps: a filter is run as the kernel runs it, on calls as the runtime makes them.
 
@@ -167,35 +167,46 @@ fn run(filter: &[sock_filter], call: &seccomp_data) -> Option<u32> {
     }
 }
 
+/// Returns the statement that loads the 4 bytes of a call at `at`.
+pub(crate) fn load(at: usize) -> sock_filter {
+    statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, at as u32)
+}
+
+/// Returns the statement that ends a filter with `answer`.
+pub(crate) fn answer(answer: u32) -> sock_filter {
+    statement(libc::BPF_RET | libc::BPF_K, answer)
+}
+
+/// Returns a statement without a jump.
+pub(crate) fn statement(code: u32, k: u32) -> sock_filter {
+    let code = code as u16;
+    sock_filter {
+        code,
+        jt: 0,
+        jf: 0,
+        k,
+    }
+}
+
+/// Returns a jump over `jt` statements if `test` is met by `k`, and over `jf` if not.
+pub(crate) fn jump(test: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
+    let code = (libc::BPF_JMP | test | libc::BPF_K) as u16;
+    sock_filter { code, jt, jf, k }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn statement(code: u32, k: u32) -> sock_filter {
-        sock_filter {
-            code: code as u16,
-            jt: 0,
-            jf: 0,
-            k,
-        }
-    }
-
-    fn jump(test: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
-        let code = (libc::BPF_JMP | test) as u16;
-        sock_filter { code, jt, jf, k }
-    }
-
-    const LOAD: u32 = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
-
     /// Makes a filter that answers `listed` to some calls, and `otherwise` to all others.
     fn list(numbers: &[c_long], listed: u32, otherwise: u32) -> Vec<sock_filter> {
-        let mut filter = vec![statement(LOAD, 0)];
+        let mut filter = vec![load(0)];
         for (at, &number) in numbers.iter().enumerate() {
             let left = (numbers.len() - at) as u8;
             filter.push(jump(libc::BPF_JEQ, number as u32, left, 0));
         }
-        filter.push(statement(libc::BPF_RET, otherwise));
-        filter.push(statement(libc::BPF_RET, listed));
+        filter.push(answer(otherwise));
+        filter.push(answer(listed));
         filter
     }
 
@@ -213,20 +224,20 @@ mod tests {
             assert_eq!(forbidden(&list(&[number], errno, allow)), Some(name));
         }
         // The filter falls off its end.
-        assert_eq!(forbidden(&[statement(LOAD, 0)]), Some("ioctl"));
+        assert_eq!(forbidden(&[load(0)]), Some("ioctl"));
     }
 
     #[test]
     fn filter_that_looks_at_arguments_is_followed() {
         // Allows `ioctl` of a terminal only.
-        let arg = mem::offset_of!(seccomp_data, args) as u32 + 8;
+        let arg = mem::offset_of!(seccomp_data, args) + 8;
         let mut filter = vec![
-            statement(LOAD, 0),
+            load(0),
             jump(libc::BPF_JEQ, libc::SYS_ioctl as u32, 0, 3),
-            statement(LOAD, arg),
+            load(arg),
             jump(libc::BPF_JEQ, libc::TIOCGWINSZ as u32, 1, 0),
-            statement(libc::BPF_RET, libc::SECCOMP_RET_KILL_PROCESS),
-            statement(libc::BPF_RET, libc::SECCOMP_RET_ALLOW),
+            answer(libc::SECCOMP_RET_KILL_PROCESS),
+            answer(libc::SECCOMP_RET_ALLOW),
         ];
         assert_eq!(forbidden(&filter), Some("ioctl"));
         filter[3] = jump(libc::BPF_JEQ, libc::TIOCGWINSZ as u32, 0, 1);
@@ -263,7 +274,7 @@ mod tests {
             args: [0; 6],
         };
         let filter = [
-            statement(LOAD, 0),
+            load(0),
             statement(libc::BPF_MISC | libc::BPF_TAX, 0),
             statement(libc::BPF_ALU | libc::BPF_MUL, 6),
             statement(libc::BPF_ST, 3),

@@ -23,44 +23,29 @@ use farpage_signals::{Mutex, MutexGuard};
 use farpage_vm::sigbus;
 use libc::{sigaction as Action, sigset_t, timespec};
 
-use crate::{
-    INSIDE, Inside,
-    next::{Next, next},
-    report,
-};
-
-static SIGACTION: Next = Next::new(c"sigaction");
-static SIGPROCMASK: Next = Next::new(c"sigprocmask");
-static PTHREAD_SIGMASK: Next = Next::new(c"pthread_sigmask");
-static SIGSUSPEND: Next = Next::new(c"sigsuspend");
-static PSELECT: Next = Next::new(c"pselect");
-static PPOLL: Next = Next::new(c"ppoll");
-static EPOLL_PWAIT: Next = Next::new(c"epoll_pwait");
-static SIGNAL: Next = Next::new(c"signal");
-static SYSV_SIGNAL: Next = Next::new(c"__sysv_signal");
-static SET_ATTRIBUTE: Next = Next::new(c"pthread_attr_setsigmask_np");
+use crate::{INSIDE, Inside, next::next};
 
 next! {
     /// `sigaction`.
-    later_sigaction = SIGACTION(signal: c_int, new: *const Action, old: *mut Action) -> c_int, else -1;
+    later_sigaction = c"sigaction"(signal: c_int, new: *const Action, old: *mut Action) -> c_int, else -1;
     /// `sigprocmask`.
-    later_sigprocmask = SIGPROCMASK(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int, else -1;
+    later_sigprocmask = c"sigprocmask"(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int, else -1;
     /// `pthread_sigmask`.
-    later_pthread_sigmask = PTHREAD_SIGMASK(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int, else libc::EINVAL;
+    later_pthread_sigmask = c"pthread_sigmask"(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int, else libc::EINVAL;
     /// `sigsuspend`.
-    later_sigsuspend = SIGSUSPEND(held: *const sigset_t) -> c_int, else -1;
+    later_sigsuspend = c"sigsuspend"(held: *const sigset_t) -> c_int, else -1;
     /// `pselect`.
-    later_pselect = PSELECT(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, timeout: *const timespec, held: *const sigset_t) -> c_int, else -1;
+    later_pselect = c"pselect"(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, timeout: *const timespec, held: *const sigset_t) -> c_int, else -1;
     /// `ppoll`.
-    later_ppoll = PPOLL(fds: *mut libc::pollfd, count: libc::nfds_t, timeout: *const timespec, held: *const sigset_t) -> c_int, else -1;
+    later_ppoll = c"ppoll"(fds: *mut libc::pollfd, count: libc::nfds_t, timeout: *const timespec, held: *const sigset_t) -> c_int, else -1;
     /// `epoll_pwait`.
-    later_epoll_pwait = EPOLL_PWAIT(fd: c_int, events: *mut libc::epoll_event, most: c_int, timeout: c_int, held: *const sigset_t) -> c_int, else -1;
+    later_epoll_pwait = c"epoll_pwait"(fd: c_int, events: *mut libc::epoll_event, most: c_int, timeout: c_int, held: *const sigset_t) -> c_int, else -1;
     /// `signal`.
-    later_signal = SIGNAL(signal: c_int, handler: usize) -> usize, else libc::SIG_ERR;
+    later_signal = c"signal"(signal: c_int, handler: usize) -> usize, else libc::SIG_ERR;
     /// `__sysv_signal`.
-    later_sysv_signal = SYSV_SIGNAL(signal: c_int, handler: usize) -> usize, else libc::SIG_ERR;
+    later_sysv_signal = c"__sysv_signal"(signal: c_int, handler: usize) -> usize, else libc::SIG_ERR;
     /// `pthread_attr_setsigmask_np`.
-    later_set_attribute = SET_ATTRIBUTE(attributes: *mut libc::pthread_attr_t, held: *const sigset_t) -> c_int, else libc::EINVAL;
+    later_set_attribute = c"pthread_attr_setsigmask_np"(attributes: *mut libc::pthread_attr_t, held: *const sigset_t) -> c_int, else libc::EINVAL;
 }
 
 /// Signals that are never held back.
@@ -69,11 +54,34 @@ const SIGNALS: usize = 65;
 /// Bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
 
+/// Signals that end a process by default, and that a program or its user may send or cause.
+const FATAL: [c_int; 16] = [
+    libc::SIGHUP,
+    libc::SIGINT,
+    libc::SIGQUIT,
+    libc::SIGILL,
+    libc::SIGABRT,
+    libc::SIGBUS,
+    libc::SIGFPE,
+    libc::SIGSEGV,
+    libc::SIGPIPE,
+    libc::SIGALRM,
+    libc::SIGTERM,
+    libc::SIGUSR1,
+    libc::SIGUSR2,
+    libc::SIGXCPU,
+    libc::SIGXFSZ,
+    libc::SIGSYS,
+];
+
 /// Handler that takes all arguments of the kernel.
-type Handler = extern "C-unwind" fn(c_int, *mut libc::siginfo_t, *mut c_void);
+pub(crate) type Handler = extern "C-unwind" fn(c_int, *mut libc::siginfo_t, *mut c_void);
 
 /// The runtime's handler of SIGBUS.
 static RUNTIMES: AtomicUsize = AtomicUsize::new(0);
+
+/// Handler of signals that the program does not handle. 0 for none.
+static UNHANDLED: AtomicUsize = AtomicUsize::new(0);
 
 static ARE_OURS: AtomicBool = AtomicBool::new(false);
 
@@ -188,10 +196,42 @@ pub(crate) fn install(signal: c_int, action: &Action) -> c_int {
     unsafe { later_sigaction(signal, action, ptr::null_mut()) }
 }
 
-/// Returns the current action by the C library's `sigaction`.
-pub(crate) fn ask(signal: c_int, old: &mut Action) -> c_int {
-    // SAFETY: asks only.
-    unsafe { later_sigaction(signal, ptr::null(), old) }
+/// Handles signals that end the process, and that the program does not handle, by `handler`. The
+/// program sees no handler.
+pub(crate) fn handle_fatal(handler: Handler) {
+    UNHANDLED.store(handler as usize, Ordering::Relaxed);
+    if are_ours() {
+        // The runtime's handler is installed, and calls the handler that stands for none.
+        let (believed, _) = exchange(libc::SIGBUS, None);
+        exchange(libc::SIGBUS, Some(believed));
+    }
+    for signal in FATAL {
+        // SAFETY: all zeros is a valid action; the handler takes what SA_SIGINFO gives.
+        unsafe {
+            let [mut action, mut before]: [Action; 2] = mem::zeroed();
+            let code = later_sigaction(signal, ptr::null(), &raw mut before);
+            if code != 0 || before.sa_sigaction != libc::SIG_DFL {
+                continue;
+            }
+            action.sa_sigaction = handler as usize;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+            install(signal, &action);
+        }
+    }
+}
+
+/// Returns the handler of signals that the program does not handle.
+fn unhandled() -> Option<usize> {
+    Some(UNHANDLED.load(Ordering::Relaxed)).filter(|&handler| handler != 0)
+}
+
+/// Hides the handler of [`handle_fatal`] from the program.
+fn as_told(mut action: Action) -> Action {
+    if unhandled() == Some(action.sa_sigaction) {
+        // SAFETY: all zeros is SIG_DFL.
+        action = unsafe { mem::zeroed() };
+    }
+    action
 }
 
 /// Calls the C library's `sigaction` before a signal is ours, and stops holding the signal back.
@@ -260,7 +300,7 @@ pub(crate) unsafe extern "C" fn sigaction(
         unsafe {
             let code = later_sigaction(signal, new, old);
             if code == 0 && !old.is_null() {
-                *old = report::as_told(*old);
+                *old = as_told(*old);
             }
             return code;
         }
@@ -295,7 +335,7 @@ fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
                     action.sa_flags |= libc::SA_NODEFER | libc::SA_SIGINFO;
                     action.sa_sigaction = to_program as *const () as usize;
                 } else if action.sa_sigaction == libc::SIG_DFL
-                    && let Some(handler) = report::handler()
+                    && let Some(handler) = unhandled()
                 {
                     action.sa_flags |= libc::SA_SIGINFO;
                     action.sa_sigaction = handler;
@@ -321,20 +361,14 @@ fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
             if code != 0 {
                 return (before, code);
             }
-            before = report::as_told(before);
+            before = as_told(before);
             *word(&mut before.sa_mask) |= believed.held[signal as usize];
             if let Some(mut new) = new {
                 believed.held[signal as usize] = *word(&mut new.sa_mask) & OURS;
             }
         }
     }
-    (report::as_told(before), 0)
-}
-
-/// Sets the action of SIGBUS again, with the handler of `report.rs` in place of none.
-pub(crate) fn renew_sigbus() {
-    let (believed, _) = exchange(libc::SIGBUS, None);
-    exchange(libc::SIGBUS, Some(believed));
+    (as_told(before), 0)
 }
 
 /// Passes on a SIGSYS that is not ours: to the program's handler, or ends the process.
@@ -390,7 +424,7 @@ macro_rules! signals {
                 }
                 // SAFETY: the caller's promise.
                 let before = unsafe { $later(signal, handler) };
-                if report::handler() == Some(before) {
+                if unhandled() == Some(before) {
                     return libc::SIG_DFL;
                 }
                 before

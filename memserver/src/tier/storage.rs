@@ -1,30 +1,76 @@
-//! Storage of chunks that left memory: compressed in the pool, or in a slot of the spill file.
+//! [`Storage`]: chunks that left memory, compressed in the pool or in a slot of the spill file.
 //!
 //! The rule it keeps: bytes that come back are compared with the hash of those that left.
 
-use std::{sync::Arc, time::Instant};
+use std::{io, sync::Arc, time::Instant};
 
 use farpage_fabric::memory::Absent;
 use lz4_flex::block::{compress_into_with_table, decompress_into};
+use parking_lot::Mutex;
 use twox_hash::XxHash3_128;
 
 use super::{
-    PACKED_MOST, Tier,
-    buffers::Transfer,
-    disk::BLOCK_BYTES,
-    extent::{CHUNK_BYTES, Chunk, NONE, Place, TieredExtent},
-    pool::Owner,
+    buffers::{Buffers, Transfer},
+    chunk::{CHUNK_BYTES, Chunk, NONE, PACKED_MOST, Place},
+    disk::{BLOCK_BYTES, Disk},
+    figures::Figures,
+    pool::{Owner, Pool},
+    slots::Slots,
+    turns::Turns,
 };
 
-impl Tier {
+/// Number of chunks that are fetched from the spill file at once.
+pub(super) const DISK_FETCHES: usize = 8;
+/// Number of chunks that are fetched from the pool at once.
+const POOL_FETCHES: usize = 4;
+/// Memory of the fetch buffers and the compressor's tables, counted from the start.
+const OWN_BYTES: u64 = 4 << 20;
+
+pub(super) struct Storage {
+    pub(super) pool: Pool,
+    disk: Box<dyn Disk>,
+    pub(super) slots: Mutex<Slots>,
+    turns: Turns,
+    /// Buffers of fetches from the spill file. Fetches from the pool have their own, and do not
+    /// wait for a disk.
+    pub(super) disk_buffers: Buffers,
+    pool_buffers: Buffers,
+    figures: Arc<Figures>,
+}
+
+impl Storage {
+    /// Makes storage with a pool of `pool_bytes` bytes, and a spill file of `slots_most` slots.
+    pub(super) fn new(
+        pool_bytes: u64,
+        slots_most: u64,
+        disk: Box<dyn Disk>,
+        figures: Arc<Figures>,
+    ) -> io::Result<Self> {
+        Ok(Self {
+            pool: Pool::new(pool_bytes)?,
+            disk,
+            slots: Mutex::new(Slots::new(slots_most)),
+            turns: Turns::new(),
+            disk_buffers: Buffers::new(DISK_FETCHES),
+            pool_buffers: Buffers::new(POOL_FETCHES),
+            figures,
+        })
+    }
+
+    /// Returns the memory that tables and buffers take at most.
+    pub(super) fn own_bytes(&self) -> u64 {
+        OWN_BYTES + self.pool.table_bytes()
+    }
+
     /// Stores the bytes of `buffer.plain`. Returns the chunk as it is once its memory is given
-    /// back. `was` is the hot chunk: its slot is freed, unless it has the same bytes already.
+    /// back. `was` is the hot chunk of `owner`: its slot is freed, unless it has the same bytes
+    /// already. `charge` takes memory for the pool, and returns false if there is no room.
     pub(super) fn pack(
         &self,
-        extent: &Arc<TieredExtent>,
-        chunk: usize,
+        owner: Owner,
         was: &Chunk,
         buffer: &mut Transfer,
+        charge: impl FnOnce(u64) -> bool,
     ) -> Result<Chunk, ()> {
         let hash = hash_of(&buffer.plain);
         let is_zero = buffer.plain.iter().all(|byte| *byte == 0);
@@ -54,14 +100,7 @@ impl Tier {
             packed[..plain.len()].copy_from_slice(plain);
             return self.spill(CHUNK_BYTES as u32, packed, gone);
         }
-        let owner = Owner {
-            extent: Arc::downgrade(extent),
-            chunk,
-        };
-        match self
-            .pool
-            .put(&packed[..packed_bytes], owner, |bytes| self.charge(bytes))
-        {
+        match self.pool.put(&packed[..packed_bytes], owner, charge) {
             Some(cell) => Ok(Chunk {
                 place: Place::Compressed,
                 stored_bytes: packed_bytes as u32,
@@ -72,21 +111,13 @@ impl Tier {
         }
     }
 
-    /// Takes `bytes` of memory for the pool. Returns false if there is no room.
-    pub(super) fn charge(&self, bytes: u64) -> bool {
-        let mut books = self.books.lock();
-        let has_room = books.held_bytes + bytes <= self.memory_bytes;
-        if has_room {
-            books.held_bytes += bytes;
-        }
-        has_room
-    }
-
     /// Copies a chunk's bytes from the pool to the spill file.
     pub(super) fn spill_packed(&self, was: &Chunk, buffer: &mut Transfer) -> Result<Chunk, ()> {
         let len = was.stored_bytes as usize;
-        (self.pool.get(was.cell, &mut buffer.packed[..len]))
-            .map_err(|error| self.say(format!("cannot read the server's memory: {error}")))?;
+        (self.pool.get(was.cell, &mut buffer.packed[..len])).map_err(|error| {
+            self.figures
+                .say(format!("cannot read the server's memory: {error}"))
+        })?;
         let gone = Chunk {
             hash: was.hash,
             ..Chunk::default()
@@ -96,12 +127,7 @@ impl Tier {
 
     /// Writes the first `stored_bytes` of `packed` to a slot. Fails without a write if the disk is
     /// busy for too long.
-    pub(super) fn spill(
-        &self,
-        stored_bytes: u32,
-        packed: &mut [u8],
-        gone: Chunk,
-    ) -> Result<Chunk, ()> {
+    fn spill(&self, stored_bytes: u32, packed: &mut [u8], gone: Chunk) -> Result<Chunk, ()> {
         let len = stored_bytes as usize;
         let whole = len.next_multiple_of(BLOCK_BYTES);
         packed[len..whole].fill(0);
@@ -110,7 +136,8 @@ impl Tier {
         let at = u64::from(slot) * CHUNK_BYTES;
         if let Err(error) = self.disk.write(at, &packed[..whole]) {
             self.slots.lock().failed.push_back(slot);
-            self.count_spill_error(&format!("cannot write to the spill file: {error}"));
+            self.figures
+                .count_spill_error(&format!("cannot write to the spill file: {error}"));
             return Err(());
         }
         Ok(Chunk {
@@ -135,7 +162,8 @@ impl Tier {
         };
         if let Err(error) = read {
             self.suspect(was);
-            self.count_spill_error(&format!("cannot read back what left memory: {error}"));
+            self.figures
+                .count_spill_error(&format!("cannot read back what left memory: {error}"));
             return Err(());
         }
         let is_whole = match len == plain.len() {
@@ -147,14 +175,15 @@ impl Tier {
         };
         if !is_whole || hash_of(plain) != was.hash {
             self.suspect(was);
-            self.count_spill_error("what left memory came back changed");
+            self.figures
+                .count_spill_error("what left memory came back changed");
             return Err(());
         }
         Ok(())
     }
 
     /// Marks the slot of `was` as suspect: its bytes did not come back as they were written.
-    pub(super) fn suspect(&self, was: &Chunk) {
+    fn suspect(&self, was: &Chunk) {
         if was.place == Place::Spilled {
             self.slots.lock().suspect.insert(was.slot);
         }
@@ -182,7 +211,7 @@ impl Tier {
             _ => &self.disk_buffers,
         };
         buffers.lend(until, work).unwrap_or_else(|| {
-            self.count_no_room();
+            self.figures.count_no_room();
             Err(Absent::NoRoom)
         })
     }

@@ -1,0 +1,505 @@
+//! [`SimHost`]: lends memory without a policy.
+//!
+//! The rule it keeps: extents live as long as a lease, a name or a reader.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use farpage_wire::{
+    ExtentId, Limit, NamedRegion, PublicKey, Refusal, Secret, ServerStat, SessionId,
+    control::NAMES_PER_ANSWER,
+};
+use parking_lot::Mutex;
+
+use crate::{
+    host::{
+        Admission, Asker, Host, OpenedRegion, OpenedVersion, Peer, Transport, VersionRead, Versions,
+    },
+    memory::ExtentMemory,
+};
+
+/// The plainest [`Host`]: all clients are admitted, names belong to all, and leases do not expire.
+/// For simulations and for tests of transports.
+#[derive(Debug)]
+pub struct SimHost {
+    capacity_bytes: u64,
+    state: Mutex<SimState>,
+}
+
+#[derive(Debug, Default)]
+struct SimState {
+    last_id: u64,
+    sessions: HashMap<SessionId, Transport>,
+    extents: HashMap<ExtentId, SimExtent>,
+    names: HashMap<String, SimName>,
+    views: HashMap<ExtentId, SimView>,
+}
+
+#[derive(Debug)]
+struct SimExtent {
+    memory: Arc<ExtentMemory>,
+    owner: Option<SessionId>,
+    names: usize,
+}
+
+#[derive(Debug, Default)]
+struct SimName {
+    /// Manifest, or `None` while the name is only claimed.
+    manifest: Option<Vec<u8>>,
+    extents: Vec<ExtentId>,
+    claimed_by: Option<SessionId>,
+    version: u64,
+}
+
+/// A lease to read an extent of a version.
+#[derive(Debug)]
+struct SimView {
+    of: ExtentId,
+    reader: SessionId,
+    /// Number of the reading that the view belongs to.
+    reading: u64,
+    name: String,
+    version: u64,
+    memory: Arc<ExtentMemory>,
+}
+
+impl SimHost {
+    /// Makes a host that grants up to `capacity_bytes`.
+    pub fn new(capacity_bytes: u64) -> Self {
+        Self {
+            capacity_bytes,
+            state: Mutex::default(),
+        }
+    }
+
+    /// Returns the memory of an extent, whichever client leases it, for threads of the server.
+    pub fn memory(&self, extent: ExtentId) -> Option<Arc<ExtentMemory>> {
+        let state = self.state.lock();
+        Some(Arc::clone(&state.extents.get(&extent)?.memory))
+    }
+}
+
+impl SimState {
+    fn known(&self, session: SessionId) -> Result<(), Refusal> {
+        self.sessions
+            .contains_key(&session)
+            .then_some(())
+            .ok_or(Refusal::NoSession)
+    }
+
+    fn owned(&self, session: SessionId, id: ExtentId) -> Result<&Arc<ExtentMemory>, Refusal> {
+        match self.extents.get(&id) {
+            Some(extent) if extent.owner == Some(session) => Ok(&extent.memory),
+            _ => Err(Refusal::NotLeased(id)),
+        }
+    }
+
+    fn granted_bytes(&self) -> u64 {
+        self.extents
+            .values()
+            .map(|extent| extent.memory.bytes())
+            .sum()
+    }
+
+    /// Returns the published version of a name, and the older ones that are read.
+    fn versions(&self, name: &str) -> Versions {
+        let published = self.names.get(name).map_or(0, |record| record.version);
+        let mut readings: BTreeMap<u64, BTreeSet<u64>> = BTreeMap::new();
+        let views = self.views.values();
+        for view in views.filter(|view| view.name == name && view.version != published) {
+            readings
+                .entry(view.version)
+                .or_default()
+                .insert(view.reading);
+        }
+        let read = readings.into_iter().map(|(version, readings)| VersionRead {
+            version,
+            readers: readings.len() as u64,
+        });
+        Versions {
+            published,
+            read: read.collect(),
+        }
+    }
+
+    /// Ends the leases to read that are over.
+    fn end_views(&mut self, is_over: impl Fn(&ExtentId, &SimView) -> bool) {
+        for (_, view) in self.views.extract_if(|id, view| is_over(id, view)) {
+            view.memory.revoke();
+            view.memory.deregister();
+        }
+        self.forget_extents();
+    }
+
+    /// Forgets extents without a lease, a name or a reader.
+    fn forget_extents(&mut self) {
+        let read: HashSet<_> = self.views.values().map(|view| view.of).collect();
+        self.extents
+            .retain(|id, extent| extent.owner.is_some() || extent.names > 0 || read.contains(id));
+    }
+
+    /// True if another session than `session` holds the name or one of its extents.
+    fn in_use(&self, name: &SimName, session: SessionId) -> bool {
+        self.holders(name).any(|holder| holder != session)
+    }
+
+    fn holders(&self, name: &SimName) -> impl Iterator<Item = SessionId> {
+        let owner = |id| self.extents.get(id).and_then(|extent| extent.owner);
+        name.claimed_by
+            .into_iter()
+            .chain(name.extents.iter().filter_map(owner))
+    }
+
+    fn disclaim(&mut self, session: SessionId, is_meant: impl Fn(&str) -> bool) {
+        self.names.retain(|name, record| {
+            if record.claimed_by == Some(session) && is_meant(name) {
+                record.claimed_by = None;
+            }
+            record.manifest.is_some() || record.claimed_by.is_some()
+        });
+    }
+
+    fn unlease(&mut self, id: ExtentId) {
+        if let Some(extent) = self.extents.get_mut(&id) {
+            extent.memory.revoke();
+            extent.memory.deregister();
+            extent.owner = None;
+        }
+        self.forget_extents();
+    }
+
+    fn end(&mut self, session: SessionId) {
+        self.sessions.remove(&session);
+        self.disclaim(session, |_| true);
+        let mine =
+            |(id, extent): (&ExtentId, &SimExtent)| (extent.owner == Some(session)).then_some(*id);
+        let held: Vec<_> = self.extents.iter().filter_map(mine).collect();
+        held.into_iter().for_each(|id| self.unlease(id));
+        self.end_views(|_, view| view.reader == session);
+    }
+
+    fn unname(&mut self, name: SimName) {
+        for id in name.extents {
+            let extent = self.extents.get_mut(&id).expect("a name keeps its extents");
+            extent.names -= 1;
+        }
+        self.forget_extents();
+    }
+}
+
+impl Host for SimHost {
+    fn admit(
+        &self,
+        _client: &str,
+        transport: Transport,
+        _peer: &Peer,
+        resume: Option<(SessionId, Secret)>,
+    ) -> Result<Admission, Refusal> {
+        let mut state = self.state.lock();
+        let session = match resume {
+            Some((session, secret)) => {
+                state.known(session)?;
+                (secret == secret_of(session))
+                    .then_some(session)
+                    .ok_or(Refusal::NoSession)?
+            }
+            None => {
+                state.last_id += 1;
+                SessionId(state.last_id)
+            }
+        };
+        state.sessions.insert(session, transport);
+        Ok(Admission {
+            session,
+            secret: secret_of(session),
+            lease: Duration::from_secs(3),
+            paged: false,
+        })
+    }
+
+    fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal> {
+        self.state.lock().known(session)?;
+        (*secret == secret_of(session))
+            .then_some(())
+            .ok_or(Refusal::NoSession)
+    }
+
+    fn renew(&self, session: SessionId) -> Result<(), Refusal> {
+        self.state.lock().known(session)
+    }
+
+    fn lost(&self, session: SessionId) {
+        let mut state = self.state.lock();
+        if state.sessions.get(&session) == Some(&Transport::Shm) {
+            state.end(session);
+        }
+    }
+
+    fn close(&self, session: SessionId) {
+        self.state.lock().end(session);
+    }
+
+    fn grant(
+        &self,
+        session: SessionId,
+        bytes: u64,
+        atomics: bool,
+        _serial: Option<u64>,
+    ) -> Result<Arc<ExtentMemory>, Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        let available = self.capacity_bytes - state.granted_bytes();
+        if bytes > available {
+            return Err(Refusal::Full {
+                asked: bytes,
+                available,
+                limit: Limit::Capacity(self.capacity_bytes),
+            });
+        }
+        state.last_id += 1;
+        let id = ExtentId(state.last_id);
+        let memory = ExtentMemory::create(id, bytes, atomics)
+            .map_err(|error| Refusal::Invalid(error.to_string()))?;
+        state.extents.insert(
+            id,
+            SimExtent {
+                memory: Arc::clone(&memory),
+                owner: Some(session),
+                names: 0,
+            },
+        );
+        Ok(memory)
+    }
+
+    fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        match state.views.get(&extent) {
+            Some(view) if view.reader == session => state.end_views(|id, _| *id == extent),
+            _ => {
+                state.owned(session, extent)?;
+                state.unlease(extent);
+            }
+        }
+        Ok(())
+    }
+
+    fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>> {
+        let state = self.state.lock();
+        match state.views.get(&extent) {
+            Some(view) if view.reader == session => Some(Arc::clone(&view.memory)),
+            _ => state.owned(session, extent).ok().cloned(),
+        }
+    }
+
+    fn identify(&self, session: SessionId, _key: PublicKey) -> Result<(), Refusal> {
+        self.state.lock().known(session)
+    }
+
+    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        if let Some(record) = state.names.get(name) {
+            if state.in_use(record, session) {
+                return Err(Refusal::InUse);
+            }
+            if record.manifest.is_some() && !replace {
+                return Err(Refusal::Exists);
+            }
+        }
+        state.names.entry(name.to_owned()).or_default().claimed_by = Some(session);
+        Ok(())
+    }
+
+    fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        state.disclaim(session, |other| other == name);
+        Ok(())
+    }
+
+    fn publish(
+        &self,
+        session: SessionId,
+        name: &str,
+        manifest: Vec<u8>,
+        extents: &[ExtentId],
+    ) -> Result<Versions, Refusal> {
+        let mut state = self.state.lock();
+        extents
+            .iter()
+            .try_for_each(|id| state.owned(session, *id).map(|_| ()))?;
+        let mut claimed_by = None;
+        if let Some(old) = state.names.get(name) {
+            if state.in_use(old, session) {
+                return Err(Refusal::InUse);
+            }
+            if state.holders(old).next().is_none() {
+                return Err(Refusal::Exists);
+            }
+            claimed_by = old.claimed_by;
+        }
+        for id in extents {
+            state
+                .extents
+                .get_mut(id)
+                .expect("owned, as seen above")
+                .names += 1;
+        }
+        state.last_id += 1;
+        let new = SimName {
+            manifest: Some(manifest),
+            extents: extents.to_vec(),
+            claimed_by,
+            version: state.last_id,
+        };
+        if let Some(old) = state.names.insert(name.to_owned(), new) {
+            state.unname(old);
+        }
+        Ok(state.versions(name))
+    }
+
+    fn open(
+        &self,
+        session: SessionId,
+        name: &str,
+        _serial: Option<u64>,
+    ) -> Result<OpenedRegion, Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        let named = state.names.get(name).ok_or(Refusal::NotFound)?;
+        if state.holders(named).next().is_some() {
+            return Err(Refusal::InUse);
+        }
+        let manifest = named
+            .manifest
+            .clone()
+            .expect("bound, since nobody claims it");
+        let mut extents = Vec::new();
+        for id in named.extents.clone() {
+            let extent = state
+                .extents
+                .get_mut(&id)
+                .expect("a name keeps its extents");
+            extent.owner = Some(session);
+            extent.memory = extent.memory.lease_anew();
+            extents.push(Arc::clone(&extent.memory));
+        }
+        Ok(OpenedRegion {
+            manifest: Arc::new(manifest),
+            extents,
+            versions: state.versions(name),
+        })
+    }
+
+    fn read(
+        &self,
+        session: SessionId,
+        name: &str,
+        _serial: Option<u64>,
+    ) -> Result<OpenedVersion, Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        let named = state.names.get(name).ok_or(Refusal::NotFound)?;
+        let manifest = named.manifest.clone().ok_or(Refusal::NotFound)?;
+        let (version, ids) = (named.version, named.extents.clone());
+        state.last_id += 1;
+        let reading = state.last_id;
+        let mut extents = Vec::new();
+        for of in ids {
+            state.last_id += 1;
+            let id = ExtentId(state.last_id);
+            let memory = state.extents[&of].memory.view(id);
+            extents.push((of, Arc::clone(&memory)));
+            let view = SimView {
+                of,
+                reader: session,
+                reading,
+                name: name.to_owned(),
+                version,
+                memory,
+            };
+            state.views.insert(id, view);
+        }
+        Ok(OpenedVersion {
+            manifest: Arc::new(manifest),
+            extents,
+        })
+    }
+
+    fn readers(&self, session: SessionId, name: &str) -> Result<Versions, Refusal> {
+        let state = self.state.lock();
+        state.known(session)?;
+        Ok(state.versions(name))
+    }
+
+    fn remove(&self, asker: Asker, name: &str, _owner: Option<PublicKey>) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        let named = state.names.get(name).ok_or(Refusal::NotFound)?;
+        if state
+            .holders(named)
+            .any(|holder| asker != Asker::Session(holder))
+        {
+            return Err(Refusal::InUse);
+        }
+        let named = state.names.remove(name).expect("seen above");
+        state.unname(named);
+        Ok(())
+    }
+
+    fn names(
+        &self,
+        _asker: Asker,
+        after: Option<(PublicKey, String)>,
+    ) -> Result<Vec<NamedRegion>, Refusal> {
+        let state = self.state.lock();
+        let bytes = |id| state.extents.get(id).map_or(0, |it| it.memory.bytes());
+        let mut names: Vec<_> = (state.names.iter())
+            .filter(|(name, record)| {
+                record.manifest.is_some() && after.as_ref().is_none_or(|(_, after)| *name > after)
+            })
+            .map(|(name, record)| NamedRegion {
+                owner: PublicKey([0; 32]),
+                name: name.clone(),
+                bytes: record.extents.iter().map(bytes).sum(),
+                in_use: state.holders(record).next().is_some(),
+                readers: (state.views.values())
+                    .filter(|view| view.name == *name)
+                    .map(|view| view.reading)
+                    .collect::<HashSet<_>>()
+                    .len() as u64,
+                old_versions: state.versions(name).read.len() as u64,
+            })
+            .collect();
+        names.sort_by(|a, b| a.name.cmp(&b.name));
+        names.truncate(NAMES_PER_ANSWER);
+        Ok(names)
+    }
+
+    fn stat(&self) -> ServerStat {
+        let state = self.state.lock();
+        ServerStat {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            capacity_bytes: self.capacity_bytes,
+            granted_bytes: state.granted_bytes(),
+            resident_bytes: state
+                .extents
+                .values()
+                .map(|extent| extent.memory.resident_bytes())
+                .sum(),
+            sessions: state.sessions.len() as u64,
+            extents: state.extents.len() as u64,
+            named_regions: state.names.len() as u64,
+            ..ServerStat::default()
+        }
+    }
+}
+
+/// Returns a secret that differs for each session. Guessable: enough where no client is hostile.
+fn secret_of(session: SessionId) -> Secret {
+    let mut bytes = [0x5a; 16];
+    bytes[..8].copy_from_slice(&session.0.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+    Secret(bytes)
+}

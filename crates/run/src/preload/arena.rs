@@ -1,0 +1,332 @@
+//! The beginning of the runtime and of the arena.
+//!
+//! The rule it keeps: neither exists before our constructor has run, nor in a child made by `fork`.
+//! If the runtime cannot be built, the program does not start. The arena, and with it remote memory
+//! and a share of the budget, is taken by the first large request: shells and wrappers that only
+//! start others take none.
+
+use std::{ffi::c_int, mem, sync::Arc};
+
+use farpage::{
+    Allowance, ByteSize, CreateError, FaultMode, Region, RegionOptions, Reserve, Runtime,
+    error::StoreCreateError,
+};
+use farpage_signals::Mutex;
+use farpage_tables::Table;
+
+use crate::{
+    Inside,
+    descriptors::Window,
+    destructors, environment,
+    environment::{PREFIX, variable},
+    exec, family, filter, is_starting, limits, made, report, say,
+    share::Share,
+    signals,
+    state::{self, Options, State},
+};
+
+/// Exit status if the program was not started, as of `env` and its kind.
+const NOT_STARTED: i32 = 125;
+
+/// Surplus of an arena over its capacity: users count their arrays, and neither headers of
+/// allocators, nor whole pages, nor small allocations beside the arrays.
+const SPARE_PART: usize = 16;
+const SPARE_BYTES: usize = 16 << 20;
+
+/// Largest arena by default, as a multiple of this machine's memory: its page table has up to a
+/// hundredth of its size.
+const MEMORIES: u64 = 64;
+
+/// Number of open files that suffice. The runtime has 26 on two processors.
+const FILES: libc::rlim_t = 64;
+
+/// The runtime, and the parameters of its arena.
+struct Plan {
+    runtime: Runtime,
+    /// Table with the runtime's descriptors. `None` with in-thread faults: the program's.
+    table: Option<Arc<Table>>,
+    share: Option<Share>,
+    /// Size of the arena, or the reason why there will be none.
+    size: Result<Size, String>,
+    options: RegionOptions,
+    /// Region of one page that is never touched, with in-thread faults. The runtime's handler of
+    /// SIGBUS is installed with its first region, before the program installs one.
+    first: Option<Region>,
+}
+
+/// Plan of the arena, until the arena is made.
+static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+
+/// Returns the state if a request of `bytes` by this thread is served here.
+pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
+    if bytes < state::min_bytes() || Inside::is() || is_starting() {
+        return None;
+    }
+    state::get().or_else(open)
+}
+
+/// Makes the arena, unless it exists. A process that gets none ends. Returns `None` if the process
+/// stays local (see [`stay_local`]), or is a child made by `fork`, for which it writes a line.
+#[cold]
+pub(crate) fn open() -> Option<&'static State> {
+    let _inside = Inside::enter();
+    if state::is_forked() {
+        family::say_of_fork();
+        return None;
+    }
+    let mut plan = PLAN.lock();
+    if let Some(plan) = plan.take() {
+        match plan.carry_out() {
+            Ok(state) => {
+                made::begin(state.arena.addresses().len());
+                family::note_arena();
+                state::publish(state);
+            }
+            Err(why) => not_started(&why),
+        }
+    }
+    state::get()
+}
+
+/// Gives up the plan of the arena: from now on all requests go to the next allocator. Returns false
+/// if no such plan exists.
+pub(crate) fn stay_local() -> bool {
+    let _inside = Inside::enter();
+    if state::is_forked() {
+        return false;
+    }
+    let plan = PLAN.lock().take();
+    let Some(plan) = plan else {
+        return false;
+    };
+    state::serve_none();
+    // The region of `Plan::first` stays: the handler of SIGBUS calls the program's own.
+    mem::forget(plan);
+    true
+}
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEGIN: extern "C" fn() = begin;
+
+/// Runs as our constructor.
+extern "C" fn begin() {
+    let inside = Inside::enter();
+    let Some(min_bytes) = variable("MIN_BYTES") else {
+        return;
+    };
+    destructors::begin();
+    environment::keep();
+    state::set_options(Options {
+        may_fork: variable("ALLOW_FORK").is_some(),
+        interposes_children: variable("CHILDREN").is_some(),
+        folder: variable("FOLDER").unwrap_or_default().into(),
+    });
+    exec::take_note();
+    family::begin(state::folder());
+    let addresses_before = limits::addresses();
+    // A server may not answer, so signals are let in: no lock is held that a handler could need.
+    let plan = inside.signals.wait(start);
+    let plan = plan.unwrap_or_else(|why| not_started(&why));
+    limits::begin(addresses_before, plan.addresses_ahead());
+    *PLAN.lock() = Some(plan);
+    state::serve_from(min_bytes.parse().unwrap_or(usize::MAX));
+    // SAFETY: the functions may run at any time until the process ends.
+    unsafe {
+        libc::atexit(report::finish);
+        at_quick_exit(report::finish);
+    }
+    if !state::has_children_interposed() {
+        environment::leave();
+    }
+}
+
+/// Ends the process, because the runtime or memory for it is missing.
+fn not_started(why: &str) -> ! {
+    let mut files: libc::rlimit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: there is room for the answer.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut files) };
+    match files.rlim_cur {
+        few if few < FILES => say(&format!(
+            "{why} (`ulimit -n` allows {few} open files: raise it to {FILES})"
+        )),
+        _ => say(why),
+    }
+    loop {
+        // SAFETY: ends the process without destructors, and without a word of what there is not.
+        unsafe { libc::syscall(libc::SYS_exit_group, NOT_STARTED) };
+    }
+}
+
+unsafe extern "C" {
+    fn at_quick_exit(function: extern "C" fn()) -> c_int;
+}
+
+/// Starts the runtime, while the process has all of its rights and one thread, on a table of
+/// descriptors that the program cannot reach. In-thread faults need the runtime's descriptors in
+/// the program's table.
+fn start() -> Result<Plan, String> {
+    if variable("IN_THREAD").is_some() {
+        return build(None, Some(&window()?));
+    }
+    let table = Table::private().map_err(|error| error.to_string())?;
+    table.run(|| build(Some(table.clone()), None))
+}
+
+/// Reserves numbers that the program cannot close for descriptors, while the result lives.
+fn window() -> Result<Window, String> {
+    let no = |error| format!("the runtime's descriptors have no numbers apart: {error}");
+    Window::open().map_err(no)
+}
+
+/// Builds the runtime, on `table` or with descriptors of `window`.
+fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, String> {
+    let need = |name: &str| variable(name).ok_or(format!("{PREFIX}{name} is not set"));
+    let bytes = |text: &str, name: &str| -> Result<u64, String> {
+        text.parse().map_err(|e| format!("{PREFIX}{name}: {e}"))
+    };
+    let share = match variable("SHARES") {
+        Some(socket) => Some(Share::connect(&socket)?),
+        None => None,
+    };
+    let builder = if window.is_some() {
+        // The kernel is never given absent memory, so no right to handle its faults is needed.
+        Runtime::builder()
+            .fault_mode(FaultMode::InThread)
+            .user_mode_only(true)
+    } else {
+        Runtime::builder().fault_mode(FaultMode::Filler)
+    };
+    let runtime = builder
+        .server(need("SERVER")?)
+        .budget(ByteSize(bytes(&need("BUDGET")?, "BUDGET")?))
+        .build()
+        .map_err(|error| error.to_string())?;
+    state::set_runtime(runtime.clone());
+    let asked = variable("CAPACITY");
+    let asked = asked.map(|text| bytes(&text, "CAPACITY")).transpose()?;
+    let size = match asked {
+        Some(asked) => Ok(Size::of_capacity(asked as usize)),
+        None => Size::of_room(&runtime),
+    };
+    let mut options = RegionOptions::new();
+    if variable("ON_DEMAND").is_some() || asked.is_none() {
+        options = options.reserve(Reserve::OnDemand);
+    }
+    let mut first = None;
+    if let (Some(window), Ok(size)) = (window, &size) {
+        let on_demand = RegionOptions::new().reserve(Reserve::OnDemand);
+        let made = runtime.region_with(1, on_demand);
+        first = Some(made.map_err(|error| error.to_string())?);
+        let address = filter::place(size.bytes)?;
+        // SAFETY: reserved just now, for this alone.
+        options = unsafe { options.address(address) };
+        signals::begin();
+        filter::install(address..address + size.bytes, window.numbers())?;
+    }
+    let stats = variable("STATS").is_some();
+    // A server on this machine notices the end of a process by itself. Over a network the memory
+    // there would stay for the time of a reconnection.
+    let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
+    if stats || !is_seen {
+        report::begin(stats)?;
+    }
+    Ok(Plan {
+        runtime,
+        table,
+        share,
+        size,
+        options,
+        first,
+    })
+}
+
+/// Size of an arena in bytes.
+struct Size {
+    bytes: usize,
+    /// Bytes without the surplus, which is left out if the server has no room for it.
+    least: usize,
+}
+
+impl Size {
+    fn of_capacity(bytes: usize) -> Size {
+        let surplus = bytes / SPARE_PART + SPARE_BYTES;
+        Size {
+            bytes: bytes.saturating_add(surplus),
+            least: bytes,
+        }
+    }
+
+    /// Returns the default size: all that the servers could lend now.
+    fn of_room(runtime: &Runtime) -> Result<Size, String> {
+        let mut room = 0u64;
+        for session in runtime.sessions() {
+            let stat = session.stat().map_err(|error| error.to_string())?;
+            room += stat.capacity_bytes.saturating_sub(stat.granted_bytes);
+        }
+        if room == 0 {
+            return Err(
+                "the server has lent all of its memory: free some there, or raise its --capacity"
+                    .to_owned(),
+            );
+        }
+        let most = Allowance::of_this_process().available_bytes;
+        let bytes = room.min(most.saturating_mul(MEMORIES)) as usize;
+        Ok(Size {
+            bytes,
+            least: bytes,
+        })
+    }
+}
+
+impl Plan {
+    /// Returns the bytes of addresses that the arena, and a server on this machine, will take.
+    fn addresses_ahead(&self) -> u64 {
+        let bytes = self.size.as_ref().map_or(0, |size| size.bytes as u64);
+        2 * bytes + bytes / 8
+    }
+
+    /// Takes a share of the budget and makes the arena, on the runtime's table.
+    fn carry_out(self) -> Result<State, String> {
+        match self.table.clone() {
+            Some(table) => table.run(|| self.make()),
+            None => self.make(),
+        }
+    }
+
+    fn make(self) -> Result<State, String> {
+        let size = self.size?;
+        let _window = match self.table {
+            Some(_) => None,
+            None => Some(window()?),
+        };
+        if let Some(share) = self.share {
+            share.keep(self.runtime.clone(), self.table.is_none())?;
+        }
+        use StoreCreateError::Alloc;
+        let make = |bytes| self.runtime.arena_with(bytes, self.options.clone());
+        let arena = match make(size.bytes) {
+            Err(CreateError::Store(Alloc { .. })) => match make(size.least) {
+                // A server that lends just the capacity needs a part of it for pages under way.
+                Err(CreateError::Store(Alloc {
+                    bytes,
+                    needed_bytes,
+                    ..
+                })) => make(size.least.saturating_sub((needed_bytes - bytes) as usize)),
+                made => made,
+            },
+            made => made,
+        };
+        let arena = arena.map_err(|error| match error {
+            // Advice in words of the command line.
+            CreateError::Store(error @ Alloc { .. }) => {
+                format!("{error}, or reserve less (--capacity)")
+            }
+            error => error.to_string(),
+        })?;
+        Ok(State::new(arena, self.first))
+    }
+}
