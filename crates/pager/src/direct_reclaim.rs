@@ -17,7 +17,7 @@ use crate::{
     hand_over::PAGES_PER_CALL,
     leaving::Leaving,
     protocol::{self, OnLeft},
-    region::Region,
+    region::{Region, RegionGuard},
     run::PageRun,
     shared::SharedParts,
     stats::Counters,
@@ -93,7 +93,7 @@ impl<A: AddressSpace> DirectReclaim<A> {
     /// Takes victims of the candidates, and of some behind them, out by copying.
     fn copy_out(&self, candidates: Candidates) -> bool {
         let (region, found_by) = (candidates.region.clone(), candidates.found_by);
-        let took_out = |run| self.took_out(&region, run, found_by);
+        let took_out = |region: &RegionGuard, run| self.took_out(region, run, found_by);
         let outcome = self.shared.scatter.take_out(candidates, took_out);
         let outcome = outcome.unwrap_or_default();
         let mut any = outcome.any;
@@ -125,9 +125,9 @@ impl<A: AddressSpace> DirectReclaim<A> {
     /// Takes as many of the leading ones of `pages` out as go together. Returns how many.
     fn move_run_out(&self, region: &Arc<Region>, pages: PageRange, found_by: FoundBy) -> usize {
         match self.shared.victims.take_out(region, pages, protocol::leave) {
-            DetachOutcome::Taken(run) => {
+            DetachOutcome::Taken(region, run) => {
                 let taken = run.len();
-                self.took_out(region, run, found_by);
+                self.took_out(&region, run, found_by);
                 return taken;
             }
             DetachOutcome::Refused(_) => self.counters().failed_evictions.bump(),
@@ -137,7 +137,7 @@ impl<A: AddressSpace> DirectReclaim<A> {
     }
 
     /// Settles pages that were taken out: unchanged ones are gone, the rest is handed over.
-    fn took_out(&self, region: &Arc<Region>, run: PageRun<A::Frame>, found_by: FoundBy) {
+    fn took_out(&self, region: &RegionGuard, run: PageRun<A::Frame>, found_by: FoundBy) {
         let shared = &self.shared;
         let stamp = shared.victims.stamp(found_by);
         let first = run.first();
@@ -160,14 +160,12 @@ impl<A: AddressSpace> DirectReclaim<A> {
                     let page_bytes = region.page_bytes();
                     return shared.frames.release(run.into_frame(), page_bytes);
                 }
-                region.enter_again();
-                let leaving = Leaving::new(region.clone(), run.pages(), None, found_by);
+                let leaving = Leaving::new(region.again(), run.pages(), None, found_by);
                 let budget = shared.frames.budget();
                 shared
                     .hand_over
                     .hand_over(leaving, run.into_frame(), budget);
             },
         );
-        region.exit();
     }
 }

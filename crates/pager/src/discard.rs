@@ -20,6 +20,7 @@ use crate::{
     installer::UsageCount,
     mapped::{ASK, LOOK},
     protocol::{self, NEVER_LEFT, OnFailed, OnLeft, PageState},
+    region::RegionGuard,
     run::PageRun,
     victims::DetachOutcome,
 };
@@ -119,8 +120,8 @@ impl<A: AddressSpace> MappedRegion<A> {
 
     fn discard_mapped(&self, pages: PageRange) -> Result<DiscardOutcome, PageError> {
         let (shared, region) = (self.shared(), self.region());
-        let run = match shared.victims.take_out(region, pages, protocol::borrow) {
-            DetachOutcome::Taken(run) => run,
+        let (region, run) = match shared.victims.take_out(region, pages, protocol::borrow) {
+            DetachOutcome::Taken(region, run) => (region, run),
             // The program gave the page back to the kernel: what was stored is the page now.
             DetachOutcome::NotHere => return Ok(DiscardOutcome::Done(0)),
             DetachOutcome::NotNow | DetachOutcome::Refused(DetachError::Busy) => {
@@ -154,17 +155,14 @@ impl<A: AddressSpace> MappedRegion<A> {
                 false => self.map_zeros(run),
             },
         );
-        region.exit();
         Ok(DiscardOutcome::Done(taken))
     }
 
     fn discard_remote(&self, page: PageIndex) -> Result<DiscardOutcome, PageError> {
-        let region = self.region();
-        if !region.enter() {
+        let Some(region) = self.region().enter() else {
             return Ok(DiscardOutcome::Done(1));
-        }
+        };
         if region.words.try_apply(page, protocol::prefetch).is_none() {
-            region.exit();
             return Ok(DiscardOutcome::Done(0));
         }
         region.store.clear(page.alone());
@@ -176,12 +174,11 @@ impl<A: AddressSpace> MappedRegion<A> {
             OnFailed::MustPoison => match self.frame_for(page) {
                 Ok(frame) => self.map_zeros(PageRun::new(page, frame, region.page_bytes())),
                 Err(error) => {
-                    (self.shared().installer).fail(region, page, error.clone());
+                    (self.shared().installer).fail(&region, page, error.clone());
                     outcome = Err(error);
                 }
             },
         }
-        region.exit();
         outcome
     }
 
@@ -189,25 +186,16 @@ impl<A: AddressSpace> MappedRegion<A> {
     fn discard_broken(&self, page: PageIndex) -> Result<DiscardOutcome, PageError> {
         let (shared, region) = (self.shared(), self.region());
         let frame = self.frame_for(page)?;
-        let is_ours = region.enter() && {
-            let healed = region.words.try_apply(page, protocol::heal).is_some();
-            let taken_up = !healed && region.words.try_apply(page, protocol::taken_up).is_some();
-            if taken_up {
-                region.found(page);
-            }
-            if !(healed || taken_up) {
-                region.exit();
-            }
-            healed || taken_up
-        };
-        if !is_ours {
+        let take = |w| protocol::heal(w).or(protocol::taken_up(w));
+        let own = |region: &RegionGuard| region.words.try_apply(page, take).is_some();
+        let Some(region) = region.enter().filter(own) else {
             shared.frames.release(frame, region.page_bytes());
             return Ok(DiscardOutcome::Done(0));
-        }
+        };
+        region.found(page);
         region.store.clear(page.alone());
         // Where the program has unmapped the addresses, the page is poisoned again.
         self.map_zeros(PageRun::new(page, frame, region.page_bytes()));
-        region.exit();
         Ok(DiscardOutcome::Done(1))
     }
 

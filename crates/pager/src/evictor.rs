@@ -28,7 +28,7 @@ use crate::{
     candidates::{Candidates, FoundBy},
     job::Job,
     protocol,
-    region::Region,
+    region::{Region, RegionGuard},
     requests::RunRequest,
     run::StoreFrame,
     seats::{Seats, Serve},
@@ -141,10 +141,8 @@ impl<A: AddressSpace> Evictor<A> {
             };
             if let Some((leaving, frame)) = mine {
                 shared.frames.budget().end_leaving(leaving.bytes());
-                let region = &leaving.region;
                 let run = leaving.run(frame);
-                (self.write_backs).add(region, run, None, leaving.found_by);
-                region.exit();
+                (self.write_backs).add(&leaving.region, run, None, leaving.found_by);
                 any = true;
             }
         }
@@ -249,10 +247,8 @@ impl<A: AddressSpace> Evictor<A> {
     fn copy_out(&mut self, candidates: Candidates) -> Option<bool> {
         let shared = self.shared.clone();
         let (region, found_by) = (candidates.region.clone(), candidates.found_by);
-        let outcome = shared.scatter.take_out(candidates, |run| {
-            self.write_backs.add(&region, run, None, found_by);
-            region.exit();
-        })?;
+        let add = |region: &RegionGuard, run| self.write_backs.add(region, run, None, found_by);
+        let outcome = shared.scatter.take_out(candidates, add)?;
         let mut any = outcome.any;
         for page in outcome.refused {
             let (_, begun) = self.begin(&region, page.alone(), None, found_by);
@@ -300,10 +296,9 @@ impl<A: AddressSpace> Evictor<A> {
         };
         let first = pages.start;
         match self.shared.victims.take_out(region, pages, own) {
-            DetachOutcome::Taken(run) => {
+            DetachOutcome::Taken(region, run) => {
                 let pages = run.len();
-                self.write_backs.add(region, run, job, found_by);
-                region.exit();
+                self.write_backs.add(&region, run, job, found_by);
                 (pages, Begun::Yes)
             }
             DetachOutcome::NotHere => (1, Begun::NotHere),

@@ -29,7 +29,7 @@ use crate::{
     installer::{Installer, UsageCount},
     mapper::{Mapper, Scattered},
     protocol,
-    region::{CHUNK_PAGES, Region, chunk_of},
+    region::{CHUNK_PAGES, Region, RegionGuard, chunk_of},
     run::PageRun,
     victims::{Victims, Walk},
 };
@@ -211,21 +211,20 @@ impl<A: AddressSpace> Scatter<A> {
     }
 
     /// Takes victims out by copying, those of `candidates` and of some behind them, while there is
-    /// need. Hands each to `taken_out`, owned as `Leaving` and with its region entered for it.
-    /// `None`: another thread takes pages out, or the region has pins or is closing; the candidates
+    /// need. Hands each to `taken_out`, owned as `Leaving`. `None`: another thread takes pages out, or the region has pins or is closing; the candidates
     /// are left to others.
     pub(crate) fn take_out(
         &self,
         candidates: Candidates,
-        mut taken_out: impl FnMut(PageRun<A::Frame>),
+        mut taken_out: impl FnMut(&RegionGuard, PageRun<A::Frame>),
     ) -> Option<CopyOutcome> {
-        let region = candidates.region.clone();
         let turn = self.try_turn();
         // Looked at again: a thread that pins waits for the end of a turn that did not see its pin.
-        if turn.is_none() || region.pinned() > 0 || !region.enter() {
+        let is_free = turn.is_some() && candidates.region.pinned() == 0;
+        let Some(region) = is_free.then(|| candidates.region.enter()).flatten() else {
             Walk::new(&self.victims, &candidates).end();
             return None;
-        }
+        };
         let page_bytes = region.page_bytes();
         let most = self.most(&region);
         let mut frames = SmallVec::<[A::Frame; SCATTERED_PAGES_MAX]>::new();
@@ -260,10 +259,8 @@ impl<A: AddressSpace> Scatter<A> {
         }
         outcome.any = !out.is_empty();
         for (page, frame) in out {
-            region.enter_again();
-            taken_out(PageRun::new(page, frame, page_bytes));
+            taken_out(&region, PageRun::new(page, frame, page_bytes));
         }
-        region.exit();
         Some(outcome)
     }
 

@@ -23,7 +23,7 @@ use crate::{
     job::Job,
     leaving::Leaving,
     protocol::{self, OnLeft},
-    region::Region,
+    region::{Region, RegionGuard},
     requests::{EndedRequest, RequestsInFlight, RunRequest},
     run::{PageRun, StoreFrame},
     shared::SharedParts,
@@ -87,21 +87,20 @@ impl<A: AddressSpace> WriteBacks<A> {
             && self.out_runs < RUNS_OUT_MAX / share
     }
 
-    /// Takes over a run that was taken out: its bytes are ours. The caller leaves its region.
+    /// Takes over a run that was taken out: its bytes are ours.
     pub(crate) fn add(
         &mut self,
-        region: &Arc<Region>,
+        region: &RegionGuard,
         run: PageRun<A::Frame>,
         job: Option<&Arc<Job>>,
         found_by: FoundBy,
     ) {
         let wanted = |page| job.is_none() && region.words.load(page).wanted();
         run.cut(wanted, |run, wanted| {
-            region.enter_again();
             if let Some(job) = job {
                 job.open_one();
             }
-            let leaving = Leaving::new(region.clone(), run.pages(), job.cloned(), found_by);
+            let leaving = Leaving::new(region.again(), run.pages(), job.cloned(), found_by);
             if wanted {
                 self.counters().steals.add(run.len());
                 let error = self.map_again(region, run, false, |_| None);
@@ -201,7 +200,7 @@ impl<A: AddressSpace> WriteBacks<A> {
             None if outcome.written > 0 => self.shared.unwritten.clear(),
             None => {}
         }
-        let region = leaving.region.clone();
+        let region = &leaving.region;
         let failure = |page: PageIndex| {
             let failed = failed.iter().find(|(failed, _)| *failed == page);
             failed.map(|(_, error)| PageError::from(error.clone()))
@@ -238,7 +237,7 @@ impl<A: AddressSpace> WriteBacks<A> {
                     if fate == Fate::Stolen {
                         self.counters().steals.add(run.len());
                     }
-                    let why = self.map_again(&region, run, true, failure);
+                    let why = self.map_again(region, run, true, failure);
                     error = error.take().or(why);
                 }
             },
@@ -294,7 +293,7 @@ impl<A: AddressSpace> WriteBacks<A> {
         error
     }
 
-    /// Closes a run that is settled: reports to its job or its region, and leaves the region.
+    /// Closes a run that is settled: reports to its job or its region.
     fn close(&self, leaving: Leaving, error: Option<PageError>) {
         match (&leaving.job, error) {
             (Some(job), error) => job.close_one(error),
@@ -306,7 +305,6 @@ impl<A: AddressSpace> WriteBacks<A> {
             }
             (None, None) => {}
         }
-        leaving.region.exit();
     }
 
     /// True if nothing is under way.
