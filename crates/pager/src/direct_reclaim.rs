@@ -16,7 +16,7 @@ use crate::{
     candidates::{Candidates, FoundBy},
     hand_over::PAGES_PER_CALL,
     leaving::Leaving,
-    protocol::{self, OnLeft},
+    protocol,
     region::{Region, RegionGuard},
     run::PageRun,
     shared::SharedParts,
@@ -63,10 +63,7 @@ impl<A: AddressSpace> DirectReclaim<A> {
                 any |= self.drop_candidates(&candidates);
                 continue;
             }
-            // Pages that streams have gone through lie in rows, which move at once.
-            if candidates.found_by == FoundBy::ClockHand
-                && self.shared.scatter.is_better(&candidates.region)
-            {
+            if self.shared.scatter.is_better(&candidates) {
                 return self.copy_out(candidates) || any;
             }
             any |= self.move_out(&candidates, &mut left);
@@ -76,14 +73,8 @@ impl<A: AddressSpace> DirectReclaim<A> {
 
     /// Drops victims among the candidates of a read-only region. Returns whether there were any.
     fn drop_candidates(&self, candidates: &Candidates) -> bool {
-        let page_bytes = candidates.region.page_bytes() as u64;
-        let excess = self.shared.frames.budget().excess().div_ceil(page_bytes);
-        let dropped = self
-            .shared
-            .victims
-            .drop_candidates(candidates, excess as usize);
-        self.counters().evictions.add(dropped.pages);
-        self.counters().clean_evictions.add(dropped.pages);
+        let dropped = self.shared.victims.drop_candidates(candidates);
+        self.counters().evicted(dropped.pages, dropped.pages);
         if let Some(page) = dropped.refused {
             self.move_run_out(&candidates.region, page.alone(), candidates.found_by);
         }
@@ -105,11 +96,11 @@ impl<A: AddressSpace> DirectReclaim<A> {
 
     /// Takes victims of the candidates out by moving, at most `left`.
     fn move_out(&self, candidates: &Candidates, left: &mut usize) -> bool {
-        let page_bytes = candidates.region.page_bytes() as u64;
+        let page_bytes = candidates.region.page_bytes();
         let mut walk = Walk::new(&self.shared.victims, candidates);
         loop {
-            let excess = self.shared.frames.budget().excess();
-            let most = (*left).min(excess.div_ceil(page_bytes) as usize);
+            let excess = self.shared.frames.budget().excess_pages(page_bytes);
+            let most = (*left).min(excess);
             if most == 0 {
                 break;
             }
@@ -143,15 +134,11 @@ impl<A: AddressSpace> DirectReclaim<A> {
         let first = run.first();
         let mut gone = [false; PAGES_PER_CALL];
         for (page, bytes) in run.bytes_by_page() {
-            gone[page - first] = region.store.is_unchanged(page, bytes)
-                && region.words.apply(page, |w| protocol::left(w, stamp)) == OnLeft::Gone;
-            if gone[page - first] {
-                region.store.count_left(page);
-            }
+            gone[page - first] =
+                region.store.is_unchanged(page, bytes) && region.leave(page, stamp);
         }
         let left = gone.iter().filter(|&&gone| gone).count();
-        self.counters().evictions.add(left);
-        self.counters().clean_evictions.add(left);
+        self.counters().evicted(left, left);
         region.store.count_clean(left);
         run.cut(
             |page| gone[page - first],

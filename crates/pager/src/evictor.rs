@@ -20,7 +20,7 @@ use std::{
 
 use farpage_fabric::Since;
 use farpage_store::{Lane, PageIndex, PageRange, StoreCall};
-use farpage_vm::{AddressSpace, DetachError};
+use farpage_vm::AddressSpace;
 use parking_lot::Mutex;
 
 use crate::{
@@ -33,7 +33,8 @@ use crate::{
     run::StoreFrame,
     seats::{Seats, Serve},
     shared::SharedParts,
-    victims::{DetachOutcome, Dropped, Walk},
+    stats::Counters,
+    victims::{DetachOutcome, Walk},
     worker::RETRY,
     write_backs::WriteBacks,
 };
@@ -92,6 +93,10 @@ impl<A: AddressSpace> Evictor<A> {
             later: Vec::new(),
             rest_until: None,
         }
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.shared.counters[self.worker]
     }
 
     /// Performs all work that can be done without waiting. Returns whether anything was done.
@@ -176,10 +181,7 @@ impl<A: AddressSpace> Evictor<A> {
                 begun |= self.drop_candidates(&candidates);
                 continue;
             }
-            // Pages that streams have gone through lie in rows, which move at once.
-            if candidates.found_by == FoundBy::ClockHand
-                && self.shared.scatter.is_better(&candidates.region)
-            {
+            if self.shared.scatter.is_better(&candidates) {
                 match self.copy_out(candidates) {
                     Some(any) => begun |= any,
                     None => break,
@@ -201,7 +203,7 @@ impl<A: AddressSpace> Evictor<A> {
         let (shared, page_bytes) = (self.shared.clone(), candidates.region.page_bytes());
         let mut walk = Walk::new(&shared.victims, candidates);
         loop {
-            let excess = shared.frames.budget().excess().div_ceil(page_bytes as u64) as usize;
+            let excess = shared.frames.budget().excess_pages(page_bytes);
             if excess == 0 || !self.write_backs.has_room(1) {
                 break;
             }
@@ -224,23 +226,12 @@ impl<A: AddressSpace> Evictor<A> {
 
     /// Drops victims among the candidates of a read-only region. Returns whether there were any.
     fn drop_candidates(&mut self, candidates: &Candidates) -> bool {
-        let page_bytes = candidates.region.page_bytes() as u64;
-        let excess = self.shared.frames.budget().excess().div_ceil(page_bytes);
-        let dropped = self
-            .shared
-            .victims
-            .drop_candidates(candidates, excess as usize);
-        self.count_dropped(&dropped);
+        let dropped = self.shared.victims.drop_candidates(candidates);
+        self.counters().evicted(dropped.pages, dropped.pages);
         if let Some(page) = dropped.refused {
             self.begin_moving(&candidates.region, page.alone(), None, candidates.found_by);
         }
         dropped.pages > 0
-    }
-
-    fn count_dropped(&self, dropped: &Dropped) {
-        let counters = &self.shared.counters[self.worker];
-        counters.evictions.add(dropped.pages);
-        counters.clean_evictions.add(dropped.pages);
     }
 
     /// Takes victims among the candidates out by copying. `None`: another thread takes pages out.
@@ -270,7 +261,7 @@ impl<A: AddressSpace> Evictor<A> {
             return self.begin_moving(region, pages, job, found_by);
         }
         let dropped = (self.shared.victims).drop_runs(region, slice::from_ref(&pages), found_by);
-        self.count_dropped(&dropped);
+        self.counters().evicted(dropped.pages, dropped.pages);
         match dropped.refused {
             None => (pages.len(), Begun::NotHere),
             Some(page) => {
@@ -304,8 +295,9 @@ impl<A: AddressSpace> Evictor<A> {
             DetachOutcome::NotHere => (1, Begun::NotHere),
             DetachOutcome::NotNow => (1, Begun::NotNow(None)),
             DetachOutcome::Refused(error) => {
-                self.shared.counters[self.worker].failed_evictions.bump();
-                (1, Begun::NotNow(Some(refused(region, first, error))))
+                self.counters().failed_evictions.bump();
+                let error = PageError::cannot_take_out(region.label(), first, error);
+                (1, Begun::NotNow(Some(error)))
             }
         }
     }
@@ -443,22 +435,5 @@ impl<A: AddressSpace> Evictor<A> {
             until = Some(until.map_or(at, |until| until.min(at)));
         }
         waker.sleep(fds, until);
-    }
-}
-
-/// Returns the error that tells the program why a page could not be taken out.
-fn refused(region: &Region, page: PageIndex, error: DetachError) -> PageError {
-    let (region, page) = (region.label(), page.number());
-    match error {
-        DetachError::Busy => PageError::Busy { region, page },
-        other => PageError::Os {
-            what: "take out",
-            region,
-            page,
-            message: match other {
-                DetachError::Os(error) => error.to_string(),
-                other => other.to_string(),
-            },
-        },
     }
 }

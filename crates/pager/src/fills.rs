@@ -13,7 +13,7 @@
 
 use std::{
     collections::VecDeque,
-    io, mem,
+    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -131,26 +131,19 @@ pub(crate) trait FillCompletion<A: AddressSpace> {
         let arrivals = self.arrivals();
         let (shared, mut alone) = (arrivals.shared.clone(), arrivals.mapped_alone);
         let mut filled = run.len();
-        let refused = |page: PageIndex, frame, error: io::Error| {
+        let refused = |page, _, error| {
             filled -= 1;
-            shared.frames.release(frame, region.page_bytes());
-            let error = PageError::cannot_map(region.label(), page, &error);
-            self.refuse(&region, page, unsaved, error);
+            if unsaved {
+                self.lose(&region, page, error);
+            } else {
+                self.fail(&region, page, error);
+            }
         };
         (shared.scatter).install(&region, run, usage, &mut alone, refused);
         let arrivals = self.arrivals();
         arrivals.mapped_alone = alone;
         let demand = usage != UsageCount::Unwanted;
         arrivals.counters().filled(filled, demand);
-    }
-
-    /// Deals with a page that could not be mapped.
-    fn refuse(&mut self, region: &RegionGuard, page: PageIndex, unsaved: bool, error: PageError) {
-        if unsaved {
-            self.lose(region, page, error);
-        } else {
-            self.fail(region, page, error);
-        }
     }
 
     /// Takes note of a fault on a page that has another owner.

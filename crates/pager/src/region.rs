@@ -18,7 +18,10 @@ use farpage_store::{PageIndex, PageRange, PageStore};
 use farpage_vm::{Geometry, RegionMapping, Shard};
 use parking_lot::{Condvar, Mutex};
 
-use crate::{Advice, PageError, protocol::PageWords};
+use crate::{
+    Advice, PageError,
+    protocol::{self, OnLeft, PageWords},
+};
 
 /// Pages per chunk, the unit in which the clock hand passes over a region: eight cache lines of
 /// words.
@@ -164,6 +167,16 @@ impl Region {
     /// True if a thread waits for one of `pages`, which are owned.
     pub(crate) fn is_wanted(&self, pages: PageRange) -> bool {
         pages.iter().any(|page| self.words.load(page).wanted())
+    }
+
+    /// Publishes an owned page whose bytes are safe as remote, unless it is wanted or pinned.
+    /// Returns whether the page has left.
+    pub(crate) fn leave(&self, page: PageIndex, stamp: u32) -> bool {
+        let has_left = self.words.apply(page, |w| protocol::left(w, stamp)) == OnLeft::Gone;
+        if has_left {
+            self.store.count_left(page);
+        }
+        has_left
     }
 
     pub(crate) fn advice(&self) -> Advice {

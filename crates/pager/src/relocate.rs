@@ -173,20 +173,16 @@ impl<A: AddressSpace> MappedRegion<A> {
         for (from, to) in taken.pages().iter().zip(owned) {
             region.store.relocate(from, to);
         }
-        self.publish_blank(taken.pages());
-        let frame = taken.into_frame();
-        let page_bytes = region.page_bytes();
-        let refused = |page, frame: A::Frame, os| {
-            let error = PageError::cannot_map(region.label(), page, &os);
-            let is_stored = region.store.is_unchanged(page, frame.as_ref());
-            shared.frames.release(frame, page_bytes);
+        // The old pages are zeros now.
+        (shared.victims).remove(region, taken.pages(), shared.installer.clock.now());
+        let refused = |page, is_stored, error| {
             if is_stored {
                 shared.installer.fail(region, page, error);
             } else {
                 shared.installer.lose(region, page, &error);
             }
         };
-        let run = PageRun::new(owned.start, frame, page_bytes);
+        let run = PageRun::new(owned.start, taken.into_frame(), region.page_bytes());
         (shared.installer).install(region, run, UsageCount::Unwanted, refused);
         Relocated::Done(count)
     }
@@ -240,17 +236,6 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
         self.map_zeros(PageRun::new(old, frame, region.page_bytes()));
         Ok(Relocated::Done(1))
-    }
-
-    /// Publishes owned pages that were taken out as remote, and zeros. Wakes waiting threads.
-    fn publish_blank(&self, pages: PageRange) {
-        let (shared, region) = (self.shared(), self.region());
-        let now = shared.installer.clock.now();
-        for page in pages {
-            if region.words.apply(page, |w| protocol::removed(w, now)) {
-                shared.mapper.wake(region, page.alone());
-            }
-        }
     }
 
     /// Publishes a page that is owned as `Filling` as remote. If a thread waits for it, its filler

@@ -9,7 +9,7 @@
 //! pages that it protects meanwhile.
 
 use std::{
-    io, mem,
+    mem,
     sync::{
         Arc, Mutex, MutexGuard, TryLockError,
         atomic::{AtomicU64, Ordering},
@@ -22,8 +22,9 @@ use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 use smallvec::SmallVec;
 
 use crate::{
+    PageError,
     budget::BudgetReservation,
-    candidates::Candidates,
+    candidates::{Candidates, FoundBy},
     costs::Costs,
     frames::FrameAllocator,
     installer::{Installer, UsageCount},
@@ -119,7 +120,7 @@ impl<A: AddressSpace> Scatter<A> {
         run: PageRun<A::Frame>,
         usage: UsageCount,
         alone: &mut u32,
-        refused: impl FnMut(PageIndex, A::Frame, io::Error),
+        refused: impl FnMut(PageIndex, bool, PageError),
     ) {
         if run.len() > 1 || !region.copies_in {
             return self.installer.install(region, run, usage, refused);
@@ -174,11 +175,14 @@ impl<A: AddressSpace> Scatter<A> {
         self.frames.for_copy(page_bytes, 1, false)
     }
 
-    /// True if pages of the region had better leave by [`take_out`](Self::take_out), and there are
-    /// frames to copy enough of them to. Pinned pages must not lie between others that do, since
-    /// system calls may write to them at any time.
-    pub(crate) fn is_better(&self, region: &Region) -> bool {
-        region.copies_out
+    /// True if the candidates had better leave by [`take_out`](Self::take_out), and there are
+    /// frames to copy enough of them to. Pages that streams have gone through lie in rows, which
+    /// move at once. Pinned pages must not lie between others that are copied, since system calls
+    /// may write to them at any time.
+    pub(crate) fn is_better(&self, candidates: &Candidates) -> bool {
+        let region = &candidates.region;
+        candidates.found_by == FoundBy::ClockHand
+            && region.copies_out
             && region.pinned() == 0
             && !self.is_held_up()
             && self.costs.copying_is_cheaper()
@@ -211,8 +215,8 @@ impl<A: AddressSpace> Scatter<A> {
     }
 
     /// Takes victims out by copying, those of `candidates` and of some behind them, while there is
-    /// need. Hands each to `taken_out`, owned as `Leaving`. `None`: another thread takes pages out, or the region has pins or is closing; the candidates
-    /// are left to others.
+    /// need. Hands each to `taken_out`, owned as `Leaving`. `None`: another thread takes pages out,
+    /// or the region has pins or is closing; the candidates are left to others.
     pub(crate) fn take_out(
         &self,
         candidates: Candidates,

@@ -132,10 +132,7 @@ impl<A: AddressSpace> Victims<A> {
                 // The program gave the page back to the kernel. What was written back last is the
                 // page now.
                 self.frames.budget().lose(region.page_bytes());
-                let now = self.clock.now();
-                if region.words.apply(first, |w| protocol::removed(w, now)) {
-                    self.mapper.wake(&region, first.alone());
-                }
+                self.remove(&region, first.alone(), self.clock.now());
                 DetachOutcome::NotHere
             }
             Err(error) => {
@@ -178,12 +175,7 @@ impl<A: AddressSpace> Victims<A> {
             for run in &runs[..gone] {
                 self.frames.lose(run.len() * region.page_bytes());
                 dropped.pages += run.len();
-                let stamp = self.stamp(found_by);
-                for page in *run {
-                    if region.words.apply(page, |w| protocol::removed(w, stamp)) {
-                        self.mapper.wake(&region, page.alone());
-                    }
-                }
+                self.remove(&region, *run, self.stamp(found_by));
             }
             for run in &runs[gone..] {
                 dropped.refused.get_or_insert(run.start);
@@ -193,10 +185,11 @@ impl<A: AddressSpace> Victims<A> {
         dropped
     }
 
-    /// Drops victims of the candidates, `most` pages at most: see [`drop_runs`](Self::drop_runs).
-    pub(crate) fn drop_candidates(&self, candidates: &Candidates, most: usize) -> Dropped {
+    /// Drops victims of the candidates while there is need: see [`drop_runs`](Self::drop_runs).
+    pub(crate) fn drop_candidates(&self, candidates: &Candidates) -> Dropped {
         let mut walk = Walk::new(self, candidates);
-        let (mut runs, mut left) = (Runs::new(), most);
+        let mut left = (self.frames.budget()).excess_pages(candidates.region.page_bytes());
+        let mut runs = Runs::new();
         while left > 0
             && runs.len() < SCATTERED_PAGES_MAX
             && let Some(run) = walk.next(left)
@@ -208,6 +201,16 @@ impl<A: AddressSpace> Victims<A> {
         walk.took(dropped.pages);
         walk.end();
         dropped
+    }
+
+    /// Publishes owned pages that are not mapped as remote, even if they are wanted. Wakes waiting
+    /// threads, which fault again.
+    pub(crate) fn remove(&self, region: &Region, pages: PageRange, stamp: u32) {
+        for page in pages {
+            if region.words.apply(page, |w| protocol::removed(w, stamp)) {
+                self.mapper.wake(region, page.alone());
+            }
+        }
     }
 
     /// Publishes owned pages that were not taken out: they are mapped as before.

@@ -22,7 +22,6 @@ use crate::{
     installer::UsageCount,
     job::Job,
     leaving::Leaving,
-    protocol::{self, OnLeft},
     region::{Region, RegionGuard},
     requests::{EndedRequest, RequestsInFlight, RunRequest},
     run::{PageRun, StoreFrame},
@@ -207,24 +206,19 @@ impl<A: AddressSpace> WriteBacks<A> {
         };
         let keep = leaving.job.as_ref().is_some_and(|job| job.keep);
         // Settled page by page, since each may be wanted; gone pages are given back together.
+        let stamp = self.shared.victims.stamp(leaving.found_by);
         let fate = |page| {
             if keep || failure(page).is_some() {
-                return Fate::Stays;
-            }
-            let stamp = self.shared.victims.stamp(leaving.found_by);
-            match region.words.apply(page, |w| protocol::left(w, stamp)) {
-                OnLeft::Gone => {
-                    region.store.count_left(page);
-                    Fate::Gone
-                }
-                OnLeft::TakeBack => Fate::Stolen,
+                Fate::Stays
+            } else if region.leave(page, stamp) {
+                Fate::Gone
+            } else {
+                Fate::Stolen
             }
         };
         let fates: Vec<_> = run.pages().iter().map(fate).collect();
         let gone = fates.iter().filter(|&&fate| fate == Fate::Gone).count();
-        self.counters().evictions.add(gone);
-        let clean = gone.min(outcome.clean as usize);
-        self.counters().clean_evictions.add(clean);
+        (self.counters()).evicted(gone, gone.min(outcome.clean as usize));
         let (first, mut error) = (run.first(), None);
         run.cut(
             |page| fates[page - first],
@@ -273,13 +267,10 @@ impl<A: AddressSpace> WriteBacks<A> {
         };
         let mut error = run.pages().iter().find_map(&failure);
         let installer = &self.shared.installer;
-        installer.install(region, run, usage, |page, frame, os| {
+        installer.install(region, run, usage, |page, is_stored, os| {
             let failed = failure(page);
             // Bytes that were not written may still be those that the store has.
-            let is_stored =
-                written && failed.is_none() || region.store.is_unchanged(page, frame.as_ref());
-            self.shared.frames.release(frame, region.page_bytes());
-            let os = PageError::cannot_map(region.label(), page, &os);
+            let is_stored = written && failed.is_none() || is_stored;
             // Where the write-back has failed too, its error goes first.
             let why = failed.unwrap_or(os);
             if is_stored {
