@@ -216,14 +216,14 @@ impl<A: AddressSpace> MappedRegion<A> {
             shared.frames.release(frame, region.page_bytes());
             return Ok(Relocated::NotNow);
         }
-        let lost = region.lost(old.alone()).pop();
         let take = |w| protocol::heal(w).or(protocol::taken_up(w));
         if region.words.try_apply(old, take).is_none() {
             shared.frames.release(frame, region.page_bytes());
             self.publish_remote(region, new);
             return Ok(Relocated::NotNow);
         }
-        match lost {
+        // Looked for while the page is ours: it may have been lost a moment ago.
+        match region.lost(old.alone()).pop() {
             Some((_, error)) => {
                 region.found(old);
                 region.store.clear(old.alone());
