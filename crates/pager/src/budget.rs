@@ -280,6 +280,11 @@ impl Budget {
         self.staying().saturating_sub(aim)
     }
 
+    /// Returns the number of pages that must still begin to leave for the low mark to be reached.
+    pub(crate) fn excess_pages(&self, page_bytes: usize) -> usize {
+        self.excess().div_ceil(page_bytes as u64) as usize
+    }
+
     /// Returns the bytes that are used and not on their way out.
     fn staying(&self) -> u64 {
         let leaving = self.leaving.load(Ordering::Relaxed);

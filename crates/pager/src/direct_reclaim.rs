@@ -16,8 +16,8 @@ use crate::{
     candidates::{Candidates, FoundBy},
     hand_over::PAGES_PER_CALL,
     leaving::Leaving,
-    protocol::{self, OnLeft},
-    region::Region,
+    protocol,
+    region::{Region, RegionGuard},
     run::PageRun,
     shared::SharedParts,
     stats::Counters,
@@ -63,10 +63,7 @@ impl<A: AddressSpace> DirectReclaim<A> {
                 any |= self.drop_candidates(&candidates);
                 continue;
             }
-            // Pages that streams have gone through lie in rows, which move at once.
-            if candidates.found_by == FoundBy::ClockHand
-                && self.shared.scatter.is_better(&candidates.region)
-            {
+            if self.shared.scatter.is_better(&candidates) {
                 return self.copy_out(candidates) || any;
             }
             any |= self.move_out(&candidates, &mut left);
@@ -76,14 +73,8 @@ impl<A: AddressSpace> DirectReclaim<A> {
 
     /// Drops victims among the candidates of a read-only region. Returns whether there were any.
     fn drop_candidates(&self, candidates: &Candidates) -> bool {
-        let page_bytes = candidates.region.page_bytes() as u64;
-        let excess = self.shared.frames.budget().excess().div_ceil(page_bytes);
-        let dropped = self
-            .shared
-            .victims
-            .drop_candidates(candidates, excess as usize);
-        self.counters().evictions.add(dropped.pages);
-        self.counters().clean_evictions.add(dropped.pages);
+        let dropped = self.shared.victims.drop_candidates(candidates);
+        self.counters().evicted(dropped.pages, dropped.pages);
         if let Some(page) = dropped.refused {
             self.move_run_out(&candidates.region, page.alone(), candidates.found_by);
         }
@@ -93,7 +84,7 @@ impl<A: AddressSpace> DirectReclaim<A> {
     /// Takes victims of the candidates, and of some behind them, out by copying.
     fn copy_out(&self, candidates: Candidates) -> bool {
         let (region, found_by) = (candidates.region.clone(), candidates.found_by);
-        let took_out = |run| self.took_out(&region, run, found_by);
+        let took_out = |region: &RegionGuard, run| self.took_out(region, run, found_by);
         let outcome = self.shared.scatter.take_out(candidates, took_out);
         let outcome = outcome.unwrap_or_default();
         let mut any = outcome.any;
@@ -105,11 +96,11 @@ impl<A: AddressSpace> DirectReclaim<A> {
 
     /// Takes victims of the candidates out by moving, at most `left`.
     fn move_out(&self, candidates: &Candidates, left: &mut usize) -> bool {
-        let page_bytes = candidates.region.page_bytes() as u64;
+        let page_bytes = candidates.region.page_bytes();
         let mut walk = Walk::new(&self.shared.victims, candidates);
         loop {
-            let excess = self.shared.frames.budget().excess();
-            let most = (*left).min(excess.div_ceil(page_bytes) as usize);
+            let excess = self.shared.frames.budget().excess_pages(page_bytes);
+            let most = (*left).min(excess);
             if most == 0 {
                 break;
             }
@@ -125,9 +116,9 @@ impl<A: AddressSpace> DirectReclaim<A> {
     /// Takes as many of the leading ones of `pages` out as go together. Returns how many.
     fn move_run_out(&self, region: &Arc<Region>, pages: PageRange, found_by: FoundBy) -> usize {
         match self.shared.victims.take_out(region, pages, protocol::leave) {
-            DetachOutcome::Taken(run) => {
+            DetachOutcome::Taken(region, run) => {
                 let taken = run.len();
-                self.took_out(region, run, found_by);
+                self.took_out(&region, run, found_by);
                 return taken;
             }
             DetachOutcome::Refused(_) => self.counters().failed_evictions.bump(),
@@ -137,21 +128,17 @@ impl<A: AddressSpace> DirectReclaim<A> {
     }
 
     /// Settles pages that were taken out: unchanged ones are gone, the rest is handed over.
-    fn took_out(&self, region: &Arc<Region>, run: PageRun<A::Frame>, found_by: FoundBy) {
+    fn took_out(&self, region: &RegionGuard, run: PageRun<A::Frame>, found_by: FoundBy) {
         let shared = &self.shared;
         let stamp = shared.victims.stamp(found_by);
         let first = run.first();
         let mut gone = [false; PAGES_PER_CALL];
         for (page, bytes) in run.bytes_by_page() {
-            gone[page - first] = region.store.is_unchanged(page, bytes)
-                && region.words.apply(page, |w| protocol::left(w, stamp)) == OnLeft::Gone;
-            if gone[page - first] {
-                region.store.count_left(page);
-            }
+            gone[page - first] =
+                region.store.is_unchanged(page, bytes) && region.leave(page, stamp);
         }
         let left = gone.iter().filter(|&&gone| gone).count();
-        self.counters().evictions.add(left);
-        self.counters().clean_evictions.add(left);
+        self.counters().evicted(left, left);
         region.store.count_clean(left);
         run.cut(
             |page| gone[page - first],
@@ -160,14 +147,12 @@ impl<A: AddressSpace> DirectReclaim<A> {
                     let page_bytes = region.page_bytes();
                     return shared.frames.release(run.into_frame(), page_bytes);
                 }
-                region.enter_again();
-                let leaving = Leaving::new(region.clone(), run.pages(), None, found_by);
+                let leaving = Leaving::new(region.again(), run.pages(), None, found_by);
                 let budget = shared.frames.budget();
                 shared
                     .hand_over
                     .hand_over(leaving, run.into_frame(), budget);
             },
         );
-        region.exit();
     }
 }

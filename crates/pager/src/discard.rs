@@ -11,7 +11,7 @@
 use std::{ops::Range, thread, time::Instant};
 
 use farpage_store::{PageIndex, PageRange};
-use farpage_vm::{AddressSpace, DetachError, RUN_PAGES_MAX};
+use farpage_vm::{AddressSpace, RUN_PAGES_MAX};
 use smallvec::SmallVec;
 
 use crate::{
@@ -19,7 +19,8 @@ use crate::{
     doors::Command,
     installer::UsageCount,
     mapped::{ASK, LOOK},
-    protocol::{self, NEVER_LEFT, OnFailed, OnLeft, PageState},
+    protocol::{self, NEVER_LEFT, OnFailed, PageState},
+    region::RegionGuard,
     run::PageRun,
     victims::DetachOutcome,
 };
@@ -119,52 +120,38 @@ impl<A: AddressSpace> MappedRegion<A> {
 
     fn discard_mapped(&self, pages: PageRange) -> Result<DiscardOutcome, PageError> {
         let (shared, region) = (self.shared(), self.region());
-        let run = match shared.victims.take_out(region, pages, protocol::borrow) {
-            DetachOutcome::Taken(run) => run,
+        let (region, run) = match shared.victims.take_out(region, pages, protocol::borrow) {
+            DetachOutcome::Taken(region, run) => (region, run),
             // The program gave the page back to the kernel: what was stored is the page now.
             DetachOutcome::NotHere => return Ok(DiscardOutcome::Done(0)),
-            DetachOutcome::NotNow | DetachOutcome::Refused(DetachError::Busy) => {
-                return Ok(DiscardOutcome::NotNow(None));
-            }
+            DetachOutcome::NotNow => return Ok(DiscardOutcome::NotNow(None)),
             DetachOutcome::Refused(error) => {
-                let error = PageError::Os {
-                    what: "take out",
-                    region: region.label(),
-                    page: pages.start.number(),
-                    message: error.to_string(),
-                };
+                let error = PageError::cannot_take_out(region.label(), pages.start, error);
                 return Ok(DiscardOutcome::NotNow(Some(error)));
             }
         };
         let taken = run.len();
         // Cleared while the pages are ours, and before others may fill them.
         region.store.clear(run.pages());
-        let left = |w| protocol::left(w, NEVER_LEFT);
-        let settle = |page| region.words.apply(page, left) == OnLeft::Gone;
+        let settle = |page| region.leave(page, NEVER_LEFT);
         // Settled once per page: a page that is gone has another owner from here on.
         let gone: SmallVec<[bool; RUN_PAGES_MAX]> = run.pages().iter().map(settle).collect();
         let first = run.first();
         run.cut(
             |page| gone[page - first],
             |run, gone| match gone {
-                true => {
-                    (run.pages().iter()).for_each(|page| region.store.count_left(page));
-                    shared.frames.release(run.into_frame(), region.page_bytes());
-                }
+                true => (shared.frames).release(run.into_frame(), region.page_bytes()),
                 false => self.map_zeros(run),
             },
         );
-        region.exit();
         Ok(DiscardOutcome::Done(taken))
     }
 
     fn discard_remote(&self, page: PageIndex) -> Result<DiscardOutcome, PageError> {
-        let region = self.region();
-        if !region.enter() {
+        let Some(region) = self.region().enter() else {
             return Ok(DiscardOutcome::Done(1));
-        }
+        };
         if region.words.try_apply(page, protocol::prefetch).is_none() {
-            region.exit();
             return Ok(DiscardOutcome::Done(0));
         }
         region.store.clear(page.alone());
@@ -176,12 +163,11 @@ impl<A: AddressSpace> MappedRegion<A> {
             OnFailed::MustPoison => match self.frame_for(page) {
                 Ok(frame) => self.map_zeros(PageRun::new(page, frame, region.page_bytes())),
                 Err(error) => {
-                    (self.shared().installer).fail(region, page, error.clone());
+                    (self.shared().installer).fail(&region, page, error.clone());
                     outcome = Err(error);
                 }
             },
         }
-        region.exit();
         outcome
     }
 
@@ -189,25 +175,16 @@ impl<A: AddressSpace> MappedRegion<A> {
     fn discard_broken(&self, page: PageIndex) -> Result<DiscardOutcome, PageError> {
         let (shared, region) = (self.shared(), self.region());
         let frame = self.frame_for(page)?;
-        let is_ours = region.enter() && {
-            let healed = region.words.try_apply(page, protocol::heal).is_some();
-            let taken_up = !healed && region.words.try_apply(page, protocol::taken_up).is_some();
-            if taken_up {
-                region.found(page);
-            }
-            if !(healed || taken_up) {
-                region.exit();
-            }
-            healed || taken_up
-        };
-        if !is_ours {
+        let take = |w| protocol::heal(w).or(protocol::taken_up(w));
+        let own = |region: &RegionGuard| region.words.try_apply(page, take).is_some();
+        let Some(region) = region.enter().filter(own) else {
             shared.frames.release(frame, region.page_bytes());
             return Ok(DiscardOutcome::Done(0));
-        }
+        };
+        region.found(page);
         region.store.clear(page.alone());
         // Where the program has unmapped the addresses, the page is poisoned again.
         self.map_zeros(PageRun::new(page, frame, region.page_bytes()));
-        region.exit();
         Ok(DiscardOutcome::Done(1))
     }
 
@@ -218,9 +195,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         frame.as_mut().fill(0);
         let run = PageRun::new(first, frame, region.page_bytes());
         // The store has zeros, too: nothing is lost with a page that cannot be mapped.
-        let refused = |page, frame: A::Frame, os| {
-            shared.frames.release(frame, region.page_bytes());
-            let error = PageError::cannot_map(region.label(), page, &os);
+        let refused = |page, _, error| {
             shared.installer.fail(region, page, error);
         };
         (shared.installer).install(region, run, UsageCount::Wanted, refused);

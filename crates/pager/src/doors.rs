@@ -18,7 +18,13 @@ use farpage_store::{PageIndex, PageRange};
 use farpage_vm::Shard;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use crate::{PageError, ahead::ReadAhead, budget::Budget, region::Region, waker::WorkerWaker};
+use crate::{
+    PageError,
+    ahead::ReadAhead,
+    budget::Budget,
+    region::{Region, RegionGuard},
+    waker::WorkerWaker,
+};
 
 /// Upper bound of the asks that a filler takes at once: more than it works off while its core is
 /// taken from it.
@@ -37,11 +43,11 @@ pub(crate) enum Command {
     /// own the page, and does not want its bytes.
     LetGo(Arc<Region>, PageIndex),
     /// Take over this page: a thread that has served its own fault since that time could not bring
-    /// it in. The filler owns the page from here on, and the region has been entered.
-    TakeOver(Arc<Region>, PageIndex, PageError, Since),
+    /// it in. The filler owns the page from here on.
+    TakeOver(RegionGuard, PageIndex, PageError, Since),
     /// Publish this page as lost: a thread that serves its own faults owns it, and its newest bytes
-    /// are gone. The filler owns the page from here on, and the region has been entered.
-    Lose(Arc<Region>, PageIndex, PageError),
+    /// are gone. The filler owns the page from here on.
+    Lose(RegionGuard, PageIndex, PageError),
     /// Give up whatever is kept for the region, which is closing.
     Settle(Arc<Region>),
 }

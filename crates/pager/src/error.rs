@@ -6,6 +6,7 @@
 use std::{io, sync::Arc, time::Duration};
 
 use farpage_store::{PageIndex, StoreError};
+use farpage_vm::DetachError;
 
 farpage_fabric::debug_as_display!(PageError, StartError, MapError, FlushError, PinError);
 
@@ -98,6 +99,26 @@ impl PageError {
             region,
             page: page.number(),
             message: error.to_string(),
+        }
+    }
+
+    /// Returns the error of a page that could not be taken out.
+    pub(crate) fn cannot_take_out(
+        region: Arc<str>,
+        page: PageIndex,
+        error: DetachError,
+    ) -> PageError {
+        let page = page.number();
+        let message = match error {
+            DetachError::Busy => return PageError::Busy { region, page },
+            DetachError::Os(error) => error.to_string(),
+            other => other.to_string(),
+        };
+        PageError::Os {
+            what: "take out",
+            region,
+            page,
+            message,
         }
     }
 

@@ -20,7 +20,7 @@ use std::{
 
 use farpage_fabric::Since;
 use farpage_store::{Lane, PageIndex, PageRange, StoreCall};
-use farpage_vm::{AddressSpace, DetachError};
+use farpage_vm::AddressSpace;
 use parking_lot::Mutex;
 
 use crate::{
@@ -28,12 +28,13 @@ use crate::{
     candidates::{Candidates, FoundBy},
     job::Job,
     protocol,
-    region::Region,
+    region::{Region, RegionGuard},
     requests::RunRequest,
     run::StoreFrame,
     seats::{Seats, Serve},
     shared::SharedParts,
-    victims::{DetachOutcome, Dropped, Walk},
+    stats::Counters,
+    victims::{DetachOutcome, Walk},
     worker::RETRY,
     write_backs::WriteBacks,
 };
@@ -94,6 +95,10 @@ impl<A: AddressSpace> Evictor<A> {
         }
     }
 
+    fn counters(&self) -> &Counters {
+        &self.shared.counters[self.worker]
+    }
+
     /// Performs all work that can be done without waiting. Returns whether anything was done.
     pub(crate) fn turn(&mut self) -> bool {
         let mut busy = self.write_backs.post_again();
@@ -141,10 +146,8 @@ impl<A: AddressSpace> Evictor<A> {
             };
             if let Some((leaving, frame)) = mine {
                 shared.frames.budget().end_leaving(leaving.bytes());
-                let region = &leaving.region;
                 let run = leaving.run(frame);
-                (self.write_backs).add(region, run, None, leaving.found_by);
-                region.exit();
+                (self.write_backs).add(&leaving.region, run, None, leaving.found_by);
                 any = true;
             }
         }
@@ -178,10 +181,7 @@ impl<A: AddressSpace> Evictor<A> {
                 begun |= self.drop_candidates(&candidates);
                 continue;
             }
-            // Pages that streams have gone through lie in rows, which move at once.
-            if candidates.found_by == FoundBy::ClockHand
-                && self.shared.scatter.is_better(&candidates.region)
-            {
+            if self.shared.scatter.is_better(&candidates) {
                 match self.copy_out(candidates) {
                     Some(any) => begun |= any,
                     None => break,
@@ -203,7 +203,7 @@ impl<A: AddressSpace> Evictor<A> {
         let (shared, page_bytes) = (self.shared.clone(), candidates.region.page_bytes());
         let mut walk = Walk::new(&shared.victims, candidates);
         loop {
-            let excess = shared.frames.budget().excess().div_ceil(page_bytes as u64) as usize;
+            let excess = shared.frames.budget().excess_pages(page_bytes);
             if excess == 0 || !self.write_backs.has_room(1) {
                 break;
             }
@@ -226,33 +226,20 @@ impl<A: AddressSpace> Evictor<A> {
 
     /// Drops victims among the candidates of a read-only region. Returns whether there were any.
     fn drop_candidates(&mut self, candidates: &Candidates) -> bool {
-        let page_bytes = candidates.region.page_bytes() as u64;
-        let excess = self.shared.frames.budget().excess().div_ceil(page_bytes);
-        let dropped = self
-            .shared
-            .victims
-            .drop_candidates(candidates, excess as usize);
-        self.count_dropped(&dropped);
+        let dropped = self.shared.victims.drop_candidates(candidates);
+        self.counters().evicted(dropped.pages, dropped.pages);
         if let Some(page) = dropped.refused {
             self.begin_moving(&candidates.region, page.alone(), None, candidates.found_by);
         }
         dropped.pages > 0
     }
 
-    fn count_dropped(&self, dropped: &Dropped) {
-        let counters = &self.shared.counters[self.worker];
-        counters.evictions.add(dropped.pages);
-        counters.clean_evictions.add(dropped.pages);
-    }
-
     /// Takes victims among the candidates out by copying. `None`: another thread takes pages out.
     fn copy_out(&mut self, candidates: Candidates) -> Option<bool> {
         let shared = self.shared.clone();
         let (region, found_by) = (candidates.region.clone(), candidates.found_by);
-        let outcome = shared.scatter.take_out(candidates, |run| {
-            self.write_backs.add(&region, run, None, found_by);
-            region.exit();
-        })?;
+        let add = |region: &RegionGuard, run| self.write_backs.add(region, run, None, found_by);
+        let outcome = shared.scatter.take_out(candidates, add)?;
         let mut any = outcome.any;
         for page in outcome.refused {
             let (_, begun) = self.begin(&region, page.alone(), None, found_by);
@@ -274,7 +261,7 @@ impl<A: AddressSpace> Evictor<A> {
             return self.begin_moving(region, pages, job, found_by);
         }
         let dropped = (self.shared.victims).drop_runs(region, slice::from_ref(&pages), found_by);
-        self.count_dropped(&dropped);
+        self.counters().evicted(dropped.pages, dropped.pages);
         match dropped.refused {
             None => (pages.len(), Begun::NotHere),
             Some(page) => {
@@ -300,17 +287,17 @@ impl<A: AddressSpace> Evictor<A> {
         };
         let first = pages.start;
         match self.shared.victims.take_out(region, pages, own) {
-            DetachOutcome::Taken(run) => {
+            DetachOutcome::Taken(region, run) => {
                 let pages = run.len();
-                self.write_backs.add(region, run, job, found_by);
-                region.exit();
+                self.write_backs.add(&region, run, job, found_by);
                 (pages, Begun::Yes)
             }
             DetachOutcome::NotHere => (1, Begun::NotHere),
             DetachOutcome::NotNow => (1, Begun::NotNow(None)),
             DetachOutcome::Refused(error) => {
-                self.shared.counters[self.worker].failed_evictions.bump();
-                (1, Begun::NotNow(Some(refused(region, first, error))))
+                self.counters().failed_evictions.bump();
+                let error = PageError::cannot_take_out(region.label(), first, error);
+                (1, Begun::NotNow(Some(error)))
             }
         }
     }
@@ -448,22 +435,5 @@ impl<A: AddressSpace> Evictor<A> {
             until = Some(until.map_or(at, |until| until.min(at)));
         }
         waker.sleep(fds, until);
-    }
-}
-
-/// Returns the error that tells the program why a page could not be taken out.
-fn refused(region: &Region, page: PageIndex, error: DetachError) -> PageError {
-    let (region, page) = (region.label(), page.number());
-    match error {
-        DetachError::Busy => PageError::Busy { region, page },
-        other => PageError::Os {
-            what: "take out",
-            region,
-            page,
-            message: match other {
-                DetachError::Os(error) => error.to_string(),
-                other => other.to_string(),
-            },
-        },
     }
 }

@@ -29,7 +29,7 @@ use crate::{
     pace::Pace,
     prefetch_queue::PrefetchQueue,
     protocol,
-    region::{Region, chunk_of, chunks_of},
+    region::{Region, RegionGuard, chunk_of, chunks_of},
     run::StoreFrame,
     shared::SharedParts,
     stats::Counters,
@@ -50,8 +50,8 @@ pub(crate) struct Filler<A: AddressSpace> {
     /// Service of faults by threads of the program, if the runtime has it.
     in_thread: Option<Arc<InThread<A>>>,
     last_region: Option<Arc<Region>>,
-    /// Pages whose protection keeps threads from writing. Their regions have been entered.
-    protected: Vec<(Arc<Region>, PageIndex)>,
+    /// Pages whose protection keeps threads from writing.
+    protected: Vec<(RegionGuard, PageIndex)>,
     /// Number of faults that were read, and the thread that raised one of them.
     seen: u32,
     sample: Option<u32>,
@@ -154,17 +154,18 @@ impl<A: AddressSpace> Filler<A> {
         let page = region.page_at(address);
         region.store.expect(page);
         // A closing region gives its addresses up, and the program must not be using them. Only an
-        // evictor that copies pages out may sleep there then, and it is inside.
-        let is_open = region.enter();
-        if !is_open && !region.enter_beside() {
+        // evictor that copies pages out may sleep there then, and that evictor has a guard.
+        let entered = region.enter();
+        let is_open = entered.is_some();
+        let Some(guard) = entered.or_else(|| region.enter_beside()) else {
             return;
-        }
+        };
         if protected {
-            self.protected.push((region, page));
+            self.protected.push((guard, page));
             self.unprotect();
             return;
         }
-        let plan = self.fills.on_fault(&region, page, address);
+        let plan = self.fills.on_fault(guard, page, address);
         if is_open {
             self.prefetch_queue.add(region, plan, true);
         }
@@ -175,13 +176,7 @@ impl<A: AddressSpace> Filler<A> {
     fn unprotect(&mut self) -> bool {
         let before = self.protected.len();
         let scatter = &self.shared.scatter;
-        self.protected.retain(|(region, page)| {
-            let is_done = scatter.unprotect(region, *page);
-            if is_done {
-                region.exit();
-            }
-            !is_done
-        });
+        (self.protected).retain(|(region, page)| !scatter.unprotect(region, *page));
         self.protected.len() < before
     }
 
@@ -207,11 +202,9 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     fn on_unmapped(&self, addresses: &Range<usize>) {
-        for region in self.shared.regions.overlapping(addresses) {
-            if region.enter() {
-                self.unmap(&region, addresses);
-                region.exit();
-            }
+        let regions = self.shared.regions.overlapping(addresses);
+        for region in regions.iter().filter_map(Region::enter) {
+            self.unmap(&region, addresses);
         }
     }
 
@@ -247,15 +240,17 @@ impl<A: AddressSpace> Filler<A> {
             any = true;
             match ask {
                 Ask::Ahead(region, plan) => self.prefetch_queue.add(region, plan, false),
-                Ask::Fault(region, address) if region.enter() => {
+                Ask::Fault(region, address) => {
+                    let Some(guard) = region.enter() else {
+                        continue;
+                    };
                     self.counters().faults.bump();
                     let page = region.page_at(address);
-                    let plan = self.fills.on_fault(&region, page, address);
+                    let plan = self.fills.on_fault(guard, page, address);
                     // No read-ahead marker: a fault on it is served in the thread and does not come
                     // to us.
                     self.prefetch_queue.add(region, plan, false);
                 }
-                Ask::Fault(..) => {}
             }
         }
         while let Ok(command) = self.inbox.mail.try_recv() {
@@ -276,7 +271,6 @@ impl<A: AddressSpace> Filler<A> {
                 }
                 Command::Lose(region, page, error) => {
                     self.fills.completion.lose(&region, page, error);
-                    region.exit();
                 }
                 Command::Settle(region) => self.give_up(&region),
             }
@@ -285,7 +279,7 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     /// Takes over a page that a thread of the program could not bring in.
-    fn take_over(&mut self, region: Arc<Region>, page: PageIndex, error: PageError, since: Since) {
+    fn take_over(&mut self, region: RegionGuard, page: PageIndex, error: PageError, since: Since) {
         if let Some(in_thread) = &self.in_thread {
             in_thread.reopen();
         }
@@ -294,7 +288,6 @@ impl<A: AddressSpace> Filler<A> {
             self.fills.begin(region, page, ReadAhead::NONE);
         } else {
             self.fills.completion.fail(&region, page, error);
-            region.exit();
         }
     }
 

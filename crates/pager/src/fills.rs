@@ -13,7 +13,7 @@
 
 use std::{
     collections::VecDeque,
-    io, mem,
+    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -29,7 +29,7 @@ use crate::{
     installer::UsageCount,
     pace::Pace,
     protocol::{self, OnFault, PageState},
-    region::Region,
+    region::{Region, RegionGuard},
     requests::{EndedRequest, RequestsInFlight, RunRequest},
     run::{PageRun, StoreFrame, keep_first, pages_in},
     shared::SharedParts,
@@ -37,10 +37,10 @@ use crate::{
     stretch,
 };
 
-/// A run of pages that its worker owns as `Filling`. Its region has been entered.
+/// A run of pages that its worker owns as `Filling`.
 #[derive(Debug)]
 pub(crate) struct Fill {
-    pub(crate) region: Arc<Region>,
+    pub(crate) region: RegionGuard,
     pub(crate) pages: PageRange,
     pub(crate) usage: UsageCount,
     /// True for the read-ahead marker of a stream: held back when complete.
@@ -50,7 +50,7 @@ pub(crate) struct Fill {
 }
 
 impl Fill {
-    pub(crate) fn new(region: Arc<Region>, pages: PageRange, usage: UsageCount) -> Fill {
+    pub(crate) fn new(region: RegionGuard, pages: PageRange, usage: UsageCount) -> Fill {
         Fill {
             region,
             pages,
@@ -111,17 +111,16 @@ impl<A: AddressSpace> Arrivals<A> {
 pub(crate) trait FillCompletion<A: AddressSpace> {
     fn arrivals(&mut self) -> &mut Arrivals<A>;
 
-    /// Takes a complete run, to map and publish it and to leave its region.
+    /// Takes a complete run, to map and publish it.
     fn complete(&mut self, fill: Fill, run: PageRun<A::Frame>);
 
-    /// Deals with an owned page that cannot be brought in. The caller leaves its region.
-    fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
+    /// Deals with an owned page that cannot be brought in.
+    fn fail(&mut self, region: &RegionGuard, page: PageIndex, error: PageError);
 
     /// Deals with an owned page that could not be mapped and whose bytes the store does not have.
-    /// The caller leaves its region.
-    fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
+    fn lose(&mut self, region: &RegionGuard, page: PageIndex, error: PageError);
 
-    /// Maps and publishes a run that is complete, and leaves its region.
+    /// Maps and publishes a run that is complete.
     fn map(&mut self, fill: Fill, run: PageRun<A::Frame>) {
         let Fill {
             region,
@@ -132,37 +131,29 @@ pub(crate) trait FillCompletion<A: AddressSpace> {
         let arrivals = self.arrivals();
         let (shared, mut alone) = (arrivals.shared.clone(), arrivals.mapped_alone);
         let mut filled = run.len();
-        let refused = |page: PageIndex, frame, error: io::Error| {
+        let refused = |page, _, error| {
             filled -= 1;
-            shared.frames.release(frame, region.page_bytes());
-            let error = PageError::cannot_map(region.label(), page, &error);
-            self.refuse(&region, page, unsaved, error);
+            if unsaved {
+                self.lose(&region, page, error);
+            } else {
+                self.fail(&region, page, error);
+            }
         };
         (shared.scatter).install(&region, run, usage, &mut alone, refused);
         let arrivals = self.arrivals();
         arrivals.mapped_alone = alone;
         let demand = usage != UsageCount::Unwanted;
         arrivals.counters().filled(filled, demand);
-        region.exit();
-    }
-
-    /// Deals with a page that could not be mapped.
-    fn refuse(&mut self, region: &Arc<Region>, page: PageIndex, unsaved: bool, error: PageError) {
-        if unsaved {
-            self.lose(region, page, error);
-        } else {
-            self.fail(region, page, error);
-        }
     }
 
     /// Takes note of a fault on a page that has another owner.
     fn noted(&mut self, region: &Arc<Region>, page: PageIndex);
 }
 
-/// Page that is owned as `Filling` and waits for a frame. Its region has been entered.
+/// Page that is owned as `Filling` and waits for a frame.
 #[derive(Debug)]
 struct PendingFill {
-    region: Arc<Region>,
+    region: RegionGuard,
     page: PageIndex,
     /// Pages next to `page` that are expected to be wanted soon.
     with: ReadAhead,
@@ -207,20 +198,19 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         &self.shared.counters[self.worker]
     }
 
-    /// Serves a fault in a region that has been entered, as the page's word says. Returns the plan
-    /// to read ahead.
+    /// Serves a fault as the page's word says. Returns the plan to read ahead.
     pub(crate) fn on_fault(
         &mut self,
-        region: &Arc<Region>,
+        region: RegionGuard,
         page: PageIndex,
         address: usize,
     ) -> ReadAhead {
         let on_fault = region.words.apply(page, protocol::fault);
-        let mut plan = self.plan(region, page, on_fault == OnFault::Fill);
+        let mut plan = self.plan(&region, page, on_fault == OnFault::Fill);
         match on_fault {
             OnFault::Fill => {
                 // Pages that are expected next come along with the page that is wanted now.
-                let run = self.begin(region.clone(), page, plan.clone());
+                let run = self.begin(region, page, plan.clone());
                 let ahead = &mut plan.ahead;
                 if plan.down {
                     ahead.end = ahead.end.min(run.start);
@@ -228,7 +218,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
                     ahead.start = ahead.start.max(run.end);
                 }
             }
-            OnFault::Noted => self.on_noted(region, page),
+            OnFault::Noted => self.on_noted(&region, page),
             OnFault::Stale => self.on_stale(region, page, address),
         }
         plan
@@ -246,9 +236,12 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         while page < pages.end {
             let at = page;
             page += 1;
-            if !is_ours(at) || !region.enter() {
+            if !is_ours(at) {
                 continue;
             }
+            let Some(region) = region.enter() else {
+                return;
+            };
             let healed = region.words.try_apply(at, protocol::heal).is_some();
             let on_fault = if healed {
                 OnFault::Fill
@@ -258,11 +251,14 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
             match on_fault {
                 OnFault::Fill => {
                     let with = ReadAhead::up(page.until(pages.end));
-                    page = self.begin(region.clone(), at, with).end;
+                    page = self.begin(region, at, with).end;
                 }
-                OnFault::Noted => self.on_noted(region, at),
+                OnFault::Noted => self.on_noted(&region, at),
                 // The program may have given the page back to the kernel, and wants it now.
-                OnFault::Stale => self.on_stale(region, at, region.address_of(at)),
+                OnFault::Stale => {
+                    let address = region.address_of(at);
+                    self.on_stale(region, at, address);
+                }
             }
         }
     }
@@ -270,45 +266,43 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     fn on_noted(&mut self, region: &Arc<Region>, page: PageIndex) {
         self.completion.noted(region, page);
         self.shared.hand_over.noted(region, page);
-        region.exit();
     }
 
     /// Serves a fault on a page that is called resident or poisoned. Either the thread was served
     /// since, or the program took the page away.
-    fn on_stale(&mut self, region: &Arc<Region>, page: PageIndex, touched: usize) {
+    fn on_stale(&mut self, region: RegionGuard, page: PageIndex, touched: usize) {
         let shared = self.shared.clone();
         if !shared.mapper.is_present(touched) {
             if region.words.try_apply(page, protocol::vanished).is_some() {
                 // Only now that the page is ours does a look at it count: an evictor may just have
                 // put it back.
-                match shared.mapper.detach(region, page.alone()) {
+                match shared.mapper.detach(&region, page.alone()) {
                     Ok(run) => {
-                        let mut fill = Fill::new(region.clone(), run.pages(), UsageCount::Refault);
+                        let mut fill = Fill::new(region, run.pages(), UsageCount::Refault);
                         fill.unsaved = true;
                         return self.completion.complete(fill, run);
                     }
                     Err(DetachError::Absent) => {
                         shared.frames.budget().lose(region.page_bytes());
-                        self.begin(region.clone(), page, ReadAhead::NONE);
+                        self.begin(region, page, ReadAhead::NONE);
                         return;
                     }
-                    Err(_) => (shared.installer).publish(region, page.alone(), UsageCount::Refault),
+                    Err(_) => {
+                        (shared.installer).publish(&region, page.alone(), UsageCount::Refault);
+                    }
                 }
             } else if region.words.try_apply(page, protocol::heal).is_some() {
-                self.begin(region.clone(), page, ReadAhead::NONE);
+                self.begin(region, page, ReadAhead::NONE);
                 return;
             } else if region.words.try_apply(page, protocol::taken_up).is_some() {
                 // The program has dropped the poison. The page's bytes are as lost as before.
                 let lost = region.lost(page.alone()).pop();
                 let (_, error) = lost.expect("a lost page has its reason");
-                self.completion.lose(region, page, error);
-                region.exit();
-                return;
+                return self.completion.lose(&region, page, error);
             }
         }
         self.counters().stale_faults.bump();
-        shared.mapper.wake(region, page.alone());
-        region.exit();
+        shared.mapper.wake(&region, page.alone());
     }
 
     /// Plans the read-ahead after a fault. `missed`: the page was not on its way.
@@ -369,7 +363,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     /// next to it. Returns the pages that are filled.
     pub(crate) fn begin(
         &mut self,
-        region: Arc<Region>,
+        region: RegionGuard,
         page: PageIndex,
         with: ReadAhead,
     ) -> PageRange {
@@ -475,7 +469,6 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
             unwritten: self.shared.unwritten.why(),
         };
         self.completion.fail(&waiting.region, waiting.page, error);
-        waiting.region.exit();
     }
 
     /// Posts requests again that the lane was too busy to take.
@@ -547,13 +540,11 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
                         self.completion.fail(region, page, error.clone().into());
                     }
                 } else {
-                    region.enter_again();
-                    let fill = Fill::new(region.clone(), pages, request.usage);
+                    let fill = Fill::new(region.again(), pages, request.usage);
                     self.completion.complete(fill, run);
                 }
             },
         );
-        region.exit();
     }
 
     /// Gives up fills of a closing region that still wait for a frame.

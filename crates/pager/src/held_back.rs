@@ -13,7 +13,7 @@ use crate::{
     PageError,
     ahead::STREAMS,
     fills::{Arrivals, Fill, FillCompletion},
-    region::Region,
+    region::{Region, RegionGuard},
     requests::RunRequest,
     run::PageRun,
     shared::SharedParts,
@@ -101,13 +101,13 @@ impl<A: AddressSpace> FillCompletion<A> for HeldBack<A> {
         }
     }
 
-    fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {
+    fn fail(&mut self, region: &RegionGuard, page: PageIndex, error: PageError) {
         if self.arrivals.shared.installer.fail(region, page, error) {
             self.arrivals.counters().poisoned.bump();
         }
     }
 
-    fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {
+    fn lose(&mut self, region: &RegionGuard, page: PageIndex, error: PageError) {
         self.arrivals.shared.installer.lose(region, page, &error);
         self.arrivals.counters().poisoned.bump();
     }

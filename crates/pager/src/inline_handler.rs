@@ -19,7 +19,7 @@ use crate::{
     doors::{Ask, Command},
     fills::{Arrivals, Fill, FillCompletion, Fills},
     pace::Pace,
-    region::Region,
+    region::{Region, RegionGuard},
     run::{PageRun, StoreFrame},
     shared::SharedParts,
     waker::sleep_on,
@@ -77,12 +77,10 @@ impl<A: AddressSpace> InlineHandler<A> {
         page: PageIndex,
         address: usize,
     ) -> Option<ReadAhead> {
-        if !region.enter() {
-            return None;
-        }
+        let guard = region.enter()?;
         self.shared.counters[self.worker].faults.bump();
         self.fills.completion.since = Since::now();
-        let plan = self.fills.on_fault(region, page, address);
+        let plan = self.fills.on_fault(guard, page, address);
         self.direct_reclaim.reclaim();
         Some(plan)
     }
@@ -140,8 +138,7 @@ struct InlineCompletion<A: AddressSpace> {
 
 impl<A: AddressSpace> InlineCompletion<A> {
     /// Gives an owned page to its filler.
-    fn give(&self, region: &Arc<Region>, page: PageIndex, command: Command) {
-        region.enter_again();
+    fn give(&self, region: &Region, page: PageIndex, command: Command) {
         let shard = self.arrivals.shared.mapper.shard_of(region, page);
         self.arrivals.shared.doors.tell_filler(shard, command);
     }
@@ -156,13 +153,13 @@ impl<A: AddressSpace> FillCompletion<A> for InlineCompletion<A> {
         self.map(fill, run);
     }
 
-    fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {
-        let command = Command::TakeOver(region.clone(), page, error, self.since);
+    fn fail(&mut self, region: &RegionGuard, page: PageIndex, error: PageError) {
+        let command = Command::TakeOver(region.again(), page, error, self.since);
         self.give(region, page, command);
     }
 
-    fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {
-        let command = Command::Lose(region.clone(), page, error);
+    fn lose(&mut self, region: &RegionGuard, page: PageIndex, error: PageError) {
+        let command = Command::Lose(region.again(), page, error);
         self.give(region, page, command);
     }
 

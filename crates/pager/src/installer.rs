@@ -47,14 +47,14 @@ pub(crate) struct Installer<A: AddressSpace> {
 }
 
 impl<A: AddressSpace> Installer<A> {
-    /// Maps a run of owned pages and publishes them. A page that is refused is handed to `refused`
-    /// with its frame and the operating system's error: the caller still owns the page.
+    /// Maps a run of owned pages and publishes them. `refused` gets each page that is refused, true
+    /// if the store has the page's bytes, and the error: the caller still owns the page.
     pub(crate) fn install(
         &self,
         region: &Region,
         mut run: PageRun<A::Frame>,
         usage: UsageCount,
-        mut refused: impl FnMut(PageIndex, A::Frame, io::Error),
+        mut refused: impl FnMut(PageIndex, bool, PageError),
     ) {
         self.announce(region, run.pages());
         if region.is_read_only() {
@@ -116,7 +116,7 @@ impl<A: AddressSpace> Installer<A> {
         run: PageRun<A::Frame>,
         usage: UsageCount,
         kind: InstallErrorKind,
-        refused: &mut impl FnMut(PageIndex, A::Frame, io::Error),
+        refused: &mut impl FnMut(PageIndex, bool, PageError),
     ) {
         let (page, frame) = (run.first(), run.into_frame());
         let error = match kind {
@@ -137,7 +137,10 @@ impl<A: AddressSpace> Installer<A> {
         // Threads may sleep whose notes were settled just now, so a page that is not there after
         // all counts as wanted.
         region.words.apply(page, protocol::fault);
-        refused(page, frame, error);
+        let is_stored = region.store.is_unchanged(page, frame.as_ref());
+        self.frames.release(frame, region.page_bytes());
+        let error = PageError::cannot_map(region.label(), page, &error);
+        refused(page, is_stored, error);
     }
 
     /// Publishes an owned page without addresses as poisoned: the program has unmapped them. If the

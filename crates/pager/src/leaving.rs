@@ -8,16 +8,16 @@ use farpage_vm::Frame;
 use crate::{
     candidates::FoundBy,
     job::Job,
-    region::Region,
+    region::{Region, RegionGuard},
     requests::RunRequest,
     run::{PageRun, StoreFrame},
 };
 
 /// Run that was taken out, without its frame. Its pages are owned as `Leaving`, by an evictor or by
-/// the thread that hands them over to one, and its region has been entered.
+/// the thread that hands them over to one.
 #[derive(Debug)]
 pub(crate) struct Leaving {
-    pub(crate) region: Arc<Region>,
+    pub(crate) region: RegionGuard,
     pub(crate) pages: PageRange,
     /// Job that asked for the run, if the program did.
     pub(crate) job: Option<Arc<Job>>,
@@ -29,7 +29,7 @@ pub(crate) struct Leaving {
 
 impl Leaving {
     pub(crate) fn new(
-        region: Arc<Region>,
+        region: RegionGuard,
         pages: PageRange,
         job: Option<Arc<Job>>,
         found_by: FoundBy,

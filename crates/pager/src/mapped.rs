@@ -28,7 +28,7 @@ use crate::{
     installer::UsageCount,
     job::Job,
     protocol::{self, PageState, PageWord},
-    region::{CHUNK_PAGES, Region},
+    region::{CHUNK_PAGES, Region, RegionGuard},
     run::PageRun,
     shared::SharedParts,
 };
@@ -160,26 +160,26 @@ impl<A: AddressSpace> MappedRegion<A> {
 
     /// Maps a lost page with `bytes`. `lost`: the reason why it is lost.
     fn put(&self, page: PageIndex, bytes: &[u8], lost: &PageError) -> Result<(), PageError> {
-        let (shared, region) = (self.shared(), &self.region);
-        let page_bytes = region.page_bytes();
+        let (shared, page_bytes) = (self.shared(), self.page_bytes());
         let mut frame = self.frame_for(page)?;
         let (ours, rest) = frame.as_mut().split_at_mut(bytes.len());
         ours.copy_from_slice(bytes);
         rest.fill(0);
-        if region.words.try_apply(page, protocol::taken_up).is_none() {
+        let own = |region: &RegionGuard| {
+            let owned = region.words.try_apply(page, protocol::taken_up);
+            owned.is_some()
+        };
+        let Some(region) = self.region.enter().filter(own) else {
             // Another call has put it back.
             shared.frames.release(frame, page_bytes);
             return Ok(());
-        }
+        };
         // Removed while the page is ours: from the moment that it is mapped it may be lost again.
         region.found(page);
         let mut outcome = Ok(());
         let run = PageRun::new(page, frame, page_bytes);
-        let refused = |page, frame, _| {
-            shared.frames.release(frame, page_bytes);
-            outcome = Err(shared.installer.lose(region, page, lost));
-        };
-        (shared.installer).install(region, run, UsageCount::Wanted, refused);
+        let refused = |page, _, _| outcome = Err(shared.installer.lose(&region, page, lost));
+        (shared.installer).install(&region, run, UsageCount::Wanted, refused);
         outcome
     }
 

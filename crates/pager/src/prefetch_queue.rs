@@ -128,8 +128,7 @@ impl<A: AddressSpace> PrefetchQueue<A> {
         Ok(true)
     }
 
-    /// Owns the nearest run of a plan, at most `most` pages and as far as there are frames for it,
-    /// and enters its region.
+    /// Owns the nearest run of a plan, at most `most` pages and as far as there are frames for it.
     fn own(
         &self,
         region: &Arc<Region>,
@@ -140,29 +139,27 @@ impl<A: AddressSpace> PrefetchQueue<A> {
         if run.is_empty() {
             return Ok(None);
         }
+        let Some(region) = region.enter() else {
+            return Ok(None);
+        };
         let frames = &self.shared.frames;
         let mut frame = frames.for_prefetch(page_bytes, run.len()).ok_or(NoFrame)?;
-        if !region.enter() {
-            frames.release(frame, page_bytes);
-            return Ok(None);
-        }
         let got = pages_in(&frame, page_bytes);
         let run = if plan.down {
             (run.end - got).until(run.end)
         } else {
             run.start.and_on(got)
         };
-        let run = stretch::own(region, run, plan.down);
+        let run = stretch::own(&region, run, plan.down);
         if run.is_empty() {
             // A thread of the program that serves its own faults was faster.
-            region.exit();
             frames.release(frame, page_bytes);
             return Ok(None);
         }
         if let Some(rest) = keep_first(&mut frame, run.len(), page_bytes) {
             frames.release(rest, page_bytes);
         }
-        let fill = Fill::new(region.clone(), run, UsageCount::Unwanted);
+        let fill = Fill::new(region, run, UsageCount::Unwanted);
         Ok(Some((fill, frame)))
     }
 }

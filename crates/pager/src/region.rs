@@ -1,12 +1,13 @@
 //! A contiguous address range under paging: [`Region`].
 //!
-//! The rule: a page is owned only inside [`Region::enter`] ... [`Region::exit`]. A closing region
-//! lets no thread enter, and is given up when the last has left.
+//! The rule: the owner of a page holds a [`RegionGuard`], and publishes the page's stable state
+//! before it drops the guard. A closing region hands out no new guards, and is given up when the
+//! last is dropped.
 
 use std::{
     collections::BTreeMap,
     fmt,
-    ops::{Range, RangeInclusive},
+    ops::{Deref, Range, RangeInclusive},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicI8, AtomicU8, AtomicU64, AtomicUsize, Ordering},
@@ -17,7 +18,10 @@ use farpage_store::{PageIndex, PageRange, PageStore};
 use farpage_vm::{Geometry, RegionMapping, Shard};
 use parking_lot::{Condvar, Mutex};
 
-use crate::{Advice, PageError, protocol::PageWords};
+use crate::{
+    Advice, PageError,
+    protocol::{self, OnLeft, PageWords},
+};
 
 /// Pages per chunk, the unit in which the clock hand passes over a region: eight cache lines of
 /// words.
@@ -62,7 +66,8 @@ pub(crate) struct Region {
     pinned: AtomicUsize,
     advice: AtomicU8,
     closing: AtomicBool,
-    active: AtomicUsize,
+    /// Number of guards.
+    guards: AtomicUsize,
     quiet: (Mutex<()>, Condvar),
     /// The first error of background work since it was last taken.
     error: Mutex<Option<PageError>>,
@@ -98,7 +103,7 @@ impl Region {
             pinned: AtomicUsize::new(0),
             advice: AtomicU8::new(Advice::Normal as u8),
             closing: AtomicBool::new(false),
-            active: AtomicUsize::new(0),
+            guards: AtomicUsize::new(0),
             quiet: Default::default(),
             error: Mutex::new(None),
             lost: Mutex::default(),
@@ -162,6 +167,16 @@ impl Region {
     /// True if a thread waits for one of `pages`, which are owned.
     pub(crate) fn is_wanted(&self, pages: PageRange) -> bool {
         pages.iter().any(|page| self.words.load(page).wanted())
+    }
+
+    /// Publishes an owned page whose bytes are safe as remote, unless it is wanted or pinned.
+    /// Returns whether the page has left.
+    pub(crate) fn leave(&self, page: PageIndex, stamp: u32) -> bool {
+        let has_left = self.words.apply(page, |w| protocol::left(w, stamp)) == OnLeft::Gone;
+        if has_left {
+            self.store.count_left(page);
+        }
+        has_left
     }
 
     pub(crate) fn advice(&self) -> Advice {
@@ -295,55 +310,37 @@ impl Region {
         (chunk / 64, 1 << (chunk % 64))
     }
 
-    /// Enters the region, before one of its pages is owned. `false`: it is closing, leave it alone.
-    #[must_use]
-    pub(crate) fn enter(&self) -> bool {
-        // Sequentially consistent with `close`: either `close` sees us inside, or we see that the
-        // region is closing.
-        self.active.fetch_add(1, Ordering::SeqCst);
-        let open = !self.closing.load(Ordering::SeqCst);
-        if !open {
-            self.exit();
-        }
-        open
+    /// Enters the region, before one of its pages is owned. `None`: the region is closing, leave it
+    /// alone.
+    pub(crate) fn enter(self: &Arc<Self>) -> Option<RegionGuard> {
+        // Sequentially consistent with `close`: either `close` sees the guard, or the region is
+        // seen closing here.
+        self.guards.fetch_add(1, Ordering::SeqCst);
+        let guard = RegionGuard(self.clone());
+        (!self.closing.load(Ordering::SeqCst)).then_some(guard)
     }
 
-    /// Enters also while the region is closing, as long as another thread is inside.
-    #[must_use]
-    pub(crate) fn enter_beside(&self) -> bool {
-        let one_more = |active: usize| (active > 0).then(|| active + 1);
-        (self.active)
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more)
-            .is_ok()
-    }
-
-    /// Enters for one more owner of pages. The caller is inside already.
-    pub(crate) fn enter_again(&self) {
-        self.active.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Leaves the region, after the page's stable state is published.
-    pub(crate) fn exit(&self) {
-        if self.active.fetch_sub(1, Ordering::SeqCst) == 1 && self.closing.load(Ordering::SeqCst) {
-            let _guard = self.quiet.0.lock();
-            self.quiet.1.notify_all();
-        }
+    /// Enters also while the region is closing, as long as there is another guard.
+    pub(crate) fn enter_beside(self: &Arc<Self>) -> Option<RegionGuard> {
+        let one_more = |guards: usize| (guards > 0).then(|| guards + 1);
+        let entered = (self.guards).fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more);
+        entered.is_ok().then(|| RegionGuard(self.clone()))
     }
 
     pub(crate) fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Relaxed)
     }
 
-    /// Closes the region: no thread enters any more. `false`: it was closed already.
+    /// Closes the region: no thread enters any more. `false`: the region was closed already.
     pub(crate) fn close(&self) -> bool {
         !self.closing.swap(true, Ordering::SeqCst)
     }
 
-    /// Waits until every thread that has entered has left.
+    /// Waits until all guards are dropped.
     pub(crate) fn wait_until_quiet(&self) {
-        let mut guard = self.quiet.0.lock();
-        while self.active.load(Ordering::SeqCst) != 0 {
-            self.quiet.1.wait(&mut guard);
+        let mut lock = self.quiet.0.lock();
+        while self.guards.load(Ordering::SeqCst) != 0 {
+            self.quiet.1.wait(&mut lock);
         }
     }
 
@@ -372,6 +369,36 @@ impl Region {
     /// Removes the reason of a lost page that has new bytes.
     pub(crate) fn found(&self, page: PageIndex) {
         self.lost.lock().remove(&page);
+    }
+}
+
+/// Guard that keeps a closing region from being given up. Travels with the pages that its holder
+/// owns; dropping it leaves the region.
+#[derive(Debug)]
+pub(crate) struct RegionGuard(Arc<Region>);
+
+impl RegionGuard {
+    /// Enters for one more owner of pages, also while the region is closing.
+    pub(crate) fn again(&self) -> RegionGuard {
+        self.guards.fetch_add(1, Ordering::Relaxed);
+        RegionGuard(self.0.clone())
+    }
+}
+
+impl Deref for RegionGuard {
+    type Target = Arc<Region>;
+
+    fn deref(&self) -> &Arc<Region> {
+        &self.0
+    }
+}
+
+impl Drop for RegionGuard {
+    fn drop(&mut self) {
+        if self.guards.fetch_sub(1, Ordering::SeqCst) == 1 && self.closing.load(Ordering::SeqCst) {
+            let _lock = self.quiet.0.lock();
+            self.quiet.1.notify_all();
+        }
     }
 }
 

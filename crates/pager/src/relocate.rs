@@ -23,6 +23,7 @@ use crate::{
     installer::UsageCount,
     mapped::{ASK, LOOK},
     protocol::{self, OnFailed, PageState},
+    region::RegionGuard,
     run::PageRun,
     victims::DetachOutcome,
 };
@@ -125,17 +126,15 @@ impl<A: AddressSpace> MappedRegion<A> {
             self.try_discard(new.alone())?;
             return Ok(Relocated::NotNow);
         }
-        if !region.enter() {
+        let Some(region) = region.enter() else {
             return Ok(Relocated::Done(old.len()));
-        }
-        let outcome = match region.words.load(old.start).state() {
-            PageState::Resident => self.relocate_mapped(old, new),
-            PageState::Remote => self.relocate_remote(old.start, new),
-            PageState::Filling | PageState::Leaving => Ok(Relocated::NotNow),
-            PageState::Poisoned | PageState::Lost => self.relocate_broken(old.start, new),
         };
-        region.exit();
-        outcome
+        match region.words.load(old.start).state() {
+            PageState::Resident => Ok(self.relocate_mapped(&region, old, new)),
+            PageState::Remote => Ok(self.relocate_remote(&region, old.start, new)),
+            PageState::Filling | PageState::Leaving => Ok(Relocated::NotNow),
+            PageState::Poisoned | PageState::Lost => self.relocate_broken(&region, old.start, new),
+        }
     }
 
     /// Owns the leading ones of new pages, as far as they are remote.
@@ -148,85 +147,83 @@ impl<A: AddressSpace> MappedRegion<A> {
         pages
     }
 
-    fn relocate_mapped(&self, old: PageRange, new: PageIndex) -> Result<Relocated, PageError> {
-        let (shared, region) = (self.shared(), self.region());
+    fn relocate_mapped(&self, region: &RegionGuard, old: PageRange, new: PageIndex) -> Relocated {
+        let shared = self.shared();
         let run = old.start.and_on(region.run_pages).within(old);
         let run = region.in_one_stripe(run, false);
         let owned = self.own(region.in_one_stripe(new.and_on(run.len()), false));
         if owned.is_empty() {
-            return Ok(Relocated::NotNow);
+            return Relocated::NotNow;
         }
         let wanted = old.start.and_on(owned.len());
         let taken = match shared.victims.take_out(region, wanted, protocol::borrow) {
-            DetachOutcome::Taken(run) => run,
+            DetachOutcome::Taken(_, run) => run,
             refused => {
-                owned.iter().for_each(|page| self.publish_remote(page));
-                return Ok(match refused {
+                (owned.iter()).for_each(|page| self.publish_remote(region, page));
+                return match refused {
                     DetachOutcome::Refused(_) => Relocated::Held,
                     // If the program gave the page back, what was stored is the page now.
                     _ => Relocated::NotNow,
-                });
+                };
             }
         };
         let count = taken.len();
         let others = (owned.start + count).until(owned.end);
-        others.iter().for_each(|page| self.publish_remote(page));
+        (others.iter()).for_each(|page| self.publish_remote(region, page));
         for (from, to) in taken.pages().iter().zip(owned) {
             region.store.relocate(from, to);
         }
-        self.publish_blank(taken.pages());
-        let frame = taken.into_frame();
-        let page_bytes = region.page_bytes();
-        let refused = |page, frame: A::Frame, os| {
-            let error = PageError::cannot_map(region.label(), page, &os);
-            let is_stored = region.store.is_unchanged(page, frame.as_ref());
-            shared.frames.release(frame, page_bytes);
+        // The old pages are zeros now.
+        (shared.victims).remove(region, taken.pages(), shared.installer.clock.now());
+        let refused = |page, is_stored, error| {
             if is_stored {
                 shared.installer.fail(region, page, error);
             } else {
                 shared.installer.lose(region, page, &error);
             }
         };
-        let run = PageRun::new(owned.start, frame, page_bytes);
+        let run = PageRun::new(owned.start, taken.into_frame(), region.page_bytes());
         (shared.installer).install(region, run, UsageCount::Unwanted, refused);
-        region.exit();
-        Ok(Relocated::Done(count))
+        Relocated::Done(count)
     }
 
-    fn relocate_remote(&self, old: PageIndex, new: PageIndex) -> Result<Relocated, PageError> {
-        let region = self.region();
-        let owned = self.own(new.alone());
-        if owned.is_empty() {
-            return Ok(Relocated::NotNow);
+    fn relocate_remote(&self, region: &RegionGuard, old: PageIndex, new: PageIndex) -> Relocated {
+        if self.own(new.alone()).is_empty() {
+            return Relocated::NotNow;
         }
         if region.words.try_apply(old, protocol::prefetch).is_none() {
-            self.publish_remote(new);
-            return Ok(Relocated::NotNow);
+            self.publish_remote(region, new);
+            return Relocated::NotNow;
         }
         region.store.relocate(old, new);
-        self.publish_remote(new);
-        self.publish_remote(old);
-        Ok(Relocated::Done(1))
+        self.publish_remote(region, new);
+        self.publish_remote(region, old);
+        Relocated::Done(1)
     }
 
     /// Moves a page that raises SIGBUS. A poisoned page is tried again when its new place is
     /// touched; a lost page is lost there, too.
-    fn relocate_broken(&self, old: PageIndex, new: PageIndex) -> Result<Relocated, PageError> {
-        let (shared, region) = (self.shared(), self.region());
+    fn relocate_broken(
+        &self,
+        region: &RegionGuard,
+        old: PageIndex,
+        new: PageIndex,
+    ) -> Result<Relocated, PageError> {
+        let shared = self.shared();
         // The old address raises SIGBUS: only a page ends that.
         let frame = self.frame_for(old)?;
         if self.own(new.alone()).is_empty() {
             shared.frames.release(frame, region.page_bytes());
             return Ok(Relocated::NotNow);
         }
-        let lost = region.lost(old.alone()).pop();
         let take = |w| protocol::heal(w).or(protocol::taken_up(w));
         if region.words.try_apply(old, take).is_none() {
             shared.frames.release(frame, region.page_bytes());
-            self.publish_remote(new);
+            self.publish_remote(region, new);
             return Ok(Relocated::NotNow);
         }
-        match lost {
+        // Looked for while the page is ours: it may have been lost a moment ago.
+        match region.lost(old.alone()).pop() {
             Some((_, error)) => {
                 region.found(old);
                 region.store.clear(old.alone());
@@ -234,34 +231,21 @@ impl<A: AddressSpace> MappedRegion<A> {
             }
             None => {
                 region.store.relocate(old, new);
-                self.publish_remote(new);
+                self.publish_remote(region, new);
             }
         }
         self.map_zeros(PageRun::new(old, frame, region.page_bytes()));
         Ok(Relocated::Done(1))
     }
 
-    /// Publishes owned pages that were taken out as remote, and zeros. Wakes waiting threads.
-    fn publish_blank(&self, pages: PageRange) {
-        let (shared, region) = (self.shared(), self.region());
-        let now = shared.installer.clock.now();
-        for page in pages {
-            if region.words.apply(page, |w| protocol::removed(w, now)) {
-                shared.mapper.wake(region, page.alone());
-            }
-        }
-    }
-
     /// Publishes a page that is owned as `Filling` as remote. If a thread waits for it, its filler
     /// brings it in.
-    fn publish_remote(&self, page: PageIndex) {
-        let region = self.region();
+    fn publish_remote(&self, region: &RegionGuard, page: PageIndex) {
         if region.words.apply(page, protocol::fill_failed) == OnFailed::Dropped {
             return;
         }
-        region.enter_again();
         let shard = self.shared().mapper.shard_of(region, page);
-        let command = Command::TakeOver(region.clone(), page, self.busy(page), Since::now());
+        let command = Command::TakeOver(region.again(), page, self.busy(page), Since::now());
         self.shared().doors.tell_filler(shard, command);
     }
 }

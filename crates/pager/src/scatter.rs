@@ -9,7 +9,7 @@
 //! pages that it protects meanwhile.
 
 use std::{
-    io, mem,
+    mem,
     sync::{
         Arc, Mutex, MutexGuard, TryLockError,
         atomic::{AtomicU64, Ordering},
@@ -22,14 +22,15 @@ use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 use smallvec::SmallVec;
 
 use crate::{
+    PageError,
     budget::BudgetReservation,
-    candidates::Candidates,
+    candidates::{Candidates, FoundBy},
     costs::Costs,
     frames::FrameAllocator,
     installer::{Installer, UsageCount},
     mapper::{Mapper, Scattered},
     protocol,
-    region::{CHUNK_PAGES, Region, chunk_of},
+    region::{CHUNK_PAGES, Region, RegionGuard, chunk_of},
     run::PageRun,
     victims::{Victims, Walk},
 };
@@ -119,7 +120,7 @@ impl<A: AddressSpace> Scatter<A> {
         run: PageRun<A::Frame>,
         usage: UsageCount,
         alone: &mut u32,
-        refused: impl FnMut(PageIndex, A::Frame, io::Error),
+        refused: impl FnMut(PageIndex, bool, PageError),
     ) {
         if run.len() > 1 || !region.copies_in {
             return self.installer.install(region, run, usage, refused);
@@ -174,11 +175,14 @@ impl<A: AddressSpace> Scatter<A> {
         self.frames.for_copy(page_bytes, 1, false)
     }
 
-    /// True if pages of the region had better leave by [`take_out`](Self::take_out), and there are
-    /// frames to copy enough of them to. Pinned pages must not lie between others that do, since
-    /// system calls may write to them at any time.
-    pub(crate) fn is_better(&self, region: &Region) -> bool {
-        region.copies_out
+    /// True if the candidates had better leave by [`take_out`](Self::take_out), and there are
+    /// frames to copy enough of them to. Pages that streams have gone through lie in rows, which
+    /// move at once. Pinned pages must not lie between others that are copied, since system calls
+    /// may write to them at any time.
+    pub(crate) fn is_better(&self, candidates: &Candidates) -> bool {
+        let region = &candidates.region;
+        candidates.found_by == FoundBy::ClockHand
+            && region.copies_out
             && region.pinned() == 0
             && !self.is_held_up()
             && self.costs.copying_is_cheaper()
@@ -211,21 +215,20 @@ impl<A: AddressSpace> Scatter<A> {
     }
 
     /// Takes victims out by copying, those of `candidates` and of some behind them, while there is
-    /// need. Hands each to `taken_out`, owned as `Leaving` and with its region entered for it.
-    /// `None`: another thread takes pages out, or the region has pins or is closing; the candidates
-    /// are left to others.
+    /// need. Hands each to `taken_out`, owned as `Leaving`. `None`: another thread takes pages out,
+    /// or the region has pins or is closing; the candidates are left to others.
     pub(crate) fn take_out(
         &self,
         candidates: Candidates,
-        mut taken_out: impl FnMut(PageRun<A::Frame>),
+        mut taken_out: impl FnMut(&RegionGuard, PageRun<A::Frame>),
     ) -> Option<CopyOutcome> {
-        let region = candidates.region.clone();
         let turn = self.try_turn();
         // Looked at again: a thread that pins waits for the end of a turn that did not see its pin.
-        if turn.is_none() || region.pinned() > 0 || !region.enter() {
+        let is_free = turn.is_some() && candidates.region.pinned() == 0;
+        let Some(region) = is_free.then(|| candidates.region.enter()).flatten() else {
             Walk::new(&self.victims, &candidates).end();
             return None;
-        }
+        };
         let page_bytes = region.page_bytes();
         let most = self.most(&region);
         let mut frames = SmallVec::<[A::Frame; SCATTERED_PAGES_MAX]>::new();
@@ -260,10 +263,8 @@ impl<A: AddressSpace> Scatter<A> {
         }
         outcome.any = !out.is_empty();
         for (page, frame) in out {
-            region.enter_again();
-            taken_out(PageRun::new(page, frame, page_bytes));
+            taken_out(&region, PageRun::new(page, frame, page_bytes));
         }
-        region.exit();
         Some(outcome)
     }
 

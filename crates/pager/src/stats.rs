@@ -76,6 +76,12 @@ impl Counters {
         self.prefetches
             .add(pages.saturating_sub(usize::from(demand)));
     }
+
+    /// Counts `pages` that were taken out, `clean` ones among them.
+    pub(crate) fn evicted(&self, pages: usize, clean: usize) {
+        self.evictions.add(pages);
+        self.clean_evictions.add(clean);
+    }
 }
 
 /// A counter with one writer.

@@ -18,15 +18,15 @@ use crate::{
     mapper::{Mapper, Runs},
     proof::Proof,
     protocol::{self, PageState, PageWord},
-    region::Region,
+    region::{Region, RegionGuard},
     regions::RegionTable,
     run::PageRun,
 };
 
 /// Outcome of trying to take out the leading ones of some pages.
 pub(crate) enum DetachOutcome<F> {
-    /// Run that the caller owns, as `Leaving`; its region has been entered.
-    Taken(PageRun<F>),
+    /// Run that the caller owns, as `Leaving`.
+    Taken(RegionGuard, PageRun<F>),
     /// The first page has another owner.
     NotNow,
     /// The kernel does not give the first page.
@@ -102,9 +102,9 @@ impl<A: AddressSpace> Victims<A> {
         pages: PageRange,
         own: impl Fn(PageWord) -> Option<PageWord> + Copy,
     ) -> DetachOutcome<A::Frame> {
-        if !region.enter() {
+        let Some(region) = region.enter() else {
             return DetachOutcome::NotHere;
-        }
+        };
         let first = pages.start;
         let others = pages
             .iter()
@@ -112,7 +112,6 @@ impl<A: AddressSpace> Victims<A> {
         let owned = first.until(others.unwrap_or(pages.end));
         if owned.is_empty() {
             let word = region.words.load(first);
-            region.exit();
             // A page being filled has nothing that is not in the store, until it is mapped; one
             // that leaves may.
             let not_now = word.installing()
@@ -123,30 +122,24 @@ impl<A: AddressSpace> Victims<A> {
                 DetachOutcome::NotHere
             };
         }
-        let (taken, out) = match self.mapper.detach(region, owned) {
-            Ok(run) => {
-                region.enter_again();
-                (run.len(), DetachOutcome::Taken(run))
-            }
+        let detached = self.mapper.detach(&region, owned);
+        // Pages that the kernel did not give with the rest get their own answer next time.
+        let taken = detached.as_ref().map_or(1, PageRun::len);
+        self.stay(&region, (first + taken).until(owned.end));
+        match detached {
+            Ok(run) => DetachOutcome::Taken(region, run),
             Err(DetachError::Absent) => {
                 // The program gave the page back to the kernel. What was written back last is the
                 // page now.
                 self.frames.budget().lose(region.page_bytes());
-                let now = self.clock.now();
-                if region.words.apply(first, |w| protocol::removed(w, now)) {
-                    self.mapper.wake(region, first.alone());
-                }
-                (1, DetachOutcome::NotHere)
+                self.remove(&region, first.alone(), self.clock.now());
+                DetachOutcome::NotHere
             }
             Err(error) => {
-                self.stay(region, first.alone());
-                (1, DetachOutcome::Refused(error))
+                self.stay(&region, first.alone());
+                DetachOutcome::Refused(error)
             }
-        };
-        // Pages that the kernel did not give with the rest get their own answer next time.
-        self.stay(region, (first + taken).until(owned.end));
-        region.exit();
-        out
+        }
     }
 
     /// Owns and drops pages of `runs`, ascending runs of a read-only region, as far as it can.
@@ -161,9 +154,9 @@ impl<A: AddressSpace> Victims<A> {
         found_by: FoundBy,
     ) -> Dropped {
         let mut dropped = Dropped::default();
-        if !region.enter() {
+        let Some(region) = region.enter() else {
             return dropped;
-        }
+        };
         let mut owned = Runs::new();
         let own = |page: &PageIndex| region.words.try_apply(*page, protocol::leave).is_some();
         for run in runs {
@@ -178,30 +171,25 @@ impl<A: AddressSpace> Victims<A> {
             }
         }
         for runs in owned.chunk_by(|a, b| region.stripe_of(a.start) == region.stripe_of(b.start)) {
-            let gone = self.mapper.drop_runs(region, runs);
+            let gone = self.mapper.drop_runs(&region, runs);
             for run in &runs[..gone] {
                 self.frames.lose(run.len() * region.page_bytes());
                 dropped.pages += run.len();
-                let stamp = self.stamp(found_by);
-                for page in *run {
-                    if region.words.apply(page, |w| protocol::removed(w, stamp)) {
-                        self.mapper.wake(region, page.alone());
-                    }
-                }
+                self.remove(&region, *run, self.stamp(found_by));
             }
             for run in &runs[gone..] {
                 dropped.refused.get_or_insert(run.start);
-                self.stay(region, *run);
+                self.stay(&region, *run);
             }
         }
-        region.exit();
         dropped
     }
 
-    /// Drops victims of the candidates, `most` pages at most: see [`drop_runs`](Self::drop_runs).
-    pub(crate) fn drop_candidates(&self, candidates: &Candidates, most: usize) -> Dropped {
+    /// Drops victims of the candidates while there is need: see [`drop_runs`](Self::drop_runs).
+    pub(crate) fn drop_candidates(&self, candidates: &Candidates) -> Dropped {
         let mut walk = Walk::new(self, candidates);
-        let (mut runs, mut left) = (Runs::new(), most);
+        let mut left = (self.frames.budget()).excess_pages(candidates.region.page_bytes());
+        let mut runs = Runs::new();
         while left > 0
             && runs.len() < SCATTERED_PAGES_MAX
             && let Some(run) = walk.next(left)
@@ -213,6 +201,16 @@ impl<A: AddressSpace> Victims<A> {
         walk.took(dropped.pages);
         walk.end();
         dropped
+    }
+
+    /// Publishes owned pages that are not mapped as remote, even if they are wanted. Wakes waiting
+    /// threads, which fault again.
+    pub(crate) fn remove(&self, region: &Region, pages: PageRange, stamp: u32) {
+        for page in pages {
+            if region.words.apply(page, |w| protocol::removed(w, stamp)) {
+                self.mapper.wake(region, page.alone());
+            }
+        }
     }
 
     /// Publishes owned pages that were not taken out: they are mapped as before.

@@ -22,8 +22,7 @@ use crate::{
     installer::UsageCount,
     job::Job,
     leaving::Leaving,
-    protocol::{self, OnLeft},
-    region::Region,
+    region::{Region, RegionGuard},
     requests::{EndedRequest, RequestsInFlight, RunRequest},
     run::{PageRun, StoreFrame},
     shared::SharedParts,
@@ -87,21 +86,20 @@ impl<A: AddressSpace> WriteBacks<A> {
             && self.out_runs < RUNS_OUT_MAX / share
     }
 
-    /// Takes over a run that was taken out: its bytes are ours. The caller leaves its region.
+    /// Takes over a run that was taken out: its bytes are ours.
     pub(crate) fn add(
         &mut self,
-        region: &Arc<Region>,
+        region: &RegionGuard,
         run: PageRun<A::Frame>,
         job: Option<&Arc<Job>>,
         found_by: FoundBy,
     ) {
         let wanted = |page| job.is_none() && region.words.load(page).wanted();
         run.cut(wanted, |run, wanted| {
-            region.enter_again();
             if let Some(job) = job {
                 job.open_one();
             }
-            let leaving = Leaving::new(region.clone(), run.pages(), job.cloned(), found_by);
+            let leaving = Leaving::new(region.again(), run.pages(), job.cloned(), found_by);
             if wanted {
                 self.counters().steals.add(run.len());
                 let error = self.map_again(region, run, false, |_| None);
@@ -201,31 +199,26 @@ impl<A: AddressSpace> WriteBacks<A> {
             None if outcome.written > 0 => self.shared.unwritten.clear(),
             None => {}
         }
-        let region = leaving.region.clone();
+        let region = &leaving.region;
         let failure = |page: PageIndex| {
             let failed = failed.iter().find(|(failed, _)| *failed == page);
             failed.map(|(_, error)| PageError::from(error.clone()))
         };
         let keep = leaving.job.as_ref().is_some_and(|job| job.keep);
         // Settled page by page, since each may be wanted; gone pages are given back together.
+        let stamp = self.shared.victims.stamp(leaving.found_by);
         let fate = |page| {
             if keep || failure(page).is_some() {
-                return Fate::Stays;
-            }
-            let stamp = self.shared.victims.stamp(leaving.found_by);
-            match region.words.apply(page, |w| protocol::left(w, stamp)) {
-                OnLeft::Gone => {
-                    region.store.count_left(page);
-                    Fate::Gone
-                }
-                OnLeft::TakeBack => Fate::Stolen,
+                Fate::Stays
+            } else if region.leave(page, stamp) {
+                Fate::Gone
+            } else {
+                Fate::Stolen
             }
         };
         let fates: Vec<_> = run.pages().iter().map(fate).collect();
         let gone = fates.iter().filter(|&&fate| fate == Fate::Gone).count();
-        self.counters().evictions.add(gone);
-        let clean = gone.min(outcome.clean as usize);
-        self.counters().clean_evictions.add(clean);
+        (self.counters()).evicted(gone, gone.min(outcome.clean as usize));
         let (first, mut error) = (run.first(), None);
         run.cut(
             |page| fates[page - first],
@@ -238,7 +231,7 @@ impl<A: AddressSpace> WriteBacks<A> {
                     if fate == Fate::Stolen {
                         self.counters().steals.add(run.len());
                     }
-                    let why = self.map_again(&region, run, true, failure);
+                    let why = self.map_again(region, run, true, failure);
                     error = error.take().or(why);
                 }
             },
@@ -274,13 +267,10 @@ impl<A: AddressSpace> WriteBacks<A> {
         };
         let mut error = run.pages().iter().find_map(&failure);
         let installer = &self.shared.installer;
-        installer.install(region, run, usage, |page, frame, os| {
+        installer.install(region, run, usage, |page, is_stored, os| {
             let failed = failure(page);
             // Bytes that were not written may still be those that the store has.
-            let is_stored =
-                written && failed.is_none() || region.store.is_unchanged(page, frame.as_ref());
-            self.shared.frames.release(frame, region.page_bytes());
-            let os = PageError::cannot_map(region.label(), page, &os);
+            let is_stored = written && failed.is_none() || is_stored;
             // Where the write-back has failed too, its error goes first.
             let why = failed.unwrap_or(os);
             if is_stored {
@@ -294,7 +284,7 @@ impl<A: AddressSpace> WriteBacks<A> {
         error
     }
 
-    /// Closes a run that is settled: reports to its job or its region, and leaves the region.
+    /// Closes a run that is settled: reports to its job or its region.
     fn close(&self, leaving: Leaving, error: Option<PageError>) {
         match (&leaving.job, error) {
             (Some(job), error) => job.close_one(error),
@@ -306,7 +296,6 @@ impl<A: AddressSpace> WriteBacks<A> {
             }
             (None, None) => {}
         }
-        leaving.region.exit();
     }
 
     /// True if nothing is under way.
