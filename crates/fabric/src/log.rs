@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::Mutex;
+use farpage_signals::Mutex;
 use tracing::{Dispatch, dispatcher, level_filters::LevelFilter};
 
 /// Upper bound of lines that wait. A lost server causes one for each page that is wanted.
@@ -43,7 +43,7 @@ pub fn later(line: impl FnOnce() + Send + 'static) {
         return;
     }
     let subscriber = dispatcher::get_default(Dispatch::clone);
-    let Some(mut waiting) = WAITING.try_lock_for(PATIENCE) else {
+    let Some(mut waiting) = WAITING.try_lock_until(Instant::now() + PATIENCE) else {
         return;
     };
     let process = process::id();
@@ -66,7 +66,7 @@ pub fn later(line: impl FnOnce() + Send + 'static) {
 
 /// Waits until all lines have been written, or until `until`. For the end of a program or a server.
 pub fn flush(until: Instant) {
-    let is_done = || match WAITING.try_lock_for(PATIENCE) {
+    let is_done = || match WAITING.try_lock_until(Instant::now() + PATIENCE) {
         Some(waiting) => waiting.writer.is_none(),
         None => false,
     };

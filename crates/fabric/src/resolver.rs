@@ -13,8 +13,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_signals::{Condvar, Mutex};
 use farpage_tables::errand;
-use parking_lot::{Condvar, Mutex};
 
 /// Age at which a lookup hangs: the system's resolver asks each server twice for 5 seconds.
 const HANGS: Duration = Duration::from_secs(30);
@@ -89,9 +89,10 @@ impl Resolver {
         };
         let mut answer = question.answer.lock();
         while answer.is_none() {
-            if (question.answered.wait_until(&mut answer, until)).timed_out() && answer.is_none() {
+            if Instant::now() >= until {
                 return None;
             }
+            answer = question.answered.wait_until(answer, until);
         }
         let answer = answer.clone().expect("waited for");
         Some(answer.map_err(|(kind, why)| io::Error::new(kind, why)))
@@ -104,7 +105,7 @@ impl Resolver {
         host: &str,
         ask: impl FnOnce() -> io::Result<Vec<SocketAddr>> + Send + 'static,
     ) -> io::Result<Arc<Question>> {
-        let mut asked = self.asked.try_lock_for(MOMENT);
+        let mut asked = self.asked.try_lock_until(Instant::now() + MOMENT);
         if let Some(asked) = &mut asked {
             if asked.process != process {
                 // The questions are those of the parent process, whose threads are not here.

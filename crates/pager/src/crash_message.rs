@@ -6,12 +6,12 @@
 
 use std::{collections::HashSet, io, mem, os::fd::AsFd, time::Duration};
 
+use farpage_signals::Mutex;
 use farpage_store::{PageIndex, StoreError};
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     unistd,
 };
-use parking_lot::Mutex;
 
 use crate::{PageError, region::Region};
 

@@ -19,9 +19,9 @@ use std::{
 };
 
 use farpage_fabric::Since;
+use farpage_signals::Mutex;
 use farpage_store::{Lane, PageIndex, PageRange, StoreCall};
 use farpage_vm::AddressSpace;
-use parking_lot::Mutex;
 
 use crate::{
     PageError,

@@ -27,10 +27,10 @@ use std::{
 };
 
 use crossbeam_utils::CachePadded;
+use farpage_signals::Mutex;
 use farpage_store::PageIndex;
 use farpage_vm::AddressSpace;
 use nix::{sched::sched_yield, sys::pthread::pthread_self};
-use parking_lot::Mutex;
 
 use crate::{
     doors::Ask,
@@ -89,7 +89,10 @@ impl<A: AddressSpace> InThread<A> {
 
     /// Returns the inline handler of a thread, for tests that take its steps one by one.
     #[cfg(test)]
-    pub(crate) fn handler(&self, thread: usize) -> parking_lot::MutexGuard<'_, InlineHandler<A>> {
+    pub(crate) fn handler(
+        &self,
+        thread: usize,
+    ) -> farpage_signals::MutexGuard<'_, InlineHandler<A>> {
         self.handlers[thread].lock()
     }
 

@@ -9,9 +9,9 @@ use std::{
     thread::{self, Thread},
 };
 
+use farpage_signals::Mutex;
 use farpage_signals::SignalGuard;
 use farpage_store::PageRange;
-use parking_lot::Mutex;
 
 use crate::{
     PageError,

@@ -14,9 +14,9 @@ use std::{
     },
 };
 
+use farpage_signals::{Condvar, Mutex};
 use farpage_store::{PageIndex, PageRange, PageStore};
 use farpage_vm::{Geometry, RegionMapping, Shard};
-use parking_lot::{Condvar, Mutex};
 
 use crate::{
     Advice, PageError,
@@ -340,7 +340,7 @@ impl Region {
     pub(crate) fn wait_until_quiet(&self) {
         let mut lock = self.quiet.0.lock();
         while self.guards.load(Ordering::SeqCst) != 0 {
-            self.quiet.1.wait(&mut lock);
+            lock = self.quiet.1.wait(lock);
         }
     }
 

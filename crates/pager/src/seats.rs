@@ -19,10 +19,10 @@ use std::{
 
 use crossbeam_utils::CachePadded;
 use farpage_fabric::log::later;
+use farpage_signals::Mutex;
 use farpage_store::StoreCall;
 use farpage_vm::Frame;
 use nix::poll::{PollFd, PollFlags};
-use parking_lot::Mutex;
 
 use crate::{
     doors::Doors,

@@ -32,12 +32,12 @@ use farpage_fabric::{
     SessionOptions,
     sim::{SimConfig, SimServer},
 };
+use farpage_signals::{Condvar, Mutex};
 use farpage_store::{
     BlockingOptions, Cluster, ClusterOptions, Codec, Element, PageIndex, PageRange, PageStore,
     RemoteOptions, Store, ZfpMode,
 };
 use farpage_vm::{AddressSpace, EventScope, Faulted, SimOptions, SimSpace};
-use parking_lot::{Condvar, Mutex};
 
 use crate::{
     Advice, InThread, MappedRegion, PageError, Pager, PagerOptions, RegionOptions,

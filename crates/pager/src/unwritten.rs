@@ -7,8 +7,8 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
+use farpage_signals::Mutex;
 use farpage_store::StoreError;
-use parking_lot::Mutex;
 
 /// Reason why the last write-back failed, or waits for remote memory, until one succeeds.
 #[derive(Default)]

@@ -102,7 +102,7 @@ use std::{
     ffi::c_void,
 };
 
-use farpage_signals::{Mutex, SignalGuard};
+use farpage_signals::{Allocator, Mutex, SignalGuard};
 
 unsafe extern "C" {
     fn __libc_malloc(bytes: usize) -> *mut c_void;
@@ -113,10 +113,11 @@ unsafe extern "C" {
 }
 
 /// glibc's allocator by its internal names, which no library replaces. All of its memory is local.
+/// It serves threads of the program while they do not work for the runtime.
 struct Glibc;
 
 #[global_allocator]
-static ALLOCATOR: Glibc = Glibc;
+static ALLOCATOR: Allocator<Glibc> = Allocator::over(Glibc);
 
 /// Alignment of glibc's allocations by default.
 const ALIGN: usize = 16;
@@ -194,12 +195,10 @@ struct Inside {
 
 impl Inside {
     fn enter() -> Inside {
+        let errno = errno();
         let signals = SignalGuard::new();
         INSIDE.set(INSIDE.get() + 1);
-        Inside {
-            errno: errno(),
-            signals,
-        }
+        Inside { errno, signals }
     }
 
     fn is() -> bool {

@@ -75,6 +75,24 @@ fn plugins_that_bind_deeply_free_what_the_program_has_made() {
 }
 
 #[test]
+fn constructors_of_plugins_wait_for_threads_that_allocate() {
+    let test = "constructors_of_plugins_wait_for_threads_that_allocate";
+    if !can_run(test, &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let shared = ["-shared", "-fPIC", "-pthread"];
+    let plugin = compile(folder.path(), "constructor", &shared).unwrap();
+    let program = compile(folder.path(), "load", &[]).unwrap();
+    let (plugin, program) = (plugin.to_str().unwrap(), program.to_str().unwrap());
+    assert!(output(Command::new(program).arg(plugin)).status.success());
+    for mode in modes() {
+        let ended = output(&mut command(mode, &[program, plugin]));
+        assert!(ended.status.success(), "{mode:?}: {}", said(&ended));
+    }
+}
+
+#[test]
 fn programs_confine_themselves_or_hear_why_not() {
     let test = "programs_confine_themselves_or_hear_why_not";
     if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {

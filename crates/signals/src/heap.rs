@@ -11,10 +11,9 @@
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
-    cell::UnsafeCell,
     ptr::{self, NonNull},
     sync::atomic::{
-        AtomicPtr, AtomicUsize,
+        AtomicPtr, AtomicU8, AtomicUsize,
         Ordering::{Acquire, Relaxed, Release},
     },
 };
@@ -24,10 +23,10 @@ use talc::{
     source::Manual,
 };
 
-use crate::{DEPTH, Mutex, MutexGuard};
+use crate::{Mutex, holds_signals_back};
 
 /// Size of the addresses that the heap reserves. Addresses without memory cost nothing.
-const RESERVED: usize = 64 << 30;
+const RESERVED: usize = 1 << 30;
 /// Part of a process' limit of addresses (`RLIMIT_AS`) that the heap reserves at most.
 const LIMIT_PART: usize = 16;
 /// Smallest piece of addresses that becomes memory at a time.
@@ -43,10 +42,14 @@ const OVERHEAD: usize = 4096;
 /// The C and the Python library have it. A Rust program names it as its own by
 /// `#[global_allocator]`.
 ///
-/// The heap has at most 64 GiB, or a sixteenth of the process' `RLIMIT_AS`. If that is used up, the
+/// The heap has at most 1 GiB, or a sixteenth of the process' `RLIMIT_AS`. If that is used up, the
 /// runtime's threads ask `A`. Freed blocks from 128 KiB on give their pages back to the kernel.
 #[derive(Debug, Default)]
-pub struct Allocator<A = System>(A);
+pub struct Allocator<A = System> {
+    programs: A,
+    /// Blocks of `programs` that threads of the runtime have freed.
+    left: AtomicPtr<Left>,
+}
 
 impl Allocator {
     /// Makes an allocator on top of the system's.
@@ -58,7 +61,10 @@ impl Allocator {
 impl<A> Allocator<A> {
     /// Makes an allocator on top of `programs`, which serves all threads but the runtime's.
     pub const fn over(programs: A) -> Allocator<A> {
-        Allocator(programs)
+        Allocator {
+            programs,
+            left: AtomicPtr::new(ptr::null_mut()),
+        }
     }
 }
 
@@ -66,50 +72,45 @@ impl<A> Allocator<A> {
 // address tells.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for Allocator<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if holds_signals_back() {
-            if let Some(block) = heap().allocate(layout) {
-                return block.as_ptr();
-            }
-        } else if !LEFT.load(Relaxed).is_null() {
-            self.free_left();
+        if let Some(block) = self.allocate_here(layout) {
+            return block.as_ptr();
         }
         // SAFETY: the caller's promise.
-        unsafe { self.0.alloc(layout) }
+        unsafe { self.programs.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         if Heap::has(block) {
             // SAFETY: the caller's promise; the block is the heap's.
-            unsafe { heap().free(block, layout) };
-        } else if !(holds_signals_back() && leave(block, layout)) {
+            unsafe { free(block, layout) };
+        } else if !(holds_signals_back() && self.leave(block, layout)) {
             // SAFETY: the caller's promise; the block is the program's allocator's.
-            unsafe { self.0.dealloc(block, layout) };
+            unsafe { self.programs.dealloc(block, layout) };
         }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise; the block is as long as said.
-        unsafe {
-            if !holds_signals_back() {
-                return self.0.alloc_zeroed(layout);
-            }
-            let block = self.alloc(layout);
-            if !block.is_null() {
-                zero(block, layout.size());
-            }
-            block
-        }
+        let Some(block) = self.allocate_here(layout) else {
+            // SAFETY: the caller's promise.
+            return unsafe { self.programs.alloc_zeroed(layout) };
+        };
+        // SAFETY: new, and as long as said.
+        unsafe { zero(block.as_ptr(), layout.size()) };
+        block.as_ptr()
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        let is_heaps = Heap::has(block);
         // SAFETY: the caller's promise, which holds for the new layout, too; both blocks have as
         // many bytes as are copied.
         unsafe {
-            let is_heaps = Heap::has(block);
-            if !holds_signals_back() && !is_heaps {
-                return self.0.realloc(block, layout, size);
+            if !is_heaps && !holds_signals_back() {
+                return self.programs.realloc(block, layout, size);
             }
-            if is_heaps && heap().blocks.try_realloc_in_place(block, layout, size) {
+            let in_place = |heap: &mut Heap| {
+                (heap.blocks.try_realloc_in_place(block, layout, size)).then_some(block)
+            };
+            if is_heaps && let Some(block) = with_heap(in_place) {
                 return block;
             }
             let made = self.alloc(Layout::from_size_align_unchecked(size, layout.align()));
@@ -123,10 +124,48 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Allocator<A> {
 }
 
 impl<A: GlobalAlloc> Allocator<A> {
+    /// Allocates from the heap if this thread belongs to the runtime. `None`: the program's
+    /// allocator is to be asked.
+    fn allocate_here(&self, layout: Layout) -> Option<NonNull<u8>> {
+        if holds_signals_back() {
+            return with_heap(|heap| heap.allocate(layout));
+        }
+        if !self.left.load(Relaxed).is_null() {
+            self.free_left();
+        }
+        None
+    }
+
+    /// Leaves `block` to a thread that may give it back. False if there is no memory to note it in.
+    fn leave(&self, block: *mut u8, layout: Layout) -> bool {
+        let Some(left) = with_heap(|heap| heap.allocate(Layout::new::<Left>())) else {
+            return false;
+        };
+        let left = left.as_ptr().cast::<Left>();
+        let mut next = self.left.load(Relaxed);
+        loop {
+            // SAFETY: just allocated, and nobody else knows it yet.
+            unsafe {
+                left.write(Left {
+                    block,
+                    layout,
+                    next,
+                });
+            }
+            let swapped = self
+                .left
+                .compare_exchange_weak(next, left, Release, Relaxed);
+            match swapped {
+                Ok(_) => return true,
+                Err(now) => next = now,
+            }
+        }
+    }
+
     /// Gives blocks back that threads of the runtime have left.
     #[cold]
     fn free_left(&self) {
-        let mut left = LEFT.swap(ptr::null_mut(), Acquire);
+        let mut left = self.left.swap(ptr::null_mut(), Acquire);
         while !left.is_null() {
             // SAFETY: the list is this thread's since the swap, and each block is named once.
             unsafe {
@@ -135,8 +174,8 @@ impl<A: GlobalAlloc> Allocator<A> {
                     layout,
                     next,
                 } = left.read();
-                self.0.dealloc(block, layout);
-                heap().free(left.cast(), Layout::new::<Left>());
+                self.programs.dealloc(block, layout);
+                free(left.cast(), Layout::new::<Left>());
                 left = next;
             }
         }
@@ -150,48 +189,56 @@ struct Left {
     next: *mut Left,
 }
 
-static LEFT: AtomicPtr<Left> = AtomicPtr::new(ptr::null_mut());
-
-/// Leaves `block` to a thread that may give it back. False if there is no memory to note it in.
-fn leave(block: *mut u8, layout: Layout) -> bool {
-    let Some(left) = heap().allocate(Layout::new::<Left>()) else {
-        return false;
-    };
-    let left = left.as_ptr().cast::<Left>();
-    let mut next = LEFT.load(Relaxed);
-    loop {
-        // SAFETY: just allocated, and nobody else knows it yet.
-        unsafe {
-            left.write(Left {
-                block,
-                layout,
-                next,
-            });
-        }
-        match LEFT.compare_exchange_weak(next, left, Release, Relaxed) {
-            Ok(_) => return true,
-            Err(now) => next = now,
-        }
-    }
-}
-
-/// True if this thread belongs to the runtime or is inside a critical section of it.
-fn holds_signals_back() -> bool {
-    DEPTH.get() > 0
-}
-
 /// Addresses of the heap; 0 and 0 before the first block.
 static START: AtomicUsize = AtomicUsize::new(0);
 static BYTES: AtomicUsize = AtomicUsize::new(0);
 
+/// Lock of the heap. Held with signals held back, and never over a call of anybody's.
 static HEAP: Mutex<Heap> = Mutex::new(Heap {
     blocks: Talc::new(Manual),
     end: None,
     is_refused: false,
 });
 
-fn heap() -> MutexGuard<'static, Heap> {
-    HEAP.lock()
+/// Page that says that the heap is whole. Children find it wiped: a thread that does not exist there
+/// may hold the heap's lock.
+static WHOLE: AtomicPtr<AtomicU8> = AtomicPtr::new(ptr::null_mut());
+
+/// Calls `work` with the heap. `None` if `work` returns that, or the heap is not whole.
+fn with_heap<T>(work: impl FnOnce(&mut Heap) -> Option<T>) -> Option<T> {
+    // SAFETY: null, or a page that stays.
+    let whole = unsafe { WHOLE.load(Relaxed).as_ref() };
+    if whole.is_some_and(|whole| whole.load(Relaxed) == 0) {
+        return None;
+    }
+    work(&mut HEAP.lock())
+}
+
+/// Frees a block of the heap. The block stays if the heap is not whole.
+///
+/// # Safety
+/// The block is from [`Heap::allocate`] with `layout`, and not used any more.
+unsafe fn free(block: *mut u8, layout: Layout) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if layout.size() >= LARGE {
+            drop_pages(block, layout.size());
+        }
+        with_heap(|heap| {
+            heap.blocks.deallocate(block, layout);
+            Some(())
+        });
+    }
+}
+
+/// Finds out whether the heap is whole in a child made by `fork`.
+extern "C" fn in_child() {
+    // SAFETY: null, or a page that stays.
+    if let Some(whole) = unsafe { WHOLE.load(Relaxed).as_ref() }
+        && HEAP.try_lock().is_some()
+    {
+        whole.store(1, Relaxed);
+    }
 }
 
 /// Memory that grows in one range of addresses.
@@ -209,7 +256,9 @@ unsafe impl Send for Heap {}
 impl Heap {
     /// True if `block` comes from the heap.
     fn has(block: *mut u8) -> bool {
-        (block as usize).wrapping_sub(START.load(Relaxed)) < BYTES.load(Relaxed)
+        // The length is stored last.
+        let bytes = BYTES.load(Acquire);
+        (block as usize).wrapping_sub(START.load(Relaxed)) < bytes
     }
 
     fn allocate(&mut self, layout: Layout) -> Option<NonNull<u8>> {
@@ -220,19 +269,6 @@ impl Heap {
             // SAFETY: as above.
             unsafe { self.blocks.try_allocate(layout) }
         })
-    }
-
-    /// Frees a block.
-    ///
-    /// # Safety
-    /// `block` is from [`allocate`](Self::allocate) with `layout`, and not used any more.
-    unsafe fn free(&mut self, block: *mut u8, layout: Layout) {
-        if layout.size() >= LARGE {
-            // SAFETY: the caller does not use the block any more.
-            unsafe { drop_pages(block, layout.size()) };
-        }
-        // SAFETY: the caller's promise.
-        unsafe { self.blocks.deallocate(block, layout) };
     }
 
     /// Makes at least `bytes` more bytes of memory. `None` if there are none.
@@ -316,31 +352,23 @@ fn reserve() -> bool {
     if start == libc::MAP_FAILED {
         return false;
     }
-    // The heap's lock is held over a fork, so that a child finds the heap whole.
-    // SAFETY: the handlers take and give up one lock.
-    unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+    // SAFETY: the handler takes no lock that is held. The page is one of the range's.
+    unsafe {
+        libc::pthread_atfork(None, None, Some(in_child));
+        let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
+        let whole = start.byte_add(bytes - page);
+        if libc::mprotect(whole, page, libc::PROT_READ | libc::PROT_WRITE) == 0
+            && libc::madvise(whole, page, libc::MADV_WIPEONFORK) == 0
+        {
+            let whole = whole.cast::<AtomicU8>();
+            (*whole).store(1, Relaxed);
+            WHOLE.store(whole, Relaxed);
+        }
+    }
     START.store(start as usize, Relaxed);
-    BYTES.store(bytes, Relaxed);
+    // The last page is not the heap's.
+    BYTES.store(bytes - STEP, Release);
     true
-}
-
-/// Lock of the heap while its holder forks.
-struct Forking(UnsafeCell<Option<MutexGuard<'static, Heap>>>);
-
-// SAFETY: touched by the thread that holds the lock only.
-unsafe impl Sync for Forking {}
-
-static FORKING: Forking = Forking(UnsafeCell::new(None));
-
-extern "C" fn before_fork() {
-    let held = heap();
-    // SAFETY: this thread holds the lock.
-    unsafe { *FORKING.0.get() = Some(held) };
-}
-
-extern "C" fn after_fork() {
-    // SAFETY: this thread, or the child's copy of it, holds the lock.
-    drop(unsafe { (*FORKING.0.get()).take() });
 }
 
 #[cfg(test)]
@@ -368,7 +396,8 @@ mod tests {
         }
     }
 
-    const BOTH: Allocator<Programs> = Allocator::over(Programs);
+    static SYSTEM: Allocator = Allocator::new();
+    static BOTH: Allocator<Programs> = Allocator::over(Programs);
 
     fn layout(bytes: usize) -> Layout {
         Layout::from_size_align(bytes, 64).expect("a small alignment")
@@ -478,29 +507,24 @@ mod tests {
         mem::drop(to);
     }
 
-    #[test]
-    fn a_child_made_by_fork_finds_the_heap_unlocked() {
-        let signals = SignalGuard::new();
-        let block = make(100, 1);
-        drop(signals);
-        let ended = AtomicUsize::new(0);
+    /// Makes children by `fork` while another thread uses the heap. Each calls `work`.
+    fn in_children(fork: impl Fn() -> libc::pid_t, work: impl Fn()) {
         thread::scope(|scope| {
-            scope.spawn(|| {
+            let ended = &AtomicUsize::new(0);
+            scope.spawn(move || {
                 let _signals = SignalGuard::new();
                 while ended.load(Relaxed) == 0 {
                     end(make(300, 2), 300, 2);
                 }
             });
             for _ in 0..200 {
-                // SAFETY: the child allocates, frees and exits.
+                let child = fork();
+                assert!(child >= 0);
+                // SAFETY: the child exits, and is waited for.
                 unsafe {
-                    let child = libc::fork();
-                    assert!(child >= 0);
                     if child == 0 {
                         libc::alarm(20);
-                        let _signals = SignalGuard::new();
-                        let block = BOTH.alloc(layout(50));
-                        BOTH.dealloc(block, layout(50));
+                        work();
                         libc::_exit(0);
                     }
                     let mut status = 0;
@@ -509,6 +533,45 @@ mod tests {
                 }
             }
             ended.store(1, Relaxed);
+        });
+    }
+
+    #[test]
+    fn a_child_made_by_fork_allocates_whether_the_heap_is_whole_or_not() {
+        let signals = SignalGuard::new();
+        let block = make(100, 1);
+        drop(signals);
+        // SAFETY: the child allocates, frees and exits.
+        let fork = || unsafe { libc::fork() };
+        in_children(fork, || {
+            let _signals = SignalGuard::new();
+            // SAFETY: not empty; freed once.
+            unsafe {
+                let made = SYSTEM.alloc(layout(50));
+                assert!(!made.is_null());
+                SYSTEM.dealloc(made, layout(50));
+                SYSTEM.dealloc(block, layout(100));
+            }
+        });
+        end(block, 100, 1);
+    }
+
+    #[test]
+    fn a_child_made_by_another_call_leaves_the_heap_alone() {
+        let signals = SignalGuard::new();
+        let block = make(100, 1);
+        drop(signals);
+        // SAFETY: a copy of the process, as by `fork`.
+        let clone =
+            || unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as libc::pid_t };
+        in_children(clone, || {
+            let _signals = SignalGuard::new();
+            // SAFETY: not empty; freed once.
+            unsafe {
+                let made = SYSTEM.alloc(layout(50));
+                assert!(!made.is_null() && !Heap::has(made));
+                SYSTEM.dealloc(block, layout(100));
+            }
         });
         end(block, 100, 1);
     }

@@ -1,5 +1,5 @@
-//! Critical sections that no signal handler interrupts: [`SignalGuard`], [`Mutex`] and [`spawn`];
-//! and memory for the threads inside them: [`Allocator`].
+//! Critical sections that no signal handler interrupts: [`SignalGuard`], [`Mutex`], [`Condvar`] and
+//! [`spawn`]; and memory for the threads inside them: [`Allocator`].
 //!
 //! A handler of the program may touch an absent page at any instruction, and a collector that stops
 //! the world keeps its threads in one. Serving that fault must not need anything that the
@@ -23,14 +23,14 @@ use std::{
     ops::{Deref, DerefMut},
     ptr, sync,
     sync::{
-        Arc, Barrier, PoisonError,
+        PoisonError, TryLockError,
         atomic::{Ordering::SeqCst, compiler_fence},
     },
-    thread::{Builder, JoinHandle},
+    thread::{self, Builder, JoinHandle},
+    time::{Duration, Instant},
 };
 
 pub use heap::Allocator;
-use parking_lot_core::DEFAULT_PARK_TOKEN;
 
 /// Signals that are never held back: an instruction's, and the C library's for `setuid`.
 const LET_IN: [i32; 7] = [
@@ -59,8 +59,6 @@ const SET_BYTES: usize = 8;
 thread_local! {
     /// Number of guards of this thread that are alive and do not wait.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
-    /// True if [`prepare`] has been called.
-    static PREPARED: Cell<bool> = const { Cell::new(false) };
     /// Signal mask that the outermost guard found.
     static BEFORE: Cell<u64> = const { Cell::new(0) };
 }
@@ -117,27 +115,6 @@ fn enter() {
         BEFORE.set(before);
     }
     DEPTH.set(depth + 1);
-    if !PREPARED.replace(true) {
-        prepare();
-    }
-}
-
-/// Makes the thread-local data of `parking_lot`, whose first contended lock would make it: the C
-/// library allocates a note of its destructor, and whoever holds a lock of the runtime must not
-/// wait for the program's allocator. Called when the thread holds nothing of the runtime's.
-#[cold]
-fn prepare() {
-    // SAFETY: nobody parks or is woken, since `validate` refuses, and no callback panics.
-    unsafe {
-        parking_lot_core::park(
-            ptr::from_ref(&HELD).addr(),
-            || false,
-            || {},
-            |_, _| {},
-            DEFAULT_PARK_TOKEN,
-            None,
-        );
-    }
 }
 
 fn leave() {
@@ -168,8 +145,12 @@ fn exchange(how: i32, set: &u64) -> u64 {
     before
 }
 
-/// A lock that holds signals back while it is held. It never allocates, and a panic of its holder
-/// leaves it usable.
+/// Bounds of a nap between two looks at a lock for which there is a deadline.
+const NAP_MIN: Duration = Duration::from_micros(20);
+const NAP_MAX: Duration = Duration::from_millis(1);
+
+/// A lock that holds signals back while it is held. It never allocates, also where threads wait for
+/// it, and a panic of its holder leaves it usable.
 #[derive(Debug, Default)]
 pub struct Mutex<T>(sync::Mutex<T>);
 
@@ -184,8 +165,80 @@ impl<T> Mutex<T> {
         let signals = SignalGuard::new();
         MutexGuard {
             lock: self.0.lock().unwrap_or_else(PoisonError::into_inner),
-            _signals: signals,
+            signals,
         }
+    }
+
+    /// Holds signals back and takes the lock, unless another thread holds it.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        let signals = SignalGuard::new();
+        let lock = match self.0.try_lock() {
+            Ok(lock) => lock,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(MutexGuard { lock, signals })
+    }
+
+    /// Waits for the lock until a deadline.
+    pub fn try_lock_until(&self, until: Instant) -> Option<MutexGuard<'_, T>> {
+        let mut nap = NAP_MIN;
+        loop {
+            let locked = self.try_lock();
+            let left = until.saturating_duration_since(Instant::now());
+            if locked.is_some() || left.is_zero() {
+                return locked;
+            }
+            thread::sleep(nap.min(left));
+            nap = (2 * nap).min(NAP_MAX);
+        }
+    }
+
+    /// Returns the value, which nobody else has.
+    pub fn into_inner(self) -> T {
+        self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the value, which nobody else has.
+    pub fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A condition that threads wait for under a [`Mutex`]. It never allocates.
+#[derive(Debug, Default)]
+pub struct Condvar(sync::Condvar);
+
+impl Condvar {
+    /// Makes a condition.
+    pub const fn new() -> Condvar {
+        Condvar(sync::Condvar::new())
+    }
+
+    /// Gives the lock up, waits for a notice, and takes the lock again.
+    pub fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+        let MutexGuard { lock, signals } = guard;
+        let lock = self.0.wait(lock).unwrap_or_else(PoisonError::into_inner);
+        MutexGuard { lock, signals }
+    }
+
+    /// Waits as [`wait`](Self::wait) does, until a deadline.
+    pub fn wait_until<'a, T>(&self, guard: MutexGuard<'a, T>, until: Instant) -> MutexGuard<'a, T> {
+        let MutexGuard { lock, signals } = guard;
+        let left = until.saturating_duration_since(Instant::now());
+        let waited = self.0.wait_timeout(lock, left);
+        let (lock, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        MutexGuard { lock, signals }
+    }
+
+    /// Wakes one thread.
+    pub fn notify_one(&self) {
+        self.0.notify_one();
+    }
+
+    /// Wakes all threads.
+    pub fn notify_all(&self) {
+        self.0.notify_all();
     }
 }
 
@@ -193,7 +246,7 @@ impl<T> Mutex<T> {
 #[derive(Debug)]
 pub struct MutexGuard<'a, T> {
     lock: sync::MutexGuard<'a, T>,
-    _signals: SignalGuard,
+    signals: SignalGuard,
 }
 
 impl<T> Deref for MutexGuard<'_, T> {
@@ -208,6 +261,11 @@ impl<T> DerefMut for MutexGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         &mut self.lock
     }
+}
+
+/// True if this thread belongs to the runtime or is inside a critical section of it.
+pub fn holds_signals_back() -> bool {
+    DEPTH.get() > 0
 }
 
 /// Calls `work` in a signal handler during which the kernel holds signals back: as inside a
@@ -235,8 +293,7 @@ pub fn spawn<T: Send + 'static>(
     spawn_with(Builder::new().name(name.to_owned()), work)
 }
 
-/// Starts `thread`, which holds signals back for good. Waits until the thread has asked the
-/// program's allocator for all that it will ever need of it.
+/// Starts `thread`, which holds signals back for good.
 ///
 /// # Errors
 /// The operating system's error.
@@ -246,14 +303,8 @@ pub fn spawn_with<T: Send + 'static>(
 ) -> io::Result<JoinHandle<T>> {
     // The new thread inherits the mask: no handler runs in it before it holds signals back itself.
     let _signals = SignalGuard::new();
-    let begun = Arc::new(Barrier::new(2));
-    let begins = begun.clone();
-    let started = thread.spawn(move || {
+    thread.spawn(|| {
         hold_back_for_good();
-        begins.wait();
-        drop(begins);
         work()
-    })?;
-    begun.wait();
-    Ok(started)
+    })
 }

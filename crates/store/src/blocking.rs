@@ -19,13 +19,13 @@ use std::{
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use farpage_fabric::log::later;
+use farpage_signals::Mutex;
 use farpage_tables::{Held, Programs, is_private, run_outside, spawn_outside};
 use nix::{
     sched::{CpuSet, sched_getaffinity, sched_setaffinity},
     sys::eventfd::{EfdFlags, EventFd},
     unistd::Pid,
 };
-use parking_lot::Mutex;
 
 /// A user's own store: the bytes of a region by offset. Called from several threads at once, never
 /// twice at once for the same page. Each call is about one or more whole pages (the region's last

@@ -15,7 +15,7 @@ use farpage_fabric::{
     Session,
     regmem::{RegPool, RegPoolOptions, RegPoolStats},
 };
-use parking_lot::Mutex;
+use farpage_signals::Mutex;
 
 use crate::{
     Reserve, StoreStats, StoreStatsSnapshot,

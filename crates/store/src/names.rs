@@ -7,7 +7,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use farpage_fabric::{ControlError, OpenNameError, PublishError, Session, log::later};
-use parking_lot::Mutex;
+use farpage_signals::Mutex;
 
 use crate::{Cluster, CreateError};
 

@@ -15,7 +15,7 @@ use std::{
 };
 
 use farpage_fabric::{AllocError, ControlError, ExtentId, Session, log::later, regmem::RegPool};
-use parking_lot::Mutex;
+use farpage_signals::Mutex;
 
 use crate::{
     place::{SlotPlace, SlotSpan, slot_bytes},

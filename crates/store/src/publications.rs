@@ -7,13 +7,18 @@
 
 use std::{
     mem,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        RwLock, RwLockReadGuard,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use farpage_fabric::{AllocError, Versions};
-use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
+use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{place::SlotSpan, pool::SlotPool, readers::PackedPlaces, slots::GRANULE_BYTES};
+
+const NO_PANIC: &str = "nothing panics under this lock";
 
 /// Length of the pieces in which maps are written and read.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
@@ -108,7 +113,7 @@ impl Publications {
 
     /// True if a publication runs. Its end frees slots.
     pub(crate) fn is_running(&self) -> bool {
-        *self.commits.read()
+        *self.commits.read().expect(NO_PANIC)
     }
 
     /// Returns the number of publications that have ended.
@@ -119,7 +124,7 @@ impl Publications {
     pub(crate) fn commit(&self) -> Commit<'_> {
         Commit {
             publications: self,
-            publishing: self.commits.read(),
+            publishing: self.commits.read().expect(NO_PANIC),
         }
     }
 
@@ -170,7 +175,7 @@ impl Publication<'_> {
     /// Copies the map by `map` while no entry is replaced. The slots that the map refers to are
     /// kept from here on.
     pub(crate) fn copy(&mut self, map: impl FnOnce() -> Vec<u8>) -> Vec<u8> {
-        let mut publishing = self.publications.commits.write();
+        let mut publishing = self.publications.commits.write().expect(NO_PANIC);
         *publishing = true;
         self.stale = mem::take(&mut *self.publications.deferred.lock());
         map()
@@ -194,7 +199,7 @@ impl Publication<'_> {
         mark: impl FnOnce(),
     ) {
         let publications = self.publications;
-        let mut publishing = publications.commits.write();
+        let mut publishing = publications.commits.write().expect(NO_PANIC);
         *publishing = false;
         publications.ended.fetch_add(1, Ordering::Release);
         let undecided = mem::take(&mut *publications.undecided.lock());
@@ -296,7 +301,7 @@ mod tests {
         let publications = Publications::default();
         assert!(!publications.commit().keep(place(0), false));
         assert!(publications.commit().keep(place(64), true));
-        *publications.commits.write() = true;
+        *publications.commits.write().expect(NO_PANIC) = true;
         assert!(publications.commit().keep(place(128), false));
         assert!(publications.commit().keep(place(192), true));
         assert_eq!(*publications.deferred.lock(), [place(64), place(192)]);

@@ -13,7 +13,7 @@
 use std::{mem, sync::Arc};
 
 use farpage_fabric::{AllocError, Session, VersionRead, Versions};
-use parking_lot::Mutex;
+use farpage_signals::Mutex;
 
 use crate::place::SlotSpan;
 

@@ -50,7 +50,7 @@ const PAGE_SIZES: usize = 10;
 pub(crate) struct Pools {
     pools: [OnceLock<Arc<FramePool>>; PAGE_SIZES],
     /// Held while a pool is made, so that only one is.
-    making: parking_lot::Mutex<()>,
+    making: farpage_signals::Mutex<()>,
     frame_bytes_max: usize,
     /// Userfaultfd of all pools: opened at once, since the process may give up the right to.
     uffd: Arc<Uffd>,
@@ -68,7 +68,7 @@ impl Pools {
     ) -> Result<Self, UserfaultfdError> {
         Ok(Self {
             pools: Default::default(),
-            making: parking_lot::Mutex::default(),
+            making: farpage_signals::Mutex::default(),
             frame_bytes_max,
             uffd: Arc::new(Uffd::open(Features::SIGBUS | features, user_mode_only)?),
         })
@@ -113,7 +113,7 @@ pub(crate) struct FramePool {
     page_bytes: usize,
     /// Upper bound of the pages of all frames.
     pages_max: u32,
-    /// Lock of the standard library: it never allocates, as `parking_lot`'s may when contended.
+    /// Lock of the standard library: it never allocates.
     /// Frames come and go inside a signal handler where faults are served in-thread.
     vacancies: Mutex<Vacancies>,
 }

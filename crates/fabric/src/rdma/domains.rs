@@ -5,8 +5,8 @@ use std::{
     sync::{Arc, Weak},
 };
 
+use farpage_signals::Mutex;
 use farpage_wire::SessionId;
-use parking_lot::Mutex;
 
 use super::verbs::{Device, Pd};
 

@@ -21,12 +21,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_signals::Mutex;
 use farpage_wire::{
     Endpoint, ExtentId, Request, Response,
     control::{MAX_CLIENT_BYTES, MAX_FRAME_BYTES, Purpose},
 };
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use parking_lot::Mutex;
 
 use super::{
     connect::{begin, is_refused, not_connected, open, turned_away},

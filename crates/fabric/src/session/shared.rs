@@ -14,12 +14,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_signals::Mutex;
 use farpage_wire::{
     Endpoint, Refusal, Request, Response, Secret, SessionId,
     control::{self, ControlDecodeError, LeaseKeys, MAX_FRAME_BYTES},
 };
 use nix::sys::eventfd::EventFd;
-use parking_lot::Mutex;
 
 use super::{
     connect::{begin, is_refused},

@@ -14,6 +14,7 @@ use std::{
 };
 
 use crossbeam_utils::CachePadded;
+use farpage_signals::{Mutex, MutexGuard};
 use farpage_store::StoreCall;
 use farpage_vm::{AddressSpace, EventScope, Shard};
 use nix::{
@@ -21,7 +22,6 @@ use nix::{
     poll::{PollFd, PollFlags},
     sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
 };
-use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use crate::{

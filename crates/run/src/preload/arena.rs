@@ -111,11 +111,13 @@ static BEGIN: extern "C" fn() = begin;
 
 /// Runs as our constructor.
 extern "C" fn begin() {
+    // Before this thread's first guard, which registers a destructor, and takes memory.
+    let addresses_before = limits::addresses();
+    destructors::begin();
     let inside = Inside::enter();
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
     };
-    destructors::begin();
     environment::keep();
     state::set_options(Options {
         may_fork: variable("ALLOW_FORK").is_some(),
@@ -124,7 +126,6 @@ extern "C" fn begin() {
     });
     exec::take_note();
     family::begin(state::folder());
-    let addresses_before = limits::addresses();
     // A server may not answer, so signals are let in: no lock is held that a handler could need.
     let plan = inside.signals.wait(start);
     let plan = plan.unwrap_or_else(|why| not_started(&why));

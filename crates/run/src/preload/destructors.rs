@@ -10,6 +10,8 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
+use farpage_signals::holds_signals_back;
+
 use crate::{Inside, next::next};
 
 /// Function that destroys a thread's variable.
@@ -56,7 +58,8 @@ pub(crate) unsafe extern "C" fn __cxa_thread_atexit_impl(
     object: *mut c_void,
     library: *mut c_void,
 ) -> c_int {
-    if !Inside::is() {
+    // A thread's first guard registers one before the thread counts as inside.
+    if !Inside::is() && !holds_signals_back() {
         // SAFETY: the caller's promise.
         return unsafe { next_thread_atexit(destructor, object, library) };
     }

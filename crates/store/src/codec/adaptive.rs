@@ -51,8 +51,8 @@ use std::{
     time::Duration,
 };
 
+use farpage_signals::Mutex;
 use nix::time::{ClockId, clock_gettime};
-use parking_lot::Mutex;
 
 pub(crate) use self::link::{LinkTraffic, READ, WRITE, Watch};
 use self::{

@@ -25,7 +25,7 @@ use farpage_fabric::{
     server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
-use parking_lot::Mutex;
+use farpage_signals::Mutex;
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

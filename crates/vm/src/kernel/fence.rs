@@ -23,8 +23,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_signals::Mutex;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use parking_lot::Mutex;
 
 use super::messages::Messages;
 use crate::{

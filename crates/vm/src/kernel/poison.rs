@@ -7,7 +7,7 @@
 
 use std::{collections::BTreeSet, io, ops::Range};
 
-use parking_lot::Mutex;
+use farpage_signals::Mutex;
 
 use super::{fence::Fence, occupied};
 use crate::{

@@ -22,8 +22,8 @@ pub enum Served {
 /// on several threads at once:
 /// - It allocates and frees little. The program's allocator serves it, whose lock the interrupted
 ///   code may hold, unless the program has [`Allocator`](farpage_signals::Allocator). It makes no
-///   thread-local data of a library's (a contended `parking_lot` lock does): `malloc` serves that
-///   in any case.
+///   thread-local variable with a destructor (a contended `parking_lot` lock does): `malloc` serves
+///   that in any case.
 /// - It takes no lock under which a thread touches a range, or lets in signals whose handlers may:
 ///   not that of standard output or of a log.
 /// - It reads a thread-local variable only if no other code changes it and it has no destructor.

@@ -35,7 +35,7 @@ use std::{
     },
 };
 
-use parking_lot::Mutex;
+use farpage_signals::Mutex;
 
 use self::{
     frame::Frames,

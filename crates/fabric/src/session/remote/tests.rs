@@ -88,7 +88,10 @@ fn a_release_without_an_answer_is_untold_before_anybody_else_has_the_line() {
                 thread::sleep(Duration::from_millis(1));
             }
             // The server is given up. The only step left is to remember the release.
-            let free = shared.line.try_lock_for(Duration::from_secs(2)).is_some();
+            let free = shared
+                .line
+                .try_lock_until(Instant::now() + Duration::from_secs(2))
+                .is_some();
             assert!(!free, "somebody else may open the name again");
             drop(untold);
             assert!(releasing.join().expect("no panic"));

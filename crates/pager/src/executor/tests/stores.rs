@@ -2,8 +2,8 @@
 
 use std::{io, sync::atomic::AtomicUsize};
 
+use farpage_signals::{Condvar, Mutex};
 use farpage_store::{BlockingOptions, PageRange, Store};
-use parking_lot::{Condvar, Mutex};
 
 use super::*;
 use crate::job::Job;
@@ -84,7 +84,7 @@ impl Gated {
         let mut is_shut = self.is_shut.lock();
         self.waiting.fetch_add(1, Ordering::SeqCst);
         while *is_shut {
-            self.opened.wait(&mut is_shut);
+            is_shut = self.opened.wait(is_shut);
         }
         self.waiting.fetch_sub(1, Ordering::SeqCst);
     }
