@@ -27,7 +27,7 @@ use clap::Parser;
 
 use farpage_bench_apps as apps;
 use farpage_bench_judge::{
-    codecs, compare, figures, sweep, targets, versus_numpy, versus_swap, versus_umap,
+    codecs, compare, figures, targets, versus_numpy, versus_swap, versus_umap,
 };
 use farpage_bench_kit::{cpus, options::Common, report::Report, server};
 use farpage_fabric_measure::{regmem, ring, verbs};
@@ -48,12 +48,12 @@ fn main() -> ExitCode {
         return failure(&anyhow::Error::new(error).context("cannot stay on one CPU"));
     }
     let result = match &cli.command {
-        Command::Stream(options) => conclude(&options.common, stream::run(options)),
-        Command::Random(options) => conclude(&options.common, random::run(options)),
-        Command::Traffic(options) => conclude(&options.common, traffic::run(options)),
-        Command::Latency(options) => conclude(&options.common, latency::run(options)),
-        Command::Eviction(options) => conclude(&options.common, eviction::run(options)),
-        Command::Sparse(options) => conclude(&options.common, sparse::run(options)),
+        Command::Stream(options) => conclude(&options.paging.common, stream::run(options)),
+        Command::Random(options) => conclude(&options.paging.common, random::run(options)),
+        Command::Traffic(options) => conclude(&options.paging.common, traffic::run(options)),
+        Command::Latency(paging) => conclude(&paging.common, latency::run(paging)),
+        Command::Eviction(paging) => conclude(&paging.common, eviction::run(paging)),
+        Command::Sparse(options) => conclude(&options.paging.common, sparse::run(options)),
         Command::Floor(options) => conclude(&options.common, floor::run(options)),
         Command::Doctor => doctor::run(),
         Command::Regmem(options) => regmem::run(options),
@@ -68,7 +68,6 @@ fn main() -> ExitCode {
         Command::Codecs(options) => codecs::run(options),
         Command::Figures(options) => figures::run(options),
         Command::Compare(options) => compare::run(options),
-        Command::Sweep(options) => sweep::run(options),
         Command::VersusSwap(options) => versus_swap::run(options),
         Command::VersusNumpy(options) => versus_numpy::run(options),
         Command::VersusUmap(options) => versus_umap::run(options),

@@ -13,16 +13,16 @@ use std::{
 
 use anyhow::Result;
 use farpage::Advice;
+use serde_json::json;
 
-use farpage_bench_kit::options::{Common, Paging, Threads};
 use farpage_bench_kit::{
     arena::Arena,
     data::Source,
+    options::{Paging, Threads},
     pick::{Picker, mix},
     progress::Progress,
-    raw,
     report::{Figures, Report},
-    yardsticks::{Plain, Yardsticks, plain_bytes},
+    yardsticks::{Plain, plain_bytes},
 };
 
 /// Number of bits of an element that count its updates.
@@ -36,8 +36,6 @@ fn fresh(source: &Source, index: u64) -> u64 {
 
 #[derive(Args, Debug)]
 pub(crate) struct RandomOptions {
-    #[command(flatten)]
-    pub(crate) common: Common,
     #[command(flatten)]
     pub(crate) paging: Paging,
     #[command(flatten)]
@@ -61,10 +59,10 @@ pub(crate) struct RandomOptions {
 impl RandomOptions {
     /// Returns the number of reads, which is that of updates, too.
     pub(crate) fn accesses(&self) -> u64 {
-        let default = match self.common.run.smoke {
+        let default = match self.paging.common.run.smoke {
             true => 2_000,
             // A run should take less than a minute, and the time of a miss grows with its page.
-            false => (200_000 * (64 << 10) / self.common.page_size.as_u64()).min(200_000),
+            false => (200_000 * (64 << 10) / self.paging.page_bytes()).min(200_000),
         };
         self.accesses.unwrap_or(default)
     }
@@ -78,19 +76,18 @@ fn zipf_theta(text: &str) -> Result<f64, String> {
 }
 
 pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
-    let (common, paging) = (&options.common, &options.paging);
-    let arena = Arena::start(options.plain, common, paging)?;
-    let len = paging.size_bytes(common) / size_of::<u64>() as u64;
+    let paging = &options.paging;
+    let arena = Arena::of_kind(options.plain, paging)?;
+    let len = paging.size_bytes() / size_of::<u64>() as u64;
     let mut array = arena.array::<u64>(len, Advice::Sequential)?;
     let work = Work::new(options)?;
     let progress = Progress::new(4);
 
     progress.phase("filling");
     work.fill(&mut array);
-    array.advise(if options.no_advice {
-        Advice::Normal
-    } else {
-        Advice::Random
+    array.advise(match options.no_advice {
+        true => Advice::Normal,
+        false => Advice::Random,
     })?;
     progress.step(1);
 
@@ -98,11 +95,11 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     progress.phase("reading");
     let reads = work.access(&mut array, false);
     progress.step(1);
-    let between = arena.mark();
+    let read = arena.since(&begin);
     progress.phase("updating");
     let updates = work.access(&mut array, true);
     progress.step(1);
-    let end = arena.mark();
+    let paged = arena.since(&begin);
 
     progress.phase("verifying");
     array.advise(Advice::Sequential)?;
@@ -112,41 +109,34 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     let done = work.accesses_per_thread * counts.shares as u64;
     work.complain(counts.updates, done);
 
-    let mut config = arena.config(common, paging);
-    config.threads = Some(work.threads);
-    config.zipf = options.zipf;
-    config.accesses = Some(done);
-    let paged = Arena::figures(&begin, &end);
+    let config = arena.config().with(json!({
+        "threads": work.threads,
+        "zipf": options.zipf,
+        "accesses": done,
+    }));
     let us_per_access = us_per(reads + updates, 2 * done);
     let seconds = (reads + updates).as_secs_f64();
     // The array goes first, which makes room.
     drop(array);
-    let yardsticks = arena.yardsticks(&paged, seconds, |server, moved| {
-        let fabric = raw::yardstick(common, server)?;
-        let plain = Plain::PlainUsPerAccess(us_per(work.plain_time(common), 2 * done));
-        Ok(Yardsticks::of_transfers(
-            us_per_access,
-            plain,
-            moved,
-            fabric,
-        ))
-    });
+    let mut figures = Figures {
+        yardsticks: arena.compare(&paged, seconds, us_per_access, || {
+            let time = work.plain_time(plain_bytes(&paging.common));
+            Plain::PlainUsPerAccess(us_per(time, 2 * done))
+        }),
+        ..Figures::default()
+    };
     // Pages that came ahead of a fault were not waited for.
-    let misses =
-        Arena::figures(&begin, &between).map_or(0, |paging| paging.fills - paging.prefetches);
+    let misses = read.map_or(0, |read| read.counts.fills - read.counts.prefetches);
     let us_per_miss = || us_per(reads * counts.shares as u32, misses);
+    figures.add("us_per_access", us_per_access);
+    figures.add("us_per_read", us_per(reads, done));
+    figures.add("us_per_update", us_per(updates, done));
+    figures.add("us_per_read_miss", (misses > 0).then(us_per_miss));
     Ok(Report {
         benchmark: "random",
         verified: work.wrong.into_inner() == 0 && counts.updates == done,
         config,
-        figures: Figures {
-            yardsticks,
-            us_per_access: Some(us_per_access),
-            us_per_read: Some(us_per(reads, done)),
-            us_per_update: Some(us_per(updates, done)),
-            us_per_read_miss: (misses > 0).then(us_per_miss),
-            ..Figures::default()
-        },
+        figures,
         paging: paged,
     })
 }
@@ -251,8 +241,8 @@ impl Work {
     }
 
     /// Returns the time that the same reads and updates take in ordinary memory.
-    fn plain_time(&self, common: &Common) -> Duration {
-        let len = (plain_bytes(common) / size_of::<u64>()) as u64;
+    fn plain_time(&self, bytes: usize) -> Duration {
+        let len = (bytes / size_of::<u64>()) as u64;
         let mut plain: Vec<u64> = (0..len).map(|index| fresh(&self.source, index)).collect();
         [false, true]
             .map(|update| self.access(&mut plain, update))

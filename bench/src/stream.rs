@@ -17,15 +17,15 @@ use std::{
 use anyhow::{Result, bail};
 use bytemuck::bytes_of;
 use farpage::Advice;
+use serde_json::json;
 
 use farpage_bench_kit::{
     arena::Arena,
     data::{Dtype, Element, Source},
-    options::{Common, Paging, Threads},
+    options::{Paging, Threads},
     progress::Progress,
-    raw,
     report::{Figures, Report, kernel_figures},
-    yardsticks::{Plain, Yardsticks, plain_bytes},
+    yardsticks::{Plain, plain_bytes},
 };
 
 const SCALAR: f32 = 3.0;
@@ -87,8 +87,6 @@ fn expected<T: Number>(mut a: T, iterations: u16) -> [T; 3] {
 #[derive(Args, Debug)]
 pub(crate) struct StreamOptions {
     #[command(flatten)]
-    pub(crate) common: Common,
-    #[command(flatten)]
     pub(crate) paging: Paging,
     #[command(flatten)]
     pub(crate) threads: Threads,
@@ -113,9 +111,9 @@ pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
 }
 
 fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report> {
-    let (common, paging) = (&options.common, &options.paging);
-    let arena = Arena::start(options.plain, common, paging)?;
-    let len = paging.size_bytes(common) / 3 / size_of::<T>() as u64;
+    let paging = &options.paging;
+    let arena = Arena::of_kind(options.plain, paging)?;
+    let len = paging.size_bytes() / 3 / size_of::<T>() as u64;
     let mut a = arena.array::<T>(len, Advice::Sequential)?;
     let mut b = arena.array::<T>(len, Advice::Sequential)?;
     let mut c = arena.array::<T>(len, Advice::Sequential)?;
@@ -147,7 +145,7 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
             progress.step(1);
         }
     }
-    let end = arena.mark();
+    let paged = arena.since(&begin);
     let all_seconds: f64 = seconds.iter().flatten().sum();
 
     // 3. Every element.
@@ -177,22 +175,12 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
 
     // 4. Yardsticks. The arrays go first, which makes room.
     drop((a, b, c));
-    let paged = Arena::figures(&begin, &end);
     let triad = kernel_figures("triad", 3 * len * size_of::<T>() as u64, &seconds[3][1..]);
-    let yardsticks = arena.yardsticks(&paged, all_seconds, |server, moved| {
-        let plain = Plain::PlainTriadMbPerS(plain_triad::<T>(common, threads));
-        let fabric = raw::yardstick(common, server)?;
-        Ok(Yardsticks::of_transfers(
-            triad.mb_per_s,
-            plain,
-            moved,
-            fabric,
-        ))
+    let yardsticks = arena.compare(&paged, all_seconds, triad.mb_per_s, || {
+        Plain::PlainTriadMbPerS(plain_triad::<T>(plain_bytes(&paging.common), threads))
     });
 
-    let mut config = arena.config(common, paging);
-    config.threads = Some(threads);
-    config.iterations = Some(iterations);
+    let own = json!({ "threads": threads, "iterations": iterations });
     let array_bytes = len * size_of::<T>() as u64;
     let kernels = kernels
         .iter()
@@ -201,7 +189,7 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
     Ok(Report {
         benchmark: "stream",
         verified: wrong == 0,
-        config,
+        config: arena.config().with(own),
         figures: Figures {
             kernels: Some(kernels.collect()),
             yardsticks,
@@ -213,8 +201,7 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
 
 /// Returns the MB/s of the triad by `threads` threads, on arrays of ordinary memory that are larger
 /// than caches: the best of a few runs.
-fn plain_triad<T: Number>(common: &Common, threads: usize) -> f64 {
-    let bytes = plain_bytes(common);
+fn plain_triad<T: Number>(bytes: usize, threads: usize) -> f64 {
     let array = || vec![T::from(1.0); bytes / size_of::<T>()];
     let (mut a, mut b, mut c) = (array(), array(), array());
     let [.., (name, arrays, triad)] = kernels::<T>();

@@ -15,15 +15,15 @@ use std::{
 
 use anyhow::{Context, Result};
 use farpage::Advice;
+use serde_json::json;
 
 use farpage_bench_kit::{
+    arena::Arena,
     data::{Dtype, Element, Source},
-    options::{Common, Paging, Threads, error_bound},
+    options::{Paging, Threads, error_bound},
     progress::Progress,
-    raw,
-    remote::Remote,
     report::{Figures, Report, kernel_figures},
-    yardsticks::{Plain, Yardsticks, plain_bytes},
+    yardsticks::{Plain, plain_bytes},
 };
 
 /// Number of elements that a line moves per step: about a plane's, and no divisor of any page.
@@ -31,8 +31,6 @@ const LINE_STEP: usize = 16_411;
 
 #[derive(Args, Debug)]
 pub(crate) struct TrafficOptions {
-    #[command(flatten)]
-    pub(crate) common: Common,
     #[command(flatten)]
     pub(crate) paging: Paging,
     #[command(flatten)]
@@ -68,19 +66,19 @@ impl AddAssign for Found {
 }
 
 fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Report> {
-    let (common, paging) = (&options.common, &options.paging);
-    let remote = Remote::start(common, paging)?;
+    let paging = &options.paging;
+    let arena = Arena::start(paging)?;
     let field: Vec<T> = source.field();
     // The array repeats the field along the field's slowest dimension.
     let shape = source.shape.trimmed();
     let slice: usize = shape[1..].iter().product();
-    let slices = (paging.size_bytes(common) / (slice * size_of::<T>()) as u64).max(1);
+    let slices = (paging.size_bytes() / (slice * size_of::<T>()) as u64).max(1);
     let len = slices * slice as u64;
     let shape: Vec<usize> = [slices as usize]
         .into_iter()
         .chain(shape[1..].iter().copied())
         .collect();
-    let mut array = remote.array_of_shape::<T>(&shape, Advice::Sequential)?;
+    let mut array = arena.array_of_shape::<T>(&shape, Advice::Sequential)?;
     let work = Work {
         field: &field,
         step_elements: if slice == 1 { LINE_STEP } else { slice },
@@ -101,11 +99,11 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
 
     // 2. The steps that count.
     progress.phase("stepping");
-    let begin = remote.mark();
+    let begin = arena.mark();
     let seconds: Vec<[f64; 2]> = (1..=steps)
         .map(|at| step(at).map(|time| time.as_secs_f64()))
         .collect();
-    let end = remote.mark();
+    let paged = arena.since(&begin);
     drop(progress);
 
     // 3. Yardsticks. The array goes first, which makes room.
@@ -120,18 +118,9 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
             kernel_figures("both", 2 * bytes, &of_both),
         ]
     };
-    let paged = Remote::figures(&begin, &end);
-    let yardsticks = remote.yardsticks(|server| {
-        let plain = work.plain_mb_per_s(plain_bytes(common), steps);
-        let moved = paged.moved(of_both.iter().sum());
-        let fabric = raw::yardstick(common, server)?;
-        let plain = Plain::PlainBothMbPerS(plain);
-        Ok(Yardsticks::of_transfers(
-            kernels[2].mb_per_s,
-            plain,
-            moved,
-            fabric,
-        ))
+    let all_seconds = of_both.iter().sum();
+    let yardsticks = arena.compare(&paged, all_seconds, kernels[2].mb_per_s, || {
+        Plain::PlainBothMbPerS(work.plain_mb_per_s(plain_bytes(&paging.common), steps))
     });
 
     let threads = work.threads;
@@ -143,20 +132,19 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
             found.wrong
         );
     }
-    let mut config = remote.config(common, paging);
-    config.threads = Some(threads);
-    config.iterations = Some(options.steps);
+    let mut figures = Figures {
+        kernels: Some(kernels),
+        yardsticks,
+        ..Figures::default()
+    };
+    figures.add("error_max", found.error_max);
+    let own = json!({ "threads": threads, "iterations": options.steps });
     Ok(Report {
         benchmark: "traffic",
         verified: found.error_max <= bound && (bound > 0.0 || found.wrong == 0),
-        config,
-        figures: Figures {
-            kernels: Some(kernels),
-            yardsticks,
-            error_max: Some(found.error_max),
-            ..Figures::default()
-        },
-        paging: Some(paged),
+        config: arena.config().with(own),
+        figures,
+        paging: paged,
     })
 }
 

@@ -8,8 +8,8 @@ mod training;
 use std::{process::Output, time::Instant};
 
 use self::{
-    common::can_page,
-    training::{Children, DEADLINE, Scene, WORKERS, ends, parsed, said},
+    common::{can_page, said},
+    training::{Children, DEADLINE, Scene, WORKERS, ends, parsed},
 };
 
 const AGGREGATORS: usize = 2;
@@ -97,12 +97,8 @@ fn a_job_goes_on_when_a_worker_or_an_aggregator_was_killed() {
         // Two generations at most.
         let names = scene.names();
         assert!(names.len() <= 2 * (WORKERS + AGGREGATORS), "{names:?}");
-        let resumed = scene.start(
-            fabric,
-            AGGREGATORS,
-            &[&job[..], &kept, &["--resume"]].concat(),
-        );
-        assert_whole(&ends(resumed), &whole, 30);
+        let again = [&job[..], &kept, &["--resume"]].concat();
+        assert_whole(&ends(scene.start(fabric, AGGREGATORS, &again)), &whole, 30);
     }
 }
 
@@ -113,27 +109,13 @@ fn a_job_goes_on_when_the_memory_of_its_aggregators_was_killed() {
     }
     let scene = Scene::new(256 << 20);
     // The state is larger than the budget, so that each step needs the memory server.
-    let job = [
-        "--mode",
-        "bsp",
-        "--steps",
-        "60",
-        "--optimizer",
-        "adam",
-        "--hidden",
-        "768,768",
-    ];
+    let job = ["--mode", "bsp", "--steps", "60", "--optimizer", "adam"];
+    let job = [&job[..], &["--hidden", "768,768"]].concat();
     let whole = scene.together(&[&job[..], &["--aggregators", "2"]].concat());
     let mut memory = Scene::new(64 << 20);
     let start = |memory: &Scene, more: &[&str]| {
-        let kept = [
-            "--checkpoint-every",
-            "10",
-            "--state",
-            &memory.url,
-            "--state-budget",
-            "2MiB",
-        ];
+        let state = ["--state", &memory.url, "--state-budget", "2MiB"];
+        let kept = [&state[..], &["--checkpoint-every", "10"]].concat();
         scene.start("shm", AGGREGATORS, &[&job[..], &kept, more].concat())
     };
     let children = start(&memory, &["--link-us", "3000"]);
@@ -153,14 +135,8 @@ fn a_server_of_checkpoints_that_is_killed_ends_the_job_with_its_address() {
     }
     for mode in ["bsp", "ds"] {
         let mut scene = Scene::new(64 << 20);
-        let job = [
-            "--mode",
-            mode,
-            "--steps",
-            "100000000",
-            "--checkpoint-every",
-            "5",
-        ];
+        let job = ["--mode", mode, "--steps", "100000000"];
+        let job = [&job[..], &["--checkpoint-every", "5"]].concat();
         let children = scene.start("tcp", AGGREGATORS, &job);
         scene.wait_for(20);
         scene.server.0[0].kill().expect("it runs");
@@ -188,12 +164,7 @@ fn what_is_wrong_with_aggregators_is_said() {
         return;
     }
     let scene = Scene::new(64 << 20);
-    let refused = |args: &[&str], expected: &str| {
-        let output = scene.together(args);
-        let stderr = said(&output);
-        assert!(!output.status.success(), "{args:?}");
-        assert!(stderr.contains(expected), "{args:?}: {stderr}");
-    };
+    let refused = |args: &[&str], expected: &str| scene.assert_refused(args, expected);
     let of = |mode, count, steps| ["--mode", mode, "--aggregators", count, "--steps", steps];
     refused(&of("ds", "3", "20"), "choose a multiple of 2");
     let state = ["--state", &scene.url, "--state-budget", "1MiB"];

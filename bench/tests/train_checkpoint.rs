@@ -8,8 +8,8 @@ mod training;
 use std::time::Instant;
 
 use self::{
-    common::can_page,
-    training::{DEADLINE, Scene, WORKERS, ends, parsed, said},
+    common::{can_page, said},
+    training::{DEADLINE, Scene, WORKERS, ends, parsed},
 };
 
 #[test]
@@ -58,11 +58,8 @@ fn a_memory_server_that_is_killed_ends_the_job_with_its_address() {
     }
     let mut scene = Scene::new(64 << 20);
     let args = ["--mode", "ds", "--steps", "100000000"];
-    let workers = scene.start(
-        "tcp",
-        0,
-        &[&args[..], &["--checkpoint-every", "5"]].concat(),
-    );
+    let every = ["--checkpoint-every", "5"];
+    let workers = scene.start("tcp", 0, &[&args[..], &every].concat());
     scene.wait_for(20);
     scene.server.0[0].kill().expect("it runs");
     let killed = Instant::now();
@@ -109,20 +106,14 @@ fn what_is_wrong_is_said_before_training() {
         return;
     }
     let scene = Scene::new(64 << 20);
-    let run = |args: &[&str]| {
-        let kept = ["--checkpoint", &scene.url, "--checkpoint-every", "2"];
-        scene.together(&[&kept[..], args].concat())
-    };
+    let kept = ["--checkpoint", &scene.url, "--checkpoint-every", "2"];
     let refused = |args: &[&str], expected: &str| {
-        let output = run(args);
-        assert_eq!(output.status.code(), Some(1), "{args:?}");
-        let stderr = said(&output);
-        assert!(stderr.contains(expected), "{args:?}: {stderr}");
+        scene.assert_refused(&[&kept[..], args].concat(), expected);
     };
     let job = ["--mode", "ds", "--steps", "6"];
     let with = |more: &[&'static str]| [&job[..], more].concat();
     refused(&with(&["--resume"]), "no checkpoint `train`");
-    parsed(&run(&job));
+    parsed(&scene.together(&[&kept[..], &job].concat()));
     refused(&job, "go on from it with --resume");
     refused(&with(&["--resume", "--seed", "2"]), "`seed 1`");
     refused(&with(&["--resume", "--hidden", "32"]), "64");
@@ -133,11 +124,7 @@ fn what_is_wrong_is_said_before_training() {
     refused(&["--mode", "ds,bsp", "--steps", "6"], "choose one --mode");
     let full = Scene::new(64 << 10);
     let kept = ["--checkpoint", &full.url, "--checkpoint-every", "2"];
-    let output = full.together(&[&job[..], &kept].concat());
-    let stderr = said(&output);
-    assert!(!output.status.success());
-    assert!(
-        stderr.contains("cannot keep its checkpoint of step 2") && stderr.contains(&full.url),
-        "{stderr}"
-    );
+    for expected in ["cannot keep its checkpoint of step 2", &full.url] {
+        full.assert_refused(&[&job[..], &kept].concat(), expected);
+    }
 }

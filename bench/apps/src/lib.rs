@@ -35,8 +35,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
-use farpage::{Runtime, Stats};
-use nix::time::{ClockId, clock_gettime};
+use farpage::Runtime;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -45,12 +44,15 @@ use signal_hook::{
 use self::{
     app::{App, Verdict},
     place::{Far, Local},
-    report::{AppFigures, AppsReport, Config, OneThread, Paging, ShareFigures, summarise},
+    report::{AppFigures, AppsReport, Config, OneThread, ShareFigures, summarise},
     team::Team,
 };
 use farpage_bench_kit::{
-    options::{self, ServerOptions, Threads},
+    cpus::own_time,
+    options::{self, ServerOptions, Threads, name_of},
+    paging::Counts,
     progress::Progress,
+    report::{median, spread},
     server::{self, MemoryServer},
     work::{self, PageRates},
 };
@@ -138,21 +140,6 @@ enum AppName {
 }
 
 impl AppName {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Pagerank => "pagerank",
-            Self::Bfs => "bfs",
-            Self::Sort => "sort",
-            Self::Kmeans => "kmeans",
-            Self::Groupby => "groupby",
-            Self::Join => "join",
-            Self::Spmv => "spmv",
-            Self::Xsbench => "xsbench",
-            Self::XsbenchRandom => "xsbench-random",
-            Self::Stencil => "stencil",
-        }
-    }
-
     /// False for another form of the same application, which must not count twice.
     fn in_means(self) -> bool {
         self != Self::XsbenchRandom
@@ -248,7 +235,7 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
     };
     let mut apps = Vec::new();
     for &name in names {
-        run.progress.phase(name.name());
+        run.progress.phase(name_of(&name));
         apps.push(match name {
             AppName::Pagerank => run.measure::<pagerank::PageRank>(name),
             AppName::Bfs => run.measure::<bfs::Bfs>(name),
@@ -286,7 +273,7 @@ impl Run<'_> {
         let mut data = app.load(&local)?;
         let (remote_bytes, local_bytes) = (local.bytes(), app.local_bytes(&self.team));
         let mut figures = AppFigures {
-            name: name.name(),
+            name: name_of(&name),
             in_means: name.in_means(),
             verified: true,
             page_size_bytes: self.page_bytes(name, remote_bytes),
@@ -304,7 +291,7 @@ impl Run<'_> {
         }
         let mut verify = |run: &str, verdict: Verdict| {
             if let Err(wrong) = verdict {
-                eprintln!("{}, {run}: {wrong}", name.name());
+                eprintln!("{}, {run}: {wrong}", name_of(&name));
                 figures.verified = false;
             }
         };
@@ -321,7 +308,7 @@ impl Run<'_> {
         for &share in self.shares {
             let budget_bytes =
                 budget_bytes(share, remote_bytes, local_bytes, figures.page_size_bytes)
-                    .with_context(|| format!("{} with {share} % local", name.name()))?;
+                    .with_context(|| format!("{} with {share} % local", name_of(&name)))?;
             let far = Far(Runtime::builder()
                 .server(self.server.endpoint().to_string())
                 .budget(ByteSize::b(budget_bytes))
@@ -331,7 +318,7 @@ impl Run<'_> {
             let mut far_data = app.load(&far)?;
             let mut of_teams = Vec::new();
             for (team, answer) in &teams {
-                let (mut pairs, mut paging) = (Vec::new(), Paging::default());
+                let (mut pairs, mut paging) = (Vec::new(), Counts::default());
                 let mut local_cpu = Duration::ZERO;
                 for _ in 0..self.repeat {
                     let (local_answer, local_s, cpu) = time(team, &app, &mut data)?;
@@ -339,18 +326,19 @@ impl Run<'_> {
                     verify("local", app.verify::<Local>(&data, &local_answer, answer));
 
                     app.reset::<Far>(&mut far_data, team);
-                    let begin = far.0.stats();
+                    let begin = Counts::of(&far.0.stats());
                     let start = Instant::now();
                     let far_answer = app.work::<Far>(&mut far_data, team);
                     let far_s = start.elapsed().as_secs_f64();
-                    paging.add(&begin, &far.0.stats());
+                    let events = Counts::of(&far.0.stats()).with(begin, |end, begin| end - begin);
+                    paging = paging.with(events, |sum, events| sum + events);
                     team.check()?;
                     let verdict = app.verify::<Far>(&far_data, &far_answer, answer);
                     verify(&format!("{share} % local"), verdict);
                     pairs.push((local_s, far_s));
                     self.progress.step(1);
                 }
-                let paging = paging.divided_by(u64::from(self.repeat));
+                let paging = paging.with(paging, |sum, _| sum / u64::from(self.repeat));
                 let cpu_s = local_cpu.as_secs_f64() / f64::from(self.repeat);
                 let work_s = cpu_s / team.threads() as f64 + moving_s(&paging, &pages);
                 of_teams.push(share_figures(share, budget_bytes, &pairs, paging, work_s));
@@ -425,24 +413,17 @@ fn time<A: App>(
     data: &mut A::On<Local>,
 ) -> Result<(A::Answer, f64, Duration)> {
     app.reset::<Local>(data, team);
-    let cpu = cpu_time();
+    let cpu = own_time();
     let start = Instant::now();
     let answer = app.work::<Local>(data, team);
     let seconds = start.elapsed().as_secs_f64();
-    let cpu = cpu_time() - cpu;
+    let cpu = own_time() - cpu;
     team.check()?;
     Ok((answer, seconds, cpu))
 }
 
-/// Returns the CPU time of this process so far.
-fn cpu_time() -> Duration {
-    clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID)
-        .expect("every Linux has this clock")
-        .into()
-}
-
 /// Returns the seconds that all threads together take to move the pages that came and left.
-fn moving_s(paging: &Paging, pages: &PageRates) -> f64 {
+fn moving_s(paging: &Counts, pages: &PageRates) -> f64 {
     let mb = |bytes: u64| bytes as f64 / 1e6;
     let writing_s_per_mb = (1.0 / pages.changed - 1.0 / pages.unchanged).max(0.0);
     mb(paging.bytes_read) / pages.unchanged + mb(paging.bytes_written) * writing_s_per_mb
@@ -453,73 +434,25 @@ fn share_figures(
     share_percent: f64,
     budget_bytes: u64,
     pairs: &[(f64, f64)],
-    paging: Paging,
+    paging: Counts,
     work_s: f64,
 ) -> ShareFigures {
-    let sorted = |figure: fn(&(f64, f64)) -> f64| {
-        let mut figures: Vec<f64> = pairs.iter().map(figure).collect();
-        figures.sort_by(f64::total_cmp);
-        figures
-    };
-    let median = |sorted: &[f64]| (sorted[(sorted.len() - 1) / 2] + sorted[sorted.len() / 2]) / 2.0;
-    let performances = sorted(|(local_s, far_s)| local_s / far_s);
-    let local_seconds = median(&sorted(|pair| pair.0));
+    let each = |figure: fn(&(f64, f64)) -> f64| pairs.iter().map(figure).collect::<Vec<f64>>();
+    let local_seconds = median(&each(|pair| pair.0));
+    let [performance, performance_min, performance_max] =
+        spread(&each(|(local_s, far_s)| local_s / far_s));
     ShareFigures {
         share_percent,
         budget_bytes,
-        seconds: median(&sorted(|pair| pair.1)),
+        seconds: median(&each(|pair| pair.1)),
         local_seconds,
-        performance: median(&performances),
-        performance_min: performances[0],
-        performance_max: performances[performances.len() - 1],
+        performance,
+        performance_min,
+        performance_max,
         // Parts of a local run that one thread does alone have no floor below themselves.
         floor: local_seconds / work_s.max(local_seconds),
         one_thread: None,
         paging,
-    }
-}
-
-impl Paging {
-    fn each(&mut self, other: impl IntoIterator<Item = u64>, f: impl Fn(&mut u64, u64)) {
-        let counts = [
-            &mut self.faults,
-            &mut self.fills,
-            &mut self.prefetches,
-            &mut self.starved,
-            &mut self.evictions,
-            &mut self.clean_evictions,
-            &mut self.steals,
-            &mut self.bytes_read,
-            &mut self.bytes_written,
-        ];
-        for (count, other) in counts.into_iter().zip(other) {
-            f(count, other);
-        }
-    }
-
-    /// Adds the events from `begin` to `end`.
-    fn add(&mut self, begin: &Stats, end: &Stats) {
-        let counts = |stats: &Stats| {
-            let (pager, store) = (&stats.pager, &stats.store);
-            [
-                pager.faults,
-                pager.fills,
-                pager.prefetches,
-                pager.starved,
-                pager.evictions,
-                pager.clean_evictions,
-                pager.steals,
-                store.bytes_read,
-                store.bytes_written,
-            ]
-        };
-        let changes = counts(end).into_iter().zip(counts(begin));
-        self.each(changes.map(|(end, begin)| end - begin), |sum, x| *sum += x);
-    }
-
-    fn divided_by(mut self, runs: u64) -> Self {
-        self.each(std::iter::repeat(runs), |sum, runs| *sum /= runs);
-        self
     }
 }
 
@@ -566,7 +499,7 @@ mod tests {
     #[test]
     fn performance_is_the_median_of_pairs() {
         let pairs = [(1.0, 2.0), (3.0, 3.0), (1.0, 4.0)];
-        let figures = share_figures(50.0, 1, &pairs, Paging::default(), 4.0);
+        let figures = share_figures(50.0, 1, &pairs, Counts::default(), 4.0);
         assert_eq!(figures.performance, 0.5);
         assert_eq!(
             (figures.performance_min, figures.performance_max),
@@ -574,7 +507,7 @@ mod tests {
         );
         assert_eq!((figures.local_seconds, figures.seconds), (1.0, 3.0));
         assert_eq!(figures.floor, 0.25);
-        let idle = share_figures(50.0, 1, &pairs, Paging::default(), 0.5);
+        let idle = share_figures(50.0, 1, &pairs, Counts::default(), 0.5);
         assert_eq!(idle.floor, 1.0);
     }
 
@@ -585,10 +518,10 @@ mod tests {
             changed: 500.0,
             wrong: 0,
         };
-        let paging = |bytes_read, bytes_written| Paging {
+        let paging = |bytes_read, bytes_written| Counts {
             bytes_read,
             bytes_written,
-            ..Paging::default()
+            ..Counts::default()
         };
         assert_eq!(moving_s(&paging(2_000_000_000, 0), &pages), 2.0);
         assert_eq!(moving_s(&paging(2_000_000_000, 1_000_000_000), &pages), 3.0);

@@ -11,7 +11,6 @@ pub mod compare;
 pub mod figures;
 mod points;
 mod record;
-pub mod sweep;
 pub mod targets;
 pub mod versus_numpy;
 pub mod versus_swap;

@@ -26,6 +26,7 @@ use farpage::Pod;
 use serde::Serialize;
 
 use self::formula::Formula;
+use crate::options::name_of;
 
 /// Options for the contents of the arrays.
 #[derive(Args, Clone, Debug, Default)]
@@ -129,10 +130,7 @@ enum How {
 impl Contents {
     /// Returns the name of the field on the command line.
     pub fn name(self) -> String {
-        self.to_possible_value()
-            .expect("no variant is skipped")
-            .get_name()
-            .to_owned()
+        name_of(&self)
     }
 
     /// Returns the natural type of the field's elements.
@@ -220,13 +218,7 @@ impl Dtype {
 
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::F64 => "f64",
-            Self::I32 => "i32",
-            Self::I64 => "i64",
-            Self::U8 => "u8",
-        })
+        f.write_str(&name_of(self))
     }
 }
 

@@ -108,6 +108,9 @@ impl Common {
 /// Options of the benchmarks that page.
 #[derive(Args, Clone, Debug)]
 pub struct Paging {
+    /// Options of all benchmarks.
+    #[command(flatten)]
+    pub common: Common,
     /// Size of all remote arrays together [default: 768MiB, with --smoke a few pages]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     pub size: Option<ByteSize>,
@@ -144,18 +147,23 @@ impl Paging {
     }
 
     /// Returns the bytes of all arrays together.
-    pub fn size_bytes(&self, common: &Common) -> u64 {
-        match (self.size, common.run.smoke) {
+    pub fn size_bytes(&self) -> u64 {
+        match (self.size, self.common.run.smoke) {
             (Some(size), _) => size.as_u64(),
             // A budget of a quarter then has dozens of pages, whatever their size.
-            (None, true) => (12 << 20).max(192 * common.page_size.as_u64()),
+            (None, true) => (12 << 20).max(192 * self.page_bytes()),
             (None, false) => 768 << 20,
         }
     }
 
     /// Returns the bytes of local memory for pages.
-    pub fn budget_bytes(&self, common: &Common) -> u64 {
-        self.budget.bytes(self.size_bytes(common))
+    pub fn budget_bytes(&self) -> u64 {
+        self.budget.bytes(self.size_bytes())
+    }
+
+    /// Returns the bytes of a page.
+    pub fn page_bytes(&self) -> u64 {
+        self.common.page_size.as_u64()
     }
 }
 
@@ -259,12 +267,14 @@ pub enum FaultMode {
 
 impl fmt::Display for Fabric {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-            Self::Rdma => "rdma",
-        })
+        f.write_str(&name_of(self))
     }
+}
+
+/// Returns the name of `value` on the command line.
+pub fn name_of(value: &impl ValueEnum) -> String {
+    let value = value.to_possible_value().expect("no variant is skipped");
+    value.get_name().to_owned()
 }
 
 /// Form of the results.

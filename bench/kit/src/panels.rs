@@ -21,7 +21,8 @@ pub type Line = Vec<(f64, f64)>;
 
 fn colours() -> impl Iterator<Item = &'static RGBColor> {
     // Neighbouring colours of the scheme look alike as thin lines.
-    COLOURS.iter().step_by(3).cycle()
+    let apart = (0..COLOURS.len()).map(|at| &COLOURS[3 * at % COLOURS.len()]);
+    apart.chain([&BLACK]).cycle()
 }
 
 /// Returns an axis range from 0 to 5 % above the highest of `values`.
@@ -29,18 +30,18 @@ fn upwards(values: impl Iterator<Item = f64>) -> Range<f64> {
     0.0..values.fold(f64::MIN_POSITIVE, f64::max) * 1.05
 }
 
-/// Draws the names of the series side by side, each behind a piece of its line.
+/// Draws the names of the series, each behind a piece of its line and `step` pixels to the right of
+/// the one before, or below it.
 ///
 /// # Errors
 /// The picture cannot be drawn.
 pub fn legend<'a>(
     area: &Area<'_>,
-    width: u32,
+    step: (i32, i32),
     names: impl IntoIterator<Item = &'a str>,
 ) -> Result<(), String> {
-    let (_, height) = area.dim_in_pixel();
-    for ((at, name), colour) in names.into_iter().enumerate().zip(colours()) {
-        let (x, y) = (30 + width as i32 * at as i32, height as i32 / 2);
+    for ((at, name), colour) in (0..).zip(names).zip(colours()) {
+        let (x, y) = (30 + step.0 * at, 20 + step.1 * at);
         let stroke = PathElement::new(vec![(x, y), (x + 26, y)], colour.stroke_width(3));
         area.draw(&stroke).map_err(|error| error.to_string())?;
         let style = (FONT, 16).into_text_style(area);

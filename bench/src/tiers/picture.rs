@@ -42,7 +42,7 @@ fn draw_on(found: &Tiers, area: &Area<'_>) -> Result<(), String> {
     let names: Vec<_> = names
         .map(|row| format!("--memory {:.0} % of the lent", percent(row)))
         .collect();
-    panels::legend(&legend, 300, names.iter().map(String::as_str))?;
+    panels::legend(&legend, (300, 0), names.iter().map(String::as_str))?;
     let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
     let held = |row: &Row| -> Line {
         let held = row.held.iter();

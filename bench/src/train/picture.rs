@@ -65,7 +65,11 @@ pub(super) fn draw(report: &Report, path: &Path) -> Result<()> {
 
 fn draw_on(modes: &[Figures], area: &Area<'_>) -> Result<(), String> {
     let (legend, rest) = area.split_vertically(LEGEND);
-    panels::legend(&legend, 130, modes.iter().map(|mode| mode.mode.as_str()))?;
+    panels::legend(
+        &legend,
+        (130, 0),
+        modes.iter().map(|mode| mode.mode.as_str()),
+    )?;
     let cells = rest.split_evenly((2, 4));
     for (panel, cell) in PANELS.iter().zip(&cells) {
         let line = |mode: &Figures| -> Line {

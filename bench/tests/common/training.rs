@@ -1,11 +1,13 @@
-//! Training by processes that keep checkpoints on a memory server, which tests kill.
+//! Training by processes, which may keep checkpoints on a memory server, and which tests kill.
+
+#![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::{
     collections::BTreeSet,
     io::{BufRead, BufReader},
     net::TcpListener,
-    path::{Path, PathBuf},
-    process::{Child, Output, Stdio},
+    path::Path,
+    process::{Child, Command, Output, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -14,7 +16,7 @@ use farpage::Runtime;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::common::bench;
+use crate::common::{bench, said};
 
 pub(crate) const WORKERS: usize = 4;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -61,22 +63,22 @@ impl Scene {
         }
     }
 
-    fn key(&self) -> PathBuf {
-        self.folder.path().join("key")
+    /// Returns a runtime of the user.
+    fn runtime(&self) -> Runtime {
+        let key = self.folder.path().join("key");
+        let runtime = Runtime::builder().server(&*self.url).key_file(key);
+        runtime.build().expect("the server is there")
     }
 
     /// Returns the names that the user has on the server.
     pub(crate) fn names(&self) -> BTreeSet<String> {
-        let runtime = Runtime::builder().server(&*self.url).key_file(self.key());
-        let runtime = runtime.build().expect("the server is there");
-        let names = runtime.names().expect("it tells");
+        let names = self.runtime().names().expect("it tells");
         names.into_iter().map(|named| named.name).collect()
     }
 
     /// Waits for a checkpoint of this step or a later one.
     pub(crate) fn wait_for(&self, step: u64) {
-        let runtime = Runtime::builder().server(&*self.url).key_file(self.key());
-        let runtime = runtime.build().expect("the server is there");
+        let runtime = self.runtime();
         let until = Instant::now() + PATIENCE;
         let step_of = |name: &str| name.split('/').nth(1)?.parse::<u64>().ok();
         loop {
@@ -92,43 +94,69 @@ impl Scene {
 
     /// Runs all workers in one process.
     pub(crate) fn together(&self, args: &[&str]) -> Output {
-        let mut command = bench(&["train", "--format", "json"]);
-        if !args.contains(&"--workers") {
-            command.args(["--workers", "4"]);
-        }
-        command
-            .args(["--group", "2", "--data", "blobs", "--hidden", "64"])
-            .args(["--fabric", "sim", "--deadline", "8"])
-            .args(args)
-            .env("FARPAGE_KEY_FILE", self.key());
-        command.output().expect("the program was built")
+        together(self.folder.path(), args)
     }
 
     /// Starts a process for each worker, and for each of `aggregators`, in the order of ranks.
     pub(crate) fn start(&self, fabric: &str, aggregators: usize, args: &[&str]) -> Children {
-        let served = match aggregators {
-            0 => WORKERS,
-            count => count,
-        };
-        let addresses = addresses(fabric, self.folder.path(), served);
-        let start = |rank: usize| {
-            let mut command = bench(&["train", "--format", "json"]);
-            match aggregators {
-                0 => command.args(["--addresses", &addresses]),
-                _ => command.args(["--workers", "4", "--aggregators-at", &addresses]),
-            };
-            command
-                .args(["--group", "2", "--data", "blobs", "--hidden", "64"])
-                .args(["--checkpoint", &self.url, "--deadline", "15"])
-                .args(args)
-                .env("RANK", rank.to_string())
-                .env("FARPAGE_KEY_FILE", self.key())
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped());
-            command.spawn().expect("the program was built")
-        };
-        Children((0..WORKERS + aggregators).map(start).collect())
+        let kept = ["--checkpoint", &self.url, "--deadline", "15"];
+        let args = [&kept[..], args].concat();
+        processes(self.folder.path(), fabric, aggregators, "RANK", &args)
     }
+
+    /// Asserts that training in one process ends with status 1 and says `expected`.
+    pub(crate) fn assert_refused(&self, args: &[&str], expected: &str) {
+        let output = self.together(args);
+        let stderr = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        assert!(stderr.contains(expected), "{args:?}: {stderr}");
+    }
+}
+
+/// Returns the command that trains a small network; the user's key is in `folder`.
+fn train(folder: &Path) -> Command {
+    let mut command = bench(&["train", "--format", "json"]);
+    command
+        .args(["--group", "2", "--data", "blobs", "--hidden", "64"])
+        .env("FARPAGE_KEY_FILE", folder.join("key"));
+    command
+}
+
+/// Runs all workers in one process.
+pub(crate) fn together(folder: &Path, args: &[&str]) -> Output {
+    let mut command = train(folder);
+    if !args.contains(&"--workers") {
+        command.args(["--workers", "4"]);
+    }
+    command.args(["--fabric", "sim", "--deadline", "8"]);
+    command.args(args).output().expect("the program was built")
+}
+
+/// Starts a process for each worker, and for each of `aggregators`, in the order of ranks, which
+/// the variable `rank_in` tells.
+pub(crate) fn processes(
+    folder: &Path,
+    fabric: &str,
+    aggregators: usize,
+    rank_in: &str,
+    args: &[&str],
+) -> Children {
+    let served = match aggregators {
+        0 => WORKERS,
+        count => count,
+    };
+    let addresses = addresses(fabric, folder, served);
+    let start = |rank: usize| {
+        let mut command = train(folder);
+        match aggregators {
+            0 => command.args(["--addresses", &addresses]),
+            _ => command.args(["--workers", "4", "--aggregators-at", &addresses]),
+        };
+        command.args(args).env(rank_in, rank.to_string());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().expect("the program was built")
+    };
+    Children((0..WORKERS + aggregators).map(start).collect())
 }
 
 fn addresses(fabric: &str, folder: &Path, count: usize) -> String {
@@ -154,10 +182,6 @@ pub(crate) fn ends(mut workers: Children) -> Vec<Output> {
     let workers = std::mem::take(&mut workers.0).into_iter();
     let ended = workers.map(|worker| worker.wait_with_output().expect("it has ended"));
     ended.collect()
-}
-
-pub(crate) fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 pub(crate) fn parsed(output: &Output) -> Value {
