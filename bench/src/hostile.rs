@@ -27,7 +27,7 @@ use farpage_wire::Endpoint;
 use serde::{Serialize, de::DeserializeOwned};
 
 use self::{
-    attack::{ATTACKER, Attack},
+    attack::{ATTACKER, Attack, Kind},
     burn::Burnt,
     victim::Victim,
 };
@@ -37,7 +37,7 @@ pub(crate) use self::{
 };
 use farpage_bench_kit::{
     options::{Fabric, Run},
-    report::{self, Percentiles, right, table},
+    report::{self, Percentiles, filled_table},
     server::{MemoryServer, ensure_room},
 };
 
@@ -272,28 +272,22 @@ fn serves(endpoint: &Endpoint) -> bool {
 
 impl Report {
     fn human(&self) -> String {
-        let mut kinds = table([
-            "what was sent",
-            "requests",
-            "refused",
-            "granted",
-            "no answer",
-        ]);
-        let all = self
-            .attack
-            .kinds
-            .iter()
-            .map(|(name, kind)| (name.as_str(), *kind));
-        for (name, kind) in all.chain([("all of it", self.attack.sum())]) {
-            let figures = [kind.sent, kind.refused, kind.granted, kind.unanswered];
-            let figures = figures.map(|it| it.to_string());
-            kinds.add_row(right([name.to_owned()].into_iter().chain(figures)));
-        }
-        let mut victim = table(["the victim", "attacked", "beside a burner", "ratio"]);
+        let kinds = self.attack.kinds.iter();
+        let kinds = kinds.map(|(name, kind)| (name.as_str(), *kind));
+        let row = |(name, kind): (&str, Kind)| {
+            let (sent, refused) = (kind.sent, kind.refused);
+            let (granted, unanswered) = (kind.granted, kind.unanswered);
+            format!("{name} | {sent} | {refused} | {granted} | {unanswered}")
+        };
+        let kinds = filled_table(
+            "what was sent | requests | refused | granted | no answer",
+            kinds.chain([("all of it", self.attack.sum())]).map(row),
+        );
         let (a, b) = (&self.attacked, &self.beside_burner);
-        for (name, a, b) in [
-            ("fault p50, us", a.fault_us.p50, b.fault_us.p50),
-            ("fault p99, us", a.fault_us.p99, b.fault_us.p99),
+        let (a_fault, b_fault) = (&a.fault_us, &b.fault_us);
+        let victim = [
+            ("fault p50, us", a_fault.p50, b_fault.p50),
+            ("fault p99, us", a_fault.p99, b_fault.p99),
             ("STREAM, MB/s", a.stream_mb_per_s, b.stream_mb_per_s),
             (
                 "CPU of the neighbour, s",
@@ -302,10 +296,9 @@ impl Report {
             ),
             ("CPU of the server, s", a.server_cpu_s, b.server_cpu_s),
             ("seconds", a.seconds, b.seconds),
-        ] {
-            let figures = [a, b, a / b].map(|figure| format!("{figure:.2}"));
-            victim.add_row(right([name.to_owned()].into_iter().chain(figures)));
-        }
+        ];
+        let victim = victim.map(|(name, a, b)| format!("{name} | {a:.2} | {b:.2} | {:.2}", a / b));
+        let victim = filled_table("the victim | attacked | beside a burner | ratio", victim);
         let word = |met| if met { "met" } else { "MISSED" };
         let yes = |it| if it { "yes" } else { "NO: FAILED" };
         format!(

@@ -5,7 +5,6 @@
 //! the resulting parameters are compared bit for bit. Learning itself is left to `train`.
 
 use std::{
-    fs,
     io::{Read, Write},
     net::{TcpListener, TcpStream},
     thread,
@@ -16,14 +15,15 @@ use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use farpage::ByteSize;
 use farpage_bench_kit::{
+    cpus::time_of_threads,
     options::{Fabric, Run},
-    report::{self, median, right, table},
+    report::{self, filled_table, median, run_table, spread},
     server::own_endpoint,
 };
 use farpage_fabric::SessionOptions;
 use farpage_fabric_measure::ring;
 use farpage_train::{Address, Aggregator, Layout, Optimizer, Rule, Through};
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
 const KIB: usize = 1 << 10;
 const SIZES: [usize; 8] = [
@@ -90,7 +90,6 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct Config {
     smoke: bool,
-    #[serde(serialize_with = "named")]
     fabric: Fabric,
     rounds: usize,
 }
@@ -269,11 +268,7 @@ fn compare(fabric: Fabric, bytes: usize, workers: usize, turns: Turns) -> Result
         workers,
         farpage_us: median(&farpage),
         copying_us: median(&copying),
-        copying_over_farpage: [
-            median(&ratios),
-            ratios.iter().copied().fold(f64::INFINITY, f64::min),
-            ratios.iter().copied().fold(0.0, f64::max),
-        ],
+        copying_over_farpage: spread(&ratios),
         copies,
         is_met: is_judged.then(|| median(&ratios) > 1.0),
         bounced_bytes: matches!(fabric, Fabric::Rdma).then_some(bounced_bytes),
@@ -344,40 +339,20 @@ fn pull(through: &mut Through, step: u64, pulls: usize) -> Result<Pulls> {
     // The other workers leave, and the aggregator's last step ends.
     thread::sleep(Duration::from_millis(50));
     through.resume(step + 1)?;
-    let (begin, before) = (Instant::now(), aggregators_cpu_ns()?);
+    let cpu = || time_of_threads(&AGGREGATORS_THREADS);
+    let (begin, before) = (Instant::now(), cpu()?);
     for _ in 0..pulls {
         through.resume(step + 1)?;
     }
-    let (took, pulled) = (begin.elapsed(), aggregators_cpu_ns()?);
+    let (took, pulled) = (begin.elapsed(), cpu()?);
     thread::sleep(took);
-    let idle = aggregators_cpu_ns()?;
-    let us_of_each = |ns: u64| ns as f64 / 1000.0 / pulls as f64;
+    let idle = cpu()?;
+    let us_of_each = |time: Duration| time.as_secs_f64() * 1e6 / pulls as f64;
     Ok(Pulls {
-        pull_us: took.as_nanos() as f64 / 1000.0 / pulls as f64,
+        pull_us: us_of_each(took),
         aggregator_cpu_us: us_of_each(pulled.saturating_sub(before)),
         idle_cpu_us: us_of_each(idle.saturating_sub(pulled)),
     })
-}
-
-/// Returns the CPU nanoseconds so far of the aggregator's threads that have not ended.
-fn aggregators_cpu_ns() -> Result<u64> {
-    let mut sum = 0;
-    for task in fs::read_dir("/proc/self/task").context("cannot list this program's threads")? {
-        let task = task.context("cannot list this program's threads")?.path();
-        let read = |what| fs::read_to_string(task.join(what));
-        // A thread that ends meanwhile is that of a worker that has left.
-        let (Ok(name), Ok(times)) = (read("comm"), read("schedstat")) else {
-            continue;
-        };
-        if AGGREGATORS_THREADS.iter().any(|its| name.starts_with(its)) {
-            let ns = times
-                .split(' ')
-                .next()
-                .and_then(|first| first.parse::<u64>().ok());
-            sum += ns.with_context(|| format!("a thread's CPU time is {times:?}"))?;
-        }
-    }
-    Ok(sum)
 }
 
 /// Returns the median time of `steps` steps in microseconds, after [`WARM_UP`] others.
@@ -479,84 +454,55 @@ fn serve_copying(streams: Vec<TcpStream>, initial: &[f32], steps: usize) -> Resu
     Ok(workers.iter().map(|worker| worker.copied_bytes).sum())
 }
 
-fn name_of(fabric: Fabric) -> String {
-    format!("{fabric:?}").to_lowercase()
-}
-
-fn named<S: Serializer>(fabric: &Fabric, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(&name_of(*fabric))
-}
-
 impl Report {
     fn human(&self) -> String {
-        let mut rows = table([
-            "push and pull, bytes",
-            "workers",
-            "farpage, us",
-            "copying over TCP, us",
-            "copying / farpage",
-            "least and greatest",
-            "faster",
-        ]);
-        for row in &self.rows {
+        let rows = self.rows.iter().map(|row| {
             let [ratio, least, greatest] = row.copying_over_farpage;
-            rows.add_row(right([
-                row.bytes.to_string(),
-                row.workers.to_string(),
-                format!("{:.1}", row.farpage_us),
-                format!("{:.1}", row.copying_us),
-                format!("{ratio:.2}"),
-                format!("{least:.2} to {greatest:.2}"),
-                match row.is_met {
-                    Some(true) => "yes".to_owned(),
-                    Some(false) => "NO".to_owned(),
-                    None => "not judged".to_owned(),
-                },
-            ]));
-        }
-        let mut pulls = table([
-            "pull alone, bytes",
-            "workers",
-            "time, us",
-            "aggregator's CPU in it, us",
-            "idle for as long, us",
-            "copies of a push and pull by copying",
-            "bytes bounced by farpage",
-        ]);
-        for row in &self.rows {
-            pulls.add_row(right([
-                row.bytes.to_string(),
-                row.workers.to_string(),
-                format!("{:.1}", row.pulls.pull_us),
-                format!("{:.2}", row.pulls.aggregator_cpu_us),
-                format!("{:.2}", row.pulls.idle_cpu_us),
-                format!("{:.0}", row.copies),
-                match row.bounced_bytes {
-                    Some(bytes) => bytes.to_string(),
-                    None => "no adapter".to_owned(),
-                },
-            ]));
-        }
-        let mut run = table(["run", self.benchmark]);
-        let verified = if self.verified { "yes" } else { "NO: FAILED" };
-        let ratios = self.ladder.iter().map(|size| size.ring_over_no_ring);
-        let is_met = match ratios.clone().all(|ratio| ratio >= RING_OVER_NO_RING) {
+            let (ours, theirs) = (row.farpage_us, row.copying_us);
+            let faster = match row.is_met {
+                Some(true) => "yes",
+                Some(false) => "NO",
+                None => "not judged",
+            };
+            let ratios = format!("{ratio:.2} | {least:.2} to {greatest:.2} | {faster}");
+            let (bytes, workers) = (row.bytes, row.workers);
+            format!("{bytes} | {workers} | {ours:.1} | {theirs:.1} | {ratios}")
+        });
+        let rows = filled_table(
+            "push and pull, bytes | workers | farpage, us | copying over TCP, us | copying / farpage | least and greatest | faster",
+            rows,
+        );
+        let pulls = self.rows.iter().map(|row| {
+            let Pulls {
+                pull_us,
+                aggregator_cpu_us: busy,
+                idle_cpu_us: idle,
+            } = row.pulls;
+            let bounced = row.bounced_bytes.map(|bytes| bytes.to_string());
+            let bounced = bounced.unwrap_or_else(|| "no adapter".to_owned());
+            let (bytes, workers, copies) = (row.bytes, row.workers, row.copies);
+            let cpu = format!("{pull_us:.1} | {busy:.2} | {idle:.2}");
+            format!("{bytes} | {workers} | {cpu} | {copies:.0} | {bounced}")
+        });
+        let pulls = filled_table(
+            "pull alone, bytes | workers | time, us | aggregator's CPU in it, us | idle for as long, us | \
+             copies of a push and pull by copying | bytes bounced by farpage",
+            pulls,
+        );
+        let mut ratios = self.ladder.iter().map(|size| size.ring_over_no_ring);
+        let is_met = match ratios.all(|ratio| ratio >= RING_OVER_NO_RING) {
             true => "yes",
             false => "NO",
         };
-        let fabric = name_of(self.config.fabric);
-        for (name, value) in [
-            ("verified", verified),
-            ("fabric", &fabric),
+        let fabric = self.config.fabric;
+        let rows_of_run = [
+            ("fabric", fabric.to_string().as_str()),
             ("copying is over", "TCP on the loopback, on every fabric"),
             ("ring at least twice as fast as none", is_met),
-            (
-                "steps that this fabric does not have",
-                ring::absent(self.config.fabric),
-            ),
-        ] {
-            run.add_row(right([name.to_owned(), value.to_owned()]));
-        }
+            ("steps that this fabric does not have", ring::absent(fabric)),
+        ]
+        .map(|(name, value)| (name, value.to_owned()));
+        let run = run_table(self.benchmark, self.verified, rows_of_run);
         format!("{rows}\n{pulls}\n{}\n{run}", ring::table_of(&self.ladder))
     }
 }

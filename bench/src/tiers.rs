@@ -25,7 +25,7 @@ use farpage::ByteSize;
 use farpage_bench_kit::{
     options::{Fabric, Run, some_bytes},
     pick::mix,
-    report::{self, interval, median, right, table},
+    report::{self, filled_table, interval, median, ranged},
     server::MemoryServer,
 };
 use farpage_fabric::{Session, SessionOptions};
@@ -343,40 +343,28 @@ fn human(found: &Tiers) -> String {
 }
 
 fn human_latency(latency: &Latency) -> String {
-    let us = |value: f64| format!("{value:.1}");
-    let [ratio, low, high] = latency.hot_over_plain;
-    let mut times = table(["READ of 64 KiB", "us", "over its parts"]);
+    let none = String::new;
     let rows = [
-        (
-            "to the server and back",
-            latency.round_trip_us,
-            String::new(),
-        ),
-        (
-            "in memory, server without tiers",
-            latency.plain_us,
-            String::new(),
-        ),
+        ("to the server and back", latency.round_trip_us, none()),
+        ("in memory, server without tiers", latency.plain_us, none()),
         (
             "in memory",
             latency.hot_us,
-            format!("{ratio:.3} ({low:.3} to {high:.3})"),
+            ranged(latency.hot_over_plain, 3),
         ),
-        ("LZ4 alone", latency.decode_us, String::new()),
+        ("LZ4 alone", latency.decode_us, none()),
         (
             "in the compressed pool",
             latency.pool_us,
             format!("{:.2}", latency.pool_over_parts),
         ),
-        ("bare O_DIRECT read", latency.bare_disk_us, String::new()),
+        ("bare O_DIRECT read", latency.bare_disk_us, none()),
         (
             "in the spill file",
             latency.disk_us,
             format!("{:.2}", latency.disk_over_parts),
         ),
     ];
-    for (name, value, over) in rows {
-        times.add_row(right([name.to_owned(), us(value), over]));
-    }
-    times.to_string()
+    let rows = rows.map(|(name, us, over)| format!("{name} | {us:.1} | {over}"));
+    filled_table("READ of 64 KiB | us | over its parts", rows).to_string()
 }

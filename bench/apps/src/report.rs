@@ -166,7 +166,7 @@ impl AppsReport {
         let header = names
             .map(str::to_owned)
             .chain(shares.map(|s| format!("{s} %")));
-        let mut table = report::table([""]);
+        let mut table = report::table("");
         table.set_header(right(header));
         for app in &self.apps {
             let local_s = app
@@ -201,20 +201,9 @@ impl AppsReport {
     }
 
     fn paging_table(&self) -> Table {
-        let mut table = report::table([
-            "paging, per run",
-            "local",
-            "s",
-            "faults",
-            "brought in",
-            "ahead",
-            "waited for room",
-            "sent away",
-            "unchanged",
-            "wanted again",
-            "read MiB",
-            "written MiB",
-        ]);
+        let mut table = report::table(
+            "paging, per run | local | s | faults | brought in | ahead | waited for room | sent away | unchanged | wanted again | read MiB | written MiB",
+        );
         for (app, s) in (self.apps.iter()).flat_map(|app| app.shares.iter().map(move |s| (app, s)))
         {
             let p = &s.paging;

@@ -355,36 +355,26 @@ fn over_all(points: &Points, plan: &Plan, cells: &[(Contents, Rate)]) -> Vec<Che
 }
 
 fn sweep_table(codecs: &[&str], table: &[Point]) -> comfy_table::Table {
-    let mut shown = report::table(["field", "link"]);
-    let unit = |codec: &&str| format!("{codec}, MB/s");
-    let header = ["field".to_owned(), "link".to_owned()]
-        .into_iter()
-        .chain(codecs.iter().map(unit));
-    shown.set_header(report::right(header));
-    for point in table {
+    let header = format!("field | link | {}, MB/s", codecs.join(", MB/s | "));
+    let rows = table.iter().map(|point| {
         let figures = point.mb_per_s.iter();
         let figures = figures.map(|x| x.map_or("-".to_owned(), |x| format!("{x:.0}")));
-        let names = [point.data.clone(), point.link.clone()];
-        shown.add_row(report::right(names.into_iter().chain(figures)));
-    }
-    shown
+        let figures: Vec<String> = figures.collect();
+        format!("{} | {} | {}", point.data, point.link, figures.join(" | "))
+    });
+    report::filled_table(&header, rows)
 }
 
 fn check_table(checks: &[Check]) -> comfy_table::Table {
-    let mut shown = report::table(["check", "target", "measured", "may be off by", "met"]);
-    for check in checks {
-        shown.add_row(report::right([
-            check.what.clone(),
-            check.target.clone(),
-            format!("{:.3}", check.ratio),
-            check.off.map_or("-".to_owned(), |off| format!("{off:.3}")),
-            match check.verdict {
-                Verdict::Met => "yes",
-                Verdict::Missed => "NO",
-                Verdict::Undecided => "not decided",
-            }
-            .to_owned(),
-        ]));
-    }
-    shown
+    let rows = checks.iter().map(|check| {
+        let met = match check.verdict {
+            Verdict::Met => "yes",
+            Verdict::Missed => "NO",
+            Verdict::Undecided => "not decided",
+        };
+        let off = check.off.map_or("-".to_owned(), |off| format!("{off:.3}"));
+        let (what, target, ratio) = (&check.what, &check.target, check.ratio);
+        format!("{what} | {target} | {ratio:.3} | {off} | {met}")
+    });
+    report::filled_table("check | target | measured | may be off by | met", rows)
 }

@@ -240,20 +240,14 @@ fn flat(report: &Value) -> Vec<(String, f64)> {
 }
 
 fn table(a: &Figures, b: &Figures) -> Table {
-    let mut table = report::table(["figure", "A", "B", "B / A", "changed"]);
-    for (name, a) in a {
-        let Some(b) = b.get(name) else { continue };
+    let rows = a.iter().filter_map(|(name, a)| {
+        let b = b.get(name)?;
         let (from, to) = (median(a), median(b));
         let ratio = if from == to { 1.0 } else { to / from };
-        table.add_row(report::right([
-            name.clone(),
-            digits(from),
-            digits(to),
-            format!("{ratio:.3}"),
-            verdict(name, a, b).to_owned(),
-        ]));
-    }
-    table
+        let (from, to, verdict) = (digits(from), digits(to), verdict(name, a, b));
+        Some(format!("{name} | {from} | {to} | {ratio:.3} | {verdict}"))
+    });
+    report::filled_table("figure | A | B | B / A | changed", rows)
 }
 
 /// Says how a figure changed from `a` to `b`; empty if the change is noise.

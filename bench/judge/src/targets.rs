@@ -15,7 +15,7 @@ use farpage_bench_kit::{
     options::{Format, Printing},
     out::say,
     progress::Progress,
-    report::{self, median},
+    report::{self, median, ranged_if_several, yes},
     sitting::Sitting,
 };
 
@@ -182,34 +182,24 @@ impl Finding {
     }
 }
 
-/// Makes the table: what, target, measured, against, ratio, floor, met.
 fn table(findings: &[Finding]) -> comfy_table::Table {
-    let mut table = report::table([
-        "what", "target", "measured", "against", "ratio", "floor", "met",
-    ]);
-    for finding in findings {
+    let rows = findings.iter().map(|finding| {
         let figure = |x: f64| match x {
             x if x < 100.0 => format!("{x:.2} {}", finding.unit),
             _ => format!("{x:.0} {}", finding.unit),
         };
+        let [measured, against] = [finding.measured, finding.against].map(figure);
         let digits = if finding.ratio < 0.1 { 5 } else { 3 };
-        let mut ratio = format!("{:.digits$}", finding.ratio);
-        if finding.ratios.len() > 1 {
-            let low = finding.ratios.iter().copied().fold(f64::MAX, f64::min);
-            let high = finding.ratios.iter().copied().fold(f64::MIN, f64::max);
-            ratio += &format!(" ({low:.digits$} to {high:.digits$})");
-        }
-        table.add_row(report::right([
-            finding.what.clone(),
-            finding.target.clone(),
-            figure(finding.measured),
-            figure(finding.against),
-            ratio,
-            (finding.floor).map_or_else(String::new, |floor| format!("{floor:.3}")),
-            if finding.met { "yes" } else { "NO" }.to_owned(),
-        ]));
-    }
-    table
+        let ratio = ranged_if_several(&finding.ratios, digits);
+        let floor = finding.floor.map(|floor| format!("{floor:.3}"));
+        let (floor, met) = (floor.unwrap_or_default(), yes(finding.met));
+        let (what, target) = (&finding.what, &finding.target);
+        format!("{what} | {target} | {measured} | {against} | {ratio} | {floor} | {met}")
+    });
+    report::filled_table(
+        "what | target | measured | against | ratio | floor | met",
+        rows,
+    )
 }
 
 #[cfg(test)]

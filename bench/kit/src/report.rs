@@ -3,7 +3,7 @@
 //! The rule it keeps: units are in the names, and a figure that does not apply is absent. MB are
 //! 10^6 bytes, as STREAM counts them.
 
-use std::{collections::BTreeMap, fmt::Display};
+use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
 use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
@@ -318,29 +318,23 @@ impl Report {
 
     fn human(&self) -> String {
         let figures = &self.figures;
-        let mut kernels = table(["kernel", "MB/s", "best s", "mean s", "worst s"]);
+        let mut kernels = table("kernel | MB/s | best s | mean s | worst s");
         for k in figures.kernels.iter().flatten() {
-            let [best, mean, worst] = [k.min_s, k.avg_s, k.max_s].map(|s| format!("{s:.3}"));
-            let rate = format!("{:.0}", k.mb_per_s);
-            row(&mut kernels, &[&k.name, &rate, &best, &mean, &worst]);
+            let (name, rate) = (k.name, k.mb_per_s);
+            let [best, mean, worst] = [k.min_s, k.avg_s, k.max_s];
+            let times = format!("{best:.3} | {mean:.3} | {worst:.3}");
+            line(&mut kernels, format!("{name} | {rate:.0} | {times}"));
         }
-        let header = [
-            "fault, microseconds",
-            "p50",
-            "p90",
-            "p99",
-            "p99.9",
-            "samples",
-        ];
-        let mut faults = table(header);
+        let mut faults = table("fault, microseconds | p50 | p90 | p99 | p99.9 | samples");
         for (name, shown) in FAULTS {
             if let Some(p) = figures.faults.get(name) {
-                let [p50, p90, p99, p999] =
-                    [p.p50, p.p90, p.p99, p.p999].map(|us| format!("{us:.1}"));
-                row(&mut faults, &[&shown, &p50, &p90, &p99, &p999, &p.samples]);
+                let low = format!("{:.1} | {:.1}", p.p50, p.p90);
+                let high = format!("{:.1} | {:.1}", p.p99, p.p999);
+                let samples = p.samples;
+                line(&mut faults, format!("{shown} | {low} | {high} | {samples}"));
             }
         }
-        let mut single = table(["figure", ""]);
+        let mut single = table("figure | ");
         for (name, shown) in SINGLE.iter().filter(|(_, shown)| !shown.is_empty()) {
             let Some(&figure) = figures.single.get(name) else {
                 continue;
@@ -350,7 +344,7 @@ impl Report {
                 name if name.ends_with("bytes") => format!("{:.0} KiB", figure / 1024.0),
                 _ => format!("{figure:.2} us"),
             };
-            row(&mut single, &[shown, &figure]);
+            line(&mut single, format!("{shown} | {figure}"));
         }
         let tables = [kernels, faults, single].into_iter();
         let tables = tables.filter(|table| table.row_iter().next().is_some());
@@ -410,33 +404,40 @@ impl Report {
     }
 }
 
-/// Makes an empty table for people; the first column holds names.
-pub fn table<const N: usize>(header: [&str; N]) -> Table {
+/// Makes an empty table for people; the first column holds names. Bars separate the columns'
+/// headers, such as `codec | ratio`.
+pub fn table(header: &str) -> Table {
     let mut table = Table::new();
+    table.load_style(UTF8_FULL_CONDENSED);
+    table.set_header(right(header.split(" | ").map(str::to_owned)));
     table
-        .load_style(UTF8_FULL_CONDENSED)
-        .set_header(right(header.map(str::to_owned)));
+}
+
+/// Makes a table of `rows`, whose cells bars separate as in [`table`]'s header.
+pub fn filled_table(header: &str, rows: impl IntoIterator<Item = String>) -> Table {
+    let mut table = table(header);
+    rows.into_iter().for_each(|row| line(&mut table, row));
     table
+}
+
+/// Adds a row, whose cells bars separate as in [`table`]'s header.
+pub fn line(table: &mut Table, cells: impl AsRef<str>) {
+    table.add_row(right(cells.as_ref().split(" | ").map(str::to_owned)));
 }
 
 /// Makes the table of a run's circumstances, the verification first.
-pub fn run_table(
+pub fn run_table<S: ToString>(
     benchmark: &str,
     verified: bool,
-    rows: impl IntoIterator<Item = (&'static str, String)>,
+    rows: impl IntoIterator<Item = (&'static str, S)>,
 ) -> Table {
-    let mut table = table(["run", benchmark]);
+    let mut table = table(&format!("run | {benchmark}"));
     let verified = if verified { "yes" } else { "NO: FAILED" };
-    row(&mut table, &[&"verified", &verified]);
+    line(&mut table, format!("verified | {verified}"));
     for (name, value) in rows {
-        row(&mut table, &[&name, &value]);
+        table.add_row(right([name.to_owned(), value.to_string()]));
     }
     table
-}
-
-/// Adds a row of a name and figures.
-pub fn row(table: &mut Table, cells: &[&dyn Display]) {
-    table.add_row(right(cells.iter().map(ToString::to_string)));
 }
 
 /// Makes a row whose first cell is a name and whose others are figures.
@@ -453,6 +454,19 @@ pub fn right(row: impl IntoIterator<Item = String>) -> Vec<Cell> {
 /// Formats a figure and its range, such as `1.50 (1.21 to 1.72)`.
 pub fn ranged([figure, low, high]: [f64; 3], digits: usize) -> String {
     format!("{figure:.digits$} ({low:.digits$} to {high:.digits$})")
+}
+
+/// Formats the median of `values`, with their range if there are several.
+pub fn ranged_if_several(values: &[f64], digits: usize) -> String {
+    match values {
+        [value] => format!("{value:.digits$}"),
+        _ => ranged(spread(values), digits),
+    }
+}
+
+/// Returns the word for a target that is met or not.
+pub fn yes(met: bool) -> &'static str {
+    if met { "yes" } else { "NO" }
 }
 
 /// Returns the median, the least and the greatest of `values`.

@@ -14,7 +14,7 @@ use anyhow::{Result, ensure};
 use farpage::ByteSize;
 use farpage_bench_kit::{
     options::Fabric,
-    report::{interval, median, right, table},
+    report::{filled_table, interval, median, ranged},
     server::MemoryServer,
 };
 use farpage_fabric::{Channel, Session, SessionOptions, Verb};
@@ -103,14 +103,13 @@ pub(super) fn measure(fabric: Fabric, lent_bytes: u64, spill: &Path, smoke: bool
 }
 
 pub(super) fn human(first: &First) -> String {
-    let [ratio, low, high] = first.plain_over_tiered;
-    let mut times = table(["from a lease to its first page", "ms", "over the other"]);
-    let over = format!("{ratio:.1} ({low:.1} to {high:.1})");
-    for (server, ms, over) in [
-        ("server without tiers", first.plain_ms, over),
-        ("server with tiers", first.tiered_ms, String::new()),
-    ] {
-        times.add_row(right([server.to_owned(), format!("{ms:.2}"), over]));
-    }
+    let (plain, tiered) = (first.plain_ms, first.tiered_ms);
+    let over = ranged(first.plain_over_tiered, 1);
+    let rows = [
+        format!("server without tiers | {plain:.2} | {over}"),
+        format!("server with tiers | {tiered:.2} | "),
+    ];
+    let header = "from a lease to its first page | ms | over the other";
+    let times = filled_table(header, rows);
     format!("{} leased at once\n{times}", ByteSize(first.lent_bytes))
 }

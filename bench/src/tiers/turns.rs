@@ -20,7 +20,7 @@ use farpage_bench_kit::{
     held::Held,
     options::Fabric,
     pick::{Picker, mix},
-    report::{interval, median, right, table},
+    report::{filled_table, interval, median, ranged},
     server::MemoryServer,
 };
 use farpage_wire::TierStat;
@@ -451,65 +451,38 @@ impl Side {
 }
 
 pub(super) fn human(rows: &[Row]) -> String {
-    let us = |value: f64| format!("{value:.1}");
-    let mut costs = table([
-        "--memory",
-        "of the lent",
-        "accesses",
-        "all in memory us",
-        "mean us",
-        "slowdown",
-        "cold",
-        "cold us",
-        "explained",
-        "over explained",
-    ]);
-    let mut holds = table([
-        "--memory",
-        "most held",
-        "of it page cache",
-        "saved",
-        "fetched",
-        "moved out",
-        "no room",
-        "cgroup's peak of limit",
-        "killed",
-    ]);
-    for row in rows {
-        let [slowdown, low, high] = row.slowdown;
-        let memory = ByteSize(row.memory_bytes).to_string();
+    let costs = rows.iter().map(|row| {
         let law = match row.law {
             Law::Tenth => "a tenth".to_owned(),
             Law::Zipf => format!("Zipf {ZIPF}"),
         };
-        costs.add_row(right([
-            memory.clone(),
-            format!("{:.0} %", row.memory_share * 100.0),
-            law,
-            us(row.all_in_memory_us),
-            us(row.mean_us),
-            format!("{slowdown:.3} ({low:.3} to {high:.3})"),
-            format!("{:.2} %", row.cold_share * 100.0),
-            us(row.cold_us),
-            format!("{:.3}", row.explained),
-            format!("{:.3}", row.slowdown_over_explained),
-        ]));
-        let none = || "-".to_owned();
-        let group = row.group.as_ref();
-        holds.add_row(right([
-            memory,
-            ByteSize(row.held_bytes_max).to_string(),
-            ByteSize(row.cached_bytes_max).to_string(),
-            format!("{:.1} %", row.saved * 100.0),
-            row.fetches.to_string(),
-            row.evictions.to_string(),
-            row.no_room.to_string(),
-            group.map_or_else(none, |group| {
-                let [peak, limit] = [group.peak_bytes, group.limit_bytes].map(ByteSize);
-                format!("{peak} of {limit}")
-            }),
-            group.map_or_else(none, |group| group.oom_kills.to_string()),
-        ]));
-    }
+        let (memory, share) = (ByteSize(row.memory_bytes), 100.0 * row.memory_share);
+        let (all, mean, slowdown) = (row.all_in_memory_us, row.mean_us, ranged(row.slowdown, 3));
+        let (cold, cold_us) = (100.0 * row.cold_share, row.cold_us);
+        let (explained, over) = (row.explained, row.slowdown_over_explained);
+        let means = format!("{all:.1} | {mean:.1} | {slowdown}");
+        let explained = format!("{cold:.2} % | {cold_us:.1} | {explained:.3} | {over:.3}");
+        format!("{memory} | {share:.0} % | {law} | {means} | {explained}")
+    });
+    let costs = filled_table(
+        "--memory | of the lent | accesses | all in memory us | mean us | slowdown | cold | cold us | explained | over explained",
+        costs,
+    );
+    let holds = rows.iter().map(|row| {
+        let sizes = [row.memory_bytes, row.held_bytes_max, row.cached_bytes_max];
+        let [memory, held, cached] = sizes.map(ByteSize);
+        let (saved, fetches) = (100.0 * row.saved, row.fetches);
+        let (evictions, no_room) = (row.evictions, row.no_room);
+        let group = row.group.as_ref().map_or("- | -".to_owned(), |group| {
+            let [peak, limit] = [group.peak_bytes, group.limit_bytes].map(ByteSize);
+            format!("{peak} of {limit} | {}", group.oom_kills)
+        });
+        let counts = format!("{fetches} | {evictions} | {no_room}");
+        format!("{memory} | {held} | {cached} | {saved:.1} % | {counts} | {group}")
+    });
+    let holds = filled_table(
+        "--memory | most held | of it page cache | saved | fetched | moved out | no room | cgroup's peak of limit | killed",
+        holds,
+    );
     format!("{costs}\n{holds}")
 }
