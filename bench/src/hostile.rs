@@ -14,14 +14,13 @@ mod victim;
 use clap::Args;
 use std::{
     env,
-    io::Read,
-    process::{Child, Command, Stdio},
+    process::Command,
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use farpage_fabric::{Session, SessionOptions};
 use farpage_wire::Endpoint;
 use serde::{Serialize, de::DeserializeOwned};
@@ -39,6 +38,7 @@ use farpage_bench_kit::{
     options::{Fabric, Run},
     report::{self, Percentiles, filled_table},
     server::{MemoryServer, ensure_room},
+    sitting::Sitting,
 };
 
 /// Upper bound of the victim's fault p99 beside the attacker, over that beside the burner.
@@ -46,8 +46,6 @@ const P99_RATIO_MAX: f64 = 1.5;
 
 /// Upper bound of an arm's time: a slower attacker has sent fewer requests by then.
 const ARM_MAX: Duration = Duration::from_secs(900);
-/// Time beyond [`ARM_MAX`] in which a neighbour has to end.
-const MARGIN: Duration = Duration::from_secs(60);
 
 /// Findings of the benchmark `hostile`.
 #[derive(Debug, Serialize)]
@@ -128,21 +126,24 @@ fn measure(options: &HostileOptions) -> Result<Report> {
     let mut server = MemoryServer::own(Fabric::Tcp, sizes.array_bytes * 6 + (64 << 20))?;
     let mut victim = Victim::start(server.endpoint(), sizes)?;
 
+    // Ctrl-C ends a neighbour and not this process from here on.
+    let sitting = Sitting::new(false)?;
+
     // 1. Beside the attacker, until it has sent its requests.
-    let mut attacker = neighbour("hostile-attack");
-    attacker
-        .args(["--endpoint", &server.endpoint().to_string()])
-        .args(["--requests", &requests.to_string()])
-        .args(["--seed", &options.seed.to_string()])
-        .args(["--seconds-max", &ARM_MAX.as_secs().to_string()]);
-    let (attacked, attack) = arm::<Attack>(&server, &mut victim, &mut attacker, |it| it.cpu_s)?;
+    let attacker = format!(
+        "hostile-attack --endpoint {} --requests {requests} --seed {} --seconds-max {}",
+        server.endpoint(),
+        options.seed,
+        ARM_MAX.as_secs()
+    );
+    let (attacked, attack) = arm::<Attack>(&sitting, &server, &mut victim, &attacker, |it| it.cpu_s)?;
 
     // 2. Beside the burner, as long, with as much CPU.
-    let mut burner = neighbour("hostile-burn");
-    burner
-        .args(["--seconds", &attacked.seconds.to_string()])
-        .args(["--cpu-seconds", &attacked.neighbour_cpu_s.to_string()]);
-    let (beside_burner, _) = arm::<Burnt>(&server, &mut victim, &mut burner, |it| it.cpu_s)?;
+    let burner = format!(
+        "hostile-burn --seconds {} --cpu-seconds {}",
+        attacked.seconds, attacked.neighbour_cpu_s
+    );
+    let (beside_burner, _) = arm::<Burnt>(&sitting, &server, &mut victim, &burner, |it| it.cpu_s)?;
 
     let damaged_words = victim.finish()?;
     let server_alive = server.is_running() && serves(server.endpoint());
@@ -173,34 +174,23 @@ fn measure(options: &HostileOptions) -> Result<Report> {
     })
 }
 
-/// Returns a command that starts this program once more, as a neighbour of the victim.
-fn neighbour(command: &str) -> Command {
-    // `/proc/self/exe` is this program even if its file has been replaced.
-    let mut neighbour =
-        Command::new(env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into()));
-    neighbour
-        .arg(command)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped());
-    neighbour
-}
-
 /// Runs the victim for as long as its neighbour. Returns figures and the neighbour's report.
 fn arm<R: DeserializeOwned>(
+    sitting: &Sitting,
     server: &MemoryServer,
     victim: &mut Victim,
-    neighbour: &mut Command,
+    neighbour: &str,
     cpu_s: fn(&R) -> f64,
 ) -> Result<(Arm, R)> {
     let server_cpu_s = server.cpu_s()?;
     let begun = Instant::now();
-    let child = neighbour
-        .spawn()
-        .context("cannot start a neighbour of the victim")?;
+    // `/proc/self/exe` is this program even if its file has been replaced.
+    let mut program = Command::new(env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into()));
+    program.args(neighbour.split(' '));
     let stop = AtomicBool::new(false);
     let (seen, said) = thread::scope(|scope| {
         let heard = scope.spawn(|| {
-            let said = hear(child);
+            let said = sitting.output(program, neighbour);
             stop.store(true, Relaxed);
             said
         });
@@ -227,37 +217,6 @@ fn arm<R: DeserializeOwned>(
         "the victim had no time for a single fault"
     );
     Ok((arm, report))
-}
-
-/// Waits for the end of a neighbour and returns its output. A late one is killed.
-fn hear(mut child: Child) -> Result<String> {
-    let end = Instant::now() + ARM_MAX + MARGIN;
-    let mut output = child
-        .stdout
-        .take()
-        .expect("the standard output was set to a pipe");
-    let reader = thread::spawn(move || {
-        let mut said = String::new();
-        output.read_to_string(&mut said).map(|_| said)
-    });
-    let status = loop {
-        if let Some(status) = child.try_wait().context("cannot wait for a neighbour")? {
-            break status;
-        }
-        if Instant::now() > end {
-            child
-                .kill()
-                .context("cannot end a neighbour of the victim")?;
-            bail!("a neighbour of the victim did not end in time");
-        }
-        thread::sleep(Duration::from_millis(5));
-    };
-    ensure!(
-        status.success(),
-        "a neighbour of the victim ended with {status}"
-    );
-    let said = reader.join().expect("reading does not panic");
-    said.context("cannot read what a neighbour of the victim says")
 }
 
 /// True if a new client gets memory from the server at `endpoint`.

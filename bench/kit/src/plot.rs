@@ -71,7 +71,11 @@ fn finish<B: DrawingBackend>(
         .map_err(|error| anyhow!("cannot write the picture {}: {error}", path.display()))
 }
 
+/// Rows of bars: a name, and a value for each series where there is one.
+pub type Rows = Vec<(String, Vec<Option<f64>>)>;
+
 /// Horizontal bars: a group of them for each row, one for each series.
+#[derive(Default)]
 pub struct Bars {
     /// Title above the bars.
     pub title: String,
@@ -83,8 +87,8 @@ pub struct Bars {
     pub value: &'static str,
     /// Names of the bars of a group.
     pub series: Vec<String>,
-    /// Rows: a name, and a value for each series where there is one.
-    pub rows: Vec<(String, Vec<Option<f64>>)>,
+    /// Groups of bars.
+    pub rows: Rows,
     /// True if the axis is logarithmic.
     pub logarithmic: bool,
     /// Line across all rows: its value and its text.
@@ -229,48 +233,29 @@ impl Bars {
         let x = |value: f64| left + (right - left) * axis.place(value);
 
         // 1. The title and the legend.
-        pen.text(
-            &self.title,
-            MARGIN,
-            MARGIN + 8.0,
-            19.0,
-            HPos::Left,
-            &BLACK,
-            FontStyle::Bold,
-        )?;
+        let bold = (19.0, &BLACK, FontStyle::Bold);
+        pen.text(&self.title, (MARGIN, MARGIN + 8.0), HPos::Left, bold)?;
         for ((at, line, name), colour) in self.legend().into_iter().zip(COLOURS.iter().cycle()) {
             let y = MARGIN + 36.0 + LINE * line as f64;
             pen.rectangle((at, y - 5.0), (at + 12.0, y + 5.0), colour)?;
-            pen.label(name, at + 17.0, y, 13.0, HPos::Left)?;
+            pen.label(name, (at + 17.0, y), HPos::Left, 13.0)?;
         }
 
         // 2. The axis.
         for (value, name) in axis.ticks() {
             pen.line((x(value), top), (x(value), bottom), &PALE, 1.0)?;
-            pen.label(&name, x(value), bottom + 12.0, 12.0, HPos::Center)?;
+            pen.label(&name, (x(value), bottom + 12.0), HPos::Center, 12.0)?;
         }
-        pen.label(
-            self.value,
-            (left + right) / 2.0,
-            bottom + 32.0,
-            13.0,
-            HPos::Center,
-        )?;
-        pen.label(self.row, left - 8.0, bottom + 32.0, 13.0, HPos::Right)?;
+        let (middle, below) = ((left + right) / 2.0, bottom + 32.0);
+        pen.label(self.value, (middle, below), HPos::Center, 13.0)?;
+        pen.label(self.row, (left - 8.0, below), HPos::Right, 13.0)?;
 
         // 3. The bars.
         for (at, (name, values)) in self.rows.iter().enumerate() {
             let row = top + row_height * at as f64 + GAP / 2.0;
             let middle = row + BAR * self.series.len() as f64 / 2.0;
-            pen.text(
-                name,
-                left - 8.0,
-                middle,
-                13.0,
-                HPos::Right,
-                &BLACK,
-                FontStyle::Normal,
-            )?;
+            let black = (13.0, &BLACK, FontStyle::Normal);
+            pen.text(name, (left - 8.0, middle), HPos::Right, black)?;
             for ((at, value), colour) in values.iter().enumerate().zip(COLOURS.iter().cycle()) {
                 let y = row + BAR * at as f64;
                 let (end, figure) = match value {
@@ -278,27 +263,21 @@ impl Bars {
                     None => (left, "-".to_owned()),
                 };
                 pen.rectangle((left, y + 0.5), (end, y + BAR - 0.5), colour)?;
-                pen.label(&figure, end + 4.0, y + BAR / 2.0 + 1.0, 10.5, HPos::Left)?;
+                let at = (end + 4.0, y + BAR / 2.0 + 1.0);
+                pen.label(&figure, at, HPos::Left, 10.5)?;
             }
         }
         pen.line((left, top), (left, bottom), &BLACK, 1.0)?;
         if let Some((value, name)) = self.mark {
             pen.line((x(value), top - 4.0), (x(value), bottom), &RED, 1.5)?;
-            pen.text(
-                name,
-                x(value),
-                top - 11.0,
-                12.0,
-                HPos::Center,
-                &RED,
-                FontStyle::Normal,
-            )?;
+            let red = (12.0, &RED, FontStyle::Normal);
+            pen.text(name, (x(value), top - 11.0), HPos::Center, red)?;
         }
 
         // 4. The caption.
         for (line, text) in self.caption_lines().iter().enumerate() {
             let y = bottom + 60.0 + LINE * line as f64;
-            pen.label(text, MARGIN, y, 12.5, HPos::Left)?;
+            pen.label(text, (MARGIN, y), HPos::Left, 12.5)?;
         }
         Ok(())
     }
@@ -409,10 +388,8 @@ struct Pen<'a, B: DrawingBackend> {
 
 impl<B: DrawingBackend> Pen<'_, B> {
     fn at(&self, (x, y): (f64, f64)) -> (i32, i32) {
-        (
-            (x * self.scale).round() as i32,
-            (y * self.scale).round() as i32,
-        )
+        let pixels = |units: f64| (units * self.scale).round() as i32;
+        (pixels(x), pixels(y))
     }
 
     fn line(
@@ -432,29 +409,22 @@ impl<B: DrawingBackend> Pen<'_, B> {
         self.area.draw(&rectangle).map_err(|e| e.to_string())
     }
 
-    /// Draws grey text about the height `y`.
-    fn label(&self, text: &str, x: f64, y: f64, size: f64, side: HPos) -> Result<(), String> {
-        self.text(text, x, y, size, side, &GREY, FontStyle::Normal)
+    /// Draws grey text about the height of `at`.
+    fn label(&self, text: &str, at: (f64, f64), side: HPos, size: f64) -> Result<(), String> {
+        self.text(text, at, side, (size, &GREY, FontStyle::Normal))
     }
 
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "what text needs; none has a default"
-    )]
     fn text(
         &self,
         text: &str,
-        x: f64,
-        y: f64,
-        size: f64,
+        at: (f64, f64),
         side: HPos,
-        colour: &RGBColor,
-        style: FontStyle,
+        (size, colour, style): (f64, &RGBColor, FontStyle),
     ) -> Result<(), String> {
         let style = FontDesc::new(FontFamily::Name(FONT), size * self.scale, style)
             .color(colour)
             .pos(Pos::new(side, VPos::Center));
-        let text = Text::new(text.to_owned(), self.at((x, y)), style);
+        let text = Text::new(text.to_owned(), self.at(at), style);
         self.area.draw(&text).map_err(|e| e.to_string())
     }
 }
@@ -493,14 +463,8 @@ mod tests {
             };
             let (svg, png, csv) = (read("svg"), read("png"), read("csv"));
             let svg = String::from_utf8(svg).unwrap();
-            for expected in [
-                "data set",
-                "ratio (x)",
-                "raw size",
-                "lz4",
-                "three",
-                "&lt;bytes&gt;",
-            ] {
+            let names = ["data set", "ratio (x)", "raw size"];
+            for expected in names.into_iter().chain(["lz4", "three", "&lt;bytes&gt;"]) {
                 assert!(svg.contains(expected), "{expected} is missing in\n{svg}");
             }
             assert!(png.starts_with(b"\x89PNG"));
@@ -514,24 +478,14 @@ mod tests {
 
     #[test]
     fn axes_have_round_numbers_and_hold_every_value() {
-        let names = |axis: Axis| {
-            axis.ticks()
-                .into_iter()
-                .map(|(_, name)| name)
-                .collect::<Vec<_>>()
-        };
-        assert_eq!(
-            names(Axis::linear(7.3)),
-            ["0", "1", "2", "3", "4", "5", "6", "7", "8"]
-        );
-        assert_eq!(
-            names(Axis::logarithmic(0.3, 4.0)),
-            ["0.2", "0.5", "1", "2", "5"]
-        );
-        assert_eq!(
-            names(Axis::logarithmic(0.01, 2000.0)),
-            ["0.01", "0.1", "1", "10", "100", "1000"]
-        );
+        for (axis, expected) in [
+            (Axis::linear(7.3), "0 1 2 3 4 5 6 7 8"),
+            (Axis::logarithmic(0.3, 4.0), "0.2 0.5 1 2 5"),
+            (Axis::logarithmic(0.01, 2000.0), "0.01 0.1 1 10 100 1000"),
+        ] {
+            let names: Vec<_> = axis.ticks().into_iter().map(|(_, name)| name).collect();
+            assert_eq!(names.join(" "), expected);
+        }
         let axis = Axis::logarithmic(0.11, 10.0);
         assert!((axis.place(1.0) - 0.5).abs() < 1e-9);
         assert_eq!(Axis::linear(8.0).place(2.0), 0.25);

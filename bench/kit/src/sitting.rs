@@ -25,7 +25,7 @@ use signal_hook::{
 };
 
 /// Upper bound of the time of a benchmark: one that takes longer hangs.
-const TIME_MAX: Duration = Duration::from_secs(900);
+const TIME_MAX: Duration = Duration::from_secs(960);
 
 /// A series of benchmarks.
 pub struct Sitting {
@@ -100,13 +100,14 @@ impl Sitting {
             .with_context(|| format!("`farpage-bench {command}` printed no result"))
     }
 
-    /// Runs a program, called `name` in errors, to its end; returns what it printed.
+    /// Runs a program, called `name` in errors, to its end; returns what it printed. Its standard
+    /// input is empty, and ends when this process does.
     ///
     /// # Errors
     /// The program failed or took too long, or the sitting was interrupted.
     pub fn output(&self, mut program: Command, name: &str) -> Result<String> {
         let mut child = program
-            .stdin(Stdio::null())
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()

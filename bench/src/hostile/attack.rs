@@ -65,14 +65,21 @@ pub(super) struct Attack {
     pub(super) cpu_s: f64,
 }
 
+impl Kind {
+    fn plus(self, other: Self) -> Self {
+        Self {
+            sent: self.sent + other.sent,
+            refused: self.refused + other.refused,
+            granted: self.granted + other.granted,
+            unanswered: self.unanswered + other.unanswered,
+        }
+    }
+}
+
 impl Attack {
     pub(super) fn sum(&self) -> Kind {
-        self.kinds.values().fold(Kind::default(), |sum, kind| Kind {
-            sent: sum.sent + kind.sent,
-            refused: sum.refused + kind.refused,
-            granted: sum.granted + kind.granted,
-            unanswered: sum.unanswered + kind.unanswered,
-        })
+        let kinds = self.kinds.values().copied();
+        kinds.fold(Kind::default(), Kind::plus)
     }
 }
 
@@ -127,16 +134,13 @@ pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
                 total.foreign_bytes += attacker.found.foreign_bytes;
                 for (name, kind) in attacker.found.kinds {
                     let sum = total.kinds.entry(name).or_default();
-                    sum.sent += kind.sent;
-                    sum.refused += kind.refused;
-                    sum.granted += kind.granted;
-                    sum.unanswered += kind.unanswered;
+                    *sum = sum.plus(kind);
                 }
             });
         }
     });
     let mut found = total.into_inner().expect("nothing panics under it");
-    found.cpu_s = own_cpu_s()?;
+    found.cpu_s = own_cpu_s();
     tell(&found)
 }
 
@@ -190,25 +194,19 @@ impl Attacker {
 
     /// Sends some requests of every kind.
     fn round(&mut self) {
-        for _ in 0..8 {
-            let outcome = self.garbage();
-            self.count("garbage instead of a hello", outcome);
-        }
-        for _ in 0..4 {
-            let outcome = self.half_frame();
-            self.count("half a frame", outcome);
-        }
-        for _ in 0..16 {
-            let outcome = outcome_of(self.begin().map(drop));
-            self.count("Begin, and gone", outcome);
-        }
-        for _ in 0..8 {
-            let outcome = self.wrong_secret();
-            self.count("a wrong secret", outcome);
-        }
-        for _ in 0..4 {
-            let outcome = self.oversized();
-            self.count("a frame too long", outcome);
+        type Attempt = fn(&mut Attacker) -> Outcome;
+        let attempts: [(&str, u32, Attempt); 5] = [
+            ("garbage instead of a hello", 8, Self::garbage),
+            ("half a frame", 4, Self::half_frame),
+            ("Begin, and gone", 16, |it| outcome_of(it.begin().map(drop))),
+            ("a wrong secret", 8, Self::wrong_secret),
+            ("a frame too long", 4, Self::oversized),
+        ];
+        for (name, times, attempt) in attempts {
+            for _ in 0..times {
+                let outcome = attempt(self);
+                self.count(name, outcome);
+            }
         }
         self.flood();
         for _ in 0..8 {
@@ -245,6 +243,23 @@ impl Attacker {
             } => Ok((stream, session, secret)),
             other => Err(refused(&other)),
         }
+    }
+
+    /// Attaches a data connection to a session. Returns it, and the answer.
+    fn attach(
+        &mut self,
+        session: SessionId,
+        secret: Secret,
+        line: u64,
+    ) -> io::Result<(TcpStream, Response)> {
+        let mut stream = self.greet(Purpose::Data)?;
+        let attach = Request::Attach {
+            session,
+            secret,
+            line,
+        };
+        let told = say(&mut stream, &attach)?;
+        Ok((stream, told))
     }
 
     fn garbage(&mut self) -> Outcome {
@@ -284,13 +299,7 @@ impl Attacker {
             let stream = self.greet(Purpose::Control);
             stream.and_then(|mut it| say(&mut it, &begin(Some((session, secret)))))
         } else {
-            let attach = Request::Attach {
-                session,
-                secret,
-                line: 0,
-            };
-            let stream = self.greet(Purpose::Data);
-            stream.and_then(|mut it| say(&mut it, &attach))
+            self.attach(session, secret, 0).map(|(_, told)| told)
         };
         match told {
             // Access to another client's session gives all that is in it.
@@ -328,20 +337,12 @@ impl Attacker {
         };
         let mut held = Vec::new();
         for line in 0..32 {
-            let attach = Request::Attach {
-                session,
-                secret,
-                line,
-            };
-            let told = self
-                .greet(Purpose::Data)
-                .and_then(|mut stream| Ok((say(&mut stream, &attach)?, stream)));
-            let outcome = match told {
-                Ok((Response::Done, stream)) => {
+            let outcome = match self.attach(session, secret, line) {
+                Ok((stream, Response::Done)) => {
                     held.push(stream);
                     Outcome::Granted
                 }
-                Ok((other, _)) => outcome_of(Err(refused(&other))),
+                Ok((_, other)) => outcome_of(Err(refused(&other))),
                 Err(error) => outcome_of(Err(error)),
             };
             self.count(name, outcome);
@@ -353,14 +354,7 @@ impl Attacker {
         let name = "forged operations";
         let mut own = || -> io::Result<(TcpStream, SessionId, Secret, ExtentId)> {
             let (mut stream, session, secret) = self.begin()?;
-            match say(
-                &mut stream,
-                &Request::Grant {
-                    bytes: OWN_BYTES,
-                    atomics: false,
-                    serial: None,
-                },
-            )? {
+            match say(&mut stream, &grant(OWN_BYTES))? {
                 Response::Granted { extent } => Ok((stream, session, secret, extent.id)),
                 other => Err(refused(&other)),
             }
@@ -370,15 +364,9 @@ impl Attacker {
             Err(error) => return self.count(name, outcome_of(Err(error))),
         };
         let attach = |attacker: &mut Self, line| -> io::Result<TcpStream> {
-            let mut stream = attacker.greet(Purpose::Data)?;
-            let attach = Request::Attach {
-                session,
-                secret,
-                line,
-            };
-            match say(&mut stream, &attach)? {
-                Response::Done => Ok(stream),
-                other => Err(refused(&other)),
+            match attacker.attach(session, secret, line)? {
+                (stream, Response::Done) => Ok(stream),
+                (_, other) => Err(refused(&other)),
             }
         };
         // New memory holds nothing of its last holder.
@@ -441,11 +429,7 @@ impl Attacker {
                 0 => Request::Release {
                     extent: ExtentId(self.guess()),
                 },
-                1 => Request::Grant {
-                    bytes: u64::MAX >> 8,
-                    atomics: false,
-                    serial: None,
-                },
+                1 => grant(u64::MAX >> 8),
                 2 => Request::Open {
                     name: "squares".to_owned(),
                     serial: None,
@@ -482,6 +466,14 @@ fn begin(resume: Option<(SessionId, Secret)>) -> Request {
     Request::Begin {
         client: "hostile".to_owned(),
         resume,
+    }
+}
+
+fn grant(bytes: u64) -> Request {
+    Request::Grant {
+        bytes,
+        atomics: false,
+        serial: None,
     }
 }
 

@@ -1,12 +1,12 @@
 //! Process beside the victim: its report to the benchmark, its CPU time, and its end.
 
 use std::{
-    io::{self, Read, Write},
+    io::{self, Read},
     thread,
 };
 
 use anyhow::{Context, Result};
-use nix::sys::resource::{UsageWho, getrusage};
+use farpage_bench_kit::{cpus::own_time, out::say};
 use serde::Serialize;
 
 /// Ends this process, a neighbour, when the benchmark that started it is gone.
@@ -21,15 +21,10 @@ pub(super) fn end_with_parent() {
 /// Prints a neighbour's report, for the benchmark.
 pub(super) fn tell(report: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string(report).context("a report is JSON")?;
-    let mut stdout = io::stdout();
-    writeln!(stdout, "{text}")
-        .and_then(|()| stdout.flush())
-        .context("cannot report")
+    say(text)
 }
 
 /// Returns the CPU time of this process in seconds.
-pub(super) fn own_cpu_s() -> Result<f64> {
-    let usage = getrusage(UsageWho::RUSAGE_SELF).context("cannot ask for the CPU time")?;
-    let of = |time: nix::sys::time::TimeVal| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6;
-    Ok(of(usage.user_time()) + of(usage.system_time()))
+pub(super) fn own_cpu_s() -> f64 {
+    own_time().as_secs_f64()
 }

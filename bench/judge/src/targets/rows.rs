@@ -219,11 +219,8 @@ fn mb_per_s(what: &str, least: f64, measure: Measure) -> Row {
 fn over(figure: [&str; 2], against: [&str; 2]) -> Measure {
     let [figure, against] = [figure, against].map(|it| it.map(str::to_owned));
     Box::new(move |sitting| {
-        let [figure, against] = [&figure, &against].map(|[command, path]| {
-            // In this order.
-            sitting.figure(command, path)
-        });
-        Ok([figure?, against?].into())
+        let figure = sitting.figure(&figure[0], &figure[1])?;
+        Ok([figure, sitting.figure(&against[0], &against[1])?].into())
     })
 }
 
