@@ -136,7 +136,8 @@ fn measure(options: &HostileOptions) -> Result<Report> {
         options.seed,
         ARM_MAX.as_secs()
     );
-    let (attacked, attack) = arm::<Attack>(&sitting, &server, &mut victim, &attacker, |it| it.cpu_s)?;
+    let (attacked, attack) =
+        arm::<Attack>(&sitting, &server, &mut victim, &attacker, |it| it.cpu_s)?;
 
     // 2. Beside the burner, as long, with as much CPU.
     let burner = format!(

@@ -7,7 +7,6 @@
 use clap::Args;
 use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
-    thread,
     time::{Duration, Instant},
 };
 
@@ -17,6 +16,7 @@ use serde_json::json;
 
 use farpage_bench_kit::{
     arena::Arena,
+    crew::each_share,
     data::Source,
     options::{Paging, Threads},
     pick::{Picker, mix},
@@ -179,14 +179,9 @@ impl Work {
         })
     }
 
-    fn share(&self, array: &[u64]) -> usize {
-        array.len().div_ceil(self.threads)
-    }
-
     fn fill(&self, array: &mut [u64]) {
-        let share = self.share(array);
-        for_each_share(array, share, |thread, part| {
-            for (index, element) in ((thread * share) as u64..).zip(part) {
+        each_share(array, self.threads, |first, part| {
+            for (index, element) in (first as u64..).zip(part) {
                 *element = fresh(&self.source, index);
             }
         });
@@ -194,16 +189,15 @@ impl Work {
 
     /// Reads or updates. Picks are the same every time, so that both see the same misses.
     fn access(&self, array: &mut [u64], update: bool) -> Duration {
-        let share = self.share(array);
         let start = Instant::now();
-        for_each_share(array, share, |thread, part| {
-            let seed = mix(self.seed) ^ thread as u64;
+        each_share(array, self.threads, |first, part| {
+            let seed = mix(self.seed) ^ first as u64;
             let mut picker = Picker::new(part.len() as u64, self.zipf, seed);
             let mut bad = 0u64;
             for _ in 0..self.accesses_per_thread {
                 let at = picker.pick();
                 let element = &mut part[at as usize];
-                let index = (thread * share) as u64 + at;
+                let index = first as u64 + at;
                 bad += u64::from(*element & !COUNT_MASK != fresh(&self.source, index));
                 if update {
                     *element += 1;
@@ -216,11 +210,10 @@ impl Work {
 
     /// Verifies every element, and counts the updates.
     fn count(&self, array: &mut [u64]) -> Counts {
-        let share = self.share(array);
         let counted = AtomicU64::new(0);
-        let shares = for_each_share(array, share, |thread, part| {
+        let shares = each_share(array, self.threads, |first, part| {
             let (mut bad, mut count) = (0u64, 0);
-            for (index, element) in ((thread * share) as u64..).zip(part) {
+            for (index, element) in (first as u64..).zip(part) {
                 bad += u64::from(*element & !COUNT_MASK != fresh(&self.source, index));
                 count += *element & COUNT_MASK;
             }
@@ -249,23 +242,6 @@ impl Work {
             .iter()
             .sum()
     }
-}
-
-/// Gives each thread its share of the array. Returns the number of shares.
-fn for_each_share(
-    array: &mut [u64],
-    share: usize,
-    work: impl Fn(usize, &mut [u64]) + Sync,
-) -> usize {
-    let shares = array.chunks_mut(share);
-    let count = shares.len();
-    thread::scope(|scope| {
-        for (thread, part) in shares.enumerate() {
-            let work = &work;
-            scope.spawn(move || work(thread, part));
-        }
-    });
-    count
 }
 
 #[cfg(test)]

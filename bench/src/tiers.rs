@@ -25,7 +25,7 @@ use farpage::ByteSize;
 use farpage_bench_kit::{
     options::{Fabric, Run, some_bytes},
     pick::mix,
-    report::{self, filled_table, interval, median, ranged},
+    report::{self, Pairs, filled_table, median, ranged},
     server::MemoryServer,
 };
 use farpage_fabric::{Session, SessionOptions};
@@ -200,18 +200,9 @@ fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
             .collect();
         Ok(median(&times?))
     };
-    let (mut plain_us, mut hot_us, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
-    for pair in 0..pairs {
-        let (first, second) = match pair % 2 {
-            0 => (medians(&mut there)?, medians(&mut hot)?),
-            _ => {
-                let second = medians(&mut hot)?;
-                (medians(&mut there)?, second)
-            }
-        };
-        plain_us.push(first);
-        hot_us.push(second);
-        ratios.push(second / first);
+    let mut turns = Pairs::default();
+    for _ in 0..pairs {
+        turns.measure(|| medians(&mut there), || medians(&mut hot))?;
     }
     let round_trips = hot.round_trips(samples)?;
     // 2. In the pool: words that compress to a third, pushed there by more noise than memory holds.
@@ -231,16 +222,16 @@ fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
     let bare_disk_us = bare_disk(&options.spill, lent_bytes, cold, options.seed)?;
     let decode_us = decode(samples);
     *wrong += there.wrong + hot.wrong + pool.wrong + disk.wrong;
-    let (round_trip_us, hot_us) = (median(&round_trips), median(&hot_us));
+    let ([plain_us, hot_us], round_trip_us) = (turns.medians(), median(&round_trips));
     Ok(Latency {
         round_trip_us,
-        plain_us: median(&plain_us),
+        plain_us,
         hot_us,
         pool_us,
         disk_us,
         decode_us,
         bare_disk_us,
-        hot_over_plain: interval(&mut ratios),
+        hot_over_plain: turns.other_over_one(),
         pool_over_parts: pool_us / (hot_us + round_trip_us + decode_us),
         disk_over_parts: disk_us / (hot_us + round_trip_us + bare_disk_us),
     })

@@ -9,7 +9,6 @@ use clap::Args;
 use std::{
     ops::AddAssign,
     sync::Mutex,
-    thread,
     time::{Duration, Instant},
 };
 
@@ -19,6 +18,7 @@ use serde_json::json;
 
 use farpage_bench_kit::{
     arena::Arena,
+    crew::each_share,
     data::{Dtype, Element, Source},
     options::{Paging, Threads, error_bound},
     progress::Progress,
@@ -162,24 +162,15 @@ impl<T: Element> Work<'_, T> {
     /// Writes all of the array, then reads it. Returns the time of each.
     fn step(&self, array: &mut [T], step: usize) -> [Duration; 2] {
         let (field, found) = (self.field, &self.found);
-        let share = array.len().div_ceil(self.threads);
-        let place = |thread: usize| (thread * share + step * self.step_elements) % field.len();
+        let place = |first: usize| (first + step * self.step_elements) % field.len();
         let start = Instant::now();
-        thread::scope(|scope| {
-            for (thread, part) in array.chunks_mut(share).enumerate() {
-                let at = place(thread);
-                scope.spawn(move || write(part, field, at));
-            }
+        each_share(array, self.threads, |first, part| {
+            write(part, field, place(first));
         });
         let written = Instant::now();
-        thread::scope(|scope| {
-            for (thread, part) in array.chunks(share).enumerate() {
-                let at = place(thread);
-                scope.spawn(move || {
-                    let part = compare(part, field, at);
-                    *found.lock().expect("nothing panics under this lock") += part;
-                });
-            }
+        each_share(array, self.threads, |first, part| {
+            let part = compare(part, field, place(first));
+            *found.lock().expect("nothing panics under this lock") += part;
         });
         [written - start, written.elapsed()]
     }

@@ -8,15 +8,10 @@
 //! magnitudes, order), after the public descriptions of the data sets of SDRBench,
 //! <https://sdrbench.github.io>.
 
+mod fields;
 mod file;
 mod formula;
-mod graph;
 mod noise;
-mod particles;
-mod smooth;
-mod sparse;
-mod text;
-mod turbulent;
 
 use std::{fmt, path::PathBuf};
 
@@ -169,22 +164,22 @@ impl Contents {
             Self::Constant => computed(Formula::Constant),
             Self::Random => computed(Formula::Random),
             Self::Smooth => computed(Formula::Smooth),
-            Self::Brown => made(F64, LINE, smooth::brown),
-            Self::Climate => made(F32, SQUARE, smooth::climate),
-            Self::Hurricane => made(F32, CUBE, smooth::hurricane),
-            Self::Clouds => made(F32, CUBE, sparse::clouds),
-            Self::Turbulence => made(F64, CUBE, turbulent::turbulence),
-            Self::Combustion => made(F64, CUBE, smooth::combustion),
-            Self::Density => made(F32, CUBE, turbulent::density),
-            Self::Orbitals => made(F32, CUBE, smooth::orbitals),
-            Self::Detector => made(F32, SQUARE, sparse::detector),
-            Self::Positions => made(F32, LINE, particles::positions),
-            Self::Velocities => made(F32, LINE, particles::velocities),
-            Self::Atoms => made(F32, LINE, particles::atoms),
-            Self::Integrals => made(F64, LINE, sparse::integrals),
-            Self::GraphColumns => made(I32, LINE, graph::columns),
-            Self::GraphOffsets => made(I64, LINE, graph::offsets),
-            Self::Text => made(U8, LINE, text::text),
+            Self::Brown => made(F64, LINE, fields::brown),
+            Self::Climate => made(F32, SQUARE, fields::climate),
+            Self::Hurricane => made(F32, CUBE, fields::hurricane),
+            Self::Clouds => made(F32, CUBE, fields::clouds),
+            Self::Turbulence => made(F64, CUBE, fields::turbulence),
+            Self::Combustion => made(F64, CUBE, fields::combustion),
+            Self::Density => made(F32, CUBE, fields::density),
+            Self::Orbitals => made(F32, CUBE, fields::orbitals),
+            Self::Detector => made(F32, SQUARE, fields::detector),
+            Self::Positions => made(F32, LINE, fields::positions),
+            Self::Velocities => made(F32, LINE, fields::velocities),
+            Self::Atoms => made(F32, LINE, fields::atoms),
+            Self::Integrals => made(F64, LINE, fields::integrals),
+            Self::GraphColumns => made(I32, LINE, fields::columns),
+            Self::GraphOffsets => made(I64, LINE, fields::offsets),
+            Self::Text => made(U8, LINE, fields::text),
         }
     }
 }

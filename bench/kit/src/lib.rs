@@ -10,6 +10,7 @@
 pub mod arena;
 pub mod bare;
 pub mod cpus;
+pub mod crew;
 pub mod data;
 pub mod held;
 pub mod options;

@@ -11,12 +11,10 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Barrier},
-    thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use farpage_fabric::{
     Busy, Channel, Completion, Extent, Op, PollInterest, Session, SessionOptions, Verb,
 };
@@ -24,6 +22,7 @@ use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
 use crate::{
+    crew,
     options::{Common, threads},
     pick::mix,
     server::MemoryServer,
@@ -184,29 +183,9 @@ impl Team {
 
     /// Runs all threads for `time` and returns their MB/s together.
     fn phase(&mut self, mix: Mix, buffers: Buffers, time: Duration) -> Result<f64> {
-        let barrier = Arc::new(Barrier::new(self.workers.len() + 1));
-        thread::scope(|scope| {
-            let running: Vec<_> = self
-                .workers
-                .iter_mut()
-                .map(|worker| {
-                    let barrier = barrier.clone();
-                    scope.spawn(move || {
-                        barrier.wait();
-                        worker.run(mix, buffers, time)
-                    })
-                })
-                .collect();
-            barrier.wait();
-            let begin = Instant::now();
-            let mut bytes = 0;
-            for worker in running {
-                bytes += worker
-                    .join()
-                    .map_err(|_| anyhow!("a fabric worker panicked"))??;
-            }
-            Ok(bytes as f64 / begin.elapsed().as_secs_f64() / 1e6)
-        })
+        let (bytes, took) =
+            crew::together(&mut self.workers, |worker| worker.run(mix, buffers, time))?;
+        Ok(bytes.iter().sum::<u64>() as f64 / took.as_secs_f64() / 1e6)
     }
 }
 
@@ -320,10 +299,13 @@ pub fn sleep_on(wait: &PollInterest<'_>) -> Result<()> {
     events.set(PollFlags::POLLIN, wait.readable);
     events.set(PollFlags::POLLOUT, wait.writable);
     let mut fds: Vec<PollFd<'_>> = wait.fd.iter().map(|fd| PollFd::new(*fd, events)).collect();
-    let timeout = wait
-        .until
-        .map(|until| TimeSpec::from(until.saturating_duration_since(Instant::now())));
-    match ppoll(&mut fds, timeout, None) {
+    sleep_until(&mut fds, wait.until)
+}
+
+/// Sleeps until an event of one of `fds`, or until the time is `until`.
+pub(crate) fn sleep_until(fds: &mut [PollFd<'_>], until: Option<Instant>) -> Result<()> {
+    let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+    match ppoll(fds, left.map(TimeSpec::from), None) {
         Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
         Err(error) => Err(error).context("cannot wait for the fabric"),
     }

@@ -265,6 +265,47 @@ pub fn interval(values: &mut [f64]) -> [f64; 3] {
     [median(values), at(n / 2.0 - off), at(n / 2.0 + off - 1.0)]
 }
 
+/// Figures of two sides that take turns.
+#[derive(Default)]
+pub struct Pairs {
+    one: Vec<f64>,
+    other: Vec<f64>,
+}
+
+impl Pairs {
+    /// Measures a pair; in every second one, `other` comes first.
+    ///
+    /// # Errors
+    /// The error of a side.
+    pub fn measure(
+        &mut self,
+        one: impl FnOnce() -> Result<f64>,
+        other: impl FnOnce() -> Result<f64>,
+    ) -> Result<()> {
+        let (one, other) = match self.one.len() % 2 {
+            0 => (one()?, other()?),
+            _ => {
+                let other = other()?;
+                (one()?, other)
+            }
+        };
+        self.one.push(one);
+        self.other.push(other);
+        Ok(())
+    }
+
+    /// Returns the median of each side.
+    pub fn medians(&self) -> [f64; 2] {
+        [median(&self.one), median(&self.other)]
+    }
+
+    /// Returns the [`interval`] of the other side over the one.
+    pub fn other_over_one(&self) -> [f64; 3] {
+        let pairs = self.one.iter().zip(&self.other);
+        interval(&mut pairs.map(|(one, other)| other / one).collect::<Vec<_>>())
+    }
+}
+
 /// Returns the geometric mean of `ratios`, or 1 if there are none.
 pub fn geometric_mean(ratios: &[f64]) -> f64 {
     let logs: f64 = ratios.iter().map(|ratio| ratio.ln()).sum();

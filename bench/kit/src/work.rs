@@ -12,12 +12,11 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Barrier},
-    thread,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use bytemuck::cast_slice_mut;
 use farpage_fabric::{Link, Session, SessionOptions};
 use farpage_store::{
@@ -27,14 +26,12 @@ use farpage_vm::{
     AddressSpace, Detached, Frame, Geometry, KernelFrame, KernelSpace, KernelSpaceOptions, PageIn,
     PageOut, Pages, Shard,
 };
-use nix::poll::{PollFd, ppoll};
-use nix::sys::time::TimeSpec;
 
 use crate::{
-    bare,
+    bare, crew,
     options::{Common, threads},
     pick::mix,
-    raw::{LOCAL_BYTES, SMOKE_LOCAL_BYTES},
+    raw::{LOCAL_BYTES, SMOKE_LOCAL_BYTES, sleep_until},
     server::MemoryServer,
 };
 
@@ -165,30 +162,10 @@ fn rate(setting: &Setting, server: &MemoryServer, job: Job) -> Result<(f64, u64)
         })
         .collect::<Result<Vec<_>>>()?;
 
-    let barrier = Arc::new(Barrier::new(threads + 1));
-    let bytes_per_s = thread::scope(|scope| -> Result<f64> {
-        let running: Vec<_> = workers
-            .iter_mut()
-            .map(|worker| {
-                let barrier = barrier.clone();
-                scope.spawn(move || {
-                    let prepared = worker.prepare();
-                    barrier.wait();
-                    prepared.and_then(|()| worker.run(time))
-                })
-            })
-            .collect();
-        barrier.wait();
-        let mut bytes_per_s = 0.0;
-        for worker in running {
-            bytes_per_s += worker
-                .join()
-                .map_err(|_| anyhow!("a worker of the floor panicked"))??;
-        }
-        Ok(bytes_per_s)
-    })?;
+    crew::together(&mut workers, Worker::prepare)?;
+    let (bytes_per_s, _) = crew::together(&mut workers, |worker| worker.run(time))?;
     let wrong = workers.iter().map(|worker| worker.wrong).sum();
-    Ok((bytes_per_s / 1e6, wrong))
+    Ok((bytes_per_s.iter().sum::<f64>() / 1e6, wrong))
 }
 
 fn run_bytes(page_bytes: usize) -> usize {
@@ -516,14 +493,9 @@ impl<'a> Worker<'a> {
         if !done.is_empty() || self.lane.in_flight() == 0 {
             return Ok(());
         }
-        let mut fds: Vec<PollFd<'_>> = Vec::new();
+        let mut fds = Vec::new();
         let until = self.lane.wait(&mut fds);
-        let timeout =
-            until.map(|until| TimeSpec::from(until.saturating_duration_since(Instant::now())));
-        match ppoll(&mut fds, timeout, None) {
-            Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
-            Err(error) => Err(error).context("cannot wait for the fabric"),
-        }
+        sleep_until(&mut fds, until)
     }
 }
 

@@ -14,7 +14,7 @@ use anyhow::{Result, ensure};
 use farpage::ByteSize;
 use farpage_bench_kit::{
     options::Fabric,
-    report::{filled_table, interval, median, ranged},
+    report::{Pairs, filled_table, ranged},
     server::MemoryServer,
 };
 use farpage_fabric::{Channel, Session, SessionOptions, Verb};
@@ -87,18 +87,16 @@ pub(super) fn measure(fabric: Fabric, lent_bytes: u64, spill: &Path, smoke: bool
     let mut plain = Asker::new(MemoryServer::own(fabric, lent_bytes)?)?;
     let tiered = MemoryServer::tiered(fabric, lent_bytes, memory_bytes, spill, None)?;
     let mut tiered = Asker::new(tiered)?;
-    let (mut plain_ms, mut tiered_ms, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    let mut pairs = Pairs::default();
     for _ in 0..turns {
-        let (one, other) = (plain.ask(lent_bytes)?, tiered.ask(lent_bytes)?);
-        plain_ms.push(one);
-        tiered_ms.push(other);
-        ratios.push(one / other);
+        pairs.measure(|| tiered.ask(lent_bytes), || plain.ask(lent_bytes))?;
     }
+    let [tiered_ms, plain_ms] = pairs.medians();
     Ok(First {
         lent_bytes,
-        plain_ms: median(&plain_ms),
-        tiered_ms: median(&tiered_ms),
-        plain_over_tiered: interval(&mut ratios),
+        plain_ms,
+        tiered_ms,
+        plain_over_tiered: pairs.other_over_one(),
     })
 }
 

@@ -20,7 +20,7 @@ use farpage_bench_kit::{
     held::Held,
     options::Fabric,
     pick::{Picker, mix},
-    report::{filled_table, interval, median, ranged},
+    report::{Pairs, filled_table, ranged},
     server::MemoryServer,
 };
 use farpage_wire::TierStat;
@@ -360,19 +360,10 @@ impl Measurement<'_> {
         tiered.watched(&mut seen, begin)?;
         // 2. In turns.
         let before = tiered.tiers()?;
-        let (mut plain_us, mut tiered_us, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        let mut turns = Pairs::default();
         for pair in 0..pairs {
             let words = words_of(plan.law, pages, accesses, mix(self.seed ^ (pair + 1)));
-            let (first, second) = match pair % 2 {
-                0 => (plain.read(&words), tiered.read(&words)),
-                _ => {
-                    let second = tiered.read(&words);
-                    (plain.read(&words), second)
-                }
-            };
-            plain_us.push(first);
-            tiered_us.push(second);
-            ratios.push(second / first);
+            turns.measure(|| Ok(plain.read(&words)), || Ok(tiered.read(&words)))?;
             seen.add(&tiered.server.held()?);
         }
         let after = tiered.tiers()?;
@@ -389,8 +380,7 @@ impl Measurement<'_> {
             "the server was killed with {} of memory",
             ByteSize(plan.memory_bytes)
         );
-        let all_in_memory_us = median(&plain_us);
-        let slowdown = interval(&mut ratios);
+        let ([all_in_memory_us, mean_us], slowdown) = (turns.medians(), turns.other_over_one());
         let explained = 1.0 + cold_share * cold_us / all_in_memory_us;
         let group = cgroup.as_ref().map(|cgroup| {
             let (peak_bytes, oom_kills) = cgroup.peak_and_kills()?;
@@ -407,7 +397,7 @@ impl Measurement<'_> {
             memory_share: plan.memory_bytes as f64 / plan.lent_bytes as f64,
             budget_bytes: plan.budget_bytes,
             all_in_memory_us,
-            mean_us: median(&tiered_us),
+            mean_us,
             slowdown,
             cold_share,
             cold_us,
