@@ -24,6 +24,7 @@ use anyhow::{Context, Result, ensure};
 use farpage_fabric::{Session, SessionOptions};
 use farpage_wire::Endpoint;
 use serde::{Serialize, de::DeserializeOwned};
+use serde_json::{Value, json};
 
 use self::{
     attack::{ATTACKER, Attack, Kind},
@@ -53,7 +54,7 @@ struct Report {
     benchmark: &'static str,
     /// True if no client saw or changed bytes of another, and the server lives.
     verified: bool,
-    config: Config,
+    config: Value,
     attack: Attack,
     /// Words of the victim that differed from those written.
     damaged_words: u64,
@@ -65,18 +66,6 @@ struct Report {
     fault_p99_ratio: f64,
     fault_p99_ratio_max: f64,
     fault_p99_met: bool,
-}
-
-#[derive(Debug, Serialize)]
-struct Config {
-    server: String,
-    attacker: String,
-    smoke: bool,
-    requests: u64,
-    array_bytes: u64,
-    budget_bytes: u64,
-    page_size_bytes: u64,
-    seed: u64,
 }
 
 /// Figures of the victim beside one neighbour.
@@ -102,25 +91,15 @@ pub(crate) struct HostileOptions {
     pub(crate) run: Run,
 }
 
-impl HostileOptions {
-    pub(crate) fn requests(&self) -> u64 {
-        let default = if self.run.smoke { 3_000 } else { 1_000_000 };
-        self.requests.unwrap_or(default)
-    }
-}
-
 pub(crate) fn run(options: &HostileOptions) -> Result<()> {
     let report = measure(options)?;
-    report::conclude(
-        &report,
-        report.verified,
-        options.run.printing.format,
-        Report::human,
-    )
+    let format = options.run.printing.format;
+    report::conclude(&report, report.verified, format, Report::human)
 }
 
 fn measure(options: &HostileOptions) -> Result<Report> {
-    let requests = options.requests();
+    let default = if options.run.smoke { 3_000 } else { 1_000_000 };
+    let requests = options.requests.unwrap_or(default);
     let sizes = victim::Sizes::of(options.run.smoke);
     ensure_room(sizes.array_bytes * 3 + sizes.budget_bytes, false)?;
     let mut server = MemoryServer::own(Fabric::Tcp, sizes.array_bytes * 6 + (64 << 20))?;
@@ -153,16 +132,16 @@ fn measure(options: &HostileOptions) -> Result<Report> {
     Ok(Report {
         benchmark: "hostile",
         verified: damaged_words == 0 && attack.foreign_bytes == 0 && server_alive,
-        config: Config {
-            server: server.endpoint().to_string(),
-            attacker: ATTACKER.to_string(),
-            smoke: options.run.smoke,
-            requests,
-            array_bytes: sizes.array_bytes,
-            budget_bytes: sizes.budget_bytes,
-            page_size_bytes: sizes.page_bytes,
-            seed: options.seed,
-        },
+        config: json!({
+            "server": server.endpoint().to_string(),
+            "attacker": ATTACKER.to_string(),
+            "smoke": options.run.smoke,
+            "requests": requests,
+            "array_bytes": sizes.array_bytes,
+            "budget_bytes": sizes.budget_bytes,
+            "page_size_bytes": sizes.page_bytes,
+            "seed": options.seed,
+        }),
         attack,
         damaged_words,
         server_alive,

@@ -24,19 +24,12 @@ use farpage_fabric::SessionOptions;
 use farpage_fabric_measure::ring;
 use farpage_train::{Address, Aggregator, Layout, Optimizer, Rule, Through};
 use serde::Serialize;
+use serde_json::{Value, json};
 
 const KIB: usize = 1 << 10;
-const SIZES: [usize; 8] = [
-    KIB,
-    4 * KIB,
-    16 * KIB,
-    64 * KIB,
-    256 * KIB,
-    1024 * KIB,
-    4096 * KIB,
-    16384 * KIB,
-];
-const SMOKE_SIZES: [usize; 2] = [KIB, 64 * KIB];
+/// Sizes in KiB.
+const SIZES: [usize; 8] = [1, 4, 16, 64, 256, 1024, 4096, 16384];
+const SMOKE_SIZES: [usize; 2] = [1, 64];
 /// Bytes of the messages that a worker sends one after the other, like small pushes.
 const LADDER_SIZES: [usize; 3] = [8, 512, 4096];
 /// Least speed of a ring, over that of a transfer without a ring.
@@ -81,17 +74,12 @@ pub(crate) struct ParameterServerOptions {
 struct Report {
     benchmark: &'static str,
     verified: bool,
-    config: Config,
+    config: Value,
+    #[serde(skip)]
+    fabric: Fabric,
     rows: Vec<Row>,
     /// Figures of small pushes, message by message.
     ladder: Vec<ring::BySize>,
-}
-
-#[derive(Debug, Serialize)]
-struct Config {
-    smoke: bool,
-    fabric: Fabric,
-    rounds: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -141,18 +129,17 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
         false => (&SIZES[..], 3, 7),
     };
     let asked = options.bytes.iter().map(|size| size.as_u64() as usize);
-    let sizes = match options.bytes.is_empty() {
-        true => sizes.to_vec(),
+    let sizes: Vec<usize> = match options.bytes.is_empty() {
+        true => sizes.iter().map(|kib| kib * KIB).collect(),
         false => asked.collect(),
     };
     let numbers = match options.workers.is_empty() {
         true => (1..=workers_max).collect(),
         false => options.workers.clone(),
     };
+    let are_whole = |bytes: &usize| *bytes >= 4 && bytes.is_multiple_of(4);
     ensure!(
-        sizes
-            .iter()
-            .all(|bytes| *bytes >= 4 && bytes.is_multiple_of(4)),
+        sizes.iter().all(are_whole),
         "parameters have 4 bytes each: give sizes that are multiples of 4"
     );
     ensure!(
@@ -186,11 +173,8 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
         benchmark: "parameter-server",
         // Parameters that differ, or another number of copies, end the run with an error.
         verified: true,
-        config: Config {
-            smoke,
-            fabric: options.fabric,
-            rounds,
-        },
+        config: json!({ "smoke": smoke, "fabric": options.fabric, "rounds": rounds }),
+        fabric: options.fabric,
         rows,
         ladder,
     })
@@ -233,26 +217,19 @@ fn compare(fabric: Fabric, bytes: usize, workers: usize, turns: Turns) -> Result
         });
         let ranks: Vec<_> = ranks.collect();
         let (mut figures, mut errors) = (Vec::new(), Vec::new());
-        let (mut copied, mut bounced) = (0, 0);
         for rank in ranks {
-            match rank.join().map_err(|_| anyhow!("a worker panicked"))? {
-                Ok(worked) => {
-                    copied += worked.copied_bytes;
-                    bounced += worked.bounced_bytes;
-                    figures.push(worked);
-                }
+            match joined(rank)? {
+                Ok(worked) => figures.push(worked),
                 Err(error) => errors.push(format!("{error:#}")),
             }
         }
-        let served = served.join();
-        let served = served.map_err(|_| anyhow!("the aggregator panicked"))?;
+        let (served, copied) = (joined(served)?, joined(copying)?);
         errors.extend(served.err().map(|error| error.to_string()));
-        let copying = copying.join();
-        match copying.map_err(|_| anyhow!("the server that copies panicked"))? {
-            Ok(bytes) => copied += bytes,
-            Err(error) => errors.push(format!("{error:#}")),
-        }
+        errors.extend(copied.as_ref().err().map(|error| format!("{error:#}")));
         ensure!(errors.is_empty(), "{}", errors.join("; "));
+        let sum = |of: fn(&Worked) -> u64| figures.iter().map(of).sum::<u64>();
+        let copied = copied? + sum(|worked| worked.copied_bytes);
+        let bounced = sum(|worked| worked.bounced_bytes);
         Ok((figures, copied, bounced))
     })?;
     let copies = copied as f64 / (bytes * workers * all_steps) as f64;
@@ -274,6 +251,12 @@ fn compare(fabric: Fabric, bytes: usize, workers: usize, turns: Turns) -> Result
         bounced_bytes: matches!(fabric, Fabric::Rdma).then_some(bounced_bytes),
         pulls: first.pulls.context("the first worker pulls")?,
     })
+}
+
+fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> Result<T> {
+    thread
+        .join()
+        .map_err(|_| anyhow!("a worker or a server panicked"))
 }
 
 /// Findings of a worker.
@@ -494,7 +477,7 @@ impl Report {
             true => "yes",
             false => "NO",
         };
-        let fabric = self.config.fabric;
+        let fabric = self.fabric;
         let rows_of_run = [
             ("fabric", fabric.to_string().as_str()),
             ("copying is over", "TCP on the loopback, on every fabric"),

@@ -42,7 +42,7 @@ pub(crate) struct Tables<P: Place> {
 }
 
 /// Number of rows of the result, and a hash of them in any order.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Joined {
     rows: u64,
     hash: u64,
@@ -85,10 +85,7 @@ impl App for Join {
             anyhow::Ok(partitions)
         };
         Ok(Tables {
-            left: [
-                column(&|row| self.left_key(row))?,
-                column(&|row| left_value(row))?,
-            ],
+            left: [column(&|row| self.left_key(row))?, column(&left_value)?],
             right: [
                 column(&|row| self.right_keys[row])?,
                 column(&|row| right_value(self.right_keys[row]))?,
@@ -106,21 +103,20 @@ impl App for Join {
             .zip(split(right, &right_parts));
         let joined = team.fold(
             parts,
-            || (Table::default(), Joined { rows: 0, hash: 0 }),
+            || (Table::default(), Joined::default()),
             |(table, joined), (left, right)| table.join(left, right, joined),
         );
-        joined
-            .into_iter()
-            .fold(Joined { rows: 0, hash: 0 }, |all, (_, some)| Joined {
-                rows: all.rows + some.rows,
-                hash: all.hash.wrapping_add(some.hash),
-            })
+        let joined = joined.into_iter().map(|(_, joined)| joined);
+        joined.fold(Joined::default(), |all, some| Joined {
+            rows: all.rows + some.rows,
+            hash: all.hash.wrapping_add(some.hash),
+        })
     }
 
     fn verify<P: Place>(&self, _: &Tables<P>, found: &Joined, _: &Joined) -> Verdict {
         // Row by row: a key says what the right table holds for it.
         let rows = (0..self.rows).filter(|&row| (self.left_key(row) as usize) < self.rows);
-        let expected = rows.fold(Joined { rows: 0, hash: 0 }, |mut expected, row| {
+        let expected = rows.fold(Joined::default(), |mut expected, row| {
             expected.put(left_value(row), right_value(self.left_key(row)));
             expected
         });
@@ -246,15 +242,16 @@ impl Table {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{ran, team},
+        *,
+    };
     use crate::place::Local;
 
     #[test]
     fn rows_find_their_keys_and_a_changed_row_is_rejected() {
         let app = Join::generate(300_000 * ROW_BYTES, &team());
-        let mut on = app.load(&Local::default()).unwrap();
-        let found = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &found, &found).unwrap();
+        let (mut on, found) = ran(&app);
         assert!(
             (0.88..0.92).contains(&(found.rows as f64 / app.rows as f64)),
             "{found:?}"

@@ -477,6 +477,20 @@ mod tests {
         Team::new(2, Arc::default()).unwrap()
     }
 
+    /// Runs `app` locally. Returns its data and its answer, which is right.
+    pub(crate) fn ran<A: App>(app: &A) -> (A::On<Local>, A::Answer) {
+        let mut on = app.load(&Local::default()).unwrap();
+        let answer = app.work::<Local>(&mut on, &team());
+        app.verify::<Local>(&on, &answer, &answer).unwrap();
+        (on, answer)
+    }
+
+    /// Runs `app` with other data, and asserts that the answer is not taken for `right`.
+    pub(crate) fn assert_rejected<A: App>(app: &A, on: &mut A::On<Local>, right: &A::Answer) {
+        let wrong = app.work::<Local>(on, &team());
+        app.verify::<Local>(on, &wrong, right).unwrap_err();
+    }
+
     #[test]
     fn a_share_is_a_percentage_and_what_is_none_is_repeated() {
         assert_eq!((share("10%"), share("12.5")), (Ok(10.0), Ok(12.5)));

@@ -48,19 +48,16 @@ impl App for PageRank {
         for round in 0..ROUNDS_MAX {
             // 1. The share that each vertex gives to each neighbour.
             let pieces = shares.chunks_mut(PIECE).zip(scores.chunks(PIECE));
-            team.each(
-                there_and_back(round, pieces.enumerate()),
-                |(piece, (shares, scores))| {
-                    let degrees = offsets[piece * PIECE..].windows(2).map(|w| w[1] - w[0]);
-                    for ((share, score), degree) in shares.iter_mut().zip(scores).zip(degrees) {
-                        *share = if degree > 0 {
-                            score / degree as f32
-                        } else {
-                            0.0
-                        };
-                    }
-                },
-            );
+            let pieces = there_and_back(round, pieces.enumerate());
+            team.each(pieces, |(piece, (shares, scores))| {
+                let degrees = offsets[piece * PIECE..].windows(2).map(|w| w[1] - w[0]);
+                for ((share, score), degree) in shares.iter_mut().zip(scores).zip(degrees) {
+                    *share = match degree {
+                        0 => 0.0,
+                        degree => score / degree as f32,
+                    };
+                }
+            });
             // 2. Each vertex gathers.
             let pieces = scores.chunks_mut(PIECE).zip(&mut moved);
             team.each(
@@ -125,16 +122,16 @@ fn verify(graph: &Graph, scores: &[f32], local: &[f32]) -> Verdict {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{ran, team},
+        *,
+    };
     use crate::place::Local;
 
     #[test]
     fn a_wrong_score_is_rejected() {
         let app = PageRank(Graph::kronecker(9, &team()));
-        let local = Local::default();
-        let mut on = app.load(&local).unwrap();
-        let scores = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &scores, &scores).unwrap();
+        let (on, scores) = ran(&app);
         let mut wrong = scores.clone();
         wrong[7] *= 1.5;
         app.verify::<Local>(&on, &wrong, &scores).unwrap_err();

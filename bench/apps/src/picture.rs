@@ -61,14 +61,7 @@ mod tests {
         let report = AppsReport {
             benchmark: "apps",
             verified: true,
-            config: Config {
-                server: "shm:///none".into(),
-                size_bytes: 1,
-                shares_percent: vec![50.0],
-                threads: 1,
-                repeat: 1,
-                smoke: true,
-            },
+            config: Config::default(),
             summary: summarise(&apps, &[50.0]),
             apps,
         };

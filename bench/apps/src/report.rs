@@ -26,7 +26,7 @@ pub(crate) struct AppsReport {
 }
 
 /// Settings of the run, defaults included.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct Config {
     pub(crate) server: String,
     /// Bytes that were asked for as each application's data.

@@ -97,15 +97,16 @@ impl App for Spmv {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{assert_rejected, ran, team},
+        *,
+    };
     use crate::place::Local;
 
     #[test]
     fn a_vector_is_multiplied_and_another_result_is_rejected() {
         let app = Spmv::generate(10_000 * ROW_BYTES, &team());
-        let mut on = app.load(&Local::default()).unwrap();
-        let found = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &found, &found).unwrap();
+        let (mut on, found) = ran(&app);
 
         let mut x = vec![1.0; app.rows];
         for _ in 0..ROUNDS {
@@ -121,8 +122,7 @@ mod tests {
         }
 
         on.values[5] += 1e-9;
-        let wrong = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &wrong, &found).unwrap_err();
+        assert_rejected(&app, &mut on, &found);
         app.verify::<Local>(&on, &found[1..].to_vec(), &found)
             .unwrap_err();
     }

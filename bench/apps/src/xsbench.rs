@@ -135,11 +135,7 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
     fn load<P: Place>(&self, place: &P) -> Result<Grids<P>> {
         // By energy, every grid is walked through in order, 68 of them at once: sequences are found
         // as they come.
-        let advice = if RANDOM {
-            Advice::Random
-        } else {
-            Advice::Normal
-        };
+        let advice = [Advice::Normal, Advice::Random][usize::from(RANDOM)];
         Ok(Grids {
             points: place.copy_of(&self.points, advice)?,
             union_energies: place.copy_of(&self.union_energies, advice)?,
@@ -192,10 +188,9 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
     }
 
     fn verify<P: Place>(&self, grids: &Grids<P>, found: &Hash, local: &Hash) -> Verdict {
-        let local = &if RANDOM {
-            self.expected(grids.run)
-        } else {
-            *local
+        let local = &match RANDOM {
+            true => self.expected(grids.run),
+            false => *local,
         };
         ensure(found.largest > 0 && found == local, || {
             format!("the hash is {found:x?}, the local run's is {local:x?}")
@@ -287,16 +282,10 @@ impl Slices<'_> {
 
 impl Hash {
     fn add(&mut self, cross_sections: [f64; 5]) {
-        let largest = (1..5).fold(0, |largest, at| {
-            if cross_sections[at] > cross_sections[largest] {
-                at
-            } else {
-                largest
-            }
-        });
-        let bits = cross_sections
-            .iter()
-            .fold(0, |hash, x| mix(hash ^ x.to_bits()));
+        let is_larger = |at: usize, than: usize| cross_sections[at] > cross_sections[than];
+        let largest = (1..5).fold(0, |most, at| if is_larger(at, most) { at } else { most });
+        let bits = cross_sections.iter();
+        let bits = bits.fold(0, |hash, x| mix(hash ^ x.to_bits()));
         *self = self.sum(Self {
             largest: largest as u64 + 1,
             bits,
@@ -313,14 +302,15 @@ impl Hash {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{assert_rejected, ran, team},
+        *,
+    };
     use crate::place::Local;
 
     fn check<const RANDOM: bool>() {
         let app = XsBench::<RANDOM>::generate(300 * NUCLIDES as u64 * POINT_BYTES, &team());
-        let mut on = app.load(&Local::default()).unwrap();
-        let found = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &found, &found).unwrap();
+        let (mut on, found) = ran(&app);
 
         // The same lookups as they are drawn, each nuclide's grid searched by itself.
         let lookups = app.batch() * if RANDOM { 1 } else { BATCHES };
@@ -346,9 +336,8 @@ mod tests {
         // A nuclide of the fuel; near the middle, where lookups are sure to come.
         on.points[58 * 300 + 150][1] += 1e-9;
         on.points[4 * 300 + 150][1] += 1e-9;
-        let wrong = app.work::<Local>(&mut on, &team());
         if !RANDOM {
-            app.verify::<Local>(&on, &wrong, &found).unwrap_err();
+            assert_rejected(&app, &mut on, &found);
         }
         let wrong = Hash {
             largest: found.largest + 1,

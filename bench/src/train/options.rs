@@ -175,8 +175,12 @@ pub(crate) struct TrainOptions {
     #[serde(skip)]
     pub(super) svg: Option<PathBuf>,
     #[command(flatten)]
-    #[serde(skip)]
+    #[serde(flatten, serialize_with = "smoke")]
     pub(super) run: Run,
+}
+
+fn smoke<S: serde::Serializer>(run: &Run, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_map([("smoke", run.smoke)])
 }
 
 fn names<S: serde::Serializer>(modes: &[Mode], to: S) -> Result<S::Ok, S::Error> {

@@ -11,18 +11,11 @@ pub(super) struct Report {
     pub(super) verified: bool,
     pub(super) parameters: usize,
     pub(super) parameter_bytes: usize,
-    pub(super) config: Config,
+    pub(super) config: TrainOptions,
     pub(super) modes: Vec<Figures>,
     /// Accuracy of the consensus, ds minus bsp, in points over the pairs of one seed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) ds_minus_bsp: Option<Paired>,
-}
-
-#[derive(Debug, Serialize)]
-pub(super) struct Config {
-    pub(super) smoke: bool,
-    #[serde(flatten)]
-    pub(super) options: TrainOptions,
 }
 
 #[derive(Debug, Serialize)]
@@ -99,7 +92,7 @@ impl Report {
              computing / exchanging, % | s to bsp's accuracy",
             self.modes.iter().map(row),
         );
-        let config = &self.config.options;
+        let config = &self.config;
         let (parameters, mb) = (self.parameters, self.parameter_bytes as f64 / 1e6);
         let workers = format!("{} in groups of {}", config.workers, config.group);
         let mut rows = vec![
