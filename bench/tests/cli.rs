@@ -17,8 +17,8 @@ use std::{
 use serde_json::Value;
 
 use common::{
-    assert_has, assert_positive, assert_refused, bench, can_page, list, printed, report, run, said,
-    socket_of, start, wait_until,
+    assert_has, assert_positive, assert_refused, bench, can_page, list, parsed, printed, report,
+    run, said, socket_of, start, wait_until,
 };
 
 /// Runs all of `runs`, unless pages cannot be served here. Asserts that the figures at `positive`
@@ -365,7 +365,7 @@ fn targets_keeps_every_figure_behind_a_ratio() {
         assert_positive(target, &["/measured", "/against", "/ratio"]);
     }
     let output = run(&["targets", "--smoke", "--only", "fault, ", "--format=json"]);
-    let record: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let record = parsed(&output);
     assert_eq!(list(&record, "/targets").len(), 5, "{record}");
     // A command that two targets need ran once, and `floor`, which drifts, before and after.
     let reports = list(&record, "/reports");

@@ -6,16 +6,19 @@
 //! device.
 #![cfg(feature = "rdma")]
 
+mod common;
+
 use std::{
     env, fs,
     io::{BufRead, BufReader},
-    path::Path,
     process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
 
 use serde_json::Value;
+
+use common::parsed;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_farpage-bench");
 /// Upper bound of every wait, far beyond what a test takes.
@@ -46,10 +49,7 @@ fn stream(host: Host, server: &Serving, args: &[&str]) -> Child {
 
 /// Returns STREAM's report, which has to say that every element was verified.
 fn report(stream: Child) -> Value {
-    let output = stream.wait_with_output().expect("it was started");
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{}: {text}", output.status);
-    let report: Value = serde_json::from_str(&text).expect("one JSON object");
+    let report = parsed(&stream.wait_with_output().expect("it was started"));
     assert_eq!(report["verified"], true, "{report}");
     assert!(report["evictions"].as_u64() > Some(0), "{report}");
     report
@@ -176,10 +176,7 @@ fn training_hashes(addresses: &str) -> Vec<Value> {
     let workers = ["0", "1"].map(start);
     let hashes = workers.map(|worker| {
         let output = worker.wait_with_output().expect("it was started");
-        let text = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success(), "{}: {text}", output.status);
-        let report: Value = serde_json::from_str(&text).expect("one JSON object");
-        report["hash"].clone()
+        parsed(&output)["hash"].clone()
     });
     let _ = fs::remove_file(keys);
     hashes.into()
@@ -201,7 +198,7 @@ fn training_over_rdma_ends_with_the_bits_of_training_over_tcp() {
 fn cable_bytes(host: u32) -> u64 {
     let count = |name: &str| {
         let path = format!("/sys/class/net/to-host{host}/statistics/{name}");
-        let text = fs::read_to_string(Path::new(&path)).expect("the cable is there");
+        let text = fs::read_to_string(&path).expect("the cable is there");
         text.trim().parse::<u64>().expect("a number of bytes")
     };
     count("rx_bytes") + count("tx_bytes")
@@ -236,20 +233,15 @@ fn a_parameter_server_over_rdma_copies_nothing_on_the_way() {
         "--fabric",
         "rdma",
         "--smoke",
-        "--format",
-        "json",
+        "--format=json",
     ];
-    let output = bench(HERE, &args)
-        .output()
-        .expect("`timeout` can be started");
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{}: {text}", output.status);
-    let report: Value = serde_json::from_str(&text).expect("one JSON object");
-    for row in report["rows"].as_array().expect("rows") {
+    let output = bench(HERE, &args).output();
+    let report = parsed(&output.expect("`timeout` can be started"));
+    for row in common::list(&report, "/rows") {
         assert_eq!(row["bounced_bytes"].as_u64(), Some(0), "{row}");
         assert!(row["pulls"]["pull_us"].as_f64() > Some(0.0), "{row}");
     }
-    let steps = report["ladder"][0]["steps"].as_array().expect("steps");
+    let steps = common::list(&report, "/ladder/0/steps");
     assert_eq!(steps.len(), 6, "inline and immediate data, too: {report}");
 }
 

@@ -13,8 +13,8 @@ use std::{
 };
 
 use self::{
-    common::{assert_has, bench, run, said},
-    training::{PATIENCE, ends, parsed, processes, together},
+    common::{assert_has, bench, parsed, run, said},
+    training::{PATIENCE, ends, processes, together},
 };
 
 /// Variable that mpirun sets.

@@ -8,8 +8,8 @@ mod training;
 use std::{process::Output, time::Instant};
 
 use self::{
-    common::{can_page, said},
-    training::{Children, DEADLINE, Scene, WORKERS, ends, parsed},
+    common::{can_page, parsed, said},
+    training::{Children, DEADLINE, Scene, WORKERS, ends},
 };
 
 const AGGREGATORS: usize = 2;

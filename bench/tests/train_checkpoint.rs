@@ -8,8 +8,8 @@ mod training;
 use std::time::Instant;
 
 use self::{
-    common::{can_page, said},
-    training::{DEADLINE, Scene, WORKERS, ends, parsed},
+    common::{can_page, parsed, said},
+    training::{DEADLINE, Scene, WORKERS, ends},
 };
 
 #[test]

@@ -145,7 +145,7 @@ impl Questions<'_> {
         &mut self,
         key: impl Fn(usize) -> u64 + Sync,
         figures: impl Fn(usize) -> [f64; N] + Sync,
-        merge: fn(f64, f64) -> f64,
+        merge: impl Fn(f64, f64) -> f64 + Sync,
     ) {
         let merge = |into: &mut [f64; N], from: &[f64; N]| {
             for (into, from) in into.iter_mut().zip(from) {

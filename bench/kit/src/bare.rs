@@ -208,24 +208,20 @@ impl Bare {
                 How::Copy => Features::MISSING,
                 How::Move | How::Read | How::Replace => Features::MOVE,
             };
-        if !Uffd::supported(false)
-            .context("cannot measure bare userfaultfd")?
-            .contains(features)
-        {
+        let supported = Uffd::supported(false).context("cannot measure bare userfaultfd")?;
+        if !supported.contains(features) {
             return Ok(None);
         }
         let open =
             |features| Uffd::open(features, false).context("cannot measure bare userfaultfd");
         let uffd = open(features)?;
         let pool_uffd = open(features | Features::SIGBUS)?;
-        let (order, first) = match how.reads() {
-            false => ((0..count).collect(), 0),
-            true => {
-                let pages = (count * COLD_PAGES_PER_FAULT).min(COLD_BYTES_MAX / page_bytes);
-                let order = Shuffle::new(pages as u64, 1).map(|page| page as usize);
-                (order.collect::<Vec<_>>(), pages / RESIDENT_SHARE)
-            }
-        };
+        let (mut order, mut first): (Vec<usize>, _) = ((0..count).collect(), 0);
+        if how.reads() {
+            let pages = (count * COLD_PAGES_PER_FAULT).min(COLD_BYTES_MAX / page_bytes);
+            let shuffled = Shuffle::new(pages as u64, 1).map(|page| page as usize);
+            (order, first) = (shuffled.collect(), pages / RESIDENT_SHARE);
+        }
         let region = Mapping::new(order.len() * page_bytes, page_bytes)?;
         let pool = Mapping::new(count.max(1) * page_bytes, page_bytes)?;
         for page in 0..count {
@@ -316,19 +312,13 @@ impl Bare {
             // The page that left last has left its memory in this slot.
             How::Replace => 0,
         };
-        let (to, from) = (
-            self.region.address() + page * len,
-            self.pool.address() + slot * len,
-        );
+        let to = self.region.address() + page * len;
+        let from = self.pool.address() + slot * len;
         if self.how.reads() {
             // SAFETY: faults are resolved one at a time, and nobody else touches the slot, or
             // writes to remote memory; they do not overlap.
-            let (there, here) = unsafe {
-                (
-                    self.remote.bytes_mut(page * len, len),
-                    self.pool.bytes_mut(slot * len, len),
-                )
-            };
+            let [there, here] = [(&self.remote, page), (&self.pool, slot)]
+                .map(|(memory, page)| unsafe { memory.bytes_mut(page * len, len) });
             here.copy_from_slice(there);
             assert_eq!(hash(here), self.hashes[page], "a page was read wrongly");
         }
@@ -430,10 +420,9 @@ impl Mapping {
         };
         // Whether pages of 2 MiB are huge is part of the measurement; smaller ones must not be, or
         // one fault would serve many.
-        let advice = if align >= HUGE_PAGE_BYTES {
-            libc::MADV_HUGEPAGE
-        } else {
-            libc::MADV_NOHUGEPAGE
+        let advice = match align >= HUGE_PAGE_BYTES {
+            true => libc::MADV_HUGEPAGE,
+            false => libc::MADV_NOHUGEPAGE,
         };
         // SAFETY: advice on the mapping made above. A kernel without huge pages says EINVAL, which
         // is as good.
@@ -448,24 +437,15 @@ impl Mapping {
     /// # Safety
     /// The pages are mapped. Nobody else writes to them as long as the slice is in use, or reads
     /// them while the slice is written to.
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "the mapping is shared by those who take turns"
-    )]
+    #[expect(clippy::mut_from_ref, reason = "those who share it take turns")]
     unsafe fn bytes_mut(&self, offset: usize, len: usize) -> &mut [u8] {
-        assert!(
-            len <= self.bytes - offset,
-            "{len} bytes at {offset} lie outside of the mapping"
-        );
+        assert!(len <= self.bytes - offset, "beyond the mapping");
         // SAFETY: inside the mapping; the rest is the caller's promise.
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr().add(offset), len) }
     }
 
     fn at(&self, offset: usize) -> *mut u8 {
-        assert!(
-            offset < self.bytes,
-            "offset {offset} lies outside of the mapping"
-        );
+        assert!(offset < self.bytes, "beyond the mapping");
         // SAFETY: within the mapping, as checked above.
         unsafe { self.start.as_ptr().add(offset) }
     }

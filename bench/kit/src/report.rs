@@ -206,13 +206,13 @@ pub struct Kernel {
 
 /// Computes the figures of a kernel that moved `bytes` each time, in these `seconds`.
 pub fn kernel_figures(name: &'static str, bytes: u64, seconds: &[f64]) -> Kernel {
-    let min_s = seconds.iter().copied().fold(f64::INFINITY, f64::min);
+    let [_, min_s, max_s] = spread(seconds);
     Kernel {
         name,
         mb_per_s: bytes as f64 / min_s / 1e6,
         min_s,
         avg_s: seconds.iter().sum::<f64>() / seconds.len() as f64,
-        max_s: seconds.iter().copied().fold(0.0, f64::max),
+        max_s,
     }
 }
 

@@ -48,6 +48,12 @@ pub(crate) fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
+/// Returns the report of a run, after success.
+pub(crate) fn parsed(output: &Output) -> Value {
+    assert!(output.status.success(), "{output:?}");
+    serde_json::from_slice(&output.stdout).expect("one JSON object")
+}
+
 /// Runs the program with `args`, separated by spaces. Returns its standard output, after success.
 pub(crate) fn printed(args: &str) -> String {
     let output = run(&args.split_whitespace().collect::<Vec<_>>());

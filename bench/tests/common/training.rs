@@ -13,7 +13,6 @@ use std::{
 };
 
 use farpage::Runtime;
-use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::common::{bench, said};
@@ -182,9 +181,4 @@ pub(crate) fn ends(mut workers: Children) -> Vec<Output> {
     let workers = std::mem::take(&mut workers.0).into_iter();
     let ended = workers.map(|worker| worker.wait_with_output().expect("it has ended"));
     ended.collect()
-}
-
-pub(crate) fn parsed(output: &Output) -> Value {
-    assert!(output.status.success(), "{}", said(output));
-    serde_json::from_slice(&output.stdout).expect("a report")
 }
