@@ -113,8 +113,8 @@ fn bytes(common: &Common, progress: &Progress, figures: &mut Figures) -> Result<
         ("raw_cold_read_mb_per_s", rates.cold_read),
         ("raw_cold_write_mb_per_s", rates.cold_write),
         ("raw_read_write_mb_per_s", rates.read_write),
-        ("work_mb_per_s", work.work),
-        ("moved_work_mb_per_s", work.moving),
+        ("work_mb_per_s", work.light),
+        ("moved_work_mb_per_s", work.heavy),
     ] {
         figures.add(name, rate);
     }

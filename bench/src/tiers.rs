@@ -138,8 +138,8 @@ pub(crate) fn run(options: &TiersOptions) -> Result<()> {
         wrong: 0,
     };
     let latency = is_asked(Part::Latency).then(|| latency(options, &mut wrong));
-    let first = is_asked(Part::First)
-        .then(|| first::measure(options.fabric, lent_bytes, &options.spill, smoke));
+    let first = || first::measure(options.fabric, lent_bytes, &options.spill, smoke);
+    let first = is_asked(Part::First).then(first);
     let curve = is_asked(Part::Curve).then(|| turns::curve(&mut turns));
     let capacity = is_asked(Part::Capacity).then(|| turns::capacity(&mut turns));
     let starved = is_asked(Part::Starved).then(|| turns::starved(&mut turns));
@@ -167,38 +167,28 @@ pub(crate) fn run(options: &TiersOptions) -> Result<()> {
 }
 
 fn connect(server: &MemoryServer) -> Result<Arc<Session>> {
-    Ok(Session::connect(
-        server.endpoint(),
-        &SessionOptions::default(),
-    )?)
+    let options = SessionOptions::default();
+    Ok(Session::connect(server.endpoint(), &options)?)
 }
 
 /// Measures one access at a time, by where its bytes are.
 fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
-    let (pairs, samples, cold) = if options.run.smoke {
-        (3, 20, 20)
-    } else {
-        (20, 500, 300)
+    let (pairs, samples, cold) = match options.run.smoke {
+        true => (3, 20, 20),
+        false => (20, 500, 300),
     };
     let memory_bytes = 64 << 20;
     let hot_bytes = 4 << 20;
     let plain = MemoryServer::own(options.fabric, hot_bytes)?;
     let lent_bytes = 6 * memory_bytes;
-    let tiered = MemoryServer::tiered(
-        options.fabric,
-        lent_bytes,
-        memory_bytes,
-        &options.spill,
-        None,
-    )?;
+    let spill = &options.spill;
+    let tiered = MemoryServer::tiered(options.fabric, lent_bytes, memory_bytes, spill, None)?;
     // 1. Hot, in turns.
     let mut there = Client::new(&connect(&plain)?, hot_bytes, noise)?;
     let mut hot = Client::new(&connect(&tiered)?, hot_bytes, noise)?;
     let medians = |client: &mut Client| -> Result<f64> {
-        let times: Result<Vec<f64>> = (0..samples)
-            .map(|i| client.read(mix(i) % client.chunks()))
-            .collect();
-        Ok(median(&times?))
+        let times = (0..samples).map(|i| client.read(mix(i) % client.chunks()));
+        Ok(median(&times.collect::<Result<Vec<f64>>>()?))
     };
     let mut turns = Pairs::default();
     for _ in 0..pairs {
@@ -290,22 +280,19 @@ fn bare_disk(directory: &Path, bytes: u64, count: u64, seed: u64) -> Result<f64>
 /// Returns the median microseconds of decoding different chunks in turns, as a server does.
 fn decode(count: u64) -> f64 {
     let mut plain = vec![0; CHUNK];
-    let packed: Vec<Vec<u8>> = (0..count.min(64))
-        .map(|chunk| {
-            smooth(chunk, &mut plain);
-            lz4_flex::block::compress(&plain)
-        })
-        .collect();
-    let times: Vec<f64> = (0..count as usize)
-        .map(|i| {
-            let packed = &packed[i % packed.len()];
-            let begin = Instant::now();
-            let bytes = lz4_flex::block::decompress_into(black_box(packed), &mut plain);
-            black_box((&bytes, &plain));
-            begin.elapsed().as_secs_f64() * 1e6
-        })
-        .collect();
-    median(&times)
+    let mut pack = |chunk| {
+        smooth(chunk, &mut plain);
+        lz4_flex::block::compress(&plain)
+    };
+    let packed: Vec<Vec<u8>> = (0..count.min(64)).map(&mut pack).collect();
+    let mut time = |i: usize| {
+        let packed = &packed[i % packed.len()];
+        let begin = Instant::now();
+        let bytes = lz4_flex::block::decompress_into(black_box(packed), &mut plain);
+        black_box((&bytes, &plain));
+        begin.elapsed().as_secs_f64() * 1e6
+    };
+    median(&(0..count as usize).map(&mut time).collect::<Vec<f64>>())
 }
 
 fn human(found: &Tiers) -> String {

@@ -54,7 +54,7 @@ use farpage_bench_kit::{
     progress::Progress,
     report::{median, spread},
     server::{self, MemoryServer},
-    work::{self, PageRates},
+    work::{self, Rates},
 };
 
 /// Whole applications with 100 to 12.5 % of their memory local, against the same code all local.
@@ -198,15 +198,11 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
             .and_then(|_| flag::register(signal, stop.clone()))
             .context("cannot watch for signals")?;
     }
-    let size_bytes = match (options.size, options.run.smoke) {
-        (Some(size), _) => size.as_u64(),
-        (None, true) => 4 << 20,
-        (None, false) => 256 << 20,
-    };
-    let repeat = options
-        .repeat
-        .unwrap_or(if options.run.smoke { 1 } else { 3 });
-    let shares = match (&*options.shares, options.run.smoke) {
+    let smoke = options.run.smoke;
+    let (size_bytes, repeat) = if smoke { (4 << 20, 1) } else { (256 << 20, 3) };
+    let size_bytes = options.size.map_or(size_bytes, |size| size.as_u64());
+    let repeat = options.repeat.unwrap_or(repeat);
+    let shares = match (&*options.shares, smoke) {
         ([], true) => &[100.0, 25.0],
         ([], false) => &[100.0, 75.0, 50.0, 25.0, 12.5][..],
         (some, _) => some,
@@ -217,17 +213,15 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
     let threads = options.threads.count();
     let teams = if threads > 1 { 2 } else { 1 };
     let pairs = names.len() * shares.len() * usize::from(repeat) * teams;
+    // Pages are written out of place, a graph may be larger than asked for, pages that only come
+    // and leave take half a gigabyte, and nothing is taken before it is written to.
+    let capacity_bytes = size_bytes.saturating_mul(4).saturating_add(1 << 30);
     let alone = (threads > 1).then(|| Team::new(1, stop.clone()));
     let run = Run {
         options,
         team: Team::new(threads, stop)?,
         alone: alone.transpose()?,
-        // Pages are written out of place, a graph may be larger than asked for, pages that only
-        // come and leave take half a gigabyte, and nothing is taken before it is written to.
-        server: MemoryServer::start(
-            &options.at,
-            size_bytes.saturating_mul(4).saturating_add(1 << 30),
-        )?,
+        server: MemoryServer::start(&options.at, capacity_bytes)?,
         progress: Progress::new(pairs as u64),
         size_bytes,
         shares,
@@ -282,11 +276,9 @@ impl Run<'_> {
             shares: Vec::new(),
         };
         let pages = self.page_rates(figures.page_size_bytes)?;
-        if pages.wrong > 0 {
-            eprintln!(
-                "{} pages came back other than they were written",
-                pages.wrong
-            );
+        let wrong = pages.wrong;
+        if wrong > 0 {
+            eprintln!("{wrong} pages came back other than they were written");
             figures.verified = false;
         }
         let mut verify = |run: &str, verdict: Verdict| {
@@ -306,9 +298,10 @@ impl Run<'_> {
         }
 
         for &share in self.shares {
+            let page_bytes = figures.page_size_bytes;
+            let budget_bytes = budget_bytes(share, remote_bytes, local_bytes, page_bytes);
             let budget_bytes =
-                budget_bytes(share, remote_bytes, local_bytes, figures.page_size_bytes)
-                    .with_context(|| format!("{} with {share} % local", name_of(&name)))?;
+                budget_bytes.with_context(|| format!("{} with {share} % local", name_of(&name)))?;
             let far = Far(Runtime::builder()
                 .server(self.server.endpoint().to_string())
                 .budget(ByteSize::b(budget_bytes))
@@ -356,7 +349,7 @@ impl Run<'_> {
     }
 
     /// Measures the cost of pages that come and leave, on this machine now.
-    fn page_rates(&self, page_bytes: u64) -> Result<PageRates> {
+    fn page_rates(&self, page_bytes: u64) -> Result<Rates> {
         let smoke = self.options.run.smoke;
         let setting = work::Setting {
             link: None,
@@ -373,10 +366,8 @@ impl Run<'_> {
         /// read-ahead and for all threads. With many more, pages are small, and small ones cost
         /// more than a few more of them save.
         const PAGES_MIN: u64 = 160;
-        let limit = (remote_bytes / PAGES_MIN + 1)
-            .next_power_of_two()
-            .max(8 << 10)
-            / 2;
+        let limit = (remote_bytes / PAGES_MIN + 1).next_power_of_two() / 2;
+        let limit = limit.max(4 << 10);
         match self.options.page_size {
             Some(page_size) => page_size.as_u64(),
             None if self.options.run.smoke => 4 << 10,
@@ -423,10 +414,10 @@ fn time<A: App>(
 }
 
 /// Returns the seconds that all threads together take to move the pages that came and left.
-fn moving_s(paging: &Counts, pages: &PageRates) -> f64 {
+fn moving_s(paging: &Counts, pages: &Rates) -> f64 {
     let mb = |bytes: u64| bytes as f64 / 1e6;
-    let writing_s_per_mb = (1.0 / pages.changed - 1.0 / pages.unchanged).max(0.0);
-    mb(paging.bytes_read) / pages.unchanged + mb(paging.bytes_written) * writing_s_per_mb
+    let writing_s_per_mb = (1.0 / pages.heavy - 1.0 / pages.light).max(0.0);
+    mb(paging.bytes_read) / pages.light + mb(paging.bytes_written) * writing_s_per_mb
 }
 
 /// Sums up the pairs of a share. `work_s` is the time of all work if it is spread perfectly.
@@ -457,15 +448,12 @@ fn share_figures(
 }
 
 fn share(text: &str) -> Result<f64, String> {
-    text.trim_end_matches('%')
-        .parse()
-        .ok()
-        .filter(|share: &f64| *share > 0.0 && *share <= 100.0)
-        .ok_or_else(|| {
-            format!(
-                "`{text}` is no share: write a percentage above 0 and up to 100, like `10%` or `12.5`"
-            )
-        })
+    match text.trim_end_matches('%').parse() {
+        Ok(share) if share > 0.0 && share <= 100.0 => Ok(share),
+        _ => Err(format!(
+            "`{text}` is no share: write a percentage above 0 and up to 100, like `10%` or `12.5`"
+        )),
+    }
 }
 
 #[cfg(test)]
@@ -515,10 +503,8 @@ mod tests {
         let pairs = [(1.0, 2.0), (3.0, 3.0), (1.0, 4.0)];
         let figures = share_figures(50.0, 1, &pairs, Counts::default(), 4.0);
         assert_eq!(figures.performance, 0.5);
-        assert_eq!(
-            (figures.performance_min, figures.performance_max),
-            (0.25, 1.0)
-        );
+        let range = (figures.performance_min, figures.performance_max);
+        assert_eq!(range, (0.25, 1.0));
         assert_eq!((figures.local_seconds, figures.seconds), (1.0, 3.0));
         assert_eq!(figures.floor, 0.25);
         let idle = share_figures(50.0, 1, &pairs, Counts::default(), 0.5);
@@ -527,9 +513,9 @@ mod tests {
 
     #[test]
     fn pages_that_changed_cost_more_to_move() {
-        let pages = PageRates {
-            unchanged: 1000.0,
-            changed: 500.0,
+        let pages = Rates {
+            light: 1000.0,
+            heavy: 500.0,
             wrong: 0,
         };
         let paging = |bytes_read, bytes_written| Counts {

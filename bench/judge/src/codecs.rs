@@ -77,14 +77,12 @@ impl Trial {
     /// middle of its rivals, which take turns next to it. Rivals that are far behind are left out.
     fn commands(&self, points: &Points, repetition: usize) -> Vec<&String> {
         let (_, mut figures) = self.figures(points);
-        figures
-            .iter_mut()
-            .for_each(|figures| figures.truncate(repetition));
-        let contends = contenders(&figures);
-        let rivals = self.rivals.iter().zip(contends);
-        let mut commands: Vec<&String> = rivals
-            .filter_map(|(rival, contends)| contends.then_some(rival))
-            .collect();
+        for figures in &mut figures {
+            figures.truncate(repetition);
+        }
+        let rivals = self.rivals.iter().zip(contenders(&figures));
+        let rivals = rivals.filter_map(|(rival, contends)| contends.then_some(rival));
+        let mut commands: Vec<&String> = rivals.collect();
         let turn = repetition % commands.len();
         commands.rotate_left(turn);
         commands.insert(commands.len() / 2, &self.judged);
@@ -162,11 +160,9 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
     // A codec that this build does not have cannot be held to anything.
     let adaptive = ADAPTIVE.parse::<farpage::Codec>().is_ok();
     codecs.extend(adaptive.then_some(ADAPTIVE));
-    let cells: Vec<(Contents, Rate)> = plan
-        .fields
-        .iter()
-        .flat_map(|&data| plan.rates.iter().map(move |&rate| (data, rate)))
-        .collect();
+    let fields = plan.fields.iter();
+    let cells = fields.flat_map(|&data| plan.rates.iter().map(move |&rate| (data, rate)));
+    let cells: Vec<(Contents, Rate)> = cells.collect();
     let trials = trials(&plan, &cells, adaptive);
 
     // 1. Measure.
@@ -179,20 +175,18 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
         .iter()
         .map(|trial| Check::new(trial.what.clone(), trial.bound, trial.ratio(&points)))
         .collect();
-    let table: Vec<Point> = cells
-        .iter()
-        .map(|&(data, rate)| Point {
+    let point = |&(data, rate): &(Contents, Rate)| {
+        let mb_per_s = |codec: &&str| {
+            let figures = Figure::Steps.of(&points, &plan.steps(data, codec, rate));
+            (!figures.is_empty()).then(|| median(&figures))
+        };
+        Point {
             data: data.name(),
             link: rate.to_string(),
-            mb_per_s: codecs
-                .iter()
-                .map(|codec| {
-                    let figures = Figure::Steps.of(&points, &plan.steps(data, codec, rate));
-                    (!figures.is_empty()).then(|| median(&figures))
-                })
-                .collect(),
-        })
-        .collect();
+            mb_per_s: codecs.iter().map(mb_per_s).collect(),
+        }
+    };
+    let table: Vec<Point> = cells.iter().map(point).collect();
     checks.extend(means(&trials, &points));
     if adaptive {
         checks.extend(over_all(&points, &plan, &cells));
@@ -217,11 +211,9 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
                 [] => "none".to_owned(),
                 names => names.join("; "),
             };
-            say(format_args!("Missed: {}.", list(&missed)))?;
-            say(format_args!(
-                "Not decided within noise: {}.",
-                list(&undecided)
-            ))?;
+            let (missed, undecided) = (list(&missed), list(&undecided));
+            say(format_args!("Missed: {missed}."))?;
+            say(format_args!("Not decided within noise: {undecided}."))?;
         }
         Format::Json => say(
             json!({ "benchmark": "codecs", "codecs": codecs, "sweep": table, "checks": checks }),
@@ -258,10 +250,10 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
         }
     }
     for &(data, rate) in cells.iter().filter(|_| adaptive) {
-        let rivals = STATIC_CODECS
+        let fitting = STATIC_CODECS
             .iter()
             .filter(|codec| fits(codec, data.dtype()));
-        let rivals: Vec<String> = rivals.map(|codec| plan.steps(data, codec, rate)).collect();
+        let rivals = fitting.map(|codec| plan.steps(data, codec, rate)).collect();
         trials.push(Trial {
             what: format!("{}, {rate}: adaptive / best static", data.name()),
             figure: Figure::Steps,
@@ -295,17 +287,12 @@ fn measure(sitting: &Sitting, points: &mut Points, trials: &[Trial], plan: &Plan
     let [least, most] = plan.repetitions.map(usize::from);
     let least = least.min(most);
     for repetition in 0..most {
-        let trials = trials
-            .iter()
-            .filter(|trial| repetition < least || !trial.is_decided(points));
-        let trials: Vec<&Trial> = trials.collect();
-        let progress = Progress::new(trials.len() as u64);
-        for trial in trials {
-            progress.phase(format!(
-                "repetition {} of {least} to {most}: {}",
-                repetition + 1,
-                trial.what
-            ));
+        let mut open: Vec<&Trial> = trials.iter().collect();
+        open.retain(|trial| repetition < least || !trial.is_decided(points));
+        let progress = Progress::new(open.len() as u64);
+        for trial in open {
+            let (number, what) = (repetition + 1, &trial.what);
+            progress.phase(format!("repetition {number} of {least} to {most}: {what}"));
             for command in trial.commands(points, repetition) {
                 points.measure(sitting, command, repetition as u16)?;
             }

@@ -270,12 +270,9 @@ pub fn run(options: &VersusUmapOptions) -> Result<()> {
     );
     let mut sitting = Sitting::new(options.smoke)?;
     let folder = TempDir::new().context("cannot make a temporary directory")?;
-    let progress = Progress::new(
-        options.page_sizes.len() as u64
-            * options.stores.len() as u64
-            * u64::from(options.repeat())
-            * (1 + u64::from(options.umap.is_some())),
-    );
+    let runs = options.page_sizes.len() * options.stores.len() * usize::from(options.repeat());
+    let sides = 1 + usize::from(options.umap.is_some());
+    let progress = Progress::new((runs * sides) as u64);
     progress.phase("building");
     // Umap's driver comes first, since farpage's library takes longer to come by.
     let theirs = (options.umap.as_deref())
@@ -287,16 +284,15 @@ pub fn run(options: &VersusUmapOptions) -> Result<()> {
     };
     let ours = build(&sitting, &farpage, &folder.path().join("with-farpage"))?;
 
-    let mut all: Vec<Measured> = (options.page_sizes.iter())
-        .flat_map(|page_size| {
-            options.stores.iter().map(|store| Measured {
-                store: *store,
-                page_bytes: page_size.as_u64(),
-                umap: Vec::new(),
-                farpage: Vec::new(),
-            })
-        })
-        .collect();
+    let mut all: Vec<Measured> = Vec::new();
+    for page_size in &options.page_sizes {
+        all.extend(options.stores.iter().map(|store| Measured {
+            store: *store,
+            page_bytes: page_size.as_u64(),
+            umap: Vec::new(),
+            farpage: Vec::new(),
+        }));
+    }
     for _ in 0..options.repeat() {
         sitting.next_repetition();
         for measured in &mut all {
@@ -335,18 +331,16 @@ pub fn run(options: &VersusUmapOptions) -> Result<()> {
             "findings": findings,
         })),
         Format::Human => {
-            let mut text = format!(
-                "{}\n{} MiB of data, {} MiB of local memory; medians of {} repetitions; every word was verified.",
+            let (size, buffer) = (options.size_bytes() >> 20, options.buffer_bytes() >> 20);
+            say(format_args!(
+                "{}\n{size} MiB of data, {buffer} MiB of local memory; medians of {} repetitions; every word was verified.",
                 table(&findings),
-                options.size_bytes() >> 20,
-                options.buffer_bytes() >> 20,
                 options.repeat()
-            );
-            if options.umap.is_none() {
-                text += "\n\n";
-                text += HOW_TO_BUILD_UMAP;
+            ))?;
+            match options.umap {
+                Some(_) => Ok(()),
+                None => say(format_args!("\n{HOW_TO_BUILD_UMAP}")),
             }
-            say(text)
         }
     }
 }
@@ -399,19 +393,14 @@ fn build(sitting: &Sitting, prefix: &Path, program: &Path) -> Result<PathBuf> {
         prefix.display(),
         header.display()
     );
-    let Some(lib) = ["lib", "lib64"]
-        .map(|lib| prefix.join(lib))
-        .into_iter()
-        .find(|lib| lib.join("libumap.so").is_file())
-    else {
-        bail!(
-            "no Umap is installed at {}: neither lib/ nor lib64/ there has a libumap.so",
-            prefix.display()
-        );
-    };
-    let lib = lib
-        .canonicalize()
-        .with_context(|| format!("cannot find {}", lib.display()))?;
+    let libs = ["lib", "lib64"].map(|lib| prefix.join(lib));
+    let mut libs = libs.iter().filter(|lib| lib.join("libumap.so").is_file());
+    let lib = libs.next().with_context(|| {
+        let prefix = prefix.display();
+        format!("no Umap is installed at {prefix}: neither lib/ nor lib64/ there has a libumap.so")
+    })?;
+    let lib = lib.canonicalize();
+    let lib = lib.with_context(|| format!("cannot find libumap.so at {}", prefix.display()))?;
     let source = program.with_extension("cpp");
     std::fs::write(&source, DRIVER)
         .with_context(|| format!("cannot write {}", source.display()))?;
@@ -439,27 +428,23 @@ fn drive(
     program: &Path,
     measured: &Measured,
 ) -> Result<Figures> {
-    let Measured {
-        store, page_bytes, ..
-    } = measured;
+    let (store, page_bytes) = (&measured.store, measured.page_bytes);
     let mut threads = options.threads.clone();
     threads.sort_unstable();
     threads.dedup();
     let threads: Vec<_> = threads.iter().map(u16::to_string).collect();
     let parts: Vec<_> = options.parts.iter().map(name_of).collect();
+    let buffer_pages = options.buffer_bytes() / page_bytes;
     let mut command = Command::new(program);
     command
         .env("UMAP_PAGESIZE", page_bytes.to_string())
-        .env(
-            "UMAP_BUFSIZE",
-            (options.buffer_bytes() / page_bytes).to_string(),
-        )
+        .env("UMAP_BUFSIZE", buffer_pages.to_string())
         .env("UMAP_LOG_LEVEL", "ERROR")
         .args([
             name_of(store),
             options.size_bytes().to_string(),
             options.buffer_bytes().to_string(),
-            options.accesses(*page_bytes).to_string(),
+            options.accesses(page_bytes).to_string(),
             threads.join(","),
             parts.join(","),
         ])
@@ -478,10 +463,9 @@ fn parse(text: &str) -> Result<Figures> {
             let known = KINDS.iter().any(|(kind, _)| *kind == name);
             ensure!(known, "the driver printed `{line}`, which nobody knows");
             let number = || format!("the driver printed `{line}`, which is no number");
-            Ok((
-                (name.to_owned(), threads.parse().with_context(number)?),
-                value.parse().with_context(number)?,
-            ))
+            let threads = threads.parse().with_context(number)?;
+            let value = value.parse().with_context(number)?;
+            Ok(((name.to_owned(), threads), value))
         })
         .collect()
 }
@@ -577,15 +561,11 @@ mod tests {
 
     #[test]
     fn a_ratio_says_how_many_times_as_fast_and_its_median_counts() {
-        let umap = "random-read-us 2 30\nstream-triad-mb-per-s 2 100";
-        let all = findings(&measured(
-            &[umap; 3],
-            &[
-                "random-read-us 2 20\nstream-triad-mb-per-s 2 250",
-                "random-read-us 2 10\nstream-triad-mb-per-s 2 150",
-                "random-read-us 2 60\nstream-triad-mb-per-s 2 300",
-            ],
-        ));
+        let of = |(us, mb)| format!("random-read-us 2 {us}\nstream-triad-mb-per-s 2 {mb}");
+        let umap = of((30, 100));
+        let farpage = [(20, 250), (10, 150), (60, 300)].map(of);
+        let farpage = farpage.each_ref().map(String::as_str);
+        let all = findings(&measured(&[umap.as_str(); 3], &farpage));
         let [read, triad] = &all[..] else {
             panic!("two figures: {all:?}");
         };
@@ -599,10 +579,8 @@ mod tests {
 
     #[test]
     fn without_umap_a_read_only_region_still_has_a_target() {
-        let all = findings(&measured(
-            &[],
-            &["random-read-us 1 20\nread-only-random-us 1 25"],
-        ));
+        let farpage = "random-read-us 1 20\nread-only-random-us 1 25";
+        let all = findings(&measured(&[], &[farpage]));
         let [read, read_only, over_writable] = &all[..] else {
             panic!("three figures: {all:?}");
         };
@@ -616,10 +594,8 @@ mod tests {
 
     #[test]
     fn what_the_driver_prints_is_a_figure_or_an_error() {
-        assert_eq!(
-            figures("hot-cold-us 8 1.5")[&("hot-cold-us".to_owned(), 8)],
-            1.5
-        );
+        let key = ("hot-cold-us".to_owned(), 8);
+        assert_eq!(figures("hot-cold-us 8 1.5")[&key], 1.5);
         for wrong in ["random-read-us 1", "random-read-us x 1", "surprise 1 1"] {
             let error = parse(wrong).expect_err("it is no figure").to_string();
             assert!(error.contains(wrong), "{error}");

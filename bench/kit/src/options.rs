@@ -96,12 +96,8 @@ impl Common {
     pub fn link(&self) -> Option<Arc<Link>> {
         let shaped = self.link_gbps.is_some() || self.link_us.is_some();
         // A link without a rate is as fast as a link can be said to be.
-        shaped.then(|| {
-            Arc::new(Link::new(
-                self.link_gbps.unwrap_or(1e6),
-                self.link_us.unwrap_or(0.0),
-            ))
-        })
+        let (gbps, us) = (self.link_gbps.unwrap_or(1e6), self.link_us.unwrap_or(0.0));
+        shaped.then(|| Arc::new(Link::new(gbps, us)))
     }
 }
 
@@ -320,10 +316,10 @@ pub fn page_size(text: &str) -> Result<ByteSize, String> {
 /// # Errors
 /// `text` is no such number.
 pub fn positive(text: &str) -> Result<f64, String> {
-    text.parse()
-        .ok()
-        .filter(|x: &f64| x.is_finite() && *x > 0.0)
-        .ok_or("must be a number above 0".into())
+    match not_negative(text) {
+        Ok(number) if number > 0.0 => Ok(number),
+        _ => Err("must be a number above 0".into()),
+    }
 }
 
 /// Parses a number that is 0 or more.
@@ -331,10 +327,10 @@ pub fn positive(text: &str) -> Result<f64, String> {
 /// # Errors
 /// `text` is no such number.
 pub fn not_negative(text: &str) -> Result<f64, String> {
-    text.parse()
-        .ok()
-        .filter(|x: &f64| x.is_finite() && *x >= 0.0)
-        .ok_or("must be a number, 0 or above".into())
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        _ => Err("must be a number, 0 or above".into()),
+    }
 }
 
 #[cfg(test)]

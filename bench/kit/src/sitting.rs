@@ -70,12 +70,10 @@ impl Sitting {
             self.reports.push(result.clone());
             self.results.insert(command.to_owned(), result);
         }
-        self.results[command]
-            .pointer(path)
-            .and_then(Value::as_f64)
-            .with_context(|| {
-                format!("`farpage-bench {command}` cannot measure {path} on this machine")
-            })
+        let figure = self.results[command].pointer(path).and_then(Value::as_f64);
+        figure.with_context(|| {
+            format!("`farpage-bench {command}` cannot measure {path} on this machine")
+        })
     }
 
     /// Returns all results so far.
@@ -129,14 +127,12 @@ impl Sitting {
     fn wait(&self, child: &mut Child) -> Result<ExitStatus> {
         let end = Instant::now() + TIME_MAX;
         loop {
-            if let Some(status) = child.try_wait().context("cannot wait for it")? {
-                if self.interrupted.load(Relaxed) {
-                    bail!("interrupted");
-                }
-                return Ok(status);
-            }
+            let ended = child.try_wait().context("cannot wait for it")?;
             if self.interrupted.load(Relaxed) {
                 bail!("interrupted");
+            }
+            if let Some(status) = ended {
+                return Ok(status);
             }
             if Instant::now() > end {
                 bail!("it took longer than {} s", TIME_MAX.as_secs());

@@ -124,20 +124,15 @@ impl Zram {
 
     fn is_on(&self) -> bool {
         let node = node(self.id);
-        fs::read_to_string("/proc/swaps").is_ok_and(|swaps| {
-            swaps
-                .lines()
-                .any(|line| line.split_whitespace().next().map(Path::new) == Some(&node))
-        })
+        let is_it = |line: &str| line.split_whitespace().next().map(Path::new) == Some(&node);
+        fs::read_to_string("/proc/swaps").is_ok_and(|swaps| swaps.lines().any(is_it))
     }
 
     fn remove_leftovers() -> Result<()> {
         for entry in fs::read_dir("/sys/block").context("cannot list /sys/block")? {
             let name = entry.context("cannot list /sys/block")?.file_name();
-            let Some(id) = name
-                .to_str()
-                .and_then(|name| name.strip_prefix("zram")?.parse().ok())
-            else {
+            let name = name.to_string_lossy();
+            let Some(id) = name.strip_prefix("zram").and_then(|id| id.parse().ok()) else {
                 continue;
             };
             let node = node(id);
@@ -185,10 +180,8 @@ fn label(node: &Path) -> Option<String> {
     use std::os::unix::fs::FileExt;
     // `union swap_header` of the kernel: a page with its magic at the end, and the label at 1052.
     let mut page = [0; 4096];
-    fs::File::open(node)
-        .ok()?
-        .read_exact_at(&mut page, 0)
-        .ok()?;
+    let device = fs::File::open(node).ok()?;
+    device.read_exact_at(&mut page, 0).ok()?;
     let label = page[1052..1068].split(|byte| *byte == 0).next()?;
     page.ends_with(b"SWAPSPACE2")
         .then(|| String::from_utf8_lossy(label).into_owned())

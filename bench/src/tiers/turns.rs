@@ -70,17 +70,11 @@ pub(super) struct Effort {
 
 impl Effort {
     pub(super) fn new(smoke: bool) -> Self {
-        match smoke {
-            true => Self {
-                pairs: 3,
-                accesses: 300,
-                cold: 5,
-            },
-            false => Self {
-                pairs: 40,
-                accesses: 3000,
-                cold: 200,
-            },
+        let (pairs, accesses, cold) = if smoke { (3, 300, 5) } else { (40, 3000, 200) };
+        Self {
+            pairs,
+            accesses,
+            cold,
         }
     }
 }
@@ -322,31 +316,22 @@ impl Measurement<'_> {
         plan.budget_bytes = plan.budget_bytes.max(LEAST_BUDGET_BYTES);
         let pages = plan.lent_bytes / PAGE_BYTES;
         let limit_bytes = plan.memory_bytes + BESIDE_BYTES;
-        let cgroup = match plan.is_grouped {
-            true => {
-                let parent = Parent::find()?;
-                Some(Cgroup::set_up(&parent, limit_bytes, SwapUse::Never)?)
-            }
-            false => None,
-        };
+        let group = || Cgroup::set_up(&Parent::find()?, limit_bytes, SwapUse::Never);
+        let cgroup = plan.is_grouped.then(group).transpose()?;
         // Pages are written out of place: a few are there twice.
         let capacity_bytes = plan.lent_bytes + plan.lent_bytes / 8 + (64 << 20);
         let server = MemoryServer::own(self.fabric, capacity_bytes)?;
         let mut plain = Side::start(&plan, server)?;
-        let server = MemoryServer::tiered(
-            self.fabric,
-            capacity_bytes,
-            plan.memory_bytes,
-            self.spill,
-            cgroup.as_ref(),
-        )?;
+        let (fabric, memory_bytes) = (self.fabric, plan.memory_bytes);
+        let (spill, group) = (self.spill, cgroup.as_ref());
+        let server = MemoryServer::tiered(fabric, capacity_bytes, memory_bytes, spill, group)?;
         let mut tiered = Side::start(&plan, server)?;
         // 1. All is written, and the pages in use come into memory.
         let warm: Vec<u64> = match plan.law {
-            Law::Tenth => (0..pages / 10)
-                .chain(0..pages / 10)
-                .map(|page| page * PAGE_WORDS)
-                .collect(),
+            Law::Tenth => {
+                let pages = (0..pages / 10).chain(0..pages / 10);
+                pages.map(|page| page * PAGE_WORDS).collect()
+            }
             Law::Zipf => words_of(plan.law, pages, 10 * accesses, self.seed),
         };
         let begin = |side: &mut Side| {
