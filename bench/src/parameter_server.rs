@@ -149,13 +149,10 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
     let mut rows = Vec::new();
     for &workers in &numbers {
         for &bytes in &sizes {
-            let steps = match smoke {
-                true => STEPS_MIN,
-                false => (ROUND_BYTES / bytes).clamp(STEPS_MIN, STEPS_MAX),
-            };
+            let steps = (ROUND_BYTES / bytes).clamp(STEPS_MIN, STEPS_MAX);
             let turns = Turns {
                 rounds,
-                steps,
+                steps: if smoke { STEPS_MIN } else { steps },
                 pulls: if smoke { SMOKE_PULLS } else { PULLS },
             };
             rows.push(compare(options.fabric, bytes, workers, turns)?);
@@ -293,20 +290,21 @@ fn work(
             step += 1;
             Ok(())
         })?;
-        let copied = turn(turns.steps, || copying.step(&gradient, &mut theirs))?;
+        let copied = turn(turns.steps, || {
+            copying.send(&gradient)?;
+            copying.receive(&mut theirs)
+        })?;
         let ours = through.buffers()?.0;
-        let is_same = ours.iter().zip(&theirs);
-        let is_same = is_same.fold(true, |same, (a, b)| same & (a.to_bits() == b.to_bits()));
+        let mut pairs = ours.iter().zip(&theirs);
         ensure!(
-            is_same && ours.iter().any(|value| *value != 0.0),
+            pairs.all(|(a, b)| a.to_bits() == b.to_bits())
+                && ours.iter().any(|value| *value != 0.0),
             "worker {rank} has other parameters in round {round} than the program that copies"
         );
         times.push((farpage, copied));
     }
-    let pulls = match rank {
-        0 => Some(pull(&mut through, step - 1, turns.pulls)?),
-        _ => None,
-    };
+    let pulls = (rank == 0).then(|| pull(&mut through, step - 1, turns.pulls));
+    let pulls = pulls.transpose()?;
     let (ours, _) = through.buffers()?;
     ensure!(ours == theirs, "a pull alone brings something else");
     Ok(Worked {
@@ -386,11 +384,6 @@ impl Copying {
         }
     }
 
-    fn step(&mut self, gradient: &[f32], parameters: &mut [f32]) -> Result<()> {
-        self.send(gradient)?;
-        self.receive(parameters)
-    }
-
     fn send(&mut self, floats: &[f32]) -> Result<()> {
         let bytes = self.outgoing.as_chunks_mut().0.iter_mut();
         for (bytes, float) in bytes.zip(floats) {
@@ -413,9 +406,8 @@ impl Copying {
 /// Serves workers by copying, on one thread and in the order of ranks. Returns the bytes copied.
 fn serve_copying(streams: Vec<TcpStream>, initial: &[f32], steps: usize) -> Result<u64> {
     let workers = streams.into_iter();
-    let mut workers: Vec<_> = workers
-        .map(|stream| Copying::new(stream, initial.len()))
-        .collect();
+    let workers = workers.map(|stream| Copying::new(stream, initial.len()));
+    let mut workers: Vec<_> = workers.collect();
     let share = 1.0 / workers.len() as f32;
     let mut parameters = initial.to_vec();
     let mut optimizer = Optimizer::new(RULE, parameters.len());

@@ -152,13 +152,9 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
     progress.phase("verifying");
     let wrong = AtomicU64::new(0);
     for_each_part([&mut a, &mut b, &mut c], threads, |first, part| {
-        let found = part
-            .a
-            .iter()
-            .zip(&*part.b)
-            .zip(&*part.c)
-            .map(|((a, b), c)| [*a, *b, *c]);
-        for (index, found) in (first..).zip(found) {
+        let found = part.a.iter().zip(&*part.b).zip(&*part.c);
+        for (index, ((a, b), c)) in (first..).zip(found) {
+            let found = [*a, *b, *c];
             let right = expected(T::of(source.value(index)), iterations);
             // NaN equals nothing, so bytes are compared.
             if bytes_of(&found) != bytes_of(&right) && wrong.fetch_add(1, Relaxed) == 0 {
@@ -182,9 +178,8 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
 
     let own = json!({ "threads": threads, "iterations": iterations });
     let array_bytes = len * size_of::<T>() as u64;
+    let kernels = kernels.iter().zip(seconds);
     let kernels = kernels
-        .iter()
-        .zip(seconds)
         .map(|((name, arrays, _), s)| kernel_figures(name, *arrays as u64 * array_bytes, &s[1..]));
     Ok(Report {
         benchmark: "stream",
@@ -205,13 +200,12 @@ fn plain_triad<T: Number>(bytes: usize, threads: usize) -> f64 {
     let array = || vec![T::from(1.0); bytes / size_of::<T>()];
     let (mut a, mut b, mut c) = (array(), array(), array());
     let [.., (name, arrays, triad)] = kernels::<T>();
-    let seconds: Vec<f64> = (0..PLAIN_TIMES)
-        .map(|_| {
-            let start = Instant::now();
-            for_each_part([&mut a, &mut b, &mut c], threads, |_, part| triad(part));
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
+    let mut time = |_| {
+        let start = Instant::now();
+        for_each_part([&mut a, &mut b, &mut c], threads, |_, part| triad(part));
+        start.elapsed().as_secs_f64()
+    };
+    let seconds: Vec<f64> = (0..PLAIN_TIMES).map(&mut time).collect();
     kernel_figures(name, (arrays * bytes) as u64, &seconds[1..]).mb_per_s
 }
 

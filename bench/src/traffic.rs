@@ -74,10 +74,7 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
     let slice: usize = shape[1..].iter().product();
     let slices = (paging.size_bytes() / (slice * size_of::<T>()) as u64).max(1);
     let len = slices * slice as u64;
-    let shape: Vec<usize> = [slices as usize]
-        .into_iter()
-        .chain(shape[1..].iter().copied())
-        .collect();
+    let shape = [&[slices as usize], &shape[1..]].concat();
     let mut array = arena.array_of_shape::<T>(&shape, Advice::Sequential)?;
     let work = Work {
         field: &field,
@@ -127,10 +124,8 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
     let found = (work.found.into_inner()).context("nothing panics under this lock")?;
     let bound = error_bound(paging.codec);
     if found.error_max > bound {
-        eprintln!(
-            "{} elements were read other than they were written",
-            found.wrong
-        );
+        let wrong = found.wrong;
+        eprintln!("{wrong} elements were read other than they were written");
     }
     let mut figures = Figures {
         kernels: Some(kernels),

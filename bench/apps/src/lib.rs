@@ -35,7 +35,6 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
-use farpage::Runtime;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -48,6 +47,7 @@ use self::{
     team::Team,
 };
 use farpage_bench_kit::{
+    arena::runtime,
     cpus::own_time,
     options::{self, ServerOptions, Threads, name_of},
     paging::Counts,
@@ -302,12 +302,7 @@ impl Run<'_> {
             let budget_bytes = budget_bytes(share, remote_bytes, local_bytes, page_bytes);
             let budget_bytes =
                 budget_bytes.with_context(|| format!("{} with {share} % local", name_of(&name)))?;
-            let far = Far(Runtime::builder()
-                .server(self.server.endpoint().to_string())
-                .budget(ByteSize::b(budget_bytes))
-                .page_size(ByteSize::b(figures.page_size_bytes))
-                .build()
-                .context("cannot start farpage")?);
+            let far = Far(runtime(self.server.endpoint(), budget_bytes, page_bytes)?);
             let mut far_data = app.load(&far)?;
             let mut of_teams = Vec::new();
             for (team, answer) in &teams {

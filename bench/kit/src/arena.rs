@@ -8,6 +8,7 @@ use std::ops::{Deref, DerefMut};
 
 use anyhow::{Context, Result, ensure};
 use farpage::{Advice, ByteSize, Pod, RegionOptions, RemoteArray, Runtime, Stats};
+use farpage_wire::Endpoint;
 
 use crate::{
     options::{FaultMode, Paging},
@@ -171,6 +172,19 @@ impl<'a> Arena<'a> {
             ))
         })
     }
+}
+
+/// Starts a runtime with `budget_bytes` for pages of `page_bytes`, at one server.
+///
+/// # Errors
+/// The runtime does not start.
+pub fn runtime(server: &Endpoint, budget_bytes: u64, page_bytes: u64) -> Result<Runtime> {
+    Runtime::builder()
+        .server(server.to_string())
+        .budget(ByteSize::b(budget_bytes))
+        .page_size(ByteSize::b(page_bytes))
+        .build()
+        .context("cannot start farpage")
 }
 
 impl<T: Pod> Array<T> {

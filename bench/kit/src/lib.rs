@@ -13,6 +13,7 @@ pub mod cpus;
 pub mod crew;
 pub mod data;
 pub mod held;
+mod names;
 pub mod options;
 pub mod out;
 pub mod paging;

@@ -13,6 +13,7 @@ use farpage_wire::Endpoint;
 use serde::Serialize;
 
 use crate::data::{DataOptions, Source};
+pub use crate::names::name_of;
 
 /// Option for the form of the results.
 #[derive(Args, Clone, Copy, Debug)]
@@ -265,12 +266,6 @@ impl fmt::Display for Fabric {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&name_of(self))
     }
-}
-
-/// Returns the name of `value` on the command line.
-pub fn name_of(value: &impl ValueEnum) -> String {
-    let value = value.to_possible_value().expect("no variant is skipped");
-    value.get_name().to_owned()
 }
 
 /// Form of the results.

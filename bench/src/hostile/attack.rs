@@ -7,7 +7,7 @@ use clap::Args;
 use std::{
     collections::BTreeMap,
     io::{self, ErrorKind, Read, Write},
-    net::{Ipv4Addr, SocketAddrV4, TcpStream, ToSocketAddrs},
+    net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream, ToSocketAddrs},
     sync::{
         Mutex,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -24,7 +24,7 @@ use farpage_wire::{
         ANSWER_HEADER_BYTES, AnswerHeader, OPERAND_BYTES, OpHeader, OpKind, Status, WORD_BYTES,
     },
 };
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::neighbour::{end_with_parent, own_cpu_s, tell};
@@ -105,13 +105,13 @@ pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
     let Endpoint::Tcp { host, port } = &options.endpoint else {
         bail!("the attack goes over tcp, not to {}", options.endpoint);
     };
-    let mut addresses = (host.as_str(), *port)
-        .to_socket_addrs()
-        .context("no such host")?;
-    let server = addresses.find_map(|address| match address {
-        std::net::SocketAddr::V4(address) if address.ip().is_loopback() => Some(address),
-        _ => None,
-    });
+    let addresses = (host.as_str(), *port).to_socket_addrs();
+    let server = addresses
+        .context("no such host")?
+        .find_map(|address| match address {
+            SocketAddr::V4(address) if address.ip().is_loopback() => Some(address),
+            _ => None,
+        });
     let server = server.context("the attack is for loopback addresses only")?;
     let (sent, total) = (AtomicU64::new(0), Mutex::new(Attack::default()));
     let end = Instant::now() + Duration::from_secs(options.seconds_max);
@@ -312,19 +312,15 @@ impl Attacker {
         let lies = self.random().is_multiple_of(2);
         let mut oversized = || -> io::Result<()> {
             let (mut stream, ..) = self.begin()?;
-            let bytes = if lies {
-                u32::MAX.to_le_bytes().to_vec()
-            } else {
-                // A frame of the maximal length, of which only a part is sent.
-                let mut half = (MAX_FRAME_BYTES as u32).to_le_bytes().to_vec();
-                half.resize(64 << 10, 6);
-                half
-            };
-            stream.write_all(&bytes)?;
-            match lies {
-                true => closed(&mut stream),
-                false => Err(ErrorKind::ConnectionAborted.into()),
+            if lies {
+                stream.write_all(&u32::MAX.to_le_bytes())?;
+                return closed(&mut stream);
             }
+            // A frame of the maximal length, of which only a part is sent.
+            let mut half = (MAX_FRAME_BYTES as u32).to_le_bytes().to_vec();
+            half.resize(64 << 10, 6);
+            stream.write_all(&half)?;
+            Err(ErrorKind::ConnectionAborted.into())
         };
         outcome_of(oversized())
     }
@@ -384,12 +380,8 @@ impl Attacker {
         self.count("a READ of the own, new memory", outcome);
 
         for line in 1..4 {
-            let foreign = loop {
-                let guess = ExtentId(self.guess());
-                if guess != own {
-                    break guess;
-                }
-            };
+            let mut guesses = std::iter::repeat_with(|| ExtentId(self.guess()));
+            let foreign = guesses.find(|guess| *guess != own).expect("ids differ");
             let (extent, offset) = match self.random() % 4 {
                 0 => (own, OWN_BYTES - 8),
                 1 => (own, u64::MAX - (1 << 20)),
@@ -493,7 +485,7 @@ fn say(stream: &mut TcpStream, request: &Request) -> io::Result<Response> {
     hear(stream)
 }
 
-fn hear(stream: &mut TcpStream) -> io::Result<Response> {
+fn hear<M: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<M> {
     let mut prefix = [0; PREFIX_BYTES];
     stream.read_exact(&mut prefix)?;
     let bytes = control::frame_bytes(prefix, MAX_FRAME_BYTES).map_err(io::Error::other)?;
@@ -511,13 +503,8 @@ fn answer(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
         Status::Ok => {}
         Status::Refused => return Err(ErrorKind::PermissionDenied.into()),
         // A typed refusal without bytes: a client has to ask again, or elsewhere.
-        Status::NoRoom | Status::Unreadable => {
-            return Err(io::Error::other(
-                "the server lends more than its memory, and cannot now",
-            ));
-        }
-        Status::NotYet => {
-            return Err(io::Error::other("an answer to what was never asked for"));
+        Status::NoRoom | Status::Unreadable | Status::NotYet => {
+            return Err(io::Error::other("the server cannot answer now"));
         }
     }
     let mut payload = vec![0; header.len as usize];
@@ -565,12 +552,7 @@ mod tests {
         let hello = Hello::decode(&hello).map_err(io::Error::other)?;
         stream.write_all(&hello.encode())?;
         loop {
-            let mut prefix = [0; PREFIX_BYTES];
-            stream.read_exact(&mut prefix)?;
-            let bytes = control::frame_bytes(prefix, MAX_FRAME_BYTES).map_err(io::Error::other)?;
-            let mut body = vec![0; bytes];
-            stream.read_exact(&mut body)?;
-            let answer = match control::decode(&body).map_err(io::Error::other)? {
+            let answer = match hear(&mut stream)? {
                 Request::Begin { .. } => Response::Begun {
                     session: SessionId(1),
                     secret: Secret([1; 16]),
@@ -620,7 +602,7 @@ mod tests {
                 thread::spawn(move || generous(stream));
             }
         });
-        let std::net::SocketAddr::V4(server) = address else {
+        let SocketAddr::V4(server) = address else {
             unreachable!("it was bound to an address of version 4")
         };
         type Act = fn(&mut Attacker);
@@ -640,11 +622,8 @@ mod tests {
                 found: Attack::default(),
             };
             attack(&mut attacker);
-            assert!(
-                attacker.found.foreign_bytes > 0,
-                "{name}: {:?}",
-                attacker.found
-            );
+            let found = attacker.found;
+            assert!(found.foreign_bytes > 0, "{name}: {found:?}");
         }
     }
 }

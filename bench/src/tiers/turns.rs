@@ -14,8 +14,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use farpage::{Advice, ByteSize, Codec, RemoteArray, Runtime};
+use farpage::{Advice, ByteSize, RemoteArray, Runtime};
 use farpage_bench_kit::{
+    arena::runtime,
     cgroup::{Cgroup, Parent, SwapUse},
     held::Held,
     options::Fabric,
@@ -134,13 +135,7 @@ struct Side {
 
 impl Side {
     fn start(plan: &Plan, server: MemoryServer) -> Result<Self> {
-        let runtime = Runtime::builder()
-            .server(server.endpoint().to_string())
-            .budget(ByteSize::b(plan.budget_bytes))
-            .page_size(ByteSize::b(PAGE_BYTES))
-            .codec(Codec::Raw)
-            .build()
-            .context("cannot start farpage")?;
+        let runtime = runtime(server.endpoint(), plan.budget_bytes, PAGE_BYTES)?;
         let words = usize::try_from(plan.lent_bytes / 8).context("--size is too large")?;
         let array = runtime.array(words).context("cannot create the array")?;
         Ok(Self {

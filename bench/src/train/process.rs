@@ -54,13 +54,13 @@ struct AggregatorReport {
 const RANKS: [&str; 4] = ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
 
 fn rank_of_environment() -> Result<usize> {
-    let named = RANKS
+    let mut named = RANKS
         .iter()
-        .find_map(|name| Some((name, env::var(name).ok()?)));
-    let (name, rank) = named
-        .with_context(|| format!("--rank is missing, and so are all of {}", RANKS.join(", ")))?;
-    rank.parse()
-        .with_context(|| format!("{name}={rank} is no rank"))
+        .filter_map(|name| Some((name, env::var(name).ok()?)));
+    let missing = || format!("--rank is missing, and so are all of {}", RANKS.join(", "));
+    let (name, rank) = named.next().with_context(missing)?;
+    let parsed = rank.parse();
+    parsed.with_context(|| format!("{name}={rank} is no rank"))
 }
 
 /// Runs the worker or the aggregator with this process's rank.
@@ -134,14 +134,17 @@ fn serve(
 /// Runs one worker.
 fn work(options: &TrainOptions, job: &Job, rank: usize, course: Course<'_>) -> Result<Outcome> {
     let deadline = options.patience();
-    let fabric =
-        |urls: &[Endpoint]| -> Vec<Address> { urls.iter().cloned().map(Address::Fabric).collect() };
+    let fabric = |urls: &[Endpoint]| {
+        urls.iter()
+            .cloned()
+            .map(Address::Fabric)
+            .collect::<Vec<_>>()
+    };
+    let link = options.link();
     let session = SessionOptions {
         client: format!("worker {rank}"),
         deadline,
-        link: options
-            .link()
-            .map(|(gbps, us)| Arc::new(Link::new(gbps, us))),
+        link: link.map(|(gbps, us)| Arc::new(Link::new(gbps, us))),
         ..SessionOptions::default()
     };
     if job.aggregators > 0 {
@@ -158,16 +161,15 @@ fn work(options: &TrainOptions, job: &Job, rank: usize, course: Course<'_>) -> R
 
 fn print(options: &TrainOptions, job: &Job, rank: usize, outcome: &Outcome) -> Result<()> {
     let end = outcome.snapshots.last().expect("a run has an end");
-    let right = job
-        .model
-        .right(&end.parameters, &job.data.test, &mut Scratch::default());
+    let (test, mut scratch) = (&job.data.test, Scratch::default());
+    let right = job.model.right(&end.parameters, test, &mut scratch);
     let steps = (job.steps - outcome.from) as f64;
     let report = WorkerReport {
         benchmark: "train",
         rank,
         mode: job.plan.mode().to_string(),
         loss: end.loss,
-        accuracy: right as f64 / job.data.test.labels.len() as f64,
+        accuracy: right as f64 / test.labels.len() as f64,
         hash: format!("{:032x}", hash([&*end.parameters])),
         seconds: end.seconds,
         exchange_share: outcome.exchange_s / (outcome.exchange_s + outcome.compute_s),
