@@ -25,7 +25,7 @@ fn fields_of_every_type_come_back_as_they_were_or_within_their_bound() {
         ("climate", "zfp:accuracy=1e-2"),
     ] {
         let report = report(&format!("traffic --data {data} --codec {codec}"));
-        assert_positive(&report, &["/kernels/2/mb_per_s", "/bytes_read"]);
+        assert_positive(&report, "/kernels/2/mb_per_s /bytes_read");
         let error = report["error_max"].as_f64().unwrap();
         match codec {
             "zfp:accuracy=1e-2" => assert!(error > 0.0 && error <= 1e-2, "{report}"),
@@ -46,22 +46,12 @@ fn a_file_takes_the_place_of_a_field() {
     let bytes: Vec<u8> = waves.flat_map(f32::to_le_bytes).collect();
     fs::write(&path, bytes).unwrap();
     let path = path.to_str().unwrap();
-    let shaped = |shape| {
-        [
-            "pages",
-            "--data-file",
-            path,
-            "--dtype",
-            "f32",
-            "--shape",
-            shape,
-        ]
-    };
+    let shaped = |shape| format!("pages --data-file {path} --dtype f32 --shape {shape}");
     assert_refused(&shaped("3x64x513"), 1, "makes 393984");
     assert_refused(&shaped("0"), 2, "above 0");
-    assert_refused(&shaped("")[..3], 2, "--dtype");
-    let text = ["stream", "--smoke", "--data", "text"];
-    assert_refused(&text, 1, "STREAM computes with f32 or f64");
+    assert_refused(&format!("pages --data-file {path}"), 2, "--dtype");
+    let text = "stream --smoke --data text";
+    assert_refused(text, 1, "STREAM computes with f32 or f64");
     let file = format!("--data-file {path} --dtype f32 --shape 3x64x512");
     assert_eq!(report(&format!("pages {file}"))["data"], path);
     if can_page("a_file_takes_the_place_of_a_field") {
@@ -78,7 +68,7 @@ fn pages_tells_ratio_time_growth_and_error_of_each_codec() {
     let climate = list(&climate, "/findings");
     assert_eq!(climate.len(), 5);
     for (at, finding) in climate.iter().enumerate() {
-        assert_positive(finding, &["/encode_mb_per_s", "/decode_mb_per_s"]);
+        assert_positive(finding, "/encode_mb_per_s /decode_mb_per_s");
         assert_eq!(figure(climate, at, "error_max") > 0.0, at == 4, "{finding}");
     }
     assert!(figure(climate, 4, "ratio") > figure(climate, 0, "ratio"));
@@ -88,7 +78,7 @@ fn pages_tells_ratio_time_growth_and_error_of_each_codec() {
     assert!(figure(random, 1, "ratio") < 1.0);
     // farpage's pages never grow.
     assert_eq!(figure(random, 2, "ratio"), 1.0);
-    assert_refused(&["pages", "--codecs", "zip"], 1, "deflate1 to deflate9");
+    assert_refused("pages --codecs zip", 1, "deflate1 to deflate9");
 }
 
 #[test]
@@ -157,7 +147,7 @@ fn codecs_are_compared_and_judged() {
     assert_eq!(sweep[5]["data"], "text");
     assert_eq!(report["codecs"][2], "shuffle");
     assert!(sweep[5]["mb_per_s"][2].is_null(), "{report}");
-    assert_positive(&sweep[5], &["/mb_per_s/1"]);
+    assert_positive(&sweep[5], "/mb_per_s/1");
     let checks = list(&report, "/checks");
     let is_of_lz4 = checks.iter().any(|check| check["target"] == "at least 1.5");
     assert!(is_of_lz4, "{report}");
@@ -165,5 +155,5 @@ fn codecs_are_compared_and_judged() {
         let what = check["what"].as_str().unwrap();
         what.starts_with("bytes moved, turbulence")
     };
-    assert_positive(checks.iter().find(is_of_zfp).unwrap(), &["/ratio"]);
+    assert_positive(checks.iter().find(is_of_zfp).unwrap(), "/ratio");
 }

@@ -57,7 +57,7 @@ fn versus_umap_says_where_no_umap_is() {
     let folder = tempfile::tempdir().unwrap();
     let prefix = folder.path().to_str().unwrap();
     for option in ["--farpage", "--umap"] {
-        let args = ["versus-umap", "--smoke", option, prefix];
+        let args = format!("versus-umap --smoke {option} {prefix}");
         assert_refused(&args, 1, "no Umap is installed at");
         assert_refused(&args, 1, "include/umap/umap.h");
     }

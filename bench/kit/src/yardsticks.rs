@@ -124,36 +124,31 @@ impl FabricRates {
 /// One line under the tables: how good the figures are.
 impl fmt::Display for Yardsticks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let plain = percent(self.plain_share);
-        let (all, unit) = match self.plain {
-            Plain::PlainTriadMbPerS(rate) => {
-                write!(f, "triad: {plain} % of plain memory ({rate:.0} MB/s). ")?;
-                ("All kernels", "")
-            }
-            Plain::PlainBothMbPerS(rate) => {
-                write!(f, "both: {plain} % of plain memory ({rate:.0} MB/s). ")?;
-                ("All steps", "")
-            }
-            Plain::PlainUsPerAccess(time) => {
-                write!(f, "an access: {plain} % of plain memory ({time:.3} us). ")?;
-                ("All accesses", "")
-            }
-            Plain::PlainP50Us(time) => {
-                write!(f, "a read, p50: {plain} % of plain memory ({time:.3} us). ")?;
-                ("The same", ", one READ of a page at a time")
-            }
+        let (what, all, how) = match self.plain {
+            Plain::PlainTriadMbPerS(_) => ("triad", "All kernels", ""),
+            Plain::PlainBothMbPerS(_) => ("both", "All steps", ""),
+            Plain::PlainUsPerAccess(_) => ("an access", "All accesses", ""),
+            Plain::PlainP50Us(_) => ("a read, p50", "The same", ", one READ of a page at a time"),
         };
-        let fabric = percent(self.fabric_share);
-        write!(f, "{all}: {fabric} % of the raw fabric ")?;
-        match &self.fabric {
-            Fabric::Fabric(rates) => write!(
-                f,
-                "(READ {:.0}, WRITE {:.0}, both {:.0} MB/s).",
+        let figure = match self.plain {
+            Plain::PlainTriadMbPerS(rate) | Plain::PlainBothMbPerS(rate) => {
+                format!("{rate:.0} MB/s")
+            }
+            Plain::PlainUsPerAccess(time) | Plain::PlainP50Us(time) => format!("{time:.3} us"),
+        };
+        let fabric = match &self.fabric {
+            Fabric::Fabric(rates) => format!(
+                "READ {:.0}, WRITE {:.0}, both {:.0} MB/s",
                 rates.raw_read_mb_per_s, rates.raw_write_mb_per_s, rates.raw_read_write_mb_per_s,
-            )?,
-            Fabric::FabricReadUs(time) => write!(f, "({time:.2} us{unit}).")?,
-        }
-        f.write_str(" Measured just now.")
+            ),
+            Fabric::FabricReadUs(time) => format!("{time:.2} us{how}"),
+        };
+        let (plain, share) = (percent(self.plain_share), percent(self.fabric_share));
+        write!(f, "{what}: {plain} % of plain memory ({figure}). ")?;
+        write!(
+            f,
+            "{all}: {share} % of the raw fabric ({fabric}). Measured just now."
+        )
     }
 }
 

@@ -74,9 +74,10 @@ pub(crate) fn report(args: &str) -> Value {
     report
 }
 
-/// Asserts that a run ends with `status`, prints no result and says `expected`.
-pub(crate) fn assert_refused(args: &[&str], status: i32, expected: &str) {
-    let output = run(args);
+/// Asserts that a run with `args`, separated by spaces, ends with `status`, prints no result and
+/// says `expected`.
+pub(crate) fn assert_refused(args: &str, status: i32, expected: &str) {
+    let output = run(&args.split_whitespace().collect::<Vec<_>>());
     let stderr = said(&output);
     assert_eq!(output.status.code(), Some(status), "{args:?}: {stderr}");
     assert!(stderr.contains(expected), "{args:?}: {stderr}");
@@ -90,9 +91,9 @@ pub(crate) fn assert_has(text: &str, expected: &[&str]) {
     }
 }
 
-/// Asserts that figures are there and above zero.
-pub(crate) fn assert_positive(report: &Value, pointers: &[&str]) {
-    for pointer in pointers {
+/// Asserts that the figures at `pointers`, separated by spaces, are there and above zero.
+pub(crate) fn assert_positive(report: &Value, pointers: &str) {
+    for pointer in pointers.split_whitespace() {
         let figure = report.pointer(pointer).and_then(Value::as_f64);
         assert!(
             figure.is_some_and(|figure| figure > 0.0),
