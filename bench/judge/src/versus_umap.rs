@@ -153,44 +153,33 @@ impl VersusUmapOptions {
 /// Figures that the driver prints, by name and threads.
 type Figures = BTreeMap<(String, u16), f64>;
 
-/// Figures of the driver in the order of the table: names, and names for people.
-const KINDS: [(&str, &str); 20] = [
-    ("fault-p50-us", "single fault, p50, us"),
-    ("fault-p99-us", "single fault, p99, us"),
-    ("random-read-us", "random read, us"),
-    ("random-read-p99-us", "random read, p99, us"),
-    (
-        "random-read-system-us",
-        "system CPU time of a random read, us",
-    ),
-    (
-        "random-read-store-reads",
-        "reads of the store per random read",
-    ),
-    ("random-update-us", "random update, us"),
-    ("hot-cold-us", "90/10 hot-cold read, us"),
-    ("hot-cold-p99-us", "90/10 hot-cold read, p99, us"),
-    (
-        "hot-cold-system-us",
-        "system CPU time of a hot-cold read, us",
-    ),
-    (
-        "hot-cold-store-reads",
-        "reads of the store per hot-cold read",
-    ),
-    ("read-only-random-us", "random read, read-only region, us"),
-    ("sequential-mb-per-s", "sequential read, MB/s"),
-    (
-        "read-only-sequential-mb-per-s",
-        "sequential read, read-only region, MB/s",
-    ),
-    ("stream-copy-mb-per-s", "STREAM copy, MB/s"),
-    ("stream-scale-mb-per-s", "STREAM scale, MB/s"),
-    ("stream-add-mb-per-s", "STREAM add, MB/s"),
-    ("stream-triad-mb-per-s", "STREAM triad, MB/s"),
-    ("unmap-clean-ms", "unmapping clean pages, ms"),
-    ("unmap-changed-ms", "unmapping changed pages, ms"),
+/// Figures of the driver in the order of the table: `name: name for people`.
+const KINDS: [&str; 20] = [
+    "fault-p50-us: single fault, p50, us",
+    "fault-p99-us: single fault, p99, us",
+    "random-read-us: random read, us",
+    "random-read-p99-us: random read, p99, us",
+    "random-read-system-us: system CPU time of a random read, us",
+    "random-read-store-reads: reads of the store per random read",
+    "random-update-us: random update, us",
+    "hot-cold-us: 90/10 hot-cold read, us",
+    "hot-cold-p99-us: 90/10 hot-cold read, p99, us",
+    "hot-cold-system-us: system CPU time of a hot-cold read, us",
+    "hot-cold-store-reads: reads of the store per hot-cold read",
+    "read-only-random-us: random read, read-only region, us",
+    "sequential-mb-per-s: sequential read, MB/s",
+    "read-only-sequential-mb-per-s: sequential read, read-only region, MB/s",
+    "stream-copy-mb-per-s: STREAM copy, MB/s",
+    "stream-scale-mb-per-s: STREAM scale, MB/s",
+    "stream-add-mb-per-s: STREAM add, MB/s",
+    "stream-triad-mb-per-s: STREAM triad, MB/s",
+    "unmap-clean-ms: unmapping clean pages, ms",
+    "unmap-changed-ms: unmapping changed pages, ms",
 ];
+
+fn kinds() -> impl Iterator<Item = (&'static str, &'static str)> {
+    KINDS.iter().filter_map(|kind| kind.split_once(": "))
+}
 
 /// Returns the name of the writable region's figure, for that of a read-only region.
 fn writable(name: &str) -> Option<&'static str> {
@@ -460,7 +449,7 @@ fn parse(text: &str) -> Result<Figures> {
             let [name, threads, value] = words[..] else {
                 bail!("the driver printed `{line}`, which is no figure");
             };
-            let known = KINDS.iter().any(|(kind, _)| *kind == name);
+            let known = kinds().any(|(kind, _)| kind == name);
             ensure!(known, "the driver printed `{line}`, which nobody knows");
             let number = || format!("the driver printed `{line}`, which is no number");
             let threads = threads.parse().with_context(number)?;
@@ -477,7 +466,7 @@ fn findings(measured: &Measured) -> Vec<Finding> {
     let mut findings = Vec::new();
     let names = farpage.first().map(|first| first.keys().cloned().collect());
     let names: Vec<(String, u16)> = names.unwrap_or_default();
-    for (kind, what) in KINDS {
+    for (kind, what) in kinds() {
         for (name, threads) in names.iter().filter(|(name, _)| name == kind) {
             let of = |all: &[Figures], name: &str| -> Vec<f64> {
                 let key = (name.to_owned(), *threads);

@@ -84,10 +84,9 @@ enum Buffers {
 
 /// Measures each mix for `time`.
 pub fn rates(common: &Common, server: &MemoryServer, time: Duration) -> Result<Rates> {
-    let (area, local) = if common.run.smoke {
-        (SMOKE_AREA_BYTES, SMOKE_LOCAL_BYTES)
-    } else {
-        (AREA_BYTES, LOCAL_BYTES)
+    let (area, local) = match common.run.smoke {
+        true => (SMOKE_AREA_BYTES, SMOKE_LOCAL_BYTES),
+        false => (AREA_BYTES, LOCAL_BYTES),
     };
     let mut team = Team::start(common, server, threads(common.fillers), area, local)?;
     Ok(Rates {
@@ -102,11 +101,11 @@ pub fn rates(common: &Common, server: &MemoryServer, time: Duration) -> Result<R
 
 /// Measures the yardsticks of a benchmark, briefly: with cold buffers, for a fraction of a second.
 pub fn yardstick(common: &Common, server: &MemoryServer) -> Result<FabricRates> {
-    let (bytes, time) = if common.run.smoke {
-        (SMOKE_AREA_BYTES, Duration::from_millis(20))
-    } else {
-        (YARDSTICK_BYTES, Duration::from_millis(100))
+    let (bytes, ms) = match common.run.smoke {
+        true => (SMOKE_AREA_BYTES, 20),
+        false => (YARDSTICK_BYTES, 100),
     };
+    let time = Duration::from_millis(ms);
     let mut team = Team::start(common, server, threads(common.fillers), bytes, bytes)?;
     let mut rate = |mix| team.phase(mix, Buffers::Cold, time);
     Ok(FabricRates {
@@ -152,10 +151,8 @@ impl Team {
         let session = Session::connect(server.endpoint(), &options)?;
         let page_bytes = common.page_size.as_u64();
         let buffers = (local / page_bytes) as usize / threads;
-        let area_per_thread = (area / threads as u64)
-            .next_multiple_of(page_bytes)
-            .max(QUEUE_DEPTH as u64 * page_bytes);
-
+        let area_per_thread = (area / threads as u64).next_multiple_of(page_bytes);
+        let area_per_thread = area_per_thread.max(QUEUE_DEPTH as u64 * page_bytes);
         let mut workers = Vec::new();
         for _ in 0..threads {
             let extent = session.grant(area_per_thread)?;
@@ -243,17 +240,14 @@ impl Worker {
     }
 
     fn op(&self, mix: Mix, mut buf: Vec<u8>) -> Op<Vec<u8>> {
+        // In turns, each verb has one half of the area, so that no page is read and written at
+        // once.
+        let half = self.pages / 2;
         let (verb, page) = match mix {
             Mix::Read => (Verb::Read, self.next % self.pages),
             Mix::Prepare | Mix::Write => (Verb::Write, self.next % self.pages),
-            // Each verb has one half of the area, so that no page is read and written at once.
-            Mix::Both if self.next.is_multiple_of(2) => {
-                (Verb::Read, self.next / 2 % (self.pages / 2))
-            }
-            Mix::Both => (
-                Verb::Write,
-                self.pages / 2 + self.next / 2 % (self.pages / 2),
-            ),
+            Mix::Both if self.next.is_multiple_of(2) => (Verb::Read, self.next / 2 % half),
+            Mix::Both => (Verb::Write, half + self.next / 2 % half),
         };
         if verb == Verb::Write {
             let stamp = self.stamp(page);
@@ -273,9 +267,8 @@ impl Worker {
 
     fn take_completions(&mut self) -> Result<()> {
         for completion in std::mem::take(&mut self.done) {
-            completion
-                .result
-                .context("an operation on the fabric failed")?;
+            let failed = "an operation on the fabric failed";
+            completion.result.context(failed)?;
             self.bytes += self.page_bytes;
             if completion.verb == Verb::Read {
                 let stamp = self.stamp(completion.tag);

@@ -111,67 +111,52 @@ pub struct Figures {
     pub single: BTreeMap<&'static str, f64>,
 }
 
-/// Times of faults, and their names in tables.
-const FAULTS: [(&str, &str); 11] = [
-    ("kernel_fault_us", "kernel's own 4 KiB fault"),
-    ("uffd_round_trip_us", "bare userfaultfd, COPY"),
-    (
-        "uffd_one_cpu_round_trip_us",
-        "bare userfaultfd, COPY, one CPU",
-    ),
-    (
-        "uffd_two_cpu_round_trip_us",
-        "bare userfaultfd, COPY, two CPUs",
-    ),
-    ("uffd_move_round_trip_us", "bare userfaultfd, MOVE"),
-    ("uffd_in_thread_round_trip_us", "in the thread itself, COPY"),
-    (
-        "uffd_in_thread_move_round_trip_us",
-        "in the thread itself, MOVE",
-    ),
-    ("uffd_read_round_trip_us", "READ, hash, MOVE"),
-    (
-        "uffd_in_thread_read_round_trip_us",
-        "in the thread itself, READ, hash, MOVE",
-    ),
-    ("fault_us", "read, room in the budget"),
-    ("evicting_fault_us", "write, changed pages leave"),
+/// Times of faults: `name: name in tables`.
+const FAULTS: [&str; 11] = [
+    "kernel_fault_us: kernel's own 4 KiB fault",
+    "uffd_round_trip_us: bare userfaultfd, COPY",
+    "uffd_one_cpu_round_trip_us: bare userfaultfd, COPY, one CPU",
+    "uffd_two_cpu_round_trip_us: bare userfaultfd, COPY, two CPUs",
+    "uffd_move_round_trip_us: bare userfaultfd, MOVE",
+    "uffd_in_thread_round_trip_us: in the thread itself, COPY",
+    "uffd_in_thread_move_round_trip_us: in the thread itself, MOVE",
+    "uffd_read_round_trip_us: READ, hash, MOVE",
+    "uffd_in_thread_read_round_trip_us: in the thread itself, READ, hash, MOVE",
+    "fault_us: read, room in the budget",
+    "evicting_fault_us: write, changed pages leave",
 ];
 
-/// Single figures, and their names in tables; those without one stand in another table.
-const SINGLE: [(&str, &str); 17] = [
-    ("us_per_access", "an access"),
-    ("us_per_read", "a read"),
-    ("us_per_update", "an update"),
-    ("us_per_read_miss", "a read that misses"),
-    (
-        "evictor_cpu_us_per_page",
-        "evictors' CPU time, a clean page",
-    ),
-    (
-        "uffd_replace_us",
-        "READ, hash, MOVE; another MOVE and hash out",
-    ),
-    ("us_per_sparse_page", "a page of a sparse region"),
-    ("metadata_bytes", "page metadata"),
-    ("memcpy_mb_per_s", "memcpy"),
-    ("raw_read_mb_per_s", "fabric READ, hot buffers"),
-    ("raw_write_mb_per_s", "fabric WRITE, hot buffers"),
-    ("raw_cold_read_mb_per_s", "fabric READ, cold buffers"),
-    ("raw_cold_write_mb_per_s", "fabric WRITE, cold buffers"),
-    (
-        "raw_read_write_mb_per_s",
-        "fabric READ + WRITE, hot buffers",
-    ),
-    ("work_mb_per_s", "triad's work without a pager"),
-    ("moved_work_mb_per_s", "the same, moved in and out"),
-    ("error_max", ""),
+/// Single figures: `name: name in tables`; those without one stand in another table.
+const SINGLE: [&str; 17] = [
+    "us_per_access: an access",
+    "us_per_read: a read",
+    "us_per_update: an update",
+    "us_per_read_miss: a read that misses",
+    "evictor_cpu_us_per_page: evictors' CPU time, a clean page",
+    "uffd_replace_us: READ, hash, MOVE; another MOVE and hash out",
+    "us_per_sparse_page: a page of a sparse region",
+    "metadata_bytes: page metadata",
+    "memcpy_mb_per_s: memcpy",
+    "raw_read_mb_per_s: fabric READ, hot buffers",
+    "raw_write_mb_per_s: fabric WRITE, hot buffers",
+    "raw_cold_read_mb_per_s: fabric READ, cold buffers",
+    "raw_cold_write_mb_per_s: fabric WRITE, cold buffers",
+    "raw_read_write_mb_per_s: fabric READ + WRITE, hot buffers",
+    "work_mb_per_s: triad's work without a pager",
+    "moved_work_mb_per_s: the same, moved in and out",
+    "error_max: ",
 ];
+
+fn named<const N: usize>(
+    table: &'static [&'static str; N],
+) -> impl Iterator<Item = (&'static str, &'static str)> {
+    table.iter().filter_map(|figure| figure.split_once(": "))
+}
 
 impl Figures {
     /// Adds single figures. What could not be measured is left out.
     pub fn add<F: Into<Option<f64>>>(&mut self, name: &'static str, figure: F) {
-        assert!(SINGLE.iter().any(|(known, _)| *known == name), "{name}");
+        assert!(named(&SINGLE).any(|(known, _)| known == name), "{name}");
         self.single
             .extend(figure.into().map(|figure| (name, figure)));
     }
@@ -183,24 +168,21 @@ impl Figures {
         name: &'static str,
         times: impl Into<Option<&'a Histogram<u64>>>,
     ) {
-        assert!(FAULTS.iter().any(|(known, _)| *known == name), "{name}");
+        assert!(named(&FAULTS).any(|(known, _)| known == name), "{name}");
         let times = times.into().map(|times| (name, Percentiles::of(times)));
         self.faults.extend(times);
     }
 }
 
-/// Rate and times of a loop over the arrays.
+/// Rate in the best time, and the best, mean and worst time of a loop over the arrays, which is
+/// named as in McCalpin's STREAM.
 #[derive(Debug, Serialize)]
+#[allow(missing_docs, reason = "the names say it")]
 pub struct Kernel {
-    /// Name, as in McCalpin's STREAM.
     pub name: &'static str,
-    /// Rate in the best time.
     pub mb_per_s: f64,
-    /// The best time.
     pub min_s: f64,
-    /// The mean time.
     pub avg_s: f64,
-    /// The worst time.
     pub max_s: f64,
 }
 
@@ -216,18 +198,14 @@ pub fn kernel_figures(name: &'static str, bytes: u64, seconds: &[f64]) -> Kernel
     }
 }
 
-/// Percentiles of times, in microseconds.
+/// Percentiles of times, in microseconds, and the number of times.
 #[derive(Clone, Copy, Debug, Serialize)]
+#[allow(missing_docs, reason = "the names say it")]
 pub struct Percentiles {
-    /// The median.
     pub p50: f64,
-    /// The 90th percentile.
     pub p90: f64,
-    /// The 99th percentile.
     pub p99: f64,
-    /// The 99.9th percentile.
     pub p999: f64,
-    /// Number of times.
     pub samples: u64,
 }
 
@@ -367,7 +345,7 @@ impl Report {
             line(&mut kernels, format!("{name} | {rate:.0} | {times}"));
         }
         let mut faults = table("fault, microseconds | p50 | p90 | p99 | p99.9 | samples");
-        for (name, shown) in FAULTS {
+        for (name, shown) in named(&FAULTS) {
             if let Some(p) = figures.faults.get(name) {
                 let low = format!("{:.1} | {:.1}", p.p50, p.p90);
                 let high = format!("{:.1} | {:.1}", p.p99, p.p999);
@@ -376,7 +354,7 @@ impl Report {
             }
         }
         let mut single = table("figure | ");
-        for (name, shown) in SINGLE.iter().filter(|(_, shown)| !shown.is_empty()) {
+        for (name, shown) in named(&SINGLE).filter(|(_, shown)| !shown.is_empty()) {
             let Some(&figure) = figures.single.get(name) else {
                 continue;
             };
@@ -407,36 +385,24 @@ impl Report {
         if let Some(bytes) = config.bytes("size_bytes") {
             let threads = config.bytes("threads").unwrap_or(1);
             let (fillers, evictors) = (told("fillers"), told("evictors"));
+            let threads = format!("{threads} + {fillers} fillers + {evictors} evictors");
             rows.push(("arrays", format!("{}, {} data", mib(bytes), told("data"))));
-            rows.push((
-                "threads",
-                format!("{threads} + {fillers} fillers + {evictors} evictors"),
-            ));
+            rows.push(("threads", threads));
         }
         if let Some(p) = &self.paging {
             let c = &p.counts;
+            let faults = format!("{}, {} waited for room", c.faults, c.starved);
+            let fills = format!("{}, {} ahead of a fault", c.fills, c.prefetches);
+            let (left, clean, steals) = (c.evictions, c.clean_evictions, c.steals);
+            let evictions = format!("{left}, {clean} unchanged, {steals} wanted again");
+            let moved = format!("{} / {}", mib(c.bytes_read), mib(c.bytes_written));
             rows.extend([
                 ("budget", mib(p.budget_bytes)),
                 ("peak resident", mib(p.peak_resident_bytes)),
-                (
-                    "page faults",
-                    format!("{}, {} waited for room", c.faults, c.starved),
-                ),
-                (
-                    "pages brought in",
-                    format!("{}, {} ahead of a fault", c.fills, c.prefetches),
-                ),
-                (
-                    "pages sent away",
-                    format!(
-                        "{}, {} unchanged, {} wanted again",
-                        c.evictions, c.clean_evictions, c.steals
-                    ),
-                ),
-                (
-                    "read / written remotely",
-                    format!("{} / {}", mib(c.bytes_read), mib(c.bytes_written)),
-                ),
+                ("page faults", faults),
+                ("pages brought in", fills),
+                ("pages sent away", evictions),
+                ("read / written remotely", moved),
             ]);
             let ratio = p.compression_ratio.map(|ratio| format!("{ratio:.2} : 1"));
             rows.extend(ratio.map(|ratio| ("compression", ratio)));
