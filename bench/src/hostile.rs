@@ -175,10 +175,8 @@ fn arm<R: DeserializeOwned>(
             said
         });
         let seen = victim.work(&stop);
-        (
-            seen,
-            heard.join().expect("waiting for a process does not panic"),
-        )
+        let said = heard.join();
+        (seen, said.expect("waiting for a process does not panic"))
     });
     let seconds = begun.elapsed().as_secs_f64();
     let said = said?;
@@ -192,10 +190,8 @@ fn arm<R: DeserializeOwned>(
         stream_mb_per_s: seen.stream_bytes as f64 / 1e6 / seconds,
         words_checked: seen.words_checked,
     };
-    ensure!(
-        arm.fault_us.samples > 0,
-        "the victim had no time for a single fault"
-    );
+    let faults = arm.fault_us.samples;
+    ensure!(faults > 0, "the victim had no time for a single fault");
     Ok((arm, report))
 }
 
@@ -229,7 +225,7 @@ impl Report {
             ("fault p99, us", a_fault.p99, b_fault.p99),
             ("STREAM, MB/s", a.stream_mb_per_s, b.stream_mb_per_s),
             (
-                "CPU of the neighbour, s",
+                "its neighbour's CPU, s",
                 a.neighbour_cpu_s,
                 b.neighbour_cpu_s,
             ),

@@ -142,10 +142,8 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
         sizes.iter().all(are_whole),
         "parameters have 4 bytes each: give sizes that are multiples of 4"
     );
-    ensure!(
-        numbers.iter().all(|workers| *workers > 0),
-        "there is nobody to push without workers"
-    );
+    let is_nobody = numbers.contains(&0);
+    ensure!(!is_nobody, "there is nobody to push without workers");
     let mut rows = Vec::new();
     for &workers in &numbers {
         for &bytes in &sizes {

@@ -51,10 +51,8 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
     let progress = Progress::new(3);
 
     progress.phase("making frames");
-    let mut warm = arena.array::<u64>(
-        WARM_UP_BUDGETS * paging.budget_bytes() / size_of::<u64>() as u64,
-        Advice::Sequential,
-    )?;
+    let len = WARM_UP_BUDGETS * paging.budget_bytes() / size_of::<u64>() as u64;
+    let mut warm = arena.array::<u64>(len, Advice::Sequential)?;
     for (index, element) in (0..).zip(warm.iter_mut()) {
         *element = mix(index);
     }

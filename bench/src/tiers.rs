@@ -244,10 +244,8 @@ fn fetched(client: &mut Client, count: u64, seed: u64) -> Result<f64> {
             break;
         }
     }
-    ensure!(
-        times.len() as u64 > count / 4,
-        "too few chunks had left memory"
-    );
+    let found = times.len() as u64;
+    ensure!(found > count / 4, "too few chunks had left memory");
     Ok(median(&times))
 }
 
@@ -308,8 +306,9 @@ fn human(found: &Tiers) -> String {
         ),
     ] {
         if !rows.is_empty() {
+            let tenth = format!("\"a tenth\": all but {ANYWHERE} of 1000 accesses");
             parts.push(format!(
-                "{lent} lent, {what}; \"a tenth\": all but {ANYWHERE} of 1000 accesses\n{}",
+                "{lent} lent, {what}; {tenth}\n{}",
                 turns::human(rows)
             ));
         }
@@ -321,27 +320,17 @@ fn human(found: &Tiers) -> String {
 }
 
 fn human_latency(latency: &Latency) -> String {
-    let none = String::new;
+    let over = |ratio: f64| format!("{ratio:.2}");
+    let hot = ranged(latency.hot_over_plain, 3);
+    let (pool, disk) = (over(latency.pool_over_parts), over(latency.disk_over_parts));
     let rows = [
-        ("to the server and back", latency.round_trip_us, none()),
-        ("in memory, server without tiers", latency.plain_us, none()),
-        (
-            "in memory",
-            latency.hot_us,
-            ranged(latency.hot_over_plain, 3),
-        ),
-        ("LZ4 alone", latency.decode_us, none()),
-        (
-            "in the compressed pool",
-            latency.pool_us,
-            format!("{:.2}", latency.pool_over_parts),
-        ),
-        ("bare O_DIRECT read", latency.bare_disk_us, none()),
-        (
-            "in the spill file",
-            latency.disk_us,
-            format!("{:.2}", latency.disk_over_parts),
-        ),
+        ("to the server and back", latency.round_trip_us, ""),
+        ("in memory, server without tiers", latency.plain_us, ""),
+        ("in memory", latency.hot_us, &hot),
+        ("LZ4 alone", latency.decode_us, ""),
+        ("in the compressed pool", latency.pool_us, &pool),
+        ("bare O_DIRECT read", latency.bare_disk_us, ""),
+        ("in the spill file", latency.disk_us, &disk),
     ];
     let rows = rows.map(|(name, us, over)| format!("{name} | {us:.1} | {over}"));
     filled_table("READ of 64 KiB | us | over its parts", rows).to_string()

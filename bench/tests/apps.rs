@@ -101,9 +101,7 @@ fn ctrl_c_ends_it_in_good_order() {
     if !can_page("ctrl_c_ends_it_in_good_order") {
         return;
     }
-    let child = start(&[
-        "apps", "--smoke", "--apps", "kmeans", "--repeat", "99", "--size", "64MiB",
-    ]);
+    let child = start("apps --smoke --apps kmeans --repeat 99 --size 64MiB");
     let socket = socket_of(&child);
     wait_until("the server listens", || socket.exists());
     let output = interrupt(child);

@@ -438,13 +438,8 @@ fn under_the_tables_stands_how_near_a_figure_is_to_the_fabric_and_to_plain_memor
 
 #[test]
 fn words_of_the_tables_are_explained() {
-    let words = [
-        "page faults",
-        "waited for room",
-        "pages brought in",
-        "pages sent away",
-        "peak resident",
-    ];
+    let words = ["page faults", "waited for room", "pages brought in"];
+    let words = [&words[..], &["pages sent away", "peak resident"]].concat();
     for benchmark in [
         "stream", "random", "latency", "eviction", "sparse", "traffic",
     ] {
@@ -608,15 +603,7 @@ fn the_own_server_ends_with_a_benchmark_that_is_killed() {
     if !can_page("the_own_server_ends_with_a_benchmark_that_is_killed") {
         return;
     }
-    let args = [
-        "stream",
-        "--smoke",
-        "--size",
-        "64MiB",
-        "--iterations",
-        "100",
-    ];
-    let mut child = start(&args);
+    let mut child = start("stream --smoke --size 64MiB --iterations 100");
     let socket = socket_of(&child);
     wait_until("the server listens", || socket.exists());
     child.kill().unwrap();

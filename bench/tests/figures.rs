@@ -119,7 +119,7 @@ fn figures_that_were_interrupted_go_on() {
     let points = || fs::read_to_string(format!("{out}/points.jsonl")).unwrap_or_default();
     let mut kept = String::new();
     for round in 1..=2 {
-        let child = start(&["figures", "--quick", "--out", out]);
+        let child = start(&format!("figures --quick --out {out}"));
         wait_until("there is a result", || points().lines().count() > round);
         let output = interrupt(child);
         assert_eq!(output.status.code(), Some(1), "{output:?}");

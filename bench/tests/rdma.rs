@@ -228,14 +228,8 @@ fn a_parameter_server_over_rdma_copies_nothing_on_the_way() {
     if address("a_parameter_server_over_rdma_copies_nothing_on_the_way").is_none() {
         return;
     }
-    let args = [
-        "parameter-server",
-        "--fabric",
-        "rdma",
-        "--smoke",
-        "--format=json",
-    ];
-    let output = bench(HERE, &args).output();
+    let args = "parameter-server --fabric rdma --smoke --format=json";
+    let output = bench(HERE, &args.split(' ').collect::<Vec<_>>()).output();
     let report = parsed(&output.expect("`timeout` can be started"));
     for row in common::list(&report, "/rows") {
         assert_eq!(row["bounced_bytes"].as_u64(), Some(0), "{row}");

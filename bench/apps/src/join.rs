@@ -252,10 +252,8 @@ mod tests {
     fn rows_find_their_keys_and_a_changed_row_is_rejected() {
         let app = Join::generate(300_000 * ROW_BYTES, &team());
         let (mut on, found) = ran(&app);
-        assert!(
-            (0.88..0.92).contains(&(found.rows as f64 / app.rows as f64)),
-            "{found:?}"
-        );
+        let share = found.rows as f64 / app.rows as f64;
+        assert!((0.88..0.92).contains(&share), "{found:?}");
 
         on.right[1][123] ^= 1;
         let wrong = app.work::<Local>(&mut on, &team());

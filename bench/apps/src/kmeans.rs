@@ -196,11 +196,8 @@ mod tests {
                 }
             }
         }
-        assert!(
-            (found.inertia / inertia - 1.0).abs() < 1e-4,
-            "{} {inertia}",
-            found.inertia
-        );
+        let ratio = found.inertia / inertia;
+        assert!((ratio - 1.0).abs() < 1e-4, "{ratio}");
 
         let mut wrong = found.clone();
         wrong.inertia *= 1.000_000_1;

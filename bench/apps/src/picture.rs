@@ -39,12 +39,9 @@ pub(crate) fn draw(report: &AppsReport, path: &Path) -> Result<()> {
     plot::draw_svg(path, SIZE, |area| {
         let (chart, legend) = area.split_horizontally(SIZE.0 - LEGEND);
         panels::legend(&legend, (0, 24), names.iter().map(String::as_str))?;
-        panels::lines(
-            &chart,
-            "performance, % of all in local memory",
-            "local memory, % of the application's",
-            &lines,
-        )
+        let title = "performance, % of all in local memory";
+        let across = "local memory, % of the application's";
+        panels::lines(&chart, title, across, &lines)
     })
 }
 

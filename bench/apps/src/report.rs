@@ -283,11 +283,8 @@ pub(crate) mod tests {
             app("c", false, &[0.9, 0.01]),
         ];
         let summary = summarise(&apps, &[50.0, 25.0]);
-        assert!(
-            summary
-                .iter()
-                .all(|s| (s.geometric_mean.unwrap() - 0.5).abs() < 1e-12)
-        );
+        let is_half = |s: &Summary| (s.geometric_mean.unwrap() - 0.5).abs() < 1e-12;
+        assert!(summary.iter().all(is_half));
         let one_thread = summary[0].geometric_mean_one_thread.unwrap();
         assert!((one_thread - 0.25).abs() < 1e-12);
         let worst = summary.iter().map(|s| s.worst.as_str());

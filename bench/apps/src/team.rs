@@ -145,10 +145,8 @@ mod tests {
         let team = Team::new(3, Arc::default()).unwrap();
         let mut sums = [0_u32; 100];
         for pass in 0..2 {
-            team.each(
-                there_and_back(pass, sums.iter_mut().zip(0..100)),
-                |(sum, x)| *sum += x,
-            );
+            let pieces = there_and_back(pass, sums.iter_mut().zip(0..100));
+            team.each(pieces, |(sum, x)| *sum += x);
         }
         assert!(sums.iter().zip(0..).all(|(&sum, x)| sum == 2 * x));
         let own = team.fold(0..1000_u64, || 0, |own, x| *own += x);

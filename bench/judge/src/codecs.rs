@@ -219,12 +219,10 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
             json!({ "benchmark": "codecs", "codecs": codecs, "sweep": table, "checks": checks }),
         )?,
     }
+    let [missed, undecided, all] = [missed.len(), undecided.len(), checks.len()];
     ensure!(
-        missed.is_empty() || plan.smoke,
-        "{} of {} checks are missed, {} not decided",
-        missed.len(),
-        checks.len(),
-        undecided.len()
+        missed == 0 || plan.smoke,
+        "{missed} of {all} checks are missed, {undecided} not decided"
     );
     Ok(())
 }
@@ -312,11 +310,8 @@ fn means(trials: &[Trial], points: &Points) -> Vec<Check> {
         let parts = trials.iter().filter(|t| t.mean.as_ref() == Some(name));
         let ratios: Vec<Ratio> = parts.clone().map(|trial| trial.ratio(points)).collect();
         let bound = parts.map(|trial| trial.bound).next()?;
-        Some(Check::new(
-            format!("{name}, geometric mean"),
-            bound,
-            Ratio::mean(&ratios),
-        ))
+        let what = format!("{name}, geometric mean");
+        Some(Check::new(what, bound, Ratio::mean(&ratios)))
     };
     names.into_iter().filter_map(check).collect()
 }

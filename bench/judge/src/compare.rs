@@ -146,14 +146,10 @@ fn add(groups: &mut Groups, more: Groups) {
 pub(crate) fn grouped(reports: &[Value]) -> Result<Groups> {
     let mut groups = Groups::new();
     for report in reports {
-        ensure!(
-            report["benchmark"].is_string() && report["config"].is_object(),
-            "no `benchmark` and `config` in it"
-        );
-        ensure!(
-            report["verified"] == true,
-            "a result in it failed verification: its figures are worthless"
-        );
+        let named = report["benchmark"].is_string() && report["config"].is_object();
+        ensure!(named, "no `benchmark` and `config` in it");
+        let failed = "a result in it failed verification: its figures are worthless";
+        ensure!(report["verified"] == true, failed);
         let group = groups.entry(key(report)?).or_default();
         for (name, value) in flat(report) {
             group.entry(name).or_default().push(five_digits(value));

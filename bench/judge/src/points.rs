@@ -168,10 +168,8 @@ mod tests {
         points.figures("a", "/y").unwrap_err();
         drop(points);
         // The torn line is gone, so that the next one stands by itself.
-        assert_eq!(
-            fs::read_to_string(&path).unwrap(),
-            format!("{begin}{}\n", line("a"))
-        );
+        let kept = fs::read_to_string(&path).unwrap();
+        assert_eq!(kept, format!("{begin}{}\n", line("a")));
 
         let machine = Circumstances::now().machine;
         fs::write(&path, begin.replace(&machine, "another machine")).unwrap();

@@ -128,17 +128,12 @@ mod tests {
     #[test]
     fn what_is_kept_has_the_figures_of_all_repetitions_and_no_results() {
         let result = |us: f64| json!({"benchmark": "random", "verified": true, "config": {"threads": 1}, "us_per_read": us});
-        let record = Record::new(
-            json!({"repeat": 2}),
-            vec![json!({"what": "x"})],
-            vec![result(12.345678), result(123_456.0)],
-        );
+        let results = vec![result(12.345678), result(123_456.0)];
+        let record = Record::new(json!({"repeat": 2}), vec![json!({"what": "x"})], results);
         let kept: Value = serde_json::from_str(&record.compact().unwrap()).unwrap();
         assert_eq!(kept["targets"], json!([{"what": "x"}]));
         assert_eq!(kept.get("reports"), None);
-        assert_eq!(
-            kept[GROUPS],
-            json!({"random threads=1": {"us_per_read": [12.346, 123_456.0]}})
-        );
+        let figures = json!({"random threads=1": {"us_per_read": [12.346, 123_456.0]}});
+        assert_eq!(kept[GROUPS], figures);
     }
 }

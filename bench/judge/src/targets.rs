@@ -118,11 +118,8 @@ pub fn run(options: &TargetsOptions) -> Result<()> {
         .into_iter()
         .filter(|row| row.what.contains(&options.only))
         .collect();
-    ensure!(
-        !rows.is_empty(),
-        "no target's name contains `{}`",
-        options.only
-    );
+    let only = &options.only;
+    ensure!(!rows.is_empty(), "no target's name contains `{only}`");
     let repeat = match options.quick || options.smoke {
         true => 1,
         false => options.repeat,
@@ -146,11 +143,8 @@ pub fn run(options: &TargetsOptions) -> Result<()> {
         .map(|(row, values)| Finding::new(row, values))
         .collect();
     let table = table(&findings);
-    let record = record::Record::new(
-        serde_json::json!({ "repeat": repeat, "smoke": options.smoke }),
-        findings,
-        sitting.into_reports(),
-    );
+    let config = serde_json::json!({ "repeat": repeat, "smoke": options.smoke });
+    let record = record::Record::new(config, findings, sitting.into_reports());
     if let Some(directory) = &options.record {
         record.write(directory, &table)?;
     }
@@ -196,10 +190,8 @@ fn table(findings: &[Finding]) -> comfy_table::Table {
         let (what, target) = (&finding.what, &finding.target);
         format!("{what} | {target} | {measured} | {against} | {ratio} | {floor} | {met}")
     });
-    report::filled_table(
-        "what | target | measured | against | ratio | floor | met",
-        rows,
-    )
+    let header = "what | target | measured | against | ratio | floor | met";
+    report::filled_table(header, rows)
 }
 
 #[cfg(test)]
@@ -214,10 +206,8 @@ mod tests {
             unit: "us",
             measure: Box::new(|_| unreachable!("the figures are given below")),
         };
-        let finding = Finding::new(
-            &row,
-            &[[10.0, 1.0], [14.0, 10.0], [12.0, 10.0]].map(Measured::from),
-        );
+        let values = [[10.0, 1.0], [14.0, 10.0], [12.0, 10.0]].map(Measured::from);
+        let finding = Finding::new(&row, &values);
         assert_eq!((finding.ratio, finding.floor), (1.4, None));
         assert!(finding.met);
         assert!(!Finding::new(&row, &[[16.0, 10.0].into()]).met);

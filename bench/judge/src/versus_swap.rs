@@ -193,10 +193,8 @@ pub fn run(options: &VersusSwapOptions) -> Result<()> {
             [ratios, &figure.swapped, &figure.paged].map(|values| median(values));
         let met = ratio >= *target;
         let figures = format!("{swapped:.1} | {paged:.1} | {ratio:.2} | {target}");
-        report::line(
-            &mut table,
-            format!("{what} | {figures} | {}", report::yes(met)),
-        );
+        let word = report::yes(met);
+        report::line(&mut table, format!("{what} | {figures} | {word}"));
         findings.push(json!({ "what": what, "swap": swapped, "farpage": paged, "ratio": ratio, "ratios": ratios, "target": target, "met": met }));
     }
     match options.printing.format {

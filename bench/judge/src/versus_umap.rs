@@ -253,10 +253,8 @@ pub fn run(options: &VersusUmapOptions) -> Result<()> {
         options.buffer_bytes() >= pages_min * options.largest_page_bytes(),
         "--buffer has to hold {pages_min} of the largest pages: LLNL's Umap crashes with few"
     );
-    ensure!(
-        options.size_bytes() >= options.buffer_bytes(),
-        "--size has to be no less than --buffer"
-    );
+    let is_larger = options.size_bytes() >= options.buffer_bytes();
+    ensure!(is_larger, "--size has to be no less than --buffer");
     let mut sitting = Sitting::new(options.smoke)?;
     let folder = TempDir::new().context("cannot make a temporary directory")?;
     let runs = options.page_sizes.len() * options.stores.len() * usize::from(options.repeat());
@@ -287,10 +285,8 @@ pub fn run(options: &VersusUmapOptions) -> Result<()> {
         for measured in &mut all {
             let take = |who: &str, program: &Path| -> Result<Figures> {
                 let page_size = ByteSize::b(measured.page_bytes);
-                progress.phase(format!(
-                    "{who}, {page_size} pages, {}",
-                    name_of(&measured.store)
-                ));
+                let store = name_of(&measured.store);
+                progress.phase(format!("{who}, {page_size} pages, {store}"));
                 let figures = drive(&sitting, options, program, measured)
                     .with_context(|| format!("cannot measure {who} ({})", program.display()))?;
                 progress.step(1);
@@ -525,10 +521,8 @@ fn table(findings: &[Finding]) -> comfy_table::Table {
         let figures = format!("{other} | {farpage} | {ratio} | {target} | {met}");
         format!("{what} | {store} | {pages} | {threads} | {figures}")
     });
-    report::filled_table(
-        "what | store | pages | threads | Umap | farpage | times as fast | target | met",
-        rows,
-    )
+    let header = "what | store | pages | threads | Umap | farpage | times as fast | target | met";
+    report::filled_table(header, rows)
 }
 
 #[cfg(test)]

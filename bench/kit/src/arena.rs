@@ -163,12 +163,9 @@ impl<'a> Arena<'a> {
         let moved = paged.as_ref()?.counts;
         self.yardsticks(|server| {
             let fabric = raw::yardstick(&self.paging.common, server)?;
+            let plain = plain();
             Ok(Yardsticks::of_transfers(
-                figure,
-                plain(),
-                moved,
-                seconds,
-                fabric,
+                figure, plain, moved, seconds, fabric,
             ))
         })
     }

@@ -57,10 +57,8 @@ pub fn legend<'a>(
 /// The picture cannot be drawn.
 pub fn lines(area: &Area<'_>, title: &str, across: &str, lines: &[Line]) -> Result<(), String> {
     let points = || lines.iter().flatten();
-    let (width, height) = (
-        upwards(points().map(|at| at.0)),
-        upwards(points().map(|at| at.1)),
-    );
+    let width = upwards(points().map(|at| at.0));
+    let height = upwards(points().map(|at| at.1));
     let draw = || -> Result<(), Failure<'_>> {
         let mut chart = panel(area, title).build_cartesian_2d(width, height)?;
         let mut mesh = chart.configure_mesh();

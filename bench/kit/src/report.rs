@@ -82,11 +82,8 @@ impl Config {
     /// Returns a setting as text; `None` if it was not chosen.
     fn text(&self, name: &str) -> Option<String> {
         let value = self.0.get(name)?;
-        Some(
-            value
-                .as_str()
-                .map_or_else(|| value.to_string(), str::to_owned),
-        )
+        let text = value.as_str().map(str::to_owned);
+        Some(text.unwrap_or_else(|| value.to_string()))
     }
 
     fn bytes(&self, name: &str) -> Option<u64> {

@@ -190,13 +190,7 @@ mod tests {
     fn a_rate_is_a_share_of_plain_memory_and_a_time_holds_a_share_of_it() {
         for (yardsticks, plain, share) in [
             (
-                transfers(
-                    2_500.0,
-                    Plain::PlainTriadMbPerS(10_000.0),
-                    2_000_000_000,
-                    0,
-                    4.0,
-                ),
+                transfers(2_500.0, Plain::PlainTriadMbPerS(1e4), 2_000_000_000, 0, 4.0),
                 "triad: 25 % of plain memory (10000 MB/s). All kernels:",
                 50,
             ),
@@ -213,10 +207,8 @@ mod tests {
         ] {
             let fabric =
                 "the raw fabric (READ 1000, WRITE 500, both 1200 MB/s). Measured just now.";
-            assert_eq!(
-                yardsticks.to_string(),
-                format!("{plain} {share} % of {fabric}")
-            );
+            let expected = format!("{plain} {share} % of {fabric}");
+            assert_eq!(yardsticks.to_string(), expected);
         }
     }
 

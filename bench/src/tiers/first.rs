@@ -70,10 +70,8 @@ impl Asker {
         let page = vec![1; CHUNK];
         let page = transfer(&mut *self.channel, Verb::Read, extents[0].id, 0, page)?;
         let took = begin.elapsed();
-        ensure!(
-            page.iter().all(|byte| *byte == 0),
-            "what is new is not zero"
-        );
+        let is_blank = page.iter().all(|byte| *byte == 0);
+        ensure!(is_blank, "what is new is not zero");
         for extent in extents {
             self.session.release(extent.id)?;
         }

@@ -50,17 +50,10 @@ fn draw_on(found: &Tiers, area: &Area<'_>) -> Result<(), String> {
             .collect()
     };
     let lines: Vec<Line> = found.curve.iter().map(held).collect();
-    panels::lines(
-        &cells[1],
-        "all that the server holds, MiB",
-        "seconds",
-        &lines,
-    )?;
+    let title = "all that the server holds, MiB";
+    panels::lines(&cells[1], title, "seconds", &lines)?;
     let slowdown = |row: &Row| (percent(row), row.slowdown[0]);
-    panels::lines(
-        &cells[2],
-        "mean access over all in memory",
-        "--memory, % of the lent",
-        &[found.curve.iter().map(slowdown).collect()],
-    )
+    let line = found.curve.iter().map(slowdown).collect();
+    let title = "mean access over all in memory";
+    panels::lines(&cells[2], title, "--memory, % of the lent", &[line])
 }

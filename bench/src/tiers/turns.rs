@@ -355,11 +355,9 @@ impl Measurement<'_> {
             side.read(&words);
             Ok(())
         })?;
-        ensure!(
-            tiered.server.is_running(),
-            "the server was killed with {} of memory",
-            ByteSize(plan.memory_bytes)
-        );
+        let memory = ByteSize(plan.memory_bytes);
+        let lives = tiered.server.is_running();
+        ensure!(lives, "the server was killed with {memory} of memory");
         let ([all_in_memory_us, mean_us], slowdown) = (turns.medians(), turns.other_over_one());
         let explained = 1.0 + cold_share * cold_us / all_in_memory_us;
         let group = cgroup.as_ref().map(|cgroup| {

@@ -121,18 +121,16 @@ fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
     let members = rings.first().map_or(1, |ring| ring.members.len()) as f64;
     let parameter_bytes = 4.0 * job.model.parameters() as f64;
     let (expected, serial, parts) = match job.aggregators {
-        0 => (
-            2.0 * parameter_bytes * (members - 1.0) / members,
-            2.0 * (members - 1.0),
-            members,
-        ),
+        0 => {
+            let serial = 2.0 * (members - 1.0);
+            (serial * parameter_bytes / members, serial, members)
+        }
         _ if job.plan.groups() == 0 => (0.0, 0.0, 1.0),
         // A push and a pull, through the aggregators of one group.
-        count => (
-            2.0 * parameter_bytes,
-            2.0,
-            (count / job.plan.groups()) as f64,
-        ),
+        count => {
+            let parts = (count / job.plan.groups()) as f64;
+            (2.0 * parameter_bytes, 2.0, parts)
+        }
     };
     let bytes_over_theory = (expected > 0.0).then(|| bytes_per_step / expected);
     let are_bytes_right = match bytes_over_theory {

@@ -117,9 +117,6 @@ impl Report {
 
 /// Formats the shares of a worker's time in percent: computing, and exchanging.
 pub(super) fn shares(exchanging: f64) -> String {
-    format!(
-        "{:.0} / {:.0}",
-        100.0 * (1.0 - exchanging),
-        100.0 * exchanging
-    )
+    let percent = 100.0 * exchanging;
+    format!("{:.0} / {percent:.0}", 100.0 - percent)
 }

@@ -28,9 +28,9 @@ pub(crate) fn run(args: &[&str]) -> Output {
         .expect("the program was built for this test")
 }
 
-/// Starts the program, whose output is kept.
-pub(crate) fn start(args: &[&str]) -> Child {
-    let mut command = bench(args);
+/// Starts the program with `args`, separated by spaces. Its output is kept.
+pub(crate) fn start(args: &str) -> Child {
+    let mut command = bench(&args.split_whitespace().collect::<Vec<_>>());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
         .spawn()

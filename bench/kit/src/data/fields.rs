@@ -125,10 +125,8 @@ pub(super) fn detector(seed: u64, [_, rows, columns]: [usize; 3]) -> Vec<f64> {
     let mut field = Vec::with_capacity(rows * columns);
     for row in 0..rows {
         for column in 0..columns {
-            let (y, x) = (
-                row as f64 / rows as f64 - 0.5,
-                column as f64 / columns as f64 - 0.5,
-            );
+            let y = row as f64 / rows as f64 - 0.5;
+            let x = column as f64 / columns as f64 - 0.5;
             let ring = (60.0 * x.hypot(y)).sin().max(0.0).powi(8);
             field.push(GAIN * noise.poisson(0.05 + 3.0 * ring * (-8.0 * (x * x + y * y)).exp()));
         }
