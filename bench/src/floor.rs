@@ -92,11 +92,7 @@ fn faults(common: &Common, progress: &Progress, figures: &mut Figures) -> Result
 fn bytes(common: &Common, progress: &Progress, figures: &mut Figures) -> Result<(u64, String)> {
     let smoke = common.run.smoke;
     progress.phase("memcpy");
-    let memcpy = memcpy_mb_per_s(if smoke {
-        MEMCPY_BYTES / 16
-    } else {
-        MEMCPY_BYTES
-    });
+    let memcpy = memcpy_mb_per_s(MEMCPY_BYTES / if smoke { 16 } else { 1 });
     progress.step(1);
     progress.phase("the raw fabric");
     let server = MemoryServer::start(&common.at, 2 << 30)?;

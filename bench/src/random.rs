@@ -69,10 +69,10 @@ impl RandomOptions {
 }
 
 fn zipf_theta(text: &str) -> Result<f64, String> {
-    text.parse()
-        .ok()
-        .filter(|x: &f64| *x > 0.0 && *x < 1.0)
-        .ok_or("must be a number between 0 and 1".into())
+    match text.parse() {
+        Ok(theta) if theta > 0.0 && theta < 1.0 => Ok(theta),
+        _ => Err("must be a number between 0 and 1".into()),
+    }
 }
 
 pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
@@ -237,10 +237,7 @@ impl Work {
     fn plain_time(&self, bytes: usize) -> Duration {
         let len = (bytes / size_of::<u64>()) as u64;
         let mut plain: Vec<u64> = (0..len).map(|index| fresh(&self.source, index)).collect();
-        [false, true]
-            .map(|update| self.access(&mut plain, update))
-            .iter()
-            .sum()
+        self.access(&mut plain, false) + self.access(&mut plain, true)
     }
 }
 

@@ -38,10 +38,8 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
     let page_elements = page_bytes / size_of::<u64>() as u64;
     let pages = paging.size_bytes() / page_bytes;
     let budget_pages = paging.budget_bytes() / page_bytes;
-    let touches = options
-        .touches
-        .unwrap_or(if paging.common.run.smoke { 256 } else { 16_384 })
-        .min(pages);
+    let default = if paging.common.run.smoke { 256 } else { 16_384 };
+    let touches = options.touches.unwrap_or(default).min(pages);
     ensure!(
         touches > budget_pages,
         "{touches} pages are used and {budget_pages} fit into the budget: all of them have to leave, so --budget has to be smaller"

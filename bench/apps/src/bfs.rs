@@ -77,11 +77,9 @@ impl App for Bfs {
 impl Bfs {
     fn new(graph: Graph) -> Self {
         let vertices = graph.vertices() as u64;
-        let sources: Vec<usize> = (0..)
-            .map(|draw| (random(64, draw) % vertices) as usize)
-            .filter(|&v| !graph.row(v).is_empty())
-            .take(SOURCES)
-            .collect();
+        let drawn = (0..).map(|draw| (random(64, draw) % vertices) as usize);
+        let drawn = drawn.filter(|&v| !graph.row(v).is_empty());
+        let sources: Vec<usize> = drawn.take(SOURCES).collect();
         let distances = sources.iter().map(|&v| distances(&graph, v)).collect();
         Self {
             graph,

@@ -169,10 +169,8 @@ fn scatter(keys: &[u32], values: &[u32], to: &mut [u64], team: &Team) -> Vec<usi
         }
     });
     // 2. Each piece gets room of its own in each partition.
-    let mut rooms: Vec<[&mut [u64]; PARTITIONS]> = counts
-        .iter()
-        .map(|_| std::array::from_fn(|_| &mut [][..]))
-        .collect();
+    let no_rooms = counts.iter().map(|_| std::array::from_fn(|_| &mut [][..]));
+    let mut rooms: Vec<[&mut [u64]; PARTITIONS]> = no_rooms.collect();
     let mut rest = to;
     for partition in 0..PARTITIONS {
         for (rooms, counts) in rooms.iter_mut().zip(&counts) {

@@ -168,10 +168,8 @@ mod tests {
         let (on, found) = ran(&app);
 
         // By the book, one point and one centre at a time.
-        let mut centres: Vec<Vec<f64>> = app.0[..CLUSTERS]
-            .iter()
-            .map(|p| p.map(f64::from).to_vec())
-            .collect();
+        let centres = app.0[..CLUSTERS].iter();
+        let mut centres: Vec<Vec<f64>> = centres.map(|p| p.map(f64::from).to_vec()).collect();
         let mut inertia = 0.0;
         for _ in 0..ROUNDS {
             let mut sums = vec![(vec![0.0; DIMENSIONS], 0.0); CLUSTERS];

@@ -65,10 +65,8 @@ impl App for PageRank {
                 |(piece, (scores, moved))| {
                     *moved = 0.0;
                     for (score, v) in scores.iter_mut().zip(piece * PIECE..) {
-                        let gathered: f32 = row(offsets, neighbours, v)
-                            .iter()
-                            .map(|&u| shares[u as usize])
-                            .sum();
+                        let row = row(offsets, neighbours, v).iter();
+                        let gathered: f32 = row.map(|&u| shares[u as usize]).sum();
                         let new = base + DAMPING as f32 * gathered;
                         *moved += f64::from((new - *score).abs());
                         *score = new;
@@ -95,11 +93,8 @@ fn verify(graph: &Graph, scores: &[f32], local: &[f32]) -> Verdict {
     ensure(scores.len() == vertices, || {
         format!("{} scores of {vertices} vertices", scores.len())
     })?;
-    let distance: f64 = scores
-        .iter()
-        .zip(local)
-        .map(|(a, b)| f64::from((a - b).abs()))
-        .sum();
+    let pairs = scores.iter().zip(local);
+    let distance: f64 = pairs.map(|(a, b)| f64::from((a - b).abs())).sum();
     ensure(distance <= 1e-6, || {
         format!("the scores differ from the local run's by {distance:e} in sum")
     })?;
@@ -110,11 +105,8 @@ fn verify(graph: &Graph, scores: &[f32], local: &[f32]) -> Verdict {
             next[u as usize] += DAMPING * f64::from(score) / row.len() as f64;
         }
     }
-    let moved: f64 = next
-        .iter()
-        .zip(scores)
-        .map(|(new, old)| (new - f64::from(*old)).abs())
-        .sum();
+    let pairs = next.iter().zip(scores);
+    let moved: f64 = pairs.map(|(new, old)| (new - f64::from(*old)).abs()).sum();
     ensure(moved <= 1.1 * TOLERANCE, || {
         format!("one more round moves the scores by {moved:e}, which is more than {TOLERANCE:e}")
     })

@@ -59,10 +59,8 @@ impl Place for Local {
         let start = elements.as_mut_ptr().addr();
         let (first, end) = (start.next_multiple_of(4096), (start + bytes) & !4095);
         if first < end {
-            let first_page = elements
-                .as_mut_ptr()
-                .cast::<u8>()
-                .wrapping_add(first - start);
+            let first_page = elements.as_mut_ptr().cast::<u8>();
+            let first_page = first_page.wrapping_add(first - start);
             let first_page = std::ptr::NonNull::new(first_page.cast())
                 .context("a vector with capacity has an address")?;
             // SAFETY: the range lies inside the vector's own allocation, and this advice changes no

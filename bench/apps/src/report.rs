@@ -169,10 +169,8 @@ impl AppsReport {
         let mut table = report::table("");
         table.set_header(right(header));
         for app in &self.apps {
-            let local_s = app
-                .shares
-                .first()
-                .map(|s| format!("{:.3}", s.local_seconds));
+            let local_s = app.shares.first().map(|s| s.local_seconds);
+            let local_s = local_s.map(|seconds| format!("{seconds:.3}"));
             let facts = [
                 app.shown_name(),
                 (app.page_size_bytes >> 10).to_string(),
@@ -207,11 +205,9 @@ impl AppsReport {
         for (app, s) in (self.apps.iter()).flat_map(|app| app.shares.iter().map(move |s| (app, s)))
         {
             let p = &s.paging;
-            let of_run = [
-                app.name.clone(),
-                format!("{} %", s.share_percent),
-                format!("{:.3}", s.seconds),
-            ];
+            let (share, seconds) = (s.share_percent, s.seconds);
+            let of_run = [format!("{share} %"), format!("{seconds:.3}")];
+            let of_run = [app.name.clone()].into_iter().chain(of_run);
             let counts = [
                 p.faults,
                 p.fills,
@@ -223,7 +219,7 @@ impl AppsReport {
             ];
             let bytes = [p.bytes_read, p.bytes_written].map(mib);
             let counts = counts.map(|count| count.to_string());
-            table.add_row(right(of_run.into_iter().chain(counts).chain(bytes)));
+            table.add_row(right(of_run.chain(counts).chain(bytes)));
         }
         table
     }

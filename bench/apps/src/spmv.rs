@@ -73,11 +73,9 @@ impl App for Spmv {
             team.each(there_and_back(round, pieces), |(piece, (y, largest))| {
                 for (y, row) in y.iter_mut().zip(piece * PIECE..) {
                     let entries = offsets[row] as usize..offsets[row + 1] as usize;
-                    *y = columns[entries.clone()]
-                        .iter()
-                        .zip(&values[entries])
-                        .map(|(&column, value)| value * x[column as usize])
-                        .sum();
+                    let entries = columns[entries.clone()].iter().zip(&values[entries]);
+                    let products = entries.map(|(&column, value)| value * x[column as usize]);
+                    *y = products.sum();
                 }
                 *largest = y.iter().copied().fold(0.0, f64::max);
             });

@@ -24,10 +24,8 @@ pub(crate) struct Team {
 
 impl Team {
     pub(crate) fn new(threads: usize, stop: Arc<AtomicBool>) -> Result<Self> {
-        let pool = ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build()
-            .context("cannot start threads")?;
+        let pool = ThreadPoolBuilder::new().num_threads(threads).build();
+        let pool = pool.context("cannot start threads")?;
         Ok(Self {
             threads,
             stop,
@@ -112,10 +110,9 @@ impl Team {
 /// what the last one left in local memory; passes that all begin at the front find none of it. Each
 /// piece is still walked through from its front.
 pub(crate) fn there_and_back<I: DoubleEndedIterator>(pass: usize, work: I) -> ThereAndBack<I> {
-    if pass.is_multiple_of(2) {
-        ThereAndBack::There(work)
-    } else {
-        ThereAndBack::Back(work.rev())
+    match pass % 2 {
+        0 => ThereAndBack::There(work),
+        _ => ThereAndBack::Back(work.rev()),
     }
 }
 

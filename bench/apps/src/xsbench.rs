@@ -104,11 +104,9 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
             }
             grid.sort_unstable_by(|a, b| a[0].total_cmp(&b[0]));
         });
-        let mut union: Vec<(u64, u32)> = points
-            .iter()
-            .enumerate()
-            .map(|(at, point)| (point[0].to_bits(), (at / grid_points) as u32))
-            .collect();
+        let union = points.iter().enumerate();
+        let union = union.map(|(at, point)| (point[0].to_bits(), (at / grid_points) as u32));
+        let mut union: Vec<(u64, u32)> = union.collect();
         // Positive numbers are ordered as their bits are.
         team.sort(&mut union);
         let mut last = [None; NUCLIDES];
@@ -118,12 +116,10 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
             last.map(|at| at.unwrap_or(0))
         };
         let union_points = union.iter().map(row).collect();
+        let energies = union.iter().map(|&(bits, _)| f64::from_bits(bits));
         Self {
+            union_energies: energies.collect(),
             points,
-            union_energies: union
-                .iter()
-                .map(|&(bits, _)| f64::from_bits(bits))
-                .collect(),
             union_points,
         }
     }
@@ -215,10 +211,11 @@ impl<const RANDOM: bool> XsBench<RANDOM> {
 
     /// Returns the number of lookups in a batch.
     fn batch(&self) -> usize {
+        let points = self.union_energies.len();
         if RANDOM {
-            (self.union_energies.len() / 128).max(64)
+            (points / 128).max(64)
         } else {
-            2 * self.union_energies.len()
+            2 * points
         }
     }
 

@@ -171,10 +171,8 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
     measure(&sitting, &mut points, &trials, &plan)?;
 
     // 2. Compare.
-    let mut checks: Vec<Check> = trials
-        .iter()
-        .map(|trial| Check::new(trial.what.clone(), trial.bound, trial.ratio(&points)))
-        .collect();
+    let check = |trial: &Trial| Check::new(trial.what.clone(), trial.bound, trial.ratio(&points));
+    let mut checks: Vec<Check> = trials.iter().map(check).collect();
     let point = |&(data, rate): &(Contents, Rate)| {
         let mb_per_s = |codec: &&str| {
             let figures = Figure::Steps.of(&points, &plan.steps(data, codec, rate));

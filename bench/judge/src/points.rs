@@ -131,10 +131,10 @@ impl Points {
     /// # Errors
     /// The figure was not measured.
     pub(crate) fn figures(&self, command: &str, path: &str) -> Result<Vec<f64>> {
-        let figures: Vec<f64> = (0..)
-            .map_while(|repetition| self.reports.get(&(command.to_owned(), repetition)))
-            .filter_map(|report| report.pointer(path)?.as_f64())
-            .collect();
+        let report = |repetition| self.reports.get(&(command.to_owned(), repetition));
+        let figures = (0..).map_while(report);
+        let figures = figures.filter_map(|report| report.pointer(path)?.as_f64());
+        let figures: Vec<f64> = figures.collect();
         if figures.is_empty() {
             bail!("`farpage-bench {command}` has no figure {path}");
         }

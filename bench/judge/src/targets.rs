@@ -114,10 +114,8 @@ pub struct TargetsOptions {
 /// # Errors
 /// Something could not be measured or verified.
 pub fn run(options: &TargetsOptions) -> Result<()> {
-    let rows: Vec<Row> = rows::all(options.smoke)
-        .into_iter()
-        .filter(|row| row.what.contains(&options.only))
-        .collect();
+    let mut rows: Vec<Row> = rows::all(options.smoke);
+    rows.retain(|row| row.what.contains(&options.only));
     let only = &options.only;
     ensure!(!rows.is_empty(), "no target's name contains `{only}`");
     let repeat = match options.quick || options.smoke {
@@ -137,11 +135,9 @@ pub fn run(options: &TargetsOptions) -> Result<()> {
     }
     drop(progress);
 
-    let findings: Vec<Finding> = rows
-        .iter()
-        .zip(&measured)
-        .map(|(row, values)| Finding::new(row, values))
-        .collect();
+    let findings = rows.iter().zip(&measured);
+    let findings = findings.map(|(row, values)| Finding::new(row, values));
+    let findings: Vec<Finding> = findings.collect();
     let table = table(&findings);
     let config = serde_json::json!({ "repeat": repeat, "smoke": options.smoke });
     let record = record::Record::new(config, findings, sitting.into_reports());

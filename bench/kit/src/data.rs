@@ -214,10 +214,8 @@ impl Shape {
     /// Parses text such as 100x500x500.
     fn parse(text: &str) -> Result<Self, String> {
         let wrong = || "has to be one to three numbers above 0, such as 100x500x500".to_owned();
-        let numbers: Vec<usize> = text
-            .split('x')
-            .map(|n| n.trim().parse().ok().filter(|&n| n > 0).ok_or_else(wrong))
-            .collect::<Result<_, _>>()?;
+        let number = |n: &str| n.trim().parse().ok().filter(|&n| n > 0).ok_or_else(wrong);
+        let numbers = text.split('x').map(number).collect::<Result<Vec<_>, _>>()?;
         let mut shape = [1; 3];
         let missing = shape.len().checked_sub(numbers.len()).ok_or_else(wrong)?;
         shape[missing..].copy_from_slice(&numbers);
@@ -342,10 +340,9 @@ impl Source {
         (0..elements).rev().fold(0, |word, at| {
             let bits = self.dtype.bits(self.value(index * elements + at));
             // An element of eight bytes fills the word: a shift by 64 bits would overflow.
-            if elements == 1 {
-                bits
-            } else {
-                word << (64 / elements) | bits
+            match elements {
+                1 => bits,
+                _ => word << (64 / elements) | bits,
             }
         })
     }

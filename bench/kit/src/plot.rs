@@ -131,10 +131,8 @@ impl Bars {
             true => format!("\"{}\"", text.replace('"', "\"\"")),
             false => text.to_owned(),
         };
-        let header = self
-            .series
-            .iter()
-            .map(|name| field(&format!("{name}: {}", self.value)));
+        let header = self.series.iter();
+        let header = header.map(|name| field(&format!("{name}: {}", self.value)));
         let header: Vec<String> = [field(self.row)].into_iter().chain(header).collect();
         let mut csv = header.join(",") + "\n";
         for (name, values) in &self.rows {
@@ -327,11 +325,8 @@ impl Axis {
     fn ticks(&self) -> Vec<(f64, String)> {
         let values: Vec<f64> = if self.logarithmic {
             // Within a few decades there is room for the numbers between powers of ten.
-            let digits: &[f64] = if self.to - self.from > 3.0 {
-                &[1.0]
-            } else {
-                &[1.0, 2.0, 5.0]
-            };
+            let is_long = self.to - self.from > 3.0;
+            let digits: &[f64] = if is_long { &[1.0] } else { &[1.0, 2.0, 5.0] };
             round_numbers(self.from.floor() as i32..=self.to.ceil() as i32, digits)
                 .filter(|value| (self.from - 1e-9..=self.to + 1e-9).contains(&value.log10()))
                 .collect()
@@ -340,10 +335,8 @@ impl Axis {
             let count = (self.to / step).round() as i32;
             (0..=count).map(|at| step * f64::from(at)).collect()
         };
-        values
-            .into_iter()
-            .map(|value| (value, figure(value)))
-            .collect()
+        let ticks = values.into_iter().map(|value| (value, figure(value)));
+        ticks.collect()
     }
 }
 

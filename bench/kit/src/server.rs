@@ -249,10 +249,8 @@ pub fn serve(options: &ServeOptions) -> Result<()> {
         server = server.memory(bytes).spill(directory.clone());
     }
     let running = server.start()?;
-    let endpoint = running
-        .endpoints()
-        .first()
-        .context("the server listens nowhere")?;
+    let endpoint = running.endpoints().first();
+    let endpoint = endpoint.context("the server listens nowhere")?;
     let mut stdout = io::stdout();
     writeln!(stdout, "{endpoint}")
         .and_then(|()| stdout.flush())

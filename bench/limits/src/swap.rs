@@ -96,10 +96,8 @@ impl Zram {
         let path = format!("{ZRAM_CONTROL}/hot_add");
         let id = fs::read_to_string(&path)
             .with_context(|| format!("cannot add a zram device through {path}"))?;
-        let id = id
-            .trim()
-            .parse()
-            .with_context(|| format!("{path} gave no number: {id:?}"))?;
+        let number = id.trim().parse();
+        let id = number.with_context(|| format!("{path} gave no number: {id:?}"))?;
         let device = Self { id };
         for (file, value) in [("comp_algorithm", "lz4"), ("disksize", &bytes.to_string())] {
             let path = device.sys(file);

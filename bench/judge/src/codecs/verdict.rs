@@ -94,10 +94,8 @@ impl Ratio {
     pub(super) fn mean(ratios: &[Self]) -> Self {
         let count = ratios.len().max(1) as f64;
         let logs: f64 = ratios.iter().map(|ratio| ratio.mean.ln()).sum();
-        let worst = ratios
-            .iter()
-            .filter_map(|ratio| ratio.error)
-            .reduce(f64::max);
+        let errors = ratios.iter().filter_map(|ratio| ratio.error);
+        let worst = errors.reduce(f64::max);
         let error = worst.map(|worst| {
             let errors = ratios.iter().map(|ratio| ratio.error.unwrap_or(worst));
             errors.map(|error| error.powi(2)).sum::<f64>().sqrt() / count
@@ -164,10 +162,8 @@ pub(super) fn contenders(rivals: &[Vec<f64>]) -> Vec<bool> {
         };
         (0..repetitions).filter(is_behind).count()
     };
-    rivals
-        .iter()
-        .map(|rival| behind(rival, 0.8) < 2 && behind(rival, 0.2) < 1)
-        .collect()
+    let contends = |rival| behind(rival, 0.8) < 2 && behind(rival, 0.2) < 1;
+    rivals.iter().map(contends).collect()
 }
 
 #[cfg(test)]

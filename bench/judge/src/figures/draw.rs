@@ -253,12 +253,8 @@ fn lossy_traffic(plan: &Plan) -> Figure {
 fn pages(plan: &Plan, codecs: &[(&str, &str)], path: &str) -> Cells {
     let row = |&data: &Contents| {
         let command = plan.pages(data);
-        let list: Vec<&str> = command
-            .rsplit(' ')
-            .next()
-            .unwrap_or("")
-            .split('+')
-            .collect();
+        let list = command.rsplit(' ').next().unwrap_or("");
+        let list: Vec<&str> = list.split('+').collect();
         let cells = codecs.iter().map(|(_, codec)| {
             // Where the codec stands among the findings is the same in all repetitions.
             let at = list.iter().position(|name| name.starts_with(codec))?;
@@ -288,11 +284,13 @@ fn growth(plan: &Plan) -> Figure {
     let cells = pages(plan, &codecs, "ratio");
     Figure::new("growth", cells, figure, move |points, mut rows| {
         replace(&mut rows, |ratio| 100.0 / ratio);
-        let grown: Vec<&str> = rows
-            .iter()
-            .filter(|(_, values)| values[0] > Some(100.0))
-            .map(|(name, _)| name.as_str())
-            .collect();
+        let grown = rows.iter().filter(|(_, values)| values[0] > Some(100.0));
+        let grown: Vec<&str> = grown.map(|(name, _)| name.as_str()).collect();
+        let names = if grown.is_empty() {
+            "none"
+        } else {
+            &grown.join(", ")
+        };
         let most = rows.iter().filter_map(|(_, values)| values[0]);
         Bars {
             title: "Fields that grow under plain LZ4".into(),
@@ -302,11 +300,7 @@ fn growth(plan: &Plan) -> Figure {
                 grown.len(),
                 rows.len(),
                 most.fold(100.0, f64::max) - 100.0,
-                if grown.is_empty() {
-                    "none".to_owned()
-                } else {
-                    grown.join(", ")
-                },
+                names,
                 here(points)
             ),
             row: "field",

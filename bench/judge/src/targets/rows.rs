@@ -100,10 +100,9 @@ pub(super) fn all(smoke: bool) -> Vec<Row> {
     //    direction, so that STREAM's rate exceeds the link's only by the pages found in memory.
     let stream = |fabric: &str, page_size: &str| {
         // Small pages take longer for the same bytes.
-        let size = size(if page_size == "4KiB" {
-            "192MiB"
-        } else {
-            "384MiB"
+        let size = size(match page_size {
+            "4KiB" => "192MiB",
+            _ => "384MiB",
         });
         format!("stream --fabric {fabric} --page-size {page_size} --iterations 3{size}")
     };
