@@ -153,6 +153,9 @@ enum Outcome {
     Foreign(u64),
 }
 
+/// Outcome of one request; a refusal may be an error.
+type Tried = io::Result<Outcome>;
+
 struct Attacker {
     server: SocketAddrV4,
     seed: u64,
@@ -174,14 +177,18 @@ impl Attacker {
         }
     }
 
-    fn count(&mut self, kind: &str, outcome: Outcome) {
-        self.count_many(kind, 1, outcome);
+    fn count(&mut self, kind: &str, tried: Tried) {
+        self.count_many(kind, 1, tried);
     }
 
-    fn count_many(&mut self, name: &str, requests: u64, outcome: Outcome) {
+    fn count_many(&mut self, name: &str, requests: u64, tried: Tried) {
         let kind = self.found.kinds.entry(name.to_owned()).or_default();
         kind.sent += requests;
-        match outcome {
+        // A timeout is no answer, every other error a refusal.
+        match tried.unwrap_or_else(|error| match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => Outcome::Unanswered,
+            _ => Outcome::Refused,
+        }) {
             Outcome::Refused => kind.refused += requests,
             Outcome::Granted => kind.granted += requests,
             Outcome::Unanswered => kind.unanswered += requests,
@@ -194,18 +201,20 @@ impl Attacker {
 
     /// Sends some requests of every kind.
     fn round(&mut self) {
-        type Attempt = fn(&mut Attacker) -> Outcome;
+        type Attempt = fn(&mut Attacker) -> Tried;
         let attempts: [(&str, u32, Attempt); 5] = [
             ("garbage instead of a hello", 8, Self::garbage),
             ("half a frame", 4, Self::half_frame),
-            ("Begin, and gone", 16, |it| outcome_of(it.begin().map(drop))),
+            ("Begin, and gone", 16, |it| {
+                it.begin().map(|_| Outcome::Granted)
+            }),
             ("a wrong secret", 8, Self::wrong_secret),
             ("a frame too long", 4, Self::oversized),
         ];
         for (name, times, attempt) in attempts {
             for _ in 0..times {
-                let outcome = attempt(self);
-                self.count(name, outcome);
+                let tried = attempt(self);
+                self.count(name, tried);
             }
         }
         self.flood();
@@ -262,86 +271,81 @@ impl Attacker {
         Ok((stream, told))
     }
 
-    fn garbage(&mut self) -> Outcome {
+    /// Attaches a data connection as [`Self::attach`] does. Anything but a success is an error.
+    fn attached(&mut self, session: SessionId, secret: Secret, line: u64) -> io::Result<TcpStream> {
+        match self.attach(session, secret, line)? {
+            (stream, Response::Done) => Ok(stream),
+            (_, other) => Err(refused(&other)),
+        }
+    }
+
+    fn garbage(&mut self) -> Tried {
         let bytes: Vec<u8> = (0..8).flat_map(|_| self.random().to_le_bytes()).collect();
-        outcome_of(self.connect().and_then(|mut stream| {
-            stream.write_all(&bytes)?;
-            closed(&mut stream)
-        }))
+        let mut stream = self.connect()?;
+        stream.write_all(&bytes)?;
+        closed(&mut stream)
     }
 
-    fn half_frame(&mut self) -> Outcome {
-        let depth = self.random() % 3;
-        let mut half = || -> io::Result<()> {
-            let mut stream = match depth {
-                0 => self.connect()?,
-                1 => self.greet(Purpose::Control)?,
-                _ => self.begin()?.0,
-            };
-            let bytes = match depth {
-                0 => Hello::new(Purpose::Control).encode()[..7].to_vec(),
-                _ => [&1000u32.to_le_bytes()[..], &[1, 2, 3]].concat(),
-            };
-            // Half a frame gets no answer. The connection is dropped, with all that it held.
-            stream.write_all(&bytes)?;
-            Err(ErrorKind::ConnectionAborted.into())
+    fn half_frame(&mut self) -> Tried {
+        let half = [&1000u32.to_le_bytes()[..], &[1, 2, 3]].concat();
+        let (mut stream, half) = match self.random() % 3 {
+            0 => (
+                self.connect()?,
+                Hello::new(Purpose::Control).encode()[..7].to_vec(),
+            ),
+            1 => (self.greet(Purpose::Control)?, half),
+            _ => (self.begin()?.0, half),
         };
-        outcome_of(half())
+        // Half a frame gets no answer. The connection is dropped, with all that it held.
+        stream.write_all(&half)?;
+        Ok(Outcome::Refused)
     }
 
-    fn wrong_secret(&mut self) -> Outcome {
+    fn wrong_secret(&mut self) -> Tried {
         let session = SessionId(self.guess());
         let mut secret = [0; 16];
         secret[..8].copy_from_slice(&self.random().to_le_bytes());
         let secret = Secret(secret);
         let resumes = self.random().is_multiple_of(2);
         let told = if resumes {
-            let stream = self.greet(Purpose::Control);
-            stream.and_then(|mut it| say(&mut it, &begin(Some((session, secret)))))
+            let mut stream = self.greet(Purpose::Control)?;
+            say(&mut stream, &begin(Some((session, secret))))?
         } else {
-            self.attach(session, secret, 0).map(|(_, told)| told)
+            self.attach(session, secret, 0)?.1
         };
         match told {
             // Access to another client's session gives all that is in it.
-            Ok(Response::Begun { .. } | Response::Done) => Outcome::Foreign(1),
-            told => outcome_of(told.and_then(|it| Err(refused(&it)))),
+            Response::Begun { .. } | Response::Done => Ok(Outcome::Foreign(1)),
+            other => Err(refused(&other)),
         }
     }
 
-    fn oversized(&mut self) -> Outcome {
+    fn oversized(&mut self) -> Tried {
         let lies = self.random().is_multiple_of(2);
-        let mut oversized = || -> io::Result<()> {
-            let (mut stream, ..) = self.begin()?;
-            if lies {
-                stream.write_all(&u32::MAX.to_le_bytes())?;
-                return closed(&mut stream);
-            }
-            // A frame of the maximal length, of which only a part is sent.
-            let mut half = (MAX_FRAME_BYTES as u32).to_le_bytes().to_vec();
-            half.resize(64 << 10, 6);
-            stream.write_all(&half)?;
-            Err(ErrorKind::ConnectionAborted.into())
-        };
-        outcome_of(oversized())
+        let (mut stream, ..) = self.begin()?;
+        if lies {
+            stream.write_all(&u32::MAX.to_le_bytes())?;
+            return closed(&mut stream);
+        }
+        // A frame of the maximal length, of which only a part is sent.
+        let mut half = (MAX_FRAME_BYTES as u32).to_le_bytes().to_vec();
+        half.resize(64 << 10, 6);
+        stream.write_all(&half)?;
+        Ok(Outcome::Refused)
     }
 
     /// Begins a session and tries to attach 32 data connections to it.
     fn flood(&mut self) {
         let name = "a flood of data connections";
-        let Ok((_control, session, secret)) = self.begin() else {
-            return self.count(name, Outcome::Refused);
+        let (_control, session, secret) = match self.begin() {
+            Ok(begun) => begun,
+            Err(error) => return self.count(name, Err(error)),
         };
         let mut held = Vec::new();
         for line in 0..32 {
-            let outcome = match self.attach(session, secret, line) {
-                Ok((stream, Response::Done)) => {
-                    held.push(stream);
-                    Outcome::Granted
-                }
-                Ok((_, other)) => outcome_of(Err(refused(&other))),
-                Err(error) => outcome_of(Err(error)),
-            };
-            self.count(name, outcome);
+            let attached = self.attached(session, secret, line);
+            let tried = attached.map(|stream| held.push(stream));
+            self.count(name, tried.map(|()| Outcome::Granted));
         }
     }
 
@@ -357,27 +361,19 @@ impl Attacker {
         };
         let (_control, session, secret, own) = match own() {
             Ok(own) => own,
-            Err(error) => return self.count(name, outcome_of(Err(error))),
-        };
-        let attach = |attacker: &mut Self, line| -> io::Result<TcpStream> {
-            match attacker.attach(session, secret, line)? {
-                (stream, Response::Done) => Ok(stream),
-                (_, other) => Err(refused(&other)),
-            }
+            Err(error) => return self.count(name, Err(error)),
         };
         // New memory holds nothing of its last holder.
-        let new = attach(self, 0).and_then(|mut stream| {
+        let new = self.attached(session, secret, 0).and_then(|mut stream| {
             let op = op(OpKind::Read, own, 0, OWN_BYTES as u32);
             stream.write_all(&op.encode())?;
             let bytes = answer(&mut stream)?;
-            Ok(bytes.iter().filter(|byte| **byte != 0).count() as u64)
+            Ok(match bytes.iter().filter(|byte| **byte != 0).count() {
+                0 => Outcome::Granted,
+                foreign => Outcome::Foreign(foreign as u64),
+            })
         });
-        let outcome = match new {
-            Ok(0) => Outcome::Granted,
-            Ok(foreign) => Outcome::Foreign(foreign),
-            Err(error) => outcome_of(Err(error)),
-        };
-        self.count("a READ of the own, new memory", outcome);
+        self.count("a READ of the own, new memory", new);
 
         for line in 1..4 {
             let mut guesses = std::iter::repeat_with(|| ExtentId(self.guess()));
@@ -395,16 +391,17 @@ impl Attacker {
             };
             // The last eight bytes belong to the own extent: an access to them alone is not forged.
             let forged = extent != own || len > WORD_BYTES || offset > OWN_BYTES;
-            let done = attach(self, line).and_then(|mut stream| {
+            let done = self.attached(session, secret, line).and_then(|mut stream| {
                 stream.write_all(&op(kind, extent, offset, len).encode())?;
                 stream.write_all(&vec![0xee; payload])?;
-                answer(&mut stream)
+                let bytes = answer(&mut stream)?.len().max(payload) as u64;
+                Ok(if forged {
+                    Outcome::Foreign(bytes)
+                } else {
+                    Outcome::Granted
+                })
             });
-            let outcome = match done {
-                Ok(bytes) if forged => Outcome::Foreign(bytes.len().max(payload) as u64),
-                done => outcome_of(done.map(drop)),
-            };
-            self.count(name, outcome);
+            self.count(name, done);
         }
     }
 
@@ -413,7 +410,7 @@ impl Attacker {
         let name = "forged requests of a session";
         let (mut stream, ..) = match self.begin() {
             Ok(begun) => begun,
-            Err(error) => return self.count(name, outcome_of(Err(error))),
+            Err(error) => return self.count(name, Err(error)),
         };
         let mut bytes = Vec::new();
         for _ in 0..PIPELINED {
@@ -439,16 +436,14 @@ impl Attacker {
             bytes.extend(control::encode(&request).expect("short"));
         }
         if let Err(error) = stream.write_all(&bytes) {
-            return self.count_many(name, PIPELINED, outcome_of(Err(error)));
+            return self.count_many(name, PIPELINED, Err(error));
         }
         for heard in 0..PIPELINED {
             match hear(&mut stream) {
-                Ok(Response::Refused(_)) => self.count(name, Outcome::Refused),
+                Ok(Response::Refused(_)) => self.count(name, Ok(Outcome::Refused)),
                 // The attacker has a right to none of what it asked for.
-                Ok(_) => self.count(name, Outcome::Foreign(1)),
-                Err(error) => {
-                    return self.count_many(name, PIPELINED - heard, outcome_of(Err(error)));
-                }
+                Ok(_) => self.count(name, Ok(Outcome::Foreign(1))),
+                Err(error) => return self.count_many(name, PIPELINED - heard, Err(error)),
             }
         }
     }
@@ -513,27 +508,16 @@ fn answer(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
 }
 
 /// Waits until the server has closed the connection, as it has to after garbage.
-fn closed(stream: &mut TcpStream) -> io::Result<()> {
+fn closed(stream: &mut TcpStream) -> Tried {
     let mut rest = Vec::new();
     stream.take(1 << 20).read_to_end(&mut rest)?;
-    Err(ErrorKind::ConnectionAborted.into())
+    Ok(Outcome::Refused)
 }
 
 fn refused(response: &Response) -> io::Error {
     match response {
         Response::Refused(_) => ErrorKind::PermissionDenied.into(),
         other => io::Error::other(format!("an answer to nothing that was asked: {other:?}")),
-    }
-}
-
-/// Returns the outcome of a request: a timeout is no answer, every other error a refusal.
-fn outcome_of(result: io::Result<()>) -> Outcome {
-    match result {
-        Ok(()) => Outcome::Granted,
-        Err(error) => match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => Outcome::Unanswered,
-            _ => Outcome::Refused,
-        },
     }
 }
 
@@ -610,8 +594,8 @@ mod tests {
             ("operations", Attacker::forged_operations),
             ("requests", Attacker::forged_requests),
             ("secrets", |attacker| {
-                let outcome = attacker.wrong_secret();
-                attacker.count("a wrong secret", outcome);
+                let tried = attacker.wrong_secret();
+                attacker.count("a wrong secret", tried);
             }),
         ];
         for (name, attack) in attacks {
