@@ -30,22 +30,19 @@ pub(crate) fn run(paging: &Paging) -> Result<Report> {
     for (index, element) in (0..).zip(array.iter_mut()) {
         *element = source.word(index);
     }
-    progress.step(1);
     // Each round reads the whole array and verifies it.
     let mut wrong = 0u64;
-    let mut round = || {
+    let mut round = |phase| {
+        progress.phase(phase);
         for (index, element) in (0..).zip(array.iter()) {
             wrong += u64::from(*element != source.word(index));
         }
-        progress.step(1);
     };
 
-    progress.phase("changed pages leave");
-    round();
-    progress.phase("unchanged pages leave");
+    round("changed pages leave");
     let (begin, cpu) = (arena.mark(), time_of_threads(&EVICTORS)?);
     for _ in 0..ROUNDS {
-        round();
+        round("unchanged pages leave");
     }
     let paged = arena.since(&begin).context("the array is remote")?;
     let cpu = time_of_threads(&EVICTORS)? - cpu;

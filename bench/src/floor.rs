@@ -68,7 +68,6 @@ fn faults(common: &Common, progress: &Progress, figures: &mut Figures) -> Result
 
     progress.phase("the kernel's own fault");
     figures.add_fault("kernel_fault_us", &bare::kernel_faults(samples_max)?);
-    progress.step(1);
     progress.phase("bare userfaultfd");
     for (name, times) in [
         ("uffd_round_trip_us", bare(How::Copy)?),
@@ -84,7 +83,6 @@ fn faults(common: &Common, progress: &Progress, figures: &mut Figures) -> Result
     }
     let replaced = bare(How::Replace)?;
     figures.add("uffd_replace_us", replaced.map(|times| times.mean() / 1e3));
-    progress.step(1);
     Ok(())
 }
 
@@ -93,15 +91,12 @@ fn bytes(common: &Common, progress: &Progress, figures: &mut Figures) -> Result<
     let smoke = common.run.smoke;
     progress.phase("memcpy");
     let memcpy = memcpy_mb_per_s(MEMCPY_BYTES / if smoke { 16 } else { 1 });
-    progress.step(1);
     progress.phase("the raw fabric");
     let server = MemoryServer::start(&common.at, 2 << 30)?;
     let time = Duration::from_millis(if smoke { 50 } else { 1000 });
     let rates = raw::rates(common, &server, time)?;
-    progress.step(1);
     progress.phase("triad's work without a pager");
     let work = work::rates(&work::Setting::of(common, time), &server)?;
-    progress.step(1);
     for (name, rate) in [
         ("memcpy_mb_per_s", memcpy),
         ("raw_read_mb_per_s", rates.read),

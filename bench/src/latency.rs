@@ -50,7 +50,6 @@ pub(crate) fn run(paging: &Paging) -> Result<Report> {
     progress.phase("filling");
     pages.fill(&mut array);
     array.advise(Advice::Random)?;
-    progress.step(1);
 
     // 1. All pages are remote and unchanged; each read brings one in, into a budget with room.
     progress.phase("room in the budget");
@@ -58,14 +57,12 @@ pub(crate) fn run(paging: &Paging) -> Result<Report> {
     let begin = arena.mark();
     let room = samples.min((budget_pages as f64 * ROOM) as u64);
     let with_room = pages.touch(&mut array, room, 0, false);
-    progress.step(1);
 
     // 2. The budget is full of changed pages; each write brings a page in and pushes one out.
     progress.phase("changed pages leave");
     pages.touch(&mut array, 2 * budget_pages, 0, true);
     let evicting = pages.touch(&mut array, samples, 2 * budget_pages, true);
     let paged = arena.since(&begin);
-    progress.step(1);
     drop(progress);
 
     // 3. Yardsticks: the same reads in ordinary memory, and a READ alone. The array is dropped

@@ -89,22 +89,18 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
         true => Advice::Normal,
         false => Advice::Random,
     })?;
-    progress.step(1);
 
     let begin = arena.mark();
     progress.phase("reading");
     let reads = work.access(&mut array, false);
-    progress.step(1);
     let read = arena.since(&begin);
     progress.phase("updating");
     let updates = work.access(&mut array, true);
-    progress.step(1);
     let paged = arena.since(&begin);
 
     progress.phase("verifying");
     array.advise(Advice::Sequential)?;
     let counts = work.count(&mut array);
-    progress.step(1);
     drop(progress);
     let done = work.accesses_per_thread * counts.shares as u64;
     work.complain(counts.updates, done);

@@ -54,7 +54,6 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
     for (index, element) in (0..).zip(warm.iter_mut()) {
         *element = mix(index);
     }
-    progress.step(1);
 
     let private_bytes = private_bytes()?;
     let mut array = arena.array::<u64>(pages * page_elements, Advice::Random)?;
@@ -69,7 +68,6 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
     for touch in Shuffle::new(touches, paging.seed) {
         array[place(touch)] = mix(!touch);
     }
-    progress.step(1);
     progress.phase("reading");
     let wrong = Shuffle::new(touches, paging.seed)
         .filter(|&touch| array[place(touch)] != mix(!touch))
@@ -77,7 +75,6 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
     let time = start.elapsed();
     let metadata_bytes = self::private_bytes()?.saturating_sub(private_bytes);
     let paged = arena.since(&begin);
-    progress.step(1);
     drop(progress);
     if wrong > 0 {
         eprintln!("{wrong} of {touches} elements are wrong");

@@ -131,7 +131,6 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
         part.b.fill(T::from(2.0));
         part.c.fill(T::default());
     });
-    progress.step(1);
 
     // 2. The kernels, timed.
     let begin = arena.mark();
@@ -142,7 +141,6 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
             let start = Instant::now();
             for_each_part([&mut a, &mut b, &mut c], threads, |_, part| kernel(part));
             seconds.push(start.elapsed().as_secs_f64());
-            progress.step(1);
         }
     }
     let paged = arena.since(&begin);
@@ -162,7 +160,6 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
             }
         }
     });
-    progress.step(1);
     drop(progress);
     let wrong = wrong.into_inner();
     if wrong > 0 {

@@ -85,17 +85,14 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
     let steps = usize::from(options.steps);
     let progress = Progress::new(1 + steps as u64);
     let mut step = |step: usize| {
-        let times = work.step(&mut array, step);
-        progress.step(1);
-        times
+        progress.phase(if step == 0 { "filling" } else { "stepping" });
+        work.step(&mut array, step)
     };
 
     // 1. First touch, which brings nothing in.
-    progress.phase("filling");
     step(0);
 
     // 2. The steps that count.
-    progress.phase("stepping");
     let begin = arena.mark();
     let seconds: Vec<[f64; 2]> = (1..=steps)
         .map(|at| step(at).map(|time| time.as_secs_f64()))

@@ -229,7 +229,6 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
     };
     let mut apps = Vec::new();
     for &name in names {
-        run.progress.phase(name_of(&name));
         apps.push(match name {
             AppName::Pagerank => run.measure::<pagerank::PageRank>(name),
             AppName::Bfs => run.measure::<bfs::Bfs>(name),
@@ -309,6 +308,7 @@ impl Run<'_> {
                 let (mut pairs, mut paging) = (Vec::new(), Counts::default());
                 let mut local_cpu = Duration::ZERO;
                 for _ in 0..self.repeat {
+                    self.progress.phase(name_of(&name));
                     let (local_answer, local_s, cpu) = time(team, &app, &mut data)?;
                     local_cpu += cpu;
                     verify("local", app.verify::<Local>(&data, &local_answer, answer));
@@ -324,7 +324,6 @@ impl Run<'_> {
                     let verdict = app.verify::<Far>(&far_data, &far_answer, answer);
                     verify(&format!("{share} % local"), verdict);
                     pairs.push((local_s, far_s));
-                    self.progress.step(1);
                 }
                 let paging = paging.with(paging, |sum, _| sum / u64::from(self.repeat));
                 let cpu_s = local_cpu.as_secs_f64() / f64::from(self.repeat);

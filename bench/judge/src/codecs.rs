@@ -292,7 +292,6 @@ fn measure(sitting: &Sitting, points: &mut Points, trials: &[Trial], plan: &Plan
             for command in trial.commands(points, repetition) {
                 points.measure(sitting, command, repetition as u16)?;
             }
-            progress.step(1);
         }
     }
     Ok(())

@@ -67,7 +67,6 @@ fn measure(
         for command in &commands {
             progress.phase((*command).clone());
             points.measure(sitting, command, repetition)?;
-            progress.step(1);
         }
     }
     Ok(())

@@ -130,7 +130,6 @@ pub fn run(options: &TargetsOptions) -> Result<()> {
         for (row, measured) in rows.iter().zip(&mut measured) {
             progress.phase(row.what.clone());
             measured.push((row.measure)(&mut sitting)?);
-            progress.step(1);
         }
     }
     drop(progress);

@@ -179,7 +179,6 @@ fn measure(options: &VersusNumpyOptions) -> Result<Report> {
         for kind in Kind::ALL {
             progress.phase(kind.name());
             round.insert(kind, one(kind)?);
-            progress.step(1);
         }
         rounds.push(round);
     }

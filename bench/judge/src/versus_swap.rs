@@ -164,7 +164,6 @@ pub fn run(options: &VersusSwapOptions) -> Result<()> {
                 progress.phase(format!("{name}, {side}"));
                 let report = run().with_context(|| format!("cannot measure {name}, {side}"))?;
                 reports.push(report.clone());
-                progress.step(1);
                 Ok(report)
             };
             // More than fits is the point here: the rest is swapped.
