@@ -10,9 +10,9 @@ use farpage_bench_kit::{
     plot,
 };
 
-const SIZE: (u32, u32) = (960, 600);
+const SIZE: (u32, u32) = (1100, 600);
 /// Pixels beside the chart for the names of its lines.
-const LEGEND: u32 = 210;
+const LEGEND: u32 = 340;
 
 /// Draws the report to a file.
 ///

@@ -15,7 +15,7 @@ use std::{
 use farpage::Runtime;
 use tempfile::TempDir;
 
-use crate::common::{bench, said};
+use crate::common::{bench, parsed, said};
 
 pub(crate) const WORKERS: usize = 4;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -168,6 +168,81 @@ fn addresses(fabric: &str, folder: &Path, count: usize) -> String {
     };
     let all: Vec<_> = ports.iter().enumerate().map(of).collect();
     all.join(",")
+}
+
+/// Asserts that a job with `aggregators`, of which `killed` is killed, ends in time with errors
+/// that name it, and goes on to the bits of a job that was not interrupted.
+pub(crate) fn assert_goes_on(fabric: &str, mode: &str, aggregators: usize, killed: usize) {
+    let scene = Scene::new(64 << 20);
+    let job = ["--mode", mode, "--steps", "200", "--optimizer", "adam"];
+    let count = aggregators.to_string();
+    let through = ["--aggregators", &count];
+    let through = if aggregators > 0 { &through[..] } else { &[] };
+    let whole = scene.together(&[&job[..], through].concat());
+    // A slow link gives time to kill, and changes no bit.
+    let kept = ["--checkpoint-every", "10"];
+    let slow = ["--link-us", "3000"];
+    let mut children = scene.start(fabric, aggregators, &[&job[..], &kept, &slow].concat());
+    scene.wait_for(40);
+    children.0[killed].kill().expect("it runs");
+    let name = match killed < WORKERS {
+        true => format!("worker {killed}"),
+        false => format!("aggregator {}", killed - WORKERS),
+    };
+    let gone = format!("{name} is gone");
+    let named = [&gone, &format!("for {name}"), &format!("step 30 of {name}")];
+    assert_named(children, Some(killed), &named.map(String::as_str));
+    // Two generations at most.
+    let names = scene.names();
+    assert!(names.len() <= 2 * (WORKERS + aggregators), "{names:?}");
+    let again = [&job[..], &kept, &["--resume"]].concat();
+    assert_whole(&ends(scene.start(fabric, aggregators, &again)), &whole, 30);
+}
+
+/// Asserts that a job whose server of checkpoints is killed ends with the server's address.
+pub(crate) fn assert_names_server(mode: &str, aggregators: usize) {
+    let mut scene = Scene::new(64 << 20);
+    let job = ["--mode", mode, "--steps", "100000000"];
+    let job = [&job[..], &["--checkpoint-every", "5"]].concat();
+    let children = scene.start("tcp", aggregators, &job);
+    scene.wait_for(20);
+    scene.server.0[0].kill().expect("it runs");
+    // A party that still trained then hears of it from one that could not keep its checkpoint.
+    let told = [&*scene.url, "gave up", "its session has ended"];
+    let ended = assert_named(children, None, &told);
+    assert!(ended.iter().any(|output| said(output).contains(&scene.url)));
+}
+
+/// Asserts that all have failed in time, and that all but `killed` have said one of `named`.
+pub(crate) fn assert_named(
+    children: Children,
+    killed: Option<usize>,
+    named: &[&str],
+) -> Vec<Output> {
+    let begun = Instant::now();
+    let ended = ends(children);
+    assert!(begun.elapsed() < DEADLINE * 2, "{:?}", begun.elapsed());
+    for (rank, output) in ended.iter().enumerate() {
+        let stderr = said(output);
+        assert!(!output.status.success(), "rank {rank}");
+        let is_named = named.iter().any(|named| stderr.contains(named));
+        assert!(killed == Some(rank) || is_named, "rank {rank}: {stderr}");
+    }
+    ended
+}
+
+/// Asserts that a job that went on has ended with the hashes of one that was not interrupted.
+pub(crate) fn assert_whole(ended: &[Output], whole: &Output, from: u64) {
+    let whole = parsed(whole);
+    for (rank, output) in ended.iter().enumerate() {
+        let report = parsed(output);
+        let resumed = report["resumed_from"].as_u64().expect("a step");
+        assert!(resumed >= from && resumed.is_multiple_of(10), "{resumed}");
+        match rank < WORKERS {
+            true => assert_eq!(report["hash"], whole["modes"][0]["worker_hashes"][rank]),
+            false => assert_eq!(report["aggregator"], rank - WORKERS),
+        }
+    }
 }
 
 pub(crate) fn ends(mut workers: Children) -> Vec<Output> {
