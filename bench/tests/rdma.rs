@@ -10,7 +10,6 @@ mod common;
 
 use std::{
     env, fs,
-    io::{BufRead, BufReader},
     process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
@@ -18,7 +17,7 @@ use std::{
 
 use serde_json::Value;
 
-use common::parsed;
+use common::{Serving, list, parsed, ticks};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_farpage-bench");
 /// Upper bound of every wait, far beyond what a test takes.
@@ -60,49 +59,17 @@ fn moved_bytes(report: &Value) -> f64 {
     bytes("bytes_read") + bytes("bytes_written")
 }
 
-/// A memory server on a host; killed when dropped.
-struct Serving {
-    child: Child,
-    url: String,
+/// Starts a memory server on a host.
+fn serve(host: Host, listen: &str) -> Serving {
+    let words = [host, &[PROGRAM]].concat();
+    let mut program = Command::new(words[0]);
+    program.args(&words[1..]);
+    Serving::start(program, listen, 64 << 20)
 }
 
-impl Serving {
-    fn start(host: Host, listen: &str) -> Serving {
-        let words = [host, &[PROGRAM, "serve", "--listen", listen]].concat();
-        let mut child = Command::new(words[0])
-            .args(&words[1..])
-            .args(["--capacity-bytes", "67108864"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the program was built for this test");
-        let mut url = String::new();
-        BufReader::new(child.stdout.take().expect("it was set to a pipe"))
-            .read_line(&mut url)
-            .expect("the server says where it listens, or ends");
-        assert!(url.contains("://"), "the server did not start");
-        Serving {
-            child,
-            url: url.trim().to_owned(),
-        }
-    }
-
-    /// Returns the processor time that the server has used, in the program and in the kernel.
-    fn cpu(&self) -> Duration {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id()));
-        let stat = stat.expect("the server runs");
-        let after_name = stat.rsplit(')').next().expect("a line of words");
-        let fields: Vec<&str> = after_name.split_whitespace().collect();
-        let ticks = |at: usize| fields[at].parse::<u64>().expect("a number of ticks");
-        Duration::from_millis(10 * (ticks(11) + ticks(12)))
-    }
-}
-
-impl Drop for Serving {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// Returns the processor time that a server has used, in the program and in the kernel.
+fn cpu(server: &Serving) -> Duration {
+    Duration::from_millis(10 * ticks(server.child.id()))
 }
 
 /// Returns the address of this machine's device; if there is none, says that `test` is skipped.
@@ -121,7 +88,7 @@ fn stream_over_rdma_verifies_raw_and_compressed() {
     let Some(address) = address("stream_over_rdma_verifies_raw_and_compressed") else {
         return;
     };
-    let server = Serving::start(HERE, &format!("rdma://{address}:0"));
+    let server = serve(HERE, &format!("rdma://{address}:0"));
     for args in [
         &["--codec", "raw"][..],
         &["--codec", "lz4", "--data", "smooth"],
@@ -135,11 +102,11 @@ fn stream_over_rdma_verifies_raw_and_compressed() {
 /// Returns the server's processor milliseconds per MB: the difference of a short run and a long
 /// one, so that connecting and leasing do not count.
 fn server_ms_per_mb(listen: &str) -> f64 {
-    let server = Serving::start(HERE, listen);
+    let server = serve(HERE, listen);
     let [short, long] = ["2", "8"].map(|iterations| {
-        let before = server.cpu();
+        let before = cpu(&server);
         let report = report(stream(HERE, &server, &["--iterations", iterations]));
-        let spent = server.cpu() - before;
+        let spent = cpu(&server) - before;
         println!(
             "{listen}, {iterations} iterations: {spent:?} of the server's processor for {:.0} MB",
             moved_bytes(&report) / 1e6
@@ -231,11 +198,11 @@ fn a_parameter_server_over_rdma_copies_nothing_on_the_way() {
     let args = "parameter-server --fabric rdma --smoke --format=json";
     let output = bench(HERE, &args.split(' ').collect::<Vec<_>>()).output();
     let report = parsed(&output.expect("`timeout` can be started"));
-    for row in common::list(&report, "/rows") {
+    for row in list(&report, "/rows") {
         assert_eq!(row["bounced_bytes"].as_u64(), Some(0), "{row}");
         assert!(row["pulls"]["pull_us"].as_f64() > Some(0.0), "{row}");
     }
-    let steps = common::list(&report, "/ladder/0/steps");
+    let steps = list(&report, "/ladder/0/steps");
     assert_eq!(steps.len(), 6, "inline and immediate data, too: {report}");
 }
 
@@ -248,7 +215,7 @@ fn rdma_between_hosts_survives_a_link_that_is_cut_and_comes_back() {
         return;
     }
     const MIB: u64 = 1 << 20;
-    let server = Serving::start(HOST_1, "rdma://10.97.0.1:0");
+    let server = serve(HOST_1, "rdma://10.97.0.1:0");
     let before = cable_bytes(2);
     let mut stream = stream(HOST_2, &server, &["--iterations", "6"]);
     wait_until("the run is under way", &mut stream, || {

@@ -13,7 +13,7 @@ use std::{
 };
 
 use self::{
-    common::{assert_has, bench, parsed, run, said},
+    common::{assert_has, bench, parsed, run, said, ticks},
     training::{PATIENCE, ends, processes, together},
 };
 
@@ -37,16 +37,6 @@ fn processes_end_with_the_bits_of_threads() {
             }
         }
     }
-}
-
-/// Returns the clock ticks that a process has computed for.
-fn ticks(process: u32) -> u64 {
-    let stat = fs::read_to_string(format!("/proc/{process}/stat")).expect("it runs");
-    let (_, fields) = stat.rsplit_once(')').expect("a name in brackets");
-    let fields: Vec<_> = fields.split_whitespace().collect();
-    // User and system time, as proc_pid_stat(5) counts them, less the two fields before.
-    let ticks = [11, 12].map(|at| fields[at].parse::<u64>().expect("a number"));
-    ticks.iter().sum()
 }
 
 #[test]

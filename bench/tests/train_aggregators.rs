@@ -65,7 +65,7 @@ fn a_job_goes_on_when_the_memory_of_its_aggregators_was_killed() {
     };
     let children = start(&memory, &["--link-us", "3000"]);
     scene.wait_for(20);
-    memory.server.0[0].kill().expect("it runs");
+    memory.server.child.kill().expect("it runs");
     let named = [&*memory.url, "gave up, and says itself why"];
     assert_named(children, None, &named);
     let successor = Scene::new(64 << 20);

@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::{
+    fs,
+    io::{BufRead, BufReader},
     path::PathBuf,
     process::{Child, Command, Output, Stdio},
     time::{Duration, Instant},
@@ -61,8 +63,8 @@ pub(crate) fn printed(args: &str) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Runs the program with `args` in its `--smoke` form. Returns its report, which has to be verified;
-/// `codecs` and `targets` judge reports, and have verified them.
+/// Runs the program with `args` in its `--smoke` form. Returns its report, which has to be
+/// verified; `codecs` and `targets` judge reports, and have verified them.
 pub(crate) fn report(args: &str) -> Value {
     let printed = printed(&format!("{args} --smoke --format json"));
     let report: Value = serde_json::from_str(&printed)
@@ -106,6 +108,49 @@ pub(crate) fn assert_positive(report: &Value, pointers: &str) {
 pub(crate) fn list<'a>(report: &'a Value, pointer: &str) -> &'a [Value] {
     let list = report.pointer(pointer).and_then(Value::as_array);
     list.unwrap_or_else(|| panic!("no list {pointer} in {report}"))
+}
+
+/// A memory server, killed when dropped.
+pub(crate) struct Serving {
+    pub(crate) child: Child,
+    pub(crate) url: String,
+}
+
+impl Serving {
+    /// Starts a server by `program`, the command of the program without arguments.
+    pub(crate) fn start(mut program: Command, listen: &str, capacity_bytes: u64) -> Self {
+        program.args(["serve", "--listen", listen]);
+        program.args(["--capacity-bytes", &capacity_bytes.to_string()]);
+        program.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = program
+            .spawn()
+            .expect("the program was built for this test");
+        let stdout = child.stdout.take().expect("it was set to a pipe");
+        let mut line = String::new();
+        let read = BufReader::new(stdout).read_line(&mut line);
+        read.expect("the server says where it listens, or ends");
+        let url = line.trim().to_owned();
+        assert!(url.contains("://"), "the server did not start");
+        Self { child, url }
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        // Fails if the server has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Returns the clock ticks that a process has computed for, in the program and in the kernel.
+pub(crate) fn ticks(process: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).expect("it runs");
+    let (_, fields) = stat.rsplit_once(')').expect("a name in brackets");
+    let fields: Vec<_> = fields.split_whitespace().collect();
+    // User and system time, as proc_pid_stat(5) counts them, less the two fields before.
+    let ticks = [11, 12].map(|at| fields[at].parse::<u64>().expect("a number"));
+    ticks.iter().sum()
 }
 
 /// Returns the socket of the memory server that a benchmark starts for itself.

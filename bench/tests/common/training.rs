@@ -4,7 +4,6 @@
 
 use std::{
     collections::BTreeSet,
-    io::{BufRead, BufReader},
     net::TcpListener,
     path::Path,
     process::{Child, Command, Output, Stdio},
@@ -15,7 +14,7 @@ use std::{
 use farpage::Runtime;
 use tempfile::TempDir;
 
-use crate::common::{bench, parsed, said};
+use crate::common::{Serving, bench, parsed, said};
 
 pub(crate) const WORKERS: usize = 4;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -37,28 +36,19 @@ impl Drop for Children {
 /// A memory server, and a user's key.
 pub(crate) struct Scene {
     pub(crate) folder: TempDir,
-    pub(crate) server: Children,
+    pub(crate) server: Serving,
     pub(crate) url: String,
 }
 
 impl Scene {
     pub(crate) fn new(capacity_bytes: u64) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
-        let mut server = bench(&["serve", "--listen", "tcp://127.0.0.1:0"])
-            .args(["--capacity-bytes", &capacity_bytes.to_string()])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the program was built for this test");
-        let stdout = server.stdout.take().expect("a pipe");
-        let mut url = String::new();
-        BufReader::new(stdout)
-            .read_line(&mut url)
-            .expect("it says where it listens");
+        let server = Serving::start(bench(&[]), "tcp://127.0.0.1:0", capacity_bytes);
+        let url = server.url.clone();
         Self {
             folder,
-            server: Children(vec![server]),
-            url: url.trim().to_owned(),
+            server,
+            url,
         }
     }
 
@@ -206,7 +196,7 @@ pub(crate) fn assert_names_server(mode: &str, aggregators: usize) {
     let job = [&job[..], &["--checkpoint-every", "5"]].concat();
     let children = scene.start("tcp", aggregators, &job);
     scene.wait_for(20);
-    scene.server.0[0].kill().expect("it runs");
+    scene.server.child.kill().expect("it runs");
     // A party that still trained then hears of it from one that could not keep its checkpoint.
     let told = [&*scene.url, "gave up", "its session has ended"];
     let ended = assert_named(children, None, &told);
