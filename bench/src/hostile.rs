@@ -13,8 +13,6 @@ mod victim;
 
 use clap::Args;
 use std::{
-    env,
-    process::Command,
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
     time::{Duration, Instant},
@@ -38,7 +36,7 @@ pub(crate) use self::{
 use farpage_bench_kit::{
     options::{Fabric, Run},
     report::{self, Percentiles, filled_table},
-    server::{MemoryServer, ensure_room},
+    server::{MemoryServer, ensure_room, this_program},
     sitting::Sitting,
 };
 
@@ -164,8 +162,7 @@ fn arm<R: DeserializeOwned>(
 ) -> Result<(Arm, R)> {
     let server_cpu_s = server.cpu_s()?;
     let begun = Instant::now();
-    // `/proc/self/exe` is this program even if its file has been replaced.
-    let mut program = Command::new(env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into()));
+    let mut program = this_program()?;
     program.args(neighbour.split(' '));
     let stop = AtomicBool::new(false);
     let (seen, said) = thread::scope(|scope| {

@@ -5,14 +5,15 @@
 //! memory count start. The count then belongs to the region's size alone.
 
 use clap::Args;
-use std::{fs, time::Instant};
+use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use farpage::Advice;
 use serde_json::json;
 
 use farpage_bench_kit::{
     arena::Arena,
+    held::mapped_bytes,
     options::Paging,
     pick::{Shuffle, mix},
     progress::Progress,
@@ -55,7 +56,9 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
         *element = mix(index);
     }
 
-    let private_bytes = private_bytes()?;
+    // Pages of this process, and all that is known about them.
+    let private_bytes = || mapped_bytes(std::process::id(), "Anonymous");
+    let before_bytes = private_bytes()?;
     let mut array = arena.array::<u64>(pages * page_elements, Advice::Random)?;
     // One element in each page that is used.
     let place = |touch: u64| {
@@ -73,7 +76,7 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
         .filter(|&touch| array[place(touch)] != mix(!touch))
         .count();
     let time = start.elapsed();
-    let metadata_bytes = self::private_bytes()?.saturating_sub(private_bytes);
+    let metadata_bytes = private_bytes()?.saturating_sub(before_bytes);
     let paged = arena.since(&begin);
     drop(progress);
     if wrong > 0 {
@@ -91,17 +94,4 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
         figures,
         paging: paged,
     })
-}
-
-/// Returns the anonymous memory of this process: its pages, and all that is known about them.
-fn private_bytes() -> Result<u64> {
-    const PATH: &str = "/proc/self/smaps_rollup";
-    let text = fs::read_to_string(PATH)
-        .with_context(|| format!("cannot read how much memory this program has from {PATH}"))?;
-    let kib: u64 = text
-        .lines()
-        .find_map(|line| line.strip_prefix("Anonymous:")?.trim().strip_suffix(" kB"))
-        .and_then(|kib| kib.parse().ok())
-        .with_context(|| format!("{PATH} has no line `Anonymous: ... kB`"))?;
-    Ok(kib << 10)
 }

@@ -100,6 +100,8 @@ const MARGIN: f64 = 18.0;
 const BAR: f64 = 12.0;
 const GAP: f64 = 10.0;
 const LINE: f64 = 18.0;
+/// Height at which rows begin: below the title and the names of the series, which have one line.
+const TOP: f64 = MARGIN + 34.0 + LINE + 12.0;
 /// Width at the right for the figure at the end of the longest bar.
 const FIGURE: f64 = 58.0;
 const GREY: RGBColor = RGBColor(90, 90, 90);
@@ -149,35 +151,9 @@ impl Bars {
         BAR * self.series.len() as f64 + GAP
     }
 
-    /// Returns the height at which rows begin: below the title and the names of the series.
-    fn top(&self) -> f64 {
-        MARGIN + 34.0 + LINE * self.legend_lines() as f64 + 12.0
-    }
-
-    fn legend_lines(&self) -> usize {
-        self.legend().last().map_or(1, |(_, line, _)| line + 1)
-    }
-
-    /// Returns each series' place in its line of the legend, the number of the line, and the name.
-    fn legend(&self) -> Vec<(f64, usize, &str)> {
-        let (mut x, mut line) = (MARGIN, 0);
-        self.series
-            .iter()
-            .map(|name| {
-                let width = 30.0 + 7.4 * name.chars().count() as f64;
-                if x + width > WIDTH - MARGIN {
-                    (x, line) = (MARGIN, line + 1);
-                }
-                let at = (x, line, name.as_str());
-                x += width;
-                at
-            })
-            .collect()
-    }
-
     fn height(&self) -> f64 {
         let rows = self.row_height() * self.rows.len() as f64;
-        self.top() + rows + 56.0 + LINE * self.caption_lines().len() as f64 + MARGIN
+        TOP + rows + 56.0 + LINE * self.caption_lines().len() as f64 + MARGIN
     }
 
     /// Breaks the caption where it would not fit: characters of this size are about 6.9 wide.
@@ -225,7 +201,7 @@ impl Bars {
         let longest = self.rows.iter().map(|(name, _)| name.chars().count()).max();
         let left = MARGIN + 7.6 * longest.unwrap_or(0) as f64 + 12.0;
         let right = WIDTH - MARGIN - FIGURE;
-        let (top, row_height) = (self.top(), self.row_height());
+        let (top, row_height) = (TOP, self.row_height());
         let bottom = top + row_height * self.rows.len() as f64;
         let axis = self.axis();
         let x = |value: f64| left + (right - left) * axis.place(value);
@@ -233,10 +209,11 @@ impl Bars {
         // 1. The title and the legend.
         let bold = (19.0, &BLACK, FontStyle::Bold);
         pen.text(&self.title, (MARGIN, MARGIN + 8.0), HPos::Left, bold)?;
-        for ((at, line, name), colour) in self.legend().into_iter().zip(COLOURS.iter().cycle()) {
-            let y = MARGIN + 36.0 + LINE * line as f64;
+        let (mut at, y) = (MARGIN, MARGIN + 36.0);
+        for (name, colour) in self.series.iter().zip(COLOURS.iter().cycle()) {
             pen.rectangle((at, y - 5.0), (at + 12.0, y + 5.0), colour)?;
             pen.label(name, (at + 17.0, y), HPos::Left, 13.0)?;
+            at += 30.0 + 7.4 * name.chars().count() as f64;
         }
 
         // 2. The axis.

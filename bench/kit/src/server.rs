@@ -186,7 +186,11 @@ impl Drop for MemoryServer {
     }
 }
 
-fn this_program() -> Result<Command> {
+/// Returns the command of this program, without arguments.
+///
+/// # Errors
+/// This program's own file cannot be found.
+pub fn this_program() -> Result<Command> {
     let path = env::current_exe().context("cannot find this program's own file")?;
     Ok(Command::new(path))
 }

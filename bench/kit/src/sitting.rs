@@ -6,7 +6,6 @@
 
 use std::{
     collections::HashMap,
-    env,
     io::Read,
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
@@ -23,6 +22,8 @@ use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     flag,
 };
+
+use crate::server::this_program;
 
 /// Upper bound of the time of a benchmark: one that takes longer hangs.
 const TIME_MAX: Duration = Duration::from_secs(960);
@@ -83,8 +84,7 @@ impl Sitting {
 
     /// Runs a command to its end, whatever ran before.
     pub fn run(&self, command: &str) -> Result<Value> {
-        let this_program = env::current_exe().context("cannot find this program's own file")?;
-        self.run_as(Command::new(this_program), command)
+        self.run_as(this_program()?, command)
     }
 
     /// Appends `command` to the arguments of `program`, which has to run this program with them.
