@@ -48,10 +48,8 @@ pub(crate) fn run(paging: &Paging) -> Result<Report> {
     let cpu = time_of_threads(&EVICTORS)? - cpu;
     drop(progress);
     let clean = paged.counts.clean_evictions;
-    ensure!(
-        clean > 0,
-        "no page was evicted: --budget has to be smaller than --size"
-    );
+    let none = "no page was evicted: --budget has to be smaller than --size";
+    ensure!(clean > 0, none);
     if wrong > 0 {
         eprintln!("{wrong} elements read were wrong");
     }

@@ -12,7 +12,11 @@ use std::{
 use anyhow::Result;
 
 use farpage_bench_kit::{
-    bare::{self, Cpus, How},
+    bare::{
+        self,
+        Handling::{ByHandler, InThread, OnOneCpu, OnTwoCpus},
+        How,
+    },
     options::Common,
     progress::Progress,
     raw,
@@ -62,26 +66,24 @@ fn faults(common: &Common, progress: &Progress, figures: &mut Figures) -> Result
     let page_bytes = common.page_size.as_u64() as usize;
     let samples_max = if common.run.smoke { 200 } else { 4096 };
     let samples = samples_max.min(FAULT_BYTES / page_bytes);
-    let bare = |how| bare::round_trips(how, page_bytes, samples);
-    let on = |cpus| bare::round_trips_on(cpus, How::Copy, page_bytes, samples);
-    let in_thread = |how| bare::in_thread_round_trips(how, page_bytes, samples);
+    let bare = |handling, how| bare::round_trips(handling, how, page_bytes, samples);
 
     progress.phase("the kernel's own fault");
     figures.add_fault("kernel_fault_us", &bare::kernel_faults(samples_max)?);
     progress.phase("bare userfaultfd");
-    for (name, times) in [
-        ("uffd_round_trip_us", bare(How::Copy)?),
-        ("uffd_one_cpu_round_trip_us", on(Cpus::One)?),
-        ("uffd_two_cpu_round_trip_us", on(Cpus::Two)?),
-        ("uffd_move_round_trip_us", bare(How::Move)?),
-        ("uffd_in_thread_round_trip_us", in_thread(How::Copy)?),
-        ("uffd_in_thread_move_round_trip_us", in_thread(How::Move)?),
-        ("uffd_read_round_trip_us", bare(How::Read)?),
-        ("uffd_in_thread_read_round_trip_us", in_thread(How::Read)?),
+    for (name, handling, how) in [
+        ("uffd_round_trip_us", ByHandler, How::Copy),
+        ("uffd_one_cpu_round_trip_us", OnOneCpu, How::Copy),
+        ("uffd_two_cpu_round_trip_us", OnTwoCpus, How::Copy),
+        ("uffd_move_round_trip_us", ByHandler, How::Move),
+        ("uffd_in_thread_round_trip_us", InThread, How::Copy),
+        ("uffd_in_thread_move_round_trip_us", InThread, How::Move),
+        ("uffd_read_round_trip_us", ByHandler, How::Read),
+        ("uffd_in_thread_read_round_trip_us", InThread, How::Read),
     ] {
-        figures.add_fault(name, times.as_ref());
+        figures.add_fault(name, bare(handling, how)?.as_ref());
     }
-    let replaced = bare(How::Replace)?;
+    let replaced = bare(ByHandler, How::Replace)?;
     figures.add("uffd_replace_us", replaced.map(|times| times.mean() / 1e3));
     Ok(())
 }

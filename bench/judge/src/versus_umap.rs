@@ -370,11 +370,11 @@ fn install(sitting: &Sitting, folder: &Path) -> Result<PathBuf> {
 /// Builds the driver against the Umap or farpage at `prefix`.
 fn build(sitting: &Sitting, prefix: &Path, program: &Path) -> Result<PathBuf> {
     let header = prefix.join("include/umap/umap.h");
+    let (at, lacking) = (prefix.display(), header.display());
+    let is_there = header.is_file();
     ensure!(
-        header.is_file(),
-        "no Umap is installed at {}: it has no {}",
-        prefix.display(),
-        header.display()
+        is_there,
+        "no Umap is installed at {at}: it has no {lacking}"
     );
     let libs = ["lib", "lib64"].map(|lib| prefix.join(lib));
     let mut libs = libs.iter().filter(|lib| lib.join("libumap.so").is_file());

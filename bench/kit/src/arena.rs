@@ -98,10 +98,8 @@ impl<'a> Arena<'a> {
 
     /// Makes an array of `len` zeros. `advice` says how a remote one is used.
     pub fn array<T: Pod>(&self, len: u64, advice: Advice) -> Result<Array<T>> {
-        ensure!(
-            len > 0,
-            "--size is too small for this benchmark: there would be no elements"
-        );
+        let too_small = "--size is too small for this benchmark: there would be no elements";
+        ensure!(len > 0, too_small);
         let len = usize::try_from(len).context("the array is larger than the address space")?;
         self.array_of_shape(&[len], advice)
     }

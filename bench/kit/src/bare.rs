@@ -78,46 +78,45 @@ pub fn kernel_faults(count: usize) -> Result<Histogram<u64>> {
     Ok(histogram)
 }
 
-/// Times `count` faults, one at a time, in nanoseconds, each served by one handler thread that
-/// sleeps in `read`. Returns `None` if the kernel lacks a feature for that.
-pub fn round_trips(how: How, page_bytes: usize, count: usize) -> Result<Option<Histogram<u64>>> {
-    served_by(how, page_bytes, count, None)
-}
-
-/// CPUs that the faulting thread and the handler are kept to.
+/// Thread that serves a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cpus {
-    /// One for both threads: no other CPU has to be woken.
-    One,
-    /// One for each thread, idle while the other works. Waking an idle CPU can cost more than all
-    /// else on virtual machines.
-    Two,
+pub enum Handling {
+    /// A handler thread that sleeps in `read`.
+    ByHandler,
+    /// A handler thread on the CPU of the faulting thread: no other CPU has to be woken.
+    OnOneCpu,
+    /// A handler thread on a CPU of its own, idle while the faulting thread works. Waking an idle
+    /// CPU can cost more than all else on virtual machines.
+    OnTwoCpus,
+    /// The faulting thread, by the handler of the SIGBUS that the kernel raises: no hand-over.
+    InThread,
 }
 
-/// Times faults like [`round_trips`], with both threads kept to `cpus`; otherwise the kernel may
-/// move them at any time. Returns `None` also if there is only one CPU for [`Cpus::Two`].
-pub fn round_trips_on(
-    cpus: Cpus,
+/// Times `count` faults, one at a time, in nanoseconds. Returns `None` if the kernel lacks a
+/// feature for that, or if there is only one CPU for [`Handling::OnTwoCpus`].
+pub fn round_trips(
+    handling: Handling,
     how: How,
     page_bytes: usize,
     count: usize,
 ) -> Result<Option<Histogram<u64>>> {
+    match handling {
+        Handling::ByHandler => return served_by(how, page_bytes, count, None),
+        Handling::InThread => return in_thread(how, page_bytes, count),
+        Handling::OnOneCpu | Handling::OnTwoCpus => {}
+    }
     // In a thread of its own, since the restriction is never lifted.
     let kept = thread::spawn(move || {
         let (here, another) = cpus::two()?;
-        let handler = match cpus {
-            Cpus::One => Some(here),
-            Cpus::Two => another,
-        };
-        if handler.is_none() {
+        let is_one = handling == Handling::OnOneCpu;
+        let Some(handler) = (if is_one { Some(here) } else { another }) else {
             return Ok(None);
-        }
+        };
         cpus::stay_on(here)?;
-        served_by(how, page_bytes, count, handler)
+        served_by(how, page_bytes, count, Some(handler))
     });
-    kept.join()
-        .expect("the measurement does not panic")
-        .with_context(|| format!("cannot measure with threads kept to CPUs ({cpus:?})"))
+    let kept = kept.join().expect("the measurement does not panic");
+    kept.with_context(|| format!("cannot measure with threads kept to CPUs ({handling:?})"))
 }
 
 fn served_by(
@@ -149,13 +148,7 @@ fn served_by(
     })
 }
 
-/// Times `count` faults, one at a time, in nanoseconds. Each raises SIGBUS in the faulting thread,
-/// whose handler resolves it: no hand-over. Returns `None` if the kernel lacks a feature for that.
-pub fn in_thread_round_trips(
-    how: How,
-    page_bytes: usize,
-    count: usize,
-) -> Result<Option<Histogram<u64>>> {
+fn in_thread(how: How, page_bytes: usize, count: usize) -> Result<Option<Histogram<u64>>> {
     let Some(bare) = Bare::new(how, Features::SIGBUS, page_bytes, count)? else {
         return Ok(None);
     };
@@ -172,11 +165,9 @@ struct GivenUp<'a>(&'a Bare);
 
 impl Drop for GivenUp<'_> {
     fn drop(&mut self) {
-        let region = &self.0.region;
-        self.0
-            .uffd
-            .unregister(region.address(), region.bytes)
-            .expect("it is registered");
+        let (uffd, region) = (&self.0.uffd, &self.0.region);
+        let unregistered = uffd.unregister(region.address(), region.bytes);
+        unregistered.expect("it is registered");
     }
 }
 

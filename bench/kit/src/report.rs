@@ -316,10 +316,9 @@ pub fn conclude<R: Serialize>(
     human: impl Fn(&R) -> String,
 ) -> Result<()> {
     print(report, format, human)?;
-    ensure!(
-        verified,
-        "verification FAILED: the figures above are worthless, and this is a bug to report"
-    );
+    let failed =
+        "verification FAILED: the figures above are worthless, and this is a bug to report";
+    ensure!(verified, failed);
     Ok(())
 }
 

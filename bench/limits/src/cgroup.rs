@@ -126,10 +126,8 @@ impl Cgroup {
         let path = parent.path.join(format!("{NAME}{}", process::id()));
         fs::create_dir(&path)
             .with_context(|| format!("cannot make the cgroup {}", path.display()))?;
-        let cgroup = Self {
-            path,
-            version: parent.version,
-        };
+        let version = parent.version;
+        let cgroup = Self { path, version };
         let (limit, swap_limit) = match cgroup.version {
             // Cgroup v1 has no separate limit of swap by default.
             Version::V1 => ("memory.limit_in_bytes", "memory.swappiness"),
@@ -242,14 +240,10 @@ impl Cgroup {
         for entry in fs::read_dir(&parent.path).with_context(context)? {
             let entry = entry.with_context(context)?;
             if is_leftover(&entry.file_name().to_string_lossy())? {
-                eprintln!(
-                    "removing {}, left behind by a run that was killed",
-                    entry.path().display()
-                );
-                drop(Self {
-                    path: entry.path(),
-                    version: parent.version,
-                });
+                let (path, version) = (entry.path(), parent.version);
+                let shown = path.display();
+                eprintln!("removing {shown}, left behind by a run that was killed");
+                drop(Self { path, version });
             }
         }
         Ok(())
@@ -261,10 +255,8 @@ impl Drop for Cgroup {
         // A process that is still inside is a child of ours that outlived us.
         self.kill();
         if let Err(error) = retry(|| fs::remove_dir(&self.path)) {
-            eprintln!(
-                "cannot remove the cgroup {}: {error}; rmdir it by hand",
-                self.path.display()
-            );
+            let path = self.path.display();
+            eprintln!("cannot remove the cgroup {path}: {error}; rmdir it by hand");
         }
     }
 }

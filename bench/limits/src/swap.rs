@@ -38,10 +38,8 @@ impl Swap {
         Cgroup::remove_leftovers(&parent)?;
         let device = Zram::set_up(swap_bytes)?;
         let cgroup = Cgroup::set_up(&parent, memory_bytes, SwapUse::Free)?;
-        Ok(Self {
-            cgroup,
-            _device: device,
-        })
+        let _device = device;
+        Ok(Self { cgroup, _device })
     }
 
     /// Returns the cgroup.
@@ -137,10 +135,8 @@ impl Zram {
             if let Some(label) = label(&node)
                 && is_leftover(&label)?
             {
-                eprintln!(
-                    "removing {}, left behind by a run that was killed",
-                    node.display()
-                );
+                let node = node.display();
+                eprintln!("removing {node}, left behind by a run that was killed");
                 drop(Self { id });
             }
         }
@@ -161,10 +157,9 @@ impl Drop for Zram {
     fn drop(&mut self) {
         if let Err(error) = self.take_down() {
             let (id, node) = (self.id, node(self.id));
-            eprintln!(
-                "cannot take down {0}: {error:#}; by hand: swapoff {0}; echo {id} >{ZRAM_CONTROL}/hot_remove",
-                node.display()
-            );
+            let node = node.display();
+            eprintln!("cannot take down {node}: {error:#}");
+            eprintln!("by hand: swapoff {node}; echo {id} >{ZRAM_CONTROL}/hot_remove");
         }
     }
 }

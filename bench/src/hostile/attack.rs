@@ -27,8 +27,11 @@ use farpage_wire::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::neighbour::{end_with_parent, own_cpu_s, tell};
-use farpage_bench_kit::pick::{ODD, mix};
+use super::neighbour::{end_with_parent, tell};
+use farpage_bench_kit::{
+    cpus::own_time,
+    pick::{ODD, mix},
+};
 
 /// Address of the attacker: another one of the loopback interface than the victim's.
 pub(super) const ATTACKER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
@@ -140,7 +143,7 @@ pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
         }
     });
     let mut found = total.into_inner().expect("nothing panics under it");
-    found.cpu_s = own_cpu_s();
+    found.cpu_s = own_time().as_secs_f64();
     tell(&found)
 }
 

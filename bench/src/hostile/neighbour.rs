@@ -1,4 +1,4 @@
-//! Process beside the victim: its report to the benchmark, its CPU time, and its end.
+//! Process beside the victim: its report to the benchmark, and its end.
 
 use std::{
     io::{self, Read},
@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use farpage_bench_kit::{cpus::own_time, out::say};
+use farpage_bench_kit::out::say;
 use serde::Serialize;
 
 /// Ends this process, a neighbour, when the benchmark that started it is gone.
@@ -22,9 +22,4 @@ pub(super) fn end_with_parent() {
 pub(super) fn tell(report: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string(report).context("a report is JSON")?;
     say(text)
-}
-
-/// Returns the CPU time of this process in seconds.
-pub(super) fn own_cpu_s() -> f64 {
-    own_time().as_secs_f64()
 }

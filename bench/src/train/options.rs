@@ -224,10 +224,8 @@ impl<'a> Jobs<'a> {
         );
         if let Some((rank, _)) = options.slow_worker {
             let workers = options.workers;
-            ensure!(
-                rank < workers,
-                "--slow-worker {rank}: ranks are below {workers}"
-            );
+            let is_one = rank < workers;
+            ensure!(is_one, "--slow-worker {rank}: ranks are below {workers}");
         }
         Ok(Self {
             options,
