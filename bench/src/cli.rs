@@ -10,10 +10,7 @@ use farpage_bench_judge::{
     targets::TargetsOptions, versus_numpy::VersusNumpyOptions, versus_swap::VersusSwapOptions,
     versus_umap::VersusUmapOptions,
 };
-use farpage_bench_kit::{
-    options::{Common, Paging},
-    server::ServeOptions,
-};
+use farpage_bench_kit::{options::Paging, server::ServeOptions};
 use farpage_fabric_measure::{regmem::RegmemOptions, ring::RingOptions, verbs::VerbsOptions};
 use farpage_store_measure::pages::PagesOptions;
 
@@ -186,21 +183,6 @@ pub(crate) enum Command {
     /// The burner that `hostile` compares the attacker with
     #[command(hide = true)]
     HostileBurn(BurnOptions),
-}
-
-impl Command {
-    /// Returns the common options of a benchmark that has them.
-    pub(crate) fn common(&self) -> Option<&Common> {
-        match self {
-            Self::Stream(options) => Some(&options.paging.common),
-            Self::Random(options) => Some(&options.paging.common),
-            Self::Traffic(options) => Some(&options.paging.common),
-            Self::Sparse(options) => Some(&options.paging.common),
-            Self::Latency(paging) | Self::Eviction(paging) => Some(&paging.common),
-            Self::Floor(options) => Some(&options.common),
-            _ => None,
-        }
-    }
 }
 
 #[cfg(test)]

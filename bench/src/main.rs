@@ -22,7 +22,7 @@ mod train;
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Parser;
 
 use farpage_bench_apps as apps;
@@ -42,19 +42,14 @@ fn main() -> ExitCode {
         eprintln!("error: {error}");
         return ExitCode::from(2);
     }
-    if cli.command.common().is_some_and(|common| common.one_cpu)
-        && let Err(error) = cpus::stay_here()
-    {
-        return failure(&anyhow::Error::new(error).context("cannot stay on one CPU"));
-    }
     let result = match &cli.command {
-        Command::Stream(options) => conclude(&options.paging.common, stream::run(options)),
-        Command::Random(options) => conclude(&options.paging.common, random::run(options)),
-        Command::Traffic(options) => conclude(&options.paging.common, traffic::run(options)),
-        Command::Latency(paging) => conclude(&paging.common, latency::run(paging)),
-        Command::Eviction(paging) => conclude(&paging.common, eviction::run(paging)),
-        Command::Sparse(options) => conclude(&options.paging.common, sparse::run(options)),
-        Command::Floor(options) => conclude(&options.common, floor::run(options)),
+        Command::Stream(options) => conclude(&options.paging.common, || stream::run(options)),
+        Command::Random(options) => conclude(&options.paging.common, || random::run(options)),
+        Command::Traffic(options) => conclude(&options.paging.common, || traffic::run(options)),
+        Command::Latency(paging) => conclude(&paging.common, || latency::run(paging)),
+        Command::Eviction(paging) => conclude(&paging.common, || eviction::run(paging)),
+        Command::Sparse(options) => conclude(&options.paging.common, || sparse::run(options)),
+        Command::Floor(options) => conclude(&options.common, || floor::run(options)),
         Command::Doctor => doctor::run(),
         Command::Regmem(options) => regmem::run(options),
         Command::Verbs(options) => verbs::run(options),
@@ -82,8 +77,12 @@ fn main() -> ExitCode {
     }
 }
 
-fn conclude(common: &Common, report: Result<Report>) -> Result<()> {
-    report?.conclude(common.run.printing.format)
+/// Runs a benchmark, on one CPU if asked to, and prints its report.
+fn conclude(common: &Common, run: impl FnOnce() -> Result<Report>) -> Result<()> {
+    if common.one_cpu {
+        cpus::stay_here().context("cannot stay on one CPU")?;
+    }
+    run()?.conclude(common.run.printing.format)
 }
 
 fn failure(error: &anyhow::Error) -> ExitCode {

@@ -13,8 +13,9 @@ use clap::Args;
 use serde::Serialize;
 use serde_json::json;
 
-use self::verdict::{Bound, Ratio, Verdict, against_best, contenders};
+use self::verdict::{Ratio, Verdict, against_best, contenders};
 use crate::{
+    bound::Bound,
     figures::plan::{COMPRESSIBLE, Plan, Rate, STATIC_CODECS, fits, lossy},
     points::Points,
 };

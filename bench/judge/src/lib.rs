@@ -6,6 +6,7 @@
 // `println!` panics when the reader of standard output has gone: results go through `out::say`.
 #![deny(clippy::print_stdout)]
 
+mod bound;
 pub mod codecs;
 pub mod compare;
 pub mod figures;

@@ -10,7 +10,7 @@ use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 
-use crate::record;
+use crate::{bound::Bound, record};
 use farpage_bench_kit::{
     options::{Format, Printing},
     out::say,
@@ -22,7 +22,7 @@ use farpage_bench_kit::{
 /// Target and how to measure its figures.
 pub(crate) struct Row {
     what: String,
-    target: Target,
+    target: Bound,
     unit: &'static str,
     measure: Measure,
 }
@@ -43,28 +43,6 @@ impl From<[f64; 2]> for Measured {
             figure,
             against,
             floor: None,
-        }
-    }
-}
-
-#[derive(Clone, Copy)]
-enum Target {
-    AtMost(f64),
-    AtLeast(f64),
-}
-
-impl Target {
-    fn is_met(self, ratio: f64) -> bool {
-        match self {
-            Self::AtMost(most) => ratio <= most,
-            Self::AtLeast(least) => ratio >= least,
-        }
-    }
-
-    fn text(self) -> String {
-        match self {
-            Self::AtMost(most) => format!("at most {most}"),
-            Self::AtLeast(least) => format!("at least {least}"),
         }
     }
 }
@@ -197,7 +175,7 @@ mod tests {
     fn the_median_of_the_ratios_decides() {
         let row = Row {
             what: "x".into(),
-            target: Target::AtMost(1.5),
+            target: Bound::AtMost(1.5),
             unit: "us",
             measure: Box::new(|_| unreachable!("the figures are given below")),
         };

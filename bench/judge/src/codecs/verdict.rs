@@ -17,33 +17,9 @@
 
 use serde::Serialize;
 
+use crate::bound::Bound;
+
 use farpage_bench_kit::report::median;
-
-/// A bound for a ratio.
-#[derive(Clone, Copy)]
-pub(super) enum Bound {
-    AtLeast(f64),
-    Above(f64),
-    Below(f64),
-}
-
-impl Bound {
-    fn is_met(self, ratio: f64) -> bool {
-        match self {
-            Self::AtLeast(least) => ratio >= least,
-            Self::Above(least) => ratio > least,
-            Self::Below(most) => ratio < most,
-        }
-    }
-
-    pub(super) fn text(self) -> String {
-        match self {
-            Self::AtLeast(least) => format!("at least {least}"),
-            Self::Above(least) => format!("above {least}"),
-            Self::Below(most) => format!("below {most}"),
-        }
-    }
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]

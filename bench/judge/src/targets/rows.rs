@@ -6,7 +6,8 @@
 
 use anyhow::Result;
 
-use super::{Measure, Measured, Row, Target};
+use super::{Measure, Measured, Row};
+use crate::bound::Bound;
 use farpage_bench_kit::sitting::Sitting;
 
 /// Megabytes per second of a link of 10 Gb/s, in one direction.
@@ -42,16 +43,12 @@ pub(super) fn all(smoke: bool) -> Vec<Row> {
         let evicting = [latency, "/evicting_fault_us/p99"];
         over(evicting, [latency, "/fault_us/p99"])
     };
-    rows.push(us(
-        "fault, 4 KiB, shm, p50 / bare userfaultfd",
-        1.5,
-        over_bare(BARE, [&latency, FAULT], WORK_OF_FAULT),
-    ));
-    rows.push(us(
-        "fault, p99 while changed pages leave / p99 with room",
-        1.5,
-        p99_while_pages_leave(&latency),
-    ));
+    let what = "fault, 4 KiB, shm, p50 / bare userfaultfd";
+    let measure = over_bare(BARE, [&latency, FAULT], WORK_OF_FAULT);
+    rows.push(us(what, 1.5, measure));
+    let what = "fault, p99 while changed pages leave / p99 with room";
+    let measure = p99_while_pages_leave(&latency);
+    rows.push(us(what, 1.5, measure));
     for (fabric, threads, by, most) in [
         ("shm", " --threads 1", "one thread", 2.0),
         ("shm", "", "all threads", 2.0),
@@ -60,11 +57,9 @@ pub(super) fn all(smoke: bool) -> Vec<Row> {
     ] {
         let default = format!("random --fabric {fabric} --page-size 4KiB{threads}{small}");
         let in_thread = format!("{default} --fault-mode in-thread");
-        rows.push(us(
-            &format!("random 4 KiB read, {fabric}, {by}, default / in-thread"),
-            most,
-            over([&default, PER_READ], [&in_thread, PER_READ]),
-        ));
+        let what = &format!("random 4 KiB read, {fabric}, {by}, default / in-thread");
+        let measure = over([&default, PER_READ], [&in_thread, PER_READ]);
+        rows.push(us(what, most, measure));
     }
 
     // 2. Faults beside the kernel's same hand-over without a pager. All of it is on one CPU: on
@@ -73,28 +68,20 @@ pub(super) fn all(smoke: bool) -> Vec<Row> {
     let in_thread = format!("{latency} --fault-mode in-thread");
     let small_reads = format!("random --fabric shm --page-size 4KiB --threads 1{small}");
     let reads = format!("{small_reads} --one-cpu");
-    rows.push(us(
-        "fault, 4 KiB, shm, one CPU, p50 / bare userfaultfd",
-        1.4,
-        over_bare(BARE_ONE_CPU, [&latency, FAULT], WORK_OF_FAULT),
-    ));
-    rows.push(us(
-        "fault, one CPU, p99 while changed pages leave / p99 with room",
-        1.5,
-        p99_while_pages_leave(&latency),
-    ));
+    let what = "fault, 4 KiB, shm, one CPU, p50 / bare userfaultfd";
+    let measure = over_bare(BARE_ONE_CPU, [&latency, FAULT], WORK_OF_FAULT);
+    rows.push(us(what, 1.4, measure));
+    let what = "fault, one CPU, p99 while changed pages leave / p99 with room";
+    let measure = p99_while_pages_leave(&latency);
+    rows.push(us(what, 1.5, measure));
     let work_in_thread = "/uffd_in_thread_read_round_trip_us/p50";
-    rows.push(us(
-        "in-thread fault, one CPU, p50 / bare userfaultfd",
-        0.7,
-        over_bare(BARE_ONE_CPU, [&in_thread, FAULT], work_in_thread),
-    ));
+    let what = "in-thread fault, one CPU, p50 / bare userfaultfd";
+    let measure = over_bare(BARE_ONE_CPU, [&in_thread, FAULT], work_in_thread);
+    rows.push(us(what, 0.7, measure));
     let misses = [reads.as_str(), "/us_per_read_miss"];
-    rows.push(us(
-        "random 4 KiB read that misses, shm, one CPU / bare userfaultfd",
-        1.6,
-        over_bare(BARE_ONE_CPU, misses, "/uffd_replace_us"),
-    ));
+    let what = "random 4 KiB read that misses, shm, one CPU / bare userfaultfd";
+    let measure = over_bare(BARE_ONE_CPU, misses, "/uffd_replace_us");
+    rows.push(us(what, 1.6, measure));
 
     // 3. STREAM triad over a shaped link. Each of triad's three pages has to come in over the same
     //    direction, so that STREAM's rate exceeds the link's only by the pages found in memory.
@@ -115,11 +102,9 @@ pub(super) fn all(smoke: bool) -> Vec<Row> {
     for (page_size, least) in [("4KiB", 0.85), ("64KiB", 0.95), ("1MiB", 0.95)] {
         if page_size == "4KiB" || large_pages.contains(&page_size) {
             let shaped = format!("{} --link-gbps 10", stream("tcp", page_size));
-            rows.push(mb_per_s(
-                &format!("triad, {page_size}, tcp at 10 Gb/s / the link"),
-                least,
-                over_constant([&shaped, TRIAD], LINK_MB_PER_S),
-            ));
+            let what = &format!("triad, {page_size}, tcp at 10 Gb/s / the link");
+            let measure = over_constant([&shaped, TRIAD], LINK_MB_PER_S);
+            rows.push(mb_per_s(what, least, measure));
         }
     }
 
@@ -134,36 +119,28 @@ pub(super) fn all(smoke: bool) -> Vec<Row> {
                 let floor = format!("floor --fabric {fabric} --page-size {page_size}");
                 [stream(fabric, page_size), floor]
             });
-            rows.push(mb_per_s(
-                &format!("triad, {what}, {fabric} / raw READ and WRITE"),
-                least,
-                best_over_raw(commands.collect()),
-            ));
+            let what = &format!("triad, {what}, {fabric} / raw READ and WRITE");
+            let measure = best_over_raw(commands.collect());
+            rows.push(mb_per_s(what, least, measure));
         }
     }
 
     // 5. Read-ahead on random reads, where it finds nothing, and the rest.
     let on = format!("{small_reads} --no-advice");
     let off = format!("{on} --read-ahead 0");
-    rows.push(us(
-        "random 4 KiB read, read-ahead on / off",
-        1.03,
-        over([&on, PER_READ], [&off, PER_READ]),
-    ));
+    let what = "random 4 KiB read, read-ahead on / off";
+    let measure = over([&on, PER_READ], [&off, PER_READ]);
+    rows.push(us(what, 1.03, measure));
     let eviction = format!("eviction --fabric shm --page-size 4KiB{small}");
-    rows.push(us(
-        "CPU time to evict a clean 4 KiB page / 1 us",
-        1.0,
-        over_constant([&eviction, "/evictor_cpu_us_per_page"], 1.0),
-    ));
+    let what = "CPU time to evict a clean 4 KiB page / 1 us";
+    let measure = over_constant([&eviction, "/evictor_cpu_us_per_page"], 1.0);
+    rows.push(us(what, 1.0, measure));
     // Loops of milliseconds need many to find their best.
     let stream = format!("stream --iterations 20{}", size("384MiB"));
     let [resident, plain] = ["--budget 150%", "--plain"].map(|more| format!("{stream} {more}"));
-    rows.push(mb_per_s(
-        "triad, all resident / plain memory",
-        0.98,
-        over([&resident, TRIAD], [&plain, TRIAD]),
-    ));
+    let what = "triad, all resident / plain memory";
+    let measure = over([&resident, TRIAD], [&plain, TRIAD]);
+    rows.push(mb_per_s(what, 0.98, measure));
 
     // 6. Regions of which the same number of pages is used: all of the small one's. Both run on one
     //    CPU, since pages of the small one leave with their neighbours, which would spare another
@@ -178,11 +155,9 @@ pub(super) fn all(smoke: bool) -> Vec<Row> {
         )
     });
     let per_page = "/us_per_sparse_page";
-    rows.push(us(
-        &format!("a page of a sparse region, one CPU, {large} / {small}"),
-        1.1,
-        over([&few_of_large, per_page], [&all_of_small, per_page]),
-    ));
+    let what = &format!("a page of a sparse region, one CPU, {large} / {small}");
+    let measure = over([&few_of_large, per_page], [&all_of_small, per_page]);
+    rows.push(us(what, 1.1, measure));
     rows.push(Row {
         unit: "bytes",
         ..us(
@@ -198,7 +173,7 @@ pub(super) fn all(smoke: bool) -> Vec<Row> {
 fn us(what: &str, most: f64, measure: Measure) -> Row {
     Row {
         what: what.to_owned(),
-        target: Target::AtMost(most),
+        target: Bound::AtMost(most),
         unit: "us",
         measure,
     }
@@ -208,7 +183,7 @@ fn us(what: &str, most: f64, measure: Measure) -> Row {
 fn mb_per_s(what: &str, least: f64, measure: Measure) -> Row {
     Row {
         what: what.to_owned(),
-        target: Target::AtLeast(least),
+        target: Bound::AtLeast(least),
         unit: "MB/s",
         measure,
     }
