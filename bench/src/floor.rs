@@ -96,22 +96,16 @@ fn bytes(common: &Common, progress: &Progress, figures: &mut Figures) -> Result<
     progress.phase("the raw fabric");
     let server = MemoryServer::start(&common.at, 2 << 30)?;
     let time = Duration::from_millis(if smoke { 50 } else { 1000 });
-    let rates = raw::rates(common, &server, time)?;
+    let (rates, wrong) = raw::rates(common, &server, time)?;
     progress.phase("triad's work without a pager");
     let work = work::rates(&work::Setting::of(common, time), &server)?;
-    for (name, rate) in [
-        ("memcpy_mb_per_s", memcpy),
-        ("raw_read_mb_per_s", rates.read),
-        ("raw_write_mb_per_s", rates.write),
-        ("raw_cold_read_mb_per_s", rates.cold_read),
-        ("raw_cold_write_mb_per_s", rates.cold_write),
-        ("raw_read_write_mb_per_s", rates.read_write),
-        ("work_mb_per_s", work.light),
-        ("moved_work_mb_per_s", work.heavy),
-    ] {
+    figures.add("memcpy_mb_per_s", memcpy);
+    for (name, rate) in rates {
         figures.add(name, rate);
     }
-    Ok((rates.wrong + work.wrong, server.endpoint().to_string()))
+    figures.add("work_mb_per_s", work.light);
+    figures.add("moved_work_mb_per_s", work.heavy);
+    Ok((wrong + work.wrong, server.endpoint().to_string()))
 }
 
 /// Returns the MB/s of the best of several copies by one thread. Bytes count once, as copied.

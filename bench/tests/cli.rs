@@ -10,11 +10,11 @@ mod common;
 use std::{
     fs::Permissions,
     os::unix::{fs::PermissionsExt, process::CommandExt},
-    path::PathBuf,
     process::{Command, Stdio},
 };
 
 use serde_json::Value;
+use tempfile::TempDir;
 
 use common::{
     assert_has, assert_positive, assert_refused, bench, can_page, list, parsed, printed, report,
@@ -347,25 +347,11 @@ fn targets_keeps_every_figure_behind_a_ratio() {
     assert_eq!(modes, ["filler", "filler", "in-thread"]);
 }
 
-/// A file of results that is removed at the end.
-struct Results(PathBuf);
-
-impl Results {
-    fn new(name: &str, text: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("farpage-{}-{name}", std::process::id()));
-        std::fs::write(&path, text).expect("the directory for temporary files can be written to");
-        Self(path)
-    }
-
-    fn path(&self) -> &str {
-        self.0.to_str().expect("its name was made from text above")
-    }
-}
-
-impl Drop for Results {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
+/// Writes a file of results. Returns its path.
+fn results(folder: &TempDir, name: &str, text: &str) -> String {
+    let path = folder.path().join(name);
+    std::fs::write(&path, text).expect("the folder can be written to");
+    path.to_str().expect("a name of letters").to_owned()
 }
 
 fn triads(page_size_bytes: u32, figures: &[u32]) -> String {
@@ -380,10 +366,11 @@ fn triads(page_size_bytes: u32, figures: &[u32]) -> String {
 
 #[test]
 fn compare_judges_repetitions_by_their_ranges() {
-    let a = Results::new("before.json", &triads(4096, &[100, 104, 102]));
-    let b = Results::new("after.json", &triads(4096, &[204, 200, 208]));
-    let compared = |b: &Results| {
-        let printed = printed(&format!("compare {} {}", a.path(), b.path()));
+    let folder = tempfile::tempdir().unwrap();
+    let a = results(&folder, "before.json", &triads(4096, &[100, 104, 102]));
+    let b = results(&folder, "after.json", &triads(4096, &[204, 200, 208]));
+    let compared = |b: &str| {
+        let printed = printed(&format!("compare {a} {b}"));
         let line = printed.lines().find(|line| line.contains("triad.mb_per_s"));
         line.unwrap().to_owned()
     };
@@ -394,16 +381,17 @@ fn compare_judges_repetitions_by_their_ranges() {
 
 #[test]
 fn compare_refuses_what_does_not_match() {
-    let a = Results::new("small.json", &triads(4096, &[100]));
-    let b = Results::new("large.json", &triads(65536, &[100]));
-    let text = Results::new("text.json", "no results");
+    let folder = tempfile::tempdir().unwrap();
+    let a = results(&folder, "small.json", &triads(4096, &[100]));
+    let b = results(&folder, "large.json", &triads(65536, &[100]));
+    let text = results(&folder, "text.json", "no results");
     let nowhere = "/nonexistent/results.json";
     for (b, expected) in [
-        (b.path(), "page_size_bytes=65536"),
-        (text.path(), "does not hold results"),
+        (&*b, "page_size_bytes=65536"),
+        (&*text, "does not hold results"),
         (nowhere, nowhere),
     ] {
-        assert_refused(&format!("compare {} {b}", a.path()), 1, expected);
+        assert_refused(&format!("compare {a} {b}"), 1, expected);
     }
 }
 
@@ -458,7 +446,8 @@ fn words_of_the_tables_are_explained() {
 /// Runs each benchmark that prints in its own way.
 #[test]
 fn output_that_nobody_reads_is_no_failure_and_a_full_disk_is_one() {
-    let results = Results::new("nobody-reads.json", &triads(4096, &[100]));
+    let folder = tempfile::tempdir().unwrap();
+    let results = results(&folder, "nobody-reads.json", &triads(4096, &[100]));
     for args in [
         &["doctor"][..],
         &["stream", "--smoke", "--plain"],
@@ -466,7 +455,7 @@ fn output_that_nobody_reads_is_no_failure_and_a_full_disk_is_one() {
         &["regmem", "--smoke"],
         &["ring", "--smoke"],
         &["pages", "--smoke", "--data", "text"],
-        &["compare", results.path(), results.path()],
+        &["compare", &results, &results],
     ] {
         if args == ["doctor"] && !can_page("output_that_nobody_reads_is_no_failure") {
             continue;

@@ -39,27 +39,25 @@ const SMOOTH: [Contents; 5] = [
     Contents::Orbitals,
 ];
 
-/// Figure that runs are compared by.
-#[derive(Clone, Copy)]
-enum Figure {
-    Triad,
-    Steps,
-    BytesMoved,
+/// Figure that runs are compared by, in all repetitions of a command; empty if there was none.
+type Figure = fn(&Points, &str) -> Vec<f64>;
+
+fn triad(points: &Points, command: &str) -> Vec<f64> {
+    points
+        .figures(command, "/kernels/3/mb_per_s")
+        .unwrap_or_default()
 }
 
-impl Figure {
-    /// Returns the figure in all repetitions of `command`; empty if there was none.
-    fn of(self, points: &Points, command: &str) -> Vec<f64> {
-        let figures = |path| points.figures(command, path).unwrap_or_default();
-        match self {
-            Self::Triad => figures("/kernels/3/mb_per_s"),
-            Self::Steps => figures("/kernels/2/mb_per_s"),
-            Self::BytesMoved => {
-                let (read, written) = (figures("/bytes_read"), figures("/bytes_written"));
-                read.iter().zip(&written).map(|(a, b)| a + b).collect()
-            }
-        }
-    }
+fn steps(points: &Points, command: &str) -> Vec<f64> {
+    points
+        .figures(command, "/kernels/2/mb_per_s")
+        .unwrap_or_default()
+}
+
+fn bytes_moved(points: &Points, command: &str) -> Vec<f64> {
+    let figures = |path| points.figures(command, path).unwrap_or_default();
+    let (read, written) = (figures("/bytes_read"), figures("/bytes_written"));
+    read.iter().zip(&written).map(|(a, b)| a + b).collect()
 }
 
 /// Command that is held to a bound against the best of its rivals.
@@ -91,7 +89,7 @@ impl Trial {
     }
 
     fn figures(&self, points: &Points) -> (Vec<f64>, Vec<Vec<f64>>) {
-        let of = |command: &String| self.figure.of(points, command);
+        let of = |command: &String| (self.figure)(points, command);
         (of(&self.judged), self.rivals.iter().map(of).collect())
     }
 
@@ -176,7 +174,7 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
     let mut checks: Vec<Check> = trials.iter().map(check).collect();
     let point = |&(data, rate): &(Contents, Rate)| {
         let mb_per_s = |codec: &&str| {
-            let figures = Figure::Steps.of(&points, &plan.steps(data, codec, rate));
+            let figures = steps(&points, &plan.steps(data, codec, rate));
             (!figures.is_empty()).then(|| median(&figures))
         };
         Point {
@@ -238,7 +236,7 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
             let mean = (data == Contents::Random).then(|| what("all links".to_owned()));
             trials.push(Trial {
                 what: what(rate.to_string()),
-                figure: Figure::Triad,
+                figure: triad,
                 judged: plan.stream(data, "lz4", rate),
                 rivals: vec![plan.stream(data, "raw", rate)],
                 bound: Bound::AtLeast(least),
@@ -253,7 +251,7 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
         let rivals = fitting.map(|codec| plan.steps(data, codec, rate)).collect();
         trials.push(Trial {
             what: format!("{}, {rate}: adaptive / best static", data.name()),
-            figure: Figure::Steps,
+            figure: steps,
             judged: plan.steps(data, ADAPTIVE, rate),
             rivals,
             bound: Bound::AtLeast(0.97),
@@ -265,7 +263,7 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
         let zfp = lossy(data)?;
         Some(Trial {
             what: format!("bytes moved, {}: {zfp} / LZ4", data.name()),
-            figure: Figure::BytesMoved,
+            figure: bytes_moved,
             judged: plan.traffic(data, &zfp, Rate(None)),
             rivals: vec![plan.traffic(data, "lz4", Rate(None))],
             bound: Bound::Below(1.0),
@@ -322,8 +320,8 @@ fn over_all(points: &Points, plan: &Plan, cells: &[(Contents, Rate)]) -> Vec<Che
             .iter()
             .filter(|(data, _)| fits(codec, data.dtype()))
             .map(|&(data, rate)| {
-                let [mut judged, rival] = [ADAPTIVE, codec]
-                    .map(|codec| Figure::Steps.of(points, &plan.steps(data, codec, rate)));
+                let [mut judged, rival] =
+                    [ADAPTIVE, codec].map(|codec| steps(points, &plan.steps(data, codec, rate)));
                 judged.truncate(rival.len());
                 Ratio::of(&against_best(&judged, &[rival]))
             })

@@ -45,22 +45,6 @@ pub const LOCAL_BYTES: u64 = 96 << 20;
 /// Local memory of a tiny run, like [`LOCAL_BYTES`].
 pub const SMOKE_LOCAL_BYTES: u64 = 3 << 20;
 
-/// Rates of the raw fabric, in MB/s.
-pub struct Rates {
-    /// READ with hot buffers.
-    pub read: f64,
-    /// WRITE with hot buffers.
-    pub write: f64,
-    /// READ with cold buffers.
-    pub cold_read: f64,
-    /// WRITE with cold buffers.
-    pub cold_write: f64,
-    /// READ and WRITE in turns with hot buffers, bytes of both directions added up.
-    pub read_write: f64,
-    /// Number of pages that did not come back as they were written.
-    pub wrong: u64,
-}
-
 /// Operations posted in a phase.
 #[derive(Clone, Copy)]
 enum Mix {
@@ -82,21 +66,32 @@ enum Buffers {
     Cold,
 }
 
-/// Measures each mix for `time`.
-pub fn rates(common: &Common, server: &MemoryServer, time: Duration) -> Result<Rates> {
+/// Measures each mix for `time`. Returns the rates by their names in reports, READ and WRITE in
+/// turns with the bytes of both directions added up, and the number of pages that did not come back
+/// as they were written.
+pub fn rates(
+    common: &Common,
+    server: &MemoryServer,
+    time: Duration,
+) -> Result<([(&'static str, f64); 5], u64)> {
     let (area, local) = match common.run.smoke {
         true => (SMOKE_AREA_BYTES, SMOKE_LOCAL_BYTES),
         false => (AREA_BYTES, LOCAL_BYTES),
     };
     let mut team = Team::start(common, server, threads(common.fillers), area, local)?;
-    Ok(Rates {
-        read: team.phase(Mix::Read, Buffers::Hot, time)?,
-        write: team.phase(Mix::Write, Buffers::Hot, time)?,
-        cold_read: team.phase(Mix::Read, Buffers::Cold, time)?,
-        cold_write: team.phase(Mix::Write, Buffers::Cold, time)?,
-        read_write: team.phase(Mix::Both, Buffers::Hot, time)?,
-        wrong: team.workers.iter().map(|worker| worker.wrong).sum(),
-    })
+    let mut rates = [
+        ("raw_read_mb_per_s", Mix::Read, Buffers::Hot),
+        ("raw_write_mb_per_s", Mix::Write, Buffers::Hot),
+        ("raw_cold_read_mb_per_s", Mix::Read, Buffers::Cold),
+        ("raw_cold_write_mb_per_s", Mix::Write, Buffers::Cold),
+        ("raw_read_write_mb_per_s", Mix::Both, Buffers::Hot),
+    ]
+    .map(|(name, mix, buffers)| (name, mix, buffers, 0.0));
+    for (_, mix, buffers, rate) in &mut rates {
+        *rate = team.phase(*mix, *buffers, time)?;
+    }
+    let wrong = team.workers.iter().map(|worker| worker.wrong).sum();
+    Ok((rates.map(|(name, .., rate)| (name, rate)), wrong))
 }
 
 /// Measures the yardsticks of a benchmark, briefly: with cold buffers, for a fraction of a second.
