@@ -100,10 +100,13 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
 
     progress.phase("verifying");
     array.advise(Advice::Sequential)?;
-    let counts = work.count(&mut array);
+    let (counted, shares) = work.count(&mut array);
     drop(progress);
-    let done = work.accesses_per_thread * counts.shares as u64;
-    work.complain(counts.updates, done);
+    let done = work.accesses_per_thread * shares as u64;
+    let wrong = work.wrong.load(Relaxed);
+    if wrong > 0 || counted != done {
+        eprintln!("{wrong} elements read were wrong; {counted} of {done} updates are there");
+    }
 
     let config = arena.config().with(json!({
         "threads": work.threads,
@@ -123,14 +126,14 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     };
     // Pages that came ahead of a fault were not waited for.
     let misses = read.map_or(0, |read| read.counts.fills - read.counts.prefetches);
-    let us_per_miss = || us_per(reads * counts.shares as u32, misses);
+    let us_per_miss = || us_per(reads * shares as u32, misses);
     figures.add("us_per_access", us_per_access);
     figures.add("us_per_read", us_per(reads, done));
     figures.add("us_per_update", us_per(updates, done));
     figures.add("us_per_read_miss", (misses > 0).then(us_per_miss));
     Ok(Report {
         benchmark: "random",
-        verified: work.wrong.into_inner() == 0 && counts.updates == done,
+        verified: wrong == 0 && counted == done,
         config,
         figures,
         paging: paged,
@@ -152,14 +155,6 @@ struct Work {
     accesses_per_thread: u64,
     /// Number of elements that were wrong.
     wrong: AtomicU64,
-}
-
-/// Counts over an array after all updates.
-struct Counts {
-    /// Sum of the updates of all elements.
-    updates: u64,
-    /// Number of parts that the array was cut into.
-    shares: usize,
 }
 
 impl Work {
@@ -204,8 +199,9 @@ impl Work {
         start.elapsed()
     }
 
-    /// Verifies every element, and counts the updates.
-    fn count(&self, array: &mut [u64]) -> Counts {
+    /// Verifies every element. Returns the number of updates of all of them, and the number of parts
+    /// that the array was cut into.
+    fn count(&self, array: &mut [u64]) -> (u64, usize) {
         let counted = AtomicU64::new(0);
         let shares = each_share(array, self.threads, |first, part| {
             let (mut bad, mut count) = (0u64, 0);
@@ -216,17 +212,7 @@ impl Work {
             self.wrong.fetch_add(bad, Relaxed);
             counted.fetch_add(count, Relaxed);
         });
-        Counts {
-            updates: counted.into_inner(),
-            shares,
-        }
-    }
-
-    fn complain(&self, counted: u64, done: u64) {
-        let wrong = self.wrong.load(Relaxed);
-        if wrong > 0 || counted != done {
-            eprintln!("{wrong} elements read were wrong; {counted} of {done} updates are there");
-        }
+        (counted.into_inner(), shares)
     }
 
     /// Returns the time that the same reads and updates take in ordinary memory.

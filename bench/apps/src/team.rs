@@ -13,7 +13,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use rayon::{ThreadPool, ThreadPoolBuilder, iter::Either};
 
 /// A number of threads, and the flag that stops them.
 pub(crate) struct Team {
@@ -109,27 +109,10 @@ impl Team {
 /// Orders pieces front to back in even passes and back to front in odd ones. A pass begins with
 /// what the last one left in local memory; passes that all begin at the front find none of it. Each
 /// piece is still walked through from its front.
-pub(crate) fn there_and_back<I: DoubleEndedIterator>(pass: usize, work: I) -> ThereAndBack<I> {
+pub(crate) fn there_and_back<I: DoubleEndedIterator>(pass: usize, work: I) -> Either<I, Rev<I>> {
     match pass % 2 {
-        0 => ThereAndBack::There(work),
-        _ => ThereAndBack::Back(work.rev()),
-    }
-}
-
-/// Iterator that [`there_and_back`] returns.
-pub(crate) enum ThereAndBack<I> {
-    There(I),
-    Back(Rev<I>),
-}
-
-impl<I: DoubleEndedIterator> Iterator for ThereAndBack<I> {
-    type Item = I::Item;
-
-    fn next(&mut self) -> Option<I::Item> {
-        match self {
-            Self::There(work) => work.next(),
-            Self::Back(work) => work.next(),
-        }
+        0 => Either::Left(work),
+        _ => Either::Right(work.rev()),
     }
 }
 

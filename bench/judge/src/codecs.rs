@@ -42,17 +42,13 @@ const SMOOTH: [Contents; 5] = [
 /// Figure that runs are compared by, in all repetitions of a command; empty if there was none.
 type Figure = fn(&Points, &str) -> Vec<f64>;
 
-fn triad(points: &Points, command: &str) -> Vec<f64> {
-    points
-        .figures(command, "/kernels/3/mb_per_s")
-        .unwrap_or_default()
+fn kernel<const AT: usize>(points: &Points, command: &str) -> Vec<f64> {
+    let figures = points.figures(command, &format!("/kernels/{AT}/mb_per_s"));
+    figures.unwrap_or_default()
 }
 
-fn steps(points: &Points, command: &str) -> Vec<f64> {
-    points
-        .figures(command, "/kernels/2/mb_per_s")
-        .unwrap_or_default()
-}
+const TRIAD: Figure = kernel::<3>;
+const STEPS: Figure = kernel::<2>;
 
 fn bytes_moved(points: &Points, command: &str) -> Vec<f64> {
     let figures = |path| points.figures(command, path).unwrap_or_default();
@@ -174,7 +170,7 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
     let mut checks: Vec<Check> = trials.iter().map(check).collect();
     let point = |&(data, rate): &(Contents, Rate)| {
         let mb_per_s = |codec: &&str| {
-            let figures = steps(&points, &plan.steps(data, codec, rate));
+            let figures = STEPS(&points, &plan.steps(data, codec, rate));
             (!figures.is_empty()).then(|| median(&figures))
         };
         Point {
@@ -236,7 +232,7 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
             let mean = (data == Contents::Random).then(|| what("all links".to_owned()));
             trials.push(Trial {
                 what: what(rate.to_string()),
-                figure: triad,
+                figure: TRIAD,
                 judged: plan.stream(data, "lz4", rate),
                 rivals: vec![plan.stream(data, "raw", rate)],
                 bound: Bound::AtLeast(least),
@@ -251,7 +247,7 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
         let rivals = fitting.map(|codec| plan.steps(data, codec, rate)).collect();
         trials.push(Trial {
             what: format!("{}, {rate}: adaptive / best static", data.name()),
-            figure: steps,
+            figure: STEPS,
             judged: plan.steps(data, ADAPTIVE, rate),
             rivals,
             bound: Bound::AtLeast(0.97),
@@ -321,7 +317,7 @@ fn over_all(points: &Points, plan: &Plan, cells: &[(Contents, Rate)]) -> Vec<Che
             .filter(|(data, _)| fits(codec, data.dtype()))
             .map(|&(data, rate)| {
                 let [mut judged, rival] =
-                    [ADAPTIVE, codec].map(|codec| steps(points, &plan.steps(data, codec, rate)));
+                    [ADAPTIVE, codec].map(|codec| STEPS(points, &plan.steps(data, codec, rate)));
                 judged.truncate(rival.len());
                 Ratio::of(&against_best(&judged, &[rival]))
             })

@@ -186,11 +186,8 @@ pub fn error_bound(codec: Codec) -> f64 {
 
 /// Returns the threads of `option`: by default one per CPU, at most 4.
 pub fn threads(option: Option<u16>) -> usize {
+    let cpus = || thread::available_parallelism().map_or(1, |n| n.get().min(4));
     option.map_or_else(cpus, usize::from)
-}
-
-fn cpus() -> usize {
-    thread::available_parallelism().map_or(1, |n| n.get().min(4))
 }
 
 /// Local memory: a size, or a share of the arrays' size.
