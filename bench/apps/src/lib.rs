@@ -169,9 +169,7 @@ struct Run<'a> {
     alone: Option<Team>,
     server: MemoryServer,
     progress: Progress,
-    size_bytes: u64,
-    shares: &'a [f64],
-    repeat: u16,
+    config: Config,
 }
 
 /// Runs the subcommand `apps` and prints the results.
@@ -217,15 +215,21 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
     // and leave take half a gigabyte, and nothing is taken before it is written to.
     let capacity_bytes = size_bytes.saturating_mul(4).saturating_add(1 << 30);
     let alone = (threads > 1).then(|| Team::new(1, stop.clone()));
+    let server = MemoryServer::start(&options.at, capacity_bytes)?;
     let run = Run {
         options,
         team: Team::new(threads, stop)?,
         alone: alone.transpose()?,
-        server: MemoryServer::start(&options.at, capacity_bytes)?,
         progress: Progress::new(pairs as u64),
-        size_bytes,
-        shares,
-        repeat,
+        config: Config {
+            server: server.endpoint().to_string(),
+            size_bytes,
+            shares_percent: shares.to_vec(),
+            threads,
+            repeat,
+            smoke,
+        },
+        server,
     };
     let mut apps = Vec::new();
     for &name in names {
@@ -245,14 +249,7 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
     Ok(AppsReport {
         benchmark: "apps",
         verified: apps.iter().all(|app| app.verified),
-        config: Config {
-            server: run.server.endpoint().to_string(),
-            size_bytes,
-            shares_percent: shares.to_vec(),
-            threads: run.team.threads(),
-            repeat,
-            smoke: options.run.smoke,
-        },
+        config: run.config,
         summary: summarise(&apps, shares),
         apps,
     })
@@ -261,7 +258,7 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
 impl Run<'_> {
     /// Measures an application with all shares.
     fn measure<A: App>(&self, name: AppName) -> Result<AppFigures> {
-        let app = A::generate(self.size_bytes, &self.team);
+        let app = A::generate(self.config.size_bytes, &self.team);
         let local = Local::default();
         let mut data = app.load(&local)?;
         let (remote_bytes, local_bytes) = (local.bytes(), app.local_bytes(&self.team));
@@ -296,7 +293,7 @@ impl Run<'_> {
             teams.push((team, answer));
         }
 
-        for &share in self.shares {
+        for &share in &self.config.shares_percent {
             let page_bytes = figures.page_size_bytes;
             let budget_bytes = budget_bytes(share, remote_bytes, local_bytes, page_bytes);
             let budget_bytes =
@@ -307,7 +304,7 @@ impl Run<'_> {
             for (team, answer) in &teams {
                 let (mut pairs, mut paging) = (Vec::new(), Counts::default());
                 let mut local_cpu = Duration::ZERO;
-                for _ in 0..self.repeat {
+                for _ in 0..self.config.repeat {
                     self.progress.phase(name_of(&name));
                     let (local_answer, local_s, cpu) = time(team, &app, &mut data)?;
                     local_cpu += cpu;
@@ -325,8 +322,8 @@ impl Run<'_> {
                     verify(&format!("{share} % local"), verdict);
                     pairs.push((local_s, far_s));
                 }
-                let paging = paging.with(paging, |sum, _| sum / u64::from(self.repeat));
-                let cpu_s = local_cpu.as_secs_f64() / f64::from(self.repeat);
+                let paging = paging.with(paging, |sum, _| sum / u64::from(self.config.repeat));
+                let cpu_s = local_cpu.as_secs_f64() / f64::from(self.config.repeat);
                 let work_s = cpu_s / team.threads() as f64 + moving_s(&paging, &pages);
                 of_teams.push(share_figures(share, budget_bytes, &pairs, paging, work_s));
             }

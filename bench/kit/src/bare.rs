@@ -6,9 +6,9 @@
 //! pager, on purpose.
 
 use std::{
-    io,
+    num::NonZeroUsize,
     os::fd::AsFd,
-    ptr::{self, NonNull},
+    ptr::NonNull,
     slice,
     sync::{
         Arc,
@@ -25,7 +25,10 @@ use farpage_vm::{
     sigbus::{FaultHandler, FaultRegistration, Served},
 };
 use hdrhistogram::Histogram;
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::{
+    fcntl::{FcntlArg, OFlag, fcntl},
+    sys::mman::{MapFlags, ProtFlags, mmap_anonymous},
+};
 use twox_hash::XxHash3_128;
 
 use crate::{
@@ -385,21 +388,12 @@ unsafe impl Send for Mapping {}
 impl Mapping {
     fn new(bytes: usize, align: usize) -> Result<Self> {
         let whole_bytes = bytes + align;
+        let len = NonZeroUsize::new(whole_bytes).context("an empty mapping")?;
+        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
-        let at = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                whole_bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if at == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error()).context("cannot map memory");
-        }
-        let whole = NonNull::new(at).expect("mmap without MAP_FIXED never returns address zero");
+        let whole = unsafe { mmap_anonymous(None, len, access, flags) };
+        let whole = whole.context("cannot map memory")?;
         let gap = whole.as_ptr().cast::<u8>().align_offset(align);
         // SAFETY: `align` bytes more than asked for were mapped, and the gap is smaller.
         let start = unsafe { whole.cast::<u8>().add(gap) };

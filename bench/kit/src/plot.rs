@@ -159,16 +159,13 @@ impl Bars {
     /// Breaks the caption where it would not fit: characters of this size are about 6.9 wide.
     fn caption_lines(&self) -> Vec<String> {
         let fits = ((WIDTH - 2.0 * MARGIN) / 6.9) as usize;
-        let mut lines = vec![String::new()];
+        let mut lines: Vec<String> = Vec::new();
         for word in self.caption.split_whitespace() {
-            let line = lines.last_mut().expect("there is always a line");
-            if line.is_empty() {
-                line.push_str(word);
-            } else if line.chars().count() + 1 + word.chars().count() <= fits {
-                line.push(' ');
-                line.push_str(word);
-            } else {
-                lines.push(word.to_owned());
+            let has_room =
+                |line: &&mut String| line.chars().count() + 1 + word.chars().count() <= fits;
+            match lines.last_mut().filter(has_room) {
+                Some(line) => *line += &format!(" {word}"),
+                None => lines.push(word.to_owned()),
             }
         }
         lines

@@ -34,16 +34,3 @@ impl Formula {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn values_lie_between_one_and_two() {
-        for formula in [Formula::Constant, Formula::Random, Formula::Smooth] {
-            let mut values = (0..10_000).map(|i| formula.value(1, i));
-            assert!(values.all(|x| (1.0..=2.0).contains(&x)));
-        }
-    }
-}
