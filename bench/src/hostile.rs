@@ -194,11 +194,7 @@ fn arm<R: DeserializeOwned>(
 
 /// True if a new client gets memory from the server at `endpoint`.
 fn serves(endpoint: &Endpoint) -> bool {
-    let options = SessionOptions {
-        client: "hostile, at the end".to_owned(),
-        ..SessionOptions::default()
-    };
-    let session = Session::connect(endpoint, &options);
+    let session = Session::connect(endpoint, &SessionOptions::default());
     session.is_ok_and(|session| session.grant(4096).is_ok())
 }
 

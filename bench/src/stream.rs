@@ -40,32 +40,26 @@ impl Number for f32 {}
 impl Number for f64 {}
 
 /// A slice of each array, the same elements of each.
-struct Part<'a, T> {
-    a: &'a mut [T],
-    b: &'a mut [T],
-    c: &'a mut [T],
-}
+type Part<'a, T> = [&'a mut [T]; 3];
 
 /// A kernel: its name, the number of arrays that it reads or writes, and its loop.
 type KernelLoop<T> = (&'static str, usize, fn(Part<'_, T>));
 
 fn kernels<T: Number>() -> [KernelLoop<T>; 4] {
     [
-        ("copy", 2, |part| {
-            part.c.copy_from_slice(part.a);
-        }),
-        ("scale", 2, |part| {
-            for (b, c) in part.b.iter_mut().zip(&*part.c) {
+        ("copy", 2, |[a, _, c]| c.copy_from_slice(a)),
+        ("scale", 2, |[_, b, c]| {
+            for (b, c) in b.iter_mut().zip(&*c) {
                 *b = T::from(SCALAR) * *c;
             }
         }),
-        ("add", 3, |part| {
-            for ((c, a), b) in part.c.iter_mut().zip(&*part.a).zip(&*part.b) {
+        ("add", 3, |[a, b, c]| {
+            for ((c, a), b) in c.iter_mut().zip(&*a).zip(&*b) {
                 *c = *a + *b;
             }
         }),
-        ("triad", 3, |part| {
-            for ((a, b), c) in part.a.iter_mut().zip(&*part.b).zip(&*part.c) {
+        ("triad", 3, |[a, b, c]| {
+            for ((a, b), c) in a.iter_mut().zip(&*b).zip(&*c) {
                 *a = *b + T::from(SCALAR) * *c;
             }
         }),
@@ -124,12 +118,12 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
 
     // 1. First touch, by the threads that compute later.
     progress.phase("filling");
-    for_each_part([&mut a, &mut b, &mut c], threads, |first, part| {
-        for (index, a) in (first..).zip(part.a) {
+    for_each_part([&mut a, &mut b, &mut c], threads, |first, [a, b, c]| {
+        for (index, a) in (first..).zip(a) {
             *a = T::of(source.value(index));
         }
-        part.b.fill(T::from(2.0));
-        part.c.fill(T::default());
+        b.fill(T::from(2.0));
+        c.fill(T::default());
     });
 
     // 2. The kernels, timed.
@@ -149,8 +143,8 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
     // 3. Every element.
     progress.phase("verifying");
     let wrong = AtomicU64::new(0);
-    for_each_part([&mut a, &mut b, &mut c], threads, |first, part| {
-        let found = part.a.iter().zip(&*part.b).zip(&*part.c);
+    for_each_part([&mut a, &mut b, &mut c], threads, |first, [a, b, c]| {
+        let found = a.iter().zip(&*b).zip(&*c);
         for (index, ((a, b), c)) in (first..).zip(found) {
             let found = [*a, *b, *c];
             let right = expected(T::of(source.value(index)), iterations);
@@ -218,7 +212,7 @@ fn for_each_part<T: Number>(
     thread::scope(|scope| {
         for (thread, ((a, b), c)) in a.zip(b).zip(c).enumerate() {
             let work = &work;
-            scope.spawn(move || work((thread * share) as u64, Part { a, b, c }));
+            scope.spawn(move || work((thread * share) as u64, [a, b, c]));
         }
     });
 }

@@ -35,7 +35,7 @@ use serde::Serialize;
 use self::{
     client::{CHUNK, Client, noise, smooth},
     first::First,
-    turns::{ANYWHERE, Effort, Measurement, Row},
+    turns::{ANYWHERE, Measurement, Row},
 };
 
 /// Alignment of addresses in bytes that O_DIRECT requires.
@@ -133,7 +133,7 @@ pub(crate) fn run(options: &TiersOptions) -> Result<()> {
         fabric: options.fabric,
         lent_bytes,
         spill: &options.spill,
-        effort: Effort::new(smoke),
+        smoke,
         seed: options.seed,
         wrong: 0,
     };

@@ -7,7 +7,6 @@
 
 use clap::Args;
 use std::{
-    ops::AddAssign,
     sync::Mutex,
     time::{Duration, Instant},
 };
@@ -56,13 +55,6 @@ pub(crate) fn run(options: &TrafficOptions) -> Result<Report> {
 struct Found {
     wrong: u64,
     error_max: f64,
-}
-
-impl AddAssign for Found {
-    fn add_assign(&mut self, other: Self) {
-        self.wrong += other.wrong;
-        self.error_max = self.error_max.max(other.error_max);
-    }
 }
 
 fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Report> {
@@ -162,7 +154,9 @@ impl<T: Element> Work<'_, T> {
         let written = Instant::now();
         each_share(array, self.threads, |first, part| {
             let part = compare(part, field, place(first));
-            *found.lock().expect("nothing panics under this lock") += part;
+            let mut found = found.lock().expect("nothing panics under this lock");
+            found.wrong += part.wrong;
+            found.error_max = found.error_max.max(part.error_max);
         });
         [written - start, written.elapsed()]
     }

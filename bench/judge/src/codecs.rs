@@ -31,13 +31,10 @@ use farpage_bench_kit::{
 /// Name of the codec that chooses for itself.
 const ADAPTIVE: &str = "adaptive";
 /// Fields that are smooth enough for ZFP to beat LZ4 on each.
-const SMOOTH: [Contents; 5] = [
-    Contents::Smooth,
-    Contents::Climate,
-    Contents::Hurricane,
-    Contents::Turbulence,
-    Contents::Orbitals,
-];
+const SMOOTH: [Contents; 5] = {
+    use Contents::{Climate, Hurricane, Orbitals, Smooth, Turbulence};
+    [Smooth, Climate, Hurricane, Turbulence, Orbitals]
+};
 
 /// Figure that runs are compared by, in all repetitions of a command; empty if there was none.
 type Figure = fn(&Points, &str) -> Vec<f64>;

@@ -116,10 +116,8 @@ struct Row {
 /// Something could not be set up or measured, or two runs came to different results.
 pub fn run(options: &VersusNumpyOptions) -> Result<()> {
     let report = measure(options)?;
-    let (format, verified) = (options.printing.format, report.verified);
-    report::conclude(&report, verified, format, |report| {
-        report.human(options.repeat)
-    })
+    let (format, repeat) = (options.printing.format, options.repeat);
+    report::conclude(&report, report.verified, format, |it| it.human(repeat))
 }
 
 fn measure(options: &VersusNumpyOptions) -> Result<Report> {

@@ -164,12 +164,8 @@ impl Cgroup {
         // allocated outside.
         let moves = r#"echo $$ >"$0" && exec "$@""#;
         let processes = self.path.join("cgroup.procs");
-        [
-            "/bin/sh".into(),
-            "-c".into(),
-            moves.into(),
-            processes.into(),
-        ]
+        let [shell, option, moves] = ["/bin/sh", "-c", moves].map(OsString::from);
+        [shell, option, moves, processes.into()]
     }
 
     /// Returns the cgroup's peak memory in bytes, and the number of kills for lack of memory.

@@ -61,25 +61,6 @@ struct Plan {
     is_grouped: bool,
 }
 
-/// Numbers of pairs, of accesses in a turn, and of cold accesses.
-#[derive(Clone, Copy)]
-pub(super) struct Effort {
-    pairs: u64,
-    accesses: u64,
-    cold: usize,
-}
-
-impl Effort {
-    pub(super) fn new(smoke: bool) -> Self {
-        let (pairs, accesses, cold) = if smoke { (3, 300, 5) } else { (40, 3000, 200) };
-        Self {
-            pairs,
-            accesses,
-            cold,
-        }
-    }
-}
-
 #[derive(Debug, Serialize)]
 pub(super) struct Row {
     law: Law,
@@ -295,18 +276,18 @@ pub(super) struct Measurement<'a> {
     pub(super) fabric: Fabric,
     pub(super) lent_bytes: u64,
     pub(super) spill: &'a Path,
-    pub(super) effort: Effort,
+    pub(super) smoke: bool,
     pub(super) seed: u64,
     pub(super) wrong: u64,
 }
 
 impl Measurement<'_> {
     fn row(&mut self, mut plan: Plan) -> Result<Row> {
-        let Effort {
-            pairs,
-            accesses,
-            cold,
-        } = self.effort;
+        // Accesses are those of a turn; cold ones come one at a time.
+        let (pairs, accesses, cold) = match self.smoke {
+            true => (3, 300, 5),
+            false => (40, 3000, 200),
+        };
         plan.memory_bytes = plan.memory_bytes.max(LEAST_MEMORY_BYTES);
         plan.budget_bytes = plan.budget_bytes.max(LEAST_BUDGET_BYTES);
         let pages = plan.lent_bytes / PAGE_BYTES;
