@@ -162,7 +162,11 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
         (false, Fabric::Rdma) => 100,
         (false, _) => 2000,
     };
-    let sizes = &LADDER_SIZES[..if smoke { 1 } else { LADDER_SIZES.len() }];
+    let sizes = if smoke {
+        &LADDER_SIZES[..1]
+    } else {
+        &LADDER_SIZES
+    };
     let (ladder, _) = ring::ladder(options.fabric, sizes, messages, rounds.min(5))?;
     Ok(Report {
         benchmark: "parameter-server",

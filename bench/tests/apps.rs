@@ -7,18 +7,7 @@ use common::{
     socket_of, start, wait_until,
 };
 
-const APPS: [&str; 10] = [
-    "pagerank",
-    "bfs",
-    "sort",
-    "kmeans",
-    "groupby",
-    "join",
-    "spmv",
-    "xsbench",
-    "xsbench-random",
-    "stencil",
-];
+const APPS: &str = "pagerank bfs sort kmeans groupby join spmv xsbench xsbench-random stencil";
 
 #[test]
 fn all_apps_verify_and_report_every_share() {
@@ -30,7 +19,7 @@ fn all_apps_verify_and_report_every_share() {
     let shares = list(&report, "/config/shares_percent");
     let apps = list(&report, "/apps");
     let names: Vec<_> = apps.iter().map(|app| &app["name"]).collect();
-    assert_eq!(names, APPS);
+    assert_eq!(names, APPS.split(' ').collect::<Vec<_>>());
     for app in apps {
         assert_eq!(app["verified"], true, "{app}");
         assert_eq!(app["in_means"], app["name"] != "xsbench-random", "{app}");
@@ -62,8 +51,8 @@ fn all_apps_verify_and_report_every_share() {
     assert_eq!(list(&report, "/summary").len(), shares.len());
     for summary in list(&report, "/summary") {
         assert_positive(summary, "/geometric_mean /worst_performance");
-        let worst = summary["worst"].as_str().unwrap();
-        assert!(APPS.contains(&worst), "{summary}");
+        let mut apps = APPS.split(' ');
+        assert!(apps.any(|app| summary["worst"] == app), "{summary}");
     }
 }
 

@@ -258,9 +258,8 @@ fn digits(x: f64) -> String {
 }
 
 fn list<'a>(keys: impl Iterator<Item = &'a String>) -> String {
-    keys.map(|key| format!("  {key}"))
-        .collect::<Vec<_>>()
-        .join("\n")
+    let lines: Vec<String> = keys.map(|key| format!("  {key}")).collect();
+    lines.join("\n")
 }
 
 #[cfg(test)]

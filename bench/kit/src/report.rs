@@ -231,15 +231,6 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// Returns the median of `values`, and the order statistics that hold it with 95 %.
-pub fn interval(values: &mut [f64]) -> [f64; 3] {
-    values.sort_by(f64::total_cmp);
-    let n = values.len() as f64;
-    let off = (0.98 * n.sqrt()).ceil();
-    let at = |rank: f64| values[rank.clamp(0.0, n - 1.0) as usize];
-    [median(values), at(n / 2.0 - off), at(n / 2.0 + off - 1.0)]
-}
-
 /// Figures of two sides that take turns.
 #[derive(Default)]
 pub struct Pairs {
@@ -274,10 +265,16 @@ impl Pairs {
         [median(&self.one), median(&self.other)]
     }
 
-    /// Returns the [`interval`] of the other side over the one.
+    /// Returns the median of the other side over the one, and the order statistics that hold it
+    /// with 95 %.
     pub fn other_over_one(&self) -> [f64; 3] {
         let pairs = self.one.iter().zip(&self.other);
-        interval(&mut pairs.map(|(one, other)| other / one).collect::<Vec<_>>())
+        let mut ratios: Vec<f64> = pairs.map(|(one, other)| other / one).collect();
+        ratios.sort_by(f64::total_cmp);
+        let n = ratios.len() as f64;
+        let off = (0.98 * n.sqrt()).ceil();
+        let at = |rank: f64| ratios[rank.clamp(0.0, n - 1.0) as usize];
+        [median(&ratios), at(n / 2.0 - off), at(n / 2.0 + off - 1.0)]
     }
 }
 
