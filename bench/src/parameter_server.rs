@@ -17,7 +17,7 @@ use farpage::ByteSize;
 use farpage_bench_kit::{
     cpus::time_of_threads,
     options::{Fabric, Run},
-    report::{self, filled_table, median, run_table, spread},
+    report::{self, filled_table, median, run_table, spread, yes},
     server::own_endpoint,
 };
 use farpage_fabric::SessionOptions;
@@ -436,11 +436,7 @@ impl Report {
         let rows = self.rows.iter().map(|row| {
             let [ratio, least, greatest] = row.copying_over_farpage;
             let (ours, theirs) = (row.farpage_us, row.copying_us);
-            let faster = match row.is_met {
-                Some(true) => "yes",
-                Some(false) => "NO",
-                None => "not judged",
-            };
+            let faster = row.is_met.map_or("not judged", yes);
             let ratios = format!("{ratio:.2} | {least:.2} to {greatest:.2} | {faster}");
             let (bytes, workers) = (row.bytes, row.workers);
             format!("{bytes} | {workers} | {ours:.1} | {theirs:.1} | {ratios}")
@@ -467,10 +463,7 @@ impl Report {
             pulls,
         );
         let mut ratios = self.ladder.iter().map(|size| size.ring_over_no_ring);
-        let is_met = match ratios.all(|ratio| ratio >= RING_OVER_NO_RING) {
-            true => "yes",
-            false => "NO",
-        };
+        let is_met = yes(ratios.all(|ratio| ratio >= RING_OVER_NO_RING));
         let fabric = self.fabric;
         let rows_of_run = [
             ("fabric", fabric.to_string().as_str()),

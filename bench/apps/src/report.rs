@@ -38,7 +38,7 @@ pub(crate) struct Config {
 }
 
 /// Results of an application.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct AppFigures {
     pub(crate) name: String,
     /// True if the application has a part in the means.
@@ -53,7 +53,7 @@ pub(crate) struct AppFigures {
 }
 
 /// Results of an application with a share of its memory local.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct ShareFigures {
     pub(crate) share_percent: f64,
     pub(crate) budget_bytes: u64,
@@ -77,7 +77,7 @@ pub(crate) struct ShareFigures {
 }
 
 /// Results of an application that one thread runs, while paging has the other cores to itself.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct OneThread {
     /// Median of the repetitions, as `local_seconds` and `performance` are.
     pub(crate) seconds: f64,
@@ -246,28 +246,19 @@ pub(crate) mod tests {
     pub(crate) fn app(name: &str, in_means: bool, performances: &[f64]) -> AppFigures {
         let share = |&performance| ShareFigures {
             share_percent: 50.0,
-            budget_bytes: 1,
-            seconds: 1.0,
-            local_seconds: 1.0,
             performance,
-            performance_min: performance,
-            performance_max: performance,
             floor: 1.0,
             one_thread: Some(OneThread {
-                seconds: 1.0,
-                local_seconds: 1.0,
                 performance: performance / 2.0,
+                ..OneThread::default()
             }),
-            paging: Counts::default(),
+            ..ShareFigures::default()
         };
         AppFigures {
             name: name.to_owned(),
             in_means,
-            verified: true,
-            page_size_bytes: 4096,
-            remote_bytes: 1,
-            local_bytes: 0,
             shares: performances.iter().map(share).collect(),
+            ..AppFigures::default()
         }
     }
 

@@ -131,14 +131,12 @@ impl Zipf {
     fn rank(&self, random: u64) -> u64 {
         let u = (random >> 11) as f64 / (1u64 << 53) as f64;
         let uz = u * self.zeta;
-        if uz < 1.0 {
-            0
-        } else if uz < 1.0 + 0.5f64.powf(self.theta) {
-            1.min(self.count - 1)
-        } else {
-            let rank = self.count as f64 * (self.eta * u - self.eta + 1.0).powf(self.alpha);
-            (rank as u64).min(self.count - 1)
-        }
+        let rank = match uz {
+            uz if uz < 1.0 => 0,
+            uz if uz < 1.0 + 0.5f64.powf(self.theta) => 1,
+            _ => (self.count as f64 * (self.eta * u - self.eta + 1.0).powf(self.alpha)) as u64,
+        };
+        rank.min(self.count - 1)
     }
 }
 

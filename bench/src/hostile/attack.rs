@@ -25,11 +25,13 @@ use farpage_wire::{
     },
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde_json::json;
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::neighbour::{end_with_parent, tell};
+use super::neighbour::end_with_parent;
 use farpage_bench_kit::{
     cpus::own_time,
+    out::say as print,
     pick::{ODD, mix},
 };
 
@@ -144,7 +146,7 @@ pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
     });
     let mut found = total.into_inner().expect("nothing panics under it");
     found.cpu_s = own_time().as_secs_f64();
-    tell(&found)
+    print(json!(found))
 }
 
 /// Outcome of one request.

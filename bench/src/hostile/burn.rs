@@ -11,9 +11,10 @@ use std::{
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
-use super::neighbour::{end_with_parent, tell};
-use farpage_bench_kit::{cpus::own_time, pick::mix};
+use super::neighbour::end_with_parent;
+use farpage_bench_kit::{cpus::own_time, out::say, pick::mix};
 
 /// Number of threads: as many as the attacker has, so that the kernel shares the CPUs alike.
 const THREADS: usize = super::attack::THREADS;
@@ -61,5 +62,5 @@ pub(crate) fn burn(options: &BurnOptions) -> Result<()> {
         }
     });
     let cpu_s = own_time().as_secs_f64();
-    tell(&Burnt { cpu_s })
+    say(json!(Burnt { cpu_s }))
 }

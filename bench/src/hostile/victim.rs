@@ -134,11 +134,10 @@ impl Victim {
     /// Checks every word once more. Returns the number of words that were damaged at any time.
     pub(super) fn finish(self) -> Result<u64> {
         let mut damaged = self.damaged;
-        for (at, &word) in (0..).zip(self.a.iter()) {
-            damaged += u64::from(word != mix(at).wrapping_add(self.passes));
-        }
-        for (at, &word) in (0..).zip(self.faults.iter()) {
-            damaged += u64::from(word != mix(at));
+        for (array, passes) in [(&self.a, self.passes), (&self.faults, 0)] {
+            for (at, &word) in (0..).zip(array.iter()) {
+                damaged += u64::from(word != mix(at).wrapping_add(passes));
+            }
         }
         Ok(damaged)
     }
