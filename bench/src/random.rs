@@ -199,8 +199,8 @@ impl Work {
         start.elapsed()
     }
 
-    /// Verifies every element. Returns the number of updates of all of them, and the number of parts
-    /// that the array was cut into.
+    /// Verifies every element. Returns the number of updates of all of them, and the number of
+    /// parts that the array was cut into.
     fn count(&self, array: &mut [u64]) -> (u64, usize) {
         let counted = AtomicU64::new(0);
         let shares = each_share(array, self.threads, |first, part| {
