@@ -6,19 +6,17 @@
 use clap::{Parser, Subcommand};
 use farpage_bench_apps::AppsOptions;
 use farpage_bench_judge::{
-    codecs::CodecsOptions, compare::CompareOptions, figures::FiguresOptions, sweep::SweepOptions,
+    codecs::CodecsOptions, compare::CompareOptions, figures::FiguresOptions,
     targets::TargetsOptions, versus_numpy::VersusNumpyOptions, versus_swap::VersusSwapOptions,
     versus_umap::VersusUmapOptions,
 };
-use farpage_bench_kit::{options::Common, server::ServeOptions};
+use farpage_bench_kit::{options::Paging, server::ServeOptions};
 use farpage_fabric_measure::{regmem::RegmemOptions, ring::RingOptions, verbs::VerbsOptions};
 use farpage_store_measure::pages::PagesOptions;
 
 use crate::{
-    eviction::EvictionOptions,
     floor::FloorOptions,
     hostile::{AttackOptions, BurnOptions, HostileOptions},
-    latency::LatencyOptions,
     parameter_server::ParameterServerOptions,
     random::RandomOptions,
     sparse::SparseOptions,
@@ -66,10 +64,10 @@ pub(crate) enum Command {
     Traffic(TrafficOptions),
     /// One page fault at a time: with room in the budget, and while dirty pages have to leave
     #[command(after_help = WORDS)]
-    Latency(LatencyOptions),
+    Latency(Paging),
     /// CPU time of the evictors for a page that did not change
     #[command(after_help = WORDS)]
-    Eviction(EvictionOptions),
+    Eviction(Paging),
     /// A large region of which few pages are used: their cost, and the memory that the region takes
     /// beside them
     #[command(after_help = WORDS)]
@@ -152,9 +150,6 @@ pub(crate) enum Command {
     /// Noise: where both sides have three repetitions or more, a figure has changed when their
     /// ranges do not overlap; with fewer, when the medians differ by more than 10 %.
     Compare(CompareOptions),
-    /// Tries counts of workers and read-ahead lengths: the best point for STREAM triad and random
-    /// access, and how close the defaults come
-    Sweep(SweepOptions),
     /// Compares with the kernel's own swap to compressed memory (zram, lz4) in a memory cgroup;
     /// needs root
     ///
@@ -188,22 +183,6 @@ pub(crate) enum Command {
     /// The burner that `hostile` compares the attacker with
     #[command(hide = true)]
     HostileBurn(BurnOptions),
-}
-
-impl Command {
-    /// Returns the common options of a benchmark that has them.
-    pub(crate) fn common(&self) -> Option<&Common> {
-        match self {
-            Self::Stream(options) => Some(&options.common),
-            Self::Random(options) => Some(&options.common),
-            Self::Traffic(options) => Some(&options.common),
-            Self::Latency(options) => Some(&options.common),
-            Self::Eviction(options) => Some(&options.common),
-            Self::Sparse(options) => Some(&options.common),
-            Self::Floor(options) => Some(&options.common),
-            _ => None,
-        }
-    }
 }
 
 #[cfg(test)]

@@ -6,19 +6,15 @@
 use std::io;
 
 use anyhow::{Context, Result, bail, ensure};
-use farpage::{BuildError, RegionOptions, Runtime, Store};
+use farpage::{BuildError, RegionOptions, Runtime, Store, error::UserfaultfdError::NotPermitted};
 
 use farpage_bench_kit::out::say;
 
 pub(crate) fn run() -> Result<()> {
     let tried = one_page();
     let refused = tried.as_ref().is_err_and(|error| {
-        matches!(
-            error.downcast_ref(),
-            Some(BuildError::Userfaultfd(
-                farpage::error::UserfaultfdError::NotPermitted { .. }
-            ))
-        )
+        let error = error.downcast_ref();
+        matches!(error, Some(BuildError::Userfaultfd(NotPermitted { .. })))
     });
     // A userfaultfd that was not refused is enough for this program, whatever kind it asked for.
     let probe = farpage_vm::probe(!refused);
@@ -27,11 +23,8 @@ pub(crate) fn run() -> Result<()> {
         Ok(devices) => {
             for device in devices {
                 let addresses: Vec<_> = device.addresses.iter().map(ToString::to_string).collect();
-                say(format_args!(
-                    "rdma: device {}, reached at {}",
-                    device.name,
-                    addresses.join(", ")
-                ))?;
+                let (name, addresses) = (device.name, addresses.join(", "));
+                say(format_args!("rdma: device {name}, reached at {addresses}"))?;
             }
         }
         Err(reason) => say(format_args!("rdma: {reason}"))?,
@@ -50,10 +43,7 @@ fn one_page() -> Result<()> {
     let runtime = Runtime::builder().build()?;
     let region = runtime.region_with(1, RegionOptions::new().store(OneByte))?;
     region.prefetch_now(..)?;
-    ensure!(
-        region[0] == BYTE,
-        "a page came with bytes that are not its own"
-    );
+    ensure!(region[0] == BYTE, "a page came with other bytes");
     Ok(())
 }
 

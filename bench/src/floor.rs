@@ -12,11 +12,15 @@ use std::{
 use anyhow::Result;
 
 use farpage_bench_kit::{
-    bare::{self, Cpus, How},
+    bare::{
+        self,
+        Handling::{ByHandler, InThread, OnOneCpu, OnTwoCpus},
+        How,
+    },
     options::Common,
     progress::Progress,
     raw,
-    report::{Config, Figures, Percentiles, Report},
+    report::{Config, Figures, Report},
     server::MemoryServer,
     work,
 };
@@ -36,8 +40,9 @@ pub(crate) struct FloorOptions {
 
 pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     let common = &options.common;
-    let progress = Progress::new(if options.faults { 5 } else { 8 });
-    let mut figures = faults(common, &progress)?;
+    let progress = Progress::new(if options.faults { 2 } else { 5 });
+    let mut figures = Figures::default();
+    faults(common, &progress, &mut figures)?;
     let (mut wrong, mut server) = (0, "none".to_owned());
     if !options.faults {
         (wrong, server) = bytes(common, &progress, &mut figures)?;
@@ -50,78 +55,57 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     Ok(Report {
         benchmark: "floor",
         verified: wrong == 0,
-        config: Config::new(common, None, server),
+        config: Config::new(common, server),
         figures,
         paging: None,
     })
 }
 
 /// Measures page faults, one at a time.
-fn faults(common: &Common, progress: &Progress) -> Result<Figures> {
+fn faults(common: &Common, progress: &Progress, figures: &mut Figures) -> Result<()> {
     let page_bytes = common.page_size.as_u64() as usize;
     let samples_max = if common.run.smoke { 200 } else { 4096 };
     let samples = samples_max.min(FAULT_BYTES / page_bytes);
+    let bare = |handling, how| bare::round_trips(handling, how, page_bytes, samples);
 
     progress.phase("the kernel's own fault");
-    let kernel_fault = bare::kernel_faults(samples_max)?;
-    progress.step(1);
-    progress.phase("bare userfaultfd, COPY");
-    let copy = bare::round_trips(How::Copy, page_bytes, samples)?;
-    let on = |cpus| bare::round_trips_on(cpus, How::Copy, page_bytes, samples);
-    let (one_cpu, two_cpus) = (on(Cpus::One)?, on(Cpus::Two)?);
-    progress.step(1);
-    progress.phase("bare userfaultfd, MOVE");
-    let moved = bare::round_trips(How::Move, page_bytes, samples)?;
-    progress.step(1);
-    progress.phase("bare userfaultfd, in the thread itself");
-    let in_thread = |how| bare::in_thread_round_trips(how, page_bytes, samples);
-    let (in_thread_copy, in_thread_move) = (in_thread(How::Copy)?, in_thread(How::Move)?);
-    progress.step(1);
-    progress.phase("bare userfaultfd, with all that a page needs");
-    let read = bare::round_trips(How::Read, page_bytes, samples)?;
-    let in_thread_read = in_thread(How::Read)?;
-    let replaced = bare::round_trips(How::Replace, page_bytes, samples)?;
-    progress.step(1);
-    Ok(Figures {
-        kernel_fault_us: Some(Percentiles::of(&kernel_fault)),
-        uffd_round_trip_us: copy.as_ref().map(Percentiles::of),
-        uffd_one_cpu_round_trip_us: one_cpu.as_ref().map(Percentiles::of),
-        uffd_two_cpu_round_trip_us: two_cpus.as_ref().map(Percentiles::of),
-        uffd_in_thread_round_trip_us: in_thread_copy.as_ref().map(Percentiles::of),
-        uffd_in_thread_move_round_trip_us: in_thread_move.as_ref().map(Percentiles::of),
-        uffd_move_round_trip_us: moved.as_ref().map(Percentiles::of),
-        uffd_read_round_trip_us: read.as_ref().map(Percentiles::of),
-        uffd_in_thread_read_round_trip_us: in_thread_read.as_ref().map(Percentiles::of),
-        uffd_replace_us: replaced.map(|times| times.mean() / 1000.0),
-        ..Figures::default()
-    })
+    figures.add_fault("kernel_fault_us", &bare::kernel_faults(samples_max)?);
+    progress.phase("bare userfaultfd");
+    for (name, handling, how) in [
+        ("uffd_round_trip_us", ByHandler, How::Copy),
+        ("uffd_one_cpu_round_trip_us", OnOneCpu, How::Copy),
+        ("uffd_two_cpu_round_trip_us", OnTwoCpus, How::Copy),
+        ("uffd_move_round_trip_us", ByHandler, How::Move),
+        ("uffd_in_thread_round_trip_us", InThread, How::Copy),
+        ("uffd_in_thread_move_round_trip_us", InThread, How::Move),
+        ("uffd_read_round_trip_us", ByHandler, How::Read),
+        ("uffd_in_thread_read_round_trip_us", InThread, How::Read),
+    ] {
+        figures.add_fault(name, bare(handling, how)?.as_ref());
+    }
+    let replaced = bare(ByHandler, How::Replace)?;
+    figures.add("uffd_replace_us", replaced.map(|times| times.mean() / 1e3));
+    Ok(())
 }
 
 /// Measures memory, the fabric, and both. Returns the number of wrong pages, and the server.
 fn bytes(common: &Common, progress: &Progress, figures: &mut Figures) -> Result<(u64, String)> {
+    let smoke = common.run.smoke;
     progress.phase("memcpy");
-    figures.memcpy_mb_per_s = Some(memcpy_mb_per_s(if common.run.smoke {
-        MEMCPY_BYTES / 16
-    } else {
-        MEMCPY_BYTES
-    }));
-    progress.step(1);
+    let memcpy = memcpy_mb_per_s(MEMCPY_BYTES / if smoke { 16 } else { 1 });
     progress.phase("the raw fabric");
     let server = MemoryServer::start(&common.at, 2 << 30)?;
-    let time = Duration::from_millis(if common.run.smoke { 50 } else { 1000 });
-    let rates = raw::rates(common, &server, time)?;
-    figures.raw_read_mb_per_s = Some(rates.read);
-    figures.raw_write_mb_per_s = Some(rates.write);
-    figures.raw_cold_read_mb_per_s = Some(rates.cold_read);
-    figures.raw_cold_write_mb_per_s = Some(rates.cold_write);
-    figures.raw_read_write_mb_per_s = Some(rates.read_write);
-    progress.step(1);
+    let time = Duration::from_millis(if smoke { 50 } else { 1000 });
+    let (rates, wrong) = raw::rates(common, &server, time)?;
     progress.phase("triad's work without a pager");
     let work = work::rates(&work::Setting::of(common, time), &server)?;
-    figures.work_mb_per_s = Some(work.work);
-    figures.moved_work_mb_per_s = Some(work.moving);
-    progress.step(1);
-    Ok((rates.wrong + work.wrong, server.endpoint().to_string()))
+    figures.add("memcpy_mb_per_s", memcpy);
+    for (name, rate) in rates {
+        figures.add(name, rate);
+    }
+    figures.add("work_mb_per_s", work.light);
+    figures.add("moved_work_mb_per_s", work.heavy);
+    Ok((wrong + work.wrong, server.endpoint().to_string()))
 }
 
 /// Returns the MB/s of the best of several copies by one thread. Bytes count once, as copied.

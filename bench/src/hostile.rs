@@ -13,21 +13,19 @@ mod victim;
 
 use clap::Args;
 use std::{
-    env,
-    io::Read,
-    process::{Child, Command, Stdio},
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use farpage_fabric::{Session, SessionOptions};
 use farpage_wire::Endpoint;
 use serde::{Serialize, de::DeserializeOwned};
+use serde_json::{Value, json};
 
 use self::{
-    attack::{ATTACKER, Attack},
+    attack::{ATTACKER, Attack, Kind},
     burn::Burnt,
     victim::Victim,
 };
@@ -37,8 +35,9 @@ pub(crate) use self::{
 };
 use farpage_bench_kit::{
     options::{Fabric, Run},
-    report::{self, Percentiles, right, table},
-    server::{MemoryServer, ensure_room},
+    report::{self, Percentiles, filled_table},
+    server::{MemoryServer, ensure_room, this_program},
+    sitting::Sitting,
 };
 
 /// Upper bound of the victim's fault p99 beside the attacker, over that beside the burner.
@@ -46,8 +45,6 @@ const P99_RATIO_MAX: f64 = 1.5;
 
 /// Upper bound of an arm's time: a slower attacker has sent fewer requests by then.
 const ARM_MAX: Duration = Duration::from_secs(900);
-/// Time beyond [`ARM_MAX`] in which a neighbour has to end.
-const MARGIN: Duration = Duration::from_secs(60);
 
 /// Findings of the benchmark `hostile`.
 #[derive(Debug, Serialize)]
@@ -55,7 +52,7 @@ struct Report {
     benchmark: &'static str,
     /// True if no client saw or changed bytes of another, and the server lives.
     verified: bool,
-    config: Config,
+    config: Value,
     attack: Attack,
     /// Words of the victim that differed from those written.
     damaged_words: u64,
@@ -67,18 +64,6 @@ struct Report {
     fault_p99_ratio: f64,
     fault_p99_ratio_max: f64,
     fault_p99_met: bool,
-}
-
-#[derive(Debug, Serialize)]
-struct Config {
-    server: String,
-    attacker: String,
-    smoke: bool,
-    requests: u64,
-    array_bytes: u64,
-    budget_bytes: u64,
-    page_size_bytes: u64,
-    seed: u64,
 }
 
 /// Figures of the victim beside one neighbour.
@@ -104,45 +89,39 @@ pub(crate) struct HostileOptions {
     pub(crate) run: Run,
 }
 
-impl HostileOptions {
-    pub(crate) fn requests(&self) -> u64 {
-        let default = if self.run.smoke { 3_000 } else { 1_000_000 };
-        self.requests.unwrap_or(default)
-    }
-}
-
 pub(crate) fn run(options: &HostileOptions) -> Result<()> {
     let report = measure(options)?;
-    report::conclude(
-        &report,
-        report.verified,
-        options.run.printing.format,
-        Report::human,
-    )
+    let format = options.run.printing.format;
+    report::conclude(&report, report.verified, format, Report::human)
 }
 
 fn measure(options: &HostileOptions) -> Result<Report> {
-    let requests = options.requests();
+    let default = if options.run.smoke { 3_000 } else { 1_000_000 };
+    let requests = options.requests.unwrap_or(default);
     let sizes = victim::Sizes::of(options.run.smoke);
     ensure_room(sizes.array_bytes * 3 + sizes.budget_bytes, false)?;
     let mut server = MemoryServer::own(Fabric::Tcp, sizes.array_bytes * 6 + (64 << 20))?;
     let mut victim = Victim::start(server.endpoint(), sizes)?;
 
+    // Ctrl-C ends a neighbour and not this process from here on.
+    let sitting = Sitting::new(false)?;
+
     // 1. Beside the attacker, until it has sent its requests.
-    let mut attacker = neighbour("hostile-attack");
-    attacker
-        .args(["--endpoint", &server.endpoint().to_string()])
-        .args(["--requests", &requests.to_string()])
-        .args(["--seed", &options.seed.to_string()])
-        .args(["--seconds-max", &ARM_MAX.as_secs().to_string()]);
-    let (attacked, attack) = arm::<Attack>(&server, &mut victim, &mut attacker, |it| it.cpu_s)?;
+    let attacker = format!(
+        "hostile-attack --endpoint {} --requests {requests} --seed {} --seconds-max {}",
+        server.endpoint(),
+        options.seed,
+        ARM_MAX.as_secs()
+    );
+    let (attacked, attack) =
+        arm::<Attack>(&sitting, &server, &mut victim, &attacker, |it| it.cpu_s)?;
 
     // 2. Beside the burner, as long, with as much CPU.
-    let mut burner = neighbour("hostile-burn");
-    burner
-        .args(["--seconds", &attacked.seconds.to_string()])
-        .args(["--cpu-seconds", &attacked.neighbour_cpu_s.to_string()]);
-    let (beside_burner, _) = arm::<Burnt>(&server, &mut victim, &mut burner, |it| it.cpu_s)?;
+    let burner = format!(
+        "hostile-burn --seconds {} --cpu-seconds {}",
+        attacked.seconds, attacked.neighbour_cpu_s
+    );
+    let (beside_burner, _) = arm::<Burnt>(&sitting, &server, &mut victim, &burner, |it| it.cpu_s)?;
 
     let damaged_words = victim.finish()?;
     let server_alive = server.is_running() && serves(server.endpoint());
@@ -151,16 +130,16 @@ fn measure(options: &HostileOptions) -> Result<Report> {
     Ok(Report {
         benchmark: "hostile",
         verified: damaged_words == 0 && attack.foreign_bytes == 0 && server_alive,
-        config: Config {
-            server: server.endpoint().to_string(),
-            attacker: ATTACKER.to_string(),
-            smoke: options.run.smoke,
-            requests,
-            array_bytes: sizes.array_bytes,
-            budget_bytes: sizes.budget_bytes,
-            page_size_bytes: sizes.page_bytes,
-            seed: options.seed,
-        },
+        config: json!({
+            "server": server.endpoint().to_string(),
+            "attacker": ATTACKER.to_string(),
+            "smoke": options.run.smoke,
+            "requests": requests,
+            "array_bytes": sizes.array_bytes,
+            "budget_bytes": sizes.budget_bytes,
+            "page_size_bytes": sizes.page_bytes,
+            "seed": options.seed,
+        }),
         attack,
         damaged_words,
         server_alive,
@@ -173,42 +152,28 @@ fn measure(options: &HostileOptions) -> Result<Report> {
     })
 }
 
-/// Returns a command that starts this program once more, as a neighbour of the victim.
-fn neighbour(command: &str) -> Command {
-    // `/proc/self/exe` is this program even if its file has been replaced.
-    let mut neighbour =
-        Command::new(env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into()));
-    neighbour
-        .arg(command)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped());
-    neighbour
-}
-
 /// Runs the victim for as long as its neighbour. Returns figures and the neighbour's report.
 fn arm<R: DeserializeOwned>(
+    sitting: &Sitting,
     server: &MemoryServer,
     victim: &mut Victim,
-    neighbour: &mut Command,
+    neighbour: &str,
     cpu_s: fn(&R) -> f64,
 ) -> Result<(Arm, R)> {
     let server_cpu_s = server.cpu_s()?;
     let begun = Instant::now();
-    let child = neighbour
-        .spawn()
-        .context("cannot start a neighbour of the victim")?;
+    let mut program = this_program()?;
+    program.args(neighbour.split(' '));
     let stop = AtomicBool::new(false);
     let (seen, said) = thread::scope(|scope| {
         let heard = scope.spawn(|| {
-            let said = hear(child);
+            let said = sitting.output(program, neighbour);
             stop.store(true, Relaxed);
             said
         });
         let seen = victim.work(&stop);
-        (
-            seen,
-            heard.join().expect("waiting for a process does not panic"),
-        )
+        let said = heard.join();
+        (seen, said.expect("waiting for a process does not panic"))
     });
     let seconds = begun.elapsed().as_secs_f64();
     let said = said?;
@@ -222,90 +187,46 @@ fn arm<R: DeserializeOwned>(
         stream_mb_per_s: seen.stream_bytes as f64 / 1e6 / seconds,
         words_checked: seen.words_checked,
     };
-    ensure!(
-        arm.fault_us.samples > 0,
-        "the victim had no time for a single fault"
-    );
+    let faults = arm.fault_us.samples;
+    ensure!(faults > 0, "the victim had no time for a single fault");
     Ok((arm, report))
-}
-
-/// Waits for the end of a neighbour and returns its output. A late one is killed.
-fn hear(mut child: Child) -> Result<String> {
-    let end = Instant::now() + ARM_MAX + MARGIN;
-    let mut output = child
-        .stdout
-        .take()
-        .expect("the standard output was set to a pipe");
-    let reader = thread::spawn(move || {
-        let mut said = String::new();
-        output.read_to_string(&mut said).map(|_| said)
-    });
-    let status = loop {
-        if let Some(status) = child.try_wait().context("cannot wait for a neighbour")? {
-            break status;
-        }
-        if Instant::now() > end {
-            child
-                .kill()
-                .context("cannot end a neighbour of the victim")?;
-            bail!("a neighbour of the victim did not end in time");
-        }
-        thread::sleep(Duration::from_millis(5));
-    };
-    ensure!(
-        status.success(),
-        "a neighbour of the victim ended with {status}"
-    );
-    let said = reader.join().expect("reading does not panic");
-    said.context("cannot read what a neighbour of the victim says")
 }
 
 /// True if a new client gets memory from the server at `endpoint`.
 fn serves(endpoint: &Endpoint) -> bool {
-    let options = SessionOptions {
-        client: "hostile, at the end".to_owned(),
-        ..SessionOptions::default()
-    };
-    let session = Session::connect(endpoint, &options);
+    let session = Session::connect(endpoint, &SessionOptions::default());
     session.is_ok_and(|session| session.grant(4096).is_ok())
 }
 
 impl Report {
     fn human(&self) -> String {
-        let mut kinds = table([
-            "what was sent",
-            "requests",
-            "refused",
-            "granted",
-            "no answer",
-        ]);
-        let all = self
-            .attack
-            .kinds
-            .iter()
-            .map(|(name, kind)| (name.as_str(), *kind));
-        for (name, kind) in all.chain([("all of it", self.attack.sum())]) {
-            let figures = [kind.sent, kind.refused, kind.granted, kind.unanswered];
-            let figures = figures.map(|it| it.to_string());
-            kinds.add_row(right([name.to_owned()].into_iter().chain(figures)));
-        }
-        let mut victim = table(["the victim", "attacked", "beside a burner", "ratio"]);
+        let kinds = self.attack.kinds.iter();
+        let kinds = kinds.map(|(name, kind)| (name.as_str(), *kind));
+        let row = |(name, kind): (&str, Kind)| {
+            let (sent, refused) = (kind.sent, kind.refused);
+            let (granted, unanswered) = (kind.granted, kind.unanswered);
+            format!("{name} | {sent} | {refused} | {granted} | {unanswered}")
+        };
+        let kinds = filled_table(
+            "what was sent | requests | refused | granted | no answer",
+            kinds.chain([("all of it", self.attack.sum())]).map(row),
+        );
         let (a, b) = (&self.attacked, &self.beside_burner);
-        for (name, a, b) in [
-            ("fault p50, us", a.fault_us.p50, b.fault_us.p50),
-            ("fault p99, us", a.fault_us.p99, b.fault_us.p99),
+        let (a_fault, b_fault) = (&a.fault_us, &b.fault_us);
+        let victim = [
+            ("fault p50, us", a_fault.p50, b_fault.p50),
+            ("fault p99, us", a_fault.p99, b_fault.p99),
             ("STREAM, MB/s", a.stream_mb_per_s, b.stream_mb_per_s),
             (
-                "CPU of the neighbour, s",
+                "its neighbour's CPU, s",
                 a.neighbour_cpu_s,
                 b.neighbour_cpu_s,
             ),
             ("CPU of the server, s", a.server_cpu_s, b.server_cpu_s),
             ("seconds", a.seconds, b.seconds),
-        ] {
-            let figures = [a, b, a / b].map(|figure| format!("{figure:.2}"));
-            victim.add_row(right([name.to_owned()].into_iter().chain(figures)));
-        }
+        ];
+        let victim = victim.map(|(name, a, b)| format!("{name} | {a:.2} | {b:.2} | {:.2}", a / b));
+        let victim = filled_table("the victim | attacked | beside a burner | ratio", victim);
         let word = |met| if met { "met" } else { "MISSED" };
         let yes = |it| if it { "yes" } else { "NO: FAILED" };
         format!(

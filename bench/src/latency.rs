@@ -4,20 +4,20 @@
 //! pages are visited in an order that no read-ahead can guess; and the bytes that a fault brings
 //! are checked.
 
-use clap::Args;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use farpage::Advice;
 use hdrhistogram::Histogram;
+use serde_json::json;
 
-use farpage_bench_kit::options::{Common, Paging};
 use farpage_bench_kit::{
+    arena::Arena,
     data::Source,
+    options::Paging,
     pick::{Shuffle, mix},
     progress::Progress,
     raw,
-    remote::Remote,
     report::{Figures, Percentiles, Report, new_histogram},
     yardsticks::{Yardsticks, plain_bytes},
 };
@@ -26,27 +26,18 @@ use farpage_bench_kit::{
 /// is evicted.
 const ROOM: f64 = 0.8;
 
-#[derive(Args, Debug)]
-pub(crate) struct LatencyOptions {
-    #[command(flatten)]
-    pub(crate) common: Common,
-    #[command(flatten)]
-    pub(crate) paging: Paging,
-}
-
-pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
-    let (common, paging) = (&options.common, &options.paging);
-    let remote = Remote::start(common, paging)?;
-    let page_elements = common.page_size.as_u64() / size_of::<u64>() as u64;
-    let pages = paging.size_bytes(common) / common.page_size.as_u64();
-    let budget_pages = paging.budget_bytes(common) / common.page_size.as_u64();
+pub(crate) fn run(paging: &Paging) -> Result<Report> {
+    let (arena, common) = (Arena::start(paging)?, &paging.common);
+    let page_elements = paging.page_bytes() / size_of::<u64>() as u64;
+    let pages = paging.size_bytes() / paging.page_bytes();
+    let budget_pages = paging.budget_bytes() / paging.page_bytes();
     ensure!(
         pages >= 2 * budget_pages && budget_pages >= 8,
         "{pages} pages and a budget of {budget_pages}: --size has to be at least twice the --budget, and that 8 pages"
     );
     // Faults to time in each state, as far as there are pages.
     let samples = if common.run.smoke { 200 } else { 20_000 };
-    let mut array = remote.array::<u64>(pages * page_elements, Advice::Sequential)?;
+    let mut array = arena.array::<u64>(pages * page_elements, Advice::Sequential)?;
     let source = paging.source()?;
     let mut pages = Pages {
         page_elements,
@@ -58,39 +49,30 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
 
     progress.phase("filling");
     pages.fill(&mut array);
-    array.advise(.., Advice::Random).context("cannot advise")?;
-    progress.step(1);
+    array.advise(Advice::Random)?;
 
     // 1. All pages are remote and unchanged; each read brings one in, into a budget with room.
     progress.phase("room in the budget");
-    array
-        .advise(.., Advice::DontNeed)
-        .context("cannot send all pages away")?;
-    let begin = remote.mark();
-    let with_room = pages.touch(
-        &mut array,
-        samples.min((budget_pages as f64 * ROOM) as u64),
-        0,
-        false,
-    );
-    progress.step(1);
+    array.advise(Advice::DontNeed)?;
+    let begin = arena.mark();
+    let room = samples.min((budget_pages as f64 * ROOM) as u64);
+    let with_room = pages.touch(&mut array, room, 0, false);
 
     // 2. The budget is full of changed pages; each write brings a page in and pushes one out.
     progress.phase("changed pages leave");
     pages.touch(&mut array, 2 * budget_pages, 0, true);
     let evicting = pages.touch(&mut array, samples, 2 * budget_pages, true);
-    let end = remote.mark();
-    progress.step(1);
+    let paged = arena.since(&begin);
     drop(progress);
 
     // 3. Yardsticks: the same reads in ordinary memory, and a READ alone. The array is dropped
     //    first, which makes room.
     drop(array);
     let fault = Percentiles::of(&with_room);
-    let yardsticks = remote.yardsticks(|server| {
+    let yardsticks = arena.yardsticks(|server| {
         let fabric_read_us = raw::read_us(common, server)?;
         // Enough pages for an order that no read-ahead can guess, whatever their size.
-        let bytes = plain_bytes(common).max(16 * common.page_size.as_u64() as usize);
+        let bytes = plain_bytes(common).max(16 * paging.page_bytes() as usize);
         let len = bytes / size_of::<u64>();
         let mut plain = vec![0; len];
         pages.fill(&mut plain);
@@ -102,19 +84,18 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
     if wrong > 0 {
         eprintln!("{wrong} pages came back with bytes that are not theirs");
     }
-    let mut config = remote.config(common, paging);
-    config.samples = Some(samples);
+    let mut figures = Figures {
+        yardsticks,
+        ..Figures::default()
+    };
+    figures.add_fault("fault_us", &with_room);
+    figures.add_fault("evicting_fault_us", &evicting);
     Ok(Report {
         benchmark: "latency",
         verified: wrong == 0,
-        config,
-        figures: Figures {
-            yardsticks,
-            fault_us: Some(fault),
-            evicting_fault_us: Some(Percentiles::of(&evicting)),
-            ..Figures::default()
-        },
-        paging: Some(Remote::figures(&begin, &end)),
+        config: arena.config().with(json!({ "samples": samples })),
+        figures,
+        paging: paged,
     })
 }
 

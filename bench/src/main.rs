@@ -22,12 +22,12 @@ mod train;
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Parser;
 
 use farpage_bench_apps as apps;
 use farpage_bench_judge::{
-    codecs, compare, figures, sweep, targets, versus_numpy, versus_swap, versus_umap,
+    codecs, compare, figures, targets, versus_numpy, versus_swap, versus_umap,
 };
 use farpage_bench_kit::{cpus, options::Common, report::Report, server};
 use farpage_fabric_measure::{regmem, ring, verbs};
@@ -42,19 +42,14 @@ fn main() -> ExitCode {
         eprintln!("error: {error}");
         return ExitCode::from(2);
     }
-    if cli.command.common().is_some_and(|common| common.one_cpu)
-        && let Err(error) = cpus::stay_here()
-    {
-        return failure(&anyhow::Error::new(error).context("cannot stay on one CPU"));
-    }
     let result = match &cli.command {
-        Command::Stream(options) => conclude(&options.common, stream::run(options)),
-        Command::Random(options) => conclude(&options.common, random::run(options)),
-        Command::Traffic(options) => conclude(&options.common, traffic::run(options)),
-        Command::Latency(options) => conclude(&options.common, latency::run(options)),
-        Command::Eviction(options) => conclude(&options.common, eviction::run(options)),
-        Command::Sparse(options) => conclude(&options.common, sparse::run(options)),
-        Command::Floor(options) => conclude(&options.common, floor::run(options)),
+        Command::Stream(options) => conclude(&options.paging.common, || stream::run(options)),
+        Command::Random(options) => conclude(&options.paging.common, || random::run(options)),
+        Command::Traffic(options) => conclude(&options.paging.common, || traffic::run(options)),
+        Command::Latency(paging) => conclude(&paging.common, || latency::run(paging)),
+        Command::Eviction(paging) => conclude(&paging.common, || eviction::run(paging)),
+        Command::Sparse(options) => conclude(&options.paging.common, || sparse::run(options)),
+        Command::Floor(options) => conclude(&options.common, || floor::run(options)),
         Command::Doctor => doctor::run(),
         Command::Regmem(options) => regmem::run(options),
         Command::Verbs(options) => verbs::run(options),
@@ -68,7 +63,6 @@ fn main() -> ExitCode {
         Command::Codecs(options) => codecs::run(options),
         Command::Figures(options) => figures::run(options),
         Command::Compare(options) => compare::run(options),
-        Command::Sweep(options) => sweep::run(options),
         Command::VersusSwap(options) => versus_swap::run(options),
         Command::VersusNumpy(options) => versus_numpy::run(options),
         Command::VersusUmap(options) => versus_umap::run(options),
@@ -83,8 +77,12 @@ fn main() -> ExitCode {
     }
 }
 
-fn conclude(common: &Common, report: Result<Report>) -> Result<()> {
-    report?.conclude(common.run.printing.format)
+/// Runs a benchmark, on one CPU if asked to, and prints its report.
+fn conclude(common: &Common, run: impl FnOnce() -> Result<Report>) -> Result<()> {
+    if common.one_cpu {
+        cpus::stay_here().context("cannot stay on one CPU")?;
+    }
+    run()?.conclude(common.run.printing.format)
 }
 
 fn failure(error: &anyhow::Error) -> ExitCode {

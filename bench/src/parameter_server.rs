@@ -5,7 +5,6 @@
 //! the resulting parameters are compared bit for bit. Learning itself is left to `train`.
 
 use std::{
-    fs,
     io::{Read, Write},
     net::{TcpListener, TcpStream},
     thread,
@@ -16,27 +15,21 @@ use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use farpage::ByteSize;
 use farpage_bench_kit::{
+    cpus::time_of_threads,
     options::{Fabric, Run},
-    report::{self, median, right, table},
+    report::{self, filled_table, median, run_table, spread, yes},
     server::own_endpoint,
 };
 use farpage_fabric::SessionOptions;
 use farpage_fabric_measure::ring;
 use farpage_train::{Address, Aggregator, Layout, Optimizer, Rule, Through};
-use serde::{Serialize, Serializer};
+use serde::Serialize;
+use serde_json::{Value, json};
 
 const KIB: usize = 1 << 10;
-const SIZES: [usize; 8] = [
-    KIB,
-    4 * KIB,
-    16 * KIB,
-    64 * KIB,
-    256 * KIB,
-    1024 * KIB,
-    4096 * KIB,
-    16384 * KIB,
-];
-const SMOKE_SIZES: [usize; 2] = [KIB, 64 * KIB];
+/// Sizes in KiB.
+const SIZES: [usize; 8] = [1, 4, 16, 64, 256, 1024, 4096, 16384];
+const SMOKE_SIZES: [usize; 2] = [1, 64];
 /// Bytes of the messages that a worker sends one after the other, like small pushes.
 const LADDER_SIZES: [usize; 3] = [8, 512, 4096];
 /// Least speed of a ring, over that of a transfer without a ring.
@@ -81,18 +74,12 @@ pub(crate) struct ParameterServerOptions {
 struct Report {
     benchmark: &'static str,
     verified: bool,
-    config: Config,
+    config: Value,
+    #[serde(skip)]
+    fabric: Fabric,
     rows: Vec<Row>,
     /// Figures of small pushes, message by message.
     ladder: Vec<ring::BySize>,
-}
-
-#[derive(Debug, Serialize)]
-struct Config {
-    smoke: bool,
-    #[serde(serialize_with = "named")]
-    fabric: Fabric,
-    rounds: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -142,34 +129,28 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
         false => (&SIZES[..], 3, 7),
     };
     let asked = options.bytes.iter().map(|size| size.as_u64() as usize);
-    let sizes = match options.bytes.is_empty() {
-        true => sizes.to_vec(),
+    let sizes: Vec<usize> = match options.bytes.is_empty() {
+        true => sizes.iter().map(|kib| kib * KIB).collect(),
         false => asked.collect(),
     };
     let numbers = match options.workers.is_empty() {
         true => (1..=workers_max).collect(),
         false => options.workers.clone(),
     };
+    let are_whole = |bytes: &usize| *bytes >= 4 && bytes.is_multiple_of(4);
     ensure!(
-        sizes
-            .iter()
-            .all(|bytes| *bytes >= 4 && bytes.is_multiple_of(4)),
+        sizes.iter().all(are_whole),
         "parameters have 4 bytes each: give sizes that are multiples of 4"
     );
-    ensure!(
-        numbers.iter().all(|workers| *workers > 0),
-        "there is nobody to push without workers"
-    );
+    let is_nobody = numbers.contains(&0);
+    ensure!(!is_nobody, "there is nobody to push without workers");
     let mut rows = Vec::new();
     for &workers in &numbers {
         for &bytes in &sizes {
-            let steps = match smoke {
-                true => STEPS_MIN,
-                false => (ROUND_BYTES / bytes).clamp(STEPS_MIN, STEPS_MAX),
-            };
+            let steps = (ROUND_BYTES / bytes).clamp(STEPS_MIN, STEPS_MAX);
             let turns = Turns {
                 rounds,
-                steps,
+                steps: if smoke { STEPS_MIN } else { steps },
                 pulls: if smoke { SMOKE_PULLS } else { PULLS },
             };
             rows.push(compare(options.fabric, bytes, workers, turns)?);
@@ -181,17 +162,18 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
         (false, Fabric::Rdma) => 100,
         (false, _) => 2000,
     };
-    let sizes = &LADDER_SIZES[..if smoke { 1 } else { LADDER_SIZES.len() }];
+    let sizes = if smoke {
+        &LADDER_SIZES[..1]
+    } else {
+        &LADDER_SIZES
+    };
     let (ladder, _) = ring::ladder(options.fabric, sizes, messages, rounds.min(5))?;
     Ok(Report {
         benchmark: "parameter-server",
         // Parameters that differ, or another number of copies, end the run with an error.
         verified: true,
-        config: Config {
-            smoke,
-            fabric: options.fabric,
-            rounds,
-        },
+        config: json!({ "smoke": smoke, "fabric": options.fabric, "rounds": rounds }),
+        fabric: options.fabric,
         rows,
         ladder,
     })
@@ -234,26 +216,19 @@ fn compare(fabric: Fabric, bytes: usize, workers: usize, turns: Turns) -> Result
         });
         let ranks: Vec<_> = ranks.collect();
         let (mut figures, mut errors) = (Vec::new(), Vec::new());
-        let (mut copied, mut bounced) = (0, 0);
         for rank in ranks {
-            match rank.join().map_err(|_| anyhow!("a worker panicked"))? {
-                Ok(worked) => {
-                    copied += worked.copied_bytes;
-                    bounced += worked.bounced_bytes;
-                    figures.push(worked);
-                }
+            match joined(rank)? {
+                Ok(worked) => figures.push(worked),
                 Err(error) => errors.push(format!("{error:#}")),
             }
         }
-        let served = served.join();
-        let served = served.map_err(|_| anyhow!("the aggregator panicked"))?;
+        let (served, copied) = (joined(served)?, joined(copying)?);
         errors.extend(served.err().map(|error| error.to_string()));
-        let copying = copying.join();
-        match copying.map_err(|_| anyhow!("the server that copies panicked"))? {
-            Ok(bytes) => copied += bytes,
-            Err(error) => errors.push(format!("{error:#}")),
-        }
+        errors.extend(copied.as_ref().err().map(|error| format!("{error:#}")));
         ensure!(errors.is_empty(), "{}", errors.join("; "));
+        let sum = |of: fn(&Worked) -> u64| figures.iter().map(of).sum::<u64>();
+        let copied = copied? + sum(|worked| worked.copied_bytes);
+        let bounced = sum(|worked| worked.bounced_bytes);
         Ok((figures, copied, bounced))
     })?;
     let copies = copied as f64 / (bytes * workers * all_steps) as f64;
@@ -269,16 +244,18 @@ fn compare(fabric: Fabric, bytes: usize, workers: usize, turns: Turns) -> Result
         workers,
         farpage_us: median(&farpage),
         copying_us: median(&copying),
-        copying_over_farpage: [
-            median(&ratios),
-            ratios.iter().copied().fold(f64::INFINITY, f64::min),
-            ratios.iter().copied().fold(0.0, f64::max),
-        ],
+        copying_over_farpage: spread(&ratios),
         copies,
         is_met: is_judged.then(|| median(&ratios) > 1.0),
         bounced_bytes: matches!(fabric, Fabric::Rdma).then_some(bounced_bytes),
         pulls: first.pulls.context("the first worker pulls")?,
     })
+}
+
+fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> Result<T> {
+    thread
+        .join()
+        .map_err(|_| anyhow!("a worker or a server panicked"))
 }
 
 /// Findings of a worker.
@@ -315,20 +292,21 @@ fn work(
             step += 1;
             Ok(())
         })?;
-        let copied = turn(turns.steps, || copying.step(&gradient, &mut theirs))?;
+        let copied = turn(turns.steps, || {
+            copying.send(&gradient)?;
+            copying.receive(&mut theirs)
+        })?;
         let ours = through.buffers()?.0;
-        let is_same = ours.iter().zip(&theirs);
-        let is_same = is_same.fold(true, |same, (a, b)| same & (a.to_bits() == b.to_bits()));
+        let mut pairs = ours.iter().zip(&theirs);
         ensure!(
-            is_same && ours.iter().any(|value| *value != 0.0),
+            pairs.all(|(a, b)| a.to_bits() == b.to_bits())
+                && ours.iter().any(|value| *value != 0.0),
             "worker {rank} has other parameters in round {round} than the program that copies"
         );
         times.push((farpage, copied));
     }
-    let pulls = match rank {
-        0 => Some(pull(&mut through, step - 1, turns.pulls)?),
-        _ => None,
-    };
+    let pulls = (rank == 0).then(|| pull(&mut through, step - 1, turns.pulls));
+    let pulls = pulls.transpose()?;
     let (ours, _) = through.buffers()?;
     ensure!(ours == theirs, "a pull alone brings something else");
     Ok(Worked {
@@ -344,40 +322,20 @@ fn pull(through: &mut Through, step: u64, pulls: usize) -> Result<Pulls> {
     // The other workers leave, and the aggregator's last step ends.
     thread::sleep(Duration::from_millis(50));
     through.resume(step + 1)?;
-    let (begin, before) = (Instant::now(), aggregators_cpu_ns()?);
+    let cpu = || time_of_threads(&AGGREGATORS_THREADS);
+    let (begin, before) = (Instant::now(), cpu()?);
     for _ in 0..pulls {
         through.resume(step + 1)?;
     }
-    let (took, pulled) = (begin.elapsed(), aggregators_cpu_ns()?);
+    let (took, pulled) = (begin.elapsed(), cpu()?);
     thread::sleep(took);
-    let idle = aggregators_cpu_ns()?;
-    let us_of_each = |ns: u64| ns as f64 / 1000.0 / pulls as f64;
+    let idle = cpu()?;
+    let us_of_each = |time: Duration| time.as_secs_f64() * 1e6 / pulls as f64;
     Ok(Pulls {
-        pull_us: took.as_nanos() as f64 / 1000.0 / pulls as f64,
+        pull_us: us_of_each(took),
         aggregator_cpu_us: us_of_each(pulled.saturating_sub(before)),
         idle_cpu_us: us_of_each(idle.saturating_sub(pulled)),
     })
-}
-
-/// Returns the CPU nanoseconds so far of the aggregator's threads that have not ended.
-fn aggregators_cpu_ns() -> Result<u64> {
-    let mut sum = 0;
-    for task in fs::read_dir("/proc/self/task").context("cannot list this program's threads")? {
-        let task = task.context("cannot list this program's threads")?.path();
-        let read = |what| fs::read_to_string(task.join(what));
-        // A thread that ends meanwhile is that of a worker that has left.
-        let (Ok(name), Ok(times)) = (read("comm"), read("schedstat")) else {
-            continue;
-        };
-        if AGGREGATORS_THREADS.iter().any(|its| name.starts_with(its)) {
-            let ns = times
-                .split(' ')
-                .next()
-                .and_then(|first| first.parse::<u64>().ok());
-            sum += ns.with_context(|| format!("a thread's CPU time is {times:?}"))?;
-        }
-    }
-    Ok(sum)
 }
 
 /// Returns the median time of `steps` steps in microseconds, after [`WARM_UP`] others.
@@ -428,11 +386,6 @@ impl Copying {
         }
     }
 
-    fn step(&mut self, gradient: &[f32], parameters: &mut [f32]) -> Result<()> {
-        self.send(gradient)?;
-        self.receive(parameters)
-    }
-
     fn send(&mut self, floats: &[f32]) -> Result<()> {
         let bytes = self.outgoing.as_chunks_mut().0.iter_mut();
         for (bytes, float) in bytes.zip(floats) {
@@ -455,9 +408,8 @@ impl Copying {
 /// Serves workers by copying, on one thread and in the order of ranks. Returns the bytes copied.
 fn serve_copying(streams: Vec<TcpStream>, initial: &[f32], steps: usize) -> Result<u64> {
     let workers = streams.into_iter();
-    let mut workers: Vec<_> = workers
-        .map(|stream| Copying::new(stream, initial.len()))
-        .collect();
+    let workers = workers.map(|stream| Copying::new(stream, initial.len()));
+    let mut workers: Vec<_> = workers.collect();
     let share = 1.0 / workers.len() as f32;
     let mut parameters = initial.to_vec();
     let mut optimizer = Optimizer::new(RULE, parameters.len());
@@ -479,84 +431,48 @@ fn serve_copying(streams: Vec<TcpStream>, initial: &[f32], steps: usize) -> Resu
     Ok(workers.iter().map(|worker| worker.copied_bytes).sum())
 }
 
-fn name_of(fabric: Fabric) -> String {
-    format!("{fabric:?}").to_lowercase()
-}
-
-fn named<S: Serializer>(fabric: &Fabric, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(&name_of(*fabric))
-}
-
 impl Report {
     fn human(&self) -> String {
-        let mut rows = table([
-            "push and pull, bytes",
-            "workers",
-            "farpage, us",
-            "copying over TCP, us",
-            "copying / farpage",
-            "least and greatest",
-            "faster",
-        ]);
-        for row in &self.rows {
+        let rows = self.rows.iter().map(|row| {
             let [ratio, least, greatest] = row.copying_over_farpage;
-            rows.add_row(right([
-                row.bytes.to_string(),
-                row.workers.to_string(),
-                format!("{:.1}", row.farpage_us),
-                format!("{:.1}", row.copying_us),
-                format!("{ratio:.2}"),
-                format!("{least:.2} to {greatest:.2}"),
-                match row.is_met {
-                    Some(true) => "yes".to_owned(),
-                    Some(false) => "NO".to_owned(),
-                    None => "not judged".to_owned(),
-                },
-            ]));
-        }
-        let mut pulls = table([
-            "pull alone, bytes",
-            "workers",
-            "time, us",
-            "aggregator's CPU in it, us",
-            "idle for as long, us",
-            "copies of a push and pull by copying",
-            "bytes bounced by farpage",
-        ]);
-        for row in &self.rows {
-            pulls.add_row(right([
-                row.bytes.to_string(),
-                row.workers.to_string(),
-                format!("{:.1}", row.pulls.pull_us),
-                format!("{:.2}", row.pulls.aggregator_cpu_us),
-                format!("{:.2}", row.pulls.idle_cpu_us),
-                format!("{:.0}", row.copies),
-                match row.bounced_bytes {
-                    Some(bytes) => bytes.to_string(),
-                    None => "no adapter".to_owned(),
-                },
-            ]));
-        }
-        let mut run = table(["run", self.benchmark]);
-        let verified = if self.verified { "yes" } else { "NO: FAILED" };
-        let ratios = self.ladder.iter().map(|size| size.ring_over_no_ring);
-        let is_met = match ratios.clone().all(|ratio| ratio >= RING_OVER_NO_RING) {
-            true => "yes",
-            false => "NO",
-        };
-        let fabric = name_of(self.config.fabric);
-        for (name, value) in [
-            ("verified", verified),
-            ("fabric", &fabric),
+            let (ours, theirs) = (row.farpage_us, row.copying_us);
+            let faster = row.is_met.map_or("not judged", yes);
+            let ratios = format!("{ratio:.2} | {least:.2} to {greatest:.2} | {faster}");
+            let (bytes, workers) = (row.bytes, row.workers);
+            format!("{bytes} | {workers} | {ours:.1} | {theirs:.1} | {ratios}")
+        });
+        let rows = filled_table(
+            "push and pull, bytes | workers | farpage, us | copying over TCP, us | copying / farpage | least and greatest | faster",
+            rows,
+        );
+        let pulls = self.rows.iter().map(|row| {
+            let Pulls {
+                pull_us,
+                aggregator_cpu_us: busy,
+                idle_cpu_us: idle,
+            } = row.pulls;
+            let bounced = row.bounced_bytes.map(|bytes| bytes.to_string());
+            let bounced = bounced.unwrap_or_else(|| "no adapter".to_owned());
+            let (bytes, workers, copies) = (row.bytes, row.workers, row.copies);
+            let cpu = format!("{pull_us:.1} | {busy:.2} | {idle:.2}");
+            format!("{bytes} | {workers} | {cpu} | {copies:.0} | {bounced}")
+        });
+        let pulls = filled_table(
+            "pull alone, bytes | workers | time, us | aggregator's CPU in it, us | idle for as long, us | \
+             copies of a push and pull by copying | bytes bounced by farpage",
+            pulls,
+        );
+        let mut ratios = self.ladder.iter().map(|size| size.ring_over_no_ring);
+        let is_met = yes(ratios.all(|ratio| ratio >= RING_OVER_NO_RING));
+        let fabric = self.fabric;
+        let rows_of_run = [
+            ("fabric", fabric.to_string().as_str()),
             ("copying is over", "TCP on the loopback, on every fabric"),
             ("ring at least twice as fast as none", is_met),
-            (
-                "steps that this fabric does not have",
-                ring::absent(self.config.fabric),
-            ),
-        ] {
-            run.add_row(right([name.to_owned(), value.to_owned()]));
-        }
+            ("steps that this fabric does not have", ring::absent(fabric)),
+        ]
+        .map(|(name, value)| (name, value.to_owned()));
+        let run = run_table(self.benchmark, self.verified, rows_of_run);
         format!("{rows}\n{pulls}\n{}\n{run}", ring::table_of(&self.ladder))
     }
 }

@@ -7,22 +7,22 @@
 use clap::Args;
 use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
-    thread,
     time::{Duration, Instant},
 };
 
 use anyhow::Result;
 use farpage::Advice;
+use serde_json::json;
 
-use farpage_bench_kit::options::{Common, Paging, Threads};
 use farpage_bench_kit::{
     arena::Arena,
+    crew::each_share,
     data::Source,
+    options::{Paging, Threads},
     pick::{Picker, mix},
     progress::Progress,
-    raw,
     report::{Figures, Report},
-    yardsticks::{Plain, Yardsticks, plain_bytes},
+    yardsticks::{Plain, plain_bytes},
 };
 
 /// Number of bits of an element that count its updates.
@@ -36,8 +36,6 @@ fn fresh(source: &Source, index: u64) -> u64 {
 
 #[derive(Args, Debug)]
 pub(crate) struct RandomOptions {
-    #[command(flatten)]
-    pub(crate) common: Common,
     #[command(flatten)]
     pub(crate) paging: Paging,
     #[command(flatten)]
@@ -61,92 +59,83 @@ pub(crate) struct RandomOptions {
 impl RandomOptions {
     /// Returns the number of reads, which is that of updates, too.
     pub(crate) fn accesses(&self) -> u64 {
-        let default = match self.common.run.smoke {
+        let default = match self.paging.common.run.smoke {
             true => 2_000,
             // A run should take less than a minute, and the time of a miss grows with its page.
-            false => (200_000 * (64 << 10) / self.common.page_size.as_u64()).min(200_000),
+            false => (200_000 * (64 << 10) / self.paging.page_bytes()).min(200_000),
         };
         self.accesses.unwrap_or(default)
     }
 }
 
 fn zipf_theta(text: &str) -> Result<f64, String> {
-    text.parse()
-        .ok()
-        .filter(|x: &f64| *x > 0.0 && *x < 1.0)
-        .ok_or("must be a number between 0 and 1".into())
+    match text.parse() {
+        Ok(theta) if theta > 0.0 && theta < 1.0 => Ok(theta),
+        _ => Err("must be a number between 0 and 1".into()),
+    }
 }
 
 pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
-    let (common, paging) = (&options.common, &options.paging);
-    let arena = Arena::start(options.plain, common, paging)?;
-    let len = paging.size_bytes(common) / size_of::<u64>() as u64;
+    let paging = &options.paging;
+    let arena = Arena::of_kind(options.plain, paging)?;
+    let len = paging.size_bytes() / size_of::<u64>() as u64;
     let mut array = arena.array::<u64>(len, Advice::Sequential)?;
     let work = Work::new(options)?;
     let progress = Progress::new(4);
 
     progress.phase("filling");
     work.fill(&mut array);
-    array.advise(if options.no_advice {
-        Advice::Normal
-    } else {
-        Advice::Random
+    array.advise(match options.no_advice {
+        true => Advice::Normal,
+        false => Advice::Random,
     })?;
-    progress.step(1);
 
     let begin = arena.mark();
     progress.phase("reading");
     let reads = work.access(&mut array, false);
-    progress.step(1);
-    let between = arena.mark();
+    let read = arena.since(&begin);
     progress.phase("updating");
     let updates = work.access(&mut array, true);
-    progress.step(1);
-    let end = arena.mark();
+    let paged = arena.since(&begin);
 
     progress.phase("verifying");
     array.advise(Advice::Sequential)?;
-    let counts = work.count(&mut array);
-    progress.step(1);
+    let (counted, shares) = work.count(&mut array);
     drop(progress);
-    let done = work.accesses_per_thread * counts.shares as u64;
-    work.complain(counts.updates, done);
+    let done = work.accesses_per_thread * shares as u64;
+    let wrong = work.wrong.load(Relaxed);
+    if wrong > 0 || counted != done {
+        eprintln!("{wrong} elements read were wrong; {counted} of {done} updates are there");
+    }
 
-    let mut config = arena.config(common, paging);
-    config.threads = Some(work.threads);
-    config.zipf = options.zipf;
-    config.accesses = Some(done);
-    let paged = Arena::figures(&begin, &end);
+    let config = arena.config().with(json!({
+        "threads": work.threads,
+        "zipf": options.zipf,
+        "accesses": done,
+    }));
     let us_per_access = us_per(reads + updates, 2 * done);
     let seconds = (reads + updates).as_secs_f64();
     // The array goes first, which makes room.
     drop(array);
-    let yardsticks = arena.yardsticks(&paged, seconds, |server, moved| {
-        let fabric = raw::yardstick(common, server)?;
-        let plain = Plain::PlainUsPerAccess(us_per(work.plain_time(common), 2 * done));
-        Ok(Yardsticks::of_transfers(
-            us_per_access,
-            plain,
-            moved,
-            fabric,
-        ))
-    });
+    let mut figures = Figures {
+        yardsticks: arena.compare(&paged, seconds, us_per_access, || {
+            let time = work.plain_time(plain_bytes(&paging.common));
+            Plain::PlainUsPerAccess(us_per(time, 2 * done))
+        }),
+        ..Figures::default()
+    };
     // Pages that came ahead of a fault were not waited for.
-    let misses =
-        Arena::figures(&begin, &between).map_or(0, |paging| paging.fills - paging.prefetches);
-    let us_per_miss = || us_per(reads * counts.shares as u32, misses);
+    let misses = read.map_or(0, |read| read.counts.fills - read.counts.prefetches);
+    let us_per_miss = || us_per(reads * shares as u32, misses);
+    figures.add("us_per_access", us_per_access);
+    figures.add("us_per_read", us_per(reads, done));
+    figures.add("us_per_update", us_per(updates, done));
+    figures.add("us_per_read_miss", (misses > 0).then(us_per_miss));
     Ok(Report {
         benchmark: "random",
-        verified: work.wrong.into_inner() == 0 && counts.updates == done,
+        verified: wrong == 0 && counted == done,
         config,
-        figures: Figures {
-            yardsticks,
-            us_per_access: Some(us_per_access),
-            us_per_read: Some(us_per(reads, done)),
-            us_per_update: Some(us_per(updates, done)),
-            us_per_read_miss: (misses > 0).then(us_per_miss),
-            ..Figures::default()
-        },
+        figures,
         paging: paged,
     })
 }
@@ -168,14 +157,6 @@ struct Work {
     wrong: AtomicU64,
 }
 
-/// Counts over an array after all updates.
-struct Counts {
-    /// Sum of the updates of all elements.
-    updates: u64,
-    /// Number of parts that the array was cut into.
-    shares: usize,
-}
-
 impl Work {
     fn new(options: &RandomOptions) -> Result<Work> {
         let threads = options.threads.count();
@@ -189,14 +170,9 @@ impl Work {
         })
     }
 
-    fn share(&self, array: &[u64]) -> usize {
-        array.len().div_ceil(self.threads)
-    }
-
     fn fill(&self, array: &mut [u64]) {
-        let share = self.share(array);
-        for_each_share(array, share, |thread, part| {
-            for (index, element) in ((thread * share) as u64..).zip(part) {
+        each_share(array, self.threads, |first, part| {
+            for (index, element) in (first as u64..).zip(part) {
                 *element = fresh(&self.source, index);
             }
         });
@@ -204,16 +180,15 @@ impl Work {
 
     /// Reads or updates. Picks are the same every time, so that both see the same misses.
     fn access(&self, array: &mut [u64], update: bool) -> Duration {
-        let share = self.share(array);
         let start = Instant::now();
-        for_each_share(array, share, |thread, part| {
-            let seed = mix(self.seed) ^ thread as u64;
+        each_share(array, self.threads, |first, part| {
+            let seed = mix(self.seed) ^ first as u64;
             let mut picker = Picker::new(part.len() as u64, self.zipf, seed);
             let mut bad = 0u64;
             for _ in 0..self.accesses_per_thread {
                 let at = picker.pick();
                 let element = &mut part[at as usize];
-                let index = (thread * share) as u64 + at;
+                let index = first as u64 + at;
                 bad += u64::from(*element & !COUNT_MASK != fresh(&self.source, index));
                 if update {
                     *element += 1;
@@ -224,58 +199,28 @@ impl Work {
         start.elapsed()
     }
 
-    /// Verifies every element, and counts the updates.
-    fn count(&self, array: &mut [u64]) -> Counts {
-        let share = self.share(array);
+    /// Verifies every element. Returns the number of updates of all of them, and the number of
+    /// parts that the array was cut into.
+    fn count(&self, array: &mut [u64]) -> (u64, usize) {
         let counted = AtomicU64::new(0);
-        let shares = for_each_share(array, share, |thread, part| {
+        let shares = each_share(array, self.threads, |first, part| {
             let (mut bad, mut count) = (0u64, 0);
-            for (index, element) in ((thread * share) as u64..).zip(part) {
+            for (index, element) in (first as u64..).zip(part) {
                 bad += u64::from(*element & !COUNT_MASK != fresh(&self.source, index));
                 count += *element & COUNT_MASK;
             }
             self.wrong.fetch_add(bad, Relaxed);
             counted.fetch_add(count, Relaxed);
         });
-        Counts {
-            updates: counted.into_inner(),
-            shares,
-        }
-    }
-
-    fn complain(&self, counted: u64, done: u64) {
-        let wrong = self.wrong.load(Relaxed);
-        if wrong > 0 || counted != done {
-            eprintln!("{wrong} elements read were wrong; {counted} of {done} updates are there");
-        }
+        (counted.into_inner(), shares)
     }
 
     /// Returns the time that the same reads and updates take in ordinary memory.
-    fn plain_time(&self, common: &Common) -> Duration {
-        let len = (plain_bytes(common) / size_of::<u64>()) as u64;
+    fn plain_time(&self, bytes: usize) -> Duration {
+        let len = (bytes / size_of::<u64>()) as u64;
         let mut plain: Vec<u64> = (0..len).map(|index| fresh(&self.source, index)).collect();
-        [false, true]
-            .map(|update| self.access(&mut plain, update))
-            .iter()
-            .sum()
+        self.access(&mut plain, false) + self.access(&mut plain, true)
     }
-}
-
-/// Gives each thread its share of the array. Returns the number of shares.
-fn for_each_share(
-    array: &mut [u64],
-    share: usize,
-    work: impl Fn(usize, &mut [u64]) + Sync,
-) -> usize {
-    let shares = array.chunks_mut(share);
-    let count = shares.len();
-    thread::scope(|scope| {
-        for (thread, part) in shares.enumerate() {
-            let work = &work;
-            scope.spawn(move || work(thread, part));
-        }
-    });
-    count
 }
 
 #[cfg(test)]

@@ -17,15 +17,15 @@ use std::{
 use anyhow::{Result, bail};
 use bytemuck::bytes_of;
 use farpage::Advice;
+use serde_json::json;
 
 use farpage_bench_kit::{
     arena::Arena,
     data::{Dtype, Element, Source},
-    options::{Common, Paging, Threads},
+    options::{Paging, Threads},
     progress::Progress,
-    raw,
     report::{Figures, Report, kernel_figures},
-    yardsticks::{Plain, Yardsticks, plain_bytes},
+    yardsticks::{Plain, plain_bytes},
 };
 
 const SCALAR: f32 = 3.0;
@@ -40,32 +40,26 @@ impl Number for f32 {}
 impl Number for f64 {}
 
 /// A slice of each array, the same elements of each.
-struct Part<'a, T> {
-    a: &'a mut [T],
-    b: &'a mut [T],
-    c: &'a mut [T],
-}
+type Part<'a, T> = [&'a mut [T]; 3];
 
 /// A kernel: its name, the number of arrays that it reads or writes, and its loop.
 type KernelLoop<T> = (&'static str, usize, fn(Part<'_, T>));
 
 fn kernels<T: Number>() -> [KernelLoop<T>; 4] {
     [
-        ("copy", 2, |part| {
-            part.c.copy_from_slice(part.a);
-        }),
-        ("scale", 2, |part| {
-            for (b, c) in part.b.iter_mut().zip(&*part.c) {
+        ("copy", 2, |[a, _, c]| c.copy_from_slice(a)),
+        ("scale", 2, |[_, b, c]| {
+            for (b, c) in b.iter_mut().zip(&*c) {
                 *b = T::from(SCALAR) * *c;
             }
         }),
-        ("add", 3, |part| {
-            for ((c, a), b) in part.c.iter_mut().zip(&*part.a).zip(&*part.b) {
+        ("add", 3, |[a, b, c]| {
+            for ((c, a), b) in c.iter_mut().zip(&*a).zip(&*b) {
                 *c = *a + *b;
             }
         }),
-        ("triad", 3, |part| {
-            for ((a, b), c) in part.a.iter_mut().zip(&*part.b).zip(&*part.c) {
+        ("triad", 3, |[a, b, c]| {
+            for ((a, b), c) in a.iter_mut().zip(&*b).zip(&*c) {
                 *a = *b + T::from(SCALAR) * *c;
             }
         }),
@@ -86,8 +80,6 @@ fn expected<T: Number>(mut a: T, iterations: u16) -> [T; 3] {
 
 #[derive(Args, Debug)]
 pub(crate) struct StreamOptions {
-    #[command(flatten)]
-    pub(crate) common: Common,
     #[command(flatten)]
     pub(crate) paging: Paging,
     #[command(flatten)]
@@ -113,9 +105,9 @@ pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
 }
 
 fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report> {
-    let (common, paging) = (&options.common, &options.paging);
-    let arena = Arena::start(options.plain, common, paging)?;
-    let len = paging.size_bytes(common) / 3 / size_of::<T>() as u64;
+    let paging = &options.paging;
+    let arena = Arena::of_kind(options.plain, paging)?;
+    let len = paging.size_bytes() / 3 / size_of::<T>() as u64;
     let mut a = arena.array::<T>(len, Advice::Sequential)?;
     let mut b = arena.array::<T>(len, Advice::Sequential)?;
     let mut c = arena.array::<T>(len, Advice::Sequential)?;
@@ -126,14 +118,13 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
 
     // 1. First touch, by the threads that compute later.
     progress.phase("filling");
-    for_each_part([&mut a, &mut b, &mut c], threads, |first, part| {
-        for (index, a) in (first..).zip(part.a) {
+    for_each_part([&mut a, &mut b, &mut c], threads, |first, [a, b, c]| {
+        for (index, a) in (first..).zip(a) {
             *a = T::of(source.value(index));
         }
-        part.b.fill(T::from(2.0));
-        part.c.fill(T::default());
+        b.fill(T::from(2.0));
+        c.fill(T::default());
     });
-    progress.step(1);
 
     // 2. The kernels, timed.
     let begin = arena.mark();
@@ -144,23 +135,18 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
             let start = Instant::now();
             for_each_part([&mut a, &mut b, &mut c], threads, |_, part| kernel(part));
             seconds.push(start.elapsed().as_secs_f64());
-            progress.step(1);
         }
     }
-    let end = arena.mark();
+    let paged = arena.since(&begin);
     let all_seconds: f64 = seconds.iter().flatten().sum();
 
     // 3. Every element.
     progress.phase("verifying");
     let wrong = AtomicU64::new(0);
-    for_each_part([&mut a, &mut b, &mut c], threads, |first, part| {
-        let found = part
-            .a
-            .iter()
-            .zip(&*part.b)
-            .zip(&*part.c)
-            .map(|((a, b), c)| [*a, *b, *c]);
-        for (index, found) in (first..).zip(found) {
+    for_each_part([&mut a, &mut b, &mut c], threads, |first, [a, b, c]| {
+        let found = a.iter().zip(&*b).zip(&*c);
+        for (index, ((a, b), c)) in (first..).zip(found) {
+            let found = [*a, *b, *c];
             let right = expected(T::of(source.value(index)), iterations);
             // NaN equals nothing, so bytes are compared.
             if bytes_of(&found) != bytes_of(&right) && wrong.fetch_add(1, Relaxed) == 0 {
@@ -168,7 +154,6 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
             }
         }
     });
-    progress.step(1);
     drop(progress);
     let wrong = wrong.into_inner();
     if wrong > 0 {
@@ -177,31 +162,20 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
 
     // 4. Yardsticks. The arrays go first, which makes room.
     drop((a, b, c));
-    let paged = Arena::figures(&begin, &end);
     let triad = kernel_figures("triad", 3 * len * size_of::<T>() as u64, &seconds[3][1..]);
-    let yardsticks = arena.yardsticks(&paged, all_seconds, |server, moved| {
-        let plain = Plain::PlainTriadMbPerS(plain_triad::<T>(common, threads));
-        let fabric = raw::yardstick(common, server)?;
-        Ok(Yardsticks::of_transfers(
-            triad.mb_per_s,
-            plain,
-            moved,
-            fabric,
-        ))
+    let yardsticks = arena.compare(&paged, all_seconds, triad.mb_per_s, || {
+        Plain::PlainTriadMbPerS(plain_triad::<T>(plain_bytes(&paging.common), threads))
     });
 
-    let mut config = arena.config(common, paging);
-    config.threads = Some(threads);
-    config.iterations = Some(iterations);
+    let own = json!({ "threads": threads, "iterations": iterations });
     let array_bytes = len * size_of::<T>() as u64;
+    let kernels = kernels.iter().zip(seconds);
     let kernels = kernels
-        .iter()
-        .zip(seconds)
         .map(|((name, arrays, _), s)| kernel_figures(name, *arrays as u64 * array_bytes, &s[1..]));
     Ok(Report {
         benchmark: "stream",
         verified: wrong == 0,
-        config,
+        config: arena.config().with(own),
         figures: Figures {
             kernels: Some(kernels.collect()),
             yardsticks,
@@ -213,18 +187,16 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
 
 /// Returns the MB/s of the triad by `threads` threads, on arrays of ordinary memory that are larger
 /// than caches: the best of a few runs.
-fn plain_triad<T: Number>(common: &Common, threads: usize) -> f64 {
-    let bytes = plain_bytes(common);
+fn plain_triad<T: Number>(bytes: usize, threads: usize) -> f64 {
     let array = || vec![T::from(1.0); bytes / size_of::<T>()];
     let (mut a, mut b, mut c) = (array(), array(), array());
     let [.., (name, arrays, triad)] = kernels::<T>();
-    let seconds: Vec<f64> = (0..PLAIN_TIMES)
-        .map(|_| {
-            let start = Instant::now();
-            for_each_part([&mut a, &mut b, &mut c], threads, |_, part| triad(part));
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
+    let mut time = |_| {
+        let start = Instant::now();
+        for_each_part([&mut a, &mut b, &mut c], threads, |_, part| triad(part));
+        start.elapsed().as_secs_f64()
+    };
+    let seconds: Vec<f64> = (0..PLAIN_TIMES).map(&mut time).collect();
     kernel_figures(name, (arrays * bytes) as u64, &seconds[1..]).mb_per_s
 }
 
@@ -240,7 +212,7 @@ fn for_each_part<T: Number>(
     thread::scope(|scope| {
         for (thread, ((a, b), c)) in a.zip(b).zip(c).enumerate() {
             let work = &work;
-            scope.spawn(move || work((thread * share) as u64, Part { a, b, c }));
+            scope.spawn(move || work((thread * share) as u64, [a, b, c]));
         }
     });
 }

@@ -25,7 +25,7 @@ use farpage::ByteSize;
 use farpage_bench_kit::{
     options::{Fabric, Run, some_bytes},
     pick::mix,
-    report::{self, interval, median, right, table},
+    report::{self, Pairs, filled_table, median, ranged},
     server::MemoryServer,
 };
 use farpage_fabric::{Session, SessionOptions};
@@ -35,7 +35,7 @@ use serde::Serialize;
 use self::{
     client::{CHUNK, Client, noise, smooth},
     first::First,
-    turns::{ANYWHERE, Effort, Measurement, Row},
+    turns::{ANYWHERE, Measurement, Row},
 };
 
 /// Alignment of addresses in bytes that O_DIRECT requires.
@@ -133,13 +133,13 @@ pub(crate) fn run(options: &TiersOptions) -> Result<()> {
         fabric: options.fabric,
         lent_bytes,
         spill: &options.spill,
-        effort: Effort::new(smoke),
+        smoke,
         seed: options.seed,
         wrong: 0,
     };
     let latency = is_asked(Part::Latency).then(|| latency(options, &mut wrong));
-    let first = is_asked(Part::First)
-        .then(|| first::measure(options.fabric, lent_bytes, &options.spill, smoke));
+    let first = || first::measure(options.fabric, lent_bytes, &options.spill, smoke);
+    let first = is_asked(Part::First).then(first);
     let curve = is_asked(Part::Curve).then(|| turns::curve(&mut turns));
     let capacity = is_asked(Part::Capacity).then(|| turns::capacity(&mut turns));
     let starved = is_asked(Part::Starved).then(|| turns::starved(&mut turns));
@@ -167,51 +167,32 @@ pub(crate) fn run(options: &TiersOptions) -> Result<()> {
 }
 
 fn connect(server: &MemoryServer) -> Result<Arc<Session>> {
-    Ok(Session::connect(
-        server.endpoint(),
-        &SessionOptions::default(),
-    )?)
+    let options = SessionOptions::default();
+    Ok(Session::connect(server.endpoint(), &options)?)
 }
 
 /// Measures one access at a time, by where its bytes are.
 fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
-    let (pairs, samples, cold) = if options.run.smoke {
-        (3, 20, 20)
-    } else {
-        (20, 500, 300)
+    let (pairs, samples, cold) = match options.run.smoke {
+        true => (3, 20, 20),
+        false => (20, 500, 300),
     };
     let memory_bytes = 64 << 20;
     let hot_bytes = 4 << 20;
     let plain = MemoryServer::own(options.fabric, hot_bytes)?;
     let lent_bytes = 6 * memory_bytes;
-    let tiered = MemoryServer::tiered(
-        options.fabric,
-        lent_bytes,
-        memory_bytes,
-        &options.spill,
-        None,
-    )?;
+    let spill = &options.spill;
+    let tiered = MemoryServer::tiered(options.fabric, lent_bytes, memory_bytes, spill, None)?;
     // 1. Hot, in turns.
     let mut there = Client::new(&connect(&plain)?, hot_bytes, noise)?;
     let mut hot = Client::new(&connect(&tiered)?, hot_bytes, noise)?;
     let medians = |client: &mut Client| -> Result<f64> {
-        let times: Result<Vec<f64>> = (0..samples)
-            .map(|i| client.read(mix(i) % client.chunks()))
-            .collect();
-        Ok(median(&times?))
+        let times = (0..samples).map(|i| client.read(mix(i) % client.chunks()));
+        Ok(median(&times.collect::<Result<Vec<f64>>>()?))
     };
-    let (mut plain_us, mut hot_us, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
-    for pair in 0..pairs {
-        let (first, second) = match pair % 2 {
-            0 => (medians(&mut there)?, medians(&mut hot)?),
-            _ => {
-                let second = medians(&mut hot)?;
-                (medians(&mut there)?, second)
-            }
-        };
-        plain_us.push(first);
-        hot_us.push(second);
-        ratios.push(second / first);
+    let mut turns = Pairs::default();
+    for _ in 0..pairs {
+        turns.measure(|| medians(&mut there), || medians(&mut hot))?;
     }
     let round_trips = hot.round_trips(samples)?;
     // 2. In the pool: words that compress to a third, pushed there by more noise than memory holds.
@@ -231,16 +212,16 @@ fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
     let bare_disk_us = bare_disk(&options.spill, lent_bytes, cold, options.seed)?;
     let decode_us = decode(samples);
     *wrong += there.wrong + hot.wrong + pool.wrong + disk.wrong;
-    let (round_trip_us, hot_us) = (median(&round_trips), median(&hot_us));
+    let ([plain_us, hot_us], round_trip_us) = (turns.medians(), median(&round_trips));
     Ok(Latency {
         round_trip_us,
-        plain_us: median(&plain_us),
+        plain_us,
         hot_us,
         pool_us,
         disk_us,
         decode_us,
         bare_disk_us,
-        hot_over_plain: interval(&mut ratios),
+        hot_over_plain: turns.other_over_one(),
         pool_over_parts: pool_us / (hot_us + round_trip_us + decode_us),
         disk_over_parts: disk_us / (hot_us + round_trip_us + bare_disk_us),
     })
@@ -263,10 +244,8 @@ fn fetched(client: &mut Client, count: u64, seed: u64) -> Result<f64> {
             break;
         }
     }
-    ensure!(
-        times.len() as u64 > count / 4,
-        "too few chunks had left memory"
-    );
+    let found = times.len() as u64;
+    ensure!(found > count / 4, "too few chunks had left memory");
     Ok(median(&times))
 }
 
@@ -299,22 +278,19 @@ fn bare_disk(directory: &Path, bytes: u64, count: u64, seed: u64) -> Result<f64>
 /// Returns the median microseconds of decoding different chunks in turns, as a server does.
 fn decode(count: u64) -> f64 {
     let mut plain = vec![0; CHUNK];
-    let packed: Vec<Vec<u8>> = (0..count.min(64))
-        .map(|chunk| {
-            smooth(chunk, &mut plain);
-            lz4_flex::block::compress(&plain)
-        })
-        .collect();
-    let times: Vec<f64> = (0..count as usize)
-        .map(|i| {
-            let packed = &packed[i % packed.len()];
-            let begin = Instant::now();
-            let bytes = lz4_flex::block::decompress_into(black_box(packed), &mut plain);
-            black_box((&bytes, &plain));
-            begin.elapsed().as_secs_f64() * 1e6
-        })
-        .collect();
-    median(&times)
+    let mut pack = |chunk| {
+        smooth(chunk, &mut plain);
+        lz4_flex::block::compress(&plain)
+    };
+    let packed: Vec<Vec<u8>> = (0..count.min(64)).map(&mut pack).collect();
+    let mut time = |i: usize| {
+        let packed = &packed[i % packed.len()];
+        let begin = Instant::now();
+        let bytes = lz4_flex::block::decompress_into(black_box(packed), &mut plain);
+        black_box((&bytes, &plain));
+        begin.elapsed().as_secs_f64() * 1e6
+    };
+    median(&(0..count as usize).map(&mut time).collect::<Vec<f64>>())
 }
 
 fn human(found: &Tiers) -> String {
@@ -330,8 +306,9 @@ fn human(found: &Tiers) -> String {
         ),
     ] {
         if !rows.is_empty() {
+            let tenth = format!("\"a tenth\": all but {ANYWHERE} of 1000 accesses");
             parts.push(format!(
-                "{lent} lent, {what}; \"a tenth\": all but {ANYWHERE} of 1000 accesses\n{}",
+                "{lent} lent, {what}; {tenth}\n{}",
                 turns::human(rows)
             ));
         }
@@ -343,40 +320,18 @@ fn human(found: &Tiers) -> String {
 }
 
 fn human_latency(latency: &Latency) -> String {
-    let us = |value: f64| format!("{value:.1}");
-    let [ratio, low, high] = latency.hot_over_plain;
-    let mut times = table(["READ of 64 KiB", "us", "over its parts"]);
+    let over = |ratio: f64| format!("{ratio:.2}");
+    let hot = ranged(latency.hot_over_plain, 3);
+    let (pool, disk) = (over(latency.pool_over_parts), over(latency.disk_over_parts));
     let rows = [
-        (
-            "to the server and back",
-            latency.round_trip_us,
-            String::new(),
-        ),
-        (
-            "in memory, server without tiers",
-            latency.plain_us,
-            String::new(),
-        ),
-        (
-            "in memory",
-            latency.hot_us,
-            format!("{ratio:.3} ({low:.3} to {high:.3})"),
-        ),
-        ("LZ4 alone", latency.decode_us, String::new()),
-        (
-            "in the compressed pool",
-            latency.pool_us,
-            format!("{:.2}", latency.pool_over_parts),
-        ),
-        ("bare O_DIRECT read", latency.bare_disk_us, String::new()),
-        (
-            "in the spill file",
-            latency.disk_us,
-            format!("{:.2}", latency.disk_over_parts),
-        ),
+        ("to the server and back", latency.round_trip_us, ""),
+        ("in memory, server without tiers", latency.plain_us, ""),
+        ("in memory", latency.hot_us, &hot),
+        ("LZ4 alone", latency.decode_us, ""),
+        ("in the compressed pool", latency.pool_us, &pool),
+        ("bare O_DIRECT read", latency.bare_disk_us, ""),
+        ("in the spill file", latency.disk_us, &disk),
     ];
-    for (name, value, over) in rows {
-        times.add_row(right([name.to_owned(), us(value), over]));
-    }
-    times.to_string()
+    let rows = rows.map(|(name, us, over)| format!("{name} | {us:.1} | {over}"));
+    filled_table("READ of 64 KiB | us | over its parts", rows).to_string()
 }

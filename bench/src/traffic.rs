@@ -7,23 +7,22 @@
 
 use clap::Args;
 use std::{
-    ops::AddAssign,
     sync::Mutex,
-    thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result};
 use farpage::Advice;
+use serde_json::json;
 
 use farpage_bench_kit::{
+    arena::Arena,
+    crew::each_share,
     data::{Dtype, Element, Source},
-    options::{Common, Paging, Threads, error_bound},
+    options::{Paging, Threads, error_bound},
     progress::Progress,
-    raw,
-    remote::Remote,
     report::{Figures, Report, kernel_figures},
-    yardsticks::{Plain, Yardsticks, plain_bytes},
+    yardsticks::{Plain, plain_bytes},
 };
 
 /// Number of elements that a line moves per step: about a plane's, and no divisor of any page.
@@ -31,8 +30,6 @@ const LINE_STEP: usize = 16_411;
 
 #[derive(Args, Debug)]
 pub(crate) struct TrafficOptions {
-    #[command(flatten)]
-    pub(crate) common: Common,
     #[command(flatten)]
     pub(crate) paging: Paging,
     #[command(flatten)]
@@ -60,27 +57,17 @@ struct Found {
     error_max: f64,
 }
 
-impl AddAssign for Found {
-    fn add_assign(&mut self, other: Self) {
-        self.wrong += other.wrong;
-        self.error_max = self.error_max.max(other.error_max);
-    }
-}
-
 fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Report> {
-    let (common, paging) = (&options.common, &options.paging);
-    let remote = Remote::start(common, paging)?;
+    let paging = &options.paging;
+    let arena = Arena::start(paging)?;
     let field: Vec<T> = source.field();
     // The array repeats the field along the field's slowest dimension.
     let shape = source.shape.trimmed();
     let slice: usize = shape[1..].iter().product();
-    let slices = (paging.size_bytes(common) / (slice * size_of::<T>()) as u64).max(1);
+    let slices = (paging.size_bytes() / (slice * size_of::<T>()) as u64).max(1);
     let len = slices * slice as u64;
-    let shape: Vec<usize> = [slices as usize]
-        .into_iter()
-        .chain(shape[1..].iter().copied())
-        .collect();
-    let mut array = remote.array_of_shape::<T>(&shape, Advice::Sequential)?;
+    let shape = [&[slices as usize], &shape[1..]].concat();
+    let mut array = arena.array_of_shape::<T>(&shape, Advice::Sequential)?;
     let work = Work {
         field: &field,
         step_elements: if slice == 1 { LINE_STEP } else { slice },
@@ -90,22 +77,19 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
     let steps = usize::from(options.steps);
     let progress = Progress::new(1 + steps as u64);
     let mut step = |step: usize| {
-        let times = work.step(&mut array, step);
-        progress.step(1);
-        times
+        progress.phase(if step == 0 { "filling" } else { "stepping" });
+        work.step(&mut array, step)
     };
 
     // 1. First touch, which brings nothing in.
-    progress.phase("filling");
     step(0);
 
     // 2. The steps that count.
-    progress.phase("stepping");
-    let begin = remote.mark();
+    let begin = arena.mark();
     let seconds: Vec<[f64; 2]> = (1..=steps)
         .map(|at| step(at).map(|time| time.as_secs_f64()))
         .collect();
-    let end = remote.mark();
+    let paged = arena.since(&begin);
     drop(progress);
 
     // 3. Yardsticks. The array goes first, which makes room.
@@ -120,43 +104,31 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
             kernel_figures("both", 2 * bytes, &of_both),
         ]
     };
-    let paged = Remote::figures(&begin, &end);
-    let yardsticks = remote.yardsticks(|server| {
-        let plain = work.plain_mb_per_s(plain_bytes(common), steps);
-        let moved = paged.moved(of_both.iter().sum());
-        let fabric = raw::yardstick(common, server)?;
-        let plain = Plain::PlainBothMbPerS(plain);
-        Ok(Yardsticks::of_transfers(
-            kernels[2].mb_per_s,
-            plain,
-            moved,
-            fabric,
-        ))
+    let all_seconds = of_both.iter().sum();
+    let yardsticks = arena.compare(&paged, all_seconds, kernels[2].mb_per_s, || {
+        Plain::PlainBothMbPerS(work.plain_mb_per_s(plain_bytes(&paging.common), steps))
     });
 
     let threads = work.threads;
     let found = (work.found.into_inner()).context("nothing panics under this lock")?;
     let bound = error_bound(paging.codec);
     if found.error_max > bound {
-        eprintln!(
-            "{} elements were read other than they were written",
-            found.wrong
-        );
+        let wrong = found.wrong;
+        eprintln!("{wrong} elements were read other than they were written");
     }
-    let mut config = remote.config(common, paging);
-    config.threads = Some(threads);
-    config.iterations = Some(options.steps);
+    let mut figures = Figures {
+        kernels: Some(kernels),
+        yardsticks,
+        ..Figures::default()
+    };
+    figures.add("error_max", found.error_max);
+    let own = json!({ "threads": threads, "iterations": options.steps });
     Ok(Report {
         benchmark: "traffic",
         verified: found.error_max <= bound && (bound > 0.0 || found.wrong == 0),
-        config,
-        figures: Figures {
-            kernels: Some(kernels),
-            yardsticks,
-            error_max: Some(found.error_max),
-            ..Figures::default()
-        },
-        paging: Some(paged),
+        config: arena.config().with(own),
+        figures,
+        paging: paged,
     })
 }
 
@@ -174,24 +146,17 @@ impl<T: Element> Work<'_, T> {
     /// Writes all of the array, then reads it. Returns the time of each.
     fn step(&self, array: &mut [T], step: usize) -> [Duration; 2] {
         let (field, found) = (self.field, &self.found);
-        let share = array.len().div_ceil(self.threads);
-        let place = |thread: usize| (thread * share + step * self.step_elements) % field.len();
+        let place = |first: usize| (first + step * self.step_elements) % field.len();
         let start = Instant::now();
-        thread::scope(|scope| {
-            for (thread, part) in array.chunks_mut(share).enumerate() {
-                let at = place(thread);
-                scope.spawn(move || write(part, field, at));
-            }
+        each_share(array, self.threads, |first, part| {
+            write(part, field, place(first));
         });
         let written = Instant::now();
-        thread::scope(|scope| {
-            for (thread, part) in array.chunks(share).enumerate() {
-                let at = place(thread);
-                scope.spawn(move || {
-                    let part = compare(part, field, at);
-                    *found.lock().expect("nothing panics under this lock") += part;
-                });
-            }
+        each_share(array, self.threads, |first, part| {
+            let part = compare(part, field, place(first));
+            let mut found = found.lock().expect("nothing panics under this lock");
+            found.wrong += part.wrong;
+            found.error_max = found.error_max.max(part.error_max);
         });
         [written - start, written.elapsed()]
     }

@@ -33,9 +33,9 @@ pub(crate) fn run(options: &TrainOptions) -> Result<()> {
         return process::run(options);
     }
     let report = measure::measure(options)?;
-    if let Some(path) = &report.config.options.svg {
+    if let Some(path) = &report.config.svg {
         picture::draw(&report, path)?;
     }
-    let format = report.config.options.run.printing.format;
+    let format = report.config.run.printing.format;
     conclude(&report, report.verified, format, Report::human)
 }

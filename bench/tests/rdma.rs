@@ -6,10 +6,10 @@
 //! device.
 #![cfg(feature = "rdma")]
 
+mod common;
+
 use std::{
     env, fs,
-    io::{BufRead, BufReader},
-    path::Path,
     process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
@@ -17,6 +17,8 @@ use std::{
 
 use nix::sys::resource::{UsageWho, getrusage};
 use serde_json::Value;
+
+use common::{Serving, list, parsed};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_farpage-bench");
 /// Upper bound of every wait, far beyond what a test takes.
@@ -47,10 +49,7 @@ fn stream(host: Host, server: &Serving, args: &[&str]) -> Child {
 
 /// Returns STREAM's report, which has to say that every element was verified.
 fn report(stream: Child) -> Value {
-    let output = stream.wait_with_output().expect("it was started");
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{}: {text}", output.status);
-    let report: Value = serde_json::from_str(&text).expect("one JSON object");
+    let report = parsed(&stream.wait_with_output().expect("it was started"));
     assert_eq!(report["verified"], true, "{report}");
     assert!(report["evictions"].as_u64() > Some(0), "{report}");
     report
@@ -61,51 +60,24 @@ fn moved_bytes(report: &Value) -> f64 {
     bytes("bytes_read") + bytes("bytes_written")
 }
 
-/// A memory server on a host; killed when dropped.
-struct Serving {
-    child: Child,
-    url: String,
+/// Starts a memory server on a host.
+fn serve(host: Host, listen: &str) -> Serving {
+    let words = [host, &[PROGRAM]].concat();
+    let mut program = Command::new(words[0]);
+    program.args(&words[1..]);
+    Serving::start(program, listen, 64 << 20)
 }
 
-impl Serving {
-    fn start(host: Host, listen: &str) -> Serving {
-        let words = [host, &[PROGRAM, "serve", "--listen", listen]].concat();
-        let mut child = Command::new(words[0])
-            .args(&words[1..])
-            .args(["--capacity-bytes", "67108864"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the program was built for this test");
-        let mut url = String::new();
-        BufReader::new(child.stdout.take().expect("it was set to a pipe"))
-            .read_line(&mut url)
-            .expect("the server says where it listens, or ends");
-        assert!(url.contains("://"), "the server did not start");
-        Serving {
-            child,
-            url: url.trim().to_owned(),
-        }
-    }
-
-    /// Ends the server. Returns how often its threads were given a processor.
-    fn end(self) -> i64 {
-        let switches = || {
-            let ended = getrusage(UsageWho::RUSAGE_CHILDREN).expect("a process may ask that");
-            ended.voluntary_context_switches() + ended.involuntary_context_switches()
-        };
-        let before = switches();
-        // Dropping it waits for its end.
-        drop(self);
-        switches() - before
-    }
-}
-
-impl Drop for Serving {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// Ends a server. Returns how often its threads were given a processor.
+fn end(server: Serving) -> i64 {
+    let switches = || {
+        let ended = getrusage(UsageWho::RUSAGE_CHILDREN).expect("a process may ask that");
+        ended.voluntary_context_switches() + ended.involuntary_context_switches()
+    };
+    let before = switches();
+    // Dropping it waits for its end.
+    drop(server);
+    switches() - before
 }
 
 /// Returns the address of this machine's device; if there is none, says that `test` is skipped.
@@ -124,7 +96,7 @@ fn stream_over_rdma_verifies_raw_and_compressed() {
     let Some(address) = address("stream_over_rdma_verifies_raw_and_compressed") else {
         return;
     };
-    let server = Serving::start(HERE, &format!("rdma://{address}:0"));
+    let server = serve(HERE, &format!("rdma://{address}:0"));
     for args in [
         &["--codec", "raw"][..],
         &["--codec", "lz4", "--data", "smooth"],
@@ -140,9 +112,9 @@ fn stream_over_rdma_verifies_raw_and_compressed() {
 /// count the network's interrupts, too, which use the time of whichever process runs.
 fn server_turns_per_mb(listen: &str) -> f64 {
     let [short, long] = ["2", "8"].map(|iterations| {
-        let server = Serving::start(HERE, listen);
+        let server = serve(HERE, listen);
         let report = report(stream(HERE, &server, &["--iterations", iterations]));
-        let (turns, mb) = (server.end() as f64, moved_bytes(&report) / 1e6);
+        let (turns, mb) = (end(server) as f64, moved_bytes(&report) / 1e6);
         println!("{listen}, {iterations} iterations: {turns} turns of the server for {mb:.0} MB");
         (turns, mb)
     });
@@ -175,10 +147,7 @@ fn training_hashes(addresses: &str) -> Vec<Value> {
     let workers = ["0", "1"].map(start);
     let hashes = workers.map(|worker| {
         let output = worker.wait_with_output().expect("it was started");
-        let text = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success(), "{}: {text}", output.status);
-        let report: Value = serde_json::from_str(&text).expect("one JSON object");
-        report["hash"].clone()
+        parsed(&output)["hash"].clone()
     });
     let _ = fs::remove_file(keys);
     hashes.into()
@@ -200,7 +169,7 @@ fn training_over_rdma_ends_with_the_bits_of_training_over_tcp() {
 fn cable_bytes(host: u32) -> u64 {
     let count = |name: &str| {
         let path = format!("/sys/class/net/to-host{host}/statistics/{name}");
-        let text = fs::read_to_string(Path::new(&path)).expect("the cable is there");
+        let text = fs::read_to_string(&path).expect("the cable is there");
         text.trim().parse::<u64>().expect("a number of bytes")
     };
     count("rx_bytes") + count("tx_bytes")
@@ -230,25 +199,14 @@ fn a_parameter_server_over_rdma_copies_nothing_on_the_way() {
     if address("a_parameter_server_over_rdma_copies_nothing_on_the_way").is_none() {
         return;
     }
-    let args = [
-        "parameter-server",
-        "--fabric",
-        "rdma",
-        "--smoke",
-        "--format",
-        "json",
-    ];
-    let output = bench(HERE, &args)
-        .output()
-        .expect("`timeout` can be started");
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{}: {text}", output.status);
-    let report: Value = serde_json::from_str(&text).expect("one JSON object");
-    for row in report["rows"].as_array().expect("rows") {
+    let args = "parameter-server --fabric rdma --smoke --format=json";
+    let output = bench(HERE, &args.split(' ').collect::<Vec<_>>()).output();
+    let report = parsed(&output.expect("`timeout` can be started"));
+    for row in list(&report, "/rows") {
         assert_eq!(row["bounced_bytes"].as_u64(), Some(0), "{row}");
         assert!(row["pulls"]["pull_us"].as_f64() > Some(0.0), "{row}");
     }
-    let steps = report["ladder"][0]["steps"].as_array().expect("steps");
+    let steps = list(&report, "/ladder/0/steps");
     assert_eq!(steps.len(), 6, "inline and immediate data, too: {report}");
 }
 
@@ -261,7 +219,7 @@ fn rdma_between_hosts_survives_a_link_that_is_cut_and_comes_back() {
         return;
     }
     const MIB: u64 = 1 << 20;
-    let server = Serving::start(HOST_1, "rdma://10.97.0.1:0");
+    let server = serve(HOST_1, "rdma://10.97.0.1:0");
     let before = cable_bytes(2);
     let mut stream = stream(HOST_2, &server, &["--iterations", "6"]);
     wait_until("the run is under way", &mut stream, || {

@@ -5,41 +5,14 @@ mod common;
 #[path = "common/training.rs"]
 mod training;
 
-use std::{process::Output, time::Instant};
-
 use self::{
-    common::can_page,
-    training::{Children, DEADLINE, Scene, WORKERS, ends, parsed, said},
+    common::{can_page, parsed},
+    training::{
+        Scene, WORKERS, assert_goes_on, assert_named, assert_names_server, assert_whole, ends,
+    },
 };
 
 const AGGREGATORS: usize = 2;
-
-/// Asserts that all have failed in time, and that all but `killed` have said one of `named`.
-fn assert_named(children: Children, killed: Option<usize>, named: &[&str]) {
-    let begun = Instant::now();
-    let ended = ends(children);
-    assert!(begun.elapsed() < DEADLINE * 2, "{:?}", begun.elapsed());
-    for (rank, output) in ended.iter().enumerate() {
-        let stderr = said(output);
-        assert!(!output.status.success(), "rank {rank}");
-        let is_named = named.iter().any(|named| stderr.contains(named));
-        assert!(killed == Some(rank) || is_named, "rank {rank}: {stderr}");
-    }
-}
-
-/// Asserts that a job that went on has ended with the hashes of one that was not interrupted.
-fn assert_whole(ended: &[Output], whole: &Output, from: u64) {
-    let whole = parsed(whole);
-    for (rank, output) in ended.iter().enumerate() {
-        let report = parsed(output);
-        let resumed = report["resumed_from"].as_u64().expect("a step");
-        assert!(resumed >= from && resumed.is_multiple_of(10), "{resumed}");
-        match rank < WORKERS {
-            true => assert_eq!(report["hash"], whole["modes"][0]["worker_hashes"][rank]),
-            false => assert_eq!(report["aggregator"], rank - WORKERS),
-        }
-    }
-}
 
 #[test]
 fn aggregators_as_processes_end_with_the_bits_of_threads() {
@@ -47,12 +20,8 @@ fn aggregators_as_processes_end_with_the_bits_of_threads() {
         return;
     }
     let scene = Scene::new(64 << 20);
-    for (fabric, mode) in [
-        ("shm", "bsp"),
-        ("tcp", "bsp"),
-        ("shm", "ds"),
-        ("tcp", "fixed"),
-    ] {
+    let cases = [("shm", "bsp"), ("tcp", "bsp"), ("shm", "ds")];
+    for (fabric, mode) in cases.into_iter().chain([("tcp", "fixed")]) {
         let job = ["--mode", mode, "--steps", "12"];
         let whole = scene.together(&[&job[..], &["--aggregators", "2"]].concat());
         let named = ["--checkpoint-name", &format!("{fabric}-{mode}")];
@@ -74,35 +43,7 @@ fn a_job_goes_on_when_a_worker_or_an_aggregator_was_killed() {
         ("tcp", "ds", 2),
         ("shm", "ds", 5),
     ] {
-        let scene = Scene::new(64 << 20);
-        let job = ["--mode", mode, "--steps", "200", "--optimizer", "adam"];
-        let whole = scene.together(&[&job[..], &["--aggregators", "2"]].concat());
-        // A slow link gives time to kill, and changes no bit.
-        let kept = ["--checkpoint-every", "10"];
-        let slow = ["--link-us", "3000"];
-        let mut children = scene.start(fabric, AGGREGATORS, &[&job[..], &kept, &slow].concat());
-        scene.wait_for(40);
-        children.0[killed].kill().expect("it runs");
-        let name = match killed < WORKERS {
-            true => format!("worker {killed}"),
-            false => format!("aggregator {}", killed - WORKERS),
-        };
-        let named = [
-            format!("{name} is gone"),
-            format!("for {name}:"),
-            format!("step 30 of {name}"),
-        ];
-        let named: Vec<_> = named.iter().map(String::as_str).collect();
-        assert_named(children, Some(killed), &named);
-        // Two generations at most.
-        let names = scene.names();
-        assert!(names.len() <= 2 * (WORKERS + AGGREGATORS), "{names:?}");
-        let resumed = scene.start(
-            fabric,
-            AGGREGATORS,
-            &[&job[..], &kept, &["--resume"]].concat(),
-        );
-        assert_whole(&ends(resumed), &whole, 30);
+        assert_goes_on(fabric, mode, AGGREGATORS, killed);
     }
 }
 
@@ -113,32 +54,18 @@ fn a_job_goes_on_when_the_memory_of_its_aggregators_was_killed() {
     }
     let scene = Scene::new(256 << 20);
     // The state is larger than the budget, so that each step needs the memory server.
-    let job = [
-        "--mode",
-        "bsp",
-        "--steps",
-        "60",
-        "--optimizer",
-        "adam",
-        "--hidden",
-        "768,768",
-    ];
+    let job = ["--mode", "bsp", "--steps", "60", "--optimizer", "adam"];
+    let job = [&job[..], &["--hidden", "768,768"]].concat();
     let whole = scene.together(&[&job[..], &["--aggregators", "2"]].concat());
     let mut memory = Scene::new(64 << 20);
     let start = |memory: &Scene, more: &[&str]| {
-        let kept = [
-            "--checkpoint-every",
-            "10",
-            "--state",
-            &memory.url,
-            "--state-budget",
-            "2MiB",
-        ];
+        let state = ["--state", &memory.url, "--state-budget", "2MiB"];
+        let kept = [&state[..], &["--checkpoint-every", "10"]].concat();
         scene.start("shm", AGGREGATORS, &[&job[..], &kept, more].concat())
     };
     let children = start(&memory, &["--link-us", "3000"]);
     scene.wait_for(20);
-    memory.server.0[0].kill().expect("it runs");
+    memory.server.child.kill().expect("it runs");
     let named = [&*memory.url, "gave up, and says itself why"];
     assert_named(children, None, &named);
     let successor = Scene::new(64 << 20);
@@ -152,21 +79,7 @@ fn a_server_of_checkpoints_that_is_killed_ends_the_job_with_its_address() {
         return;
     }
     for mode in ["bsp", "ds"] {
-        let mut scene = Scene::new(64 << 20);
-        let job = [
-            "--mode",
-            mode,
-            "--steps",
-            "100000000",
-            "--checkpoint-every",
-            "5",
-        ];
-        let children = scene.start("tcp", AGGREGATORS, &job);
-        scene.wait_for(20);
-        scene.server.0[0].kill().expect("it runs");
-        let url = scene.url.clone();
-        let told = ["gave up", "its session has ended"];
-        assert_named(children, None, &[&[&*url][..], &told].concat());
+        assert_names_server(mode, AGGREGATORS);
     }
 }
 
@@ -188,19 +101,12 @@ fn what_is_wrong_with_aggregators_is_said() {
         return;
     }
     let scene = Scene::new(64 << 20);
-    let refused = |args: &[&str], expected: &str| {
-        let output = scene.together(args);
-        let stderr = said(&output);
-        assert!(!output.status.success(), "{args:?}");
-        assert!(stderr.contains(expected), "{args:?}: {stderr}");
-    };
+    let refused = |args: &[&str], expected: &str| scene.assert_refused(args, expected);
     let of = |mode, count, steps| ["--mode", mode, "--aggregators", count, "--steps", steps];
     refused(&of("ds", "3", "20"), "choose a multiple of 2");
     let state = ["--state", &scene.url, "--state-budget", "1MiB"];
-    refused(
-        &[&of("ds", "2", "20")[..], &state].concat(),
-        "--mode bsp alone",
-    );
+    let of_ds = [&of("ds", "2", "20")[..], &state].concat();
+    refused(&of_ds, "--mode bsp alone");
     // Checkpoints of another number of aggregators.
     let kept = ["--checkpoint", &scene.url, "--checkpoint-every", "5"];
     parsed(&scene.together(&[&of("bsp", "2", "20")[..], &kept].concat()));

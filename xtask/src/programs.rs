@@ -4,7 +4,6 @@
 //! Cargo lists the programs, so none can be forgotten.
 
 use std::{
-    collections::BTreeMap,
     ffi::OsStr,
     io::{self, Read},
     path::{Path, PathBuf},
@@ -57,8 +56,6 @@ impl Program {
 #[derive(Default)]
 pub(crate) struct Built {
     pub(crate) tests: Vec<Program>,
-    /// The programs that the tests start, by name.
-    binaries: BTreeMap<String, PathBuf>,
 }
 
 /// Builds the test programs that `cargo`, a `cargo test --no-run` with its options, names, and the
@@ -85,17 +82,7 @@ pub(crate) fn build(cargo: &mut Command) -> Result<Built> {
 }
 
 impl Built {
-    /// Returns a program that the tests start.
-    ///
-    /// # Errors
-    /// No program of this name in cargo's messages.
-    pub(crate) fn binary(&self, name: &str) -> Result<&Path> {
-        let binary = self.binaries.get(name);
-        let binary = binary.with_context(|| format!("cargo names no program {name}"))?;
-        Ok(binary)
-    }
-
-    /// Adds the program that a message of cargo is about, if it is about one.
+    /// Adds the test program that a message of cargo is about, if it is about one.
     fn take(&mut self, message: &str) -> Result<()> {
         let message: Value =
             serde_json::from_str(message).context("cargo's message is not JSON")?;
@@ -119,8 +106,6 @@ impl Built {
                 executable: executable.into(),
                 package: package.to_owned(),
             });
-        } else {
-            self.binaries.insert(name.to_owned(), executable.into());
         }
         Ok(())
     }
@@ -154,16 +139,12 @@ mod tests {
         assert_eq!(found.tests[0].package, PathBuf::from("/a"));
         assert_eq!(found.tests[0].label, "/a kill");
         assert_eq!(found.tests[0].package_name, "kill");
-        assert!(found.binaries.is_empty());
-        let found = built_of(&artifact.replace("true", "false"));
-        assert!(found.tests.is_empty());
-        assert_eq!(found.binaries["kill"], PathBuf::from("/t/deps/a-1"));
         for nothing in [
+            artifact.replace("true", "false"),
             artifact.replace("\"/t/deps/a-1\"", "null"),
             r#"{"reason":"build-finished","success":true}"#.to_owned(),
         ] {
-            let found = built_of(&nothing);
-            assert!(found.tests.is_empty() && found.binaries.is_empty());
+            assert!(built_of(&nothing).tests.is_empty());
         }
     }
 }

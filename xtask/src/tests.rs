@@ -20,15 +20,16 @@ use self::{
     tally::Tally,
 };
 use crate::{
-    bench, children, data,
+    children, data,
     programs::{self, Program},
     rdma, setup,
 };
 
 /// Test programs that take longest, the longest first: they begin first, so that none is alone at
 /// the end.
-const LONG: [&str; 16] = [
+const LONG: [&str; 17] = [
     "bench umap",
+    "bench cli",
     "crates/capi examples",
     "crates/farpage torture",
     "crates/vm kernel",
@@ -93,9 +94,6 @@ const OPTIMISED: [&str; 11] = [
 /// Test programs that run only without the feature `rdma`: users of the static libraries link no
 /// library of RDMA.
 const WITHOUT_RDMA: [&str; 2] = ["crates/capi examples", "crates/capi readme"];
-
-/// Label of the benchmarks' job.
-const BENCHMARKS: &str = "every benchmark once";
 
 /// Selection of tests to run.
 #[derive(Clone, Copy, PartialEq)]
@@ -197,8 +195,6 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         let tests = optimised.tests.iter();
         jobs.extend(tests.map(|program| program_job("optimised: ", program, &[])));
         jobs.push(rdma_job(&built.tests, no_rdma));
-        let benchmarks = built.binary("farpage-bench")?;
-        jobs.push(shared(BENCHMARKS, |tally| bench::smoke(benchmarks, tally)));
     }
     let runs = |program: &&Program| features.is_empty() || !WITHOUT_RDMA.contains(&&*program.label);
     let tests = built.tests.iter().filter(runs);
@@ -216,11 +212,8 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
     }
     if options.scope == Scope::Quick {
         jobs.retain(|job| !NOT_QUICK.contains(&&*job.label));
-        for what in NOT_QUICK.iter().copied().chain([
-            "the optimised programs",
-            BENCHMARKS,
-            "the tests of RDMA",
-        ]) {
+        let others = ["the optimised programs", "the tests of RDMA"];
+        for what in NOT_QUICK.iter().copied().chain(others) {
             tally.skips.push(format!("{what}: left out by --quick"));
         }
     }

@@ -54,10 +54,12 @@ pub(crate) fn verify_bits(found: &[f64], local: &[f64]) -> Verdict {
     let differs = |(a, b): (&f64, &f64)| a.to_bits() != b.to_bits();
     match found.iter().zip(local).position(differs) {
         None => Ok(()),
-        Some(at) => Err(format!(
-            "number {at} is {}, the local run's is {}",
-            found[at], local[at]
-        )),
+        Some(at) => {
+            let (found, local) = (found[at], local[at]);
+            Err(format!(
+                "number {at} is {found}, the local run's is {local}"
+            ))
+        }
     }
 }
 

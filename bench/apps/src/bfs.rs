@@ -77,11 +77,9 @@ impl App for Bfs {
 impl Bfs {
     fn new(graph: Graph) -> Self {
         let vertices = graph.vertices() as u64;
-        let sources: Vec<usize> = (0..)
-            .map(|draw| (random(64, draw) % vertices) as usize)
-            .filter(|&v| !graph.row(v).is_empty())
-            .take(SOURCES)
-            .collect();
+        let drawn = (0..).map(|draw| (random(64, draw) % vertices) as usize);
+        let drawn = drawn.filter(|&v| !graph.row(v).is_empty());
+        let sources: Vec<usize> = drawn.take(SOURCES).collect();
         let distances = sources.iter().map(|&v| distances(&graph, v)).collect();
         Self {
             graph,
@@ -98,15 +96,13 @@ fn search(offsets: &[u64], neighbours: &[u32], source: usize, team: &Team) -> Ve
     // are counted without its rows.
     let mut parents = vec![0; vertices];
     const VERTICES: usize = PIECE * 64;
-    team.each(
-        parents.chunks_mut(VERTICES).enumerate(),
-        |(piece, parents)| {
-            let degrees = offsets[piece * VERTICES..].windows(2).map(|w| w[1] - w[0]);
-            for (parent, degree) in parents.iter_mut().zip(degrees) {
-                *parent = -(degree.max(1) as i32);
-            }
-        },
-    );
+    let pieces = parents.chunks_mut(VERTICES).enumerate();
+    team.each(pieces, |(piece, parents)| {
+        let degrees = offsets[piece * VERTICES..].windows(2).map(|w| w[1] - w[0]);
+        for (parent, degree) in parents.iter_mut().zip(degrees) {
+            *parent = -(degree.max(1) as i32);
+        }
+    });
     let mut edges_left = neighbours.len() as i64;
     let mut edges_next = -i64::from(parents[source]);
     parents[source] = source as i32;
@@ -116,48 +112,30 @@ fn search(offsets: &[u64], neighbours: &[u32], source: usize, team: &Team) -> Ve
     let mut next = bitmap(vertices);
     let mut found = 1;
     let mut level = 0;
-    while found > 0 {
-        if edges_next > edges_left / ALPHA {
-            // Many rows are open: each vertex looks for a parent itself, until few find one.
-            loop {
-                let before = found;
-                let step = Step {
-                    offsets,
-                    neighbours,
-                    parents: &parents,
-                    frontier: &frontier,
-                    next: &next,
-                    level,
-                    team,
-                };
-                found = step.look_for_parents();
-                level += 1;
-                (frontier, next) = (next, frontier);
-                clear(&next, team);
-                if found < before && found <= vertices / BETA {
-                    break;
-                }
-            }
+    // True while many rows are open: each vertex looks for a parent itself, until few find one.
+    let mut upwards = false;
+    while found > 0 && team.check().is_ok() {
+        let step = Step {
+            offsets,
+            neighbours,
+            parents: &parents,
+            frontier: &frontier,
+            next: &next,
+            level,
+            team,
+        };
+        if upwards || edges_next > edges_left / ALPHA {
+            let before = found;
+            found = step.look_for_parents();
+            upwards = found >= before || found > vertices / BETA;
             edges_next = 1;
         } else {
             edges_left -= edges_next;
-            let step = Step {
-                offsets,
-                neighbours,
-                parents: &parents,
-                frontier: &frontier,
-                next: &next,
-                level,
-                team,
-            };
             (found, edges_next) = step.look_for_children();
-            level += 1;
-            (frontier, next) = (next, frontier);
-            clear(&next, team);
         }
-        if team.check().is_err() {
-            break;
-        }
+        level += 1;
+        (frontier, next) = (next, frontier);
+        clear(&next, team);
     }
     parents.into_iter().map(AtomicI32::into_inner).collect()
 }
@@ -281,14 +259,12 @@ fn verify(graph: &Graph, source: usize, tree: &[i32], distances: &[u32]) -> Verd
         })?;
         if reached && v != source {
             let neighbour = graph.row(v).binary_search(&(parent as u32)).is_ok();
-            ensure(
-                neighbour && distances[parent as usize] + 1 == distance,
-                || {
-                    format!(
-                        "{parent} cannot be the parent of vertex {v}, {distance} steps from {source}"
-                    )
-                },
-            )?;
+            let is_nearer = distances[parent as usize] + 1 == distance;
+            ensure(neighbour && is_nearer, || {
+                format!(
+                    "{parent} cannot be the parent of vertex {v}, {distance} steps from {source}"
+                )
+            })?;
         }
     }
     Ok(())
@@ -296,25 +272,23 @@ fn verify(graph: &Graph, source: usize, tree: &[i32], distances: &[u32]) -> Verd
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{ran, team},
+        *,
+    };
     use crate::place::Local;
 
     #[test]
     fn a_wrong_tree_is_rejected() {
         let app = Bfs::new(Graph::kronecker(9, &team()));
-        let mut on = app.load(&Local::default()).unwrap();
-        let trees = app.work::<Local>(&mut on, &team());
+        let (on, trees) = ran(&app);
         let verify = |trees: &Vec<Vec<i32>>| app.verify::<Local>(&on, trees, trees);
-        verify(&trees).unwrap();
-        let (tree, source) = (&trees[0], app.sources[0]);
-        let reached = (0..tree.len())
-            .find(|&v| v != source && tree[v] >= 0)
-            .unwrap();
-        let far = (0..tree.len())
-            .find(|&v| {
-                app.distances[0][v] != u32::MAX && app.distances[0][v] > app.distances[0][reached]
-            })
-            .unwrap();
+        let (tree, source, distances) = (&trees[0], app.sources[0], &app.distances[0]);
+        let mut vertices = 0..tree.len();
+        let is_other = |&v: &usize| v != source && tree[v] >= 0;
+        let reached = vertices.clone().find(is_other).unwrap();
+        let is_far = |&v: &usize| distances[v] != u32::MAX && distances[v] > distances[reached];
+        let far = vertices.find(is_far).unwrap();
         for (v, parent) in [
             (source, -1),
             (reached, -5),

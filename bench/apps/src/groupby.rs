@@ -75,14 +75,10 @@ impl App for GroupBy {
             *value = (random(SEED, index as u64) % (100 << 20)) as f64 / f64::from(1 << 20);
         }
         Ok(Columns {
-            ids: [
-                column(1, K)?,
-                column(2, K)?,
-                column(3, many)?,
-                column(4, K)?,
-                column(5, K)?,
-                column(6, many)?,
-            ],
+            ids: {
+                let [a, b, c] = [column(1, K)?, column(2, K)?, column(3, many)?];
+                [a, b, c, column(4, K)?, column(5, K)?, column(6, many)?]
+            },
             v1: column(7, 5)?,
             v2: column(8, 15)?,
             v3,
@@ -102,71 +98,27 @@ impl App for GroupBy {
         };
 
         // 1. sum v1 by id1
-        questions.ask(|row| one(id1, row), |row, [sum]| *sum += f(v1, row), add);
+        questions.ask(|row| one(id1, row), |row| [f(v1, row)], add);
         // 2. sum v1 by id1, id2
-        questions.ask(
-            |row| pair(id1, id2, row),
-            |row, [sum]| *sum += f(v1, row),
-            add,
-        );
+        questions.ask(|row| pair(id1, id2, row), |row| [f(v1, row)], add);
         // 3. sum v1, mean v3 by id3 (the mean as sum and count)
-        questions.ask(
-            |row| one(id3, row),
-            |row, [a, b, count]| {
-                *a += f(v1, row);
-                *b += v3[row];
-                *count += 1.0;
-            },
-            add,
-        );
+        let figures = |row: usize| [f(v1, row), v3[row], 1.0];
+        questions.ask(|row| one(id3, row), figures, add);
         // 4. mean v1, v2, v3 by id4
-        questions.ask(
-            |row| one(id4, row),
-            |row, [a, b, c, count]| {
-                *a += f(v1, row);
-                *b += f(v2, row);
-                *c += v3[row];
-                *count += 1.0;
-            },
-            add,
-        );
+        let figures = |row: usize| [f(v1, row), f(v2, row), v3[row], 1.0];
+        questions.ask(|row| one(id4, row), figures, add);
         // 5. sum v1, v2, v3 by id6
-        questions.ask(
-            |row| one(id6, row),
-            |row, [a, b, c]| {
-                *a += f(v1, row);
-                *b += f(v2, row);
-                *c += v3[row];
-            },
-            add,
-        );
+        let figures = |row: usize| [f(v1, row), f(v2, row), v3[row]];
+        questions.ask(|row| one(id6, row), figures, add);
         // 7. max v1 - min v2 by id3
-        questions.ask(
-            |row| one(id3, row),
-            |row, [max, min]| {
-                *max = max.max(f(v1, row));
-                *min = min.max(-f(v2, row) + 16.0);
-            },
-            |into: &mut [f64; 2], from| {
-                for (into, from) in into.iter_mut().zip(from) {
-                    *into = into.max(*from);
-                }
-            },
-        );
+        let figures = |row| [f(v1, row), -f(v2, row) + 16.0];
+        questions.ask(|row| one(id3, row), figures, f64::max);
         // 9. regression of v1 on v2 by id2, id4
-        questions.ask(
-            |row| pair(id2, id4, row),
-            |row, [x, y, xx, yy, xy, count]| {
-                let (a, b) = (f(v1, row), f(v2, row));
-                *x += a;
-                *y += b;
-                *xx += a * a;
-                *yy += b * b;
-                *xy += a * b;
-                *count += 1.0;
-            },
-            add,
-        );
+        let figures = |row| {
+            let (x, y) = (f(v1, row), f(v2, row));
+            [x, y, x * x, y * y, x * y, 1.0]
+        };
+        questions.ask(|row| pair(id2, id4, row), figures, add);
         Digests(questions.digests)
     }
 
@@ -187,14 +139,19 @@ struct Questions<'a> {
 }
 
 impl Questions<'_> {
-    /// Groups rows by `key`, adds each row to its group's figures, which start at zero, and merges
-    /// the threads' groups.
+    /// Groups rows by `key`, merges each row's `figures` into those of its group, which start at
+    /// zero, and merges the threads' groups.
     fn ask<const N: usize>(
         &mut self,
         key: impl Fn(usize) -> u64 + Sync,
-        put: impl Fn(usize, &mut [f64; N]) + Sync,
-        merge: impl Fn(&mut [f64; N], &[f64; N]),
+        figures: impl Fn(usize) -> [f64; N] + Sync,
+        merge: impl Fn(f64, f64) -> f64 + Sync,
     ) {
+        let merge = |into: &mut [f64; N], from: &[f64; N]| {
+            for (into, from) in into.iter_mut().zip(from) {
+                *into = merge(*into, *from);
+            }
+        };
         let pass = self.digests.len();
         let pieces = (0..self.rows.div_ceil(PIECE)).map(|p| p * PIECE);
         let tables = self.team.fold(
@@ -202,7 +159,8 @@ impl Questions<'_> {
             Groups::<N>::default,
             |groups, first| {
                 for row in first..(first + PIECE).min(self.rows) {
-                    put(row, groups.entry(key(row)).or_insert([0.0; N]));
+                    let group = groups.entry(key(row)).or_insert([0.0; N]);
+                    merge(group, &figures(row));
                 }
             },
         );
@@ -219,10 +177,8 @@ impl Questions<'_> {
     }
 }
 
-fn add<const N: usize>(into: &mut [f64; N], from: &[f64; N]) {
-    for (into, from) in into.iter_mut().zip(from) {
-        *into += from;
-    }
+fn add(a: f64, b: f64) -> f64 {
+    a + b
 }
 
 /// Returns the number of groups, and a hash of them in any order.
@@ -260,15 +216,15 @@ impl Hasher for Mix {
 mod tests {
     use std::collections::BTreeMap;
 
-    use super::{super::tests::team, *};
-    use crate::place::Local;
+    use super::{
+        super::tests::{assert_rejected, ran, team},
+        *,
+    };
 
     #[test]
     fn groups_are_those_of_a_loop_and_others_are_rejected() {
         let app = GroupBy::generate(200_000 * ROW_BYTES, &team());
-        let mut on = app.load(&Local::default()).unwrap();
-        let found = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &found, &found).unwrap();
+        let (mut on, found) = ran(&app);
 
         // Question 3 and question 7 by a tree.
         let (mut third, mut seventh) = (BTreeMap::new(), BTreeMap::new());
@@ -280,18 +236,12 @@ mod tests {
             let group = seventh.entry(key).or_insert([0.0_f64, 0.0]);
             *group = [group[0].max(v1), group[1].max(16.0 - v2)];
         }
-        assert_eq!(
-            found.0[2],
-            digest(&third.into_iter().collect::<Groups<3>>())
-        );
-        assert_eq!(
-            found.0[5],
-            digest(&seventh.into_iter().collect::<Groups<2>>())
-        );
+        let (third, seventh) = (third.into_iter().collect(), seventh.into_iter().collect());
+        assert_eq!(found.0[2], digest::<3>(&third));
+        assert_eq!(found.0[5], digest::<2>(&seventh));
 
         // One value of one row.
         on.v1[77] += 1;
-        let wrong = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &wrong, &found).unwrap_err();
+        assert_rejected(&app, &mut on, &found);
     }
 }

@@ -42,7 +42,7 @@ pub(crate) struct Tables<P: Place> {
 }
 
 /// Number of rows of the result, and a hash of them in any order.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Joined {
     rows: u64,
     hash: u64,
@@ -85,10 +85,7 @@ impl App for Join {
             anyhow::Ok(partitions)
         };
         Ok(Tables {
-            left: [
-                column(&|row| self.left_key(row))?,
-                column(&|row| left_value(row))?,
-            ],
+            left: [column(&|row| self.left_key(row))?, column(&left_value)?],
             right: [
                 column(&|row| self.right_keys[row])?,
                 column(&|row| right_value(self.right_keys[row]))?,
@@ -106,21 +103,20 @@ impl App for Join {
             .zip(split(right, &right_parts));
         let joined = team.fold(
             parts,
-            || (Table::default(), Joined { rows: 0, hash: 0 }),
+            || (Table::default(), Joined::default()),
             |(table, joined), (left, right)| table.join(left, right, joined),
         );
-        joined
-            .into_iter()
-            .fold(Joined { rows: 0, hash: 0 }, |all, (_, some)| Joined {
-                rows: all.rows + some.rows,
-                hash: all.hash.wrapping_add(some.hash),
-            })
+        let joined = joined.into_iter().map(|(_, joined)| joined);
+        joined.fold(Joined::default(), |all, some| Joined {
+            rows: all.rows + some.rows,
+            hash: all.hash.wrapping_add(some.hash),
+        })
     }
 
     fn verify<P: Place>(&self, _: &Tables<P>, found: &Joined, _: &Joined) -> Verdict {
         // Row by row: a key says what the right table holds for it.
         let rows = (0..self.rows).filter(|&row| (self.left_key(row) as usize) < self.rows);
-        let expected = rows.fold(Joined { rows: 0, hash: 0 }, |mut expected, row| {
+        let expected = rows.fold(Joined::default(), |mut expected, row| {
             expected.put(left_value(row), right_value(self.left_key(row)));
             expected
         });
@@ -173,10 +169,8 @@ fn scatter(keys: &[u32], values: &[u32], to: &mut [u64], team: &Team) -> Vec<usi
         }
     });
     // 2. Each piece gets room of its own in each partition.
-    let mut rooms: Vec<[&mut [u64]; PARTITIONS]> = counts
-        .iter()
-        .map(|_| std::array::from_fn(|_| &mut [][..]))
-        .collect();
+    let no_rooms = counts.iter().map(|_| std::array::from_fn(|_| &mut [][..]));
+    let mut rooms: Vec<[&mut [u64]; PARTITIONS]> = no_rooms.collect();
     let mut rest = to;
     for partition in 0..PARTITIONS {
         for (rooms, counts) in rooms.iter_mut().zip(&counts) {
@@ -246,19 +240,18 @@ impl Table {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{ran, team},
+        *,
+    };
     use crate::place::Local;
 
     #[test]
     fn rows_find_their_keys_and_a_changed_row_is_rejected() {
         let app = Join::generate(300_000 * ROW_BYTES, &team());
-        let mut on = app.load(&Local::default()).unwrap();
-        let found = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &found, &found).unwrap();
-        assert!(
-            (0.88..0.92).contains(&(found.rows as f64 / app.rows as f64)),
-            "{found:?}"
-        );
+        let (mut on, found) = ran(&app);
+        let share = found.rows as f64 / app.rows as f64;
+        assert!((0.88..0.92).contains(&share), "{found:?}");
 
         on.right[1][123] ^= 1;
         let wrong = app.work::<Local>(&mut on, &team());

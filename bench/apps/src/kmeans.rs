@@ -156,39 +156,32 @@ impl Sums {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{ran, team},
+        *,
+    };
     use crate::place::Local;
 
     #[test]
     fn rounds_do_what_lloyd_says_and_another_result_is_rejected() {
         let app = KMeans::generate(40_000 * size_of::<Point>() as u64, &team());
-        let mut on = app.load(&Local::default()).unwrap();
-        let found = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &found, &found).unwrap();
+        let (on, found) = ran(&app);
 
         // By the book, one point and one centre at a time.
-        let mut centres: Vec<Vec<f64>> = app.0[..CLUSTERS]
-            .iter()
-            .map(|p| p.map(f64::from).to_vec())
-            .collect();
+        let centres = app.0[..CLUSTERS].iter();
+        let mut centres: Vec<Vec<f64>> = centres.map(|p| p.map(f64::from).to_vec()).collect();
         let mut inertia = 0.0;
         for _ in 0..ROUNDS {
             let mut sums = vec![(vec![0.0; DIMENSIONS], 0.0); CLUSTERS];
             inertia = 0.0;
             for point in &app.0 {
                 let distance = |centre: &Vec<f64>| -> f64 {
-                    centre
-                        .iter()
-                        .zip(point)
-                        .map(|(c, x)| (f64::from(*x) - c).powi(2))
-                        .sum()
+                    let pairs = centre.iter().zip(point);
+                    pairs.map(|(c, x)| (f64::from(*x) - c).powi(2)).sum()
                 };
-                let (nearest, least) = centres
-                    .iter()
-                    .map(distance)
-                    .enumerate()
-                    .min_by(|a, b| a.1.total_cmp(&b.1))
-                    .unwrap();
+                let distances = centres.iter().map(distance).enumerate();
+                let nearest = distances.min_by(|a, b| a.1.total_cmp(&b.1));
+                let (nearest, least) = nearest.unwrap();
                 inertia += least;
                 sums[nearest].1 += 1.0;
                 for (sum, x) in sums[nearest].0.iter_mut().zip(point) {
@@ -201,11 +194,8 @@ mod tests {
                 }
             }
         }
-        assert!(
-            (found.inertia / inertia - 1.0).abs() < 1e-4,
-            "{} {inertia}",
-            found.inertia
-        );
+        let ratio = found.inertia / inertia;
+        assert!((ratio - 1.0).abs() < 1e-4, "{ratio}");
 
         let mut wrong = found.clone();
         wrong.inertia *= 1.000_000_1;

@@ -35,8 +35,6 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
-use farpage::{Runtime, Stats};
-use nix::time::{ClockId, clock_gettime};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -45,14 +43,18 @@ use signal_hook::{
 use self::{
     app::{App, Verdict},
     place::{Far, Local},
-    report::{AppFigures, AppsReport, Config, OneThread, Paging, ShareFigures, summarise},
+    report::{AppFigures, AppsReport, Config, OneThread, ShareFigures, summarise},
     team::Team,
 };
 use farpage_bench_kit::{
-    options::{self, ServerOptions, Threads},
+    arena::runtime,
+    cpus::own_time,
+    options::{self, ServerOptions, Threads, name_of},
+    paging::Counts,
     progress::Progress,
+    report::{median, spread},
     server::{self, MemoryServer},
-    work::{self, PageRates},
+    work::{self, Rates},
 };
 
 /// Whole applications with 100 to 12.5 % of their memory local, against the same code all local.
@@ -138,21 +140,6 @@ enum AppName {
 }
 
 impl AppName {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Pagerank => "pagerank",
-            Self::Bfs => "bfs",
-            Self::Sort => "sort",
-            Self::Kmeans => "kmeans",
-            Self::Groupby => "groupby",
-            Self::Join => "join",
-            Self::Spmv => "spmv",
-            Self::Xsbench => "xsbench",
-            Self::XsbenchRandom => "xsbench-random",
-            Self::Stencil => "stencil",
-        }
-    }
-
     /// False for another form of the same application, which must not count twice.
     fn in_means(self) -> bool {
         self != Self::XsbenchRandom
@@ -182,9 +169,7 @@ struct Run<'a> {
     alone: Option<Team>,
     server: MemoryServer,
     progress: Progress,
-    size_bytes: u64,
-    shares: &'a [f64],
-    repeat: u16,
+    config: Config,
 }
 
 /// Runs the subcommand `apps` and prints the results.
@@ -211,15 +196,11 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
             .and_then(|_| flag::register(signal, stop.clone()))
             .context("cannot watch for signals")?;
     }
-    let size_bytes = match (options.size, options.run.smoke) {
-        (Some(size), _) => size.as_u64(),
-        (None, true) => 4 << 20,
-        (None, false) => 256 << 20,
-    };
-    let repeat = options
-        .repeat
-        .unwrap_or(if options.run.smoke { 1 } else { 3 });
-    let shares = match (&*options.shares, options.run.smoke) {
+    let smoke = options.run.smoke;
+    let (size_bytes, repeat) = if smoke { (4 << 20, 1) } else { (256 << 20, 3) };
+    let size_bytes = options.size.map_or(size_bytes, |size| size.as_u64());
+    let repeat = options.repeat.unwrap_or(repeat);
+    let shares = match (&*options.shares, smoke) {
         ([], true) => &[100.0, 25.0],
         ([], false) => &[100.0, 75.0, 50.0, 25.0, 12.5][..],
         (some, _) => some,
@@ -230,25 +211,28 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
     let threads = options.threads.count();
     let teams = if threads > 1 { 2 } else { 1 };
     let pairs = names.len() * shares.len() * usize::from(repeat) * teams;
+    // Pages are written out of place, a graph may be larger than asked for, pages that only come
+    // and leave take half a gigabyte, and nothing is taken before it is written to.
+    let capacity_bytes = size_bytes.saturating_mul(4).saturating_add(1 << 30);
     let alone = (threads > 1).then(|| Team::new(1, stop.clone()));
+    let server = MemoryServer::start(&options.at, capacity_bytes)?;
     let run = Run {
         options,
         team: Team::new(threads, stop)?,
         alone: alone.transpose()?,
-        // Pages are written out of place, a graph may be larger than asked for, pages that only
-        // come and leave take half a gigabyte, and nothing is taken before it is written to.
-        server: MemoryServer::start(
-            &options.at,
-            size_bytes.saturating_mul(4).saturating_add(1 << 30),
-        )?,
         progress: Progress::new(pairs as u64),
-        size_bytes,
-        shares,
-        repeat,
+        config: Config {
+            server: server.endpoint().to_string(),
+            size_bytes,
+            shares_percent: shares.to_vec(),
+            threads,
+            repeat,
+            smoke,
+        },
+        server,
     };
     let mut apps = Vec::new();
     for &name in names {
-        run.progress.phase(name.name());
         apps.push(match name {
             AppName::Pagerank => run.measure::<pagerank::PageRank>(name),
             AppName::Bfs => run.measure::<bfs::Bfs>(name),
@@ -265,14 +249,7 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
     Ok(AppsReport {
         benchmark: "apps",
         verified: apps.iter().all(|app| app.verified),
-        config: Config {
-            server: run.server.endpoint().to_string(),
-            size_bytes,
-            shares_percent: shares.to_vec(),
-            threads: run.team.threads(),
-            repeat,
-            smoke: options.run.smoke,
-        },
+        config: run.config,
         summary: summarise(&apps, shares),
         apps,
     })
@@ -281,12 +258,12 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
 impl Run<'_> {
     /// Measures an application with all shares.
     fn measure<A: App>(&self, name: AppName) -> Result<AppFigures> {
-        let app = A::generate(self.size_bytes, &self.team);
+        let app = A::generate(self.config.size_bytes, &self.team);
         let local = Local::default();
         let mut data = app.load(&local)?;
         let (remote_bytes, local_bytes) = (local.bytes(), app.local_bytes(&self.team));
         let mut figures = AppFigures {
-            name: name.name(),
+            name: name_of(&name),
             in_means: name.in_means(),
             verified: true,
             page_size_bytes: self.page_bytes(name, remote_bytes),
@@ -295,16 +272,14 @@ impl Run<'_> {
             shares: Vec::new(),
         };
         let pages = self.page_rates(figures.page_size_bytes)?;
-        if pages.wrong > 0 {
-            eprintln!(
-                "{} pages came back other than they were written",
-                pages.wrong
-            );
+        let wrong = pages.wrong;
+        if wrong > 0 {
+            eprintln!("{wrong} pages came back other than they were written");
             figures.verified = false;
         }
         let mut verify = |run: &str, verdict: Verdict| {
             if let Err(wrong) = verdict {
-                eprintln!("{}, {run}: {wrong}", name.name());
+                eprintln!("{}, {run}: {wrong}", name_of(&name));
                 figures.verified = false;
             }
         };
@@ -318,40 +293,37 @@ impl Run<'_> {
             teams.push((team, answer));
         }
 
-        for &share in self.shares {
+        for &share in &self.config.shares_percent {
+            let page_bytes = figures.page_size_bytes;
+            let budget_bytes = budget_bytes(share, remote_bytes, local_bytes, page_bytes);
             let budget_bytes =
-                budget_bytes(share, remote_bytes, local_bytes, figures.page_size_bytes)
-                    .with_context(|| format!("{} with {share} % local", name.name()))?;
-            let far = Far(Runtime::builder()
-                .server(self.server.endpoint().to_string())
-                .budget(ByteSize::b(budget_bytes))
-                .page_size(ByteSize::b(figures.page_size_bytes))
-                .build()
-                .context("cannot start farpage")?);
+                budget_bytes.with_context(|| format!("{} with {share} % local", name_of(&name)))?;
+            let far = Far(runtime(self.server.endpoint(), budget_bytes, page_bytes)?);
             let mut far_data = app.load(&far)?;
             let mut of_teams = Vec::new();
             for (team, answer) in &teams {
-                let (mut pairs, mut paging) = (Vec::new(), Paging::default());
+                let (mut pairs, mut paging) = (Vec::new(), Counts::default());
                 let mut local_cpu = Duration::ZERO;
-                for _ in 0..self.repeat {
+                for _ in 0..self.config.repeat {
+                    self.progress.phase(name_of(&name));
                     let (local_answer, local_s, cpu) = time(team, &app, &mut data)?;
                     local_cpu += cpu;
                     verify("local", app.verify::<Local>(&data, &local_answer, answer));
 
                     app.reset::<Far>(&mut far_data, team);
-                    let begin = far.0.stats();
+                    let begin = Counts::of(&far.0.stats());
                     let start = Instant::now();
                     let far_answer = app.work::<Far>(&mut far_data, team);
                     let far_s = start.elapsed().as_secs_f64();
-                    paging.add(&begin, &far.0.stats());
+                    let events = Counts::of(&far.0.stats()).with(begin, |end, begin| end - begin);
+                    paging = paging.with(events, |sum, events| sum + events);
                     team.check()?;
                     let verdict = app.verify::<Far>(&far_data, &far_answer, answer);
                     verify(&format!("{share} % local"), verdict);
                     pairs.push((local_s, far_s));
-                    self.progress.step(1);
                 }
-                let paging = paging.divided_by(u64::from(self.repeat));
-                let cpu_s = local_cpu.as_secs_f64() / f64::from(self.repeat);
+                let paging = paging.with(paging, |sum, _| sum / u64::from(self.config.repeat));
+                let cpu_s = local_cpu.as_secs_f64() / f64::from(self.config.repeat);
                 let work_s = cpu_s / team.threads() as f64 + moving_s(&paging, &pages);
                 of_teams.push(share_figures(share, budget_bytes, &pairs, paging, work_s));
             }
@@ -368,7 +340,7 @@ impl Run<'_> {
     }
 
     /// Measures the cost of pages that come and leave, on this machine now.
-    fn page_rates(&self, page_bytes: u64) -> Result<PageRates> {
+    fn page_rates(&self, page_bytes: u64) -> Result<Rates> {
         let smoke = self.options.run.smoke;
         let setting = work::Setting {
             link: None,
@@ -385,10 +357,8 @@ impl Run<'_> {
         /// read-ahead and for all threads. With many more, pages are small, and small ones cost
         /// more than a few more of them save.
         const PAGES_MIN: u64 = 160;
-        let limit = (remote_bytes / PAGES_MIN + 1)
-            .next_power_of_two()
-            .max(8 << 10)
-            / 2;
+        let limit = (remote_bytes / PAGES_MIN + 1).next_power_of_two() / 2;
+        let limit = limit.max(4 << 10);
         match self.options.page_size {
             Some(page_size) => page_size.as_u64(),
             None if self.options.run.smoke => 4 << 10,
@@ -425,27 +395,20 @@ fn time<A: App>(
     data: &mut A::On<Local>,
 ) -> Result<(A::Answer, f64, Duration)> {
     app.reset::<Local>(data, team);
-    let cpu = cpu_time();
+    let cpu = own_time();
     let start = Instant::now();
     let answer = app.work::<Local>(data, team);
     let seconds = start.elapsed().as_secs_f64();
-    let cpu = cpu_time() - cpu;
+    let cpu = own_time() - cpu;
     team.check()?;
     Ok((answer, seconds, cpu))
 }
 
-/// Returns the CPU time of this process so far.
-fn cpu_time() -> Duration {
-    clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID)
-        .expect("every Linux has this clock")
-        .into()
-}
-
 /// Returns the seconds that all threads together take to move the pages that came and left.
-fn moving_s(paging: &Paging, pages: &PageRates) -> f64 {
+fn moving_s(paging: &Counts, pages: &Rates) -> f64 {
     let mb = |bytes: u64| bytes as f64 / 1e6;
-    let writing_s_per_mb = (1.0 / pages.changed - 1.0 / pages.unchanged).max(0.0);
-    mb(paging.bytes_read) / pages.unchanged + mb(paging.bytes_written) * writing_s_per_mb
+    let writing_s_per_mb = (1.0 / pages.heavy - 1.0 / pages.light).max(0.0);
+    mb(paging.bytes_read) / pages.light + mb(paging.bytes_written) * writing_s_per_mb
 }
 
 /// Sums up the pairs of a share. `work_s` is the time of all work if it is spread perfectly.
@@ -453,25 +416,21 @@ fn share_figures(
     share_percent: f64,
     budget_bytes: u64,
     pairs: &[(f64, f64)],
-    paging: Paging,
+    paging: Counts,
     work_s: f64,
 ) -> ShareFigures {
-    let sorted = |figure: fn(&(f64, f64)) -> f64| {
-        let mut figures: Vec<f64> = pairs.iter().map(figure).collect();
-        figures.sort_by(f64::total_cmp);
-        figures
-    };
-    let median = |sorted: &[f64]| (sorted[(sorted.len() - 1) / 2] + sorted[sorted.len() / 2]) / 2.0;
-    let performances = sorted(|(local_s, far_s)| local_s / far_s);
-    let local_seconds = median(&sorted(|pair| pair.0));
+    let each = |figure: fn(&(f64, f64)) -> f64| pairs.iter().map(figure).collect::<Vec<f64>>();
+    let local_seconds = median(&each(|pair| pair.0));
+    let [performance, performance_min, performance_max] =
+        spread(&each(|(local_s, far_s)| local_s / far_s));
     ShareFigures {
         share_percent,
         budget_bytes,
-        seconds: median(&sorted(|pair| pair.1)),
+        seconds: median(&each(|pair| pair.1)),
         local_seconds,
-        performance: median(&performances),
-        performance_min: performances[0],
-        performance_max: performances[performances.len() - 1],
+        performance,
+        performance_min,
+        performance_max,
         // Parts of a local run that one thread does alone have no floor below themselves.
         floor: local_seconds / work_s.max(local_seconds),
         one_thread: None,
@@ -479,60 +438,13 @@ fn share_figures(
     }
 }
 
-impl Paging {
-    fn each(&mut self, other: impl IntoIterator<Item = u64>, f: impl Fn(&mut u64, u64)) {
-        let counts = [
-            &mut self.faults,
-            &mut self.fills,
-            &mut self.prefetches,
-            &mut self.starved,
-            &mut self.evictions,
-            &mut self.clean_evictions,
-            &mut self.steals,
-            &mut self.bytes_read,
-            &mut self.bytes_written,
-        ];
-        for (count, other) in counts.into_iter().zip(other) {
-            f(count, other);
-        }
-    }
-
-    /// Adds the events from `begin` to `end`.
-    fn add(&mut self, begin: &Stats, end: &Stats) {
-        let counts = |stats: &Stats| {
-            let (pager, store) = (&stats.pager, &stats.store);
-            [
-                pager.faults,
-                pager.fills,
-                pager.prefetches,
-                pager.starved,
-                pager.evictions,
-                pager.clean_evictions,
-                pager.steals,
-                store.bytes_read,
-                store.bytes_written,
-            ]
-        };
-        let changes = counts(end).into_iter().zip(counts(begin));
-        self.each(changes.map(|(end, begin)| end - begin), |sum, x| *sum += x);
-    }
-
-    fn divided_by(mut self, runs: u64) -> Self {
-        self.each(std::iter::repeat(runs), |sum, runs| *sum /= runs);
-        self
-    }
-}
-
 fn share(text: &str) -> Result<f64, String> {
-    text.trim_end_matches('%')
-        .parse()
-        .ok()
-        .filter(|share: &f64| *share > 0.0 && *share <= 100.0)
-        .ok_or_else(|| {
-            format!(
-                "`{text}` is no share: write a percentage above 0 and up to 100, like `10%` or `12.5`"
-            )
-        })
+    match text.trim_end_matches('%').parse() {
+        Ok(share) if share > 0.0 && share <= 100.0 => Ok(share),
+        _ => Err(format!(
+            "`{text}` is no share: write a percentage above 0 and up to 100, like `10%` or `12.5`"
+        )),
+    }
 }
 
 #[cfg(test)]
@@ -542,6 +454,20 @@ mod tests {
 
     pub(crate) fn team() -> Team {
         Team::new(2, Arc::default()).unwrap()
+    }
+
+    /// Runs `app` locally. Returns its data and its answer, which is right.
+    pub(crate) fn ran<A: App>(app: &A) -> (A::On<Local>, A::Answer) {
+        let mut on = app.load(&Local::default()).unwrap();
+        let answer = app.work::<Local>(&mut on, &team());
+        app.verify::<Local>(&on, &answer, &answer).unwrap();
+        (on, answer)
+    }
+
+    /// Runs `app` with other data, and asserts that the answer is not taken for `right`.
+    pub(crate) fn assert_rejected<A: App>(app: &A, on: &mut A::On<Local>, right: &A::Answer) {
+        let wrong = app.work::<Local>(on, &team());
+        app.verify::<Local>(on, &wrong, right).unwrap_err();
     }
 
     #[test]
@@ -566,29 +492,27 @@ mod tests {
     #[test]
     fn performance_is_the_median_of_pairs() {
         let pairs = [(1.0, 2.0), (3.0, 3.0), (1.0, 4.0)];
-        let figures = share_figures(50.0, 1, &pairs, Paging::default(), 4.0);
+        let figures = share_figures(50.0, 1, &pairs, Counts::default(), 4.0);
         assert_eq!(figures.performance, 0.5);
-        assert_eq!(
-            (figures.performance_min, figures.performance_max),
-            (0.25, 1.0)
-        );
+        let range = (figures.performance_min, figures.performance_max);
+        assert_eq!(range, (0.25, 1.0));
         assert_eq!((figures.local_seconds, figures.seconds), (1.0, 3.0));
         assert_eq!(figures.floor, 0.25);
-        let idle = share_figures(50.0, 1, &pairs, Paging::default(), 0.5);
+        let idle = share_figures(50.0, 1, &pairs, Counts::default(), 0.5);
         assert_eq!(idle.floor, 1.0);
     }
 
     #[test]
     fn pages_that_changed_cost_more_to_move() {
-        let pages = PageRates {
-            unchanged: 1000.0,
-            changed: 500.0,
+        let pages = Rates {
+            light: 1000.0,
+            heavy: 500.0,
             wrong: 0,
         };
-        let paging = |bytes_read, bytes_written| Paging {
+        let paging = |bytes_read, bytes_written| Counts {
             bytes_read,
             bytes_written,
-            ..Paging::default()
+            ..Counts::default()
         };
         assert_eq!(moving_s(&paging(2_000_000_000, 0), &pages), 2.0);
         assert_eq!(moving_s(&paging(2_000_000_000, 1_000_000_000), &pages), 3.0);

@@ -48,19 +48,16 @@ impl App for PageRank {
         for round in 0..ROUNDS_MAX {
             // 1. The share that each vertex gives to each neighbour.
             let pieces = shares.chunks_mut(PIECE).zip(scores.chunks(PIECE));
-            team.each(
-                there_and_back(round, pieces.enumerate()),
-                |(piece, (shares, scores))| {
-                    let degrees = offsets[piece * PIECE..].windows(2).map(|w| w[1] - w[0]);
-                    for ((share, score), degree) in shares.iter_mut().zip(scores).zip(degrees) {
-                        *share = if degree > 0 {
-                            score / degree as f32
-                        } else {
-                            0.0
-                        };
-                    }
-                },
-            );
+            let pieces = there_and_back(round, pieces.enumerate());
+            team.each(pieces, |(piece, (shares, scores))| {
+                let degrees = offsets[piece * PIECE..].windows(2).map(|w| w[1] - w[0]);
+                for ((share, score), degree) in shares.iter_mut().zip(scores).zip(degrees) {
+                    *share = match degree {
+                        0 => 0.0,
+                        degree => score / degree as f32,
+                    };
+                }
+            });
             // 2. Each vertex gathers.
             let pieces = scores.chunks_mut(PIECE).zip(&mut moved);
             team.each(
@@ -68,10 +65,8 @@ impl App for PageRank {
                 |(piece, (scores, moved))| {
                     *moved = 0.0;
                     for (score, v) in scores.iter_mut().zip(piece * PIECE..) {
-                        let gathered: f32 = row(offsets, neighbours, v)
-                            .iter()
-                            .map(|&u| shares[u as usize])
-                            .sum();
+                        let row = row(offsets, neighbours, v).iter();
+                        let gathered: f32 = row.map(|&u| shares[u as usize]).sum();
                         let new = base + DAMPING as f32 * gathered;
                         *moved += f64::from((new - *score).abs());
                         *score = new;
@@ -98,11 +93,8 @@ fn verify(graph: &Graph, scores: &[f32], local: &[f32]) -> Verdict {
     ensure(scores.len() == vertices, || {
         format!("{} scores of {vertices} vertices", scores.len())
     })?;
-    let distance: f64 = scores
-        .iter()
-        .zip(local)
-        .map(|(a, b)| f64::from((a - b).abs()))
-        .sum();
+    let pairs = scores.iter().zip(local);
+    let distance: f64 = pairs.map(|(a, b)| f64::from((a - b).abs())).sum();
     ensure(distance <= 1e-6, || {
         format!("the scores differ from the local run's by {distance:e} in sum")
     })?;
@@ -113,11 +105,8 @@ fn verify(graph: &Graph, scores: &[f32], local: &[f32]) -> Verdict {
             next[u as usize] += DAMPING * f64::from(score) / row.len() as f64;
         }
     }
-    let moved: f64 = next
-        .iter()
-        .zip(scores)
-        .map(|(new, old)| (new - f64::from(*old)).abs())
-        .sum();
+    let pairs = next.iter().zip(scores);
+    let moved: f64 = pairs.map(|(new, old)| (new - f64::from(*old)).abs()).sum();
     ensure(moved <= 1.1 * TOLERANCE, || {
         format!("one more round moves the scores by {moved:e}, which is more than {TOLERANCE:e}")
     })
@@ -125,16 +114,16 @@ fn verify(graph: &Graph, scores: &[f32], local: &[f32]) -> Verdict {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{ran, team},
+        *,
+    };
     use crate::place::Local;
 
     #[test]
     fn a_wrong_score_is_rejected() {
         let app = PageRank(Graph::kronecker(9, &team()));
-        let local = Local::default();
-        let mut on = app.load(&local).unwrap();
-        let scores = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &scores, &scores).unwrap();
+        let (on, scores) = ran(&app);
         let mut wrong = scores.clone();
         wrong[7] *= 1.5;
         app.verify::<Local>(&on, &wrong, &scores).unwrap_err();

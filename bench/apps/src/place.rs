@@ -3,10 +3,7 @@
 //! The rule it keeps: an application sees slices and cannot tell the two apart; its advice about
 //! accesses reaches the pager and does nothing to a vector.
 
-use std::{
-    cell::Cell,
-    ops::{Deref, DerefMut},
-};
+use std::{cell::Cell, ops::DerefMut};
 
 use anyhow::{Context, Result};
 use farpage::{Advice, Pod, RemoteArray, Runtime};
@@ -46,23 +43,18 @@ impl Local {
     }
 }
 
-/// The array of [`Local`].
-pub(crate) struct LocalArray<T>(Vec<T>);
-
 impl Place for Local {
-    type Array<T: Pod + Send + Sync> = LocalArray<T>;
+    type Array<T: Pod + Send + Sync> = Vec<T>;
 
-    fn array<T: Pod + Send + Sync>(&self, len: usize, _: Advice) -> Result<LocalArray<T>> {
+    fn array<T: Pod + Send + Sync>(&self, len: usize, _: Advice) -> Result<Vec<T>> {
         let bytes = len * size_of::<T>();
         self.bytes.set(self.bytes.get() + bytes as u64);
         let mut elements: Vec<T> = Vec::with_capacity(len);
         let start = elements.as_mut_ptr().addr();
         let (first, end) = (start.next_multiple_of(4096), (start + bytes) & !4095);
         if first < end {
-            let first_page = elements
-                .as_mut_ptr()
-                .cast::<u8>()
-                .wrapping_add(first - start);
+            let first_page = elements.as_mut_ptr().cast::<u8>();
+            let first_page = first_page.wrapping_add(first - start);
             let first_page = std::ptr::NonNull::new(first_page.cast())
                 .context("a vector with capacity has an address")?;
             // SAFETY: the range lies inside the vector's own allocation, and this advice changes no
@@ -70,21 +62,7 @@ impl Place for Local {
             let _ = unsafe { madvise(first_page, end - first, MmapAdvise::MADV_HUGEPAGE) };
         }
         elements.resize(len, T::zeroed());
-        Ok(LocalArray(elements))
-    }
-}
-
-impl<T> Deref for LocalArray<T> {
-    type Target = [T];
-
-    fn deref(&self) -> &[T] {
-        &self.0
-    }
-}
-
-impl<T> DerefMut for LocalArray<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        &mut self.0
+        Ok(elements)
     }
 }
 

@@ -4,12 +4,13 @@
 //! local memory, whatever was measured.
 
 use anyhow::Result;
-use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use comfy_table::Table;
 use serde::Serialize;
 
 use farpage_bench_kit::{
     options::Format,
-    report::{self, geometric_mean},
+    paging::Counts,
+    report::{self, geometric_mean, right},
 };
 
 /// Results of a run.
@@ -25,7 +26,7 @@ pub(crate) struct AppsReport {
 }
 
 /// Settings of the run, defaults included.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct Config {
     pub(crate) server: String,
     /// Bytes that were asked for as each application's data.
@@ -37,9 +38,9 @@ pub(crate) struct Config {
 }
 
 /// Results of an application.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct AppFigures {
-    pub(crate) name: &'static str,
+    pub(crate) name: String,
     /// True if the application has a part in the means.
     pub(crate) in_means: bool,
     pub(crate) verified: bool,
@@ -52,7 +53,7 @@ pub(crate) struct AppFigures {
 }
 
 /// Results of an application with a share of its memory local.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct ShareFigures {
     pub(crate) share_percent: f64,
     pub(crate) budget_bytes: u64,
@@ -70,34 +71,18 @@ pub(crate) struct ShareFigures {
     /// Results of one thread, beside one in local memory. Absent where all runs have one thread.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) one_thread: Option<OneThread>,
+    /// Counts of the pager: means of the repetitions' timed parts.
     #[serde(flatten)]
-    pub(crate) paging: Paging,
+    pub(crate) paging: Counts,
 }
 
 /// Results of an application that one thread runs, while paging has the other cores to itself.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct OneThread {
     /// Median of the repetitions, as `local_seconds` and `performance` are.
     pub(crate) seconds: f64,
     pub(crate) local_seconds: f64,
     pub(crate) performance: f64,
-}
-
-/// Counts of the pager: means of the repetitions' timed parts.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
-pub(crate) struct Paging {
-    pub(crate) faults: u64,
-    pub(crate) fills: u64,
-    /// Fills ahead of a fault.
-    pub(crate) prefetches: u64,
-    /// Faults that had to wait for a frame.
-    pub(crate) starved: u64,
-    pub(crate) evictions: u64,
-    /// Evictions of pages that had not changed.
-    pub(crate) clean_evictions: u64,
-    pub(crate) steals: u64,
-    pub(crate) bytes_read: u64,
-    pub(crate) bytes_written: u64,
 }
 
 /// Results of all applications with a share of their memory local.
@@ -113,7 +98,7 @@ pub(crate) struct Summary {
     /// Geometric mean of the same applications' performances with one thread.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) geometric_mean_one_thread: Option<f64>,
-    pub(crate) worst: &'static str,
+    pub(crate) worst: String,
     pub(crate) worst_performance: f64,
 }
 
@@ -135,7 +120,7 @@ pub(crate) fn summarise(apps: &[AppFigures], shares: &[f64]) -> Vec<Summary> {
             geometric_mean: mean(|share| Some(share.performance)),
             geometric_mean_floor: mean(|share| Some(share.floor)),
             geometric_mean_one_thread: mean(|share| Some(share.one_thread?.performance)),
-            worst: worst.name,
+            worst: worst.name.clone(),
             worst_performance,
         })
     };
@@ -149,163 +134,131 @@ impl AppsReport {
     }
 
     fn human(&self) -> String {
-        let share = |share: f64| format!("{share} %");
-        let percent = |performance: f64, floor: f64, one_thread: Option<f64>| {
-            let one_thread = one_thread.map_or(String::new(), |it| format!("; {:.1}", it * 100.0));
-            let (performance, floor) = (performance * 100.0, floor * 100.0);
-            format!("{performance:.1} of {floor:.0}{one_thread} %")
-        };
-        let mib = |bytes: u64| format!("{:.1}", bytes as f64 / f64::from(1 << 20));
-        let named = |name: &str| vec![name.to_owned()];
-
-        let mut header: Vec<String> = [
-            "performance, local = 100 %",
-            "page KiB",
-            "remote MiB",
-            "kept local MiB",
-            "local s",
-        ]
-        .map(str::to_owned)
-        .into();
-        header.extend(self.config.shares_percent.iter().map(|&s| share(s)));
-        let mut performance = table(header);
-        for app in &self.apps {
-            let mut row = named(app.name);
-            if !app.in_means {
-                row[0] += " (not in the mean)";
-            }
-            row.push((app.page_size_bytes >> 10).to_string());
-            row.extend([mib(app.remote_bytes), mib(app.local_bytes)]);
-            row.push(
-                app.shares
-                    .first()
-                    .map_or(String::new(), |s| format!("{:.3}", s.local_seconds)),
-            );
-            let one_thread = |s: &ShareFigures| s.one_thread.map(|one| one.performance);
-            let cell = |s: &ShareFigures| percent(s.performance, s.floor, one_thread(s));
-            let cells = app.shares.iter().map(cell);
-            row.extend(cells);
-            performance.add_row(aligned(row));
-        }
-        let across = |name: &str, figure: &dyn Fn(&Summary) -> String| {
-            let mut row = named(name);
-            row.extend(std::iter::repeat_n(String::new(), 4));
-            row.extend(self.summary.iter().map(figure));
-            aligned(row)
-        };
-        performance.add_row(across("geometric mean", &|s| {
-            (s.geometric_mean.zip(s.geometric_mean_floor)).map_or(String::new(), |(mean, floor)| {
-                percent(mean, floor, s.geometric_mean_one_thread)
-            })
-        }));
-        performance.add_row(across("worst", &|s| s.worst.to_owned()));
-
-        let mut paging = table(
-            [
-                "paging, per run",
-                "local",
-                "s",
-                "faults",
-                "brought in",
-                "ahead",
-                "waited for room",
-                "sent away",
-                "unchanged",
-                "wanted again",
-                "read MiB",
-                "written MiB",
-            ]
-            .map(str::to_owned)
-            .into(),
-        );
-        for app in &self.apps {
-            for s in &app.shares {
-                let mut row = named(app.name);
-                row.extend([share(s.share_percent), format!("{:.3}", s.seconds)]);
-                let p = &s.paging;
-                let counts = [
-                    p.faults,
-                    p.fills,
-                    p.prefetches,
-                    p.starved,
-                    p.evictions,
-                    p.clean_evictions,
-                    p.steals,
-                ];
-                row.extend(counts.map(|count| count.to_string()));
-                row.extend([mib(p.bytes_read), mib(p.bytes_written)]);
-                paging.add_row(aligned(row));
-            }
-        }
-
         let config = &self.config;
         let one_thread = match config.threads {
             1 => "",
             _ => "; behind it: one thread, beside one thread with all in local memory",
         };
+        let verified = match self.verified {
+            true => "yes, every result",
+            false => "NO: FAILED",
+        };
         format!(
-            "{performance}\nof: the floor, the highest performance with the bytes that moved, if nothing but computing and the work on these pages took \
-             time{one_thread}\n{paging}\nverified: {}; server {}; {} threads; median of {}",
-            if self.verified {
-                "yes, every result"
-            } else {
-                "NO: FAILED"
-            },
+            "{}\nof: the floor, the highest performance with the bytes that moved, if nothing but computing and the work on these pages took \
+             time{one_thread}\n{}\nverified: {verified}; server {}; {} threads; median of {}",
+            self.performance_table(),
+            self.paging_table(),
             config.server,
             config.threads,
             config.repeat,
         )
     }
+
+    fn performance_table(&self) -> Table {
+        let percent = |performance: f64, floor: f64, one_thread: Option<f64>| {
+            let one_thread = one_thread.map_or(String::new(), |it| format!("; {:.1}", it * 100.0));
+            let (performance, floor) = (performance * 100.0, floor * 100.0);
+            format!("{performance:.1} of {floor:.0}{one_thread} %")
+        };
+        let names = ["performance, local = 100 %", "page KiB", "remote MiB"];
+        let names = names.into_iter().chain(["kept local MiB", "local s"]);
+        let shares = self.config.shares_percent.iter();
+        let header = names
+            .map(str::to_owned)
+            .chain(shares.map(|s| format!("{s} %")));
+        let mut table = report::table("");
+        table.set_header(right(header));
+        for app in &self.apps {
+            let local_s = app.shares.first().map(|s| s.local_seconds);
+            let local_s = local_s.map(|seconds| format!("{seconds:.3}"));
+            let facts = [
+                app.shown_name(),
+                (app.page_size_bytes >> 10).to_string(),
+                mib(app.remote_bytes),
+                mib(app.local_bytes),
+                local_s.unwrap_or_default(),
+            ];
+            let cells = app.shares.iter().map(|s| {
+                let one_thread = s.one_thread.map(|one| one.performance);
+                percent(s.performance, s.floor, one_thread)
+            });
+            table.add_row(right(facts.into_iter().chain(cells)));
+        }
+        let mut across = |name: &str, figure: &dyn Fn(&Summary) -> String| {
+            let facts = [name, "", "", "", ""].map(str::to_owned);
+            let figures = self.summary.iter().map(figure);
+            table.add_row(right(facts.into_iter().chain(figures)));
+        };
+        across("geometric mean", &|s| {
+            (s.geometric_mean.zip(s.geometric_mean_floor)).map_or(String::new(), |(mean, floor)| {
+                percent(mean, floor, s.geometric_mean_one_thread)
+            })
+        });
+        across("worst", &|s| s.worst.clone());
+        table
+    }
+
+    fn paging_table(&self) -> Table {
+        let mut table = report::table(
+            "paging, per run | local | s | faults | brought in | ahead | waited for room | sent away | unchanged | wanted again | read MiB | written MiB",
+        );
+        for (app, s) in (self.apps.iter()).flat_map(|app| app.shares.iter().map(move |s| (app, s)))
+        {
+            let p = &s.paging;
+            let (share, seconds) = (s.share_percent, s.seconds);
+            let of_run = [format!("{share} %"), format!("{seconds:.3}")];
+            let of_run = [app.name.clone()].into_iter().chain(of_run);
+            let counts = [
+                p.faults,
+                p.fills,
+                p.prefetches,
+                p.starved,
+                p.evictions,
+                p.clean_evictions,
+                p.steals,
+            ];
+            let bytes = [p.bytes_read, p.bytes_written].map(mib);
+            let counts = counts.map(|count| count.to_string());
+            table.add_row(right(of_run.chain(counts).chain(bytes)));
+        }
+        table
+    }
 }
 
-fn table(header: Vec<String>) -> Table {
-    let mut table = Table::new();
-    table
-        .load_style(UTF8_FULL_CONDENSED)
-        .set_header(aligned(header));
-    table
+impl AppFigures {
+    /// Returns the name for people.
+    pub(crate) fn shown_name(&self) -> String {
+        match self.in_means {
+            true => self.name.clone(),
+            false => format!("{} (not in the mean)", self.name),
+        }
+    }
 }
 
-/// Aligns a row: the name to the left, figures to the right.
-fn aligned(row: Vec<String>) -> Vec<Cell> {
-    let cell = |(at, text)| {
-        Cell::new(text).set_alignment(match at {
-            0 => CellAlignment::Left,
-            _ => CellAlignment::Right,
-        })
-    };
-    row.into_iter().enumerate().map(cell).collect()
+fn mib(bytes: u64) -> String {
+    format!("{:.1}", bytes as f64 / f64::from(1 << 20))
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) fn app(name: &'static str, in_means: bool, performances: &[f64]) -> AppFigures {
+    pub(crate) fn app(name: &str, in_means: bool, performances: &[f64]) -> AppFigures {
         let share = |&performance| ShareFigures {
             share_percent: 50.0,
-            budget_bytes: 1,
-            seconds: 1.0,
-            local_seconds: 1.0,
             performance,
-            performance_min: performance,
-            performance_max: performance,
             floor: 1.0,
             one_thread: Some(OneThread {
-                seconds: 1.0,
-                local_seconds: 1.0,
                 performance: performance / 2.0,
+                ..OneThread::default()
             }),
-            paging: Paging::default(),
+            ..ShareFigures::default()
         };
         AppFigures {
-            name,
+            name: name.to_owned(),
             in_means,
-            verified: true,
-            page_size_bytes: 4096,
-            remote_bytes: 1,
-            local_bytes: 0,
             shares: performances.iter().map(share).collect(),
+            ..AppFigures::default()
         }
     }
 
@@ -317,14 +270,12 @@ pub(crate) mod tests {
             app("c", false, &[0.9, 0.01]),
         ];
         let summary = summarise(&apps, &[50.0, 25.0]);
-        assert!(
-            summary
-                .iter()
-                .all(|s| (s.geometric_mean.unwrap() - 0.5).abs() < 1e-12)
-        );
+        let is_half = |s: &Summary| (s.geometric_mean.unwrap() - 0.5).abs() < 1e-12;
+        assert!(summary.iter().all(is_half));
         let one_thread = summary[0].geometric_mean_one_thread.unwrap();
         assert!((one_thread - 0.25).abs() < 1e-12);
-        assert_eq!([summary[0].worst, summary[1].worst], ["b", "c"]);
+        let worst = summary.iter().map(|s| s.worst.as_str());
+        assert_eq!(worst.collect::<Vec<_>>(), ["b", "c"]);
         assert!(summarise(&apps[2..], &[50.0])[0].geometric_mean.is_none());
     }
 }

@@ -73,11 +73,9 @@ impl App for Spmv {
             team.each(there_and_back(round, pieces), |(piece, (y, largest))| {
                 for (y, row) in y.iter_mut().zip(piece * PIECE..) {
                     let entries = offsets[row] as usize..offsets[row + 1] as usize;
-                    *y = columns[entries.clone()]
-                        .iter()
-                        .zip(&values[entries])
-                        .map(|(&column, value)| value * x[column as usize])
-                        .sum();
+                    let entries = columns[entries.clone()].iter().zip(&values[entries]);
+                    let products = entries.map(|(&column, value)| value * x[column as usize]);
+                    *y = products.sum();
                 }
                 *largest = y.iter().copied().fold(0.0, f64::max);
             });
@@ -97,15 +95,16 @@ impl App for Spmv {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{assert_rejected, ran, team},
+        *,
+    };
     use crate::place::Local;
 
     #[test]
     fn a_vector_is_multiplied_and_another_result_is_rejected() {
         let app = Spmv::generate(10_000 * ROW_BYTES, &team());
-        let mut on = app.load(&Local::default()).unwrap();
-        let found = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &found, &found).unwrap();
+        let (mut on, found) = ran(&app);
 
         let mut x = vec![1.0; app.rows];
         for _ in 0..ROUNDS {
@@ -121,8 +120,7 @@ mod tests {
         }
 
         on.values[5] += 1e-9;
-        let wrong = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &wrong, &found).unwrap_err();
+        assert_rejected(&app, &mut on, &found);
         app.verify::<Local>(&on, &found[1..].to_vec(), &found)
             .unwrap_err();
     }

@@ -134,7 +134,10 @@ fn average([above, here, below]: [&Row; 3], to: &mut Row) {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{assert_rejected, team},
+        *,
+    };
     use crate::place::Local;
 
     #[test]
@@ -159,8 +162,7 @@ mod tests {
             app.reset::<Local>(&mut on, &team());
             // The rim, whose cells keep what they have.
             on[0][0][5] += 1.0;
-            let wrong = app.work::<Local>(&mut on, &team());
-            app.verify::<Local>(&on, &wrong, &found).unwrap_err();
+            assert_rejected(&app, &mut on, &found);
         }
     }
 }

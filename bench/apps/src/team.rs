@@ -13,7 +13,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use rayon::{ThreadPool, ThreadPoolBuilder, iter::Either};
 
 /// A number of threads, and the flag that stops them.
 pub(crate) struct Team {
@@ -24,10 +24,8 @@ pub(crate) struct Team {
 
 impl Team {
     pub(crate) fn new(threads: usize, stop: Arc<AtomicBool>) -> Result<Self> {
-        let pool = ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build()
-            .context("cannot start threads")?;
+        let pool = ThreadPoolBuilder::new().num_threads(threads).build();
+        let pool = pool.context("cannot start threads")?;
         Ok(Self {
             threads,
             stop,
@@ -111,28 +109,10 @@ impl Team {
 /// Orders pieces front to back in even passes and back to front in odd ones. A pass begins with
 /// what the last one left in local memory; passes that all begin at the front find none of it. Each
 /// piece is still walked through from its front.
-pub(crate) fn there_and_back<I: DoubleEndedIterator>(pass: usize, work: I) -> ThereAndBack<I> {
-    if pass.is_multiple_of(2) {
-        ThereAndBack::There(work)
-    } else {
-        ThereAndBack::Back(work.rev())
-    }
-}
-
-/// Iterator that [`there_and_back`] returns.
-pub(crate) enum ThereAndBack<I> {
-    There(I),
-    Back(Rev<I>),
-}
-
-impl<I: DoubleEndedIterator> Iterator for ThereAndBack<I> {
-    type Item = I::Item;
-
-    fn next(&mut self) -> Option<I::Item> {
-        match self {
-            Self::There(work) => work.next(),
-            Self::Back(work) => work.next(),
-        }
+pub(crate) fn there_and_back<I: DoubleEndedIterator>(pass: usize, work: I) -> Either<I, Rev<I>> {
+    match pass % 2 {
+        0 => Either::Left(work),
+        _ => Either::Right(work.rev()),
     }
 }
 
@@ -145,10 +125,8 @@ mod tests {
         let team = Team::new(3, Arc::default()).unwrap();
         let mut sums = [0_u32; 100];
         for pass in 0..2 {
-            team.each(
-                there_and_back(pass, sums.iter_mut().zip(0..100)),
-                |(sum, x)| *sum += x,
-            );
+            let pieces = there_and_back(pass, sums.iter_mut().zip(0..100));
+            team.each(pieces, |(sum, x)| *sum += x);
         }
         assert!(sums.iter().zip(0..).all(|(&sum, x)| sum == 2 * x));
         let own = team.fold(0..1000_u64, || 0, |own, x| *own += x);

@@ -104,11 +104,9 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
             }
             grid.sort_unstable_by(|a, b| a[0].total_cmp(&b[0]));
         });
-        let mut union: Vec<(u64, u32)> = points
-            .iter()
-            .enumerate()
-            .map(|(at, point)| (point[0].to_bits(), (at / grid_points) as u32))
-            .collect();
+        let union = points.iter().enumerate();
+        let union = union.map(|(at, point)| (point[0].to_bits(), (at / grid_points) as u32));
+        let mut union: Vec<(u64, u32)> = union.collect();
         // Positive numbers are ordered as their bits are.
         team.sort(&mut union);
         let mut last = [None; NUCLIDES];
@@ -118,12 +116,10 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
             last.map(|at| at.unwrap_or(0))
         };
         let union_points = union.iter().map(row).collect();
+        let energies = union.iter().map(|&(bits, _)| f64::from_bits(bits));
         Self {
+            union_energies: energies.collect(),
             points,
-            union_energies: union
-                .iter()
-                .map(|&(bits, _)| f64::from_bits(bits))
-                .collect(),
             union_points,
         }
     }
@@ -135,11 +131,7 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
     fn load<P: Place>(&self, place: &P) -> Result<Grids<P>> {
         // By energy, every grid is walked through in order, 68 of them at once: sequences are found
         // as they come.
-        let advice = if RANDOM {
-            Advice::Random
-        } else {
-            Advice::Normal
-        };
+        let advice = [Advice::Normal, Advice::Random][usize::from(RANDOM)];
         Ok(Grids {
             points: place.copy_of(&self.points, advice)?,
             union_energies: place.copy_of(&self.union_energies, advice)?,
@@ -192,10 +184,9 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
     }
 
     fn verify<P: Place>(&self, grids: &Grids<P>, found: &Hash, local: &Hash) -> Verdict {
-        let local = &if RANDOM {
-            self.expected(grids.run)
-        } else {
-            *local
+        let local = &match RANDOM {
+            true => self.expected(grids.run),
+            false => *local,
         };
         ensure(found.largest > 0 && found == local, || {
             format!("the hash is {found:x?}, the local run's is {local:x?}")
@@ -220,10 +211,11 @@ impl<const RANDOM: bool> XsBench<RANDOM> {
 
     /// Returns the number of lookups in a batch.
     fn batch(&self) -> usize {
+        let points = self.union_energies.len();
         if RANDOM {
-            (self.union_energies.len() / 128).max(64)
+            (points / 128).max(64)
         } else {
-            2 * self.union_energies.len()
+            2 * points
         }
     }
 
@@ -287,16 +279,10 @@ impl Slices<'_> {
 
 impl Hash {
     fn add(&mut self, cross_sections: [f64; 5]) {
-        let largest = (1..5).fold(0, |largest, at| {
-            if cross_sections[at] > cross_sections[largest] {
-                at
-            } else {
-                largest
-            }
-        });
-        let bits = cross_sections
-            .iter()
-            .fold(0, |hash, x| mix(hash ^ x.to_bits()));
+        let is_larger = |at: usize, than: usize| cross_sections[at] > cross_sections[than];
+        let largest = (1..5).fold(0, |most, at| if is_larger(at, most) { at } else { most });
+        let bits = cross_sections.iter();
+        let bits = bits.fold(0, |hash, x| mix(hash ^ x.to_bits()));
         *self = self.sum(Self {
             largest: largest as u64 + 1,
             bits,
@@ -313,14 +299,15 @@ impl Hash {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::team, *};
+    use super::{
+        super::tests::{assert_rejected, ran, team},
+        *,
+    };
     use crate::place::Local;
 
     fn check<const RANDOM: bool>() {
         let app = XsBench::<RANDOM>::generate(300 * NUCLIDES as u64 * POINT_BYTES, &team());
-        let mut on = app.load(&Local::default()).unwrap();
-        let found = app.work::<Local>(&mut on, &team());
-        app.verify::<Local>(&on, &found, &found).unwrap();
+        let (mut on, found) = ran(&app);
 
         // The same lookups as they are drawn, each nuclide's grid searched by itself.
         let lookups = app.batch() * if RANDOM { 1 } else { BATCHES };
@@ -346,9 +333,8 @@ mod tests {
         // A nuclide of the fuel; near the middle, where lookups are sure to come.
         on.points[58 * 300 + 150][1] += 1e-9;
         on.points[4 * 300 + 150][1] += 1e-9;
-        let wrong = app.work::<Local>(&mut on, &team());
         if !RANDOM {
-            app.verify::<Local>(&on, &wrong, &found).unwrap_err();
+            assert_rejected(&app, &mut on, &found);
         }
         let wrong = Hash {
             largest: found.largest + 1,

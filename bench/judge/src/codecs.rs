@@ -13,8 +13,9 @@ use clap::Args;
 use serde::Serialize;
 use serde_json::json;
 
-use self::verdict::{Bound, Ratio, Verdict, against_best, contenders};
+use self::verdict::{Ratio, Verdict, against_best, contenders};
 use crate::{
+    bound::Bound,
     figures::plan::{COMPRESSIBLE, Plan, Rate, STATIC_CODECS, fits, lossy},
     points::Points,
 };
@@ -30,35 +31,26 @@ use farpage_bench_kit::{
 /// Name of the codec that chooses for itself.
 const ADAPTIVE: &str = "adaptive";
 /// Fields that are smooth enough for ZFP to beat LZ4 on each.
-const SMOOTH: [Contents; 5] = [
-    Contents::Smooth,
-    Contents::Climate,
-    Contents::Hurricane,
-    Contents::Turbulence,
-    Contents::Orbitals,
-];
+const SMOOTH: [Contents; 5] = {
+    use Contents::{Climate, Hurricane, Orbitals, Smooth, Turbulence};
+    [Smooth, Climate, Hurricane, Turbulence, Orbitals]
+};
 
-/// Figure that runs are compared by.
-#[derive(Clone, Copy)]
-enum Figure {
-    Triad,
-    Steps,
-    BytesMoved,
+/// Figure that runs are compared by, in all repetitions of a command; empty if there was none.
+type Figure = fn(&Points, &str) -> Vec<f64>;
+
+fn kernel<const AT: usize>(points: &Points, command: &str) -> Vec<f64> {
+    let figures = points.figures(command, &format!("/kernels/{AT}/mb_per_s"));
+    figures.unwrap_or_default()
 }
 
-impl Figure {
-    /// Returns the figure in all repetitions of `command`; empty if there was none.
-    fn of(self, points: &Points, command: &str) -> Vec<f64> {
-        let figures = |path| points.figures(command, path).unwrap_or_default();
-        match self {
-            Self::Triad => figures("/kernels/3/mb_per_s"),
-            Self::Steps => figures("/kernels/2/mb_per_s"),
-            Self::BytesMoved => {
-                let (read, written) = (figures("/bytes_read"), figures("/bytes_written"));
-                read.iter().zip(&written).map(|(a, b)| a + b).collect()
-            }
-        }
-    }
+const TRIAD: Figure = kernel::<3>;
+const STEPS: Figure = kernel::<2>;
+
+fn bytes_moved(points: &Points, command: &str) -> Vec<f64> {
+    let figures = |path| points.figures(command, path).unwrap_or_default();
+    let (read, written) = (figures("/bytes_read"), figures("/bytes_written"));
+    read.iter().zip(&written).map(|(a, b)| a + b).collect()
 }
 
 /// Command that is held to a bound against the best of its rivals.
@@ -77,14 +69,12 @@ impl Trial {
     /// middle of its rivals, which take turns next to it. Rivals that are far behind are left out.
     fn commands(&self, points: &Points, repetition: usize) -> Vec<&String> {
         let (_, mut figures) = self.figures(points);
-        figures
-            .iter_mut()
-            .for_each(|figures| figures.truncate(repetition));
-        let contends = contenders(&figures);
-        let rivals = self.rivals.iter().zip(contends);
-        let mut commands: Vec<&String> = rivals
-            .filter_map(|(rival, contends)| contends.then_some(rival))
-            .collect();
+        for figures in &mut figures {
+            figures.truncate(repetition);
+        }
+        let rivals = self.rivals.iter().zip(contenders(&figures));
+        let rivals = rivals.filter_map(|(rival, contends)| contends.then_some(rival));
+        let mut commands: Vec<&String> = rivals.collect();
         let turn = repetition % commands.len();
         commands.rotate_left(turn);
         commands.insert(commands.len() / 2, &self.judged);
@@ -92,7 +82,7 @@ impl Trial {
     }
 
     fn figures(&self, points: &Points) -> (Vec<f64>, Vec<Vec<f64>>) {
-        let of = |command: &String| self.figure.of(points, command);
+        let of = |command: &String| (self.figure)(points, command);
         (of(&self.judged), self.rivals.iter().map(of).collect())
     }
 
@@ -162,11 +152,9 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
     // A codec that this build does not have cannot be held to anything.
     let adaptive = ADAPTIVE.parse::<farpage::Codec>().is_ok();
     codecs.extend(adaptive.then_some(ADAPTIVE));
-    let cells: Vec<(Contents, Rate)> = plan
-        .fields
-        .iter()
-        .flat_map(|&data| plan.rates.iter().map(move |&rate| (data, rate)))
-        .collect();
+    let fields = plan.fields.iter();
+    let cells = fields.flat_map(|&data| plan.rates.iter().map(move |&rate| (data, rate)));
+    let cells: Vec<(Contents, Rate)> = cells.collect();
     let trials = trials(&plan, &cells, adaptive);
 
     // 1. Measure.
@@ -175,24 +163,20 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
     measure(&sitting, &mut points, &trials, &plan)?;
 
     // 2. Compare.
-    let mut checks: Vec<Check> = trials
-        .iter()
-        .map(|trial| Check::new(trial.what.clone(), trial.bound, trial.ratio(&points)))
-        .collect();
-    let table: Vec<Point> = cells
-        .iter()
-        .map(|&(data, rate)| Point {
+    let check = |trial: &Trial| Check::new(trial.what.clone(), trial.bound, trial.ratio(&points));
+    let mut checks: Vec<Check> = trials.iter().map(check).collect();
+    let point = |&(data, rate): &(Contents, Rate)| {
+        let mb_per_s = |codec: &&str| {
+            let figures = STEPS(&points, &plan.steps(data, codec, rate));
+            (!figures.is_empty()).then(|| median(&figures))
+        };
+        Point {
             data: data.name(),
             link: rate.to_string(),
-            mb_per_s: codecs
-                .iter()
-                .map(|codec| {
-                    let figures = Figure::Steps.of(&points, &plan.steps(data, codec, rate));
-                    (!figures.is_empty()).then(|| median(&figures))
-                })
-                .collect(),
-        })
-        .collect();
+            mb_per_s: codecs.iter().map(mb_per_s).collect(),
+        }
+    };
+    let table: Vec<Point> = cells.iter().map(point).collect();
     checks.extend(means(&trials, &points));
     if adaptive {
         checks.extend(over_all(&points, &plan, &cells));
@@ -217,22 +201,18 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
                 [] => "none".to_owned(),
                 names => names.join("; "),
             };
-            say(format_args!("Missed: {}.", list(&missed)))?;
-            say(format_args!(
-                "Not decided within noise: {}.",
-                list(&undecided)
-            ))?;
+            let (missed, undecided) = (list(&missed), list(&undecided));
+            say(format_args!("Missed: {missed}."))?;
+            say(format_args!("Not decided within noise: {undecided}."))?;
         }
         Format::Json => say(
             json!({ "benchmark": "codecs", "codecs": codecs, "sweep": table, "checks": checks }),
         )?,
     }
+    let [missed, undecided, all] = [missed.len(), undecided.len(), checks.len()];
     ensure!(
-        missed.is_empty() || plan.smoke,
-        "{} of {} checks are missed, {} not decided",
-        missed.len(),
-        checks.len(),
-        undecided.len()
+        missed == 0 || plan.smoke,
+        "{missed} of {all} checks are missed, {undecided} not decided"
     );
     Ok(())
 }
@@ -249,7 +229,7 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
             let mean = (data == Contents::Random).then(|| what("all links".to_owned()));
             trials.push(Trial {
                 what: what(rate.to_string()),
-                figure: Figure::Triad,
+                figure: TRIAD,
                 judged: plan.stream(data, "lz4", rate),
                 rivals: vec![plan.stream(data, "raw", rate)],
                 bound: Bound::AtLeast(least),
@@ -258,13 +238,13 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
         }
     }
     for &(data, rate) in cells.iter().filter(|_| adaptive) {
-        let rivals = STATIC_CODECS
+        let fitting = STATIC_CODECS
             .iter()
             .filter(|codec| fits(codec, data.dtype()));
-        let rivals: Vec<String> = rivals.map(|codec| plan.steps(data, codec, rate)).collect();
+        let rivals = fitting.map(|codec| plan.steps(data, codec, rate)).collect();
         trials.push(Trial {
             what: format!("{}, {rate}: adaptive / best static", data.name()),
-            figure: Figure::Steps,
+            figure: STEPS,
             judged: plan.steps(data, ADAPTIVE, rate),
             rivals,
             bound: Bound::AtLeast(0.97),
@@ -276,7 +256,7 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
         let zfp = lossy(data)?;
         Some(Trial {
             what: format!("bytes moved, {}: {zfp} / LZ4", data.name()),
-            figure: Figure::BytesMoved,
+            figure: bytes_moved,
             judged: plan.traffic(data, &zfp, Rate(None)),
             rivals: vec![plan.traffic(data, "lz4", Rate(None))],
             bound: Bound::Below(1.0),
@@ -295,21 +275,15 @@ fn measure(sitting: &Sitting, points: &mut Points, trials: &[Trial], plan: &Plan
     let [least, most] = plan.repetitions.map(usize::from);
     let least = least.min(most);
     for repetition in 0..most {
-        let trials = trials
-            .iter()
-            .filter(|trial| repetition < least || !trial.is_decided(points));
-        let trials: Vec<&Trial> = trials.collect();
-        let progress = Progress::new(trials.len() as u64);
-        for trial in trials {
-            progress.phase(format!(
-                "repetition {} of {least} to {most}: {}",
-                repetition + 1,
-                trial.what
-            ));
+        let mut open: Vec<&Trial> = trials.iter().collect();
+        open.retain(|trial| repetition < least || !trial.is_decided(points));
+        let progress = Progress::new(open.len() as u64);
+        for trial in open {
+            let (number, what) = (repetition + 1, &trial.what);
+            progress.phase(format!("repetition {number} of {least} to {most}: {what}"));
             for command in trial.commands(points, repetition) {
                 points.measure(sitting, command, repetition as u16)?;
             }
-            progress.step(1);
         }
     }
     Ok(())
@@ -325,11 +299,8 @@ fn means(trials: &[Trial], points: &Points) -> Vec<Check> {
         let parts = trials.iter().filter(|t| t.mean.as_ref() == Some(name));
         let ratios: Vec<Ratio> = parts.clone().map(|trial| trial.ratio(points)).collect();
         let bound = parts.map(|trial| trial.bound).next()?;
-        Some(Check::new(
-            format!("{name}, geometric mean"),
-            bound,
-            Ratio::mean(&ratios),
-        ))
+        let what = format!("{name}, geometric mean");
+        Some(Check::new(what, bound, Ratio::mean(&ratios)))
     };
     names.into_iter().filter_map(check).collect()
 }
@@ -342,8 +313,8 @@ fn over_all(points: &Points, plan: &Plan, cells: &[(Contents, Rate)]) -> Vec<Che
             .iter()
             .filter(|(data, _)| fits(codec, data.dtype()))
             .map(|&(data, rate)| {
-                let [mut judged, rival] = [ADAPTIVE, codec]
-                    .map(|codec| Figure::Steps.of(points, &plan.steps(data, codec, rate)));
+                let [mut judged, rival] =
+                    [ADAPTIVE, codec].map(|codec| STEPS(points, &plan.steps(data, codec, rate)));
                 judged.truncate(rival.len());
                 Ratio::of(&against_best(&judged, &[rival]))
             })
@@ -355,36 +326,26 @@ fn over_all(points: &Points, plan: &Plan, cells: &[(Contents, Rate)]) -> Vec<Che
 }
 
 fn sweep_table(codecs: &[&str], table: &[Point]) -> comfy_table::Table {
-    let mut shown = report::table(["field", "link"]);
-    let unit = |codec: &&str| format!("{codec}, MB/s");
-    let header = ["field".to_owned(), "link".to_owned()]
-        .into_iter()
-        .chain(codecs.iter().map(unit));
-    shown.set_header(report::right(header));
-    for point in table {
+    let header = format!("field | link | {}, MB/s", codecs.join(", MB/s | "));
+    let rows = table.iter().map(|point| {
         let figures = point.mb_per_s.iter();
         let figures = figures.map(|x| x.map_or("-".to_owned(), |x| format!("{x:.0}")));
-        let names = [point.data.clone(), point.link.clone()];
-        shown.add_row(report::right(names.into_iter().chain(figures)));
-    }
-    shown
+        let figures: Vec<String> = figures.collect();
+        format!("{} | {} | {}", point.data, point.link, figures.join(" | "))
+    });
+    report::filled_table(&header, rows)
 }
 
 fn check_table(checks: &[Check]) -> comfy_table::Table {
-    let mut shown = report::table(["check", "target", "measured", "may be off by", "met"]);
-    for check in checks {
-        shown.add_row(report::right([
-            check.what.clone(),
-            check.target.clone(),
-            format!("{:.3}", check.ratio),
-            check.off.map_or("-".to_owned(), |off| format!("{off:.3}")),
-            match check.verdict {
-                Verdict::Met => "yes",
-                Verdict::Missed => "NO",
-                Verdict::Undecided => "not decided",
-            }
-            .to_owned(),
-        ]));
-    }
-    shown
+    let rows = checks.iter().map(|check| {
+        let met = match check.verdict {
+            Verdict::Met => "yes",
+            Verdict::Missed => "NO",
+            Verdict::Undecided => "not decided",
+        };
+        let off = check.off.map_or("-".to_owned(), |off| format!("{off:.3}"));
+        let (what, target, ratio) = (&check.what, &check.target, check.ratio);
+        format!("{what} | {target} | {ratio:.3} | {off} | {met}")
+    });
+    report::filled_table("check | target | measured | may be off by | met", rows)
 }

@@ -16,7 +16,7 @@ use serde_json::{Deserializer, Map, Value};
 
 use farpage_bench_kit::{
     out::say,
-    report::{self, median},
+    report::{self, median, spread},
 };
 
 /// Number of repetitions on both sides from which on their ranges say what noise is. Two sets of
@@ -83,10 +83,8 @@ fn groups(path: &Path) -> Result<Groups> {
         let text = fs::read_to_string(&file)
             .with_context(|| format!("cannot read results from {}", file.display()))?;
         let of_file = read(&text).with_context(|| {
-            format!(
-                "{} does not hold results of `farpage-bench --format json`",
-                file.display()
-            )
+            let file = file.display();
+            format!("{file} does not hold results of `farpage-bench --format json`")
         })?;
         add(&mut groups, of_file);
     }
@@ -102,19 +100,11 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
     let context = || format!("cannot list the directory {}", path.display());
     let mut files = Vec::new();
     for entry in fs::read_dir(path).with_context(context)? {
-        let file = entry.with_context(context)?.path();
-        if file
-            .extension()
-            .is_some_and(|extension| extension == "json")
-        {
-            files.push(file);
-        }
+        files.push(entry.with_context(context)?.path());
     }
-    ensure!(
-        !files.is_empty(),
-        "there is no .json file in {}",
-        path.display()
-    );
+    files.retain(|file| file.extension().is_some_and(|name| name == "json"));
+    let folder = path.display();
+    ensure!(!files.is_empty(), "there is no .json file in {folder}");
     files.sort();
     Ok(files)
 }
@@ -156,14 +146,10 @@ fn add(groups: &mut Groups, more: Groups) {
 pub(crate) fn grouped(reports: &[Value]) -> Result<Groups> {
     let mut groups = Groups::new();
     for report in reports {
-        ensure!(
-            report["benchmark"].is_string() && report["config"].is_object(),
-            "no `benchmark` and `config` in it"
-        );
-        ensure!(
-            report["verified"] == true,
-            "a result in it failed verification: its figures are worthless"
-        );
+        let named = report["benchmark"].is_string() && report["config"].is_object();
+        ensure!(named, "no `benchmark` and `config` in it");
+        let failed = "a result in it failed verification: its figures are worthless";
+        ensure!(report["verified"] == true, failed);
         let group = groups.entry(key(report)?).or_default();
         for (name, value) in flat(report) {
             group.entry(name).or_default().push(five_digits(value));
@@ -174,27 +160,21 @@ pub(crate) fn grouped(reports: &[Value]) -> Result<Groups> {
 
 /// Rounds to five digits, beyond which there is only noise. Counts stay as they are.
 fn five_digits(value: f64) -> f64 {
-    match value == value.trunc() {
-        true => value,
-        false => format!("{value:.4e}")
-            .parse()
-            .expect("a number that was just written"),
+    if value == value.trunc() {
+        return value;
     }
+    let digits = format!("{value:.4e}");
+    digits.parse().expect("a number that was just written")
 }
 
 /// Returns the command and the parameters of a result as text.
 fn key(report: &Value) -> Result<String> {
-    let mut key = report["benchmark"]
-        .as_str()
-        .context("a result without a name")?
-        .to_owned();
-    let config = report["config"]
-        .as_object()
-        .context("a result without parameters")?;
-    for (name, value) in config {
-        let mut value = value
-            .as_str()
-            .map_or_else(|| value.to_string(), str::to_owned);
+    let key = report["benchmark"].as_str();
+    let mut key = key.context("a result without a name")?.to_owned();
+    let config = report["config"].as_object();
+    for (name, value) in config.context("a result without parameters")? {
+        let text = value.as_str().map(str::to_owned);
+        let mut value = text.unwrap_or_else(|| value.to_string());
         if name == "server" {
             // Ports and process ids change from run to run.
             value.truncate(value.find("://").unwrap_or(value.len()));
@@ -207,17 +187,14 @@ fn key(report: &Value) -> Result<String> {
 /// Returns all numbers outside of the parameters, by names such as `triad.mb_per_s`.
 fn flat(report: &Value) -> Vec<(String, f64)> {
     fn visit(name: &str, value: &Value, figures: &mut Vec<(String, f64)>) {
-        let inner = |key: &str| match name {
-            "" => key.to_owned(),
-            _ => format!("{name}.{key}"),
-        };
         match value {
             Value::Number(number) => {
                 figures.extend(number.as_f64().map(|number| (name.to_owned(), number)));
             }
             Value::Object(object) => {
                 for (key, value) in object {
-                    visit(&inner(key), value, figures);
+                    let dot = if name.is_empty() { "" } else { "." };
+                    visit(&format!("{name}{dot}{key}"), value, figures);
                 }
             }
             Value::Array(array) => {
@@ -240,31 +217,21 @@ fn flat(report: &Value) -> Vec<(String, f64)> {
 }
 
 fn table(a: &Figures, b: &Figures) -> Table {
-    let mut table = report::table(["figure", "A", "B", "B / A", "changed"]);
-    for (name, a) in a {
-        let Some(b) = b.get(name) else { continue };
+    let rows = a.iter().filter_map(|(name, a)| {
+        let b = b.get(name)?;
         let (from, to) = (median(a), median(b));
         let ratio = if from == to { 1.0 } else { to / from };
-        table.add_row(report::right([
-            name.clone(),
-            digits(from),
-            digits(to),
-            format!("{ratio:.3}"),
-            verdict(name, a, b).to_owned(),
-        ]));
-    }
-    table
+        let (from, to, verdict) = (digits(from), digits(to), verdict(name, a, b));
+        Some(format!("{name} | {from} | {to} | {ratio:.3} | {verdict}"))
+    });
+    report::filled_table("figure | A | B | B / A | changed", rows)
 }
 
 /// Says how a figure changed from `a` to `b`; empty if the change is noise.
 fn verdict(name: &str, a: &[f64], b: &[f64]) -> &'static str {
     let (from, to) = (median(a), median(b));
     let changed = if a.len().min(b.len()) >= REPETITIONS_MIN {
-        let range = |x: &[f64]| {
-            x.iter()
-                .fold((f64::MAX, f64::MIN), |(l, h), &x| (l.min(x), h.max(x)))
-        };
-        let ((low_a, high_a), (low_b, high_b)) = (range(a), range(b));
+        let ([_, low_a, high_a], [_, low_b, high_b]) = (spread(a), spread(b));
         high_a < low_b || high_b < low_a
     } else {
         (to - from).abs() > NOISE_SHARE * from.abs()
@@ -291,9 +258,8 @@ fn digits(x: f64) -> String {
 }
 
 fn list<'a>(keys: impl Iterator<Item = &'a String>) -> String {
-    keys.map(|key| format!("  {key}"))
-        .collect::<Vec<_>>()
-        .join("\n")
+    let lines: Vec<String> = keys.map(|key| format!("  {key}")).collect();
+    lines.join("\n")
 }
 
 #[cfg(test)]
@@ -302,15 +268,9 @@ mod tests {
 
     #[test]
     fn ranges_that_overlap_are_noise() {
-        let name = "triad.mb_per_s";
-        assert_eq!(
-            verdict(name, &[100.0, 90.0, 110.0], &[109.0, 150.0, 160.0]),
-            ""
-        );
-        assert_eq!(
-            verdict(name, &[100.0, 90.0, 110.0], &[111.0, 112.0, 113.0]),
-            "better"
-        );
+        let of = |after: [f64; 3]| verdict("triad.mb_per_s", &[100.0, 90.0, 110.0], &after);
+        assert_eq!(of([109.0, 150.0, 160.0]), "");
+        assert_eq!(of([111.0, 112.0, 113.0]), "better");
     }
 
     #[test]

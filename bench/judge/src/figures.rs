@@ -27,7 +27,8 @@ pub struct FiguresOptions {
 /// Runs the subcommand `figures` and prints what it found.
 ///
 /// # Errors
-/// Something could not be measured or verified.
+/// Something could not be measured or verified, or Ctrl-C: results of benchmarks that have ended
+/// are kept.
 pub fn run(options: &FiguresOptions) -> Result<()> {
     let plan = Plan::new(&options.extent);
     let figures = draw::all(&plan);
@@ -40,35 +41,22 @@ pub fn run(options: &FiguresOptions) -> Result<()> {
     }
     let sitting = Sitting::new(plan.smoke)?;
     let mut points = Points::open(&options.extent.out, plan.smoke)?;
-    measure(&sitting, &mut points, commands, plan.repeat)?;
+    // All of them once, then all of them again, so that figures to be compared are measured side by
+    // side.
+    let progress = Progress::new(commands.len() as u64 * u64::from(plan.repeat));
+    for repetition in 0..plan.repeat {
+        for command in &commands {
+            progress.phase((*command).clone());
+            points.measure(&sitting, command, repetition)?;
+        }
+    }
+    drop(progress);
     for figure in &figures {
         let bars = (figure.draw)(&points)
             .with_context(|| format!("cannot draw the figure {}", figure.name))?;
         let stem = options.extent.out.join(figure.name);
         bars.write(&stem)?;
         say(format_args!("{}.png", stem.display()))?;
-    }
-    Ok(())
-}
-
-/// Runs the commands that have no result yet: all of them once, then all of them again, so that
-/// figures to be compared are measured side by side.
-///
-/// # Errors
-/// A benchmark fails, or Ctrl-C: results of benchmarks that have ended are kept.
-fn measure(
-    sitting: &Sitting,
-    points: &mut Points,
-    commands: Vec<&String>,
-    repeat: u16,
-) -> Result<()> {
-    let progress = Progress::new(commands.len() as u64 * u64::from(repeat));
-    for repetition in 0..repeat {
-        for command in &commands {
-            progress.phase((*command).clone());
-            points.measure(sitting, command, repetition)?;
-            progress.step(1);
-        }
     }
     Ok(())
 }

@@ -6,12 +6,12 @@
 // `println!` panics when the reader of standard output has gone: results go through `out::say`.
 #![deny(clippy::print_stdout)]
 
+mod bound;
 pub mod codecs;
 pub mod compare;
 pub mod figures;
 mod points;
 mod record;
-pub mod sweep;
 pub mod targets;
 pub mod versus_numpy;
 pub mod versus_swap;

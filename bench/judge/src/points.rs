@@ -56,19 +56,17 @@ impl Points {
         let whole = text.rfind('\n').map_or(0, |end| end + 1);
         let mut lines = text[..whole].lines();
         let here = Circumstances::now();
-        let circumstances = match lines.next() {
-            None => here,
-            Some(line) => serde_json::from_str::<Circumstances>(line)
+        let circumstances: Circumstances = match lines.next() {
+            None => here.clone(),
+            Some(line) => serde_json::from_str(line)
                 .with_context(|| format!("{shown} is not of this program: choose another --out"))?,
         };
         let mut reports = HashMap::new();
         for line in lines {
-            let line: Line = serde_json::from_str(line).with_context(|| {
-                format!("{shown} has a line that is no result: remove the file")
-            })?;
+            let line: Line = serde_json::from_str(line)
+                .with_context(|| format!("{shown} has a line that is no result: remove it"))?;
             reports.insert((line.command, line.repetition), line.report);
         }
-        let here = Circumstances::now();
         ensure!(
             circumstances.machine == here.machine && circumstances.kernel == here.kernel,
             "{shown} holds results of another machine ({}, Linux {}): choose another --out, or remove the file to measure afresh",
@@ -81,26 +79,21 @@ impl Points {
             .write(true)
             .open(&path)
             .with_context(|| format!("cannot write to {shown}"))?;
-        (|| {
+        let mut truncate = || {
             file.set_len(whole as u64)?;
             std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0))?;
-            if whole == 0 {
-                write_line(&mut file, &circumstances)?;
+            match whole {
+                0 => write_line(&mut file, &circumstances),
+                _ => Ok(()),
             }
-            Ok::<_, std::io::Error>(())
-        })()
-        .with_context(|| format!("cannot write to {shown}"))?;
+        };
+        truncate().with_context(|| format!("cannot write to {shown}"))?;
         Ok(Self {
             path,
             file,
             reports,
             circumstances,
         })
-    }
-
-    /// Returns the number of results.
-    fn len(&self) -> usize {
-        self.reports.len()
     }
 
     /// Measures a repetition of a command, unless an earlier run has done so.
@@ -118,7 +111,7 @@ impl Points {
             return Ok(());
         }
         let report = sitting.run(command).with_context(|| {
-            let kept = self.len();
+            let kept = self.reports.len();
             format!("{kept} results are kept; the same command goes on from there")
         })?;
         let line = Line {
@@ -138,10 +131,10 @@ impl Points {
     /// # Errors
     /// The figure was not measured.
     pub(crate) fn figures(&self, command: &str, path: &str) -> Result<Vec<f64>> {
-        let figures: Vec<f64> = (0..)
-            .map_while(|repetition| self.reports.get(&(command.to_owned(), repetition)))
-            .filter_map(|report| report.pointer(path)?.as_f64())
-            .collect();
+        let report = |repetition| self.reports.get(&(command.to_owned(), repetition));
+        let figures = (0..).map_while(report);
+        let figures = figures.filter_map(|report| report.pointer(path)?.as_f64());
+        let figures: Vec<f64> = figures.collect();
         if figures.is_empty() {
             bail!("`farpage-bench {command}` has no figure {path}");
         }
@@ -175,10 +168,8 @@ mod tests {
         points.figures("a", "/y").unwrap_err();
         drop(points);
         // The torn line is gone, so that the next one stands by itself.
-        assert_eq!(
-            fs::read_to_string(&path).unwrap(),
-            format!("{begin}{}\n", line("a"))
-        );
+        let kept = fs::read_to_string(&path).unwrap();
+        assert_eq!(kept, format!("{begin}{}\n", line("a")));
 
         let machine = Circumstances::now().machine;
         fs::write(&path, begin.replace(&machine, "another machine")).unwrap();
@@ -186,6 +177,6 @@ mod tests {
         let afresh = Points::open(&directory, true);
         fs::remove_dir_all(&directory).unwrap();
         assert!(refused.contains("another machine"), "{refused}");
-        assert_eq!(afresh.unwrap().len(), 0);
+        assert!(afresh.unwrap().reports.is_empty());
     }
 }

@@ -75,24 +75,19 @@ impl<F: Serialize> Record<F> {
         fs::create_dir_all(directory)
             .with_context(|| format!("cannot make the directory {}", directory.display()))?;
         // Colons are awkward in file names.
-        let Circumstances {
-            date,
-            machine,
-            kernel,
-            commit,
-        } = &self.circumstances;
-        let stem = format!("{}-targets", date.replace([':', 'Z'], ""));
-        let json = directory.join(&stem).with_extension("json");
-        let markdown = directory.join(&stem).with_extension("md");
+        let at = &self.circumstances;
+        let stem = format!("{}-targets", at.date.replace([':', 'Z'], ""));
         let mut table = table.clone();
         table.load_style(ASCII_MARKDOWN);
         let text = format!(
-            "# {date}\n\n{machine}, Linux {kernel}, commit {commit}. Repetitions: {}; medians, lowest and highest in parentheses.\n\n{table}\n",
-            self.config["repeat"]
+            "# {}\n\n{}, Linux {}, commit {}. Repetitions: {}; medians, lowest and highest in parentheses.\n\n{table}\n",
+            at.date, at.machine, at.kernel, at.commit, self.config["repeat"]
         );
-        for (path, text) in [(&json, self.compact()?), (&markdown, text)] {
-            fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
-            eprintln!("wrote {}", path.display());
+        for (extension, text) in [("json", self.compact()?), ("md", text)] {
+            let path = directory.join(&stem).with_extension(extension);
+            let shown = path.display();
+            fs::write(&path, text).with_context(|| format!("cannot write {shown}"))?;
+            eprintln!("wrote {shown}");
         }
         Ok(())
     }
@@ -115,15 +110,15 @@ fn machine() -> String {
 
 /// Returns the commit of the working directory, which is the repository where records are made.
 fn commit() -> String {
-    Command::new("git")
+    let described = Command::new("git")
         .args(["describe", "--always", "--dirty", "--abbrev=12"])
-        .output()
-        .ok()
-        .filter(|output| output.status.success())
-        .map_or_else(
-            || UNKNOWN.to_owned(),
-            |output| String::from_utf8_lossy(&output.stdout).trim().to_owned(),
-        )
+        .output();
+    match described {
+        Ok(output) if output.status.success() => {
+            String::from_utf8_lossy(&output.stdout).trim().to_owned()
+        }
+        _ => UNKNOWN.to_owned(),
+    }
 }
 
 #[cfg(test)]
@@ -133,17 +128,12 @@ mod tests {
     #[test]
     fn what_is_kept_has_the_figures_of_all_repetitions_and_no_results() {
         let result = |us: f64| json!({"benchmark": "random", "verified": true, "config": {"threads": 1}, "us_per_read": us});
-        let record = Record::new(
-            json!({"repeat": 2}),
-            vec![json!({"what": "x"})],
-            vec![result(12.345678), result(123_456.0)],
-        );
+        let results = vec![result(12.345678), result(123_456.0)];
+        let record = Record::new(json!({"repeat": 2}), vec![json!({"what": "x"})], results);
         let kept: Value = serde_json::from_str(&record.compact().unwrap()).unwrap();
         assert_eq!(kept["targets"], json!([{"what": "x"}]));
         assert_eq!(kept.get("reports"), None);
-        assert_eq!(
-            kept[GROUPS],
-            json!({"random threads=1": {"us_per_read": [12.346, 123_456.0]}})
-        );
+        let figures = json!({"random threads=1": {"us_per_read": [12.346, 123_456.0]}});
+        assert_eq!(kept[GROUPS], figures);
     }
 }

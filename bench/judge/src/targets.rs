@@ -10,19 +10,19 @@ use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 
-use crate::record;
+use crate::{bound::Bound, record};
 use farpage_bench_kit::{
     options::{Format, Printing},
     out::say,
     progress::Progress,
-    report::{self, median},
+    report::{self, median, ranged_if_several, yes},
     sitting::Sitting,
 };
 
 /// Target and how to measure its figures.
 pub(crate) struct Row {
     what: String,
-    target: Target,
+    target: Bound,
     unit: &'static str,
     measure: Measure,
 }
@@ -43,28 +43,6 @@ impl From<[f64; 2]> for Measured {
             figure,
             against,
             floor: None,
-        }
-    }
-}
-
-#[derive(Clone, Copy)]
-enum Target {
-    AtMost(f64),
-    AtLeast(f64),
-}
-
-impl Target {
-    fn is_met(self, ratio: f64) -> bool {
-        match self {
-            Self::AtMost(most) => ratio <= most,
-            Self::AtLeast(least) => ratio >= least,
-        }
-    }
-
-    fn text(self) -> String {
-        match self {
-            Self::AtMost(most) => format!("at most {most}"),
-            Self::AtLeast(least) => format!("at least {least}"),
         }
     }
 }
@@ -114,15 +92,10 @@ pub struct TargetsOptions {
 /// # Errors
 /// Something could not be measured or verified.
 pub fn run(options: &TargetsOptions) -> Result<()> {
-    let rows: Vec<Row> = rows::all(options.smoke)
-        .into_iter()
-        .filter(|row| row.what.contains(&options.only))
-        .collect();
-    ensure!(
-        !rows.is_empty(),
-        "no target's name contains `{}`",
-        options.only
-    );
+    let mut rows: Vec<Row> = rows::all(options.smoke);
+    rows.retain(|row| row.what.contains(&options.only));
+    let only = &options.only;
+    ensure!(!rows.is_empty(), "no target's name contains `{only}`");
     let repeat = match options.quick || options.smoke {
         true => 1,
         false => options.repeat,
@@ -135,22 +108,16 @@ pub fn run(options: &TargetsOptions) -> Result<()> {
         for (row, measured) in rows.iter().zip(&mut measured) {
             progress.phase(row.what.clone());
             measured.push((row.measure)(&mut sitting)?);
-            progress.step(1);
         }
     }
     drop(progress);
 
-    let findings: Vec<Finding> = rows
-        .iter()
-        .zip(&measured)
-        .map(|(row, values)| Finding::new(row, values))
-        .collect();
+    let findings = rows.iter().zip(&measured);
+    let findings = findings.map(|(row, values)| Finding::new(row, values));
+    let findings: Vec<Finding> = findings.collect();
     let table = table(&findings);
-    let record = record::Record::new(
-        serde_json::json!({ "repeat": repeat, "smoke": options.smoke }),
-        findings,
-        sitting.into_reports(),
-    );
+    let config = serde_json::json!({ "repeat": repeat, "smoke": options.smoke });
+    let record = record::Record::new(config, findings, sitting.into_reports());
     if let Some(directory) = &options.record {
         record.write(directory, &table)?;
     }
@@ -182,34 +149,22 @@ impl Finding {
     }
 }
 
-/// Makes the table: what, target, measured, against, ratio, floor, met.
 fn table(findings: &[Finding]) -> comfy_table::Table {
-    let mut table = report::table([
-        "what", "target", "measured", "against", "ratio", "floor", "met",
-    ]);
-    for finding in findings {
+    let rows = findings.iter().map(|finding| {
         let figure = |x: f64| match x {
             x if x < 100.0 => format!("{x:.2} {}", finding.unit),
             _ => format!("{x:.0} {}", finding.unit),
         };
+        let [measured, against] = [finding.measured, finding.against].map(figure);
         let digits = if finding.ratio < 0.1 { 5 } else { 3 };
-        let mut ratio = format!("{:.digits$}", finding.ratio);
-        if finding.ratios.len() > 1 {
-            let low = finding.ratios.iter().copied().fold(f64::MAX, f64::min);
-            let high = finding.ratios.iter().copied().fold(f64::MIN, f64::max);
-            ratio += &format!(" ({low:.digits$} to {high:.digits$})");
-        }
-        table.add_row(report::right([
-            finding.what.clone(),
-            finding.target.clone(),
-            figure(finding.measured),
-            figure(finding.against),
-            ratio,
-            (finding.floor).map_or_else(String::new, |floor| format!("{floor:.3}")),
-            if finding.met { "yes" } else { "NO" }.to_owned(),
-        ]));
-    }
-    table
+        let ratio = ranged_if_several(&finding.ratios, digits);
+        let floor = finding.floor.map(|floor| format!("{floor:.3}"));
+        let (floor, met) = (floor.unwrap_or_default(), yes(finding.met));
+        let (what, target) = (&finding.what, &finding.target);
+        format!("{what} | {target} | {measured} | {against} | {ratio} | {floor} | {met}")
+    });
+    let header = "what | target | measured | against | ratio | floor | met";
+    report::filled_table(header, rows)
 }
 
 #[cfg(test)]
@@ -220,14 +175,12 @@ mod tests {
     fn the_median_of_the_ratios_decides() {
         let row = Row {
             what: "x".into(),
-            target: Target::AtMost(1.5),
+            target: Bound::AtMost(1.5),
             unit: "us",
             measure: Box::new(|_| unreachable!("the figures are given below")),
         };
-        let finding = Finding::new(
-            &row,
-            &[[10.0, 1.0], [14.0, 10.0], [12.0, 10.0]].map(Measured::from),
-        );
+        let values = [[10.0, 1.0], [14.0, 10.0], [12.0, 10.0]].map(Measured::from);
+        let finding = Finding::new(&row, &values);
         assert_eq!((finding.ratio, finding.floor), (1.4, None));
         assert!(finding.met);
         assert!(!Finding::new(&row, &[[16.0, 10.0].into()]).met);

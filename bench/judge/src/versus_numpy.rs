@@ -116,10 +116,8 @@ struct Row {
 /// Something could not be set up or measured, or two runs came to different results.
 pub fn run(options: &VersusNumpyOptions) -> Result<()> {
     let report = measure(options)?;
-    let (format, verified) = (options.printing.format, report.verified);
-    report::conclude(&report, verified, format, |report| {
-        report.human(options.repeat)
-    })
+    let (format, repeat) = (options.printing.format, options.repeat);
+    report::conclude(&report, report.verified, format, |it| it.human(repeat))
 }
 
 fn measure(options: &VersusNumpyOptions) -> Result<Report> {
@@ -179,7 +177,6 @@ fn measure(options: &VersusNumpyOptions) -> Result<Report> {
         for kind in Kind::ALL {
             progress.phase(kind.name());
             round.insert(kind, one(kind)?);
-            progress.step(1);
         }
         rounds.push(round);
     }
@@ -243,16 +240,15 @@ impl Report {
     }
 
     fn human(&self, repeat: u16) -> String {
-        let kinds = Kind::ALL.map(|kind| format!("{}, s", kind.name()));
-        let [local, farpage, memmap, swap] = &kinds;
-        let heads = ["", local, farpage, memmap, swap, "over memmap", "over swap"];
-        let mut table = report::table(heads);
-        for row in &self.rows {
+        let kinds = Kind::ALL.map(Kind::name).join(", s | ");
+        let rows = self.rows.iter().map(|row| {
             let seconds = Kind::ALL.map(|kind| format!("{:.3}", row.seconds[&kind]));
-            let ratios = [row.over_memmap, row.over_swap].map(|ratio| format!("{ratio:.2}"));
-            let cells = [&[row.step.clone()][..], &seconds, &ratios].concat();
-            table.add_row(report::right(cells));
-        }
+            let (step, seconds) = (&row.step, seconds.join(" | "));
+            let (memmap, swap) = (row.over_memmap, row.over_swap);
+            format!("{step} | {seconds} | {memmap:.2} | {swap:.2}")
+        });
+        let header = format!(" | {kinds}, s | over memmap | over swap");
+        let table = report::filled_table(&header, rows);
         format!(
             "{table}\nAn array of {}, {} of local memory; medians of {repeat} repetitions. The last columns \
              say how many times as fast farpage is.",

@@ -24,117 +24,91 @@ use farpage_bench_limits::swap::Swap;
 /// none of it: its budget is for pages alone.
 const PROGRAM_BYTES: u64 = 16 << 20;
 
-/// Figure of both sides.
+/// Commands that run on both sides, and their figures.
+struct Trial {
+    name: String,
+    command: String,
+    /// Options of farpage's side.
+    paged: String,
+    figures: Vec<Figure>,
+}
+
+/// Figure of both sides in all repetitions.
 struct Figure {
-    what: &'static str,
+    what: String,
     /// Path of the figure in a report.
-    path: &'static str,
+    path: String,
     more_is_better: bool,
     /// Least speed that farpage is to reach, as a multiple of swap's.
     target: f64,
-    /// Commands that print the figure.
-    from: Commands,
+    swapped: Vec<f64>,
+    paged: Vec<f64>,
+    ratios: Vec<f64>,
 }
 
-/// Commands that run on both sides.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Commands {
-    Stream,
-    /// Random accesses by one thread, or by as many as compute by default (`RandomByAll`).
-    RandomAlone,
-    RandomByAll,
-    /// Random accesses with faults served by the threads that raise them, as swap's are.
-    InThreadAlone,
-    InThreadByAll,
-}
-
-impl Commands {
-    /// All commands; those with default options come first.
-    const ALL: [Self; 5] = [
-        Self::Stream,
-        Self::RandomAlone,
-        Self::RandomByAll,
-        Self::InThreadAlone,
-        Self::InThreadByAll,
-    ];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Stream => "stream",
-            Self::RandomAlone => "random, one thread",
-            Self::RandomByAll => "random, all threads",
-            Self::InThreadAlone => "random, one thread, in-thread faults",
-            Self::InThreadByAll => "random, all threads, in-thread faults",
+impl Figure {
+    fn new(what: String, path: String, target: f64) -> Self {
+        Self {
+            more_is_better: path.ends_with("mb_per_s"),
+            what,
+            path,
+            target,
+            swapped: Vec::new(),
+            paged: Vec::new(),
+            ratios: Vec::new(),
         }
     }
+
+    fn take(&mut self, swapped: &Value, paged: &Value) -> Result<()> {
+        let value = |report: &Value| {
+            let value = report.pointer(&self.path).and_then(Value::as_f64);
+            value.with_context(|| format!("a report has no figure for {}", self.what))
+        };
+        let (swapped, paged) = (value(swapped)?, value(paged)?);
+        self.swapped.push(swapped);
+        self.paged.push(paged);
+        self.ratios.push(match self.more_is_better {
+            true => paged / swapped,
+            false => swapped / paged,
+        });
+        Ok(())
+    }
 }
 
-const FIGURES: [Figure; 9] = [
-    Figure {
-        what: "STREAM triad, MB/s",
-        path: "/kernels/3/mb_per_s",
-        more_is_better: true,
-        target: 6.0,
-        from: Commands::Stream,
-    },
-    random(
-        "random read, one thread, us",
-        "/us_per_read",
-        0.8,
-        Commands::RandomAlone,
-    ),
-    random(
-        "random update, one thread, us",
-        "/us_per_update",
-        0.8,
-        Commands::RandomAlone,
-    ),
-    random(
-        "random read, all threads, us",
-        "/us_per_read",
-        1.0,
-        Commands::RandomByAll,
-    ),
-    random(
-        "random update, all threads, us",
-        "/us_per_update",
-        1.0,
-        Commands::RandomByAll,
-    ),
-    random(
-        "random read, one thread, in-thread faults, us",
-        "/us_per_read",
-        1.3,
-        Commands::InThreadAlone,
-    ),
-    random(
-        "random update, one thread, in-thread faults, us",
-        "/us_per_update",
-        1.3,
-        Commands::InThreadAlone,
-    ),
-    random(
-        "random read, all threads, in-thread faults, us",
-        "/us_per_read",
-        1.3,
-        Commands::InThreadByAll,
-    ),
-    random(
-        "random update, all threads, in-thread faults, us",
-        "/us_per_update",
-        1.3,
-        Commands::InThreadByAll,
-    ),
-];
-
-const fn random(what: &'static str, path: &'static str, target: f64, from: Commands) -> Figure {
-    Figure {
-        what,
-        path,
-        more_is_better: false,
-        target,
-        from,
+/// Returns all commands; those with default options come first.
+fn trials(options: &VersusSwapOptions, common: &str) -> Vec<Trial> {
+    let triad = "/kernels/3/mb_per_s".to_owned();
+    let mut trials = vec![Trial {
+        name: "stream".to_owned(),
+        command: format!("stream --iterations 3 {common}"),
+        paged: format!("--page-size {}B", options.page_size.as_u64()),
+        figures: vec![Figure::new("STREAM triad, MB/s".to_owned(), triad, 6.0)],
+    }];
+    // With in-thread faults, the threads that raise faults serve them, as swap's do.
+    let in_thread = " --fault-mode in-thread";
+    for (by, threads, mode, target) in [
+        ("one thread", " --threads 1", "", 0.8),
+        ("all threads", "", "", 1.0),
+        (
+            "one thread, in-thread faults",
+            " --threads 1",
+            in_thread,
+            1.3,
+        ),
+        ("all threads, in-thread faults", "", in_thread, 1.3),
+    ] {
+        let figure = |verb| {
+            let what = format!("random {verb}, {by}, us");
+            Figure::new(what, format!("/us_per_{verb}"), target)
+        };
+        trials.push(Trial {
+            name: format!("random, {by}"),
+            command: format!("random --accesses 100000 {common}{threads}"),
+            paged: format!("--page-size 4KiB{mode}"),
+            figures: ["read", "update"].map(figure).into(),
+        });
     }
+    trials
 }
 
 /// Options of `versus-swap`.
@@ -174,81 +148,52 @@ pub fn run(options: &VersusSwapOptions) -> Result<()> {
     let budget_bytes = options.budget.bytes(size_bytes);
     let data = options.data.name();
     let common = format!("--size {size_bytes}B --data {data}");
-    let stream = format!("stream --iterations 3 {common}");
-    let random = format!("random --accesses 100000 {common}");
     let (fabric, codec) = (options.fabric, options.codec);
     let paged = format!("--fabric {fabric} --codec {codec} --budget {budget_bytes}B");
-    let page_size = format!("--page-size {}B", options.page_size.as_u64());
+    let mut trials = trials(options, &common);
 
     // Signals end a benchmark and not this process from here on, so that `swap` is always dropped.
-    let mut sitting = Sitting::new(false)?;
+    let sitting = Sitting::new(false)?;
     let swap = Swap::set_up(budget_bytes + PROGRAM_BYTES, 2 * size_bytes)?;
-    let progress = Progress::new(2 * Commands::ALL.len() as u64 * u64::from(options.repeat));
+    let progress = Progress::new(2 * trials.len() as u64 * u64::from(options.repeat));
     let mut reports = Vec::new();
-    let mut ratios = [const { Vec::new() }; FIGURES.len()];
-    let mut values = [const { (Vec::new(), Vec::new()) }; FIGURES.len()];
     for _ in 0..options.repeat {
-        sitting.next_repetition();
-        let mut take = |phase: &'static str, report: Result<Value>| -> Result<Value> {
-            let report = report.with_context(|| format!("cannot measure {phase}"))?;
-            reports.push(report.clone());
-            progress.step(1);
-            Ok(report)
-        };
-        let mut both = |name: &'static str, command: &str, more: &str| -> Result<_> {
-            progress.phase(format!("{name}, swap"));
+        for trial in &mut trials {
+            let (name, command) = (&trial.name, &trial.command);
+            let mut take = |side: &str, run: &dyn Fn() -> Result<Value>| -> Result<Value> {
+                progress.phase(format!("{name}, {side}"));
+                let report = run().with_context(|| format!("cannot measure {name}, {side}"))?;
+                reports.push(report.clone());
+                Ok(report)
+            };
             // More than fits is the point here: the rest is swapped.
-            let swapped = format!("{command} --plain --force");
-            let swapped = take(name, sitting.run_as(swap.command()?, &swapped))?;
-            progress.phase(format!("{name}, farpage"));
-            let paged = format!("{command} {paged} {more}");
-            Ok((swapped, take(name, sitting.run(&paged))?))
-        };
-        let small = "--page-size 4KiB";
-        let in_thread = "--page-size 4KiB --fault-mode in-thread";
-        let alone = format!("{random} --threads 1");
-        for commands in Commands::ALL {
-            let name = commands.name();
-            let (swapped, paged) = match commands {
-                Commands::Stream => both(name, &stream, &page_size),
-                Commands::RandomAlone => both(name, &alone, small),
-                Commands::RandomByAll => both(name, &random, small),
-                Commands::InThreadAlone => both(name, &alone, in_thread),
-                Commands::InThreadByAll => both(name, &random, in_thread),
-            }?;
-            let figures = FIGURES.iter().enumerate();
-            for (at, figure) in figures.filter(|(_, figure)| figure.from == commands) {
-                let value = |report: &Value| {
-                    let value = report.pointer(figure.path).and_then(Value::as_f64);
-                    value.with_context(|| format!("a report has no figure for {}", figure.what))
-                };
-                let (swapped, paged) = (value(&swapped)?, value(&paged)?);
-                values[at].0.push(swapped);
-                values[at].1.push(paged);
-                ratios[at].push(match figure.more_is_better {
-                    true => paged / swapped,
-                    false => swapped / paged,
-                });
+            let plain = format!("{command} --plain --force");
+            let swapped = take("swap", &|| sitting.run_as(swap.command()?, &plain))?;
+            let paged = format!("{command} {paged} {}", trial.paged);
+            let paged = take("farpage", &|| sitting.run(&paged))?;
+            for figure in &mut trial.figures {
+                figure.take(&swapped, &paged)?;
             }
         }
     }
     drop(progress);
     drop(swap);
 
-    let mut table = report::table(["what", "swap", "farpage", "times as fast", "target", "met"]);
+    let mut table = report::table("what | swap | farpage | times as fast | target | met");
     let mut findings = Vec::new();
-    for ((figure, ratios), (swapped, paged)) in FIGURES.iter().zip(&ratios).zip(&values) {
-        let Figure { what, target, .. } = figure;
-        let (ratio, swapped, paged) = (median(ratios), median(swapped), median(paged));
+    for figure in trials.iter().flat_map(|trial| &trial.figures) {
+        let Figure {
+            what,
+            target,
+            ratios,
+            ..
+        } = figure;
+        let [ratio, swapped, paged] =
+            [ratios, &figure.swapped, &figure.paged].map(|values| median(values));
         let met = ratio >= *target;
-        table.add_row(report::right([
-            (*what).to_owned(),
-            format!("{swapped:.1}"),
-            format!("{paged:.1}"),
-            format!("{ratio:.2}"),
-            format!("{target}"),
-            if met { "yes" } else { "NO" }.to_owned(),
-        ]));
+        let figures = format!("{swapped:.1} | {paged:.1} | {ratio:.2} | {target}");
+        let word = report::yes(met);
+        report::line(&mut table, format!("{what} | {figures} | {word}"));
         findings.push(json!({ "what": what, "swap": swapped, "farpage": paged, "ratio": ratio, "ratios": ratios, "target": target, "met": met }));
     }
     match options.printing.format {

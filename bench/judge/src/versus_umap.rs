@@ -7,7 +7,7 @@
 
 use std::{
     collections::BTreeMap,
-    env, fmt,
+    env,
     path::{Path, PathBuf},
     process::Command,
 };
@@ -19,10 +19,10 @@ use serde::Serialize;
 use tempfile::TempDir;
 
 use farpage_bench_kit::{
-    options::{Format, Printing, page_size, some_bytes},
+    options::{Format, Printing, name_of, page_size, some_bytes},
     out::say,
     progress::Progress,
-    report::{self, median},
+    report::{self, median, ranged_if_several, yes},
     sitting::Sitting,
 };
 
@@ -100,15 +100,6 @@ enum Store {
     Own,
 }
 
-impl fmt::Display for Store {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::File => "file",
-            Self::Own => "own",
-        })
-    }
-}
-
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Part {
     /// Single faults while there is room
@@ -121,18 +112,6 @@ enum Part {
     Stream,
     /// Unmapping resident pages, none or all of them changed
     Unmap,
-}
-
-impl fmt::Display for Part {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Fault => "fault",
-            Self::Random => "random",
-            Self::Sequential => "sequential",
-            Self::Stream => "stream",
-            Self::Unmap => "unmap",
-        })
-    }
 }
 
 impl VersusUmapOptions {
@@ -174,83 +153,42 @@ impl VersusUmapOptions {
 /// Figures that the driver prints, by name and threads.
 type Figures = BTreeMap<(String, u16), f64>;
 
-/// Figure of the driver.
-#[derive(Clone, Copy)]
-struct Kind {
-    name: &'static str,
-    what: &'static str,
-    more_is_better: bool,
-    /// Name of the writable region's figure, for that of a read-only region.
-    writable: Option<&'static str>,
-}
-
-const fn time(name: &'static str, what: &'static str) -> Kind {
-    Kind {
-        name,
-        what,
-        more_is_better: false,
-        writable: None,
-    }
-}
-
-const fn rate(name: &'static str, what: &'static str) -> Kind {
-    Kind {
-        more_is_better: true,
-        ..time(name, what)
-    }
-}
-
-const fn read_only(kind: Kind, writable: &'static str) -> Kind {
-    Kind {
-        writable: Some(writable),
-        ..kind
-    }
-}
-
-/// Figures of the driver in the order of the table.
-const KINDS: [Kind; 20] = [
-    time("fault-p50-us", "single fault, p50, us"),
-    time("fault-p99-us", "single fault, p99, us"),
-    time("random-read-us", "random read, us"),
-    time("random-read-p99-us", "random read, p99, us"),
-    time(
-        "random-read-system-us",
-        "system CPU time of a random read, us",
-    ),
-    time(
-        "random-read-store-reads",
-        "reads of the store per random read",
-    ),
-    time("random-update-us", "random update, us"),
-    time("hot-cold-us", "90/10 hot-cold read, us"),
-    time("hot-cold-p99-us", "90/10 hot-cold read, p99, us"),
-    time(
-        "hot-cold-system-us",
-        "system CPU time of a hot-cold read, us",
-    ),
-    time(
-        "hot-cold-store-reads",
-        "reads of the store per hot-cold read",
-    ),
-    read_only(
-        time("read-only-random-us", "random read, read-only region, us"),
-        "random-read-us",
-    ),
-    rate("sequential-mb-per-s", "sequential read, MB/s"),
-    read_only(
-        rate(
-            "read-only-sequential-mb-per-s",
-            "sequential read, read-only region, MB/s",
-        ),
-        "sequential-mb-per-s",
-    ),
-    rate("stream-copy-mb-per-s", "STREAM copy, MB/s"),
-    rate("stream-scale-mb-per-s", "STREAM scale, MB/s"),
-    rate("stream-add-mb-per-s", "STREAM add, MB/s"),
-    rate("stream-triad-mb-per-s", "STREAM triad, MB/s"),
-    time("unmap-clean-ms", "unmapping clean pages, ms"),
-    time("unmap-changed-ms", "unmapping changed pages, ms"),
+/// Figures of the driver in the order of the table: `name: name for people`.
+const KINDS: [&str; 20] = [
+    "fault-p50-us: single fault, p50, us",
+    "fault-p99-us: single fault, p99, us",
+    "random-read-us: random read, us",
+    "random-read-p99-us: random read, p99, us",
+    "random-read-system-us: system CPU time of a random read, us",
+    "random-read-store-reads: reads of the store per random read",
+    "random-update-us: random update, us",
+    "hot-cold-us: 90/10 hot-cold read, us",
+    "hot-cold-p99-us: 90/10 hot-cold read, p99, us",
+    "hot-cold-system-us: system CPU time of a hot-cold read, us",
+    "hot-cold-store-reads: reads of the store per hot-cold read",
+    "read-only-random-us: random read, read-only region, us",
+    "sequential-mb-per-s: sequential read, MB/s",
+    "read-only-sequential-mb-per-s: sequential read, read-only region, MB/s",
+    "stream-copy-mb-per-s: STREAM copy, MB/s",
+    "stream-scale-mb-per-s: STREAM scale, MB/s",
+    "stream-add-mb-per-s: STREAM add, MB/s",
+    "stream-triad-mb-per-s: STREAM triad, MB/s",
+    "unmap-clean-ms: unmapping clean pages, ms",
+    "unmap-changed-ms: unmapping changed pages, ms",
 ];
+
+fn kinds() -> impl Iterator<Item = (&'static str, &'static str)> {
+    KINDS.iter().filter_map(|kind| kind.split_once(": "))
+}
+
+/// Returns the name of the writable region's figure, for that of a read-only region.
+fn writable(name: &str) -> Option<&'static str> {
+    match name {
+        "read-only-random-us" => Some("random-read-us"),
+        "read-only-sequential-mb-per-s" => Some("sequential-mb-per-s"),
+        _ => None,
+    }
+}
 
 /// Returns the least speed of farpage as a multiple of Umap's, where there is a target.
 fn target(name: &str, page_bytes: u64, threads: u16) -> Option<f64> {
@@ -315,18 +253,13 @@ pub fn run(options: &VersusUmapOptions) -> Result<()> {
         options.buffer_bytes() >= pages_min * options.largest_page_bytes(),
         "--buffer has to hold {pages_min} of the largest pages: LLNL's Umap crashes with few"
     );
-    ensure!(
-        options.size_bytes() >= options.buffer_bytes(),
-        "--size has to be no less than --buffer"
-    );
+    let is_larger = options.size_bytes() >= options.buffer_bytes();
+    ensure!(is_larger, "--size has to be no less than --buffer");
     let mut sitting = Sitting::new(options.smoke)?;
     let folder = TempDir::new().context("cannot make a temporary directory")?;
-    let progress = Progress::new(
-        options.page_sizes.len() as u64
-            * options.stores.len() as u64
-            * u64::from(options.repeat())
-            * (1 + u64::from(options.umap.is_some())),
-    );
+    let runs = options.page_sizes.len() * options.stores.len() * usize::from(options.repeat());
+    let sides = 1 + usize::from(options.umap.is_some());
+    let progress = Progress::new(1 + (runs * sides) as u64);
     progress.phase("building");
     // Umap's driver comes first, since farpage's library takes longer to come by.
     let theirs = (options.umap.as_deref())
@@ -338,26 +271,24 @@ pub fn run(options: &VersusUmapOptions) -> Result<()> {
     };
     let ours = build(&sitting, &farpage, &folder.path().join("with-farpage"))?;
 
-    let mut all: Vec<Measured> = (options.page_sizes.iter())
-        .flat_map(|page_size| {
-            options.stores.iter().map(|store| Measured {
-                store: *store,
-                page_bytes: page_size.as_u64(),
-                umap: Vec::new(),
-                farpage: Vec::new(),
-            })
-        })
-        .collect();
+    let mut all: Vec<Measured> = Vec::new();
+    for page_size in &options.page_sizes {
+        all.extend(options.stores.iter().map(|store| Measured {
+            store: *store,
+            page_bytes: page_size.as_u64(),
+            umap: Vec::new(),
+            farpage: Vec::new(),
+        }));
+    }
     for _ in 0..options.repeat() {
         sitting.next_repetition();
         for measured in &mut all {
             let take = |who: &str, program: &Path| -> Result<Figures> {
                 let page_size = ByteSize::b(measured.page_bytes);
-                progress.phase(format!("{who}, {page_size} pages, {}", measured.store));
-                let figures = drive(&sitting, options, program, measured)
-                    .with_context(|| format!("cannot measure {who} ({})", program.display()))?;
-                progress.step(1);
-                Ok(figures)
+                let store = name_of(&measured.store);
+                progress.phase(format!("{who}, {page_size} pages, {store}"));
+                drive(&sitting, options, program, measured)
+                    .with_context(|| format!("cannot measure {who} ({})", program.display()))
             };
             let of_umap = (theirs.as_deref())
                 .map(|theirs| take("Umap", theirs))
@@ -383,18 +314,16 @@ pub fn run(options: &VersusUmapOptions) -> Result<()> {
             "findings": findings,
         })),
         Format::Human => {
-            let mut text = format!(
-                "{}\n{} MiB of data, {} MiB of local memory; medians of {} repetitions; every word was verified.",
+            let (size, buffer) = (options.size_bytes() >> 20, options.buffer_bytes() >> 20);
+            say(format_args!(
+                "{}\n{size} MiB of data, {buffer} MiB of local memory; medians of {} repetitions; every word was verified.",
                 table(&findings),
-                options.size_bytes() >> 20,
-                options.buffer_bytes() >> 20,
                 options.repeat()
-            );
-            if options.umap.is_none() {
-                text += "\n\n";
-                text += HOW_TO_BUILD_UMAP;
+            ))?;
+            match options.umap {
+                Some(_) => Ok(()),
+                None => say(format_args!("\n{HOW_TO_BUILD_UMAP}")),
             }
-            say(text)
         }
     }
 }
@@ -441,25 +370,20 @@ fn install(sitting: &Sitting, folder: &Path) -> Result<PathBuf> {
 /// Builds the driver against the Umap or farpage at `prefix`.
 fn build(sitting: &Sitting, prefix: &Path, program: &Path) -> Result<PathBuf> {
     let header = prefix.join("include/umap/umap.h");
+    let (at, lacking) = (prefix.display(), header.display());
+    let is_there = header.is_file();
     ensure!(
-        header.is_file(),
-        "no Umap is installed at {}: it has no {}",
-        prefix.display(),
-        header.display()
+        is_there,
+        "no Umap is installed at {at}: it has no {lacking}"
     );
-    let Some(lib) = ["lib", "lib64"]
-        .map(|lib| prefix.join(lib))
-        .into_iter()
-        .find(|lib| lib.join("libumap.so").is_file())
-    else {
-        bail!(
-            "no Umap is installed at {}: neither lib/ nor lib64/ there has a libumap.so",
-            prefix.display()
-        );
-    };
-    let lib = lib
-        .canonicalize()
-        .with_context(|| format!("cannot find {}", lib.display()))?;
+    let libs = ["lib", "lib64"].map(|lib| prefix.join(lib));
+    let mut libs = libs.iter().filter(|lib| lib.join("libumap.so").is_file());
+    let lib = libs.next().with_context(|| {
+        let prefix = prefix.display();
+        format!("no Umap is installed at {prefix}: neither lib/ nor lib64/ there has a libumap.so")
+    })?;
+    let lib = lib.canonicalize();
+    let lib = lib.with_context(|| format!("cannot find libumap.so at {}", prefix.display()))?;
     let source = program.with_extension("cpp");
     std::fs::write(&source, DRIVER)
         .with_context(|| format!("cannot write {}", source.display()))?;
@@ -487,37 +411,28 @@ fn drive(
     program: &Path,
     measured: &Measured,
 ) -> Result<Figures> {
-    let Measured {
-        store, page_bytes, ..
-    } = measured;
+    let (store, page_bytes) = (&measured.store, measured.page_bytes);
     let mut threads = options.threads.clone();
     threads.sort_unstable();
     threads.dedup();
+    let threads: Vec<_> = threads.iter().map(u16::to_string).collect();
+    let parts: Vec<_> = options.parts.iter().map(name_of).collect();
+    let buffer_pages = options.buffer_bytes() / page_bytes;
     let mut command = Command::new(program);
     command
         .env("UMAP_PAGESIZE", page_bytes.to_string())
-        .env(
-            "UMAP_BUFSIZE",
-            (options.buffer_bytes() / page_bytes).to_string(),
-        )
+        .env("UMAP_BUFSIZE", buffer_pages.to_string())
         .env("UMAP_LOG_LEVEL", "ERROR")
         .args([
-            store.to_string(),
+            name_of(store),
             options.size_bytes().to_string(),
             options.buffer_bytes().to_string(),
-            options.accesses(*page_bytes).to_string(),
-            list(&threads),
-            list(&options.parts),
+            options.accesses(page_bytes).to_string(),
+            threads.join(","),
+            parts.join(","),
         ])
         .arg(&options.folder);
     parse(&sitting.output(command, "the driver")?)
-}
-
-fn list(of: &[impl ToString]) -> String {
-    of.iter()
-        .map(ToString::to_string)
-        .collect::<Vec<_>>()
-        .join(",")
 }
 
 /// Parses lines of name, threads and value.
@@ -528,13 +443,12 @@ fn parse(text: &str) -> Result<Figures> {
             let [name, threads, value] = words[..] else {
                 bail!("the driver printed `{line}`, which is no figure");
             };
-            let known = KINDS.iter().any(|kind| kind.name == name);
+            let known = kinds().any(|(kind, _)| kind == name);
             ensure!(known, "the driver printed `{line}`, which nobody knows");
             let number = || format!("the driver printed `{line}`, which is no number");
-            Ok((
-                (name.to_owned(), threads.parse().with_context(number)?),
-                value.parse().with_context(number)?,
-            ))
+            let threads = threads.parse().with_context(number)?;
+            let value = value.parse().with_context(number)?;
+            Ok(((name.to_owned(), threads), value))
         })
         .collect()
 }
@@ -542,64 +456,45 @@ fn parse(text: &str) -> Result<Figures> {
 /// Returns the findings of a store and page size: every figure beside Umap's, and those of
 /// read-only regions also beside those of writable ones.
 fn findings(measured: &Measured) -> Vec<Finding> {
-    let Measured {
-        store,
-        page_bytes,
-        umap,
-        farpage,
-    } = measured;
-    let Some(first) = farpage.first() else {
-        return Vec::new();
-    };
+    let (umap, farpage) = (&measured.umap, &measured.farpage);
     let mut findings = Vec::new();
-    for kind in KINDS {
-        for threads in first
-            .keys()
-            .filter(|(name, _)| name == kind.name)
-            .map(|(_, threads)| *threads)
-        {
+    let names = farpage.first().map(|first| first.keys().cloned().collect());
+    let names: Vec<(String, u16)> = names.unwrap_or_default();
+    for (kind, what) in kinds() {
+        for (name, threads) in names.iter().filter(|(name, _)| name == kind) {
             let of = |all: &[Figures], name: &str| -> Vec<f64> {
+                let key = (name.to_owned(), *threads);
                 all.iter()
-                    .filter_map(|figures| figures.get(&(name.to_owned(), threads)).copied())
+                    .filter_map(|figures| figures.get(&key).copied())
                     .collect()
             };
-            let figures = of(farpage, kind.name);
-            let mut add =
-                |what: String, against: Option<&'static str>, others: Vec<f64>, target| {
-                    let ratios: Vec<f64> = (figures.iter().zip(&others))
-                        .map(|(ours, theirs)| match kind.more_is_better {
-                            true => ours / theirs,
-                            false => theirs / ours,
-                        })
-                        .collect();
-                    let ratio = (!ratios.is_empty()).then(|| median(&ratios));
-                    findings.push(Finding {
-                        what,
-                        store: *store,
-                        page_size_bytes: *page_bytes,
-                        threads,
-                        against: against.filter(|_| ratio.is_some()),
-                        other: ratio.map(|_| median(&others)),
-                        farpage: median(&figures),
-                        ratio,
-                        ratios,
-                        target,
-                        met: ratio.zip(target).map(|(ratio, least)| ratio >= least),
-                    });
+            let figures = of(farpage, name);
+            let mut add = |what: String, against, others: Vec<f64>, target| {
+                let ratio = |(ours, theirs): (&f64, &f64)| match name.ends_with("mb-per-s") {
+                    true => ours / theirs,
+                    false => theirs / ours,
                 };
-            add(
-                kind.what.to_owned(),
-                Some("Umap"),
-                of(umap, kind.name),
-                target(kind.name, *page_bytes, threads),
-            );
-            if let Some(writable) = kind.writable {
-                add(
-                    format!("{}, over a writable one", kind.what),
-                    Some("farpage, writable"),
-                    of(farpage, writable),
-                    Some(1.0),
-                );
+                let ratios: Vec<f64> = figures.iter().zip(&others).map(ratio).collect();
+                let ratio = (!ratios.is_empty()).then(|| median(&ratios));
+                findings.push(Finding {
+                    what,
+                    store: measured.store,
+                    page_size_bytes: measured.page_bytes,
+                    threads: *threads,
+                    against: ratio.map(|_| against),
+                    other: ratio.map(|_| median(&others)),
+                    farpage: median(&figures),
+                    ratio,
+                    ratios,
+                    target,
+                    met: ratio.zip(target).map(|(ratio, least)| ratio >= least),
+                });
+            };
+            let target = target(name, measured.page_bytes, *threads);
+            add(what.to_owned(), "Umap", of(umap, name), target);
+            if let Some(writable) = writable(name) {
+                let what = format!("{what}, over a writable one");
+                add(what, "farpage, writable", of(farpage, writable), Some(1.0));
             }
         }
     }
@@ -607,53 +502,25 @@ fn findings(measured: &Measured) -> Vec<Finding> {
 }
 
 fn table(findings: &[Finding]) -> comfy_table::Table {
-    let mut table = report::table([
-        "what",
-        "store",
-        "pages",
-        "threads",
-        "Umap",
-        "farpage",
-        "times as fast",
-        "target",
-        "met",
-    ]);
     let digits = |x: f64| match x {
         x if x < 10.0 => format!("{x:.2}"),
         x if x < 100.0 => format!("{x:.1}"),
         x => format!("{x:.0}"),
     };
-    let or_nothing = |text: Option<String>| text.unwrap_or_default();
-    for finding in findings {
-        let range = || {
-            let low = finding.ratios.iter().copied().fold(f64::MAX, f64::min);
-            let high = finding.ratios.iter().copied().fold(f64::MIN, f64::max);
-            format!(" ({low:.2} to {high:.2})")
-        };
-        table.add_row(report::right([
-            finding.what.clone(),
-            finding.store.to_string(),
-            ByteSize::b(finding.page_size_bytes).to_string(),
-            finding.threads.to_string(),
-            or_nothing(finding.other.map(digits)),
-            digits(finding.farpage),
-            or_nothing(finding.ratio.map(|ratio| {
-                let range = if finding.ratios.len() > 1 {
-                    range()
-                } else {
-                    String::new()
-                };
-                format!("{ratio:.2}{range}")
-            })),
-            or_nothing(finding.target.map(|target| target.to_string())),
-            or_nothing(
-                finding
-                    .met
-                    .map(|met| if met { "yes" } else { "NO" }.to_owned()),
-            ),
-        ]));
-    }
-    table
+    let rows = findings.iter().map(|finding| {
+        let (what, store) = (&finding.what, name_of(&finding.store));
+        let pages = ByteSize::b(finding.page_size_bytes);
+        let other = finding.other.map_or(String::new(), digits);
+        let (threads, farpage) = (finding.threads, digits(finding.farpage));
+        let ratio = finding.ratio.map(|_| ranged_if_several(&finding.ratios, 2));
+        let target = finding.target.map(|target| target.to_string());
+        let [ratio, target] = [ratio, target].map(Option::unwrap_or_default);
+        let met = finding.met.map_or("", yes);
+        let figures = format!("{other} | {farpage} | {ratio} | {target} | {met}");
+        format!("{what} | {store} | {pages} | {threads} | {figures}")
+    });
+    let header = "what | store | pages | threads | Umap | farpage | times as fast | target | met";
+    report::filled_table(header, rows)
 }
 
 #[cfg(test)]
@@ -675,15 +542,11 @@ mod tests {
 
     #[test]
     fn a_ratio_says_how_many_times_as_fast_and_its_median_counts() {
-        let umap = "random-read-us 2 30\nstream-triad-mb-per-s 2 100";
-        let all = findings(&measured(
-            &[umap; 3],
-            &[
-                "random-read-us 2 20\nstream-triad-mb-per-s 2 250",
-                "random-read-us 2 10\nstream-triad-mb-per-s 2 150",
-                "random-read-us 2 60\nstream-triad-mb-per-s 2 300",
-            ],
-        ));
+        let of = |(us, mb)| format!("random-read-us 2 {us}\nstream-triad-mb-per-s 2 {mb}");
+        let umap = of((30, 100));
+        let farpage = [(20, 250), (10, 150), (60, 300)].map(of);
+        let farpage = farpage.each_ref().map(String::as_str);
+        let all = findings(&measured(&[umap.as_str(); 3], &farpage));
         let [read, triad] = &all[..] else {
             panic!("two figures: {all:?}");
         };
@@ -697,10 +560,8 @@ mod tests {
 
     #[test]
     fn without_umap_a_read_only_region_still_has_a_target() {
-        let all = findings(&measured(
-            &[],
-            &["random-read-us 1 20\nread-only-random-us 1 25"],
-        ));
+        let farpage = "random-read-us 1 20\nread-only-random-us 1 25";
+        let all = findings(&measured(&[], &[farpage]));
         let [read, read_only, over_writable] = &all[..] else {
             panic!("three figures: {all:?}");
         };
@@ -714,10 +575,8 @@ mod tests {
 
     #[test]
     fn what_the_driver_prints_is_a_figure_or_an_error() {
-        assert_eq!(
-            figures("hot-cold-us 8 1.5")[&("hot-cold-us".to_owned(), 8)],
-            1.5
-        );
+        let key = ("hot-cold-us".to_owned(), 8);
+        assert_eq!(figures("hot-cold-us 8 1.5")[&key], 1.5);
         for wrong in ["random-read-us 1", "random-read-us x 1", "surprise 1 1"] {
             let error = parse(wrong).expect_err("it is no figure").to_string();
             assert!(error.contains(wrong), "{error}");

@@ -6,9 +6,9 @@
 //! pager, on purpose.
 
 use std::{
-    io,
+    num::NonZeroUsize,
     os::fd::AsFd,
-    ptr::{self, NonNull},
+    ptr::NonNull,
     slice,
     sync::{
         Arc,
@@ -25,7 +25,10 @@ use farpage_vm::{
     sigbus::{FaultHandler, FaultRegistration, Served},
 };
 use hdrhistogram::Histogram;
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::{
+    fcntl::{FcntlArg, OFlag, fcntl},
+    sys::mman::{MapFlags, ProtFlags, mmap_anonymous},
+};
 use twox_hash::XxHash3_128;
 
 use crate::{
@@ -78,46 +81,45 @@ pub fn kernel_faults(count: usize) -> Result<Histogram<u64>> {
     Ok(histogram)
 }
 
-/// Times `count` faults, one at a time, in nanoseconds, each served by one handler thread that
-/// sleeps in `read`. Returns `None` if the kernel lacks a feature for that.
-pub fn round_trips(how: How, page_bytes: usize, count: usize) -> Result<Option<Histogram<u64>>> {
-    served_by(how, page_bytes, count, None)
-}
-
-/// CPUs that the faulting thread and the handler are kept to.
+/// Thread that serves a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cpus {
-    /// One for both threads: no other CPU has to be woken.
-    One,
-    /// One for each thread, idle while the other works. Waking an idle CPU can cost more than all
-    /// else on virtual machines.
-    Two,
+pub enum Handling {
+    /// A handler thread that sleeps in `read`.
+    ByHandler,
+    /// A handler thread on the CPU of the faulting thread: no other CPU has to be woken.
+    OnOneCpu,
+    /// A handler thread on a CPU of its own, idle while the faulting thread works. Waking an idle
+    /// CPU can cost more than all else on virtual machines.
+    OnTwoCpus,
+    /// The faulting thread, by the handler of the SIGBUS that the kernel raises: no hand-over.
+    InThread,
 }
 
-/// Times faults like [`round_trips`], with both threads kept to `cpus`; otherwise the kernel may
-/// move them at any time. Returns `None` also if there is only one CPU for [`Cpus::Two`].
-pub fn round_trips_on(
-    cpus: Cpus,
+/// Times `count` faults, one at a time, in nanoseconds. Returns `None` if the kernel lacks a
+/// feature for that, or if there is only one CPU for [`Handling::OnTwoCpus`].
+pub fn round_trips(
+    handling: Handling,
     how: How,
     page_bytes: usize,
     count: usize,
 ) -> Result<Option<Histogram<u64>>> {
+    match handling {
+        Handling::ByHandler => return served_by(how, page_bytes, count, None),
+        Handling::InThread => return in_thread(how, page_bytes, count),
+        Handling::OnOneCpu | Handling::OnTwoCpus => {}
+    }
     // In a thread of its own, since the restriction is never lifted.
     let kept = thread::spawn(move || {
         let (here, another) = cpus::two()?;
-        let handler = match cpus {
-            Cpus::One => Some(here),
-            Cpus::Two => another,
-        };
-        if handler.is_none() {
+        let is_one = handling == Handling::OnOneCpu;
+        let Some(handler) = (if is_one { Some(here) } else { another }) else {
             return Ok(None);
-        }
+        };
         cpus::stay_on(here)?;
-        served_by(how, page_bytes, count, handler)
+        served_by(how, page_bytes, count, Some(handler))
     });
-    kept.join()
-        .expect("the measurement does not panic")
-        .with_context(|| format!("cannot measure with threads kept to CPUs ({cpus:?})"))
+    let kept = kept.join().expect("the measurement does not panic");
+    kept.with_context(|| format!("cannot measure with threads kept to CPUs ({handling:?})"))
 }
 
 fn served_by(
@@ -149,13 +151,7 @@ fn served_by(
     })
 }
 
-/// Times `count` faults, one at a time, in nanoseconds. Each raises SIGBUS in the faulting thread,
-/// whose handler resolves it: no hand-over. Returns `None` if the kernel lacks a feature for that.
-pub fn in_thread_round_trips(
-    how: How,
-    page_bytes: usize,
-    count: usize,
-) -> Result<Option<Histogram<u64>>> {
+fn in_thread(how: How, page_bytes: usize, count: usize) -> Result<Option<Histogram<u64>>> {
     let Some(bare) = Bare::new(how, Features::SIGBUS, page_bytes, count)? else {
         return Ok(None);
     };
@@ -172,11 +168,9 @@ struct GivenUp<'a>(&'a Bare);
 
 impl Drop for GivenUp<'_> {
     fn drop(&mut self) {
-        let region = &self.0.region;
-        self.0
-            .uffd
-            .unregister(region.address(), region.bytes)
-            .expect("it is registered");
+        let (uffd, region) = (&self.0.uffd, &self.0.region);
+        let unregistered = uffd.unregister(region.address(), region.bytes);
+        unregistered.expect("it is registered");
     }
 }
 
@@ -208,24 +202,20 @@ impl Bare {
                 How::Copy => Features::MISSING,
                 How::Move | How::Read | How::Replace => Features::MOVE,
             };
-        if !Uffd::supported(false)
-            .context("cannot measure bare userfaultfd")?
-            .contains(features)
-        {
+        let supported = Uffd::supported(false).context("cannot measure bare userfaultfd")?;
+        if !supported.contains(features) {
             return Ok(None);
         }
         let open =
             |features| Uffd::open(features, false).context("cannot measure bare userfaultfd");
         let uffd = open(features)?;
         let pool_uffd = open(features | Features::SIGBUS)?;
-        let (order, first) = match how.reads() {
-            false => ((0..count).collect(), 0),
-            true => {
-                let pages = (count * COLD_PAGES_PER_FAULT).min(COLD_BYTES_MAX / page_bytes);
-                let order = Shuffle::new(pages as u64, 1).map(|page| page as usize);
-                (order.collect::<Vec<_>>(), pages / RESIDENT_SHARE)
-            }
-        };
+        let (mut order, mut first): (Vec<usize>, _) = ((0..count).collect(), 0);
+        if how.reads() {
+            let pages = (count * COLD_PAGES_PER_FAULT).min(COLD_BYTES_MAX / page_bytes);
+            let shuffled = Shuffle::new(pages as u64, 1).map(|page| page as usize);
+            (order, first) = (shuffled.collect(), pages / RESIDENT_SHARE);
+        }
         let region = Mapping::new(order.len() * page_bytes, page_bytes)?;
         let pool = Mapping::new(count.max(1) * page_bytes, page_bytes)?;
         for page in 0..count {
@@ -316,19 +306,13 @@ impl Bare {
             // The page that left last has left its memory in this slot.
             How::Replace => 0,
         };
-        let (to, from) = (
-            self.region.address() + page * len,
-            self.pool.address() + slot * len,
-        );
+        let to = self.region.address() + page * len;
+        let from = self.pool.address() + slot * len;
         if self.how.reads() {
             // SAFETY: faults are resolved one at a time, and nobody else touches the slot, or
             // writes to remote memory; they do not overlap.
-            let (there, here) = unsafe {
-                (
-                    self.remote.bytes_mut(page * len, len),
-                    self.pool.bytes_mut(slot * len, len),
-                )
-            };
+            let [there, here] = [(&self.remote, page), (&self.pool, slot)]
+                .map(|(memory, page)| unsafe { memory.bytes_mut(page * len, len) });
             here.copy_from_slice(there);
             assert_eq!(hash(here), self.hashes[page], "a page was read wrongly");
         }
@@ -404,21 +388,12 @@ unsafe impl Send for Mapping {}
 impl Mapping {
     fn new(bytes: usize, align: usize) -> Result<Self> {
         let whole_bytes = bytes + align;
+        let len = NonZeroUsize::new(whole_bytes).context("an empty mapping")?;
+        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
-        let at = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                whole_bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if at == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error()).context("cannot map memory");
-        }
-        let whole = NonNull::new(at).expect("mmap without MAP_FIXED never returns address zero");
+        let whole = unsafe { mmap_anonymous(None, len, access, flags) };
+        let whole = whole.context("cannot map memory")?;
         let gap = whole.as_ptr().cast::<u8>().align_offset(align);
         // SAFETY: `align` bytes more than asked for were mapped, and the gap is smaller.
         let start = unsafe { whole.cast::<u8>().add(gap) };
@@ -430,10 +405,9 @@ impl Mapping {
         };
         // Whether pages of 2 MiB are huge is part of the measurement; smaller ones must not be, or
         // one fault would serve many.
-        let advice = if align >= HUGE_PAGE_BYTES {
-            libc::MADV_HUGEPAGE
-        } else {
-            libc::MADV_NOHUGEPAGE
+        let advice = match align >= HUGE_PAGE_BYTES {
+            true => libc::MADV_HUGEPAGE,
+            false => libc::MADV_NOHUGEPAGE,
         };
         // SAFETY: advice on the mapping made above. A kernel without huge pages says EINVAL, which
         // is as good.
@@ -448,24 +422,15 @@ impl Mapping {
     /// # Safety
     /// The pages are mapped. Nobody else writes to them as long as the slice is in use, or reads
     /// them while the slice is written to.
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "the mapping is shared by those who take turns"
-    )]
+    #[expect(clippy::mut_from_ref, reason = "those who share it take turns")]
     unsafe fn bytes_mut(&self, offset: usize, len: usize) -> &mut [u8] {
-        assert!(
-            len <= self.bytes - offset,
-            "{len} bytes at {offset} lie outside of the mapping"
-        );
+        assert!(len <= self.bytes - offset, "beyond the mapping");
         // SAFETY: inside the mapping; the rest is the caller's promise.
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr().add(offset), len) }
     }
 
     fn at(&self, offset: usize) -> *mut u8 {
-        assert!(
-            offset < self.bytes,
-            "offset {offset} lies outside of the mapping"
-        );
+        assert!(offset < self.bytes, "beyond the mapping");
         // SAFETY: within the mapping, as checked above.
         unsafe { self.start.as_ptr().add(offset) }
     }

@@ -29,16 +29,8 @@ impl Held {
     /// # Errors
     /// The process has ended, or the kernel does not tell: `cachestat` needs Linux 6.5.
     pub fn by(pid: u32) -> Result<Self> {
-        let rollup = format!("/proc/{pid}/smaps_rollup");
-        let rollup =
-            fs::read_to_string(&rollup).with_context(|| format!("cannot read {rollup}"))?;
-        let bytes_of = |name: &str| -> Result<u64> {
-            let line = rollup.lines().find_map(|line| line.strip_prefix(name));
-            let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-            Ok(kib.with_context(|| format!("the kernel does not say {name}"))? << 10)
-        };
         let mut held = Self {
-            own_bytes: bytes_of("Pss_Anon:")? + bytes_of("Pss_File:")?,
+            own_bytes: mapped_bytes(pid, "Pss_Anon")? + mapped_bytes(pid, "Pss_File")?,
             ..Self::default()
         };
         let mut seen = HashSet::new();
@@ -67,6 +59,19 @@ impl Held {
     pub fn bytes(&self) -> u64 {
         self.own_bytes + self.memfd_bytes + self.cached_bytes
     }
+}
+
+/// Returns the bytes of a kind of the process's mapped memory, such as `Anonymous`.
+///
+/// # Errors
+/// The process has ended, or the kernel does not know the kind.
+pub fn mapped_bytes(pid: u32, kind: &str) -> Result<u64> {
+    let path = format!("/proc/{pid}/smaps_rollup");
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    let mut kinds = text.lines().filter_map(|line| line.split_once(':'));
+    let kib = kinds.find_map(|(name, kib)| (name == kind).then_some(kib));
+    let kib = kib.and_then(|kib| kib.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    Ok(kib.with_context(|| format!("{path} has no line `{kind}: ... kB`"))? << 10)
 }
 
 /// Returns the bytes of `file` in the page cache.

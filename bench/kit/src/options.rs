@@ -13,6 +13,7 @@ use farpage_wire::Endpoint;
 use serde::Serialize;
 
 use crate::data::{DataOptions, Source};
+pub use crate::names::name_of;
 
 /// Option for the form of the results.
 #[derive(Args, Clone, Copy, Debug)]
@@ -96,18 +97,17 @@ impl Common {
     pub fn link(&self) -> Option<Arc<Link>> {
         let shaped = self.link_gbps.is_some() || self.link_us.is_some();
         // A link without a rate is as fast as a link can be said to be.
-        shaped.then(|| {
-            Arc::new(Link::new(
-                self.link_gbps.unwrap_or(1e6),
-                self.link_us.unwrap_or(0.0),
-            ))
-        })
+        let (gbps, us) = (self.link_gbps.unwrap_or(1e6), self.link_us.unwrap_or(0.0));
+        shaped.then(|| Arc::new(Link::new(gbps, us)))
     }
 }
 
 /// Options of the benchmarks that page.
 #[derive(Args, Clone, Debug)]
 pub struct Paging {
+    /// Options of all benchmarks.
+    #[command(flatten)]
+    pub common: Common,
     /// Size of all remote arrays together [default: 768MiB, with --smoke a few pages]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     pub size: Option<ByteSize>,
@@ -144,18 +144,23 @@ impl Paging {
     }
 
     /// Returns the bytes of all arrays together.
-    pub fn size_bytes(&self, common: &Common) -> u64 {
-        match (self.size, common.run.smoke) {
+    pub fn size_bytes(&self) -> u64 {
+        match (self.size, self.common.run.smoke) {
             (Some(size), _) => size.as_u64(),
             // A budget of a quarter then has dozens of pages, whatever their size.
-            (None, true) => (12 << 20).max(192 * common.page_size.as_u64()),
+            (None, true) => (12 << 20).max(192 * self.page_bytes()),
             (None, false) => 768 << 20,
         }
     }
 
     /// Returns the bytes of local memory for pages.
-    pub fn budget_bytes(&self, common: &Common) -> u64 {
-        self.budget.bytes(self.size_bytes(common))
+    pub fn budget_bytes(&self) -> u64 {
+        self.budget.bytes(self.size_bytes())
+    }
+
+    /// Returns the bytes of a page.
+    pub fn page_bytes(&self) -> u64 {
+        self.common.page_size.as_u64()
     }
 }
 
@@ -181,11 +186,8 @@ pub fn error_bound(codec: Codec) -> f64 {
 
 /// Returns the threads of `option`: by default one per CPU, at most 4.
 pub fn threads(option: Option<u16>) -> usize {
+    let cpus = || thread::available_parallelism().map_or(1, |n| n.get().min(4));
     option.map_or_else(cpus, usize::from)
-}
-
-fn cpus() -> usize {
-    thread::available_parallelism().map_or(1, |n| n.get().min(4))
 }
 
 /// Local memory: a size, or a share of the arrays' size.
@@ -259,11 +261,7 @@ pub enum FaultMode {
 
 impl fmt::Display for Fabric {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-            Self::Rdma => "rdma",
-        })
+        f.write_str(&name_of(self))
     }
 }
 
@@ -310,10 +308,10 @@ pub fn page_size(text: &str) -> Result<ByteSize, String> {
 /// # Errors
 /// `text` is no such number.
 pub fn positive(text: &str) -> Result<f64, String> {
-    text.parse()
-        .ok()
-        .filter(|x: &f64| x.is_finite() && *x > 0.0)
-        .ok_or("must be a number above 0".into())
+    match not_negative(text) {
+        Ok(number) if number > 0.0 => Ok(number),
+        _ => Err("must be a number above 0".into()),
+    }
 }
 
 /// Parses a number that is 0 or more.
@@ -321,10 +319,10 @@ pub fn positive(text: &str) -> Result<f64, String> {
 /// # Errors
 /// `text` is no such number.
 pub fn not_negative(text: &str) -> Result<f64, String> {
-    text.parse()
-        .ok()
-        .filter(|x: &f64| x.is_finite() && *x >= 0.0)
-        .ok_or("must be a number, 0 or above".into())
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        _ => Err("must be a number, 0 or above".into()),
+    }
 }
 
 #[cfg(test)]
@@ -342,20 +340,22 @@ mod tests {
 
     #[test]
     fn what_is_no_size_is_repeated_beside_an_example() {
-        fn repeats(given: &str, example: &str, error: &str) {
-            assert!(error.contains(&format!("`{given}`")), "{error}");
-            assert!(error.contains(&format!("like `{example}`")), "{error}");
+        let size = |text: &str| some_bytes(text).unwrap_err();
+        let page = |text: &str| page_size(text).unwrap_err();
+        let budget = |text: &str| text.parse::<Budget>().unwrap_err();
+        for given in [
+            "nonsense", "", "-1", "0", "64 Kirby", "3KiB", "0%", "lots%", "%",
+        ] {
+            let (errors, example) = match given {
+                "3KiB" => (vec![page(given)], "64KiB"),
+                _ if given.ends_with('%') => (vec![budget(given)], "10%"),
+                _ => (vec![size(given), page(given), budget(given)], "64KiB"),
+            };
+            for error in errors {
+                assert!(error.contains(&format!("`{given}`")), "{error}");
+                assert!(error.contains(&format!("like `{example}`")), "{error}");
+            }
         }
-        for given in ["nonsense", "", "-1", "0", "64 Kirby"] {
-            repeats(given, "64KiB", &some_bytes(given).unwrap_err());
-            repeats(given, "64KiB", &page_size(given).unwrap_err());
-            repeats(given, "64KiB", &given.parse::<Budget>().unwrap_err());
-        }
-        repeats("3KiB", "64KiB", &page_size("3KiB").unwrap_err());
-        let error = "nonsense".parse::<Budget>().unwrap_err();
-        assert!(error.contains("`10%`"), "{error}");
-        for given in ["0%", "lots%", "%"] {
-            repeats(given, "10%", &given.parse::<Budget>().unwrap_err());
-        }
+        assert!(budget("nonsense").contains("`10%`"));
     }
 }

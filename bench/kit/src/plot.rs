@@ -71,7 +71,11 @@ fn finish<B: DrawingBackend>(
         .map_err(|error| anyhow!("cannot write the picture {}: {error}", path.display()))
 }
 
+/// Rows of bars: a name, and a value for each series where there is one.
+pub type Rows = Vec<(String, Vec<Option<f64>>)>;
+
 /// Horizontal bars: a group of them for each row, one for each series.
+#[derive(Default)]
 pub struct Bars {
     /// Title above the bars.
     pub title: String,
@@ -83,8 +87,8 @@ pub struct Bars {
     pub value: &'static str,
     /// Names of the bars of a group.
     pub series: Vec<String>,
-    /// Rows: a name, and a value for each series where there is one.
-    pub rows: Vec<(String, Vec<Option<f64>>)>,
+    /// Groups of bars.
+    pub rows: Rows,
     /// True if the axis is logarithmic.
     pub logarithmic: bool,
     /// Line across all rows: its value and its text.
@@ -96,6 +100,8 @@ const MARGIN: f64 = 18.0;
 const BAR: f64 = 12.0;
 const GAP: f64 = 10.0;
 const LINE: f64 = 18.0;
+/// Height at which rows begin: below the title and the names of the series, which have one line.
+const TOP: f64 = MARGIN + 34.0 + LINE + 12.0;
 /// Width at the right for the figure at the end of the longest bar.
 const FIGURE: f64 = 58.0;
 const GREY: RGBColor = RGBColor(90, 90, 90);
@@ -127,10 +133,8 @@ impl Bars {
             true => format!("\"{}\"", text.replace('"', "\"\"")),
             false => text.to_owned(),
         };
-        let header = self
-            .series
-            .iter()
-            .map(|name| field(&format!("{name}: {}", self.value)));
+        let header = self.series.iter();
+        let header = header.map(|name| field(&format!("{name}: {}", self.value)));
         let header: Vec<String> = [field(self.row)].into_iter().chain(header).collect();
         let mut csv = header.join(",") + "\n";
         for (name, values) in &self.rows {
@@ -147,50 +151,21 @@ impl Bars {
         BAR * self.series.len() as f64 + GAP
     }
 
-    /// Returns the height at which rows begin: below the title and the names of the series.
-    fn top(&self) -> f64 {
-        MARGIN + 34.0 + LINE * self.legend_lines() as f64 + 12.0
-    }
-
-    fn legend_lines(&self) -> usize {
-        self.legend().last().map_or(1, |(_, line, _)| line + 1)
-    }
-
-    /// Returns each series' place in its line of the legend, the number of the line, and the name.
-    fn legend(&self) -> Vec<(f64, usize, &str)> {
-        let (mut x, mut line) = (MARGIN, 0);
-        self.series
-            .iter()
-            .map(|name| {
-                let width = 30.0 + 7.4 * name.chars().count() as f64;
-                if x + width > WIDTH - MARGIN {
-                    (x, line) = (MARGIN, line + 1);
-                }
-                let at = (x, line, name.as_str());
-                x += width;
-                at
-            })
-            .collect()
-    }
-
     fn height(&self) -> f64 {
         let rows = self.row_height() * self.rows.len() as f64;
-        self.top() + rows + 56.0 + LINE * self.caption_lines().len() as f64 + MARGIN
+        TOP + rows + 56.0 + LINE * self.caption_lines().len() as f64 + MARGIN
     }
 
     /// Breaks the caption where it would not fit: characters of this size are about 6.9 wide.
     fn caption_lines(&self) -> Vec<String> {
         let fits = ((WIDTH - 2.0 * MARGIN) / 6.9) as usize;
-        let mut lines = vec![String::new()];
+        let mut lines: Vec<String> = Vec::new();
         for word in self.caption.split_whitespace() {
-            let line = lines.last_mut().expect("there is always a line");
-            if line.is_empty() {
-                line.push_str(word);
-            } else if line.chars().count() + 1 + word.chars().count() <= fits {
-                line.push(' ');
-                line.push_str(word);
-            } else {
-                lines.push(word.to_owned());
+            let has_room =
+                |line: &&mut String| line.chars().count() + 1 + word.chars().count() <= fits;
+            match lines.last_mut().filter(has_room) {
+                Some(line) => *line += &format!(" {word}"),
+                None => lines.push(word.to_owned()),
             }
         }
         lines
@@ -223,54 +198,36 @@ impl Bars {
         let longest = self.rows.iter().map(|(name, _)| name.chars().count()).max();
         let left = MARGIN + 7.6 * longest.unwrap_or(0) as f64 + 12.0;
         let right = WIDTH - MARGIN - FIGURE;
-        let (top, row_height) = (self.top(), self.row_height());
+        let (top, row_height) = (TOP, self.row_height());
         let bottom = top + row_height * self.rows.len() as f64;
         let axis = self.axis();
         let x = |value: f64| left + (right - left) * axis.place(value);
 
         // 1. The title and the legend.
-        pen.text(
-            &self.title,
-            MARGIN,
-            MARGIN + 8.0,
-            19.0,
-            HPos::Left,
-            &BLACK,
-            FontStyle::Bold,
-        )?;
-        for ((at, line, name), colour) in self.legend().into_iter().zip(COLOURS.iter().cycle()) {
-            let y = MARGIN + 36.0 + LINE * line as f64;
+        let bold = (19.0, &BLACK, FontStyle::Bold);
+        pen.text(&self.title, (MARGIN, MARGIN + 8.0), HPos::Left, bold)?;
+        let (mut at, y) = (MARGIN, MARGIN + 36.0);
+        for (name, colour) in self.series.iter().zip(COLOURS.iter().cycle()) {
             pen.rectangle((at, y - 5.0), (at + 12.0, y + 5.0), colour)?;
-            pen.label(name, at + 17.0, y, 13.0, HPos::Left)?;
+            pen.label(name, (at + 17.0, y), HPos::Left, 13.0)?;
+            at += 30.0 + 7.4 * name.chars().count() as f64;
         }
 
         // 2. The axis.
         for (value, name) in axis.ticks() {
             pen.line((x(value), top), (x(value), bottom), &PALE, 1.0)?;
-            pen.label(&name, x(value), bottom + 12.0, 12.0, HPos::Center)?;
+            pen.label(&name, (x(value), bottom + 12.0), HPos::Center, 12.0)?;
         }
-        pen.label(
-            self.value,
-            (left + right) / 2.0,
-            bottom + 32.0,
-            13.0,
-            HPos::Center,
-        )?;
-        pen.label(self.row, left - 8.0, bottom + 32.0, 13.0, HPos::Right)?;
+        let (middle, below) = ((left + right) / 2.0, bottom + 32.0);
+        pen.label(self.value, (middle, below), HPos::Center, 13.0)?;
+        pen.label(self.row, (left - 8.0, below), HPos::Right, 13.0)?;
 
         // 3. The bars.
         for (at, (name, values)) in self.rows.iter().enumerate() {
             let row = top + row_height * at as f64 + GAP / 2.0;
             let middle = row + BAR * self.series.len() as f64 / 2.0;
-            pen.text(
-                name,
-                left - 8.0,
-                middle,
-                13.0,
-                HPos::Right,
-                &BLACK,
-                FontStyle::Normal,
-            )?;
+            let black = (13.0, &BLACK, FontStyle::Normal);
+            pen.text(name, (left - 8.0, middle), HPos::Right, black)?;
             for ((at, value), colour) in values.iter().enumerate().zip(COLOURS.iter().cycle()) {
                 let y = row + BAR * at as f64;
                 let (end, figure) = match value {
@@ -278,27 +235,21 @@ impl Bars {
                     None => (left, "-".to_owned()),
                 };
                 pen.rectangle((left, y + 0.5), (end, y + BAR - 0.5), colour)?;
-                pen.label(&figure, end + 4.0, y + BAR / 2.0 + 1.0, 10.5, HPos::Left)?;
+                let at = (end + 4.0, y + BAR / 2.0 + 1.0);
+                pen.label(&figure, at, HPos::Left, 10.5)?;
             }
         }
         pen.line((left, top), (left, bottom), &BLACK, 1.0)?;
         if let Some((value, name)) = self.mark {
             pen.line((x(value), top - 4.0), (x(value), bottom), &RED, 1.5)?;
-            pen.text(
-                name,
-                x(value),
-                top - 11.0,
-                12.0,
-                HPos::Center,
-                &RED,
-                FontStyle::Normal,
-            )?;
+            let red = (12.0, &RED, FontStyle::Normal);
+            pen.text(name, (x(value), top - 11.0), HPos::Center, red)?;
         }
 
         // 4. The caption.
         for (line, text) in self.caption_lines().iter().enumerate() {
             let y = bottom + 60.0 + LINE * line as f64;
-            pen.label(text, MARGIN, y, 12.5, HPos::Left)?;
+            pen.label(text, (MARGIN, y), HPos::Left, 12.5)?;
         }
         Ok(())
     }
@@ -348,11 +299,8 @@ impl Axis {
     fn ticks(&self) -> Vec<(f64, String)> {
         let values: Vec<f64> = if self.logarithmic {
             // Within a few decades there is room for the numbers between powers of ten.
-            let digits: &[f64] = if self.to - self.from > 3.0 {
-                &[1.0]
-            } else {
-                &[1.0, 2.0, 5.0]
-            };
+            let is_long = self.to - self.from > 3.0;
+            let digits: &[f64] = if is_long { &[1.0] } else { &[1.0, 2.0, 5.0] };
             round_numbers(self.from.floor() as i32..=self.to.ceil() as i32, digits)
                 .filter(|value| (self.from - 1e-9..=self.to + 1e-9).contains(&value.log10()))
                 .collect()
@@ -361,10 +309,8 @@ impl Axis {
             let count = (self.to / step).round() as i32;
             (0..=count).map(|at| step * f64::from(at)).collect()
         };
-        values
-            .into_iter()
-            .map(|value| (value, figure(value)))
-            .collect()
+        let ticks = values.into_iter().map(|value| (value, figure(value)));
+        ticks.collect()
     }
 }
 
@@ -409,10 +355,8 @@ struct Pen<'a, B: DrawingBackend> {
 
 impl<B: DrawingBackend> Pen<'_, B> {
     fn at(&self, (x, y): (f64, f64)) -> (i32, i32) {
-        (
-            (x * self.scale).round() as i32,
-            (y * self.scale).round() as i32,
-        )
+        let pixels = |units: f64| (units * self.scale).round() as i32;
+        (pixels(x), pixels(y))
     }
 
     fn line(
@@ -432,29 +376,22 @@ impl<B: DrawingBackend> Pen<'_, B> {
         self.area.draw(&rectangle).map_err(|e| e.to_string())
     }
 
-    /// Draws grey text about the height `y`.
-    fn label(&self, text: &str, x: f64, y: f64, size: f64, side: HPos) -> Result<(), String> {
-        self.text(text, x, y, size, side, &GREY, FontStyle::Normal)
+    /// Draws grey text about the height of `at`.
+    fn label(&self, text: &str, at: (f64, f64), side: HPos, size: f64) -> Result<(), String> {
+        self.text(text, at, side, (size, &GREY, FontStyle::Normal))
     }
 
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "what text needs; none has a default"
-    )]
     fn text(
         &self,
         text: &str,
-        x: f64,
-        y: f64,
-        size: f64,
+        at: (f64, f64),
         side: HPos,
-        colour: &RGBColor,
-        style: FontStyle,
+        (size, colour, style): (f64, &RGBColor, FontStyle),
     ) -> Result<(), String> {
         let style = FontDesc::new(FontFamily::Name(FONT), size * self.scale, style)
             .color(colour)
             .pos(Pos::new(side, VPos::Center));
-        let text = Text::new(text.to_owned(), self.at((x, y)), style);
+        let text = Text::new(text.to_owned(), self.at(at), style);
         self.area.draw(&text).map_err(|e| e.to_string())
     }
 }
@@ -493,14 +430,8 @@ mod tests {
             };
             let (svg, png, csv) = (read("svg"), read("png"), read("csv"));
             let svg = String::from_utf8(svg).unwrap();
-            for expected in [
-                "data set",
-                "ratio (x)",
-                "raw size",
-                "lz4",
-                "three",
-                "&lt;bytes&gt;",
-            ] {
+            let names = ["data set", "ratio (x)", "raw size"];
+            for expected in names.into_iter().chain(["lz4", "three", "&lt;bytes&gt;"]) {
                 assert!(svg.contains(expected), "{expected} is missing in\n{svg}");
             }
             assert!(png.starts_with(b"\x89PNG"));
@@ -514,24 +445,14 @@ mod tests {
 
     #[test]
     fn axes_have_round_numbers_and_hold_every_value() {
-        let names = |axis: Axis| {
-            axis.ticks()
-                .into_iter()
-                .map(|(_, name)| name)
-                .collect::<Vec<_>>()
-        };
-        assert_eq!(
-            names(Axis::linear(7.3)),
-            ["0", "1", "2", "3", "4", "5", "6", "7", "8"]
-        );
-        assert_eq!(
-            names(Axis::logarithmic(0.3, 4.0)),
-            ["0.2", "0.5", "1", "2", "5"]
-        );
-        assert_eq!(
-            names(Axis::logarithmic(0.01, 2000.0)),
-            ["0.01", "0.1", "1", "10", "100", "1000"]
-        );
+        for (axis, expected) in [
+            (Axis::linear(7.3), "0 1 2 3 4 5 6 7 8"),
+            (Axis::logarithmic(0.3, 4.0), "0.2 0.5 1 2 5"),
+            (Axis::logarithmic(0.01, 2000.0), "0.01 0.1 1 10 100 1000"),
+        ] {
+            let names: Vec<_> = axis.ticks().into_iter().map(|(_, name)| name).collect();
+            assert_eq!(names.join(" "), expected);
+        }
         let axis = Axis::logarithmic(0.11, 10.0);
         assert!((axis.place(1.0) - 0.5).abs() < 1e-9);
         assert_eq!(Axis::linear(8.0).place(2.0), 0.25);

@@ -11,12 +11,10 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Barrier},
-    thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use farpage_fabric::{
     Busy, Channel, Completion, Extent, Op, PollInterest, Session, SessionOptions, Verb,
 };
@@ -24,6 +22,7 @@ use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
 use crate::{
+    crew,
     options::{Common, threads},
     pick::mix,
     server::MemoryServer,
@@ -46,22 +45,6 @@ pub const LOCAL_BYTES: u64 = 96 << 20;
 /// Local memory of a tiny run, like [`LOCAL_BYTES`].
 pub const SMOKE_LOCAL_BYTES: u64 = 3 << 20;
 
-/// Rates of the raw fabric, in MB/s.
-pub struct Rates {
-    /// READ with hot buffers.
-    pub read: f64,
-    /// WRITE with hot buffers.
-    pub write: f64,
-    /// READ with cold buffers.
-    pub cold_read: f64,
-    /// WRITE with cold buffers.
-    pub cold_write: f64,
-    /// READ and WRITE in turns with hot buffers, bytes of both directions added up.
-    pub read_write: f64,
-    /// Number of pages that did not come back as they were written.
-    pub wrong: u64,
-}
-
 /// Operations posted in a phase.
 #[derive(Clone, Copy)]
 enum Mix {
@@ -83,31 +66,41 @@ enum Buffers {
     Cold,
 }
 
-/// Measures each mix for `time`.
-pub fn rates(common: &Common, server: &MemoryServer, time: Duration) -> Result<Rates> {
-    let (area, local) = if common.run.smoke {
-        (SMOKE_AREA_BYTES, SMOKE_LOCAL_BYTES)
-    } else {
-        (AREA_BYTES, LOCAL_BYTES)
+/// Measures each mix for `time`. Returns the rates by their names in reports, READ and WRITE in
+/// turns with the bytes of both directions added up, and the number of pages that did not come back
+/// as they were written.
+pub fn rates(
+    common: &Common,
+    server: &MemoryServer,
+    time: Duration,
+) -> Result<([(&'static str, f64); 5], u64)> {
+    let (area, local) = match common.run.smoke {
+        true => (SMOKE_AREA_BYTES, SMOKE_LOCAL_BYTES),
+        false => (AREA_BYTES, LOCAL_BYTES),
     };
     let mut team = Team::start(common, server, threads(common.fillers), area, local)?;
-    Ok(Rates {
-        read: team.phase(Mix::Read, Buffers::Hot, time)?,
-        write: team.phase(Mix::Write, Buffers::Hot, time)?,
-        cold_read: team.phase(Mix::Read, Buffers::Cold, time)?,
-        cold_write: team.phase(Mix::Write, Buffers::Cold, time)?,
-        read_write: team.phase(Mix::Both, Buffers::Hot, time)?,
-        wrong: team.workers.iter().map(|worker| worker.wrong).sum(),
-    })
+    let mut rates = [
+        ("raw_read_mb_per_s", Mix::Read, Buffers::Hot),
+        ("raw_write_mb_per_s", Mix::Write, Buffers::Hot),
+        ("raw_cold_read_mb_per_s", Mix::Read, Buffers::Cold),
+        ("raw_cold_write_mb_per_s", Mix::Write, Buffers::Cold),
+        ("raw_read_write_mb_per_s", Mix::Both, Buffers::Hot),
+    ]
+    .map(|(name, mix, buffers)| (name, mix, buffers, 0.0));
+    for (_, mix, buffers, rate) in &mut rates {
+        *rate = team.phase(*mix, *buffers, time)?;
+    }
+    let wrong = team.workers.iter().map(|worker| worker.wrong).sum();
+    Ok((rates.map(|(name, .., rate)| (name, rate)), wrong))
 }
 
 /// Measures the yardsticks of a benchmark, briefly: with cold buffers, for a fraction of a second.
 pub fn yardstick(common: &Common, server: &MemoryServer) -> Result<FabricRates> {
-    let (bytes, time) = if common.run.smoke {
-        (SMOKE_AREA_BYTES, Duration::from_millis(20))
-    } else {
-        (YARDSTICK_BYTES, Duration::from_millis(100))
+    let (bytes, ms) = match common.run.smoke {
+        true => (SMOKE_AREA_BYTES, 20),
+        false => (YARDSTICK_BYTES, 100),
     };
+    let time = Duration::from_millis(ms);
     let mut team = Team::start(common, server, threads(common.fillers), bytes, bytes)?;
     let mut rate = |mix| team.phase(mix, Buffers::Cold, time);
     Ok(FabricRates {
@@ -153,10 +146,8 @@ impl Team {
         let session = Session::connect(server.endpoint(), &options)?;
         let page_bytes = common.page_size.as_u64();
         let buffers = (local / page_bytes) as usize / threads;
-        let area_per_thread = (area / threads as u64)
-            .next_multiple_of(page_bytes)
-            .max(QUEUE_DEPTH as u64 * page_bytes);
-
+        let area_per_thread = (area / threads as u64).next_multiple_of(page_bytes);
+        let area_per_thread = area_per_thread.max(QUEUE_DEPTH as u64 * page_bytes);
         let mut workers = Vec::new();
         for _ in 0..threads {
             let extent = session.grant(area_per_thread)?;
@@ -184,29 +175,9 @@ impl Team {
 
     /// Runs all threads for `time` and returns their MB/s together.
     fn phase(&mut self, mix: Mix, buffers: Buffers, time: Duration) -> Result<f64> {
-        let barrier = Arc::new(Barrier::new(self.workers.len() + 1));
-        thread::scope(|scope| {
-            let running: Vec<_> = self
-                .workers
-                .iter_mut()
-                .map(|worker| {
-                    let barrier = barrier.clone();
-                    scope.spawn(move || {
-                        barrier.wait();
-                        worker.run(mix, buffers, time)
-                    })
-                })
-                .collect();
-            barrier.wait();
-            let begin = Instant::now();
-            let mut bytes = 0;
-            for worker in running {
-                bytes += worker
-                    .join()
-                    .map_err(|_| anyhow!("a fabric worker panicked"))??;
-            }
-            Ok(bytes as f64 / begin.elapsed().as_secs_f64() / 1e6)
-        })
+        let (bytes, took) =
+            crew::together(&mut self.workers, |worker| worker.run(mix, buffers, time))?;
+        Ok(bytes.iter().sum::<u64>() as f64 / took.as_secs_f64() / 1e6)
     }
 }
 
@@ -264,17 +235,14 @@ impl Worker {
     }
 
     fn op(&self, mix: Mix, mut buf: Vec<u8>) -> Op<Vec<u8>> {
+        // In turns, each verb has one half of the area, so that no page is read and written at
+        // once.
+        let half = self.pages / 2;
         let (verb, page) = match mix {
             Mix::Read => (Verb::Read, self.next % self.pages),
             Mix::Prepare | Mix::Write => (Verb::Write, self.next % self.pages),
-            // Each verb has one half of the area, so that no page is read and written at once.
-            Mix::Both if self.next.is_multiple_of(2) => {
-                (Verb::Read, self.next / 2 % (self.pages / 2))
-            }
-            Mix::Both => (
-                Verb::Write,
-                self.pages / 2 + self.next / 2 % (self.pages / 2),
-            ),
+            Mix::Both if self.next.is_multiple_of(2) => (Verb::Read, self.next / 2 % half),
+            Mix::Both => (Verb::Write, half + self.next / 2 % half),
         };
         if verb == Verb::Write {
             let stamp = self.stamp(page);
@@ -294,9 +262,8 @@ impl Worker {
 
     fn take_completions(&mut self) -> Result<()> {
         for completion in std::mem::take(&mut self.done) {
-            completion
-                .result
-                .context("an operation on the fabric failed")?;
+            let failed = "an operation on the fabric failed";
+            completion.result.context(failed)?;
             self.bytes += self.page_bytes;
             if completion.verb == Verb::Read {
                 let stamp = self.stamp(completion.tag);
@@ -320,10 +287,13 @@ pub fn sleep_on(wait: &PollInterest<'_>) -> Result<()> {
     events.set(PollFlags::POLLIN, wait.readable);
     events.set(PollFlags::POLLOUT, wait.writable);
     let mut fds: Vec<PollFd<'_>> = wait.fd.iter().map(|fd| PollFd::new(*fd, events)).collect();
-    let timeout = wait
-        .until
-        .map(|until| TimeSpec::from(until.saturating_duration_since(Instant::now())));
-    match ppoll(&mut fds, timeout, None) {
+    sleep_until(&mut fds, wait.until)
+}
+
+/// Sleeps until an event of one of `fds`, or until the time is `until`.
+pub(crate) fn sleep_until(fds: &mut [PollFd<'_>], until: Option<Instant>) -> Result<()> {
+    let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+    match ppoll(fds, left.map(TimeSpec::from), None) {
         Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
         Err(error) => Err(error).context("cannot wait for the fabric"),
     }

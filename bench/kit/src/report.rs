@@ -3,16 +3,19 @@
 //! The rule it keeps: units are in the names, and a figure that does not apply is absent. MB are
 //! 10^6 bytes, as STREAM counts them.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, ensure};
 use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use hdrhistogram::Histogram;
 use serde::Serialize;
+use serde_json::{Map, Value, json};
 
 use crate::{
-    data::Dtype,
-    options::{Common, FaultMode, Format, Paging},
+    options::{Common, Format, Paging},
     out::say,
-    yardsticks::{Moved, Yardsticks},
+    paging::PagingFigures,
+    yardsticks::Yardsticks,
 };
 
 /// Result of one run.
@@ -32,100 +35,59 @@ pub struct Report {
     pub paging: Option<PagingFigures>,
 }
 
-/// Settings of a run, defaults included.
+/// Settings of a run by name, defaults included; those that were not chosen are absent.
 #[derive(Debug, Serialize)]
-pub struct Config {
-    /// Endpoint of the memory server, or what was used instead.
-    pub server: String,
-    /// Size of a page in bytes.
-    pub page_size_bytes: u64,
-    /// Number of fillers; none: as many as the load asks for.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub fillers: Option<u16>,
-    /// `--link-gbps`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub link_gbps: Option<f64>,
-    /// `--link-us`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub link_us: Option<f64>,
-    /// True if all threads kept to one CPU.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub one_cpu: bool,
-    /// True if sizes were tiny.
-    pub smoke: bool,
-    /// Settings of a benchmark that pages.
-    #[serde(flatten)]
-    pub paging: Option<PagingConfig>,
-    /// Number of threads that computed.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub threads: Option<usize>,
-    /// Number of times that each loop ran.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub iterations: Option<u16>,
-    /// The exponent of a Zipf distribution.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub zipf: Option<f64>,
-    /// Number of reads, and of updates.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub accesses: Option<u64>,
-    /// Number of faults timed in each state.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub samples: Option<u64>,
-}
-
-/// Returns `count` as text, or `auto`.
-fn told(count: Option<u16>) -> String {
-    count.map_or_else(|| "auto".to_owned(), |count| count.to_string())
-}
-
-/// The part of [`Config`] that benchmarks with paging have.
-#[derive(Debug, Serialize)]
-pub struct PagingConfig {
-    size_bytes: u64,
-    budget: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    evictors: Option<u16>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    run_length_bytes: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    read_ahead_pages: Option<u32>,
-    fault_mode: FaultMode,
-    codec: String,
-    data: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    dtype: Option<Dtype>,
-    seed: u64,
-}
+pub struct Config(Map<String, Value>);
 
 impl Config {
-    /// Takes the settings from the options; a benchmark adds its own.
-    pub fn new(common: &Common, paging: Option<&Paging>, server: impl ToString) -> Self {
-        Self {
-            server: server.to_string(),
-            page_size_bytes: common.page_size.as_u64(),
-            fillers: common.fillers,
-            link_gbps: common.link_gbps,
-            link_us: common.link_us,
-            one_cpu: common.one_cpu,
-            smoke: common.run.smoke,
-            paging: paging.map(|paging| PagingConfig {
-                size_bytes: paging.size_bytes(common),
-                budget: paging.budget.to_string(),
-                evictors: paging.evictors,
-                run_length_bytes: paging.run_length.map(|length| length.as_u64()),
-                read_ahead_pages: paging.read_ahead,
-                fault_mode: paging.fault_mode,
-                codec: paging.codec.to_string(),
-                data: paging.data.name(),
-                dtype: paging.data.dtype,
-                seed: paging.seed,
-            }),
-            threads: None,
-            iterations: None,
-            zipf: None,
-            accesses: None,
-            samples: None,
+    /// Takes the settings from the options. `server` is the memory server, or what was used
+    /// instead.
+    pub fn new(common: &Common, server: impl ToString) -> Self {
+        Self(Map::new()).with(json!({
+            "server": server.to_string(),
+            "page_size_bytes": common.page_size.as_u64(),
+            "fillers": common.fillers,
+            "link_gbps": common.link_gbps,
+            "link_us": common.link_us,
+            "one_cpu": common.one_cpu.then_some(true),
+            "smoke": common.run.smoke,
+        }))
+    }
+
+    /// Adds the settings of a benchmark that pages.
+    pub fn with_paging(self, paging: &Paging) -> Self {
+        self.with(json!({
+            "size_bytes": paging.size_bytes(),
+            "budget": paging.budget.to_string(),
+            "evictors": paging.evictors,
+            "run_length_bytes": paging.run_length.map(|length| length.as_u64()),
+            "read_ahead_pages": paging.read_ahead,
+            "fault_mode": paging.fault_mode,
+            "codec": paging.codec.to_string(),
+            "data": paging.data.name(),
+            "dtype": paging.data.dtype,
+            "seed": paging.seed,
+        }))
+    }
+
+    /// Adds the settings of the object `own`, except for those that are null.
+    pub fn with(mut self, own: Value) -> Self {
+        if let Value::Object(own) = own {
+            let chosen = own.into_iter().filter(|(_, value)| !value.is_null());
+            self.0.extend(chosen);
         }
+        self
+    }
+
+    /// Returns a setting as text; `None` if it was not chosen.
+    fn text(&self, name: &str) -> Option<String> {
+        let value = self.0.get(name)?;
+        let text = value.as_str().map(str::to_owned);
+        Some(text.unwrap_or_else(|| value.to_string()))
+    }
+
+    fn bytes(&self, name: &str) -> Option<u64> {
+        self.0.get(name)?.as_u64()
     }
 }
 
@@ -138,132 +100,109 @@ pub struct Figures {
     /// Bounds that the figures are compared with.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub yardsticks: Option<Yardsticks>,
-    /// Wall time divided by the reads and updates of all threads.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub us_per_access: Option<f64>,
-    /// Wall time divided by the reads of all threads.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub us_per_read: Option<f64>,
-    /// Wall time divided by the updates of all threads.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub us_per_update: Option<f64>,
-    /// Time of the reading threads divided by the pages that they waited for.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub us_per_read_miss: Option<f64>,
-    /// CPU time of the evictors divided by the unchanged pages that they sent away.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub evictor_cpu_us_per_page: Option<f64>,
-    /// Time of a first write to and a later read of pages far apart, divided by both accesses.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub us_per_sparse_page: Option<f64>,
-    /// Private memory that the region took beside its pages.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub metadata_bytes: Option<u64>,
-    /// Time of reads of remote pages while the budget has room.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub fault_us: Option<Percentiles>,
-    /// Time of writes to remote pages while each has to push a changed page out.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub evicting_fault_us: Option<Percentiles>,
-    /// Time of the kernel's own faults: first touches of ordinary memory.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub kernel_fault_us: Option<Percentiles>,
-    /// Time of bare userfaultfd faults that a handler thread resolves by copying.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub uffd_round_trip_us: Option<Percentiles>,
-    /// Time of bare faults resolved by copying, with both threads on one CPU.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub uffd_one_cpu_round_trip_us: Option<Percentiles>,
-    /// Time of bare faults resolved by copying, with each thread on a CPU of its own.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub uffd_two_cpu_round_trip_us: Option<Percentiles>,
-    /// Time of bare faults resolved by copying in a signal handler of the faulting thread.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub uffd_in_thread_round_trip_us: Option<Percentiles>,
-    /// Time of bare faults resolved by moving in a signal handler of the faulting thread.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub uffd_in_thread_move_round_trip_us: Option<Percentiles>,
-    /// Time of bare faults that a handler thread resolves by moving a mapped page.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub uffd_move_round_trip_us: Option<Percentiles>,
-    /// Time of bare faults resolved by a READ over shared memory, a hash and a move.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub uffd_read_round_trip_us: Option<Percentiles>,
-    /// Time of faults with READ, hash and move in a signal handler of the faulting thread.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub uffd_in_thread_read_round_trip_us: Option<Percentiles>,
-    /// Mean time of faults with READ, hash and move by a handler thread that also takes an
-    /// unchanged page out.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub uffd_replace_us: Option<f64>,
-    /// The largest difference between an element written and the same element read.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub error_max: Option<f64>,
-    /// Rate of copying within this process.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub memcpy_mb_per_s: Option<f64>,
-    /// Rate of READs with buffers that stay in the caches.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub raw_read_mb_per_s: Option<f64>,
-    /// Rate of WRITEs with buffers that stay in the caches.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub raw_write_mb_per_s: Option<f64>,
-    /// Rate of READs with buffers that are in no cache, as frames are.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub raw_cold_read_mb_per_s: Option<f64>,
-    /// Rate of WRITEs with buffers that are in no cache, as frames are.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub raw_cold_write_mb_per_s: Option<f64>,
-    /// Rate of READs and WRITEs in turns with cached buffers, bytes of both directions added up.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub raw_read_write_mb_per_s: Option<f64>,
-    /// Rate of STREAM's triad with all its transfers and hashes, but without a pager.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub work_mb_per_s: Option<f64>,
-    /// Rate of STREAM's triad without a pager, with every run moved into a region and out of it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub moved_work_mb_per_s: Option<f64>,
+    /// Times of faults, added by [`Figures::add_fault`].
+    #[serde(flatten)]
+    pub faults: BTreeMap<&'static str, Percentiles>,
+    /// Single figures, added by [`Figures::add`].
+    #[serde(flatten)]
+    pub single: BTreeMap<&'static str, f64>,
 }
 
-/// Rate and times of a loop over the arrays.
+/// Times of faults: `name: name in tables`.
+const FAULTS: [&str; 11] = [
+    "kernel_fault_us: kernel's own 4 KiB fault",
+    "uffd_round_trip_us: bare userfaultfd, COPY",
+    "uffd_one_cpu_round_trip_us: bare userfaultfd, COPY, one CPU",
+    "uffd_two_cpu_round_trip_us: bare userfaultfd, COPY, two CPUs",
+    "uffd_move_round_trip_us: bare userfaultfd, MOVE",
+    "uffd_in_thread_round_trip_us: in the thread itself, COPY",
+    "uffd_in_thread_move_round_trip_us: in the thread itself, MOVE",
+    "uffd_read_round_trip_us: READ, hash, MOVE",
+    "uffd_in_thread_read_round_trip_us: in the thread itself, READ, hash, MOVE",
+    "fault_us: read, room in the budget",
+    "evicting_fault_us: write, changed pages leave",
+];
+
+/// Single figures: `name: name in tables`; those without one stand in another table.
+const SINGLE: [&str; 17] = [
+    "us_per_access: an access",
+    "us_per_read: a read",
+    "us_per_update: an update",
+    "us_per_read_miss: a read that misses",
+    "evictor_cpu_us_per_page: evictors' CPU time, a clean page",
+    "uffd_replace_us: READ, hash, MOVE; another MOVE and hash out",
+    "us_per_sparse_page: a page of a sparse region",
+    "metadata_bytes: page metadata",
+    "memcpy_mb_per_s: memcpy",
+    "raw_read_mb_per_s: fabric READ, hot buffers",
+    "raw_write_mb_per_s: fabric WRITE, hot buffers",
+    "raw_cold_read_mb_per_s: fabric READ, cold buffers",
+    "raw_cold_write_mb_per_s: fabric WRITE, cold buffers",
+    "raw_read_write_mb_per_s: fabric READ + WRITE, hot buffers",
+    "work_mb_per_s: triad's work without a pager",
+    "moved_work_mb_per_s: the same, moved in and out",
+    "error_max: ",
+];
+
+fn named<const N: usize>(
+    table: &'static [&'static str; N],
+) -> impl Iterator<Item = (&'static str, &'static str)> {
+    table.iter().filter_map(|figure| figure.split_once(": "))
+}
+
+impl Figures {
+    /// Adds single figures. What could not be measured is left out.
+    pub fn add<F: Into<Option<f64>>>(&mut self, name: &'static str, figure: F) {
+        assert!(named(&SINGLE).any(|(known, _)| known == name), "{name}");
+        self.single
+            .extend(figure.into().map(|figure| (name, figure)));
+    }
+
+    /// Adds the percentiles of a fault's times in nanoseconds. What could not be measured is left
+    /// out.
+    pub fn add_fault<'a>(
+        &mut self,
+        name: &'static str,
+        times: impl Into<Option<&'a Histogram<u64>>>,
+    ) {
+        assert!(named(&FAULTS).any(|(known, _)| known == name), "{name}");
+        let times = times.into().map(|times| (name, Percentiles::of(times)));
+        self.faults.extend(times);
+    }
+}
+
+/// Rate in the best time, and the best, mean and worst time of a loop over the arrays, which is
+/// named as in McCalpin's STREAM.
 #[derive(Debug, Serialize)]
+#[allow(missing_docs, reason = "the names say it")]
 pub struct Kernel {
-    /// Name, as in McCalpin's STREAM.
     pub name: &'static str,
-    /// Rate in the best time.
     pub mb_per_s: f64,
-    /// The best time.
     pub min_s: f64,
-    /// The mean time.
     pub avg_s: f64,
-    /// The worst time.
     pub max_s: f64,
 }
 
 /// Computes the figures of a kernel that moved `bytes` each time, in these `seconds`.
 pub fn kernel_figures(name: &'static str, bytes: u64, seconds: &[f64]) -> Kernel {
-    let min_s = seconds.iter().copied().fold(f64::INFINITY, f64::min);
+    let [_, min_s, max_s] = spread(seconds);
     Kernel {
         name,
         mb_per_s: bytes as f64 / min_s / 1e6,
         min_s,
         avg_s: seconds.iter().sum::<f64>() / seconds.len() as f64,
-        max_s: seconds.iter().copied().fold(0.0, f64::max),
+        max_s,
     }
 }
 
-/// Percentiles of times, in microseconds.
+/// Percentiles of times, in microseconds, and the number of times.
 #[derive(Clone, Copy, Debug, Serialize)]
+#[allow(missing_docs, reason = "the names say it")]
 pub struct Percentiles {
-    /// The median.
     pub p50: f64,
-    /// The 90th percentile.
     pub p90: f64,
-    /// The 99th percentile.
     pub p99: f64,
-    /// The 99.9th percentile.
     pub p999: f64,
-    /// Number of times.
     pub samples: u64,
 }
 
@@ -292,13 +231,51 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// Returns the median of `values`, and the order statistics that hold it with 95 %.
-pub fn interval(values: &mut [f64]) -> [f64; 3] {
-    values.sort_by(f64::total_cmp);
-    let n = values.len() as f64;
-    let off = (0.98 * n.sqrt()).ceil();
-    let at = |rank: f64| values[rank.clamp(0.0, n - 1.0) as usize];
-    [median(values), at(n / 2.0 - off), at(n / 2.0 + off - 1.0)]
+/// Figures of two sides that take turns.
+#[derive(Default)]
+pub struct Pairs {
+    one: Vec<f64>,
+    other: Vec<f64>,
+}
+
+impl Pairs {
+    /// Measures a pair; in every second one, `other` comes first.
+    ///
+    /// # Errors
+    /// The error of a side.
+    pub fn measure(
+        &mut self,
+        one: impl FnOnce() -> Result<f64>,
+        other: impl FnOnce() -> Result<f64>,
+    ) -> Result<()> {
+        let (one, other) = match self.one.len() % 2 {
+            0 => (one()?, other()?),
+            _ => {
+                let other = other()?;
+                (one()?, other)
+            }
+        };
+        self.one.push(one);
+        self.other.push(other);
+        Ok(())
+    }
+
+    /// Returns the median of each side.
+    pub fn medians(&self) -> [f64; 2] {
+        [median(&self.one), median(&self.other)]
+    }
+
+    /// Returns the median of the other side over the one, and the order statistics that hold it
+    /// with 95 %.
+    pub fn other_over_one(&self) -> [f64; 3] {
+        let pairs = self.one.iter().zip(&self.other);
+        let mut ratios: Vec<f64> = pairs.map(|(one, other)| other / one).collect();
+        ratios.sort_by(f64::total_cmp);
+        let n = ratios.len() as f64;
+        let off = (0.98 * n.sqrt()).ceil();
+        let at = |rank: f64| ratios[rank.clamp(0.0, n - 1.0) as usize];
+        [median(&ratios), at(n / 2.0 - off), at(n / 2.0 + off - 1.0)]
+    }
 }
 
 /// Returns the geometric mean of `ratios`, or 1 if there are none.
@@ -310,47 +287,6 @@ pub fn geometric_mean(ratios: &[f64]) -> f64 {
 /// Makes a histogram for nanoseconds up to a minute, to three digits.
 pub fn new_histogram() -> Histogram<u64> {
     Histogram::new_with_max(60_000_000_000, 3).expect("the bounds above are valid")
-}
-
-/// Work of the pager during the measured part of the run.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct PagingFigures {
-    /// Accesses to pages that were not in local memory.
-    pub faults: u64,
-    /// Pages that came in.
-    pub fills: u64,
-    /// Pages that left.
-    pub evictions: u64,
-    /// Pages that were wanted again while they left.
-    pub steals: u64,
-    /// Fills ahead of a fault.
-    pub prefetches: u64,
-    /// Faults that had to wait for a frame.
-    pub starved: u64,
-    /// Evictions of pages that had not changed.
-    pub clean_evictions: u64,
-    /// Bytes that the fabric brought.
-    pub bytes_read: u64,
-    /// Bytes that the fabric took away.
-    pub bytes_written: u64,
-    /// Bytes of changed pages over bytes stored for them; absent when nothing was stored.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub compression_ratio: Option<f64>,
-    /// Local memory for pages.
-    pub budget_bytes: u64,
-    /// Most bytes resident at once since the runtime was built.
-    pub peak_resident_bytes: u64,
-}
-
-impl PagingFigures {
-    /// Returns the bytes that went over the fabric in `seconds`.
-    pub fn moved(&self, seconds: f64) -> Moved {
-        Moved {
-            bytes_read: self.bytes_read,
-            bytes_written: self.bytes_written,
-            seconds,
-        }
-    }
 }
 
 /// Prints a report to standard output: one JSON object, or what `human` makes of it.
@@ -377,10 +313,9 @@ pub fn conclude<R: Serialize>(
     human: impl Fn(&R) -> String,
 ) -> Result<()> {
     print(report, format, human)?;
-    ensure!(
-        verified,
-        "verification FAILED: the figures above are worthless, and this is a bug to report"
-    );
+    let failed =
+        "verification FAILED: the figures above are worthless, and this is a bug to report";
+    ensure!(verified, failed);
     Ok(())
 }
 
@@ -394,220 +329,149 @@ impl Report {
     }
 
     fn human(&self) -> String {
-        let mut tables = Vec::new();
-        if let Some(kernels) = &self.figures.kernels {
-            let mut table = table(["kernel", "MB/s", "best s", "mean s", "worst s"]);
-            for k in kernels {
-                let seconds = [k.min_s, k.avg_s, k.max_s].map(|s| format!("{s:.3}"));
-                table.add_row(right(
-                    [k.name.to_owned(), format!("{:.0}", k.mb_per_s)]
-                        .into_iter()
-                        .chain(seconds),
-                ));
-            }
-            tables.push(table);
-        }
-        tables.extend(self.percentile_table());
-        tables.extend(self.single_figures());
-        tables.push(self.circumstances());
-        let mut texts: Vec<_> = tables.iter().map(Table::to_string).collect();
-        texts.extend(self.figures.yardsticks.as_ref().map(ToString::to_string));
-        texts.join("\n")
-    }
-
-    fn percentile_table(&self) -> Option<Table> {
         let figures = &self.figures;
-        let rows: Vec<_> = [
-            ("kernel's own 4 KiB fault", figures.kernel_fault_us),
-            ("bare userfaultfd, COPY", figures.uffd_round_trip_us),
-            (
-                "bare userfaultfd, COPY, one CPU",
-                figures.uffd_one_cpu_round_trip_us,
-            ),
-            (
-                "bare userfaultfd, COPY, two CPUs",
-                figures.uffd_two_cpu_round_trip_us,
-            ),
-            ("bare userfaultfd, MOVE", figures.uffd_move_round_trip_us),
-            (
-                "in the thread itself, COPY",
-                figures.uffd_in_thread_round_trip_us,
-            ),
-            (
-                "in the thread itself, MOVE",
-                figures.uffd_in_thread_move_round_trip_us,
-            ),
-            ("READ, hash, MOVE", figures.uffd_read_round_trip_us),
-            (
-                "in the thread itself, READ, hash, MOVE",
-                figures.uffd_in_thread_read_round_trip_us,
-            ),
-            ("read, room in the budget", figures.fault_us),
-            ("write, changed pages leave", figures.evicting_fault_us),
-        ]
-        .into_iter()
-        .filter_map(|(name, percentiles)| Some((name, percentiles?)))
-        .collect();
-        let mut table = table([
-            "fault, microseconds",
-            "p50",
-            "p90",
-            "p99",
-            "p99.9",
-            "samples",
-        ]);
-        for (name, p) in &rows {
-            let times = [p.p50, p.p90, p.p99, p.p999].map(|us| format!("{us:.1}"));
-            table.add_row(right(
-                [name.to_string()]
-                    .into_iter()
-                    .chain(times)
-                    .chain([p.samples.to_string()]),
-            ));
+        let mut kernels = table("kernel | MB/s | best s | mean s | worst s");
+        for k in figures.kernels.iter().flatten() {
+            let (name, rate) = (k.name, k.mb_per_s);
+            let [best, mean, worst] = [k.min_s, k.avg_s, k.max_s];
+            let times = format!("{best:.3} | {mean:.3} | {worst:.3}");
+            line(&mut kernels, format!("{name} | {rate:.0} | {times}"));
         }
-        (!rows.is_empty()).then_some(table)
-    }
-
-    fn single_figures(&self) -> Option<Table> {
-        let f = &self.figures;
-        let mut table = table(["figure", ""]);
-        for (name, value, unit) in [
-            ("an access", f.us_per_access, "us"),
-            ("a read", f.us_per_read, "us"),
-            ("an update", f.us_per_update, "us"),
-            ("a read that misses", f.us_per_read_miss, "us"),
-            (
-                "evictors' CPU time, a clean page",
-                f.evictor_cpu_us_per_page,
-                "us",
-            ),
-            (
-                "READ, hash, MOVE; another MOVE and hash out",
-                f.uffd_replace_us,
-                "us",
-            ),
-            ("a page of a sparse region", f.us_per_sparse_page, "us"),
-            (
-                "page metadata",
-                f.metadata_bytes.map(|bytes| bytes as f64 / 1024.0),
-                "KiB",
-            ),
-            ("memcpy", f.memcpy_mb_per_s, "MB/s"),
-            ("fabric READ, hot buffers", f.raw_read_mb_per_s, "MB/s"),
-            ("fabric WRITE, hot buffers", f.raw_write_mb_per_s, "MB/s"),
-            (
-                "fabric READ, cold buffers",
-                f.raw_cold_read_mb_per_s,
-                "MB/s",
-            ),
-            (
-                "fabric WRITE, cold buffers",
-                f.raw_cold_write_mb_per_s,
-                "MB/s",
-            ),
-            (
-                "fabric READ + WRITE, hot buffers",
-                f.raw_read_write_mb_per_s,
-                "MB/s",
-            ),
-            ("triad's work without a pager", f.work_mb_per_s, "MB/s"),
-            ("the same, moved in and out", f.moved_work_mb_per_s, "MB/s"),
-        ] {
-            if let Some(value) = value {
-                let digits = if unit == "us" { 2 } else { 0 };
-                table.add_row(right([name.to_owned(), format!("{value:.digits$} {unit}")]));
+        let mut faults = table("fault, microseconds | p50 | p90 | p99 | p99.9 | samples");
+        for (name, shown) in named(&FAULTS) {
+            if let Some(p) = figures.faults.get(name) {
+                let low = format!("{:.1} | {:.1}", p.p50, p.p90);
+                let high = format!("{:.1} | {:.1}", p.p99, p.p999);
+                let samples = p.samples;
+                line(&mut faults, format!("{shown} | {low} | {high} | {samples}"));
             }
         }
-        (table.row_iter().next().is_some()).then_some(table)
+        let mut single = table("figure | ");
+        for (name, shown) in named(&SINGLE).filter(|(_, shown)| !shown.is_empty()) {
+            let Some(&figure) = figures.single.get(name) else {
+                continue;
+            };
+            let figure = match name {
+                name if name.ends_with("mb_per_s") => format!("{figure:.0} MB/s"),
+                name if name.ends_with("bytes") => format!("{:.0} KiB", figure / 1024.0),
+                _ => format!("{figure:.2} us"),
+            };
+            line(&mut single, format!("{shown} | {figure}"));
+        }
+        let tables = [kernels, faults, single].into_iter();
+        let tables = tables.filter(|table| table.row_iter().next().is_some());
+        let mut texts: Vec<_> = tables.map(|table| table.to_string()).collect();
+        texts.push(self.circumstances().to_string());
+        texts.extend(figures.yardsticks.as_ref().map(ToString::to_string));
+        texts.join("\n")
     }
 
     fn circumstances(&self) -> Table {
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+        let config = &self.config;
+        let told = |name: &str| config.text(name).unwrap_or_else(|| "auto".to_owned());
+        let page_bytes = config.bytes("page_size_bytes").unwrap_or_default();
         let mut rows = vec![
-            (
-                "verified",
-                if self.verified {
-                    "yes, every element"
-                } else {
-                    "NO: FAILED"
-                }
-                .to_owned(),
-            ),
-            ("server", self.config.server.clone()),
-            (
-                "page size",
-                format!("{} KiB", self.config.page_size_bytes >> 10),
-            ),
+            ("server", told("server")),
+            ("page size", format!("{} KiB", page_bytes >> 10)),
         ];
-        if let Some(paging) = &self.config.paging {
-            rows.push((
-                "arrays",
-                format!("{}, {} data", mib(paging.size_bytes), paging.data),
-            ));
-            let threads = self.config.threads.unwrap_or(1);
-            rows.push((
-                "threads",
-                format!(
-                    "{threads} + {} fillers + {} evictors",
-                    told(self.config.fillers),
-                    told(paging.evictors)
-                ),
-            ));
+        if let Some(bytes) = config.bytes("size_bytes") {
+            let threads = config.bytes("threads").unwrap_or(1);
+            let (fillers, evictors) = (told("fillers"), told("evictors"));
+            let threads = format!("{threads} + {fillers} fillers + {evictors} evictors");
+            rows.push(("arrays", format!("{}, {} data", mib(bytes), told("data"))));
+            rows.push(("threads", threads));
         }
         if let Some(p) = &self.paging {
-            rows.push(("budget", mib(p.budget_bytes)));
-            rows.push(("peak resident", mib(p.peak_resident_bytes)));
-            rows.push((
-                "page faults",
-                format!("{}, {} waited for room", p.faults, p.starved),
-            ));
-            rows.push((
-                "pages brought in",
-                format!("{}, {} ahead of a fault", p.fills, p.prefetches),
-            ));
-            rows.push((
-                "pages sent away",
-                format!(
-                    "{}, {} unchanged, {} wanted again",
-                    p.evictions, p.clean_evictions, p.steals
-                ),
-            ));
-            rows.push((
-                "read / written remotely",
-                format!("{} / {}", mib(p.bytes_read), mib(p.bytes_written)),
-            ));
-            if let Some(ratio) = p.compression_ratio {
-                rows.push(("compression", format!("{ratio:.2} : 1")));
-            }
+            let c = &p.counts;
+            let faults = format!("{}, {} waited for room", c.faults, c.starved);
+            let fills = format!("{}, {} ahead of a fault", c.fills, c.prefetches);
+            let (left, clean, steals) = (c.evictions, c.clean_evictions, c.steals);
+            let evictions = format!("{left}, {clean} unchanged, {steals} wanted again");
+            let moved = format!("{} / {}", mib(c.bytes_read), mib(c.bytes_written));
+            rows.extend([
+                ("budget", mib(p.budget_bytes)),
+                ("peak resident", mib(p.peak_resident_bytes)),
+                ("page faults", faults),
+                ("pages brought in", fills),
+                ("pages sent away", evictions),
+                ("read / written remotely", moved),
+            ]);
+            let ratio = p.compression_ratio.map(|ratio| format!("{ratio:.2} : 1"));
+            rows.extend(ratio.map(|ratio| ("compression", ratio)));
         }
-        let mut table = table(["run", self.benchmark]);
-        for (name, value) in rows {
-            table.add_row(right([name.to_owned(), value]));
-        }
-        table
+        run_table(self.benchmark, self.verified, rows)
     }
 }
 
-/// Makes an empty table for people; the first column holds names.
-pub fn table<const N: usize>(header: [&str; N]) -> Table {
+/// Makes an empty table for people; the first column holds names. Bars separate the columns'
+/// headers, such as `codec | ratio`.
+pub fn table(header: &str) -> Table {
     let mut table = Table::new();
+    table.load_style(UTF8_FULL_CONDENSED);
+    table.set_header(right(header.split(" | ").map(str::to_owned)));
     table
-        .load_style(UTF8_FULL_CONDENSED)
-        .set_header(right(header.map(str::to_owned)));
+}
+
+/// Makes a table of `rows`, whose cells bars separate as in [`table`]'s header.
+pub fn filled_table(header: &str, rows: impl IntoIterator<Item = String>) -> Table {
+    let mut table = table(header);
+    rows.into_iter().for_each(|row| line(&mut table, row));
+    table
+}
+
+/// Adds a row, whose cells bars separate as in [`table`]'s header.
+pub fn line(table: &mut Table, cells: impl AsRef<str>) {
+    table.add_row(right(cells.as_ref().split(" | ").map(str::to_owned)));
+}
+
+/// Makes the table of a run's circumstances, the verification first.
+pub fn run_table<S: ToString>(
+    benchmark: &str,
+    verified: bool,
+    rows: impl IntoIterator<Item = (&'static str, S)>,
+) -> Table {
+    let mut table = table(&format!("run | {benchmark}"));
+    let verified = if verified { "yes" } else { "NO: FAILED" };
+    line(&mut table, format!("verified | {verified}"));
+    for (name, value) in rows {
+        table.add_row(right([name.to_owned(), value.to_string()]));
+    }
     table
 }
 
 /// Makes a row whose first cell is a name and whose others are figures.
 pub fn right(row: impl IntoIterator<Item = String>) -> Vec<Cell> {
-    let align = |at| {
-        if at == 0 {
-            CellAlignment::Left
-        } else {
-            CellAlignment::Right
-        }
+    let cell = |(at, text)| {
+        Cell::new(text).set_alignment(match at {
+            0 => CellAlignment::Left,
+            _ => CellAlignment::Right,
+        })
     };
-    row.into_iter()
-        .enumerate()
-        .map(|(at, text)| Cell::new(text).set_alignment(align(at)))
-        .collect()
+    row.into_iter().enumerate().map(cell).collect()
+}
+
+/// Formats a figure and its range, such as `1.50 (1.21 to 1.72)`.
+pub fn ranged([figure, low, high]: [f64; 3], digits: usize) -> String {
+    format!("{figure:.digits$} ({low:.digits$} to {high:.digits$})")
+}
+
+/// Formats the median of `values`, with their range if there are several.
+pub fn ranged_if_several(values: &[f64], digits: usize) -> String {
+    match values {
+        [value] => format!("{value:.digits$}"),
+        _ => ranged(spread(values), digits),
+    }
+}
+
+/// Returns the word for a target that is met or not.
+pub fn yes(met: bool) -> &'static str {
+    if met { "yes" } else { "NO" }
+}
+
+/// Returns the median, the least and the greatest of `values`.
+pub fn spread(values: &[f64]) -> [f64; 3] {
+    let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+    let greatest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    [median(values), least, greatest]
 }

@@ -6,9 +6,7 @@
 //! server removes its socket and exits.
 
 use std::{
-    env,
-    ffi::OsString,
-    fs,
+    env, fs,
     io::{self, BufRead, BufReader, Read, Write},
     net::IpAddr,
     os::unix::process::CommandExt,
@@ -66,10 +64,8 @@ impl MemoryServer {
 
     /// Returns the server at `endpoint`, which is not started here.
     pub fn at(endpoint: Endpoint) -> Self {
-        Self {
-            endpoint,
-            own: None,
-        }
+        let own = None;
+        Self { endpoint, own }
     }
 
     /// Starts a server of our own that lends up to `capacity_bytes`.
@@ -106,47 +102,31 @@ impl MemoryServer {
         capacity_bytes: u64,
         tiers: Option<(u64, &Path)>,
     ) -> Result<Self> {
+        program
+            .args(["serve", "--listen", &listen.to_string()])
+            .args(["--capacity-bytes", &capacity_bytes.to_string()]);
+        if let Some((memory_bytes, spill)) = tiers {
+            program.args(["--memory-bytes", &memory_bytes.to_string(), "--spill"]);
+            program.arg(spill);
+        }
         let mut child = program
-            .args([
-                "serve",
-                "--listen",
-                &listen.to_string(),
-                "--capacity-bytes",
-                &capacity_bytes.to_string(),
-            ])
-            .args(tiers.iter().flat_map(|(memory_bytes, spill)| {
-                let memory_bytes = memory_bytes.to_string().into();
-                [
-                    "--memory-bytes".into(),
-                    memory_bytes,
-                    "--spill".into(),
-                    spill.into(),
-                ] as [OsString; 4]
-            }))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             // Ctrl-C is for the benchmark; the server then notices its end and tidies up.
             .process_group(0)
             .spawn()
             .context("cannot start a memory server")?;
-        let stdout = child
-            .stdout
-            .take()
-            .expect("the standard output was set to a pipe above");
+        let stdout = child.stdout.take().expect("it was set to a pipe above");
         let mut line = String::new();
         BufReader::new(stdout)
             .read_line(&mut line)
             .context("cannot read from the memory server")?;
-        match line.trim().parse() {
-            Ok(endpoint) => Ok(Self {
-                endpoint,
-                own: Some(child),
-            }),
-            Err(_) => {
-                let status = child.wait().context("cannot wait for the memory server")?;
-                bail!("the memory server did not start ({status})")
-            }
-        }
+        let Ok(endpoint) = line.trim().parse() else {
+            let status = child.wait().context("cannot wait for the memory server")?;
+            bail!("the memory server did not start ({status})")
+        };
+        let own = Some(child);
+        Ok(Self { endpoint, own })
     }
 
     /// Returns the endpoint at which the server listens.
@@ -168,7 +148,17 @@ impl MemoryServer {
     /// # Errors
     /// The server has died, or is not our own.
     pub fn cpu_s(&self) -> Result<f64> {
-        cpu_s_of(self.pid()?)
+        let path = format!("/proc/{}/stat", self.pid()?);
+        let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        // The name in parentheses may hold spaces; user and system time are the 12th and 13th
+        // fields behind it.
+        let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
+        let ticks = |field| fields.split(' ').nth(field)?.parse::<f64>().ok();
+        let times = ticks(11).zip(ticks(12));
+        let (user, system) = times.context("the kernel's figures are cut off")?;
+        let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)
+            .context("cannot ask for the length of a tick")?;
+        Ok((user + system) / per_second.context("a tick has no length")? as f64)
     }
 
     /// Returns the memory that our own server holds.
@@ -196,28 +186,13 @@ impl Drop for MemoryServer {
     }
 }
 
-fn this_program() -> Result<Command> {
-    let path = env::current_exe().context("cannot find this program's own file")?;
-    Ok(Command::new(path))
-}
-
-/// Returns the CPU time of a process of this machine, in seconds.
+/// Returns the command of this program, without arguments.
 ///
 /// # Errors
-/// The process has ended.
-fn cpu_s_of(pid: u32) -> Result<f64> {
-    let path = format!("/proc/{pid}/stat");
-    let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    // The name in parentheses may hold spaces; user and system time are the 12th and 13th fields
-    // behind it.
-    let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
-    let ticks = |field| fields.split(' ').nth(field)?.parse::<f64>().ok();
-    let (user, system) = ticks(11)
-        .zip(ticks(12))
-        .context("the kernel's figures are cut off")?;
-    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)
-        .context("cannot ask for the length of a tick")?;
-    Ok((user + system) / per_second.context("a tick has no length")? as f64)
+/// This program's own file cannot be found.
+pub fn this_program() -> Result<Command> {
+    let path = env::current_exe().context("cannot find this program's own file")?;
+    Ok(Command::new(path))
 }
 
 /// Returns the first address of this machine's RDMA devices.
@@ -278,10 +253,8 @@ pub fn serve(options: &ServeOptions) -> Result<()> {
         server = server.memory(bytes).spill(directory.clone());
     }
     let running = server.start()?;
-    let endpoint = running
-        .endpoints()
-        .first()
-        .context("the server listens nowhere")?;
+    let endpoint = running.endpoints().first();
+    let endpoint = endpoint.context("the server listens nowhere")?;
     let mut stdout = io::stdout();
     writeln!(stdout, "{endpoint}")
         .and_then(|()| stdout.flush())

@@ -6,7 +6,6 @@
 
 use std::{
     collections::HashMap,
-    env,
     io::Read,
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
@@ -24,8 +23,10 @@ use signal_hook::{
     flag,
 };
 
+use crate::server::this_program;
+
 /// Upper bound of the time of a benchmark: one that takes longer hangs.
-const TIME_MAX: Duration = Duration::from_secs(900);
+const TIME_MAX: Duration = Duration::from_secs(960);
 
 /// A series of benchmarks.
 pub struct Sitting {
@@ -70,12 +71,10 @@ impl Sitting {
             self.reports.push(result.clone());
             self.results.insert(command.to_owned(), result);
         }
-        self.results[command]
-            .pointer(path)
-            .and_then(Value::as_f64)
-            .with_context(|| {
-                format!("`farpage-bench {command}` cannot measure {path} on this machine")
-            })
+        let figure = self.results[command].pointer(path).and_then(Value::as_f64);
+        figure.with_context(|| {
+            format!("`farpage-bench {command}` cannot measure {path} on this machine")
+        })
     }
 
     /// Returns all results so far.
@@ -85,8 +84,7 @@ impl Sitting {
 
     /// Runs a command to its end, whatever ran before.
     pub fn run(&self, command: &str) -> Result<Value> {
-        let this_program = env::current_exe().context("cannot find this program's own file")?;
-        self.run_as(Command::new(this_program), command)
+        self.run_as(this_program()?, command)
     }
 
     /// Appends `command` to the arguments of `program`, which has to run this program with them.
@@ -100,13 +98,14 @@ impl Sitting {
             .with_context(|| format!("`farpage-bench {command}` printed no result"))
     }
 
-    /// Runs a program, called `name` in errors, to its end; returns what it printed.
+    /// Runs a program, called `name` in errors, to its end; returns what it printed. Its standard
+    /// input is empty, and ends when this process does.
     ///
     /// # Errors
     /// The program failed or took too long, or the sitting was interrupted.
     pub fn output(&self, mut program: Command, name: &str) -> Result<String> {
         let mut child = program
-            .stdin(Stdio::null())
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -128,14 +127,12 @@ impl Sitting {
     fn wait(&self, child: &mut Child) -> Result<ExitStatus> {
         let end = Instant::now() + TIME_MAX;
         loop {
-            if let Some(status) = child.try_wait().context("cannot wait for it")? {
-                if self.interrupted.load(Relaxed) {
-                    bail!("interrupted");
-                }
-                return Ok(status);
-            }
+            let ended = child.try_wait().context("cannot wait for it")?;
             if self.interrupted.load(Relaxed) {
                 bail!("interrupted");
+            }
+            if let Some(status) = ended {
+                return Ok(status);
             }
             if Instant::now() > end {
                 bail!("it took longer than {} s", TIME_MAX.as_secs());

@@ -12,12 +12,11 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Barrier},
-    thread,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use bytemuck::cast_slice_mut;
 use farpage_fabric::{Link, Session, SessionOptions};
 use farpage_store::{
@@ -27,14 +26,12 @@ use farpage_vm::{
     AddressSpace, Detached, Frame, Geometry, KernelFrame, KernelSpace, KernelSpaceOptions, PageIn,
     PageOut, Pages, Shard,
 };
-use nix::poll::{PollFd, ppoll};
-use nix::sys::time::TimeSpec;
 
 use crate::{
-    bare,
+    bare, crew,
     options::{Common, threads},
     pick::mix,
-    raw::{LOCAL_BYTES, SMOKE_LOCAL_BYTES},
+    raw::{LOCAL_BYTES, SMOKE_LOCAL_BYTES, sleep_until},
     server::MemoryServer,
 };
 
@@ -90,55 +87,44 @@ impl Job {
     }
 }
 
-/// Rates of STREAM's triad in MB/s.
+/// Rates in MB/s.
 pub struct Rates {
-    /// Rate in local memory that stays where it is.
-    pub work: f64,
-    /// Rate with runs that move into a region and out of it.
-    pub moving: f64,
+    /// Rate of the triad in local memory that stays where it is, or of pages that leave as they
+    /// came.
+    pub light: f64,
+    /// Rate of the triad with runs that move into a region and out of it, or of pages that are
+    /// written back.
+    pub heavy: f64,
     /// Number of elements that did not come back as they were written.
     pub wrong: u64,
 }
 
 /// Measures the triad.
 pub fn rates(setting: &Setting, server: &MemoryServer) -> Result<Rates> {
-    let (work, wrong) = rate(setting, server, Job::Triad { moving: false })?;
-    let (moving, wrong_moving) = rate(setting, server, Job::Triad { moving: true })?;
+    let jobs = [false, true].map(|moving| Job::Triad { moving });
+    both(setting, server, jobs)
+}
+
+/// Measures pages that come in, move into a region and out of it, and leave, whatever a program
+/// does with them.
+pub fn page_rates(setting: &Setting, server: &MemoryServer) -> Result<Rates> {
+    let jobs = [false, true].map(|changed| Job::Pass { changed });
+    both(setting, server, jobs)
+}
+
+fn both(setting: &Setting, server: &MemoryServer, jobs: [Job; 2]) -> Result<Rates> {
+    let [light, heavy] = jobs.map(|job| rate(setting, server, job));
+    let ((light, wrong), (heavy, more)) = (light?, heavy?);
+    let wrong = wrong + more;
     Ok(Rates {
-        work,
-        moving,
-        wrong: wrong + wrong_moving,
-    })
-}
-
-/// Rates of pages that come in, move into a region and out of it, and leave, in MB/s.
-pub struct PageRates {
-    /// Rate of pages that leave as they came.
-    pub unchanged: f64,
-    /// Rate of pages that are written back.
-    pub changed: f64,
-    /// Number of elements that did not come back as they were written.
-    pub wrong: u64,
-}
-
-/// Measures pages that come and leave, whatever a program does with them.
-pub fn page_rates(setting: &Setting, server: &MemoryServer) -> Result<PageRates> {
-    let (unchanged, wrong) = rate(setting, server, Job::Pass { changed: false })?;
-    let (changed, wrong_changed) = rate(setting, server, Job::Pass { changed: true })?;
-    Ok(PageRates {
-        unchanged,
-        changed,
-        wrong: wrong + wrong_changed,
+        light,
+        heavy,
+        wrong,
     })
 }
 
 fn rate(setting: &Setting, server: &MemoryServer, job: Job) -> Result<(f64, u64)> {
-    let &Setting {
-        threads,
-        page_bytes,
-        time,
-        ..
-    } = setting;
+    let (threads, page_bytes, time) = (setting.threads, setting.page_bytes, setting.time);
     let options = SessionOptions {
         link: setting.link.clone(),
         ..SessionOptions::default()
@@ -165,36 +151,15 @@ fn rate(setting: &Setting, server: &MemoryServer, job: Job) -> Result<(f64, u64)
         })
         .collect::<Result<Vec<_>>>()?;
 
-    let barrier = Arc::new(Barrier::new(threads + 1));
-    let bytes_per_s = thread::scope(|scope| -> Result<f64> {
-        let running: Vec<_> = workers
-            .iter_mut()
-            .map(|worker| {
-                let barrier = barrier.clone();
-                scope.spawn(move || {
-                    let prepared = worker.prepare();
-                    barrier.wait();
-                    prepared.and_then(|()| worker.run(time))
-                })
-            })
-            .collect();
-        barrier.wait();
-        let mut bytes_per_s = 0.0;
-        for worker in running {
-            bytes_per_s += worker
-                .join()
-                .map_err(|_| anyhow!("a worker of the floor panicked"))??;
-        }
-        Ok(bytes_per_s)
-    })?;
+    crew::together(&mut workers, Worker::prepare)?;
+    let (bytes_per_s, _) = crew::together(&mut workers, |worker| worker.run(time))?;
     let wrong = workers.iter().map(|worker| worker.wrong).sum();
-    Ok((bytes_per_s / 1e6, wrong))
+    Ok((bytes_per_s.iter().sum::<f64>() / 1e6, wrong))
 }
 
 fn run_bytes(page_bytes: usize) -> usize {
-    RUN_BYTES_MAX
-        .min(RUN_PAGES_MAX * page_bytes)
-        .max(page_bytes)
+    let bytes = RUN_BYTES_MAX.min(RUN_PAGES_MAX * page_bytes);
+    bytes.max(page_bytes)
 }
 
 /// Kernel frame with the traits that the store asks for.
@@ -294,14 +259,16 @@ impl<'a> Worker<'a> {
         })
     }
 
+    fn new_frame(&self) -> Result<Local> {
+        let pages = self.run_bytes / self.page_bytes;
+        Ok(Local(self.space.new_frame(self.page_bytes, pages)?))
+    }
+
     /// Writes the initial values of all arrays.
     fn prepare(&mut self) -> Result<()> {
         let mut done = Vec::new();
         for run in 0..3 * self.runs {
-            let frame = self
-                .space
-                .new_frame(self.page_bytes, self.run_bytes / self.page_bytes)?;
-            let mut frame = Local(frame);
+            let mut frame = self.new_frame()?;
             for (at, element) in elements(&mut frame).iter_mut().enumerate() {
                 *element = original(self.thread, run, at);
             }
@@ -324,12 +291,8 @@ impl<'a> Worker<'a> {
         let mut leaving: Vec<Step> = Vec::new();
         let mut free: Vec<[Option<Local>; 3]> = Vec::new();
         for _ in 0..self.steps + STEPS_AHEAD {
-            let mut frames = [None, None, None];
-            for frame in &mut frames {
-                let pages = self.run_bytes / self.page_bytes;
-                *frame = Some(Local(self.space.new_frame(self.page_bytes, pages)?));
-            }
-            free.push(frames);
+            let [a, b, c] = [(); 3].map(|()| self.new_frame());
+            free.push([Some(a?), Some(b?), Some(c?)]);
         }
         let (mut begun, mut computed) = (0, 0);
         let mut start: Option<Instant> = None;
@@ -357,16 +320,11 @@ impl<'a> Worker<'a> {
             // 4. Frames that have arrived, or have left.
             self.poll(&mut done)?;
             for done in done.drain(..) {
-                ensure!(
-                    done.failed.is_empty(),
-                    "cannot move pages: {:?}",
-                    done.failed
-                );
+                let failed = done.failed;
+                ensure!(failed.is_empty(), "cannot move pages: {failed:?}");
                 let (number, array) = (done.tag / 3, (done.tag % 3) as usize);
-                let step = coming
-                    .iter_mut()
-                    .chain(&mut leaving)
-                    .find(|step| step.number == number);
+                let mut steps = coming.iter_mut().chain(&mut leaving);
+                let step = steps.find(|step| step.number == number);
                 let step = step.expect("what is done was begun");
                 step.frames[array] = Some(done.frame);
                 step.open -= 1;
@@ -394,13 +352,8 @@ impl<'a> Worker<'a> {
 
     /// Returns the pages of `run` in the region.
     fn pages_of(&self, run: u64) -> Pages {
-        let count = self.run_bytes / self.page_bytes;
-        Pages::new(
-            Shard(self.thread),
-            self.address_of(run),
-            self.page_bytes,
-            count,
-        )
+        let (shard, count) = (Shard(self.thread), self.run_bytes / self.page_bytes);
+        Pages::new(shard, self.address_of(run), self.page_bytes, count)
     }
 
     fn first_of(&self, run: u64) -> PageIndex {
@@ -435,10 +388,8 @@ impl<'a> Worker<'a> {
                 true => {
                     let out = PageOut::Move(self.pages_of(run));
                     let frame = self.space.detach(out).map(Detached::into_frame)?;
-                    ensure!(
-                        frame.as_ref().len() == self.run_bytes,
-                        "a run came out in pieces"
-                    );
+                    let bytes = frame.as_ref().len();
+                    ensure!(bytes == self.run_bytes, "a run came out in pieces");
                     Local(frame)
                 }
                 false => step.frames[array]
@@ -469,10 +420,8 @@ impl<'a> Worker<'a> {
     }
 
     fn compute(&mut self, step: &mut Step) -> Result<()> {
-        let mut frames = step
-            .frames
-            .each_mut()
-            .map(|frame| frame.take().expect("it has arrived"));
+        let frames = step.frames.each_mut();
+        let mut frames = frames.map(|frame| frame.take().expect("it has arrived"));
         if self.job.moving() {
             for (array, frame) in frames.into_iter().enumerate() {
                 let pages = self.pages_of(self.run_of(step.number, array));
@@ -516,14 +465,9 @@ impl<'a> Worker<'a> {
         if !done.is_empty() || self.lane.in_flight() == 0 {
             return Ok(());
         }
-        let mut fds: Vec<PollFd<'_>> = Vec::new();
+        let mut fds = Vec::new();
         let until = self.lane.wait(&mut fds);
-        let timeout =
-            until.map(|until| TimeSpec::from(until.saturating_duration_since(Instant::now())));
-        match ppoll(&mut fds, timeout, None) {
-            Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
-            Err(error) => Err(error).context("cannot wait for the fabric"),
-        }
+        sleep_until(&mut fds, until)
     }
 }
 
@@ -576,10 +520,8 @@ fn triad([a, b, c]: [&mut [f64]; 3], round: u64, original: impl Fn(usize, usize)
             0 => in_a,
             _ => in_b + round as f64 * in_c,
         };
-        wrong += [(a[at], in_a), (b[at], in_b), (c[at], in_c)]
-            .into_iter()
-            .filter(|(found, expected)| found != expected)
-            .count() as u64;
+        let found = [a[at] != in_a, b[at] != in_b, c[at] != in_c];
+        wrong += found.map(u64::from).iter().sum::<u64>();
     }
     let scalar = (round + 1) as f64;
     for ((a, b), c) in a.iter_mut().zip(&*b).zip(&*c) {

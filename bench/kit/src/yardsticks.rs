@@ -7,7 +7,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::options::Common;
+use crate::{options::Common, paging::Counts};
 
 /// Bytes of an array of ordinary memory to compare with: larger than caches are.
 const PLAIN_BYTES: usize = 64 << 20;
@@ -54,17 +54,6 @@ enum Fabric {
     FabricReadUs(f64),
 }
 
-/// Bytes that went over the fabric, and the time that they took.
-#[derive(Clone, Copy, Debug)]
-pub struct Moved {
-    /// Bytes that READs brought.
-    pub bytes_read: u64,
-    /// Bytes that WRITEs took away.
-    pub bytes_written: u64,
-    /// Time in seconds, long enough for several operations at once.
-    pub seconds: f64,
-}
-
 /// MB/s of the raw fabric with buffers that are in no cache.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct FabricRates {
@@ -88,14 +77,21 @@ impl Plain {
 }
 
 impl Yardsticks {
-    /// Compares work that moved pages. `figure` is compared with plain memory.
-    pub fn of_transfers(figure: f64, plain: Plain, moved: Moved, fabric: FabricRates) -> Self {
+    /// Compares work that moved pages in `seconds`, long enough for several operations at once.
+    /// `figure` is compared with plain memory.
+    pub fn of_transfers(
+        figure: f64,
+        plain: Plain,
+        moved: Counts,
+        seconds: f64,
+        fabric: FabricRates,
+    ) -> Self {
         let least_seconds = fabric.seconds(moved.bytes_read, moved.bytes_written);
         Self {
             plain,
             plain_share: plain.share_of(figure),
             fabric: Fabric::Fabric(fabric),
-            fabric_share: least_seconds / moved.seconds,
+            fabric_share: least_seconds / seconds,
         }
     }
 
@@ -128,36 +124,31 @@ impl FabricRates {
 /// One line under the tables: how good the figures are.
 impl fmt::Display for Yardsticks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let plain = percent(self.plain_share);
-        let (all, unit) = match self.plain {
-            Plain::PlainTriadMbPerS(rate) => {
-                write!(f, "triad: {plain} % of plain memory ({rate:.0} MB/s). ")?;
-                ("All kernels", "")
-            }
-            Plain::PlainBothMbPerS(rate) => {
-                write!(f, "both: {plain} % of plain memory ({rate:.0} MB/s). ")?;
-                ("All steps", "")
-            }
-            Plain::PlainUsPerAccess(time) => {
-                write!(f, "an access: {plain} % of plain memory ({time:.3} us). ")?;
-                ("All accesses", "")
-            }
-            Plain::PlainP50Us(time) => {
-                write!(f, "a read, p50: {plain} % of plain memory ({time:.3} us). ")?;
-                ("The same", ", one READ of a page at a time")
-            }
+        let (what, all, how) = match self.plain {
+            Plain::PlainTriadMbPerS(_) => ("triad", "All kernels", ""),
+            Plain::PlainBothMbPerS(_) => ("both", "All steps", ""),
+            Plain::PlainUsPerAccess(_) => ("an access", "All accesses", ""),
+            Plain::PlainP50Us(_) => ("a read, p50", "The same", ", one READ of a page at a time"),
         };
-        let fabric = percent(self.fabric_share);
-        write!(f, "{all}: {fabric} % of the raw fabric ")?;
-        match &self.fabric {
-            Fabric::Fabric(rates) => write!(
-                f,
-                "(READ {:.0}, WRITE {:.0}, both {:.0} MB/s).",
+        let figure = match self.plain {
+            Plain::PlainTriadMbPerS(rate) | Plain::PlainBothMbPerS(rate) => {
+                format!("{rate:.0} MB/s")
+            }
+            Plain::PlainUsPerAccess(time) | Plain::PlainP50Us(time) => format!("{time:.3} us"),
+        };
+        let fabric = match &self.fabric {
+            Fabric::Fabric(rates) => format!(
+                "READ {:.0}, WRITE {:.0}, both {:.0} MB/s",
                 rates.raw_read_mb_per_s, rates.raw_write_mb_per_s, rates.raw_read_write_mb_per_s,
-            )?,
-            Fabric::FabricReadUs(time) => write!(f, "({time:.2} us{unit}).")?,
-        }
-        f.write_str(" Measured just now.")
+            ),
+            Fabric::FabricReadUs(time) => format!("{time:.2} us{how}"),
+        };
+        let (plain, share) = (percent(self.plain_share), percent(self.fabric_share));
+        write!(f, "{what}: {plain} % of plain memory ({figure}). ")?;
+        write!(
+            f,
+            "{all}: {share} % of the raw fabric ({fabric}). Measured just now."
+        )
     }
 }
 
@@ -179,12 +170,13 @@ mod tests {
         raw_read_write_mb_per_s: 1200.0,
     };
 
-    fn moved(bytes_read: u64, bytes_written: u64, seconds: f64) -> Moved {
-        Moved {
-            bytes_read,
-            bytes_written,
-            seconds,
-        }
+    fn transfers(figure: f64, plain: Plain, read: u64, written: u64, seconds: f64) -> Yardsticks {
+        let moved = Counts {
+            bytes_read: read,
+            bytes_written: written,
+            ..Counts::default()
+        };
+        Yardsticks::of_transfers(figure, plain, moved, seconds, RATES)
     }
 
     #[test]
@@ -196,36 +188,28 @@ mod tests {
 
     #[test]
     fn a_rate_is_a_share_of_plain_memory_and_a_time_holds_a_share_of_it() {
-        let stream = Yardsticks::of_transfers(
-            2_500.0,
-            Plain::PlainTriadMbPerS(10_000.0),
-            moved(2_000_000_000, 0, 4.0),
-            RATES,
-        );
-        assert_eq!(
-            stream.to_string(),
-            "triad: 25 % of plain memory (10000 MB/s). All kernels: 50 % of the raw fabric (READ 1000, WRITE 500, both 1200 MB/s). Measured just now."
-        );
-        let traffic = Yardsticks::of_transfers(
-            900.0,
-            Plain::PlainBothMbPerS(9_000.0),
-            moved(0, 500_000_000, 10.0),
-            RATES,
-        );
-        assert_eq!(
-            traffic.to_string(),
-            "both: 10 % of plain memory (9000 MB/s). All steps: 10 % of the raw fabric (READ 1000, WRITE 500, both 1200 MB/s). Measured just now."
-        );
-        let random = Yardsticks::of_transfers(
-            20.0,
-            Plain::PlainUsPerAccess(0.05),
-            moved(300_000_000, 0, 2.0),
-            RATES,
-        );
-        assert_eq!(
-            random.to_string(),
-            "an access: 0.25 % of plain memory (0.050 us). All accesses: 15 % of the raw fabric (READ 1000, WRITE 500, both 1200 MB/s). Measured just now."
-        );
+        for (yardsticks, plain, share) in [
+            (
+                transfers(2_500.0, Plain::PlainTriadMbPerS(1e4), 2_000_000_000, 0, 4.0),
+                "triad: 25 % of plain memory (10000 MB/s). All kernels:",
+                50,
+            ),
+            (
+                transfers(900.0, Plain::PlainBothMbPerS(9_000.0), 0, 500_000_000, 10.0),
+                "both: 10 % of plain memory (9000 MB/s). All steps:",
+                10,
+            ),
+            (
+                transfers(20.0, Plain::PlainUsPerAccess(0.05), 300_000_000, 0, 2.0),
+                "an access: 0.25 % of plain memory (0.050 us). All accesses:",
+                15,
+            ),
+        ] {
+            let fabric =
+                "the raw fabric (READ 1000, WRITE 500, both 1200 MB/s). Measured just now.";
+            let expected = format!("{plain} {share} % of {fabric}");
+            assert_eq!(yardsticks.to_string(), expected);
+        }
     }
 
     #[test]
@@ -242,8 +226,7 @@ mod tests {
         let json = serde_json::to_value(Yardsticks::of_faults(25.0, 0.1, 5.0)).unwrap();
         assert_eq!(json["plain_p50_us"], 0.1);
         assert_eq!(json["fabric_read_us"], 5.0);
-        let stream =
-            Yardsticks::of_transfers(1.0, Plain::PlainTriadMbPerS(2.0), moved(0, 0, 1.0), RATES);
+        let stream = transfers(1.0, Plain::PlainTriadMbPerS(2.0), 0, 0, 1.0);
         let json = serde_json::to_value(stream).unwrap();
         assert_eq!(json["plain_triad_mb_per_s"], 2.0);
         assert_eq!(json["plain_share"], 0.5);

@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Place for a cgroup of our own, and the interface that makes it: a machine has its memory
 /// controller in one of two.
-#[derive(Debug, PartialEq)]
+#[derive(Debug)]
 pub struct Parent {
     path: PathBuf,
     version: Version,
@@ -41,37 +41,28 @@ enum Version {
 
 /// Returns the cgroup below which one of our own is limited as we are, and may hold processes.
 fn parent_cgroup(mounts: &str, own: &str) -> Result<Parent> {
-    if let Some(path) = parent_v1(mounts, own) {
-        return Ok(Parent {
-            path,
-            version: Version::V1,
-        });
-    }
-    Ok(Parent {
-        path: parent_v2(mounts, own)?,
-        version: Version::V2,
-    })
+    let (path, version) = match parent_v1(mounts, own) {
+        Some(path) => (path, Version::V1),
+        None => (parent_v2(mounts, own)?, Version::V2),
+    };
+    Ok(Parent { path, version })
+}
+
+fn has_memory(controllers: &str) -> bool {
+    controllers.split(',').any(|name| name == "memory")
 }
 
 /// Returns our own cgroup if cgroup v1 has the memory controller.
 fn parent_v1(mounts: &str, own: &str) -> Option<PathBuf> {
     let (root, mount) = mounts.lines().find_map(|line| {
         let (mount, file_system) = line.split_once(" - ")?;
-        let mut file_system = file_system.split(' ');
-        let is_memory = file_system.next() == Some("cgroup")
-            && file_system
-                .nth(1)?
-                .split(',')
-                .any(|option| option == "memory");
+        let options = file_system.strip_prefix("cgroup ")?.split(' ').nth(1)?;
         let mut fields = mount.split(' ').skip(3);
-        is_memory.then_some((fields.next()?, fields.next()?))
+        has_memory(options).then_some((fields.next()?, fields.next()?))
     })?;
     let own = own.lines().find_map(|line| {
         let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
-        controllers
-            .split(',')
-            .any(|name| name == "memory")
-            .then_some(path)
+        has_memory(controllers).then_some(path)
     })?;
     // In a container the mount shows only what is below the container's root.
     let below = Path::new(own).strip_prefix(root).ok()?;
@@ -81,19 +72,14 @@ fn parent_v1(mounts: &str, own: &str) -> Option<PathBuf> {
 /// Returns the parent of our own cgroup if cgroup v2 has the memory controller. In v2, a cgroup
 /// with processes has none below it.
 fn parent_v2(mounts: &str, own: &str) -> Result<PathBuf> {
-    let root = mounts
-        .lines()
-        .find_map(|line| {
-            let (mount, file_system) = line.split_once(" - ")?;
-            file_system
-                .starts_with("cgroup2 ")
-                .then(|| mount.split(' ').nth(4))?
-        })
-        .context("cgroups: neither v1's memory controller nor v2 is mounted (mount -t cgroup2 none /sys/fs/cgroup)")?;
-    let own = own
-        .lines()
-        .find_map(|line| line.strip_prefix("0::/"))
-        .context("cgroup v2: this process is in none")?;
+    let root = mounts.lines().find_map(|line| {
+        let (mount, file_system) = line.split_once(" - ")?;
+        let is_v2 = file_system.starts_with("cgroup2 ");
+        is_v2.then(|| mount.split(' ').nth(4))?
+    });
+    let root = root.context("cgroups: neither v1's memory controller nor v2 is mounted (mount -t cgroup2 none /sys/fs/cgroup)")?;
+    let own = own.lines().find_map(|line| line.strip_prefix("0::/"));
+    let own = own.context("cgroup v2: this process is in none")?;
     let parent = Path::new(root).join(Path::new(own).parent().unwrap_or(Path::new("")));
     let path = parent.join("cgroup.subtree_control");
     let controllers = fs::read_to_string(&path).unwrap_or_default();
@@ -140,26 +126,18 @@ impl Cgroup {
         let path = parent.path.join(format!("{NAME}{}", process::id()));
         fs::create_dir(&path)
             .with_context(|| format!("cannot make the cgroup {}", path.display()))?;
-        let cgroup = Self {
-            path,
-            version: parent.version,
+        let version = parent.version;
+        let cgroup = Self { path, version };
+        let (limit, swap_limit) = match cgroup.version {
+            // Cgroup v1 has no separate limit of swap by default.
+            Version::V1 => ("memory.limit_in_bytes", "memory.swappiness"),
+            Version::V2 => ("memory.max", "memory.swap.max"),
         };
-        match cgroup.version {
-            Version::V1 => {
-                cgroup.write("memory.limit_in_bytes", &memory_bytes.to_string())?;
-                // Cgroup v1 has no separate limit of swap by default.
-                if swap == SwapUse::Never {
-                    cgroup.write("memory.swappiness", "0")?;
-                }
-            }
-            Version::V2 => {
-                cgroup.write("memory.max", &memory_bytes.to_string())?;
-                let swap_max = match swap {
-                    SwapUse::Free => "max",
-                    SwapUse::Never => "0",
-                };
-                cgroup.write("memory.swap.max", swap_max)?;
-            }
+        cgroup.write(limit, &memory_bytes.to_string())?;
+        match (swap, cgroup.version) {
+            (SwapUse::Never, _) => cgroup.write(swap_limit, "0")?,
+            (SwapUse::Free, Version::V2) => cgroup.write(swap_limit, "max")?,
+            (SwapUse::Free, Version::V1) => {}
         }
         // Where zswap is on, zswap would stand before the swap device.
         if cgroup.path.join("memory.zswap.max").exists() {
@@ -186,12 +164,8 @@ impl Cgroup {
         // allocated outside.
         let moves = r#"echo $$ >"$0" && exec "$@""#;
         let processes = self.path.join("cgroup.procs");
-        [
-            "/bin/sh".into(),
-            "-c".into(),
-            moves.into(),
-            processes.into(),
-        ]
+        let [shell, option, moves] = ["/bin/sh", "-c", moves].map(OsString::from);
+        [shell, option, moves, processes.into()]
     }
 
     /// Returns the cgroup's peak memory in bytes, and the number of kills for lack of memory.
@@ -203,14 +177,8 @@ impl Cgroup {
             Version::V1 => ("memory.max_usage_in_bytes", "memory.oom_control"),
             Version::V2 => ("memory.peak", "memory.events"),
         };
-        let kills = self.read(events)?;
-        let mut kills = kills
-            .lines()
-            .filter_map(|line| line.strip_prefix("oom_kill "));
-        let kills = kills
-            .next()
-            .context("the kernel does not count whom it killed")?;
-        Ok((self.read(peak)?.trim().parse()?, kills.trim().parse()?))
+        let kills = self.counted(events, "oom_kill ")?;
+        Ok((self.read(peak)?.trim().parse()?, kills))
     }
 
     /// Returns the anonymous memory that the cgroup holds now, in bytes, without pages of files.
@@ -222,10 +190,15 @@ impl Cgroup {
             Version::V1 => "total_rss ",
             Version::V2 => "anon ",
         };
-        let stat = self.read("memory.stat")?;
-        let mut bytes = stat.lines().filter_map(|line| line.strip_prefix(name));
-        let bytes = bytes.next().context("the kernel does not count it")?;
-        Ok(bytes.trim().parse()?)
+        self.counted("memory.stat", name)
+    }
+
+    /// Returns the number behind `name` in a file.
+    fn counted(&self, file: &str, name: &str) -> Result<u64> {
+        let text = self.read(file)?;
+        let number = text.lines().find_map(|line| line.strip_prefix(name));
+        let number = number.with_context(|| format!("{file} does not count `{name}`"))?;
+        Ok(number.trim().parse()?)
     }
 
     fn read(&self, file: &str) -> Result<String> {
@@ -263,14 +236,10 @@ impl Cgroup {
         for entry in fs::read_dir(&parent.path).with_context(context)? {
             let entry = entry.with_context(context)?;
             if is_leftover(&entry.file_name().to_string_lossy())? {
-                eprintln!(
-                    "removing {}, left behind by a run that was killed",
-                    entry.path().display()
-                );
-                drop(Self {
-                    path: entry.path(),
-                    version: parent.version,
-                });
+                let (path, version) = (entry.path(), parent.version);
+                let shown = path.display();
+                eprintln!("removing {shown}, left behind by a run that was killed");
+                drop(Self { path, version });
             }
         }
         Ok(())
@@ -282,10 +251,8 @@ impl Drop for Cgroup {
         // A process that is still inside is a child of ours that outlived us.
         self.kill();
         if let Err(error) = retry(|| fs::remove_dir(&self.path)) {
-            eprintln!(
-                "cannot remove the cgroup {}: {error}; rmdir it by hand",
-                self.path.display()
-            );
+            let path = self.path.display();
+            eprintln!("cannot remove the cgroup {path}: {error}; rmdir it by hand");
         }
     }
 }
@@ -344,16 +311,14 @@ mod tests {
     fn the_cgroup_is_made_beside_our_own() {
         let root = cgroup("beside", "cpu memory pids\n");
         let mounts = MOUNT.replace("ROOT", root.to_str().unwrap());
-        let parent = |own| {
+        for (own, path) in [
+            ("0::/user.slice/shell.scope\n", "user.slice"),
+            ("4:memory:/x\n0::/\n", ""),
+        ] {
             let parent = parent_cgroup(&mounts, own).unwrap();
             assert_eq!(parent.version, Version::V2);
-            parent.path
-        };
-        assert_eq!(
-            parent("0::/user.slice/shell.scope\n"),
-            root.join("user.slice")
-        );
-        assert_eq!(parent("4:memory:/x\n0::/\n"), root.join(""));
+            assert_eq!(parent.path, root.join(path));
+        }
         fs::remove_dir_all(root).unwrap();
     }
 
@@ -361,19 +326,14 @@ mod tests {
     fn where_v1_has_the_controller_the_cgroup_is_made_below_our_own() {
         let mounts = "31 24 0:27 / /v2 rw - cgroup2 cgroup2 rw\n\
                       35 31 0:32 ROOT /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n";
-        let parent = |root, own| parent_cgroup(&mounts.replace("ROOT", root), own).unwrap();
-        let expected = |path: &str| Parent {
-            path: PathBuf::from(path),
-            version: Version::V1,
-        };
-        assert_eq!(
-            parent("/", "8:pids:/\n4:memory:/x/y\n0::/\n"),
-            expected("/sys/fs/cgroup/memory/x/y")
-        );
-        assert_eq!(
-            parent("/x", "4:cpu,memory:/x/y\n"),
-            expected("/sys/fs/cgroup/memory/y")
-        );
+        for (root, own, path) in [
+            ("/", "8:pids:/\n4:memory:/x/y\n0::/\n", "x/y"),
+            ("/x", "4:cpu,memory:/x/y\n", "y"),
+        ] {
+            let parent = parent_cgroup(&mounts.replace("ROOT", root), own).unwrap();
+            assert_eq!(parent.version, Version::V1);
+            assert_eq!(parent.path, Path::new("/sys/fs/cgroup/memory").join(path));
+        }
     }
 
     #[test]

@@ -38,10 +38,8 @@ impl Swap {
         Cgroup::remove_leftovers(&parent)?;
         let device = Zram::set_up(swap_bytes)?;
         let cgroup = Cgroup::set_up(&parent, memory_bytes, SwapUse::Free)?;
-        Ok(Self {
-            cgroup,
-            _device: device,
-        })
+        let _device = device;
+        Ok(Self { cgroup, _device })
     }
 
     /// Returns the cgroup.
@@ -96,10 +94,8 @@ impl Zram {
         let path = format!("{ZRAM_CONTROL}/hot_add");
         let id = fs::read_to_string(&path)
             .with_context(|| format!("cannot add a zram device through {path}"))?;
-        let id = id
-            .trim()
-            .parse()
-            .with_context(|| format!("{path} gave no number: {id:?}"))?;
+        let number = id.trim().parse();
+        let id = number.with_context(|| format!("{path} gave no number: {id:?}"))?;
         let device = Self { id };
         for (file, value) in [("comp_algorithm", "lz4"), ("disksize", &bytes.to_string())] {
             let path = device.sys(file);
@@ -124,30 +120,23 @@ impl Zram {
 
     fn is_on(&self) -> bool {
         let node = node(self.id);
-        fs::read_to_string("/proc/swaps").is_ok_and(|swaps| {
-            swaps
-                .lines()
-                .any(|line| line.split_whitespace().next().map(Path::new) == Some(&node))
-        })
+        let is_it = |line: &str| line.split_whitespace().next().map(Path::new) == Some(&node);
+        fs::read_to_string("/proc/swaps").is_ok_and(|swaps| swaps.lines().any(is_it))
     }
 
     fn remove_leftovers() -> Result<()> {
         for entry in fs::read_dir("/sys/block").context("cannot list /sys/block")? {
             let name = entry.context("cannot list /sys/block")?.file_name();
-            let Some(id) = name
-                .to_str()
-                .and_then(|name| name.strip_prefix("zram")?.parse().ok())
-            else {
+            let name = name.to_string_lossy();
+            let Some(id) = name.strip_prefix("zram").and_then(|id| id.parse().ok()) else {
                 continue;
             };
             let node = node(id);
             if let Some(label) = label(&node)
                 && is_leftover(&label)?
             {
-                eprintln!(
-                    "removing {}, left behind by a run that was killed",
-                    node.display()
-                );
+                let node = node.display();
+                eprintln!("removing {node}, left behind by a run that was killed");
                 drop(Self { id });
             }
         }
@@ -168,10 +157,9 @@ impl Drop for Zram {
     fn drop(&mut self) {
         if let Err(error) = self.take_down() {
             let (id, node) = (self.id, node(self.id));
-            eprintln!(
-                "cannot take down {0}: {error:#}; by hand: swapoff {0}; echo {id} >{ZRAM_CONTROL}/hot_remove",
-                node.display()
-            );
+            let node = node.display();
+            eprintln!("cannot take down {node}: {error:#}");
+            eprintln!("by hand: swapoff {node}; echo {id} >{ZRAM_CONTROL}/hot_remove");
         }
     }
 }
@@ -185,10 +173,8 @@ fn label(node: &Path) -> Option<String> {
     use std::os::unix::fs::FileExt;
     // `union swap_header` of the kernel: a page with its magic at the end, and the label at 1052.
     let mut page = [0; 4096];
-    fs::File::open(node)
-        .ok()?
-        .read_exact_at(&mut page, 0)
-        .ok()?;
+    let device = fs::File::open(node).ok()?;
+    device.read_exact_at(&mut page, 0).ok()?;
     let label = page[1052..1068].split(|byte| *byte == 0).next()?;
     page.ends_with(b"SWAPSPACE2")
         .then(|| String::from_utf8_lossy(label).into_owned())

@@ -7,7 +7,7 @@ use clap::Args;
 use std::{
     collections::BTreeMap,
     io::{self, ErrorKind, Read, Write},
-    net::{Ipv4Addr, SocketAddrV4, TcpStream, ToSocketAddrs},
+    net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream, ToSocketAddrs},
     sync::{
         Mutex,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -24,11 +24,16 @@ use farpage_wire::{
         ANSWER_HEADER_BYTES, AnswerHeader, OPERAND_BYTES, OpHeader, OpKind, Status, WORD_BYTES,
     },
 };
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde_json::json;
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::neighbour::{end_with_parent, own_cpu_s, tell};
-use farpage_bench_kit::pick::{ODD, mix};
+use super::neighbour::end_with_parent;
+use farpage_bench_kit::{
+    cpus::own_time,
+    out::say as print,
+    pick::{ODD, mix},
+};
 
 /// Address of the attacker: another one of the loopback interface than the victim's.
 pub(super) const ATTACKER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
@@ -65,14 +70,21 @@ pub(super) struct Attack {
     pub(super) cpu_s: f64,
 }
 
+impl Kind {
+    fn plus(self, other: Self) -> Self {
+        Self {
+            sent: self.sent + other.sent,
+            refused: self.refused + other.refused,
+            granted: self.granted + other.granted,
+            unanswered: self.unanswered + other.unanswered,
+        }
+    }
+}
+
 impl Attack {
     pub(super) fn sum(&self) -> Kind {
-        self.kinds.values().fold(Kind::default(), |sum, kind| Kind {
-            sent: sum.sent + kind.sent,
-            refused: sum.refused + kind.refused,
-            granted: sum.granted + kind.granted,
-            unanswered: sum.unanswered + kind.unanswered,
-        })
+        let kinds = self.kinds.values().copied();
+        kinds.fold(Kind::default(), Kind::plus)
     }
 }
 
@@ -98,13 +110,13 @@ pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
     let Endpoint::Tcp { host, port } = &options.endpoint else {
         bail!("the attack goes over tcp, not to {}", options.endpoint);
     };
-    let mut addresses = (host.as_str(), *port)
-        .to_socket_addrs()
-        .context("no such host")?;
-    let server = addresses.find_map(|address| match address {
-        std::net::SocketAddr::V4(address) if address.ip().is_loopback() => Some(address),
-        _ => None,
-    });
+    let addresses = (host.as_str(), *port).to_socket_addrs();
+    let server = addresses
+        .context("no such host")?
+        .find_map(|address| match address {
+            SocketAddr::V4(address) if address.ip().is_loopback() => Some(address),
+            _ => None,
+        });
     let server = server.context("the attack is for loopback addresses only")?;
     let (sent, total) = (AtomicU64::new(0), Mutex::new(Attack::default()));
     let end = Instant::now() + Duration::from_secs(options.seconds_max);
@@ -127,17 +139,14 @@ pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
                 total.foreign_bytes += attacker.found.foreign_bytes;
                 for (name, kind) in attacker.found.kinds {
                     let sum = total.kinds.entry(name).or_default();
-                    sum.sent += kind.sent;
-                    sum.refused += kind.refused;
-                    sum.granted += kind.granted;
-                    sum.unanswered += kind.unanswered;
+                    *sum = sum.plus(kind);
                 }
             });
         }
     });
     let mut found = total.into_inner().expect("nothing panics under it");
-    found.cpu_s = own_cpu_s()?;
-    tell(&found)
+    found.cpu_s = own_time().as_secs_f64();
+    print(json!(found))
 }
 
 /// Outcome of one request.
@@ -148,6 +157,9 @@ enum Outcome {
     /// Number of bytes of others that were given or changed.
     Foreign(u64),
 }
+
+/// Outcome of one request; a refusal may be an error.
+type Tried = io::Result<Outcome>;
 
 struct Attacker {
     server: SocketAddrV4,
@@ -170,14 +182,18 @@ impl Attacker {
         }
     }
 
-    fn count(&mut self, kind: &str, outcome: Outcome) {
-        self.count_many(kind, 1, outcome);
+    fn count(&mut self, kind: &str, tried: Tried) {
+        self.count_many(kind, 1, tried);
     }
 
-    fn count_many(&mut self, name: &str, requests: u64, outcome: Outcome) {
+    fn count_many(&mut self, name: &str, requests: u64, tried: Tried) {
         let kind = self.found.kinds.entry(name.to_owned()).or_default();
         kind.sent += requests;
-        match outcome {
+        // A timeout is no answer, every other error a refusal.
+        match tried.unwrap_or_else(|error| match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => Outcome::Unanswered,
+            _ => Outcome::Refused,
+        }) {
             Outcome::Refused => kind.refused += requests,
             Outcome::Granted => kind.granted += requests,
             Outcome::Unanswered => kind.unanswered += requests,
@@ -190,25 +206,21 @@ impl Attacker {
 
     /// Sends some requests of every kind.
     fn round(&mut self) {
-        for _ in 0..8 {
-            let outcome = self.garbage();
-            self.count("garbage instead of a hello", outcome);
-        }
-        for _ in 0..4 {
-            let outcome = self.half_frame();
-            self.count("half a frame", outcome);
-        }
-        for _ in 0..16 {
-            let outcome = outcome_of(self.begin().map(drop));
-            self.count("Begin, and gone", outcome);
-        }
-        for _ in 0..8 {
-            let outcome = self.wrong_secret();
-            self.count("a wrong secret", outcome);
-        }
-        for _ in 0..4 {
-            let outcome = self.oversized();
-            self.count("a frame too long", outcome);
+        type Attempt = fn(&mut Attacker) -> Tried;
+        let attempts: [(&str, u32, Attempt); 5] = [
+            ("garbage instead of a hello", 8, Self::garbage),
+            ("half a frame", 4, Self::half_frame),
+            ("Begin, and gone", 16, |it| {
+                it.begin().map(|_| Outcome::Granted)
+            }),
+            ("a wrong secret", 8, Self::wrong_secret),
+            ("a frame too long", 4, Self::oversized),
+        ];
+        for (name, times, attempt) in attempts {
+            for _ in 0..times {
+                let tried = attempt(self);
+                self.count(name, tried);
+            }
         }
         self.flood();
         for _ in 0..8 {
@@ -247,104 +259,98 @@ impl Attacker {
         }
     }
 
-    fn garbage(&mut self) -> Outcome {
-        let bytes: Vec<u8> = (0..8).flat_map(|_| self.random().to_le_bytes()).collect();
-        outcome_of(self.connect().and_then(|mut stream| {
-            stream.write_all(&bytes)?;
-            closed(&mut stream)
-        }))
-    }
-
-    fn half_frame(&mut self) -> Outcome {
-        let depth = self.random() % 3;
-        let mut half = || -> io::Result<()> {
-            let mut stream = match depth {
-                0 => self.connect()?,
-                1 => self.greet(Purpose::Control)?,
-                _ => self.begin()?.0,
-            };
-            let bytes = match depth {
-                0 => Hello::new(Purpose::Control).encode()[..7].to_vec(),
-                _ => [&1000u32.to_le_bytes()[..], &[1, 2, 3]].concat(),
-            };
-            // Half a frame gets no answer. The connection is dropped, with all that it held.
-            stream.write_all(&bytes)?;
-            Err(ErrorKind::ConnectionAborted.into())
+    /// Attaches a data connection to a session. Returns it, and the answer.
+    fn attach(
+        &mut self,
+        session: SessionId,
+        secret: Secret,
+        line: u64,
+    ) -> io::Result<(TcpStream, Response)> {
+        let mut stream = self.greet(Purpose::Data)?;
+        let attach = Request::Attach {
+            session,
+            secret,
+            line,
         };
-        outcome_of(half())
+        let told = say(&mut stream, &attach)?;
+        Ok((stream, told))
     }
 
-    fn wrong_secret(&mut self) -> Outcome {
+    /// Attaches a data connection as [`Self::attach`] does. Anything but a success is an error.
+    fn attached(&mut self, session: SessionId, secret: Secret, line: u64) -> io::Result<TcpStream> {
+        match self.attach(session, secret, line)? {
+            (stream, Response::Done) => Ok(stream),
+            (_, other) => Err(refused(&other)),
+        }
+    }
+
+    fn garbage(&mut self) -> Tried {
+        let bytes: Vec<u8> = (0..8).flat_map(|_| self.random().to_le_bytes()).collect();
+        let mut stream = self.connect()?;
+        stream.write_all(&bytes)?;
+        closed(&mut stream)
+    }
+
+    fn half_frame(&mut self) -> Tried {
+        let half = [&1000u32.to_le_bytes()[..], &[1, 2, 3]].concat();
+        let (mut stream, half) = match self.random() % 3 {
+            0 => (
+                self.connect()?,
+                Hello::new(Purpose::Control).encode()[..7].to_vec(),
+            ),
+            1 => (self.greet(Purpose::Control)?, half),
+            _ => (self.begin()?.0, half),
+        };
+        // Half a frame gets no answer. The connection is dropped, with all that it held.
+        stream.write_all(&half)?;
+        Ok(Outcome::Refused)
+    }
+
+    fn wrong_secret(&mut self) -> Tried {
         let session = SessionId(self.guess());
         let mut secret = [0; 16];
         secret[..8].copy_from_slice(&self.random().to_le_bytes());
         let secret = Secret(secret);
         let resumes = self.random().is_multiple_of(2);
         let told = if resumes {
-            let stream = self.greet(Purpose::Control);
-            stream.and_then(|mut it| say(&mut it, &begin(Some((session, secret)))))
+            let mut stream = self.greet(Purpose::Control)?;
+            say(&mut stream, &begin(Some((session, secret))))?
         } else {
-            let attach = Request::Attach {
-                session,
-                secret,
-                line: 0,
-            };
-            let stream = self.greet(Purpose::Data);
-            stream.and_then(|mut it| say(&mut it, &attach))
+            self.attach(session, secret, 0)?.1
         };
         match told {
             // Access to another client's session gives all that is in it.
-            Ok(Response::Begun { .. } | Response::Done) => Outcome::Foreign(1),
-            told => outcome_of(told.and_then(|it| Err(refused(&it)))),
+            Response::Begun { .. } | Response::Done => Ok(Outcome::Foreign(1)),
+            other => Err(refused(&other)),
         }
     }
 
-    fn oversized(&mut self) -> Outcome {
+    fn oversized(&mut self) -> Tried {
         let lies = self.random().is_multiple_of(2);
-        let mut oversized = || -> io::Result<()> {
-            let (mut stream, ..) = self.begin()?;
-            let bytes = if lies {
-                u32::MAX.to_le_bytes().to_vec()
-            } else {
-                // A frame of the maximal length, of which only a part is sent.
-                let mut half = (MAX_FRAME_BYTES as u32).to_le_bytes().to_vec();
-                half.resize(64 << 10, 6);
-                half
-            };
-            stream.write_all(&bytes)?;
-            match lies {
-                true => closed(&mut stream),
-                false => Err(ErrorKind::ConnectionAborted.into()),
-            }
-        };
-        outcome_of(oversized())
+        let (mut stream, ..) = self.begin()?;
+        if lies {
+            stream.write_all(&u32::MAX.to_le_bytes())?;
+            return closed(&mut stream);
+        }
+        // A frame of the maximal length, of which only a part is sent.
+        let mut half = (MAX_FRAME_BYTES as u32).to_le_bytes().to_vec();
+        half.resize(64 << 10, 6);
+        stream.write_all(&half)?;
+        Ok(Outcome::Refused)
     }
 
     /// Begins a session and tries to attach 32 data connections to it.
     fn flood(&mut self) {
         let name = "a flood of data connections";
-        let Ok((_control, session, secret)) = self.begin() else {
-            return self.count(name, Outcome::Refused);
+        let (_control, session, secret) = match self.begin() {
+            Ok(begun) => begun,
+            Err(error) => return self.count(name, Err(error)),
         };
         let mut held = Vec::new();
         for line in 0..32 {
-            let attach = Request::Attach {
-                session,
-                secret,
-                line,
-            };
-            let told = self
-                .greet(Purpose::Data)
-                .and_then(|mut stream| Ok((say(&mut stream, &attach)?, stream)));
-            let outcome = match told {
-                Ok((Response::Done, stream)) => {
-                    held.push(stream);
-                    Outcome::Granted
-                }
-                Ok((other, _)) => outcome_of(Err(refused(&other))),
-                Err(error) => outcome_of(Err(error)),
-            };
-            self.count(name, outcome);
+            let attached = self.attached(session, secret, line);
+            let tried = attached.map(|stream| held.push(stream));
+            self.count(name, tried.map(|()| Outcome::Granted));
         }
     }
 
@@ -353,55 +359,30 @@ impl Attacker {
         let name = "forged operations";
         let mut own = || -> io::Result<(TcpStream, SessionId, Secret, ExtentId)> {
             let (mut stream, session, secret) = self.begin()?;
-            match say(
-                &mut stream,
-                &Request::Grant {
-                    bytes: OWN_BYTES,
-                    atomics: false,
-                    serial: None,
-                },
-            )? {
+            match say(&mut stream, &grant(OWN_BYTES))? {
                 Response::Granted { extent } => Ok((stream, session, secret, extent.id)),
                 other => Err(refused(&other)),
             }
         };
         let (_control, session, secret, own) = match own() {
             Ok(own) => own,
-            Err(error) => return self.count(name, outcome_of(Err(error))),
-        };
-        let attach = |attacker: &mut Self, line| -> io::Result<TcpStream> {
-            let mut stream = attacker.greet(Purpose::Data)?;
-            let attach = Request::Attach {
-                session,
-                secret,
-                line,
-            };
-            match say(&mut stream, &attach)? {
-                Response::Done => Ok(stream),
-                other => Err(refused(&other)),
-            }
+            Err(error) => return self.count(name, Err(error)),
         };
         // New memory holds nothing of its last holder.
-        let new = attach(self, 0).and_then(|mut stream| {
+        let new = self.attached(session, secret, 0).and_then(|mut stream| {
             let op = op(OpKind::Read, own, 0, OWN_BYTES as u32);
             stream.write_all(&op.encode())?;
             let bytes = answer(&mut stream)?;
-            Ok(bytes.iter().filter(|byte| **byte != 0).count() as u64)
+            Ok(match bytes.iter().filter(|byte| **byte != 0).count() {
+                0 => Outcome::Granted,
+                foreign => Outcome::Foreign(foreign as u64),
+            })
         });
-        let outcome = match new {
-            Ok(0) => Outcome::Granted,
-            Ok(foreign) => Outcome::Foreign(foreign),
-            Err(error) => outcome_of(Err(error)),
-        };
-        self.count("a READ of the own, new memory", outcome);
+        self.count("a READ of the own, new memory", new);
 
         for line in 1..4 {
-            let foreign = loop {
-                let guess = ExtentId(self.guess());
-                if guess != own {
-                    break guess;
-                }
-            };
+            let mut guesses = std::iter::repeat_with(|| ExtentId(self.guess()));
+            let foreign = guesses.find(|guess| *guess != own).expect("ids differ");
             let (extent, offset) = match self.random() % 4 {
                 0 => (own, OWN_BYTES - 8),
                 1 => (own, u64::MAX - (1 << 20)),
@@ -415,16 +396,17 @@ impl Attacker {
             };
             // The last eight bytes belong to the own extent: an access to them alone is not forged.
             let forged = extent != own || len > WORD_BYTES || offset > OWN_BYTES;
-            let done = attach(self, line).and_then(|mut stream| {
+            let done = self.attached(session, secret, line).and_then(|mut stream| {
                 stream.write_all(&op(kind, extent, offset, len).encode())?;
                 stream.write_all(&vec![0xee; payload])?;
-                answer(&mut stream)
+                let bytes = answer(&mut stream)?.len().max(payload) as u64;
+                Ok(if forged {
+                    Outcome::Foreign(bytes)
+                } else {
+                    Outcome::Granted
+                })
             });
-            let outcome = match done {
-                Ok(bytes) if forged => Outcome::Foreign(bytes.len().max(payload) as u64),
-                done => outcome_of(done.map(drop)),
-            };
-            self.count(name, outcome);
+            self.count(name, done);
         }
     }
 
@@ -433,7 +415,7 @@ impl Attacker {
         let name = "forged requests of a session";
         let (mut stream, ..) = match self.begin() {
             Ok(begun) => begun,
-            Err(error) => return self.count(name, outcome_of(Err(error))),
+            Err(error) => return self.count(name, Err(error)),
         };
         let mut bytes = Vec::new();
         for _ in 0..PIPELINED {
@@ -441,11 +423,7 @@ impl Attacker {
                 0 => Request::Release {
                     extent: ExtentId(self.guess()),
                 },
-                1 => Request::Grant {
-                    bytes: u64::MAX >> 8,
-                    atomics: false,
-                    serial: None,
-                },
+                1 => grant(u64::MAX >> 8),
                 2 => Request::Open {
                     name: "squares".to_owned(),
                     serial: None,
@@ -463,16 +441,14 @@ impl Attacker {
             bytes.extend(control::encode(&request).expect("short"));
         }
         if let Err(error) = stream.write_all(&bytes) {
-            return self.count_many(name, PIPELINED, outcome_of(Err(error)));
+            return self.count_many(name, PIPELINED, Err(error));
         }
         for heard in 0..PIPELINED {
             match hear(&mut stream) {
-                Ok(Response::Refused(_)) => self.count(name, Outcome::Refused),
+                Ok(Response::Refused(_)) => self.count(name, Ok(Outcome::Refused)),
                 // The attacker has a right to none of what it asked for.
-                Ok(_) => self.count(name, Outcome::Foreign(1)),
-                Err(error) => {
-                    return self.count_many(name, PIPELINED - heard, outcome_of(Err(error)));
-                }
+                Ok(_) => self.count(name, Ok(Outcome::Foreign(1))),
+                Err(error) => return self.count_many(name, PIPELINED - heard, Err(error)),
             }
         }
     }
@@ -482,6 +458,14 @@ fn begin(resume: Option<(SessionId, Secret)>) -> Request {
     Request::Begin {
         client: "hostile".to_owned(),
         resume,
+    }
+}
+
+fn grant(bytes: u64) -> Request {
+    Request::Grant {
+        bytes,
+        atomics: false,
+        serial: None,
     }
 }
 
@@ -501,7 +485,7 @@ fn say(stream: &mut TcpStream, request: &Request) -> io::Result<Response> {
     hear(stream)
 }
 
-fn hear(stream: &mut TcpStream) -> io::Result<Response> {
+fn hear<M: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<M> {
     let mut prefix = [0; PREFIX_BYTES];
     stream.read_exact(&mut prefix)?;
     let bytes = control::frame_bytes(prefix, MAX_FRAME_BYTES).map_err(io::Error::other)?;
@@ -519,13 +503,8 @@ fn answer(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
         Status::Ok => {}
         Status::Refused => return Err(ErrorKind::PermissionDenied.into()),
         // A typed refusal without bytes: a client has to ask again, or elsewhere.
-        Status::NoRoom | Status::Unreadable => {
-            return Err(io::Error::other(
-                "the server lends more than its memory, and cannot now",
-            ));
-        }
-        Status::NotYet => {
-            return Err(io::Error::other("an answer to what was never asked for"));
+        Status::NoRoom | Status::Unreadable | Status::NotYet => {
+            return Err(io::Error::other("the server cannot answer now"));
         }
     }
     let mut payload = vec![0; header.len as usize];
@@ -534,27 +513,16 @@ fn answer(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
 }
 
 /// Waits until the server has closed the connection, as it has to after garbage.
-fn closed(stream: &mut TcpStream) -> io::Result<()> {
+fn closed(stream: &mut TcpStream) -> Tried {
     let mut rest = Vec::new();
     stream.take(1 << 20).read_to_end(&mut rest)?;
-    Err(ErrorKind::ConnectionAborted.into())
+    Ok(Outcome::Refused)
 }
 
 fn refused(response: &Response) -> io::Error {
     match response {
         Response::Refused(_) => ErrorKind::PermissionDenied.into(),
         other => io::Error::other(format!("an answer to nothing that was asked: {other:?}")),
-    }
-}
-
-/// Returns the outcome of a request: a timeout is no answer, every other error a refusal.
-fn outcome_of(result: io::Result<()>) -> Outcome {
-    match result {
-        Ok(()) => Outcome::Granted,
-        Err(error) => match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => Outcome::Unanswered,
-            _ => Outcome::Refused,
-        },
     }
 }
 
@@ -573,12 +541,7 @@ mod tests {
         let hello = Hello::decode(&hello).map_err(io::Error::other)?;
         stream.write_all(&hello.encode())?;
         loop {
-            let mut prefix = [0; PREFIX_BYTES];
-            stream.read_exact(&mut prefix)?;
-            let bytes = control::frame_bytes(prefix, MAX_FRAME_BYTES).map_err(io::Error::other)?;
-            let mut body = vec![0; bytes];
-            stream.read_exact(&mut body)?;
-            let answer = match control::decode(&body).map_err(io::Error::other)? {
+            let answer = match hear(&mut stream)? {
                 Request::Begin { .. } => Response::Begun {
                     session: SessionId(1),
                     secret: Secret([1; 16]),
@@ -628,7 +591,7 @@ mod tests {
                 thread::spawn(move || generous(stream));
             }
         });
-        let std::net::SocketAddr::V4(server) = address else {
+        let SocketAddr::V4(server) = address else {
             unreachable!("it was bound to an address of version 4")
         };
         type Act = fn(&mut Attacker);
@@ -636,8 +599,8 @@ mod tests {
             ("operations", Attacker::forged_operations),
             ("requests", Attacker::forged_requests),
             ("secrets", |attacker| {
-                let outcome = attacker.wrong_secret();
-                attacker.count("a wrong secret", outcome);
+                let tried = attacker.wrong_secret();
+                attacker.count("a wrong secret", tried);
             }),
         ];
         for (name, attack) in attacks {
@@ -648,11 +611,8 @@ mod tests {
                 found: Attack::default(),
             };
             attack(&mut attacker);
-            assert!(
-                attacker.found.foreign_bytes > 0,
-                "{name}: {:?}",
-                attacker.found
-            );
+            let found = attacker.found;
+            assert!(found.foreign_bytes > 0, "{name}: {found:?}");
         }
     }
 }

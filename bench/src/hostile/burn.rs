@@ -11,9 +11,10 @@ use std::{
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
-use super::neighbour::{end_with_parent, own_cpu_s, tell};
-use farpage_bench_kit::pick::mix;
+use super::neighbour::end_with_parent;
+use farpage_bench_kit::{cpus::own_time, out::say, pick::mix};
 
 /// Number of threads: as many as the attacker has, so that the kernel shares the CPUs alike.
 const THREADS: usize = super::attack::THREADS;
@@ -46,7 +47,7 @@ pub(crate) fn burn(options: &BurnOptions) -> Result<()> {
                 while begun.elapsed().as_secs_f64() < options.seconds {
                     // The share bounds all threads together: the process's own CPU time is compared
                     // with it.
-                    let burnt = own_cpu_s().unwrap_or(f64::MAX);
+                    let burnt = own_time().as_secs_f64();
                     if burnt > share * begun.elapsed().as_secs_f64() {
                         thread::sleep(Duration::from_millis(1));
                         continue;
@@ -60,7 +61,6 @@ pub(crate) fn burn(options: &BurnOptions) -> Result<()> {
             });
         }
     });
-    tell(&Burnt {
-        cpu_s: own_cpu_s()?,
-    })
+    let cpu_s = own_time().as_secs_f64();
+    say(json!(Burnt { cpu_s }))
 }

@@ -11,11 +11,12 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use farpage::{Advice, ByteSize, RemoteArray, Runtime};
+use farpage::{Advice, RemoteArray, Runtime};
 use farpage_wire::Endpoint;
 use hdrhistogram::Histogram;
 
 use farpage_bench_kit::{
+    arena::runtime,
     pick::{Shuffle, mix},
     report::new_histogram,
 };
@@ -63,12 +64,7 @@ pub(super) struct Seen {
 
 impl Victim {
     pub(super) fn start(endpoint: &Endpoint, sizes: Sizes) -> Result<Victim> {
-        let runtime = Runtime::builder()
-            .server(endpoint.to_string())
-            .budget(ByteSize::b(sizes.budget_bytes))
-            .page_size(ByteSize::b(sizes.page_bytes))
-            .build()
-            .context("cannot start farpage")?;
+        let runtime = runtime(endpoint, sizes.budget_bytes, sizes.page_bytes)?;
         let array = |advice| {
             let array = runtime.array::<u64>(sizes.array_bytes as usize / 8);
             let array = array.context("cannot create a remote array")?;
@@ -138,11 +134,10 @@ impl Victim {
     /// Checks every word once more. Returns the number of words that were damaged at any time.
     pub(super) fn finish(self) -> Result<u64> {
         let mut damaged = self.damaged;
-        for (at, &word) in (0..).zip(self.a.iter()) {
-            damaged += u64::from(word != mix(at).wrapping_add(self.passes));
-        }
-        for (at, &word) in (0..).zip(self.faults.iter()) {
-            damaged += u64::from(word != mix(at));
+        for (array, passes) in [(&self.a, self.passes), (&self.faults, 0)] {
+            for (at, &word) in (0..).zip(array.iter()) {
+                damaged += u64::from(word != mix(at).wrapping_add(passes));
+            }
         }
         Ok(damaged)
     }

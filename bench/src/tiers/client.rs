@@ -90,13 +90,12 @@ impl Client {
     pub(super) fn round_trips(&mut self, count: u64) -> Result<Vec<f64>> {
         let word = self.session.grant_for_atomics(8)?;
         let extent = std::mem::replace(&mut self.extent, word);
-        let times = (0..count)
-            .map(|_| {
-                let begin = Instant::now();
-                self.operate(Verb::Atomic(Atomic::FetchAdd(0)), 0, vec![0; 8])?;
-                Ok(begin.elapsed().as_secs_f64() * 1e6)
-            })
-            .collect();
+        let mut time = |_| {
+            let begin = Instant::now();
+            self.operate(Verb::Atomic(Atomic::FetchAdd(0)), 0, vec![0; 8])?;
+            Ok(begin.elapsed().as_secs_f64() * 1e6)
+        };
+        let times = (0..count).map(&mut time).collect();
         self.session.release(word.id)?;
         self.extent = extent;
         times

@@ -14,7 +14,7 @@ use anyhow::{Result, ensure};
 use farpage::ByteSize;
 use farpage_bench_kit::{
     options::Fabric,
-    report::{interval, median, right, table},
+    report::{Pairs, filled_table, ranged},
     server::MemoryServer,
 };
 use farpage_fabric::{Channel, Session, SessionOptions, Verb};
@@ -70,10 +70,8 @@ impl Asker {
         let page = vec![1; CHUNK];
         let page = transfer(&mut *self.channel, Verb::Read, extents[0].id, 0, page)?;
         let took = begin.elapsed();
-        ensure!(
-            page.iter().all(|byte| *byte == 0),
-            "what is new is not zero"
-        );
+        let is_blank = page.iter().all(|byte| *byte == 0);
+        ensure!(is_blank, "what is new is not zero");
         for extent in extents {
             self.session.release(extent.id)?;
         }
@@ -87,30 +85,27 @@ pub(super) fn measure(fabric: Fabric, lent_bytes: u64, spill: &Path, smoke: bool
     let mut plain = Asker::new(MemoryServer::own(fabric, lent_bytes)?)?;
     let tiered = MemoryServer::tiered(fabric, lent_bytes, memory_bytes, spill, None)?;
     let mut tiered = Asker::new(tiered)?;
-    let (mut plain_ms, mut tiered_ms, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    let mut pairs = Pairs::default();
     for _ in 0..turns {
-        let (one, other) = (plain.ask(lent_bytes)?, tiered.ask(lent_bytes)?);
-        plain_ms.push(one);
-        tiered_ms.push(other);
-        ratios.push(one / other);
+        pairs.measure(|| tiered.ask(lent_bytes), || plain.ask(lent_bytes))?;
     }
+    let [tiered_ms, plain_ms] = pairs.medians();
     Ok(First {
         lent_bytes,
-        plain_ms: median(&plain_ms),
-        tiered_ms: median(&tiered_ms),
-        plain_over_tiered: interval(&mut ratios),
+        plain_ms,
+        tiered_ms,
+        plain_over_tiered: pairs.other_over_one(),
     })
 }
 
 pub(super) fn human(first: &First) -> String {
-    let [ratio, low, high] = first.plain_over_tiered;
-    let mut times = table(["from a lease to its first page", "ms", "over the other"]);
-    let over = format!("{ratio:.1} ({low:.1} to {high:.1})");
-    for (server, ms, over) in [
-        ("server without tiers", first.plain_ms, over),
-        ("server with tiers", first.tiered_ms, String::new()),
-    ] {
-        times.add_row(right([server.to_owned(), format!("{ms:.2}"), over]));
-    }
+    let (plain, tiered) = (first.plain_ms, first.tiered_ms);
+    let over = ranged(first.plain_over_tiered, 1);
+    let rows = [
+        format!("server without tiers | {plain:.2} | {over}"),
+        format!("server with tiers | {tiered:.2} | "),
+    ];
+    let header = "from a lease to its first page | ms | over the other";
+    let times = filled_table(header, rows);
     format!("{} leased at once\n{times}", ByteSize(first.lent_bytes))
 }

@@ -42,7 +42,7 @@ fn draw_on(found: &Tiers, area: &Area<'_>) -> Result<(), String> {
     let names: Vec<_> = names
         .map(|row| format!("--memory {:.0} % of the lent", percent(row)))
         .collect();
-    panels::legend(&legend, 300, names.iter().map(String::as_str))?;
+    panels::legend(&legend, (300, 0), names.iter().map(String::as_str))?;
     let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
     let held = |row: &Row| -> Line {
         let held = row.held.iter();
@@ -50,17 +50,10 @@ fn draw_on(found: &Tiers, area: &Area<'_>) -> Result<(), String> {
             .collect()
     };
     let lines: Vec<Line> = found.curve.iter().map(held).collect();
-    panels::lines(
-        &cells[1],
-        "all that the server holds, MiB",
-        "seconds",
-        &lines,
-    )?;
+    let title = "all that the server holds, MiB";
+    panels::lines(&cells[1], title, "seconds", &lines)?;
     let slowdown = |row: &Row| (percent(row), row.slowdown[0]);
-    panels::lines(
-        &cells[2],
-        "mean access over all in memory",
-        "--memory, % of the lent",
-        &[found.curve.iter().map(slowdown).collect()],
-    )
+    let line = found.curve.iter().map(slowdown).collect();
+    let title = "mean access over all in memory";
+    panels::lines(&cells[2], title, "--memory, % of the lent", &[line])
 }

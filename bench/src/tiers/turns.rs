@@ -14,13 +14,14 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use farpage::{Advice, ByteSize, Codec, RemoteArray, Runtime};
+use farpage::{Advice, ByteSize, RemoteArray, Runtime};
 use farpage_bench_kit::{
+    arena::runtime,
     cgroup::{Cgroup, Parent, SwapUse},
     held::Held,
     options::Fabric,
     pick::{Picker, mix},
-    report::{interval, median, right, table},
+    report::{Pairs, filled_table, ranged},
     server::MemoryServer,
 };
 use farpage_wire::TierStat;
@@ -58,31 +59,6 @@ struct Plan {
     memory_bytes: u64,
     budget_bytes: u64,
     is_grouped: bool,
-}
-
-/// Numbers of pairs, of accesses in a turn, and of cold accesses.
-#[derive(Clone, Copy)]
-pub(super) struct Effort {
-    pairs: u64,
-    accesses: u64,
-    cold: usize,
-}
-
-impl Effort {
-    pub(super) fn new(smoke: bool) -> Self {
-        match smoke {
-            true => Self {
-                pairs: 3,
-                accesses: 300,
-                cold: 5,
-            },
-            false => Self {
-                pairs: 40,
-                accesses: 3000,
-                cold: 200,
-            },
-        }
-    }
 }
 
 #[derive(Debug, Serialize)]
@@ -140,13 +116,7 @@ struct Side {
 
 impl Side {
     fn start(plan: &Plan, server: MemoryServer) -> Result<Self> {
-        let runtime = Runtime::builder()
-            .server(server.endpoint().to_string())
-            .budget(ByteSize::b(plan.budget_bytes))
-            .page_size(ByteSize::b(PAGE_BYTES))
-            .codec(Codec::Raw)
-            .build()
-            .context("cannot start farpage")?;
+        let runtime = runtime(server.endpoint(), plan.budget_bytes, PAGE_BYTES)?;
         let words = usize::try_from(plan.lent_bytes / 8).context("--size is too large")?;
         let array = runtime.array(words).context("cannot create the array")?;
         Ok(Self {
@@ -306,47 +276,38 @@ pub(super) struct Measurement<'a> {
     pub(super) fabric: Fabric,
     pub(super) lent_bytes: u64,
     pub(super) spill: &'a Path,
-    pub(super) effort: Effort,
+    pub(super) smoke: bool,
     pub(super) seed: u64,
     pub(super) wrong: u64,
 }
 
 impl Measurement<'_> {
     fn row(&mut self, mut plan: Plan) -> Result<Row> {
-        let Effort {
-            pairs,
-            accesses,
-            cold,
-        } = self.effort;
+        // Accesses are those of a turn; cold ones come one at a time.
+        let (pairs, accesses, cold) = match self.smoke {
+            true => (3, 300, 5),
+            false => (40, 3000, 200),
+        };
         plan.memory_bytes = plan.memory_bytes.max(LEAST_MEMORY_BYTES);
         plan.budget_bytes = plan.budget_bytes.max(LEAST_BUDGET_BYTES);
         let pages = plan.lent_bytes / PAGE_BYTES;
         let limit_bytes = plan.memory_bytes + BESIDE_BYTES;
-        let cgroup = match plan.is_grouped {
-            true => {
-                let parent = Parent::find()?;
-                Some(Cgroup::set_up(&parent, limit_bytes, SwapUse::Never)?)
-            }
-            false => None,
-        };
+        let group = || Cgroup::set_up(&Parent::find()?, limit_bytes, SwapUse::Never);
+        let cgroup = plan.is_grouped.then(group).transpose()?;
         // Pages are written out of place: a few are there twice.
         let capacity_bytes = plan.lent_bytes + plan.lent_bytes / 8 + (64 << 20);
         let server = MemoryServer::own(self.fabric, capacity_bytes)?;
         let mut plain = Side::start(&plan, server)?;
-        let server = MemoryServer::tiered(
-            self.fabric,
-            capacity_bytes,
-            plan.memory_bytes,
-            self.spill,
-            cgroup.as_ref(),
-        )?;
+        let (fabric, memory_bytes) = (self.fabric, plan.memory_bytes);
+        let (spill, group) = (self.spill, cgroup.as_ref());
+        let server = MemoryServer::tiered(fabric, capacity_bytes, memory_bytes, spill, group)?;
         let mut tiered = Side::start(&plan, server)?;
         // 1. All is written, and the pages in use come into memory.
         let warm: Vec<u64> = match plan.law {
-            Law::Tenth => (0..pages / 10)
-                .chain(0..pages / 10)
-                .map(|page| page * PAGE_WORDS)
-                .collect(),
+            Law::Tenth => {
+                let pages = (0..pages / 10).chain(0..pages / 10);
+                pages.map(|page| page * PAGE_WORDS).collect()
+            }
             Law::Zipf => words_of(plan.law, pages, 10 * accesses, self.seed),
         };
         let begin = |side: &mut Side| {
@@ -360,19 +321,10 @@ impl Measurement<'_> {
         tiered.watched(&mut seen, begin)?;
         // 2. In turns.
         let before = tiered.tiers()?;
-        let (mut plain_us, mut tiered_us, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        let mut turns = Pairs::default();
         for pair in 0..pairs {
             let words = words_of(plan.law, pages, accesses, mix(self.seed ^ (pair + 1)));
-            let (first, second) = match pair % 2 {
-                0 => (plain.read(&words), tiered.read(&words)),
-                _ => {
-                    let second = tiered.read(&words);
-                    (plain.read(&words), second)
-                }
-            };
-            plain_us.push(first);
-            tiered_us.push(second);
-            ratios.push(second / first);
+            turns.measure(|| Ok(plain.read(&words)), || Ok(tiered.read(&words)))?;
             seen.add(&tiered.server.held()?);
         }
         let after = tiered.tiers()?;
@@ -384,13 +336,10 @@ impl Measurement<'_> {
             side.read(&words);
             Ok(())
         })?;
-        ensure!(
-            tiered.server.is_running(),
-            "the server was killed with {} of memory",
-            ByteSize(plan.memory_bytes)
-        );
-        let all_in_memory_us = median(&plain_us);
-        let slowdown = interval(&mut ratios);
+        let memory = ByteSize(plan.memory_bytes);
+        let lives = tiered.server.is_running();
+        ensure!(lives, "the server was killed with {memory} of memory");
+        let ([all_in_memory_us, mean_us], slowdown) = (turns.medians(), turns.other_over_one());
         let explained = 1.0 + cold_share * cold_us / all_in_memory_us;
         let group = cgroup.as_ref().map(|cgroup| {
             let (peak_bytes, oom_kills) = cgroup.peak_and_kills()?;
@@ -407,7 +356,7 @@ impl Measurement<'_> {
             memory_share: plan.memory_bytes as f64 / plan.lent_bytes as f64,
             budget_bytes: plan.budget_bytes,
             all_in_memory_us,
-            mean_us: median(&tiered_us),
+            mean_us,
             slowdown,
             cold_share,
             cold_us,
@@ -451,65 +400,38 @@ impl Side {
 }
 
 pub(super) fn human(rows: &[Row]) -> String {
-    let us = |value: f64| format!("{value:.1}");
-    let mut costs = table([
-        "--memory",
-        "of the lent",
-        "accesses",
-        "all in memory us",
-        "mean us",
-        "slowdown",
-        "cold",
-        "cold us",
-        "explained",
-        "over explained",
-    ]);
-    let mut holds = table([
-        "--memory",
-        "most held",
-        "of it page cache",
-        "saved",
-        "fetched",
-        "moved out",
-        "no room",
-        "cgroup's peak of limit",
-        "killed",
-    ]);
-    for row in rows {
-        let [slowdown, low, high] = row.slowdown;
-        let memory = ByteSize(row.memory_bytes).to_string();
+    let costs = rows.iter().map(|row| {
         let law = match row.law {
             Law::Tenth => "a tenth".to_owned(),
             Law::Zipf => format!("Zipf {ZIPF}"),
         };
-        costs.add_row(right([
-            memory.clone(),
-            format!("{:.0} %", row.memory_share * 100.0),
-            law,
-            us(row.all_in_memory_us),
-            us(row.mean_us),
-            format!("{slowdown:.3} ({low:.3} to {high:.3})"),
-            format!("{:.2} %", row.cold_share * 100.0),
-            us(row.cold_us),
-            format!("{:.3}", row.explained),
-            format!("{:.3}", row.slowdown_over_explained),
-        ]));
-        let none = || "-".to_owned();
-        let group = row.group.as_ref();
-        holds.add_row(right([
-            memory,
-            ByteSize(row.held_bytes_max).to_string(),
-            ByteSize(row.cached_bytes_max).to_string(),
-            format!("{:.1} %", row.saved * 100.0),
-            row.fetches.to_string(),
-            row.evictions.to_string(),
-            row.no_room.to_string(),
-            group.map_or_else(none, |group| {
-                let [peak, limit] = [group.peak_bytes, group.limit_bytes].map(ByteSize);
-                format!("{peak} of {limit}")
-            }),
-            group.map_or_else(none, |group| group.oom_kills.to_string()),
-        ]));
-    }
+        let (memory, share) = (ByteSize(row.memory_bytes), 100.0 * row.memory_share);
+        let (all, mean, slowdown) = (row.all_in_memory_us, row.mean_us, ranged(row.slowdown, 3));
+        let (cold, cold_us) = (100.0 * row.cold_share, row.cold_us);
+        let (explained, over) = (row.explained, row.slowdown_over_explained);
+        let means = format!("{all:.1} | {mean:.1} | {slowdown}");
+        let explained = format!("{cold:.2} % | {cold_us:.1} | {explained:.3} | {over:.3}");
+        format!("{memory} | {share:.0} % | {law} | {means} | {explained}")
+    });
+    let costs = filled_table(
+        "--memory | of the lent | accesses | all in memory us | mean us | slowdown | cold | cold us | explained | over explained",
+        costs,
+    );
+    let holds = rows.iter().map(|row| {
+        let sizes = [row.memory_bytes, row.held_bytes_max, row.cached_bytes_max];
+        let [memory, held, cached] = sizes.map(ByteSize);
+        let (saved, fetches) = (100.0 * row.saved, row.fetches);
+        let (evictions, no_room) = (row.evictions, row.no_room);
+        let group = row.group.as_ref().map_or("- | -".to_owned(), |group| {
+            let [peak, limit] = [group.peak_bytes, group.limit_bytes].map(ByteSize);
+            format!("{peak} of {limit} | {}", group.oom_kills)
+        });
+        let counts = format!("{fetches} | {evictions} | {no_room}");
+        format!("{memory} | {held} | {cached} | {saved:.1} % | {counts} | {group}")
+    });
+    let holds = filled_table(
+        "--memory | most held | of it page cache | saved | fetched | moved out | no room | cgroup's peak of limit | killed",
+        holds,
+    );
     format!("{costs}\n{holds}")
 }

@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use farpage::{ByteSize, Region, RegionOptions, Runtime};
 use farpage_train::{
     AggregatorCourse, Checkpoint, Content, Course, Courses, Job, KeepError, Keeping, Party,
@@ -73,11 +73,8 @@ impl Checkpoints {
 
     /// Returns the number of parties that keep checkpoints.
     pub(super) fn parties(job: &Job) -> usize {
-        let aggregators = match job.is_kept_by_aggregators() {
-            true => job.aggregators,
-            false => 0,
-        };
-        job.plan.workers() + aggregators
+        let keep = job.is_kept_by_aggregators();
+        job.plan.workers() + if keep { job.aggregators } else { 0 }
     }
 
     fn party(&self, rank: usize) -> Party {
@@ -180,10 +177,8 @@ impl Checkpoints {
         let read = open().and_then(|region| read(Stored::new(region)));
         let read =
             read.with_context(|| format!("reading checkpoint `{name}` on {}", self.server))?;
-        for later in kept
-            .range(step + 1..)
-            .filter_map(|(_, ranks)| ranks.get(&rank))
-        {
+        let later = kept.range(step + 1..);
+        for later in later.filter_map(|(_, ranks)| ranks.get(&rank)) {
             self.remove(later)?;
         }
         Ok(read)
@@ -203,12 +198,10 @@ impl Checkpoints {
             if let Some(outcome) = attempt() {
                 return outcome;
             }
-            if Instant::now() >= until {
-                return Err(anyhow!(
-                    "another program holds it, after {:?}: end that program, or wait for the end of its lease",
-                    deadline
-                ));
-            }
+            ensure!(
+                Instant::now() < until,
+                "another program holds it, after {deadline:?}: end that program, or wait for the end of its lease"
+            );
             thread::sleep(BETWEEN_LOOKS);
         }
     }
@@ -234,13 +227,11 @@ impl Checkpoints {
                 }
                 break;
             }
-            if Instant::now() >= until {
-                bail!(
-                    "waited {:?} for the checkpoint of step {before} of {}",
-                    self.deadline,
-                    self.named(missing)
-                );
-            }
+            let (deadline, named) = (self.deadline, self.named(missing));
+            ensure!(
+                Instant::now() < until,
+                "waited {deadline:?} for the checkpoint of step {before} of {named}"
+            );
             thread::sleep(BETWEEN_LOOKS);
         }
         // 2. Writes this one.
@@ -304,23 +295,20 @@ impl Checkpoints {
         number: usize,
         from: Option<u64>,
     ) -> Result<AggregatorCourse<'_>> {
-        let step = from.unwrap_or(0);
+        let mut course = AggregatorCourse {
+            from: from.unwrap_or(0),
+            ..AggregatorCourse::default()
+        };
         if !job.is_kept_by_aggregators() {
-            return Ok(AggregatorCourse {
-                from: step,
-                ..AggregatorCourse::default()
-            });
+            return Ok(course);
         }
         let rank = self.workers + number;
         let read = |stored| -> Result<Box<dyn Read + Send>> {
             Ok(Box::new(BufReader::with_capacity(PIECE_BYTES, stored)))
         };
-        let checkpoint = from.map(|step| self.load(rank, step, read)).transpose()?;
-        Ok(AggregatorCourse {
-            from: step,
-            checkpoint,
-            keeping: Some(self.keeping(rank)),
-        })
+        course.checkpoint = from.map(|step| self.load(rank, step, read)).transpose()?;
+        course.keeping = Some(self.keeping(rank));
+        Ok(course)
     }
 
     /// Returns the courses of all parties, which are in this process.

@@ -10,7 +10,7 @@ use farpage_train::{
 use super::{
     checkpoint::Checkpoints,
     options::{Jobs, TrainFabric, TrainOptions},
-    report::{Config, Figures, Paired, Point, Report},
+    report::{Figures, Paired, Point, Report},
 };
 
 /// Upper bound of the bytes beyond those of the parameters, as a share: headers, announcements.
@@ -52,12 +52,13 @@ pub(super) fn measure(options: TrainOptions) -> Result<Report> {
         }
     }
     let verified = ran.iter().flatten().all(|ran| ran.is_right);
-    let goal = (options.mode.iter().zip(&ran))
-        .find(|(mode, _)| **mode == Mode::Bsp)
-        .map(|(_, ran)| ran[0].last().accuracy);
-    let modes: Vec<_> = (options.mode.iter().zip(&ran))
-        .map(|(mode, ran)| Figures::of(*mode, ran, goal))
-        .collect();
+    let mut all = options.mode.iter().zip(&ran);
+    let bsp = all.clone().find(|(mode, _)| **mode == Mode::Bsp);
+    let goal = bsp.map(|(_, ran)| ran[0].last().accuracy);
+    let modes = all
+        .by_ref()
+        .map(|(mode, ran)| Figures::of(*mode, ran, goal));
+    let modes: Vec<_> = modes.collect();
     Ok(Report {
         benchmark: "train",
         verified,
@@ -65,10 +66,7 @@ pub(super) fn measure(options: TrainOptions) -> Result<Report> {
         parameter_bytes: 4 * parameters,
         ds_minus_bsp: paired(&modes),
         modes,
-        config: Config {
-            smoke: options.run.smoke,
-            options,
-        },
+        config: options,
     })
 }
 
@@ -119,25 +117,20 @@ fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
     let steps = (job.steps - outcomes[0].from) as f64;
     let total = |of: fn(&Outcome) -> f64| outcomes.iter().map(of).sum::<f64>();
     let bytes_per_step = total(|outcome| outcome.moved_bytes as f64) / count / steps;
-    let members = job
-        .plan
-        .rings(0)
-        .first()
-        .map_or(1, |ring| ring.members.len()) as f64;
+    let rings = job.plan.rings(0);
+    let members = rings.first().map_or(1, |ring| ring.members.len()) as f64;
     let parameter_bytes = 4.0 * job.model.parameters() as f64;
     let (expected, serial, parts) = match job.aggregators {
-        0 => (
-            2.0 * parameter_bytes * (members - 1.0) / members,
-            2.0 * (members - 1.0),
-            members,
-        ),
+        0 => {
+            let serial = 2.0 * (members - 1.0);
+            (serial * parameter_bytes / members, serial, members)
+        }
         _ if job.plan.groups() == 0 => (0.0, 0.0, 1.0),
         // A push and a pull, through the aggregators of one group.
-        count => (
-            2.0 * parameter_bytes,
-            2.0,
-            (count / job.plan.groups()) as f64,
-        ),
+        count => {
+            let parts = (count / job.plan.groups()) as f64;
+            (2.0 * parameter_bytes, 2.0, parts)
+        }
     };
     let bytes_over_theory = (expected > 0.0).then(|| bytes_per_step / expected);
     let are_bytes_right = match bytes_over_theory {
@@ -206,21 +199,15 @@ impl Figures {
 
 /// Compares ds with bsp, if both were run.
 fn paired(modes: &[Figures]) -> Option<Paired> {
-    let of = |mode: Mode| {
-        modes
-            .iter()
-            .find(|figures| figures.mode == mode.to_string())
-    };
+    let of = |mode: Mode| modes.iter().find(|it| it.mode == mode.to_string());
     let (ds, bsp) = (of(Mode::Ds)?, of(Mode::Bsp)?);
     let pairs = ds.accuracies.iter().zip(&bsp.accuracies);
     let points: Vec<_> = pairs.map(|(ds, bsp)| 100.0 * (ds - bsp)).collect();
     let count = points.len();
     let mean_points = points.iter().sum::<f64>() / count as f64;
     let above_points = (count > 1).then(|| {
-        let squares: f64 = points
-            .iter()
-            .map(|point| (point - mean_points).powi(2))
-            .sum();
+        let squares = points.iter().map(|point| (point - mean_points).powi(2));
+        let squares = squares.sum::<f64>();
         let error = (squares / (count - 1) as f64 / count as f64).sqrt();
         mean_points - STUDENT_95[count - 2] * error
     });

@@ -175,8 +175,12 @@ pub(crate) struct TrainOptions {
     #[serde(skip)]
     pub(super) svg: Option<PathBuf>,
     #[command(flatten)]
-    #[serde(skip)]
+    #[serde(flatten, serialize_with = "smoke")]
     pub(super) run: Run,
+}
+
+fn smoke<S: serde::Serializer>(run: &Run, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_map([("smoke", run.smoke)])
 }
 
 fn names<S: serde::Serializer>(modes: &[Mode], to: S) -> Result<S::Ok, S::Error> {
@@ -210,24 +214,18 @@ impl<'a> Jobs<'a> {
         let mut widths = vec![data.width];
         widths.extend(&options.hidden);
         widths.push(data.classes);
-        ensure!(
-            !widths.contains(&0),
-            "--hidden 0: a layer has one unit at least"
-        );
-        ensure!(
-            options.steps > 0 && options.batch > 0,
-            "--steps and --batch: one at least"
-        );
+        let is_empty = widths.contains(&0);
+        ensure!(!is_empty, "--hidden 0: a layer has one unit at least");
+        let is_some = options.steps > 0 && options.batch > 0;
+        ensure!(is_some, "--steps and --batch: one at least");
         ensure!(
             options.state.is_none() || options.mode == [Mode::Bsp],
             "--state: aggregators have an optimizer in --mode bsp alone"
         );
         if let Some((rank, _)) = options.slow_worker {
             let workers = options.workers;
-            ensure!(
-                rank < workers,
-                "--slow-worker {rank}: ranks are below {workers}"
-            );
+            let is_one = rank < workers;
+            ensure!(is_one, "--slow-worker {rank}: ranks are below {workers}");
         }
         Ok(Self {
             options,
@@ -266,10 +264,8 @@ impl<'a> Jobs<'a> {
 impl TrainOptions {
     /// Returns the number of aggregators that exchanges go through; 0 for exchanges in rings.
     pub(super) fn aggregator_count(&self) -> usize {
-        match self.aggregators {
-            Some(count) => count as usize,
-            None => self.aggregators_at.len(),
-        }
+        let count = self.aggregators.map(|count| count as usize);
+        count.unwrap_or(self.aggregators_at.len())
     }
 
     /// True if this process is one of several.
@@ -320,23 +316,17 @@ impl TrainOptions {
         let (Some(server), Some(budget)) = (&self.state, self.state_budget) else {
             return Ok(None);
         };
-        let runtime = Runtime::builder()
-            .server(server.to_string())
-            .budget(budget)
-            .deadline(self.patience() / 2);
-        let runtime = runtime.build();
-        runtime
-            .with_context(|| format!("--state {server}"))
-            .map(Some)
+        let runtime = Runtime::builder().server(server.to_string()).budget(budget);
+        let runtime = runtime.deadline(self.patience() / 2).build();
+        let runtime = runtime.with_context(|| format!("--state {server}"));
+        runtime.map(Some)
     }
 
     /// Returns the link's gigabits per second and microseconds, if a link is asked for.
     pub(super) fn link(&self) -> Option<(f64, f64)> {
-        match (self.link_gbps, self.link_us) {
-            (None, None) => None,
-            // A link without a rate gets a million gigabits per second.
-            (gbps, us) => Some((gbps.unwrap_or(1e6), us.unwrap_or(0.0))),
-        }
+        let shaped = self.link_gbps.is_some() || self.link_us.is_some();
+        // A link without a rate gets a million gigabits per second.
+        shaped.then(|| (self.link_gbps.unwrap_or(1e6), self.link_us.unwrap_or(0.0)))
     }
 }
 

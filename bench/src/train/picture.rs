@@ -65,7 +65,8 @@ pub(super) fn draw(report: &Report, path: &Path) -> Result<()> {
 
 fn draw_on(modes: &[Figures], area: &Area<'_>) -> Result<(), String> {
     let (legend, rest) = area.split_vertically(LEGEND);
-    panels::legend(&legend, 130, modes.iter().map(|mode| mode.mode.as_str()))?;
+    let names = modes.iter().map(|mode| mode.mode.as_str());
+    panels::legend(&legend, (130, 0), names)?;
     let cells = rest.split_evenly((2, 4));
     for (panel, cell) in PANELS.iter().zip(&cells) {
         let line = |mode: &Figures| -> Line {
@@ -79,17 +80,14 @@ fn draw_on(modes: &[Figures], area: &Area<'_>) -> Result<(), String> {
         let values = modes.iter().map(|mode| (mode.mode.as_str(), value(mode)));
         panels::bars(cell, title, &values.collect::<Vec<_>>())
     };
-    bars(
-        &cells[PANELS.len()],
-        "MB that a worker sends in a step",
-        |mode| mode.bytes_per_step / 1e6,
-    )?;
-    bars(&cells[PANELS.len() + 1], "serial steps of a step", |mode| {
+    let [.., sent, serial, exchanging] = &cells[..] else {
+        unreachable!("two rows of four cells")
+    };
+    let title = "MB that a worker sends in a step";
+    bars(sent, title, |mode| mode.bytes_per_step / 1e6)?;
+    bars(serial, "serial steps of a step", |mode| {
         mode.serial_steps_per_step
     })?;
-    bars(
-        &cells[PANELS.len() + 2],
-        "exchanging, % of a worker's time",
-        |mode| 100.0 * mode.exchange_share,
-    )
+    let title = "exchanging, % of a worker's time";
+    bars(exchanging, title, |mode| 100.0 * mode.exchange_share)
 }

@@ -13,54 +13,24 @@ use farpage_train::{
     Address, Aggregator, AggregatorCourse, Course, Job, Outcome, Scratch, Station, Through, hash,
 };
 use farpage_wire::Endpoint;
-use serde::Serialize;
+use serde_json::json;
 
 use super::{
     options::{Jobs, TrainOptions},
     report::shares,
 };
 
-/// Report of a process that is one worker.
-#[derive(Debug, Serialize)]
-struct WorkerReport {
-    benchmark: &'static str,
-    rank: usize,
-    mode: String,
-    loss: f64,
-    /// Accuracy of this worker's parameters, on examples that no worker trained with.
-    accuracy: f64,
-    hash: String,
-    seconds: f64,
-    exchange_share: f64,
-    /// Number of steps done before this process began.
-    resumed_from: u64,
-    bytes_per_step: f64,
-    serial_steps_per_step: f64,
-}
-
-/// Report of a process that is one aggregator.
-#[derive(Debug, Serialize)]
-struct AggregatorReport {
-    benchmark: &'static str,
-    aggregator: usize,
-    mode: String,
-    /// Seconds from when the aggregator could be reached to when all workers had gone.
-    seconds: f64,
-    /// Number of steps done before this process began.
-    resumed_from: u64,
-}
-
 /// Variables that hold a process's rank: torchrun's, Open MPI's, MPICH's and Slurm's.
 const RANKS: [&str; 4] = ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
 
 fn rank_of_environment() -> Result<usize> {
-    let named = RANKS
+    let mut named = RANKS
         .iter()
-        .find_map(|name| Some((name, env::var(name).ok()?)));
-    let (name, rank) = named
-        .with_context(|| format!("--rank is missing, and so are all of {}", RANKS.join(", ")))?;
-    rank.parse()
-        .with_context(|| format!("{name}={rank} is no rank"))
+        .filter_map(|name| Some((name, env::var(name).ok()?)));
+    let missing = || format!("--rank is missing, and so are all of {}", RANKS.join(", "));
+    let (name, rank) = named.next().with_context(missing)?;
+    let parsed = rank.parse();
+    parsed.with_context(|| format!("{name}={rank} is no rank"))
 }
 
 /// Runs the worker or the aggregator with this process's rank.
@@ -119,29 +89,34 @@ fn serve(
     }
     let begun = Instant::now();
     aggregator.serve_job(job, course, deadline)?;
-    let report = AggregatorReport {
-        benchmark: "train",
-        aggregator: number,
-        mode: job.plan.mode().to_string(),
-        seconds: begun.elapsed().as_secs_f64(),
-        resumed_from: from,
-    };
-    report::print(&report, options.run.printing.format, |report| {
-        format!("aggregator {number}: served for {:.2} s", report.seconds)
+    let seconds = begun.elapsed().as_secs_f64();
+    let report = json!({
+        "benchmark": "train",
+        "aggregator": number,
+        "mode": job.plan.mode().to_string(),
+        // From when the aggregator could be reached to when all workers had gone.
+        "seconds": seconds,
+        "resumed_from": from,
+    });
+    report::print(&report, options.run.printing.format, |_| {
+        format!("aggregator {number}: served for {seconds:.2} s")
     })
 }
 
 /// Runs one worker.
 fn work(options: &TrainOptions, job: &Job, rank: usize, course: Course<'_>) -> Result<Outcome> {
     let deadline = options.patience();
-    let fabric =
-        |urls: &[Endpoint]| -> Vec<Address> { urls.iter().cloned().map(Address::Fabric).collect() };
+    let fabric = |urls: &[Endpoint]| {
+        urls.iter()
+            .cloned()
+            .map(Address::Fabric)
+            .collect::<Vec<_>>()
+    };
+    let link = options.link();
     let session = SessionOptions {
         client: format!("worker {rank}"),
         deadline,
-        link: options
-            .link()
-            .map(|(gbps, us)| Arc::new(Link::new(gbps, us))),
+        link: link.map(|(gbps, us)| Arc::new(Link::new(gbps, us))),
         ..SessionOptions::default()
     };
     if job.aggregators > 0 {
@@ -158,31 +133,32 @@ fn work(options: &TrainOptions, job: &Job, rank: usize, course: Course<'_>) -> R
 
 fn print(options: &TrainOptions, job: &Job, rank: usize, outcome: &Outcome) -> Result<()> {
     let end = outcome.snapshots.last().expect("a run has an end");
-    let right = job
-        .model
-        .right(&end.parameters, &job.data.test, &mut Scratch::default());
+    let (test, mut scratch) = (&job.data.test, Scratch::default());
+    let right = job.model.right(&end.parameters, test, &mut scratch);
     let steps = (job.steps - outcome.from) as f64;
-    let report = WorkerReport {
-        benchmark: "train",
-        rank,
-        mode: job.plan.mode().to_string(),
-        loss: end.loss,
-        accuracy: right as f64 / job.data.test.labels.len() as f64,
-        hash: format!("{:032x}", hash([&*end.parameters])),
-        seconds: end.seconds,
-        exchange_share: outcome.exchange_s / (outcome.exchange_s + outcome.compute_s),
-        resumed_from: outcome.from,
-        bytes_per_step: outcome.moved_bytes as f64 / steps,
-        serial_steps_per_step: outcome.serial_steps as f64 / steps,
-    };
-    report::print(&report, options.run.printing.format, |report| {
+    let accuracy = right as f64 / test.labels.len() as f64;
+    let hash = format!("{:032x}", hash([&*end.parameters]));
+    let share = outcome.exchange_s / (outcome.exchange_s + outcome.compute_s);
+    let (loss, seconds) = (end.loss, end.seconds);
+    let report = json!({
+        "benchmark": "train",
+        "rank": rank,
+        "mode": job.plan.mode().to_string(),
+        "loss": loss,
+        // Of this worker's parameters, on examples that no worker trained with.
+        "accuracy": accuracy,
+        "hash": hash,
+        "seconds": seconds,
+        "exchange_share": share,
+        // Number of steps done before this process began.
+        "resumed_from": outcome.from,
+        "bytes_per_step": outcome.moved_bytes as f64 / steps,
+        "serial_steps_per_step": outcome.serial_steps as f64 / steps,
+    });
+    report::print(&report, options.run.printing.format, |_| {
+        let (accuracy, shares) = (100.0 * accuracy, shares(share));
         format!(
-            "worker {rank}: accuracy {:.2} %, loss {:.3}, parameters {}, {:.2} s, computing / exchanging {} %",
-            100.0 * report.accuracy,
-            report.loss,
-            report.hash,
-            report.seconds,
-            shares(report.exchange_share)
+            "worker {rank}: accuracy {accuracy:.2} %, loss {loss:.3}, parameters {hash}, {seconds:.2} s, computing / exchanging {shares} %"
         )
     })
 }

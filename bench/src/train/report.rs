@@ -1,6 +1,6 @@
 //! Results of `train`, as JSON and as tables.
 
-use farpage_bench_kit::report::{right, table};
+use farpage_bench_kit::report::{filled_table, run_table};
 use serde::Serialize;
 
 use super::options::TrainOptions;
@@ -11,18 +11,11 @@ pub(super) struct Report {
     pub(super) verified: bool,
     pub(super) parameters: usize,
     pub(super) parameter_bytes: usize,
-    pub(super) config: Config,
+    pub(super) config: TrainOptions,
     pub(super) modes: Vec<Figures>,
     /// Accuracy of the consensus, ds minus bsp, in points over the pairs of one seed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) ds_minus_bsp: Option<Paired>,
-}
-
-#[derive(Debug, Serialize)]
-pub(super) struct Config {
-    pub(super) smoke: bool,
-    #[serde(flatten)]
-    pub(super) options: TrainOptions,
 }
 
 #[derive(Debug, Serialize)]
@@ -78,85 +71,52 @@ pub(super) struct Point {
 
 impl Report {
     pub(super) fn human(&self) -> String {
-        let mut results = table([
-            "mode",
-            "accuracy, %",
-            "worst worker, %",
-            "loss",
-            "distance",
-            "MB per step",
-            "over theory",
-            "serial steps",
-            "s",
-            "computing / exchanging, %",
-            "s to bsp's accuracy",
-        ]);
-        for mode in &self.modes {
+        let row = |mode: &Figures| {
             let or_none = |value: Option<f64>, digits: usize| {
                 value.map_or("-".to_owned(), |value| format!("{value:.digits$}"))
             };
-            results.add_row(right([
-                mode.mode.clone(),
-                format!("{:.2}", 100.0 * mode.accuracy),
-                format!("{:.2}", 100.0 * mode.worst_accuracy),
-                format!("{:.3}", mode.loss),
-                format!("{:.1e}", mode.distance),
-                format!("{:.3}", mode.bytes_per_step / 1e6),
+            let [best, worst] = [mode.accuracy, mode.worst_accuracy].map(|share| 100.0 * share);
+            let (loss, distance) = (mode.loss, mode.distance);
+            let learned = format!("{best:.2} | {worst:.2} | {loss:.3} | {distance:.1e}");
+            let (mb, over) = (
+                mode.bytes_per_step / 1e6,
                 or_none(mode.bytes_over_theory, 4),
-                format!("{:.0}", mode.serial_steps_per_step),
-                format!("{:.2}", mode.seconds),
-                shares(mode.exchange_share),
-                or_none(mode.seconds_to_bsp, 2),
-            ]));
-        }
-        let mut run = table(["run", self.benchmark]);
-        let verified = if self.verified { "yes" } else { "NO: FAILED" };
-        let config = &self.config.options;
+            );
+            let (serial, seconds) = (mode.serial_steps_per_step, mode.seconds);
+            let (shares, to_bsp) = (shares(mode.exchange_share), or_none(mode.seconds_to_bsp, 2));
+            let moved = format!("{mb:.3} | {over} | {serial:.0} | {seconds:.2}");
+            format!("{} | {learned} | {moved} | {shares} | {to_bsp}", mode.mode)
+        };
+        let results = filled_table(
+            "mode | accuracy, % | worst worker, % | loss | distance | MB per step | over theory | serial steps | s | \
+             computing / exchanging, % | s to bsp's accuracy",
+            self.modes.iter().map(row),
+        );
+        let config = &self.config;
+        let (parameters, mb) = (self.parameters, self.parameter_bytes as f64 / 1e6);
+        let workers = format!("{} in groups of {}", config.workers, config.group);
         let mut rows = vec![
-            ("verified", verified.to_owned()),
-            (
-                "workers",
-                format!("{} in groups of {}", config.workers, config.group),
-            ),
-            (
-                "parameters",
-                format!(
-                    "{} ({:.2} MB)",
-                    self.parameters,
-                    self.parameter_bytes as f64 / 1e6
-                ),
-            ),
+            ("workers", workers),
+            ("parameters", format!("{parameters} ({mb:.2} MB)")),
             ("runs of each mode", config.seeds.to_string()),
         ];
-        if let Some(count) = config.aggregators {
-            rows.push(("aggregators", count.to_string()));
-        }
-        if let Some(Paired {
-            mean_points,
-            above_points,
-            pairs,
-        }) = &self.ds_minus_bsp
-        {
-            let bound = above_points.map_or(String::new(), |above| {
+        let aggregators = config.aggregators.map(|count| count.to_string());
+        rows.extend(aggregators.map(|count| ("aggregators", count)));
+        if let Some(paired) = &self.ds_minus_bsp {
+            let (mean, pairs) = (paired.mean_points, paired.pairs);
+            let bound = paired.above_points.map_or(String::new(), |above| {
                 format!(", with 95 % above {above:+.2}")
             });
-            rows.push((
-                "accuracy, ds - bsp",
-                format!("{mean_points:+.2} points over {pairs} pairs{bound}"),
-            ));
+            let points = format!("{mean:+.2} points over {pairs} pairs{bound}");
+            rows.push(("accuracy, ds - bsp", points));
         }
-        for (name, value) in rows {
-            run.add_row(right([name.to_owned(), value]));
-        }
+        let run = run_table(self.benchmark, self.verified, rows);
         [results, run].map(|table| table.to_string()).join("\n")
     }
 }
 
 /// Formats the shares of a worker's time in percent: computing, and exchanging.
 pub(super) fn shares(exchanging: f64) -> String {
-    format!(
-        "{:.0} / {:.0}",
-        100.0 * (1.0 - exchanging),
-        100.0 * exchanging
-    )
+    let percent = 100.0 * exchanging;
+    format!("{:.0} / {percent:.0}", 100.0 - percent)
 }

@@ -17,33 +17,9 @@
 
 use serde::Serialize;
 
+use crate::bound::Bound;
+
 use farpage_bench_kit::report::median;
-
-/// A bound for a ratio.
-#[derive(Clone, Copy)]
-pub(super) enum Bound {
-    AtLeast(f64),
-    Above(f64),
-    Below(f64),
-}
-
-impl Bound {
-    fn is_met(self, ratio: f64) -> bool {
-        match self {
-            Self::AtLeast(least) => ratio >= least,
-            Self::Above(least) => ratio > least,
-            Self::Below(most) => ratio < most,
-        }
-    }
-
-    pub(super) fn text(self) -> String {
-        match self {
-            Self::AtLeast(least) => format!("at least {least}"),
-            Self::Above(least) => format!("above {least}"),
-            Self::Below(most) => format!("below {most}"),
-        }
-    }
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -94,10 +70,8 @@ impl Ratio {
     pub(super) fn mean(ratios: &[Self]) -> Self {
         let count = ratios.len().max(1) as f64;
         let logs: f64 = ratios.iter().map(|ratio| ratio.mean.ln()).sum();
-        let worst = ratios
-            .iter()
-            .filter_map(|ratio| ratio.error)
-            .reduce(f64::max);
+        let errors = ratios.iter().filter_map(|ratio| ratio.error);
+        let worst = errors.reduce(f64::max);
         let error = worst.map(|worst| {
             let errors = ratios.iter().map(|ratio| ratio.error.unwrap_or(worst));
             errors.map(|error| error.powi(2)).sum::<f64>().sqrt() / count
@@ -135,29 +109,18 @@ impl Ratio {
 pub(super) fn against_best(judged: &[f64], rivals: &[Vec<f64>]) -> Vec<f64> {
     let repetitions = judged.len();
     let rivals = rivals.iter().filter(|rival| rival.len() >= repetitions);
-    let ratios: Vec<Vec<f64>> = rivals
-        .map(|rival| {
-            rival
-                .iter()
-                .zip(judged)
-                .map(|(rival, judged)| judged / rival)
-                .collect()
-        })
-        .collect();
+    let ratios = |rival: &Vec<f64>| rival.iter().zip(judged).map(|(a, b)| b / a).collect();
+    let ratios: Vec<Vec<f64>> = rivals.map(ratios).collect();
     let of_others = |ratios: &[f64], left_out: usize| {
         let others = ratios.iter().enumerate();
-        let others: Vec<f64> = others
-            .filter(|(at, _)| *at != left_out || repetitions == 1)
-            .map(|(_, ratio)| *ratio)
-            .collect();
-        median(&others)
+        let others = others.filter(|(at, _)| *at != left_out || repetitions == 1);
+        median(&others.map(|(_, ratio)| *ratio).collect::<Vec<f64>>())
     };
     (0..repetitions)
         .filter_map(|at| {
-            let best = ratios
-                .iter()
-                .min_by(|a, b| of_others(a, at).total_cmp(&of_others(b, at)))?;
-            Some(best[at])
+            let by_others =
+                |a: &&Vec<f64>, b: &&Vec<f64>| of_others(a, at).total_cmp(&of_others(b, at));
+            Some(ratios.iter().min_by(by_others)?[at])
         })
         .collect()
 }
@@ -175,10 +138,8 @@ pub(super) fn contenders(rivals: &[Vec<f64>]) -> Vec<bool> {
         };
         (0..repetitions).filter(is_behind).count()
     };
-    rivals
-        .iter()
-        .map(|rival| behind(rival, 0.8) < 2 && behind(rival, 0.2) < 1)
-        .collect()
+    let contends = |rival| behind(rival, 0.8) < 2 && behind(rival, 0.2) < 1;
+    rivals.iter().map(contends).collect()
 }
 
 #[cfg(test)]
@@ -190,14 +151,13 @@ mod tests {
         let mut state = 7u64;
         move || {
             // The sum of twelve is nearly normal.
-            let sum: f64 = (0..12)
-                .map(|_| {
-                    state = state
-                        .wrapping_mul(6_364_136_223_846_793_005)
-                        .wrapping_add(1);
-                    (state >> 33) as f64 / (1u64 << 31) as f64
-                })
-                .sum();
+            let mut sum = 0.0;
+            for _ in 0..12 {
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1);
+                sum += (state >> 33) as f64 / (1u64 << 31) as f64;
+            }
             1.0 + (sum - 6.0) * parts
         }
     }
@@ -209,9 +169,8 @@ mod tests {
         let mut counts = [0; 3];
         for _ in 0..400 {
             let judged: Vec<f64> = (0..repetitions).map(|_| truth * noise()).collect();
-            let rivals: Vec<Vec<f64>> = (0..3)
-                .map(|_| (0..repetitions).map(|_| noise()).collect())
-                .collect();
+            let mut rival = || (0..repetitions).map(|_| noise()).collect::<Vec<f64>>();
+            let rivals = [rival(), rival(), rival()];
             let ratio = Ratio::of(&against_best(&judged, &rivals));
             counts[ratio.verdict(Bound::AtLeast(0.97)) as usize] += 1;
         }
@@ -250,23 +209,23 @@ mod tests {
     fn what_slows_a_repetition_down_cancels_out() {
         let machine = [1.0, 0.7, 1.3, 0.8, 1.1];
         let judged = machine.map(|x| 0.99 * x);
-        let ratio = Ratio::of(&against_best(
-            &judged,
-            &[machine.to_vec(), machine.map(|x| 0.5 * x).to_vec()],
-        ));
+        let rivals = [machine, machine.map(|x| 0.5 * x)].map(Vec::from);
+        let ratio = Ratio::of(&against_best(&judged, &rivals));
         assert!((ratio.mean - 0.99).abs() < 1e-9 && ratio.off().unwrap() < 1e-9);
-        assert_eq!(ratio.verdict(Bound::AtLeast(0.97)), Verdict::Met);
-        assert_eq!(ratio.verdict(Bound::AtLeast(0.995)), Verdict::Missed);
-        assert_eq!(ratio.verdict(Bound::Below(1.0)), Verdict::Met);
-        assert_eq!(ratio.verdict(Bound::Above(1.0)), Verdict::Missed);
+        for (bound, verdict) in [
+            (Bound::AtLeast(0.97), Verdict::Met),
+            (Bound::AtLeast(0.995), Verdict::Missed),
+            (Bound::Below(1.0), Verdict::Met),
+            (Bound::Above(1.0), Verdict::Missed),
+        ] {
+            assert_eq!(ratio.verdict(bound), verdict);
+        }
     }
 
     #[test]
     fn how_far_a_mean_may_be_off_shrinks_with_repetitions_and_is_unknown_for_one() {
-        assert_eq!(
-            Ratio::of(&[1.0]).verdict(Bound::AtLeast(0.5)),
-            Verdict::Undecided
-        );
+        let once = Ratio::of(&[1.0]);
+        assert_eq!(once.verdict(Bound::AtLeast(0.5)), Verdict::Undecided);
         // Logarithms of -0.1, 0 and 0.1: the standard deviation is 0.1.
         let three = [-0.1f64, 0.0, 0.1].map(f64::exp);
         let off = Ratio::of(&three).off().unwrap();
@@ -278,28 +237,22 @@ mod tests {
         assert!((mean.mean - 1.0).abs() < 1e-9);
         let error = 0.1 / 3f64.sqrt() / 2f64.sqrt();
         assert!((mean.off().unwrap() - (3.747 * error).exp_m1()).abs() < 1e-9);
-        let once = Ratio::of(&[1.0]);
-        let with_one = Ratio::mean(&[high, once]).off().unwrap();
-        assert!(
-            (with_one / Ratio::mean(&[high, once]).mean - (6.965 * error).exp_m1()).abs() < 1e-9
-        );
+        let with_one = Ratio::mean(&[high, once]);
+        let off = with_one.off().unwrap() / with_one.mean;
+        assert!((off - (6.965 * error).exp_m1()).abs() < 1e-9);
         assert_eq!(Ratio::mean(&[once, once]).off(), None);
-        assert_eq!(
-            Ratio::of(&[0.0, 0.0]).verdict(Bound::Below(1.0)),
-            Verdict::Undecided
-        );
+        let none = Ratio::of(&[0.0, 0.0]).verdict(Bound::Below(1.0));
+        assert_eq!(none, Verdict::Undecided);
     }
 
     #[test]
     fn who_is_far_behind_is_not_measured_again() {
-        let rivals =
-            |third: f64| contenders(&[vec![1.0, 1.0, 1.0], vec![0.7, 0.7], vec![0.7, 0.9, third]]);
-        assert_eq!(rivals(0.9), [true, false, true]);
-        assert_eq!(rivals(0.7), [true, false, false]);
-        assert_eq!(
-            contenders(&[vec![1.0], vec![0.4], vec![0.1]]),
-            [true, true, false]
-        );
+        for (third, contends) in [(0.9, true), (0.7, false)] {
+            let rivals = [vec![1.0; 3], vec![0.7, 0.7], vec![0.7, 0.9, third]];
+            assert_eq!(contenders(&rivals), [true, false, contends]);
+        }
+        let once = [1.0, 0.4, 0.1].map(|figure| vec![figure]);
+        assert_eq!(contenders(&once), [true, true, false]);
         // Only rivals that were measured every time count.
         let ratios = against_best(&[1.0; 3], &[vec![2.0; 2], vec![0.5; 3]]);
         assert_eq!(ratios, [2.0; 3]);

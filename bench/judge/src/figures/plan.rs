@@ -71,15 +71,32 @@ impl Plan {
     pub(crate) fn new(extent: &Extent) -> Self {
         let cpus = thread::available_parallelism().map_or(1, usize::from);
         let workers = |most: usize| {
-            (0..)
-                .map(|n| 1 << n)
-                .take_while(move |n| *n <= most)
-                .collect()
+            let powers = (0..).map(|n| 1 << n);
+            powers.take_while(|n| *n <= most).collect()
         };
-        let rates = [Some(1), Some(10), Some(40), None].map(Rate).to_vec();
-        let all = Contents::value_variants().to_vec();
-        if extent.smoke {
-            return Self {
+        let full = Self {
+            smoke: false,
+            repeat: 3,
+            repetitions: [5, 7],
+            rates: [Some(1), Some(10), Some(40), None].map(Rate).to_vec(),
+            fields: Contents::value_variants().to_vec(),
+            workers: workers((2 * cpus).clamp(4, 16)),
+            stream: " --size 192MiB",
+            field: " --size 64MiB",
+            steps: 3,
+        };
+        match (extent.smoke, extent.quick) {
+            (false, false) => full,
+            (false, true) => Self {
+                repeat: 1,
+                repetitions: [3, 3],
+                workers: workers(cpus.max(2)),
+                stream: " --size 48MiB --iterations 3",
+                field: " --size 12MiB",
+                steps: 1,
+                ..full
+            },
+            (true, _) => Self {
                 smoke: true,
                 repeat: 1,
                 repetitions: [1, 1],
@@ -89,30 +106,6 @@ impl Plan {
                 stream: "",
                 field: "",
                 steps: 1,
-            };
-        }
-        match extent.quick {
-            true => Self {
-                smoke: false,
-                repeat: 1,
-                repetitions: [3, 3],
-                rates,
-                fields: all,
-                workers: workers(cpus.max(2)),
-                stream: " --size 48MiB --iterations 3",
-                field: " --size 12MiB",
-                steps: 1,
-            },
-            false => Self {
-                smoke: false,
-                repeat: 3,
-                repetitions: [5, 7],
-                rates,
-                fields: all,
-                workers: workers((2 * cpus).clamp(4, 16)),
-                stream: " --size 192MiB",
-                field: " --size 64MiB",
-                steps: 3,
             },
         }
     }

@@ -34,19 +34,3 @@ impl Formula {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn values_lie_between_one_and_two() {
-        for formula in [Formula::Constant, Formula::Random, Formula::Smooth] {
-            assert!(
-                (0..10_000)
-                    .map(|i| formula.value(1, i))
-                    .all(|x| (1.0..=2.0).contains(&x))
-            );
-        }
-    }
-}

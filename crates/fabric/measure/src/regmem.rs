@@ -25,7 +25,7 @@ use farpage_bench_kit::{
     options::{Run, ServerOptions},
     pick::mix,
     raw::sleep_on,
-    report::{self, median, right, table},
+    report::{self, filled_table, median, run_table},
     server::MemoryServer,
 };
 use pinning::ByAddress;
@@ -341,46 +341,33 @@ fn stamp(offset: usize) -> u8 {
 
 impl Report {
     fn human(&self) -> String {
-        let mut acquire = table([
-            "acquire and release, ns",
-            "pool",
-            "registered each time",
-            "cache by address",
-            "registered / pool",
-            "cache / pool",
-        ]);
-        for a in &self.acquire_release {
-            let ns = [a.pool_ns, a.register_ns, a.by_address_ns].map(|ns| format!("{ns:.0}"));
-            let ratios =
-                [a.register_over_pool, a.by_address_over_pool].map(|ratio| format!("{ratio:.1}"));
-            let name = [a.pattern.to_owned()];
-            acquire.add_row(right(name.into_iter().chain(ns).chain(ratios)));
-        }
-        let mut read = table(["READ, us", "pool", "registered each time", "ratio"]);
+        let acquire = filled_table(
+            "acquire and release, ns | pool | registered each time | cache by address | registered / pool | cache / pool",
+            self.acquire_release.iter().map(|a| {
+                let [pool, each, cached] = [a.pool_ns, a.register_ns, a.by_address_ns];
+                let [over, cached_over] = [a.register_over_pool, a.by_address_over_pool];
+                let ratios = format!("{over:.1} | {cached_over:.1}");
+                format!(
+                    "{} | {pool:.0} | {each:.0} | {cached:.0} | {ratios}",
+                    a.pattern
+                )
+            }),
+        );
         let r = &self.read;
-        read.add_row(right([
-            format!("{} KiB", r.bytes >> 10),
-            format!("{:.2}", r.pool_us),
-            format!("{:.2}", r.register_us),
-            format!("{:.2}", r.register_over_pool),
-        ]));
-        let mut run = table(["run", self.benchmark]);
-        let verified = if self.verified { "yes" } else { "NO: FAILED" };
-        for (name, value) in [
-            ("verified", verified.to_owned()),
-            ("server", self.config.server.clone()),
-            ("a registration is", self.config.registrar.to_owned()),
-            (
-                "registrations of the pool, to warm up",
-                self.warm_up_registrations.to_string(),
-            ),
-            (
-                "... and while it was measured",
-                self.steady_state_registrations.to_string(),
-            ),
-        ] {
-            run.add_row(right([name.to_owned(), value]));
-        }
+        let (kib, pool, each) = (r.bytes >> 10, r.pool_us, r.register_us);
+        let ratio = r.register_over_pool;
+        let row = format!("{kib} KiB | {pool:.2} | {each:.2} | {ratio:.2}");
+        let header = "READ, us | pool | registered each time | ratio";
+        let read = filled_table(header, [row]);
+        let warm_up = self.warm_up_registrations.to_string();
+        let steady = self.steady_state_registrations.to_string();
+        let rows = [
+            ("server", self.config.server.as_str()),
+            ("a registration is", self.config.registrar),
+            ("registrations of the pool, to warm up", &warm_up),
+            ("... and while it was measured", &steady),
+        ];
+        let run = run_table(self.benchmark, self.verified, rows);
         [acquire, read, run]
             .map(|table| table.to_string())
             .join("\n")

@@ -37,7 +37,7 @@ use serde::Serialize;
 use farpage_bench_kit::{
     options::{Fabric, Run},
     raw::sleep_on,
-    report::{self, median, right, table},
+    report::{self, filled_table, median, run_table},
     server::own_endpoint,
 };
 
@@ -252,26 +252,15 @@ pub fn ladder(
 
 /// Returns the steps of messages of several sizes as a table for people.
 pub fn table_of(sizes: &[BySize]) -> String {
-    let mut steps = table(["bytes", "step", "messages/s", "round trip, us"]);
-    for size in sizes {
-        for step in &size.steps {
-            steps.add_row(right([
-                size.bytes.to_string(),
-                step.step.to_owned(),
-                format!("{:.0}", step.messages_per_s),
-                format!("{:.1}", step.round_trip_us),
-            ]));
-        }
-    }
-    let mut ratios = table([
-        "message rates, bytes",
-        "ring / no ring",
-        "polling / event",
-        "16 per WRITE / 1",
-        "inline / not",
-        "immediate data / event",
-    ]);
-    for size in sizes {
+    let steps = sizes.iter().flat_map(|size| {
+        let row = |step: &Figures| {
+            let (name, rate, us) = (step.step, step.messages_per_s, step.round_trip_us);
+            format!("{} | {name} | {rate:.0} | {us:.1}", size.bytes)
+        };
+        size.steps.iter().map(row)
+    });
+    let steps = filled_table("bytes | step | messages/s | round trip, us", steps);
+    let ratios = sizes.iter().map(|size| {
         let figures = [
             Some(size.ring_over_no_ring),
             Some(size.polling_over_event),
@@ -283,8 +272,12 @@ pub fn table_of(sizes: &[BySize]) -> String {
             Some(ratio) => format!("{ratio:.2}"),
             None => "no adapter".to_owned(),
         });
-        ratios.add_row(right([size.bytes.to_string()].into_iter().chain(figures)));
-    }
+        format!("{} | {}", size.bytes, figures.join(" | "))
+    });
+    let ratios = filled_table(
+        "message rates, bytes | ring / no ring | polling / event | 16 per WRITE / 1 | inline / not | immediate data / event",
+        ratios,
+    );
     format!("{steps}\n{ratios}")
 }
 
@@ -590,15 +583,11 @@ fn sleep(notifier: &Notifier, until: Instant) -> io::Result<()> {
 
 impl Report {
     fn human(&self) -> String {
-        let mut run = table(["run", self.benchmark]);
-        let verified = if self.verified { "yes" } else { "NO: FAILED" };
-        for (name, value) in [
-            ("verified", verified),
-            ("endpoint", &self.config.endpoint),
+        let rows = [
+            ("endpoint", self.config.endpoint.as_str()),
             ("an event is", self.config.event),
-        ] {
-            run.add_row(right([name.to_owned(), value.to_owned()]));
-        }
+        ];
+        let run = run_table(self.benchmark, self.verified, rows);
         format!("{}\n{run}", table_of(&self.sizes))
     }
 }

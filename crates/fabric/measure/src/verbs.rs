@@ -19,7 +19,7 @@ use serde::Serialize;
 use farpage_bench_kit::{
     options::{Fabric, Run},
     raw::sleep_on,
-    report::{self, median, right, table},
+    report::{self, filled_table, median, run_table},
     server::MemoryServer,
 };
 
@@ -337,25 +337,19 @@ fn is_stamped(buf: &[u8], offset: u64) -> bool {
 
 impl Report {
     fn human(&self) -> String {
-        let mut comparisons = table(["us per operation", "of bytes", "1", "many", "1 / many"]);
-        for c in &self.comparisons {
-            comparisons.add_row(right([
-                format!("{}, {}", c.operation, c.of),
-                c.bytes.to_string(),
-                format!("{:.1}", c.one_us),
-                format!("{:.1}", c.many_us),
-                format!("{:.2}", c.one_over_many),
-            ]));
-        }
-        let mut run = table(["run", self.benchmark]);
-        let verified = if self.verified { "yes" } else { "NO: FAILED" };
-        for (name, value) in [
-            ("verified", verified.to_owned()),
+        let comparisons = filled_table(
+            "us per operation | of bytes | 1 | many | 1 / many",
+            self.comparisons.iter().map(|c| {
+                let [one, many] = [c.one_us, c.many_us].map(|us| format!("{us:.1}"));
+                let (what, bytes, ratio) = (c.operation, c.bytes, c.one_over_many);
+                format!("{what}, {} | {bytes} | {one} | {many} | {ratio:.2}", c.of)
+            }),
+        );
+        let rows = [
             ("server", self.config.server.clone()),
             ("posted in one go", self.config.batch.to_string()),
-        ] {
-            run.add_row(right([name.to_owned(), value]));
-        }
+        ];
+        let run = run_table(self.benchmark, self.verified, rows);
         format!("{comparisons}\n{run}")
     }
 }

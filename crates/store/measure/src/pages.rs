@@ -96,27 +96,20 @@ pub fn run(options: &PagesOptions) -> Result<()> {
     }?;
     let format = options.printing.format;
     report::conclude(&report, report.verified, format, |report| {
-        let mut table = report::table([
-            "codec",
-            "ratio",
-            "pages that grow",
-            "encode MB/s",
-            "decode MB/s",
-            "largest error",
-        ]);
-        for finding in &report.findings {
-            table.add_row(report::right([
-                finding.codec.clone(),
-                format!("{:.3}", finding.ratio),
-                format!("{:.0} %", 100.0 * finding.grown_share),
-                format!("{:.0}", finding.encode_mb_per_s),
-                format!("{:.0}", finding.decode_mb_per_s),
-                match finding.error_max {
-                    0.0 => "none".to_owned(),
-                    error => format!("{error:.1e}"),
-                },
-            ]));
-        }
+        let row = |finding: &Finding| {
+            let [ratio, grown] = [finding.ratio, 100.0 * finding.grown_share];
+            let [encode, decode] = [finding.encode_mb_per_s, finding.decode_mb_per_s];
+            let error = match finding.error_max {
+                0.0 => "none".to_owned(),
+                error => format!("{error:.1e}"),
+            };
+            let figures = format!("{ratio:.3} | {grown:.0} % | {encode:.0} | {decode:.0}");
+            format!("{} | {figures} | {error}", finding.codec)
+        };
+        let table = report::filled_table(
+            "codec | ratio | pages that grow | encode MB/s | decode MB/s | largest error",
+            report.findings.iter().map(row),
+        );
         format!(
             "{table}\n{} pages of {} KiB, {} data.",
             report.pages,
