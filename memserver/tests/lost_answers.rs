@@ -14,8 +14,9 @@ use std::{
     time::Duration,
 };
 
-use common::{Both, connect_as, read, wait_until, write};
+use common::{connect_as, read, write};
 use farpage_fabric::{Endpoint, Session, SessionOptions};
+use farpage_testkit::{Both, wait_until};
 use farpage_wire::{
     Request,
     control::{self, HELLO_BYTES, PREFIX_BYTES},

@@ -13,8 +13,9 @@ use std::{
     time::Duration,
 };
 
-use common::{Call, HookedStore, KIB, MIB, Watchdog, builder, can_page, mix, wait_until};
+use common::{Call, HookedStore, begin, builder, words::fill};
 use farpage::{FaultMode, RegionOptions, RemoteArray};
+use farpage_testkit::{KIB, MIB, mix, wait_until};
 use tracing::{Event, Level, Metadata, Subscriber, span};
 
 const PAGE: usize = 4 * KIB;
@@ -57,13 +58,9 @@ impl Subscriber for Reading {
 /// page that only they bring.
 #[test]
 fn pages_come_for_a_subscriber_that_reads_them_while_workers_log() {
-    let test = "pages_come_for_a_subscriber_that_reads_them_while_workers_log";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
     tracing::subscriber::set_global_default(Reading(Mutex::new(())))
         .expect("this program has no other");
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let runtime = builder(MIB, PAGE)
         .fillers(1)
         .evictors(1)
@@ -78,9 +75,7 @@ fn pages_come_for_a_subscriber_that_reads_them_while_workers_log() {
     let mut array = runtime
         .array_with::<u64>(bytes / 8, options().store(kept))
         .expect("an array");
-    for (at, word) in array.iter_mut().enumerate() {
-        *word = mix(at as u64);
-    }
+    fill(&mut array, 0);
     array.flush().expect("the store takes it");
     // The array's first pages have left: it is four times the budget.
     ARRAY.set(array).expect("set once");
