@@ -15,12 +15,11 @@ use std::{
     io::Read,
     mem, ptr, slice,
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
-    thread,
-    time::{Duration, Instant},
 };
 
-use common::serve;
+use common::{blank, serve};
 use farpage_capi::*;
+use farpage_testkit::wait_until;
 use nix::{
     sys::wait::{WaitStatus, waitpid},
     unistd::{ForkResult, fork},
@@ -32,18 +31,6 @@ fn message() -> String {
     // SAFETY: the text stays as it is, since nothing fails in this thread meanwhile.
     let text = unsafe { CStr::from_ptr(farpage_error_message()) };
     text.to_str().expect("errors are UTF-8").to_owned()
-}
-
-/// Returns an options struct that is all zero but for its length.
-fn blank<T: Copy>() -> T {
-    // SAFETY: the option structs may be all zeros, and begin with their length.
-    unsafe {
-        let mut it: T = mem::zeroed();
-        ptr::from_mut(&mut it)
-            .cast::<usize>()
-            .write(mem::size_of::<T>());
-        it
-    }
 }
 
 /// A runtime of this process.
@@ -110,11 +97,9 @@ impl Pages {
 
     /// Waits for the release, which may come a moment after the call that ends the region.
     fn wait_for_release(&self) {
-        let end = Instant::now() + Duration::from_secs(10);
-        while self.releases.load(Ordering::SeqCst) == 0 {
-            assert!(Instant::now() < end, "the store is never released");
-            thread::sleep(Duration::from_millis(1));
-        }
+        wait_until("the store is released", || {
+            self.releases.load(Ordering::SeqCst) > 0
+        });
         assert_eq!(self.releases.load(Ordering::SeqCst), 1);
     }
 }

@@ -297,7 +297,7 @@ fn mapping_and_unmapping_leaves_nothing_behind() {
     if let Ok(url) = env::var(CHILD) {
         return map_and_unmap(&url);
     }
-    let Some(_watchdog) = begin(120) else { return };
+    let Some(_watchdog) = begin(240) else { return };
     for fabric in fabrics() {
         println!("{fabric}:");
         let memory = Memory::start(fabric, 256 * MIB);

@@ -5,9 +5,13 @@ use std::{
     fmt::Display,
     fs,
     io::{self, BufRead, BufReader, Read, Write},
+    mem,
     process::{Child, ChildStdin, Command, ExitStatus, Output, Stdio},
-    sync::mpsc::{self, Receiver},
-    thread,
+    sync::{
+        Arc, Mutex,
+        mpsc::{self, Receiver},
+    },
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -47,57 +51,79 @@ pub fn finish(command: &mut Command, patience: Duration) -> Output {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let out = read_all(child.stdout.take().expect("piped above"));
-    let err = read_all(child.stderr.take().expect("piped above"));
-    let status = end_within(&mut child, patience);
-    let [stdout, stderr] = [out, err].map(|reader| reader.join().expect("it reads"));
-    match status {
-        Ok(status) => Output {
-            status,
-            stdout,
-            stderr,
-        },
-        Err(threads) => panic!(
-            "{command:?} has not ended within {patience:?}; its threads:\n{threads}\n{}{}",
-            text(&stdout),
-            text(&stderr)
-        ),
-    }
-}
-
-/// Reads `pipe` to its end in a thread, so that the process at its other end never waits.
-fn read_all(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<Vec<u8>> {
-    thread::spawn(move || {
-        let mut bytes = Vec::new();
-        let _ = pipe.read_to_end(&mut bytes);
-        bytes
-    })
-}
-
-/// Waits for the end of `child`. Kills a child that has not ended within `patience`, and returns
-/// what its threads waited for.
-fn end_within(child: &mut Child, patience: Duration) -> Result<ExitStatus, String> {
+    let out = Reader::new(child.stdout.take().expect("piped above"));
+    let err = Reader::new(child.stderr.take().expect("piped above"));
     let since = Instant::now();
     loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            return Ok(status);
+        // Processes that the command has started may hold the pipes for longer.
+        if let Some(status) = child.try_wait().unwrap()
+            && out.has_ended()
+            && err.has_ended()
+        {
+            return Output {
+                status,
+                stdout: out.take(),
+                stderr: err.take(),
+            };
         }
         if since.elapsed() > patience {
             let threads = wait_channels(child.id());
             let _ = child.kill();
             let _ = child.wait();
-            return Err(threads);
+            panic!(
+                "{command:?} has not ended within {patience:?}; its threads:\n{threads}\n{}{}",
+                text(&out.take()),
+                text(&err.take())
+            );
         }
         thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Thread that reads a pipe to its end, so that the process at the other end never waits.
+struct Reader {
+    thread: JoinHandle<()>,
+    bytes: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Reader {
+    fn new(mut pipe: impl Read + Send + 'static) -> Reader {
+        let bytes = Arc::<Mutex<Vec<u8>>>::default();
+        let read = bytes.clone();
+        let thread = thread::spawn(move || {
+            let mut some = vec![0; 64 << 10];
+            while let Ok(count @ 1..) = pipe.read(&mut some) {
+                read.lock().unwrap().extend_from_slice(&some[..count]);
+            }
+        });
+        Reader { thread, bytes }
+    }
+
+    fn has_ended(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    /// Takes the bytes that have come.
+    fn take(&self) -> Vec<u8> {
+        mem::take(&mut self.bytes.lock().unwrap())
     }
 }
 
 /// Waits for the end of `child`. Fails the test if `child` has not ended within `patience`.
 #[track_caller]
 pub fn wait_for_end(child: &mut Child, patience: Duration) -> ExitStatus {
-    end_within(child, patience).unwrap_or_else(|threads| {
-        panic!("the other process has not ended within {patience:?}; its threads:\n{threads}")
-    })
+    let since = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        assert!(
+            since.elapsed() < patience,
+            "the other process has not ended within {patience:?}; its threads:\n{}",
+            wait_channels(child.id())
+        );
+        thread::sleep(Duration::from_millis(2));
+    }
 }
 
 /// Sends a signal to `child`. With SIGSTOP, returns when all threads have stopped.

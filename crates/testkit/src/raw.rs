@@ -1,8 +1,8 @@
 //! A client that speaks the protocol by hand, for peers that say what no client says.
 //!
-//! The rule it keeps: reading has a bound, [`PATIENCE`]. The end of a connection is an error that is
-//! returned, because a server may close the connection at any time. Bytes that no server sends are a
-//! panic.
+//! The rule it keeps: reading has a bound, [`PATIENCE`]. The end of a connection is an error that
+//! is returned, because a server may close the connection at any time. Bytes that no server sends
+//! are a panic.
 
 use std::{
     io::{self, Read, Write},
@@ -213,8 +213,8 @@ pub fn receive<T: DeserializeOwned>(stream: &mut impl Read) -> io::Result<T> {
     Ok(control::decode(&body).expect("a message"))
 }
 
-/// Reads the last bytes of a peer until the peer has closed the connection. A reset is as good as an
-/// end.
+/// Reads the last bytes of a peer until the peer has closed the connection. A reset is as good as
+/// an end.
 ///
 /// # Panics
 /// If the connection is open when the read timeout of `stream` is over.

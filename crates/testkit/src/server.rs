@@ -21,8 +21,8 @@ pub fn socket_in(directory: &TempDir) -> Endpoint {
     Endpoint::Shm(directory.path().join("s"))
 }
 
-/// Returns an endpoint on this machine's RDMA device, `None` if no device is named. If so, says that
-/// the test is skipped.
+/// Returns an endpoint on this machine's RDMA device. `None` if no device is named: says that the
+/// test is skipped.
 pub fn rdma() -> Option<Endpoint> {
     let Ok(host) = env::var(RDMA_ADDRESS) else {
         eprintln!(

@@ -55,7 +55,8 @@ pub fn fabrics() -> Vec<Fabric> {
     }
 }
 
-/// True if this program can run servers on `fabric`. If not, says that the test is skipped, and why.
+/// True if this program can run servers on `fabric`. If not, says that the test is skipped, and
+/// why.
 pub fn can_reach(fabric: Fabric) -> bool {
     let can = fabric != Fabric::Rdma || fabrics().contains(&Fabric::Rdma);
     if !can {
