@@ -44,7 +44,7 @@ const MIB: u64 = 1 << 20;
 fn is_closed_on(mut stream: RawClient, bytes: &[u8]) {
     // The server may have closed before all of it was sent.
     let _ = stream.write_all(bytes);
-    stream.drain();
+    stream.drain(&format!("{bytes:02x?}"));
 }
 
 fn raw(endpoint: &Endpoint) -> RawClient {

@@ -13,6 +13,7 @@ use farpage_fabric::{
     server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
+use farpage_testkit::tcp;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -41,10 +42,6 @@ fn with_server(
         &end,
     );
     end();
-}
-
-fn tcp() -> Endpoint {
-    "tcp://127.0.0.1:0".parse().expect("an endpoint")
 }
 
 fn add_one(extent: ExtentId) -> Op<Vec<u8>> {

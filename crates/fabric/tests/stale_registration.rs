@@ -340,16 +340,9 @@ mod rdma {
     /// from it. Returns the bytes in the buffer after each READ, and at the server at last. All
     /// operations use buffers of a pool before which `registrar` stands.
     fn received_and_sent(
-        test: &str,
         registrar: impl FnOnce(Arc<dyn Registrar>) -> Arc<dyn Registrar>,
     ) -> Option<[u8; 3]> {
-        let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
-            eprintln!(
-                "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
-            );
-            return None;
-        };
-        let endpoint = format!("rdma://{host}:0").parse().unwrap();
+        let endpoint = farpage_testkit::rdma()?;
         let host = Arc::new(SimHost::new(1 << 20));
         let mut server = ServerThread::start(&endpoint, Arc::clone(&host) as _).unwrap();
         let options = SessionOptions {
@@ -390,13 +383,10 @@ mod rdma {
 
     #[test]
     fn a_cache_by_address_moves_bytes_of_freed_memory() {
-        let found = received_and_sent(
-            "a_cache_by_address_moves_bytes_of_freed_memory",
-            |adapter| {
-                let known = Mutex::default();
-                Arc::new(ByAddress { adapter, known })
-            },
-        );
+        let found = received_and_sent(|adapter| {
+            let known = Mutex::default();
+            Arc::new(ByAddress { adapter, known })
+        });
         if let Some(found) = found {
             // The second READ has gone to the freed page, nothing has come into the buffer, and
             // that freed page is what was sent.
@@ -406,7 +396,7 @@ mod rdma {
 
     #[test]
     fn a_buffer_moves_its_own_bytes() {
-        let found = received_and_sent("a_buffer_moves_its_own_bytes", |adapter| adapter);
+        let found = received_and_sent(|adapter| adapter);
         if let Some(found) = found {
             assert_eq!(found, [1, 2, 3]);
         }

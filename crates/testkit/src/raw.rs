@@ -137,10 +137,10 @@ impl RawClient {
     /// good as an end.
     ///
     /// # Panics
-    /// If the connection is open after [`PATIENCE`].
+    /// If the connection is open after [`PATIENCE`]. The message names `story`.
     #[track_caller]
-    pub fn drain(&mut self) -> Vec<u8> {
-        closed(self)
+    pub fn drain(&mut self, story: &str) -> Vec<u8> {
+        closed(self, story)
     }
 }
 
@@ -217,13 +217,16 @@ pub fn receive<T: DeserializeOwned>(stream: &mut impl Read) -> io::Result<T> {
 /// an end.
 ///
 /// # Panics
-/// If the connection is open when the read timeout of `stream` is over.
+/// If the connection is open when the read timeout of `stream` is over. The message names `story`.
 #[track_caller]
-pub fn closed(stream: &mut impl Read) -> Vec<u8> {
+pub fn closed(stream: &mut impl Read, story: &str) -> Vec<u8> {
     let mut said = Vec::new();
     if let Err(error) = stream.read_to_end(&mut said) {
         let is_reset = error.kind() == io::ErrorKind::ConnectionReset;
-        assert!(is_reset, "the peer did not close the connection: {error}");
+        assert!(
+            is_reset,
+            "{story}: the peer did not close the connection: {error}"
+        );
     }
     said
 }

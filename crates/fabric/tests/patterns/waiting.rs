@@ -168,20 +168,16 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
 fn channels_of_one_engine_outlive_each_other() {
     let folder = tempfile::tempdir().unwrap();
     one_of_two_servers_dies(|name| Server::start(&Endpoint::Shm(folder.path().join(name))));
-    one_of_two_servers_dies(|_| Server::start(&"tcp://127.0.0.1:0".parse().unwrap()));
+    one_of_two_servers_dies(|_| Server::start(&tcp()));
 }
 
 #[cfg(feature = "rdma")]
 #[test]
 fn rdma_channels_that_share_a_completion_queue_outlive_each_other() {
-    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
-        eprintln!(
-            "SKIPPED: rdma_channels_that_share_a_completion_queue_outlive_each_other: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's \
-             address; `cargo xtask vm` runs a test with one"
-        );
+    let Some(endpoint) = farpage_testkit::rdma() else {
         return;
     };
-    one_of_two_servers_dies(|_| Server::start(&format!("rdma://{host}:0").parse().unwrap()));
+    one_of_two_servers_dies(|_| Server::start(&endpoint));
 }
 
 /// A source with an event after some looks, or while it is being armed.

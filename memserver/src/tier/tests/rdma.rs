@@ -3,15 +3,9 @@
 use super::*;
 
 /// Makes a stage at this machine's device, if it has one.
-fn stage(test: &str) -> Option<Stage> {
-    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
-        eprintln!(
-            "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
-        );
-        return None;
-    };
-    let endpoint = format!("rdma://{host}:0");
-    Some(Stage::at(&endpoint, EXTENT_BYTES, 0xee))
+fn stage() -> Option<Stage> {
+    let endpoint = farpage_testkit::rdma()?;
+    Some(Stage::at(&endpoint.to_string(), EXTENT_BYTES, 0xee))
 }
 
 /// Blocks of one extent, dealt out to channels. All of it does not fit into memory, so that
@@ -20,7 +14,7 @@ fn stage(test: &str) -> Option<Stage> {
 fn rdma_races_with_chunks_that_leave_and_nothing_is_lost() {
     const CHANNELS: u64 = 3;
     const BLOCK: u64 = 24 << 10;
-    let Some(stage) = stage("rdma_races_with_chunks_that_leave_and_nothing_is_lost") else {
+    let Some(stage) = stage() else {
         return;
     };
     thread::scope(|scope| {
@@ -79,7 +73,7 @@ fn rdma_races_with_chunks_that_leave_and_nothing_is_lost() {
 
 #[test]
 fn rdma_reaches_what_is_in_memory_without_the_server() {
-    let Some(stage) = stage("rdma_reaches_what_is_in_memory_without_the_server") else {
+    let Some(stage) = stage() else {
         return;
     };
     stage.write(3, 1).expect("a sound disk");
@@ -95,8 +89,7 @@ fn rdma_reaches_what_is_in_memory_without_the_server() {
 
 #[test]
 fn rdma_of_what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes() {
-    let test = "rdma_of_what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes";
-    let Some(stage) = stage(test) else {
+    let Some(stage) = stage() else {
         return;
     };
     for chunk in Stage::chunks() {
