@@ -14,6 +14,7 @@ use std::{
 use farpage_fabric::{
     AllocError, ChannelError, Op, Session, SessionOptions, Verb, host::Host, server::ServerThread,
 };
+use farpage_testkit::PATIENCE;
 use nix::errno::Errno;
 
 use super::{
@@ -54,8 +55,6 @@ enum Fault {
 /// Slots that [`Fault::BadSlots`] spoils.
 const BAD_SLOTS: u64 = 8;
 const SLOW: Duration = Duration::from_millis(100);
-/// The longest wait for something that a busy machine does late.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A disk in memory with a fault that can be switched on and off.
 struct Twin {
@@ -204,7 +203,7 @@ impl Stage {
             buf,
         };
         channel.post(op).expect("an empty queue");
-        let until = Instant::now() + Duration::from_secs(30);
+        let until = Instant::now() + PATIENCE;
         let mut done = Vec::new();
         while channel.poll(&mut done) == 0 {
             assert!(Instant::now() < until, "an operation ends");
@@ -217,6 +216,24 @@ impl Stage {
     fn write(&self, chunk: u64, version: u64) -> Result<(), ChannelError> {
         self.operate(Verb::Write, chunk, content(chunk, version))
             .map(drop)
+    }
+
+    /// Writes every chunk with the bytes that `bytes` makes for it.
+    #[track_caller]
+    fn fill(&self, bytes: impl Fn(u64) -> Vec<u8>) {
+        for chunk in Self::chunks() {
+            let written = self.operate(Verb::Write, chunk, bytes(chunk));
+            written.unwrap_or_else(|error| panic!("{chunk}: {error}"));
+        }
+    }
+
+    /// Asserts that every chunk has the bytes that `bytes` makes for it.
+    #[track_caller]
+    fn assert_filled(&self, story: &str, bytes: impl Fn(u64) -> Vec<u8>) {
+        for chunk in Self::chunks() {
+            let read = self.read(chunk).expect("room and a sound disk");
+            assert!(read == bytes(chunk), "{story}: {chunk}");
+        }
     }
 
     fn read(&self, chunk: u64) -> Result<Vec<u8>, ChannelError> {
@@ -251,6 +268,16 @@ impl Stage {
             .filter(|chunk| extent.place(*chunk as usize) == place)
             .collect()
     }
+}
+
+/// Makes the bytes of a chunk that compresses if `chunk` is even, in its first version.
+fn first(chunk: u64) -> Vec<u8> {
+    content(chunk, 1)
+}
+
+/// Makes the bytes of a chunk that does not compress.
+fn odd(chunk: u64) -> Vec<u8> {
+    content(chunk | 1, 1)
 }
 
 /// Makes the bytes of a chunk. Chunks with odd numbers do not compress.

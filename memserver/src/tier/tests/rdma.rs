@@ -92,9 +92,7 @@ fn rdma_of_what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes() {
     let Some(stage) = stage() else {
         return;
     };
-    for chunk in Stage::chunks() {
-        stage.write(chunk, 1).expect("a sound disk");
-    }
+    stage.fill(first);
     let spilled = stage.at_place(Place::Spilled);
     assert!(spilled.len() > 8, "{}", spilled.len());
     stage.break_disk(Fault::FlippedBit);
