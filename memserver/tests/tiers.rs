@@ -17,7 +17,7 @@ use std::{
 
 use farpage_fabric::{Channel, ChannelError, Extent, Op, Session, Verb, host::Origin};
 use farpage_memserver::{Server, StartError};
-use farpage_testkit::{Both, PATIENCE, Rng, socket_in, tcp, wait_until};
+use farpage_testkit::{Both, PATIENCE, Rng, op, socket_in, tcp, wait_until};
 use farpage_wire::{ShareStat, TierStat};
 use tempfile::TempDir;
 
@@ -420,13 +420,10 @@ fn clients_that_do_not_read_their_answers_keep_no_memory_from_others() {
     // 64 MiB of answers each, of which a socket takes a part.
     for (i, channel) in (0..).zip(&mut channels) {
         for page in 0..32 {
+            let offset = (i + page) % 16 * (2 * MIB);
             let op = Op {
                 tag: page,
-                verb: Verb::Read,
-                extent: theirs.id,
-                offset: (i + page) % 16 * (2 * MIB),
-                len: 2 << 20,
-                buf: vec![0; 2 << 20],
+                ..op(Verb::Read, theirs.id, offset, vec![0; 2 << 20])
             };
             channel.post(op).expect("an empty queue");
         }

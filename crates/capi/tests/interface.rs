@@ -104,6 +104,22 @@ impl Pages {
     }
 }
 
+/// Makes a runtime without servers, and the options of a region with a store, whose context is the
+/// pages. Pages and store have to outlive the region.
+fn stored() -> (
+    Runtime,
+    Box<Pages>,
+    Box<farpage_store>,
+    farpage_region_options,
+) {
+    let runtime = Runtime::new(None).expect("a runtime without servers");
+    let pages = Box::<Pages>::default();
+    let store = Box::new(pages.store());
+    let mut options: farpage_region_options = blank();
+    options.store = &*store;
+    (runtime, pages, store, options)
+}
+
 unsafe extern "C" fn read(_: *mut c_void, offset: u64, buffer: *mut c_void, bytes: usize) -> c_int {
     // SAFETY: the buffer is ours for the call.
     let buffer = unsafe { slice::from_raw_parts_mut(buffer.cast::<u8>(), bytes) };
@@ -169,11 +185,7 @@ fn null_is_an_error_everywhere_and_freeing_it_is_none() {
 
 #[test]
 fn options_of_older_and_newer_headers_are_understood() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    let pages = Pages::default();
-    let store = pages.store();
-    let mut options: farpage_region_options = blank();
-    options.store = &store;
+    let (runtime, _pages, _store, mut options) = stored();
 
     let mut newer = [0u8; 256];
     // SAFETY: the array is larger than the struct, and begins with it.
@@ -213,11 +225,7 @@ fn options_of_older_and_newer_headers_are_understood() {
 
 #[test]
 fn region_whose_store_fails_stays_until_it_is_discarded() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    let pages = Pages::default();
-    let store = pages.store();
-    let mut options: farpage_region_options = blank();
-    options.store = &store;
+    let (runtime, pages, _store, options) = stored();
     let region = runtime.map(3 * PAGE, &options).expect("a region");
     // SAFETY: the region is mapped until it is discarded.
     unsafe {
@@ -259,11 +267,7 @@ fn region_whose_store_fails_stays_until_it_is_discarded() {
 
 #[test]
 fn store_of_a_region_that_cannot_be_mapped_is_released() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    let pages = Pages::default();
-    let store = pages.store();
-    let mut options: farpage_region_options = blank();
-    options.store = &store;
+    let (runtime, pages, _store, mut options) = stored();
     options.page_bytes = 5000;
     assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
     pages.wait_for_release();
@@ -332,11 +336,7 @@ fn own_memory(pages: usize) -> *mut u8 {
 
 #[test]
 fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    let pages = Pages::default();
-    let store = pages.store();
-    let mut options: farpage_region_options = blank();
-    options.store = &store;
+    let (runtime, pages, _store, mut options) = stored();
     // More than the budget, so that pages come and go; the last page is not whole.
     let (count, bytes) = (100, 99 * PAGE + 1);
     let before = own_memory(count + 2);
@@ -486,11 +486,7 @@ fn absurd_sizes_are_refused_with_what_is_possible() {
 
 #[test]
 fn child_of_fork_gets_a_code_and_frees_nothing() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    let pages = Pages::default();
-    let store = pages.store();
-    let mut options: farpage_region_options = blank();
-    options.store = &store;
+    let (runtime, pages, _store, options) = stored();
     let region = runtime.map(PAGE, &options).expect("a region");
     // SAFETY: the child calls nothing but these functions, which take no lock that another thread
     // of this process holds, and ends.

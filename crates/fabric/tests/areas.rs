@@ -23,7 +23,7 @@ use farpage_fabric::{
     server::ServerThread,
     sim::{SimConfig, SimServer},
 };
-use farpage_testkit::{tcp, wait_until};
+use farpage_testkit::{op, tcp, transfer, wait_until};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const LEASE: Duration = Duration::from_millis(600);
@@ -48,20 +48,11 @@ fn on_real_fabrics(test: impl Fn(&Arc<Areas>, &ServerThread, &SessionOptions)) {
 /// Returns the end of one WRITE, on a channel of its own: a refused WRITE may end it.
 fn write(session: &Arc<Session>, extent: Extent, offset: u64) -> Result<(), ChannelError> {
     let mut channel = session.channel::<Vec<u8>>().unwrap();
-    let op = Op {
-        tag: 0,
-        verb: Verb::Write,
-        extent: extent.id,
-        offset,
-        len: 8,
-        buf: vec![7; 8],
-    };
-    assert!(channel.post(op).is_ok());
-    let (mut done, end) = (Vec::new(), Instant::now() + PATIENCE);
-    while channel.poll(&mut done) == 0 {
-        assert!(Instant::now() < end, "a WRITE without an end");
-    }
-    done.pop().unwrap().result
+    transfer(
+        &mut *channel,
+        op(Verb::Write, extent.id, offset, vec![7; 8]),
+    )
+    .map(drop)
 }
 
 #[test]
@@ -192,16 +183,7 @@ fn landed_floats_are_added_in_any_number() {
             .iter()
             .flat_map(|float| float.to_le_bytes())
             .collect();
-        let op = Op {
-            tag: 0,
-            verb: Verb::Write,
-            extent: extent.id,
-            offset: 64,
-            len: buf.len() as u32,
-            buf,
-        };
-        assert!(channel.post(op).is_ok());
-        while channel.poll(&mut Vec::new()) == 0 {}
+        transfer(&mut *channel, op(Verb::Write, extent.id, 64, buf)).unwrap();
         let mut sums = vec![9.0; count];
         landing.add_floats(64, &mut sums, true);
         assert_eq!(sums, floats);
@@ -304,25 +286,14 @@ fn peers_whose_small_batches_are_served_together_do_not_harm_one_another() {
     }
     impl Peer {
         fn post(&mut self, verb: Verb, extent: Extent, bytes: Vec<u8>) {
-            let op = Op {
-                tag: 0,
-                verb,
-                extent: extent.id,
-                offset: 0,
-                len: bytes.len() as u32,
-                buf: bytes,
-            };
+            let op = op(verb, extent.id, 0, bytes);
             assert!(self.channel.post(op).is_ok());
         }
 
         fn post_when(&mut self, bytes: usize, least: u64) {
             let op = Op {
                 tag: 1,
-                verb: Verb::Read,
-                extent: self.board.id,
-                offset: 0,
-                len: bytes as u32,
-                buf: vec![0; bytes],
+                ..op(Verb::Read, self.board.id, 0, vec![0; bytes])
             };
             assert!(self.channel.post_when(op, least).is_ok());
         }

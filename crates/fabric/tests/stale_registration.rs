@@ -245,15 +245,12 @@ fn a_buffer_is_registered_as_long_as_it_is_mapped_and_no_longer() {
 /// A real adapter in place of the model: a connection between two real queue pairs.
 #[cfg(feature = "rdma")]
 mod rdma {
-    use std::{
-        collections::hash_map::Entry,
-        thread,
-        time::{Duration, Instant},
-    };
+    use std::{collections::hash_map::Entry, time::Duration};
 
     use farpage_fabric::{
-        Channel, ExtentId, Op, Session, SessionOptions, Verb, server::ServerThread, sim::SimHost,
+        Channel, ExtentId, Session, SessionOptions, Verb, server::ServerThread, sim::SimHost,
     };
+    use farpage_testkit::{op, transfer};
 
     use super::*;
 
@@ -315,25 +312,7 @@ mod rdma {
     }
 
     fn one(channel: &mut dyn Channel<RegBuf>, verb: Verb, extent: ExtentId, buf: RegBuf) -> RegBuf {
-        let (tag, offset, len) = (0, 0, PAGE_BYTES as u32);
-        let op = Op {
-            tag,
-            verb,
-            extent,
-            offset,
-            len,
-            buf,
-        };
-        assert!(channel.post(op).is_ok());
-        let mut done = Vec::new();
-        let until = Instant::now() + Duration::from_secs(20);
-        while channel.poll(&mut done) == 0 {
-            assert!(Instant::now() < until, "the operation does not end");
-            thread::yield_now();
-        }
-        let done = done.remove(0);
-        done.result.unwrap();
-        done.buf
+        transfer(channel, op(verb, extent, 0, buf)).unwrap()
     }
 
     /// READs 1 into a page, frees it, maps its address again and READs 2 into that, then WRITEs 3

@@ -19,7 +19,10 @@ use std::{
     time::Duration,
 };
 
-use common::{Fabric, Memory, begin, builder, can_page, fabrics, get, set, shared};
+use common::{
+    Fabric, Memory, begin, builder, can_page, fabrics, shared,
+    words::{assert_filled, exercise, fill, word},
+};
 use farpage::{Allowance, ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
 use farpage_testkit::{
     KIB, MIB, Rng, TestProcess, Watchdog, mix, process::proc_bytes, seed, wait_until,
@@ -148,13 +151,7 @@ fn pressure(
                     scope.spawn(move || {
                         for _ in 0..ops_per_round {
                             let words = words[rng.below(words.len())];
-                            let at = rng.below(words.len() / THREADS) * THREADS + thread;
-                            let (seen, right) = (get(words, at), mix(at as u64));
-                            assert!(
-                                seen == 0 || seen == right,
-                                "word {at} is {seen:#x}; seed {seed}"
-                            );
-                            set(words, at, right);
+                            exercise(words, thread, THREADS, &mut rng, 1);
                         }
                     });
                 }
@@ -196,21 +193,15 @@ fn budget_changes_while_the_program_runs() {
     let page = 16 * KIB;
     let runtime = memory.runtime(128 * page, page);
     let mut array: RemoteArray<u64> = runtime.array(256 * page / 8).unwrap();
-    let write = |array: &mut RemoteArray<u64>, salt: u64| {
-        for (at, word) in array.iter_mut().enumerate() {
-            *word = mix(at as u64 ^ salt);
-        }
-    };
     let resident = || runtime.stats().pager.resident_bytes;
-    write(&mut array, 1);
+    fill(&mut array, 1);
     for (salt, pages) in [(2, 16u64), (3, 128), (4, 40), (5, 8)] {
         let budget = pages * page as u64;
         wait_until("nothing exceeds the budget", || {
             runtime.set_budget(ByteSize(budget)) == ByteSize(0)
         });
-        let before = mix(7 ^ (salt - 1));
-        assert_eq!(array[7], before);
-        write(&mut array, salt);
+        assert_eq!(array[7], word(7, salt - 1));
+        fill(&mut array, salt);
         assert!(
             resident() <= budget,
             "{} of {pages} pages",
@@ -224,7 +215,5 @@ fn budget_changes_while_the_program_runs() {
     // The budget never exceeds the one that the runtime was built with.
     runtime.set_budget(ByteSize(1 << 40));
     assert_eq!(runtime.stats().pager.budget_bytes, 128 * page as u64);
-    for (at, word) in array.iter().enumerate() {
-        assert_eq!(*word, mix(at as u64 ^ 5));
-    }
+    assert_filled(&array, 5);
 }

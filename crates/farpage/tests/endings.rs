@@ -27,7 +27,8 @@ use std::{
 };
 
 use common::{
-    Call, Fabric, HookedStore, Memory, ServerProcess, begin, builder, serve_if_asked, words::fill,
+    Call, Fabric, HookedStore, Memory, ServerProcess, begin, builder, serve_if_asked,
+    words::{assert_filled, fill, word},
 };
 use farpage::{
     Advice, Builder, ByteSize, CreateError, RegionOptions, RemoteArray, Reserve, Runtime,
@@ -166,20 +167,16 @@ fn a_named_array_reserves_both_versions_or_is_refused() {
         // Scattered writes, so that slots of old versions come free between others.
         for _ in 0..words / 64 {
             let at = rng.below(words);
-            field[at] = mix(at as u64 ^ round << 40);
+            field[at] = word(at, round);
         }
         field.flush().unwrap();
-        for (at, word) in field.iter_mut().enumerate() {
-            *word = mix(at as u64 ^ round << 40);
-        }
+        fill(&mut field, round);
         field.flush().unwrap();
         assert!(field.take_error().is_none());
     }
     drop(field);
     let field = runtime.open_array::<u64>("field").unwrap();
-    for (at, &word) in field.iter().enumerate() {
-        assert_eq!(word, mix(at as u64 ^ 3 << 40), "word {at}");
-    }
+    assert_filled(&field, 3);
 }
 
 const FORKS: &str = "FARPAGE_TEST_FORKS";
@@ -394,9 +391,7 @@ fn outgrow_server(mode: &str, url: &str) {
         .unwrap();
     let options = RegionOptions::new().reserve(Reserve::OnDemand);
     let mut array: RemoteArray<u64> = runtime.array_with(MIB, options).unwrap();
-    for (i, word) in array.iter_mut().enumerate() {
-        *word = mix(i as u64);
-    }
+    fill(&mut array, 0);
     panic!("8 MiB fit into 3");
 }
 

@@ -28,7 +28,10 @@ use std::{
     time::Duration,
 };
 
-use common::{Fabric, HookedStore, Memory, builder, fabrics, get, set, shared, words::fill};
+use common::{
+    Fabric, HookedStore, Memory, builder, fabrics, get, set, shared,
+    words::{assert_filled, fill},
+};
 use farpage::{Advice, ByteSize, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
 use farpage_testkit::{KIB, MIB, Relay, Rng, Watchdog, mix, seed, wait_until};
 
@@ -516,12 +519,8 @@ fn runtimes_of_both_modes_work_side_by_side() {
             scope.spawn(move || {
                 let mut array: RemoteArray<u64> = runtime.array(4 * MIB / 8).unwrap();
                 for _ in 0..3 {
-                    for (at, word) in array.iter_mut().enumerate() {
-                        *word = mix(at as u64 ^ number);
-                    }
-                    for (at, &word) in array.iter().enumerate() {
-                        assert_eq!(word, mix(at as u64 ^ number));
-                    }
+                    fill(&mut array, number);
+                    assert_filled(&array, number);
                 }
             });
         }

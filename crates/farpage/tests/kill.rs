@@ -23,7 +23,7 @@ use std::{
 use common::{
     Fabric, HookedStore, ServerProcess, begin, builder, can_page, fabrics, get, serve_if_asked,
     set, shared,
-    words::{assert_filled, fill},
+    words::{assert_filled, fill, rewrite_or_exit},
 };
 use farpage::{Advice, ByteSize, FlushError, PageError, RegionOptions, RemoteArray, Runtime};
 use farpage_fabric::{SessionOptions, Visit};
@@ -295,12 +295,7 @@ fn be_the_victim(url: &str) {
             scope.spawn(move || {
                 let mut rng = Rng(thread);
                 loop {
-                    let at = rng.below(words.len());
-                    if get(words, at) != mix(at as u64) {
-                        eprintln!("word {at} is {:#x}", get(words, at));
-                        std::process::exit(3);
-                    }
-                    set(words, at, mix(at as u64));
+                    rewrite_or_exit(words, &mut rng);
                 }
             });
         }

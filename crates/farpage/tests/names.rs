@@ -71,9 +71,7 @@ fn named_array_takes_little_of_the_server_if_it_is_small_and_few_extents_if_it_i
         .name("large")
         .reserve(Reserve::OnDemand);
     let mut large = runtime.array_with::<u64>(32 * MIB / 8, options).unwrap();
-    for (i, word) in large.iter_mut().enumerate() {
-        *word = mix(i as u64);
-    }
+    fill(&mut large, 0);
     large.flush().unwrap();
     let extents = memory.server.stat().extents - before;
     assert!(extents <= 16, "{extents} extents for 32 MiB");

@@ -11,18 +11,18 @@
 mod common;
 
 use std::{
-    env, io, process,
+    env, io,
     sync::atomic::{AtomicBool, Ordering},
     thread,
     time::Duration,
 };
 
 use common::{
-    Fabric, ServerProcess, begin, builder, fabrics, get, serve_if_asked, set, shared,
-    words::{assert_filled, fill},
+    Fabric, ServerProcess, begin, builder, fabrics, serve_if_asked, shared,
+    words::{assert_filled, fill, rewrite_or_exit},
 };
 use farpage::RemoteArray;
-use farpage_testkit::{KIB, MIB, Rng, TestProcess, mix, say, seed};
+use farpage_testkit::{KIB, MIB, Rng, TestProcess, say, seed};
 use nix::sys::signal::Signal;
 
 const SERVING: &str = "a_program_that_stands_still_beyond_its_deadline_goes_on";
@@ -94,12 +94,7 @@ fn page_until_told(url: &str) {
             scope.spawn(move || {
                 let mut rng = Rng(thread);
                 while !stop.load(Ordering::Relaxed) {
-                    let at = rng.below(words.len());
-                    if get(words, at) != mix(at as u64) {
-                        eprintln!("word {at} is {:#x}", get(words, at));
-                        process::exit(3);
-                    }
-                    set(words, at, mix(at as u64));
+                    rewrite_or_exit(words, &mut rng);
                 }
             });
         }

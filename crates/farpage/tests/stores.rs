@@ -20,7 +20,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Call, HookedStore, Memory, begin, builder, fabrics, get, set, shared, words::fill};
+use common::{
+    Call, HookedStore, Memory, begin, builder, fabrics, get, set, shared,
+    words::{assert_exercised, exercise, fill},
+};
 use farpage::{
     Advice, FileStore, FileStoreError, FlushError, PageError, RegionOptions, RemoteArray, Runtime,
 };
@@ -236,18 +239,7 @@ fn evictions_that_fail_now_and_then_lose_nothing() {
     let (array, words) = shared(&mut array);
     thread::scope(|scope| {
         for thread in 0..4 {
-            scope.spawn(move || {
-                let mut rng = Rng(seed ^ thread as u64);
-                for _ in 0..3000 {
-                    let at = rng.below(words.len() / 4) * 4 + thread;
-                    let seen = get(words, at);
-                    assert!(
-                        seen == 0 || seen == mix(at as u64),
-                        "word {at} is {seen:#x}; seed {seed}"
-                    );
-                    set(words, at, mix(at as u64));
-                }
-            });
+            scope.spawn(move || exercise(words, thread, 4, &mut Rng(seed ^ thread as u64), 3000));
         }
     });
     let stats = runtime.stats();
@@ -263,13 +255,7 @@ fn evictions_that_fail_now_and_then_lose_nothing() {
     );
     sick.store(false, Ordering::Relaxed);
     array.flush().unwrap();
-    for at in 0..words.len() {
-        let seen = get(words, at);
-        assert!(
-            seen == 0 || seen == mix(at as u64),
-            "word {at} is {seen:#x}; seed {seed}"
-        );
-    }
+    assert_exercised(array);
 }
 
 #[test]

@@ -9,6 +9,7 @@
     reason = "helpers of tests, which fail by panicking"
 )]
 
+pub mod channel;
 pub mod process;
 pub mod random;
 pub mod raw;
@@ -16,6 +17,7 @@ pub mod relay;
 pub mod server;
 pub mod wait;
 
+pub use channel::{op, transfer};
 pub use process::{TestProcess, finish, run, say, test_command, text};
 pub use random::{Rng, mix, seed};
 pub use raw::{Identity, RawClient};

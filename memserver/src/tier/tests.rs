@@ -12,9 +12,9 @@ use std::{
 };
 
 use farpage_fabric::{
-    AllocError, ChannelError, Op, Session, SessionOptions, Verb, host::Host, server::ServerThread,
+    AllocError, ChannelError, Session, SessionOptions, Verb, host::Host, server::ServerThread,
 };
-use farpage_testkit::PATIENCE;
+use farpage_testkit::op;
 use nix::errno::Errno;
 
 use super::{
@@ -193,24 +193,7 @@ impl Stage {
 
     fn transfer(&self, verb: Verb, offset: u64, buf: Vec<u8>) -> Result<Vec<u8>, ChannelError> {
         let mut channel = self.session.channel::<Vec<u8>>().expect("a connection");
-        let len = buf.len() as u32;
-        let op = Op {
-            tag: 0,
-            verb,
-            extent: self.extent,
-            offset,
-            len,
-            buf,
-        };
-        channel.post(op).expect("an empty queue");
-        let until = Instant::now() + PATIENCE;
-        let mut done = Vec::new();
-        while channel.poll(&mut done) == 0 {
-            assert!(Instant::now() < until, "an operation ends");
-            thread::yield_now();
-        }
-        let done = done.pop().expect("one was posted");
-        done.result.map(|()| done.buf)
+        farpage_testkit::transfer(&mut *channel, op(verb, self.extent, offset, buf))
     }
 
     fn write(&self, chunk: u64, version: u64) -> Result<(), ChannelError> {

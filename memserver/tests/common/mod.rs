@@ -17,11 +17,11 @@ use std::{
     thread,
 };
 
-use farpage_fabric::{Channel, ChannelError, Extent, Op, Session, SessionOptions, Verb, Visit};
+use farpage_fabric::{Channel, ChannelError, Extent, Session, SessionOptions, Verb, Visit};
 use farpage_testkit::{
-    PATIENCE,
+    PATIENCE, op,
     process::{send_signal, wait_for_end},
-    socket_in, wait_until,
+    socket_in,
 };
 use farpage_wire::{Endpoint, ExtentId, ServerStat};
 use nix::sys::signal::Signal;
@@ -200,21 +200,7 @@ pub fn transfer(
     offset: u64,
     buf: Vec<u8>,
 ) -> Result<Vec<u8>, ChannelError> {
-    let len = buf.len() as u32;
-    channel
-        .post(Op {
-            tag: 0,
-            verb,
-            extent,
-            offset,
-            len,
-            buf,
-        })
-        .expect("an empty queue has room");
-    let mut done = Vec::new();
-    wait_until("an operation ends", || channel.poll(&mut done) > 0);
-    let completion = done.pop().expect("one operation was posted");
-    completion.result.map(|()| completion.buf)
+    farpage_testkit::transfer(channel, op(verb, extent, offset, buf))
 }
 
 pub fn write(

@@ -34,7 +34,7 @@ use farpage_fabric::{
     server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
-use farpage_testkit::tcp;
+use farpage_testkit::{op, tcp};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use proptest::prelude::*;

@@ -13,16 +13,8 @@ fn a_connection_lost_within_the_lease_is_resumed_with_its_extents() {
     write_and_read(&session, extent);
     let mut old = session.channel::<Vec<u8>>().expect("a live server");
     relay.close();
-    old.post(Op {
-        tag: 0,
-        verb: Verb::Read,
-        extent,
-        offset: 0,
-        len: 10,
-        buf: vec![0; 10],
-    })
-    .expect("room");
-    let error = finish(&mut *old).expect_err("the network broke");
+    let lost = transfer(&mut *old, op(Verb::Read, extent, 0, vec![0; 10]));
+    let error = lost.expect_err("the network broke");
     assert!(error.is_transient(), "{error}");
     wait_until("the session is resumed", || session.stat().is_ok());
     write_and_read(&session, extent);

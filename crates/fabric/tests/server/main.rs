@@ -18,17 +18,17 @@ use std::{
 };
 
 use farpage_fabric::{
-    Channel, ConnectError, ControlError, Endpoint, ExtentId, MAX_OP_BYTES, Op, Secret, Session,
-    SessionId, SessionOptions, Verb,
+    ConnectError, ControlError, Endpoint, ExtentId, MAX_OP_BYTES, Op, Secret, Session, SessionId,
+    SessionOptions, Verb,
     host::Host,
     server::{BindError, Listener, ServerThread, SocketAccess},
     sim::SimHost,
 };
 
 use farpage_testkit::{
-    Identity, RawClient, Relay,
+    Identity, RawClient, Relay, op,
     raw::{self, closed, receive, send},
-    tcp, wait_until,
+    tcp, transfer, wait_until,
 };
 use farpage_wire::{
     Request, Response,
@@ -107,25 +107,7 @@ fn listener() -> (TcpListener, Endpoint) {
 fn write_and_read(session: &Arc<Session>, extent: ExtentId) {
     let mut channel = session.channel::<Vec<u8>>().expect("a live server");
     for verb in [Verb::Write, Verb::Read] {
-        let op = Op {
-            tag: 0,
-            verb,
-            extent,
-            offset: 0,
-            len: 4096,
-            buf: vec![5; 4096],
-        };
-        channel.post(op).expect("room");
-        finish(&mut *channel).expect("leased memory");
+        let op = op(verb, extent, 0, vec![5; 4096]);
+        transfer(&mut *channel, op).expect("leased memory");
     }
-}
-
-fn finish(channel: &mut dyn Channel<Vec<u8>>) -> Result<(), farpage_fabric::ChannelError> {
-    let begun = Instant::now();
-    let mut done = Vec::new();
-    while channel.poll(&mut done) == 0 {
-        assert!(begun.elapsed() < PATIENCE, "the operation did not end");
-        thread::yield_now();
-    }
-    done.remove(0).result
 }

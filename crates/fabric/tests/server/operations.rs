@@ -10,11 +10,7 @@ fn shared_memory_copies_one_operation_in_each_poll() {
     let extent = session.grant(1 << 20).expect("room").id;
     let op = |verb, value| Op {
         tag: u64::from(value),
-        verb,
-        extent,
-        offset: 0,
-        len: 4096,
-        buf: vec![value; 4096],
+        ..op(verb, extent, 0, vec![value; 4096])
     };
     let [mut writer, mut reader] = [(); 2].map(|()| session.channel::<Vec<u8>>().expect("alive"));
     let mut remote_value = || {
@@ -243,16 +239,8 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
     let next = server.session();
     next.open("x").expect("nobody holds it");
     let mut channel = next.channel::<Vec<u8>>().expect("alive");
-    let op = Op {
-        tag: 0,
-        verb: Verb::Write,
-        extent: extent.id,
-        offset: 0,
-        len: 2 << 20,
-        buf: vec![0xbb; 2 << 20],
-    };
-    assert!(channel.post(op).is_ok());
-    finish(&mut *channel).expect("leased");
+    let op = op(Verb::Write, extent.id, 0, vec![0xbb; 2 << 20]);
+    transfer(&mut *channel, op).expect("leased");
     // One after another, answers from before the lease's end may arrive; then comes the end.
     let sent = closed(&mut data, "a READ whose lease has ended");
     let headers = usize::from(count) * ANSWER_HEADER_BYTES;

@@ -191,16 +191,9 @@ fn a_server_that_answers_nonsense_ends_the_channel_with_a_reason() {
         let mut channel = session
             .channel::<Vec<u8>>()
             .expect("it speaks the protocol");
-        let op = Op {
-            tag: 0,
-            verb: Verb::Read,
-            extent: ExtentId(1),
-            offset: 0,
-            len: 4096,
-            buf: vec![0; 4096],
-        };
-        channel.post(op).expect("room");
-        let error = finish(&mut *channel).expect_err(story).to_string();
+        let op = op(Verb::Read, ExtentId(1), 0, vec![0; 4096]);
+        let answered = transfer(&mut *channel, op);
+        let error = answered.expect_err(story).to_string();
         assert!(error.contains(reason), "{story}: {error}");
         drop((channel, session));
         server.join().expect("the server ends");

@@ -1,6 +1,6 @@
 //! Words and bytes whose index determines their value.
 
-use std::sync::atomic::AtomicU64;
+use std::{process, sync::atomic::AtomicU64};
 
 use farpage_testkit::{Rng, mix};
 
@@ -31,6 +31,17 @@ pub fn exercise(words: &[AtomicU64], thread: usize, of: usize, rng: &mut Rng, tu
         assert_untouched_or_right(at, get(words, at));
         set(words, at, word(at, 0));
     }
+}
+
+/// Reads a random word and writes it again. A wrong value ends the process with status 3.
+pub fn rewrite_or_exit(words: &[AtomicU64], rng: &mut Rng) {
+    let at = rng.below(words.len());
+    let seen = get(words, at);
+    if seen != word(at, 0) {
+        eprintln!("word {at} is {seen:#x}");
+        process::exit(3);
+    }
+    set(words, at, seen);
 }
 
 /// Asserts that each word has the value that [`exercise`] writes, or was never written.

@@ -43,24 +43,15 @@ fn rdma_races_with_chunks_that_leave_and_nothing_is_lost() {
                         }
                         false => vec![0xa5; BLOCK as usize],
                     };
-                    let op = Op {
-                        tag: round,
-                        verb: if writes { Verb::Write } else { Verb::Read },
-                        extent: stage.extent,
-                        offset: (block * CHANNELS + number) * BLOCK,
-                        len: BLOCK as u32,
+                    let op = op(
+                        if writes { Verb::Write } else { Verb::Read },
+                        stage.extent,
+                        (block * CHANNELS + number) * BLOCK,
                         buf,
-                    };
-                    channel.post(op).expect("an empty queue");
-                    let mut done = Vec::new();
-                    let until = Instant::now() + Duration::from_secs(60);
-                    while channel.poll(&mut done) == 0 {
-                        assert!(Instant::now() < until, "an operation ends");
-                        thread::yield_now();
-                    }
-                    let done = done.pop().expect("one was posted");
-                    done.result.expect("a sound disk");
-                    let is_right = (done.buf.chunks(8)).all(|word| *word == known.to_le_bytes());
+                    );
+                    let buf = farpage_testkit::transfer(&mut *channel, op);
+                    let buf = buf.expect("a sound disk");
+                    let is_right = (buf.chunks(8)).all(|word| *word == known.to_le_bytes());
                     assert!(is_right, "channel {number}, block {block}, round {round}");
                 }
             });
