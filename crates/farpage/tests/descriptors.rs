@@ -26,7 +26,7 @@ use std::{
     time::Duration,
 };
 
-use common::{Fabric, HookedStore, Memory, begin, builder, fabrics};
+use common::{Fabric, HookedStore, Memory, begin, builder, fabrics, stored};
 use farpage::{FaultMode, RegionOptions, RemoteArray, Runtime, Store};
 use farpage_testkit::{KIB, MIB, finish, mix, test_command, test_name, text, wait_until};
 use nix::sys::signal::Signal;
@@ -208,7 +208,7 @@ fn stores_beside_servers_use_the_programs_descriptors() {
         file: file.try_clone().unwrap(),
         is_closed: is_closed.clone(),
     };
-    let options = RegionOptions::new().store(store);
+    let options = stored(store);
     let mut array: RemoteArray<u64> = runtime.array_with(LEN, options).unwrap();
     for round in 1..3 {
         for (at, word) in array.iter_mut().enumerate() {

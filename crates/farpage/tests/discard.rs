@@ -18,7 +18,7 @@ use std::{
 };
 
 use common::{
-    Fabric, HookedStore, Memory, begin, builder, fabrics, get, set, shared,
+    Fabric, Memory, array_with, begin, builder, fabrics, get, set, shared, stored_here,
     words::{assert_filled, fill},
 };
 use farpage::{Advice, FaultMode, RegionOptions, RemoteArray, Reserve, Runtime};
@@ -38,9 +38,7 @@ fn discarded_range_reads_as_zeros_and_nothing_is_written_back() {
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 16 * MIB);
         let runtime = memory.runtime(64 * PAGE, PAGE);
-        let mut array: RemoteArray<u64> = runtime
-            .array_with(200 * PAGE_WORDS, no_read_ahead())
-            .unwrap();
+        let mut array = array_with(&runtime, 200 * PAGE_WORDS, no_read_ahead());
         fill(&mut array, 1);
         let kept = |array: &RemoteArray<u64>, gone: std::ops::Range<usize>| {
             for (at, &word) in array.iter().enumerate() {
@@ -174,7 +172,7 @@ fn what_is_touched_after_a_discard_has_not_come_back() {
 fn users_own_store_gets_zeros() {
     let Some(_watchdog) = begin(120) else { return };
     let runtime = builder(MIB, PAGE).build().unwrap();
-    let options = RegionOptions::new().store(HookedStore::new(8 * PAGE, |_, _| Ok(())));
+    let options = stored_here(8 * PAGE);
     let mut array: RemoteArray<u64> = runtime.array_with(8 * PAGE_WORDS, options).unwrap();
     fill(&mut array, 4);
     array.flush().unwrap();

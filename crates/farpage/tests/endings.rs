@@ -27,7 +27,8 @@ use std::{
 };
 
 use common::{
-    Call, Fabric, HookedStore, Memory, ServerProcess, begin, builder, serve_if_asked,
+    Call, Fabric, HookedStore, Memory, ServerProcess, array_with, begin, builder, serve_if_asked,
+    stored,
     words::{assert_filled, fill, word},
 };
 use farpage::{
@@ -54,9 +55,7 @@ fn a_panic_publishes_nothing() {
     let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(MIB, PAGE);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(64 * PAGE_WORDS, named("ledger"))
-        .unwrap();
+    let mut array = array_with(&runtime, 64 * PAGE_WORDS, named("ledger"));
     array.fill(1);
     array.flush().unwrap();
     let outcome = catch_unwind(AssertUnwindSafe(move || {
@@ -114,9 +113,7 @@ fn a_close_that_fails_gives_the_array_back() {
         Ok(())
     });
     let runtime = builder(MIB, PAGE).build().unwrap();
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(8 * PAGE_WORDS, RegionOptions::new().store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, 8 * PAGE_WORDS, stored(store));
     array.fill(7);
     let error = array.close().unwrap_err();
     assert!(error.to_string().contains("the disk is full"), "{error}");
@@ -381,14 +378,19 @@ fn program_whose_pages_a_full_server_does_not_take_reads_which_server() {
     }
 }
 
-/// Writes more than the server and the budget hold together, to memory that is taken on demand.
-fn outgrow_server(mode: &str, url: &str) {
-    let runtime = builder(MIB, PAGE)
+/// Builds a runtime that waits a second for its server.
+fn hurried(mode: &str, url: &str) -> Runtime {
+    builder(MIB, PAGE)
         .server(url)
         .fault_mode(mode.parse().unwrap())
         .deadline(Duration::from_secs(1))
         .build()
-        .unwrap();
+        .unwrap()
+}
+
+/// Writes more than the server and the budget hold together, to memory that is taken on demand.
+fn outgrow_server(mode: &str, url: &str) {
+    let runtime = hurried(mode, url);
     let options = RegionOptions::new().reserve(Reserve::OnDemand);
     let mut array: RemoteArray<u64> = runtime.array_with(MIB, options).unwrap();
     fill(&mut array, 0);
@@ -404,15 +406,8 @@ fn die_of_lost_memory(mode: &str, url: &str) {
 
 /// Makes an array whose pages are all at the server, which is killed before this returns.
 fn remote_squares(mode: &str, url: &str) -> (Runtime, RemoteArray<u64>) {
-    let runtime = builder(MIB, PAGE)
-        .server(url)
-        .fault_mode(mode.parse().unwrap())
-        .deadline(Duration::from_secs(1))
-        .build()
-        .unwrap();
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(64 * PAGE_WORDS, named("squares"))
-        .unwrap();
+    let runtime = hurried(mode, url);
+    let mut array = array_with(&runtime, 64 * PAGE_WORDS, named("squares"));
     fill(&mut array, 0);
     array.advise(.., Advice::DontNeed).unwrap();
     say("ready");

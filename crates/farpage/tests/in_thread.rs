@@ -29,7 +29,8 @@ use std::{
 };
 
 use common::{
-    Fabric, HookedStore, Memory, builder, fabrics, get, set, shared,
+    Fabric, HookedStore, Memory, array_with, builder, fabrics, get, set, shared, stored,
+    stored_here,
     words::{assert_filled, fill},
 };
 use farpage::{Advice, ByteSize, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
@@ -271,9 +272,7 @@ fn lost_page_raises_sigbus_and_heals() {
         Ok(())
     });
     let runtime = runtime(MIB, None);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(MIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, MIB / 8, stored(store));
     let at = 77 * PAGE_WORDS;
     array[at] = 5;
     array.advise(.., Advice::DontNeed).unwrap();
@@ -361,10 +360,7 @@ fn system_calls_find_pinned_memory_while_threads_take_out_what_lies_around_it() 
 fn another_sigbus_goes_to_the_programs_handler() {
     let Some(_watchdog) = begin(120) else { return };
     let runtime = runtime(MIB, None);
-    let store = HookedStore::new(MIB, |_, _| Ok(()));
-    let array: RemoteArray<u64> = runtime
-        .array_with(MIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let array = array_with(&runtime, MIB / 8, stored_here(MIB));
     assert_eq!(array[9], 0, "the runtime's handler is at work");
     let fd = tempfile::tempfile().unwrap().into_raw_fd();
     // SAFETY: a new mapping, which nothing else knows.

@@ -21,8 +21,8 @@ use std::{
 };
 
 use common::{
-    Fabric, HookedStore, ServerProcess, begin, builder, can_page, fabrics, get, serve_if_asked,
-    set, shared,
+    Fabric, HookedStore, ServerProcess, array_with, begin, builder, can_page, fabrics, get,
+    serve_if_asked, set, shared, stored_here,
     words::{assert_filled, fill, rewrite_or_exit},
 };
 use farpage::{Advice, ByteSize, FlushError, PageError, RegionOptions, RemoteArray, Runtime};
@@ -58,9 +58,13 @@ fn begin_over_shm(seconds: u64) -> Option<Watchdog> {
 }
 
 fn runtime(url: &str, budget_bytes: usize) -> Runtime {
+    runtime_within(url, budget_bytes, DEADLINE)
+}
+
+fn runtime_within(url: &str, budget_bytes: usize, deadline: Duration) -> Runtime {
     builder(budget_bytes, PAGE_BYTES)
         .server(url)
-        .deadline(DEADLINE)
+        .deadline(deadline)
         .build()
         .unwrap()
 }
@@ -185,7 +189,7 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
         assert_filled(&array, 0);
 
         // Pressure from a region with a healthy store takes nothing away either.
-        let options = RegionOptions::new().store(HookedStore::new(8 * MIB, |_, _| Ok(())));
+        let options = stored_here(8 * MIB);
         let mut other = runtime.array_with::<u64>(8 * MIB / 8, options).unwrap();
         let mut error = None;
         // A write-back fails when its deadline has passed, however fast the other region is.
@@ -209,11 +213,7 @@ fn a_job_ends_at_its_first_lost_server() {
     let deadline = Duration::from_secs(2);
     for signal in [Signal::SIGKILL, Signal::SIGSTOP] {
         let server = server(Fabric::Tcp);
-        let runtime = builder(192 * MIB, PAGE_BYTES)
-            .server(&server.url)
-            .deadline(deadline)
-            .build()
-            .unwrap();
+        let runtime = runtime_within(&server.url, 192 * MIB, deadline);
         let options = RegionOptions::new().name("lost");
         let mut array = runtime.array_with::<u64>(128 * MIB / 8, options).unwrap();
         fill(&mut array, 0);
@@ -307,11 +307,7 @@ fn a_server_that_stalls_for_less_than_the_deadline_does_no_harm() {
     let Some(_watchdog) = begin(120) else { return };
     for fabric in fabrics() {
         let server = server(fabric);
-        let runtime = builder(MIB, PAGE_BYTES)
-            .server(&server.url)
-            .deadline(Duration::from_secs(8))
-            .build()
-            .unwrap();
+        let runtime = runtime_within(&server.url, MIB, Duration::from_secs(8));
         let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
         fill(&mut array, 0);
         let (_, words) = shared(&mut array);
@@ -372,9 +368,7 @@ fn outlives(end: fn(&mut ServerProcess)) {
     let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
     // So large that it is granted no more than it reserves: room for two versions. A failed
     // publication must not keep a third.
-    let mut named = runtime
-        .array_with::<u64>(16 * MIB / 8, RegionOptions::new().name("kept"))
-        .unwrap();
+    let mut named = array_with(&runtime, 16 * MIB / 8, RegionOptions::new().name("kept"));
     fill(&mut array, 0);
     fill(&mut named, 0);
     named.flush().unwrap();

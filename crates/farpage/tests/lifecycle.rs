@@ -23,7 +23,7 @@ use std::{
 };
 
 use common::{
-    Call, Fabric, HookedStore, Memory, begin, builder, fabrics, shared,
+    Call, Fabric, HookedStore, Memory, array_with, begin, builder, fabrics, shared,
     words::{assert_exercised, assert_filled, exercise, fill},
 };
 use farpage::{Advice, ByteSize, RegionOptions, RemoteArray, Runtime};
@@ -158,9 +158,7 @@ fn flush_takes_what_was_written_a_moment_ago() {
         Ok(())
     });
     let runtime = builder(MIB, PAGE).build().unwrap();
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(64 * PAGE_WORDS, pages(0).store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, 64 * PAGE_WORDS, pages(0).store(store));
     // Each page is flushed as soon as its first word is written, when its filler has hardly mapped
     // the page.
     for round in 1..20 {

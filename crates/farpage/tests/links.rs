@@ -15,10 +15,15 @@ use common::{
     Fabric, Memory, begin, builder,
     words::{assert_filled, fill},
 };
-use farpage::RegionOptions;
+use farpage::{RegionOptions, Runtime};
 use farpage_testkit::{KIB, MIB, Relay, Rng, mix, seed};
 
 const PAGE_BYTES: usize = 64 * KIB;
+
+fn runtime(relay: &Relay, budget_bytes: usize, deadline: Duration) -> Runtime {
+    let builder = builder(budget_bytes, PAGE_BYTES).server(&relay.url);
+    builder.deadline(deadline).build().expect("a live server")
+}
 
 #[test]
 fn thirty_cuts_leave_a_full_server_with_room_for_every_flush() {
@@ -28,11 +33,7 @@ fn thirty_cuts_leave_a_full_server_with_room_for_every_flush() {
         // All of the server's memory is reserved: memory left behind by a cut is missing at once.
         let memory = Memory::start(Fabric::Tcp, 66 * MIB);
         let relay = Relay::to(&memory.url);
-        let runtime = builder(budget_bytes, PAGE_BYTES)
-            .server(&relay.url)
-            .deadline(Duration::from_secs(20))
-            .build()
-            .unwrap();
+        let runtime = runtime(&relay, budget_bytes, Duration::from_secs(20));
         let mut array = runtime.array::<u64>(64 * MIB / 8).unwrap();
         let (stop, mut cuts, mut turn) = (AtomicBool::new(false), 0, 0);
         thread::scope(|scope| {
@@ -70,11 +71,7 @@ fn a_network_that_forgets_its_connections_costs_a_part_of_the_deadline() {
     let deadline = Duration::from_secs(8);
     let memory = Memory::start(Fabric::Tcp, 256 * MIB);
     let relay = Relay::to(&memory.url);
-    let runtime = builder(4 * MIB, PAGE_BYTES)
-        .server(&relay.url)
-        .deadline(deadline)
-        .build()
-        .unwrap();
+    let runtime = runtime(&relay, 4 * MIB, deadline);
     let mut array = runtime.array::<u64>(32 * MIB / 8).unwrap();
     let timed = |what: &str, act: &mut dyn FnMut()| {
         relay.silence();

@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use common::{Call, HookedStore, begin, builder, words::fill};
+use common::{Call, HookedStore, array_with, begin, builder, words::fill};
 use farpage::{FaultMode, RegionOptions, RemoteArray};
 use farpage_testkit::{KIB, MIB, mix, wait_until};
 use tracing::{Event, Level, Metadata, Subscriber, span};
@@ -72,9 +72,7 @@ fn pages_come_for_a_subscriber_that_reads_them_while_workers_log() {
     let bytes = 4 * MIB;
     let options = || RegionOptions::new().read_ahead(0);
     let kept = HookedStore::new(bytes, |_, _| Ok(()));
-    let mut array = runtime
-        .array_with::<u64>(bytes / 8, options().store(kept))
-        .expect("an array");
+    let mut array = array_with(&runtime, bytes / 8, options().store(kept));
     fill(&mut array, 0);
     array.flush().expect("the store takes it");
     // The array's first pages have left: it is four times the budget.
@@ -88,9 +86,7 @@ fn pages_come_for_a_subscriber_that_reads_them_while_workers_log() {
             _ => Ok(()),
         }
     });
-    let broken = runtime
-        .array_with::<u64>(bytes / 8, options().store(broken))
-        .expect("an array");
+    let broken = array_with(&runtime, bytes / 8, options().store(broken));
     // Each lost page makes the only filler log a line. The program logs lines of its own meanwhile.
     for page in 0..8 {
         let at = page * PAGE_WORDS;

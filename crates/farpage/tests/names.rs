@@ -6,7 +6,7 @@
 mod common;
 
 use common::{
-    Fabric, Memory, begin, fabrics,
+    Fabric, Memory, array_with, begin, fabrics,
     words::{assert_filled, fill},
 };
 use farpage::{
@@ -139,9 +139,7 @@ fn a_name_that_is_taken_is_refused_when_the_array_is_created() {
             text.contains("`field`") && text.contains("open it"),
             "{text}"
         );
-        let mut array = first
-            .array_with::<u64>(PAGE / 2, named().replace(true))
-            .unwrap();
+        let mut array = array_with(&first, PAGE / 2, named().replace(true));
         array.fill(2);
         array.close().unwrap();
         let array = second.open_array::<u64>("field").unwrap();
@@ -204,9 +202,7 @@ fn a_named_array_opens_with_the_element_type_and_length_it_was_created_with() {
     let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(MIB, PAGE);
-    let mut words = runtime
-        .array_with::<u64>(6, RegionOptions::new().name("words"))
-        .unwrap();
+    let mut words = array_with(&runtime, 6, RegionOptions::new().name("words"));
     words[5] = 7;
     words.close().unwrap();
     let says = [

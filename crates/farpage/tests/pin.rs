@@ -20,8 +20,8 @@ use std::{
 };
 
 use common::{
-    Fabric, HookedStore, Memory, ServerProcess, begin, builder, fabrics, get, serve_if_asked, set,
-    shared,
+    Fabric, Memory, ServerProcess, begin, builder, fabrics, get, serve_if_asked, set, shared,
+    stored_here,
     words::{assert_filled, fill},
 };
 use farpage::{
@@ -414,7 +414,7 @@ fn pin_of_what_a_dead_server_holds_names_it() {
         );
         assert!(error.to_string().contains(&server.url), "{error}");
         // The failed pin has pinned nothing: as much as ever can be pinned elsewhere.
-        let options = RegionOptions::new().store(HookedStore::new(2 * MIB, |_, _| Ok(())));
+        let options = stored_here(2 * MIB);
         let own = runtime.array_with::<u64>(2 * MIB / 8, options).unwrap();
         own.pin(..most_words(&own)).unwrap();
     }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use common::{
-    Fabric, Memory, begin, builder, fabrics, page_sizes, shared,
+    Fabric, Memory, array_with, begin, builder, fabrics, page_sizes, shared,
     words::{self, assert_exercised, assert_filled, exercise, fill},
 };
 use farpage::{Advice, ByteSize, CreateError, FaultMode, RegionOptions, RemoteArray};
@@ -165,9 +165,7 @@ fn advice_moves_pages_and_keeps_their_bytes() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(4 * MIB, PAGE);
         let region_pages = 64;
-        let mut array = runtime
-            .array_with::<u64>(region_pages * PAGE_WORDS, pages(16))
-            .unwrap();
+        let mut array = array_with(&runtime, region_pages * PAGE_WORDS, pages(16));
         // Random: a fault brings no other pages.
         array.advise(.., Advice::Random).unwrap();
         fill(&mut array, 1);
@@ -238,9 +236,7 @@ fn reading_ahead_saves_most_faults_of_a_sequential_pass() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(2 * MIB, PAGE);
         let faults = |ahead: usize| {
-            let mut array = runtime
-                .array_with::<u64>(8 * MIB / 8, pages(ahead))
-                .unwrap();
+            let mut array = array_with(&runtime, 8 * MIB / 8, pages(ahead));
             fill(&mut array, 3);
             array.advise(.., Advice::DontNeed).unwrap();
             let before = runtime.stats().pager.faults;
@@ -261,9 +257,7 @@ fn blank_pages_come_along_while_there_is_ample_room_and_not_otherwise() {
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let stats = |budget: usize, ahead: usize| {
         let runtime = memory.runtime(budget, PAGE);
-        let mut array = runtime
-            .array_with::<u64>(8 * MIB / 8, pages(ahead))
-            .unwrap();
+        let mut array = array_with(&runtime, 8 * MIB / 8, pages(ahead));
         let count = 8 * MIB / PAGE;
         for at in 0..count {
             // 389 shares no factor with a power of two, so each page comes once.

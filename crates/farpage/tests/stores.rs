@@ -21,7 +21,8 @@ use std::{
 };
 
 use common::{
-    Call, HookedStore, Memory, begin, builder, fabrics, get, set, shared,
+    Call, HookedStore, Memory, array_with, begin, builder, fabrics, get, set, shared, stored,
+    stored_here,
     words::{assert_exercised, exercise, fill},
 };
 use farpage::{
@@ -57,9 +58,7 @@ fn file_keeps_its_bytes_from_one_region_to_the_next() {
             let runtime = runtime(MIB, page_bytes);
             let byte = |at: usize| mix(at as u64) as u8;
             let store = FileStore::create(&path, bytes as u64).unwrap();
-            let mut region = runtime
-                .region_with(bytes, RegionOptions::new().store(store))
-                .unwrap();
+            let mut region = runtime.region_with(bytes, stored(store)).unwrap();
             assert!(region.iter().all(|&b| b == 0), "a created file is empty");
             for at in 0..bytes {
                 region[at] = byte(at);
@@ -78,9 +77,7 @@ fn file_keeps_its_bytes_from_one_region_to_the_next() {
                 "what exists is not overwritten"
             );
             let store = FileStore::open(&path, 0, bytes as u64).unwrap();
-            let mut region = runtime
-                .region_with(bytes, RegionOptions::new().store(store))
-                .unwrap();
+            let mut region = runtime.region_with(bytes, stored(store)).unwrap();
             region[bytes / 2] ^= 0xff;
             assert!(region[..] == right, "{bytes} bytes reopened");
             // Dropping the region writes back as closing does.
@@ -109,9 +106,7 @@ fn file_of_the_wrong_length_is_an_error() {
     }
     let store = FileStore::open(&path, 4096, 4096).unwrap();
     let runtime = runtime(MIB, 4 * KIB);
-    let mut region = runtime
-        .region_with(4096, RegionOptions::new().store(store))
-        .unwrap();
+    let mut region = runtime.region_with(4096, stored(store)).unwrap();
     region.fill(2);
     region.close().unwrap();
     let bytes = fs::read(&path).unwrap();
@@ -125,10 +120,7 @@ fn store_is_asked_for_nothing_beyond_its_region() {
     let runtime = runtime(MIB, 16 * KIB);
     for bytes in [1, 16 * KIB - 1, 16 * KIB + 1] {
         // The store panics at a call beyond its bytes.
-        let store = HookedStore::new(bytes, |_, _| Ok(()));
-        let mut region = runtime
-            .region_with(bytes, RegionOptions::new().store(store))
-            .unwrap();
+        let mut region = runtime.region_with(bytes, stored_here(bytes)).unwrap();
         region.fill(9);
         region.advise(.., Advice::DontNeed).unwrap();
         region.prefetch_now(..).unwrap();
@@ -233,9 +225,7 @@ fn evictions_that_fail_now_and_then_lose_nothing() {
         }
     });
     let runtime = runtime(MIB, 4 * KIB);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(8 * MIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, 8 * MIB / 8, stored(store));
     let (array, words) = shared(&mut array);
     thread::scope(|scope| {
         for thread in 0..4 {
@@ -273,9 +263,7 @@ fn panic_of_a_store_is_an_error() {
         Ok(())
     });
     let runtime = runtime(MIB, 16 * KIB);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(256 * KIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, 256 * KIB / 8, stored(store));
     array.fill(1);
     panics.store(2, Ordering::Relaxed);
     let error = page_error(array.flush().unwrap_err());
@@ -399,9 +387,9 @@ fn store_that_workers_call_and_that_stalls_holds_up_nobody_else() {
     for stalled_call in [Call::Read, Call::Write] {
         let runtime = runtime(2 * MIB, 4 * KIB);
         let (store, calls) = stalling_store(MIB);
-        let options = RegionOptions::new().store(store);
+        let options = stored(store);
         let mut own: RemoteArray<u64> = runtime.array_with(MIB / 8, options).unwrap();
-        let options = RegionOptions::new().store(HookedStore::new(8 * MIB, |_, _| Ok(())));
+        let options = stored_here(8 * MIB);
         let mut other: RemoteArray<u64> = runtime.array_with(8 * MIB / 8, options).unwrap();
         fill(&mut other, 0);
         own.advise(.., Advice::Random).unwrap();
@@ -438,7 +426,7 @@ fn store_that_workers_call_and_that_stalls_holds_up_nobody_else() {
             // Faults, writebacks, and a region that begins and ends.
             assert!((0..other.len()).all(|at| other[at] == mix(at as u64)));
             other.flush().unwrap();
-            let options = RegionOptions::new().store(HookedStore::new(MIB, |_, _| Ok(())));
+            let options = stored_here(MIB);
             let mut third: RemoteArray<u64> = runtime.array_with(MIB / 8, options).unwrap();
             third.fill(3);
             third.close().unwrap();
@@ -461,10 +449,7 @@ fn store_that_workers_call_and_that_stalls_holds_up_nobody_else() {
 fn store_that_reads_another_region_is_served() {
     let Some(_watchdog) = begin(120) else { return };
     let runtime = runtime(MIB, 4 * KIB);
-    let below = HookedStore::new(4 * MIB, |_, _| Ok(()));
-    let mut below: RemoteArray<u64> = runtime
-        .array_with(4 * MIB / 8, RegionOptions::new().store(below))
-        .unwrap();
+    let mut below = array_with(&runtime, 4 * MIB / 8, stored_here(4 * MIB));
     fill(&mut below, 0);
     let below = Arc::new(below);
     // The region ends in this thread, whichever thread calls its store last.
@@ -476,9 +461,7 @@ fn store_that_reads_another_region_is_served() {
         }
         Ok(())
     });
-    let above: RemoteArray<u64> = runtime
-        .array_with(4 * MIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let above = array_with(&runtime, 4 * MIB / 8, stored(store));
     above.advise(.., Advice::Random).unwrap();
     thread::scope(|scope| {
         for thread in 0..3 {
@@ -508,9 +491,7 @@ fn trusted_store_that_panics_fails_its_pages_alone() {
         Ok(())
     });
     let runtime = runtime(512 * KIB, 4 * KIB);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(MIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, MIB / 8, stored(store));
     array.advise(.., Advice::Random).unwrap();
     array.fill(1);
     assert!(array.iter().all(|&word| word == 1));

@@ -25,7 +25,7 @@ use std::{
     time::Duration,
 };
 
-use farpage::{BuildError, Builder, ByteSize, RemoteArray, Runtime, Store};
+use farpage::{BuildError, Builder, ByteSize, RegionOptions, RemoteArray, Runtime, Store};
 use farpage_memserver::{RunningServer, Server};
 use farpage_testkit::{
     KIB, MIB, TestProcess, Watchdog, say, server::RDMA_ADDRESS, socket_in, tcp, test_name,
@@ -258,6 +258,21 @@ pub fn get(words: &[AtomicU64], at: usize) -> u64 {
 
 pub fn set(words: &[AtomicU64], at: usize, value: u64) {
     words[at].store(value, Ordering::Relaxed);
+}
+
+/// Makes an array of words.
+pub fn array_with(runtime: &Runtime, len: usize, options: RegionOptions) -> RemoteArray<u64> {
+    runtime.array_with(len, options).unwrap()
+}
+
+/// Returns the options of a region whose bytes are in `store`.
+pub fn stored(store: impl Store) -> RegionOptions {
+    RegionOptions::new().store(store)
+}
+
+/// Returns the options of a region whose bytes are in a store of this process that never fails.
+pub fn stored_here(bytes: usize) -> RegionOptions {
+    stored(HookedStore::new(bytes, |_, _| Ok(())))
 }
 
 /// A store in this process's memory. Calls `before` at the beginning of each call.
