@@ -35,7 +35,7 @@ impl RawClient {
     }
 
     /// Opens a connection over TCP from `source`, an address of this machine.
-    pub fn connect_from(source: Ipv4Addr, endpoint: &Endpoint) -> io::Result<RawClient> {
+    fn connect_from(source: Ipv4Addr, endpoint: &Endpoint) -> io::Result<RawClient> {
         Self::open_tcp(Some(SocketAddrV4::new(source, 0).into()), endpoint)
     }
 
