@@ -4,9 +4,7 @@
 //! The first byte chooses the fabric and how much of the protocol is right before the rest is sent.
 
 use std::{
-    io::{Read, Write},
-    net::{Shutdown, TcpStream},
-    os::unix::net::UnixStream,
+    io::{self, Write},
     panic,
     sync::{
         OnceLock,
@@ -15,10 +13,13 @@ use std::{
     time::Duration,
 };
 
-use farpage_memserver::{RunningServer, Server};
+use farpage_testkit::{
+    Both, RawClient,
+    raw::{self, attach},
+};
 use farpage_wire::{
     Endpoint, ExtentId, Request, Response,
-    control::{self, HELLO_BYTES, Hello, PREFIX_BYTES, Purpose},
+    control::{self, Hello, Purpose},
     data::{OpHeader, OpKind},
 };
 
@@ -27,18 +28,18 @@ pub fn run(bytes: &[u8]) {
     let Some((choice, rest)) = bytes.split_first() else {
         return;
     };
-    let endpoint = &server().endpoints()[usize::from(choice & 1)];
+    let endpoint = server().endpoints()[usize::from(choice & 1)];
     // The server decides the fate of the stranger's connection: a reset is as good as an answer.
     let _ = play(endpoint, choice >> 1, rest);
-    let mut honest = greet(endpoint, Purpose::Control).expect("the server still serves");
-    let begin = honest.say(&hello()).expect("the server still answers");
+    let mut honest = RawClient::greet(endpoint, Purpose::Control).expect("the server still serves");
+    let begin = honest.ask(&hello()).expect("the server still answers");
     assert!(
         matches!(begin, Response::Begun { .. } | Response::Refused(_)),
         "{begin:?}"
     );
     if matches!(begin, Response::Begun { .. }) {
         honest
-            .say(&Request::Goodbye)
+            .ask(&Request::Goodbye)
             .expect("the server still answers");
     }
     assert_eq!(PANICS.load(Relaxed), 0, "a thread of the server panicked");
@@ -63,11 +64,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         Hello::new(Purpose::Control).encode().to_vec(),
         frame(&hello()),
         frame(&Request::Stat),
-        frame(&Request::Grant {
-            bytes: 1 << 16,
-            atomics: false,
-            serial: None,
-        }),
+        frame(&raw::grant(EXTENT_BYTES)),
         [&op.encode()[..], &[1; 64]].concat(),
     ];
     let choices = 0..2 * DEPTHS;
@@ -80,6 +77,9 @@ pub fn seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
+/// Length of the extent of a client.
+const EXTENT_BYTES: u64 = 1 << 16;
+
 /// Number of depths: raw, greeted, in a session, attached.
 const DEPTHS: u8 = 4;
 
@@ -90,135 +90,52 @@ fn hello() -> Request {
     }
 }
 
-fn play(endpoint: &Endpoint, depth: u8, bytes: &[u8]) -> std::io::Result<()> {
+fn play(endpoint: &Endpoint, depth: u8, bytes: &[u8]) -> io::Result<()> {
     let mut stream = match depth % DEPTHS {
-        0 => Stream::connect(endpoint)?,
-        1 => greet(endpoint, Purpose::Control)?,
-        2 => begin(endpoint)?,
-        _ => attach(endpoint)?,
+        0 => RawClient::connect(endpoint)?,
+        1 => RawClient::greet(endpoint, Purpose::Control)?,
+        2 => begun(endpoint)?.0,
+        _ => attached(endpoint)?,
     };
-    stream.write(bytes)?;
+    stream.write_all(bytes)?;
     stream.finish();
-    Ok(())
+    // Waits until the server has closed its side.
+    io::copy(&mut stream, &mut io::sink()).map(drop)
 }
 
-fn server() -> &'static RunningServer {
-    static SERVER: OnceLock<RunningServer> = OnceLock::new();
+fn server() -> &'static Both {
+    static SERVER: OnceLock<Both> = OnceLock::new();
     SERVER.get_or_init(|| {
         let before = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
             PANICS.fetch_add(1, Relaxed);
             before(info);
         }));
-        let socket = tempfile::tempdir().expect("a directory").keep().join("s");
-        Server::builder()
-            .listen(
-                format!("shm://{}", socket.display())
-                    .parse()
-                    .expect("an endpoint"),
-            )
-            .listen("tcp://127.0.0.1:0".parse().expect("an endpoint"))
-            .capacity(64 << 20)
-            .lease(Duration::from_secs(1))
-            .start()
-            .expect("a server")
+        Both::start_as(|server| server.capacity(64 << 20).lease(Duration::from_secs(1)))
     })
 }
 
-enum Stream {
-    Unix(UnixStream),
-    Tcp(TcpStream),
-}
-
-impl Stream {
-    fn connect(endpoint: &Endpoint) -> std::io::Result<Self> {
-        let patience = Some(Duration::from_secs(10));
-        Ok(match endpoint {
-            Endpoint::Shm(path) => {
-                let stream = UnixStream::connect(path)?;
-                stream.set_read_timeout(patience)?;
-                Self::Unix(stream)
-            }
-            Endpoint::Tcp { host, port } => {
-                let stream = TcpStream::connect((host.as_str(), *port))?;
-                stream.set_read_timeout(patience)?;
-                Self::Tcp(stream)
-            }
-            other => unreachable!("the server listens on shm and tcp, not {other}"),
-        })
-    }
-
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
-        match self {
-            Self::Unix(stream) => stream.write_all(bytes),
-            Self::Tcp(stream) => stream.write_all(bytes),
-        }
-    }
-
-    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<()> {
-        match self {
-            Self::Unix(stream) => stream.read_exact(bytes),
-            Self::Tcp(stream) => stream.read_exact(bytes),
-        }
-    }
-
-    fn say(&mut self, request: &Request) -> std::io::Result<Response> {
-        self.write(&control::encode(request).expect("short"))?;
-        let mut prefix = [0; PREFIX_BYTES];
-        self.read(&mut prefix)?;
-        let mut body =
-            vec![0; control::frame_bytes(prefix, control::MAX_FRAME_BYTES).expect("from a server")];
-        self.read(&mut body)?;
-        Ok(control::decode(&body).expect("from a server"))
-    }
-
-    /// Sends no more and waits until the server has closed its side.
-    fn finish(mut self) {
-        let _ = match &self {
-            Self::Unix(stream) => stream.shutdown(Shutdown::Write),
-            Self::Tcp(stream) => stream.shutdown(Shutdown::Write),
-        };
-        let mut byte = [0; 4096];
-        while self.read(&mut byte).is_ok() {}
-    }
-}
-
-fn greet(endpoint: &Endpoint, purpose: Purpose) -> std::io::Result<Stream> {
-    let mut stream = Stream::connect(endpoint)?;
-    stream.write(&Hello::new(purpose).encode())?;
-    stream.read(&mut [0; HELLO_BYTES])?;
-    Ok(stream)
-}
-
-fn begin(endpoint: &Endpoint) -> std::io::Result<Stream> {
-    let mut stream = greet(endpoint, Purpose::Control)?;
-    stream.say(&hello())?;
-    Ok(stream)
+/// Opens a control connection and asks for a session, which the server may refuse.
+fn begun(endpoint: &Endpoint) -> io::Result<(RawClient, Response)> {
+    let mut control = RawClient::greet(endpoint, Purpose::Control)?;
+    let answer = control.ask(&hello())?;
+    Ok((control, answer))
 }
 
 /// Opens a data connection of a session that has one extent, on TCP; elsewhere a session.
-fn attach(endpoint: &Endpoint) -> std::io::Result<Stream> {
-    let mut control = greet(endpoint, Purpose::Control)?;
-    let begun = control.say(&hello())?;
+fn attached(endpoint: &Endpoint) -> io::Result<RawClient> {
+    let (mut control, begun) = begun(endpoint)?;
     let Response::Begun {
         session, secret, ..
     } = begun
     else {
         return Ok(control);
     };
-    control.say(&Request::Grant {
-        bytes: 1 << 16,
-        atomics: false,
-        serial: None,
-    })?;
+    control.ask(&raw::grant(EXTENT_BYTES))?;
     if matches!(endpoint, Endpoint::Shm(_)) {
         return Ok(control);
     }
-    let mut data = greet(endpoint, Purpose::Data)?;
-    data.say(&Request::Attach {
-        session,
-        secret,
-        line: 0,
-    })?;
+    let mut data = RawClient::greet(endpoint, Purpose::Data)?;
+    data.ask(&attach((session, secret), 0))?;
     Ok(data)
 }

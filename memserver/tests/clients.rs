@@ -6,9 +6,10 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Both, connect, raw, read, transfer, wait_until, write};
+use common::{connect, read, transfer, write};
 use farpage_fabric::{AllocError, ChannelError, OpenNameError, PublishError, Session, Verb};
-use farpage_wire::{ExtentId, Request, Response, ServerStat};
+use farpage_testkit::{Both, RawClient, wait_until};
+use farpage_wire::{ExtentId, ServerStat};
 
 const LEASE: Duration = Duration::from_secs(10);
 const MIB: u64 = 1 << 20;
@@ -64,14 +65,8 @@ fn clients_are_listed_with_their_address_and_those_that_are_gone_are_not_counted
     let stat = || both.server.stat();
     let here = connect(&both.tcp);
     here.grant(MIB).unwrap();
-    let (mut stream, ..) = raw::begin(&both.tcp);
-    let grant = Request::Grant {
-        bytes: 2 * MIB,
-        atomics: false,
-        serial: None,
-    };
-    raw::say(&mut *stream, &grant);
-    assert!(matches!(raw::hear(&mut *stream), Response::Granted { .. }));
+    let (mut stream, _) = RawClient::session(&both.tcp).unwrap();
+    stream.grant(2 * MIB).unwrap();
     let of = |stat: ServerStat| {
         let clients = stat.clients.into_iter();
         let told: Vec<_> = clients.map(|it| (it.connected, it.granted_bytes)).collect();

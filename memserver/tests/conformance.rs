@@ -7,11 +7,12 @@ mod common;
 
 use std::{sync::Arc, time::Duration};
 
-use common::{Both, Daemon};
+use common::Daemon;
 use farpage_fabric::{
     Session, SessionOptions,
     conformance::{self, Fabric, NEEDED_BYTES},
 };
+use farpage_testkit::Both;
 use farpage_wire::Endpoint;
 
 /// Capacity for the suite, and as much again for sessions that are about to end.
@@ -44,10 +45,7 @@ fn against_the_binary(endpoint: impl Fn(&Daemon) -> &Endpoint) {
     let endpoint = endpoint(&daemon).clone();
     conformance::check(Fabric {
         connect: &|| connect(&endpoint),
-        kill: Box::new(move || {
-            daemon.child.kill().unwrap();
-            daemon.wait();
-        }),
+        kill: Box::new(move || daemon.kill()),
         memory_stays: matches!(endpoint, Endpoint::Shm(_)),
     });
 }
@@ -82,16 +80,12 @@ fn shm_to_a_server_that_lends_more_than_its_memory_conforms() {
 #[cfg(feature = "rdma")]
 #[test]
 fn rdma_to_a_server_that_lends_more_than_its_memory_conforms() {
-    let test = "rdma_to_a_server_that_lends_more_than_its_memory_conforms";
-    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
-        eprintln!(
-            "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
-        );
+    let Some(endpoint) = farpage_testkit::rdma() else {
         return;
     };
     let spill = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let server = farpage_memserver::Server::builder()
-        .listen(format!("rdma://{host}:0").parse().unwrap())
+        .listen(endpoint)
         .capacity(CAPACITY_BYTES)
         .memory(16 << 20)
         .spill(spill.path().to_owned())

@@ -15,8 +15,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Daemon, command, connect, socket_in, transfer, wait_until};
+use common::{Daemon, command, connect, transfer};
 use farpage_fabric::Verb;
+use farpage_testkit::{process::send_signal, socket_in, text, wait_until};
 use farpage_wire::{Endpoint, ServerStat};
 use nix::sys::signal::Signal;
 
@@ -28,7 +29,7 @@ fn path(endpoint: &Endpoint) -> &std::path::Path {
 }
 
 fn stderr(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
+    text(&output.stderr)
 }
 
 #[test]
@@ -145,8 +146,7 @@ fn a_socket_left_by_a_killed_server_is_taken_over_and_a_live_one_is_not() {
     assert!(stderr(&refused).contains(&socket), "{}", stderr(&refused));
     connect(&killed.shm);
 
-    killed.child.kill().unwrap();
-    killed.wait();
+    killed.kill();
     assert!(path(&killed.shm).exists());
     let mut heir = rival();
     wait_until("the next server answers on the old socket", || {
@@ -251,11 +251,7 @@ fn a_flag_beats_the_environment_which_beats_the_file() {
             stat.is_some()
         });
         assert_eq!(stat.expect("waited for it").capacity_bytes, capacity_bytes);
-        nix::sys::signal::kill(
-            nix::unistd::Pid::from_raw(child.id() as i32),
-            Signal::SIGTERM,
-        )
-        .unwrap();
+        send_signal(&child, Signal::SIGTERM);
         assert_eq!(child.wait().unwrap().code(), Some(0));
     }
 }

@@ -7,13 +7,13 @@
 mod common;
 
 use std::{
-    io::{BufRead, BufReader},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
-use common::{Both, connect, wait_until, write};
+use common::{connect, write};
+use farpage_testkit::{Both, PATIENCE, TestProcess, say, test_command, wait_until};
 use farpage_wire::Endpoint;
 use nix::sys::signal::Signal;
 
@@ -37,7 +37,7 @@ fn be_a_client(endpoint: &str) {
         let extent = session.grant(EXTENT_BYTES).unwrap();
         write(&session, &extent, 4096, &[byte; 4096]).unwrap();
     }
-    println!("\n{HOLDING}");
+    say(HOLDING);
     if std::env::var_os(EXITS).is_some() {
         // The session is alive, as where a runtime is in a static.
         std::process::exit(0);
@@ -47,30 +47,17 @@ fn be_a_client(endpoint: &str) {
 }
 
 fn client_command(endpoint: &Endpoint) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command
-        .args(["--exact", HOLDING_TEST, "--nocapture", "--test-threads=1"])
-        .env(ENDPOINT, endpoint.to_string());
+    let mut command = test_command(HOLDING_TEST);
+    command.env(ENDPOINT, endpoint.to_string());
     command
 }
 
-fn client(endpoint: &Endpoint) -> Child {
-    client_command(endpoint)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap()
+fn client(endpoint: &Endpoint) -> TestProcess {
+    TestProcess::spawn(client_command(endpoint).stderr(Stdio::null()))
 }
 
-fn wait_until_holding(client: &mut Child) {
-    let output = BufReader::new(client.stdout.take().unwrap());
-    assert!(
-        output
-            .lines()
-            .map_while(Result::ok)
-            .any(|line| line == HOLDING),
-        "a client ended before it was killed"
-    );
+fn wait_until_holding(client: &mut TestProcess) {
+    client.wait_for_line(HOLDING);
 }
 
 /// Kills [`DEATHS`] clients of `endpoint`, `at_once` in each round. Returns how long the last of
@@ -78,14 +65,16 @@ fn wait_until_holding(client: &mut Child) {
 fn die(both: &Both, endpoint: &Endpoint, at_once: usize) -> Duration {
     let mut worst = Duration::ZERO;
     for _ in 0..DEATHS / at_once {
-        let mut clients: Vec<Child> = (0..at_once).map(|_| client(endpoint)).collect();
+        let mut clients: Vec<_> = (0..at_once).map(|_| client(endpoint)).collect();
         clients.iter_mut().for_each(wait_until_holding);
         let held = both.server.stat();
         assert_eq!(held.granted_bytes, at_once as u64 * 2 * EXTENT_BYTES);
         assert_eq!(held.sessions, at_once as u64);
         for client in &mut clients {
-            client.kill().unwrap();
-            client.wait().unwrap();
+            client.signal(Signal::SIGKILL);
+        }
+        for client in &mut clients {
+            client.wait(PATIENCE);
         }
         let killed = Instant::now();
         wait_until("the memory of dead clients is back", || {
@@ -131,8 +120,8 @@ fn a_killed_tcp_client_leaves_nothing_after_its_grace() {
     for signal in [Signal::SIGKILL, Signal::SIGINT] {
         let mut dead = client(&both.tcp);
         wait_until_holding(&mut dead);
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(dead.id() as i32), signal).unwrap();
-        dead.wait().unwrap();
+        dead.signal(signal);
+        dead.wait(PATIENCE);
         let stat = both.server.stat();
         let sessions = stat.sessions + stat.lost_sessions;
         assert_eq!(sessions, 1, "it may have been cut off");

@@ -8,8 +8,9 @@ use std::{
     time::Instant,
 };
 
-use common::{PATIENCE, connect, wait_until};
+use common::connect;
 use farpage_memserver::Server;
+use farpage_testkit::{PATIENCE, tcp, wait_until};
 use tracing::{Event, Metadata, Subscriber, span};
 
 /// Subscriber that makes logging threads wait until it is opened, and counts lines.
@@ -52,10 +53,7 @@ impl Subscriber for Gate {
 
 #[test]
 fn a_log_that_waits_for_the_program_keeps_no_client_waiting() {
-    let server = Server::builder()
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
-        .start()
-        .unwrap();
+    let server = Server::builder().listen(tcp()).start().unwrap();
     let gate = Gate::default();
     tracing::subscriber::set_global_default(gate.clone()).unwrap();
     let begun = Instant::now();

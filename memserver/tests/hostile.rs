@@ -6,6 +6,7 @@ mod common;
 
 use std::{
     io::{Read, Write},
+    net::Ipv4Addr,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -14,12 +15,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{
-    Both, Daemon, connect, connect_as,
-    raw::{Stream, begin, begin_as, greet, greet_from, hear, raw, say},
-    read, wait_until, write,
-};
+use common::{Daemon, connect, connect_as, read, stat, write};
 use farpage_fabric::Session;
+use farpage_testkit::{
+    Both, Identity, RawClient,
+    process::proc_bytes,
+    raw::{attach, grant},
+    wait_until,
+};
 use farpage_wire::{
     Endpoint, ExtentId, MAX_OP_BYTES, Request, Response, Secret, SessionId,
     control::{self, Hello, Purpose},
@@ -36,48 +39,31 @@ use proptest::{
 
 const MIB: u64 = 1 << 20;
 
-/// Sends `bytes` and waits until the server has closed the connection. A reset is as good as an
-/// end.
-fn is_closed_on(stream: &mut dyn Stream, bytes: &[u8]) {
+/// Sends `bytes` and waits until the server has closed the connection.
+#[track_caller]
+fn is_closed_on(mut stream: RawClient, bytes: &[u8]) {
     // The server may have closed before all of it was sent.
     let _ = stream.write_all(bytes);
-    if let Err(error) = stream.read_to_end(&mut Vec::new()) {
-        let timed_out = matches!(
-            error.kind(),
-            std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut
-        );
-        assert!(
-            !timed_out,
-            "the connection was still open after {:?}",
-            common::PATIENCE
-        );
-    }
+    stream.drain(&format!("{bytes:02x?}"));
+}
+
+fn raw(endpoint: &Endpoint) -> RawClient {
+    RawClient::connect(endpoint).unwrap()
+}
+
+fn greet(endpoint: &Endpoint) -> RawClient {
+    RawClient::greet(endpoint, Purpose::Control).unwrap()
+}
+
+fn begin(endpoint: &Endpoint) -> (RawClient, Identity) {
+    RawClient::session(endpoint).unwrap()
 }
 
 /// Opens a data connection with an extent of 1 MiB. The first stream keeps the session alive.
-fn attach(endpoint: &Endpoint) -> (Box<dyn Stream>, Box<dyn Stream>, ExtentId) {
-    let (mut control, session, secret) = begin(endpoint);
-    say(
-        &mut *control,
-        &Request::Grant {
-            bytes: MIB,
-            atomics: false,
-            serial: None,
-        },
-    );
-    let Response::Granted { extent } = hear(&mut *control) else {
-        panic!("no memory")
-    };
-    let mut data = greet(endpoint, Purpose::Data);
-    say(
-        &mut *data,
-        &Request::Attach {
-            session,
-            secret,
-            line: 0,
-        },
-    );
-    assert_eq!(hear(&mut *data), Response::Done);
+fn with_extent(endpoint: &Endpoint) -> (RawClient, RawClient, ExtentId) {
+    let (mut control, own) = begin(endpoint);
+    let extent = control.grant(MIB).unwrap();
+    let data = RawClient::data(endpoint, own, 0).unwrap();
     (control, data, extent.id)
 }
 
@@ -147,34 +133,17 @@ fn frames_that_no_client_sends_close_only_their_own_connection() {
         let bystander = Bystander::start(endpoint);
 
         // Before there is a session.
-        is_closed_on(
-            &mut *raw(endpoint),
-            b"GET / HTTP/1.1\r\nHost: farpage\r\n\r\n",
-        );
+        is_closed_on(raw(endpoint), b"GET / HTTP/1.1\r\nHost: farpage\r\n\r\n");
         let mut other_version = Hello::new(Purpose::Control).encode();
         other_version[8] = 0xee;
-        is_closed_on(&mut *raw(endpoint), &other_version);
-        is_closed_on(
-            &mut *greet(endpoint, Purpose::Control),
-            &u32::MAX.to_le_bytes(),
-        );
-        is_closed_on(
-            &mut *greet(endpoint, Purpose::Control),
-            &[5, 0, 0, 0, 99, 99, 99, 99, 99],
-        );
-        is_closed_on(
-            &mut *greet(endpoint, Purpose::Control),
-            &control::encode(&Request::Grant {
-                bytes: 1,
-                atomics: false,
-                serial: None,
-            })
-            .unwrap(),
-        );
+        is_closed_on(raw(endpoint), &other_version);
+        is_closed_on(greet(endpoint), &u32::MAX.to_le_bytes());
+        is_closed_on(greet(endpoint), &[5, 0, 0, 0, 99, 99, 99, 99, 99]);
+        is_closed_on(greet(endpoint), &control::encode(&grant(1)).unwrap());
 
         // In a session: a frame too long, one that is none.
-        is_closed_on(&mut *begin(endpoint).0, &u32::MAX.to_le_bytes());
-        is_closed_on(&mut *begin(endpoint).0, &[1, 0, 0, 0, 99]);
+        is_closed_on(begin(endpoint).0, &u32::MAX.to_le_bytes());
+        is_closed_on(begin(endpoint).0, &[1, 0, 0, 0, 99]);
         bystander.finish();
     }
     wait_until("only sessions that may return are left", || {
@@ -187,7 +156,7 @@ fn operations_outside_the_own_leases_are_refused_and_end_the_connection() {
     let both = Both::start(64 * MIB, Duration::from_secs(60));
     let endpoint = &both.tcp;
     let bystander = Bystander::start(endpoint);
-    let (_control, _data, other) = attach(endpoint);
+    let (_control, _data, other) = with_extent(endpoint);
     for change in [
         |op: OpHeader, _other| OpHeader {
             extent: ExtentId(u64::MAX),
@@ -218,7 +187,7 @@ fn operations_outside_the_own_leases_are_refused_and_end_the_connection() {
             (OpKind::FetchAdd, WORD_BYTES, OPERAND_BYTES),
             (OpKind::CompareSwap, WORD_BYTES, OPERAND_BYTES),
         ] {
-            let (_control, mut data, extent) = attach(endpoint);
+            let (_control, mut data, extent) = with_extent(endpoint);
             let op = change(
                 OpHeader {
                     kind,
@@ -236,7 +205,7 @@ fn operations_outside_the_own_leases_are_refused_and_end_the_connection() {
                 Status::Refused,
                 "{op:?}"
             );
-            is_closed_on(&mut *data, &[]);
+            is_closed_on(data, &[]);
         }
     }
     bystander.finish();
@@ -247,73 +216,39 @@ fn data_headers_that_no_client_sends_close_only_their_own_connection() {
     let both = Both::start(64 * MIB, Duration::from_secs(60));
     let endpoint = &both.tcp;
     let bystander = Bystander::start(endpoint);
-    let oversized = |extent| {
-        OpHeader {
+    let changes: [fn(OpHeader) -> OpHeader; 5] = [
+        |op| OpHeader {
             len: MAX_OP_BYTES + 1,
-            ..write_header(extent)
-        }
-        .encode()
-        .to_vec()
-    };
-    let empty = |extent| {
-        OpHeader {
-            len: 0,
-            ..write_header(extent)
-        }
-        .encode()
-        .to_vec()
-    };
-    let wraps = |extent| {
-        OpHeader {
+            ..op
+        },
+        |op| OpHeader { len: 0, ..op },
+        |op| OpHeader {
             offset: u64::MAX,
-            ..write_header(extent)
-        }
-        .encode()
-        .to_vec()
-    };
-    let endless = |extent| {
-        OpHeader {
+            ..op
+        },
+        |op| OpHeader {
             following: u16::MAX,
-            ..write_header(extent)
-        }
-        .encode()
-        .to_vec()
-    };
-    let wide = |extent| {
-        OpHeader {
+            ..op
+        },
+        |op| OpHeader {
             kind: OpKind::FetchAdd,
             len: 2 * WORD_BYTES,
-            ..write_header(extent)
-        }
-        .encode()
-        .to_vec()
-    };
-    let garbage = |_| vec![0xff; OP_HEADER_BYTES];
-    for bytes in [
-        &oversized as &dyn Fn(_) -> _,
-        &empty,
-        &wraps,
-        &endless,
-        &wide,
-        &garbage,
-    ] {
-        let (_control, mut data, extent) = attach(endpoint);
-        is_closed_on(&mut *data, &bytes(extent));
+            ..op
+        },
+    ];
+    for change in changes {
+        let (_control, data, extent) = with_extent(endpoint);
+        is_closed_on(data, &change(write_header(extent)).encode());
     }
+    let (_control, data, _) = with_extent(endpoint);
+    is_closed_on(data, &[0xff; OP_HEADER_BYTES]);
     // A wrong secret, and a session that does not exist.
-    let (_control, session, secret) = begin(endpoint);
-    for (session, secret) in [(session, Secret([0; 16])), (SessionId(u64::MAX), secret)] {
-        let mut data = greet(endpoint, Purpose::Data);
-        say(
-            &mut *data,
-            &Request::Attach {
-                session,
-                secret,
-                line: 0,
-            },
-        );
-        assert!(matches!(hear(&mut *data), Response::Refused(_)));
-        is_closed_on(&mut *data, &[]);
+    let (_control, (session, secret)) = begin(endpoint);
+    for forged in [(session, Secret([0; 16])), (SessionId(u64::MAX), secret)] {
+        let mut data = RawClient::greet(endpoint, Purpose::Data).unwrap();
+        let answer = data.ask(&attach(forged, 0)).unwrap();
+        assert!(matches!(answer, Response::Refused(_)));
+        is_closed_on(data, &[]);
     }
     bystander.finish();
 }
@@ -322,22 +257,22 @@ fn data_headers_that_no_client_sends_close_only_their_own_connection() {
 fn peers_that_fall_silent_in_mid_frame_hold_nobody_up() {
     let both = Both::start(64 * MIB, Duration::from_secs(60));
     for endpoint in both.endpoints() {
-        let mut silent: Vec<Box<dyn Stream>> = Vec::new();
-        let mut half = |mut stream: Box<dyn Stream>, bytes: &[u8]| {
+        let mut silent = Vec::new();
+        let mut half = |mut stream: RawClient, bytes: &[u8]| {
             stream.write_all(bytes).unwrap();
             silent.push(stream);
         };
         half(raw(endpoint), &[]);
         half(raw(endpoint), &Hello::new(Purpose::Control).encode()[..7]);
-        half(greet(endpoint, Purpose::Control), &[9, 0]);
+        half(greet(endpoint), &[9, 0]);
         half(begin(endpoint).0, &[200, 0, 0, 0, 1, 2]);
         if matches!(endpoint, Endpoint::Tcp { .. }) {
-            let (control, data, extent) = attach(endpoint);
+            let (control, data, extent) = with_extent(endpoint);
             let mut bytes = write_header(extent).encode().to_vec();
             bytes.extend([1; 100]);
             half(data, &bytes);
             half(control, &[]);
-            let (control, data, extent) = attach(endpoint);
+            let (control, data, extent) = with_extent(endpoint);
             half(data, &write_header(extent).encode()[..20]);
             half(control, &[]);
         }
@@ -346,7 +281,7 @@ fn peers_that_fall_silent_in_mid_frame_hold_nobody_up() {
             drop(connect(endpoint));
         }
         assert!(bystander.finish() > 0);
-        silent.iter().for_each(|stream| stream.finish());
+        silent.iter().for_each(RawClient::finish);
     }
     // The server ends although some of them never said goodbye.
     both.server.shutdown();
@@ -369,11 +304,11 @@ fn arbitrary_bytes_never_end_the_server() {
             // The deeper the bytes get, the more of the protocol was right before them.
             let (_control, mut stream) = match depth {
                 0 => (None, raw(endpoint)),
-                1 => (None, greet(endpoint, Purpose::Control)),
+                1 => (None, greet(endpoint)),
                 2 => (None, begin(endpoint).0),
                 _ if !tcp => (None, begin(endpoint).0),
                 _ => {
-                    let (control, data, _) = attach(endpoint);
+                    let (control, data, _) = with_extent(endpoint);
                     (Some(control), data)
                 }
             };
@@ -384,7 +319,7 @@ fn arbitrary_bytes_never_end_the_server() {
             };
             let _ = stream.write_all(&framed);
             stream.finish();
-            is_closed_on(&mut *stream, &[]);
+            is_closed_on(stream, &[]);
             Ok(())
         })
         .unwrap();
@@ -394,31 +329,20 @@ fn arbitrary_bytes_never_end_the_server() {
 }
 
 fn peak_bytes(daemon: &Daemon) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).unwrap();
-    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
-    let kib = line
-        .and_then(|line| line.split_whitespace().nth(1))
-        .unwrap();
-    kib.parse::<u64>().unwrap() << 10
+    proc_bytes(daemon.child.id(), "status", "VmHWM") as u64
 }
 
 #[test]
 fn a_request_that_was_cut_off_is_not_executed_after_its_session_was_resumed() {
     let both = Both::start(64 * MIB, Duration::from_secs(60));
-    let (mut old, session, secret) = begin(&both.tcp);
-    let request = control::encode(&Request::Grant {
-        bytes: MIB,
-        atomics: false,
-        serial: None,
-    })
-    .unwrap();
+    let (mut old, own) = begin(&both.tcp);
+    let request = control::encode(&grant(MIB)).unwrap();
     let (last, most) = request.split_last().unwrap();
     old.write_all(most).unwrap();
-    let resume = Some((session, secret));
-    let (mut new, ..) = begin_as(greet(&both.tcp, Purpose::Control), resume).unwrap();
-    is_closed_on(&mut *old, &[*last]);
-    say(&mut *new, &Request::Stat);
-    let Response::Stat(stat) = hear(&mut *new) else {
+    let mut new = greet(&both.tcp);
+    new.begin(Some(own)).unwrap();
+    is_closed_on(old, &[*last]);
+    let Response::Stat(stat) = new.ask(&Request::Stat).unwrap() else {
         panic!("no figures")
     };
     assert_eq!((stat.sessions, stat.granted_bytes), (1, 0));
@@ -427,18 +351,8 @@ fn a_request_that_was_cut_off_is_not_executed_after_its_session_was_resumed() {
 #[test]
 fn a_publication_of_millions_of_ids_takes_no_memory_and_no_time_of_others() {
     let daemon = Daemon::start(&["--capacity", "16MiB", "--lease", "1h"]);
-    let (mut stream, ..) = begin(&daemon.tcp);
-    say(
-        &mut *stream,
-        &Request::Grant {
-            bytes: MIB,
-            atomics: false,
-            serial: None,
-        },
-    );
-    let Response::Granted { extent } = hear(&mut *stream) else {
-        panic!("no memory")
-    };
+    let (mut stream, _) = begin(&daemon.tcp);
+    let extent = stream.grant(MIB).unwrap();
     let publish = |ids: usize| {
         control::encode(&Request::Publish {
             name: "x".to_owned(),
@@ -449,7 +363,7 @@ fn a_publication_of_millions_of_ids_takes_no_memory_and_no_time_of_others() {
     };
     // Two of one is more than the client holds.
     stream.write_all(&publish(2)).unwrap();
-    assert!(matches!(hear(&mut *stream), Response::Refused(_)));
+    assert!(matches!(stream.hear().unwrap(), Response::Refused(_)));
     let before = peak_bytes(&daemon);
     // Whether it is refused for its length or for the memory that it takes, nobody else notices.
     let bystander = Bystander::start(&daemon.tcp);
@@ -466,8 +380,8 @@ fn requests_that_are_half_sent_take_their_senders_room_and_nothing_that_is_lent(
     let before = peak_bytes(&daemon);
     let attackers: Vec<_> = (0..12)
         .map(|_| {
-            let stream = greet_from([127, 0, 0, 2], &daemon.tcp, Purpose::Control).unwrap();
-            let (mut stream, ..) = begin_as(stream, None).unwrap();
+            let mut stream = greet_from(2, &daemon.tcp);
+            stream.begin(None).unwrap();
             thread::spawn(move || {
                 let piece = vec![0; MIB as usize];
                 let announced = (control::MAX_FRAME_BYTES as u32).to_le_bytes();
@@ -479,11 +393,7 @@ fn requests_that_are_half_sent_take_their_senders_room_and_nothing_that_is_lent(
             })
         })
         .collect();
-    let stat = || {
-        let options = farpage_fabric::SessionOptions::default();
-        let mut visit = farpage_fabric::Visit::connect(&daemon.tcp, &options).unwrap();
-        visit.stat().unwrap()
-    };
+    let stat = || stat(&daemon.tcp);
     wait_until("what is held is known", || stat().request_bytes > 40 * MIB);
     // Another address is received, long requests included, and has all that is lent.
     let directory = tempfile::tempdir().unwrap();
@@ -501,20 +411,22 @@ fn requests_that_are_half_sent_take_their_senders_room_and_nothing_that_is_lent(
     wait_until("it is given back", || stat().request_bytes == 0);
 }
 
+/// Says hello from 127.0.0.`host`.
+fn greet_from(host: u8, endpoint: &Endpoint) -> RawClient {
+    let source = Ipv4Addr::new(127, 0, 0, host);
+    RawClient::greet_from(source, endpoint, Purpose::Control).unwrap()
+}
+
 /// Begins a session from 127.0.0.`host`, and sends the first `bytes` bytes of a request of the
 /// greatest length.
-fn sent_in_part(
-    host: u8,
-    endpoint: &Endpoint,
-    bytes: usize,
-) -> (Box<dyn Stream>, SessionId, Secret) {
-    let stream = greet_from([127, 0, 0, host], endpoint, Purpose::Control).unwrap();
-    let (mut stream, session, secret) = begin_as(stream, None).unwrap();
+fn sent_in_part(host: u8, endpoint: &Endpoint, bytes: usize) -> (RawClient, Identity) {
+    let mut stream = greet_from(host, endpoint);
+    let own = stream.begin(None).unwrap();
     let announced = (control::MAX_FRAME_BYTES as u32).to_le_bytes();
     stream.write_all(&announced).unwrap();
     // Bytes that the server does not read yet need not go out.
     let _ = stream.write_all(&vec![0; bytes]);
-    (stream, session, secret)
+    (stream, own)
 }
 
 #[test]
@@ -539,16 +451,11 @@ fn requests_that_are_only_announced_keep_nobody_waiting() {
 #[test]
 fn a_session_whose_request_waits_for_room_can_be_resumed() {
     let daemon = Daemon::start(&["--lease", "1h"]);
-    let options = farpage_fabric::SessionOptions::default();
-    let stat = || {
-        let mut visit = farpage_fabric::Visit::connect(&daemon.tcp, &options).unwrap();
-        visit.stat().unwrap()
-    };
+    let stat = || stat(&daemon.tcp);
     let _held = [(); 2].map(|()| sent_in_part(2, &daemon.tcp, 23 << 20));
     wait_until("both are held", || stat().request_bytes >= 46 * MIB);
     // Less than the socket's buffers hold, and more than there is room for.
-    let (_waits, session, secret) = sent_in_part(2, &daemon.tcp, 2 << 20);
+    let (_waits, own) = sent_in_part(2, &daemon.tcp, 2 << 20);
     wait_until("all room is taken", || stat().request_bytes >= 47 * MIB);
-    let stream = greet_from([127, 0, 0, 2], &daemon.tcp, Purpose::Control).unwrap();
-    assert!(begin_as(stream, Some((session, secret))).is_some());
+    assert!(greet_from(2, &daemon.tcp).begin(Some(own)).is_ok());
 }

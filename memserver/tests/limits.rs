@@ -6,19 +6,20 @@
 mod common;
 
 use std::{
-    io::Write,
-    net::{TcpListener, TcpStream},
+    io::{self, Write},
+    net::{Ipv4Addr, TcpStream},
     sync::mpsc,
     thread,
 };
 
-use common::{
-    Daemon, connect, connect_as,
-    raw::{Stream, ask, begin_as, greet, greet_from, hear, say},
-    read, wait_until, write,
+use common::{Daemon, connect, connect_as, read, stat, write};
+use farpage_fabric::Endpoint;
+use farpage_testkit::{
+    Identity, PATIENCE, RawClient, Relay,
+    raw::{attach, grant},
+    wait_until,
 };
-use farpage_fabric::{Endpoint, SessionOptions, Visit};
-use farpage_wire::{Refusal, Request, Response, Secret, SessionId, control::Purpose};
+use farpage_wire::{Refusal, Request, Response, control::Purpose};
 
 const MIB: u64 = 1 << 20;
 /// Open files of the daemon: a listener then has 256 connections, and the server 120 sessions.
@@ -26,41 +27,34 @@ const FILES: u64 = 1024;
 const CONNECTIONS: usize = 256;
 const SESSIONS: usize = 120;
 
-/// The attacker's address. The victim's is 127.0.0.1.
-const ATTACKER: [u8; 4] = [127, 0, 0, 2];
-const VICTIM: [u8; 4] = [127, 0, 0, 1];
+/// Address of the attacker.
+const ATTACKER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
+const VICTIM: Ipv4Addr = Ipv4Addr::LOCALHOST;
 
-fn begin(from: [u8; 4], endpoint: &Endpoint) -> Option<(Box<dyn Stream>, SessionId, Secret)> {
-    begin_as(greet_from(from, endpoint, Purpose::Control)?, None)
+fn greet(from: Ipv4Addr, endpoint: &Endpoint) -> io::Result<RawClient> {
+    RawClient::greet_from(from, endpoint, Purpose::Control)
 }
 
+fn begin(from: Ipv4Addr, endpoint: &Endpoint) -> io::Result<(RawClient, Identity)> {
+    let mut stream = greet(from, endpoint)?;
+    let own = stream.begin(None)?;
+    Ok((stream, own))
+}
+
+/// Opens a data connection. Fails with the refusal, or with none if the connection was closed.
 fn data(
-    from: [u8; 4],
+    from: Ipv4Addr,
     endpoint: &Endpoint,
-    session: SessionId,
-    secret: Secret,
+    own: Identity,
     line: u64,
-) -> Result<Box<dyn Stream>, Option<Refusal>> {
-    let mut stream = greet_from(from, endpoint, Purpose::Data).ok_or(None)?;
-    let attach = Request::Attach {
-        session,
-        secret,
-        line,
-    };
-    match ask(&mut *stream, &attach) {
-        Some(Response::Done) => Ok(stream),
-        Some(Response::Refused(refusal)) => Err(Some(refusal)),
+) -> Result<RawClient, Option<Refusal>> {
+    let stream = RawClient::greet_from(from, endpoint, Purpose::Data);
+    let mut stream = stream.map_err(|_| None)?;
+    match stream.ask(&attach(own, line)) {
+        Ok(Response::Done) => Ok(stream),
+        Ok(Response::Refused(refusal)) => Err(Some(refusal)),
         _ => Err(None),
     }
-}
-
-fn stat(endpoint: &Endpoint) -> farpage_wire::ServerStat {
-    let options = SessionOptions {
-        deadline: common::PATIENCE,
-        ..SessionOptions::default()
-    };
-    let mut visit = Visit::connect(endpoint, &options).unwrap();
-    visit.stat().unwrap()
 }
 
 #[test]
@@ -84,18 +78,11 @@ fn one_client_and_one_address_leave_places_to_others() {
     let extent = victim.grant(MIB).unwrap();
     write(&victim, &extent, 0, b"mine").unwrap();
     // 1. As many data connections as one client gets.
-    let (mut control, session, secret) = begin(ATTACKER, endpoint).unwrap();
-    say(
-        &mut *control,
-        &Request::Grant {
-            bytes: MIB,
-            atomics: false,
-            serial: None,
-        },
-    );
+    let (mut control, own) = begin(ATTACKER, endpoint).unwrap();
+    control.say(&grant(MIB)).unwrap();
     let mut taken = Vec::new();
     let refused = loop {
-        match data(ATTACKER, endpoint, session, secret, taken.len() as u64) {
+        match data(ATTACKER, endpoint, own, taken.len() as u64) {
             Ok(stream) => taken.push(stream),
             Err(refused) => break refused,
         }
@@ -107,13 +94,13 @@ fn one_client_and_one_address_leave_places_to_others() {
     );
     assert_eq!(taken.len(), CONNECTIONS / 4);
     // 2. As many sessions as one address gets.
-    while let Some((stream, ..)) = begin(ATTACKER, endpoint) {
+    while let Ok((stream, _)) = begin(ATTACKER, endpoint) {
         taken.push(stream);
         assert!(taken.len() < CONNECTIONS, "one address has all connections");
     }
     // 3. As many silent ones as there can be.
     for _ in 0..2 * CONNECTIONS {
-        taken.extend(greet_from(ATTACKER, endpoint, Purpose::Control));
+        taken.extend(greet(ATTACKER, endpoint));
     }
     assert_eq!(read(&victim, extent.id, 0, 4).unwrap(), b"mine");
     let other = connect(endpoint);
@@ -128,48 +115,38 @@ fn a_client_at_its_limit_replaces_its_own_connections_that_only_seem_alive() {
     let daemon = Daemon::with_files(FILES, &["--lease", "1h", "--reconnect-grace", "1h"]);
     let endpoint = &daemon.tcp;
     // 1. All data connections that one client gets. A router forgets them: nobody closes them.
-    let (control, session, secret) = begin(VICTIM, endpoint).unwrap();
+    let (control, own) = begin(VICTIM, endpoint).unwrap();
     let mut forgotten = Vec::new();
-    while let Ok(stream) = data(VICTIM, endpoint, session, secret, forgotten.len() as u64) {
+    while let Ok(stream) = data(VICTIM, endpoint, own, forgotten.len() as u64) {
         forgotten.push(stream);
     }
     assert_eq!(forgotten.len(), CONNECTIONS / 4);
     // 2. All that the address gets beside them, and what is kept for those who come back.
     let mut taken = Vec::new();
-    while let Some((mut stream, id, proof)) = begin(VICTIM, endpoint) {
-        say(
-            &mut *stream,
-            &Request::Grant {
-                bytes: 4096,
-                atomics: false,
-                serial: None,
-            },
-        );
-        hear(&mut *stream);
-        taken.push((stream, id, proof));
+    while let Ok((mut stream, own)) = begin(VICTIM, endpoint) {
+        let _ = stream.ask(&grant(4096)).unwrap();
+        taken.push((stream, own));
     }
     let mut back = Vec::new();
-    while let Ok(stream) = {
-        let (_, id, proof) = &taken[back.len()];
-        data(VICTIM, endpoint, *id, *proof, 0)
-    } {
+    while let Ok(stream) = data(VICTIM, endpoint, taken[back.len()].1, 0) {
         back.push(stream);
     }
     // 3. Its lines, twice each, and its control connection all the same.
     for round in 0..2 {
         for (line, old) in forgotten.iter_mut().enumerate() {
-            let new = data(VICTIM, endpoint, session, secret, line as u64);
+            let new = data(VICTIM, endpoint, own, line as u64);
             *old = new.unwrap_or_else(|refused| panic!("line {line}, {round}: {refused:?}"));
         }
     }
     let mut old = vec![control];
     for round in 0..2 * taken.len() {
-        let new = greet_from(VICTIM, endpoint, Purpose::Control).unwrap();
-        let resumed = begin_as(new, Some((session, secret)));
-        old.push(resumed.unwrap_or_else(|| panic!("round {round}")).0);
+        let mut new = greet(VICTIM, endpoint).unwrap();
+        let resumed = new.begin(Some(own));
+        resumed.unwrap_or_else(|error| panic!("round {round}: {error}"));
+        old.push(new);
     }
     // 4. A new line is still one too many.
-    let more = data(VICTIM, endpoint, session, secret, 1 << 20);
+    let more = data(VICTIM, endpoint, own, 1 << 20);
     assert!(matches!(more, Err(Some(Refusal::Invalid(_)))));
 }
 
@@ -178,10 +155,10 @@ fn the_listeners_of_a_server_share_its_connections() {
     let daemon = Daemon::with_files(FILES, &["--lease", "1h"]);
     let mut taken = Vec::new();
     // 1. Over tcp three quarters, the most of one address.
-    while let Some((stream, session, secret)) = begin(VICTIM, &daemon.tcp) {
+    while let Ok((stream, own)) = begin(VICTIM, &daemon.tcp) {
         taken.push(stream);
         for line in 0.. {
-            match data(VICTIM, &daemon.tcp, session, secret, line) {
+            match data(VICTIM, &daemon.tcp, own, line) {
                 Ok(stream) => taken.push(stream),
                 Err(_) => break,
             }
@@ -190,18 +167,18 @@ fn the_listeners_of_a_server_share_its_connections() {
     assert!(taken.len() >= CONNECTIONS * 3 / 4, "{}", taken.len());
     // 2. Over shm the rest, less what is kept.
     let refused = loop {
-        let mut stream = greet(&daemon.shm, Purpose::Control);
+        let mut stream = RawClient::greet(&daemon.shm, Purpose::Control).unwrap();
         let client = "by hand".to_owned();
         let resume = None;
-        match ask(&mut *stream, &Request::Begin { client, resume }) {
-            Some(Response::Begun { .. }) => taken.push(stream),
+        match stream.ask(&Request::Begin { client, resume }) {
+            Ok(Response::Begun { .. }) => taken.push(stream),
             other => break other,
         }
         assert!(taken.len() < CONNECTIONS);
     };
     let why = "this server serves 256 in all";
     assert!(
-        matches!(&refused, Some(Response::Refused(Refusal::Invalid(text))) if text.contains(why)),
+        matches!(&refused, Ok(Response::Refused(Refusal::Invalid(text))) if text.contains(why)),
         "{refused:?}"
     );
 }
@@ -223,34 +200,24 @@ fn a_full_server_takes_a_publication_that_needs_no_more_room() {
 fn who_was_cut_off_comes_back_though_the_own_address_is_crowded() {
     let daemon = Daemon::with_files(FILES, &["--lease", "1h"]);
     let endpoint = &daemon.tcp;
-    let (mut stream, session, secret) = begin(VICTIM, endpoint).unwrap();
-    assert!(matches!(
-        ask(
-            &mut *stream,
-            &Request::Grant {
-                bytes: MIB,
-                atomics: false,
-                serial: None
-            }
-        ),
-        Some(Response::Granted { .. })
-    ));
+    let (mut stream, own) = begin(VICTIM, endpoint).unwrap();
+    stream.grant(MIB).unwrap();
     drop(stream);
     // All that one address gets, with one client's data connections and sessions.
-    let (_control, crowd, proof) = begin(VICTIM, endpoint).unwrap();
+    let (_control, crowd) = begin(VICTIM, endpoint).unwrap();
     let mut taken = Vec::new();
-    while let Ok(stream) = data(VICTIM, endpoint, crowd, proof, taken.len() as u64) {
+    while let Ok(stream) = data(VICTIM, endpoint, crowd, taken.len() as u64) {
         taken.push(stream);
         assert!(taken.len() < CONNECTIONS);
     }
-    while let Some((stream, ..)) = begin(VICTIM, endpoint) {
+    while let Ok((stream, _)) = begin(VICTIM, endpoint) {
         taken.push(stream);
         assert!(taken.len() < CONNECTIONS);
     }
-    let back = greet_from(VICTIM, endpoint, Purpose::Control).unwrap();
-    let (_control, same, _) = begin_as(back, Some((session, secret))).expect("a place is kept");
-    assert_eq!(same, session);
-    assert!(data(VICTIM, endpoint, session, secret, 0).is_ok());
+    let mut back = greet(VICTIM, endpoint).unwrap();
+    let same = back.begin(Some(own)).expect("a place is kept");
+    assert_eq!(same.0, own.0);
+    assert!(data(VICTIM, endpoint, own, 0).is_ok());
     assert!(stat(endpoint).granted_bytes >= MIB);
     drop(taken);
 }
@@ -258,33 +225,11 @@ fn who_was_cut_off_comes_back_though_the_own_address_is_crowded() {
 #[test]
 fn a_client_that_held_nothing_when_its_connection_broke_goes_on() {
     let daemon = Daemon::with_files(FILES, &["--lease", "1h"]);
-    let Endpoint::Tcp { port, .. } = daemon.tcp else {
-        panic!("tcp")
-    };
-    let relay = TcpListener::bind("127.0.0.1:0").unwrap();
-    let endpoint = format!("tcp://{}", relay.local_addr().unwrap());
-    let (cut, is_cut) = mpsc::channel::<TcpStream>();
-    thread::spawn(move || {
-        for client in relay.incoming() {
-            let client = client.unwrap();
-            let Ok(upstream) = TcpStream::connect(("127.0.0.1", port)) else {
-                return;
-            };
-            for (from, to) in [(&client, &upstream), (&upstream, &client)] {
-                let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
-                thread::spawn(move || {
-                    let _ = std::io::copy(&mut from, &mut to);
-                    let _ = to.shutdown(std::net::Shutdown::Both);
-                });
-            }
-            let _ = cut.send(client);
-        }
-    });
-    let session = connect(&endpoint.parse().unwrap());
+    let relay = Relay::to(&daemon.tcp.to_string());
+    let session = connect(&relay.url.parse().unwrap());
     let released = session.grant(MIB).unwrap();
     session.release(released.id).unwrap();
-    let line = is_cut.recv_timeout(common::PATIENCE).unwrap();
-    line.shutdown(std::net::Shutdown::Both).unwrap();
+    relay.close();
     wait_until("it is served again", || session.grant(MIB).is_ok());
     assert!(stat(&daemon.tcp).sessions == 1);
 }
@@ -311,7 +256,7 @@ fn a_log_that_nobody_reads_holds_nobody_up_and_says_what_it_dropped() {
             .try_for_each(|line| say.send(line))
     });
     loop {
-        let line = said.recv_timeout(common::PATIENCE).expect("a word on it");
+        let line = said.recv_timeout(PATIENCE).expect("a word on it");
         let event: serde_json::Value = serde_json::from_str(&line).unwrap();
         let message = event["message"].as_str().unwrap_or_default();
         if message.contains("were dropped") && event["lines"].as_u64() > Some(0) {

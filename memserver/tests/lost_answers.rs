@@ -14,12 +14,14 @@ use std::{
     time::Duration,
 };
 
-use common::{Both, connect_as, read, wait_until, write};
+use common::{connect_as, read, write};
 use farpage_fabric::{Endpoint, Session, SessionOptions};
-use farpage_wire::{
-    Request,
-    control::{self, HELLO_BYTES, PREFIX_BYTES},
+use farpage_testkit::{
+    Both,
+    raw::{receive, send},
+    wait_until,
 };
+use farpage_wire::{Request, Response, control::HELLO_BYTES};
 
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = 4096;
@@ -81,11 +83,11 @@ fn pass(mut client: TcpStream, mut server: TcpStream, losses: &AtomicUsize) -> i
         return ended;
     }
     loop {
-        let request = frame(&mut client)?;
-        server.write_all(&request)?;
-        let answer = frame(&mut server)?;
+        let request: Request = receive(&mut client)?;
+        send(&mut server, &request)?;
+        let answer: Response = receive(&mut server)?;
         let gives = matches!(
-            control::decode(&request[PREFIX_BYTES..]).unwrap(),
+            request,
             Request::Grant { .. } | Request::Open { .. } | Request::Claim { .. }
         );
         let left = losses.load(Ordering::SeqCst);
@@ -93,18 +95,8 @@ fn pass(mut client: TcpStream, mut server: TcpStream, losses: &AtomicUsize) -> i
             losses.store(left - 1, Ordering::SeqCst);
             return Ok(());
         }
-        client.write_all(&answer)?;
+        send(&mut client, &answer)?;
     }
-}
-
-fn frame(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
-    let mut prefix = [0; PREFIX_BYTES];
-    stream.read_exact(&mut prefix)?;
-    let bytes = control::frame_bytes(prefix, control::MAX_FRAME_BYTES).unwrap();
-    let mut frame = prefix.to_vec();
-    frame.resize(PREFIX_BYTES + bytes, 0);
-    stream.read_exact(&mut frame[PREFIX_BYTES..])?;
-    Ok(frame)
 }
 
 fn start() -> (Both, tempfile::TempDir) {

@@ -11,9 +11,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Both, Daemon, command, connect_as, raw, read, transfer, wait_until, write};
-use farpage_fabric::{OpenNameError, PublishError, Session, SessionOptions, Verb, Visit, key::Key};
-use farpage_wire::{NamedRegion, PublicKey, Refusal, Request, Response, Signature};
+use common::{Daemon, command, connect_as, read, stat, transfer, write};
+use farpage_fabric::{OpenNameError, PublishError, Session, SessionOptions, Verb, key::Key};
+use farpage_testkit::{Both, PATIENCE, RawClient, text, wait_until};
+use farpage_wire::{
+    NamedRegion, PublicKey, Refusal, Request, Response, Signature, control::Purpose,
+};
 use nix::sys::signal::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -59,13 +62,10 @@ fn a_key_is_believed_only_with_its_own_signature_of_this_challenge() {
     for endpoint in both.endpoints() {
         for in_session in [false, true] {
             let mut stream = match in_session {
-                true => raw::begin(endpoint).0,
-                false => raw::greet(endpoint, farpage_wire::control::Purpose::Control),
+                true => RawClient::session(endpoint).unwrap().0,
+                false => RawClient::greet(endpoint, Purpose::Control).unwrap(),
             };
-            let mut ask = |request: &Request| {
-                raw::say(&mut *stream, request);
-                raw::hear(&mut *stream)
-            };
+            let mut ask = |request: &Request| stream.ask(request).unwrap();
             let mut challenge = || match ask(&Request::Challenge) {
                 Response::Challenge(challenge) => challenge,
                 other => panic!("{other:?}"),
@@ -205,7 +205,7 @@ fn a_key_file_that_is_no_file_is_refused_and_holds_nobody_up() {
         let same = session.clone();
         let (say, said) = std::sync::mpsc::channel();
         thread::spawn(move || say.send(same.claim("x", false)));
-        let claimed = said.recv_timeout(common::PATIENCE);
+        let claimed = said.recv_timeout(PATIENCE);
         let error = claimed.expect("an answer").unwrap_err().to_string();
         let what = format!("{} is no key file", key_file.display());
         assert!(error.contains(&what), "{error}");
@@ -214,12 +214,8 @@ fn a_key_file_that_is_no_file_is_refused_and_holds_nobody_up() {
 }
 
 fn stdout(output: &Output) -> String {
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    String::from_utf8_lossy(&output.stdout).into_owned()
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    text(&output.stdout)
 }
 
 /// Runs over a Unix socket, which stays open: closing it would end the session.
@@ -303,7 +299,7 @@ fn names_are_listed_and_removed_by_their_owner_and_by_the_operator() {
     // 1. Not another's, whoever is named as the owner.
     let refused = removal("cubes", &["--owner", owner.trim()], "one");
     assert_eq!(refused.status.code(), Some(1));
-    let words = String::from_utf8_lossy(&refused.stderr).into_owned();
+    let words = text(&refused.stderr);
     assert!(words.contains("belongs to this key"), "{words}");
     // 2. One's own, and all by the operator.
     stdout(&removal("cubes", &[], "two"));
@@ -319,6 +315,5 @@ fn names_are_listed_and_removed_by_their_owner_and_by_the_operator() {
         stdout(&run(&["key"], "one")).trim()
     );
     // 3. A look takes no client's place.
-    let mut visit = Visit::connect(&daemon.shm, &SessionOptions::default()).unwrap();
-    assert_eq!(visit.stat().unwrap().sessions, 0);
+    assert_eq!(stat(&daemon.shm).sessions, 0);
 }

@@ -17,10 +17,11 @@ use std::{
 
 use farpage_fabric::{Channel, ChannelError, Extent, Op, Session, Verb, host::Origin};
 use farpage_memserver::{Server, StartError};
+use farpage_testkit::{Both, PATIENCE, Rng, op, socket_in, tcp, wait_until};
 use farpage_wire::{ShareStat, TierStat};
 use tempfile::TempDir;
 
-use common::{Both, PATIENCE, connect, connect_as, read, socket_in, transfer, wait_until, write};
+use common::{connect, connect_as, read, transfer, write};
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 16 * MIB;
@@ -33,7 +34,7 @@ fn spill() -> TempDir {
 
 fn server(capacity: u64, spill: &Path) -> Result<farpage_memserver::RunningServer, StartError> {
     Server::builder()
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .listen(tcp())
         .capacity(capacity)
         .memory(MEMORY)
         .spill(spill.to_owned())
@@ -49,28 +50,8 @@ fn both(capacity: u64, spill: &TempDir) -> Both {
     })
 }
 
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-
-    fn bytes(&mut self, len: usize) -> Vec<u8> {
-        (0..len).map(|_| self.next() as u8).collect()
-    }
-}
-
 /// Fills `bytes`: some compress well, some not at all, and some are zeros.
-fn fill(random: &mut Random, bytes: &mut [u8]) {
+fn fill(random: &mut Rng, bytes: &mut [u8]) {
     match random.below(4) {
         0 => bytes.fill(0),
         1 => {
@@ -126,7 +107,7 @@ impl<'a> Patient<'a> {
 
 /// Reads and writes an extent at random, and compares every word with what was written last.
 fn churn(session: &Arc<Session>, extent: &Extent, seed: u64, ends: &AtomicBool, rounds: u64) {
-    let mut random = Random(seed);
+    let mut random = Rng(seed);
     let mut truth = vec![0; extent.bytes as usize];
     let mut client = Patient::new(session);
     for round in 0..rounds {
@@ -135,18 +116,18 @@ fn churn(session: &Arc<Session>, extent: &Extent, seed: u64, ends: &AtomicBool, 
         }
         let len = match random.below(3) {
             0 => 4096,
-            1 => CHUNK as u64,
+            1 => CHUNK,
             // Across chunks, and no multiple of anything.
-            _ => 1 + random.below(5 * CHUNK as u64),
+            _ => 1 + random.below(5 * CHUNK),
         };
-        let at = random.below(extent.bytes - len) as usize;
-        let here = at..at + len as usize;
+        let at = random.below(extent.bytes as usize - len);
+        let here = at..at + len;
         let context = format!("seed {seed}, round {round}, {here:?}");
         if random.below(2) == 0 {
             fill(&mut random, &mut truth[here.clone()]);
             client.write(extent, at as u64, &truth[here]);
         } else {
-            let bytes = client.read(extent, at as u64, len as usize);
+            let bytes = client.read(extent, at as u64, len);
             assert!(bytes == truth[here], "{context}");
         }
     }
@@ -232,12 +213,12 @@ fn copies_over_shm_race_with_chunks_that_leave_and_nothing_is_lost() {
                 let session = &session;
                 scope.spawn(move || {
                     let mut client = Patient::new(session);
-                    let mut random = Random(number);
+                    let mut random = Rng(number);
                     let mut truth = vec![0_u64; (extent.bytes / PAGE / CHANNELS) as usize];
                     for _ in 0..6_000 {
-                        let i = random.below(truth.len() as u64);
-                        let at = (i * CHANNELS + number) * PAGE;
-                        let known = &mut truth[i as usize];
+                        let i = random.below(truth.len());
+                        let at = (i as u64 * CHANNELS + number) * PAGE;
+                        let known = &mut truth[i];
                         if random.below(2) == 0 {
                             *known = random.next();
                             let bytes = known.to_le_bytes().repeat(PAGE as usize / 8);
@@ -318,7 +299,7 @@ fn a_scan_pushes_out_its_own_chunks_and_not_the_share_of_another() {
     let [one, other] = [(); 2].map(|()| connect(&server.endpoints()[0]));
     // A quarter of what there is: less than half.
     let small = one.grant(3 * MIB).unwrap();
-    let mut random = Random(7);
+    let mut random = Rng(7);
     let bytes = random.bytes(3 << 20);
     for (i, piece) in bytes.chunks(1 << 20).enumerate() {
         write(&one, &small, (i << 20) as u64, piece).unwrap();
@@ -345,14 +326,14 @@ fn pushed_out(weight: u32, small_bytes: u64) -> (u64, Vec<ShareStat>) {
     let socket = socket_in(&directory);
     let server = Server::builder()
         .listen(socket.clone())
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .listen(tcp())
         .capacity(8 * MEMORY)
         .memory(MEMORY)
         .spill(directory.path().to_owned())
         .share(user, weight)
         .start()
         .unwrap();
-    let mut random = Random(7);
+    let mut random = Rng(7);
     let bytes = random.bytes(1 << 20);
     let one = connect(&socket);
     let small = one.grant(small_bytes).unwrap();
@@ -407,7 +388,7 @@ fn atomics_and_words_beside_them_survive_leaving_memory() {
     let words = session.grant_for_atomics(MIB).unwrap();
     let rest = session.grant(3 * MEMORY).unwrap();
     let mut client = Patient::new(&session);
-    let mut random = Random(3);
+    let mut random = Rng(3);
     for round in 0..4u64 {
         for chunk in 0..16 {
             let at = chunk * CHUNK as u64 + 8;
@@ -439,13 +420,10 @@ fn clients_that_do_not_read_their_answers_keep_no_memory_from_others() {
     // 64 MiB of answers each, of which a socket takes a part.
     for (i, channel) in (0..).zip(&mut channels) {
         for page in 0..32 {
+            let offset = (i + page) % 16 * (2 * MIB);
             let op = Op {
                 tag: page,
-                verb: Verb::Read,
-                extent: theirs.id,
-                offset: (i + page) % 16 * (2 * MIB),
-                len: 2 << 20,
-                buf: vec![0; 2 << 20],
+                ..op(Verb::Read, theirs.id, offset, vec![0; 2 << 20])
             };
             channel.post(op).expect("an empty queue");
         }
@@ -469,7 +447,7 @@ fn a_published_name_keeps_its_bytes_wherever_they_are() {
     let server = server(5 * MEMORY, directory.path()).unwrap();
     let endpoint = &server.endpoints()[0];
     let key = directory.path().join("key");
-    let mut random = Random(23);
+    let mut random = Rng(23);
     let bytes = random.bytes(MEMORY as usize / 2);
     let publisher = connect_as(endpoint, &key);
     let extent = publisher.grant(bytes.len() as u64).unwrap();

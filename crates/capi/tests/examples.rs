@@ -10,8 +10,9 @@ use std::{
     time::Duration,
 };
 
-use common::{compile, have, pkg_config, prefix, run, scratch, serve, text};
+use common::{compile, have, pkg_config, prefix, scratch, serve};
 use farpage_memserver::RunningServer;
+use farpage_testkit::{run, socket_in, text};
 use tempfile::TempDir;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -24,8 +25,7 @@ fn example(name: &str) -> PathBuf {
 
 fn server() -> (RunningServer, TempDir) {
     let folder = tempfile::tempdir().expect("a folder for the socket");
-    let endpoint = format!("shm://{}/s", folder.path().display());
-    (serve(&endpoint), folder)
+    (serve(&socket_in(&folder).to_string()), folder)
 }
 
 /// Compiles an example as C and as C++. Returns the programs.
@@ -47,8 +47,7 @@ fn both_ways(name: &str, folder: &Path) -> Vec<PathBuf> {
 
 #[test]
 fn remote_array_in_c_and_cpp() {
-    let test = "remote_array_in_c_and_cpp";
-    if !have(test, &["gcc", "g++", "pkg-config"]) {
+    if !have(&["gcc", "g++", "pkg-config"]) {
         return;
     }
     let (server, _folder) = server();
@@ -66,8 +65,7 @@ fn remote_array_in_c_and_cpp() {
 
 #[test]
 fn own_store_in_c_and_cpp() {
-    let test = "own_store_in_c_and_cpp";
-    if !have(test, &["gcc", "g++", "pkg-config"]) {
+    if !have(&["gcc", "g++", "pkg-config"]) {
         return;
     }
     let folder = scratch("own_store");
@@ -88,8 +86,7 @@ fn own_store_in_c_and_cpp() {
 
 #[test]
 fn program_linked_with_the_static_library_runs_without_the_shared_one() {
-    let test = "program_linked_with_the_static_library_runs_without_the_shared_one";
-    if !have(test, &["gcc", "pkg-config"]) {
+    if !have(&["gcc", "pkg-config"]) {
         return;
     }
     let folder = scratch("static");
@@ -114,8 +111,7 @@ fn program_linked_with_the_static_library_runs_without_the_shared_one() {
 /// Uses the command lines of build files of programs written for Umap.
 #[test]
 fn program_whose_build_names_libumap_a_alone_runs_without_shared_libraries() {
-    let test = "program_whose_build_names_libumap_a_alone_runs_without_shared_libraries";
-    if !have(test, &["g++"]) {
+    if !have(&["g++"]) {
         return;
     }
     let folder = scratch("libumap");
@@ -142,8 +138,7 @@ fn program_whose_build_names_libumap_a_alone_runs_without_shared_libraries() {
 
 #[test]
 fn cmake_finds_all_three_libraries() {
-    let test = "cmake_finds_all_three_libraries";
-    if !have(test, &["cmake", "make", "gcc", "g++"]) {
+    if !have(&["cmake", "make", "gcc", "g++"]) {
         return;
     }
     let folder = scratch("cmake");
@@ -185,15 +180,14 @@ fn cmake_finds_all_three_libraries() {
 
 #[test]
 fn pages_come_while_a_thread_is_inside_malloc() {
-    let test = "pages_come_while_a_thread_is_inside_malloc";
-    if !have(test, &["gcc", "pkg-config"]) {
+    if !have(&["gcc", "pkg-config"]) {
         return;
     }
     let program = scratch("malloc").join("malloc");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/malloc.c");
     compile("gcc", &["-std=gnu11"], &[source], "farpage", &program);
     let folder = tempfile::tempdir().expect("a folder for the socket");
-    let shm = format!("shm://{}/s", folder.path().display());
+    let shm = socket_in(&folder).to_string();
     for endpoint in [&*shm, "tcp://127.0.0.1:0"] {
         let server = serve(endpoint);
         for mode in ["filler", "in-thread"] {

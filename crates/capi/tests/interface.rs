@@ -15,12 +15,11 @@ use std::{
     io::Read,
     mem, ptr, slice,
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
-    thread,
-    time::{Duration, Instant},
 };
 
-use common::serve;
+use common::{blank, serve};
 use farpage_capi::*;
+use farpage_testkit::wait_until;
 use nix::{
     sys::wait::{WaitStatus, waitpid},
     unistd::{ForkResult, fork},
@@ -32,18 +31,6 @@ fn message() -> String {
     // SAFETY: the text stays as it is, since nothing fails in this thread meanwhile.
     let text = unsafe { CStr::from_ptr(farpage_error_message()) };
     text.to_str().expect("errors are UTF-8").to_owned()
-}
-
-/// Returns an options struct that is all zero but for its length.
-fn blank<T: Copy>() -> T {
-    // SAFETY: the option structs may be all zeros, and begin with their length.
-    unsafe {
-        let mut it: T = mem::zeroed();
-        ptr::from_mut(&mut it)
-            .cast::<usize>()
-            .write(mem::size_of::<T>());
-        it
-    }
 }
 
 /// A runtime of this process.
@@ -110,13 +97,27 @@ impl Pages {
 
     /// Waits for the release, which may come a moment after the call that ends the region.
     fn wait_for_release(&self) {
-        let end = Instant::now() + Duration::from_secs(10);
-        while self.releases.load(Ordering::SeqCst) == 0 {
-            assert!(Instant::now() < end, "the store is never released");
-            thread::sleep(Duration::from_millis(1));
-        }
+        wait_until("the store is released", || {
+            self.releases.load(Ordering::SeqCst) > 0
+        });
         assert_eq!(self.releases.load(Ordering::SeqCst), 1);
     }
+}
+
+/// Makes a runtime without servers, and the options of a region with a store, whose context is the
+/// pages. Pages and store have to outlive the region.
+fn stored() -> (
+    Runtime,
+    Box<Pages>,
+    Box<farpage_store>,
+    farpage_region_options,
+) {
+    let runtime = Runtime::new(None).expect("a runtime without servers");
+    let pages = Box::<Pages>::default();
+    let store = Box::new(pages.store());
+    let mut options: farpage_region_options = blank();
+    options.store = &*store;
+    (runtime, pages, store, options)
 }
 
 unsafe extern "C" fn read(_: *mut c_void, offset: u64, buffer: *mut c_void, bytes: usize) -> c_int {
@@ -184,11 +185,7 @@ fn null_is_an_error_everywhere_and_freeing_it_is_none() {
 
 #[test]
 fn options_of_older_and_newer_headers_are_understood() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    let pages = Pages::default();
-    let store = pages.store();
-    let mut options: farpage_region_options = blank();
-    options.store = &store;
+    let (runtime, _pages, _store, mut options) = stored();
 
     let mut newer = [0u8; 256];
     // SAFETY: the array is larger than the struct, and begins with it.
@@ -228,11 +225,7 @@ fn options_of_older_and_newer_headers_are_understood() {
 
 #[test]
 fn region_whose_store_fails_stays_until_it_is_discarded() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    let pages = Pages::default();
-    let store = pages.store();
-    let mut options: farpage_region_options = blank();
-    options.store = &store;
+    let (runtime, pages, _store, options) = stored();
     let region = runtime.map(3 * PAGE, &options).expect("a region");
     // SAFETY: the region is mapped until it is discarded.
     unsafe {
@@ -274,11 +267,7 @@ fn region_whose_store_fails_stays_until_it_is_discarded() {
 
 #[test]
 fn store_of_a_region_that_cannot_be_mapped_is_released() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    let pages = Pages::default();
-    let store = pages.store();
-    let mut options: farpage_region_options = blank();
-    options.store = &store;
+    let (runtime, pages, _store, mut options) = stored();
     options.page_bytes = 5000;
     assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
     pages.wait_for_release();
@@ -347,11 +336,7 @@ fn own_memory(pages: usize) -> *mut u8 {
 
 #[test]
 fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    let pages = Pages::default();
-    let store = pages.store();
-    let mut options: farpage_region_options = blank();
-    options.store = &store;
+    let (runtime, pages, _store, mut options) = stored();
     // More than the budget, so that pages come and go; the last page is not whole.
     let (count, bytes) = (100, 99 * PAGE + 1);
     let before = own_memory(count + 2);
@@ -501,11 +486,7 @@ fn absurd_sizes_are_refused_with_what_is_possible() {
 
 #[test]
 fn child_of_fork_gets_a_code_and_frees_nothing() {
-    let runtime = Runtime::new(None).expect("a runtime without servers");
-    let pages = Pages::default();
-    let store = pages.store();
-    let mut options: farpage_region_options = blank();
-    options.store = &store;
+    let (runtime, pages, _store, options) = stored();
     let region = runtime.map(PAGE, &options).expect("a region");
     // SAFETY: the child calls nothing but these functions, which take no lock that another thread
     // of this process holds, and ends.

@@ -8,7 +8,8 @@ mod common;
 
 use std::{collections::BTreeSet, fs, path::Path, process::Command, time::Duration};
 
-use common::{have, prefix, run, scratch, serve, text};
+use common::{have, prefix, scratch, serve};
+use farpage_testkit::{run, text};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -37,8 +38,7 @@ fn adapted(text: String, words: &[(&str, &str)]) -> String {
 
 #[test]
 fn lines_that_are_printed_build_programs_that_run() {
-    let test = "lines_that_are_printed_build_programs_that_run";
-    if !have(test, &["cc", "c++", "pkg-config"]) {
+    if !have(&["cc", "c++", "pkg-config"]) {
         return;
     }
     let server = serve("tcp://127.0.0.1:0");

@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::serve;
+use common::{blank, serve};
 use farpage_capi::*;
 
 const PAGE: usize = 4096;
@@ -33,18 +33,6 @@ extern "C" fn touch(_: i32) {
     unsafe {
         let byte = MEMORY.load(Relaxed).add(page * PAGE);
         byte.write_volatile(byte.read_volatile().wrapping_add(1));
-    }
-}
-
-/// Returns an options struct that is all zero but for its length.
-fn blank<T: Copy>() -> T {
-    // SAFETY: the option structs may be all zeros, and begin with their length.
-    unsafe {
-        let mut it: T = mem::zeroed();
-        ptr::from_mut(&mut it)
-            .cast::<usize>()
-            .write(mem::size_of::<T>());
-        it
     }
 }
 

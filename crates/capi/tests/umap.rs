@@ -17,7 +17,8 @@ use std::{
     time::Duration,
 };
 
-use common::{compile, finish, have, run, scratch, serve, sources, text};
+use common::{compile, have, scratch, serve, sources};
+use farpage_testkit::{finish, run, socket_in, text};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Size of the buffer. Small, so that everything is evicted all the time.
@@ -41,7 +42,7 @@ fn program() -> &'static Path {
 
 /// Returns the command of a case in a folder of its own; `None` if it cannot be compiled here.
 fn case(name: &str) -> Option<Command> {
-    if !have(name, &["g++", "pkg-config"]) {
+    if !have(&["g++", "pkg-config"]) {
         return None;
     }
     let folder = scratch(name);
@@ -130,7 +131,7 @@ const WITH_MORE: &[&str] = &[
 
 #[test]
 fn every_case_is_run() {
-    if !have("every_case_is_run", &["g++", "pkg-config"]) {
+    if !have(&["g++", "pkg-config"]) {
         return;
     }
     let listed = text(&run(Command::new(program()).arg("--list"), PATIENCE).stdout);
@@ -187,7 +188,7 @@ fn with_servers(name: &str) {
         return;
     };
     let folder = tempfile::tempdir().expect("a folder for the socket");
-    let shm = format!("shm://{}/s", folder.path().display());
+    let shm = socket_in(&folder).to_string();
     for endpoint in [shm.as_str(), "tcp://127.0.0.1:0"] {
         let server = serve(endpoint);
         let endpoint = server.endpoints()[0].to_string();

@@ -23,6 +23,7 @@ use farpage_fabric::{
     server::ServerThread,
     sim::{SimConfig, SimServer},
 };
+use farpage_testkit::{op, tcp, transfer, wait_until};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const LEASE: Duration = Duration::from_millis(600);
@@ -37,38 +38,21 @@ fn options(folder: &Path) -> SessionOptions {
 fn on_real_fabrics(test: impl Fn(&Arc<Areas>, &ServerThread, &SessionOptions)) {
     let folder = tempfile::tempdir().unwrap();
     let shm = Endpoint::Shm(folder.path().join("socket"));
-    for endpoint in [shm, "tcp://127.0.0.1:0".parse().unwrap()] {
+    for endpoint in [shm, tcp()] {
         let areas = Areas::new(LEASE);
         let serving = ServerThread::start(&endpoint, Arc::clone(&areas) as _).unwrap();
         test(&areas, &serving, &options(folder.path()));
     }
 }
 
-fn until(what: &str, is_so: impl Fn() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(Instant::now() < end, "{what}");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
 /// Returns the end of one WRITE, on a channel of its own: a refused WRITE may end it.
 fn write(session: &Arc<Session>, extent: Extent, offset: u64) -> Result<(), ChannelError> {
     let mut channel = session.channel::<Vec<u8>>().unwrap();
-    let op = Op {
-        tag: 0,
-        verb: Verb::Write,
-        extent: extent.id,
-        offset,
-        len: 8,
-        buf: vec![7; 8],
-    };
-    assert!(channel.post(op).is_ok());
-    let (mut done, end) = (Vec::new(), Instant::now() + PATIENCE);
-    while channel.poll(&mut done) == 0 {
-        assert!(Instant::now() < end, "a WRITE without an end");
-    }
-    done.pop().unwrap().result
+    transfer(
+        &mut *channel,
+        op(Verb::Write, extent.id, offset, vec![7; 8]),
+    )
+    .map(drop)
 }
 
 #[test]
@@ -99,7 +83,7 @@ fn a_peer_writes_into_the_area_that_it_opened() {
         }
         assert_eq!(message, b"hello");
         drop((sender, session));
-        until("the peer has gone", || {
+        wait_until("the peer has gone", || {
             areas.presence("ring") == Presence::Gone
         });
     });
@@ -136,7 +120,7 @@ fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
         assert_eq!(thief.names().unwrap(), []);
         // 3. It gets no area that another has held, until it is offered anew.
         drop(holder);
-        until("the holder has gone", || {
+        wait_until("the holder has gone", || {
             areas.presence("mine") == Presence::Gone
         });
         assert!(matches!(
@@ -174,15 +158,11 @@ fn a_board_is_read_by_many_and_written_by_none() {
 #[cfg(feature = "rdma")]
 #[test]
 fn a_board_is_read_by_many_and_written_by_none_over_rdma() {
-    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
-        eprintln!(
-            "SKIPPED: a_board_is_read_by_many_and_written_by_none_over_rdma: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
-        );
+    let Some(endpoint) = farpage_testkit::rdma() else {
         return;
     };
     let folder = tempfile::tempdir().unwrap();
     let areas = Areas::new(LEASE);
-    let endpoint = format!("rdma://{host}:0").parse().unwrap();
     let serving = ServerThread::start(&endpoint, Arc::clone(&areas) as _).unwrap();
     let options = options(folder.path());
     let connect = || Session::connect(serving.endpoint(), &options).unwrap();
@@ -203,16 +183,7 @@ fn landed_floats_are_added_in_any_number() {
             .iter()
             .flat_map(|float| float.to_le_bytes())
             .collect();
-        let op = Op {
-            tag: 0,
-            verb: Verb::Write,
-            extent: extent.id,
-            offset: 64,
-            len: buf.len() as u32,
-            buf,
-        };
-        assert!(channel.post(op).is_ok());
-        while channel.poll(&mut Vec::new()) == 0 {}
+        transfer(&mut *channel, op(Verb::Write, extent.id, 64, buf)).unwrap();
         let mut sums = vec![9.0; count];
         landing.add_floats(64, &mut sums, true);
         assert_eq!(sums, floats);
@@ -284,7 +255,7 @@ fn a_peer_that_falls_silent_over_a_network_has_gone_when_its_lease_is_over() {
     assert!(resume(Secret([0; 16])).is_err());
     assert!(resume(admission.secret).is_ok());
     assert_eq!(areas.presence("ring"), Presence::Here);
-    until("silence is noticed", || {
+    wait_until("silence is noticed", || {
         areas.presence("ring") == Presence::Gone
     });
     assert!(areas.renew(session).is_err() && areas.open(session, "ring", None).is_err());
@@ -299,8 +270,7 @@ fn peers_whose_small_batches_are_served_together_do_not_harm_one_another() {
     const PEERS: u64 = 3;
     let folder = tempfile::tempdir().unwrap();
     let areas = Areas::new(PATIENCE);
-    let endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let serving = ServerThread::start(&endpoint, Arc::clone(&areas) as _).unwrap();
+    let serving = ServerThread::start(&tcp(), Arc::clone(&areas) as _).unwrap();
     let board = areas.show("board", AREA_BYTES as u64).unwrap();
     let options = options(folder.path());
     let options = SessionOptions {
@@ -316,25 +286,14 @@ fn peers_whose_small_batches_are_served_together_do_not_harm_one_another() {
     }
     impl Peer {
         fn post(&mut self, verb: Verb, extent: Extent, bytes: Vec<u8>) {
-            let op = Op {
-                tag: 0,
-                verb,
-                extent: extent.id,
-                offset: 0,
-                len: bytes.len() as u32,
-                buf: bytes,
-            };
+            let op = op(verb, extent.id, 0, bytes);
             assert!(self.channel.post(op).is_ok());
         }
 
         fn post_when(&mut self, bytes: usize, least: u64) {
             let op = Op {
                 tag: 1,
-                verb: Verb::Read,
-                extent: self.board.id,
-                offset: 0,
-                len: bytes as u32,
-                buf: vec![0; bytes],
+                ..op(Verb::Read, self.board.id, 0, vec![0; bytes])
             };
             assert!(self.channel.post_when(op, least).is_ok());
         }

@@ -13,6 +13,7 @@ use farpage_fabric::{
     server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
+use farpage_testkit::{op, tcp};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -43,19 +44,8 @@ fn with_server(
     end();
 }
 
-fn tcp() -> Endpoint {
-    "tcp://127.0.0.1:0".parse().expect("an endpoint")
-}
-
 fn add_one(extent: ExtentId) -> Op<Vec<u8>> {
-    Op {
-        tag: 0,
-        verb: Verb::Atomic(Atomic::FetchAdd(1)),
-        extent,
-        offset: 0,
-        len: 8,
-        buf: vec![0; 8],
-    }
+    op(Verb::Atomic(Atomic::FetchAdd(1)), extent, 0, vec![0; 8])
 }
 
 /// Adds until there are `count` completions, or until the channel is dead.

@@ -4,7 +4,6 @@
 //! device, or that there is none, say when they skip.
 
 use std::{
-    env,
     io::{self, Write},
     sync::{Arc, Mutex},
     time::Duration,
@@ -15,6 +14,7 @@ use farpage_fabric::{
     server::{Listener, ServerThread, SocketAccess},
     sim::SimHost,
 };
+use farpage_testkit::{rdma, tcp, test_name};
 
 /// Messages of a build without the feature, or of a machine without a device: the state of things
 /// and the remedy.
@@ -24,26 +24,13 @@ const REASON: [&str; 2] = if cfg!(feature = "rdma") {
     ["built without RDMA", "--features rdma"]
 };
 
-fn has_no_device(test: &str) -> bool {
+fn has_no_device() -> bool {
     let devices = rdma_devices();
     if let Ok(devices) = &devices {
+        let test = test_name();
         eprintln!("SKIPPED: {test}: this machine has RDMA: {devices:?}");
     }
     devices.is_err()
-}
-
-fn device_address(test: &str) -> Option<String> {
-    let address = env::var("FARPAGE_TEST_RDMA_ADDRESS").ok();
-    if address.is_none() {
-        eprintln!(
-            "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
-        );
-    }
-    address
-}
-
-fn endpoint(url: &str) -> Endpoint {
-    url.parse().expect("an endpoint")
 }
 
 fn assert_says(text: &str) {
@@ -101,10 +88,10 @@ fn auto(at: &Endpoint) -> (Arc<Session>, String, Endpoint) {
 
 #[test]
 fn what_cannot_be_had_is_refused_with_the_reason_and_the_remedy() {
-    if !has_no_device("what_cannot_be_had_is_refused_with_the_reason_and_the_remedy") {
+    if !has_no_device() {
         return;
     }
-    let endpoint = endpoint("rdma://127.0.0.1:7471");
+    let endpoint = "rdma://127.0.0.1:7471".parse().expect("an endpoint");
     assert_says(&rdma_devices().expect_err("there is none"));
     let error = Session::connect(&endpoint, &SessionOptions::default()).expect_err("no RDMA");
     assert!(matches!(error, ConnectError::NoRdma { .. }), "{error:?}");
@@ -115,10 +102,10 @@ fn what_cannot_be_had_is_refused_with_the_reason_and_the_remedy() {
 
 #[test]
 fn auto_takes_tcp_where_there_is_no_device_and_says_why() {
-    if !has_no_device("auto_takes_tcp_where_there_is_no_device_and_says_why") {
+    if !has_no_device() {
         return;
     }
-    let (session, log, served) = auto(&endpoint("tcp://127.0.0.1:0"));
+    let (session, log, served) = auto(&tcp());
     assert_eq!(session.endpoint(), &served);
     assert_says(session.fallback().expect("it is not rdma"));
     assert!(log.contains("WARN") && log.contains("taking tcp"), "{log}");
@@ -127,11 +114,10 @@ fn auto_takes_tcp_where_there_is_no_device_and_says_why() {
 
 #[test]
 fn auto_takes_tcp_where_only_the_server_has_no_rdma_and_says_why() {
-    let test = "auto_takes_tcp_where_only_the_server_has_no_rdma_and_says_why";
-    let Some(host) = device_address(test) else {
+    let Some(Endpoint::Rdma { host, port }) = rdma() else {
         return;
     };
-    let (session, log, served) = auto(&endpoint(&format!("tcp://{host}:0")));
+    let (session, log, served) = auto(&Endpoint::Tcp { host, port });
     assert_eq!(session.endpoint(), &served);
     let reason = session.fallback().expect("it is not rdma");
     assert!(reason.contains("rdma://"), "{reason}");
@@ -140,10 +126,8 @@ fn auto_takes_tcp_where_only_the_server_has_no_rdma_and_says_why() {
 
 #[test]
 fn auto_takes_rdma_where_both_have_it_and_says_so() {
-    let Some(host) = device_address("auto_takes_rdma_where_both_have_it_and_says_so") else {
-        return;
-    };
-    let (session, log, served) = auto(&endpoint(&format!("rdma://{host}:0")));
+    let Some(endpoint) = rdma() else { return };
+    let (session, log, served) = auto(&endpoint);
     assert_eq!(session.endpoint(), &served);
     assert_eq!(session.fallback(), None);
     assert!(log.contains("taking rdma"), "{log}");

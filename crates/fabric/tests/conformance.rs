@@ -8,6 +8,7 @@ use farpage_fabric::{
     server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
+use farpage_testkit::tcp;
 
 fn options() -> SessionOptions {
     SessionOptions {
@@ -50,10 +51,7 @@ fn shared_memory_conforms() {
 
 #[test]
 fn tcp_conforms() {
-    check(
-        &"tcp://127.0.0.1:0".parse().expect("an endpoint"),
-        options(),
-    );
+    check(&tcp(), options());
 }
 
 #[test]
@@ -69,10 +67,7 @@ fn shaped_shared_memory_conforms() {
 #[test]
 fn shaped_tcp_conforms() {
     let link = Some(Arc::new(Link::new(100.0, 20.0)));
-    check(
-        &"tcp://127.0.0.1:0".parse().expect("an endpoint"),
-        SessionOptions { link, ..options() },
-    );
+    check(&tcp(), SessionOptions { link, ..options() });
 }
 
 #[test]
@@ -88,22 +83,10 @@ fn simulation_conforms() {
     });
 }
 
-/// Returns an endpoint on this machine's RDMA device, if it has one.
-#[cfg(feature = "rdma")]
-fn rdma_endpoint(test: &str) -> Option<Endpoint> {
-    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
-        eprintln!(
-            "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
-        );
-        return None;
-    };
-    Some(format!("rdma://{host}:0").parse().expect("an endpoint"))
-}
-
 #[cfg(feature = "rdma")]
 #[test]
 fn rdma_conforms() {
-    if let Some(endpoint) = rdma_endpoint("rdma_conforms") {
+    if let Some(endpoint) = farpage_testkit::rdma() {
         check(&endpoint, options());
     }
 }

@@ -15,13 +15,14 @@ use std::{
 };
 
 use farpage_fabric::{
-    Buf, Op, SessionOptions, Verb,
+    Buf, SessionOptions, Verb,
     regmem::{
         Access, DomainId, Keys, MemoryRegistration, NullRegistrar, RegBuf, RegError, RegPool,
         RegPoolOptions, Registrar,
     },
     sim::{SimConfig, SimServer},
 };
+use farpage_testkit::{op, transfer};
 use proptest::prelude::*;
 
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -332,20 +333,7 @@ fn a_buffer_travels_through_a_channel_and_comes_back_registered() {
     buf.as_mut().fill(9);
     let at = address(&buf);
     for verb in [Verb::Write, Verb::Read] {
-        let op = Op {
-            tag: 1,
-            verb,
-            extent,
-            offset: 0,
-            len: 5000,
-            buf,
-        };
-        assert!(channel.post(op).is_ok());
-        let mut done = Vec::new();
-        while channel.poll(&mut done) == 0 {}
-        let completion = done.pop().unwrap();
-        completion.result.unwrap();
-        buf = completion.buf;
+        buf = transfer(&mut *channel, op(verb, extent, 0, buf)).unwrap();
         assert_eq!(address(&buf), at);
         assert!(buf.as_ref().iter().all(|byte| *byte == 9));
         let keys = buf

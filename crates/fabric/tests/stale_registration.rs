@@ -245,15 +245,12 @@ fn a_buffer_is_registered_as_long_as_it_is_mapped_and_no_longer() {
 /// A real adapter in place of the model: a connection between two real queue pairs.
 #[cfg(feature = "rdma")]
 mod rdma {
-    use std::{
-        collections::hash_map::Entry,
-        thread,
-        time::{Duration, Instant},
-    };
+    use std::{collections::hash_map::Entry, time::Duration};
 
     use farpage_fabric::{
-        Channel, ExtentId, Op, Session, SessionOptions, Verb, server::ServerThread, sim::SimHost,
+        Channel, ExtentId, Session, SessionOptions, Verb, server::ServerThread, sim::SimHost,
     };
+    use farpage_testkit::{op, transfer};
 
     use super::*;
 
@@ -315,41 +312,16 @@ mod rdma {
     }
 
     fn one(channel: &mut dyn Channel<RegBuf>, verb: Verb, extent: ExtentId, buf: RegBuf) -> RegBuf {
-        let (tag, offset, len) = (0, 0, PAGE_BYTES as u32);
-        let op = Op {
-            tag,
-            verb,
-            extent,
-            offset,
-            len,
-            buf,
-        };
-        assert!(channel.post(op).is_ok());
-        let mut done = Vec::new();
-        let until = Instant::now() + Duration::from_secs(20);
-        while channel.poll(&mut done) == 0 {
-            assert!(Instant::now() < until, "the operation does not end");
-            thread::yield_now();
-        }
-        let done = done.remove(0);
-        done.result.unwrap();
-        done.buf
+        transfer(channel, op(verb, extent, 0, buf)).unwrap()
     }
 
     /// READs 1 into a page, frees it, maps its address again and READs 2 into that, then WRITEs 3
     /// from it. Returns the bytes in the buffer after each READ, and at the server at last. All
     /// operations use buffers of a pool before which `registrar` stands.
     fn received_and_sent(
-        test: &str,
         registrar: impl FnOnce(Arc<dyn Registrar>) -> Arc<dyn Registrar>,
     ) -> Option<[u8; 3]> {
-        let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
-            eprintln!(
-                "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
-            );
-            return None;
-        };
-        let endpoint = format!("rdma://{host}:0").parse().unwrap();
+        let endpoint = farpage_testkit::rdma()?;
         let host = Arc::new(SimHost::new(1 << 20));
         let mut server = ServerThread::start(&endpoint, Arc::clone(&host) as _).unwrap();
         let options = SessionOptions {
@@ -390,13 +362,10 @@ mod rdma {
 
     #[test]
     fn a_cache_by_address_moves_bytes_of_freed_memory() {
-        let found = received_and_sent(
-            "a_cache_by_address_moves_bytes_of_freed_memory",
-            |adapter| {
-                let known = Mutex::default();
-                Arc::new(ByAddress { adapter, known })
-            },
-        );
+        let found = received_and_sent(|adapter| {
+            let known = Mutex::default();
+            Arc::new(ByAddress { adapter, known })
+        });
         if let Some(found) = found {
             // The second READ has gone to the freed page, nothing has come into the buffer, and
             // that freed page is what was sent.
@@ -406,7 +375,7 @@ mod rdma {
 
     #[test]
     fn a_buffer_moves_its_own_bytes() {
-        let found = received_and_sent("a_buffer_moves_its_own_bytes", |adapter| adapter);
+        let found = received_and_sent(|adapter| adapter);
         if let Some(found) = found {
             assert_eq!(found, [1, 2, 3]);
         }

@@ -13,8 +13,9 @@ use std::{
     sync::Mutex,
 };
 
-use common::{Fabric, KIB, MIB, ServerProcess, builder, can_page, serve_if_asked};
+use common::{Fabric, ServerProcess, builder, can_page, serve_if_asked};
 use farpage::{Allocator, Codec, FaultMode, RegionOptions};
+use farpage_testkit::{KIB, MIB, test_name};
 
 const PAGE: usize = 4 * KIB;
 const BUDGET: usize = 64 * PAGE;
@@ -44,19 +45,19 @@ unsafe impl GlobalAlloc for Locked {
 static ALLOCATOR: Allocator<Locked> = Allocator::over(Locked);
 
 /// Touches regions of eight budgets while this thread has the allocator's lock.
-fn touch(test: &'static str, mode: FaultMode, codecs: &[Codec]) {
-    if serve_if_asked() || !can_page(test) {
+fn touch(mode: FaultMode) {
+    if serve_if_asked() || !can_page() {
         return;
     }
     // A watchdog's thread would wait for the allocator, too.
     // SAFETY: asks for a signal, which ends the process.
     unsafe { libc::alarm(PATIENCE_SECONDS) };
     for fabric in [Fabric::Shm, Fabric::Tcp] {
-        let memory = ServerProcess::start(test, fabric, 64 * MIB);
+        let memory = ServerProcess::start(&test_name(), fabric, 64 * MIB);
         let runtime = builder(BUDGET, PAGE).fault_mode(mode).server(&memory.url);
         let runtime = runtime.build().unwrap();
-        for codec in codecs {
-            let options = RegionOptions::new().codec(*codec);
+        for codec in [Codec::Raw, Codec::Lz4] {
+            let options = RegionOptions::new().codec(codec);
             let mut region = runtime.region_with(8 * BUDGET, options).unwrap();
             for round in 0..6u8 {
                 let locked = LOCK.lock();
@@ -79,12 +80,10 @@ fn touch(test: &'static str, mode: FaultMode, codecs: &[Codec]) {
 
 #[test]
 fn pages_come_while_the_allocators_lock_is_held() {
-    let test = "pages_come_while_the_allocators_lock_is_held";
-    touch(test, FaultMode::Filler, &[Codec::Raw, Codec::Lz4]);
+    touch(FaultMode::Filler);
 }
 
 #[test]
 fn pages_come_in_thread_while_the_allocators_lock_is_held() {
-    let test = "pages_come_in_thread_while_the_allocators_lock_is_held";
-    touch(test, FaultMode::InThread, &[Codec::Raw, Codec::Lz4]);
+    touch(FaultMode::InThread);
 }

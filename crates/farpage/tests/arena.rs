@@ -11,10 +11,9 @@ mod common;
 
 use std::{env, fs, ops::Range, ptr::NonNull, thread, time::Duration};
 
-use common::{
-    Fabric, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, mix, seed, wait_until,
-};
+use common::{Fabric, Memory, begin, builder, fabrics};
 use farpage::{Advice, Arena, ArenaError, Codec, FaultMode, RegionOptions, Reserve};
+use farpage_testkit::{KIB, MIB, Rng, TestProcess, mix, seed, wait_until};
 
 const PAGE: usize = 16 * KIB;
 
@@ -103,16 +102,12 @@ impl Block {
 
 #[test]
 fn hundred_thousand_arrays_leave_nothing_behind() {
-    let test = "hundred_thousand_arrays_leave_nothing_behind";
     // Runs in a process of its own: other tests map memory, too.
     if env::var_os(ALONE).is_none() {
-        return Kin::start(test, &[(ALONE, "1")]).must_pass(Duration::from_secs(180));
+        return TestProcess::start(&[(ALONE, "1")]).must_pass(Duration::from_secs(180));
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(180) else { return };
+    let seed = seed();
     let memory = Memory::start(Fabric::Shm, 512 * MIB);
     let runtime = memory.runtime(12 * PAGE, PAGE);
     let on_demand = RegionOptions::new()
@@ -175,12 +170,8 @@ fn hundred_thousand_arrays_leave_nothing_behind() {
 
 #[test]
 fn threads_share_an_arena() {
-    let test = "threads_share_an_arena";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(120) else { return };
+    let seed = seed();
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 256 * MIB);
         let runtime = memory.runtime(2 * MIB, PAGE);
@@ -199,11 +190,7 @@ fn threads_share_an_arena() {
 /// Freed memory is given out again unzeroed by `allocate_uninit`; other callers get zeros.
 #[test]
 fn freed_memory_is_kept_for_who_takes_it_as_it_is() {
-    let test = "freed_memory_is_kept_for_who_takes_it_as_it_is";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     // Up to 64 pages of the budget may be kept.
     let runtime = memory.runtime(1024 * PAGE, PAGE);
@@ -307,12 +294,9 @@ fn resize(arena: &Arena, block: &mut Block, bytes: usize) {
 
 #[test]
 fn parts_are_released_as_munmap_does() {
-    let test = "parts_are_released_as_munmap_does";
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
-    let arena = builder(MIB, PAGE).server(&memory.url).build().unwrap();
+    let arena = memory.builder(MIB, PAGE).build().unwrap();
     let options = RegionOptions::new().read_ahead(0);
     let arena = arena.arena_with(64 * PAGE, options).unwrap();
     let first = arena.allocate(16 * PAGE, 1).unwrap().as_ptr() as usize;
@@ -386,12 +370,8 @@ impl Grown {
 /// writes it.
 #[test]
 fn reallocated_blocks_hold_what_a_naive_copy_would() {
-    let test = "reallocated_blocks_hold_what_a_naive_copy_would";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(240) else { return };
+    let seed = seed();
     for (page, in_thread, codec) in [
         (4 * KIB, false, Codec::Raw),
         (16 * KIB, false, Codec::Lz4),
@@ -471,11 +451,7 @@ fn grow(arena: &Arena, seed: u64, mut rng: Rng, page: usize) {
 
 #[test]
 fn pages_move_at_once_to_where_pages_are_pinned() {
-    let test = "pages_move_at_once_to_where_pages_are_pinned";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     // A page that waited would wait for the deadline, and trip the watchdog.
     let builder = builder(20 * PAGE, PAGE).deadline(Duration::from_secs(3600));
@@ -499,11 +475,7 @@ fn pages_move_at_once_to_where_pages_are_pinned() {
 /// Changed pages of in-thread faults wait for an evictor, which is not called for each of them.
 #[test]
 fn pages_that_were_handed_over_are_given_up_and_move_at_once() {
-    let test = "pages_that_were_handed_over_are_given_up_and_move_at_once";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     // A page that waited for an evictor would wait for the deadline, and trip the watchdog.
     let builder = builder(200 * PAGE, PAGE).deadline(Duration::from_secs(3600));
@@ -532,16 +504,9 @@ fn pages_that_were_handed_over_are_given_up_and_move_at_once() {
 
 #[test]
 fn block_that_moves_brings_nothing_in_and_writes_nothing_back() {
-    let test = "block_that_moves_brings_nothing_in_and_writes_nothing_back";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 256 * MIB);
-    let runtime = builder(20 * PAGE, PAGE)
-        .server(&memory.url)
-        .build()
-        .unwrap();
+    let runtime = memory.builder(20 * PAGE, PAGE).build().unwrap();
     let options = RegionOptions::new().read_ahead(0);
     let arena = runtime.arena_with(2000 * PAGE, options).unwrap();
     let mut block = arena.allocate(300 * PAGE, 1).unwrap();

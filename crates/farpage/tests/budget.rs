@@ -20,10 +20,13 @@ use std::{
 };
 
 use common::{
-    KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, get, mix, proc_bytes, seed,
-    set, shared,
+    Fabric, Memory, begin, builder, can_page, fabrics, shared,
+    words::{assert_filled, exercise, fill, word},
 };
 use farpage::{Allowance, ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
+use farpage_testkit::{
+    KIB, MIB, Rng, TestProcess, Watchdog, mix, process::proc_bytes, seed, wait_until,
+};
 
 const THREADS: usize = 4;
 const ROUNDS: usize = 10;
@@ -37,8 +40,7 @@ const STAGING_BYTES: usize = 4 * 4 * MIB;
 
 #[test]
 fn anonymous_memory_stays_within_the_budget() {
-    let test = "anonymous_memory_stays_within_the_budget";
-    in_a_process_of_its_own(test, |url, seed| {
+    in_a_process_of_its_own(|url, seed| {
         let budget_bytes = 48 * MIB;
         let runtime = builder(budget_bytes, 4 * KIB).server(url).build().unwrap();
         let regions = [
@@ -60,15 +62,14 @@ fn budget_beyond_memory_is_an_error_that_says_so() {
         text.contains("a budget of") && text.contains("does not fit"),
         "{text}"
     );
-    if can_page("budget_beyond_memory_is_an_error_that_says_so") {
+    if can_page() {
         Runtime::builder().budget(ByteSize(most)).build().unwrap();
     }
 }
 
 #[test]
 fn compressing_takes_its_buffers_and_no_more() {
-    let test = "compressing_takes_its_buffers_and_no_more";
-    in_a_process_of_its_own(test, |url, seed| {
+    in_a_process_of_its_own(|url, seed| {
         let budget_bytes = 32 * MIB;
         let runtime = builder(budget_bytes, 4 * KIB).server(url).build().unwrap();
         let regions = [
@@ -82,8 +83,7 @@ fn compressing_takes_its_buffers_and_no_more() {
 
 #[test]
 fn one_page_per_filler_is_never_exceeded() {
-    let test = "one_page_per_filler_is_never_exceeded";
-    in_a_process_of_its_own(test, |url, seed| {
+    in_a_process_of_its_own(|url, seed| {
         let budget_bytes = 2 * 64 * KIB;
         let runtime = builder(budget_bytes, 64 * KIB).server(url).build().unwrap();
         let regions = [
@@ -95,17 +95,17 @@ fn one_page_per_filler_is_never_exceeded() {
 }
 
 /// Runs `body` over both fabrics, each time in a process with nothing but a client.
-fn in_a_process_of_its_own(test: &'static str, body: fn(&str, u64)) {
+fn in_a_process_of_its_own(body: fn(&str, u64)) {
     if let Ok(url) = env::var(CHILD) {
-        return body(&url, seed(test));
+        return body(&url, seed());
     }
-    if !can_page(test) {
+    if !can_page() {
         return;
     }
     for fabric in fabrics() {
         println!("{fabric}:");
         let memory = Memory::start(fabric, 1 << 30);
-        Kin::start(test, &[(CHILD, &memory.url)]).must_pass(Duration::from_secs(200));
+        TestProcess::start(&[(CHILD, &memory.url)]).must_pass(Duration::from_secs(200));
     }
 }
 
@@ -120,8 +120,8 @@ fn pressure(
     ops_per_round: usize,
     seed: u64,
 ) {
-    let _watchdog = Watchdog::new("pressure", Duration::from_secs(180));
-    let baseline_bytes = proc_bytes("smaps_rollup", "Anonymous");
+    let _watchdog = Watchdog::new(Duration::from_secs(180));
+    let baseline_bytes = proc_bytes("self", "smaps_rollup", "Anonymous");
     let mut arrays: Vec<RemoteArray<u64>> = regions
         .iter()
         .map(|&(page_bytes, bytes, codec)| {
@@ -138,7 +138,7 @@ fn pressure(
         let watcher = scope.spawn(|| {
             let mut samples = 0;
             while !done.load(Ordering::Relaxed) {
-                peak_bytes.fetch_max(proc_bytes("status", "RssAnon"), Ordering::Relaxed);
+                peak_bytes.fetch_max(proc_bytes("self", "status", "RssAnon"), Ordering::Relaxed);
                 samples += 1;
             }
             samples
@@ -151,18 +151,13 @@ fn pressure(
                     scope.spawn(move || {
                         for _ in 0..ops_per_round {
                             let words = words[rng.below(words.len())];
-                            let at = rng.below(words.len() / THREADS) * THREADS + thread;
-                            let (seen, right) = (get(words, at), mix(at as u64));
-                            assert!(
-                                seen == 0 || seen == right,
-                                "word {at} is {seen:#x}; seed {seed}"
-                            );
-                            set(words, at, right);
+                            exercise(words, thread, THREADS, &mut rng, 1);
                         }
                     });
                 }
             });
-            peak_rollup_bytes = peak_rollup_bytes.max(proc_bytes("smaps_rollup", "Anonymous"));
+            peak_rollup_bytes =
+                peak_rollup_bytes.max(proc_bytes("self", "smaps_rollup", "Anonymous"));
         }
         done.store(true, Ordering::Relaxed);
         watcher.join().expect("nothing in it panics")
@@ -193,30 +188,20 @@ fn pressure(
 
 #[test]
 fn budget_changes_while_the_program_runs() {
-    let test = "budget_changes_while_the_program_runs";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
-    if !can_page(test) {
-        return;
-    }
-    let memory = Memory::start(common::Fabric::Shm, 64 * MIB);
+    let Some(_watchdog) = begin(180) else { return };
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let page = 16 * KIB;
     let runtime = memory.runtime(128 * page, page);
     let mut array: RemoteArray<u64> = runtime.array(256 * page / 8).unwrap();
-    let write = |array: &mut RemoteArray<u64>, salt: u64| {
-        for (at, word) in array.iter_mut().enumerate() {
-            *word = mix(at as u64 ^ salt);
-        }
-    };
     let resident = || runtime.stats().pager.resident_bytes;
-    write(&mut array, 1);
+    fill(&mut array, 1);
     for (salt, pages) in [(2, 16u64), (3, 128), (4, 40), (5, 8)] {
         let budget = pages * page as u64;
-        common::wait_until("nothing exceeds the budget", || {
+        wait_until("nothing exceeds the budget", || {
             runtime.set_budget(ByteSize(budget)) == ByteSize(0)
         });
-        let before = mix(7 ^ (salt - 1));
-        assert_eq!(array[7], before);
-        write(&mut array, salt);
+        assert_eq!(array[7], word(7, salt - 1));
+        fill(&mut array, salt);
         assert!(
             resident() <= budget,
             "{} of {pages} pages",
@@ -230,7 +215,5 @@ fn budget_changes_while_the_program_runs() {
     // The budget never exceeds the one that the runtime was built with.
     runtime.set_budget(ByteSize(1 << 40));
     assert_eq!(runtime.stats().pager.budget_bytes, 128 * page as u64);
-    for (at, word) in array.iter().enumerate() {
-        assert_eq!(*word, mix(at as u64 ^ 5));
-    }
+    assert_filled(&array, 5);
 }

@@ -26,8 +26,9 @@ use std::{
     time::Duration,
 };
 
-use common::{Fabric, KIB, MIB, Memory, Watchdog, builder, can_page, mix};
+use common::{Fabric, Memory, begin, builder, words::bytes};
 use farpage::{Advice, FaultMode, Region, Runtime, io};
+use farpage_testkit::{KIB, MIB};
 
 const PAGE: usize = 4 * KIB;
 
@@ -36,18 +37,9 @@ fn runtime(memory: &Memory) -> Runtime {
     builder.server(&memory.url).build().unwrap()
 }
 
-fn bytes(count: usize, seed: u64) -> Vec<u8> {
-    (0..count)
-        .map(|at| mix(at as u64 ^ seed << 40) as u8)
-        .collect()
-}
-
 /// Runs `work` with a region of `bytes` bytes while another thread sweeps over four budgets.
-fn under_pressure(test: &'static str, bytes: usize, work: impl FnOnce(&mut Region)) {
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
+fn under_pressure(bytes: usize, work: impl FnOnce(&mut Region)) {
+    let Some(_watchdog) = begin(120) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = runtime(&memory);
     let mut region = runtime.region(bytes).unwrap();
@@ -77,8 +69,7 @@ fn give_up(region: &Region) {
 
 #[test]
 fn files_are_read_and_written_whole_whatever_the_budget() {
-    let test = "files_are_read_and_written_whole_whatever_the_budget";
-    under_pressure(test, 2 * MIB, |region| {
+    under_pressure(2 * MIB, |region| {
         let (file, expected) = (tempfile::tempfile().unwrap(), bytes(2 * MIB, 1));
         file.write_all_at(&expected, 0).unwrap();
         let whole = 2 * MIB;
@@ -109,8 +100,7 @@ fn files_are_read_and_written_whole_whatever_the_budget() {
 
 #[test]
 fn ten_buffers_are_filled_and_written_in_order() {
-    let test = "ten_buffers_are_filled_and_written_in_order";
-    under_pressure(test, 2 * MIB, |region| {
+    under_pressure(2 * MIB, |region| {
         let (file, expected) = (tempfile::tempfile().unwrap(), bytes(MIB, 2));
         file.write_all_at(&expected, 0).unwrap();
         // Buffers of different lengths, one of them empty, with gaps between them.
@@ -162,8 +152,7 @@ fn ten_buffers_are_filled_and_written_in_order() {
 
 #[test]
 fn streams_lose_nothing_and_a_write_is_done_whole() {
-    let test = "streams_lose_nothing_and_a_write_is_done_whole";
-    under_pressure(test, 4 * MIB, |region| {
+    under_pressure(4 * MIB, |region| {
         let expected = bytes(2 * MIB, 3);
         let (mut from, to) = region.split_at_mut(2 * MIB);
         from.copy_from_slice(&expected);
@@ -197,8 +186,7 @@ fn streams_lose_nothing_and_a_write_is_done_whole() {
 
 #[test]
 fn no_datagram_is_lost_or_cut() {
-    let test = "no_datagram_is_lost_or_cut";
-    under_pressure(test, MIB, |region| {
+    under_pressure(MIB, |region| {
         let (a, b) = (
             UdpSocket::bind("127.0.0.1:0").unwrap(),
             UdpSocket::bind("127.0.0.1:0").unwrap(),
@@ -248,8 +236,7 @@ fn no_datagram_is_lost_or_cut() {
 
 #[test]
 fn descriptors_travel_with_remote_messages() {
-    let test = "descriptors_travel_with_remote_messages";
-    under_pressure(test, MIB, |region| {
+    under_pressure(MIB, |region| {
         let (a, b) = UnixDatagram::pair().unwrap();
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(b"sent", 0).unwrap();
@@ -300,8 +287,7 @@ fn absent(region: &mut Region) -> usize {
 
 #[test]
 fn calls_that_cannot_be_repeated_say_what_they_did() {
-    let test = "calls_that_cannot_be_repeated_say_what_they_did";
-    under_pressure(test, MIB, |region| {
+    under_pressure(MIB, |region| {
         let call = |number, arguments| {
             // SAFETY: calls on memory of the region and on this test's own descriptors.
             unsafe { io::system_call(number, arguments) }
@@ -359,8 +345,7 @@ fn calls_that_cannot_be_repeated_say_what_they_did() {
 
 #[test]
 fn a_thread_sleeps_on_a_remote_word_until_it_is_woken() {
-    let test = "a_thread_sleeps_on_a_remote_word_until_it_is_woken";
-    under_pressure(test, MIB, |region| {
+    under_pressure(MIB, |region| {
         for round in 0..50 {
             region[PAGE..PAGE + 4].fill(0);
             let at = absent(region);

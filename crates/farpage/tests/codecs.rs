@@ -2,35 +2,27 @@
 //! its pages take.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
-use std::time::{Duration, Instant};
+mod common;
 
+use std::time::Duration;
+
+use common::{Fabric, Memory, begin};
 use farpage::{Advice, ByteSize, Codec, Runtime, ZfpMode};
 use farpage_memserver::Server;
+use farpage_testkit::wait_until;
 
 #[test]
 fn a_field_keeps_its_bound_and_takes_less_room_than_it_has_bytes() {
-    let directory = tempfile::tempdir().unwrap();
-    let endpoint = format!("shm://{}", directory.path().join("s").display());
-    let server = Server::builder()
-        .listen(endpoint.parse().unwrap())
-        .capacity(64 << 20)
-        .lease(Duration::from_millis(300))
-        .start()
-        .unwrap();
+    let Some(_watchdog) = begin(60) else { return };
+    let lease = Duration::from_millis(300);
+    let set = |server: Server| server.capacity(64 << 20).lease(lease);
+    let memory = Memory::start_as(Fabric::Shm, set);
     let runtime = Runtime::builder()
-        .server(endpoint)
+        .server(&memory.url)
         .budget(ByteSize::mib(1))
         .codec(Codec::zfp(ZfpMode::Accuracy(1e-6)))
-        .build();
-    let runtime = match runtime {
-        Err(error) if error.to_string().contains("userfaultfd") => {
-            eprintln!(
-                "SKIPPED: a_field_keeps_its_bound_and_takes_less_room_than_it_has_bytes: {error}"
-            );
-            return;
-        }
-        runtime => runtime.unwrap(),
-    };
+        .build()
+        .unwrap();
     let value =
         |at: usize| ((at % 128) as f64 * 0.02).sin() * ((at / 128) as f64 * 0.01).cos() + 2.0;
     let mut field = runtime.array_nd::<f64>("field", [16, 128, 128]).unwrap();
@@ -51,15 +43,11 @@ fn a_field_keeps_its_bound_and_takes_less_room_than_it_has_bytes() {
     assert_eq!(field.shape(), [16, 128, 128]);
     assert!(runtime.array::<u32>(100).is_err(), "no codec for them");
 
-    let began = Instant::now();
-    let stat = loop {
-        let stat = server.stat();
-        if stat.logical_bytes == 2 << 20 {
-            break stat;
-        }
-        assert!(began.elapsed() < Duration::from_secs(20), "{stat:?}");
-        std::thread::yield_now();
-    };
+    let mut stat = memory.server.stat();
+    wait_until("the server is told of all pages", || {
+        stat = memory.server.stat();
+        stat.logical_bytes == 2 << 20
+    });
     assert!(
         stat.stored_bytes > 0 && stat.stored_bytes * 2 < stat.logical_bytes,
         "{stat:?}"

@@ -18,19 +18,17 @@ use std::{
         fd::AsRawFd,
         unix::{fs::FileExt, process::ExitStatusExt},
     },
-    process::{self, Command, Stdio},
+    process,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use common::{
-    Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page, fabrics, mix, wait_until,
-};
+use common::{Fabric, HookedStore, Memory, begin, builder, fabrics, stored};
 use farpage::{FaultMode, RegionOptions, RemoteArray, Runtime, Store};
+use farpage_testkit::{KIB, MIB, finish, mix, test_command, test_name, text, wait_until};
 use nix::sys::signal::Signal;
 use tempfile::NamedTempFile;
 
@@ -108,35 +106,10 @@ fn be_the_program() {
 
 /// Runs `test` as the program. Returns true if the program went on to its end with all its data. If
 /// not, asserts that a line has said why.
-fn goes_on(test: &str, what: &str) -> bool {
-    let mut program = Command::new(env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture", "--test-threads=1"])
-        .env(PROGRAM, what)
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut stderr = program.stderr.take().unwrap();
-    let reader = thread::spawn(move || {
-        let mut said = String::new();
-        stderr.read_to_string(&mut said).map(|_| said).unwrap()
-    });
-    let until = Instant::now() + Duration::from_secs(100);
-    let status = loop {
-        if let Some(status) = program.try_wait().unwrap() {
-            break status;
-        }
-        if Instant::now() > until {
-            program.kill().unwrap();
-            program.wait().unwrap();
-            panic!(
-                "{what}: the program hangs; it said {}",
-                reader.join().unwrap()
-            );
-        }
-        thread::sleep(Duration::from_millis(5));
-    };
-    let said = reader.join().unwrap();
+fn goes_on(what: &str) -> bool {
+    let mut program = test_command(&test_name());
+    let ended = finish(program.env(PROGRAM, what), Duration::from_secs(100));
+    let (status, said) = (ended.status, text(&ended.stderr));
     assert_ne!(
         status.code(),
         Some(WRONG),
@@ -159,22 +132,15 @@ fn goes_on(test: &str, what: &str) -> bool {
 
 #[test]
 fn closed_descriptors_leave_no_zeros_behind() {
-    let test = "closed_descriptors_leave_no_zeros_behind";
     be_the_program();
-    let _watchdog = Watchdog::new(test, Duration::from_secs(300));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(300) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let file = NamedTempFile::new().unwrap();
     let path = file.path().to_str().unwrap();
     for how in ["close", "/dev/zero", path] {
         for (mode, at) in [("in-thread", &*memory.url), ("filler", "store")] {
             let what = format!("{how} {mode} {at}");
-            assert!(
-                !goes_on(test, &what),
-                "{what}: its descriptors are in reach"
-            );
+            assert!(!goes_on(&what), "{what}: its descriptors are in reach");
             let len = file.as_file().metadata().unwrap().len();
             assert_eq!(len, 0, "{what}: it wrote to a file of the program's");
         }
@@ -183,20 +149,13 @@ fn closed_descriptors_leave_no_zeros_behind() {
 
 #[test]
 fn program_whose_runtime_keeps_descriptors_apart_goes_on() {
-    let test = "program_whose_runtime_keeps_descriptors_apart_goes_on";
     be_the_program();
-    let _watchdog = Watchdog::new(test, Duration::from_secs(300));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(300) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         for how in ["close", "/dev/zero"] {
             let what = format!("{how} filler {}", memory.url);
-            assert!(
-                goes_on(test, &what),
-                "{what}: its descriptors are out of reach"
-            );
+            assert!(goes_on(&what), "{what}: its descriptors are out of reach");
         }
     }
 }
@@ -239,11 +198,7 @@ impl Drop for Opened {
 /// The runtime has servers, so the threads that move pages do not have the program's descriptors.
 #[test]
 fn stores_beside_servers_use_the_programs_descriptors() {
-    let test = "stores_beside_servers_use_the_programs_descriptors";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(100));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(100) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(BUDGET, PAGE);
     let mut file = tempfile::tempfile().unwrap();
@@ -253,7 +208,7 @@ fn stores_beside_servers_use_the_programs_descriptors() {
         file: file.try_clone().unwrap(),
         is_closed: is_closed.clone(),
     };
-    let options = RegionOptions::new().store(store);
+    let options = stored(store);
     let mut array: RemoteArray<u64> = runtime.array_with(LEN, options).unwrap();
     for round in 1..3 {
         for (at, word) in array.iter_mut().enumerate() {

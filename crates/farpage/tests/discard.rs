@@ -18,11 +18,11 @@ use std::{
 };
 
 use common::{
-    Fabric, HookedStore, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, get, mix,
-    seed, set, shared, wait_until,
+    Fabric, Memory, array_with, begin, builder, fabrics, get, set, shared, stored_here,
     words::{assert_filled, fill},
 };
 use farpage::{Advice, FaultMode, RegionOptions, RemoteArray, Reserve, Runtime};
+use farpage_testkit::{KIB, MIB, Rng, mix, seed, wait_until};
 
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
@@ -34,17 +34,11 @@ fn no_read_ahead() -> RegionOptions {
 
 #[test]
 fn discarded_range_reads_as_zeros_and_nothing_is_written_back() {
-    let test = "discarded_range_reads_as_zeros_and_nothing_is_written_back";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 16 * MIB);
         let runtime = memory.runtime(64 * PAGE, PAGE);
-        let mut array: RemoteArray<u64> = runtime
-            .array_with(200 * PAGE_WORDS, no_read_ahead())
-            .unwrap();
+        let mut array = array_with(&runtime, 200 * PAGE_WORDS, no_read_ahead());
         fill(&mut array, 1);
         let kept = |array: &RemoteArray<u64>, gone: std::ops::Range<usize>| {
             for (at, &word) in array.iter().enumerate() {
@@ -94,11 +88,7 @@ fn discarded_range_reads_as_zeros_and_nothing_is_written_back() {
 /// The server has room for half of the bytes that are written over time.
 #[test]
 fn slots_of_discarded_pages_are_free() {
-    let test = "slots_of_discarded_pages_are_free";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 16 * MIB);
     let runtime = memory.runtime(2 * MIB, PAGE);
     let options = RegionOptions::new().reserve(Reserve::OnDemand);
@@ -116,11 +106,7 @@ fn slots_of_discarded_pages_are_free() {
 
 #[test]
 fn pinned_pages_stay_in_memory_as_zeros() {
-    let test = "pinned_pages_stay_in_memory_as_zeros";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 16 * MIB);
     let runtime = memory.runtime(64 * PAGE, PAGE);
     let mut array: RemoteArray<u64> = runtime.array_with(8 * PAGE_WORDS, no_read_ahead()).unwrap();
@@ -143,11 +129,7 @@ fn pinned_pages_stay_in_memory_as_zeros() {
 /// Pages that a stream has read ahead stay unmapped until a touch, and have an owner.
 #[test]
 fn pages_that_are_read_ahead_are_discarded() {
-    let test = "pages_that_are_read_ahead_are_discarded";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(8 * MIB, PAGE);
     let mut array: RemoteArray<u64> = runtime.array(16 * MIB / 8).unwrap();
@@ -165,11 +147,7 @@ fn pages_that_are_read_ahead_are_discarded() {
 /// Memory that a program frees and takes again is new: its pages do not count as returns.
 #[test]
 fn what_is_touched_after_a_discard_has_not_come_back() {
-    let test = "what_is_touched_after_a_discard_has_not_come_back";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 16 * MIB);
     let runtime = memory.runtime(8 * MIB, PAGE);
     let mut array: RemoteArray<u64> = runtime.array(MIB / 8).unwrap();
@@ -192,12 +170,9 @@ fn what_is_touched_after_a_discard_has_not_come_back() {
 
 #[test]
 fn users_own_store_gets_zeros() {
-    let test = "users_own_store_gets_zeros";
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let runtime = builder(MIB, PAGE).build().unwrap();
-    let options = RegionOptions::new().store(HookedStore::new(8 * PAGE, |_, _| Ok(())));
+    let options = stored_here(8 * PAGE);
     let mut array: RemoteArray<u64> = runtime.array_with(8 * PAGE_WORDS, options).unwrap();
     fill(&mut array, 4);
     array.flush().unwrap();
@@ -213,10 +188,7 @@ fn users_own_store_gets_zeros() {
 
 #[test]
 fn published_version_keeps_what_is_discarded_later() {
-    let test = "published_version_keeps_what_is_discarded_later";
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(64 * PAGE, PAGE);
     let byte = |at: usize| mix(at as u64) as u8;
@@ -245,12 +217,8 @@ fn published_version_keeps_what_is_discarded_later() {
 /// Writers raise their words while others discard them and pages are evicted all the time.
 #[test]
 fn no_value_of_before_is_seen_after_a_discard() {
-    let test = "no_value_of_before_is_seen_after_a_discard";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(120) else { return };
+    let seed = seed();
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         race(&memory.runtime(32 * PAGE, PAGE), seed);
@@ -325,10 +293,7 @@ fn race(runtime: &Runtime, seed: u64) {
 
 #[test]
 fn core_dumps_leave_regions_out() {
-    let test = "core_dumps_leave_regions_out";
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let memory = Memory::start(Fabric::Shm, 16 * MIB);
     let runtime = memory.runtime(64 * PAGE, PAGE);
     let region = runtime.region(MIB).unwrap();

@@ -13,10 +13,10 @@ mod common;
 
 use std::{
     env, fs,
-    io::{self, BufRead, BufReader, Read},
+    io::{self, Read},
     os::unix::process::ExitStatusExt,
     panic::{AssertUnwindSafe, catch_unwind},
-    process::{self, ExitStatus, Stdio},
+    process::{self, ExitStatus},
     ptr,
     sync::{
         Arc,
@@ -27,12 +27,16 @@ use std::{
 };
 
 use common::{
-    Call, Fabric, HookedStore, KIB, Kin, MIB, Memory, ServerProcess, Watchdog, builder, can_page,
-    mix, serve_if_asked,
+    Call, Fabric, HookedStore, Memory, ServerProcess, array_with, begin, builder, serve_if_asked,
+    stored,
+    words::{assert_filled, fill, word},
 };
 use farpage::{
     Advice, Builder, ByteSize, CreateError, RegionOptions, RemoteArray, Reserve, Runtime,
     error::StoreCreateError,
+};
+use farpage_testkit::{
+    KIB, MIB, Rng, TestProcess, finish, mix, say, test_command, test_name, text,
 };
 use nix::{
     sys::signal::{Signal, kill},
@@ -48,16 +52,10 @@ fn named(name: &str) -> RegionOptions {
 
 #[test]
 fn a_panic_publishes_nothing() {
-    let test = "a_panic_publishes_nothing";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(MIB, PAGE);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(64 * PAGE_WORDS, named("ledger"))
-        .unwrap();
+    let mut array = array_with(&runtime, 64 * PAGE_WORDS, named("ledger"));
     array.fill(1);
     array.flush().unwrap();
     let outcome = catch_unwind(AssertUnwindSafe(move || {
@@ -88,11 +86,7 @@ impl Drop for Cleaner<'_> {
 
 #[test]
 fn while_a_panic_unwinds_only_close_publishes() {
-    let test = "while_a_panic_unwinds_only_close_publishes";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(MIB, PAGE);
     let outcome = catch_unwind(AssertUnwindSafe(|| {
@@ -107,11 +101,7 @@ fn while_a_panic_unwinds_only_close_publishes() {
 
 #[test]
 fn a_close_that_fails_gives_the_array_back() {
-    let test = "a_close_that_fails_gives_the_array_back";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let full = Arc::new(AtomicBool::new(true));
     let (is_full, disk) = (full.clone(), Arc::new(AtomicBool::new(false)));
     let written = disk.clone();
@@ -123,9 +113,7 @@ fn a_close_that_fails_gives_the_array_back() {
         Ok(())
     });
     let runtime = builder(MIB, PAGE).build().unwrap();
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(8 * PAGE_WORDS, RegionOptions::new().store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, 8 * PAGE_WORDS, stored(store));
     array.fill(7);
     let error = array.close().unwrap_err();
     assert!(error.to_string().contains("the disk is full"), "{error}");
@@ -138,11 +126,7 @@ fn a_close_that_fails_gives_the_array_back() {
 
 #[test]
 fn overwriting_is_copying_where_nothing_is_lost() {
-    let test = "overwriting_is_copying_where_nothing_is_lost";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(MIB, PAGE);
     let mut array: RemoteArray<u64> = runtime.array(4 * PAGE_WORDS).unwrap();
@@ -152,11 +136,7 @@ fn overwriting_is_copying_where_nothing_is_lost() {
 
 #[test]
 fn a_named_array_reserves_both_versions_or_is_refused() {
-    let test = "a_named_array_reserves_both_versions_or_is_refused";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let words = 8 * MIB / 8;
     // Room for one version and some more, as arrays without a name reserve.
     let small = Memory::start(Fabric::Shm, 10 * MIB);
@@ -179,41 +159,33 @@ fn a_named_array_reserves_both_versions_or_is_refused() {
     let enough = Memory::start(Fabric::Shm, needed_bytes as usize + 64 * KIB);
     let runtime = enough.runtime(2 * MIB, PAGE);
     let mut field: RemoteArray<u64> = runtime.array_with(words, named("field")).unwrap();
-    let mut rng = common::Rng(7);
+    let mut rng = Rng(7);
     for round in 1..4 {
         // Scattered writes, so that slots of old versions come free between others.
         for _ in 0..words / 64 {
             let at = rng.below(words);
-            field[at] = mix(at as u64 ^ round << 40);
+            field[at] = word(at, round);
         }
         field.flush().unwrap();
-        for (at, word) in field.iter_mut().enumerate() {
-            *word = mix(at as u64 ^ round << 40);
-        }
+        fill(&mut field, round);
         field.flush().unwrap();
         assert!(field.take_error().is_none());
     }
     drop(field);
     let field = runtime.open_array::<u64>("field").unwrap();
-    for (at, &word) in field.iter().enumerate() {
-        assert_eq!(word, mix(at as u64 ^ 3 << 40), "word {at}");
-    }
+    assert_filled(&field, 3);
 }
 
 const FORKS: &str = "FARPAGE_TEST_FORKS";
 
 #[test]
 fn a_forked_child_is_refused_and_harms_nobody() {
-    let test = "a_forked_child_is_refused_and_harms_nobody";
     if let Ok(mode) = env::var(FORKS) {
         return fork_children(&mode);
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(240) else { return };
     for mode in ["filler", "in-thread"] {
-        Kin::start(test, &[(FORKS, mode)]).must_pass(Duration::from_secs(110));
+        TestProcess::start(&[(FORKS, mode)]).must_pass(Duration::from_secs(110));
     }
 }
 
@@ -221,8 +193,8 @@ fn a_forked_child_is_refused_and_harms_nobody() {
 /// during the fork.
 fn fork_children(mode: &str) {
     let memory = Memory::start(Fabric::Tcp, 64 * MIB);
-    let runtime = builder(MIB, PAGE)
-        .server(&memory.url)
+    let runtime = memory
+        .builder(MIB, PAGE)
         .fault_mode(mode.parse().unwrap())
         .build()
         .unwrap();
@@ -266,7 +238,7 @@ fn fork_children(mode: &str) {
 
     // The child can begin anew.
     let status = in_child(|| {
-        let runtime = builder(MIB, PAGE).server(&memory.url).build().unwrap();
+        let runtime = memory.builder(MIB, PAGE).build().unwrap();
         let mut own: RemoteArray<u64> = runtime.array(4 * PAGE_WORDS).unwrap();
         own.fill(5);
         own.advise(.., Advice::DontNeed).unwrap();
@@ -322,19 +294,15 @@ fn serve_until_killed() {
 
 #[test]
 fn a_program_that_a_killed_server_ends_reads_why_once() {
-    let test = "a_program_that_a_killed_server_ends_reads_why_once";
     if let Ok(what) = env::var(VICTIM) {
         let (mode, url) = what.split_once(' ').unwrap();
         return die_of_lost_memory(mode, url);
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(180) else { return };
     for (mode, wanted) in [("filler", "1"), ("in-thread", "1"), ("filler", "0")] {
         let server = ServerProcess::start("serve_until_killed", Fabric::Tcp, 64 * MIB);
         let url = server.url.clone();
-        let said = words_of_the_dying(test, mode, server, wanted);
+        let said = words_of_the_dying(mode, server, wanted);
         let words: Vec<_> = said.lines().filter(|l| l.starts_with("farpage:")).collect();
         if wanted == "0" {
             assert!(words.is_empty(), "{said}");
@@ -347,78 +315,53 @@ fn a_program_that_a_killed_server_ends_reads_why_once() {
     }
 }
 
-/// Runs `test` in a process of its own, and kills its server when the process says that it is
+/// Runs the test in a process of its own, and kills its server when the process says that it is
 /// ready. Returns the output of the process until SIGBUS ends it.
-fn words_of_the_dying(test: &str, mode: &str, mut server: ServerProcess, wanted: &str) -> String {
+fn words_of_the_dying(mode: &str, mut server: ServerProcess, wanted: &str) -> String {
     let stderr = tempfile::NamedTempFile::new().unwrap();
-    let mut victim = process::Command::new(env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+    let mut command = test_command(&test_name());
+    command
         .env(VICTIM, format!("{mode} {}", server.url))
         .env("FARPAGE_LAST_WORDS", wanted)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(stderr.reopen().unwrap())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines();
-    assert!(lines.any(|line| line.unwrap() == "ready"));
+        .stderr(stderr.reopen().unwrap());
+    let mut victim = TestProcess::spawn(&mut command);
+    victim.wait_for_line("ready");
     server.kill();
-    drop(victim.stdin.take());
-    let until = Instant::now() + Duration::from_secs(40);
-    let status = loop {
-        if let Some(status) = victim.try_wait().unwrap() {
-            break status;
-        }
-        if Instant::now() > until {
-            victim.kill().unwrap();
-            victim.wait().unwrap();
-            panic!("{mode}: the program hangs");
-        }
-        thread::sleep(Duration::from_millis(10));
-    };
+    victim.hang_up();
+    let status = victim.wait(Duration::from_secs(40));
     assert_eq!(status.signal(), Some(Signal::SIGBUS as i32), "{status}");
     fs::read_to_string(stderr.path()).unwrap()
 }
 
 #[test]
 fn a_program_that_prints_a_lost_page_reads_why() {
-    let test = "a_program_that_prints_a_lost_page_reads_why";
     if let Ok(what) = env::var(VICTIM) {
         let (mode, url) = what.split_once(' ').unwrap();
         let (_runtime, array) = remote_squares(mode, url);
         // The page is touched while the lock of standard error is held.
         return eprintln!("read {}", array[32 * PAGE_WORDS]);
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(180) else { return };
     for mode in ["filler", "in-thread"] {
         let server = ServerProcess::start("serve_until_killed", Fabric::Tcp, 64 * MIB);
-        let said = words_of_the_dying(test, mode, server, "1");
+        let said = words_of_the_dying(mode, server, "1");
         assert!(said.contains("farpage: fill of page "), "{mode}: {said}");
     }
 }
 
 #[test]
 fn program_whose_pages_a_full_server_does_not_take_reads_which_server() {
-    let test = "program_whose_pages_a_full_server_does_not_take_reads_which_server";
     if let Ok(what) = env::var(VICTIM) {
         let (mode, url) = what.split_once(' ').unwrap();
         return outgrow_server(mode, url);
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(180) else { return };
     for mode in ["filler", "in-thread"] {
         let server = Memory::start(Fabric::Tcp, 2 * MIB);
-        let output = process::Command::new(env::current_exe().unwrap())
-            .args(["--exact", test, "--nocapture", "--test-threads=1"])
-            .env(VICTIM, format!("{mode} {}", server.url))
-            .output()
-            .unwrap();
-        let said = String::from_utf8(output.stderr).unwrap();
+        let mut program = test_command(&test_name());
+        program.env(VICTIM, format!("{mode} {}", server.url));
+        let output = finish(&mut program, Duration::from_secs(120));
+        let said = text(&output.stderr);
         assert_eq!(
             output.status.signal(),
             Some(Signal::SIGBUS as i32),
@@ -435,19 +378,22 @@ fn program_whose_pages_a_full_server_does_not_take_reads_which_server() {
     }
 }
 
-/// Writes more than the server and the budget hold together, to memory that is taken on demand.
-fn outgrow_server(mode: &str, url: &str) {
-    let runtime = builder(MIB, PAGE)
+/// Builds a runtime that waits a second for its server.
+fn hurried(mode: &str, url: &str) -> Runtime {
+    builder(MIB, PAGE)
         .server(url)
         .fault_mode(mode.parse().unwrap())
         .deadline(Duration::from_secs(1))
         .build()
-        .unwrap();
+        .unwrap()
+}
+
+/// Writes more than the server and the budget hold together, to memory that is taken on demand.
+fn outgrow_server(mode: &str, url: &str) {
+    let runtime = hurried(mode, url);
     let options = RegionOptions::new().reserve(Reserve::OnDemand);
     let mut array: RemoteArray<u64> = runtime.array_with(MIB, options).unwrap();
-    for (i, word) in array.iter_mut().enumerate() {
-        *word = mix(i as u64);
-    }
+    fill(&mut array, 0);
     panic!("8 MiB fit into 3");
 }
 
@@ -460,31 +406,18 @@ fn die_of_lost_memory(mode: &str, url: &str) {
 
 /// Makes an array whose pages are all at the server, which is killed before this returns.
 fn remote_squares(mode: &str, url: &str) -> (Runtime, RemoteArray<u64>) {
-    let runtime = builder(MIB, PAGE)
-        .server(url)
-        .fault_mode(mode.parse().unwrap())
-        .deadline(Duration::from_secs(1))
-        .build()
-        .unwrap();
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(64 * PAGE_WORDS, named("squares"))
-        .unwrap();
-    for (at, word) in array.iter_mut().enumerate() {
-        *word = mix(at as u64);
-    }
+    let runtime = hurried(mode, url);
+    let mut array = array_with(&runtime, 64 * PAGE_WORDS, named("squares"));
+    fill(&mut array, 0);
     array.advise(.., Advice::DontNeed).unwrap();
-    common::say("ready");
+    say("ready");
     io::stdin().read_to_end(&mut Vec::new()).unwrap();
     (runtime, array)
 }
 
 #[test]
 fn a_region_as_large_as_the_address_space_is_refused() {
-    let test = "a_region_as_large_as_the_address_space_is_refused";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = Runtime::builder().server(&memory.url).build().unwrap();
     for bytes in [usize::MAX, usize::MAX / 2 + 2] {
@@ -494,11 +427,7 @@ fn a_region_as_large_as_the_address_space_is_refused() {
 
 #[test]
 fn small_arrays_take_small_pages_unless_told_otherwise() {
-    let test = "small_arrays_take_small_pages_unless_told_otherwise";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 256 * MIB);
     let build = || {
         let builder = Runtime::builder().server(&memory.url);

@@ -8,7 +8,7 @@ mod common;
 
 use std::{error::Error, io, path::PathBuf, sync::Arc, time::Duration};
 
-use common::{Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page};
+use common::{Fabric, HookedStore, Memory, begin, builder};
 use farpage::{BuildError, Codec, RegionOptions, Runtime, error as errors};
 use farpage_fabric::{
     AllocError, ChannelError, ConnectError, ControlError, OpenNameError, PublishError,
@@ -20,6 +20,7 @@ use farpage_store::{
     CodecError, CreateError, FileStoreError, NamesError, OpenStoreError, PublishStoreError,
     StoreError,
 };
+use farpage_testkit::{KIB, MIB};
 use farpage_vm::{DetachError, InstallErrorKind, UserfaultfdError};
 
 /// Text of every cause.
@@ -314,11 +315,7 @@ fn server_that_is_not_there_is_said_once() {
 
 #[test]
 fn array_that_no_server_has_room_for_is_told_what_the_server_lends() {
-    let test = "array_that_no_server_has_room_for_is_told_what_the_server_lends";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     // Both arrays are longer than the longest extent.
     let server = Memory::start(Fabric::Tcp, 6 << 30);
     let runtime = server.runtime(MIB, 64 * KIB);
@@ -367,11 +364,7 @@ fn free_port() -> u16 {
 
 #[test]
 fn what_has_no_name_is_called_by_its_kind_its_number_and_its_size() {
-    let test = "what_has_no_name_is_called_by_its_kind_its_number_and_its_size";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let runtime = builder(MIB, 4 * KIB)
         .deadline(Duration::from_secs(2))
         .build()
@@ -391,11 +384,7 @@ fn what_has_no_name_is_called_by_its_kind_its_number_and_its_size() {
 
 #[test]
 fn what_has_a_name_is_called_by_it() {
-    let test = "what_has_a_name_is_called_by_it";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let server = Memory::start(Fabric::Tcp, 4 * MIB);
     let runtime = server.runtime(MIB, 4 * KIB);
     let named = || RegionOptions::new().name("squares");

@@ -16,13 +16,12 @@ use std::{
     cell::Cell,
     fs::File,
     hint::black_box,
-    io::{self, Read, Write},
+    io::{self, Read},
     mem,
-    net::{Shutdown, TcpListener, TcpStream},
     os::fd::IntoRawFd,
     ptr, slice,
     sync::{
-        Arc, Mutex, Once,
+        Arc, Once,
         atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering},
     },
     thread,
@@ -30,10 +29,12 @@ use std::{
 };
 
 use common::{
-    Fabric, HookedStore, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, get, mix,
-    seed, set, shared, wait_until,
+    Fabric, HookedStore, Memory, array_with, builder, fabrics, get, set, shared, stored,
+    stored_here,
+    words::{assert_filled, fill},
 };
 use farpage::{Advice, ByteSize, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
+use farpage_testkit::{KIB, MIB, Relay, Rng, Watchdog, mix, seed, wait_until};
 
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
@@ -119,10 +120,10 @@ fn install_handler() {
     });
 }
 
-/// True if this test can run. If not, says so.
-fn can_run(test: &str) -> bool {
+/// Begins a test as [`common::begin`] does, with the program's handler installed.
+fn begin(seconds: u64) -> Option<Watchdog> {
     install_handler();
-    can_page(test)
+    common::begin(seconds)
 }
 
 fn runtime(budget_bytes: usize, server: Option<&str>) -> Runtime {
@@ -136,12 +137,8 @@ fn runtime(budget_bytes: usize, server: Option<&str>) -> Runtime {
 
 #[test]
 fn threads_see_the_same_array_as_without_paging() {
-    let test = "threads_see_the_same_array_as_without_paging";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_run(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(120) else { return };
+    let seed = seed();
     let (threads, len) = (4, 4 * MIB / 8);
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
@@ -197,11 +194,7 @@ fn exercise(
 
 #[test]
 fn handler_neither_allocates_nor_frees() {
-    let test = "handler_neither_allocates_nor_frees";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let len = 8 * MIB / 8;
     for (fabric, codec) in fabrics()
         .into_iter()
@@ -245,11 +238,7 @@ fn handler_neither_allocates_nor_frees() {
 
 #[test]
 fn pages_that_threads_have_taken_out_come_back_when_they_are_wanted() {
-    let test = "pages_that_threads_have_taken_out_come_back_when_they_are_wanted";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = runtime(MIB, Some(&memory.url));
@@ -273,11 +262,7 @@ fn pages_that_threads_have_taken_out_come_back_when_they_are_wanted() {
 
 #[test]
 fn lost_page_raises_sigbus_and_heals() {
-    let test = "lost_page_raises_sigbus_and_heals";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let broken = Arc::new(AtomicBool::new(false));
     let hook = broken.clone();
     let store = HookedStore::new(MIB, move |_, _| {
@@ -287,9 +272,7 @@ fn lost_page_raises_sigbus_and_heals() {
         Ok(())
     });
     let runtime = runtime(MIB, None);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(MIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, MIB / 8, stored(store));
     let at = 77 * PAGE_WORDS;
     array[at] = 5;
     array.advise(.., Advice::DontNeed).unwrap();
@@ -313,11 +296,7 @@ fn lost_page_raises_sigbus_and_heals() {
 
 #[test]
 fn system_calls_fail_on_absent_memory_and_find_pinned_memory() {
-    let test = "system_calls_fail_on_absent_memory_and_find_pinned_memory";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 16 * MIB);
     let runtime = runtime(MIB, Some(&memory.url));
     let mut region = runtime.region(4 * MIB).unwrap();
@@ -336,11 +315,7 @@ fn system_calls_fail_on_absent_memory_and_find_pinned_memory() {
 
 #[test]
 fn system_calls_find_pinned_memory_while_threads_take_out_what_lies_around_it() {
-    let test = "system_calls_find_pinned_memory_while_threads_take_out_what_lies_around_it";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = runtime(4 * MIB, Some(&memory.url));
     let mut array: RemoteArray<u64> = runtime.array(8 * MIB / 8).unwrap();
@@ -383,15 +358,9 @@ fn system_calls_find_pinned_memory_while_threads_take_out_what_lies_around_it() 
 
 #[test]
 fn another_sigbus_goes_to_the_programs_handler() {
-    let test = "another_sigbus_goes_to_the_programs_handler";
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let runtime = runtime(MIB, None);
-    let store = HookedStore::new(MIB, |_, _| Ok(()));
-    let array: RemoteArray<u64> = runtime
-        .array_with(MIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let array = array_with(&runtime, MIB / 8, stored_here(MIB));
     assert_eq!(array[9], 0, "the runtime's handler is at work");
     let fd = tempfile::tempfile().unwrap().into_raw_fd();
     // SAFETY: a new mapping, which nothing else knows.
@@ -419,11 +388,7 @@ fn another_sigbus_goes_to_the_programs_handler() {
 
 #[test]
 fn pages_that_the_program_unmaps_are_gone_and_no_others() {
-    let test = "pages_that_the_program_unmaps_are_gone_and_no_others";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let (pages, hole) = (MIB / PAGE, 100..180);
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 16 * MIB);
@@ -478,11 +443,7 @@ fn pages_that_the_program_unmaps_are_gone_and_no_others() {
 
 #[test]
 fn what_is_left_of_a_page_that_the_program_unmaps_in_part_raises_sigbus() {
-    let test = "what_is_left_of_a_page_that_the_program_unmaps_in_part_raises_sigbus";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let page_words = 16 * PAGE_WORDS;
     let memory = Memory::start(Fabric::Shm, 16 * MIB);
     let runtime = runtime(MIB, Some(&memory.url));
@@ -511,11 +472,7 @@ fn what_is_left_of_a_page_that_the_program_unmaps_in_part_raises_sigbus() {
 
 #[test]
 fn pages_that_the_program_unmaps_leave_the_budget_at_once() {
-    let test = "pages_that_the_program_unmaps_leave_the_budget_at_once";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 16 * MIB);
     let runtime = runtime(MIB, Some(&memory.url));
     let mut array: RemoteArray<u64> = runtime.array(128 * KIB / 8).unwrap();
@@ -545,11 +502,7 @@ fn map_over(address: usize, bytes: usize) -> &'static mut [u8] {
 
 #[test]
 fn runtimes_of_both_modes_work_side_by_side() {
-    let test = "runtimes_of_both_modes_work_side_by_side";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let ours = runtime(512 * KIB, Some(&memory.url));
     let theirs = builder(512 * KIB, PAGE)
@@ -562,12 +515,8 @@ fn runtimes_of_both_modes_work_side_by_side() {
             scope.spawn(move || {
                 let mut array: RemoteArray<u64> = runtime.array(4 * MIB / 8).unwrap();
                 for _ in 0..3 {
-                    for (at, word) in array.iter_mut().enumerate() {
-                        *word = mix(at as u64 ^ number);
-                    }
-                    for (at, &word) in array.iter().enumerate() {
-                        assert_eq!(word, mix(at as u64 ^ number));
-                    }
+                    fill(&mut array, number);
+                    assert_filled(&array, number);
                 }
             });
         }
@@ -588,73 +537,18 @@ fn runtimes_of_both_modes_work_side_by_side() {
 
 #[test]
 fn connections_that_break_are_opened_again() {
-    let test = "connections_that_break_are_opened_again";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_run(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Tcp, 64 * MIB);
-    let proxy = Proxy::start(memory.url.strip_prefix("tcp://").unwrap());
-    let runtime = runtime(512 * KIB, Some(&proxy.url));
+    let relay = Relay::to(&memory.url);
+    let runtime = runtime(512 * KIB, Some(&relay.url));
     let mut array: RemoteArray<u64> = runtime.array(4 * MIB / 8).unwrap();
-    for (at, word) in array.iter_mut().enumerate() {
-        *word = mix(at as u64);
-    }
+    fill(&mut array, 0);
     for round in 0..5 {
-        proxy.cut();
+        relay.close();
         for (at, &word) in array.iter().enumerate().skip(round).step_by(100) {
             assert_eq!(word, mix(at as u64));
         }
     }
     let stats = runtime.stats();
     assert_eq!(stats.pager.poisoned, 0, "{stats:?}");
-}
-
-/// A proxy that passes the bytes of TCP connections on, until it cuts them.
-struct Proxy {
-    url: String,
-    open: Arc<Mutex<Vec<TcpStream>>>,
-}
-
-impl Proxy {
-    fn start(server: &str) -> Proxy {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let proxy = Proxy {
-            url: format!("tcp://{}", listener.local_addr().unwrap()),
-            open: Arc::default(),
-        };
-        let (server, open) = (server.to_owned(), proxy.open.clone());
-        // The thread ends with the process.
-        thread::spawn(move || {
-            for client in listener.incoming() {
-                let (client, server) = (client.unwrap(), TcpStream::connect(&server).unwrap());
-                for stream in [&client, &server] {
-                    stream.set_nodelay(true).unwrap();
-                    open.lock().unwrap().push(stream.try_clone().unwrap());
-                }
-                let back = (server.try_clone().unwrap(), client.try_clone().unwrap());
-                for (from, to) in [(client, server), back] {
-                    thread::spawn(move || pass_on(from, to));
-                }
-            }
-        });
-        proxy
-    }
-
-    fn cut(&self) {
-        for stream in self.open.lock().unwrap().drain(..) {
-            // Fails if the connection has ended already.
-            let _ = stream.shutdown(Shutdown::Both);
-        }
-    }
-}
-
-fn pass_on(mut from: TcpStream, mut to: TcpStream) {
-    let mut buf = vec![0; 64 * KIB];
-    while let Ok(bytes @ 1..) = from.read(&mut buf) {
-        if to.write_all(&buf[..bytes]).is_err() {
-            break;
-        }
-    }
-    let _ = to.shutdown(Shutdown::Both);
 }

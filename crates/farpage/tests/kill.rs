@@ -21,13 +21,15 @@ use std::{
 };
 
 use common::{
-    Fabric, HookedStore, KIB, Kin, MIB, Rng, ServerProcess, Watchdog, builder, can_page, fabrics,
-    get, mix, say, seed, serve_if_asked, set, shared, wait_until,
+    Fabric, HookedStore, ServerProcess, array_with, begin, builder, can_page, fabrics, get,
+    serve_if_asked, set, shared, stored_here,
+    words::{assert_filled, fill, rewrite_or_exit},
 };
 use farpage::{Advice, ByteSize, FlushError, PageError, RegionOptions, RemoteArray, Runtime};
 use farpage_fabric::{SessionOptions, Visit};
 use farpage_pager::FlushError as PagesError;
 use farpage_store::StoreError;
+use farpage_testkit::{KIB, MIB, Rng, TestProcess, Watchdog, mix, say, seed, wait_until};
 use nix::sys::signal::Signal;
 
 const PAGE_BYTES: usize = 16 * KIB;
@@ -50,24 +52,21 @@ fn networks() -> impl Iterator<Item = Fabric> {
         .filter(|fabric| *fabric != Fabric::Shm)
 }
 
+/// Begins a test of memory over shm. `None` if this run has other fabrics, or cannot page.
+fn begin_over_shm(seconds: u64) -> Option<Watchdog> {
+    begin(seconds).filter(|_| fabrics().contains(&Fabric::Shm))
+}
+
 fn runtime(url: &str, budget_bytes: usize) -> Runtime {
+    runtime_within(url, budget_bytes, DEADLINE)
+}
+
+fn runtime_within(url: &str, budget_bytes: usize, deadline: Duration) -> Runtime {
     builder(budget_bytes, PAGE_BYTES)
         .server(url)
-        .deadline(DEADLINE)
+        .deadline(deadline)
         .build()
         .unwrap()
-}
-
-fn fill(array: &mut [u64]) {
-    for (at, word) in array.iter_mut().enumerate() {
-        *word = mix(at as u64);
-    }
-}
-
-fn assert_filled(array: &[u64]) {
-    for (at, &word) in array.iter().enumerate() {
-        assert_eq!(word, mix(at as u64), "word {at}");
-    }
 }
 
 /// Asserts that an error is about the server at `url`, and says so.
@@ -85,11 +84,7 @@ fn assert_names_server(error: &PageError, url: &str) {
 /// Freed memory that is kept for its next owner may be lost before or after it is freed.
 #[test]
 fn freed_memory_that_is_lost_is_given_to_nobody_as_it_is() {
-    let test = "freed_memory_that_is_lost_is_given_to_nobody_as_it_is";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for (fabric, freed_before) in networks().flat_map(|f| [(f, false), (f, true)]) {
         let mut server = server(fabric);
         let runtime = runtime(&server.url, 4 * MIB);
@@ -121,16 +116,12 @@ fn freed_memory_that_is_lost_is_given_to_nobody_as_it_is() {
 
 #[test]
 fn prefetch_now_tells_of_a_killed_server_within_the_deadline() {
-    let test = "prefetch_now_tells_of_a_killed_server_within_the_deadline";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for (fabric, changed) in networks().flat_map(|f| [(f, false), (f, true)]) {
         let mut server = server(fabric);
         let runtime = runtime(&server.url, 4 * MIB);
         let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
-        fill(&mut array);
+        fill(&mut array, 0);
         if !changed {
             array.flush().unwrap();
         }
@@ -162,11 +153,7 @@ fn prefetch_now_tells_of_a_killed_server_within_the_deadline() {
 
 #[test]
 fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
-    let test = "changed_pages_of_a_killed_server_stay_and_flush_names_it";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(90));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(90) else { return };
     for fabric in networks() {
         let mut server = server(fabric);
         let runtime = runtime(&server.url, 4 * MIB);
@@ -175,7 +162,7 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
         array.flush().unwrap();
         server.kill();
         // All of the array is resident: no fault.
-        fill(&mut array);
+        fill(&mut array, 0);
         let mut turn = 7;
         wait_until("a flush fails", || {
             turn += 1;
@@ -183,7 +170,7 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
             array.iter_mut().step_by(2).for_each(|word| *word = turn);
             array.flush().is_err()
         });
-        fill(&mut array);
+        fill(&mut array, 0);
         let since = Instant::now();
         let error = match array.flush().unwrap_err() {
             FlushError::Pages(PagesError::Page(error)) => error,
@@ -199,17 +186,17 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
             &array.advise(.., Advice::DontNeed).unwrap_err(),
             &server.url,
         );
-        assert_filled(&array);
+        assert_filled(&array, 0);
 
         // Pressure from a region with a healthy store takes nothing away either.
-        let options = RegionOptions::new().store(HookedStore::new(8 * MIB, |_, _| Ok(())));
+        let options = stored_here(8 * MIB);
         let mut other = runtime.array_with::<u64>(8 * MIB / 8, options).unwrap();
         let mut error = None;
         // A write-back fails when its deadline has passed, however fast the other region is.
         wait_until("evictions were tried", || {
-            fill(&mut other);
-            assert_filled(&other);
-            assert_filled(&array);
+            fill(&mut other, 0);
+            assert_filled(&other, 0);
+            assert_filled(&array, 0);
             error = array.region().take_error();
             error.is_some()
         });
@@ -222,22 +209,14 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
 /// pages fill many windows of the evictors, each of which would wait on its own.
 #[test]
 fn a_job_ends_at_its_first_lost_server() {
-    let test = "a_job_ends_at_its_first_lost_server";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(180) else { return };
     let deadline = Duration::from_secs(2);
     for signal in [Signal::SIGKILL, Signal::SIGSTOP] {
         let server = server(Fabric::Tcp);
-        let runtime = builder(192 * MIB, PAGE_BYTES)
-            .server(&server.url)
-            .deadline(deadline)
-            .build()
-            .unwrap();
+        let runtime = runtime_within(&server.url, 192 * MIB, deadline);
         let options = RegionOptions::new().name("lost");
         let mut array = runtime.array_with::<u64>(128 * MIB / 8, options).unwrap();
-        fill(&mut array);
+        fill(&mut array, 0);
         server.signal(signal);
         let timed = |what: &str, since: Instant| {
             println!("{signal}: {what} took {:?}", since.elapsed());
@@ -258,7 +237,7 @@ fn a_job_ends_at_its_first_lost_server() {
         let error = array.close().unwrap_err();
         timed("close", since);
         let array = error.into_inner();
-        assert_filled(&array);
+        assert_filled(&array, 0);
         let since = Instant::now();
         drop(array);
         timed("drop", since);
@@ -272,22 +251,18 @@ const VICTIM: &str = "FARPAGE_TEST_VICTIM";
 
 #[test]
 fn touching_lost_memory_raises_sigbus_within_the_deadline() {
-    let test = SERVING;
     if serve_if_asked() {
         return;
     }
     if let Ok(url) = env::var(VICTIM) {
         return be_the_victim(&url);
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
-    let mut rng = Rng(seed(test));
+    let Some(_watchdog) = begin(120) else { return };
+    let mut rng = Rng(seed());
     for fabric in networks() {
         for _ in 0..3 {
             let mut server = server(fabric);
-            let mut victim = Kin::start(test, &[(VICTIM, &server.url)]);
+            let mut victim = TestProcess::start(&[(VICTIM, &server.url)]);
             victim.wait_for_line("paging");
             // At any moment of its work.
             thread::sleep(Duration::from_micros(rng.below(50_000) as u64));
@@ -312,20 +287,15 @@ fn touching_lost_memory_raises_sigbus_within_the_deadline() {
 fn be_the_victim(url: &str) {
     let runtime = runtime(url, MIB);
     let mut array: RemoteArray<u64> = runtime.array(16 * MIB / 8).unwrap();
-    fill(&mut array);
+    fill(&mut array, 0);
     let (_, words) = shared(&mut array);
-    common::say("paging");
+    say("paging");
     thread::scope(|scope| {
         for thread in 0..4 {
             scope.spawn(move || {
                 let mut rng = Rng(thread);
                 loop {
-                    let at = rng.below(words.len());
-                    if get(words, at) != mix(at as u64) {
-                        eprintln!("word {at} is {:#x}", get(words, at));
-                        std::process::exit(3);
-                    }
-                    set(words, at, mix(at as u64));
+                    rewrite_or_exit(words, &mut rng);
                 }
             });
         }
@@ -334,20 +304,12 @@ fn be_the_victim(url: &str) {
 
 #[test]
 fn a_server_that_stalls_for_less_than_the_deadline_does_no_harm() {
-    let test = "a_server_that_stalls_for_less_than_the_deadline_does_no_harm";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     for fabric in fabrics() {
         let server = server(fabric);
-        let runtime = builder(MIB, PAGE_BYTES)
-            .server(&server.url)
-            .deadline(Duration::from_secs(8))
-            .build()
-            .unwrap();
+        let runtime = runtime_within(&server.url, MIB, Duration::from_secs(8));
         let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
-        fill(&mut array);
+        fill(&mut array, 0);
         let (_, words) = shared(&mut array);
         let (stop, turns) = (AtomicBool::new(false), AtomicUsize::new(0));
         thread::scope(|scope| {
@@ -374,7 +336,7 @@ fn a_server_that_stalls_for_less_than_the_deadline_does_no_harm() {
             }
             stop.store(true, Ordering::Relaxed);
         });
-        assert_filled(&array);
+        assert_filled(&array, 0);
         array.flush().unwrap();
         assert_eq!(runtime.stats().pager.poisoned, 0, "{fabric}");
     }
@@ -389,42 +351,33 @@ fn assert_needs_server(since: Instant, error: &dyn std::error::Error, why: &str)
 
 #[test]
 fn memory_over_shm_outlives_a_killed_server() {
-    outlives(
-        "memory_over_shm_outlives_a_killed_server",
-        ServerProcess::kill,
-    );
+    outlives(ServerProcess::kill);
 }
 
 #[test]
 fn memory_over_shm_outlives_a_server_that_ends_in_good_order() {
-    outlives(
-        "memory_over_shm_outlives_a_server_that_ends_in_good_order",
-        ServerProcess::stop,
-    );
+    outlives(ServerProcess::stop);
 }
 
-fn outlives(test: &'static str, end: fn(&mut ServerProcess)) {
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) || !fabrics().contains(&Fabric::Shm) {
+fn outlives(end: fn(&mut ServerProcess)) {
+    let Some(_watchdog) = begin_over_shm(120) else {
         return;
-    }
+    };
     let mut server = server(Fabric::Shm);
     let runtime = runtime(&server.url, MIB);
     let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
     // So large that it is granted no more than it reserves: room for two versions. A failed
     // publication must not keep a third.
-    let mut named = runtime
-        .array_with::<u64>(16 * MIB / 8, RegionOptions::new().name("kept"))
-        .unwrap();
-    fill(&mut array);
-    fill(&mut named);
+    let mut named = array_with(&runtime, 16 * MIB / 8, RegionOptions::new().name("kept"));
+    fill(&mut array, 0);
+    fill(&mut named, 0);
     named.flush().unwrap();
     end(&mut server);
     let ended = "the server's process has ended";
     for turn in 0..4 {
         // Each page comes, goes and changes, also once all threads know that the server is gone.
-        assert_filled(&array);
-        assert_filled(&named);
+        assert_filled(&array, 0);
+        assert_filled(&named, 0);
         for array in [&mut array, &mut named] {
             array.iter_mut().for_each(|word| *word = !*word);
             array.iter_mut().for_each(|word| *word = !*word);
@@ -443,8 +396,8 @@ fn outlives(test: &'static str, end: fn(&mut ServerProcess)) {
     let error = named.close().unwrap_err();
     assert_needs_server(since, &error, ended);
     let named = error.into_inner();
-    assert_filled(&named);
-    assert_filled(&array);
+    assert_filled(&named, 0);
+    assert_filled(&array, 0);
     assert_eq!(runtime.stats().pager.poisoned, 0);
     let since = Instant::now();
     drop((named, array, runtime));
@@ -455,16 +408,14 @@ fn outlives(test: &'static str, end: fn(&mut ServerProcess)) {
 /// reached the server keeps no memory, or a region that is published often would run out of room.
 #[test]
 fn publications_that_a_stopped_server_cannot_take_keep_no_memory() {
-    let test = "publications_that_a_stopped_server_cannot_take_keep_no_memory";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) || !fabrics().contains(&Fabric::Shm) {
+    let Some(_watchdog) = begin_over_shm(120) else {
         return;
-    }
+    };
     let server = server(Fabric::Shm);
     let before = runtime(&server.url, MIB);
     let options = || RegionOptions::new().name("kept");
     let mut array = before.array_with::<u64>(16 * MIB / 8, options()).unwrap();
-    fill(&mut array);
+    fill(&mut array, 0);
     array.flush().unwrap();
     server.signal(Signal::SIGSTOP);
     for _ in 0..4 {
@@ -474,7 +425,7 @@ fn publications_that_a_stopped_server_cannot_take_keep_no_memory() {
         assert_needs_server(since, &error, "the server has not answered in time");
         array.iter_mut().for_each(|word| *word = !*word);
     }
-    assert_filled(&array);
+    assert_filled(&array, 0);
     server.signal(Signal::SIGCONT);
     array[1] = 1;
     wait_until("the server takes a publication", || array.flush().is_ok());
@@ -484,19 +435,18 @@ fn publications_that_a_stopped_server_cannot_take_keep_no_memory() {
     let mut array = after.open_array::<u64>("kept").unwrap();
     assert_eq!(array[1], 1);
     array[1] = mix(1);
-    assert_filled(&array);
+    assert_filled(&array, 0);
 }
 
 const CLIENT: &str = "FARPAGE_TEST_CLIENT";
 
 #[test]
 fn a_client_that_was_stopped_beyond_its_lease_does_not_keep_a_dead_servers_memory() {
-    let test = "a_client_that_was_stopped_beyond_its_lease_does_not_keep_a_dead_servers_memory";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    let _watchdog = Watchdog::new(Duration::from_secs(120));
     if let Ok(url) = env::var(CLIENT) {
         let runtime = runtime(&url, MIB);
         let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
-        fill(&mut array);
+        fill(&mut array, 0);
         array.flush().unwrap();
         say("filled");
         io::stdin().read_line(&mut String::new()).unwrap();
@@ -504,12 +454,12 @@ fn a_client_that_was_stopped_beyond_its_lease_does_not_keep_a_dead_servers_memor
         say("lost");
         return;
     }
-    if !can_page(test) || !fabrics().contains(&Fabric::Shm) {
+    if !can_page() || !fabrics().contains(&Fabric::Shm) {
         return;
     }
     let lease = Duration::from_secs(2);
     let mut server = ServerProcess::start_leasing(SERVING, Fabric::Shm, 256 * MIB, lease);
-    let mut client = Kin::start(test, &[(CLIENT, &server.url)]);
+    let mut client = TestProcess::start(&[(CLIENT, &server.url)]);
     client.wait_for_line("filled");
     client.signal(Signal::SIGSTOP);
     // The server may have ended the session by then.
@@ -524,12 +474,11 @@ fn a_client_that_was_stopped_beyond_its_lease_does_not_keep_a_dead_servers_memor
 /// Memory that a server has taken back is no damage, and a new try does not help.
 #[test]
 fn a_client_that_was_stopped_beyond_its_lease_is_told_what_happened() {
-    let test = "a_client_that_was_stopped_beyond_its_lease_is_told_what_happened";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    let _watchdog = Watchdog::new(Duration::from_secs(120));
     if let Ok(url) = env::var(CLIENT) {
         let runtime = builder(MIB, PAGE_BYTES).server(url).build().unwrap();
         let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
-        fill(&mut array);
+        fill(&mut array, 0);
         array.flush().unwrap();
         say("filled");
         io::stdin().read_line(&mut String::new()).unwrap();
@@ -538,13 +487,11 @@ fn a_client_that_was_stopped_beyond_its_lease_is_told_what_happened() {
         say(&format!("lost: {error}"));
         return;
     }
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let lease = Duration::from_secs(4);
     for fabric in fabrics() {
         let server = ServerProcess::start_leasing(SERVING, fabric, 256 * MIB, lease);
-        let mut client = Kin::start(test, &[(CLIENT, &server.url)]);
+        let mut client = TestProcess::start(&[(CLIENT, &server.url)]);
         client.wait_for_line("filled");
         client.signal(Signal::SIGSTOP);
         let visit = || {
@@ -566,16 +513,12 @@ fn a_client_that_was_stopped_beyond_its_lease_is_told_what_happened() {
 /// Memory that went with its server does not come back when the server is started again.
 #[test]
 fn a_server_that_was_started_anew_says_that_the_memory_is_gone() {
-    let test = "a_server_that_was_started_anew_says_that_the_memory_is_gone";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in networks() {
         let mut server = server(fabric);
         let runtime = runtime(&server.url, MIB);
         let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
-        fill(&mut array);
+        fill(&mut array, 0);
         array.flush().unwrap();
         server.kill();
         let error = array.prefetch_now(..).unwrap_err();
@@ -592,20 +535,18 @@ fn a_server_that_was_started_anew_says_that_the_memory_is_gone() {
 
 #[test]
 fn a_server_that_is_stopped_for_longer_than_its_lease_goes_on_over_shm() {
-    let test = "a_server_that_is_stopped_for_longer_than_its_lease_goes_on_over_shm";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
-    if !can_page(test) || !fabrics().contains(&Fabric::Shm) {
+    let Some(_watchdog) = begin_over_shm(180) else {
         return;
-    }
+    };
     let lease = Duration::from_secs(3);
     let server = ServerProcess::start_leasing(SERVING, Fabric::Shm, 256 * MIB, lease);
     let runtime = runtime(&server.url, MIB);
     let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
-    fill(&mut array);
+    fill(&mut array, 0);
     let work = |array: &mut RemoteArray<u64>, time: Duration| {
         let since = Instant::now();
         while since.elapsed() < time {
-            assert_filled(array);
+            assert_filled(array, 0);
             array.iter_mut().for_each(|word| *word = !*word);
             array.iter_mut().for_each(|word| *word = !*word);
             array.flush().unwrap();
@@ -631,16 +572,12 @@ fn a_server_that_is_stopped_for_longer_than_its_lease_goes_on_over_shm() {
 
 #[test]
 fn another_server_serves_the_same_process_after_a_death() {
-    let test = "another_server_serves_the_same_process_after_a_death";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let mut first = server(fabric);
         let before = runtime(&first.url, MIB);
         let mut lost = before.array::<u64>(4 * MIB / 8).unwrap();
-        fill(&mut lost);
+        fill(&mut lost, 0);
         // Changed pages that cannot be written back stay, and would be all of the budget here.
         lost.flush().unwrap();
         first.kill();
@@ -649,8 +586,8 @@ fn another_server_serves_the_same_process_after_a_death() {
         let second = server(fabric);
         let after = runtime(&second.url, MIB);
         let mut array = after.array::<u64>(4 * MIB / 8).unwrap();
-        fill(&mut array);
-        assert_filled(&array);
+        fill(&mut array, 0);
+        assert_filled(&array, 0);
         array.flush().unwrap();
         // The dead server's region still exists.
         assert_eq!(lost.prefetch_now(..).is_ok(), fabric == Fabric::Shm);
@@ -659,7 +596,7 @@ fn another_server_serves_the_same_process_after_a_death() {
             .page_size(ByteSize::kib(4))
             .store(HookedStore::new(PAGE_WORDS * 8, |_, _| io::Result::Ok(())));
         let mut own = before.array_with::<u64>(PAGE_WORDS, options).unwrap();
-        fill(&mut own);
+        fill(&mut own, 0);
         own.close().unwrap();
     }
 }

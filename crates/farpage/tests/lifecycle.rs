@@ -23,11 +23,11 @@ use std::{
 };
 
 use common::{
-    Call, Fabric, HookedStore, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics,
-    mix, proc_bytes, seed, shared, wait_until,
+    Call, Fabric, HookedStore, Memory, array_with, begin, builder, fabrics, shared,
     words::{assert_exercised, assert_filled, exercise, fill},
 };
 use farpage::{Advice, ByteSize, RegionOptions, RemoteArray, Runtime};
+use farpage_testkit::{KIB, MIB, Rng, TestProcess, mix, process::proc_bytes, seed, wait_until};
 use nix::{
     sys::wait::{WaitStatus, waitpid},
     unistd::{ForkResult, fork},
@@ -42,12 +42,8 @@ fn pages(pages: usize) -> RegionOptions {
 
 #[test]
 fn ten_thousand_regions_are_unmapped_while_pages_are_evicted() {
-    let test = "ten_thousand_regions_are_unmapped_while_pages_are_evicted";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(180) else { return };
+    let seed = seed();
     for fabric in fabrics() {
         let since = Instant::now();
         let memory = Memory::start(fabric, 256 * MIB);
@@ -109,12 +105,8 @@ fn map_and_give_up(runtime: &Runtime, cycles: u64, mut rng: Rng) {
 
 #[test]
 fn flush_while_evicting_ends_and_loses_nothing() {
-    let test = "flush_while_evicting_ends_and_loses_nothing";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(60) else { return };
+    let seed = seed();
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(MIB, PAGE);
@@ -156,11 +148,7 @@ fn flush_while_evicting_ends_and_loses_nothing() {
 
 #[test]
 fn flush_takes_what_was_written_a_moment_ago() {
-    let test = "flush_takes_what_was_written_a_moment_ago";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let stored = Arc::new(AtomicUsize::new(0));
     let writes = stored.clone();
     let store = HookedStore::new(64 * PAGE, move |call, _| {
@@ -170,9 +158,7 @@ fn flush_takes_what_was_written_a_moment_ago() {
         Ok(())
     });
     let runtime = builder(MIB, PAGE).build().unwrap();
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(64 * PAGE_WORDS, pages(0).store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, 64 * PAGE_WORDS, pages(0).store(store));
     // Each page is flushed as soon as its first word is written, when its filler has hardly mapped
     // the page.
     for round in 1..20 {
@@ -193,12 +179,8 @@ fn flush_takes_what_was_written_a_moment_ago() {
 
 #[test]
 fn one_page_per_filler_is_enough() {
-    let test = "one_page_per_filler_is_enough";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(90));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(90) else { return };
+    let seed = seed();
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 256 * MIB);
         for (page_bytes, fillers, turns) in [(PAGE, 2, 1500), (PAGE, 4, 1500), (2 * MIB, 2, 30)] {
@@ -232,11 +214,7 @@ fn one_page_per_filler_is_enough() {
 
 #[test]
 fn one_instruction_may_touch_two_pages_when_two_fit() {
-    let test = "one_instruction_may_touch_two_pages_when_two_fit";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(2 * PAGE, PAGE);
     let mut region = runtime.region(64 * PAGE).unwrap();
@@ -259,11 +237,7 @@ fn one_instruction_may_touch_two_pages_when_two_fit() {
 
 #[test]
 fn ten_thousand_regions_at_once() {
-    let test = "ten_thousand_regions_at_once";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     for fabric in fabrics() {
         let since = Instant::now();
         let memory = Memory::start(fabric, 1 << 30);
@@ -289,12 +263,8 @@ fn ten_thousand_regions_at_once() {
 
 #[test]
 fn many_threads_map_and_unmap_at_once() {
-    let test = "many_threads_map_and_unmap_at_once";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(60) else { return };
+    let seed = seed();
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 512 * MIB);
         let runtime = memory.runtime(2 * MIB, PAGE);
@@ -322,17 +292,14 @@ const CHILD: &str = "FARPAGE_TEST_LIFECYCLE";
 
 #[test]
 fn mapping_and_unmapping_leaves_nothing_behind() {
-    let test = "mapping_and_unmapping_leaves_nothing_behind";
     if let Ok(url) = env::var(CHILD) {
         return map_and_unmap(&url);
     }
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(240) else { return };
     for fabric in fabrics() {
         println!("{fabric}:");
         let memory = Memory::start(fabric, 256 * MIB);
-        Kin::start(test, &[(CHILD, &memory.url)]).must_pass(Duration::from_secs(60));
+        TestProcess::start(&[(CHILD, &memory.url)]).must_pass(Duration::from_secs(60));
         wait_until("the server has everything back", || {
             memory.server.stat().granted_bytes == 0
         });
@@ -351,8 +318,8 @@ fn map_and_unmap(url: &str) {
     };
     let figures = || {
         [
-            proc_bytes("status", "VmRSS"),
-            proc_bytes("status", "VmSize"),
+            proc_bytes("self", "status", "VmRSS"),
+            proc_bytes("self", "status", "VmSize"),
             fs::read_dir("/proc/self/fd").unwrap().count(),
             fs::read_to_string("/proc/self/maps")
                 .unwrap()
@@ -374,12 +341,8 @@ fn map_and_unmap(url: &str) {
 
 #[test]
 fn children_come_and_go_while_the_parent_pages() {
-    let test = "children_come_and_go_while_the_parent_pages";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(60) else { return };
+    let seed = seed();
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(MIB, PAGE);

@@ -11,40 +11,29 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Fabric, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, mix, relay::Relay, seed};
-use farpage::RegionOptions;
+use common::{
+    Fabric, Memory, begin, builder,
+    words::{assert_filled, fill},
+};
+use farpage::{RegionOptions, Runtime};
+use farpage_testkit::{KIB, MIB, Relay, Rng, mix, seed};
 
 const PAGE_BYTES: usize = 64 * KIB;
 
-fn fill(array: &mut [u64], turn: u64) {
-    for (at, word) in array.iter_mut().enumerate() {
-        *word = mix(at as u64 ^ turn << 32);
-    }
-}
-
-fn assert_filled(array: &[u64], turn: u64) {
-    for (at, &word) in array.iter().enumerate() {
-        assert_eq!(word, mix(at as u64 ^ turn << 32), "word {at}");
-    }
+fn runtime(relay: &Relay, budget_bytes: usize, deadline: Duration) -> Runtime {
+    let builder = builder(budget_bytes, PAGE_BYTES).server(&relay.url);
+    builder.deadline(deadline).build().expect("a live server")
 }
 
 #[test]
 fn thirty_cuts_leave_a_full_server_with_room_for_every_flush() {
-    let test = "thirty_cuts_leave_a_full_server_with_room_for_every_flush";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
-    if !can_page(test) {
-        return;
-    }
-    let mut rng = Rng(seed(test));
+    let Some(_watchdog) = begin(240) else { return };
+    let mut rng = Rng(seed());
     for budget_bytes in [8 * MIB, 16 * MIB] {
         // All of the server's memory is reserved: memory left behind by a cut is missing at once.
         let memory = Memory::start(Fabric::Tcp, 66 * MIB);
         let relay = Relay::to(&memory.url);
-        let runtime = builder(budget_bytes, PAGE_BYTES)
-            .server(&relay.url)
-            .deadline(Duration::from_secs(20))
-            .build()
-            .unwrap();
+        let runtime = runtime(&relay, budget_bytes, Duration::from_secs(20));
         let mut array = runtime.array::<u64>(64 * MIB / 8).unwrap();
         let (stop, mut cuts, mut turn) = (AtomicBool::new(false), 0, 0);
         thread::scope(|scope| {
@@ -78,19 +67,11 @@ fn thirty_cuts_leave_a_full_server_with_room_for_every_flush() {
 
 #[test]
 fn a_network_that_forgets_its_connections_costs_a_part_of_the_deadline() {
-    let test = "a_network_that_forgets_its_connections_costs_a_part_of_the_deadline";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let deadline = Duration::from_secs(8);
     let memory = Memory::start(Fabric::Tcp, 256 * MIB);
     let relay = Relay::to(&memory.url);
-    let runtime = builder(4 * MIB, PAGE_BYTES)
-        .server(&relay.url)
-        .deadline(deadline)
-        .build()
-        .unwrap();
+    let runtime = runtime(&relay, 4 * MIB, deadline);
     let mut array = runtime.array::<u64>(32 * MIB / 8).unwrap();
     let timed = |what: &str, act: &mut dyn FnMut()| {
         relay.silence();

@@ -13,8 +13,9 @@ use std::{
     time::Duration,
 };
 
-use common::{Call, HookedStore, KIB, MIB, Watchdog, builder, can_page, mix, wait_until};
+use common::{Call, HookedStore, array_with, begin, builder, words::fill};
 use farpage::{FaultMode, RegionOptions, RemoteArray};
+use farpage_testkit::{KIB, MIB, mix, wait_until};
 use tracing::{Event, Level, Metadata, Subscriber, span};
 
 const PAGE: usize = 4 * KIB;
@@ -57,13 +58,9 @@ impl Subscriber for Reading {
 /// page that only they bring.
 #[test]
 fn pages_come_for_a_subscriber_that_reads_them_while_workers_log() {
-    let test = "pages_come_for_a_subscriber_that_reads_them_while_workers_log";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
     tracing::subscriber::set_global_default(Reading(Mutex::new(())))
         .expect("this program has no other");
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let runtime = builder(MIB, PAGE)
         .fillers(1)
         .evictors(1)
@@ -75,12 +72,8 @@ fn pages_come_for_a_subscriber_that_reads_them_while_workers_log() {
     let bytes = 4 * MIB;
     let options = || RegionOptions::new().read_ahead(0);
     let kept = HookedStore::new(bytes, |_, _| Ok(()));
-    let mut array = runtime
-        .array_with::<u64>(bytes / 8, options().store(kept))
-        .expect("an array");
-    for (at, word) in array.iter_mut().enumerate() {
-        *word = mix(at as u64);
-    }
+    let mut array = array_with(&runtime, bytes / 8, options().store(kept));
+    fill(&mut array, 0);
     array.flush().expect("the store takes it");
     // The array's first pages have left: it is four times the budget.
     ARRAY.set(array).expect("set once");
@@ -93,9 +86,7 @@ fn pages_come_for_a_subscriber_that_reads_them_while_workers_log() {
             _ => Ok(()),
         }
     });
-    let broken = runtime
-        .array_with::<u64>(bytes / 8, options().store(broken))
-        .expect("an array");
+    let broken = array_with(&runtime, bytes / 8, options().store(broken));
     // Each lost page makes the only filler log a line. The program logs lines of its own meanwhile.
     for page in 0..8 {
         let at = page * PAGE_WORDS;

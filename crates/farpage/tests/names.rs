@@ -5,28 +5,26 @@
 
 mod common;
 
-use std::time::Duration;
-
-use common::{Fabric, KIB, MIB, Memory, Watchdog, can_page, fabrics, mix};
+use common::{
+    Fabric, Memory, array_with, begin, fabrics,
+    words::{assert_filled, fill},
+};
 use farpage::{
     CreateError, ElementType, OpenError, RegionOptions, Reserve, error::StoreCreateError,
 };
 use farpage_store::{NamesError, OpenStoreError};
+use farpage_testkit::{KIB, MIB, mix};
 
 const PAGE: usize = 4 * KIB;
 
 #[test]
 fn named_arrays_are_listed_and_removed_by_their_owner_alone() {
-    let test = "named_arrays_are_listed_and_removed_by_their_owner_alone";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let keys = tempfile::tempdir().unwrap();
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = |user: &str| {
-            let builder = common::builder(MIB, PAGE).server(&memory.url);
+            let builder = memory.builder(MIB, PAGE);
             builder.key_file(keys.path().join(user)).build().unwrap()
         };
         let (ours, theirs) = (runtime("ours"), runtime("theirs"));
@@ -53,12 +51,7 @@ fn named_arrays_are_listed_and_removed_by_their_owner_alone() {
 
 #[test]
 fn named_array_takes_little_of_the_server_if_it_is_small_and_few_extents_if_it_is_large() {
-    let test =
-        "named_array_takes_little_of_the_server_if_it_is_small_and_few_extents_if_it_is_large";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 256 * MIB);
     let granted = || memory.server.stat().granted_bytes as usize;
     let runtime = memory.runtime(MIB, PAGE);
@@ -78,9 +71,7 @@ fn named_array_takes_little_of_the_server_if_it_is_small_and_few_extents_if_it_i
         .name("large")
         .reserve(Reserve::OnDemand);
     let mut large = runtime.array_with::<u64>(32 * MIB / 8, options).unwrap();
-    for (i, word) in large.iter_mut().enumerate() {
-        *word = mix(i as u64);
-    }
+    fill(&mut large, 0);
     large.flush().unwrap();
     let extents = memory.server.stat().extents - before;
     assert!(extents <= 16, "{extents} extents for 32 MiB");
@@ -89,15 +80,9 @@ fn named_array_takes_little_of_the_server_if_it_is_small_and_few_extents_if_it_i
 
 #[test]
 fn region_with_an_element_type_tells_it_to_who_opens_it() {
-    let test = "region_with_an_element_type_tells_it_to_who_opens_it";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
-    let runtime = (common::builder(MIB, PAGE).server(&memory.url))
-        .build()
-        .unwrap();
+    let runtime = (memory.builder(MIB, PAGE)).build().unwrap();
     let number = ElementType::number("f32").unwrap();
     let foreign = ElementType::foreign("numpy:'<c8'", 8, 4);
     for (name, of) in [("number", &number), ("foreign", &foreign)] {
@@ -126,11 +111,7 @@ fn region_with_an_element_type_tells_it_to_who_opens_it() {
 
 #[test]
 fn a_name_that_is_taken_is_refused_when_the_array_is_created() {
-    let test = "a_name_that_is_taken_is_refused_when_the_array_is_created";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let (first, second) = (memory.runtime(MIB, PAGE), memory.runtime(MIB, PAGE));
@@ -158,9 +139,7 @@ fn a_name_that_is_taken_is_refused_when_the_array_is_created() {
             text.contains("`field`") && text.contains("open it"),
             "{text}"
         );
-        let mut array = first
-            .array_with::<u64>(PAGE / 2, named().replace(true))
-            .unwrap();
+        let mut array = array_with(&first, PAGE / 2, named().replace(true));
         array.fill(2);
         array.close().unwrap();
         let array = second.open_array::<u64>("field").unwrap();
@@ -170,11 +149,7 @@ fn a_name_that_is_taken_is_refused_when_the_array_is_created() {
 
 #[test]
 fn named_region_outlives_its_program_and_has_one_owner() {
-    let test = "named_region_outlives_its_program_and_has_one_owner";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let len = 3 * MIB / 8 + 5;
@@ -188,17 +163,13 @@ fn named_region_outlives_its_program_and_has_one_owner() {
         let mut array = runtime()
             .array_with::<u64>(len, RegionOptions::new().name("field"))
             .unwrap();
-        for (at, word) in array.iter_mut().enumerate() {
-            *word = mix(at as u64);
-        }
+        fill(&mut array, 0);
         array.close().unwrap();
 
         let owner = runtime();
         let mut array = owner.open_array::<u64>("field").unwrap();
         assert_eq!(array.len(), len);
-        for (at, &word) in array.iter().enumerate() {
-            assert_eq!(word, mix(at as u64), "word {at}");
-        }
+        assert_filled(&array, 0);
         let refused = runtime().open_array::<u64>("field").unwrap_err();
         let in_use = matches!(
             &refused,
@@ -228,16 +199,10 @@ fn named_region_outlives_its_program_and_has_one_owner() {
 
 #[test]
 fn a_named_array_opens_with_the_element_type_and_length_it_was_created_with() {
-    let test = "a_named_array_opens_with_the_element_type_and_length_it_was_created_with";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(MIB, PAGE);
-    let mut words = runtime
-        .array_with::<u64>(6, RegionOptions::new().name("words"))
-        .unwrap();
+    let mut words = array_with(&runtime, 6, RegionOptions::new().name("words"));
     words[5] = 7;
     words.close().unwrap();
     let says = [
@@ -277,11 +242,7 @@ fn a_named_array_opens_with_the_element_type_and_length_it_was_created_with() {
 
 #[test]
 fn names_are_checked_when_an_array_is_created() {
-    let test = "names_are_checked_when_an_array_is_created";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(MIB, PAGE);
     let create = |name: &str| runtime.array_with::<u64>(9, RegionOptions::new().name(name));
@@ -300,11 +261,7 @@ fn names_are_checked_when_an_array_is_created() {
 
 #[test]
 fn an_array_that_its_own_program_has_open_is_not_removed() {
-    let test = "an_array_that_its_own_program_has_open_is_not_removed";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let (first, second) = (memory.runtime(MIB, PAGE), memory.runtime(MIB, PAGE));

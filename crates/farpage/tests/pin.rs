@@ -20,14 +20,16 @@ use std::{
 };
 
 use common::{
-    Fabric, HookedStore, KIB, MIB, Memory, Rng, ServerProcess, Watchdog, builder, can_page,
-    fabrics, get, mix, seed, serve_if_asked, set, shared, wait_until,
+    Fabric, Memory, ServerProcess, begin, builder, fabrics, get, serve_if_asked, set, shared,
+    stored_here,
+    words::{assert_filled, fill},
 };
 use farpage::{
     Advice, ByteSize, CreateError, PageError, PinError, RegionOptions, RemoteArray, Runtime,
 };
 use farpage_pager::MapError;
 use farpage_store::StoreError;
+use farpage_testkit::{KIB, MIB, Rng, mix, seed, test_name, wait_until};
 
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
@@ -44,18 +46,6 @@ fn absent_pages<T>(slice: *const [T]) -> usize {
     let is_present = |entry: &[u8; 8]| u64::from_ne_bytes(*entry) >> 63 == 1;
     let (entries, _) = entries.as_chunks::<8>();
     entries.iter().filter(|entry| !is_present(entry)).count()
-}
-
-fn fill(words: &mut [u64]) {
-    for (at, word) in words.iter_mut().enumerate() {
-        *word = mix(at as u64);
-    }
-}
-
-fn assert_filled(words: &[u64]) {
-    for (at, &word) in words.iter().enumerate() {
-        assert_eq!(word, mix(at as u64), "word {at}");
-    }
 }
 
 /// Touches every page of the array, over and over, so that all other pages have to leave.
@@ -91,11 +81,7 @@ fn assert_budget_error(pinned: Result<(), PinError>) {
 
 #[test]
 fn pinned_pages_stay_while_a_larger_array_is_swept() {
-    let test = "pinned_pages_stay_while_a_larger_array_is_swept";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(2 * MIB, PAGE);
@@ -103,8 +89,8 @@ fn pinned_pages_stay_while_a_larger_array_is_swept() {
             runtime.array::<u64>(4 * MIB / 8).unwrap(),
             runtime.array::<u64>(8 * MIB / 8).unwrap(),
         );
-        fill(&mut array);
-        fill(&mut large);
+        fill(&mut array, 0);
+        fill(&mut large, 0);
         let pinned = MIB / 8..2 * MIB / 8;
         array.pin(pinned.clone()).unwrap();
         let evictions = || runtime.stats().pager.evictions;
@@ -121,7 +107,7 @@ fn pinned_pages_stay_while_a_larger_array_is_swept() {
             stop.store(true, Ordering::Relaxed);
             println!("{fabric}: {samples} samples");
         });
-        assert_filled(&array);
+        assert_filled(&array, 0);
         array.unpin(pinned.clone());
         // Pages stay until other pages need the room.
         assert_eq!(absent_pages(&array[pinned.clone()]), 0);
@@ -139,21 +125,17 @@ fn pinned_pages_stay_while_a_larger_array_is_swept() {
 /// A pin that comes while pages are on their way out must wait for the right thing.
 #[test]
 fn system_calls_find_pinned_pages_whatever_leaves() {
-    let test = "system_calls_find_pinned_pages_whatever_leaves";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(60) else { return };
+    let seed = seed();
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
-        let runtime = builder(512 * KIB, PAGE)
-            .server(&memory.url)
+        let runtime = memory
+            .builder(512 * KIB, PAGE)
             .user_mode_only(true)
             .build()
             .unwrap();
         let mut array = array(&runtime, MIB / 8);
-        fill(&mut array);
+        fill(&mut array, 0);
         let pages = array.len() / PAGE_WORDS;
 
         let file = tempfile::tempfile().unwrap();
@@ -192,7 +174,7 @@ fn system_calls_find_pinned_pages_whatever_leaves() {
             stop.store(true, Ordering::Relaxed);
             assert!(results.iter().all(Result::is_ok), "a pinner has failed");
         });
-        assert_filled(array);
+        assert_filled(array, 0);
         // Nothing is pinned any more: all of the room is free again, and no page is held.
         array.pin(..most_words(array)).unwrap();
         array.unpin(..);
@@ -203,11 +185,7 @@ fn system_calls_find_pinned_pages_whatever_leaves() {
 
 #[test]
 fn flush_of_pinned_pages_that_are_being_written_loses_nothing() {
-    let test = "flush_of_pinned_pages_that_are_being_written_loses_nothing";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(2 * MIB, PAGE);
@@ -259,15 +237,11 @@ fn flush_of_pinned_pages_that_are_being_written_loses_nothing() {
 
 #[test]
 fn pages_stay_until_each_pin_is_taken_back() {
-    let test = "pages_stay_until_each_pin_is_taken_back";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(2 * MIB, PAGE);
     let mut array = array(&runtime, 64 * PAGE_WORDS);
-    fill(&mut array);
+    fill(&mut array, 0);
     let absent_after_giving_up = |array: &RemoteArray<u64>| {
         array.advise(.., Advice::DontNeed).unwrap();
         absent_pages(&array[..])
@@ -287,16 +261,12 @@ fn pages_stay_until_each_pin_is_taken_back() {
     array.pin(3 * PAGE_WORDS..=5 * PAGE_WORDS).unwrap();
     assert_eq!(absent_pages(&array[3 * PAGE_WORDS..6 * PAGE_WORDS]), 0);
     assert_eq!(absent_after_giving_up(&array), 61);
-    assert_filled(&array);
+    assert_filled(&array, 0);
 }
 
 #[test]
 fn page_that_is_pinned_too_often_is_an_error() {
-    let test = "page_that_is_pinned_too_often_is_an_error";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(MIB, PAGE);
     let array = array(&runtime, 2 * PAGE_WORDS);
@@ -315,16 +285,12 @@ fn page_that_is_pinned_too_often_is_an_error() {
 
 #[test]
 fn more_pins_than_the_budget_has_room_for_are_an_error() {
-    let test = "more_pins_than_the_budget_has_room_for_are_an_error";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     for budget_bytes in [32 * PAGE, MIB] {
         let runtime = memory.runtime(budget_bytes, PAGE);
         let mut array = array(&runtime, 2 * MIB / 8);
-        fill(&mut array);
+        fill(&mut array, 0);
         let most = most_words(&array);
         assert!(
             budget_bytes / 2 < most * 8 && most * 8 < budget_bytes,
@@ -340,7 +306,7 @@ fn more_pins_than_the_budget_has_room_for_are_an_error() {
         array.unpin(..most);
         assert_budget_error(array.pin(most..most + 1));
         // All other pages get on with the room that is left.
-        assert_filled(&array);
+        assert_filled(&array, 0);
         assert_eq!(absent_pages(&array[..most]), 0);
         array.unpin(..1);
         array.pin(most..most + 1).unwrap();
@@ -350,17 +316,13 @@ fn more_pins_than_the_budget_has_room_for_are_an_error() {
     let runtime = memory.runtime(2 * PAGE, PAGE);
     let mut array = runtime.array::<u64>(MIB / 8).unwrap();
     assert_eq!(most_words(&array), 0);
-    fill(&mut array);
-    assert_filled(&array);
+    fill(&mut array, 0);
+    assert_filled(&array, 0);
 }
 
 #[test]
 fn region_of_larger_pages_than_fit_beside_the_pinned_is_an_error() {
-    let test = "region_of_larger_pages_than_fit_beside_the_pinned_is_an_error";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(MIB, PAGE);
     let small = runtime.array::<u64>(2 * MIB / 8).unwrap();
@@ -380,8 +342,8 @@ fn region_of_larger_pages_than_fit_beside_the_pinned_is_an_error() {
     small.unpin(..);
     small.pin(..64 * PAGE_WORDS).unwrap();
     let mut large = large().unwrap();
-    fill(&mut large);
-    assert_filled(&large);
+    fill(&mut large, 0);
+    assert_filled(&large, 0);
     assert_eq!(absent_pages(&small[..64 * PAGE_WORDS]), 0);
     // The larger pages need more room, so fewer pages can be pinned from now on.
     assert_budget_error(small.pin(64 * PAGE_WORDS..65 * PAGE_WORDS));
@@ -389,11 +351,7 @@ fn region_of_larger_pages_than_fit_beside_the_pinned_is_an_error() {
 
 #[test]
 fn region_that_is_closed_with_pins_gives_their_room_back() {
-    let test = "region_that_is_closed_with_pins_gives_their_room_back";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(MIB, PAGE);
     let most = {
@@ -413,30 +371,26 @@ fn region_that_is_closed_with_pins_gives_their_room_back() {
 
 #[test]
 fn pin_of_what_a_dead_server_holds_names_it() {
-    let test = "pin_of_what_a_dead_server_holds_names_it";
     if serve_if_asked() {
         return;
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let deadline = Duration::from_secs(1);
     for fabric in fabrics() {
-        let mut server = ServerProcess::start(test, fabric, 64 * MIB);
+        let mut server = ServerProcess::start(&test_name(), fabric, 64 * MIB);
         let runtime: Runtime = builder(MIB, PAGE)
             .server(&server.url)
             .deadline(deadline)
             .build()
             .unwrap();
         let mut array = array(&runtime, MIB / 2 / 8);
-        fill(&mut array);
+        fill(&mut array, 0);
         array.advise(.., Advice::DontNeed).unwrap();
         server.kill();
         if fabric == Fabric::Shm {
             // Memory over shm outlives its server.
             array.pin(..).unwrap();
-            assert_filled(&array);
+            assert_filled(&array, 0);
             continue;
         }
         // Pages that were read before the death is noticed are pinned all the same.
@@ -460,7 +414,7 @@ fn pin_of_what_a_dead_server_holds_names_it() {
         );
         assert!(error.to_string().contains(&server.url), "{error}");
         // The failed pin has pinned nothing: as much as ever can be pinned elsewhere.
-        let options = RegionOptions::new().store(HookedStore::new(2 * MIB, |_, _| Ok(())));
+        let options = stored_here(2 * MIB);
         let own = runtime.array_with::<u64>(2 * MIB / 8, options).unwrap();
         own.pin(..most_words(&own)).unwrap();
     }

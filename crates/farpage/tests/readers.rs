@@ -14,14 +14,15 @@ mod common;
 use std::{env, io::Read, thread, time::Duration};
 
 use common::{
-    Fabric, KIB, Kin, MIB, ServerProcess, Watchdog, builder, can_page, fabrics, mix, say,
-    serve_if_asked, wait_until,
+    Fabric, Memory, ServerProcess, begin, builder, fabrics, serve_if_asked,
+    words::{assert_filled, fill, word},
 };
 use farpage::{
     ByteSize, CreateError, Endpoint, OpenError, RegionOptions, RemoteArray, Reserve, Runtime,
 };
 use farpage_fabric::{SessionOptions, Visit};
 use farpage_store::{NamesError, OpenStoreError};
+use farpage_testkit::{KIB, MIB, TestProcess, say, wait_until};
 use nix::sys::signal::Signal;
 
 const PAGE: usize = 16 * KIB;
@@ -46,23 +47,6 @@ fn runtime(url: &str) -> Runtime {
     builder.deadline(Duration::from_secs(5)).build().unwrap()
 }
 
-fn word(version: u64, at: usize) -> u64 {
-    mix(version << 40 | at as u64)
-}
-
-fn fill(array: &mut RemoteArray<u64>, version: u64) {
-    for (at, found) in array.iter_mut().enumerate() {
-        *found = word(version, at);
-    }
-}
-
-/// Asserts that every word of an array is that of `version`.
-fn assert_version(array: &RemoteArray<u64>, version: u64) {
-    for (at, &found) in array.iter().enumerate() {
-        assert_eq!(found, word(version, at), "word {at} of version {version}");
-    }
-}
-
 fn create(runtime: &Runtime) -> RemoteArray<u64> {
     let named = RegionOptions::new().name("x");
     runtime.array_with::<u64>(WORDS, named).unwrap()
@@ -76,9 +60,9 @@ fn stat(url: &str) -> (u64, u64, u64) {
     (stat.granted_bytes, stat.readers, stat.old_versions)
 }
 
-/// Starts a process that reads, as test `test`. Returns it with the version that it prints.
-fn reader(test: &str, url: &str) -> (Kin, u64) {
-    let mut reader = Kin::start(test, &[(URL, url), (ROLE, "reader")]);
+/// Starts a process that reads. Returns it with the version that it prints.
+fn reader(url: &str) -> (TestProcess, u64) {
+    let mut reader = TestProcess::start(&[(URL, url), (ROLE, "reader")]);
     let version = reader.wait_for_line("reads ").parse().unwrap();
     (reader, version)
 }
@@ -93,19 +77,19 @@ fn play_role() -> bool {
     match &*role {
         "reader" => {
             let array = runtime.open_array_to_read::<u64>("x").unwrap();
-            let version = (1..100).find(|version| array[0] == word(*version, 0));
+            let version = (1..100).find(|version| array[0] == word(0, *version));
             let version = version.expect("a version that was published");
             say(&format!("reads {version}"));
             while !over.is_finished() {
-                assert_version(&array, version);
+                assert_filled(&array, version);
             }
-            assert_version(&array, version);
+            assert_filled(&array, version);
             array.close().unwrap();
         }
         // A role whose lease ends while the process is stopped.
         "sleeper" => {
             let array = runtime.open_array_to_read::<u64>("x").unwrap();
-            assert_version(&array, 1);
+            assert_filled(&array, 1);
             say("reads 1");
             let pages = || (0..WORDS).step_by(PAGE / 8);
             let lost = (pages().cycle())
@@ -114,7 +98,7 @@ fn play_role() -> bool {
                     let brought = array.prefetch_now(page.clone());
                     if brought.is_ok() {
                         for at in page {
-                            assert_eq!(array[at], word(1, at), "word {at}");
+                            assert_eq!(array[at], word(at, 1), "word {at}");
                         }
                     }
                     brought.err()
@@ -145,14 +129,10 @@ fn input_ended() -> thread::JoinHandle<()> {
 
 #[test]
 fn eight_programs_read_versions_of_their_own_beside_a_writer() {
-    let test = SERVING;
     if serve_if_asked() || play_role() {
         return;
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(240) else { return };
     for fabric in fabrics() {
         let server = server(fabric);
         let runtime = runtime(&server.url);
@@ -163,7 +143,7 @@ fn eight_programs_read_versions_of_their_own_beside_a_writer() {
             fill(&mut array, version);
             array.flush().unwrap();
             for _ in 0..2 {
-                let (reader, reads) = reader(test, &server.url);
+                let (reader, reads) = reader(&server.url);
                 assert_eq!(reads, version);
                 readers.push(reader);
             }
@@ -202,33 +182,29 @@ fn eight_programs_read_versions_of_their_own_beside_a_writer() {
             after <= 2 * before,
             "{fabric}: {before} bytes before, {after} after"
         );
-        assert_version(&array, 11);
+        assert_filled(&array, 11);
     }
 }
 
 #[test]
 fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
-    let test = "readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced";
     if play_role() {
         return;
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(240) else { return };
     for fabric in fabrics() {
         let server = server(fabric);
         let environment = [(URL, &*server.url), (ROLE, "writer")];
-        let mut writer = Kin::start(test, &environment);
+        let mut writer = TestProcess::start(&environment);
         writer.wait_for_line("published");
         let readers = [(); 2].map(|()| runtime(&server.url));
         let [first, second] =
             (readers.each_ref()).map(|it| it.open_array_to_read::<u64>("x").unwrap());
-        assert_version(&first, 1);
+        assert_filled(&first, 1);
         // 1. The writer dies in the middle of its writes.
         writer.signal(Signal::SIGKILL);
         writer.wait(Duration::from_secs(10));
-        assert_version(&first, 1);
+        assert_filled(&first, 1);
         // 2. Another program writes while the readers read.
         let runtime = runtime(&server.url);
         let mut array = None;
@@ -243,7 +219,7 @@ fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
         for version in 20..24 {
             fill(&mut array, version);
             array.flush().unwrap();
-            assert_version(&second, 1);
+            assert_filled(&second, 1);
         }
         let newest = runtime.open_array_to_read::<u64>("x").unwrap();
         array.close().unwrap();
@@ -253,8 +229,8 @@ fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
             fill(&mut array, version);
             array.flush().unwrap();
         }
-        assert_version(&first, 1);
-        assert_version(&newest, 23);
+        assert_filled(&first, 1);
+        assert_filled(&newest, 23);
         // A region that is open for writing is not removed.
         let refused = readers[0].remove("x");
         assert!(
@@ -267,10 +243,10 @@ fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
         let mut other = runtime.array_with::<u64>(WORDS / 2, named).unwrap();
         other.fill(5);
         other.close().unwrap();
-        assert_version(&second, 1);
+        assert_filled(&second, 1);
         readers[1].remove("x").unwrap();
-        assert_version(&first, 1);
-        assert_version(&newest, 23);
+        assert_filled(&first, 1);
+        assert_filled(&newest, 23);
         let gone = runtime.open_array_to_read::<u64>("x").unwrap_err();
         assert!(
             matches!(gone, OpenError::Store(OpenStoreError::NotFound { .. })),
@@ -284,14 +260,10 @@ fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
 
 #[test]
 fn a_reader_that_comes_back_after_its_lease_gets_an_error_and_no_other_bytes() {
-    let test = "a_reader_that_comes_back_after_its_lease_gets_an_error_and_no_other_bytes";
     if play_role() {
         return;
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(240) else { return };
     for fabric in fabrics() {
         let server = server(fabric);
         let runtime = runtime(&server.url);
@@ -299,7 +271,7 @@ fn a_reader_that_comes_back_after_its_lease_gets_an_error_and_no_other_bytes() {
         fill(&mut array, 1);
         array.flush().unwrap();
         let environment = [(URL, &*server.url), (ROLE, "sleeper")];
-        let mut sleeper = Kin::start(test, &environment);
+        let mut sleeper = TestProcess::start(&environment);
         sleeper.wait_for_line("reads ");
         sleeper.signal(Signal::SIGSTOP);
         wait_until("its lease has ended", || stat(&server.url).1 == 0);
@@ -316,14 +288,10 @@ fn a_reader_that_comes_back_after_its_lease_gets_an_error_and_no_other_bytes() {
 
 #[test]
 fn a_reader_needs_no_reservation_and_a_full_server_names_the_readers_in_the_way() {
-    let test = "a_reader_needs_no_reservation_and_a_full_server_names_the_readers_in_the_way";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     for fabric in fabrics() {
         // Room for little more than the two reserved versions.
-        let memory = common::Memory::start(fabric, 2 * 2 * MIB + 2 * MIB);
+        let memory = Memory::start(fabric, 2 * 2 * MIB + 2 * MIB);
         let runtime = memory.runtime(BUDGET, PAGE);
         let mut array = create(&runtime);
         fill(&mut array, 1);
@@ -346,7 +314,7 @@ fn a_reader_needs_no_reservation_and_a_full_server_names_the_readers_in_the_way(
             refused.contains("1 reader of version") && refused.contains("`x`"),
             "{refused}"
         );
-        assert_version(&reader, 1);
+        assert_filled(&reader, 1);
         reader.close().unwrap();
         wait_until("there is room again", || array.flush().is_ok());
         assert!(array.len() == WORDS && ByteSize(array.region().len() as u64) == ByteSize::mib(2));

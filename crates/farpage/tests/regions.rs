@@ -8,16 +8,15 @@ mod common;
 use std::{
     io::{Read, Seek, Write},
     thread,
-    time::Duration,
 };
 
 use common::{
-    Fabric, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, mix, seed, shared,
-    wait_until,
-    words::{assert_exercised, assert_filled, exercise, fill},
+    Fabric, Memory, array_with, begin, builder, fabrics, page_sizes, shared,
+    words::{self, assert_exercised, assert_filled, exercise, fill},
 };
 use farpage::{Advice, ByteSize, CreateError, FaultMode, RegionOptions, RemoteArray};
 use farpage_fabric::AllocError;
+use farpage_testkit::{KIB, MIB, Rng, mix, seed, wait_until};
 
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
@@ -28,11 +27,7 @@ fn pages(pages: usize) -> RegionOptions {
 
 #[test]
 fn regions_of_any_size_keep_every_byte() {
-    let test = "regions_of_any_size_keep_every_byte";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 256 * MIB);
         for page_bytes in [PAGE, 64 * KIB, 2 * MIB] {
@@ -61,20 +56,16 @@ fn regions_of_any_size_keep_every_byte() {
 
 #[test]
 fn system_calls_read_into_absent_pages_and_write_from_them() {
-    let test = "system_calls_read_into_absent_pages_and_write_from_them";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let bytes = 3 * MIB + 77;
-    let right: Vec<u8> = (0..bytes).map(|at| mix(at as u64) as u8).collect();
+    let right = words::bytes(bytes, 0);
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         for page_bytes in [PAGE, 64 * KIB] {
             // One system call moves many times the budget. Only filler threads can serve its
             // faults.
-            let runtime = builder(512 * KIB, page_bytes)
-                .server(&memory.url)
+            let runtime = memory
+                .builder(512 * KIB, page_bytes)
                 .fault_mode(FaultMode::Filler)
                 .build()
                 .unwrap();
@@ -109,16 +100,12 @@ fn system_calls_read_into_absent_pages_and_write_from_them() {
 
 #[test]
 fn regions_of_all_page_sizes_share_a_budget() {
-    let test = "regions_of_all_page_sizes_share_a_budget";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(60) else { return };
+    let seed = seed();
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 512 * MIB);
         let runtime = memory.runtime(6 * MIB, PAGE);
-        let mut arrays: Vec<RemoteArray<u64>> = common::page_sizes()
+        let mut arrays: Vec<RemoteArray<u64>> = page_sizes()
             .map(|page_bytes| {
                 let options = RegionOptions::new().page_size(ByteSize(page_bytes as u64));
                 runtime.array_with(8 * MIB / 8, options).unwrap()
@@ -150,10 +137,7 @@ fn regions_of_all_page_sizes_share_a_budget() {
 
 #[test]
 fn pages_never_written_cost_no_request() {
-    let test = "pages_never_written_cost_no_request";
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(MIB, PAGE);
@@ -176,18 +160,12 @@ fn pages_never_written_cost_no_request() {
 
 #[test]
 fn advice_moves_pages_and_keeps_their_bytes() {
-    let test = "advice_moves_pages_and_keeps_their_bytes";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(4 * MIB, PAGE);
         let region_pages = 64;
-        let mut array = runtime
-            .array_with::<u64>(region_pages * PAGE_WORDS, pages(16))
-            .unwrap();
+        let mut array = array_with(&runtime, region_pages * PAGE_WORDS, pages(16));
         // Random: a fault brings no other pages.
         array.advise(.., Advice::Random).unwrap();
         fill(&mut array, 1);
@@ -231,11 +209,7 @@ fn advice_moves_pages_and_keeps_their_bytes() {
 
 #[test]
 fn prefetch_now_leaves_nothing_to_fault_on() {
-    let test = "prefetch_now_leaves_nothing_to_fault_on";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(4 * MIB, PAGE);
@@ -257,18 +231,12 @@ fn prefetch_now_leaves_nothing_to_fault_on() {
 
 #[test]
 fn reading_ahead_saves_most_faults_of_a_sequential_pass() {
-    let test = "reading_ahead_saves_most_faults_of_a_sequential_pass";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(2 * MIB, PAGE);
         let faults = |ahead: usize| {
-            let mut array = runtime
-                .array_with::<u64>(8 * MIB / 8, pages(ahead))
-                .unwrap();
+            let mut array = array_with(&runtime, 8 * MIB / 8, pages(ahead));
             fill(&mut array, 3);
             array.advise(.., Advice::DontNeed).unwrap();
             let before = runtime.stats().pager.faults;
@@ -285,17 +253,11 @@ fn reading_ahead_saves_most_faults_of_a_sequential_pass() {
 /// First touches of memory that is ample, in an order without a pattern.
 #[test]
 fn blank_pages_come_along_while_there_is_ample_room_and_not_otherwise() {
-    let test = "blank_pages_come_along_while_there_is_ample_room_and_not_otherwise";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let stats = |budget: usize, ahead: usize| {
         let runtime = memory.runtime(budget, PAGE);
-        let mut array = runtime
-            .array_with::<u64>(8 * MIB / 8, pages(ahead))
-            .unwrap();
+        let mut array = array_with(&runtime, 8 * MIB / 8, pages(ahead));
         let count = 8 * MIB / PAGE;
         for at in 0..count {
             // 389 shares no factor with a power of two, so each page comes once.
@@ -320,10 +282,7 @@ fn blank_pages_come_along_while_there_is_ample_room_and_not_otherwise() {
 
 #[test]
 fn region_too_large_for_its_server_is_an_error_and_others_go_on() {
-    let test = "region_too_large_for_its_server_is_an_error_and_others_go_on";
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 32 * MIB);
         let runtime = memory.runtime(MIB, PAGE);
@@ -353,10 +312,7 @@ fn region_too_large_for_its_server_is_an_error_and_others_go_on() {
 
 #[test]
 fn budget_that_holds_less_than_a_page_per_filler_is_an_error() {
-    let test = "budget_that_holds_less_than_a_page_per_filler_is_an_error";
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(2 * PAGE, PAGE);
     let options = RegionOptions::new().page_size(ByteSize::kib(8));
@@ -380,10 +336,7 @@ fn budget_that_holds_less_than_a_page_per_filler_is_an_error() {
 
 #[test]
 fn region_without_a_server_is_an_error() {
-    let test = "region_without_a_server_is_an_error";
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let error = builder(MIB, PAGE)
         .build()
         .unwrap()
@@ -400,9 +353,7 @@ fn region_without_a_server_is_an_error() {
 
 #[test]
 fn a_server_taken_over_tcp_for_want_of_rdma_is_counted_and_says_why() {
-    if !can_page("a_server_taken_over_tcp_for_want_of_rdma_is_counted_and_says_why") {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let memory = Memory::start(Fabric::Tcp, 16 * MIB);
     // The loopback interface has no RDMA on any machine.
     let auto = memory.url.replace("tcp://", "auto://");

@@ -9,8 +9,9 @@ mod common;
 
 use std::thread;
 
-use common::{KIB, MIB, Memory, builder, can_page, fabrics};
+use common::{Memory, begin, fabrics};
 use farpage::{ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
+use farpage_testkit::{KIB, MIB};
 
 const PAGE_BYTES: usize = 4 * KIB;
 /// Budget of 256 pages. No more can travel at once: their buffers, of 5 KiB each, fit into one slab
@@ -21,15 +22,10 @@ const ITERATIONS: usize = 5;
 
 #[test]
 fn stream_registers_nothing_after_its_first_iteration() {
-    if !can_page("stream_registers_nothing_after_its_first_iteration") {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
-        let runtime = builder(BUDGET_BYTES, PAGE_BYTES)
-            .server(&memory.url)
-            .build()
-            .unwrap();
+        let runtime = memory.builder(BUDGET_BYTES, PAGE_BYTES).build().unwrap();
         let [mut a, mut b, mut c] = [(); 3].map(|()| array(&runtime));
         // Smooth values, so that pages are stored compressed, and no two pages alike.
         for (i, value) in b.iter_mut().enumerate() {

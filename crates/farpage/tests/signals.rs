@@ -14,15 +14,14 @@ mod common;
 
 use std::{
     arch::asm,
-    env, mem,
-    process::Command,
-    ptr,
+    env, mem, ptr,
     sync::atomic::{AtomicPtr, AtomicUsize, Ordering::Relaxed},
     time::Duration,
 };
 
-use common::{Fabric, KIB, MIB, ServerProcess, Watchdog, builder, can_page, serve_if_asked};
+use common::{Fabric, ServerProcess, builder, can_page, serve_if_asked};
 use farpage::{Advice, Allocator, ByteSize, FaultMode, RegionOptions, Runtime};
+use farpage_testkit::{KIB, MIB, Watchdog, run, test_command, test_name};
 
 const PAGE: usize = 4 * KIB;
 /// Number of pages for the handler: eight budgets.
@@ -120,27 +119,22 @@ fn calls(runtime: &Runtime) {
     step(|| runtime.stats());
 }
 
-/// Runs `test` in a process of its own, all of whose threads share one lock of `malloc`.
-fn alone(test: &str) {
-    let ended = Command::new(env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture", "--test-threads=1"])
-        .env(ALONE, "1")
-        .env("MALLOC_ARENA_MAX", "1")
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&ended.stderr);
-    assert!(ended.status.success(), "{}: {said}", ended.status);
+/// Runs the test in a process of its own, all of whose threads share one lock of `malloc`.
+fn alone() {
+    let mut command = test_command(&test_name());
+    command.env(ALONE, "1").env("MALLOC_ARENA_MAX", "1");
+    run(&mut command, Duration::from_secs(150));
 }
 
-fn each_instruction(test: &'static str, mode: FaultMode) {
-    if serve_if_asked() || !can_page(test) {
+fn each_instruction(mode: FaultMode) {
+    if serve_if_asked() || !can_page() {
         return;
     }
     if env::var_os(ALONE).is_none() {
-        return alone(test);
+        return alone();
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    let memory = ServerProcess::start(test, Fabric::Tcp, 64 * MIB);
+    let _watchdog = Watchdog::new(Duration::from_secs(120));
+    let memory = ServerProcess::start(&test_name(), Fabric::Tcp, 64 * MIB);
     let runtime = builder(BUDGET, PAGE).fault_mode(mode).server(&memory.url);
     let runtime = runtime.build().unwrap();
     let mut touched = runtime.region(PAGES * PAGE).unwrap();
@@ -169,12 +163,10 @@ fn each_instruction(test: &'static str, mode: FaultMode) {
 
 #[test]
 fn a_handler_after_each_instruction_of_a_call_finds_its_memory() {
-    let test = "a_handler_after_each_instruction_of_a_call_finds_its_memory";
-    each_instruction(test, FaultMode::Filler);
+    each_instruction(FaultMode::Filler);
 }
 
 #[test]
 fn a_handler_after_each_instruction_of_a_call_finds_its_memory_in_thread() {
-    let test = "a_handler_after_each_instruction_of_a_call_finds_its_memory_in_thread";
-    each_instruction(test, FaultMode::InThread);
+    each_instruction(FaultMode::InThread);
 }

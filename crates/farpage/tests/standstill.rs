@@ -11,17 +11,18 @@
 mod common;
 
 use std::{
-    env, io, process,
+    env, io,
     sync::atomic::{AtomicBool, Ordering},
     thread,
     time::Duration,
 };
 
 use common::{
-    Fabric, KIB, Kin, MIB, Rng, ServerProcess, Watchdog, builder, can_page, fabrics, get, mix, say,
-    seed, serve_if_asked, set, shared,
+    Fabric, ServerProcess, begin, builder, fabrics, serve_if_asked, shared,
+    words::{assert_filled, fill, rewrite_or_exit},
 };
 use farpage::RemoteArray;
+use farpage_testkit::{KIB, MIB, Rng, TestProcess, say, seed};
 use nix::sys::signal::Signal;
 
 const SERVING: &str = "a_program_that_stands_still_beyond_its_deadline_goes_on";
@@ -33,18 +34,14 @@ const CLIENT: &str = "FARPAGE_TEST_CLIENT";
 
 #[test]
 fn a_program_that_stands_still_beyond_its_deadline_goes_on() {
-    let test = SERVING;
     if serve_if_asked() {
         return;
     }
     if let Ok(url) = env::var(CLIENT) {
         return page_until_told(&url);
     }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(180) else { return };
+    let seed = seed();
     thread::scope(|scope| {
         for (nth, fabric) in fabrics().into_iter().enumerate() {
             scope.spawn(move || stand_still_often(fabric, Rng(seed + nth as u64)));
@@ -54,7 +51,7 @@ fn a_program_that_stands_still_beyond_its_deadline_goes_on() {
 
 fn stand_still_often(fabric: Fabric, mut rng: Rng) {
     let server = ServerProcess::start(SERVING, fabric, 256 * MIB);
-    let mut client = Kin::start(SERVING, &[(CLIENT, &server.url)]);
+    let mut client = TestProcess::start_as(SERVING, &[(CLIENT, &server.url)]);
     client.wait_for_line("paging");
     for round in 0..4 {
         thread::sleep(Duration::from_micros(rng.below(50_000) as u64));
@@ -87,9 +84,7 @@ fn page_until_told(url: &str) {
         .build()
         .unwrap();
     let mut array: RemoteArray<u64> = runtime.array(4 * MIB / 8).unwrap();
-    for (at, word) in array.iter_mut().enumerate() {
-        *word = mix(at as u64);
-    }
+    fill(&mut array, 0);
     let (_, words) = shared(&mut array);
     let stop = AtomicBool::new(false);
     say("paging");
@@ -99,21 +94,14 @@ fn page_until_told(url: &str) {
             scope.spawn(move || {
                 let mut rng = Rng(thread);
                 while !stop.load(Ordering::Relaxed) {
-                    let at = rng.below(words.len());
-                    if get(words, at) != mix(at as u64) {
-                        eprintln!("word {at} is {:#x}", get(words, at));
-                        process::exit(3);
-                    }
-                    set(words, at, mix(at as u64));
+                    rewrite_or_exit(words, &mut rng);
                 }
             });
         }
         io::stdin().read_line(&mut String::new()).unwrap();
         stop.store(true, Ordering::Relaxed);
     });
-    for (at, &word) in array.iter().enumerate() {
-        assert_eq!(word, mix(at as u64), "word {at}");
-    }
+    assert_filled(&array, 0);
     array.flush().unwrap();
     assert_eq!(runtime.stats().pager.poisoned, 0);
     say("whole");

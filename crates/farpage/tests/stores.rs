@@ -21,14 +21,16 @@ use std::{
 };
 
 use common::{
-    Call, HookedStore, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, get, mix, seed,
-    set, shared,
+    Call, HookedStore, Memory, array_with, begin, builder, fabrics, get, set, shared, stored,
+    stored_here,
+    words::{assert_exercised, exercise, fill},
 };
 use farpage::{
     Advice, FileStore, FileStoreError, FlushError, PageError, RegionOptions, RemoteArray, Runtime,
 };
 use farpage_pager::FlushError as PagesError;
 use farpage_store::StoreError;
+use farpage_testkit::{KIB, MIB, Rng, mix, seed, wait_until};
 
 /// Builds a runtime without a server.
 fn runtime(budget_bytes: usize, page_bytes: usize) -> Runtime {
@@ -47,11 +49,7 @@ fn page_error(error: FlushError) -> PageError {
 
 #[test]
 fn file_keeps_its_bytes_from_one_region_to_the_next() {
-    let test = "file_keeps_its_bytes_from_one_region_to_the_next";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     let directory = tempfile::tempdir().unwrap();
     // Odd lengths: the last page of the region is longer than the rest of the file.
     for bytes in [1, 4095, 4097, 3 * MIB + 5] {
@@ -60,9 +58,7 @@ fn file_keeps_its_bytes_from_one_region_to_the_next() {
             let runtime = runtime(MIB, page_bytes);
             let byte = |at: usize| mix(at as u64) as u8;
             let store = FileStore::create(&path, bytes as u64).unwrap();
-            let mut region = runtime
-                .region_with(bytes, RegionOptions::new().store(store))
-                .unwrap();
+            let mut region = runtime.region_with(bytes, stored(store)).unwrap();
             assert!(region.iter().all(|&b| b == 0), "a created file is empty");
             for at in 0..bytes {
                 region[at] = byte(at);
@@ -81,9 +77,7 @@ fn file_keeps_its_bytes_from_one_region_to_the_next() {
                 "what exists is not overwritten"
             );
             let store = FileStore::open(&path, 0, bytes as u64).unwrap();
-            let mut region = runtime
-                .region_with(bytes, RegionOptions::new().store(store))
-                .unwrap();
+            let mut region = runtime.region_with(bytes, stored(store)).unwrap();
             region[bytes / 2] ^= 0xff;
             assert!(region[..] == right, "{bytes} bytes reopened");
             // Dropping the region writes back as closing does.
@@ -98,10 +92,7 @@ fn file_keeps_its_bytes_from_one_region_to_the_next() {
 
 #[test]
 fn file_of_the_wrong_length_is_an_error() {
-    let test = "file_of_the_wrong_length_is_an_error";
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("pages");
     assert!(FileStore::open(&path, 0, 1).is_err(), "there is no file");
@@ -115,9 +106,7 @@ fn file_of_the_wrong_length_is_an_error() {
     }
     let store = FileStore::open(&path, 4096, 4096).unwrap();
     let runtime = runtime(MIB, 4 * KIB);
-    let mut region = runtime
-        .region_with(4096, RegionOptions::new().store(store))
-        .unwrap();
+    let mut region = runtime.region_with(4096, stored(store)).unwrap();
     region.fill(2);
     region.close().unwrap();
     let bytes = fs::read(&path).unwrap();
@@ -127,17 +116,11 @@ fn file_of_the_wrong_length_is_an_error() {
 
 #[test]
 fn store_is_asked_for_nothing_beyond_its_region() {
-    let test = "store_is_asked_for_nothing_beyond_its_region";
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let runtime = runtime(MIB, 16 * KIB);
     for bytes in [1, 16 * KIB - 1, 16 * KIB + 1] {
         // The store panics at a call beyond its bytes.
-        let store = HookedStore::new(bytes, |_, _| Ok(()));
-        let mut region = runtime
-            .region_with(bytes, RegionOptions::new().store(store))
-            .unwrap();
+        let mut region = runtime.region_with(bytes, stored_here(bytes)).unwrap();
         region.fill(9);
         region.advise(.., Advice::DontNeed).unwrap();
         region.prefetch_now(..).unwrap();
@@ -148,12 +131,8 @@ fn store_is_asked_for_nothing_beyond_its_region() {
 
 #[test]
 fn errors_of_a_store_reach_the_program_and_pass() {
-    let test = "errors_of_a_store_reach_the_program_and_pass";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(60) else { return };
+    let seed = seed();
     let mut rng = Rng(seed);
     let calls = AtomicUsize::new(0);
     let sick = Arc::new(AtomicBool::new(true));
@@ -229,12 +208,8 @@ fn errors_of_a_store_reach_the_program_and_pass() {
 
 #[test]
 fn evictions_that_fail_now_and_then_lose_nothing() {
-    let test = "evictions_that_fail_now_and_then_lose_nothing";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
-    let seed = seed(test);
+    let Some(_watchdog) = begin(60) else { return };
+    let seed = seed();
     let calls = AtomicUsize::new(0);
     let sick = Arc::new(AtomicBool::new(true));
     let fails = sick.clone();
@@ -250,24 +225,11 @@ fn evictions_that_fail_now_and_then_lose_nothing() {
         }
     });
     let runtime = runtime(MIB, 4 * KIB);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(8 * MIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, 8 * MIB / 8, stored(store));
     let (array, words) = shared(&mut array);
     thread::scope(|scope| {
         for thread in 0..4 {
-            scope.spawn(move || {
-                let mut rng = Rng(seed ^ thread as u64);
-                for _ in 0..3000 {
-                    let at = rng.below(words.len() / 4) * 4 + thread;
-                    let seen = get(words, at);
-                    assert!(
-                        seen == 0 || seen == mix(at as u64),
-                        "word {at} is {seen:#x}; seed {seed}"
-                    );
-                    set(words, at, mix(at as u64));
-                }
-            });
+            scope.spawn(move || exercise(words, thread, 4, &mut Rng(seed ^ thread as u64), 3000));
         }
     });
     let stats = runtime.stats();
@@ -283,22 +245,12 @@ fn evictions_that_fail_now_and_then_lose_nothing() {
     );
     sick.store(false, Ordering::Relaxed);
     array.flush().unwrap();
-    for at in 0..words.len() {
-        let seen = get(words, at);
-        assert!(
-            seen == 0 || seen == mix(at as u64),
-            "word {at} is {seen:#x}; seed {seed}"
-        );
-    }
+    assert_exercised(array);
 }
 
 #[test]
 fn panic_of_a_store_is_an_error() {
-    let test = "panic_of_a_store_is_an_error";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(30));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(30) else { return };
     let panics = Arc::new(AtomicU32::new(0));
     let on = panics.clone();
     let store = HookedStore::new(256 * KIB, move |call, _| {
@@ -311,9 +263,7 @@ fn panic_of_a_store_is_an_error() {
         Ok(())
     });
     let runtime = runtime(MIB, 16 * KIB);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(256 * KIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, 256 * KIB / 8, stored(store));
     array.fill(1);
     panics.store(2, Ordering::Relaxed);
     let error = page_error(array.flush().unwrap_err());
@@ -341,11 +291,7 @@ fn panic_of_a_store_is_an_error() {
 
 #[test]
 fn stalling_store_does_not_slow_other_regions_down() {
-    let test = "stalling_store_does_not_slow_other_regions_down";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 128 * MIB);
         let runtime = memory.runtime(16 * MIB, 4 * KIB);
@@ -358,12 +304,10 @@ fn stalling_store_does_not_slow_other_regions_down() {
         });
         let options = RegionOptions::new().store(slow_store);
         let mut slow: RemoteArray<u64> = runtime.array_with(8 * MIB / 8, options).unwrap();
-        for (at, word) in fast.iter_mut().enumerate() {
-            *word = mix(at as u64);
-        }
+        fill(&mut fast, 0);
         let (_, fast) = shared(&mut fast);
         let (slow, slow_words) = shared(&mut slow);
-        let mut rng = Rng(seed(test));
+        let mut rng = Rng(seed());
         let mut held = false;
         for attempt in 0..3 {
             let alone = fault_p99(fast, &mut rng);
@@ -383,7 +327,7 @@ fn stalling_store_does_not_slow_other_regions_down() {
                         }
                     });
                 }
-                common::wait_until("the slow region pages", || {
+                wait_until("the slow region pages", || {
                     turns.load(Ordering::Relaxed) > 60
                 });
                 let p99 = fault_p99(fast, &mut rng);
@@ -439,26 +383,20 @@ fn stalling_store(bytes: usize) -> (impl farpage::Store, Arc<Calls>) {
 
 #[test]
 fn store_that_workers_call_and_that_stalls_holds_up_nobody_else() {
-    let test = "store_that_workers_call_and_that_stalls_holds_up_nobody_else";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(60) else { return };
     for stalled_call in [Call::Read, Call::Write] {
         let runtime = runtime(2 * MIB, 4 * KIB);
         let (store, calls) = stalling_store(MIB);
-        let options = RegionOptions::new().store(store);
+        let options = stored(store);
         let mut own: RemoteArray<u64> = runtime.array_with(MIB / 8, options).unwrap();
-        let options = RegionOptions::new().store(HookedStore::new(8 * MIB, |_, _| Ok(())));
+        let options = stored_here(8 * MIB);
         let mut other: RemoteArray<u64> = runtime.array_with(8 * MIB / 8, options).unwrap();
-        for (at, word) in other.iter_mut().enumerate() {
-            *word = mix(at as u64);
-        }
+        fill(&mut other, 0);
         own.advise(.., Advice::Random).unwrap();
         // Every second page, so that each page is a call of its own.
         let pages = || (0..MIB / 8).step_by(2 * 512);
         let mut rounds = 0;
-        common::wait_until("workers call the store", || {
+        wait_until("workers call the store", || {
             own.advise(.., Advice::DontNeed).unwrap();
             pages().for_each(|at| assert_eq!(own[at], rounds));
             if stalled_call == Call::Write {
@@ -481,14 +419,14 @@ fn store_that_workers_call_and_that_stalls_holds_up_nobody_else() {
                     _ => assert_eq!(own[thread * 2 * 512], rounds),
                 });
             }
-            common::wait_until("the store stalls", || {
+            wait_until("the store stalls", || {
                 calls.stalled.load(Ordering::SeqCst) > 0
             });
             let began = Instant::now();
             // Faults, writebacks, and a region that begins and ends.
             assert!((0..other.len()).all(|at| other[at] == mix(at as u64)));
             other.flush().unwrap();
-            let options = RegionOptions::new().store(HookedStore::new(MIB, |_, _| Ok(())));
+            let options = stored_here(MIB);
             let mut third: RemoteArray<u64> = runtime.array_with(MIB / 8, options).unwrap();
             third.fill(3);
             third.close().unwrap();
@@ -509,19 +447,10 @@ fn store_that_workers_call_and_that_stalls_holds_up_nobody_else() {
 
 #[test]
 fn store_that_reads_another_region_is_served() {
-    let test = "store_that_reads_another_region_is_served";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(120) else { return };
     let runtime = runtime(MIB, 4 * KIB);
-    let below = HookedStore::new(4 * MIB, |_, _| Ok(()));
-    let mut below: RemoteArray<u64> = runtime
-        .array_with(4 * MIB / 8, RegionOptions::new().store(below))
-        .unwrap();
-    for (at, word) in below.iter_mut().enumerate() {
-        *word = mix(at as u64);
-    }
+    let mut below = array_with(&runtime, 4 * MIB / 8, stored_here(4 * MIB));
+    fill(&mut below, 0);
     let below = Arc::new(below);
     // The region ends in this thread, whichever thread calls its store last.
     let behind = Arc::downgrade(&below);
@@ -532,13 +461,11 @@ fn store_that_reads_another_region_is_served() {
         }
         Ok(())
     });
-    let above: RemoteArray<u64> = runtime
-        .array_with(4 * MIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let above = array_with(&runtime, 4 * MIB / 8, stored(store));
     above.advise(.., Advice::Random).unwrap();
     thread::scope(|scope| {
         for thread in 0..3 {
-            let (above, mut rng) = (&above, Rng(seed(test) ^ thread));
+            let (above, mut rng) = (&above, Rng(seed() ^ thread));
             scope.spawn(move || {
                 for _ in 0..2000 {
                     assert_eq!(above[rng.below(above.len())], 0);
@@ -552,11 +479,7 @@ fn store_that_reads_another_region_is_served() {
 
 #[test]
 fn trusted_store_that_panics_fails_its_pages_alone() {
-    let test = "trusted_store_that_panics_fails_its_pages_alone";
-    let _watchdog = Watchdog::new(test, Duration::from_secs(30));
-    if !can_page(test) {
-        return;
-    }
+    let Some(_watchdog) = begin(30) else { return };
     let panics = Arc::new(AtomicBool::new(false));
     let on = panics.clone();
     let store = HookedStore::new(MIB, move |_, _| {
@@ -568,9 +491,7 @@ fn trusted_store_that_panics_fails_its_pages_alone() {
         Ok(())
     });
     let runtime = runtime(512 * KIB, 4 * KIB);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(MIB / 8, RegionOptions::new().store(store))
-        .unwrap();
+    let mut array = array_with(&runtime, MIB / 8, stored(store));
     array.advise(.., Advice::Random).unwrap();
     array.fill(1);
     assert!(array.iter().all(|&word| word == 1));

@@ -20,10 +20,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{
-    Fabric, KIB, MIB, Memory, Rng, Watchdog, can_page, can_reach, get, mix, seed, set, shared,
-};
+use common::{Fabric, Memory, begin, can_page, can_reach, get, page_sizes, set, shared};
 use farpage::{Codec, RegionOptions, RemoteArray};
+use farpage_testkit::{KIB, MIB, Rng, Watchdog, mix, seed};
 
 const THREADS: usize = 8;
 /// Number of words in a deal: one for each thread, and one for additions of all threads.
@@ -39,51 +38,31 @@ const PAGE_BYTES_MAX_RDMA: usize = 128 * KIB;
 
 #[test]
 fn eight_threads_over_shm_keep_every_word() {
-    torture(
-        "eight_threads_over_shm_keep_every_word",
-        Fabric::Shm,
-        Codec::Raw,
-    );
+    torture(Fabric::Shm, Codec::Raw);
 }
 
 #[test]
 fn eight_threads_over_shm_compressed_keep_every_word() {
-    torture(
-        "eight_threads_over_shm_compressed_keep_every_word",
-        Fabric::Shm,
-        Codec::Lz4,
-    );
+    torture(Fabric::Shm, Codec::Lz4);
 }
 
 #[test]
 fn eight_threads_over_tcp_keep_every_word() {
-    torture(
-        "eight_threads_over_tcp_keep_every_word",
-        Fabric::Tcp,
-        Codec::Raw,
-    );
+    torture(Fabric::Tcp, Codec::Raw);
 }
 
 #[test]
 fn eight_threads_over_tcp_with_changing_codecs_keep_every_word() {
-    torture(
-        "eight_threads_over_tcp_with_changing_codecs_keep_every_word",
-        Fabric::Tcp,
-        Codec::ADAPTIVE,
-    );
+    torture(Fabric::Tcp, Codec::ADAPTIVE);
 }
 
 /// Pages of 4 KiB leave as copies here, while threads write to neighbouring pages.
 #[test]
 fn eight_threads_that_promise_no_direct_io_keep_every_word() {
-    let test = "eight_threads_that_promise_no_direct_io_keep_every_word";
-    if !can_page(test) {
-        return;
-    }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
+    let Some(_watchdog) = begin(240) else { return };
     let options = RegionOptions::new().no_direct_io(true);
     let ops = OPS_DEFAULT as usize / THREADS;
-    one_page_size(Fabric::Shm, Codec::Raw, 4 * KIB, ops, seed(test), options);
+    one_page_size(Fabric::Shm, Codec::Raw, 4 * KIB, ops, seed(), options);
 }
 
 /// An evictor that copies a page which the program drops at that moment sleeps on its own fault.
@@ -91,11 +70,7 @@ fn eight_threads_that_promise_no_direct_io_keep_every_word() {
 #[test]
 fn pages_that_the_program_drops_while_they_are_copied_out_come_back_whole() {
     const PAGE_WORDS: usize = 4 * KIB / 8;
-    let test = "pages_that_the_program_drops_while_they_are_copied_out_come_back_whole";
-    if !can_page(test) {
-        return;
-    }
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    let Some(_watchdog) = begin(120) else { return };
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let runtime = memory.runtime(4 * MIB, 4 * KIB);
     let words = 16 * MIB / 8;
@@ -109,7 +84,7 @@ fn pages_that_the_program_drops_while_they_are_copied_out_come_back_whole() {
     let end = Instant::now() + Duration::from_secs(6);
     thread::scope(|scope| {
         for reader in 0..3 {
-            let mut rng = Rng(seed(test) + reader);
+            let mut rng = Rng(seed() + reader);
             scope.spawn(move || {
                 while Instant::now() < end {
                     let at = rng.below(words);
@@ -119,7 +94,7 @@ fn pages_that_the_program_drops_while_they_are_copied_out_come_back_whole() {
                 }
             });
         }
-        let mut rng = Rng(seed(test) + 7);
+        let mut rng = Rng(seed() + 7);
         scope.spawn(move || {
             // The middle word of every fourth page counts the writes.
             let middle = |page: usize| page * PAGE_WORDS + PAGE_WORDS / 2;
@@ -132,7 +107,7 @@ fn pages_that_the_program_drops_while_they_are_copied_out_come_back_whole() {
                 set(all, at, counts[page]);
             }
         });
-        let mut rng = Rng(seed(test) + 8);
+        let mut rng = Rng(seed() + 8);
         let base = all.as_ptr() as usize;
         scope.spawn(move || {
             let drop_page = |page: usize| {
@@ -174,25 +149,17 @@ fn pages_that_the_program_drops_while_they_are_copied_out_come_back_whole() {
 #[cfg(feature = "rdma")]
 #[test]
 fn eight_threads_over_rdma_keep_every_word() {
-    torture(
-        "eight_threads_over_rdma_keep_every_word",
-        Fabric::Rdma,
-        Codec::Raw,
-    );
+    torture(Fabric::Rdma, Codec::Raw);
 }
 
 #[cfg(feature = "rdma")]
 #[test]
 fn eight_threads_over_rdma_compressed_keep_every_word() {
-    torture(
-        "eight_threads_over_rdma_compressed_keep_every_word",
-        Fabric::Rdma,
-        Codec::Lz4,
-    );
+    torture(Fabric::Rdma, Codec::Lz4);
 }
 
-fn torture(test: &'static str, fabric: Fabric, codec: Codec) {
-    if !can_page(test) || !can_reach(test, fabric) {
+fn torture(fabric: Fabric, codec: Codec) {
+    if !can_page() || !can_reach(fabric) {
         return;
     }
     let (ops_default, page_bytes_max) = match fabric {
@@ -202,11 +169,11 @@ fn torture(test: &'static str, fabric: Fabric, codec: Codec) {
     let ops = env::var("FARPAGE_TORTURE_OPS").map_or(ops_default, |ops| {
         ops.parse().expect("FARPAGE_TORTURE_OPS is a whole number")
     }) / 4;
-    let _watchdog = Watchdog::new(test, Duration::from_secs(120 + ops / 500));
-    let seed = seed(test);
+    let _watchdog = Watchdog::new(Duration::from_secs(120 + ops / 500));
+    let seed = seed();
     // About the same time for every page size: an operation costs a fill and an eviction.
     let weight = |page_bytes: usize| 1.0 / (20.0 + page_bytes as f64 / 2000.0);
-    let page_sizes = || common::page_sizes().filter(|&bytes| bytes <= page_bytes_max);
+    let page_sizes = || page_sizes().filter(|&bytes| bytes <= page_bytes_max);
     let weights: f64 = page_sizes().map(weight).sum();
     for page_bytes in page_sizes() {
         let ops = ops as f64 * weight(page_bytes) / weights;

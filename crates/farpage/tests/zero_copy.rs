@@ -15,11 +15,11 @@ use std::{
     io::{PipeReader, PipeWriter, Read, pipe},
     os::fd::AsRawFd,
     ptr,
-    time::Duration,
 };
 
-use common::{Fabric, KIB, MIB, Memory, Watchdog, builder, can_page, mix};
+use common::{Fabric, Memory, begin, builder, words::bytes};
 use farpage::{Advice, FaultMode, Region, RegionOptions, Runtime, io};
+use farpage_testkit::{KIB, MIB, Watchdog};
 
 const BUDGET: usize = 512 * KIB;
 
@@ -35,11 +35,8 @@ struct Setting {
 
 impl Setting {
     /// Sets the test up. `None` if this process cannot page its own memory.
-    fn new(test: &'static str, page_bytes: usize, mode: FaultMode) -> Option<Setting> {
-        let watchdog = Watchdog::new(test, Duration::from_secs(120));
-        if !can_page(test) {
-            return None;
-        }
+    fn new(page_bytes: usize, mode: FaultMode) -> Option<Setting> {
+        let watchdog = begin(120)?;
         let memory = Memory::start(Fabric::Shm, 64 * MIB);
         let builder = builder(BUDGET, page_bytes).fault_mode(mode);
         let runtime = builder.server(&memory.url).build().unwrap();
@@ -99,17 +96,10 @@ fn part(bytes: &[u8]) -> libc::iovec {
     }
 }
 
-fn bytes(count: usize, seed: u64) -> Vec<u8> {
-    (0..count)
-        .map(|at| mix(at as u64 ^ seed << 40) as u8)
-        .collect()
-}
-
 #[test]
 fn pages_in_a_pipe_stay_what_they_were_when_they_leave() {
     for page_bytes in [4 * KIB, 16 * KIB, 64 * KIB] {
-        let test = "pages_in_a_pipe_stay_what_they_were_when_they_leave";
-        let Some(mut setting) = Setting::new(test, page_bytes, FaultMode::Filler) else {
+        let Some(mut setting) = Setting::new(page_bytes, FaultMode::Filler) else {
             return;
         };
         let mut region = setting.runtime.region(MIB).unwrap();
@@ -126,8 +116,7 @@ fn pages_in_a_pipe_stay_what_they_were_when_they_leave() {
 
 #[test]
 fn pages_in_a_pipe_stay_what_they_were_when_they_are_discarded() {
-    let test = "pages_in_a_pipe_stay_what_they_were_when_they_are_discarded";
-    let Some(mut setting) = Setting::new(test, 16 * KIB, FaultMode::Filler) else {
+    let Some(mut setting) = Setting::new(16 * KIB, FaultMode::Filler) else {
         return;
     };
     let mut region = setting.runtime.region(MIB).unwrap();
@@ -145,8 +134,7 @@ fn pages_in_a_pipe_stay_what_they_were_when_they_are_discarded() {
 
 #[test]
 fn freed_memory_that_lies_in_a_pipe_is_given_to_nobody_as_it_is() {
-    let test = "freed_memory_that_lies_in_a_pipe_is_given_to_nobody_as_it_is";
-    let Some(mut setting) = Setting::new(test, 4 * KIB, FaultMode::Filler) else {
+    let Some(mut setting) = Setting::new(4 * KIB, FaultMode::Filler) else {
         return;
     };
     let arena = setting
@@ -179,8 +167,7 @@ fn freed_memory_that_lies_in_a_pipe_is_given_to_nobody_as_it_is() {
 /// The function copies, so no advice is needed.
 #[test]
 fn calls_of_farpage_give_copies_away() {
-    let test = "calls_of_farpage_give_copies_away";
-    let Some(mut setting) = Setting::new(test, 4 * KIB, FaultMode::InThread) else {
+    let Some(mut setting) = Setting::new(4 * KIB, FaultMode::InThread) else {
         return;
     };
     let mut region = setting.runtime.region(MIB).unwrap();

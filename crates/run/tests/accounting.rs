@@ -11,8 +11,9 @@ mod common;
 
 use std::process::{Command, Output};
 
-use common::{MIB, can_run, farpage, output, said, text};
+use common::{MIB, can_run, farpage, output, said};
 use farpage_memserver::{RunningServer, Server};
+use farpage_testkit::{serve_tcp, tcp, text};
 
 const PYTHON: &str = "/usr/bin/python3";
 const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
@@ -36,18 +37,10 @@ fn assert_says(ended: &Output, expected: &str) {
     );
 }
 
-fn server(mib: u64) -> (RunningServer, String) {
-    let endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let server = Server::builder().listen(endpoint).capacity(mib * MIB);
-    let server = server.start().unwrap();
-    let url = server.endpoints()[0].to_string();
-    (server, url)
-}
-
 /// A server's habit: it receives into a large block, and shrinks the block to the message.
 #[test]
 fn remnants_of_shrunk_blocks_take_no_page_each() {
-    if !can_run("remnants_of_shrunk_blocks_take_no_page_each", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "
@@ -65,14 +58,14 @@ print(sum(map(len, kept)))
 /// An allocator's header, whole pages and the interpreter's own objects come on top.
 #[test]
 fn an_array_of_the_capacity_fits() {
-    if !can_run("an_array_of_the_capacity_fits", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "b = bytearray(64 << 20); b[-1] = 7; print(len(b))";
     let options = ["--budget", "8MiB", "--capacity", "64MiB"];
     python(&options, script, |ended, _| assert_says(ended, "67108864"));
     // A server with room for the surplus, and one with just the capacity.
-    let (_server, url) = server(128);
+    let (_server, url) = serve_tcp(128 << 20);
     let options = ["--budget", "8MiB", "--capacity", "64MiB", "--server", &url];
     python(&options, script, |ended, _| assert_says(ended, "67108864"));
     let options = ["--budget", "8MiB", "--capacity", "128MiB", "--server", &url];
@@ -81,11 +74,10 @@ fn an_array_of_the_capacity_fits() {
 
 #[test]
 fn without_a_capacity_a_program_may_have_what_the_server_has() {
-    let test = "without_a_capacity_a_program_may_have_what_the_server_has";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
-    let (_server, url) = server(128);
+    let (_server, url) = serve_tcp(128 << 20);
     let script = "
 b = bytearray(64 << 20)
 for i in range(0, len(b), 4096): b[i] = i >> 12 & 255
@@ -103,7 +95,7 @@ print(all(b[i] == i >> 12 & 255 for i in range(0, len(b), 4096)))
 fn server_that_waits() -> RunningServer {
     let forever = std::time::Duration::from_secs(600);
     Server::builder()
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .listen(tcp())
         .capacity(64 * MIB)
         .lease(forever)
         .reconnect_grace(forever)
@@ -113,8 +105,7 @@ fn server_that_waits() -> RunningServer {
 
 #[test]
 fn a_second_program_finds_the_room_of_the_first() {
-    let test = "a_second_program_finds_the_room_of_the_first";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let server = server_that_waits();
@@ -131,8 +122,7 @@ fn a_second_program_finds_the_room_of_the_first() {
 
 #[test]
 fn a_second_program_finds_the_room_of_one_that_a_signal_ended() {
-    let test = "a_second_program_finds_the_room_of_one_that_a_signal_ended";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let server = server_that_waits();
@@ -152,7 +142,7 @@ fn a_second_program_finds_the_room_of_one_that_a_signal_ended() {
 /// Covers a limit that is set before any memory is remote, and one of open files.
 #[test]
 fn limits_that_are_set_first_hold() {
-    if !can_run("limits_that_are_set_first_hold", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "
@@ -179,7 +169,7 @@ held = bytearray(100 << 20); held[-1] = 1; print(sum(held))
 /// A limit counts the program's allocations, and not farpage's mappings for them.
 #[test]
 fn limits_of_address_space_leave_room() {
-    if !can_run("limits_of_address_space_leave_room", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     for mode in ["", "--in-thread"] {
@@ -210,7 +200,7 @@ print('fine')
 
 #[test]
 fn stats_count_what_was_touched() {
-    if !can_run("stats_count_what_was_touched", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     // Zeros that are never written are reserved only. Memory that is freed counts once.
@@ -232,8 +222,7 @@ for turn in range(3):
 
 #[test]
 fn programs_that_move_nothing_say_so_alone_and_nothing_among_others() {
-    let test = "programs_that_move_nothing_say_so_alone_and_nothing_among_others";
-    if !can_run(test, &[]) {
+    if !can_run(&[]) {
         return;
     }
     for mode in MODES {
@@ -252,7 +241,7 @@ fn programs_that_move_nothing_say_so_alone_and_nothing_among_others() {
 /// A signal ends the program as ever, and the program sees no handler.
 #[test]
 fn stats_are_said_however_a_program_ends() {
-    if !can_run("stats_are_said_however_a_program_ends", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let endings = [
@@ -301,8 +290,7 @@ int main(int argc, char **argv) {
 
 #[test]
 fn what_is_small_or_static_is_said_to_be_local() {
-    let test = "what_is_small_or_static_is_said_to_be_local";
-    if !can_run(test, &["/usr/bin/cc"]) {
+    if !can_run(&["/usr/bin/cc"]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();

@@ -7,7 +7,8 @@ mod common;
 
 use std::process::Command;
 
-use common::{MIB, can_run, farpage, farpage_in_pages_of, output, said, text};
+use common::{MIB, can_run, farpage, farpage_in_pages_of, output, said};
+use farpage_testkit::text;
 
 const PYTHON: &str = "/usr/bin/python3";
 const SEEDED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/memory/seeded.py");
@@ -51,7 +52,7 @@ fn script(body: &str) -> String {
 
 #[test]
 fn seeded_programs_read_what_they_read_without() {
-    if !can_run("seeded_programs_read_what_they_read_without", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     for seed in ["1", "2", "3"] {
@@ -79,8 +80,7 @@ fn seeded_programs_read_what_they_read_without() {
 
 #[test]
 fn what_is_locked_stays_and_what_does_not_fit_is_refused() {
-    let test = "what_is_locked_stays_and_what_does_not_fit_is_refused";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let body = r#"
@@ -123,8 +123,11 @@ print('done')
     );
 }
 
-/// Runs a script in 8 MiB. The script prints `done`.
+/// Runs a script in 8 MiB, if this machine can. The script prints `done`.
 fn is_done(options: &[&str], body: &str) {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
     let options = [&["--budget", "8MiB", "--capacity", "512MiB"], options].concat();
     let ours = farpage(&options, &[PYTHON, "-c", &script(body)]);
     assert_eq!(text(&ours.stdout), "done\n", "{}", text(&ours.stderr));
@@ -132,10 +135,6 @@ fn is_done(options: &[&str], body: &str) {
 
 #[test]
 fn program_that_locks_all_that_comes_pages_what_was_there() {
-    let test = "program_that_locks_all_that_comes_pages_what_was_there";
-    if !can_run(test, &[PYTHON]) {
-        return;
-    }
     // Before the runtime has made the mappings that it makes at its first need.
     let body = r#"
 p = mmap(None, 32 * M, RW, PRIVATE, -1, 0)
@@ -153,12 +152,6 @@ print('done')
 
 #[test]
 fn what_is_locked_grows_at_once_and_leaves_no_lock_behind() {
-    if !can_run(
-        "what_is_locked_grows_at_once_and_leaves_no_lock_behind",
-        &[PYTHON],
-    ) {
-        return;
-    }
     let body = r#"
 import time
 assert mlockall(2) == 0
@@ -186,9 +179,6 @@ print('done')
 
 #[test]
 fn what_fails_to_be_locked_leaves_what_was_locked() {
-    if !can_run("what_fails_to_be_locked_leaves_what_was_locked", &[PYTHON]) {
-        return;
-    }
     let body = r#"
 a = malloc(4 * M); b = malloc(16 * M)
 assert mlock(a, 4096) == 0
@@ -207,10 +197,6 @@ print('done')
 
 #[test]
 fn block_that_is_reallocated_keeps_its_protections_and_locks() {
-    let test = "block_that_is_reallocated_keeps_its_protections_and_locks";
-    if !can_run(test, &[PYTHON]) {
-        return;
-    }
     let body = r#"
 r = malloc(M); memset(r, 3, M); behind = malloc(M)
 assert mlock(r, M // 2) == 0 and mprotect(r + M // 4, 4096, READ) == 0
@@ -229,10 +215,6 @@ print('done')
 
 #[test]
 fn child_gets_no_memory_for_bytes_that_it_does_not_have() {
-    let test = "child_gets_no_memory_for_bytes_that_it_does_not_have";
-    if !can_run(test, &[PYTHON]) {
-        return;
-    }
     let body = r#"
 block = malloc(5 * M); memset(block, 1, 5 * M)
 child = os.fork()
@@ -248,10 +230,7 @@ print('done')
 /// Allocators reserve addresses like this and commit parts of them.
 #[test]
 fn reserved_addresses_are_remote_when_they_are_used() {
-    if !can_run(
-        "reserved_addresses_are_remote_when_they_are_used",
-        &[PYTHON],
-    ) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let body = r#"
@@ -302,7 +281,7 @@ memset(guard + 4096, 1, 1)
 /// Two vectors grow by turns, so that neither finds room behind it for long.
 #[test]
 fn vectors_grow_to_ten_budgets_without_coming_in() {
-    if !can_run("vectors_grow_to_ten_budgets_without_coming_in", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let body = r#"

@@ -7,26 +7,15 @@ mod common;
 
 use std::{fs, os::unix::fs::PermissionsExt, process::Command};
 
-use common::{MIB, can_run, farpage, output, said, text};
+use common::{MIB, can_run, farpage, lines, output, said, same_as_plain};
+use farpage_testkit::text;
 
 /// Compares a program's output with a plain run's. The program takes at least four budgets.
 fn same(command: &[&str], budget_mib: u64) {
     let plain = output(Command::new(command[0]).args(&command[1..]));
-    assert!(plain.status.success(), "{}", text(&plain.stderr));
     let budget = format!("{budget_mib}MiB");
     let ours = farpage(&["--budget", &budget, "--stats"], command);
-    let stats = text(&ours.stderr);
-    assert!(
-        ours.status.success(),
-        "{command:?}: {} {stats}",
-        ours.status
-    );
-    assert!(!plain.stdout.is_empty());
-    assert!(
-        plain.stdout == ours.stdout,
-        "{command:?}: the outputs differ"
-    );
-    println!("{command:?}: {stats}");
+    let stats = same_as_plain(command, &plain, &ours);
     assert!(
         said(&stats, " allocated") >= 4 * budget_mib * MIB,
         "{stats}"
@@ -37,26 +26,13 @@ fn same(command: &[&str], budget_mib: u64) {
     assert!(said(&stats, " written") > budget_mib * MIB, "{stats}");
 }
 
-/// Makes lines that look random.
-fn lines(count: u64) -> String {
-    let line = |at: u64| {
-        let x = (at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        format!("{:016x} line {at}\n", x ^ x >> 27)
-    };
-    (0..count).map(line).collect()
-}
-
 const SORT: &str = "/usr/bin/sort";
 const XZ: &str = "/usr/bin/xz";
 const PYTHON: &str = "/usr/bin/python3";
 
 #[test]
 fn sort_gives_the_same_bytes_at_a_quarter_of_its_memory() {
-    if !can_run(
-        "sort_gives_the_same_bytes_at_a_quarter_of_its_memory",
-        &[SORT],
-    ) {
+    if !can_run(&[SORT]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -70,7 +46,7 @@ fn sort_gives_the_same_bytes_at_a_quarter_of_its_memory() {
 
 #[test]
 fn xz_gives_the_same_bytes_at_a_fraction_of_its_memory() {
-    if !can_run("xz_gives_the_same_bytes_at_a_fraction_of_its_memory", &[XZ]) {
+    if !can_run(&[XZ]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -81,10 +57,7 @@ fn xz_gives_the_same_bytes_at_a_fraction_of_its_memory() {
 
 #[test]
 fn python_gives_the_same_bytes_at_a_quarter_of_its_memory() {
-    if !can_run(
-        "python_gives_the_same_bytes_at_a_quarter_of_its_memory",
-        &[PYTHON],
-    ) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "
@@ -100,7 +73,7 @@ print(sum(b), y[:5], y[-5:], len(''.join(y)))
 /// Functions for memory behave as their manual says.
 #[test]
 fn memory_behaves_as_the_manual_says() {
-    if !can_run("memory_behaves_as_the_manual_says", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = r#"
@@ -180,8 +153,7 @@ print('done')
 /// beginning of a mapping.
 #[test]
 fn allocator_of_the_programs_own_has_its_small_objects_in_remote_memory() {
-    let test = "allocator_of_the_programs_own_has_its_small_objects_in_remote_memory";
-    if !can_run(test, &["/usr/bin/cc"]) {
+    if !can_run(&["/usr/bin/cc"]) {
         return;
     }
     let folder = tempfile::tempdir().expect("a temporary directory");
@@ -216,8 +188,7 @@ fn allocator_of_the_programs_own_has_its_small_objects_in_remote_memory() {
 /// rights, the runtime's as well, and later calls must need no right.
 #[test]
 fn program_gives_up_its_rights_before_it_allocates() {
-    let test = "program_gives_up_its_rights_before_it_allocates";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = r#"
@@ -244,7 +215,7 @@ print('done')
 
 #[test]
 fn processes_are_started_and_fork_is_refused() {
-    if !can_run("processes_are_started_and_fork_is_refused", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "
@@ -280,7 +251,7 @@ except OSError as error:
 
 #[test]
 fn status_is_the_programs() {
-    if !can_run("status_is_the_programs", &["/bin/sh"]) {
+    if !can_run(&["/bin/sh"]) {
         return;
     }
     let status = |command: &[&str]| {
@@ -386,7 +357,7 @@ fn programs_that_cannot_be_interposed_are_refused_with_a_reason() {
 /// A shell starts three programs at once, each of which would use the whole budget.
 #[test]
 fn programs_share_the_budget() {
-    if !can_run("programs_share_the_budget", &[PYTHON, "/bin/sh"]) {
+    if !can_run(&[PYTHON, "/bin/sh"]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -453,7 +424,7 @@ print(there, all(held[at] == (at >> 12) % 251 for at in range(0, len(held), 4096
 /// own.
 #[test]
 fn programs_start_others_in_every_way() {
-    if !can_run("programs_start_others_in_every_way", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "
@@ -502,10 +473,7 @@ os.execv('/bin/echo', ['echo', 'end'])
 /// The estimate of `--stats` for twice the budget is compared with a run with twice the budget.
 #[test]
 fn stats_say_what_more_budget_would_have_been_worth() {
-    if !can_run(
-        "stats_say_what_more_budget_would_have_been_worth",
-        &[PYTHON],
-    ) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "

@@ -5,21 +5,15 @@ mod common;
 
 use std::process::Command;
 
-use common::{MIB, can_run, farpage, output, text};
-use farpage_memserver::Server;
+use common::{can_run, farpage, output};
+use farpage_testkit::{serve_tcp, text};
 
 #[test]
 fn capacity_that_no_server_has_is_refused_with_the_option_that_asks_for_less() {
-    let test = "capacity_that_no_server_has_is_refused_with_the_option_that_asks_for_less";
-    if !can_run(test, &[]) {
+    if !can_run(&[]) {
         return;
     }
-    let server = Server::builder()
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
-        .capacity(64 * MIB)
-        .start()
-        .unwrap();
-    let url = server.endpoints()[0].to_string();
+    let (_server, url) = serve_tcp(64 << 20);
     let options = ["--server", &url, "--budget", "16MiB", "--capacity", "1GiB"];
     // A program takes memory with its first large request.
     let copies = [

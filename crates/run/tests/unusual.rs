@@ -16,7 +16,9 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
-use common::{can_run, output, text};
+use common::{can_run, output};
+use farpage_testkit::text;
+use tempfile::TempDir;
 
 const GCC: &str = "/usr/bin/gcc";
 const GDB: &str = "/usr/bin/gdb";
@@ -33,6 +35,16 @@ fn compile(folder: &Path, name: &str, options: &[&str]) -> Option<PathBuf> {
         eprintln!("{}", text(&ended.stderr));
     }
     ended.status.success().then_some(made)
+}
+
+/// Compiles the program that confines itself. `None` if this machine cannot run its tests.
+fn confined() -> Option<(TempDir, String)> {
+    if !cfg!(target_arch = "x86_64") || !can_run(&[GCC]) {
+        return None;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = compile(folder.path(), "confined", &[]).expect("a C program");
+    Some((folder, program.display().to_string()))
 }
 
 fn command(mode: &[&str], arguments: &[&str]) -> Command {
@@ -57,8 +69,7 @@ fn said(ended: &Output) -> String {
 
 #[test]
 fn plugins_that_bind_deeply_free_what_the_program_has_made() {
-    let test = "plugins_that_bind_deeply_free_what_the_program_has_made";
-    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+    if !cfg!(target_arch = "x86_64") || !can_run(&[GCC]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -95,12 +106,10 @@ fn constructors_of_plugins_wait_for_threads_that_allocate() {
 #[test]
 fn programs_confine_themselves_or_hear_why_not() {
     let test = "programs_confine_themselves_or_hear_why_not";
-    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+    let Some((_folder, program)) = confined() else {
         return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let program = compile(folder.path(), "confined", &[]).unwrap();
-    let program = program.to_str().unwrap();
+    };
+    let program = &*program;
     // Arguments of the program, and a part of the line that refuses them, if they are refused.
     let cases = [
         (&["one-denied"][..], None),
@@ -144,13 +153,10 @@ fn programs_confine_themselves_or_hear_why_not() {
 
 #[test]
 fn programs_that_confine_themselves_first_stay_local() {
-    let test = "programs_that_confine_themselves_first_stay_local";
-    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+    let Some((_folder, program)) = confined() else {
         return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let program = compile(folder.path(), "confined", &[]).unwrap();
-    let program = program.to_str().unwrap();
+    };
+    let program = &*program;
     for how in [
         &["first-few-allowed"][..],
         &["first-few-allowed", "by-number"],
@@ -168,13 +174,10 @@ fn programs_that_confine_themselves_first_stay_local() {
 
 #[test]
 fn filters_that_would_confine_farpages_threads_are_refused() {
-    let test = "filters_that_would_confine_farpages_threads_are_refused";
-    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+    let Some((_folder, program)) = confined() else {
         return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let program = compile(folder.path(), "confined", &[]).unwrap();
-    let program = program.to_str().unwrap();
+    };
+    let program = &*program;
     for (how, line) in [
         ("for-all-threads", "SECCOMP_FILTER_FLAG_TSYNC"),
         ("first-for-all-threads", "SECCOMP_FILTER_FLAG_TSYNC"),
@@ -192,13 +195,10 @@ fn filters_that_would_confine_farpages_threads_are_refused() {
 
 #[test]
 fn remote_memory_has_no_name() {
-    let test = "remote_memory_has_no_name";
-    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+    let Some((_folder, program)) = confined() else {
         return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let program = compile(folder.path(), "confined", &[]).unwrap();
-    let program = program.to_str().unwrap();
+    };
+    let program = &*program;
     for mode in modes() {
         let ended = output(&mut command(mode, &[program, "named"]));
         let out = text(&ended.stdout);
@@ -208,13 +208,10 @@ fn remote_memory_has_no_name() {
 
 #[test]
 fn filters_that_kill_a_thread_end_the_program() {
-    let test = "filters_that_kill_a_thread_end_the_program";
-    if !cfg!(target_arch = "x86_64") || !can_run(test, &[GCC]) {
+    let Some((_folder, program)) = confined() else {
         return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let program = compile(folder.path(), "confined", &[]).unwrap();
-    let program = program.to_str().unwrap();
+    };
+    let program = &*program;
     for how in [&["one-deadly"][..], &["one-deadly", "by-number"]] {
         let plain = output(Command::new(program).args(how));
         assert_eq!(plain.status.signal(), Some(libc::SIGSYS));
@@ -229,7 +226,7 @@ fn filters_that_kill_a_thread_end_the_program() {
 #[test]
 fn programs_with_a_sanitizer_are_refused() {
     let test = "programs_with_a_sanitizer_are_refused";
-    if !can_run(test, &[GCC]) {
+    if !can_run(&[GCC]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -261,7 +258,7 @@ fn programs_with_a_sanitizer_are_refused() {
 #[test]
 fn debugger_reads_memory_that_it_brings_in() {
     let test = "debugger_reads_memory_that_it_brings_in";
-    if !can_run(test, &[GCC, GDB]) {
+    if !can_run(&[GCC, GDB]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();

@@ -9,8 +9,9 @@
 use std::{path::Path, sync::Arc, thread, time::Duration};
 
 use farpage::{BuildError, ByteSize, Runtime};
-use farpage_fabric::{Endpoint, SessionOptions};
-use farpage_memserver::{RunningServer, Server};
+use farpage_fabric::SessionOptions;
+use farpage_memserver::RunningServer;
+use farpage_testkit::{serve, tcp, test_name};
 use farpage_train::{
     AggregateError, Aggregator, AggregatorCourse, Between, Checkpoint, Content, Course, Courses,
     Job, Keeping, Layout, Mlp, Mode, Network, Outcome, Party, Plan, Rule, Through,
@@ -29,23 +30,15 @@ const MOMENTUM: Rule = Rule::Sgd {
 };
 const ADAM: Rule = Rule::Adam { rate: 0.01 };
 
-/// True if this process may page its own memory. If not, prints that `test` is skipped, and why.
-fn can_page(test: &str) -> bool {
+/// True if this process may page its own memory. If not, prints that the test is skipped, and why.
+fn can_page() -> bool {
     match Runtime::builder().build() {
         Err(BuildError::Userfaultfd(why)) => {
-            eprintln!("SKIPPED: {test}: {why}");
+            eprintln!("SKIPPED: {}: {why}", test_name());
             false
         }
         _ => true,
     }
-}
-
-fn server(capacity_bytes: u64) -> RunningServer {
-    let server = Server::builder()
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
-        .capacity(capacity_bytes)
-        .grace(Duration::from_millis(100));
-    server.start().unwrap()
 }
 
 fn runtime(server: &RunningServer, budget_bytes: usize) -> Runtime {
@@ -97,10 +90,10 @@ fn in_memory_of(runtime: &Runtime) -> Courses<'_> {
 
 #[test]
 fn a_state_four_times_as_large_as_the_budget_ends_in_the_bits_of_local_memory() {
-    if !can_page("a_state_four_times_as_large_as_the_budget_ends_in_the_bits_of_local_memory") {
+    if !can_page() {
         return;
     }
-    let server = server(64 << 20);
+    let server = serve(&tcp(), 64 << 20);
     for (rule, floats) in [(MOMENTUM, 2), (ADAM, 3)] {
         let job = job(rule);
         let bytes = 4 * floats * job.model.parameters();
@@ -124,10 +117,10 @@ fn a_state_four_times_as_large_as_the_budget_ends_in_the_bits_of_local_memory() 
 
 #[test]
 fn a_memory_server_without_room_is_an_error_of_the_aggregator() {
-    if !can_page("a_memory_server_without_room_is_an_error_of_the_aggregator") {
+    if !can_page() {
         return;
     }
-    let server = server(1 << 20);
+    let server = serve(&tcp(), 1 << 20);
     let runtime = runtime(&server, 1 << 20);
     let error = run_on(&through(&job(ADAM), 1), &NETWORK, in_memory_of(&runtime)).unwrap_err();
     let text = error.to_string();
@@ -139,7 +132,7 @@ fn a_memory_server_without_room_is_an_error_of_the_aggregator() {
 
 #[test]
 fn a_memory_server_that_goes_is_an_error_of_the_aggregator_and_ends_the_job() {
-    if !can_page("a_memory_server_that_goes_is_an_error_of_the_aggregator_and_ends_the_job") {
+    if !can_page() {
         return;
     }
     let layout = Layout {
@@ -149,10 +142,9 @@ fn a_memory_server_that_goes_is_an_error_of_the_aggregator_and_ends_the_job() {
     };
     // Pages of one repeated value would not leave this process.
     let initial: Vec<f32> = (0..layout.parameters).map(|at| at as f32).collect();
-    let memory = server(64 << 20);
+    let memory = serve(&tcp(), 64 << 20);
     let runtime = runtime(&memory, 2 << 20);
-    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let aggregator = Aggregator::open(layout, 0, &endpoint, Duration::from_secs(30)).unwrap();
+    let aggregator = Aggregator::open(layout, 0, &tcp(), Duration::from_secs(30)).unwrap();
     let aggregator = aggregator.keep_in(&runtime);
     let (address, deadline) = ([aggregator.address()], Duration::from_secs(30));
     let folder = tempfile::tempdir().unwrap();
@@ -194,10 +186,10 @@ fn keeping(kept: &mut Vec<u8>) -> Option<Keeping<'_>> {
 
 #[test]
 fn aggregators_go_on_from_checkpoints_in_local_and_in_remote_memory() {
-    if !can_page("aggregators_go_on_from_checkpoints_in_local_and_in_remote_memory") {
+    if !can_page() {
         return;
     }
-    let server = server(64 << 20);
+    let server = serve(&tcp(), 64 << 20);
     for rule in [MOMENTUM, ADAM] {
         let job = through(&job(rule), 2);
         let bytes = 4 * 3 * job.model.parameters();

@@ -11,7 +11,7 @@ use std::{os::unix::fs::FileExt, sync::Arc, thread, time::Duration};
 
 use farpage_fabric::{
     Limit,
-    host::{Asker, Host, OpenedRegion, OpenedVersion, Origin, Refusal, Transport},
+    host::{Admission, Asker, Host, OpenedRegion, OpenedVersion, Origin, Refusal, Transport},
     memory::ExtentMemory,
 };
 
@@ -46,13 +46,27 @@ const KEY: PublicKey = PublicKey([1; 32]);
 
 const OPERATOR: PublicKey = PublicKey([2; 32]);
 
-fn client(state: &State, transport: Transport) -> SessionId {
-    let session = state
-        .admit("test", transport, &HERE.into(), None)
+/// Begins a session of a client at `origin`, whose key nobody knows yet.
+fn admit(state: &State, transport: Transport, origin: Origin) -> Admission {
+    state
+        .admit("test", transport, &origin.into(), None)
         .unwrap()
-        .session;
+}
+
+/// Begins a session of a client at `origin` with [`KEY`].
+fn client_at(state: &State, transport: Transport, origin: Origin) -> SessionId {
+    let session = admit(state, transport, origin).session;
     state.identify(session, KEY).unwrap();
     session
+}
+
+fn client(state: &State, transport: Transport) -> SessionId {
+    client_at(state, transport, HERE)
+}
+
+/// Begins a session over each of `transports`.
+fn clients<const N: usize>(state: &State, transports: [Transport; N]) -> [SessionId; N] {
+    transports.map(|transport| client(state, transport))
 }
 
 fn remove(state: &State, session: SessionId, name: &str) -> Result<(), Refusal> {

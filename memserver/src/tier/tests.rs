@@ -12,8 +12,9 @@ use std::{
 };
 
 use farpage_fabric::{
-    AllocError, ChannelError, Op, Session, SessionOptions, Verb, host::Host, server::ServerThread,
+    AllocError, ChannelError, Session, SessionOptions, Verb, host::Host, server::ServerThread,
 };
+use farpage_testkit::op;
 use nix::errno::Errno;
 
 use super::{
@@ -54,8 +55,6 @@ enum Fault {
 /// Slots that [`Fault::BadSlots`] spoils.
 const BAD_SLOTS: u64 = 8;
 const SLOW: Duration = Duration::from_millis(100);
-/// The longest wait for something that a busy machine does late.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A disk in memory with a fault that can be switched on and off.
 struct Twin {
@@ -194,29 +193,30 @@ impl Stage {
 
     fn transfer(&self, verb: Verb, offset: u64, buf: Vec<u8>) -> Result<Vec<u8>, ChannelError> {
         let mut channel = self.session.channel::<Vec<u8>>().expect("a connection");
-        let len = buf.len() as u32;
-        let op = Op {
-            tag: 0,
-            verb,
-            extent: self.extent,
-            offset,
-            len,
-            buf,
-        };
-        channel.post(op).expect("an empty queue");
-        let until = Instant::now() + Duration::from_secs(30);
-        let mut done = Vec::new();
-        while channel.poll(&mut done) == 0 {
-            assert!(Instant::now() < until, "an operation ends");
-            thread::yield_now();
-        }
-        let done = done.pop().expect("one was posted");
-        done.result.map(|()| done.buf)
+        farpage_testkit::transfer(&mut *channel, op(verb, self.extent, offset, buf))
     }
 
     fn write(&self, chunk: u64, version: u64) -> Result<(), ChannelError> {
         self.operate(Verb::Write, chunk, content(chunk, version))
             .map(drop)
+    }
+
+    /// Writes every chunk with the bytes that `bytes` makes for it.
+    #[track_caller]
+    fn fill(&self, bytes: impl Fn(u64) -> Vec<u8>) {
+        for chunk in Self::chunks() {
+            let written = self.operate(Verb::Write, chunk, bytes(chunk));
+            written.unwrap_or_else(|error| panic!("{chunk}: {error}"));
+        }
+    }
+
+    /// Asserts that every chunk has the bytes that `bytes` makes for it.
+    #[track_caller]
+    fn assert_filled(&self, story: &str, bytes: impl Fn(u64) -> Vec<u8>) {
+        for chunk in Self::chunks() {
+            let read = self.read(chunk).expect("room and a sound disk");
+            assert!(read == bytes(chunk), "{story}: {chunk}");
+        }
     }
 
     fn read(&self, chunk: u64) -> Result<Vec<u8>, ChannelError> {
@@ -251,6 +251,16 @@ impl Stage {
             .filter(|chunk| extent.place(*chunk as usize) == place)
             .collect()
     }
+}
+
+/// Makes the bytes of a chunk that compresses if `chunk` is even, in its first version.
+fn first(chunk: u64) -> Vec<u8> {
+    content(chunk, 1)
+}
+
+/// Makes the bytes of a chunk that does not compress.
+fn odd(chunk: u64) -> Vec<u8> {
+    content(chunk | 1, 1)
 }
 
 /// Makes the bytes of a chunk. Chunks with odd numbers do not compress.

@@ -1,5 +1,4 @@
-//! Shared parts of this crate's tests: servers in and out of this process, and remote bytes without
-//! ceremony.
+//! Shared parts of this crate's tests: the real binary, and remote bytes without ceremony.
 //!
 //! The rule it keeps: nothing waits without a bound, and nothing that was started outlives its
 //! test.
@@ -10,84 +9,23 @@
 )]
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
-pub mod raw;
-
 use std::{
     io::{BufRead, BufReader, Lines},
     path::Path,
     process::{Child, ChildStderr, Command, ExitStatus, Stdio},
     sync::Arc,
     thread,
-    time::{Duration, Instant},
 };
 
-use farpage_fabric::{Channel, ChannelError, Extent, Op, Session, SessionOptions, Verb};
-use farpage_memserver::{RunningServer, Server};
-use farpage_wire::{Endpoint, ExtentId};
+use farpage_fabric::{Channel, ChannelError, Extent, Session, SessionOptions, Verb, Visit};
+use farpage_testkit::{
+    PATIENCE, op,
+    process::{send_signal, wait_for_end},
+    socket_in,
+};
+use farpage_wire::{Endpoint, ExtentId, ServerStat};
+use nix::sys::signal::Signal;
 use tempfile::TempDir;
-
-/// The longest wait, far beyond what anything here takes on a loaded machine.
-pub const PATIENCE: Duration = Duration::from_secs(30);
-
-/// Looks until `holds`, and fails the test with `what` after [`PATIENCE`].
-pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    while !holds() {
-        assert!(
-            Instant::now() < deadline,
-            "waited {PATIENCE:?} in vain until {what}"
-        );
-        thread::sleep(Duration::from_millis(2));
-    }
-}
-
-/// A server in this process that listens on both fabrics.
-pub struct Both {
-    pub server: RunningServer,
-    pub shm: Endpoint,
-    pub tcp: Endpoint,
-    _directory: TempDir,
-}
-
-impl Both {
-    pub fn start(capacity_bytes: u64, lease: Duration) -> Self {
-        Self::start_with(capacity_bytes, lease, lease)
-    }
-
-    pub fn start_with(capacity_bytes: u64, lease: Duration, reconnect_grace: Duration) -> Self {
-        Self::start_as(|server| {
-            (server.capacity(capacity_bytes))
-                .lease(lease)
-                .reconnect_grace(reconnect_grace)
-        })
-    }
-
-    pub fn start_as(set: impl FnOnce(Server) -> Server) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let server = Server::builder()
-            .listen(socket_in(&directory))
-            .listen("tcp://127.0.0.1:0".parse().unwrap())
-            .grace(Duration::from_millis(100));
-        let server = set(server).start().unwrap();
-        let [shm, tcp] = server.endpoints().to_vec().try_into().unwrap();
-        Self {
-            server,
-            shm,
-            tcp,
-            _directory: directory,
-        }
-    }
-
-    pub fn endpoints(&self) -> [&Endpoint; 2] {
-        [&self.shm, &self.tcp]
-    }
-}
-
-pub fn socket_in(directory: &TempDir) -> Endpoint {
-    format!("shm://{}", directory.path().join("s").display())
-        .parse()
-        .unwrap()
-}
 
 /// Log lines of a daemon.
 pub type Log = Lines<BufReader<ChildStderr>>;
@@ -205,22 +143,18 @@ impl Daemon {
     }
 
     /// Sends a signal. After SIGSTOP it returns when all threads have stopped.
-    pub fn signal(&self, signal: nix::sys::signal::Signal) {
-        let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
-        nix::sys::signal::kill(pid, signal).unwrap();
-        if signal == nix::sys::signal::Signal::SIGSTOP {
-            let stopped = nix::sys::wait::WaitPidFlag::WSTOPPED;
-            nix::sys::wait::waitid(nix::sys::wait::Id::Pid(pid), stopped).unwrap();
-        }
+    pub fn signal(&self, signal: Signal) {
+        send_signal(&self.child, signal);
     }
 
     pub fn wait(&mut self) -> ExitStatus {
-        let mut status = None;
-        wait_until("the daemon has ended", || {
-            status = self.child.try_wait().unwrap();
-            status.is_some()
-        });
-        status.expect("waited for it")
+        wait_for_end(&mut self.child, PATIENCE)
+    }
+
+    /// Ends the daemon as a crash would.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.wait();
     }
 }
 
@@ -248,6 +182,16 @@ pub fn connect_as(endpoint: &Endpoint, key_file: &Path) -> Arc<Session> {
     Session::connect(endpoint, &options).unwrap()
 }
 
+/// Returns the figures of a server, by a visit that takes no client's place.
+pub fn stat(endpoint: &Endpoint) -> ServerStat {
+    let options = SessionOptions {
+        deadline: PATIENCE,
+        ..SessionOptions::default()
+    };
+    let mut visit = Visit::connect(endpoint, &options).unwrap();
+    visit.stat().unwrap()
+}
+
 /// Runs one operation and waits for it.
 pub fn transfer(
     channel: &mut dyn Channel<Vec<u8>>,
@@ -256,21 +200,7 @@ pub fn transfer(
     offset: u64,
     buf: Vec<u8>,
 ) -> Result<Vec<u8>, ChannelError> {
-    let len = buf.len() as u32;
-    channel
-        .post(Op {
-            tag: 0,
-            verb,
-            extent,
-            offset,
-            len,
-            buf,
-        })
-        .expect("an empty queue has room");
-    let mut done = Vec::new();
-    wait_until("an operation ends", || channel.poll(&mut done) > 0);
-    let completion = done.pop().expect("one operation was posted");
-    completion.result.map(|()| completion.buf)
+    farpage_testkit::transfer(channel, op(verb, extent, offset, buf))
 }
 
 pub fn write(

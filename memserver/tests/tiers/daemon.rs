@@ -12,11 +12,12 @@ use std::{
 
 use farpage_fabric::Verb;
 use farpage_memserver::{Server, StartError, TiersError};
-use farpage_wire::{Endpoint, TierStat};
+use farpage_testkit::{PATIENCE, Rng, process::proc_bytes, tcp, wait_until};
+use farpage_wire::TierStat;
 
 use super::{
-    CHUNK, MEMORY, MIB, Random, churn,
-    common::{Daemon, PATIENCE, command, connect, read, transfer, wait_until},
+    CHUNK, MEMORY, MIB, churn,
+    common::{Daemon, command, connect, read, transfer},
     spill,
 };
 
@@ -94,14 +95,12 @@ fn files_left(directory: &Path) -> usize {
 
 /// Counts the memory of the daemon: its own pages, and all pages of its memfds, mapped or not.
 fn held_by(daemon: &Daemon) -> u64 {
-    let process = format!("/proc/{}", daemon.child.id());
-    let rollup = fs::read_to_string(format!("{process}/smaps_rollup")).unwrap();
-    let kib = |name: &str| -> u64 {
-        let line = rollup.lines().find(|line| line.starts_with(name)).unwrap();
-        line.split_whitespace().nth(1).unwrap().parse().unwrap()
-    };
-    let own = (kib("Pss_Anon:") + kib("Pss_File:")) << 10;
-    let memfds = fs::read_dir(format!("{process}/fd")).unwrap().flatten();
+    let process = daemon.child.id();
+    let kept = ["Pss_Anon", "Pss_File"].map(|name| proc_bytes(process, "smaps_rollup", name));
+    let own = kept.iter().sum::<usize>() as u64;
+    let memfds = fs::read_dir(format!("/proc/{process}/fd"))
+        .unwrap()
+        .flatten();
     let memfds = memfds.filter(|fd| {
         fs::read_link(fd.path()).is_ok_and(|to| to.to_string_lossy().contains("memfd:"))
     });
@@ -141,9 +140,9 @@ fn a_daemon_holds_no_more_than_its_memory_and_leaves_nothing_when_it_is_killed()
     let hurt = thread::scope(|scope| {
         let reads = scope.spawn(|| {
             let until = Instant::now() + PATIENCE;
-            let mut random = Random(5);
+            let mut random = Rng(5);
             loop {
-                let at = random.below(5 * MEMORY - CHUNK as u64);
+                let at = random.below(5 * MEMORY as usize - CHUNK) as u64;
                 let bytes = vec![0; CHUNK];
                 match transfer(&mut *channel, Verb::Read, extent.id, at, bytes) {
                     Ok(_) => assert!(Instant::now() < until, "the server was killed"),
@@ -178,7 +177,7 @@ fn refusal(arguments: &[&str]) -> String {
 fn settings_that_do_not_fit_together_are_refused_and_say_what_to_give() {
     let directory = spill();
     let path = directory.path().to_str().unwrap();
-    let tcp = ["--listen", "tcp://127.0.0.1:0", "--capacity", "64MiB"];
+    let over_tcp = ["--listen", "tcp://127.0.0.1:0", "--capacity", "64MiB"];
     let cases: [(&[&str], &str); 5] = [
         (&["--memory", "32MiB"], "--spill"),
         (&["--spill", path], "give both or none"),
@@ -190,11 +189,11 @@ fn settings_that_do_not_fit_together_are_refused_and_say_what_to_give() {
         (&["--memory", "32MiB", "--spill", "/dev/shm"], "tmpfs"),
     ];
     for (arguments, expected) in cases {
-        let said = refusal(&[&tcp, arguments].concat());
+        let said = refusal(&[&over_tcp, arguments].concat());
         assert!(said.contains(expected), "{arguments:?}: {said}");
     }
     let too_much = Server::builder()
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .listen(tcp())
         .capacity(64 * MIB)
         .memory(32 * MIB)
         .start();
@@ -205,7 +204,7 @@ fn settings_that_do_not_fit_together_are_refused_and_say_what_to_give() {
     );
     // All of it may be in memory: nothing has to leave.
     let enough = Server::builder()
-        .listen("tcp://127.0.0.1:0".parse::<Endpoint>().unwrap())
+        .listen(tcp())
         .capacity(32 * MIB)
         .memory(32 * MIB)
         .start()

@@ -7,15 +7,16 @@
 use std::{
     env,
     ffi::OsStr,
-    fs,
+    fs, mem,
     path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
+    process::Command,
+    ptr,
     sync::LazyLock,
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use farpage_memserver::{RunningServer, Server};
+use farpage_memserver::RunningServer;
+use farpage_testkit::{MIB, run, test_name, text};
 
 /// Warnings are errors everywhere.
 const STRICT: [&str; 5] = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-g"];
@@ -55,20 +56,29 @@ pub(crate) fn scratch(name: &str) -> PathBuf {
 
 /// Starts a memory server in this process.
 pub(crate) fn serve(endpoint: &str) -> RunningServer {
-    Server::builder()
-        .listen(endpoint.parse().expect("an endpoint"))
-        .capacity(256 << 20)
-        .start()
-        .expect("a server")
+    farpage_testkit::serve(&endpoint.parse().expect("an endpoint"), 256 * MIB)
 }
 
-/// True if all programs can be found. If not, says that `test` is skipped.
-pub(crate) fn have(test: &str, programs: &[&str]) -> bool {
+/// Returns an options struct that is all zero but for its length.
+pub(crate) fn blank<T: Copy>() -> T {
+    // SAFETY: the option structs may be all zeros, and begin with their length.
+    unsafe {
+        let mut it: T = mem::zeroed();
+        ptr::from_mut(&mut it)
+            .cast::<usize>()
+            .write(mem::size_of::<T>());
+        it
+    }
+}
+
+/// True if all programs can be found. If not, says that the test is skipped.
+pub(crate) fn have(programs: &[&str]) -> bool {
     let path = env::var_os("PATH").unwrap_or_default();
     let found = |program: &&&str| env::split_paths(&path).any(|dir| dir.join(program).is_file());
     match programs.iter().find(|program| !found(program)) {
         None => true,
         Some(missing) => {
+            let test = test_name();
             eprintln!("SKIPPED: {test}: no `{missing}`; `cargo xtask setup` installs it");
             false
         }
@@ -107,81 +117,6 @@ pub(crate) fn compile(
         .args(["-pthread", "-o"])
         .arg(program);
     run(&mut command, Duration::from_secs(120));
-}
-
-/// Runs a command that must succeed within `patience`. Returns its output.
-pub(crate) fn run(command: &mut Command, patience: Duration) -> Output {
-    let output = finish(command, patience);
-    assert!(
-        output.status.success(),
-        "{command:?} failed: {}\n{}{}",
-        output.status,
-        text(&output.stdout),
-        text(&output.stderr)
-    );
-    output
-}
-
-/// Runs a command that must end within `patience`, with any status.
-pub(crate) fn finish(command: &mut Command, patience: Duration) -> Output {
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let pid = child.id() as i32;
-    let (mut out, mut err) = (
-        child.stdout.take().expect("piped above"),
-        child.stderr.take().expect("piped above"),
-    );
-    let out = thread::spawn(move || read_all(&mut out));
-    let err = thread::spawn(move || read_all(&mut err));
-    let end = Instant::now() + patience;
-    let status = loop {
-        if let Some(status) = child.try_wait().expect("it is our child") {
-            break status;
-        }
-        if Instant::now() > end {
-            let threads = wait_channels(pid);
-            let _ = child.kill();
-            let _ = child.wait();
-            panic!(
-                "{command:?} has not ended within {patience:?}; its threads:\n{threads}\n{}{}",
-                text(&out.join().expect("it reads")),
-                text(&err.join().expect("it reads"))
-            );
-        }
-        thread::sleep(Duration::from_millis(2));
-    };
-    Output {
-        status,
-        stdout: out.join().expect("it reads"),
-        stderr: err.join().expect("it reads"),
-    }
-}
-
-fn read_all(pipe: &mut impl std::io::Read) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    let _ = pipe.read_to_end(&mut bytes);
-    bytes
-}
-
-fn wait_channels(pid: i32) -> String {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task"))
-        .into_iter()
-        .flatten()
-        .flatten();
-    tasks
-        .map(|task| {
-            let read = |file| fs::read_to_string(task.path().join(file)).unwrap_or_default();
-            format!("  {} in {}\n", read("comm").trim(), read("wchan"))
-        })
-        .collect()
-}
-
-pub(crate) fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
 }
 
 /// Returns the sources in a folder of this crate.

@@ -34,6 +34,7 @@ use farpage_fabric::{
     server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
+use farpage_testkit::{op, tcp};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use proptest::prelude::*;
@@ -195,5 +196,5 @@ impl Drop for Server {
 fn on_real_fabrics(test: impl Fn(Server)) {
     let folder = tempfile::tempdir().unwrap();
     test(Server::start(&Endpoint::Shm(folder.path().join("socket"))));
-    test(Server::start(&"tcp://127.0.0.1:0".parse().unwrap()));
+    test(Server::start(&tcp()));
 }

@@ -13,17 +13,10 @@ fn an_engine_hands_back_what_its_channels_finish_however_it_waits() {
                 assert_eq!(engine.add(session.channel().unwrap()), channel);
             }
             for tag in 0..12 {
+                let verb = [Verb::Write, Verb::Read][tag as usize % 2];
                 let op = Op {
                     tag,
-                    verb: if tag % 2 == 0 {
-                        Verb::Write
-                    } else {
-                        Verb::Read
-                    },
-                    extent,
-                    offset: tag * 4096,
-                    len: 4096,
-                    buf: vec![1u8; 4096],
+                    ..op(verb, extent, tag * 4096, vec![1u8; 4096])
                 };
                 engine.post(tag as usize % 3, op).unwrap();
             }
@@ -89,13 +82,10 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
                         } else {
                             0
                         };
+                        let (offset, buf) = ((page * BYTES) as u64, vec![filled; BYTES]);
                         let op = Op {
                             tag: (channel * OPS + next[channel]) as u64,
-                            verb,
-                            extent: extents[channel],
-                            offset: (page * BYTES) as u64,
-                            len: BYTES as u32,
-                            buf: vec![filled; BYTES],
+                            ..op(verb, extents[channel], offset, buf)
                         };
                         engine.post(1 + channel, op).unwrap();
                         next[channel] += 1;
@@ -141,14 +131,7 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
         let silent = |channel: &usize| !stays && dies[*channel] && failed[*channel] == 0;
         for channel in (0..6).filter(silent) {
             let failed = loop {
-                let op = Op {
-                    tag: 0,
-                    verb: Verb::Read,
-                    extent: extents[channel],
-                    offset: 0,
-                    len: BYTES as u32,
-                    buf: vec![0; BYTES],
-                };
+                let op = op(Verb::Read, extents[channel], 0, vec![0; BYTES]);
                 engine.post(1 + channel, op).unwrap();
                 while done.is_empty() {
                     engine.wait(&mut done, Some(until)).unwrap();
@@ -168,20 +151,16 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
 fn channels_of_one_engine_outlive_each_other() {
     let folder = tempfile::tempdir().unwrap();
     one_of_two_servers_dies(|name| Server::start(&Endpoint::Shm(folder.path().join(name))));
-    one_of_two_servers_dies(|_| Server::start(&"tcp://127.0.0.1:0".parse().unwrap()));
+    one_of_two_servers_dies(|_| Server::start(&tcp()));
 }
 
 #[cfg(feature = "rdma")]
 #[test]
 fn rdma_channels_that_share_a_completion_queue_outlive_each_other() {
-    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
-        eprintln!(
-            "SKIPPED: rdma_channels_that_share_a_completion_queue_outlive_each_other: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's \
-             address; `cargo xtask vm` runs a test with one"
-        );
+    let Some(endpoint) = farpage_testkit::rdma() else {
         return;
     };
-    one_of_two_servers_dies(|_| Server::start(&format!("rdma://{host}:0").parse().unwrap()));
+    one_of_two_servers_dies(|_| Server::start(&endpoint));
 }
 
 /// A source with an event after some looks, or while it is being armed.

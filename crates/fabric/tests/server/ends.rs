@@ -6,51 +6,17 @@ use super::*;
 fn a_connection_lost_within_the_lease_is_resumed_with_its_extents() {
     // A relay stands for a network that breaks.
     let server = Server::tcp();
-    let Endpoint::Tcp { host, port } = server.serving.endpoint().clone() else {
-        panic!("tcp")
-    };
-    let (relay, endpoint) = listener();
-    let lines = Arc::new(std::sync::Mutex::new(Vec::new()));
-    let held = Arc::clone(&lines);
-    thread::spawn(move || {
-        for client in relay.incoming() {
-            let client = client.expect("a client");
-            let Ok(upstream) = TcpStream::connect((host.as_str(), port)) else {
-                return;
-            };
-            for (from, to) in [(&client, &upstream), (&upstream, &client)] {
-                let (mut from, mut to) = (
-                    from.try_clone().expect("a socket"),
-                    to.try_clone().expect("a socket"),
-                );
-                thread::spawn(move || {
-                    let _ = std::io::copy(&mut from, &mut to);
-                    let _ = to.shutdown(std::net::Shutdown::Both);
-                });
-            }
-            held.lock().expect("no panic").push(client);
-        }
-    });
+    let relay = Relay::to(&server.serving.endpoint().to_string());
+    let endpoint = relay.url.parse().expect("an endpoint");
     let session = Session::connect(&endpoint, &options()).expect("a live server");
     let extent = session.grant(1 << 20).expect("room").id;
     write_and_read(&session, extent);
     let mut old = session.channel::<Vec<u8>>().expect("a live server");
-    for line in lines.lock().expect("no panic").drain(..) {
-        // Sockets of closed channels are gone already.
-        let _ = line.shutdown(std::net::Shutdown::Both);
-    }
-    old.post(Op {
-        tag: 0,
-        verb: Verb::Read,
-        extent,
-        offset: 0,
-        len: 10,
-        buf: vec![0; 10],
-    })
-    .expect("room");
-    let error = finish(&mut *old).expect_err("the network broke");
+    relay.close();
+    let lost = transfer(&mut *old, op(Verb::Read, extent, 0, vec![0; 10]));
+    let error = lost.expect_err("the network broke");
     assert!(error.is_transient(), "{error}");
-    until("the session is resumed", || session.stat().is_ok());
+    wait_until("the session is resumed", || session.stat().is_ok());
     write_and_read(&session, extent);
     assert_eq!(server.host.stat().sessions, 1);
 }
@@ -58,10 +24,7 @@ fn a_connection_lost_within_the_lease_is_resumed_with_its_extents() {
 #[test]
 fn a_dropped_session_is_gone_when_the_drop_is_over() {
     let folder = tempfile::tempdir().expect("a folder");
-    for endpoint in [
-        Endpoint::Shm(folder.path().join("socket")),
-        "tcp://127.0.0.1:0".parse().expect("an endpoint"),
-    ] {
+    for endpoint in [Endpoint::Shm(folder.path().join("socket")), tcp()] {
         let server = Server::start(&endpoint);
         for _ in 0..50 {
             let session = server.session();
@@ -99,13 +62,7 @@ fn dropping_a_session_does_not_wait_for_a_server_that_is_stuck() {
         stream.read_exact(&mut hello).expect("a hello");
         stream.write_all(&hello).expect("a client that listens");
         let mut requests = stream.try_clone().expect("a socket");
-        let mut heard = move || {
-            let mut prefix = [0; PREFIX_BYTES];
-            requests.read_exact(&mut prefix).expect("a request");
-            let mut body = vec![0; u32::from_le_bytes(prefix) as usize];
-            requests.read_exact(&mut body).expect("a request");
-            control::decode::<Request>(&body).expect("a request")
-        };
+        let mut heard = move || receive::<Request>(&mut requests).expect("a request");
         assert!(matches!(heard(), Request::Begin { .. }));
         let begun = Response::Begun {
             session: SessionId(1),
@@ -113,9 +70,7 @@ fn dropping_a_session_does_not_wait_for_a_server_that_is_stuck() {
             lease_ms: 30,
             paged: false,
         };
-        stream
-            .write_all(&control::encode(&begun).expect("short"))
-            .expect("a client that listens");
+        send(&mut stream, &begun).expect("a client that listens");
         assert_eq!(heard(), Request::Renew);
         stream
     });
@@ -173,9 +128,9 @@ fn a_socket_of_a_dead_server_is_replaced_and_a_live_one_is_not() {
 #[test]
 fn shutdown_ends_busy_and_idle_connections_in_bounded_time() {
     let server = Server::tcp();
-    let (_control, session, secret) = server.begin();
-    let _idle = server.attach(session, secret);
-    let mut half = server.attach(session, secret);
+    let (_control, own) = server.begin();
+    let _idle = server.attach(own);
+    let mut half = server.attach(own);
     half.write_all(&[1; 3]).expect("connected");
     let begun = Instant::now();
     drop(server);
@@ -190,29 +145,12 @@ fn shutdown_ends_busy_and_idle_connections_in_bounded_time() {
 fn a_client_that_dies_without_a_goodbye_holds_nothing_over_shared_memory() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("socket");
-    let server = Server::start(&Endpoint::Shm(path.clone()));
+    let server = Server::start(&Endpoint::Shm(path));
     for _ in 0..200 {
-        let mut stream = UnixStream::connect(&path).expect("a live server");
-        greet(&mut stream, Purpose::Control);
-        say(
-            &mut stream,
-            &Request::Begin {
-                client: "doomed".to_owned(),
-                resume: None,
-            },
-        );
-        hear(&mut stream);
-        say(
-            &mut stream,
-            &Request::Grant {
-                bytes: 1 << 20,
-                atomics: false,
-                serial: None,
-            },
-        );
-        assert!(matches!(hear(&mut stream), Response::Granted { .. }));
+        let (mut stream, _) = server.begin();
+        stream.grant(1 << 20).expect("room");
     }
-    until("200 dead clients are forgotten", || {
+    wait_until("200 dead clients are forgotten", || {
         let stat = server.host.stat();
         (stat.sessions, stat.granted_bytes) == (0, 0)
     });

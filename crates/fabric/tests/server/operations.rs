@@ -10,11 +10,7 @@ fn shared_memory_copies_one_operation_in_each_poll() {
     let extent = session.grant(1 << 20).expect("room").id;
     let op = |verb, value| Op {
         tag: u64::from(value),
-        verb,
-        extent,
-        offset: 0,
-        len: 4096,
-        buf: vec![value; 4096],
+        ..op(verb, extent, 0, vec![value; 4096])
     };
     let [mut writer, mut reader] = [(); 2].map(|()| session.channel::<Vec<u8>>().expect("alive"));
     let mut remote_value = || {
@@ -48,25 +44,15 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
     let victim = server.session();
     let theirs = victim.grant(1 << 20).expect("room").id;
     write_and_read(&victim, theirs);
-    let (mut control, session, secret) = server.begin();
-    say(
-        &mut control,
-        &Request::Grant {
-            bytes: 10_000,
-            atomics: false,
-            serial: None,
-        },
-    );
-    let Response::Granted { extent: own } = hear(&mut control) else {
-        panic!("no grant")
-    };
+    let (mut control, own) = server.begin();
+    let lease = control.grant(10_000).expect("room");
     // The READ would be answered if it were accepted.
     let good = OpHeader {
         kind: OpKind::Read,
         following: 0,
         sequence: 0,
         len: 4096,
-        extent: own.id,
+        extent: lease.id,
         offset: 0,
     };
     let changed = |at: usize, byte: u8| {
@@ -127,12 +113,10 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
         ),
     ];
     for (story, bytes) in stories {
-        let mut stream = server.attach(session, secret);
+        let mut stream = server.attach(own);
         stream.write_all(&bytes).expect("the server listens");
-        stream
-            .shutdown(std::net::Shutdown::Write)
-            .expect("connected");
-        assert_eq!(closed(stream, story), [], "{story}");
+        stream.finish();
+        assert_eq!(stream.drain(story), [], "{story}");
     }
     let write = OpHeader {
         kind: OpKind::Write,
@@ -168,16 +152,14 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
             },
         ),
     ] {
-        let mut stream = server.attach(session, secret);
+        let mut stream = server.attach(own);
         stream
             .write_all(&header.encode())
             .expect("the server listens");
         // The payload of a refused WRITE must not push the refusal out of the socket.
         stream.write_all(&[9; 4096]).expect("the server reads it");
-        stream
-            .shutdown(std::net::Shutdown::Write)
-            .expect("connected");
-        let answer = closed(stream, story);
+        stream.finish();
+        let answer = stream.drain(story);
         assert_eq!((answer.len(), answer[4]), (16, 1), "{story}");
     }
     let memory = server
@@ -195,7 +177,7 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
             server.serving.traffic().bytes_written(),
         ) == (8192, 8192)
     };
-    until(
+    wait_until(
         "refused operations are not counted, and the others are",
         counted,
     );
@@ -204,27 +186,29 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
 #[test]
 fn data_connections_end_with_their_session() {
     let server = Server::tcp();
-    let (mut control, session, secret) = server.begin();
-    let data = server.attach(session, secret);
-    say(&mut control, &Request::Goodbye);
-    assert_eq!(hear(&mut control), Response::Done);
-    closed(data, "an idle data connection after the goodbye");
+    let (mut control, own) = server.begin();
+    let mut data = server.attach(own);
+    assert_eq!(
+        control.ask(&Request::Goodbye).expect("an answer"),
+        Response::Done
+    );
+    data.drain("an idle data connection after the goodbye");
 }
 
 #[test]
 fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
     let server = Server::tcp();
-    let (mut control, session, secret) = server.begin();
-    let extent = grant(&mut control, 2 << 20);
+    let (mut control, own) = server.begin();
+    let extent = control.grant(2 << 20).expect("room");
     let publish = Request::Publish {
         name: "x".to_owned(),
         manifest: Vec::new(),
         extents: vec![extent.id],
     };
-    say(&mut control, &publish);
-    assert!(matches!(hear(&mut control), Response::Versions(_)));
+    let answer = control.ask(&publish).expect("an answer");
+    assert!(matches!(answer, Response::Versions(_)));
     // The client asks for far more than the sockets hold, and does not read it.
-    let mut data = server.attach(session, secret);
+    let mut data = server.attach(own);
     let count = 64;
     for i in 0..count {
         let header = OpHeader {
@@ -237,6 +221,7 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
         };
         data.write_all(&header.encode()).expect("headers fit");
     }
+    let mut data = TcpStream::from(data);
     // Waits until the sockets are full: a batch that is being sent now may still go out.
     let mut waste = vec![0; 128 << 20];
     let mut arrived = || data.peek(&mut waste).expect("answers");
@@ -245,23 +230,19 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
         before = arrived();
         thread::sleep(Duration::from_millis(200));
     }
-    say(&mut control, &Request::Release { extent: extent.id });
-    assert_eq!(hear(&mut control), Response::Done);
+    assert_eq!(
+        control
+            .ask(&Request::Release { extent: extent.id })
+            .expect("an answer"),
+        Response::Done
+    );
     let next = server.session();
     next.open("x").expect("nobody holds it");
     let mut channel = next.channel::<Vec<u8>>().expect("alive");
-    let op = Op {
-        tag: 0,
-        verb: Verb::Write,
-        extent: extent.id,
-        offset: 0,
-        len: 2 << 20,
-        buf: vec![0xbb; 2 << 20],
-    };
-    assert!(channel.post(op).is_ok());
-    finish(&mut *channel).expect("leased");
+    let op = op(Verb::Write, extent.id, 0, vec![0xbb; 2 << 20]);
+    transfer(&mut *channel, op).expect("leased");
     // One after another, answers from before the lease's end may arrive; then comes the end.
-    let sent = closed(data, "a READ whose lease has ended");
+    let sent = closed(&mut data, "a READ whose lease has ended");
     let headers = usize::from(count) * ANSWER_HEADER_BYTES;
     let foreign = sent.iter().filter(|&&byte| byte == 0xbb).count();
     assert!(foreign <= headers, "{foreign} bytes of another client");
@@ -270,9 +251,9 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
 #[test]
 fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
     let server = Server::tcp();
-    let (mut control, session, secret) = server.begin();
-    let extent = grant(&mut control, 4096);
-    let mut data = server.attach(session, secret);
+    let (mut control, own) = server.begin();
+    let extent = control.grant(4096).expect("room");
+    let mut data = server.attach(own);
     let header = OpHeader {
         kind: OpKind::Write,
         following: 0,
@@ -283,24 +264,28 @@ fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
     };
     data.write_all(&header.encode()).expect("a header fits");
     data.write_all(&[1; 100]).expect("a part fits");
-    let memory = server.host.extent(session, extent.id).expect("leased");
-    until("the WRITE has begun", || memory.resident_bytes() > 0);
-    say(&mut control, &Request::Release { extent: extent.id });
-    assert_eq!(hear(&mut control), Response::Done);
-    closed(data, "a WRITE whose lease has ended");
+    let memory = server.host.extent(own.0, extent.id).expect("leased");
+    wait_until("the WRITE has begun", || memory.resident_bytes() > 0);
+    assert_eq!(
+        control
+            .ask(&Request::Release { extent: extent.id })
+            .expect("an answer"),
+        Response::Done
+    );
+    data.drain("a WRITE whose lease has ended");
     assert_eq!(Arc::strong_count(&memory), 1, "nobody keeps the memory");
 }
 
 #[test]
 fn a_write_that_was_cut_off_never_lands_after_its_line_has_a_new_connection() {
     let server = Server::tcp();
-    let (mut control, session, secret) = server.begin();
-    let extent = grant(&mut control, 4096);
-    let memory = server.host.extent(session, extent.id).expect("leased");
+    let (mut control, own) = server.begin();
+    let extent = control.grant(4096).expect("room");
+    let memory = server.host.extent(own.0, extent.id).expect("leased");
     for round in 1..=20 {
         // A network lets half of a WRITE through, and the rest whenever it likes.
-        let mut old = server.attach_to(session, secret, 7);
-        let other = server.attach_to(session, secret, 8);
+        let mut old = server.attach_to(own, 7);
+        let other = server.attach_to(own, 8);
         let header = OpHeader {
             kind: OpKind::Write,
             following: 0,
@@ -316,13 +301,13 @@ fn a_write_that_was_cut_off_never_lands_after_its_line_has_a_new_connection() {
             memory.copy_out(offset, &mut byte).expect("leased");
             byte[0]
         };
-        until("the WRITE has begun", || byte_at(99) == round);
-        let mut new = server.attach_to(session, secret, 7);
+        wait_until("the WRITE has begun", || byte_at(99) == round);
+        let mut new = server.attach_to(own, 7);
         // The client has been answered: the place may be used for something else.
         memory.copy_in(0, &[0xee; 4096]).expect("leased");
         // The server may have closed it, so that writing may fail.
         let _ = old.write_all(&[round; 3996]);
-        closed(old, "a connection whose line has a newer one");
+        old.drain("a connection whose line has a newer one");
         new.write_all(&header.encode()).expect("a header fits");
         assert!(
             (0..4096).all(|offset| byte_at(offset) == 0xee),

@@ -8,35 +8,20 @@
 
 use std::{
     path::Path,
-    process::{Command, Output, Stdio},
-    thread,
-    time::{Duration, Instant},
+    process::{Command, Output},
+    time::Duration,
 };
+
+use farpage_testkit::{finish, mix, test_name, text};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
 /// Runs a command to its end, within a time limit.
 pub(crate) fn output(command: &mut Command) -> Output {
-    let child = command
+    command
         .env("LC_ALL", "C")
-        .env("PYTHONDONTWRITEBYTECODE", "1")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let pid = child.id() as i32;
-    let waiter = thread::spawn(move || child.wait_with_output().unwrap());
-    let since = Instant::now();
-    while !waiter.is_finished() {
-        if since.elapsed() > Duration::from_secs(120) {
-            // SAFETY: our own child, which has not been waited for.
-            unsafe { libc::kill(pid, libc::SIGKILL) };
-            panic!("{command:?} has not ended in time");
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-    waiter.join().unwrap()
+        .env("PYTHONDONTWRITEBYTECODE", "1");
+    finish(command, Duration::from_secs(120))
 }
 
 pub(crate) fn farpage(options: &[&str], command: &[&str]) -> Output {
@@ -50,19 +35,23 @@ pub(crate) fn farpage_in_pages_of(page: &str, options: &[&str], command: &[&str]
     output(&mut farpage)
 }
 
-pub(crate) fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
+/// True if all of `programs` exist. If not, says that the test is skipped.
+pub(crate) fn can_run(programs: &[&str]) -> bool {
+    can_run_with(&[], &["userfaultfd"], programs)
 }
 
-/// True if all of `programs` exist. If not, says that `test` is skipped.
-pub(crate) fn can_run(test: &str, programs: &[&str]) -> bool {
+/// True if all of `programs` exist, and programs run with `options`. If `farpage run` refuses with
+/// one of the words of `lacks`, or a program is missing, says that the test is skipped.
+pub(crate) fn can_run_with(options: &[&str], lacks: &[&str], programs: &[&str]) -> bool {
+    let test = test_name();
     if let Some(missing) = programs.iter().find(|path| !Path::new(path).exists()) {
         eprintln!("SKIPPED: {test}: there is no {missing}");
         return false;
     }
-    let tried = farpage(&["--budget", "16MiB"], &["/bin/true"]);
+    let options = [options, &["--budget", "16MiB"]].concat();
+    let tried = farpage(&options, &["/bin/true"]);
     let why = text(&tried.stderr);
-    if tried.status.code() == Some(125) && why.contains("userfaultfd") {
+    if tried.status.code() == Some(125) && lacks.iter().any(|lack| why.contains(lack)) {
         eprintln!(
             "SKIPPED: {test}: {}",
             why.lines().next().unwrap_or_default()
@@ -71,6 +60,30 @@ pub(crate) fn can_run(test: &str, programs: &[&str]) -> bool {
     }
     assert!(tried.status.success(), "{why}");
     true
+}
+
+/// Makes lines that look random.
+pub(crate) fn lines(count: u64) -> String {
+    let line = |at: u64| format!("{:016x} line {at}\n", mix(at + 1));
+    (0..count).map(line).collect()
+}
+
+/// Asserts that `ours` has the output of a plain run. Returns and prints its `--stats`.
+pub(crate) fn same_as_plain(command: &[&str], plain: &Output, ours: &Output) -> String {
+    assert!(plain.status.success(), "{}", text(&plain.stderr));
+    let stats = text(&ours.stderr);
+    assert!(
+        ours.status.success(),
+        "{command:?}: {} {stats}",
+        ours.status
+    );
+    assert!(!plain.stdout.is_empty());
+    assert!(
+        plain.stdout == ours.stdout,
+        "{command:?}: the outputs differ"
+    );
+    println!("{command:?}: {stats}");
+    stats
 }
 
 /// Returns the bytes that stand before the text `before` in `--stats`.

@@ -5,6 +5,8 @@
 
 use std::{env, ffi::OsString, fs, io::Write, path::PathBuf};
 
+use farpage_testkit::Rng;
+
 /// One thread, if the number of threads would change the order of sums.
 pub(crate) const ENVIRONMENT: [(&str, &str); 5] = [
     ("LC_ALL", "C"),
@@ -208,7 +210,7 @@ impl Case {
     pub(crate) fn prepare(&self, folder: &Folder) {
         fs::write(folder.file("analysis.py"), ANALYSIS).unwrap();
         fs::write(folder.file("client.py"), CLIENT).unwrap();
-        let mut seed = Seed(7);
+        let mut seed = Rng(7);
         let mut input = std::io::BufWriter::new(fs::File::create(folder.file("input")).unwrap());
         match self.input {
             Input::Nothing => {}
@@ -219,18 +221,16 @@ impl Case {
             }
             Input::Text(bytes) => input.write_all(&text(&mut seed, bytes)).unwrap(),
             Input::Reads(bytes) => {
-                let genome: Vec<u8> = (0..bytes)
-                    .map(|_| b"ACGT"[seed.below(4) as usize])
-                    .collect();
+                let genome: Vec<u8> = (0..bytes).map(|_| b"ACGT"[seed.below(4)]).collect();
                 input.write_all(b">g\n").unwrap();
                 input.write_all(&genome).unwrap();
                 let reads = fs::File::create(folder.file("input.reads")).unwrap();
                 let mut reads = std::io::BufWriter::new(reads);
                 for read in 0..1500 {
-                    let at = seed.below(bytes as u64 - 3000) as usize;
+                    let at = seed.below(bytes - 3000);
                     let mut bases = genome[at..at + 3000].to_vec();
                     for _ in 0..100 {
-                        bases[seed.below(3000) as usize] = b"ACGT"[seed.below(4) as usize];
+                        bases[seed.below(3000)] = b"ACGT"[seed.below(4)];
                     }
                     writeln!(reads, ">r{read}").unwrap();
                     reads.write_all(&bases).unwrap();
@@ -254,24 +254,8 @@ impl Case {
     }
 }
 
-/// Generator of random numbers: Steele, Lea and Flood's splitmix64.
-struct Seed(u64);
-
-impl Seed {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ x >> 31
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-}
-
 /// Makes a text of 20 000 different words, twelve on a line.
-fn text(seed: &mut Seed, bytes: usize) -> Vec<u8> {
+fn text(seed: &mut Rng, bytes: usize) -> Vec<u8> {
     let words: Vec<Vec<u8>> = (0..20_000)
         .map(|_| {
             let letters = 3 + seed.below(7);
@@ -281,7 +265,7 @@ fn text(seed: &mut Seed, bytes: usize) -> Vec<u8> {
     let mut all = Vec::with_capacity(bytes + 16);
     while all.len() < bytes {
         for at in 0..12 {
-            all.extend_from_slice(&words[seed.below(20_000) as usize]);
+            all.extend_from_slice(&words[seed.below(20_000)]);
             all.push(if at == 11 { b'\n' } else { b' ' });
         }
     }

@@ -13,6 +13,8 @@
 )]
 
 mod cases;
+#[path = "../common/mod.rs"]
+mod common;
 
 use std::{
     env,
@@ -27,8 +29,8 @@ use std::{
 };
 
 use anyhow::Result;
-use bytesize::ByteSize;
 use cases::{Case, Folder};
+use common::said;
 use farpage_bench_limits::{
     cgroup::{Cgroup, Parent, SwapUse},
     swap::Swap,
@@ -181,17 +183,6 @@ fn farpage(options: &[&str]) -> Vec<OsString> {
     all.extend(words(options));
     all.push("--".into());
     all
-}
-
-/// Returns the bytes that stand before the text `before` in `--stats`.
-fn said(stats: &str, before: &str) -> u64 {
-    let at = stats
-        .find(before)
-        .unwrap_or_else(|| panic!("no `{before}` in {stats}"));
-    let mut words = stats[..at].split_whitespace().rev();
-    let (unit, number) = (words.next().unwrap(), words.next().unwrap());
-    let size: ByteSize = format!("{number} {unit}").parse().unwrap();
-    size.as_u64()
 }
 
 /// A memory server in a process of its own, outside of the program's cgroups.

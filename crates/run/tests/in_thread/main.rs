@@ -8,41 +8,28 @@
     reason = "helpers of tests, which fail by panicking"
 )]
 
+#[path = "../common/mod.rs"]
+mod common;
+
 use std::{
     fs,
     os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
+    process::{Command, Output},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
+use common::{can_run_with, lines, same_as_plain};
+use farpage_testkit::{finish, serve_tcp, test_name, text};
 use tempfile::TempDir;
 
 const LIMIT: Duration = Duration::from_secs(150);
 
 /// Runs a command to its end, within a time limit.
 fn output(command: &mut Command) -> Output {
-    let child = command
-        .env("LC_ALL", "C")
-        .env_remove("FARPAGE_FAULT_MODE")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let pid = child.id() as i32;
-    let waiter = thread::spawn(move || child.wait_with_output().unwrap());
-    let since = Instant::now();
-    while !waiter.is_finished() {
-        if since.elapsed() > LIMIT {
-            // SAFETY: our own child, which has not been waited for.
-            unsafe { libc::kill(pid, libc::SIGKILL) };
-            panic!("{command:?} has not ended in time");
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-    waiter.join().unwrap()
+    command.env("LC_ALL", "C").env_remove("FARPAGE_FAULT_MODE");
+    finish(command, LIMIT)
 }
 
 fn farpage(options: &[&str], command: &[&str]) -> Command {
@@ -51,35 +38,14 @@ fn farpage(options: &[&str], command: &[&str]) -> Command {
     farpage
 }
 
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-/// True if the test can run here. If not, says that `test` is skipped.
-fn can_run(test: &str, programs: &[&str]) -> bool {
-    if let Some(missing) = programs.iter().find(|path| !Path::new(path).exists()) {
-        eprintln!("SKIPPED: {test}: there is no {missing}");
-        return false;
-    }
+/// True if the test can run here. If not, says that the test is skipped.
+fn can_run(programs: &[&str]) -> bool {
     if !cfg!(target_arch = "x86_64") {
+        let test = test_name();
         eprintln!("SKIPPED: {test}: --in-thread works on x86-64 alone");
         return false;
     }
-    let tried = output(&mut farpage(
-        &["--in-thread", "--budget", "16MiB"],
-        &["/bin/true"],
-    ));
-    let why = text(&tried.stderr);
-    if tried.status.code() == Some(125) && (why.contains("userfaultfd") || why.contains("seccomp"))
-    {
-        eprintln!(
-            "SKIPPED: {test}: {}",
-            why.lines().next().unwrap_or_default()
-        );
-        return false;
-    }
-    assert!(tried.status.success(), "{why}");
-    true
+    can_run_with(&["--in-thread"], &["userfaultfd", "seccomp"], programs)
 }
 
 const GCC: &str = "/usr/bin/gcc";
@@ -152,7 +118,7 @@ macro_rules! cases {
         $(
             #[test]
             fn $test() {
-                if can_run(stringify!($test), &[GCC]) {
+                if can_run(&[GCC]) {
                     Compiled::new($program).check($which);
                 }
             }
@@ -191,7 +157,7 @@ cases! {
 /// Uses filler threads: in-thread, `io_uring` fails if memory is absent.
 #[test]
 fn io_uring_sends_what_was_there() {
-    if !can_run("io_uring_sends_what_was_there", &[GCC]) {
+    if !can_run(&[GCC]) {
         return;
     }
     let program = Compiled::new("zero_copy");
@@ -211,8 +177,7 @@ fn io_uring_sends_what_was_there() {
 /// that filter looks. Here a filter looks at half of all places.
 #[test]
 fn arenas_lie_where_no_inherited_filter_looks() {
-    let test = "arenas_lie_where_no_inherited_filter_looks";
-    if !can_run(test, &[GCC]) {
+    if !can_run(&[GCC]) {
         return;
     }
     let calls = Compiled::new("calls");
@@ -244,8 +209,7 @@ fn arenas_lie_where_no_inherited_filter_looks() {
 /// The program ends with the status of a plain run.
 #[test]
 fn sigbus_that_nobody_handles_ends_the_program_as_ever() {
-    let test = "sigbus_that_nobody_handles_ends_the_program_as_ever";
-    if !can_run(test, &[GCC]) {
+    if !can_run(&[GCC]) {
         return;
     }
     let signals = Compiled::new("signals");
@@ -267,12 +231,7 @@ fn sigbus_that_nobody_handles_ends_the_program_as_ever() {
 
 /// Runs a case whose server ends when the program prints that it is ready.
 fn with_lost_server(signals: &Compiled, mode: &[&str], which: &str) -> Output {
-    let server = farpage_memserver::Server::builder()
-        .listen("tcp://127.0.0.1:0".parse().unwrap())
-        .capacity(64 << 20)
-        .start()
-        .unwrap();
-    let url = server.endpoints()[0].to_string();
+    let (server, url) = serve_tcp(64 << 20);
     let options = ["--budget", "1MiB", "--capacity", "16MiB", "--server", &url];
     let folder = tempfile::tempdir().unwrap();
     let ready = folder.path().join("ready");
@@ -292,8 +251,7 @@ fn with_lost_server(signals: &Compiled, mode: &[&str], which: &str) -> Output {
 /// Lost memory is reported before the program's own handler runs, or before the program ends.
 #[test]
 fn lost_memory_says_so_and_then_goes_to_the_programs_handler() {
-    let test = "lost_memory_says_so_and_then_goes_to_the_programs_handler";
-    if !can_run(test, &[GCC]) {
+    if !can_run(&[GCC]) {
         return;
     }
     let signals = Compiled::new("signals");
@@ -319,8 +277,7 @@ fn lost_memory_says_so_and_then_goes_to_the_programs_handler() {
 /// A handler of SIGBUS that calls `exit` runs destructors, which unmap.
 #[test]
 fn giving_a_part_of_a_lost_page_back_holds_up_no_exit() {
-    let test = "giving_a_part_of_a_lost_page_back_holds_up_no_exit";
-    if !can_run(test, &[GCC]) {
+    if !can_run(&[GCC]) {
         return;
     }
     let signals = Compiled::new("signals");
@@ -335,36 +292,16 @@ fn giving_a_part_of_a_lost_page_back_holds_up_no_exit() {
 /// Compares a program's output with a plain run's.
 fn same(command: &[&str], budget: &str) {
     let plain = output(Command::new(command[0]).args(&command[1..]));
-    assert!(plain.status.success(), "{}", text(&plain.stderr));
     let options = ["--in-thread", "--budget", budget, "--stats"];
     let ours = output(farpage(&options, command).env("FARPAGE_PAGE_SIZE", "16KiB"));
-    let stats = text(&ours.stderr);
-    assert!(
-        ours.status.success(),
-        "{command:?}: {:?} {stats}",
-        ours.status
-    );
-    assert!(!plain.stdout.is_empty());
-    assert!(
-        plain.stdout == ours.stdout,
-        "{command:?}: the outputs differ"
-    );
-    println!("{command:?}: {stats}");
+    let stats = same_as_plain(command, &plain, &ours);
     let evictions = stats.contains(" left, ") && !stats.contains(" 0 left");
     assert!(evictions, "{stats}");
 }
 
-fn lines(count: u64) -> String {
-    let line = |at: u64| {
-        let x = (at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        format!("{:016x} line {at}\n", x ^ x >> 29)
-    };
-    (0..count).map(line).collect()
-}
-
 #[test]
 fn sort_gives_the_same_bytes_in_thread() {
-    if !can_run("sort_gives_the_same_bytes_in_thread", &[SORT]) {
+    if !can_run(&[SORT]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -378,7 +315,7 @@ fn sort_gives_the_same_bytes_in_thread() {
 
 #[test]
 fn xz_gives_the_same_bytes_in_thread() {
-    if !can_run("xz_gives_the_same_bytes_in_thread", &[XZ]) {
+    if !can_run(&[XZ]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -393,7 +330,7 @@ fn xz_gives_the_same_bytes_in_thread() {
 /// An interpreter's paths, buffers of files and arguments of programs are remote.
 #[test]
 fn python_gives_the_same_bytes_in_thread() {
-    if !can_run("python_gives_the_same_bytes_in_thread", &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "

@@ -19,7 +19,8 @@ use std::{
     process::{Command, Output},
 };
 
-use common::{MIB, can_run, farpage, output, said, text};
+use common::{MIB, can_run, farpage, output, said};
+use farpage_testkit::text;
 use tempfile::TempDir;
 
 const PYTHON: &str = "/usr/bin/python3";
@@ -76,9 +77,8 @@ fn was_remote(story: &str, ended: &Output) {
 
 #[test]
 fn program_stays_interposed_whatever_starts_it_in_its_place() {
-    let test = "program_stays_interposed_whatever_starts_it_in_its_place";
     let tools = ["/usr/bin/env", "/usr/bin/nice", "/usr/bin/taskset"];
-    if !can_run(test, &[&[PYTHON, BASH, CC][..], &tools].concat()) {
+    if !can_run(&[&[PYTHON, BASH, CC][..], &tools].concat()) {
         return;
     }
     let (folder, script) = script("/usr/bin/env -S -i /usr/bin/python3");
@@ -110,7 +110,7 @@ fn program_stays_interposed_whatever_starts_it_in_its_place() {
 #[test]
 fn program_that_was_not_interposed_is_named_with_the_reason() {
     let test = "program_that_was_not_interposed_is_named_with_the_reason";
-    if !can_run(test, &["/usr/bin/env", PYTHON, CC]) {
+    if !can_run(&["/usr/bin/env", PYTHON, CC]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -168,8 +168,7 @@ fn program_that_was_not_interposed_is_named_with_the_reason() {
 
 #[test]
 fn children_of_a_shell_that_defines_unsetenv_are_not_interposed() {
-    let test = "children_of_a_shell_that_defines_unsetenv_are_not_interposed";
-    if !can_run(test, &[PYTHON, BASH]) {
+    if !can_run(&[PYTHON, BASH]) {
         return;
     }
     let child = "/usr/bin/env; :";
@@ -193,8 +192,7 @@ fn children_of_a_shell_that_defines_unsetenv_are_not_interposed() {
 /// Covers all functions of the C library that copy a process.
 #[test]
 fn process_with_remote_memory_is_not_copied_by_any_function() {
-    let test = "process_with_remote_memory_is_not_copied_by_any_function";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "
@@ -221,8 +219,7 @@ refused(lambda: c.clone(c._exit, end, 17, None))
 
 #[test]
 fn child_made_by_fork_says_that_its_memory_is_local() {
-    let test = "child_made_by_fork_says_that_its_memory_is_local";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let run = |options: &[&str], script: &str| {
@@ -254,8 +251,7 @@ for _ in range(3):
 /// Six shells and one program share a budget. The program alone has remote memory, and so a share.
 #[test]
 fn shells_that_only_start_others_take_no_share() {
-    let test = "shells_that_only_start_others_take_no_share";
-    if !can_run(test, &[PYTHON, "/bin/sh"]) {
+    if !can_run(&[PYTHON, "/bin/sh"]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -284,8 +280,7 @@ fn shells_that_only_start_others_take_no_share() {
 /// Paths that `LD_PRELOAD`, a shell or a socket's address would break.
 #[test]
 fn farpage_starts_from_any_path_with_any_folder_for_temporary_files() {
-    let test = "farpage_starts_from_any_path_with_any_folder_for_temporary_files";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let binary = Path::new(env!("CARGO_BIN_EXE_farpage"));
@@ -321,8 +316,7 @@ fn farpage_starts_from_any_path_with_any_folder_for_temporary_files() {
 
 #[test]
 fn limits_of_the_program_are_its_own_and_none_stops_farpage() {
-    let test = "limits_of_the_program_are_its_own_and_none_stops_farpage";
-    if !can_run(test, &[PYTHON, BASH]) {
+    if !can_run(&[PYTHON, BASH]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();

@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_testkit::wait_until;
 use tempfile::TempDir;
 
 use crate::{
@@ -74,8 +75,7 @@ impl Drop for Run {
 
 #[test]
 fn signals_that_are_sent_to_the_launcher_reach_the_program() {
-    let test = "signals_that_are_sent_to_the_launcher_reach_the_program";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let signals = [
@@ -113,8 +113,7 @@ time.sleep(30)
 /// A shell's job control: launcher and program stop, and both go on.
 #[test]
 fn launcher_stops_and_goes_on_with_the_program() {
-    let test = "launcher_stops_and_goes_on_with_the_program";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "
@@ -133,11 +132,8 @@ time.sleep(30)
     };
     for (signal, stopped) in [(libc::SIGTSTP, true), (libc::SIGCONT, false)] {
         run.signal(signal);
-        let since = Instant::now();
-        while states() != [stopped; 2] {
-            assert!(since.elapsed() < Duration::from_secs(20), "{:?}", states());
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let what = format!("both are stopped: {stopped}");
+        wait_until(&what, || states() == [stopped; 2]);
     }
     run.signal(libc::SIGTERM);
     assert_eq!(run.status(), Some(5));
@@ -146,8 +142,7 @@ time.sleep(30)
 /// A program that signals its whole process group has received its own signal already.
 #[test]
 fn signal_of_the_program_to_its_group_is_not_sent_back() {
-    let test = "signal_of_the_program_to_its_group_is_not_sent_back";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let script = "
@@ -171,8 +166,7 @@ time.sleep(30)
 
 #[test]
 fn launcher_that_is_killed_takes_the_program_along() {
-    let test = "launcher_that_is_killed_takes_the_program_along";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     let (mut run, _) = Run::start("import time\nprint('up')\ntime.sleep(90)");
@@ -188,8 +182,7 @@ fn launcher_that_is_killed_takes_the_program_along() {
 /// Settings that a supervisor leaves behind (an ignored SIGCHLD, a mask) reach the program.
 #[test]
 fn program_has_the_mask_and_actions_that_the_launcher_was_started_with() {
-    let test = "program_has_the_mask_and_actions_that_the_launcher_was_started_with";
-    if !can_run(test, &[PYTHON]) {
+    if !can_run(&[PYTHON]) {
         return;
     }
     // Signals 32 and 33 are the C library's own.

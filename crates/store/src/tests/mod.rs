@@ -159,6 +159,25 @@ fn remote(cluster: &Arc<Cluster>, pages: u64, page_bytes: usize, codec: Codec) -
     .expect("it fits")
 }
 
+/// Makes a store of pages of 4 KiB that reserves nothing. With a name, the store is one of a named
+/// region.
+fn on_demand(cluster: &Arc<Cluster>, bytes: u64, name: Option<&str>) -> Arc<PageStore> {
+    let options = RemoteOptions {
+        reserve: Reserve::OnDemand,
+        name: name.map(str::to_owned),
+        ..RemoteOptions::default()
+    };
+    PageStore::remote(cluster, REGION, bytes, 4096, &options).expect("no reservation")
+}
+
+/// Returns the settings of a server that lends `bytes`.
+fn lending(bytes: u64) -> SimConfig {
+    SimConfig {
+        capacity_bytes: bytes,
+        ..SimConfig::new(1)
+    }
+}
+
 /// Polls until an operation has ended.
 fn some(lane: &mut Lane<Piece>) -> Vec<RunCompletion<Piece>> {
     let limit = Instant::now() + Duration::from_secs(20);
@@ -439,7 +458,7 @@ fn odd_pages(page_bytes: usize, numbers: Range<u64>) -> Vec<u8> {
         .collect()
 }
 
-fn pool(store: &PageStore) -> &SlotPool {
+fn pool(store: &PageStore) -> &Arc<SlotPool> {
     match &store.backing {
         Backing::Remote(remote) => &remote.pool,
         Backing::Blocking(_) => panic!("remote"),
@@ -460,18 +479,16 @@ fn place_of(store: &PageStore, page: u64) -> (SlotPlace, u32) {
 
 /// Changes a page's remote bytes behind the store's back.
 fn tamper(cluster: &Cluster, store: &PageStore, page: u64, change: impl FnOnce(&mut [u8])) {
-    let Backing::Remote(remote) = &store.backing else {
-        panic!("remote")
-    };
+    let pool = pool(store);
     let (place, len) = place_of(store, page);
-    let mut channel = cluster.sessions()[remote.pool.port(place.server)]
+    let mut channel = cluster.sessions()[pool.port(place.server)]
         .channel::<Vec<u8>>()
         .unwrap();
     let mut transfer = |verb, buf| {
         let op = Op {
             tag: 0,
             verb,
-            extent: remote.pool.extent(place),
+            extent: pool.extent(place),
             offset: place.offset,
             len,
             buf,

@@ -74,17 +74,9 @@ fn a_client_that_dies_between_publications_leaves_the_last_one() {
 fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     // The map of 192 pages takes two pages.
     const PAGES: u64 = 192;
-    let server = SimServer::new(SimConfig {
-        capacity_bytes: 3 << 20,
-        ..SimConfig::new(1)
-    });
+    let server = SimServer::new(lending(3 << 20));
     let cluster = client(std::slice::from_ref(&server));
-    let options = RemoteOptions {
-        reserve: Reserve::OnDemand,
-        name: Some("x".to_owned()),
-        ..RemoteOptions::default()
-    };
-    let store = PageStore::remote(&cluster, REGION, PAGES * 4096, 4096, &options).unwrap();
+    let store = on_demand(&cluster, PAGES * 4096, Some("x"));
     assert!(matches!(
         remote(&cluster, 4, 4096, Codec::Raw).publish(),
         Err(PublishStoreError::NotNamed { .. })
@@ -175,12 +167,7 @@ fn a_publication_whose_answer_was_lost_can_be_opened_whichever_it_is() {
 fn a_named_region_without_content_is_let_go_when_it_is_closed() {
     let servers = servers();
     let cluster = client(&servers);
-    let options = RemoteOptions {
-        reserve: Reserve::OnDemand,
-        name: Some("empty".to_owned()),
-        ..RemoteOptions::default()
-    };
-    let store = PageStore::remote(&cluster, REGION, 8 << 20, 4096, &options).unwrap();
+    let store = on_demand(&cluster, 8 << 20, Some("empty"));
     store.publish().unwrap();
     drop(store);
     let store = PageStore::open(&client(&servers), REGION, "empty").unwrap();
@@ -249,12 +236,7 @@ fn a_name_is_its_regions_from_creation_on_and_on_all_servers() {
 fn a_region_that_left_a_server_is_published_there_again() {
     let servers = servers();
     let first = client(&servers);
-    let options = RemoteOptions {
-        reserve: Reserve::OnDemand,
-        name: Some("x".to_owned()),
-        ..RemoteOptions::default()
-    };
-    let store = PageStore::remote(&first, REGION, 60 * 4096, 4096, &options).unwrap();
+    let store = on_demand(&first, 60 * 4096, Some("x"));
     store.publish().unwrap();
     // As after a process that died between the servers: the second one keeps what no map needs.
     let session = &first.sessions()[1];
@@ -263,13 +245,11 @@ fn a_region_that_left_a_server_is_published_there_again() {
     drop((store, first));
     let second = client(&servers);
     let store = PageStore::open(&second, REGION, "x").unwrap();
-    let Backing::Remote(remote) = &store.backing else {
-        panic!("remote")
-    };
+    let pool = pool(&store);
     let is_on_second = |(server, _): &(u8, ExtentId)| *server == 1;
-    assert!(!remote.pool.extents().iter().flatten().any(is_on_second));
-    while !remote.pool.extents().iter().flatten().any(is_on_second) {
-        remote.pool.grow(4096).unwrap();
+    assert!(!pool.extents().iter().flatten().any(is_on_second));
+    while !pool.extents().iter().flatten().any(is_on_second) {
+        pool.grow(4096).unwrap();
     }
     store.publish().unwrap();
     drop((store, second));
@@ -279,16 +259,8 @@ fn a_region_that_left_a_server_is_published_there_again() {
 #[test]
 fn what_a_server_grants_after_the_region_is_gone_goes_back() {
     let cluster = client(&servers());
-    let options = RemoteOptions {
-        name: Some("x".to_owned()),
-        reserve: Reserve::OnDemand,
-        ..RemoteOptions::default()
-    };
-    let store = PageStore::remote(&cluster, REGION, 60 * 4096, 4096, &options).unwrap();
-    let Backing::Remote(remote) = &store.backing else {
-        panic!("remote")
-    };
-    let pool = remote.pool.clone();
+    let store = on_demand(&cluster, 60 * 4096, Some("x"));
+    let pool = pool(&store).clone();
     drop(store);
     // Asks like a thread that had begun before.
     let _ = pool.grow(4096);
@@ -304,11 +276,9 @@ fn what_a_publication_that_did_not_end_had_added_is_not_held() {
     store.publish().unwrap();
     // As after a process that died between the servers: the second one keeps more than the first
     // one's map says.
-    let Backing::Remote(remote) = &store.backing else {
-        panic!("remote")
-    };
+    let pool = pool(&store);
     let session = &first.sessions()[1];
-    let mut held: Vec<_> = (remote.pool.extents().into_iter().flatten())
+    let mut held: Vec<_> = (pool.extents().into_iter().flatten())
         .filter_map(|(server, id)| (server == 1).then_some(id))
         .collect();
     held.push(session.grant(1 << 20).unwrap().id);

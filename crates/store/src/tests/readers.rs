@@ -126,10 +126,7 @@ fn readers_keep_what_was_removed(servers: &[Arc<SimServer>]) -> Reader {
 
 /// Makes a server with room for `bytes`, and a region of 64 pages there.
 fn small_server(bytes: u64) -> (Arc<SimServer>, Arc<Cluster>, Arc<PageStore>) {
-    let server = SimServer::new(SimConfig {
-        capacity_bytes: bytes,
-        ..SimConfig::new(1)
-    });
+    let server = SimServer::new(lending(bytes));
     let cluster = client(std::slice::from_ref(&server));
     let store = named(&cluster, 64, Codec::Raw, false);
     (server, cluster, store)

@@ -7,11 +7,7 @@ use super::*;
 fn write_that_needs_an_extent_waits_and_its_lane_does_not() {
     let server = SimServer::new(SimConfig::new(1));
     let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
-    let options = RemoteOptions {
-        reserve: Reserve::OnDemand,
-        ..RemoteOptions::default()
-    };
-    let store = PageStore::remote(&cluster, REGION, 1 << 20, 4096, &options).unwrap();
+    let store = on_demand(&cluster, 1 << 20, None);
     let mut lane = Lane::new(&cluster).unwrap();
     let (go_on, may_go_on) = crossbeam_channel::bounded::<()>(1);
     let (held, is_held) = crossbeam_channel::bounded(1);
@@ -122,10 +118,7 @@ fn a_fully_reserved_region_never_lacks_room_and_one_on_demand_says_so() {
         ChaCha8Rng::seed_from_u64(i).fill_bytes(&mut page);
         page
     };
-    let config = SimConfig {
-        capacity_bytes: 5 << 20,
-        ..SimConfig::new(1)
-    };
+    let config = lending(5 << 20);
     let cluster = cluster_of([config]);
     let store = remote(&cluster, 1024, 4096, Codec::Raw);
     let mut lane = Lane::new(&cluster).unwrap();
@@ -133,11 +126,7 @@ fn a_fully_reserved_region_never_lacks_room_and_one_on_demand_says_so() {
         write(&mut lane, &store, i % 1024, &page(i)).unwrap();
     }
     drop(store);
-    let options = RemoteOptions {
-        reserve: Reserve::OnDemand,
-        ..RemoteOptions::default()
-    };
-    let store = PageStore::remote(&cluster, REGION, 1 << 30, 4096, &options).unwrap();
+    let store = on_demand(&cluster, 1 << 30, None);
     let outcomes: Vec<_> = (0..1400)
         .map(|i| write(&mut lane, &store, i, &page(i)))
         .collect();
@@ -180,10 +169,7 @@ fn many_small_regions_share_extents() {
 
 #[test]
 fn regions_without_a_reservation_leave_what_others_were_promised() {
-    let cluster = cluster_of([SimConfig {
-        capacity_bytes: 40 << 20,
-        ..SimConfig::new(1)
-    }]);
+    let cluster = cluster_of([lending(40 << 20)]);
     let promised = remote(&cluster, 2048, 4096, Codec::Raw);
     let options = RemoteOptions {
         reserve: Reserve::OnDemand,
@@ -202,16 +188,9 @@ fn regions_without_a_reservation_leave_what_others_were_promised() {
 #[test]
 fn what_is_granted_to_a_shared_pool_for_a_region_that_is_gone_goes_back() {
     let cluster = client(&servers());
-    let options = RemoteOptions {
-        reserve: Reserve::OnDemand,
-        ..RemoteOptions::default()
-    };
-    let region = || PageStore::remote(&cluster, REGION, 60 * 4096, 4096, &options).unwrap();
+    let region = || on_demand(&cluster, 60 * 4096, None);
     let (store, other) = (region(), region());
-    let Backing::Remote(remote) = &store.backing else {
-        panic!("remote")
-    };
-    let pool = remote.pool.clone();
+    let pool = pool(&store).clone();
     // A thread asks for memory, and reaches the server only when the region has ended.
     let ended = pool.ended();
     drop(store);

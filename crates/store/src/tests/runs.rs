@@ -205,11 +205,7 @@ fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
     });
     let deadline = Duration::ZERO;
     let cluster = Cluster::new(vec![session(&server)], ClusterOptions { deadline });
-    let options = RemoteOptions {
-        reserve: Reserve::OnDemand,
-        ..RemoteOptions::default()
-    };
-    let store = PageStore::remote(&cluster, REGION, 2 << 20, 4096, &options).unwrap();
+    let store = on_demand(&cluster, 2 << 20, None);
     let mut lane = Lane::new(&cluster).unwrap();
     // Takes all memory of the server, so that no run waits for more on its way.
     while pool(&store).grow(4096).is_ok() {}
@@ -320,15 +316,8 @@ fn a_server_that_dies_in_the_middle_of_runs_tears_none() {
 
 #[test]
 fn a_full_server_takes_what_fits_of_a_run() {
-    let cluster = cluster_of([SimConfig {
-        capacity_bytes: 1 << 20,
-        ..SimConfig::new(1)
-    }]);
-    let options = RemoteOptions {
-        reserve: Reserve::OnDemand,
-        ..RemoteOptions::default()
-    };
-    let store = PageStore::remote(&cluster, REGION, 64 << 20, 4096, &options).unwrap();
+    let cluster = cluster_of([lending(1 << 20)]);
+    let store = on_demand(&cluster, 64 << 20, None);
     let mut lane = Lane::new(&cluster).unwrap();
     let bytes = odd_pages(4096, 0..300);
     let done = write_run(&mut lane, &store, 0, &bytes);
@@ -353,10 +342,7 @@ fn a_full_server_takes_what_fits_of_a_run() {
 #[test]
 fn runs_wait_for_each_others_slots_where_space_is_tight() {
     for codec in CODECS {
-        let cluster = cluster_of([SimConfig {
-            capacity_bytes: 5 << 20,
-            ..SimConfig::new(1)
-        }]);
+        let cluster = cluster_of([lending(5 << 20)]);
         // The reservation and nothing more: 40 pages, and 16 on their way.
         let store = remote(&cluster, 40, 65536, codec);
         let granted = cluster.sessions()[0].stat().unwrap().granted_bytes;

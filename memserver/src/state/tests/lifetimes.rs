@@ -5,10 +5,7 @@ use super::*;
 #[test]
 fn an_extent_is_visible_to_its_lessee_only_and_until_its_lease_ends() {
     let state = state(1 << 30);
-    let (owner, stranger) = (
-        client(&state, Transport::Tcp),
-        client(&state, Transport::Tcp),
-    );
+    let [owner, stranger] = clients(&state, [Transport::Tcp; 2]);
     let memory = state.grant(owner, 5000).unwrap();
     assert_eq!((memory.bytes(), state.stat().granted_bytes), (5000, 8192));
     assert!(state.extent(owner, memory.id()).is_some());
@@ -34,9 +31,7 @@ fn an_extent_is_visible_to_its_lessee_only_and_until_its_lease_ends() {
 fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease() {
     let state = state(1 << 30);
     let shm = client(&state, Transport::Shm);
-    let tcp = state
-        .admit("test", Transport::Tcp, &HERE.into(), None)
-        .unwrap();
+    let tcp = admit(&state, Transport::Tcp, HERE);
     let (shm_extent, tcp_extent) = (
         state.grant(shm, 4096).unwrap(),
         state.grant(tcp.session, 4096).unwrap(),
@@ -75,11 +70,7 @@ fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease()
 fn a_client_that_is_gone_has_its_grace_and_one_that_came_back_its_lease() {
     let mut state = state(1 << 30);
     state.limits.reconnect_grace = LEASE / 4;
-    let [gone, back, silent] = [(); 3].map(|()| {
-        state
-            .admit("test", Transport::Tcp, &HERE.into(), None)
-            .unwrap()
-    });
+    let [gone, back, silent] = [(); 3].map(|()| admit(&state, Transport::Tcp, HERE));
     let held = state.grant(gone.session, 4096).unwrap().id();
     state.identify(gone.session, KEY).unwrap();
     state.publish(gone.session, "x", vec![], &[held]).unwrap();
@@ -109,10 +100,7 @@ fn a_client_that_is_gone_has_its_grace_and_one_that_came_back_its_lease() {
 #[test]
 fn a_silent_client_loses_its_memory_and_one_that_renews_does_not() {
     let state = state(1 << 30);
-    let (silent, alive) = (
-        client(&state, Transport::Tcp),
-        client(&state, Transport::Shm),
-    );
+    let [silent, alive] = clients(&state, [Transport::Tcp, Transport::Shm]);
     state.grant(silent, 4096).unwrap();
     let start = Instant::now();
     let looks = |from: u32, to: u32| {
@@ -150,9 +138,7 @@ fn a_server_that_was_stopped_does_not_punish_its_clients() {
 #[test]
 fn a_draining_server_keeps_its_clients_and_takes_no_new_ones() {
     let state = state(1 << 30);
-    let held = state
-        .admit("held", Transport::Tcp, &HERE.into(), None)
-        .unwrap();
+    let held = admit(&state, Transport::Tcp, HERE);
     state.drain();
     assert_eq!(
         state

@@ -168,10 +168,7 @@ fn a_session_reads_what_it_writes_and_reads_it_twice() {
 #[test]
 fn a_lost_answer_is_given_again_and_no_more() {
     let state = state(1 << 20);
-    let (writer, reader) = (
-        client(&state, Transport::Tcp),
-        client(&state, Transport::Tcp),
-    );
+    let [writer, reader] = clients(&state, [Transport::Tcp; 2]);
     let id = state.grant(writer, 4096).unwrap().id();
     state.publish(writer, "x", vec![1], &[id]).unwrap();
     let ask = || Host::read(&state, reader, "x", Some(5)).unwrap();
@@ -189,13 +186,8 @@ fn a_lost_answer_is_given_again_and_no_more() {
 #[test]
 fn names_show_their_readers_and_strangers_read_nothing() {
     let state = state(1 << 20);
-    let (writer, reader) = (
-        client(&state, Transport::Tcp),
-        client(&state, Transport::Tcp),
-    );
-    let admission = state
-        .admit("test", Transport::Tcp, &HERE.into(), None)
-        .unwrap();
+    let [writer, reader] = clients(&state, [Transport::Tcp; 2]);
+    let admission = admit(&state, Transport::Tcp, HERE);
     let stranger = admission.session;
     assert_eq!(
         state.read(stranger, "x").unwrap_err(),
@@ -227,10 +219,7 @@ fn names_show_their_readers_and_strangers_read_nothing() {
 fn a_version_that_is_read_is_charged_until_its_reader_goes() {
     // Room for the extents and names, and not for two manifests of 5000 bytes.
     let state = state(4096 + 4096 + 5000 + 5000);
-    let (writer, reader) = (
-        client(&state, Transport::Tcp),
-        client(&state, Transport::Tcp),
-    );
+    let [writer, reader] = clients(&state, [Transport::Tcp; 2]);
     let id = state.grant(writer, 4096).unwrap().id();
     state.publish(writer, "x", vec![1; 5000], &[id]).unwrap();
     let view = state.read(reader, "x").unwrap().extents[0].1.id();
@@ -245,10 +234,7 @@ fn a_version_that_is_read_is_charged_until_its_reader_goes() {
 #[test]
 fn a_reader_over_shared_memory_is_charged_for_what_it_keeps_mapped() {
     let state = state(1 << 20);
-    let (writer, reader) = (
-        client(&state, Transport::Tcp),
-        client(&state, Transport::Shm),
-    );
+    let [writer, reader] = clients(&state, [Transport::Tcp, Transport::Shm]);
     let id = state.grant(writer, 4096).unwrap().id();
     state.publish(writer, "x", vec![], &[id]).unwrap();
     let kept = descriptor_of(&state.read(reader, "x").unwrap().extents[0].1);
@@ -265,14 +251,7 @@ fn a_reader_over_shared_memory_is_charged_for_what_it_keeps_mapped() {
 #[test]
 fn a_region_is_not_copied_for_another_user_while_it_is_read() {
     let state = state(1 << 20);
-    let admit = |user| {
-        let origin = Origin::User(user);
-        let admission = state
-            .admit("test", Transport::Shm, &origin.into(), None)
-            .unwrap();
-        state.identify(admission.session, KEY).unwrap();
-        admission.session
-    };
+    let admit = |user| client_at(&state, Transport::Shm, Origin::User(user));
     let (first, second, reader) = (admit(1), admit(2), admit(1));
     let memory = state.grant(first, 4096).unwrap();
     memory.copy_in(0, &[7]).unwrap();

@@ -5,10 +5,7 @@ use super::*;
 #[test]
 fn a_named_region_is_not_opened_before_operations_under_its_old_lease_have_ended() {
     let state = state(1 << 20);
-    let (first, second) = (
-        client(&state, Transport::Tcp),
-        client(&state, Transport::Tcp),
-    );
+    let [first, second] = clients(&state, [Transport::Tcp; 2]);
     let id = state.grant(first, 4096).unwrap().id();
     state.publish(first, "x", Vec::new(), &[id]).unwrap();
     // The handle that a connection keeps while bytes move.
@@ -26,13 +23,7 @@ fn a_named_region_is_not_opened_before_operations_under_its_old_lease_have_ended
 #[test]
 fn who_was_lent_memory_of_a_name_reaches_no_byte_of_the_next_user_who_opens_it() {
     let state = state(16 << 20);
-    let at = |transport, origin: Origin| {
-        let begun = state
-            .admit("test", transport, &origin.into(), None)
-            .unwrap();
-        state.identify(begun.session, KEY).unwrap();
-        begun.session
-    };
+    let at = |transport, origin| client_at(&state, transport, origin);
     let [one, two] = [1, 2].map(Origin::User);
     let machine = Origin::Address(std::net::Ipv4Addr::LOCALHOST.into());
     let first = at(Transport::Shm, one);
@@ -100,14 +91,7 @@ fn who_was_lent_memory_of_a_name_reaches_no_byte_of_the_next_user_who_opens_it()
 fn a_region_that_its_last_user_still_maps_is_copied_where_there_is_room_for_both() {
     // Room for the region twice, but for its name.
     let state = state(2 << 20);
-    let admit = |user| {
-        let origin = Origin::User(user);
-        let admission = state
-            .admit("test", Transport::Shm, &origin.into(), None)
-            .unwrap();
-        state.identify(admission.session, KEY).unwrap();
-        admission.session
-    };
+    let admit = |user| client_at(&state, Transport::Shm, Origin::User(user));
     let (first, second) = (admit(1), admit(2));
     let memory = state.grant(first, 1 << 20).unwrap();
     state.publish(first, "x", vec![], &[memory.id()]).unwrap();
@@ -132,10 +116,7 @@ fn a_named_region_outlives_its_publisher_and_is_open_once() {
     state
         .publish(publisher, "x", b"map".to_vec(), &[memory.id()])
         .unwrap();
-    let (second, third) = (
-        client(&state, Transport::Tcp),
-        client(&state, Transport::Tcp),
-    );
+    let [second, third] = clients(&state, [Transport::Tcp; 2]);
     assert_eq!(state.open(second, "x").unwrap_err(), Refusal::InUse);
     state.lost(publisher);
     assert_eq!(
@@ -171,10 +152,7 @@ fn names_belong_to_keys_and_only_the_operator_reaches_all() {
     let state = state(1 << 30);
     let (owner, stranger) = (
         client(&state, Transport::Tcp),
-        state
-            .admit("test", Transport::Tcp, &HERE.into(), None)
-            .unwrap()
-            .session,
+        admit(&state, Transport::Tcp, HERE).session,
     );
     let id = state.grant(owner, 4096).unwrap().id();
     assert_eq!(
@@ -223,9 +201,7 @@ fn names_belong_to_keys_and_only_the_operator_reaches_all() {
 #[test]
 fn a_resumed_session_keeps_its_key() {
     let state = state(1 << 30);
-    let begun = state
-        .admit("test", Transport::Tcp, &HERE.into(), None)
-        .unwrap();
+    let begun = admit(&state, Transport::Tcp, HERE);
     state.identify(begun.session, KEY).unwrap();
     let id = state.grant(begun.session, 4096).unwrap().id();
     state.publish(begun.session, "x", vec![], &[id]).unwrap();
@@ -240,10 +216,7 @@ fn a_resumed_session_keeps_its_key() {
 #[test]
 fn creating_a_name_is_exclusive_unless_replacing_was_asked_for() {
     let state = state(1 << 30);
-    let (first, second) = (
-        client(&state, Transport::Tcp),
-        client(&state, Transport::Tcp),
-    );
+    let [first, second] = clients(&state, [Transport::Tcp; 2]);
     // 1. A claim keeps others out before anything is published, and is gone without a trace.
     state.claim(first, "x", false).unwrap();
     assert_eq!(state.claim(second, "x", false), Err(Refusal::InUse));

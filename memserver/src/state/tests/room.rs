@@ -36,13 +36,7 @@ fn one_address_cannot_take_all_memory_nor_leave_it_behind_under_names() {
         ..state(4 << 20).limits
     });
     let there = Origin::User(1);
-    let at = |origin: Origin| {
-        let begun = state
-            .admit("test", Transport::Tcp, &origin.into(), None)
-            .unwrap();
-        state.identify(begun.session, KEY).unwrap();
-        begun.session
-    };
+    let at = |origin| client_at(&state, Transport::Tcp, origin);
     let greedy = [at(HERE), at(HERE)];
     let named = state.grant(greedy[0], 2 << 20).unwrap().id();
     let small = state.grant(greedy[1], 1 << 20).unwrap().id();
@@ -75,13 +69,7 @@ fn one_address_cannot_take_all_extents() {
         extents_per_address: 3,
         ..state(1 << 30).limits
     });
-    let at = |origin: Origin| {
-        let begun = state
-            .admit("test", Transport::Tcp, &origin.into(), None)
-            .unwrap();
-        state.identify(begun.session, KEY).unwrap();
-        begun.session
-    };
+    let at = |origin| client_at(&state, Transport::Tcp, origin);
     let (one, two, other) = (at(HERE), at(HERE), at(Origin::User(1)));
     let named = state.grant(one, 4096).unwrap().id();
     state.grant(one, 4096).unwrap();
@@ -105,10 +93,7 @@ fn one_address_cannot_take_all_extents() {
 #[test]
 fn figures_are_of_what_connected_clients_say_that_they_keep() {
     let state = state(1 << 30);
-    let (one, other) = (
-        client(&state, Transport::Shm),
-        client(&state, Transport::Tcp),
-    );
+    let [one, other] = clients(&state, [Transport::Shm, Transport::Tcp]);
     state.report_contents(one, 1000, 400).unwrap();
     state.report_contents(one, 3000, 500).unwrap();
     state.report_contents(other, u64::MAX, 7).unwrap();
@@ -216,9 +201,7 @@ fn claims_alone_take_neither_the_names_of_others_nor_of_the_own_key() {
         );
     }
     // 3. Another key has its own, and what is gone makes room.
-    let other = state
-        .admit("test", Transport::Tcp, &HERE.into(), None)
-        .unwrap();
+    let other = admit(&state, Transport::Tcp, HERE);
     state.identify(other.session, OPERATOR).unwrap();
     state.claim(other.session, "x", false).unwrap();
     remove(&state, greedy[0], &first).unwrap();
@@ -233,12 +216,10 @@ fn names_take_room_also_those_that_are_only_claimed_by_ever_new_keys() {
     let state = state(16 * 4096);
     let (there, mut keys) = (Origin::User(1), 3..);
     let mut at = |origin: Origin| {
-        let session = state
-            .admit("test", Transport::Tcp, &origin.into(), None)
-            .unwrap();
+        let session = admit(&state, Transport::Tcp, origin).session;
         let key = PublicKey([keys.next().unwrap(); 32]);
-        state.identify(session.session, key).unwrap();
-        session.session
+        state.identify(session, key).unwrap();
+        session
     };
     let sessions = [at(HERE), at(HERE), at(there), at(there)];
     let full = Refusal::Full {
@@ -271,10 +252,7 @@ fn names_take_room_also_those_that_are_only_claimed_by_ever_new_keys() {
 #[test]
 fn one_client_cannot_use_up_the_servers_descriptors() {
     let state = state(1 << 30);
-    let (greedy, modest) = (
-        client(&state, Transport::Shm),
-        client(&state, Transport::Shm),
-    );
+    let [greedy, modest] = clients(&state, [Transport::Shm; 2]);
     for _ in 0..6 {
         state.grant(greedy, 4096).unwrap();
     }

@@ -1,15 +1,15 @@
 //! Faults of the disk: errors that say what is wrong, and never other bytes.
 
-use std::{env, os::unix::process::ExitStatusExt, process::Command};
+use std::{env, os::unix::process::ExitStatusExt};
+
+use farpage_testkit::{finish, test_command, test_name, text, wait_until};
 
 use super::*;
 
 #[test]
 fn what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes() {
     let stage = Stage::set();
-    for chunk in Stage::chunks() {
-        stage.write(chunk, 1).expect("a sound disk");
-    }
+    stage.fill(first);
     for fault in [Fault::ReadError, Fault::ShortRead, Fault::FlippedBit] {
         let spilled = stage.at_place(Place::Spilled);
         assert!(spilled.len() > 8, "{fault:?}: {}", spilled.len());
@@ -30,12 +30,7 @@ fn what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes() {
         }
         assert!(stage.tier.stat().spill_errors >= before + 8, "{fault:?}");
         stage.break_disk(Fault::None);
-        for chunk in Stage::chunks() {
-            assert!(
-                stage.read(chunk).expect("a sound disk") == content(chunk, 1),
-                "{fault:?}"
-            );
-        }
+        stage.assert_filled(&format!("{fault:?}"), first);
     }
 }
 
@@ -47,7 +42,7 @@ fn writes_wait_for_memory_and_are_told_that_there_is_none_and_nothing_is_lost() 
         let mut written = Vec::new();
         let mut turned_down = 0;
         for chunk in Stage::chunks() {
-            match stage.operate(Verb::Write, chunk, content(chunk | 1, 1)) {
+            match stage.operate(Verb::Write, chunk, odd(chunk)) {
                 Ok(_) => written.push(chunk),
                 Err(ChannelError::NoRoom { .. }) => turned_down += 1,
                 Err(error) => panic!("{fault:?}: {error}"),
@@ -68,36 +63,20 @@ fn writes_wait_for_memory_and_are_told_that_there_is_none_and_nothing_is_lost() 
             "{fault:?}: {tiers:?}"
         );
         stage.break_disk(Fault::None);
-        for chunk in Stage::chunks() {
-            let expected = match written.contains(&chunk) {
-                true => content(chunk | 1, 1),
+        stage.assert_filled(&format!("{fault:?}"), |chunk| {
+            match written.contains(&chunk) {
+                true => odd(chunk),
                 false => vec![0; CHUNK],
-            };
-            assert!(
-                stage.read(chunk).expect("a sound disk") == expected,
-                "{fault:?} {chunk}"
-            );
-        }
+            }
+        });
     }
 }
 
 #[test]
 fn a_chunk_that_was_only_read_leaves_without_a_write() {
     let stage = Stage::set();
-    for chunk in Stage::chunks() {
-        stage
-            .operate(Verb::Write, chunk, content(chunk | 1, 1))
-            .expect("a sound disk");
-    }
-    let read_all = || {
-        for chunk in Stage::chunks() {
-            let expected = content(chunk | 1, 1);
-            assert!(
-                stage.read(chunk).expect("room and a sound disk") == expected,
-                "{chunk}"
-            );
-        }
-    };
+    stage.fill(odd);
+    let read_all = || stage.assert_filled("unchanged", odd);
     // Afterwards each of them has been on the disk.
     read_all();
     read_all();
@@ -113,16 +92,10 @@ fn a_chunk_that_was_only_read_leaves_without_a_write() {
 fn a_few_slots_that_cannot_be_written_end_no_evictions() {
     let stage = Stage::set();
     stage.break_disk(Fault::BadSlots);
-    for chunk in Stage::chunks() {
-        let written = stage.operate(Verb::Write, chunk, content(chunk | 1, 1));
-        written.unwrap_or_else(|error| panic!("{chunk}: {error}"));
-    }
+    stage.fill(odd);
     let tiers = stage.tier.stat();
     assert!(tiers.spill_errors > 0, "{tiers:?}");
-    for chunk in Stage::chunks() {
-        let read = stage.read(chunk).expect("room, and slots that can be read");
-        assert!(read == content(chunk | 1, 1), "{chunk}");
-    }
+    stage.assert_filled("in the end", odd);
 }
 
 #[test]
@@ -131,21 +104,13 @@ fn the_clock_passes_by_chunks_that_cannot_be_stored() {
     stage.break_disk(Fault::WriteError);
     // Compressible chunks need no disk.
     let content = |chunk| content(if chunk < 96 { 1 } else { 2 }, chunk);
-    for chunk in Stage::chunks() {
-        let written = stage.operate(Verb::Write, chunk, content(chunk));
-        written.unwrap_or_else(|error| panic!("{chunk}: {error}"));
-    }
+    stage.fill(content);
     let tiers = stage.tier.stat();
     assert!(
         (1..64).contains(&tiers.spill_errors),
         "each chunk of a segment has been tried: {tiers:?}"
     );
-    for chunk in Stage::chunks() {
-        assert!(
-            stage.read(chunk).expect("room") == content(chunk),
-            "{chunk}"
-        );
-    }
+    stage.assert_filled("in the end", content);
 }
 
 /// Five of six chunks do not need the disk, and find room although it holds every evictor that was
@@ -156,31 +121,19 @@ fn a_disk_that_takes_no_writes_holds_up_only_what_needs_it() {
     stage.break_disk(Fault::HungWrites);
     // Compressible chunks need no disk. The oldest chunks, which leave first, do.
     let content = |chunk| content(if chunk < 64 { 1 } else { 2 }, chunk);
-    for chunk in Stage::chunks() {
-        let written = stage.operate(Verb::Write, chunk, content(chunk));
-        written.unwrap_or_else(|error| panic!("{chunk}: {error}"));
-    }
+    stage.fill(content);
     // The evictor that is left may still be compressing.
-    let until = Instant::now() + PATIENCE;
-    while stage.at_place(Place::Busy).len() != EVICTORS - 1 {
-        assert!(Instant::now() < until, "all evictors but one are in writes");
-        thread::yield_now();
-    }
+    wait_until("all evictors but one are in writes", || {
+        stage.at_place(Place::Busy).len() == EVICTORS - 1
+    });
     stage.break_disk(Fault::None);
-    for chunk in Stage::chunks() {
-        assert!(
-            stage.read(chunk).expect("room") == content(chunk),
-            "{chunk}"
-        );
-    }
+    stage.assert_filled("in the end", content);
 }
 
 #[test]
 fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
     let stage = Stage::set();
-    for chunk in Stage::chunks() {
-        stage.write(chunk, 1).expect("a sound disk");
-    }
+    stage.fill(first);
     // Time to leave the chunks that are on their way.
     let (spilled, compressed) = (
         stage.at_place(Place::Spilled),
@@ -195,11 +148,9 @@ fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
                 read.expect_err("it is released meanwhile")
             });
         }
-        let until = Instant::now() + PATIENCE;
-        while !stage.tier.mover.storage.disk_buffers.free.lock().is_empty() {
-            assert!(Instant::now() < until, "reads begin");
-            thread::yield_now();
-        }
+        wait_until("reads begin", || {
+            stage.tier.mover.storage.disk_buffers.free.lock().is_empty()
+        });
         let other = stage.read(spilled[DISK_FETCHES]);
         assert!(
             matches!(other, Err(ChannelError::NoRoom { .. })),
@@ -225,18 +176,13 @@ fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
         stage.break_disk(Fault::None);
     });
     // Chunks that were being moved are given back by their movers, and the pool shrinks.
-    let until = Instant::now() + PATIENCE;
-    let is_all_back = || {
+    wait_until("all is back", || {
         let left = stage.tier.stat();
         let own_bytes = stage.tier.mover.storage.own_bytes() + left.pool_bytes;
         left.hot_bytes + left.compressed_bytes + left.spilled_bytes == 0
             && left.held_bytes == own_bytes
             && stage.tier.mover.room.books.lock().slots_kept == 0
-    };
-    while !is_all_back() {
-        assert!(Instant::now() < until, "{:?}", stage.tier.stat());
-        thread::yield_now();
-    }
+    });
     let slots = stage.tier.mover.storage.slots.lock();
     assert_eq!(slots.free.len() + slots.failed.len(), slots.fresh as usize);
 }
@@ -244,10 +190,7 @@ fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
 #[test]
 fn a_read_of_many_chunks_has_one_deadline_and_gets_further_each_time() {
     let stage = Stage::set();
-    for chunk in Stage::chunks() {
-        let written = stage.operate(Verb::Write, chunk, content(chunk | 1, 1));
-        written.expect("a sound disk");
-    }
+    stage.fill(odd);
     // Chunks that lie one behind the other.
     let spilled = stage.at_place(Place::Spilled);
     let first = spilled
@@ -290,9 +233,7 @@ fn a_capacity_that_no_disk_has_is_an_error() {
 #[test]
 fn a_slot_that_did_not_give_its_bytes_back_is_the_last_to_be_used_again() {
     let stage = Stage::set();
-    for chunk in Stage::chunks() {
-        stage.write(chunk, 1).expect("a sound disk");
-    }
+    stage.fill(first);
     stage.break_disk(Fault::FlippedBit);
     let spilled = stage.at_place(Place::Spilled);
     for chunk in &spilled[..4] {
@@ -318,13 +259,9 @@ fn a_panic_of_an_evictor_ends_the_process_and_says_so() {
             }
         }
     }
-    let name = "tier::tests::disk::a_panic_of_an_evictor_ends_the_process_and_says_so";
-    let child = Command::new(env::current_exe().expect("this program"))
-        .args(["--exact", name, "--nocapture"])
-        .env(CHILD, "1")
-        .output()
-        .expect("it starts");
-    let said = String::from_utf8_lossy(&child.stderr);
+    let mut child = test_command(&test_name());
+    let child = finish(child.env(CHILD, "1"), Duration::from_secs(60));
+    let said = text(&child.stderr);
     assert_eq!(child.status.signal(), Some(nix::libc::SIGABRT), "{said}");
     assert!(
         said.contains("an evictor of this server panicked"),

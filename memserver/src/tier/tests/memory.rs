@@ -37,10 +37,7 @@ fn a_lease_whose_table_has_no_room_waits_until_chunks_have_left() {
     // Zeros, which take no memory here until they are written.
     let stage = Stage::with_capacity(EXTENT_BYTES + LARGE_BYTES + 3 * CHUNK_BYTES, 0);
     let small = [(); 3].map(|()| stage.session.grant(CHUNK_BYTES).expect("room").id);
-    for chunk in Stage::chunks() {
-        let written = stage.operate(Verb::Write, chunk, content(chunk | 1, 1));
-        written.expect("a sound disk");
-    }
+    stage.fill(odd);
     stage.break_disk(Fault::WriteError);
     let begun = Instant::now();
     let refused = stage.session.grant(LARGE_BYTES);
@@ -61,10 +58,7 @@ fn a_lease_whose_table_has_no_room_waits_until_chunks_have_left() {
     let large = stage.session.grant(LARGE_BYTES).expect("chunks can leave");
     let held_bytes = stage.tier.stat().held_bytes;
     assert!(held_bytes <= LEAST_MEMORY_BYTES, "{held_bytes}");
-    for chunk in Stage::chunks() {
-        let expected = content(chunk | 1, 1);
-        assert!(stage.read(chunk).expect("a sound disk") == expected);
-    }
+    stage.assert_filled("in the end", odd);
     stage.session.release(large.id).expect("it was lent");
     assert!(
         stage.session.grant(LARGE_BYTES).is_ok(),
@@ -75,9 +69,7 @@ fn a_lease_whose_table_has_no_room_waits_until_chunks_have_left() {
 #[test]
 fn memory_that_a_client_takes_by_touching_what_is_not_there_is_charged_to_it_and_given_back() {
     let mut stage = Stage::set();
-    for chunk in Stage::chunks() {
-        stage.write(chunk, 1).expect("a sound disk");
-    }
+    stage.fill(first);
     // Evictors would change the counts while they are compared.
     stage.stop_evictors();
     let extent = stage.lent();
@@ -104,9 +96,7 @@ fn memory_that_a_client_takes_by_touching_what_is_not_there_is_charged_to_it_and
     assert_eq!(tiers.stray_bytes, found, "given back at the first look");
     assert_eq!(chunks(), before);
     stage.restart_evictors();
-    for chunk in Stage::chunks() {
-        assert!(stage.read(chunk).expect("a sound disk") == content(chunk, 1));
-    }
+    stage.assert_filled("in the end", first);
 }
 
 #[test]
@@ -187,9 +177,7 @@ fn what_extents_take_beside_their_chunks_is_counted_before_they_are_lent() {
 #[test]
 fn what_is_read_once_stays_where_it_is_and_what_is_read_again_comes_into_memory() {
     let stage = Stage::set();
-    for chunk in Stage::chunks() {
-        stage.write(chunk, 1).expect("a sound disk");
-    }
+    stage.fill(first);
     for place in [Place::Spilled, Place::Compressed] {
         let chunk = stage.at_place(place)[0];
         let before = stage.tier.stat().fetches;

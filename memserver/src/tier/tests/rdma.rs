@@ -3,15 +3,9 @@
 use super::*;
 
 /// Makes a stage at this machine's device, if it has one.
-fn stage(test: &str) -> Option<Stage> {
-    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
-        eprintln!(
-            "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
-        );
-        return None;
-    };
-    let endpoint = format!("rdma://{host}:0");
-    Some(Stage::at(&endpoint, EXTENT_BYTES, 0xee))
+fn stage() -> Option<Stage> {
+    let endpoint = farpage_testkit::rdma()?;
+    Some(Stage::at(&endpoint.to_string(), EXTENT_BYTES, 0xee))
 }
 
 /// Blocks of one extent, dealt out to channels. All of it does not fit into memory, so that
@@ -20,7 +14,7 @@ fn stage(test: &str) -> Option<Stage> {
 fn rdma_races_with_chunks_that_leave_and_nothing_is_lost() {
     const CHANNELS: u64 = 3;
     const BLOCK: u64 = 24 << 10;
-    let Some(stage) = stage("rdma_races_with_chunks_that_leave_and_nothing_is_lost") else {
+    let Some(stage) = stage() else {
         return;
     };
     thread::scope(|scope| {
@@ -49,24 +43,15 @@ fn rdma_races_with_chunks_that_leave_and_nothing_is_lost() {
                         }
                         false => vec![0xa5; BLOCK as usize],
                     };
-                    let op = Op {
-                        tag: round,
-                        verb: if writes { Verb::Write } else { Verb::Read },
-                        extent: stage.extent,
-                        offset: (block * CHANNELS + number) * BLOCK,
-                        len: BLOCK as u32,
+                    let op = op(
+                        if writes { Verb::Write } else { Verb::Read },
+                        stage.extent,
+                        (block * CHANNELS + number) * BLOCK,
                         buf,
-                    };
-                    channel.post(op).expect("an empty queue");
-                    let mut done = Vec::new();
-                    let until = Instant::now() + Duration::from_secs(60);
-                    while channel.poll(&mut done) == 0 {
-                        assert!(Instant::now() < until, "an operation ends");
-                        thread::yield_now();
-                    }
-                    let done = done.pop().expect("one was posted");
-                    done.result.expect("a sound disk");
-                    let is_right = (done.buf.chunks(8)).all(|word| *word == known.to_le_bytes());
+                    );
+                    let buf = farpage_testkit::transfer(&mut *channel, op);
+                    let buf = buf.expect("a sound disk");
+                    let is_right = (buf.chunks(8)).all(|word| *word == known.to_le_bytes());
                     assert!(is_right, "channel {number}, block {block}, round {round}");
                 }
             });
@@ -79,7 +64,7 @@ fn rdma_races_with_chunks_that_leave_and_nothing_is_lost() {
 
 #[test]
 fn rdma_reaches_what_is_in_memory_without_the_server() {
-    let Some(stage) = stage("rdma_reaches_what_is_in_memory_without_the_server") else {
+    let Some(stage) = stage() else {
         return;
     };
     stage.write(3, 1).expect("a sound disk");
@@ -95,13 +80,10 @@ fn rdma_reaches_what_is_in_memory_without_the_server() {
 
 #[test]
 fn rdma_of_what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes() {
-    let test = "rdma_of_what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes";
-    let Some(stage) = stage(test) else {
+    let Some(stage) = stage() else {
         return;
     };
-    for chunk in Stage::chunks() {
-        stage.write(chunk, 1).expect("a sound disk");
-    }
+    stage.fill(first);
     let spilled = stage.at_place(Place::Spilled);
     assert!(spilled.len() > 8, "{}", spilled.len());
     stage.break_disk(Fault::FlippedBit);

@@ -3,10 +3,10 @@
 
 use std::{
     sync::Arc,
-    thread,
     time::{Duration, Instant},
 };
 
+use farpage_testkit::wait_until;
 use farpage_wire::{
     Endpoint, Request,
     control::{HELLO_BYTES, Hello, Purpose, RemoteKey, encode},
@@ -25,14 +25,6 @@ use crate::{
 /// Time that is longer than the wait for a peer that does not answer.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let begin = Instant::now();
-    while !done() {
-        assert!(begin.elapsed() < PATIENCE, "waited in vain until {what}");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
 fn open(endpoint: &Endpoint, tell: impl FnOnce(RemoteKey) -> RemoteKey) -> Control {
     let plain = RegPool::new([], RegPoolOptions::default());
     control(endpoint, &plain, tell, Instant::now() + PATIENCE).expect("a live server")
@@ -43,7 +35,7 @@ fn greet(control: &mut Control) {
     let mut answer = [0; HELLO_BYTES];
     write_all(control, &Hello::new(Purpose::Control).encode());
     let mut heard = 0;
-    until("the server answers", || {
+    wait_until("the server answers", || {
         heard += control
             .read(&mut answer[heard..])
             .expect("an honest server")
@@ -54,7 +46,7 @@ fn greet(control: &mut Control) {
 }
 
 fn write_all(control: &mut Control, mut bytes: &[u8]) {
-    until("all is said", || {
+    wait_until("all is said", || {
         let said = control.write(bytes).expect("memory").unwrap_or(0);
         bytes = &bytes[said..];
         bytes.is_empty()
@@ -92,12 +84,12 @@ fn is_closed(control: &mut Control) -> bool {
 
 /// Runs `cheat` while an honest client goes on. In the end the cheat's connection is closed and the
 /// honest one is not.
-fn cheat(name: &str, cheat: impl FnOnce(&Endpoint) -> Control) {
-    with_server(name, |connect: &dyn Fn() -> Arc<Session>| {
+fn cheat(cheat: impl FnOnce(&Endpoint) -> Control) {
+    with_server(|connect: &dyn Fn() -> Arc<Session>| {
         let honest = connect();
         let extent = honest.grant(MIB as u64).expect("room");
         let mut control = cheat(honest.endpoint());
-        until("the server has closed the connection", || {
+        wait_until("the server has closed the connection", || {
             is_closed(&mut control)
         });
         assert_eq!(read(&honest, extent), Ok(vec![0; 4096]));
@@ -108,128 +100,110 @@ fn cheat(name: &str, cheat: impl FnOnce(&Endpoint) -> Control) {
 
 #[test]
 fn announcements_of_nothing_over_rdma_end_their_own_connection_only() {
-    cheat(
-        "announcements_of_nothing_over_rdma_end_their_own_connection_only",
-        |endpoint| {
-            let mut control = open(endpoint, |key| key);
-            greet(&mut control);
-            let begin = Request::Begin {
-                client: "cheat".to_owned(),
-                resume: None,
-            };
-            write_all(&mut control, &encode(&begin).expect("short"));
-            // Bytes placed from now on lie where the server does not look any more.
-            until("the server answers", || {
-                let heard = control.read(&mut [0; 256]).expect("an honest server");
-                heard.is_some_and(|bytes| bytes > 0)
+    cheat(|endpoint| {
+        let mut control = open(endpoint, |key| key);
+        greet(&mut control);
+        let begin = Request::Begin {
+            client: "cheat".to_owned(),
+            resume: None,
+        };
+        write_all(&mut control, &encode(&begin).expect("short"));
+        // Bytes placed from now on lie where the server does not look any more.
+        wait_until("the server answers", || {
+            let heard = control.read(&mut [0; 256]).expect("an honest server");
+            heard.is_some_and(|bytes| bytes > 0)
+        });
+        for _ in 0..=ANNOUNCEMENTS {
+            place(&mut control, HEADER_BYTES as u64, &[1; 64], true);
+            wait_until("it is placed", || {
+                control.sender.channel_mut().poll(&mut Vec::new());
+                control.sender.channel().in_flight() == 0
             });
-            for _ in 0..=ANNOUNCEMENTS {
-                place(&mut control, HEADER_BYTES as u64, &[1; 64], true);
-                until("it is placed", || {
-                    control.sender.channel_mut().poll(&mut Vec::new());
-                    control.sender.channel().in_flight() == 0
-                });
-            }
-            // A client that renews its lease is not silent.
-            let renew = encode(&Request::Renew).expect("short");
-            until("the server has closed the connection", || {
-                let _ = control.write(&renew);
-                let _ = control.read(&mut [0; 256]);
-                is_closed(&mut control)
-            });
-            control
-        },
-    );
+        }
+        // A client that renews its lease is not silent.
+        let renew = encode(&Request::Renew).expect("short");
+        wait_until("the server has closed the connection", || {
+            let _ = control.write(&renew);
+            let _ = control.read(&mut [0; 256]);
+            is_closed(&mut control)
+        });
+        control
+    });
 }
 
 #[test]
 fn a_tail_beyond_the_ring_over_rdma_ends_its_own_connection_only() {
-    cheat(
-        "a_tail_beyond_the_ring_over_rdma_ends_its_own_connection_only",
-        |endpoint| {
-            let mut control = open(endpoint, |key| key);
-            greet(&mut control);
-            // A position so far ahead is wrong whatever was sent so far.
-            place(&mut control, 0, &crate::ring::sealed(1 << 40), true);
-            control
-        },
-    );
+    cheat(|endpoint| {
+        let mut control = open(endpoint, |key| key);
+        greet(&mut control);
+        // A position so far ahead is wrong whatever was sent so far.
+        place(&mut control, 0, &crate::ring::sealed(1 << 40), true);
+        control
+    });
 }
 
 #[test]
 fn a_client_over_rdma_that_takes_no_answers_ends_its_own_connection_only() {
-    cheat(
-        "a_client_over_rdma_that_takes_no_answers_ends_its_own_connection_only",
-        |endpoint| {
-            let mut control = open(endpoint, |key| key);
-            greet(&mut control);
-            let begin = Request::Begin {
-                client: "greedy".to_owned(),
-                resume: None,
-            };
-            write_all(&mut control, &encode(&begin).expect("short"));
-            // More than there are announcements for the answers.
-            for _ in 0..ANNOUNCEMENTS + 2 {
-                write_all(&mut control, &encode(&Request::Stat).expect("short"));
-            }
-            control
-        },
-    );
+    cheat(|endpoint| {
+        let mut control = open(endpoint, |key| key);
+        greet(&mut control);
+        let begin = Request::Begin {
+            client: "greedy".to_owned(),
+            resume: None,
+        };
+        write_all(&mut control, &encode(&begin).expect("short"));
+        // More than there are announcements for the answers.
+        for _ in 0..ANNOUNCEMENTS + 2 {
+            write_all(&mut control, &encode(&Request::Stat).expect("short"));
+        }
+        control
+    });
 }
 
 #[test]
 fn a_ring_over_rdma_that_is_not_where_its_client_says_ends_its_own_connection_only() {
-    cheat(
-        "a_ring_over_rdma_that_is_not_where_its_client_says_ends_its_own_connection_only",
-        |endpoint| {
-            let mut control = open(endpoint, |key| RemoteKey {
-                address: key.address + (1 << 40),
-                ..key
-            });
-            write_all(&mut control, &Hello::new(Purpose::Control).encode());
-            control
-        },
-    );
+    cheat(|endpoint| {
+        let mut control = open(endpoint, |key| RemoteKey {
+            address: key.address + (1 << 40),
+            ..key
+        });
+        write_all(&mut control, &Hello::new(Purpose::Control).encode());
+        control
+    });
 }
 
 #[test]
 fn a_key_of_a_control_connection_over_rdma_opens_nothing_through_another() {
-    with_server(
-        "a_key_of_a_control_connection_over_rdma_opens_nothing_through_another",
-        |connect| {
-            let endpoint = connect().endpoint().clone();
-            let mut owner = open(&endpoint, |key| key);
-            let mut thief = open(&endpoint, |key| key);
-            let stolen = owner.sender.channel().peer;
-            thief.meet(stolen);
-            place(&mut thief, HEADER_BYTES as u64, &[0xee; 64], false);
-            until("the adapter has refused", || {
-                thief.sender.channel_mut().poll(&mut Vec::new());
-                thief.failure().is_some()
-            });
-            let failure = thief.failure().expect("just seen");
-            assert!(failure.describe().contains("out of reach"), "{failure:?}");
-            greet(&mut owner);
-        },
-    );
+    with_server(|connect| {
+        let endpoint = connect().endpoint().clone();
+        let mut owner = open(&endpoint, |key| key);
+        let mut thief = open(&endpoint, |key| key);
+        let stolen = owner.sender.channel().peer;
+        thief.meet(stolen);
+        place(&mut thief, HEADER_BYTES as u64, &[0xee; 64], false);
+        wait_until("the adapter has refused", || {
+            thief.sender.channel_mut().poll(&mut Vec::new());
+            thief.failure().is_some()
+        });
+        let failure = thief.failure().expect("just seen");
+        assert!(failure.describe().contains("out of reach"), "{failure:?}");
+        greet(&mut owner);
+    });
 }
 
 #[test]
 fn a_manifest_many_times_as_long_as_a_ring_over_rdma_arrives_whole() {
-    with_server(
-        "a_manifest_many_times_as_long_as_a_ring_over_rdma_arrives_whole",
-        |connect| {
-            let manifest: Vec<u8> = (0..MIB as u32)
-                .map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8)
-                .collect();
-            let session = connect();
-            let extent = session.grant(MIB as u64).expect("room");
-            session
-                .publish("long", &manifest, &[extent.id])
-                .expect("not too long");
-            drop(session);
-            let named = connect().open("long").expect("published");
-            assert!(named.manifest == manifest, "another manifest");
-        },
-    );
+    with_server(|connect| {
+        let manifest: Vec<u8> = (0..MIB as u32)
+            .map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8)
+            .collect();
+        let session = connect();
+        let extent = session.grant(MIB as u64).expect("room");
+        session
+            .publish("long", &manifest, &[extent.id])
+            .expect("not too long");
+        drop(session);
+        let named = connect().open("long").expect("published");
+        assert!(named.manifest == manifest, "another manifest");
+    });
 }

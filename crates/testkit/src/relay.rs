@@ -1,10 +1,12 @@
-//! [`Relay`]: a network between a client and its server that tests can cut and silence.
+//! A network between a client and its server that tests can cut and silence.
+//!
+//! The rule it keeps: bytes pass in order and whole until a connection is cut or silenced.
 
 use std::{
     io::{ErrorKind, Read, Write},
-    net::{TcpListener, TcpStream},
+    net::{Shutdown, TcpListener, TcpStream},
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, Weak,
         atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
@@ -22,22 +24,32 @@ const SILENT: u8 = 1;
 /// Ends both sides by RST.
 const CUT: u8 = 2;
 
-/// Forwards connections to a server over TCP. Dropping it cuts them all.
+/// Connection of a client, and the one to the server that belongs to it. The threads that forward
+/// own the line: when both have ended, the sockets are closed.
+struct Line {
+    state: AtomicU8,
+    client: TcpStream,
+    upstream: TcpStream,
+}
+
+/// Relay that forwards connections to a server over TCP. Dropping it cuts them all.
 pub struct Relay {
+    /// URL at which clients reach the server through the relay.
     pub url: String,
-    lines: Arc<Mutex<Vec<Arc<AtomicU8>>>>,
+    lines: Arc<Mutex<Vec<Weak<Line>>>>,
     accepted: Arc<AtomicUsize>,
     over: Arc<AtomicBool>,
     listener: Option<JoinHandle<()>>,
 }
 
 impl Relay {
+    /// Starts a relay to the server at `url`.
     pub fn to(url: &str) -> Relay {
         let server = url.strip_prefix("tcp://").unwrap().to_owned();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         listener.set_nonblocking(true).unwrap();
         let url = format!("tcp://{}", listener.local_addr().unwrap());
-        let lines = Arc::<Mutex<Vec<Arc<AtomicU8>>>>::default();
+        let lines = Arc::<Mutex<Vec<Weak<Line>>>>::default();
         let (accepted, over) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
         let (lines2, accepted2, over2) = (lines.clone(), accepted.clone(), over.clone());
         let listen = move || {
@@ -63,7 +75,7 @@ impl Relay {
         }
     }
 
-    /// Cuts all current connections. New ones are served.
+    /// Cuts all current connections by RST. New ones are served.
     pub fn cut(&self) {
         self.turn_to(CUT);
     }
@@ -74,14 +86,25 @@ impl Relay {
         self.turn_to(SILENT);
     }
 
+    /// Closes all current connections in good order. When this returns, nothing passes on them any
+    /// more. New ones are served.
+    pub fn close(&self) {
+        for line in self.lines.lock().unwrap().iter().filter_map(Weak::upgrade) {
+            for side in [&line.client, &line.upstream] {
+                // Fails if the connection has ended already.
+                let _ = side.shutdown(Shutdown::Both);
+            }
+        }
+    }
+
     /// Returns the number of connections that were ever accepted.
     pub fn accepted(&self) -> usize {
         self.accepted.load(Ordering::Relaxed)
     }
 
     fn turn_to(&self, state: u8) {
-        for line in self.lines.lock().unwrap().iter() {
-            line.fetch_max(state, Ordering::Relaxed);
+        for line in self.lines.lock().unwrap().iter().filter_map(Weak::upgrade) {
+            line.state.fetch_max(state, Ordering::Relaxed);
         }
     }
 }
@@ -94,22 +117,27 @@ impl Drop for Relay {
     }
 }
 
-fn forward(client: TcpStream, upstream: TcpStream) -> Arc<AtomicU8> {
-    let state = Arc::new(AtomicU8::new(FORWARDS));
-    for (from, to) in [(&client, &upstream), (&upstream, &client)] {
-        from.set_nonblocking(false).unwrap();
-        from.set_nodelay(true).unwrap();
-        from.set_read_timeout(Some(LOOK)).unwrap();
-        from.set_write_timeout(Some(LOOK)).unwrap();
-        let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
-        let state = state.clone();
-        thread::spawn(move || pump(from, to, &state));
+/// Starts a thread for each direction of a connection.
+fn forward(client: TcpStream, upstream: TcpStream) -> Weak<Line> {
+    for side in [&client, &upstream] {
+        side.set_nonblocking(false).unwrap();
+        side.set_nodelay(true).unwrap();
+        side.set_read_timeout(Some(LOOK)).unwrap();
+        side.set_write_timeout(Some(LOOK)).unwrap();
     }
-    state
+    let line = Arc::new(Line {
+        state: AtomicU8::new(FORWARDS),
+        client,
+        upstream,
+    });
+    let (up, down) = (line.clone(), line.clone());
+    thread::spawn(move || pump(&up.client, &up.upstream, &up.state));
+    thread::spawn(move || pump(&down.upstream, &down.client, &down.state));
+    Arc::downgrade(&line)
 }
 
-/// Forwards one direction. The sockets are closed when both directions have ended.
-fn pump(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8) {
+/// Forwards one direction.
+fn pump(mut from: &TcpStream, mut to: &TcpStream, state: &AtomicU8) {
     let mut buf = vec![0; 64 << 10];
     let (mut filled, mut sent) = (0, 0);
     loop {
@@ -121,8 +149,11 @@ fn pump(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8) {
             }
             _ => {
                 // Closed without a goodbye: an RST.
-                let linger = libc_linger();
-                let _ = setsockopt(&from, sockopt::Linger, &linger);
+                let linger = nix::libc::linger {
+                    l_onoff: 1,
+                    l_linger: 0,
+                };
+                let _ = setsockopt(from, sockopt::Linger, &linger);
                 return;
             }
         }
@@ -133,7 +164,7 @@ fn pump(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8) {
         match moved {
             // The end of one side is passed on to the other.
             Ok(()) if filled == 0 => {
-                let _ = to.shutdown(std::net::Shutdown::Write);
+                let _ = to.shutdown(Shutdown::Write);
                 return;
             }
             Ok(()) => {}
@@ -146,12 +177,5 @@ fn pump(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8) {
                 state.store(CUT, Ordering::Relaxed);
             }
         }
-    }
-}
-
-fn libc_linger() -> nix::libc::linger {
-    nix::libc::linger {
-        l_onoff: 1,
-        l_linger: 0,
     }
 }
