@@ -200,8 +200,8 @@ static HEAP: Mutex<Heap> = Mutex::new(Heap {
     is_refused: false,
 });
 
-/// Page that says that the heap is whole. Children find it wiped: a thread that does not exist there
-/// may hold the heap's lock.
+/// Page that says that the heap is whole. Children find it wiped: a thread that they do not have may
+/// hold the heap's lock.
 static WHOLE: AtomicPtr<AtomicU8> = AtomicPtr::new(ptr::null_mut());
 
 /// Calls `work` with the heap. `None` if `work` returns that, or the heap is not whole.
@@ -509,9 +509,9 @@ mod tests {
 
     /// Makes children by `fork` while another thread uses the heap. Each calls `work`.
     fn in_children(fork: impl Fn() -> libc::pid_t, work: impl Fn()) {
+        let ended = AtomicUsize::new(0);
         thread::scope(|scope| {
-            let ended = &AtomicUsize::new(0);
-            scope.spawn(move || {
+            scope.spawn(|| {
                 let _signals = SignalGuard::new();
                 while ended.load(Relaxed) == 0 {
                     end(make(300, 2), 300, 2);

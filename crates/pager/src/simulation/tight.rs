@@ -148,7 +148,7 @@ impl Store for Stalled {
     fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
         let mut goes_on = self.goes_on.lock();
         while !*goes_on {
-            self.gone_on.wait(&mut goes_on);
+            goes_on = self.gone_on.wait(goes_on);
         }
         Ok(())
     }
