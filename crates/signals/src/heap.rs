@@ -200,8 +200,8 @@ static HEAP: Mutex<Heap> = Mutex::new(Heap {
     is_refused: false,
 });
 
-/// Page that says that the heap is whole. Children find it wiped: a thread that they do not have may
-/// hold the heap's lock.
+/// Page that says that the heap is whole. Children find it wiped: a thread that they lack may hold
+/// the heap's lock.
 static WHOLE: AtomicPtr<AtomicU8> = AtomicPtr::new(ptr::null_mut());
 
 /// Calls `work` with the heap. `None` if `work` returns that, or the heap is not whole.
