@@ -50,6 +50,8 @@ pub(crate) struct SlotPool {
     is_growing: AtomicBool,
     /// Number of regions that have begun to give surplus back.
     ended: AtomicU64,
+    /// Number of extents that have been added.
+    grants: AtomicU64,
     next_server: AtomicUsize,
     next_run: AtomicUsize,
     /// Number of slots that were allocated for a write that has not ended.
@@ -103,6 +105,7 @@ impl SlotPool {
             growing: Mutex::new(None),
             is_growing: AtomicBool::new(false),
             ended: AtomicU64::new(0),
+            grants: AtomicU64::new(0),
             next_server: AtomicUsize::new(0),
             next_run: AtomicUsize::new(0),
             unsettled: AtomicU64::new(0),
@@ -316,6 +319,7 @@ impl SlotPool {
             index
         };
         self.arenas[server as usize].lock().add(index, bytes);
+        self.grants.fetch_add(1, Ordering::Release);
         Some(index)
     }
 
@@ -481,12 +485,21 @@ impl SlotPool {
         arena.is_some_and(|arena| arena.lock().claim(slot_of(slot.place), slot.bytes))
     }
 
+    /// Returns the number of extents that have been added.
+    pub(crate) fn grants(&self) -> u64 {
+        self.grants.load(Ordering::Acquire)
+    }
+
     /// Starts a thread that asks the servers for another extent that holds a slot of `bytes`: see
-    /// [`grow`](Self::grow). Waits for nothing.
-    pub(crate) fn grow_elsewhere(self: &Arc<Self>, bytes: u32) -> Growth {
+    /// [`grow`](Self::grow). Waits for nothing. For a caller that found no room after it had seen
+    /// `grants` extents: if there are more by now, none is asked for, and the caller looks again.
+    pub(crate) fn grow_elsewhere(self: &Arc<Self>, bytes: u32, grants: u64) -> Growth {
         let Some(refused) = self.growing.try_lock() else {
             return Growth::UnderWay(None);
         };
+        if self.grants() != grants {
+            return Growth::UnderWay(None);
+        }
         let said = match &*refused {
             Some((at, error)) if at.elapsed() < FULL_PAUSE => {
                 return Growth::Refused(error.clone());

@@ -431,10 +431,11 @@ impl RemoteStore {
         // Asked first: a write or a publication that ends in between may have made room.
         let unsettled = self.pool.has_unsettled();
         let published = self.publications.as_ref().map(Publications::ended);
+        let grants = self.pool.grants();
         if alloc() {
             return Ok(());
         }
-        Err(match self.pool.grow_elsewhere(bytes) {
+        Err(match self.pool.grow_elsewhere(bytes, grants) {
             Growth::UnderWay(refused) => NoSlot::Growing { refused },
             Growth::Refused(source) => {
                 let publishes = self.publications.as_ref().is_some_and(|publications| {
