@@ -55,7 +55,8 @@
 //!
 //! Without it a fault of such a handler may end as an error at the deadline, or wait for itself if
 //! it is served in its own thread. The C and the Python library have it, and so have programs under
-//! `farpage run`. One request remains: the ZFP library's, at a worker's first page of its kind.
+//! `farpage run`. Two requests remain: the ZFP library's, at a worker's first page of its kind, and
+//! the loader's, at the first in-thread fault of a thread if farpage was loaded by `dlopen`.
 //!
 //! # Logging
 //!
