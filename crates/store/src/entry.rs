@@ -16,6 +16,7 @@
 //! | | 40..48 | kind; 0 is a page that was never written |
 //! | | 48 | the last published map refers to the slot |
 //! | | 49 | a write to the user's store failed: its bytes there are unknown |
+//! | | 50..64 | time when the entry was stored ([`snapshots`](crate::snapshots)) |
 //! | low, high | all | 128-bit hash of the bytes that come back; or a repeated value and zero |
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,6 +30,8 @@ use crate::{
 
 pub(crate) const PUBLISHED: u64 = 1 << 48;
 const UNSURE: u64 = 1 << 49;
+const TIME_SHIFT: u32 = 50;
+const TIME: u64 = !((1 << TIME_SHIFT) - 1);
 const FLAGS: u64 = !((1 << 48) - 1);
 
 /// Place and hash of one page's bytes.
@@ -86,7 +89,7 @@ const KIND_READ: u64 = 3;
 const KIND_WRITTEN: u64 = 4;
 
 /// The words of an entry: place, form, low and high half of the hash.
-pub(crate) type EntryWords = [u64; 4];
+pub type EntryWords = [u64; 4];
 
 impl PageEntry {
     pub(crate) fn encode(self) -> EntryWords {
@@ -145,6 +148,11 @@ impl PageEntry {
         };
         (entry.encode() == [place, word, low, high]).then_some(entry)
     }
+
+    /// Decodes words of a table of this process or of a copy of it.
+    pub(crate) fn decode_local([place, word, low, high]: EntryWords) -> Option<Self> {
+        Self::decode([place, word & !TIME, low, high])
+    }
 }
 
 /// The entries of all pages of a region.
@@ -169,13 +177,23 @@ impl PageTable {
         }
     }
 
+    /// Returns the address of the first entry.
+    pub(crate) fn address(&self) -> usize {
+        self.words.as_ptr().addr()
+    }
+
     fn words(&self, page: PageIndex) -> &[AtomicU64] {
         &self.words[page.0 * 4..][..4]
     }
 
     /// Returns the entry of a page that the caller owns (or that no one can write now).
     pub(crate) fn load(&self, page: PageIndex) -> PageEntry {
-        PageEntry::decode(self.load_words(page)).expect("entries are only stored encoded")
+        PageEntry::decode_local(self.load_words(page)).expect("entries are only stored encoded")
+    }
+
+    /// Returns the time when the entry of a page was stored, which the caller owns.
+    pub(crate) fn time(&self, page: PageIndex) -> u16 {
+        (self.words(page)[1].load(Ordering::Relaxed) >> TIME_SHIFT) as u16
     }
 
     pub(crate) fn load_words(&self, page: PageIndex) -> EntryWords {
@@ -185,9 +203,15 @@ impl PageTable {
         [rest(0), form, rest(2), rest(3)]
     }
 
-    /// Stores the entry of a page that the caller owns.
+    /// Stores the entry of a page that the caller owns, as if it were the oldest.
     pub(crate) fn store(&self, page: PageIndex, entry: PageEntry) {
-        let new = entry.encode();
+        self.store_at(page, entry, 0);
+    }
+
+    /// Stores the entry of a page that the caller owns. `time` is the present.
+    pub(crate) fn store_at(&self, page: PageIndex, entry: PageEntry, time: u16) {
+        let mut new = entry.encode();
+        new[1] |= u64::from(time) << TIME_SHIFT;
         let words = self.words(page);
         for i in [0, 2, 3] {
             words[i].store(new[i], Ordering::Relaxed);
@@ -281,6 +305,17 @@ mod tests {
             (table.load(PageIndex(0)), table.load(PageIndex(2))),
             (PageEntry::Never, PageEntry::Never)
         );
+    }
+
+    #[test]
+    fn the_time_of_an_entry_is_no_part_of_it() {
+        let table = PageTable::new(3 * 4096, 4096).unwrap();
+        for (time, entry) in edges().into_iter().enumerate() {
+            let time = time as u16 & crate::snapshots::TIME_MAX;
+            table.store_at(PageIndex(1), entry, time);
+            assert_eq!((table.load(PageIndex(1)), table.time(PageIndex(1))), (entry, time));
+            assert_eq!(portable(table.load_words(PageIndex(1)))[1] >> TIME_SHIFT, 0);
+        }
     }
 
     #[test]

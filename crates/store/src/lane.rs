@@ -47,7 +47,7 @@ use self::{
     staging::{IoBuf, Staging},
 };
 use crate::{
-    Cluster, PageIndex, PageStore, StoreError,
+    Cluster, EntryWords, PageIndex, PageStore, Snapshot, StoreError,
     blocking::Waker,
     codec::{Coder, Watch},
     entry::PageEntry,
@@ -207,8 +207,37 @@ impl<F: RunBuffer> Lane<F> {
     ) -> Result<(), F> {
         check_run(store, page, &frame);
         match &store.backing {
-            Backing::Remote(remote) => self.fill_remote(store, remote, page, frame, tag),
+            Backing::Remote(remote) => {
+                let entry_of = |page| store.table.load(page);
+                self.fill_remote(store, remote, page, frame, tag, entry_of)
+            }
             Backing::Blocking(_) => self.call_user(store, page, frame, tag, Direction::Fill),
+        }
+    }
+
+    /// Starts to bring a page of a snapshot into `frame`. `entry` is the copy of the page's entry that
+    /// a copy of the process has ([`PageStore::entry_address`]).
+    ///
+    /// # Errors
+    /// The frame: too much is in flight, or `entry` is none.
+    ///
+    /// # Panics
+    /// If the frame is not one page of the store.
+    pub fn fill_copy(
+        &mut self,
+        snapshot: &Snapshot,
+        page: PageIndex,
+        entry: EntryWords,
+        frame: F,
+        tag: u64,
+    ) -> Result<(), F> {
+        let store = snapshot.store();
+        check_run(store, page, &frame);
+        match (&store.backing, PageEntry::decode_local(entry)) {
+            (Backing::Remote(remote), Some(entry)) => {
+                self.fill_remote(store, remote, page, frame, tag, |_| entry)
+            }
+            _ => Err(frame),
         }
     }
 

@@ -21,6 +21,7 @@ use crate::{
     place::{SlotPlace, SlotSpan, slot_bytes},
     readers::ReaderSlots,
     slots::{Arena, GRANULE_BYTES, Slot},
+    snapshots::Snapshots,
 };
 
 /// Longest extent asked for: a server may have to find it in one piece.
@@ -39,6 +40,7 @@ pub(crate) struct SlotPool {
     /// published region keeps its own numbers.
     servers: Vec<(usize, Arc<Session>)>,
     purpose: Purpose,
+    pub(crate) snapshots: Snapshots,
     /// Buffers for page maps.
     pub(crate) registered: RegPool,
     arenas: Vec<Mutex<Arena>>,
@@ -96,6 +98,7 @@ impl SlotPool {
     ) -> Self {
         Self {
             purpose,
+            snapshots: Snapshots::default(),
             arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
             servers,
             registered,
@@ -194,7 +197,7 @@ impl SlotPool {
 
     /// Frees and settles `slots` of a write that did not take place: nothing arrives in them.
     pub(crate) fn abandon(&self, slots: &[SlotSpan]) {
-        self.free(slots);
+        self.give_back(slots);
         self.settle(slots.len());
     }
 
@@ -436,8 +439,16 @@ impl SlotPool {
             .fetch_add((places.len() - before) as u64, Ordering::Relaxed);
     }
 
-    /// Frees `slots`. Neighbours in the list on the same server take one lock of its arena.
+    /// Frees `slots` that maps referred to, and that a snapshot may need.
     pub(crate) fn free(&self, slots: &[SlotSpan]) {
+        let is_free = |slot: &&SlotSpan| !self.snapshots.keep(**slot, 0);
+        let free: Vec<SlotSpan> = slots.iter().filter(is_free).copied().collect();
+        self.give_back(&free);
+    }
+
+    /// Frees `slots`, which no snapshot needs. Neighbours in the list on the same server take one
+    /// lock of its arena.
+    pub(crate) fn give_back(&self, slots: &[SlotSpan]) {
         for of_server in slots.chunk_by(|a, b| a.place.server == b.place.server) {
             let mut arena = self.arenas[of_server[0].place.server as usize].lock();
             for row in of_server.chunk_by(|a, b| a.is_followed_by(b)) {

@@ -21,7 +21,7 @@ use crate::{
     Reserve, Store, StoreStats, StoreStatsSnapshot,
     blocking::BlockingStore,
     codec::{self, Chooser, Scheme},
-    entry::{PageEntry, PageTable},
+    entry::{EntryWords, PageEntry, PageTable},
     names::Claim,
     place::{SlotPlace, SlotSpan},
     pool::{Growth, PoolReservation, Purpose, SlotPool},
@@ -360,7 +360,9 @@ impl PageStore {
             }
         }
         if remote.pool.is_own() {
-            remote.pool.release_all();
+            if !remote.pool.snapshots.end_later() {
+                remote.pool.release_all();
+            }
             // Last, so that the next client to open the name finds nothing of it held.
             remote.claim.as_ref().inspect(|claim| claim.let_go());
             return;
@@ -373,13 +375,22 @@ impl PageStore {
                     ..
                 } = self.table.load(page)
             {
-                remote.pool.free(&[SlotSpan { place, bytes }]);
+                let slot = SlotSpan { place, bytes };
+                if !remote.pool.snapshots.keep(slot, self.table.time(page)) {
+                    remote.pool.give_back(&[slot]);
+                }
             }
         }
         match &remote.reservation {
             Some(reservation) => remote.pool.unreserve(reservation),
             None => remote.pool.trim(),
         }
+    }
+
+    /// Returns the address of the entry of `page`, which is [`EntryWords`](crate::EntryWords). A
+    /// copy of the process has a copy of it there.
+    pub fn entry_address(&self, page: PageIndex) -> usize {
+        self.table.address() + page.0 * size_of::<EntryWords>()
     }
 
     /// Returns all pages.
@@ -460,9 +471,11 @@ impl RemoteStore {
             .publications
             .as_ref()
             .map(|publications| publications.commit());
+        let snapshots = &self.pool.snapshots;
+        let now = snapshots.now();
         for (page, entry) in entries {
-            let old = table.load(page);
-            table.store(page, entry);
+            let (old, time) = (table.load(page), table.time(page));
+            table.store_at(page, entry, now);
             for (slot, pages) in [(old.slot(), -1), (entry.slot(), 1)] {
                 if let Some(slot) = slot {
                     self.pool.count_contents(slot, self.page_bytes, pages);
@@ -476,13 +489,16 @@ impl RemoteStore {
             } = old
             {
                 let slot = SlotSpan { place, bytes };
-                if !(commits.as_ref()).is_some_and(|commits| commits.keep(slot, published)) {
+                let is_kept = (commits.as_ref())
+                    .is_some_and(|commits| commits.keep(slot, published))
+                    || snapshots.keep(slot, time);
+                if !is_kept {
                     freed.push(slot);
                 }
             }
         }
         drop(commits);
-        self.pool.free(freed);
+        self.pool.give_back(freed);
         freed.clear();
     }
 }

@@ -29,6 +29,7 @@ impl<F: RunBuffer> Lane<F> {
         page: PageIndex,
         mut frame: F,
         tag: u64,
+        entry_of: impl Fn(PageIndex) -> PageEntry,
     ) -> Result<(), F> {
         if !self.has_room(store, remote) {
             return Err(frame);
@@ -38,7 +39,7 @@ impl<F: RunBuffer> Lane<F> {
             .onwards()
             .zip(frame.as_mut().chunks_exact_mut(store.page_bytes))
         {
-            let (task, hash) = match store.table.load(page) {
+            let (task, hash) = match entry_of(page) {
                 PageEntry::Never | PageEntry::Kept { .. } => {
                     bytes.fill(0);
                     run.tally.fills_never += 1;
