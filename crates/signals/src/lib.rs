@@ -23,7 +23,7 @@ use std::{
     ops::{Deref, DerefMut},
     ptr, sync,
     sync::{
-        PoisonError, TryLockError,
+        Arc, Barrier, PoisonError, TryLockError,
         atomic::{Ordering::SeqCst, compiler_fence},
     },
     thread::{self, Builder, JoinHandle},
@@ -293,7 +293,8 @@ pub fn spawn<T: Send + 'static>(
     spawn_with(Builder::new().name(name.to_owned()), work)
 }
 
-/// Starts `thread`, which holds signals back for good.
+/// Starts `thread`, which holds signals back for good. Waits until the thread has begun: the
+/// standard library's first steps there ask the program's allocator.
 ///
 /// # Errors
 /// The operating system's error.
@@ -303,8 +304,14 @@ pub fn spawn_with<T: Send + 'static>(
 ) -> io::Result<JoinHandle<T>> {
     // The new thread inherits the mask: no handler runs in it before it holds signals back itself.
     let _signals = SignalGuard::new();
-    thread.spawn(|| {
+    let begun = Arc::new(Barrier::new(2));
+    let begins = begun.clone();
+    let started = thread.spawn(move || {
         hold_back_for_good();
+        begins.wait();
+        drop(begins);
         work()
-    })
+    })?;
+    begun.wait();
+    Ok(started)
 }
