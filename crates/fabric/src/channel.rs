@@ -85,6 +85,18 @@ pub struct Op<B> {
     pub buf: B,
 }
 
+impl<B> Op<B> {
+    /// Ends the operation.
+    pub(crate) fn complete(self, result: Result<(), ChannelError>) -> Completion<B> {
+        Completion {
+            tag: self.tag,
+            verb: self.verb,
+            buf: self.buf,
+            result,
+        }
+    }
+}
+
 /// A full queue. It hands the operation back, to be posted again after a [`Channel::poll`].
 #[derive(Debug)]
 pub struct Busy<B>(pub Op<B>);

@@ -369,15 +369,8 @@ impl<B: Buf> ShmChannel<B> {
         let result = match when.map(|when| (when, self.has_come(op.extent, when))) {
             Some((_, Some(false))) => return self.ops.push_front((op, when)),
             Some((When { least, .. }, None)) => {
-                return done.push(Completion {
-                    tag: op.tag,
-                    verb: op.verb,
-                    buf: op.buf,
-                    result: Err(ChannelError::NotYet {
-                        endpoint: self.attachment.endpoint.clone(),
-                        least,
-                    }),
-                });
+                let endpoint = self.attachment.endpoint.clone();
+                return done.push(op.complete(Err(ChannelError::NotYet { endpoint, least })));
             }
             _ => self.copy(&mut op),
         };
@@ -397,12 +390,7 @@ impl<B: Buf> ShmChannel<B> {
             },
             Err(error) => Err(error),
         };
-        done.push(Completion {
-            tag: op.tag,
-            verb: op.verb,
-            buf: op.buf,
-            result,
-        });
+        done.push(op.complete(result));
     }
 
     fn mapped(&mut self, id: ExtentId) -> Option<&MappedExtent> {

@@ -195,7 +195,7 @@ impl<B: Buf> TcpChannel<B> {
             done.extend(
                 self.ops
                     .drain(..)
-                    .map(|flying| flying.complete(Err(error.clone()))),
+                    .map(|flying| flying.op.complete(Err(error.clone()))),
             );
             (self.sent, self.batch) = (0, 0);
         }
@@ -364,7 +364,7 @@ impl<B: Buf> TcpChannel<B> {
                     // others a lost connection.
                     let error = self.turned_down(&oldest.op, status);
                     let refused = self.ops.pop_front().expect("looked at above");
-                    done.push(refused.complete(Err(error)));
+                    done.push(refused.op.complete(Err(error)));
                     Some(
                         "the server closed the connection after it refused an operation".to_owned(),
                     )
@@ -395,7 +395,7 @@ impl<B: Buf> TcpChannel<B> {
                     least,
                 }),
             };
-            done.push(flying.complete(result));
+            done.push(flying.op.complete(result));
             if let Some(mut bytes) = misplaced.as_deref() {
                 for place in places(&mut self.ops, self.sent) {
                     let now = place.len().min(bytes.len());
@@ -434,15 +434,6 @@ impl<B: Buf> QueuedOp<B> {
             Verb::Read => &[],
             Verb::Write => &self.op.buf.as_ref()[..self.op.len as usize],
             Verb::Atomic(_) => &self.operands,
-        }
-    }
-
-    fn complete(self, result: Result<(), ChannelError>) -> Completion<B> {
-        Completion {
-            tag: self.op.tag,
-            verb: self.op.verb,
-            buf: self.op.buf,
-            result,
         }
     }
 }

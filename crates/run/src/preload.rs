@@ -113,7 +113,7 @@ unsafe extern "C" {
 }
 
 /// glibc's allocator by its internal names, which no library replaces. All of its memory is local.
-/// It serves threads of the program while they do not work for the runtime.
+/// Under [`Allocator`], glibc serves threads of the program that do not work for the runtime.
 struct Glibc;
 
 #[global_allocator]

@@ -373,7 +373,7 @@ fn reserve() -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::{mem, thread};
+    use std::thread;
 
     use super::*;
     use crate::SignalGuard;
@@ -504,7 +504,6 @@ mod tests {
                 });
             }
         });
-        mem::drop(to);
     }
 
     /// Makes children by `fork` while another thread uses the heap. Each calls `work`.

@@ -31,7 +31,7 @@ const EXTENT_BYTES_MIN: u64 = 16 << 20;
 /// Time for which a full server is not asked again.
 const FULL_PAUSE: Duration = Duration::from_millis(50);
 
-const NO_PANIC: &str = "nothing panics under this lock";
+pub(crate) const NO_PANIC: &str = "nothing panics under this lock";
 
 /// Slots on all servers for the regions that share it.
 pub(crate) struct SlotPool {

@@ -16,9 +16,12 @@ use std::{
 use farpage_fabric::{AllocError, Versions};
 use farpage_signals::{Mutex, MutexGuard};
 
-use crate::{place::SlotSpan, pool::SlotPool, readers::PackedPlaces, slots::GRANULE_BYTES};
-
-const NO_PANIC: &str = "nothing panics under this lock";
+use crate::{
+    place::SlotSpan,
+    pool::{NO_PANIC, SlotPool},
+    readers::PackedPlaces,
+    slots::GRANULE_BYTES,
+};
 
 /// Length of the pieces in which maps are written and read.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;

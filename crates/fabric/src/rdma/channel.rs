@@ -152,7 +152,7 @@ impl<B: Buf> SendQueue<B> {
             }
             Ok(opcode) => opcode,
             Err(error) => {
-                self.refused.push_back(complete(op, Err(error)));
+                self.refused.push_back(op.complete(Err(error)));
                 return Ok(());
             }
         };
@@ -211,7 +211,7 @@ impl<B: Buf> SendQueue<B> {
             // From here on the adapter leaves the bounce memory alone.
             self.pair.kill();
             for flying in self.ops.drain(..) {
-                ended(complete(flying.op, Err(error.clone())));
+                ended(flying.op.complete(Err(error.clone())));
             }
             (self.handed, self.bounce) = (0, Bounce::new(BOUNCE_BYTES));
         }
@@ -342,7 +342,7 @@ impl<B: Buf> SendQueue<B> {
         self.handed -= 1;
         self.is_full = false;
         self.heard = Since::now();
-        ended(complete(flying.op, Ok(())));
+        ended(flying.op.complete(Ok(())));
     }
 
     /// Takes the connection manager's events. The end of the connection makes the queue dead.
@@ -365,13 +365,4 @@ fn direct<B: Buf>(op: &Op<B>, domain: DomainId) -> Option<Sge> {
         bytes: op.len,
         lkey: keys.lkey,
     })
-}
-
-fn complete<B>(op: Op<B>, result: Result<(), ChannelError>) -> Completion<B> {
-    Completion {
-        tag: op.tag,
-        verb: op.verb,
-        buf: op.buf,
-        result,
-    }
 }

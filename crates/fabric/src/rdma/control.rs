@@ -352,12 +352,7 @@ impl Carrier {
             self.pair.memory().copy_out(segment.bytes.start, bytes);
         }
         self.bounce.give_back(&segment);
-        done.push(Completion {
-            tag: op.tag,
-            verb: op.verb,
-            buf: op.buf,
-            result,
-        });
+        done.push(op.complete(result));
     }
 }
 

@@ -268,12 +268,7 @@ impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
         };
         let result = flying.failed.take().map_or(Ok(()), Err);
         let op = flying.op();
-        done.push(Completion {
-            tag: op.tag,
-            verb: op.verb,
-            buf: op.buf,
-            result,
-        });
+        done.push(op.complete(result));
     }
 
     fn ask(&mut self) {

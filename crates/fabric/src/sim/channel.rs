@@ -141,13 +141,13 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
                 self.damage(&mut flying.op);
                 result
             };
-            done.push(flying.complete(result));
+            done.push(flying.op.complete(result));
         }
         // 2. The rest of a dead channel. Some of it had reached the server.
         if let Some(error) = self.dead.clone() {
             for mut flying in std::mem::take(&mut self.flying) {
                 self.lose(&mut flying.op);
-                done.push(flying.complete(Err(error.clone())));
+                done.push(flying.op.complete(Err(error.clone())));
             }
         }
         done.len() - before
@@ -210,17 +210,6 @@ impl<B: Buf> SimChannel<B> {
         match moved {
             Some(Ok(())) => Ok(()),
             _ => Err(refused(&self.server.endpoint(), op)),
-        }
-    }
-}
-
-impl<B> Flying<B> {
-    fn complete(self, result: Result<(), ChannelError>) -> Completion<B> {
-        Completion {
-            tag: self.op.tag,
-            verb: self.op.verb,
-            buf: self.op.buf,
-            result,
         }
     }
 }
