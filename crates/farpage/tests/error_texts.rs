@@ -184,6 +184,7 @@ fn errors_of_stores_say_their_cause_once() {
         StoreError::Full {
             region: region.clone(),
             page,
+            held_bytes: 4096,
             source,
         },
     );

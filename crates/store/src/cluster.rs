@@ -7,7 +7,10 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::{Arc, Weak},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -49,6 +52,8 @@ pub struct Cluster {
     pub(crate) traffic: Arc<LinkTraffic>,
     pools: Mutex<HashMap<(usize, bool, Reserve), Arc<SlotPool>>>,
     stats: Mutex<Ledger>,
+    /// Bytes of the slots of all pools that are held for snapshots.
+    held_bytes: Arc<AtomicU64>,
     /// Names of regions of this cluster that are open.
     pub(crate) names_open: Mutex<HashSet<String>>,
 }
@@ -78,6 +83,7 @@ impl Cluster {
             traffic: Arc::default(),
             pools: Mutex::default(),
             stats: Mutex::default(),
+            held_bytes: Arc::default(),
             names_open: Mutex::default(),
         })
     }
@@ -90,11 +96,18 @@ impl Cluster {
     /// Returns the sum over all stores, closed ones included.
     pub fn stats(&self) -> StoreStatsSnapshot {
         let ledger = self.stats.lock();
-        ledger
+        let mut sum = ledger
             .open
             .iter()
             .filter_map(Weak::upgrade)
-            .fold(ledger.closed, |sum, stats| sum + stats.snapshot())
+            .fold(ledger.closed, |sum, stats| sum + stats.snapshot());
+        sum.held_bytes = self.held_bytes();
+        sum
+    }
+
+    /// Returns the bytes of remote memory that no page uses any more, held for snapshots.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        self.held_bytes.load(Ordering::Relaxed)
     }
 
     /// Returns figures of the registered buffers that encoded pages and page maps travel in.
@@ -118,7 +131,8 @@ impl Cluster {
     ) -> SlotPool {
         let server = |port: usize| (port, self.sessions[port].clone());
         let servers = ports.into_iter().map(server).collect();
-        SlotPool::new(servers, self.registered.clone(), purpose)
+        let held_bytes = self.held_bytes.clone();
+        SlotPool::new(servers, self.registered.clone(), purpose, held_bytes)
     }
 
     pub(crate) fn shared_pool(

@@ -16,6 +16,7 @@
 //! | | 40..48 | kind; 0 is a page that was never written |
 //! | | 48 | the last published map refers to the slot |
 //! | | 49 | a write to the user's store failed: its bytes there are unknown |
+//! | | 50..64 | time when the entry was stored ([`snapshots`](crate::snapshots)) |
 //! | low, high | all | 128-bit hash of the bytes that come back; or a repeated value and zero |
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,10 +26,13 @@ use crate::{
     codec::Form,
     error::TableError,
     place::{SlotPlace, SlotSpan},
+    snapshots::OLDEST,
 };
 
 pub(crate) const PUBLISHED: u64 = 1 << 48;
 const UNSURE: u64 = 1 << 49;
+const TIME_SHIFT: u32 = 50;
+const TIME: u64 = !((1 << TIME_SHIFT) - 1);
 const FLAGS: u64 = !((1 << 48) - 1);
 
 /// Place and hash of one page's bytes.
@@ -86,7 +90,7 @@ const KIND_READ: u64 = 3;
 const KIND_WRITTEN: u64 = 4;
 
 /// The words of an entry: place, form, low and high half of the hash.
-pub(crate) type EntryWords = [u64; 4];
+pub type EntryWords = [u64; 4];
 
 impl PageEntry {
     pub(crate) fn encode(self) -> EntryWords {
@@ -145,6 +149,11 @@ impl PageEntry {
         };
         (entry.encode() == [place, word, low, high]).then_some(entry)
     }
+
+    /// Decodes words of a table, or of a copy of one that another process may have damaged.
+    pub(crate) fn decode_timed([place, word, low, high]: EntryWords) -> Option<Self> {
+        Self::decode([place, word & !TIME, low, high])
+    }
 }
 
 /// The entries of all pages of a region.
@@ -173,9 +182,21 @@ impl PageTable {
         &self.words[page.0 * 4..][..4]
     }
 
+    /// Returns the address of the entry of a page.
+    pub(crate) fn address(&self, page: PageIndex) -> usize {
+        self.words(page).as_ptr().addr()
+    }
+
     /// Returns the entry of a page that the caller owns (or that no one can write now).
     pub(crate) fn load(&self, page: PageIndex) -> PageEntry {
-        PageEntry::decode(self.load_words(page)).expect("entries are only stored encoded")
+        self.load_timed(page).0
+    }
+
+    /// Returns the entry of a page that the caller owns, and the time when the entry was stored.
+    pub(crate) fn load_timed(&self, page: PageIndex) -> (PageEntry, u16) {
+        let words = self.load_words(page);
+        let entry = PageEntry::decode_timed(words).expect("entries are only stored encoded");
+        (entry, (words[1] >> TIME_SHIFT) as u16)
     }
 
     pub(crate) fn load_words(&self, page: PageIndex) -> EntryWords {
@@ -185,9 +206,17 @@ impl PageTable {
         [rest(0), form, rest(2), rest(3)]
     }
 
-    /// Stores the entry of a page that the caller owns.
+    /// Stores the entry of a page that the caller owns, as old as any. For entries that no snapshot
+    /// needs, and for those of a region that has just been opened.
     pub(crate) fn store(&self, page: PageIndex, entry: PageEntry) {
-        let new = entry.encode();
+        self.store_timed(page, entry, OLDEST);
+    }
+
+    /// Stores the entry of a page that the caller owns. `time` is the present, or the time when the
+    /// entry was stored elsewhere.
+    pub(crate) fn store_timed(&self, page: PageIndex, entry: PageEntry, time: u16) {
+        let mut new = entry.encode();
+        new[1] |= u64::from(time) << TIME_SHIFT;
         let words = self.words(page);
         for i in [0, 2, 3] {
             words[i].store(new[i], Ordering::Relaxed);
@@ -220,7 +249,11 @@ pub(crate) fn portable(mut words: EntryWords) -> EntryWords {
 
 #[cfg(test)]
 mod tests {
+    use rand::{RngExt, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
     use super::*;
+    use crate::snapshots::TIME_MAX;
 
     fn edges() -> Vec<PageEntry> {
         let mut entries = vec![PageEntry::Never];
@@ -281,6 +314,52 @@ mod tests {
             (table.load(PageIndex(0)), table.load(PageIndex(2))),
             (PageEntry::Never, PageEntry::Never)
         );
+    }
+
+    #[test]
+    fn the_time_of_an_entry_is_no_part_of_it() {
+        let table = PageTable::new(3 * 4096, 4096).unwrap();
+        for (time, entry) in (0..).zip(edges()) {
+            let time = time % (TIME_MAX + 1);
+            table.store_timed(PageIndex(1), entry, time);
+            assert_eq!(table.load_timed(PageIndex(1)), (entry, time));
+            table.mark_published(PageIndex(1));
+            let words = table.load_words(PageIndex(1));
+            assert_eq!(words[1] >> TIME_SHIFT, u64::from(time));
+            assert_eq!(portable(words)[1] & FLAGS, 0);
+        }
+    }
+
+    #[test]
+    fn the_address_of_an_entry_is_that_of_its_words() {
+        let table = PageTable::new(3 * 4096, 4096).unwrap();
+        let first = table.address(PageIndex(0));
+        assert_eq!(first, table.words.as_ptr().addr());
+        assert_eq!(
+            table.address(PageIndex(2)) - first,
+            2 * size_of::<EntryWords>()
+        );
+    }
+
+    /// Words of all kinds: at random, and entries with some bits changed.
+    #[test]
+    fn words_from_elsewhere_are_decoded_or_refused() {
+        let mut random = ChaCha8Rng::seed_from_u64(1);
+        let edges = edges();
+        for _ in 0..200_000 {
+            let mut words: EntryWords = random.random();
+            if random.random_bool(0.8) {
+                words = edges[random.random_range(0..edges.len())].encode();
+                for _ in 0..random.random_range(0..4) {
+                    words[random.random_range(0..4)] ^= 1 << random.random_range(0..64);
+                }
+            }
+            let entry = PageEntry::decode_timed(words);
+            if let Some(entry) = entry {
+                assert_eq!(entry.encode()[0], words[0]);
+                assert_eq!(entry.encode()[1], words[1] & !TIME);
+            }
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! The rule it keeps: every error about a page names its region, its page and the server or store
 //! that it concerns.
 
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError, regmem::RegError};
 use farpage_wire::ExtentId;
@@ -57,14 +57,30 @@ pub enum StoreError {
         r#source: ChannelError,
     },
     /// The page got no room on any server. It may be written back once memory is free again.
-    #[error("no remote memory for page {page} of {region}: {source}")]
+    #[error("no remote memory for page {page} of {region}: {source}{}", HeldBytes(*.held_bytes))]
     Full {
         /// The program's name for the region.
         region: Arc<str>,
         /// The page in the region.
         page: u64,
+        /// Bytes of remote memory that no page of this process uses any more, held for children
+        /// made by `fork`. They are free when the children end.
+        held_bytes: u64,
         /// The refusal of the server that was asked last.
         r#source: AllocError,
+    },
+    /// The entry that a child made by `fork` has of the page is damaged: it refers to no slot.
+    /// Nothing was read, and reading it again does not help.
+    #[error(
+        "the entry of page {page} of {region} is damaged in the memory of a child made by fork: {detail}"
+    )]
+    Entry {
+        /// The program's name for the region.
+        region: Arc<str>,
+        /// The page in the region.
+        page: u64,
+        /// The damage.
+        detail: &'static str,
     },
     /// Local memory for the page to travel in is lacking. Nothing was sent; the page may be moved
     /// once there is memory.
@@ -109,6 +125,21 @@ pub enum StoreError {
     },
 }
 
+/// End of the text of [`StoreError::Full`], for people.
+struct HeldBytes(u64);
+
+impl fmt::Display for HeldBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            0 => Ok(()),
+            bytes => write!(
+                f,
+                "; {bytes} bytes are held for children made by fork, and are free when they end"
+            ),
+        }
+    }
+}
+
 impl StoreError {
     /// True if a server could not be reached before the deadline. Other pages of that server would
     /// fail now, too.
@@ -128,7 +159,7 @@ impl StoreError {
     /// True if the same operation may succeed later without anything being changed.
     pub fn may_retry(&self) -> bool {
         match self {
-            Self::Corrupt { .. } | Self::Panicked { .. } => false,
+            Self::Corrupt { .. } | Self::Entry { .. } | Self::Panicked { .. } => false,
             Self::Remote { retry, .. } => *retry,
             Self::Full { .. } | Self::Memory { .. } | Self::User { .. } => true,
         }

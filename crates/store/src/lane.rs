@@ -15,6 +15,8 @@
 //! goes to slots that nothing refers to yet. A WRITE that seemed lost may still arrive until the
 //! new channel is open, so its slots are used for nothing else before (`lane/port.rs`).
 //!
+//! The pages of a [`Snapshot`] are filled in the same way, from entries that the caller has.
+//!
 //! Deliberately absent: fairness between regions, and priorities. The pager decides what to start.
 
 mod call;
@@ -35,7 +37,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender};
 use farpage_fabric::{ChannelError, Completion, ConnectError, Op, Verb};
-use nix::poll::{PollFd, PollFlags};
+use nix::poll::{PollFd, PollFlags, PollTimeout};
 
 pub use self::{
     call::StoreCall,
@@ -47,7 +49,7 @@ use self::{
     staging::{IoBuf, Staging},
 };
 use crate::{
-    Cluster, PageIndex, PageStore, StoreError,
+    Cluster, EntryWords, PageIndex, PageStore, Snapshot, StoreError,
     blocking::Waker,
     codec::{Coder, Watch},
     entry::PageEntry,
@@ -209,6 +211,59 @@ impl<F: RunBuffer> Lane<F> {
         match &store.backing {
             Backing::Remote(remote) => self.fill_remote(store, remote, page, frame, tag),
             Backing::Blocking(_) => self.call_user(store, page, frame, tag, Direction::Fill),
+        }
+    }
+
+    /// Starts to bring a page of a snapshot into `frame`. `entry` is the page's entry in a copy of
+    /// the process, at [`PageStore::entry_address`]. The words may be any: those that are no entry
+    /// of the snapshot end in an error. Keep the snapshot until the operation has ended.
+    ///
+    /// # Errors
+    /// The frame: too much is in flight. Nothing was started; poll and try again.
+    ///
+    /// # Panics
+    /// If the frame is not one page of the store.
+    pub fn fill_copy(
+        &mut self,
+        snapshot: &Snapshot,
+        page: PageIndex,
+        entry: EntryWords,
+        frame: F,
+        tag: u64,
+    ) -> Result<(), F> {
+        let store = snapshot.store();
+        check_run(store, page, &frame);
+        assert_eq!(frame.as_ref().len(), store.page_bytes, "one page");
+        let Backing::Remote(remote) = &store.backing else {
+            unreachable!("only regions in remote memory have snapshots")
+        };
+        self.fill_copied(store, remote, page, entry, frame, tag)
+    }
+
+    /// Brings a page of a snapshot into `frame` as [`fill_copy`](Self::fill_copy) does, and waits.
+    /// For a lane that nothing else uses.
+    ///
+    /// # Panics
+    /// If anything is in flight, or the frame is not one page of the store.
+    pub fn read_copy(
+        &mut self,
+        snapshot: &Snapshot,
+        page: PageIndex,
+        entry: EntryWords,
+        frame: F,
+    ) -> RunCompletion<F> {
+        assert_eq!(self.in_flight(), 0, "a lane that nothing else uses");
+        let is_accepted = self.fill_copy(snapshot, page, entry, frame, 0).is_ok();
+        assert!(is_accepted, "an idle lane has room");
+        let mut done = Vec::new();
+        loop {
+            self.poll(&mut done);
+            if let Some(done) = done.pop() {
+                return done;
+            }
+            let mut fds = Vec::new();
+            let until = self.wait(&mut fds);
+            sleep(&mut fds, until);
         }
     }
 
@@ -385,13 +440,18 @@ impl<F: RunBuffer> Lane<F> {
         tag: u64,
         verb: Verb,
         remote: &RemoteStore,
-        SlotTransfer { place, bytes, .. }: SlotTransfer,
+        SlotTransfer {
+            place,
+            extent,
+            bytes,
+            ..
+        }: SlotTransfer,
         buf: IoBuf<F>,
     ) {
         let op = Op {
             tag,
             verb,
-            extent: remote.pool.extent(place),
+            extent: extent.unwrap_or_else(|| remote.pool.extent(place)),
             offset: place.offset,
             len: bytes,
             buf,
@@ -550,6 +610,17 @@ impl<F: RunBuffer> Drop for Lane<F> {
         }
         self.ports.iter_mut().for_each(Port::give_up);
     }
+}
+
+/// Waits for an event of `fds`, at most until a time.
+pub(crate) fn sleep(fds: &mut [PollFd<'_>], until: Option<Instant>) {
+    let timeout = until.map_or(PollTimeout::NONE, |until| {
+        let left = until.saturating_duration_since(Instant::now());
+        PollTimeout::try_from(left.as_millis() + u128::from(!left.is_zero()))
+            .unwrap_or(PollTimeout::MAX)
+    });
+    // Whatever the call returns, the caller polls its channels next.
+    let _ = nix::poll::poll(fds, timeout);
 }
 
 fn check_run<F: RunBuffer>(store: &PageStore, page: PageIndex, frame: &F) {

@@ -9,7 +9,8 @@ pub enum Reserve {
     /// The region's raw size, and room for pages on their way: a write-back cannot fail because
     /// servers are full. A region that can be published takes twice its size and two page maps (32
     /// bytes per page), since the last publication stays whole until the next one is. It asks for
-    /// more, which may be refused, only where pages of many sizes fragment the space.
+    /// more, which may be refused, only where pages of many sizes fragment the space, and for pages
+    /// that change while a child made by `fork` may read what they held before.
     #[default]
     Full,
     /// Memory for pages as they are written: compressed regions take less. When all servers are

@@ -4,7 +4,8 @@
 //! The rule it keeps: memory reserved for a region is granted before the region exists and is given
 //! back only after it, so that writing back a page of a fully reserved raw region never waits for a
 //! server's memory. For compressed pages this holds as long as slots of many sizes do not fragment
-//! the space; then the pool grows, and says so if it cannot.
+//! the space; then the pool grows, and says so if it cannot. It also grows for slots that are held
+//! for [`Snapshots`], which take nothing of what is reserved from then on.
 
 use std::{
     sync::{
@@ -21,6 +22,7 @@ use crate::{
     place::{SlotPlace, SlotSpan, slot_bytes},
     readers::ReaderSlots,
     slots::{Arena, GRANULE_BYTES, Slot},
+    snapshots::{OLDEST, Snapshots},
 };
 
 /// Longest extent asked for: a server may have to find it in one piece.
@@ -39,6 +41,7 @@ pub(crate) struct SlotPool {
     /// published region keeps its own numbers.
     servers: Vec<(usize, Arc<Session>)>,
     purpose: Purpose,
+    pub(crate) snapshots: Snapshots,
     /// Buffers for page maps.
     pub(crate) registered: RegPool,
     arenas: Vec<Mutex<Arena>>,
@@ -91,13 +94,17 @@ pub(crate) enum Growth {
 pub(crate) struct PoolReservation(Vec<u64>);
 
 impl SlotPool {
+    /// Makes a pool without extents. Bytes that it holds for snapshots are counted in `held_bytes`,
+    /// too.
     pub(crate) fn new(
         servers: Vec<(usize, Arc<Session>)>,
         registered: RegPool,
         purpose: Purpose,
+        held_bytes: Arc<AtomicU64>,
     ) -> Self {
         Self {
             purpose,
+            snapshots: Snapshots::new(servers.len(), held_bytes),
             arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
             servers,
             registered,
@@ -197,7 +204,7 @@ impl SlotPool {
 
     /// Frees and settles `slots` of a write that did not take place: nothing arrives in them.
     pub(crate) fn abandon(&self, slots: &[SlotSpan]) {
-        self.free(slots);
+        self.give_back(slots);
         self.settle(slots.len());
     }
 
@@ -255,7 +262,8 @@ impl SlotPool {
     fn promise(&self, server: usize, bytes: u64, unit: u64) -> Result<(), AllocError> {
         let lacking = {
             let arena = self.arenas[server].lock();
-            (arena.reserved_bytes + bytes).saturating_sub(arena.granted_bytes)
+            let held_bytes = self.snapshots.held_bytes_on(server);
+            (arena.reserved_bytes + held_bytes + bytes).saturating_sub(arena.granted_bytes)
         };
         let mut granted = 0;
         while granted < lacking {
@@ -352,16 +360,20 @@ impl SlotPool {
         self.release_surplus();
     }
 
-    /// Gives back extents that a region took beside its reservation and does not use any more.
+    /// Gives back extents that were taken beside a region's reservation, or for snapshots, and are
+    /// not used any more.
     pub(crate) fn shrink(&self) {
-        let _one_at_a_time = self.growing.lock();
+        let mut refused = self.growing.lock();
         self.release_surplus();
+        // The servers have room for a write that waits.
+        *refused = None;
     }
 
     /// Gives back extents that nothing uses and no region was promised.
     fn release_surplus(&self) {
         for (server, arena) in self.arenas.iter().enumerate() {
-            let surplus = arena.lock().take_surplus();
+            let held_bytes = self.snapshots.held_bytes_on(server);
+            let surplus = arena.lock().take_surplus(held_bytes);
             for index in surplus {
                 let id = {
                     let mut extents = self.extents.write().expect(NO_PANIC);
@@ -440,8 +452,16 @@ impl SlotPool {
             .fetch_add((places.len() - before) as u64, Ordering::Relaxed);
     }
 
-    /// Frees `slots`. Neighbours in the list on the same server take one lock of its arena.
+    /// Frees `slots` that entries of pages had at some time, except those that snapshots may need.
     pub(crate) fn free(&self, slots: &[SlotSpan]) {
+        let is_free = |slot: &&SlotSpan| !self.snapshots.hold(**slot, OLDEST);
+        let free: Vec<SlotSpan> = slots.iter().filter(is_free).copied().collect();
+        self.give_back(&free);
+    }
+
+    /// Frees `slots` that no snapshot needs. Neighbours in the list on the same server take one
+    /// lock of its arena.
+    pub(crate) fn give_back(&self, slots: &[SlotSpan]) {
         for of_server in slots.chunk_by(|a, b| a.place.server == b.place.server) {
             let mut arena = self.arenas[of_server[0].place.server as usize].lock();
             for row in of_server.chunk_by(|a, b| a.is_followed_by(b)) {
@@ -449,6 +469,20 @@ impl SlotPool {
                 arena.free(slot_of(row[0].place), bytes);
             }
         }
+    }
+
+    /// Returns the extent of a slot that another process says is one; `None` if any of the slot is
+    /// free, or nowhere.
+    pub(crate) fn find(&self, slot: SlotSpan) -> Option<ExtentId> {
+        let SlotPlace { server, extent, .. } = slot.place;
+        let arena = self.arenas.get(usize::from(server))?;
+        if !arena.lock().has(slot_of(slot.place), slot.bytes) {
+            return None;
+        }
+        // The pool of a region that has ended has arenas, and no extents.
+        let extents = self.extents.read().expect(NO_PANIC);
+        let (_, id) = (*extents.by_index.get(extent as usize)?)?;
+        Some(id)
     }
 
     /// Returns the bytes in slots, on all servers.

@@ -188,7 +188,7 @@ impl Publication<'_> {
     /// still arrive, so it is given up.
     pub(crate) fn give_up_area(&mut self, pool: &SlotPool, failed: Option<SlotSpan>) {
         self.area.retain(|&slot| Some(slot) != failed);
-        pool.free(&mem::take(&mut self.area));
+        pool.give_back(&mem::take(&mut self.area));
     }
 
     /// Ends the publication. Frees slots that no map refers to any more, unless they are read.
@@ -252,7 +252,7 @@ impl Last {
         if whole && self.spare.len() < self.spares_max {
             self.spare.push(area);
         } else {
-            pool.free(&area);
+            pool.give_back(&area);
         }
     }
 }
@@ -274,7 +274,7 @@ fn map_slots(pool: &SlotPool, map_bytes: u64) -> Result<Vec<SlotSpan>, AllocErro
                 Some(place) => break place,
                 None => {
                     if let Err(error) = pool.grow(bytes) {
-                        pool.free(&slots);
+                        pool.give_back(&slots);
                         return Err(error);
                     }
                 }

@@ -277,7 +277,33 @@ impl PageStore {
 
     /// Returns the counters of the store.
     pub fn stats(&self) -> StoreStatsSnapshot {
-        self.stats.snapshot()
+        let mut stats = self.stats.snapshot();
+        if let Backing::Remote(remote) = &self.backing {
+            stats.held_bytes = remote.pool.snapshots.held_bytes();
+        }
+        stats
+    }
+
+    /// Returns the bytes of remote memory that all regions of the cluster hold for snapshots.
+    pub(crate) fn held_bytes_in_all(&self) -> u64 {
+        self.cluster.held_bytes()
+    }
+
+    /// Returns the pool of a region in remote memory that was not retired.
+    pub(crate) fn pool_if_open(&self) -> Option<&Arc<SlotPool>> {
+        match &self.backing {
+            Backing::Remote(remote) if !self.retired.load(Ordering::Acquire) => Some(&remote.pool),
+            _ => None,
+        }
+    }
+
+    /// Returns the address of the entry of `page`: [`EntryWords`](crate::EntryWords) in the
+    /// processor's byte order. A copy of this process has its copy of the entry there.
+    ///
+    /// # Panics
+    /// If the region has no such page.
+    pub fn entry_address(&self, page: PageIndex) -> usize {
+        self.table.address(page)
     }
 
     /// Gives back the remote memory of a page whose bytes are not needed any more, except what was
@@ -314,7 +340,9 @@ impl PageStore {
     /// `to`. For the owner of both, in remote memory without a name.
     pub fn relocate(&self, from: PageIndex, to: PageIndex) {
         debug_assert!(self.is_blank(to), "page {to} has something stored");
-        self.table.store(to, self.table.load(from));
+        // Snapshots need the slot as before.
+        let (entry, time) = self.table.load_timed(from);
+        self.table.store_timed(to, entry, time);
         self.table.store(from, PageEntry::Never);
     }
 
@@ -346,6 +374,9 @@ impl PageStore {
     /// Gives the region's remote memory back, except what was published under a name, now and on
     /// this thread. Call when the region's pages are not used any more. Dropping does the same on
     /// the thread that comes last, which may then have to ask a server.
+    ///
+    /// What snapshots need stays until they end. A named region keeps its name and all of its
+    /// memory until its last snapshot ends: nobody can open it before.
     pub fn retire(&self) {
         if self.retired.swap(true, Ordering::AcqRel) {
             return;
@@ -360,20 +391,17 @@ impl PageStore {
             }
         }
         if remote.pool.is_own() {
-            remote.pool.release_all();
-            // Last, so that the next client to open the name finds nothing of it held.
-            remote.claim.as_ref().inspect(|claim| claim.let_go());
+            if !remote.pool.snapshots.end_pool_later() {
+                remote.end_pool();
+            }
             return;
         }
-        for page in self.all() {
-            if self.table.is_stored(page)
-                && let PageEntry::Stored {
-                    place,
-                    stored_bytes: bytes,
-                    ..
-                } = self.table.load(page)
+        for page in (self.all().iter()).filter(|&page| self.table.is_stored(page)) {
+            let (entry, time) = self.table.load_timed(page);
+            if let Some(slot) = entry.slot()
+                && !remote.pool.snapshots.hold(slot, time)
             {
-                remote.pool.free(&[SlotSpan { place, bytes }]);
+                remote.pool.give_back(&[slot]);
             }
         }
         match &remote.reservation {
@@ -400,6 +428,13 @@ impl Drop for PageStore {
 }
 
 impl RemoteStore {
+    /// Ends the pool of one region, and lets its name go.
+    pub(crate) fn end_pool(&self) {
+        self.pool.release_all();
+        // Last, so that the next client to open the name finds nothing of it held.
+        self.claim.as_ref().inspect(|claim| claim.let_go());
+    }
+
     /// Allocates a slot for one encoded page. Waits for nothing.
     pub(crate) fn alloc(&self, bytes: u32, page: PageIndex) -> Result<SlotPlace, NoSlot> {
         let mut place = None;
@@ -428,8 +463,9 @@ impl RemoteStore {
 
     /// Takes slots by `alloc`. If it finds too few, starts to ask servers for memory.
     fn take(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoSlot> {
-        // Asked first: a write or a publication that ends in between may have made room.
-        let unsettled = self.pool.has_unsettled();
+        // Asked first: what ends in between, a write, a publication or a snapshot, may have made
+        // room.
+        let unsettled = self.pool.has_unsettled() || self.pool.snapshots.hold_any();
         let published = self.publications.as_ref().map(Publications::ended);
         let grants = self.pool.grants();
         if alloc() {
@@ -441,14 +477,15 @@ impl RemoteStore {
                 let publishes = self.publications.as_ref().is_some_and(|publications| {
                     publications.is_running() || Some(publications.ended()) != published
                 });
-                let later = unsettled || self.pool.has_unsettled() || publishes;
+                let is_held = self.pool.snapshots.hold_any();
+                let later = unsettled || self.pool.has_unsettled() || publishes || is_held;
                 NoSlot::Full { source, later }
             }
         })
     }
 
-    /// Puts new entries of pages in place and frees the slots that they had before. `freed` is
-    /// scratch.
+    /// Puts new entries of pages in place and frees the slots that they had before, except those
+    /// that a published map or a snapshot needs. `freed` is scratch.
     pub(crate) fn commit(
         &self,
         table: &PageTable,
@@ -461,9 +498,11 @@ impl RemoteStore {
             .publications
             .as_ref()
             .map(|publications| publications.commit());
+        let snapshots = &self.pool.snapshots;
+        let present = snapshots.now();
         for (page, entry) in entries {
-            let old = table.load(page);
-            table.store(page, entry);
+            let (old, time) = table.load_timed(page);
+            table.store_timed(page, entry, present.time());
             for (slot, pages) in [(old.slot(), -1), (entry.slot(), 1)] {
                 if let Some(slot) = slot {
                     self.pool.count_contents(slot, self.page_bytes, pages);
@@ -477,13 +516,16 @@ impl RemoteStore {
             } = old
             {
                 let slot = SlotSpan { place, bytes };
-                if !(commits.as_ref()).is_some_and(|commits| commits.keep(slot, published)) {
+                let is_kept = (commits.as_ref())
+                    .is_some_and(|commits| commits.keep(slot, published))
+                    || present.has_live() && snapshots.hold(slot, time);
+                if !is_kept {
                     freed.push(slot);
                 }
             }
         }
         drop(commits);
-        self.pool.free(freed);
+        self.pool.give_back(freed);
         freed.clear();
     }
 }
@@ -495,7 +537,7 @@ pub(crate) enum NoSlot {
     /// The servers gave no room.
     Full {
         source: AllocError,
-        /// True if writes in flight, or a publication, may make room when they end.
+        /// True if writes in flight, a publication or snapshots may make room when they end.
         later: bool,
     },
 }

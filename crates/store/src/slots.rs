@@ -80,9 +80,10 @@ impl Arena {
         }
     }
 
-    /// Takes out unused extents, as long as the rest covers what is reserved. Returns their
-    /// indices.
-    pub(crate) fn take_surplus(&mut self) -> Vec<u32> {
+    /// Takes out unused extents, as long as the rest covers what is reserved, and `held_bytes` in
+    /// slots that are held beside that. Returns their indices.
+    pub(crate) fn take_surplus(&mut self, held_bytes: u64) -> Vec<u32> {
+        let needed_bytes = self.reserved_bytes + held_bytes;
         let mut taken = Vec::new();
         for index in 0..self.extents.len() as u32 {
             let Some((bytes, usable)) = self.extents[index as usize] else {
@@ -90,7 +91,7 @@ impl Arena {
             };
             let start = start_of(index);
             let unused = usable == 0 || self.holes.get(&start) == Some(&usable);
-            if unused && self.granted_bytes - bytes >= self.reserved_bytes {
+            if unused && self.granted_bytes - bytes >= needed_bytes {
                 self.granted_bytes -= bytes;
                 self.usable_bytes -= usable;
                 self.extents[index as usize] = None;
@@ -186,6 +187,17 @@ impl Arena {
             self.carve(hole, len, slot, bytes);
         }
         inside
+    }
+
+    /// True if all of a slot of `bytes` is in an extent, and taken.
+    pub(crate) fn has(&self, slot: Slot, bytes: u32) -> bool {
+        let end = behind(slot, slot_bytes(bytes));
+        let extent = self.extents.get(slot.extent as usize).copied().flatten();
+        let is_inside = extent.is_some_and(|(_, usable)| end.offset <= usable);
+        // Earlier holes end earlier.
+        let hole = self.holes.range(..end).next_back();
+        let hole = hole.filter(|(hole, _)| hole.extent == slot.extent);
+        is_inside && hole.is_none_or(|(hole, len)| hole.offset + len <= slot.offset)
     }
 
     /// Returns the bytes in slots.
@@ -321,11 +333,23 @@ mod tests {
                 prop_assert!(other.claim(slot, bytes) && !other.claim(slot, bytes));
             }
             prop_assert_eq!(&other.by_length, &arena.by_length);
-            prop_assert_eq!(arena.take_surplus().len() < 3, !live.is_empty());
+            for (index, bytes) in extents {
+                for offset in (0..bytes + 4096).step_by(1024) {
+                    let (slot, end) = (Slot { extent: index, offset }, offset + 1024);
+                    let mut taken = 0;
+                    for (live, &len) in live.range(start_of(index)..start_of(index + 1)) {
+                        let live_end = live.offset + slot_bytes(len);
+                        taken += live_end.min(end).saturating_sub(live.offset.max(offset));
+                    }
+                    prop_assert_eq!(arena.has(slot, 1024), taken == 1024);
+                }
+            }
+            prop_assert!(!arena.has(start_of(1), 64) && !arena.has(start_of(6), 64));
+            prop_assert_eq!(arena.take_surplus(0).len() < 3, !live.is_empty());
             for (slot, bytes) in live {
                 arena.free(slot, slot_bytes(bytes));
             }
-            arena.take_surplus();
+            arena.take_surplus(0);
             prop_assert_eq!((arena.granted_bytes, arena.holes.len(), arena.by_length.len()), (0, 0, 0));
         }
     }

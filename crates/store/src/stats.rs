@@ -18,15 +18,20 @@ macro_rules! counters {
         #[non_exhaustive]
         pub struct StoreStatsSnapshot {
             $($(#[$doc])* pub $name: u64,)*
+            /// Bytes of remote memory that no page uses any more, held for
+            /// [snapshots](crate::Snapshot): children made by `fork` read them. Of one region:
+            /// those of all regions that share its remote memory.
+            pub held_bytes: u64,
             /// Largest error, as the bits of a non-negative float, which compare as the float does.
             error_bits: u64,
         }
 
         impl StoreStats {
-            /// Reads all counters.
+            /// Reads all counters. Held bytes are counted elsewhere.
             pub fn snapshot(&self) -> StoreStatsSnapshot {
                 StoreStatsSnapshot {
                     $($name: self.$name.load(Relaxed),)*
+                    held_bytes: 0,
                     error_bits: self.error_bits.load(Relaxed),
                 }
             }
@@ -43,6 +48,7 @@ macro_rules! counters {
             fn add(self, other: Self) -> Self {
                 Self {
                     $($name: self.$name + other.$name,)*
+                    held_bytes: self.held_bytes + other.held_bytes,
                     error_bits: self.error_bits.max(other.error_bits),
                 }
             }

@@ -1,7 +1,8 @@
 //! Fills from memory servers: made on the spot, read into the frame, or read into a staging buffer
 //! and decoded.
 //!
-//! The rule it keeps: each page that is handed out as filled has the hash that its entry says.
+//! The rule it keeps: each page that is handed out as filled has the hash that its entry says. An
+//! entry out of another process is checked before anything is read.
 //! Bytes that do not match are read a second time: a link that was cut and came back may have
 //! damaged them on their way, while the server has them as they were written.
 
@@ -15,9 +16,10 @@ use super::{
     staging::{IoBuf, no_memory},
 };
 use crate::{
-    PageIndex, PageStore, StoreError,
+    EntryWords, PageIndex, PageStore, StoreError,
     codec::{self, Coder, Form},
     entry::PageEntry,
+    place::SlotSpan,
     remote::RemoteStore,
 };
 
@@ -67,6 +69,42 @@ impl<F: RunBuffer> Lane<F> {
         Ok(())
     }
 
+    /// Fills one page by an entry that a copy of the process has. Pages that need no request are
+    /// not counted: this process has none of them in memory.
+    pub(super) fn fill_copied(
+        &mut self,
+        store: &Arc<PageStore>,
+        remote: &RemoteStore,
+        page: PageIndex,
+        entry: EntryWords,
+        mut frame: F,
+        tag: u64,
+    ) -> Result<(), F> {
+        if !self.has_room(store, remote) {
+            return Err(frame);
+        }
+        let mut run = LaneRun::new((tag, store, page), Direction::Fill, self.spare());
+        match copied(remote, entry) {
+            Ok(CopiedEntry::Repeated { value }) => {
+                codec::fill_repeated(frame.as_mut(), value);
+                run.add(Task::Ended, 0);
+            }
+            Ok(CopiedEntry::Stored { transfer, hash }) => run.add(Task::Fetch(transfer), hash),
+            Err(detail) => {
+                run.add(Task::Ended, 0);
+                let error = StoreError::Entry {
+                    region: store.label.clone(),
+                    page: page.number(),
+                    detail,
+                };
+                run.fail_page(0, error);
+            }
+        }
+        run.cut(frame);
+        self.launch(run);
+        Ok(())
+    }
+
     /// Posts all READs that can go now. False if some have to wait.
     pub(super) fn fetch(
         &mut self,
@@ -95,6 +133,43 @@ impl<F: RunBuffer> Lane<F> {
             }
         }
         all
+    }
+}
+
+/// Entry out of another process.
+enum CopiedEntry {
+    Repeated { value: u64 },
+    Stored { transfer: SlotTransfer, hash: u128 },
+}
+
+/// Checks an entry out of another process, which may be any words.
+///
+/// # Errors
+/// The damage.
+fn copied(remote: &RemoteStore, entry: EntryWords) -> Result<CopiedEntry, &'static str> {
+    match PageEntry::decode_timed(entry) {
+        None => Err("it is none"),
+        Some(PageEntry::Kept { .. }) => Err("it refers to a store of the user's own"),
+        Some(PageEntry::Never) => Ok(CopiedEntry::Repeated { value: 0 }),
+        Some(PageEntry::Repeated { value }) => Ok(CopiedEntry::Repeated { value }),
+        Some(PageEntry::Stored {
+            place,
+            stored_bytes: bytes,
+            form,
+            hash,
+            ..
+        }) => {
+            if !(remote.scheme).allows(form, bytes as usize, remote.page_bytes) {
+                return Err("no page of the region has its form and length");
+            }
+            let extent = remote.pool.find(SlotSpan { place, bytes });
+            let extent = extent.ok_or("it refers to no slot")?;
+            let transfer = SlotTransfer {
+                extent: Some(extent),
+                ..SlotTransfer::new(place, bytes, form)
+            };
+            Ok(CopiedEntry::Stored { transfer, hash })
+        }
     }
 }
 

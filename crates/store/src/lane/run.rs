@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use farpage_fabric::{ChannelError, Since, Verb, regmem::RegBuf};
+use farpage_fabric::{ChannelError, ExtentId, Since, Verb, regmem::RegBuf};
 
 use super::operation::{RunBuffer, RunCompletion, RunCounts};
 use crate::{
@@ -115,6 +115,9 @@ pub(super) enum Task {
 #[derive(Clone, Copy)]
 pub(super) struct SlotTransfer {
     pub(super) place: SlotPlace,
+    /// Extent of a place that another process names, which may cease to be one; `None`: the place
+    /// is in use until the transfer has ended, and its pool knows the extent.
+    pub(super) extent: Option<ExtentId>,
     pub(super) bytes: u32,
     pub(super) form: Form,
     /// Number of attempts.
@@ -129,6 +132,7 @@ impl SlotTransfer {
     pub(super) fn new(place: SlotPlace, bytes: u32, form: Form) -> Self {
         Self {
             place,
+            extent: None,
             bytes,
             form,
             attempts: 1,

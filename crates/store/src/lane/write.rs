@@ -312,10 +312,11 @@ impl<F: RunBuffer> Lane<F> {
 }
 
 fn full(store: &PageStore, source: AllocError) -> impl Fn(PageIndex) -> StoreError + use<> {
-    let region = store.label.clone();
+    let (region, held_bytes) = (store.label.clone(), store.held_bytes_in_all());
     move |page| StoreError::Full {
         region: region.clone(),
         page: page.number(),
+        held_bytes,
         source: source.clone(),
     }
 }

@@ -2,15 +2,13 @@
 //!
 //! The rule it keeps: a mover waits for servers, so no worker uses one.
 
-use std::{os::fd::BorrowedFd, time::Instant};
-
 use farpage_fabric::{
     Channel, ChannelError, ConnectError, Op, Verb,
     regmem::{RegBuf, RegError},
 };
-use nix::poll::{PollFd, PollFlags, PollTimeout};
+use nix::poll::{PollFd, PollFlags};
 
-use crate::{place::SlotPlace, pool::SlotPool};
+use crate::{lane::sleep, place::SlotPlace, pool::SlotPool};
 
 /// Mover of pieces of a map, one after another.
 pub(super) struct Mover<'a> {
@@ -67,7 +65,11 @@ impl<'a> Mover<'a> {
         let mut done = Vec::new();
         while channel.poll(&mut done) == 0 {
             let wait = channel.wait();
-            sleep(wait.fd, wait.readable, wait.writable, wait.until);
+            let mut events = PollFlags::empty();
+            events.set(PollFlags::POLLIN, wait.readable);
+            events.set(PollFlags::POLLOUT, wait.writable);
+            let mut fd = wait.fd.map(|fd| PollFd::new(fd, events));
+            sleep(fd.as_mut_slice(), wait.until);
         }
         let completion = done.pop().expect("poll returned one");
         completion
@@ -75,18 +77,4 @@ impl<'a> Mover<'a> {
             .map(|()| completion.buf)
             .map_err(MoveError::Channel)
     }
-}
-
-fn sleep(fd: Option<BorrowedFd<'_>>, readable: bool, writable: bool, until: Option<Instant>) {
-    let mut events = PollFlags::empty();
-    events.set(PollFlags::POLLIN, readable);
-    events.set(PollFlags::POLLOUT, writable);
-    let mut fds: Vec<_> = fd.map(|fd| PollFd::new(fd, events)).into_iter().collect();
-    let timeout = until.map_or(PollTimeout::NONE, |until| {
-        let left = until.saturating_duration_since(Instant::now());
-        PollTimeout::try_from(left.as_millis() + u128::from(!left.is_zero()))
-            .unwrap_or(PollTimeout::MAX)
-    });
-    // Whatever the call returns, the channel is polled next.
-    let _ = nix::poll::poll(&mut fds, timeout);
 }

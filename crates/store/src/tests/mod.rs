@@ -8,6 +8,7 @@ mod pages;
 mod readers;
 mod room;
 mod runs;
+mod snapshots;
 
 use std::{
     collections::HashMap,
