@@ -14,6 +14,7 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     candidates::{Candidates, FoundBy},
+    freeze::Entered,
     hand_over::PAGES_PER_CALL,
     leaving::Leaving,
     protocol,
@@ -46,11 +47,16 @@ impl<A: AddressSpace> DirectReclaim<A> {
     pub(crate) fn reclaim(&self) -> bool {
         let (budget, hand_over) = (self.shared.frames.budget(), &self.shared.hand_over);
         let (mut left, mut any) = (PAGES_PER_CALL, false);
-        if budget.is_tight() && hand_over.rests() {
+        if !budget.is_tight() || hand_over.rests() {
             return false;
         }
+        // While the program forks, the thread waits as if there were no victims.
+        let gate = &self.shared.gate;
+        let Some(entered) = gate.enter(self.worker) else {
+            return false;
+        };
         for _ in 0..CHUNKS_PER_CALL {
-            if left == 0 || !budget.is_tight() || !hand_over.has_room() {
+            if left == 0 || !budget.is_tight() || !hand_over.has_room() || gate.is_closed() {
                 break;
             }
             let Some(candidates) = self.shared.victims.candidates() else {
@@ -60,43 +66,45 @@ impl<A: AddressSpace> DirectReclaim<A> {
                 continue;
             }
             if candidates.region.is_read_only() {
-                any |= self.drop_candidates(&candidates);
+                any |= self.drop_candidates(&entered, &candidates);
                 continue;
             }
             if self.shared.scatter.is_better(&candidates) {
-                return self.copy_out(candidates) || any;
+                return self.copy_out(&entered, candidates) || any;
             }
-            any |= self.move_out(&candidates, &mut left);
+            any |= self.move_out(&entered, &candidates, &mut left);
         }
         any
     }
 
     /// Drops victims among the candidates of a read-only region. Returns whether there were any.
-    fn drop_candidates(&self, candidates: &Candidates) -> bool {
-        let dropped = self.shared.victims.drop_candidates(candidates);
+    fn drop_candidates(&self, entered: &Entered<'_>, candidates: &Candidates) -> bool {
+        let dropped = (self.shared.victims).drop_candidates(entered, candidates);
         self.counters().evicted(dropped.pages, dropped.pages);
         if let Some(page) = dropped.refused {
-            self.move_run_out(&candidates.region, page.alone(), candidates.found_by);
+            let (region, found_by) = (&candidates.region, candidates.found_by);
+            self.move_run_out(entered, region, page.alone(), found_by);
         }
         dropped.pages > 0
     }
 
     /// Takes victims of the candidates, and of some behind them, out by copying.
-    fn copy_out(&self, candidates: Candidates) -> bool {
+    fn copy_out(&self, entered: &Entered<'_>, candidates: Candidates) -> bool {
         let (region, found_by) = (candidates.region.clone(), candidates.found_by);
-        let took_out = |region: &RegionGuard, run| self.took_out(region, run, found_by);
-        let outcome = self.shared.scatter.take_out(candidates, took_out);
+        let took_out = |region: &RegionGuard, run| self.took_out(entered, region, run, found_by);
+        let outcome = (self.shared.scatter).take_out(entered, candidates, took_out);
         let outcome = outcome.unwrap_or_default();
         let mut any = outcome.any;
         for page in outcome.refused {
-            any |= self.move_run_out(&region, page.alone(), found_by) > 0;
+            any |= self.move_run_out(entered, &region, page.alone(), found_by) > 0;
         }
         any
     }
 
     /// Takes victims of the candidates out by moving, at most `left`.
-    fn move_out(&self, candidates: &Candidates, left: &mut usize) -> bool {
-        let page_bytes = candidates.region.page_bytes();
+    fn move_out(&self, entered: &Entered<'_>, candidates: &Candidates, left: &mut usize) -> bool {
+        let (region, found_by) = (&candidates.region, candidates.found_by);
+        let page_bytes = region.page_bytes();
         let mut walk = Walk::new(&self.shared.victims, candidates);
         loop {
             let excess = self.shared.frames.budget().excess_pages(page_bytes);
@@ -108,17 +116,24 @@ impl<A: AddressSpace> DirectReclaim<A> {
                 break;
             };
             *left -= pages.len();
-            walk.took(self.move_run_out(&candidates.region, pages, candidates.found_by));
+            walk.took(self.move_run_out(entered, region, pages, found_by));
         }
         walk.end()
     }
 
     /// Takes as many of the leading ones of `pages` out as go together. Returns how many.
-    fn move_run_out(&self, region: &Arc<Region>, pages: PageRange, found_by: FoundBy) -> usize {
-        match self.shared.victims.take_out(region, pages, protocol::leave) {
+    fn move_run_out(
+        &self,
+        entered: &Entered<'_>,
+        region: &Arc<Region>,
+        pages: PageRange,
+        found_by: FoundBy,
+    ) -> usize {
+        let victims = &self.shared.victims;
+        match victims.take_out(entered, region, pages, protocol::leave) {
             DetachOutcome::Taken(region, run) => {
                 let taken = run.len();
-                self.took_out(&region, run, found_by);
+                self.took_out(entered, &region, run, found_by);
                 return taken;
             }
             DetachOutcome::Refused(_) => self.counters().failed_evictions.bump(),
@@ -128,7 +143,13 @@ impl<A: AddressSpace> DirectReclaim<A> {
     }
 
     /// Settles pages that were taken out: unchanged ones are gone, the rest is handed over.
-    fn took_out(&self, region: &RegionGuard, run: PageRun<A::Frame>, found_by: FoundBy) {
+    fn took_out(
+        &self,
+        entered: &Entered<'_>,
+        region: &RegionGuard,
+        run: PageRun<A::Frame>,
+        found_by: FoundBy,
+    ) {
         let shared = &self.shared;
         let stamp = shared.victims.stamp(found_by);
         let first = run.first();
@@ -147,7 +168,8 @@ impl<A: AddressSpace> DirectReclaim<A> {
                     let page_bytes = region.page_bytes();
                     return shared.frames.release(run.into_frame(), page_bytes);
                 }
-                let leaving = Leaving::new(region.again(), run.pages(), None, found_by);
+                let (region, departure) = (region.again(), entered.depart());
+                let leaving = Leaving::new(region, run.pages(), None, found_by, departure);
                 let budget = shared.frames.budget();
                 shared
                     .hand_over

@@ -6,7 +6,8 @@
 //! meanwhile, or pinned, is mapped again as zeros.
 //!
 //! The rule: the calling thread owns pages here and waits for nothing while it does, except for a
-//! frame. The page protocol is that of evictors and fillers; only the bytes differ.
+//! frame, and that outside the reclaim gate: while the program forks, nothing is discarded. The page
+//! protocol is that of evictors and fillers; only the bytes differ.
 
 use std::{ops::Range, thread, time::Instant};
 
@@ -29,7 +30,7 @@ use crate::{
 pub(crate) enum DiscardOutcome {
     /// Number of leading pages that are zeros now.
     Done(usize),
-    /// The first page has another owner, or the kernel holds it.
+    /// The first page has another owner, the kernel holds it, or the program forks.
     NotNow(Option<PageError>),
 }
 
@@ -57,6 +58,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         let mut page = pages.start;
         let mut waiting: Option<(Instant, Instant)> = None;
         while page < pages.end {
+            self.wait_for_thaw(&entered);
             match self.try_discard(page.until(pages.end))? {
                 DiscardOutcome::Done(count) => {
                     page += count;
@@ -120,7 +122,11 @@ impl<A: AddressSpace> MappedRegion<A> {
 
     fn discard_mapped(&self, pages: PageRange) -> Result<DiscardOutcome, PageError> {
         let (shared, region) = (self.shared(), self.region());
-        let (region, run) = match shared.victims.take_out(region, pages, protocol::borrow) {
+        let Some(inside) = shared.gate.enter_for_program() else {
+            return Ok(DiscardOutcome::NotNow(None));
+        };
+        let taken = (shared.victims).take_out(&inside, region, pages, protocol::borrow);
+        let (region, run) = match taken {
             DetachOutcome::Taken(region, run) => (region, run),
             // The program gave the page back to the kernel: what was stored is the page now.
             DetachOutcome::NotHere => return Ok(DiscardOutcome::Done(0)),
@@ -151,11 +157,16 @@ impl<A: AddressSpace> MappedRegion<A> {
         let Some(region) = self.region().enter() else {
             return Ok(DiscardOutcome::Done(1));
         };
+        let Some(inside) = self.shared().gate.enter_for_program() else {
+            return Ok(DiscardOutcome::NotNow(None));
+        };
         if region.words.try_apply(page, protocol::prefetch).is_none() {
             return Ok(DiscardOutcome::Done(0));
         }
         region.store.clear(page.alone());
         region.words.apply(page, |w| (protocol::forgotten(w), ()));
+        // The store has zeros, too. A frame may have to be waited for.
+        drop(inside);
         let mut outcome = Ok(DiscardOutcome::Done(1));
         match region.words.apply(page, protocol::fill_failed) {
             OnFailed::Dropped => region.store.count_left(page),
@@ -177,6 +188,10 @@ impl<A: AddressSpace> MappedRegion<A> {
         let frame = self.frame_for(page)?;
         let take = |w| protocol::heal(w).or(protocol::taken_up(w));
         let own = |region: &RegionGuard| region.words.try_apply(page, take).is_some();
+        let Some(_inside) = shared.gate.enter_for_program() else {
+            shared.frames.release(frame, region.page_bytes());
+            return Ok(DiscardOutcome::NotNow(None));
+        };
         let Some(region) = region.enter().filter(own) else {
             shared.frames.release(frame, region.page_bytes());
             return Ok(DiscardOutcome::Done(0));

@@ -22,6 +22,7 @@ use crate::{
     PageError,
     ahead::ReadAhead,
     budget::Budget,
+    freeze::Departure,
     region::{Region, RegionGuard},
     waker::WorkerWaker,
 };
@@ -46,8 +47,8 @@ pub(crate) enum Command {
     /// it in. The filler owns the page from here on.
     TakeOver(RegionGuard, PageIndex, PageError, Since),
     /// Publish this page as lost: a thread that serves its own faults owns it, and its newest bytes
-    /// are gone. The filler owns the page from here on.
-    Lose(RegionGuard, PageIndex, PageError),
+    /// are gone. The filler owns the page from here on. It counts as on its way out until then.
+    Lose(RegionGuard, PageIndex, PageError, Departure),
     /// Give up whatever is kept for the region, which is closing.
     Settle(Arc<Region>),
 }

@@ -1,5 +1,5 @@
 //! Errors, an enum for each call: [`PageError`] for a page, at any time after it was mapped;
-//! [`StartError`], [`MapError`], [`PinError`] and [`FlushError`].
+//! [`StartError`], [`MapError`], [`PinError`], [`FlushError`] and [`FreezeError`].
 //!
 //! The rule: each text says what was tried, why it failed, and what to do.
 
@@ -8,7 +8,14 @@ use std::{io, sync::Arc, time::Duration};
 use farpage_store::{PageIndex, StoreError};
 use farpage_vm::DetachError;
 
-farpage_fabric::debug_as_display!(PageError, StartError, MapError, FlushError, PinError);
+farpage_fabric::debug_as_display!(
+    PageError,
+    StartError,
+    MapError,
+    FlushError,
+    PinError,
+    FreezeError
+);
 
 /// Text of the error that calls return in a child of `fork`.
 pub const FORKED: &str = "a process made by fork does not have its parent's runtimes and regions: \
@@ -232,4 +239,24 @@ pub enum PinError {
     /// A page could not be brought in.
     #[error(transparent)]
     Page(#[from] PageError),
+}
+
+/// Reason why reclaim could not be frozen for a `fork`. It goes on.
+#[derive(thiserror::Error)]
+#[non_exhaustive]
+pub enum FreezeError {
+    /// Pages were still on their way out at the deadline: a child would not have their bytes.
+    #[error(
+        "{runs} runs of pages were still on their way out after {waited:.1?}, and a child would not have their bytes: a memory server or a store of \
+         the program is slow, or cannot be reached; fork again later"
+    )]
+    Busy {
+        /// Number of runs, and of searches for more.
+        runs: usize,
+        /// Time that the call waited.
+        waited: Duration,
+    },
+    /// The process is a child of the one that has the pager.
+    #[error("{FORKED}")]
+    Forked,
 }

@@ -26,6 +26,7 @@ use farpage_vm::AddressSpace;
 use crate::{
     PageError,
     candidates::{Candidates, FoundBy},
+    freeze::Entered,
     job::Job,
     protocol,
     region::{Region, RegionGuard},
@@ -118,7 +119,8 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Goes on with runs that threads of the program have taken out: maps wanted ones again, and
-    /// writes others back as far as there is room. Runs of closing regions need no room.
+    /// writes others back as far as there is room. Runs of closing regions need no room. While the
+    /// program forks, all are mapped again.
     fn take_handed_over(&mut self) -> bool {
         let (shared, mut any) = (self.shared.clone(), false);
         let hand_over = &shared.hand_over;
@@ -138,7 +140,8 @@ impl<A: AddressSpace> Evictor<A> {
             let Some((leaving, frame)) = hand_over.take() else {
                 break;
             };
-            let is_urgent = leaving.is_wanted() || leaving.region.is_closing();
+            let is_urgent =
+                leaving.is_wanted() || leaving.region.is_closing() || shared.gate.is_closed();
             let mine = if has_room || is_urgent {
                 Some((leaving, frame))
             } else {
@@ -147,7 +150,8 @@ impl<A: AddressSpace> Evictor<A> {
             if let Some((leaving, frame)) = mine {
                 shared.frames.budget().end_leaving(leaving.bytes());
                 let run = leaving.run(frame);
-                (self.write_backs).add(&leaving.region, run, None, leaving.found_by);
+                let entered = leaving.departure.inside();
+                (self.write_backs).add(&entered, &leaving.region, run, None, leaving.found_by);
                 any = true;
             }
         }
@@ -166,9 +170,13 @@ impl<A: AddressSpace> Evictor<A> {
         if !self.reclaiming {
             return false;
         }
+        let shared = self.shared.clone();
+        let Some(entered) = shared.gate.enter(self.worker) else {
+            return false;
+        };
         let mut begun = false;
         for _ in 0..CHUNKS_PER_TURN {
-            if excess(self) == 0 || !self.write_backs.has_room(1) {
+            if excess(self) == 0 || !self.write_backs.has_room(1) || shared.gate.is_closed() {
                 break;
             }
             let Some(candidates) = self.shared.victims.candidates() else {
@@ -178,16 +186,16 @@ impl<A: AddressSpace> Evictor<A> {
                 continue;
             }
             if candidates.region.is_read_only() {
-                begun |= self.drop_candidates(&candidates);
+                begun |= self.drop_candidates(&entered, &candidates);
                 continue;
             }
             if self.shared.scatter.is_better(&candidates) {
-                match self.copy_out(candidates) {
+                match self.copy_out(&entered, candidates) {
                     Some(any) => begun |= any,
                     None => break,
                 }
             } else {
-                begun |= self.move_out(&candidates);
+                begun |= self.move_out(&entered, &candidates);
             }
         }
         begun
@@ -199,7 +207,7 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Takes victims among the candidates out, neighbours together. Returns whether there were any.
-    fn move_out(&mut self, candidates: &Candidates) -> bool {
+    fn move_out(&mut self, entered: &Entered<'_>, candidates: &Candidates) -> bool {
         let (shared, page_bytes) = (self.shared.clone(), candidates.region.page_bytes());
         let mut walk = Walk::new(&shared.victims, candidates);
         loop {
@@ -213,8 +221,8 @@ impl<A: AddressSpace> Evictor<A> {
             let mut page = run.start;
             while page < run.end {
                 let pages = page.until(run.end);
-                let (pages, begun) =
-                    self.begin(&candidates.region, pages, None, candidates.found_by);
+                let (region, found_by) = (&candidates.region, candidates.found_by);
+                let (pages, begun) = self.begin(entered, region, pages, None, found_by);
                 if matches!(begun, Begun::Yes) {
                     walk.took(pages);
                 }
@@ -225,24 +233,26 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Drops victims among the candidates of a read-only region. Returns whether there were any.
-    fn drop_candidates(&mut self, candidates: &Candidates) -> bool {
-        let dropped = self.shared.victims.drop_candidates(candidates);
+    fn drop_candidates(&mut self, entered: &Entered<'_>, candidates: &Candidates) -> bool {
+        let dropped = (self.shared.victims).drop_candidates(entered, candidates);
         self.counters().evicted(dropped.pages, dropped.pages);
         if let Some(page) = dropped.refused {
-            self.begin_moving(&candidates.region, page.alone(), None, candidates.found_by);
+            let (region, found_by) = (&candidates.region, candidates.found_by);
+            self.begin_moving(entered, region, page.alone(), None, found_by);
         }
         dropped.pages > 0
     }
 
     /// Takes victims among the candidates out by copying. `None`: another thread takes pages out.
-    fn copy_out(&mut self, candidates: Candidates) -> Option<bool> {
+    fn copy_out(&mut self, entered: &Entered<'_>, candidates: Candidates) -> Option<bool> {
         let shared = self.shared.clone();
         let (region, found_by) = (candidates.region.clone(), candidates.found_by);
-        let add = |region: &RegionGuard, run| self.write_backs.add(region, run, None, found_by);
-        let outcome = shared.scatter.take_out(candidates, add)?;
+        let writes = &mut self.write_backs;
+        let add = |region: &RegionGuard, run| writes.add(entered, region, run, None, found_by);
+        let outcome = shared.scatter.take_out(entered, candidates, add)?;
         let mut any = outcome.any;
         for page in outcome.refused {
-            let (_, begun) = self.begin(&region, page.alone(), None, found_by);
+            let (_, begun) = self.begin(entered, &region, page.alone(), None, found_by);
             any |= matches!(begun, Begun::Yes);
         }
         Some(any)
@@ -252,20 +262,22 @@ impl<A: AddressSpace> Evictor<A> {
     /// with, at least one, and how.
     fn begin(
         &mut self,
+        entered: &Entered<'_>,
         region: &Arc<Region>,
         pages: PageRange,
         job: Option<&Arc<Job>>,
         found_by: FoundBy,
     ) -> (usize, Begun) {
         if !region.is_read_only() {
-            return self.begin_moving(region, pages, job, found_by);
+            return self.begin_moving(entered, region, pages, job, found_by);
         }
-        let dropped = (self.shared.victims).drop_runs(region, slice::from_ref(&pages), found_by);
+        let victims = &self.shared.victims;
+        let dropped = victims.drop_runs(entered, region, slice::from_ref(&pages), found_by);
         self.counters().evicted(dropped.pages, dropped.pages);
         match dropped.refused {
             None => (pages.len(), Begun::NotHere),
             Some(page) => {
-                let (_, begun) = self.begin_moving(region, page.alone(), job, found_by);
+                let (_, begun) = self.begin_moving(entered, region, page.alone(), job, found_by);
                 (page + 1 - pages.start, begun)
             }
         }
@@ -274,6 +286,7 @@ impl<A: AddressSpace> Evictor<A> {
     /// Owns and detaches the leading ones of `pages`. Returns as [`begin`](Self::begin) does.
     fn begin_moving(
         &mut self,
+        entered: &Entered<'_>,
         region: &Arc<Region>,
         pages: PageRange,
         job: Option<&Arc<Job>>,
@@ -286,10 +299,10 @@ impl<A: AddressSpace> Evictor<A> {
             protocol::leave
         };
         let first = pages.start;
-        match self.shared.victims.take_out(region, pages, own) {
+        match (self.shared.victims).take_out(entered, region, pages, own) {
             DetachOutcome::Taken(region, run) => {
                 let pages = run.len();
-                self.write_backs.add(&region, run, job, found_by);
+                (self.write_backs).add(entered, &region, run, job, found_by);
                 (pages, Begun::Yes)
             }
             DetachOutcome::NotHere => (1, Begun::NotHere),
@@ -304,14 +317,21 @@ impl<A: AddressSpace> Evictor<A> {
 
     /// Goes on with the oldest job, and with pages of jobs that were owned by others before.
     fn work_on_jobs(&mut self) -> bool {
-        let mut any = self.try_again();
-        while self.write_backs.has_room(1) {
-            let Some(job) = self.shared.jobs.first() else {
+        if self.later.is_empty() && self.shared.jobs.is_empty() {
+            return false;
+        }
+        let shared = self.shared.clone();
+        let Some(entered) = shared.gate.enter(self.worker) else {
+            return false;
+        };
+        let mut any = self.try_again(&entered);
+        while self.write_backs.has_room(1) && !shared.gate.is_closed() {
+            let Some(job) = shared.jobs.first() else {
                 break;
             };
             any = true;
             let Some(pages) = job.next_chunk() else {
-                self.shared.jobs.remove(&job);
+                shared.jobs.remove(&job);
                 continue;
             };
             let region = &job.region;
@@ -319,7 +339,8 @@ impl<A: AddressSpace> Evictor<A> {
             while page < pages.end && !job.ends_early() {
                 let run = pages.end.min(page + region.run_pages);
                 let run = region.in_one_stripe(page.until(run), false);
-                let (dealt_with, begun) = self.begin(region, run, Some(&job), FoundBy::ClockHand);
+                let (dealt_with, begun) =
+                    self.begin(&entered, region, run, Some(&job), FoundBy::ClockHand);
                 if matches!(begun, Begun::NotNow(_)) {
                     job.open_one();
                     self.later.push(Later {
@@ -335,7 +356,7 @@ impl<A: AddressSpace> Evictor<A> {
         any
     }
 
-    fn try_again(&mut self) -> bool {
+    fn try_again(&mut self, entered: &Entered<'_>) -> bool {
         let mut any = false;
         for later in std::mem::take(&mut self.later) {
             let region = later.job.region.clone();
@@ -345,7 +366,8 @@ impl<A: AddressSpace> Evictor<A> {
                 any = true;
                 continue;
             }
-            let (_, begun) = self.begin(&region, page, Some(&later.job), FoundBy::ClockHand);
+            let (_, begun) =
+                self.begin(entered, &region, page, Some(&later.job), FoundBy::ClockHand);
             match begun {
                 Begun::Yes | Begun::NotHere => {
                     later.job.close_one(None);
@@ -416,13 +438,15 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Sleeps until there may be something to do.
-    fn sleep(&mut self) {
+    pub(crate) fn sleep(&mut self) {
         let (doors, hand_over) = (&self.shared.doors, &self.shared.hand_over);
         let waker = doors.evictor(self.index);
         waker.prepare();
         let has_room = self.write_backs.has_room(1);
+        // While the program forks, nothing is taken out. The thaw wakes the evictor.
+        let takes_out = !self.shared.gate.is_closed();
         let pressure = self.rest_until.is_none() && has_room && self.is_needed();
-        let asked = !self.shared.jobs.is_empty() || hand_over.len() > 0;
+        let asked = takes_out && !self.shared.jobs.is_empty() || hand_over.len() > 0;
         if doors.is_stopping() || asked && has_room || hand_over.is_called() {
             return waker.cancel();
         }
@@ -430,7 +454,8 @@ impl<A: AddressSpace> Evictor<A> {
         let mut until = self.write_backs.wait(&mut fds);
         // Look again soon after pressure that this turn could not end (pages pinned, owned by
         // others, or young), and for pages to try again.
-        let soon = (pressure || !self.later.is_empty()).then(|| Instant::now() + RETRY);
+        let again = takes_out && (pressure || !self.later.is_empty());
+        let soon = again.then(|| Instant::now() + RETRY);
         for at in [soon, self.rest_until].into_iter().flatten() {
             until = Some(until.map_or(at, |until| until.min(at)));
         }

@@ -24,6 +24,7 @@ use crate::{
     ahead::ReadAhead,
     doors::{Ask, Command, FillerInbox},
     fills::{FillCompletion, Fills},
+    freeze::Entered,
     held_back::HeldBack,
     in_thread::InThread,
     pace::Pace,
@@ -52,6 +53,8 @@ pub(crate) struct Filler<A: AddressSpace> {
     last_region: Option<Arc<Region>>,
     /// Pages whose protection keeps threads from writing.
     protected: Vec<(RegionGuard, PageIndex)>,
+    /// Addresses that the program has unmapped, and whose pages are not given up yet.
+    unmapped: Vec<Range<usize>>,
     /// Number of faults that were read, and the thread that raised one of them.
     seen: u32,
     sample: Option<u32>,
@@ -81,6 +84,7 @@ impl<A: AddressSpace> Filler<A> {
             in_thread,
             last_region: None,
             protected: Vec::with_capacity(64),
+            unmapped: Vec::new(),
             seen: 0,
             sample: None,
             events: Events {
@@ -140,11 +144,9 @@ impl<A: AddressSpace> Filler<A> {
             }
             self.on_fault(fault.address, fault.protected);
         }
-        for addresses in events.unmapped.drain(..) {
-            self.on_unmapped(&addresses);
-        }
+        self.unmapped.append(&mut events.unmapped);
         self.events = events;
-        any
+        any | self.give_up_unmapped()
     }
 
     fn on_fault(&mut self, address: usize, protected: bool) {
@@ -201,16 +203,28 @@ impl<A: AddressSpace> Filler<A> {
         self.last_region.clone()
     }
 
-    fn on_unmapped(&self, addresses: &Range<usize>) {
-        let regions = self.shared.regions.overlapping(addresses);
-        for region in regions.iter().filter_map(Region::enter) {
-            self.unmap(&region, addresses);
+    /// Gives up pages that the program has unmapped, unless it forks: entries stay as they are then.
+    /// Returns whether there were any.
+    fn give_up_unmapped(&mut self) -> bool {
+        if self.unmapped.is_empty() {
+            return false;
         }
+        let shared = self.shared.clone();
+        let Some(entered) = shared.gate.enter_for_fill(self.shard.0) else {
+            return false;
+        };
+        for addresses in mem::take(&mut self.unmapped) {
+            let regions = shared.regions.overlapping(&addresses);
+            for region in regions.iter().filter_map(Region::enter) {
+                self.unmap(&entered, &region, &addresses);
+            }
+        }
+        true
     }
 
     /// Gives up the region's pages that have some of `addresses`, which the program has unmapped.
     /// Other owners of such pages meet that when they map them or take them out.
-    fn unmap(&self, region: &Region, addresses: &Range<usize>) {
+    fn unmap(&self, _inside: &Entered<'_>, region: &Region, addresses: &Range<usize>) {
         let shared = &self.shared;
         let last = addresses.end.min(region.address + region.geometry.bytes) - 1;
         let first = region.page_at(addresses.start.max(region.address));
@@ -269,8 +283,9 @@ impl<A: AddressSpace> Filler<A> {
                 Command::TakeOver(region, page, error, since) => {
                     self.take_over(region, page, error, since);
                 }
-                Command::Lose(region, page, error) => {
-                    self.fills.completion.lose(&region, page, error);
+                Command::Lose(region, page, error, departure) => {
+                    let entered = departure.inside();
+                    self.fills.completion.lose(&entered, &region, page, error);
                 }
                 Command::Settle(region) => self.give_up(&region),
             }
@@ -305,7 +320,8 @@ impl<A: AddressSpace> Filler<A> {
     /// True if nothing is under way and nothing is kept.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
-        let keeps_nothing = self.prefetch_queue.is_empty() && self.protected.is_empty();
+        let keeps_nothing =
+            self.prefetch_queue.is_empty() && self.protected.is_empty() && self.unmapped.is_empty();
         self.fills.is_idle() && keeps_nothing && self.fills.completion.is_empty()
     }
 
@@ -322,7 +338,8 @@ impl<A: AddressSpace> Filler<A> {
 
     /// Appends the descriptors of channels to sleep on. Returns the latest time of the next turn.
     pub(crate) fn wait<'a>(&'a self, fds: &mut impl Extend<PollFd<'a>>) -> Option<Instant> {
-        let retry = (!self.protected.is_empty()).then(|| Instant::now() + RETRY);
+        let waits = !self.protected.is_empty() || !self.unmapped.is_empty();
+        let retry = waits.then(|| Instant::now() + RETRY);
         let until = self.fills.wait(fds, RETRY);
         until.into_iter().chain(retry).min()
     }

@@ -26,6 +26,7 @@ use nix::poll::PollFd;
 use crate::{
     Advice, PageError,
     ahead::{ReadAhead, Streams},
+    freeze::{Departure, Entered},
     installer::UsageCount,
     pace::Pace,
     protocol::{self, OnFault, PageState},
@@ -45,8 +46,8 @@ pub(crate) struct Fill {
     pub(crate) usage: UsageCount,
     /// True for the read-ahead marker of a stream: held back when complete.
     pub(crate) marker: bool,
-    /// True if the store does not have the run's bytes.
-    pub(crate) unsaved: bool,
+    /// Count of the run as on its way out, if the store does not have its bytes.
+    pub(crate) unsaved: Option<Departure>,
 }
 
 impl Fill {
@@ -56,7 +57,7 @@ impl Fill {
             pages,
             usage,
             marker: false,
-            unsaved: false,
+            unsaved: None,
         }
     }
 
@@ -118,7 +119,13 @@ pub(crate) trait FillCompletion<A: AddressSpace> {
     fn fail(&mut self, region: &RegionGuard, page: PageIndex, error: PageError);
 
     /// Deals with an owned page that could not be mapped and whose bytes the store does not have.
-    fn lose(&mut self, region: &RegionGuard, page: PageIndex, error: PageError);
+    fn lose(
+        &mut self,
+        entered: &Entered<'_>,
+        region: &RegionGuard,
+        page: PageIndex,
+        error: PageError,
+    );
 
     /// Maps and publishes a run that is complete.
     fn map(&mut self, fill: Fill, run: PageRun<A::Frame>) {
@@ -133,10 +140,9 @@ pub(crate) trait FillCompletion<A: AddressSpace> {
         let mut filled = run.len();
         let refused = |page, _, error| {
             filled -= 1;
-            if unsaved {
-                self.lose(&region, page, error);
-            } else {
-                self.fail(&region, page, error);
+            match &unsaved {
+                Some(departure) => self.lose(&departure.inside(), &region, page, error),
+                None => self.fail(&region, page, error),
             }
         };
         (shared.scatter).install(&region, run, usage, &mut alone, refused);
@@ -170,6 +176,9 @@ pub(crate) struct Fills<A: AddressSpace, L> {
     requests: RequestsInFlight<Fill, A::Frame>,
     /// Pages that wait for a frame, in the order of their faults, and since when.
     backlog: VecDeque<(PendingFill, Since)>,
+    /// Pages that seem to have vanished while the program forks, and the addresses of the faults on
+    /// them.
+    put_off: Vec<(RegionGuard, PageIndex, usize)>,
     pub(crate) completion: L,
 }
 
@@ -190,6 +199,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
             pace,
             requests: RequestsInFlight::new(lane),
             backlog: VecDeque::new(),
+            put_off: Vec::new(),
             completion,
         }
     }
@@ -269,17 +279,21 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     }
 
     /// Serves a fault on a page that is called resident or poisoned. Either the thread was served
-    /// since, or the program took the page away.
+    /// since, or the program took the page away. A look at a page that is there after all takes it
+    /// out for a moment, so it is put off while the program forks.
     fn on_stale(&mut self, region: RegionGuard, page: PageIndex, touched: usize) {
         let shared = self.shared.clone();
         if !shared.mapper.is_present(touched) {
+            let Some(entered) = shared.gate.enter_for_fill(self.worker) else {
+                return self.put_off.push((region, page, touched));
+            };
             if region.words.try_apply(page, protocol::vanished).is_some() {
                 // Only now that the page is ours does a look at it count: an evictor may just have
                 // put it back.
                 match shared.mapper.detach(&region, page.alone()) {
                     Ok(run) => {
                         let mut fill = Fill::new(region, run.pages(), UsageCount::Refault);
-                        fill.unsaved = true;
+                        fill.unsaved = Some(entered.depart());
                         return self.completion.complete(fill, run);
                     }
                     Err(DetachError::Absent) => {
@@ -298,11 +312,22 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
                 // The program has dropped the poison. The page's bytes are as lost as before.
                 let lost = region.lost(page.alone()).pop();
                 let (_, error) = lost.expect("a lost page has its reason");
-                return self.completion.lose(&region, page, error);
+                return self.completion.lose(&entered, &region, page, error);
             }
         }
         self.counters().stale_faults.bump();
         shared.mapper.wake(&region, page.alone());
+    }
+
+    /// Serves faults that were put off. Returns whether there were any.
+    fn serve_put_off(&mut self) -> bool {
+        if self.put_off.is_empty() || self.shared.gate.is_sealed() {
+            return false;
+        }
+        for (region, page, touched) in mem::take(&mut self.put_off) {
+            self.on_stale(region, page, touched);
+        }
+        true
     }
 
     /// Plans the read-ahead after a fault. `missed`: the page was not on its way.
@@ -430,13 +455,14 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         self.requests.post(fill, frame);
     }
 
-    /// Begins a turn: retries fills that wait for a frame. Returns whether anything was done.
+    /// Begins a turn: retries faults that were put off and fills that wait for a frame. Returns
+    /// whether anything was done.
     pub(crate) fn serve_backlog(&mut self) -> bool {
         self.requests.next_turn();
+        let mut any = self.serve_put_off();
         if self.backlog.is_empty() {
-            return false;
+            return any;
         }
-        let mut any = false;
         while let Some((waiting, since)) = self.backlog.pop_front() {
             match self.try_begin(waiting) {
                 Ok(_) => {
@@ -547,8 +573,9 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         );
     }
 
-    /// Gives up fills of a closing region that still wait for a frame.
+    /// Gives up faults and fills of a closing region that still wait.
     pub(crate) fn give_up(&mut self, region: &Region) {
+        self.put_off.retain(|(of, ..)| of.id != region.id);
         let (waiting, backlog): (VecDeque<_>, VecDeque<_>) = mem::take(&mut self.backlog)
             .into_iter()
             .partition(|(waiting, _)| waiting.region.id == region.id);
@@ -584,18 +611,19 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
 
     /// True if nothing is under way.
     pub(crate) fn is_idle(&self) -> bool {
-        self.requests.is_empty() && self.backlog.is_empty()
+        self.requests.is_empty() && self.backlog.is_empty() && self.put_off.is_empty()
     }
 
     /// Appends the descriptors to sleep on. Returns the time of the next turn at the latest, no
-    /// later than `retry` from now while a fill waits for a frame.
+    /// later than `retry` from now while a fill waits for a frame or for the end of a fork.
     pub(crate) fn wait<'a>(
         &'a self,
         fds: &mut impl Extend<PollFd<'a>>,
         retry: Duration,
     ) -> Option<Instant> {
         let until = self.requests.wait(fds);
-        let retry = (!self.backlog.is_empty()).then(|| Instant::now() + retry);
+        let waits = !self.backlog.is_empty() || !self.put_off.is_empty();
+        let retry = waits.then(|| Instant::now() + retry);
         until.into_iter().chain(retry).min()
     }
 }

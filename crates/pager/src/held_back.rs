@@ -13,6 +13,7 @@ use crate::{
     PageError,
     ahead::STREAMS,
     fills::{Arrivals, Fill, FillCompletion},
+    freeze::Entered,
     region::{Region, RegionGuard},
     requests::RunRequest,
     run::PageRun,
@@ -107,7 +108,13 @@ impl<A: AddressSpace> FillCompletion<A> for HeldBack<A> {
         }
     }
 
-    fn lose(&mut self, region: &RegionGuard, page: PageIndex, error: PageError) {
+    fn lose(
+        &mut self,
+        _entered: &Entered<'_>,
+        region: &RegionGuard,
+        page: PageIndex,
+        error: PageError,
+    ) {
         self.arrivals.shared.installer.lose(region, page, &error);
         self.arrivals.counters().poisoned.bump();
     }

@@ -18,6 +18,7 @@ use crate::{
     direct_reclaim::DirectReclaim,
     doors::{Ask, Command},
     fills::{Arrivals, Fill, FillCompletion, Fills},
+    freeze::Entered,
     pace::Pace,
     region::{Region, RegionGuard},
     run::{PageRun, StoreFrame},
@@ -158,8 +159,14 @@ impl<A: AddressSpace> FillCompletion<A> for InlineCompletion<A> {
         self.give(region, page, command);
     }
 
-    fn lose(&mut self, region: &RegionGuard, page: PageIndex, error: PageError) {
-        let command = Command::Lose(region.again(), page, error);
+    fn lose(
+        &mut self,
+        entered: &Entered<'_>,
+        region: &RegionGuard,
+        page: PageIndex,
+        error: PageError,
+    ) {
+        let command = Command::Lose(region.again(), page, error, entered.depart());
         self.give(region, page, command);
     }
 

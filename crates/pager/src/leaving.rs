@@ -7,6 +7,7 @@ use farpage_vm::Frame;
 
 use crate::{
     candidates::FoundBy,
+    freeze::Departure,
     job::Job,
     region::{Region, RegionGuard},
     requests::RunRequest,
@@ -14,7 +15,7 @@ use crate::{
 };
 
 /// Run that was taken out, without its frame. Its pages are owned as `Leaving`, by an evictor or by
-/// the thread that hands them over to one.
+/// the thread that hands them over to one. Dropped when all of its pages are published.
 #[derive(Debug)]
 pub(crate) struct Leaving {
     pub(crate) region: RegionGuard,
@@ -25,6 +26,8 @@ pub(crate) struct Leaving {
     pub(crate) since: Instant,
     /// True if the run takes so long that it is not counted on any more.
     pub(crate) overdue: bool,
+    /// Count of the run in the reclaim gate: a freeze waits until the run is dropped.
+    pub(crate) departure: Departure,
 }
 
 impl Leaving {
@@ -33,6 +36,7 @@ impl Leaving {
         pages: PageRange,
         job: Option<Arc<Job>>,
         found_by: FoundBy,
+        departure: Departure,
     ) -> Leaving {
         Leaving {
             region,
@@ -41,6 +45,7 @@ impl Leaving {
             found_by,
             since: Instant::now(),
             overdue: false,
+            departure,
         }
     }
 

@@ -137,7 +137,7 @@ impl<A: AddressSpace> MappedRegion<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn put_lost(&self, offset: usize, bytes: &[u8]) -> Result<(), PageError> {
-        let _entered = self.enter()?;
+        let entered = self.enter()?;
         let (region, page_bytes) = (&self.region, self.page_bytes());
         let range = offset..offset + bytes.len();
         let lost = region.lost(self.pages(range.clone()));
@@ -153,18 +153,37 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
         for (page, error) in lost {
             let at = within(page);
-            self.put(page, &bytes[at.start - offset..at.end - offset], &error)?;
+            self.put(
+                page,
+                &bytes[at.start - offset..at.end - offset],
+                &error,
+                &entered,
+            )?;
         }
         Ok(())
     }
 
     /// Maps a lost page with `bytes`. `lost`: the reason why it is lost.
-    fn put(&self, page: PageIndex, bytes: &[u8], lost: &PageError) -> Result<(), PageError> {
+    fn put(
+        &self,
+        page: PageIndex,
+        bytes: &[u8],
+        lost: &PageError,
+        entered: &SignalGuard,
+    ) -> Result<(), PageError> {
         let (shared, page_bytes) = (self.shared(), self.page_bytes());
-        let mut frame = self.frame_for(page)?;
-        let (ours, rest) = frame.as_mut().split_at_mut(bytes.len());
-        ours.copy_from_slice(bytes);
-        rest.fill(0);
+        let (frame, _inside) = loop {
+            self.wait_for_thaw(entered);
+            // Before the gate: both may wait for a page to leave.
+            let mut frame = self.frame_for(page)?;
+            let (ours, rest) = frame.as_mut().split_at_mut(bytes.len());
+            ours.copy_from_slice(bytes);
+            rest.fill(0);
+            match shared.gate.enter_for_program() {
+                Some(inside) => break (frame, inside),
+                None => shared.frames.release(frame, page_bytes),
+            }
+        };
         let own = |region: &RegionGuard| {
             let owned = region.words.try_apply(page, protocol::taken_up);
             owned.is_some()
@@ -181,6 +200,14 @@ impl<A: AddressSpace> MappedRegion<A> {
         let refused = |page, _, _| outcome = Err(shared.installer.lose(&region, page, lost));
         (shared.installer).install(&region, run, UsageCount::Wanted, refused);
         outcome
+    }
+
+    /// Waits until no thread of the program forks, with signals let in. To be called where the call
+    /// holds nothing.
+    pub(crate) fn wait_for_thaw(&self, entered: &SignalGuard) {
+        while self.shared().gate.is_closed() {
+            entered.wait(|| thread::sleep(LOOK));
+        }
     }
 
     /// Takes a frame for one page. Waits for it until the deadline.
@@ -476,7 +503,8 @@ impl<A: AddressSpace> MappedRegion<A> {
 
     /// Gives up those of `pages` that are mapped, without writing back. The region is closing and
     /// quiet. Neighbours leave together, and their frames go on to other regions. Pages of a
-    /// read-only region have no frames, and go with the mapping.
+    /// read-only region have no frames, and go with the mapping. A freeze does not wait for this:
+    /// no child of `fork` has a use for the region.
     fn give_up(&self, pages: PageRange) {
         let (frames, region) = (&self.shared().frames, &self.region);
         let page_bytes = region.page_bytes();

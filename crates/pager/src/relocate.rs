@@ -9,7 +9,8 @@
 //! and the new one is mapped if the old one was, and remote if the old one was.
 //!
 //! The rule: as in `discard.rs`, the calling thread owns pages here and waits for nothing while it
-//! does. A page that it cannot have it gives back, and looks again.
+//! does. A page that it cannot have it gives back, and looks again. Each step is inside the reclaim
+//! gate: a child of `fork` meets contents in the old place or in the new one.
 
 use std::{ops::Range, thread, time::Instant};
 
@@ -32,7 +33,7 @@ use crate::{
 pub(crate) enum Relocated {
     /// Number of leading pages that have moved.
     Done(usize),
-    /// One of the two pages has another owner.
+    /// One of the two pages has another owner, or the program forks.
     NotNow,
     /// The kernel or a device holds the old page, or the new one is pinned: the old one stays.
     Held,
@@ -80,6 +81,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         let mut page = old.start;
         let mut waiting: Option<(Instant, Instant)> = None;
         while page < old.end {
+            self.wait_for_thaw(&entered);
             let at = new.start + distance(page);
             let now = Instant::now();
             let is_over =
@@ -149,6 +151,9 @@ impl<A: AddressSpace> MappedRegion<A> {
 
     fn relocate_mapped(&self, region: &RegionGuard, old: PageRange, new: PageIndex) -> Relocated {
         let shared = self.shared();
+        let Some(inside) = shared.gate.enter_for_program() else {
+            return Relocated::NotNow;
+        };
         let run = old.start.and_on(region.run_pages).within(old);
         let run = region.in_one_stripe(run, false);
         let owned = self.own(region.in_one_stripe(new.and_on(run.len()), false));
@@ -156,7 +161,7 @@ impl<A: AddressSpace> MappedRegion<A> {
             return Relocated::NotNow;
         }
         let wanted = old.start.and_on(owned.len());
-        let taken = match shared.victims.take_out(region, wanted, protocol::borrow) {
+        let taken = match (shared.victims).take_out(&inside, region, wanted, protocol::borrow) {
             DetachOutcome::Taken(_, run) => run,
             refused => {
                 (owned.iter()).for_each(|page| self.publish_remote(region, page));
@@ -188,6 +193,9 @@ impl<A: AddressSpace> MappedRegion<A> {
     }
 
     fn relocate_remote(&self, region: &RegionGuard, old: PageIndex, new: PageIndex) -> Relocated {
+        let Some(_inside) = self.shared().gate.enter_for_program() else {
+            return Relocated::NotNow;
+        };
         if self.own(new.alone()).is_empty() {
             return Relocated::NotNow;
         }
@@ -212,6 +220,11 @@ impl<A: AddressSpace> MappedRegion<A> {
         let shared = self.shared();
         // The old address raises SIGBUS: only a page ends that.
         let frame = self.frame_for(old)?;
+        // Behind the wait for the frame.
+        let Some(_inside) = shared.gate.enter_for_program() else {
+            shared.frames.release(frame, region.page_bytes());
+            return Ok(Relocated::NotNow);
+        };
         if self.own(new.alone()).is_empty() {
             shared.frames.release(frame, region.page_bytes());
             return Ok(Relocated::NotNow);

@@ -27,6 +27,7 @@ use crate::{
     candidates::{Candidates, FoundBy},
     costs::Costs,
     frames::FrameAllocator,
+    freeze::Entered,
     installer::{Installer, UsageCount},
     mapper::{Mapper, Scattered},
     protocol,
@@ -219,6 +220,7 @@ impl<A: AddressSpace> Scatter<A> {
     /// or the region has pins or is closing; the candidates are left to others.
     pub(crate) fn take_out(
         &self,
+        _inside: &Entered<'_>,
         candidates: Candidates,
         mut taken_out: impl FnMut(&RegionGuard, PageRun<A::Frame>),
     ) -> Option<CopyOutcome> {

@@ -9,9 +9,9 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     budget::Budget, clock::FillClock, crash_message::CrashMessage, doors::Doors,
-    frames::FrameAllocator, hand_over::HandOver, installer::Installer, job::Jobs, mapper::Mapper,
-    proof::Proof, refault::RefaultDistances, regions::RegionTable, scatter::Scatter,
-    stats::Counters, unwritten::Unwritten, victims::Victims,
+    frames::FrameAllocator, freeze::ReclaimGate, hand_over::HandOver, installer::Installer,
+    job::Jobs, mapper::Mapper, proof::Proof, refault::RefaultDistances, regions::RegionTable,
+    scatter::Scatter, stats::Counters, unwritten::Unwritten, victims::Victims,
 };
 
 pub(crate) struct SharedParts<A: AddressSpace> {
@@ -22,6 +22,7 @@ pub(crate) struct SharedParts<A: AddressSpace> {
     pub(crate) installer: Arc<Installer<A>>,
     pub(crate) victims: Arc<Victims<A>>,
     pub(crate) scatter: Scatter<A>,
+    pub(crate) gate: ReclaimGate,
     pub(crate) hand_over: HandOver<A::Frame>,
     pub(crate) jobs: Jobs,
     pub(crate) unwritten: Unwritten,
@@ -81,6 +82,7 @@ impl<A: AddressSpace> SharedParts<A> {
             installer,
             victims,
             scatter,
+            gate: ReclaimGate::new(in_all),
             jobs: Jobs::default(),
             unwritten: Unwritten::default(),
             counters: (0..in_all).map(|_| CachePadded::default()).collect(),

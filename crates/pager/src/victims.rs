@@ -15,6 +15,7 @@ use crate::{
     clock_hand::ClockHand,
     drop_behind::DropBehind,
     frames::FrameAllocator,
+    freeze::Entered,
     mapper::{Mapper, Runs},
     proof::Proof,
     protocol::{self, PageState, PageWord},
@@ -95,9 +96,11 @@ impl<A: AddressSpace> Victims<A> {
         Proof::stamp(found_by, self.clock.now())
     }
 
-    /// Owns the leading ones of `pages` by `own` and detaches them. All lie in one stripe.
+    /// Owns the leading ones of `pages` by `own` and detaches them. All lie in one stripe. The caller
+    /// is inside the reclaim gate until they are published.
     pub(crate) fn take_out(
         &self,
+        _inside: &Entered<'_>,
         region: &Arc<Region>,
         pages: PageRange,
         own: impl Fn(PageWord) -> Option<PageWord> + Copy,
@@ -149,6 +152,7 @@ impl<A: AddressSpace> Victims<A> {
     /// page.
     pub(crate) fn drop_runs(
         &self,
+        _inside: &Entered<'_>,
         region: &Arc<Region>,
         runs: &[PageRange],
         found_by: FoundBy,
@@ -186,7 +190,7 @@ impl<A: AddressSpace> Victims<A> {
     }
 
     /// Drops victims of the candidates while there is need: see [`drop_runs`](Self::drop_runs).
-    pub(crate) fn drop_candidates(&self, candidates: &Candidates) -> Dropped {
+    pub(crate) fn drop_candidates(&self, inside: &Entered<'_>, candidates: &Candidates) -> Dropped {
         let mut walk = Walk::new(self, candidates);
         let mut left = (self.frames.budget()).excess_pages(candidates.region.page_bytes());
         let mut runs = Runs::new();
@@ -197,7 +201,7 @@ impl<A: AddressSpace> Victims<A> {
             left -= run.len();
             runs.push(run);
         }
-        let dropped = self.drop_runs(&candidates.region, &runs, candidates.found_by);
+        let dropped = self.drop_runs(inside, &candidates.region, &runs, candidates.found_by);
         walk.took(dropped.pages);
         walk.end();
         dropped

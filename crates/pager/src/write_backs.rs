@@ -19,6 +19,7 @@ use nix::poll::PollFd;
 use crate::{
     PageError,
     candidates::FoundBy,
+    freeze::Entered,
     installer::UsageCount,
     job::Job,
     leaving::Leaving,
@@ -86,22 +87,28 @@ impl<A: AddressSpace> WriteBacks<A> {
             && self.out_runs < RUNS_OUT_MAX / share
     }
 
-    /// Takes over a run that was taken out: its bytes are ours.
+    /// Takes over a run that was taken out: its bytes are ours. While the program forks, the run is
+    /// mapped again, unless the program has asked for it to be written back.
     pub(crate) fn add(
         &mut self,
+        entered: &Entered<'_>,
         region: &RegionGuard,
         run: PageRun<A::Frame>,
         job: Option<&Arc<Job>>,
         found_by: FoundBy,
     ) {
-        let wanted = |page| job.is_none() && region.words.load(page).wanted();
+        let frozen = self.shared.gate.is_closed();
+        let wanted = |page| job.is_none() && (frozen || region.words.load(page).wanted());
         run.cut(wanted, |run, wanted| {
             if let Some(job) = job {
                 job.open_one();
             }
-            let leaving = Leaving::new(region.again(), run.pages(), job.cloned(), found_by);
+            let (guard, departure) = (region.again(), entered.depart());
+            let leaving = Leaving::new(guard, run.pages(), job.cloned(), found_by, departure);
             if wanted {
-                self.counters().steals.add(run.len());
+                if !frozen {
+                    self.counters().steals.add(run.len());
+                }
                 let error = self.map_again(region, run, false, |_| None);
                 self.close(leaving, error);
             } else {
@@ -114,11 +121,12 @@ impl<A: AddressSpace> WriteBacks<A> {
     }
 
     /// Posts requests again that the lane was too busy to take. Those that their job has given up
-    /// stay mapped instead.
+    /// stay mapped instead, and while the program forks those without a job.
     pub(crate) fn post_again(&mut self) -> bool {
-        let given_up = |leaving: &Leaving| {
-            let job = leaving.job.as_ref();
-            job.is_some_and(|job| job.ends_early())
+        let frozen = self.shared.gate.is_closed();
+        let given_up = |leaving: &Leaving| match &leaving.job {
+            Some(job) => job.ends_early(),
+            None => frozen,
         };
         let withdrawn = self.requests.withdraw(given_up);
         let any = !withdrawn.is_empty();

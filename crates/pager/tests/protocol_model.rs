@@ -31,6 +31,7 @@ const PLAIN: Paging = Paging {
     fills_fail: false,
     writes_fail: false,
     remaps_fail: false,
+    forks: false,
     twin: Twin::Good,
 };
 
@@ -543,4 +544,94 @@ fn twin_that_looks_once() {
         },
         Harm::OverBudget,
     );
+}
+
+/// Program of which a third thread forks, at any moment.
+const FORKS: Paging = Paging {
+    forks: true,
+    ..PLAIN
+};
+
+#[test]
+fn child_has_each_page_as_it_is_when_the_kernel_copies_the_program() {
+    assert!(assert_harmless("fork", FORKS).always_comes_to_rest);
+    let paging = Paging {
+        flushes: true,
+        prefetches: true,
+        ..FORKS
+    };
+    assert!(assert_harmless("fork, flush", paging).always_comes_to_rest);
+    let paging = Paging {
+        holds: true,
+        fills_fail: true,
+        writes_fail: true,
+        ..FORKS
+    };
+    assert!(assert_harmless("fork, failing", paging).always_comes_to_rest);
+    let paging = Paging {
+        forks: true,
+        flushes: true,
+        ..PINNED
+    };
+    assert!(assert_harmless("fork, pinned", paging).always_comes_to_rest);
+    let paging = Paging {
+        forks: true,
+        madvises: true,
+        ..LOSES
+    };
+    assert!(assert_harmless("fork, lost", paging).always_comes_to_rest);
+    let paging = Paging {
+        forks: true,
+        ..CROWDED
+    };
+    assert_harmless("fork, crowded", paging);
+}
+
+/// The evictor sleeps inside the gate, on a fault that only a look at the page settles.
+#[test]
+fn fork_waits_for_a_page_that_the_program_drops_while_it_is_copied() {
+    let paging = Paging {
+        forks: true,
+        ..COPIED
+    };
+    assert!(assert_harmless("fork, copied", paging).always_comes_to_rest);
+}
+
+#[test]
+fn twin_that_forks_at_once() {
+    let twin = Twin::ForksAtOnce;
+    assert_caught(Paging { twin, ..FORKS }, Harm::HalfOut);
+}
+
+#[test]
+fn twin_that_looks_at_the_gate_before_it_counts_itself() {
+    let twin = Twin::LooksBeforeItCounts;
+    assert_caught(Paging { twin, ..FORKS }, Harm::HalfOut);
+}
+
+#[test]
+fn twin_that_counts_the_search_alone() {
+    let twin = Twin::CountsTheSearchAlone;
+    assert_caught(Paging { twin, ..FORKS }, Harm::HalfOut);
+}
+
+#[test]
+fn twin_that_seals_the_gate_at_once() {
+    let paging = Paging {
+        forks: true,
+        twin: Twin::SealsAtOnce,
+        ..COPIED
+    };
+    assert_caught(paging, Harm::SleepsForever);
+}
+
+#[test]
+fn twin_that_waits_for_reclaim_alone() {
+    let paging = Paging {
+        forks: true,
+        madvises: true,
+        twin: Twin::WaitsForReclaimAlone,
+        ..LOSES
+    };
+    assert_caught(paging, Harm::HalfOut);
 }

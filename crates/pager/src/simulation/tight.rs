@@ -1,5 +1,6 @@
 //! Budgets that barely suffice, and stores that stall: [`Tight`].
 
+mod frozen;
 mod room;
 
 use super::*;

@@ -1,5 +1,7 @@
 //! One region of few pages and all that may happen to it: [`World`].
 
+mod frozen;
+
 use farpage_signals::SignalGuard;
 
 use super::*;

@@ -24,6 +24,8 @@ impl Moves<'_> {
             ..
         } = self.world.pages[page];
         match (worker.next, mapping) {
+            (Next::Idle, _) if paging.forks => self.before_the_gate(me),
+            (Next::ComeIn | Next::Choose | Next::GoOut, _) => self.in_the_gate(me),
             (Next::Idle, _) => self.of_idle_evictor(me),
             (
                 Next::Protect
@@ -38,6 +40,7 @@ impl Moves<'_> {
             (Next::Detach, Mapping::Mapped(version)) => {
                 self.must(me, "takes the page out", |w| {
                     w.map(page, Mapping::Absent);
+                    w.workers[me].inside &= !paging.is(Twin::CountsTheSearchAlone);
                     w.go(me, Next::Compare(version));
                     Ok(())
                 });
@@ -101,6 +104,11 @@ impl Moves<'_> {
                 });
                 if word.wanted() {
                     self.must(me, "sees the note", |w| {
+                        w.go(me, Next::Reinstall(version));
+                        Ok(())
+                    });
+                } else if self.world.is_closed() && me == EVICTOR {
+                    self.must(me, "sees that the program forks", |w| {
                         w.go(me, Next::Reinstall(version));
                         Ok(())
                     });
@@ -217,7 +225,8 @@ impl Moves<'_> {
         }
     }
 
-    fn of_idle_evictor(&mut self, me: usize) {
+    /// Adds the beginnings of an evictor that is let in.
+    pub(super) fn of_idle_evictor(&mut self, me: usize) {
         let paging = self.paging;
         // Compulsory only while a filler waits for a frame.
         let urgent = self.world.frames == 0

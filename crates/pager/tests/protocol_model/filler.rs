@@ -29,6 +29,8 @@ impl Moves<'_> {
                 );
                 Ok(())
             }),
+            Next::Look if paging.forks => self.fill_at_the_gate(me),
+            Next::ComeIn | Next::GoOut => self.in_the_gate(me),
             Next::Look => self.must(me, "looks: the page is not there", |w| {
                 w.go(me, Next::Own);
                 Ok(())

@@ -4,7 +4,7 @@ use farpage_pager::protocol::PageState;
 
 use super::{
     Harm, Paging, Step,
-    world::{Bytes, EVICTOR, Mapping, Next, Page, Worker, World},
+    world::{Bytes, EVICTOR, Fork, Mapping, Next, Page, Worker, World},
 };
 
 impl Paging {
@@ -39,6 +39,9 @@ impl Paging {
             if mapped + held > usize::from(budget) {
                 return Err(Harm::OverBudget);
             }
+        }
+        if world.fork == Fork::Frozen && pages.iter().any(is_half_out) {
+            return Err(Harm::HalfOut);
         }
         if !self.strict() {
             return Ok(());
@@ -99,4 +102,11 @@ impl Paging {
         }
         Ok(())
     }
+}
+
+/// True if a child that is made now could not have the page as it is.
+fn is_half_out(page: &Page) -> bool {
+    let state = page.word.state();
+    let has_bytes = page.mapping == Mapping::Mapped(page.last) || page.stored == page.last;
+    state == PageState::Leaving || page.protected || !has_bytes && state != PageState::Lost
 }

@@ -10,6 +10,7 @@
 
 mod evictor;
 mod filler;
+mod fork;
 mod judge;
 mod moves;
 mod owner;
@@ -20,7 +21,7 @@ use farpage_pager::protocol::{PageState, PageWord};
 
 use crate::explore::{Model, Move};
 use moves::Moves;
-use world::{Asked, EVICTOR, FILLERS, FLUSHER, Mapping, Next, Page, Thread, Worker, World};
+use world::{Asked, EVICTOR, FILLERS, FLUSHER, Fork, Mapping, Next, Page, Thread, Worker, World};
 
 /// Deliberate mistake of a model, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +71,16 @@ pub(crate) enum Twin {
     TakesWhatWasTakenUp,
     /// Owns the page before it copies it.
     CopiesWhatItOwns,
+    /// Forks as soon as the gate is sealed, whatever is inside.
+    ForksAtOnce,
+    /// Looks at the gate, and counts itself as inside only then.
+    LooksBeforeItCounts,
+    /// Counts itself as inside until it has taken the page out, and not until it has published it.
+    CountsTheSearchAlone,
+    /// Seals the gate before reclaim has come to an end.
+    SealsAtOnce,
+    /// Seals the gate and forks, without waiting for fillers that were inside.
+    WaitsForReclaimAlone,
 }
 
 /// Access of an application thread.
@@ -109,6 +120,8 @@ pub(crate) struct Paging {
     pub(crate) writes_fail: bool,
     /// True if a page that was taken out may not be mapped again; the program may overwrite it.
     pub(crate) remaps_fail: bool,
+    /// True if a thread of the program forks, once.
+    pub(crate) forks: bool,
     pub(crate) twin: Twin,
 }
 
@@ -130,6 +143,8 @@ pub(crate) enum Harm {
     OverBudget,
     /// An access failed though nothing else did.
     NeedlessSigbus,
+    /// A child was made that has no way to a page's newest bytes.
+    HalfOut,
     /// A pinned page was absent, though no thread was writing it back for the program.
     PinBroken,
     /// Invisible by itself: an owned state without exactly one owner, an owner without its state,
@@ -213,9 +228,11 @@ impl Model for Paging {
             workers: [Worker {
                 next: Next::Idle,
                 page: 0,
+                inside: false,
                 batch: [0; 3],
             }; 4],
             frames: self.frames.unwrap_or(0),
+            fork: Fork::NotYet,
         }
     }
 
@@ -237,6 +254,9 @@ impl Model for Paging {
         }
         if self.madvises {
             moves.of_madvise();
+        }
+        if self.forks {
+            moves.of_fork();
         }
     }
 

@@ -54,6 +54,10 @@ pub(super) enum Next {
     Look,
     Own,
     Wake,
+    // At the gate, counted as inside and owning nothing.
+    ComeIn,
+    Choose,
+    GoOut,
     // An evictor that copies, owning nothing.
     Protect,
     CopyOut,
@@ -106,6 +110,8 @@ pub(super) const OVERWRITTEN: Version = 99;
 pub(super) struct Worker {
     pub(super) next: Next,
     pub(super) page: u8,
+    /// True if the worker counts as inside the reclaim gate.
+    pub(super) inside: bool,
     /// Faults that were read and are not served yet: page + 1, 0 for none.
     pub(super) batch: [u8; 3],
 }
@@ -127,6 +133,20 @@ pub(crate) struct World {
     pub(super) unread: [u8; 3],
     pub(super) workers: [Worker; 4],
     pub(super) frames: u8,
+    pub(super) fork: Fork,
+}
+
+/// Progress of the thread that forks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) enum Fork {
+    NotYet,
+    /// The gate is closed to reclaim.
+    Closed,
+    /// The gate is closed to fillers, too.
+    Sealed,
+    /// Nothing was inside: the kernel may copy the program.
+    Frozen,
+    Done,
 }
 
 impl Next {
@@ -136,6 +156,7 @@ impl Next {
             self,
             Idle | Look | Own | Wake | LateInstall(_) | LateWrite(_)
         ) && !matches!(self, Protect | CopyOut | Sleep | OwnCopied(_) | Lift)
+            && !matches!(self, ComeIn | Choose | GoOut)
     }
 
     pub(super) fn has_a_frame(self) -> bool {
@@ -164,10 +185,26 @@ impl Page {
 
 impl World {
     pub(super) fn go(&mut self, worker: usize, next: Next) {
-        self.workers[worker].next = next;
+        let worker = &mut self.workers[worker];
+        // A fill waits for its frame outside the gate.
+        worker.inside &= next != Next::TakeFrame;
+        worker.next = match next {
+            Next::Idle if worker.inside => Next::GoOut,
+            next => next,
+        };
         if next == Next::Idle {
-            self.workers[worker].page = 0;
+            worker.page = 0;
         }
+    }
+
+    /// True if reclaim is not let in.
+    pub(super) fn is_closed(&self) -> bool {
+        !matches!(self.fork, Fork::NotYet | Fork::Done)
+    }
+
+    /// True if nothing is let in.
+    pub(super) fn is_sealed(&self) -> bool {
+        matches!(self.fork, Fork::Sealed | Fork::Frozen)
     }
 
     pub(super) fn add_frames(&mut self, paging: &Paging, count: u8) {
@@ -179,7 +216,7 @@ impl World {
     pub(super) fn own(&mut self, worker: usize, page: usize, word: PageWord, next: Next) {
         self.pages[page].word = word;
         self.workers[worker].page = page as u8;
-        self.workers[worker].next = next;
+        self.go(worker, next);
     }
 
     /// Wakes all that sleep on the page, as the kernel does; a fault that is not read yet is gone
@@ -244,6 +281,10 @@ impl fmt::Display for World {
         }
         let asleep = self.threads.iter().filter(|t| t.asleep).count();
         let unread = self.unread.iter().filter(|&&thread| thread != 0).count();
-        write!(f, "| {asleep} asleep, {unread} unread")
+        write!(f, "| {asleep} asleep, {unread} unread")?;
+        match self.fork {
+            Fork::NotYet => Ok(()),
+            fork => write!(f, ", fork: {fork:?}"),
+        }
     }
 }

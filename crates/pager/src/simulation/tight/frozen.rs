@@ -1,0 +1,237 @@
+//! Freezes that wait: for a store that stalls, and while other calls and faults wait for the thaw.
+
+use std::thread;
+
+use super::*;
+use crate::{FreezeError, protocol::PageState};
+
+const PAGE_BYTES: usize = 4096;
+
+impl Tight {
+    /// Adds a region over a store whose writes stall, with changed pages.
+    fn add_stalled(&mut self, pages: usize) -> Arc<Stalled> {
+        let stalled = Arc::new(Stalled::default());
+        let pager = self.regions[0].pager().clone();
+        let bytes = (pages * PAGE_BYTES) as u64;
+        let (store, options) = (stalled.clone(), BlockingOptions::default());
+        let store = PageStore::blocking(
+            pager.cluster(),
+            "a stalled region",
+            bytes,
+            PAGE_BYTES,
+            store,
+            &options,
+        );
+        let slow = pager
+            .map(store.expect("pages of 4096"), RegionOptions::default())
+            .expect("the budget holds two pages");
+        let base = slow.address();
+        self.regions.push(slow);
+        (0..pages).for_each(|page| self.touch(base + page * PAGE_BYTES, true));
+        stalled
+    }
+
+    fn turn(&mut self) {
+        (self.fillers.iter_mut()).for_each(|filler| _ = filler.turn(EventScope::All));
+        (self.evictors.iter_mut()).for_each(|evictor| _ = evictor.turn());
+    }
+
+    /// Calls `call` on a thread of its own, while the workers take their turns.
+    fn beside<T: Send>(&mut self, call: impl FnOnce(&MappedRegion<SimSpace>) -> T + Send) -> T {
+        let (fillers, evictors) = (&mut self.fillers, &mut self.evictors);
+        let mapped = &self.regions[0];
+        thread::scope(|scope| {
+            let caller = scope.spawn(|| call(mapped));
+            while !caller.is_finished() {
+                (fillers.iter_mut()).for_each(|filler| _ = filler.turn(EventScope::All));
+                (evictors.iter_mut()).for_each(|evictor| _ = evictor.turn());
+            }
+            caller.join().expect("a call does not panic")
+        })
+    }
+
+    fn state(&self, region: usize, page: usize) -> PageState {
+        let region = self.regions[region].region();
+        region.words.load(PageIndex(page)).state()
+    }
+
+    fn end(mut self) {
+        close(
+            std::mem::take(&mut self.regions),
+            &mut self.fillers,
+            &mut self.evictors,
+        );
+    }
+}
+
+#[test]
+fn freeze_is_refused_while_a_store_stalls_and_succeeds_afterwards() {
+    // More than evictors take out at once.
+    const PAGES: usize = 6000;
+    let mut tight = Tight::new(1, &[PAGE_BYTES], 8192 * PAGE_BYTES, 64);
+    let stalled = tight.add_stalled(PAGES);
+    let pager = tight.regions[0].pager().clone();
+    let job = Job::new(tight.regions[1].region().clone(), pages_of(0..PAGES), false);
+    pager.shared().jobs.add(job.clone());
+    (0..10).for_each(|_| tight.turn());
+    let short = Duration::from_millis(20);
+    match pager.freeze(short) {
+        Err(FreezeError::Busy { runs, waited }) => assert!(runs > 0 && waited >= short),
+        other => panic!("{other:?}, although pages are on their way out"),
+    }
+    assert!(!pager.shared().gate.is_closed(), "reclaim goes on");
+
+    *stalled.goes_on.lock() = true;
+    stalled.gone_on.notify_all();
+    let region = tight.regions[1].region().clone();
+    let (left, leaving) = tight.beside(|mapped| {
+        let frozen = (mapped.pager().freeze(Duration::from_secs(20))).expect("the store goes on");
+        let states = || {
+            pages_of(0..PAGES)
+                .iter()
+                .map(|page| region.words.load(page).state())
+        };
+        let count = |of: PageState| states().filter(|&state| state == of).count();
+        // The workers take turns meanwhile.
+        let seen = [(); 20].map(|()| {
+            thread::sleep(Duration::from_millis(1));
+            (count(PageState::Remote), count(PageState::Leaving))
+        });
+        drop(frozen);
+        assert!(seen.iter().all(|&other| other == seen[0]), "{seen:?}");
+        seen[0]
+    });
+    assert_eq!(leaving, 0);
+    println!("{left} of {PAGES} pages had left when the program forked");
+    while !job.has_ended() {
+        tight.turn();
+    }
+    tight.end();
+}
+
+#[test]
+fn calls_that_change_pages_wait_for_the_thaw() {
+    let mut tight = Tight::new(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
+    let base = tight.regions[0].address();
+    (0..8).for_each(|page| tight.touch(base + page * PAGE_BYTES, true));
+    let page = |number: usize| number * PAGE_BYTES..(number + 1) * PAGE_BYTES;
+    let pager = tight.regions[0].pager().clone();
+    let gate = &pager.shared().gate;
+    gate.close();
+    gate.seal();
+    tight.beside(|mapped| {
+        thread::scope(|scope| {
+            let calls = [
+                scope.spawn(|| mapped.discard(page(0)).map(drop)),
+                scope.spawn(|| mapped.relocate(page(1), page(20).start, |_, _| panic!("it can"))),
+                scope.spawn(|| mapped.advise(page(2), Advice::DontNeed)),
+            ];
+            thread::sleep(Duration::from_millis(50));
+            let region = mapped.region();
+            let state = |at| region.words.load(PageIndex(at)).state();
+            assert!((0..3).all(|at| state(at) == PageState::Resident));
+            assert!(calls.iter().all(|call| !call.is_finished()));
+            gate.open(true);
+            mapped.pager().shared().doors.wake_evictors();
+            for call in calls {
+                call.join().expect("no call panics").expect("nothing fails");
+            }
+        });
+    });
+    let region = tight.regions[0].region().clone();
+    assert!(region.store.is_blank(PageIndex(0)) && region.store.is_blank(PageIndex(1)));
+    let states = [0, 1, 2, 20].map(|at| tight.state(0, at));
+    let gone = PageState::Remote;
+    assert_eq!(states, [gone, gone, gone, PageState::Resident]);
+    tight.end();
+}
+
+/// The program drops a page, and unmaps another one.
+#[test]
+fn faults_on_pages_that_the_program_took_away_wait_for_the_thaw() {
+    let mut tight = Tight::new(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
+    let base = tight.regions[0].address();
+    let at = |page: usize| base + page * PAGE_BYTES;
+    (0..8).for_each(|page| tight.touch(at(page), true));
+    tight
+        .beside(|mapped| mapped.flush())
+        .expect("the server has room");
+    let pager = tight.regions[0].pager().clone();
+    let (shared, gate) = (pager.shared(), &pager.shared().gate);
+    gate.close();
+    gate.seal();
+    assert!(tight.space.drop_page(at(3)));
+    tight.space.unmap_page(at(5));
+    assert!(tight.space.try_load(0, at(3)).is_err());
+    (0..50).for_each(|_| tight.turn());
+    assert!(tight.space.is_asleep(0));
+    assert_eq!(
+        [3, 5].map(|page| tight.state(0, page)),
+        [PageState::Resident; 2],
+        "both are called what they were"
+    );
+    assert!(
+        !shared
+            .regions
+            .at(at(5))
+            .expect("open")
+            .store
+            .is_blank(PageIndex(5))
+    );
+    // Other pages come in meanwhile.
+    tight.touch_beside(1, at(30));
+    gate.open(true);
+    while tight.space.is_asleep(0) {
+        tight.turn();
+    }
+    assert_eq!(tight.space.try_load(0, at(3)), Ok(1));
+    assert_eq!(tight.state(0, 5), PageState::Poisoned);
+    assert!(
+        shared
+            .regions
+            .at(at(5))
+            .expect("open")
+            .store
+            .is_blank(PageIndex(5))
+    );
+    tight.end();
+}
+
+impl Tight {
+    /// Touches a word by another thread than the first one, until that succeeds.
+    fn touch_beside(&mut self, thread: usize, address: usize) {
+        for _ in 0..100_000 {
+            if !self.space.is_asleep(thread) && self.space.try_load(thread, address).is_ok() {
+                return;
+            }
+            self.turn();
+        }
+        panic!("a touch never gets its page");
+    }
+}
+
+#[test]
+fn evictor_with_work_sleeps_until_the_thaw() {
+    let mut tight = Tight::new(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
+    let base = tight.regions[0].address();
+    tight.touch(base, true);
+    let region = tight.regions[0].region().clone();
+    let pager = tight.regions[0].pager().clone();
+    let (shared, gate) = (pager.shared(), &pager.shared().gate);
+    let job = Job::new(region, pages_of(0..8), true);
+    gate.close();
+    shared.jobs.add(job.clone());
+    let evictor = &mut tight.evictors[0];
+    assert!(!evictor.turn(), "there is nothing that may be done");
+    thread::scope(|scope| {
+        let sleeper = scope.spawn(|| evictor.sleep());
+        thread::sleep(Duration::from_millis(50));
+        assert!(!sleeper.is_finished(), "the evictor would spin");
+        gate.open(false);
+        shared.doors.wake_evictors();
+    });
+    while !job.has_ended() {
+        tight.turn();
+    }
+    tight.end();
+}
