@@ -16,9 +16,10 @@ impl Moves<'_> {
         let (does, next) = match self.world.fork {
             Fork::NotYet if paging.is(Twin::SealsAtOnce) => ("seals the gate", Fork::Sealed),
             Fork::NotYet => ("closes the gate", Fork::Closed),
-            Fork::Closed if is_empty || at_once => ("seals the gate", Fork::Sealed),
+            Fork::Closed if is_empty || at_once => ("sees nothing inside", Fork::Quiet),
+            Fork::Quiet => ("seals the gate", Fork::Sealed),
             Fork::Sealed if is_empty || at_once || paging.is(Twin::WaitsForReclaimAlone) => {
-                ("sees nothing inside", Fork::Frozen)
+                ("sees nothing inside again", Fork::Frozen)
             }
             Fork::Frozen => ("has forked, and opens the gate", Fork::Done),
             Fork::Closed | Fork::Sealed | Fork::Done => return,

@@ -142,6 +142,8 @@ pub(super) enum Fork {
     NotYet,
     /// The gate is closed to reclaim.
     Closed,
+    /// Nothing was inside. Fillers may have come in since.
+    Quiet,
     /// The gate is closed to fillers, too.
     Sealed,
     /// Nothing was inside: the kernel may copy the program.
