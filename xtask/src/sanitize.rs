@@ -26,12 +26,14 @@ use crate::{
 };
 
 /// Tests that run under the sanitizer: codecs and their C code, by themselves and under the store,
-/// and servers whose clients lie. `pager` and `wire` forbid unsafe code and call none of this.
-const TESTS: [&str; 7] = [
+/// and servers whose clients lie. `pager` and `wire` forbid unsafe code and call none of this. With
+/// the feature, the fuzz targets are built, too.
+const TESTS: [&str; 8] = [
     "--package=farpage-codec",
     "--package=farpage-store",
     "--package=farpage-memserver",
     "--package=farpage-fuzz",
+    "--features=farpage-fuzz/libfuzzer",
     "--lib",
     "--test=hostile",
     "--test=bounded",
@@ -72,15 +74,8 @@ pub(crate) fn run(seconds: u64) -> Result<ExitCode> {
     if !cfg!(target_arch = "x86_64") {
         bail!("the sanitizer is tried on x86-64 only");
     }
-    println!("Building the tests with the address sanitizer ...");
-    let tests = programs::build(instrumented("test").arg("--no-run").args(TESTS))?;
-    println!("Building the fuzz targets with the address sanitizer ...");
-    let mut build = instrumented("build");
-    build.args(["--package", "farpage-fuzz"]);
-    build.args(["--features", "libfuzzer", "--bins"]);
-    if !children::status(&mut build)?.success() {
-        bail!("the fuzz targets do not build; what went wrong is printed above");
-    }
+    println!("Building tests and fuzz targets with the address sanitizer ...");
+    let tests = programs::build(instrumented().args(TESTS))?;
     let fuzzer = Fuzzer::prepare(seconds)?;
     let programs = tests.tests.iter();
     let mut jobs: Vec<Job> = programs
@@ -157,14 +152,14 @@ impl Fuzzer {
     }
 }
 
-/// Returns a cargo command whose code is instrumented.
-fn instrumented(command: &str) -> Command {
+/// Returns a cargo command that builds tests with instrumented code.
+fn instrumented() -> Command {
     let mut cargo = children::cargo();
     cargo
         .env("RUSTC_BOOTSTRAP", "1")
         .env("RUSTFLAGS", FLAGS)
         .env("CFLAGS", "-fsanitize=address")
-        .args([command, "--target", TRIPLE, "--target-dir"])
+        .args(["test", "--no-run", "--target", TRIPLE, "--target-dir"])
         .arg(folder());
     cargo
 }

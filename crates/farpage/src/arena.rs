@@ -101,6 +101,10 @@ struct Ranges {
     kept: Kept,
 }
 
+/// Lock on the record of allocations.
+#[doc(hidden)]
+pub struct ArenaHold<'a>(#[expect(dead_code, reason = "a guard")] MutexGuard<'a, Ranges>);
+
 /// Choice of the free range for an allocation.
 #[derive(Clone, Copy)]
 enum Fit {
@@ -449,6 +453,12 @@ impl Arena {
             }
         }
         true
+    }
+
+    /// Locks the record of allocations, so that a copy of this process finds it whole.
+    #[doc(hidden)]
+    pub fn hold(&self) -> ArenaHold<'_> {
+        ArenaHold(self.ranges())
     }
 
     /// Returns the addresses of all allocations, ascending.

@@ -81,23 +81,35 @@
 //!
 //! # Forking
 //!
-//! Runtimes and regions belong to the process that made them. A child made by `fork` does not have
-//! the regions' addresses: touching them raises SIGSEGV. Calls in the child are refused with an
-//! error, and values that it drops are left alone. The child may `exec`, or build a runtime of its
-//! own.
+//! Runtimes and regions belong to the process that made them. A child made by `fork` has a private
+//! copy of each region, as the region was at that moment. The kernel shares the pages that are
+//! present, and the parent brings absent pages in when the child touches them. Nothing is copied at
+//! the fork, and a child that calls `exec` asks no server.
+//!
+//! - The servers keep what the child can still see until it has ended, beside what the parent
+//!   writes: see [`StoreStatsSnapshot::held_bytes`].
+//! - Pages that the child has touched are not under the budget.
+//! - Other calls on regions are refused in the child with an error, and values that the child drops
+//!   are left alone. The child may build a runtime of its own.
+//! - A parent that returns from `main`, or calls `exit`, waits for children that still have its
+//!   memory. A parent that is killed, or calls `exec`, takes them along.
+//! - Regions with a [`Store`] of their own are not inherited, and nothing is by a child that the raw
+//!   system call makes: touching them raises SIGSEGV.
 
 mod arena;
 mod array;
 mod config;
 pub mod error;
 mod fault;
+#[doc(hidden)]
+pub mod fork;
 pub mod io;
 mod kept;
 mod region;
 mod runtime;
 mod stats;
 
-pub use arena::{Arena, ArenaError};
+pub use arena::{Arena, ArenaError, ArenaHold};
 pub use array::RemoteArray;
 pub use bytemuck::Pod;
 pub use bytesize::ByteSize;

@@ -25,6 +25,7 @@ use farpage_wire::control::check_name;
 use crate::{
     Arena, CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray, Session, Stats,
     error::NamesError,
+    fork,
 };
 
 /// Connections to memory servers, and the threads that move pages between them and regions. Clones
@@ -56,6 +57,7 @@ enum Opening {
 
 impl Runtime {
     pub(crate) fn new(pager: Held<Arc<Pager<KernelSpace>>>, defaults: Defaults) -> Runtime {
+        fork::attend(&pager);
         Runtime {
             pager,
             defaults,

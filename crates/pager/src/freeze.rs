@@ -183,9 +183,8 @@ fn count_out(turnstile: &Turnstile) {
 }
 
 /// Frozen reclaim: no page is on its way out, and no entry changes unless by a fill. Dropping it
-/// thaws, except in a child of `fork`, whose copy stays as it is and is not to be used.
-///
-/// The thread holds signals back until then.
+/// thaws, except in a child of `fork`, whose copy stays as it is and is not to be used. To be
+/// dropped on the runtime's table of descriptors.
 #[derive(Debug)]
 #[must_use = "reclaim goes on when it is dropped"]
 pub struct Frozen<'a> {
@@ -194,8 +193,6 @@ pub struct Frozen<'a> {
     is_sealed: bool,
     /// Id of the process whose reclaim is frozen.
     process: u32,
-    /// Let in again after the thaw.
-    _signals: SignalGuard,
 }
 
 impl Drop for Frozen<'_> {
@@ -217,8 +214,8 @@ impl<A: AddressSpace> Pager<A> {
     /// Regions that are being dropped are left alone. Threads go on to touch pages and to fault.
     /// Where the budget is used up their fills wait, so a freeze should last for milliseconds.
     ///
-    /// The thread must not touch a page that may be absent before it thaws: it might wait for a
-    /// frame that nobody makes room for. Freezes of several threads overlap.
+    /// The thread that forks holds signals back, and must not touch a page that may be absent
+    /// before the thaw: it might wait for a frame that nobody makes room for. Freezes overlap.
     ///
     /// # Errors
     /// [`FreezeError::Busy`]: runs were still on their way out at the `deadline`. Reclaim goes on.
@@ -226,7 +223,7 @@ impl<A: AddressSpace> Pager<A> {
         if self.is_parents() {
             return Err(FreezeError::Forked);
         }
-        let (signals, since) = (SignalGuard::new(), Since::now());
+        let (_signals, since) = (SignalGuard::new(), Since::now());
         let shared = self.shared();
         while shared.frames.budget().is_starving() && since.elapsed() < ROOM_WAIT.min(deadline) {
             thread::sleep(LOOK);
@@ -237,7 +234,6 @@ impl<A: AddressSpace> Pager<A> {
             doors: &shared.doors,
             is_sealed: false,
             process: process::id(),
-            _signals: signals,
         };
         // Evictors map runs again that wait for a busy lane.
         shared.doors.wake_evictors();

@@ -4,16 +4,19 @@
 //! region is mapped in `map.rs`, and used by the program in `mapped.rs`.
 
 use std::{
-    fmt, io, mem, process,
+    any::Any,
+    fmt, io, mem,
+    ops::Range,
+    process,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
 };
 
 use farpage_signals::SignalGuard;
-use farpage_store::{Cluster, Lane};
+use farpage_store::{Cluster, Lane, PageStore};
 use farpage_vm::AddressSpace;
 
 use crate::{
@@ -46,6 +49,8 @@ pub struct Pager<A: AddressSpace> {
     process: u32,
     /// Seats of the worker threads. `None` in a simulation.
     seats: Option<Arc<Seats>>,
+    /// Part of a layer above that ends with the pager.
+    companion: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
 impl<A: AddressSpace> Pager<A> {
@@ -148,6 +153,7 @@ impl<A: AddressSpace> Pager<A> {
             deadline,
             process: process::id(),
             seats: None,
+            companion: OnceLock::new(),
         };
         Ok(PagerParts {
             pager,
@@ -175,6 +181,29 @@ impl<A: AddressSpace> Pager<A> {
     /// Returns the servers that regions keep their pages on.
     pub fn cluster(&self) -> &Arc<Cluster> {
         &self.cluster
+    }
+
+    /// Returns the addresses and the stores of all mapped regions.
+    pub fn mapped(&self) -> Vec<(Range<usize>, Arc<PageStore>)> {
+        let _signals = SignalGuard::new();
+        let regions = self.shared.regions.read();
+        let regions = regions.values();
+        regions
+            .map(|region| {
+                let end = region.address + region.geometry.bytes;
+                (region.address..end, region.store.clone())
+            })
+            .collect()
+    }
+
+    /// Keeps `companion` until the pager ends. The first one stays.
+    pub fn accompany(&self, companion: Box<dyn Any + Send + Sync>) {
+        let _ = self.companion.set(companion);
+    }
+
+    /// Returns the companion, if it has this type.
+    pub fn companion<T: 'static>(&self) -> Option<&T> {
+        self.companion.get()?.downcast_ref()
     }
 
     /// Returns the upper bound of the bytes that move together.
@@ -227,6 +256,7 @@ impl<A: AddressSpace> Drop for Pager<A> {
                 self.cluster.clone(),
                 self.in_thread.clone(),
                 self.seats.clone(),
+                self.companion.take(),
             ));
             return;
         }

@@ -85,10 +85,6 @@ struct RunOptions {
     /// Says at the end on standard error how much memory was used, and what moved.
     #[arg(long)]
     stats: bool,
-    /// Lets the program fork while it has allocations there. The child does not have them: touching
-    /// them raises SIGSEGV.
-    #[arg(long)]
-    allow_fork: bool,
     /// Interposes the programs that the program starts, too. They share the budget.
     #[arg(long)]
     children: bool,
@@ -179,7 +175,6 @@ fn run(options: &RunOptions) -> Result<u8> {
     );
     for (flag, name) in [
         (options.stats, "STATS"),
-        (options.allow_fork, "ALLOW_FORK"),
         (options.children, "CHILDREN"),
         (options.server.is_none(), "ON_DEMAND"),
         (sizes.in_thread, "IN_THREAD"),

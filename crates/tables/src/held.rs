@@ -1,6 +1,11 @@
 //! [`Held`]: a value with descriptors, which are numbers of one table.
 
-use std::{fmt, mem::ManuallyDrop, ops::Deref, sync::Arc};
+use std::{
+    fmt,
+    mem::ManuallyDrop,
+    ops::Deref,
+    sync::{Arc, Weak},
+};
 
 use crate::{Table, is_private, run_outside};
 
@@ -47,6 +52,42 @@ impl<T: Send> Held<T> {
     /// True if this process is a child made by `fork` of the process that has the table.
     pub fn is_parents(&self) -> bool {
         self.table.as_ref().is_some_and(|table| table.is_parents())
+    }
+}
+
+impl<T: Send + Sync> Held<Arc<T>> {
+    /// Returns a reference that keeps neither the value nor its table.
+    pub fn downgrade(&self) -> HeldWeak<T> {
+        HeldWeak {
+            value: Arc::downgrade(&self.value),
+            table: self.table.as_ref().map(Arc::downgrade),
+        }
+    }
+}
+
+/// Reference to a [`Held`] value that keeps neither the value nor its table.
+#[derive(Clone, Debug)]
+pub struct HeldWeak<T> {
+    value: Weak<T>,
+    table: Option<Weak<Table>>,
+}
+
+impl<T: Send + Sync> HeldWeak<T> {
+    /// Returns the value, if it still exists.
+    pub fn upgrade(&self) -> Option<Held<Arc<T>>> {
+        let table = match &self.table {
+            Some(table) => Some(table.upgrade()?),
+            None => None,
+        };
+        Some(Held {
+            value: ManuallyDrop::new(self.value.upgrade()?),
+            table,
+        })
+    }
+
+    /// True if the value still exists.
+    pub fn exists(&self) -> bool {
+        self.value.strong_count() > 0
     }
 }
 

@@ -14,6 +14,6 @@ mod private;
 mod queue;
 mod table;
 
-pub use held::{Held, Programs};
+pub use held::{Held, HeldWeak, Programs};
 pub use keeper::{Keeper, lost};
 pub use table::{Table, errand, errand_outside, is_private, run_outside, spawn, spawn_outside};

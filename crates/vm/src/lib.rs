@@ -5,6 +5,7 @@
 //! the pager.
 
 pub mod calls;
+pub mod child;
 mod frame;
 mod kernel;
 mod pagemap;

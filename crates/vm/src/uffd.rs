@@ -6,6 +6,7 @@
 
 use std::{
     fmt, io,
+    mem::ManuallyDrop,
     ops::{BitAnd, BitOr, Range},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd},
 };
@@ -72,13 +73,22 @@ impl Uffd {
             .map_err(|errno| UserfaultfdError::Os(errno.into()))
     }
 
-    fn over(fd: OwnedFd) -> Self {
+    /// Takes over a descriptor that has agreed on its features.
+    pub(crate) fn over(fd: OwnedFd) -> Self {
         // SAFETY: a userfaultfd that has agreed on its features, owned by nobody else.
         let inner = unsafe { userfaultfd::Uffd::from_raw_fd(fd.into_raw_fd()) };
         Self {
             inner,
             is_in_reach: !is_private(),
         }
+    }
+
+    /// Returns the descriptor.
+    pub(crate) fn into_fd(self) -> OwnedFd {
+        // The crate's own `into_raw_fd` closes the descriptor.
+        let inner = ManuallyDrop::new(self.inner);
+        // SAFETY: nobody else owns it any more.
+        unsafe { OwnedFd::from_raw_fd(inner.as_raw_fd()) }
     }
 
     /// Starts to catch faults in a range of a mapping.
@@ -235,6 +245,9 @@ impl Uffd {
                     Event::Unmap { start, end } => {
                         each(UffdMessage::Unmapped(start as usize..end as usize));
                     }
+                    Event::Remove { start, end } => {
+                        each(UffdMessage::Removed(start as usize..end as usize));
+                    }
                     // The other events have not been agreed upon.
                     _ => {}
                 }
@@ -265,6 +278,8 @@ pub(crate) enum UffdMessage {
     /// The program has unmapped these addresses, some of which were registered with this
     /// descriptor.
     Unmapped(Range<usize>),
+    /// The program has dropped the pages of these addresses, by `madvise`.
+    Removed(Range<usize>),
 }
 
 /// Room for the messages of one `read`, kept between calls.
@@ -288,6 +303,9 @@ impl Features {
     /// A message when the program unmaps registered addresses; its thread sleeps until the message
     /// is read (kernel 4.11).
     pub const EVENT_UNMAP: Self = Self(raw::UFFD_FEATURE_EVENT_UNMAP as u64);
+    /// A message when the program drops pages by `madvise`; its thread sleeps until the message is
+    /// read (kernel 4.11).
+    pub const EVENT_REMOVE: Self = Self(raw::UFFD_FEATURE_EVENT_REMOVE as u64);
     /// Messages say which thread has touched the page (kernel 4.14).
     pub const THREAD_ID: Self = Self(raw::UFFD_FEATURE_THREAD_ID as u64);
     /// Write protection of anonymous memory (kernel 5.7).
@@ -317,6 +335,10 @@ impl Features {
     /// True if all of `other` are among these features.
     pub fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
+    }
+
+    pub(crate) fn bits(self) -> u64 {
+        self.0
     }
 
     fn first_missing(self, wanted: Self) -> Option<(&'static str, &'static str)> {

@@ -91,7 +91,7 @@ class Living(Generic[T]):
 mappings: Living[Mapping] = Living()
 
 #: Arrays without a name are pickled with their contents up to this many bytes.
-pickle_bytes_max = 64 << 20
+pickle_bytes_max = 1 << 30
 
 
 class RemoteArray(np.ndarray[Any, Any]):

@@ -19,7 +19,7 @@ use crate::{
     descriptors::Window,
     destructors, environment,
     environment::{PREFIX, variable},
-    exec, family, filter, is_starting, limits, made, report, say,
+    exec, family, filter, is_starting, limits, made, process, report, say,
     share::Share,
     signals,
     state::{self, Options, State},
@@ -120,11 +120,11 @@ extern "C" fn begin() {
     };
     environment::keep();
     state::set_options(Options {
-        may_fork: variable("ALLOW_FORK").is_some(),
         interposes_children: variable("CHILDREN").is_some(),
         folder: variable("FOLDER").unwrap_or_default().into(),
     });
     exec::take_note();
+    process::begin();
     family::begin(state::folder());
     // A server may not answer, so signals are let in: no lock is held that a handler could need.
     let plan = inside.signals.wait(start);

@@ -10,7 +10,7 @@ use std::{
     sync::atomic::{AtomicPtr, AtomicU8, Ordering},
 };
 
-use crate::{say, state};
+use crate::say;
 
 /// File of the page.
 const FILE: &str = "facts";
@@ -62,9 +62,9 @@ pub(crate) fn note_arena() {
 
 /// Writes a line, once in a run, that the memory of a child made by `fork` is local.
 pub(crate) fn say_of_fork() {
-    if !state::may_fork() && !note(FORK) {
+    if !note(FORK) {
         say(
-            "a child made by fork asks for memory: it is not interposed, so that its memory is local and not under the budget. \
+            "a child made by fork asks for memory: what it allocates itself is local, and not under the budget. \
              A program that is started by exec is interposed with --children",
         );
     }

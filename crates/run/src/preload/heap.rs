@@ -120,11 +120,6 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
         made::add(if made.is_null() { start } else { made as usize });
         return made;
     }
-    if is_ours && state::get().is_none() {
-        // A child made by `fork` does not have the old bytes.
-        set_errno(libc::ENOMEM);
-        return ptr::null_mut();
-    }
     // SAFETY: the caller's promise; both have as many bytes as are copied.
     unsafe {
         let made = malloc(bytes);
@@ -151,7 +146,7 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
         // SAFETY: the caller's promise.
         return unsafe { next::usable(of) };
     }
-    let (Some(state), Some(of)) = (state::get(), NonNull::new(of.cast())) else {
+    let (Some(state), Some(of)) = (state::inherited(), NonNull::new(of.cast())) else {
         return 0;
     };
     let _inside = Inside::enter();

@@ -235,6 +235,12 @@ pub(crate) unsafe extern "C" fn mremap(
     flags: c_int,
     new_address: *mut c_void,
 ) -> *mut c_void {
+    if let Some(old) = state::ours(address, bytes)
+        && state::is_forked()
+    {
+        // SAFETY: the caller's promise.
+        return unsafe { remap_copy(old, new_bytes, flags) };
+    }
     let (Some(old), Some(state), false) = (state::ours(address, bytes), state::get(), Inside::is())
     else {
         // SAFETY: the caller's promise.
@@ -274,6 +280,39 @@ pub(crate) unsafe extern "C" fn mremap(
     }
     // SAFETY: the caller's promise.
     unsafe { grow_elsewhere(state, old, whole) }
+}
+
+/// `mremap` in a child made by `fork`, where a mapping that grows becomes a copy: absent pages are
+/// caught at their old addresses alone.
+///
+/// # Safety
+/// As `mremap`.
+unsafe fn remap_copy(old: Range<usize>, new_bytes: usize, flags: c_int) -> *mut c_void {
+    let whole = new_bytes.checked_next_multiple_of(KERNEL_PAGE_BYTES);
+    let (Some(whole @ 1..), 0) = (whole, flags & !libc::MREMAP_MAYMOVE) else {
+        return failed(libc::EINVAL);
+    };
+    // SAFETY: the program's own mapping, which it gives up as far as it is unmapped here.
+    unsafe {
+        let unmap = |start: usize, end: usize| libc::syscall(libc::SYS_munmap, start, end - start);
+        if whole <= old.len() {
+            if whole < old.len() {
+                unmap(old.start + whole, old.end);
+            }
+            return ptr::with_exposed_provenance_mut(old.start);
+        }
+        if flags & libc::MREMAP_MAYMOVE == 0 {
+            return failed(libc::ENOMEM);
+        }
+        let (access, kind) = (PLAIN, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let made = mmap(ptr::null_mut(), whole, access, kind, -1, 0);
+        if made != libc::MAP_FAILED {
+            let from = ptr::with_exposed_provenance::<u8>(old.start);
+            ptr::copy_nonoverlapping(from, made.cast::<u8>(), old.len());
+            unmap(old.start, old.end);
+        }
+        made
+    }
 }
 
 /// Makes a mapping end at `end`, if nothing is mapped or allocated up to there.

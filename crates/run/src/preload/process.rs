@@ -1,13 +1,18 @@
 //! Processes and threads: `fork` and its kind, and `pthread_create`.
 //!
-//! A child made by `fork` does not have the arena's memory. The rule: a call that copies the
-//! process fails with a line while memory of the arena is allocated, unless the user allows it.
+//! A child made by `fork` has what its parent had, and takes no more memory of the arena. The rule:
+//! a call that copies the process fails with a line where the child would not have all memory.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::{
+    cell::UnsafeCell,
+    ffi::{c_char, c_int, c_void},
+};
+
+use farpage::{ArenaHold, fork::Hooks};
 
 use crate::{
     INSIDE, Inside, STARTING, family,
-    next::{self, Start, next},
+    next::{self, Start as ThreadStart, next},
     report, say, set_errno, share, signals, state,
 };
 
@@ -21,38 +26,56 @@ next! {
     /// `daemon`.
     later_daemon = c"daemon"(keeps_folder: c_int, keeps_streams: c_int) -> c_int, else -1;
     /// `clone`.
-    later_clone = c"clone"(start: *mut c_void, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, tls: *mut c_void, child: *mut c_void) -> c_int, else -1;
+    later_clone = c"clone"(start: extern "C" fn(*mut c_void) -> c_int, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, tls: *mut c_void, child: *mut c_void) -> c_int, else -1;
 }
 
-/// True if the process may be copied. If not, says why.
-fn may_copy() -> bool {
-    let Some(state) = state::get() else {
-        return true;
-    };
-    if state::may_fork() || Inside::is() {
+/// Prepares for forks: each is begun by a wrapper of this file.
+pub(crate) fn begin() {
+    farpage::fork::leave_to_caller(Hooks { frozen, ended });
+}
+
+/// Begins a copy of the process. Returns false, with an `errno`, if the child would not have all
+/// memory: a line says why.
+fn begins() -> bool {
+    if Inside::is() || state::inherited().is_none() {
         return true;
     }
-    let allocated = {
+    let began = {
         let _inside = Inside::enter();
-        state.arena.allocated_bytes()
+        farpage::fork::begin()
     };
-    if allocated > 0 {
-        say(
-            "fork is refused: the child would not have the memory that is remote (touching it would raise SIGSEGV). \
-             If the child uses none of it, run with --allow-fork",
-        );
-        set_errno(libc::ENOSYS);
+    if let Err(why) = &began {
+        say(&format!("fork fails: the child would not have the memory that is remote: {why}"));
+        set_errno(libc::EAGAIN);
     }
-    allocated == 0
+    began.is_ok()
 }
 
-/// Gives up what is the parent's, in a child made by `fork`.
-fn forget() {
-    share::forget();
-    state::forget();
+/// Lock on the arena's record of allocations, which a child looks up.
+struct Held(UnsafeCell<Option<ArenaHold<'static>>>);
+
+// SAFETY: for the thread that forks alone, of which there is one at a time.
+unsafe impl Sync for Held {}
+
+static HELD: Held = Held(UnsafeCell::new(None));
+
+fn frozen() {
+    let hold = state::get().map(|state| state.arena.hold());
+    // SAFETY: this thread forks.
+    unsafe { *HELD.0.get() = hold };
 }
 
-/// Defines functions that copy the process. Each returns 0 in the child.
+fn ended(in_child: bool) {
+    // SAFETY: this thread forks, or is the copy of the one that does.
+    drop(unsafe { (*HELD.0.get()).take() });
+    if in_child {
+        share::forget();
+        state::serve_none();
+    }
+}
+
+/// Defines functions that copy the process and run the handlers of `fork`. Each returns 0 in the
+/// child.
 macro_rules! copies {
     ($($name:ident = $later:path, ($($arg:ident: $type:ty),*);)+) => {
         $(
@@ -62,13 +85,14 @@ macro_rules! copies {
             #[doc = concat!("As `", stringify!($name), "`.")]
             #[unsafe(no_mangle)]
             pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
-                if !may_copy() {
+                if !begins() {
                     return -1;
                 }
                 // SAFETY: the caller's promise.
                 let child = unsafe { $later($($arg),*) };
-                if child == 0 {
-                    forget();
+                if child != 0 {
+                    // Where the call failed before any handler.
+                    farpage::fork::end(false);
                 }
                 child
             }
@@ -79,28 +103,80 @@ macro_rules! copies {
 copies! {
     fork = later_fork, ();
     __fork = later_fork, ();
-    _Fork = later_raw_fork, ();
     forkpty = later_forkpty, (terminal: *mut c_int, name: *mut c_char, settings: *const libc::termios, size: *const libc::winsize);
 }
 
-/// `daemon`. The process that goes on is the child, whose standard error may be closed by then.
+/// `_Fork`, which runs no handlers.
+///
+/// # Safety
+/// As `_Fork`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn _Fork() -> c_int {
+    if !begins() {
+        return -1;
+    }
+    farpage::fork::freeze();
+    // SAFETY: the caller's promise.
+    let child = unsafe { later_raw_fork() };
+    farpage::fork::end(child == 0);
+    child
+}
+
+/// `daemon`. The process that goes on is the child. The parent ends when no process needs its
+/// memory any more.
 ///
 /// # Safety
 /// As `daemon`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn daemon(keeps_folder: c_int, keeps_streams: c_int) -> c_int {
-    if !may_copy() {
-        return -1;
+    if state::inherited().is_none() {
+        if state::starts_interposed() {
+            family::say_of_fork();
+        }
+        // SAFETY: the caller's promise.
+        return unsafe { later_daemon(keeps_folder, keeps_streams) };
     }
-    if state::starts_interposed() {
-        family::say_of_fork();
+    // SAFETY: as for `daemon`.
+    unsafe {
+        match fork() {
+            -1 => return -1,
+            0 => {}
+            _ => _exit(0),
+        }
+        if libc::setsid() < 0 {
+            return -1;
+        }
+        if keeps_folder == 0 && libc::chdir(c"/".as_ptr()) != 0 {
+            return -1;
+        }
+        if keeps_streams == 0 {
+            let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR);
+            if null < 0 {
+                return -1;
+            }
+            (0..=2).for_each(|stream| {
+                libc::dup2(null, stream);
+            });
+            if null > 2 {
+                libc::close(null);
+            }
+        }
     }
-    // SAFETY: the caller's promise.
-    let code = unsafe { later_daemon(keeps_folder, keeps_streams) };
-    if code == 0 {
-        forget();
-    }
-    code
+    0
+}
+
+/// Start of a process made by `clone`, and its argument.
+struct Start {
+    start: extern "C" fn(*mut c_void) -> c_int,
+    argument: *mut c_void,
+}
+
+/// Runs in a process made by `clone`, of whose memory it has a copy.
+extern "C" fn start_copy(start: *mut c_void) -> c_int {
+    farpage::fork::end(true);
+    // SAFETY: on the stack of the thread that has called `clone`, of which this is a copy.
+    let start = unsafe { &*start.cast::<Start>() };
+    (start.start)(start.argument)
 }
 
 /// `clone`, which copies the process unless its flags share memory. The arguments behind `argument`
@@ -110,7 +186,7 @@ pub(crate) unsafe extern "C" fn daemon(keeps_folder: c_int, keeps_streams: c_int
 /// As `clone`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn clone(
-    start: *mut c_void,
+    start: extern "C" fn(*mut c_void) -> c_int,
     stack: *mut c_void,
     flags: c_int,
     argument: *mut c_void,
@@ -118,11 +194,20 @@ pub(crate) unsafe extern "C" fn clone(
     tls: *mut c_void,
     child: *mut c_void,
 ) -> c_int {
-    if flags & libc::CLONE_VM == 0 && !may_copy() {
+    if flags & libc::CLONE_VM != 0 || state::inherited().is_none() {
+        // SAFETY: the caller's promise.
+        return unsafe { later_clone(start, stack, flags, argument, parent, tls, child) };
+    }
+    if !begins() {
         return -1;
     }
-    // SAFETY: the caller's promise.
-    unsafe { later_clone(start, stack, flags, argument, parent, tls, child) }
+    farpage::fork::freeze();
+    let mut copied = Start { start, argument };
+    let copied = (&raw mut copied).cast();
+    // SAFETY: the caller's promise; the copy of this process has a copy of `copied`.
+    let made = unsafe { later_clone(start_copy, stack, flags, copied, parent, tls, child) };
+    farpage::fork::end(false);
+    made
 }
 
 /// `_exit`.
@@ -149,7 +234,7 @@ pub(crate) unsafe extern "C" fn _Exit(status: c_int) -> ! {
 }
 
 struct Thread {
-    start: Start,
+    start: ThreadStart,
     argument: *mut c_void,
 }
 
@@ -170,7 +255,7 @@ extern "C" fn start_inside(thread: *mut c_void) -> *mut c_void {
 pub(crate) unsafe extern "C" fn pthread_create(
     thread: *mut libc::pthread_t,
     attributes: *const libc::pthread_attr_t,
-    start: Start,
+    start: ThreadStart,
     argument: *mut c_void,
 ) -> c_int {
     if !Inside::is() {

@@ -80,6 +80,7 @@ pub(crate) extern "C" fn finish() {
     if state::runtime().is_none() {
         return;
     }
+    farpage::fork::wait_for_children();
     // A filter of the program's own may forbid the calls below.
     if matches!(WORD.load(Ordering::Acquire), NONE | DONE) {
         return;

@@ -30,8 +30,6 @@ pub(crate) struct State {
 
 /// Options of `farpage run` that hold for the whole life of the process.
 pub(crate) struct Options {
-    /// True if the user allows `fork` with remote memory.
-    pub(crate) may_fork: bool,
     /// True if programs that this one starts are interposed, too.
     pub(crate) interposes_children: bool,
     /// The launcher's folder.
@@ -95,14 +93,6 @@ pub(crate) fn expect_zero_copy() {
     }
 }
 
-/// Forgets the arena in a child made by `fork`, whose requests go to the next allocator.
-pub(crate) fn forget() {
-    STATE.store(ptr::null_mut(), Ordering::Release);
-    if may_fork() {
-        serve_none();
-    }
-}
-
 /// Returns the size from which on requests are served here.
 pub(crate) fn min_bytes() -> usize {
     MIN_BYTES.load(Ordering::Relaxed)
@@ -116,20 +106,20 @@ pub(crate) fn runtime() -> Option<&'static Runtime> {
 /// Returns the state. `None` before its beginning, and in a child made by `fork`, by whatever call
 /// (a raw `clone`, for one).
 pub(crate) fn get() -> Option<&'static State> {
+    inherited().filter(|_| !is_forked())
+}
+
+/// Returns the state, in a child made by `fork` that of its parent: for looking up what was
+/// allocated at the fork.
+pub(crate) fn inherited() -> Option<&'static State> {
     // SAFETY: it is never given back; stored whole.
-    let state = unsafe { STATE.load(Ordering::Acquire).as_ref() }?;
-    (!is_forked()).then_some(state)
+    unsafe { STATE.load(Ordering::Acquire).as_ref() }
 }
 
 /// True if this is a child made by `fork` of a process that has a runtime.
 pub(crate) fn is_forked() -> bool {
     let process = PROCESS.load(Ordering::Relaxed);
     process != 0 && process != process::id() as usize
-}
-
-/// True if the user allows `fork` with remote memory.
-pub(crate) fn may_fork() -> bool {
-    OPTIONS.get().is_some_and(|options| options.may_fork)
 }
 
 /// True if programs that this one starts are interposed.

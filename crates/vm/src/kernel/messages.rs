@@ -46,6 +46,8 @@ impl Messages {
                 // addresses only, and the kernel's are aligned.
                 let _ = uffd.wake(range.start, range.len());
             }
+            // Not agreed upon.
+            UffdMessage::Removed(_) => {}
         })?;
         Ok(unmapped)
     }

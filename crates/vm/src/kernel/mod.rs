@@ -13,6 +13,7 @@
 //! | `scattered` | copy single pages out beside running threads |
 //! | `dropping` | drop pages that the program may only read |
 //! | `poison` | make absent pages raise a signal |
+//! | `sharing` | end the sharing of pages with processes made by `fork` |
 
 mod addresses;
 mod copying;
@@ -26,11 +27,13 @@ mod poison;
 mod ranges;
 mod scattered;
 mod shard;
+mod sharing;
 
 use std::{io, os::fd::AsFd, sync::Arc};
 
 use farpage_tables::{Keeper, is_private};
 
+pub(crate) use self::sharing::begin as begin_sharing;
 use self::{fence::Fence, poison::Poison, shard::KernelShard};
 use crate::{
     frame::{self, KernelFrame, Pools},

@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use super::{copying, fence::Fenced, holes::Progress, occupied, shard::KernelShard};
+use super::{copying, fence::Fenced, holes::Progress, occupied, shard::KernelShard, sharing};
 use crate::{
     frame::KernelFrame,
     pages::Pages,
@@ -113,6 +113,7 @@ pub(super) fn detach(
     //    page.
     let mut progress = Progress::new(pages.bytes(), page_bytes);
     let mut why = None;
+    let mut unshared_to = address;
     while let Some(next) = progress.next() {
         let to = slot + next.start..slot + next.end;
         // SAFETY:
@@ -129,6 +130,15 @@ pub(super) fn detach(
             progress.moved();
             continue;
         };
+        // 2. Pages that a process made by `fork` had at some time are shared until they are written
+        //    to, and refused as pinned ones are.
+        let refused_at = address + next.start + done_bytes;
+        if refusal == Refusal::Busy && refused_at >= unshared_to && sharing::began() {
+            unshared_to = address + next.end;
+            sharing::end(refused_at..unshared_to);
+            progress.moved_in_part(done_bytes);
+            continue;
+        }
         let is_refused_whole = refusal == Refusal::Invalid && done_bytes == 0;
         let is_first = is_refused_whole && next.start == 0;
         // The kernel moves between mappings that are alike only: not out of one that the program
@@ -155,7 +165,7 @@ pub(super) fn detach(
     }
     // The rest deals with frames, and with putting back, which waits while mappings change.
     drop(fenced);
-    // 2. Make the pages whole that are partly there.
+    // 3. Make the pages whole that are partly there.
     let mut whole_bytes = progress.whole_bytes();
     if let Some(holes) = progress.holes() {
         let first_page = holes.start - holes.start % page_bytes;
@@ -164,7 +174,7 @@ pub(super) fn detach(
             why = Some(DetachError::Os(error));
         }
     }
-    // 3. Put back what moved behind them.
+    // 4. Put back what moved behind them.
     let Some(rest) = pages.behind(whole_bytes) else {
         frame.set_occupied();
         return Ok(frame);

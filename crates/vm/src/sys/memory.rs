@@ -4,19 +4,22 @@
 //! program locks all that it maps (`mlockall`), is not inherited by `fork`, and is given up again
 //! where it cannot be set up.
 
+use std::sync::atomic::AtomicU32;
+
 use nix::errno::Errno;
 
 /// The kernel page: the unit in which the kernel maps, moves and counts. Checked when a space is
 /// opened.
 pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
 
-/// `madvise`, for advice that leaves pages alone or drops pages that the caller owns.
+/// `madvise`, for advice that leaves pages alone or drops pages that the caller owns. The call goes
+/// to the kernel by its number: a program under `farpage run` has a `madvise` of its own.
 ///
 /// # Safety
 /// The range is a mapping of the caller's; with `MADV_DONTNEED` nothing may rely on its bytes.
 pub(crate) unsafe fn madvise(start: usize, len: usize, advice: libc::c_int) -> nix::Result<()> {
     // SAFETY: this function's contract: the range is the caller's, and so are its bytes.
-    Errno::result(unsafe { libc::madvise(start as *mut libc::c_void, len, advice) }).map(drop)
+    Errno::result(unsafe { libc::syscall(libc::SYS_madvise, start, len, advice) }).map(drop)
 }
 
 /// Reserves `len` bytes of private anonymous memory, aligned to `align` (a power of two). It takes
@@ -144,4 +147,31 @@ pub(crate) unsafe fn carry_away(start: usize, len: usize) -> nix::Result<usize> 
 pub(crate) unsafe fn protect(start: usize, len: usize, prot: libc::c_int) -> nix::Result<()> {
     // SAFETY: this function's contract: the range is the caller's.
     Errno::result(unsafe { libc::mprotect(start as *mut libc::c_void, len, prot) }).map(drop)
+}
+
+/// Writes to the page at `address`, a multiple of 4, without changing a byte: a shared page becomes
+/// this process's own. The write is an atomic OR with 0 by `FUTEX_WAKE_OP`, of which the kernel
+/// waits for no userfault.
+///
+/// # Errors
+/// `EFAULT` where no page is, or none that may be written to.
+pub(crate) fn write_nothing(address: usize) -> nix::Result<()> {
+    /// `FUTEX_OP(FUTEX_OP_OR, 0, FUTEX_OP_CMP_EQ, 0)`: whom the comparison wakes does not matter,
+    /// since at most 0 threads are woken.
+    const OR_WITH_NOTHING: u32 = 1 << 28;
+    static NOBODY: AtomicU32 = AtomicU32::new(0);
+    let call = libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG;
+    // SAFETY: wakes nobody, and the bytes at `address` stay what they are.
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            NOBODY.as_ptr(),
+            call,
+            0,
+            0_usize,
+            address,
+            OR_WITH_NOTHING,
+        )
+    };
+    Errno::result(done).map(drop)
 }

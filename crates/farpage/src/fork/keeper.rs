@@ -1,0 +1,626 @@
+//! [`Keeper`]: a thread that brings absent pages in for processes made by `fork`.
+//!
+//! A child has a copy of the page table of its moment, and the slots that the table refers to are
+//! held as long as the child lives. So the keeper reads a page's entry out of the child, reads the
+//! page from the servers, and copies it into the child. What the child has dropped since holds
+//! zeros.
+//!
+//! The rule it keeps: a child gets the bytes that the parent had at the fork, zeros where those
+//! were, or SIGBUS. The keeper waits for no child, and takes no lock that a fault can need.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    io, mem,
+    ops::Range,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_store::{Cluster, EntryWords, Lane, PageIndex, RunCompletion, Snapshot};
+use farpage_vm::{
+    Refusal,
+    child::{ChildEvent, ChildFeatures, ChildMemory},
+};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::eventfd::{EfdFlags, EventFd},
+};
+
+use super::link::{self, Kind, LinkName};
+
+/// Time between two looks at children whose connections are closed.
+const LOOK: Duration = Duration::from_millis(50);
+/// Time between two tries to put a page into a child that changes its mappings.
+const RETRY: Duration = Duration::from_millis(1);
+/// Pages read ahead of a child that touches pages in order, at most, and their bytes.
+const AHEAD_PAGES_MAX: usize = 64;
+const AHEAD_BYTES_MAX: usize = 512 << 10;
+
+/// All regions of a runtime as they were at one moment. Dropping it frees what no other image and
+/// no region needs.
+pub(super) struct Image {
+    regions: Vec<ImageRegion>,
+    /// The keeper, which counts images.
+    shared: Arc<Shared>,
+}
+
+/// One region of an image.
+pub(super) struct ImageRegion {
+    addresses: Range<usize>,
+    snapshot: Snapshot,
+}
+
+impl Image {
+    /// Returns the addresses of all regions.
+    pub(super) fn addresses(&self) -> Vec<Range<usize>> {
+        let regions = self.regions.iter();
+        regions.map(|region| region.addresses.clone()).collect()
+    }
+
+    fn region(&self, address: usize) -> Option<&ImageRegion> {
+        let mut regions = self.regions.iter();
+        regions.find(|region| region.addresses.contains(&address))
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        self.regions.clear();
+        *locked(&self.shared.images) -= 1;
+        self.shared.changed.notify_all();
+    }
+}
+
+impl ImageRegion {
+    fn page_bytes(&self) -> usize {
+        self.snapshot.store().page_bytes()
+    }
+
+    /// Returns the page at `address`, and the page's first address.
+    fn page(&self, address: usize) -> (PageIndex, usize) {
+        let page = (address - self.addresses.start) / self.page_bytes();
+        let start = self.addresses.start + page * self.page_bytes();
+        (PageIndex(page), start)
+    }
+}
+
+/// Handle on the thread of one runtime. Dropping it ends the thread when no child is left.
+pub(super) struct Keeper {
+    pub(super) name: LinkName,
+    pub(super) features: ChildFeatures,
+    shared: Arc<Shared>,
+}
+
+/// Keeper as other threads know it.
+pub(super) struct Shared {
+    /// Images whose children have not called yet, by number.
+    expected: Mutex<HashMap<u64, Arc<Image>>>,
+    /// Number of images that exist.
+    images: Mutex<usize>,
+    /// Condition that an image has ended.
+    changed: Condvar,
+    ends: AtomicBool,
+    waker: EventFd,
+}
+
+fn locked<T>(lock: &Mutex<T>) -> MutexGuard<'_, T> {
+    lock.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Keeper {
+    /// Starts the thread, on the table of the calling one.
+    ///
+    /// # Errors
+    /// The reason in words.
+    pub(super) fn start(cluster: Arc<Cluster>) -> Result<Keeper, String> {
+        let features = ChildFeatures::find().map_err(|error| error.to_string())?;
+        let name = LinkName::new();
+        let start = || -> io::Result<Arc<Shared>> {
+            let listener = link::listen(&name)?;
+            let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+            let shared = Arc::new(Shared {
+                expected: Mutex::default(),
+                images: Mutex::default(),
+                changed: Condvar::new(),
+                ends: AtomicBool::new(false),
+                waker: EventFd::from_value_and_flags(0, flags)?,
+            });
+            let serving = Serving::new(listener, shared.clone(), cluster);
+            let builder = thread::Builder::new().name("farpage-children".into());
+            farpage_tables::spawn(builder, move || serving.serve())?;
+            Ok(shared)
+        };
+        let shared = start().map_err(|error| format!("cannot start a thread: {error}"))?;
+        Ok(Keeper {
+            name,
+            features,
+            shared,
+        })
+    }
+
+    /// Returns what outlives the runtime.
+    pub(super) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    /// Expects a child that has copies of these regions, which it names by `number`. Returns the
+    /// addresses of the regions.
+    pub(super) fn expect(
+        &self,
+        number: u64,
+        regions: impl Iterator<Item = (Range<usize>, Snapshot)>,
+    ) -> Vec<Range<usize>> {
+        *locked(&self.shared.images) += 1;
+        let image = Image {
+            regions: regions
+                .map(|(addresses, snapshot)| ImageRegion {
+                    addresses,
+                    snapshot,
+                })
+                .collect(),
+            shared: self.shared.clone(),
+        };
+        let addresses = image.addresses();
+        locked(&self.shared.expected).insert(number, Arc::new(image));
+        addresses
+    }
+
+    /// Expects the child of this number no longer.
+    pub(super) fn forget(&self, number: u64) {
+        let image = locked(&self.shared.expected).remove(&number);
+        drop(image);
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.shared.ends.store(true, Ordering::Release);
+        // A full counter wakes the thread, too.
+        let _ = self.shared.waker.write(1);
+    }
+}
+
+impl Shared {
+    /// Waits until no child needs the keeper, for `patience` at most. Returns false if some still
+    /// do.
+    pub(super) fn wait_for_children(&self, patience: Duration) -> bool {
+        let images = locked(&self.images);
+        let waited = (self.changed).wait_timeout_while(images, patience, |images| *images > 0);
+        *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
+    }
+}
+
+/// Part of an image that one child has: what it has dropped itself holds zeros.
+#[derive(Clone)]
+struct View {
+    image: Arc<Image>,
+    removed: Removed,
+}
+
+/// Addresses that a child has dropped: ranges by their start, apart from each other.
+#[derive(Clone, Default)]
+struct Removed(BTreeMap<usize, usize>);
+
+impl Removed {
+    fn insert(&mut self, range: Range<usize>) {
+        let (mut start, mut end) = (range.start, range.end);
+        while let Some((&first, &last)) = self.0.range(..=end).next_back()
+            && last >= start
+        {
+            self.0.remove(&first);
+            (start, end) = (start.min(first), end.max(last));
+        }
+        self.0.insert(start, end);
+    }
+
+    /// Returns the parts of `range` that were dropped.
+    fn within(&self, range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let before = self.0.range(..range.end).rev();
+        let touched = before.take_while(|&(_, &end)| end > range.start);
+        touched.map(|(&start, &end)| start.max(range.start)..end.min(range.end))
+    }
+}
+
+/// Connection of a process that is about to fork, or of a child that has not called yet.
+struct Visitor {
+    socket: OwnedFd,
+    view: Option<View>,
+}
+
+/// A process made by `fork`.
+struct Child {
+    /// Number by which the child calls itself.
+    number: u64,
+    /// Connection that the child keeps: its end kills the child, whose pages nobody brings then.
+    socket: OwnedFd,
+    is_hung_up: bool,
+    memory: ChildMemory,
+    view: View,
+    /// Address behind the last pages that were asked for, and their number.
+    ahead: (usize, usize),
+}
+
+/// Page on its way into a child.
+#[derive(Clone, Copy, PartialEq)]
+struct Arriving {
+    child: u64,
+    address: usize,
+}
+
+/// The thread.
+struct Serving {
+    listener: OwnedFd,
+    shared: Arc<Shared>,
+    cluster: Arc<Cluster>,
+    /// Lane to the servers, from the first absent page on.
+    lane: Option<Lane<Vec<u8>>>,
+    visitors: Vec<Visitor>,
+    children: HashMap<u64, Child>,
+    next_child: u64,
+    arriving: HashMap<u64, Arriving>,
+    next_tag: u64,
+    /// Faults that the lane had no room for.
+    faults: VecDeque<Arriving>,
+    /// Pages that children could not take yet.
+    ready: Vec<(Arriving, Vec<u8>)>,
+    next_look: Instant,
+}
+
+impl Serving {
+    fn new(listener: OwnedFd, shared: Arc<Shared>, cluster: Arc<Cluster>) -> Serving {
+        Serving {
+            listener,
+            shared,
+            cluster,
+            lane: None,
+            visitors: Vec::new(),
+            children: HashMap::new(),
+            next_child: 0,
+            arriving: HashMap::new(),
+            next_tag: 0,
+            faults: VecDeque::new(),
+            ready: Vec::new(),
+            next_look: Instant::now(),
+        }
+    }
+
+    fn serve(mut self) {
+        loop {
+            self.wait();
+            self.hear_visitors();
+            self.hear_children();
+            self.fill();
+            self.look_for_ended();
+            let is_idle = self.visitors.is_empty() && self.children.is_empty();
+            if is_idle && self.shared.ends.load(Ordering::Acquire) {
+                return;
+            }
+        }
+    }
+
+    /// Sleeps until something has happened, and notes which children have hung up.
+    fn wait(&mut self) {
+        let mut until = None;
+        let mut sooner = |time: Instant| {
+            until = Some(until.map_or(time, |until: Instant| until.min(time)));
+        };
+        if self.children.values().any(|child| child.is_hung_up) {
+            sooner(self.next_look);
+        }
+        if !self.ready.is_empty() || !self.faults.is_empty() {
+            sooner(Instant::now() + RETRY);
+        }
+        let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        let mut fds = Vec::new();
+        let mut talking = Vec::new();
+        for (&key, child) in self.children.iter().filter(|(_, child)| !child.is_hung_up) {
+            talking.push(key);
+            fds.push(PollFd::new(child.socket.as_fd(), PollFlags::empty()));
+        }
+        fds.extend(self.children.values().map(|child| readable(child.memory.fd())));
+        fds.extend(self.visitors.iter().map(|visitor| readable(visitor.socket.as_fd())));
+        fds.extend([self.listener.as_fd(), self.shared.waker.as_fd()].map(readable));
+        if let Some(lane) = &self.lane
+            && let Some(time) = lane.wait(&mut fds)
+        {
+            sooner(time);
+        }
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let timeout = left.map_or(PollTimeout::NONE, |left| {
+            let millis = left.as_nanos().div_ceil(1_000_000);
+            PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX)
+        });
+        // A failure of the kernel's is met again, and told, where the descriptor is used.
+        let _ = poll(&mut fds, timeout);
+        let has_hung_up = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
+        let hung_up: Vec<u64> = (talking.iter().zip(&fds))
+            .filter(|(_, fd)| has_hung_up(fd))
+            .map(|(&key, _)| key)
+            .collect();
+        for key in hung_up {
+            let child = self.children.get_mut(&key);
+            child.expect("a child of this turn").is_hung_up = true;
+            self.next_look = Instant::now();
+        }
+        let _ = self.shared.waker.read();
+    }
+
+    /// Accepts connections, and takes what processes say on theirs.
+    fn hear_visitors(&mut self) {
+        while let Some(socket) = link::accept(self.listener.as_fd()) {
+            self.visitors.push(Visitor { socket, view: None });
+        }
+        for visitor in mem::take(&mut self.visitors) {
+            let stays = self.hear(visitor);
+            self.visitors.extend(stays);
+        }
+    }
+
+    /// Takes what a visitor says. Returns the visitor, unless it has gone or become a child.
+    fn hear(&mut self, mut visitor: Visitor) -> Option<Visitor> {
+        loop {
+            let received = match link::receive(visitor.socket.as_fd()) {
+                Ok(received) => received?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Some(visitor),
+                Err(_) => return None,
+            };
+            match received.kind {
+                Kind::Image => {
+                    let image = locked(&self.shared.expected).remove(&received.value);
+                    visitor.view = image.map(View::of);
+                }
+                Kind::Child => {
+                    visitor.view = self.view_of(received.value);
+                    link::send(visitor.socket.as_fd(), Kind::Child, received.value, &[]);
+                }
+                Kind::Armed => {
+                    let mut descriptors = received.descriptors.into_iter();
+                    let (uffd, memory) = (descriptors.next()?, descriptors.next()?);
+                    let child = Child {
+                        number: received.value,
+                        socket: visitor.socket,
+                        is_hung_up: false,
+                        memory: ChildMemory::new(uffd, memory),
+                        view: visitor.view?,
+                        ahead: (0, 0),
+                    };
+                    self.next_child += 1;
+                    self.children.insert(self.next_child, child);
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// Returns what the child of this number has now: what it has dropped so far is known.
+    fn view_of(&mut self, number: u64) -> Option<View> {
+        let mut children = self.children.iter();
+        let (&key, _) = children.find(|(_, child)| child.number == number)?;
+        self.take_events(key);
+        Some(self.children[&key].view.clone())
+    }
+
+    fn hear_children(&mut self) {
+        let keys: Vec<u64> = self.children.keys().copied().collect();
+        keys.into_iter().for_each(|key| self.take_events(key));
+    }
+
+    /// Takes what has happened in a child.
+    fn take_events(&mut self, key: u64) {
+        let child = self.children.get_mut(&key).expect("a child of this turn");
+        let mut events = Vec::new();
+        if let Err(error) = child.memory.events(&mut events) {
+            tracing::error!(%error, "cannot read the faults of a process made by fork");
+        }
+        for event in events {
+            match event {
+                ChildEvent::Removed(range) => child.view.removed.insert(range),
+                ChildEvent::Fault(address) => {
+                    self.faults.push_back(Arriving { child: key, address });
+                }
+            }
+        }
+    }
+
+    /// Brings in the pages of faults, and puts those that have come into their children.
+    fn fill(&mut self) {
+        let mut done: Vec<RunCompletion<Vec<u8>>> = Vec::new();
+        if let Some(lane) = &mut self.lane {
+            lane.poll(&mut done);
+        }
+        let ready = mem::take(&mut self.ready);
+        for (arriving, bytes) in ready {
+            self.put(arriving, bytes);
+        }
+        for completion in done {
+            let arriving = self.arriving.remove(&completion.tag);
+            let arriving = arriving.expect("a tag is used once");
+            match completion.failed.into_iter().next() {
+                None => self.put(arriving, completion.frame),
+                Some((_, error)) => self.give_up(arriving, completion.frame.len(), &error),
+            }
+        }
+        while let Some(fault) = self.faults.pop_front() {
+            if !self.begin(fault) {
+                self.faults.push_front(fault);
+                break;
+            }
+        }
+    }
+
+    /// Begins to bring in the page of a fault, and pages behind it if the child touches pages in
+    /// order. Returns false if that has to wait.
+    fn begin(&mut self, fault: Arriving) -> bool {
+        let Some(child) = self.children.get_mut(&fault.child) else {
+            return true;
+        };
+        let image = child.view.image.clone();
+        let Some(region) = image.region(fault.address) else {
+            return true;
+        };
+        let page_bytes = region.page_bytes();
+        let (first, start) = region.page(fault.address);
+        let end = start + page_bytes;
+        let dropped: usize = child.view.removed.within(&(start..end)).map(|part| part.len()).sum();
+        if dropped == page_bytes {
+            self.put(Arriving { address: start, ..fault }, vec![0; page_bytes]);
+            return true;
+        }
+        let most = (AHEAD_BYTES_MAX / page_bytes).clamp(1, AHEAD_PAGES_MAX);
+        let (expected, before) = child.ahead;
+        let count = match expected == start {
+            true => (2 * before).clamp(1, most),
+            false => 1,
+        };
+        let left = (region.addresses.end - start) / page_bytes;
+        let count = count.min(left).max(1);
+        let mut words = vec![0_u8; count * mem::size_of::<EntryWords>()];
+        let entries = region.snapshot.store().entry_address(first);
+        match child.memory.read(entries, &mut words) {
+            Ok(true) => {}
+            Ok(false) => return true,
+            Err(error) => {
+                self.give_up(Arriving { address: start, ..fault }, page_bytes, &error);
+                return true;
+            }
+        }
+        if self.lane.is_none() {
+            match Lane::new(&self.cluster) {
+                Ok(lane) => self.lane = Some(lane),
+                Err(error) => {
+                    self.give_up(Arriving { address: start, ..fault }, page_bytes, &error);
+                    return true;
+                }
+            }
+        }
+        let lane = self.lane.as_mut().expect("made above");
+        let (words, _) = words.as_chunks::<{ mem::size_of::<EntryWords>() }>();
+        for (at, words) in words.iter().enumerate() {
+            let arriving = Arriving {
+                child: fault.child,
+                address: start + at * page_bytes,
+            };
+            if self.arriving.values().any(|other| *other == arriving) {
+                continue;
+            }
+            let tag = self.next_tag;
+            let (page, frame) = (first + at, vec![0; page_bytes]);
+            let began = lane.fill_copy(&region.snapshot, page, words_of(words), frame, tag);
+            if began.is_err() {
+                // Too much is in flight. What is read ahead is left out then.
+                return at > 0;
+            }
+            self.next_tag += 1;
+            self.arriving.insert(tag, arriving);
+        }
+        child.ahead = (start + count * page_bytes, count);
+        true
+    }
+
+    /// Puts a page into a child.
+    fn put(&mut self, arriving: Arriving, mut bytes: Vec<u8>) {
+        let Some(child) = self.children.get(&arriving.child) else {
+            return;
+        };
+        let start = arriving.address;
+        let removed = &child.view.removed;
+        for part in removed.within(&(start..start + bytes.len())) {
+            bytes[part.start - start..part.end - start].fill(0);
+        }
+        match child.memory.put(start, &bytes) {
+            Ok(()) => {}
+            Err(Refusal::Missing | Refusal::Ended) => child.memory.wake(start),
+            // The child changes its mappings, which may be among the events of the next turn, or
+            // the machine is short of memory.
+            Err(_) => self.ready.push((arriving, bytes)),
+        }
+    }
+
+    /// Makes a page that cannot be brought in raise SIGBUS.
+    fn give_up(&self, arriving: Arriving, page_bytes: usize, error: &dyn std::fmt::Display) {
+        tracing::error!(
+            %error,
+            "a page of a process made by fork cannot be brought in: touching it raises SIGBUS"
+        );
+        let Some(child) = self.children.get(&arriving.child) else {
+            return;
+        };
+        if child.memory.poison(arriving.address, page_bytes).is_err() {
+            // Without `UFFDIO_POISON` nothing but the end keeps the child from waiting for ever.
+            child.end();
+        }
+    }
+
+    /// Forgets the children that have ended, or have called `exec`.
+    fn look_for_ended(&mut self) {
+        let now = Instant::now();
+        if now < self.next_look {
+            return;
+        }
+        self.next_look = now + LOOK;
+        self.children.retain(|_, child| !child.is_hung_up || child.is_alive());
+    }
+}
+
+impl View {
+    fn of(image: Arc<Image>) -> View {
+        View {
+            image,
+            removed: Removed::default(),
+        }
+    }
+}
+
+impl Child {
+    /// True if the child still has its memory.
+    fn is_alive(&self) -> bool {
+        let Some(region) = self.view.image.regions.first() else {
+            return false;
+        };
+        let entry = region.snapshot.store().entry_address(PageIndex(0));
+        self.memory.read(entry, &mut [0]).unwrap_or(false)
+    }
+
+    /// Ends the child's connection, which ends the child.
+    fn end(&self) {
+        // SAFETY: shuts down this process's own socket.
+        unsafe { libc::shutdown(self.socket.as_raw_fd(), libc::SHUT_RDWR) };
+    }
+}
+
+fn words_of(bytes: &[u8; mem::size_of::<EntryWords>()]) -> EntryWords {
+    let (words, _) = bytes.as_chunks::<8>();
+    std::array::from_fn(|at| u64::from_ne_bytes(words[at]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_dropped_is_known_by_byte() {
+        let mut removed = Removed::default();
+        let mut model = [false; 64];
+        let mut state = 1_u64;
+        for _ in 0..200 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let (start, len) = ((state >> 33) as usize % 60, (state >> 50) as usize % 4 + 1);
+            removed.insert(start..start + len);
+            model[start..start + len].fill(true);
+            let mut told = [false; 64];
+            for part in removed.within(&(3..50)) {
+                assert!(told[part.clone()].iter().all(|told| !told), "twice: {part:?}");
+                told[part].fill(true);
+            }
+            assert_eq!(told[3..50], model[3..50]);
+            if state % 7 == 0 {
+                (removed, model) = (Removed::default(), [false; 64]);
+            }
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! Connections between a process made by `fork` and the keeper in its parent: [`connect`], [`send`],
+//! [`receive`].
+//!
+//! The rule it keeps: a process that `fork` has just made sends without memory of its own and
+//! without a lock, which another thread of its parent may have held.
+
+use std::{
+    io, mem,
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    ptr,
+    time::Duration,
+};
+
+/// Descriptors that one message carries at most.
+const DESCRIPTORS_MAX: usize = 2;
+/// Size of the control data of a message.
+// SAFETY: computes a size.
+const CONTROL_BYTES: usize =
+    unsafe { libc::CMSG_SPACE((DESCRIPTORS_MAX * mem::size_of::<RawFd>()) as u32) } as usize;
+/// `F_SETSIG`, which the `libc` crate lacks.
+const F_SETSIG: libc::c_int = 10;
+/// Connections that wait to be accepted, at most.
+const BACKLOG: libc::c_int = 128;
+
+/// Name of a keeper's socket, which lies in no file system.
+#[derive(Clone, Copy)]
+pub(super) struct LinkName {
+    address: libc::sockaddr_un,
+    len: libc::socklen_t,
+}
+
+/// Kind of a message. Its value is a number that the kind explains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub(super) enum Kind {
+    /// The sender is about to fork; the number of the image that its child will have.
+    Image = 1,
+    /// The sender is a child of this number and is about to fork. Answered by the same message.
+    Child = 2,
+    /// The sender has been made by `fork`; its number. With its userfaultfd and its memory.
+    Armed = 3,
+}
+
+/// Message as it travels.
+#[repr(C)]
+struct Parcel {
+    kind: u64,
+    value: u64,
+}
+
+/// Control data of a message, aligned as the kernel wants it.
+#[repr(C, align(8))]
+struct Control([u8; CONTROL_BYTES]);
+
+/// Message that has arrived.
+pub(super) struct Received {
+    pub(super) kind: Kind,
+    pub(super) value: u64,
+    pub(super) descriptors: Vec<OwnedFd>,
+}
+
+impl LinkName {
+    /// Makes a name that nobody can guess.
+    pub(super) fn new() -> LinkName {
+        let text = format!("farpage-{}-{:016x}", std::process::id(), random());
+        // SAFETY: all zeros is a valid address.
+        let mut address: libc::sockaddr_un = unsafe { mem::zeroed() };
+        address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+        // The first byte of the path is zero: a name that is no file's.
+        for (to, from) in address.sun_path[1..].iter_mut().zip(text.bytes()) {
+            *to = from.cast_signed();
+        }
+        let len = mem::offset_of!(libc::sockaddr_un, sun_path) + 1 + text.len();
+        LinkName {
+            address,
+            len: len as libc::socklen_t,
+        }
+    }
+
+    fn as_ptr(&self) -> *const libc::sockaddr {
+        (&raw const self.address).cast()
+    }
+}
+
+/// Returns 64 random bits.
+pub(super) fn random() -> u64 {
+    let mut random = 0_u64;
+    // SAFETY: writes to the variable.
+    unsafe { libc::getrandom((&raw mut random).cast(), mem::size_of::<u64>(), 0) };
+    random
+}
+
+fn socket(more: libc::c_int) -> io::Result<OwnedFd> {
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | more;
+    // SAFETY: makes a descriptor.
+    let made = unsafe { libc::socket(libc::AF_UNIX, kind, 0) };
+    if made < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: made just now, and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(made) })
+}
+
+/// Waits for connections under `name`. The socket does not block.
+pub(super) fn listen(name: &LinkName) -> io::Result<OwnedFd> {
+    let listener = socket(libc::SOCK_NONBLOCK)?;
+    // SAFETY: an address that lasts for the call.
+    let bound = unsafe { libc::bind(listener.as_raw_fd(), name.as_ptr(), name.len) };
+    // SAFETY: changes the socket alone.
+    if bound != 0 || unsafe { libc::listen(listener.as_raw_fd(), BACKLOG) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(listener)
+}
+
+/// Accepts a connection of a process of the same user. `None`: none waits.
+pub(super) fn accept(listener: BorrowedFd<'_>) -> Option<OwnedFd> {
+    let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    loop {
+        let (listener, nobody) = (listener.as_raw_fd(), ptr::null_mut());
+        // SAFETY: makes a descriptor.
+        let made = unsafe { libc::accept4(listener, nobody, ptr::null_mut(), flags) };
+        if made < 0 {
+            return None;
+        }
+        // SAFETY: made just now, and nobody else's.
+        let made = unsafe { OwnedFd::from_raw_fd(made) };
+        if is_of_this_user(&made) {
+            return Some(made);
+        }
+    }
+}
+
+fn is_of_this_user(socket: &OwnedFd) -> bool {
+    // SAFETY: all zeros is a valid value.
+    let mut peer: libc::ucred = unsafe { mem::zeroed() };
+    let mut len = mem::size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: there is room for the answer.
+    let known = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut len,
+        )
+    };
+    // SAFETY: always succeeds.
+    let user = unsafe { libc::geteuid() };
+    known == 0 && (peer.uid == user || peer.uid == 0)
+}
+
+/// Connects to the keeper of this name.
+pub(super) fn connect(name: &LinkName) -> io::Result<OwnedFd> {
+    let socket = socket(0)?;
+    // SAFETY: an address that lasts for the call.
+    match unsafe { libc::connect(socket.as_raw_fd(), name.as_ptr(), name.len) } {
+        0 => Ok(socket),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Sends a message with copies of `descriptors`. Returns false if nobody receives it.
+pub(super) fn send(
+    socket: BorrowedFd<'_>,
+    kind: Kind,
+    value: u64,
+    descriptors: &[BorrowedFd<'_>],
+) -> bool {
+    assert!(descriptors.len() <= DESCRIPTORS_MAX, "no room for more");
+    let mut parcel = Parcel {
+        kind: kind as u64,
+        value,
+    };
+    let mut control = Control([0; CONTROL_BYTES]);
+    let mut vector = libc::iovec {
+        iov_base: (&raw mut parcel).cast(),
+        iov_len: mem::size_of::<Parcel>(),
+    };
+    // SAFETY: all zeros is a message without anything.
+    let mut message: libc::msghdr = unsafe { mem::zeroed() };
+    (message.msg_iov, message.msg_iovlen) = (&raw mut vector, 1);
+    if !descriptors.is_empty() {
+        let bytes = (descriptors.len() * mem::size_of::<RawFd>()) as u32;
+        message.msg_control = (&raw mut control).cast();
+        // SAFETY: the control data have room for a header and the descriptors.
+        unsafe {
+            message.msg_controllen = libc::CMSG_SPACE(bytes) as usize;
+            let header = libc::CMSG_FIRSTHDR(&raw const message);
+            (*header).cmsg_level = libc::SOL_SOCKET;
+            (*header).cmsg_type = libc::SCM_RIGHTS;
+            (*header).cmsg_len = libc::CMSG_LEN(bytes) as usize;
+            let data = libc::CMSG_DATA(header).cast::<RawFd>();
+            for (at, descriptor) in descriptors.iter().enumerate() {
+                data.add(at).write_unaligned(descriptor.as_raw_fd());
+            }
+        }
+    }
+    loop {
+        // SAFETY: the message and what it points to last for the call.
+        let sent = unsafe {
+            libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
+        };
+        if sent >= 0 {
+            return true;
+        }
+        if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+            return false;
+        }
+    }
+}
+
+/// Receives a message. `Ok(None)`: the other side has closed the connection, or speaks otherwise.
+///
+/// # Errors
+/// `WouldBlock`: no message has arrived on a socket that does not block.
+pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Received>> {
+    let mut parcel = Parcel { kind: 0, value: 0 };
+    let mut control = Control([0; CONTROL_BYTES]);
+    let mut vector = libc::iovec {
+        iov_base: (&raw mut parcel).cast(),
+        iov_len: mem::size_of::<Parcel>(),
+    };
+    // SAFETY: all zeros is a message without anything.
+    let mut message: libc::msghdr = unsafe { mem::zeroed() };
+    (message.msg_iov, message.msg_iovlen) = (&raw mut vector, 1);
+    (message.msg_control, message.msg_controllen) = ((&raw mut control).cast(), CONTROL_BYTES);
+    // SAFETY: the message and what it points to last for the call.
+    let received = unsafe {
+        libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC)
+    };
+    if received < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let mut descriptors = Vec::new();
+    // SAFETY: the kernel has written whole headers, and as many descriptors as they say, which are
+    // this process's from now on.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(&raw const message);
+        while !header.is_null() {
+            if ((*header).cmsg_level, (*header).cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+                let bytes = (*header).cmsg_len - libc::CMSG_LEN(0) as usize;
+                let data = libc::CMSG_DATA(header).cast::<RawFd>();
+                for at in 0..bytes / mem::size_of::<RawFd>() {
+                    descriptors.push(OwnedFd::from_raw_fd(data.add(at).read_unaligned()));
+                }
+            }
+            header = libc::CMSG_NXTHDR(&raw const message, header);
+        }
+    }
+    let kinds = [Kind::Image, Kind::Child, Kind::Armed];
+    let kind = kinds.into_iter().find(|&kind| kind as u64 == parcel.kind);
+    let is_whole = received as usize == mem::size_of::<Parcel>();
+    Ok(kind.filter(|_| is_whole).map(|kind| Received {
+        kind,
+        value: parcel.value,
+        descriptors,
+    }))
+}
+
+/// Waits until a message has come, or the other side has closed the connection. Returns false if
+/// that takes longer than `patience`.
+pub(super) fn is_readable(socket: BorrowedFd<'_>, patience: Duration) -> bool {
+    let mut fd = libc::pollfd {
+        fd: socket.as_raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    // SAFETY: one descriptor, which lasts for the call.
+    unsafe { libc::poll(&raw mut fd, 1, patience.as_millis() as libc::c_int) == 1 }
+}
+
+/// Makes the end of the other side kill this process. From now on the other side must not send.
+pub(super) fn kill_at_end(socket: BorrowedFd<'_>) {
+    let socket = socket.as_raw_fd();
+    // SAFETY: changes the socket alone.
+    unsafe {
+        libc::fcntl(socket, F_SETSIG, libc::SIGKILL);
+        libc::fcntl(socket, libc::F_SETOWN, libc::getpid());
+        let flags = libc::fcntl(socket, libc::F_GETFL);
+        libc::fcntl(socket, libc::F_SETFL, flags | libc::O_ASYNC);
+    }
+}

@@ -1,0 +1,570 @@
+//! Processes made by `fork`: a child has private copies of all regions.
+//!
+//! 1. Before the fork, in the parent ([`Forking::begin`], then [`Forking::freeze`]): reclaim is
+//!    frozen, so that the bytes of each absent page are in remote memory. The slots of all pages
+//!    are held from then on. Nothing is copied.
+//! 2. The kernel shares present pages with the child, and copies the page tables.
+//! 3. In the child ([`Forking::end`]): absent pages are caught by a userfaultfd of the child's own,
+//!    before any other code runs. The descriptor goes to the parent.
+//! 4. A [`Keeper`](keeper::Keeper) in the parent brings absent pages in, until the child has ended,
+//!    or has called `exec`.
+//!
+//! Handlers of `pthread_atfork` do this. The C library calls the handlers that were registered
+//! first last before a fork, and first in the child: so [`register`] comes before others.
+//!
+//! The rule it keeps: a page that cannot be brought in never reads as zeros. What happens in the
+//! child before its end of step 3 uses neither memory of its own nor a lock of another thread.
+
+mod keeper;
+mod link;
+
+use std::{
+    io, mem,
+    ops::Range,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
+    process, ptr,
+    sync::{
+        Arc, Mutex as StdMutex, MutexGuard as StdMutexGuard, Once, OnceLock, PoisonError, Weak,
+        atomic::{AtomicPtr, Ordering},
+    },
+    time::Duration,
+};
+
+use farpage_pager::{Frozen, Pager};
+use farpage_signals::{Mutex, MutexGuard, SignalGuard};
+use farpage_store::Snapshot;
+use farpage_tables::{Held, HeldWeak};
+use farpage_vm::{
+    KernelSpace,
+    child::{self, ChildFeatures},
+};
+
+use self::{
+    keeper::Keeper,
+    link::{Kind, LinkName},
+};
+
+/// Time for which a fork waits until no page is on its way out.
+const FREEZE: Duration = Duration::from_secs(5);
+/// Time for which a process that was forked itself waits for the keeper.
+const ANSWER: Duration = Duration::from_secs(5);
+/// Time after which a line says that a process waits for its children.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// Least number of a descriptor that a child keeps, if its limit allows: programs close the low
+/// ones.
+const DESCRIPTORS_FROM: RawFd = 900;
+
+/// Runtimes and keepers, held by the thread that forks.
+static ATTENDED: Mutex<Attended> = Mutex::new(Attended {
+    runtimes: Vec::new(),
+    keepers: Vec::new(),
+});
+/// The fork that the holder of [`ATTENDED`] has begun.
+static BEGUN: AtomicPtr<Forking> = AtomicPtr::new(ptr::null_mut());
+/// Regions that this process has got by a fork. Changed by the thread that forks.
+static INHERITED: StdMutex<Vec<Inherited>> = StdMutex::new(Vec::new());
+
+/// Runtimes whose regions children get, and the keepers of their children, also of runtimes that
+/// have ended.
+struct Attended {
+    runtimes: Vec<AttendedRuntime>,
+    keepers: Vec<(u32, Weak<keeper::Shared>)>,
+}
+
+struct AttendedRuntime {
+    process: u32,
+    pager: HeldWeak<Pager<KernelSpace>>,
+}
+
+/// Attends to a runtime: its regions are inherited by children from now on.
+pub(crate) fn attend(pager: &Held<Arc<Pager<KernelSpace>>>) {
+    register();
+    let mut attended = ATTENDED.lock();
+    let process = process::id();
+    (attended.runtimes).retain(|runtime| runtime.process == process && runtime.pager.exists());
+    attended.runtimes.push(AttendedRuntime {
+        process,
+        pager: pager.downgrade(),
+    });
+}
+
+/// Registers the handlers of `fork`. Handlers that are registered later run before these in the
+/// parent, and after these in the child.
+pub fn register() {
+    static ONCE: Once = Once::new();
+    // SAFETY: the handlers may run at any fork.
+    ONCE.call_once(|| unsafe {
+        libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child));
+        libc::atexit(at_exit);
+    });
+}
+
+/// Waits until no process made by `fork` needs this one any more: as long as one has pages that it
+/// has not touched, and has not called `exec`. To be called before this process ends. Writes a line
+/// if that takes long.
+pub fn wait_for_children() {
+    let process = process::id();
+    let attended = ATTENDED.lock();
+    let keepers = attended.keepers.iter().filter(|(of, _)| *of == process);
+    let keepers: Vec<_> = keepers.filter_map(|(_, keeper)| keeper.upgrade()).collect();
+    drop(attended);
+    let is_over = |patience| keepers.iter().all(|keeper| keeper.wait_for_children(patience));
+    if !is_over(PATIENCE) {
+        say("waits for processes made by fork, which have its memory, before it ends");
+        while !is_over(Duration::from_secs(3600)) {}
+    }
+}
+
+extern "C" fn at_exit() {
+    wait_for_children();
+}
+
+/// What a library that wraps all calls which fork does while this process is frozen, and after.
+#[derive(Clone, Copy)]
+pub struct Hooks {
+    /// Called when the regions are frozen.
+    pub frozen: fn(),
+    /// Called at the end of the fork, before any other code of the process: true in the child.
+    pub ended: fn(bool),
+}
+
+static HOOKS: OnceLock<Hooks> = OnceLock::new();
+
+/// Leaves the beginning of forks to the caller, who [begins](begin) each: the handlers of `fork` do
+/// the rest alone.
+pub fn leave_to_caller(hooks: Hooks) {
+    let _ = HOOKS.set(hooks);
+}
+
+extern "C" fn before() {
+    if HOOKS.get().is_none()
+        && !has_begun()
+        && let Err(error) = begin()
+    {
+        say(&format!("a child made by fork does not have the regions: {error}"));
+    }
+    freeze();
+}
+
+extern "C" fn in_parent() {
+    end(false);
+}
+
+extern "C" fn in_child() {
+    end(true);
+}
+
+/// True if this thread has begun a fork.
+fn has_begun() -> bool {
+    let begun = BEGUN.load(Ordering::Acquire);
+    // SAFETY: the holder of the lock alone changes the pointer, and frees what it points to.
+    !begun.is_null() && unsafe { &*begun }.thread == thread()
+}
+
+fn thread() -> i32 {
+    // SAFETY: always succeeds.
+    unsafe { libc::gettid() }
+}
+
+/// Begins a fork by the calling thread: what can fail is done here. The handlers of `fork` do the
+/// rest. Signals are held back until the end of the fork.
+///
+/// # Errors
+/// The reason why a child would not have the regions.
+pub fn begin() -> Result<(), String> {
+    if let Some(forking) = Forking::begin()? {
+        BEGUN.store(Box::into_raw(Box::new(forking)), Ordering::Release);
+    }
+    Ok(())
+}
+
+/// Does what the handlers of `fork` do before it, if this thread has [begun](begin) a fork. For
+/// calls that run no handlers.
+pub fn freeze() {
+    if has_begun() {
+        // SAFETY: this thread has begun it.
+        unsafe { &mut *BEGUN.load(Ordering::Acquire) }.freeze();
+    }
+}
+
+/// Ends a fork that the calling thread has [begun](begin), in the parent, also where there is no
+/// child, or in the child. The handlers of `fork` do this; for calls that run no handlers.
+pub fn end(in_child: bool) {
+    let begun = BEGUN.load(Ordering::Acquire);
+    // In the child the thread has another number. Only the thread that forks is there.
+    if begun.is_null() || !(in_child || has_begun()) {
+        return;
+    }
+    BEGUN.store(ptr::null_mut(), Ordering::Release);
+    if in_child {
+        // Its memory is not given back: another thread may have been in the allocator.
+        // SAFETY: made by `begin`, and not used again.
+        return unsafe { begun.read() }.end_in_child();
+    }
+    // SAFETY: made by `begin`, for this thread.
+    unsafe { Box::from_raw(begun) }.end_in_parent();
+}
+
+/// A fork that has begun and not ended.
+struct Forking {
+    thread: i32,
+    parts: Vec<Part>,
+    /// True between [`Forking::freeze`] and the end.
+    is_frozen: bool,
+    /// Room for what the child keeps.
+    inherited: Vec<Inherited>,
+    /// Dropped last: signals are let in then.
+    _lock: MutexGuard<'static, Attended>,
+    _signals: SignalGuard,
+}
+
+/// Regions that a child gets from one keeper.
+struct Part {
+    name: LinkName,
+    features: ChildFeatures,
+    regions: Vec<Range<usize>>,
+    /// Connection to the keeper, for the child.
+    socket: OwnedFd,
+    /// True if the child gets the regions.
+    is_inherited: bool,
+    /// What only the process has that made the regions.
+    own: Option<Own>,
+}
+
+struct Own {
+    pager: Held<Arc<Pager<KernelSpace>>>,
+    /// Borrows from the pager.
+    frozen: Option<Frozen<'static>>,
+}
+
+/// Regions that this process has got by a fork, of one keeper.
+struct Inherited {
+    name: LinkName,
+    features: ChildFeatures,
+    regions: Vec<Range<usize>>,
+    /// Number by which the keeper knows this process.
+    number: u64,
+    /// Descriptors that this process keeps open: the connection and the userfaultfd.
+    kept: [Kept; 2],
+}
+
+/// A descriptor that the program may close.
+#[derive(Clone, Copy)]
+struct Kept {
+    number: RawFd,
+    file: Option<(u64, u64)>,
+}
+
+impl Forking {
+    /// Does all that can fail. `None`: there is nothing to inherit.
+    fn begin() -> Result<Option<Forking>, String> {
+        let signals = SignalGuard::new();
+        let mut attended = ATTENDED.lock();
+        let mut parts = Vec::new();
+        for inherited in inherited().iter() {
+            parts.push(inherited.part()?);
+        }
+        let Attended { runtimes, keepers } = &mut *attended;
+        for runtime in runtimes.iter() {
+            parts.extend(runtime.part(keepers)?);
+        }
+        let forking = Forking {
+            thread: thread(),
+            is_frozen: false,
+            inherited: Vec::with_capacity(parts.len()),
+            parts,
+            _lock: attended,
+            _signals: signals,
+        };
+        Ok((!forking.parts.is_empty()).then_some(forking))
+    }
+
+    /// Makes the regions such that a copy of this process has all of their bytes, until the end.
+    fn freeze(&mut self) {
+        if self.is_frozen {
+            return;
+        }
+        self.is_frozen = true;
+        for part in &mut self.parts {
+            part.is_inherited = match &mut part.own {
+                None => true,
+                Some(own) => own.freeze(part.socket.as_fd(), &mut part.regions),
+            };
+            if part.is_inherited {
+                set_inherited(&part.regions, true);
+            }
+        }
+        if let Some(hooks) = HOOKS.get() {
+            (hooks.frozen)();
+        }
+    }
+
+    fn end_in_parent(self) {
+        self.tell_of_end(false);
+        for part in self.parts.iter().filter(|part| part.is_inherited) {
+            set_inherited(&part.regions, false);
+        }
+    }
+
+    fn tell_of_end(&self, in_child: bool) {
+        if let (Some(hooks), true) = (HOOKS.get(), self.is_frozen) {
+            (hooks.ended)(in_child);
+        }
+    }
+
+    /// Catches the faults of all regions. Regions of which that fails lose their addresses:
+    /// touching them raises SIGSEGV. Neither asks for memory nor gives any back.
+    fn end_in_child(self) {
+        self.tell_of_end(true);
+        let Forking {
+            mut parts,
+            inherited: mut all,
+            ..
+        } = self;
+        all.extend(parts.drain(..).filter_map(Part::end_in_child));
+        mem::forget(parts);
+        let mut inherited = inherited();
+        for before in inherited.iter() {
+            before.kept.iter().for_each(Kept::close);
+        }
+        mem::forget(mem::replace(&mut *inherited, all));
+    }
+}
+
+/// Returns the regions that this process has got by a fork. For the thread that forks.
+fn inherited() -> StdMutexGuard<'static, Vec<Inherited>> {
+    INHERITED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        let frozen = self.frozen.take();
+        self.pager.with(|_| drop(frozen));
+    }
+}
+
+impl Own {
+    /// Freezes reclaim and holds the slots of all pages. Replaces `regions` by those that a child
+    /// gets. Returns false if it gets none.
+    fn freeze(&mut self, socket: BorrowedFd<'_>, regions: &mut Vec<Range<usize>>) -> bool {
+        let frozen = self.pager.with(|pager| {
+            let frozen = pager.freeze(FREEZE);
+            // SAFETY: the pager outlives it: it is dropped before, or never in a child.
+            frozen.map(|frozen| unsafe { mem::transmute::<Frozen<'_>, Frozen<'static>>(frozen) })
+        });
+        match frozen {
+            Ok(frozen) => self.frozen = Some(frozen),
+            Err(error) => {
+                say(&format!("a child made by fork does not have the regions: {error}"));
+                return false;
+            }
+        }
+        let pager = self.pager.get();
+        let Some(keeper) = pager.companion::<Keeper>() else {
+            return false;
+        };
+        let number = link::random();
+        let mapped = pager.mapped().into_iter();
+        *regions = keeper.expect(
+            number,
+            mapped.filter_map(|(addresses, store)| Some((addresses, Snapshot::take(&store)?))),
+        );
+        let is_told = link::send(socket, Kind::Image, number, &[]);
+        if !is_told {
+            keeper.forget(number);
+        }
+        is_told
+    }
+}
+
+impl Part {
+    /// Catches the faults of the regions in a process that `fork` has just made, and hands the
+    /// descriptor to the keeper.
+    fn end_in_child(self) -> Option<Inherited> {
+        let Part {
+            name,
+            features,
+            regions,
+            socket,
+            is_inherited,
+            own,
+        } = self;
+        // Of the parent, whose threads and descriptors are not here.
+        mem::forget(own);
+        if !is_inherited {
+            mem::forget(regions);
+            return None;
+        }
+        let number = link::random();
+        match arm(&regions, &features, &socket, number) {
+            Ok(uffd) => {
+                set_inherited(&regions, false);
+                Some(Inherited {
+                    name,
+                    features,
+                    regions,
+                    number,
+                    kept: [Kept::keep(socket), Kept::keep(uffd)],
+                })
+            }
+            Err(error) => {
+                take_away(&regions);
+                say_in_child(error);
+                mem::forget(regions);
+                None
+            }
+        }
+    }
+}
+
+/// Catches faults, and tells the keeper. The end of the connection kills this process from then on:
+/// nobody could bring its pages in.
+fn arm(
+    regions: &[Range<usize>],
+    features: &ChildFeatures,
+    socket: &OwnedFd,
+    number: u64,
+) -> Result<OwnedFd, &'static str> {
+    let uffd = child::arm(regions, features).map_err(|_| "userfaultfd is refused")?;
+    // SAFETY: opens a descriptor by a path of C's.
+    let memory = unsafe { libc::open(c"/proc/self/mem".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };
+    if memory < 0 {
+        return Err("/proc/self/mem cannot be opened");
+    }
+    // SAFETY: made just now, and nobody else's.
+    let memory = unsafe { OwnedFd::from_raw_fd(memory) };
+    let descriptors = [uffd.as_fd(), memory.as_fd()];
+    if !link::send(socket.as_fd(), Kind::Armed, number, &descriptors) {
+        return Err("the parent has ended");
+    }
+    link::kill_at_end(socket.as_fd());
+    Ok(uffd)
+}
+
+impl AttendedRuntime {
+    /// Returns the part of this runtime, if it has regions. Starts its keeper before its first one.
+    fn part(
+        &self,
+        keepers: &mut Vec<(u32, Weak<keeper::Shared>)>,
+    ) -> Result<Option<Part>, String> {
+        if self.process != process::id() {
+            return Ok(None);
+        }
+        let Some(pager) = self.pager.upgrade() else {
+            return Ok(None);
+        };
+        if pager.get().mapped().is_empty() {
+            return Ok(None);
+        }
+        if pager.get().companion::<Keeper>().is_none() {
+            let keeper = pager.with(|pager| Keeper::start(pager.cluster().clone()))?;
+            keepers.retain(|(_, keeper)| keeper.strong_count() > 0);
+            keepers.push((self.process, Arc::downgrade(keeper.shared())));
+            pager.get().accompany(Box::new(keeper));
+        }
+        let keeper = pager.get().companion::<Keeper>().expect("set above");
+        let (name, features) = (keeper.name, keeper.features);
+        let socket = link::connect(&name).map_err(no_keeper)?;
+        Ok(Some(Part {
+            name,
+            features,
+            regions: Vec::new(),
+            socket,
+            is_inherited: false,
+            own: Some(Own {
+                pager,
+                frozen: None,
+            }),
+        }))
+    }
+}
+
+impl Inherited {
+    /// Returns the part of these regions. The keeper knows all that this process has dropped.
+    fn part(&self) -> Result<Part, String> {
+        let socket = link::connect(&self.name).map_err(no_keeper)?;
+        let is_told = link::send(socket.as_fd(), Kind::Child, self.number, &[])
+            && link::is_readable(socket.as_fd(), ANSWER)
+            && matches!(link::receive(socket.as_fd()), Ok(Some(_)));
+        if !is_told {
+            return Err("the process that has the memory does not answer".to_owned());
+        }
+        Ok(Part {
+            name: self.name,
+            features: self.features,
+            regions: self.regions.clone(),
+            socket,
+            is_inherited: false,
+            own: None,
+        })
+    }
+}
+
+fn no_keeper(error: io::Error) -> String {
+    format!("the thread that serves children cannot be reached: {error}")
+}
+
+impl Kept {
+    /// Keeps a descriptor open, under a number that programs seldom close.
+    fn keep(descriptor: OwnedFd) -> Kept {
+        // SAFETY: makes a descriptor.
+        let high = unsafe {
+            libc::fcntl(descriptor.as_raw_fd(), libc::F_DUPFD_CLOEXEC, DESCRIPTORS_FROM)
+        };
+        let number = match high {
+            0.. => high,
+            _ => descriptor.into_raw_fd(),
+        };
+        Kept {
+            number,
+            file: file_of(number),
+        }
+    }
+
+    /// Closes the descriptor, unless the program has.
+    fn close(&self) {
+        if self.file.is_some() && file_of(self.number) == self.file {
+            // SAFETY: this process's copy, which nobody else uses.
+            unsafe { libc::close(self.number) };
+        }
+    }
+}
+
+/// Returns device and number of the file under a descriptor.
+fn file_of(descriptor: RawFd) -> Option<(u64, u64)> {
+    // SAFETY: all zeros is a valid value, which is written before it is read.
+    unsafe {
+        let mut status: libc::stat = mem::zeroed();
+        (libc::fstat(descriptor, &raw mut status) == 0).then_some((status.st_dev, status.st_ino))
+    }
+}
+
+fn set_inherited(regions: &[Range<usize>], inherited: bool) {
+    for region in regions {
+        // SAFETY: the child catches the faults first of all. Where advice is refused, the child
+        // does not have the region.
+        let _ = unsafe { child::set_inherited(region, inherited) };
+    }
+}
+
+/// Gives the addresses of regions up.
+fn take_away(regions: &[Range<usize>]) {
+    for region in regions {
+        // SAFETY: the child's own copy. Touching it must not read zeros.
+        unsafe { libc::syscall(libc::SYS_munmap, region.start, region.len()) };
+    }
+}
+
+fn say(line: &str) {
+    let line = format!("farpage: {line}\n");
+    // SAFETY: the bytes are there. A closed descriptor is the program's business.
+    unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
+}
+
+/// Writes a line without memory of this process's own.
+fn say_in_child(reason: &'static str) {
+    for part in ["farpage: a child made by fork does not have the regions: ", reason, "\n"] {
+        // SAFETY: the bytes are there. A closed descriptor is the program's business.
+        unsafe { libc::write(2, part.as_ptr().cast(), part.len()) };
+    }
+}

@@ -1,0 +1,327 @@
+//! Processes made by `fork` have private copies of all regions.
+//!
+//! The rule it keeps: a child does nothing but read and write arrays, make system calls, and end.
+//! Other threads of the parent may hold any lock at the fork.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+mod common;
+
+use std::{
+    hint::black_box,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use common::{Fabric, Memory, begin, fabrics};
+use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
+use farpage_testkit::{KIB, MIB, Rng, seed, wait_until};
+use nix::{
+    sys::{
+        signal::{Signal, kill},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
+    },
+    unistd::{ForkResult, Pid, fork},
+};
+
+const PAGE: usize = 16 * KIB;
+const PAGE_WORDS: usize = PAGE / 8;
+const MODES: [FaultMode; 2] = [FaultMode::Filler, FaultMode::InThread];
+
+/// Runs `child` in a child made by `fork`, which ends with the returned status.
+fn start(child: impl FnOnce() -> i32) -> Pid {
+    // SAFETY: the child uses what the test is about, and ends itself.
+    match unsafe { fork() }.unwrap() {
+        ForkResult::Parent { child } => child,
+        ForkResult::Child => {
+            let status = child();
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(status) }
+        }
+    }
+}
+
+/// Waits for a child, which must not hang.
+fn end(child: Pid) -> WaitStatus {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        match waitpid(child, Some(WaitPidFlag::WNOHANG)).unwrap() {
+            WaitStatus::StillAlive if Instant::now() > until => {
+                kill(child, Signal::SIGKILL).unwrap();
+                panic!("the child hangs");
+            }
+            WaitStatus::StillAlive => thread::sleep(Duration::from_millis(1)),
+            ended => return ended,
+        }
+    }
+}
+
+fn must_pass(child: Pid) {
+    assert_eq!(end(child), WaitStatus::Exited(child, 0));
+}
+
+/// Runtimes over all fabrics and in both modes, with arrays of `words` words that exceed the
+/// budget four times.
+fn each(words: usize, options: impl Fn() -> RegionOptions, test: impl Fn(&Runtime, RemoteArray<u64>)) {
+    for fabric in fabrics() {
+        for mode in MODES {
+            let memory = Memory::start(fabric, 256 * MIB);
+            let budget = (words * 8 / 4).max(MIB);
+            let runtime = memory.builder(budget, PAGE).fault_mode(mode).build().unwrap();
+            let array = runtime.array_with(words, options()).unwrap();
+            test(&runtime, array);
+            wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
+        }
+    }
+}
+
+fn value(at: usize, round: u64) -> u64 {
+    (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ round
+}
+
+fn fill(array: &mut [u64], round: u64) {
+    for (at, word) in array.iter_mut().enumerate() {
+        *word = value(at, round);
+    }
+}
+
+/// Counts the words that differ from those of `round`.
+fn wrong(array: &[u64], round: u64) -> usize {
+    let words = array.iter().enumerate();
+    words.filter(|&(at, &word)| word != value(at, round)).count()
+}
+
+#[test]
+fn children_read_what_the_parent_had_while_it_writes() {
+    let Some(_watchdog) = begin(240) else { return };
+    each(4 * MIB / 8, RegionOptions::new, |_, mut array| {
+        for round in 1..6 {
+            fill(&mut array, round);
+            let child = start(|| i32::from(wrong(&array, round) > 0));
+            fill(&mut array, round + 100);
+            must_pass(child);
+            assert_eq!(wrong(&array, round + 100), 0);
+        }
+    });
+}
+
+#[test]
+fn compressed_pages_are_read_by_children_too() {
+    let Some(_watchdog) = begin(240) else { return };
+    let lz4 = || RegionOptions::new().codec(Codec::Lz4);
+    each(2 * MIB / 8, lz4, |_, mut array| {
+        for (at, word) in array.iter_mut().enumerate() {
+            *word = at as u64 / 7;
+        }
+        let is_right = |array: &[u64]| (0..array.len()).all(|at| array[at] == at as u64 / 7);
+        let child = start(|| i32::from(!is_right(&array)));
+        array.fill(1);
+        must_pass(child);
+    });
+}
+
+#[test]
+fn what_children_write_is_theirs() {
+    let Some(_watchdog) = begin(240) else { return };
+    each(4 * MIB / 8, RegionOptions::new, |_, mut array| {
+        fill(&mut array, 1);
+        let at = array.as_mut_ptr();
+        let len = array.len();
+        let child = start(|| {
+            // SAFETY: the child's own copy.
+            let array = unsafe { std::slice::from_raw_parts_mut(at, len) };
+            fill(&mut array[..len / 2], 2);
+            let is_right = wrong(&array[..len / 2], 2) == 0
+                && (len / 2..len).all(|at| array[at] == value(at, 1));
+            i32::from(!is_right)
+        });
+        must_pass(child);
+        assert_eq!(wrong(&array, 1), 0);
+    });
+}
+
+#[test]
+fn dropped_pages_are_zeros_in_a_child_and_in_its_own_child() {
+    let Some(_watchdog) = begin(240) else { return };
+    each(4 * MIB / 8, RegionOptions::new, |_, mut array| {
+        fill(&mut array, 1);
+        let (at, len) = (array.as_mut_ptr(), array.len());
+        let dropped = len / 4..len / 2;
+        let is_right = |array: &[u64]| {
+            (0..len).all(|at| array[at] == if dropped.contains(&at) { 0 } else { value(at, 1) })
+        };
+        let child = start(|| {
+            // SAFETY: the child's own copy, of whole pages.
+            let status = unsafe {
+                let bytes = dropped.len() * 8;
+                libc::madvise(at.add(dropped.start).cast(), bytes, libc::MADV_DONTNEED)
+            };
+            if status != 0 {
+                return 2;
+            }
+            // SAFETY: as the parent's does, it makes system calls alone.
+            let grandchild = unsafe { libc::fork() };
+            if grandchild == 0 {
+                // SAFETY: ends the grandchild.
+                unsafe { libc::_exit(i32::from(!is_right(&array)) * 3) };
+            }
+            let mut status = 0;
+            // SAFETY: there is room for the status.
+            unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
+            if status != 0 {
+                return 4;
+            }
+            i32::from(!is_right(&array)) * 5
+        });
+        array.fill(7);
+        must_pass(child);
+    });
+}
+
+#[test]
+fn a_region_ends_before_the_child_that_has_it() {
+    let Some(_watchdog) = begin(240) else { return };
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 64 * MIB);
+        let runtime = memory.runtime(MIB, PAGE);
+        let mut array: RemoteArray<u64> = runtime.array(4 * MIB / 8).unwrap();
+        fill(&mut array, 1);
+        let (at, len) = (array.as_ptr(), array.len());
+        let child = start(|| {
+            // SAFETY: the child's own copy.
+            let array = unsafe { std::slice::from_raw_parts(at, len) };
+            // SAFETY: waits.
+            unsafe { libc::usleep(200_000) };
+            i32::from(wrong(array, 1) > 0)
+        });
+        drop(array);
+        let mut other: RemoteArray<u64> = runtime.array(4 * MIB / 8).unwrap();
+        fill(&mut other, 2);
+        must_pass(child);
+        assert_eq!(wrong(&other, 2), 0);
+    }
+}
+
+/// Each word is announced before it is written. So a child finds what was announced, or what was
+/// there before.
+#[test]
+fn forks_at_any_moment_find_every_page_whole() {
+    let Some(_watchdog) = begin(300) else { return };
+    let seed = seed();
+    each(2 * MIB / 8, RegionOptions::new, |_, mut array| {
+        let pages = array.len() / PAGE_WORDS;
+        let announced: Vec<AtomicU64> = (0..pages).map(|_| AtomicU64::new(0)).collect();
+        // SAFETY: shared by threads that access it by atomics alone.
+        let words = unsafe {
+            std::slice::from_raw_parts(array.as_mut_ptr().cast::<AtomicU64>(), array.len())
+        };
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for thread in 0..4 {
+                let (announced, stop) = (&announced, &stop);
+                scope.spawn(move || {
+                    let mut rng = Rng(seed ^ thread as u64);
+                    while !stop.load(Ordering::Relaxed) {
+                        let page = rng.below(pages / 4) * 4 + thread;
+                        let next = announced[page].fetch_add(1, Ordering::SeqCst) + 1;
+                        for at in 0..PAGE_WORDS / 64 {
+                            words[page * PAGE_WORDS + at * 64].store(next, Ordering::SeqCst);
+                        }
+                    }
+                });
+            }
+            for _ in 0..25 {
+                let check = || {
+                    let is_right = (0..pages).all(|page| {
+                        let now = announced[page].load(Ordering::SeqCst);
+                        (0..PAGE_WORDS / 64).all(|at| {
+                            let word = words[page * PAGE_WORDS + at * 64].load(Ordering::SeqCst);
+                            word == now || word + 1 == now
+                        })
+                    });
+                    i32::from(!is_right)
+                };
+                must_pass(start(check));
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    });
+}
+
+#[test]
+fn advice_and_flush_go_on_while_a_child_lives() {
+    let Some(_watchdog) = begin(240) else { return };
+    each(4 * MIB / 8, RegionOptions::new, |runtime, mut array| {
+        fill(&mut array, 1);
+        let child = start(|| {
+            // SAFETY: waits to be killed.
+            unsafe { libc::pause() };
+            0
+        });
+        // All pages are shared with the child; each can leave all the same.
+        array.advise(.., Advice::DontNeed).unwrap();
+        assert_eq!(runtime.stats().pager.resident_bytes, 0);
+        assert_eq!(wrong(&array, 1), 0);
+        fill(&mut array, 2);
+        array.flush().unwrap();
+        assert!(runtime.stats().store.held_bytes > 0, "slots are held for the child");
+        kill(child, Signal::SIGKILL).unwrap();
+        end(child);
+    });
+}
+
+#[test]
+fn a_child_that_calls_exec_holds_nothing() {
+    let Some(_watchdog) = begin(240) else { return };
+    each(4 * MIB / 8, RegionOptions::new, |runtime, mut array| {
+        fill(&mut array, 1);
+        let sleep = c"/bin/sleep";
+        let arguments = [sleep.as_ptr(), c"30".as_ptr(), std::ptr::null()];
+        let child = start(|| {
+            // SAFETY: strings of C's, and a null at the end.
+            unsafe { libc::execv(sleep.as_ptr(), arguments.as_ptr()) };
+            1
+        });
+        wait_until("the child has called exec", || {
+            let command = std::fs::read(format!("/proc/{child}/cmdline")).unwrap();
+            command.starts_with(sleep.to_bytes())
+        });
+        fill(&mut array, 2);
+        wait_until("nothing is held", || runtime.stats().store.held_bytes == 0);
+        kill(child, Signal::SIGKILL).unwrap();
+        end(child);
+    });
+}
+
+#[test]
+fn children_by_the_thousand_leave_nothing_behind() {
+    let Some(_watchdog) = begin(300) else { return };
+    let memory = Memory::start(Fabric::Tcp, 64 * MIB);
+    let runtime = memory.runtime(MIB, PAGE);
+    let mut array: RemoteArray<u64> = runtime.array(2 * MIB / 8).unwrap();
+    fill(&mut array, 1);
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let mut before = 0;
+    for round in 0..1000_u64 {
+        let child = start(|| {
+            if round % 3 == 0 {
+                // SAFETY: ends the child as if from outside.
+                unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            }
+            i32::from(black_box(array[round as usize * 97 % array.len()]) == 0)
+        });
+        array[round as usize * 31 % (2 * MIB / 8)] ^= 0;
+        let ended = end(child);
+        assert_eq!(matches!(ended, WaitStatus::Signaled(..)), round % 3 == 0, "{ended:?}");
+        if round == 20 {
+            before = descriptors();
+        }
+    }
+    wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
+    wait_until("no descriptor is left", || descriptors() <= before);
+    assert_eq!(wrong(&array, 1), 0);
+}
