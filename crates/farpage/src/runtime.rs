@@ -24,8 +24,7 @@ use farpage_wire::control::check_name;
 
 use crate::{
     Arena, CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray, Session, Stats,
-    error::NamesError,
-    fork,
+    error::NamesError, fork,
 };
 
 /// Connections to memory servers, and the threads that move pages between them and regions. Clones
@@ -265,6 +264,9 @@ impl Runtime {
         let page_bytes = (options.page_bytes.or(self.defaults.page_bytes))
             .unwrap_or_else(|| default_page_bytes(bytes));
         let mapped = self.pager.with(|pager| {
+            if options.name.is_some() {
+                fork::settle(pager);
+            }
             let cluster = pager.cluster();
             let pages = match options.store.clone() {
                 Some(store) => PageStore::blocking(
@@ -373,6 +375,7 @@ impl Runtime {
         let _signals = SignalGuard::new();
         let label = format!("{kind} `{name}`");
         let pages = self.pager.with(|pager| {
+            fork::settle(pager);
             let pages = match opening {
                 Opening::Write => PageStore::open(pager.cluster(), label, name),
                 Opening::Read => PageStore::open_to_read(pager.cluster(), label, name),

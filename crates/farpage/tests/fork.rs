@@ -66,12 +66,20 @@ fn must_pass(child: Pid) {
 
 /// Runtimes over all fabrics and in both modes, with arrays of `words` words that exceed the
 /// budget four times.
-fn each(words: usize, options: impl Fn() -> RegionOptions, test: impl Fn(&Runtime, RemoteArray<u64>)) {
+fn each(
+    words: usize,
+    options: impl Fn() -> RegionOptions,
+    test: impl Fn(&Runtime, RemoteArray<u64>),
+) {
     for fabric in fabrics() {
         for mode in MODES {
             let memory = Memory::start(fabric, 256 * MIB);
             let budget = (words * 8 / 4).max(MIB);
-            let runtime = memory.builder(budget, PAGE).fault_mode(mode).build().unwrap();
+            let runtime = memory
+                .builder(budget, PAGE)
+                .fault_mode(mode)
+                .build()
+                .unwrap();
             let array = runtime.array_with(words, options()).unwrap();
             test(&runtime, array);
             wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
@@ -92,7 +100,9 @@ fn fill(array: &mut [u64], round: u64) {
 /// Counts the words that differ from those of `round`.
 fn wrong(array: &[u64], round: u64) -> usize {
     let words = array.iter().enumerate();
-    words.filter(|&(at, &word)| word != value(at, round)).count()
+    words
+        .filter(|&(at, &word)| word != value(at, round))
+        .count()
 }
 
 #[test]
@@ -152,7 +162,14 @@ fn dropped_pages_are_zeros_in_a_child_and_in_its_own_child() {
         let (at, len) = (array.as_mut_ptr(), array.len());
         let dropped = len / 4..len / 2;
         let is_right = |array: &[u64]| {
-            (0..len).all(|at| array[at] == if dropped.contains(&at) { 0 } else { value(at, 1) })
+            (0..len).all(|at| {
+                array[at]
+                    == if dropped.contains(&at) {
+                        0
+                    } else {
+                        value(at, 1)
+                    }
+            })
         };
         let child = start(|| {
             // SAFETY: the child's own copy, of whole pages.
@@ -268,7 +285,10 @@ fn advice_and_flush_go_on_while_a_child_lives() {
         assert_eq!(wrong(&array, 1), 0);
         fill(&mut array, 2);
         array.flush().unwrap();
-        assert!(runtime.stats().store.held_bytes > 0, "slots are held for the child");
+        assert!(
+            runtime.stats().store.held_bytes > 0,
+            "slots are held for the child"
+        );
         kill(child, Signal::SIGKILL).unwrap();
         end(child);
     });
@@ -316,7 +336,11 @@ fn children_by_the_thousand_leave_nothing_behind() {
         });
         array[round as usize * 31 % (2 * MIB / 8)] ^= 0;
         let ended = end(child);
-        assert_eq!(matches!(ended, WaitStatus::Signaled(..)), round % 3 == 0, "{ended:?}");
+        assert_eq!(
+            matches!(ended, WaitStatus::Signaled(..)),
+            round % 3 == 0,
+            "{ended:?}"
+        );
         if round == 20 {
             before = descriptors();
         }

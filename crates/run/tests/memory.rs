@@ -213,20 +213,6 @@ print('done')
     is_done(&[], body);
 }
 
-#[test]
-fn child_gets_no_memory_for_bytes_that_it_does_not_have() {
-    let body = r#"
-block = malloc(5 * M); memset(block, 1, 5 * M)
-child = os.fork()
-if child == 0:
-    os._exit(0 if realloc(block, 6 * M) is None and errno() == 12 else 1)
-assert os.waitpid(child, 0)[1] == 0
-print('done')
-"#;
-    // Python's own memory is local.
-    is_done(&["--allow-fork", "--min-bytes", "4MiB"], body);
-}
-
 /// Allocators reserve addresses like this and commit parts of them.
 #[test]
 fn reserved_addresses_are_remote_when_they_are_used() {

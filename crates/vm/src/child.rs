@@ -122,11 +122,12 @@ impl ChildMemory {
     /// # Errors
     /// The operating system's.
     pub fn events(&mut self, out: &mut Vec<ChildEvent>) -> io::Result<()> {
-        self.uffd.messages(&mut self.buffer, |message| match message {
-            UffdMessage::Fault(fault) => out.push(ChildEvent::Fault(fault.address)),
-            UffdMessage::Removed(range) => out.push(ChildEvent::Removed(range)),
-            UffdMessage::Unmapped(_) => {}
-        })
+        self.uffd
+            .messages(&mut self.buffer, |message| match message {
+                UffdMessage::Fault(fault) => out.push(ChildEvent::Fault(fault.address)),
+                UffdMessage::Removed(range) => out.push(ChildEvent::Removed(range)),
+                UffdMessage::Unmapped(_) => {}
+            })
     }
 
     /// Returns the descriptor that is readable when something has happened.

@@ -15,7 +15,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -33,10 +33,14 @@ use nix::{
 
 use super::link::{self, Kind, LinkName};
 
+/// Bytes of a child beyond the budget that are worth a line.
+const GROWN_BYTES: usize = 16 << 20;
 /// Time between two looks at children whose connections are closed.
 const LOOK: Duration = Duration::from_millis(50);
 /// Time between two tries to put a page into a child that changes its mappings.
 const RETRY: Duration = Duration::from_millis(1);
+/// Upper bound of the time that noticing the ends of children takes.
+const SETTLE: Duration = Duration::from_secs(1);
 /// Pages read ahead of a child that touches pages in order, at most, and their bytes.
 const AHEAD_PAGES_MAX: usize = 64;
 const AHEAD_BYTES_MAX: usize = 512 << 10;
@@ -102,8 +106,15 @@ pub(super) struct Shared {
     expected: Mutex<HashMap<u64, Arc<Image>>>,
     /// Number of images that exist.
     images: Mutex<usize>,
-    /// Condition that an image has ended.
+    /// Condition that an image has ended, or a turn.
     changed: Condvar,
+    /// Number of turns of the thread.
+    turns: AtomicU64,
+    /// Held while connections are accepted, and by a fork: where the thread works on the program's
+    /// table, a child would get the keeper's own end of its connection.
+    accepting: Mutex<()>,
+    /// True while a fork holds `accepting`.
+    is_held: AtomicBool,
     ends: AtomicBool,
     waker: EventFd,
 }
@@ -127,6 +138,9 @@ impl Keeper {
                 expected: Mutex::default(),
                 images: Mutex::default(),
                 changed: Condvar::new(),
+                turns: AtomicU64::new(0),
+                accepting: Mutex::default(),
+                is_held: AtomicBool::new(false),
                 ends: AtomicBool::new(false),
                 waker: EventFd::from_value_and_flags(0, flags)?,
             });
@@ -170,6 +184,30 @@ impl Keeper {
         addresses
     }
 
+    /// Holds the thread back from accepting connections until the result is released.
+    pub(super) fn hold(&self) -> AcceptHold<'_> {
+        let lock = locked(&self.shared.accepting);
+        self.shared.is_held.store(true, Ordering::SeqCst);
+        AcceptHold {
+            shared: &self.shared,
+            _lock: lock,
+        }
+    }
+
+    /// Waits until the thread has noticed the ends of all children that have ended by now. To be
+    /// called on the table of the thread.
+    pub(super) fn settle(&self) {
+        let (turns, until) = (&self.shared.turns, Instant::now() + SETTLE);
+        // After a turn that is under way: one that accepts a child, one that hears of its end.
+        let enough = turns.load(Ordering::SeqCst) + 4;
+        let mut images = locked(&self.shared.images);
+        while *images > 0 && turns.load(Ordering::SeqCst) < enough && Instant::now() < until {
+            self.shared.wake();
+            let waited = self.shared.changed.wait_timeout(images, RETRY);
+            images = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
     /// Expects the child of this number no longer.
     pub(super) fn forget(&self, number: u64) {
         let image = locked(&self.shared.expected).remove(&number);
@@ -180,12 +218,31 @@ impl Keeper {
 impl Drop for Keeper {
     fn drop(&mut self) {
         self.shared.ends.store(true, Ordering::Release);
-        // A full counter wakes the thread, too.
-        let _ = self.shared.waker.write(1);
+        self.shared.wake();
+    }
+}
+
+/// Hold on the thread, which accepts no connection.
+pub(super) struct AcceptHold<'a> {
+    shared: &'a Shared,
+    _lock: MutexGuard<'a, ()>,
+}
+
+impl<'a> AcceptHold<'a> {
+    /// Lets the thread accept again. The caller [wakes](Shared::wake) the thread.
+    pub(super) fn release(self) -> &'a Shared {
+        self.shared.is_held.store(false, Ordering::SeqCst);
+        self.shared
     }
 }
 
 impl Shared {
+    /// Wakes the thread. To be called on its table.
+    pub(super) fn wake(&self) {
+        // A full counter wakes the thread, too.
+        let _ = self.waker.write(1);
+    }
+
     /// Waits until no child needs the keeper, for `patience` at most. Returns false if some still
     /// do.
     pub(super) fn wait_for_children(&self, patience: Duration) -> bool {
@@ -243,6 +300,8 @@ struct Child {
     view: View,
     /// Address behind the last pages that were asked for, and their number.
     ahead: (usize, usize),
+    /// Bytes of the pages that were brought in.
+    brought_bytes: usize,
 }
 
 /// Page on its way into a child.
@@ -296,6 +355,8 @@ impl Serving {
             self.hear_children();
             self.fill();
             self.look_for_ended();
+            self.shared.turns.fetch_add(1, Ordering::SeqCst);
+            self.shared.changed.notify_all();
             let is_idle = self.visitors.is_empty() && self.children.is_empty();
             if is_idle && self.shared.ends.load(Ordering::Acquire) {
                 return;
@@ -322,9 +383,20 @@ impl Serving {
             talking.push(key);
             fds.push(PollFd::new(child.socket.as_fd(), PollFlags::empty()));
         }
-        fds.extend(self.children.values().map(|child| readable(child.memory.fd())));
-        fds.extend(self.visitors.iter().map(|visitor| readable(visitor.socket.as_fd())));
-        fds.extend([self.listener.as_fd(), self.shared.waker.as_fd()].map(readable));
+        fds.extend(
+            self.children
+                .values()
+                .map(|child| readable(child.memory.fd())),
+        );
+        fds.extend(
+            self.visitors
+                .iter()
+                .map(|visitor| readable(visitor.socket.as_fd())),
+        );
+        fds.push(readable(self.shared.waker.as_fd()));
+        if !self.shared.is_held.load(Ordering::SeqCst) {
+            fds.push(readable(self.listener.as_fd()));
+        }
         if let Some(lane) = &self.lane
             && let Some(time) = lane.wait(&mut fds)
         {
@@ -347,13 +419,17 @@ impl Serving {
             child.expect("a child of this turn").is_hung_up = true;
             self.next_look = Instant::now();
         }
-        let _ = self.shared.waker.read();
+        if self.shared.waker.read().is_ok() {
+            self.next_look = Instant::now();
+        }
     }
 
     /// Accepts connections, and takes what processes say on theirs.
     fn hear_visitors(&mut self) {
-        while let Some(socket) = link::accept(self.listener.as_fd()) {
-            self.visitors.push(Visitor { socket, view: None });
+        if let Ok(_accepting) = self.shared.accepting.try_lock() {
+            while let Some(socket) = link::accept(self.listener.as_fd()) {
+                self.visitors.push(Visitor { socket, view: None });
+            }
         }
         for visitor in mem::take(&mut self.visitors) {
             let stays = self.hear(visitor);
@@ -388,6 +464,7 @@ impl Serving {
                         memory: ChildMemory::new(uffd, memory),
                         view: visitor.view?,
                         ahead: (0, 0),
+                        brought_bytes: 0,
                     };
                     self.next_child += 1;
                     self.children.insert(self.next_child, child);
@@ -421,7 +498,10 @@ impl Serving {
             match event {
                 ChildEvent::Removed(range) => child.view.removed.insert(range),
                 ChildEvent::Fault(address) => {
-                    self.faults.push_back(Arriving { child: key, address });
+                    self.faults.push_back(Arriving {
+                        child: key,
+                        address,
+                    });
                 }
             }
         }
@@ -466,9 +546,20 @@ impl Serving {
         let page_bytes = region.page_bytes();
         let (first, start) = region.page(fault.address);
         let end = start + page_bytes;
-        let dropped: usize = child.view.removed.within(&(start..end)).map(|part| part.len()).sum();
+        let dropped: usize = child
+            .view
+            .removed
+            .within(&(start..end))
+            .map(|part| part.len())
+            .sum();
         if dropped == page_bytes {
-            self.put(Arriving { address: start, ..fault }, vec![0; page_bytes]);
+            self.put(
+                Arriving {
+                    address: start,
+                    ..fault
+                },
+                vec![0; page_bytes],
+            );
             return true;
         }
         let most = (AHEAD_BYTES_MAX / page_bytes).clamp(1, AHEAD_PAGES_MAX);
@@ -485,7 +576,14 @@ impl Serving {
             Ok(true) => {}
             Ok(false) => return true,
             Err(error) => {
-                self.give_up(Arriving { address: start, ..fault }, page_bytes, &error);
+                self.give_up(
+                    Arriving {
+                        address: start,
+                        ..fault
+                    },
+                    page_bytes,
+                    &error,
+                );
                 return true;
             }
         }
@@ -493,7 +591,14 @@ impl Serving {
             match Lane::new(&self.cluster) {
                 Ok(lane) => self.lane = Some(lane),
                 Err(error) => {
-                    self.give_up(Arriving { address: start, ..fault }, page_bytes, &error);
+                    self.give_up(
+                        Arriving {
+                            address: start,
+                            ..fault
+                        },
+                        page_bytes,
+                        &error,
+                    );
                     return true;
                 }
             }
@@ -524,7 +629,7 @@ impl Serving {
 
     /// Puts a page into a child.
     fn put(&mut self, arriving: Arriving, mut bytes: Vec<u8>) {
-        let Some(child) = self.children.get(&arriving.child) else {
+        let Some(child) = self.children.get_mut(&arriving.child) else {
             return;
         };
         let start = arriving.address;
@@ -533,7 +638,13 @@ impl Serving {
             bytes[part.start - start..part.end - start].fill(0);
         }
         match child.memory.put(start, &bytes) {
-            Ok(()) => {}
+            Ok(()) => {
+                let before = child.brought_bytes;
+                child.brought_bytes += bytes.len();
+                if before < GROWN_BYTES && child.brought_bytes >= GROWN_BYTES {
+                    super::grown(child.brought_bytes);
+                }
+            }
             Err(Refusal::Missing | Refusal::Ended) => child.memory.wake(start),
             // The child changes its mappings, which may be among the events of the next turn, or
             // the machine is short of memory.
@@ -563,7 +674,8 @@ impl Serving {
             return;
         }
         self.next_look = now + LOOK;
-        self.children.retain(|_, child| !child.is_hung_up || child.is_alive());
+        self.children
+            .retain(|_, child| !child.is_hung_up || child.is_alive());
     }
 }
 
@@ -608,13 +720,18 @@ mod tests {
         let mut model = [false; 64];
         let mut state = 1_u64;
         for _ in 0..200 {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
             let (start, len) = ((state >> 33) as usize % 60, (state >> 50) as usize % 4 + 1);
             removed.insert(start..start + len);
             model[start..start + len].fill(true);
             let mut told = [false; 64];
             for part in removed.within(&(3..50)) {
-                assert!(told[part.clone()].iter().all(|told| !told), "twice: {part:?}");
+                assert!(
+                    told[part.clone()].iter().all(|told| !told),
+                    "twice: {part:?}"
+                );
                 told[part].fill(true);
             }
             assert_eq!(told[3..50], model[3..50]);

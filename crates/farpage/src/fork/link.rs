@@ -198,9 +198,8 @@ pub(super) fn send(
     }
     loop {
         // SAFETY: the message and what it points to last for the call.
-        let sent = unsafe {
-            libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
-        };
+        let sent =
+            unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
         if sent >= 0 {
             return true;
         }
@@ -226,9 +225,8 @@ pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Received>> {
     (message.msg_iov, message.msg_iovlen) = (&raw mut vector, 1);
     (message.msg_control, message.msg_controllen) = ((&raw mut control).cast(), CONTROL_BYTES);
     // SAFETY: the message and what it points to last for the call.
-    let received = unsafe {
-        libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC)
-    };
+    let received =
+        unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
     if received < 0 {
         return Err(io::Error::last_os_error());
     }

@@ -40,7 +40,7 @@ use farpage_vm::{
 };
 
 use self::{
-    keeper::Keeper,
+    keeper::{AcceptHold, Keeper},
     link::{Kind, LinkName},
 };
 
@@ -88,6 +88,14 @@ pub(crate) fn attend(pager: &Held<Arc<Pager<KernelSpace>>>) {
     });
 }
 
+/// Waits until the ends of all children that have ended are known, so that what was held for them is
+/// free. To be called on the runtime's table.
+pub(crate) fn settle(pager: &Pager<KernelSpace>) {
+    if let Some(keeper) = pager.companion::<Keeper>() {
+        keeper.settle();
+    }
+}
+
 /// Registers the handlers of `fork`. Handlers that are registered later run before these in the
 /// parent, and after these in the child.
 pub fn register() {
@@ -108,7 +116,11 @@ pub fn wait_for_children() {
     let keepers = attended.keepers.iter().filter(|(of, _)| *of == process);
     let keepers: Vec<_> = keepers.filter_map(|(_, keeper)| keeper.upgrade()).collect();
     drop(attended);
-    let is_over = |patience| keepers.iter().all(|keeper| keeper.wait_for_children(patience));
+    let is_over = |patience| {
+        keepers
+            .iter()
+            .all(|keeper| keeper.wait_for_children(patience))
+    };
     if !is_over(PATIENCE) {
         say("waits for processes made by fork, which have its memory, before it ends");
         while !is_over(Duration::from_secs(3600)) {}
@@ -126,9 +138,23 @@ pub struct Hooks {
     pub frozen: fn(),
     /// Called at the end of the fork, before any other code of the process: true in the child.
     pub ended: fn(bool),
+    /// Called once for a child that has touched as many bytes of absent pages, which are not under
+    /// the budget.
+    pub grown: fn(usize),
 }
 
 static HOOKS: OnceLock<Hooks> = OnceLock::new();
+
+/// Notes that a child has touched as many bytes of absent pages.
+fn grown(bytes: usize) {
+    match HOOKS.get() {
+        Some(hooks) => (hooks.grown)(bytes),
+        None => tracing::warn!(
+            bytes,
+            "a child made by fork has touched absent pages: they are not under the budget"
+        ),
+    }
+}
 
 /// Leaves the beginning of forks to the caller, who [begins](begin) each: the handlers of `fork` do
 /// the rest alone.
@@ -141,7 +167,9 @@ extern "C" fn before() {
         && !has_begun()
         && let Err(error) = begin()
     {
-        say(&format!("a child made by fork does not have the regions: {error}"));
+        say(&format!(
+            "a child made by fork does not have the regions: {error}"
+        ));
     }
     freeze();
 }
@@ -235,6 +263,8 @@ struct Own {
     pager: Held<Arc<Pager<KernelSpace>>>,
     /// Borrows from the pager.
     frozen: Option<Frozen<'static>>,
+    /// Borrows from the pager's companion.
+    hold: Option<AcceptHold<'static>>,
 }
 
 /// Regions that this process has got by a fork, of one keeper.
@@ -340,6 +370,11 @@ impl Drop for Own {
     fn drop(&mut self) {
         let frozen = self.frozen.take();
         self.pager.with(|_| drop(frozen));
+        // A guard of this thread's, which wakes a thread of the table.
+        if let Some(hold) = self.hold.take() {
+            let shared = hold.release();
+            self.pager.with(|_| shared.wake());
+        }
     }
 }
 
@@ -355,7 +390,9 @@ impl Own {
         match frozen {
             Ok(frozen) => self.frozen = Some(frozen),
             Err(error) => {
-                say(&format!("a child made by fork does not have the regions: {error}"));
+                say(&format!(
+                    "a child made by fork does not have the regions: {error}"
+                ));
                 return false;
             }
         }
@@ -427,7 +464,8 @@ fn arm(
 ) -> Result<OwnedFd, &'static str> {
     let uffd = child::arm(regions, features).map_err(|_| "userfaultfd is refused")?;
     // SAFETY: opens a descriptor by a path of C's.
-    let memory = unsafe { libc::open(c"/proc/self/mem".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };
+    let memory =
+        unsafe { libc::open(c"/proc/self/mem".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };
     if memory < 0 {
         return Err("/proc/self/mem cannot be opened");
     }
@@ -443,10 +481,7 @@ fn arm(
 
 impl AttendedRuntime {
     /// Returns the part of this runtime, if it has regions. Starts its keeper before its first one.
-    fn part(
-        &self,
-        keepers: &mut Vec<(u32, Weak<keeper::Shared>)>,
-    ) -> Result<Option<Part>, String> {
+    fn part(&self, keepers: &mut Vec<(u32, Weak<keeper::Shared>)>) -> Result<Option<Part>, String> {
         if self.process != process::id() {
             return Ok(None);
         }
@@ -464,6 +499,13 @@ impl AttendedRuntime {
         }
         let keeper = pager.get().companion::<Keeper>().expect("set above");
         let (name, features) = (keeper.name, keeper.features);
+        // SAFETY: the companion outlives it: it is dropped before, or never in a child.
+        let hold = unsafe { mem::transmute::<AcceptHold<'_>, AcceptHold<'static>>(keeper.hold()) };
+        let own = Own {
+            pager,
+            frozen: None,
+            hold: Some(hold),
+        };
         let socket = link::connect(&name).map_err(no_keeper)?;
         Ok(Some(Part {
             name,
@@ -471,10 +513,7 @@ impl AttendedRuntime {
             regions: Vec::new(),
             socket,
             is_inherited: false,
-            own: Some(Own {
-                pager,
-                frozen: None,
-            }),
+            own: Some(own),
         }))
     }
 }
@@ -509,7 +548,11 @@ impl Kept {
     fn keep(descriptor: OwnedFd) -> Kept {
         // SAFETY: makes a descriptor.
         let high = unsafe {
-            libc::fcntl(descriptor.as_raw_fd(), libc::F_DUPFD_CLOEXEC, DESCRIPTORS_FROM)
+            libc::fcntl(
+                descriptor.as_raw_fd(),
+                libc::F_DUPFD_CLOEXEC,
+                DESCRIPTORS_FROM,
+            )
         };
         let number = match high {
             0.. => high,
@@ -563,7 +606,11 @@ fn say(line: &str) {
 
 /// Writes a line without memory of this process's own.
 fn say_in_child(reason: &'static str) {
-    for part in ["farpage: a child made by fork does not have the regions: ", reason, "\n"] {
+    for part in [
+        "farpage: a child made by fork does not have the regions: ",
+        reason,
+        "\n",
+    ] {
         // SAFETY: the bytes are there. A closed descriptor is the program's business.
         unsafe { libc::write(2, part.as_ptr().cast(), part.len()) };
     }

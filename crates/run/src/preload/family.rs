@@ -10,6 +10,8 @@ use std::{
     sync::atomic::{AtomicPtr, AtomicU8, Ordering},
 };
 
+use farpage::ByteSize;
+
 use crate::say;
 
 /// File of the page.
@@ -19,6 +21,8 @@ const PAGE_BYTES: usize = 4096;
 const ARENA: usize = 0;
 /// Index of the byte that says that the line about children made by `fork` has been written.
 const FORK: usize = 1;
+/// Index of the byte that says that the line about what such children touch has been written.
+const TOUCHED: usize = 2;
 
 /// Address of the mapped page. Null if it is not mapped.
 static PAGE: AtomicPtr<AtomicU8> = AtomicPtr::new(ptr::null_mut());
@@ -67,5 +71,16 @@ pub(crate) fn say_of_fork() {
             "a child made by fork asks for memory: what it allocates itself is local, and not under the budget. \
              A program that is started by exec is interposed with --children",
         );
+    }
+}
+
+/// Writes a line, once in a run, that a child made by `fork` has touched `bytes` bytes of its
+/// parent's remote memory.
+pub(crate) fn say_of_touched(bytes: usize) {
+    if !note(TOUCHED) {
+        say(&format!(
+            "a child made by fork has touched {} of its parent's memory: what such children touch is local, and not under the budget",
+            ByteSize(bytes as u64)
+        ));
     }
 }

@@ -31,7 +31,11 @@ next! {
 
 /// Prepares for forks: each is begun by a wrapper of this file.
 pub(crate) fn begin() {
-    farpage::fork::leave_to_caller(Hooks { frozen, ended });
+    farpage::fork::leave_to_caller(Hooks {
+        frozen,
+        ended,
+        grown: family::say_of_touched,
+    });
 }
 
 /// Begins a copy of the process. Returns false, with an `errno`, if the child would not have all
@@ -45,7 +49,9 @@ fn begins() -> bool {
         farpage::fork::begin()
     };
     if let Err(why) = &began {
-        say(&format!("fork fails: the child would not have the memory that is remote: {why}"));
+        say(&format!(
+            "fork fails: the child would not have the memory that is remote: {why}"
+        ));
         set_errno(libc::EAGAIN);
     }
     began.is_ok()

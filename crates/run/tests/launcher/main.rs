@@ -191,33 +191,6 @@ fn children_of_a_shell_that_defines_unsetenv_are_not_interposed() {
 
 /// Covers all functions of the C library that copy a process.
 #[test]
-fn process_with_remote_memory_is_not_copied_by_any_function() {
-    if !can_run(&[PYTHON]) {
-        return;
-    }
-    let script = "
-import ctypes, os
-c = ctypes.CDLL(None, use_errno=True)
-stack = (ctypes.c_char * 65536)()
-held = bytearray(4 << 20)
-def refused(call):
-    ctypes.set_errno(0)
-    child = call()
-    if child == 0: os._exit(0)
-    print(child, ctypes.get_errno())
-end = ctypes.cast(ctypes.addressof(stack) + 65536, ctypes.c_void_p)
-refused(c.fork); refused(c._Fork); refused(c.__fork)
-refused(lambda: c.daemon(1, 1))
-refused(lambda: c.forkpty(ctypes.byref(ctypes.c_int()), None, None, None))
-refused(lambda: c.clone(c._exit, end, 17, None))
-";
-    let ended = farpage(&["--budget", "16MiB"], &[PYTHON, "-c", script]);
-    let why = text(&ended.stderr);
-    assert_eq!(text(&ended.stdout), "-1 38\n".repeat(6), "{why}");
-    assert_eq!(why.matches("fork is refused").count(), 6, "{why}");
-}
-
-#[test]
 fn child_made_by_fork_says_that_its_memory_is_local() {
     if !can_run(&[PYTHON]) {
         return;
@@ -238,8 +211,6 @@ for _ in range(3):
     let (seen, why) = run(&[], children);
     assert_eq!(seen, "0\n0\n0\n", "{why}");
     assert_eq!(why.matches("a child made by fork").count(), 1, "{why}");
-    let (_, why) = run(&["--allow-fork"], children);
-    assert!(!why.contains("a child made by fork"), "{why}");
     // The child's standard error is closed before it allocates.
     let (_, why) = run(
         &[],

@@ -1,0 +1,219 @@
+//! Programs that fork under `farpage run`: children have what their parent had.
+//!
+//! The rule it keeps: each test runs by fillers and in-thread, and a child looks at memory that is
+//! mostly absent at the fork.
+
+mod common;
+
+use common::{can_run, farpage};
+use farpage_testkit::text;
+
+const PYTHON: &str = "/usr/bin/python3";
+const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
+
+/// Helpers of the scripts: a block four times as large as the budget, of which a quarter can be
+/// present.
+const HEAD: &str = r"
+import ctypes, mmap, os, signal, sys, time
+M = 1 << 20
+c = ctypes.CDLL(None, use_errno=True)
+c.malloc.restype = c.realloc.restype = c.mremap.restype = ctypes.c_void_p
+pages = range(0, 64 * M, 4096)
+def value(at): return (at >> 12) % 251 + 1
+def fill(block, add=0):
+    for at in pages: block[at] = (value(at) + add) % 256
+def holds(block, add=0):
+    return all(block[at] == (value(at) + add) % 256 for at in pages)
+def ended(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+";
+
+/// Runs a script in both modes, which must print `done` and nothing else.
+fn is_done(options: &[&str], body: &str) {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
+    let script = format!("{HEAD}{body}");
+    for mode in MODES {
+        // Python's own memory is local.
+        let options = [&["--budget", "16MiB", "--min-bytes", "4MiB"], options, mode].concat();
+        let ours = farpage(&options, &[PYTHON, "-c", &script]);
+        let (said, why) = (text(&ours.stdout), text(&ours.stderr));
+        assert_eq!(said, "done\n", "{mode:?} {why}");
+    }
+}
+
+#[test]
+fn children_by_each_call_read_and_write_what_the_parent_had() {
+    is_done(
+        &[],
+        r#"
+block = bytearray(64 * M)
+fill(block)
+stack = (ctypes.c_char * (1 << 20))()
+end = ctypes.cast(ctypes.addressof(stack) + (1 << 20) - 64, ctypes.c_void_p)
+def in_child(argument=None):
+    right = holds(block)
+    fill(block, 7)
+    os._exit(0 if right and holds(block, 7) else 1)
+def check(fork):
+    child = fork()
+    if child == 0: in_child()
+    assert child > 0, ctypes.get_errno()
+    fill(block, 3)
+    assert ended(child) == 0
+    assert holds(block, 3)
+    fill(block)
+check(os.fork); check(c.fork); check(c._Fork); check(c.__fork)
+terminal = ctypes.c_int()
+def forkpty(): return c.forkpty(ctypes.byref(terminal), None, None, None)
+check(forkpty)
+start = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(in_child)
+check(lambda: c.clone(start, end, signal.SIGCHLD, None))
+print('done')
+"#,
+    );
+}
+
+#[test]
+fn daemon_goes_on_with_what_its_parent_had_and_the_parent_waits() {
+    is_done(
+        &[],
+        r#"
+block = bytearray(64 * M)
+fill(block)
+assert c.daemon(1, 1) == 0
+time.sleep(0.3)
+assert holds(block)
+print('done')
+"#,
+    );
+}
+
+#[test]
+fn children_allocate_grow_and_free_what_they_have() {
+    is_done(
+        &[],
+        r#"
+block = c.malloc(64 * M)
+bytes_at = lambda at: (ctypes.c_ubyte * (64 * M)).from_address(at)
+fill(bytes_at(block))
+mapping = mmap.mmap(-1, 64 * M, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+fill(mapping, 1)
+child = os.fork()
+if child == 0:
+    grown = c.realloc(ctypes.c_void_p(block), 80 * M)
+    right = grown and holds(bytes_at(grown)) and holds(mapping, 1)
+    c.free(ctypes.c_void_p(grown))
+    mapping.resize(80 * M)
+    right = right and holds(mapping, 1) and mapping[70 * M] == 0
+    more = bytearray(32 * M)
+    os._exit(0 if right and more[5] == 0 else 1)
+assert ended(child) == 0
+assert holds(bytes_at(block)) and holds(mapping, 1)
+print('done')
+"#,
+    );
+}
+
+#[test]
+fn grandchildren_see_what_their_parent_has_dropped_as_zeros() {
+    is_done(
+        &[],
+        r#"
+block = mmap.mmap(-1, 64 * M, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+fill(block)
+def is_right(): return all(block[at] == (0 if at < 32 * M else value(at)) for at in pages)
+child = os.fork()
+if child == 0:
+    block.madvise(mmap.MADV_DONTNEED, 0, 32 * M)
+    grandchild = os.fork()
+    if grandchild == 0: os._exit(0 if is_right() else 1)
+    os._exit(ended(grandchild) or (0 if is_right() else 2))
+fill(block, 9)
+assert ended(child) == 0
+assert holds(block, 9)
+print('done')
+"#,
+    );
+}
+
+#[test]
+fn pools_of_processes_read_and_write_arrays() {
+    is_done(
+        &[],
+        r#"
+import multiprocessing
+block = bytearray(64 * M)
+fill(block)
+part = 8 * M
+def work(at):
+    mine = range(at, at + part, 4096)
+    right = all(block[i] == value(i) for i in mine)
+    for i in mine: block[i] = 0
+    return right and not any(block[i] for i in mine)
+with multiprocessing.get_context('fork').Pool(3) as pool:
+    assert all(pool.map(work, range(0, 64 * M, part)))
+assert holds(block)
+print('done')
+"#,
+    );
+}
+
+/// A child whose parent is killed cannot go on: nobody has its memory. The child keeps standard
+/// output open while it lives, and this test waits for the end of that.
+#[test]
+fn children_of_a_killed_parent_end() {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
+    let body = r"
+block = bytearray(64 * M)
+fill(block)
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.write(writer, b'x')
+    while True: sum(block[at] for at in pages)
+os.read(reader, 1)
+os.kill(os.getpid(), signal.SIGKILL)
+";
+    let script = format!("{HEAD}{body}");
+    for mode in MODES {
+        let options = [&["--budget", "16MiB", "--min-bytes", "4MiB"], mode].concat();
+        let ours = farpage(&options, &[PYTHON, "-c", &script]);
+        assert_eq!(ours.status.code(), Some(137), "{}", text(&ours.stderr));
+    }
+}
+
+#[test]
+fn shells_and_interpreters_start_children_by_fork() {
+    let bash = r#"
+x=$(head -c 20000000 /dev/zero | tr '\0' a)
+y=$(echo ${#x}); z=$(printf %s "$x" | wc -c)
+(echo sub ${#x})
+echo $y $z"#;
+    let perl = r#"
+my $x = "abcdefgh" x (8 << 20); print `echo hi`;
+my $child = fork();
+if (!$child) { my $sum = 0; $sum += ord(substr($x, $_ * 4096, 1)) for 0 .. 16000; print "$sum\n"; exit 0 }
+waitpid($child, 0); print "$?\n"; system("echo system");"#;
+    let programs = [
+        (["bash", "-c", bash], "sub 20000000\n20000000 20000000\n"),
+        (["perl", "-e", perl], "hi\n1552097\n0\nsystem\n"),
+    ];
+    for (program, expected) in programs {
+        if !can_run(&program[..1]) {
+            continue;
+        }
+        for mode in MODES {
+            let options = [&["--budget", "6MiB", "--min-bytes", "256KiB"], mode].concat();
+            let ours = farpage(&options, &program);
+            assert_eq!(
+                text(&ours.stdout),
+                expected,
+                "{program:?} {}",
+                text(&ours.stderr)
+            );
+        }
+    }
+}
