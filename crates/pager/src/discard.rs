@@ -6,8 +6,8 @@
 //! meanwhile, or pinned, is mapped again as zeros.
 //!
 //! The rule: the calling thread owns pages here and waits for nothing while it does, except for a
-//! frame, and that outside the reclaim gate: while the program forks, nothing is discarded. The page
-//! protocol is that of evictors and fillers; only the bytes differ.
+//! frame, and that outside the reclaim gate: while the program forks, nothing is discarded. The
+//! page protocol is that of evictors and fillers; only the bytes differ.
 
 use std::{ops::Range, thread, time::Instant};
 

@@ -47,7 +47,8 @@ pub(crate) enum Command {
     /// it in. The filler owns the page from here on.
     TakeOver(RegionGuard, PageIndex, PageError, Since),
     /// Publish this page as lost: a thread that serves its own faults owns it, and its newest bytes
-    /// are gone. The filler owns the page from here on. It counts as on its way out until then.
+    /// are gone. The filler owns the page from here on. The page counts as on its way out until it
+    /// is published.
     Lose(RegionGuard, PageIndex, PageError, Departure),
     /// Give up whatever is kept for the region, which is closing.
     Settle(Arc<Region>),

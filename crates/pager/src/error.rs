@@ -241,7 +241,7 @@ pub enum PinError {
     Page(#[from] PageError),
 }
 
-/// Reason why reclaim could not be frozen for a `fork`. It goes on.
+/// Reason why reclaim could not be frozen for a `fork`. Reclaim goes on then.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum FreezeError {

@@ -212,7 +212,7 @@ impl<A: AddressSpace> Evictor<A> {
         let mut walk = Walk::new(&shared.victims, candidates);
         loop {
             let excess = shared.frames.budget().excess_pages(page_bytes);
-            if excess == 0 || !self.write_backs.has_room(1) {
+            if excess == 0 || !self.write_backs.has_room(1) || shared.gate.is_closed() {
                 break;
             }
             let Some(run) = walk.next(excess) else {
@@ -339,8 +339,11 @@ impl<A: AddressSpace> Evictor<A> {
             while page < pages.end && !job.ends_early() {
                 let run = pages.end.min(page + region.run_pages);
                 let run = region.in_one_stripe(page.until(run), false);
-                let (dealt_with, begun) =
-                    self.begin(&entered, region, run, Some(&job), FoundBy::ClockHand);
+                let (dealt_with, begun) = match shared.gate.is_closed() {
+                    // A whole chunk of large pages would hold up a freeze.
+                    true => (1, Begun::NotNow(None)),
+                    false => self.begin(&entered, region, run, Some(&job), FoundBy::ClockHand),
+                };
                 if matches!(begun, Begun::NotNow(_)) {
                     job.open_one();
                     self.later.push(Later {
@@ -364,6 +367,10 @@ impl<A: AddressSpace> Evictor<A> {
             if later.job.ends_early() {
                 later.job.close_one(None);
                 any = true;
+                continue;
+            }
+            if self.shared.gate.is_closed() {
+                self.later.push(later);
                 continue;
             }
             let (_, begun) =

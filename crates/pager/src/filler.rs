@@ -203,8 +203,8 @@ impl<A: AddressSpace> Filler<A> {
         self.last_region.clone()
     }
 
-    /// Gives up pages that the program has unmapped, unless it forks: entries stay as they are then.
-    /// Returns whether there were any.
+    /// Gives up pages that the program has unmapped. Not while the program forks: entries stay as
+    /// they are then. Returns whether there were any.
     fn give_up_unmapped(&mut self) -> bool {
         if self.unmapped.is_empty() {
             return false;

@@ -57,7 +57,7 @@ struct Freezes {
     sealed: AtomicUsize,
 }
 
-/// Number of searches and runs inside that came in here. Each counts itself out here again.
+/// Number of searches and runs inside that came in by one turnstile. Each goes out by the same.
 type Turnstile = CachePadded<AtomicUsize>;
 
 /// Guard of a search for pages to take out, or of a call that moves entries. Dropping it goes out.
@@ -78,17 +78,17 @@ impl ReclaimGate {
         }
     }
 
-    /// Goes in, for a worker's reclaim. `None`: the gate is closed.
+    /// Lets the reclaim of a worker in. `None`: the gate is closed.
     pub(crate) fn enter(&self, worker: usize) -> Option<Entered<'_>> {
         self.enter_at(worker, &self.freezes.closed)
     }
 
-    /// Goes in, for a call of the program. `None`: the gate is closed.
+    /// Lets a call of the program in. `None`: the gate is closed.
     pub(crate) fn enter_for_program(&self) -> Option<Entered<'_>> {
         self.enter_at(self.turnstiles.len() - 1, &self.freezes.closed)
     }
 
-    /// Goes in, for a fill that takes its page out to look at it. `None`: the gate is sealed.
+    /// Lets a fill in that takes its page out to look at it. `None`: the gate is sealed.
     pub(crate) fn enter_for_fill(&self, worker: usize) -> Option<Entered<'_>> {
         self.enter_at(worker, &self.freezes.sealed)
     }
@@ -98,6 +98,11 @@ impl ReclaimGate {
         if refused_by.load(Ordering::Relaxed) > 0 {
             return None;
         }
+        self.count_in(turnstile, refused_by)
+    }
+
+    /// Counts a search as inside, and looks if it is let in.
+    fn count_in(&self, turnstile: usize, refused_by: &AtomicUsize) -> Option<Entered<'_>> {
         let entered = Entered::count_in(&self.turnstiles[turnstile]);
         // Sequentially consistent with `close`, `seal` and `inside`: either the freezing thread
         // sees the count, or the refusal is seen here.
@@ -164,7 +169,7 @@ impl Drop for Entered<'_> {
 }
 
 impl Departure {
-    /// Goes in beside the run, also while the gate is closed.
+    /// Lets a search in beside the run, also while the gate is closed.
     pub(crate) fn inside(&self) -> Entered<'_> {
         Entered::count_in(&self.0)
     }
@@ -285,6 +290,16 @@ mod tests {
         assert_eq!(gate.inside(), 0);
         gate.open(true);
         assert!(gate.enter(0).is_some() && gate.enter_for_fill(1).is_some());
+    }
+
+    #[test]
+    fn search_that_has_seen_the_gate_open_is_refused_when_it_counts_itself() {
+        let gate = ReclaimGate::new(1);
+        gate.close();
+        assert!(gate.count_in(0, &gate.freezes.closed).is_none());
+        gate.seal();
+        assert!(gate.count_in(0, &gate.freezes.sealed).is_none());
+        assert_eq!(gate.inside(), 0);
     }
 
     #[test]

@@ -96,8 +96,8 @@ impl<A: AddressSpace> Victims<A> {
         Proof::stamp(found_by, self.clock.now())
     }
 
-    /// Owns the leading ones of `pages` by `own` and detaches them. All lie in one stripe. The caller
-    /// is inside the reclaim gate until they are published.
+    /// Owns the leading ones of `pages` by `own` and detaches them. All lie in one stripe. The
+    /// caller is inside the reclaim gate until the pages are published.
     pub(crate) fn take_out(
         &self,
         _inside: &Entered<'_>,

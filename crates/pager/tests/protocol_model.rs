@@ -548,16 +548,19 @@ fn twin_that_looks_once() {
 
 /// Program of which a third thread forks, at any moment.
 const FORKS: Paging = Paging {
+    program: WRITES,
     forks: true,
     ..PLAIN
 };
+
+/// Accesses of a program that forks: few, since its worlds are many.
+const WRITES: [&[paging::Access]; 2] = [&[Write(0), Read(0)], &[Write(0)]];
 
 #[test]
 fn child_has_each_page_as_it_is_when_the_kernel_copies_the_program() {
     assert!(assert_harmless("fork", FORKS).always_comes_to_rest);
     let paging = Paging {
         flushes: true,
-        prefetches: true,
         ..FORKS
     };
     assert!(assert_harmless("fork, flush", paging).always_comes_to_rest);
@@ -575,6 +578,7 @@ fn child_has_each_page_as_it_is_when_the_kernel_copies_the_program() {
     };
     assert!(assert_harmless("fork, pinned", paging).always_comes_to_rest);
     let paging = Paging {
+        program: WRITES,
         forks: true,
         madvises: true,
         ..LOSES
@@ -591,6 +595,7 @@ fn child_has_each_page_as_it_is_when_the_kernel_copies_the_program() {
 #[test]
 fn fork_waits_for_a_page_that_the_program_drops_while_it_is_copied() {
     let paging = Paging {
+        program: WRITES,
         forks: true,
         ..COPIED
     };

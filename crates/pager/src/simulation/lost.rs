@@ -169,3 +169,45 @@ fn a_lost_page_stays_lost_until_it_is_overwritten() {
     assert_eq!(tiny.store.bytes.lock()[page], bytes);
     tiny.end();
 }
+
+#[test]
+fn lost_page_stays_as_it_is_while_the_program_forks() {
+    let mut tiny = Tiny::new();
+    tiny.access(Some(1)).expect("the store works");
+    let page = LOST * PAGE_BYTES..(LOST + 1) * PAGE_BYTES;
+    tiny.fail(true);
+    let range = page.clone();
+    assert_lost(tiny.call(move |mapped| mapped.advise(range, Advice::DontNeed)));
+    tiny.fail(false);
+    let pager = tiny.mapped.pager().clone();
+    let (gate, region) = (&pager.shared().gate, tiny.mapped.region().clone());
+    let state = || region.words.load(PageIndex(LOST)).state();
+
+    // The program takes the poison away and touches the page.
+    assert!(tiny.space.drop_page(tiny.address()));
+    gate.close();
+    gate.seal();
+    let touched = tiny.space.try_load(0, tiny.address());
+    assert_eq!(touched, Err(Faulted::Asleep));
+    (0..50).for_each(|_| tiny.turn());
+    assert!(tiny.space.is_asleep(0) && !tiny.space.is_present(tiny.address()));
+    gate.open(true);
+    assert_eq!(tiny.access(None), Err(Faulted::Sigbus));
+
+    // The program overwrites the page.
+    gate.close();
+    let bytes = vec![7; PAGE_BYTES];
+    let waited = tiny.call(|mapped| {
+        std::thread::scope(|scope| {
+            let put = scope.spawn(|| mapped.put_lost(page.start, &bytes));
+            std::thread::sleep(Duration::from_millis(20));
+            let waited = !put.is_finished() && state() == PageState::Lost;
+            gate.open(false);
+            put.join().expect("no panic").expect("all is overwritten");
+            waited
+        })
+    });
+    assert!(waited);
+    assert_eq!(tiny.access(None), Ok(u64::from_ne_bytes([7; 8])));
+    tiny.end();
+}

@@ -119,7 +119,7 @@ fn calls_that_change_pages_wait_for_the_thaw() {
     let gate = &pager.shared().gate;
     gate.close();
     gate.seal();
-    tight.beside(|mapped| {
+    let (waited, unchanged) = tight.beside(|mapped| {
         thread::scope(|scope| {
             let calls = [
                 scope.spawn(|| mapped.discard(page(0)).map(drop)),
@@ -129,15 +129,17 @@ fn calls_that_change_pages_wait_for_the_thaw() {
             thread::sleep(Duration::from_millis(50));
             let region = mapped.region();
             let state = |at| region.words.load(PageIndex(at)).state();
-            assert!((0..3).all(|at| state(at) == PageState::Resident));
-            assert!(calls.iter().all(|call| !call.is_finished()));
+            let unchanged = (0..3).all(|at| state(at) == PageState::Resident);
+            let waited = calls.iter().all(|call| !call.is_finished());
             gate.open(true);
             mapped.pager().shared().doors.wake_evictors();
             for call in calls {
                 call.join().expect("no call panics").expect("nothing fails");
             }
-        });
+            (waited, unchanged)
+        })
     });
+    assert!(waited && unchanged);
     let region = tight.regions[0].region().clone();
     assert!(region.store.is_blank(PageIndex(0)) && region.store.is_blank(PageIndex(1)));
     let states = [0, 1, 2, 20].map(|at| tight.state(0, at));
@@ -233,5 +235,44 @@ fn evictor_with_work_sleeps_until_the_thaw() {
     while !job.has_ended() {
         tight.turn();
     }
+    tight.end();
+}
+
+#[test]
+fn evictor_takes_nothing_out_before_the_thaw() {
+    const BUDGET: usize = 256;
+    let mut tight = Tight::new(1, &[PAGE_BYTES], BUDGET * PAGE_BYTES, 2 * BUDGET);
+    let pager = tight.regions[0].pager().clone();
+    let gate = &pager.shared().gate;
+    gate.close();
+    let base = tight.regions[0].address();
+    (0..BUDGET - 2).for_each(|page| tight.touch(base + page * PAGE_BYTES, true));
+    let moves = tight.space.moves();
+    assert!(!tight.evictors[0].turn() && tight.space.moves() == moves);
+    gate.open(false);
+    assert!(tight.evictors[0].turn() && tight.space.moves() > moves);
+    tight.end();
+}
+
+#[test]
+fn freeze_lets_reclaim_make_room_first() {
+    let tight = Tight::new(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
+    let pager = tight.regions[0].pager().clone();
+    let freeze = || {
+        let since = Instant::now();
+        let frozen = pager.freeze(Duration::from_secs(20));
+        assert!(frozen.is_ok() && pager.shared().gate.is_sealed());
+        drop(frozen);
+        assert!(!pager.shared().gate.is_closed() && !pager.shared().gate.is_sealed());
+        since.elapsed()
+    };
+    let budget = pager.shared().frames.budget();
+    budget.starve(PAGE_BYTES);
+    assert!(
+        freeze() >= Duration::from_millis(10),
+        "a fill waits for a frame"
+    );
+    budget.end_starving();
+    freeze();
     tight.end();
 }
