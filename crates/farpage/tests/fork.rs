@@ -19,7 +19,7 @@ use std::{
 
 use common::{Fabric, Memory, begin, fabrics};
 use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
-use farpage_testkit::{KIB, MIB, Rng, seed, wait_until};
+use farpage_testkit::{KIB, MIB, Rng, say, seed, wait_until};
 use nix::{
     sys::{
         signal::{Signal, kill},
@@ -195,6 +195,96 @@ fn dropped_pages_are_zeros_in_a_child_and_in_its_own_child() {
             i32::from(!is_right(&array)) * 5
         });
         array.fill(7);
+        must_pass(child);
+    });
+}
+
+/// Protections and unmapped parts divide the mapping within pages. What a child maps anew in a hole
+/// is not the region's, also for a child of that child.
+#[test]
+fn children_of_divided_mappings_read_the_rest_and_zeros_in_new_ones() {
+    const PART: usize = 4 * KIB;
+    let Some(_watchdog) = begin(240) else { return };
+    each(4 * MIB / 8, RegionOptions::new, |_, mut array| {
+        fill(&mut array, 1);
+        let (at, len) = (array.as_mut_ptr().cast::<u8>(), array.len());
+        let protect = |page: usize, access| {
+            // SAFETY: a part of a page of the array, which stays readable.
+            let done = unsafe { libc::mprotect(at.add(page * PAGE + PART).cast(), PART, access) };
+            assert_eq!(done, 0);
+        };
+        (0..8).for_each(|page| protect(page, libc::PROT_READ));
+        array.advise(.., Advice::DontNeed).unwrap();
+        let hole = 20 * PAGE + PART..20 * PAGE + 2 * PART;
+        let is_right = |array: &[u64]| {
+            (0..len).all(|word| match hole.contains(&(word * 8)) {
+                true => array[word] == 0,
+                false => array[word] == value(word, 1),
+            })
+        };
+        let child = start(|| {
+            // SAFETY: the child's own copy.
+            let made = unsafe {
+                libc::munmap(at.add(hole.start).cast(), PART);
+                let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+                libc::mmap(
+                    at.add(hole.start).cast(),
+                    PART,
+                    libc::PROT_READ,
+                    kind,
+                    -1,
+                    0,
+                )
+            };
+            if made == libc::MAP_FAILED {
+                return 2;
+            }
+            // SAFETY: as the parent's does, it makes system calls alone.
+            let grandchild = unsafe { libc::fork() };
+            if grandchild == 0 {
+                // SAFETY: ends the grandchild.
+                unsafe { libc::_exit(i32::from(!is_right(&array)) * 3) };
+            }
+            let mut status = 0;
+            // SAFETY: there is room for the status.
+            unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
+            match (status, is_right(&array)) {
+                (0, true) => 0,
+                (0, false) => 4,
+                _ => 5,
+            }
+        });
+        must_pass(child);
+        (0..8).for_each(|page| protect(page, libc::PROT_READ | libc::PROT_WRITE));
+    });
+}
+
+#[test]
+fn a_child_that_gives_up_its_rights_has_children_with_all_memory() {
+    // SAFETY: always succeeds.
+    if unsafe { libc::geteuid() } != 0 {
+        return say("only root can give up rights");
+    }
+    let Some(_watchdog) = begin(240) else { return };
+    each(4 * MIB / 8, RegionOptions::new, |_, mut array| {
+        fill(&mut array, 1);
+        let child = start(|| {
+            // SAFETY: the child's own rights.
+            if unsafe { libc::setresuid(65534, 65534, 65534) } != 0 {
+                return 2;
+            }
+            // SAFETY: as the parent's does, it makes system calls alone.
+            let grandchild = unsafe { libc::fork() };
+            if grandchild == 0 {
+                // SAFETY: ends the grandchild.
+                unsafe { libc::_exit(i32::from(wrong(&array, 1) > 0) * 3) };
+            }
+            let mut status = 0;
+            // SAFETY: there is room for the status.
+            unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
+            status
+        });
+        fill(&mut array, 2);
         must_pass(child);
     });
 }

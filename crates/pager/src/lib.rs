@@ -88,5 +88,5 @@ pub use freeze::Frozen;
 pub use in_thread::InThread;
 pub use mapped::MappedRegion;
 pub use options::{Advice, PagerOptions, RegionOptions};
-pub use pager::Pager;
+pub use pager::{MappedImage, Pager};
 pub use stats::PagerStats;

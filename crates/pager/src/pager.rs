@@ -30,12 +30,21 @@ use crate::{
     in_thread::InThread,
     inline_handler::InlineHandler,
     pace::Pace,
-    region::RegionId,
+    region::{RegionGuard, RegionId},
     run::RUN_BYTES_MAX,
     seats::Seats,
     shared::{SharedParts, Workers},
     waker::WorkerWaker,
 };
+
+/// A mapped region, for a copy of the process.
+pub struct MappedImage {
+    /// The region's addresses.
+    pub addresses: Range<usize>,
+    /// The store that keeps its pages.
+    pub store: Arc<PageStore>,
+    _guard: RegionGuard,
+}
 
 /// The workers of one runtime and the regions that they serve.
 pub struct Pager<A: AddressSpace> {
@@ -183,17 +192,19 @@ impl<A: AddressSpace> Pager<A> {
         &self.cluster
     }
 
-    /// Returns the addresses and the stores of all mapped regions.
-    pub fn mapped(&self) -> Vec<(Range<usize>, Arc<PageStore>)> {
+    /// Returns all mapped regions, none of which ends while its part of the result lives.
+    pub fn mapped(&self) -> Vec<MappedImage> {
         let _signals = SignalGuard::new();
         let regions = self.shared.regions.read();
-        let regions = regions.values();
-        regions
-            .map(|region| {
-                let end = region.address + region.geometry.bytes;
-                (region.address..end, region.store.clone())
+        let entered = regions.values().filter_map(|region| {
+            let end = region.address + region.geometry.bytes;
+            Some(MappedImage {
+                addresses: region.address..end,
+                store: region.store.clone(),
+                _guard: region.enter()?,
             })
-            .collect()
+        });
+        entered.collect()
     }
 
     /// Keeps `companion` until the pager ends. The first one stays.

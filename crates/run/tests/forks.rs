@@ -5,6 +5,8 @@
 
 mod common;
 
+use std::time::{Duration, Instant};
+
 use common::{can_run, farpage};
 use farpage_testkit::text;
 
@@ -183,6 +185,30 @@ os.kill(os.getpid(), signal.SIGKILL)
         let ours = farpage(&options, &[PYTHON, "-c", &script]);
         assert_eq!(ours.status.code(), Some(137), "{}", text(&ours.stderr));
     }
+}
+
+/// A signal ends a parent at once, with `--stats`, too, which handles signals to report.
+#[test]
+fn a_signal_ends_a_parent_of_living_children() {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
+    let body = r"
+block = bytearray(64 * M)
+fill(block)
+if os.fork() == 0: time.sleep(60)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+";
+    let script = format!("{HEAD}{body}");
+    let begun = Instant::now();
+    let options = ["--budget", "16MiB", "--min-bytes", "4MiB", "--stats"];
+    let ours = farpage(&options, &[PYTHON, "-c", &script]);
+    assert_eq!(ours.status.code(), Some(143), "{}", text(&ours.stderr));
+    assert!(
+        begun.elapsed() < Duration::from_secs(50),
+        "waits for the child"
+    );
 }
 
 #[test]

@@ -44,7 +44,9 @@ impl ChildFeatures {
             Err(error) => return Err(error),
         };
         Ok(ChildFeatures {
-            features: Features::EVENT_REMOVE | (supported & Features::POISON),
+            features: Features::EVENT_REMOVE
+                | Features::EVENT_UNMAP
+                | (supported & Features::POISON),
             user_mode_only,
         })
     }
@@ -71,23 +73,43 @@ pub unsafe fn set_inherited(region: &Range<usize>, inherited: bool) -> nix::Resu
 }
 
 /// Catches the faults of absent pages in `regions`, which this process has inherited. Uses no
-/// memory but the stack's: to be called in a process that `fork` has just made.
+/// memory but the stack's: to be called in a process that `fork` has just made. A process that has
+/// given up its rights since the features were found catches faults of its own instructions alone.
 ///
 /// # Errors
 /// The operating system's: absent pages would read as zeros.
 pub fn arm(regions: &[Range<usize>], found: &ChildFeatures) -> nix::Result<OwnedFd> {
-    let mode = found.user_mode_only;
-    let fd = match sys::open_by_syscall(mode) {
-        Err(Errno::EPERM | Errno::EACCES | Errno::ENOSYS) => sys::open_by_device(mode),
+    let refused = |errno| matches!(errno, Errno::EPERM | Errno::EACCES | Errno::ENOSYS);
+    let open = |user_mode_only| match sys::open_by_syscall(user_mode_only) {
+        Err(errno) if refused(errno) => sys::open_by_device(user_mode_only),
+        opened => opened,
+    };
+    let fd = match open(found.user_mode_only) {
+        Err(_) if !found.user_mode_only => open(true),
         opened => opened,
     }?;
     sys::agree(fd.as_fd(), found.features.bits())?;
     let uffd = Uffd::over(fd);
     for region in regions {
-        let registered = uffd.register(region.start, region.len(), RegisterMode::MISSING);
-        registered.map_err(|error| Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO)))?;
+        register(&uffd, region.clone())?;
     }
     Ok(uffd.into_fd())
+}
+
+/// Registers what is left of a region. Its parent may have unmapped some of it and mapped a file
+/// there, which the kernel refuses: such a mapping is passed over.
+fn register(uffd: &Uffd, part: Range<usize>) -> nix::Result<()> {
+    let registered = uffd.register(part.start, part.len(), RegisterMode::MISSING);
+    let errno = registered.map_err(|error| Errno::from_raw(error.raw_os_error().unwrap_or(0)));
+    match errno {
+        Err(Errno::EINVAL) if part.len() > sys::KERNEL_PAGE_BYTES => {
+            let half = (part.len() / 2).next_multiple_of(sys::KERNEL_PAGE_BYTES);
+            register(uffd, part.start..part.start + half)?;
+            register(uffd, part.start + half..part.end)
+        }
+        Err(Errno::EINVAL) => Ok(()),
+        registered => registered,
+    }
 }
 
 /// Event in a child's regions.
@@ -95,7 +117,8 @@ pub fn arm(regions: &[Range<usize>], found: &ChildFeatures) -> nix::Result<Owned
 pub enum ChildEvent {
     /// A thread sleeps at this address, whose page is absent.
     Fault(usize),
-    /// The child has dropped the pages of these addresses: they hold zeros from now on.
+    /// The child has dropped or unmapped the pages of these addresses: they hold zeros from now on,
+    /// whatever the child maps there.
     Removed(Range<usize>),
 }
 
@@ -125,8 +148,9 @@ impl ChildMemory {
         self.uffd
             .messages(&mut self.buffer, |message| match message {
                 UffdMessage::Fault(fault) => out.push(ChildEvent::Fault(fault.address)),
-                UffdMessage::Removed(range) => out.push(ChildEvent::Removed(range)),
-                UffdMessage::Unmapped(_) => {}
+                UffdMessage::Removed(range) | UffdMessage::Unmapped(range) => {
+                    out.push(ChildEvent::Removed(range));
+                }
             })
     }
 
@@ -149,30 +173,46 @@ impl ChildMemory {
     }
 
     /// Maps a copy of `bytes`, of whole kernel pages, at `address`, and wakes the threads that
-    /// sleep there. Pages that are there already stay as they are.
+    /// sleep there. Pages that are there already, or that the child has unmapped, stay as they are.
     ///
     /// # Errors
-    /// [`Refusal::Missing`]: the child has unmapped the page; [`Refusal::Ended`]: it has ended, or
-    /// has called `exec`; [`Refusal::Contended`]: it changes its mappings, so that its
-    /// [`events`](Self::events) come first.
+    /// [`Refusal::Ended`]: the child has ended, or has called `exec`; [`Refusal::Contended`]: it
+    /// changes its mappings, so that its [`events`](Self::events) come first.
     pub fn put(&self, address: usize, bytes: &[u8]) -> Result<(), Refusal> {
-        let mut done = 0;
-        while done < bytes.len() {
-            let (to, from) = (address + done, bytes.as_ptr().addr() + done);
+        let from = bytes.as_ptr().addr();
+        self.each_part(address, bytes.len(), |done, len| {
             // SAFETY:
             // - The bytes are readable.
             // - The child has given its absent pages to the descriptor.
-            let put = unsafe { self.uffd.copy(to, from, bytes.len() - done) };
-            let Err(Stopped { done_bytes, why }) = put else {
-                break;
-            };
-            done += done_bytes;
-            match why {
-                Refusal::Exists => {
-                    self.wake(address + done);
-                    done += sys::KERNEL_PAGE_BYTES;
+            unsafe { self.uffd.copy(address + done, from + done, len) }
+        })
+    }
+
+    /// Calls `fill` for all of `len` bytes from `address` on: at once as far as the kernel goes, and
+    /// page by page where the child has divided its mapping. Wakes threads where nothing is filled.
+    fn each_part(
+        &self,
+        address: usize,
+        len: usize,
+        fill: impl Fn(usize, usize) -> Result<(), Stopped>,
+    ) -> Result<(), Refusal> {
+        let (mut done, mut step) = (0, len);
+        while done < len {
+            match fill(done, step.min(len - done)) {
+                Ok(()) => done += step,
+                Err(Stopped { done_bytes, why }) => {
+                    done += done_bytes;
+                    match why {
+                        Refusal::Missing | Refusal::Invalid if step > sys::KERNEL_PAGE_BYTES => {
+                            step = sys::KERNEL_PAGE_BYTES;
+                        }
+                        Refusal::Exists | Refusal::Missing | Refusal::Invalid => {
+                            self.wake(address + done);
+                            done += sys::KERNEL_PAGE_BYTES;
+                        }
+                        why => return Err(why),
+                    }
                 }
-                why => return Err(why),
             }
         }
         Ok(())
@@ -183,9 +223,10 @@ impl ChildMemory {
     /// # Errors
     /// As [`put`](Self::put), and where the kernel cannot do this (before 6.6).
     pub fn poison(&self, address: usize, len: usize) -> Result<(), Refusal> {
-        // SAFETY: the child has given its absent pages to the descriptor.
-        let poisoned = unsafe { self.uffd.poison(address, len) };
-        poisoned.map_err(|stopped| stopped.why)
+        self.each_part(address, len, |done, len| {
+            // SAFETY: the child has given its absent pages to the descriptor.
+            unsafe { self.uffd.poison(address + done, len) }
+        })
     }
 
     /// Wakes the threads that sleep on the kernel page at `address`; they try again.

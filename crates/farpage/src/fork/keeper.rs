@@ -12,10 +12,11 @@ use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     io, mem,
     ops::Range,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -49,8 +50,7 @@ const AHEAD_BYTES_MAX: usize = 512 << 10;
 /// no region needs.
 pub(super) struct Image {
     regions: Vec<ImageRegion>,
-    /// The keeper, which counts images.
-    shared: Arc<Shared>,
+    census: Arc<Census>,
 }
 
 /// One region of an image.
@@ -75,8 +75,8 @@ impl Image {
 impl Drop for Image {
     fn drop(&mut self) {
         self.regions.clear();
-        *locked(&self.shared.images) -= 1;
-        self.shared.changed.notify_all();
+        *locked(&self.census.images) -= 1;
+        self.census.changed.notify_all();
     }
 }
 
@@ -97,17 +97,28 @@ impl ImageRegion {
 pub(super) struct Keeper {
     pub(super) name: LinkName,
     pub(super) features: ChildFeatures,
+    /// Socket that children inherit, where the thread works on the program's table.
+    pub(super) listener: Option<RawFd>,
     shared: Arc<Shared>,
+}
+
+/// Count of a keeper's images: while one exists, a child may need the keeper. It has no descriptor.
+pub(super) struct Census {
+    /// Number of images that exist.
+    images: Mutex<usize>,
+    /// Condition that an image has ended, or a turn of the keeper.
+    changed: Condvar,
+    /// Number of groups of ended children whose images are just being dropped.
+    ending: AtomicUsize,
+    /// True if the keeper's descriptors are out of the program's reach.
+    pub(super) is_apart: bool,
 }
 
 /// Keeper as other threads know it.
 pub(super) struct Shared {
     /// Images whose children have not called yet, by number.
     expected: Mutex<HashMap<u64, Arc<Image>>>,
-    /// Number of images that exist.
-    images: Mutex<usize>,
-    /// Condition that an image has ended, or a turn.
-    changed: Condvar,
+    census: Arc<Census>,
     /// Number of turns of the thread.
     turns: AtomicU64,
     /// Held while connections are accepted, and by a fork: where the thread works on the program's
@@ -131,13 +142,18 @@ impl Keeper {
     pub(super) fn start(cluster: Arc<Cluster>) -> Result<Keeper, String> {
         let features = ChildFeatures::find().map_err(|error| error.to_string())?;
         let name = LinkName::new();
-        let start = || -> io::Result<Arc<Shared>> {
+        let start = || -> io::Result<(RawFd, Arc<Shared>)> {
             let listener = link::listen(&name)?;
+            let number = listener.as_raw_fd();
             let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
             let shared = Arc::new(Shared {
                 expected: Mutex::default(),
-                images: Mutex::default(),
-                changed: Condvar::new(),
+                census: Arc::new(Census {
+                    images: Mutex::default(),
+                    changed: Condvar::new(),
+                    ending: AtomicUsize::new(0),
+                    is_apart: farpage_tables::is_private(),
+                }),
                 turns: AtomicU64::new(0),
                 accepting: Mutex::default(),
                 is_held: AtomicBool::new(false),
@@ -146,20 +162,29 @@ impl Keeper {
             });
             let serving = Serving::new(listener, shared.clone(), cluster);
             let builder = thread::Builder::new().name("farpage-children".into());
-            farpage_tables::spawn(builder, move || serving.serve())?;
-            Ok(shared)
+            let serve = move || {
+                if catch_unwind(AssertUnwindSafe(|| serving.serve())).is_err() {
+                    // Children would be ended without a word.
+                    super::say("ends: the thread that serves processes made by fork has failed");
+                    std::process::abort();
+                }
+            };
+            farpage_tables::spawn(builder, serve)?;
+            Ok((number, shared))
         };
-        let shared = start().map_err(|error| format!("cannot start a thread: {error}"))?;
+        let (listener, shared) =
+            start().map_err(|error| format!("cannot start a thread: {error}"))?;
         Ok(Keeper {
             name,
             features,
+            listener: (!shared.census.is_apart).then_some(listener),
             shared,
         })
     }
 
-    /// Returns what outlives the runtime.
-    pub(super) fn shared(&self) -> &Arc<Shared> {
-        &self.shared
+    /// Returns the count of images, which outlives the runtime.
+    pub(super) fn census(&self) -> &Arc<Census> {
+        &self.shared.census
     }
 
     /// Expects a child that has copies of these regions, which it names by `number`. Returns the
@@ -169,7 +194,7 @@ impl Keeper {
         number: u64,
         regions: impl Iterator<Item = (Range<usize>, Snapshot)>,
     ) -> Vec<Range<usize>> {
-        *locked(&self.shared.images) += 1;
+        *locked(&self.shared.census.images) += 1;
         let image = Image {
             regions: regions
                 .map(|(addresses, snapshot)| ImageRegion {
@@ -177,7 +202,7 @@ impl Keeper {
                     snapshot,
                 })
                 .collect(),
-            shared: self.shared.clone(),
+            census: self.shared.census.clone(),
         };
         let addresses = image.addresses();
         locked(&self.shared.expected).insert(number, Arc::new(image));
@@ -200,10 +225,15 @@ impl Keeper {
         let (turns, until) = (&self.shared.turns, Instant::now() + SETTLE);
         // After a turn that is under way: one that accepts a child, one that hears of its end.
         let enough = turns.load(Ordering::SeqCst) + 4;
-        let mut images = locked(&self.shared.images);
-        while *images > 0 && turns.load(Ordering::SeqCst) < enough && Instant::now() < until {
+        let census = &self.shared.census;
+        let mut images = locked(&census.images);
+        let is_over = || {
+            let ending = census.ending.load(Ordering::SeqCst);
+            turns.load(Ordering::SeqCst) >= enough && ending == 0
+        };
+        while *images > 0 && !is_over() && Instant::now() < until {
             self.shared.wake();
-            let waited = self.shared.changed.wait_timeout(images, RETRY);
+            let waited = census.changed.wait_timeout(images, RETRY);
             images = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -242,10 +272,11 @@ impl Shared {
         // A full counter wakes the thread, too.
         let _ = self.waker.write(1);
     }
+}
 
-    /// Waits until no child needs the keeper, for `patience` at most. Returns false if some still
-    /// do.
-    pub(super) fn wait_for_children(&self, patience: Duration) -> bool {
+impl Census {
+    /// Waits until no image is left, for `patience` at most. Returns false if some still are.
+    pub(super) fn wait(&self, patience: Duration) -> bool {
         let images = locked(&self.images);
         let waited = (self.changed).wait_timeout_while(images, patience, |images| *images > 0);
         *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
@@ -305,10 +336,12 @@ struct Child {
 }
 
 /// Page on its way into a child.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy)]
 struct Arriving {
     child: u64,
     address: usize,
+    /// True if a thread of the child waits for the page.
+    is_wanted: bool,
 }
 
 /// The thread.
@@ -356,7 +389,7 @@ impl Serving {
             self.fill();
             self.look_for_ended();
             self.shared.turns.fetch_add(1, Ordering::SeqCst);
-            self.shared.changed.notify_all();
+            self.shared.census.changed.notify_all();
             let is_idle = self.visitors.is_empty() && self.children.is_empty();
             if is_idle && self.shared.ends.load(Ordering::Acquire) {
                 return;
@@ -427,8 +460,16 @@ impl Serving {
     /// Accepts connections, and takes what processes say on theirs.
     fn hear_visitors(&mut self) {
         if let Ok(_accepting) = self.shared.accepting.try_lock() {
-            while let Some(socket) = link::accept(self.listener.as_fd()) {
-                self.visitors.push(Visitor { socket, view: None });
+            loop {
+                match link::accept(self.listener.as_fd()) {
+                    Ok(socket) => self.visitors.push(Visitor { socket, view: None }),
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    // For lack of descriptors, most likely: children that end make room.
+                    Err(_) => {
+                        thread::sleep(RETRY);
+                        break;
+                    }
+                }
             }
         }
         for visitor in mem::take(&mut self.visitors) {
@@ -451,7 +492,7 @@ impl Serving {
                     visitor.view = image.map(View::of);
                 }
                 Kind::Child => {
-                    visitor.view = self.view_of(received.value);
+                    visitor.view = Some(self.view_of(received.value)?);
                     link::send(visitor.socket.as_fd(), Kind::Child, received.value, &[]);
                 }
                 Kind::Armed => {
@@ -501,6 +542,7 @@ impl Serving {
                     self.faults.push_back(Arriving {
                         child: key,
                         address,
+                        is_wanted: true,
                     });
                 }
             }
@@ -522,7 +564,11 @@ impl Serving {
             let arriving = arriving.expect("a tag is used once");
             match completion.failed.into_iter().next() {
                 None => self.put(arriving, completion.frame),
-                Some((_, error)) => self.give_up(arriving, completion.frame.len(), &error),
+                Some((_, error)) if arriving.is_wanted => {
+                    self.give_up(arriving, completion.frame.len(), &error);
+                }
+                // Read ahead: the next fault there tries again.
+                Some(_) => {}
             }
         }
         while let Some(fault) = self.faults.pop_front() {
@@ -609,8 +655,13 @@ impl Serving {
             let arriving = Arriving {
                 child: fault.child,
                 address: start + at * page_bytes,
+                is_wanted: at == 0,
             };
-            if self.arriving.values().any(|other| *other == arriving) {
+            let is_same = |other: &Arriving| {
+                (other.child, other.address) == (arriving.child, arriving.address)
+            };
+            if let Some(other) = self.arriving.values_mut().find(|other| is_same(other)) {
+                other.is_wanted |= arriving.is_wanted;
                 continue;
             }
             let tag = self.next_tag;
@@ -645,7 +696,7 @@ impl Serving {
                     super::grown(child.brought_bytes);
                 }
             }
-            Err(Refusal::Missing | Refusal::Ended) => child.memory.wake(start),
+            Err(Refusal::Ended) => {}
             // The child changes its mappings, which may be among the events of the next turn, or
             // the machine is short of memory.
             Err(_) => self.ready.push((arriving, bytes)),
@@ -661,9 +712,12 @@ impl Serving {
         let Some(child) = self.children.get(&arriving.child) else {
             return;
         };
-        if child.memory.poison(arriving.address, page_bytes).is_err() {
+        match child.memory.poison(arriving.address, page_bytes) {
+            Ok(()) | Err(Refusal::Ended) => {}
+            // The child changes its mappings. Its thread tries again.
+            Err(Refusal::Contended) => child.memory.wake(arriving.address),
             // Without `UFFDIO_POISON` nothing but the end keeps the child from waiting for ever.
-            child.end();
+            Err(_) => child.end(),
         }
     }
 
@@ -674,8 +728,22 @@ impl Serving {
             return;
         }
         self.next_look = now + LOOK;
-        self.children
-            .retain(|_, child| !child.is_hung_up || child.is_alive());
+        let is_over = |_: &u64, child: &mut Child| child.is_hung_up && !child.is_alive();
+        let ended: Vec<_> = self.children.extract_if(is_over).collect();
+        // Servers may have to be asked, which the other children must not wait for.
+        if !ended.is_empty() {
+            let census = self.shared.census.clone();
+            census.ending.fetch_add(1, Ordering::SeqCst);
+            let end = move || {
+                drop(ended);
+                census.ending.fetch_sub(1, Ordering::SeqCst);
+                census.changed.notify_all();
+            };
+            if farpage_tables::errand("farpage-child", end).is_err() {
+                // No thread can be started: dropping the closure has dropped the images.
+                self.shared.census.ending.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
     }
 }
 

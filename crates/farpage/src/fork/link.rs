@@ -113,41 +113,20 @@ pub(super) fn listen(name: &LinkName) -> io::Result<OwnedFd> {
     Ok(listener)
 }
 
-/// Accepts a connection of a process of the same user. `None`: none waits.
-pub(super) fn accept(listener: BorrowedFd<'_>) -> Option<OwnedFd> {
+/// Accepts a connection. Whoever knows no number of an image or of a child gets nothing by it.
+///
+/// # Errors
+/// `WouldBlock`: none waits.
+pub(super) fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    loop {
-        let (listener, nobody) = (listener.as_raw_fd(), ptr::null_mut());
-        // SAFETY: makes a descriptor.
-        let made = unsafe { libc::accept4(listener, nobody, ptr::null_mut(), flags) };
-        if made < 0 {
-            return None;
-        }
-        // SAFETY: made just now, and nobody else's.
-        let made = unsafe { OwnedFd::from_raw_fd(made) };
-        if is_of_this_user(&made) {
-            return Some(made);
-        }
+    let (listener, nobody) = (listener.as_raw_fd(), ptr::null_mut());
+    // SAFETY: makes a descriptor.
+    let made = unsafe { libc::accept4(listener, nobody, ptr::null_mut(), flags) };
+    if made < 0 {
+        return Err(io::Error::last_os_error());
     }
-}
-
-fn is_of_this_user(socket: &OwnedFd) -> bool {
-    // SAFETY: all zeros is a valid value.
-    let mut peer: libc::ucred = unsafe { mem::zeroed() };
-    let mut len = mem::size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: there is room for the answer.
-    let known = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            (&raw mut peer).cast(),
-            &raw mut len,
-        )
-    };
-    // SAFETY: always succeeds.
-    let user = unsafe { libc::geteuid() };
-    known == 0 && (peer.uid == user || peer.uid == 0)
+    // SAFETY: made just now, and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(made) })
 }
 
 /// Connects to the keeper of this name.
@@ -277,5 +256,16 @@ pub(super) fn kill_at_end(socket: BorrowedFd<'_>) {
         libc::fcntl(socket, libc::F_SETOWN, libc::getpid());
         let flags = libc::fcntl(socket, libc::F_GETFL);
         libc::fcntl(socket, libc::F_SETFL, flags | libc::O_ASYNC);
+    }
+    let mut fd = libc::pollfd {
+        fd: socket,
+        events: 0,
+        revents: 0,
+    };
+    // SAFETY: one descriptor, which lasts for the call. The other side may have ended before.
+    unsafe {
+        if libc::poll(&raw mut fd, 1, 0) == 1 {
+            libc::kill(libc::getpid(), libc::SIGKILL);
+        }
     }
 }

@@ -25,12 +25,12 @@ use std::{
     process, ptr,
     sync::{
         Arc, Mutex as StdMutex, MutexGuard as StdMutexGuard, Once, OnceLock, PoisonError, Weak,
-        atomic::{AtomicPtr, Ordering},
+        atomic::{AtomicPtr, AtomicU32, Ordering},
     },
     time::Duration,
 };
 
-use farpage_pager::{Frozen, Pager};
+use farpage_pager::{Frozen, MappedImage, Pager};
 use farpage_signals::{Mutex, MutexGuard, SignalGuard};
 use farpage_store::Snapshot;
 use farpage_tables::{Held, HeldWeak};
@@ -40,7 +40,7 @@ use farpage_vm::{
 };
 
 use self::{
-    keeper::{AcceptHold, Keeper},
+    keeper::{AcceptHold, Census, Keeper},
     link::{Kind, LinkName},
 };
 
@@ -59,6 +59,8 @@ static ATTENDED: Mutex<Attended> = Mutex::new(Attended {
     runtimes: Vec::new(),
     keepers: Vec::new(),
 });
+/// Process that has begun a fork with a keeper of its own.
+static PARENT: AtomicU32 = AtomicU32::new(0);
 /// The fork that the holder of [`ATTENDED`] has begun.
 static BEGUN: AtomicPtr<Forking> = AtomicPtr::new(ptr::null_mut());
 /// Regions that this process has got by a fork. Changed by the thread that forks.
@@ -68,7 +70,7 @@ static INHERITED: StdMutex<Vec<Inherited>> = StdMutex::new(Vec::new());
 /// have ended.
 struct Attended {
     runtimes: Vec<AttendedRuntime>,
-    keepers: Vec<(u32, Weak<keeper::Shared>)>,
+    keepers: Vec<(u32, Weak<Census>)>,
 }
 
 struct AttendedRuntime {
@@ -112,19 +114,28 @@ pub fn register() {
 /// if that takes long.
 pub fn wait_for_children() {
     let process = process::id();
+    // In a child another thread of the parent may have held the lock at the fork.
+    if PARENT.load(Ordering::Relaxed) != process {
+        return;
+    }
     let attended = ATTENDED.lock();
     let keepers = attended.keepers.iter().filter(|(of, _)| *of == process);
-    let keepers: Vec<_> = keepers.filter_map(|(_, keeper)| keeper.upgrade()).collect();
+    let children: Vec<_> = keepers.filter_map(|(_, census)| census.upgrade()).collect();
     drop(attended);
-    let is_over = |patience| {
-        keepers
-            .iter()
-            .all(|keeper| keeper.wait_for_children(patience))
-    };
-    if !is_over(PATIENCE) {
-        say("waits for processes made by fork, which have its memory, before it ends");
-        while !is_over(Duration::from_secs(3600)) {}
+    let is_over = |patience| children.iter().all(|census| census.wait(patience));
+    if is_over(PATIENCE) {
+        return;
     }
+    say("waits for processes made by fork, which have its memory, before it ends");
+    if children.iter().all(|census| census.is_apart) {
+        // Some may wait for the end of a pipe that this process has open.
+        // SAFETY: the process is at its end, and what the runtime needs is on its own table.
+        unsafe {
+            libc::fflush(ptr::null_mut());
+            libc::close_range(3, u32::MAX, 0);
+        }
+    }
+    while !is_over(Duration::from_secs(3600)) {}
 }
 
 extern "C" fn at_exit() {
@@ -189,9 +200,10 @@ fn has_begun() -> bool {
     !begun.is_null() && unsafe { &*begun }.thread == thread()
 }
 
-fn thread() -> i32 {
+/// Returns the calling thread, by which it is known in a child, too.
+fn thread() -> libc::pthread_t {
     // SAFETY: always succeeds.
-    unsafe { libc::gettid() }
+    unsafe { libc::pthread_self() }
 }
 
 /// Begins a fork by the calling thread: what can fail is done here. The handlers of `fork` do the
@@ -207,12 +219,11 @@ pub fn begin() -> Result<(), String> {
 }
 
 /// Does what the handlers of `fork` do before it, if this thread has [begun](begin) a fork. For
-/// calls that run no handlers.
-pub fn freeze() {
-    if has_begun() {
-        // SAFETY: this thread has begun it.
-        unsafe { &mut *BEGUN.load(Ordering::Acquire) }.freeze();
-    }
+/// calls that run no handlers. Returns false if a child would not have all regions: a line has been
+/// written.
+pub fn freeze() -> bool {
+    // SAFETY: this thread has begun it.
+    !has_begun() || unsafe { &mut *BEGUN.load(Ordering::Acquire) }.freeze()
 }
 
 /// Ends a fork that the calling thread has [begun](begin), in the parent, also where there is no
@@ -235,7 +246,7 @@ pub fn end(in_child: bool) {
 
 /// A fork that has begun and not ended.
 struct Forking {
-    thread: i32,
+    thread: libc::pthread_t,
     parts: Vec<Part>,
     /// True between [`Forking::freeze`] and the end.
     is_frozen: bool,
@@ -250,9 +261,16 @@ struct Forking {
 struct Part {
     name: LinkName,
     features: ChildFeatures,
+    /// Number by which the keeper knows this process, if it was forked itself.
+    number: u64,
+    /// Descriptors that the child closes, to have room for its own.
+    spare: [OwnedFd; 2],
     regions: Vec<Range<usize>>,
     /// Connection to the keeper, for the child.
     socket: OwnedFd,
+    /// Number of the keeper's listening socket, if the child gets a copy: while one is open, the
+    /// keeper's end is not seen.
+    listener: Option<RawFd>,
     /// True if the child gets the regions.
     is_inherited: bool,
     /// What only the process has that made the regions.
@@ -265,10 +283,14 @@ struct Own {
     frozen: Option<Frozen<'static>>,
     /// Borrows from the pager's companion.
     hold: Option<AcceptHold<'static>>,
+    /// Guards of the regions, which none of them ends before.
+    mapped: Vec<MappedImage>,
 }
 
 /// Regions that this process has got by a fork, of one keeper.
 struct Inherited {
+    /// This process: not one that is a copy of it in turn.
+    process: u32,
     name: LinkName,
     features: ChildFeatures,
     regions: Vec<Range<usize>>,
@@ -291,13 +313,17 @@ impl Forking {
         let signals = SignalGuard::new();
         let mut attended = ATTENDED.lock();
         let mut parts = Vec::new();
-        for inherited in inherited().iter() {
+        let process = process::id();
+        for inherited in inherited().iter().filter(|it| it.process == process) {
             parts.push(inherited.part()?);
         }
         let Attended { runtimes, keepers } = &mut *attended;
         for runtime in runtimes.iter() {
             parts.extend(runtime.part(keepers)?);
         }
+        // The lock is held over each fork of a process with runtimes, so that no other thread holds
+        // it then: a child could never take it.
+        let is_attended = !runtimes.is_empty() || !parts.is_empty();
         let forking = Forking {
             thread: thread(),
             is_frozen: false,
@@ -306,18 +332,18 @@ impl Forking {
             _lock: attended,
             _signals: signals,
         };
-        Ok((!forking.parts.is_empty()).then_some(forking))
+        Ok(is_attended.then_some(forking))
     }
 
     /// Makes the regions such that a copy of this process has all of their bytes, until the end.
-    fn freeze(&mut self) {
+    fn freeze(&mut self) -> bool {
         if self.is_frozen {
-            return;
+            return true;
         }
         self.is_frozen = true;
         for part in &mut self.parts {
             part.is_inherited = match &mut part.own {
-                None => true,
+                None => ask(part.socket.as_fd(), part.number),
                 Some(own) => own.freeze(part.socket.as_fd(), &mut part.regions),
             };
             if part.is_inherited {
@@ -327,6 +353,7 @@ impl Forking {
         if let Some(hooks) = HOOKS.get() {
             (hooks.frozen)();
         }
+        self.parts.iter().all(|part| part.is_inherited)
     }
 
     fn end_in_parent(self) {
@@ -400,15 +427,21 @@ impl Own {
         let Some(keeper) = pager.companion::<Keeper>() else {
             return false;
         };
+        self.mapped = pager.mapped();
         let number = link::random();
-        let mapped = pager.mapped().into_iter();
         *regions = keeper.expect(
             number,
-            mapped.filter_map(|(addresses, store)| Some((addresses, Snapshot::take(&store)?))),
+            self.mapped.iter().filter_map(|region| {
+                let snapshot = Snapshot::take(&region.store)?;
+                Some((region.addresses.clone(), snapshot))
+            }),
         );
         let is_told = link::send(socket, Kind::Image, number, &[]);
         if !is_told {
-            keeper.forget(number);
+            self.pager.with(|_| keeper.forget(number));
+            say(
+                "a child made by fork does not have the regions: the thread that serves children does not answer",
+            );
         }
         is_told
     }
@@ -421,11 +454,19 @@ impl Part {
         let Part {
             name,
             features,
+            number: _,
+            spare,
             regions,
             socket,
+            listener,
             is_inherited,
             own,
         } = self;
+        drop(spare);
+        if let Some(listener) = listener {
+            // SAFETY: this process's copy, which nobody uses.
+            unsafe { libc::syscall(libc::SYS_close, listener) };
+        }
         // Of the parent, whose threads and descriptors are not here.
         mem::forget(own);
         if !is_inherited {
@@ -437,6 +478,7 @@ impl Part {
             Ok(uffd) => {
                 set_inherited(&regions, false);
                 Some(Inherited {
+                    process: process::id(),
                     name,
                     features,
                     regions,
@@ -463,14 +505,7 @@ fn arm(
     number: u64,
 ) -> Result<OwnedFd, &'static str> {
     let uffd = child::arm(regions, features).map_err(|_| "userfaultfd is refused")?;
-    // SAFETY: opens a descriptor by a path of C's.
-    let memory =
-        unsafe { libc::open(c"/proc/self/mem".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };
-    if memory < 0 {
-        return Err("/proc/self/mem cannot be opened");
-    }
-    // SAFETY: made just now, and nobody else's.
-    let memory = unsafe { OwnedFd::from_raw_fd(memory) };
+    let memory = open_memory().ok_or("/proc/self/mem cannot be opened")?;
     let descriptors = [uffd.as_fd(), memory.as_fd()];
     if !link::send(socket.as_fd(), Kind::Armed, number, &descriptors) {
         return Err("the parent has ended");
@@ -479,9 +514,30 @@ fn arm(
     Ok(uffd)
 }
 
+/// Opens the memory of this process. The kernel hides it from a process that has changed its user,
+/// unless that can be dumped.
+fn open_memory() -> Option<OwnedFd> {
+    let (path, flags) = (c"/proc/self/mem".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC);
+    // SAFETY: opens a descriptor by a path of C's. The process is as before then.
+    let opened = unsafe {
+        match libc::open(path, flags) {
+            -1 => {
+                let before = libc::prctl(libc::PR_GET_DUMPABLE);
+                libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0);
+                let opened = libc::open(path, flags);
+                libc::prctl(libc::PR_SET_DUMPABLE, before, 0, 0, 0);
+                opened
+            }
+            opened => opened,
+        }
+    };
+    // SAFETY: made just now, and nobody else's.
+    (opened >= 0).then(|| unsafe { OwnedFd::from_raw_fd(opened) })
+}
+
 impl AttendedRuntime {
     /// Returns the part of this runtime, if it has regions. Starts its keeper before its first one.
-    fn part(&self, keepers: &mut Vec<(u32, Weak<keeper::Shared>)>) -> Result<Option<Part>, String> {
+    fn part(&self, keepers: &mut Vec<(u32, Weak<Census>)>) -> Result<Option<Part>, String> {
         if self.process != process::id() {
             return Ok(None);
         }
@@ -493,25 +549,30 @@ impl AttendedRuntime {
         }
         if pager.get().companion::<Keeper>().is_none() {
             let keeper = pager.with(|pager| Keeper::start(pager.cluster().clone()))?;
-            keepers.retain(|(_, keeper)| keeper.strong_count() > 0);
-            keepers.push((self.process, Arc::downgrade(keeper.shared())));
+            keepers.retain(|(_, census)| census.strong_count() > 0);
+            keepers.push((self.process, Arc::downgrade(keeper.census())));
+            PARENT.store(self.process, Ordering::Relaxed);
             pager.get().accompany(Box::new(keeper));
         }
         let keeper = pager.get().companion::<Keeper>().expect("set above");
-        let (name, features) = (keeper.name, keeper.features);
+        let (name, features, listener) = (keeper.name, keeper.features, keeper.listener);
         // SAFETY: the companion outlives it: it is dropped before, or never in a child.
         let hold = unsafe { mem::transmute::<AcceptHold<'_>, AcceptHold<'static>>(keeper.hold()) };
         let own = Own {
             pager,
             frozen: None,
             hold: Some(hold),
+            mapped: Vec::new(),
         };
         let socket = link::connect(&name).map_err(no_keeper)?;
         Ok(Some(Part {
             name,
             features,
+            number: 0,
+            spare: spare(&socket)?,
             regions: Vec::new(),
             socket,
+            listener,
             is_inherited: false,
             own: Some(own),
         }))
@@ -519,24 +580,40 @@ impl AttendedRuntime {
 }
 
 impl Inherited {
-    /// Returns the part of these regions. The keeper knows all that this process has dropped.
+    /// Returns the part of these regions.
     fn part(&self) -> Result<Part, String> {
         let socket = link::connect(&self.name).map_err(no_keeper)?;
-        let is_told = link::send(socket.as_fd(), Kind::Child, self.number, &[])
-            && link::is_readable(socket.as_fd(), ANSWER)
-            && matches!(link::receive(socket.as_fd()), Ok(Some(_)));
-        if !is_told {
-            return Err("the process that has the memory does not answer".to_owned());
-        }
         Ok(Part {
             name: self.name,
             features: self.features,
+            number: self.number,
+            spare: spare(&socket)?,
             regions: self.regions.clone(),
             socket,
+            listener: None,
             is_inherited: false,
             own: None,
         })
     }
+}
+
+/// Asks the keeper to note what this process, of this number, has dropped: its child has the same.
+fn ask(socket: BorrowedFd<'_>, number: u64) -> bool {
+    let is_known = link::send(socket, Kind::Child, number, &[])
+        && link::is_readable(socket, ANSWER)
+        && matches!(link::receive(socket), Ok(Some(_)));
+    if !is_known {
+        say(
+            "a child made by fork does not have the regions: the process that has them does not answer",
+        );
+    }
+    is_known
+}
+
+/// Makes descriptors that stand in for those that a child will need.
+fn spare(socket: &OwnedFd) -> Result<[OwnedFd; 2], String> {
+    let make = || socket.try_clone().map_err(no_keeper);
+    Ok([make()?, make()?])
 }
 
 fn no_keeper(error: io::Error) -> String {

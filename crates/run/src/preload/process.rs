@@ -11,7 +11,7 @@ use std::{
 use farpage::{ArenaHold, fork::Hooks};
 
 use crate::{
-    INSIDE, Inside, STARTING, family,
+    INSIDE, Inside, STARTING, errno, family,
     next::{self, Start as ThreadStart, next},
     report, say, set_errno, share, signals, state,
 };
@@ -65,6 +65,24 @@ unsafe impl Sync for Held {}
 
 static HELD: Held = Held(UnsafeCell::new(None));
 
+/// Freezes the process for a call that runs no handlers. Returns false, with an `errno`, if the
+/// child would not have all memory: the call fails.
+fn freezes() -> bool {
+    let freezes = farpage::fork::freeze();
+    if !freezes {
+        end(false);
+        set_errno(libc::EAGAIN);
+    }
+    freezes
+}
+
+/// Ends a fork, with the `errno` of the call.
+fn end(in_child: bool) {
+    let before = errno();
+    farpage::fork::end(in_child);
+    set_errno(before);
+}
+
 fn frozen() {
     let hold = state::get().map(|state| state.arena.hold());
     // SAFETY: this thread forks.
@@ -98,7 +116,7 @@ macro_rules! copies {
                 let child = unsafe { $later($($arg),*) };
                 if child != 0 {
                     // Where the call failed before any handler.
-                    farpage::fork::end(false);
+                    end(false);
                 }
                 child
             }
@@ -121,10 +139,12 @@ pub(crate) unsafe extern "C" fn _Fork() -> c_int {
     if !begins() {
         return -1;
     }
-    farpage::fork::freeze();
+    if !freezes() {
+        return -1;
+    }
     // SAFETY: the caller's promise.
     let child = unsafe { later_raw_fork() };
-    farpage::fork::end(child == 0);
+    end(child == 0);
     child
 }
 
@@ -207,12 +227,20 @@ pub(crate) unsafe extern "C" fn clone(
     if !begins() {
         return -1;
     }
-    farpage::fork::freeze();
+    // The C library writes to the child's stack, which may be absent memory.
+    // SAFETY: below the top of a stack.
+    unsafe {
+        let top = stack.cast::<u64>().sub(1);
+        top.write_volatile(top.read_volatile());
+    }
+    if !freezes() {
+        return -1;
+    }
     let mut copied = Start { start, argument };
     let copied = (&raw mut copied).cast();
     // SAFETY: the caller's promise; the copy of this process has a copy of `copied`.
     let made = unsafe { later_clone(start_copy, stack, flags, copied, parent, tls, child) };
-    farpage::fork::end(false);
+    end(false);
     made
 }
 

@@ -313,8 +313,8 @@ fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c
             }
             Ok(())
         }
-        // Backing, dumps and read-ahead of memory are not the program's here; children do not have
-        // the memory anyway.
+        // Backing, dumps and read-ahead of memory are not the program's here. Children have all of
+        // it.
         libc::MADV_NORMAL
         | libc::MADV_RANDOM
         | libc::MADV_SEQUENTIAL

@@ -74,13 +74,17 @@ fn when_asked() {
     wake();
 }
 
-/// Makes the thread do the remaining work, once, and waits for it. In a child made by `fork`: does
-/// nothing.
+/// Waits for children that have this process's memory, and then for the thread. In a child made by
+/// `fork`: does nothing.
 pub(crate) extern "C" fn finish() {
-    if state::runtime().is_none() {
-        return;
+    if state::runtime().is_some() {
+        farpage::fork::wait_for_children();
+        report();
     }
-    farpage::fork::wait_for_children();
+}
+
+/// Makes the thread do the remaining work, once, and waits for a bounded time.
+fn report() {
     // A filter of the program's own may forbid the calls below.
     if matches!(WORD.load(Ordering::Acquire), NONE | DONE) {
         return;
@@ -97,7 +101,9 @@ pub(crate) extern "C" fn finish() {
 /// Handles a signal that the program does not handle: reports, and then ends as the signal demands.
 extern "C-unwind" fn on_fatal(signal: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
     // Before SIGBUS ends the process: in-thread, writing lines touches absent memory.
-    finish();
+    if state::runtime().is_some() {
+        report();
+    }
     // SAFETY: all zeros is SIG_DFL. The signal is held back until the handler returns, and comes
     // again then, with the kernel's information.
     unsafe {

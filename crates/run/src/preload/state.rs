@@ -150,7 +150,8 @@ pub(crate) fn offset(address: usize) -> Option<usize> {
 
 /// True if some of `bytes` bytes at `at` are remote.
 pub(crate) fn is_remote(at: usize, bytes: usize) -> bool {
-    bytes > 0 && (owns(at) || owns(at.saturating_add(bytes - 1))) && get().is_some()
+    // Also in a child made by `fork`, whose absent pages its parent brings in.
+    bytes > 0 && (owns(at) || owns(at.saturating_add(bytes - 1))) && inherited().is_some()
 }
 
 /// Returns the addresses of a call, if they lie in the arena.
