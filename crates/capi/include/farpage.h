@@ -396,7 +396,8 @@ typedef struct farpage_stats {
 #define FARPAGE_PAGES 6
 
 /**
- * The process is a child of the one that made the runtime, and does not have the regions.
+ * The process is a child of the one that made the runtime: it can read and write copies of the
+ * regions, and nothing more.
  */
 #define FARPAGE_FORKED 7
 

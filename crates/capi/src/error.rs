@@ -34,7 +34,8 @@ pub const FARPAGE_NOT_FOUND: farpage_code = 5;
 /// Pages could not be brought in or written back. Changes are still in memory, unless the message
 /// says that a page's newest bytes are lost: then `farpage_region_overwrite` brings the page back.
 pub const FARPAGE_PAGES: farpage_code = 6;
-/// The process is a child of the one that made the runtime, and does not have the regions.
+/// The process is a child of the one that made the runtime: it can read and write copies of the
+/// regions, and nothing more.
 pub const FARPAGE_FORKED: farpage_code = 7;
 /// The operating system refused.
 pub const FARPAGE_SYSTEM: farpage_code = 8;

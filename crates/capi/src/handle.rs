@@ -27,7 +27,7 @@ impl<T> Handle<T> {
         }
         Err(Failure::new(
             FARPAGE_FORKED,
-            "a process made by fork does not have its parent's runtimes and regions: make new ones in the child",
+            "a process made by fork has copies of its parent's regions to read and write, and nothing more of its runtimes: make new ones in the child",
         ))
     }
 

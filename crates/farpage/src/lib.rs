@@ -92,9 +92,12 @@
 //! - Other calls on regions are refused in the child with an error, and values that the child drops
 //!   are left alone. The child may build a runtime of its own.
 //! - A parent that returns from `main`, or calls `exit`, waits for children that still have its
-//!   memory. A parent that is killed, or calls `exec`, takes them along.
-//! - Regions with a [`Store`] of their own are not inherited, and nothing is by a child that the raw
-//!   system call makes: touching them raises SIGSEGV.
+//!   memory. A parent that is killed, or calls `_exit` or `exec`, takes them along: a program that
+//!   becomes a daemon builds its runtime afterwards.
+//! - A child that closes all of its descriptors loses the tie to its parent. If the parent is
+//!   killed then, absent pages may read as zeros.
+//! - Regions with a [`Store`] of their own are not inherited, and nothing is by a child that the
+//!   raw system call makes: touching them raises SIGSEGV.
 
 mod arena;
 mod array;

@@ -18,8 +18,8 @@ farpage_fabric::debug_as_display!(
 );
 
 /// Text of the error that calls return in a child of `fork`.
-pub const FORKED: &str = "a process made by fork does not have its parent's runtimes and regions: \
-                          make new ones in the child";
+pub const FORKED: &str = "a process made by fork has copies of its parent's regions to read and \
+                          write, and nothing more of its runtimes: make new ones in the child";
 
 /// Reason why a page could not be brought in, or not be written back. The program gets it from
 /// `flush`, `close` and `take_error`.

@@ -1,4 +1,4 @@
-//! Reclaim that rests while the program forks: [`ReclaimGate`], [`Pager::freeze`].
+//! Gate of reclaim, which is closed while the program forks: [`ReclaimGate`].
 //!
 //! A child of `fork` gets the mapped pages and what the store has of the others, and no frames. So
 //! at the kernel's fork no page's newest bytes may lie in a frame alone, and no entry may be half
@@ -16,28 +16,12 @@
 //! The rule: who is inside waits for nothing that the gate holds up: for no frame and no other
 //! thread that goes in. Who is refused owns no page, and does something else meanwhile.
 
-use std::{
-    process,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    thread,
-    time::Duration,
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
 };
 
 use crossbeam_utils::CachePadded;
-use farpage_fabric::Since;
-use farpage_signals::SignalGuard;
-use farpage_vm::AddressSpace;
-
-use crate::{FreezeError, Pager, doors::Doors};
-
-/// Time between two looks at what is inside a closed gate.
-const LOOK: Duration = Duration::from_micros(20);
-/// Time that a freeze waits at most for fills that lack a frame. Otherwise forks in a row would
-/// keep reclaim from ever making room. Evictors need a part of it for a write-back.
-const ROOM_WAIT: Duration = Duration::from_millis(10);
 
 /// Gate of all that takes pages out or moves entries. While nobody forks, going in and out costs
 /// one atomic operation each, on a cache line that only the same worker uses.
@@ -187,84 +171,6 @@ fn count_out(turnstile: &Turnstile) {
     turnstile.fetch_sub(1, Ordering::Release);
 }
 
-/// Frozen reclaim: no page is on its way out, and no entry changes unless by a fill. Dropping it
-/// thaws, except in a child of `fork`, whose copy stays as it is and is not to be used. To be
-/// dropped on the runtime's table of descriptors.
-#[derive(Debug)]
-#[must_use = "reclaim goes on when it is dropped"]
-pub struct Frozen<'a> {
-    gate: &'a ReclaimGate,
-    doors: &'a Doors,
-    is_sealed: bool,
-    /// Id of the process whose reclaim is frozen.
-    process: u32,
-}
-
-impl Drop for Frozen<'_> {
-    fn drop(&mut self) {
-        // The child's wakers are those of the parent.
-        if self.process != process::id() {
-            return;
-        }
-        self.gate.open(self.is_sealed);
-        self.doors.wake_evictors();
-        // Fillers have put faults off.
-        self.doors.wake_fillers();
-    }
-}
-
-impl<A: AddressSpace> Pager<A> {
-    /// Freezes reclaim for a `fork` of this thread, until [`Frozen`] is dropped. From here on each
-    /// page is mapped, or the store has its newest bytes, or it is [lost](crate::PageError::Lost).
-    /// Regions that are being dropped are left alone. Threads go on to touch pages and to fault.
-    /// Where the budget is used up their fills wait, so a freeze should last for milliseconds.
-    ///
-    /// The thread that forks holds signals back, and must not touch a page that may be absent
-    /// before the thaw: it might wait for a frame that nobody makes room for. Freezes overlap.
-    ///
-    /// # Errors
-    /// [`FreezeError::Busy`]: runs were still on their way out at the `deadline`. Reclaim goes on.
-    pub fn freeze(&self, deadline: Duration) -> Result<Frozen<'_>, FreezeError> {
-        if self.is_parents() {
-            return Err(FreezeError::Forked);
-        }
-        let (_signals, since) = (SignalGuard::new(), Since::now());
-        let shared = self.shared();
-        while shared.frames.budget().is_starving() && since.elapsed() < ROOM_WAIT.min(deadline) {
-            thread::sleep(LOOK);
-        }
-        shared.gate.close();
-        let mut frozen = Frozen {
-            gate: &shared.gate,
-            doors: &shared.doors,
-            is_sealed: false,
-            process: process::id(),
-        };
-        // Evictors map runs again that wait for a busy lane.
-        shared.doors.wake_evictors();
-        loop {
-            let runs = shared.gate.inside();
-            if runs == 0 && frozen.is_sealed {
-                return Ok(frozen);
-            }
-            if runs == 0 {
-                shared.gate.seal();
-                frozen.is_sealed = true;
-                continue;
-            }
-            let waited = since.elapsed();
-            if waited >= deadline {
-                return Err(FreezeError::Busy { runs, waited });
-            }
-            // A thread that was inside may hand its run over at any time.
-            if shared.hand_over.len() > 0 {
-                shared.hand_over.call();
-            }
-            thread::sleep(LOOK);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::{
@@ -272,7 +178,8 @@ mod tests {
             atomic::{AtomicBool, AtomicU64},
             mpsc,
         },
-        time::Instant,
+        thread,
+        time::{Duration, Instant},
     };
 
     use super::*;

@@ -20,7 +20,7 @@
 //! | `fills`, `pace`, `stretch` | bringing in |
 //! | `ahead`, `held_back`, `prefetch_queue` | reading ahead |
 //! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
-//! | `freeze` | reclaim that rests while the program forks |
+//! | `freeze`, `frozen` | reclaim that rests while the program forks |
 //! | `filler`, `evictor` | the workers |
 //! | `inline_handler`, `direct_reclaim` | threads of the program that serve their own faults |
 //! | `seats`, `executor`, `in_thread` | their threads |
@@ -47,6 +47,7 @@ mod fills;
 mod frames;
 mod free;
 mod freeze;
+mod frozen;
 mod hand_over;
 mod held_back;
 mod in_thread;
@@ -84,7 +85,7 @@ mod worker;
 mod write_backs;
 
 pub use error::{FORKED, FlushError, FreezeError, MapError, PageError, PinError, StartError};
-pub use freeze::Frozen;
+pub use frozen::Frozen;
 pub use in_thread::InThread;
 pub use mapped::MappedRegion;
 pub use options::{Advice, PagerOptions, RegionOptions};

@@ -46,8 +46,8 @@ impl<T: End + Send + Sync> Held<T> {
             return Ok(());
         }
         Err(error::system(
-            "a process made by fork does not have its parent's runtimes and arrays: make a runtime \
-             in the child, or start processes by `spawn` or `forkserver`",
+            "a process made by fork has copies of its parent's arrays to read and write, and nothing more: \
+             make a runtime in the child, or start processes by `spawn` or `forkserver`",
         ))
     }
 

@@ -227,6 +227,27 @@ def test_fork_that_ends_in_order_leaves_the_parents_arrays_alone():
     assert program.out == "2000.0\n", program.err
 
 
+@pytest.mark.parametrize("mode", ["filler", "in-thread"])
+def test_pool_of_forked_processes_reads_and_writes_copies_of_arrays(mode):
+    program = run(
+        f"""
+        import multiprocessing, farpage, numpy as np
+        rt = farpage.local(budget="8MiB", capacity="128MiB", fault_mode="{mode}")
+        a = rt.zeros((8, 1 << 20), "f8")
+        a[:] = np.arange(8)[:, None]
+        def work(row):
+            before = float(a[row].sum())
+            a[row] += 1
+            return before, float(a[row].sum())
+        with multiprocessing.get_context("fork").Pool(3) as pool:
+            rows = pool.map(work, range(8))
+        assert rows == [(row * 2.0 ** 20, (row + 1) * 2.0 ** 20) for row in range(8)], rows
+        print([float(row.sum()) / 2 ** 20 for row in a])
+        """
+    )
+    assert program.out == f"{[float(row) for row in range(8)]}\n", program.err
+
+
 def sum_of(pickled):
     array = pickle.loads(pickled)
     assert isinstance(array, farpage.RemoteArray)

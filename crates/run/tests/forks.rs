@@ -41,7 +41,7 @@ fn is_done(options: &[&str], body: &str) {
         let options = [&["--budget", "16MiB", "--min-bytes", "4MiB"], options, mode].concat();
         let ours = farpage(&options, &[PYTHON, "-c", &script]);
         let (said, why) = (text(&ours.stdout), text(&ours.stderr));
-        assert_eq!(said, "done\n", "{mode:?} {why}");
+        assert_eq!(said, "done\n", "{mode:?} {} {why}", ours.status);
     }
 }
 

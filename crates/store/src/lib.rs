@@ -29,6 +29,7 @@ mod publications;
 mod readers;
 mod remote;
 mod slots;
+mod snapshot;
 mod snapshots;
 mod stats;
 #[cfg(test)]
@@ -47,5 +48,5 @@ pub use names::{NamedRegion, NamesError};
 pub use options::{RemoteOptions, Reserve};
 pub use page::{PageIndex, PageIter, PageRange};
 pub use remote::PageStore;
-pub use snapshots::Snapshot;
+pub use snapshot::Snapshot;
 pub use stats::{StoreStats, StoreStatsSnapshot};

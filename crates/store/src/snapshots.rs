@@ -23,11 +23,7 @@ use std::{
 
 use farpage_signals::Mutex;
 
-use crate::{
-    PageStore,
-    place::{SlotPlace, SlotSpan, slot_bytes},
-    remote::Backing,
-};
+use crate::place::{SlotPlace, SlotSpan, slot_bytes};
 
 /// Time of slots whose entry is not known: all snapshots need them.
 pub(crate) const OLDEST: u16 = 0;
@@ -39,10 +35,6 @@ pub(crate) const TIME_MAX: u16 = (1 << 14) - 1;
 const STORED: u32 = 1 << 30;
 /// Flag of [`Present`]: a snapshot lives.
 const LIVE: u32 = 1 << 31;
-
-/// Number of slots that are given back under one lock of an arena: a write-back that needs the
-/// lock waits for less than a millisecond.
-const GIVEN_BACK_MAX: usize = 1024;
 
 /// Snapshots of the regions of a pool.
 pub(crate) struct Snapshots {
@@ -83,24 +75,24 @@ struct LiveSnapshot {
 /// Slot that no page uses any more: its [packed](SlotPlace::pack) place, the length that it was
 /// allocated for, and the time of its entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct HeldSlot {
-    place: u64,
+pub(crate) struct HeldSlot {
+    pub(crate) place: u64,
     bytes: u32,
     time: u16,
 }
 
 /// Rest of the end of a snapshot: slots are to be freed.
-struct SnapshotEnd {
+pub(crate) struct SnapshotEnd {
     /// Slots that no snapshot needs any more.
-    free: Vec<HeldSlot>,
+    pub(crate) free: Vec<HeldSlot>,
     /// Bytes of these slots.
-    free_bytes: u64,
+    pub(crate) free_bytes: u64,
     /// True if the pool ends now.
-    pool_ends: bool,
+    pub(crate) pool_ends: bool,
 }
 
 impl HeldSlot {
-    fn span(self) -> SlotSpan {
+    pub(crate) fn span(self) -> SlotSpan {
         SlotSpan {
             place: SlotPlace::unpack(self.place),
             bytes: self.bytes,
@@ -161,7 +153,7 @@ impl Snapshots {
     }
 
     /// Takes a snapshot. Returns its number.
-    fn take(&self) -> u64 {
+    pub(crate) fn take(&self) -> u64 {
         let mut held = self.held.lock();
         let take = |word| Some(Present(word).take().1.0);
         let before = (self.present)
@@ -178,7 +170,7 @@ impl Snapshots {
     }
 
     /// Ends a snapshot. [`freed`](Self::freed) comes when its slots are free.
-    fn end(&self, number: u64) -> SnapshotEnd {
+    pub(crate) fn end(&self, number: u64) -> SnapshotEnd {
         let mut held = self.held.lock();
         let Held { live, ends, .. } = &mut *held;
         let at = live
@@ -237,7 +229,7 @@ impl Snapshots {
 
     /// Notes that `bytes` bytes of slots that were held are free. Until then, writes that find no
     /// room wait.
-    fn freed(&self, bytes: u64) {
+    pub(crate) fn freed(&self, bytes: u64) {
         self.held_bytes_in_all.fetch_sub(bytes, Ordering::Relaxed);
     }
 
@@ -264,63 +256,6 @@ impl Snapshots {
         (0..self.held_bytes.len())
             .map(|server| self.held_bytes_on(server))
             .sum()
-    }
-}
-
-/// A hold on all that a region's pages had in remote memory at one moment, for a copy of the
-/// process. Pages may be written back, discarded and moved meanwhile, and the region may be
-/// retired. [`Lane::fill_copy`](crate::Lane::fill_copy) reads pages as they were.
-///
-/// Dropping a snapshot frees what no page and no other snapshot needs. Surplus extents go back to
-/// their servers, which are asked and waited for.
-pub struct Snapshot {
-    number: u64,
-    store: Arc<PageStore>,
-}
-
-impl Snapshot {
-    /// Takes a snapshot of a region in remote memory. `None` for a user's own store, which keeps no
-    /// older bytes, and for a region that was retired. Looks at no page and asks no server.
-    ///
-    /// No entry of the region may change from this call on until the process has been copied:
-    /// nothing is written back, discarded or moved.
-    pub fn take(store: &Arc<PageStore>) -> Option<Snapshot> {
-        let pool = store.pool_if_open()?;
-        Some(Snapshot {
-            number: pool.snapshots.take(),
-            store: store.clone(),
-        })
-    }
-
-    /// Returns the region.
-    pub fn store(&self) -> &Arc<PageStore> {
-        &self.store
-    }
-}
-
-impl Drop for Snapshot {
-    fn drop(&mut self) {
-        let Backing::Remote(remote) = &self.store.backing else {
-            unreachable!("only regions in remote memory have snapshots")
-        };
-        let pool = &remote.pool;
-        let SnapshotEnd {
-            mut free,
-            free_bytes,
-            pool_ends,
-        } = pool.snapshots.end(self.number);
-        if pool_ends {
-            remote.end_pool();
-        } else if !free.is_empty() {
-            // Neighbours go back as one.
-            free.sort_unstable_by_key(|slot| slot.place);
-            for part in free.chunks(GIVEN_BACK_MAX) {
-                let slots: Vec<SlotSpan> = part.iter().map(|slot| slot.span()).collect();
-                pool.give_back(&slots);
-            }
-            pool.shrink();
-        }
-        pool.snapshots.freed(free_bytes);
     }
 }
 

@@ -188,8 +188,9 @@ impl ChildMemory {
         })
     }
 
-    /// Calls `fill` for all of `len` bytes from `address` on: at once as far as the kernel goes, and
-    /// page by page where the child has divided its mapping. Wakes threads where nothing is filled.
+    /// Calls `fill` for all of `len` bytes from `address` on: at once as far as the kernel goes,
+    /// and page by page where the child has divided its mapping. Wakes threads where nothing is
+    /// filled.
     fn each_part(
         &self,
         address: usize,

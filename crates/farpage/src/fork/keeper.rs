@@ -9,14 +9,14 @@
 //! were, or SIGBUS. The keeper waits for no child, and takes no lock that a fault can need.
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{HashMap, VecDeque},
     io, mem,
     ops::Range,
     os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -32,7 +32,12 @@ use nix::{
     sys::eventfd::{EfdFlags, EventFd},
 };
 
-use super::link::{self, Kind, LinkName};
+use super::{
+    hooks::{grown, say},
+    image::{Census, Image},
+    link::{self, Kind, LinkName},
+    removed::Removed,
+};
 
 /// Bytes of a child beyond the budget that are worth a line.
 const GROWN_BYTES: usize = 16 << 20;
@@ -46,53 +51,6 @@ const SETTLE: Duration = Duration::from_secs(1);
 const AHEAD_PAGES_MAX: usize = 64;
 const AHEAD_BYTES_MAX: usize = 512 << 10;
 
-/// All regions of a runtime as they were at one moment. Dropping it frees what no other image and
-/// no region needs.
-pub(super) struct Image {
-    regions: Vec<ImageRegion>,
-    census: Arc<Census>,
-}
-
-/// One region of an image.
-pub(super) struct ImageRegion {
-    addresses: Range<usize>,
-    snapshot: Snapshot,
-}
-
-impl Image {
-    /// Returns the addresses of all regions.
-    pub(super) fn addresses(&self) -> Vec<Range<usize>> {
-        let regions = self.regions.iter();
-        regions.map(|region| region.addresses.clone()).collect()
-    }
-
-    fn region(&self, address: usize) -> Option<&ImageRegion> {
-        let mut regions = self.regions.iter();
-        regions.find(|region| region.addresses.contains(&address))
-    }
-}
-
-impl Drop for Image {
-    fn drop(&mut self) {
-        self.regions.clear();
-        *locked(&self.census.images) -= 1;
-        self.census.changed.notify_all();
-    }
-}
-
-impl ImageRegion {
-    fn page_bytes(&self) -> usize {
-        self.snapshot.store().page_bytes()
-    }
-
-    /// Returns the page at `address`, and the page's first address.
-    fn page(&self, address: usize) -> (PageIndex, usize) {
-        let page = (address - self.addresses.start) / self.page_bytes();
-        let start = self.addresses.start + page * self.page_bytes();
-        (PageIndex(page), start)
-    }
-}
-
 /// Handle on the thread of one runtime. Dropping it ends the thread when no child is left.
 pub(super) struct Keeper {
     pub(super) name: LinkName,
@@ -100,18 +58,6 @@ pub(super) struct Keeper {
     /// Socket that children inherit, where the thread works on the program's table.
     pub(super) listener: Option<RawFd>,
     shared: Arc<Shared>,
-}
-
-/// Count of a keeper's images: while one exists, a child may need the keeper. It has no descriptor.
-pub(super) struct Census {
-    /// Number of images that exist.
-    images: Mutex<usize>,
-    /// Condition that an image has ended, or a turn of the keeper.
-    changed: Condvar,
-    /// Number of groups of ended children whose images are just being dropped.
-    ending: AtomicUsize,
-    /// True if the keeper's descriptors are out of the program's reach.
-    pub(super) is_apart: bool,
 }
 
 /// Keeper as other threads know it.
@@ -148,12 +94,7 @@ impl Keeper {
             let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
             let shared = Arc::new(Shared {
                 expected: Mutex::default(),
-                census: Arc::new(Census {
-                    images: Mutex::default(),
-                    changed: Condvar::new(),
-                    ending: AtomicUsize::new(0),
-                    is_apart: farpage_tables::is_private(),
-                }),
+                census: Arc::new(Census::new(farpage_tables::is_private())),
                 turns: AtomicU64::new(0),
                 accepting: Mutex::default(),
                 is_held: AtomicBool::new(false),
@@ -165,7 +106,7 @@ impl Keeper {
             let serve = move || {
                 if catch_unwind(AssertUnwindSafe(|| serving.serve())).is_err() {
                     // Children would be ended without a word.
-                    super::say("ends: the thread that serves processes made by fork has failed");
+                    say("ends: the thread that serves processes made by fork has failed");
                     std::process::abort();
                 }
             };
@@ -194,16 +135,7 @@ impl Keeper {
         number: u64,
         regions: impl Iterator<Item = (Range<usize>, Snapshot)>,
     ) -> Vec<Range<usize>> {
-        *locked(&self.shared.census.images) += 1;
-        let image = Image {
-            regions: regions
-                .map(|(addresses, snapshot)| ImageRegion {
-                    addresses,
-                    snapshot,
-                })
-                .collect(),
-            census: self.shared.census.clone(),
-        };
+        let image = Image::new(regions, &self.shared.census);
         let addresses = image.addresses();
         locked(&self.shared.expected).insert(number, Arc::new(image));
         addresses
@@ -226,16 +158,8 @@ impl Keeper {
         // After a turn that is under way: one that accepts a child, one that hears of its end.
         let enough = turns.load(Ordering::SeqCst) + 4;
         let census = &self.shared.census;
-        let mut images = locked(&census.images);
-        let is_over = || {
-            let ending = census.ending.load(Ordering::SeqCst);
-            turns.load(Ordering::SeqCst) >= enough && ending == 0
-        };
-        while *images > 0 && !is_over() && Instant::now() < until {
-            self.shared.wake();
-            let waited = census.changed.wait_timeout(images, RETRY);
-            images = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let is_over = || turns.load(Ordering::SeqCst) >= enough && !census.is_ending();
+        census.wait_unless(is_over, || self.shared.wake(), (RETRY, until));
     }
 
     /// Expects the child of this number no longer.
@@ -274,44 +198,11 @@ impl Shared {
     }
 }
 
-impl Census {
-    /// Waits until no image is left, for `patience` at most. Returns false if some still are.
-    pub(super) fn wait(&self, patience: Duration) -> bool {
-        let images = locked(&self.images);
-        let waited = (self.changed).wait_timeout_while(images, patience, |images| *images > 0);
-        *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
-    }
-}
-
 /// Part of an image that one child has: what it has dropped itself holds zeros.
 #[derive(Clone)]
 struct View {
     image: Arc<Image>,
     removed: Removed,
-}
-
-/// Addresses that a child has dropped: ranges by their start, apart from each other.
-#[derive(Clone, Default)]
-struct Removed(BTreeMap<usize, usize>);
-
-impl Removed {
-    fn insert(&mut self, range: Range<usize>) {
-        let (mut start, mut end) = (range.start, range.end);
-        while let Some((&first, &last)) = self.0.range(..=end).next_back()
-            && last >= start
-        {
-            self.0.remove(&first);
-            (start, end) = (start.min(first), end.max(last));
-        }
-        self.0.insert(start, end);
-    }
-
-    /// Returns the parts of `range` that were dropped.
-    fn within(&self, range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
-        let before = self.0.range(..range.end).rev();
-        let touched = before.take_while(|&(_, &end)| end > range.start);
-        touched.map(|(&start, &end)| start.max(range.start)..end.min(range.end))
-    }
 }
 
 /// Connection of a process that is about to fork, or of a child that has not called yet.
@@ -389,7 +280,7 @@ impl Serving {
             self.fill();
             self.look_for_ended();
             self.shared.turns.fetch_add(1, Ordering::SeqCst);
-            self.shared.census.changed.notify_all();
+            self.shared.census.tell();
             let is_idle = self.visitors.is_empty() && self.children.is_empty();
             if is_idle && self.shared.ends.load(Ordering::Acquire) {
                 return;
@@ -693,7 +584,7 @@ impl Serving {
                 let before = child.brought_bytes;
                 child.brought_bytes += bytes.len();
                 if before < GROWN_BYTES && child.brought_bytes >= GROWN_BYTES {
-                    super::grown(child.brought_bytes);
+                    grown(child.brought_bytes);
                 }
             }
             Err(Refusal::Ended) => {}
@@ -733,15 +624,14 @@ impl Serving {
         // Servers may have to be asked, which the other children must not wait for.
         if !ended.is_empty() {
             let census = self.shared.census.clone();
-            census.ending.fetch_add(1, Ordering::SeqCst);
+            census.begin_to_end();
             let end = move || {
                 drop(ended);
-                census.ending.fetch_sub(1, Ordering::SeqCst);
-                census.changed.notify_all();
+                census.has_ended();
             };
             if farpage_tables::errand("farpage-child", end).is_err() {
                 // No thread can be started: dropping the closure has dropped the images.
-                self.shared.census.ending.fetch_sub(1, Ordering::SeqCst);
+                self.shared.census.has_ended();
             }
         }
     }
@@ -776,36 +666,4 @@ impl Child {
 fn words_of(bytes: &[u8; mem::size_of::<EntryWords>()]) -> EntryWords {
     let (words, _) = bytes.as_chunks::<8>();
     std::array::from_fn(|at| u64::from_ne_bytes(words[at]))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_was_dropped_is_known_by_byte() {
-        let mut removed = Removed::default();
-        let mut model = [false; 64];
-        let mut state = 1_u64;
-        for _ in 0..200 {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            let (start, len) = ((state >> 33) as usize % 60, (state >> 50) as usize % 4 + 1);
-            removed.insert(start..start + len);
-            model[start..start + len].fill(true);
-            let mut told = [false; 64];
-            for part in removed.within(&(3..50)) {
-                assert!(
-                    told[part.clone()].iter().all(|told| !told),
-                    "twice: {part:?}"
-                );
-                told[part].fill(true);
-            }
-            assert_eq!(told[3..50], model[3..50]);
-            if state % 7 == 0 {
-                (removed, model) = (Removed::default(), [false; 64]);
-            }
-        }
-    }
 }

@@ -1,5 +1,5 @@
-//! Connections between a process made by `fork` and the keeper in its parent: [`connect`], [`send`],
-//! [`receive`].
+//! Connections between a process made by `fork` and the keeper in its parent: [`connect`],
+//! [`send`], [`receive`].
 //!
 //! The rule it keeps: a process that `fork` has just made sends without memory of its own and
 //! without a lock, which another thread of its parent may have held.

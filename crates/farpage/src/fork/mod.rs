@@ -1,12 +1,12 @@
 //! Processes made by `fork`: a child has private copies of all regions.
 //!
-//! 1. Before the fork, in the parent ([`Forking::begin`], then [`Forking::freeze`]): reclaim is
+//! 1. Before the fork, in the parent ([`begin`], then [`freeze`]): reclaim is
 //!    frozen, so that the bytes of each absent page are in remote memory. The slots of all pages
 //!    are held from then on. Nothing is copied.
 //! 2. The kernel shares present pages with the child, and copies the page tables.
-//! 3. In the child ([`Forking::end`]): absent pages are caught by a userfaultfd of the child's own,
+//! 3. In the child ([`end`]): absent pages are caught by a userfaultfd of the child's own,
 //!    before any other code runs. The descriptor goes to the parent.
-//! 4. A [`Keeper`](keeper::Keeper) in the parent brings absent pages in, until the child has ended,
+//! 4. A keeper in the parent (`keeper.rs`) brings absent pages in, until the child has ended,
 //!    or has called `exec`.
 //!
 //! Handlers of `pthread_atfork` do this. The C library calls the handlers that were registered
@@ -15,8 +15,11 @@
 //! The rule it keeps: a page that cannot be brought in never reads as zeros. What happens in the
 //! child before its end of step 3 uses neither memory of its own nor a lock of another thread.
 
+mod hooks;
+mod image;
 mod keeper;
 mod link;
+mod removed;
 
 use std::{
     io, mem,
@@ -24,7 +27,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
     process, ptr,
     sync::{
-        Arc, Mutex as StdMutex, MutexGuard as StdMutexGuard, Once, OnceLock, PoisonError, Weak,
+        Arc, Mutex as StdMutex, MutexGuard as StdMutexGuard, Once, PoisonError, Weak,
         atomic::{AtomicPtr, AtomicU32, Ordering},
     },
     time::Duration,
@@ -39,8 +42,11 @@ use farpage_vm::{
     child::{self, ChildFeatures},
 };
 
+pub use self::hooks::{Hooks, leave_to_caller};
 use self::{
-    keeper::{AcceptHold, Census, Keeper},
+    hooks::{HOOKS, say},
+    image::Census,
+    keeper::{AcceptHold, Keeper},
     link::{Kind, LinkName},
 };
 
@@ -90,8 +96,8 @@ pub(crate) fn attend(pager: &Held<Arc<Pager<KernelSpace>>>) {
     });
 }
 
-/// Waits until the ends of all children that have ended are known, so that what was held for them is
-/// free. To be called on the runtime's table.
+/// Waits until the ends of all children that have ended are known, so that what was held for them
+/// is free. To be called on the runtime's table.
 pub(crate) fn settle(pager: &Pager<KernelSpace>) {
     if let Some(keeper) = pager.companion::<Keeper>() {
         keeper.settle();
@@ -140,37 +146,6 @@ pub fn wait_for_children() {
 
 extern "C" fn at_exit() {
     wait_for_children();
-}
-
-/// What a library that wraps all calls which fork does while this process is frozen, and after.
-#[derive(Clone, Copy)]
-pub struct Hooks {
-    /// Called when the regions are frozen.
-    pub frozen: fn(),
-    /// Called at the end of the fork, before any other code of the process: true in the child.
-    pub ended: fn(bool),
-    /// Called once for a child that has touched as many bytes of absent pages, which are not under
-    /// the budget.
-    pub grown: fn(usize),
-}
-
-static HOOKS: OnceLock<Hooks> = OnceLock::new();
-
-/// Notes that a child has touched as many bytes of absent pages.
-fn grown(bytes: usize) {
-    match HOOKS.get() {
-        Some(hooks) => (hooks.grown)(bytes),
-        None => tracing::warn!(
-            bytes,
-            "a child made by fork has touched absent pages: they are not under the budget"
-        ),
-    }
-}
-
-/// Leaves the beginning of forks to the caller, who [begins](begin) each: the handlers of `fork` do
-/// the rest alone.
-pub fn leave_to_caller(hooks: Hooks) {
-    let _ = HOOKS.set(hooks);
 }
 
 extern "C" fn before() {
@@ -273,7 +248,7 @@ struct Part {
     listener: Option<RawFd>,
     /// True if the child gets the regions.
     is_inherited: bool,
-    /// What only the process has that made the regions.
+    /// Parts that only the process has that made the regions.
     own: Option<Own>,
 }
 
@@ -289,7 +264,7 @@ struct Own {
 
 /// Regions that this process has got by a fork, of one keeper.
 struct Inherited {
-    /// This process: not one that is a copy of it in turn.
+    /// Id of the process that has the regions: not of a copy of it in turn.
     process: u32,
     name: LinkName,
     features: ChildFeatures,
@@ -673,12 +648,6 @@ fn take_away(regions: &[Range<usize>]) {
         // SAFETY: the child's own copy. Touching it must not read zeros.
         unsafe { libc::syscall(libc::SYS_munmap, region.start, region.len()) };
     }
-}
-
-fn say(line: &str) {
-    let line = format!("farpage: {line}\n");
-    // SAFETY: the bytes are there. A closed descriptor is the program's business.
-    unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
 }
 
 /// Writes a line without memory of this process's own.

@@ -142,11 +142,11 @@ pub(super) enum Fork {
     NotYet,
     /// The gate is closed to reclaim.
     Closed,
-    /// Nothing was inside. Fillers may have come in since.
+    /// Gate in which nothing was. Fillers may have come in since.
     Quiet,
     /// The gate is closed to fillers, too.
     Sealed,
-    /// Nothing was inside: the kernel may copy the program.
+    /// Gate in which nothing is: the kernel may copy the program.
     Frozen,
     Done,
 }

@@ -13,9 +13,9 @@ const STRIDE: usize = 13;
 
 /// Change of pages that no thread uses meanwhile.
 enum Change {
-    /// These pages become zeros.
+    /// Pages that become zeros.
     Discard(Range<usize>),
-    /// The contents of these pages get the page numbers from the second one on.
+    /// Pages whose contents get the page numbers from the second one on.
     Relocate(Range<usize>, usize),
 }
 

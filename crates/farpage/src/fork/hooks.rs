@@ -1,0 +1,43 @@
+//! [`Hooks`] of a library that wraps all functions which fork, and lines for people.
+//!
+//! The rule it keeps: without hooks the same facts are logged.
+
+use std::sync::OnceLock;
+
+/// Calls to a library that wraps all functions which fork: while this process is frozen, and after.
+#[derive(Clone, Copy)]
+pub struct Hooks {
+    /// Called when the regions are frozen.
+    pub frozen: fn(),
+    /// Called at the end of the fork, before any other code of the process: true in the child.
+    pub ended: fn(bool),
+    /// Called once for a child that has touched as many bytes of absent pages, which are not under
+    /// the budget.
+    pub grown: fn(usize),
+}
+
+pub(super) static HOOKS: OnceLock<Hooks> = OnceLock::new();
+
+/// Notes that a child has touched as many bytes of absent pages.
+pub(super) fn grown(bytes: usize) {
+    match HOOKS.get() {
+        Some(hooks) => (hooks.grown)(bytes),
+        None => tracing::warn!(
+            bytes,
+            "a child made by fork has touched absent pages: they are not under the budget"
+        ),
+    }
+}
+
+/// Leaves the beginning of forks to the caller, who [begins](super::begin) each: the handlers of
+/// `fork` do the rest alone.
+pub fn leave_to_caller(hooks: Hooks) {
+    let _ = HOOKS.set(hooks);
+}
+
+/// Writes a line to standard error at once.
+pub(super) fn say(line: &str) {
+    let line = format!("farpage: {line}\n");
+    // SAFETY: the bytes are there. A closed descriptor is the program's business.
+    unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
+}
