@@ -596,13 +596,13 @@ impl Serving {
 
     /// Makes a page that cannot be brought in raise SIGBUS.
     fn give_up(&self, arriving: Arriving, page_bytes: usize, error: &dyn std::fmt::Display) {
+        let Some(child) = self.children.get(&arriving.child) else {
+            return;
+        };
         tracing::error!(
             %error,
             "a page of a process made by fork cannot be brought in: touching it raises SIGBUS"
         );
-        let Some(child) = self.children.get(&arriving.child) else {
-            return;
-        };
         match child.memory.poison(arriving.address, page_bytes) {
             Ok(()) | Err(Refusal::Ended) => {}
             // The child changes its mappings. Its thread tries again.

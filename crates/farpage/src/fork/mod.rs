@@ -28,7 +28,7 @@ use std::{
     process, ptr,
     sync::{
         Arc, Mutex as StdMutex, MutexGuard as StdMutexGuard, Once, PoisonError, Weak,
-        atomic::{AtomicPtr, AtomicU32, Ordering},
+        atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -67,8 +67,10 @@ static ATTENDED: Mutex<Attended> = Mutex::new(Attended {
 });
 /// Process that has begun a fork with a keeper of its own.
 static PARENT: AtomicU32 = AtomicU32::new(0);
-/// The fork that the holder of [`ATTENDED`] has begun.
+/// The fork that the holder of [`ATTENDED`] has begun. For that thread alone.
 static BEGUN: AtomicPtr<Forking> = AtomicPtr::new(ptr::null_mut());
+/// Thread that has begun a fork; 0 if none has. A thread compares it with itself.
+static FORKER: AtomicU64 = AtomicU64::new(0);
 /// Regions that this process has got by a fork. Changed by the thread that forks.
 static INHERITED: StdMutex<Vec<Inherited>> = StdMutex::new(Vec::new());
 
@@ -170,12 +172,10 @@ extern "C" fn in_child() {
 
 /// True if this thread has begun a fork.
 fn has_begun() -> bool {
-    let begun = BEGUN.load(Ordering::Acquire);
-    // SAFETY: the holder of the lock alone changes the pointer, and frees what it points to.
-    !begun.is_null() && unsafe { &*begun }.thread == thread()
+    FORKER.load(Ordering::Relaxed) == thread()
 }
 
-/// Returns the calling thread, by which it is known in a child, too.
+/// Returns the calling thread, by which it is known in a child, too. Never 0.
 fn thread() -> libc::pthread_t {
     // SAFETY: always succeeds.
     unsafe { libc::pthread_self() }
@@ -188,7 +188,8 @@ fn thread() -> libc::pthread_t {
 /// The reason why a child would not have the regions.
 pub fn begin() -> Result<(), String> {
     if let Some(forking) = Forking::begin()? {
-        BEGUN.store(Box::into_raw(Box::new(forking)), Ordering::Release);
+        BEGUN.store(Box::into_raw(Box::new(forking)), Ordering::Relaxed);
+        FORKER.store(thread(), Ordering::Relaxed);
     }
     Ok(())
 }
@@ -198,18 +199,18 @@ pub fn begin() -> Result<(), String> {
 /// written.
 pub fn freeze() -> bool {
     // SAFETY: this thread has begun it.
-    !has_begun() || unsafe { &mut *BEGUN.load(Ordering::Acquire) }.freeze()
+    !has_begun() || unsafe { &mut *BEGUN.load(Ordering::Relaxed) }.freeze()
 }
 
 /// Ends a fork that the calling thread has [begun](begin), in the parent, also where there is no
 /// child, or in the child. The handlers of `fork` do this; for calls that run no handlers.
 pub fn end(in_child: bool) {
-    let begun = BEGUN.load(Ordering::Acquire);
-    // In the child the thread has another number. Only the thread that forks is there.
-    if begun.is_null() || !(in_child || has_begun()) {
+    // Another thread may have begun one.
+    if !has_begun() {
         return;
     }
-    BEGUN.store(ptr::null_mut(), Ordering::Release);
+    FORKER.store(0, Ordering::Relaxed);
+    let begun = BEGUN.swap(ptr::null_mut(), Ordering::Relaxed);
     if in_child {
         // Its memory is not given back: another thread may have been in the allocator.
         // SAFETY: made by `begin`, and not used again.
@@ -221,7 +222,6 @@ pub fn end(in_child: bool) {
 
 /// A fork that has begun and not ended.
 struct Forking {
-    thread: libc::pthread_t,
     parts: Vec<Part>,
     /// True between [`Forking::freeze`] and the end.
     is_frozen: bool,
@@ -300,7 +300,6 @@ impl Forking {
         // it then: a child could never take it.
         let is_attended = !runtimes.is_empty() || !parts.is_empty();
         let forking = Forking {
-            thread: thread(),
             is_frozen: false,
             inherited: Vec::with_capacity(parts.len()),
             parts,

@@ -176,9 +176,11 @@ fn what_extents_take_beside_their_chunks_is_counted_before_they_are_lent() {
 
 #[test]
 fn what_is_read_once_stays_where_it_is_and_what_is_read_again_comes_into_memory() {
-    let stage = Stage::set();
+    let mut stage = Stage::set();
     stage.fill(first);
     for place in [Place::Spilled, Place::Compressed] {
+        // Otherwise the chunk may be moved on while the test looks.
+        stage.stop_evictors();
         let chunk = stage.at_place(place)[0];
         let before = stage.tier.stat().fetches;
         // A part, not at the chunk's beginning.
@@ -189,6 +191,7 @@ fn what_is_read_once_stays_where_it_is_and_what_is_read_again_comes_into_memory(
         assert!(stage.read(chunk).expect("a sound disk") == content(chunk, 1));
         assert!(stage.at_place(Place::Hot).contains(&chunk), "{place:?}");
         assert_eq!(stage.tier.stat().fetches, before + 2, "{place:?}");
+        stage.restart_evictors();
         // A WRITE of a part needs the rest.
         let chunk = stage.at_place(place)[0];
         let written = stage.operate(Verb::Write, chunk, vec![1; 4096]);
