@@ -45,6 +45,8 @@ const GROWN_BYTES: usize = 16 << 20;
 const LOOK: Duration = Duration::from_millis(50);
 /// Time between two tries to put a page into a child that changes its mappings.
 const RETRY: Duration = Duration::from_millis(1);
+/// Time between two looks whether the thread has accepted a connection.
+const PAUSE: Duration = Duration::from_micros(20);
 /// Upper bound of the time that noticing the ends of children takes.
 const SETTLE: Duration = Duration::from_secs(1);
 /// Pages read ahead of a child that touches pages in order, at most, and their bytes.
@@ -72,6 +74,9 @@ pub(super) struct Shared {
     accepting: Mutex<()>,
     /// True while a fork holds `accepting`.
     is_held: AtomicBool,
+    /// True from the end of a fork until the thread has accepted its connection. The next fork
+    /// waits for that: forks in a row would leave the thread no time.
+    is_due: AtomicBool,
     ends: AtomicBool,
     waker: EventFd,
 }
@@ -98,6 +103,7 @@ impl Keeper {
                 turns: AtomicU64::new(0),
                 accepting: Mutex::default(),
                 is_held: AtomicBool::new(false),
+                is_due: AtomicBool::new(false),
                 ends: AtomicBool::new(false),
                 waker: EventFd::from_value_and_flags(0, flags)?,
             });
@@ -143,6 +149,10 @@ impl Keeper {
 
     /// Holds the thread back from accepting connections until the result is released.
     pub(super) fn hold(&self) -> AcceptHold<'_> {
+        let until = Instant::now() + SETTLE;
+        while self.shared.is_due.load(Ordering::SeqCst) && Instant::now() < until {
+            thread::sleep(PAUSE);
+        }
         let lock = locked(&self.shared.accepting);
         self.shared.is_held.store(true, Ordering::SeqCst);
         AcceptHold {
@@ -185,6 +195,7 @@ pub(super) struct AcceptHold<'a> {
 impl<'a> AcceptHold<'a> {
     /// Lets the thread accept again. The caller [wakes](Shared::wake) the thread.
     pub(super) fn release(self) -> &'a Shared {
+        self.shared.is_due.store(true, Ordering::SeqCst);
         self.shared.is_held.store(false, Ordering::SeqCst);
         self.shared
     }
@@ -351,6 +362,7 @@ impl Serving {
     /// Accepts connections, and takes what processes say on theirs.
     fn hear_visitors(&mut self) {
         if let Ok(_accepting) = self.shared.accepting.try_lock() {
+            self.shared.is_due.store(false, Ordering::SeqCst);
             loop {
                 match link::accept(self.listener.as_fd()) {
                     Ok(socket) => self.visitors.push(Visitor { socket, view: None }),

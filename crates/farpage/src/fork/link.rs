@@ -129,9 +129,9 @@ pub(super) fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(made) })
 }
 
-/// Connects to the keeper of this name.
+/// Connects to the keeper of this name, without waiting for it.
 pub(super) fn connect(name: &LinkName) -> io::Result<OwnedFd> {
-    let socket = socket(0)?;
+    let socket = socket(libc::SOCK_NONBLOCK)?;
     // SAFETY: an address that lasts for the call.
     match unsafe { libc::connect(socket.as_raw_fd(), name.as_ptr(), name.len) } {
         0 => Ok(socket),
