@@ -8,6 +8,8 @@ use std::sync::atomic::AtomicU32;
 
 use nix::errno::Errno;
 
+use crate::calls;
+
 /// The kernel page: the unit in which the kernel maps, moves and counts. Checked when a space is
 /// opened.
 pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
@@ -19,7 +21,7 @@ pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
 /// The range is a mapping of the caller's; with `MADV_DONTNEED` nothing may rely on its bytes.
 pub(crate) unsafe fn madvise(start: usize, len: usize, advice: libc::c_int) -> nix::Result<()> {
     // SAFETY: this function's contract: the range is the caller's, and so are its bytes.
-    Errno::result(unsafe { libc::syscall(libc::SYS_madvise, start, len, advice) }).map(drop)
+    result(unsafe { calls::system_call(libc::SYS_madvise, [start, len, advice as usize, 0, 0, 0]) })
 }
 
 /// Reserves `len` bytes of private anonymous memory, aligned to `align` (a power of two). It takes
@@ -161,17 +163,25 @@ pub(crate) fn write_nothing(address: usize) -> nix::Result<()> {
     const OR_WITH_NOTHING: u32 = 1 << 28;
     static NOBODY: AtomicU32 = AtomicU32::new(0);
     let call = libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG;
+    // The address of an argument must not meet a filter of system calls: its SIGSYS ends a thread
+    // that is inside a handler.
+    let args = [
+        NOBODY.as_ptr().addr(),
+        call as usize,
+        0,
+        0,
+        address,
+        OR_WITH_NOTHING as usize,
+    ];
     // SAFETY: wakes nobody, and the bytes at `address` stay what they are.
-    let done = unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            NOBODY.as_ptr(),
-            call,
-            0,
-            0_usize,
-            address,
-            OR_WITH_NOTHING,
-        )
-    };
-    Errno::result(done).map(drop)
+    let done = unsafe { calls::system_call(libc::SYS_futex, args) };
+    result(done)
+}
+
+/// Returns the error of a system call.
+fn result(done: isize) -> nix::Result<()> {
+    match done {
+        0.. => Ok(()),
+        error => Err(Errno::from_raw(-error as i32)),
+    }
 }
