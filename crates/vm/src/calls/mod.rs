@@ -21,7 +21,7 @@
 mod local;
 mod messages;
 mod pointers;
-mod raw;
+pub(crate) mod raw;
 mod structs;
 mod transfer;
 

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicU32;
 
 use nix::errno::Errno;
 
-use crate::calls;
+use crate::calls::raw::system_call;
 
 /// The kernel page: the unit in which the kernel maps, moves and counts. Checked when a space is
 /// opened.
@@ -21,7 +21,7 @@ pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
 /// The range is a mapping of the caller's; with `MADV_DONTNEED` nothing may rely on its bytes.
 pub(crate) unsafe fn madvise(start: usize, len: usize, advice: libc::c_int) -> nix::Result<()> {
     // SAFETY: this function's contract: the range is the caller's, and so are its bytes.
-    result(unsafe { calls::system_call(libc::SYS_madvise, [start, len, advice as usize, 0, 0, 0]) })
+    result(unsafe { system_call(libc::SYS_madvise, [start, len, advice as usize, 0, 0, 0]) })
 }
 
 /// Reserves `len` bytes of private anonymous memory, aligned to `align` (a power of two). It takes
@@ -174,7 +174,7 @@ pub(crate) fn write_nothing(address: usize) -> nix::Result<()> {
         OR_WITH_NOTHING as usize,
     ];
     // SAFETY: wakes nobody, and the bytes at `address` stay what they are.
-    let done = unsafe { calls::system_call(libc::SYS_futex, args) };
+    let done = unsafe { system_call(libc::SYS_futex, args) };
     result(done)
 }
 
