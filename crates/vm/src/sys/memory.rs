@@ -128,18 +128,12 @@ pub(crate) unsafe fn release(start: usize, len: usize) {
 /// expected.
 pub(crate) unsafe fn carry_away(start: usize, len: usize) -> nix::Result<usize> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_DONTUNMAP;
-    let anywhere = std::ptr::null_mut::<libc::c_void>();
-    // glibc reads a fifth argument with this flag, which must not be left out.
     // SAFETY:
     // - The range is one private anonymous mapping in which absent pages are expected: this
     //   function's contract.
     // - The kernel picks a free address, so that no mapping is replaced.
-    let staged = unsafe { libc::mremap(start as *mut libc::c_void, len, len, flags, anywhere) };
-    if staged == libc::MAP_FAILED {
-        Err(Errno::last())
-    } else {
-        Ok(staged as usize)
-    }
+    let staged = unsafe { system_call(libc::SYS_mremap, [start, len, len, flags as usize, 0, 0]) };
+    result(staged).map(|()| staged as usize)
 }
 
 /// Sets a range's protection by `mprotect`.
