@@ -64,6 +64,19 @@ fn must_pass(child: Pid) {
     assert_eq!(end(child), WaitStatus::Exited(child, 0));
 }
 
+/// Forks in a child, and returns true if `is_right` holds in the child's own child.
+fn holds_in_own_child(is_right: impl FnOnce() -> bool) -> bool {
+    // SAFETY: as the parent's child does, it makes system calls alone.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: ends the child's own child.
+        unsafe { libc::_exit(i32::from(!is_right())) };
+    }
+    let mut status = 0;
+    // SAFETY: there is room for the status.
+    unsafe { libc::waitpid(child, &raw mut status, 0) == child && status == 0 }
+}
+
 /// Runtimes over all fabrics and in both modes, with arrays of `words` words that exceed the
 /// budget four times.
 fn each(
@@ -180,19 +193,12 @@ fn dropped_pages_are_zeros_in_a_child_and_in_its_own_child() {
             if status != 0 {
                 return 2;
             }
-            // SAFETY: as the parent's does, it makes system calls alone.
-            let grandchild = unsafe { libc::fork() };
-            if grandchild == 0 {
-                // SAFETY: ends the grandchild.
-                unsafe { libc::_exit(i32::from(!is_right(&array)) * 3) };
+            let is_right_there = holds_in_own_child(|| is_right(&array));
+            match (is_right_there, is_right(&array)) {
+                (true, true) => 0,
+                (true, false) => 4,
+                (false, _) => 5,
             }
-            let mut status = 0;
-            // SAFETY: there is room for the status.
-            unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
-            if status != 0 {
-                return 4;
-            }
-            i32::from(!is_right(&array)) * 5
         });
         array.fill(7);
         must_pass(child);
@@ -239,19 +245,11 @@ fn children_of_divided_mappings_read_the_rest_and_zeros_in_new_ones() {
             if made == libc::MAP_FAILED {
                 return 2;
             }
-            // SAFETY: as the parent's does, it makes system calls alone.
-            let grandchild = unsafe { libc::fork() };
-            if grandchild == 0 {
-                // SAFETY: ends the grandchild.
-                unsafe { libc::_exit(i32::from(!is_right(&array)) * 3) };
-            }
-            let mut status = 0;
-            // SAFETY: there is room for the status.
-            unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
-            match (status, is_right(&array)) {
-                (0, true) => 0,
-                (0, false) => 4,
-                _ => 5,
+            let is_right_there = holds_in_own_child(|| is_right(&array));
+            match (is_right_there, is_right(&array)) {
+                (true, true) => 0,
+                (true, false) => 4,
+                (false, _) => 5,
             }
         });
         must_pass(child);
@@ -273,16 +271,7 @@ fn a_child_that_gives_up_its_rights_has_children_with_all_memory() {
             if unsafe { libc::setresuid(65534, 65534, 65534) } != 0 {
                 return 2;
             }
-            // SAFETY: as the parent's does, it makes system calls alone.
-            let grandchild = unsafe { libc::fork() };
-            if grandchild == 0 {
-                // SAFETY: ends the grandchild.
-                unsafe { libc::_exit(i32::from(wrong(&array, 1) > 0) * 3) };
-            }
-            let mut status = 0;
-            // SAFETY: there is room for the status.
-            unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
-            status
+            i32::from(!holds_in_own_child(|| wrong(&array, 1) == 0))
         });
         fill(&mut array, 2);
         must_pass(child);

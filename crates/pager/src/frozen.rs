@@ -47,7 +47,7 @@ impl<A: AddressSpace> Pager<A> {
     /// Freezes reclaim for a `fork` of this thread, until [`Frozen`] is dropped. From here on each
     /// page is mapped, or the store has its newest bytes, or it is [lost](crate::PageError::Lost).
     /// Regions that are being dropped are left alone. Threads go on to touch pages and to fault.
-    /// Where the budget is used up their fills wait, so a freeze should last for milliseconds.
+    /// Fills wait where the budget is used up, so a freeze should last for milliseconds.
     ///
     /// The thread that forks holds signals back, and must not touch a page that may be absent
     /// before the thaw: it might wait for a frame that nobody makes room for. Freezes overlap.

@@ -192,6 +192,12 @@ impl<A: AddressSpace> Pager<A> {
         &self.cluster
     }
 
+    /// True if a region is mapped.
+    pub fn has_regions(&self) -> bool {
+        let _signals = SignalGuard::new();
+        !self.shared.regions.read().is_empty()
+    }
+
     /// Returns all mapped regions, none of which ends while its part of the result lives.
     pub fn mapped(&self) -> Vec<MappedImage> {
         let _signals = SignalGuard::new();

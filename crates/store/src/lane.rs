@@ -245,7 +245,8 @@ impl<F: RunBuffer> Lane<F> {
     ///
     /// # Panics
     /// If anything is in flight, or the frame is not one page of the store.
-    pub fn read_copy(
+    #[cfg(test)]
+    pub(crate) fn read_copy(
         &mut self,
         snapshot: &Snapshot,
         page: PageIndex,

@@ -375,8 +375,8 @@ impl PageStore {
     /// this thread. Call when the region's pages are not used any more. Dropping does the same on
     /// the thread that comes last, which may then have to ask a server.
     ///
-    /// What snapshots need stays until they end. A named region keeps its name and all of its
-    /// memory until its last snapshot ends: nobody can open it before.
+    /// Slots that a snapshot needs stay until the snapshot ends. A named region keeps its name and
+    /// all of its memory until its last snapshot ends: nobody can open the name before.
     pub fn retire(&self) {
         if self.retired.swap(true, Ordering::AcqRel) {
             return;

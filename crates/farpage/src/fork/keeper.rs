@@ -494,6 +494,10 @@ impl Serving {
         };
         let page_bytes = region.page_bytes();
         let (first, start) = region.page(fault.address);
+        let wanted = Arriving {
+            address: start,
+            ..fault
+        };
         let end = start + page_bytes;
         let dropped: usize = child
             .view
@@ -502,13 +506,7 @@ impl Serving {
             .map(|part| part.len())
             .sum();
         if dropped == page_bytes {
-            self.put(
-                Arriving {
-                    address: start,
-                    ..fault
-                },
-                vec![0; page_bytes],
-            );
+            self.put(wanted, vec![0; page_bytes]);
             return true;
         }
         let most = (AHEAD_BYTES_MAX / page_bytes).clamp(1, AHEAD_PAGES_MAX);
@@ -525,14 +523,7 @@ impl Serving {
             Ok(true) => {}
             Ok(false) => return true,
             Err(error) => {
-                self.give_up(
-                    Arriving {
-                        address: start,
-                        ..fault
-                    },
-                    page_bytes,
-                    &error,
-                );
+                self.give_up(wanted, page_bytes, &error);
                 return true;
             }
         }
@@ -540,14 +531,7 @@ impl Serving {
             match Lane::new(&self.cluster) {
                 Ok(lane) => self.lane = Some(lane),
                 Err(error) => {
-                    self.give_up(
-                        Arriving {
-                            address: start,
-                            ..fault
-                        },
-                        page_bytes,
-                        &error,
-                    );
+                    self.give_up(wanted, page_bytes, &error);
                     return true;
                 }
             }

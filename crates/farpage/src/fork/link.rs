@@ -139,6 +139,22 @@ pub(super) fn connect(name: &LinkName) -> io::Result<OwnedFd> {
     }
 }
 
+/// Returns the part of memory that a parcel is.
+fn vector_of(parcel: &mut Parcel) -> libc::iovec {
+    libc::iovec {
+        iov_base: ptr::from_mut(parcel).cast(),
+        iov_len: mem::size_of::<Parcel>(),
+    }
+}
+
+/// Returns a message of one part, without control data. It points to the part.
+fn message_of(vector: &mut libc::iovec) -> libc::msghdr {
+    // SAFETY: all zeros is a message without anything.
+    let mut message: libc::msghdr = unsafe { mem::zeroed() };
+    (message.msg_iov, message.msg_iovlen) = (vector, 1);
+    message
+}
+
 /// Sends a message with copies of `descriptors`. Returns false if nobody receives it.
 pub(super) fn send(
     socket: BorrowedFd<'_>,
@@ -152,13 +168,8 @@ pub(super) fn send(
         value,
     };
     let mut control = Control([0; CONTROL_BYTES]);
-    let mut vector = libc::iovec {
-        iov_base: (&raw mut parcel).cast(),
-        iov_len: mem::size_of::<Parcel>(),
-    };
-    // SAFETY: all zeros is a message without anything.
-    let mut message: libc::msghdr = unsafe { mem::zeroed() };
-    (message.msg_iov, message.msg_iovlen) = (&raw mut vector, 1);
+    let mut vector = vector_of(&mut parcel);
+    let mut message = message_of(&mut vector);
     if !descriptors.is_empty() {
         let bytes = (descriptors.len() * mem::size_of::<RawFd>()) as u32;
         message.msg_control = (&raw mut control).cast();
@@ -195,13 +206,8 @@ pub(super) fn send(
 pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Received>> {
     let mut parcel = Parcel { kind: 0, value: 0 };
     let mut control = Control([0; CONTROL_BYTES]);
-    let mut vector = libc::iovec {
-        iov_base: (&raw mut parcel).cast(),
-        iov_len: mem::size_of::<Parcel>(),
-    };
-    // SAFETY: all zeros is a message without anything.
-    let mut message: libc::msghdr = unsafe { mem::zeroed() };
-    (message.msg_iov, message.msg_iovlen) = (&raw mut vector, 1);
+    let mut vector = vector_of(&mut parcel);
+    let mut message = message_of(&mut vector);
     (message.msg_control, message.msg_controllen) = ((&raw mut control).cast(), CONTROL_BYTES);
     // SAFETY: the message and what it points to last for the call.
     let received =
@@ -238,9 +244,15 @@ pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Received>> {
 /// Waits until a message has come, or the other side has closed the connection. Returns false if
 /// that takes longer than `patience`.
 pub(super) fn is_readable(socket: BorrowedFd<'_>, patience: Duration) -> bool {
+    happens(socket, libc::POLLIN, patience)
+}
+
+/// Waits until one of `events` has happened, or the other side has closed the connection. Returns
+/// false if that takes longer than `patience`.
+fn happens(socket: BorrowedFd<'_>, events: libc::c_short, patience: Duration) -> bool {
     let mut fd = libc::pollfd {
         fd: socket.as_raw_fd(),
-        events: libc::POLLIN,
+        events,
         revents: 0,
     };
     // SAFETY: one descriptor, which lasts for the call.
@@ -249,23 +261,17 @@ pub(super) fn is_readable(socket: BorrowedFd<'_>, patience: Duration) -> bool {
 
 /// Makes the end of the other side kill this process. From now on the other side must not send.
 pub(super) fn kill_at_end(socket: BorrowedFd<'_>) {
-    let socket = socket.as_raw_fd();
+    let number = socket.as_raw_fd();
     // SAFETY: changes the socket alone.
     unsafe {
-        libc::fcntl(socket, F_SETSIG, libc::SIGKILL);
-        libc::fcntl(socket, libc::F_SETOWN, libc::getpid());
-        let flags = libc::fcntl(socket, libc::F_GETFL);
-        libc::fcntl(socket, libc::F_SETFL, flags | libc::O_ASYNC);
+        libc::fcntl(number, F_SETSIG, libc::SIGKILL);
+        libc::fcntl(number, libc::F_SETOWN, libc::getpid());
+        let flags = libc::fcntl(number, libc::F_GETFL);
+        libc::fcntl(number, libc::F_SETFL, flags | libc::O_ASYNC);
     }
-    let mut fd = libc::pollfd {
-        fd: socket,
-        events: 0,
-        revents: 0,
-    };
-    // SAFETY: one descriptor, which lasts for the call. The other side may have ended before.
-    unsafe {
-        if libc::poll(&raw mut fd, 1, 0) == 1 {
-            libc::kill(libc::getpid(), libc::SIGKILL);
-        }
+    // The other side may have ended before.
+    if happens(socket, 0, Duration::ZERO) {
+        // SAFETY: ends this process.
+        unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
     }
 }

@@ -10,7 +10,7 @@
 //!    or has called `exec`.
 //!
 //! Handlers of `pthread_atfork` do this. The C library calls the handlers that were registered
-//! first last before a fork, and first in the child: so [`register`] comes before others.
+//! first last before a fork, and first in the child: so [`register`] should come before others.
 //!
 //! The rule it keeps: a page that cannot be brought in never reads as zeros. What happens in the
 //! child before its end of step 3 uses neither memory of its own nor a lock of another thread.
@@ -518,7 +518,7 @@ impl AttendedRuntime {
         let Some(pager) = self.pager.upgrade() else {
             return Ok(None);
         };
-        if pager.get().mapped().is_empty() {
+        if !pager.get().has_regions() {
             return Ok(None);
         }
         if pager.get().companion::<Keeper>().is_none() {

@@ -60,12 +60,7 @@ impl Progress {
         is_narrower
     }
 
-    /// Notes that `done_bytes` of the range moved, and that the rest is to be tried again.
-    pub(super) fn moved_in_part(&mut self, done_bytes: usize) {
-        self.done += done_bytes;
-    }
-
-    /// Notes that `done_bytes` of the range moved, and nothing more does.
+    /// Notes that `done_bytes` of the range moved before a refusal. The rest may be tried again.
     pub(super) fn stopped(&mut self, done_bytes: usize) {
         self.done += done_bytes;
     }

@@ -136,7 +136,7 @@ pub(super) fn detach(
         if refusal == Refusal::Busy && refused_at >= unshared_to && sharing::began() {
             unshared_to = address + next.end;
             sharing::end(refused_at..unshared_to);
-            progress.moved_in_part(done_bytes);
+            progress.stopped(done_bytes);
             continue;
         }
         let is_refused_whole = refusal == Refusal::Invalid && done_bytes == 0;

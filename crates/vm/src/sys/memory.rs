@@ -157,8 +157,7 @@ pub(crate) fn write_nothing(address: usize) -> nix::Result<()> {
     const OR_WITH_NOTHING: u32 = 1 << 28;
     static NOBODY: AtomicU32 = AtomicU32::new(0);
     let call = libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG;
-    // The address of an argument must not meet a filter of system calls: its SIGSYS ends a thread
-    // that is inside a handler.
+    // A filter of system calls that looks for such addresses would raise SIGSYS for each page.
     let args = [
         NOBODY.as_ptr().addr(),
         call as usize,
