@@ -224,8 +224,11 @@ my $child = fork();
 if (!$child) { my $sum = 0; $sum += ord(substr($x, $_ * 4096, 1)) for 0 .. 16000; print "$sum\n"; exit 0 }
 waitpid($child, 0); print "$?\n"; system("echo system");"#;
     let programs = [
-        (["bash", "-c", bash], "sub 20000000\n20000000 20000000\n"),
-        (["perl", "-e", perl], "hi\n1552097\n0\nsystem\n"),
+        (
+            ["/bin/bash", "-c", bash],
+            "sub 20000000\n20000000 20000000\n",
+        ),
+        (["/usr/bin/perl", "-e", perl], "hi\n1552097\n0\nsystem\n"),
     ];
     for (program, expected) in programs {
         if !can_run(&program[..1]) {
