@@ -253,7 +253,7 @@ impl<A: AddressSpace> Filler<A> {
         while let Ok(ask) = self.inbox.asks.try_recv() {
             any = true;
             match ask {
-                Ask::Ahead(region, plan) => self.prefetch_queue.add(region, plan, false),
+                Ask::Ahead(region, plan) => self.prefetch_queue.add(region, plan, true),
                 Ask::Fault(region, address) => {
                     let Some(guard) = region.enter() else {
                         continue;
@@ -261,9 +261,7 @@ impl<A: AddressSpace> Filler<A> {
                     self.counters().faults.bump();
                     let page = region.page_at(address);
                     let plan = self.fills.on_fault(guard, page, address);
-                    // No read-ahead marker: a fault on it is served in the thread and does not come
-                    // to us.
-                    self.prefetch_queue.add(region, plan, false);
+                    self.prefetch_queue.add(region, plan, true);
                 }
             }
         }

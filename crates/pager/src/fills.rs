@@ -19,72 +19,25 @@ use std::{
 };
 
 use farpage_fabric::Since;
-use farpage_store::{Lane, PageIndex, PageRange, PageStore, StoreCall};
-use farpage_vm::{AddressSpace, DetachError, Frame};
+use farpage_store::{Lane, PageIndex, PageRange, StoreCall};
+use farpage_vm::{AddressSpace, DetachError};
 use nix::poll::PollFd;
 
 use crate::{
     Advice, PageError,
     ahead::{ReadAhead, Streams},
-    freeze::{Departure, Entered},
+    fill::Fill,
+    freeze::Entered,
     installer::UsageCount,
     pace::Pace,
     protocol::{self, OnFault, PageState},
     region::{Region, RegionGuard},
-    requests::{EndedRequest, RequestsInFlight, RunRequest},
+    requests::{EndedRequest, RequestsInFlight},
     run::{PageRun, StoreFrame, keep_first, pages_in},
     shared::SharedParts,
     stats::Counters,
     stretch,
 };
-
-/// A run of pages that its worker owns as `Filling`.
-#[derive(Debug)]
-pub(crate) struct Fill {
-    pub(crate) region: RegionGuard,
-    pub(crate) pages: PageRange,
-    pub(crate) usage: UsageCount,
-    /// True for the read-ahead marker of a stream: held back when complete.
-    pub(crate) marker: bool,
-    /// Count of the run as on its way out, if the store does not have its bytes.
-    pub(crate) unsaved: Option<Departure>,
-}
-
-impl Fill {
-    pub(crate) fn new(region: RegionGuard, pages: PageRange, usage: UsageCount) -> Fill {
-        Fill {
-            region,
-            pages,
-            usage,
-            marker: false,
-            unsaved: None,
-        }
-    }
-
-    pub(crate) fn is_wanted(&self) -> bool {
-        self.region.is_wanted(self.pages)
-    }
-}
-
-impl RunRequest for Fill {
-    fn region(&self) -> &Arc<Region> {
-        &self.region
-    }
-
-    fn pages(&self) -> PageRange {
-        self.pages
-    }
-
-    fn start<F: Frame>(
-        lane: &mut Lane<StoreFrame<F>>,
-        store: &Arc<PageStore>,
-        page: PageIndex,
-        frame: StoreFrame<F>,
-        tag: u64,
-    ) -> Result<(), StoreFrame<F>> {
-        lane.fill(store, page, frame, tag)
-    }
-}
 
 /// Parts that a worker needs to map runs that it has brought in.
 pub(crate) struct Arrivals<A: AddressSpace> {

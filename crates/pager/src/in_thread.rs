@@ -27,7 +27,7 @@ use std::{
 };
 
 use crossbeam_utils::CachePadded;
-use farpage_signals::Mutex;
+use farpage_signals::{Mutex, MutexGuard};
 use farpage_store::PageIndex;
 use farpage_vm::AddressSpace;
 use nix::{sched::sched_yield, sys::pthread::pthread_self};
@@ -122,11 +122,18 @@ impl<A: AddressSpace> InThread<A> {
                     return true;
                 }
                 PageState::Remote | PageState::Resident => {}
+                // A page on its way in may be a read-ahead marker, and the program has come along.
+                PageState::Filling | PageState::Leaving if looks == 0 => {
+                    self.fill(&region, page, address, looks);
+                }
                 // The owner of a page that leaves gives it back for this note; a page that is
-                // filled is coming anyway.
+                // filled is coming anyway, or is held back since the last look.
                 PageState::Filling | PageState::Leaving => {
                     region.words.try_apply(page, protocol::note);
                     self.shared.hand_over.noted(&region, page);
+                    if let Some(mut handler) = self.idle_handler() {
+                        handler.map_marker(&region, page);
+                    }
                 }
             }
             if region.is_closing() {
@@ -153,13 +160,17 @@ impl<A: AddressSpace> InThread<A> {
             }
             return false;
         }
-        // A thread comes back to the inline handler that knows its streams.
+        self.idle_handler()
+            .map(|mut handler| handler.serve(region, page, address))
+            .is_some()
+    }
+
+    /// Returns an idle inline handler. A thread comes back to the one that knows its streams.
+    fn idle_handler(&self) -> Option<MutexGuard<'_, InlineHandler<A>>> {
         let first = place_of(pthread_self() as u64, self.handlers.len());
         let (before, from) = self.handlers.split_at(first);
         let mut free = from.iter().chain(before);
-        let free = free.find_map(|handler| handler.try_lock());
-        free.map(|mut handler| handler.serve(region, page, address))
-            .is_some()
+        free.find_map(|handler| handler.try_lock())
     }
 }
 

@@ -17,7 +17,8 @@ use crate::{
     ahead::ReadAhead,
     direct_reclaim::DirectReclaim,
     doors::{Ask, Command},
-    fills::{Arrivals, Fill, FillCompletion, Fills},
+    fill::Fill,
+    fills::{Arrivals, FillCompletion, Fills},
     freeze::Entered,
     pace::Pace,
     region::{Region, RegionGuard},
@@ -111,6 +112,11 @@ impl<A: AddressSpace> InlineHandler<A> {
         self.fills.is_idle()
     }
 
+    /// Maps the page if it is a read-ahead marker that is held back.
+    pub(crate) fn map_marker(&mut self, region: &Arc<Region>, page: PageIndex) {
+        self.fills.completion.noted(region, page);
+    }
+
     /// Waits for a completion, or for a frame, for a moment.
     fn nap(&self) {
         // One descriptor per server. More take heap memory.
@@ -170,5 +176,12 @@ impl<A: AddressSpace> FillCompletion<A> for InlineCompletion<A> {
         self.give(region, page, command);
     }
 
-    fn noted(&mut self, _: &Arc<Region>, _: PageIndex) {}
+    /// Maps the page if its filler holds it back: the program has come along.
+    fn noted(&mut self, region: &Arc<Region>, page: PageIndex) {
+        let shared = &self.arrivals.shared;
+        let shard = shared.mapper.shard_of(region, page);
+        if let Some((fill, run)) = shared.markers[shard.0].take(region, page) {
+            self.map(fill, run);
+        }
+    }
 }

@@ -10,7 +10,8 @@ use farpage_vm::{AddressSpace, Shard};
 
 use crate::{
     ahead::ReadAhead,
-    fills::{Fill, FillCompletion, Fills},
+    fill::Fill,
+    fills::{FillCompletion, Fills},
     installer::UsageCount,
     region::Region,
     run::{keep_first, pages_in},

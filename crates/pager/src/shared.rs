@@ -10,8 +10,9 @@ use farpage_vm::AddressSpace;
 use crate::{
     budget::Budget, clock::FillClock, crash_message::CrashMessage, doors::Doors,
     frames::FrameAllocator, freeze::ReclaimGate, hand_over::HandOver, installer::Installer,
-    job::Jobs, mapper::Mapper, proof::Proof, refault::RefaultDistances, regions::RegionTable,
-    scatter::Scatter, stats::Counters, unwritten::Unwritten, victims::Victims,
+    job::Jobs, mapper::Mapper, markers::Markers, proof::Proof, refault::RefaultDistances,
+    regions::RegionTable, scatter::Scatter, stats::Counters, unwritten::Unwritten,
+    victims::Victims,
 };
 
 pub(crate) struct SharedParts<A: AddressSpace> {
@@ -26,6 +27,8 @@ pub(crate) struct SharedParts<A: AddressSpace> {
     pub(crate) hand_over: HandOver<A::Frame>,
     pub(crate) jobs: Jobs,
     pub(crate) unwritten: Unwritten,
+    /// Read-ahead markers, by the shard of their filler.
+    pub(crate) markers: Vec<CachePadded<Markers<A>>>,
     /// Counters, one set per worker: fillers, evictors, threads that serve their own faults.
     pub(crate) counters: Vec<CachePadded<Counters>>,
 }
@@ -73,7 +76,9 @@ impl<A: AddressSpace> SharedParts<A> {
             victims.clone(),
         );
         let in_all = workers.fillers + workers.evictors + workers.inline_handlers;
+        let markers = || CachePadded::new(Markers::new(frames.clone()));
         SharedParts {
+            markers: (0..workers.fillers).map(|_| markers()).collect(),
             mapper,
             frames,
             regions,

@@ -9,6 +9,7 @@
 
 mod closing;
 mod hot;
+mod in_order;
 mod lost;
 mod plain;
 mod read_only;
