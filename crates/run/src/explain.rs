@@ -4,7 +4,7 @@ use std::{fmt::Write, path::Path};
 
 use bytesize::ByteSize;
 
-use crate::{Sizes, program::Program};
+use crate::{FaultsBy, Sizes, program::Program};
 
 impl Program {
     /// Returns lines that say what a run would interpose.
@@ -27,7 +27,7 @@ impl Program {
             capacity,
             min_bytes,
             page_size,
-            in_thread,
+            faults_by,
         } = sizes;
         let all = match capacity {
             Some(capacity) => capacity.to_string(),
@@ -36,9 +36,9 @@ impl Program {
         line(format!(
             "budget      {budget} of local memory, {all} in all"
         ));
-        let by = match in_thread {
-            true => "the thread that touches them",
-            false => "filler threads (--in-thread: by the thread that touches them)",
+        let by = match faults_by {
+            FaultsBy::Fillers => "filler threads",
+            _ => "the thread that touches them (--fillers: by filler threads)",
         };
         line(format!("pages       {page_size} each, brought in by {by}"));
         line(format!(

@@ -89,9 +89,12 @@ struct RunOptions {
     #[arg(long)]
     children: bool,
     /// The threads that touch absent memory fetch it themselves, without a hand-off to another
-    /// thread [x86-64].
-    #[arg(long)]
+    /// thread [x86-64, where it is the default].
+    #[arg(long, overrides_with = "fillers")]
     in_thread: bool,
+    /// Threads of farpage fetch absent memory, for programs that do what --in-thread cannot serve.
+    #[arg(long, overrides_with = "in_thread")]
+    fillers: bool,
     /// Says what would be interposed, and what would not and why, and runs nothing.
     #[arg(long)]
     explain: bool,
@@ -129,17 +132,13 @@ fn run(options: &RunOptions) -> Result<u8> {
     let (name, arguments) = options.command.split_first().expect("clap requires one");
     let path = find(name)?;
     let program = Program::read(&path).map_err(|error| cannot_start(&path, error))?;
+    let faults_by = FaultsBy::chosen(options)?;
     if options.explain {
-        print!("{}", program.explain(&path, &sizes(options)));
+        print!("{}", program.explain(&path, &sizes(options, faults_by)));
         return Ok(if program.refusal().is_some() { 1 } else { 0 });
     }
     if let Some(why) = program.refusal() {
         bail!("{} cannot be interposed: {why}", path.display());
-    }
-    if in_thread(options) && !cfg!(target_arch = "x86_64") {
-        bail!(
-            "--in-thread works on x86-64 alone: leave it out, and filler threads serve the faults"
-        );
     }
     if let Some(capacity) = options
         .capacity
@@ -153,7 +152,7 @@ fn run(options: &RunOptions) -> Result<u8> {
     let limits = Limits::raise();
     let folder = scratch::make()?;
     let library = scratch::preloadable(library()?, folder.path())?;
-    let sizes = sizes(options);
+    let sizes = sizes(options, faults_by);
     let mut command = Command::new(&path);
     command.arg0(name).args(arguments);
     let page_bytes = sizes.page_size.as_u64();
@@ -177,11 +176,15 @@ fn run(options: &RunOptions) -> Result<u8> {
         (options.stats, "STATS"),
         (options.children, "CHILDREN"),
         (options.server.is_none(), "ON_DEMAND"),
-        (sizes.in_thread, "IN_THREAD"),
     ] {
         if flag {
             set(&mut command, name, "1");
         }
+    }
+    match sizes.faults_by {
+        FaultsBy::Fillers => {}
+        FaultsBy::Thread => set(&mut command, "IN_THREAD", "1"),
+        FaultsBy::ThreadIfPossible => set(&mut command, "IN_THREAD", "if possible"),
     }
     let before = env::var_os("LD_PRELOAD").unwrap_or_default();
     command.env("FARPAGE_RUN_LIBRARY", &library);
@@ -227,9 +230,40 @@ fn run(options: &RunOptions) -> Result<u8> {
     Ok(code(status))
 }
 
-/// True if faults are served in-thread, by the option or by the library's own variable.
-fn in_thread(options: &RunOptions) -> bool {
-    options.in_thread || env::var("FARPAGE_FAULT_MODE").is_ok_and(|mode| mode == "in-thread")
+/// Server of the program's page faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FaultsBy {
+    /// Threads of the runtime.
+    Fillers,
+    /// The thread that touches the page.
+    Thread,
+    /// The thread that touches the page, or else threads of the runtime, with a line.
+    ThreadIfPossible,
+}
+
+impl FaultsBy {
+    /// Returns the choice of the options, or else of the library's own variable.
+    fn chosen(options: &RunOptions) -> Result<FaultsBy> {
+        let is_possible = cfg!(target_arch = "x86_64");
+        let by_variable = env::var("FARPAGE_FAULT_MODE").unwrap_or_default();
+        let asked = match (options.in_thread, options.fillers, &*by_variable) {
+            (true, ..) => Some(FaultsBy::Thread),
+            (_, true, _) => Some(FaultsBy::Fillers),
+            (.., "in-thread") => Some(FaultsBy::Thread),
+            (.., "filler") => Some(FaultsBy::Fillers),
+            _ => None,
+        };
+        match asked {
+            Some(FaultsBy::Thread) if !is_possible => {
+                bail!(
+                    "--in-thread works on x86-64 alone: leave it out, and filler threads serve the faults"
+                )
+            }
+            Some(asked) => Ok(asked),
+            None if is_possible => Ok(FaultsBy::ThreadIfPossible),
+            None => Ok(FaultsBy::Fillers),
+        }
+    }
 }
 
 /// Returns the exit code that a shell gives for `status`.
@@ -254,10 +288,10 @@ pub(crate) struct Sizes {
     pub(crate) capacity: Option<ByteSize>,
     pub(crate) min_bytes: ByteSize,
     pub(crate) page_size: ByteSize,
-    pub(crate) in_thread: bool,
+    pub(crate) faults_by: FaultsBy,
 }
 
-fn sizes(options: &RunOptions) -> Sizes {
+fn sizes(options: &RunOptions, faults_by: FaultsBy) -> Sizes {
     let available = Allowance::of_this_process().available_bytes;
     let budget = options.budget.unwrap_or(ByteSize(available / 4));
     let default = || {
@@ -270,7 +304,7 @@ fn sizes(options: &RunOptions) -> Sizes {
         capacity: (options.capacity).or_else(|| options.server.is_none().then(default)),
         min_bytes: options.min_bytes,
         page_size: options.page_size,
-        in_thread: in_thread(options),
+        faults_by,
     }
 }
 

@@ -59,6 +59,8 @@ mod heap;
 mod limits;
 #[path = "preload/local.rs"]
 mod local;
+#[path = "preload/local_strings.rs"]
+mod local_strings;
 #[path = "preload/locks.rs"]
 mod locks;
 #[path = "preload/made.rs"]

@@ -16,7 +16,7 @@ use farpage_memserver::{RunningServer, Server};
 use farpage_testkit::{serve_tcp, tcp, text};
 
 const PYTHON: &str = "/usr/bin/python3";
-const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
+const MODES: [&[&str]; 2] = [&["--fillers"], &["--in-thread"]];
 
 /// Runs a script in both modes, and calls `check` with the result.
 fn python(options: &[&str], script: &str, check: impl Fn(&Output, &str)) {
@@ -172,7 +172,7 @@ fn limits_of_address_space_leave_room() {
     if !can_run(&[PYTHON]) {
         return;
     }
-    for mode in ["", "--in-thread"] {
+    for mode in ["--fillers", "--in-thread"] {
         let line = format!(
             "ulimit -v 4000000; exec {} run {mode} --budget 32MiB -- {PYTHON} -c 'print(len(bytearray(100 << 20)))'",
             env!("CARGO_BIN_EXE_farpage")

@@ -11,7 +11,7 @@ use common::{can_run, farpage};
 use farpage_testkit::text;
 
 const PYTHON: &str = "/usr/bin/python3";
-const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
+const MODES: [&[&str]; 2] = [&["--fillers"], &["--in-thread"]];
 
 /// Helpers of the scripts: a block four times as large as the budget, of which a quarter can be
 /// present.

@@ -62,11 +62,11 @@ fn seeded_programs_read_what_they_read_without() {
         let pages = ["4KiB", "16KiB", "64KiB"];
         let modes = pages
             .iter()
-            .flat_map(|page| [(page, None), (page, Some("--in-thread"))]);
-        for (page, in_thread) in modes {
-            let story = format!("seed {seed}, {page} {}", in_thread.unwrap_or_default());
+            .flat_map(|page| [(page, "--fillers"), (page, "--in-thread")]);
+        for (page, mode) in modes {
+            let story = format!("seed {seed}, {page} {mode}");
             let mut options = vec!["--budget", "1500KiB", "--capacity", "512MiB", "--stats"];
-            options.extend(in_thread);
+            options.push(mode);
             let ours = farpage_in_pages_of(page, &options, &command);
             let (seen, stats) = (text(&ours.stdout), text(&ours.stderr));
             assert!(ours.status.success(), "{story}: {} {stats}", ours.status);

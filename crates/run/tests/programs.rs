@@ -172,7 +172,7 @@ fn allocator_of_the_programs_own_has_its_small_objects_in_remote_memory() {
     let plain = output(&mut Command::new(&program));
     assert!(plain.status.success(), "{plain:?}");
     for options in [
-        &["--budget", "4MiB", "--stats"][..],
+        &["--budget", "4MiB", "--stats", "--fillers"][..],
         &["--budget", "4MiB", "--stats", "--in-thread"],
     ] {
         let ours = farpage(options, &[&program]);
@@ -205,7 +205,7 @@ for at in pages:
 assert all(block[at] == (at >> 12) % 251 for at in pages)
 print('done')
 "#;
-    for more in [&[][..], &["--in-thread"]] {
+    for more in [&["--fillers"][..], &["--in-thread"]] {
         // Nothing is remote before the rights are given up.
         let options = [&["--budget", "6MiB", "--min-bytes", "4MiB"], more].concat();
         let ours = farpage(&options, &[PYTHON, "-c", script]);

@@ -22,7 +22,7 @@ use tempfile::TempDir;
 
 const GCC: &str = "/usr/bin/gcc";
 const GDB: &str = "/usr/bin/gdb";
-const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
+const MODES: [&[&str]; 2] = [&["--fillers"], &["--in-thread"]];
 
 /// Compiles a C program of this folder. `None` if the compiler cannot.
 fn compile(folder: &Path, name: &str, options: &[&str]) -> Option<PathBuf> {

@@ -170,8 +170,12 @@ unsafe extern "C" {
 /// descriptors that the program cannot reach. In-thread faults need the runtime's descriptors in
 /// the program's table.
 fn start() -> Result<Plan, String> {
-    if variable("IN_THREAD").is_some() {
-        return build(None, Some(&window()?));
+    match variable("IN_THREAD").map(|asked| (asked == "1", filter::is_available())) {
+        Some((true, _) | (_, Ok(()))) => return build(None, Some(&window()?)),
+        Some((_, Err(why))) => say(&format!(
+            "{why}: filler threads serve the faults (--fillers)"
+        )),
+        None => {}
     }
     let table = Table::private().map_err(|error| error.to_string())?;
     table.run(|| build(Some(table.clone()), None))

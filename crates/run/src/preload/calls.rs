@@ -4,9 +4,9 @@
 //!
 //! The rule it keeps: a call without remote memory is the C library's own.
 //!
-//! `io_uring` takes its orders from memory that no filter sees. From the first ring on all of the
-//! arena is treated as if the kernel kept references to it (`Advice::ZeroCopy`), also if the arena
-//! is made later.
+//! `io_uring` takes its orders from memory that no filter sees. Without in-thread faults, from the
+//! first ring on all of the arena is treated as if the kernel kept references to it
+//! (`Advice::ZeroCopy`), also if the arena is made later.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -16,7 +16,7 @@ use libc::{c_long, iovec, mmsghdr, msghdr, off_t, sockaddr, socklen_t, timespec}
 use crate::{
     Inside, confine, fail,
     next::{name, next},
-    signals,
+    say_once, signals,
     state::{self, is_remote},
 };
 
@@ -78,7 +78,16 @@ unsafe extern "C-unwind" fn by_number(
         return finish(installed.unwrap_or(-(libc::EPERM as isize)));
     }
     if number == libc::SYS_io_uring_setup {
-        state::expect_zero_copy();
+        match signals::are_ours() {
+            // The filter refuses it, too, where the program has an instruction of its own.
+            true => {
+                say_once(
+                    "io_uring_setup fails with EPERM, as the kernel could not bring absent memory in: --fillers allows rings",
+                );
+                return finish(-(libc::EPERM as isize));
+            }
+            false => state::expect_zero_copy(),
+        }
     }
     let args = [a, b, c, d, e, f];
     // SAFETY: the caller's promise.

@@ -13,10 +13,13 @@ use std::{
     process,
 };
 
-use crate::{Inside, environment, next::next, program::Program, starts, state};
-
-/// List of the arguments or the environment of a program: strings, and a null behind them.
-type Strings = *const *const c_char;
+use crate::{
+    Inside, environment, filter,
+    local_strings::{LocalStrings, Strings},
+    next::next,
+    program::Program,
+    say, signals, starts, state,
+};
 
 next! {
     /// `execve`.
@@ -107,6 +110,24 @@ unsafe fn spawn(
     unsafe { environment::with_ours(variables, start) }
 }
 
+/// Says that a program will not get the rights of its file's owner: the filter of in-thread faults
+/// takes such rights away, unless root has installed it.
+fn warn_of_rights(path: impl FnOnce() -> PathBuf) {
+    if !filter::takes_rights_away() {
+        return;
+    }
+    use std::os::unix::fs::PermissionsExt;
+    let _inside = Inside::enter();
+    let path = path();
+    let has_rights = |file: fs::Metadata| file.permissions().mode() & 0o6000 != 0;
+    if path.metadata().is_ok_and(has_rights) {
+        say(&format!(
+            "{} runs without the rights of its file's owner, as the filter of in-thread faults stays with it: --fillers leaves them",
+            path.display()
+        ));
+    }
+}
+
 /// True if the program's file says that it cannot be interposed.
 fn refuses(path: &Path) -> bool {
     Program::read(path).is_ok_and(|program| program.refusal().is_some())
@@ -163,7 +184,7 @@ unsafe fn found_in(folder: c_int, at: *const c_char) -> PathBuf {
 
 /// Defines functions that start the program whose path is `$path`, by [`exec`] or [`spawn`].
 macro_rules! starts {
-    ($($by:ident $name:ident = $later:ident($($arg:ident: $type:ty),+) of $path:expr, with $variables:ident;)+) => {
+    ($($by:ident $name:ident = $later:ident($($arg:ident: $type:ty),+) of $path:expr, with $arguments:ident and $variables:ident;)+) => {
         $(
             #[doc = concat!("`", stringify!($name), "`.")]
             ///
@@ -172,19 +193,24 @@ macro_rules! starts {
             #[unsafe(no_mangle)]
             pub(crate) unsafe extern "C" fn $name($($arg: $type),+) -> c_int {
                 // SAFETY: the caller's promise.
-                unsafe { $by(|| $path, $variables, |$variables| $later($($arg),+)) }
+                unsafe {
+                    let [arguments, variables] = [$arguments, $variables].map(|it| LocalStrings::of(it));
+                    let $arguments = arguments.list();
+                    warn_of_rights(|| $path);
+                    $by(|| $path, variables.list(), |$variables| $later($($arg),+))
+                }
             }
         )+
     };
 }
 
 starts! {
-    exec execve = later_execve(at: *const c_char, arguments: Strings, variables: Strings) of path(at), with variables;
-    exec execvpe = later_execvpe(file: *const c_char, arguments: Strings, variables: Strings) of found(file), with variables;
-    exec fexecve = later_fexecve(fd: c_int, arguments: Strings, variables: Strings) of opened(fd), with variables;
-    exec execveat = later_execveat(folder: c_int, at: *const c_char, arguments: Strings, variables: Strings, flags: c_int) of found_in(folder, at), with variables;
-    spawn posix_spawn = later_posix_spawn(process: *mut libc::pid_t, at: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of path(at), with variables;
-    spawn posix_spawnp = later_posix_spawnp(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of found(file), with variables;
+    exec execve = later_execve(at: *const c_char, arguments: Strings, variables: Strings) of path(at), with arguments and variables;
+    exec execvpe = later_execvpe(file: *const c_char, arguments: Strings, variables: Strings) of found(file), with arguments and variables;
+    exec fexecve = later_fexecve(fd: c_int, arguments: Strings, variables: Strings) of opened(fd), with arguments and variables;
+    exec execveat = later_execveat(folder: c_int, at: *const c_char, arguments: Strings, variables: Strings, flags: c_int) of found_in(folder, at), with arguments and variables;
+    spawn posix_spawn = later_posix_spawn(process: *mut libc::pid_t, at: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of path(at), with arguments and variables;
+    spawn posix_spawnp = later_posix_spawnp(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of found(file), with arguments and variables;
 }
 
 /// `execv`.

@@ -6,7 +6,8 @@
 //! result. This covers calls from inside the C library (streams, locks, `opendir`) and raw ones
 //! alike.
 //!
-//! The same filter refuses to close or to replace descriptors of the runtime (`descriptors.rs`).
+//! The same filter refuses to close or to replace descriptors of the runtime (`descriptors.rs`),
+//! and rings (`io_uring_setup`), which name memory where no filter looks.
 //!
 //! The rule it keeps: all other calls cost a few comparisons. A filter stays with a process and its
 //! children for good, also after `exec`, which removes the handler of SIGSYS. So the filter must
@@ -47,6 +48,14 @@ const RESERVED_BYTES: usize = 2 << 20;
 /// exists, so that its SIGSYS finds them.
 static FIRST: AtomicUsize = AtomicUsize::new(usize::MAX);
 static LAST: AtomicUsize = AtomicUsize::new(0);
+
+/// True if set-user-ID programs run without their rights, which the filter needed.
+static TAKES_RIGHTS_AWAY: AtomicBool = AtomicBool::new(false);
+
+/// True if programs that this process starts do not get the rights of their files' owners.
+pub(crate) fn takes_rights_away() -> bool {
+    TAKES_RIGHTS_AWAY.load(Ordering::Relaxed)
+}
 
 /// True if the filter looks for `at`. The arena may begin later, or end earlier.
 fn is_in_window(at: usize) -> bool {
@@ -129,6 +138,26 @@ fn no_sigsys() -> String {
     )
 }
 
+/// Finds out whether the system allows such a filter.
+///
+/// # Errors
+/// The reason in words.
+pub(crate) fn is_available() -> Result<(), String> {
+    let action = libc::SECCOMP_RET_TRAP;
+    // SAFETY: reads the variable, and changes nothing.
+    let answer = unsafe {
+        let asks = libc::SECCOMP_GET_ACTION_AVAIL;
+        libc::syscall(libc::SYS_seccomp, asks, 0, &raw const action)
+    };
+    match answer {
+        0 => Ok(()),
+        _ => Err(format!(
+            "this system allows no filter of system calls, which in-thread faults need (seccomp: {})",
+            std::io::Error::last_os_error()
+        )),
+    }
+}
+
 /// Installs the filter: from now on this thread, and threads that it starts, may give memory at
 /// `addresses` to system calls. Calls that close or replace one of `descriptors` fail.
 pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Result<(), String> {
@@ -136,6 +165,7 @@ pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Resul
     LAST.store((addresses.end - 1) >> WINDOW_BITS, Ordering::Relaxed);
     handle_sigsys()?;
     let mut filter = refuse_to_close(descriptors);
+    filter.extend(refuse_rings());
     filter.extend(self::filter(addresses));
     let program = libc::sock_fprog {
         len: filter.len() as u16,
@@ -159,11 +189,12 @@ pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Resul
     // SAFETY: changes nothing else.
     unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     if set() == 0 {
+        TAKES_RIGHTS_AWAY.store(true, Ordering::Relaxed);
         return Ok(());
     }
     let error = std::io::Error::last_os_error();
     Err(format!(
-        "this system allows no filter of system calls, which --in-thread needs (seccomp: {error}); leave --in-thread out"
+        "this system allows no filter of system calls, which in-thread faults need (seccomp: {error}); --fillers does without"
     ))
 }
 
@@ -221,6 +252,16 @@ fn refuse_to_close(descriptors: Range<u32>) -> Vec<sock_filter> {
     ];
     filter.extend(ours);
     filter
+}
+
+/// Returns a filter that answers `EPERM` to `io_uring_setup`, as systems do that turn rings off:
+/// programs then do without.
+fn refuse_rings() -> [sock_filter; 3] {
+    [
+        load(mem::offset_of!(libc::seccomp_data, nr)),
+        jump(libc::BPF_JEQ, libc::SYS_io_uring_setup as u32, 0, 1),
+        answer(libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+    ]
 }
 
 /// Compares: goes on behind `otherwise` if one of `arguments` is in the windows of `addresses`.
