@@ -18,11 +18,11 @@
 //!
 //! The proof is `threads_in_one_runtime` of `farpage/tests/in_thread.rs`.
 //!
-//! A page with another owner is waited for by yielding the core.
+//! A page with another owner is waited for: the thread leaves a note, and sleeps until the owner
+//! wakes those that wait. Yielding the core alone would cost whole time slices beside busy threads.
 
 use std::{
     sync::Arc,
-    thread,
     time::{Duration, Instant},
 };
 
@@ -42,9 +42,10 @@ use crate::{
 
 /// Number of times that a thread yields its core before it sleeps: the owner of the page is mostly
 /// about to publish it.
-const YIELDS: u32 = 64;
-/// Bounds of a nap between two looks at a page with another owner. A nap takes an eighth of the
-/// time waited so far, and at least a part of what bringing the page in costs.
+const YIELDS: u32 = 8;
+/// Bounds of a sleep between two looks at a page. The longest suits a page whose owner wakes those
+/// that wait. While no inline handler is idle, a sleep takes an eighth of the time waited so far,
+/// and at least a part of what bringing the page in costs.
 const NAP_MIN: Duration = Duration::from_micros(20);
 const NAP_MAX: Duration = Duration::from_millis(1);
 /// Number of looks after which a filler is asked again to serve a fault: it may have been too busy
@@ -106,7 +107,8 @@ impl<A: AddressSpace> InThread<A> {
         region.store.expect(page);
         let (mut since, mut looks) = (None, 0);
         loop {
-            match region.words.load(page).state() {
+            let seen = region.words.load(page).state();
+            match seen {
                 PageState::Poisoned | PageState::Lost => return false,
                 PageState::Resident if self.shared.mapper.is_present(address) => {
                     if !write || self.shared.scatter.unprotect(&region, page) {
@@ -143,8 +145,17 @@ impl<A: AddressSpace> InThread<A> {
             if looks < YIELDS {
                 let _ = sched_yield();
             } else {
-                let since: &mut Instant = since.get_or_insert_with(Instant::now);
-                thread::sleep((since.elapsed() / 8).clamp(NAP_MIN, NAP_MAX));
+                let nap = match seen {
+                    PageState::Filling | PageState::Leaving => NAP_MAX,
+                    _ => {
+                        let since: &mut Instant = since.get_or_insert_with(Instant::now);
+                        (since.elapsed() / 8).clamp(NAP_MIN, NAP_MAX)
+                    }
+                };
+                let prepared = self.shared.mapper.woken(&region, page).prepare();
+                if region.words.load(page).state() == seen {
+                    prepared.sleep(nap);
+                }
             }
         }
     }

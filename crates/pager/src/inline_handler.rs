@@ -83,7 +83,10 @@ impl<A: AddressSpace> InlineHandler<A> {
         self.shared.counters[self.worker].faults.bump();
         self.fills.completion.since = Since::now();
         let plan = self.fills.on_fault(guard, page, address);
-        self.direct_reclaim.reclaim();
+        // A page that was read ahead is here by now: evictors have the time that the thread has not.
+        if !self.fills.is_idle() {
+            self.direct_reclaim.reclaim();
+        }
         Some(plan)
     }
 

@@ -6,10 +6,11 @@
 
 use std::{io, sync::Arc};
 
+use crossbeam_utils::CachePadded;
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{
-    AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Geometry,
-    InstallError, InstallErrorKind, PageIn, PageOut, Pages, RegionMapping, ReservedRoom,
+    AddressSpace, Batch, DetachError, Detached, EventCount, EventScope, EventSources, Events,
+    Geometry, InstallError, InstallErrorKind, PageIn, PageOut, Pages, RegionMapping, ReservedRoom,
     SCATTERED_PAGES_MAX, Shard,
 };
 use smallvec::SmallVec;
@@ -30,11 +31,17 @@ pub(crate) type Runs = SmallVec<[PageRange; SCATTERED_PAGES_MAX]>;
 /// Address space of the program, by regions and pages.
 pub(crate) struct Mapper<A: AddressSpace> {
     space: Arc<A>,
+    /// Events of pages that threads wait for, which serve their own faults; by shard.
+    woken: Vec<CachePadded<EventCount>>,
 }
 
 impl<A: AddressSpace> Mapper<A> {
     pub(crate) fn new(space: Arc<A>) -> Mapper<A> {
-        Mapper { space }
+        let woken = (0..space.shards()).map(|_| CachePadded::default());
+        Mapper {
+            woken: woken.collect(),
+            space,
+        }
     }
 
     pub(crate) fn shards(&self) -> usize {
@@ -208,9 +215,15 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.is_present(address)
     }
 
+    /// Returns the count of calls of [`wake`](Self::wake) in the page's shard.
+    pub(crate) fn woken(&self, region: &Region, page: PageIndex) -> &EventCount {
+        &self.woken[self.shard_of(region, page).0]
+    }
+
     /// Wakes the threads that sleep on `pages`; they try again.
     pub(crate) fn wake(&self, region: &Region, pages: PageRange) {
         self.space.wake(self.pages(region, pages));
+        self.woken(region, pages.start).tell();
     }
 
     /// Makes every touch of an absent page raise SIGBUS from now on, until the page is installed.

@@ -6,6 +6,7 @@
 
 pub mod calls;
 pub mod child;
+mod event_count;
 mod frame;
 mod kernel;
 mod pagemap;
@@ -18,6 +19,7 @@ mod sys;
 mod uffd;
 mod vacancies;
 
+pub use event_count::{EventCount, PreparedSleep};
 pub use frame::KernelFrame;
 pub use kernel::{KernelSpace, KernelSpaceOptions, Transfer};
 pub use pagemap::Pagemap;
