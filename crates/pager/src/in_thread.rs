@@ -21,6 +21,7 @@
 //! A page with another owner is waited for by yielding the core.
 
 use std::{
+    cell::Cell,
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -107,7 +108,8 @@ impl<A: AddressSpace> InThread<A> {
         let (mut since, mut looks) = (None, 0);
         loop {
             match region.words.load(page).state() {
-                PageState::Poisoned | PageState::Lost => return false,
+                PageState::Poisoned => return self.is_ceded_since(&region, page, address),
+                PageState::Lost => return false,
                 PageState::Resident if self.shared.mapper.is_present(address) => {
                     if !write || self.shared.scatter.unprotect(&region, page) {
                         return true;
@@ -140,6 +142,17 @@ impl<A: AddressSpace> InThread<A> {
                 thread::sleep((since.elapsed() / 8).clamp(NAP_MIN, NAP_MAX));
             }
         }
+    }
+
+    /// True if the page at `address` was ceded while this thread faulted there: the access is tried
+    /// again, on the memory that lies there now. A thread that comes back from the same address,
+    /// and no page was ceded meanwhile, has a SIGBUS of that memory.
+    fn is_ceded_since(&self, region: &Region, page: PageIndex, address: usize) -> bool {
+        thread_local! {
+            static TRIED: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
+        }
+        let now = (address, region.times_ceded());
+        self.shared.mapper.is_gone(region, page) && TRIED.replace(now) != now
     }
 
     /// Brings a page in with an idle inline handler, or asks the page's filler. `false`: wait and
