@@ -34,6 +34,8 @@ pub(crate) enum Ceded {
     Done(usize),
     /// The first page has another owner, is in use, or the program forks.
     NotNow,
+    /// The page has to come in first.
+    Absent,
 }
 
 /// Wait for another owner of a page, until the deadline.
@@ -65,7 +67,7 @@ impl<A: AddressSpace> MappedRegion<A> {
                     waiting = Waiting::default();
                     continue;
                 }
-                Ok(Ceded::NotNow) => self
+                Ok(Ceded::NotNow | Ceded::Absent) => self
                     .try_discard(page.until(together.end))
                     .and_then(|_| self.wait_for_owner(page, &mut waiting, &entered)),
                 Err(error) => Err(error),
@@ -96,25 +98,13 @@ impl<A: AddressSpace> MappedRegion<A> {
         let page_bytes = self.page_bytes();
         let range = offset..offset + page_bytes;
         let page = self.pages_to_cede(&range).start;
-        let region = self.region();
         let mut waiting = Waiting::default();
         loop {
             self.wait_for_thaw(&entered);
-            if self.shared().mapper.is_gone(region, page) {
-                return Ok(());
-            }
-            let outcome = match region.words.load(page).state() {
-                PageState::Remote if region.store.is_blank(page) => self.cede_blank(page)?,
-                PageState::Resident => self.cede_mapped(page)?,
-                PageState::Remote | PageState::Poisoned | PageState::Lost => {
-                    self.prefetch_now(range.clone())?;
-                    Ceded::NotNow
-                }
-                PageState::Filling | PageState::Leaving => Ceded::NotNow,
-            };
-            match outcome {
+            match self.try_cede_with_bytes(page)? {
                 Ceded::Done(_) => return Ok(()),
                 Ceded::NotNow => self.wait_for_owner(page, &mut waiting, &entered)?,
+                Ceded::Absent => self.prefetch_now(range.clone())?,
             }
         }
     }
@@ -141,21 +131,9 @@ impl<A: AddressSpace> MappedRegion<A> {
             regained.map_err(|error| self.not_ceded(pages.start, &error))?;
             break;
         }
-        let Some(region) = region.enter() else {
-            return Ok(());
-        };
         for page in pages {
             let mut asked = Instant::now();
-            // A worker that read a fault late may be at the page, and calls it poisoned again.
-            while let PageState::Poisoned | PageState::Filling | PageState::Leaving =
-                region.words.load(page).state()
-            {
-                if region.words.try_apply(page, protocol::heal).is_some() {
-                    // Notes of threads that were woken when the page was ceded.
-                    region.words.apply(page, |w| (protocol::installing(w), ()));
-                    self.publish_remote(&region, page);
-                    continue;
-                }
+            while !self.settle_regained(page) {
                 if asked.elapsed() > ASK {
                     asked = Instant::now();
                     self.ask_for(page);
@@ -164,6 +142,24 @@ impl<A: AddressSpace> MappedRegion<A> {
             }
         }
         Ok(())
+    }
+
+    /// Publishes a page as remote whose addresses were regained. Returns false while it has another
+    /// owner: a worker that has read a fault late, and calls the page poisoned again.
+    pub(crate) fn settle_regained(&self, page: PageIndex) -> bool {
+        let Some(region) = self.region().enter() else {
+            return true;
+        };
+        if region.words.try_apply(page, protocol::heal).is_some() {
+            // Notes are of threads that were woken when the page was ceded.
+            region.words.apply(page, |w| (protocol::installing(w), ()));
+            self.publish_remote(&region, page);
+            return true;
+        }
+        !matches!(
+            region.words.load(page).state(),
+            PageState::Filling | PageState::Leaving | PageState::Poisoned
+        )
     }
 
     fn pages_to_cede(&self, range: &Range<usize>) -> PageRange {
@@ -201,6 +197,20 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
         region.store.clear(owned);
         self.cede_owned(&region, owned, None)
+    }
+
+    /// Cedes a page with its bytes, if it is mapped or blank.
+    pub(crate) fn try_cede_with_bytes(&self, page: PageIndex) -> Result<Ceded, PageError> {
+        let region = self.region();
+        if self.shared().mapper.is_gone(region, page) {
+            return Ok(Ceded::Done(1));
+        }
+        match region.words.load(page).state() {
+            PageState::Remote if region.store.is_blank(page) => self.cede_blank(page),
+            PageState::Resident => self.cede_mapped(page),
+            PageState::Remote | PageState::Poisoned | PageState::Lost => Ok(Ceded::Absent),
+            PageState::Filling | PageState::Leaving => Ok(Ceded::NotNow),
+        }
     }
 
     /// Cedes a page of which nothing is stored, and which is not mapped.

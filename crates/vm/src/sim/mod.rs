@@ -305,9 +305,9 @@ impl AddressSpace for SimSpace {
         let page_bytes = region.geometry.page_bytes;
         for page in ceded.step_by(page_bytes) {
             let before = region.pages.remove(&page);
-            let is_gone = matches!(before, Some(Content::Gone));
+            let is_ceded = matches!(before, Some(Content::Own(_)));
             assert!(
-                is_gone,
+                is_ceded,
                 "the page at {page:#x} is regained and was not ceded"
             );
         }
@@ -327,9 +327,7 @@ impl AddressSpace for SimSpace {
 
     fn is_gone(&self, address: usize) -> bool {
         let mut state = self.state.lock();
-        state
-            .region(address)
-            .is_some_and(|(region, page)| matches!(region.pages.get(&page), Some(Content::Gone)))
+        (state.region(address)).is_some_and(|(region, page)| region.is_gone(page))
     }
 
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<SimFrame> {
@@ -415,7 +413,7 @@ impl AddressSpace for SimSpace {
         state.region(address).is_some_and(|(region, page)| {
             matches!(
                 region.pages.get(&page),
-                Some(Content::Bytes(_) | Content::Poison)
+                Some(Content::Bytes(_) | Content::Poison | Content::Own(_))
             )
         })
     }
