@@ -240,8 +240,8 @@ impl World {
         self.unused.clear();
     }
 
-    /// Cedes pages, while everything else goes on: with their bytes, which threads use meanwhile, or
-    /// without.
+    /// Cedes pages, while everything else goes on: with their bytes, which threads use meanwhile,
+    /// or without.
     fn cede(&mut self, pages: Range<usize>, with_bytes: bool) {
         if with_bytes {
             self.step_by_step(pages.clone(), [pages.start; 2], |world, pages| match (world

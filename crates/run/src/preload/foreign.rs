@@ -67,25 +67,18 @@ pub(crate) unsafe fn map_over(
     // 1. Elsewhere, since only the kernel knows what it refuses.
     // SAFETY: replaces nothing.
     let made = unsafe { wanted.map(0) }?;
-    let took_place = move_over(
-        hold,
-        state,
-        made..made + addresses.len(),
-        addresses.start,
-        mapped,
-    );
-    match took_place {
-        Ok(()) => Ok(()),
-        Err(errno) => {
-            // SAFETY: made above, and nobody has seen it.
-            unsafe { system_call(libc::SYS_munmap, [made, addresses.len(), 0, 0, 0, 0]) };
-            // Mappings of some devices cannot move. SAFETY: the caller's promise.
-            match hold.cover(addresses) {
-                true => unsafe { wanted.map(addresses.start) }.map(drop),
-                false => Err(errno),
-            }
-        }
+    let from = made..made + addresses.len();
+    let Err(errno) = move_over(hold, state, from, addresses.start, mapped) else {
+        return Ok(());
+    };
+    // SAFETY: made above, and nobody has seen it.
+    unsafe { system_call(libc::SYS_munmap, [made, addresses.len(), 0, 0, 0, 0]) };
+    if !hold.cover(addresses) {
+        return Err(errno);
     }
+    // Mappings of some devices cannot move.
+    // SAFETY: the caller's promise.
+    unsafe { wanted.map(addresses.start) }.map(drop)
 }
 
 /// Moves a mapping of the kernel's to addresses of the arena from `to` on, in place of memory of

@@ -203,6 +203,11 @@ unsafe fn remap(
             return Err(libc::ENOMEM);
         }
     }
+    // Those of addresses that stay mapped.
+    let protected = match stays && !is_kernels {
+        true => protect::of(old),
+        false => Vec::new(),
+    };
     // SAFETY: the caller's promise.
     unsafe {
         if is_kernels {
@@ -210,17 +215,20 @@ unsafe fn remap(
         }
         let kept = old.start..old.end.min(old.start + whole);
         match (is_fixed, new) {
-            (true, None) => move_out(&mut hold, state, &kept, whole, target.start, stays)?,
-            (true, Some(new)) => move_within(&mut hold, state, &kept, &new, stays)?,
+            (true, None) => move_out(&hold, state, &kept, target.clone())?,
+            (true, Some(new)) => move_within(&mut hold, state, &kept, &new)?,
             (false, _) if is_ceded => {
                 let made = allocate(state, 0, whole)?;
-                copy(&mut hold, state, &kept, made.start)?;
+                copy(&hold, state, &kept, made.start)?;
                 leave(&mut hold, state, old, stays)?;
                 return Ok(made.start);
             }
             (false, _) => return move_elsewhere(&mut hold, state, old, whole, stays),
         }
         leave(&mut hold, state, old, stays)?;
+    }
+    for (part, protection) in protected {
+        protect::set(part, protection)?;
     }
     Ok(target.start)
 }
@@ -275,16 +283,14 @@ unsafe fn move_ceded(
 /// # Safety
 /// As `mremap` with `MREMAP_FIXED`.
 unsafe fn move_out(
-    hold: &mut Hold,
+    hold: &Hold,
     state: &State,
     old: &Range<usize>,
-    whole: usize,
-    to: usize,
-    _stays: bool,
+    to: Range<usize>,
 ) -> Result<(), c_int> {
-    ceded::map_anonymous(&(to..to + whole), PLAIN, libc::MAP_FIXED)?;
+    ceded::map_anonymous(&to, PLAIN, libc::MAP_FIXED)?;
     // SAFETY: the caller's promise.
-    unsafe { copy(hold, state, old, to) }
+    unsafe { copy(hold, state, old, to.start) }
 }
 
 /// Moves a mapping to other addresses of the arena.
@@ -296,7 +302,6 @@ unsafe fn move_within(
     state: &State,
     old: &Range<usize>,
     new: &Range<usize>,
-    _stays: bool,
 ) -> Result<(), c_int> {
     let mut mapped = mapped();
     let claim = Claim::make(state, &mapped, new, true).ok_or(libc::EINVAL)?;
@@ -354,16 +359,12 @@ unsafe fn copy(hold: &Hold, state: &State, old: &Range<usize>, to: usize) -> Res
     unsafe { into.copy_from_nonoverlapping(from, old.len()) };
     for (part, protection) in protected {
         let new = to + (part.start - old.start)..to + (part.end - old.start);
-        let (_, is_remote) = (part.clone(), state.arena.contains(new.start));
-        if is_remote {
-            for (new, is_ceded) in hold.parts(&new) {
-                match is_ceded {
-                    true => ceded::protects(&new, protection)?,
-                    false => protect::set(new, protection)?,
-                }
+        let is_arenas = state.arena.contains(new.start);
+        for (new, is_ceded) in hold.parts(&new) {
+            match is_ceded || !is_arenas {
+                true => ceded::protects(&new, protection)?,
+                false => protect::set(new, protection)?,
             }
-        } else {
-            ceded::protects(&new, protection)?;
         }
         // The old mapping may stay.
         protect::set(part, protection)?;

@@ -517,12 +517,25 @@ static void borders(void) {
     printf("%lx\n", seen);
 }
 
+// Kilobytes that the kernel has locked.
+static int locked_kilobytes(void) {
+    char line[256];
+    int kilobytes = -1;
+    FILE *status = fopen("/proc/self/status", "r");
+    while (fgets(line, sizeof line, status)) {
+        sscanf(line, "VmLck: %d", &kilobytes);
+    }
+    fclose(status);
+    return kilobytes;
+}
+
 static void locked(void) {
     unsigned char *p = must(mmap(NULL, 256 * K, RW, ANON, -1, 0), "mmap");
     memset(p, 3, 256 * K);
     printf("%d\n", mlock(p, 64 * K));
     over(p + 20 * K, 8 * K, RW, MAP_SHARED | MAP_ANONYMOUS, -1);
     printf("%d %d %d\n", peek(p + 16 * K), peek(p + 20 * K), peek(p + 28 * K));
+    printf("%d kB\n", locked_kilobytes());
     press();
     unsigned char pages[16];
     printf("%d\n", mincore(p, 64 * K, pages));
