@@ -26,12 +26,10 @@ use crate::{
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
-/// Flags of private anonymous memory that make no difference here.
-const PLAIN_FLAGS: c_int = libc::MAP_PRIVATE
-    | libc::MAP_ANONYMOUS
-    | libc::MAP_NORESERVE
-    | libc::MAP_POPULATE
-    | libc::MAP_STACK;
+/// Flags of private anonymous memory that may be remote. Stacks (`MAP_STACK`) are local: handlers of
+/// faults run there.
+const PLAIN_FLAGS: c_int =
+    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_POPULATE;
 const FIXED: c_int = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE;
 
 /// Mapped addresses in the arena. Locked after the table of ceded pages.
@@ -133,7 +131,7 @@ fn map(state: &State, bytes: usize, protection: c_int, flags: c_int) -> Option<*
     }
     // Programs reserve addresses like this, often more than they will use.
     say_once(
-        "addresses that were reserved (PROT_NONE, MAP_NORESERVE) exceed --capacity: what the program uses of them will be local",
+        "addresses that were reserved (PROT_NONE, MAP_NORESERVE) exceed --capacity: what the program uses of them will be local; a larger --capacity makes it remote",
     );
     None
 }
