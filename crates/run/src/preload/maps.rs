@@ -26,8 +26,8 @@ use crate::{
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
-/// Flags of private anonymous memory that may be remote. Stacks (`MAP_STACK`) are local: handlers of
-/// faults run there.
+/// Flags of private anonymous memory that may be remote. Stacks (`MAP_STACK`) are local: handlers
+/// of faults run there.
 const PLAIN_FLAGS: c_int =
     libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_POPULATE;
 const FIXED: c_int = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE;
