@@ -7,11 +7,9 @@
 //! and costs nothing before it is touched. A range is discarded before it is given out again,
 //! except to callers that take memory with old contents (`kept.rs`).
 //!
-//! Best fit in whole pages, the lowest address first, neighbours joined: see `slots.rs` of the
-//! store for figures beside size classes and first fit. Pages are never shared between allocations.
+//! Allocations are of whole pages, which are never shared between them (`arena_pages.rs`).
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
     fmt,
     ops::Range,
     ptr::NonNull,
@@ -22,7 +20,10 @@ use bytesize::ByteSize;
 use farpage_pager::PageError;
 use farpage_signals::{Mutex, MutexGuard};
 
-use crate::{Region, kept::Kept};
+use crate::{
+    Region,
+    arena_pages::{Fit, Ranges},
+};
 
 farpage_wire::debug_as_display!(ArenaError);
 
@@ -85,33 +86,9 @@ pub enum ArenaError {
     Forked,
 }
 
-/// Free and allocated page numbers of the arena.
-#[derive(Default)]
-struct Ranges {
-    /// First page and number of pages of each free range. Neighbours are joined.
-    free: BTreeMap<usize, usize>,
-    /// Free ranges as (pages, first page), shortest first, then lowest.
-    by_length: BTreeSet<(usize, usize)>,
-    /// First page and number of pages of each allocation.
-    allocated: BTreeMap<usize, usize>,
-    allocated_pages: usize,
-    /// Freed ranges that could not be discarded yet.
-    stuck: Vec<Range<usize>>,
-    /// Freed allocations that are not discarded, and neither free nor allocated.
-    kept: Kept,
-}
-
 /// Lock on the record of allocations.
 #[doc(hidden)]
 pub struct ArenaHold<'a>(#[expect(dead_code, reason = "a guard")] MutexGuard<'a, Ranges>);
-
-/// Choice of the free range for an allocation.
-#[derive(Clone, Copy)]
-enum Fit {
-    Shortest,
-    /// The longest, in which an allocation that has grown can grow again in place.
-    Roomiest,
-}
 
 impl Arena {
     pub(crate) fn new(region: Region, budget_bytes: usize) -> Arena {
@@ -377,6 +354,91 @@ impl Arena {
         is_free
     }
 
+    /// True if the arena has a free range of `bytes` bytes now.
+    pub fn has_room(&self, bytes: usize) -> bool {
+        let (pages, ranges) = (self.pages(bytes), self.ranges());
+        let longest = ranges.by_length.last();
+        longest.is_some_and(|&(free, _)| free >= pages)
+    }
+
+    /// Allocates the pages at `addresses`. Returns false if some of them are not free.
+    /// [`release`](Self::release) frees them.
+    ///
+    /// # Panics
+    /// If the range is no whole pages of the arena.
+    #[doc(hidden)]
+    pub fn claim(&self, addresses: Range<usize>) -> bool {
+        let pages = self.whole_pages(&addresses);
+        let mut ranges = self.ranges();
+        loop {
+            if self.region.is_parents() {
+                return false;
+            }
+            if ranges.take_inside(pages.clone()) {
+                self.allocated(&mut ranges, pages.start, pages.len());
+                return true;
+            }
+            let Some((first, count)) = ranges.kept.pop() else {
+                return false;
+            };
+            drop(ranges);
+            // Pages that cannot be discarded now are tried again.
+            let _ = self.free(first..first + count);
+            ranges = self.ranges();
+        }
+    }
+
+    /// Takes allocated pages out of paging, so that the program may map anything there: their
+    /// contents are gone, and memory without access lies there. The pages must be
+    /// [regained](Self::regain) before they are freed.
+    ///
+    /// # Errors
+    /// A page that is pinned or busy, or the kernel's, for lack of mappings. No page is ceded then.
+    ///
+    /// # Panics
+    /// If the range is no whole pages of the arena.
+    ///
+    /// # Safety
+    /// No references to bytes of the range exist.
+    #[doc(hidden)]
+    pub unsafe fn cede(&self, addresses: Range<usize>) -> Result<(), PageError> {
+        let pages = self.whole_pages(&addresses);
+        self.touched_peak_bytes();
+        self.region
+            .cede(pages.start * self.page_bytes..pages.end * self.page_bytes)
+    }
+
+    /// Takes the allocated page at `address` out of paging as [`cede`](Self::cede) does, with its
+    /// bytes, which other threads may use meanwhile. The page can be read and written afterwards.
+    ///
+    /// # Errors
+    /// As [`cede`](Self::cede), and a page that cannot be brought in. The page is as before.
+    ///
+    /// # Panics
+    /// If no page of the arena begins at `address`.
+    #[doc(hidden)]
+    pub fn cede_with_bytes(&self, address: usize) -> Result<(), PageError> {
+        let pages = self.whole_pages(&(address..address + self.page_bytes));
+        self.region.cede_with_bytes(pages.start * self.page_bytes)
+    }
+
+    /// Takes ceded pages back into paging. They are zeros.
+    ///
+    /// # Errors
+    /// The kernel's, for lack of mappings: the pages are of no use.
+    ///
+    /// # Panics
+    /// If the range is no whole pages of the arena.
+    ///
+    /// # Safety
+    /// Nobody uses what is mapped there.
+    #[doc(hidden)]
+    pub unsafe fn regain(&self, addresses: Range<usize>) -> Result<(), PageError> {
+        let pages = self.whole_pages(&addresses);
+        self.region
+            .regain(pages.start * self.page_bytes..pages.end * self.page_bytes)
+    }
+
     /// Frees the pages that lie wholly in `addresses`, whichever allocations they belong to, as
     /// `munmap` does with parts of a mapping. Bytes of other pages in the range become zeros.
     ///
@@ -546,6 +608,19 @@ impl Arena {
         offset / self.page_bytes
     }
 
+    /// Returns the numbers of the pages at `addresses`.
+    fn whole_pages(&self, addresses: &Range<usize>) -> Range<usize> {
+        let offset = |address: usize| {
+            let offset = address.wrapping_sub(self.address);
+            assert!(
+                offset <= self.region.len() && offset.is_multiple_of(self.page_bytes),
+                "{address:#x} is no page's of the arena"
+            );
+            offset / self.page_bytes
+        };
+        offset(addresses.start)..offset(addresses.end)
+    }
+
     fn pages(&self, bytes: usize) -> usize {
         bytes.div_ceil(self.page_bytes).max(1)
     }
@@ -562,94 +637,5 @@ impl fmt::Debug for Arena {
             .field("region", &self.region)
             .field("allocated_bytes", &self.allocated_bytes())
             .finish_non_exhaustive()
-    }
-}
-
-impl Ranges {
-    /// Takes `pages` pages of a free range from `align(its start)` on. Returns the first page.
-    fn take(&mut self, pages: usize, fit: Fit, align: impl Fn(usize) -> usize) -> Option<usize> {
-        let fits = |&&(len, start): &&(usize, usize)| align(start) + pages <= start + len;
-        let mut long = self.by_length.range((pages, 0)..);
-        let &(len, start) = match fit {
-            Fit::Shortest => long.find(fits),
-            Fit::Roomiest => long.rev().find(fits),
-        }?;
-        let first = align(start);
-        self.remove(start, len);
-        self.insert(start..first);
-        self.insert(first + pages..start + len);
-        Some(first)
-    }
-
-    /// Takes the `pages` pages from `first` on. Returns false if some of them are not free.
-    fn take_at(&mut self, first: usize, pages: usize) -> bool {
-        match self.free.get(&first).copied() {
-            Some(len) if len >= pages => {
-                self.remove(first, len);
-                self.insert(first + pages..first + len);
-                true
-            }
-            _ => false,
-        }
-    }
-
-    /// Records `pages` as free, and joins them with free neighbours.
-    fn give(&mut self, pages: Range<usize>) {
-        let (mut start, mut end) = (pages.start, pages.end);
-        if let Some((&before, &len)) = self.free.range(..start).next_back()
-            && before + len == start
-        {
-            self.remove(before, len);
-            start = before;
-        }
-        if let Some(&len) = self.free.get(&end) {
-            self.remove(end, len);
-            end += len;
-        }
-        self.insert(start..end);
-    }
-
-    /// Takes `pages` out of their allocations. Returns the ranges that belonged to one.
-    fn cut(&mut self, pages: Range<usize>) -> Vec<Range<usize>> {
-        let mut cut = Vec::new();
-        // A range within one page has no whole page.
-        if pages.is_empty() {
-            return cut;
-        }
-        let before = self.allocated.range(..pages.start).next_back();
-        let from = match before {
-            Some((&first, &len)) if first + len > pages.start => first,
-            _ => pages.start,
-        };
-        let touched: Vec<_> = self.allocated.range(from..pages.end.max(from)).collect();
-        let touched: Vec<_> = touched
-            .into_iter()
-            .map(|(&first, &len)| (first, len))
-            .collect();
-        for (first, len) in touched {
-            let (start, end) = (first.max(pages.start), (first + len).min(pages.end));
-            self.allocated.remove(&first);
-            if first < start {
-                self.allocated.insert(first, start - first);
-            }
-            if end < first + len {
-                self.allocated.insert(end, first + len - end);
-            }
-            self.allocated_pages -= end - start;
-            cut.push(start..end);
-        }
-        cut
-    }
-
-    fn insert(&mut self, pages: Range<usize>) {
-        if !pages.is_empty() {
-            self.free.insert(pages.start, pages.len());
-            self.by_length.insert((pages.len(), pages.start));
-        }
-    }
-
-    fn remove(&mut self, start: usize, len: usize) {
-        self.free.remove(&start);
-        self.by_length.remove(&(len, start));
     }
 }

@@ -100,6 +100,7 @@
 //!   raw system call makes: touching them raises SIGSEGV.
 
 mod arena;
+mod arena_pages;
 mod array;
 mod config;
 pub mod error;

@@ -331,6 +331,84 @@ fn parts_are_released_as_munmap_does() {
     );
 }
 
+#[test]
+fn pages_are_claimed_while_they_are_free() {
+    let Some(_watchdog) = begin(120) else { return };
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let arena = memory.builder(MIB, PAGE).build().unwrap();
+    let arena = arena.arena(64 * PAGE).unwrap();
+    let base = arena.addresses().start;
+    let pages = |pages: Range<usize>| base + pages.start * PAGE..base + pages.end * PAGE;
+    let block = arena.allocate(4 * PAGE, 1).unwrap();
+    assert_eq!(
+        block.as_ptr() as usize,
+        base,
+        "the lowest address that fits"
+    );
+    assert!(arena.claim(pages(8..10)) && !arena.claim(pages(8..10)));
+    assert!(!arena.claim(pages(3..5)) && !arena.claim(pages(9..11)) && arena.claim(pages(62..64)));
+    assert_eq!(arena.allocated_bytes(), 8 * PAGE);
+    assert!(arena.has_room(52 * PAGE) && !arena.has_room(53 * PAGE));
+    // SAFETY: nobody has used it.
+    unsafe { arena.release(pages(9..10)) }.unwrap();
+    assert!(arena.claim(pages(9..10)));
+    // Freed memory that is kept for the next allocation is free as well.
+    let kept = arena.allocate_uninit(PAGE, 1).unwrap();
+    let at = (kept.as_ptr() as usize - base) / PAGE;
+    // SAFETY: nobody uses it any more.
+    unsafe { arena.deallocate(kept) }.unwrap();
+    assert!(arena.claim(pages(at..at + 1)));
+}
+
+#[test]
+fn ceded_pages_keep_their_bytes_or_not_and_are_zeros_when_regained() {
+    let Some(_watchdog) = begin(120) else { return };
+    for mode in [FaultMode::Filler, FaultMode::InThread] {
+        let memory = Memory::start(Fabric::Shm, 64 * MIB);
+        let builder = memory.builder(MIB, PAGE).fault_mode(mode);
+        let arena = builder.build().unwrap().arena(512 * PAGE).unwrap();
+        let block = arena.allocate(256 * PAGE, 1).unwrap().as_ptr() as usize;
+        let bytes = |range: Range<usize>| {
+            let (at, len) = (block + range.start * PAGE, range.len() * PAGE);
+            // SAFETY: allocated above, and used by this thread alone.
+            unsafe { std::slice::from_raw_parts_mut(at as *mut u8, len) }
+        };
+        let holds = |pages: Range<usize>, byte| bytes(pages).iter().all(|&seen| seen == byte);
+        // Four budgets: the first pages are remote, the last are local.
+        bytes(0..256).fill(9);
+        let ceded = [3, 130, 254];
+        for page in ceded {
+            arena.cede_with_bytes(block + page * PAGE).unwrap();
+            assert!(holds(page..page + 1, 9));
+            bytes(page..page + 1).fill(7);
+        }
+        let barred = 40..60;
+        let addresses = block + barred.start * PAGE..block + barred.end * PAGE;
+        // SAFETY: no reference to these bytes is left.
+        unsafe { arena.cede(addresses.clone()) }.unwrap();
+        // All else leaves and comes back meanwhile.
+        for turn in [1, 9] {
+            bytes(61..130).fill(turn);
+            bytes(131..254).fill(turn);
+        }
+        for page in ceded {
+            assert!(holds(page..page + 1, 7), "page {page} is the program's");
+        }
+        // SAFETY: nobody uses these bytes any more.
+        unsafe {
+            arena.regain(addresses).unwrap();
+            for page in ceded {
+                let start = block + page * PAGE;
+                arena.regain(start..start + PAGE).unwrap();
+            }
+        }
+        assert!(holds(barred.clone(), 0) && holds(3..4, 0) && holds(130..131, 0));
+        bytes(barred.clone()).fill(5);
+        bytes(61..254).fill(6);
+        assert!(holds(barred, 5) && holds(0..3, 9) && holds(4..40, 9) && holds(61..254, 6));
+    }
+}
+
 /// A block beside a vector that grows and shrinks with it. Both hold the same bytes.
 struct Grown {
     at: NonNull<u8>,

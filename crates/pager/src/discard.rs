@@ -21,7 +21,7 @@ use crate::{
     installer::UsageCount,
     mapped::{ASK, LOOK},
     protocol::{self, NEVER_LEFT, OnFailed, PageState},
-    region::RegionGuard,
+    region::{RegionGuard, chunk_of},
     run::PageRun,
     victims::DetachOutcome,
 };
@@ -58,6 +58,10 @@ impl<A: AddressSpace> MappedRegion<A> {
         let mut page = pages.start;
         let mut waiting: Option<(Instant, Instant)> = None;
         while page < pages.end {
+            page = self.next_touched(page).min(pages.end);
+            if page == pages.end {
+                break;
+            }
             self.wait_for_thaw(&entered);
             match self.try_discard(page.until(pages.end))? {
                 DiscardOutcome::Done(count) => {
@@ -80,6 +84,19 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
         let page_bytes = self.page_bytes();
         Ok(pages.start.offset(page_bytes)..pages.end.offset(page_bytes))
+    }
+
+    /// Returns the first page from `page` on that may hold anything but zeros: all others were
+    /// never brought in. Of a region with a name, more is stored than this program has touched.
+    fn next_touched(&self, page: PageIndex) -> PageIndex {
+        let region = self.region();
+        if region.store.has_name() {
+            return page;
+        }
+        match region.next_touched(chunk_of(page)) {
+            Some(chunk) => region.chunk(chunk).start.max(page),
+            None => PageIndex(region.pages()),
+        }
     }
 
     /// Asks the worker that owns a page to let go of it. A worker may keep a page that was read

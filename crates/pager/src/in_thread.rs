@@ -22,6 +22,7 @@
 //! wakes those that wait. Yielding the core alone would cost whole time slices beside busy threads.
 
 use std::{
+    cell::Cell,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -109,7 +110,8 @@ impl<A: AddressSpace> InThread<A> {
         loop {
             let seen = region.words.load(page).state();
             match seen {
-                PageState::Poisoned | PageState::Lost => return false,
+                PageState::Poisoned => return self.is_ceded_since(&region, page, address),
+                PageState::Lost => return false,
                 PageState::Resident if self.shared.mapper.is_present(address) => {
                     if !write || self.shared.scatter.unprotect(&region, page) {
                         return true;
@@ -158,6 +160,17 @@ impl<A: AddressSpace> InThread<A> {
                 }
             }
         }
+    }
+
+    /// True if the page at `address` was ceded while this thread faulted there: the access is tried
+    /// again, on the memory that lies there now. A thread that comes back from the same address,
+    /// and no page was ceded meanwhile, has a SIGBUS of that memory.
+    fn is_ceded_since(&self, region: &Region, page: PageIndex, address: usize) -> bool {
+        thread_local! {
+            static TRIED: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
+        }
+        let now = (address, region.times_ceded());
+        self.shared.mapper.is_gone(region, page) && TRIED.replace(now) != now
     }
 
     /// Brings a page in with an idle inline handler, or asks the page's filler. `false`: wait and

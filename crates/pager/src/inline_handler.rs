@@ -83,7 +83,7 @@ impl<A: AddressSpace> InlineHandler<A> {
         self.shared.counters[self.worker].faults.bump();
         self.fills.completion.since = Since::now();
         let plan = self.fills.on_fault(guard, page, address);
-        // A page that was read ahead is here by now: evictors have the time that the thread has not.
+        // A page that was read ahead is here by now, and evictors have more time than the thread.
         if !self.fills.is_idle() {
             self.direct_reclaim.reclaim();
         }

@@ -31,6 +31,7 @@
 mod ahead;
 mod budget;
 mod candidates;
+mod cede;
 mod clock;
 mod clock_hand;
 mod costs;

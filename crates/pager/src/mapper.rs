@@ -4,7 +4,7 @@
 //! and address, and pages that are taken out are counted out of their region. The caller owns the
 //! pages; the protocol is its business.
 
-use std::{io, sync::Arc};
+use std::{io, ops::Range, sync::Arc};
 
 use crossbeam_utils::CachePadded;
 use farpage_store::{PageIndex, PageRange};
@@ -61,6 +61,32 @@ impl<A: AddressSpace> Mapper<A> {
     /// Unmaps the addresses of a region that has given up all its pages.
     pub(crate) fn unmap(&self, region: &Region) {
         self.space.unmap(region.address, region.geometry);
+    }
+
+    /// Takes owned pages out of paging, with `bytes` or without access.
+    pub(crate) fn cede(
+        &self,
+        region: &Region,
+        pages: PageRange,
+        bytes: Option<&[u8]>,
+    ) -> io::Result<()> {
+        self.space.cede(addresses(region, pages), bytes)
+    }
+
+    /// Takes ceded pages back into paging.
+    pub(crate) fn regain(&self, region: &Region, pages: PageRange) -> io::Result<()> {
+        let ceded = addresses(region, pages);
+        self.space.regain(region.address, region.geometry, ceded)
+    }
+
+    /// True if a page is ceded, or the program has unmapped its first byte.
+    pub(crate) fn is_gone(&self, region: &Region, page: PageIndex) -> bool {
+        self.space.is_gone(region.address_of(page))
+    }
+
+    /// Returns the parts of `addresses`, of one region, that are not ceded.
+    pub(crate) fn kept(&self, addresses: Range<usize>) -> Vec<Range<usize>> {
+        self.space.kept(addresses)
     }
 
     pub(crate) fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<A::Frame> {
@@ -260,4 +286,9 @@ impl<A: AddressSpace> Mapper<A> {
         let address = region.address_of(pages.start);
         Pages::new(shard, address, region.page_bytes(), pages.len())
     }
+}
+
+/// Returns the addresses of pages of a region.
+fn addresses(region: &Region, pages: PageRange) -> Range<usize> {
+    region.address_of(pages.start)..region.address_of(pages.end)
 }

@@ -213,6 +213,13 @@ impl<A: AddressSpace> Pager<A> {
         entered.collect()
     }
 
+    /// Returns the parts of `addresses`, of one region, that are neither
+    /// [ceded](MappedRegion::cede) nor unmapped.
+    pub fn kept(&self, addresses: Range<usize>) -> Vec<Range<usize>> {
+        let _signals = SignalGuard::new();
+        self.shared.mapper.kept(addresses)
+    }
+
     /// Keeps `companion` until the pager ends. The first one stays.
     pub fn accompany(&self, companion: Box<dyn Any + Send + Sync>) {
         let _ = self.companion.set(companion);

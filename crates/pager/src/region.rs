@@ -64,6 +64,8 @@ pub(crate) struct Region {
     overdue: AtomicUsize,
     /// Number of pages that the program has pinned.
     pinned: AtomicUsize,
+    /// Number of times that pages were ceded.
+    ceded: AtomicUsize,
     advice: AtomicU8,
     closing: AtomicBool,
     /// Number of guards.
@@ -101,6 +103,7 @@ impl Region {
             resident_in: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES)),
             overdue: AtomicUsize::new(0),
             pinned: AtomicUsize::new(0),
+            ceded: AtomicUsize::new(0),
             advice: AtomicU8::new(Advice::Normal as u8),
             closing: AtomicBool::new(false),
             guards: AtomicUsize::new(0),
@@ -264,6 +267,16 @@ impl Region {
 
     pub(crate) fn count_unpinned(&self) {
         self.pinned.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Returns how often pages were ceded.
+    pub(crate) fn times_ceded(&self) -> usize {
+        self.ceded.load(Ordering::Relaxed)
+    }
+
+    /// Counts that pages are ceded. Must be called before their words say so.
+    pub(crate) fn count_ceded(&self) {
+        self.ceded.fetch_add(1, Ordering::Relaxed);
     }
 
     /// True if the region's store is so slow that no more of its pages shall be taken out.

@@ -146,6 +146,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         let pages = pages.start.and_on(pages.iter().take_while(own).count());
         // Clears bytes that a late fault has left there, or that the store has of the pages.
         self.region().store.clear(pages);
+        self.region().touch(pages);
         pages
     }
 
@@ -253,7 +254,7 @@ impl<A: AddressSpace> MappedRegion<A> {
 
     /// Publishes a page that is owned as `Filling` as remote. If a thread waits for it, its filler
     /// brings it in.
-    fn publish_remote(&self, region: &RegionGuard, page: PageIndex) {
+    pub(crate) fn publish_remote(&self, region: &RegionGuard, page: PageIndex) {
         if region.words.apply(page, protocol::fill_failed) == OnFailed::Dropped {
             return;
         }

@@ -43,6 +43,7 @@ use farpage_vm::{AddressSpace, EventScope, Faulted, SimOptions, SimSpace};
 use crate::{
     Advice, InThread, MappedRegion, PageError, Pager, PagerOptions, RegionOptions,
     ahead::ReadAhead,
+    cede::Ceded,
     discard::DiscardOutcome,
     doors::Command,
     evictor::Evictor,

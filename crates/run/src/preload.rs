@@ -23,9 +23,10 @@
 //!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, and `filter.rs` (the system
 //!    calls that in-thread faults need);
 //! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
-//! 6. memory of the arena: `locks.rs`, `protect.rs` and `allocate.rs`;
-//! 7. calls of the program: `heap.rs`, `maps.rs`, `process.rs`, `confine.rs`, `calls.rs`,
-//!    `debug.rs`.
+//! 6. memory of the arena: `ceded.rs` (pages that the kernel has), `locks.rs`, `protect.rs`,
+//!    `allocate.rs` and `foreign.rs`;
+//! 7. calls of the program: `heap.rs`, `maps.rs`, `remap.rs`, `process.rs`, `confine.rs`,
+//!    `calls.rs`, `debug.rs`.
 //!
 //! An interposed function stands beside the table that it is about: `mlock` in `locks.rs`.
 
@@ -35,6 +36,8 @@ mod allocate;
 mod arena;
 #[path = "preload/calls.rs"]
 mod calls;
+#[path = "preload/ceded.rs"]
+mod ceded;
 #[path = "preload/confine.rs"]
 mod confine;
 #[path = "preload/debug.rs"]
@@ -53,6 +56,8 @@ mod exec;
 mod family;
 #[path = "preload/filter.rs"]
 mod filter;
+#[path = "preload/foreign.rs"]
+mod foreign;
 #[path = "preload/heap.rs"]
 mod heap;
 #[path = "preload/limits.rs"]
@@ -83,6 +88,8 @@ mod program;
 mod protect;
 #[path = "preload/ranges.rs"]
 mod ranges;
+#[path = "preload/remap.rs"]
+mod remap;
 #[path = "preload/report.rs"]
 mod report;
 #[path = "sanitizer.rs"]

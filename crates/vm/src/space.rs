@@ -278,6 +278,29 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// the region must have been detached, or are lost with it.
     fn unmap(&self, address: usize, geometry: Geometry);
 
+    /// Takes `addresses`, whole pages of one region that are absent and have the caller as their
+    /// owner, out of paging until they are [regained](Self::regain). Private anonymous memory lies
+    /// there then: with `bytes`, which are as long, or without access. The program may map there
+    /// what it likes: nothing is installed there or detached from there any more. Waits until the
+    /// events of all shards of the addresses have been read.
+    ///
+    /// # Errors
+    /// The operating system's. The addresses are the region's as before.
+    fn cede(&self, addresses: Range<usize>, bytes: Option<&[u8]>) -> io::Result<()>;
+
+    /// Takes ceded addresses of the region at `address` back: what is mapped there is gone, and all
+    /// pages are absent. The program must not use them meanwhile.
+    ///
+    /// # Errors
+    /// The operating system's. The addresses are ceded as before, or cannot be accessed.
+    fn regain(&self, address: usize, geometry: Geometry, ceded: Range<usize>) -> io::Result<()>;
+
+    /// Returns the parts of `addresses`, of one region, that are not ceded.
+    fn kept(&self, addresses: Range<usize>) -> Vec<Range<usize>>;
+
+    /// True if `address`, of a region, is ceded or was unmapped by the program.
+    fn is_gone(&self, address: usize) -> bool;
+
     /// Makes a new zeroed frame of `pages` pages (at most [`RUN_PAGES_MAX`]): this takes physical
     /// memory, which dropping the frame gives back.
     ///

@@ -240,6 +240,59 @@ impl World {
         self.unused.clear();
     }
 
+    /// Cedes pages, while everything else goes on: with their bytes, which threads use meanwhile,
+    /// or without.
+    fn cede(&mut self, pages: Range<usize>, with_bytes: bool) {
+        if with_bytes {
+            self.step_by_step(pages.clone(), [pages.start; 2], |world, pages| match (world
+                .mapped
+                .try_cede_with_bytes(pages.start))
+            .expect("it is not refused")
+            {
+                Ceded::Done(count) => count,
+                Ceded::NotNow => 0,
+                Ceded::Absent => {
+                    world.mapped.demand(pages.start.alone());
+                    0
+                }
+            });
+            return;
+        }
+        self.finish_intents();
+        self.unused = vec![pages.clone()];
+        self.step_by_step(pages.clone(), [pages.start; 2], |world, pages| match world
+            .mapped
+            .try_cede(pages)
+            .expect("it is not refused")
+        {
+            Ceded::Done(count) => count,
+            Ceded::NotNow | Ceded::Absent => {
+                world.mapped.try_discard(pages).expect("there are frames");
+                0
+            }
+        });
+        self.forget(pages);
+    }
+
+    /// Takes ceded pages back, while everything else goes on.
+    fn regain(&mut self, pages: Range<usize>) {
+        self.finish_intents();
+        self.unused = vec![pages.clone()];
+        let (shared, region) = (self.mapped.pager().shared(), self.mapped.region());
+        (shared.mapper.regain(region, pages_of(pages.clone()))).expect("the space takes them back");
+        self.step_by_step(pages.clone(), [pages.start; 2], |world, pages| {
+            usize::from(world.mapped.settle_regained(pages.start))
+        });
+        self.forget(pages);
+    }
+
+    /// Expects zeros in pages that no thread uses, and lets threads use them again.
+    fn forget(&mut self, pages: Range<usize>) {
+        let words = self.page_bytes / 8;
+        self.shadow[pages.start * words..pages.end * words].fill(0);
+        self.unused.clear();
+    }
+
     /// Acts on `pages`, while everything else goes on: `act` returns how many it has dealt with.
     /// `firsts`: the first pages of the ranges that it uses.
     fn step_by_step(
@@ -417,6 +470,59 @@ fn contents_that_change_their_places_are_whole_under_pressure() {
             world.relocate(from, to, count);
         }
         world.finish_intents();
+        world.check_everything();
+        world.end();
+    }
+}
+
+#[test]
+fn ceded_pages_are_the_programs_own_until_they_are_regained() {
+    for seed in seeds(5000..5060) {
+        println!("seed {seed}");
+        let mut world = World::new(seed, false);
+        for _ in 0..10 {
+            (0..300).for_each(|_| world.step());
+            let first = world.below(PAGES);
+            let pages = first..first + 1 + world.below(PAGES - first);
+            let with_bytes = world.chance(2);
+            world.cede(pages.clone(), with_bytes);
+            // Evictors find nothing there, whatever they do meanwhile.
+            (0..500).for_each(|_| world.step());
+            for page in pages.clone() {
+                let word = world.mapped.region().words.load(PageIndex(page));
+                let is_left_alone = match word.state() {
+                    PageState::Poisoned => true,
+                    // A worker that has read a fault late.
+                    PageState::Filling => !world.fillers.iter().all(Filler::is_at_rest),
+                    _ => false,
+                };
+                assert!(is_left_alone, "page {page} is {:?}", word.state());
+            }
+            world.regain(pages);
+        }
+        world.finish_intents();
+        world.check_everything();
+        world.end();
+    }
+}
+
+#[test]
+fn pages_that_cannot_be_ceded_keep_their_bytes() {
+    for seed in seeds(6000..6010) {
+        println!("seed {seed}");
+        let mut world = World::new(seed, false);
+        (0..3000).for_each(|_| world.step());
+        world.finish_intents();
+        world.space.refuse_to_cede(true);
+        let mut refused = 0;
+        for page in (0..PAGES).map(PageIndex) {
+            match world.mapped.try_cede_with_bytes(page) {
+                Err(_) => refused += 1,
+                Ok(Ceded::Done(_)) => panic!("page {page} is ceded"),
+                Ok(Ceded::Absent | Ceded::NotNow) => {}
+            }
+        }
+        assert!(refused > 0, "no page was there to be ceded");
         world.check_everything();
         world.end();
     }

@@ -18,7 +18,7 @@ use crate::{
     local_strings::{LocalStrings, Strings},
     next::next,
     program::Program,
-    say, signals, starts, state,
+    say, starts, state,
 };
 
 next! {

@@ -14,7 +14,7 @@ use std::{
 use farpage_signals::Mutex;
 
 use crate::{
-    Inside, answer, arena, fail,
+    Inside, answer, arena, ceded, fail,
     ranges::Ranges,
     say_once,
     state::{self, KERNEL_PAGE_BYTES, State},
@@ -105,7 +105,7 @@ fn kernel_unlocks(locked: &[(Range<usize>, ())]) {
 }
 
 /// Makes the kernel lock ranges again that were locked before.
-fn kernel_locks(locked: &[(Range<usize>, ())]) {
+pub(crate) fn kernel_locks(locked: &[(Range<usize>, ())]) {
     for (part, ()) in locked {
         // SAFETY: addresses of the arena, which stay mapped.
         let done = unsafe { libc::syscall(libc::SYS_mlock2, part.start, part.len(), 0) };
@@ -183,8 +183,26 @@ pub(crate) unsafe extern "C" fn mlock2(
         // SAFETY: the caller's promise.
         None => unsafe { libc::syscall(libc::SYS_mlock2, address, bytes, flags) as c_int },
         Some((_, _, false)) => fail(libc::ENOMEM),
-        Some((state, addresses, true)) => answer(lock_range(state, addresses, flags)),
+        Some((state, addresses, true)) => {
+            let inside = Inside::enter();
+            let locked = lock_parts(state, &addresses, flags);
+            drop(inside);
+            answer(locked)
+        }
     }
+}
+
+/// Locks memory of the arena, of which the kernel has ceded pages. The error is an `errno`.
+fn lock_parts(state: &State, addresses: &Range<usize>, flags: c_uint) -> Result<(), c_int> {
+    let hold = ceded::look();
+    for (part, is_ceded) in hold.parts(addresses) {
+        match is_ceded {
+            // SAFETY: the program's own memory, which stays mapped.
+            true => unsafe { ceded::done(libc::SYS_mlock2, &part, [flags as usize, 0]) }?,
+            false => lock_range(state, part, flags)?,
+        }
+    }
+    Ok(())
 }
 
 /// `munlock`.
@@ -198,7 +216,15 @@ pub(crate) unsafe extern "C" fn munlock(address: *const c_void, bytes: usize) ->
         None => unsafe { libc::syscall(libc::SYS_munlock, address, bytes) as c_int },
         Some((_, _, false)) => fail(libc::ENOMEM),
         Some((state, addresses, true)) => {
-            unlock(state, addresses);
+            let _inside = Inside::enter();
+            for (part, is_ceded) in ceded::look().parts(&addresses) {
+                if is_ceded {
+                    // SAFETY: the program's own memory, which stays mapped.
+                    let _ = unsafe { ceded::done(libc::SYS_munlock, &part, [0, 0]) };
+                } else {
+                    unlock(state, part);
+                }
+            }
             0
         }
     }
@@ -245,7 +271,10 @@ pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
 
 fn lock_allocations(state: &State) -> Result<(), c_int> {
     let mut newly = Vec::new();
-    for allocation in state.arena.allocations() {
+    // Ceded pages are locked with all that is local.
+    let hold = ceded::look();
+    let allocations = state.arena.allocations();
+    for allocation in allocations.iter().flat_map(|all| hold.kept(all)) {
         let before = LOCKED.lock().within(&allocation);
         let ends = before.iter().map(|(part, ())| part.start);
         let starts = before.iter().map(|(part, ())| part.end);

@@ -1,7 +1,9 @@
-//! `mmap` of private anonymous memory, `munmap` and `mremap`.
+//! `mmap` and `munmap`. Private anonymous memory for reading and writing comes from the arena. At
+//! fixed addresses of the arena anything else is mapped by the kernel, in ceded pages.
 //!
-//! The rule it keeps: mappings in the arena are recorded by byte. A page of the arena is given back
-//! when it has no mapping any more. All other calls go to the kernel unchanged.
+//! The rule it keeps: mappings in the arena are recorded by byte, whosever the page is. A page of
+//! the arena is given back when it has no mapping any more. All other calls go to the kernel
+//! unchanged.
 
 use std::{
     ffi::{c_int, c_void},
@@ -14,17 +16,27 @@ use farpage_signals::{Mutex, MutexGuard};
 use crate::{
     Inside,
     allocate::Holds,
-    arena, locks,
+    arena,
+    ceded::{self, Hold},
+    foreign::{self, Wanted},
+    locks,
     protect::{self, PLAIN},
     ranges::Ranges,
     say_once, set_errno,
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
-/// Mapped addresses in the arena.
+/// Flags of private anonymous memory that may be remote. Stacks (`MAP_STACK`) are local: handlers
+/// of faults run there.
+const PLAIN_FLAGS: c_int =
+    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_POPULATE;
+const FIXED: c_int = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE;
+
+/// Mapped addresses in the arena. Locked after the table of ceded pages.
 static MAPPED: Mutex<Ranges<()>> = Mutex::new(Ranges::new());
 
-fn mapped() -> MutexGuard<'static, Ranges<()>> {
+/// Locks the record of mappings in the arena.
+pub(crate) fn mapped() -> MutexGuard<'static, Ranges<()>> {
     MAPPED.lock()
 }
 
@@ -41,23 +53,30 @@ pub(crate) unsafe extern "C" fn mmap(
     fd: c_int,
     offset: libc::off_t,
 ) -> *mut c_void {
-    let may_be = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_POPULATE;
-    let is_anonymous = flags & libc::MAP_TYPE == libc::MAP_PRIVATE
+    let is_plain = flags & libc::MAP_TYPE == libc::MAP_PRIVATE
         && flags & libc::MAP_ANONYMOUS != 0
-        && protection & !PLAIN == 0;
-    if flags & libc::MAP_FIXED != 0 {
+        && protection & !PLAIN == 0
+        && flags & !(PLAIN_FLAGS | FIXED) == 0;
+    if flags & FIXED != 0 {
         if let (Some(addresses), Some(state), false) =
             (state::ours(address, bytes), state::get(), Inside::is())
         {
-            return match is_anonymous {
-                true => map_over(state, addresses, protection),
-                false => refuse_to_map_over(),
+            let wanted = Wanted {
+                bytes,
+                protection,
+                flags,
+                fd,
+                offset,
+            };
+            // SAFETY: the caller's promise.
+            return match unsafe { place(state, &addresses, is_plain, &wanted) } {
+                Ok(()) => address,
+                Err(errno) => failed(errno),
             };
         }
-    } else if is_anonymous
-        && flags & !may_be == 0
+    } else if is_plain
         && let Some(state) = arena::serves(bytes)
-        && let Some(made) = map(state, bytes, protection)
+        && let Some(made) = map(state, bytes, protection, flags)
     {
         // The address that the program asked for is a hint.
         return made;
@@ -102,9 +121,23 @@ pub(crate) unsafe extern "C" fn mmap64(
 }
 
 /// Maps memory in the arena. `None`: the kernel is to be asked. Readable and writable memory is
-/// never local: without room for it, the call fails.
-fn map(state: &State, bytes: usize, protection: c_int) -> Option<*mut c_void> {
+/// never local, unless the program says that it may never need it (`MAP_NORESERVE`): without room
+/// for it, the call fails.
+fn map(state: &State, bytes: usize, protection: c_int, flags: c_int) -> Option<*mut c_void> {
     let whole = bytes.checked_next_multiple_of(KERNEL_PAGE_BYTES)?;
+    let is_reserved = protection != PLAIN || flags & libc::MAP_NORESERVE != 0;
+    if !is_reserved || state.arena.has_room(whole) {
+        return map_within(state, whole, protection);
+    }
+    // Programs reserve addresses like this, often more than they will use.
+    say_once(
+        "addresses that were reserved (PROT_NONE, MAP_NORESERVE) exceed --capacity: what the program uses of them will be local; a larger --capacity makes it remote",
+    );
+    None
+}
+
+/// Maps `whole` bytes in the arena, or fails.
+fn map_within(state: &State, whole: usize, protection: c_int) -> Option<*mut c_void> {
     if protection == PLAIN {
         let made = state.allocate(whole, KERNEL_PAGE_BYTES, Holds::Zeros);
         if made.is_null() {
@@ -114,14 +147,9 @@ fn map(state: &State, bytes: usize, protection: c_int) -> Option<*mut c_void> {
         note(made as usize..made as usize + whole);
         return Some(made);
     }
-    // Programs reserve addresses like this, often more than they will use.
     let _inside = Inside::enter();
-    let Ok(made) = state.arena.allocate(whole, KERNEL_PAGE_BYTES) else {
-        say_once(
-            "addresses that were reserved without access (PROT_NONE) exceed --capacity: what the program uses of them will be local",
-        );
-        return None;
-    };
+    // Another thread may have been faster.
+    let made = state.arena.allocate(whole, KERNEL_PAGE_BYTES).ok()?;
     let start = made.as_ptr() as usize;
     state.note_peak();
     note(start..start + whole);
@@ -132,38 +160,165 @@ fn map(state: &State, bytes: usize, protection: c_int) -> Option<*mut c_void> {
     Some(made.as_ptr().cast())
 }
 
-fn note(addresses: Range<usize>) {
+/// Records a mapping.
+pub(crate) fn note(addresses: Range<usize>) {
     mapped().insert(addresses, ());
 }
 
-/// Maps new memory over addresses of the arena, which may have mappings already.
-fn map_over(state: &State, addresses: Range<usize>, protection: c_int) -> *mut c_void {
-    let _inside = Inside::enter();
-    if !state.arena.is_allocated(addresses.clone()) {
-        drop(_inside);
-        return refuse_to_map_over();
+/// Maps at fixed addresses of the arena. The error is an `errno`.
+///
+/// # Safety
+/// As `mmap`.
+unsafe fn place(
+    state: &State,
+    addresses: &Range<usize>,
+    is_plain: bool,
+    wanted: &Wanted,
+) -> Result<(), c_int> {
+    if !addresses.start.is_multiple_of(KERNEL_PAGE_BYTES) {
+        return Err(libc::EINVAL);
     }
-    locks::unlock(state, addresses.clone());
-    // SAFETY: the program gives the contents up.
-    let emptied = unsafe { protect::discard(state, addresses.clone()) };
-    if emptied.is_err() || protect::set(addresses.clone(), protection).is_err() {
-        drop(_inside);
-        return failed(libc::ENOMEM);
+    let inside = Inside::enter();
+    let mut hold = match is_plain {
+        true => ceded::change_if_ceded(&state.pages_of(addresses)),
+        false => ceded::change(),
+    };
+    let mut mapped = mapped();
+    let replaces = wanted.flags & libc::MAP_FIXED_NOREPLACE == 0;
+    if !replaces && mapped.touches(addresses) {
+        return Err(libc::EEXIST);
     }
-    let start = addresses.start;
-    note(addresses);
-    start as *mut c_void
+    let claim = Claim::make(state, &mapped, addresses, is_plain && replaces);
+    let claim = claim.ok_or(if replaces { libc::EINVAL } else { libc::EEXIST })?;
+    // SAFETY: the caller's promise.
+    let placed = unsafe {
+        match is_plain {
+            true => map_plain(&mut hold, state, addresses, wanted.protection),
+            false => foreign::map_over(&mut hold, state, addresses, wanted, &mapped),
+        }
+    };
+    match placed {
+        Ok(()) => {
+            mapped.insert(addresses.clone(), ());
+            state.note_peak();
+        }
+        Err(_) => claim.give_back(&mut hold, state),
+    }
+    drop((mapped, hold, inside));
+    if placed.is_ok() && !is_plain {
+        // As for mappings anywhere else.
+        let start = ptr::with_exposed_provenance_mut(addresses.start);
+        let _ = locks::mapped_by_kernel(start, addresses.len());
+    }
+    placed
 }
 
-fn refuse_to_map_over() -> *mut c_void {
-    say_once(
-        "mmap with MAP_FIXED over remote memory is refused, except of private anonymous memory over what is mapped; a larger --min-bytes keeps such memory local",
-    );
-    failed(libc::EINVAL)
+/// Pages of the arena that were free, and are allocated for a mapping at fixed addresses.
+pub(crate) struct Claim(Vec<Range<usize>>);
+
+impl Claim {
+    /// Allocates the pages of `addresses` that have no mapping. `None`, with a line, if some of
+    /// them belong to an allocation that is not mapped (`malloc`), unless it `may_be_allocated`.
+    pub(crate) fn make(
+        state: &State,
+        mapped: &Ranges<()>,
+        addresses: &Range<usize>,
+        may_be_allocated: bool,
+    ) -> Option<Claim> {
+        let pages = state.pages_of(addresses);
+        let mut taken = Ranges::new();
+        for (part, ()) in mapped.within(&pages) {
+            taken.insert(state.pages_of(&part), ());
+        }
+        let mut claim = Claim(Vec::new());
+        for gap in taken.gaps(&pages) {
+            if state.arena.claim(gap.clone()) {
+                claim.0.push(gap);
+            } else if !may_be_allocated || !state.arena.is_allocated(gap) {
+                say_once(
+                    "mmap with MAP_FIXED over memory of malloc is refused; a larger --min-bytes keeps such memory local",
+                );
+                claim.release(state);
+                return None;
+            }
+        }
+        Some(claim)
+    }
+
+    /// Frees the pages, for which no mapping could be made.
+    pub(crate) fn give_back(self, hold: &mut Hold, state: &State) {
+        let ceded = self.0.iter().flat_map(|gap| hold.ceded(gap));
+        for pages in ceded.collect::<Vec<_>>() {
+            // SAFETY: nobody has seen what is mapped there.
+            if !unsafe { foreign::regain(hold, state, &pages) } {
+                return;
+            }
+        }
+        self.release(state);
+    }
+
+    fn release(self, state: &State) {
+        for gap in self.0 {
+            // SAFETY: nobody has seen it. Pages that cannot be discarded now are tried again.
+            let _ = unsafe { state.arena.release(gap) };
+        }
+    }
+}
+
+/// Maps new memory over addresses of the arena. Ceded pages are regained, except the first and the
+/// last if they have other mappings. The error is an `errno`.
+///
+/// # Safety
+/// As `mmap` with `MAP_FIXED`.
+pub(crate) unsafe fn map_plain(
+    hold: &mut Hold,
+    state: &State,
+    addresses: &Range<usize>,
+    protection: c_int,
+) -> Result<(), c_int> {
+    for (part, is_ceded) in hold.parts(addresses) {
+        if !is_ceded {
+            locks::unlock(state, part.clone());
+            // SAFETY: the program gives the contents up.
+            unsafe { protect::discard(state, part.clone()) }.map_err(|_| libc::ENOMEM)?;
+            protect::set(part, protection).map_err(|_| libc::ENOMEM)?;
+            continue;
+        }
+        let whole = whole_pages(state, &part);
+        for rest in [part.start..whole.start, whole.end..part.end] {
+            if !rest.is_empty() {
+                let flags = libc::MAP_FIXED | libc::MAP_NORESERVE;
+                ceded::map_anonymous(&rest, protection, flags)?;
+            }
+        }
+        if !whole.is_empty() {
+            // SAFETY: the caller's promise.
+            if !unsafe { foreign::regain(hold, state, &whole) } {
+                return Err(libc::ENOMEM);
+            }
+            protect::set(whole, protection).map_err(|_| libc::ENOMEM)?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the pages of the arena that lie wholly in `addresses`.
+fn whole_pages(state: &State, addresses: &Range<usize>) -> Range<usize> {
+    let page_bytes = state.arena.region().page_bytes();
+    let pages = state.pages_of(addresses);
+    let start = match pages.start == addresses.start {
+        true => pages.start,
+        false => (pages.start + page_bytes).min(addresses.end),
+    };
+    let end = match pages.end == addresses.end {
+        true => pages.end,
+        false => pages.end - page_bytes,
+    };
+    start..end.max(start)
 }
 
 /// Fails a call that returns addresses with `errno`.
-fn failed(errno: c_int) -> *mut c_void {
+pub(crate) fn failed(errno: c_int) -> *mut c_void {
     set_errno(errno);
     libc::MAP_FAILED
 }
@@ -184,13 +339,25 @@ pub(crate) unsafe extern "C" fn munmap(address: *mut c_void, bytes: usize) -> c_
     }
 }
 
-fn unmap(state: &State, addresses: Range<usize>) {
+/// Unmaps addresses of the arena.
+pub(crate) fn unmap(state: &State, addresses: Range<usize>) {
     let _inside = Inside::enter();
+    let mut hold = ceded::change_if_ceded(&state.pages_of(&addresses));
     // Held until the end: a page of which other threads unmap parts is released once.
-    let mut mapped = mapped();
+    unmap_under(&mut hold, state, &mut mapped(), addresses);
+}
+
+/// Unmaps addresses of the arena, of which `mapped` are all mappings. Ceded pages without a mapping
+/// are regained.
+pub(crate) fn unmap_under(
+    hold: &mut Hold,
+    state: &State,
+    mapped: &mut Ranges<()>,
+    addresses: Range<usize>,
+) {
     // Joined, so that a page of which several parts are unmapped is released once, too.
     let mut gone: Vec<Range<usize>> = Vec::new();
-    for (part, ()) in mapped.remove(addresses) {
+    for (part, ()) in mapped.remove(addresses.clone()) {
         match gone.last_mut() {
             Some(last) if state.pages_of(last).end > state.pages_of(&part).start => {
                 last.end = part.end;
@@ -198,160 +365,48 @@ fn unmap(state: &State, addresses: Range<usize>) {
             _ => gone.push(part),
         }
     }
-    for gone in gone {
-        if !protect::lift(state, gone.clone()) {
-            continue;
+    hold.ceded(&addresses).iter().for_each(ceded::bar);
+    for pages in hold.ceded(&state.pages_of(&addresses)) {
+        for pages in without_mapping(state, mapped, pages) {
+            // SAFETY: the program has unmapped all that was there. Pages that cannot be regained
+            // stay ceded, and are not given out.
+            let _ = unsafe { foreign::regain(hold, state, &pages) };
         }
-        let pages = state.pages_of(&gone);
-        // Pages at the ends are released, too, if they have no other mapping.
-        let ends = [pages.start..gone.start, gone.end..pages.end];
-        let [before, behind] = ends.map(|end| !end.is_empty() && mapped.touches(&end));
-        let start = if before { gone.start } else { pages.start };
-        let end = if behind { gone.end } else { pages.end };
-        // SAFETY: the program has unmapped it. Whole pages that cannot be discarded are tried
-        // again.
-        if unsafe { state.arena.release(start..end) }.is_err() {
-            // Parts of pages may keep their old bytes, so they are never given out.
-            let page_bytes = state.arena.region().page_bytes();
-            if before {
-                mapped.insert(gone.start..gone.end.min(pages.start + page_bytes), ());
-            }
-            if behind {
-                mapped.insert(gone.start.max(pages.end - page_bytes)..gone.end, ());
-            }
-        }
+    }
+    for part in gone.iter().flat_map(|gone| hold.kept(gone)) {
+        release(state, mapped, &part);
     }
 }
 
-/// `mremap`.
-///
-/// # Safety
-/// As `mremap`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mremap(
-    address: *mut c_void,
-    bytes: usize,
-    new_bytes: usize,
-    flags: c_int,
-    new_address: *mut c_void,
-) -> *mut c_void {
-    if let Some(old) = state::ours(address, bytes)
-        && state::is_forked()
-    {
-        // SAFETY: the caller's promise.
-        return unsafe { remap_copy(old, new_bytes, flags) };
+/// Returns the ranges of `pages` of which no part is mapped.
+fn without_mapping(state: &State, mapped: &Ranges<()>, pages: Range<usize>) -> Vec<Range<usize>> {
+    let mut taken = Ranges::new();
+    for (part, ()) in mapped.within(&pages) {
+        taken.insert(state.pages_of(&part), ());
     }
-    let (Some(old), Some(state), false) = (state::ours(address, bytes), state::get(), Inside::is())
-    else {
-        // SAFETY: the caller's promise.
-        return unsafe {
-            libc::syscall(
-                libc::SYS_mremap,
-                address,
-                bytes,
-                new_bytes,
-                flags,
-                new_address,
-            ) as *mut c_void
-        };
-    };
-    let whole = new_bytes.checked_next_multiple_of(KERNEL_PAGE_BYTES);
-    let (Some(whole @ 1..), true) = (whole, old.start.is_multiple_of(KERNEL_PAGE_BYTES)) else {
-        return failed(libc::EINVAL);
-    };
-    if flags & !libc::MREMAP_MAYMOVE != 0 {
-        say_once("mremap with MREMAP_FIXED or MREMAP_DONTUNMAP is refused on remote memory");
-        return failed(libc::EINVAL);
-    }
-    if !mapped().cover(&old) {
-        return failed(libc::EFAULT);
-    }
-    if whole <= old.len() {
-        if whole < old.len() {
-            unmap(state, old.start + whole..old.end);
-        }
-        return address;
-    }
-    if grow_in_place(state, &old, old.start + whole) {
-        return address;
-    }
-    if flags & libc::MREMAP_MAYMOVE == 0 {
-        return failed(libc::ENOMEM);
-    }
-    // SAFETY: the caller's promise.
-    unsafe { grow_elsewhere(state, old, whole) }
+    taken.gaps(&pages)
 }
 
-/// `mremap` in a child made by `fork`, where a mapping that grows becomes a copy: absent pages are
-/// caught at their old addresses alone.
-///
-/// # Safety
-/// As `mremap`.
-unsafe fn remap_copy(old: Range<usize>, new_bytes: usize, flags: c_int) -> *mut c_void {
-    let whole = new_bytes.checked_next_multiple_of(KERNEL_PAGE_BYTES);
-    let (Some(whole @ 1..), 0) = (whole, flags & !libc::MREMAP_MAYMOVE) else {
-        return failed(libc::EINVAL);
-    };
-    // SAFETY: the program's own mapping, which it gives up as far as it is unmapped here.
-    unsafe {
-        let unmap = |start: usize, end: usize| libc::syscall(libc::SYS_munmap, start, end - start);
-        if whole <= old.len() {
-            if whole < old.len() {
-                unmap(old.start + whole, old.end);
-            }
-            return ptr::with_exposed_provenance_mut(old.start);
+/// Gives addresses back to the arena that have no mapping any more.
+fn release(state: &State, mapped: &mut Ranges<()>, gone: &Range<usize>) {
+    if !protect::lift(state, gone.clone()) {
+        return;
+    }
+    let pages = state.pages_of(gone);
+    // Pages at the ends are released, too, if they have no other mapping.
+    let ends = [pages.start..gone.start, gone.end..pages.end];
+    let [before, behind] = ends.map(|end| !end.is_empty() && mapped.touches(&end));
+    let start = if before { gone.start } else { pages.start };
+    let end = if behind { gone.end } else { pages.end };
+    // SAFETY: the program has unmapped it. Whole pages that cannot be discarded are tried again.
+    if unsafe { state.arena.release(start..end) }.is_err() {
+        // Parts of pages may keep their old bytes, so they are never given out.
+        let page_bytes = state.arena.region().page_bytes();
+        if before {
+            mapped.insert(gone.start..gone.end.min(pages.start + page_bytes), ());
         }
-        if flags & libc::MREMAP_MAYMOVE == 0 {
-            return failed(libc::ENOMEM);
+        if behind {
+            mapped.insert(gone.start.max(pages.end - page_bytes)..gone.end, ());
         }
-        let (access, kind) = (PLAIN, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        let made = mmap(ptr::null_mut(), whole, access, kind, -1, 0);
-        if made != libc::MAP_FAILED {
-            let from = ptr::with_exposed_provenance::<u8>(old.start);
-            ptr::copy_nonoverlapping(from, made.cast::<u8>(), old.len());
-            unmap(old.start, old.end);
-        }
-        made
     }
-}
-
-/// Makes a mapping end at `end`, if nothing is mapped or allocated up to there.
-fn grow_in_place(state: &State, old: &Range<usize>, end: usize) -> bool {
-    let _inside = Inside::enter();
-    let mut mapped = mapped();
-    let page_end = state.pages_of(old).end;
-    let is_free = !mapped.touches(&(old.end..end.min(page_end).max(old.end)))
-        && (end <= page_end || state.arena.extend(page_end, end - page_end));
-    if is_free {
-        mapped.insert(old.end..end, ());
-        drop(mapped);
-        protect::extend(old.end..end);
-        state.note_peak();
-    }
-    is_free
-}
-
-/// Moves a mapping to a place where it has `whole` bytes.
-///
-/// # Safety
-/// Nobody uses the mapping meanwhile.
-unsafe fn grow_elsewhere(state: &State, old: Range<usize>, whole: usize) -> *mut c_void {
-    // The mapping keeps its offset in its first page, so that pages move and not bytes.
-    let offset = old.start - state.pages_of(&old).start;
-    let made = state.allocate_to_grow(offset + whole, KERNEL_PAGE_BYTES);
-    if made.is_null() {
-        return libc::MAP_FAILED;
-    }
-    let _inside = Inside::enter();
-    let new = made as usize + offset..made as usize + offset + whole;
-    note(new.clone());
-    // SAFETY: nobody uses the old bytes, and the new ones are nobody's but ours.
-    if !unsafe { protect::relocate(state, old.clone(), new.clone()) } {
-        unmap(state, new);
-        drop(_inside);
-        return failed(libc::ENOMEM);
-    }
-    unmap(state, old.clone());
-    protect::extend(new.start + old.len()..new.end);
-    ptr::with_exposed_provenance_mut(new.start)
 }

@@ -14,7 +14,7 @@ use farpage::Advice;
 use farpage_signals::Mutex;
 
 use crate::{
-    Inside, answer, errno, fail,
+    Inside, answer, ceded, errno, fail,
     locks::{self, expect_some, is_all_plain, lock_range, unlock},
     ranges::Ranges,
     say_once,
@@ -44,6 +44,11 @@ fn change(addresses: Range<usize>, protection: c_int) -> Result<(), c_int> {
         protected.insert(addresses, protection);
     }
     Ok(())
+}
+
+/// Forgets the protections of pages that are ceded. Returns them.
+pub(crate) fn forget(addresses: Range<usize>) -> Vec<(Range<usize>, c_int)> {
+    PROTECTED.lock().remove(addresses)
 }
 
 fn kernel_protects(addresses: &Range<usize>, protection: c_int) -> Result<(), c_int> {
@@ -217,7 +222,13 @@ pub(crate) unsafe extern "C" fn mprotect(
         Some((_, _, false)) => fail(libc::ENOMEM),
         Some((_, addresses, true)) => {
             let inside = Inside::enter();
-            let changed = change(addresses, protection);
+            let hold = ceded::look();
+            let mut parts = hold.parts(&addresses).into_iter();
+            let changed = parts.try_for_each(|(part, is_ceded)| match is_ceded {
+                true => ceded::protects(&part, protection),
+                false => change(part, protection),
+            });
+            drop(hold);
             drop(inside);
             answer(changed)
         }
@@ -261,7 +272,17 @@ pub(crate) unsafe extern "C" fn madvise(
     if !is_there {
         return fail(libc::ENOMEM);
     }
-    answer(advise(state, addresses, advice))
+    let inside = Inside::enter();
+    let hold = ceded::look();
+    let mut parts = hold.parts(&addresses).into_iter();
+    let advised = parts.try_for_each(|(part, is_ceded)| match is_ceded {
+        // SAFETY: the program's own memory, and its own wish.
+        true => unsafe { ceded::done(libc::SYS_madvise, &part, [advice as usize, 0]) },
+        false => advise(state, part, advice),
+    });
+    drop(hold);
+    drop(inside);
+    answer(advised)
 }
 
 fn not_locked(addresses: &Range<usize>) -> Result<(), c_int> {
@@ -273,7 +294,6 @@ fn not_locked(addresses: &Range<usize>) -> Result<(), c_int> {
 
 /// Advises on `addresses` of the arena. The error is an `errno`.
 fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c_int> {
-    let _inside = Inside::enter();
     let bytes = state.offsets(&addresses);
     match advice {
         libc::MADV_DONTNEED | libc::MADV_FREE => {

@@ -50,6 +50,22 @@ impl<T: Copy> Ranges<T> {
         known.iter().map(|(part, _)| part.len()).sum::<usize>() == addresses.len()
     }
 
+    /// Returns the parts of `addresses` about which no fact is recorded, ascending.
+    pub(crate) fn gaps(&self, addresses: &Range<usize>) -> Vec<Range<usize>> {
+        let mut gaps = Vec::new();
+        let mut at = addresses.start;
+        for (known, _) in self.within(addresses) {
+            if at < known.start {
+                gaps.push(at..known.start);
+            }
+            at = known.end;
+        }
+        if at < addresses.end {
+            gaps.push(at..addresses.end);
+        }
+        gaps
+    }
+
     fn touched(&self, addresses: &Range<usize>) -> Vec<(usize, usize, T)> {
         let mut touched: Vec<_> = (self.0.range(..addresses.end).rev())
             .map(|(&start, &(end, known))| (start, end, known))

@@ -3,7 +3,7 @@
 //! The rule it keeps: no page of zeros ever appears in a region, not even while it ends. Addresses
 //! that the program has unmapped of a region are not touched again.
 
-use std::{io, ops::Range};
+use std::{io, iter, ops::Range};
 
 use super::{occupied, ranges::Ranges, shard::KernelShard};
 use crate::{
@@ -85,6 +85,59 @@ pub(super) fn unmap(shards: &[KernelShard], address: usize, geometry: &Geometry)
     occupied::give_up(address);
 }
 
+/// Takes `addresses` of a region, whose pages are absent, out of paging: memory of the kernel's own
+/// lies there then, with `bytes` or without access.
+///
+/// # Errors
+/// The operating system's. The addresses are the region's as before.
+pub(super) fn cede(
+    shards: &[KernelShard],
+    addresses: &Range<usize>,
+    bytes: Option<&[u8]>,
+) -> io::Result<()> {
+    // Before the kernel's messages: from here on the shards leave the addresses alone.
+    for shard in shards {
+        shard.fence.cede(addresses.clone());
+        shard.poison.forget(addresses);
+    }
+    // SAFETY: the region's absent pages, for which memory is mapped here.
+    let replaced = unsafe { sys::replace(addresses.start, addresses.len(), bytes) };
+    replaced.map_err(|errno| {
+        (shards.iter()).for_each(|shard| shard.fence.forget(addresses));
+        errno.into()
+    })
+}
+
+/// Takes ceded `addresses` back into paging: what is mapped there is gone, and pages are absent.
+///
+/// # Errors
+/// The operating system's. The addresses are ceded as before, or without access.
+pub(super) fn regain(
+    shards: &[KernelShard],
+    address: usize,
+    geometry: &Geometry,
+    mode: RegisterMode,
+    addresses: &Range<usize>,
+) -> io::Result<()> {
+    let (start, len) = (addresses.start, addresses.len());
+    // 1. No access: a touch before the end of these steps must not make a page of zeros.
+    // SAFETY: ceded addresses, whose contents the caller gives up.
+    unsafe { sys::reserve_barred(start, len, geometry.page_bytes == HUGE_PAGE_BYTES) }?;
+    // 2. Faults.
+    for (shard, stripe) in stripes_within(shards.len(), address, geometry, addresses) {
+        let uffd = shards[shard.0].fence.uffd();
+        uffd.register(stripe.start, stripe.len(), mode)?;
+    }
+    // 3. Pages.
+    for shard in shards {
+        shard.fence.forget(addresses);
+    }
+    let read_only = geometry.read_only;
+    let write = if read_only { 0 } else { libc::PROT_WRITE };
+    // SAFETY: the region's addresses, of which no page is there.
+    Ok(unsafe { sys::protect(start, len, libc::PROT_READ | write) }?)
+}
+
 /// Waits until all that was unmapped before this call is known to all shards.
 fn catch_up(shards: &[KernelShard]) {
     shards.iter().for_each(|shard| shard.fence.catch_up());
@@ -122,6 +175,28 @@ fn stripes(
         let start = address + offset;
         let end = start + step.min(geometry.bytes - offset);
         (geometry.shard_of(offset, shards), start..end)
+    })
+}
+
+/// Returns the parts of `within`, addresses of a region, that belong to one shard each.
+fn stripes_within(
+    shards: usize,
+    address: usize,
+    geometry: &Geometry,
+    within: &Range<usize>,
+) -> impl Iterator<Item = (Shard, Range<usize>)> {
+    let step = match shards {
+        1 => geometry.bytes,
+        _ => geometry.stripe_bytes,
+    };
+    let (mut at, end) = (within.start - address, within.end - address);
+    iter::from_fn(move || {
+        let start = at;
+        at = (start / step + 1).saturating_mul(step).min(end);
+        (start < end).then(|| {
+            let part = address + start..address + at;
+            (geometry.shard_of(start, shards), part)
+        })
     })
 }
 

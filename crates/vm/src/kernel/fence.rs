@@ -181,9 +181,15 @@ impl Fence {
         self.read(&mut messages, faults)
     }
 
-    /// Forgets what is known of the addresses of a region that ends.
-    pub(super) fn forget(&self, region: &Range<usize>) {
-        self.open().gone.remove(region);
+    /// Lets nothing be put into `range` or taken out of it from now on, as if the program had
+    /// unmapped it.
+    pub(super) fn cede(&self, range: Range<usize>) {
+        self.open().gone.insert(range);
+    }
+
+    /// Forgets what is known of addresses: of a region that ends, or that are the region's again.
+    pub(super) fn forget(&self, addresses: &Range<usize>) {
+        self.open().gone.remove(addresses);
     }
 
     /// Wakes the threads that sleep on the pages in `range`.

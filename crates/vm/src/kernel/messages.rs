@@ -1,8 +1,9 @@
 //! Messages of a shard's userfaultfd: faults, and addresses that the program has unmapped.
 //!
 //! The rule it keeps: an address that the program has unmapped of a region counts as gone from the
-//! moment its message is read until the region ends. The reading thread, and its time, are left to
-//! [`Fence`](super::fence::Fence).
+//! moment its message is read until the region ends. A ceded address counts as gone before its
+//! message is read, until it is regained, and is no news. The reading thread, and its time, are
+//! left to [`Fence`](super::fence::Fence).
 
 use std::{io, ops::Range};
 
@@ -16,8 +17,8 @@ use crate::{
 #[derive(Default)]
 pub(super) struct Messages {
     buffer: FaultBuffer,
-    /// Addresses that the program has unmapped of the space's regions, also addresses of other
-    /// shards.
+    /// Addresses that the program has unmapped of the space's regions, and ceded ones, also
+    /// addresses of other shards.
     pub(super) gone: Ranges,
     /// The part of `gone` that has not been handed on yet.
     news: Vec<Range<usize>>,
@@ -38,8 +39,8 @@ impl Messages {
             UffdMessage::Fault(fault) => faults.push(fault),
             UffdMessage::Unmapped(range) => {
                 for part in occupied::of_space(space, &range) {
-                    gone.insert(part.clone());
-                    news.push(part);
+                    news.extend(gone.outside(part.clone()));
+                    gone.insert(part);
                 }
                 unmapped = true;
                 // Threads that sleep there meet what is there now. Waking fails for unaligned

@@ -29,7 +29,7 @@ mod scattered;
 mod shard;
 mod sharing;
 
-use std::{io, os::fd::AsFd, sync::Arc};
+use std::{io, ops::Range, os::fd::AsFd, sync::Arc};
 
 use farpage_tables::{Keeper, is_private};
 
@@ -199,6 +199,15 @@ impl KernelSpace {
         &self.shards[shard.0]
     }
 
+    /// Tells if pages of a region go out by copying, too, and how its addresses are registered.
+    fn copies_out(&self, geometry: &Geometry) -> (bool, RegisterMode) {
+        let is_safe = self.in_thread || geometry.no_direct_io;
+        match self.scatters && is_single(geometry) && is_safe {
+            true => (true, RegisterMode::MISSING | RegisterMode::WRITE_PROTECT),
+            false => (false, RegisterMode::MISSING),
+        }
+    }
+
     /// Moves a frame in, or copies it where pages cannot move.
     fn install_frame(
         &self,
@@ -304,15 +313,8 @@ impl AddressSpace for KernelSpace {
     }
 
     fn map(&self, geometry: Geometry) -> io::Result<RegionMapping> {
-        let is_single = geometry.page_bytes == KERNEL_PAGE_BYTES && !geometry.read_only;
-        let copies_in = self.transfer == Transfer::Move && is_single;
-        let is_safe = self.in_thread || geometry.no_direct_io;
-        let copies_out = self.scatters && is_single && is_safe;
-        let mode = if copies_out {
-            RegisterMode::MISSING | RegisterMode::WRITE_PROTECT
-        } else {
-            RegisterMode::MISSING
-        };
+        let copies_in = self.transfer == Transfer::Move && is_single(&geometry);
+        let (copies_out, mode) = self.copies_out(&geometry);
         let address = addresses::map(&self.shards, self.number, &geometry, mode)?;
         Ok(RegionMapping {
             address,
@@ -323,6 +325,25 @@ impl AddressSpace for KernelSpace {
 
     fn unmap(&self, address: usize, geometry: Geometry) {
         addresses::unmap(&self.shards, address, &geometry);
+    }
+
+    fn cede(&self, addresses: Range<usize>, bytes: Option<&[u8]>) -> io::Result<()> {
+        addresses::cede(&self.shards, &addresses, bytes)
+    }
+
+    fn regain(&self, address: usize, geometry: Geometry, ceded: Range<usize>) -> io::Result<()> {
+        let (_, mode) = self.copies_out(&geometry);
+        addresses::regain(&self.shards, address, &geometry, mode, &ceded)
+    }
+
+    fn kept(&self, addresses: Range<usize>) -> Vec<Range<usize>> {
+        // What is ceded is known to each shard.
+        self.shards[0].fence.lock().gone.outside(addresses)
+    }
+
+    fn is_gone(&self, address: usize) -> bool {
+        let fenced = self.shards[0].fence.lock();
+        fenced.gone.free_bytes(&(address..address + 1)) == 0
     }
 
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<KernelFrame> {
@@ -403,6 +424,11 @@ impl AddressSpace for KernelSpace {
     fn wait(&self, shard: Shard) -> EventSources<'_> {
         self.shard(shard).fence.wait()
     }
+}
+
+/// True if the pages of a region are single pages of the kernel, and change.
+fn is_single(geometry: &Geometry) -> bool {
+    geometry.page_bytes == KERNEL_PAGE_BYTES && !geometry.read_only
 }
 
 fn page_size() -> usize {

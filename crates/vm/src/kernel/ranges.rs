@@ -17,10 +17,17 @@ impl Ranges {
         self.0.splice(first..behind, [range]);
     }
 
-    /// Takes out the addresses in `range`; no range of the set may reach beyond it.
+    /// Takes out the addresses in `range`.
     pub(crate) fn remove(&mut self, range: &Range<usize>) {
-        self.0
-            .retain(|other| other.end <= range.start || other.start >= range.end);
+        let first = self.0.partition_point(|other| other.end <= range.start);
+        let behind = self.0.partition_point(|other| other.start < range.end);
+        if first >= behind {
+            return;
+        }
+        let before = self.0[first].start..range.start;
+        let after = range.end..self.0[behind - 1].end;
+        let left = [before, after].into_iter().filter(|part| !part.is_empty());
+        self.0.splice(first..behind, left);
     }
 
     /// Returns the bytes of `range` before the first address that is in the set.
@@ -90,8 +97,14 @@ mod tests {
                 .into_iter()
                 .flatten()
                 .collect();
-            let expected: Vec<usize> = range.filter(|&at| !set[at]).collect();
+            let expected: Vec<usize> = range.clone().filter(|&at| !set[at]).collect();
             assert_eq!(outside, expected, "{ranges:?}");
+            let before = format!("{ranges:?}");
+            ranges.remove(&range);
+            set[range.clone()].fill(false);
+            let outside: Vec<usize> = ranges.outside(0..64).into_iter().flatten().collect();
+            let expected: Vec<usize> = (0..64).filter(|&at| !set[at]).collect();
+            assert_eq!(outside, expected, "{before} without {range:?}");
         }
         let mut ranges = Ranges::default();
         for range in [4..6, 10..12, 20..22] {

@@ -14,7 +14,8 @@
 //! - a page that is busy, at the start of a run or later ([`SimOptions::busy_probability`]);
 //! - a fault that is reported twice ([`SimOptions::duplicate_probability`]);
 //! - a page that the program drops ([`SimSpace::drop_page`]) or unmaps ([`SimSpace::unmap_page`]);
-//! - a page that cannot be mapped ([`SimSpace::refuse_installs`]).
+//! - a page that cannot be mapped ([`SimSpace::refuse_installs`]), or not be ceded
+//!   ([`SimSpace::refuse_to_cede`]).
 //!
 //! Deliberately absent: pages that are partly there, time, and memory pressure.
 
@@ -99,6 +100,11 @@ impl SimSpace {
         self.state.lock().refused = addresses;
     }
 
+    /// Makes ceding addresses fail from now on, as for lack of mappings, or not.
+    pub fn refuse_to_cede(&self, refuses: bool) {
+        self.state.lock().refuses_to_cede = refuses;
+    }
+
     /// Returns the number of pages mapped in all regions.
     pub fn resident_pages(&self) -> usize {
         let state = self.state.lock();
@@ -158,7 +164,7 @@ impl SimSpace {
             let held = state.chance(busy_probability);
             let region = state.region_of(pages).ok_or(DetachError::Absent)?;
             let refused = match region.pages.get(&page) {
-                None | Some(Content::Gone) => DetachError::Absent,
+                None | Some(Content::Gone | Content::Own(_)) => DetachError::Absent,
                 Some(_) if held => DetachError::Busy,
                 Some(Content::Poison) => {
                     DetachError::Os(io::Error::from_raw_os_error(libc::EFAULT))
@@ -219,7 +225,7 @@ impl SimSpace {
                 break;
             };
             assert!(region.geometry.read_only, "nobody knows what {run:x?} hold");
-            let is_gone = |page| matches!(region.pages.get(&page), Some(Content::Gone));
+            let is_gone = |page| region.is_gone(page);
             if run.addresses().any(is_gone) {
                 break;
             }
@@ -269,6 +275,59 @@ impl AddressSpace for SimSpace {
             "{address:#x} is not mapped with {geometry:?}"
         );
         state.wake(address..address + geometry.bytes);
+    }
+
+    fn cede(&self, addresses: Range<usize>, bytes: Option<&[u8]>) -> io::Result<()> {
+        let mut state = self.state.lock();
+        if state.refuses_to_cede {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
+        let (region, _) = state
+            .region(addresses.start)
+            .ok_or(io::ErrorKind::NotFound)?;
+        let page_bytes = region.geometry.page_bytes;
+        for (at, page) in addresses.clone().step_by(page_bytes).enumerate() {
+            let own = match bytes {
+                Some(bytes) => bytes[at * page_bytes..][..page_bytes].into(),
+                None => vec![0; page_bytes].into(),
+            };
+            let before = region.pages.insert(page, Content::Own(own));
+            let is_mapped = matches!(before, Some(Content::Bytes(_)));
+            assert!(!is_mapped, "the page at {page:#x} is mapped and ceded");
+        }
+        state.wake(addresses);
+        Ok(())
+    }
+
+    fn regain(&self, address: usize, _: Geometry, ceded: Range<usize>) -> io::Result<()> {
+        let mut state = self.state.lock();
+        let (region, _) = state.region(address).ok_or(io::ErrorKind::NotFound)?;
+        let page_bytes = region.geometry.page_bytes;
+        for page in ceded.step_by(page_bytes) {
+            let before = region.pages.remove(&page);
+            let is_ceded = matches!(before, Some(Content::Own(_)));
+            assert!(
+                is_ceded,
+                "the page at {page:#x} is regained and was not ceded"
+            );
+        }
+        Ok(())
+    }
+
+    fn kept(&self, addresses: Range<usize>) -> Vec<Range<usize>> {
+        let mut state = self.state.lock();
+        let Some((region, _)) = state.region(addresses.start) else {
+            return Vec::new();
+        };
+        let page_bytes = region.geometry.page_bytes;
+        let pages = addresses.step_by(page_bytes);
+        let pages = pages.filter(|&page| !region.is_gone(page));
+        pages.map(|page| page..page + page_bytes).collect()
+    }
+
+    fn is_gone(&self, address: usize) -> bool {
+        let mut state = self.state.lock();
+        (state.region(address)).is_some_and(|(region, page)| region.is_gone(page))
     }
 
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<SimFrame> {
@@ -337,7 +396,7 @@ impl AddressSpace for SimSpace {
         let (region, page) = state.region(address).ok_or(io::ErrorKind::NotFound)?;
         // Poisoned before: a fill that was tried again has failed again.
         let exists = matches!(region.pages.get(&page), Some(Content::Bytes(_)));
-        let gone = matches!(region.pages.get(&page), Some(Content::Gone));
+        let gone = region.is_gone(page);
         if !exists && !gone {
             region.pages.insert(page, Content::Poison);
         }
@@ -354,7 +413,7 @@ impl AddressSpace for SimSpace {
         state.region(address).is_some_and(|(region, page)| {
             matches!(
                 region.pages.get(&page),
-                Some(Content::Bytes(_) | Content::Poison)
+                Some(Content::Bytes(_) | Content::Poison | Content::Own(_))
             )
         })
     }

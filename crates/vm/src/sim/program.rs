@@ -75,7 +75,7 @@ impl SimSpace {
             return Err(Faulted::Sigsegv);
         }
         match region.pages.get_mut(&page) {
-            Some(Content::Bytes(bytes)) => {
+            Some(Content::Bytes(bytes) | Content::Own(bytes)) => {
                 let word = bytes[address - page..][..8]
                     .as_mut_array()
                     .expect("8 bytes were cut out");

@@ -27,6 +27,8 @@ pub(super) struct State {
     pub(super) asleep: BTreeMap<usize, usize>,
     /// Addresses at which no page can be mapped.
     pub(super) refused: Option<Range<usize>>,
+    /// True if no address can be ceded.
+    pub(super) refuses_to_cede: bool,
 }
 
 pub(super) struct SimRegion {
@@ -39,6 +41,8 @@ pub(super) enum Content {
     Poison,
     /// A page that the program has unmapped.
     Gone,
+    /// Memory of the program's own, at ceded addresses.
+    Own(Box<[u8]>),
 }
 
 #[derive(Clone, Copy)]
@@ -46,6 +50,13 @@ pub(super) struct Message {
     /// The sleeping thread; `None` for an injected duplicate, which no waking takes back.
     pub(super) thread: Option<usize>,
     pub(super) fault: PageFault,
+}
+
+impl SimRegion {
+    /// True if nothing of the region can be mapped at `page`.
+    pub(super) fn is_gone(&self, page: usize) -> bool {
+        matches!(self.pages.get(&page), Some(Content::Gone | Content::Own(_)))
+    }
 }
 
 impl State {
@@ -61,6 +72,7 @@ impl State {
             news: vec![Vec::new(); shards],
             asleep: BTreeMap::new(),
             refused: None,
+            refuses_to_cede: false,
             options,
         }
     }
@@ -145,7 +157,7 @@ impl State {
         let region = self.region_of(page).ok_or(InstallErrorKind::Gone)?;
         match region.pages.get(&address) {
             Some(Content::Bytes(_)) => Err(InstallErrorKind::Exists),
-            Some(Content::Gone) => Err(InstallErrorKind::Gone),
+            Some(Content::Gone | Content::Own(_)) => Err(InstallErrorKind::Gone),
             Some(Content::Poison) | None if is_refused => Err(InstallErrorKind::Os(
                 io::Error::from_raw_os_error(libc::ENOMEM),
             )),

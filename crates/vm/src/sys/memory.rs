@@ -55,6 +55,70 @@ pub(crate) unsafe fn reserve_at(start: usize, len: usize, huge: bool) -> nix::Re
     set_up(start, len, huge)
 }
 
+/// Reserves memory as [`reserve_at`] does, without access to it. A mapping without access is left
+/// if that fails.
+///
+/// # Safety
+/// Nothing relies on what is mapped there.
+pub(crate) unsafe fn reserve_barred(start: usize, len: usize, huge: bool) -> nix::Result<()> {
+    // SAFETY: this function's contract: nothing relies on what is mapped there.
+    unsafe { map_by_number(start, len, libc::PROT_NONE, libc::MAP_FIXED) }?;
+    // SAFETY: the mapping made above, of which no page is there.
+    unsafe { advise(start, len, huge) }?;
+    // SAFETY: as above. Pages of a locked mapping neither move nor can be dropped.
+    result(unsafe { system_call(libc::SYS_munlock, [start, len, 0, 0, 0, 0]) })
+}
+
+/// Replaces what is mapped at `start` by private anonymous memory, at once: with `bytes`, which are
+/// as long, or without access. `fork` inherits it.
+///
+/// # Safety
+/// Nothing relies on what is mapped there.
+pub(crate) unsafe fn replace(start: usize, len: usize, bytes: Option<&[u8]>) -> nix::Result<()> {
+    let Some(bytes) = bytes else {
+        // SAFETY: this function's contract: nothing relies on what is mapped there.
+        return unsafe { map_by_number(start, len, libc::PROT_NONE, libc::MAP_FIXED) }.map(drop);
+    };
+    assert_eq!(bytes.len(), len, "as many bytes as are replaced");
+    let usable = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: no address is asked for, so that no mapping is replaced.
+    let made = unsafe { map_by_number(0, len, usable, 0) }?;
+    let flags = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as usize;
+    // SAFETY:
+    // - The mapping made above has room for the bytes, and nobody else knows it.
+    // - Nothing relies on what is replaced: this function's contract.
+    unsafe {
+        (made as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), len);
+        let moved = system_call(libc::SYS_mremap, [made, len, len, flags, start, 0]);
+        result(moved).inspect_err(|_| release(made, len))
+    }
+}
+
+/// Maps private anonymous memory by the call's number: a program under `farpage run` has an `mmap`
+/// of its own.
+///
+/// # Safety
+/// With `MAP_FIXED`, nothing relies on what is mapped there.
+unsafe fn map_by_number(
+    start: usize,
+    len: usize,
+    protection: libc::c_int,
+    more: libc::c_int,
+) -> nix::Result<usize> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | more;
+    let args = [
+        start,
+        len,
+        protection as usize,
+        flags as usize,
+        usize::MAX,
+        0,
+    ];
+    // SAFETY: this function's contract: nothing relies on what is replaced.
+    let mapped = unsafe { system_call(libc::SYS_mmap, args) };
+    result(mapped).map(|()| mapped as usize)
+}
+
 /// # Safety
 /// With `MAP_FIXED`, nothing relies on what is mapped there.
 unsafe fn map_anonymous(start: usize, len: usize, more: libc::c_int) -> nix::Result<usize> {
@@ -71,8 +135,11 @@ unsafe fn map_anonymous(start: usize, len: usize, more: libc::c_int) -> nix::Res
     }
 }
 
-/// Sets advice and protection of a new mapping, which is given up if that fails.
-fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
+/// Sets the advice of a new mapping.
+///
+/// # Safety
+/// The range is a mapping of the caller's.
+unsafe fn advise(start: usize, len: usize, huge: bool) -> nix::Result<()> {
     let page_kind = if huge {
         libc::MADV_HUGEPAGE
     } else {
@@ -80,19 +147,24 @@ fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
     };
     // A core dump would bring every page in.
     for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP, page_kind] {
-        // SAFETY: the mapping made above; none of these drops pages.
+        // SAFETY: this function's contract; none of these drops pages.
         match unsafe { madvise(start, len, advice) } {
-            Ok(()) => {}
             // A kernel built without transparent huge pages: there is nothing to ask for or to
             // refuse.
             Err(Errno::EINVAL) if advice == page_kind => {}
-            Err(errno) => {
-                // SAFETY: the mapping made above, which nobody else knows.
-                unsafe { release(start, len) };
-                return Err(errno);
-            }
+            advised => advised?,
         }
     }
+    Ok(())
+}
+
+/// Sets advice and protection of a new mapping, which is given up if that fails.
+fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
+    // SAFETY: the mapping is the caller's.
+    unsafe { advise(start, len, huge) }.inspect_err(|_| {
+        // SAFETY: the caller's mapping, which nobody else knows.
+        unsafe { release(start, len) };
+    })?;
     let usable = libc::PROT_READ | libc::PROT_WRITE;
     // Pages of a locked mapping neither move nor can be dropped.
     // SAFETY: the mapping made above, of which no page is there.

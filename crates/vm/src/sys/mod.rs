@@ -15,5 +15,6 @@ pub(crate) use ioctl::{
 };
 pub(crate) use many::{RANGES_MAX, can_copy_and_drop_each, copy_each, drop_each};
 pub(crate) use memory::{
-    KERNEL_PAGE_BYTES, carry_away, madvise, protect, release, reserve, reserve_at, write_nothing,
+    KERNEL_PAGE_BYTES, carry_away, madvise, protect, release, replace, reserve, reserve_at,
+    reserve_barred, write_nothing,
 };

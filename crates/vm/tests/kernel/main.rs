@@ -5,6 +5,7 @@
     reason = "helpers of tests, which fail by panicking"
 )]
 
+mod ceded;
 mod common;
 mod copied_out;
 mod faults;

@@ -1,0 +1,323 @@
+//! Addresses that leave paging for a while: [`MappedRegion::cede`] and [`MappedRegion::regain`].
+//!
+//! A program maps files, code or shared memory over a part of its region. The pages there are ceded
+//! first: memory of the kernel's own takes their place, and their words say `Poisoned`, as those of
+//! addresses that the program has unmapped. So no page is filled, taken out or counted there.
+//!
+//! The rule: a page is owned from the moment that its bytes are final until its addresses are
+//! ceded. A thread that touches the page meanwhile sleeps, and meets the memory that lies there
+//! afterwards. As in `discard.rs`, all of this is inside the reclaim gate: while the program forks,
+//! no page is ceded or regained.
+
+use std::{io, ops::Range, thread, time::Instant};
+
+use farpage_signals::SignalGuard;
+use farpage_store::{PageIndex, PageRange};
+use farpage_vm::AddressSpace;
+
+use crate::{
+    MappedRegion, PageError,
+    installer::UsageCount,
+    mapped::{ASK, LOOK},
+    protocol::{self, PageState, PageWord},
+    region::RegionGuard,
+    victims::DetachOutcome,
+};
+
+/// Upper bound of the pages that are ceded by one call of the kernel. A thread that wants one of
+/// them waits for all.
+const CEDED_TOGETHER: usize = 4096;
+
+/// Outcome of one attempt to cede pages.
+pub(crate) enum Ceded {
+    /// Number of leading pages that are ceded now.
+    Done(usize),
+    /// The first page has another owner, is in use, or the program forks.
+    NotNow,
+    /// The page has to come in first.
+    Absent,
+}
+
+/// Wait for another owner of a page, until the deadline.
+#[derive(Default)]
+struct Waiting(Option<(Instant, Instant)>);
+
+impl<A: AddressSpace> MappedRegion<A> {
+    /// Takes the pages in `range` out of paging until they are [regained](Self::regain). Their
+    /// contents are gone. Memory without access lies there then, and the program may map there what
+    /// it likes.
+    ///
+    /// # Errors
+    /// A page that cannot be discarded until the deadline, is pinned, or that the kernel does not
+    /// replace. No page is ceded then, and pages before that page are zeros.
+    ///
+    /// # Panics
+    /// If the range is no whole pages of the region, or the region is read-only, over a user's own
+    /// store, or has a name.
+    pub fn cede(&self, range: Range<usize>) -> Result<(), PageError> {
+        let entered = self.enter()?;
+        let pages = self.pages_to_cede(&range);
+        let (mut page, mut waiting) = (pages.start, Waiting::default());
+        while page < pages.end {
+            self.wait_for_thaw(&entered);
+            let together = page.and_on(CEDED_TOGETHER).within(pages);
+            let failed = match self.try_cede(together) {
+                Ok(Ceded::Done(count)) => {
+                    page += count;
+                    waiting = Waiting::default();
+                    continue;
+                }
+                Ok(Ceded::NotNow | Ceded::Absent) => self
+                    .try_discard(page.until(together.end))
+                    .and_then(|_| self.wait_for_owner(page, &mut waiting, &entered)),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = failed {
+                let before = range.start..page.offset(self.page_bytes());
+                if !before.is_empty() {
+                    self.regain(before)?;
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Cedes the page at `offset` as [`cede`](Self::cede) does, with its bytes: they lie in memory
+    /// of the kernel's own afterwards, which can be read and written. Other threads may use the
+    /// page meanwhile.
+    ///
+    /// # Errors
+    /// A page that cannot be brought in, is lost or busy, or that the kernel does not replace. The
+    /// page is as before.
+    ///
+    /// # Panics
+    /// As [`cede`](Self::cede).
+    pub fn cede_with_bytes(&self, offset: usize) -> Result<(), PageError> {
+        let entered = self.enter()?;
+        let page_bytes = self.page_bytes();
+        let range = offset..offset + page_bytes;
+        let page = self.pages_to_cede(&range).start;
+        let mut waiting = Waiting::default();
+        loop {
+            self.wait_for_thaw(&entered);
+            match self.try_cede_with_bytes(page)? {
+                Ceded::Done(_) => return Ok(()),
+                Ceded::NotNow => self.wait_for_owner(page, &mut waiting, &entered)?,
+                Ceded::Absent => self.prefetch_now(range.clone())?,
+            }
+        }
+    }
+
+    /// Takes ceded pages back: what is mapped in `range` is gone, and the pages are zeros.
+    ///
+    /// The program must not use the range until this returns.
+    ///
+    /// # Errors
+    /// The kernel's, for lack of mappings: the pages are ceded as before, or cannot be accessed.
+    ///
+    /// # Panics
+    /// As [`cede`](Self::cede).
+    pub fn regain(&self, range: Range<usize>) -> Result<(), PageError> {
+        let entered = self.enter()?;
+        let pages = self.pages_to_cede(&range);
+        let (shared, region) = (self.shared(), self.region());
+        loop {
+            self.wait_for_thaw(&entered);
+            let Some(_inside) = shared.gate.enter_for_program() else {
+                continue;
+            };
+            let regained = shared.mapper.regain(region, pages);
+            regained.map_err(|error| self.not_ceded(pages.start, &error))?;
+            break;
+        }
+        for page in pages {
+            let mut asked = Instant::now();
+            while !self.settle_regained(page) {
+                if asked.elapsed() > ASK {
+                    asked = Instant::now();
+                    self.ask_for(page);
+                }
+                entered.wait(|| thread::sleep(LOOK));
+            }
+        }
+        Ok(())
+    }
+
+    /// Publishes a page as remote whose addresses were regained. Returns false while it has another
+    /// owner: a worker that has read a fault late, and calls the page poisoned again.
+    pub(crate) fn settle_regained(&self, page: PageIndex) -> bool {
+        let Some(region) = self.region().enter() else {
+            return true;
+        };
+        if region.words.try_apply(page, protocol::heal).is_some() {
+            // Notes are of threads that were woken when the page was ceded.
+            region.words.apply(page, |w| (protocol::installing(w), ()));
+            self.publish_remote(&region, page);
+            return true;
+        }
+        !matches!(
+            region.words.load(page).state(),
+            PageState::Filling | PageState::Leaving | PageState::Poisoned
+        )
+    }
+
+    fn pages_to_cede(&self, range: &Range<usize>) -> PageRange {
+        let (region, page_bytes) = (self.region(), self.page_bytes());
+        let is_whole = |at: usize| at.is_multiple_of(page_bytes);
+        assert!(
+            is_whole(range.start) && is_whole(range.end),
+            "bytes {range:?} are no whole pages of {page_bytes} bytes"
+        );
+        assert!(
+            !region.is_read_only() && !region.store.is_users_own() && !region.store.has_name(),
+            "pages of {} cannot be ceded",
+            region.label()
+        );
+        self.pages(range.clone())
+    }
+
+    /// Cedes the leading ones of `pages`, as far as they are absent. Their contents are gone.
+    pub(crate) fn try_cede(&self, pages: PageRange) -> Result<Ceded, PageError> {
+        let shared = self.shared();
+        let gone = |page: &PageIndex| shared.mapper.is_gone(self.region(), *page);
+        if gone(&pages.start) {
+            return Ok(Ceded::Done(pages.iter().take_while(gone).count()));
+        }
+        let Some(region) = self.region().enter() else {
+            return Ok(Ceded::Done(pages.len()));
+        };
+        let Some(_inside) = shared.gate.enter_for_program() else {
+            return Ok(Ceded::NotNow);
+        };
+        let own = |page: &PageIndex| own_unpinned(&region, *page);
+        let owned = (pages.start).and_on(pages.iter().take_while(own).count());
+        if owned.is_empty() {
+            return Ok(Ceded::NotNow);
+        }
+        region.store.clear(owned);
+        self.cede_owned(&region, owned, None)
+    }
+
+    /// Cedes a page with its bytes, if it is mapped or blank.
+    pub(crate) fn try_cede_with_bytes(&self, page: PageIndex) -> Result<Ceded, PageError> {
+        let region = self.region();
+        if self.shared().mapper.is_gone(region, page) {
+            return Ok(Ceded::Done(1));
+        }
+        match region.words.load(page).state() {
+            PageState::Remote if region.store.is_blank(page) => self.cede_blank(page),
+            PageState::Resident => self.cede_mapped(page),
+            PageState::Remote | PageState::Poisoned | PageState::Lost => Ok(Ceded::Absent),
+            PageState::Filling | PageState::Leaving => Ok(Ceded::NotNow),
+        }
+    }
+
+    /// Cedes a page of which nothing is stored, and which is not mapped.
+    fn cede_blank(&self, page: PageIndex) -> Result<Ceded, PageError> {
+        let Some(region) = self.region().enter() else {
+            return Ok(Ceded::Done(1));
+        };
+        let Some(_inside) = self.shared().gate.enter_for_program() else {
+            return Ok(Ceded::NotNow);
+        };
+        if !own_unpinned(&region, page) {
+            return Ok(Ceded::NotNow);
+        }
+        // Looked at while the page is ours: it may have been written to a moment ago.
+        if !region.store.is_blank(page) {
+            self.publish_remote(&region, page);
+            return Ok(Ceded::NotNow);
+        }
+        let zeros = vec![0; region.page_bytes()];
+        self.cede_owned(&region, page.alone(), Some(&zeros))
+    }
+
+    /// Cedes pages that are owned as `Filling`. Gives them back if the kernel refuses.
+    fn cede_owned(
+        &self,
+        region: &RegionGuard,
+        owned: PageRange,
+        bytes: Option<&[u8]>,
+    ) -> Result<Ceded, PageError> {
+        if let Err(error) = self.shared().mapper.cede(region, owned, bytes) {
+            (owned.iter()).for_each(|page| self.publish_remote(region, page));
+            return Err(self.not_ceded(owned.start, &error));
+        }
+        self.publish_ceded(region, owned);
+        Ok(Ceded::Done(owned.len()))
+    }
+
+    fn cede_mapped(&self, page: PageIndex) -> Result<Ceded, PageError> {
+        let (shared, region) = (self.shared(), self.region());
+        let Some(inside) = shared.gate.enter_for_program() else {
+            return Ok(Ceded::NotNow);
+        };
+        let taken = (shared.victims).take_out(&inside, region, page.alone(), protocol::borrow);
+        let (region, run) = match taken {
+            DetachOutcome::Taken(region, run) => (region, run),
+            // The kernel or a device uses the page for now.
+            _ => return Ok(Ceded::NotNow),
+        };
+        let (_, bytes) = run.bytes_by_page().next().expect("a run has a page");
+        if let Err(error) = shared.mapper.cede(&region, page.alone(), Some(bytes)) {
+            let refused = |page, is_stored, error| {
+                if is_stored {
+                    shared.installer.fail(&region, page, error);
+                } else {
+                    shared.installer.lose(&region, page, &error);
+                }
+            };
+            (shared.installer).install(&region, run, UsageCount::Wanted, refused);
+            return Err(self.not_ceded(page, &error));
+        }
+        region.store.clear(page.alone());
+        self.publish_ceded(&region, page.alone());
+        (shared.frames).release(run.into_frame(), region.page_bytes());
+        Ok(Ceded::Done(1))
+    }
+
+    /// Publishes owned pages whose addresses are ceded, and wakes the threads that sleep there.
+    fn publish_ceded(&self, region: &RegionGuard, pages: PageRange) {
+        region.count_ceded();
+        for page in pages {
+            region.words.apply(page, |w| (protocol::poisoned(w), ()));
+        }
+        let mut rest = pages;
+        while !rest.is_empty() {
+            let stripe = region.in_one_stripe(rest, false);
+            self.shared().mapper.wake(region, stripe);
+            rest.start = stripe.end;
+        }
+    }
+
+    /// Waits a moment for the owner of a page.
+    fn wait_for_owner(
+        &self,
+        page: PageIndex,
+        waiting: &mut Waiting,
+        entered: &SignalGuard,
+    ) -> Result<(), PageError> {
+        let now = Instant::now();
+        let (since, asked) = waiting.0.get_or_insert((now, now));
+        if since.elapsed() > self.pager().deadline() {
+            return Err(self.busy(page));
+        }
+        if *since == now || asked.elapsed() > ASK {
+            *asked = now;
+            self.ask_for(page);
+        }
+        entered.wait(|| thread::sleep(LOOK));
+        Ok(())
+    }
+
+    fn not_ceded(&self, page: PageIndex, error: &io::Error) -> PageError {
+        PageError::cannot_map(self.region().label(), page, error)
+    }
+}
+
+/// Owns a page that is remote and not pinned. Returns false if the page is neither.
+fn own_unpinned(region: &RegionGuard, page: PageIndex) -> bool {
+    let own = |w: PageWord| protocol::prefetch(w).filter(|w| !w.pinned());
+    region.words.try_apply(page, own).is_some()
+}

@@ -1,0 +1,111 @@
+//! Ceded addresses: the program's own memory, until they are the region's again.
+
+use std::thread;
+
+use farpage_vm::{AddressSpace, DetachError, Geometry, InstallErrorKind};
+
+use crate::common::{
+    BOTH, Moves, byte, events, map_over, mapped, numbered, numbers, pages, protection,
+    run_geometry, set, space, told_by_the_program,
+};
+
+const RW: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
+
+#[test]
+fn ceded_addresses_are_left_alone_and_come_back_absent() {
+    for transfer in BOTH {
+        let space = space(transfer, 2);
+        let geometry = Geometry {
+            stripe_bytes: 65536,
+            ..run_geometry(32, 4096)
+        };
+        let base = space.map(geometry).unwrap().address;
+        let page = |number: usize| base + number * 4096;
+        for half in 0..2 {
+            let frame = numbered(&space, 4096, 16, 1);
+            space.move_in(half, page(16 * half), 4096, frame).unwrap();
+        }
+        // Across the two shards' stripes.
+        drop(space.move_out(pages(0, page(12), 4096, 4)).unwrap());
+        drop(space.move_out(pages(1, page(16), 4096, 4)).unwrap());
+        let ceded = page(12)..page(20);
+        for round in 0..3 {
+            let bytes: Vec<u8> = (0..8).flat_map(|number| [40 + number; 4096]).collect();
+            let cede = || space.cede(ceded.clone(), Some(&bytes));
+            let (done, told) = told_by_the_program(&space, cede);
+            done.unwrap();
+            let news = told.iter().map(|told| told.unmapped.len()).sum::<usize>();
+            assert_eq!(news, 0, "what was ceded is no news");
+            assert_eq!(
+                numbers(mapped(page(12), 8 * 4096), 4096),
+                [40, 41, 42, 43, 44, 45, 46, 47]
+            );
+            assert!(space.is_gone(page(12)) && space.is_gone(page(19) + 4095));
+            assert!(!space.is_gone(page(11)) && !space.is_gone(page(20)));
+            let kept = [base..page(12), page(20)..page(32)];
+            assert_eq!(space.kept(base..page(32)), kept);
+            // Nothing of the region's goes there, and nothing is taken from there.
+            map_over(page(13), 4096, RW);
+            set(page(13), 99);
+            for (shard, number) in [(0, 12), (0, 13), (1, 16), (1, 19)] {
+                let at = pages(shard, page(number), 4096, 1);
+                let error = space.move_out(at).unwrap_err();
+                assert!(matches!(error, DetachError::Absent), "{error:?}");
+                space.poison(at).unwrap();
+                let frame = numbered(&space, 4096, 1, 7);
+                let error = space.move_in(shard, page(number), 4096, frame).unwrap_err();
+                assert!(matches!(error.kind, InstallErrorKind::Gone));
+            }
+            assert_eq!((byte(page(13)), byte(page(16))), (99, 44));
+
+            space.regain(base, geometry, ceded.clone()).unwrap();
+            let all = base..page(32);
+            assert_eq!(space.kept(all.clone()), std::slice::from_ref(&all));
+            assert!((12..20).all(|number| !space.is_present(page(number))));
+            assert_eq!(protection(page(15)).unwrap(), "rw-p");
+            // A touch is a fault again.
+            thread::scope(|scope| {
+                let seen = scope.spawn(|| byte(page(17)));
+                let fault = loop {
+                    if let Some(fault) = events(&space, 1).faults.pop() {
+                        break fault;
+                    }
+                    thread::yield_now();
+                };
+                assert_eq!(fault.address & !4095, page(17));
+                let frame = numbered(&space, 4096, 1, 60 + round);
+                space.move_in(1, page(17), 4096, frame).unwrap();
+                assert_eq!(seen.join().unwrap(), 60 + round);
+            });
+            drop(space.move_out(pages(1, page(17), 4096, 1)).unwrap());
+        }
+        assert_eq!(
+            numbers(mapped(base, 12 * 4096), 4096),
+            (1..13).collect::<Vec<_>>()
+        );
+        assert_eq!(
+            numbers(mapped(page(20), 12 * 4096), 4096),
+            (5..17).collect::<Vec<_>>()
+        );
+        space.unmap(base, geometry);
+    }
+}
+
+#[test]
+fn memory_without_access_lies_where_no_bytes_are_given() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        let geometry = run_geometry(8, 65536);
+        let base = space.map(geometry).unwrap().address;
+        let ceded = base + 65536..base + 3 * 65536;
+        let cede = || space.cede(ceded.clone(), None);
+        told_by_the_program(&space, cede).0.unwrap();
+        assert_eq!(protection(ceded.start).unwrap(), "---p");
+        map_over(ceded.start, 4096, RW);
+        set(ceded.start, 5);
+        // A region that ends leaves the program's memory alone.
+        space.unmap(base, geometry);
+        assert_eq!(byte(ceded.start), 5);
+        assert_eq!(protection(base), None);
+    }
+}
