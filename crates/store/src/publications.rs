@@ -18,7 +18,8 @@ use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{
     place::SlotSpan,
-    pool::{NO_PANIC, SlotPool},
+    groups::NO_PANIC,
+    pool::SlotPool,
     readers::PackedPlaces,
     slots::GRANULE_BYTES,
 };
@@ -280,7 +281,7 @@ fn map_slots(pool: &SlotPool, map_bytes: u64) -> Result<Vec<SlotSpan>, AllocErro
                 }
             }
         };
-        pool.settle(1);
+        pool.settle(place, 1);
         slots.push(SlotSpan { place, bytes });
     }
     Ok(slots)

@@ -20,6 +20,7 @@ use crate::{
     BlockingOptions, Cluster, Codec, CreateError, Layout, PageIndex, PageRange, RemoteOptions,
     Reserve, Store, StoreStats, StoreStatsSnapshot,
     blocking::BlockingStore,
+    cluster::PoolKey,
     codec::{self, Chooser, Scheme},
     entry::{PageEntry, PageTable},
     names::Claim,
@@ -89,6 +90,14 @@ impl PageStore {
             Ok(scheme) => scheme,
             Err(source) => return Err(CreateError::Codec { region, source }),
         };
+        let copies = check_copies(&region, cluster, options)?;
+        if copies > 1 {
+            let started = cluster.start_repairs();
+            started.map_err(|source| CreateError::Repairs {
+                region: region.clone(),
+                source,
+            })?;
+        }
         // Claimed before any memory is taken, and on all servers: a name that another client has
         // fails here and not at the first publication.
         let claim = match &options.name {
@@ -100,7 +109,12 @@ impl PageStore {
             let readers = ReaderSlots::new(name, &cluster.sessions()[0]);
             Arc::new(cluster.new_pool(0..cluster.sessions().len(), Purpose::Named(readers)))
         } else {
-            cluster.shared_pool(page_bytes, scheme.is_raw(), options.reserve)
+            cluster.shared_pool(PoolKey {
+                page_bytes,
+                is_raw: scheme.is_raw(),
+                reserve: options.reserve,
+                copies,
+            })
         };
         // Made before memory is reserved: after a failure nothing would take that back.
         let table = PageTable::new(bytes, page_bytes)?;
@@ -280,6 +294,8 @@ impl PageStore {
         let mut stats = self.stats.snapshot();
         if let Backing::Remote(remote) = &self.backing {
             stats.held_bytes = remote.pool.snapshots.held_bytes();
+            stats.under_protected_bytes = remote.pool.under_protected_bytes();
+            stats.repaired_bytes = remote.pool.repaired_bytes();
         }
         stats
     }
@@ -568,6 +584,26 @@ fn check_bytes(region: &Arc<str>, bytes: u64) -> Result<(), CreateError> {
             bytes,
             most: REGION_BYTES_MAX,
         }),
+    }
+}
+
+/// Checks the redundancy of a region. Returns its copies.
+fn check_copies(
+    region: &Arc<str>,
+    cluster: &Cluster,
+    options: &RemoteOptions,
+) -> Result<usize, CreateError> {
+    let (redundancy, copies) = (options.redundancy, options.redundancy.copies());
+    let (region, servers) = (region.clone(), cluster.sessions().len());
+    match &options.name {
+        _ if !redundancy.is_valid() => Err(CreateError::Copies { region, copies }),
+        Some(name) if copies > 1 => Err(CreateError::NamedCopies { name: name.clone() }),
+        _ if copies > servers => Err(CreateError::TooFewServers {
+            region,
+            copies,
+            servers,
+        }),
+        _ => Ok(copies),
     }
 }
 

@@ -1,0 +1,568 @@
+//! Regions whose pages are on several servers, some of which die, are cut off, are full, or damage
+//! what they keep.
+
+use super::*;
+use crate::{
+    Redundancy,
+    groups::{ExtentGroup, Member, MemberState},
+    repair::{RepairTurn, Repairer},
+};
+
+/// Servers, their client, and its repairs, which the test makes by hand.
+struct World {
+    servers: Vec<Arc<SimServer>>,
+    cluster: Arc<Cluster>,
+    repairer: Repairer,
+}
+
+/// Options under which a silent server is given up at once.
+fn impatient() -> ClusterOptions {
+    ClusterOptions {
+        deadline: Duration::from_secs(30),
+        dead_after: Duration::ZERO,
+        repair_rate: None,
+    }
+}
+
+impl World {
+    fn new(configs: impl IntoIterator<Item = SimConfig>, options: ClusterOptions) -> Self {
+        let servers: Vec<_> = configs.into_iter().map(SimServer::new).collect();
+        let cluster = Cluster::new(servers.iter().map(session).collect(), options);
+        *cluster.repairs_started.lock() = true;
+        Self {
+            repairer: Repairer::new(servers.len()),
+            servers,
+            cluster,
+        }
+    }
+
+    fn of(servers: u64, options: ClusterOptions) -> Self {
+        Self::new((1..=servers).map(SimConfig::new), options)
+    }
+
+    /// Repairs until nothing can be done. Returns the last turn.
+    fn repair(&mut self) -> RepairTurn {
+        let limit = Instant::now() + Duration::from_secs(20);
+        loop {
+            match self.repairer.turn(&self.cluster) {
+                RepairTurn::Repaired => {}
+                RepairTurn::Waits if is_lacking(&self.cluster) => {
+                    assert!(Instant::now() < limit, "a repair never ends");
+                }
+                turn => return turn,
+            }
+        }
+    }
+
+    /// Repairs until two turns in a row find nothing that can be done.
+    fn repair_as_far_as_possible(&mut self) -> RepairTurn {
+        let mut idle = 0;
+        loop {
+            let turn = self.repairer.turn(&self.cluster);
+            idle = if turn == RepairTurn::Repaired { 0 } else { idle + 1 };
+            if idle == 2 {
+                return turn;
+            }
+        }
+    }
+
+    /// Waits until no server is suspect, and repairs nothing.
+    fn wait_until_all_answer(&mut self) {
+        let limit = Instant::now() + Duration::from_secs(20);
+        let is_fine = |server| self.cluster.health.is_fine(server);
+        while !(0..self.servers.len()).all(is_fine) {
+            assert!(Instant::now() < limit, "a server is never heard of");
+            self.repairer.look_at_servers(&self.cluster, &[]);
+        }
+    }
+}
+
+/// True if a copy that can be made is missing.
+fn is_lacking(cluster: &Cluster) -> bool {
+    let groups = |pool: &Arc<SlotPool>| pool.groups();
+    (cluster.pools_with_copies().iter().flat_map(groups).flatten())
+        .any(|group| group.lacks_copies() && group.good_count() > 0)
+}
+
+fn copied(world: &World, pages: u64, copies: u8, codec: Codec, reserve: Reserve) -> Arc<PageStore> {
+    let options = RemoteOptions {
+        codec,
+        reserve,
+        redundancy: Redundancy::Copies(copies),
+        ..RemoteOptions::default()
+    };
+    PageStore::remote(&world.cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
+}
+
+fn raw(world: &World, pages: u64, copies: u8) -> Arc<PageStore> {
+    copied(world, pages, copies, Codec::Raw, Reserve::Full)
+}
+
+fn group_of(store: &PageStore, page: u64) -> ExtentGroup {
+    let place = place_of(store, page).0;
+    pool(store).group(place).expect("its slot is live")
+}
+
+fn members_of(store: &PageStore, page: u64) -> Vec<Member> {
+    let group = group_of(store, page);
+    group.members().map(|(_, member)| member).collect()
+}
+
+/// Changes a page's bytes in one copy, behind the store's back.
+fn tamper_copy(world: &World, store: &PageStore, page: u64, member: Member) {
+    let (place, len) = place_of(store, page);
+    let mut channel = world.cluster.sessions()[usize::from(member.server)]
+        .channel::<Vec<u8>>()
+        .expect("the server lives");
+    let mut bytes = vec![0; len as usize];
+    for verb in [Verb::Read, Verb::Write] {
+        let op = Op {
+            tag: 0,
+            verb,
+            extent: member.id,
+            offset: place.offset,
+            len,
+            buf: bytes,
+        };
+        channel.post(op).expect("an idle channel has room");
+        let mut done = Vec::new();
+        while channel.poll(&mut done) == 0 {}
+        let done = done.pop().expect("one was posted");
+        done.result.expect("the extent is there");
+        bytes = done.buf;
+        bytes[7] ^= 0x10;
+    }
+}
+
+#[test]
+fn each_page_is_on_as_many_servers_as_asked_for() {
+    for copies in 2..=4 {
+        let world = World::of(4, impatient());
+        let store = raw(&world, 64, copies);
+        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        for page in 0..64 {
+            write(&mut lane, &store, page, &odd_page(4096, page)).expect("there is room");
+            let mut servers: Vec<_> = (members_of(&store, page).iter())
+                .map(|member| member.server)
+                .collect();
+            servers.sort_unstable();
+            servers.dedup();
+            assert_eq!(servers.len(), usize::from(copies));
+        }
+        let granted = world.cluster.granted_bytes();
+        assert!(granted >= u64::from(copies) * 64 * 4096, "{granted}");
+        drop(store);
+        for session in world.cluster.sessions() {
+            assert_eq!(session.stat().expect("it lives").granted_bytes, 0);
+        }
+    }
+}
+
+/// A server dies at any operation, repairs go on between any two, pages are discarded, and a second
+/// server dies once the copies of the first one are made again.
+#[test]
+fn one_server_may_die_at_any_step() {
+    for seed in 0..320 {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let servers = random.random_range(2..=4);
+        let victim = random.random_range(0..servers);
+        let dies_at = random.random_range(1..600);
+        let configs = (0..servers).map(|server| SimConfig {
+            die_at_op: (server == victim).then_some(dies_at),
+            lose_one_in: (seed % 4 == 3).then_some(60),
+            ..SimConfig::new(1000 * seed + server)
+        });
+        let options = ClusterOptions {
+            // Some are given up only much later than they die.
+            dead_after: Duration::from_millis(if seed % 2 == 0 { 0 } else { 20 }),
+            ..impatient()
+        };
+        let mut world = World::new(configs, options);
+        let copies = random.random_range(2..=servers.min(3)) as u8;
+        let codec = CODECS[seed as usize % CODECS.len()];
+        let reserve = if seed % 3 == 0 { Reserve::OnDemand } else { Reserve::Full };
+        let store = copied(&world, 96, copies, codec, reserve);
+        let mut model = vec![0; 96 * 4096];
+        let mut failed = 0;
+        let World { cluster, repairer, .. } = &mut world;
+        for round in 0..3 {
+            let amid = |random: &mut ChaCha8Rng| {
+                if random.random_bool(0.1) {
+                    repairer.turn(cluster);
+                }
+            };
+            failed += conform_amid(cluster, &store, &mut model, seed + round, 60, amid);
+            let from = random.random_range(0..90);
+            store.clear(at(from).and_on(6));
+            model[from as usize * 4096..][..6 * 4096].fill(0);
+        }
+        assert_eq!(failed, 0, "seed {seed}: {servers} servers");
+        world.repair();
+        let stats = store.stats();
+        assert_eq!(stats.errors, 0, "seed {seed}");
+        if servers > u64::from(copies) {
+            assert_eq!(stats.under_protected_bytes, 0, "seed {seed}");
+            let second = (victim + 1) % servers;
+            world.servers[second as usize].kill();
+            let failed = conform(&world.cluster, &store, &mut model, seed + 9, 60);
+            assert_eq!(failed, 0, "seed {seed}: the second death");
+        }
+        assert!(!pool(&store).has_unsettled() || world.repair() != RepairTurn::Repaired);
+    }
+}
+
+#[test]
+fn a_write_is_on_all_servers_before_its_page_is_published() {
+    for seed in 0..100 {
+        for survivor in 0..2 {
+            let world = World::new([SimConfig::new(seed), SimConfig::new(seed + 500)], impatient());
+            let store = raw(&world, 8, 2);
+            let mut lane = Lane::new(&world.cluster).expect("a lane");
+            let frame = odd_pages(4096, 0..4);
+            lane.write_back(&store, at(0), frame.into(), 0).expect("an idle lane has room");
+            let mut done = Vec::new();
+            // As soon as any of them is published.
+            while !(0..4).any(|page| store.table.is_stored(at(page))) {
+                lane.poll(&mut done);
+            }
+            world.servers[1 - survivor].kill();
+            while done.is_empty() {
+                lane.poll(&mut done);
+            }
+            assert!(done[0].failed.is_empty());
+            let read = read_run(&mut lane, &store, 0, 4);
+            assert!(read.failed.is_empty());
+            assert!(read.frame.bytes == odd_pages(4096, 0..4), "seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn bits_that_flip_in_one_copy_do_no_harm() {
+    for codec in CODECS {
+        let mut world = World::of(3, impatient());
+        let store = copied(&world, 64, 2, codec, Reserve::Full);
+        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let page_of = |page: u64| -> Vec<u8> {
+            odd_page(512, page).repeat(8)
+        };
+        let all: Vec<u8> = (0..32).flat_map(page_of).collect();
+        assert!(write_run(&mut lane, &store, 0, &all).failed.is_empty());
+        // Different pages of one READ are damaged in different copies.
+        for page in [3, 8, 9] {
+            let home = members_of(&store, page)[0];
+            tamper_copy(&world, &store, page, home);
+        }
+        for page in [2, 10] {
+            let other = members_of(&store, page)[1];
+            tamper_copy(&world, &store, page, other);
+        }
+        let done = read_run(&mut lane, &store, 0, 32);
+        assert!(done.failed.is_empty(), "{:?}", done.failed);
+        assert!(done.frame.bytes == all, "{codec}");
+        let stats = store.stats();
+        assert!(stats.corrupt >= 3 && stats.errors == 0, "{stats:?}");
+        // The damaged copies are not read again, and are made anew.
+        world.repair();
+        assert_eq!(store.stats().under_protected_bytes, 0);
+    }
+}
+
+#[test]
+fn a_page_that_is_damaged_everywhere_is_an_error_that_names_the_servers() {
+    let world = World::of(2, impatient());
+    let store = raw(&world, 8, 2);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+    for member in members_of(&store, 0) {
+        tamper_copy(&world, &store, 0, member);
+    }
+    let error = read(&mut lane, &store, 0).expect_err("it is damaged");
+    assert!(matches!(error, StoreError::Corrupt { .. }), "{error}");
+    let said = error.to_string();
+    assert!(said.contains("sim:1") && said.contains("sim:2"), "{said}");
+    assert_eq!(group_of(&store, 0).good_count(), 2, "no copy is known to be right");
+}
+
+#[test]
+fn a_server_that_is_cut_off_for_a_moment_is_not_read_before_it_has_caught_up() {
+    let options = ClusterOptions {
+        dead_after: Duration::from_secs(600),
+        ..impatient()
+    };
+    for cut in 0..2 {
+        let mut world = World::of(2, options.clone());
+        let store = raw(&world, 64, 2);
+        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let old = odd_pages(4096, 0..64);
+        assert!(write_run(&mut lane, &store, 0, &old).failed.is_empty());
+        let mut model = old;
+        world.servers[cut].cut();
+        for page in (0..64).step_by(2) {
+            let new = odd_page(4096, 1000 + page);
+            write(&mut lane, &store, page, &new).expect("one server lives");
+            model[page as usize * 4096..][..4096].copy_from_slice(&new);
+        }
+        assert!(store.stats().under_protected_bytes > 0);
+        world.servers[cut].heal();
+        let states = || members_of(&store, 0).into_iter().map(|member| member.state);
+        assert!(states().any(|state| state == MemberState::Stale));
+        let mut other = Lane::new(&world.cluster).expect("a lane");
+        world.wait_until_all_answer();
+        let done = read_run(&mut other, &store, 0, 64);
+        assert!(done.failed.is_empty() && done.frame.bytes == model);
+        assert_eq!(store.stats().corrupt, 0, "what missed a write was read");
+        assert_eq!(world.repair(), RepairTurn::Idle);
+        assert_eq!(store.stats().under_protected_bytes, 0);
+        assert!(store.stats().repaired_bytes >= 64 * 4096);
+        // Both have everything.
+        world.servers[1 - cut].kill();
+        let done = read_run(&mut lane, &store, 0, 64);
+        assert!(done.failed.is_empty() && done.frame.bytes == model);
+    }
+}
+
+#[test]
+fn pages_whose_servers_are_all_dead_are_an_error_that_names_the_servers() {
+    let options = ClusterOptions {
+        deadline: Duration::from_millis(200),
+        ..impatient()
+    };
+    let mut world = World::of(2, options);
+    let store = raw(&world, 8, 2);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+    world.servers.iter().for_each(|server| server.kill());
+    world.repairer.turn(&world.cluster);
+    let began = Instant::now();
+    let error = read(&mut lane, &store, 0).expect_err("nobody has it");
+    assert!(began.elapsed() < Duration::from_secs(5));
+    assert!(matches!(error, StoreError::Remote { retry: true, .. }), "{error:?}");
+    let said = error.to_string();
+    assert!(said.contains("sim:"), "{said}");
+    let StoreError::Remote { server, .. } = &error else {
+        unreachable!("matched above")
+    };
+    assert!(server.contains("sim:1") && server.contains("sim:2"), "{server}");
+    let error = write(&mut lane, &store, 0, &odd_page(4096, 1)).expect_err("nobody takes it");
+    assert!(error.may_retry(), "{error}");
+    assert_eq!(group_of(&store, 0).good_count(), 1, "the last copy may come back");
+}
+
+/// The client loses its network for longer than it waits for a dead server.
+#[test]
+fn the_last_copy_is_not_given_up_because_its_server_is_silent() {
+    let options = ClusterOptions {
+        deadline: Duration::from_millis(50),
+        ..impatient()
+    };
+    let mut world = World::of(2, options);
+    let store = raw(&world, 8, 2);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+    world.servers.iter().for_each(|server| server.cut());
+    read(&mut lane, &store, 0).expect_err("nobody answers");
+    for _ in 0..10 {
+        world.repairer.turn(&world.cluster);
+    }
+    world.servers.iter().for_each(|server| server.heal());
+    world.wait_until_all_answer();
+    let limit = Instant::now() + Duration::from_secs(20);
+    while read(&mut lane, &store, 0).ok() != Some(odd_page(4096, 0)) {
+        assert!(Instant::now() < limit, "it does not come back");
+    }
+}
+
+#[test]
+fn full_survivors_go_on_with_fewer_copies_and_repair_once_there_is_room() {
+    // Each has room for its own copies, and not for those of another.
+    let mut world = World::new(
+        (1..=3).map(|seed| SimConfig {
+            capacity_bytes: 20 << 20,
+            ..SimConfig::new(seed)
+        }),
+        impatient(),
+    );
+    let filler = RemoteOptions::default();
+    let store = copied(&world, 256, 2, Codec::Raw, Reserve::Full);
+    let mut model = vec![0; 256 * 4096];
+    assert_eq!(conform(&world.cluster, &store, &mut model, 1, 300), 0);
+    // Everything that is left is taken.
+    let mut fillers = Vec::new();
+    for bytes in [4 << 20, 1 << 20, 256 << 10, 64 << 10] {
+        while let Ok(filler) = PageStore::remote(&world.cluster, REGION, bytes, 4096, &filler) {
+            fillers.push(filler);
+        }
+    }
+    world.servers[0].kill();
+    assert_eq!(conform(&world.cluster, &store, &mut model, 2, 300), 0);
+    let mut turn = world.repair_as_far_as_possible();
+    assert!(store.stats().under_protected_bytes > 0, "{turn:?}");
+    assert_eq!(conform(&world.cluster, &store, &mut model, 3, 300), 0);
+    fillers.clear();
+    turn = world.repair_as_far_as_possible();
+    assert_eq!(store.stats().under_protected_bytes, 0, "{turn:?}");
+    world.servers[1].kill();
+    assert_eq!(conform(&world.cluster, &store, &mut model, 4, 300), 0);
+}
+
+#[test]
+fn servers_may_die_while_a_copy_is_made() {
+    for seed in 0..60 {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let mut world = World::of(4, impatient());
+        let store = raw(&world, 512, 3);
+        let mut model = odd_pages(4096, 0..512);
+        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        for page in (0..512).step_by(64) {
+            let run = &model[page as usize * 4096..][..64 * 4096];
+            assert!(write_run(&mut lane, &store, page, run).failed.is_empty());
+        }
+        let first = random.random_range(0..4);
+        world.servers[first].kill();
+        read_run(&mut lane, &store, 0, 512);
+        let second = (first + random.random_range(1..4)) % 4;
+        world.servers[second].kill_after(random.random_range(1..12));
+        world.repair_as_far_as_possible();
+        world.servers[second].kill();
+        world.repair_as_far_as_possible();
+        assert_eq!(conform(&world.cluster, &store, &mut model, seed, 60), 0, "seed {seed}");
+        // Two servers are left for three copies.
+        assert!(store.stats().under_protected_bytes > 0);
+        let third = (0..4).find(|&server| server != first && server != second);
+        world.servers[third.expect("there are four")].kill();
+        assert_eq!(conform(&world.cluster, &store, &mut model, seed, 60), 0, "seed {seed}");
+    }
+}
+
+/// The thread that repairs copies slowly, while the lanes write.
+#[test]
+fn writes_during_a_repair_are_in_the_new_copy() {
+    for seed in 0..4 {
+        let options = ClusterOptions {
+            repair_rate: Some(8 << 20),
+            ..impatient()
+        };
+        let world = World::new((0..3).map(|server| SimConfig::new(10 * seed + server)), options);
+        *world.cluster.repairs_started.lock() = false;
+        let store = raw(&world, 256, 2);
+        let mut model = vec![0; 256 * 4096];
+        let cluster = &world.cluster;
+        assert_eq!(conform(cluster, &store, &mut model, seed, 400), 0);
+        world.servers[0].kill();
+        let limit = Instant::now() + Duration::from_secs(60);
+        let mut rounds = 0;
+        while rounds < 2 || store.stats().under_protected_bytes > 0 {
+            assert!(Instant::now() < limit, "the repair never ends");
+            assert_eq!(conform(cluster, &store, &mut model, seed + rounds, 400), 0);
+            rounds += 1;
+        }
+        assert!(store.stats().repaired_bytes > 0);
+        world.servers[1].kill();
+        assert_eq!(conform(cluster, &store, &mut model, seed, 100), 0, "seed {seed}");
+        assert_eq!(store.stats().corrupt, 0, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_snapshot_is_read_from_the_copies_that_live() {
+    let mut world = World::of(3, impatient());
+    let store = raw(&world, 32, 2);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let old = odd_pages(4096, 0..32);
+    assert!(write_run(&mut lane, &store, 0, &old).failed.is_empty());
+    let snapshot = crate::Snapshot::take(&store).expect("it is open");
+    let entries: Vec<_> = (0..32).map(|page| store.table.load_words(at(page))).collect();
+    assert!(write_run(&mut lane, &store, 0, &odd_pages(4096, 100..132)).failed.is_empty());
+    for victim in [0, 1] {
+        world.servers[victim].kill();
+        for (page, entry) in (0..).zip(&entries) {
+            let frame = vec![0; 4096].into();
+            let done = lane.read_copy(&snapshot, at(page), *entry, frame);
+            assert!(done.failed.is_empty(), "{:?}", done.failed);
+            assert!(done.frame.bytes == odd_page(4096, page));
+        }
+        world.repair();
+    }
+}
+
+/// Faults of threads that serve themselves have no thread that opens channels.
+#[test]
+fn a_passive_lane_reads_the_other_copy_at_once() {
+    for victim in 0..2 {
+        let world = World::of(2, impatient());
+        let store = raw(&world, 8, 2);
+        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut passive = Lane::passive(&world.cluster).expect("a lane");
+        passive.prepare(&store, 8);
+        assert!(write_run(&mut lane, &store, 0, &odd_pages(4096, 0..8)).failed.is_empty());
+        world.servers[victim].kill();
+        for _ in 0..3 {
+            let done = read_run(&mut passive, &store, 0, 8);
+            assert!(done.failed.is_empty(), "{:?}", done.failed);
+            assert!(done.frame.bytes == odd_pages(4096, 0..8));
+        }
+        let served = store.stats().failovers;
+        assert_eq!(served > 0, members_of(&store, 0)[0].server as usize == victim);
+        // A lane that is made now does not have the dead server.
+        Lane::<Piece>::new(&world.cluster).expect("the others answer");
+    }
+}
+
+#[test]
+fn copies_that_cannot_be_kept_are_refused_and_take_nothing() {
+    let world = World::of(2, impatient());
+    let create = |options: &RemoteOptions| {
+        PageStore::remote(&world.cluster, REGION, 1 << 20, 4096, options).map(drop)
+    };
+    let options = |copies| RemoteOptions {
+        redundancy: Redundancy::Copies(copies),
+        ..RemoteOptions::default()
+    };
+    let error = create(&options(3)).expect_err("there are two servers");
+    assert!(
+        matches!(error, CreateError::TooFewServers { copies: 3, servers: 2, .. }),
+        "{error}"
+    );
+    assert!(error.to_string().contains("name 1 more"), "{error}");
+    for copies in [0, 1, 5] {
+        let error = create(&options(copies)).expect_err("no such number");
+        assert!(matches!(error, CreateError::Copies { .. }), "{error}");
+    }
+    let named = RemoteOptions {
+        name: Some("kept".to_owned()),
+        ..options(2)
+    };
+    let error = create(&named).expect_err("names are kept by one server each");
+    assert!(matches!(error, CreateError::NamedCopies { .. }), "{error}");
+    world.servers[1].kill();
+    let error = create(&options(2)).expect_err("one of them is dead");
+    assert!(error.to_string().contains("sim:2"), "{error}");
+    assert_eq!(world.cluster.granted_bytes(), 0);
+    let granted = world.cluster.sessions()[0].stat().expect("it lives").granted_bytes;
+    assert_eq!(granted, 0);
+}
+
+#[test]
+fn a_reservation_promises_room_for_every_copy() {
+    let config = |seed| SimConfig {
+        capacity_bytes: 24 << 20,
+        ..SimConfig::new(seed)
+    };
+    let world = World::new((1..=3).map(config), impatient());
+    // 72 MiB hold 30 MiB twice, and not 40 MiB.
+    let options = RemoteOptions {
+        redundancy: Redundancy::Copies(2),
+        ..RemoteOptions::default()
+    };
+    let create = |bytes| PageStore::remote(&world.cluster, REGION, bytes, 4096, &options);
+    let error = create(40 << 20).map(drop).expect_err("it does not fit");
+    assert!(matches!(error, CreateError::Alloc { source: AllocError::Full { .. }, .. }), "{error}");
+    assert_eq!(world.cluster.granted_bytes(), 0);
+    let store = create(30 << 20).expect("it fits");
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    for page in (0..store.pages()).step_by(32) {
+        let run = odd_pages(4096, page..page + 32);
+        assert!(write_run(&mut lane, &store, page, &run).failed.is_empty());
+    }
+}
