@@ -337,7 +337,13 @@ impl Builder {
             for server in &servers {
                 sessions.push(Session::connect(server, &session)?);
             }
-            let cluster = Cluster::new(sessions, ClusterOptions { deadline, ..ClusterOptions::default() });
+            let cluster = Cluster::new(
+                sessions,
+                ClusterOptions {
+                    deadline,
+                    ..ClusterOptions::default()
+                },
+            );
             let pager = Pager::start(Arc::new(space), cluster, &pager_options)?;
             Ok::<_, BuildError>(Held::new(pager))
         })?;

@@ -244,7 +244,9 @@ pub enum CreateError {
         servers: usize,
     },
     /// The thread that replaces lost copies cannot be started.
-    #[error("{region} is to have copies, and no thread can be started that replaces lost ones: {source}; raise `ulimit -u`, or ask for none")]
+    #[error(
+        "{region} is to have copies, and no thread can be started that replaces lost ones: {source}; raise `ulimit -u`, or ask for none"
+    )]
     Repairs {
         /// The program's name for the region.
         region: Arc<str>,

@@ -42,11 +42,18 @@ pub(crate) struct ExtentGroup {
     /// Members by position, the home first. `None`: the copy is missing.
     members: [Option<Member>; COPIES_MAX],
     copies: u8,
+    /// Length of each extent that is used.
+    pub(crate) bytes: u64,
 }
 
 impl ExtentGroup {
-    /// Makes a group of `copies` copies from the extents that were granted, the home first.
-    pub(crate) fn new(copies: usize, granted: impl IntoIterator<Item = (u8, ExtentId)>) -> Self {
+    /// Makes a group of `copies` copies of `bytes` from the extents that were granted, the home
+    /// first.
+    pub(crate) fn new(
+        copies: usize,
+        bytes: u64,
+        granted: impl IntoIterator<Item = (u8, ExtentId)>,
+    ) -> Self {
         let mut members = [None; COPIES_MAX];
         for (member, (server, id)) in members[..copies].iter_mut().zip(granted) {
             let state = MemberState::Good;
@@ -55,6 +62,7 @@ impl ExtentGroup {
         Self {
             members,
             copies: copies as u8,
+            bytes,
         }
     }
 
@@ -225,16 +233,12 @@ impl GroupTable {
     /// Marks the members on a dead server. A group's last Good member is marked only if the
     /// server's session `is_lost`: until then it may come back. Members on servers that are not
     /// `fine` do not count. Returns the number of members that were marked.
-    pub(crate) fn mark_dead(
-        &self,
-        server: u8,
-        is_lost: bool,
-        fine: impl Fn(u8) -> bool,
-    ) -> usize {
+    pub(crate) fn mark_dead(&self, server: u8, is_lost: bool, fine: impl Fn(u8) -> bool) -> usize {
         let mut groups = self.0.write().expect(NO_PANIC);
         let mut marked = 0;
         for group in groups.by_index.iter_mut().flatten() {
-            let others = (group.good()).any(|(_, other)| other.server != server && fine(other.server));
+            let others =
+                (group.good()).any(|(_, other)| other.server != server && fine(other.server));
             for member in group.members.iter_mut().flatten() {
                 if member.server == server
                     && member.state != MemberState::Dead

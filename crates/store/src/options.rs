@@ -117,7 +117,16 @@ mod tests {
         for redundancy in all {
             assert_eq!(redundancy.to_string().parse(), Ok(redundancy));
         }
-        for text in ["", "copies", "copies=", "copies=1", "copies=5", "copies=02x", "2", "None"] {
+        for text in [
+            "",
+            "copies",
+            "copies=",
+            "copies=1",
+            "copies=5",
+            "copies=02x",
+            "2",
+            "None",
+        ] {
             let error = text.parse::<Redundancy>().unwrap_err();
             assert!(error.to_string().contains("copies=2"), "{error}");
         }

@@ -49,6 +49,8 @@ pub(crate) struct SlotPool {
     /// Slots by the server that their extents' groups were granted at first.
     arenas: Vec<Mutex<Arena>>,
     groups: GroupTable,
+    /// Bytes of the members on each server, of a pool with copies.
+    copied_bytes: Box<[AtomicU64]>,
     /// Bytes that were copied to replace lost copies.
     repaired_bytes: AtomicU64,
     /// Held while servers are asked for memory. The last refusal, and its time.
@@ -103,8 +105,9 @@ impl SlotPool {
             purpose,
             snapshots: Snapshots::new(servers.len(), held_bytes),
             arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
-            servers,
             registered,
+            copied_bytes: servers.iter().map(|_| AtomicU64::new(0)).collect(),
+            servers,
             copies,
             health,
             seen: AtomicU64::new(0),
@@ -232,14 +235,14 @@ impl SlotPool {
 
     /// Adds an extent and returns its index; `None` after [`release_all`](Self::release_all).
     pub(crate) fn add(&self, server: u8, id: ExtentId, bytes: u64) -> Option<u32> {
-        self.add_group(server, ExtentGroup::new(1, [(server, id)]), bytes)
+        self.add_group(server, ExtentGroup::new(1, bytes, [(server, id)]))
     }
 
-    /// Adds a group of extents of `bytes` each to an arena, and returns its index.
-    fn add_group(&self, arena: u8, group: ExtentGroup, bytes: u64) -> Option<u32> {
+    /// Adds a group of extents to an arena, and returns its index.
+    fn add_group(&self, arena: u8, group: ExtentGroup) -> Option<u32> {
         let index = self.groups.add(group)?;
         let mut arena = self.arenas[arena as usize].lock();
-        arena.add(index, bytes);
+        arena.add(index, group.bytes);
         if group.lacks_copies() {
             arena.choose(index, Choice::Second);
         }
@@ -294,6 +297,7 @@ impl SlotPool {
 
     fn release_group(&self, group: &ExtentGroup) {
         for (_, member) in group.members() {
+            self.uncount_copy(member.server, group.bytes);
             self.release(member.server as usize, member.id);
         }
     }
@@ -350,7 +354,8 @@ impl SlotPool {
         let (before, end) = (places.len(), places.len() + count);
         let first = self.next_run.fetch_add(1, Ordering::Relaxed);
         let servers = self.arenas.len();
-        let tries = (self.choices().iter()).flat_map(|&choice| (0..servers).map(move |i| (choice, i)));
+        let tries =
+            (self.choices().iter()).flat_map(|&choice| (0..servers).map(move |i| (choice, i)));
         for (choice, other) in tries {
             let server = (first + other) % servers;
             let place = |Slot { extent, offset }| SlotPlace {

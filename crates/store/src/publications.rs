@@ -17,11 +17,7 @@ use farpage_fabric::{AllocError, Versions};
 use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{
-    place::SlotSpan,
-    groups::NO_PANIC,
-    pool::SlotPool,
-    readers::PackedPlaces,
-    slots::GRANULE_BYTES,
+    groups::NO_PANIC, place::SlotSpan, pool::SlotPool, readers::PackedPlaces, slots::GRANULE_BYTES,
 };
 
 /// Length of the pieces in which maps are written and read.

@@ -47,6 +47,9 @@ use crate::{
 const PIECE_BYTES: u64 = 512 << 10;
 /// Pause between looks at servers that do not answer, and at groups whose writes have not ended.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Interval at which servers are asked for a sign of life, so that the death of one that no page
+/// is read from is noticed before another one dies.
+const LISTEN_EVERY: Duration = Duration::from_secs(1);
 /// Pause before servers without room are asked again.
 const ROOM_EVERY: Duration = Duration::from_secs(1);
 
@@ -54,6 +57,8 @@ const ROOM_EVERY: Duration = Duration::from_secs(1);
 pub(crate) struct Repairer {
     /// For each server: true while an attempt to reach it is under way.
     probes: Vec<Arc<AtomicBool>>,
+    /// For each server: time when the last attempt began.
+    probed: Vec<Option<Instant>>,
     /// For each server: true once its death was reported. False again when it answers.
     told_dead: Vec<bool>,
     /// True once a lack of room was reported. False again after a repair.
@@ -112,10 +117,11 @@ fn work(cluster: &Weak<Cluster>, servers: usize) {
         let Some(alive) = cluster.upgrade() else {
             return;
         };
+        repairer.listen(&alive);
         let turn = repairer.turn(&alive);
         drop(alive);
         match turn {
-            RepairTurn::Idle => thread::park(),
+            RepairTurn::Idle => thread::park_timeout(LISTEN_EVERY),
             RepairTurn::Repaired => {}
             RepairTurn::Waits => thread::park_timeout(LOOK_EVERY),
             RepairTurn::NoRoom => thread::park_timeout(ROOM_EVERY),
@@ -127,6 +133,7 @@ impl Repairer {
     pub(crate) fn new(servers: usize) -> Self {
         Self {
             probes: (0..servers).map(|_| Arc::default()).collect(),
+            probed: vec![None; servers],
             told_dead: vec![false; servers],
             told_full: false,
             sealed: None,
@@ -144,9 +151,27 @@ impl Repairer {
         }
     }
 
+    /// Asks servers for a sign of life now and then. One that owes it for long is suspect.
+    fn listen(&mut self, cluster: &Arc<Cluster>) {
+        for (server, session) in cluster.sessions().iter().enumerate() {
+            let since = self.probed[server].map_or(LISTEN_EVERY, |probed| probed.elapsed());
+            if self.probes[server].load(Ordering::Acquire) {
+                if since > cluster.dead_after / 2 {
+                    cluster.health.failed(server);
+                }
+            } else if since >= LISTEN_EVERY && session.loss(false).is_none() {
+                self.probe(cluster, server, session);
+            }
+        }
+    }
+
     /// Tries to reach servers that are suspect, and gives up the copies on those that are dead.
     /// Returns true if any server is suspect and may still answer.
-    pub(crate) fn look_at_servers(&mut self, cluster: &Arc<Cluster>, pools: &[Arc<SlotPool>]) -> bool {
+    pub(crate) fn look_at_servers(
+        &mut self,
+        cluster: &Arc<Cluster>,
+        pools: &[Arc<SlotPool>],
+    ) -> bool {
         let mut any_silent = false;
         for (server, session) in cluster.sessions().iter().enumerate() {
             let lost = session.loss(false);
@@ -179,16 +204,21 @@ impl Repairer {
     }
 
     /// Tries to reach a server, on a thread of its own, unless an attempt is under way.
-    fn probe(&self, cluster: &Arc<Cluster>, server: usize, session: &Arc<Session>) {
+    fn probe(&mut self, cluster: &Arc<Cluster>, server: usize, session: &Arc<Session>) {
         let probe = &self.probes[server];
         if probe.swap(true, Ordering::AcqRel) {
             return;
         }
+        self.probed[server] = Some(Instant::now());
         let (session, health) = (session.clone(), cluster.health.clone());
         let is_running = probe.clone();
         let attempt = move || {
-            if session.channel::<RegBuf>().is_ok() {
-                health.succeeded(server);
+            // Calls fail where the memory has outlived its server. A suspect server may answer calls
+            // and move no bytes.
+            let is_fine = health.is_fine(server);
+            match is_fine && session.stat().is_ok() || session.channel::<RegBuf>().is_ok() {
+                true => health.succeeded(server),
+                false => health.failed(server),
             }
             is_running.store(false, Ordering::Release);
         };
@@ -265,10 +295,10 @@ fn repair(cluster: &Cluster, pool: &Arc<SlotPool>, index: u32) -> Repair {
     if !pool.seal(index) {
         return Repair::Done;
     }
-    let Some((bytes, pieces)) = pool.pieces_at_rest(index) else {
+    let Some(pieces) = pool.pieces_at_rest(index) else {
         return Repair::Waits;
     };
-    let repair = copy(cluster, pool, index, bytes, &pieces);
+    let repair = copy(cluster, pool, index, &pieces);
     pool.unseal(index);
     if pieces.is_empty() {
         // A region may have ended meanwhile, which gives back no sealed extent.
@@ -278,20 +308,13 @@ fn repair(cluster: &Cluster, pool: &Arc<SlotPool>, index: u32) -> Repair {
 }
 
 /// Copies a sealed group at rest to a new member.
-fn copy(
-    cluster: &Cluster,
-    pool: &Arc<SlotPool>,
-    index: u32,
-    bytes: u64,
-    pieces: &[(u64, u64)],
-) -> Repair {
+fn copy(cluster: &Cluster, pool: &Arc<SlotPool>, index: u32, pieces: &[(u64, u64)]) -> Repair {
     // Read here: writes that have ended since may have changed it.
     let Some(group) = pool.group_at(index) else {
         return Repair::Done;
     };
-    let is_lacking = |member: &Option<Member>| {
-        member.is_none_or(|member| member.state != MemberState::Good)
-    };
+    let is_lacking =
+        |member: &Option<Member>| member.is_none_or(|member| member.state != MemberState::Good);
     let Some((at, lacking)) = group.positions().find(|(_, member)| is_lacking(member)) else {
         return Repair::Done;
     };
@@ -309,7 +332,7 @@ fn copy(
         }
         pool.replace(index, at, None);
     }
-    let (server, id) = match new_extent(pool, index, &group, lacking, bytes) {
+    let (server, id) = match new_extent(pool, index, &group, lacking) {
         Ok(extent) => extent,
         Err(refusal) => return Repair::NoRoom(refusal),
     };
@@ -324,7 +347,10 @@ fn copy(
     for &(mut offset, mut left) in pieces {
         while left > 0 {
             let len = left.min(PIECE_BYTES);
-            if copier.copy(source, (server, id), offset, len as u32).is_err() {
+            if copier
+                .copy(source, (server, id), offset, len as u32)
+                .is_err()
+            {
                 pool.drop_copy(server, id);
                 return Repair::Failed;
             }
@@ -347,7 +373,6 @@ fn new_extent(
     index: u32,
     group: &ExtentGroup,
     lost: Option<Member>,
-    bytes: u64,
 ) -> Result<(u8, ExtentId), Option<AllocError>> {
     let servers = pool.servers().len() as u32;
     let before = lost.map(|lost| lost.server);
@@ -361,8 +386,8 @@ fn new_extent(
         if !pool.is_usable(server) {
             continue;
         }
-        match pool.grant_copy(server, bytes) {
-            Ok(extent) if extent.bytes >= bytes => return Ok((server, extent.id)),
+        match pool.grant_copy(server, group.bytes) {
+            Ok(extent) if extent.bytes >= group.bytes => return Ok((server, extent.id)),
             Ok(extent) => pool.drop_copy(server, extent.id),
             Err(error) => refusal = Some(error),
         }
@@ -382,12 +407,7 @@ struct Copier<'a> {
 }
 
 impl<'a> Copier<'a> {
-    fn new(
-        cluster: &Cluster,
-        pool: &'a SlotPool,
-        source: Member,
-        server: u8,
-    ) -> Result<Self, ()> {
+    fn new(cluster: &Cluster, pool: &'a SlotPool, source: Member, server: u8) -> Result<Self, ()> {
         let open = |server: u8| {
             let port = pool.port(server);
             let channel = cluster.sessions()[port].channel();

@@ -308,18 +308,10 @@ impl Arena {
         }
     }
 
-    /// Returns the granted length of an extent; 0 if the arena does not have it.
-    pub(crate) fn granted_bytes_of(&self, index: u32) -> u64 {
-        match self.extents.get(index as usize) {
-            Some(Some(extent)) => extent.granted_bytes,
-            _ => 0,
-        }
-    }
-
-    /// Returns the granted length of an extent, and start and length of each piece in use.
-    pub(crate) fn used_pieces(&self, index: u32) -> (u64, Vec<(u64, u64)>) {
+    /// Returns start and length of each piece in use of an extent.
+    pub(crate) fn used_pieces(&self, index: u32) -> Vec<(u64, u64)> {
         let Some(Some(extent)) = self.extents.get(index as usize) else {
-            return (0, Vec::new());
+            return Vec::new();
         };
         let (mut at, mut used) = (0, Vec::new());
         for (hole, &len) in self.holes.range(start_of(index)..start_of(index + 1)) {
@@ -331,7 +323,7 @@ impl Arena {
         if extent.usable_bytes > at {
             used.push((at, extent.usable_bytes - at));
         }
-        (extent.granted_bytes, used)
+        used
     }
 
     fn shortest(&self, bytes: u64, choice: Choice) -> Option<(u64, Slot)> {
@@ -402,7 +394,8 @@ mod tests {
             let mut arena = Arena::new();
             let bytes = 7 * (2 << 20) + GRANULE_BYTES;
             arena.add(3, bytes);
-            let slots = std::iter::from_fn(|| arena.alloc(page_bytes, Choice::First)).count() as u64;
+            let slots =
+                std::iter::from_fn(|| arena.alloc(page_bytes, Choice::First)).count() as u64;
             assert_eq!(slots, bytes / u64::from(page_bytes));
         }
     }
@@ -532,7 +525,12 @@ mod tests {
                     assert_eq!(new.len(), raw.len(), "there is room");
                     for _ in &encoded {
                         let bytes = page_bytes / 4 + next(page_bytes as usize / 2) as u64;
-                        new.push((arena.alloc(bytes as u32, Choice::First).expect("there is room"), bytes));
+                        new.push((
+                            arena
+                                .alloc(bytes as u32, Choice::First)
+                                .expect("there is room"),
+                            bytes,
+                        ));
                     }
                     for (page, new) in raw.into_iter().chain(encoded).zip(new) {
                         if let Some((old, bytes)) = slots[page].replace(new) {
@@ -572,7 +570,9 @@ mod tests {
 
     fn alloc_run(arena: &mut Arena, page_bytes: u64, count: usize) -> Vec<Slot> {
         let mut slots = Vec::new();
-        arena.alloc_run(page_bytes as u32, count, Choice::First, |slot| slots.push(slot));
+        arena.alloc_run(page_bytes as u32, count, Choice::First, |slot| {
+            slots.push(slot)
+        });
         slots
     }
 

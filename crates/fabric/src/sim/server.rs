@@ -122,7 +122,8 @@ impl SimServer {
 
     /// Kills the server at the `ops`-th operation from now on, counted over all channels.
     pub fn kill_after(&self, ops: u64) {
-        self.dies_at.store(self.operations() + ops, Ordering::Relaxed);
+        self.dies_at
+            .store(self.operations() + ops, Ordering::Relaxed);
     }
 
     /// Cuts the server off: channels end at their next poll, and no other opens until

@@ -9,10 +9,11 @@
 use farpage_fabric::{ChannelError, Op};
 
 use super::{
-    Lane, RunBuffer, place_of, tag_of,
+    Lane, RunBuffer, place_of,
     port::DoubtfulSlots,
     run::{Direction, LaneRun, SlotTransfer, Task},
     staging::IoBuf,
+    tag_of,
 };
 use crate::{
     groups::{ExtentGroup, Member},
@@ -119,9 +120,8 @@ impl<F: RunBuffer> Lane<F> {
         transfer: &SlotTransfer,
     ) -> Option<(u8, Member)> {
         let past = transfer.done | transfer.tried;
-        (group.good()).find(|(at, member)| {
-            past & (1 << at) == 0 && remote.pool.is_usable(member.server)
-        })
+        (group.good())
+            .find(|(at, member)| past & (1 << at) == 0 && remote.pool.is_usable(member.server))
     }
 
     /// Goes on after a request has ended: at the next member, or to the end.

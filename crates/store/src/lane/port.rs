@@ -18,9 +18,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, TryRecvError};
-use farpage_fabric::{
-    Buf, Busy, Channel, ChannelError, ConnectError, ExtentId, Line, Op, Session,
-};
+use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, ExtentId, Line, Op, Session};
 
 use crate::{blocking::Waker, health::ServerHealth, place::SlotSpan, pool::SlotPool};
 

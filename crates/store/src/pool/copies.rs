@@ -8,13 +8,12 @@
 use std::sync::atomic::Ordering;
 
 use farpage_fabric::{AllocError, Extent, ExtentId};
-use farpage_signals::Mutex;
 
 use super::SlotPool;
 use crate::{
     groups::{ExtentGroup, Member, MemberState},
     place::SlotPlace,
-    slots::{Arena, Choice},
+    slots::Choice,
 };
 
 impl SlotPool {
@@ -40,7 +39,10 @@ impl SlotPool {
 
     /// True if all copies of the group are Good, on servers that answer.
     fn is_whole(&self, group: &ExtentGroup) -> bool {
-        !group.lacks_copies() && group.good().all(|(_, member)| self.is_usable(member.server))
+        !group.lacks_copies()
+            && group
+                .good()
+                .all(|(_, member)| self.is_usable(member.server))
     }
 
     /// Returns the choices of slots, the best first.
@@ -61,10 +63,12 @@ impl SlotPool {
             return;
         }
         for arena in &self.arenas {
-            arena.lock().choose_all(|index| match self.groups.get(index) {
-                Some(group) if self.is_whole(&group) => Choice::First,
-                _ => Choice::Second,
-            });
+            arena
+                .lock()
+                .choose_all(|index| match self.groups.get(index) {
+                    Some(group) if self.is_whole(&group) => Choice::First,
+                    _ => Choice::Second,
+                });
         }
         // A version that another thread has followed meanwhile is seen, too: it looked later.
         self.seen.fetch_max(version, Ordering::AcqRel);
@@ -145,16 +149,23 @@ impl SlotPool {
 
     /// Puts a sealed group back into the choice of slots.
     pub(crate) fn unseal(&self, index: u32) {
-        let is_whole = self.groups.get(index).is_some_and(|group| self.is_whole(&group));
-        let choice = if is_whole { Choice::First } else { Choice::Second };
+        let is_whole = self
+            .groups
+            .get(index)
+            .is_some_and(|group| self.is_whole(&group));
+        let choice = if is_whole {
+            Choice::First
+        } else {
+            Choice::Second
+        };
         for arena in &self.arenas {
             arena.lock().choose(index, choice);
         }
     }
 
-    /// Returns length and pieces in use of a sealed group to which no write is under way; `None`
-    /// while one is.
-    pub(crate) fn pieces_at_rest(&self, index: u32) -> Option<(u64, Vec<(u64, u64)>)> {
+    /// Returns start and length of each piece in use of a sealed group to which no write is under
+    /// way; `None` while one is.
+    pub(crate) fn pieces_at_rest(&self, index: u32) -> Option<Vec<(u64, u64)>> {
         self.arenas.iter().find_map(|arena| {
             let arena = arena.lock();
             let is_here = arena.has_extent(index) && arena.writes(index) == 0;
@@ -171,10 +182,26 @@ impl SlotPool {
     pub(crate) fn replace(&self, index: u32, at: u8, new: Option<(u8, ExtentId)>) {
         let state = MemberState::Good;
         let new = new.map(|(server, id)| Member { server, id, state });
-        let old = self.groups.get(index).and_then(|group| group.member(at));
+        let group = self.groups.get(index).expect("a sealed extent is kept");
         self.groups.replace(index, at, new);
-        if let Some(old) = old {
+        if let Some(new) = new {
+            self.count_copy(new.server, group.bytes);
+        }
+        if let Some(old) = group.member(at) {
+            self.uncount_copy(old.server, group.bytes);
             self.release(old.server as usize, old.id);
+        }
+    }
+
+    /// Counts a member of `bytes` on a server.
+    pub(super) fn count_copy(&self, server: u8, bytes: u64) {
+        self.copied_bytes[usize::from(server)].fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Takes back what [`count_copy`](Self::count_copy) counted.
+    pub(super) fn uncount_copy(&self, server: u8, bytes: u64) {
+        if self.has_copies() {
+            self.copied_bytes[usize::from(server)].fetch_sub(bytes, Ordering::Relaxed);
         }
     }
 
@@ -198,14 +225,10 @@ impl SlotPool {
         if !self.has_copies() {
             return 0;
         }
-        let mut bytes = 0;
-        for (index, group) in (0..).zip(self.groups.all()) {
-            if group.is_some_and(|group| group.lacks_copies()) {
-                let of = |arena: &Mutex<Arena>| arena.lock().granted_bytes_of(index);
-                bytes += self.arenas.iter().map(of).sum::<u64>();
-            }
-        }
-        bytes
+        let groups = self.groups.all().into_iter().flatten();
+        (groups.filter(ExtentGroup::lacks_copies))
+            .map(|group| group.bytes)
+            .sum()
     }
 
     /// Returns the endpoints of a place's servers, for people.

@@ -10,15 +10,17 @@ use std::{
 use farpage_fabric::{AllocError, ControlError};
 
 use super::{Growth, PoolReservation, SlotPool};
-use crate::{
-    groups::ExtentGroup,
-    slots::GRANULE_BYTES,
-};
+use crate::{groups::ExtentGroup, slots::GRANULE_BYTES};
 
 /// Longest extent asked for: a server may have to find it in one piece.
 pub(super) const EXTENT_BYTES_MAX: u64 = 1 << 30;
 /// Longest extent of a pool with copies, so that a lost copy of one is soon made again.
 const GROUP_BYTES_MAX: u64 = 64 << 20;
+/// Shortest extent that a pool with copies asks for, if servers have it. Less than for pools without
+/// copies, since it is taken from several servers.
+const GROUP_BYTES_MIN: u64 = 4 << 20;
+/// Length below which room for copies is not looked for in shorter extents.
+const PIECE_BYTES_MIN: u64 = 1 << 20;
 /// Shortest extent that a shared pool asks for, if the server has it: many small regions then share
 /// few extents. Servers back extents lazily.
 const EXTENT_BYTES_MIN: u64 = 16 << 20;
@@ -35,6 +37,9 @@ impl SlotPool {
     ) -> Result<PoolReservation, AllocError> {
         let _one_at_a_time = self.growing.lock();
         let unit = GRANULE_BYTES.max(page_bytes as u64);
+        if self.has_copies() {
+            return self.reserve_copies(bytes.next_multiple_of(unit), unit);
+        }
         let servers = self.servers.len() as u64;
         let units = bytes.div_ceil(unit);
         let first = self.next_server.fetch_add(1, Ordering::Relaxed) as u64;
@@ -57,6 +62,37 @@ impl SlotPool {
                 self.take_back(&promised);
                 self.release_surplus();
                 return Err(error);
+            }
+        }
+        Ok(PoolReservation(promised))
+    }
+
+    /// Promises `bytes` of which each server of the pool may have the first copy. The room for
+    /// copies may be in pieces on several servers: where long extents do not fit, shorter ones may.
+    fn reserve_copies(&self, bytes: u64, unit: u64) -> Result<PoolReservation, AllocError> {
+        let servers = self.servers.len();
+        let first = self.next_server.fetch_add(1, Ordering::Relaxed);
+        let mut promised = vec![0u64; servers];
+        let mut most = bytes.div_ceil(servers as u64).min(GROUP_BYTES_MAX);
+        let (mut left, mut turn) = (bytes, 0);
+        while left > 0 {
+            let piece = most.min(left).next_multiple_of(unit);
+            let mut failure = None;
+            let homes = (0..servers).map(|other| (first + turn + other) % servers);
+            let found = homes.into_iter().find(|&home| {
+                let promise = self.promise(home, piece, unit);
+                promise.map_err(|error| failure = Some(error)).is_ok()
+            });
+            if let Some(home) = found {
+                promised[home] += piece;
+                left = left.saturating_sub(piece);
+                turn += 1;
+            } else if most > PIECE_BYTES_MIN {
+                most /= 2;
+            } else {
+                self.take_back(&promised);
+                self.release_surplus();
+                return Err(failure.expect("a pool has servers, which refused"));
             }
         }
         Ok(PoolReservation(promised))
@@ -100,20 +136,20 @@ impl SlotPool {
     /// least `copies_min` are granted.
     fn grant(&self, server: usize, least: u64, copies_min: usize) -> Result<u64, AllocError> {
         let wish = least.max(self.extent_bytes_min(server));
-        let (group, bytes) = match self.grant_copies(server, wish, copies_min) {
+        let group = match self.grant_copies(server, wish, copies_min) {
             Err(AllocError::Full { .. }) if least < wish => {
                 self.grant_copies(server, least, copies_min)?
             }
             other => other?,
         };
-        if self.add_group(server as u8, group, bytes).is_none() {
+        if self.add_group(server as u8, group).is_none() {
             // The pool is closed, so nothing else would give the extents back.
             self.release_group(&group);
         }
         if group.lacks_copies() {
             self.health.changed();
         }
-        Ok(bytes)
+        Ok(group.bytes)
     }
 
     /// Asks for extents of `wish` bytes on different servers, with the home on `home`. Fewer copies
@@ -123,19 +159,18 @@ impl SlotPool {
         home: usize,
         wish: u64,
         copies_min: usize,
-    ) -> Result<(ExtentGroup, u64), AllocError> {
+    ) -> Result<ExtentGroup, AllocError> {
         if !self.has_copies() {
             let extent = self.servers[home].1.grant(wish)?;
-            let group = ExtentGroup::new(1, [(home as u8, extent.id)]);
-            return Ok((group, extent.bytes));
+            return Ok(ExtentGroup::new(1, extent.bytes, [(home as u8, extent.id)]));
         }
         if !self.is_usable(home as u8) {
             return Err(self.no_answer(home));
         }
         let servers = self.servers.len();
-        // Copies of one server's extents are spread over all others.
-        let turn = self.grants() as usize;
-        let others = (0..servers - 1).map(|i| (home + 1 + (turn + i) % (servers - 1)) % servers);
+        // Copies go where this pool has the least.
+        let mut others: Vec<usize> = (0..servers).filter(|&server| server != home).collect();
+        others.sort_by_key(|&server| self.copied_bytes[server].load(Ordering::Relaxed));
         let (mut granted, mut bytes) = (Vec::new(), u64::MAX);
         let (mut failure, mut silent) = (None, 0);
         for server in std::iter::once(home).chain(others) {
@@ -173,7 +208,11 @@ impl SlotPool {
             }
             return Err(failure.unwrap_or_else(|| self.no_answer(home)));
         }
-        Ok((ExtentGroup::new(self.copies, granted), bytes))
+        let group = ExtentGroup::new(self.copies, bytes, granted);
+        for (_, member) in group.members() {
+            self.count_copy(member.server, bytes);
+        }
+        Ok(group)
     }
 
     fn no_answer(&self, server: usize) -> AllocError {
@@ -198,7 +237,11 @@ impl SlotPool {
     /// when the others are given back.
     fn extent_bytes_min(&self, server: usize) -> u64 {
         if !self.is_own() {
-            return EXTENT_BYTES_MIN;
+            return if self.has_copies() {
+                GROUP_BYTES_MIN
+            } else {
+                EXTENT_BYTES_MIN
+            };
         }
         let arena = self.arenas[server].lock();
         let has = match arena.reserved_bytes {

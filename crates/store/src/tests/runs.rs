@@ -205,7 +205,13 @@ fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
         ..SimConfig::new(1)
     });
     let deadline = Duration::ZERO;
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions { deadline, ..ClusterOptions::default() });
+    let cluster = Cluster::new(
+        vec![session(&server)],
+        ClusterOptions {
+            deadline,
+            ..ClusterOptions::default()
+        },
+    );
     let store = on_demand(&cluster, 2 << 20, None);
     let mut lane = Lane::new(&cluster).unwrap();
     // Takes all memory of the server, so that no run waits for more on its way.
@@ -234,7 +240,13 @@ fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
 fn slots_of_a_run_that_was_never_sent_are_free_again() {
     let server = SimServer::new(SimConfig::new(1));
     let deadline = Duration::from_millis(50);
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions { deadline, ..ClusterOptions::default() });
+    let cluster = Cluster::new(
+        vec![session(&server)],
+        ClusterOptions {
+            deadline,
+            ..ClusterOptions::default()
+        },
+    );
     let store = remote(&cluster, 64, 4096, Codec::Raw);
     let mut lane = Lane::new(&cluster).unwrap();
     server.kill();
