@@ -42,8 +42,12 @@ pub(crate) enum Choice {
     First,
     /// Holes serve where no extent of the first choice has room: a copy is missing.
     Second,
+    /// Holes serve last: no server that has a copy answers now.
+    Third,
     /// Holes are not given out: the extent's bytes are being copied.
     Sealed,
+    /// Holes are not given out: all copies are lost.
+    Lost,
 }
 
 /// One extent of an arena.
@@ -62,8 +66,8 @@ pub(crate) struct Arena {
     extents: Vec<Option<ArenaExtent>>,
     /// Free space: start and length of each hole. No two holes touch.
     holes: BTreeMap<Slot, u64>,
-    /// Holes by length, shortest first: those of the first choice, and those of the second.
-    by_length: [BTreeSet<(u64, Slot)>; 2],
+    /// Holes by length, shortest first: those of the first, second and third choice.
+    by_length: [BTreeSet<(u64, Slot)>; 3],
     /// Bytes of all holes.
     free_bytes: u64,
     /// Bytes of all extents, without tails.
@@ -79,7 +83,7 @@ impl Arena {
         Self {
             extents: Vec::new(),
             holes: BTreeMap::new(),
-            by_length: [BTreeSet::new(), BTreeSet::new()],
+            by_length: Default::default(),
             free_bytes: 0,
             usable_bytes: 0,
             granted_bytes: 0,
@@ -331,7 +335,8 @@ impl Arena {
         by_length.range((bytes, start_of(0))..).next().copied()
     }
 
-    /// Returns the holes by length among which those of an extent are; `None` if it is sealed.
+    /// Returns the holes by length among which those of an extent are; `None` if they are not given
+    /// out.
     fn by_length_of(&mut self, index: u32) -> Option<&mut BTreeSet<(u64, Slot)>> {
         let extent = self.extents[index as usize].as_ref();
         let choice = extent.expect("a hole is in an extent").choice;

@@ -19,6 +19,7 @@ use crate::{
     groups::{ExtentGroup, Member},
     place::SlotSpan,
     remote::{Backing, RemoteStore},
+    slots::Choice,
 };
 
 /// Next step of a request.
@@ -288,10 +289,13 @@ impl<F: RunBuffer> Lane<F> {
             return Step::Send;
         }
         // 2. A member misses the bytes: other slots are better, if there are any that no member
-        //    will miss.
-        let missing = group.good_bits() & !transfer.done;
-        let stored_bytes = transfer.bytes / pages as u32;
-        if missing != 0 && in_time && pool.has_whole_room(stored_bytes) {
+        //    will miss; or, where all members miss them, any that a server takes that answers.
+        let good = group.good_bits();
+        let bytes = transfer.bytes / pages as u32;
+        let is_better = |choice| in_time && pool.has_room(bytes, choice);
+        if good & !transfer.done != 0
+            && (is_better(Choice::First) || good & transfer.done == 0 && is_better(Choice::Second))
+        {
             return Step::Move;
         }
         // 3. The members that miss the bytes are marked before any entry refers to them.

@@ -37,12 +37,18 @@ impl SlotPool {
         self.health.is_fine(self.port(server)) && self.session(server).loss(false).is_none()
     }
 
-    /// True if all copies of the group are Good, on servers that answer.
-    fn is_whole(&self, group: &ExtentGroup) -> bool {
-        !group.lacks_copies()
-            && group
-                .good()
-                .all(|(_, member)| self.is_usable(member.server))
+    /// Returns the part that a group has in the choice of slots.
+    fn choice_of(&self, index: u32) -> Choice {
+        let Some(group) = self.groups.get(index) else {
+            return Choice::Lost;
+        };
+        let usable = group.good().filter(|(_, it)| self.is_usable(it.server));
+        match (usable.count(), group.good_count()) {
+            (usable, _) if usable == self.copies => Choice::First,
+            (1.., _) => Choice::Second,
+            (0, 1..) => Choice::Third,
+            (0, 0) => Choice::Lost,
+        }
     }
 
     /// Returns the choices of slots, the best first.
@@ -51,33 +57,28 @@ impl SlotPool {
             false => &[Choice::First],
             true => {
                 self.follow_health();
-                &[Choice::First, Choice::Second]
+                &[Choice::First, Choice::Second, Choice::Third]
             }
         }
     }
 
-    /// Makes whole groups the first choice and others the second, if any server has changed.
+    /// Makes whole groups the first choice, if any server has changed since the last look.
     fn follow_health(&self) {
         let version = self.health.version();
         if self.seen.load(Ordering::Acquire) == version {
             return;
         }
         for arena in &self.arenas {
-            arena
-                .lock()
-                .choose_all(|index| match self.groups.get(index) {
-                    Some(group) if self.is_whole(&group) => Choice::First,
-                    _ => Choice::Second,
-                });
+            arena.lock().choose_all(|index| self.choice_of(index));
         }
         // A version that another thread has followed meanwhile is seen, too: it looked later.
         self.seen.fetch_max(version, Ordering::AcqRel);
     }
 
-    /// True if a whole group has room for a slot of `bytes`.
-    pub(crate) fn has_whole_room(&self, bytes: u32) -> bool {
+    /// True if a group of a choice has room for a slot of `bytes`.
+    pub(crate) fn has_room(&self, bytes: u32, choice: Choice) -> bool {
         self.follow_health();
-        (self.arenas.iter()).any(|arena| arena.lock().has_room(bytes, Choice::First))
+        (self.arenas.iter()).any(|arena| arena.lock().has_room(bytes, choice))
     }
 
     /// Ends writes to `slots` slots from `place` on: they are published now, or never.
@@ -149,15 +150,7 @@ impl SlotPool {
 
     /// Puts a sealed group back into the choice of slots.
     pub(crate) fn unseal(&self, index: u32) {
-        let is_whole = self
-            .groups
-            .get(index)
-            .is_some_and(|group| self.is_whole(&group));
-        let choice = if is_whole {
-            Choice::First
-        } else {
-            Choice::Second
-        };
+        let choice = self.choice_of(index);
         for arena in &self.arenas {
             arena.lock().choose(index, choice);
         }

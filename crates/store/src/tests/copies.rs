@@ -400,6 +400,45 @@ fn pages_whose_servers_are_all_dead_are_an_error_that_names_the_servers() {
     );
 }
 
+/// Two of four servers die at once: what was on both is lost, and nothing else.
+#[test]
+fn pages_with_a_copy_left_outlive_more_deaths_than_there_are_copies() {
+    let options = ClusterOptions {
+        deadline: Duration::from_millis(300),
+        ..impatient()
+    };
+    let world = World::of(4, options);
+    let store = copied(&world, 256, 2, Codec::Lz4, Reserve::Full);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let page_of = |page: u64| odd_page(512, page).repeat(8);
+    for page in 0..256 {
+        write(&mut lane, &store, page, &page_of(page)).expect("there is room");
+    }
+    for victim in [0, 1] {
+        world.servers[victim].kill();
+    }
+    let is_lost = |page: &u64| members_of(&store, *page).iter().all(|it| it.server < 2);
+    let lost: Vec<u64> = (0..256).filter(is_lost).collect();
+    assert!(lost.len() < 200, "{} pages are on both", lost.len());
+    let mut failed = Vec::new();
+    for page in 0..256 {
+        if lost.contains(&page) && !failed.is_empty() {
+            // Each takes the deadline.
+            continue;
+        }
+        match read(&mut lane, &store, page) {
+            Ok(bytes) => assert!(bytes == page_of(page), "page {page}"),
+            Err(_) => failed.push(page),
+        }
+    }
+    assert_eq!(failed[..], lost[..lost.len().min(1)]);
+    // Writes find places, whatever the place of the page was.
+    for page in 0..256 {
+        write(&mut lane, &store, page, &page_of(page + 1)).expect("two servers live");
+        assert!(read(&mut lane, &store, page).expect("it was written") == page_of(page + 1));
+    }
+}
+
 /// The client loses its network for longer than it waits for a dead server.
 #[test]
 fn the_last_copy_is_not_given_up_because_its_server_is_silent() {
