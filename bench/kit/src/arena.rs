@@ -26,7 +26,7 @@ pub struct Arena<'a> {
     /// Runtime with its memory server, dropped in this order; `None` for ordinary memory.
     remote: Option<(Runtime, MemoryServer)>,
     /// Servers that keep copies of pages. They end after the runtime.
-    others: Vec<MemoryServer>,
+    _others: Vec<MemoryServer>,
 }
 
 /// Array in an [`Arena`].
@@ -53,7 +53,7 @@ impl<'a> Arena<'a> {
         Ok(Self {
             paging,
             remote: None,
-            others: Vec::new(),
+            _others: Vec::new(),
         })
     }
 
@@ -105,7 +105,7 @@ impl<'a> Arena<'a> {
         Ok(Self {
             paging,
             remote: Some((runtime, server)),
-            others,
+            _others: others,
         })
     }
 

@@ -86,9 +86,10 @@ impl RegionOptions {
         self
     }
 
-    /// Sets on how many servers each page is kept, so that pages outlive the death of all but one of
-    /// them. The region takes as many times its size. Default: the runtime's. A [named](Self::name)
-    /// region has one copy of each page. Does nothing for a region with a store of its own.
+    /// Sets on how many servers each page is kept, so that pages outlive the death of all servers
+    /// but one. The region takes as many times its size. Default: the runtime's. A
+    /// [named](Self::name) region has one copy of each page. Does nothing for a region with a store
+    /// of its own.
     pub fn redundancy(mut self, redundancy: Redundancy) -> Self {
         self.redundancy = Some(redundancy);
         self

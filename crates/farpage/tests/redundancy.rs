@@ -45,8 +45,8 @@ fn runtime(servers: &[ServerProcess], mode: FaultMode) -> Runtime {
     servers.iter().fold(builder, add).build().unwrap()
 }
 
-/// Updates random words by several threads, each of which compares its own with a plain array, while
-/// `amid` runs. Ends with a look at all words.
+/// Updates random words by several threads while `amid` runs. Each compares its own words with a
+/// plain array. Ends with a look at all words.
 fn update_amid(words: &[AtomicU64], seed: u64, amid: impl FnOnce()) {
     let stop = AtomicBool::new(false);
     let len = words.len() / THREADS;

@@ -66,8 +66,8 @@ struct RunOptions {
     /// Local memory for the program's large allocations [default: a quarter of what is available].
     #[arg(long, env = "FARPAGE_BUDGET")]
     budget: Option<ByteSize>,
-    /// A memory server, such as tcp://10.0.0.2:7400; may be given several times [default: one of its
-    /// own on this machine, which ends with the program].
+    /// A memory server, such as tcp://10.0.0.2:7400; may be given several times [default: one of
+    /// its own on this machine, which ends with the program].
     #[arg(long)]
     server: Vec<Endpoint>,
     /// Copies of each page on different servers, such as copies=2: pages outlive the death of all

@@ -173,6 +173,19 @@ impl<F: RunBuffer> Lane<F> {
         }
     }
 
+    /// True if copies of pages are passed over for want of channels that can be opened now. For
+    /// lanes that open none themselves.
+    pub fn lacks_channels(&self) -> bool {
+        self.passive && self.ports.iter().any(Port::lacks_channel)
+    }
+
+    /// Begins to open the channels that the lane [lacks](Self::lacks_channels).
+    pub fn open_lacking(&mut self) {
+        for port in self.ports.iter_mut().filter(|port| port.lacks_channel()) {
+            port.reopen(&self.waker);
+        }
+    }
+
     /// Prepares for one fill at a time of up to `pages` pages of this store: from now on such a
     /// fill allocates nothing unless it fails.
     pub fn prepare(&mut self, store: &PageStore, pages: usize) {

@@ -21,7 +21,6 @@ use std::{
 use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegPool};
 use farpage_signals::Mutex;
 
-use self::grants::EXTENT_BYTES_MAX;
 use crate::{
     groups::{ExtentGroup, GroupTable},
     health::ServerHealth,
@@ -30,6 +29,9 @@ use crate::{
     slots::{Arena, Choice, Slot},
     snapshots::{OLDEST, Snapshots},
 };
+
+/// Longest extent asked for: a server may have to find it in one piece.
+const EXTENT_BYTES_MAX: u64 = 1 << 30;
 
 /// Slots on all servers for the regions that share it.
 pub(crate) struct SlotPool {

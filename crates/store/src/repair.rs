@@ -14,8 +14,8 @@
 //! 4. The new member takes its position as Good, in one step under the table's lock.
 //! 5. The group is unsealed. Writes that begin now go to all Good members, the new one included.
 //!
-//! A Stale member is not written to again: a late WRITE could still land in it. Its extent goes back
-//! and the copy is made in a new one, on the same server if that has room.
+//! A Stale member is not written to again: a late WRITE could still land in it. Its extent goes
+//! back and the copy is made in a new one, on the same server if that has room.
 //!
 //! A thread does this for a cluster with copies, and sleeps while nothing is missing. Nothing here
 //! verifies hashes: pages are verified when they are filled.
@@ -55,11 +55,11 @@ const ROOM_EVERY: Duration = Duration::from_secs(1);
 
 /// State of a cluster's repairs between two turns.
 pub(crate) struct Repairer {
-    /// For each server: true while an attempt to reach it is under way.
+    /// Flags of the servers, true while an attempt to reach the server is under way.
     probes: Vec<Arc<AtomicBool>>,
-    /// For each server: time when the last attempt began.
+    /// Times when the last attempt to reach each server began.
     probed: Vec<Option<Instant>>,
-    /// For each server: true once its death was reported. False again when it answers.
+    /// Flags of the servers whose death was reported. False again for one that answers.
     told_dead: Vec<bool>,
     /// True once a lack of room was reported. False again after a repair.
     told_full: bool,
@@ -213,8 +213,8 @@ impl Repairer {
         let (session, health) = (session.clone(), cluster.health.clone());
         let is_running = probe.clone();
         let attempt = move || {
-            // Calls fail where the memory has outlived its server. A suspect server may answer calls
-            // and move no bytes.
+            // Calls fail where the memory has outlived its server. A suspect server may answer
+            // calls and move no bytes.
             let is_fine = health.is_fine(server);
             match is_fine && session.stat().is_ok() || session.channel::<RegBuf>().is_ok() {
                 true => health.succeeded(server),

@@ -246,8 +246,8 @@ impl Arena {
         self.usable_bytes - self.free_bytes
     }
 
-    /// Changes the part that an extent has in the choice of slots. Does nothing to an extent that is
-    /// not here any more.
+    /// Changes the part that an extent has in the choice of slots. Does nothing to an extent that
+    /// the arena does not have.
     pub(crate) fn choose(&mut self, index: u32, choice: Choice) {
         let Some(Some(extent)) = self.extents.get_mut(index as usize) else {
             return;

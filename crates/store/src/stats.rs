@@ -69,7 +69,7 @@ macro_rules! counters {
 counters! {
     /// Payload bytes that fills brought over the wire (or out of a user's store).
     bytes_read,
-    /// Payload bytes that write-backs sent over the wire (or into a user's store).
+    /// Payload bytes that write-backs sent over the wire, to each copy (or into a user's store).
     bytes_written,
     /// Fills that needed a request.
     fills,

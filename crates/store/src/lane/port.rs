@@ -136,6 +136,11 @@ impl<B: Buf> Port<B> {
         self.is_wanted = true;
     }
 
+    /// True if a copy was passed over for want of a channel, and the server answers now.
+    pub(super) fn lacks_channel(&self) -> bool {
+        self.is_wanted && self.is_fine() && matches!(self.state, PortState::Closed(_))
+    }
+
     /// Lets go of slots whose extent is not read any more: what lands there does no harm.
     pub(super) fn forget_doubts(&mut self) {
         self.in_doubt.retain(|(doubtful, extent)| {

@@ -297,7 +297,8 @@ impl<F: RunBuffer> Lane<F> {
             Form::Zfp => &mut run.tally.write_backs_zfp,
         };
         *kind += pages as u64;
-        run.tally.bytes_written += u64::from(transfer.bytes);
+        let writes = transfer.done.count_ones().max(1);
+        run.tally.bytes_written += u64::from(transfer.bytes) * u64::from(writes);
         run.tally.bytes_stored += u64::from(transfer.bytes);
         run.tally.bytes_plain += (pages * page_bytes) as u64;
         run.end(part);

@@ -9,15 +9,13 @@ use std::{
 
 use farpage_fabric::{AllocError, ControlError};
 
-use super::{Growth, PoolReservation, SlotPool};
+use super::{EXTENT_BYTES_MAX, Growth, PoolReservation, SlotPool};
 use crate::{groups::ExtentGroup, slots::GRANULE_BYTES};
 
-/// Longest extent asked for: a server may have to find it in one piece.
-pub(super) const EXTENT_BYTES_MAX: u64 = 1 << 30;
 /// Longest extent of a pool with copies, so that a lost copy of one is soon made again.
 const GROUP_BYTES_MAX: u64 = 64 << 20;
-/// Shortest extent that a pool with copies asks for, if servers have it. Less than for pools without
-/// copies, since it is taken from several servers.
+/// Shortest extent that a pool with copies asks for, if servers have it. Less than without copies,
+/// since each is taken from several servers.
 const GROUP_BYTES_MIN: u64 = 4 << 20;
 /// Length below which room for copies is not looked for in shorter extents.
 const PIECE_BYTES_MIN: u64 = 1 << 20;

@@ -533,38 +533,41 @@ fn servers_may_die_while_a_copy_is_made() {
     }
 }
 
-/// The thread that repairs copies slowly, while the lanes write.
+/// The thread that repairs copies slowly, while the lanes write. There is one group, so that writes
+/// would go to it if they could. Writes take long on their way where `delay_steps` are many: some
+/// are under way when the repair begins.
 #[test]
 fn writes_during_a_repair_are_in_the_new_copy() {
-    for seed in 0..4 {
+    for (seed, delay_steps) in [(0, 8), (1, 8), (2, 4000), (3, 4000), (4, 4000), (5, 4000)] {
         let options = ClusterOptions {
             repair_rate: Some(8 << 20),
             ..impatient()
         };
-        let world = World::new(
-            (0..3).map(|server| SimConfig::new(10 * seed + server)),
-            options,
-        );
+        let config = |server| SimConfig {
+            delay_steps,
+            ..SimConfig::new(10 * seed + server)
+        };
+        let world = World::new((0..3).map(config), options);
         *world.cluster.repairs_started.lock() = false;
-        let store = raw(&world, 256, 2);
+        let store = copied(&world, 256, 2, Codec::Raw, Reserve::OnDemand);
         let mut model = vec![0; 256 * 4096];
         let cluster = &world.cluster;
-        assert_eq!(conform(cluster, &store, &mut model, seed, 400), 0);
-        world.servers[0].kill();
+        assert_eq!(conform(cluster, &store, &mut model, seed, 300), 0);
+        let page = (0..256).find(|&page| store.table.is_stored(at(page)));
+        let members = members_of(&store, page.expect("some were written"));
+        world.servers[usize::from(members[1].server)].kill();
         let limit = Instant::now() + Duration::from_secs(60);
         let mut rounds = 0;
         while rounds < 2 || store.stats().under_protected_bytes > 0 {
             assert!(Instant::now() < limit, "the repair never ends");
-            assert_eq!(conform(cluster, &store, &mut model, seed + rounds, 400), 0);
+            let failed = conform(cluster, &store, &mut model, seed + rounds, 300);
+            assert_eq!(failed, 0);
             rounds += 1;
         }
         assert!(store.stats().repaired_bytes > 0);
-        world.servers[1].kill();
-        assert_eq!(
-            conform(cluster, &store, &mut model, seed, 100),
-            0,
-            "seed {seed}"
-        );
+        world.servers[usize::from(members[0].server)].kill();
+        let failed = conform(cluster, &store, &mut model, seed, 50);
+        assert_eq!(failed, 0, "seed {seed}");
         assert_eq!(store.stats().corrupt, 0, "seed {seed}");
     }
 }
@@ -625,6 +628,52 @@ fn a_passive_lane_reads_the_other_copy_at_once() {
         // A lane that is made now does not have the dead server.
         Lane::<Piece>::new(&world.cluster).expect("the others answer");
     }
+}
+
+#[test]
+fn a_passive_lane_reads_a_server_again_that_answers_again() {
+    let options = ClusterOptions {
+        dead_after: Duration::from_secs(600),
+        ..impatient()
+    };
+    let mut world = World::of(2, options);
+    let store = raw(&world, 8, 2);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut passive = Lane::passive(&world.cluster).expect("a lane");
+    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+    let home = usize::from(members_of(&store, 0)[0].server);
+    world.servers[home].cut();
+    let mut reads_another = || {
+        let before = store.stats().failovers;
+        assert_eq!(
+            read(&mut passive, &store, 0).expect("one lives"),
+            odd_page(4096, 0)
+        );
+        (store.stats().failovers > before, passive.lacks_channels())
+    };
+    assert_eq!(
+        reads_another(),
+        (true, false),
+        "a cut server has no channels"
+    );
+    assert_eq!(reads_another(), (true, false));
+    world.servers[home].heal();
+    world.wait_until_all_answer();
+    assert_eq!(reads_another(), (true, true));
+    passive.open_lacking();
+    let limit = Instant::now() + Duration::from_secs(20);
+    loop {
+        let before = store.stats().failovers;
+        assert_eq!(
+            read(&mut passive, &store, 0).expect("both live"),
+            odd_page(4096, 0)
+        );
+        if store.stats().failovers == before {
+            break;
+        }
+        assert!(Instant::now() < limit, "its channel is never opened");
+    }
+    assert!(!passive.lacks_channels());
 }
 
 #[test]
