@@ -214,20 +214,18 @@ impl GroupTable {
     }
 
     /// Marks Good members in `bits` Stale whose bytes are damaged, unless they are all that is
-    /// Good. `right` is a member that has the right bytes. Returns true if any was marked.
-    pub(crate) fn mark_damaged(&self, index: u32, bits: u8, right: Member) -> bool {
+    /// Good. `right` is a member that has the right bytes. Returns the server of a member that was
+    /// marked.
+    pub(crate) fn mark_damaged(&self, index: u32, bits: u8, right: Member) -> Option<u8> {
         let mut groups = self.0.write().expect(NO_PANIC);
-        let Some(Some(group)) = groups.by_index.get_mut(index as usize) else {
-            return false;
-        };
+        let group = groups.by_index.get_mut(index as usize)?.as_mut()?;
         let has_right = group.good().any(|(at, member)| {
             (member.server, member.id) == (right.server, right.id) && bits & (1 << at) == 0
         });
-        let any = has_right && group.good_bits() & bits != 0;
-        if any {
-            group.demote(bits, MemberState::Stale);
-        }
-        any
+        let damaged = group.good().find(|(at, _)| bits & (1 << at) != 0);
+        let (_, damaged) = damaged.filter(|_| has_right)?;
+        group.demote(bits, MemberState::Stale);
+        Some(damaged.server)
     }
 
     /// Marks the members on a dead server. A group's last Good member is marked only if the

@@ -13,7 +13,7 @@ mod grants;
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     time::Instant,
 };
@@ -53,6 +53,10 @@ pub(crate) struct SlotPool {
     groups: GroupTable,
     /// Bytes of the members on each server, of a pool with copies.
     copied_bytes: Box<[AtomicU64]>,
+    /// Server on which a copy was damaged, plus 1, until that is logged; 0 without one.
+    damaged_on: AtomicU32,
+    /// True while a group is sealed: its room comes back.
+    has_sealed: AtomicBool,
     /// Bytes that were copied to replace lost copies.
     repaired_bytes: AtomicU64,
     /// Held while servers are asked for memory. The last refusal, and its time.
@@ -114,6 +118,8 @@ impl SlotPool {
             health,
             seen: AtomicU64::new(0),
             groups: GroupTable::default(),
+            damaged_on: AtomicU32::new(0),
+            has_sealed: AtomicBool::new(false),
             repaired_bytes: AtomicU64::new(0),
             growing: Mutex::new(None),
             is_growing: AtomicBool::new(false),

@@ -479,9 +479,10 @@ impl RemoteStore {
 
     /// Takes slots by `alloc`. If it finds too few, starts to ask servers for memory.
     fn take(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoSlot> {
-        // Asked first: what ends in between, a write, a publication or a snapshot, may have made
-        // room.
-        let unsettled = self.pool.has_unsettled() || self.pool.snapshots.hold_any();
+        // Asked first: what ends in between, a write, a publication, a snapshot or a repair, may
+        // have made room.
+        let unsettled =
+            self.pool.has_unsettled() || self.pool.snapshots.hold_any() || self.pool.has_sealed();
         let published = self.publications.as_ref().map(Publications::ended);
         let grants = self.pool.grants();
         if alloc() {
@@ -553,7 +554,8 @@ pub(crate) enum NoSlot {
     /// The servers gave no room.
     Full {
         source: AllocError,
-        /// True if writes in flight, a publication or snapshots may make room when they end.
+        /// True if writes in flight, a publication, snapshots or a repair may make room when they
+        /// end.
         later: bool,
     },
 }

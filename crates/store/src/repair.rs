@@ -143,6 +143,7 @@ impl Repairer {
     /// Looks after silent servers, and makes at most one copy.
     pub(crate) fn turn(&mut self, cluster: &Arc<Cluster>) -> RepairTurn {
         let pools = cluster.pools_with_copies();
+        pools.iter().for_each(tell_of_damage);
         let any_silent = self.look_at_servers(cluster, &pools);
         match self.repair_one(cluster, &pools) {
             RepairTurn::Idle if any_silent => RepairTurn::Waits,
@@ -166,7 +167,7 @@ impl Repairer {
     }
 
     /// Tries to reach servers that are suspect, and gives up the copies on those that are dead.
-    /// Returns true if any server is suspect and may still answer.
+    /// Returns true if any server is suspect and not dead.
     pub(crate) fn look_at_servers(
         &mut self,
         cluster: &Arc<Cluster>,
@@ -180,12 +181,15 @@ impl Repairer {
                 self.told_dead[server] = false;
                 continue;
             }
-            if lost.is_none() {
-                any_silent = true;
-                self.probe(cluster, server, session);
-            }
-            if lost.is_none() && silent.is_none_or(|silent| silent < cluster.dead_after) {
-                continue;
+            if let (None, Some(silent)) = (&lost, silent) {
+                let pause = (silent / 8).clamp(LOOK_EVERY, LISTEN_EVERY);
+                if self.probed[server].is_none_or(|probed| probed.elapsed() >= pause) {
+                    self.probe(cluster, server, session);
+                }
+                if silent < cluster.dead_after {
+                    any_silent = true;
+                    continue;
+                }
             }
             let mark = |pool: &Arc<SlotPool>| pool.mark_dead(server as u8, lost.is_some());
             let marked: usize = pools.iter().map(mark).sum();
@@ -278,6 +282,19 @@ impl Repairer {
             }
         }
         turn
+    }
+}
+
+/// Logs which server returned damaged bytes, unless it has been said.
+fn tell_of_damage(pool: &Arc<SlotPool>) {
+    if let Some(server) = pool.take_damaged() {
+        let endpoint = pool.endpoint(server);
+        later(move || {
+            tracing::warn!(
+                %endpoint,
+                "a memory server returned damaged bytes: they were read from another copy, and are copied again; check its memory"
+            );
+        });
     }
 }
 

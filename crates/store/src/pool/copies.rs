@@ -119,9 +119,18 @@ impl SlotPool {
     /// Notes that members at the positions in `bits` hold damaged bytes, since `right` has the
     /// right ones. For signal handlers, too.
     pub(crate) fn mark_damaged(&self, place: SlotPlace, bits: u8, right: Member) {
-        if self.groups.mark_damaged(place.extent, bits, right) {
+        let damaged = self.groups.mark_damaged(place.extent, bits, right);
+        if let Some(server) = damaged {
+            let said = u32::from(server) + 1;
+            self.damaged_on.store(said, Ordering::Relaxed);
             self.health.changed();
         }
+    }
+
+    /// Returns the server on which copies were found damaged since the last call.
+    pub(crate) fn take_damaged(&self) -> Option<u8> {
+        let said = self.damaged_on.swap(0, Ordering::Relaxed);
+        Some(said.checked_sub(1)? as u8)
     }
 
     /// Marks the members on a dead server. Returns their number.
@@ -141,11 +150,21 @@ impl SlotPool {
 
     /// Takes a group out of the choice of slots. False if it is gone.
     pub(crate) fn seal(&self, index: u32) -> bool {
-        self.arenas.iter().any(|arena| {
+        self.has_sealed.store(true, Ordering::Relaxed);
+        let is_here = self.arenas.iter().any(|arena| {
             let mut arena = arena.lock();
             arena.choose(index, Choice::Sealed);
             arena.has_extent(index)
-        })
+        });
+        if !is_here {
+            self.has_sealed.store(false, Ordering::Relaxed);
+        }
+        is_here
+    }
+
+    /// True while a group is sealed: its room comes back.
+    pub(crate) fn has_sealed(&self) -> bool {
+        self.has_sealed.load(Ordering::Relaxed)
     }
 
     /// Puts a sealed group back into the choice of slots.
@@ -154,6 +173,7 @@ impl SlotPool {
         for arena in &self.arenas {
             arena.lock().choose(index, choice);
         }
+        self.has_sealed.store(false, Ordering::Relaxed);
     }
 
     /// Returns start and length of each piece in use of a sealed group to which no write is under
