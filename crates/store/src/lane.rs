@@ -65,6 +65,9 @@ const OPS_MAX: usize = 128;
 /// Pause before the lane looks again for room that other lanes' writes must make.
 const ROOM_PAUSE: Duration = Duration::from_micros(100);
 
+/// Pause before the lane looks again for a copy that waiting requests can go to.
+const COPIES_PAUSE: Duration = Duration::from_millis(50);
+
 /// Page I/O of one worker thread. See the module.
 pub struct Lane<F: RunBuffer> {
     deadline: Duration,
@@ -370,6 +373,9 @@ impl<F: RunBuffer> Lane<F> {
                 let looks = (port.backlog.iter())
                     .map(|op| self.run_of(op.tag).started.look_by(self.deadline));
                 sooner(looks.min());
+                // The server may turn out to be silent for others, so that a copy misses a write.
+                let any_copies = port.backlog.iter().any(|op| self.has_copies(op.tag));
+                sooner(any_copies.then(|| Instant::now() + COPIES_PAUSE));
             }
         }
         if waker {

@@ -99,17 +99,23 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Chooses a Good member to wait for: with an open port, else of a session that is not lost.
+    /// Without an open port, asks for channels to all: the first that opens serves.
     fn choose_any(
-        &self,
+        &mut self,
         remote: &RemoteStore,
         group: &ExtentGroup,
         skipped: u8,
     ) -> Option<(u8, Member)> {
-        let port = |member: &Member| &self.ports[remote.pool.port(member.server)];
+        let port = |member: &Member| remote.pool.port(member.server);
         let rest = || group.good().filter(|(at, _)| skipped & (1 << at) == 0);
-        rest()
-            .find(|(_, member)| port(member).is_open())
-            .or_else(|| rest().find(|(_, member)| !port(member).is_lost()))
+        let open = rest().find(|(_, member)| self.ports[port(member)].is_open());
+        if open.is_some() {
+            return open;
+        }
+        for (_, member) in rest() {
+            self.ports[port(&member)].want_channel();
+        }
+        rest().find(|(_, member)| !self.ports[port(member)].is_lost())
     }
 
     /// Chooses the next member that a write-back goes to: one that lacks the bytes, was not tried,
@@ -173,9 +179,14 @@ impl<F: RunBuffer> Lane<F> {
             return Some(op);
         };
         if way == Direction::WriteBack && transfer.done != 0 {
+            let port = &self.ports[remote.pool.port(transfer.server)];
+            if port.is_fine() && !port.is_lost() {
+                // The server answers others: the channel is open soon.
+                return Some(op);
+            }
             // The WRITE was not posted: nothing of it may still land.
             transfer.tried |= transfer.bit();
-            let error = self.ports[remote.pool.port(transfer.server)].why_late(self.deadline);
+            let error = port.why_late(self.deadline);
             let run = self.take(index);
             self.go_on(index, run, part, transfer, op.buf, Err(error));
             return None;

@@ -197,7 +197,10 @@ impl<B: Buf> Port<B> {
                     self.is_wanted = false;
                     self.health.succeeded(self.server);
                 }
-                Ok(Err(error)) => self.not_opened(now, error.to_string()),
+                Ok(Err(error)) => {
+                    self.health.failed(self.server);
+                    self.not_opened(now, error.to_string());
+                }
                 Err(TryRecvError::Disconnected) => {
                     self.not_opened(now, "the thread that opens it died".to_owned())
                 }
