@@ -69,6 +69,14 @@ impl<F: RunBuffer> Lane<F> {
         };
         let first = first
             .or_else(|| self.choose_any(remote, &group, transfer.tried))
+            .or_else(|| {
+                // Every Good member has damaged bytes.
+                let is_untried = |(at, _): &(u8, Member)| transfer.tried & (1 << at) == 0;
+                group
+                    .members()
+                    .find(is_untried)
+                    .filter(|_| transfer.is_second_look)
+            })
             .or_else(|| self.choose_any(remote, &group, 0))
             .or_else(|| group.members().next());
         if let Some(first) = first {

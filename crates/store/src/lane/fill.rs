@@ -271,8 +271,9 @@ impl<F: RunBuffer> LaneRun<F> {
     }
     /// Notes which copies of a part are damaged. If the bytes that came `are_damaged`, the part is
     /// fetched from a copy that was not tried. Where all are damaged in some page, each page may be
-    /// right in another copy, so the pages are fetched one by one; a page alone is fetched from all
-    /// once more. Returns false if there is nothing to fetch.
+    /// right in another copy, so the pages are fetched one by one. A page alone is fetched from all
+    /// once more, also from those that are not Good: its hash says that it is right. Returns false
+    /// if there is nothing to fetch.
     fn read_another(
         &mut self,
         part: usize,
@@ -291,14 +292,17 @@ impl<F: RunBuffer> LaneRun<F> {
             return false;
         }
         let group = remote.pool.group(transfer.place);
-        let good = group.map_or(0, |group| group.good_bits());
+        let copies = group.map_or(0, |group| match transfer.is_second_look {
+            true => group.members().map(|(at, _)| 1 << at).sum(),
+            false => group.good_bits(),
+        });
         let mut again = SlotTransfer {
             attempts: transfer.attempts + 1,
             tried: transfer.tried | bit,
             damaged: transfer.damaged | bit,
             ..transfer
         };
-        if good & !again.tried != 0 {
+        if copies & !again.tried != 0 {
             self.parts[part].task = Task::Fetch(again);
             return true;
         }

@@ -7,6 +7,7 @@ mod named;
 mod own;
 mod pages;
 mod readers;
+mod repairs;
 mod room;
 mod runs;
 mod snapshots;
