@@ -5,6 +5,7 @@
 //! left to the [`Lane`](crate::Lane).
 
 use std::{
+    collections::HashSet,
     hash::{BuildHasher, RandomState},
     hint::black_box,
     io,
@@ -596,7 +597,9 @@ fn check_copies(
     options: &RemoteOptions,
 ) -> Result<usize, CreateError> {
     let (redundancy, copies) = (options.redundancy, options.redundancy.copies());
-    let (region, servers) = (region.clone(), cluster.sessions().len());
+    let endpoints = cluster.sessions().iter().map(|session| session.endpoint());
+    let servers = endpoints.collect::<HashSet<_>>().len();
+    let region = region.clone();
     match &options.name {
         _ if !redundancy.is_valid() => Err(CreateError::Copies { region, copies }),
         Some(name) if copies > 1 => Err(CreateError::NamedCopies { name: name.clone() }),

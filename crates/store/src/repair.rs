@@ -395,7 +395,8 @@ fn new_extent(
     let before = lost.map(|lost| lost.server);
     let others = (0..servers).map(|i| ((index + i) % servers) as u8);
     let is_free = |server: &u8| {
-        Some(*server) == before || group.members().all(|(_, member)| member.server != *server)
+        let is_elsewhere = |(_, member): (u8, Member)| !pool.is_same(member.server, *server);
+        Some(*server) == before || group.members().all(is_elsewhere)
     };
     let mut refusal = None;
     let others = others.filter(|server| Some(*server) != before);

@@ -32,6 +32,11 @@ impl SlotPool {
         self.groups.all()
     }
 
+    /// True if two numbers are those of one server, which was named twice.
+    pub(crate) fn is_same(&self, one: u8, other: u8) -> bool {
+        self.session(one).endpoint() == self.session(other).endpoint()
+    }
+
     /// True if the server answers and keeps this program's memory.
     pub(crate) fn is_usable(&self, server: u8) -> bool {
         self.health.is_fine(self.port(server)) && self.session(server).loss(false).is_none()

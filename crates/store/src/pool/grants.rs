@@ -175,6 +175,9 @@ impl SlotPool {
             if granted.len() == self.copies {
                 break;
             }
+            if (granted.iter()).any(|&(other, _)| self.is_same(other, server as u8)) {
+                continue;
+            }
             if !self.is_usable(server as u8) {
                 silent += 1;
                 failure.get_or_insert_with(|| self.no_answer(server));

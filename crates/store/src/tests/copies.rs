@@ -541,6 +541,16 @@ fn copies_that_cannot_be_kept_are_refused_and_take_nothing() {
         "{error}"
     );
     assert!(error.to_string().contains("name 1 more"), "{error}");
+    // One server that is named twice is one server.
+    let twice = Cluster::new(
+        vec![session(&world.servers[0]), session(&world.servers[0])],
+        impatient(),
+    );
+    let error = PageStore::remote(&twice, REGION, 1 << 20, 4096, &options(2)).map(drop);
+    assert!(matches!(
+        error,
+        Err(CreateError::TooFewServers { servers: 1, .. })
+    ));
     for copies in [0, 1, 5] {
         let error = create(&options(copies)).expect_err("no such number");
         assert!(matches!(error, CreateError::Copies { .. }), "{error}");

@@ -40,6 +40,8 @@ fn nothing_lands_late_in_slots_that_are_used_again() {
     for seed in 0..40 {
         let config = |server| SimConfig {
             lose_one_in: Some(8),
+            // A slot is used again before what was lost lands there.
+            delay_steps: 1,
             ..SimConfig::new(100 * seed + server)
         };
         let options = ClusterOptions {
@@ -47,7 +49,7 @@ fn nothing_lands_late_in_slots_that_are_used_again() {
             ..impatient()
         };
         let mut world = World::new((0..3).map(config), options);
-        let store = copied(&world, 128, 2, Codec::Raw, Reserve::OnDemand);
+        let store = copied(&world, 128, 2, Codec::Raw, Reserve::Full);
         let mut model = vec![0; 128 * 4096];
         let cluster = &world.cluster;
         let amid = |_: &mut ChaCha8Rng| {
