@@ -91,7 +91,8 @@ class Runtime:
     `url` is a server, such as `tcp://10.0.0.2:7400` or `shm:///run/farpage.sock`, or several: a list
     of them, or a text with commas between them. What is not given comes from the environment:
     `FARPAGE_SERVER`, `FARPAGE_BUDGET`, `FARPAGE_PAGE_SIZE`, `FARPAGE_CODEC`,
-    `FARPAGE_REDUNDANCY`, `FARPAGE_FAULT_MODE`, `FARPAGE_DEADLINE` (seconds) and `FARPAGE_KEY_FILE`. Sizes are bytes, or text such as "4GiB".
+    `FARPAGE_REDUNDANCY`, `FARPAGE_FAULT_MODE`, `FARPAGE_DEADLINE` (seconds) and
+    `FARPAGE_KEY_FILE`. Sizes are bytes, or text such as "4GiB".
 
     `fault_mode` is "filler" (the default) or "in-thread". With the latter the thread that touches a
     page fetches it, which is faster on small pages, but a system call that is given absent memory
