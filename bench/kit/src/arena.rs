@@ -25,6 +25,8 @@ pub struct Arena<'a> {
     pub paging: &'a Paging,
     /// Runtime with its memory server, dropped in this order; `None` for ordinary memory.
     remote: Option<(Runtime, MemoryServer)>,
+    /// Servers that keep copies of pages. They end after the runtime.
+    _others: Vec<MemoryServer>,
 }
 
 /// Array in an [`Arena`].
@@ -51,6 +53,7 @@ impl<'a> Arena<'a> {
         Ok(Self {
             paging,
             remote: None,
+            _others: Vec::new(),
         })
     }
 
@@ -58,13 +61,18 @@ impl<'a> Arena<'a> {
     pub fn for_pages(paging: &'a Paging, used_bytes: u64) -> Result<Self> {
         let common = &paging.common;
         if common.at.server.is_none() {
-            let bytes = used_bytes.saturating_add(paging.budget_bytes());
+            let copies = paging.redundancy.copies() as u64;
+            let bytes = (used_bytes.saturating_mul(copies)).saturating_add(paging.budget_bytes());
             server::ensure_room(bytes, common.force)?;
         }
         // Pages are written out of place, so a server holds more than the arrays for a while. It
         // takes no memory before a page is written.
         let capacity_bytes = paging.size_bytes().saturating_mul(2);
-        let server = MemoryServer::start(&common.at, capacity_bytes.saturating_add(256 << 20))?;
+        let capacity_bytes = capacity_bytes.saturating_add(256 << 20);
+        let server = MemoryServer::start(&common.at, capacity_bytes)?;
+        let others = (1..paging.redundancy.copies())
+            .map(|number| MemoryServer::another(common.at.fabric, capacity_bytes, number))
+            .collect::<Result<Vec<_>>>()?;
         let mut builder = Runtime::builder()
             .server(server.endpoint().to_string())
             .budget(ByteSize::b(paging.budget_bytes()))
@@ -73,7 +81,11 @@ impl<'a> Arena<'a> {
                 FaultMode::Filler => farpage::FaultMode::Filler,
                 FaultMode::InThread => farpage::FaultMode::InThread,
             })
-            .codec(paging.codec);
+            .codec(paging.codec)
+            .redundancy(paging.redundancy);
+        for other in &others {
+            builder = builder.server(other.endpoint().to_string());
+        }
         if let Some(fillers) = common.fillers {
             builder = builder.fillers(fillers.into());
         }
@@ -93,6 +105,7 @@ impl<'a> Arena<'a> {
         Ok(Self {
             paging,
             remote: Some((runtime, server)),
+            _others: others,
         })
     }
 

@@ -8,7 +8,7 @@ use std::{fmt, str::FromStr, sync::Arc, thread};
 
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
-use farpage::{Codec, Link, ZfpMode};
+use farpage::{Codec, Link, Redundancy, ZfpMode};
 use farpage_wire::Endpoint;
 use serde::Serialize;
 
@@ -129,6 +129,9 @@ pub struct Paging {
     /// Compression of pages on their way: raw, lz4, shuffle, zfp:accuracy=1e-6, ...
     #[arg(long, default_value_t = Codec::Raw)]
     pub codec: Codec,
+    /// Copies of each page on different servers: none, copies=2, ... As many servers are started
+    #[arg(long, default_value_t = Redundancy::None, conflicts_with = "server")]
+    pub redundancy: Redundancy,
     /// Initial contents of the arrays.
     #[command(flatten)]
     pub data: DataOptions,

@@ -64,6 +64,7 @@ impl Config {
             "read_ahead_pages": paging.read_ahead,
             "fault_mode": paging.fault_mode,
             "codec": paging.codec.to_string(),
+            "redundancy": (paging.redundancy.copies() > 1).then(|| paging.redundancy.to_string()),
             "data": paging.data.name(),
             "dtype": paging.data.dtype,
             "seed": paging.seed,

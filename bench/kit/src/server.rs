@@ -77,6 +77,16 @@ impl MemoryServer {
         Self::spawn(this_program()?, &listen, capacity_bytes, None)
     }
 
+    /// Starts a server that has copies of the pages of one of [`Self::own`], as the `number`-th
+    /// beside it.
+    ///
+    /// # Errors
+    /// The server does not start; it has said why on standard error.
+    pub fn another(fabric: Fabric, capacity_bytes: u64, number: usize) -> Result<Self> {
+        let listen = own_endpoint(fabric, &format!("server-{number}"))?;
+        Self::spawn(this_program()?, &listen, capacity_bytes, None)
+    }
+
     /// Starts a server of our own that lends `capacity_bytes` but holds only `memory_bytes`; the
     /// rest goes to `spill`. A server of [`Self::own`] may run beside it. `cgroup` has to live
     /// longer.

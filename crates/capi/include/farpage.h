@@ -224,6 +224,11 @@ typedef struct farpage_region_options {
    * FARPAGE_NO_DIRECT_IO says.
    */
   uint32_t no_direct_io;
+  /**
+   * Copies of each page, as in the runtime's options. "none" for a region with a name. Not for
+   * stores and files.
+   */
+  const char *redundancy;
 } farpage_region_options;
 
 /**
@@ -302,6 +307,12 @@ typedef struct farpage_runtime_options {
    * FARPAGE_KEY_FILE. Default: `farpage/key` in `$XDG_CONFIG_HOME` or `~/.config`.
    */
   const char *key_file;
+  /**
+   * Copies of each page of regions without a name: "none", or "copies=2" to "copies=4". Pages
+   * are on so many different servers, and outlive the death of all but one of them.
+   * FARPAGE_REDUNDANCY. Default: "none".
+   */
+  const char *redundancy;
 } farpage_runtime_options;
 
 /**

@@ -132,6 +132,7 @@ impl From<CreateError> for Failure {
                 PublishError::NotAsked(_)
                 | PublishError::Control(ControlError::Disconnected { .. }),
             )) => FARPAGE_UNREACHABLE,
+            CreateError::Store(StoreCreateError::Repairs { .. }) => FARPAGE_SYSTEM,
             CreateError::Store(_) | CreateError::Name(_) => FARPAGE_INVALID,
             CreateError::Map(error) => map_code(error),
             _ => FARPAGE_SYSTEM,

@@ -6,7 +6,7 @@ use std::{
     mem, ptr, slice,
 };
 
-use farpage::Codec;
+use farpage::{Codec, Redundancy};
 
 use crate::error::Failure;
 
@@ -22,6 +22,17 @@ pub(crate) unsafe fn codec(name: *const c_char) -> Result<Option<Codec>, Failure
     let name = unsafe { text(name, "`codec`") }?;
     let codec = name.map(str::parse::<Codec>).transpose();
     codec.map_err(|error| Failure::invalid(error.to_string()))
+}
+
+/// Reads a redundancy by its name. Null is none given.
+///
+/// # Safety
+/// As [`text`].
+pub(crate) unsafe fn redundancy(name: *const c_char) -> Result<Option<Redundancy>, Failure> {
+    // SAFETY: the caller's promise.
+    let name = unsafe { text(name, "`redundancy`") }?;
+    let redundancy = name.map(str::parse::<Redundancy>).transpose();
+    redundancy.map_err(|error| Failure::invalid(error.to_string()))
 }
 
 pub(crate) fn read_ahead(pages: u32) -> Option<usize> {

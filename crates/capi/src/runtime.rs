@@ -62,6 +62,10 @@ pub struct farpage_runtime_options {
     /// The user's key file. Named regions belong to its key. Made when a name is first used.
     /// FARPAGE_KEY_FILE. Default: `farpage/key` in `$XDG_CONFIG_HOME` or `~/.config`.
     pub key_file: *const c_char,
+    /// Copies of each page of regions without a name: "none", or "copies=2" to "copies=4". Pages
+    /// are on so many different servers, and outlive the death of all but one of them.
+    /// FARPAGE_REDUNDANCY. Default: "none".
+    pub redundancy: *const c_char,
 }
 
 /// The environment variable's mode, else threads of the runtime.
@@ -165,6 +169,10 @@ pub unsafe extern "C" fn farpage_runtime_new(
         // SAFETY: the caller's promise.
         if let Some(codec) = unsafe { options::codec(options.codec) }? {
             builder = builder.codec(codec);
+        }
+        // SAFETY: the caller's promise.
+        if let Some(redundancy) = unsafe { options::redundancy(options.redundancy) }? {
+            builder = builder.redundancy(redundancy);
         }
         match options.fault_mode {
             FARPAGE_FAULTS_DEFAULT => {}

@@ -12,7 +12,7 @@ use std::{
 use bytesize::ByteSize;
 use farpage_fabric::{Allowance, Link, Session, SessionOptions};
 use farpage_pager::{Pager, PagerOptions, StartError};
-use farpage_store::{Cluster, ClusterOptions, Codec};
+use farpage_store::{Cluster, ClusterOptions, Codec, Redundancy};
 use farpage_tables::{Held, Table};
 use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
 use farpage_wire::{Endpoint, UnitError, check_environment, is_known, parse_size, parse_time};
@@ -41,6 +41,7 @@ pub struct Builder {
     low_water: Option<f64>,
     read_ahead: Option<usize>,
     codec: Option<Codec>,
+    redundancy: Option<Redundancy>,
     deadline: Option<Duration>,
     link: Option<Arc<Link>>,
     transfer: Option<Transfer>,
@@ -143,6 +144,15 @@ impl Builder {
     /// raw.
     pub fn codec(mut self, codec: Codec) -> Self {
         self.codec = Some(codec);
+        self
+    }
+
+    /// Sets on how many servers each page of remote regions without a name is kept, so that pages
+    /// outlive the death of all but one of them. Regions may set their own.
+    ///
+    /// `FARPAGE_REDUNDANCY` (`none`, `copies=2` to `copies=4`). Default: none, one server.
+    pub fn redundancy(mut self, redundancy: Redundancy) -> Self {
+        self.redundancy = Some(redundancy);
         self
     }
 
@@ -283,6 +293,7 @@ impl Builder {
                 set => Some(option(set, "FARPAGE_READ_AHEAD", || 0)?),
             },
             codec: option(self.codec, "FARPAGE_CODEC", Codec::default)?,
+            redundancy: option(self.redundancy, "FARPAGE_REDUNDANCY", Redundancy::default)?,
             no_direct_io: option(
                 self.no_direct_io.map(Switch),
                 "FARPAGE_NO_DIRECT_IO",
@@ -337,7 +348,13 @@ impl Builder {
             for server in &servers {
                 sessions.push(Session::connect(server, &session)?);
             }
-            let cluster = Cluster::new(sessions, ClusterOptions { deadline });
+            let cluster = Cluster::new(
+                sessions,
+                ClusterOptions {
+                    deadline,
+                    ..ClusterOptions::default()
+                },
+            );
             let pager = Pager::start(Arc::new(space), cluster, &pager_options)?;
             Ok::<_, BuildError>(Held::new(pager))
         })?;

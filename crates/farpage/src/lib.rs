@@ -31,6 +31,9 @@
 //! ([`PageError::Lost`]). The servers' older bytes are never put in their place. Touching the page
 //! raises SIGBUS, and `flush` and `close` fail, until [`Region::overwrite`] writes the whole page.
 //!
+//! With [`Redundancy::Copies`] each page is on several servers, and is lost only with the last of
+//! them. Lost copies are made again on servers that have room.
+//!
 //! # System calls
 //!
 //! A region can be given to system calls like any memory. With [`FaultMode::InThread`] the calls of
@@ -124,7 +127,8 @@ pub use farpage_pager::{Advice, PageError, PagerStats};
 pub use farpage_signals::Allocator;
 pub use farpage_store::{
     Block, Codec, CodecError, CodecTrial as Trial, Element, ElementType, Elements, FileStore,
-    FileStoreError, NamedRegion, RegPoolStats, Reserve, Store, StoreStatsSnapshot, ZfpMode,
+    FileStoreError, NamedRegion, Redundancy, RegPoolStats, Reserve, Store, StoreStatsSnapshot,
+    ZfpMode,
 };
 pub use farpage_vm::Transfer;
 pub use farpage_wire::Endpoint;

@@ -11,7 +11,9 @@ use std::{
 use bytesize::ByteSize;
 use farpage_pager::{Advice, MapError, MappedRegion, PageError, PinError};
 use farpage_signals::SignalGuard;
-use farpage_store::{Codec, ElementType, Elements, Layout, Reserve, Store, StoreStatsSnapshot};
+use farpage_store::{
+    Codec, ElementType, Elements, Layout, Redundancy, Reserve, Store, StoreStatsSnapshot,
+};
 use farpage_tables::Held;
 use farpage_vm::{KernelSpace, sigbus::FaultRegistration};
 
@@ -26,6 +28,7 @@ pub struct RegionOptions {
     pub(crate) shape: Vec<usize>,
     pub(crate) element_type: Option<ElementType>,
     pub(crate) reserve: Reserve,
+    pub(crate) redundancy: Option<Redundancy>,
     pub(crate) name: Option<String>,
     pub(crate) replace: bool,
     pub(crate) store: Option<Arc<dyn Store>>,
@@ -80,6 +83,15 @@ impl RegionOptions {
     /// until the next one is. Does nothing for a region with a store of its own.
     pub fn reserve(mut self, reserve: Reserve) -> Self {
         self.reserve = reserve;
+        self
+    }
+
+    /// Sets on how many servers each page is kept, so that pages outlive the death of all servers
+    /// but one. The region takes as many times its size. Default: the runtime's. A
+    /// [named](Self::name) region has one copy of each page. Does nothing for a region with a store
+    /// of its own.
+    pub fn redundancy(mut self, redundancy: Redundancy) -> Self {
+        self.redundancy = Some(redundancy);
         self
     }
 
@@ -150,6 +162,7 @@ impl fmt::Debug for RegionOptions {
             .field("shape", &self.shape)
             .field("element_type", &self.element_type)
             .field("reserve", &self.reserve)
+            .field("redundancy", &self.redundancy)
             .field("name", &self.name)
             .field("replace", &self.replace)
             .field("store", &self.store.as_ref().map(|store| store.name()))

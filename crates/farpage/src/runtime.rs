@@ -16,7 +16,8 @@ use bytesize::ByteSize;
 use farpage_pager::Pager;
 use farpage_signals::SignalGuard;
 use farpage_store::{
-    BlockingOptions, Codec, Element, ElementType, Elements, Layout, PageStore, RemoteOptions,
+    BlockingOptions, Codec, Element, ElementType, Elements, Layout, PageStore, Redundancy,
+    RemoteOptions,
 };
 use farpage_tables::Held;
 use farpage_vm::KernelSpace;
@@ -44,6 +45,7 @@ pub(crate) struct Defaults {
     pub(crate) page_bytes: Option<usize>,
     pub(crate) read_ahead: Option<usize>,
     pub(crate) codec: Codec,
+    pub(crate) redundancy: Redundancy,
     pub(crate) no_direct_io: bool,
 }
 
@@ -284,6 +286,7 @@ impl Runtime {
                         reserve: options.reserve,
                         name: options.name.clone(),
                         replace: options.replace,
+                        redundancy: options.redundancy.unwrap_or(self.defaults.redundancy),
                     };
                     PageStore::remote(cluster, label, bytes as u64, page_bytes, &remote)?
                 }

@@ -73,6 +73,16 @@ impl fmt::Display for Stats {
             ByteSize(pager.peak_resident_bytes),
             ByteSize(pager.budget_bytes),
         )?;
+        if store.failovers > 0 {
+            write!(f, "; {} reads by another copy", store.failovers)?;
+        }
+        if store.under_protected_bytes > 0 {
+            let lacking = ByteSize(store.under_protected_bytes);
+            write!(f, "; {lacking} have fewer copies than asked for")?;
+        }
+        if store.repaired_bytes > 0 {
+            write!(f, "; {} copied again", ByteSize(store.repaired_bytes))?;
+        }
         match fallbacks {
             0 => Ok(()),
             servers => write!(f, "; {servers} of the servers over tcp for want of rdma"),

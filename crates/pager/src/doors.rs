@@ -61,6 +61,8 @@ pub(crate) enum Ask {
     Ahead(Arc<Region>, ReadAhead),
     /// Serve the fault at this address.
     Fault(Arc<Region>, usize),
+    /// Open channels that inline handlers lack to servers that answer again.
+    Channels,
 }
 
 /// Doors of all workers, and the order to stop.

@@ -253,6 +253,11 @@ impl<A: AddressSpace> Filler<A> {
         while let Ok(ask) = self.inbox.asks.try_recv() {
             any = true;
             match ask {
+                Ask::Channels => {
+                    if let Some(in_thread) = &self.in_thread {
+                        in_thread.open_lacking();
+                    }
+                }
                 Ask::Ahead(region, plan) => self.prefetch_queue.add(region, plan, true),
                 Ask::Fault(region, address) => {
                     let Some(guard) = region.enter() else {

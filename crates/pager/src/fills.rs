@@ -554,6 +554,16 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         self.requests.reopen();
     }
 
+    /// See [`Lane::lacks_channels`](farpage_store::Lane::lacks_channels).
+    pub(crate) fn lacks_channels(&self) -> bool {
+        self.requests.lacks_channels()
+    }
+
+    /// Opens channels that are lacking to servers that answer again.
+    pub(crate) fn open_lacking(&mut self) {
+        self.requests.open_lacking();
+    }
+
     /// True if runs ahead of need may start beside `runs` and `bytes` in flight.
     pub(crate) fn has_room_ahead(&self, runs: usize, bytes: usize) -> bool {
         self.backlog.is_empty()

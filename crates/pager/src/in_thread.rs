@@ -89,6 +89,15 @@ impl<A: AddressSpace> InThread<A> {
         }
     }
 
+    /// Opens channels that idle inline handlers lack to servers that answer again. For threads of
+    /// our own.
+    pub(crate) fn open_lacking(&self) {
+        let idle = (self.handlers.iter()).filter_map(|handler| handler.try_lock());
+        for mut handler in idle {
+            handler.open_lacking();
+        }
+    }
+
     /// Returns the inline handler of a thread, for tests that take its steps one by one.
     #[cfg(test)]
     pub(crate) fn handler(

@@ -97,6 +97,10 @@ impl<A: AddressSpace> InlineHandler<A> {
             let ask = Ask::Ahead(region.clone(), plan);
             self.shared.doors.ask_filler(shard, ask);
         }
+        if self.fills.lacks_channels() {
+            let shard = self.shared.mapper.shard_of(region, page);
+            self.shared.doors.ask_filler(shard, Ask::Channels);
+        }
     }
 
     /// Takes one turn. Returns whether anything was done.
@@ -136,6 +140,11 @@ impl<A: AddressSpace> InlineHandler<A> {
     /// Opens channels again that were lost while threads of the program ran the inline handler.
     pub(crate) fn reopen(&mut self) {
         self.fills.reopen();
+    }
+
+    /// Opens channels that are lacking to servers that answer again.
+    pub(crate) fn open_lacking(&mut self) {
+        self.fills.open_lacking();
     }
 }
 

@@ -236,6 +236,16 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
         self.posted.len() == 0 && self.unposted.is_empty()
     }
 
+    /// See [`Lane::lacks_channels`].
+    pub(crate) fn lacks_channels(&self) -> bool {
+        self.lane.lacks_channels()
+    }
+
+    /// See [`Lane::open_lacking`].
+    pub(crate) fn open_lacking(&mut self) {
+        self.lane.open_lacking();
+    }
+
     /// Opens channels again that were lost in a thread that could not open them.
     pub(crate) fn reopen(&mut self) {
         self.lane.reopen();

@@ -167,7 +167,10 @@ pub(crate) fn create(py: Python<'_>, error: &CreateError) -> PyErr {
         CreateError::Store(
             StoreCreateError::Codec { .. }
             | StoreCreateError::PageSize { .. }
-            | StoreCreateError::NoServer { .. },
+            | StoreCreateError::NoServer { .. }
+            | StoreCreateError::Copies { .. }
+            | StoreCreateError::TooFewServers { .. }
+            | StoreCreateError::NamedCopies { .. },
         )
         | CreateError::Name(_)
         | CreateError::Shape { .. } => PyValueError::new_err(text),

@@ -119,7 +119,7 @@ impl Runtime {
 impl Runtime {
     /// Builds a runtime. A setting that is `None` comes from the environment, or is the default.
     #[new]
-    #[pyo3(signature = (servers, *, keep=None, budget_bytes=None, page_bytes=None, codec=None, fault_mode=None, deadline_s=None, key_file=None))]
+    #[pyo3(signature = (servers, *, keep=None, budget_bytes=None, page_bytes=None, codec=None, redundancy=None, fault_mode=None, deadline_s=None, key_file=None))]
     #[expect(clippy::too_many_arguments, reason = "all have names")]
     fn new(
         py: Python<'_>,
@@ -128,6 +128,7 @@ impl Runtime {
         budget_bytes: Option<u64>,
         page_bytes: Option<u64>,
         codec: Option<&str>,
+        redundancy: Option<&str>,
         fault_mode: Option<&str>,
         deadline_s: Option<f64>,
         key_file: Option<std::path::PathBuf>,
@@ -144,6 +145,9 @@ impl Runtime {
         }
         if let Some(codec) = codec {
             builder = builder.codec(codec.parse::<Codec>().map_err(error::value)?);
+        }
+        if let Some(redundancy) = redundancy {
+            builder = builder.redundancy(redundancy.parse().map_err(error::value)?);
         }
         if let Some(mode) = fault_mode {
             let mode: FaultMode = (mode.parse())
@@ -172,7 +176,7 @@ impl Runtime {
     }
 
     /// Makes a region of zeros, for elements of `dtype`, in numpy's words, in `shape`.
-    #[pyo3(signature = (shape, dtype, element_bytes, align, *, keep=None, name=None, replace=false, page_bytes=None, codec=None))]
+    #[pyo3(signature = (shape, dtype, element_bytes, align, *, keep=None, name=None, replace=false, page_bytes=None, codec=None, redundancy=None))]
     #[expect(clippy::too_many_arguments, reason = "all have names")]
     fn create(
         &self,
@@ -186,6 +190,7 @@ impl Runtime {
         replace: bool,
         page_bytes: Option<u64>,
         codec: Option<&str>,
+        redundancy: Option<&str>,
     ) -> PyResult<Region> {
         let len = (shape.iter()).try_fold(element_bytes, |len, &side| {
             len.checked_mul(u64::try_from(side).ok()?)
@@ -204,6 +209,9 @@ impl Runtime {
         }
         if let Some(codec) = codec {
             options = options.codec(codec.parse().map_err(error::value)?);
+        }
+        if let Some(redundancy) = redundancy {
+            options = options.redundancy(redundancy.parse().map_err(error::value)?);
         }
         // A region has at least one byte; an empty array does not use it.
         let create = |open: &Open| {

@@ -27,7 +27,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand};
-use farpage::Allowance;
+use farpage::{Allowance, Redundancy};
 use farpage_memserver::{RunningServer, Server};
 use farpage_wire::{Endpoint, check_environment};
 
@@ -66,10 +66,14 @@ struct RunOptions {
     /// Local memory for the program's large allocations [default: a quarter of what is available].
     #[arg(long, env = "FARPAGE_BUDGET")]
     budget: Option<ByteSize>,
-    /// A memory server, such as tcp://10.0.0.2:7400 [default: one of its own on this machine, which
-    /// ends with the program].
+    /// A memory server, such as tcp://10.0.0.2:7400; may be given several times [default: one of
+    /// its own on this machine, which ends with the program].
     #[arg(long)]
-    server: Option<Endpoint>,
+    server: Vec<Endpoint>,
+    /// Copies of each page on different servers, such as copies=2: pages outlive the death of all
+    /// but one of them. Takes as many times the memory [default: none].
+    #[arg(long, env = "FARPAGE_REDUNDANCY")]
+    redundancy: Option<Redundancy>,
     /// The most that the program can have allocated there at once. With --server, all of it is
     /// reserved [default: what the server has, and nothing is reserved; without --server what this
     /// machine has beside the budget, within `ulimit -v`].
@@ -148,6 +152,12 @@ fn run(options: &RunOptions) -> Result<u8> {
             "--capacity {capacity} is too little: give it 1MiB or more, such as 2GiB (a plain number is bytes)"
         );
     }
+    let copies = options.redundancy.unwrap_or_default().copies();
+    if copies > options.server.len().max(1) {
+        bail!(
+            "--redundancy copies={copies} needs {copies} memory servers, each on a machine of its own: give --server {copies} times, or leave it out"
+        );
+    }
     let relay = Relay::begin();
     let limits = Limits::raise();
     let folder = scratch::make()?;
@@ -175,7 +185,7 @@ fn run(options: &RunOptions) -> Result<u8> {
     for (flag, name) in [
         (options.stats, "STATS"),
         (options.children, "CHILDREN"),
-        (options.server.is_none(), "ON_DEMAND"),
+        (options.server.is_empty(), "ON_DEMAND"),
     ] {
         if flag {
             set(&mut command, name, "1");
@@ -203,12 +213,16 @@ fn run(options: &RunOptions) -> Result<u8> {
         }
         false => None,
     };
-    let own = match (&options.server, sizes.capacity) {
-        (Some(server), _) => {
-            set(&mut command, "SERVER", &server.to_string());
+    if let Some(redundancy) = options.redundancy {
+        set(&mut command, "REDUNDANCY", &redundancy.to_string());
+    }
+    let own = match (&options.server[..], sizes.capacity) {
+        ([_, ..], _) => {
+            let servers: Vec<_> = options.server.iter().map(Endpoint::to_string).collect();
+            set(&mut command, "SERVER", &servers.join(","));
             None
         }
-        (None, capacity) => {
+        ([], capacity) => {
             let capacity = capacity.expect("a capacity without a server");
             let own = OwnServer::start(capacity, folder.path())?;
             set(&mut command, "SERVER", &own.endpoint);
@@ -301,7 +315,7 @@ fn sizes(options: &RunOptions, faults_by: FaultsBy) -> Sizes {
     };
     Sizes {
         budget,
-        capacity: (options.capacity).or_else(|| options.server.is_none().then(default)),
+        capacity: (options.capacity).or_else(|| options.server.is_empty().then(default)),
         min_bytes: options.min_bytes,
         page_size: options.page_size,
         faults_by,

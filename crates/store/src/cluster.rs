@@ -9,7 +9,7 @@ use std::{
     collections::{HashMap, HashSet},
     sync::{
         Arc, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -23,6 +23,7 @@ use farpage_signals::Mutex;
 use crate::{
     Reserve, StoreStats, StoreStatsSnapshot,
     codec::LinkTraffic,
+    health::ServerHealth,
     pool::{Purpose, SlotPool},
 };
 
@@ -33,12 +34,21 @@ pub struct ClusterOptions {
     /// transient reason. Default: 10 s. The sessions' own deadline should be shorter, or a lost
     /// message leaves no time to repeat it.
     pub deadline: Duration,
+    /// Time without a sign of a server after which its copies of pages are given up, and made anew
+    /// on other servers. Default: 3 s.
+    pub dead_after: Duration,
+    /// Upper bound of the bytes per second that are copied to replace lost copies. `None`: no
+    /// bound. Default: 256 MiB.
+    pub repair_rate: Option<u64>,
 }
 
 impl Default for ClusterOptions {
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(10),
+            dead_after: Duration::from_secs(3),
+            // A quarter of what one core moves over TCP: faults go on beside it.
+            repair_rate: Some(256 << 20),
         }
     }
 }
@@ -47,10 +57,17 @@ impl Default for ClusterOptions {
 pub struct Cluster {
     sessions: Vec<Arc<Session>>,
     pub(crate) deadline: Duration,
+    pub(crate) dead_after: Duration,
+    pub(crate) repair_rate: Option<u64>,
+    pub(crate) health: Arc<ServerHealth>,
+    /// True once a region has copies: unreachable servers are borne from then on.
+    has_copies: AtomicBool,
+    /// True once the thread that repairs was started.
+    pub(crate) repairs_started: Mutex<bool>,
     /// Buffers that are registered with the adapters of all sessions.
     pub(crate) registered: RegPool,
     pub(crate) traffic: Arc<LinkTraffic>,
-    pools: Mutex<HashMap<(usize, bool, Reserve), Arc<SlotPool>>>,
+    pools: Mutex<HashMap<PoolKey, Arc<SlotPool>>>,
     stats: Mutex<Ledger>,
     /// Bytes of the slots of all pools that are held for snapshots.
     held_bytes: Arc<AtomicU64>,
@@ -58,11 +75,27 @@ pub struct Cluster {
     pub(crate) names_open: Mutex<HashSet<String>>,
 }
 
+/// Properties that the regions of a shared pool have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct PoolKey {
+    pub(crate) page_bytes: usize,
+    pub(crate) is_raw: bool,
+    pub(crate) reserve: Reserve,
+    pub(crate) copies: usize,
+}
+
 /// Counters of open stores, and the sum of the closed ones.
 #[derive(Default)]
 struct Ledger {
     open: Vec<Weak<StoreStats>>,
     closed: StoreStatsSnapshot,
+}
+
+impl Drop for Cluster {
+    /// Ends the thread that repairs.
+    fn drop(&mut self) {
+        self.health.wake();
+    }
 }
 
 impl Cluster {
@@ -78,8 +111,13 @@ impl Cluster {
         let registrars = sessions.iter().map(|session| session.registrar());
         Arc::new(Self {
             registered: RegPool::new(registrars, RegPoolOptions::default()),
+            health: Arc::new(ServerHealth::new(sessions.len())),
             sessions,
             deadline: options.deadline,
+            dead_after: options.dead_after,
+            repair_rate: options.repair_rate,
+            has_copies: AtomicBool::new(false),
+            repairs_started: Mutex::default(),
             traffic: Arc::default(),
             pools: Mutex::default(),
             stats: Mutex::default(),
@@ -102,6 +140,11 @@ impl Cluster {
             .filter_map(Weak::upgrade)
             .fold(ledger.closed, |sum, stats| sum + stats.snapshot());
         sum.held_bytes = self.held_bytes();
+        drop(ledger);
+        for pool in self.pools_with_copies() {
+            sum.under_protected_bytes += pool.under_protected_bytes();
+            sum.repaired_bytes += pool.repaired_bytes();
+        }
         sum
     }
 
@@ -120,7 +163,24 @@ impl Cluster {
     /// regions reserved.
     pub fn granted_bytes(&self) -> u64 {
         let pools: Vec<_> = self.pools.lock().values().cloned().collect();
-        pools.iter().map(|pool| pool.granted_bytes()).sum()
+        (pools.iter())
+            .map(|pool| pool.granted_bytes() * pool.copies() as u64)
+            .sum()
+    }
+
+    /// Returns the pools whose pages are on more than one server.
+    pub(crate) fn pools_with_copies(&self) -> Vec<Arc<SlotPool>> {
+        if !self.has_copies() {
+            return Vec::new();
+        }
+        let pools = self.pools.lock();
+        let pools = pools.values().filter(|pool| pool.has_copies());
+        pools.cloned().collect()
+    }
+
+    /// True once a region has copies: unreachable servers are borne from then on.
+    pub(crate) fn has_copies(&self) -> bool {
+        self.has_copies.load(Ordering::Relaxed)
     }
 
     /// Makes a pool on the servers of `ports`, in this order.
@@ -129,22 +189,30 @@ impl Cluster {
         ports: impl IntoIterator<Item = usize>,
         purpose: Purpose,
     ) -> SlotPool {
+        self.new_pool_with_copies(ports, purpose, 1)
+    }
+
+    fn new_pool_with_copies(
+        &self,
+        ports: impl IntoIterator<Item = usize>,
+        purpose: Purpose,
+        copies: usize,
+    ) -> SlotPool {
         let server = |port: usize| (port, self.sessions[port].clone());
         let servers = ports.into_iter().map(server).collect();
         let held_bytes = self.held_bytes.clone();
-        SlotPool::new(servers, self.registered.clone(), purpose, held_bytes)
+        let (registered, health) = (self.registered.clone(), self.health.clone());
+        SlotPool::new(servers, registered, (purpose, copies), health, held_bytes)
     }
 
-    pub(crate) fn shared_pool(
-        &self,
-        page_bytes: usize,
-        raw: bool,
-        reserve: Reserve,
-    ) -> Arc<SlotPool> {
-        let new = || self.new_pool(0..self.sessions.len(), Purpose::Shared);
-        self.pools
-            .lock()
-            .entry((page_bytes, raw, reserve))
+    /// Returns the pool of regions with these properties.
+    pub(crate) fn shared_pool(&self, key: PoolKey) -> Arc<SlotPool> {
+        if key.copies > 1 {
+            self.has_copies.store(true, Ordering::Relaxed);
+        }
+        let ports = 0..self.sessions.len();
+        let new = || self.new_pool_with_copies(ports, Purpose::Shared, key.copies);
+        (self.pools.lock().entry(key))
             .or_insert_with(|| Arc::new(new()))
             .clone()
     }

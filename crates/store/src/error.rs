@@ -222,6 +222,45 @@ pub enum CreateError {
         /// The largest size.
         most: u64,
     },
+    /// The region is to have fewer or more copies than can be kept.
+    #[error("{copies} copies of each page of {region}: need none, or 2 to 4")]
+    Copies {
+        /// The program's name for the region.
+        region: Arc<str>,
+        /// The copies asked for.
+        copies: usize,
+    },
+    /// The region is to have more copies than there are servers.
+    #[error(
+        "{region} is to have {copies} copies of each page, on {copies} different servers, but the runtime has {servers}: name {} more, or ask for fewer copies",
+        copies - servers
+    )]
+    TooFewServers {
+        /// The program's name for the region.
+        region: Arc<str>,
+        /// The copies asked for: as many servers are needed.
+        copies: usize,
+        /// The servers of the runtime.
+        servers: usize,
+    },
+    /// The thread that replaces lost copies cannot be started.
+    #[error(
+        "{region} is to have copies, and no thread can be started that replaces lost ones: {source}; raise `ulimit -u`, or ask for none"
+    )]
+    Repairs {
+        /// The program's name for the region.
+        region: Arc<str>,
+        /// The error of the system.
+        r#source: std::io::Error,
+    },
+    /// The region has a name, and is to have copies.
+    #[error(
+        "region `{name}` cannot have copies on several servers: names are kept by one server each; create it with redundancy none, or without a name"
+    )]
+    NamedCopies {
+        /// The name.
+        name: String,
+    },
     /// The process has no room for the page table.
     #[error(transparent)]
     Table(#[from] TableError),

@@ -20,6 +20,7 @@
 //! Deliberately absent: fairness between regions, and priorities. The pager decides what to start.
 
 mod call;
+mod copies;
 mod fill;
 mod operation;
 mod port;
@@ -45,7 +46,7 @@ pub use self::{
 };
 use self::{
     port::{Port, PortState},
-    run::{Direction, LaneRun, RunPart, SlotTransfer, Spare, Task},
+    run::{Direction, LaneRun, SlotTransfer, Spare, Task},
     staging::{IoBuf, Staging},
 };
 use crate::{
@@ -63,6 +64,9 @@ use crate::{
 const OPS_MAX: usize = 128;
 /// Pause before the lane looks again for room that other lanes' writes must make.
 const ROOM_PAUSE: Duration = Duration::from_micros(100);
+
+/// Pause before the lane looks again for a copy that waiting requests can go to.
+const COPIES_PAUSE: Duration = Duration::from_millis(50);
 
 /// Page I/O of one worker thread. See the module.
 pub struct Lane<F: RunBuffer> {
@@ -104,7 +108,8 @@ pub struct Lane<F: RunBuffer> {
 }
 
 impl<F: RunBuffer> Lane<F> {
-    /// Makes a lane with a channel to each server of the cluster.
+    /// Makes a lane with a channel to each server of the cluster. Once a region has copies, a
+    /// server that cannot be reached is left out until it answers.
     ///
     /// # Errors
     /// [`ConnectError`] of the first server that cannot be reached.
@@ -116,8 +121,11 @@ impl<F: RunBuffer> Lane<F> {
         let (ended_calls_sender, ended_calls) = crossbeam_channel::unbounded();
         Ok(Self {
             deadline: cluster.deadline,
-            ports: (cluster.sessions().iter())
-                .map(Port::new)
+            ports: (cluster.sessions().iter().enumerate())
+                .map(|(server, session)| {
+                    let health = (&cluster.health, server);
+                    Port::new(session, health, cluster.has_copies())
+                })
                 .collect::<Result<_, _>>()?,
             runs: Vec::new(),
             vacant: Vec::new(),
@@ -164,6 +172,19 @@ impl<F: RunBuffer> Lane<F> {
     /// Begins to open channels that were lost.
     pub fn reopen(&mut self) {
         for port in &mut self.ports {
+            port.reopen(&self.waker);
+        }
+    }
+
+    /// True if copies of pages are passed over for want of channels that can be opened now. For
+    /// lanes that open none themselves.
+    pub fn lacks_channels(&self) -> bool {
+        self.passive && self.ports.iter().any(Port::lacks_channel)
+    }
+
+    /// Begins to open the channels that the lane [lacks](Self::lacks_channels).
+    pub fn open_lacking(&mut self) {
+        for port in self.ports.iter_mut().filter(|port| port.lacks_channel()) {
             port.reopen(&self.waker);
         }
     }
@@ -352,6 +373,9 @@ impl<F: RunBuffer> Lane<F> {
                 let looks = (port.backlog.iter())
                     .map(|op| self.run_of(op.tag).started.look_by(self.deadline));
                 sooner(looks.min());
+                // The server may turn out to be silent for others, so that a copy misses a write.
+                let any_copies = port.backlog.iter().any(|op| self.has_copies(op.tag));
+                sooner(any_copies.then(|| Instant::now() + COPIES_PAUSE));
             }
         }
         if waker {
@@ -427,9 +451,12 @@ impl<F: RunBuffer> Lane<F> {
         run: &mut LaneRun<F>,
         part: usize,
         remote: &RemoteStore,
-        transfer: SlotTransfer,
+        mut transfer: SlotTransfer,
         buf: IoBuf<F>,
     ) {
+        if remote.pool.has_copies() {
+            self.aim_first(run.way, remote, &mut transfer);
+        }
         run.parts[part].task = Task::Moving(transfer);
         self.ops_in_flight += 1;
         self.watch.posted(run.way.index());
@@ -443,6 +470,7 @@ impl<F: RunBuffer> Lane<F> {
         remote: &RemoteStore,
         SlotTransfer {
             place,
+            server,
             extent,
             bytes,
             ..
@@ -457,7 +485,7 @@ impl<F: RunBuffer> Lane<F> {
             len: bytes,
             buf,
         };
-        self.ports[remote.pool.port(place.server)].post(op);
+        self.ports[remote.pool.port(server)].post(op);
     }
 
     /// Lets one port make progress.
@@ -471,6 +499,7 @@ impl<F: RunBuffer> Lane<F> {
             return;
         }
         let now = Instant::now();
+        port.forget_doubts();
         port.recover(now, (!self.passive).then_some(&self.waker));
         // 3. The backlog: post it, or fail the operations that are too late.
         if port.backlog.is_empty() {
@@ -482,6 +511,9 @@ impl<F: RunBuffer> Lane<F> {
         let is_lost = port.is_lost();
         for _ in 0..port.backlog.len() {
             let op = self.ports[at].backlog.pop_front().expect("counted above");
+            let Some(op) = self.redirect(op) else {
+                continue;
+            };
             let in_time = self.run_of(op.tag).started.elapsed() < self.deadline;
             if in_time && !self.passive && !is_lost {
                 self.ports[at].backlog.push_back(op);
@@ -514,13 +546,19 @@ impl<F: RunBuffer> Lane<F> {
         match result {
             Err(error) if error.is_transient() => {
                 self.ports[at].failed(&error);
-                self.repeat(tag, buf, error);
+                match self.has_copies(tag) {
+                    true => self.complete_copy(tag, buf, Err(error)),
+                    false => self.repeat(tag, buf, error),
+                }
             }
             result => {
                 if result.is_ok() {
                     self.ports[at].succeeded();
                 }
-                self.finish(tag, buf, result);
+                match self.has_copies(tag) {
+                    true => self.complete_copy(tag, buf, result),
+                    false => self.finish(tag, buf, result),
+                }
             }
         }
     }
@@ -534,7 +572,7 @@ impl<F: RunBuffer> Lane<F> {
         let Task::Moving(transfer) = &mut run.parts[part].task else {
             unreachable!("a request belongs to a part that moves")
         };
-        transfer.in_doubt = run.way == Direction::WriteBack;
+        transfer.doubt = u8::from(run.way == Direction::WriteBack);
         let store = run.store.clone();
         let Backing::Remote(remote) = &store.backing else {
             unreachable!("user stores have no channel")
@@ -603,10 +641,12 @@ impl<F: RunBuffer> Drop for Lane<F> {
             let Backing::Remote(remote) = &run.store.backing else {
                 continue;
             };
-            let moving = |part: &&RunPart<F>| matches!(part.task, Task::Moving(_));
-            let slots = run.parts.iter().filter(moving).map(|part| part.pages).sum();
+            let moving = run.parts.iter().filter_map(|part| match part.task {
+                Task::Moving(transfer) => Some((transfer.place, part.pages)),
+                _ => None,
+            });
             if run.way == Direction::WriteBack {
-                remote.pool.settle(slots);
+                moving.for_each(|(place, pages)| remote.pool.settle(place, pages));
             }
         }
         self.ports.iter_mut().for_each(Port::give_up);

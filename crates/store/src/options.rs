@@ -1,6 +1,71 @@
 //! [`RemoteOptions`]: how a region is kept in remote memory.
 
+use std::{fmt, str::FromStr};
+
 use crate::{Codec, Layout};
+
+/// Upper bound of the copies of a page.
+pub(crate) const COPIES_MAX: usize = 4;
+
+/// Protection of a region's pages against the death of memory servers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Redundancy {
+    /// One copy of each page. Pages are lost with their server.
+    #[default]
+    None,
+    /// Copies of each page on so many different servers, 2 to 4. The region takes as many times its
+    /// size, and each write-back goes to all of the servers. Pages outlive the death of all but one
+    /// of their servers, and are copied again to servers that have room.
+    Copies(u8),
+}
+
+impl Redundancy {
+    /// Returns the number of servers that have each page.
+    pub fn copies(self) -> usize {
+        match self {
+            Self::None => 1,
+            Self::Copies(copies) => usize::from(copies),
+        }
+    }
+
+    /// True if pages can be kept so: copies are 2 to 4.
+    pub(crate) fn is_valid(self) -> bool {
+        matches!(self, Self::None | Self::Copies(2..=4))
+    }
+}
+
+/// `none`, `copies=2`.
+impl fmt::Display for Redundancy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Copies(copies) => write!(f, "copies={copies}"),
+        }
+    }
+}
+
+/// Text that is no [`Redundancy`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{text}` is no redundancy: need `none`, or `copies=2` to `copies={COPIES_MAX}`")]
+pub struct RedundancyError {
+    text: String,
+}
+
+impl FromStr for Redundancy {
+    type Err = RedundancyError;
+
+    fn from_str(text: &str) -> Result<Self, RedundancyError> {
+        let copies = text.strip_prefix("copies=").map(str::parse);
+        match (text, copies) {
+            ("none", _) => Ok(Self::None),
+            (_, Some(Ok(copies @ 2..=4))) => Ok(Self::Copies(copies)),
+            _ => Err(RedundancyError {
+                text: text.to_owned(),
+            }),
+        }
+    }
+}
 
 /// Amount of remote memory that a region takes when it is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -33,4 +98,37 @@ pub struct RemoteOptions {
     pub name: Option<String>,
     /// True if the first publication replaces a region that exists under the name. Default: false.
     pub replace: bool,
+    /// Copies of each page on different servers. A named region has one. Default: one.
+    pub redundancy: Redundancy,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_redundancy_is_read_as_it_is_written() {
+        let all = [
+            Redundancy::None,
+            Redundancy::Copies(2),
+            Redundancy::Copies(3),
+            Redundancy::Copies(4),
+        ];
+        for redundancy in all {
+            assert_eq!(redundancy.to_string().parse(), Ok(redundancy));
+        }
+        for text in [
+            "",
+            "copies",
+            "copies=",
+            "copies=1",
+            "copies=5",
+            "copies=02x",
+            "2",
+            "None",
+        ] {
+            let error = text.parse::<Redundancy>().unwrap_err();
+            assert!(error.to_string().contains("copies=2"), "{error}");
+        }
+    }
 }

@@ -7,33 +7,31 @@
 //! the space; then the pool grows, and says so if it cannot. It also grows for slots that are held
 //! for [`Snapshots`], which take nothing of what is reserved from then on.
 
+mod copies;
+mod grants;
+
 use std::{
     sync::{
-        Arc, RwLock,
-        atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering},
+        Arc,
+        atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use farpage_fabric::{AllocError, ControlError, ExtentId, Session, log::later, regmem::RegPool};
+use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegPool};
 use farpage_signals::Mutex;
 
 use crate::{
+    groups::{ExtentGroup, GroupTable},
+    health::ServerHealth,
     place::{SlotPlace, SlotSpan, slot_bytes},
     readers::ReaderSlots,
-    slots::{Arena, GRANULE_BYTES, Slot},
+    slots::{Arena, Choice, Slot},
     snapshots::{OLDEST, Snapshots},
 };
 
 /// Longest extent asked for: a server may have to find it in one piece.
 const EXTENT_BYTES_MAX: u64 = 1 << 30;
-/// Shortest extent that a shared pool asks for, if the server has it: many small regions then share
-/// few extents. Servers back extents lazily.
-const EXTENT_BYTES_MIN: u64 = 16 << 20;
-/// Time for which a full server is not asked again.
-const FULL_PAUSE: Duration = Duration::from_millis(50);
-
-pub(crate) const NO_PANIC: &str = "nothing panics under this lock";
 
 /// Slots on all servers for the regions that share it.
 pub(crate) struct SlotPool {
@@ -44,9 +42,23 @@ pub(crate) struct SlotPool {
     pub(crate) snapshots: Snapshots,
     /// Buffers for page maps.
     pub(crate) registered: RegPool,
+    /// Number of servers that have each page.
+    copies: usize,
+    /// Health of the servers, by port.
+    health: Arc<ServerHealth>,
+    /// Version of `health` that the arenas' choices follow.
+    seen: AtomicU64,
+    /// Slots by the server that their extents' groups were granted at first.
     arenas: Vec<Mutex<Arena>>,
-    /// The standard library's lock, which never allocates: a signal handler may look an extent up.
-    extents: RwLock<ExtentTable>,
+    groups: GroupTable,
+    /// Bytes of the members on each server, of a pool with copies.
+    copied_bytes: Box<[AtomicU64]>,
+    /// Server on which a copy was damaged, plus 1, until that is logged; 0 without one.
+    damaged_on: AtomicU32,
+    /// True while a group is sealed: its room comes back.
+    has_sealed: AtomicBool,
+    /// Bytes that were copied to replace lost copies.
+    repaired_bytes: AtomicU64,
     /// Held while servers are asked for memory. The last refusal, and its time.
     growing: Mutex<Option<(Instant, AllocError)>>,
     /// True while a thread that asks for memory runs.
@@ -62,14 +74,6 @@ pub(crate) struct SlotPool {
     /// Bytes of slots that pages are in: now, and at most.
     kept_bytes: AtomicI64,
     kept_peak_bytes: AtomicI64,
-}
-
-#[derive(Default)]
-struct ExtentTable {
-    by_index: Vec<Option<(u8, ExtentId)>>,
-    vacant: Vec<u32>,
-    /// True once all extents were given back: no extent is added any more.
-    closed: bool,
 }
 
 /// Use of a pool.
@@ -94,21 +98,29 @@ pub(crate) enum Growth {
 pub(crate) struct PoolReservation(Vec<u64>);
 
 impl SlotPool {
-    /// Makes a pool without extents. Bytes that it holds for snapshots are counted in `held_bytes`,
-    /// too.
+    /// Makes a pool without extents that keeps each page on `copies` servers. Bytes that it holds
+    /// for snapshots are counted in `held_bytes`, too.
     pub(crate) fn new(
         servers: Vec<(usize, Arc<Session>)>,
         registered: RegPool,
-        purpose: Purpose,
+        (purpose, copies): (Purpose, usize),
+        health: Arc<ServerHealth>,
         held_bytes: Arc<AtomicU64>,
     ) -> Self {
         Self {
             purpose,
             snapshots: Snapshots::new(servers.len(), held_bytes),
             arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
-            servers,
             registered,
-            extents: RwLock::default(),
+            copied_bytes: servers.iter().map(|_| AtomicU64::new(0)).collect(),
+            servers,
+            copies,
+            health,
+            seen: AtomicU64::new(0),
+            groups: GroupTable::default(),
+            damaged_on: AtomicU32::new(0),
+            has_sealed: AtomicBool::new(false),
+            repaired_bytes: AtomicU64::new(0),
             growing: Mutex::new(None),
             is_growing: AtomicBool::new(false),
             ended: AtomicU64::new(0),
@@ -119,6 +131,16 @@ impl SlotPool {
             kept_bytes: AtomicI64::new(0),
             kept_peak_bytes: AtomicI64::new(0),
         }
+    }
+
+    /// True if each page is on more than one server.
+    pub(crate) fn has_copies(&self) -> bool {
+        self.copies > 1
+    }
+
+    /// Returns the number of servers that have each page.
+    pub(crate) fn copies(&self) -> usize {
+        self.copies
     }
 
     pub(crate) fn servers(&self) -> &[(usize, Arc<Session>)] {
@@ -173,17 +195,20 @@ impl SlotPool {
         self.servers[server as usize].0
     }
 
+    /// Returns the extent of a place in a pool without copies, or that of the home.
     pub(crate) fn extent(&self, place: SlotPlace) -> ExtentId {
-        let (_, id) = self.extents.read().expect(NO_PANIC).by_index[place.extent as usize]
-            .expect("an extent with live slots is kept");
-        id
+        let home = self.groups.home(place.extent);
+        home.expect("an extent with live slots is kept").1
     }
 
-    /// Returns server and id of every extent, by index.
+    /// Returns server and id of every extent of a pool without copies, by index.
     pub(crate) fn extents(&self) -> Vec<Option<(u8, ExtentId)>> {
-        self.extents.read().expect(NO_PANIC).by_index.clone()
+        let home = |group: ExtentGroup| group.member(0).map(|home| (home.server, home.id));
+        let groups = self.groups.all().into_iter();
+        groups.map(|group| group.and_then(home)).collect()
     }
 
+    /// Returns the bytes that pages can be in: each is granted once per copy.
     pub(crate) fn granted_bytes(&self) -> u64 {
         self.arenas
             .iter()
@@ -196,137 +221,40 @@ impl SlotPool {
         self.unsettled.load(Ordering::Relaxed) > 0
     }
 
-    /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for `slots`
-    /// slots: they are now in pages' entries, were freed, or are given up with their lane.
-    pub(crate) fn settle(&self, slots: usize) {
+    /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for `slots` slots
+    /// from `place` on: they are now in pages' entries, were freed, or are given up with their
+    /// lane.
+    pub(crate) fn settle(&self, place: SlotPlace, slots: usize) {
+        self.end_writes(place, slots);
+        self.settle_ended(slots);
+    }
+
+    /// Settles slots whose writes were [ended](Self::end_writes) before.
+    pub(crate) fn settle_ended(&self, slots: usize) {
         self.unsettled.fetch_sub(slots as u64, Ordering::Relaxed);
     }
 
-    /// Frees and settles `slots` of a write that did not take place: nothing arrives in them.
+    /// Frees and settles `slots` of a write that [ended](Self::end_writes) and did not take place:
+    /// nothing arrives in them.
     pub(crate) fn abandon(&self, slots: &[SlotSpan]) {
         self.give_back(slots);
-        self.settle(slots.len());
-    }
-
-    /// Promises `bytes` in units of at least a page, spread over the servers. Takes nothing on an
-    /// error.
-    pub(crate) fn reserve(
-        &self,
-        bytes: u64,
-        page_bytes: usize,
-    ) -> Result<PoolReservation, AllocError> {
-        let _one_at_a_time = self.growing.lock();
-        let unit = GRANULE_BYTES.max(page_bytes as u64);
-        let servers = self.servers.len() as u64;
-        let units = bytes.div_ceil(unit);
-        let first = self.next_server.fetch_add(1, Ordering::Relaxed) as u64;
-        let mut promised = vec![0u64; self.servers.len()];
-        let mut failure = None;
-        for i in 0..servers {
-            let share = (units / servers + u64::from(i < units % servers)) * unit;
-            // First the server whose turn it is, then any server that has room.
-            for server in (0..servers).map(|other| ((first + i + other) % servers) as usize) {
-                match self.promise(server, share, unit) {
-                    Ok(()) => {
-                        promised[server] += share;
-                        failure = None;
-                        break;
-                    }
-                    Err(error) => failure = Some(error),
-                }
-            }
-            if let Some(error) = failure {
-                self.take_back(&promised);
-                self.release_surplus();
-                return Err(error);
-            }
-        }
-        Ok(PoolReservation(promised))
-    }
-
-    /// Takes a promise back and gives surplus extents to their servers. Call once the region's
-    /// slots are freed.
-    pub(crate) fn unreserve(&self, reservation: &PoolReservation) {
-        self.ended.fetch_add(1, Ordering::Relaxed);
-        let _one_at_a_time = self.growing.lock();
-        self.take_back(&reservation.0);
-        self.release_surplus();
-    }
-
-    fn take_back(&self, promised: &[u64]) {
-        for (arena, bytes) in self.arenas.iter().zip(promised) {
-            arena.lock().reserved_bytes -= bytes;
-        }
-    }
-
-    fn promise(&self, server: usize, bytes: u64, unit: u64) -> Result<(), AllocError> {
-        let lacking = {
-            let arena = self.arenas[server].lock();
-            let held_bytes = self.snapshots.held_bytes_on(server);
-            (arena.reserved_bytes + held_bytes + bytes).saturating_sub(arena.granted_bytes)
-        };
-        let mut granted = 0;
-        while granted < lacking {
-            let least = (lacking - granted).min(EXTENT_BYTES_MAX);
-            granted += match self.grant(server, least.next_multiple_of(unit)) {
-                Err(full @ AllocError::Full { .. }) => return Err(in_all(full, lacking, granted)),
-                other => other?,
-            };
-        }
-        self.arenas[server].lock().reserved_bytes += bytes;
-        Ok(())
-    }
-
-    /// Asks a server for an extent of at least `least` bytes.
-    fn grant(&self, server: usize, least: u64) -> Result<u64, AllocError> {
-        let session = &self.servers[server].1;
-        let wish = least.max(self.extent_bytes_min(server));
-        let extent = match session.grant(wish) {
-            Err(AllocError::Full { .. }) if least < wish => session.grant(least)?,
-            other => other?,
-        };
-        if self.add(server as u8, extent.id, extent.bytes).is_none() {
-            // The pool is closed, so nothing else would give the extent back.
-            self.release(server, extent.id);
-        }
-        Ok(extent.bytes)
-    }
-
-    /// Returns the least length of the next extent, if the server has it. A pool of one region
-    /// takes as much again as it has: a small region takes little, and a large one few extents.
-    /// Extents beside a reservation have the reservation's length, so that any of them can stay
-    /// when the others are given back.
-    fn extent_bytes_min(&self, server: usize) -> u64 {
-        if !self.is_own() {
-            return EXTENT_BYTES_MIN;
-        }
-        let arena = self.arenas[server].lock();
-        let has = match arena.reserved_bytes {
-            0 => arena.granted_bytes,
-            reserved => reserved,
-        };
-        has.min(EXTENT_BYTES_MIN)
+        self.settle_ended(slots.len());
     }
 
     /// Adds an extent and returns its index; `None` after [`release_all`](Self::release_all).
     pub(crate) fn add(&self, server: u8, id: ExtentId, bytes: u64) -> Option<u32> {
-        let index = {
-            let mut extents = self.extents.write().expect(NO_PANIC);
-            if extents.closed {
-                return None;
-            }
-            let index = extents.vacant.pop().unwrap_or_else(|| {
-                extents.by_index.push(None);
-                extents.by_index.len() as u32 - 1
-            });
-            assert!(
-                index < SlotPlace::EXTENTS_MAX,
-                "a pool has at most 16 million extents"
-            );
-            extents.by_index[index as usize] = Some((server, id));
-            index
-        };
-        self.arenas[server as usize].lock().add(index, bytes);
+        self.add_group(server, ExtentGroup::new(1, bytes, [(server, id)]))
+    }
+
+    /// Adds a group of extents to an arena, and returns its index.
+    fn add_group(&self, arena: u8, group: ExtentGroup) -> Option<u32> {
+        let index = self.groups.add(group)?;
+        let mut arena = self.arenas[arena as usize].lock();
+        arena.add(index, group.bytes);
+        if group.lacks_copies() {
+            arena.choose(index, Choice::Second);
+        }
+        drop(arena);
         self.grants.fetch_add(1, Ordering::Release);
         Some(index)
     }
@@ -334,23 +262,18 @@ impl SlotPool {
     /// Adds an index that a published map does not use. The index stays unused until
     /// [`end_gaps`](Self::end_gaps).
     pub(crate) fn add_gap(&self) {
-        self.extents.write().expect(NO_PANIC).by_index.push(None);
+        self.groups.add_gap();
     }
 
     /// Allows use of the gaps: all extents have the indices that a published map knows.
     pub(crate) fn end_gaps(&self) {
-        let mut extents = self.extents.write().expect(NO_PANIC);
-        let gaps = (extents.by_index.iter().zip(0..)).filter(|(extent, _)| extent.is_none());
-        extents.vacant = gaps.map(|(_, index)| index).collect();
+        self.groups.end_gaps();
     }
 
-    /// True if the place is on an extent of this pool.
+    /// True if the place is on an extent of this pool, which is one without copies.
     pub(crate) fn has_extent_of(&self, place: SlotPlace) -> bool {
-        let extents = self.extents.read().expect(NO_PANIC);
-        extents
-            .by_index
-            .get(place.extent as usize)
-            .is_some_and(|extent| extent.is_some_and(|(on, _)| on == place.server))
+        let home = self.groups.home(place.extent);
+        home.is_some_and(|(server, _)| server == place.server)
     }
 
     /// Gives surplus extents to their servers when a region without a reservation ends.
@@ -375,21 +298,23 @@ impl SlotPool {
             let held_bytes = self.snapshots.held_bytes_on(server);
             let surplus = arena.lock().take_surplus(held_bytes);
             for index in surplus {
-                let id = {
-                    let mut extents = self.extents.write().expect(NO_PANIC);
-                    extents.vacant.push(index);
-                    extents.by_index[index as usize]
-                        .take()
-                        .expect("an arena's extents are in the table")
-                        .1
-                };
-                self.release(server, id);
+                self.release_group(&self.groups.remove(index));
             }
+        }
+    }
+
+    fn release_group(&self, group: &ExtentGroup) {
+        for (_, member) in group.members() {
+            self.uncount_copy(member.server, group.bytes);
+            self.release(member.server as usize, member.id);
         }
     }
 
     fn release(&self, server: usize, id: ExtentId) {
         let session = &self.servers[server].1;
+        if self.copies > 1 && session.loss(false).is_some() {
+            return;
+        }
         if let Err(error) = session.release(id) {
             // The session's end frees the extent at the latest.
             let endpoint = session.endpoint().clone();
@@ -402,13 +327,8 @@ impl SlotPool {
     /// Gives all extents back: the end of a region with a pool of its own. An extent that a server
     /// grants from here on goes back at once.
     pub(crate) fn release_all(&self) {
-        let extents = {
-            let mut extents = self.extents.write().expect(NO_PANIC);
-            extents.closed = true;
-            std::mem::take(&mut extents.by_index)
-        };
-        for (server, id) in extents.into_iter().flatten() {
-            self.release(server as usize, id);
+        for group in self.groups.close().into_iter().flatten() {
+            self.release_group(&group);
         }
     }
 
@@ -416,16 +336,22 @@ impl SlotPool {
     /// has room. [`settle`](Self::settle) ends the allocation.
     pub(crate) fn alloc(&self, bytes: u32, wish: u64) -> Option<SlotPlace> {
         let servers = self.arenas.len();
-        let place = (0..servers)
-            .map(|other| (wish as usize + other) % servers)
-            .find_map(|server| {
-                let Slot { extent, offset } = self.arenas[server].lock().alloc(bytes)?;
-                Some(SlotPlace {
-                    server: server as u8,
-                    extent,
-                    offset,
+        let place = self.choices().iter().find_map(|&choice| {
+            (0..servers)
+                .map(|other| (wish as usize + other) % servers)
+                .find_map(|server| {
+                    let mut arena = self.arenas[server].lock();
+                    let Slot { extent, offset } = arena.alloc(bytes, choice)?;
+                    if self.has_copies() {
+                        arena.begin_writes(extent, 1);
+                    }
+                    Some(SlotPlace {
+                        server: server as u8,
+                        extent,
+                        offset,
+                    })
                 })
-            })?;
+        })?;
         self.unsettled.fetch_add(1, Ordering::Relaxed);
         Some(place)
     }
@@ -435,15 +361,22 @@ impl SlotPool {
     pub(crate) fn alloc_run(&self, bytes: u32, count: usize, places: &mut Vec<SlotPlace>) {
         let (before, end) = (places.len(), places.len() + count);
         let first = self.next_run.fetch_add(1, Ordering::Relaxed);
-        for other in 0..self.arenas.len() {
-            let server = (first + other) % self.arenas.len();
+        let servers = self.arenas.len();
+        let tries =
+            (self.choices().iter()).flat_map(|&choice| (0..servers).map(move |i| (choice, i)));
+        for (choice, other) in tries {
+            let server = (first + other) % servers;
             let place = |Slot { extent, offset }| SlotPlace {
                 server: server as u8,
                 extent,
                 offset,
             };
+            let from = places.len();
             let mut arena = self.arenas[server].lock();
-            arena.alloc_run(bytes, end - places.len(), |slot| places.push(place(slot)));
+            arena.alloc_run(bytes, end - from, choice, |slot| places.push(place(slot)));
+            if self.has_copies() {
+                (places[from..].iter()).for_each(|place| arena.begin_writes(place.extent, 1));
+            }
             if places.len() == end {
                 break;
             }
@@ -480,9 +413,9 @@ impl SlotPool {
             return None;
         }
         // The pool of a region that has ended has arenas, and no extents.
-        let extents = self.extents.read().expect(NO_PANIC);
-        let (_, id) = (*extents.by_index.get(extent as usize)?)?;
-        Some(id)
+        let group = self.groups.get(extent)?;
+        let (_, member) = group.good().next().or_else(|| group.members().next())?;
+        Some(member.id)
     }
 
     /// Returns the bytes in slots, on all servers.
@@ -523,114 +456,6 @@ impl SlotPool {
     pub(crate) fn grants(&self) -> u64 {
         self.grants.load(Ordering::Acquire)
     }
-
-    /// Starts a thread that asks the servers for another extent that holds a slot of `bytes`: see
-    /// [`grow`](Self::grow). Waits for nothing. For a caller that found no room after it had seen
-    /// `grants` extents: if there are more by now, none is asked for, and the caller looks again.
-    pub(crate) fn grow_elsewhere(self: &Arc<Self>, bytes: u32, grants: u64) -> Growth {
-        let Some(refused) = self.growing.try_lock() else {
-            return Growth::UnderWay(None);
-        };
-        if self.grants() != grants {
-            return Growth::UnderWay(None);
-        }
-        let said = match &*refused {
-            Some((at, error)) if at.elapsed() < FULL_PAUSE => {
-                return Growth::Refused(error.clone());
-            }
-            said => said.as_ref().map(|(_, error)| error.clone()),
-        };
-        if !self.is_growing.swap(true, Ordering::Relaxed) {
-            let (pool, ended) = (self.clone(), self.ended());
-            let ask = move || {
-                // `growing` keeps the servers' answer for the waiting callers.
-                let _ = pool.grow_unless_ended(bytes, ended);
-                pool.is_growing.store(false, Ordering::Relaxed);
-            };
-            if let Err(error) = farpage_tables::errand("farpage-grow", ask) {
-                self.is_growing.store(false, Ordering::Relaxed);
-                return Growth::Refused(AllocError::Control(ControlError::Disconnected {
-                    endpoint: self.endpoint(0).to_string(),
-                    attempt: "start a thread that asks for memory".to_owned(),
-                    reason: error.to_string(),
-                }));
-            }
-        }
-        Growth::UnderWay(said)
-    }
-
-    /// Locks out all requests to servers for memory while the result is held.
-    #[cfg(test)]
-    pub(crate) fn lock_growth(&self) -> impl Sized + '_ {
-        self.growing.lock()
-    }
-
-    /// Asks the servers for another extent that holds a slot of `bytes`. Calls a server and waits
-    /// for its answer.
-    pub(crate) fn grow(&self, bytes: u32) -> Result<(), AllocError> {
-        self.grow_unless_ended(bytes, self.ended())
-    }
-
-    /// Returns the number of regions that have begun to give surplus back.
-    pub(crate) fn ended(&self) -> u64 {
-        self.ended.load(Ordering::Relaxed)
-    }
-
-    /// [`grow`](Self::grow), for a caller that saw `ended` regions ended. If another region has
-    /// ended since, the request may have been for that region, and its own search for surplus may
-    /// have come too early. Then unused extents are given back now, and a caller that still waits
-    /// asks again.
-    pub(crate) fn grow_unless_ended(&self, bytes: u32, ended: u64) -> Result<(), AllocError> {
-        let mut refused = self.growing.lock();
-        if let Some((at, error)) = &*refused
-            && at.elapsed() < FULL_PAUSE
-        {
-            return Err(error.clone());
-        }
-        let least = u64::from(bytes).next_power_of_two().max(GRANULE_BYTES);
-        let first = self.next_server.fetch_add(1, Ordering::Relaxed);
-        let mut failure = None;
-        for other in 0..self.servers.len() {
-            match self.grant((first + other) % self.servers.len(), least) {
-                Ok(_) => {
-                    *refused = None;
-                    // A region counts itself before it waits for this lock. So one that is not
-                    // counted yet looks for surplus after us.
-                    if self.ended() != ended {
-                        self.release_surplus();
-                    }
-                    return Ok(());
-                }
-                Err(error) => failure = Some(error),
-            }
-        }
-        let full = failure.expect("a pool has at least one server");
-        let room = self
-            .readers()
-            .map(|readers| readers.make_room(full.clone()));
-        let error = match room {
-            Some(Ok(free)) => {
-                self.free(&free);
-                return Ok(());
-            }
-            Some(Err(error)) => error,
-            None => full,
-        };
-        *refused = Some((Instant::now(), error.clone()));
-        Err(error)
-    }
-}
-
-/// Turns the refusal of one extent into that of all `lacking` bytes, of which `granted` had been
-/// granted.
-fn in_all(mut full: AllocError, lacking: u64, granted: u64) -> AllocError {
-    if let AllocError::Full {
-        asked, available, ..
-    } = &mut full
-    {
-        (*asked, *available) = (lacking, *available + granted);
-    }
-    full
 }
 
 fn slot_of(SlotPlace { extent, offset, .. }: SlotPlace) -> Slot {

@@ -17,10 +17,7 @@ use farpage_fabric::{AllocError, Versions};
 use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{
-    place::SlotSpan,
-    pool::{NO_PANIC, SlotPool},
-    readers::PackedPlaces,
-    slots::GRANULE_BYTES,
+    groups::NO_PANIC, place::SlotSpan, pool::SlotPool, readers::PackedPlaces, slots::GRANULE_BYTES,
 };
 
 /// Length of the pieces in which maps are written and read.
@@ -280,7 +277,7 @@ fn map_slots(pool: &SlotPool, map_bytes: u64) -> Result<Vec<SlotSpan>, AllocErro
                 }
             }
         };
-        pool.settle(1);
+        pool.settle(place, 1);
         slots.push(SlotSpan { place, bytes });
     }
     Ok(slots)

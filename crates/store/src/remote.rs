@@ -5,6 +5,7 @@
 //! left to the [`Lane`](crate::Lane).
 
 use std::{
+    collections::HashSet,
     hash::{BuildHasher, RandomState},
     hint::black_box,
     io,
@@ -20,6 +21,7 @@ use crate::{
     BlockingOptions, Cluster, Codec, CreateError, Layout, PageIndex, PageRange, RemoteOptions,
     Reserve, Store, StoreStats, StoreStatsSnapshot,
     blocking::BlockingStore,
+    cluster::PoolKey,
     codec::{self, Chooser, Scheme},
     entry::{PageEntry, PageTable},
     names::Claim,
@@ -89,6 +91,14 @@ impl PageStore {
             Ok(scheme) => scheme,
             Err(source) => return Err(CreateError::Codec { region, source }),
         };
+        let copies = check_copies(&region, cluster, options)?;
+        if copies > 1 {
+            let started = cluster.start_repairs();
+            started.map_err(|source| CreateError::Repairs {
+                region: region.clone(),
+                source,
+            })?;
+        }
         // Claimed before any memory is taken, and on all servers: a name that another client has
         // fails here and not at the first publication.
         let claim = match &options.name {
@@ -100,7 +110,12 @@ impl PageStore {
             let readers = ReaderSlots::new(name, &cluster.sessions()[0]);
             Arc::new(cluster.new_pool(0..cluster.sessions().len(), Purpose::Named(readers)))
         } else {
-            cluster.shared_pool(page_bytes, scheme.is_raw(), options.reserve)
+            cluster.shared_pool(PoolKey {
+                page_bytes,
+                is_raw: scheme.is_raw(),
+                reserve: options.reserve,
+                copies,
+            })
         };
         // Made before memory is reserved: after a failure nothing would take that back.
         let table = PageTable::new(bytes, page_bytes)?;
@@ -280,6 +295,8 @@ impl PageStore {
         let mut stats = self.stats.snapshot();
         if let Backing::Remote(remote) = &self.backing {
             stats.held_bytes = remote.pool.snapshots.held_bytes();
+            stats.under_protected_bytes = remote.pool.under_protected_bytes();
+            stats.repaired_bytes = remote.pool.repaired_bytes();
         }
         stats
     }
@@ -463,9 +480,10 @@ impl RemoteStore {
 
     /// Takes slots by `alloc`. If it finds too few, starts to ask servers for memory.
     fn take(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoSlot> {
-        // Asked first: what ends in between, a write, a publication or a snapshot, may have made
-        // room.
-        let unsettled = self.pool.has_unsettled() || self.pool.snapshots.hold_any();
+        // Asked first: what ends in between, a write, a publication, a snapshot or a repair, may
+        // have made room.
+        let unsettled =
+            self.pool.has_unsettled() || self.pool.snapshots.hold_any() || self.pool.has_sealed();
         let published = self.publications.as_ref().map(Publications::ended);
         let grants = self.pool.grants();
         if alloc() {
@@ -537,7 +555,8 @@ pub(crate) enum NoSlot {
     /// The servers gave no room.
     Full {
         source: AllocError,
-        /// True if writes in flight, a publication or snapshots may make room when they end.
+        /// True if writes in flight, a publication, snapshots or a repair may make room when they
+        /// end.
         later: bool,
     },
 }
@@ -568,6 +587,28 @@ fn check_bytes(region: &Arc<str>, bytes: u64) -> Result<(), CreateError> {
             bytes,
             most: REGION_BYTES_MAX,
         }),
+    }
+}
+
+/// Checks the redundancy of a region. Returns its copies.
+fn check_copies(
+    region: &Arc<str>,
+    cluster: &Cluster,
+    options: &RemoteOptions,
+) -> Result<usize, CreateError> {
+    let (redundancy, copies) = (options.redundancy, options.redundancy.copies());
+    let endpoints = cluster.sessions().iter().map(|session| session.endpoint());
+    let servers = endpoints.collect::<HashSet<_>>().len();
+    let region = region.clone();
+    match &options.name {
+        _ if !redundancy.is_valid() => Err(CreateError::Copies { region, copies }),
+        Some(name) if copies > 1 => Err(CreateError::NamedCopies { name: name.clone() }),
+        _ if copies > servers => Err(CreateError::TooFewServers {
+            region,
+            copies,
+            servers,
+        }),
+        _ => Ok(copies),
     }
 }
 

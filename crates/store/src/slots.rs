@@ -35,14 +35,39 @@ pub(crate) struct Slot {
     pub(crate) offset: u64,
 }
 
+/// Part that an extent has in the choice of slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Choice {
+    /// Holes serve first.
+    First,
+    /// Holes serve where no extent of the first choice has room: a copy is missing.
+    Second,
+    /// Holes serve last: no server that has a copy answers now.
+    Third,
+    /// Holes are not given out: the extent's bytes are being copied.
+    Sealed,
+    /// Holes are not given out: all copies are lost.
+    Lost,
+}
+
+/// One extent of an arena.
+struct ArenaExtent {
+    granted_bytes: u64,
+    /// Bytes without the tail.
+    usable_bytes: u64,
+    choice: Choice,
+    /// Slots that were allocated for writes that have not ended. Kept where extents have copies.
+    writes: u32,
+}
+
 /// The extents of one server.
 pub(crate) struct Arena {
-    /// Granted and usable bytes of each extent, by the pool's index; most are other servers'.
-    extents: Vec<Option<(u64, u64)>>,
+    /// Extents by the pool's index; most are other servers'.
+    extents: Vec<Option<ArenaExtent>>,
     /// Free space: start and length of each hole. No two holes touch.
     holes: BTreeMap<Slot, u64>,
-    /// Holes by length, shortest first.
-    by_length: BTreeSet<(u64, Slot)>,
+    /// Holes by length, shortest first: those of the first, second and third choice.
+    by_length: [BTreeSet<(u64, Slot)>; 3],
     /// Bytes of all holes.
     free_bytes: u64,
     /// Bytes of all extents, without tails.
@@ -58,7 +83,7 @@ impl Arena {
         Self {
             extents: Vec::new(),
             holes: BTreeMap::new(),
-            by_length: BTreeSet::new(),
+            by_length: Default::default(),
             free_bytes: 0,
             usable_bytes: 0,
             granted_bytes: 0,
@@ -72,7 +97,12 @@ impl Arena {
             self.extents.resize_with(index as usize + 1, || None);
         }
         let usable = bytes / GRANULE_BYTES * GRANULE_BYTES;
-        self.extents[index as usize] = Some((bytes, usable));
+        self.extents[index as usize] = Some(ArenaExtent {
+            granted_bytes: bytes,
+            usable_bytes: usable,
+            choice: Choice::First,
+            writes: 0,
+        });
         self.granted_bytes += bytes;
         self.usable_bytes += usable;
         if usable > 0 {
@@ -80,24 +110,26 @@ impl Arena {
         }
     }
 
-    /// Takes out unused extents, as long as the rest covers what is reserved, and `held_bytes` in
-    /// slots that are held beside that. Returns their indices.
+    /// Takes out unused extents that are not sealed, as long as the rest covers what is reserved,
+    /// and `held_bytes` in slots that are held beside that. Returns their indices.
     pub(crate) fn take_surplus(&mut self, held_bytes: u64) -> Vec<u32> {
         let needed_bytes = self.reserved_bytes + held_bytes;
         let mut taken = Vec::new();
         for index in 0..self.extents.len() as u32 {
-            let Some((bytes, usable)) = self.extents[index as usize] else {
+            let Some(extent) = &self.extents[index as usize] else {
                 continue;
             };
+            let (bytes, usable) = (extent.granted_bytes, extent.usable_bytes);
+            let is_sealed = extent.choice == Choice::Sealed;
             let start = start_of(index);
             let unused = usable == 0 || self.holes.get(&start) == Some(&usable);
-            if unused && self.granted_bytes - bytes >= needed_bytes {
+            if unused && !is_sealed && self.granted_bytes - bytes >= needed_bytes {
                 self.granted_bytes -= bytes;
                 self.usable_bytes -= usable;
-                self.extents[index as usize] = None;
                 if usable > 0 {
                     self.remove(start, usable);
                 }
+                self.extents[index as usize] = None;
                 taken.push(index);
             }
         }
@@ -106,26 +138,33 @@ impl Arena {
 
     /// Takes all free space: start and length of each hole.
     pub(crate) fn take_holes(&mut self) -> BTreeMap<Slot, u64> {
-        self.by_length.clear();
+        self.by_length.iter_mut().for_each(BTreeSet::clear);
         self.free_bytes = 0;
         std::mem::take(&mut self.holes)
     }
 
-    /// Allocates a slot for `bytes`; `None` if no extent has room.
-    pub(crate) fn alloc(&mut self, bytes: u32) -> Option<Slot> {
+    /// Allocates a slot for `bytes` in an extent of a choice that is given out; `None` if none has
+    /// room.
+    pub(crate) fn alloc(&mut self, bytes: u32, choice: Choice) -> Option<Slot> {
         let bytes = slot_bytes(bytes);
-        let (len, slot) = self.shortest(bytes)?;
+        let (len, slot) = self.shortest(bytes, choice)?;
         self.carve(slot, len, slot, bytes);
         Some(slot)
     }
 
     /// Hands out up to `count` slots for pages of `bytes`, a multiple of 64, as many in a row as
-    /// possible: fewer if no extent has room for more.
-    pub(crate) fn alloc_run(&mut self, bytes: u32, count: usize, mut each: impl FnMut(Slot)) {
+    /// possible: fewer if no extent of the choice has room for more.
+    pub(crate) fn alloc_run(
+        &mut self,
+        bytes: u32,
+        count: usize,
+        choice: Choice,
+        mut each: impl FnMut(Slot),
+    ) {
         let bytes = slot_bytes(bytes);
         let mut wanted = count as u64;
         while wanted > 0 {
-            let Some((len, slot)) = self.hole_for_run(wanted * bytes, bytes) else {
+            let Some((len, slot)) = self.hole_for_run(wanted * bytes, bytes, choice) else {
                 return;
             };
             let row = wanted.min(len / bytes);
@@ -141,12 +180,13 @@ impl Arena {
     /// Finds the shortest hole that holds `run` bytes, else the longest. Once the other holes have
     /// more than [`SCATTERED_BYTES`] and more than a sixteenth of the used bytes, the longest is
     /// spared and the second longest serves, if it holds a page: rows are not worth unlimited room.
-    fn hole_for_run(&self, run: u64, page: u64) -> Option<(u64, Slot)> {
-        let &longest = self.by_length.last()?;
-        let found = self.shortest(run).unwrap_or(longest);
+    fn hole_for_run(&self, run: u64, page: u64, choice: Choice) -> Option<(u64, Slot)> {
+        let by_length = &self.by_length[choice as usize];
+        let &longest = by_length.last()?;
+        let found = self.shortest(run, choice).unwrap_or(longest);
         let scattered = self.free_bytes - longest.0;
         if found == longest && scattered > (self.used_bytes() / 16).max(SCATTERED_BYTES) {
-            let next = self.by_length.iter().nth_back(1).copied();
+            let next = by_length.iter().nth_back(1).copied();
             return Some(next.filter(|(len, _)| *len >= page).unwrap_or(longest));
         }
         Some(found)
@@ -192,8 +232,9 @@ impl Arena {
     /// True if all of a slot of `bytes` is in an extent, and taken.
     pub(crate) fn has(&self, slot: Slot, bytes: u32) -> bool {
         let end = behind(slot, slot_bytes(bytes));
-        let extent = self.extents.get(slot.extent as usize).copied().flatten();
-        let is_inside = extent.is_some_and(|(_, usable)| end.offset <= usable);
+        let extent = self.extents.get(slot.extent as usize);
+        let extent = extent.and_then(Option::as_ref);
+        let is_inside = extent.is_some_and(|extent| end.offset <= extent.usable_bytes);
         // Earlier holes end earlier.
         let hole = self.holes.range(..end).next_back();
         let hole = hole.filter(|(hole, _)| hole.extent == slot.extent);
@@ -205,8 +246,101 @@ impl Arena {
         self.usable_bytes - self.free_bytes
     }
 
-    fn shortest(&self, bytes: u64) -> Option<(u64, Slot)> {
-        self.by_length.range((bytes, start_of(0))..).next().copied()
+    /// Changes the part that an extent has in the choice of slots. Does nothing to an extent that
+    /// the arena does not have.
+    pub(crate) fn choose(&mut self, index: u32, choice: Choice) {
+        let Some(Some(extent)) = self.extents.get_mut(index as usize) else {
+            return;
+        };
+        let before = std::mem::replace(&mut extent.choice, choice);
+        if before == choice {
+            return;
+        }
+        for (&hole, &len) in self.holes.range(start_of(index)..start_of(index + 1)) {
+            if let Some(by_length) = self.by_length.get_mut(before as usize) {
+                by_length.remove(&(len, hole));
+            }
+            if let Some(by_length) = self.by_length.get_mut(choice as usize) {
+                by_length.insert((len, hole));
+            }
+        }
+    }
+
+    /// Changes the choice of all extents that are not sealed.
+    pub(crate) fn choose_all(&mut self, choice: impl Fn(u32) -> Choice) {
+        for index in 0..self.extents.len() as u32 {
+            if let Some(extent) = &self.extents[index as usize]
+                && extent.choice != Choice::Sealed
+            {
+                self.choose(index, choice(index));
+            }
+        }
+    }
+
+    /// True if an extent of the choice has room for a slot of `bytes`.
+    pub(crate) fn has_room(&self, bytes: u32, choice: Choice) -> bool {
+        self.shortest(slot_bytes(bytes), choice).is_some()
+    }
+
+    /// True if the arena has the extent.
+    pub(crate) fn has_extent(&self, index: u32) -> bool {
+        matches!(self.extents.get(index as usize), Some(Some(_)))
+    }
+
+    /// Counts slots of an extent as allocated for writes that have not ended.
+    pub(crate) fn begin_writes(&mut self, index: u32, slots: usize) {
+        if let Some(Some(extent)) = self.extents.get_mut(index as usize) {
+            extent.writes += slots as u32;
+        }
+    }
+
+    /// Ends what [`begin_writes`](Self::begin_writes) began. True if none is left in an extent that
+    /// is sealed.
+    pub(crate) fn end_writes(&mut self, index: u32, slots: usize) -> bool {
+        let Some(Some(extent)) = self.extents.get_mut(index as usize) else {
+            return false;
+        };
+        extent.writes -= slots as u32;
+        extent.writes == 0 && extent.choice == Choice::Sealed
+    }
+
+    /// Returns the number of slots of an extent whose writes have not ended.
+    pub(crate) fn writes(&self, index: u32) -> u32 {
+        match self.extents.get(index as usize) {
+            Some(Some(extent)) => extent.writes,
+            _ => 0,
+        }
+    }
+
+    /// Returns start and length of each piece in use of an extent.
+    pub(crate) fn used_pieces(&self, index: u32) -> Vec<(u64, u64)> {
+        let Some(Some(extent)) = self.extents.get(index as usize) else {
+            return Vec::new();
+        };
+        let (mut at, mut used) = (0, Vec::new());
+        for (hole, &len) in self.holes.range(start_of(index)..start_of(index + 1)) {
+            if hole.offset > at {
+                used.push((at, hole.offset - at));
+            }
+            at = hole.offset + len;
+        }
+        if extent.usable_bytes > at {
+            used.push((at, extent.usable_bytes - at));
+        }
+        used
+    }
+
+    fn shortest(&self, bytes: u64, choice: Choice) -> Option<(u64, Slot)> {
+        let by_length = &self.by_length[choice as usize];
+        by_length.range((bytes, start_of(0))..).next().copied()
+    }
+
+    /// Returns the holes by length among which those of an extent are; `None` if they are not given
+    /// out.
+    fn by_length_of(&mut self, index: u32) -> Option<&mut BTreeSet<(u64, Slot)>> {
+        let extent = self.extents[index as usize].as_ref();
+        let choice = extent.expect("a hole is in an extent").choice;
+        self.by_length.get_mut(choice as usize)
     }
 
     /// Takes `bytes` at `slot` out of a hole.
@@ -225,13 +359,17 @@ impl Arena {
     fn insert(&mut self, hole: Slot, len: u64) {
         self.free_bytes += len;
         self.holes.insert(hole, len);
-        self.by_length.insert((len, hole));
+        if let Some(by_length) = self.by_length_of(hole.extent) {
+            by_length.insert((len, hole));
+        }
     }
 
     fn remove(&mut self, hole: Slot, len: u64) {
         self.free_bytes -= len;
         self.holes.remove(&hole);
-        self.by_length.remove(&(len, hole));
+        if let Some(by_length) = self.by_length_of(hole.extent) {
+            by_length.remove(&(len, hole));
+        }
     }
 }
 
@@ -261,7 +399,8 @@ mod tests {
             let mut arena = Arena::new();
             let bytes = 7 * (2 << 20) + GRANULE_BYTES;
             arena.add(3, bytes);
-            let slots = std::iter::from_fn(|| arena.alloc(page_bytes)).count() as u64;
+            let slots =
+                std::iter::from_fn(|| arena.alloc(page_bytes, Choice::First)).count() as u64;
             assert_eq!(slots, bytes / u64::from(page_bytes));
         }
     }
@@ -298,10 +437,10 @@ mod tests {
                         let mut slots = Vec::new();
                         match step {
                             SlotStep::AllocRun(_, count) => {
-                                arena.alloc_run(bytes, count, |slot| slots.push(slot));
-                                prop_assert!(slots.len() == count || arena.alloc(bytes).is_none());
+                                arena.alloc_run(bytes, count, Choice::First, |slot| slots.push(slot));
+                                prop_assert!(slots.len() == count || arena.alloc(bytes, Choice::First).is_none());
                             }
-                            _ => slots.extend(arena.alloc(bytes)),
+                            _ => slots.extend(arena.alloc(bytes, Choice::First)),
                         }
                         for slot in slots {
                             let end = slot.offset + u64::from(bytes);
@@ -350,7 +489,7 @@ mod tests {
                 arena.free(slot, slot_bytes(bytes));
             }
             arena.take_surplus(0);
-            prop_assert_eq!((arena.granted_bytes, arena.holes.len(), arena.by_length.len()), (0, 0, 0));
+            prop_assert_eq!((arena.granted_bytes, arena.holes.len(), arena.by_length[0].len()), (0, 0, 0));
         }
     }
 
@@ -391,7 +530,12 @@ mod tests {
                     assert_eq!(new.len(), raw.len(), "there is room");
                     for _ in &encoded {
                         let bytes = page_bytes / 4 + next(page_bytes as usize / 2) as u64;
-                        new.push((arena.alloc(bytes as u32).expect("there is room"), bytes));
+                        new.push((
+                            arena
+                                .alloc(bytes as u32, Choice::First)
+                                .expect("there is room"),
+                            bytes,
+                        ));
                     }
                     for (page, new) in raw.into_iter().chain(encoded).zip(new) {
                         if let Some((old, bytes)) = slots[page].replace(new) {
@@ -431,7 +575,9 @@ mod tests {
 
     fn alloc_run(arena: &mut Arena, page_bytes: u64, count: usize) -> Vec<Slot> {
         let mut slots = Vec::new();
-        arena.alloc_run(page_bytes as u32, count, |slot| slots.push(slot));
+        arena.alloc_run(page_bytes as u32, count, Choice::First, |slot| {
+            slots.push(slot)
+        });
         slots
     }
 
@@ -510,8 +656,8 @@ mod tests {
     fn freeing_twice_is_our_own_mistake() {
         let mut arena = Arena::new();
         arena.add(0, 1 << 20);
-        let slot = arena.alloc(4096).expect("there is room");
-        arena.alloc(4096);
+        let slot = arena.alloc(4096, Choice::First).expect("there is room");
+        arena.alloc(4096, Choice::First);
         arena.free(slot, 4096);
         arena.free(slot, 4096);
     }

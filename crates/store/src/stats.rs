@@ -22,16 +22,23 @@ macro_rules! counters {
             /// [snapshots](crate::Snapshot): children made by `fork` read them. Of one region:
             /// those of all regions that share its remote memory.
             pub held_bytes: u64,
+            /// Bytes of remote memory of which fewer copies are complete than were asked for.
+            pub under_protected_bytes: u64,
+            /// Bytes that were copied between servers to replace lost copies.
+            pub repaired_bytes: u64,
             /// Largest error, as the bits of a non-negative float, which compare as the float does.
             error_bits: u64,
         }
 
         impl StoreStats {
-            /// Reads all counters. Held bytes are counted elsewhere.
+            /// Reads all counters. Bytes that are held, under-protected or repaired are counted
+            /// elsewhere.
             pub fn snapshot(&self) -> StoreStatsSnapshot {
                 StoreStatsSnapshot {
                     $($name: self.$name.load(Relaxed),)*
                     held_bytes: 0,
+                    under_protected_bytes: 0,
+                    repaired_bytes: 0,
                     error_bits: self.error_bits.load(Relaxed),
                 }
             }
@@ -49,6 +56,9 @@ macro_rules! counters {
                 Self {
                     $($name: self.$name + other.$name,)*
                     held_bytes: self.held_bytes + other.held_bytes,
+                    under_protected_bytes: self.under_protected_bytes
+                        + other.under_protected_bytes,
+                    repaired_bytes: self.repaired_bytes + other.repaired_bytes,
                     error_bits: self.error_bits.max(other.error_bits),
                 }
             }
@@ -59,7 +69,7 @@ macro_rules! counters {
 counters! {
     /// Payload bytes that fills brought over the wire (or out of a user's store).
     bytes_read,
-    /// Payload bytes that write-backs sent over the wire (or into a user's store).
+    /// Payload bytes that write-backs sent over the wire, to each copy (or into a user's store).
     bytes_written,
     /// Fills that needed a request.
     fills,
@@ -96,7 +106,9 @@ counters! {
     /// Operations (of one page, or of several in a row) that were posted again after a transient
     /// failure.
     retries,
-    /// Pages that came back different from what was written.
+    /// READs that another copy served than the first.
+    failovers,
+    /// Pages that came back different from what was written, from one copy or all.
     corrupt,
     /// Pages whose fill or write-back ended with an error.
     errors,

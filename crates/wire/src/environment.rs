@@ -8,7 +8,7 @@ use std::env;
 const PREFIX: &str = "FARPAGE_";
 
 /// Variables that a user sets. Each program ignores the variables of the other programs.
-const SETTINGS: [&str; 35] = [
+const SETTINGS: [&str; 36] = [
     "FARPAGE_BUDGET",
     "FARPAGE_CODEC",
     "FARPAGE_DEADLINE",
@@ -40,6 +40,7 @@ const SETTINGS: [&str; 35] = [
     "FARPAGE_NO_DIRECT_IO",
     "FARPAGE_PAGE_SIZE",
     "FARPAGE_READ_AHEAD",
+    "FARPAGE_REDUNDANCY",
     // CMake looks for the package here, by its own convention.
     "FARPAGE_ROOT",
     "FARPAGE_RUN_LENGTH",

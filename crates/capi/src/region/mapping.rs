@@ -53,6 +53,9 @@ pub struct farpage_region_options {
     /// once. Bytes that a device writes into a page while it leaves are lost. Default: as
     /// FARPAGE_NO_DIRECT_IO says.
     pub no_direct_io: u32,
+    /// Copies of each page, as in the runtime's options. "none" for a region with a name. Not for
+    /// stores and files.
+    pub redundancy: *const c_char,
 }
 
 // SAFETY: integers and pointers, beginning with the length.
@@ -202,11 +205,12 @@ unsafe fn create(
     at_end: AtEnd,
 ) -> Result<Mapped, Failure> {
     // SAFETY: the caller's promise.
-    let (runtime, name, codec) = unsafe {
+    let (runtime, name, codec, redundancy) = unsafe {
         (
             farpage_runtime::get(runtime)?,
             options::text(given.name, "`name`")?,
             options::codec(given.codec)?,
+            options::redundancy(given.redundancy)?,
         )
     };
     let bytes = bytes as usize;
@@ -229,6 +233,9 @@ unsafe fn create(
     }
     if let Some(codec) = codec {
         options = options.codec(codec);
+    }
+    if let Some(redundancy) = redundancy {
+        options = options.redundancy(redundancy);
     }
     if given.on_demand != 0 {
         options = options.reserve(Reserve::OnDemand);

@@ -77,9 +77,8 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
             return Err(Busy(op));
         }
         check_len(&op);
-        if self.server.ops.fetch_add(1, Ordering::Relaxed) + 1
-            == config.die_at_op.unwrap_or(u64::MAX)
-        {
+        let number = self.server.ops.fetch_add(1, Ordering::Relaxed) + 1;
+        if number == self.server.dies_at.load(Ordering::Relaxed) {
             self.server.kill();
         }
         let mut due_step = self.step + 1 + self.random.below(config.delay_steps);
@@ -103,7 +102,7 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
         let before = done.len();
         self.step += 1;
-        if let Some(reason) = self.server.death.reason() {
+        if let Some(reason) = self.server.silence() {
             let endpoint = self.server.endpoint();
             self.dead
                 .get_or_insert(ChannelError::Disconnected { endpoint, reason });

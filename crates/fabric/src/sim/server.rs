@@ -66,6 +66,10 @@ pub struct SimServer {
     pub(super) config: SimConfig,
     pub(super) host: Arc<dyn Host>,
     pub(super) death: Arc<Death>,
+    /// Number of the operation at which the server dies.
+    pub(super) dies_at: AtomicU64,
+    /// True while clients cannot reach the server.
+    cut: AtomicBool,
     pub(super) ops: AtomicU64,
     pub(super) channels: AtomicU64,
     pub(super) lose_answer: AtomicBool,
@@ -100,8 +104,10 @@ impl SimServer {
     pub fn with_host(config: SimConfig, host: Arc<dyn Host>) -> Arc<Self> {
         Arc::new(Self {
             host,
+            dies_at: AtomicU64::new(config.die_at_op.unwrap_or(u64::MAX)),
             config,
             death: Arc::default(),
+            cut: AtomicBool::new(false),
             ops: AtomicU64::new(0),
             channels: AtomicU64::new(0),
             lose_answer: AtomicBool::new(false),
@@ -112,6 +118,30 @@ impl SimServer {
     /// Kills the server: all operations in flight end with an error at the next poll.
     pub fn kill(&self) {
         self.death.declare("the simulated server was killed");
+    }
+
+    /// Kills the server at the `ops`-th operation from now on, counted over all channels.
+    pub fn kill_after(&self, ops: u64) {
+        self.dies_at
+            .store(self.operations() + ops, Ordering::Relaxed);
+    }
+
+    /// Cuts the server off: channels end at their next poll, and no other opens until
+    /// [`heal`](Self::heal). Sessions go on.
+    pub fn cut(&self) {
+        self.cut.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends a [`cut`](Self::cut): channels can be opened again.
+    pub fn heal(&self) {
+        self.cut.store(false, Ordering::Relaxed);
+    }
+
+    /// Returns the reason why nothing reaches the server.
+    pub(super) fn silence(&self) -> Option<String> {
+        let cut = || self.cut.load(Ordering::Relaxed);
+        let why = || "the simulated server was cut off".to_owned();
+        self.death.reason().or_else(|| cut().then(why))
     }
 
     /// Loses the answer to the next publication, which takes place all the same.
@@ -142,7 +172,7 @@ impl SimServer {
     }
 
     pub(crate) fn alive(&self) -> Result<(), ConnectError> {
-        match self.death.reason() {
+        match self.silence() {
             None => Ok(()),
             Some(reason) => {
                 let source = std::io::Error::new(std::io::ErrorKind::ConnectionRefused, reason);

@@ -27,6 +27,7 @@ class Runtime:
         budget_bytes: int | None = None,
         page_bytes: int | None = None,
         codec: str | None = None,
+        redundancy: str | None = None,
         fault_mode: str | None = None,
         deadline_s: float | None = None,
         key_file: str | PathLike[str] | None = None,
@@ -43,6 +44,7 @@ class Runtime:
         replace: bool = False,
         page_bytes: int | None = None,
         codec: str | None = None,
+        redundancy: str | None = None,
     ) -> Region: ...
     def open(self, name: str, *, to_read: bool, keep: object = None) -> Region: ...
     def arena(self, capacity_bytes: int | None, *, keep: object = None) -> Arena: ...

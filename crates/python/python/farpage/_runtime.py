@@ -90,8 +90,9 @@ class Runtime:
 
     `url` is a server, such as `tcp://10.0.0.2:7400` or `shm:///run/farpage.sock`, or several: a list
     of them, or a text with commas between them. What is not given comes from the environment:
-    `FARPAGE_SERVER`, `FARPAGE_BUDGET`, `FARPAGE_PAGE_SIZE`, `FARPAGE_CODEC`, `FARPAGE_FAULT_MODE`,
-    `FARPAGE_DEADLINE` (seconds) and `FARPAGE_KEY_FILE`. Sizes are bytes, or text such as "4GiB".
+    `FARPAGE_SERVER`, `FARPAGE_BUDGET`, `FARPAGE_PAGE_SIZE`, `FARPAGE_CODEC`,
+    `FARPAGE_REDUNDANCY`, `FARPAGE_FAULT_MODE`, `FARPAGE_DEADLINE` (seconds) and
+    `FARPAGE_KEY_FILE`. Sizes are bytes, or text such as "4GiB".
 
     `fault_mode` is "filler" (the default) or "in-thread". With the latter the thread that touches a
     page fetches it, which is faster on small pages, but a system call that is given absent memory
@@ -107,6 +108,7 @@ class Runtime:
         budget: int | str | None = None,
         page_size: int | str | None = None,
         codec: str | None = None,
+        redundancy: str | None = None,
         fault_mode: str | None = None,
         deadline: float | None = None,
         key_file: str | os.PathLike[str] | None = None,
@@ -120,6 +122,7 @@ class Runtime:
             budget_bytes=_bytes(budget),
             page_bytes=_bytes(page_size),
             codec=codec,
+            redundancy=redundancy,
             fault_mode=fault_mode,
             deadline_s=deadline,
             key_file=key_file,
@@ -141,6 +144,7 @@ class Runtime:
         *,
         page_size: int | str | None = None,
         codec: str | None = None,
+        redundancy: str | None = None,
     ) -> RemoteArray:
         """An array of zeros, which is gone with the last view of it.
 
@@ -148,13 +152,15 @@ class Runtime:
         `page_size` is a power of two from 4 KiB to 2 MiB: small pages suit scattered accesses. By
         default it is the runtime's, or 64 KiB. `codec` says how pages are stored on the servers:
         "raw" (the default), "lz4", "shuffle", "adaptive", "zfp:accuracy=1e-6" (which loses
-        precision).
+        precision). `redundancy` says on how many servers each page is: "none" (the default), or
+        "copies=2" to "copies=4", of which all but one may die.
 
         Raises `CapacityError`, a `MemoryError`, if the servers have no room for it.
         """
         if order not in ("C", "F"):
             raise ValueError(f"order={order!r}: need 'C' or 'F'")
-        return self._create(None, shape, dtype, page_size, codec, order=order).array(order)
+        native = self._create(None, shape, dtype, page_size, codec, redundancy, order=order)
+        return native.array(order)
 
     def empty(
         self,
@@ -164,9 +170,12 @@ class Runtime:
         *,
         page_size: int | str | None = None,
         codec: str | None = None,
+        redundancy: str | None = None,
     ) -> RemoteArray:
         """The same as `zeros`: pages that nobody has written are zeros, and cost nothing."""
-        return self.zeros(shape, dtype, order, page_size=page_size, codec=codec)
+        return self.zeros(
+            shape, dtype, order, page_size=page_size, codec=codec, redundancy=redundancy
+        )
 
     def ones(
         self,
@@ -176,9 +185,12 @@ class Runtime:
         *,
         page_size: int | str | None = None,
         codec: str | None = None,
+        redundancy: str | None = None,
     ) -> RemoteArray:
         """An array of ones, as `zeros` else."""
-        return self.full(shape, 1, dtype, order, page_size=page_size, codec=codec)
+        return self.full(
+            shape, 1, dtype, order, page_size=page_size, codec=codec, redundancy=redundancy
+        )
 
     def full(
         self,
@@ -189,10 +201,13 @@ class Runtime:
         *,
         page_size: int | str | None = None,
         codec: str | None = None,
+        redundancy: str | None = None,
     ) -> RemoteArray:
         """An array of `fill_value`, whose type it has by default; as `zeros` else."""
         dtype = np.asarray(fill_value).dtype if dtype is None else dtype
-        array = self.zeros(shape, dtype, order, page_size=page_size, codec=codec)
+        array = self.zeros(
+            shape, dtype, order, page_size=page_size, codec=codec, redundancy=redundancy
+        )
         np.copyto(array, fill_value, casting="unsafe")
         return array
 
@@ -204,6 +219,7 @@ class Runtime:
         *,
         page_size: int | str | None = None,
         codec: str | None = None,
+        redundancy: str | None = None,
         replace: bool = False,
     ) -> Region:
         """An array of zeros under a name, in C's order, which outlives this program:
@@ -211,7 +227,7 @@ class Runtime:
 
         Raises `FileExistsError` if the name exists, unless it is to be replaced.
         """
-        return Region(self._create(name, shape, dtype, page_size, codec, replace))
+        return Region(self._create(name, shape, dtype, page_size, codec, redundancy, replace))
 
     def open(self, name: str, mode: str = "r", *, dtype: Any = None) -> Region:
         """The array that was published under `name`, to be read ("r") or changed, too ("r+").
@@ -317,6 +333,7 @@ class Runtime:
         dtype: Any,
         page_size: int | str | None,
         codec: str | None,
+        redundancy: str | None,
         replace: bool = False,
         order: Literal["C", "F"] = "C",
     ) -> Mapping:
@@ -345,6 +362,7 @@ class Runtime:
             replace=replace,
             page_bytes=_bytes(page_size),
             codec=codec,
+            redundancy=redundancy,
         )
         return self._mapping(native, sides, dtype, name, "r+")
 

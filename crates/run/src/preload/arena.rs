@@ -8,8 +8,8 @@
 use std::{ffi::c_int, mem, sync::Arc};
 
 use farpage::{
-    Allowance, ByteSize, CreateError, FaultMode, Region, RegionOptions, Reserve, Runtime,
-    error::StoreCreateError,
+    Allowance, ByteSize, CreateError, FaultMode, Redundancy, Region, RegionOptions, Reserve,
+    Runtime, error::StoreCreateError,
 };
 use farpage_signals::Mutex;
 use farpage_tables::Table;
@@ -205,7 +205,12 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
     } else {
         Runtime::builder().fault_mode(FaultMode::Filler)
     };
+    let redundancy: Redundancy = match variable("REDUNDANCY") {
+        Some(text) => (text.parse()).map_err(|error| format!("{PREFIX}REDUNDANCY: {error}"))?,
+        None => Redundancy::None,
+    };
     let runtime = builder
+        .redundancy(redundancy)
         .server(need("SERVER")?)
         .budget(ByteSize(bytes(&need("BUDGET")?, "BUDGET")?))
         .build()
@@ -215,7 +220,7 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
     let asked = asked.map(|text| bytes(&text, "CAPACITY")).transpose()?;
     let size = match asked {
         Some(asked) => Ok(Size::of_capacity(asked as usize)),
-        None => Size::of_room(&runtime),
+        None => Size::of_room(&runtime, redundancy),
     };
     let mut options = RegionOptions::new();
     if variable("ON_DEMAND").is_some() || asked.is_none() {
@@ -223,7 +228,9 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
     }
     let mut first = None;
     if let (Some(window), Ok(size)) = (window, &size) {
-        let on_demand = RegionOptions::new().reserve(Reserve::OnDemand);
+        let on_demand = RegionOptions::new()
+            .reserve(Reserve::OnDemand)
+            .redundancy(Redundancy::None);
         let made = runtime.region_with(1, on_demand);
         first = Some(made.map_err(|error| error.to_string())?);
         let address = filter::place(size.bytes)?;
@@ -266,12 +273,13 @@ impl Size {
     }
 
     /// Returns the default size: all that the servers could lend now.
-    fn of_room(runtime: &Runtime) -> Result<Size, String> {
+    fn of_room(runtime: &Runtime, redundancy: Redundancy) -> Result<Size, String> {
         let mut room = 0u64;
         for session in runtime.sessions() {
             let stat = session.stat().map_err(|error| error.to_string())?;
             room += stat.capacity_bytes.saturating_sub(stat.granted_bytes);
         }
+        room /= redundancy.copies() as u64;
         if room == 0 {
             return Err(
                 "the server has lent all of its memory: free some there, or raise its --capacity"

@@ -162,6 +162,14 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
             pager.waited_ns as f64 / 1e9,
         ));
     }
+    if store.failovers + store.under_protected_bytes + store.repaired_bytes > 0 {
+        lines.push(format!(
+            "{} reads were served by another copy; {} have fewer copies than asked for now, and {} were copied again",
+            store.failovers,
+            size(store.under_protected_bytes),
+            size(store.repaired_bytes),
+        ));
+    }
     if let Some(state) = state
         && pager.evictions > 0
     {

@@ -19,6 +19,7 @@ use crate::{
     EntryWords, PageIndex, PageStore, StoreError,
     codec::{self, Coder, Form},
     entry::PageEntry,
+    groups::{Member, MemberState},
     place::SlotSpan,
     remote::RemoteStore,
 };
@@ -221,9 +222,16 @@ impl<F: RunBuffer> LaneRun<F> {
         }
         self.parts[part].frame = Some(frame);
         self.tally.bytes_read += u64::from(transfer.bytes);
-        let server = transfer.place.server;
-        let session = remote.pool.session(server);
-        if !damaged.is_empty() && !transfer.is_second_look && session.loss(true).is_none() {
+        let session = remote.pool.session(transfer.server);
+        if remote.pool.has_copies() {
+            self.tally.corrupt += damaged.len() as u64;
+            if self.read_another(part, remote, transfer, !damaged.is_empty()) {
+                self.tally.retries += 1;
+                return;
+            }
+        }
+        let may_look = !remote.pool.has_copies() && !transfer.is_second_look;
+        if !damaged.is_empty() && may_look && session.loss(true).is_none() {
             self.tally.retries += 1;
             self.parts[part].task = Task::Fetch(SlotTransfer {
                 attempts: transfer.attempts + 1,
@@ -237,16 +245,22 @@ impl<F: RunBuffer> LaneRun<F> {
             // Memory that the server has taken back is no damage.
             let error = match session.loss(true) {
                 Some(reason) => {
-                    let endpoint = remote.pool.endpoint(server).to_string();
+                    let endpoint = session.endpoint().to_string();
                     let lost = ChannelError::Lost { endpoint, reason };
                     self.remote_error(remote, transfer, lost)(page + number)
                 }
                 None => {
-                    self.tally.corrupt += 1;
+                    let server = match remote.pool.has_copies() {
+                        true => remote.pool.endpoints(transfer.place).into(),
+                        false => {
+                            self.tally.corrupt += 1;
+                            remote.pool.endpoint(transfer.server)
+                        }
+                    };
                     StoreError::Corrupt {
                         region: store.label.clone(),
                         page: (page + number).number(),
-                        server: remote.pool.endpoint(server),
+                        server,
                         detail,
                     }
                 }
@@ -254,5 +268,64 @@ impl<F: RunBuffer> LaneRun<F> {
             self.fail_page(number, error);
         }
         self.end(part);
+    }
+    /// Notes which copies of a part are damaged. If the bytes that came `are_damaged`, the part is
+    /// fetched from a copy that was not tried. Where all are damaged in some page, each page may be
+    /// right in another copy, so the pages are fetched one by one. A page alone is fetched from all
+    /// once more, also from those that are not Good: its hash says that it is right. Returns false
+    /// if there is nothing to fetch.
+    fn read_another(
+        &mut self,
+        part: usize,
+        remote: &RemoteStore,
+        transfer: SlotTransfer,
+        are_damaged: bool,
+    ) -> bool {
+        let bit = 1 << transfer.member;
+        if !are_damaged {
+            self.tally.failovers += u64::from(transfer.member != 0);
+            if let (true, Some(id)) = (transfer.damaged != 0, transfer.extent) {
+                let (server, state) = (transfer.server, MemberState::Good);
+                let right = Member { server, id, state };
+                (remote.pool).mark_damaged(transfer.place, transfer.damaged & !bit, right);
+            }
+            return false;
+        }
+        let group = remote.pool.group(transfer.place);
+        let copies = group.map_or(0, |group| match transfer.is_second_look {
+            true => group.members().map(|(at, _)| 1 << at).sum(),
+            false => group.good_bits(),
+        });
+        let mut again = SlotTransfer {
+            attempts: transfer.attempts + 1,
+            tried: transfer.tried | bit,
+            damaged: transfer.damaged | bit,
+            ..transfer
+        };
+        if copies & !again.tried != 0 {
+            self.parts[part].task = Task::Fetch(again);
+            return true;
+        }
+        let RunPart { pages, .. } = self.parts[part];
+        again.tried = 0;
+        if pages > 1 {
+            again.damaged = 0;
+        } else if transfer.is_second_look {
+            return false;
+        } else {
+            again.is_second_look = true;
+        }
+        let bytes = transfer.bytes / pages as u32;
+        let mut part = part;
+        for (number, place) in (1..).zip(transfer.places(pages, self.store.page_bytes)) {
+            let next = (number < pages).then(|| self.split(part, 1));
+            self.parts[part].task = Task::Fetch(SlotTransfer {
+                place,
+                bytes,
+                ..again
+            });
+            part = next.unwrap_or(part);
+        }
+        true
     }
 }

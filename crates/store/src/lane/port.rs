@@ -10,14 +10,17 @@
 
 use std::{
     collections::VecDeque,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, TryRecvError};
-use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Line, Op, Session};
+use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, ExtentId, Line, Op, Session};
 
-use crate::{blocking::Waker, place::SlotSpan, pool::SlotPool};
+use crate::{blocking::Waker, health::ServerHealth, place::SlotSpan, pool::SlotPool};
 
 /// Pause between two attempts to open a channel: doubled from the first to the last.
 const BACKOFF_MIN: Duration = Duration::from_millis(1);
@@ -31,8 +34,42 @@ pub(super) struct Port<B> {
     pub(super) backlog: VecDeque<Op<B>>,
     backoff: Duration,
     failure: Option<ChannelError>,
-    /// Slots of WRITEs that were given up and may still land.
-    in_doubt: Vec<(Arc<SlotPool>, Vec<SlotSpan>)>,
+    /// Slots of WRITEs that were given up and may still land. With copies: in which extent.
+    in_doubt: Vec<(Arc<DoubtfulSlots>, Option<ExtentId>)>,
+    /// True if a copy was passed over because the port is closed.
+    is_wanted: bool,
+    health: Arc<ServerHealth>,
+    /// Number of the server in `health`.
+    server: usize,
+}
+
+/// Slots of a write that was given up. They are free when the last port that a WRITE may still land
+/// through has let go of them.
+pub(super) struct DoubtfulSlots {
+    pool: Arc<SlotPool>,
+    slots: Vec<SlotSpan>,
+    /// True if the slots are not used again: a port has ended, and nobody will know what lands.
+    are_lost: AtomicBool,
+}
+
+impl DoubtfulSlots {
+    /// Makes the slots of a write that [ended](SlotPool::end_writes).
+    pub(super) fn new(pool: &Arc<SlotPool>, slots: Vec<SlotSpan>) -> Arc<Self> {
+        Arc::new(Self {
+            pool: pool.clone(),
+            slots,
+            are_lost: AtomicBool::new(false),
+        })
+    }
+}
+
+impl Drop for DoubtfulSlots {
+    fn drop(&mut self) {
+        match *self.are_lost.get_mut() {
+            true => self.pool.settle_ended(self.slots.len()),
+            false => self.pool.abandon(&self.slots),
+        }
+    }
 }
 
 type ChannelResult<B> = Result<Box<dyn Channel<B>>, ConnectError>;
@@ -50,20 +87,65 @@ pub(super) enum PortState<B> {
 }
 
 impl<B: Buf> Port<B> {
-    /// Makes a port with an open channel.
-    pub(super) fn new(session: &Arc<Session>) -> Result<Self, ConnectError> {
+    /// Makes a port with an open channel. With `may_be_closed`, a server that cannot be reached is
+    /// no error: the channel is opened later.
+    pub(super) fn new(
+        session: &Arc<Session>,
+        (health, server): (&Arc<ServerHealth>, usize),
+        may_be_closed: bool,
+    ) -> Result<Self, ConnectError> {
         let line = session.line();
-        Ok(Self {
-            state: PortState::Open {
-                channel: line.channel()?,
-                broken: false,
-            },
+        let mut port = Self {
+            state: PortState::Closed(Instant::now()),
             line,
             backlog: VecDeque::new(),
             backoff: Duration::ZERO,
             failure: None,
             in_doubt: Vec::new(),
-        })
+            is_wanted: false,
+            health: health.clone(),
+            server,
+        };
+        if may_be_closed && !port.is_fine() {
+            // An attempt would take until its deadline.
+            return Ok(port);
+        }
+        match port.line.channel() {
+            Ok(channel) => {
+                port.state = PortState::Open {
+                    channel,
+                    broken: false,
+                }
+            }
+            Err(error) if may_be_closed => {
+                port.health.failed(server);
+                port.not_opened(Instant::now(), error.to_string());
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(port)
+    }
+
+    /// True if the server is not suspect.
+    pub(super) fn is_fine(&self) -> bool {
+        self.health.is_fine(self.server)
+    }
+
+    /// Asks for a channel if there is none. It is opened by the next [`recover`](Self::recover).
+    pub(super) fn want_channel(&mut self) {
+        self.is_wanted = true;
+    }
+
+    /// True if a copy was passed over for want of a channel, and the server answers now.
+    pub(super) fn lacks_channel(&self) -> bool {
+        self.is_wanted && self.is_fine() && matches!(self.state, PortState::Closed(_))
+    }
+
+    /// Lets go of slots whose extent is not read any more: what lands there does no harm.
+    pub(super) fn forget_doubts(&mut self) {
+        self.in_doubt.retain(|(doubtful, extent)| {
+            extent.is_none_or(|id| doubtful.pool.is_read(doubtful.slots[0].place, id))
+        });
     }
 
     /// Posts the operation, now or later.
@@ -111,11 +193,14 @@ impl<B: Buf> Port<B> {
                         channel,
                         broken: false,
                     };
-                    for (pool, slots) in self.in_doubt.drain(..) {
-                        pool.abandon(&slots);
-                    }
+                    self.in_doubt.clear();
+                    self.is_wanted = false;
+                    self.health.succeeded(self.server);
                 }
-                Ok(Err(error)) => self.not_opened(now, error.to_string()),
+                Ok(Err(error)) => {
+                    self.health.failed(self.server);
+                    self.not_opened(now, error.to_string());
+                }
                 Err(TryRecvError::Disconnected) => {
                     self.not_opened(now, "the thread that opens it died".to_owned())
                 }
@@ -130,18 +215,18 @@ impl<B: Buf> Port<B> {
         }
     }
 
-    /// True if the backlog or slots in doubt need a channel.
+    /// True if the backlog, slots in doubt or a copy that was passed over need a channel.
     pub(super) fn wants_channel(&self) -> bool {
-        !self.backlog.is_empty() || !self.in_doubt.is_empty()
+        !self.backlog.is_empty() || !self.in_doubt.is_empty() || self.is_wanted
     }
 
-    /// Gives up a lost WRITE to `slots`. The WRITE can still land unless a channel was opened
-    /// since. If the port is open, one was: a lost WRITE breaks its own channel.
-    pub(super) fn doubt(&mut self, pool: &Arc<SlotPool>, slots: Vec<SlotSpan>) {
-        if self.is_open() {
-            return pool.abandon(&slots);
+    /// Gives up a lost WRITE to `slots`, in `extent` if the pool has copies. The WRITE can still
+    /// land unless a channel was opened since. If the port is open, one was: a lost WRITE breaks
+    /// its own channel.
+    pub(super) fn doubt(&mut self, slots: &Arc<DoubtfulSlots>, extent: Option<ExtentId>) {
+        if !self.is_open() {
+            self.in_doubt.push((slots.clone(), extent));
         }
-        self.in_doubt.push((pool.clone(), slots));
     }
 
     /// True if no channel will ever reach the memory again.
@@ -160,11 +245,13 @@ impl<B: Buf> Port<B> {
     /// Ends the back-off: an operation ended as it should.
     pub(super) fn succeeded(&mut self) {
         self.backoff = Duration::ZERO;
+        self.health.succeeded(self.server);
     }
 
     /// Marks the channel as broken: an operation failed for a transient reason.
     pub(super) fn failed(&mut self, error: &ChannelError) {
         self.failure = Some(error.clone());
+        self.health.failed(self.server);
         if let PortState::Open { broken, .. } = &mut self.state
             && !std::mem::replace(broken, true)
         {
@@ -174,8 +261,8 @@ impl<B: Buf> Port<B> {
 
     /// Gives up the slots in doubt when the port goes: no channel will tell what lands there.
     pub(super) fn give_up(&mut self) {
-        for (pool, slots) in self.in_doubt.drain(..) {
-            pool.settle(slots.len());
+        for (doubtful, _) in self.in_doubt.drain(..) {
+            doubtful.are_lost.store(true, Ordering::Relaxed);
         }
     }
 
@@ -206,6 +293,7 @@ impl<B: Buf> Port<B> {
     fn not_opened(&mut self, now: Instant, reason: String) {
         self.back_off();
         self.state = PortState::Closed(now + self.backoff);
+        self.is_wanted = false;
         self.failure = Some(ChannelError::Disconnected {
             endpoint: self.line.session().endpoint().to_string(),
             reason,

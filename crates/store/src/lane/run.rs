@@ -115,15 +115,26 @@ pub(super) enum Task {
 #[derive(Clone, Copy)]
 pub(super) struct SlotTransfer {
     pub(super) place: SlotPlace,
-    /// Extent of a place that another process names, which may cease to be one; `None`: the place
-    /// is in use until the transfer has ended, and its pool knows the extent.
+    /// Server that the request goes to, and the server's position among the copies.
+    pub(super) server: u8,
+    pub(super) member: u8,
+    /// Extent that the request goes to: a copy, or that of a place that another process names,
+    /// which may cease to be one. `None`: the place is in use until the transfer has ended, and its
+    /// pool knows the extent.
     pub(super) extent: Option<ExtentId>,
     pub(super) bytes: u32,
     pub(super) form: Form,
     /// Number of attempts.
     pub(super) attempts: u32,
-    /// True for a WRITE that seemed lost: it may still arrive unless it succeeds on a new channel.
-    pub(super) in_doubt: bool,
+    /// Positions of copies, as bits, that have all bytes of a WRITE.
+    pub(super) done: u8,
+    /// Positions of copies where the request failed since all were last tried.
+    pub(super) tried: u8,
+    /// Positions where a WRITE seemed lost: it may still arrive unless it succeeds on a new
+    /// channel.
+    pub(super) doubt: u8,
+    /// Positions of copies whose bytes did not match their hash.
+    pub(super) damaged: u8,
     /// True for a READ that repeats one whose bytes did not match their hash.
     pub(super) is_second_look: bool,
 }
@@ -132,11 +143,16 @@ impl SlotTransfer {
     pub(super) fn new(place: SlotPlace, bytes: u32, form: Form) -> Self {
         Self {
             place,
+            server: place.server,
+            member: 0,
             extent: None,
             bytes,
             form,
             attempts: 1,
-            in_doubt: false,
+            done: 0,
+            tried: 0,
+            doubt: 0,
+            damaged: 0,
             is_second_look: false,
         }
     }
@@ -289,12 +305,15 @@ impl<F: RunBuffer> LaneRun<F> {
         source: ChannelError,
     ) -> impl Fn(PageIndex) -> StoreError + use<F> {
         let region = self.store.label.clone();
-        let server = remote.pool.endpoint(transfer.place.server);
+        let server: Arc<str> = match remote.pool.has_copies() {
+            true => remote.pool.endpoints(transfer.place).into(),
+            false => remote.pool.endpoint(transfer.server),
+        };
         let operation = self.way.operation();
-        let session = remote.pool.session(transfer.place.server);
+        let session = remote.pool.session(transfer.server);
         let source = match session.loss(matches!(source, ChannelError::Refused { .. })) {
             Some(reason) => ChannelError::Lost {
-                endpoint: server.to_string(),
+                endpoint: session.endpoint().to_string(),
                 reason,
             },
             None => source,

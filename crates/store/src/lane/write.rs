@@ -17,7 +17,7 @@ use crate::{
     PageIndex, PageStore, StoreError, StoreStatsSnapshot,
     codec::{self, Coder, Form, Page},
     entry::PageEntry,
-    place::{SlotPlace, SlotSpan},
+    place::SlotPlace,
     remote::{NoSlot, RemoteStore},
 };
 
@@ -271,20 +271,13 @@ impl<F: RunBuffer> Lane<F> {
         let places = transfer.places(pages, page_bytes);
         let stored_bytes = transfer.bytes / pages as u32;
         if let Err(source) = result {
-            let slots = places.map(|place| SlotSpan {
-                place,
-                bytes: stored_bytes,
-            });
-            if transfer.in_doubt {
-                let port = remote.pool.port(transfer.place.server);
-                self.ports[port].doubt(&remote.pool, slots.collect());
-            } else {
-                self.freed.extend(slots);
-                remote.pool.abandon(&self.freed);
-                self.freed.clear();
-            }
+            self.give_up_slots(remote, transfer, pages, page_bytes);
             return run.fail(part, run.remote_error(remote, transfer, source));
         }
+        debug_assert!(
+            remote.pool.may_publish(transfer.place, transfer.done),
+            "an entry refers to bytes that a Good member lacks"
+        );
         let entries = (first..).zip(places).map(|(number, place)| {
             let entry = PageEntry::Stored {
                 place,
@@ -296,7 +289,7 @@ impl<F: RunBuffer> Lane<F> {
             (run.page + number, entry)
         });
         remote.commit(&run.store.table, entries, &mut self.freed);
-        remote.pool.settle(pages);
+        remote.pool.settle(transfer.place, pages);
         let kind = match transfer.form {
             Form::Raw => &mut run.tally.write_backs_raw,
             Form::Lz4 => &mut run.tally.write_backs_lz4,
@@ -304,7 +297,8 @@ impl<F: RunBuffer> Lane<F> {
             Form::Zfp => &mut run.tally.write_backs_zfp,
         };
         *kind += pages as u64;
-        run.tally.bytes_written += u64::from(transfer.bytes);
+        let writes = transfer.done.count_ones().max(1);
+        run.tally.bytes_written += u64::from(transfer.bytes) * u64::from(writes);
         run.tally.bytes_stored += u64::from(transfer.bytes);
         run.tally.bytes_plain += (pages * page_bytes) as u64;
         run.end(part);

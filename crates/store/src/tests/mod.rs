@@ -1,11 +1,13 @@
 //! Tests of stores through lanes, by subject. This file has the shared parts: simulated servers,
 //! lanes that are driven to the end, and [`conform`], which compares any store with a plain array.
 
+mod copies;
 mod lossy;
 mod named;
 mod own;
 mod pages;
 mod readers;
+mod repairs;
 mod room;
 mod runs;
 mod snapshots;
@@ -120,6 +122,7 @@ fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
         ClusterOptions {
             // A machine may stand still for seconds between two attempts.
             deadline: Duration::from_secs(30),
+            ..ClusterOptions::default()
         },
     )
 }
@@ -298,6 +301,18 @@ fn conform(
     seed: u64,
     operations: usize,
 ) -> usize {
+    conform_amid(cluster, store, model, seed, operations, |_| {})
+}
+
+/// Runs the suite of [`conform`], and calls `amid` between its operations.
+fn conform_amid(
+    cluster: &Arc<Cluster>,
+    store: &Arc<PageStore>,
+    model: &mut [u8],
+    seed: u64,
+    operations: usize,
+    mut amid: impl FnMut(&mut ChaCha8Rng),
+) -> usize {
     println!("seed {seed}");
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let page_bytes = store.page_bytes();
@@ -312,6 +327,7 @@ fn conform(
         seed,
     };
     for tag in 0..operations as u64 {
+        amid(&mut random);
         let lane = random.random_range(0..lanes.len());
         let page = random.random_range(0..store.pages());
         let pages = match random.random_range(0..3) {

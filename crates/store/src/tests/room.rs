@@ -41,7 +41,13 @@ fn write_that_needs_an_extent_waits_and_its_lane_does_not() {
 fn a_dead_server_is_a_typed_error_within_the_deadline_and_keeps_nothing_waiting() {
     let server = SimServer::new(SimConfig::new(1));
     let deadline = Duration::from_millis(300);
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions { deadline });
+    let cluster = Cluster::new(
+        vec![session(&server)],
+        ClusterOptions {
+            deadline,
+            ..ClusterOptions::default()
+        },
+    );
     let store = remote(&cluster, 8, 4096, Codec::Raw);
     let mut lane = Lane::new(&cluster).unwrap();
     let mut page = vec![1; 4096];

@@ -183,6 +183,7 @@ fn what_fails_of_a_run_leaves_the_last_good_copies() {
         // No time to repeat anything.
         let options = ClusterOptions {
             deadline: Duration::ZERO,
+            ..ClusterOptions::default()
         };
         let cluster = Cluster::new(vec![server(seed), server(seed + 500)], options);
         let codec = CODECS[seed as usize % CODECS.len()];
@@ -204,7 +205,13 @@ fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
         ..SimConfig::new(1)
     });
     let deadline = Duration::ZERO;
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions { deadline });
+    let cluster = Cluster::new(
+        vec![session(&server)],
+        ClusterOptions {
+            deadline,
+            ..ClusterOptions::default()
+        },
+    );
     let store = on_demand(&cluster, 2 << 20, None);
     let mut lane = Lane::new(&cluster).unwrap();
     // Takes all memory of the server, so that no run waits for more on its way.
@@ -233,7 +240,13 @@ fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
 fn slots_of_a_run_that_was_never_sent_are_free_again() {
     let server = SimServer::new(SimConfig::new(1));
     let deadline = Duration::from_millis(50);
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions { deadline });
+    let cluster = Cluster::new(
+        vec![session(&server)],
+        ClusterOptions {
+            deadline,
+            ..ClusterOptions::default()
+        },
+    );
     let store = remote(&cluster, 64, 4096, Codec::Raw);
     let mut lane = Lane::new(&cluster).unwrap();
     server.kill();
@@ -261,6 +274,7 @@ fn a_server_that_dies_in_the_middle_of_runs_tears_none() {
         let living = SimServer::new(SimConfig::new(seed + 500));
         let options = ClusterOptions {
             deadline: Duration::from_millis(4),
+            ..ClusterOptions::default()
         };
         let cluster = Cluster::new(vec![session(&dying), session(&living)], options);
         let codec = CODECS[seed as usize % CODECS.len()];

@@ -564,7 +564,13 @@ fn threads_write_while_children_come_and_go() {
 fn slots_of_writes_that_did_not_take_place_are_free_while_there_is_a_child() {
     let server = SimServer::new(SimConfig::new(1));
     let deadline = Duration::from_millis(50);
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions { deadline });
+    let cluster = Cluster::new(
+        vec![session(&server)],
+        ClusterOptions {
+            deadline,
+            ..ClusterOptions::default()
+        },
+    );
     let store = remote(&cluster, 64, 4096, Codec::Raw);
     let mut lane = Lane::new(&cluster).unwrap();
     let child = Child::fork(&store, &vec![0; 64 * 4096]);
@@ -582,7 +588,13 @@ fn slots_of_writes_that_did_not_take_place_are_free_while_there_is_a_child() {
 fn a_full_server_says_what_is_held_for_children_and_goes_on_when_they_end() {
     let full = |deadline| {
         let sessions = vec![session(&SimServer::new(lending(1 << 20)))];
-        let cluster = Cluster::new(sessions, ClusterOptions { deadline });
+        let cluster = Cluster::new(
+            sessions,
+            ClusterOptions {
+                deadline,
+                ..ClusterOptions::default()
+            },
+        );
         let store = on_demand(&cluster, 208 * 4096, None);
         let mut lane = Lane::new(&cluster).unwrap();
         let bytes = odd_pages(4096, 0..208);

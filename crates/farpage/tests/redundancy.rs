@@ -1,0 +1,183 @@
+//! Regions whose pages are on several servers, as real processes, which are killed by real signals
+//! while threads write.
+//!
+//! The rule it keeps: a memory server that dies is a slower page and nothing else: no word is lost,
+//! and no thread sees SIGBUS, which would end the test.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+mod common;
+
+use std::{
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    thread,
+    time::Duration,
+};
+
+use common::{Fabric, ServerProcess, begin, builder, get, serve_if_asked, set, shared};
+use farpage::{
+    CreateError, FaultMode, Redundancy, RegionOptions, Runtime, error::StoreCreateError,
+};
+use farpage_testkit::{KIB, MIB, Rng, Watchdog, mix, seed, wait_until};
+use nix::sys::signal::Signal;
+
+const PAGE_BYTES: usize = 16 * KIB;
+const ARRAY_BYTES: usize = 32 * MIB;
+const THREADS: usize = 4;
+
+/// The test that becomes the server process of all tests.
+const SERVING: &str = "servers_that_are_killed_are_slower_pages_and_nothing_else";
+
+fn servers(count: usize) -> Vec<ServerProcess> {
+    (0..count)
+        .map(|_| ServerProcess::start(SERVING, Fabric::Tcp, 256 * MIB))
+        .collect()
+}
+
+/// Builds a runtime that keeps two copies of each page, and a quarter of the array locally.
+fn runtime(servers: &[ServerProcess], mode: FaultMode) -> Runtime {
+    let builder = builder(ARRAY_BYTES / 4, PAGE_BYTES).fault_mode(mode);
+    let builder = builder.redundancy(Redundancy::Copies(2));
+    let add = |builder: farpage::Builder, server: &ServerProcess| builder.server(&server.url);
+    servers.iter().fold(builder, add).build().unwrap()
+}
+
+/// Updates random words by several threads while `amid` runs. Each compares its own words with a
+/// plain array. Ends with a look at all words.
+fn update_amid(words: &[AtomicU64], seed: u64, amid: impl FnOnce()) {
+    let stop = AtomicBool::new(false);
+    let len = words.len() / THREADS;
+    thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let stop = &stop;
+            scope.spawn(move || {
+                let mut rng = Rng(mix(seed ^ thread as u64));
+                let mine = &words[thread * len..][..len];
+                let mut plain: Vec<u64> = (0..len).map(|at| get(mine, at)).collect();
+                while !stop.load(Ordering::Relaxed) {
+                    for _ in 0..64 {
+                        let at = rng.below(len);
+                        assert_eq!(get(mine, at), plain[at], "word {at} of thread {thread}");
+                        plain[at] = rng.next();
+                        set(mine, at, plain[at]);
+                    }
+                }
+                for (at, &word) in plain.iter().enumerate() {
+                    assert_eq!(
+                        get(mine, at),
+                        word,
+                        "word {at} of thread {thread}, at the end"
+                    );
+                }
+            });
+        }
+        amid();
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn servers_that_are_killed_are_slower_pages_and_nothing_else() {
+    if serve_if_asked() {
+        return;
+    }
+    let Some(_watchdog) = begin(300) else { return };
+    let mut rng = Rng(seed());
+    for mode in [FaultMode::Filler, FaultMode::InThread] {
+        let mut servers = servers(3);
+        let runtime = runtime(&servers, mode);
+        let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
+        let (_, words) = shared(&mut array);
+        let stats = || runtime.stats();
+        update_amid(words, rng.next(), || {
+            // At any moment of the work.
+            thread::sleep(Duration::from_millis(200 + rng.below(400) as u64));
+            let first = rng.below(3);
+            servers[first].kill();
+            wait_until("its pages are copied again", || {
+                let store = stats().store;
+                store.repaired_bytes > 0 && store.under_protected_bytes == 0
+            });
+            println!("{mode:?}: {}", stats());
+            thread::sleep(Duration::from_millis(rng.below(200) as u64));
+            let second = (first + 1 + rng.below(2)) % 3;
+            servers[second].kill();
+            // The survivor alone has everything, and takes writes.
+            wait_until("the second death is noticed", || {
+                stats().store.under_protected_bytes > 0
+            });
+            let before = stats().store.bytes_written;
+            wait_until("writes go on", || {
+                stats().store.bytes_written > before + ARRAY_BYTES as u64 / 4
+            });
+        });
+        array.flush().unwrap();
+        println!("{mode:?}: {}", stats());
+        let stats = stats();
+        assert_eq!((stats.pager.poisoned, stats.store.errors), (0, 0));
+        assert!(stats.store.failovers > 0);
+        array.close().unwrap();
+    }
+}
+
+/// A server that stands still is noticed by its silence alone, and takes part again afterwards.
+#[test]
+fn a_server_that_stalls_holds_nobody_up_for_long() {
+    let Some(_watchdog) = begin(300) else { return };
+    let servers = servers(3);
+    let runtime = runtime(&servers, FaultMode::Filler);
+    let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
+    let (_, words) = shared(&mut array);
+    update_amid(words, seed(), || {
+        thread::sleep(Duration::from_millis(200));
+        servers[0].signal(Signal::SIGSTOP);
+        wait_until("its pages are copied again", || {
+            let store = runtime.stats().store;
+            store.repaired_bytes > 0 && store.under_protected_bytes == 0
+        });
+        servers[0].signal(Signal::SIGCONT);
+    });
+    let stats = runtime.stats();
+    assert_eq!(
+        (stats.pager.poisoned, stats.store.errors),
+        (0, 0),
+        "{stats}"
+    );
+    array.close().unwrap();
+}
+
+#[test]
+fn copies_that_cannot_be_kept_are_refused() {
+    let _watchdog = Watchdog::new(Duration::from_secs(60));
+    let Some(_paging) = begin(60) else { return };
+    let servers = servers(2);
+    let runtime = runtime(&servers, FaultMode::Filler);
+    let options = RegionOptions::new().redundancy(Redundancy::Copies(3));
+    let error = runtime
+        .array_with::<u64>(MIB, options)
+        .map(drop)
+        .unwrap_err();
+    let is_few = |error: &CreateError| {
+        matches!(
+            error,
+            CreateError::Store(StoreCreateError::TooFewServers { servers: 2, .. })
+        )
+    };
+    assert!(is_few(&error), "{error}");
+    let named = RegionOptions::new().name("kept");
+    let error = runtime
+        .array_with::<u64>(MIB, named.clone())
+        .map(drop)
+        .unwrap_err();
+    assert!(error.to_string().contains("redundancy none"), "{error}");
+    let named = named.redundancy(Redundancy::None);
+    runtime
+        .array_with::<u64>(MIB, named)
+        .unwrap()
+        .close()
+        .unwrap();
+    runtime.remove("kept").unwrap();
+}

@@ -1,0 +1,259 @@
+//! [`GroupTable`]: the groups of extents of a pool, by index, and the state of their members.
+//!
+//! The rule it keeps: **every member in state Good has the complete bytes of each slot of its group
+//! that an entry refers to.** So a member becomes Stale before an entry is published that refers to
+//! a slot which the member lacks, and Good again only by a [repair](crate::repair). The last Good
+//! member of a group is given up only with its server's session.
+//!
+//! A page entry names a group by its index. Moving or rebuilding a member is one change here, and
+//! nothing in an entry changes.
+
+use std::sync::RwLock;
+
+use farpage_wire::ExtentId;
+
+use crate::{options::COPIES_MAX, place::SlotPlace};
+
+pub(crate) const NO_PANIC: &str = "nothing panics under this lock";
+
+/// State of a group's member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MemberState {
+    /// The member has all slots.
+    Good,
+    /// A WRITE is missing here, or bytes are damaged. Never read again.
+    Stale,
+    /// The member's server is dead. Final, also if the server comes back.
+    Dead,
+}
+
+/// One copy of a group's bytes: an extent of one server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Member {
+    pub(crate) server: u8,
+    pub(crate) id: ExtentId,
+    pub(crate) state: MemberState,
+}
+
+/// Extents of equal length on different servers that hold the same bytes. The position of a member
+/// names it as long as writes to the group are under way.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExtentGroup {
+    /// Members by position, the home first. `None`: the copy is missing.
+    members: [Option<Member>; COPIES_MAX],
+    copies: u8,
+    /// Length of each extent that is used.
+    pub(crate) bytes: u64,
+}
+
+impl ExtentGroup {
+    /// Makes a group of `copies` copies of `bytes` from the extents that were granted, the home
+    /// first.
+    pub(crate) fn new(
+        copies: usize,
+        bytes: u64,
+        granted: impl IntoIterator<Item = (u8, ExtentId)>,
+    ) -> Self {
+        let mut members = [None; COPIES_MAX];
+        for (member, (server, id)) in members[..copies].iter_mut().zip(granted) {
+            let state = MemberState::Good;
+            *member = Some(Member { server, id, state });
+        }
+        Self {
+            members,
+            copies: copies as u8,
+            bytes,
+        }
+    }
+
+    /// Returns the positions, each with its member unless the copy is missing.
+    pub(crate) fn positions(&self) -> impl Iterator<Item = (u8, Option<Member>)> {
+        (0..).zip(self.members).take(usize::from(self.copies))
+    }
+
+    /// Returns the members that exist.
+    pub(crate) fn members(&self) -> impl Iterator<Item = (u8, Member)> {
+        self.positions()
+            .filter_map(|(at, member)| Some((at, member?)))
+    }
+
+    /// Returns the Good members.
+    pub(crate) fn good(&self) -> impl Iterator<Item = (u8, Member)> {
+        self.members()
+            .filter(|(_, member)| member.state == MemberState::Good)
+    }
+
+    /// Returns the positions of the Good members, as bits.
+    pub(crate) fn good_bits(&self) -> u8 {
+        self.good().map(|(at, _)| 1 << at).sum()
+    }
+
+    /// Returns the number of Good members.
+    pub(crate) fn good_count(&self) -> usize {
+        self.good().count()
+    }
+
+    /// True if a copy is missing, stale or dead.
+    pub(crate) fn lacks_copies(&self) -> bool {
+        self.good_count() < usize::from(self.copies)
+    }
+
+    pub(crate) fn member(&self, at: u8) -> Option<Member> {
+        self.members[usize::from(at)]
+    }
+
+    /// Changes the state of Good members whose positions are in `bits`.
+    fn demote(&mut self, bits: u8, state: MemberState) {
+        for (at, member) in self.members.iter_mut().enumerate() {
+            if let Some(member) = member
+                && bits & (1 << at) != 0
+                && member.state == MemberState::Good
+            {
+                member.state = state;
+            }
+        }
+    }
+}
+
+/// Groups by index. The lock is the standard library's, which never allocates: a signal handler may
+/// look a group up.
+#[derive(Default)]
+pub(crate) struct GroupTable(RwLock<Groups>);
+
+#[derive(Default)]
+struct Groups {
+    by_index: Vec<Option<ExtentGroup>>,
+    vacant: Vec<u32>,
+    /// True once all extents were given back: no group is added any more.
+    closed: bool,
+}
+
+impl GroupTable {
+    /// Adds a group and returns its index; `None` after [`close`](Self::close).
+    pub(crate) fn add(&self, group: ExtentGroup) -> Option<u32> {
+        let mut groups = self.0.write().expect(NO_PANIC);
+        if groups.closed {
+            return None;
+        }
+        let index = groups.vacant.pop().unwrap_or_else(|| {
+            groups.by_index.push(None);
+            groups.by_index.len() as u32 - 1
+        });
+        assert!(
+            index < SlotPlace::EXTENTS_MAX,
+            "a pool has at most 16 million extents"
+        );
+        groups.by_index[index as usize] = Some(group);
+        Some(index)
+    }
+
+    /// Takes a group out. The index may be used again.
+    pub(crate) fn remove(&self, index: u32) -> ExtentGroup {
+        let mut groups = self.0.write().expect(NO_PANIC);
+        groups.vacant.push(index);
+        (groups.by_index[index as usize].take()).expect("an arena's extents are in the table")
+    }
+
+    /// Takes all groups out for good.
+    pub(crate) fn close(&self) -> Vec<Option<ExtentGroup>> {
+        let mut groups = self.0.write().expect(NO_PANIC);
+        groups.closed = true;
+        std::mem::take(&mut groups.by_index)
+    }
+
+    /// Adds an index that is not used until [`end_gaps`](Self::end_gaps).
+    pub(crate) fn add_gap(&self) {
+        self.0.write().expect(NO_PANIC).by_index.push(None);
+    }
+
+    /// Allows use of the gaps.
+    pub(crate) fn end_gaps(&self) {
+        let mut groups = self.0.write().expect(NO_PANIC);
+        let gaps = (groups.by_index.iter().zip(0..)).filter(|(group, _)| group.is_none());
+        groups.vacant = gaps.map(|(_, index)| index).collect();
+    }
+
+    pub(crate) fn get(&self, index: u32) -> Option<ExtentGroup> {
+        let groups = self.0.read().expect(NO_PANIC);
+        *groups.by_index.get(index as usize)?
+    }
+
+    /// Returns server and extent of a group's first member, without copying the group.
+    pub(crate) fn home(&self, index: u32) -> Option<(u8, ExtentId)> {
+        let groups = self.0.read().expect(NO_PANIC);
+        let home = groups.by_index.get(index as usize)?.as_ref()?.members[0]?;
+        Some((home.server, home.id))
+    }
+
+    /// Returns all groups by index.
+    pub(crate) fn all(&self) -> Vec<Option<ExtentGroup>> {
+        self.0.read().expect(NO_PANIC).by_index.clone()
+    }
+
+    /// Makes an entry of a slot of the group publishable whose WRITEs at the positions in `done`
+    /// are complete: marks all other Good members Stale. False if none of `done` is Good: then an
+    /// entry would refer to bytes that no member has for certain, and nothing is marked.
+    pub(crate) fn settle(&self, index: u32, done: u8) -> Option<u8> {
+        let good = (self.0.read().expect(NO_PANIC).by_index[index as usize])
+            .expect("an extent with live slots is kept")
+            .good_bits();
+        if good & done == 0 {
+            return None;
+        }
+        if good & !done == 0 {
+            return Some(0);
+        }
+        let mut groups = self.0.write().expect(NO_PANIC);
+        let group = (groups.by_index[index as usize].as_mut()).expect("looked up just now");
+        let good = group.good_bits();
+        if good & done == 0 {
+            return None;
+        }
+        group.demote(good & !done, MemberState::Stale);
+        Some(good & !done)
+    }
+
+    /// Marks Good members in `bits` Stale whose bytes are damaged, unless they are all that is
+    /// Good. `right` is a member that has the right bytes. Returns the server of a member that was
+    /// marked.
+    pub(crate) fn mark_damaged(&self, index: u32, bits: u8, right: Member) -> Option<u8> {
+        let mut groups = self.0.write().expect(NO_PANIC);
+        let group = groups.by_index.get_mut(index as usize)?.as_mut()?;
+        let has_right = group.good().any(|(at, member)| {
+            (member.server, member.id) == (right.server, right.id) && bits & (1 << at) == 0
+        });
+        let damaged = group.good().find(|(at, _)| bits & (1 << at) != 0);
+        let (_, damaged) = damaged.filter(|_| has_right)?;
+        group.demote(bits, MemberState::Stale);
+        Some(damaged.server)
+    }
+
+    /// Marks the members on a dead server. A group's last Good member is marked only if the
+    /// server's session `is_lost`: until then it may come back. Members on servers that are not
+    /// `fine` do not count. Returns the number of members that were marked.
+    pub(crate) fn mark_dead(&self, server: u8, is_lost: bool, fine: impl Fn(u8) -> bool) -> usize {
+        let mut groups = self.0.write().expect(NO_PANIC);
+        let mut marked = 0;
+        for group in groups.by_index.iter_mut().flatten() {
+            let others =
+                (group.good()).any(|(_, other)| other.server != server && fine(other.server));
+            for member in group.members.iter_mut().flatten() {
+                if member.server == server
+                    && member.state != MemberState::Dead
+                    && (is_lost || others)
+                {
+                    member.state = MemberState::Dead;
+                    marked += 1;
+                }
+            }
+        }
+        marked
+    }
+
+    /// Replaces the member at a position. Call only while no write to the group is under way.
+    pub(crate) fn replace(&self, index: u32, at: u8, member: Option<Member>) {
+        let mut groups = self.0.write().expect(NO_PANIC);
+        let group = groups.by_index[index as usize].as_mut();
+        group.expect("a sealed extent is kept").members[usize::from(at)] = member;
+    }
+}

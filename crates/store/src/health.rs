@@ -1,0 +1,95 @@
+//! [`ServerHealth`]: which servers answer.
+//!
+//! The rule it keeps: a server is *suspect* from the first transient failure until an operation
+//! succeeds there. Suspicion is a hint for the choice among copies of a page. What suspicion means
+//! for the memory of a server is left to the [repairs](crate::repair).
+
+use std::{
+    sync::{
+        OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread::Thread,
+    time::{Duration, Instant},
+};
+
+/// Health of each server of a cluster, by the number of its session. Signal handlers read and
+/// write it: nothing here allocates or waits.
+pub(crate) struct ServerHealth {
+    /// Time of the first failure since the last success, in milliseconds since `began`, plus 1.
+    /// Zero: the server is not suspect. Relaxed: hints, which no memory depends on.
+    suspect_since: Box<[AtomicU64]>,
+    /// Number of changes. A pool that has seen fewer looks at its groups again.
+    version: AtomicU64,
+    began: Instant,
+    /// Thread that repairs, once there is one.
+    repairer: OnceLock<Thread>,
+}
+
+impl ServerHealth {
+    pub(crate) fn new(servers: usize) -> Self {
+        Self {
+            suspect_since: (0..servers).map(|_| AtomicU64::new(0)).collect(),
+            version: AtomicU64::new(0),
+            began: Instant::now(),
+            repairer: OnceLock::new(),
+        }
+    }
+
+    /// Names the thread that is woken by changes, unless one was named before.
+    pub(crate) fn set_repairer(&self, thread: Thread) {
+        let _ = self.repairer.set(thread);
+    }
+
+    /// Wakes the thread that repairs.
+    pub(crate) fn wake(&self) {
+        if let Some(thread) = self.repairer.get() {
+            thread.unpark();
+        }
+    }
+
+    /// Notes that an operation failed at a server for a transient reason.
+    pub(crate) fn failed(&self, server: usize) {
+        let now = self.began.elapsed().as_millis() as u64 + 1;
+        let first = self.suspect_since[server].compare_exchange(
+            0,
+            now,
+            Ordering::Relaxed,
+            Ordering::Relaxed,
+        );
+        if first.is_ok() {
+            self.changed();
+        }
+    }
+
+    /// Notes that an operation succeeded at a server.
+    pub(crate) fn succeeded(&self, server: usize) {
+        if !self.is_fine(server) {
+            self.suspect_since[server].store(0, Ordering::Relaxed);
+            self.changed();
+        }
+    }
+
+    /// True if the server is not suspect.
+    pub(crate) fn is_fine(&self, server: usize) -> bool {
+        self.suspect_since[server].load(Ordering::Relaxed) == 0
+    }
+
+    /// Returns the time for which a server has been suspect.
+    pub(crate) fn suspect_for(&self, server: usize) -> Option<Duration> {
+        let since = self.suspect_since[server].load(Ordering::Relaxed);
+        let since = Duration::from_millis(since.checked_sub(1)?);
+        Some(self.began.elapsed().saturating_sub(since))
+    }
+
+    /// Returns the number of changes so far.
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::Acquire)
+    }
+
+    /// Notes that servers, or members on them, have changed.
+    pub(crate) fn changed(&self) {
+        self.version.fetch_add(1, Ordering::Release);
+        self.wake();
+    }
+}

@@ -1,0 +1,400 @@
+//! Requests to pages that are on several servers: which copy is read, and how a write-back reaches
+//! all of them.
+//!
+//! The rule it keeps: an entry is published when the new bytes are complete at every Good member of
+//! their group. A member that missed them is marked [Stale](crate::groups) first. WRITEs go to one
+//! member after the other, from the same buffer; so a fill waits for one server, and a write-back
+//! for all. What a suspect server misses is left to the [repairs](crate::repair).
+
+use farpage_fabric::{ChannelError, Op};
+
+use super::{
+    Lane, RunBuffer, place_of,
+    port::DoubtfulSlots,
+    run::{Direction, LaneRun, SlotTransfer, Task},
+    staging::IoBuf,
+    tag_of,
+};
+use crate::{
+    groups::{ExtentGroup, Member},
+    place::SlotSpan,
+    remote::{Backing, RemoteStore},
+    slots::Choice,
+};
+
+/// Next step of a request.
+enum Step {
+    /// Another request for the same bytes, to the member that the transfer names now.
+    Send,
+    /// The slots are given up, and the pages are written to others.
+    Move,
+    End(Result<(), ChannelError>),
+}
+
+impl SlotTransfer {
+    /// Directs the next request to a member.
+    fn aim(&mut self, (at, member): (u8, Member)) {
+        (self.member, self.server, self.extent) = (at, member.server, Some(member.id));
+    }
+
+    /// Returns the position that the request goes to, as a bit.
+    fn bit(&self) -> u8 {
+        1 << self.member
+    }
+}
+
+impl<F: RunBuffer> Lane<F> {
+    /// True if the request is about pages that have copies.
+    pub(super) fn has_copies(&self, tag: u64) -> bool {
+        match &self.run_of(tag).store.backing {
+            Backing::Remote(remote) => remote.pool.has_copies(),
+            Backing::Blocking(_) => false,
+        }
+    }
+
+    /// Chooses the member that the first request of a part goes to.
+    pub(super) fn aim_first(
+        &mut self,
+        way: Direction,
+        remote: &RemoteStore,
+        transfer: &mut SlotTransfer,
+    ) {
+        let Some(group) = remote.pool.group(transfer.place) else {
+            // Named by another process: the server refuses what the place was.
+            return;
+        };
+        let first = match way {
+            Direction::Fill => self.choose_read(remote, &group, transfer.tried),
+            Direction::WriteBack => self.next_write(remote, &group, transfer),
+        };
+        let first = first
+            .or_else(|| self.choose_any(remote, &group, transfer.tried))
+            .or_else(|| {
+                // Every Good member has damaged bytes.
+                let is_untried = |(at, _): &(u8, Member)| transfer.tried & (1 << at) == 0;
+                group
+                    .members()
+                    .find(is_untried)
+                    .filter(|_| transfer.is_second_look)
+            })
+            .or_else(|| self.choose_any(remote, &group, 0))
+            .or_else(|| group.members().next());
+        if let Some(first) = first {
+            transfer.aim(first);
+        }
+    }
+
+    /// Chooses the copy to read: the first one that is Good and whose port is open, of a server
+    /// that is not suspect if there is one. `tried` are positions that do not come into question.
+    fn choose_read(
+        &mut self,
+        remote: &RemoteStore,
+        group: &ExtentGroup,
+        tried: u8,
+    ) -> Option<(u8, Member)> {
+        let port = |member: &Member| remote.pool.port(member.server);
+        let is_open = |(_, member): &(u8, Member)| self.ports[port(member)].is_open();
+        let is_fine = |(_, member): &(u8, Member)| self.ports[port(member)].is_fine();
+        let untried = || group.good().filter(|(at, _)| tried & (1 << at) == 0);
+        let found = untried()
+            .find(|it| is_open(it) && is_fine(it))
+            .or_else(|| untried().find(is_open))?;
+        for (_, member) in untried().take_while(|(at, _)| *at < found.0) {
+            // The copy is read again once the way to it is open.
+            self.ports[port(&member)].want_channel();
+        }
+        Some(found)
+    }
+
+    /// Chooses a Good member to wait for: with an open port, else of a session that is not lost.
+    /// Without an open port, asks for channels to all: the first that opens serves.
+    fn choose_any(
+        &mut self,
+        remote: &RemoteStore,
+        group: &ExtentGroup,
+        skipped: u8,
+    ) -> Option<(u8, Member)> {
+        let port = |member: &Member| remote.pool.port(member.server);
+        let rest = || group.good().filter(|(at, _)| skipped & (1 << at) == 0);
+        let open = rest().find(|(_, member)| self.ports[port(member)].is_open());
+        if open.is_some() {
+            return open;
+        }
+        for (_, member) in rest() {
+            self.ports[port(&member)].want_channel();
+        }
+        rest().find(|(_, member)| !self.ports[port(member)].is_lost())
+    }
+
+    /// Chooses the next member that a write-back goes to: one that lacks the bytes, was not tried,
+    /// and whose server answers.
+    fn next_write(
+        &self,
+        remote: &RemoteStore,
+        group: &ExtentGroup,
+        transfer: &SlotTransfer,
+    ) -> Option<(u8, Member)> {
+        let past = transfer.done | transfer.tried;
+        (group.good())
+            .find(|(at, member)| past & (1 << at) == 0 && remote.pool.is_usable(member.server))
+    }
+
+    /// Goes on after a request has ended: at the next member, or to the end.
+    pub(super) fn complete_copy(
+        &mut self,
+        tag: u64,
+        buf: IoBuf<F>,
+        result: Result<(), ChannelError>,
+    ) {
+        let (index, part) = place_of(tag);
+        let run = self.take(index);
+        let Task::Moving(mut transfer) = run.parts[part].task else {
+            unreachable!("a request belongs to a part that moves")
+        };
+        let bit = transfer.bit();
+        match (run.way, &result) {
+            (Direction::Fill, Ok(())) => {}
+            (Direction::WriteBack, Ok(())) => {
+                // On one line: the earlier WRITEs of this member have ended.
+                (transfer.done, transfer.doubt) = (transfer.done | bit, transfer.doubt & !bit);
+            }
+            (way, Err(error)) => {
+                transfer.tried |= bit;
+                if way == Direction::WriteBack && error.is_transient() {
+                    transfer.doubt |= bit;
+                }
+            }
+        }
+        self.go_on(index, run, part, transfer, buf, result);
+    }
+
+    /// Sends a request that waits for a channel to another copy, or ends it, if that is possible.
+    /// Returns it otherwise.
+    pub(super) fn redirect(&mut self, op: Op<IoBuf<F>>) -> Option<Op<IoBuf<F>>> {
+        if !self.has_copies(op.tag) {
+            return Some(op);
+        }
+        let (index, part) = place_of(op.tag);
+        let run = self.run_of(op.tag);
+        let (store, way) = (run.store.clone(), run.way);
+        let Backing::Remote(remote) = &store.backing else {
+            unreachable!("user stores have no channel")
+        };
+        let Task::Moving(mut transfer) = run.parts[part].task else {
+            unreachable!("a request belongs to a part that moves")
+        };
+        let Some(group) = remote.pool.group(transfer.place) else {
+            return Some(op);
+        };
+        if way == Direction::WriteBack && transfer.done != 0 {
+            let port = &self.ports[remote.pool.port(transfer.server)];
+            if port.is_fine() && !port.is_lost() {
+                // The server answers others: the channel is open soon.
+                return Some(op);
+            }
+            // The WRITE was not posted: nothing of it may still land.
+            transfer.tried |= transfer.bit();
+            let error = port.why_late(self.deadline);
+            let run = self.take(index);
+            self.go_on(index, run, part, transfer, op.buf, Err(error));
+            return None;
+        }
+        let other = match way {
+            Direction::Fill => self.choose_read(remote, &group, 0),
+            Direction::WriteBack => self.next_write(remote, &group, &transfer),
+        };
+        let other = other.or_else(|| {
+            let is_lost = self.ports[remote.pool.port(transfer.server)].is_lost();
+            let (found, member) = self.choose_any(remote, &group, transfer.bit())?;
+            let is_open = self.ports[remote.pool.port(member.server)].is_open();
+            (is_lost || is_open).then_some((found, member))
+        });
+        match other {
+            Some((at, member)) if at != transfer.member => {
+                transfer.aim((at, member));
+                let run = self.runs[index].as_mut().expect("looked at just now");
+                run.parts[part].task = Task::Moving(transfer);
+                self.repost(op.tag, way.verb(), remote, transfer, op.buf);
+                None
+            }
+            _ => Some(op),
+        }
+    }
+
+    /// Takes the step behind a request that has ended, or that cannot be posted.
+    fn go_on(
+        &mut self,
+        index: usize,
+        mut run: LaneRun<F>,
+        part: usize,
+        mut transfer: SlotTransfer,
+        buf: IoBuf<F>,
+        result: Result<(), ChannelError>,
+    ) {
+        let store = run.store.clone();
+        let Backing::Remote(remote) = &store.backing else {
+            unreachable!("user stores have no channel")
+        };
+        let in_time = run.started.elapsed() < self.deadline;
+        if result.is_err() {
+            transfer.attempts += 1;
+            run.tally.retries += 1;
+        }
+        let pages = run.parts[part].pages;
+        let step = match run.way {
+            Direction::Fill => self.read_on(remote, &mut transfer, result, in_time),
+            Direction::WriteBack => self.write_on(remote, &mut transfer, pages, result, in_time),
+        };
+        run.parts[part].task = Task::Moving(transfer);
+        let (tag, verb) = (tag_of(index, part), run.way.verb());
+        match step {
+            Step::Send => {
+                self.runs[index] = Some(run);
+                self.repost(tag, verb, remote, transfer, buf);
+            }
+            Step::End(result) => {
+                self.runs[index] = Some(run);
+                self.finish(tag, buf, result);
+            }
+            Step::Move => self.write_elsewhere(index, run, part, remote, transfer, buf),
+        }
+    }
+
+    fn read_on(
+        &mut self,
+        remote: &RemoteStore,
+        transfer: &mut SlotTransfer,
+        result: Result<(), ChannelError>,
+        in_time: bool,
+    ) -> Step {
+        let Err(error) = result else {
+            return Step::End(Ok(()));
+        };
+        let group = remote.pool.group(transfer.place);
+        let Some(group) = group.filter(|_| in_time) else {
+            return Step::End(Err(error));
+        };
+        let mut next = self.choose_read(remote, &group, transfer.tried);
+        if next.is_none() && !self.passive {
+            next = self.choose_any(remote, &group, transfer.tried);
+        }
+        if next.is_none() && !self.passive && error.is_transient() {
+            // All were tried: wait for any.
+            transfer.tried = 0;
+            next = self.choose_any(remote, &group, 0);
+        }
+        match next {
+            Some(next) => {
+                transfer.aim(next);
+                Step::Send
+            }
+            None => Step::End(Err(error)),
+        }
+    }
+
+    fn write_on(
+        &mut self,
+        remote: &RemoteStore,
+        transfer: &mut SlotTransfer,
+        pages: usize,
+        result: Result<(), ChannelError>,
+        in_time: bool,
+    ) -> Step {
+        let pool = &remote.pool;
+        let group = (pool.group(transfer.place)).expect("an extent with live slots is kept");
+        // 1. All members whose servers answer, one after the other.
+        if let Some(next) = self.next_write(remote, &group, transfer) {
+            transfer.aim(next);
+            return Step::Send;
+        }
+        // 2. A member misses the bytes: other slots are better, if there are any that no member
+        //    will miss; or, where all members miss them, any that a server takes that answers.
+        let good = group.good_bits();
+        let bytes = transfer.bytes / pages as u32;
+        let is_better = |choice| in_time && pool.has_room(bytes, choice);
+        if good & !transfer.done != 0
+            && (is_better(Choice::First) || good & transfer.done == 0 && is_better(Choice::Second))
+        {
+            return Step::Move;
+        }
+        // 3. The members that miss the bytes are marked before any entry refers to them.
+        if pool.settle_copies(transfer.place, transfer.done) {
+            return Step::End(Ok(()));
+        }
+        // 4. No Good member has the bytes: wait for one.
+        let is_transient = result.as_ref().err().is_none_or(ChannelError::is_transient);
+        let next = self.choose_any(remote, &group, transfer.done);
+        match next.filter(|_| in_time && is_transient) {
+            Some(next) => {
+                transfer.tried = 0;
+                transfer.aim(next);
+                Step::Send
+            }
+            None => {
+                let port = &self.ports[pool.port(transfer.server)];
+                let error = result.err();
+                Step::End(Err(error.unwrap_or_else(|| port.why_late(self.deadline))))
+            }
+        }
+    }
+
+    /// Gives the slots of a write-back up, and lets its pages look for others.
+    fn write_elsewhere(
+        &mut self,
+        index: usize,
+        mut run: LaneRun<F>,
+        part: usize,
+        remote: &RemoteStore,
+        transfer: SlotTransfer,
+        buf: IoBuf<F>,
+    ) {
+        self.ops_in_flight -= 1;
+        self.watch.ended(run.way.index(), u64::from(transfer.bytes));
+        let pages = run.parts[part].pages;
+        self.give_up_slots(remote, transfer, pages, run.store.page_bytes);
+        run.parts[part].task = match buf {
+            IoBuf::Frame(frame) => {
+                run.parts[part].frame = Some(frame);
+                Task::Raw
+            }
+            IoBuf::Staging(block) => Task::Encoded {
+                block,
+                form: transfer.form,
+                bytes: transfer.bytes,
+            },
+        };
+        self.runs[index] = Some(run);
+        if !self.waiting.contains(&index) {
+            self.waiting.push_back(index);
+        }
+    }
+
+    /// Gives up the slots of a write-back that did not take place. They are used again once no
+    /// WRITE can land in them any more at a member that is read.
+    pub(super) fn give_up_slots(
+        &mut self,
+        remote: &RemoteStore,
+        transfer: SlotTransfer,
+        pages: usize,
+        page_bytes: usize,
+    ) {
+        let (pool, place) = (&remote.pool, transfer.place);
+        let bytes = transfer.bytes / pages as u32;
+        let slots = transfer.places(pages, page_bytes);
+        let slots = slots.map(|place| SlotSpan { place, bytes }).collect();
+        pool.end_writes(place, pages);
+        let slots = DoubtfulSlots::new(pool, slots);
+        if transfer.doubt == 0 {
+            return;
+        }
+        if !pool.has_copies() {
+            return self.ports[pool.port(place.server)].doubt(&slots, None);
+        }
+        let group = pool.group(place);
+        for (at, member) in group.iter().flat_map(ExtentGroup::good) {
+            if transfer.doubt & (1 << at) != 0 {
+                self.ports[pool.port(member.server)].doubt(&slots, Some(member.id));
+            }
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! Copies of a [`SlotPool`]'s extents: their health, the choice of slots that follows from it, and
+//! what a repair needs of the pool.
+//!
+//! The rule it keeps: slots of a sealed extent are not given out, and the extent's copies change
+//! only while it is sealed and no write to it is under way. Copying is left to the
+//! [repairs](crate::repair).
+
+use std::sync::atomic::Ordering;
+
+use farpage_fabric::{AllocError, Extent, ExtentId};
+
+use super::SlotPool;
+use crate::{
+    groups::{ExtentGroup, Member, MemberState},
+    place::SlotPlace,
+    slots::Choice,
+};
+
+impl SlotPool {
+    /// Returns the group of a place, unless the extent is gone.
+    pub(crate) fn group(&self, place: SlotPlace) -> Option<ExtentGroup> {
+        self.groups.get(place.extent)
+    }
+
+    /// Returns the group at an index, unless it is gone.
+    pub(crate) fn group_at(&self, index: u32) -> Option<ExtentGroup> {
+        self.groups.get(index)
+    }
+
+    /// Returns all groups, by index.
+    pub(crate) fn groups(&self) -> Vec<Option<ExtentGroup>> {
+        self.groups.all()
+    }
+
+    /// True if two numbers are those of one server, which was named twice.
+    pub(crate) fn is_same(&self, one: u8, other: u8) -> bool {
+        self.session(one).endpoint() == self.session(other).endpoint()
+    }
+
+    /// True if the server answers and keeps this program's memory.
+    pub(crate) fn is_usable(&self, server: u8) -> bool {
+        self.health.is_fine(self.port(server)) && self.session(server).loss(false).is_none()
+    }
+
+    /// Returns the part that a group has in the choice of slots.
+    fn choice_of(&self, index: u32) -> Choice {
+        let Some(group) = self.groups.get(index) else {
+            return Choice::Lost;
+        };
+        let usable = group.good().filter(|(_, it)| self.is_usable(it.server));
+        match (usable.count(), group.good_count()) {
+            (usable, _) if usable == self.copies => Choice::First,
+            (1.., _) => Choice::Second,
+            (0, 1..) => Choice::Third,
+            (0, 0) => Choice::Lost,
+        }
+    }
+
+    /// Returns the choices of slots, the best first.
+    pub(super) fn choices(&self) -> &'static [Choice] {
+        match self.has_copies() {
+            false => &[Choice::First],
+            true => {
+                self.follow_health();
+                &[Choice::First, Choice::Second, Choice::Third]
+            }
+        }
+    }
+
+    /// Makes whole groups the first choice, if any server has changed since the last look.
+    fn follow_health(&self) {
+        let version = self.health.version();
+        if self.seen.load(Ordering::Acquire) == version {
+            return;
+        }
+        for arena in &self.arenas {
+            arena.lock().choose_all(|index| self.choice_of(index));
+        }
+        // A version that another thread has followed meanwhile is seen, too: it looked later.
+        self.seen.fetch_max(version, Ordering::AcqRel);
+    }
+
+    /// True if a group of a choice has room for a slot of `bytes`.
+    pub(crate) fn has_room(&self, bytes: u32, choice: Choice) -> bool {
+        self.follow_health();
+        (self.arenas.iter()).any(|arena| arena.lock().has_room(bytes, choice))
+    }
+
+    /// Ends writes to `slots` slots from `place` on: they are published now, or never.
+    pub(crate) fn end_writes(&self, place: SlotPlace, slots: usize) {
+        if self.has_copies() {
+            let mut arena = self.arenas[place.server as usize].lock();
+            let repair_waits = arena.end_writes(place.extent, slots);
+            drop(arena);
+            if repair_waits {
+                self.health.wake();
+            }
+        }
+    }
+
+    /// Allows entries that refer to the slots of a write whose WRITEs at the positions in `done`
+    /// are complete. The other members miss it, and are marked before this returns. False if none
+    /// of `done` is Good any more: the write must go on at others.
+    pub(crate) fn settle_copies(&self, place: SlotPlace, done: u8) -> bool {
+        match self.groups.settle(place.extent, done) {
+            None => false,
+            Some(marked) => {
+                if marked != 0 {
+                    self.health.changed();
+                }
+                true
+            }
+        }
+    }
+
+    /// True if every Good member has the slots of a write that is complete at the positions in
+    /// `done`, and there is such a member.
+    pub(crate) fn may_publish(&self, place: SlotPlace, done: u8) -> bool {
+        let good = self.group(place).map_or(0, |group| group.good_bits());
+        // All may have been lost since: then nothing refers to wrong bytes either.
+        !self.has_copies() || good & !done == 0
+    }
+
+    /// Notes that members at the positions in `bits` hold damaged bytes, since `right` has the
+    /// right ones. For signal handlers, too.
+    pub(crate) fn mark_damaged(&self, place: SlotPlace, bits: u8, right: Member) {
+        let damaged = self.groups.mark_damaged(place.extent, bits, right);
+        if let Some(server) = damaged {
+            let said = u32::from(server) + 1;
+            self.damaged_on.store(said, Ordering::Relaxed);
+            self.health.changed();
+        }
+    }
+
+    /// Returns the server on which copies were found damaged since the last call.
+    pub(crate) fn take_damaged(&self) -> Option<u8> {
+        let said = self.damaged_on.swap(0, Ordering::Relaxed);
+        Some(said.checked_sub(1)? as u8)
+    }
+
+    /// Marks the members on a dead server. Returns their number.
+    pub(crate) fn mark_dead(&self, server: u8, is_lost: bool) -> usize {
+        let marked = (self.groups).mark_dead(server, is_lost, |other| self.is_usable(other));
+        if marked > 0 {
+            self.health.changed();
+        }
+        marked
+    }
+
+    /// True if an extent is a Good member of its group, so that a late WRITE there may do harm.
+    pub(crate) fn is_read(&self, place: SlotPlace, id: ExtentId) -> bool {
+        let group = self.groups.get(place.extent);
+        group.is_some_and(|group| group.good().any(|(_, member)| member.id == id))
+    }
+
+    /// Takes a group out of the choice of slots. False if it is gone.
+    pub(crate) fn seal(&self, index: u32) -> bool {
+        self.has_sealed.store(true, Ordering::Relaxed);
+        let is_here = self.arenas.iter().any(|arena| {
+            let mut arena = arena.lock();
+            arena.choose(index, Choice::Sealed);
+            arena.has_extent(index)
+        });
+        if !is_here {
+            self.has_sealed.store(false, Ordering::Relaxed);
+        }
+        is_here
+    }
+
+    /// True while a group is sealed: its room comes back.
+    pub(crate) fn has_sealed(&self) -> bool {
+        self.has_sealed.load(Ordering::Relaxed)
+    }
+
+    /// Puts a sealed group back into the choice of slots.
+    pub(crate) fn unseal(&self, index: u32) {
+        let choice = self.choice_of(index);
+        for arena in &self.arenas {
+            arena.lock().choose(index, choice);
+        }
+        self.has_sealed.store(false, Ordering::Relaxed);
+    }
+
+    /// Returns start and length of each piece in use of a sealed group to which no write is under
+    /// way; `None` while one is.
+    pub(crate) fn pieces_at_rest(&self, index: u32) -> Option<Vec<(u64, u64)>> {
+        self.arenas.iter().find_map(|arena| {
+            let arena = arena.lock();
+            let is_here = arena.has_extent(index) && arena.writes(index) == 0;
+            is_here.then(|| arena.used_pieces(index))
+        })
+    }
+
+    /// Asks a server for an extent that becomes a copy.
+    pub(crate) fn grant_copy(&self, server: u8, bytes: u64) -> Result<Extent, AllocError> {
+        self.session(server).grant(bytes)
+    }
+
+    /// Replaces the member at a position of a sealed group, and gives the former one back.
+    pub(crate) fn replace(&self, index: u32, at: u8, new: Option<(u8, ExtentId)>) {
+        let state = MemberState::Good;
+        let new = new.map(|(server, id)| Member { server, id, state });
+        let group = self.groups.get(index).expect("a sealed extent is kept");
+        self.groups.replace(index, at, new);
+        if let Some(new) = new {
+            self.count_copy(new.server, group.bytes);
+        }
+        if let Some(old) = group.member(at) {
+            self.uncount_copy(old.server, group.bytes);
+            self.release(old.server as usize, old.id);
+        }
+    }
+
+    /// Counts a member of `bytes` on a server.
+    pub(super) fn count_copy(&self, server: u8, bytes: u64) {
+        self.copied_bytes[usize::from(server)].fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Takes back what [`count_copy`](Self::count_copy) counted.
+    pub(super) fn uncount_copy(&self, server: u8, bytes: u64) {
+        if self.has_copies() {
+            self.copied_bytes[usize::from(server)].fetch_sub(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// Gives an extent back that was granted as a copy and did not become one.
+    pub(crate) fn drop_copy(&self, server: u8, id: ExtentId) {
+        self.release(server as usize, id);
+    }
+
+    /// Counts bytes that were copied to replace a lost copy.
+    pub(crate) fn count_repaired(&self, bytes: u64) {
+        self.repaired_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns the bytes that were copied to replace lost copies.
+    pub(crate) fn repaired_bytes(&self) -> u64 {
+        self.repaired_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns the bytes of groups that have fewer Good copies than they should.
+    pub(crate) fn under_protected_bytes(&self) -> u64 {
+        if !self.has_copies() {
+            return 0;
+        }
+        let groups = self.groups.all().into_iter().flatten();
+        (groups.filter(ExtentGroup::lacks_copies))
+            .map(|group| group.bytes)
+            .sum()
+    }
+
+    /// Returns the endpoints of a place's servers, for people.
+    pub(crate) fn endpoints(&self, place: SlotPlace) -> String {
+        let group = self.groups.get(place.extent);
+        let members = group.iter().flat_map(ExtentGroup::members);
+        let names: Vec<_> = members
+            .map(|(_, member)| self.endpoint(member.server).to_string())
+            .collect();
+        match names.is_empty() {
+            true => self.endpoint(place.server).to_string(),
+            false => names.join(" and "),
+        }
+    }
+}
