@@ -214,7 +214,7 @@ impl<A: AddressSpace> Pager<A> {
     }
 
     /// Returns the parts of `addresses`, of one region, that are neither
-    /// [ceded](MappedRegion::cede) nor unmapped.
+    /// [ceded](crate::MappedRegion::cede) nor unmapped.
     pub fn kept(&self, addresses: Range<usize>) -> Vec<Range<usize>> {
         let _signals = SignalGuard::new();
         self.shared.mapper.kept(addresses)
