@@ -90,8 +90,9 @@ impl<A: AddressSpace> InlineHandler<A> {
         Some(plan)
     }
 
-    /// Ends the service of a fault: asks the page's filler to read ahead.
-    pub(crate) fn end_serving(&self, region: &Arc<Region>, page: PageIndex, plan: ReadAhead) {
+    /// Ends the service of a fault: asks the page's filler to read ahead, and maps a read-ahead
+    /// marker while the next window travels.
+    pub(crate) fn end_serving(&mut self, region: &Arc<Region>, page: PageIndex, plan: ReadAhead) {
         if !plan.ahead.is_empty() {
             let shard = self.shared.mapper.shard_of(region, page);
             let ask = Ask::Ahead(region.clone(), plan);
@@ -101,6 +102,7 @@ impl<A: AddressSpace> InlineHandler<A> {
             let shard = self.shared.mapper.shard_of(region, page);
             self.shared.doors.ask_filler(shard, Ask::Channels);
         }
+        self.map_marker(region, page);
     }
 
     /// Takes one turn. Returns whether anything was done.
@@ -121,7 +123,10 @@ impl<A: AddressSpace> InlineHandler<A> {
 
     /// Maps the page if it is a read-ahead marker that is held back.
     pub(crate) fn map_marker(&mut self, region: &Arc<Region>, page: PageIndex) {
-        self.fills.completion.noted(region, page);
+        let shard = self.shared.mapper.shard_of(region, page);
+        if let Some((fill, run)) = self.shared.markers[shard.0].take(region, page) {
+            self.fills.completion.map(fill, run);
+        }
     }
 
     /// Waits for a completion, or for a frame, for a moment.
@@ -188,12 +193,6 @@ impl<A: AddressSpace> FillCompletion<A> for InlineCompletion<A> {
         self.give(region, page, command);
     }
 
-    /// Maps the page if its filler holds it back: the program has come along.
-    fn noted(&mut self, region: &Arc<Region>, page: PageIndex) {
-        let shared = &self.arrivals.shared;
-        let shard = shared.mapper.shard_of(region, page);
-        if let Some((fill, run)) = shared.markers[shard.0].take(region, page) {
-            self.map(fill, run);
-        }
-    }
+    /// Leaves the page alone: the handler asks for the next window before it maps a marker.
+    fn noted(&mut self, _: &Arc<Region>, _: PageIndex) {}
 }

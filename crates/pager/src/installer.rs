@@ -192,8 +192,11 @@ impl<A: AddressSpace> Installer<A> {
         }
         self.proof.came_back(&back);
         self.refaults.count(&refaults);
-        if let Some(noted) = noted {
-            self.mapper.wake(region, noted);
+        match noted {
+            Some(noted) => self.mapper.wake(region, noted),
+            // Notes from before the mapping are settled. Mapping has woken the threads that sleep
+            // in the kernel, and no others.
+            None => self.mapper.woken(region, pages.start).tell(),
         }
     }
 

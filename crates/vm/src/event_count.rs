@@ -1,12 +1,12 @@
 //! Sleep until something may have changed, also in signal handlers: [`EventCount`].
 //!
 //! The rule: a thread [prepares](EventCount::prepare), looks once more, and sleeps only if it sees
-//! no change. So no event between the look and the sleep is missed. Telling of an event costs no
-//! system call while no thread sleeps.
+//! no change. So no event between the look and the sleep is missed. While no thread sleeps, telling
+//! of an event costs a look at a number that rarely changes.
 
 use std::{
     ptr,
-    sync::atomic::{AtomicU32, Ordering::SeqCst},
+    sync::atomic::{AtomicU32, Ordering::SeqCst, fence},
     time::Duration,
 };
 
@@ -28,18 +28,21 @@ pub struct PreparedSleep<'a> {
 impl EventCount {
     /// Prepares for a sleep: events from now on end it.
     pub fn prepare(&self) -> PreparedSleep<'_> {
-        // Before the count is read: `tell` sees the sleeper, or the sleeper the event.
+        // Before the sleeper looks: `tell` sees the sleeper, or the sleeper the change.
         self.sleepers.fetch_add(1, SeqCst);
+        fence(SeqCst);
         PreparedSleep {
             count: self,
             events: self.events.load(SeqCst),
         }
     }
 
-    /// Wakes all threads that have prepared.
+    /// Wakes all threads that have prepared. To be called after the change.
     pub fn tell(&self) {
-        self.events.fetch_add(1, SeqCst);
+        // Pairs with the one in `prepare`.
+        fence(SeqCst);
         if self.sleepers.load(SeqCst) > 0 {
+            self.events.fetch_add(1, SeqCst);
             let (operation, all) = (libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX);
             // SAFETY: the call takes the address of the count, and changes nothing.
             unsafe { libc::syscall(libc::SYS_futex, self.events.as_ptr(), operation, all) };

@@ -5,8 +5,15 @@ use super::*;
 const PAGE_BYTES: usize = 4096;
 const REGION_PAGES: usize = 1024;
 
-#[test]
-fn thread_maps_a_marker_itself_and_asks_for_the_next_window() {
+/// A region of zeros of which a quarter fits, and its workers.
+struct InOrder {
+    space: Arc<SimSpace>,
+    fillers: Vec<Filler<SimSpace>>,
+    evictors: Vec<Evictor<SimSpace>>,
+    mapped: MappedRegion<SimSpace>,
+}
+
+fn in_order() -> InOrder {
     let space = Arc::new(SimSpace::new(SimOptions::default()));
     let session = SimServer::new(SimConfig::new(1))
         .session(&SessionOptions::default())
@@ -16,10 +23,9 @@ fn thread_maps_a_marker_itself_and_asks_for_the_next_window() {
     options.in_thread = INLINE_HANDLERS;
     let PagerParts {
         pager,
-        mut fillers,
-        mut evictors,
+        fillers,
+        evictors,
     } = Pager::assemble(space.clone(), cluster.clone(), &options).expect("the options are sound");
-    let mut inline_handlers = InlineHandlers::new(&pager);
     let bytes = (REGION_PAGES * PAGE_BYTES) as u64;
     let remote = RemoteOptions::default();
     let store = PageStore::remote(&cluster, "a region", bytes, PAGE_BYTES, &remote)
@@ -27,6 +33,23 @@ fn thread_maps_a_marker_itself_and_asks_for_the_next_window() {
     let mapped = Arc::new(pager)
         .map(store, RegionOptions::default())
         .expect("the budget holds two pages");
+    InOrder {
+        space,
+        fillers,
+        evictors,
+        mapped,
+    }
+}
+
+#[test]
+fn thread_maps_a_marker_itself_and_asks_for_the_next_window() {
+    let InOrder {
+        space,
+        mut fillers,
+        mut evictors,
+        mapped,
+    } = in_order();
+    let mut inline_handlers = InlineHandlers::new(mapped.pager());
     let region = mapped.region().clone();
     let address = |page: usize| region.address_of(PageIndex(page));
     let mut serve = |page: usize| {
@@ -64,6 +87,35 @@ fn thread_maps_a_marker_itself_and_asks_for_the_next_window() {
         (2..=50).contains(&markers),
         "{markers} markers in 200 pages"
     );
+    drop(region);
+    close(vec![mapped], &mut fillers, &mut evictors);
+}
+
+/// The note of a thread is settled before its page is mapped, which wakes sleepers in the kernel.
+#[test]
+fn thread_that_waits_for_a_page_of_a_filler_is_woken() {
+    let InOrder {
+        space,
+        mut fillers,
+        mut evictors,
+        mapped,
+    } = in_order();
+    let region = mapped.region().clone();
+    let page = PageIndex(5);
+    let asleep = space.try_load(THREADS - 1, region.address_of(page));
+    assert!(matches!(asleep, Err(Faulted::Asleep)));
+    let prepared = mapped
+        .pager()
+        .shared()
+        .mapper
+        .woken(&region, page)
+        .prepare();
+    while !space.is_present(region.address_of(page)) {
+        (fillers.iter_mut()).for_each(|filler| _ = filler.turn(EventScope::All));
+    }
+    let began = Instant::now();
+    prepared.sleep(Duration::from_secs(60));
+    assert!(began.elapsed() < Duration::from_secs(30), "nobody woke it");
     drop(region);
     close(vec![mapped], &mut fillers, &mut evictors);
 }
