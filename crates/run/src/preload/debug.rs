@@ -5,7 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use crate::{Inside, say, state};
+use crate::{Inside, ceded, say, state};
 
 /// Brings memory in, so that a debugger can read it: `call (int)farpage_bring_in(&x, sizeof x)`.
 /// Returns 0, also for memory that is not remote, or -1 with a line of the reason. A range smaller
@@ -20,12 +20,14 @@ pub(crate) unsafe extern "C" fn farpage_bring_in(address: *const c_void, bytes: 
     };
     let _inside = Inside::enter();
     let base = state.arena.addresses().start;
-    let offsets = addresses.start - base..(addresses.end - base).min(state.arena.capacity_bytes());
-    match state.arena.region().prefetch_now(offsets) {
-        Ok(()) => 0,
-        Err(error) => {
+    let end = addresses.end.min(base + state.arena.capacity_bytes());
+    let hold = ceded::look();
+    // Ceded pages are the kernel's own: a debugger can read them.
+    for part in hold.kept(&(addresses.start..end)) {
+        if let Err(error) = state.arena.region().prefetch_now(state.offsets(&part)) {
             say(&error.to_string());
-            -1
+            return -1;
         }
     }
+    0
 }
