@@ -2,10 +2,10 @@
 
 use std::{collections::BTreeMap, ops::Range};
 
-/// Addresses with a fact about each. No two ranges overlap.
+/// Addresses with a fact about each. No two ranges overlap, and neighbours have different facts.
 pub(crate) struct Ranges<T>(BTreeMap<usize, (usize, T)>);
 
-impl<T: Copy> Ranges<T> {
+impl<T: Copy + PartialEq> Ranges<T> {
     pub(crate) const fn new() -> Ranges<T> {
         Ranges(BTreeMap::new())
     }
@@ -13,9 +13,23 @@ impl<T: Copy> Ranges<T> {
     /// Records `known` for `addresses`, in place of earlier facts.
     pub(crate) fn insert(&mut self, addresses: Range<usize>, known: T) {
         self.remove(addresses.clone());
-        if !addresses.is_empty() {
-            self.0.insert(addresses.start, (addresses.end, known));
+        if addresses.is_empty() {
+            return;
         }
+        let Range { mut start, mut end } = addresses;
+        if let Some((&before, &(its_end, fact))) = self.0.range(..start).next_back()
+            && its_end == start
+            && fact == known
+        {
+            start = before;
+        }
+        if let Some(&(its_end, fact)) = self.0.get(&end)
+            && fact == known
+        {
+            self.0.remove(&end);
+            end = its_end;
+        }
+        self.0.insert(start, (end, known));
     }
 
     /// Forgets the facts about `addresses`. Returns the forgotten facts, ascending.
@@ -81,4 +95,28 @@ fn inside<T>(touched: Vec<(usize, usize, T)>, within: &Range<usize>) -> Vec<(Ran
         (start.max(within.start)..end.min(within.end), known)
     };
     touched.into_iter().map(part).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_of_one_fact_are_one_range() {
+        let mut ranges = Ranges::new();
+        for (addresses, known) in [(0..4, 1), (8..12, 1), (4..8, 1), (12..16, 2), (16..20, 1)] {
+            ranges.insert(addresses, known);
+        }
+        let all = |ranges: &Ranges<i32>| ranges.within(&(0..40));
+        assert_eq!(all(&ranges), [(0..12, 1), (12..16, 2), (16..20, 1)]);
+        assert_eq!(ranges.0.len(), 3);
+        // In place of the fact between two equal ones, and of parts of both.
+        ranges.insert(10..18, 1);
+        assert_eq!((all(&ranges), ranges.0.len()), (vec![(0..20, 1)], 1));
+        ranges.insert(6..9, 3);
+        assert_eq!(all(&ranges), [(0..6, 1), (6..9, 3), (9..20, 1)]);
+        assert_eq!(ranges.remove(4..10), [(4..6, 1), (6..9, 3), (9..10, 1)]);
+        ranges.insert(5..5, 1);
+        assert_eq!(all(&ranges), [(0..4, 1), (10..20, 1)]);
+    }
 }

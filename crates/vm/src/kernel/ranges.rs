@@ -40,27 +40,31 @@ impl Ranges {
     /// Returns the parts of `range` that are in the set.
     pub(crate) fn inside(&self, range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
         let (start, end) = (range.start, range.end);
-        let parts = self
-            .0
-            .iter()
-            .map(move |other| other.start.max(start)..other.end.min(end));
-        parts.filter(|part| part.start < part.end)
+        let parts = self.touched(range).iter();
+        parts.map(move |other| other.start.max(start)..other.end.min(end))
     }
 
     /// Returns the parts of `range` that are not in the set.
     pub(crate) fn outside(&self, range: Range<usize>) -> Vec<Range<usize>> {
         let mut parts = Vec::new();
         let mut at = range.start;
-        for other in &self.0 {
-            if at < other.start.min(range.end) {
-                parts.push(at..other.start.min(range.end));
+        for other in self.touched(&range) {
+            if at < other.start {
+                parts.push(at..other.start);
             }
-            at = at.max(other.end);
+            at = other.end;
         }
         if at < range.end {
             parts.push(at..range.end);
         }
         parts
+    }
+
+    /// Returns the ranges of the set of which an address is in `range`.
+    fn touched(&self, range: &Range<usize>) -> &[Range<usize>] {
+        let first = self.0.partition_point(|other| other.end <= range.start);
+        let behind = self.0.partition_point(|other| other.start < range.end);
+        &self.0[first..behind.max(first)]
     }
 }
 
@@ -99,6 +103,9 @@ mod tests {
                 .collect();
             let expected: Vec<usize> = range.clone().filter(|&at| !set[at]).collect();
             assert_eq!(outside, expected, "{ranges:?}");
+            let inside: Vec<usize> = ranges.inside(&range).flatten().collect();
+            let expected: Vec<usize> = range.clone().filter(|&at| set[at]).collect();
+            assert_eq!(inside, expected, "{ranges:?}");
             let before = format!("{ranges:?}");
             ranges.remove(&range);
             set[range.clone()].fill(false);
