@@ -4,9 +4,12 @@
 
 use std::sync::OnceLock;
 
-/// Calls to a library that wraps all functions which fork: while this process is frozen, and after.
+/// Calls to a library that wraps all functions which fork: before this process is frozen, while it
+/// is, and after.
 #[derive(Clone, Copy)]
 pub struct Hooks {
+    /// Called before the regions are frozen: may wait for calls of other threads on the regions.
+    pub freezing: fn(),
     /// Called when the regions are frozen.
     pub frozen: fn(),
     /// Called at the end of the fork, before any other code of the process: true in the child.

@@ -315,6 +315,9 @@ impl Forking {
             return true;
         }
         self.is_frozen = true;
+        if let Some(hooks) = HOOKS.get() {
+            (hooks.freezing)();
+        }
         for part in &mut self.parts {
             part.is_inherited = match &mut part.own {
                 None => ask(part.socket.as_fd(), part.number),

@@ -6,12 +6,13 @@
 use std::{
     cell::UnsafeCell,
     ffi::{c_char, c_int, c_void},
+    mem,
 };
 
 use farpage::{ArenaHold, fork::Hooks};
 
 use crate::{
-    INSIDE, Inside, STARTING, errno, family,
+    INSIDE, Inside, STARTING, ceded, errno, family,
     next::{self, Start as ThreadStart, next},
     report, say, set_errno, share, signals, state,
 };
@@ -32,6 +33,7 @@ next! {
 /// Prepares for forks: each is begun by a wrapper of this file.
 pub(crate) fn begin() {
     farpage::fork::leave_to_caller(Hooks {
+        freezing,
         frozen,
         ended,
         grown: family::say_of_touched,
@@ -57,13 +59,13 @@ fn begins() -> bool {
     began.is_ok()
 }
 
-/// Lock on the arena's record of allocations, which a child looks up.
-struct Held(UnsafeCell<Option<ArenaHold<'static>>>);
+/// Locks on what a child looks up: the table of ceded pages, and the arena's record of allocations.
+struct Held(UnsafeCell<(Option<ceded::Hold>, Option<ArenaHold<'static>>)>);
 
 // SAFETY: for the thread that forks alone, of which there is one at a time.
 unsafe impl Sync for Held {}
 
-static HELD: Held = Held(UnsafeCell::new(None));
+static HELD: Held = Held(UnsafeCell::new((None, None)));
 
 /// Freezes the process for a call that runs no handlers. Returns false, with an `errno`, if the
 /// child would not have all memory: the call fails.
@@ -83,15 +85,23 @@ fn end(in_child: bool) {
     set_errno(before);
 }
 
+/// Waits for calls that cede or regain pages, and keeps others from beginning. Such a call waits
+/// for the end of the fork once reclaim is frozen, so that its lock is to be awaited before.
+fn freezing() {
+    let hold = state::get().map(|_| ceded::look());
+    // SAFETY: this thread forks.
+    unsafe { (*HELD.0.get()).0 = hold };
+}
+
 fn frozen() {
     let hold = state::get().map(|state| state.arena.hold());
     // SAFETY: this thread forks.
-    unsafe { *HELD.0.get() = hold };
+    unsafe { (*HELD.0.get()).1 = hold };
 }
 
 fn ended(in_child: bool) {
     // SAFETY: this thread forks, or is the copy of the one that does.
-    drop(unsafe { (*HELD.0.get()).take() });
+    drop(unsafe { mem::take(&mut *HELD.0.get()) });
     if in_child {
         share::forget();
         state::serve_none();
