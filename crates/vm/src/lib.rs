@@ -12,6 +12,7 @@ mod kernel;
 mod pagemap;
 mod pages;
 mod probe;
+mod protections;
 pub mod sigbus;
 mod sim;
 mod space;
@@ -25,6 +26,7 @@ pub use kernel::{KernelSpace, KernelSpaceOptions, Transfer};
 pub use pagemap::Pagemap;
 pub use pages::{Pages, Shard};
 pub use probe::{Check, Probe, Verdict, probe};
+pub use protections::protections;
 pub use sim::{Faulted, SimFrame, SimOptions, SimSpace};
 pub use space::{
     AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Frame, Geometry,

@@ -9,6 +9,7 @@ use super::{occupied, ranges::Ranges, shard::KernelShard};
 use crate::{
     frame::{HUGE_PAGE_BYTES, check_page_bytes},
     pages::Shard,
+    protections::protections,
     space::Geometry,
     sys,
     uffd::RegisterMode,
@@ -86,7 +87,7 @@ pub(super) fn unmap(shards: &[KernelShard], address: usize, geometry: &Geometry)
 }
 
 /// Takes `addresses` of a region, whose pages are absent, out of paging: memory of the kernel's own
-/// lies there then, with `bytes` or without access.
+/// lies there then, with `bytes` and the protections that the addresses had, or without access.
 ///
 /// # Errors
 /// The operating system's. The addresses are the region's as before.
@@ -95,13 +96,18 @@ pub(super) fn cede(
     addresses: &Range<usize>,
     bytes: Option<&[u8]>,
 ) -> io::Result<()> {
-    // Before the kernel's messages: from here on the shards leave the addresses alone.
+    // Without a list of mappings the memory can be read and written, until the caller protects it.
+    let protected = match bytes {
+        Some(_) => protections(addresses).unwrap_or_default(),
+        None => Vec::new(),
+    };
+    // The shards leave the addresses alone from here on, before the kernel's messages of them come.
     for shard in shards {
         shard.fence.cede(addresses.clone());
         shard.poison.forget(addresses);
     }
     // SAFETY: the region's absent pages, for which memory is mapped here.
-    let replaced = unsafe { sys::replace(addresses.start, addresses.len(), bytes) };
+    let replaced = unsafe { sys::replace(addresses.start, addresses.len(), bytes, &protected) };
     replaced.map_err(|errno| {
         (shards.iter()).for_each(|shard| shard.fence.forget(addresses));
         errno.into()
@@ -123,12 +129,12 @@ pub(super) fn regain(
     // 1. No access: a touch before the end of these steps must not make a page of zeros.
     // SAFETY: ceded addresses, whose contents the caller gives up.
     unsafe { sys::reserve_barred(start, len, geometry.page_bytes == HUGE_PAGE_BYTES) }?;
-    // 2. Faults.
+    // 2. Registration with the shards, which catch the faults there from then on.
     for (shard, stripe) in stripes_within(shards.len(), address, geometry, addresses) {
         let uffd = shards[shard.0].fence.uffd();
         uffd.register(stripe.start, stripe.len(), mode)?;
     }
-    // 3. Pages.
+    // 3. Paging: the shards bring pages in there again.
     for shard in shards {
         shard.fence.forget(addresses);
     }

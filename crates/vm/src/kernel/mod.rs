@@ -337,7 +337,7 @@ impl AddressSpace for KernelSpace {
     }
 
     fn kept(&self, addresses: Range<usize>) -> Vec<Range<usize>> {
-        // What is ceded is known to each shard.
+        // Each shard knows all ceded addresses.
         self.shards[0].fence.lock().gone.outside(addresses)
     }
 

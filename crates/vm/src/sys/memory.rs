@@ -4,7 +4,10 @@
 //! program locks all that it maps (`mlockall`), is not inherited by `fork`, and is given up again
 //! where it cannot be set up.
 
-use std::sync::atomic::AtomicU32;
+use std::{
+    ops::Range,
+    sync::{OnceLock, atomic::AtomicU32},
+};
 
 use nix::errno::Errno;
 
@@ -69,12 +72,19 @@ pub(crate) unsafe fn reserve_barred(start: usize, len: usize, huge: bool) -> nix
     result(unsafe { system_call(libc::SYS_munlock, [start, len, 0, 0, 0, 0]) })
 }
 
-/// Replaces what is mapped at `start` by private anonymous memory, at once: with `bytes`, which are
-/// as long, or without access. `fork` inherits it.
+/// Replaces what is mapped at `start` by private anonymous memory, which `fork` inherits: with
+/// `bytes`, which are as long, or without access. Parts of the memory with bytes are `protected`
+/// before others see them, unless the kernel moves one mapping at a time: it is older than Linux
+/// 6.17 then, and parts can be read and written for a moment.
 ///
 /// # Safety
 /// Nothing relies on what is mapped there.
-pub(crate) unsafe fn replace(start: usize, len: usize, bytes: Option<&[u8]>) -> nix::Result<()> {
+pub(crate) unsafe fn replace(
+    start: usize,
+    len: usize,
+    bytes: Option<&[u8]>,
+    protected: &[(Range<usize>, libc::c_int)],
+) -> nix::Result<()> {
     let Some(bytes) = bytes else {
         // SAFETY: this function's contract: nothing relies on what is mapped there.
         return unsafe { map_by_number(start, len, libc::PROT_NONE, libc::MAP_FIXED) }.map(drop);
@@ -83,15 +93,64 @@ pub(crate) unsafe fn replace(start: usize, len: usize, bytes: Option<&[u8]>) -> 
     let usable = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: no address is asked for, so that no mapping is replaced.
     let made = unsafe { map_by_number(0, len, usable, 0) }?;
-    let flags = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as usize;
+    let protect_at = |at: usize| {
+        protected.iter().try_for_each(|(part, protection)| {
+            // SAFETY: the memory made above, wherever it lies.
+            unsafe { protect(at + (part.start - start), part.len(), *protection) }
+        })
+    };
+    let moves_parts = protected.len() <= 1 || moves_several();
     // SAFETY:
     // - The mapping made above has room for the bytes, and nobody else knows it.
     // - Nothing relies on what is replaced: this function's contract.
     unsafe {
         (made as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), len);
-        let moved = system_call(libc::SYS_mremap, [made, len, len, flags, start, 0]);
-        result(moved).inspect_err(|_| release(made, len))
+        let ready = if moves_parts {
+            protect_at(made)
+        } else {
+            Ok(())
+        };
+        ready
+            .and_then(|()| move_to(made, len, start))
+            .inspect_err(|_| release(made, len))?;
     }
+    if moves_parts {
+        Ok(())
+    } else {
+        protect_at(start)
+    }
+}
+
+/// Moves what is mapped at `from` over what is mapped at `to`.
+///
+/// # Safety
+/// Nothing relies on what is mapped there.
+unsafe fn move_to(from: usize, len: usize, to: usize) -> nix::Result<()> {
+    let flags = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as usize;
+    // SAFETY: this function's contract.
+    result(unsafe { system_call(libc::SYS_mremap, [from, len, len, flags, to, 0]) })
+}
+
+/// True if the kernel moves several mappings by one call, as it does since Linux 6.17. Older
+/// kernels refuse it, with a hole where the mappings should go.
+fn moves_several() -> bool {
+    static MOVES: OnceLock<bool> = OnceLock::new();
+    *MOVES.get_or_init(|| {
+        let len = 2 * KERNEL_PAGE_BYTES;
+        // SAFETY: no address is asked for, so that no mapping is replaced.
+        let map = || unsafe { map_by_number(0, len, libc::PROT_NONE, 0) };
+        let (Ok(from), Ok(to)) = (map(), map()) else {
+            return false;
+        };
+        // SAFETY: the mappings made above, which nobody else knows.
+        unsafe {
+            let is_moved = protect(from, KERNEL_PAGE_BYTES, libc::PROT_READ).is_ok()
+                && move_to(from, len, to).is_ok();
+            // After a refusal other threads may have mapped memory at `to`.
+            release(if is_moved { to } else { from }, len);
+            is_moved
+        }
+    })
 }
 
 /// Maps private anonymous memory by the call's number: a program under `farpage run` has an `mmap`

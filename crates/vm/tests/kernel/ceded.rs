@@ -2,14 +2,40 @@
 
 use std::thread;
 
-use farpage_vm::{AddressSpace, DetachError, Geometry, InstallErrorKind};
+use farpage_vm::{AddressSpace, DetachError, Geometry, InstallErrorKind, Transfer};
 
 use crate::common::{
-    BOTH, Moves, byte, events, map_over, mapped, numbered, numbers, pages, protection,
-    run_geometry, set, space, told_by_the_program,
+    BOTH, Moves, as_the_program, byte, events, map_over, mapped, numbered, numbers, pages,
+    protection, run_geometry, set, space, told_by_the_program,
 };
 
 const RW: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
+
+#[test]
+fn bytes_of_ceded_pages_keep_the_protections_of_their_addresses() {
+    let space = space(Transfer::Copy, 1);
+    let base = space.map(run_geometry(4, 16384)).unwrap().address;
+    let page = base + 16384;
+    let wanted = [
+        ("rw-p", RW),
+        ("r--p", libc::PROT_READ),
+        ("---p", 0),
+        ("rw-p", RW),
+    ];
+    for (number, (_, protection)) in wanted.iter().enumerate() {
+        // SAFETY: a region of this test's.
+        let done = unsafe { libc::mprotect((page + number * 4096) as *mut _, 4096, *protection) };
+        assert_eq!(done, 0);
+    }
+    as_the_program(&space, || space.cede(page..page + 16384, Some(&[7; 16384]))).unwrap();
+    for (number, (letters, _)) in wanted.iter().enumerate() {
+        assert_eq!(protection(page + number * 4096).as_deref(), Some(*letters));
+    }
+    assert_eq!(
+        [byte(page), byte(page + 4096), byte(page + 3 * 4096)],
+        [7; 3]
+    );
+}
 
 #[test]
 fn ceded_addresses_are_left_alone_and_come_back_absent() {
