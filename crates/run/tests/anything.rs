@@ -33,7 +33,7 @@ fn source(name: &str) -> PathBuf {
 
 /// Returns the modes: `--in-thread` exists for one architecture only.
 fn modes() -> &'static [&'static [&'static str]] {
-    const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
+    const MODES: [&[&str]; 2] = [&["--fillers"], &["--in-thread"]];
     match cfg!(target_arch = "x86_64") {
         true => &MODES,
         false => &MODES[..1],
@@ -113,6 +113,10 @@ cases! {
     reservations_beyond_the_capacity_cost_nothing = "giants";
     bytes_beside_a_file_are_never_lost = "borders";
     locked_bytes_beside_a_file_stay_locked = "locked";
+    mappings_of_both_kinds_move_with_their_protections = "moves-mixed";
+    children_move_what_the_kernel_has_whatever_other_threads_map = "children-move";
+    debuggers_bring_memory_in_beside_files = "debugged";
+    calls_that_fail_for_lack_of_mappings_lose_nothing_else = "exhausted";
 }
 
 #[test]

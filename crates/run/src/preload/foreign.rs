@@ -16,6 +16,14 @@ use crate::{
     state::State,
 };
 
+/// Failure to map something over memory of the arena, with an `errno`.
+pub(crate) enum Failure {
+    /// Mappings are as before. If memory could be ceded in part only, some of it is zeros.
+    Refused(c_int),
+    /// Memory at the addresses is gone, as where the kernel fails half way through a call.
+    Lost(c_int),
+}
+
 /// Arguments of a call of `mmap` beside its addresses.
 pub(crate) struct Wanted {
     pub(crate) bytes: usize,
@@ -53,7 +61,7 @@ impl Wanted {
 }
 
 /// Maps what the program wants over `addresses` of the arena, in place of memory of which `mapped`
-/// are all mappings. What the kernel refuses changes nothing. The error is an `errno`.
+/// are all mappings. What the kernel refuses changes nothing.
 ///
 /// # Safety
 /// As `mmap` with `MAP_FIXED`.
@@ -63,49 +71,59 @@ pub(crate) unsafe fn map_over(
     addresses: &Range<usize>,
     wanted: &Wanted,
     mapped: &Ranges<()>,
-) -> Result<(), c_int> {
-    // 1. Elsewhere, since only the kernel knows what it refuses.
+) -> Result<(), Failure> {
+    // The kernel maps elsewhere first, since only the kernel knows what it refuses.
     // SAFETY: replaces nothing.
-    let made = unsafe { wanted.map(0) }?;
-    let from = made..made + addresses.len();
-    let Err(errno) = move_over(hold, state, from, addresses.start, mapped) else {
-        return Ok(());
-    };
+    let made = unsafe { wanted.map(0) }.map_err(Failure::Refused)?;
+    let bytes = addresses.len();
     // SAFETY: made above, and nobody has seen it.
-    unsafe { system_call(libc::SYS_munmap, [made, addresses.len(), 0, 0, 0, 0]) };
-    if !hold.cover(addresses) {
-        return Err(errno);
+    let unmake = || unsafe { system_call(libc::SYS_munmap, [made, bytes, 0, 0, 0, 0]) };
+    // SAFETY: the program gives up what is there.
+    if let Err(undo) = unsafe { try_cede(hold, state, addresses, mapped) } {
+        // First, since locks and protections may need its place under `vm.max_map_count`.
+        unmake();
+        undo.finish(hold, state);
+        return Err(Failure::Refused(libc::ENOMEM));
     }
+    let flags = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as usize;
+    let args = [made, bytes, bytes, flags, addresses.start, 0];
+    // SAFETY: the addresses are ceded, and the program gives up what is there.
+    if unsafe { system_call(libc::SYS_mremap, args) } >= 0 {
+        return Ok(());
+    }
+    unmake();
     // Mappings of some devices cannot move.
     // SAFETY: the caller's promise.
-    unsafe { wanted.map(addresses.start) }.map(drop)
+    let placed = unsafe { wanted.map(addresses.start) };
+    placed.map(drop).map_err(Failure::Lost)
 }
 
-/// Moves a mapping of the kernel's to addresses of the arena from `to` on, in place of memory of
-/// which `mapped` are all mappings. The error is an `errno`.
-pub(crate) fn move_over(
-    hold: &mut Hold,
+/// Returns the first and the last page of `addresses` as far as they have bytes of other mappings,
+/// of which `mapped` are all, and are not ceded.
+pub(crate) fn borders(
+    hold: &Hold,
     state: &State,
-    from: Range<usize>,
-    to: usize,
+    addresses: &Range<usize>,
     mapped: &Ranges<()>,
-) -> Result<(), c_int> {
-    // SAFETY: the program gives up what is there.
-    if !unsafe { cede(hold, state, &(to..to + from.len()), mapped) } {
-        return Err(libc::ENOMEM);
-    }
-    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    let args = [from.start, from.len(), from.len(), flags as usize, to, 0];
-    // SAFETY: the addresses are ceded, and the program gives up what is there.
-    match unsafe { system_call(libc::SYS_mremap, args) } {
-        0.. => Ok(()),
-        errno => Err(-errno as c_int),
-    }
+) -> Vec<Range<usize>> {
+    let page_bytes = state.arena.region().page_bytes();
+    let pages = state.pages_of(addresses);
+    let mut borders = vec![
+        pages.start..pages.start + page_bytes,
+        pages.end - page_bytes..pages.end,
+    ];
+    borders.dedup();
+    let is_shared = |page: &Range<usize>| {
+        let mut others = others(page, addresses).into_iter();
+        others.any(|other| mapped.touches(&other))
+    };
+    borders.retain(|page| !hold.touches(page) && is_shared(page));
+    borders
 }
 
 /// Cedes the pages of `addresses`, whose contents the program gives up. Bytes of other mappings
 /// in the first and the last page stay, of which `mapped` are all. Returns false, with a line,
-/// if some pages cannot be ceded.
+/// if some pages cannot be ceded: mappings are as before then, of which some may be zeros.
 ///
 /// # Safety
 /// There are no references to bytes of `addresses`.
@@ -115,66 +133,109 @@ pub(crate) unsafe fn cede(
     addresses: &Range<usize>,
     mapped: &Ranges<()>,
 ) -> bool {
-    let page_bytes = state.arena.region().page_bytes();
-    for pages in hold.kept(&state.pages_of(addresses)) {
-        let mut whole = pages.clone();
-        let ends = [pages.start, pages.end - page_bytes];
-        for page in ends.map(|start| start..start + page_bytes) {
-            let others = others(&page, addresses);
-            if !others.iter().any(|other| mapped.touches(other)) || hold.touches(&page) {
-                continue;
-            }
-            if !cede_shared(hold, state, &page, &others, mapped) {
-                return false;
-            }
-            if page.start == whole.start {
-                whole.start = page.end;
-            } else {
-                whole.end = page.start;
-            }
-        }
-        if whole.is_empty() {
-            continue;
-        }
-        locks::unlock(state, whole.clone());
-        // SAFETY: the caller's promise; no other mapping has bytes there.
-        if let Err(error) = unsafe { state.arena.cede(whole.clone()) } {
-            say_once(&cannot(&error.to_string()));
-            return false;
-        }
-        protect::forget(whole.clone());
-        hold.insert(whole);
-    }
-    true
+    // SAFETY: the caller's promise.
+    let ceded = unsafe { try_cede(hold, state, addresses, mapped) };
+    ceded.map_err(|undo| undo.finish(hold, state)).is_ok()
 }
 
-/// Cedes a page of which the parts `others` may have other mappings. Other threads may use
-/// these.
+/// Cedes pages as [`cede`] does. The error has to be finished.
+///
+/// # Safety
+/// As [`cede`].
+unsafe fn try_cede(
+    hold: &mut Hold,
+    state: &State,
+    addresses: &Range<usize>,
+    mapped: &Ranges<()>,
+) -> Result<(), Undo> {
+    // Borders come first: they keep all of their bytes, so that a failure there loses nothing.
+    for page in borders(hold, state, addresses, mapped) {
+        cede_shared(hold, state, &page, mapped)?;
+    }
+    let mut emptied = Vec::new();
+    for pages in hold.kept(&state.pages_of(addresses)) {
+        let locked = locks::unlock(state, pages.clone());
+        // SAFETY: the caller's promise; no other mapping has bytes there.
+        if let Err(error) = unsafe { state.arena.cede(pages.clone()) } {
+            say_once(&cannot(&error.to_string()));
+            // Some of the pages may have been ceded for a moment, and were regained unprotected.
+            let protected = protect::of(&pages);
+            return Err(Undo {
+                emptied,
+                protected,
+                locked,
+            });
+        }
+        let protected = protect::forget(pages.clone());
+        hold.insert(pages.clone());
+        emptied.push(Emptied {
+            pages,
+            protected,
+            locked,
+        });
+    }
+    Ok(())
+}
+
+/// Pages that were ceded without their bytes, with what they had before.
+struct Emptied {
+    pages: Range<usize>,
+    protected: Vec<(Range<usize>, c_int)>,
+    locked: Vec<(Range<usize>, ())>,
+}
+
+/// Rest of the work after pages could not be ceded.
+struct Undo {
+    emptied: Vec<Emptied>,
+    /// Protections of the pages that are not ceded.
+    protected: Vec<(Range<usize>, c_int)>,
+    /// Locks of the pages that are not ceded.
+    locked: Vec<(Range<usize>, ())>,
+}
+
+impl Undo {
+    /// Regains pages as zeros, with the protections and locks that they had.
+    fn finish(self, hold: &mut Hold, state: &State) {
+        protect::renew(state, self.protected, self.locked);
+        for emptied in self.emptied {
+            // SAFETY: nothing was mapped there since.
+            if unsafe { regain(hold, state, &emptied.pages) } {
+                protect::renew(state, emptied.protected, emptied.locked);
+            }
+        }
+    }
+}
+
+/// Cedes a page in which several mappings may have bytes, of which `mapped` are all. Other threads
+/// may use these. If the page cannot be ceded, it is as before but for its locks, and a line says
+/// why.
 fn cede_shared(
     hold: &mut Hold,
     state: &State,
     page: &Range<usize>,
-    others: &[Range<usize>],
     mapped: &Ranges<()>,
-) -> bool {
+) -> Result<(), Undo> {
     let locked = locks::unlock(state, page.clone());
     if let Err(error) = state.arena.cede_with_bytes(page.start) {
         say_once(&cannot(&error.to_string()));
-        return false;
+        return Err(Undo {
+            emptied: Vec::new(),
+            protected: Vec::new(),
+            locked,
+        });
     }
     let protected = protect::forget(page.clone());
     hold.insert(page.clone());
-    for other in others {
-        for part in mapped.gaps(other) {
-            ceded::bar(&part);
-        }
+    for part in mapped.gaps(page) {
+        ceded::bar(&part);
     }
     for (part, protection) in protected {
-        // The mapping is new and divided nowhere: there is room for its parts.
-        let _ = ceded::protects(&part, protection);
+        if ceded::protects(&part, protection).is_err() {
+            say_once("a protection is lost: see `sysctl vm.max_map_count`");
+        }
     }
     kernel_locks(&locked);
-    true
+    Ok(())
 }
 
 /// Takes ceded pages back: what is mapped there is gone, and they are zeros. Returns false,

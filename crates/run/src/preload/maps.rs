@@ -18,7 +18,7 @@ use crate::{
     allocate::Holds,
     arena,
     ceded::{self, Hold},
-    foreign::{self, Wanted},
+    foreign::{self, Failure, Wanted},
     locks,
     protect::{self, PLAIN},
     ranges::Ranges,
@@ -181,7 +181,7 @@ unsafe fn place(
     let inside = Inside::enter();
     let mut hold = match is_plain {
         true => ceded::change_if_ceded(&state.pages_of(addresses)),
-        false => ceded::change(),
+        false => change_for(state, addresses),
     };
     let mut mapped = mapped();
     let replaces = wanted.flags & libc::MAP_FIXED_NOREPLACE == 0;
@@ -193,24 +193,66 @@ unsafe fn place(
     // SAFETY: the caller's promise.
     let placed = unsafe {
         match is_plain {
-            true => map_plain(&mut hold, state, addresses, wanted.protection),
+            true => {
+                map_plain(&mut hold, state, addresses, wanted.protection).map_err(Failure::Refused)
+            }
             false => foreign::map_over(&mut hold, state, addresses, wanted, &mapped),
         }
     };
-    match placed {
+    let placed = match placed {
         Ok(()) => {
             mapped.insert(addresses.clone(), ());
             state.note_peak();
+            Ok(())
         }
-        Err(_) => claim.give_back(&mut hold, state),
-    }
+        Err(failure) => Err(fails(
+            &mut hold,
+            state,
+            &mut mapped,
+            claim,
+            addresses,
+            failure,
+        )),
+    };
     drop((mapped, hold, inside));
     if placed.is_ok() && !is_plain {
-        // As for mappings anywhere else.
+        // Under `mlockall` a file in the arena is locked like any other mapping of the kernel's.
         let start = ptr::with_exposed_provenance_mut(addresses.start);
         let _ = locks::mapped_by_kernel(start, addresses.len());
     }
     placed
+}
+
+/// Excludes other calls on memory of the arena, for ceding `addresses`. Pages at their borders come
+/// in before, as far as possible: other calls do not wait for a server.
+pub(crate) fn change_for(state: &State, addresses: &Range<usize>) -> Hold {
+    let borders = foreign::borders(&ceded::look(), state, addresses, &mapped());
+    for page in borders {
+        // A page that cannot come in is reported when it is ceded.
+        let _ = state.arena.region().prefetch_now(state.offsets(&page));
+    }
+    ceded::change()
+}
+
+/// Ends a call that has made no mapping at `addresses`, and has a claim to their free pages.
+/// Returns the `errno`.
+pub(crate) fn fails(
+    hold: &mut Hold,
+    state: &State,
+    mapped: &mut Ranges<()>,
+    claim: Claim,
+    addresses: &Range<usize>,
+    failure: Failure,
+) -> c_int {
+    let errno = match failure {
+        Failure::Refused(errno) => errno,
+        Failure::Lost(errno) => {
+            unmap_under(hold, state, mapped, addresses.clone());
+            errno
+        }
+    };
+    claim.give_back(hold, state);
+    errno
 }
 
 /// Pages of the arena that were free, and are allocated for a mapping at fixed addresses.
@@ -265,8 +307,8 @@ impl Claim {
     }
 }
 
-/// Maps new memory over addresses of the arena. Ceded pages are regained, except the first and the
-/// last if they have other mappings. The error is an `errno`.
+/// Maps new memory over addresses of the arena. Ceded pages that lie wholly in `addresses` are
+/// regained; of other ceded pages the kernel maps the bytes. The error is an `errno`.
 ///
 /// # Safety
 /// As `mmap` with `MAP_FIXED`.
@@ -343,7 +385,8 @@ pub(crate) unsafe extern "C" fn munmap(address: *mut c_void, bytes: usize) -> c_
 pub(crate) fn unmap(state: &State, addresses: Range<usize>) {
     let _inside = Inside::enter();
     let mut hold = ceded::change_if_ceded(&state.pages_of(&addresses));
-    // Held until the end: a page of which other threads unmap parts is released once.
+    // The lock of the mappings is held until the end: a page of which other threads unmap parts is
+    // released once.
     unmap_under(&mut hold, state, &mut mapped(), addresses);
 }
 
@@ -355,7 +398,7 @@ pub(crate) fn unmap_under(
     mapped: &mut Ranges<()>,
     addresses: Range<usize>,
 ) {
-    // Joined, so that a page of which several parts are unmapped is released once, too.
+    // Parts that share a page are joined: the page is released once.
     let mut gone: Vec<Range<usize>> = Vec::new();
     for (part, ()) in mapped.remove(addresses.clone()) {
         match gone.last_mut() {

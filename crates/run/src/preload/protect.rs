@@ -120,6 +120,15 @@ pub(crate) unsafe fn relocate(state: &State, old: Range<usize>, new: Range<usize
     is_moved
 }
 
+/// Restores protections and locks of memory of the arena, with a line if that fails.
+pub(crate) fn renew(
+    state: &State,
+    protected: Vec<(Range<usize>, c_int)>,
+    locked: Vec<(Range<usize>, ())>,
+) {
+    restore(state, protected, locked, 0, 0);
+}
+
 /// Restores protections and locks of the mapping, which has moved from `old` to `new`.
 fn restore(
     state: &State,

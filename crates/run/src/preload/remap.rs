@@ -15,9 +15,11 @@ use farpage_vm::calls::system_call;
 use crate::{
     Inside,
     ceded::{self, Hold},
-    foreign,
-    maps::{self, Claim, failed, mapped, note, unmap_under},
+    foreign::{self, Failure},
+    locks::{self, kernel_locks, lock_range},
+    maps::{self, Claim, change_for, failed, fails, mapped, note, unmap_under},
     protect::{self, PLAIN},
+    say_once,
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
@@ -125,31 +127,51 @@ unsafe fn move_in(
     let (Some(new), true) = (new, request.has(libc::MREMAP_MAYMOVE)) else {
         return Err(libc::EINVAL);
     };
-    let mut hold = ceded::change();
+    can_move(state, request)?;
+    let mut hold = change_for(state, &new);
     let mut mapped = mapped();
     let claim = Claim::make(state, &mapped, &new, false).ok_or(libc::EINVAL)?;
-    let fails = |claim: Claim, hold: &mut Hold, errno| {
-        claim.give_back(hold, state);
-        Err(errno)
+    // The source moves last, and once: it has no way back if others map what it leaves.
+    // SAFETY: the program gives up what is there.
+    let moved = match unsafe { foreign::cede(&mut hold, state, &new, &mapped) } {
+        false => Err(Failure::Refused(libc::ENOMEM)),
+        // SAFETY: the caller's promise.
+        true => unsafe { request.call(request.flags, new.start) }.map_err(Failure::Lost),
     };
-    // Elsewhere first, since only the kernel knows what it refuses.
-    // SAFETY: the caller's promise; no mapping is replaced.
-    let made = match unsafe { request.call(request.flags & !libc::MREMAP_FIXED, 0) } {
-        Ok(made) => made,
-        Err(errno) => return fails(claim, &mut hold, errno),
-    };
-    let from = made..made + new.len();
-    if let Err(errno) = foreign::move_over(&mut hold, state, from.clone(), new.start, &mapped) {
-        let (len, back) = (from.len(), request.old.start);
-        let flags = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as usize;
-        if made != back && !request.has(libc::MREMAP_DONTUNMAP) {
-            // SAFETY: the mapping was there a moment ago.
-            unsafe { system_call(libc::SYS_mremap, [made, len, len, flags, back, 0]) };
+    match moved {
+        Ok(_) => {
+            mapped.insert(new.clone(), ());
+            Ok(new.start)
         }
-        return fails(claim, &mut hold, errno);
+        Err(failure) => Err(fails(&mut hold, state, &mut mapped, claim, &new, failure)),
     }
-    mapped.insert(new.clone(), ());
-    Ok(new.start)
+}
+
+/// Checks what the kernel would refuse of a move into the arena, as far as that can be known before
+/// the memory there is given up. The error is an `errno`.
+fn can_move(state: &State, request: &Request) -> Result<(), c_int> {
+    let (old, arena) = (&request.old, state.arena.addresses());
+    let known = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+    let stays = request.has(libc::MREMAP_DONTUNMAP);
+    let is_page = |at: usize| at.is_multiple_of(KERNEL_PAGE_BYTES);
+    let whole = |bytes: usize| bytes.next_multiple_of(KERNEL_PAGE_BYTES);
+    if request.has(!known)
+        || !is_page(old.start)
+        || stays && whole(request.old_bytes) != whole(request.new_bytes)
+    {
+        return Err(libc::EINVAL);
+    }
+    // A mapping of the kernel's that ends in the arena would be another one there.
+    if old.start < arena.end && arena.start < old.end {
+        return Err(libc::EFAULT);
+    }
+    let bytes = whole(request.old_bytes.max(1));
+    let args = [old.start, bytes, libc::MS_ASYNC as usize, 0, 0, 0];
+    // SAFETY: changes nothing, and fails where something is not mapped.
+    match unsafe { system_call(libc::SYS_msync, args) } {
+        0.. => Ok(()),
+        _ => Err(libc::EFAULT),
+    }
 }
 
 /// Remaps memory of the arena. `new`: where to, if that is the arena's as well.
@@ -181,9 +203,10 @@ unsafe fn remap(
         return Err(libc::EINVAL);
     }
     let pages = state.pages_of(old);
-    let mut hold = match is_fixed || stays {
-        true => ceded::change(),
-        false => ceded::change_if_ceded(&pages),
+    let mut hold = match (is_fixed || stays, &new) {
+        (true, Some(new)) if ceded::look().cover(old) => change_for(state, new),
+        (true, _) => ceded::change(),
+        (false, _) => ceded::change_if_ceded(&pages),
     };
     let all = (mapped().cover(old), hold.cover(old), hold.touches(old));
     let (true, is_kernels, is_ceded) = all else {
@@ -203,7 +226,7 @@ unsafe fn remap(
             return Err(libc::ENOMEM);
         }
     }
-    // Those of addresses that stay mapped.
+    // Old addresses that stay mapped keep their protections.
     let protected = match stays && !is_kernels {
         true => protect::of(old),
         false => Vec::new(),
@@ -219,7 +242,13 @@ unsafe fn remap(
             (true, Some(new)) => move_within(&mut hold, state, &kept, &new)?,
             (false, _) if is_ceded => {
                 let made = allocate(state, 0, whole)?;
-                copy(&hold, state, &kept, made.start)?;
+                if let Err(errno) = copy(&hold, state, &kept, made.start) {
+                    unmap_under(&mut hold, state, &mut mapped(), made);
+                    return Err(errno);
+                }
+                if whole > old.len() {
+                    protect::extend(made.start + old.len()..made.end);
+                }
                 leave(&mut hold, state, old, stays)?;
                 return Ok(made.start);
             }
@@ -249,19 +278,22 @@ unsafe fn move_ceded(
         let claimed = Claim::make(state, &mapped, new, false).ok_or(libc::EINVAL)?;
         // SAFETY: the program gives up what is there.
         if !unsafe { foreign::cede(hold, state, new, &mapped) } {
-            claimed.give_back(hold, state);
-            return Err(libc::ENOMEM);
+            let failure = Failure::Refused(libc::ENOMEM);
+            return Err(fails(hold, state, &mut mapped, claimed, new, failure));
         }
-        claim = Some(claimed);
+        claim = Some((claimed, new));
     }
     // SAFETY: the caller's promise.
     let made = match unsafe { request.call(request.flags, request.new_address) } {
         Ok(made) => made,
         Err(errno) => {
-            if let Some(claim) = claim {
-                claim.give_back(hold, state);
-            }
-            return Err(errno);
+            return Err(match claim {
+                Some((claim, new)) => {
+                    let failure = Failure::Lost(errno);
+                    fails(hold, state, &mut mapped, claim, new, failure)
+                }
+                None => errno,
+            });
         }
     };
     if let Some(new) = new {
@@ -274,7 +306,7 @@ unsafe fn move_ceded(
     if ceded::map_anonymous(&request.old, libc::PROT_NONE, only_free) != Err(libc::EEXIST) {
         unmap_under(hold, state, &mut mapped, request.old.clone());
     }
-    // Else another thread's mapping has got the addresses from the kernel, and stays there.
+    // With EEXIST another thread's mapping has got the addresses from the kernel, and stays there.
     Ok(made)
 }
 
@@ -289,8 +321,12 @@ unsafe fn move_out(
     to: Range<usize>,
 ) -> Result<(), c_int> {
     ceded::map_anonymous(&to, PLAIN, libc::MAP_FIXED)?;
-    // SAFETY: the caller's promise.
-    unsafe { copy(hold, state, old, to.start) }
+    // SAFETY: the caller's promise. What has replaced the old mapping goes if it gets no bytes.
+    unsafe {
+        copy(hold, state, old, to.start).inspect_err(|_| {
+            let _ = ceded::done(libc::SYS_munmap, &to, [0, 0]);
+        })
+    }
 }
 
 /// Moves a mapping to other addresses of the arena.
@@ -316,60 +352,142 @@ unsafe fn move_within(
     let shares_a_page = state.pages_of(old).start < state.pages_of(new).end
         && state.pages_of(new).start < state.pages_of(old).end;
     let has_ceded = hold.touches(&state.pages_of(old)) || hold.touches(&state.pages_of(new));
-    // SAFETY: as above.
-    unsafe {
-        if has_ceded || shares_a_page {
-            return copy(hold, state, old, new.start);
+    // SAFETY: the caller's promise.
+    let moved = unsafe {
+        match has_ceded || shares_a_page {
+            true => copy(hold, state, old, new.start),
+            false => match protect::relocate(state, old.clone(), new.clone()) {
+                true => Ok(()),
+                false => Err(libc::ENOMEM),
+            },
         }
-        match protect::relocate(state, old.clone(), new.clone()) {
-            true => Ok(()),
-            false => Err(libc::ENOMEM),
+    };
+    // As where the kernel fails half way: the new addresses have no mapping.
+    moved.inspect_err(|_| unmap_under(hold, state, &mut self::mapped(), new.clone()))
+}
+
+/// Part of a mapping that is copied, with its protection.
+struct Protected {
+    part: Range<usize>,
+    protection: c_int,
+    is_ceded: bool,
+}
+
+impl Protected {
+    fn protects(&self, protection: c_int) -> Result<(), c_int> {
+        match self.is_ceded {
+            true => ceded::protects(&self.part, protection),
+            false => protect::set(self.part.clone(), protection),
         }
     }
 }
 
-/// Copies bytes with their protections, which the new addresses do not have yet.
+/// Copies bytes with their protections and the locks of remote memory, which the new addresses do
+/// not have yet. The old addresses keep their protections. The error is an `errno`: the old
+/// addresses keep their locks, too.
 ///
 /// # Safety
 /// Nobody uses the old bytes or the new ones.
 unsafe fn copy(hold: &Hold, state: &State, old: &Range<usize>, to: usize) -> Result<(), c_int> {
-    let mut protected = Vec::new();
-    for (part, is_ceded) in hold.parts(old) {
-        if !is_ceded {
-            protected.extend(protect::of(&part));
-            if !protect::lift(state, part) {
-                return Err(libc::ENOMEM);
-            }
-        } else if
+    let (mut protected, mut locked) = (Vec::new(), Vec::new());
+    let mut parts = hold.parts(old).into_iter();
+    let is_readable = parts.try_for_each(|(part, is_ceded)| {
+        locked.extend(match is_ceded {
+            true => Vec::new(),
+            false => locks::unlock(state, part.clone()),
+        });
+        protected.extend(protections(&part, is_ceded)?);
+        match is_ceded {
+            true => make_readable(&protected, &part),
+            false if protect::lift(state, part) => Ok(()),
+            false => Err(libc::ENOMEM),
+        }
+    });
+    let moved = |part: &Range<usize>| to + (part.start - old.start)..to + (part.end - old.start);
+    let copied = is_readable.and_then(|()| {
+        let from = ptr::with_exposed_provenance::<u8>(old.start);
+        let into = ptr::with_exposed_provenance_mut::<u8>(to);
+        // SAFETY: the caller's promise; the ranges do not overlap.
+        unsafe { into.copy_from_nonoverlapping(from, old.len()) };
+        for (part, ()) in &locked {
+            lock_copy(hold, state, &moved(part));
+        }
+        let mut protected = protected.iter();
+        protected.try_for_each(|known| protect_copy(hold, state, &moved(&known.part), known))
+    });
+    for known in &protected {
+        if known.protects(known.protection).is_err() {
+            say_once("a protection is lost: see `sysctl vm.max_map_count`");
+        }
+    }
+    if copied.is_err() {
+        protect::renew(state, Vec::new(), locked);
+    }
+    copied
+}
+
+/// Returns the protections of `part`, whose pages are all ceded or all the arena's.
+fn protections(part: &Range<usize>, is_ceded: bool) -> Result<Vec<Protected>, c_int> {
+    let known = match is_ceded {
+        true => farpage_vm::protections(part).map_err(|error| {
+            say_once(&format!("memory cannot be moved: /proc/self/maps: {error}"));
+            libc::ENOMEM
+        })?,
+        false => protect::of(part),
+    };
+    let protected = known.into_iter().map(|(part, protection)| Protected {
+        part,
+        protection,
+        is_ceded,
+    });
+    Ok(protected.collect())
+}
+
+/// Makes ceded addresses readable and brings them in, so that reading them raises no signal: a
+/// file may have ended before.
+fn make_readable(protected: &[Protected], part: &Range<usize>) -> Result<(), c_int> {
+    let mut inside = protected
+        .iter()
+        .filter(|known| part.contains(&known.part.start));
+    inside.try_for_each(|known| {
+        if known.protection & libc::PROT_READ == 0 {
+            known.protects(known.protection | libc::PROT_READ)?;
+        }
+        let populate = libc::MADV_POPULATE_READ as usize;
         // SAFETY: brings memory in.
-        unsafe {
-            ceded::done(
-                libc::SYS_madvise,
-                &part,
-                [libc::MADV_POPULATE_READ as usize, 0],
-            )
-        } == Err(libc::EFAULT)
-        {
-            return Err(libc::EFAULT);
+        let populated = unsafe { ceded::done(libc::SYS_madvise, &known.part, [populate, 0]) };
+        populated.map_err(|_| libc::EFAULT)
+    })
+}
+
+/// Locks a part of a copy, as the copied bytes were.
+fn lock_copy(hold: &Hold, state: &State, part: &Range<usize>) {
+    let is_arenas = state.arena.contains(part.start);
+    for (part, is_ceded) in hold.parts(part) {
+        if is_ceded || !is_arenas {
+            kernel_locks(&[(part, ())]);
+        } else if lock_range(state, part, 0).is_err() {
+            say_once("a lock (mlock) is lost: that memory is remote again");
         }
     }
-    let from = ptr::with_exposed_provenance::<u8>(old.start);
-    let into = ptr::with_exposed_provenance_mut::<u8>(to);
-    // SAFETY: the caller's promise; the ranges do not overlap.
-    unsafe { into.copy_from_nonoverlapping(from, old.len()) };
-    for (part, protection) in protected {
-        let new = to + (part.start - old.start)..to + (part.end - old.start);
-        let is_arenas = state.arena.contains(new.start);
-        for (new, is_ceded) in hold.parts(&new) {
-            match is_ceded || !is_arenas {
-                true => ceded::protects(&new, protection)?,
-                false => protect::set(new, protection)?,
-            }
-        }
-        // The old mapping may stay.
-        protect::set(part, protection)?;
+}
+
+/// Protects a part of a copy, as the copied bytes are.
+fn protect_copy(
+    hold: &Hold,
+    state: &State,
+    part: &Range<usize>,
+    known: &Protected,
+) -> Result<(), c_int> {
+    if known.protection == PLAIN {
+        return Ok(());
     }
-    Ok(())
+    let is_arenas = state.arena.contains(part.start);
+    let mut parts = hold.parts(part).into_iter();
+    parts.try_for_each(|(part, is_ceded)| match is_ceded || !is_arenas {
+        true => ceded::protects(&part, known.protection),
+        false => protect::set(part, known.protection),
+    })
 }
 
 /// Gives up the old addresses of a mapping that has moved, or empties them if it `stays`.

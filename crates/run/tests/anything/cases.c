@@ -1,5 +1,6 @@
 // Reservations that become something else. Each case prints the same natively and under farpage.
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -517,6 +518,87 @@ static void borders(void) {
     printf("%lx\n", seen);
 }
 
+// Borders of remote memory, which the kernel has because of a file beside them, move with the rest.
+static void moves_mixed(void) {
+    unsigned char *r = reserve(8 * M);
+    int fixed = MREMAP_MAYMOVE | MREMAP_FIXED, fd = file(64 * K, 1);
+    int protections[] = {RW, PROT_READ, PROT_NONE};
+    for (int turn = 0; turn < 9; turn++) {
+        unsigned char *p = must(mmap(NULL, M, RW, ANON, -1, 0), "mmap");
+        memset(p, turn + 1, M);
+        over(p + 20 * K, 64 * K, PROT_READ, MAP_SHARED, fd);
+        mprotect(p, 20 * K, protections[turn % 3]);
+        press();
+        size_t grown = turn / 3 == 1 ? 40 * K : 20 * K;
+        unsigned char *to = r + turn * 256 * K + 4 * K, *q;
+        switch (turn / 3) {
+        case 0:
+            q = must(mremap(p, 20 * K, grown, fixed, to), "fixed");
+            break;
+        case 1:
+            q = must(mremap(p, 20 * K, grown, MREMAP_MAYMOVE), "grown");
+            break;
+        default:
+            q = must(mremap(p, 20 * K, grown, fixed | MREMAP_DONTUNMAP, to), "stays");
+            printf("%d %d ", poke(p, 1), poke(p + 16 * K, 1));
+            mprotect(p, 20 * K, RW);
+            printf("%d %d\n", peek(p + 1), peek(p + 16 * K + 1));
+        }
+        printf("%d %d %d ", peek(q), peek(q + 16 * K), peek(q + grown - 1));
+        printf("%d %d %d ", poke(q, 5), poke(q + 16 * K, 6), poke(q + grown - 1, 7));
+        mprotect(q, grown, RW);
+        printf("%d %d %d %d\n", peek(q), peek(q + 1), peek(q + 16 * K), peek(q + grown - 1));
+        munmap(p, M);
+    }
+}
+
+static volatile int is_forking;
+
+// Maps files in remote memory and takes them away, all the time.
+static void *cede_and_regain(void *at) {
+    int fd = file(64 * K, 1);
+    while (is_forking) {
+        over(at, 64 * K, PROT_READ, MAP_SHARED, fd);
+        over(at, 64 * K, RW, ANON, -1);
+    }
+    return NULL;
+}
+
+static void children_move(void) {
+    unsigned char *p = must(mmap(NULL, 4 * M, RW, ANON, -1, 0), "mmap");
+    over(p, 64 * K, RW, MAP_SHARED, file(64 * K, 40));
+    is_forking = 1;
+    pthread_t thread;
+    pthread_create(&thread, NULL, cede_and_regain, p + 2 * M);
+    for (int turn = 0; turn < 40; turn++) {
+        fflush(stdout);
+        if (fork() == 0) {
+            unsigned char *to = mmap(NULL, 64 * K, PROT_NONE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+            unsigned char *q = mremap(p, 64 * K, 64 * K, MREMAP_MAYMOVE | MREMAP_FIXED, to);
+            printf("%s %d\n", q == to ? "moved" : strerror(errno), peek(to + 4 * K));
+            fflush(stdout);
+            _exit(0);
+        }
+        wait(NULL);
+    }
+    is_forking = 0;
+    pthread_join(thread, NULL);
+}
+
+// What a debugger calls brings remote memory in on both sides of a file.
+static void debugged(void) {
+    unsigned char *p = must(mmap(NULL, M, RW, ANON, -1, 0), "mmap");
+    memset(p, 1, M);
+    over(p + 36 * K, 200 * K, PROT_READ, MAP_SHARED, file(200 * K, 1));
+    press();
+    int (*bring_in)(const void *, size_t) =
+        (int (*)(const void *, size_t))dlsym(RTLD_DEFAULT, "farpage_bring_in");
+    printf("%d\n", bring_in ? bring_in(p, M) : 0);
+    unsigned char pages[256];
+    printf("%d ", mincore(p, M, pages));
+    printf("%d %d\n", pages[0] & 1, pages[255] & 1);
+}
+
 // Kilobytes that the kernel has locked.
 static int locked_kilobytes(void) {
     char line[256];
@@ -543,6 +625,84 @@ static void locked(void) {
     printf("%d %d\n", munlock(p, 64 * K), munmap(p, 256 * K));
 }
 
+// Uses up all mappings of the process but a few, as `vm.max_map_count` allows.
+static unsigned char *filler;
+static size_t used_up;
+
+static void use_up(void) {
+    used_up = 0;
+    while (mprotect(filler + used_up * 8 * K, 4 * K, PROT_READ) == 0) {
+        used_up++;
+    }
+}
+
+static void give_back(size_t mappings) {
+    for (; mappings > 0 && used_up > 0; mappings--) {
+        used_up--;
+        mprotect(filler + used_up * 8 * K, 4 * K, PROT_NONE);
+    }
+}
+
+// True if all bytes are `value`.
+static int all_are(const unsigned char *from, size_t bytes, int value) {
+    for (size_t at = 0; at < bytes; at += 512) {
+        if (peek(from + at) != value) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static void exhausted(void) {
+    filler = must(mmap(NULL, 2048 * M, PROT_NONE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0), "mmap");
+    int fd = file(64 * K, 9), fixed = MREMAP_MAYMOVE | MREMAP_FIXED;
+    int refused = 0;
+    for (int what = 0; what < 3; what++) {
+        for (int free_mappings = 0; free_mappings < 14; free_mappings++) {
+            unsigned char *p = must(mmap(NULL, M, RW, ANON, -1, 0), "mmap");
+            memset(p, 3, M);
+            // A source that cannot grow in place: other memory lies just behind.
+            unsigned char *source = must(mmap(NULL, 64 * K, RW, MAP_SHARED | MAP_ANONYMOUS, -1, 0), "mmap");
+            over(source + 32 * K, 32 * K, RW, MAP_PRIVATE, fd);
+            memset(source, 5, 32 * K);
+            unsigned char *at = p + 256 * K + 4 * K, *made;
+            mlock(at - 4 * K, 4 * K);
+            int locked = locked_kilobytes();
+            use_up();
+            give_back(free_mappings);
+            if (what == 0) {
+                made = mmap(at, 64 * K, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0);
+            } else if (what == 1) {
+                made = mremap(source, 32 * K, 64 * K, fixed, at);
+            } else {
+                made = mremap(source, 32 * K, 32 * K, fixed | MREMAP_DONTUNMAP, at);
+            }
+            give_back(used_up);
+            size_t wanted = what == 2 ? 32 * K : 64 * K;
+            int is_whole = all_are(p, at - p, 3) && all_are(at + wanted, p + M - at - wanted, 3);
+            is_whole = is_whole && peek(source + 32 * K) == 9 && peek(source + 63 * K) == 16;
+            is_whole = is_whole && locked_kilobytes() == locked;
+            if (made == MAP_FAILED) {
+                refused++;
+                if (what == 0) {
+                    // Other bytes there may be gone, but can be used.
+                    is_whole = is_whole && poke(at, 1) == 1 && poke(at + 63 * K, 1) == 1;
+                }
+                is_whole = is_whole && all_are(source, 32 * K, 5);
+            } else if (what == 0) {
+                is_whole = is_whole && peek(at) == 9 && peek(at + 63 * K) == 24;
+            } else {
+                is_whole = is_whole && all_are(at, 32 * K, 5);
+            }
+            printf("%d %d %s\n", what, free_mappings, is_whole ? "whole" : "not whole");
+            fflush(stdout);
+            munmap(p, M);
+            munmap(source, 64 * K);
+        }
+    }
+    printf("%s\n", refused > 0 ? "some are refused" : "none is refused");
+}
+
 int main(int count, char **arguments) {
     (void)count;
     struct sigaction action = {.sa_handler = on_signal};
@@ -554,6 +714,8 @@ int main(int count, char **arguments) {
         {"twice", twice}, {"executes", executes}, {"mixed", mixed}, {"children", children},
         {"behind-the-end", behind_the_end}, {"refused", refused}, {"calls", calls},
         {"giants", giants}, {"borders", borders}, {"locked", locked},
+        {"moves-mixed", moves_mixed}, {"children-move", children_move}, {"debugged", debugged},
+        {"exhausted", exhausted},
     };
     for (size_t at = 0; at < sizeof cases / sizeof *cases; at++) {
         if (strcmp(arguments[1], cases[at].name) == 0) {
