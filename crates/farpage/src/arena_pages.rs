@@ -1,7 +1,7 @@
 //! The record of an arena's free and allocated pages: [`Ranges`].
 //!
-//! Best fit in whole pages, the lowest address first, neighbours joined: see `slots.rs` of the
-//! store for figures beside size classes and first fit.
+//! Allocation takes the best fit in whole pages, of equal ones that with the lowest address. Free
+//! neighbours are joined. `slots.rs` of the store has figures beside size classes and first fit.
 //!
 //! The rule it keeps: a page is free, allocated, kept or stuck, and only one of them.
 
@@ -31,8 +31,9 @@ pub(crate) struct Ranges {
 /// Choice of the free range for an allocation.
 #[derive(Clone, Copy)]
 pub(crate) enum Fit {
+    /// Shortest free range with room: large ranges stay whole.
     Shortest,
-    /// The longest, in which an allocation that has grown can grow again in place.
+    /// Longest free range: an allocation that has grown can grow again in place there.
     Roomiest,
 }
 

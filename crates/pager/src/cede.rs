@@ -32,7 +32,7 @@ const CEDED_TOGETHER: usize = 4096;
 pub(crate) enum Ceded {
     /// Number of leading pages that are ceded now.
     Done(usize),
-    /// The first page has another owner, is in use, or the program forks.
+    /// Refusal for the moment: the first page has another owner, is in use, or the program forks.
     NotNow,
     /// The page has to come in first.
     Absent,
@@ -224,7 +224,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         if !own_unpinned(&region, page) {
             return Ok(Ceded::NotNow);
         }
-        // Looked at while the page is ours: it may have been written to a moment ago.
+        // Another thread may have written to the page before it was owned here.
         if !region.store.is_blank(page) {
             self.publish_remote(&region, page);
             return Ok(Ceded::NotNow);

@@ -492,7 +492,7 @@ fn ceded_pages_are_the_programs_own_until_they_are_regained() {
                 let word = world.mapped.region().words.load(PageIndex(page));
                 let is_left_alone = match word.state() {
                     PageState::Poisoned => true,
-                    // A worker that has read a fault late.
+                    // A worker has read a fault late, and owns the page until it sees that.
                     PageState::Filling => !world.fillers.iter().all(Filler::is_at_rest),
                     _ => false,
                 };

@@ -105,7 +105,7 @@ impl Hold {
     /// Records that pages are ceded.
     ///
     /// # Panics
-    /// Unless this is an exclusive hold.
+    /// The hold is not exclusive.
     pub(crate) fn insert(&mut self, pages: Range<usize>) {
         self.changed().insert(pages, ());
     }
@@ -113,7 +113,7 @@ impl Hold {
     /// Records that pages are not ceded any more.
     ///
     /// # Panics
-    /// Unless this is an exclusive hold.
+    /// The hold is not exclusive.
     pub(crate) fn remove(&mut self, pages: Range<usize>) {
         self.changed().remove(pages);
     }
