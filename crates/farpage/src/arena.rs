@@ -409,7 +409,8 @@ impl Arena {
     }
 
     /// Takes the allocated page at `address` out of paging as [`cede`](Self::cede) does, with its
-    /// bytes, which other threads may use meanwhile. The page can be read and written afterwards.
+    /// bytes, which other threads may use meanwhile. Protections stay, except on kernels before
+    /// Linux 6.17, where the page may be readable and writable afterwards.
     ///
     /// # Errors
     /// As [`cede`](Self::cede), and a page that cannot be brought in. The page is as before.

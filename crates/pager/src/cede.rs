@@ -84,8 +84,9 @@ impl<A: AddressSpace> MappedRegion<A> {
     }
 
     /// Cedes the page at `offset` as [`cede`](Self::cede) does, with its bytes: they lie in memory
-    /// of the kernel's own afterwards, which can be read and written. Other threads may use the
-    /// page meanwhile.
+    /// of the kernel's own afterwards. It is protected as the page was, or can be read and written
+    /// if the kernel does not list mappings or move several at once (before Linux 6.17). Other
+    /// threads may use the page meanwhile.
     ///
     /// # Errors
     /// A page that cannot be brought in, is lost or busy, or that the kernel does not replace. The

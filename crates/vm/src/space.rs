@@ -280,7 +280,8 @@ pub trait AddressSpace: Send + Sync + 'static {
 
     /// Takes `addresses`, whole pages of one region that are absent and have the caller as their
     /// owner, out of paging until they are [regained](Self::regain). Private anonymous memory lies
-    /// there then: with `bytes`, which are as long, or without access. The program may map there
+    /// there then: with `bytes`, which are as long, and the protections of the addresses if the
+    /// kernel can move several mappings at once, or without access. The program may map there
     /// what it likes: nothing is installed there or detached from there any more. Waits until the
     /// events of all shards of the addresses have been read.
     ///

@@ -74,8 +74,8 @@ pub(crate) unsafe fn reserve_barred(start: usize, len: usize, huge: bool) -> nix
 
 /// Replaces what is mapped at `start` by private anonymous memory, which `fork` inherits: with
 /// `bytes`, which are as long, or without access. Parts of the memory with bytes are `protected`
-/// before others see them, unless the kernel moves one mapping at a time: it is older than Linux
-/// 6.17 then, and parts can be read and written for a moment.
+/// before others see them. Kernels before Linux 6.17 move one mapping at a time: if there are
+/// several parts, all can be read and written there, and the caller protects them.
 ///
 /// # Safety
 /// Nothing relies on what is mapped there.
@@ -93,31 +93,20 @@ pub(crate) unsafe fn replace(
     let usable = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: no address is asked for, so that no mapping is replaced.
     let made = unsafe { map_by_number(0, len, usable, 0) }?;
-    let protect_at = |at: usize| {
-        protected.iter().try_for_each(|(part, protection)| {
-            // SAFETY: the memory made above, wherever it lies.
-            unsafe { protect(at + (part.start - start), part.len(), *protection) }
-        })
+    let protected = match protected.len() <= 1 || moves_several() {
+        true => protected,
+        false => &[],
     };
-    let moves_parts = protected.len() <= 1 || moves_several();
     // SAFETY:
     // - The mapping made above has room for the bytes, and nobody else knows it.
     // - Nothing relies on what is replaced: this function's contract.
     unsafe {
         (made as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), len);
-        let ready = if moves_parts {
-            protect_at(made)
-        } else {
-            Ok(())
-        };
-        ready
+        let mut parts = protected.iter();
+        parts
+            .try_for_each(|(part, bits)| protect(made + (part.start - start), part.len(), *bits))
             .and_then(|()| move_to(made, len, start))
-            .inspect_err(|_| release(made, len))?;
-    }
-    if moves_parts {
-        Ok(())
-    } else {
-        protect_at(start)
+            .inspect_err(|_| release(made, len))
     }
 }
 
