@@ -37,8 +37,8 @@ pub(crate) type Runs = SmallVec<[PageRange; SCATTERED_PAGES_MAX]>;
 /// Address space of the program, by regions and pages.
 pub(crate) struct Mapper<A: AddressSpace> {
     space: Arc<A>,
-    /// Events of pages that threads wait for, which serve their own faults. Neighbouring pages share
-    /// one, and so do pages far apart.
+    /// Events of pages that threads wait for, which serve their own faults. Neighbours share one,
+    /// and so do pages far apart.
     woken: Vec<CachePadded<EventCount>>,
 }
 
@@ -248,7 +248,7 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.is_present(address)
     }
 
-    /// Returns the count of events of a page: of its mapping, and of all other reasons to look again.
+    /// Returns the count of events of a page: its mapping, and all other reasons to look again.
     pub(crate) fn event_count(&self, region: &Region, page: PageIndex) -> &EventCount {
         let block = region.id.0 as usize + page.0 / RUN_PAGES_MAX;
         &self.woken[block % EVENT_COUNTS]

@@ -184,7 +184,7 @@ pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Resul
     };
     let mut result = set();
     if result != 0 {
-        // A process that is not root must not gain rights by a set-user-ID program under its filter.
+        // A process that is not root must not gain rights by set-user-ID programs under its filter.
         // SAFETY: changes nothing else.
         unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
         result = set();

@@ -2,8 +2,8 @@
 //!
 //! With in-thread faults the kernel cannot bring absent memory in, and no filter sees the strings
 //! that a list leads to. The rule: lists with remote strings are copied into local memory before
-//! `exec`. A child made by `vfork` leaves its copies in the parent, whose thread frees them with its
-//! next call.
+//! `exec`. A child made by `vfork` leaves its copies in the parent, whose thread frees them with
+//! its next call.
 
 use std::{cell::Cell, ffi::c_char, mem, ptr};
 
