@@ -17,10 +17,21 @@ use super::{
 };
 use crate::{
     groups::{ExtentGroup, Member},
-    place::SlotSpan,
+    place::{SlotPlace, SlotSpan},
     remote::{Backing, RemoteStore},
     slots::Choice,
 };
+
+/// Prospect of another READ of bytes that came damaged.
+#[derive(Clone, Copy)]
+pub(super) struct Outlook {
+    /// True until the run's deadline.
+    pub(super) in_time: bool,
+    /// Positions of the members whose ports are open, as bits.
+    pub(super) open: u8,
+    /// Positions of the Good members, as bits.
+    pub(super) good: u8,
+}
 
 /// Next step of a request.
 enum Step {
@@ -40,6 +51,16 @@ impl SlotTransfer {
     /// Returns the position that the request goes to, as a bit.
     fn bit(&self) -> u8 {
         1 << self.member
+    }
+
+    /// Returns the positions that a READ does not go to, whichever port is open. The second look
+    /// tries each copy once. The first waits for copies that are out of reach, and not for bytes
+    /// that are damaged.
+    fn useless(&self) -> u8 {
+        match self.is_second_look {
+            true => self.tried,
+            false => self.damaged,
+        }
     }
 }
 
@@ -64,23 +85,51 @@ impl<F: RunBuffer> Lane<F> {
             return;
         };
         let first = match way {
-            Direction::Fill => self.choose_read(remote, &group, transfer.tried),
+            Direction::Fill => self.choose_copy(remote, &group, transfer, transfer.tried),
             Direction::WriteBack => self.next_write(remote, &group, transfer),
         };
         let first = first
             .or_else(|| self.choose_any(remote, &group, transfer.tried))
-            .or_else(|| {
-                // Every Good member has damaged bytes.
-                let is_untried = |(at, _): &(u8, Member)| transfer.tried & (1 << at) == 0;
-                group
-                    .members()
-                    .find(is_untried)
-                    .filter(|_| transfer.is_second_look)
-            })
             .or_else(|| self.choose_any(remote, &group, 0))
             .or_else(|| group.members().next());
         if let Some(first) = first {
             transfer.aim(first);
+        }
+    }
+
+    /// Chooses the copy to read next: as [`choose_read`](Self::choose_read), and in a second look
+    /// also one that is not Good. `None` if no port is open.
+    fn choose_copy(
+        &mut self,
+        remote: &RemoteStore,
+        group: &ExtentGroup,
+        transfer: &SlotTransfer,
+        tried: u8,
+    ) -> Option<(u8, Member)> {
+        let open = self.open_bits(remote, group) & !tried;
+        let found = self.choose_read(remote, group, tried);
+        let mut others = group.members().filter(|_| transfer.is_second_look);
+        found.or_else(|| others.find(|(at, _)| open & (1 << at) != 0))
+    }
+
+    /// Returns the positions of the members whose ports are open, as bits.
+    fn open_bits(&self, remote: &RemoteStore, group: &ExtentGroup) -> u8 {
+        let is_open = |(_, it): &(u8, Member)| self.ports[remote.pool.port(it.server)].is_open();
+        group.members().filter(is_open).map(|(at, _)| 1 << at).sum()
+    }
+
+    /// Returns what decides whether a part that came damaged is read once more.
+    pub(super) fn outlook(
+        &self,
+        run: &LaneRun<F>,
+        remote: &RemoteStore,
+        place: SlotPlace,
+    ) -> Outlook {
+        let group = remote.pool.group(place);
+        Outlook {
+            in_time: run.started.elapsed() < self.deadline,
+            open: group.map_or(0, |group| self.open_bits(remote, &group)),
+            good: group.map_or(0, |group| group.good_bits()),
         }
     }
 
@@ -200,12 +249,23 @@ impl<F: RunBuffer> Lane<F> {
             return None;
         }
         let other = match way {
-            Direction::Fill => self.choose_read(remote, &group, 0),
+            Direction::Fill => self.choose_copy(remote, &group, &transfer, transfer.useless()),
             Direction::WriteBack => self.next_write(remote, &group, &transfer),
         };
+        let is_vain = transfer.is_second_look || group.good_bits() & transfer.bit() == 0;
+        if way == Direction::Fill && other.is_none() && is_vain {
+            // The second look waits for nothing, and nobody waits for a copy that was given up.
+            transfer.tried |= transfer.bit();
+            let port = &self.ports[remote.pool.port(transfer.server)];
+            let error = port.why_late(self.deadline);
+            let run = self.take(index);
+            self.go_on(index, run, part, transfer, op.buf, Err(error));
+            return None;
+        }
         let other = other.or_else(|| {
             let is_lost = self.ports[remote.pool.port(transfer.server)].is_lost();
-            let (found, member) = self.choose_any(remote, &group, transfer.bit())?;
+            let skipped = transfer.bit() | transfer.damaged;
+            let (found, member) = self.choose_any(remote, &group, skipped)?;
             let is_open = self.ports[remote.pool.port(member.server)].is_open();
             (is_lost || is_open).then_some((found, member))
         });
@@ -274,14 +334,15 @@ impl<F: RunBuffer> Lane<F> {
         let Some(group) = group.filter(|_| in_time) else {
             return Step::End(Err(error));
         };
-        let mut next = self.choose_read(remote, &group, transfer.tried);
-        if next.is_none() && !self.passive {
+        let mut next = self.choose_copy(remote, &group, transfer, transfer.tried);
+        let may_wait = !self.passive && !transfer.is_second_look;
+        if next.is_none() && may_wait {
             next = self.choose_any(remote, &group, transfer.tried);
         }
-        if next.is_none() && !self.passive && error.is_transient() {
-            // All were tried: wait for any.
-            transfer.tried = 0;
-            next = self.choose_any(remote, &group, 0);
+        if next.is_none() && may_wait && error.is_transient() {
+            // All were tried: wait for any whose bytes are not damaged.
+            transfer.tried = transfer.damaged;
+            next = self.choose_any(remote, &group, transfer.tried);
         }
         match next {
             Some(next) => {

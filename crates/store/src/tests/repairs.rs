@@ -7,7 +7,7 @@ use super::{
 use crate::groups::Member;
 
 /// Changes a page's bytes in one copy, behind the store's back.
-fn tamper_copy(world: &World, store: &PageStore, page: u64, member: Member) {
+pub(super) fn tamper_copy(world: &World, store: &PageStore, page: u64, member: Member) {
     let (place, len) = place_of(store, page);
     let mut channel = world.cluster.sessions()[usize::from(member.server)]
         .channel::<Vec<u8>>()
