@@ -187,11 +187,22 @@ impl<F: RunBuffer> LaneRun<F> {
         result: Result<(), ChannelError>,
     ) {
         if let Err(source) = result {
-            // The copies that can be reached came damaged: perhaps on their way.
-            let may_look = transfer.damaged != 0 && !transfer.is_second_look && outlook.in_time;
-            if may_look && outlook.open != 0 {
+            // No Good copy can be right: the bytes may have been damaged on their way.
+            let all_damaged = transfer.damaged != 0 && outlook.good & !transfer.damaged == 0;
+            let may_look = !transfer.is_second_look && outlook.in_time && outlook.open != 0;
+            if all_damaged && may_look {
                 self.tally.retries += 1;
                 return self.look_again(part, transfer);
+            }
+            if all_damaged && transfer.is_second_look && source.is_transient() {
+                let (region, server) = (&self.store.label, remote.pool.endpoints(transfer.place));
+                let (region, server) = (region.clone(), Arc::<str>::from(server));
+                return self.fail(part, |page| StoreError::Corrupt {
+                    region: region.clone(),
+                    page: page.number(),
+                    server: server.clone(),
+                    detail: "its hash does not match",
+                });
             }
             return self.fail(part, self.remote_error(remote, transfer, source));
         }
@@ -294,7 +305,8 @@ impl<F: RunBuffer> LaneRun<F> {
             if let (true, Some(id)) = (transfer.damaged != 0, transfer.extent) {
                 let (server, state) = (transfer.server, MemberState::Good);
                 let right = Member { server, id, state };
-                (remote.pool).mark_damaged(transfer.place, transfer.damaged & !bit, right);
+                let damaged = (transfer.damaged & !bit, transfer.changes);
+                remote.pool.mark_damaged(transfer.place, damaged, right);
             }
             return false;
         }

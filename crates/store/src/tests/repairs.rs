@@ -173,7 +173,7 @@ fn the_last_copy_is_not_given_up_because_its_server_is_silent() {
 
 #[test]
 fn full_survivors_go_on_with_fewer_copies_and_repair_once_there_is_room() {
-    // Each has room for its own copies, and not for those of another.
+    // Each server has room for its own copies, and not for those of another.
     let mut world = World::new(
         (1..=3).map(|seed| SimConfig {
             capacity_bytes: 20 << 20,
