@@ -226,8 +226,8 @@ typedef struct farpage_region_options {
   uint32_t no_direct_io;
   /**
    * Copies of each page, as in the runtime's options. Default: those of the runtime for a region
-   * without a name, and "none" for one with a name, which is refused with more. Not for stores and
-   * files.
+   * without a name, and "none" for one with a name, which is refused with more. Not for stores
+   * and files.
    */
   const char *redundancy;
 } farpage_region_options;

@@ -35,22 +35,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_fabric::{
-    AllocError, Channel, ChannelError, ConnectError, ExtentId, Op, Session, Verb,
-    log::later,
-    regmem::{RegBuf, RegPool},
-};
-use nix::poll::{PollFd, PollFlags};
+use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegBuf};
 
 use crate::{
     Cluster,
+    copier::Copier,
     groups::{ExtentGroup, Member, MemberState},
-    lane::sleep,
     pool::SlotPool,
 };
 
-/// Bytes that are copied at a time: as many as a run of pages has.
-const PIECE_BYTES: u64 = 512 << 10;
 /// Pause between looks at servers that do not answer, and at groups whose writes have not ended.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Interval at which servers are asked for a sign of life, so that the death of one that no page
@@ -208,7 +201,7 @@ impl Repairer {
     }
 
     /// Returns the pause after a turn that failed.
-    fn pause(&self) -> Duration {
+    pub(crate) fn pause(&self) -> Duration {
         let doubled = LOOK_EVERY * 2u32.pow(self.failures.saturating_sub(1).min(10));
         doubled.min(FAILED_PAUSE_MAX)
     }
@@ -323,6 +316,11 @@ impl Repairer {
         let (mut turn, mut failure) = (RepairTurn::Idle, None);
         let mut refusals = Refusals::new();
         for (_, pool, index) in lacking {
+            if self.sealed.is_some() && !pool.is_at_rest(index) {
+                // One group stays sealed until its writes have ended. Others are tried again.
+                turn = RepairTurn::Waits;
+                continue;
+            }
             let group = match sealed.take() {
                 Some(sealed) if sealed.fits() => Ok(sealed),
                 unfit => {
@@ -333,7 +331,6 @@ impl Repairer {
             let repair = match group {
                 Err(repair) => repair,
                 Ok(group) => match group.copy(cluster) {
-                    // One group stays sealed. Others are tried again while they are at rest.
                     Err(group) if self.sealed.is_none() => {
                         self.sealed = Some(group);
                         Repair::Waits
@@ -608,102 +605,4 @@ fn new_extent(
         }
     }
     Err(refusal)
-}
-
-/// Copies bytes from one server to another through channels of its own, at a bounded rate.
-struct Copier<'a> {
-    registered: &'a RegPool,
-    from: Box<dyn Channel<RegBuf>>,
-    to: Box<dyn Channel<RegBuf>>,
-    /// Upper bound of the bytes per second.
-    rate: Option<u64>,
-    began: Instant,
-    copied_bytes: u64,
-}
-
-impl<'a> Copier<'a> {
-    fn new(
-        cluster: &Cluster,
-        pool: &'a SlotPool,
-        source: Member,
-        server: u8,
-    ) -> Result<Self, String> {
-        let open = |server: u8| {
-            let port = pool.port(server);
-            let channel = cluster.sessions()[port].channel();
-            channel.map_err(|error: ConnectError| {
-                cluster.health.failed(port);
-                error.to_string()
-            })
-        };
-        Ok(Self {
-            registered: &pool.registered,
-            from: open(source.server)?,
-            to: open(server)?,
-            rate: cluster.repair_rate,
-            began: Instant::now(),
-            copied_bytes: 0,
-        })
-    }
-
-    /// Copies the pieces of an extent.
-    fn copy_all(
-        &mut self,
-        source: Member,
-        target: (u8, ExtentId),
-        pieces: &[(u64, u64)],
-    ) -> Result<(), String> {
-        for &(mut offset, mut left) in pieces {
-            while left > 0 {
-                let len = left.min(PIECE_BYTES);
-                self.copy(source, target, offset, len as u32)?;
-                (offset, left) = (offset + len, left - len);
-            }
-        }
-        Ok(())
-    }
-
-    fn copy(
-        &mut self,
-        source: Member,
-        (_, id): (u8, ExtentId),
-        offset: u64,
-        len: u32,
-    ) -> Result<(), String> {
-        let buf = self.registered.acquire(len as usize);
-        let buf = buf.map_err(|error| error.to_string())?;
-        let op = |verb, extent, buf| Op {
-            tag: 0,
-            verb,
-            extent,
-            offset,
-            len,
-            buf,
-        };
-        let say = |error: ChannelError| error.to_string();
-        let buf = transfer(&mut *self.from, op(Verb::Read, source.id, buf)).map_err(say)?;
-        transfer(&mut *self.to, op(Verb::Write, id, buf)).map_err(say)?;
-        self.copied_bytes += u64::from(len);
-        if let Some(rate) = self.rate {
-            let due = Duration::from_secs_f64(self.copied_bytes as f64 / rate as f64);
-            thread::sleep(due.saturating_sub(self.began.elapsed()));
-        }
-        Ok(())
-    }
-}
-
-/// Carries out one operation, and waits for it.
-fn transfer(channel: &mut dyn Channel<RegBuf>, op: Op<RegBuf>) -> Result<RegBuf, ChannelError> {
-    assert!(channel.post(op).is_ok(), "a channel takes one operation");
-    let mut done = Vec::new();
-    while channel.poll(&mut done) == 0 {
-        let wait = channel.wait();
-        let mut events = PollFlags::empty();
-        events.set(PollFlags::POLLIN, wait.readable);
-        events.set(PollFlags::POLLOUT, wait.writable);
-        let mut fd = wait.fd.map(|fd| PollFd::new(fd, events));
-        sleep(fd.as_mut_slice(), wait.until);
-    }
-    let completion = done.pop().expect("poll returned one");
-    completion.result.map(|()| completion.buf)
 }

@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Prospect of another READ of bytes that came damaged.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Outlook {
     /// True until the run's deadline.
     pub(super) in_time: bool,
@@ -128,13 +128,16 @@ impl<F: RunBuffer> Lane<F> {
         group.members().filter(is_open).map(|(at, _)| 1 << at).sum()
     }
 
-    /// Returns what decides whether a part that came damaged is read once more.
+    /// Returns what decides if a part that came damaged is read once more. Empty without copies.
     pub(super) fn outlook(
         &self,
         run: &LaneRun<F>,
         remote: &RemoteStore,
         place: SlotPlace,
     ) -> Outlook {
+        if !remote.pool.has_copies() {
+            return Outlook::default();
+        }
         let group = remote.pool.group(place);
         Outlook {
             in_time: run.started.elapsed() < self.deadline,

@@ -288,9 +288,9 @@ impl<F: RunBuffer> LaneRun<F> {
         self.end(part);
     }
 
-    /// Notes which copies of a part are damaged. If the bytes that came `are_damaged`, the pages are
-    /// fetched one by one, each from a copy that may be right, and after the last of these by a
-    /// [second look](Self::look_again). Returns false if there is nothing to fetch.
+    /// Notes which copies of a part are damaged. If the bytes that came `are_damaged`, the pages
+    /// are fetched one by one, each from a copy that may be right, and after the last of these by
+    /// a [second look](Self::look_again). Returns false if there is nothing to fetch.
     fn read_another(
         &mut self,
         part: usize,

@@ -199,6 +199,13 @@ impl SlotPool {
         })
     }
 
+    /// True if no write to a group is under way.
+    pub(crate) fn is_at_rest(&self, index: u32) -> bool {
+        self.arenas
+            .iter()
+            .all(|arena| arena.lock().writes(index) == 0)
+    }
+
     /// Asks a server for an extent that becomes a copy.
     pub(crate) fn grant_copy(&self, server: u8, bytes: u64) -> Result<Extent, AllocError> {
         self.session(server).grant(bytes)

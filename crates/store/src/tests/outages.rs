@@ -352,3 +352,29 @@ fn a_server_that_is_named_twice_counts_once_when_a_region_grows() {
     write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("one server lives");
     assert!(store.stats().under_protected_bytes > 0);
 }
+
+#[test]
+fn repairs_that_fail_are_tried_again_at_growing_intervals() {
+    let mut world = World::of(3, patient(30_000));
+    let store = raw(&world, 8, 2);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("all live");
+    let members = members_of(&store, 0);
+    take_back(&world, members[1]);
+    let dead = members[0].server;
+    world.servers[usize::from(dead)].kill();
+    world.cluster.health.failed(usize::from(dead));
+    pool(&store).mark_dead(dead, false);
+    while world.repairer.turn(&world.cluster) == RepairTurn::Repaired {}
+    let mut pauses = vec![world.repairer.pause()];
+    for _ in 0..12 {
+        assert_eq!(world.repairer.turn(&world.cluster), RepairTurn::Failed);
+        pauses.push(world.repairer.pause());
+    }
+    assert!(
+        pauses.is_sorted() && pauses[3] >= 4 * pauses[0],
+        "{pauses:?}"
+    );
+    assert!(pauses[12] <= Duration::from_secs(2), "{pauses:?}");
+    assert!(!pool(&store).has_sealed());
+}
