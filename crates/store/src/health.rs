@@ -71,6 +71,11 @@ impl ServerHealth {
         if !self.heard[server].load(Ordering::Relaxed) {
             self.heard[server].store(true, Ordering::Relaxed);
         }
+        self.answered(server);
+    }
+
+    /// Notes that a server answered a call that was made to hear of it.
+    pub(crate) fn answered(&self, server: usize) {
         if !self.is_fine(server) {
             self.suspect_since[server].store(0, Ordering::Relaxed);
             self.changed();
@@ -103,5 +108,24 @@ impl ServerHealth {
     pub(crate) fn changed(&self) {
         self.version.fetch_add(1, Ordering::Release);
         self.wake();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_operations_spare_a_server_the_next_call() {
+        let health = ServerHealth::new(2);
+        health.answered(0);
+        assert!(!health.take_heard(0));
+        health.succeeded(0);
+        assert!(!health.take_heard(1));
+        assert!(health.take_heard(0) && !health.take_heard(0));
+        health.failed(1);
+        assert!(!health.is_fine(1));
+        health.answered(1);
+        assert!(health.is_fine(1) && !health.take_heard(1));
     }
 }

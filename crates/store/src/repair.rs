@@ -279,7 +279,7 @@ impl Repairer {
             // calls and move no bytes.
             let is_fine = health.is_fine(server);
             match is_fine && session.stat().is_ok() || session.channel::<RegBuf>().is_ok() {
-                true => health.succeeded(server),
+                true => health.answered(server),
                 false => health.failed(server),
             }
             is_running.store(false, Ordering::Release);

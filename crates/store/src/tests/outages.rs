@@ -101,29 +101,34 @@ fn a_connection_that_breaks_and_comes_back_makes_no_copy_stale() {
     }
 }
 
-/// Others hear of the server, and this lane has no channel to it.
+/// Others hear of the server, and this lane has no channel to it. A passive lane opens none.
 #[test]
-fn a_write_that_is_complete_on_one_server_is_kept_at_the_deadline() {
-    let world = World::of(2, patient(300));
-    let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    let (old, new) = (odd_page(4096, 0), odd_page(4096, 1));
-    write(&mut lane, &store, 0, &old).expect("both live");
-    let home = usize::from(members_of(&store, 0)[0].server);
-    world.servers[home].cut();
-    assert_eq!(read(&mut lane, &store, 0).expect("one lives"), old);
-    world.cluster.health.succeeded(home);
-    let accepted = lane.write_back(&store, at(0), new.clone().into(), 0);
-    assert!(accepted.is_ok());
-    let (mut done, began) = (Vec::new(), Instant::now());
-    while done.is_empty() {
-        assert!(began.elapsed() < Duration::from_secs(10), "it never ends");
+fn a_write_that_is_complete_on_one_server_is_kept_though_another_channel_is_missing() {
+    for is_passive in [false, true] {
+        let world = World::of(2, patient(300));
+        let store = raw(&world, 8, 2);
+        let mut lane = match is_passive {
+            true => Lane::passive(&world.cluster).expect("a lane"),
+            false => Lane::new(&world.cluster).expect("a lane"),
+        };
+        let (old, new) = (odd_page(4096, 0), odd_page(4096, 1));
+        write(&mut lane, &store, 0, &old).expect("both live");
+        let home = usize::from(members_of(&store, 0)[0].server);
+        world.servers[home].cut();
+        assert_eq!(read(&mut lane, &store, 0).expect("one lives"), old);
         world.cluster.health.succeeded(home);
-        lane.poll(&mut done);
+        let accepted = lane.write_back(&store, at(0), new.clone().into(), 0);
+        assert!(accepted.is_ok());
+        let (mut done, began) = (Vec::new(), Instant::now());
+        while done.is_empty() {
+            assert!(began.elapsed() < Duration::from_secs(10), "it never ends");
+            world.cluster.health.succeeded(home);
+            lane.poll(&mut done);
+        }
+        assert!(done[0].failed.is_empty(), "{:?}", done[0].failed);
+        assert_eq!(group_of(&store, 0).good_count(), 1);
+        assert_eq!(read(&mut lane, &store, 0).expect("one lives"), new);
     }
-    assert!(done[0].failed.is_empty(), "{:?}", done[0].failed);
-    assert_eq!(group_of(&store, 0).good_count(), 1);
-    assert_eq!(read(&mut lane, &store, 0).expect("one lives"), new);
 }
 
 /// Takes an extent back on its server, behind the store's back.
