@@ -26,7 +26,7 @@ use crate::{
     health::ServerHealth,
     place::{SlotPlace, SlotSpan, slot_bytes},
     readers::ReaderSlots,
-    slots::{Arena, Choice, Slot},
+    slots::{Arena, Slot},
     snapshots::{OLDEST, Snapshots},
 };
 
@@ -55,8 +55,8 @@ pub(crate) struct SlotPool {
     copied_bytes: Box<[AtomicU64]>,
     /// Server on which a copy was damaged, plus 1, until that is logged; 0 without one.
     damaged_on: AtomicU32,
-    /// True while a group is sealed: its room comes back.
-    has_sealed: AtomicBool,
+    /// Number of sealed groups: their room comes back.
+    sealed: AtomicU32,
     /// Bytes that were copied to replace lost copies.
     repaired_bytes: AtomicU64,
     /// Held while servers are asked for memory. The last refusal, and its time.
@@ -119,7 +119,7 @@ impl SlotPool {
             seen: AtomicU64::new(0),
             groups: GroupTable::default(),
             damaged_on: AtomicU32::new(0),
-            has_sealed: AtomicBool::new(false),
+            sealed: AtomicU32::new(0),
             repaired_bytes: AtomicU64::new(0),
             growing: Mutex::new(None),
             is_growing: AtomicBool::new(false),
@@ -251,8 +251,10 @@ impl SlotPool {
         let index = self.groups.add(group)?;
         let mut arena = self.arenas[arena as usize].lock();
         arena.add(index, group.bytes);
-        if group.lacks_copies() {
-            arena.choose(index, Choice::Second);
+        if self.has_copies() {
+            // Looked up under the lock: what changes later comes by `follow_health`.
+            let choice = self.choice_of(index);
+            arena.choose(index, choice);
         }
         drop(arena);
         self.grants.fetch_add(1, Ordering::Release);

@@ -281,12 +281,12 @@ impl Size {
 
     /// Returns the default size: all that the servers could lend now.
     fn of_room(runtime: &Runtime, redundancy: Redundancy) -> Result<Size, String> {
-        let mut room = 0u64;
+        let mut rooms = Vec::new();
         for session in runtime.sessions() {
             let stat = session.stat().map_err(|error| error.to_string())?;
-            room += stat.capacity_bytes.saturating_sub(stat.granted_bytes);
+            rooms.push(stat.capacity_bytes.saturating_sub(stat.granted_bytes));
         }
-        room /= redundancy.copies() as u64;
+        let room = redundancy.room(&rooms);
         if room == 0 {
             return Err(
                 "the server has lent all of its memory: free some there, or raise its --capacity"
