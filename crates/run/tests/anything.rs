@@ -33,7 +33,7 @@ fn source(name: &str) -> PathBuf {
 
 /// Returns the modes: `--in-thread` exists for one architecture only.
 fn modes() -> &'static [&'static [&'static str]] {
-    const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
+    const MODES: [&[&str]; 2] = [&["--fillers"], &["--in-thread"]];
     match cfg!(target_arch = "x86_64") {
         true => &MODES,
         false => &MODES[..1],
