@@ -12,11 +12,13 @@ use crate::{
     repair::RepairTurn,
 };
 
-/// Options under which a silent server is never given up, and operations end soon.
+/// Options under which a silent server is never given up, a channel may take long to open, and
+/// operations end in time.
 fn patient(deadline_ms: u64) -> ClusterOptions {
     ClusterOptions {
         deadline: Duration::from_millis(deadline_ms),
         dead_after: Duration::from_secs(600),
+        reopen_within: Duration::from_secs(20),
         ..impatient()
     }
 }
