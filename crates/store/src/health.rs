@@ -24,17 +24,22 @@ pub(crate) struct ServerHealth {
     /// Number of changes. A pool that has seen fewer looks at its groups again.
     version: AtomicU64,
     began: Instant,
+    /// Time of silence that may be a short one.
+    reopen_within: Duration,
     /// Thread that repairs, once there is one.
     repairer: OnceLock<Thread>,
 }
 
 impl ServerHealth {
-    pub(crate) fn new(servers: usize) -> Self {
+    /// Makes the health of servers that all answer. A silence of up to `reopen_within` may be a
+    /// short one.
+    pub(crate) fn new(servers: usize, reopen_within: Duration) -> Self {
         Self {
             suspect_since: (0..servers).map(|_| AtomicU64::new(0)).collect(),
             heard: (0..servers).map(|_| AtomicBool::new(false)).collect(),
             version: AtomicU64::new(0),
             began: Instant::now(),
+            reopen_within,
             repairer: OnceLock::new(),
         }
     }
@@ -99,6 +104,12 @@ impl ServerHealth {
         Some(self.began.elapsed().saturating_sub(since))
     }
 
+    /// True if the server is not suspect, or has been for so short that it may answer in a moment.
+    pub(crate) fn may_answer_soon(&self, server: usize) -> bool {
+        let silent = self.suspect_for(server);
+        silent.is_none_or(|silent| silent < self.reopen_within)
+    }
+
     /// Returns the number of changes so far.
     pub(crate) fn version(&self) -> u64 {
         self.version.load(Ordering::Acquire)
@@ -117,7 +128,7 @@ mod tests {
 
     #[test]
     fn only_operations_spare_a_server_the_next_call() {
-        let health = ServerHealth::new(2);
+        let health = ServerHealth::new(2, Duration::ZERO);
         health.answered(0);
         assert!(!health.take_heard(0));
         health.succeeded(0);

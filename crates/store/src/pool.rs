@@ -57,6 +57,8 @@ pub(crate) struct SlotPool {
     damaged_on: AtomicU32,
     /// Number of sealed groups: their room comes back.
     sealed: AtomicU32,
+    /// Extents of suspect servers that go back when their servers answer.
+    owed: Mutex<Vec<(u8, ExtentId)>>,
     /// Bytes that were copied to replace lost copies.
     repaired_bytes: AtomicU64,
     /// Held while servers are asked for memory. The last refusal, and its time.
@@ -120,6 +122,7 @@ impl SlotPool {
             groups: GroupTable::default(),
             damaged_on: AtomicU32::new(0),
             sealed: AtomicU32::new(0),
+            owed: Mutex::default(),
             repaired_bytes: AtomicU64::new(0),
             growing: Mutex::new(None),
             is_growing: AtomicBool::new(false),
@@ -314,8 +317,15 @@ impl SlotPool {
 
     fn release(&self, server: usize, id: ExtentId) {
         let session = &self.servers[server].1;
-        if self.copies > 1 && session.loss(false).is_some() {
-            return;
+        if self.has_copies() {
+            if session.loss(false).is_some() {
+                return;
+            }
+            if !self.is_usable(server as u8) {
+                // A call would wait for its deadline.
+                self.owed.lock().push((server as u8, id));
+                return;
+            }
         }
         if let Err(error) = session.release(id) {
             // The session's end frees the extent at the latest.

@@ -192,6 +192,7 @@ impl Repairer {
     pub(crate) fn turn(&mut self, cluster: &Arc<Cluster>) -> RepairTurn {
         let pools = cluster.pools_with_copies();
         pools.iter().for_each(tell_of_damage);
+        pools.iter().for_each(|pool| pool.release_owed());
         let any_silent = self.look_at_servers(cluster, &pools);
         match self.repair_one(cluster, &pools) {
             RepairTurn::Idle if any_silent => RepairTurn::Waits,
@@ -440,6 +441,9 @@ impl CopyPlan {
         }
         let target = match new_extent(pool, index, &group, lost, refusals) {
             Ok(target) => Some(target),
+            Err(Some(AllocError::Control(error))) => {
+                return Err(Repair::Failed(error.to_string()));
+            }
             Err(_) if stale.is_some() => None,
             Err(refusal) => return Err(Repair::NoRoom(refusal)),
         };
@@ -569,7 +573,8 @@ fn lacking(group: &ExtentGroup) -> Option<(u8, Option<Member>)> {
 /// those that have no copy of the group. A server that refused as much in this turn is not asked.
 ///
 /// # Errors
-/// The last refusal; `None` if there is no server to ask.
+/// The last refusal, or failure of a call, after which nobody knows if there is room; `None` if
+/// there is no server to ask.
 fn new_extent(
     pool: &SlotPool,
     index: u32,
@@ -585,6 +590,11 @@ fn new_extent(
         Some(*server) == before || group.members().all(is_elsewhere)
     };
     let mut refusal = None;
+    let mut note = |error| {
+        if !matches!(refusal, Some(AllocError::Control(_))) {
+            refusal = Some(error);
+        }
+    };
     let others = others.filter(|server| Some(*server) != before);
     for server in before.into_iter().chain(others).filter(is_free) {
         if !pool.is_usable(server) {
@@ -592,7 +602,7 @@ fn new_extent(
         }
         let port = pool.port(server);
         if let Some((_, error)) = (refusals.get(&port)).filter(|(least, _)| *least <= group.bytes) {
-            refusal = Some(error.clone());
+            note(error.clone());
             continue;
         }
         match pool.grant_copy(server, group.bytes) {
@@ -600,7 +610,7 @@ fn new_extent(
             Ok(extent) => pool.drop_copy(server, extent.id),
             Err(error) => {
                 refusals.insert(port, (group.bytes, error.clone()));
-                refusal = Some(error);
+                note(error);
             }
         }
     }

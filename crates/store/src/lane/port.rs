@@ -26,10 +26,6 @@ use crate::{blocking::Waker, health::ServerHealth, place::SlotSpan, pool::SlotPo
 const BACKOFF_MIN: Duration = Duration::from_millis(1);
 const BACKOFF_MAX: Duration = Duration::from_millis(200);
 
-/// Time from a server's first failure for which a write-back waits for a new channel before a copy
-/// misses it. A lane looks each [`COPIES_PAUSE`](super::COPIES_PAUSE), so this is half of the wait.
-const REOPEN_PAUSE: Duration = Duration::from_millis(50);
-
 /// The way to one server.
 pub(super) struct Port<B> {
     line: Line,
@@ -137,10 +133,7 @@ impl<B: Buf> Port<B> {
     /// True if the server fell silent a moment ago, and nothing says yet that its channel does not
     /// open again.
     pub(super) fn may_reopen_soon(&self) -> bool {
-        let silent = self.health.suspect_for(self.server);
-        !self.has_failed_to_open
-            && silent.is_none_or(|silent| silent < REOPEN_PAUSE)
-            && !self.is_lost()
+        !self.has_failed_to_open && self.health.may_answer_soon(self.server) && !self.is_lost()
     }
 
     /// True if the server is not suspect.

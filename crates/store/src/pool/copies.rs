@@ -208,7 +208,11 @@ impl SlotPool {
 
     /// Asks a server for an extent that becomes a copy.
     pub(crate) fn grant_copy(&self, server: u8, bytes: u64) -> Result<Extent, AllocError> {
-        self.session(server).grant(bytes)
+        let granted = self.session(server).grant(bytes);
+        if let Err(AllocError::Control(_)) = &granted {
+            self.health.failed(self.port(server));
+        }
+        granted
     }
 
     /// Replaces the member at a position of a sealed group, and gives the former one back.
@@ -241,6 +245,15 @@ impl SlotPool {
     /// Gives an extent back that was granted as a copy and did not become one.
     pub(crate) fn drop_copy(&self, server: u8, id: ExtentId) {
         self.release(server as usize, id);
+    }
+
+    /// Gives extents back that were owed to servers which answer now.
+    pub(crate) fn release_owed(&self) {
+        let owed = std::mem::take(&mut *self.owed.lock());
+        for (server, id) in owed {
+            // One whose server is still silent is noted again.
+            self.release(server as usize, id);
+        }
     }
 
     /// Counts bytes that were copied to replace a lost copy.

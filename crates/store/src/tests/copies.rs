@@ -21,6 +21,7 @@ pub(super) fn impatient() -> ClusterOptions {
         deadline: Duration::from_secs(30),
         dead_after: Duration::ZERO,
         repair_rate: None,
+        ..ClusterOptions::default()
     }
 }
 

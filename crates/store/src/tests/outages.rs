@@ -12,11 +12,13 @@ use crate::{
     repair::RepairTurn,
 };
 
-/// Options under which a silent server is never given up, and operations end soon.
+/// Options under which a silent server is never given up, a channel may take long to open, and
+/// operations end in time.
 fn patient(deadline_ms: u64) -> ClusterOptions {
     ClusterOptions {
         deadline: Duration::from_millis(deadline_ms),
         dead_after: Duration::from_secs(600),
+        reopen_within: Duration::from_secs(20),
         ..impatient()
     }
 }
@@ -382,4 +384,29 @@ fn repairs_that_fail_are_tried_again_at_growing_intervals() {
     );
     assert!(pauses[12] <= Duration::from_secs(2), "{pauses:?}");
     assert!(!pool(&store).has_sealed());
+}
+
+#[test]
+fn a_server_that_was_given_up_gets_its_extents_back_when_it_answers() {
+    let mut world = World::of(3, patient(30_000));
+    let store = raw(&world, 8, 2);
+    let granted = |world: &World, server: usize| {
+        let stat = world.cluster.sessions()[server].stat();
+        stat.expect("it answers").granted_bytes
+    };
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("all live");
+    let silent = usize::from(members_of(&store, 0)[0].server);
+    assert!(granted(&world, silent) > 0);
+    world.servers[silent].cut();
+    world.cluster.health.failed(silent);
+    pool(&store).mark_dead(silent as u8, false);
+    world.repair();
+    let groups = pool(&store).groups().into_iter().flatten();
+    let is_there = |group: ExtentGroup| group.members().any(|(_, it)| it.server == silent as u8);
+    assert!(!groups.into_iter().any(is_there));
+    world.servers[silent].heal();
+    world.wait_until_all_answer();
+    world.repairer.turn(&world.cluster);
+    assert_eq!(granted(&world, silent), 0);
 }
