@@ -225,8 +225,9 @@ typedef struct farpage_region_options {
    */
   uint32_t no_direct_io;
   /**
-   * Copies of each page, as in the runtime's options. "none" for a region with a name. Not for
-   * stores and files.
+   * Copies of each page, as in the runtime's options. Default: those of the runtime for a region
+   * without a name, and "none" for one with a name, which is refused with more. Not for stores
+   * and files.
    */
   const char *redundancy;
 } farpage_region_options;
@@ -309,7 +310,8 @@ typedef struct farpage_runtime_options {
   const char *key_file;
   /**
    * Copies of each page of regions without a name: "none", or "copies=2" to "copies=4". Pages
-   * are on so many different servers, and outlive the death of all but one of them.
+   * are on so many different servers, and outlive the death of all but one of them. Regions with
+   * a name have one copy.
    * FARPAGE_REDUNDANCY. Default: "none".
    */
   const char *redundancy;

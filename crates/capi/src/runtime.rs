@@ -63,7 +63,8 @@ pub struct farpage_runtime_options {
     /// FARPAGE_KEY_FILE. Default: `farpage/key` in `$XDG_CONFIG_HOME` or `~/.config`.
     pub key_file: *const c_char,
     /// Copies of each page of regions without a name: "none", or "copies=2" to "copies=4". Pages
-    /// are on so many different servers, and outlive the death of all but one of them.
+    /// are on so many different servers, and outlive the death of all but one of them. Regions with
+    /// a name have one copy.
     /// FARPAGE_REDUNDANCY. Default: "none".
     pub redundancy: *const c_char,
 }

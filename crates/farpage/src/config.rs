@@ -148,7 +148,8 @@ impl Builder {
     }
 
     /// Sets on how many servers each page of remote regions without a name is kept, so that pages
-    /// outlive the death of all but one of them. Regions may set their own.
+    /// outlive the death of all but one of the servers. Such regions may set their own. Regions
+    /// with a [name](crate::RegionOptions::name) have one copy of each page.
     ///
     /// `FARPAGE_REDUNDANCY` (`none`, `copies=2` to `copies=4`). Default: none, one server.
     pub fn redundancy(mut self, redundancy: Redundancy) -> Self {

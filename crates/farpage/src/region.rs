@@ -87,9 +87,9 @@ impl RegionOptions {
     }
 
     /// Sets on how many servers each page is kept, so that pages outlive the death of all servers
-    /// but one. The region takes as many times its size. Default: the runtime's. A
-    /// [named](Self::name) region has one copy of each page. Does nothing for a region with a store
-    /// of its own.
+    /// but one. The region takes as many times its size. Default: the runtime's for a region
+    /// without a name, and one copy for a [named](Self::name) one, which is refused with more. Does
+    /// nothing for a region with a store of its own.
     pub fn redundancy(mut self, redundancy: Redundancy) -> Self {
         self.redundancy = Some(redundancy);
         self

@@ -280,13 +280,18 @@ impl Runtime {
                     &BlockingOptions::default(),
                 )?,
                 None => {
+                    // The default is one for unnamed regions: a name is kept by one server each.
+                    let default = match options.name {
+                        Some(_) => Redundancy::None,
+                        None => self.defaults.redundancy,
+                    };
                     let remote = RemoteOptions {
                         codec: options.codec.unwrap_or(self.defaults.codec),
                         layout: layout.clone(),
                         reserve: options.reserve,
                         name: options.name.clone(),
                         replace: options.replace,
-                        redundancy: options.redundancy.unwrap_or(self.defaults.redundancy),
+                        redundancy: options.redundancy.unwrap_or(default),
                     };
                     PageStore::remote(cluster, label, bytes as u64, page_bytes, &remote)?
                 }

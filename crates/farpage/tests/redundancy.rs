@@ -93,7 +93,7 @@ fn servers_that_are_killed_are_slower_pages_and_nothing_else() {
         let (_, words) = shared(&mut array);
         let stats = || runtime.stats();
         update_amid(words, rng.next(), || {
-            // At any moment of the work.
+            // A server dies at any moment of the work.
             thread::sleep(Duration::from_millis(200 + rng.below(400) as u64));
             let first = rng.below(3);
             servers[first].kill();
@@ -167,13 +167,13 @@ fn copies_that_cannot_be_kept_are_refused() {
         )
     };
     assert!(is_few(&error), "{error}");
+    // The runtime's copies are a default for regions without a name.
     let named = RegionOptions::new().name("kept");
     let error = runtime
-        .array_with::<u64>(MIB, named.clone())
+        .array_with::<u64>(MIB, named.clone().redundancy(Redundancy::Copies(2)))
         .map(drop)
         .unwrap_err();
     assert!(error.to_string().contains("redundancy none"), "{error}");
-    let named = named.redundancy(Redundancy::None);
     runtime
         .array_with::<u64>(MIB, named)
         .unwrap()

@@ -163,7 +163,7 @@ impl<A: AddressSpace> InThread<A> {
                         (since.elapsed() / 8).clamp(NAP_MIN, NAP_MAX)
                     }
                 };
-                let prepared = self.shared.mapper.woken(&region, page).prepare();
+                let prepared = self.shared.mapper.event_count(&region, page).prepare();
                 if region.words.load(page).state() == seen {
                     prepared.sleep(nap);
                 }

@@ -196,7 +196,7 @@ impl<A: AddressSpace> Installer<A> {
             Some(noted) => self.mapper.wake(region, noted),
             // Notes from before the mapping are settled. Mapping has woken the threads that sleep
             // in the kernel, and no others.
-            None => self.mapper.woken(region, pages.start).tell(),
+            None => self.mapper.tell(region, pages),
         }
     }
 

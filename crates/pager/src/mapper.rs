@@ -23,6 +23,12 @@ use crate::{
 /// Size of the smallest page that the kernel knows.
 const KERNEL_PAGE_BYTES: usize = 4096;
 
+/// Number of event counts. More would let threads that wait for different pages share one less
+/// often.
+const EVENT_COUNTS: usize = 64;
+/// Upper bound of the pages of a run.
+const RUN_PAGES_MAX: usize = 64;
+
 /// Pages that leave together by copying, ascending.
 pub(crate) type Scattered = SmallVec<[PageIndex; SCATTERED_PAGES_MAX]>;
 /// Runs that leave together by being dropped, ascending.
@@ -31,13 +37,14 @@ pub(crate) type Runs = SmallVec<[PageRange; SCATTERED_PAGES_MAX]>;
 /// Address space of the program, by regions and pages.
 pub(crate) struct Mapper<A: AddressSpace> {
     space: Arc<A>,
-    /// Events of pages that threads wait for, which serve their own faults; by shard.
+    /// Events of pages that threads wait for, which serve their own faults. Neighbours share one,
+    /// and so do pages far apart.
     woken: Vec<CachePadded<EventCount>>,
 }
 
 impl<A: AddressSpace> Mapper<A> {
     pub(crate) fn new(space: Arc<A>) -> Mapper<A> {
-        let woken = (0..space.shards()).map(|_| CachePadded::default());
+        let woken = (0..EVENT_COUNTS).map(|_| CachePadded::default());
         Mapper {
             woken: woken.collect(),
             space,
@@ -241,15 +248,25 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.is_present(address)
     }
 
-    /// Returns the count of calls of [`wake`](Self::wake) in the page's shard.
-    pub(crate) fn woken(&self, region: &Region, page: PageIndex) -> &EventCount {
-        &self.woken[self.shard_of(region, page).0]
+    /// Returns the count of events of a page: its mapping, and all other reasons to look again.
+    pub(crate) fn event_count(&self, region: &Region, page: PageIndex) -> &EventCount {
+        let block = region.id.0 as usize + page.0 / RUN_PAGES_MAX;
+        &self.woken[block % EVENT_COUNTS]
+    }
+
+    /// Wakes threads that wait for one of `pages`, a run, and serve their own faults.
+    pub(crate) fn tell(&self, region: &Region, pages: PageRange) {
+        let [first, last] = [pages.start, pages.end - 1].map(|page| self.event_count(region, page));
+        first.tell();
+        if !std::ptr::eq(first, last) {
+            last.tell();
+        }
     }
 
     /// Wakes the threads that sleep on `pages`; they try again.
     pub(crate) fn wake(&self, region: &Region, pages: PageRange) {
         self.space.wake(self.pages(region, pages));
-        self.woken(region, pages.start).tell();
+        self.tell(region, pages);
     }
 
     /// Makes every touch of an absent page raise SIGBUS from now on, until the page is installed.

@@ -27,7 +27,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand};
-use farpage::{Allowance, Redundancy};
+use farpage::{Allowance, FaultMode, Redundancy};
 use farpage_memserver::{RunningServer, Server};
 use farpage_wire::{Endpoint, check_environment};
 
@@ -259,13 +259,18 @@ impl FaultsBy {
     /// Returns the choice of the options, or else of the library's own variable.
     fn chosen(options: &RunOptions) -> Result<FaultsBy> {
         let is_possible = cfg!(target_arch = "x86_64");
-        let by_variable = env::var("FARPAGE_FAULT_MODE").unwrap_or_default();
-        let asked = match (options.in_thread, options.fillers, &*by_variable) {
-            (true, ..) => Some(FaultsBy::Thread),
-            (_, true, _) => Some(FaultsBy::Fillers),
-            (.., "in-thread") => Some(FaultsBy::Thread),
-            (.., "filler") => Some(FaultsBy::Fillers),
-            _ => None,
+        let by_variable = match env::var("FARPAGE_FAULT_MODE") {
+            Ok(mode) => match mode.parse::<FaultMode>() {
+                Ok(mode) => Some(mode),
+                Err(why) => bail!("FARPAGE_FAULT_MODE={mode}: {why}"),
+            },
+            Err(_) => None,
+        };
+        let asked = match (options.in_thread, options.fillers, by_variable) {
+            (true, ..) | (_, false, Some(FaultMode::InThread)) => Some(FaultsBy::Thread),
+            (_, true, _) | (.., Some(FaultMode::Filler)) => Some(FaultsBy::Fillers),
+            (.., None) => None,
+            (.., Some(mode)) => bail!("FARPAGE_FAULT_MODE: farpage run has no mode {mode:?}"),
         };
         match asked {
             Some(FaultsBy::Thread) if !is_possible => {

@@ -37,6 +37,9 @@ pub struct ClusterOptions {
     /// Time without a sign of a server after which its copies of pages are given up, and made anew
     /// on other servers. Default: 3 s.
     pub dead_after: Duration,
+    /// Time from a server's first failure for which a write-back waits for a new channel before a
+    /// copy misses it. Default: 50 ms. A lane looks each 50 ms, so the wait takes up to twice that.
+    pub reopen_within: Duration,
     /// Upper bound of the bytes per second that are copied to replace lost copies. `None`: no
     /// bound. Default: 256 MiB.
     pub repair_rate: Option<u64>,
@@ -47,6 +50,7 @@ impl Default for ClusterOptions {
         Self {
             deadline: Duration::from_secs(10),
             dead_after: Duration::from_secs(3),
+            reopen_within: Duration::from_millis(50),
             // A quarter of what one core moves over TCP: faults go on beside it.
             repair_rate: Some(256 << 20),
         }
@@ -111,7 +115,7 @@ impl Cluster {
         let registrars = sessions.iter().map(|session| session.registrar());
         Arc::new(Self {
             registered: RegPool::new(registrars, RegPoolOptions::default()),
-            health: Arc::new(ServerHealth::new(sessions.len())),
+            health: Arc::new(ServerHealth::new(sessions.len(), options.reopen_within)),
             sessions,
             deadline: options.deadline,
             dead_after: options.dead_after,

@@ -19,11 +19,12 @@ pub(crate) const NO_PANIC: &str = "nothing panics under this lock";
 /// State of a group's member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemberState {
-    /// The member has all slots.
+    /// State of a member that has all slots.
     Good,
-    /// A WRITE is missing here, or bytes are damaged. Never read again.
+    /// State of a member that misses a WRITE, or has damaged bytes. Only a page that is right
+    /// nowhere else is read there.
     Stale,
-    /// The member's server is dead. Final, also if the server comes back.
+    /// State of a member on a dead server. Final, also if the server comes back.
     Dead,
 }
 
@@ -42,6 +43,8 @@ pub(crate) struct ExtentGroup {
     /// Members by position, the home first. `None`: the copy is missing.
     members: [Option<Member>; COPIES_MAX],
     copies: u8,
+    /// Number of replaced members: positions that were noted before may name other extents now.
+    pub(crate) changes: u32,
     /// Length of each extent that is used.
     pub(crate) bytes: u64,
 }
@@ -62,6 +65,7 @@ impl ExtentGroup {
         Self {
             members,
             copies: copies as u8,
+            changes: 0,
             bytes,
         }
     }
@@ -214,11 +218,20 @@ impl GroupTable {
     }
 
     /// Marks Good members in `bits` Stale whose bytes are damaged, unless they are all that is
-    /// Good. `right` is a member that has the right bytes. Returns the server of a member that was
-    /// marked.
-    pub(crate) fn mark_damaged(&self, index: u32, bits: u8, right: Member) -> Option<u8> {
+    /// Good. `right` is a member that has the right bytes. `changes` is the group's number when the
+    /// positions were noted: nothing is marked if a member was replaced since. Returns the server
+    /// of a member that was marked.
+    pub(crate) fn mark_damaged(
+        &self,
+        index: u32,
+        (bits, changes): (u8, u32),
+        right: Member,
+    ) -> Option<u8> {
         let mut groups = self.0.write().expect(NO_PANIC);
         let group = groups.by_index.get_mut(index as usize)?.as_mut()?;
+        if group.changes != changes {
+            return None;
+        }
         let has_right = group.good().any(|(at, member)| {
             (member.server, member.id) == (right.server, right.id) && bits & (1 << at) == 0
         });
@@ -254,6 +267,8 @@ impl GroupTable {
     pub(crate) fn replace(&self, index: u32, at: u8, member: Option<Member>) {
         let mut groups = self.0.write().expect(NO_PANIC);
         let group = groups.by_index[index as usize].as_mut();
-        group.expect("a sealed extent is kept").members[usize::from(at)] = member;
+        let group = group.expect("a sealed extent is kept");
+        group.members[usize::from(at)] = member;
+        group.changes = group.changes.wrapping_add(1);
     }
 }

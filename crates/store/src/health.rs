@@ -7,7 +7,7 @@
 use std::{
     sync::{
         OnceLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::Thread,
     time::{Duration, Instant},
@@ -19,19 +19,27 @@ pub(crate) struct ServerHealth {
     /// Time of the first failure since the last success, in milliseconds since `began`, plus 1.
     /// Zero: the server is not suspect. Relaxed: hints, which no memory depends on.
     suspect_since: Box<[AtomicU64]>,
+    /// Flags of the servers, true if an operation has succeeded there since the last look.
+    heard: Box<[AtomicBool]>,
     /// Number of changes. A pool that has seen fewer looks at its groups again.
     version: AtomicU64,
     began: Instant,
+    /// Time of silence that may be a short one.
+    reopen_within: Duration,
     /// Thread that repairs, once there is one.
     repairer: OnceLock<Thread>,
 }
 
 impl ServerHealth {
-    pub(crate) fn new(servers: usize) -> Self {
+    /// Makes the health of servers that all answer. A silence of up to `reopen_within` may be a
+    /// short one.
+    pub(crate) fn new(servers: usize, reopen_within: Duration) -> Self {
         Self {
             suspect_since: (0..servers).map(|_| AtomicU64::new(0)).collect(),
+            heard: (0..servers).map(|_| AtomicBool::new(false)).collect(),
             version: AtomicU64::new(0),
             began: Instant::now(),
+            reopen_within,
             repairer: OnceLock::new(),
         }
     }
@@ -64,10 +72,24 @@ impl ServerHealth {
 
     /// Notes that an operation succeeded at a server.
     pub(crate) fn succeeded(&self, server: usize) {
+        // Looked at first: the line is not fetched for writing by each operation.
+        if !self.heard[server].load(Ordering::Relaxed) {
+            self.heard[server].store(true, Ordering::Relaxed);
+        }
+        self.answered(server);
+    }
+
+    /// Notes that a server answered a call that was made to hear of it.
+    pub(crate) fn answered(&self, server: usize) {
         if !self.is_fine(server) {
             self.suspect_since[server].store(0, Ordering::Relaxed);
             self.changed();
         }
+    }
+
+    /// True if an operation has succeeded at the server since the last call.
+    pub(crate) fn take_heard(&self, server: usize) -> bool {
+        self.heard[server].swap(false, Ordering::Relaxed)
     }
 
     /// True if the server is not suspect.
@@ -82,6 +104,12 @@ impl ServerHealth {
         Some(self.began.elapsed().saturating_sub(since))
     }
 
+    /// True if the server is not suspect, or has been for so short that it may answer in a moment.
+    pub(crate) fn may_answer_soon(&self, server: usize) -> bool {
+        let silent = self.suspect_for(server);
+        silent.is_none_or(|silent| silent < self.reopen_within)
+    }
+
     /// Returns the number of changes so far.
     pub(crate) fn version(&self) -> u64 {
         self.version.load(Ordering::Acquire)
@@ -91,5 +119,24 @@ impl ServerHealth {
     pub(crate) fn changed(&self) {
         self.version.fetch_add(1, Ordering::Release);
         self.wake();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_operations_spare_a_server_the_next_call() {
+        let health = ServerHealth::new(2, Duration::ZERO);
+        health.answered(0);
+        assert!(!health.take_heard(0));
+        health.succeeded(0);
+        assert!(!health.take_heard(1));
+        assert!(health.take_heard(0) && !health.take_heard(0));
+        health.failed(1);
+        assert!(!health.is_fine(1));
+        health.answered(1);
+        assert!(health.is_fine(1) && !health.take_heard(1));
     }
 }

@@ -616,9 +616,10 @@ impl<F: RunBuffer> Lane<F> {
         };
         match run.way {
             Direction::Fill => {
+                let outlook = self.outlook(&run, remote, transfer.place);
                 let coder = &mut self.coder;
                 let block = block.as_ref().map(|block| block.as_ref());
-                run.fetched(part, remote, transfer, coder, block, result)
+                run.fetched(part, remote, (transfer, outlook), coder, block, result)
             }
             Direction::WriteBack => self.written(&mut run, part, remote, transfer, result),
         }

@@ -14,6 +14,7 @@
 mod blocking;
 mod cluster;
 mod codec;
+mod copier;
 mod elements;
 mod entry;
 mod error;

@@ -29,6 +29,25 @@ impl Redundancy {
         }
     }
 
+    /// Returns the most bytes of pages for which different servers with these `rooms` have room. A
+    /// server has at most one copy of each page. So the answer is the largest number of which the
+    /// rooms, each counted up to that number, are together as many times as much as there are
+    /// copies.
+    pub fn room(self, rooms: &[u64]) -> u64 {
+        let mut rooms = rooms.to_vec();
+        rooms.sort_unstable_by(|a, b| b.cmp(a));
+        let mut rest: u64 = rooms.iter().sum();
+        // The largest servers have a copy of everything, and the others share what is left.
+        for (copies, room) in (1..=self.copies() as u64).rev().zip(rooms) {
+            let most = rest / copies;
+            if room <= most {
+                return most;
+            }
+            rest -= room;
+        }
+        0
+    }
+
     /// True if pages can be kept so: copies are 2 to 4.
     pub(crate) fn is_valid(self) -> bool {
         matches!(self, Self::None | Self::Copies(2..=4))
@@ -105,6 +124,28 @@ pub struct RemoteOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn room_is_counted_where_each_copy_is_on_another_server() {
+        let two = Redundancy::Copies(2);
+        assert_eq!(Redundancy::None.room(&[3, 5]), 8);
+        assert_eq!(two.room(&[10, 10]), 10);
+        assert_eq!(two.room(&[100, 1]), 1, "the rest has no second server");
+        assert_eq!(two.room(&[100, 6, 4]), 10);
+        assert_eq!(two.room(&[7, 5, 4]), 8);
+        assert_eq!((two.room(&[100]), two.room(&[])), (0, 0));
+        assert_eq!(Redundancy::Copies(3).room(&[9, 9, 1, 1]), 2);
+        // All sums of small rooms, against a search.
+        for rooms in (0..6u64.pow(4)).map(|n| [n % 6, n / 6 % 6, n / 36 % 6, n / 216]) {
+            for copies in 1..=4 {
+                let fits = |x: &u64| {
+                    rooms.iter().map(|room| room.min(x)).sum::<u64>() >= u64::from(copies) * x
+                };
+                let most = (0..=24).rev().find(fits).expect("zero fits");
+                assert_eq!(Redundancy::Copies(copies).room(&rooms), most, "{rooms:?}");
+            }
+        }
+    }
 
     #[test]
     fn a_redundancy_is_read_as_it_is_written() {

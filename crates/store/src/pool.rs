@@ -26,7 +26,7 @@ use crate::{
     health::ServerHealth,
     place::{SlotPlace, SlotSpan, slot_bytes},
     readers::ReaderSlots,
-    slots::{Arena, Choice, Slot},
+    slots::{Arena, Slot},
     snapshots::{OLDEST, Snapshots},
 };
 
@@ -55,8 +55,10 @@ pub(crate) struct SlotPool {
     copied_bytes: Box<[AtomicU64]>,
     /// Server on which a copy was damaged, plus 1, until that is logged; 0 without one.
     damaged_on: AtomicU32,
-    /// True while a group is sealed: its room comes back.
-    has_sealed: AtomicBool,
+    /// Number of sealed groups: their room comes back.
+    sealed: AtomicU32,
+    /// Extents of suspect servers that go back when their servers answer.
+    owed: Mutex<Vec<(u8, ExtentId)>>,
     /// Bytes that were copied to replace lost copies.
     repaired_bytes: AtomicU64,
     /// Held while servers are asked for memory. The last refusal, and its time.
@@ -119,7 +121,8 @@ impl SlotPool {
             seen: AtomicU64::new(0),
             groups: GroupTable::default(),
             damaged_on: AtomicU32::new(0),
-            has_sealed: AtomicBool::new(false),
+            sealed: AtomicU32::new(0),
+            owed: Mutex::default(),
             repaired_bytes: AtomicU64::new(0),
             growing: Mutex::new(None),
             is_growing: AtomicBool::new(false),
@@ -251,8 +254,10 @@ impl SlotPool {
         let index = self.groups.add(group)?;
         let mut arena = self.arenas[arena as usize].lock();
         arena.add(index, group.bytes);
-        if group.lacks_copies() {
-            arena.choose(index, Choice::Second);
+        if self.has_copies() {
+            // Looked up under the lock: what changes later comes by `follow_health`.
+            let choice = self.choice_of(index);
+            arena.choose(index, choice);
         }
         drop(arena);
         self.grants.fetch_add(1, Ordering::Release);
@@ -312,8 +317,15 @@ impl SlotPool {
 
     fn release(&self, server: usize, id: ExtentId) {
         let session = &self.servers[server].1;
-        if self.copies > 1 && session.loss(false).is_some() {
-            return;
+        if self.has_copies() {
+            if session.loss(false).is_some() {
+                return;
+            }
+            if !self.is_usable(server as u8) {
+                // A call would wait for its deadline.
+                self.owed.lock().push((server as u8, id));
+                return;
+            }
         }
         if let Err(error) = session.release(id) {
             // The session's end frees the extent at the latest.

@@ -480,8 +480,8 @@ impl RemoteStore {
 
     /// Takes slots by `alloc`. If it finds too few, starts to ask servers for memory.
     fn take(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoSlot> {
-        // Asked first: what ends in between, a write, a publication, a snapshot or a repair, may
-        // have made room.
+        // Looked at before the search: a write, a publication, a snapshot or a repair that ends in
+        // between may have made room.
         let unsettled =
             self.pool.has_unsettled() || self.pool.snapshots.hold_any() || self.pool.has_sealed();
         let published = self.publications.as_ref().map(Publications::ended);

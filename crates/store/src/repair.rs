@@ -14,13 +14,19 @@
 //! 4. The new member takes its position as Good, in one step under the table's lock.
 //! 5. The group is unsealed. Writes that begin now go to all Good members, the new one included.
 //!
-//! A Stale member is not written to again: a late WRITE could still land in it. Its extent goes
-//! back and the copy is made in a new one, on the same server if that has room.
+//! A Stale member is not written to again: a late WRITE could still land in it. The copy is made in
+//! a new extent, on the same server if that has room. The Stale one goes back afterwards: pages of
+//! it may be right nowhere else. Only where no server has room for both, it goes back first.
+//!
+//! A group is sealed once a source and an extent for the copy are there, so that nothing is taken
+//! out of use in vain.
 //!
 //! A thread does this for a cluster with copies, and sleeps while nothing is missing. Nothing here
 //! verifies hashes: pages are verified when they are filled.
 
 use std::{
+    collections::HashMap,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Weak,
         atomic::{AtomicBool, Ordering},
@@ -29,22 +35,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_fabric::{
-    AllocError, Channel, ChannelError, ConnectError, ExtentId, Op, Session, Verb,
-    log::later,
-    regmem::{RegBuf, RegPool},
-};
-use nix::poll::{PollFd, PollFlags};
+use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegBuf};
 
 use crate::{
     Cluster,
+    copier::Copier,
     groups::{ExtentGroup, Member, MemberState},
-    lane::sleep,
     pool::SlotPool,
 };
 
-/// Bytes that are copied at a time: as many as a run of pages has.
-const PIECE_BYTES: u64 = 512 << 10;
 /// Pause between looks at servers that do not answer, and at groups whose writes have not ended.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Interval at which servers are asked for a sign of life, so that the death of one that no page
@@ -52,6 +51,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 const LISTEN_EVERY: Duration = Duration::from_secs(1);
 /// Pause before servers without room are asked again.
 const ROOM_EVERY: Duration = Duration::from_secs(1);
+/// Longest pause after repairs that failed: doubled from [`LOOK_EVERY`].
+const FAILED_PAUSE_MAX: Duration = Duration::from_secs(2);
+/// Number of failures in a row after which they are logged: single ones are deaths, which are.
+const FAILURES_TO_TELL: u32 = 3;
 
 /// State of a cluster's repairs between two turns.
 pub(crate) struct Repairer {
@@ -63,8 +66,31 @@ pub(crate) struct Repairer {
     told_dead: Vec<bool>,
     /// True once a lack of room was reported. False again after a repair.
     told_full: bool,
-    /// The group that is sealed.
-    sealed: Option<(Arc<SlotPool>, u32)>,
+    /// True once a lack of servers was reported. False again after a repair.
+    told_few: bool,
+    /// Number of turns in a row that failed.
+    failures: u32,
+    /// The group that is sealed until its writes have ended.
+    sealed: Option<SealedGroup>,
+}
+
+/// A sealed group, whose copy is to be made.
+struct SealedGroup {
+    pool: Arc<SlotPool>,
+    index: u32,
+    plan: CopyPlan,
+}
+
+/// Preparation of a copy.
+#[derive(Clone, Copy)]
+struct CopyPlan {
+    /// Position of the copy.
+    at: u8,
+    /// Member that is replaced.
+    lost: Option<Member>,
+    /// Server and extent that were granted for the copy. `None`: the stale member's server has room
+    /// only for one of both, so that the stale one goes back first.
+    target: Option<(u8, ExtentId)>,
 }
 
 /// Outcome of a turn: what is left to do.
@@ -76,20 +102,28 @@ pub(crate) enum RepairTurn {
     Repaired,
     /// A server is silent, or writes to a sealed group have not ended.
     Waits,
-    /// Copies are missing that no server has room for, or that cannot be read.
+    /// A server failed while a copy was made.
+    Failed,
+    /// Copies are missing that no server has room for.
     NoRoom,
 }
 
 /// Outcome of one repair.
 enum Repair {
     Done,
-    /// Writes to the group have not ended: it stays sealed.
+    /// Writes to the group have not ended.
     Waits,
-    /// No server has room for the copy. Holds the last refusal.
+    /// A server that is needed is silent: it answers again, or is given up soon.
+    Silent,
+    /// No server has room for the copy. Holds the last refusal; `None` if there is no server to
+    /// ask.
     NoRoom(Option<AllocError>),
-    /// A server failed on the way.
-    Failed,
+    /// A server failed on the way. Holds its error.
+    Failed(String),
 }
+
+/// Servers that refused memory in this turn, by port, each with the fewest bytes it refused.
+type Refusals = HashMap<usize, (u64, AllocError)>;
 
 impl Cluster {
     /// Starts the thread that repairs, unless it runs.
@@ -112,20 +146,32 @@ impl Cluster {
 
 /// Repairs until the cluster is gone.
 fn work(cluster: &Weak<Cluster>, servers: usize) {
-    let mut repairer = Repairer::new(servers);
-    loop {
-        let Some(alive) = cluster.upgrade() else {
-            return;
-        };
-        repairer.listen(&alive);
-        let turn = repairer.turn(&alive);
-        drop(alive);
-        match turn {
-            RepairTurn::Idle => thread::park_timeout(LISTEN_EVERY),
-            RepairTurn::Repaired => {}
-            RepairTurn::Waits => thread::park_timeout(LOOK_EVERY),
-            RepairTurn::NoRoom => thread::park_timeout(ROOM_EVERY),
+    let body = AssertUnwindSafe(|| {
+        let mut repairer = Repairer::new(servers);
+        let mut next_copy = Instant::now();
+        while let Some(alive) = cluster.upgrade() {
+            repairer.listen(&alive);
+            let turn = match next_copy.checked_duration_since(Instant::now()) {
+                None => repairer.turn(&alive),
+                Some(_) => {
+                    repairer.look_at_servers(&alive, &alive.pools_with_copies());
+                    RepairTurn::Waits
+                }
+            };
+            drop(alive);
+            match turn {
+                RepairTurn::Idle => thread::park_timeout(LISTEN_EVERY),
+                RepairTurn::Repaired => {}
+                RepairTurn::Waits => thread::park_timeout(LOOK_EVERY),
+                RepairTurn::NoRoom => thread::park_timeout(ROOM_EVERY),
+                RepairTurn::Failed => next_copy = Instant::now() + repairer.pause(),
+            }
         }
+    });
+    if catch_unwind(body).is_err() {
+        // The panic hook has told why. Without repairs the next death would lose pages.
+        eprintln!("farpage: the thread that repairs copies panicked; aborting the process");
+        std::process::abort();
     }
 }
 
@@ -136,6 +182,8 @@ impl Repairer {
             probed: vec![None; servers],
             told_dead: vec![false; servers],
             told_full: false,
+            told_few: false,
+            failures: 0,
             sealed: None,
         }
     }
@@ -144,6 +192,7 @@ impl Repairer {
     pub(crate) fn turn(&mut self, cluster: &Arc<Cluster>) -> RepairTurn {
         let pools = cluster.pools_with_copies();
         pools.iter().for_each(tell_of_damage);
+        pools.iter().for_each(|pool| pool.release_owed());
         let any_silent = self.look_at_servers(cluster, &pools);
         match self.repair_one(cluster, &pools) {
             RepairTurn::Idle if any_silent => RepairTurn::Waits,
@@ -152,7 +201,14 @@ impl Repairer {
         }
     }
 
-    /// Asks servers for a sign of life now and then. One that owes it for long is suspect.
+    /// Returns the pause after a turn that failed.
+    pub(crate) fn pause(&self) -> Duration {
+        let doubled = LOOK_EVERY * 2u32.pow(self.failures.saturating_sub(1).min(10));
+        doubled.min(FAILED_PAUSE_MAX)
+    }
+
+    /// Asks servers for a sign of life now and then, unless operations succeed there. One that owes
+    /// the sign for long is suspect.
     fn listen(&mut self, cluster: &Arc<Cluster>) {
         for (server, session) in cluster.sessions().iter().enumerate() {
             let since = self.probed[server].map_or(LISTEN_EVERY, |probed| probed.elapsed());
@@ -161,7 +217,10 @@ impl Repairer {
                     cluster.health.failed(server);
                 }
             } else if since >= LISTEN_EVERY && session.loss(false).is_none() {
-                self.probe(cluster, server, session);
+                match cluster.health.take_heard(server) {
+                    true => self.probed[server] = Some(Instant::now()),
+                    false => self.probe(cluster, server, session),
+                }
             }
         }
     }
@@ -221,7 +280,7 @@ impl Repairer {
             // calls and move no bytes.
             let is_fine = health.is_fine(server);
             match is_fine && session.stat().is_ok() || session.channel::<RegBuf>().is_ok() {
-                true => health.succeeded(server),
+                true => health.answered(server),
                 false => health.failed(server),
             }
             is_running.store(false, Ordering::Release);
@@ -244,44 +303,99 @@ impl Repairer {
         // A group that was sealed comes first: its writes may have ended.
         let sealed = self.sealed.take();
         let is_sealed = |pool: &Arc<SlotPool>, index| {
-            (sealed.as_ref()).is_some_and(|(of, at)| Arc::ptr_eq(of, pool) && *at == index)
+            (sealed.as_ref()).is_some_and(|it| Arc::ptr_eq(&it.pool, pool) && it.index == index)
         };
         lacking.sort_by_key(|(good, pool, index)| (!is_sealed(pool, *index), *good));
-        if let Some((pool, index)) = &sealed
-            && !(lacking.first()).is_some_and(|(_, of, at)| Arc::ptr_eq(of, pool) && at == index)
-        {
-            pool.unseal(*index);
-        }
-        let mut turn = RepairTurn::Idle;
+        let any_sealed = (lacking.first()).is_some_and(|(_, pool, at)| is_sealed(pool, *at));
+        let mut sealed = match sealed {
+            Some(sealed) if !any_sealed => {
+                sealed.give_up();
+                None
+            }
+            sealed => sealed,
+        };
+        let (mut turn, mut failure) = (RepairTurn::Idle, None);
+        let mut refusals = Refusals::new();
         for (_, pool, index) in lacking {
-            match repair(cluster, &pool, index) {
+            if self.sealed.is_some() && !pool.is_at_rest(index) {
+                // One group stays sealed until its writes have ended. Others are tried again.
+                turn = RepairTurn::Waits;
+                continue;
+            }
+            let group = match sealed.take() {
+                Some(sealed) if sealed.fits() => Ok(sealed),
+                unfit => {
+                    unfit.into_iter().for_each(SealedGroup::give_up);
+                    SealedGroup::new(&pool, index, &mut refusals)
+                }
+            };
+            let repair = match group {
+                Err(repair) => repair,
+                Ok(group) => match group.copy(cluster) {
+                    Err(group) if self.sealed.is_none() => {
+                        self.sealed = Some(group);
+                        Repair::Waits
+                    }
+                    Err(group) => {
+                        group.give_up();
+                        Repair::Waits
+                    }
+                    Ok(repair) => repair,
+                },
+            };
+            match repair {
                 Repair::Done => {
-                    self.told_full = false;
+                    (self.told_full, self.told_few, self.failures) = (false, false, 0);
                     return RepairTurn::Repaired;
                 }
-                Repair::Waits => {
-                    self.sealed = Some((pool, index));
-                    return RepairTurn::Waits;
-                }
-                Repair::Failed => turn = RepairTurn::Waits,
+                Repair::Waits | Repair::Silent => turn = RepairTurn::Waits,
+                Repair::Failed(error) => failure = Some(error),
                 Repair::NoRoom(refusal) => {
-                    if let Some(refusal) = refusal
-                        && !std::mem::replace(&mut self.told_full, true)
-                    {
-                        later(move || {
-                            tracing::warn!(
-                                reason = %refusal,
-                                "pages have fewer copies than asked for, since no other server has room; asking again"
-                            );
-                        });
-                    }
+                    self.tell_of_lack(refusal);
                     if turn == RepairTurn::Idle {
                         turn = RepairTurn::NoRoom;
                     }
                 }
             }
         }
-        turn
+        match failure {
+            None => turn,
+            Some(error) => {
+                self.tell_of_failure(error);
+                RepairTurn::Failed
+            }
+        }
+    }
+
+    /// Logs that there is no room for copies, unless it has been said.
+    fn tell_of_lack(&mut self, refusal: Option<AllocError>) {
+        match refusal {
+            Some(refusal) if !std::mem::replace(&mut self.told_full, true) => later(move || {
+                tracing::warn!(
+                    reason = %refusal,
+                    "pages have fewer copies than asked for, since no other server has room; asking again"
+                );
+            }),
+            None if !std::mem::replace(&mut self.told_few, true) => later(|| {
+                tracing::warn!(
+                    "pages have fewer copies than asked for, since too few servers answer; start them again with their memory, or add a server and restart the program"
+                );
+            }),
+            _ => {}
+        }
+    }
+
+    /// Logs that copies cannot be made, once that has failed several times in a row.
+    fn tell_of_failure(&mut self, error: String) {
+        self.failures = self.failures.saturating_add(1);
+        if self.failures == FAILURES_TO_TELL {
+            later(move || {
+                tracing::warn!(
+                    error,
+                    "a lost copy of pages cannot be made again; trying again, at longer and longer intervals"
+                );
+            });
+        }
     }
 }
 
@@ -292,7 +406,7 @@ fn tell_of_damage(pool: &Arc<SlotPool>) {
         later(move || {
             tracing::warn!(
                 %endpoint,
-                "a memory server returned damaged bytes: they were read from another copy, and are copied again; check its memory"
+                "a memory server returned damaged bytes, or none: they were read from another copy, and are copied again; check its memory and disk"
             );
         });
     }
@@ -300,96 +414,173 @@ fn tell_of_damage(pool: &Arc<SlotPool>) {
 
 impl Drop for Repairer {
     fn drop(&mut self) {
-        if let Some((pool, index)) = self.sealed.take() {
-            pool.unseal(index);
+        self.sealed
+            .take()
+            .into_iter()
+            .for_each(SealedGroup::give_up);
+    }
+}
+
+impl CopyPlan {
+    /// Prepares the first copy that a group lacks.
+    ///
+    /// # Errors
+    /// The reason why nothing can be done, or nothing needs to be.
+    fn new(pool: &SlotPool, index: u32, refusals: &mut Refusals) -> Result<Self, Repair> {
+        let group = pool.group_at(index).ok_or(Repair::Done)?;
+        let (at, lost) = lacking(&group).ok_or(Repair::Done)?;
+        if !group
+            .good()
+            .any(|(_, member)| pool.is_usable(member.server))
+        {
+            return Err(Repair::Silent);
+        }
+        let stale = lost.filter(|lost| lost.state == MemberState::Stale);
+        if stale.is_some_and(|stale| !pool.is_usable(stale.server)) {
+            return Err(Repair::Silent);
+        }
+        let target = match new_extent(pool, index, &group, lost, refusals) {
+            Ok(target) => Some(target),
+            Err(Some(AllocError::Control(error))) => {
+                return Err(Repair::Failed(error.to_string()));
+            }
+            Err(_) if stale.is_some() => None,
+            Err(refusal) => return Err(Repair::NoRoom(refusal)),
+        };
+        Ok(Self { at, lost, target })
+    }
+}
+
+impl SealedGroup {
+    /// Prepares a copy of a group, and seals the group.
+    ///
+    /// # Errors
+    /// The reason why nothing can be done, or nothing needs to be. The group is not sealed then.
+    fn new(pool: &Arc<SlotPool>, index: u32, refusals: &mut Refusals) -> Result<Self, Repair> {
+        let plan = CopyPlan::new(pool, index, refusals)?;
+        let sealed = Self {
+            pool: pool.clone(),
+            index,
+            plan,
+        };
+        if !pool.seal(index) {
+            sealed.drop_target();
+            return Err(Repair::Done);
+        }
+        Ok(sealed)
+    }
+
+    /// True if the preparation is still right: servers may have failed since.
+    fn fits(&self) -> bool {
+        let CopyPlan { at, lost, target } = self.plan;
+        let group = self.pool.group_at(self.index);
+        let found = group.as_ref().and_then(lacking);
+        let is_there = found.is_some_and(|(now, _)| now == at)
+            && group.is_some_and(|group| group.member(at) == lost);
+        is_there && target.is_none_or(|(server, _)| self.pool.is_usable(server))
+    }
+
+    /// Gives the preparation up.
+    fn give_up(self) {
+        self.drop_target();
+        self.unseal();
+    }
+
+    fn drop_target(&self) {
+        if let Some((server, id)) = self.plan.target {
+            self.pool.drop_copy(server, id);
         }
     }
+
+    /// Puts the group back into use. A region may have ended meanwhile, which gives back no sealed
+    /// extent.
+    fn unseal(&self) {
+        let pieces = self.pool.pieces_at_rest(self.index);
+        self.pool.unseal(self.index);
+        if pieces.is_some_and(|pieces| pieces.is_empty()) {
+            self.pool.shrink();
+        }
+    }
+
+    /// Makes the copy, and unseals the group.
+    ///
+    /// # Errors
+    /// The group: writes to it have not ended.
+    fn copy(mut self, cluster: &Cluster) -> Result<Repair, Self> {
+        let Some(pieces) = self.pool.pieces_at_rest(self.index) else {
+            return Err(self);
+        };
+        let repair = self.copy_pieces(cluster, &pieces);
+        if !matches!(repair, Repair::Done) {
+            self.drop_target();
+        }
+        self.unseal();
+        Ok(repair)
+    }
+
+    /// Copies the pieces of a group at rest to the new member, from the first Good member that can
+    /// be read.
+    fn copy_pieces(&mut self, cluster: &Cluster, pieces: &[(u64, u64)]) -> Repair {
+        let (pool, index) = (&self.pool, self.index);
+        let CopyPlan { at, lost, target } = self.plan;
+        // Looked up now: the writes that were waited for may have changed the group.
+        let Some(group) = pool.group_at(index) else {
+            return Repair::Done;
+        };
+        // 1. The extent.
+        let (server, id) = match (target, lost) {
+            (Some(target), _) => target,
+            (None, Some(stale)) => {
+                pool.replace(index, at, None);
+                match pool.grant_copy(stale.server, group.bytes) {
+                    Ok(extent) => (stale.server, extent.id),
+                    Err(refusal) => return Repair::NoRoom(Some(refusal)),
+                }
+            }
+            (None, None) => return Repair::NoRoom(None),
+        };
+        self.plan.target = Some((server, id));
+        // 2. The bytes.
+        let mut failure = None;
+        for (_, source) in group.good().filter(|(_, it)| pool.is_usable(it.server)) {
+            let copied = Copier::new(cluster, pool, source, server)
+                .and_then(|mut copier| copier.copy_all(source, (server, id), pieces));
+            match copied {
+                // 3. The table.
+                Ok(()) => {
+                    pool.replace(index, at, Some((server, id)));
+                    pool.count_repaired(pieces.iter().map(|(_, len)| len).sum());
+                    return Repair::Done;
+                }
+                Err(error) => failure = Some(error),
+            }
+            if !pool.is_usable(server) {
+                break;
+            }
+        }
+        failure.map_or(Repair::Silent, Repair::Failed)
+    }
 }
 
-/// Makes the first copy that a group lacks. Leaves the group unsealed unless writes to it have not
-/// ended.
-fn repair(cluster: &Cluster, pool: &Arc<SlotPool>, index: u32) -> Repair {
-    if !pool.seal(index) {
-        return Repair::Done;
-    }
-    let Some(pieces) = pool.pieces_at_rest(index) else {
-        return Repair::Waits;
-    };
-    let repair = copy(cluster, pool, index, &pieces);
-    pool.unseal(index);
-    if pieces.is_empty() {
-        // A region may have ended meanwhile, which gives back no sealed extent.
-        pool.shrink();
-    }
-    repair
-}
-
-/// Copies a sealed group at rest to a new member.
-fn copy(cluster: &Cluster, pool: &Arc<SlotPool>, index: u32, pieces: &[(u64, u64)]) -> Repair {
-    // Read here: writes that have ended since may have changed it.
-    let Some(group) = pool.group_at(index) else {
-        return Repair::Done;
-    };
+/// Finds the first copy that a group lacks: its position, and the member that is to be replaced.
+fn lacking(group: &ExtentGroup) -> Option<(u8, Option<Member>)> {
     let is_lacking =
         |member: &Option<Member>| member.is_none_or(|member| member.state != MemberState::Good);
-    let Some((at, lacking)) = group.positions().find(|(_, member)| is_lacking(member)) else {
-        return Repair::Done;
-    };
-    let source = (group.good()).find(|(_, member)| pool.is_usable(member.server));
-    let Some((_, source)) = source else {
-        return Repair::Failed;
-    };
-    // 1. An extent on a server that has no copy; that of a stale one goes back first.
-    if let Some(member) = lacking
-        && member.state == MemberState::Stale
-    {
-        if !pool.is_usable(member.server) {
-            // The server answers again, or is dead soon.
-            return Repair::Failed;
-        }
-        pool.replace(index, at, None);
-    }
-    let (server, id) = match new_extent(pool, index, &group, lacking) {
-        Ok(extent) => extent,
-        Err(refusal) => return Repair::NoRoom(refusal),
-    };
-    // 2. The bytes.
-    let mut copier = match Copier::new(cluster, pool, source, server) {
-        Ok(copier) => copier,
-        Err(()) => {
-            pool.drop_copy(server, id);
-            return Repair::Failed;
-        }
-    };
-    for &(mut offset, mut left) in pieces {
-        while left > 0 {
-            let len = left.min(PIECE_BYTES);
-            if copier
-                .copy(source, (server, id), offset, len as u32)
-                .is_err()
-            {
-                pool.drop_copy(server, id);
-                return Repair::Failed;
-            }
-            (offset, left) = (offset + len, left - len);
-        }
-    }
-    // 3. The table.
-    pool.replace(index, at, Some((server, id)));
-    pool.count_repaired(pieces.iter().map(|(_, len)| len).sum());
-    Repair::Done
+    group.positions().find(|(_, member)| is_lacking(member))
 }
 
 /// Asks servers for the extent of a new member: first that of the lost one, if it answers, then
-/// those that have no copy of the group.
+/// those that have no copy of the group. A server that refused as much in this turn is not asked.
 ///
 /// # Errors
-/// The last refusal; `None` if there is no server to ask.
+/// The last refusal, or failure of a call, after which nobody knows if there is room; `None` if
+/// there is no server to ask.
 fn new_extent(
     pool: &SlotPool,
     index: u32,
     group: &ExtentGroup,
     lost: Option<Member>,
+    refusals: &mut Refusals,
 ) -> Result<(u8, ExtentId), Option<AllocError>> {
     let servers = pool.servers().len() as u32;
     let before = lost.map(|lost| lost.server);
@@ -399,87 +590,29 @@ fn new_extent(
         Some(*server) == before || group.members().all(is_elsewhere)
     };
     let mut refusal = None;
+    let mut note = |error| {
+        if !matches!(refusal, Some(AllocError::Control(_))) {
+            refusal = Some(error);
+        }
+    };
     let others = others.filter(|server| Some(*server) != before);
     for server in before.into_iter().chain(others).filter(is_free) {
         if !pool.is_usable(server) {
             continue;
         }
+        let port = pool.port(server);
+        if let Some((_, error)) = (refusals.get(&port)).filter(|(least, _)| *least <= group.bytes) {
+            note(error.clone());
+            continue;
+        }
         match pool.grant_copy(server, group.bytes) {
             Ok(extent) if extent.bytes >= group.bytes => return Ok((server, extent.id)),
             Ok(extent) => pool.drop_copy(server, extent.id),
-            Err(error) => refusal = Some(error),
+            Err(error) => {
+                refusals.insert(port, (group.bytes, error.clone()));
+                note(error);
+            }
         }
     }
     Err(refusal)
-}
-
-/// Copies bytes from one server to another through channels of its own, at a bounded rate.
-struct Copier<'a> {
-    registered: &'a RegPool,
-    from: Box<dyn Channel<RegBuf>>,
-    to: Box<dyn Channel<RegBuf>>,
-    /// Upper bound of the bytes per second.
-    rate: Option<u64>,
-    began: Instant,
-    copied_bytes: u64,
-}
-
-impl<'a> Copier<'a> {
-    fn new(cluster: &Cluster, pool: &'a SlotPool, source: Member, server: u8) -> Result<Self, ()> {
-        let open = |server: u8| {
-            let port = pool.port(server);
-            let channel = cluster.sessions()[port].channel();
-            channel.map_err(|_: ConnectError| cluster.health.failed(port))
-        };
-        Ok(Self {
-            registered: &pool.registered,
-            from: open(source.server)?,
-            to: open(server)?,
-            rate: cluster.repair_rate,
-            began: Instant::now(),
-            copied_bytes: 0,
-        })
-    }
-
-    fn copy(
-        &mut self,
-        source: Member,
-        (_, id): (u8, ExtentId),
-        offset: u64,
-        len: u32,
-    ) -> Result<(), ()> {
-        let buf = self.registered.acquire(len as usize).map_err(drop)?;
-        let op = |verb, extent, buf| Op {
-            tag: 0,
-            verb,
-            extent,
-            offset,
-            len,
-            buf,
-        };
-        let buf = transfer(&mut *self.from, op(Verb::Read, source.id, buf)).map_err(drop)?;
-        transfer(&mut *self.to, op(Verb::Write, id, buf)).map_err(drop)?;
-        self.copied_bytes += u64::from(len);
-        if let Some(rate) = self.rate {
-            let due = Duration::from_secs_f64(self.copied_bytes as f64 / rate as f64);
-            thread::sleep(due.saturating_sub(self.began.elapsed()));
-        }
-        Ok(())
-    }
-}
-
-/// Carries out one operation, and waits for it.
-fn transfer(channel: &mut dyn Channel<RegBuf>, op: Op<RegBuf>) -> Result<RegBuf, ChannelError> {
-    assert!(channel.post(op).is_ok(), "a channel takes one operation");
-    let mut done = Vec::new();
-    while channel.poll(&mut done) == 0 {
-        let wait = channel.wait();
-        let mut events = PollFlags::empty();
-        events.set(PollFlags::POLLIN, wait.readable);
-        events.set(PollFlags::POLLOUT, wait.writable);
-        let mut fd = wait.fd.map(|fd| PollFd::new(fd, events));
-        sleep(fd.as_mut_slice(), wait.until);
-    }
-    let completion = done.pop().expect("poll returned one");
-    completion.result.map(|()| completion.buf)
 }

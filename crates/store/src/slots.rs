@@ -110,21 +110,35 @@ impl Arena {
         }
     }
 
+    /// Returns the bytes of the extents that have a copy left.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        let kept = |extent: &&ArenaExtent| extent.choice != Choice::Lost;
+        let extents = self.extents.iter().flatten().filter(kept);
+        extents.map(|extent| extent.granted_bytes).sum()
+    }
+
     /// Takes out unused extents that are not sealed, as long as the rest covers what is reserved,
-    /// and `held_bytes` in slots that are held beside that. Returns their indices.
+    /// and `held_bytes` in slots that are held beside that. Extents without a copy cover nothing.
+    /// Returns the indices.
     pub(crate) fn take_surplus(&mut self, held_bytes: u64) -> Vec<u32> {
         let needed_bytes = self.reserved_bytes + held_bytes;
+        let mut kept_bytes = self.kept_bytes();
         let mut taken = Vec::new();
         for index in 0..self.extents.len() as u32 {
             let Some(extent) = &self.extents[index as usize] else {
                 continue;
             };
             let (bytes, usable) = (extent.granted_bytes, extent.usable_bytes);
-            let is_sealed = extent.choice == Choice::Sealed;
+            let (is_sealed, is_lost) = (
+                extent.choice == Choice::Sealed,
+                extent.choice == Choice::Lost,
+            );
             let start = start_of(index);
             let unused = usable == 0 || self.holes.get(&start) == Some(&usable);
-            if unused && !is_sealed && self.granted_bytes - bytes >= needed_bytes {
+            let is_surplus = is_lost || !is_sealed && kept_bytes >= needed_bytes + bytes;
+            if unused && is_surplus {
                 self.granted_bytes -= bytes;
+                kept_bytes -= if is_lost { 0 } else { bytes };
                 self.usable_bytes -= usable;
                 if usable > 0 {
                     self.remove(start, usable);

@@ -108,7 +108,7 @@ fn thread_that_waits_for_a_page_of_a_filler_is_woken() {
         .pager()
         .shared()
         .mapper
-        .woken(&region, page)
+        .event_count(&region, page)
         .prepare();
     while !space.is_present(region.address_of(page)) {
         (fillers.iter_mut()).for_each(|filler| _ = filler.turn(EventScope::All));

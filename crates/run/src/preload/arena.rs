@@ -5,7 +5,7 @@
 //! and a share of the budget, is taken by the first large request: shells and wrappers that only
 //! start others take none.
 
-use std::{ffi::c_int, mem, sync::Arc};
+use std::{ffi::c_int, io, mem, sync::Arc};
 
 use farpage::{
     Allowance, ByteSize, CreateError, FaultMode, Redundancy, Region, RegionOptions, Reserve,
@@ -36,6 +36,9 @@ const SPARE_BYTES: usize = 16 << 20;
 /// Largest arena by default, as a multiple of this machine's memory: its page table has up to a
 /// hundredth of its size.
 const MEMORIES: u64 = 64;
+
+/// Number of descriptors that the arena may need, with in-thread faults.
+const NUMBERS_LEFT: u32 = 64;
 
 /// Number of open files that suffice. The runtime has 26 on two processors.
 const FILES: libc::rlim_t = 64;
@@ -183,8 +186,11 @@ fn start() -> Result<Plan, String> {
 
 /// Reserves numbers that the program cannot close for descriptors, while the result lives.
 fn window() -> Result<Window, String> {
-    let no = |error| format!("the runtime's descriptors have no numbers apart: {error}");
-    Window::open().map_err(no)
+    Window::open().map_err(no_numbers)
+}
+
+fn no_numbers(error: io::Error) -> String {
+    format!("the runtime's descriptors have no numbers apart: {error} (--fillers needs none)")
 }
 
 /// Builds the runtime, on `table` or with descriptors of `window`.
@@ -237,6 +243,7 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         // SAFETY: reserved just now, for this alone.
         options = unsafe { options.address(address) };
         signals::begin();
+        window.plug(NUMBERS_LEFT).map_err(no_numbers)?;
         filter::install(address..address + size.bytes, window.numbers())?;
     }
     let stats = variable("STATS").is_some();
@@ -274,12 +281,12 @@ impl Size {
 
     /// Returns the default size: all that the servers could lend now.
     fn of_room(runtime: &Runtime, redundancy: Redundancy) -> Result<Size, String> {
-        let mut room = 0u64;
+        let mut rooms = Vec::new();
         for session in runtime.sessions() {
             let stat = session.stat().map_err(|error| error.to_string())?;
-            room += stat.capacity_bytes.saturating_sub(stat.granted_bytes);
+            rooms.push(stat.capacity_bytes.saturating_sub(stat.granted_bytes));
         }
-        room /= redundancy.copies() as u64;
+        let room = redundancy.room(&rooms);
         if room == 0 {
             return Err(
                 "the server has lent all of its memory: free some there, or raise its --capacity"
@@ -312,7 +319,7 @@ impl Plan {
 
     fn make(self) -> Result<State, String> {
         let size = self.size?;
-        let _window = match self.table {
+        let window = match self.table {
             Some(_) => None,
             None => Some(window()?),
         };
@@ -340,6 +347,9 @@ impl Plan {
             }
             error => error.to_string(),
         })?;
+        if let Some(window) = window {
+            window.plug(0).map_err(no_numbers)?;
+        }
         Ok(State::new(arena, self.first))
     }
 }

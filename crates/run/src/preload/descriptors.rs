@@ -4,15 +4,18 @@
 //! The rules: they have numbers of a [`Window`] above all numbers of the program. There the filter
 //! of system calls (`filter.rs`) refuses to close or to replace one.
 //!
+//! The program gets no number of the window: those that the runtime does not use are
+//! [plugged](Window::plug).
+//!
 //! A filter stays with the programs that this one starts, which close ranges of all numbers. So the
 //! filter allows [`close_range`], which goes around the window here.
 
 use std::{
     ffi::{c_int, c_uint},
-    io,
+    fs, io,
     mem::MaybeUninit,
     ops::Range,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd},
     sync::atomic::{AtomicU32, Ordering},
 };
 
@@ -73,6 +76,25 @@ impl Window {
                 return Ok(window);
             }
             window._occupied.push(made);
+        }
+    }
+
+    /// Occupies the free numbers of the window but the last `left`. The program could never close a
+    /// descriptor that it gets there, and may raise its limit.
+    pub(crate) fn plug(&self, left: u32) -> io::Result<()> {
+        let plugged = self.numbers.start as c_int..self.numbers.end.saturating_sub(left) as c_int;
+        // Closed with the program: the filter refuses to close it.
+        let null = fs::File::open("/dev/null")?.into_raw_fd();
+        loop {
+            // SAFETY: a new descriptor, which nobody else knows.
+            let made = unsafe { libc::fcntl(null, libc::F_DUPFD_CLOEXEC, plugged.start) };
+            if !plugged.contains(&made) {
+                if made >= self.numbers.end as c_int {
+                    // SAFETY: made just now.
+                    unsafe { libc::close(made) };
+                }
+                return Ok(());
+            }
         }
     }
 

@@ -5,17 +5,17 @@
 //! interposed only with `--children`. A program that cannot be interposed is noted (`starts.rs`).
 
 use std::{
-    ffi::{CStr, OsStr, c_char, c_int},
+    ffi::{CStr, CString, OsStr, c_char, c_int},
     fs,
     hash::{DefaultHasher, Hash, Hasher},
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
-    process,
+    process, ptr,
 };
 
 use crate::{
     Inside, environment, filter,
-    local_strings::{LocalStrings, Strings},
+    local_strings::{self, LocalStrings, Strings},
     next::next,
     program::Program,
     say, starts, state,
@@ -119,13 +119,23 @@ fn warn_of_rights(path: impl FnOnce() -> PathBuf) {
     use std::os::unix::fs::PermissionsExt;
     let _inside = Inside::enter();
     let path = path();
-    let has_rights = |file: fs::Metadata| file.permissions().mode() & 0o6000 != 0;
-    if path.metadata().is_ok_and(has_rights) {
+    let is_set_user_id = |file: fs::Metadata| file.permissions().mode() & 0o6000 != 0;
+    if path.metadata().is_ok_and(is_set_user_id) || has_capabilities(&path) {
         say(&format!(
-            "{} runs without the rights of its file's owner, as the filter of in-thread faults stays with it: --fillers leaves them",
+            "{} runs without the rights that its file gives (no new privileges), as the filter of in-thread faults stays with it: --fillers leaves them",
             path.display()
         ));
     }
+}
+
+/// True if a file gives capabilities to the program that runs it.
+fn has_capabilities(path: &Path) -> bool {
+    let Ok(path) = CString::new(path.as_os_str().as_bytes()) else {
+        return false;
+    };
+    let name = c"security.capability".as_ptr();
+    // SAFETY: strings of C's; nothing is written to a buffer of no bytes.
+    unsafe { libc::getxattr(path.as_ptr(), name, ptr::null_mut(), 0) > 0 }
 }
 
 /// True if the program's file says that it cannot be interposed.
@@ -184,7 +194,7 @@ unsafe fn found_in(folder: c_int, at: *const c_char) -> PathBuf {
 
 /// Defines functions that start the program whose path is `$path`, by [`exec`] or [`spawn`].
 macro_rules! starts {
-    ($($by:ident $name:ident = $later:ident($($arg:ident: $type:ty),+) of $path:expr, with $arguments:ident and $variables:ident;)+) => {
+    ($($by:ident $name:ident = $later:ident($($arg:ident: $type:ty),+) of $path:expr, with [$($file:ident)?] $arguments:ident and $variables:ident;)+) => {
         $(
             #[doc = concat!("`", stringify!($name), "`.")]
             ///
@@ -194,8 +204,14 @@ macro_rules! starts {
             pub(crate) unsafe extern "C" fn $name($($arg: $type),+) -> c_int {
                 // SAFETY: the caller's promise.
                 unsafe {
+                    local_strings::free_left();
                     let [arguments, variables] = [$arguments, $variables].map(|it| LocalStrings::of(it));
                     let $arguments = arguments.list();
+                    $(
+                        let file = [$file, ptr::null()];
+                        let file = LocalStrings::of(file.as_ptr());
+                        let $file = file.first();
+                    )?
                     warn_of_rights(|| $path);
                     $by(|| $path, variables.list(), |$variables| $later($($arg),+))
                 }
@@ -205,12 +221,49 @@ macro_rules! starts {
 }
 
 starts! {
-    exec execve = later_execve(at: *const c_char, arguments: Strings, variables: Strings) of path(at), with arguments and variables;
-    exec execvpe = later_execvpe(file: *const c_char, arguments: Strings, variables: Strings) of found(file), with arguments and variables;
-    exec fexecve = later_fexecve(fd: c_int, arguments: Strings, variables: Strings) of opened(fd), with arguments and variables;
-    exec execveat = later_execveat(folder: c_int, at: *const c_char, arguments: Strings, variables: Strings, flags: c_int) of found_in(folder, at), with arguments and variables;
-    spawn posix_spawn = later_posix_spawn(process: *mut libc::pid_t, at: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of path(at), with arguments and variables;
-    spawn posix_spawnp = later_posix_spawnp(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of found(file), with arguments and variables;
+    exec execve = later_execve(at: *const c_char, arguments: Strings, variables: Strings) of path(at), with [at] arguments and variables;
+    exec execvpe = later_execvpe(file: *const c_char, arguments: Strings, variables: Strings) of found(file), with [file] arguments and variables;
+    exec fexecve = later_fexecve(fd: c_int, arguments: Strings, variables: Strings) of opened(fd), with [] arguments and variables;
+    exec execveat = later_execveat(folder: c_int, at: *const c_char, arguments: Strings, variables: Strings, flags: c_int) of found_in(folder, at), with [at] arguments and variables;
+    spawn posix_spawn = later_posix_spawn(process: *mut libc::pid_t, at: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of path(at), with [at] arguments and variables;
+    spawn posix_spawnp = later_posix_spawnp(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of found(file), with [file] arguments and variables;
+}
+
+next! {
+    /// `system`.
+    later_system = c"system"(line: *const c_char) -> c_int, else -1;
+    /// `popen`.
+    later_popen = c"popen"(line: *const c_char, mode: *const c_char) -> *mut libc::FILE, else ptr::null_mut();
+}
+
+/// `system`, whose shell gets a local copy of the line.
+///
+/// # Safety
+/// As `system`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn system(line: *const c_char) -> c_int {
+    local_strings::free_left();
+    let list = [line, ptr::null()];
+    // SAFETY: the caller's promise.
+    unsafe {
+        let local = LocalStrings::of(list.as_ptr());
+        later_system(local.first())
+    }
+}
+
+/// `popen`, whose shell gets a local copy of the line.
+///
+/// # Safety
+/// As `popen`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn popen(line: *const c_char, mode: *const c_char) -> *mut libc::FILE {
+    local_strings::free_left();
+    let list = [line, ptr::null()];
+    // SAFETY: the caller's promise.
+    unsafe {
+        let local = LocalStrings::of(list.as_ptr());
+        later_popen(local.first(), mode)
+    }
 }
 
 /// `execv`.

@@ -97,7 +97,7 @@ pub(crate) fn place(bytes: usize) -> Result<usize, String> {
         }
     }
     Err(format!(
-        "there are no addresses for an arena of {bytes} bytes; try a smaller --capacity, or a larger `ulimit -v`"
+        "there are no addresses for an arena of {bytes} bytes; try a smaller --capacity, a larger `ulimit -v`, or --fillers"
     ))
 }
 
@@ -182,14 +182,18 @@ pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Resul
             )
         }
     };
-    if set() == 0 {
-        return Ok(());
+    let mut result = set();
+    if result != 0 {
+        // A process that is not root must not gain rights by set-user-ID programs under its filter.
+        // SAFETY: changes nothing else.
+        unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+        result = set();
     }
-    // A process that is not root must not gain rights by a set-user-ID program under its filter.
-    // SAFETY: changes nothing else.
-    unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
-    if set() == 0 {
-        TAKES_RIGHTS_AWAY.store(true, Ordering::Relaxed);
+    if result == 0 {
+        // Set just now, or by an interposed program that has become this one.
+        // SAFETY: asks, and changes nothing.
+        let is_set = unsafe { libc::prctl(libc::PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) } == 1;
+        TAKES_RIGHTS_AWAY.store(is_set, Ordering::Relaxed);
         return Ok(());
     }
     let error = std::io::Error::last_os_error();

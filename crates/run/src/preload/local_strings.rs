@@ -2,14 +2,48 @@
 //!
 //! With in-thread faults the kernel cannot bring absent memory in, and no filter sees the strings
 //! that a list leads to. The rule: lists with remote strings are copied into local memory before
-//! `exec`. A child made by `vfork` leaves such a copy in its parent.
+//! `exec`. A child made by `vfork` leaves its copies in the parent, whose thread frees them with
+//! its next call.
 
-use std::{ffi::c_char, mem, ptr};
+use std::{cell::Cell, ffi::c_char, mem, ptr};
 
 use crate::{signals, state::is_remote};
 
 /// List of the arguments or the environment of a program: strings, and a null behind them.
 pub(crate) type Strings = *const *const c_char;
+
+/// Number of lists of one call: a path, arguments and an environment.
+const LISTS: usize = 3;
+
+thread_local! {
+    /// Mappings of this thread's copies, by address and length. Length 0: none.
+    static COPIES: Cell<[(usize, usize); LISTS]> = const { Cell::new([(0, 0); LISTS]) };
+}
+
+/// Frees copies that a child made by `vfork` has left in this thread. To be called before the first
+/// copy of a call.
+pub(crate) fn free_left() {
+    for (address, bytes) in COPIES.replace([(0, 0); LISTS]) {
+        unmap(address, bytes);
+    }
+}
+
+/// Records a copy, or takes the record away.
+fn exchange(old: (usize, usize), new: (usize, usize)) {
+    let mut copies = COPIES.get();
+    if let Some(copy) = copies.iter_mut().find(|copy| **copy == old) {
+        *copy = new;
+    }
+    COPIES.set(copies);
+}
+
+fn unmap(address: usize, bytes: usize) {
+    if bytes > 0 {
+        // SAFETY: a copy of this file's, which nobody reads any more. By number: our own function
+        // serves the program.
+        unsafe { libc::syscall(libc::SYS_munmap, address, bytes) };
+    }
+}
 
 /// List that the kernel can read.
 pub(crate) struct LocalStrings {
@@ -53,13 +87,20 @@ impl LocalStrings {
     pub(crate) fn list(&self) -> Strings {
         self.list
     }
+
+    /// Returns the first string of the list.
+    pub(crate) fn first(&self) -> *const c_char {
+        // SAFETY: a list, whose end is a null.
+        unsafe { *self.list }
+    }
 }
 
 impl Drop for LocalStrings {
     fn drop(&mut self) {
+        let copy = (self.list.addr(), self.mapped_bytes);
         if self.mapped_bytes > 0 {
-            // SAFETY: made for this alone. By number: our own function serves the program.
-            unsafe { libc::syscall(libc::SYS_munmap, self.list, self.mapped_bytes) };
+            exchange(copy, (0, 0));
+            unmap(copy.0, copy.1);
         }
     }
 }
@@ -93,6 +134,7 @@ unsafe fn copied(list: Strings, count: usize, text_bytes: usize) -> Option<Local
             to.add(at).write(text);
             text = text.add(bytes);
         }
+        exchange((0, 0), (to.addr(), mapped_bytes));
         Some(LocalStrings {
             list: to,
             mapped_bytes,

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -35,6 +36,23 @@ static void close_as(const char *how, int log) {
             }
 }
 
+/* Opens more descriptors than there are numbers below those of the runtime, and closes each. */
+static int open_many(void) {
+    enum { MANY = 6000 };
+    static int made[MANY];
+    struct rlimit limit;
+    getrlimit(RLIMIT_NOFILE, &limit);
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
+    int count = 0;
+    while (count < MANY && (made[count] = dup(0)) >= 0)
+        count++;
+    for (int i = 0; i < count; i++)
+        if (close(made[i]) != 0)
+            return fail("a descriptor of the program's own cannot be closed");
+    return count > 0 ? 0 : fail("there are no descriptors");
+}
+
 int main(int argc, char **argv) {
     const char *how = argc > 1 ? argv[1] : "";
     int first = open("/dev/null", O_RDONLY);
@@ -47,6 +65,8 @@ int main(int argc, char **argv) {
     if (!strcmp(how, "replace"))
         log = memfd_create("log", 0);
     close_as(how, log);
+    if (!strcmp(how, "many") && open_many() != 0)
+        return 1;
     if (log < 0)
         log = memfd_create("log", 0);
     if (write(log, "mine\n", 5) != 5)

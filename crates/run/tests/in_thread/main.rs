@@ -141,6 +141,7 @@ cases! {
     programs_that_close_all_descriptors_go_on = "descriptors" "close";
     programs_that_close_a_range_of_descriptors_go_on = "descriptors" "close_range";
     programs_that_close_from_a_descriptor_on_go_on = "descriptors" "closefrom";
+    programs_with_thousands_of_descriptors_close_them = "descriptors" "many";
     programs_that_replace_descriptors_keep_their_files = "descriptors" "replace";
     allocator_with_remote_state_is_called_by_the_program_alone = "foreign" "";
     a_handler_of_sigsegv_mends_what_it_guards = "signals" "guard";
@@ -156,6 +157,7 @@ cases! {
     absent_arguments_reach_a_program_by_exec = "exec" "fork";
     absent_arguments_reach_a_program_by_exec_after_vfork = "exec" "vfork";
     absent_arguments_reach_a_program_by_posix_spawn = "exec" "spawn";
+    absent_lines_reach_a_shell = "exec" "system";
 }
 
 /// Checks that rings send what was there, with filler threads. In-thread a line refuses them.

@@ -11,23 +11,35 @@ use farpage_fabric::{ChannelError, Op};
 use super::{
     Lane, RunBuffer, place_of,
     port::DoubtfulSlots,
-    run::{Direction, LaneRun, SlotTransfer, Task},
+    run::{Direction, LaneRun, RunPart, SlotTransfer, Task},
     staging::IoBuf,
     tag_of,
 };
 use crate::{
     groups::{ExtentGroup, Member},
-    place::SlotSpan,
+    place::{SlotPlace, SlotSpan},
     remote::{Backing, RemoteStore},
     slots::Choice,
 };
 
+/// Prospect of another READ of bytes that came damaged.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Outlook {
+    /// True until the run's deadline.
+    pub(super) in_time: bool,
+    /// Positions of the members whose ports are open, as bits.
+    pub(super) open: u8,
+    /// Positions of the Good members, as bits.
+    pub(super) good: u8,
+}
+
 /// Next step of a request.
 enum Step {
-    /// Another request for the same bytes, to the member that the transfer names now.
+    /// Request for the same bytes, to the member that the transfer names now.
     Send,
-    /// The slots are given up, and the pages are written to others.
+    /// New slots for the pages; those that the transfer has are given up.
     Move,
+    /// The end, with the result for the pages.
     End(Result<(), ChannelError>),
 }
 
@@ -40,6 +52,24 @@ impl SlotTransfer {
     /// Returns the position that the request goes to, as a bit.
     fn bit(&self) -> u8 {
         1 << self.member
+    }
+
+    /// Forgets the positions of copies that were tried, if a member was replaced since: they may
+    /// name other extents now. No member is replaced while a WRITE to its group is under way.
+    fn follow(&mut self, group: &ExtentGroup) {
+        if self.changes != group.changes {
+            (self.tried, self.damaged, self.changes) = (0, 0, group.changes);
+        }
+    }
+
+    /// Returns the positions that a READ does not go to, whichever port is open. The second look
+    /// tries each copy once. The first waits for copies that are out of reach, and not for bytes
+    /// that are damaged.
+    fn useless(&self) -> u8 {
+        match self.is_second_look {
+            true => self.tried,
+            false => self.damaged,
+        }
     }
 }
 
@@ -60,27 +90,59 @@ impl<F: RunBuffer> Lane<F> {
         transfer: &mut SlotTransfer,
     ) {
         let Some(group) = remote.pool.group(transfer.place) else {
-            // Named by another process: the server refuses what the place was.
+            // A place that another process names may be gone: its server refuses the READ.
             return;
         };
+        transfer.follow(&group);
         let first = match way {
-            Direction::Fill => self.choose_read(remote, &group, transfer.tried),
+            Direction::Fill => self.choose_copy(remote, &group, transfer, transfer.tried),
             Direction::WriteBack => self.next_write(remote, &group, transfer),
         };
         let first = first
             .or_else(|| self.choose_any(remote, &group, transfer.tried))
-            .or_else(|| {
-                // Every Good member has damaged bytes.
-                let is_untried = |(at, _): &(u8, Member)| transfer.tried & (1 << at) == 0;
-                group
-                    .members()
-                    .find(is_untried)
-                    .filter(|_| transfer.is_second_look)
-            })
             .or_else(|| self.choose_any(remote, &group, 0))
             .or_else(|| group.members().next());
         if let Some(first) = first {
             transfer.aim(first);
+        }
+    }
+
+    /// Chooses the copy to read next: as [`choose_read`](Self::choose_read), and in a second look
+    /// also one that is not Good. `None` if no port is open.
+    fn choose_copy(
+        &mut self,
+        remote: &RemoteStore,
+        group: &ExtentGroup,
+        transfer: &SlotTransfer,
+        tried: u8,
+    ) -> Option<(u8, Member)> {
+        let open = self.open_bits(remote, group) & !tried;
+        let found = self.choose_read(remote, group, tried);
+        let mut others = group.members().filter(|_| transfer.is_second_look);
+        found.or_else(|| others.find(|(at, _)| open & (1 << at) != 0))
+    }
+
+    /// Returns the positions of the members whose ports are open, as bits.
+    fn open_bits(&self, remote: &RemoteStore, group: &ExtentGroup) -> u8 {
+        let is_open = |(_, it): &(u8, Member)| self.ports[remote.pool.port(it.server)].is_open();
+        group.members().filter(is_open).map(|(at, _)| 1 << at).sum()
+    }
+
+    /// Returns what decides if a part that came damaged is read once more. Empty without copies.
+    pub(super) fn outlook(
+        &self,
+        run: &LaneRun<F>,
+        remote: &RemoteStore,
+        place: SlotPlace,
+    ) -> Outlook {
+        if !remote.pool.has_copies() {
+            return Outlook::default();
+        }
+        let group = remote.pool.group(place);
+        Outlook {
+            in_time: run.started.elapsed() < self.deadline,
+            open: group.map_or(0, |group| self.open_bits(remote, &group)),
+            good: group.map_or(0, |group| group.good_bits()),
         }
     }
 
@@ -127,7 +189,7 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Chooses the next member that a write-back goes to: one that lacks the bytes, was not tried,
-    /// and whose server answers.
+    /// and whose server answers; with an open port if there is one.
     fn next_write(
         &self,
         remote: &RemoteStore,
@@ -135,8 +197,26 @@ impl<F: RunBuffer> Lane<F> {
         transfer: &SlotTransfer,
     ) -> Option<(u8, Member)> {
         let past = transfer.done | transfer.tried;
-        (group.good())
-            .find(|(at, member)| past & (1 << at) == 0 && remote.pool.is_usable(member.server))
+        let rest = || {
+            let rest = group.good().filter(move |(at, _)| past & (1 << at) == 0);
+            rest.filter(|(_, member)| remote.pool.is_usable(member.server))
+        };
+        let open = self.open_bits(remote, group);
+        (rest().find(|(at, _)| open & (1 << at) != 0)).or_else(|| rest().next())
+    }
+
+    /// Chooses a member that lacks a write-back and whose server fell silent a moment ago: it may
+    /// answer again before the copy has to be given up. Each member is chosen once.
+    fn next_awaited(
+        &self,
+        remote: &RemoteStore,
+        group: &ExtentGroup,
+        transfer: &SlotTransfer,
+    ) -> Option<(u8, Member)> {
+        let past = transfer.done | transfer.awaited | transfer.damaged;
+        let port = |member: &Member| &self.ports[remote.pool.port(member.server)];
+        let mut rest = group.good().filter(|(at, _)| past & (1 << at) == 0);
+        rest.find(|(_, member)| port(member).may_reopen_soon())
     }
 
     /// Goes on after a request has ended: at the next member, or to the end.
@@ -155,11 +235,18 @@ impl<F: RunBuffer> Lane<F> {
         match (run.way, &result) {
             (Direction::Fill, Ok(())) => {}
             (Direction::WriteBack, Ok(())) => {
-                // On one line: the earlier WRITEs of this member have ended.
+                // All WRITEs of a port are on one line: the earlier ones to this member have ended.
                 (transfer.done, transfer.doubt) = (transfer.done | bit, transfer.doubt & !bit);
             }
             (way, Err(error)) => {
                 transfer.tried |= bit;
+                let is_for_good = matches!(
+                    error,
+                    ChannelError::Refused { .. } | ChannelError::Unreadable { .. }
+                );
+                if is_for_good {
+                    transfer.damaged |= bit;
+                }
                 if way == Direction::WriteBack && error.is_transient() {
                     transfer.doubt |= bit;
                 }
@@ -186,26 +273,47 @@ impl<F: RunBuffer> Lane<F> {
         let Some(group) = remote.pool.group(transfer.place) else {
             return Some(op);
         };
+        transfer.follow(&group);
+        let late = self.passive || run.started.elapsed() >= self.deadline;
         if way == Direction::WriteBack && transfer.done != 0 {
             let port = &self.ports[remote.pool.port(transfer.server)];
-            if port.is_fine() && !port.is_lost() {
-                // The server answers others: the channel is open soon.
+            let is_awaited = transfer.awaited & transfer.bit() != 0 && port.may_reopen_soon();
+            let next = self.next_write(remote, &group, &transfer);
+            let is_next_open =
+                next.is_some_and(|(at, _)| self.open_bits(remote, &group) & (1 << at) != 0);
+            // The channel to a server that answers others is open soon.
+            let may_wait = port.is_fine() && !port.is_lost() || is_awaited;
+            if !late && may_wait && !is_next_open {
                 return Some(op);
             }
-            // The WRITE was not posted: nothing of it may still land.
-            transfer.tried |= transfer.bit();
+            // The WRITE was not posted: nothing of it may still land. Its turn comes again behind
+            // that of a member whose port is open.
+            if late || !may_wait {
+                transfer.tried |= transfer.bit();
+            }
             let error = port.why_late(self.deadline);
             let run = self.take(index);
             self.go_on(index, run, part, transfer, op.buf, Err(error));
             return None;
         }
         let other = match way {
-            Direction::Fill => self.choose_read(remote, &group, 0),
+            Direction::Fill => self.choose_copy(remote, &group, &transfer, transfer.useless()),
             Direction::WriteBack => self.next_write(remote, &group, &transfer),
         };
+        let is_vain = transfer.is_second_look || group.good_bits() & transfer.bit() == 0;
+        if way == Direction::Fill && other.is_none() && is_vain {
+            // The second look waits for nothing, and nobody waits for a copy that was given up.
+            transfer.tried |= transfer.bit();
+            let port = &self.ports[remote.pool.port(transfer.server)];
+            let error = port.why_late(self.deadline);
+            let run = self.take(index);
+            self.go_on(index, run, part, transfer, op.buf, Err(error));
+            return None;
+        }
         let other = other.or_else(|| {
             let is_lost = self.ports[remote.pool.port(transfer.server)].is_lost();
-            let (found, member) = self.choose_any(remote, &group, transfer.bit())?;
+            let skipped = transfer.bit() | transfer.damaged;
+            let (found, member) = self.choose_any(remote, &group, skipped)?;
             let is_open = self.ports[remote.pool.port(member.server)].is_open();
             (is_lost || is_open).then_some((found, member))
         });
@@ -240,10 +348,15 @@ impl<F: RunBuffer> Lane<F> {
             transfer.attempts += 1;
             run.tally.retries += 1;
         }
-        let pages = run.parts[part].pages;
+        let RunPart {
+            pages, has_moved, ..
+        } = run.parts[part];
         let step = match run.way {
             Direction::Fill => self.read_on(remote, &mut transfer, result, in_time),
-            Direction::WriteBack => self.write_on(remote, &mut transfer, pages, result, in_time),
+            Direction::WriteBack => {
+                let outlook = (in_time, !has_moved);
+                self.write_on(remote, &mut transfer, pages, result, outlook)
+            }
         };
         run.parts[part].task = Task::Moving(transfer);
         let (tag, verb) = (tag_of(index, part), run.way.verb());
@@ -260,6 +373,7 @@ impl<F: RunBuffer> Lane<F> {
         }
     }
 
+    /// Chooses the step behind a READ.
     fn read_on(
         &mut self,
         remote: &RemoteStore,
@@ -274,14 +388,16 @@ impl<F: RunBuffer> Lane<F> {
         let Some(group) = group.filter(|_| in_time) else {
             return Step::End(Err(error));
         };
-        let mut next = self.choose_read(remote, &group, transfer.tried);
-        if next.is_none() && !self.passive {
+        transfer.follow(&group);
+        let mut next = self.choose_copy(remote, &group, transfer, transfer.tried);
+        let may_wait = !self.passive && !transfer.is_second_look;
+        if next.is_none() && may_wait {
             next = self.choose_any(remote, &group, transfer.tried);
         }
-        if next.is_none() && !self.passive && error.is_transient() {
-            // All were tried: wait for any.
-            transfer.tried = 0;
-            next = self.choose_any(remote, &group, 0);
+        if next.is_none() && may_wait && error.is_transient() {
+            // Every copy was tried: wait for any whose bytes are not damaged.
+            transfer.tried = transfer.damaged;
+            next = self.choose_any(remote, &group, transfer.tried);
         }
         match next {
             Some(next) => {
@@ -292,36 +408,53 @@ impl<F: RunBuffer> Lane<F> {
         }
     }
 
+    /// Chooses the step behind a WRITE, or one that cannot be posted.
     fn write_on(
         &mut self,
         remote: &RemoteStore,
         transfer: &mut SlotTransfer,
         pages: usize,
         result: Result<(), ChannelError>,
-        in_time: bool,
+        (in_time, may_move): (bool, bool),
     ) -> Step {
         let pool = &remote.pool;
         let group = (pool.group(transfer.place)).expect("an extent with live slots is kept");
-        // 1. All members whose servers answer, one after the other.
-        if let Some(next) = self.next_write(remote, &group, transfer) {
+        // 1. All members whose servers answer, one after the other. After the deadline only those
+        //    whose ports are open: nothing is waited for.
+        let open = self.open_bits(remote, &group);
+        let next = self.next_write(remote, &group, transfer);
+        if let Some(next) = next.filter(|(at, _)| in_time || open & (1 << at) != 0) {
             transfer.aim(next);
             return Step::Send;
         }
         // 2. A member misses the bytes: other slots are better, if there are any that no member
-        //    will miss; or, where all members miss them, any that a server takes that answers.
+        //    will miss; or, where all members miss them, any that a server takes that answers. Not
+        //    twice: a server may answer, and take nothing. A refusal has nothing to do with slots.
         let good = group.good_bits();
         let bytes = transfer.bytes / pages as u32;
-        let is_better = |choice| in_time && pool.has_room(bytes, choice);
+        let may_move = in_time && may_move && transfer.damaged == 0;
+        let is_better = |choice| may_move && pool.has_room(bytes, choice);
         if good & !transfer.done != 0
             && (is_better(Choice::First) || good & transfer.done == 0 && is_better(Choice::Second))
         {
             return Step::Move;
         }
-        // 3. The members that miss the bytes are marked before any entry refers to them.
+        // 3. A connection that broke just now may be back in a moment.
+        if good & transfer.done != 0
+            && in_time
+            && !self.passive
+            && let Some(next) = self.next_awaited(remote, &group, transfer)
+        {
+            transfer.aim(next);
+            transfer.awaited |= transfer.bit();
+            transfer.tried &= !transfer.bit();
+            return Step::Send;
+        }
+        // 4. The members that miss the bytes are marked before any entry refers to them.
         if pool.settle_copies(transfer.place, transfer.done) {
             return Step::End(Ok(()));
         }
-        // 4. No Good member has the bytes: wait for one.
+        // 5. No Good member has the bytes: wait for one.
         let is_transient = result.as_ref().err().is_none_or(ChannelError::is_transient);
         let next = self.choose_any(remote, &group, transfer.done);
         match next.filter(|_| in_time && is_transient) {
@@ -352,6 +485,7 @@ impl<F: RunBuffer> Lane<F> {
         self.watch.ended(run.way.index(), u64::from(transfer.bytes));
         let pages = run.parts[part].pages;
         self.give_up_slots(remote, transfer, pages, run.store.page_bytes);
+        run.parts[part].has_moved = true;
         run.parts[part].task = match buf {
             IoBuf::Frame(frame) => {
                 run.parts[part].frame = Some(frame);
@@ -369,8 +503,8 @@ impl<F: RunBuffer> Lane<F> {
         }
     }
 
-    /// Gives up the slots of a write-back that did not take place. They are used again once no
-    /// WRITE can land in them any more at a member that is read.
+    /// Gives up the slots of a write-back that did not take place. The slots are used again once no
+    /// WRITE can land there any more at a member that is read.
     pub(super) fn give_up_slots(
         &mut self,
         remote: &RemoteStore,

@@ -12,6 +12,7 @@ use farpage_fabric::ChannelError;
 
 use super::{
     Lane, RunBuffer,
+    copies::Outlook,
     run::{Direction, LaneRun, RunPart, SlotTransfer, Task},
     staging::{IoBuf, no_memory},
 };
@@ -180,12 +181,29 @@ impl<F: RunBuffer> LaneRun<F> {
         &mut self,
         part: usize,
         remote: &RemoteStore,
-        transfer: SlotTransfer,
+        (transfer, outlook): (SlotTransfer, Outlook),
         coder: &mut Coder,
         block: Option<&[u8]>,
         result: Result<(), ChannelError>,
     ) {
         if let Err(source) = result {
+            // No Good copy can be right: the bytes may have been damaged on their way.
+            let all_damaged = transfer.damaged != 0 && outlook.good & !transfer.damaged == 0;
+            let may_look = !transfer.is_second_look && outlook.in_time && outlook.open != 0;
+            if all_damaged && may_look {
+                self.tally.retries += 1;
+                return self.look_again(part, transfer);
+            }
+            if all_damaged && transfer.is_second_look && source.is_transient() {
+                let (region, server) = (&self.store.label, remote.pool.endpoints(transfer.place));
+                let (region, server) = (region.clone(), Arc::<str>::from(server));
+                return self.fail(part, |page| StoreError::Corrupt {
+                    region: region.clone(),
+                    page: page.number(),
+                    server: server.clone(),
+                    detail: "its hash does not match",
+                });
+            }
             return self.fail(part, self.remote_error(remote, transfer, source));
         }
         let (store, page) = (self.store.clone(), self.page);
@@ -225,7 +243,7 @@ impl<F: RunBuffer> LaneRun<F> {
         let session = remote.pool.session(transfer.server);
         if remote.pool.has_copies() {
             self.tally.corrupt += damaged.len() as u64;
-            if self.read_another(part, remote, transfer, !damaged.is_empty()) {
+            if self.read_another(part, remote, transfer, outlook, !damaged.is_empty()) {
                 self.tally.retries += 1;
                 return;
             }
@@ -269,16 +287,16 @@ impl<F: RunBuffer> LaneRun<F> {
         }
         self.end(part);
     }
-    /// Notes which copies of a part are damaged. If the bytes that came `are_damaged`, the part is
-    /// fetched from a copy that was not tried. Where all are damaged in some page, each page may be
-    /// right in another copy, so the pages are fetched one by one. A page alone is fetched from all
-    /// once more, also from those that are not Good: its hash says that it is right. Returns false
-    /// if there is nothing to fetch.
+
+    /// Notes which copies of a part are damaged. If the bytes that came `are_damaged`, the pages
+    /// are fetched one by one, each from a copy that may be right, and after the last of these by
+    /// a [second look](Self::look_again). Returns false if there is nothing to fetch.
     fn read_another(
         &mut self,
         part: usize,
         remote: &RemoteStore,
         transfer: SlotTransfer,
+        outlook: Outlook,
         are_damaged: bool,
     ) -> bool {
         let bit = 1 << transfer.member;
@@ -287,34 +305,45 @@ impl<F: RunBuffer> LaneRun<F> {
             if let (true, Some(id)) = (transfer.damaged != 0, transfer.extent) {
                 let (server, state) = (transfer.server, MemberState::Good);
                 let right = Member { server, id, state };
-                (remote.pool).mark_damaged(transfer.place, transfer.damaged & !bit, right);
+                let damaged = (transfer.damaged & !bit, transfer.changes);
+                remote.pool.mark_damaged(transfer.place, damaged, right);
             }
             return false;
         }
-        let group = remote.pool.group(transfer.place);
-        let copies = group.map_or(0, |group| match transfer.is_second_look {
-            true => group.members().map(|(at, _)| 1 << at).sum(),
-            false => group.good_bits(),
-        });
-        let mut again = SlotTransfer {
+        if !outlook.in_time {
+            return false;
+        }
+        let damaged = transfer.damaged | bit;
+        let (rest, tried) = match transfer.is_second_look {
+            true => (outlook.open & !transfer.tried & !bit, transfer.tried | bit),
+            false => (outlook.good & !damaged, damaged),
+        };
+        let again = SlotTransfer {
             attempts: transfer.attempts + 1,
-            tried: transfer.tried | bit,
-            damaged: transfer.damaged | bit,
+            tried,
+            damaged,
             ..transfer
         };
-        if copies & !again.tried != 0 {
+        let is_alone = self.parts[part].pages == 1;
+        if is_alone && rest != 0 {
             self.parts[part].task = Task::Fetch(again);
-            return true;
+        } else if !transfer.is_second_look {
+            self.look_again(part, again);
         }
+        rest != 0 || !transfer.is_second_look
+    }
+
+    /// Fetches the pages of a part that came damaged one by one, since each may be right in another
+    /// copy. A page alone is fetched from all copies that can be reached, also from those that are
+    /// not Good: its hash says that it is right.
+    fn look_again(&mut self, part: usize, transfer: SlotTransfer) {
         let RunPart { pages, .. } = self.parts[part];
-        again.tried = 0;
-        if pages > 1 {
-            again.damaged = 0;
-        } else if transfer.is_second_look {
-            return false;
-        } else {
-            again.is_second_look = true;
-        }
+        let again = SlotTransfer {
+            tried: 0,
+            damaged: if pages > 1 { 0 } else { transfer.damaged },
+            is_second_look: pages == 1,
+            ..transfer
+        };
         let bytes = transfer.bytes / pages as u32;
         let mut part = part;
         for (number, place) in (1..).zip(transfer.places(pages, self.store.page_bytes)) {
@@ -326,6 +355,5 @@ impl<F: RunBuffer> LaneRun<F> {
             });
             part = next.unwrap_or(part);
         }
-        true
     }
 }

@@ -34,7 +34,10 @@ pub(super) struct Port<B> {
     pub(super) backlog: VecDeque<Op<B>>,
     backoff: Duration,
     failure: Option<ChannelError>,
-    /// Slots of WRITEs that were given up and may still land. With copies: in which extent.
+    /// True if the last attempt to open a channel failed.
+    has_failed_to_open: bool,
+    /// Slots of WRITEs that were given up and may still land, each with the extent if the pool has
+    /// copies.
     in_doubt: Vec<(Arc<DoubtfulSlots>, Option<ExtentId>)>,
     /// True if a copy was passed over because the port is closed.
     is_wanted: bool,
@@ -43,8 +46,8 @@ pub(super) struct Port<B> {
     server: usize,
 }
 
-/// Slots of a write that was given up. They are free when the last port that a WRITE may still land
-/// through has let go of them.
+/// Slots of a write that was given up. The slots are free when the last port that a WRITE may still
+/// land through has let go of these slots.
 pub(super) struct DoubtfulSlots {
     pool: Arc<SlotPool>,
     slots: Vec<SlotSpan>,
@@ -101,6 +104,7 @@ impl<B: Buf> Port<B> {
             backlog: VecDeque::new(),
             backoff: Duration::ZERO,
             failure: None,
+            has_failed_to_open: false,
             in_doubt: Vec::new(),
             is_wanted: false,
             health: health.clone(),
@@ -126,12 +130,18 @@ impl<B: Buf> Port<B> {
         Ok(port)
     }
 
+    /// True if the server fell silent a moment ago, and nothing says yet that its channel does not
+    /// open again.
+    pub(super) fn may_reopen_soon(&self) -> bool {
+        !self.has_failed_to_open && self.health.may_answer_soon(self.server) && !self.is_lost()
+    }
+
     /// True if the server is not suspect.
     pub(super) fn is_fine(&self) -> bool {
         self.health.is_fine(self.server)
     }
 
-    /// Asks for a channel if there is none. It is opened by the next [`recover`](Self::recover).
+    /// Asks for a channel if there is none. The next [`recover`](Self::recover) opens the channel.
     pub(super) fn want_channel(&mut self) {
         self.is_wanted = true;
     }
@@ -195,6 +205,7 @@ impl<B: Buf> Port<B> {
                     };
                     self.in_doubt.clear();
                     self.is_wanted = false;
+                    self.has_failed_to_open = false;
                     self.health.succeeded(self.server);
                 }
                 Ok(Err(error)) => {
@@ -294,6 +305,7 @@ impl<B: Buf> Port<B> {
         self.back_off();
         self.state = PortState::Closed(now + self.backoff);
         self.is_wanted = false;
+        self.has_failed_to_open = true;
         self.failure = Some(ChannelError::Disconnected {
             endpoint: self.line.session().endpoint().to_string(),
             reason,

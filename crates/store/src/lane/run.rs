@@ -87,6 +87,8 @@ pub(super) struct RunPart<F> {
     /// The part's bytes, unless they travel.
     pub(super) frame: Option<F>,
     pub(super) task: Task,
+    /// True if the pages were given other slots because a copy of the first ones missed a WRITE.
+    pub(super) has_moved: bool,
 }
 
 /// Next step of a part.
@@ -133,8 +135,13 @@ pub(super) struct SlotTransfer {
     /// Positions where a WRITE seemed lost: it may still arrive unless it succeeds on a new
     /// channel.
     pub(super) doubt: u8,
-    /// Positions of copies whose bytes did not match their hash.
+    /// Positions of copies whose bytes did not match their hash, or that refused the request for
+    /// good.
     pub(super) damaged: u8,
+    /// Positions of copies whose servers were given time to open a broken channel again.
+    pub(super) awaited: u8,
+    /// Number of the group's replaced members when the positions were noted.
+    pub(super) changes: u32,
     /// True for a READ that repeats one whose bytes did not match their hash.
     pub(super) is_second_look: bool,
 }
@@ -153,6 +160,8 @@ impl SlotTransfer {
             tried: 0,
             doubt: 0,
             damaged: 0,
+            awaited: 0,
+            changes: 0,
             is_second_look: false,
         }
     }
@@ -230,6 +239,7 @@ impl<F: RunBuffer> LaneRun<F> {
             pages: 1,
             frame: None,
             task,
+            has_moved: false,
         });
     }
 
@@ -257,6 +267,7 @@ impl<F: RunBuffer> LaneRun<F> {
             pages: part.pages - pages,
             frame: Some(frame.split_off(pages * page_bytes)),
             task: Task::Raw,
+            has_moved: part.has_moved,
         };
         part.pages = pages;
         self.parts.push(rest);

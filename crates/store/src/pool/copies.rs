@@ -43,7 +43,7 @@ impl SlotPool {
     }
 
     /// Returns the part that a group has in the choice of slots.
-    fn choice_of(&self, index: u32) -> Choice {
+    pub(super) fn choice_of(&self, index: u32) -> Choice {
         let Some(group) = self.groups.get(index) else {
             return Choice::Lost;
         };
@@ -68,8 +68,11 @@ impl SlotPool {
     }
 
     /// Makes whole groups the first choice, if any server has changed since the last look.
-    fn follow_health(&self) {
+    pub(super) fn follow_health(&self) {
         let version = self.health.version();
+        if !self.has_copies() {
+            return;
+        }
         if self.seen.load(Ordering::Acquire) == version {
             return;
         }
@@ -117,14 +120,17 @@ impl SlotPool {
     /// `done`, and there is such a member.
     pub(crate) fn may_publish(&self, place: SlotPlace, done: u8) -> bool {
         let good = self.group(place).map_or(0, |group| group.good_bits());
-        // All may have been lost since: then nothing refers to wrong bytes either.
+        // Where all members have been lost since, nothing refers to wrong bytes either.
         !self.has_copies() || good & !done == 0
     }
 
     /// Notes that members at the positions in `bits` hold damaged bytes, since `right` has the
-    /// right ones. For signal handlers, too.
-    pub(crate) fn mark_damaged(&self, place: SlotPlace, bits: u8, right: Member) {
-        let damaged = self.groups.mark_damaged(place.extent, bits, right);
+    /// right ones. The positions are those of a group with this number of `changes`. For signal
+    /// handlers, too.
+    pub(crate) fn mark_damaged(&self, place: SlotPlace, (bits, changes): (u8, u32), right: Member) {
+        let damaged = self
+            .groups
+            .mark_damaged(place.extent, (bits, changes), right);
         if let Some(server) = damaged {
             let said = u32::from(server) + 1;
             self.damaged_on.store(said, Ordering::Relaxed);
@@ -155,30 +161,32 @@ impl SlotPool {
 
     /// Takes a group out of the choice of slots. False if it is gone.
     pub(crate) fn seal(&self, index: u32) -> bool {
-        self.has_sealed.store(true, Ordering::Relaxed);
+        self.sealed.fetch_add(1, Ordering::Relaxed);
         let is_here = self.arenas.iter().any(|arena| {
             let mut arena = arena.lock();
             arena.choose(index, Choice::Sealed);
             arena.has_extent(index)
         });
         if !is_here {
-            self.has_sealed.store(false, Ordering::Relaxed);
+            self.sealed.fetch_sub(1, Ordering::Relaxed);
         }
         is_here
     }
 
     /// True while a group is sealed: its room comes back.
     pub(crate) fn has_sealed(&self) -> bool {
-        self.has_sealed.load(Ordering::Relaxed)
+        self.sealed.load(Ordering::Relaxed) > 0
     }
 
     /// Puts a sealed group back into the choice of slots.
     pub(crate) fn unseal(&self, index: u32) {
-        let choice = self.choice_of(index);
         for arena in &self.arenas {
-            arena.lock().choose(index, choice);
+            let mut arena = arena.lock();
+            // Looked up under the lock: what changes later comes by `follow_health`.
+            let choice = self.choice_of(index);
+            arena.choose(index, choice);
         }
-        self.has_sealed.store(false, Ordering::Relaxed);
+        self.sealed.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Returns start and length of each piece in use of a sealed group to which no write is under
@@ -191,9 +199,20 @@ impl SlotPool {
         })
     }
 
+    /// True if no write to a group is under way.
+    pub(crate) fn is_at_rest(&self, index: u32) -> bool {
+        self.arenas
+            .iter()
+            .all(|arena| arena.lock().writes(index) == 0)
+    }
+
     /// Asks a server for an extent that becomes a copy.
     pub(crate) fn grant_copy(&self, server: u8, bytes: u64) -> Result<Extent, AllocError> {
-        self.session(server).grant(bytes)
+        let granted = self.session(server).grant(bytes);
+        if let Err(AllocError::Control(_)) = &granted {
+            self.health.failed(self.port(server));
+        }
+        granted
     }
 
     /// Replaces the member at a position of a sealed group, and gives the former one back.
@@ -226,6 +245,15 @@ impl SlotPool {
     /// Gives an extent back that was granted as a copy and did not become one.
     pub(crate) fn drop_copy(&self, server: u8, id: ExtentId) {
         self.release(server as usize, id);
+    }
+
+    /// Gives extents back that were owed to servers which answer now.
+    pub(crate) fn release_owed(&self) {
+        let owed = std::mem::take(&mut *self.owed.lock());
+        for (server, id) in owed {
+            // One whose server is still silent is noted again.
+            self.release(server as usize, id);
+        }
     }
 
     /// Counts bytes that were copied to replace a lost copy.

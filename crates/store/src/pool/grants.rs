@@ -113,9 +113,11 @@ impl SlotPool {
 
     fn promise(&self, server: usize, bytes: u64, unit: u64) -> Result<(), AllocError> {
         let lacking = {
+            self.follow_health();
             let arena = self.arenas[server].lock();
             let held_bytes = self.snapshots.held_bytes_on(server);
-            (arena.reserved_bytes + held_bytes + bytes).saturating_sub(arena.granted_bytes)
+            // Bytes of lost extents are no room: regions that were promised them lack them, too.
+            (arena.reserved_bytes + held_bytes + bytes).saturating_sub(arena.kept_bytes())
         };
         let mut granted = 0;
         while granted < lacking {
@@ -165,12 +167,12 @@ impl SlotPool {
         if !self.is_usable(home as u8) {
             return Err(self.no_answer(home));
         }
-        let servers = self.servers.len();
         // Copies go where this pool has the least.
-        let mut others: Vec<usize> = (0..servers).filter(|&server| server != home).collect();
+        let mut others: Vec<usize> = (0..self.servers.len()).collect();
+        others.retain(|&server| server != home);
         others.sort_by_key(|&server| self.copied_bytes[server].load(Ordering::Relaxed));
         let (mut granted, mut bytes) = (Vec::new(), u64::MAX);
-        let (mut failure, mut silent) = (None, 0);
+        let (mut failure, mut silent) = (None, Vec::new());
         for server in std::iter::once(home).chain(others) {
             if granted.len() == self.copies {
                 break;
@@ -179,7 +181,7 @@ impl SlotPool {
                 continue;
             }
             if !self.is_usable(server as u8) {
-                silent += 1;
+                silent.push(server as u8);
                 failure.get_or_insert_with(|| self.no_answer(server));
                 continue;
             }
@@ -193,7 +195,7 @@ impl SlotPool {
                 }
                 Err(error) => {
                     self.health.failed(self.servers[server].0);
-                    silent += 1;
+                    silent.push(server as u8);
                     failure = Some(error);
                 }
             }
@@ -202,7 +204,7 @@ impl SlotPool {
             }
         }
         let is_enough = granted.len() == self.copies
-            || granted.len() >= copies_min && servers - silent < self.copies;
+            || granted.len() >= copies_min && self.servers_without(&silent) < self.copies;
         if granted.is_empty() || !is_enough {
             for (server, id) in granted {
                 self.release(server as usize, id);
@@ -214,6 +216,14 @@ impl SlotPool {
             self.count_copy(member.server, bytes);
         }
         Ok(group)
+    }
+
+    /// Returns the number of different servers, without the `silent` ones.
+    fn servers_without(&self, silent: &[u8]) -> usize {
+        let servers = 0..self.servers.len() as u8;
+        let is_silent = |&one: &u8| silent.iter().any(|&other| self.is_same(one, other));
+        let is_first = |&one: &u8| !(0..one).any(|before| self.is_same(before, one));
+        servers.filter(|it| !is_silent(it) && is_first(it)).count()
     }
 
     fn no_answer(&self, server: usize) -> AllocError {

@@ -21,6 +21,7 @@ pub(super) fn impatient() -> ClusterOptions {
         deadline: Duration::from_secs(30),
         dead_after: Duration::ZERO,
         repair_rate: None,
+        ..ClusterOptions::default()
     }
 }
 
@@ -49,7 +50,7 @@ impl World {
         loop {
             match self.repairer.turn(&self.cluster) {
                 RepairTurn::Repaired => {}
-                RepairTurn::Waits if is_lacking(&self.cluster) => {
+                RepairTurn::Waits | RepairTurn::Failed if is_lacking(&self.cluster) => {
                     assert!(Instant::now() < limit, "a repair never ends");
                 }
                 turn => return turn,
@@ -175,7 +176,7 @@ fn one_server_may_die_at_any_step() {
             ..SimConfig::new(1000 * seed + server)
         });
         let options = ClusterOptions {
-            // Some are given up only much later than they die.
+            // Half of the victims are given up only much later than they die.
             dead_after: Duration::from_millis(if seed % 2 == 0 { 0 } else { 20 }),
             ..impatient()
         };
@@ -244,7 +245,7 @@ fn a_write_is_on_all_servers_before_its_page_is_published() {
             lane.write_back(&store, at(0), frame.into(), 0)
                 .expect("an idle lane has room");
             let mut done = Vec::new();
-            // As soon as any of them is published.
+            // A server dies as soon as any page is published.
             while !(0..4).any(|page| store.table.is_stored(at(page))) {
                 lane.poll(&mut done);
             }
@@ -332,7 +333,7 @@ fn a_server_that_is_cut_off_for_a_moment_is_not_read_before_it_has_caught_up() {
             model[page as usize * 4096..][..4096].copy_from_slice(&new);
         }
         assert_eq!(store.stats().under_protected_bytes, 0);
-        // Both have everything.
+        // Each server has everything.
         world.servers[1 - cut].kill();
         let done = read_run(&mut lane, &store, 0, 64);
         assert!(done.failed.is_empty() && done.frame.bytes == model);
@@ -398,7 +399,7 @@ fn pages_with_a_copy_left_outlive_more_deaths_than_there_are_copies() {
     let mut failed = Vec::new();
     for page in 0..256 {
         if lost.contains(&page) && !failed.is_empty() {
-            // Each takes the deadline.
+            // A READ of a lost page takes the deadline.
             continue;
         }
         match read(&mut lane, &store, page) {

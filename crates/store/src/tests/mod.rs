@@ -4,6 +4,7 @@
 mod copies;
 mod lossy;
 mod named;
+mod outages;
 mod own;
 mod pages;
 mod readers;

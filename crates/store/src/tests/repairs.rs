@@ -7,7 +7,7 @@ use super::{
 use crate::groups::Member;
 
 /// Changes a page's bytes in one copy, behind the store's back.
-fn tamper_copy(world: &World, store: &PageStore, page: u64, member: Member) {
+pub(super) fn tamper_copy(world: &World, store: &PageStore, page: u64, member: Member) {
     let (place, len) = place_of(store, page);
     let mut channel = world.cluster.sessions()[usize::from(member.server)]
         .channel::<Vec<u8>>()
@@ -173,7 +173,7 @@ fn the_last_copy_is_not_given_up_because_its_server_is_silent() {
 
 #[test]
 fn full_survivors_go_on_with_fewer_copies_and_repair_once_there_is_room() {
-    // Each has room for its own copies, and not for those of another.
+    // Each server has room for its own copies, and not for those of another.
     let mut world = World::new(
         (1..=3).map(|seed| SimConfig {
             capacity_bytes: 20 << 20,
