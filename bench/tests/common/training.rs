@@ -5,8 +5,10 @@
 use std::{
     collections::BTreeSet,
     net::TcpListener,
+    ops::Range,
     path::Path,
-    process::{Child, Command, Output, Stdio},
+    process::{self, Child, Command, Output, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -148,10 +150,23 @@ pub(crate) fn processes(
     Children((0..WORKERS + aggregators).map(start).collect())
 }
 
+/// Binds a port that the kernel gives to no connection by itself: between its choice and the start
+/// of the process that listens there, a connection of another test could take it.
+fn free_port() -> TcpListener {
+    const PORTS: Range<u32> = 10_000..30_000;
+    static TRIED: AtomicU32 = AtomicU32::new(0);
+    let tries = PORTS.len();
+    let mut bound = (0..tries).filter_map(|_| {
+        let at = process::id().wrapping_mul(64) + TRIED.fetch_add(1, Ordering::Relaxed);
+        let port = PORTS.start + at % PORTS.len() as u32;
+        TcpListener::bind(("127.0.0.1", port as u16)).ok()
+    });
+    bound.next().expect("a free port")
+}
+
 fn addresses(fabric: &str, folder: &Path, count: usize) -> String {
     // All ports are held until all are known, so that they differ.
-    let ports = (0..count).map(|_| TcpListener::bind("127.0.0.1:0").expect("a free port"));
-    let ports: Vec<_> = ports.collect();
+    let ports: Vec<_> = (0..count).map(|_| free_port()).collect();
     let of = |(rank, port): (usize, &TcpListener)| match fabric {
         "shm" => format!("shm://{}/party-{rank}", folder.display()),
         _ => format!("tcp://{}", port.local_addr().expect("a bound socket")),
