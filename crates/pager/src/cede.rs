@@ -9,7 +9,7 @@
 //! afterwards. As in `discard.rs`, all of this is inside the reclaim gate: while the program forks,
 //! no page is ceded or regained.
 
-use std::{io, ops::Range, thread, time::Instant};
+use std::{io, ops::Range};
 
 use farpage_signals::SignalGuard;
 use farpage_store::{PageIndex, PageRange};
@@ -18,7 +18,7 @@ use farpage_vm::AddressSpace;
 use crate::{
     MappedRegion, PageError,
     installer::UsageCount,
-    mapped::{ASK, LOOK},
+    owner_wait::OwnerWait,
     protocol::{self, PageState, PageWord},
     region::RegionGuard,
     victims::DetachOutcome,
@@ -38,10 +38,6 @@ pub(crate) enum Ceded {
     Absent,
 }
 
-/// Wait for another owner of a page, until the deadline.
-#[derive(Default)]
-struct Waiting(Option<(Instant, Instant)>);
-
 impl<A: AddressSpace> MappedRegion<A> {
     /// Takes the pages in `range` out of paging until they are [regained](Self::regain). Their
     /// contents are gone. Memory without access lies there then, and the program may map there what
@@ -57,14 +53,14 @@ impl<A: AddressSpace> MappedRegion<A> {
     pub fn cede(&self, range: Range<usize>) -> Result<(), PageError> {
         let entered = self.enter()?;
         let pages = self.pages_to_cede(&range);
-        let (mut page, mut waiting) = (pages.start, Waiting::default());
+        let (mut page, mut waiting) = (pages.start, OwnerWait::default());
         while page < pages.end {
             self.wait_for_thaw(&entered);
             let together = page.and_on(CEDED_TOGETHER).within(pages);
             let failed = match self.try_cede(together) {
                 Ok(Ceded::Done(count)) => {
                     page += count;
-                    waiting = Waiting::default();
+                    waiting = OwnerWait::default();
                     continue;
                 }
                 Ok(Ceded::NotNow | Ceded::Absent) => self
@@ -99,7 +95,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         let page_bytes = self.page_bytes();
         let range = offset..offset + page_bytes;
         let page = self.pages_to_cede(&range).start;
-        let mut waiting = Waiting::default();
+        let mut waiting = OwnerWait::default();
         loop {
             self.wait_for_thaw(&entered);
             match self.try_cede_with_bytes(page)? {
@@ -133,13 +129,9 @@ impl<A: AddressSpace> MappedRegion<A> {
             break;
         }
         for page in pages {
-            let mut asked = Instant::now();
+            let mut waiting = OwnerWait::default();
             while !self.settle_regained(page) {
-                if asked.elapsed() > ASK {
-                    asked = Instant::now();
-                    self.ask_for(page);
-                }
-                entered.wait(|| thread::sleep(LOOK));
+                waiting.wait(&entered, || self.ask_for(page));
             }
         }
         Ok(())
@@ -292,23 +284,17 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
     }
 
-    /// Waits a moment for the owner of a page.
+    /// Waits a moment for the owner of a page, until the deadline.
     fn wait_for_owner(
         &self,
         page: PageIndex,
-        waiting: &mut Waiting,
+        waiting: &mut OwnerWait,
         entered: &SignalGuard,
     ) -> Result<(), PageError> {
-        let now = Instant::now();
-        let (since, asked) = waiting.0.get_or_insert((now, now));
-        if since.elapsed() > self.pager().deadline() {
+        if waiting.is_over(self.pager().deadline()) {
             return Err(self.busy(page));
         }
-        if *since == now || asked.elapsed() > ASK {
-            *asked = now;
-            self.ask_for(page);
-        }
-        entered.wait(|| thread::sleep(LOOK));
+        waiting.wait(entered, || self.ask_for(page));
         Ok(())
     }
 

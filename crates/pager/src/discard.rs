@@ -9,7 +9,7 @@
 //! frame, and that outside the reclaim gate: while the program forks, nothing is discarded. The
 //! page protocol is that of evictors and fillers; only the bytes differ.
 
-use std::{ops::Range, thread, time::Instant};
+use std::ops::Range;
 
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{AddressSpace, RUN_PAGES_MAX};
@@ -19,7 +19,7 @@ use crate::{
     MappedRegion, PageError,
     doors::Command,
     installer::UsageCount,
-    mapped::{ASK, LOOK},
+    owner_wait::OwnerWait,
     protocol::{self, NEVER_LEFT, OnFailed, PageState},
     region::{RegionGuard, chunk_of},
     run::PageRun,
@@ -56,7 +56,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         );
         let pages = self.whole_pages(range);
         let mut page = pages.start;
-        let mut waiting: Option<(Instant, Instant)> = None;
+        let mut waiting = OwnerWait::default();
         while page < pages.end {
             page = self.next_touched(page).min(pages.end);
             if page == pages.end {
@@ -66,19 +66,13 @@ impl<A: AddressSpace> MappedRegion<A> {
             match self.try_discard(page.until(pages.end))? {
                 DiscardOutcome::Done(count) => {
                     page += count;
-                    waiting = None;
+                    waiting = OwnerWait::default();
                 }
                 DiscardOutcome::NotNow(error) => {
-                    let now = Instant::now();
-                    let (since, asked) = waiting.get_or_insert((now, now));
-                    if since.elapsed() > self.pager().deadline() {
+                    if waiting.is_over(self.pager().deadline()) {
                         return Err(error.unwrap_or_else(|| self.busy(page)));
                     }
-                    if *since == now || asked.elapsed() > ASK {
-                        *asked = now;
-                        self.ask_for(page);
-                    }
-                    entered.wait(|| thread::sleep(LOOK));
+                    waiting.wait(&entered, || self.ask_for(page));
                 }
             }
         }

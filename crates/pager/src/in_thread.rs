@@ -80,22 +80,18 @@ impl<A: AddressSpace> InThread<A> {
 
     /// Opens lost channels of idle inline handlers again. For threads of our own.
     pub(crate) fn reopen(&self) {
-        for mut handler in self
-            .handlers
-            .iter()
-            .filter_map(|handler| handler.try_lock())
-        {
-            handler.reopen();
-        }
+        self.idle().for_each(|mut handler| handler.reopen());
     }
 
     /// Opens channels that idle inline handlers lack to servers that answer again. For threads of
     /// our own.
     pub(crate) fn open_lacking(&self) {
-        let idle = (self.handlers.iter()).filter_map(|handler| handler.try_lock());
-        for mut handler in idle {
-            handler.open_lacking();
-        }
+        self.idle().for_each(|mut handler| handler.open_lacking());
+    }
+
+    /// Returns the idle inline handlers, one after another.
+    fn idle(&self) -> impl Iterator<Item = MutexGuard<'_, InlineHandler<A>>> {
+        (self.handlers.iter()).filter_map(|handler| handler.try_lock())
     }
 
     /// Returns the inline handler of a thread, for tests that take its steps one by one.

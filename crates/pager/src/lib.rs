@@ -62,6 +62,7 @@ mod mapped;
 mod mapper;
 mod markers;
 mod options;
+mod owner_wait;
 mod pace;
 mod pager;
 mod prefetch_queue;

@@ -35,8 +35,6 @@ use crate::{
 
 /// Time between two looks at a page that another worker owns.
 pub(crate) const LOOK: Duration = Duration::from_micros(20);
-/// Time between two requests for an owned page: see [`MappedRegion::ask_for`].
-pub(crate) const ASK: Duration = Duration::from_millis(5);
 
 /// A mapped region. Dropping it gives its addresses and its pages up, without writing back.
 pub struct MappedRegion<A: AddressSpace> {

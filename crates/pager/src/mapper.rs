@@ -16,7 +16,7 @@ use farpage_vm::{
 use smallvec::SmallVec;
 
 use crate::{
-    region::Region,
+    region::{CHUNK_PAGES, Region, chunks_of},
     run::{PageRun, pages_in},
 };
 
@@ -26,8 +26,6 @@ const KERNEL_PAGE_BYTES: usize = 4096;
 /// Number of event counts. More would let threads that wait for different pages share one less
 /// often.
 const EVENT_COUNTS: usize = 64;
-/// Upper bound of the pages of a run.
-const RUN_PAGES_MAX: usize = 64;
 
 /// Pages that leave together by copying, ascending.
 pub(crate) type Scattered = SmallVec<[PageIndex; SCATTERED_PAGES_MAX]>;
@@ -250,16 +248,15 @@ impl<A: AddressSpace> Mapper<A> {
 
     /// Returns the count of events of a page: its mapping, and all other reasons to look again.
     pub(crate) fn event_count(&self, region: &Region, page: PageIndex) -> &EventCount {
-        let block = region.id.0 as usize + page.0 / RUN_PAGES_MAX;
+        let block = region.id.0 as usize + page.0 / CHUNK_PAGES;
         &self.woken[block % EVENT_COUNTS]
     }
 
-    /// Wakes threads that wait for one of `pages`, a run, and serve their own faults.
+    /// Wakes threads that wait for one of `pages`, and serve their own faults.
     pub(crate) fn tell(&self, region: &Region, pages: PageRange) {
-        let [first, last] = [pages.start, pages.end - 1].map(|page| self.event_count(region, page));
-        first.tell();
-        if !std::ptr::eq(first, last) {
-            last.tell();
+        for chunk in chunks_of(pages).take(EVENT_COUNTS) {
+            self.event_count(region, PageIndex(chunk * CHUNK_PAGES))
+                .tell();
         }
     }
 

@@ -12,7 +12,7 @@
 //! does. A page that it cannot have it gives back, and looks again. Each step is inside the reclaim
 //! gate: a child of `fork` meets contents in the old place or in the new one.
 
-use std::{ops::Range, thread, time::Instant};
+use std::ops::Range;
 
 use farpage_fabric::Since;
 use farpage_store::{PageIndex, PageRange};
@@ -22,7 +22,7 @@ use crate::{
     MappedRegion, PageError,
     doors::Command,
     installer::UsageCount,
-    mapped::{ASK, LOOK},
+    owner_wait::OwnerWait,
     protocol::{self, OnFailed, PageState},
     region::RegionGuard,
     run::PageRun,
@@ -79,32 +79,24 @@ impl<A: AddressSpace> MappedRegion<A> {
         assert!(old.within(new).is_empty(), "{old:?} and {new:?} overlap");
         let distance = |page: PageIndex| page - old.start;
         let mut page = old.start;
-        let mut waiting: Option<(Instant, Instant)> = None;
+        let mut waiting = OwnerWait::default();
         while page < old.end {
             self.wait_for_thaw(&entered);
             let at = new.start + distance(page);
-            let now = Instant::now();
-            let is_over =
-                |(since, _): (Instant, _)| now.duration_since(since) > self.pager().deadline();
             match self.try_relocate(page.until(old.end), at) {
                 Ok(Relocated::Done(count)) => {
                     page += count;
-                    waiting = None;
+                    waiting = OwnerWait::default();
                 }
-                Ok(Relocated::NotNow) if !waiting.is_some_and(is_over) => {
-                    let (since, asked) = waiting.get_or_insert((now, now));
-                    if *since == now || asked.elapsed() > ASK {
-                        *asked = now;
-                        for page in [page, at] {
-                            self.ask_for(page);
-                        }
-                    }
-                    entered.wait(|| thread::sleep(LOOK));
+                Ok(Relocated::NotNow) if !waiting.is_over(self.pager().deadline()) => {
+                    waiting.wait(&entered, || {
+                        [page, at].into_iter().for_each(|page| self.ask_for(page))
+                    });
                 }
                 Ok(Relocated::NotNow | Relocated::Held) | Err(_) => {
                     stays(page.offset(page_bytes), at.offset(page_bytes));
                     page += 1;
-                    waiting = None;
+                    waiting = OwnerWait::default();
                 }
             }
         }
