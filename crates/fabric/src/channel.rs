@@ -10,6 +10,7 @@ use std::{
 };
 
 use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
+use nix::poll::{PollFd, PollFlags};
 
 use crate::regmem::RegBuf;
 
@@ -228,6 +229,16 @@ pub struct PollInterest<'a> {
     /// Time of the next poll at the latest: the operation deadline, or the end of a completion that
     /// a shaped link holds back.
     pub until: Option<Instant>,
+}
+
+impl<'a> PollInterest<'a> {
+    /// Returns the descriptor with its events, of which there may be none.
+    pub fn poll_fd(&self) -> Option<PollFd<'a>> {
+        let mut events = PollFlags::empty();
+        events.set(PollFlags::POLLIN, self.readable);
+        events.set(PollFlags::POLLOUT, self.writable);
+        self.fd.map(|fd| PollFd::new(fd, events))
+    }
 }
 
 /// One queue pair with its completion queue; used by one thread at a time.

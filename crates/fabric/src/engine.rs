@@ -19,7 +19,7 @@ use std::{
 
 use nix::{
     errno::Errno,
-    poll::{PollFd, PollFlags, ppoll},
+    poll::{PollFd, ppoll},
     sys::time::TimeSpec,
 };
 
@@ -275,12 +275,7 @@ pub fn sleep<'a>(
     let mut fds = Vec::new();
     for wait in waits {
         until = until.into_iter().chain(wait.until).min();
-        if let Some(fd) = wait.fd {
-            let mut events = PollFlags::empty();
-            events.set(PollFlags::POLLIN, wait.readable);
-            events.set(PollFlags::POLLOUT, wait.writable);
-            fds.push(PollFd::new(fd, events));
-        }
+        fds.extend(wait.poll_fd());
     }
     sleep_on(&mut fds, until)
 }

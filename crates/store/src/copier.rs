@@ -12,9 +12,8 @@ use farpage_fabric::{
     Channel, ChannelError, ConnectError, ExtentId, Op, Verb,
     regmem::{RegBuf, RegPool},
 };
-use nix::poll::{PollFd, PollFlags};
 
-use crate::{Cluster, groups::Member, health::ServerHealth, lane::sleep, pool::SlotPool};
+use crate::{Cluster, groups::Member, health::ServerHealth, pool::SlotPool, transfer::transfer};
 
 /// Bytes that are copied at a time: as many as a run of pages has.
 const PIECE_BYTES: u64 = 512 << 10;
@@ -120,20 +119,4 @@ impl<'a> Copier<'a> {
         }
         Ok(())
     }
-}
-
-/// Carries out one operation, and waits for it.
-fn transfer(channel: &mut dyn Channel<RegBuf>, op: Op<RegBuf>) -> Result<RegBuf, ChannelError> {
-    assert!(channel.post(op).is_ok(), "a channel takes one operation");
-    let mut done = Vec::new();
-    while channel.poll(&mut done) == 0 {
-        let wait = channel.wait();
-        let mut events = PollFlags::empty();
-        events.set(PollFlags::POLLIN, wait.readable);
-        events.set(PollFlags::POLLOUT, wait.writable);
-        let mut fd = wait.fd.map(|fd| PollFd::new(fd, events));
-        sleep(fd.as_mut_slice(), wait.until);
-    }
-    let completion = done.pop().expect("poll returned one");
-    completion.result.map(|()| completion.buf)
 }

@@ -356,14 +356,7 @@ impl<F: RunBuffer> Lane<F> {
                 PortState::Open { channel, .. } => {
                     let wait = channel.wait();
                     sooner(wait.until);
-                    if let Some(fd) = wait.fd {
-                        let mut events = PollFlags::empty();
-                        events.set(PollFlags::POLLIN, wait.readable);
-                        events.set(PollFlags::POLLOUT, wait.writable);
-                        if !events.is_empty() {
-                            fds.extend([PollFd::new(fd, events)]);
-                        }
-                    }
+                    fds.extend(wait.poll_fd().filter(|fd| !fd.events().is_empty()));
                 }
                 PortState::Opening(_) => waker = true,
                 PortState::Closed(at) if port.wants_channel() => sooner(Some(*at)),
@@ -543,23 +536,15 @@ impl<F: RunBuffer> Lane<F> {
         let Completion {
             tag, buf, result, ..
         } = completion;
+        match &result {
+            Ok(()) => self.ports[at].succeeded(),
+            Err(error) if error.is_transient() => self.ports[at].failed(error),
+            Err(_) => {}
+        }
         match result {
-            Err(error) if error.is_transient() => {
-                self.ports[at].failed(&error);
-                match self.has_copies(tag) {
-                    true => self.complete_copy(tag, buf, Err(error)),
-                    false => self.repeat(tag, buf, error),
-                }
-            }
-            result => {
-                if result.is_ok() {
-                    self.ports[at].succeeded();
-                }
-                match self.has_copies(tag) {
-                    true => self.complete_copy(tag, buf, result),
-                    false => self.finish(tag, buf, result),
-                }
-            }
+            result if self.has_copies(tag) => self.complete_copy(tag, buf, result),
+            Err(error) if error.is_transient() => self.repeat(tag, buf, error),
+            result => self.finish(tag, buf, result),
         }
     }
 

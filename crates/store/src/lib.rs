@@ -38,6 +38,7 @@ mod snapshots;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod transfer;
 
 pub use blocking::{BlockingOptions, Store};
 pub use cluster::{Cluster, ClusterOptions};

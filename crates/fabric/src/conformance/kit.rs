@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollTimeout, poll};
 
 use crate::{Channel, ChannelError, Completion, Extent, ExtentId, Op, Session, Verb};
 
@@ -73,15 +73,7 @@ pub(super) fn sleep(channel: &dyn Channel<Vec<u8>>) {
         until.saturating_duration_since(Instant::now())
     });
     let timeout = PollTimeout::try_from(left.as_micros().div_ceil(1000) as u32).expect("seconds");
-    let mut events = PollFlags::empty();
-    events.set(PollFlags::POLLIN, wait.readable);
-    events.set(PollFlags::POLLOUT, wait.writable);
-    let mut fds: Vec<_> = wait
-        .fd
-        .map(|fd| PollFd::new(fd, events))
-        .into_iter()
-        .collect();
-    poll(&mut fds, timeout).expect("a poll of open descriptors");
+    poll(wait.poll_fd().as_mut_slice(), timeout).expect("a poll of open descriptors");
 }
 
 pub(super) fn one(channel: &mut dyn Channel<Vec<u8>>, op: Op<Vec<u8>>) -> Completion<Vec<u8>> {

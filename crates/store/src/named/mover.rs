@@ -6,9 +6,8 @@ use farpage_fabric::{
     Channel, ChannelError, ConnectError, Op, Verb,
     regmem::{RegBuf, RegError},
 };
-use nix::poll::{PollFd, PollFlags};
 
-use crate::{lane::sleep, place::SlotPlace, pool::SlotPool};
+use crate::{place::SlotPlace, pool::SlotPool, transfer::transfer};
 
 /// Mover of pieces of a map, one after another.
 pub(super) struct Mover<'a> {
@@ -61,20 +60,6 @@ impl<'a> Mover<'a> {
             len,
             buf,
         };
-        assert!(channel.post(op).is_ok(), "a channel takes one operation");
-        let mut done = Vec::new();
-        while channel.poll(&mut done) == 0 {
-            let wait = channel.wait();
-            let mut events = PollFlags::empty();
-            events.set(PollFlags::POLLIN, wait.readable);
-            events.set(PollFlags::POLLOUT, wait.writable);
-            let mut fd = wait.fd.map(|fd| PollFd::new(fd, events));
-            sleep(fd.as_mut_slice(), wait.until);
-        }
-        let completion = done.pop().expect("poll returned one");
-        completion
-            .result
-            .map(|()| completion.buf)
-            .map_err(MoveError::Channel)
+        transfer(&mut **channel, op).map_err(MoveError::Channel)
     }
 }
