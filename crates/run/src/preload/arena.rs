@@ -243,7 +243,7 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         // SAFETY: reserved just now, for this alone.
         options = unsafe { options.address(address) };
         signals::begin();
-        window.plug(NUMBERS_LEFT).map_err(no_numbers)?;
+        window.plug(NUMBERS_LEFT);
         filter::install(address..address + size.bytes, window.numbers())?;
     }
     let stats = variable("STATS").is_some();
@@ -348,7 +348,7 @@ impl Plan {
             error => error.to_string(),
         })?;
         if let Some(window) = window {
-            window.plug(0).map_err(no_numbers)?;
+            window.plug(0);
         }
         Ok(State::new(arena, self.first))
     }

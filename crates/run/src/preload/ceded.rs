@@ -76,19 +76,7 @@ impl Hold {
 
     /// Returns the parts of `addresses`, ascending, and whether each is ceded.
     pub(crate) fn parts(&self, addresses: &Range<usize>) -> Vec<(Range<usize>, bool)> {
-        let mut parts = Vec::new();
-        let mut at = addresses.start;
-        for (ceded, ()) in self.ranges().within(addresses) {
-            if at < ceded.start {
-                parts.push((at..ceded.start, false));
-            }
-            at = ceded.end;
-            parts.push((ceded, true));
-        }
-        if at < addresses.end {
-            parts.push((at..addresses.end, false));
-        }
-        parts
+        self.ranges().parts(addresses)
     }
 
     /// Returns the parts of `addresses` that are not ceded, ascending.

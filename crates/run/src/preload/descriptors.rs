@@ -12,7 +12,7 @@
 
 use std::{
     ffi::{c_int, c_uint},
-    fs, io,
+    io,
     mem::MaybeUninit,
     ops::Range,
     os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd},
@@ -33,8 +33,10 @@ static END: AtomicU32 = AtomicU32::new(0);
 /// Numbers that new descriptors get while the window lives.
 pub(crate) struct Window {
     numbers: Range<u32>,
-    /// Descriptors that occupy the numbers below the window.
-    _occupied: Vec<OwnedFd>,
+    /// File whose duplicates occupy numbers.
+    file: OwnedFd,
+    /// Duplicates that occupy the numbers below the window.
+    occupied: Vec<OwnedFd>,
     limit: libc::rlimit,
 }
 
@@ -58,43 +60,40 @@ impl Window {
             rlim_cur: limit.rlim_cur.max(u64::from(numbers.end)),
             rlim_max: limit.rlim_max,
         };
+        // SAFETY: makes a descriptor.
+        let file = unsafe { libc::memfd_create(c"farpage".as_ptr(), libc::MFD_CLOEXEC) };
+        if file < 0 {
+            return Err(io::Error::last_os_error());
+        }
         let mut window = Window {
             numbers,
-            _occupied: Vec::new(),
+            // One file under many numbers: a file for each would take most of the start-up.
+            // SAFETY: made just now, and nobody else knows it.
+            file: unsafe { OwnedFd::from_raw_fd(file) },
+            occupied: Vec::new(),
             limit,
         };
         set_limit(&raised)?;
-        loop {
-            // SAFETY: a new descriptor, which nobody else knows.
-            let made = unsafe { libc::memfd_create(c"farpage".as_ptr(), libc::MFD_CLOEXEC) };
-            if made < 0 {
-                return Err(io::Error::last_os_error());
+        let mut last = file as u32;
+        while last < first {
+            let made = duplicate(&window.file, 0)?;
+            last = made.as_raw_fd() as u32;
+            if last < first {
+                window.occupied.push(made);
             }
-            // SAFETY: as above.
-            let made = unsafe { OwnedFd::from_raw_fd(made) };
-            if made.as_raw_fd() as u32 >= first {
-                return Ok(window);
-            }
-            window._occupied.push(made);
         }
+        Ok(window)
     }
 
     /// Occupies the free numbers of the window but the last `left`. The program could never close a
     /// descriptor that it gets there, and may raise its limit.
-    pub(crate) fn plug(&self, left: u32) -> io::Result<()> {
-        let plugged = self.numbers.start as c_int..self.numbers.end.saturating_sub(left) as c_int;
-        // Closed with the program: the filter refuses to close it.
-        let null = fs::File::open("/dev/null")?.into_raw_fd();
-        loop {
-            // SAFETY: a new descriptor, which nobody else knows.
-            let made = unsafe { libc::fcntl(null, libc::F_DUPFD_CLOEXEC, plugged.start) };
-            if !plugged.contains(&made) {
-                if made >= self.numbers.end as c_int {
-                    // SAFETY: made just now.
-                    unsafe { libc::close(made) };
-                }
-                return Ok(());
-            }
+    pub(crate) fn plug(&self, left: u32) {
+        let plugged = self.numbers.start..self.numbers.end.saturating_sub(left);
+        while let Ok(made) = duplicate(&self.file, plugged.start)
+            && plugged.contains(&(made.as_raw_fd() as u32))
+        {
+            // Closed with the program: the filter refuses to close it.
+            let _ = made.into_raw_fd();
         }
     }
 
@@ -110,6 +109,17 @@ impl Drop for Window {
     fn drop(&mut self) {
         // Lowering a limit never fails.
         let _ = set_limit(&self.limit);
+    }
+}
+
+/// Duplicates a descriptor. The copy has the lowest free number from `least` on.
+fn duplicate(descriptor: &OwnedFd, least: u32) -> io::Result<OwnedFd> {
+    let (from, least) = (descriptor.as_raw_fd(), least as c_int);
+    // SAFETY: makes a descriptor.
+    match unsafe { libc::fcntl(from, libc::F_DUPFD_CLOEXEC, least) } {
+        -1 => Err(io::Error::last_os_error()),
+        // SAFETY: made just now, and nobody else knows it.
+        made => Ok(unsafe { OwnedFd::from_raw_fd(made) }),
     }
 }
 

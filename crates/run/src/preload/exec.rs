@@ -229,6 +229,18 @@ starts! {
     spawn posix_spawnp = later_posix_spawnp(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of found(file), with [file] arguments and variables;
 }
 
+/// Calls `start` with a local copy of a string.
+///
+/// # Safety
+/// `line` is a string of C's, or null.
+unsafe fn with_local<T>(line: *const c_char, start: impl FnOnce(*const c_char) -> T) -> T {
+    local_strings::free_left();
+    let list = [line, ptr::null()];
+    // SAFETY: the caller's promise.
+    let local = unsafe { LocalStrings::of(list.as_ptr()) };
+    start(local.first())
+}
+
 next! {
     /// `system`.
     later_system = c"system"(line: *const c_char) -> c_int, else -1;
@@ -242,13 +254,8 @@ next! {
 /// As `system`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn system(line: *const c_char) -> c_int {
-    local_strings::free_left();
-    let list = [line, ptr::null()];
     // SAFETY: the caller's promise.
-    unsafe {
-        let local = LocalStrings::of(list.as_ptr());
-        later_system(local.first())
-    }
+    unsafe { with_local(line, |line| later_system(line)) }
 }
 
 /// `popen`, whose shell gets a local copy of the line.
@@ -257,13 +264,8 @@ pub(crate) unsafe extern "C" fn system(line: *const c_char) -> c_int {
 /// As `popen`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn popen(line: *const c_char, mode: *const c_char) -> *mut libc::FILE {
-    local_strings::free_left();
-    let list = [line, ptr::null()];
     // SAFETY: the caller's promise.
-    unsafe {
-        let local = LocalStrings::of(list.as_ptr());
-        later_popen(local.first(), mode)
-    }
+    unsafe { with_local(line, |line| later_popen(line, mode)) }
 }
 
 /// `execv`.

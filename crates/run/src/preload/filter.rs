@@ -6,8 +6,8 @@
 //! result. This covers calls from inside the C library (streams, locks, `opendir`) and raw ones
 //! alike.
 //!
-//! The same filter refuses to close or to replace descriptors of the runtime (`descriptors.rs`),
-//! and rings (`io_uring_setup`), which name memory where no filter looks.
+//! Calls that close or replace descriptors of the runtime (`descriptors.rs`) are refused by the
+//! filter, too, and so are rings (`io_uring_setup`), which name memory where no filter looks.
 //!
 //! The rule it keeps: all other calls cost a few comparisons. A filter stays with a process and its
 //! children for good, also after `exec`, which removes the handler of SIGSYS. So the filter must

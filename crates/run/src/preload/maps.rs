@@ -267,13 +267,8 @@ impl Claim {
         addresses: &Range<usize>,
         may_be_allocated: bool,
     ) -> Option<Claim> {
-        let pages = state.pages_of(addresses);
-        let mut taken = Ranges::new();
-        for (part, ()) in mapped.within(&pages) {
-            taken.insert(state.pages_of(&part), ());
-        }
         let mut claim = Claim(Vec::new());
-        for gap in taken.gaps(&pages) {
+        for gap in without_mapping(state, mapped, state.pages_of(addresses)) {
             if state.arena.claim(gap.clone()) {
                 claim.0.push(gap);
             } else if !may_be_allocated || !state.arena.is_allocated(gap) {

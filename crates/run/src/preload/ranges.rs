@@ -64,20 +64,29 @@ impl<T: Copy + PartialEq> Ranges<T> {
         known.iter().map(|(part, _)| part.len()).sum::<usize>() == addresses.len()
     }
 
-    /// Returns the parts of `addresses` about which no fact is recorded, ascending.
-    pub(crate) fn gaps(&self, addresses: &Range<usize>) -> Vec<Range<usize>> {
-        let mut gaps = Vec::new();
+    /// Returns the parts of `addresses`, ascending, and whether a fact is recorded for each.
+    pub(crate) fn parts(&self, addresses: &Range<usize>) -> Vec<(Range<usize>, bool)> {
+        let mut parts = Vec::new();
         let mut at = addresses.start;
         for (known, _) in self.within(addresses) {
             if at < known.start {
-                gaps.push(at..known.start);
+                parts.push((at..known.start, false));
             }
             at = known.end;
+            parts.push((known, true));
         }
         if at < addresses.end {
-            gaps.push(at..addresses.end);
+            parts.push((at..addresses.end, false));
         }
-        gaps
+        parts
+    }
+
+    /// Returns the parts of `addresses` about which no fact is recorded, ascending.
+    pub(crate) fn gaps(&self, addresses: &Range<usize>) -> Vec<Range<usize>> {
+        let parts = self.parts(addresses).into_iter();
+        parts
+            .filter_map(|(part, is_known)| (!is_known).then_some(part))
+            .collect()
     }
 
     fn touched(&self, addresses: &Range<usize>) -> Vec<(usize, usize, T)> {

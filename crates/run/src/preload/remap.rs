@@ -23,6 +23,9 @@ use crate::{
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
+/// Flags of `mremap`.
+const KNOWN: c_int = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+
 /// Arguments of a call of `mremap`.
 #[derive(Clone)]
 struct Request {
@@ -151,11 +154,10 @@ unsafe fn move_in(
 /// the memory there is given up. The error is an `errno`.
 fn can_move(state: &State, request: &Request) -> Result<(), c_int> {
     let (old, arena) = (&request.old, state.arena.addresses());
-    let known = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
     let stays = request.has(libc::MREMAP_DONTUNMAP);
     let is_page = |at: usize| at.is_multiple_of(KERNEL_PAGE_BYTES);
     let whole = |bytes: usize| bytes.next_multiple_of(KERNEL_PAGE_BYTES);
-    if request.has(!known)
+    if request.has(!KNOWN)
         || !is_page(old.start)
         || stays && whole(request.old_bytes) != whole(request.new_bytes)
     {
@@ -193,8 +195,7 @@ unsafe fn remap(
         request.has(libc::MREMAP_FIXED),
     );
     let target = request.new_address..request.new_address.saturating_add(whole);
-    let known = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
-    if request.has(!known)
+    if request.has(!KNOWN)
         || (stays || is_fixed) && !request.has(libc::MREMAP_MAYMOVE)
         || stays && whole != old.len()
         || is_fixed && !target.start.is_multiple_of(page)
