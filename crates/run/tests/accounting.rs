@@ -11,16 +11,15 @@ mod common;
 
 use std::process::{Command, Output};
 
-use common::{MIB, can_run, farpage, output, said};
+use common::{MIB, can_run, farpage, modes, output, said};
 use farpage_memserver::{RunningServer, Server};
 use farpage_testkit::{serve_tcp, tcp, text};
 
 const PYTHON: &str = "/usr/bin/python3";
-const MODES: [&[&str]; 2] = [&["--fillers"], &["--in-thread"]];
 
 /// Runs a script in both modes, and calls `check` with the result.
 fn python(options: &[&str], script: &str, check: impl Fn(&Output, &str)) {
-    for mode in MODES {
+    for &mode in modes() {
         let ended = farpage(&[mode, options].concat(), &[PYTHON, "-c", script]);
         let stats = text(&ended.stderr);
         println!("{mode:?} {options:?}: {stats}");
@@ -225,7 +224,7 @@ fn programs_that_move_nothing_say_so_alone_and_nothing_among_others() {
     if !can_run(&[]) {
         return;
     }
-    for mode in MODES {
+    for &mode in modes() {
         let options = [mode, &["--budget", "8MiB", "--stats"]].concat();
         let alone = text(&farpage(&options, &["/bin/true"]).stderr);
         assert!(

@@ -19,11 +19,10 @@ use std::{
     process::Command,
 };
 
-use common::{MIB, can_run, farpage_in_pages_of, output, said, same_as_plain};
+use common::{GCC, MIB, can_run, farpage_in_pages_of, modes, output, said, same_as_plain};
 use farpage_testkit::{test_name, text};
 use tempfile::TempDir;
 
-const GCC: &str = "/usr/bin/gcc";
 const JAVA: &str = "/usr/bin/java";
 const JAVAC: &str = "/usr/bin/javac";
 const NODE: &str = "/usr/bin/node";
@@ -35,30 +34,10 @@ fn source(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// Returns the modes: `--in-thread` exists for one architecture only.
-fn modes() -> &'static [&'static [&'static str]] {
-    const MODES: [&[&str]; 2] = [&["--fillers"], &["--in-thread"]];
-    match cfg!(target_arch = "x86_64") {
-        true => &MODES,
-        false => &MODES[..1],
-    }
-}
-
-/// Compiles a C program of this folder.
+/// Compiles a C program of this test's folder.
 fn compile(name: &str) -> (TempDir, String) {
     let folder = tempfile::tempdir().unwrap();
-    let made = folder.path().join(name);
-    let mut gcc = Command::new(GCC);
-    gcc.args([
-        "-std=gnu11",
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-pthread",
-    ]);
-    let ended = output(gcc.arg("-o").arg(&made).arg(source(&format!("{name}.c"))));
-    assert!(ended.status.success(), "{}", text(&ended.stderr));
+    let made = common::compile(folder.path(), &format!("anything/{name}"), &["-pthread"]).unwrap();
     (folder, made.to_str().unwrap().to_owned())
 }
 

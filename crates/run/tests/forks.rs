@@ -7,11 +7,10 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{can_run, farpage};
+use common::{can_run, farpage, modes};
 use farpage_testkit::text;
 
 const PYTHON: &str = "/usr/bin/python3";
-const MODES: [&[&str]; 2] = [&["--fillers"], &["--in-thread"]];
 
 /// Helpers of the scripts: a block four times as large as the budget, of which a quarter can be
 /// present.
@@ -36,7 +35,7 @@ fn is_done(options: &[&str], body: &str) {
         return;
     }
     let script = format!("{HEAD}{body}");
-    for mode in MODES {
+    for &mode in modes() {
         // Python's own memory is local.
         let options = [&["--budget", "16MiB", "--min-bytes", "4MiB"], options, mode].concat();
         let ours = farpage(&options, &[PYTHON, "-c", &script]);
@@ -180,7 +179,7 @@ os.read(reader, 1)
 os.kill(os.getpid(), signal.SIGKILL)
 ";
     let script = format!("{HEAD}{body}");
-    for mode in MODES {
+    for &mode in modes() {
         let options = [&["--budget", "16MiB", "--min-bytes", "4MiB"], mode].concat();
         let ours = farpage(&options, &[PYTHON, "-c", &script]);
         assert_eq!(ours.status.code(), Some(137), "{}", text(&ours.stderr));
@@ -234,7 +233,7 @@ waitpid($child, 0); print "$?\n"; system("echo system");"#;
         if !can_run(&program[..1]) {
             continue;
         }
-        for mode in MODES {
+        for &mode in modes() {
             let options = [&["--budget", "6MiB", "--min-bytes", "256KiB"], mode].concat();
             let ours = farpage(&options, &program);
             assert_eq!(

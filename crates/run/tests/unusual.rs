@@ -16,25 +16,16 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
-use common::{can_run, output};
+use common::{GCC, can_run, modes, output};
 use farpage_testkit::text;
 use tempfile::TempDir;
 
-const GCC: &str = "/usr/bin/gcc";
 const GDB: &str = "/usr/bin/gdb";
-const MODES: [&[&str]; 2] = [&["--fillers"], &["--in-thread"]];
 
-/// Compiles a C program of this folder. `None` if the compiler cannot.
+/// Compiles a C program of this test's folder. `None` if the compiler cannot.
 fn compile(folder: &Path, name: &str, options: &[&str]) -> Option<PathBuf> {
-    let made = folder.join(name);
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/unusual/{name}.c"));
-    let mut gcc = Command::new(GCC);
-    gcc.args(["-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror"]);
-    let ended = output(gcc.args(options).arg("-o").arg(&made).arg(source));
-    if !ended.status.success() {
-        eprintln!("{}", text(&ended.stderr));
-    }
-    ended.status.success().then_some(made)
+    let made = common::compile(folder, &format!("unusual/{name}"), options);
+    made.inspect_err(|said| eprintln!("{said}")).ok()
 }
 
 /// Compiles the program that confines itself. `None` if this machine cannot run its tests.
@@ -52,14 +43,6 @@ fn command(mode: &[&str], arguments: &[&str]) -> Command {
     farpage.args(["run", "--budget", "4MiB", "--capacity", "256MiB"]);
     farpage.args(mode).arg("--").args(arguments);
     farpage
-}
-
-/// Returns the modes: `--in-thread` exists for one architecture only.
-fn modes() -> &'static [&'static [&'static str]] {
-    match cfg!(target_arch = "x86_64") {
-        true => &MODES,
-        false => &MODES[..1],
-    }
 }
 
 fn said(ended: &Output) -> String {

@@ -7,7 +7,7 @@
 )]
 
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Output},
     time::Duration,
 };
@@ -15,6 +15,29 @@ use std::{
 use farpage_testkit::{finish, mix, test_name, text};
 
 pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const GCC: &str = "/usr/bin/gcc";
+
+/// Returns the options of the fault modes: `--in-thread` exists for one architecture only.
+pub(crate) fn modes() -> &'static [&'static [&'static str]] {
+    const MODES: [&[&str]; 2] = [&["--fillers"], &["--in-thread"]];
+    match cfg!(target_arch = "x86_64") {
+        true => &MODES,
+        false => &MODES[..1],
+    }
+}
+
+/// Compiles `tests/{name}.c` into `folder`, with more options. The error is what the compiler says.
+pub(crate) fn compile(folder: &Path, name: &str, options: &[&str]) -> Result<PathBuf, String> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/{name}.c"));
+    let made = folder.join(source.file_stem().unwrap());
+    let mut gcc = Command::new(GCC);
+    gcc.args(["-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror"]);
+    let ended = output(gcc.args(options).arg("-o").arg(&made).arg(source));
+    match ended.status.success() {
+        true => Ok(made),
+        false => Err(text(&ended.stderr)),
+    }
+}
 
 /// Runs a command to its end, within a time limit.
 pub(crate) fn output(command: &mut Command) -> Output {

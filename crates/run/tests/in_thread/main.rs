@@ -14,13 +14,13 @@ mod common;
 use std::{
     fs,
     os::unix::process::ExitStatusExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Command, Output},
     thread,
     time::Duration,
 };
 
-use common::{can_run_with, lines, same_as_plain};
+use common::{GCC, can_run_with, lines, same_as_plain};
 use farpage_testkit::{finish, serve_tcp, test_name, text};
 use tempfile::TempDir;
 
@@ -48,7 +48,6 @@ fn can_run(programs: &[&str]) -> bool {
     can_run_with(&["--in-thread"], &["userfaultfd", "seccomp"], programs)
 }
 
-const GCC: &str = "/usr/bin/gcc";
 const SORT: &str = "/usr/bin/sort";
 const XZ: &str = "/usr/bin/xz";
 const PYTHON: &str = "/usr/bin/python3";
@@ -62,21 +61,8 @@ struct Compiled {
 impl Compiled {
     fn new(name: &str) -> Compiled {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join(name);
-        let source =
-            Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/in_thread/{name}.c"));
-        let mut gcc = Command::new(GCC);
-        gcc.args([
-            "-std=gnu11",
-            "-O1",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            "-pthread",
-            "-o",
-        ]);
-        let made = output(gcc.arg(&path).arg(&source));
-        assert!(made.status.success(), "{}", text(&made.stderr));
+        let path = common::compile(folder.path(), &format!("in_thread/{name}"), &["-pthread"]);
+        let path = path.unwrap();
         Compiled {
             path,
             _folder: folder,

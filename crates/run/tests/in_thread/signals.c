@@ -15,13 +15,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#define CHECK(what)                                                                                \
-    do {                                                                                           \
-        if (!(what)) {                                                                             \
-            fprintf(stderr, "line %d: %s (errno %d)\n", __LINE__, #what, errno);                   \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
+#include "check.h"
 
 enum { MIB = 1 << 20, PAGE = 4096, PAGES = 8 * MIB / PAGE };
 

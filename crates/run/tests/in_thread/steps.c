@@ -14,13 +14,8 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-#define CHECK(what)                                                                                \
-    do {                                                                                           \
-        if (!(what)) {                                                                             \
-            fprintf(stderr, "line %d: %s (errno %d)\n", __LINE__, #what, errno);                   \
-            _exit(1);                                                                              \
-        }                                                                                          \
-    } while (0)
+#define CHECK_ENDS _exit
+#include "check.h"
 
 enum { KIB = 1 << 10, MIB = 1 << 20, PAGE = 4096, PAGES = 8 * MIB / PAGE, LONG = 160 * KIB };
 enum { READS = PROT_READ, WRITES = PROT_READ | PROT_WRITE };

@@ -16,13 +16,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define CHECK(what)                                                                                \
-    do {                                                                                           \
-        if (!(what)) {                                                                             \
-            fprintf(stderr, "line %d: %s (errno %d)\n", __LINE__, #what, errno);                   \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
+#include "check.h"
 
 enum { KIB = 1 << 10, MIB = 1 << 20, PAGE = 4096, PIPE = 64 * KIB, SENT = 256 * KIB };
 

@@ -34,7 +34,7 @@ pub(crate) unsafe fn madvise(start: usize, len: usize, advice: libc::c_int) -> n
 pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize> {
     let slack = align - KERNEL_PAGE_BYTES;
     // SAFETY: no address is asked for, so that no mapping is replaced.
-    let start = unsafe { map_anonymous(0, len + slack, 0) }?;
+    let start = unsafe { map_anonymous(0, len + slack, libc::PROT_NONE, 0) }?;
     let aligned = start.next_multiple_of(align);
     let end = start + len + slack;
     for (from, to) in [(start, aligned), (aligned + len, end)] {
@@ -54,7 +54,7 @@ pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize
 /// Nothing relies on what is mapped there.
 pub(crate) unsafe fn reserve_at(start: usize, len: usize, huge: bool) -> nix::Result<()> {
     // SAFETY: this function's contract: nothing relies on what is mapped there.
-    unsafe { map_anonymous(start, len, libc::MAP_FIXED) }?;
+    unsafe { map_anonymous(start, len, libc::PROT_NONE, libc::MAP_FIXED) }?;
     set_up(start, len, huge)
 }
 
@@ -65,7 +65,7 @@ pub(crate) unsafe fn reserve_at(start: usize, len: usize, huge: bool) -> nix::Re
 /// Nothing relies on what is mapped there.
 pub(crate) unsafe fn reserve_barred(start: usize, len: usize, huge: bool) -> nix::Result<()> {
     // SAFETY: this function's contract: nothing relies on what is mapped there.
-    unsafe { map_by_number(start, len, libc::PROT_NONE, libc::MAP_FIXED) }?;
+    unsafe { map_anonymous(start, len, libc::PROT_NONE, libc::MAP_FIXED) }?;
     // SAFETY: the mapping made above, of which no page is there.
     unsafe { advise(start, len, huge) }?;
     // SAFETY: as above. Pages of a locked mapping neither move nor can be dropped.
@@ -87,12 +87,12 @@ pub(crate) unsafe fn replace(
 ) -> nix::Result<()> {
     let Some(bytes) = bytes else {
         // SAFETY: this function's contract: nothing relies on what is mapped there.
-        return unsafe { map_by_number(start, len, libc::PROT_NONE, libc::MAP_FIXED) }.map(drop);
+        return unsafe { map_anonymous(start, len, libc::PROT_NONE, libc::MAP_FIXED) }.map(drop);
     };
     assert_eq!(bytes.len(), len, "as many bytes as are replaced");
     let usable = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: no address is asked for, so that no mapping is replaced.
-    let made = unsafe { map_by_number(0, len, usable, 0) }?;
+    let made = unsafe { map_anonymous(0, len, usable, 0) }?;
     let protected = match protected.len() <= 1 || moves_several() {
         true => protected,
         false => &[],
@@ -127,7 +127,7 @@ fn moves_several() -> bool {
     *MOVES.get_or_init(|| {
         let len = 2 * KERNEL_PAGE_BYTES;
         // SAFETY: no address is asked for, so that no mapping is replaced.
-        let map = || unsafe { map_by_number(0, len, libc::PROT_NONE, 0) };
+        let map = || unsafe { map_anonymous(0, len, libc::PROT_NONE, 0) };
         let (Ok(from), Ok(to)) = (map(), map()) else {
             return false;
         };
@@ -143,11 +143,12 @@ fn moves_several() -> bool {
 }
 
 /// Maps private anonymous memory by the call's number: a program under `farpage run` has an `mmap`
-/// of its own.
+/// of its own. Memory without access is not filled with pages where the program has locked its
+/// future mappings (`MCL_FUTURE`).
 ///
 /// # Safety
 /// With `MAP_FIXED`, nothing relies on what is mapped there.
-unsafe fn map_by_number(
+unsafe fn map_anonymous(
     start: usize,
     len: usize,
     protection: libc::c_int,
@@ -165,22 +166,6 @@ unsafe fn map_by_number(
     // SAFETY: this function's contract: nothing relies on what is replaced.
     let mapped = unsafe { system_call(libc::SYS_mmap, args) };
     result(mapped).map(|()| mapped as usize)
-}
-
-/// # Safety
-/// With `MAP_FIXED`, nothing relies on what is mapped there.
-unsafe fn map_anonymous(start: usize, len: usize, more: libc::c_int) -> nix::Result<usize> {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | more;
-    // Memory without access is not filled with pages where the program has locked its future
-    // mappings (`MCL_FUTURE`). `set_up` allows access.
-    let (start, none) = (start as *mut libc::c_void, libc::PROT_NONE);
-    // SAFETY: this function's contract: nothing relies on what is replaced.
-    let mapped = unsafe { libc::mmap(start, len, none, flags, -1, 0) };
-    if mapped == libc::MAP_FAILED {
-        Err(Errno::last())
-    } else {
-        Ok(mapped as usize)
-    }
 }
 
 /// Sets the advice of a new mapping.

@@ -2,11 +2,11 @@
 
 use std::thread;
 
-use farpage_vm::{AddressSpace, DetachError, Geometry, InstallErrorKind, Transfer};
+use farpage_vm::{AddressSpace, DetachError, InstallErrorKind, Transfer};
 
 use crate::common::{
     BOTH, Moves, as_the_program, byte, events, map_over, mapped, numbered, numbers, pages,
-    protection, run_geometry, set, space, told_by_the_program,
+    protection, run_geometry, set, space, told_by_the_program, two_stripes,
 };
 
 const RW: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
@@ -41,16 +41,8 @@ fn bytes_of_ceded_pages_keep_the_protections_of_their_addresses() {
 fn ceded_addresses_are_left_alone_and_come_back_absent() {
     for transfer in BOTH {
         let space = space(transfer, 2);
-        let geometry = Geometry {
-            stripe_bytes: 65536,
-            ..run_geometry(32, 4096)
-        };
-        let base = space.map(geometry).unwrap().address;
+        let (geometry, base) = two_stripes(&space);
         let page = |number: usize| base + number * 4096;
-        for half in 0..2 {
-            let frame = numbered(&space, 4096, 16, 1);
-            space.move_in(half, page(16 * half), 4096, frame).unwrap();
-        }
         // Across the two shards' stripes.
         drop(space.move_out(pages(0, page(12), 4096, 4)).unwrap());
         drop(space.move_out(pages(1, page(16), 4096, 4)).unwrap());

@@ -236,6 +236,23 @@ pub(crate) fn run_geometry(pages: usize, page_bytes: usize) -> Geometry {
     }
 }
 
+/// Maps a region of two stripes, of 16 pages each, which belong to two shards. All pages are there;
+/// in each stripe they are numbered from 1 on. Returns the region's geometry and address.
+pub(crate) fn two_stripes(space: &KernelSpace) -> (Geometry, usize) {
+    let geometry = Geometry {
+        stripe_bytes: 65536,
+        ..run_geometry(32, 4096)
+    };
+    let base = space.map(geometry).unwrap().address;
+    for half in 0..2 {
+        let frame = numbered(space, 4096, 16, 1);
+        space
+            .move_in(half, base + half * 65536, 4096, frame)
+            .unwrap();
+    }
+    (geometry, base)
+}
+
 /// Makes a frame whose every page is filled with its number, from `first` on.
 pub(crate) fn numbered(
     space: &KernelSpace,

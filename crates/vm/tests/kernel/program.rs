@@ -11,7 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use crate::common::{
     BOTH, Moves, as_the_program, byte, events, geometry, kept_events, map_over, mapped, numbered,
     numbers, pages, protection, run_geometry, set, space, system_call_can_read,
-    told_by_the_program, unmap_by_the_program,
+    told_by_the_program, two_stripes, unmap_by_the_program,
 };
 
 #[test]
@@ -74,16 +74,8 @@ fn what_the_program_protects_or_locks_leaves_and_comes_back_whole() {
 fn what_the_program_maps_into_a_region_is_never_taken_for_its_pages() {
     for transfer in BOTH {
         let space = space(transfer, 2);
-        let geometry = Geometry {
-            stripe_bytes: 65536,
-            ..run_geometry(32, 4096)
-        };
-        let base = space.map(geometry).unwrap().address;
+        let (geometry, base) = two_stripes(&space);
         let page = |number: usize| base + number * 4096;
-        for half in 0..2 {
-            let frame = numbered(&space, 4096, 16, 1);
-            space.move_in(half, page(16 * half), 4096, frame).unwrap();
-        }
         // Across the two shards' stripes.
         let rw = libc::PROT_READ | libc::PROT_WRITE;
         let ((), told) = told_by_the_program(&space, || map_over(page(12), 8 * 4096, rw));
