@@ -239,6 +239,13 @@ pub(crate) fn assert_named(
 /// Asserts that a job that went on has ended with the hashes of one that was not interrupted.
 pub(crate) fn assert_whole(ended: &[Output], whole: &Output, from: u64) {
     let whole = parsed(whole);
+    // All are told of at once: a party's error often follows from another's.
+    let failed = ended.iter().enumerate();
+    let failed = failed.filter(|(_, output)| !output.status.success());
+    let failed: Vec<_> = failed
+        .map(|(rank, output)| format!("rank {rank}: {}: {}", output.status, said(output)))
+        .collect();
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
     for (rank, output) in ended.iter().enumerate() {
         let report = parsed(output);
         let resumed = report["resumed_from"].as_u64().expect("a step");
