@@ -5,6 +5,10 @@ mod common;
 #[path = "common/training.rs"]
 mod training;
 
+use std::{thread, time::Duration};
+
+use farpage::RegionOptions;
+
 use self::{
     common::{can_page, parsed},
     training::{Scene, WORKERS, assert_goes_on, assert_names_server},
@@ -49,6 +53,37 @@ fn every_mode_goes_on_as_if_it_had_not_ended() {
         assert_eq!(resumed["modes"][0]["hashes"], whole["modes"][0]["hashes"]);
         assert_eq!(resumed["modes"][0]["curve"][0]["step"], 14, "{mode}");
     }
+}
+
+#[test]
+fn a_checkpoint_that_a_killed_party_still_holds_is_removed_once_it_is_free() {
+    if !can_page("a_checkpoint_that_a_killed_party_still_holds_is_removed_once_it_is_free") {
+        return;
+    }
+    let scene = Scene::new(64 << 20);
+    let job = ["--mode", "bsp", "--steps", "20"];
+    let whole = parsed(&scene.together(&job));
+    let kept = ["--checkpoint", &scene.url, "--checkpoint-every", "5"];
+    let kept = [&job[..], &kept].concat();
+    parsed(&scene.together(&kept));
+    // One party alone was about to keep this, and holds it open for writing.
+    let runtime = scene.runtime();
+    let held = "train/20/0/0";
+    let region = runtime
+        .region_with(4096, RegionOptions::new().name(held))
+        .expect("a free name");
+    region.flush().expect("it is published");
+    let resumed = thread::scope(|scope| {
+        let resumed = scope.spawn(|| scene.together(&[&kept[..], &["--resume"]].concat()));
+        // The job waits for the name as long as it is held.
+        thread::sleep(Duration::from_secs(1));
+        assert!(!resumed.is_finished(), "{:?}", resumed.join());
+        region.close().expect("it is published");
+        resumed.join().expect("it does not panic")
+    });
+    let resumed = parsed(&resumed);
+    assert_eq!(resumed["modes"][0]["hashes"], whole["modes"][0]["hashes"]);
+    assert!(!scene.names().contains(held), "{:?}", scene.names());
 }
 
 #[test]

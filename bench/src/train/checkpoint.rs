@@ -17,7 +17,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use farpage::{ByteSize, NamesError, Region, RegionOptions, Runtime};
+use farpage::{ByteSize, Region, RegionOptions, Runtime};
 use farpage_train::{
     AggregatorCourse, Checkpoint, Content, Course, Courses, Job, KeepError, Keeping, Party,
 };
@@ -186,7 +186,7 @@ impl Checkpoints {
 
     fn remove(&self, name: &str) -> Result<()> {
         let removed = self.until_free(|| match self.runtime.remove(name) {
-            Err(NamesError::InUse { .. }) => None,
+            Err(farpage::error::NamesError::InUse { .. }) => None,
             outcome => Some(outcome.map_err(Into::into)),
         });
         removed.with_context(|| format!("removing checkpoint `{name}` on {}", self.server))

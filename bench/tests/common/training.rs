@@ -55,7 +55,7 @@ impl Scene {
     }
 
     /// Returns a runtime of the user.
-    fn runtime(&self) -> Runtime {
+    pub(crate) fn runtime(&self) -> Runtime {
         let key = self.folder.path().join("key");
         let runtime = Runtime::builder().server(&*self.url).key_file(key);
         runtime.build().expect("the server is there")
