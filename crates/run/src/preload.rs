@@ -74,6 +74,8 @@ mod made;
 mod maps;
 #[path = "preload/next.rs"]
 mod next;
+#[path = "preload/old_signals.rs"]
+mod old_signals;
 #[path = "preload/plugins.rs"]
 mod plugins;
 #[path = "preload/process.rs"]

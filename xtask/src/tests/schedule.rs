@@ -1,4 +1,4 @@
-//! Runs jobs side by side, in two lanes.
+//! Runs jobs side by side, in a few lanes.
 //!
 //! The rule it keeps: the output of a job comes as one block when the job has ended, so that
 //! programs that run together can be told apart. A job that measures time runs alone.
@@ -17,8 +17,9 @@ use anyhow::Result;
 
 use super::tally::Tally;
 
-/// Number of test programs that run at the same time. Most wait for more than half of their time.
-pub(crate) const LANES: usize = 2;
+/// Number of test programs that run at the same time. Most wait for more than half of their time, so
+/// that two processors take three.
+pub(crate) const LANES: usize = 3;
 
 /// Work of a job, which counts tests into the tally.
 pub(crate) type Work<'a> = Box<dyn Fn(&mut Tally) -> Result<()> + Sync + 'a>;

@@ -288,16 +288,12 @@ fn address<T>(of: Option<&T>, otherwise: *const T) -> *const T {
     of.map_or(otherwise, ptr::from_ref)
 }
 
-/// `sigaction`.
+/// Does what `sigaction` does, also in a program that has a `sigaction` of its own, which calls the
+/// exported one.
 ///
 /// # Safety
 /// As `sigaction`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn sigaction(
-    signal: c_int,
-    new: *const Action,
-    old: *mut Action,
-) -> c_int {
+pub(crate) unsafe fn act(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     if !are_ours() || !(1..SIGNALS as c_int).contains(&signal) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -318,6 +314,29 @@ pub(crate) unsafe extern "C" fn sigaction(
     }
     code
 }
+
+macro_rules! actions {
+    ($($name:ident)+) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "`.")]
+            ///
+            /// # Safety
+            /// As `sigaction`.
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name(
+                signal: c_int,
+                new: *const Action,
+                old: *mut Action,
+            ) -> c_int {
+                // SAFETY: the caller's promise.
+                unsafe { act(signal, new, old) }
+            }
+        )+
+    };
+}
+
+// A program with a `sigaction` of its own, as Erlang's runtime, finds the next one by either name.
+actions! { sigaction __sigaction }
 
 /// Sets the action `new` of a signal. Returns the action that the program believes was set, and the
 /// result of `sigaction`.
@@ -485,6 +504,27 @@ unsafe fn mask(later: Change, how: c_int, new: *const sigset_t, old: *mut sigset
     }
 }
 
+/// Does what `sigprocmask` does, also in a program that has one of its own.
+///
+/// # Safety
+/// As `sigprocmask`.
+pub(crate) unsafe fn hold(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { mask(later_sigprocmask, how, new, old) }
+}
+
+/// Waits as `sigsuspend` does, also in a program that has one of its own.
+///
+/// # Safety
+/// As `sigsuspend`.
+pub(crate) unsafe fn suspend(held: *const sigset_t) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let kernels = without_ours(held);
+        later_sigsuspend(address(kernels.as_ref(), held))
+    }
+}
+
 /// `sigprocmask`.
 ///
 /// # Safety
@@ -496,7 +536,7 @@ pub(crate) unsafe extern "C" fn sigprocmask(
     old: *mut sigset_t,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { mask(later_sigprocmask, how, new, old) }
+    unsafe { hold(how, new, old) }
 }
 
 /// `pthread_sigmask`.
@@ -534,6 +574,7 @@ macro_rules! waits {
 
 waits! {
     sigsuspend = later_sigsuspend();
+    __sigsuspend = later_sigsuspend();
     pselect = later_pselect(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, timeout: *const timespec);
     ppoll = later_ppoll(fds: *mut libc::pollfd, count: libc::nfds_t, timeout: *const timespec);
     epoll_pwait = later_epoll_pwait(fd: c_int, events: *mut libc::epoll_event, most: c_int, timeout: c_int);

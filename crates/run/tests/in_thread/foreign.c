@@ -1,8 +1,13 @@
 /* An allocator of the program's own, whose state is in memory that it maps, and so remote. Each
  * call touches a page of it that has left. Only threads of the program may call it once there is
- * such memory: another's call could wait for a page that waits for that thread. */
+ * such memory: another's call could wait for a page that waits for that thread.
+ *
+ * The program has a `sigaction` of its own, too, as Erlang's runtime: it gives all handlers that it
+ * finds the alternate stack. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -53,6 +58,25 @@ void *realloc(void *old, size_t bytes) {
 }
 size_t malloc_usable_size(void *of) { return of ? ((size_t *)of)[-1] : 0; }
 
+int sigaction(int signal, const struct sigaction *new, struct sigaction *old) {
+    int (*next)(int, const struct sigaction *, struct sigaction *) = NULL;
+    *(void **)&next = dlsym(RTLD_NEXT, "__sigaction");
+    return next(signal, new, old);
+}
+
+static int has_handlers(void) {
+    struct sigaction found;
+    int handlers = 0;
+    for (int signal = 1; signal < 32; signal++) {
+        if (sigaction(signal, NULL, &found) || found.sa_handler == SIG_DFL)
+            continue;
+        handlers++;
+        found.sa_flags |= SA_ONSTACK;
+        sigaction(signal, &found, NULL);
+    }
+    return handlers;
+}
+
 static unsigned char *map(size_t bytes) {
     return mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }
@@ -76,6 +100,8 @@ int main(void) {
     state = mapped;
     pthread_t other;
     void *wrong;
+    if (has_handlers())
+        return 2;
     if (pthread_create(&other, NULL, use, memory + BYTES / 2))
         return 1;
     void *mine = use(memory);

@@ -133,6 +133,7 @@ cases! {
     a_handler_of_sigsegv_mends_what_it_guards = "signals" "guard";
     a_handler_of_sigbus_gets_what_is_not_ours = "signals" "sigbus";
     actions_and_masks_are_what_the_program_set = "signals" "believed";
+    old_calls_change_no_signal_of_the_runtime = "signals" "old";
     threads_that_hold_all_signals_back_go_on = "signals" "blocked";
     handlers_that_hold_all_signals_back_touch_remote_memory = "signals" "handlers";
     waits_with_all_signals_held_back_go_on = "signals" "waits";

@@ -197,6 +197,51 @@ static void blocked(void) {
     CHECK(signal(SIGTERM, SIG_IGN) == SIG_DFL);
 }
 
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+/* Calls of System V and BSD, and the C library's own names, change no signal of the runtime's. */
+extern int __sigaction(int, const struct sigaction *, struct sigaction *);
+extern int __sigpause(int, int), __xpg_sigpause(int);
+
+static void on_usr1(int signal) {
+    CHECK(signal == SIGUSR1);
+    handled++;
+    touch_all();
+}
+
+static void old_calls(void) {
+    struct sigaction seen;
+    int signals[] = {SIGBUS, SIGSYS, SIGSEGV, SIGUSR1};
+    for (int i = 0; i < 4; i++) {
+        CHECK(__sigaction(signals[i], NULL, &seen) == 0 && seen.sa_handler == SIG_DFL);
+        /* As Erlang's runtime does with the handlers that it finds. */
+        seen.sa_flags |= SA_ONSTACK;
+        CHECK(__sigaction(signals[i], &seen, NULL) == 0);
+        CHECK(sigset(signals[i], on_plain) == SIG_DFL);
+        touch_all();
+        CHECK(sigset(signals[i], SIG_HOLD) == on_plain);
+        touch_all();
+        CHECK(sigset(signals[i], SIG_DFL) == SIG_HOLD);
+        CHECK(sigignore(signals[i]) == 0 && sigset(signals[i], SIG_DFL) == SIG_IGN);
+        CHECK(sighold(signals[i]) == 0 && siggetmask() == 1 << (signals[i] - 1));
+        touch_all();
+        CHECK(sigrelse(signals[i]) == 0 && siggetmask() == 0);
+    }
+    CHECK(sigset(999, SIG_IGN) == SIG_ERR && errno == EINVAL);
+    CHECK(sighold(999) == -1 && errno == EINVAL);
+    CHECK(sigblock(1 << (SIGBUS - 1)) == 0 && sigblock(~0) == 1 << (SIGBUS - 1));
+    block_and_touch(NULL);
+    int all = sigsetmask(0);
+    CHECK(all >> (SIGBUS - 1) & 1 && all >> (SIGSYS - 1) & 1 && all >> (SIGTERM - 1) & 1);
+    CHECK(sigsetmask(~0) == 0);
+    block_and_touch(NULL);
+    CHECK(signal(SIGUSR1, on_usr1) == SIG_DFL && raise(SIGUSR1) == 0);
+    CHECK(__xpg_sigpause(SIGUSR1) == -1 && errno == EINTR && handled == 1);
+    CHECK(raise(SIGUSR1) == 0 && __sigpause(~(1 << (SIGUSR1 - 1)), 0) == -1 && errno == EINTR);
+    CHECK(handled == 2 && siggetmask() >> (SIGUSR1 - 1) & 1);
+    touch_all();
+}
+
 static void on_timer(int signal, siginfo_t *info, void *context) {
     (void)signal, (void)info, (void)context;
     handled++;
@@ -362,7 +407,7 @@ int main(int count, char **arguments) {
         const char *name;
         void (*run)(void);
     } cases[] = {{"guard", guard},         {"sigbus", sigbus},       {"believed", believed},
-                 {"blocked", blocked},     {"handlers", handlers},   {"waits", waits},
+                 {"old", old_calls},       {"blocked", blocked},     {"handlers", handlers},   {"waits", waits},
                  {"longjmp", longjmps},    {"die", die_at_once},     {"die-once", die_once},
                  {"die-sent", die_sent},   {"lost", lost},           {"lost-handled", lost_handled},
                  {"lost-in-part", lost_in_part}};
