@@ -17,8 +17,8 @@ use anyhow::Result;
 
 use super::tally::Tally;
 
-/// Number of test programs that run at the same time. Most wait for more than half of their time, so
-/// that two processors take three.
+/// Number of test programs that run at the same time. Most wait for more than half of their time,
+/// so that two processors take three.
 pub(crate) const LANES: usize = 3;
 
 /// Work of a job, which counts tests into the tally.
