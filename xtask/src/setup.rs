@@ -45,7 +45,7 @@ pub(crate) struct Need {
     pub(crate) is_there: fn() -> bool,
 }
 
-const NEEDS: [Need; 7] = [
+const NEEDS: [Need; 8] = [
     Need {
         what: "a C compiler (`cc`)",
         apt_package: "gcc",
@@ -80,6 +80,11 @@ const NEEDS: [Need; 7] = [
         what: "libclang with its headers",
         apt_package: "libclang-dev",
         is_there: has_libclang,
+    },
+    Need {
+        what: "jemalloc, for tests of `farpage run --small`",
+        apt_package: "libjemalloc2",
+        is_there: || has_library("libjemalloc.so.2"),
     },
 ];
 

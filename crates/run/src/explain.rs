@@ -4,7 +4,7 @@ use std::{fmt::Write, path::Path};
 
 use bytesize::ByteSize;
 
-use crate::{FaultsBy, Sizes, program::Program};
+use crate::{FaultsBy, Sizes, program::Program, small::Small};
 
 impl Program {
     /// Returns lines that say what a run would interpose.
@@ -26,6 +26,7 @@ impl Program {
             budget,
             capacity,
             min_bytes,
+            small,
             page_size,
             faults_by,
         } = sizes;
@@ -47,9 +48,14 @@ impl Program {
         line(format!(
             "remote      mmap of private anonymous memory, also if it is reserved first: {min_bytes} and more"
         ));
-        line(format!(
-            "local       small objects (requests below {min_bytes}), which the budget does not count"
-        ));
+        line(match small {
+            Small::Yes => {
+                format!("remote      small objects (requests below {min_bytes}), by jemalloc")
+            }
+            Small::No => format!(
+                "local       small objects (requests below {min_bytes}), which the budget does not count (--small yes makes them remote)"
+            ),
+        });
         let bytes = match self {
             Program::Dynamic(bytes) => format!(", {} here", ByteSize(*bytes)),
             _ => String::new(),

@@ -13,6 +13,7 @@ mod rlimits;
 mod sanitizer;
 mod scratch;
 mod shares;
+mod small;
 mod starts;
 
 use std::{
@@ -35,6 +36,7 @@ use program::Program;
 use relay::Relay;
 use rlimits::Limits;
 use shares::Shares;
+use small::Small;
 
 /// Smallest capacity: a smaller number lacks its unit.
 const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
@@ -82,6 +84,10 @@ struct RunOptions {
     /// Requests of this size and more go there; smaller ones to the program's own allocator.
     #[arg(long, default_value = "128KiB")]
     min_bytes: ByteSize,
+    /// Makes smaller requests remote, too: they go to jemalloc (libjemalloc.so.2), which takes its
+    /// memory by mmap.
+    #[arg(long, value_enum, default_value = "no")]
+    small: Small,
     /// Size of a page, which comes and goes as a whole. Small pages suit scattered access, large
     /// ones programs that go through memory in order.
     #[arg(long, env = "FARPAGE_PAGE_SIZE", default_value = "16KiB")]
@@ -197,9 +203,13 @@ fn run(options: &RunOptions) -> Result<u8> {
         FaultsBy::ThreadIfPossible => set(&mut command, "IN_THREAD", "if possible"),
     }
     let before = env::var_os("LD_PRELOAD").unwrap_or_default();
-    command.env("FARPAGE_RUN_LIBRARY", &library);
-    command.env("FARPAGE_RUN_FOLDER", folder.path());
     let mut preload = library;
+    if sizes.small == Small::Yes {
+        preload.push(OsStr::new(":"));
+        preload.push(small::jemalloc()?);
+    }
+    command.env("FARPAGE_RUN_LIBRARIES", &preload);
+    command.env("FARPAGE_RUN_FOLDER", folder.path());
     if !before.is_empty() {
         preload.push(OsStr::new(":"));
         preload.push(&before);
@@ -306,6 +316,7 @@ pub(crate) struct Sizes {
     /// Bytes that can be allocated. `None`: as many as the server has.
     pub(crate) capacity: Option<ByteSize>,
     pub(crate) min_bytes: ByteSize,
+    pub(crate) small: Small,
     pub(crate) page_size: ByteSize,
     pub(crate) faults_by: FaultsBy,
 }
@@ -322,6 +333,7 @@ fn sizes(options: &RunOptions, faults_by: FaultsBy) -> Sizes {
         budget,
         capacity: (options.capacity).or_else(|| options.server.is_empty().then(default)),
         min_bytes: options.min_bytes,
+        small: options.small,
         page_size: options.page_size,
         faults_by,
     }

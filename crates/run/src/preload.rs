@@ -17,7 +17,8 @@
 //!
 //! 1. this file: threads that are inside, and lines to the user;
 //! 2. what knows no arena: `next.rs` (the next library's functions), `environment.rs`, `ranges.rs`,
-//!    `seccomp.rs`, `destructors.rs`, `plugins.rs`, and the program's `signals.rs`;
+//!    `seccomp.rs`, `destructors.rs`, `plugins.rs`, and the program's `signals.rs`,
+//!    `old_signals.rs` and `signal_stack.rs`;
 //! 3. `state.rs`: the runtime, the arena and the options;
 //! 4. what begins and ends with these: `local.rs`, `made.rs`, `family.rs`, `limits.rs` (set by the
 //!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, and `filter.rs` (the system
@@ -100,6 +101,8 @@ mod sanitizer;
 mod seccomp;
 #[path = "preload/share.rs"]
 mod share;
+#[path = "preload/signal_stack.rs"]
+mod signal_stack;
 #[path = "preload/signals.rs"]
 mod signals;
 #[path = "starts.rs"]

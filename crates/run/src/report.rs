@@ -56,7 +56,7 @@ pub(crate) fn say(folder: &Path, budget: ByteSize) {
     let local = most_local_bytes();
     if left.is_empty() && !has_arena && local > budget + SMALL {
         eprintln!(
-            "farpage: nothing was remote, and a program had {local} of local memory: its requests are smaller than --min-bytes, or another program started it (--children interposes those, too)",
+            "farpage: nothing was remote, and a program had {local} of local memory: its requests are smaller than --min-bytes (--small yes makes them remote), or another program started it (--children interposes those, too)",
         );
     }
 }

@@ -7,7 +7,10 @@ mod common;
 
 use std::process::Command;
 
-use common::{MIB, can_run, farpage, farpage_in_pages_of, output, said};
+use common::{
+    GCC, MIB, can_run, can_run_with, compile, farpage, farpage_in_pages_of, modes, output, said,
+    same_as_plain,
+};
 use farpage_testkit::text;
 
 const PYTHON: &str = "/usr/bin/python3";
@@ -297,4 +300,32 @@ print(sum(string_at(blocks[i], sizes[i]).count(3) for i in range(2)))
         .parse()
         .unwrap();
     assert!(faults < 5 * (39 << 20) / (16 << 10), "{stats}");
+}
+
+/// Checks that a program whose objects are all small keeps its budget, with the bytes of a plain
+/// run, and that nothing of this is seen by the programs that it starts.
+#[test]
+fn small_objects_are_remote_if_asked_for() {
+    let small = ["--small", "yes"];
+    if !can_run_with(&small, &["userfaultfd", "libjemalloc"], &[GCC, "/bin/sh"]) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = compile(folder.path(), "memory/small", &["-pthread"]).expect("it compiles");
+    let command = [program.to_str().expect("a plain path")];
+    let plain = output(&mut Command::new(&program));
+    for mode in modes() {
+        let options = [&small[..], mode, &["--budget", "16MiB", "--stats"]].concat();
+        let ours = farpage(&options, &command);
+        let stats = same_as_plain(&command, &plain, &ours);
+        let local = stats.split("RssAnon:").nth(1).expect("the program says it");
+        let local = local.split_whitespace().next().expect("a number");
+        let local: u64 = local.parse().expect("a number");
+        assert!(local << 10 < 48 * MIB, "{local} KiB: {stats}");
+        assert!(said(&stats, "were kept remotely") > 24 * MIB, "{stats}");
+    }
+    let ended = farpage(&small, &["/bin/sh", "-c", "echo \"<$LD_PRELOAD>\"; env"]);
+    let seen = text(&ended.stdout);
+    assert!(seen.starts_with("<>\n"), "{seen}");
+    assert!(!seen.contains("FARPAGE_RUN_"), "{seen}");
 }

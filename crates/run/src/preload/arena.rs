@@ -21,7 +21,7 @@ use crate::{
     environment::{PREFIX, variable},
     exec, family, filter, is_starting, limits, made, process, report, say,
     share::Share,
-    signals,
+    signal_stack, signals,
     state::{self, Options, State},
 };
 
@@ -243,6 +243,7 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         // SAFETY: reserved just now, for this alone.
         options = unsafe { options.address(address) };
         signals::begin();
+        signal_stack::give();
         window.plug(NUMBERS_LEFT);
         filter::install(address..address + size.bytes, window.numbers())?;
     }

@@ -31,9 +31,9 @@ struct Variables {
     ours: Vec<CString>,
     /// Whole entries that the runtime reads.
     runtimes: Vec<CString>,
-    /// Name of this library in `LD_PRELOAD`.
-    library: Vec<u8>,
-    /// Whole entry `LD_PRELOAD` with this library alone.
+    /// Names of this library, and of jemalloc behind it with `--small`, as in `LD_PRELOAD`.
+    libraries: Vec<u8>,
+    /// Whole entry `LD_PRELOAD` with these libraries alone.
     preload: CString,
 }
 
@@ -55,12 +55,12 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 
 /// Keeps the variables for [`with_ours`].
 pub(crate) fn keep() {
-    let library = variable("LIBRARY").unwrap_or_default();
+    let libraries = variable("LIBRARIES").unwrap_or_default();
     let mut variables = Variables {
         ours: Vec::new(),
         runtimes: Vec::new(),
-        preload: joined(&[PRELOAD, library.as_bytes()]),
-        library: library.into_bytes(),
+        preload: joined(&[PRELOAD, libraries.as_bytes()]),
+        libraries: libraries.into_bytes(),
     };
     // SAFETY: the constructor runs before the program's threads.
     for entry in unsafe { entries(environ.cast()) } {
@@ -75,7 +75,7 @@ pub(crate) fn keep() {
     let _ = VARIABLES.set(variables);
 }
 
-/// Takes the variables of `farpage run` and this library out of the environment.
+/// Takes the variables of `farpage run` and its libraries out of the environment.
 pub(crate) fn leave() {
     let Some(variables) = VARIABLES.get() else {
         return;
@@ -91,7 +91,7 @@ pub(crate) fn leave() {
         while !(*from).is_null() {
             let entry = CStr::from_ptr(*from).to_bytes();
             if let Some(preload) = entry.strip_prefix(PRELOAD) {
-                let others = others(preload, &variables.library);
+                let others = others(preload, &variables.libraries);
                 if !others.is_empty() {
                     // Never freed: the string is the program's from now on.
                     *to = joined(&[PRELOAD, &others]).into_raw();
@@ -109,7 +109,7 @@ pub(crate) fn leave() {
     }
 }
 
-/// Calls `with` with the environment `theirs`, extended by the variables and this library.
+/// Calls `with` with the environment `theirs`, extended by the variables and the libraries.
 ///
 /// A child made by `vfork` frees nothing that is allocated here, so the usual case allocates
 /// nothing.
@@ -143,9 +143,9 @@ pub(crate) unsafe fn with_ours<T>(
         // SAFETY: the caller's promise.
         let bytes = unsafe { CStr::from_ptr(entry) }.to_bytes();
         if let Some(preload) = bytes.strip_prefix(PRELOAD) {
-            if preload != variables.library {
-                let others = others(preload, &variables.library);
-                composed = Some(joined(&[PRELOAD, &variables.library, b":", &others]));
+            if preload != variables.libraries {
+                let others = others(preload, &variables.libraries);
+                composed = Some(joined(&[PRELOAD, &variables.libraries, b":", &others]));
             }
         } else if !bytes.starts_with(PREFIX.as_bytes()) {
             push(entry);
@@ -188,11 +188,12 @@ unsafe fn entries<'a>(of: *const *const c_char) -> &'a [*const c_char] {
     }
 }
 
-/// Returns the libraries of an `LD_PRELOAD` without this one.
-fn others(preload: &[u8], library: &[u8]) -> Vec<u8> {
+/// Returns the libraries of an `LD_PRELOAD` without `ours`, which is one, too.
+fn others(preload: &[u8], ours: &[u8]) -> Vec<u8> {
+    let is_ours = |name: &[u8]| ours.split(|&byte| byte == b':').any(|of| of == name);
     let names = preload.split(|byte| b" :".contains(byte));
     let others: Vec<&[u8]> = names
-        .filter(|name| *name != library && !name.is_empty())
+        .filter(|name| !name.is_empty() && !is_ours(name))
         .collect();
     others.join(&b':')
 }

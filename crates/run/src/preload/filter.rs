@@ -21,7 +21,6 @@ use std::{
     ffi::{c_int, c_void},
     mem,
     ops::Range,
-    ptr,
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
@@ -355,14 +354,25 @@ extern "C-unwind" fn on_sigsys(signal: c_int, info: *mut libc::siginfo_t, contex
     signals::pass_on_sigsys(signal, info, context);
 }
 
-/// Keeps the changes of these calls, which the return from a handler would undo.
+/// Keeps the changes of these calls, which the return from a handler would undo. The context may
+/// lie in remote memory, if the thread's stack does.
 #[cfg(target_arch = "x86_64")]
 fn keep(user: *mut libc::ucontext_t) {
-    let none = ptr::null::<u8>();
     // SAFETY: the context is the kernel's, of whose set of signals 8 bytes are there.
-    unsafe {
-        let held = (&raw mut (*user).uc_sigmask).cast::<u64>();
-        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK, none, held, 8);
-        libc::syscall(libc::SYS_sigaltstack, none, &raw mut (*user).uc_stack);
+    let (held, stack) = unsafe { (&raw mut (*user).uc_sigmask, &raw mut (*user).uc_stack) };
+    let held_at = held.addr();
+    let mask = [libc::SIG_BLOCK as usize, 0, held_at, 8, 0, 0];
+    tell(libc::SYS_rt_sigprocmask, mask, held.cast());
+    let alternate = [0, stack.addr(), 0, 0, 0, 0];
+    tell(libc::SYS_sigaltstack, alternate, stack.cast());
+}
+
+/// Makes a call that writes to `to`, as often as the page there has left meanwhile.
+#[cfg(target_arch = "x86_64")]
+fn tell(number: libc::c_long, args: [usize; 6], to: *mut u8) {
+    // SAFETY: the call writes to the context alone, of which one byte is written as it is.
+    while unsafe { calls::system_call(number, args) } == -(libc::EFAULT as isize) {
+        // SAFETY: as above.
+        unsafe { to.write_volatile(to.read_volatile()) };
     }
 }

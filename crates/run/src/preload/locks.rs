@@ -1,5 +1,5 @@
-//! Memory that the program has locked, by `mlock` and its kind. It is pinned, and locked by the
-//! kernel as well.
+//! Memory that the program has locked, by `mlock` and its kind: it is pinned, and locked by the
+//! kernel as well. Stacks for signals are pinned.
 //!
 //! The rule it keeps: pages are pinned before the kernel locks them, once for each page, and
 //! unpinned when the last locked part of the page is unlocked.
@@ -16,7 +16,7 @@ use farpage_signals::Mutex;
 use crate::{
     Inside, answer, arena, ceded, fail,
     ranges::Ranges,
-    say_once,
+    say_once, signal_stack, signals,
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
@@ -65,6 +65,16 @@ pub(crate) fn lock_range(
     addresses: Range<usize>,
     flags: c_uint,
 ) -> Result<(), c_int> {
+    pin_range(state, addresses, Some(flags))
+}
+
+/// Pins `addresses`, until they are unlocked or given up. With the `flags` of `mlock2` the kernel
+/// locks them, too. The error is an `errno`; nothing more is pinned then than before.
+pub(crate) fn pin_range(
+    state: &State,
+    addresses: Range<usize>,
+    flags: Option<c_uint>,
+) -> Result<(), c_int> {
     let _inside = Inside::enter();
     expect_some();
     let mut locked = LOCKED.lock();
@@ -83,9 +93,12 @@ pub(crate) fn lock_range(
         }
         pinned.push(page);
     }
-    // SAFETY: addresses of the arena, which stay mapped.
-    let done = unsafe { libc::syscall(libc::SYS_mlock2, addresses.start, addresses.len(), flags) };
-    if done != 0 {
+    let lock = |flags: c_uint| {
+        let (start, bytes) = (addresses.start, addresses.len());
+        // SAFETY: addresses of the arena, which stay mapped.
+        unsafe { libc::syscall(libc::SYS_mlock2, start, bytes, flags) }
+    };
+    if flags.map_or(0, lock) != 0 {
         let errno = crate::errno();
         // Some of it may be locked. SAFETY: as above.
         unsafe { libc::syscall(libc::SYS_munlock, addresses.start, addresses.len()) };
@@ -361,4 +374,28 @@ pub(crate) unsafe extern "C" fn munlockall() -> c_int {
     }
     // SAFETY: the caller's promise.
     unsafe { libc::syscall(libc::SYS_munlockall) as c_int }
+}
+
+/// `sigaltstack`. A remote stack is pinned: the kernel writes to it while its page is absent.
+///
+/// # Safety
+/// As `sigaltstack`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn sigaltstack(
+    new: *const libc::stack_t,
+    old: *mut libc::stack_t,
+) -> c_int {
+    // SAFETY: the caller's promise. Either may be remote, so that the kernel gets copies.
+    let (new, old) = unsafe { (new.as_ref().copied(), old.as_mut()) };
+    let is_set = |stack: &libc::stack_t| stack.ss_flags & libc::SS_DISABLE == 0;
+    if let Some(stack) = new.filter(is_set)
+        && let Some((state, addresses, true)) = state::allocated(stack.ss_sp, stack.ss_size)
+        && signals::are_ours()
+        && pin_range(state, addresses, None).is_err()
+    {
+        say_once(
+            "an alternate signal stack cannot be pinned: a fault there ends the program; raise --budget",
+        );
+    }
+    signal_stack::exchange(new, old)
 }

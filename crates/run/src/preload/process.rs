@@ -14,7 +14,7 @@ use farpage::{ArenaHold, fork::Hooks};
 use crate::{
     INSIDE, Inside, STARTING, ceded, errno, family,
     next::{self, Start as ThreadStart, next},
-    report, say, set_errno, share, signals, state,
+    report, say, set_errno, share, signal_stack, signals, state,
 };
 
 next! {
@@ -305,10 +305,17 @@ pub(crate) unsafe extern "C" fn pthread_create(
     if !Inside::is() {
         // The C library's memory of a thread may become that of a runtime's thread. This thread
         // does not work for the runtime meanwhile: the new one inherits its signal mask.
+        let errand = match signals::are_ours() {
+            true => signal_stack::before_start(start, argument),
+            false => (start, argument),
+        };
         STARTING.set(STARTING.get() + 1);
         // SAFETY: the caller's promise.
-        let code = unsafe { next::pthread_create(thread, attributes, start, argument) };
+        let code = unsafe { next::pthread_create(thread, attributes, errand.0, errand.1) };
         STARTING.set(STARTING.get() - 1);
+        if code != 0 {
+            signal_stack::forget(errand);
+        }
         return code;
     }
     let ours = Box::into_raw(Box::new(Thread { start, argument }));

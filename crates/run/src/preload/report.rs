@@ -186,7 +186,7 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
     // Among many programs only those with pages in the arena are of interest.
     if pager.fills == 0 && !state::has_children_interposed() {
         lines.push(
-            "at most 0 B in the arena, since no request was as large as --min-bytes".to_owned(),
+            "at most 0 B in the arena, since no request was as large as --min-bytes (--small yes makes smaller ones remote)".to_owned(),
         );
     }
     let local = local_peak_bytes(pager.peak_resident_bytes, state);

@@ -23,7 +23,7 @@ use farpage_signals::{Mutex, MutexGuard};
 use farpage_vm::sigbus;
 use libc::{sigaction as Action, sigset_t, timespec};
 
-use crate::{INSIDE, Inside, next::next};
+use crate::{INSIDE, Inside, next::next, signal_stack};
 
 next! {
     /// `sigaction`.
@@ -141,6 +141,8 @@ extern "C-unwind" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, contex
     // SAFETY: the handler that the runtime has installed, which takes these.
     let runtimes: Handler = unsafe { mem::transmute(RUNTIMES.load(Ordering::Relaxed)) };
     runtimes(signal, info, context);
+    // SAFETY: the kernel's.
+    unsafe { signal_stack::attach(context) };
     INSIDE.set(INSIDE.get() - 1);
 }
 

@@ -137,6 +137,9 @@ cases! {
     threads_that_hold_all_signals_back_go_on = "signals" "blocked";
     handlers_that_hold_all_signals_back_touch_remote_memory = "signals" "handlers";
     waits_with_all_signals_held_back_go_on = "signals" "waits";
+    coroutines_on_remote_stacks_go_on = "stacks" "coroutines";
+    remote_stacks_for_signals_are_used = "stacks" "signals";
+    threads_leave_no_stack_behind = "stacks" "threads";
     a_handler_leaves_by_longjmp_again_and_again = "signals" "longjmp";
     a_signal_at_each_instruction_finds_remote_memory = "steps" "each";
     a_storm_of_signals_finds_remote_memory = "steps" "storm";

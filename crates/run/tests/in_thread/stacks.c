@@ -1,0 +1,163 @@
+/* Stacks in remote memory: of coroutines, and for signals. Each case says "done". */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include "check.h"
+
+enum { COROUTINES = 32, ROUNDS = 4, STACK = 256 << 10, MIB = 1 << 20 };
+
+struct group {
+    ucontext_t back, here[COROUTINES];
+    long sums[COROUTINES];
+};
+
+static int descend(int depth) {
+    volatile char pad[1000];
+    memset((void *)pad, depth, sizeof pad);
+    int below = depth ? descend(depth - 1) : 0;
+    return below + pad[depth];
+}
+
+static void body(unsigned high, unsigned low, int which) {
+    struct group *group = (struct group *)((unsigned long)high << 32 | low);
+    for (int round = 0; round < ROUNDS; round++) {
+        group->sums[which] += descend(60) + round;
+        CHECK(swapcontext(&group->here[which], &group->back) == 0);
+    }
+}
+
+static void begin(struct group *group, int which) {
+    unsigned long at = (unsigned long)group;
+    ucontext_t *here = &group->here[which];
+    CHECK(getcontext(here) == 0);
+    here->uc_stack = (stack_t){.ss_sp = malloc(STACK), .ss_size = STACK};
+    here->uc_link = &group->back;
+    CHECK(here->uc_stack.ss_sp);
+    makecontext(here, (void (*)(void))body, 3, (unsigned)(at >> 32), (unsigned)at, which);
+}
+
+/* All stacks together are eight budgets. */
+static void *coroutines(void *none) {
+    (void)none;
+    struct group *group = calloc(1, sizeof *group);
+    for (int i = 0; i < COROUTINES; i++)
+        begin(group, i);
+    long sum = 0;
+    for (int round = 0; round < ROUNDS; round++)
+        for (int i = 0; i < COROUTINES; i++)
+            CHECK(swapcontext(&group->back, &group->here[i]) == 0);
+    for (int i = 0; i < COROUTINES; i++)
+        sum += group->sums[i], free(group->here[i].uc_stack.ss_sp);
+    for (int i = 1; i < COROUTINES; i++)
+        CHECK(group->sums[i] == group->sums[0]);
+    free(group);
+    return (void *)sum;
+}
+
+static void on_threads(void) {
+    void *own = coroutines(NULL);
+    pthread_t threads[3];
+    for (int i = 0; i < 3; i++)
+        CHECK(pthread_create(&threads[i], NULL, coroutines, NULL) == 0);
+    for (int i = 0; i < 3; i++) {
+        void *sum;
+        CHECK(pthread_join(threads[i], &sum) == 0 && sum == own);
+    }
+}
+
+static volatile char *memory;
+
+static void touch_all(void) {
+    for (int at = 0; at < 16 * MIB; at += 4096)
+        memory[at]++;
+}
+
+static volatile int handled;
+static stack_t programs;
+
+static void on_signal(int signal) {
+    char here;
+    CHECK(signal == SIGUSR1 || signal == SIGSEGV);
+    CHECK(&here > (char *)programs.ss_sp && &here < (char *)programs.ss_sp + programs.ss_size);
+    stack_t told;
+    CHECK(sigaltstack(NULL, &told) == 0 && told.ss_flags == SS_ONSTACK);
+    CHECK(told.ss_sp == programs.ss_sp);
+    touch_all();
+    handled++;
+}
+
+/* The program's own stack for signals is remote. */
+static void of_signals(void) {
+    stack_t told;
+    CHECK(sigaltstack(NULL, &told) == 0 && told.ss_flags == SS_DISABLE && !told.ss_sp);
+    programs = (stack_t){.ss_sp = malloc(STACK), .ss_size = STACK};
+    CHECK(sigaltstack(&programs, &told) == 0 && told.ss_flags == SS_DISABLE);
+    CHECK(sigaltstack(NULL, &told) == 0 && told.ss_sp == programs.ss_sp && told.ss_flags == 0);
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_ONSTACK};
+    CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
+    for (int round = 0; round < 20; round++) {
+        touch_all();
+        CHECK(raise(SIGUSR1) == 0 && handled == round + 1);
+    }
+    coroutines(NULL);
+    stack_t none = {.ss_flags = SS_DISABLE}, tiny = {.ss_sp = programs.ss_sp, .ss_size = 16};
+    CHECK(sigaltstack(&tiny, NULL) == -1 && errno == ENOMEM);
+    CHECK(sigaltstack(&none, &told) == 0 && told.ss_sp == programs.ss_sp);
+    CHECK(sigaltstack(NULL, &told) == 0 && told.ss_flags == SS_DISABLE && !told.ss_sp);
+    free(programs.ss_sp);
+    coroutines(NULL);
+}
+
+static int mappings(void) {
+    int lines = 0;
+    FILE *file = fopen("/proc/self/maps", "r");
+    for (int byte; (byte = fgetc(file)) != EOF;)
+        lines += byte == '\n';
+    fclose(file);
+    return lines;
+}
+
+static void *end(void *how) {
+    touch_all();
+    stack_t told;
+    CHECK(sigaltstack(NULL, &told) == 0 && told.ss_flags == SS_DISABLE);
+    if (how)
+        pthread_exit(how);
+    return how;
+}
+
+/* Threads that end, either way, leave no stack behind. */
+static void of_threads(void) {
+    int before = 0;
+    for (long round = 0; round < 200; round++) {
+        pthread_t thread;
+        void *how;
+        CHECK(pthread_create(&thread, NULL, end, (void *)(round % 2)) == 0);
+        CHECK(pthread_join(thread, &how) == 0 && how == (void *)(round % 2));
+        if (round == 20)
+            before = mappings();
+    }
+    CHECK(mappings() < before + 20);
+}
+
+int main(int count, char **arguments) {
+    CHECK(count > 1);
+    memory = malloc(16 * MIB);
+    touch_all();
+    if (!strcmp(arguments[1], "coroutines"))
+        on_threads();
+    else if (!strcmp(arguments[1], "signals"))
+        of_signals();
+    else
+        of_threads();
+    puts("done");
+    return 0;
+}
