@@ -19,6 +19,10 @@ pub(crate) struct Budget {
     most: u64,
     /// Low and high mark, as fractions of the budget.
     fractions: (f64, f64),
+    /// Budget as it was set, before anything was lent.
+    set: AtomicU64,
+    /// Bytes that memory beside the pages takes.
+    lent: AtomicU64,
     bytes: AtomicU64,
     high: AtomicU64,
     low: AtomicU64,
@@ -47,6 +51,8 @@ impl Budget {
         let budget = Budget {
             most: bytes,
             fractions: (low, high),
+            set: AtomicU64::new(bytes),
+            lent: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             high: AtomicU64::new(0),
             low: AtomicU64::new(0),
@@ -66,7 +72,41 @@ impl Budget {
     /// Changes the budget, at most to its first size. While memory exceeds it, none is made, and
     /// free frames go back to the kernel ([`exceeded_by`](Self::exceeded_by)).
     pub(crate) fn set(&self, bytes: u64) {
-        let bytes = bytes.min(self.most);
+        self.set.store(bytes.min(self.most), Ordering::SeqCst);
+        self.apply();
+    }
+
+    /// Lends `bytes` of the budget, in place of what was lent before, but at most half of it: the
+    /// budget is smaller by that.
+    pub(crate) fn lend(&self, bytes: u64) {
+        self.lent.store(bytes, Ordering::SeqCst);
+        self.apply();
+    }
+
+    /// Returns the budget as it was set, before anything was lent.
+    pub(crate) fn before_loans(&self) -> u64 {
+        self.set.load(Ordering::Relaxed)
+    }
+
+    /// Makes the budget what was set without what is lent.
+    fn apply(&self) {
+        let wanted = || {
+            let set = self.set.load(Ordering::SeqCst);
+            set - self.lent.load(Ordering::SeqCst).min(set / 2)
+        };
+        let mut bytes = wanted();
+        loop {
+            self.apply_marks(bytes);
+            // Another thread may have set or lent meanwhile, and applied that before this one.
+            let now = wanted();
+            if now == bytes {
+                return;
+            }
+            bytes = now;
+        }
+    }
+
+    fn apply_marks(&self, bytes: u64) {
         let mark = |fraction: f64| ((bytes as f64 * fraction) as u64).min(bytes);
         let (low, high) = self.fractions;
         self.low.store(mark(low), Ordering::Relaxed);
