@@ -171,7 +171,7 @@ extern "C" fn work(work: *mut c_void) -> *mut c_void {
     let thread = work.next.fetch_add(1, Ordering::Relaxed);
     let mut rng = Rng(work.seed ^ thread as u64);
     let pages = BYTES / PAGE;
-    for _ in 0..8_000 {
+    for _ in 0..4_000 {
         let page = rng.below(pages / THREADS) * THREADS + thread;
         let part = page * (PAGE_WORDS / PART) + rng.below(PAGE_WORDS / PART);
         // SAFETY: a word of this thread's page.
@@ -311,6 +311,9 @@ fn a_killed_child_leaves_no_remote_memory_behind() {
             wait_until("changed pages have left the child", || {
                 memory.server.stat().granted_bytes > before
             });
+            let budget = || runtime.stats().pager.budget_bytes as usize;
+            wait_until("the child has a part of the budget", || budget() < BUDGET);
+            assert!(budget() >= BUDGET / 2, "{}", budget());
             kill(child, Signal::SIGKILL).unwrap();
             end(child);
             wait_until("the child's remote memory is free", || {

@@ -13,6 +13,9 @@ use farpage_vm::ReservedRoom;
 /// fault on at once.
 const DEMAND_RESERVE_PAGES: u64 = 16;
 
+/// Floors of the budget that are not lent: fills and evictions work with as much.
+const LEFT_FLOORS: u64 = 4;
+
 /// Residency budget, and the memory that pages take of it.
 pub(crate) struct Budget {
     /// Upper bound of the budget: its size at the start.
@@ -76,8 +79,8 @@ impl Budget {
         self.apply();
     }
 
-    /// Lends `bytes` of the budget, in place of what was lent before, but at most half of it: the
-    /// budget is smaller by that.
+    /// Lends `bytes` of the budget, in place of what was lent before, but at most half of it, and
+    /// nothing that pinned pages and fills need: the budget is smaller by that.
     pub(crate) fn lend(&self, bytes: u64) {
         self.lent.store(bytes, Ordering::SeqCst);
         self.apply();
@@ -92,7 +95,9 @@ impl Budget {
     fn apply(&self) {
         let wanted = || {
             let set = self.set.load(Ordering::SeqCst);
-            set - self.lent.load(Ordering::SeqCst).min(set / 2)
+            let needed = self.pinned() + LEFT_FLOORS * self.floor.load(Ordering::Relaxed);
+            let left = needed.clamp(set / 2, set);
+            set - self.lent.load(Ordering::SeqCst).min(set - left)
         };
         let mut bytes = wanted();
         loop {
@@ -379,6 +384,29 @@ mod tests {
     use super::*;
 
     const PAGE_BYTES: usize = 4096;
+
+    #[test]
+    fn half_of_a_budget_can_be_lent_but_no_pinned_pages() {
+        let budget = Budget::new(100 << 20, 0.5, 0.75);
+        budget.lend(10 << 20);
+        assert_eq!(budget.bytes(), 90 << 20);
+        budget.set(60 << 20);
+        assert_eq!(
+            (budget.bytes(), budget.before_loans()),
+            (50 << 20, 60 << 20)
+        );
+        budget.lend(u64::MAX);
+        assert_eq!(budget.bytes(), 30 << 20);
+        budget.lend(0);
+        budget.set(u64::MAX);
+        assert_eq!(budget.bytes(), 100 << 20);
+        budget.expect(2 << 20);
+        assert!(budget.pin(50 << 20));
+        budget.lend(u64::MAX);
+        assert_eq!(budget.bytes(), (50 + 16) << 20);
+        budget.lend(0);
+        assert_eq!(budget.bytes(), 100 << 20);
+    }
 
     #[test]
     fn a_reservation_becomes_memory_or_is_given_back() {

@@ -9,8 +9,11 @@
 //!    whole, with all that was written to it until then. The [`Report`] says which have moved. The
 //!    keeper reads them there, and the next command frees the scratch.
 //!
-//! The rule it keeps: the thread has no thread-local memory. So it makes system calls by
-//! [`system_call`] alone, calls nothing of the C library, and never panics.
+//! The rules it keeps:
+//! - The thread has no thread-local memory. So it makes system calls by [`system_call`] alone, calls
+//!   nothing of the C library, and never panics.
+//! - The program may give up rights that the thread still has. So the thread has no descriptors but
+//!   its own two, and [limits](limit) itself to the calls of its loop.
 //!
 //! Other processors than x86-64 have [no agent](super::agent): their children keep what they touch.
 
@@ -32,6 +35,18 @@ use super::{
 const KEEPERS_MAX: usize = 8;
 /// Bytes of the thread's stack, with its [`Desk`] at the lower end.
 const STACK_BYTES: usize = 64 << 10;
+/// System calls that the thread makes in its loop, and at its end.
+const CALLS: [libc::c_long; 7] = [
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_ioctl,
+    libc::SYS_madvise,
+    libc::SYS_futex,
+    libc::SYS_sched_yield,
+    libc::SYS_exit,
+];
+/// Statements of the filter that allows [`CALLS`] alone.
+const FILTER: [libc::sock_filter; CALLS.len() + 3] = filter();
 /// Bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
 /// Number of tries to move a page that the kernel has locked.
@@ -307,6 +322,7 @@ unsafe fn serve(desk: *mut Desk) -> Option<()> {
         let parcel = Parcel::new(Kind::Agent, (*desk).number);
         let hello = [socket, (&raw const parcel).addr(), mem::size_of::<Parcel>()];
         made(ask(libc::SYS_write, &hello))?;
+        limit()?;
         (*desk).report[0] = scratch as u64;
         let (command, report) = (&raw mut (*desk).command, &raw mut (*desk).report);
         loop {
@@ -321,6 +337,48 @@ unsafe fn serve(desk: *mut Desk) -> Option<()> {
             made(ask(libc::SYS_madvise, &free))?;
             move_out(desk, uffd, scratch);
         }
+    }
+}
+
+/// Returns the statements of [`FILTER`]: the end of the filter for all calls but those, which jump
+/// over it.
+const fn filter() -> [libc::sock_filter; CALLS.len() + 3] {
+    const fn statement(code: u32, k: u32, jt: u8) -> libc::sock_filter {
+        let code = code as u16;
+        libc::sock_filter { code, jt, jf: 0, k }
+    }
+    let answer = libc::BPF_RET | libc::BPF_K;
+    let number = mem::offset_of!(libc::seccomp_data, nr) as u32;
+    let load = statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, number, 0);
+    let mut filter = [load; CALLS.len() + 3];
+    let mut at = 0;
+    while at < CALLS.len() {
+        let behind = (CALLS.len() - at) as u8;
+        let test = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
+        filter[1 + at] = statement(test, CALLS[at] as u32, behind);
+        at += 1;
+    }
+    let refusal = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    filter[1 + CALLS.len()] = statement(answer, refusal, 0);
+    filter[2 + CALLS.len()] = statement(answer, libc::SECCOMP_RET_ALLOW, 0);
+    filter
+}
+
+/// Limits this thread to [`CALLS`] from now on. `None`: that is refused.
+fn limit() -> Option<()> {
+    let program = libc::sock_fprog {
+        len: FILTER.len() as u16,
+        filter: FILTER.as_ptr().cast_mut(),
+    };
+    let set = libc::SECCOMP_SET_MODE_FILTER as usize;
+    // SAFETY: both change this thread alone; the filter lasts for the call.
+    unsafe {
+        ask(
+            libc::SYS_prctl,
+            &[libc::PR_SET_NO_NEW_PRIVS as usize, 1, 0, 0, 0],
+        );
+        let limited = ask(libc::SYS_seccomp, &[set, 0, (&raw const program).addr()]);
+        (limited == 0).then_some(())
     }
 }
 
