@@ -15,7 +15,7 @@ use std::{
     fs,
     ops::Range,
     ptr,
-    sync::atomic::{AtomicU64, AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
 
@@ -156,6 +156,7 @@ struct Work {
     seed: u64,
     next: AtomicUsize,
     wrong: AtomicUsize,
+    ends: AtomicBool,
     /// Value of each kernel page's first word.
     model: Vec<AtomicU64>,
 }
@@ -221,25 +222,43 @@ extern "C" fn work(work: *mut c_void) -> *mut c_void {
     ptr::null_mut()
 }
 
-/// Runs the threads to their end. Returns the number of wrong words that they have seen.
-fn run_threads(work_of_all: &Work) -> usize {
-    let work_of_all = ptr::from_ref(work_of_all).cast_mut().cast();
+/// Announces each word before it is written, until the end.
+extern "C" fn announce(work: *mut c_void) -> *mut c_void {
+    // SAFETY: outlives the thread.
+    let work = unsafe { &*work.cast::<Work>() };
+    let thread = work.next.fetch_add(1, Ordering::Relaxed);
+    let mut rng = Rng(work.seed ^ thread as u64);
+    while !work.ends.load(Ordering::Relaxed) {
+        let part = rng.below(work.model.len() / THREADS) * THREADS + thread;
+        let next = work.model[part].fetch_add(1, Ordering::SeqCst) + 1;
+        // SAFETY: a word of the array, which is accessed by atomics alone.
+        unsafe { &*work.array.add(part * PART).cast::<AtomicU64>() }.store(next, Ordering::SeqCst);
+    }
+    ptr::null_mut()
+}
+
+/// Runs the body in threads to its end, and `meanwhile`. Returns the number of wrong words that the
+/// threads have seen.
+fn run_threads(
+    work_of_all: &Work,
+    body: extern "C" fn(*mut c_void) -> *mut c_void,
+    meanwhile: impl FnOnce(),
+) -> usize {
     let mut threads = [0; THREADS];
     for thread in &mut threads {
+        let work_of_all = ptr::from_ref(work_of_all).cast_mut().cast();
         // SAFETY: the work outlives the thread, which is joined.
-        let made = unsafe { libc::pthread_create(thread, ptr::null(), work, work_of_all) };
+        let made = unsafe { libc::pthread_create(thread, ptr::null(), body, work_of_all) };
         if made != 0 {
             return usize::MAX;
         }
     }
+    meanwhile();
     for thread in threads {
         // SAFETY: made above.
         unsafe { libc::pthread_join(thread, ptr::null_mut()) };
     }
-    // SAFETY: as given.
-    unsafe { &*work_of_all.cast::<Work>() }
-        .wrong
-        .load(Ordering::Relaxed)
+    work_of_all.wrong.load(Ordering::Relaxed)
 }
 
 /// True if the first word of each kernel page is that of the model.
@@ -261,10 +280,11 @@ fn threads_of_a_child_write_drop_and_protect_pages_that_leave() {
             seed,
             next: AtomicUsize::new(0),
             wrong: AtomicUsize::new(0),
+            ends: AtomicBool::new(false),
             model: parts.collect(),
         };
         let child = start(|| {
-            if run_threads(&state) > 0 {
+            if run_threads(&state, work, || {}) > 0 {
                 return 1;
             }
             // The child's own child has what was written, dropped and moved out.
@@ -276,7 +296,7 @@ fn threads_of_a_child_write_drop_and_protect_pages_that_leave() {
                 unsafe { libc::_exit(i32::from(!is_right)) };
             }
             state.next.store(0, Ordering::Relaxed);
-            if run_threads(&state) > 0 {
+            if run_threads(&state, work, || {}) > 0 {
                 return 2;
             }
             let mut status = 0;
@@ -292,6 +312,54 @@ fn threads_of_a_child_write_drop_and_protect_pages_that_leave() {
         let addresses = addresses(&array);
         must_pass_within(child, &addresses);
         assert_eq!(wrong(&array, 2), 0);
+    });
+}
+
+#[test]
+fn a_child_makes_children_at_any_moment_which_find_every_page_whole() {
+    let Some(_watchdog) = begin(300) else { return };
+    let seed = seed();
+    each(|_, _, mut array| {
+        array.iter_mut().step_by(PART).for_each(|word| *word = 0);
+        let state = Work {
+            array: array.as_mut_ptr(),
+            seed,
+            next: AtomicUsize::new(0),
+            wrong: AtomicUsize::new(0),
+            ends: AtomicBool::new(false),
+            model: (0..BYTES / 8 / PART).map(|_| AtomicU64::new(0)).collect(),
+        };
+        let is_right = || {
+            state.model.iter().enumerate().all(|(part, word)| {
+                // SAFETY: a word of the array.
+                let now = unsafe { state.array.add(part * PART).read_volatile() };
+                let announced = word.load(Ordering::SeqCst);
+                now == announced || now + 1 == announced
+            })
+        };
+        let fork_often = || {
+            for _ in 0..6 {
+                // SAFETY: makes system calls alone, and reads.
+                let grandchild = unsafe { libc::fork() };
+                if grandchild == 0 {
+                    // SAFETY: ends the grandchild.
+                    unsafe { libc::_exit(i32::from(!is_right())) };
+                }
+                let mut status = 0;
+                // SAFETY: there is room for the status.
+                unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
+                let is_wrong = usize::from(status != 0);
+                state.wrong.fetch_add(is_wrong, Ordering::Relaxed);
+            }
+            state.ends.store(true, Ordering::Relaxed);
+        };
+        let child = start(|| {
+            // Most pages have come and gone before the first fork.
+            let is_right_before = is_right();
+            let wrong = run_threads(&state, announce, fork_often);
+            i32::from(!is_right_before) + 2 * (wrong as i32) + 100 * i32::from(!is_right())
+        });
+        must_pass_within(child, &addresses(&array));
     });
 }
 

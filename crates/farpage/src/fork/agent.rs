@@ -10,8 +10,8 @@
 //!    keeper reads them there, and the next command frees the scratch.
 //!
 //! The rules it keeps:
-//! - The thread has no thread-local memory. So it makes system calls by [`system_call`] alone, calls
-//!   nothing of the C library, and never panics.
+//! - The thread has no thread-local memory. So it makes system calls by [`system_call`] alone, and
+//!   never panics.
 //! - The program may give up rights that the thread still has. So the thread has no descriptors but
 //!   its own two, and [limits](limit) itself to the calls of its loop.
 //!
