@@ -44,11 +44,17 @@ const GROWN: usize = 16 * MIB;
 /// Bytes that may be on their way.
 const SLACK: usize = 4 * MIB;
 
-/// Runtimes in both modes, over all fabrics, with an array of which nothing is present.
+/// Runtimes in both modes, over all fabrics, with an array of which nothing is present, and much
+/// room on the server.
 fn each(test: impl Fn(&Memory, &Runtime, RemoteArray<u64>)) {
+    each_with(1024 * MIB, test);
+}
+
+/// Runtimes as those of [`each`], on a server of `capacity` bytes.
+fn each_with(capacity: usize, test: impl Fn(&Memory, &Runtime, RemoteArray<u64>)) {
     for fabric in fabrics() {
         for mode in [FaultMode::Filler, FaultMode::InThread] {
-            let memory = Memory::start(fabric, 1024 * MIB);
+            let memory = Memory::start(fabric, capacity);
             let builder = memory.builder(BUDGET, PAGE).fault_mode(mode);
             let runtime = builder.build().unwrap();
             let mut array = runtime.array(BYTES / 8).unwrap();
@@ -391,6 +397,20 @@ fn a_killed_child_leaves_no_remote_memory_behind() {
         wait_until("the parent has its budget back", || {
             runtime.stats().pager.budget_bytes == BUDGET as u64
         });
+    });
+}
+
+#[test]
+fn a_child_keeps_what_it_has_changed_if_the_server_is_full() {
+    let Some(_watchdog) = begin(300) else { return };
+    each_with(BYTES + 16 * MIB, |_, _, mut array| {
+        let at = array.as_mut_ptr();
+        let child = start(|| {
+            fill(own(at), 3);
+            i32::from(wrong(own(at), 3) > 0)
+        });
+        must_pass(child);
+        assert_eq!(wrong(&array, 1), 0);
     });
 }
 
