@@ -14,6 +14,7 @@ use std::{
     ffi::c_void,
     fs,
     ops::Range,
+    os::fd::AsRawFd,
     ptr,
     sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     time::{Duration, Instant},
@@ -153,6 +154,43 @@ fn a_child_that_writes_everything_reads_it_again_while_the_parent_writes() {
         wait_until("the child's remote memory is free", || {
             memory.server.stat().granted_bytes <= before + BYTES as u64
         });
+    });
+}
+
+/// Pages that were present at the fork are shared with the parent, until the parent has others.
+#[test]
+fn pages_that_were_there_at_the_fork_leave_a_child_too() {
+    let Some(_watchdog) = begin(300) else { return };
+    each(|_, runtime, mut array| {
+        let (at, addresses) = (array.as_mut_ptr(), addresses(&array));
+        let near = BUDGET / 2 / 8;
+        fill(&mut array[..near], 5);
+        let before = runtime.stats().pager.resident_bytes;
+        assert!(before >= (BUDGET / 4) as u64, "{before} bytes are present");
+        let is_right = |array: &[u64]| {
+            let words = array.iter().enumerate().step_by(PART);
+            let mut expected =
+                words.map(|(at, word)| (value(at, if at < near { 5 } else { 1 }), *word));
+            expected.all(|(expected, word)| expected == word)
+        };
+        let (wait, go) = nix::unistd::pipe().unwrap();
+        let child = start(|| {
+            if !is_right(own(at)) {
+                return 1;
+            }
+            let mut byte = 0_u8;
+            // SAFETY: there is room for the byte.
+            unsafe { libc::read(wait.as_raw_fd(), (&raw mut byte).cast(), 1) };
+            2 * i32::from(!is_right(own(at)))
+        });
+        fill(&mut array, 2);
+        wait_until("the child has its share", || {
+            let bytes = resident(child, &addresses);
+            (MIB..=BUDGET / 2 + MIB).contains(&bytes)
+        });
+        assert_eq!(nix::unistd::write(&go, b"x").unwrap(), 1);
+        must_pass(child);
+        assert_eq!(wrong(&array, 2), 0);
     });
 }
 

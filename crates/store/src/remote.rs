@@ -275,6 +275,16 @@ impl PageStore {
         codec::hash(page, self.seed)
     }
 
+    /// True if an entry of the region, which may come from a copy of the process, is of a page with
+    /// these bytes.
+    pub fn is_of(&self, entry: EntryWords, bytes: &[u8]) -> bool {
+        match PageEntry::decode_timed(entry) {
+            Some(PageEntry::Stored { hash, .. }) => hash == self.hash(bytes),
+            Some(entry) => codec::repeated(bytes).is_some_and(|value| entry.repeats(value)),
+            None => false,
+        }
+    }
+
     /// Makes a store without pages beside this one, which keeps pages of the same size raw, on the
     /// same servers and in as many copies. It takes remote memory as pages are written. Asks no
     /// server.

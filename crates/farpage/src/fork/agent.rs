@@ -28,17 +28,18 @@ use farpage_vm::calls::system_call;
 
 use super::{
     link::{Kind, LinkName, Parcel},
-    orders::{Command, KERNEL_PAGE, Report, SCRATCH_BYTES},
+    orders::{Command, KERNEL_PAGE, LOOK, LOOK_BYTES, Report, SCRATCH_BYTES},
 };
 
 /// Number of keepers that can call one process.
 const KEEPERS_MAX: usize = 8;
 /// Bytes of the thread's stack, with its [`Desk`] at the lower end.
-const STACK_BYTES: usize = 64 << 10;
+const STACK_BYTES: usize = 128 << 10;
 /// System calls that the thread makes in its loop, and at its end.
-const CALLS: [libc::c_long; 7] = [
+const CALLS: [libc::c_long; 8] = [
     libc::SYS_read,
     libc::SYS_write,
+    libc::SYS_pread64,
     libc::SYS_ioctl,
     libc::SYS_madvise,
     libc::SYS_futex,
@@ -102,6 +103,8 @@ struct Desk {
     nobody: u32,
     command: Command,
     report: Report,
+    /// Words of the kernel's page map.
+    page_map: [u64; LOOK_BYTES / KERNEL_PAGE],
 }
 
 /// Forgets the keepers that the parent of this process expects calls of.
@@ -322,6 +325,8 @@ unsafe fn serve(desk: *mut Desk) -> Option<()> {
         let parcel = Parcel::new(Kind::Agent, (*desk).number);
         let hello = [socket, (&raw const parcel).addr(), mem::size_of::<Parcel>()];
         made(ask(libc::SYS_write, &hello))?;
+        let path = c"/proc/self/pagemap".as_ptr().addr();
+        let page_map = ask(libc::SYS_open, &[path, libc::O_RDONLY as usize]);
         limit()?;
         (*desk).report[0] = scratch as u64;
         let (command, report) = (&raw mut (*desk).command, &raw mut (*desk).report);
@@ -335,7 +340,11 @@ unsafe fn serve(desk: *mut Desk) -> Option<()> {
             }
             let free = [scratch, SCRATCH_BYTES, libc::MADV_DONTNEED as usize];
             made(ask(libc::SYS_madvise, &free))?;
-            move_out(desk, uffd, scratch);
+            if (*desk).command[0] == LOOK {
+                look(desk, page_map);
+            } else {
+                move_out(desk, uffd, scratch);
+            }
         }
     }
 }
@@ -382,6 +391,46 @@ fn limit() -> Option<()> {
     }
 }
 
+/// Looks for pages at the command's addresses. Reports none where the kernel does not tell.
+///
+/// # Safety
+/// As [`serve`].
+unsafe fn look(desk: *mut Desk, page_map: isize) {
+    /// Flags of the kernel's page map.
+    const PRESENT: u64 = 1 << 63;
+    const EXCLUSIVE: u64 = 1 << 56;
+    // SAFETY: the desk is this thread's own.
+    let (command, report) = unsafe { (&(*desk).command, &mut (*desk).report) };
+    // SAFETY: as above.
+    let words = unsafe { &mut (*desk).page_map };
+    let (_, bits) = report.split_at_mut(1);
+    bits.iter_mut().for_each(|word| *word = 0);
+    let (len, start) = (command[1] as usize, command[2] as usize);
+    let offset = start / KERNEL_PAGE * size_of::<u64>();
+    let bytes = len.min(LOOK_BYTES) / KERNEL_PAGE * size_of::<u64>();
+    let room = words.as_mut_ptr().addr();
+    // SAFETY: there is room for the words.
+    let read = unsafe {
+        ask(
+            libc::SYS_pread64,
+            &[page_map.cast_unsigned(), room, bytes, offset],
+        )
+    };
+    let count = read.max(0) as usize / size_of::<u64>();
+    for (page, &word) in words.iter().enumerate().take(count) {
+        if word & PRESENT == 0 {
+            continue;
+        }
+        let (at, bit) = match word & EXCLUSIVE {
+            0 => (0, 0),
+            _ => (1 + page / 64, page % 64),
+        };
+        if let Some(bits) = bits.get_mut(at) {
+            *bits = if at == 0 { *bits + 1 } else { *bits | 1 << bit };
+        }
+    }
+}
+
 /// Moves the pages of the command, and notes the kernel pages that have moved.
 ///
 /// # Safety
@@ -389,8 +438,7 @@ fn limit() -> Option<()> {
 unsafe fn move_out(desk: *mut Desk, uffd: usize, scratch: usize) {
     // SAFETY: the desk is this thread's own.
     let (command, report) = unsafe { (&(*desk).command, &mut (*desk).report) };
-    let (first, moved) = report.split_at_mut(1);
-    let _ = first;
+    let (_, moved) = report.split_at_mut(2);
     moved.iter_mut().for_each(|word| *word = 0);
     let (count, page_bytes) = (command[0] as usize, command[1] as usize);
     let mut to = 0;

@@ -9,15 +9,15 @@ use std::{
     sync::Arc,
 };
 
-use farpage_store::PageIndex;
+use farpage_store::{EntryWords, PageIndex};
 use farpage_vm::{Refusal, child::ChildMemory};
 
 use super::{
     image::Image,
-    orders::{KERNEL_PAGE, Report, has_moved},
+    orders::{KERNEL_PAGE, Report, has_bit, shared},
     outgoing::Outgoing,
     removed::Removed,
-    stored::Stored,
+    stored::{Place, Stored},
 };
 
 /// Bytes of the pages that a child does not have in its memory: those of `stored` or else of the
@@ -108,6 +108,9 @@ impl Child {
         let Some(sent) = self.outgoing.take_sent() else {
             return;
         };
+        if let Some(addresses) = sent.look {
+            return self.adopt(report, &addresses);
+        }
         let (scratch, page_bytes) = (report[0] as usize, sent.page_bytes);
         let mut any_left = false;
         for (at, &start) in sent.pages.iter().enumerate() {
@@ -115,7 +118,7 @@ impl Child {
             let kernel_page = |part: usize| part * KERNEL_PAGE..(part + 1) * KERNEL_PAGE;
             let parts = (0..page_bytes / KERNEL_PAGE).map(kernel_page);
             let (moved, rest): (Vec<_>, Vec<_>) =
-                parts.partition(|part| has_moved(report, offset + part.start));
+                parts.partition(|part| has_bit(report, offset + part.start));
             if moved.is_empty() {
                 self.outgoing.stays(start);
                 continue;
@@ -151,7 +154,11 @@ impl Child {
             let region = (self.view.image.region(start)).expect("pages are in regions");
             let hash = region.snapshot.store().hash(&bytes);
             let was = self.outgoing.leaves(start);
-            if was != Some(hash) && !self.outgoing.stale.covers(&page) {
+            let is_known = match was {
+                Some(was) => was == hash,
+                None => self.has_parents(&page, &bytes),
+            };
+            if !is_known && !self.outgoing.stale.covers(&page) {
                 self.view.removed.forget(&page);
                 self.outgoing.change(start, bytes);
             }
@@ -159,6 +166,42 @@ impl Child {
         if !any_left && !sent.pages.is_empty() {
             self.outgoing.rest();
         }
+    }
+
+    /// Takes up pages that were found at `addresses`: they have been there since the fork.
+    fn adopt(&mut self, report: &Report, addresses: &Range<usize>) {
+        if shared(report) > 0 {
+            self.outgoing.look_again(addresses.clone());
+        }
+        let Some(region) = self.view.image.region(addresses.start) else {
+            return;
+        };
+        let page_bytes = region.page_bytes();
+        let (_, first) = region.page(addresses.start);
+        let pages = (first..addresses.end).step_by(page_bytes);
+        for page in pages.map(|start| start..start + page_bytes) {
+            let is_within = addresses.start <= page.start && page.end <= addresses.end;
+            let parts = page.clone().step_by(KERNEL_PAGE);
+            let mut offsets = parts.map(|part| part - addresses.start);
+            let is_dropped = self.view.removed.within(&page).count() > 0;
+            if is_within && !is_dropped && offsets.all(|offset| has_bit(report, offset)) {
+                self.outgoing.adopt(page.start, page_bytes);
+            }
+        }
+    }
+
+    /// True if the parent had the page that leaves with these bytes in remote memory at the fork.
+    fn has_parents(&self, page: &Range<usize>, bytes: &[u8]) -> bool {
+        let region = (self.view.image.region(page.start)).expect("pages are in regions");
+        let is_image = matches!(self.view.stored.place(region, page.start), Place::Image);
+        if !is_image || self.view.removed.within(page).count() > 0 {
+            return false;
+        }
+        let store = region.snapshot.store();
+        let mut words = [0; size_of::<EntryWords>()];
+        let entry = store.entry_address(region.page(page.start).0);
+        let is_read = self.memory.read(entry, &mut words).unwrap_or(false);
+        is_read && store.is_of(words_of(&words), bytes)
     }
 
     /// Puts pages back of which only a part could be moved out.
@@ -200,4 +243,10 @@ pub(super) struct Arriving {
     pub(super) is_wanted: bool,
     /// True if the view has other bytes of the page, which could not be written.
     pub(super) is_only_copy: bool,
+}
+
+/// Returns the words of an entry as another process has them.
+pub(super) fn words_of(bytes: &[u8; mem::size_of::<EntryWords>()]) -> EntryWords {
+    let (words, _) = bytes.as_chunks::<8>();
+    std::array::from_fn(|at| u64::from_ne_bytes(words[at]))
 }

@@ -101,10 +101,10 @@ impl Keeper {
     pub(super) fn expect(
         &self,
         number: u64,
-        regions: impl Iterator<Item = (Range<usize>, Snapshot)>,
+        regions: impl Iterator<Item = (Range<usize>, Vec<Range<usize>>, Snapshot)>,
     ) -> Vec<Range<usize>> {
         let image = Image::new(regions, &self.shared.census);
-        let addresses = image.addresses();
+        let addresses = image.kept();
         locked(&self.shared.expected).insert(number, Arc::new(image));
         addresses
     }

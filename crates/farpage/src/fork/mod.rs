@@ -417,17 +417,15 @@ impl Own {
         };
         self.mapped = pager.mapped();
         let number = link::random();
-        let expected = keeper.expect(
+        *regions = keeper.expect(
             number,
             self.mapped.iter().filter_map(|region| {
                 let snapshot = Snapshot::take(&region.store)?;
-                Some((region.addresses.clone(), snapshot))
+                let addresses = region.addresses.clone();
+                // Memory at ceded addresses is inherited as the program has it.
+                Some((addresses.clone(), pager.kept(addresses), snapshot))
             }),
         );
-        // Memory at ceded addresses is inherited as the program has it.
-        *regions = (expected.into_iter())
-            .flat_map(|region| pager.kept(region))
-            .collect();
         let is_told = link::send(socket, Kind::Image, number, &[]);
         if !is_told {
             self.pager.with(|_| keeper.forget(number));

@@ -2,6 +2,8 @@
 //!
 //! The rule it keeps: both are plain words, so that the agent needs no code of a library for them.
 
+use std::ops::Range;
+
 /// Bytes of the memory that pages are moved to: the largest page.
 pub(super) const SCRATCH_BYTES: usize = 2 << 20;
 /// Upper bound of the bytes that move at once, unless a page is larger.
@@ -10,8 +12,12 @@ const BATCH_BYTES: usize = 512 << 10;
 const BATCH_PAGES_MAX: usize = 64;
 /// Length of the kernel's page.
 pub(super) const KERNEL_PAGE: usize = 4096;
-/// Words of a report's bits, one bit for each kernel page of the scratch.
-const MOVED_WORDS: usize = SCRATCH_BYTES / KERNEL_PAGE / 64;
+/// Words of a report's bits, one for each kernel page that one look is about.
+const BITS_WORDS: usize = LOOK_BYTES / KERNEL_PAGE / 64;
+/// Bytes of the addresses that the agent looks at at once.
+pub(super) const LOOK_BYTES: usize = 16 << 20;
+/// Number in place of that of pages, in the order to look.
+pub(super) const LOOK: u64 = u64::MAX;
 
 /// Returns the number of pages that one command may move.
 pub(super) fn batch_pages(page_bytes: usize) -> usize {
@@ -19,15 +25,18 @@ pub(super) fn batch_pages(page_bytes: usize) -> usize {
 }
 
 /// Order to move pages out: their number, the length of each, and their addresses. Without pages it
-/// frees the scratch.
+/// frees the scratch. Or the order to [look](LOOK) for pages: the length and the first of the
+/// addresses, of [`LOOK_BYTES`] at most.
 pub(super) type Command = [u64; 2 + BATCH_PAGES_MAX];
 
-/// Answer to a command, and first word of a new agent: the address of the scratch, and a bit for
-/// each kernel page of the scratch that a page has been moved to.
-pub(super) type Report = [u64; 1 + MOVED_WORDS];
+/// Answer to a command, and first word of a new agent: the address of the scratch, a number, and
+/// bits. After a move there is a bit for each kernel page of the scratch that a page has been moved
+/// to. After a look there is one for each kernel page that this process alone has, and the number of
+/// those that it shares.
+pub(super) type Report = [u64; 2 + BITS_WORDS];
 
 /// Report without pages.
-pub(super) const EMPTY_REPORT: Report = [0; 1 + MOVED_WORDS];
+pub(super) const EMPTY_REPORT: Report = [0; 2 + BITS_WORDS];
 
 /// Returns the command to move these pages out.
 pub(super) fn command(addresses: &[usize], page_bytes: usize) -> Command {
@@ -39,8 +48,22 @@ pub(super) fn command(addresses: &[usize], page_bytes: usize) -> Command {
     command
 }
 
-/// True if the report says that the kernel page at `offset` in the scratch has been moved there.
-pub(super) fn has_moved(report: &Report, offset: usize) -> bool {
+/// Returns the order to look for pages.
+pub(super) fn look(addresses: &Range<usize>) -> Command {
+    let mut command = [0; 2 + BATCH_PAGES_MAX];
+    let (start, len) = (addresses.start as u64, addresses.len() as u64);
+    command[..3].copy_from_slice(&[LOOK, len, start]);
+    command
+}
+
+/// True if the report's bit is set for the kernel page at `offset` in the scratch, or in the
+/// addresses that were looked at.
+pub(super) fn has_bit(report: &Report, offset: usize) -> bool {
     let page = offset / KERNEL_PAGE;
-    report[1 + page / 64] >> (page % 64) & 1 == 1
+    report[2 + page / 64] >> (page % 64) & 1 == 1
+}
+
+/// Returns the number of kernel pages that were found shared.
+pub(super) fn shared(report: &Report) -> u64 {
+    report[1]
 }

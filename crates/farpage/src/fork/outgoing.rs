@@ -25,7 +25,7 @@ use std::{
 
 use super::{
     hooks::grown,
-    orders::{Command, EMPTY_REPORT, Report, batch_pages, command},
+    orders::{Command, EMPTY_REPORT, LOOK_BYTES, Report, batch_pages, command, look},
     removed::Removed,
 };
 
@@ -36,6 +36,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Time for which nothing is sent after an answer that no page has left, and for which pages wait
 /// for an agent that was called.
 const REST: Duration = Duration::from_millis(100);
+/// Time between two looks at pages that a child shares.
+const LOOK_PAUSE: Duration = Duration::from_millis(500);
 /// Upper bound of the bytes of a child that are being written.
 const LEAVING_BYTES_MAX: usize = 2 << 20;
 
@@ -65,6 +67,11 @@ pub(super) struct Outgoing {
     /// Parts of pages that are to be put back as they are.
     pub(super) back: Vec<(usize, Vec<u8>)>,
     rests_until: Option<Instant>,
+    /// Addresses to look for pages at that were there at the fork.
+    looks: VecDeque<Range<usize>>,
+    /// Addresses that have been looked at and are to be looked at again, and the time for it.
+    again: Vec<Range<usize>>,
+    looks_at: Option<Instant>,
     /// True from the first failure on: nothing is sent any more.
     has_ended: bool,
     is_told: bool,
@@ -82,6 +89,8 @@ struct Present {
 pub(super) struct Sent {
     pub(super) pages: Vec<usize>,
     pub(super) page_bytes: usize,
+    /// Addresses that the agent looks at in place of moving pages.
+    pub(super) look: Option<Range<usize>>,
     since: Instant,
 }
 
@@ -245,9 +254,42 @@ impl Outgoing {
         self.agent = Agent::Called(Instant::now());
     }
 
-    /// Takes the connection of the agent.
-    pub(super) fn welcome(&mut self, socket: OwnedFd) {
+    /// Takes the connection of the agent, of a child that has these parts of regions.
+    pub(super) fn welcome(&mut self, socket: OwnedFd, parts: &[Range<usize>]) {
         self.agent = Agent::Here(socket, false);
+        for part in parts {
+            let starts = part.clone().step_by(LOOK_BYTES);
+            let look = |start| start..part.end.min(start + LOOK_BYTES);
+            self.looks.extend(starts.map(look));
+        }
+    }
+
+    /// Notes that the agent is to look at addresses again: the child shares pages there, which may
+    /// be its own later.
+    pub(super) fn look_again(&mut self, addresses: Range<usize>) {
+        self.again.push(addresses);
+    }
+
+    /// Takes up a page that has been in the child's memory since the fork.
+    pub(super) fn adopt(&mut self, address: usize, bytes: usize) {
+        if !self.present.contains_key(&address) {
+            let brought_bytes = self.brought_bytes;
+            self.brought(address, bytes, None);
+            self.brought_bytes = brought_bytes;
+        }
+    }
+
+    /// Returns the next addresses to look at, if it is time.
+    fn next_look(&mut self) -> Option<Range<usize>> {
+        if self.looks.is_empty() && !self.again.is_empty() {
+            let at = *(self.looks_at).get_or_insert_with(|| Instant::now() + LOOK_PAUSE);
+            if Instant::now() < at {
+                return None;
+            }
+            self.looks_at = None;
+            self.looks.extend(self.again.drain(..));
+        }
+        self.looks.pop_front()
     }
 
     /// Gives up moving pages out, and says why.
@@ -276,7 +318,7 @@ impl Outgoing {
             (Agent::Called(since), _) => Some(*since + PATIENCE),
             (Agent::Gone(since), Some(_)) => Some(*since + PATIENCE),
             (_, Some(sent)) if !self.is_told => Some(sent.since + PATIENCE),
-            _ => self.rests_until.filter(|_| self.rests()),
+            _ => self.rests_until.filter(|_| self.rests()).or(self.looks_at),
         }
     }
 
@@ -330,11 +372,9 @@ impl Outgoing {
 
     /// Returns the command under way, which has been answered.
     pub(super) fn take_sent(&mut self) -> Option<Sent> {
-        self.is_scratch_used |= self
-            .sent
-            .as_ref()
-            .is_some_and(|sent| !sent.pages.is_empty());
-        self.sent.take()
+        let sent = self.sent.take();
+        self.is_scratch_used |= sent.as_ref().is_some_and(|sent| !sent.pages.is_empty());
+        sent
     }
 
     /// Tells the agent to move pages out if the child has nearly more than its share, or to free
@@ -350,11 +390,20 @@ impl Outgoing {
             batch = self.batch(self.bytes - (share - share / 4), is_busy);
         }
         let (pages, page_bytes) = batch;
-        if pages.is_empty() && !self.is_scratch_used {
+        let is_idle = pages.is_empty() && !self.is_scratch_used;
+        let looked_at = if is_idle && !self.has_ended {
+            self.next_look()
+        } else {
+            None
+        };
+        if is_idle && looked_at.is_none() {
             return;
         }
         self.is_scratch_used = false;
-        let command = command(&pages, page_bytes);
+        let command = match &looked_at {
+            Some(addresses) => look(addresses),
+            None => command(&pages, page_bytes),
+        };
         let Agent::Here(socket, _) = &self.agent else {
             return;
         };
@@ -372,6 +421,7 @@ impl Outgoing {
         self.sent = Some(Sent {
             pages,
             page_bytes,
+            look: looked_at,
             since: Instant::now(),
         });
     }

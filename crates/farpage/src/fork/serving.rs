@@ -22,7 +22,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{
     call::call,
-    forked::{Arriving, Child, View},
+    forked::{Arriving, Child, View, words_of},
     link::{self, Kind},
     outgoing::Outgoing,
     shared::{Shared, locked},
@@ -273,7 +273,8 @@ impl Serving {
                 Kind::Agent => {
                     let key = self.key_of(received.value)?;
                     let child = self.children.get_mut(&key)?;
-                    child.outgoing.welcome(visitor.socket);
+                    let parts = child.view.image.kept();
+                    child.outgoing.welcome(visitor.socket, &parts);
                     return None;
                 }
             }
@@ -662,9 +663,4 @@ impl Serving {
             }
         }
     }
-}
-
-fn words_of(bytes: &[u8; mem::size_of::<EntryWords>()]) -> EntryWords {
-    let (words, _) = bytes.as_chunks::<8>();
-    std::array::from_fn(|at| u64::from_ne_bytes(words[at]))
 }
