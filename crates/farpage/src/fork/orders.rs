@@ -31,8 +31,8 @@ pub(super) type Command = [u64; 2 + BATCH_PAGES_MAX];
 
 /// Answer to a command, and first word of a new agent: the address of the scratch, a number, and
 /// bits. After a move there is a bit for each kernel page of the scratch that a page has been moved
-/// to. After a look there is one for each kernel page that this process alone has, and the number of
-/// those that it shares.
+/// to. After a look there is one for each kernel page that this process alone has. The number is
+/// that of the kernel pages that were found shared.
 pub(super) type Report = [u64; 2 + BITS_WORDS];
 
 /// Report without pages.
