@@ -194,6 +194,57 @@ fn pages_that_were_there_at_the_fork_leave_a_child_too() {
     });
 }
 
+/// Memory that a child maps in a hole of the array is not the array's.
+#[test]
+fn memory_that_a_child_maps_in_holes_stays() {
+    let Some(_watchdog) = begin(300) else { return };
+    each(|_, _, mut array| {
+        let at = array.as_mut_ptr();
+        let hole = |page: usize| at.wrapping_add(page * PAGE_WORDS + PART);
+        let holes = || (0..BYTES / PAGE).step_by(7);
+        let is_right = |round| {
+            (0..BYTES / 8).step_by(PART).all(|word| {
+                let (page, rest) = (word / PAGE_WORDS, word % PAGE_WORDS);
+                let is_hole = page % 7 == 0 && rest == PART;
+                let expected = if is_hole {
+                    77 + page as u64
+                } else {
+                    value(word, round)
+                };
+                own(at)[word] == expected
+            })
+        };
+        let child = start(|| {
+            if wrong(own(at), 1) > 0 {
+                return 1;
+            }
+            for page in holes() {
+                // SAFETY: a part of the child's copy, which is unmapped and mapped anew.
+                unsafe {
+                    libc::munmap(hole(page).cast(), 8 * PART);
+                    let access = libc::PROT_READ | libc::PROT_WRITE;
+                    let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+                    let made = libc::mmap(hole(page).cast(), 8 * PART, access, kind, -1, 0);
+                    if made == libc::MAP_FAILED {
+                        return 2;
+                    }
+                    hole(page).write(77 + page as u64);
+                }
+            }
+            if !(0..3).all(|_| is_right(1)) {
+                return 3;
+            }
+            for word in (0..BYTES / 8).step_by(PART) {
+                if (word / PAGE_WORDS) % 7 != 0 || word % PAGE_WORDS != PART {
+                    own(at)[word] = value(word, 4);
+                }
+            }
+            i32::from(!(0..3).all(|_| is_right(4)))
+        });
+        must_pass(child);
+    });
+}
+
 /// State of a child's threads, made before the fork.
 struct Work {
     array: *mut u64,

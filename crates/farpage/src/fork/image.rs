@@ -52,6 +52,21 @@ impl Image {
         regions.flat_map(|region| region.kept.clone()).collect()
     }
 
+    /// Returns the parts of all regions that children do not have.
+    pub(super) fn foreign(&self) -> Vec<Range<usize>> {
+        let mut foreign = Vec::new();
+        for region in &self.regions {
+            let mut at = region.addresses.start;
+            for part in &region.kept {
+                foreign.push(at..part.start);
+                at = part.end;
+            }
+            foreign.push(at..region.addresses.end);
+        }
+        foreign.retain(|part| !part.is_empty());
+        foreign
+    }
+
     /// Returns the region at an address.
     pub(super) fn region(&self, address: usize) -> Option<&ImageRegion> {
         let mut regions = self.regions.iter();

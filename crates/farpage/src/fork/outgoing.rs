@@ -56,6 +56,9 @@ pub(super) struct Outgoing {
     brought_bytes: usize,
     /// Addresses that the child has dropped, and where nothing has been mapped since.
     pub(super) stale: Removed,
+    /// Addresses that are not the region's any more, whatever is mapped there. A page that has some
+    /// of them stays.
+    foreign: Removed,
     sent: Option<Sent>,
     /// True if the scratch has pages that nobody needs.
     is_scratch_used: bool,
@@ -106,6 +109,14 @@ enum Agent {
 }
 
 impl Outgoing {
+    /// Makes the state of a child without pages. `foreign` are addresses in regions that the child
+    /// does not have.
+    pub(super) fn new(foreign: impl Iterator<Item = Range<usize>>) -> Outgoing {
+        let mut outgoing = Outgoing::default();
+        foreign.for_each(|range| outgoing.foreign.insert(range));
+        outgoing
+    }
+
     /// Returns the bytes of the pages that are present.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
@@ -114,6 +125,9 @@ impl Outgoing {
     /// Notes that the page at `address` is present. `hash` is that of the view's bytes.
     pub(super) fn brought(&mut self, address: usize, bytes: usize, hash: Option<u128>) {
         self.brought_bytes += bytes;
+        if self.foreign.within(&(address..address + bytes)).count() > 0 {
+            return;
+        }
         self.stamp += 1;
         let stamp = self.stamp;
         let page = Present { bytes, hash, stamp };
@@ -160,6 +174,7 @@ impl Outgoing {
             self.leaves(address);
         }
         self.drop_range(range);
+        self.foreign.insert(range.clone());
     }
 
     /// True if changed bytes of the page at `address` are being written.
@@ -318,7 +333,11 @@ impl Outgoing {
             (Agent::Called(since), _) => Some(*since + PATIENCE),
             (Agent::Gone(since), Some(_)) => Some(*since + PATIENCE),
             (_, Some(sent)) if !self.is_told => Some(sent.since + PATIENCE),
-            _ => self.rests_until.filter(|_| self.rests()).or(self.looks_at),
+            (Agent::Here(..), None) if !self.has_ended => {
+                let rests_until = self.rests_until.filter(|_| self.rests());
+                rests_until.or(self.looks_at)
+            }
+            _ => None,
         }
     }
 

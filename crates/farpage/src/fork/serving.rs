@@ -66,6 +66,8 @@ pub(super) struct Serving {
     lender: Lender<KernelSpace>,
     /// Bytes that children have of the budget.
     lent: u64,
+    /// Half of the budget, also when the runtime has ended.
+    half: usize,
     /// Upper bound of the bytes that were brought into one child.
     share: usize,
     /// Lane to the servers, from the first absent page on.
@@ -97,6 +99,7 @@ impl Serving {
             cluster,
             lender,
             lent: 0,
+            half: 0,
             share: SHARE_BYTES_MIN,
             writing: HashMap::new(),
             lane: None,
@@ -145,8 +148,11 @@ impl Serving {
         if !self.ready.is_empty() || !self.faults.is_empty() || any_waits {
             sooner(Instant::now() + RETRY);
         }
+        // Not at once: what is late may have to wait for something else.
+        let soon = Instant::now() + RETRY;
         let late = self.children.values().map(|child| &child.outgoing);
-        late.filter_map(Outgoing::is_late_at).for_each(&mut sooner);
+        let late = late.filter_map(Outgoing::is_late_at);
+        late.for_each(|time| sooner(time.max(soon)));
         let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
         let mut fds = Vec::new();
         let mut talking = Vec::new();
@@ -256,14 +262,15 @@ impl Serving {
                     let mut descriptors = received.descriptors.into_iter();
                     let (uffd, memory) = (descriptors.next()?, descriptors.next()?);
                     let is_deaf = received.kind == Kind::Deaf;
+                    let view = visitor.view?;
                     let child = Child {
                         number: received.value,
                         process: received.sender.filter(|_| !is_deaf),
                         socket: visitor.socket,
                         is_hung_up: false,
                         memory: ChildMemory::new(uffd, memory),
-                        outgoing: Outgoing::default(),
-                        view: visitor.view?,
+                        outgoing: Outgoing::new(view.image.foreign().into_iter()),
+                        view,
                         ahead: (0, 0),
                     };
                     self.next_child += 1;
@@ -542,8 +549,10 @@ impl Serving {
             self.lender.lend(lent);
         }
         let sharing = bytes().filter(|&bytes| bytes > 0).count().max(1);
-        let half = usize::try_from(self.lender.budget() / 2).unwrap_or(usize::MAX);
-        self.share = (half / sharing).max(SHARE_BYTES_MIN);
+        if let budget @ 1.. = self.lender.budget() {
+            self.half = usize::try_from(budget / 2).unwrap_or(usize::MAX);
+        }
+        self.share = (self.half / sharing).max(SHARE_BYTES_MIN);
     }
 
     /// Moves pages out of children that have more than their share.
