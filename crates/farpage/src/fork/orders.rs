@@ -10,6 +10,7 @@ pub(super) const SCRATCH_BYTES: usize = 2 << 20;
 const BATCH_BYTES: usize = 512 << 10;
 /// Upper bound of the pages that move at once.
 const BATCH_PAGES_MAX: usize = 64;
+const _: () = assert!(BATCH_BYTES <= SCRATCH_BYTES, "a batch fits the scratch");
 /// Length of the kernel's page.
 pub(super) const KERNEL_PAGE: usize = 4096;
 /// Words of a report's bits, one for each kernel page that one look is about.

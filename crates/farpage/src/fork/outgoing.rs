@@ -12,6 +12,8 @@
 //!   zeros.
 //! - A changed page is in the child's store when its WRITE is complete. Until then the keeper has
 //!   the bytes, and puts them back if the WRITE fails. Drops meanwhile are the view's.
+//! - A page that is not the region's any more as a whole stays. Not covered: a thread of the child
+//!   that maps other memory where a thread has just unmapped a page that is sent.
 //! - Nothing is sent while a process that the child is making by `fork` has not called: its view
 //!   has no page that leaves later.
 
@@ -347,7 +349,9 @@ impl Outgoing {
         match (&self.agent, &self.sent) {
             (Agent::Called(since), _) if is_late(*since) => {
                 let since = *since;
-                self.give_up("it does not answer SIGURG");
+                self.give_up(
+                    "it has started no agent: it holds SIGURG back or handles it, or the kernel is older than 6.8",
+                );
                 // An agent that comes late finds pages that may leave.
                 self.has_ended = false;
                 self.agent = Agent::Gone(since);
@@ -385,6 +389,7 @@ impl Outgoing {
         let error = io::Error::last_os_error();
         if received >= 0 || error.kind() != io::ErrorKind::WouldBlock {
             self.agent = Agent::Gone(Instant::now());
+            self.sent.take_if(|sent| sent.pages.is_empty());
         }
         None
     }

@@ -560,7 +560,7 @@ impl Serving {
         let keys: Vec<u64> = self.children.keys().copied().collect();
         for key in keys {
             let child = self.children.get_mut(&key).expect("a child of this turn");
-            if !child.outgoing.see_to_agent() && !child.is_hung_up {
+            if !child.outgoing.see_to_agent() && !child.is_hung_up && child.is_alive() {
                 tracing::error!(
                     "the agent of a process made by fork has ended with pages: it ends"
                 );
