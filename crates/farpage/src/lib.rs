@@ -91,7 +91,10 @@
 //!
 //! - The servers keep what the child can still see until it has ended, beside what the parent
 //!   writes: see [`StoreStatsSnapshot::held_bytes`].
-//! - Pages that the child has touched are not under the budget.
+//! - Children have up to half of the budget. Once a child has touched 16 MiB of absent pages, it
+//!   gets a thread, by SIGURG, that moves pages out again: also those that were present at the fork
+//!   and are not shared any more. A child that handles or holds back that signal, or is confined by
+//!   a filter of system calls, keeps what it touches.
 //! - Other calls on regions are refused in the child with an error, and values that the child drops
 //!   are left alone. The child may build a runtime of its own.
 //! - A parent that returns from `main`, or calls `exit`, waits for children that still have its

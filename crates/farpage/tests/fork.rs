@@ -14,55 +14,22 @@ use std::{
     hint::black_box,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
     thread,
-    time::{Duration, Instant},
 };
 
-use common::{Fabric, Memory, begin, fabrics};
+use common::{
+    Fabric, Memory, begin, fabrics,
+    forks::{end, fill, must_pass, start, value, wrong},
+};
 use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
 use farpage_testkit::{KIB, MIB, Rng, say, seed, wait_until};
-use nix::{
-    sys::{
-        signal::{Signal, kill},
-        wait::{WaitPidFlag, WaitStatus, waitpid},
-    },
-    unistd::{ForkResult, Pid, fork},
+use nix::sys::{
+    signal::{Signal, kill},
+    wait::WaitStatus,
 };
 
 const PAGE: usize = 16 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
 const MODES: [FaultMode; 2] = [FaultMode::Filler, FaultMode::InThread];
-
-/// Runs `child` in a child made by `fork`, which ends with the returned status.
-fn start(child: impl FnOnce() -> i32) -> Pid {
-    // SAFETY: the child uses what the test is about, and ends itself.
-    match unsafe { fork() }.unwrap() {
-        ForkResult::Parent { child } => child,
-        ForkResult::Child => {
-            let status = child();
-            // SAFETY: ends the child.
-            unsafe { libc::_exit(status) }
-        }
-    }
-}
-
-/// Waits for a child, which must not hang.
-fn end(child: Pid) -> WaitStatus {
-    let until = Instant::now() + Duration::from_secs(60);
-    loop {
-        match waitpid(child, Some(WaitPidFlag::WNOHANG)).unwrap() {
-            WaitStatus::StillAlive if Instant::now() > until => {
-                kill(child, Signal::SIGKILL).unwrap();
-                panic!("the child hangs");
-            }
-            WaitStatus::StillAlive => thread::sleep(Duration::from_millis(1)),
-            ended => return ended,
-        }
-    }
-}
-
-fn must_pass(child: Pid) {
-    assert_eq!(end(child), WaitStatus::Exited(child, 0));
-}
 
 /// Forks in a child, and returns true if `is_right` holds in the child's own child.
 fn holds_in_own_child(is_right: impl FnOnce() -> bool) -> bool {
@@ -98,24 +65,6 @@ fn each(
             wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
         }
     }
-}
-
-fn value(at: usize, round: u64) -> u64 {
-    (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ round
-}
-
-fn fill(array: &mut [u64], round: u64) {
-    for (at, word) in array.iter_mut().enumerate() {
-        *word = value(at, round);
-    }
-}
-
-/// Counts the words that differ from those of `round`.
-fn wrong(array: &[u64], round: u64) -> usize {
-    let words = array.iter().enumerate();
-    words
-        .filter(|&(at, &word)| word != value(at, round))
-        .count()
 }
 
 #[test]

@@ -13,12 +13,19 @@ use farpage_vm::ReservedRoom;
 /// fault on at once.
 const DEMAND_RESERVE_PAGES: u64 = 16;
 
+/// Floors of the budget that are not lent: fills and evictions work with as much.
+const LEFT_FLOORS: u64 = 4;
+
 /// Residency budget, and the memory that pages take of it.
 pub(crate) struct Budget {
     /// Upper bound of the budget: its size at the start.
     most: u64,
     /// Low and high mark, as fractions of the budget.
     fractions: (f64, f64),
+    /// Budget as it was set, before anything was lent.
+    set: AtomicU64,
+    /// Bytes that memory beside the pages takes.
+    lent: AtomicU64,
     bytes: AtomicU64,
     high: AtomicU64,
     low: AtomicU64,
@@ -47,6 +54,8 @@ impl Budget {
         let budget = Budget {
             most: bytes,
             fractions: (low, high),
+            set: AtomicU64::new(bytes),
+            lent: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             high: AtomicU64::new(0),
             low: AtomicU64::new(0),
@@ -66,7 +75,43 @@ impl Budget {
     /// Changes the budget, at most to its first size. While memory exceeds it, none is made, and
     /// free frames go back to the kernel ([`exceeded_by`](Self::exceeded_by)).
     pub(crate) fn set(&self, bytes: u64) {
-        let bytes = bytes.min(self.most);
+        self.set.store(bytes.min(self.most), Ordering::SeqCst);
+        self.apply();
+    }
+
+    /// Lends `bytes` of the budget, in place of what was lent before, but at most half of it, and
+    /// nothing that pinned pages and fills need: the budget is smaller by that.
+    pub(crate) fn lend(&self, bytes: u64) {
+        self.lent.store(bytes, Ordering::SeqCst);
+        self.apply();
+    }
+
+    /// Returns the budget as it was set, before anything was lent.
+    pub(crate) fn before_loans(&self) -> u64 {
+        self.set.load(Ordering::Relaxed)
+    }
+
+    /// Makes the budget what was set without what is lent.
+    fn apply(&self) {
+        let wanted = || {
+            let set = self.set.load(Ordering::SeqCst);
+            let needed = self.pinned() + LEFT_FLOORS * self.floor.load(Ordering::Relaxed);
+            let left = needed.clamp(set / 2, set);
+            set - self.lent.load(Ordering::SeqCst).min(set - left)
+        };
+        let mut bytes = wanted();
+        loop {
+            self.apply_marks(bytes);
+            // Another thread may have set or lent meanwhile, and applied that before this one.
+            let now = wanted();
+            if now == bytes {
+                return;
+            }
+            bytes = now;
+        }
+    }
+
+    fn apply_marks(&self, bytes: u64) {
         let mark = |fraction: f64| ((bytes as f64 * fraction) as u64).min(bytes);
         let (low, high) = self.fractions;
         self.low.store(mark(low), Ordering::Relaxed);
@@ -339,6 +384,29 @@ mod tests {
     use super::*;
 
     const PAGE_BYTES: usize = 4096;
+
+    #[test]
+    fn half_of_a_budget_can_be_lent_but_no_pinned_pages() {
+        let budget = Budget::new(100 << 20, 0.5, 0.75);
+        budget.lend(10 << 20);
+        assert_eq!(budget.bytes(), 90 << 20);
+        budget.set(60 << 20);
+        assert_eq!(
+            (budget.bytes(), budget.before_loans()),
+            (50 << 20, 60 << 20)
+        );
+        budget.lend(u64::MAX);
+        assert_eq!(budget.bytes(), 30 << 20);
+        budget.lend(0);
+        budget.set(u64::MAX);
+        assert_eq!(budget.bytes(), 100 << 20);
+        budget.expect(2 << 20);
+        assert!(budget.pin(50 << 20));
+        budget.lend(u64::MAX);
+        assert_eq!(budget.bytes(), (50 + 16) << 20);
+        budget.lend(0);
+        assert_eq!(budget.bytes(), 100 << 20);
+    }
 
     #[test]
     fn a_reservation_becomes_memory_or_is_given_back() {

@@ -113,6 +113,19 @@ impl<A: AddressSpace> FrameAllocator<A> {
     /// the number of bytes that exceed it for now.
     pub(crate) fn set_budget(&self, bytes: u64) -> u64 {
         self.budget.set(bytes);
+        self.follow_budget()
+    }
+
+    /// Lends `bytes` of the budget. Free frames beyond the rest are given up; evictors see to the
+    /// pages.
+    pub(crate) fn lend(&self, bytes: u64) {
+        self.budget.lend(bytes);
+        self.follow_budget();
+    }
+
+    /// Gives up free frames beyond the budget, and calls evictors. Returns the number of bytes that
+    /// exceed it for now.
+    fn follow_budget(&self) -> u64 {
         let sizes = (0..SIZES).map(|i| 1 << (i as u32 + SMALLEST_SHIFT));
         for size in sizes {
             while self.budget.exceeded_by() > 0 && self.give_up(size, 1) {}

@@ -93,5 +93,5 @@ pub use frozen::Frozen;
 pub use in_thread::InThread;
 pub use mapped::MappedRegion;
 pub use options::{Advice, PagerOptions, RegionOptions};
-pub use pager::{MappedImage, Pager};
+pub use pager::{Lender, MappedImage, Pager};
 pub use stats::PagerStats;

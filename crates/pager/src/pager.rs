@@ -9,7 +9,7 @@ use std::{
     ops::Range,
     process,
     sync::{
-        Arc, OnceLock,
+        Arc, OnceLock, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -249,8 +249,15 @@ impl<A: AddressSpace> Pager<A> {
     /// nothing, which they cannot while too much is pinned.
     pub fn set_budget(&self, bytes: u64) -> u64 {
         let _signals = SignalGuard::new();
-        self.shared.installer.clock.set_budget(bytes);
-        self.shared.frames.set_budget(bytes)
+        let exceeded = self.shared.frames.set_budget(bytes);
+        let budget = self.shared.frames.budget().bytes();
+        self.shared.installer.clock.set_budget(budget);
+        exceeded
+    }
+
+    /// Returns a handle by which memory beside the pages is counted under the budget.
+    pub fn lender(&self) -> Lender<A> {
+        Lender(Arc::downgrade(&self.shared))
     }
 
     /// Returns the counts since the start.
@@ -268,6 +275,31 @@ impl<A: AddressSpace> Pager<A> {
             .iter()
             .for_each(|worker| stats.add(worker));
         stats
+    }
+}
+
+/// Handle on the budget of a pager, which it does not keep alive.
+pub struct Lender<A: AddressSpace>(Weak<SharedParts<A>>);
+
+impl<A: AddressSpace> Lender<A> {
+    /// Returns the budget as it was set, before anything was lent. 0 if the pager has ended.
+    pub fn budget(&self) -> u64 {
+        let shared = self.0.upgrade();
+        shared.map_or(0, |shared| shared.frames.budget().before_loans())
+    }
+
+    /// Lends `bytes` of the budget, in place of what was lent before: at most half of the budget.
+    /// The pages have the rest, as after [`Pager::set_budget`].
+    pub fn lend(&self, bytes: u64) {
+        let Some(shared) = self.0.upgrade() else {
+            return;
+        };
+        let _signals = SignalGuard::new();
+        shared.frames.lend(bytes);
+        shared
+            .installer
+            .clock
+            .set_budget(shared.frames.budget().bytes());
     }
 }
 

@@ -8,7 +8,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{can_run, farpage, modes};
-use farpage_testkit::text;
+use farpage_testkit::{say, text};
 
 const PYTHON: &str = "/usr/bin/python3";
 
@@ -244,4 +244,88 @@ waitpid($child, 0); print "$?\n"; system("echo system");"#;
             );
         }
     }
+}
+
+/// Helpers of the scripts that compare the memory of children with the budget: a block eight times
+/// as large, of which little is present at the fork.
+const LARGE: &str = r"
+pages = range(0, 128 * M, 4096)
+def resident(process, block):
+    start = ctypes.addressof(ctypes.c_char.from_buffer(block))
+    inside, kib = False, 0
+    for line in open(f'/proc/{process}/smaps'):
+        first = line.split(' ')[0]
+        if '-' in first:
+            at, end = (int(it, 16) for it in first.split('-'))
+            inside = at < start + 128 * M and start < end
+        elif inside and first == 'Rss:': kib += int(line.split()[1])
+    return kib << 10
+def most_of(child, block):
+    most = 0
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended: return most, os.waitstatus_to_exitcode(status)
+        most = max(most, resident(child, block))
+        time.sleep(0.005)
+";
+
+#[test]
+fn children_keep_to_their_share_of_the_budget() {
+    is_done(
+        &[],
+        &format!(
+            "{LARGE}{}",
+            r"
+block = bytearray(128 * M)
+fill(block)
+child = os.fork()
+if child == 0:
+    right = holds(block)
+    fill(block, 5)
+    right = right and holds(block, 5)
+    grandchild = os.fork()
+    if grandchild == 0: os._exit(0 if holds(block, 5) else 1)
+    fill(block, 6)
+    os._exit(ended(grandchild) or (0 if right and holds(block, 6) else 2))
+fill(block, 9)
+most, status = most_of(child, block)
+assert status == 0, status
+# What was present at the fork, what a child may bring in before it is looked after, and what is
+# on its way.
+assert most <= 16 * M + 16 * M + 4 * M, most
+assert holds(block, 9)
+print('done')
+"
+        ),
+    );
+}
+
+#[test]
+fn a_child_without_rights_and_descriptors_keeps_to_its_share() {
+    // SAFETY: always succeeds.
+    if unsafe { libc::geteuid() } != 0 {
+        return say("only root can give up rights");
+    }
+    is_done(
+        &[],
+        &format!(
+            "{LARGE}{}",
+            r"
+block = bytearray(128 * M)
+fill(block)
+child = os.fork()
+if child == 0:
+    fill(block, 5)
+    os.setresuid(65534, 65534, 65534)
+    os.closerange(0, 1000)
+    right = holds(block, 5)
+    fill(block, 6)
+    os._exit(0 if right and holds(block, 6) else 1)
+most, status = most_of(child, block)
+assert status == 0, status
+assert most <= 16 * M + 16 * M + 4 * M, most
+print('done')
+"
+        ),
+    );
 }

@@ -18,8 +18,8 @@ use std::{
 use farpage_fabric::{AllocError, MAX_OP_BYTES};
 
 use crate::{
-    BlockingOptions, Cluster, Codec, CreateError, Layout, PageIndex, PageRange, RemoteOptions,
-    Reserve, Store, StoreStats, StoreStatsSnapshot,
+    BlockingOptions, Cluster, Codec, CreateError, EntryWords, Layout, PageIndex, PageRange,
+    Redundancy, RemoteOptions, Reserve, Store, StoreStats, StoreStatsSnapshot,
     blocking::BlockingStore,
     cluster::PoolKey,
     codec::{self, Chooser, Scheme},
@@ -270,6 +270,43 @@ impl PageStore {
         }
     }
 
+    /// Returns the hash of a page of the region.
+    pub fn hash(&self, page: &[u8]) -> u128 {
+        codec::hash(page, self.seed)
+    }
+
+    /// True if an entry of the region, which may come from a copy of the process, is of a page with
+    /// these bytes.
+    pub fn is_of(&self, entry: EntryWords, bytes: &[u8]) -> bool {
+        match PageEntry::decode_timed(entry) {
+            Some(PageEntry::Stored { hash, .. }) => hash == self.hash(bytes),
+            Some(entry) => codec::repeated(bytes).is_some_and(|value| entry.repeats(value)),
+            None => false,
+        }
+    }
+
+    /// Makes a store without pages beside this one, which keeps pages of the same size raw, on the
+    /// same servers and in as many copies. It takes remote memory as pages are written. Asks no
+    /// server.
+    ///
+    /// # Errors
+    /// As [`remote`](Self::remote).
+    pub fn beside(&self, region: impl Into<Arc<str>>) -> Result<Arc<Self>, CreateError> {
+        let redundancy = match &self.backing {
+            Backing::Remote(remote) if remote.pool.copies() > 1 => {
+                Redundancy::Copies(remote.pool.copies() as u8)
+            }
+            _ => Redundancy::None,
+        };
+        let options = RemoteOptions {
+            reserve: Reserve::OnDemand,
+            redundancy,
+            ..RemoteOptions::default()
+        };
+        let (cluster, page_bytes) = (&self.cluster, self.page_bytes);
+        Self::remote(cluster, region, self.bytes, page_bytes, &options)
+    }
+
     /// Fetches the page's entry into the processor's cache. Call it before the page is filled, and
     /// do something else meanwhile. Any thread may call it; the page's owner reads the entry later.
     pub fn expect(&self, page: PageIndex) {
@@ -321,6 +358,12 @@ impl PageStore {
     /// If the region has no such page.
     pub fn entry_address(&self, page: PageIndex) -> usize {
         self.table.address(page)
+    }
+
+    /// Returns the words of the entry of `page`, as a copy of the process has them. For the page's
+    /// owner.
+    pub fn entry_words(&self, page: PageIndex) -> EntryWords {
+        self.table.load_words(page)
     }
 
     /// Gives back the remote memory of a page whose bytes are not needed any more, except what was

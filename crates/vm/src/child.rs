@@ -117,9 +117,12 @@ fn register(uffd: &Uffd, part: Range<usize>) -> nix::Result<()> {
 pub enum ChildEvent {
     /// A thread sleeps at this address, whose page is absent.
     Fault(usize),
-    /// The child has dropped or unmapped the pages of these addresses: they hold zeros from now on,
-    /// whatever the child maps there.
+    /// The child drops the pages of these addresses: they hold zeros from now on. Pages that are
+    /// there may stay for a moment, until the child's thread goes on.
     Removed(Range<usize>),
+    /// The child has unmapped these addresses: they are not the region's any more, whatever the
+    /// child maps there. For a child of the child they hold zeros.
+    Unmapped(Range<usize>),
 }
 
 /// Memory of a process made by `fork`, as the process sees it that fills its absent pages.
@@ -148,9 +151,8 @@ impl ChildMemory {
         self.uffd
             .messages(&mut self.buffer, |message| match message {
                 UffdMessage::Fault(fault) => out.push(ChildEvent::Fault(fault.address)),
-                UffdMessage::Removed(range) | UffdMessage::Unmapped(range) => {
-                    out.push(ChildEvent::Removed(range));
-                }
+                UffdMessage::Removed(range) => out.push(ChildEvent::Removed(range)),
+                UffdMessage::Unmapped(range) => out.push(ChildEvent::Unmapped(range)),
             })
     }
 
@@ -174,17 +176,32 @@ impl ChildMemory {
 
     /// Maps a copy of `bytes`, of whole kernel pages, at `address`, and wakes the threads that
     /// sleep there. Pages that are there already, or that the child has unmapped, stay as they are.
+    /// Calls `mapped` with the addresses where the copy is mapped, also before an error.
     ///
     /// # Errors
     /// [`Refusal::Ended`]: the child has ended, or has called `exec`; [`Refusal::Contended`]: it
     /// changes its mappings, so that its [`events`](Self::events) come first.
-    pub fn put(&self, address: usize, bytes: &[u8]) -> Result<(), Refusal> {
+    pub fn put(
+        &self,
+        address: usize,
+        bytes: &[u8],
+        mut mapped: impl FnMut(Range<usize>),
+    ) -> Result<(), Refusal> {
         let from = bytes.as_ptr().addr();
         self.each_part(address, bytes.len(), |done, len| {
+            let to = address + done;
             // SAFETY:
             // - The bytes are readable.
             // - The child has given its absent pages to the descriptor.
-            unsafe { self.uffd.copy(address + done, from + done, len) }
+            let copied = unsafe { self.uffd.copy(to, from + done, len) };
+            let done_bytes = match &copied {
+                Ok(()) => len,
+                Err(stopped) => stopped.done_bytes,
+            };
+            if done_bytes > 0 {
+                mapped(to..to + done_bytes);
+            }
+            copied
         })
     }
 
@@ -195,7 +212,7 @@ impl ChildMemory {
         &self,
         address: usize,
         len: usize,
-        fill: impl Fn(usize, usize) -> Result<(), Stopped>,
+        mut fill: impl FnMut(usize, usize) -> Result<(), Stopped>,
     ) -> Result<(), Refusal> {
         let (mut done, mut step) = (0, len);
         while done < len {

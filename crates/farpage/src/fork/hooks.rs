@@ -14,20 +14,22 @@ pub struct Hooks {
     pub frozen: fn(),
     /// Called at the end of the fork, before any other code of the process: true in the child.
     pub ended: fn(bool),
-    /// Called once for a child that has touched as many bytes of absent pages, which are not under
-    /// the budget.
-    pub grown: fn(usize),
+    /// Called once for a child that has touched as many bytes of absent pages, which stay in its
+    /// memory for a reason.
+    pub grown: fn(usize, &str),
 }
 
 pub(super) static HOOKS: OnceLock<Hooks> = OnceLock::new();
 
-/// Notes that a child has touched as many bytes of absent pages.
-pub(super) fn grown(bytes: usize) {
+/// Notes that a child has touched as many bytes of absent pages, which stay in its memory because
+/// of `why`.
+pub(super) fn grown(bytes: usize, why: &str) {
     match HOOKS.get() {
-        Some(hooks) => (hooks.grown)(bytes),
+        Some(hooks) => (hooks.grown)(bytes, why),
         None => tracing::warn!(
             bytes,
-            "a child made by fork has touched absent pages: they are not under the budget"
+            why,
+            "what a child made by fork touches stays in its memory, beyond the budget"
         ),
     }
 }

@@ -24,17 +24,20 @@ pub(super) struct Image {
 /// One region of an image.
 pub(super) struct ImageRegion {
     pub(super) addresses: Range<usize>,
+    /// Parts of the region that children have: the others hold memory that is not the region's.
+    kept: Vec<Range<usize>>,
     pub(super) snapshot: Snapshot,
 }
 
 impl Image {
     pub(super) fn new(
-        regions: impl Iterator<Item = (Range<usize>, Snapshot)>,
+        regions: impl Iterator<Item = (Range<usize>, Vec<Range<usize>>, Snapshot)>,
         census: &Arc<Census>,
     ) -> Image {
         *census.images() += 1;
-        let region = |(addresses, snapshot)| ImageRegion {
+        let region = |(addresses, kept, snapshot)| ImageRegion {
             addresses,
+            kept,
             snapshot,
         };
         Image {
@@ -43,10 +46,25 @@ impl Image {
         }
     }
 
-    /// Returns the addresses of all regions.
-    pub(super) fn addresses(&self) -> Vec<Range<usize>> {
+    /// Returns the parts of all regions that children have.
+    pub(super) fn kept(&self) -> Vec<Range<usize>> {
         let regions = self.regions.iter();
-        regions.map(|region| region.addresses.clone()).collect()
+        regions.flat_map(|region| region.kept.clone()).collect()
+    }
+
+    /// Returns the parts of all regions that children do not have.
+    pub(super) fn foreign(&self) -> Vec<Range<usize>> {
+        let mut foreign = Vec::new();
+        for region in &self.regions {
+            let mut at = region.addresses.start;
+            for part in &region.kept {
+                foreign.push(at..part.start);
+                at = part.end;
+            }
+            foreign.push(at..region.addresses.end);
+        }
+        foreign.retain(|part| !part.is_empty());
+        foreign
     }
 
     /// Returns the region at an address.

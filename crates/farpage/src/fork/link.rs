@@ -6,7 +6,7 @@
 
 use std::{
     io, mem,
-    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     ptr,
     time::Duration,
 };
@@ -15,8 +15,10 @@ use std::{
 const DESCRIPTORS_MAX: usize = 2;
 /// Size of the control data of a message.
 // SAFETY: computes a size.
-const CONTROL_BYTES: usize =
-    unsafe { libc::CMSG_SPACE((DESCRIPTORS_MAX * mem::size_of::<RawFd>()) as u32) } as usize;
+const CONTROL_BYTES: usize = unsafe {
+    libc::CMSG_SPACE((DESCRIPTORS_MAX * mem::size_of::<RawFd>()) as u32)
+        + libc::CMSG_SPACE(mem::size_of::<libc::ucred>() as u32)
+} as usize;
 /// `F_SETSIG`, which the `libc` crate lacks.
 const F_SETSIG: libc::c_int = 10;
 /// Connections that wait to be accepted, at most.
@@ -39,13 +41,34 @@ pub(super) enum Kind {
     Child = 2,
     /// The sender has been made by `fork`; its number. With its userfaultfd and its memory.
     Armed = 3,
+    /// Message like [`Armed`](Kind::Armed), of a sender that cannot be called to start an agent.
+    Deaf = 4,
+    /// The sender is the agent of the child of this number. Reports follow.
+    Agent = 5,
+}
+
+impl Kind {
+    const ALL: [Kind; 5] = [
+        Kind::Image,
+        Kind::Child,
+        Kind::Armed,
+        Kind::Deaf,
+        Kind::Agent,
+    ];
 }
 
 /// Message as it travels.
 #[repr(C)]
-struct Parcel {
+pub(super) struct Parcel {
     kind: u64,
     value: u64,
+}
+
+impl Parcel {
+    pub(super) fn new(kind: Kind, value: u64) -> Parcel {
+        let kind = kind as u64;
+        Parcel { kind, value }
+    }
 }
 
 /// Control data of a message, aligned as the kernel wants it.
@@ -57,6 +80,8 @@ pub(super) struct Received {
     pub(super) kind: Kind,
     pub(super) value: u64,
     pub(super) descriptors: Vec<OwnedFd>,
+    /// Id of the process that has sent the message. `None` if it has no id here.
+    pub(super) sender: Option<libc::pid_t>,
 }
 
 impl LinkName {
@@ -77,8 +102,13 @@ impl LinkName {
         }
     }
 
-    fn as_ptr(&self) -> *const libc::sockaddr {
+    pub(super) fn as_ptr(&self) -> *const libc::sockaddr {
         (&raw const self.address).cast()
+    }
+
+    /// Returns the length of the address.
+    pub(super) fn len(&self) -> libc::socklen_t {
+        self.len
     }
 }
 
@@ -104,6 +134,7 @@ fn socket(more: libc::c_int) -> io::Result<OwnedFd> {
 /// Waits for connections under `name`. The socket does not block.
 pub(super) fn listen(name: &LinkName) -> io::Result<OwnedFd> {
     let listener = socket(libc::SOCK_NONBLOCK)?;
+    ask_for_senders(listener.as_fd())?;
     // SAFETY: an address that lasts for the call.
     let bound = unsafe { libc::bind(listener.as_raw_fd(), name.as_ptr(), name.len) };
     // SAFETY: changes the socket alone.
@@ -111,6 +142,18 @@ pub(super) fn listen(name: &LinkName) -> io::Result<OwnedFd> {
         return Err(io::Error::last_os_error());
     }
     Ok(listener)
+}
+
+/// Makes messages say which process has sent them.
+fn ask_for_senders(socket: BorrowedFd<'_>) -> io::Result<()> {
+    let (number, yes) = (socket.as_raw_fd(), 1 as libc::c_int);
+    let len = mem::size_of_val(&yes) as libc::socklen_t;
+    let (level, option) = (libc::SOL_SOCKET, libc::SO_PASSCRED);
+    // SAFETY: reads the variable.
+    match unsafe { libc::setsockopt(number, level, option, (&raw const yes).cast(), len) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Accepts a connection. Whoever knows no number of an image or of a child gets nothing by it.
@@ -126,7 +169,10 @@ pub(super) fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: made just now, and nobody else's.
-    Ok(unsafe { OwnedFd::from_raw_fd(made) })
+    let accepted = unsafe { OwnedFd::from_raw_fd(made) };
+    // Before 6.16 connections do not have the listener's setting.
+    ask_for_senders(accepted.as_fd())?;
+    Ok(accepted)
 }
 
 /// Connects to the keeper of this name, without waiting for it.
@@ -163,10 +209,7 @@ pub(super) fn send(
     descriptors: &[BorrowedFd<'_>],
 ) -> bool {
     assert!(descriptors.len() <= DESCRIPTORS_MAX, "no room for more");
-    let mut parcel = Parcel {
-        kind: kind as u64,
-        value,
-    };
+    let mut parcel = Parcel::new(kind, value);
     let mut control = Control([0; CONTROL_BYTES]);
     let mut vector = vector_of(&mut parcel);
     let mut message = message_of(&mut vector);
@@ -215,29 +258,35 @@ pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Received>> {
     if received < 0 {
         return Err(io::Error::last_os_error());
     }
-    let mut descriptors = Vec::new();
+    let (mut descriptors, mut sender) = (Vec::new(), None);
     // SAFETY: the kernel has written whole headers, and as many descriptors as they say, which are
     // this process's from now on.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);
         while !header.is_null() {
-            if ((*header).cmsg_level, (*header).cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+            let about = ((*header).cmsg_level, (*header).cmsg_type);
+            if about == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
                 let bytes = (*header).cmsg_len - libc::CMSG_LEN(0) as usize;
                 let data = libc::CMSG_DATA(header).cast::<RawFd>();
                 for at in 0..bytes / mem::size_of::<RawFd>() {
                     descriptors.push(OwnedFd::from_raw_fd(data.add(at).read_unaligned()));
                 }
             }
+            if about == (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) {
+                let credentials = libc::CMSG_DATA(header).cast::<libc::ucred>();
+                sender = Some(credentials.read_unaligned().pid).filter(|&pid| pid > 0);
+            }
             header = libc::CMSG_NXTHDR(&raw const message, header);
         }
     }
-    let kinds = [Kind::Image, Kind::Child, Kind::Armed];
-    let kind = kinds.into_iter().find(|&kind| kind as u64 == parcel.kind);
+    let mut kinds = Kind::ALL.into_iter();
+    let kind = kinds.find(|&kind| kind as u64 == parcel.kind);
     let is_whole = received as usize == mem::size_of::<Parcel>();
     Ok(kind.filter(|_| is_whole).map(|kind| Received {
         kind,
         value: parcel.value,
         descriptors,
+        sender,
     }))
 }
 

@@ -15,11 +15,20 @@
 //! The rule it keeps: a page that cannot be brought in never reads as zeros. What happens in the
 //! child before its end of step 3 uses neither memory of its own nor a lock of another thread.
 
+#[cfg_attr(not(target_arch = "x86_64"), path = "no_agent.rs")]
+mod agent;
+mod call;
+mod forked;
 mod hooks;
 mod image;
 mod keeper;
 mod link;
+mod orders;
+mod outgoing;
 mod removed;
+mod serving;
+mod shared;
+mod stored;
 
 use std::{
     io, mem,
@@ -46,8 +55,9 @@ pub use self::hooks::{Hooks, leave_to_caller};
 use self::{
     hooks::{HOOKS, say},
     image::Census,
-    keeper::{AcceptHold, Keeper},
+    keeper::Keeper,
     link::{Kind, LinkName},
+    shared::AcceptHold,
 };
 
 /// Time for which a fork waits until no page is on its way out.
@@ -355,6 +365,7 @@ impl Forking {
             inherited: mut all,
             ..
         } = self;
+        agent::forget_calls();
         all.extend(parts.drain(..).filter_map(Part::end_in_child));
         mem::forget(parts);
         let mut inherited = inherited();
@@ -406,17 +417,15 @@ impl Own {
         };
         self.mapped = pager.mapped();
         let number = link::random();
-        let expected = keeper.expect(
+        *regions = keeper.expect(
             number,
             self.mapped.iter().filter_map(|region| {
                 let snapshot = Snapshot::take(&region.store)?;
-                Some((region.addresses.clone(), snapshot))
+                let addresses = region.addresses.clone();
+                // Memory at ceded addresses is inherited as the program has it.
+                Some((addresses.clone(), pager.kept(addresses), snapshot))
             }),
         );
-        // Memory at ceded addresses is inherited as the program has it.
-        *regions = (expected.into_iter())
-            .flat_map(|region| pager.kept(region))
-            .collect();
         let is_told = link::send(socket, Kind::Image, number, &[]);
         if !is_told {
             self.pager.with(|_| keeper.forget(number));
@@ -455,7 +464,8 @@ impl Part {
             return None;
         }
         let number = link::random();
-        match arm(&regions, &features, &socket, number) {
+        let kind = agent::expect_call(number, &name);
+        match arm(&regions, &features, &socket, (kind, number)) {
             Ok(uffd) => {
                 set_inherited(&regions, false);
                 Some(Inherited {
@@ -483,12 +493,12 @@ fn arm(
     regions: &[Range<usize>],
     features: &ChildFeatures,
     socket: &OwnedFd,
-    number: u64,
+    (kind, number): (Kind, u64),
 ) -> Result<OwnedFd, &'static str> {
     let uffd = child::arm(regions, features).map_err(|_| "userfaultfd is refused")?;
     let memory = open_memory().ok_or("/proc/self/mem cannot be opened")?;
     let descriptors = [uffd.as_fd(), memory.as_fd()];
-    if !link::send(socket.as_fd(), Kind::Armed, number, &descriptors) {
+    if !link::send(socket.as_fd(), kind, number, &descriptors) {
         return Err("the parent has ended");
     }
     link::kill_at_end(socket.as_fd());
@@ -529,7 +539,7 @@ impl AttendedRuntime {
             return Ok(None);
         }
         if pager.get().companion::<Keeper>().is_none() {
-            let keeper = pager.with(|pager| Keeper::start(pager.cluster().clone()))?;
+            let keeper = pager.with(|pager| Keeper::start(pager))?;
             keepers.retain(|(_, census)| census.strong_count() > 0);
             keepers.push((self.process, Arc::downgrade(keeper.census())));
             PARENT.store(self.process, Ordering::Relaxed);

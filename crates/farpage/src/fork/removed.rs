@@ -21,6 +21,33 @@ impl Removed {
         self.0.insert(start, end);
     }
 
+    /// Forgets that parts of `range` were dropped: other bytes are known for them.
+    pub(super) fn forget(&mut self, range: &Range<usize>) {
+        let parts: Vec<_> = self.within(range).collect();
+        for part in parts {
+            let (&start, &end) = (self.0.range(..=part.start).next_back()).expect("it was dropped");
+            self.0.remove(&start);
+            if start < part.start {
+                self.0.insert(start, part.start);
+            }
+            if part.end < end {
+                self.0.insert(part.end, end);
+            }
+        }
+    }
+
+    /// True if all of `range` was dropped.
+    pub(super) fn covers(&self, range: &Range<usize>) -> bool {
+        self.within(range).map(|part| part.len()).sum::<usize>() == range.len()
+    }
+
+    /// Makes the parts of `bytes`, which lie at `address`, zeros that were dropped.
+    pub(super) fn clear(&self, address: usize, bytes: &mut [u8]) {
+        for part in self.within(&(address..address + bytes.len())) {
+            bytes[part.start - address..part.end - address].fill(0);
+        }
+    }
+
     /// Returns the parts of `range` that were dropped.
     pub(super) fn within(&self, range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
         let before = self.0.range(..range.end).rev();
@@ -45,6 +72,11 @@ mod tests {
             let (start, len) = ((state >> 33) as usize % 60, (state >> 50) as usize % 4 + 1);
             removed.insert(start..start + len);
             model[start..start + len].fill(true);
+            if state.is_multiple_of(3) {
+                let known = start / 2..start / 2 + len;
+                removed.forget(&known);
+                model[known].fill(false);
+            }
             let mut told = [false; 64];
             for part in removed.within(&(3..50)) {
                 assert!(

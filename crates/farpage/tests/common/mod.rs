@@ -12,6 +12,7 @@
     reason = "helpers of tests, which fail by panicking"
 )]
 
+pub mod forks;
 pub mod words;
 
 use std::{

@@ -75,11 +75,11 @@ pub(crate) fn say_of_fork() {
 }
 
 /// Writes a line, once in a run, that a child made by `fork` has touched `bytes` bytes of its
-/// parent's remote memory.
-pub(crate) fn say_of_touched(bytes: usize) {
+/// parent's remote memory, which stay local because of `why`.
+pub(crate) fn say_of_touched(bytes: usize, why: &str) {
     if !note(TOUCHED) {
         say(&format!(
-            "a child made by fork has touched {} of its parent's memory: what such children touch is local, and not under the budget",
+            "a child made by fork has touched {} of its parent's memory, which stay local and are not under the budget: {why}",
             ByteSize(bytes as u64)
         ));
     }

@@ -1,0 +1,252 @@
+//! [`Child`]: a process made by `fork`, as the keeper knows it, and its [`View`].
+//!
+//! The rule it keeps: the view alone says what a page holds that is not in the child's memory.
+
+use std::{
+    mem,
+    ops::Range,
+    os::fd::{AsRawFd, OwnedFd},
+    sync::Arc,
+};
+
+use farpage_store::{EntryWords, PageIndex};
+use farpage_vm::{Refusal, child::ChildMemory};
+
+use super::{
+    image::Image,
+    orders::{KERNEL_PAGE, Report, has_bit, shared},
+    outgoing::Outgoing,
+    removed::Removed,
+    stored::{Place, Stored},
+};
+
+/// Bytes of the pages that a child does not have in its memory: those of `stored` or else of the
+/// image, and zeros where the child has dropped them since.
+pub(super) struct View {
+    pub(super) image: Arc<Image>,
+    pub(super) removed: Removed,
+    pub(super) stored: Stored,
+}
+
+impl View {
+    pub(super) fn of(image: Arc<Image>) -> View {
+        View {
+            image,
+            removed: Removed::default(),
+            stored: Stored::default(),
+        }
+    }
+
+    /// Returns the view of a process that the child makes by `fork` now.
+    pub(super) fn inherit(&self) -> View {
+        View {
+            image: self.image.clone(),
+            removed: self.removed.clone(),
+            stored: self.stored.inherit(&self.image),
+        }
+    }
+}
+
+/// A process made by `fork`.
+pub(super) struct Child {
+    /// Number by which the child calls itself.
+    pub(super) number: u64,
+    /// Id of the process, if it can be called.
+    pub(super) process: Option<libc::pid_t>,
+    /// Connection that the child keeps: its end kills the child, whose pages nobody brings then.
+    pub(super) socket: OwnedFd,
+    pub(super) is_hung_up: bool,
+    pub(super) memory: ChildMemory,
+    pub(super) outgoing: Outgoing,
+    pub(super) view: View,
+    /// Address behind the last pages that were asked for, and their number.
+    pub(super) ahead: (usize, usize),
+}
+
+impl Child {
+    /// True if the child still has its memory.
+    pub(super) fn is_alive(&self) -> bool {
+        let Some(region) = self.view.image.regions.first() else {
+            return false;
+        };
+        let entry = region.snapshot.store().entry_address(PageIndex(0));
+        self.memory.read(entry, &mut [0]).unwrap_or(false)
+    }
+
+    /// Takes note of a range that the child has dropped. `is_idle` says that nothing reads a page
+    /// just now.
+    pub(super) fn drop_range(&mut self, range: Range<usize>, is_idle: impl Fn(usize) -> bool) {
+        self.outgoing.drop_range(&range);
+        self.forget(range, is_idle);
+    }
+
+    /// Takes note of a range that the child has unmapped, as of one that it has dropped.
+    pub(super) fn unmap_range(&mut self, range: Range<usize>, is_idle: impl Fn(usize) -> bool) {
+        self.outgoing.unmap_range(&range);
+        self.forget(range, is_idle);
+    }
+
+    fn forget(&mut self, range: Range<usize>, is_idle: impl Fn(usize) -> bool) {
+        let outgoing = &self.outgoing;
+        let is_idle = |address| is_idle(address) && !outgoing.is_leaving(address);
+        (self.view.stored).forget(&self.view.image, &range, is_idle);
+        self.view.removed.insert(range);
+    }
+
+    /// Maps `bytes` at `address`, where nothing is.
+    ///
+    /// # Errors
+    /// As [`ChildMemory::put`].
+    pub(super) fn put(&mut self, address: usize, bytes: &[u8]) -> Result<(), Refusal> {
+        let stale = &mut self.outgoing.stale;
+        (self.memory).put(address, bytes, |mapped| stale.forget(&mapped))
+    }
+
+    /// Takes over the pages that the agent has moved out. Those that the child has not changed are
+    /// forgotten. A page of which only a part could be moved is to be put back.
+    pub(super) fn take_moved(&mut self, report: &Report) {
+        let Some(sent) = self.outgoing.take_sent() else {
+            return;
+        };
+        if let Some(addresses) = sent.look {
+            return self.adopt(report, &addresses);
+        }
+        let (scratch, page_bytes) = (report[0] as usize, sent.page_bytes);
+        let mut any_left = false;
+        for (at, &start) in sent.pages.iter().enumerate() {
+            let offset = at * page_bytes;
+            let kernel_page = |part: usize| part * KERNEL_PAGE..(part + 1) * KERNEL_PAGE;
+            let parts = (0..page_bytes / KERNEL_PAGE).map(kernel_page);
+            let (moved, rest): (Vec<_>, Vec<_>) =
+                parts.partition(|part| has_bit(report, offset + part.start));
+            if moved.is_empty() {
+                self.outgoing.stays(start);
+                continue;
+            }
+            let mut bytes = vec![0; page_bytes];
+            let runs = runs(&moved);
+            for run in &runs {
+                let from = scratch + offset + run.start;
+                match self.memory.read(from, &mut bytes[run.clone()]) {
+                    Ok(true) => {}
+                    Ok(false) => return,
+                    Err(error) => {
+                        tracing::error!(%error, "pages of a process made by fork are lost: it ends");
+                        return self.end();
+                    }
+                }
+            }
+            self.outgoing.stale.clear(start, &mut bytes);
+            let page = start..start + page_bytes;
+            let is_zeros = |part: &Range<usize>| {
+                let addresses = start + part.start..start + part.end;
+                self.view.removed.covers(&addresses)
+            };
+            if !rest.iter().all(is_zeros) {
+                for run in runs {
+                    let back = (start + run.start, bytes[run].to_vec());
+                    self.outgoing.back.push(back);
+                }
+                self.outgoing.stays(start);
+                continue;
+            }
+            any_left = true;
+            let region = (self.view.image.region(start)).expect("pages are in regions");
+            let hash = region.snapshot.store().hash(&bytes);
+            let was = self.outgoing.leaves(start);
+            let is_known = match was {
+                Some(was) => was == hash,
+                None => self.has_parents(&page, &bytes),
+            };
+            if !is_known && !self.outgoing.stale.covers(&page) {
+                self.view.removed.forget(&page);
+                self.outgoing.change(start, bytes);
+            }
+        }
+        if !any_left && !sent.pages.is_empty() {
+            self.outgoing.rest();
+        }
+    }
+
+    /// Takes up pages that were found at `addresses`: they have been there since the fork.
+    fn adopt(&mut self, report: &Report, addresses: &Range<usize>) {
+        if shared(report) > 0 {
+            self.outgoing.look_again(addresses.clone());
+        }
+        let Some(region) = self.view.image.region(addresses.start) else {
+            return;
+        };
+        let page_bytes = region.page_bytes();
+        let (_, first) = region.page(addresses.start);
+        let pages = (first..addresses.end).step_by(page_bytes);
+        for page in pages.map(|start| start..start + page_bytes) {
+            let is_within = addresses.start <= page.start && page.end <= addresses.end;
+            let parts = page.clone().step_by(KERNEL_PAGE);
+            let mut offsets = parts.map(|part| part - addresses.start);
+            let is_dropped = self.view.removed.within(&page).count() > 0;
+            if is_within && !is_dropped && offsets.all(|offset| has_bit(report, offset)) {
+                self.outgoing.adopt(page.start, page_bytes);
+            }
+        }
+    }
+
+    /// True if the parent had the page that leaves with these bytes in remote memory at the fork.
+    fn has_parents(&self, page: &Range<usize>, bytes: &[u8]) -> bool {
+        let region = (self.view.image.region(page.start)).expect("pages are in regions");
+        let is_image = matches!(self.view.stored.place(region, page.start), Place::Image);
+        if !is_image || self.view.removed.within(page).count() > 0 {
+            return false;
+        }
+        let store = region.snapshot.store();
+        let mut words = [0; size_of::<EntryWords>()];
+        let entry = store.entry_address(region.page(page.start).0);
+        let is_read = self.memory.read(entry, &mut words).unwrap_or(false);
+        is_read && store.is_of(words_of(&words), bytes)
+    }
+
+    /// Puts pages back of which only a part could be moved out.
+    pub(super) fn put_back(&mut self) {
+        let parts = mem::take(&mut self.outgoing.back);
+        for (address, bytes) in parts {
+            match self.put(address, &bytes) {
+                Ok(()) | Err(Refusal::Ended) => {}
+                Err(_) => self.outgoing.back.push((address, bytes)),
+            }
+        }
+    }
+
+    /// Ends the child's connection, which ends the child.
+    pub(super) fn end(&self) {
+        // SAFETY: shuts down this process's own socket.
+        unsafe { libc::shutdown(self.socket.as_raw_fd(), libc::SHUT_RDWR) };
+    }
+}
+
+/// Joins parts that lie next to each other.
+fn runs(parts: &[Range<usize>]) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for part in parts {
+        match runs.last_mut() {
+            Some(run) if run.end == part.start => run.end = part.end,
+            _ => runs.push(part.clone()),
+        }
+    }
+    runs
+}
+
+/// Page on its way into a child.
+#[derive(Clone, Copy)]
+pub(super) struct Arriving {
+    pub(super) child: u64,
+    pub(super) address: usize,
+    /// True if a thread of the child waits for the page.
+    pub(super) is_wanted: bool,
+    /// True if the view has other bytes of the page, which could not be written.
+    pub(super) is_only_copy: bool,
+}
+
+/// Returns the words of an entry as another process has them.
+pub(super) fn words_of(bytes: &[u8; mem::size_of::<EntryWords>()]) -> EntryWords {
+    let (words, _) = bytes.as_chunks::<8>();
+    std::array::from_fn(|at| u64::from_ne_bytes(words[at]))
+}

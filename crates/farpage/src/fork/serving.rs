@@ -1,0 +1,675 @@
+//! [`Serving`]: the keeper's thread.
+//!
+//! The rule it keeps: a turn waits for no child. What has to wait for one, or for room in the lane,
+//! waits in a queue of its own until a later turn.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io, mem,
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, atomic::Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_pager::Lender;
+use farpage_store::{Cluster, EntryWords, Lane, RunCompletion};
+use farpage_vm::{
+    KernelSpace, Refusal,
+    child::{ChildEvent, ChildMemory},
+};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::{
+    call::call,
+    forked::{Arriving, Child, View, words_of},
+    link::{self, Kind},
+    outgoing::Outgoing,
+    shared::{Shared, locked},
+    stored::Place,
+};
+
+/// Time between two looks at children whose connections are closed.
+const LOOK: Duration = Duration::from_millis(50);
+/// Time between two tries to put a page into a child that changes its mappings.
+const RETRY: Duration = Duration::from_millis(1);
+/// Pages read ahead of a child that touches pages in order, at most, and their bytes.
+const AHEAD_PAGES_MAX: usize = 64;
+const AHEAD_BYTES_MAX: usize = 512 << 10;
+/// Least share of a child in the budget.
+const SHARE_BYTES_MIN: usize = 512 << 10;
+/// Step in which the budget of the parent changes.
+const LENT_STEP: u64 = 256 << 10;
+
+/// Connection of a process that is about to fork, or of a child that has not called yet.
+struct Visitor {
+    socket: OwnedFd,
+    view: Option<View>,
+    /// Child that the view is of, from the request on.
+    of: Option<u64>,
+}
+
+/// Answer to a fault.
+enum Begun {
+    Done,
+    /// The fault waits for the child's agent, or for another page.
+    Waits,
+    /// The lane has no room.
+    NoRoom,
+}
+
+/// The thread.
+pub(super) struct Serving {
+    listener: OwnedFd,
+    shared: Arc<Shared>,
+    cluster: Arc<Cluster>,
+    lender: Lender<KernelSpace>,
+    /// Bytes that children have of the budget.
+    lent: u64,
+    /// Half of the budget, also when the runtime has ended.
+    half: usize,
+    /// Upper bound of the bytes that were brought into one child.
+    share: usize,
+    /// Lane to the servers, from the first absent page on.
+    lane: Option<Lane<Vec<u8>>>,
+    visitors: Vec<Visitor>,
+    children: HashMap<u64, Child>,
+    next_child: u64,
+    arriving: HashMap<u64, Arriving>,
+    /// Pages whose changed bytes are being written, by tag: child and address.
+    writing: HashMap<u64, (u64, usize)>,
+    next_tag: u64,
+    /// Faults that the lane had no room for.
+    faults: VecDeque<Arriving>,
+    /// Pages that children could not take yet.
+    ready: Vec<(Arriving, Vec<u8>)>,
+    next_look: Instant,
+}
+
+impl Serving {
+    pub(super) fn new(
+        listener: OwnedFd,
+        shared: Arc<Shared>,
+        cluster: Arc<Cluster>,
+        lender: Lender<KernelSpace>,
+    ) -> Serving {
+        Serving {
+            listener,
+            shared,
+            cluster,
+            lender,
+            lent: 0,
+            half: 0,
+            share: SHARE_BYTES_MIN,
+            writing: HashMap::new(),
+            lane: None,
+            visitors: Vec::new(),
+            children: HashMap::new(),
+            next_child: 0,
+            arriving: HashMap::new(),
+            next_tag: 0,
+            faults: VecDeque::new(),
+            ready: Vec::new(),
+            next_look: Instant::now(),
+        }
+    }
+
+    pub(super) fn serve(mut self) {
+        loop {
+            self.wait();
+            self.hear_children();
+            self.hear_visitors();
+            self.fill();
+            self.move_out();
+            self.look_for_ended();
+            self.divide_budget();
+            self.shared.turns.fetch_add(1, Ordering::SeqCst);
+            self.shared.census.tell();
+            let is_idle = self.visitors.is_empty() && self.children.is_empty();
+            if is_idle && self.shared.ends.load(Ordering::Acquire) {
+                return;
+            }
+        }
+    }
+
+    /// Sleeps until something has happened, and notes which children have hung up.
+    fn wait(&mut self) {
+        let mut until = None;
+        let mut sooner = |time: Instant| {
+            until = Some(until.map_or(time, |until: Instant| until.min(time)));
+        };
+        if self.children.values().any(|child| child.is_hung_up) {
+            sooner(self.next_look);
+        }
+        let waits =
+            |child: &Child| !child.outgoing.back.is_empty() || !child.outgoing.to_write.is_empty();
+        let is_asking = |visitor: &Visitor| visitor.of.is_some() && visitor.view.is_none();
+        let any_waits = self.children.values().any(waits) || self.visitors.iter().any(is_asking);
+        if !self.ready.is_empty() || !self.faults.is_empty() || any_waits {
+            sooner(Instant::now() + RETRY);
+        }
+        // Not at once: what is late may have to wait for something else.
+        let soon = Instant::now() + RETRY;
+        let late = self.children.values().map(|child| &child.outgoing);
+        let late = late.filter_map(Outgoing::is_late_at);
+        late.for_each(|time| sooner(time.max(soon)));
+        let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        let mut fds = Vec::new();
+        let mut talking = Vec::new();
+        for (&key, child) in self.children.iter().filter(|(_, child)| !child.is_hung_up) {
+            talking.push(key);
+            fds.push(PollFd::new(child.socket.as_fd(), PollFlags::empty()));
+        }
+        fds.extend(
+            self.children
+                .values()
+                .map(|child| readable(child.memory.fd())),
+        );
+        let agents = self.children.values();
+        fds.extend(agents.filter_map(|child| child.outgoing.fd()).map(readable));
+        fds.extend(
+            self.visitors
+                .iter()
+                .map(|visitor| readable(visitor.socket.as_fd())),
+        );
+        fds.push(readable(self.shared.waker.as_fd()));
+        if !self.shared.is_held.load(Ordering::SeqCst) {
+            fds.push(readable(self.listener.as_fd()));
+        }
+        if let Some(lane) = &self.lane
+            && let Some(time) = lane.wait(&mut fds)
+        {
+            sooner(time);
+        }
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let timeout = left.map_or(PollTimeout::NONE, |left| {
+            let millis = left.as_nanos().div_ceil(1_000_000);
+            PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX)
+        });
+        // A failure of the kernel's is met again, and told, where the descriptor is used.
+        let _ = poll(&mut fds, timeout);
+        let has_hung_up = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
+        let hung_up: Vec<u64> = (talking.iter().zip(&fds))
+            .filter(|(_, fd)| has_hung_up(fd))
+            .map(|(&key, _)| key)
+            .collect();
+        for key in hung_up {
+            let child = self.children.get_mut(&key);
+            child.expect("a child of this turn").is_hung_up = true;
+            self.next_look = Instant::now();
+        }
+        if self.shared.waker.read().is_ok() {
+            self.next_look = Instant::now();
+        }
+    }
+
+    /// Accepts connections, and takes what processes say on theirs.
+    fn hear_visitors(&mut self) {
+        if let Ok(_accepting) = self.shared.accepting.try_lock() {
+            self.shared.is_due.store(false, Ordering::SeqCst);
+            loop {
+                match link::accept(self.listener.as_fd()) {
+                    Ok(socket) => self.visitors.push(Visitor {
+                        socket,
+                        view: None,
+                        of: None,
+                    }),
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    // For lack of descriptors, most likely: children that end make room.
+                    Err(_) => {
+                        thread::sleep(RETRY);
+                        break;
+                    }
+                }
+            }
+        }
+        for visitor in mem::take(&mut self.visitors) {
+            let stays = self.hear(visitor);
+            self.visitors.extend(stays);
+        }
+    }
+
+    /// Takes what a visitor says. Returns the visitor, unless it has gone or become a child.
+    fn hear(&mut self, mut visitor: Visitor) -> Option<Visitor> {
+        loop {
+            if let (Some(key), None) = (visitor.of, &visitor.view) {
+                // Pages that are on their way out are settled first. A child that has ended asks
+                // for nothing any more.
+                self.children.get(&key)?;
+                if !self.is_settled(key) {
+                    return Some(visitor);
+                }
+                // What the child has dropped so far is known then.
+                self.take_events(key);
+                let child = &self.children[&key];
+                visitor.view = Some(child.view.inherit());
+                link::send(visitor.socket.as_fd(), Kind::Child, child.number, &[]);
+            }
+            let received = match link::receive(visitor.socket.as_fd()) {
+                Ok(received) => received?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Some(visitor),
+                Err(_) => return None,
+            };
+            match received.kind {
+                Kind::Image => {
+                    let image = locked(&self.shared.expected).remove(&received.value);
+                    visitor.view = image.map(View::of);
+                }
+                Kind::Child => {
+                    visitor.of = Some(self.key_of(received.value)?);
+                }
+                Kind::Armed | Kind::Deaf => {
+                    let mut descriptors = received.descriptors.into_iter();
+                    let (uffd, memory) = (descriptors.next()?, descriptors.next()?);
+                    let is_deaf = received.kind == Kind::Deaf;
+                    let view = visitor.view?;
+                    let child = Child {
+                        number: received.value,
+                        process: received.sender.filter(|_| !is_deaf),
+                        socket: visitor.socket,
+                        is_hung_up: false,
+                        memory: ChildMemory::new(uffd, memory),
+                        outgoing: Outgoing::new(view.image.foreign().into_iter()),
+                        view,
+                        ahead: (0, 0),
+                    };
+                    self.next_child += 1;
+                    self.children.insert(self.next_child, child);
+                    return None;
+                }
+                Kind::Agent => {
+                    let key = self.key_of(received.value)?;
+                    let child = self.children.get_mut(&key)?;
+                    let parts = child.view.image.kept();
+                    child.outgoing.welcome(visitor.socket, &parts);
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// Returns the child of this number.
+    fn key_of(&self, number: u64) -> Option<u64> {
+        let mut children = self.children.iter();
+        let (&key, _) = children.find(|(_, child)| child.number == number)?;
+        Some(key)
+    }
+
+    /// True if the view of a child has all pages that are not in the child's memory.
+    fn is_settled(&self, key: u64) -> bool {
+        let is_only_copy =
+            |(arriving, _): &(Arriving, _)| arriving.child == key && arriving.is_only_copy;
+        self.children[&key].outgoing.is_settled() && !self.ready.iter().any(is_only_copy)
+    }
+
+    fn hear_children(&mut self) {
+        let keys: Vec<u64> = self.children.keys().copied().collect();
+        for key in keys {
+            self.take_events(key);
+            let child = self.children.get_mut(&key).expect("a child of this turn");
+            while let Some(report) = child.outgoing.hear() {
+                child.take_moved(&report);
+            }
+            child.put_back();
+        }
+    }
+
+    /// Takes what has happened in a child.
+    fn take_events(&mut self, key: u64) {
+        let child = self.children.get_mut(&key).expect("a child of this turn");
+        let mut events = Vec::new();
+        if let Err(error) = child.memory.events(&mut events) {
+            tracing::error!(%error, "cannot read the faults of a process made by fork");
+        }
+        let arriving = &self.arriving;
+        let is_idle = |address: usize| {
+            let is_read = |it: &Arriving| (it.child, it.address) == (key, address);
+            !arriving.values().any(is_read)
+        };
+        for event in events {
+            match event {
+                ChildEvent::Removed(range) => child.drop_range(range, is_idle),
+                ChildEvent::Unmapped(range) => child.unmap_range(range, is_idle),
+                ChildEvent::Fault(address) => {
+                    let is_same = |it: &Arriving| (it.child, it.address) == (key, address);
+                    if !self.faults.iter().any(is_same) {
+                        self.faults.push_back(Arriving {
+                            child: key,
+                            address,
+                            is_wanted: true,
+                            is_only_copy: false,
+                        });
+                    }
+                }
+            }
+        }
+    }
+
+    /// Brings in the pages of faults, and puts those that have come into their children.
+    fn fill(&mut self) {
+        let mut done: Vec<RunCompletion<Vec<u8>>> = Vec::new();
+        if let Some(lane) = &mut self.lane {
+            lane.poll(&mut done);
+        }
+        let ready = mem::take(&mut self.ready);
+        for (arriving, bytes) in ready {
+            self.put(arriving, bytes);
+        }
+        for completion in done {
+            if let Some((child, address)) = self.writing.remove(&completion.tag) {
+                self.has_written(child, address, completion);
+                continue;
+            }
+            let arriving = self.arriving.remove(&completion.tag);
+            let arriving = arriving.expect("a tag is used once");
+            match completion.failed.into_iter().next() {
+                None => self.put(arriving, completion.frame),
+                Some((_, error)) if arriving.is_wanted => {
+                    self.give_up(arriving, completion.frame.len(), &error);
+                }
+                // Read ahead: the next fault there tries again.
+                Some(_) => {}
+            }
+        }
+        let mut waiting = VecDeque::new();
+        while let Some(fault) = self.faults.pop_front() {
+            match self.begin(fault) {
+                Begun::Done => {}
+                Begun::Waits => waiting.push_back(fault),
+                Begun::NoRoom => {
+                    self.faults.push_front(fault);
+                    break;
+                }
+            }
+        }
+        waiting.append(&mut self.faults);
+        self.faults = waiting;
+    }
+
+    /// Begins to bring in the page of a fault, and pages behind it if the child touches pages in
+    /// order.
+    fn begin(&mut self, fault: Arriving) -> Begun {
+        let Some(child) = self.children.get_mut(&fault.child) else {
+            return Begun::Done;
+        };
+        let image = child.view.image.clone();
+        let Some(region) = image.region(fault.address) else {
+            return Begun::Done;
+        };
+        let page_bytes = region.page_bytes();
+        let (first, start) = region.page(fault.address);
+        let page_at = |at: usize| start + at * page_bytes..start + (at + 1) * page_bytes;
+        let wanted = Arriving {
+            address: start,
+            ..fault
+        };
+        let is_ready =
+            |(ready, _): &(Arriving, _)| (ready.child, ready.address) == (fault.child, start);
+        if child.outgoing.is_held(&page_at(0)) || self.ready.iter().any(is_ready) {
+            return Begun::Waits;
+        }
+        if child.outgoing.want(start) {
+            return Begun::Done;
+        }
+        if child.outgoing.is_full(page_bytes, self.share) {
+            return Begun::Waits;
+        }
+        if child.view.removed.covers(&page_at(0)) {
+            self.put(wanted, vec![0; page_bytes]);
+            return Begun::Done;
+        }
+        let most = (AHEAD_BYTES_MAX.min(self.share / 4) / page_bytes).clamp(1, AHEAD_PAGES_MAX);
+        let (expected, before) = child.ahead;
+        let count = match expected == start {
+            true => (2 * before).clamp(1, most),
+            false => 1,
+        };
+        let left = (region.addresses.end - start) / page_bytes;
+        let count = count.min(left).max(1);
+        let count = (1..count)
+            .find(|&at| child.outgoing.has(&page_at(at)))
+            .unwrap_or(count);
+        let mut words = vec![0_u8; count * mem::size_of::<EntryWords>()];
+        let entries = region.snapshot.store().entry_address(first);
+        match child.memory.read(entries, &mut words) {
+            Ok(true) => {}
+            Ok(false) => return Begun::Done,
+            Err(error) => {
+                self.give_up(wanted, page_bytes, &error);
+                return Begun::Done;
+            }
+        }
+        if self.lane.is_none() {
+            match Lane::new(&self.cluster) {
+                Ok(lane) => self.lane = Some(lane),
+                Err(error) => {
+                    self.give_up(wanted, page_bytes, &error);
+                    return Begun::Done;
+                }
+            }
+        }
+        let lane = self.lane.as_mut().expect("made above");
+        let (words, _) = words.as_chunks::<{ mem::size_of::<EntryWords>() }>();
+        for (at, words) in words.iter().enumerate() {
+            let address = page_at(at).start;
+            let arriving = Arriving {
+                child: fault.child,
+                address,
+                is_wanted: at == 0,
+                is_only_copy: false,
+            };
+            let is_same = |other: &Arriving| {
+                (other.child, other.address) == (arriving.child, arriving.address)
+            };
+            if let Some(other) = self.arriving.values_mut().find(|other| is_same(other)) {
+                other.is_wanted |= arriving.is_wanted;
+                continue;
+            }
+            let tag = self.next_tag;
+            let (page, frame) = (first + at, vec![0; page_bytes]);
+            let began = match child.view.stored.place(region, address) {
+                Place::Image => lane.fill_copy(&region.snapshot, page, words_of(words), frame, tag),
+                Place::Own(store) => lane.fill(&store, page, frame, tag),
+                Place::Inherited(snapshot, words) => {
+                    lane.fill_copy(&snapshot, page, words, frame, tag)
+                }
+            };
+            if began.is_err() {
+                // Too much is in flight. What is read ahead is left out then.
+                return if at > 0 { Begun::Done } else { Begun::NoRoom };
+            }
+            self.next_tag += 1;
+            self.arriving.insert(tag, arriving);
+        }
+        child.ahead = (start + count * page_bytes, count);
+        Begun::Done
+    }
+
+    /// Puts a page into a child.
+    fn put(&mut self, arriving: Arriving, mut bytes: Vec<u8>) {
+        let Some(child) = self.children.get_mut(&arriving.child) else {
+            return;
+        };
+        let start = arriving.address;
+        child.view.removed.clear(start, &mut bytes);
+        match child.put(start, &bytes) {
+            Ok(()) => {
+                let region = child
+                    .view
+                    .image
+                    .region(start)
+                    .expect("pages are in regions");
+                let hash = region.snapshot.store().hash(&bytes);
+                let hash = (!arriving.is_only_copy).then_some(hash);
+                child.outgoing.brought(start, bytes.len(), hash);
+            }
+            Err(Refusal::Ended) => {}
+            // The child changes its mappings, which may be among the events of the next turn, or
+            // the machine is short of memory.
+            Err(_) => self.ready.push((arriving, bytes)),
+        }
+    }
+
+    /// Takes note of the end of the WRITE of changed bytes.
+    fn has_written(&mut self, key: u64, address: usize, completion: RunCompletion<Vec<u8>>) {
+        let Some(child) = self.children.get_mut(&key) else {
+            return;
+        };
+        let bytes = completion.frame;
+        let is_wanted = child.outgoing.has_left(address, bytes.len());
+        let is_only_copy = match completion.failed.into_iter().next() {
+            None => {
+                child.view.stored.insert(address);
+                false
+            }
+            Some((_, error)) => {
+                child
+                    .outgoing
+                    .give_up(&format!("its changed pages cannot be written: {error}"));
+                true
+            }
+        };
+        if is_wanted || is_only_copy {
+            let arriving = Arriving {
+                child: key,
+                address,
+                is_wanted,
+                is_only_copy,
+            };
+            self.put(arriving, bytes);
+        }
+    }
+
+    /// Finds the share of each child, and makes the parent's budget smaller by what they have.
+    fn divide_budget(&mut self) {
+        let bytes = || self.children.values().map(|child| child.outgoing.bytes());
+        let lent = (bytes().sum::<usize>() as u64).next_multiple_of(LENT_STEP);
+        if lent != self.lent {
+            self.lent = lent;
+            self.lender.lend(lent);
+        }
+        let sharing = bytes().filter(|&bytes| bytes > 0).count().max(1);
+        if let budget @ 1.. = self.lender.budget() {
+            self.half = usize::try_from(budget / 2).unwrap_or(usize::MAX);
+        }
+        self.share = (self.half / sharing).max(SHARE_BYTES_MIN);
+    }
+
+    /// Moves pages out of children that have more than their share.
+    fn move_out(&mut self) {
+        let keys: Vec<u64> = self.children.keys().copied().collect();
+        for key in keys {
+            let child = self.children.get_mut(&key).expect("a child of this turn");
+            if !child.outgoing.see_to_agent() && !child.is_hung_up && child.is_alive() {
+                tracing::error!(
+                    "the agent of a process made by fork has ended with pages: it ends"
+                );
+                child.end();
+            }
+            if child.outgoing.wants_agent() {
+                let called = match child.process {
+                    Some(process) => call(process, child.number, || child.is_alive()),
+                    None => Err("it handles SIGURG itself, or the processor is another".into()),
+                };
+                match called {
+                    Ok(()) => child.outgoing.has_called(),
+                    Err(why) => child.outgoing.give_up(&why),
+                }
+            }
+            self.write(key);
+            let is_forking = |visitor: &Visitor| visitor.of == Some(key);
+            if self.visitors.iter().any(is_forking) {
+                continue;
+            }
+            let (arriving, ready) = (&self.arriving, &self.ready);
+            let is_busy = |address: usize| {
+                let mut all = arriving.values().chain(ready.iter().map(|(it, _)| it));
+                all.any(|it| (it.child, it.address) == (key, address))
+            };
+            let child = self.children.get_mut(&key).expect("a child of this turn");
+            child.outgoing.send(self.share, is_busy);
+        }
+    }
+
+    /// Begins to write changed pages of a child.
+    fn write(&mut self, key: u64) {
+        let child = self.children.get_mut(&key).expect("a child of this turn");
+        while let Some((address, bytes)) = child.outgoing.to_write.pop_front() {
+            let region = child
+                .view
+                .image
+                .region(address)
+                .expect("pages are in regions");
+            let store = match child.view.stored.store(region) {
+                Ok(store) => store,
+                Err(error) => {
+                    let why = format!("its changed pages have no remote memory: {error}");
+                    child.outgoing.give_up(&why);
+                    let is_wanted = child.outgoing.has_left(address, bytes.len());
+                    let arriving = Arriving {
+                        child: key,
+                        address,
+                        is_wanted,
+                        is_only_copy: true,
+                    };
+                    self.put(arriving, bytes);
+                    return self.write(key);
+                }
+            };
+            let lane = self.lane.as_mut().expect("pages were brought in by it");
+            let tag = self.next_tag;
+            match lane.write_back(&store, region.page(address).0, bytes, tag) {
+                Ok(()) => {
+                    self.next_tag += 1;
+                    self.writing.insert(tag, (key, address));
+                }
+                Err(bytes) => {
+                    child.outgoing.to_write.push_front((address, bytes));
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Makes a page that cannot be brought in raise SIGBUS.
+    fn give_up(&self, arriving: Arriving, page_bytes: usize, error: &dyn std::fmt::Display) {
+        let Some(child) = self.children.get(&arriving.child) else {
+            return;
+        };
+        tracing::error!(
+            %error,
+            "a page of a process made by fork cannot be brought in: touching it raises SIGBUS"
+        );
+        match child.memory.poison(arriving.address, page_bytes) {
+            Ok(()) | Err(Refusal::Ended) => {}
+            // The child changes its mappings. Its thread tries again.
+            Err(Refusal::Contended) => child.memory.wake(arriving.address),
+            // Without `UFFDIO_POISON` nothing but the end keeps the child from waiting for ever.
+            Err(_) => child.end(),
+        }
+    }
+
+    /// Forgets the children that have ended, or have called `exec`.
+    fn look_for_ended(&mut self) {
+        let now = Instant::now();
+        if now < self.next_look {
+            return;
+        }
+        self.next_look = now + LOOK;
+        let is_over = |_: &u64, child: &mut Child| child.is_hung_up && !child.is_alive();
+        let ended: Vec<_> = self.children.extract_if(is_over).collect();
+        // Servers may have to be asked, which the other children must not wait for.
+        if !ended.is_empty() {
+            let census = self.shared.census.clone();
+            census.begin_to_end();
+            let end = move || {
+                drop(ended);
+                census.has_ended();
+            };
+            if farpage_tables::errand("farpage-child", end).is_err() {
+                // No thread can be started: dropping the closure has dropped the images.
+                self.shared.census.has_ended();
+            }
+        }
+    }
+}
