@@ -23,6 +23,7 @@ use farpage_signals::Mutex;
 use crate::{
     Reserve, StoreStats, StoreStatsSnapshot,
     codec::LinkTraffic,
+    drains::DrainCalls,
     health::ServerHealth,
     pool::{Purpose, SlotPool},
 };
@@ -72,6 +73,10 @@ pub struct Cluster {
     pub(crate) registered: RegPool,
     pub(crate) traffic: Arc<LinkTraffic>,
     pools: Mutex<HashMap<PoolKey, Arc<SlotPool>>>,
+    /// Pools of one named region each, or of one version of it.
+    own_pools: Mutex<Vec<Weak<SlotPool>>>,
+    /// Calls that wait until a server is empty.
+    pub(crate) drains: DrainCalls,
     stats: Mutex<Ledger>,
     /// Bytes of the slots of all pools that are held for snapshots.
     held_bytes: Arc<AtomicU64>,
@@ -124,6 +129,8 @@ impl Cluster {
             repairs_started: Mutex::default(),
             traffic: Arc::default(),
             pools: Mutex::default(),
+            own_pools: Mutex::default(),
+            drains: DrainCalls::default(),
             stats: Mutex::default(),
             held_bytes: Arc::default(),
             names_open: Mutex::default(),
@@ -145,9 +152,10 @@ impl Cluster {
             .fold(ledger.closed, |sum, stats| sum + stats.snapshot());
         sum.held_bytes = self.held_bytes();
         drop(ledger);
-        for pool in self.pools_with_copies() {
+        for pool in self.pools_to_repair() {
             sum.under_protected_bytes += pool.under_protected_bytes();
             sum.repaired_bytes += pool.repaired_bytes();
+            sum.draining_bytes += pool.draining_bytes();
         }
         sum
     }
@@ -182,21 +190,46 @@ impl Cluster {
         pools.cloned().collect()
     }
 
+    /// Returns the pools that repairs look after: those with copies, and while servers leave all
+    /// that regions share.
+    pub(crate) fn pools_to_repair(&self) -> Vec<Arc<SlotPool>> {
+        match self.health.any_leaving() {
+            true => self.shared_pools(),
+            false => self.pools_with_copies(),
+        }
+    }
+
+    /// Returns the pools that regions share.
+    pub(crate) fn shared_pools(&self) -> Vec<Arc<SlotPool>> {
+        self.pools.lock().values().cloned().collect()
+    }
+
+    /// Returns the pools of one named region each, or of one version of it.
+    pub(crate) fn own_pools(&self) -> Vec<Arc<SlotPool>> {
+        (self.own_pools.lock().iter())
+            .filter_map(Weak::upgrade)
+            .collect()
+    }
+
     /// True once a region has copies: unreachable servers are borne from then on.
     pub(crate) fn has_copies(&self) -> bool {
         self.has_copies.load(Ordering::Relaxed)
     }
 
-    /// Makes a pool on the servers of `ports`, in this order.
-    pub(crate) fn new_pool(
+    /// Makes a pool of one region on the servers of `ports`, in this order.
+    pub(crate) fn own_pool(
         &self,
         ports: impl IntoIterator<Item = usize>,
         purpose: Purpose,
-    ) -> SlotPool {
-        self.new_pool_with_copies(ports, purpose, 1)
+    ) -> Arc<SlotPool> {
+        let pool = Arc::new(self.new_pool(ports, purpose, 1));
+        let mut own = self.own_pools.lock();
+        own.retain(|pool| pool.strong_count() > 0);
+        own.push(Arc::downgrade(&pool));
+        pool
     }
 
-    fn new_pool_with_copies(
+    fn new_pool(
         &self,
         ports: impl IntoIterator<Item = usize>,
         purpose: Purpose,
@@ -215,7 +248,7 @@ impl Cluster {
             self.has_copies.store(true, Ordering::Relaxed);
         }
         let ports = 0..self.sessions.len();
-        let new = || self.new_pool_with_copies(ports, Purpose::Shared, key.copies);
+        let new = || self.new_pool(ports, Purpose::Shared, key.copies);
         (self.pools.lock().entry(key))
             .or_insert_with(|| Arc::new(new()))
             .clone()

@@ -21,6 +21,8 @@ pub(crate) struct ServerHealth {
     suspect_since: Box<[AtomicU64]>,
     /// Flags of the servers, true if an operation has succeeded there since the last look.
     heard: Box<[AtomicBool]>,
+    /// Flags of the servers that are being emptied, or were: nothing is granted there.
+    leaving: Box<[AtomicBool]>,
     /// Number of changes. A pool that has seen fewer looks at its groups again.
     version: AtomicU64,
     began: Instant,
@@ -37,6 +39,7 @@ impl ServerHealth {
         Self {
             suspect_since: (0..servers).map(|_| AtomicU64::new(0)).collect(),
             heard: (0..servers).map(|_| AtomicBool::new(false)).collect(),
+            leaving: (0..servers).map(|_| AtomicBool::new(false)).collect(),
             version: AtomicU64::new(0),
             began: Instant::now(),
             reopen_within,
@@ -90,6 +93,24 @@ impl ServerHealth {
     /// True if an operation has succeeded at the server since the last call.
     pub(crate) fn take_heard(&self, server: usize) -> bool {
         self.heard[server].swap(false, Ordering::Relaxed)
+    }
+
+    /// Takes a server out of the choice for new memory, or back in. Requests for memory that are
+    /// under way may still be granted there.
+    pub(crate) fn set_leaving(&self, server: usize, leaves: bool) {
+        if self.leaving[server].swap(leaves, Ordering::SeqCst) != leaves {
+            self.changed();
+        }
+    }
+
+    /// True if the server is being emptied, or was.
+    pub(crate) fn is_leaving(&self, server: usize) -> bool {
+        self.leaving[server].load(Ordering::SeqCst)
+    }
+
+    /// True if any server is being emptied, or was.
+    pub(crate) fn any_leaving(&self) -> bool {
+        (0..self.leaving.len()).any(|server| self.is_leaving(server))
     }
 
     /// True if the server is not suspect.

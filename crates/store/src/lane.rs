@@ -22,6 +22,7 @@
 mod call;
 mod copies;
 mod fill;
+mod home;
 mod operation;
 mod port;
 mod run;
@@ -108,8 +109,8 @@ pub struct Lane<F: RunBuffer> {
 }
 
 impl<F: RunBuffer> Lane<F> {
-    /// Makes a lane with a channel to each server of the cluster. Once a region has copies, a
-    /// server that cannot be reached is left out until it answers.
+    /// Makes a lane with a channel to each server of the cluster. A server that cannot be reached is
+    /// left out until it answers, once a region has copies or if the server was to be emptied.
     ///
     /// # Errors
     /// [`ConnectError`] of the first server that cannot be reached.
@@ -124,7 +125,8 @@ impl<F: RunBuffer> Lane<F> {
             ports: (cluster.sessions().iter().enumerate())
                 .map(|(server, session)| {
                     let health = (&cluster.health, server);
-                    Port::new(session, health, cluster.has_copies())
+                    let may_be_closed = cluster.has_copies() || cluster.health.is_leaving(server);
+                    Port::new(session, health, may_be_closed)
                 })
                 .collect::<Result<_, _>>()?,
             runs: Vec::new(),
@@ -447,8 +449,9 @@ impl<F: RunBuffer> Lane<F> {
         mut transfer: SlotTransfer,
         buf: IoBuf<F>,
     ) {
-        if remote.pool.has_copies() {
-            self.aim_first(run.way, remote, &mut transfer);
+        match remote.pool.has_copies() {
+            true => self.aim_first(run.way, remote, &mut transfer),
+            false => _ = transfer.aim_home(remote),
         }
         run.parts[part].task = Task::Moving(transfer);
         self.ops_in_flight += 1;
@@ -543,7 +546,9 @@ impl<F: RunBuffer> Lane<F> {
         }
         match result {
             result if self.has_copies(tag) => self.complete_copy(tag, buf, result),
-            Err(error) if error.is_transient() => self.repeat(tag, buf, error),
+            Err(error) if error.is_transient() || self.has_moved(tag) => {
+                self.repeat(tag, buf, error);
+            }
             result => self.finish(tag, buf, result),
         }
     }
@@ -557,14 +562,18 @@ impl<F: RunBuffer> Lane<F> {
         let Task::Moving(transfer) = &mut run.parts[part].task else {
             unreachable!("a request belongs to a part that moves")
         };
-        transfer.doubt = u8::from(run.way == Direction::WriteBack);
+        if run.way == Direction::WriteBack {
+            transfer.doubt = 1;
+        }
         let store = run.store.clone();
         let Backing::Remote(remote) = &store.backing else {
             unreachable!("user stores have no channel")
         };
-        let is_lost = (remote.pool.session(transfer.place.server))
-            .loss(false)
-            .is_some();
+        if run.way == Direction::Fill {
+            transfer.aim_home(remote);
+        }
+        let session = remote.pool.session(transfer.server);
+        let is_lost = session.loss(false).is_some();
         if is_lost || run.started.elapsed() >= self.deadline {
             return self.finish(tag, buf, Err(error));
         }
@@ -601,7 +610,7 @@ impl<F: RunBuffer> Lane<F> {
         };
         match run.way {
             Direction::Fill => {
-                let outlook = self.outlook(&run, remote, transfer.place);
+                let outlook = self.outlook(&run, remote, &transfer);
                 let coder = &mut self.coder;
                 let block = block.as_ref().map(|block| block.as_ref());
                 run.fetched(part, remote, (transfer, outlook), coder, block, result)

@@ -36,8 +36,7 @@ pub(super) struct Port<B> {
     failure: Option<ChannelError>,
     /// True if the last attempt to open a channel failed.
     has_failed_to_open: bool,
-    /// Slots of WRITEs that were given up and may still land, each with the extent if the pool has
-    /// copies.
+    /// Slots of WRITEs that were given up and may still land, each with the extent.
     in_doubt: Vec<(Arc<DoubtfulSlots>, Option<ExtentId>)>,
     /// True if a copy was passed over because the port is closed.
     is_wanted: bool,
@@ -231,9 +230,8 @@ impl<B: Buf> Port<B> {
         !self.backlog.is_empty() || !self.in_doubt.is_empty() || self.is_wanted
     }
 
-    /// Gives up a lost WRITE to `slots`, in `extent` if the pool has copies. The WRITE can still
-    /// land unless a channel was opened since. If the port is open, one was: a lost WRITE breaks
-    /// its own channel.
+    /// Gives up a lost WRITE to `slots` in `extent`. The WRITE can still land unless a channel was
+    /// opened since. If the port is open, one was: a lost WRITE breaks its own channel.
     pub(super) fn doubt(&mut self, slots: &Arc<DoubtfulSlots>, extent: Option<ExtentId>) {
         if !self.is_open() {
             self.in_doubt.push((slots.clone(), extent));

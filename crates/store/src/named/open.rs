@@ -79,11 +79,10 @@ impl PageStore {
         region: Arc<str>,
         name: &str,
         opened: OpenedName,
-        pool: SlotPool,
+        pool: Arc<SlotPool>,
     ) -> Result<Arc<Self>, OpenStoreError> {
         let damaged = |detail: &str| damaged(name, detail);
         // 1. The servers and extents under the numbers that the map uses.
-        let pool = Arc::new(pool);
         let is_read_only = pool.readers().is_none();
         let scheme = opened.scheme(name)?;
         let page_bytes = opened.page_bytes(&region, name)?;
@@ -386,7 +385,7 @@ impl OpenedName {
         cluster: &Cluster,
         name: &str,
         purpose: impl FnOnce(&Arc<Session>) -> Purpose,
-    ) -> Result<SlotPool, OpenStoreError> {
+    ) -> Result<Arc<SlotPool>, OpenStoreError> {
         let sessions = cluster.sessions();
         let port_of = |endpoint: &String| {
             let missing = || OpenStoreError::ServerMissing {
@@ -413,7 +412,7 @@ impl OpenedName {
         let first = *ports
             .first()
             .ok_or_else(|| damaged(name, "it is on no server"))?;
-        let pool = cluster.new_pool(ports, purpose(&sessions[first]));
+        let pool = cluster.own_pool(ports, purpose(&sessions[first]));
         for extent in &self.manifest.extents {
             let Some((server, id)) = *extent else {
                 pool.add_gap();

@@ -2,6 +2,7 @@
 //! lanes that are driven to the end, and [`conform`], which compares any store with a plain array.
 
 mod copies;
+mod drains;
 mod lossy;
 mod named;
 mod outages;
