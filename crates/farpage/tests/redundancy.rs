@@ -39,8 +39,12 @@ fn servers(count: usize) -> Vec<ServerProcess> {
 
 /// Builds a runtime that keeps two copies of each page, and a quarter of the array locally.
 fn runtime(servers: &[ServerProcess], mode: FaultMode) -> Runtime {
+    runtime_with(servers, mode, Redundancy::Copies(2))
+}
+
+fn runtime_with(servers: &[ServerProcess], mode: FaultMode, redundancy: Redundancy) -> Runtime {
     let builder = builder(ARRAY_BYTES / 4, PAGE_BYTES).fault_mode(mode);
-    let builder = builder.redundancy(Redundancy::Copies(2));
+    let builder = builder.redundancy(redundancy);
     let add = |builder: farpage::Builder, server: &ServerProcess| builder.server(&server.url);
     servers.iter().fold(builder, add).build().unwrap()
 }
@@ -146,6 +150,84 @@ fn a_server_that_stalls_holds_nobody_up_for_long() {
         (0, 0),
         "{stats}"
     );
+    array.close().unwrap();
+}
+
+/// Returns the bytes that a server has granted, by its own count.
+fn granted_bytes(runtime: &Runtime, server: &ServerProcess) -> u64 {
+    let sessions = runtime.sessions().iter();
+    let mut of_server = sessions.filter(|session| session.endpoint().to_string() == server.url);
+    let session = of_server.next().expect("it is the runtime's");
+    session.stat().unwrap().granted_bytes
+}
+
+/// Servers are added, emptied and ended while threads write: at the end none of the first ones is
+/// left.
+#[test]
+fn a_program_moves_house_while_it_writes() {
+    let Some(_watchdog) = begin(300) else { return };
+    let mut rng = Rng(seed());
+    for mode in [FaultMode::Filler, FaultMode::InThread] {
+        for redundancy in [Redundancy::None, Redundancy::Copies(2)] {
+            let mut first = servers(usize::from(redundancy.copies()));
+            let second = servers(usize::from(redundancy.copies()));
+            let runtime = runtime_with(&first, mode, redundancy);
+            let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
+            let (_, words) = shared(&mut array);
+            update_amid(words, rng.next(), || {
+                thread::sleep(Duration::from_millis(200));
+                for (old, new) in first.iter_mut().zip(&second) {
+                    runtime.add_server(&new.url).unwrap();
+                    let report = runtime.drain_server(&old.url).unwrap();
+                    assert!(report.moved_bytes > 0, "{report:?}");
+                    assert_eq!(granted_bytes(&runtime, old), 0);
+                    old.kill();
+                }
+                let before = runtime.stats().store.bytes_written;
+                wait_until("writes go on", || {
+                    runtime.stats().store.bytes_written > before + ARRAY_BYTES as u64 / 4
+                });
+            });
+            array.flush().unwrap();
+            let stats = runtime.stats();
+            println!("{mode:?}, {redundancy}: {stats}");
+            let store = stats.store;
+            assert_eq!(
+                (stats.pager.poisoned, store.errors, store.corrupt),
+                (0, 0, 0)
+            );
+            assert_eq!(store.draining_bytes, 0);
+            array.close().unwrap();
+        }
+    }
+}
+
+/// A server is killed, started anew at its address, and added: the lost copies are made there.
+#[test]
+fn a_server_that_was_started_anew_is_a_new_one() {
+    let Some(_watchdog) = begin(300) else { return };
+    let mut servers = servers(2);
+    let runtime = runtime(&servers, FaultMode::Filler);
+    let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
+    let (_, words) = shared(&mut array);
+    let lacking = || runtime.stats().store.under_protected_bytes;
+    update_amid(words, seed(), || {
+        thread::sleep(Duration::from_millis(200));
+        for server in &mut servers {
+            server.kill();
+            wait_until("its death is noticed", || lacking() > 0);
+            server.start_again();
+            runtime.add_server(&server.url).unwrap();
+            wait_until("its copies are made again", || lacking() == 0);
+        }
+    });
+    let stats = runtime.stats();
+    assert_eq!(
+        (stats.pager.poisoned, stats.store.errors),
+        (0, 0),
+        "{stats}"
+    );
+    assert_eq!(runtime.sessions().len(), 4);
     array.close().unwrap();
 }
 

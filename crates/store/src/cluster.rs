@@ -26,6 +26,7 @@ use crate::{
     drains::DrainCalls,
     health::ServerHealth,
     pool::{Purpose, SlotPool},
+    roster::{Roster, RosterFull, SERVERS_MAX},
 };
 
 /// Options of a cluster.
@@ -60,7 +61,7 @@ impl Default for ClusterOptions {
 
 /// The memory servers of a runtime, shared by its regions and lanes.
 pub struct Cluster {
-    sessions: Vec<Arc<Session>>,
+    sessions: Roster<Arc<Session>>,
     pub(crate) deadline: Duration,
     pub(crate) dead_after: Duration,
     pub(crate) repair_rate: Option<u64>,
@@ -80,6 +81,8 @@ pub struct Cluster {
     stats: Mutex<Ledger>,
     /// Bytes of the slots of all pools that are held for snapshots.
     held_bytes: Arc<AtomicU64>,
+    /// Held while a server is added.
+    pub(crate) adding: Mutex<()>,
     /// Names of regions of this cluster that are open.
     pub(crate) names_open: Mutex<HashSet<String>>,
 }
@@ -114,14 +117,14 @@ impl Cluster {
     /// With more than 256 sessions.
     pub fn new(sessions: Vec<Arc<Session>>, options: ClusterOptions) -> Arc<Self> {
         assert!(
-            sessions.len() <= 256,
+            sessions.len() <= SERVERS_MAX,
             "a page entry names one of at most 256 servers"
         );
         let registrars = sessions.iter().map(|session| session.registrar());
         Arc::new(Self {
             registered: RegPool::new(registrars, RegPoolOptions::default()),
-            health: Arc::new(ServerHealth::new(sessions.len(), options.reopen_within)),
-            sessions,
+            health: Arc::new(ServerHealth::new(options.reopen_within)),
+            sessions: Roster::new(sessions),
             deadline: options.deadline,
             dead_after: options.dead_after,
             repair_rate: options.repair_rate,
@@ -133,13 +136,27 @@ impl Cluster {
             drains: DrainCalls::default(),
             stats: Mutex::default(),
             held_bytes: Arc::default(),
+            adding: Mutex::default(),
             names_open: Mutex::default(),
         })
     }
 
-    /// Returns the sessions, in the order given.
+    /// Returns the sessions, in the order given, and behind them those that were added.
     pub fn sessions(&self) -> &[Arc<Session>] {
         &self.sessions
+    }
+
+    /// Adds a server to the cluster and to the pools that regions share.
+    pub(crate) fn add_session(&self, session: Arc<Session>) -> Result<(), RosterFull> {
+        // Pools that are made meanwhile wait, and have all servers.
+        let pools = self.pools.lock();
+        let port = self.sessions.push(session.clone())?;
+        for pool in pools.values() {
+            pool.add_server(port, session.clone());
+        }
+        drop(pools);
+        self.health.changed();
+        Ok(())
     }
 
     /// Returns the sum over all stores, closed ones included.

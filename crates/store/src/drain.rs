@@ -9,6 +9,7 @@ use std::{
     sync::Arc,
 };
 
+use crossbeam_channel::Receiver;
 use farpage_fabric::{AllocError, Endpoint};
 
 use crate::{
@@ -55,6 +56,37 @@ impl DrainOutlook {
     }
 }
 
+/// Call that empties a server. The server goes on being emptied if it is dropped.
+pub struct Drain {
+    cluster: Arc<Cluster>,
+    ports: Vec<usize>,
+    /// Bytes that had been moved away before.
+    moved_before: u64,
+    answer: Receiver<Result<(), DrainError>>,
+}
+
+impl Drain {
+    /// Waits until the server is empty. Holds nothing of the cluster's meanwhile. Call it once.
+    ///
+    /// # Errors
+    /// [`DrainError`]
+    pub fn wait(&self) -> Result<(), DrainError> {
+        let answer = self.answer.recv();
+        answer.expect("the thread that repairs answers, or aborts the process")
+    }
+
+    /// Returns what was moved during the call, and what stays.
+    pub fn report(&self) -> DrainReport {
+        let Self { cluster, ports, .. } = self;
+        let on_server =
+            |pool: Arc<SlotPool>| -> u64 { ports.iter().map(|&port| pool.bytes_on(port)).sum() };
+        DrainReport {
+            moved_bytes: cluster.drains.moved_bytes(ports) - self.moved_before,
+            named_bytes: cluster.own_pools().into_iter().map(on_server).sum(),
+        }
+    }
+}
+
 impl Cluster {
     /// Empties a server: moves the extents of all unnamed regions from there to the other servers,
     /// while the regions are in use. Nothing new is granted there from now on, also after an error.
@@ -65,6 +97,17 @@ impl Cluster {
     /// [`DrainError::NoRoom`] and [`DrainError::Lost`] as far as that is possible, without a
     /// caller; another call waits for it.
     pub fn drain_server(self: &Arc<Self>, endpoint: &Endpoint) -> Result<DrainReport, DrainError> {
+        let drain = self.begin_drain(endpoint)?;
+        drain.wait()?;
+        Ok(drain.report())
+    }
+
+    /// Begins to empty a server, as [`drain_server`](Self::drain_server) does, and waits for no
+    /// more than calls to servers that are under way.
+    ///
+    /// # Errors
+    /// [`DrainError::Unknown`] and [`DrainError::Thread`].
+    pub fn begin_drain(self: &Arc<Self>, endpoint: &Endpoint) -> Result<Drain, DrainError> {
         let sessions = self.sessions().iter().enumerate();
         let ports: Vec<usize> = (sessions.filter(|(_, it)| it.endpoint() == endpoint))
             .map(|(port, _)| port)
@@ -87,14 +130,11 @@ impl Cluster {
         let moved_before = self.drains.moved_bytes(&ports);
         let answer = self.drains.add(endpoint.to_string(), ports.clone());
         self.health.wake();
-        answer
-            .recv()
-            .expect("the thread that repairs answers, or aborts the process")?;
-        let on_server =
-            |pool: Arc<SlotPool>| -> u64 { ports.iter().map(|&port| pool.bytes_on(port)).sum() };
-        Ok(DrainReport {
-            moved_bytes: self.drains.moved_bytes(&ports) - moved_before,
-            named_bytes: self.own_pools().into_iter().map(on_server).sum(),
+        Ok(Drain {
+            cluster: self.clone(),
+            ports,
+            moved_before,
+            answer,
         })
     }
 

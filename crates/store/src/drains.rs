@@ -6,6 +6,7 @@ use std::{collections::HashMap, fmt, io};
 
 use crossbeam_channel::{Receiver, Sender};
 use farpage_signals::Mutex;
+use farpage_wire::EndpointError;
 
 farpage_wire::debug_as_display!(DrainError);
 
@@ -26,6 +27,12 @@ pub struct DrainReport {
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum DrainError {
+    /// The server's address cannot be read.
+    #[error(transparent)]
+    Address(#[from] EndpointError),
+    /// The process is a child made by `fork`: the parent uses the servers.
+    #[error("a child made by fork cannot empty servers; do so in its parent")]
+    Forked,
     /// The program is no client of the server.
     #[error("{endpoint} is none of the memory servers of this runtime: {servers}")]
     Unknown {

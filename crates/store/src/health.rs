@@ -7,11 +7,13 @@
 use std::{
     sync::{
         OnceLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread::Thread,
     time::{Duration, Instant},
 };
+
+use crate::roster::SERVERS_MAX;
 
 /// Health of each server of a cluster, by the number of its session. Signal handlers read and
 /// write it: nothing here allocates or waits.
@@ -23,6 +25,8 @@ pub(crate) struct ServerHealth {
     heard: Box<[AtomicBool]>,
     /// Flags of the servers that are being emptied, or were: nothing is granted there.
     leaving: Box<[AtomicBool]>,
+    /// Number of flags in `leaving` that are set.
+    leaving_count: AtomicUsize,
     /// Number of changes. A pool that has seen fewer looks at its groups again.
     version: AtomicU64,
     began: Instant,
@@ -33,13 +37,14 @@ pub(crate) struct ServerHealth {
 }
 
 impl ServerHealth {
-    /// Makes the health of servers that all answer. A silence of up to `reopen_within` may be a
-    /// short one.
-    pub(crate) fn new(servers: usize, reopen_within: Duration) -> Self {
+    /// Makes the health of servers that all answer, with room for as many as there can be. A
+    /// silence of up to `reopen_within` may be a short one.
+    pub(crate) fn new(reopen_within: Duration) -> Self {
         Self {
-            suspect_since: (0..servers).map(|_| AtomicU64::new(0)).collect(),
-            heard: (0..servers).map(|_| AtomicBool::new(false)).collect(),
-            leaving: (0..servers).map(|_| AtomicBool::new(false)).collect(),
+            suspect_since: (0..SERVERS_MAX).map(|_| AtomicU64::new(0)).collect(),
+            heard: (0..SERVERS_MAX).map(|_| AtomicBool::new(false)).collect(),
+            leaving: (0..SERVERS_MAX).map(|_| AtomicBool::new(false)).collect(),
+            leaving_count: AtomicUsize::new(0),
             version: AtomicU64::new(0),
             began: Instant::now(),
             reopen_within,
@@ -99,6 +104,10 @@ impl ServerHealth {
     /// under way may still be granted there.
     pub(crate) fn set_leaving(&self, server: usize, leaves: bool) {
         if self.leaving[server].swap(leaves, Ordering::SeqCst) != leaves {
+            match leaves {
+                true => self.leaving_count.fetch_add(1, Ordering::SeqCst),
+                false => self.leaving_count.fetch_sub(1, Ordering::SeqCst),
+            };
             self.changed();
         }
     }
@@ -110,7 +119,7 @@ impl ServerHealth {
 
     /// True if any server is being emptied, or was.
     pub(crate) fn any_leaving(&self) -> bool {
-        (0..self.leaving.len()).any(|server| self.is_leaving(server))
+        self.leaving_count.load(Ordering::SeqCst) > 0
     }
 
     /// True if the server is not suspect.
@@ -149,7 +158,7 @@ mod tests {
 
     #[test]
     fn only_operations_spare_a_server_the_next_call() {
-        let health = ServerHealth::new(2, Duration::ZERO);
+        let health = ServerHealth::new(Duration::ZERO);
         health.answered(0);
         assert!(!health.take_heard(0));
         health.succeeded(0);

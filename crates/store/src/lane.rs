@@ -25,7 +25,9 @@ mod fill;
 mod home;
 mod operation;
 mod port;
+mod ports;
 mod run;
+mod servers;
 mod staging;
 mod user_store;
 mod write;
@@ -47,6 +49,7 @@ pub use self::{
 };
 use self::{
     port::{Port, PortState},
+    ports::Ports,
     run::{Direction, LaneRun, SlotTransfer, Spare, Task},
     staging::{IoBuf, Staging},
 };
@@ -72,7 +75,10 @@ const COPIES_PAUSE: Duration = Duration::from_millis(50);
 /// Page I/O of one worker thread. See the module.
 pub struct Lane<F: RunBuffer> {
     deadline: Duration,
-    ports: Vec<Port<IoBuf<F>>>,
+    cluster: Arc<Cluster>,
+    ports: Ports<IoBuf<F>>,
+    /// Number of requests that each port takes without allocating.
+    prepared: usize,
     /// Runs under way. The tag of a request names its run and part.
     runs: Vec<Option<LaneRun<F>>>,
     vacant: Vec<usize>,
@@ -120,15 +126,18 @@ impl<F: RunBuffer> Lane<F> {
             source,
         })?;
         let (ended_calls_sender, ended_calls) = crossbeam_channel::unbounded();
+        let ports = (cluster.sessions().iter().enumerate())
+            .map(|(server, session)| {
+                let health = (&cluster.health, server);
+                let may_be_closed = cluster.has_copies() || cluster.health.is_leaving(server);
+                Port::new(session, health, may_be_closed)
+            })
+            .collect::<Result<_, _>>()?;
         Ok(Self {
             deadline: cluster.deadline,
-            ports: (cluster.sessions().iter().enumerate())
-                .map(|(server, session)| {
-                    let health = (&cluster.health, server);
-                    let may_be_closed = cluster.has_copies() || cluster.health.is_leaving(server);
-                    Port::new(session, health, may_be_closed)
-                })
-                .collect::<Result<_, _>>()?,
+            cluster: cluster.clone(),
+            ports: Ports::new(ports),
+            prepared: 0,
             runs: Vec::new(),
             vacant: Vec::new(),
             waiting: VecDeque::new(),
@@ -173,7 +182,8 @@ impl<F: RunBuffer> Lane<F> {
 
     /// Begins to open channels that were lost.
     pub fn reopen(&mut self) {
-        for port in &mut self.ports {
+        self.add_ports();
+        for port in self.ports.iter_mut() {
             port.reopen(&self.waker);
         }
     }
@@ -181,11 +191,13 @@ impl<F: RunBuffer> Lane<F> {
     /// True if copies of pages are passed over for want of channels that can be opened now. For
     /// lanes that open none themselves.
     pub fn lacks_channels(&self) -> bool {
-        self.passive && self.ports.iter().any(Port::lacks_channel)
+        self.passive
+            && (self.ports.absent.is_wanted() || self.ports.iter().any(Port::lacks_channel))
     }
 
     /// Begins to open the channels that the lane [lacks](Self::lacks_channels).
     pub fn open_lacking(&mut self) {
+        self.add_ports();
         for port in self.ports.iter_mut().filter(|port| port.lacks_channel()) {
             port.reopen(&self.waker);
         }
@@ -199,7 +211,9 @@ impl<F: RunBuffer> Lane<F> {
         self.waiting.reserve(1);
         self.ready.reserve(1);
         self.completions.reserve(pages);
-        for port in &mut self.ports {
+        self.prepared = self.prepared.max(pages);
+        self.ports.absent.backlog.reserve(pages);
+        for port in self.ports.iter_mut() {
             port.backlog.reserve(pages);
         }
         let (mut parts, mut hashes) = self.spare();
@@ -318,6 +332,7 @@ impl<F: RunBuffer> Lane<F> {
     pub fn poll(&mut self, done: &mut Vec<RunCompletion<F>>) {
         self.look_again = None;
         self.watch.looks();
+        self.meet_servers();
         let is_opening = |port: &Port<_>| matches!(port.state, PortState::Opening(_));
         if self.has_calls_elsewhere() || self.ports.iter().any(is_opening) {
             self.waker.clear();
@@ -353,7 +368,10 @@ impl<F: RunBuffer> Lane<F> {
         let mut until = self.look_again;
         let mut sooner = |time: Option<Instant>| until = until.into_iter().chain(time).min();
         let mut waker = self.has_calls_elsewhere();
-        for port in &self.ports {
+        if !self.ports.absent.backlog.is_empty() {
+            return Some(Instant::now());
+        }
+        for port in self.ports.iter() {
             match &port.state {
                 PortState::Open { channel, .. } => {
                     let wait = channel.wait();

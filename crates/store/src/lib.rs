@@ -11,6 +11,7 @@
 //! - [`Lane`]: the I/O of one worker thread, which moves pages.
 #![forbid(unsafe_code)]
 
+mod adds;
 mod blocking;
 mod cluster;
 mod codec;
@@ -34,6 +35,7 @@ mod publications;
 mod readers;
 mod remote;
 mod repair;
+mod roster;
 mod sealed;
 mod slots;
 mod snapshot;
@@ -43,9 +45,11 @@ mod stats;
 mod tests;
 mod transfer;
 
+pub use adds::AddServerError;
 pub use blocking::{BlockingOptions, Store};
 pub use cluster::{Cluster, ClusterOptions};
 pub use codec::{Block, Codec, CodecError, CodecTrial, Element, Layout, ZfpMode};
+pub use drain::Drain;
 pub use drains::{DrainError, DrainReport};
 pub use elements::{ElementType, Elements};
 pub use entry::EntryWords;

@@ -27,6 +27,7 @@ use crate::{
     health::ServerHealth,
     place::{SlotPlace, SlotSpan, slot_bytes},
     readers::ReaderSlots,
+    roster::{Roster, SERVERS_MAX},
     slots::{Arena, Slot},
     snapshots::{OLDEST, Snapshots},
 };
@@ -38,7 +39,7 @@ const EXTENT_BYTES_MAX: u64 = 1 << 30;
 pub(crate) struct SlotPool {
     /// Port (of every lane) and session of each server, as this pool numbers the servers: a
     /// published region keeps its own numbers.
-    servers: Vec<(usize, Arc<Session>)>,
+    servers: Roster<(usize, Arc<Session>)>,
     purpose: Purpose,
     pub(crate) snapshots: Snapshots,
     /// Buffers for page maps.
@@ -50,7 +51,7 @@ pub(crate) struct SlotPool {
     /// Version of `health` that the arenas' choices follow.
     seen: AtomicU64,
     /// Slots by the server that their extents' groups were granted at first.
-    arenas: Vec<Mutex<Arena>>,
+    arenas: Roster<Arc<Mutex<Arena>>>,
     groups: GroupTable,
     /// Bytes of the members on each server, of a pool with copies.
     copied_bytes: Box<[AtomicU64]>,
@@ -112,11 +113,11 @@ impl SlotPool {
     ) -> Self {
         Self {
             purpose,
-            snapshots: Snapshots::new(servers.len(), held_bytes),
-            arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
+            snapshots: Snapshots::new(held_bytes),
+            arenas: Roster::new(servers.iter().map(|_| new_arena())),
             registered,
-            copied_bytes: servers.iter().map(|_| AtomicU64::new(0)).collect(),
-            servers,
+            copied_bytes: (0..SERVERS_MAX).map(|_| AtomicU64::new(0)).collect(),
+            servers: Roster::new(servers),
             copies,
             health,
             seen: AtomicU64::new(0),
@@ -149,6 +150,17 @@ impl SlotPool {
 
     pub(crate) fn servers(&self) -> &[(usize, Arc<Session>)] {
         &self.servers
+    }
+
+    /// Adds a server, which takes part in requests for memory from then on. Does nothing if there
+    /// are as many servers as can be.
+    pub(crate) fn add_server(&self, port: usize, session: Arc<Session>) {
+        let _no_requests = self.growing.lock();
+        // A place names an arena, and looks its server up.
+        if self.servers.push((port, session)).is_ok() {
+            let is_added = self.arenas.push(new_arena()).is_ok();
+            debug_assert!(is_added, "there are as many arenas as servers");
+        }
     }
 
     /// True if the pool belongs to one region, and ends with it.
@@ -474,6 +486,10 @@ impl SlotPool {
     pub(crate) fn grants(&self) -> u64 {
         self.grants.load(Ordering::Acquire)
     }
+}
+
+fn new_arena() -> Arc<Mutex<Arena>> {
+    Arc::new(Mutex::new(Arena::new()))
 }
 
 fn slot_of(SlotPlace { extent, offset, .. }: SlotPlace) -> Slot {

@@ -52,6 +52,7 @@ use crate::{
     drain::DrainOutlook,
     groups::ExtentGroup,
     pool::SlotPool,
+    roster::SERVERS_MAX,
     sealed::{Refusals, Repair, SealedGroup},
 };
 
@@ -124,9 +125,9 @@ impl Cluster {
         if *is_started {
             return Ok(());
         }
-        let (cluster, servers) = (Arc::downgrade(self), self.sessions().len());
+        let cluster = Arc::downgrade(self);
         let thread = Builder::new().name("farpage-repair".to_owned());
-        let thread = farpage_tables::spawn(thread, move || work(&cluster, servers))?;
+        let thread = farpage_tables::spawn(thread, move || work(&cluster))?;
         self.health.set_repairer(thread.thread().clone());
         *is_started = true;
         Ok(())
@@ -134,9 +135,9 @@ impl Cluster {
 }
 
 /// Repairs until the cluster is gone.
-fn work(cluster: &Weak<Cluster>, servers: usize) {
+fn work(cluster: &Weak<Cluster>) {
     let body = AssertUnwindSafe(|| {
-        let mut repairer = Repairer::new(servers);
+        let mut repairer = Repairer::new();
         let mut next_copy = Instant::now();
         while let Some(alive) = cluster.upgrade() {
             repairer.listen(&alive);
@@ -199,11 +200,11 @@ impl WantedCopy {
 }
 
 impl Repairer {
-    pub(crate) fn new(servers: usize) -> Self {
+    pub(crate) fn new() -> Self {
         Self {
-            probes: (0..servers).map(|_| Arc::default()).collect(),
-            probed: vec![None; servers],
-            told_dead: vec![false; servers],
+            probes: (0..SERVERS_MAX).map(|_| Arc::default()).collect(),
+            probed: vec![None; SERVERS_MAX],
+            told_dead: vec![false; SERVERS_MAX],
             told_full: false,
             told_few: false,
             failures: 0,
@@ -411,7 +412,7 @@ impl Repairer {
             }),
             None if !std::mem::replace(&mut self.told_few, true) => later(|| {
                 tracing::warn!(
-                    "pages have fewer copies than asked for, since too few servers answer; start them again with their memory, or add a server and restart the program"
+                    "pages have fewer copies than asked for, since too few servers answer; start them again with their memory, or add a server to the running program"
                 );
             }),
             _ => {}

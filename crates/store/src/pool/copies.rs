@@ -7,7 +7,7 @@
 
 use std::sync::atomic::Ordering;
 
-use farpage_fabric::{AllocError, Extent, ExtentId};
+use farpage_fabric::{AllocError, Extent, ExtentId, Session};
 
 use super::SlotPool;
 use crate::{
@@ -32,9 +32,12 @@ impl SlotPool {
         self.groups.all()
     }
 
-    /// True if two numbers are those of one server, which was named twice.
+    /// True if two numbers are those of one server, which was named twice. A server that was
+    /// started anew at the address of one that is lost is another.
     pub(crate) fn is_same(&self, one: u8, other: u8) -> bool {
-        self.session(one).endpoint() == self.session(other).endpoint()
+        let (a, b) = (self.session(one), self.session(other));
+        let is_lost = |session: &Session| session.loss(false).is_some();
+        one == other || a.endpoint() == b.endpoint() && !is_lost(a) && !is_lost(b)
     }
 
     /// True if the server answers and keeps this program's memory.
@@ -79,7 +82,7 @@ impl SlotPool {
         if self.seen.load(Ordering::Acquire) == version {
             return;
         }
-        for arena in &self.arenas {
+        for arena in self.arenas.iter() {
             arena.lock().choose_all(|index| self.choice_of(index));
         }
         // A version that another thread has followed meanwhile is seen, too: it looked later.
@@ -181,7 +184,7 @@ impl SlotPool {
 
     /// Puts a sealed group back into the choice of slots.
     pub(crate) fn unseal(&self, index: u32) {
-        for arena in &self.arenas {
+        for arena in self.arenas.iter() {
             let mut arena = arena.lock();
             // Looked up under the lock: what changes later comes by `follow_health`.
             let choice = self.choice_of(index);
