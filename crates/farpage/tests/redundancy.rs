@@ -202,6 +202,44 @@ fn a_program_moves_house_while_it_writes() {
     }
 }
 
+/// The server ends before its timeout, since its client has moved everything away by itself.
+#[test]
+fn a_server_that_is_about_to_end_is_left_by_its_client_first() {
+    let Some(_watchdog) = begin(300) else { return };
+    let timeout = Duration::from_secs(60);
+    let mut old = ServerProcess::start_draining(
+        SERVING,
+        Fabric::Tcp,
+        256 * MIB,
+        Duration::from_secs(60),
+        timeout,
+    );
+    let new = servers(1);
+    let runtime = runtime_with(&new, FaultMode::Filler, Redundancy::None);
+    runtime.add_server(&old.url).unwrap();
+    let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
+    let (_, words) = shared(&mut array);
+    update_amid(words, seed(), || {
+        thread::sleep(Duration::from_millis(200));
+        assert!(granted_bytes(&runtime, &old) > 0);
+        // Waits for the end of the process, which comes well before the timeout.
+        old.stop();
+        let before = runtime.stats().store.bytes_written;
+        wait_until("writes go on", || {
+            runtime.stats().store.bytes_written > before + ARRAY_BYTES as u64 / 4
+        });
+    });
+    array.flush().unwrap();
+    let stats = runtime.stats();
+    let store = stats.store;
+    assert_eq!(
+        (stats.pager.poisoned, store.errors, store.corrupt),
+        (0, 0, 0),
+        "{stats}"
+    );
+    array.close().unwrap();
+}
+
 /// A server is killed, started anew at its address, and added: the lost copies are made there.
 #[test]
 fn a_server_that_was_started_anew_is_a_new_one() {

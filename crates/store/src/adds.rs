@@ -59,7 +59,7 @@ impl Cluster {
     /// # Errors
     /// [`AddServerError`]
     pub fn add_server(
-        &self,
+        self: &Arc<Self>,
         endpoint: &Endpoint,
         connect: impl FnOnce() -> Result<Arc<Session>, ConnectError>,
     ) -> Result<(), AddServerError> {

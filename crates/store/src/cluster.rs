@@ -121,7 +121,7 @@ impl Cluster {
             "a page entry names one of at most 256 servers"
         );
         let registrars = sessions.iter().map(|session| session.registrar());
-        Arc::new(Self {
+        let cluster = Arc::new(Self {
             registered: RegPool::new(registrars, RegPoolOptions::default()),
             health: Arc::new(ServerHealth::new(options.reopen_within)),
             sessions: Roster::new(sessions),
@@ -138,7 +138,11 @@ impl Cluster {
             held_bytes: Arc::default(),
             adding: Mutex::default(),
             names_open: Mutex::default(),
-        })
+        });
+        for session in cluster.sessions() {
+            cluster.heed(session);
+        }
+        cluster
     }
 
     /// Returns the sessions, in the order given, and behind them those that were added.
@@ -147,7 +151,7 @@ impl Cluster {
     }
 
     /// Adds a server to the cluster and to the pools that regions share.
-    pub(crate) fn add_session(&self, session: Arc<Session>) -> Result<(), RosterFull> {
+    pub(crate) fn add_session(self: &Arc<Self>, session: Arc<Session>) -> Result<(), RosterFull> {
         // Pools that are made meanwhile wait, and have all servers.
         let pools = self.pools.lock();
         let port = self.sessions.push(session.clone())?;
@@ -155,6 +159,7 @@ impl Cluster {
             pool.add_server(port, session.clone());
         }
         drop(pools);
+        self.heed(&session);
         self.health.changed();
         Ok(())
     }
@@ -175,6 +180,30 @@ impl Cluster {
             sum.draining_bytes += pool.draining_bytes();
         }
         sum
+    }
+
+    /// Returns the ports of the servers that keep names: all but those that have ended after they
+    /// were emptied, or after which another was started at their address. All, if none is left.
+    pub(crate) fn name_ports(&self) -> Vec<usize> {
+        let sessions = self.sessions();
+        let is_lost = |port: usize| sessions[port].loss(false).is_some();
+        let is_replaced = |port: usize| {
+            let mut later = port + 1..sessions.len();
+            later.any(|other| sessions[other].endpoint() == sessions[port].endpoint())
+        };
+        let is_out =
+            |port: usize| is_lost(port) && (self.health.is_leaving(port) || is_replaced(port));
+        let ports: Vec<usize> = (0..sessions.len()).filter(|&port| !is_out(port)).collect();
+        match ports.is_empty() {
+            true => (0..sessions.len()).collect(),
+            false => ports,
+        }
+    }
+
+    /// Returns the sessions of the servers that keep [names](Self::name_ports).
+    pub(crate) fn name_sessions(&self) -> Vec<Arc<Session>> {
+        let session = |port: usize| self.sessions[port].clone();
+        self.name_ports().into_iter().map(session).collect()
     }
 
     /// Returns the bytes of remote memory that no page uses any more, held for snapshots.

@@ -6,11 +6,11 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::Arc,
+    sync::{Arc, Weak},
 };
 
 use crossbeam_channel::Receiver;
-use farpage_fabric::{AllocError, Endpoint};
+use farpage_fabric::{AllocError, Endpoint, Session};
 
 use crate::{
     Cluster,
@@ -136,6 +136,32 @@ impl Cluster {
             moved_before,
             answer,
         })
+    }
+
+    /// Empties the session's server by itself, once, when it says that it is about to end.
+    pub(crate) fn heed(self: &Arc<Self>, session: &Arc<Session>) {
+        let (cluster, endpoint) = (Arc::downgrade(self), session.endpoint().clone());
+        let drain = move |cluster: Weak<Cluster>, endpoint: Endpoint| {
+            let Some(cluster) = cluster.upgrade() else {
+                return;
+            };
+            // The drain goes on without a caller.
+            match cluster.begin_drain(&endpoint) {
+                Ok(_) => tracing::warn!(
+                    %endpoint,
+                    "memory server is about to end: what this program has there moves to its other servers"
+                ),
+                Err(error) => tracing::warn!(%endpoint, %error, "memory server is about to end"),
+            }
+        };
+        session.when_draining(move || {
+            let name = endpoint.clone();
+            // The thread of the session renews the lease, and must not wait for calls.
+            let begun = farpage_tables::errand("farpage-drain", move || drain(cluster, endpoint));
+            if let Err(error) = begun {
+                tracing::warn!(endpoint = %name, %error, "memory server is about to end, and no thread can be started to move what this program has there; drain it");
+            }
+        });
     }
 
     /// Answers the calls whose servers are empty, and those whose servers cannot be emptied.

@@ -291,7 +291,7 @@ impl OpenedName {
         })?;
         let mut extents = OpenedExtents(Vec::new());
         let mut manifests = Manifests::default();
-        for session in cluster.sessions() {
+        for session in &cluster.name_sessions() {
             let named = match session.open(name) {
                 Ok(named) => named,
                 Err(OpenNameError::NotFound { .. }) => continue,
@@ -324,7 +324,7 @@ impl OpenedName {
     fn read(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
         let mut extents = OpenedExtents(Vec::new());
         let mut manifests = Manifests::default();
-        for session in cluster.sessions() {
+        for session in &cluster.name_sessions() {
             let reading = match session.read(name) {
                 Ok(reading) => reading,
                 Err(OpenNameError::NotFound { .. }) => continue,
@@ -394,7 +394,7 @@ impl OpenedName {
             };
             sessions
                 .iter()
-                .position(|session| session.endpoint().to_string() == *endpoint)
+                .rposition(|session| session.endpoint().to_string() == *endpoint)
                 .ok_or_else(missing)
         };
         let mut ports = self
@@ -403,7 +403,7 @@ impl OpenedName {
             .iter()
             .map(port_of)
             .collect::<Result<Vec<_>, _>>()?;
-        ports.extend((0..sessions.len()).filter(|port| {
+        ports.extend(cluster.name_ports().into_iter().filter(|port| {
             !self
                 .manifest
                 .servers
