@@ -129,9 +129,9 @@ pub struct ServeArgs {
     /// Time for clients to finish after SIGTERM [default: 5s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = farpage_wire::parse_time)]
     pub grace: Option<Duration>,
-    /// Time after SIGTERM for clients to move their memory to other servers, which their runtimes do
-    /// by themselves. The server ends when no client has memory here. Replaces --grace [default: 0:
-    /// nobody is asked].
+    /// Time after SIGTERM for clients to move their memory to other servers, which their runtimes
+    /// do by themselves. The server ends when no client has memory here. Replaces --grace [default:
+    /// 0: nobody is asked].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_DRAIN_TIMEOUT", value_parser = farpage_wire::parse_time)]
     pub drain_timeout: Option<Duration>,
     /// Key that may list and remove all named regions: a public key as `farpage-memserver key`

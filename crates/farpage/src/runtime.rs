@@ -469,7 +469,9 @@ impl Runtime {
         let _signals = SignalGuard::new();
         self.pager.with(|pager| {
             let connect = || Session::connect(&endpoint, &self.session);
-            pager.cluster().add_server(&endpoint, connect)
+            pager.cluster().add_server(&endpoint, connect)?;
+            pager.meet_servers();
+            Ok(())
         })
     }
 

@@ -115,8 +115,8 @@ pub struct Lane<F: RunBuffer> {
 }
 
 impl<F: RunBuffer> Lane<F> {
-    /// Makes a lane with a channel to each server of the cluster. A server that cannot be reached is
-    /// left out until it answers, once a region has copies or if the server was to be emptied.
+    /// Makes a lane with a channel to each server of the cluster. A server that cannot be reached
+    /// is left out until it answers, if a region has copies or the server was to be emptied.
     ///
     /// # Errors
     /// [`ConnectError`] of the first server that cannot be reached.

@@ -84,7 +84,7 @@ pub(crate) struct Repairer {
     failures: u32,
     /// The group that is sealed until its writes have ended.
     sealed: Option<SealedGroup>,
-    /// What the last turn says of servers that are being emptied.
+    /// Findings of the last turn about servers that are being emptied.
     drains: DrainOutlook,
 }
 

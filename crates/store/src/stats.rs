@@ -33,8 +33,8 @@ macro_rules! counters {
         }
 
         impl StoreStats {
-            /// Reads all counters. Bytes that are held, under-protected, repaired or draining are counted
-            /// elsewhere.
+            /// Reads all counters. Bytes that are held, under-protected, repaired or draining are
+            /// counted elsewhere.
             pub fn snapshot(&self) -> StoreStatsSnapshot {
                 StoreStatsSnapshot {
                     $($name: self.$name.load(Relaxed),)*
