@@ -281,6 +281,7 @@ impl Servers {
         if let Some(added) = &added {
             runtime.add_server(&added.endpoint().to_string())?;
         }
+        let repaired_before = runtime.stats().store.repaired_bytes;
         let begin = Instant::now();
         work.faults();
         let faults = match kind {
@@ -300,7 +301,7 @@ impl Servers {
             Kind::ShortStop | Kind::LongStop => {
                 let ms = match kind {
                     Kind::ShortStop => 100 + random.below(2_000),
-                    _ => 3_500 + random.below(2_000),
+                    _ => 3_500 + random.below(4_000),
                 };
                 let stopped = Stopped::new(pid)?;
                 match Duration::from_millis(ms) {
@@ -327,9 +328,13 @@ impl Servers {
                 anyhow::Ok(faults)
             })?,
         };
-        let is_healed = || {
+        // A death is noticed after a while, and until then nothing is missing. Memory that is shared
+        // with a server outlives the server, so that its death may never be noticed.
+        let mut is_noticed = kind != Kind::Kill || self.fabric == Fabric::Shm;
+        let mut is_healed = || {
             let store = runtime.stats().store;
-            store.under_protected_bytes == 0 && store.draining_bytes == 0
+            is_noticed |= store.under_protected_bytes > 0 || store.repaired_bytes > repaired_before;
+            is_noticed && store.under_protected_bytes == 0 && store.draining_bytes == 0
         };
         while !is_healed() && work.wrong.load(Relaxed) == 0 {
             let healed = begin.elapsed() < HEALED_WITHIN;
