@@ -175,7 +175,9 @@ fn a_program_moves_house_while_it_writes() {
             let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
             let (_, words) = shared(&mut array);
             update_amid(words, rng.next(), || {
-                thread::sleep(Duration::from_millis(200));
+                wait_until("pages are on the servers", || {
+                    runtime.stats().store.bytes_written > ARRAY_BYTES as u64 / 4
+                });
                 for (old, new) in first.iter_mut().zip(&second) {
                     runtime.add_server(&new.url).unwrap();
                     let report = runtime.drain_server(&old.url).unwrap();
@@ -222,7 +224,9 @@ fn a_server_that_is_about_to_end_is_left_by_its_client_first() {
     let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
     let (_, words) = shared(&mut array);
     update_amid(words, seed(), || {
-        thread::sleep(Duration::from_millis(200));
+        wait_until("pages are on the servers", || {
+            runtime.stats().store.bytes_written > ARRAY_BYTES as u64 / 4
+        });
         assert!(granted_bytes(&runtime, &old) > 0);
         // Waits for the end of the process, which comes well before the timeout.
         old.stop();
@@ -242,6 +246,30 @@ fn a_server_that_is_about_to_end_is_left_by_its_client_first() {
     array.close().unwrap();
 }
 
+/// The server that was emptied was the first one, and keeps no names any more.
+#[test]
+fn names_are_kept_by_the_servers_that_are_left() {
+    let Some(_watchdog) = begin(120) else { return };
+    let mut servers = servers(2);
+    let runtime = runtime_with(&servers, FaultMode::Filler, Redundancy::None);
+    runtime.drain_server(&servers[0].url).unwrap();
+    servers[0].kill();
+    let named = |name: &str| runtime.array_with::<u64>(MIB, RegionOptions::new().name(name));
+    // The end of the server is noticed after a while.
+    let mut made = None;
+    wait_until("the server that has ended is not asked any more", || {
+        made = named("kept").ok();
+        made.is_some()
+    });
+    let mut array = made.expect("waited for");
+    array[7] = 7;
+    array.close().unwrap();
+    let array = runtime.open_array::<u64>("kept").unwrap();
+    assert_eq!(array[7], 7);
+    drop(array);
+    runtime.remove("kept").unwrap();
+}
+
 /// A server is killed, started anew at its address, and added: the lost copies are made there.
 #[test]
 fn a_server_that_was_started_anew_is_a_new_one() {
@@ -252,7 +280,9 @@ fn a_server_that_was_started_anew_is_a_new_one() {
     let (_, words) = shared(&mut array);
     let lacking = || runtime.stats().store.under_protected_bytes;
     update_amid(words, seed(), || {
-        thread::sleep(Duration::from_millis(200));
+        wait_until("pages are on the servers", || {
+            runtime.stats().store.bytes_written > ARRAY_BYTES as u64 / 4
+        });
         for server in &mut servers {
             server.kill();
             wait_until("its death is noticed", || lacking() > 0);

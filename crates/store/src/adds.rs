@@ -73,9 +73,10 @@ impl Cluster {
             // The server may have been started anew since it was last heard of.
             match session.stat() {
                 Ok(_) => {
-                    known
-                        .iter()
-                        .for_each(|&(port, _)| self.health.set_leaving(port, false));
+                    for &(port, _) in &known {
+                        self.health.answered(port);
+                        self.health.set_leaving(port, false);
+                    }
                     return Ok(());
                 }
                 Err(source) if session.loss(false).is_none() => {

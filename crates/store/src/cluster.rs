@@ -182,7 +182,7 @@ impl Cluster {
         sum
     }
 
-    /// Returns the ports of the servers that keep names: all but those that have ended after they
+    /// Returns the ports of the servers that keep names: all but those that do not answer after they
     /// were emptied, or after which another was started at their address. All, if none is left.
     pub(crate) fn name_ports(&self) -> Vec<usize> {
         let sessions = self.sessions();
@@ -191,8 +191,8 @@ impl Cluster {
             let mut later = port + 1..sessions.len();
             later.any(|other| sessions[other].endpoint() == sessions[port].endpoint())
         };
-        let is_out =
-            |port: usize| is_lost(port) && (self.health.is_leaving(port) || is_replaced(port));
+        let is_left = |port: usize| self.health.is_leaving(port) && self.why_silent(port).is_some();
+        let is_out = |port: usize| is_left(port) || is_lost(port) && is_replaced(port);
         let ports: Vec<usize> = (0..sessions.len()).filter(|&port| !is_out(port)).collect();
         match ports.is_empty() {
             true => (0..sessions.len()).collect(),

@@ -214,7 +214,7 @@ impl Cluster {
     }
 
     /// Returns the reason why a server does not answer any more, if it is given up.
-    fn why_silent(&self, port: usize) -> Option<String> {
+    pub(crate) fn why_silent(&self, port: usize) -> Option<String> {
         let lost = self.sessions()[port].loss(false);
         let silent = self.health.suspect_for(port);
         let given_up = silent.filter(|silent| *silent >= self.dead_after);

@@ -117,6 +117,11 @@ impl ServerHealth {
         self.leaving[server].load(Ordering::SeqCst)
     }
 
+    /// True if the server is being emptied, or was, and is suspect: it may have ended.
+    pub(crate) fn is_left(&self, server: usize) -> bool {
+        self.is_leaving(server) && !self.is_fine(server)
+    }
+
     /// True if any server is being emptied, or was.
     pub(crate) fn any_leaving(&self) -> bool {
         self.leaving_count.load(Ordering::SeqCst) > 0

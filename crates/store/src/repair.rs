@@ -239,6 +239,9 @@ impl Repairer {
     /// the sign for long is suspect.
     fn listen(&mut self, cluster: &Arc<Cluster>) {
         for (server, session) in cluster.sessions().iter().enumerate() {
+            if cluster.health.is_left(server) {
+                continue;
+            }
             let since = self.probed[server].map_or(LISTEN_EVERY, |probed| probed.elapsed());
             if self.probes[server].load(Ordering::Acquire) {
                 if since > cluster.dead_after / 2 {
@@ -262,6 +265,10 @@ impl Repairer {
     ) -> bool {
         let mut any_silent = false;
         for (server, session) in cluster.sessions().iter().enumerate() {
+            if cluster.health.is_left(server) && !pools.iter().any(|pool| pool.is_on(server)) {
+                // Nothing is there, and a server that was emptied may have ended.
+                continue;
+            }
             let lost = session.loss(false);
             let silent = cluster.health.suspect_for(server);
             if lost.is_none() && silent.is_none() {

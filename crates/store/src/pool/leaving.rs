@@ -44,6 +44,11 @@ impl SlotPool {
         groups.map(bytes).sum()
     }
 
+    /// True if the pool has anything at a server, by its port, or owes the server an extent.
+    pub(crate) fn is_on(&self, port: usize) -> bool {
+        self.bytes_on(port) > 0 || self.owes(port)
+    }
+
     /// Returns the bytes on a server, by its port, that have no Good copy elsewhere.
     pub(crate) fn bytes_only_on(&self, port: usize) -> u64 {
         let is_on_port = |(_, member): &(u8, Member)| self.port(member.server) == port;
