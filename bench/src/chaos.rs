@@ -328,8 +328,8 @@ impl Servers {
                 anyhow::Ok(faults)
             })?,
         };
-        // A death is noticed after a while, and until then nothing is missing. Memory that is shared
-        // with a server outlives the server, so that its death may never be noticed.
+        // A death is noticed after a while, and until then nothing is missing. Memory that is
+        // shared with a server outlives the server, so that its death may never be noticed.
         let mut is_noticed = kind != Kind::Kill || self.fabric == Fabric::Shm;
         let mut is_healed = || {
             let store = runtime.stats().store;

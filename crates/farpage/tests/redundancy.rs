@@ -169,8 +169,8 @@ fn a_program_moves_house_while_it_writes() {
     let mut rng = Rng(seed());
     for mode in [FaultMode::Filler, FaultMode::InThread] {
         for redundancy in [Redundancy::None, Redundancy::Copies(2)] {
-            let mut first = servers(usize::from(redundancy.copies()));
-            let second = servers(usize::from(redundancy.copies()));
+            let mut first = servers(redundancy.copies());
+            let second = servers(redundancy.copies());
             let runtime = runtime_with(&first, mode, redundancy);
             let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
             let (_, words) = shared(&mut array);

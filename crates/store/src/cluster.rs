@@ -182,8 +182,9 @@ impl Cluster {
         sum
     }
 
-    /// Returns the ports of the servers that keep names: all but those that do not answer after they
-    /// were emptied, or after which another was started at their address. All, if none is left.
+    /// Returns the ports of the servers that keep names: all but those that do not answer after
+    /// they were emptied, or after which another was started at their address. All, if none is
+    /// left.
     pub(crate) fn name_ports(&self) -> Vec<usize> {
         let sessions = self.sessions();
         let is_lost = |port: usize| sessions[port].loss(false).is_some();
