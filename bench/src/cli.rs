@@ -15,6 +15,7 @@ use farpage_fabric_measure::{regmem::RegmemOptions, ring::RingOptions, verbs::Ve
 use farpage_store_measure::pages::PagesOptions;
 
 use crate::{
+    chaos::ChaosOptions,
     floor::FloorOptions,
     hostile::{AttackOptions, BurnOptions, HostileOptions},
     parameter_server::ParameterServerOptions,
@@ -100,6 +101,13 @@ pub(crate) enum Command {
     /// status 1: a client saw or changed bytes of another, or the server died. The report says if
     /// the victim's faults met their target. Takes some minutes.
     Hostile(HostileOptions),
+    /// Servers that are killed, stopped, added and drained at random moments, beside a program that
+    /// checks each word
+    ///
+    /// Three servers, copies of each page, a quarter of the array in local memory. The report has
+    /// the fault times of the second after each event. Exit status 1: a word was wrong. A page that
+    /// is lost ends the program by SIGBUS.
+    Chaos(ChaosOptions),
     /// Codecs by themselves: ratio and CPU time, page by page, of farpage's codecs, DEFLATE and
     /// plain LZ4
     Pages(PagesOptions),

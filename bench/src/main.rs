@@ -6,6 +6,7 @@
 // `println!` panics when standard output is closed: results go through `out::say`.
 #![deny(clippy::print_stdout)]
 
+mod chaos;
 mod cli;
 mod doctor;
 mod eviction;
@@ -66,6 +67,7 @@ fn main() -> ExitCode {
         Command::VersusSwap(options) => versus_swap::run(options),
         Command::VersusNumpy(options) => versus_numpy::run(options),
         Command::VersusUmap(options) => versus_umap::run(options),
+        Command::Chaos(options) => chaos::run(options),
         Command::Hostile(options) => hostile::run(options),
         Command::Serve(options) => server::serve(options),
         Command::HostileAttack(options) => hostile::attack(options),

@@ -50,11 +50,13 @@ a flag beats the variable, the variable beats the file. The file's keys are the 
     lease = \"60s\"
     reconnect-grace = \"10s\"
     grace = \"5s\"
+    drain-timeout = \"0s\"
     operator-key = [\"/etc/farpage/operators\"]
     log = \"json\"
     log-level = \"info\"
 
 SIGTERM and SIGINT drain: no new clients, those that are there get the grace to finish, then the server exits with 0.
+With --drain-timeout they move their memory to their other servers first; the server exits once no client has memory here.
 A second signal exits at once. SIGHUP is logged and ignored: a terminal that closes does not take everybody's memory along.
 
 Whoever can connect can borrow memory: a tcp or rdma endpoint has no access control of its own and belongs on a trusted network. Named regions belong
@@ -127,6 +129,11 @@ pub struct ServeArgs {
     /// Time for clients to finish after SIGTERM [default: 5s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = farpage_wire::parse_time)]
     pub grace: Option<Duration>,
+    /// Time after SIGTERM for clients to move their memory to other servers, which their runtimes
+    /// do by themselves. The server ends when no client has memory here. Replaces --grace [default:
+    /// 0: nobody is asked].
+    #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_DRAIN_TIMEOUT", value_parser = farpage_wire::parse_time)]
+    pub drain_timeout: Option<Duration>,
     /// Key that may list and remove all named regions: a public key as `farpage-memserver key`
     /// prints it, or a file with one in each line; repeat the flag for several [default: none].
     #[arg(
@@ -314,6 +321,8 @@ struct File {
     reconnect_grace: Option<Duration>,
     #[serde(default, deserialize_with = "time")]
     grace: Option<Duration>,
+    #[serde(default, deserialize_with = "time")]
+    drain_timeout: Option<Duration>,
     #[serde(default, deserialize_with = "list")]
     operator_key: Vec<String>,
     #[serde(default, deserialize_with = "size")]
@@ -404,6 +413,8 @@ pub struct Config {
     pub reconnect_grace: Duration,
     /// Time for clients to finish after SIGTERM.
     pub grace: Duration,
+    /// Time for clients to move their memory away after SIGTERM. Zero: nobody is asked.
+    pub drain_timeout: Duration,
     /// Keys whose holders may list and remove all named regions.
     pub operators: Vec<PublicKey>,
     /// The most memory to lend to clients of one address.
@@ -519,6 +530,9 @@ impl Config {
                 .or(file.reconnect_grace)
                 .unwrap_or(DEFAULT_RECONNECT_GRACE),
             grace: flags.grace.or(file.grace).unwrap_or(DEFAULT_GRACE),
+            drain_timeout: (flags.drain_timeout)
+                .or(file.drain_timeout)
+                .unwrap_or_default(),
             operators: match flags.operator_key.is_empty() {
                 false => operators(&flags.operator_key)?,
                 true => operators(&file.operator_key)?,

@@ -80,7 +80,8 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         .access(config.access)
         .lease(config.lease)
         .reconnect_grace(config.reconnect_grace)
-        .grace(config.grace);
+        .grace(config.grace)
+        .drain_timeout(config.drain_timeout);
     if let Some(bytes) = config.memory_bytes {
         server = server.memory(bytes);
     }
@@ -110,11 +111,18 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     }
     let running = server.start()?;
     let signal = signals.forever().find(|&signal| asks_to_stop(signal));
-    info!(
-        signal,
-        "draining: no new clients, those that are there get {:?} to finish; a second signal stops at once",
-        config.grace
-    );
+    match config.drain_timeout.is_zero() {
+        true => info!(
+            signal,
+            "draining: no new clients, those that are there get {:?} to finish; a second signal stops at once",
+            config.grace
+        ),
+        false => info!(
+            signal,
+            "draining: no new clients, those that are there get {:?} to move their memory to other servers; a second signal stops at once",
+            config.drain_timeout
+        ),
+    }
     running.shutdown();
     info!("stopped");
     Ok(())

@@ -56,6 +56,7 @@ pub struct Server {
     lease: Duration,
     reconnect_grace: Duration,
     grace: Duration,
+    drain_timeout: Duration,
     access: SocketAccess,
     operators: Vec<PublicKey>,
     connections_per_address: Option<usize>,
@@ -115,6 +116,7 @@ impl Server {
             lease: DEFAULT_LEASE,
             reconnect_grace: DEFAULT_RECONNECT_GRACE,
             grace: DEFAULT_GRACE,
+            drain_timeout: Duration::ZERO,
             access: SocketAccess::default(),
             operators: Vec::new(),
             connections_per_address: None,
@@ -165,6 +167,15 @@ impl Server {
     /// Sets the time for clients to finish in [`RunningServer::shutdown`]. Default 5 s.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
+        self
+    }
+
+    /// Sets the time for clients to move their memory to other servers before the server ends.
+    /// Runtimes learn within a few seconds that the server is about to end, and drain it by
+    /// themselves. The server then ends when no client has memory here, also if clients are
+    /// connected. Replaces the grace. Default: zero, which asks nobody to move anything.
+    pub fn drain_timeout(mut self, timeout: Duration) -> Self {
+        self.drain_timeout = timeout;
         self
     }
 
@@ -309,6 +320,7 @@ impl Server {
             threads: Vec::new(),
             evictors,
             grace: self.grace,
+            drain_timeout: self.drain_timeout,
         };
         running.spawn_reaper(look_every)?;
         for listener in listeners {
@@ -390,6 +402,7 @@ pub struct RunningServer {
     /// Evictors, ended after the threads, which wait for memory.
     evictors: Option<Evictors>,
     grace: Duration,
+    drain_timeout: Duration,
 }
 
 impl RunningServer {
@@ -404,9 +417,22 @@ impl RunningServer {
     }
 
     /// Drains: admits no new client, and returns when the last client has left. Cuts off clients
-    /// that are still there after the grace.
+    /// that are still there after the grace. With a [drain timeout](Server::drain_timeout), returns
+    /// when no client has memory here, or the timeout is over.
     pub fn shutdown(self) {
         self.state.drain();
+        if !self.drain_timeout.is_zero() {
+            let deadline = Instant::now() + self.drain_timeout;
+            match self.state.wait_until_unused(deadline) {
+                0 => info!("no client has memory here any more"),
+                bytes => warn!(
+                    bytes,
+                    "the drain timeout of {:?} is over: clients lose what they still have here",
+                    self.drain_timeout
+                ),
+            }
+            return;
+        }
         let left = self.state.wait_until_empty(Instant::now() + self.grace);
         if left > 0 {
             warn!(

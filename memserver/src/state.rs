@@ -16,7 +16,10 @@
 //!
 //! Left to others: sockets and frames (`farpage_fabric::server`), when to stop ([`crate::Server`]).
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use farpage_fabric::log::later;
 use farpage_wire::{ExtentId, SessionId};
@@ -42,6 +45,9 @@ use ledger::Ledger;
 pub use limits::Limits;
 use records::{Freed, Leaving, SessionRecord};
 use retained::Retained;
+
+/// Pause between two looks for memory that sessions hold, while the server waits for its clients.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// The state of one server: sessions, extents, names, leases and charges.
 pub struct State {
@@ -91,6 +97,22 @@ impl State {
             && !self.ended.wait_until(&mut ledger, deadline).timed_out()
         {}
         ledger.connected()
+    }
+
+    /// Waits until no session holds memory any more, or until the deadline. Returns the bytes that
+    /// sessions still hold.
+    pub fn wait_until_unused(&self, deadline: Instant) -> u64 {
+        let mut ledger = self.ledger.lock();
+        loop {
+            let held = ledger.held_bytes();
+            let now = Instant::now();
+            if held == 0 || now >= deadline {
+                return held;
+            }
+            // The end of a session rings; an extent that is given back does not.
+            let look = deadline.min(now + LOOK_EVERY);
+            self.ended.wait_until(&mut ledger, look);
+        }
     }
 
     /// Ends the sessions whose lease has run out at `now`, or whose client is gone and has not come

@@ -73,6 +73,38 @@ fn sigterm_under_load_exits_0_and_removes_the_socket() {
 }
 
 #[test]
+fn with_a_drain_timeout_a_server_ends_once_no_client_has_memory_there() {
+    let mut daemon = Daemon::start(&["--drain-timeout", "60s"]);
+    let clients = [&daemon.shm, &daemon.tcp].map(connect);
+    let extents = clients
+        .each_ref()
+        .map(|client| client.grant(1 << 20).unwrap());
+    daemon.signal(Signal::SIGTERM);
+    for (client, extent) in clients.iter().zip(&extents) {
+        wait_until("the server drains", || client.stat().unwrap().draining);
+        client.release(extent.id).unwrap();
+    }
+    let left = Instant::now();
+    assert_eq!(daemon.wait().code(), Some(0));
+    assert!(left.elapsed() < Duration::from_secs(10));
+    drop(clients);
+}
+
+#[test]
+fn a_server_ends_at_its_drain_timeout_and_says_what_was_left() {
+    let (mut daemon, log) = Daemon::unread(&["--drain-timeout", "300ms"]);
+    let client = connect(&daemon.tcp);
+    client.grant(1 << 20).unwrap();
+    daemon.signal(Signal::SIGTERM);
+    let status = daemon.wait();
+    assert_eq!(status.code(), Some(0));
+    let lines: Vec<String> = log.map_while(Result::ok).collect();
+    let said = lines.join("\n");
+    assert!(said.contains("drain timeout of 300ms is over"), "{said}");
+    assert!(said.contains("1048576"), "{said}");
+}
+
+#[test]
 fn a_draining_server_waits_for_its_clients_and_refuses_new_ones() {
     let mut daemon = Daemon::start(&["--grace", "30s"]);
     let client = connect(&daemon.tcp);

@@ -359,7 +359,7 @@ impl Builder {
             let pager = Pager::start(Arc::new(space), cluster, &pager_options)?;
             Ok::<_, BuildError>(Held::new(pager))
         })?;
-        Ok(Runtime::new(pager, defaults))
+        Ok(Runtime::new(pager, defaults, session))
     }
 }
 

@@ -14,8 +14,8 @@ pub use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError, P
 use farpage_pager::FORKED;
 pub use farpage_pager::{FlushError as PageFlushError, MapError, PageError, PinError, StartError};
 pub use farpage_store::{
-    CodecError, CreateError as StoreCreateError, FileStoreError, NamesError, OpenStoreError,
-    PublishStoreError, StoreError, TableError,
+    AddServerError, CodecError, CreateError as StoreCreateError, DrainError, FileStoreError,
+    NamesError, OpenStoreError, PublishStoreError, StoreError, TableError,
 };
 pub use farpage_vm::UserfaultfdError;
 pub use farpage_wire::{EndpointError, control::NameError};

@@ -129,9 +129,9 @@ pub use farpage_fabric::{Allowance, Link, Session};
 pub use farpage_pager::{Advice, PageError, PagerStats};
 pub use farpage_signals::Allocator;
 pub use farpage_store::{
-    Block, Codec, CodecError, CodecTrial as Trial, Element, ElementType, Elements, FileStore,
-    FileStoreError, NamedRegion, Redundancy, RegPoolStats, Reserve, Store, StoreStatsSnapshot,
-    ZfpMode,
+    Block, Codec, CodecError, CodecTrial as Trial, DrainReport, Element, ElementType, Elements,
+    FileStore, FileStoreError, NamedRegion, Redundancy, RegPoolStats, Reserve, Store,
+    StoreStatsSnapshot, ZfpMode,
 };
 pub use farpage_vm::Transfer;
 pub use farpage_wire::Endpoint;

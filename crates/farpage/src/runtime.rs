@@ -13,19 +13,21 @@ use std::{
 
 use bytemuck::Pod;
 use bytesize::ByteSize;
+use farpage_fabric::SessionOptions;
 use farpage_pager::Pager;
 use farpage_signals::SignalGuard;
 use farpage_store::{
-    BlockingOptions, Codec, Element, ElementType, Elements, Layout, PageStore, Redundancy,
-    RemoteOptions,
+    BlockingOptions, Codec, DrainReport, Element, ElementType, Elements, Layout, PageStore,
+    Redundancy, RemoteOptions,
 };
 use farpage_tables::Held;
 use farpage_vm::KernelSpace;
-use farpage_wire::control::check_name;
+use farpage_wire::{Endpoint, control::check_name};
 
 use crate::{
     Arena, CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray, Session, Stats,
-    error::NamesError, fork,
+    error::{AddServerError, DrainError, NamesError},
+    fork,
 };
 
 /// Connections to memory servers, and the threads that move pages between them and regions. Clones
@@ -36,6 +38,8 @@ pub struct Runtime {
     defaults: Defaults,
     /// Number of regions without a name that were created.
     unnamed: Arc<AtomicU64>,
+    /// Options of sessions at servers that are added.
+    session: Arc<SessionOptions>,
 }
 
 /// Options of regions that do not set their own.
@@ -57,12 +61,17 @@ enum Opening {
 }
 
 impl Runtime {
-    pub(crate) fn new(pager: Held<Arc<Pager<KernelSpace>>>, defaults: Defaults) -> Runtime {
+    pub(crate) fn new(
+        pager: Held<Arc<Pager<KernelSpace>>>,
+        defaults: Defaults,
+        session: SessionOptions,
+    ) -> Runtime {
         fork::attend(&pager);
         Runtime {
             pager,
             defaults,
             unnamed: Arc::default(),
+            session: Arc::new(session),
         }
     }
 
@@ -431,6 +440,67 @@ impl Runtime {
         pager.read_only = options.read_only;
         pager.no_direct_io = (options.no_direct_io).unwrap_or(self.defaults.no_direct_io);
         pager
+    }
+
+    /// Adds the memory server at `server` (an endpoint such as `tcp://10.0.0.5:7400`), which takes
+    /// part in what is granted from now on. Existing arrays stay where they are, but for copies
+    /// that lacked a server. Does nothing if the server is one of the runtime's and answers, except
+    /// that it ends a [drain](Self::drain_server) of it. A server that was started anew at the
+    /// address of one that has ended is a new one. Waits for the server, at most for the deadline.
+    ///
+    /// ```no_run
+    /// use farpage::Runtime;
+    ///
+    /// let runtime = Runtime::builder().server("tcp://10.0.0.4:7400").build()?;
+    /// // The machine 10.0.0.4 is to be switched off: the program moves house.
+    /// runtime.add_server("tcp://10.0.0.5:7400")?;
+    /// let report = runtime.drain_server("tcp://10.0.0.4:7400")?;
+    /// println!("{} bytes moved", report.moved_bytes);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// See [`AddServerError`]. Nothing has changed then.
+    pub fn add_server(&self, server: &str) -> Result<(), AddServerError> {
+        if self.pager.get().is_parents() {
+            return Err(AddServerError::Forked);
+        }
+        let endpoint: Endpoint = server.parse()?;
+        let _signals = SignalGuard::new();
+        self.pager.with(|pager| {
+            let connect = || Session::connect(&endpoint, &self.session);
+            pager.cluster().add_server(&endpoint, connect)?;
+            pager.meet_servers();
+            Ok(())
+        })
+    }
+
+    /// Empties the memory server at `server`, one of the runtime's (for `auto://`, as
+    /// [`sessions`](Self::sessions) name it): moves all that unnamed arrays,
+    /// regions and arenas have there to the other servers, at up to 256 MiB/s, while the program
+    /// uses them. Waits until the server holds nothing of them, so that it can be ended. Nothing
+    /// new is put there from the first moment on, until it is [added](Self::add_server) again. Does
+    /// nothing if the server is empty. `stats().store.draining_bytes` says how much is left.
+    ///
+    /// Named arrays stay where they are: [`DrainReport::named_bytes`] says how much. For an array
+    /// with [copies](crate::Redundancy), its copy moves to a server that has none of it.
+    ///
+    /// # Errors
+    /// See [`DrainError`]. What was moved stays moved.
+    pub fn drain_server(&self, server: &str) -> Result<DrainReport, DrainError> {
+        if self.pager.get().is_parents() {
+            return Err(DrainError::Forked);
+        }
+        let endpoint: Endpoint = server.parse()?;
+        let begin = || {
+            let _signals = SignalGuard::new();
+            (self.pager).with(|pager| pager.cluster().begin_drain(&endpoint).map(Held::new))
+        };
+        let drain = begin()?;
+        // Signals come in meanwhile: the wait is as long as the server has memory.
+        drain.get().wait()?;
+        let _signals = SignalGuard::new();
+        Ok(drain.get().report())
     }
 
     /// Changes the budget while the program runs, to that of [`Builder::budget`] at most. Pages

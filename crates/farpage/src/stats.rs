@@ -83,6 +83,10 @@ impl fmt::Display for Stats {
         if store.repaired_bytes > 0 {
             write!(f, "; {} copied again", ByteSize(store.repaired_bytes))?;
         }
+        if store.draining_bytes > 0 {
+            let left = ByteSize(store.draining_bytes);
+            write!(f, "; {left} are left on servers that are being emptied")?;
+        }
         match fallbacks {
             0 => Ok(()),
             servers => write!(f, "; {servers} of the servers over tcp for want of rdma"),

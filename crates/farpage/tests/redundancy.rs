@@ -39,8 +39,12 @@ fn servers(count: usize) -> Vec<ServerProcess> {
 
 /// Builds a runtime that keeps two copies of each page, and a quarter of the array locally.
 fn runtime(servers: &[ServerProcess], mode: FaultMode) -> Runtime {
+    runtime_with(servers, mode, Redundancy::Copies(2))
+}
+
+fn runtime_with(servers: &[ServerProcess], mode: FaultMode, redundancy: Redundancy) -> Runtime {
     let builder = builder(ARRAY_BYTES / 4, PAGE_BYTES).fault_mode(mode);
-    let builder = builder.redundancy(Redundancy::Copies(2));
+    let builder = builder.redundancy(redundancy);
     let add = |builder: farpage::Builder, server: &ServerProcess| builder.server(&server.url);
     servers.iter().fold(builder, add).build().unwrap()
 }
@@ -146,6 +150,154 @@ fn a_server_that_stalls_holds_nobody_up_for_long() {
         (0, 0),
         "{stats}"
     );
+    array.close().unwrap();
+}
+
+/// Returns the bytes that a server has granted, by its own count.
+fn granted_bytes(runtime: &Runtime, server: &ServerProcess) -> u64 {
+    let sessions = runtime.sessions().iter();
+    let mut of_server = sessions.filter(|session| session.endpoint().to_string() == server.url);
+    let session = of_server.next().expect("it is the runtime's");
+    session.stat().unwrap().granted_bytes
+}
+
+/// Servers are added, emptied and ended while threads write: at the end none of the first ones is
+/// left.
+#[test]
+fn a_program_moves_house_while_it_writes() {
+    let Some(_watchdog) = begin(300) else { return };
+    let mut rng = Rng(seed());
+    for mode in [FaultMode::Filler, FaultMode::InThread] {
+        for redundancy in [Redundancy::None, Redundancy::Copies(2)] {
+            let mut first = servers(redundancy.copies());
+            let second = servers(redundancy.copies());
+            let runtime = runtime_with(&first, mode, redundancy);
+            let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
+            let (_, words) = shared(&mut array);
+            update_amid(words, rng.next(), || {
+                wait_until("pages are on the servers", || {
+                    runtime.stats().store.bytes_written > ARRAY_BYTES as u64 / 4
+                });
+                for (old, new) in first.iter_mut().zip(&second) {
+                    runtime.add_server(&new.url).unwrap();
+                    let report = runtime.drain_server(&old.url).unwrap();
+                    assert!(report.moved_bytes > 0, "{report:?}");
+                    assert_eq!(granted_bytes(&runtime, old), 0);
+                    old.kill();
+                }
+                let before = runtime.stats().store.bytes_written;
+                wait_until("writes go on", || {
+                    runtime.stats().store.bytes_written > before + ARRAY_BYTES as u64 / 4
+                });
+            });
+            array.flush().unwrap();
+            let stats = runtime.stats();
+            println!("{mode:?}, {redundancy}: {stats}");
+            let store = stats.store;
+            // A handler without a channel hands its page over to a filler, and counts an error.
+            let errors = match mode {
+                FaultMode::Filler => store.errors,
+                _ => 0,
+            };
+            assert_eq!((stats.pager.poisoned, errors, store.corrupt), (0, 0, 0));
+            assert_eq!(store.draining_bytes, 0);
+            array.close().unwrap();
+        }
+    }
+}
+
+/// The server ends before its timeout, since its client has moved everything away by itself.
+#[test]
+fn a_server_that_is_about_to_end_is_left_by_its_client_first() {
+    let Some(_watchdog) = begin(300) else { return };
+    let timeout = Duration::from_secs(60);
+    let mut old = ServerProcess::start_draining(
+        SERVING,
+        Fabric::Tcp,
+        256 * MIB,
+        Duration::from_secs(60),
+        timeout,
+    );
+    let new = servers(1);
+    let runtime = runtime_with(&new, FaultMode::Filler, Redundancy::None);
+    runtime.add_server(&old.url).unwrap();
+    let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
+    let (_, words) = shared(&mut array);
+    update_amid(words, seed(), || {
+        wait_until("pages are on the servers", || {
+            runtime.stats().store.bytes_written > ARRAY_BYTES as u64 / 4
+        });
+        assert!(granted_bytes(&runtime, &old) > 0);
+        // Waits for the end of the process, which comes well before the timeout.
+        old.stop();
+        let before = runtime.stats().store.bytes_written;
+        wait_until("writes go on", || {
+            runtime.stats().store.bytes_written > before + ARRAY_BYTES as u64 / 4
+        });
+    });
+    array.flush().unwrap();
+    let stats = runtime.stats();
+    let store = stats.store;
+    assert_eq!(
+        (stats.pager.poisoned, store.errors, store.corrupt),
+        (0, 0, 0),
+        "{stats}"
+    );
+    array.close().unwrap();
+}
+
+/// The server that was emptied was the first one, and keeps no names any more.
+#[test]
+fn names_are_kept_by_the_servers_that_are_left() {
+    let Some(_watchdog) = begin(120) else { return };
+    let mut servers = servers(2);
+    let runtime = runtime_with(&servers, FaultMode::Filler, Redundancy::None);
+    runtime.drain_server(&servers[0].url).unwrap();
+    servers[0].kill();
+    let named = |name: &str| runtime.array_with::<u64>(MIB, RegionOptions::new().name(name));
+    // The end of the server is noticed after a while.
+    let mut made = None;
+    wait_until("the server that has ended is not asked any more", || {
+        made = named("kept").ok();
+        made.is_some()
+    });
+    let mut array = made.expect("waited for");
+    array[7] = 7;
+    array.close().unwrap();
+    let array = runtime.open_array::<u64>("kept").unwrap();
+    assert_eq!(array[7], 7);
+    drop(array);
+    runtime.remove("kept").unwrap();
+}
+
+/// A server is killed, started anew at its address, and added: the lost copies are made there.
+#[test]
+fn a_server_that_was_started_anew_is_a_new_one() {
+    let Some(_watchdog) = begin(300) else { return };
+    let mut servers = servers(2);
+    let runtime = runtime(&servers, FaultMode::Filler);
+    let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
+    let (_, words) = shared(&mut array);
+    let lacking = || runtime.stats().store.under_protected_bytes;
+    update_amid(words, seed(), || {
+        wait_until("pages are on the servers", || {
+            runtime.stats().store.bytes_written > ARRAY_BYTES as u64 / 4
+        });
+        for server in &mut servers {
+            server.kill();
+            wait_until("its death is noticed", || lacking() > 0);
+            server.start_again();
+            runtime.add_server(&server.url).unwrap();
+            wait_until("its copies are made again", || lacking() == 0);
+        }
+    });
+    let stats = runtime.stats();
+    assert_eq!(
+        (stats.pager.poisoned, stats.store.errors),
+        (0, 0),
+        "{stats}"
+    );
+    assert_eq!(runtime.sessions().len(), 4);
     array.close().unwrap();
 }
 

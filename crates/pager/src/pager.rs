@@ -244,6 +244,14 @@ impl<A: AddressSpace> Pager<A> {
         RegionId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
+    /// Begins to open the channels of idle inline handlers to servers that were added. Busy ones
+    /// ask for their channels when they first need them.
+    pub fn meet_servers(&self) {
+        if let Some(in_thread) = &self.in_thread {
+            in_thread.open_lacking();
+        }
+    }
+
     /// Changes the residency budget, at most to that of the start. Returns the number of bytes by
     /// which memory exceeds it for now. No more memory is taken until evictors have brought that to
     /// nothing, which they cannot while too much is pinned.

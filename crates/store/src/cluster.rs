@@ -23,8 +23,10 @@ use farpage_signals::Mutex;
 use crate::{
     Reserve, StoreStats, StoreStatsSnapshot,
     codec::LinkTraffic,
+    drains::DrainCalls,
     health::ServerHealth,
     pool::{Purpose, SlotPool},
+    roster::{Roster, RosterFull, SERVERS_MAX},
 };
 
 /// Options of a cluster.
@@ -59,7 +61,7 @@ impl Default for ClusterOptions {
 
 /// The memory servers of a runtime, shared by its regions and lanes.
 pub struct Cluster {
-    sessions: Vec<Arc<Session>>,
+    sessions: Roster<Arc<Session>>,
     pub(crate) deadline: Duration,
     pub(crate) dead_after: Duration,
     pub(crate) repair_rate: Option<u64>,
@@ -72,9 +74,15 @@ pub struct Cluster {
     pub(crate) registered: RegPool,
     pub(crate) traffic: Arc<LinkTraffic>,
     pools: Mutex<HashMap<PoolKey, Arc<SlotPool>>>,
+    /// Pools of one named region each, or of one version of it.
+    own_pools: Mutex<Vec<Weak<SlotPool>>>,
+    /// Calls that wait until a server is empty.
+    pub(crate) drains: DrainCalls,
     stats: Mutex<Ledger>,
     /// Bytes of the slots of all pools that are held for snapshots.
     held_bytes: Arc<AtomicU64>,
+    /// Held while a server is added.
+    pub(crate) adding: Mutex<()>,
     /// Names of regions of this cluster that are open.
     pub(crate) names_open: Mutex<HashSet<String>>,
 }
@@ -109,14 +117,14 @@ impl Cluster {
     /// With more than 256 sessions.
     pub fn new(sessions: Vec<Arc<Session>>, options: ClusterOptions) -> Arc<Self> {
         assert!(
-            sessions.len() <= 256,
+            sessions.len() <= SERVERS_MAX,
             "a page entry names one of at most 256 servers"
         );
         let registrars = sessions.iter().map(|session| session.registrar());
-        Arc::new(Self {
+        let cluster = Arc::new(Self {
             registered: RegPool::new(registrars, RegPoolOptions::default()),
-            health: Arc::new(ServerHealth::new(sessions.len(), options.reopen_within)),
-            sessions,
+            health: Arc::new(ServerHealth::new(options.reopen_within)),
+            sessions: Roster::new(sessions),
             deadline: options.deadline,
             dead_after: options.dead_after,
             repair_rate: options.repair_rate,
@@ -124,15 +132,36 @@ impl Cluster {
             repairs_started: Mutex::default(),
             traffic: Arc::default(),
             pools: Mutex::default(),
+            own_pools: Mutex::default(),
+            drains: DrainCalls::default(),
             stats: Mutex::default(),
             held_bytes: Arc::default(),
+            adding: Mutex::default(),
             names_open: Mutex::default(),
-        })
+        });
+        for session in cluster.sessions() {
+            cluster.heed(session);
+        }
+        cluster
     }
 
-    /// Returns the sessions, in the order given.
+    /// Returns the sessions, in the order given, and behind them those that were added.
     pub fn sessions(&self) -> &[Arc<Session>] {
         &self.sessions
+    }
+
+    /// Adds a server to the cluster and to the pools that regions share.
+    pub(crate) fn add_session(self: &Arc<Self>, session: Arc<Session>) -> Result<(), RosterFull> {
+        // Pools that are made meanwhile wait, and have all servers.
+        let pools = self.pools.lock();
+        let port = self.sessions.push(session.clone())?;
+        for pool in pools.values() {
+            pool.add_server(port, session.clone());
+        }
+        drop(pools);
+        self.heed(&session);
+        self.health.changed();
+        Ok(())
     }
 
     /// Returns the sum over all stores, closed ones included.
@@ -145,11 +174,37 @@ impl Cluster {
             .fold(ledger.closed, |sum, stats| sum + stats.snapshot());
         sum.held_bytes = self.held_bytes();
         drop(ledger);
-        for pool in self.pools_with_copies() {
+        for pool in self.pools_to_repair() {
             sum.under_protected_bytes += pool.under_protected_bytes();
             sum.repaired_bytes += pool.repaired_bytes();
+            sum.draining_bytes += pool.draining_bytes();
         }
         sum
+    }
+
+    /// Returns the ports of the servers that keep names: all but those that do not answer after
+    /// they were emptied, or after which another was started at their address. All, if none is
+    /// left.
+    pub(crate) fn name_ports(&self) -> Vec<usize> {
+        let sessions = self.sessions();
+        let is_lost = |port: usize| sessions[port].loss(false).is_some();
+        let is_replaced = |port: usize| {
+            let mut later = port + 1..sessions.len();
+            later.any(|other| sessions[other].endpoint() == sessions[port].endpoint())
+        };
+        let is_left = |port: usize| self.health.is_leaving(port) && self.why_silent(port).is_some();
+        let is_out = |port: usize| is_left(port) || is_lost(port) && is_replaced(port);
+        let ports: Vec<usize> = (0..sessions.len()).filter(|&port| !is_out(port)).collect();
+        match ports.is_empty() {
+            true => (0..sessions.len()).collect(),
+            false => ports,
+        }
+    }
+
+    /// Returns the sessions of the servers that keep [names](Self::name_ports).
+    pub(crate) fn name_sessions(&self) -> Vec<Arc<Session>> {
+        let session = |port: usize| self.sessions[port].clone();
+        self.name_ports().into_iter().map(session).collect()
     }
 
     /// Returns the bytes of remote memory that no page uses any more, held for snapshots.
@@ -182,21 +237,46 @@ impl Cluster {
         pools.cloned().collect()
     }
 
+    /// Returns the pools that repairs look after: those with copies, and while servers leave all
+    /// that regions share.
+    pub(crate) fn pools_to_repair(&self) -> Vec<Arc<SlotPool>> {
+        match self.health.any_leaving() {
+            true => self.shared_pools(),
+            false => self.pools_with_copies(),
+        }
+    }
+
+    /// Returns the pools that regions share.
+    pub(crate) fn shared_pools(&self) -> Vec<Arc<SlotPool>> {
+        self.pools.lock().values().cloned().collect()
+    }
+
+    /// Returns the pools of one named region each, or of one version of it.
+    pub(crate) fn own_pools(&self) -> Vec<Arc<SlotPool>> {
+        (self.own_pools.lock().iter())
+            .filter_map(Weak::upgrade)
+            .collect()
+    }
+
     /// True once a region has copies: unreachable servers are borne from then on.
     pub(crate) fn has_copies(&self) -> bool {
         self.has_copies.load(Ordering::Relaxed)
     }
 
-    /// Makes a pool on the servers of `ports`, in this order.
-    pub(crate) fn new_pool(
+    /// Makes a pool of one region on the servers of `ports`, in this order.
+    pub(crate) fn own_pool(
         &self,
         ports: impl IntoIterator<Item = usize>,
         purpose: Purpose,
-    ) -> SlotPool {
-        self.new_pool_with_copies(ports, purpose, 1)
+    ) -> Arc<SlotPool> {
+        let pool = Arc::new(self.new_pool(ports, purpose, 1));
+        let mut own = self.own_pools.lock();
+        own.retain(|pool| pool.strong_count() > 0);
+        own.push(Arc::downgrade(&pool));
+        pool
     }
 
-    fn new_pool_with_copies(
+    fn new_pool(
         &self,
         ports: impl IntoIterator<Item = usize>,
         purpose: Purpose,
@@ -215,7 +295,7 @@ impl Cluster {
             self.has_copies.store(true, Ordering::Relaxed);
         }
         let ports = 0..self.sessions.len();
-        let new = || self.new_pool_with_copies(ports, Purpose::Shared, key.copies);
+        let new = || self.new_pool(ports, Purpose::Shared, key.copies);
         (self.pools.lock().entry(key))
             .or_insert_with(|| Arc::new(new()))
             .clone()

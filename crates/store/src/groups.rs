@@ -8,7 +8,10 @@
 //! A page entry names a group by its index. Moving or rebuilding a member is one change here, and
 //! nothing in an entry changes.
 
-use std::sync::RwLock;
+use std::sync::{
+    RwLock,
+    atomic::{AtomicI64, Ordering},
+};
 
 use farpage_wire::ExtentId;
 
@@ -119,6 +122,30 @@ impl ExtentGroup {
     }
 }
 
+/// Bytes of pages, and of the slots that the pages are in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Contents {
+    pub(crate) plain_bytes: i64,
+    pub(crate) stored_bytes: i64,
+}
+
+/// Contents of a group. Relaxed: sums of what threads add, each of which adds the same to the
+/// session of `server`.
+#[derive(Default)]
+struct GroupContents {
+    /// Server that shows the sum: that of the first member, as long as there is one.
+    server: u8,
+    plain_bytes: AtomicI64,
+    stored_bytes: AtomicI64,
+}
+
+impl GroupContents {
+    fn add(&self, contents: Contents) {
+        (self.plain_bytes).fetch_add(contents.plain_bytes, Ordering::Relaxed);
+        (self.stored_bytes).fetch_add(contents.stored_bytes, Ordering::Relaxed);
+    }
+}
+
 /// Groups by index. The lock is the standard library's, which never allocates: a signal handler may
 /// look a group up.
 #[derive(Default)]
@@ -127,9 +154,19 @@ pub(crate) struct GroupTable(RwLock<Groups>);
 #[derive(Default)]
 struct Groups {
     by_index: Vec<Option<ExtentGroup>>,
+    /// Contents of the groups, by index.
+    contents: Vec<GroupContents>,
     vacant: Vec<u32>,
     /// True once all extents were given back: no group is added any more.
     closed: bool,
+}
+
+impl Groups {
+    /// Adds an index without a group.
+    fn push_vacant(&mut self) {
+        self.by_index.push(None);
+        self.contents.push(GroupContents::default());
+    }
 }
 
 impl GroupTable {
@@ -140,7 +177,7 @@ impl GroupTable {
             return None;
         }
         let index = groups.vacant.pop().unwrap_or_else(|| {
-            groups.by_index.push(None);
+            groups.push_vacant();
             groups.by_index.len() as u32 - 1
         });
         assert!(
@@ -148,6 +185,10 @@ impl GroupTable {
             "a pool has at most 16 million extents"
         );
         groups.by_index[index as usize] = Some(group);
+        groups.contents[index as usize] = GroupContents {
+            server: group.members[0].map_or(0, |home| home.server),
+            ..GroupContents::default()
+        };
         Some(index)
     }
 
@@ -167,7 +208,7 @@ impl GroupTable {
 
     /// Adds an index that is not used until [`end_gaps`](Self::end_gaps).
     pub(crate) fn add_gap(&self) {
-        self.0.write().expect(NO_PANIC).by_index.push(None);
+        self.0.write().expect(NO_PANIC).push_vacant();
     }
 
     /// Allows use of the gaps.
@@ -180,6 +221,15 @@ impl GroupTable {
     pub(crate) fn get(&self, index: u32) -> Option<ExtentGroup> {
         let groups = self.0.read().expect(NO_PANIC);
         *groups.by_index.get(index as usize)?
+    }
+
+    /// Counts bytes of pages in a group, and of their slots. Returns the server that shows the sum.
+    pub(crate) fn count_contents(&self, index: u32, contents: Contents) -> Option<u8> {
+        let groups = self.0.read().expect(NO_PANIC);
+        groups.by_index.get(index as usize)?.as_ref()?;
+        let sum = &groups.contents[index as usize];
+        sum.add(contents);
+        Some(sum.server)
     }
 
     /// Returns server and extent of a group's first member, without copying the group.
@@ -264,11 +314,26 @@ impl GroupTable {
     }
 
     /// Replaces the member at a position. Call only while no write to the group is under way.
-    pub(crate) fn replace(&self, index: u32, at: u8, member: Option<Member>) {
+    /// Returns the group's contents, and the servers that showed the sum and show it now.
+    pub(crate) fn replace(
+        &self,
+        index: u32,
+        at: u8,
+        member: Option<Member>,
+    ) -> (Contents, [u8; 2]) {
         let mut groups = self.0.write().expect(NO_PANIC);
         let group = groups.by_index[index as usize].as_mut();
         let group = group.expect("a sealed extent is kept");
         group.members[usize::from(at)] = member;
         group.changes = group.changes.wrapping_add(1);
+        let sum = &mut groups.contents[index as usize];
+        let home = member.filter(|_| at == 0);
+        let now = home.map_or(sum.server, |home| home.server);
+        let before = std::mem::replace(&mut sum.server, now);
+        let contents = Contents {
+            plain_bytes: sum.plain_bytes.load(Ordering::Relaxed),
+            stored_bytes: sum.stored_bytes.load(Ordering::Relaxed),
+        };
+        (contents, [before, now])
     }
 }

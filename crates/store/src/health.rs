@@ -7,11 +7,13 @@
 use std::{
     sync::{
         OnceLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread::Thread,
     time::{Duration, Instant},
 };
+
+use crate::roster::SERVERS_MAX;
 
 /// Health of each server of a cluster, by the number of its session. Signal handlers read and
 /// write it: nothing here allocates or waits.
@@ -21,6 +23,10 @@ pub(crate) struct ServerHealth {
     suspect_since: Box<[AtomicU64]>,
     /// Flags of the servers, true if an operation has succeeded there since the last look.
     heard: Box<[AtomicBool]>,
+    /// Flags of the servers that are being emptied, or were: nothing is granted there.
+    leaving: Box<[AtomicBool]>,
+    /// Number of flags in `leaving` that are set.
+    leaving_count: AtomicUsize,
     /// Number of changes. A pool that has seen fewer looks at its groups again.
     version: AtomicU64,
     began: Instant,
@@ -31,12 +37,14 @@ pub(crate) struct ServerHealth {
 }
 
 impl ServerHealth {
-    /// Makes the health of servers that all answer. A silence of up to `reopen_within` may be a
-    /// short one.
-    pub(crate) fn new(servers: usize, reopen_within: Duration) -> Self {
+    /// Makes the health of servers that all answer, with room for as many as there can be. A
+    /// silence of up to `reopen_within` may be a short one.
+    pub(crate) fn new(reopen_within: Duration) -> Self {
         Self {
-            suspect_since: (0..servers).map(|_| AtomicU64::new(0)).collect(),
-            heard: (0..servers).map(|_| AtomicBool::new(false)).collect(),
+            suspect_since: (0..SERVERS_MAX).map(|_| AtomicU64::new(0)).collect(),
+            heard: (0..SERVERS_MAX).map(|_| AtomicBool::new(false)).collect(),
+            leaving: (0..SERVERS_MAX).map(|_| AtomicBool::new(false)).collect(),
+            leaving_count: AtomicUsize::new(0),
             version: AtomicU64::new(0),
             began: Instant::now(),
             reopen_within,
@@ -92,6 +100,33 @@ impl ServerHealth {
         self.heard[server].swap(false, Ordering::Relaxed)
     }
 
+    /// Takes a server out of the choice for new memory, or back in. Requests for memory that are
+    /// under way may still be granted there.
+    pub(crate) fn set_leaving(&self, server: usize, leaves: bool) {
+        if self.leaving[server].swap(leaves, Ordering::SeqCst) != leaves {
+            match leaves {
+                true => self.leaving_count.fetch_add(1, Ordering::SeqCst),
+                false => self.leaving_count.fetch_sub(1, Ordering::SeqCst),
+            };
+            self.changed();
+        }
+    }
+
+    /// True if the server is being emptied, or was.
+    pub(crate) fn is_leaving(&self, server: usize) -> bool {
+        self.leaving[server].load(Ordering::SeqCst)
+    }
+
+    /// True if the server is being emptied, or was, and is suspect: it may have ended.
+    pub(crate) fn is_left(&self, server: usize) -> bool {
+        self.is_leaving(server) && !self.is_fine(server)
+    }
+
+    /// True if any server is being emptied, or was.
+    pub(crate) fn any_leaving(&self) -> bool {
+        self.leaving_count.load(Ordering::SeqCst) > 0
+    }
+
     /// True if the server is not suspect.
     pub(crate) fn is_fine(&self, server: usize) -> bool {
         self.suspect_since[server].load(Ordering::Relaxed) == 0
@@ -128,7 +163,7 @@ mod tests {
 
     #[test]
     fn only_operations_spare_a_server_the_next_call() {
-        let health = ServerHealth::new(2, Duration::ZERO);
+        let health = ServerHealth::new(Duration::ZERO);
         health.answered(0);
         assert!(!health.take_heard(0));
         health.succeeded(0);

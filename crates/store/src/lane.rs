@@ -22,9 +22,12 @@
 mod call;
 mod copies;
 mod fill;
+mod home;
 mod operation;
 mod port;
+mod ports;
 mod run;
+mod servers;
 mod staging;
 mod user_store;
 mod write;
@@ -46,6 +49,7 @@ pub use self::{
 };
 use self::{
     port::{Port, PortState},
+    ports::Ports,
     run::{Direction, LaneRun, SlotTransfer, Spare, Task},
     staging::{IoBuf, Staging},
 };
@@ -71,7 +75,10 @@ const COPIES_PAUSE: Duration = Duration::from_millis(50);
 /// Page I/O of one worker thread. See the module.
 pub struct Lane<F: RunBuffer> {
     deadline: Duration,
-    ports: Vec<Port<IoBuf<F>>>,
+    cluster: Arc<Cluster>,
+    ports: Ports<IoBuf<F>>,
+    /// Number of requests that each port takes without allocating.
+    prepared: usize,
     /// Runs under way. The tag of a request names its run and part.
     runs: Vec<Option<LaneRun<F>>>,
     vacant: Vec<usize>,
@@ -108,8 +115,8 @@ pub struct Lane<F: RunBuffer> {
 }
 
 impl<F: RunBuffer> Lane<F> {
-    /// Makes a lane with a channel to each server of the cluster. Once a region has copies, a
-    /// server that cannot be reached is left out until it answers.
+    /// Makes a lane with a channel to each server of the cluster. A server that cannot be reached
+    /// is left out until it answers, if a region has copies or the server was to be emptied.
     ///
     /// # Errors
     /// [`ConnectError`] of the first server that cannot be reached.
@@ -119,14 +126,18 @@ impl<F: RunBuffer> Lane<F> {
             source,
         })?;
         let (ended_calls_sender, ended_calls) = crossbeam_channel::unbounded();
+        let ports = (cluster.sessions().iter().enumerate())
+            .map(|(server, session)| {
+                let health = (&cluster.health, server);
+                let may_be_closed = cluster.has_copies() || cluster.health.is_leaving(server);
+                Port::new(session, health, may_be_closed)
+            })
+            .collect::<Result<_, _>>()?;
         Ok(Self {
             deadline: cluster.deadline,
-            ports: (cluster.sessions().iter().enumerate())
-                .map(|(server, session)| {
-                    let health = (&cluster.health, server);
-                    Port::new(session, health, cluster.has_copies())
-                })
-                .collect::<Result<_, _>>()?,
+            cluster: cluster.clone(),
+            ports: Ports::new(ports),
+            prepared: 0,
             runs: Vec::new(),
             vacant: Vec::new(),
             waiting: VecDeque::new(),
@@ -171,7 +182,8 @@ impl<F: RunBuffer> Lane<F> {
 
     /// Begins to open channels that were lost.
     pub fn reopen(&mut self) {
-        for port in &mut self.ports {
+        self.add_ports();
+        for port in self.ports.iter_mut() {
             port.reopen(&self.waker);
         }
     }
@@ -179,11 +191,13 @@ impl<F: RunBuffer> Lane<F> {
     /// True if copies of pages are passed over for want of channels that can be opened now. For
     /// lanes that open none themselves.
     pub fn lacks_channels(&self) -> bool {
-        self.passive && self.ports.iter().any(Port::lacks_channel)
+        self.passive
+            && (self.ports.absent.is_wanted() || self.ports.iter().any(Port::lacks_channel))
     }
 
     /// Begins to open the channels that the lane [lacks](Self::lacks_channels).
     pub fn open_lacking(&mut self) {
+        self.add_ports();
         for port in self.ports.iter_mut().filter(|port| port.lacks_channel()) {
             port.reopen(&self.waker);
         }
@@ -197,7 +211,9 @@ impl<F: RunBuffer> Lane<F> {
         self.waiting.reserve(1);
         self.ready.reserve(1);
         self.completions.reserve(pages);
-        for port in &mut self.ports {
+        self.prepared = self.prepared.max(pages);
+        self.ports.absent.backlog.reserve(pages);
+        for port in self.ports.iter_mut() {
             port.backlog.reserve(pages);
         }
         let (mut parts, mut hashes) = self.spare();
@@ -316,6 +332,7 @@ impl<F: RunBuffer> Lane<F> {
     pub fn poll(&mut self, done: &mut Vec<RunCompletion<F>>) {
         self.look_again = None;
         self.watch.looks();
+        self.meet_servers();
         let is_opening = |port: &Port<_>| matches!(port.state, PortState::Opening(_));
         if self.has_calls_elsewhere() || self.ports.iter().any(is_opening) {
             self.waker.clear();
@@ -351,7 +368,10 @@ impl<F: RunBuffer> Lane<F> {
         let mut until = self.look_again;
         let mut sooner = |time: Option<Instant>| until = until.into_iter().chain(time).min();
         let mut waker = self.has_calls_elsewhere();
-        for port in &self.ports {
+        if !self.ports.absent.backlog.is_empty() {
+            return Some(Instant::now());
+        }
+        for port in self.ports.iter() {
             match &port.state {
                 PortState::Open { channel, .. } => {
                     let wait = channel.wait();
@@ -447,8 +467,9 @@ impl<F: RunBuffer> Lane<F> {
         mut transfer: SlotTransfer,
         buf: IoBuf<F>,
     ) {
-        if remote.pool.has_copies() {
-            self.aim_first(run.way, remote, &mut transfer);
+        match remote.pool.has_copies() {
+            true => self.aim_first(run.way, remote, &mut transfer),
+            false => _ = transfer.aim_home(remote),
         }
         run.parts[part].task = Task::Moving(transfer);
         self.ops_in_flight += 1;
@@ -543,7 +564,9 @@ impl<F: RunBuffer> Lane<F> {
         }
         match result {
             result if self.has_copies(tag) => self.complete_copy(tag, buf, result),
-            Err(error) if error.is_transient() => self.repeat(tag, buf, error),
+            Err(error) if error.is_transient() || self.has_moved(tag) => {
+                self.repeat(tag, buf, error);
+            }
             result => self.finish(tag, buf, result),
         }
     }
@@ -557,14 +580,18 @@ impl<F: RunBuffer> Lane<F> {
         let Task::Moving(transfer) = &mut run.parts[part].task else {
             unreachable!("a request belongs to a part that moves")
         };
-        transfer.doubt = u8::from(run.way == Direction::WriteBack);
+        if run.way == Direction::WriteBack {
+            transfer.doubt = 1;
+        }
         let store = run.store.clone();
         let Backing::Remote(remote) = &store.backing else {
             unreachable!("user stores have no channel")
         };
-        let is_lost = (remote.pool.session(transfer.place.server))
-            .loss(false)
-            .is_some();
+        if run.way == Direction::Fill {
+            transfer.aim_home(remote);
+        }
+        let session = remote.pool.session(transfer.server);
+        let is_lost = session.loss(false).is_some();
         if is_lost || run.started.elapsed() >= self.deadline {
             return self.finish(tag, buf, Err(error));
         }
@@ -601,7 +628,7 @@ impl<F: RunBuffer> Lane<F> {
         };
         match run.way {
             Direction::Fill => {
-                let outlook = self.outlook(&run, remote, transfer.place);
+                let outlook = self.outlook(&run, remote, &transfer);
                 let coder = &mut self.coder;
                 let block = block.as_ref().map(|block| block.as_ref());
                 run.fetched(part, remote, (transfer, outlook), coder, block, result)

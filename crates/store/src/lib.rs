@@ -11,10 +11,13 @@
 //! - [`Lane`]: the I/O of one worker thread, which moves pages.
 #![forbid(unsafe_code)]
 
+mod adds;
 mod blocking;
 mod cluster;
 mod codec;
 mod copier;
+mod drain;
+mod drains;
 mod elements;
 mod entry;
 mod error;
@@ -32,6 +35,8 @@ mod publications;
 mod readers;
 mod remote;
 mod repair;
+mod roster;
+mod sealed;
 mod slots;
 mod snapshot;
 mod snapshots;
@@ -40,9 +45,12 @@ mod stats;
 mod tests;
 mod transfer;
 
+pub use adds::AddServerError;
 pub use blocking::{BlockingOptions, Store};
 pub use cluster::{Cluster, ClusterOptions};
 pub use codec::{Block, Codec, CodecError, CodecTrial, Element, Layout, ZfpMode};
+pub use drain::Drain;
+pub use drains::{DrainError, DrainReport};
 pub use elements::{ElementType, Elements};
 pub use entry::EntryWords;
 pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError, TableError};

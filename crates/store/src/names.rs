@@ -65,7 +65,7 @@ impl Claim {
     /// Holds the name on all servers until [`let_go`](Self::let_go), also on those without pages of
     /// the region.
     pub(crate) fn take(&self, replace: bool) -> Result<(), PublishError> {
-        for session in self.cluster.sessions() {
+        for session in &self.cluster.name_sessions() {
             session.claim(&self.name, replace)?;
             self.opened(session);
         }
@@ -162,7 +162,7 @@ impl Cluster {
     /// [`NamesError::List`]
     pub fn names(&self) -> Result<Vec<NamedRegion>, NamesError> {
         let mut all: BTreeMap<_, NamedRegion> = BTreeMap::new();
-        for session in self.sessions() {
+        for session in self.name_sessions() {
             for named in session.names()? {
                 let owner = named.owner.to_string();
                 let region = all
@@ -198,7 +198,7 @@ impl Cluster {
             name: name.to_owned(),
         })?;
         let mut found = false;
-        for session in self.sessions() {
+        for session in self.name_sessions() {
             match session.remove(name) {
                 Ok(()) => found = true,
                 Err(OpenNameError::NotFound { .. }) => {}

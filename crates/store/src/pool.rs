@@ -9,6 +9,7 @@
 
 mod copies;
 mod grants;
+mod leaving;
 
 use std::{
     sync::{
@@ -22,10 +23,11 @@ use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegPool}
 use farpage_signals::Mutex;
 
 use crate::{
-    groups::{ExtentGroup, GroupTable},
+    groups::{Contents, ExtentGroup, GroupTable},
     health::ServerHealth,
     place::{SlotPlace, SlotSpan, slot_bytes},
     readers::ReaderSlots,
+    roster::{Roster, SERVERS_MAX},
     slots::{Arena, Slot},
     snapshots::{OLDEST, Snapshots},
 };
@@ -37,7 +39,7 @@ const EXTENT_BYTES_MAX: u64 = 1 << 30;
 pub(crate) struct SlotPool {
     /// Port (of every lane) and session of each server, as this pool numbers the servers: a
     /// published region keeps its own numbers.
-    servers: Vec<(usize, Arc<Session>)>,
+    servers: Roster<(usize, Arc<Session>)>,
     purpose: Purpose,
     pub(crate) snapshots: Snapshots,
     /// Buffers for page maps.
@@ -49,7 +51,7 @@ pub(crate) struct SlotPool {
     /// Version of `health` that the arenas' choices follow.
     seen: AtomicU64,
     /// Slots by the server that their extents' groups were granted at first.
-    arenas: Vec<Mutex<Arena>>,
+    arenas: Roster<Arc<Mutex<Arena>>>,
     groups: GroupTable,
     /// Bytes of the members on each server, of a pool with copies.
     copied_bytes: Box<[AtomicU64]>,
@@ -111,11 +113,11 @@ impl SlotPool {
     ) -> Self {
         Self {
             purpose,
-            snapshots: Snapshots::new(servers.len(), held_bytes),
-            arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
+            snapshots: Snapshots::new(held_bytes),
+            arenas: Roster::new(servers.iter().map(|_| new_arena())),
             registered,
-            copied_bytes: servers.iter().map(|_| AtomicU64::new(0)).collect(),
-            servers,
+            copied_bytes: (0..SERVERS_MAX).map(|_| AtomicU64::new(0)).collect(),
+            servers: Roster::new(servers),
             copies,
             health,
             seen: AtomicU64::new(0),
@@ -148,6 +150,17 @@ impl SlotPool {
 
     pub(crate) fn servers(&self) -> &[(usize, Arc<Session>)] {
         &self.servers
+    }
+
+    /// Adds a server, which takes part in requests for memory from then on. Does nothing if there
+    /// are as many servers as can be.
+    pub(crate) fn add_server(&self, port: usize, session: Arc<Session>) {
+        let _no_requests = self.growing.lock();
+        // A place names an arena, and looks its server up.
+        if self.servers.push((port, session)).is_ok() {
+            let is_added = self.arenas.push(new_arena()).is_ok();
+            debug_assert!(is_added, "there are as many arenas as servers");
+        }
     }
 
     /// True if the pool belongs to one region, and ends with it.
@@ -200,8 +213,14 @@ impl SlotPool {
 
     /// Returns the extent of a place in a pool without copies, or that of the home.
     pub(crate) fn extent(&self, place: SlotPlace) -> ExtentId {
-        let home = self.groups.home(place.extent);
+        let home = self.home(place);
         home.expect("an extent with live slots is kept").1
+    }
+
+    /// Returns server and extent of a place in a pool without copies, or those of the home. `None`
+    /// if the extent is gone.
+    pub(crate) fn home(&self, place: SlotPlace) -> Option<(u8, ExtentId)> {
+        self.groups.home(place.extent)
     }
 
     /// Returns server and id of every extent of a pool without copies, by index.
@@ -254,11 +273,9 @@ impl SlotPool {
         let index = self.groups.add(group)?;
         let mut arena = self.arenas[arena as usize].lock();
         arena.add(index, group.bytes);
-        if self.has_copies() {
-            // Looked up under the lock: what changes later comes by `follow_health`.
-            let choice = self.choice_of(index);
-            arena.choose(index, choice);
-        }
+        // Looked up under the lock: what changes later comes by `follow_health`.
+        let choice = self.choice_of(index);
+        arena.choose(index, choice);
         drop(arena);
         self.grants.fetch_add(1, Ordering::Release);
         Some(index)
@@ -317,7 +334,7 @@ impl SlotPool {
 
     fn release(&self, server: usize, id: ExtentId) {
         let session = &self.servers[server].1;
-        if self.has_copies() {
+        if self.has_copies() || self.is_leaving(server as u8) {
             if session.loss(false).is_some() {
                 return;
             }
@@ -354,9 +371,7 @@ impl SlotPool {
                 .find_map(|server| {
                     let mut arena = self.arenas[server].lock();
                     let Slot { extent, offset } = arena.alloc(bytes, choice)?;
-                    if self.has_copies() {
-                        arena.begin_writes(extent, 1);
-                    }
+                    arena.begin_writes(extent, 1);
                     Some(SlotPlace {
                         server: server as u8,
                         extent,
@@ -386,9 +401,7 @@ impl SlotPool {
             let from = places.len();
             let mut arena = self.arenas[server].lock();
             arena.alloc_run(bytes, end - from, choice, |slot| places.push(place(slot)));
-            if self.has_copies() {
-                (places[from..].iter()).for_each(|place| arena.begin_writes(place.extent, 1));
-            }
+            (places[from..].iter()).for_each(|place| arena.begin_writes(place.extent, 1));
             if places.len() == end {
                 break;
             }
@@ -439,8 +452,8 @@ impl SlotPool {
             .sum()
     }
 
-    /// Counts the page in `slot` among those that its server keeps (`pages` is 1), or no longer
-    /// (-1). The server shows the sum. A pool that is only read counts nothing: its writer does.
+    /// Counts the page in `slot` among those that a server keeps (`pages` is 1), or no longer (-1).
+    /// The server shows the sum. A pool that is only read counts nothing: its writer does.
     pub(crate) fn count_contents(&self, slot: SlotSpan, page_bytes: usize, pages: i64) {
         if matches!(self.purpose, Purpose::Reading) {
             return;
@@ -448,8 +461,13 @@ impl SlotPool {
         let bytes = pages * slot_bytes(slot.bytes) as i64;
         let kept = self.kept_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.kept_peak_bytes.fetch_max(kept, Ordering::Relaxed);
-        let session = &self.servers[slot.place.server as usize].1;
-        session.add_contents(pages * page_bytes as i64, bytes);
+        let contents = Contents {
+            plain_bytes: pages * page_bytes as i64,
+            stored_bytes: bytes,
+        };
+        let server = self.groups.count_contents(slot.place.extent, contents);
+        let session = self.session(server.unwrap_or(slot.place.server));
+        session.add_contents(contents.plain_bytes, contents.stored_bytes);
     }
 
     /// Returns the peak of the bytes that pages were in at once.
@@ -468,6 +486,10 @@ impl SlotPool {
     pub(crate) fn grants(&self) -> u64 {
         self.grants.load(Ordering::Acquire)
     }
+}
+
+fn new_arena() -> Arc<Mutex<Arena>> {
+    Arc::new(Mutex::new(Arena::new()))
 }
 
 fn slot_of(SlotPlace { extent, offset, .. }: SlotPlace) -> Slot {

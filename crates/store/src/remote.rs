@@ -107,8 +107,9 @@ impl PageStore {
         };
         let named = claim.is_some();
         let pool = if let Some(name) = &options.name {
-            let readers = ReaderSlots::new(name, &cluster.sessions()[0]);
-            Arc::new(cluster.new_pool(0..cluster.sessions().len(), Purpose::Named(readers)))
+            let ports = cluster.name_ports();
+            let readers = ReaderSlots::new(name, &cluster.sessions()[ports[0]]);
+            cluster.own_pool(ports, Purpose::Named(readers))
         } else {
             cluster.shared_pool(PoolKey {
                 page_bytes,
@@ -334,6 +335,7 @@ impl PageStore {
             stats.held_bytes = remote.pool.snapshots.held_bytes();
             stats.under_protected_bytes = remote.pool.under_protected_bytes();
             stats.repaired_bytes = remote.pool.repaired_bytes();
+            stats.draining_bytes = remote.pool.draining_bytes();
         }
         stats
     }

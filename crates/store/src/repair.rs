@@ -21,11 +21,21 @@
 //! A group is sealed once a source and an extent for the copy are there, so that nothing is taken
 //! out of use in vain.
 //!
-//! A thread does this for a cluster with copies, and sleeps while nothing is missing. Nothing here
-//! verifies hashes: pages are verified when they are filled.
+//! A member that is to leave its server ([`drain`](crate::drain)) is replaced in the same way, also
+//! one that is Good and the group's only one. It stays Good, and readable, until step 4, and may be
+//! the source of step 3: by step 2 no entry comes to refer to a slot that is written meanwhile.
+//! After step 4 nothing is read or written there but by READs that began before. Their bytes are
+//! right as long as the extent is there: slots that an entry refers to are not written to. The
+//! extent goes back to its server at once. From then on such a READ is refused, or brings zeros or
+//! whatever the server has there: bytes of other clients never, since an extent's number is not
+//! used twice and shared memory is not lent again. The hash tells right bytes from all others, and
+//! the lane repeats the READ where the table says by then (`lane/home.rs`, `lane/fill.rs`).
+//!
+//! A thread does this for a cluster with copies, or with a server that leaves. The thread sleeps
+//! while nothing is to be done. Nothing here verifies hashes: pages are verified when they are
+//! filled.
 
 use std::{
-    collections::HashMap,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Weak,
@@ -35,13 +45,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegBuf};
+use farpage_fabric::{AllocError, Session, log::later, regmem::RegBuf};
 
 use crate::{
     Cluster,
-    copier::Copier,
-    groups::{ExtentGroup, Member, MemberState},
+    drain::DrainOutlook,
+    groups::ExtentGroup,
     pool::SlotPool,
+    roster::SERVERS_MAX,
+    sealed::{Refusals, Repair, SealedGroup},
 };
 
 /// Pause between looks at servers that do not answer, and at groups whose writes have not ended.
@@ -72,25 +84,20 @@ pub(crate) struct Repairer {
     failures: u32,
     /// The group that is sealed until its writes have ended.
     sealed: Option<SealedGroup>,
+    /// Findings of the last turn about servers that are being emptied.
+    drains: DrainOutlook,
 }
 
-/// A sealed group, whose copy is to be made.
-struct SealedGroup {
+/// A copy that is missing, or that is to leave its server.
+struct WantedCopy {
     pool: Arc<SlotPool>,
     index: u32,
-    plan: CopyPlan,
-}
-
-/// Preparation of a copy.
-#[derive(Clone, Copy)]
-struct CopyPlan {
-    /// Position of the copy.
-    at: u8,
-    /// Member that is replaced.
-    lost: Option<Member>,
-    /// Server and extent that were granted for the copy. `None`: the stale member's server has room
-    /// only for one of both, so that the stale one goes back first.
-    target: Option<(u8, ExtentId)>,
+    /// Number of Good members.
+    good: usize,
+    /// True if no copy is missing.
+    is_move: bool,
+    /// Ports of the servers that members are to leave.
+    leaves: Vec<usize>,
 }
 
 /// Outcome of a turn: what is left to do.
@@ -108,23 +115,6 @@ pub(crate) enum RepairTurn {
     NoRoom,
 }
 
-/// Outcome of one repair.
-enum Repair {
-    Done,
-    /// Writes to the group have not ended.
-    Waits,
-    /// A server that is needed is silent: it answers again, or is given up soon.
-    Silent,
-    /// No server has room for the copy. Holds the last refusal; `None` if there is no server to
-    /// ask.
-    NoRoom(Option<AllocError>),
-    /// A server failed on the way. Holds its error.
-    Failed(String),
-}
-
-/// Servers that refused memory in this turn, by port, each with the fewest bytes it refused.
-type Refusals = HashMap<usize, (u64, AllocError)>;
-
 impl Cluster {
     /// Starts the thread that repairs, unless it runs.
     ///
@@ -135,9 +125,9 @@ impl Cluster {
         if *is_started {
             return Ok(());
         }
-        let (cluster, servers) = (Arc::downgrade(self), self.sessions().len());
+        let cluster = Arc::downgrade(self);
         let thread = Builder::new().name("farpage-repair".to_owned());
-        let thread = farpage_tables::spawn(thread, move || work(&cluster, servers))?;
+        let thread = farpage_tables::spawn(thread, move || work(&cluster))?;
         self.health.set_repairer(thread.thread().clone());
         *is_started = true;
         Ok(())
@@ -145,16 +135,16 @@ impl Cluster {
 }
 
 /// Repairs until the cluster is gone.
-fn work(cluster: &Weak<Cluster>, servers: usize) {
+fn work(cluster: &Weak<Cluster>) {
     let body = AssertUnwindSafe(|| {
-        let mut repairer = Repairer::new(servers);
+        let mut repairer = Repairer::new();
         let mut next_copy = Instant::now();
         while let Some(alive) = cluster.upgrade() {
             repairer.listen(&alive);
             let turn = match next_copy.checked_duration_since(Instant::now()) {
                 None => repairer.turn(&alive),
                 Some(_) => {
-                    repairer.look_at_servers(&alive, &alive.pools_with_copies());
+                    repairer.look_at_servers(&alive, &alive.pools_to_repair());
                     RepairTurn::Waits
                 }
             };
@@ -175,26 +165,64 @@ fn work(cluster: &Weak<Cluster>, servers: usize) {
     }
 }
 
+impl WantedCopy {
+    /// Returns the copies that a pool lacks, and those that are to leave their servers.
+    fn all_of(pool: &Arc<SlotPool>) -> Vec<Self> {
+        let any_leaving = pool.any_leaving();
+        let groups = (0..).zip(pool.groups());
+        let wanted = groups.filter_map(|(index, group)| {
+            // Nothing can be copied from a server that has lost the program's session.
+            let is_lost = |server| pool.session(server).loss(false).is_some();
+            let is_readable = |group: &ExtentGroup| group.good().any(|(_, it)| !is_lost(it.server));
+            let group = group.filter(is_readable)?;
+            let leaves: Vec<usize> = match any_leaving {
+                true => (pool.leaving(&group))
+                    .map(|(_, member)| pool.port(member.server))
+                    .collect(),
+                false => Vec::new(),
+            };
+            let is_lacking = group.lacks_copies();
+            (is_lacking || !leaves.is_empty()).then(|| Self {
+                pool: pool.clone(),
+                index,
+                good: group.good_count(),
+                is_move: !is_lacking,
+                leaves,
+            })
+        });
+        wanted.collect()
+    }
+
+    /// True if the copy is that of a sealed group.
+    fn is_of(&self, sealed: &SealedGroup) -> bool {
+        Arc::ptr_eq(&sealed.pool, &self.pool) && sealed.index == self.index
+    }
+}
+
 impl Repairer {
-    pub(crate) fn new(servers: usize) -> Self {
+    pub(crate) fn new() -> Self {
         Self {
-            probes: (0..servers).map(|_| Arc::default()).collect(),
-            probed: vec![None; servers],
-            told_dead: vec![false; servers],
+            probes: (0..SERVERS_MAX).map(|_| Arc::default()).collect(),
+            probed: vec![None; SERVERS_MAX],
+            told_dead: vec![false; SERVERS_MAX],
             told_full: false,
             told_few: false,
             failures: 0,
             sealed: None,
+            drains: DrainOutlook::default(),
         }
     }
 
     /// Looks after silent servers, and makes at most one copy.
     pub(crate) fn turn(&mut self, cluster: &Arc<Cluster>) -> RepairTurn {
-        let pools = cluster.pools_with_copies();
+        cluster.drains.see();
+        let pools = cluster.pools_to_repair();
         pools.iter().for_each(tell_of_damage);
         pools.iter().for_each(|pool| pool.release_owed());
         let any_silent = self.look_at_servers(cluster, &pools);
-        match self.repair_one(cluster, &pools) {
+        let turn = self.repair_one(cluster, &pools);
+        cluster.answer_drains(&pools, &self.drains);
+        match turn {
             RepairTurn::Idle if any_silent => RepairTurn::Waits,
             RepairTurn::NoRoom if any_silent => RepairTurn::Waits,
             turn => turn,
@@ -211,6 +239,9 @@ impl Repairer {
     /// the sign for long is suspect.
     fn listen(&mut self, cluster: &Arc<Cluster>) {
         for (server, session) in cluster.sessions().iter().enumerate() {
+            if cluster.health.is_left(server) {
+                continue;
+            }
             let since = self.probed[server].map_or(LISTEN_EVERY, |probed| probed.elapsed());
             if self.probes[server].load(Ordering::Acquire) {
                 if since > cluster.dead_after / 2 {
@@ -234,6 +265,10 @@ impl Repairer {
     ) -> bool {
         let mut any_silent = false;
         for (server, session) in cluster.sessions().iter().enumerate() {
+            if cluster.health.is_left(server) && !pools.iter().any(|pool| pool.is_on(server)) {
+                // Nothing is there, and a server that was emptied may have ended.
+                continue;
+            }
             let lost = session.loss(false);
             let silent = cluster.health.suspect_for(server);
             if lost.is_none() && silent.is_none() {
@@ -250,8 +285,9 @@ impl Repairer {
                     continue;
                 }
             }
+            let copied = pools.iter().filter(|pool| pool.has_copies());
             let mark = |pool: &Arc<SlotPool>| pool.mark_dead(server as u8, lost.is_some());
-            let marked: usize = pools.iter().map(mark).sum();
+            let marked: usize = copied.map(mark).sum();
             if marked > 0 && !std::mem::replace(&mut self.told_dead[server], true) {
                 let endpoint = session.endpoint().clone();
                 let reason = lost.unwrap_or_else(|| format!("silent for {:?}", cluster.dead_after));
@@ -291,22 +327,16 @@ impl Repairer {
         }
     }
 
-    /// Makes one copy, of the group that has the fewest.
+    /// Makes one copy: of the group that has the fewest, or, where no copies are missing, of a
+    /// member that is to leave its server.
     fn repair_one(&mut self, cluster: &Cluster, pools: &[Arc<SlotPool>]) -> RepairTurn {
-        let mut lacking: Vec<(usize, Arc<SlotPool>, u32)> = Vec::new();
-        for pool in pools {
-            for (index, group) in (0..).zip(pool.groups()) {
-                let group = group.filter(|group| group.lacks_copies() && group.good_count() > 0);
-                lacking.extend(group.map(|group| (group.good_count(), pool.clone(), index)));
-            }
-        }
+        self.drains = DrainOutlook::default();
+        let mut wanted: Vec<WantedCopy> = pools.iter().flat_map(WantedCopy::all_of).collect();
         // A group that was sealed comes first: its writes may have ended.
         let sealed = self.sealed.take();
-        let is_sealed = |pool: &Arc<SlotPool>, index| {
-            (sealed.as_ref()).is_some_and(|it| Arc::ptr_eq(&it.pool, pool) && it.index == index)
-        };
-        lacking.sort_by_key(|(good, pool, index)| (!is_sealed(pool, *index), *good));
-        let any_sealed = (lacking.first()).is_some_and(|(_, pool, at)| is_sealed(pool, *at));
+        let is_sealed = |it: &WantedCopy| sealed.as_ref().is_some_and(|sealed| it.is_of(sealed));
+        wanted.sort_by_key(|it| (!is_sealed(it), it.is_move, it.good));
+        let any_sealed = wanted.first().is_some_and(is_sealed);
         let mut sealed = match sealed {
             Some(sealed) if !any_sealed => {
                 sealed.give_up();
@@ -316,9 +346,10 @@ impl Repairer {
         };
         let (mut turn, mut failure) = (RepairTurn::Idle, None);
         let mut refusals = Refusals::new();
-        for (_, pool, index) in lacking {
-            if self.sealed.is_some() && !pool.is_at_rest(index) {
+        for it in wanted {
+            if self.sealed.is_some() && !it.pool.is_at_rest(it.index) {
                 // One group stays sealed until its writes have ended. Others are tried again.
+                self.drains.wait(&it.leaves);
                 turn = RepairTurn::Waits;
                 continue;
             }
@@ -326,7 +357,7 @@ impl Repairer {
                 Some(sealed) if sealed.fits() => Ok(sealed),
                 unfit => {
                     unfit.into_iter().for_each(SealedGroup::give_up);
-                    SealedGroup::new(&pool, index, &mut refusals)
+                    SealedGroup::new(&it.pool, it.index, &mut refusals)
                 }
             };
             let repair = match group {
@@ -346,12 +377,22 @@ impl Repairer {
             match repair {
                 Repair::Done => {
                     (self.told_full, self.told_few, self.failures) = (false, false, 0);
+                    self.drains.go_on();
                     return RepairTurn::Repaired;
                 }
-                Repair::Waits | Repair::Silent => turn = RepairTurn::Waits,
-                Repair::Failed(error) => failure = Some(error),
+                Repair::Waits | Repair::Silent => {
+                    self.drains.wait(&it.leaves);
+                    turn = RepairTurn::Waits;
+                }
+                Repair::Failed(error) => {
+                    self.drains.wait(&it.leaves);
+                    failure = Some(error);
+                }
                 Repair::NoRoom(refusal) => {
-                    self.tell_of_lack(refusal);
+                    self.drains.refuse(&it.leaves, refusal.as_ref());
+                    if !it.is_move {
+                        self.tell_of_lack(refusal);
+                    }
                     if turn == RepairTurn::Idle {
                         turn = RepairTurn::NoRoom;
                     }
@@ -378,7 +419,7 @@ impl Repairer {
             }),
             None if !std::mem::replace(&mut self.told_few, true) => later(|| {
                 tracing::warn!(
-                    "pages have fewer copies than asked for, since too few servers answer; start them again with their memory, or add a server and restart the program"
+                    "pages have fewer copies than asked for, since too few servers answer; start them again with their memory, or add a server to the running program"
                 );
             }),
             _ => {}
@@ -419,200 +460,4 @@ impl Drop for Repairer {
             .into_iter()
             .for_each(SealedGroup::give_up);
     }
-}
-
-impl CopyPlan {
-    /// Prepares the first copy that a group lacks.
-    ///
-    /// # Errors
-    /// The reason why nothing can be done, or nothing needs to be.
-    fn new(pool: &SlotPool, index: u32, refusals: &mut Refusals) -> Result<Self, Repair> {
-        let group = pool.group_at(index).ok_or(Repair::Done)?;
-        let (at, lost) = lacking(&group).ok_or(Repair::Done)?;
-        if !group
-            .good()
-            .any(|(_, member)| pool.is_usable(member.server))
-        {
-            return Err(Repair::Silent);
-        }
-        let stale = lost.filter(|lost| lost.state == MemberState::Stale);
-        if stale.is_some_and(|stale| !pool.is_usable(stale.server)) {
-            return Err(Repair::Silent);
-        }
-        let target = match new_extent(pool, index, &group, lost, refusals) {
-            Ok(target) => Some(target),
-            Err(Some(AllocError::Control(error))) => {
-                return Err(Repair::Failed(error.to_string()));
-            }
-            Err(_) if stale.is_some() => None,
-            Err(refusal) => return Err(Repair::NoRoom(refusal)),
-        };
-        Ok(Self { at, lost, target })
-    }
-}
-
-impl SealedGroup {
-    /// Prepares a copy of a group, and seals the group.
-    ///
-    /// # Errors
-    /// The reason why nothing can be done, or nothing needs to be. The group is not sealed then.
-    fn new(pool: &Arc<SlotPool>, index: u32, refusals: &mut Refusals) -> Result<Self, Repair> {
-        let plan = CopyPlan::new(pool, index, refusals)?;
-        let sealed = Self {
-            pool: pool.clone(),
-            index,
-            plan,
-        };
-        if !pool.seal(index) {
-            sealed.drop_target();
-            return Err(Repair::Done);
-        }
-        Ok(sealed)
-    }
-
-    /// True if the preparation is still right: servers may have failed since.
-    fn fits(&self) -> bool {
-        let CopyPlan { at, lost, target } = self.plan;
-        let group = self.pool.group_at(self.index);
-        let found = group.as_ref().and_then(lacking);
-        let is_there = found.is_some_and(|(now, _)| now == at)
-            && group.is_some_and(|group| group.member(at) == lost);
-        is_there && target.is_none_or(|(server, _)| self.pool.is_usable(server))
-    }
-
-    /// Gives the preparation up.
-    fn give_up(self) {
-        self.drop_target();
-        self.unseal();
-    }
-
-    fn drop_target(&self) {
-        if let Some((server, id)) = self.plan.target {
-            self.pool.drop_copy(server, id);
-        }
-    }
-
-    /// Puts the group back into use. A region may have ended meanwhile, which gives back no sealed
-    /// extent.
-    fn unseal(&self) {
-        let pieces = self.pool.pieces_at_rest(self.index);
-        self.pool.unseal(self.index);
-        if pieces.is_some_and(|pieces| pieces.is_empty()) {
-            self.pool.shrink();
-        }
-    }
-
-    /// Makes the copy, and unseals the group.
-    ///
-    /// # Errors
-    /// The group: writes to it have not ended.
-    fn copy(mut self, cluster: &Cluster) -> Result<Repair, Self> {
-        let Some(pieces) = self.pool.pieces_at_rest(self.index) else {
-            return Err(self);
-        };
-        let repair = self.copy_pieces(cluster, &pieces);
-        if !matches!(repair, Repair::Done) {
-            self.drop_target();
-        }
-        self.unseal();
-        Ok(repair)
-    }
-
-    /// Copies the pieces of a group at rest to the new member, from the first Good member that can
-    /// be read.
-    fn copy_pieces(&mut self, cluster: &Cluster, pieces: &[(u64, u64)]) -> Repair {
-        let (pool, index) = (&self.pool, self.index);
-        let CopyPlan { at, lost, target } = self.plan;
-        // Looked up now: the writes that were waited for may have changed the group.
-        let Some(group) = pool.group_at(index) else {
-            return Repair::Done;
-        };
-        // 1. The extent.
-        let (server, id) = match (target, lost) {
-            (Some(target), _) => target,
-            (None, Some(stale)) => {
-                pool.replace(index, at, None);
-                match pool.grant_copy(stale.server, group.bytes) {
-                    Ok(extent) => (stale.server, extent.id),
-                    Err(refusal) => return Repair::NoRoom(Some(refusal)),
-                }
-            }
-            (None, None) => return Repair::NoRoom(None),
-        };
-        self.plan.target = Some((server, id));
-        // 2. The bytes.
-        let mut failure = None;
-        for (_, source) in group.good().filter(|(_, it)| pool.is_usable(it.server)) {
-            let copied = Copier::new(cluster, pool, source, server)
-                .and_then(|mut copier| copier.copy_all(source, (server, id), pieces));
-            match copied {
-                // 3. The table.
-                Ok(()) => {
-                    pool.replace(index, at, Some((server, id)));
-                    pool.count_repaired(pieces.iter().map(|(_, len)| len).sum());
-                    return Repair::Done;
-                }
-                Err(error) => failure = Some(error),
-            }
-            if !pool.is_usable(server) {
-                break;
-            }
-        }
-        failure.map_or(Repair::Silent, Repair::Failed)
-    }
-}
-
-/// Finds the first copy that a group lacks: its position, and the member that is to be replaced.
-fn lacking(group: &ExtentGroup) -> Option<(u8, Option<Member>)> {
-    let is_lacking =
-        |member: &Option<Member>| member.is_none_or(|member| member.state != MemberState::Good);
-    group.positions().find(|(_, member)| is_lacking(member))
-}
-
-/// Asks servers for the extent of a new member: first that of the lost one, if it answers, then
-/// those that have no copy of the group. A server that refused as much in this turn is not asked.
-///
-/// # Errors
-/// The last refusal, or failure of a call, after which nobody knows if there is room; `None` if
-/// there is no server to ask.
-fn new_extent(
-    pool: &SlotPool,
-    index: u32,
-    group: &ExtentGroup,
-    lost: Option<Member>,
-    refusals: &mut Refusals,
-) -> Result<(u8, ExtentId), Option<AllocError>> {
-    let servers = pool.servers().len() as u32;
-    let before = lost.map(|lost| lost.server);
-    let others = (0..servers).map(|i| ((index + i) % servers) as u8);
-    let is_free = |server: &u8| {
-        let is_elsewhere = |(_, member): (u8, Member)| !pool.is_same(member.server, *server);
-        Some(*server) == before || group.members().all(is_elsewhere)
-    };
-    let mut refusal = None;
-    let mut note = |error| {
-        if !matches!(refusal, Some(AllocError::Control(_))) {
-            refusal = Some(error);
-        }
-    };
-    let others = others.filter(|server| Some(*server) != before);
-    for server in before.into_iter().chain(others).filter(is_free) {
-        if !pool.is_usable(server) {
-            continue;
-        }
-        let port = pool.port(server);
-        if let Some((_, error)) = (refusals.get(&port)).filter(|(least, _)| *least <= group.bytes) {
-            note(error.clone());
-            continue;
-        }
-        match pool.grant_copy(server, group.bytes) {
-            Ok(extent) if extent.bytes >= group.bytes => return Ok((server, extent.id)),
-            Ok(extent) => pool.drop_copy(server, extent.id),
-            Err(error) => {
-                refusals.insert(port, (group.bytes, error.clone()));
-                note(error);
-            }
-        }
-    }
-    Err(refusal)
 }

@@ -40,7 +40,8 @@ pub(crate) struct Slot {
 pub(crate) enum Choice {
     /// Holes serve first.
     First,
-    /// Holes serve where no extent of the first choice has room: a copy is missing.
+    /// Holes serve where no extent of the first choice has room: a copy is missing, or on a server
+    /// that is being emptied.
     Second,
     /// Holes serve last: no server that has a copy answers now.
     Third,
@@ -56,7 +57,7 @@ struct ArenaExtent {
     /// Bytes without the tail.
     usable_bytes: u64,
     choice: Choice,
-    /// Slots that were allocated for writes that have not ended. Kept where extents have copies.
+    /// Number of slots that were allocated for writes that have not ended.
     writes: u32,
 }
 

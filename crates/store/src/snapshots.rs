@@ -23,7 +23,10 @@ use std::{
 
 use farpage_signals::Mutex;
 
-use crate::place::{SlotPlace, SlotSpan, slot_bytes};
+use crate::{
+    place::{SlotPlace, SlotSpan, slot_bytes},
+    roster::SERVERS_MAX,
+};
 
 /// Time of slots whose entry is not known: all snapshots need them.
 pub(crate) const OLDEST: u16 = 0;
@@ -129,13 +132,13 @@ impl Present {
 }
 
 impl Snapshots {
-    /// Makes the snapshots, none yet, of a pool on `servers` servers. Bytes of held slots are
-    /// counted in `held_bytes_in_all`, too.
-    pub(crate) fn new(servers: usize, held_bytes_in_all: Arc<AtomicU64>) -> Self {
+    /// Makes the snapshots, none yet, of a pool. Bytes of held slots are counted in
+    /// `held_bytes_in_all`, too.
+    pub(crate) fn new(held_bytes_in_all: Arc<AtomicU64>) -> Self {
         Self {
             present: AtomicU32::new(u32::from(OLDEST + 1)),
             held: Mutex::default(),
-            held_bytes: (0..servers).map(|_| AtomicU64::new(0)).collect(),
+            held_bytes: (0..SERVERS_MAX).map(|_| AtomicU64::new(0)).collect(),
             held_bytes_in_all,
         }
     }
@@ -266,7 +269,7 @@ mod tests {
     use super::*;
 
     fn snapshots() -> Snapshots {
-        Snapshots::new(1, Arc::default())
+        Snapshots::new(Arc::default())
     }
 
     fn slot(number: u64) -> SlotSpan {

@@ -26,19 +26,22 @@ macro_rules! counters {
             pub under_protected_bytes: u64,
             /// Bytes that were copied between servers to replace lost copies.
             pub repaired_bytes: u64,
+            /// Bytes of remote memory that are left on servers which are being emptied.
+            pub draining_bytes: u64,
             /// Largest error, as the bits of a non-negative float, which compare as the float does.
             error_bits: u64,
         }
 
         impl StoreStats {
-            /// Reads all counters. Bytes that are held, under-protected or repaired are counted
-            /// elsewhere.
+            /// Reads all counters. Bytes that are held, under-protected, repaired or draining are
+            /// counted elsewhere.
             pub fn snapshot(&self) -> StoreStatsSnapshot {
                 StoreStatsSnapshot {
                     $($name: self.$name.load(Relaxed),)*
                     held_bytes: 0,
                     under_protected_bytes: 0,
                     repaired_bytes: 0,
+                    draining_bytes: 0,
                     error_bits: self.error_bits.load(Relaxed),
                 }
             }
@@ -59,6 +62,7 @@ macro_rules! counters {
                     under_protected_bytes: self.under_protected_bytes
                         + other.under_protected_bytes,
                     repaired_bytes: self.repaired_bytes + other.repaired_bytes,
+                    draining_bytes: self.draining_bytes + other.draining_bytes,
                     error_bits: self.error_bits.max(other.error_bits),
                 }
             }

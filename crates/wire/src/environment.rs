@@ -8,7 +8,7 @@ use std::env;
 const PREFIX: &str = "FARPAGE_";
 
 /// Variables that a user sets. Each program ignores the variables of the other programs.
-const SETTINGS: [&str; 36] = [
+const SETTINGS: [&str; 37] = [
     "FARPAGE_BUDGET",
     "FARPAGE_CODEC",
     "FARPAGE_DEADLINE",
@@ -25,6 +25,7 @@ const SETTINGS: [&str; 36] = [
     "FARPAGE_MEMSERVER_CONFIG",
     "FARPAGE_MEMSERVER_CONNECTIONS_PER_ADDRESS",
     "FARPAGE_MEMSERVER_CONNECTIONS_PER_CLIENT",
+    "FARPAGE_MEMSERVER_DRAIN_TIMEOUT",
     "FARPAGE_MEMSERVER_ENDPOINT",
     "FARPAGE_MEMSERVER_EXTENTS_PER_ADDRESS",
     "FARPAGE_MEMSERVER_GRACE",

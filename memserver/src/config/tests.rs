@@ -52,6 +52,7 @@ fn a_size_or_a_time_that_is_none_is_repeated_beside_an_example() {
         ("lease", "`5s`"),
         ("reconnect-grace", "`5s`"),
         ("grace", "`5s`"),
+        ("drain-timeout", "`5s`"),
     ] {
         let flag = format!("--{key}=nonsense");
         let flag = Cli::try_parse_from(["farpage-memserver", "serve", &flag]).unwrap_err();
@@ -72,19 +73,21 @@ fn a_size_or_a_time_that_is_none_is_repeated_beside_an_example() {
 
 #[test]
 fn the_file_takes_what_the_flags_take() {
-    let file = "capacity = 4194304\ncapacity-per-address = '2 MiB'\nlease = 60\nreconnect-grace = '2'\ngrace = 0.5\nlisten = 'tcp://127.0.0.1:1,tcp://127.0.0.1:2'";
+    let file = "capacity = 4194304\ncapacity-per-address = '2 MiB'\nlease = 60\nreconnect-grace = '2'\ngrace = 0.5\ndrain-timeout = '30s'\nlisten = 'tcp://127.0.0.1:1,tcp://127.0.0.1:2'";
     let flags = [
         "--capacity=4194304",
         "--capacity-per-address=2 MiB",
         "--lease=60",
         "--reconnect-grace=2",
         "--grace=0.5",
+        "--drain-timeout=30s",
         "--listen=tcp://127.0.0.1:1,tcp://127.0.0.1:2",
     ];
     let (file, flags) = (settle(&[], Some(file)), settle(&flags, None));
     let read = |config: Result<Config, ConfigError>| {
         let config = config.expect("all of it is right");
         let sizes = (config.capacity_bytes, config.capacity_per_address);
+        assert_eq!(config.drain_timeout, Duration::from_secs(30));
         let times = (config.lease, config.reconnect_grace, config.grace);
         (sizes, times, config.listen)
     };

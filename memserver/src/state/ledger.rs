@@ -80,6 +80,14 @@ impl Ledger {
         record.mapped_by
     }
 
+    /// Returns the bytes that sessions lease.
+    pub(super) fn held_bytes(&self) -> u64 {
+        let leased = self.sessions.values().flat_map(|session| &session.extents);
+        leased
+            .map(|extent| self.extents[extent].memory.bytes())
+            .sum()
+    }
+
     /// Counts the sessions whose client is connected.
     pub(super) fn connected(&self) -> usize {
         let sessions = self.sessions.values();

@@ -20,7 +20,7 @@ use std::{
 
 use super::{
     error::RegError,
-    registrar::{Access, Registrar, Registrars},
+    registrar::{Access, DomainId, Registrar, Registrars},
     slab::{HUGE_PAGE_BYTES, PAGE_BYTES, Slab},
 };
 
@@ -120,6 +120,12 @@ struct Carving {
 }
 
 impl RegPool {
+    /// True if the pool's buffers are registered with a protection domain.
+    pub fn has_domain(&self, domain: DomainId) -> bool {
+        let mut registrars = self.0.registrars.iter();
+        registrars.any(|registrar| registrar.domain() == domain)
+    }
+
     /// Makes a pool for the protection domains of `registrars`. It has no memory until some is
     /// needed. Without registrars its memory is never registered.
     pub fn new(

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_wire::{Endpoint, Request};
+use farpage_wire::{Endpoint, Request, Response};
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -21,11 +21,16 @@ use crate::{errors::RequestError, nonblocking::timeout_until};
 /// of an attempt.
 const RESUME_EVERY: Duration = Duration::from_millis(100);
 
+/// Interval at which the server is asked if it is about to end, where somebody wants to know: short
+/// against the time that a server gives its clients to leave.
+const DRAIN_LOOK_EVERY: Duration = Duration::from_secs(3);
+
 impl SessionState {
     /// Runs the keeper thread: renews the lease, notices the end of the connection, resumes it
     /// where that is possible.
     pub(super) fn keep(&self) {
         let mut renewed = Instant::now();
+        let mut looked = Instant::now();
         let mut told = [0; 2];
         loop {
             // 1. Look which connection to watch.
@@ -41,9 +46,12 @@ impl SessionState {
             };
             let alive = death.reason().is_none();
             let can_resume = !over && !matches!(self.endpoint, Endpoint::Shm(_));
+            let looks = self.drain_notice.lock().0.is_some();
+            // A third of the lease, so that a renewal may fail once.
+            let renews_at = renewed + lease / 3;
+            let looks_at = looks.then(|| looked + DRAIN_LOOK_EVERY);
             let timeout = match (alive, can_resume) {
-                // A third of the lease, so that a renewal may fail once.
-                (true, _) => timeout_until(renewed + lease / 3),
+                (true, _) => timeout_until(looks_at.map_or(renews_at, |at| at.min(renews_at))),
                 (false, true) => timeout_until(Instant::now() + RESUME_EVERY),
                 (false, false) => PollTimeout::NONE,
             };
@@ -87,8 +95,14 @@ impl SessionState {
                     if self.mend(&mut line, until).is_ok() {
                         let _ = self.catch_up(&mut line, until);
                     }
-                } else if line.death.reason().is_none() {
+                } else if line.death.reason().is_none() && Instant::now() >= renews_at {
                     told = self.renew(&mut line, told, until).unwrap_or(told);
+                } else if line.death.reason().is_none() {
+                    let notice = self.look_for_drain(&mut line, until);
+                    looked = Instant::now();
+                    drop(line);
+                    notice.into_iter().for_each(|notice| notice());
+                    continue;
                 }
                 renewed = Instant::now();
             } else if let Err(errno) = woken
@@ -96,6 +110,18 @@ impl SessionState {
             {
                 death.declare(&format!("cannot wait for the server: {errno}"));
             }
+        }
+    }
+
+    /// Asks the server if it is about to end. Returns the call to make if it is.
+    fn look_for_drain(
+        &self,
+        line: &mut ControlLine,
+        until: Instant,
+    ) -> Option<Box<dyn FnOnce() + Send>> {
+        match self.exchange(line, &Request::Stat, until) {
+            Ok(Response::Stat(stat)) if stat.draining => self.drain_notice.lock().0.take(),
+            _ => None,
         }
     }
 

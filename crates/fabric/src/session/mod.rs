@@ -389,6 +389,17 @@ impl Session {
         }
     }
 
+    /// Calls `notice` once, when the server says that it is about to end: its clients should move
+    /// their memory elsewhere. The server is asked every few seconds. The call is made by a thread
+    /// of the session, which nothing may hold up.
+    pub fn when_draining(&self, notice: impl FnOnce() + Send + 'static) {
+        match self.backend.get() {
+            Backend::Remote(remote) => remote.when_draining(Box::new(notice)),
+            // A simulated server never says so.
+            Backend::Sim(_) => {}
+        }
+    }
+
     /// Holds a name for this session, so that no other publishes it first. With `replace` the name
     /// may be bound already; its binding stays until this session publishes.
     ///

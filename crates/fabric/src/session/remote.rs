@@ -96,6 +96,7 @@ impl Remote {
             leaving: AtomicBool::new(false),
             untold: Mutex::default(),
             contents: Default::default(),
+            drain_notice: Mutex::default(),
             wake: wake.map_err(|errno| no_resources(errno.into()))?,
         });
         ending::register(&shared);
@@ -108,6 +109,12 @@ impl Remote {
             shared,
             keeper: Some(keeper),
         })
+    }
+
+    /// Sets the call to make once the server says that it is about to end.
+    pub(super) fn when_draining(&self, notice: Box<dyn FnOnce() + Send>) {
+        self.shared.drain_notice.lock().0 = Some(notice);
+        self.shared.wake_keeper();
     }
 
     /// Announces the end of this process.

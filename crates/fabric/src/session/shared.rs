@@ -5,6 +5,7 @@
 //! is sent again, or its gifts are given back.
 
 use std::{
+    fmt,
     os::fd::OwnedFd,
     path::PathBuf,
     sync::{
@@ -63,6 +64,18 @@ const NOBODY: &str = "connection refused; if the server's process has ended, wha
 const OVERDUE: &str = "the server's process has ended, and it had not renewed this program's lease in time: \
                        what it lent may have been lent to others since";
 
+/// Call to make once the server says that it is about to end. `None`: nobody asked, or it was made.
+#[derive(Default)]
+pub(super) struct DrainNotice(pub(super) Option<Box<dyn FnOnce() + Send>>);
+
+impl fmt::Debug for DrainNotice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DrainNotice")
+            .field(&self.0.is_some())
+            .finish()
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct SessionState {
     pub(super) endpoint: Endpoint,
@@ -95,6 +108,8 @@ pub(super) struct SessionState {
     pub(super) untold: Mutex<Vec<Request>>,
     /// Bytes of the pages that are kept at the server, before compression and as stored.
     pub(super) contents: [AtomicU64; 2],
+    /// Call to make once the server says that it is about to end.
+    pub(super) drain_notice: Mutex<DrainNotice>,
     /// Event that wakes the keeper: closing, or a new connection to watch.
     pub(super) wake: EventFd,
 }

@@ -163,7 +163,7 @@ pub fn can_page() -> bool {
 pub struct ServerProcess {
     pub url: String,
     test: String,
-    /// Bytes that the server lends, and its lease in milliseconds.
+    /// Bytes that the server lends, and its lease and drain timeout in milliseconds.
     lends: String,
     child: TestProcess,
     _directory: TempDir,
@@ -185,9 +185,22 @@ impl ServerProcess {
         capacity_bytes: usize,
         lease: Duration,
     ) -> ServerProcess {
+        Self::start_draining(test, fabric, capacity_bytes, lease, Duration::ZERO)
+    }
+
+    /// Starts a server as [`start_leasing`](Self::start_leasing) does. When it is
+    /// [stopped](Self::stop), its clients have `drain_timeout` to move their memory away.
+    pub fn start_draining(
+        test: &str,
+        fabric: Fabric,
+        capacity_bytes: usize,
+        lease: Duration,
+        drain_timeout: Duration,
+    ) -> ServerProcess {
         let directory = tempfile::tempdir().unwrap();
         let listen = fabric.listen(&directory);
-        let lends = format!("{capacity_bytes} {}", lease.as_millis());
+        let (lease, drain) = (lease.as_millis(), drain_timeout.as_millis());
+        let lends = format!("{capacity_bytes} {lease} {drain}");
         let mut child = TestProcess::start_as(test, &[(SERVE, &format!("{listen} {lends}"))]);
         ServerProcess {
             url: child.wait_for_line("serving at "),
@@ -229,17 +242,22 @@ pub fn serve_if_asked() -> bool {
     let Ok(what) = env::var(SERVE) else {
         return false;
     };
-    let [listen, capacity_bytes, lease_ms] = what.split(' ').collect::<Vec<_>>()[..] else {
+    let [listen, capacity_bytes, lease_ms, drain_ms] = what.split(' ').collect::<Vec<_>>()[..]
+    else {
         panic!("{SERVE}={what}")
     };
     let server = Server::builder()
         .listen(listen.parse().unwrap())
         .capacity(capacity_bytes.parse().unwrap())
         .lease(Duration::from_millis(lease_ms.parse().unwrap()))
+        .drain_timeout(Duration::from_millis(drain_ms.parse().unwrap()))
         .start()
         .unwrap();
     say(&format!("serving at {}", server.endpoints()[0]));
     let _ = io::stdin().read_to_end(&mut Vec::new());
+    if drain_ms != "0" {
+        server.shutdown();
+    }
     true
 }
 

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     groups::{ExtentGroup, Member},
-    place::{SlotPlace, SlotSpan},
+    place::SlotSpan,
     remote::{Backing, RemoteStore},
     slots::Choice,
 };
@@ -31,6 +31,9 @@ pub(super) struct Outlook {
     pub(super) open: u8,
     /// Positions of the Good members, as bits.
     pub(super) good: u8,
+    /// True if the bytes may have come from an extent that does not hold them any more: they have
+    /// moved since the READ began.
+    pub(super) is_stale: bool,
 }
 
 /// Next step of a request.
@@ -128,21 +131,27 @@ impl<F: RunBuffer> Lane<F> {
         group.members().filter(is_open).map(|(at, _)| 1 << at).sum()
     }
 
-    /// Returns what decides if a part that came damaged is read once more. Empty without copies.
+    /// Returns what decides if a part that came damaged is read once more.
     pub(super) fn outlook(
         &self,
         run: &LaneRun<F>,
         remote: &RemoteStore,
-        place: SlotPlace,
+        transfer: &SlotTransfer,
     ) -> Outlook {
+        let in_time = run.started.elapsed() < self.deadline;
         if !remote.pool.has_copies() {
-            return Outlook::default();
+            return Outlook {
+                in_time,
+                is_stale: transfer.has_moved_home(remote),
+                ..Outlook::default()
+            };
         }
-        let group = remote.pool.group(place);
+        let group = remote.pool.group(transfer.place);
         Outlook {
-            in_time: run.started.elapsed() < self.deadline,
+            in_time,
             open: group.map_or(0, |group| self.open_bits(remote, &group)),
             good: group.map_or(0, |group| group.good_bits()),
+            is_stale: group.is_some_and(|group| group.changes != transfer.changes),
         }
     }
 
@@ -259,7 +268,7 @@ impl<F: RunBuffer> Lane<F> {
     /// Returns it otherwise.
     pub(super) fn redirect(&mut self, op: Op<IoBuf<F>>) -> Option<Op<IoBuf<F>>> {
         if !self.has_copies(op.tag) {
-            return Some(op);
+            return self.redirect_home(op);
         }
         let (index, part) = place_of(op.tag);
         let run = self.run_of(op.tag);
@@ -318,7 +327,7 @@ impl<F: RunBuffer> Lane<F> {
             (is_lost || is_open).then_some((found, member))
         });
         match other {
-            Some((at, member)) if at != transfer.member => {
+            Some((at, member)) if (at, Some(member.id)) != (transfer.member, transfer.extent) => {
                 transfer.aim((at, member));
                 let run = self.runs[index].as_mut().expect("looked at just now");
                 run.parts[part].task = Task::Moving(transfer);
@@ -522,7 +531,7 @@ impl<F: RunBuffer> Lane<F> {
             return;
         }
         if !pool.has_copies() {
-            return self.ports[pool.port(place.server)].doubt(&slots, None);
+            return self.ports[pool.port(transfer.server)].doubt(&slots, transfer.extent);
         }
         let group = pool.group(place);
         for (at, member) in group.iter().flat_map(ExtentGroup::good) {

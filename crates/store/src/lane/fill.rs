@@ -240,6 +240,17 @@ impl<F: RunBuffer> LaneRun<F> {
         }
         self.parts[part].frame = Some(frame);
         self.tally.bytes_read += u64::from(transfer.bytes);
+        if !damaged.is_empty() && outlook.is_stale && outlook.in_time {
+            // The old extent may have gone back to its server while the READ was under way: zeros
+            // or anything else came, and no copy is damaged.
+            self.tally.retries += 1;
+            self.parts[part].task = Task::Fetch(SlotTransfer {
+                attempts: transfer.attempts + 1,
+                is_second_look: false,
+                ..transfer
+            });
+            return;
+        }
         let session = remote.pool.session(transfer.server);
         if remote.pool.has_copies() {
             self.tally.corrupt += damaged.len() as u64;

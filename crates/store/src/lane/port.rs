@@ -28,7 +28,8 @@ const BACKOFF_MAX: Duration = Duration::from_millis(200);
 
 /// The way to one server.
 pub(super) struct Port<B> {
-    line: Line,
+    /// `None` for the stand-in of ports that were not made yet.
+    line: Option<Line>,
     pub(super) state: PortState<B>,
     /// Operations not posted yet: the queue is full or there is no channel.
     pub(super) backlog: VecDeque<Op<B>>,
@@ -36,14 +37,12 @@ pub(super) struct Port<B> {
     failure: Option<ChannelError>,
     /// True if the last attempt to open a channel failed.
     has_failed_to_open: bool,
-    /// Slots of WRITEs that were given up and may still land, each with the extent if the pool has
-    /// copies.
+    /// Slots of WRITEs that were given up and may still land, each with the extent.
     in_doubt: Vec<(Arc<DoubtfulSlots>, Option<ExtentId>)>,
     /// True if a copy was passed over because the port is closed.
     is_wanted: bool,
-    health: Arc<ServerHealth>,
-    /// Number of the server in `health`.
-    server: usize,
+    /// Health of all servers, and the number of this one. `None` for a stand-in.
+    health: Option<(Arc<ServerHealth>, usize)>,
 }
 
 /// Slots of a write that was given up. The slots are free when the last port that a WRITE may still
@@ -99,22 +98,15 @@ impl<B: Buf> Port<B> {
     ) -> Result<Self, ConnectError> {
         let line = session.line();
         let mut port = Self {
-            state: PortState::Closed(Instant::now()),
-            line,
-            backlog: VecDeque::new(),
-            backoff: Duration::ZERO,
-            failure: None,
-            has_failed_to_open: false,
-            in_doubt: Vec::new(),
-            is_wanted: false,
-            health: health.clone(),
-            server,
+            line: Some(line.clone()),
+            health: Some((health.clone(), server)),
+            ..Self::absent()
         };
         if may_be_closed && !port.is_fine() {
             // An attempt would take until its deadline.
             return Ok(port);
         }
-        match port.line.channel() {
+        match line.channel() {
             Ok(channel) => {
                 port.state = PortState::Open {
                     channel,
@@ -122,7 +114,7 @@ impl<B: Buf> Port<B> {
                 }
             }
             Err(error) if may_be_closed => {
-                port.health.failed(server);
+                health.failed(server);
                 port.not_opened(Instant::now(), error.to_string());
             }
             Err(error) => return Err(error),
@@ -130,20 +122,59 @@ impl<B: Buf> Port<B> {
         Ok(port)
     }
 
+    /// Makes the port of a server that was added since. The channel is opened by the next
+    /// [`recover`](Self::recover) or [`reopen`](Self::reopen).
+    pub(super) fn added(session: &Arc<Session>, health: &Arc<ServerHealth>, server: usize) -> Self {
+        Self {
+            line: Some(session.line()),
+            health: Some((health.clone(), server)),
+            is_wanted: true,
+            ..Self::absent()
+        }
+    }
+
+    /// Makes the stand-in of ports that were not made yet: it is closed, and opens no channel.
+    pub(super) fn absent() -> Self {
+        Self {
+            state: PortState::Closed(Instant::now()),
+            line: None,
+            backlog: VecDeque::new(),
+            backoff: Duration::ZERO,
+            failure: None,
+            has_failed_to_open: false,
+            in_doubt: Vec::new(),
+            is_wanted: false,
+            health: None,
+        }
+    }
+
     /// True if the server fell silent a moment ago, and nothing says yet that its channel does not
     /// open again.
     pub(super) fn may_reopen_soon(&self) -> bool {
-        !self.has_failed_to_open && self.health.may_answer_soon(self.server) && !self.is_lost()
+        let may_answer =
+            |(health, server): &(Arc<ServerHealth>, usize)| health.may_answer_soon(*server);
+        !self.has_failed_to_open && self.health.as_ref().is_none_or(may_answer) && !self.is_lost()
     }
 
     /// True if the server is not suspect.
     pub(super) fn is_fine(&self) -> bool {
-        self.health.is_fine(self.server)
+        let is_fine = |(health, server): &(Arc<ServerHealth>, usize)| health.is_fine(*server);
+        self.health.as_ref().is_none_or(is_fine)
     }
 
     /// Asks for a channel if there is none. The next [`recover`](Self::recover) opens the channel.
     pub(super) fn want_channel(&mut self) {
         self.is_wanted = true;
+    }
+
+    /// True if a request or a copy was passed over because the port is closed.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.is_wanted
+    }
+
+    /// Forgets that a channel was asked for.
+    pub(super) fn forget_want(&mut self) {
+        self.is_wanted = false;
     }
 
     /// True if a copy was passed over for want of a channel, and the server answers now.
@@ -206,10 +237,10 @@ impl<B: Buf> Port<B> {
                     self.in_doubt.clear();
                     self.is_wanted = false;
                     self.has_failed_to_open = false;
-                    self.health.succeeded(self.server);
+                    self.note(ServerHealth::succeeded);
                 }
                 Ok(Err(error)) => {
-                    self.health.failed(self.server);
+                    self.note(ServerHealth::failed);
                     self.not_opened(now, error.to_string());
                 }
                 Err(TryRecvError::Disconnected) => {
@@ -231,9 +262,8 @@ impl<B: Buf> Port<B> {
         !self.backlog.is_empty() || !self.in_doubt.is_empty() || self.is_wanted
     }
 
-    /// Gives up a lost WRITE to `slots`, in `extent` if the pool has copies. The WRITE can still
-    /// land unless a channel was opened since. If the port is open, one was: a lost WRITE breaks
-    /// its own channel.
+    /// Gives up a lost WRITE to `slots` in `extent`. The WRITE can still land unless a channel was
+    /// opened since. If the port is open, one was: a lost WRITE breaks its own channel.
     pub(super) fn doubt(&mut self, slots: &Arc<DoubtfulSlots>, extent: Option<ExtentId>) {
         if !self.is_open() {
             self.in_doubt.push((slots.clone(), extent));
@@ -242,7 +272,7 @@ impl<B: Buf> Port<B> {
 
     /// True if no channel will ever reach the memory again.
     pub(super) fn is_lost(&self) -> bool {
-        self.line.session().loss(false).is_some()
+        (self.line.as_ref()).is_some_and(|line| line.session().loss(false).is_some())
     }
 
     /// Begins to open a channel if there is none.
@@ -256,13 +286,13 @@ impl<B: Buf> Port<B> {
     /// Ends the back-off: an operation ended as it should.
     pub(super) fn succeeded(&mut self) {
         self.backoff = Duration::ZERO;
-        self.health.succeeded(self.server);
+        self.note(ServerHealth::succeeded);
     }
 
     /// Marks the channel as broken: an operation failed for a transient reason.
     pub(super) fn failed(&mut self, error: &ChannelError) {
         self.failure = Some(error.clone());
-        self.health.failed(self.server);
+        self.note(ServerHealth::failed);
         if let PortState::Open { broken, .. } = &mut self.state
             && !std::mem::replace(broken, true)
         {
@@ -282,14 +312,16 @@ impl<B: Buf> Port<B> {
         self.failure
             .clone()
             .unwrap_or_else(|| ChannelError::TimedOut {
-                endpoint: self.line.session().endpoint().to_string(),
+                endpoint: self.endpoint(),
                 deadline,
             })
     }
 
     fn open(&mut self, waker: &Arc<Waker>) {
         let (sender, receiver) = crossbeam_channel::bounded(1);
-        let (line, waker) = (self.line.clone(), waker.clone());
+        let (Some(line), waker) = (self.line.clone(), waker.clone()) else {
+            return;
+        };
         let open = move || {
             // The lane may be gone by now; then so is the channel.
             let _ = sender.send(line.channel());
@@ -307,9 +339,23 @@ impl<B: Buf> Port<B> {
         self.is_wanted = false;
         self.has_failed_to_open = true;
         self.failure = Some(ChannelError::Disconnected {
-            endpoint: self.line.session().endpoint().to_string(),
+            endpoint: self.endpoint(),
             reason,
         });
+    }
+
+    /// Notes something about the server's health.
+    fn note(&self, what: fn(&ServerHealth, usize)) {
+        if let Some((health, server)) = &self.health {
+            what(health, *server);
+        }
+    }
+
+    fn endpoint(&self) -> String {
+        match &self.line {
+            Some(line) => line.session().endpoint().to_string(),
+            None => "a server that was added just now".to_owned(),
+        }
     }
 
     /// Lengthens the pause before the next attempt.

@@ -120,9 +120,8 @@ pub(super) struct SlotTransfer {
     /// Server that the request goes to, and the server's position among the copies.
     pub(super) server: u8,
     pub(super) member: u8,
-    /// Extent that the request goes to: a copy, or that of a place that another process names,
-    /// which may cease to be one. `None`: the place is in use until the transfer has ended, and its
-    /// pool knows the extent.
+    /// Extent that the request goes to: a copy, the page's only one, or that of a place that
+    /// another process names, which may cease to be one. `None` before the first request.
     pub(super) extent: Option<ExtentId>,
     pub(super) bytes: u32,
     pub(super) form: Form,

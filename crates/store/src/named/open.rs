@@ -79,11 +79,10 @@ impl PageStore {
         region: Arc<str>,
         name: &str,
         opened: OpenedName,
-        pool: SlotPool,
+        pool: Arc<SlotPool>,
     ) -> Result<Arc<Self>, OpenStoreError> {
         let damaged = |detail: &str| damaged(name, detail);
         // 1. The servers and extents under the numbers that the map uses.
-        let pool = Arc::new(pool);
         let is_read_only = pool.readers().is_none();
         let scheme = opened.scheme(name)?;
         let page_bytes = opened.page_bytes(&region, name)?;
@@ -292,7 +291,7 @@ impl OpenedName {
         })?;
         let mut extents = OpenedExtents(Vec::new());
         let mut manifests = Manifests::default();
-        for session in cluster.sessions() {
+        for session in &cluster.name_sessions() {
             let named = match session.open(name) {
                 Ok(named) => named,
                 Err(OpenNameError::NotFound { .. }) => continue,
@@ -325,7 +324,7 @@ impl OpenedName {
     fn read(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
         let mut extents = OpenedExtents(Vec::new());
         let mut manifests = Manifests::default();
-        for session in cluster.sessions() {
+        for session in &cluster.name_sessions() {
             let reading = match session.read(name) {
                 Ok(reading) => reading,
                 Err(OpenNameError::NotFound { .. }) => continue,
@@ -386,7 +385,7 @@ impl OpenedName {
         cluster: &Cluster,
         name: &str,
         purpose: impl FnOnce(&Arc<Session>) -> Purpose,
-    ) -> Result<SlotPool, OpenStoreError> {
+    ) -> Result<Arc<SlotPool>, OpenStoreError> {
         let sessions = cluster.sessions();
         let port_of = |endpoint: &String| {
             let missing = || OpenStoreError::ServerMissing {
@@ -395,7 +394,7 @@ impl OpenedName {
             };
             sessions
                 .iter()
-                .position(|session| session.endpoint().to_string() == *endpoint)
+                .rposition(|session| session.endpoint().to_string() == *endpoint)
                 .ok_or_else(missing)
         };
         let mut ports = self
@@ -404,7 +403,7 @@ impl OpenedName {
             .iter()
             .map(port_of)
             .collect::<Result<Vec<_>, _>>()?;
-        ports.extend((0..sessions.len()).filter(|port| {
+        ports.extend(cluster.name_ports().into_iter().filter(|port| {
             !self
                 .manifest
                 .servers
@@ -413,7 +412,7 @@ impl OpenedName {
         let first = *ports
             .first()
             .ok_or_else(|| damaged(name, "it is on no server"))?;
-        let pool = cluster.new_pool(ports, purpose(&sessions[first]));
+        let pool = cluster.own_pool(ports, purpose(&sessions[first]));
         for extent in &self.manifest.extents {
             let Some((server, id)) = *extent else {
                 pool.add_gap();

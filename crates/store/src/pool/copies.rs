@@ -7,11 +7,11 @@
 
 use std::sync::atomic::Ordering;
 
-use farpage_fabric::{AllocError, Extent, ExtentId};
+use farpage_fabric::{AllocError, Extent, ExtentId, Session};
 
 use super::SlotPool;
 use crate::{
-    groups::{ExtentGroup, Member, MemberState},
+    groups::{Contents, ExtentGroup, Member, MemberState},
     place::SlotPlace,
     slots::Choice,
 };
@@ -32,9 +32,12 @@ impl SlotPool {
         self.groups.all()
     }
 
-    /// True if two numbers are those of one server, which was named twice.
+    /// True if two numbers are those of one server, which was named twice. A server that was
+    /// started anew at the address of one that is lost is another.
     pub(crate) fn is_same(&self, one: u8, other: u8) -> bool {
-        self.session(one).endpoint() == self.session(other).endpoint()
+        let (a, b) = (self.session(one), self.session(other));
+        let is_lost = |session: &Session| session.loss(false).is_some();
+        one == other || a.endpoint() == b.endpoint() && !is_lost(a) && !is_lost(b)
     }
 
     /// True if the server answers and keeps this program's memory.
@@ -47,9 +50,17 @@ impl SlotPool {
         let Some(group) = self.groups.get(index) else {
             return Choice::Lost;
         };
+        let leaves = (group.members()).any(|(_, member)| self.is_leaving(member.server));
+        if !self.has_copies() {
+            return if leaves {
+                Choice::Second
+            } else {
+                Choice::First
+            };
+        }
         let usable = group.good().filter(|(_, it)| self.is_usable(it.server));
         match (usable.count(), group.good_count()) {
-            (usable, _) if usable == self.copies => Choice::First,
+            (usable, _) if usable == self.copies && !leaves => Choice::First,
             (1.., _) => Choice::Second,
             (0, 1..) => Choice::Third,
             (0, 0) => Choice::Lost,
@@ -58,25 +69,20 @@ impl SlotPool {
 
     /// Returns the choices of slots, the best first.
     pub(super) fn choices(&self) -> &'static [Choice] {
+        self.follow_health();
         match self.has_copies() {
-            false => &[Choice::First],
-            true => {
-                self.follow_health();
-                &[Choice::First, Choice::Second, Choice::Third]
-            }
+            false => &[Choice::First, Choice::Second],
+            true => &[Choice::First, Choice::Second, Choice::Third],
         }
     }
 
     /// Makes whole groups the first choice, if any server has changed since the last look.
     pub(super) fn follow_health(&self) {
         let version = self.health.version();
-        if !self.has_copies() {
-            return;
-        }
         if self.seen.load(Ordering::Acquire) == version {
             return;
         }
-        for arena in &self.arenas {
+        for arena in self.arenas.iter() {
             arena.lock().choose_all(|index| self.choice_of(index));
         }
         // A version that another thread has followed meanwhile is seen, too: it looked later.
@@ -91,13 +97,11 @@ impl SlotPool {
 
     /// Ends writes to `slots` slots from `place` on: they are published now, or never.
     pub(crate) fn end_writes(&self, place: SlotPlace, slots: usize) {
-        if self.has_copies() {
-            let mut arena = self.arenas[place.server as usize].lock();
-            let repair_waits = arena.end_writes(place.extent, slots);
-            drop(arena);
-            if repair_waits {
-                self.health.wake();
-            }
+        let mut arena = self.arenas[place.server as usize].lock();
+        let repair_waits = arena.end_writes(place.extent, slots);
+        drop(arena);
+        if repair_waits {
+            self.health.wake();
         }
     }
 
@@ -180,7 +184,7 @@ impl SlotPool {
 
     /// Puts a sealed group back into the choice of slots.
     pub(crate) fn unseal(&self, index: u32) {
-        for arena in &self.arenas {
+        for arena in self.arenas.iter() {
             let mut arena = arena.lock();
             // Looked up under the lock: what changes later comes by `follow_health`.
             let choice = self.choice_of(index);
@@ -220,7 +224,15 @@ impl SlotPool {
         let state = MemberState::Good;
         let new = new.map(|(server, id)| Member { server, id, state });
         let group = self.groups.get(index).expect("a sealed extent is kept");
-        self.groups.replace(index, at, new);
+        let (contents, [before, now]) = self.groups.replace(index, at, new);
+        if before != now {
+            let Contents {
+                plain_bytes,
+                stored_bytes,
+            } = contents;
+            (self.session(before)).add_contents(-plain_bytes, -stored_bytes);
+            (self.session(now)).add_contents(plain_bytes, stored_bytes);
+        }
         if let Some(new) = new {
             self.count_copy(new.server, group.bytes);
         }
@@ -232,7 +244,9 @@ impl SlotPool {
 
     /// Counts a member of `bytes` on a server.
     pub(super) fn count_copy(&self, server: u8, bytes: u64) {
-        self.copied_bytes[usize::from(server)].fetch_add(bytes, Ordering::Relaxed);
+        if self.has_copies() {
+            self.copied_bytes[usize::from(server)].fetch_add(bytes, Ordering::Relaxed);
+        }
     }
 
     /// Takes back what [`count_copy`](Self::count_copy) counted.

@@ -160,12 +160,15 @@ impl SlotPool {
         wish: u64,
         copies_min: usize,
     ) -> Result<ExtentGroup, AllocError> {
+        if self.is_leaving(home as u8) {
+            return Err(self.no_grant(home));
+        }
         if !self.has_copies() {
             let extent = self.servers[home].1.grant(wish)?;
             return Ok(ExtentGroup::new(1, extent.bytes, [(home as u8, extent.id)]));
         }
         if !self.is_usable(home as u8) {
-            return Err(self.no_answer(home));
+            return Err(self.no_grant(home));
         }
         // Copies go where this pool has the least.
         let mut others: Vec<usize> = (0..self.servers.len()).collect();
@@ -180,9 +183,9 @@ impl SlotPool {
             if (granted.iter()).any(|&(other, _)| self.is_same(other, server as u8)) {
                 continue;
             }
-            if !self.is_usable(server as u8) {
+            if !self.may_grant(server as u8) {
                 silent.push(server as u8);
-                failure.get_or_insert_with(|| self.no_answer(server));
+                failure.get_or_insert_with(|| self.no_grant(server));
                 continue;
             }
             match self.servers[server].1.grant(wish) {
@@ -209,7 +212,7 @@ impl SlotPool {
             for (server, id) in granted {
                 self.release(server as usize, id);
             }
-            return Err(failure.unwrap_or_else(|| self.no_answer(home)));
+            return Err(failure.unwrap_or_else(|| self.no_grant(home)));
         }
         let group = ExtentGroup::new(self.copies, bytes, granted);
         for (_, member) in group.members() {
@@ -226,11 +229,19 @@ impl SlotPool {
         servers.filter(|it| !is_silent(it) && is_first(it)).count()
     }
 
-    fn no_answer(&self, server: usize) -> AllocError {
+    /// Returns the reason why a server is not asked for memory.
+    fn no_grant(&self, server: usize) -> AllocError {
+        let reason = match self.is_leaving(server as u8) {
+            true => "the server is being emptied; add a server",
+            false => "the server does not answer; start it, or add a server",
+        };
         AllocError::Control(ControlError::Disconnected {
             endpoint: self.endpoint(server as u8).to_string(),
-            attempt: format!("get memory for {} copies", self.copies),
-            reason: "the server does not answer; start it, or add a server".to_owned(),
+            attempt: match self.copies {
+                1 => "get memory".to_owned(),
+                copies => format!("get memory for {copies} copies"),
+            },
+            reason: reason.to_owned(),
         })
     }
 

@@ -34,7 +34,7 @@ impl World {
         let cluster = Cluster::new(servers.iter().map(session).collect(), options);
         *cluster.repairs_started.lock() = true;
         Self {
-            repairer: Repairer::new(servers.len()),
+            repairer: Repairer::new(),
             servers,
             cluster,
         }

@@ -1,7 +1,9 @@
 //! Tests of stores through lanes, by subject. This file has the shared parts: simulated servers,
 //! lanes that are driven to the end, and [`conform`], which compares any store with a plain array.
 
+mod adds;
 mod copies;
+mod drains;
 mod lossy;
 mod named;
 mod outages;

@@ -13,14 +13,14 @@ use crate::{
 
 /// Region of a child made by `fork`, as the child's keeper knows it: the child's entries, and the
 /// bytes that its pages must have.
-struct Child {
+pub(super) struct Child {
     snapshot: Snapshot,
     entries: Vec<EntryWords>,
     bytes: Vec<u8>,
 }
 
 impl Child {
-    fn fork(store: &Arc<PageStore>, bytes: &[u8]) -> Self {
+    pub(super) fn fork(store: &Arc<PageStore>, bytes: &[u8]) -> Self {
         let snapshot = Snapshot::take(store).expect("a region in remote memory");
         let memory = File::open("/proc/self/mem").expect("Linux has it");
         let entry = |page| {
@@ -36,7 +36,7 @@ impl Child {
         }
     }
 
-    fn check(&self, lane: &mut Lane<Piece>) {
+    pub(super) fn check(&self, lane: &mut Lane<Piece>) {
         for page in self.snapshot.store().all() {
             self.check_page(lane, page);
         }

@@ -1,0 +1,77 @@
+//! Servers that are being emptied, as a [`SlotPool`] sees them.
+//!
+//! The rule it keeps: nothing is granted on a server that is being emptied. Moving what is there is
+//! left to the [repairs](crate::repair).
+
+use super::SlotPool;
+use crate::groups::{ExtentGroup, Member};
+
+impl SlotPool {
+    /// True if the server is being emptied, or was.
+    pub(crate) fn is_leaving(&self, server: u8) -> bool {
+        self.health.is_leaving(self.port(server))
+    }
+
+    /// True if new memory may be asked for at the server.
+    pub(crate) fn may_grant(&self, server: u8) -> bool {
+        self.is_usable(server) && !self.is_leaving(server)
+    }
+
+    /// True if any server is being emptied, or was.
+    pub(crate) fn any_leaving(&self) -> bool {
+        self.health.any_leaving()
+    }
+
+    /// Waits for requests for memory that are under way. Later ones see which servers are being
+    /// emptied by now.
+    pub(crate) fn finish_grants(&self) {
+        drop(self.growing.lock());
+    }
+
+    /// Returns the members on servers that are being emptied, each with its position.
+    pub(crate) fn leaving(&self, group: &ExtentGroup) -> impl Iterator<Item = (u8, Member)> {
+        (group.members()).filter(|(_, member)| self.is_leaving(member.server))
+    }
+
+    /// Returns the bytes of the extents that the pool has at a server, by its port.
+    pub(crate) fn bytes_on(&self, port: usize) -> u64 {
+        let on_port = |(_, member): &(u8, Member)| self.port(member.server) == port;
+        let groups = self.groups.all().into_iter().flatten();
+        let bytes = |group: ExtentGroup| {
+            let members = group.members().filter(on_port).count();
+            members as u64 * group.bytes
+        };
+        groups.map(bytes).sum()
+    }
+
+    /// True if the pool has anything at a server, by its port, or owes the server an extent.
+    pub(crate) fn is_on(&self, port: usize) -> bool {
+        self.bytes_on(port) > 0 || self.owes(port)
+    }
+
+    /// Returns the bytes on a server, by its port, that have no Good copy elsewhere.
+    pub(crate) fn bytes_only_on(&self, port: usize) -> u64 {
+        let is_on_port = |(_, member): &(u8, Member)| self.port(member.server) == port;
+        let groups = self.groups.all().into_iter().flatten();
+        let is_only_there = |group: &ExtentGroup| {
+            group.members().any(|it| is_on_port(&it)) && group.good().all(|it| is_on_port(&it))
+        };
+        groups.filter(is_only_there).map(|group| group.bytes).sum()
+    }
+
+    /// True if extents are to go back to a server, by its port, once it answers.
+    pub(crate) fn owes(&self, port: usize) -> bool {
+        let owed = self.owed.lock();
+        owed.iter().any(|(server, _)| self.port(*server) == port)
+    }
+
+    /// Returns the bytes that are left on servers that are being emptied.
+    pub(crate) fn draining_bytes(&self) -> u64 {
+        if !self.health.any_leaving() {
+            return 0;
+        }
+        let servers = (0..self.servers.len()).map(|server| server as u8);
+        let leaving = servers.filter(|server| self.is_leaving(*server));
+        leaving.map(|server| self.bytes_on(self.port(server))).sum()
+    }
+}

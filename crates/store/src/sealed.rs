@@ -1,0 +1,258 @@
+//! [`SealedGroup`]: a group of extents out of which one member is replaced.
+//!
+//! The rule it keeps: a member is replaced as the head of [`repair`](crate::repair) says. The
+//! choice of the groups, and the repeats, are left to that.
+
+use std::{collections::HashMap, sync::Arc};
+
+use farpage_fabric::{AllocError, ExtentId};
+
+use crate::{
+    Cluster,
+    copier::Copier,
+    groups::{ExtentGroup, Member, MemberState},
+    pool::SlotPool,
+};
+
+/// A sealed group, whose copy is to be made.
+pub(crate) struct SealedGroup {
+    pub(crate) pool: Arc<SlotPool>,
+    pub(crate) index: u32,
+    plan: CopyPlan,
+}
+
+/// Preparation of a copy.
+#[derive(Clone, Copy)]
+struct CopyPlan {
+    /// Position of the copy.
+    at: u8,
+    /// Member that is replaced.
+    lost: Option<Member>,
+    /// Server and extent that were granted for the copy. `None`: the stale member's server has room
+    /// only for one of both, so that the stale one goes back first.
+    target: Option<(u8, ExtentId)>,
+}
+
+/// Outcome of one repair.
+pub(crate) enum Repair {
+    Done,
+    /// Writes to the group have not ended.
+    Waits,
+    /// A server that is needed is silent: it answers again, or is given up soon.
+    Silent,
+    /// No server has room for the copy. Holds the last refusal; `None` if there is no server to
+    /// ask.
+    NoRoom(Option<AllocError>),
+    /// A server failed on the way. Holds its error.
+    Failed(String),
+}
+
+/// Servers that refused memory in this turn, by port, each with the fewest bytes it refused.
+pub(crate) type Refusals = HashMap<usize, (u64, AllocError)>;
+
+impl CopyPlan {
+    /// Prepares the first copy that a group lacks, or whose server it is to leave.
+    ///
+    /// # Errors
+    /// The reason why nothing can be done, or nothing needs to be.
+    fn new(pool: &SlotPool, index: u32, refusals: &mut Refusals) -> Result<Self, Repair> {
+        let group = pool.group_at(index).ok_or(Repair::Done)?;
+        let (at, lost) = to_replace(pool, &group).ok_or(Repair::Done)?;
+        if !group
+            .good()
+            .any(|(_, member)| pool.is_usable(member.server))
+        {
+            return Err(Repair::Silent);
+        }
+        let stale = lost.filter(|lost| lost.state == MemberState::Stale);
+        if stale.is_some_and(|stale| !pool.is_usable(stale.server)) {
+            return Err(Repair::Silent);
+        }
+        let target = match new_extent(pool, index, &group, lost, refusals) {
+            Ok(target) => Some(target),
+            Err(Some(AllocError::Control(error))) => {
+                return Err(Repair::Failed(error.to_string()));
+            }
+            Err(_) if stale.is_some_and(|stale| !pool.is_leaving(stale.server)) => None,
+            Err(refusal) => return Err(Repair::NoRoom(refusal)),
+        };
+        Ok(Self { at, lost, target })
+    }
+}
+
+impl SealedGroup {
+    /// Prepares a copy of a group, and seals the group.
+    ///
+    /// # Errors
+    /// The reason why nothing can be done, or nothing needs to be. The group is not sealed then.
+    pub(crate) fn new(
+        pool: &Arc<SlotPool>,
+        index: u32,
+        refusals: &mut Refusals,
+    ) -> Result<Self, Repair> {
+        let plan = CopyPlan::new(pool, index, refusals)?;
+        let sealed = Self {
+            pool: pool.clone(),
+            index,
+            plan,
+        };
+        if !pool.seal(index) {
+            sealed.drop_target();
+            return Err(Repair::Done);
+        }
+        Ok(sealed)
+    }
+
+    /// True if the preparation is still right: servers may have failed since.
+    pub(crate) fn fits(&self) -> bool {
+        let CopyPlan { at, lost, target } = self.plan;
+        let group = self.pool.group_at(self.index);
+        let found = (group.as_ref()).and_then(|group| to_replace(&self.pool, group));
+        let is_there = found.is_some_and(|(now, _)| now == at)
+            && group.is_some_and(|group| group.member(at) == lost);
+        is_there && target.is_none_or(|(server, _)| self.pool.may_grant(server))
+    }
+
+    /// Gives the preparation up.
+    pub(crate) fn give_up(self) {
+        self.drop_target();
+        self.unseal();
+    }
+
+    fn drop_target(&self) {
+        if let Some((server, id)) = self.plan.target {
+            self.pool.drop_copy(server, id);
+        }
+    }
+
+    /// Puts the group back into use. A region may have ended meanwhile, which gives back no sealed
+    /// extent.
+    fn unseal(&self) {
+        let pieces = self.pool.pieces_at_rest(self.index);
+        self.pool.unseal(self.index);
+        if pieces.is_some_and(|pieces| pieces.is_empty()) {
+            self.pool.shrink();
+        }
+    }
+
+    /// Makes the copy, and unseals the group.
+    ///
+    /// # Errors
+    /// The group: writes to it have not ended.
+    pub(crate) fn copy(mut self, cluster: &Cluster) -> Result<Repair, Self> {
+        let Some(pieces) = self.pool.pieces_at_rest(self.index) else {
+            return Err(self);
+        };
+        let repair = self.copy_pieces(cluster, &pieces);
+        if !matches!(repair, Repair::Done) {
+            self.drop_target();
+        }
+        self.unseal();
+        Ok(repair)
+    }
+
+    /// Copies the pieces of a group at rest to the new member, from the first Good member that can
+    /// be read.
+    fn copy_pieces(&mut self, cluster: &Cluster, pieces: &[(u64, u64)]) -> Repair {
+        let (pool, index) = (&self.pool, self.index);
+        let CopyPlan { at, lost, target } = self.plan;
+        // Looked up now: the writes that were waited for may have changed the group.
+        let Some(group) = pool.group_at(index) else {
+            return Repair::Done;
+        };
+        // 1. The extent.
+        let (server, id) = match (target, lost) {
+            (Some(target), _) => target,
+            (None, Some(stale)) => {
+                pool.replace(index, at, None);
+                match pool.grant_copy(stale.server, group.bytes) {
+                    Ok(extent) => (stale.server, extent.id),
+                    Err(refusal) => return Repair::NoRoom(Some(refusal)),
+                }
+            }
+            (None, None) => return Repair::NoRoom(None),
+        };
+        self.plan.target = Some((server, id));
+        // 2. The bytes.
+        let mut failure = None;
+        for (_, source) in group.good().filter(|(_, it)| pool.is_usable(it.server)) {
+            let copied = Copier::new(cluster, pool, source, server)
+                .and_then(|mut copier| copier.copy_all(source, (server, id), pieces));
+            match copied {
+                // 3. The table.
+                Ok(()) => {
+                    pool.replace(index, at, Some((server, id)));
+                    let bytes = pieces.iter().map(|(_, len)| len).sum();
+                    match lost.filter(|lost| lost.state == MemberState::Good) {
+                        Some(left) => cluster.drains.count(pool.port(left.server), bytes),
+                        None => pool.count_repaired(bytes),
+                    }
+                    return Repair::Done;
+                }
+                Err(error) => failure = Some(error),
+            }
+            if !pool.is_usable(server) {
+                break;
+            }
+        }
+        failure.map_or(Repair::Silent, Repair::Failed)
+    }
+}
+
+/// Finds the first copy that a group lacks, or else that is to leave its server: the copy's
+/// position, and the member that is to be replaced.
+fn to_replace(pool: &SlotPool, group: &ExtentGroup) -> Option<(u8, Option<Member>)> {
+    let is_lacking =
+        |member: &Option<Member>| member.is_none_or(|member| member.state != MemberState::Good);
+    let leaves = |member: &Option<Member>| member.is_some_and(|it| pool.is_leaving(it.server));
+    let lacking = group.positions().find(|(_, member)| is_lacking(member));
+    lacking.or_else(|| group.positions().find(|(_, member)| leaves(member)))
+}
+
+/// Asks servers for the extent of a new member: first that of the lost one, if it answers, then
+/// those that have no copy of the group. A server that refused as much in this turn is not asked.
+///
+/// # Errors
+/// The last refusal, or failure of a call, after which nobody knows if there is room; `None` if
+/// there is no server to ask.
+fn new_extent(
+    pool: &SlotPool,
+    index: u32,
+    group: &ExtentGroup,
+    lost: Option<Member>,
+    refusals: &mut Refusals,
+) -> Result<(u8, ExtentId), Option<AllocError>> {
+    let servers = pool.servers().len() as u32;
+    let before = lost.map(|lost| lost.server);
+    let others = (0..servers).map(|i| ((index + i) % servers) as u8);
+    let is_free = |server: &u8| {
+        let is_elsewhere = |(_, member): (u8, Member)| !pool.is_same(member.server, *server);
+        Some(*server) == before || group.members().all(is_elsewhere)
+    };
+    let mut refusal = None;
+    let mut note = |error| {
+        if !matches!(refusal, Some(AllocError::Control(_))) {
+            refusal = Some(error);
+        }
+    };
+    let others = others.filter(|server| Some(*server) != before);
+    for server in before.into_iter().chain(others).filter(is_free) {
+        if !pool.may_grant(server) {
+            continue;
+        }
+        let port = pool.port(server);
+        if let Some((_, error)) = (refusals.get(&port)).filter(|(least, _)| *least <= group.bytes) {
+            note(error.clone());
+            continue;
+        }
+        match pool.grant_copy(server, group.bytes) {
+            Ok(extent) if extent.bytes >= group.bytes => return Ok((server, extent.id)),
+            Ok(extent) => pool.drop_copy(server, extent.id),
+            Err(error) => {
+                refusals.insert(port, (group.bytes, error.clone()));
+                note(error);
+            }
+        }
+    }
+    Err(refusal)
+}

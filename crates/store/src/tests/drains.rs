@@ -1,0 +1,391 @@
+//! Servers that are emptied while their pages come and go.
+
+use std::thread;
+
+use farpage_wire::Endpoint;
+
+use super::{
+    copies::{World, copied, impatient, members_of},
+    snapshots::Child,
+    *,
+};
+use crate::{DrainError, DrainReport, Redundancy};
+
+impl World {
+    fn endpoint(&self, server: usize) -> Endpoint {
+        self.cluster.sessions()[server].endpoint().clone()
+    }
+
+    fn granted_bytes(&self, server: usize) -> u64 {
+        let stat = self.cluster.sessions()[server].stat();
+        stat.expect("the server lives").granted_bytes
+    }
+
+    /// Drains a server, with turns of the repairs between calls of `amid`.
+    fn drain_amid(
+        &mut self,
+        server: usize,
+        mut amid: impl FnMut(usize),
+    ) -> Result<DrainReport, DrainError> {
+        let endpoint = self.endpoint(server);
+        let (cluster, repairer) = (&self.cluster, &mut self.repairer);
+        thread::scope(|scope| {
+            let drain = scope.spawn(|| cluster.drain_server(&endpoint));
+            let limit = Instant::now() + Duration::from_secs(60);
+            for turn in 0.. {
+                if drain.is_finished() {
+                    break;
+                }
+                assert!(Instant::now() < limit, "the drain never ends");
+                repairer.turn(cluster);
+                amid(turn);
+            }
+            drain.join().expect("it does not panic")
+        })
+    }
+
+    fn drain(&mut self, server: usize) -> Result<DrainReport, DrainError> {
+        self.drain_amid(server, |_| {})
+    }
+}
+
+fn unnamed(
+    world: &World,
+    pages: u64,
+    copies: u8,
+    codec: Codec,
+    reserve: Reserve,
+) -> Arc<PageStore> {
+    if copies > 1 {
+        return copied(world, pages, copies, codec, reserve);
+    }
+    let options = RemoteOptions {
+        codec,
+        reserve,
+        redundancy: Redundancy::None,
+        ..RemoteOptions::default()
+    };
+    PageStore::remote(&world.cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
+}
+
+/// A drain begins at any step of a schedule of writes and fills on three lanes, and the repairs
+/// take a turn between any two steps. Operations take long on their way, so that many are under way
+/// when an extent moves.
+#[test]
+fn a_server_is_emptied_at_any_step_and_no_byte_changes() {
+    let (mut moved, mut retries) = (0, 0);
+    for seed in 0..300 {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let servers = random.random_range(2..=4);
+        let copies = random.random_range(1..servers.min(3)) as u8;
+        let delay_steps = [2, 8, 60][seed as usize % 3];
+        let config = |server| SimConfig {
+            delay_steps,
+            ..SimConfig::new(1000 * seed + server)
+        };
+        let mut world = World::new((0..servers).map(config), impatient());
+        let codec = CODECS[seed as usize % CODECS.len()];
+        let reserve = [Reserve::Full, Reserve::OnDemand][seed as usize / 3 % 2];
+        let store = unnamed(&world, 96, copies, codec, reserve);
+        let mut model = vec![0; 96 * 4096];
+        let victim = random.random_range(0..servers) as usize;
+        let begins = random.random_range(1..200);
+        let endpoint = world.endpoint(victim);
+        let World {
+            cluster, repairer, ..
+        } = &mut world;
+        let cluster = &*cluster;
+        thread::scope(|scope| {
+            let (mut step, mut drain) = (0, None);
+            let amid = |random: &mut ChaCha8Rng| {
+                step += 1;
+                if step == begins {
+                    drain = Some(scope.spawn(|| cluster.drain_server(&endpoint)));
+                }
+                if random.random_bool(0.2) {
+                    repairer.turn(cluster);
+                }
+            };
+            assert_eq!(
+                conform_amid(cluster, &store, &mut model, seed, 300, amid),
+                0
+            );
+            let drain = drain.expect("it has begun");
+            let limit = Instant::now() + Duration::from_secs(60);
+            while !drain.is_finished() {
+                assert!(Instant::now() < limit, "seed {seed}: the drain never ends");
+                repairer.turn(cluster);
+            }
+            let report = drain
+                .join()
+                .expect("it does not panic")
+                .expect("there is room");
+            moved += report.moved_bytes;
+        });
+        assert_eq!(world.granted_bytes(victim), 0, "seed {seed}");
+        let rest = conform(&world.cluster, &store, &mut model, seed + 1000, 100);
+        assert_eq!(rest, 0, "seed {seed}");
+        // Nothing new is granted there, also not to new regions.
+        let other = unnamed(&world, 2000, copies, Codec::Raw, Reserve::Full);
+        assert_eq!(world.granted_bytes(victim), 0, "seed {seed}");
+        let again = world.drain(victim).expect("it is empty");
+        assert_eq!(again, DrainReport::default());
+        let stats = store.stats();
+        assert_eq!(
+            (stats.errors, stats.corrupt, stats.draining_bytes),
+            (0, 0, 0),
+            "seed {seed}"
+        );
+        retries += stats.retries;
+        drop((store, other));
+        for server in 0..servers as usize {
+            assert_eq!(world.granted_bytes(server), 0, "seed {seed}");
+        }
+    }
+    assert!(moved > 10 << 20, "{moved} bytes moved");
+    assert!(
+        retries > 0,
+        "no READ was under way when its extent went back"
+    );
+}
+
+/// Reads all pages, which have their bytes. Those that are only on the server `dead` fail: one is
+/// tried, since each takes until the deadline. Returns their number.
+fn count_lost(lane: &mut Lane<Piece>, store: &Arc<PageStore>, pages: &[u8], dead: usize) -> usize {
+    let mut lost = 0;
+    for (page, bytes) in (0..).zip(pages.chunks(4096)) {
+        let members = members_of(store, page);
+        if (members.iter()).all(|it| usize::from(it.server) == dead) {
+            if lost == 0 {
+                let error = read(lane, store, page).expect_err("its server is dead");
+                assert!(matches!(error, StoreError::Remote { .. }), "{error}");
+            }
+            lost += 1;
+            continue;
+        }
+        let got = read(lane, store, page).expect("its server lives");
+        assert!(got == bytes, "page {page} is another");
+    }
+    lost
+}
+
+fn written_pages(world: &World, store: &Arc<PageStore>, pages: u64) -> Vec<u8> {
+    let bytes = odd_pages(4096, 0..pages);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    for page in (0..pages).step_by(64) {
+        let run = &bytes[page as usize * 4096..][..64 * 4096];
+        assert!(write_run(&mut lane, store, page, run).failed.is_empty());
+    }
+    bytes
+}
+
+/// Extents of 1 MiB, so that a drain moves many.
+fn many_extents(world: &World, copies: u8) -> (Vec<Arc<PageStore>>, Vec<Vec<u8>>) {
+    (0..8)
+        .map(|_| {
+            let store = unnamed(world, 4096, copies, Codec::Raw, Reserve::Full);
+            let bytes = written_pages(world, &store, 512);
+            (store, bytes)
+        })
+        .unzip()
+}
+
+#[test]
+fn a_server_that_dies_while_it_is_emptied_takes_only_what_had_not_moved() {
+    let (mut lost, mut moved) = (0, 0);
+    for seed in 0..8 {
+        let copies = 1 + (seed % 2) as u8;
+        let options = ClusterOptions {
+            deadline: Duration::from_millis(500),
+            ..impatient()
+        };
+        let mut world = World::new(
+            (1..=3).map(|server| SimConfig::new(10 * seed + server)),
+            options,
+        );
+        let (stores, bytes) = many_extents(&world, copies);
+        let victim = world.servers[0].clone();
+        victim.kill_after(1 + 25 * seed);
+        let report = world.drain(0);
+        victim.kill();
+        world.repair_as_far_as_possible();
+        let mut lane = Lane::new(&world.cluster).expect("the emptied server is not needed");
+        let all = stores.iter().zip(&bytes);
+        let missing: usize = all
+            .map(|(store, bytes)| count_lost(&mut lane, store, bytes, 0))
+            .sum();
+        match report {
+            Ok(report) => {
+                moved += report.moved_bytes;
+                assert_eq!(missing, 0, "seed {seed}");
+            }
+            Err(DrainError::Lost { left_bytes, .. }) => {
+                assert!(missing > 0 && left_bytes > 0 && copies == 1, "seed {seed}");
+            }
+            Err(error) => panic!("seed {seed}: {error}"),
+        }
+        lost += missing;
+    }
+    assert!(
+        lost > 0 && moved > 0,
+        "{lost} pages lost, {moved} bytes moved"
+    );
+}
+
+#[test]
+fn a_target_may_die_while_a_server_is_emptied() {
+    for seed in 0..8 {
+        let copies = 1 + (seed % 2) as u8;
+        let options = ClusterOptions {
+            deadline: Duration::from_millis(500),
+            ..impatient()
+        };
+        let configs = (1..=4).map(|server| SimConfig::new(10 * seed + server));
+        let mut world = World::new(configs, options);
+        let (stores, bytes) = many_extents(&world, copies);
+        // A new lane needs all servers but the one that was emptied.
+        let mut lane = Lane::new(&world.cluster).expect("all live");
+        let target = world.servers[1].clone();
+        target.kill_after(1 + 25 * seed);
+        world.drain(0).expect("two servers have room");
+        target.kill();
+        world.repair_as_far_as_possible();
+        assert_eq!(world.granted_bytes(0), 0, "seed {seed}");
+        for (store, bytes) in stores.iter().zip(&bytes) {
+            let lost = count_lost(&mut lane, store, bytes, 1);
+            assert!(
+                copies == 1 || lost == 0,
+                "seed {seed}: {lost} pages are lost"
+            );
+        }
+    }
+}
+
+#[test]
+fn full_targets_are_an_error_that_says_what_is_left_and_a_later_drain_goes_on() {
+    for copies in [1, 2] {
+        let configs = (1..=3).map(|seed| SimConfig {
+            capacity_bytes: 40 << 20,
+            ..SimConfig::new(seed)
+        });
+        let mut world = World::new(configs, impatient());
+        let store = unnamed(&world, 2048, copies, Codec::Raw, Reserve::Full);
+        let bytes = written_pages(&world, &store, 2048);
+        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut fillers = Vec::new();
+        for bytes in [4 << 20, 1 << 20, 256 << 10, 64 << 10] {
+            let filler = RemoteOptions::default();
+            while let Ok(filler) = PageStore::remote(&world.cluster, REGION, bytes, 4096, &filler) {
+                fillers.push(filler);
+            }
+        }
+        let error = world.drain(0).expect_err("there is no room");
+        let said = error.to_string();
+        match error {
+            DrainError::NoRoom {
+                left_bytes,
+                refusal,
+                ..
+            } => assert!(left_bytes > 0 && refusal.is_some(), "{said}"),
+            _ => panic!("{said}"),
+        }
+        assert!(
+            said.contains("sim:1") && said.contains("add a server"),
+            "{said}"
+        );
+        assert!(store.stats().draining_bytes > 0);
+        assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+        fillers.clear();
+        world.drain(0).expect("there is room now");
+        assert_eq!(
+            (world.granted_bytes(0), store.stats().draining_bytes),
+            (0, 0)
+        );
+        assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+    }
+}
+
+#[test]
+fn a_server_that_nothing_lies_on_is_empty_at_once_and_an_unknown_one_is_an_error() {
+    let mut world = World::of(2, impatient());
+    assert_eq!(world.drain(1).expect("it is empty"), DrainReport::default());
+    let store = unnamed(&world, 64, 1, Codec::Raw, Reserve::Full);
+    assert_eq!(world.granted_bytes(1), 0);
+    let unknown = "sim:99".parse().expect("an endpoint");
+    let error = world.cluster.drain_server(&unknown).expect_err("unknown");
+    let said = error.to_string();
+    assert!(
+        said.contains("sim:99") && said.contains("sim:1, sim:2"),
+        "{said}"
+    );
+    // The last server cannot be emptied.
+    written_pages(&world, &store, 64);
+    let error = world.drain(0).expect_err("there is no other server");
+    assert!(
+        matches!(error, DrainError::NoRoom { refusal: None, .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn drains_at_once_never_drain_into_each_other() {
+    for copies in [1, 2] {
+        let mut world = World::of(4, impatient());
+        let store = unnamed(&world, 2048, copies, Codec::Raw, Reserve::Full);
+        let bytes = written_pages(&world, &store, 2048);
+        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let (one, other) = (world.endpoint(0), world.endpoint(1));
+        let World {
+            cluster, repairer, ..
+        } = &mut world;
+        let cluster = &*cluster;
+        let reports = thread::scope(|scope| {
+            let drains = [&one, &other].map(|it| scope.spawn(|| cluster.drain_server(it)));
+            let limit = Instant::now() + Duration::from_secs(60);
+            while !drains.iter().all(|drain| drain.is_finished()) {
+                assert!(Instant::now() < limit, "the drains never end");
+                repairer.turn(cluster);
+            }
+            drains.map(|drain| {
+                drain
+                    .join()
+                    .expect("it does not panic")
+                    .expect("there is room")
+            })
+        });
+        // No page moved twice.
+        let moved: u64 = reports.iter().map(|report| report.moved_bytes).sum();
+        assert!(
+            moved <= 2048 * 4096 * u64::from(copies),
+            "{moved} bytes moved"
+        );
+        assert_eq!((world.granted_bytes(0), world.granted_bytes(1)), (0, 0));
+        assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+    }
+}
+
+#[test]
+fn named_regions_stay_and_snapshots_follow() {
+    let mut world = World::of(2, impatient());
+    let options = RemoteOptions {
+        name: Some("stays".to_owned()),
+        ..RemoteOptions::default()
+    };
+    let named = PageStore::remote(&world.cluster, REGION, 1 << 20, 4096, &options);
+    let named = named.expect("it fits");
+    let store = unnamed(&world, 64, 1, Codec::Raw, Reserve::Full);
+    let before = written_pages(&world, &store, 64);
+    let child = Child::fork(&store, &before);
+    let after: Vec<u8> = odd_pages(4096, 100..164);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    assert!(write_run(&mut lane, &store, 0, &after).failed.is_empty());
+    let report = world.drain(0).expect("the other server has room");
+    assert!(
+        report.named_bytes > 0 && report.moved_bytes > 0,
+        "{report:?}"
+    );
+    assert_eq!(world.granted_bytes(0), report.named_bytes);
+    assert_eq!(count_lost(&mut lane, &store, &after, 9), 0);
+    child.check(&mut lane);
+    drop(named);
+}
