@@ -405,6 +405,11 @@ impl Own {
             return false;
         };
         self.mapped = pager.mapped();
+        if self.mapped.is_empty() {
+            // All is ordinary memory, of which the kernel makes copies.
+            regions.clear();
+            return true;
+        }
         let number = link::random();
         let expected = keeper.expect(
             number,
@@ -450,7 +455,7 @@ impl Part {
         }
         // Of the parent, whose threads and descriptors are not here.
         mem::forget(own);
-        if !is_inherited {
+        if !is_inherited || regions.is_empty() {
             mem::forget(regions);
             return None;
         }
