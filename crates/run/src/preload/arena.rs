@@ -228,8 +228,11 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         Some(asked) => Ok(Size::of_capacity(asked as usize)),
         None => Size::of_room(&runtime, redundancy),
     };
+    let mut options = RegionOptions::new();
     // While all that is allocated fits the budget, memory is as without us.
-    let mut options = RegionOptions::new().ordinary();
+    if variable("AT_ONCE").is_none() {
+        options = options.ordinary();
+    }
     if variable("ON_DEMAND").is_some() || asked.is_none() {
         options = options.reserve(Reserve::OnDemand);
     }

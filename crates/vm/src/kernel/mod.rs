@@ -324,6 +324,8 @@ impl AddressSpace for KernelSpace {
     }
 
     fn begin_paging(&self, address: usize, geometry: Geometry) -> io::Result<()> {
+        // Pages that leave need it, when the program may have used up all mappings.
+        self.pools.of(geometry.page_bytes)?;
         let (_, mode) = self.copies_out(&geometry);
         addresses::begin_paging(&self.shards, address, &geometry, mode)
     }
