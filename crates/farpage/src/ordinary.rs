@@ -50,7 +50,8 @@ impl Arena {
         self.ordinary.begun()
     }
 
-    /// Lets the kernel back `addresses` with huge pages, or not, while the arena is ordinary memory.
+    /// Lets the kernel back `addresses` with huge pages, or not, while the arena is ordinary
+    /// memory.
     #[doc(hidden)]
     pub fn advise_huge(&self, addresses: Range<usize>, huge: bool) {
         let base = self.addresses().start;

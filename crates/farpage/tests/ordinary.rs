@@ -92,7 +92,7 @@ fn present(range: &Range<usize>) -> usize {
     pages.iter().filter(|&&page| page & 1 != 0).count()
 }
 
-/// Of four kernel pages one; of every other sixteen none.
+/// True for one of four kernel pages, except in every other sixteen.
 fn every_fourth(number: usize) -> bool {
     number.is_multiple_of(4) && (number / 16).is_multiple_of(2)
 }
@@ -405,7 +405,7 @@ fn smaller_budget_than_what_is_allocated_begins_paging() {
     }
 }
 
-/// Without a pin first, a page could leave: pins, and ceding, put the arena under paging.
+/// Pins and cessions are of pages under paging.
 #[test]
 fn pins_and_ceded_pages_put_the_arena_under_paging() {
     let Some(_watchdog) = begin(60) else { return };

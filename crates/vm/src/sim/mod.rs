@@ -303,7 +303,7 @@ impl AddressSpace for SimSpace {
         out.extend(there.map(|(&page, _)| page..page + page_bytes));
     }
 
-    /// Has nothing to do, since no page is partly there.
+    /// Never called, since no page is partly there.
     fn put_zeros(&self, _: Shard, part: Range<usize>) -> io::Result<()> {
         unreachable!("no page is partly there, and {part:x?} is a part of one")
     }

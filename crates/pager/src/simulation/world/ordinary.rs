@@ -1,5 +1,7 @@
 //! Regions that begin as ordinary memory.
 
+use std::slice;
+
 use super::*;
 
 /// Puts a world's region under paging whose pages in `used` may be there, while everything else
@@ -89,7 +91,7 @@ fn region_stays_ordinary_where_its_faults_cannot_be_caught() {
     world.shadow[0] = 5;
     world.space.refuse_installs(Some(0..1));
     let bytes = 0..2 * world.page_bytes;
-    let refused = world.mapped.begin_paging(&[bytes.clone()]);
+    let refused = world.mapped.begin_paging(slice::from_ref(&bytes));
     assert!(refused.is_err() && world.mapped.is_ordinary());
     assert!(!world.mapped.region().beginning.catches_faults());
     let budget = world.mapped.pager().shared().frames.budget();
