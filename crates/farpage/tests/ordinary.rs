@@ -10,20 +10,23 @@
 mod common;
 
 use std::{
-    fs,
+    env, fs,
     ops::Range,
     os::unix::process::CommandExt,
     process::Command,
     ptr::NonNull,
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     thread,
+    time::Duration,
 };
 
 use common::{Fabric, Memory, ServerProcess, begin, builder, serve_if_asked};
 use farpage::{Advice, Arena, ByteSize, FaultMode, RegionOptions, Runtime};
-use farpage_testkit::{KIB, MIB, mix, wait_until};
+use farpage_testkit::{KIB, MIB, TestProcess, mix, wait_until};
 use nix::sys::{signal::Signal, wait::WaitStatus};
 
+/// Variable of the environment that is set in a process that runs one test alone.
+const ALONE: &str = "FARPAGE_TEST_ALONE";
 const KERNEL_PAGE: usize = 4 * KIB;
 const MODES: [FaultMode; 2] = [FaultMode::Filler, FaultMode::InThread];
 const BUDGET: usize = 16 * MIB;
@@ -234,6 +237,19 @@ fn forked(child: impl FnOnce() -> bool) -> nix::unistd::Pid {
     }
 }
 
+/// Runs `child` as [`forked`] does, in a child of which no handler of `fork` knows.
+fn raw_child(child: impl FnOnce() -> bool) -> nix::unistd::Pid {
+    // SAFETY: the child only looks at memory, and ends.
+    match unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } {
+        0 => {
+            let passed = child();
+            // SAFETY: ends the process.
+            unsafe { libc::_exit(i32::from(!passed)) }
+        }
+        made => nix::unistd::Pid::from_raw(i32::try_from(made).unwrap()),
+    }
+}
+
 fn passed(child: nix::unistd::Pid) {
     let ended = nix::sys::wait::waitpid(child, None).unwrap();
     assert!(matches!(ended, WaitStatus::Exited(_, 0)), "{ended:?}");
@@ -286,8 +302,12 @@ fn children_have_copies_of_ordinary_memory_when_the_parent_begins_paging() {
     }
 }
 
+/// Runs in a process of its own: others fork, too.
 #[test]
 fn programs_are_started_while_the_arena_is_ordinary() {
+    if env::var_os(ALONE).is_none() {
+        return TestProcess::start(&[(ALONE, "1")]).must_pass(Duration::from_secs(60));
+    }
     let Some(_watchdog) = begin(60) else { return };
     for mode in MODES {
         let memory = Memory::start(Fabric::Shm, 192 * MIB);
@@ -300,6 +320,11 @@ fn programs_are_started_while_the_arena_is_ordinary() {
         unsafe { command.pre_exec(|| Ok(())) };
         assert!(command.status().unwrap().success());
         assert!(arena.is_ordinary());
+        // A child by the raw system call has ordinary memory, too.
+        passed(raw_child(|| {
+            let mut pages = (block..block + FITS).step_by(KERNEL_PAGE);
+            pages.all(|at| word(at) == mix(at as u64))
+        }));
         check(block..block + FITS, |_| true);
         arena.begin_paging().unwrap();
         // Pages that a child had for a moment leave all the same.
