@@ -404,6 +404,7 @@ fn kept_memory_counts_while_the_arena_is_ordinary() {
     );
     let all = allocate(&arena, BUDGET);
     assert!(arena.is_ordinary());
+    assert_eq!(present(&arena.addresses()), 0, "it made room");
     check(all..all + BUDGET, |_| false);
     assert_eq!(allocate(&arena, 1) % (64 * KIB), 0);
     assert!(!arena.is_ordinary());
