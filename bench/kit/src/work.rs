@@ -242,6 +242,7 @@ impl<'a> Worker<'a> {
             address: None,
             read_only: false,
             no_direct_io: false,
+            ordinary: false,
         };
         Ok(Self {
             space,

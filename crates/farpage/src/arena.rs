@@ -23,6 +23,7 @@ use farpage_signals::{Mutex, MutexGuard};
 use crate::{
     Region,
     arena_pages::{Fit, Ranges},
+    ordinary_time::OrdinaryTime,
 };
 
 farpage_wire::debug_as_display!(ArenaError);
@@ -53,13 +54,14 @@ const KEPT_PART: usize = 16;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Arena {
-    region: Region,
+    pub(crate) region: Region,
     address: usize,
-    page_bytes: usize,
+    pub(crate) page_bytes: usize,
     budget_bytes: usize,
     ranges: Mutex<Ranges>,
     freed_bytes: AtomicUsize,
     touched_peak_bytes: AtomicUsize,
+    pub(crate) ordinary: OrdinaryTime,
 }
 
 /// The reason why an arena could not make an allocation.
@@ -84,6 +86,13 @@ pub enum ArenaError {
     /// The process is a child of the one that has the arena.
     #[error("{}", farpage_pager::FORKED)]
     Forked,
+    /// More than the budget would be allocated, and the kernel does not catch the faults of memory
+    /// that was ordinary until now. The arena is as before.
+    #[error("the arena cannot have more memory than its budget: {why}")]
+    NotCaught {
+        /// The reason, and what to do.
+        why: String,
+    },
 }
 
 /// Lock on the record of allocations.
@@ -91,7 +100,8 @@ pub enum ArenaError {
 pub struct ArenaHold<'a>(#[expect(dead_code, reason = "a guard")] MutexGuard<'a, Ranges>);
 
 impl Arena {
-    pub(crate) fn new(region: Region, budget_bytes: usize) -> Arena {
+    pub(crate) fn new(region: Region) -> Arena {
+        let budget_bytes = region.budget_bytes();
         let (address, page_bytes) = (region.as_ptr() as usize, region.page_bytes());
         let mut ranges = Ranges::default();
         ranges.give(0..region.len() / page_bytes);
@@ -103,6 +113,7 @@ impl Arena {
             ranges: Mutex::new(ranges),
             freed_bytes: AtomicUsize::new(0),
             touched_peak_bytes: AtomicUsize::new(0),
+            ordinary: OrdinaryTime::new(budget_bytes),
         }
     }
 
@@ -174,6 +185,7 @@ impl Arena {
         let mut ranges = self.ranges();
         loop {
             if let Some(first) = ranges.take(pages, fit, aligned) {
+                let mut ranges = self.admit(ranges, first, pages)?;
                 return Ok(self.allocated(&mut ranges, first, pages));
             }
             let Some((first, pages)) = ranges.kept.pop() else {
@@ -232,12 +244,10 @@ impl Arena {
         // Memory that the kernel may still read must not be written by a next owner.
         let bytes = first * self.page_bytes..(first + pages) * self.page_bytes;
         if self.region.is_zero_copy(bytes) {
-            drop(ranges);
-            return self.free(first..first + pages);
+            return self.free_under(ranges, first..first + pages);
         }
         while let Some((first, pages)) = ranges.kept.put(freed.take()) {
-            drop(ranges);
-            outcome = outcome.and(self.free(first..first + pages));
+            outcome = outcome.and(self.free_under(ranges, first..first + pages));
             ranges = self.ranges();
         }
         outcome
@@ -259,14 +269,20 @@ impl Arena {
         let mut ranges = self.ranges();
         let before = ranges.allocated.get(&first).copied();
         let before = before.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
-        if pages > before && !ranges.take_at(first + before, pages - before) {
-            return Ok(false);
+        if pages > before {
+            if !ranges.take_at(first + before, pages - before) {
+                return Ok(false);
+            }
+            ranges = match self.admit(ranges, first + before, pages - before) {
+                Ok(ranges) => ranges,
+                // An allocation elsewhere says why.
+                Err(_) => return Ok(false),
+            };
         }
         ranges.allocated.insert(first, pages);
         ranges.allocated_pages = ranges.allocated_pages - before + pages;
-        drop(ranges);
         if pages < before {
-            self.free(first + pages..first + before)?;
+            self.free_under(ranges, first + pages..first + before)?;
         }
         Ok(true)
     }
@@ -308,7 +324,12 @@ impl Arena {
         };
         // SAFETY: nobody uses the one that is given up. As above.
         let _ = unsafe { self.deallocate(if moved.is_ok() { allocation } else { made }) };
-        moved.map(|()| made).map_err(|_| ArenaError::Forked)
+        moved.map(|()| made).map_err(|error| match error {
+            PageError::Forked => ArenaError::Forked,
+            error => ArenaError::NotCaught {
+                why: error.to_string(),
+            },
+        })
     }
 
     /// Moves bytes within the arena as `mremap` does: whole pages by their entries, the rest by
@@ -346,12 +367,15 @@ impl Arena {
         );
         let (first, pages) = (offset / self.page_bytes, self.pages(bytes));
         let mut ranges = self.ranges();
-        let is_free = !self.region.is_parents() && ranges.take_at(first, pages);
-        if is_free {
-            ranges.allocated.insert(first, pages);
-            ranges.allocated_pages += pages;
+        if self.region.is_parents() || !ranges.take_at(first, pages) {
+            return false;
         }
-        is_free
+        let Ok(mut ranges) = self.admit(ranges, first, pages) else {
+            return false;
+        };
+        ranges.allocated.insert(first, pages);
+        ranges.allocated_pages += pages;
+        true
     }
 
     /// True if the arena has a free range of `bytes` bytes now.
@@ -375,6 +399,9 @@ impl Arena {
                 return false;
             }
             if ranges.take_inside(pages.clone()) {
+                let Ok(mut ranges) = self.admit(ranges, pages.start, pages.len()) else {
+                    return false;
+                };
                 self.allocated(&mut ranges, pages.start, pages.len());
                 return true;
             }
@@ -403,7 +430,8 @@ impl Arena {
     #[doc(hidden)]
     pub unsafe fn cede(&self, addresses: Range<usize>) -> Result<(), PageError> {
         let pages = self.whole_pages(&addresses);
-        self.touched_peak_bytes();
+        self.begin_paging()?;
+        self.note_touched();
         self.region
             .cede(pages.start * self.page_bytes..pages.end * self.page_bytes)
     }
@@ -420,6 +448,7 @@ impl Arena {
     #[doc(hidden)]
     pub fn cede_with_bytes(&self, address: usize) -> Result<(), PageError> {
         let pages = self.whole_pages(&(address..address + self.page_bytes));
+        self.begin_paging()?;
         self.region.cede_with_bytes(pages.start * self.page_bytes)
     }
 
@@ -454,14 +483,18 @@ impl Arena {
     pub unsafe fn release(&self, addresses: Range<usize>) -> Result<(), PageError> {
         let bytes = addresses.start - self.address..addresses.end - self.address;
         let whole = bytes.start.div_ceil(self.page_bytes)..bytes.end / self.page_bytes;
-        let freed = self.ranges().cut(whole);
+        let mut ranges = self.ranges();
+        let freed = ranges.cut(whole);
+        let in_place = |pages: &Range<usize>| self.free_in_place(&mut ranges, pages.clone());
+        let freed_in_place: Vec<_> = freed.iter().map(in_place).collect();
+        drop(ranges);
         let mut outcome = Ok(());
         let mut at = bytes.start;
-        for pages in freed {
+        for (pages, freed) in freed.into_iter().zip(freed_in_place) {
             let (start, end) = (pages.start * self.page_bytes, pages.end * self.page_bytes);
             // SAFETY: nobody uses these bytes: the caller's promise.
             outcome = outcome.and(unsafe { self.region.discard_shared(at..start) });
-            outcome = outcome.and(self.free(pages));
+            outcome = outcome.and(freed.unwrap_or_else(|| self.free(pages)));
             at = end;
         }
         // SAFETY: as above.
@@ -480,7 +513,7 @@ impl Arena {
     /// No references to bytes of the range exist.
     pub unsafe fn discard(&self, addresses: Range<usize>) -> Result<(), PageError> {
         let bytes = addresses.start - self.address..addresses.end - self.address;
-        self.touched_peak_bytes();
+        self.note_touched();
         // SAFETY: the caller's promise.
         unsafe { self.region.discard_shared(bytes) }
     }
@@ -557,6 +590,11 @@ impl Arena {
     /// Returns the most bytes that were touched at once, in whole pages: brought into local memory,
     /// for a touch or with a page that was touched, and not freed since.
     pub fn touched_peak_bytes(&self) -> usize {
+        self.note_touched().max(self.ordinary_bytes())
+    }
+
+    /// Notes and returns the most bytes that were touched at once, without ordinary memory.
+    fn note_touched(&self) -> usize {
         let touched = self.region.touched_pages() * self.page_bytes;
         let before = (self.touched_peak_bytes).fetch_max(touched, Ordering::Relaxed);
         before.max(touched)
@@ -579,7 +617,7 @@ impl Arena {
 
     fn discard_pages(&self, pages: Range<usize>) -> Result<(), PageError> {
         // Must be noted before the pages are gone.
-        self.touched_peak_bytes();
+        self.note_touched();
         let bytes = pages.start * self.page_bytes..pages.end * self.page_bytes;
         // SAFETY: the pages are no allocation's, and not free for one before they are given back.
         let discarded = unsafe { self.region.discard_shared(bytes.clone()) };
@@ -626,7 +664,18 @@ impl Arena {
         bytes.div_ceil(self.page_bytes).max(1)
     }
 
-    fn ranges(&self) -> MutexGuard<'_, Ranges> {
+    /// Frees pages of no allocation, under the lock where that is quick.
+    fn free_under(
+        &self,
+        mut ranges: MutexGuard<'_, Ranges>,
+        pages: Range<usize>,
+    ) -> Result<(), PageError> {
+        let freed = self.free_in_place(&mut ranges, pages.clone());
+        drop(ranges);
+        freed.unwrap_or_else(|| self.free(pages))
+    }
+
+    pub(crate) fn ranges(&self) -> MutexGuard<'_, Ranges> {
         // A panic under the lock comes before any change.
         self.ranges.lock()
     }

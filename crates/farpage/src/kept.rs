@@ -6,7 +6,7 @@
 //! The rule: a kept allocation has no owner, and keeps its old contents. Kept memory is so little
 //! that evictors do not miss it.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, ops::Range};
 
 /// Number of allocations that are kept at most: a search looks at each.
 const ALLOCATIONS_MAX: usize = 64;
@@ -46,6 +46,17 @@ impl Kept {
             return None;
         }
         self.pop()
+    }
+
+    /// Returns the pages of each kept allocation.
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
+        let kept = self.allocations.iter();
+        kept.map(|&(first, pages)| first..first + pages)
+    }
+
+    /// Returns the number of kept pages.
+    pub(crate) fn pages(&self) -> usize {
+        self.pages
     }
 
     /// Gives up the allocation that was kept longest.

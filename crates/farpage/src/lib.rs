@@ -115,6 +115,8 @@ mod fault;
 pub mod fork;
 pub mod io;
 mod kept;
+mod ordinary;
+mod ordinary_time;
 mod region;
 mod runtime;
 mod stats;

@@ -35,6 +35,7 @@ pub struct RegionOptions {
     pub(crate) address: Option<usize>,
     pub(crate) read_only: bool,
     pub(crate) no_direct_io: Option<bool>,
+    pub(crate) ordinary: bool,
 }
 
 impl RegionOptions {
@@ -169,6 +170,7 @@ impl fmt::Debug for RegionOptions {
             .field("address", &self.address)
             .field("read_only", &self.read_only)
             .field("no_direct_io", &self.no_direct_io)
+            .field("ordinary", &self.ordinary)
             .finish()
     }
 }
@@ -186,7 +188,7 @@ impl fmt::Debug for RegionOptions {
 pub struct Region {
     /// Registration for in-thread faults. Must be dropped before `mapped`.
     _faults: Option<FaultRegistration>,
-    mapped: Held<MappedRegion<KernelSpace>>,
+    pub(crate) mapped: Held<MappedRegion<KernelSpace>>,
     name: Option<String>,
     /// True if the region's contents outlive it.
     keeps: bool,
@@ -479,6 +481,10 @@ impl Region {
                     .copy_from_nonoverlapping(at(part.start), part.len())
             }
         };
+        let moved = |mapped: &MappedRegion<_>| mapped.relocate_ordinary(from.clone(), to, copy);
+        if self.mapped.with(moved)? {
+            return Ok(());
+        }
         let first = from.start.next_multiple_of(page_bytes);
         let last = from.end / page_bytes * page_bytes;
         if !(to + (first - from.start)).is_multiple_of(page_bytes) || last <= first {

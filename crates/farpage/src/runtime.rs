@@ -353,8 +353,7 @@ impl Runtime {
             element_bytes: 1,
         })?;
         let region = self.region_with(bytes, options)?;
-        let budget_bytes = self.stats().pager.budget_bytes as usize;
-        Ok(Arena::new(region, budget_bytes))
+        Ok(Arena::new(region))
     }
 
     /// Opens the region that was published under `name`, to read and write it. No other program can
@@ -439,6 +438,7 @@ impl Runtime {
         pager.address = options.address;
         pager.read_only = options.read_only;
         pager.no_direct_io = (options.no_direct_io).unwrap_or(self.defaults.no_direct_io);
+        pager.ordinary = options.ordinary;
         pager
     }
 

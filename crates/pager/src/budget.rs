@@ -196,13 +196,25 @@ impl Budget {
             });
         made.ok()?;
         let pages = affordable as usize;
-        let made = self.made.load(Ordering::Relaxed);
-        self.peak.fetch_max(made, Ordering::Relaxed);
+        self.note_peak();
         Some(BudgetReservation {
             budget: self,
             page_bytes,
             pages,
         })
+    }
+
+    /// Counts `bytes` of pages that come under the budget as made, although some of them may turn
+    /// out not to be there. Beside other memory they may exceed the budget: see
+    /// [`exceeded_by`](Self::exceeded_by).
+    pub(crate) fn adopt(&self, bytes: u64) {
+        self.made.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Notes the memory that exists now, if it is the most so far.
+    pub(crate) fn note_peak(&self) {
+        let made = self.made.load(Ordering::Relaxed);
+        self.peak.fetch_max(made, Ordering::Relaxed);
     }
 
     /// Counts `bytes` of a free frame that was given back to the kernel.

@@ -51,6 +51,7 @@ impl<A: AddressSpace> MappedRegion<A> {
     /// If the range is no whole pages of the region, or the region is read-only, over a user's own
     /// store, or has a name.
     pub fn cede(&self, range: Range<usize>) -> Result<(), PageError> {
+        self.under_paging()?;
         let entered = self.enter()?;
         let pages = self.pages_to_cede(&range);
         let (mut page, mut waiting) = (pages.start, OwnerWait::default());
@@ -91,6 +92,7 @@ impl<A: AddressSpace> MappedRegion<A> {
     /// # Panics
     /// As [`cede`](Self::cede).
     pub fn cede_with_bytes(&self, offset: usize) -> Result<(), PageError> {
+        self.under_paging()?;
         let entered = self.enter()?;
         let page_bytes = self.page_bytes();
         let range = offset..offset + page_bytes;
@@ -116,6 +118,7 @@ impl<A: AddressSpace> MappedRegion<A> {
     /// # Panics
     /// As [`cede`](Self::cede).
     pub fn regain(&self, range: Range<usize>) -> Result<(), PageError> {
+        self.under_paging()?;
         let entered = self.enter()?;
         let pages = self.pages_to_cede(&range);
         let (shared, region) = (self.shared(), self.region());

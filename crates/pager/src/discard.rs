@@ -54,7 +54,10 @@ impl<A: AddressSpace> MappedRegion<A> {
             "pages of {} cannot be discarded",
             region.label()
         );
-        let pages = self.whole_pages(range);
+        let pages = self.whole_pages(range.clone());
+        if let Some(discarded) = self.discard_ordinary(range) {
+            return discarded;
+        }
         let mut page = pages.start;
         let mut waiting = OwnerWait::default();
         while page < pages.end {

@@ -109,6 +109,16 @@ impl PageError {
         }
     }
 
+    /// Returns the error of a region that could not be put under paging.
+    pub(crate) fn cannot_begin(region: Arc<str>, error: &io::Error) -> PageError {
+        PageError::Os {
+            what: "catch the faults of",
+            region,
+            page: 0,
+            message: error.to_string(),
+        }
+    }
+
     /// Returns the error of a page that could not be taken out.
     pub(crate) fn cannot_take_out(
         region: Arc<str>,

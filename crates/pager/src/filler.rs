@@ -154,6 +154,11 @@ impl<A: AddressSpace> Filler<A> {
             return self.on_stray_fault(address);
         };
         let page = region.page_at(address);
+        if !region.beginning.catches_faults() {
+            // The kernel refused the rest of the region, which is ordinary memory again.
+            self.shared.mapper.wake(&region, page.alone());
+            return;
+        }
         region.store.expect(page);
         // A closing region gives its addresses up, and the program must not be using them. Only an
         // evictor that copies pages out may sleep there then, and that evictor has a guard.

@@ -126,11 +126,7 @@ impl<A: AddressSpace> FrameAllocator<A> {
     /// Gives up free frames beyond the budget, and calls evictors. Returns the number of bytes that
     /// exceed it for now.
     fn follow_budget(&self) -> u64 {
-        let sizes = (0..SIZES).map(|i| 1 << (i as u32 + SMALLEST_SHIFT));
-        for size in sizes {
-            while self.budget.exceeded_by() > 0 && self.give_up(size, 1) {}
-        }
-        self.doors.call_evictors(&self.budget);
+        self.give_up_excess();
         self.tell_who_starves();
         self.budget.exceeded_by()
     }
@@ -152,6 +148,22 @@ impl<A: AddressSpace> FrameAllocator<A> {
             room = reserve();
         }
         room
+    }
+
+    /// Counts `bytes` of pages that come under the budget, as [`Budget::adopt`] does. Free frames
+    /// beyond the budget are given up; evictors see to the rest.
+    pub(crate) fn adopt(&self, bytes: u64) {
+        self.budget.adopt(bytes);
+        self.give_up_excess();
+    }
+
+    /// Gives up free frames while memory exceeds the budget, and calls evictors.
+    fn give_up_excess(&self) {
+        let sizes = (0..SIZES).map(|i| 1 << (i as u32 + SMALLEST_SHIFT));
+        for size in sizes {
+            while self.budget.exceeded_by() > 0 && self.give_up(size, 1) {}
+        }
+        self.doors.call_evictors(&self.budget);
     }
 
     /// Counts used pages that have gone back to the kernel.

@@ -109,6 +109,10 @@ impl<A: AddressSpace> InThread<A> {
         let Some(region) = self.shared.regions.at(address) else {
             return false;
         };
+        // A signal of the program's own memory.
+        if !region.beginning.catches_faults() {
+            return false;
+        }
         let page = region.page_at(address);
         region.store.expect(page);
         let (mut since, mut looks) = (None, 0);

@@ -29,6 +29,7 @@
 #![forbid(unsafe_code)]
 
 mod ahead;
+mod beginning;
 mod budget;
 mod candidates;
 mod cede;
@@ -62,6 +63,7 @@ mod mapped;
 mod mapper;
 mod markers;
 mod options;
+mod ordinary;
 mod owner_wait;
 mod pace;
 mod pager;

@@ -58,6 +58,7 @@ impl<A: AddressSpace> Pager<A> {
             read_only: options.read_only,
             // A copying evictor may have to wait for a page that another one makes room for.
             no_direct_io: options.no_direct_io && self.shared().doors.evictors() > 1,
+            ordinary: options.ordinary,
             ..self.geometry(id, bytes, page_bytes)
         };
         let mapping = self
@@ -99,6 +100,7 @@ impl<A: AddressSpace> Pager<A> {
             address: None,
             read_only: false,
             no_direct_io: false,
+            ordinary: false,
         }
     }
 }

@@ -115,6 +115,8 @@ impl<A: AddressSpace> MappedRegion<A> {
         let pages = self.pages(range);
         match advice {
             Advice::Normal | Advice::Sequential | Advice::Random => self.region.set_advice(advice),
+            // Ordinary memory is made at its first touch.
+            Advice::WillNeed if self.is_ordinary() => {}
             Advice::WillNeed => self
                 .shared()
                 .doors
@@ -247,6 +249,9 @@ impl<A: AddressSpace> MappedRegion<A> {
     pub fn prefetch_now(&self, range: Range<usize>) -> Result<(), PageError> {
         let entered = self.enter()?;
         let pages = self.pages(range);
+        if self.is_ordinary() {
+            return Ok(());
+        }
         for first in pages.iter().step_by(CHUNK_PAGES) {
             let chunk = first.and_on(CHUNK_PAGES).within(pages);
             self.region.take_error();
@@ -335,6 +340,7 @@ impl<A: AddressSpace> MappedRegion<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn pin(&self, range: Range<usize>) -> Result<(), PinError> {
+        self.under_paging()?;
         let _entered = self.enter()?;
         let pages = self.pages(range.clone());
         for page in pages {
@@ -414,6 +420,9 @@ impl<A: AddressSpace> MappedRegion<A> {
     ) -> Result<T, PageError> {
         let _entered = self.enter()?;
         let pages = self.pages(range.clone());
+        if let Some(_hold) = self.region.beginning.hold() {
+            return Ok(act());
+        }
         let failed = |&page: &PageIndex| self.pin_page(page, pages).is_err();
         let pinned = pages
             .start

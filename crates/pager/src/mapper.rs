@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Size of the smallest page that the kernel knows.
-const KERNEL_PAGE_BYTES: usize = 4096;
+pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
 
 /// Number of event counts. More would let threads that wait for different pages share one less
 /// often.
@@ -61,6 +61,45 @@ impl<A: AddressSpace> Mapper<A> {
     /// Maps addresses for a new region.
     pub(crate) fn map(&self, geometry: Geometry) -> io::Result<RegionMapping> {
         self.space.map(geometry)
+    }
+
+    /// Starts to catch the faults of a region that was mapped as ordinary memory.
+    pub(crate) fn begin_paging(&self, region: &Region) -> io::Result<()> {
+        self.space.begin_paging(region.address, region.geometry)
+    }
+
+    /// Gives the memory at `bytes` of a region, whole kernel pages, back to the kernel.
+    pub(crate) fn drop_memory(&self, region: &Region, bytes: Range<usize>) -> io::Result<()> {
+        let addresses = region.address + bytes.start..region.address + bytes.end;
+        self.space.drop_memory(addresses)
+    }
+
+    /// Lets the kernel back `bytes` of an ordinary region with huge pages, or not.
+    pub(crate) fn advise_huge(&self, region: &Region, bytes: Range<usize>, huge: bool) {
+        let addresses = region.address + bytes.start..region.address + bytes.end;
+        self.space.advise_huge(addresses, huge);
+    }
+
+    /// Replaces `out` by the parts of `bytes` of a region, whole kernel pages, where memory is.
+    pub(crate) fn present(
+        &self,
+        region: &Region,
+        bytes: Range<usize>,
+        out: &mut Vec<Range<usize>>,
+    ) {
+        out.clear();
+        let addresses = region.address + bytes.start..region.address + bytes.end;
+        self.space.present(addresses, out);
+        for part in out {
+            *part = part.start - region.address..part.end - region.address;
+        }
+    }
+
+    /// Maps zeros at absent `bytes` of a page that has an owner.
+    pub(crate) fn put_zeros(&self, region: &Region, bytes: Range<usize>) -> io::Result<()> {
+        let (start, end) = (region.address + bytes.start, region.address + bytes.end);
+        let shard = self.shard_of(region, region.page_at(start));
+        self.space.put_zeros(shard, start..end)
     }
 
     /// Unmaps the addresses of a region that has given up all its pages.

@@ -103,4 +103,7 @@ pub struct RegionOptions {
     /// then leave as copies, many by one call. A device's write into a page that leaves at that
     /// moment is lost. Default: false.
     pub no_direct_io: bool,
+    /// True if the region is ordinary memory of the program's, which no budget counts, until
+    /// [`MappedRegion::begin_paging`](crate::MappedRegion::begin_paging). Default: false.
+    pub ordinary: bool,
 }

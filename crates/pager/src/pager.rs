@@ -198,11 +198,15 @@ impl<A: AddressSpace> Pager<A> {
         !self.shared.regions.read().is_empty()
     }
 
-    /// Returns all mapped regions, none of which ends while its part of the result lives.
+    /// Returns all mapped regions under paging, none of which ends while its part of the result
+    /// lives. While reclaim is frozen, no other comes under paging.
     pub fn mapped(&self) -> Vec<MappedImage> {
         let _signals = SignalGuard::new();
         let regions = self.shared.regions.read();
-        let entered = regions.values().filter_map(|region| {
+        let paged = regions
+            .values()
+            .filter(|region| !region.beginning.is_ordinary());
+        let entered = paged.filter_map(|region| {
             let end = region.address + region.geometry.bytes;
             Some(MappedImage {
                 addresses: region.address..end,

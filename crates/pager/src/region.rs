@@ -20,6 +20,7 @@ use farpage_vm::{Geometry, RegionMapping, Shard};
 
 use crate::{
     Advice, PageError,
+    beginning::Beginning,
     protocol::{self, OnLeft, PageWords},
 };
 
@@ -67,6 +68,8 @@ pub(crate) struct Region {
     /// Number of times that pages were ceded.
     ceded: AtomicUsize,
     advice: AtomicU8,
+    /// Beginning as ordinary memory.
+    pub(crate) beginning: Beginning,
     closing: AtomicBool,
     /// Number of guards.
     guards: AtomicUsize,
@@ -105,6 +108,7 @@ impl Region {
             pinned: AtomicUsize::new(0),
             ceded: AtomicUsize::new(0),
             advice: AtomicU8::new(Advice::Normal as u8),
+            beginning: Beginning::new(geometry.ordinary),
             closing: AtomicBool::new(false),
             guards: AtomicUsize::new(0),
             quiet: Default::default(),

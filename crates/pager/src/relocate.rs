@@ -62,6 +62,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         to: usize,
         mut stays: impl FnMut(usize, usize),
     ) -> Result<(), PageError> {
+        self.under_paging()?;
         let entered = self.enter()?;
         let (region, page_bytes) = (self.region(), self.page_bytes());
         assert!(

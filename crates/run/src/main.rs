@@ -105,6 +105,10 @@ struct RunOptions {
     /// Threads of farpage fetch absent memory, for programs that do what --in-thread cannot serve.
     #[arg(long, overrides_with = "in_thread")]
     fillers: bool,
+    /// Brings memory under paging at its first touch, instead of when more is allocated than the
+    /// budget: the budget holds in whole pages from the beginning.
+    #[arg(long)]
+    at_once: bool,
     /// Says what would be interposed, and what would not and why, and runs nothing.
     #[arg(long)]
     explain: bool,
@@ -191,6 +195,7 @@ fn run(options: &RunOptions) -> Result<u8> {
     for (flag, name) in [
         (options.stats, "STATS"),
         (options.children, "CHILDREN"),
+        (options.at_once, "AT_ONCE"),
         (options.server.is_empty(), "ON_DEMAND"),
     ] {
         if flag {

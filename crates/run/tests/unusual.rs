@@ -40,7 +40,14 @@ fn confined() -> Option<(TempDir, String)> {
 
 fn command(mode: &[&str], arguments: &[&str]) -> Command {
     let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
-    farpage.args(["run", "--budget", "4MiB", "--capacity", "256MiB"]);
+    farpage.args([
+        "run",
+        "--at-once",
+        "--budget",
+        "4MiB",
+        "--capacity",
+        "256MiB",
+    ]);
     farpage.args(mode).arg("--").args(arguments);
     farpage
 }

@@ -321,6 +321,12 @@ impl PageStore {
         clean.fetch_add(pages as u64, Ordering::Relaxed);
     }
 
+    /// Counts `pages` pages that nothing is stored of and that are in local memory now, without a
+    /// [`Lane`](crate::Lane).
+    pub fn count_made(&self, pages: usize) {
+        (self.stats.fills_never).fetch_add(pages as u64, Ordering::Relaxed);
+    }
+
     /// Counts a page that has just left, if it is blank again.
     pub fn count_left(&self, page: PageIndex) {
         if self.is_blank(page) {

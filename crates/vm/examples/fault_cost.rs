@@ -110,6 +110,7 @@ impl Pages {
             address: None,
             read_only: false,
             no_direct_io: false,
+            ordinary: false,
         };
         let away = (0..BYTES / page_bytes)
             .map(|_| Ok(Mutex::new(Some(space.new_frame(page_bytes, 1)?))))

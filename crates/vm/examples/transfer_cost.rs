@@ -125,6 +125,7 @@ fn space(
         address: None,
         read_only: false,
         no_direct_io: false,
+        ordinary: false,
     };
     Ok((KernelSpace::new(options)?, geometry))
 }

@@ -26,7 +26,7 @@ use nix::errno::Errno;
 
 use crate::{
     space::{Batch, Frame, RUN_PAGES_MAX},
-    sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
+    sys::{self, Backing, KERNEL_PAGE_BYTES, Refusal, Stopped},
     uffd::{Features, RegisterMode, Uffd, UserfaultfdError},
     vacancies::{Vacancies, WORD_SLOTS},
 };
@@ -97,6 +97,14 @@ impl Pools {
     }
 }
 
+/// Returns what backs pages of `page_bytes` under paging.
+pub(crate) fn backing(page_bytes: usize) -> Backing {
+    match page_bytes {
+        HUGE_PAGE_BYTES => Backing::Huge,
+        _ => Backing::Small,
+    }
+}
+
 /// Refuses a page size that is none of the [`PAGE_SIZES`] powers of two.
 pub(crate) fn check_page_bytes(page_bytes: usize) -> io::Result<()> {
     if page_bytes.is_power_of_two() && (KERNEL_PAGE_BYTES..=HUGE_PAGE_BYTES).contains(&page_bytes) {
@@ -129,7 +137,7 @@ impl FramePool {
             )
         })?;
         let bytes = page_bytes * slots as usize;
-        let base = sys::reserve(bytes, page_bytes, page_bytes == HUGE_PAGE_BYTES)?;
+        let base = sys::reserve(bytes, page_bytes, backing(page_bytes))?;
         let pool = Self {
             uffd,
             base,

@@ -5,6 +5,7 @@
 use std::{
     fs::File,
     io,
+    ops::Range,
     os::{fd::AsFd, unix::fs::FileExt},
 };
 
@@ -70,6 +71,61 @@ impl Pagemap {
         Ok(false)
     }
 
+    /// Appends the parts of `addresses`, of whole kernel pages, where memory is mapped or swapped
+    /// out, ascending.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub(crate) fn occupied(
+        &self,
+        addresses: Range<usize>,
+        out: &mut Vec<Range<usize>>,
+    ) -> io::Result<()> {
+        let before = out.len();
+        let scanned = sys::scan(self.0.as_fd(), addresses.start, addresses.end, out);
+        match scanned.map_err(closed) {
+            // The kernel does not know the call.
+            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
+                out.truncate(before);
+                self.read_occupied(addresses, out)
+            }
+            scanned => scanned,
+        }
+    }
+
+    /// Appends as [`occupied`](Self::occupied) does, by reading an entry for each kernel page.
+    fn read_occupied(
+        &self,
+        addresses: Range<usize>,
+        out: &mut Vec<Range<usize>>,
+    ) -> io::Result<()> {
+        let mut bytes = [0; 8 * ENTRIES_PER_READ];
+        let mut page = addresses.start / KERNEL_PAGE_BYTES;
+        let end = addresses.end / KERNEL_PAGE_BYTES;
+        while page < end {
+            let count = ENTRIES_PER_READ.min(end - page);
+            (self
+                .0
+                .read_exact_at(&mut bytes[..8 * count], 8 * page as u64))
+            .map_err(closed)?;
+            let (entries, _) = bytes[..8 * count].as_chunks::<8>();
+            for entry in entries {
+                let start = page * KERNEL_PAGE_BYTES;
+                page += 1;
+                if u64::from_ne_bytes(*entry) & OCCUPIED == 0 {
+                    continue;
+                }
+                match out.last_mut() {
+                    Some(last) if last.end == start && start > addresses.start => {
+                        last.end += KERNEL_PAGE_BYTES;
+                    }
+                    _ => out.push(start..start + KERNEL_PAGE_BYTES),
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Succeeds if this kernel knows `PAGEMAP_SCAN`.
     pub(crate) fn can_scan(&self) -> io::Result<()> {
         sys::can_scan(self.0.as_fd())
@@ -94,7 +150,7 @@ mod tests {
     fn one_page_that_is_mapped_is_found_among_many_that_are_not() {
         const PAGES: usize = 3 * ENTRIES_PER_READ;
         let bytes = PAGES * KERNEL_PAGE_BYTES;
-        let start = sys::reserve(bytes, KERNEL_PAGE_BYTES, false).unwrap();
+        let start = sys::reserve(bytes, KERNEL_PAGE_BYTES, sys::Backing::Small).unwrap();
         let pagemap = Pagemap::open().unwrap();
         assert!(!pagemap.any_occupied(start, bytes).unwrap());
         let page = start + (PAGES - 1) * KERNEL_PAGE_BYTES;
@@ -103,6 +159,43 @@ mod tests {
         assert!(pagemap.any_occupied(start, bytes).unwrap());
         assert!(!pagemap.any_occupied(start, page - start).unwrap());
         assert!(pagemap.any_occupied(page, 1).unwrap());
+        // SAFETY: the mapping made above, unused from here on.
+        unsafe { sys::release(start, bytes) };
+    }
+
+    #[test]
+    fn parts_that_are_mapped_are_found_by_both_ways() {
+        const PAGES: usize = 5 * ENTRIES_PER_READ;
+        let bytes = PAGES * KERNEL_PAGE_BYTES;
+        let start = sys::reserve(bytes, KERNEL_PAGE_BYTES, sys::Backing::Ordinary).unwrap();
+        let pagemap = Pagemap::open().unwrap();
+        // Two neighbours across two reads, every other page of a stretch, and the last page.
+        let touched = [ENTRIES_PER_READ - 1, ENTRIES_PER_READ, PAGES - 1];
+        let other = (100..300).step_by(2);
+        let mut touched: Vec<_> = touched.into_iter().chain(other).collect();
+        touched.sort_unstable();
+        for page in &touched {
+            let page = start + page * KERNEL_PAGE_BYTES;
+            // SAFETY: the mapping made above.
+            unsafe { (page as *mut u8).write_volatile(1) };
+        }
+        // The parts continue no range that was found before.
+        let before = start - KERNEL_PAGE_BYTES..start;
+        let (mut scanned, mut read) = (vec![before.clone()], vec![before]);
+        pagemap
+            .occupied(start..start + bytes, &mut scanned)
+            .unwrap();
+        pagemap
+            .read_occupied(start..start + bytes, &mut read)
+            .unwrap();
+        assert_eq!(scanned, read);
+        let pages = |part: &Range<usize>| {
+            let number = |address| (address - start) / KERNEL_PAGE_BYTES;
+            number(part.start)..number(part.end)
+        };
+        let found: Vec<_> = scanned[1..].iter().flat_map(pages).collect();
+        assert_eq!(found, touched);
+        assert_eq!(scanned.len(), 1 + touched.len() - 1);
         // SAFETY: the mapping made above, unused from here on.
         unsafe { sys::release(start, bytes) };
     }

@@ -235,6 +235,9 @@ pub struct Geometry {
     pub read_only: bool,
     /// True if the program lets no device write into the region's pages: they may be copied out.
     pub no_direct_io: bool,
+    /// True if the addresses are ordinary memory of the program's, until
+    /// [`AddressSpace::begin_paging`].
+    pub ordinary: bool,
 }
 
 impl Geometry {
@@ -273,6 +276,36 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// The operating system's, in words that say what to do. What was mapped at a given address is
     /// gone then, too, unless the address is unaligned or another region's.
     fn map(&self, geometry: Geometry) -> io::Result<RegionMapping>;
+
+    /// Starts to catch the faults of a region that was mapped as ordinary memory. Pages that are
+    /// there stay as they are.
+    ///
+    /// # Errors
+    /// The operating system's. The region is ordinary memory as before, and threads that slept on a
+    /// fault meanwhile are woken.
+    fn begin_paging(&self, address: usize, geometry: Geometry) -> io::Result<()>;
+
+    /// Gives the memory at `addresses`, whole kernel pages of one region, back to the kernel: in
+    /// ordinary memory they are zeros from then on, and under paging they are absent.
+    ///
+    /// # Errors
+    /// The operating system's: the memory stays, at least in part.
+    fn drop_memory(&self, addresses: Range<usize>) -> io::Result<()>;
+
+    /// Lets the kernel back `addresses` of ordinary memory with huge pages, or not. Where it has no
+    /// such pages, nothing changes.
+    fn advise_huge(&self, addresses: Range<usize>, huge: bool);
+
+    /// Appends the parts of `addresses`, whole kernel pages of one region, where memory is,
+    /// ascending.
+    fn present(&self, addresses: Range<usize>, out: &mut Vec<Range<usize>>);
+
+    /// Maps zeros at `part`, absent kernel pages of one page that has an owner, and wakes the
+    /// threads that sleep there.
+    ///
+    /// # Errors
+    /// The operating system's. The part is absent, or a part of it.
+    fn put_zeros(&self, shard: Shard, part: Range<usize>) -> io::Result<()>;
 
     /// Gives the addresses back, except those that the program has unmapped itself. All pages of
     /// the region must have been detached, or are lost with it.

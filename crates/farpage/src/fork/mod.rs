@@ -416,6 +416,11 @@ impl Own {
             return false;
         };
         self.mapped = pager.mapped();
+        if self.mapped.is_empty() {
+            // All is ordinary memory, of which the kernel makes copies.
+            regions.clear();
+            return true;
+        }
         let number = link::random();
         *regions = keeper.expect(
             number,
@@ -459,7 +464,7 @@ impl Part {
         }
         // Of the parent, whose threads and descriptors are not here.
         mem::forget(own);
-        if !is_inherited {
+        if !is_inherited || regions.is_empty() {
             mem::forget(regions);
             return None;
         }

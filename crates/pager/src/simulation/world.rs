@@ -1,6 +1,7 @@
 //! One region of few pages and all that may happen to it: [`World`].
 
 mod frozen;
+mod ordinary;
 
 use farpage_signals::SignalGuard;
 
@@ -27,6 +28,10 @@ struct World {
 
 impl World {
     fn new(seed: u64, lossy: bool) -> World {
+        World::with(seed, lossy, RegionOptions::default())
+    }
+
+    fn with(seed: u64, lossy: bool, region: RegionOptions) -> World {
         let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let page_bytes = 4096 << (next(&mut random) % 2);
         let budget_pages = 2 + (next(&mut random) % 62) as usize;
@@ -79,7 +84,7 @@ impl World {
         .expect("the server has room");
         let inline_handlers = InlineHandlers::new(&pager);
         pager.shared().scatter.costs().pretend(is_cheaper);
-        let mapped = Arc::new(pager).map(store, RegionOptions::default());
+        let mapped = Arc::new(pager).map(store, region);
         let mapped = ManuallyDrop::new(mapped.expect("the budget holds two pages"));
         World {
             random,

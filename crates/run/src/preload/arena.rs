@@ -229,6 +229,10 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         None => Size::of_room(&runtime, redundancy),
     };
     let mut options = RegionOptions::new();
+    // While all that is allocated fits the budget, memory is as without us.
+    if variable("AT_ONCE").is_none() {
+        options = options.ordinary();
+    }
     if variable("ON_DEMAND").is_some() || asked.is_none() {
         options = options.reserve(Reserve::OnDemand);
     }
@@ -236,7 +240,8 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
     if let (Some(window), Ok(size)) = (window, &size) {
         let on_demand = RegionOptions::new()
             .reserve(Reserve::OnDemand)
-            .redundancy(Redundancy::None);
+            .redundancy(Redundancy::None)
+            .ordinary();
         let made = runtime.region_with(1, on_demand);
         first = Some(made.map_err(|error| error.to_string())?);
         let address = filter::place(size.bytes)?;

@@ -77,6 +77,11 @@ pub(crate) fn pin_range(
 ) -> Result<(), c_int> {
     let _inside = Inside::enter();
     expect_some();
+    // Pins are of pages under paging.
+    if let Err(error) = state.arena.begin_paging() {
+        say_once(&format!("mlock: {error}"));
+        return Err(libc::ENOMEM);
+    }
     let mut locked = LOCKED.lock();
     let region = state.arena.region();
     let mut pinned = Vec::new();
@@ -266,7 +271,9 @@ pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     }
     if flags & libc::MCL_CURRENT != 0 {
         let inside = Inside::enter();
-        if let Err(errno) = lock_allocations(state) {
+        // An ordinary arena would be locked as local memory is.
+        let begun = state.arena.begin_paging().map_err(|_| libc::ENOMEM);
+        if let Err(errno) = begun.and_then(|()| lock_allocations(state)) {
             drop(inside);
             return fail(errno);
         }

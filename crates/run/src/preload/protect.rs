@@ -342,8 +342,13 @@ fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c
             }
             Ok(())
         }
-        // Backing, dumps and read-ahead of memory are not the program's here. Children have all of
-        // it.
+        // Backing of memory is the program's until the arena is under paging.
+        libc::MADV_HUGEPAGE | libc::MADV_NOHUGEPAGE => {
+            let huge = advice == libc::MADV_HUGEPAGE;
+            state.arena.advise_huge(addresses, huge);
+            Ok(())
+        }
+        // Dumps and read-ahead of memory are not the program's here. Children have all of it.
         libc::MADV_NORMAL
         | libc::MADV_RANDOM
         | libc::MADV_SEQUENTIAL
@@ -351,8 +356,6 @@ fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c
         | libc::MADV_DOFORK
         | libc::MADV_MERGEABLE
         | libc::MADV_UNMERGEABLE
-        | libc::MADV_HUGEPAGE
-        | libc::MADV_NOHUGEPAGE
         | libc::MADV_COLLAPSE
         | libc::MADV_DONTDUMP
         | libc::MADV_DODUMP => Ok(()),

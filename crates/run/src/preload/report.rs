@@ -139,6 +139,22 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
     let of = |part: u64, all: u64| format!("{} %", part * 100 / all.max(1));
     let mut lines = Vec::new();
     if let Some(state) = state
+        && state.arena.is_ordinary()
+    {
+        lines.push(format!(
+            "ordinary: all {} that were allocated at once fitted the budget ({}), so that nothing became remote",
+            size(state.peak_bytes() as u64),
+            size(pager.budget_bytes),
+        ));
+    }
+    if let Some(begun) = state.and_then(|state| state.arena.begun()) {
+        lines.push(format!(
+            "ordinary up to {}, and under paging from then on, which began within {:.1} ms",
+            size(begun.allocated_bytes as u64),
+            begun.took.as_secs_f64() * 1e3,
+        ));
+    }
+    if let Some(state) = state
         && pager.fills > 0
     {
         lines.push(format!(
@@ -184,12 +200,16 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
         ));
     }
     // Among many programs only those with pages in the arena are of interest.
-    if pager.fills == 0 && !state::has_children_interposed() {
+    if state.is_none() && !state::has_children_interposed() {
         lines.push(
             "at most 0 B in the arena, since no request was as large as --min-bytes (--small yes makes smaller ones remote)".to_owned(),
         );
     }
-    let local = local_peak_bytes(pager.peak_resident_bytes, state);
+    let of_the_arena = match state {
+        Some(state) if state.arena.is_ordinary() => state.peak_bytes() as u64,
+        _ => pager.peak_resident_bytes,
+    };
+    let local = local_peak_bytes(of_the_arena, state);
     if local > LOCAL_BYTES {
         lines.push(format!(
             "about {} were local, outside the arena and the budget: small objects (requests below {}), static arrays (.data and .bss: {}), stacks",

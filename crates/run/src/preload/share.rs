@@ -15,7 +15,7 @@ use std::{
 
 use farpage::{ByteSize, Runtime};
 
-use crate::state;
+use crate::{say_once, state};
 
 const WANTS: u8 = 1;
 const HAS: u8 = 2;
@@ -49,6 +49,7 @@ impl Share {
             CONNECTION.store(self.stream.as_raw_fd(), Ordering::Relaxed);
         }
         self.bytes = self.first().map_err(|error| no(&error))?;
+        // Before the arena is made, which is ordinary memory up to its budget.
         runtime.set_budget(ByteSize(self.bytes));
         let no = |error| format!("cannot keep to a share of the budget: {error}");
         self.stream.set_read_timeout(Some(LOOK)).map_err(no)?;
@@ -97,6 +98,17 @@ impl Share {
     /// Changes the budget, and reports it when no pages exceed it any more.
     fn obey(&mut self, runtime: &Runtime, bytes: u64) -> u64 {
         let since = Instant::now();
+        let keep_ordinary = || {
+            if let Some(state) = state::get()
+                && let Err(error) = state.arena.keep_ordinary_to(bytes as usize)
+            {
+                say_once(&format!("memory exceeds the share of the budget: {error}"));
+            }
+        };
+        // A smaller share comes after memory beyond it is under paging, and a larger one before.
+        if bytes < self.bytes {
+            keep_ordinary();
+        }
         while runtime.set_budget(ByteSize(bytes)) > ByteSize(0) {
             // Pages may exceed it for ever, if pinned. Another program may give more meanwhile.
             if since.elapsed() > LOOK && self.is_told_more() {
@@ -104,6 +116,7 @@ impl Share {
             }
             thread::sleep(LOOK_AGAIN);
         }
+        keep_ordinary();
         let _ = self.say(HAS, bytes);
         bytes
     }

@@ -47,11 +47,21 @@ pub(crate) fn output(command: &mut Command) -> Output {
     finish(command, Duration::from_secs(120))
 }
 
+/// Option for programs so small that their memory would stay ordinary.
+pub(crate) const AT_ONCE: &str = "--at-once";
+
+/// Runs a program whose memory is under paging from the beginning.
 pub(crate) fn farpage(options: &[&str], command: &[&str]) -> Output {
     farpage_in_pages_of("16KiB", options, command)
 }
 
+/// Runs a program as [`farpage`] does, in pages of another size.
 pub(crate) fn farpage_in_pages_of(page: &str, options: &[&str], command: &[&str]) -> Output {
+    farpage_as(page, &[options, &[AT_ONCE]].concat(), command)
+}
+
+/// Runs a program with these options alone.
+pub(crate) fn farpage_as(page: &str, options: &[&str], command: &[&str]) -> Output {
     let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
     farpage.env("FARPAGE_PAGE_SIZE", page);
     farpage.arg("run").args(options).arg("--").args(command);

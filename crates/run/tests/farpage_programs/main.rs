@@ -274,7 +274,9 @@ fn measure(case: &Case, folder: &Folder, turns: usize) -> Row {
         }
     };
     let roomy = farpage(&["--budget", ROOMY]);
-    let first = run(&command(&roomy), folder);
+    // Under paging, so that its memory in the arena is known.
+    let at_once = farpage(&["--budget", ROOMY, "--at-once"]);
+    let first = run(&command(&at_once), folder);
     if row
         .take("at a budget above need", &first, &expected)
         .is_none()

@@ -34,7 +34,11 @@ fn output(command: &mut Command) -> Output {
 
 fn farpage(options: &[&str], command: &[&str]) -> Command {
     let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
-    farpage.arg("run").args(options).arg("--").args(command);
+    farpage
+        .args(["run", "--at-once"])
+        .args(options)
+        .arg("--")
+        .args(command);
     farpage
 }
 
@@ -194,6 +198,7 @@ fn arenas_lie_where_no_inherited_filter_looks() {
             env!("CARGO_BIN_EXE_farpage"),
             "run",
             "--in-thread",
+            "--at-once",
         ]);
         command.args([
             "--budget",

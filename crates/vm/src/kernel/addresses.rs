@@ -5,13 +5,13 @@
 
 use std::{io, iter, ops::Range};
 
-use super::{occupied, ranges::Ranges, shard::KernelShard};
+use super::{occupied, ranges::Ranges, shard::KernelShard, sharing};
 use crate::{
-    frame::{HUGE_PAGE_BYTES, check_page_bytes},
+    frame::{self, check_page_bytes},
     pages::Shard,
     protections::protections,
     space::Geometry,
-    sys,
+    sys::{self, Backing},
     uffd::RegisterMode,
 };
 
@@ -41,15 +41,49 @@ pub(super) fn map(
     occupied::begin(address);
     if let Err(error) = set_up(shards, address, geometry, mode) {
         unmap(shards, address, geometry);
-        let text = format!(
-            "cannot register {} bytes with userfaultfd: {error}; when out of memory, a mapping per \
-             stripe exceeds `sysctl vm.max_map_count`: raise it \
-             (`sudo sysctl -w vm.max_map_count=1000000`) or choose larger stripes",
-            geometry.bytes
-        );
-        return Err(io::Error::new(error.kind(), text));
+        return Err(cannot_register(geometry, &error));
     }
     Ok(address)
+}
+
+fn cannot_register(geometry: &Geometry, error: &io::Error) -> io::Error {
+    let text = format!(
+        "cannot register {} bytes with userfaultfd: {error}; when out of memory, a mapping per \
+         stripe exceeds `sysctl vm.max_map_count`: raise it \
+         (`sudo sysctl -w vm.max_map_count=1000000`) or choose larger stripes",
+        geometry.bytes
+    );
+    io::Error::new(error.kind(), text)
+}
+
+/// Registers the addresses of a region that was mapped as ordinary memory.
+///
+/// # Errors
+/// The operating system's. The region is ordinary memory as before, but for advice that concerns
+/// later pages, dumps and `fork`.
+pub(super) fn begin_paging(
+    shards: &[KernelShard],
+    address: usize,
+    geometry: &Geometry,
+    mode: RegisterMode,
+) -> io::Result<()> {
+    catch_up(shards);
+    sharing::begin();
+    let registered = register_all(shards, address, geometry, mode).and_then(|()| {
+        let backing = frame::backing(geometry.page_bytes);
+        // SAFETY: the region's addresses. From here on `fork` leaves them out, since absent pages
+        // are caught.
+        Ok(unsafe { sys::advise(address, geometry.bytes, backing) }?)
+    });
+    registered.map_err(|error| {
+        for (shard, stripe) in stripes(shards.len(), address, geometry) {
+            let uffd = shards[shard.0].fence.uffd();
+            let _ = uffd.unregister(stripe.start, stripe.len());
+        }
+        // SAFETY: the region's addresses, which are memory of the kernel's own again.
+        let _ = unsafe { sys::madvise(address, geometry.bytes, libc::MADV_DOFORK) };
+        cannot_register(geometry, &error)
+    })
 }
 
 /// Gives the addresses of a region back, except those that the program has unmapped itself.
@@ -128,7 +162,7 @@ pub(super) fn regain(
     let (start, len) = (addresses.start, addresses.len());
     // 1. No access: a touch before the end of these steps must not make a page of zeros.
     // SAFETY: ceded addresses, whose contents the caller gives up.
-    unsafe { sys::reserve_barred(start, len, geometry.page_bytes == HUGE_PAGE_BYTES) }?;
+    unsafe { sys::reserve_barred(start, len, frame::backing(geometry.page_bytes)) }?;
     // 2. Registration with the shards, which catch the faults there from then on.
     for (shard, stripe) in stripes_within(shards.len(), address, geometry, addresses) {
         let uffd = shards[shard.0].fence.uffd();
@@ -155,13 +189,26 @@ fn set_up(
     geometry: &Geometry,
     mode: RegisterMode,
 ) -> io::Result<()> {
-    for (shard, stripe) in stripes(shards.len(), address, geometry) {
-        let uffd = shards[shard.0].fence.uffd();
-        uffd.register(stripe.start, stripe.len(), mode)?;
+    if !geometry.ordinary {
+        register_all(shards, address, geometry, mode)?;
     }
     if geometry.read_only {
         // SAFETY: reserved by the caller, and nobody else has learned of it.
         unsafe { sys::protect(address, geometry.bytes, libc::PROT_READ) }?;
+    }
+    Ok(())
+}
+
+/// Registers each stripe of a region with its shard.
+fn register_all(
+    shards: &[KernelShard],
+    address: usize,
+    geometry: &Geometry,
+    mode: RegisterMode,
+) -> io::Result<()> {
+    for (shard, stripe) in stripes(shards.len(), address, geometry) {
+        let uffd = shards[shard.0].fence.uffd();
+        uffd.register(stripe.start, stripe.len(), mode)?;
     }
     Ok(())
 }
@@ -208,7 +255,10 @@ fn stripes_within(
 
 /// Reserves the addresses of a region, which no other region gets from then on.
 fn reserve(space: u64, geometry: &Geometry) -> io::Result<usize> {
-    let huge = geometry.page_bytes == HUGE_PAGE_BYTES;
+    let backing = match geometry.ordinary {
+        true => Backing::Ordinary,
+        false => frame::backing(geometry.page_bytes),
+    };
     let occupy =
         |start| occupied::occupy(&(start..start + geometry.bytes), space, geometry.read_only);
     if let Some(start) = geometry.address {
@@ -230,7 +280,7 @@ fn reserve(space: u64, geometry: &Geometry) -> io::Result<usize> {
         }
         // SAFETY: whoever asks for an address gives up what is mapped there (`Geometry::address`),
         // and no other region is there: that was seen to above.
-        unsafe { sys::reserve_at(start, geometry.bytes, huge) }
+        unsafe { sys::reserve_at(start, geometry.bytes, backing) }
             .inspect_err(|_| occupied::give_up(start))?;
         return Ok(start);
     }
@@ -238,7 +288,7 @@ fn reserve(space: u64, geometry: &Geometry) -> io::Result<usize> {
     // addresses are kept until others have been found.
     let mut unfit = Vec::new();
     let found = loop {
-        match sys::reserve(geometry.bytes, geometry.page_bytes, huge) {
+        match sys::reserve(geometry.bytes, geometry.page_bytes, backing) {
             Ok(start) if occupy(start) => break Ok(start),
             Ok(start) => unfit.push(start),
             Err(errno) => break Err(errno.into()),

@@ -72,6 +72,22 @@ pub(super) fn install_copy(
     })
 }
 
+/// Maps zeros at `part`, absent kernel pages of one page. Parts that the program has unmapped are
+/// passed over.
+pub(super) fn put_zeros(shard: &KernelShard, part: Range<usize>) -> io::Result<()> {
+    let zeros = vec![0u8; part.len()];
+    // SAFETY:
+    // - The zeros are readable.
+    // - What a region's absent pages are filled with is the pager's decision.
+    let put = unsafe { copy_page_in(shard, part, zeros.as_ptr().addr()) };
+    match put.map_err(|stopped| stopped.why) {
+        Err(why @ (Refusal::OutOfMemory | Refusal::Contended | Refusal::Other(_))) => {
+            Err(why.into())
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Drops copies that were mapped a moment ago, and whose bytes the frame has.
 fn take_back(shard: &KernelShard, copies: Range<usize>) {
     if copies.is_empty() {

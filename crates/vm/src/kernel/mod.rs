@@ -323,6 +323,37 @@ impl AddressSpace for KernelSpace {
         })
     }
 
+    fn begin_paging(&self, address: usize, geometry: Geometry) -> io::Result<()> {
+        // Pages that leave need it, when the program may have used up all mappings.
+        self.pools.of(geometry.page_bytes)?;
+        let (_, mode) = self.copies_out(&geometry);
+        addresses::begin_paging(&self.shards, address, &geometry, mode)
+    }
+
+    fn drop_memory(&self, addresses: Range<usize>) -> io::Result<()> {
+        // SAFETY: a region's, whose owner gives the bytes up.
+        Ok(unsafe { sys::madvise(addresses.start, addresses.len(), libc::MADV_DONTNEED) }?)
+    }
+
+    fn advise_huge(&self, addresses: Range<usize>, huge: bool) {
+        let advice = match huge {
+            true => libc::MADV_HUGEPAGE,
+            false => libc::MADV_NOHUGEPAGE,
+        };
+        // SAFETY: a region's; the advice drops no pages. Memory is as good without it.
+        let _ = unsafe { sys::madvise(addresses.start, addresses.len(), advice) };
+    }
+
+    fn present(&self, addresses: Range<usize>, out: &mut Vec<Range<usize>>) {
+        self.pagemap
+            .occupied(addresses, out)
+            .expect("/proc/self/pagemap stays readable for its owner");
+    }
+
+    fn put_zeros(&self, shard: Shard, part: Range<usize>) -> io::Result<()> {
+        copying::put_zeros(self.shard(shard), part)
+    }
+
     fn unmap(&self, address: usize, geometry: Geometry) {
         addresses::unmap(&self.shards, address, &geometry);
     }
@@ -452,6 +483,7 @@ mod tests {
         address: None,
         read_only: false,
         no_direct_io: false,
+        ordinary: false,
     };
 
     #[test]

@@ -255,6 +255,7 @@ impl AddressSpace for SimSpace {
             address,
             SimRegion {
                 geometry,
+                is_ordinary: geometry.ordinary,
                 pages: BTreeMap::new(),
             },
         );
@@ -265,6 +266,46 @@ impl AddressSpace for SimSpace {
             copies_in,
             copies_out,
         })
+    }
+
+    fn begin_paging(&self, address: usize, _: Geometry) -> io::Result<()> {
+        let mut state = self.state.lock();
+        let refuses = state.refused.is_some();
+        let (region, _) = state.region(address).ok_or(io::ErrorKind::NotFound)?;
+        assert!(region.is_ordinary, "the region at {address:#x} is caught");
+        if refuses {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
+        region.is_ordinary = false;
+        Ok(())
+    }
+
+    fn drop_memory(&self, addresses: Range<usize>) -> io::Result<()> {
+        let mut state = self.state.lock();
+        let (region, _) = (state.region(addresses.start)).ok_or(io::ErrorKind::NotFound)?;
+        let is_dropped = |page: &usize, content: &Content| {
+            addresses.contains(page) && matches!(content, Content::Bytes(_))
+        };
+        (region.pages).retain(|page, content| !is_dropped(page, content));
+        Ok(())
+    }
+
+    fn advise_huge(&self, _: Range<usize>, _: bool) {}
+
+    fn present(&self, addresses: Range<usize>, out: &mut Vec<Range<usize>>) {
+        let mut state = self.state.lock();
+        let Some((region, _)) = state.region(addresses.start) else {
+            return;
+        };
+        let page_bytes = region.geometry.page_bytes;
+        let there = region.pages.range(addresses);
+        let there = there.filter(|(_, content)| matches!(content, Content::Bytes(_)));
+        out.extend(there.map(|(&page, _)| page..page + page_bytes));
+    }
+
+    /// Never called, since no page is partly there.
+    fn put_zeros(&self, _: Shard, part: Range<usize>) -> io::Result<()> {
+        unreachable!("no page is partly there, and {part:x?} is a part of one")
     }
 
     fn unmap(&self, address: usize, geometry: Geometry) {

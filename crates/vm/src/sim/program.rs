@@ -74,6 +74,10 @@ impl SimSpace {
         if write && region.geometry.read_only {
             return Err(Faulted::Sigsegv);
         }
+        if region.is_ordinary {
+            let zeros = || Content::Bytes(vec![0; region.geometry.page_bytes].into());
+            region.pages.entry(page).or_insert_with(zeros);
+        }
         match region.pages.get_mut(&page) {
             Some(Content::Bytes(bytes) | Content::Own(bytes)) => {
                 let word = bytes[address - page..][..8]

@@ -33,6 +33,8 @@ pub(super) struct State {
 
 pub(super) struct SimRegion {
     pub(super) geometry: Geometry,
+    /// True if a touch of an absent page is no fault, and makes it a page of zeros.
+    pub(super) is_ordinary: bool,
     pub(super) pages: BTreeMap<usize, Content>,
 }
 

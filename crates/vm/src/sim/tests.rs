@@ -11,6 +11,7 @@ const GEOMETRY: Geometry = Geometry {
     address: None,
     read_only: false,
     no_direct_io: false,
+    ordinary: false,
 };
 
 /// Returns `count` pages of 4 KiB.

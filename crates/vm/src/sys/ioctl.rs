@@ -6,6 +6,7 @@
 
 use std::{
     io,
+    ops::Range,
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
 };
 
@@ -274,6 +275,54 @@ pub(crate) fn can_scan(pagemap: BorrowedFd<'_>) -> io::Result<()> {
     // - `arg` is a valid `pm_scan_arg` for the length of the call.
     // - It names no vector to write to and no page to protect.
     unsafe { pagemap_scan(pagemap.as_raw_fd(), &mut arg) }?;
+    Ok(())
+}
+
+/// `PAGEMAP_SCAN` (kernel 6.7): appends the parts of `start..end` where memory is mapped or swapped
+/// out, ascending.
+pub(crate) fn scan(
+    pagemap: BorrowedFd<'_>,
+    start: usize,
+    end: usize,
+    out: &mut Vec<Range<usize>>,
+) -> io::Result<()> {
+    /// Number of ranges that one call tells of.
+    const RANGES: usize = 64;
+    let occupied = u64::from(raw::PAGE_IS_PRESENT | raw::PAGE_IS_SWAPPED);
+    let mut at = start;
+    while at < end {
+        let mut found = [raw::page_region {
+            start: 0,
+            end: 0,
+            categories: 0,
+        }; RANGES];
+        let mut arg = raw::pm_scan_arg {
+            size: size_of::<raw::pm_scan_arg>() as u64,
+            flags: 0,
+            start: at as u64,
+            end: end as u64,
+            walk_end: 0,
+            vec: found.as_mut_ptr().addr() as u64,
+            vec_len: RANGES as u64,
+            max_pages: 0,
+            category_inverted: 0,
+            category_mask: 0,
+            category_anyof_mask: occupied,
+            return_mask: 0,
+        };
+        // SAFETY:
+        // - `arg` is a valid `pm_scan_arg` for the length of the call.
+        // - The vector has room for as many ranges, and no page is protected.
+        let count = unsafe { pagemap_scan(pagemap.as_raw_fd(), &mut arg) }?;
+        let parts = found.iter().take(usize::try_from(count).unwrap_or(0));
+        for part in parts.map(|part| part.start as usize..part.end as usize) {
+            match out.last_mut() {
+                Some(last) if last.end == part.start && last.start >= start => last.end = part.end,
+                _ => out.push(part),
+            }
+        }
+        at = arg.walk_end as usize;
+    }
     Ok(())
 }
 

@@ -27,11 +27,21 @@ pub(crate) unsafe fn madvise(start: usize, len: usize, advice: libc::c_int) -> n
     result(unsafe { system_call(libc::SYS_madvise, [start, len, advice as usize, 0, 0, 0]) })
 }
 
+/// Pages that the kernel backs a mapping with, and what `fork` and core dumps do with them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Backing {
+    /// Huge pages, which `fork` does not inherit and core dumps leave out.
+    Huge,
+    /// Small pages, as above: a page that the kernel merged or prefetched behind the pager's back
+    /// would break the budget.
+    Small,
+    /// Pages as of any mapping of the program.
+    Ordinary,
+}
+
 /// Reserves `len` bytes of private anonymous memory, aligned to `align` (a power of two). It takes
-/// no memory until touched, and `fork` does not inherit it. `huge` asks for huge pages, which are
-/// refused otherwise: a page that the kernel merged or prefetched behind the pager's back would
-/// break the budget.
-pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize> {
+/// no memory until touched.
+pub(crate) fn reserve(len: usize, align: usize, backing: Backing) -> nix::Result<usize> {
     let slack = align - KERNEL_PAGE_BYTES;
     // SAFETY: no address is asked for, so that no mapping is replaced.
     let start = unsafe { map_anonymous(0, len + slack, libc::PROT_NONE, 0) }?;
@@ -43,7 +53,7 @@ pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize
             unsafe { release(from, to - from) };
         }
     }
-    set_up(aligned, len, huge)?;
+    set_up(aligned, len, backing)?;
     Ok(aligned)
 }
 
@@ -52,10 +62,10 @@ pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize
 ///
 /// # Safety
 /// Nothing relies on what is mapped there.
-pub(crate) unsafe fn reserve_at(start: usize, len: usize, huge: bool) -> nix::Result<()> {
+pub(crate) unsafe fn reserve_at(start: usize, len: usize, backing: Backing) -> nix::Result<()> {
     // SAFETY: this function's contract: nothing relies on what is mapped there.
     unsafe { map_anonymous(start, len, libc::PROT_NONE, libc::MAP_FIXED) }?;
-    set_up(start, len, huge)
+    set_up(start, len, backing)
 }
 
 /// Reserves memory as [`reserve_at`] does, without access to it. A mapping without access is left
@@ -63,11 +73,11 @@ pub(crate) unsafe fn reserve_at(start: usize, len: usize, huge: bool) -> nix::Re
 ///
 /// # Safety
 /// Nothing relies on what is mapped there.
-pub(crate) unsafe fn reserve_barred(start: usize, len: usize, huge: bool) -> nix::Result<()> {
+pub(crate) unsafe fn reserve_barred(start: usize, len: usize, backing: Backing) -> nix::Result<()> {
     // SAFETY: this function's contract: nothing relies on what is mapped there.
     unsafe { map_anonymous(start, len, libc::PROT_NONE, libc::MAP_FIXED) }?;
     // SAFETY: the mapping made above, of which no page is there.
-    unsafe { advise(start, len, huge) }?;
+    unsafe { advise(start, len, backing) }?;
     // SAFETY: as above. Pages of a locked mapping neither move nor can be dropped.
     result(unsafe { system_call(libc::SYS_munlock, [start, len, 0, 0, 0, 0]) })
 }
@@ -168,15 +178,15 @@ unsafe fn map_anonymous(
     result(mapped).map(|()| mapped as usize)
 }
 
-/// Sets the advice of a new mapping.
+/// Sets the advice of a mapping. Pages that are there stay as they are.
 ///
 /// # Safety
 /// The range is a mapping of the caller's.
-unsafe fn advise(start: usize, len: usize, huge: bool) -> nix::Result<()> {
-    let page_kind = if huge {
-        libc::MADV_HUGEPAGE
-    } else {
-        libc::MADV_NOHUGEPAGE
+pub(crate) unsafe fn advise(start: usize, len: usize, backing: Backing) -> nix::Result<()> {
+    let page_kind = match backing {
+        Backing::Huge => libc::MADV_HUGEPAGE,
+        Backing::Small => libc::MADV_NOHUGEPAGE,
+        Backing::Ordinary => return Ok(()),
     };
     // A core dump would bring every page in.
     for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP, page_kind] {
@@ -192,9 +202,9 @@ unsafe fn advise(start: usize, len: usize, huge: bool) -> nix::Result<()> {
 }
 
 /// Sets advice and protection of a new mapping, which is given up if that fails.
-fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
+fn set_up(start: usize, len: usize, backing: Backing) -> nix::Result<()> {
     // SAFETY: the mapping is the caller's.
-    unsafe { advise(start, len, huge) }.inspect_err(|_| {
+    unsafe { advise(start, len, backing) }.inspect_err(|_| {
         // SAFETY: the caller's mapping, which nobody else knows.
         unsafe { release(start, len) };
     })?;

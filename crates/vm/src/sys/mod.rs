@@ -11,10 +11,10 @@ pub use ioctl::{Refusal, Stopped};
 
 pub(crate) use ioctl::{
     USERFAULTFD, agree, can_scan, copy, is_changing, move_pages, open_by_device, open_by_syscall,
-    poison,
+    poison, scan,
 };
 pub(crate) use many::{RANGES_MAX, can_copy_and_drop_each, copy_each, drop_each};
 pub(crate) use memory::{
-    KERNEL_PAGE_BYTES, carry_away, madvise, protect, release, replace, reserve, reserve_at,
-    reserve_barred, write_nothing,
+    Backing, KERNEL_PAGE_BYTES, advise, carry_away, madvise, protect, release, replace, reserve,
+    reserve_at, reserve_barred, write_nothing,
 };

@@ -16,6 +16,7 @@ pub(crate) fn geometry(bytes: usize, page_bytes: usize) -> Geometry {
         address: None,
         read_only: false,
         no_direct_io: false,
+        ordinary: false,
     }
 }
 

@@ -17,6 +17,7 @@ fn region(test: &str) -> Option<(KernelSpace, usize)> {
     let space = KernelSpace::new(KernelSpaceOptions::default()).unwrap();
     let geometry = Geometry {
         no_direct_io: true,
+        ordinary: false,
         ..run_geometry(PAGES, PAGE)
     };
     let mapping = space.map(geometry).unwrap();

@@ -10,6 +10,7 @@ mod common;
 mod copied_out;
 mod faults;
 mod frames;
+mod ordinary;
 mod pages;
 mod permissions;
 mod program;

@@ -32,6 +32,7 @@ fn geometry(count: usize, page_bytes: usize) -> Geometry {
     Geometry {
         read_only: true,
         no_direct_io: false,
+        ordinary: false,
         ..run_geometry(count, page_bytes)
     }
 }

@@ -86,6 +86,7 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
             address: None,
             read_only: false,
             no_direct_io: false,
+            ordinary: false,
         };
         let mut before = None;
         for cycle in 0..11_000 {
@@ -195,6 +196,7 @@ fn read_only_region_is_paged_and_cannot_be_written() {
             let geometry = Geometry {
                 read_only: true,
                 no_direct_io: false,
+                ordinary: false,
                 ..run_geometry(4, page_bytes)
             };
             let base = space.map(geometry).unwrap().address;

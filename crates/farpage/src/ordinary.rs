@@ -1,0 +1,200 @@
+//! Arenas that are ordinary memory until more is allocated than the budget.
+//!
+//! While all that is allocated fits the budget, the kernel makes pages as for any memory of the
+//! program. The allocation that exceeds the budget puts the arena under paging before it returns.
+//!
+//! The rule: allocated and kept pages are within the budget as long as the arena is ordinary. So
+//! pages are freed under the lock on the record then: no other allocation gets room before they are
+//! gone. Nobody waits for the end of a fork under that lock, which the thread that forks takes.
+
+use std::{ops::Range, time::Instant};
+
+use farpage_pager::PageError;
+use farpage_signals::{MutexGuard, SignalGuard};
+
+use crate::{Arena, ArenaError, Region, RegionOptions, arena_pages::Ranges, ordinary_time::Begun};
+
+impl RegionOptions {
+    /// Makes an arena ordinary memory, which the budget does not count, until more is allocated
+    /// than the budget. Of no use for a region that is no arena's.
+    #[doc(hidden)]
+    pub fn ordinary(mut self) -> Self {
+        self.ordinary = true;
+        self
+    }
+}
+
+impl Region {
+    /// True if the region is ordinary memory, as it [began](RegionOptions::ordinary).
+    fn is_ordinary(&self) -> bool {
+        self.mapped.get().is_ordinary()
+    }
+
+    /// Returns the runtime's budget now.
+    pub(crate) fn budget_bytes(&self) -> usize {
+        let _signals = SignalGuard::new();
+        self.mapped.get().pager().stats().budget_bytes as usize
+    }
+}
+
+impl Arena {
+    /// True if the arena is ordinary memory.
+    #[doc(hidden)]
+    pub fn is_ordinary(&self) -> bool {
+        self.region.is_ordinary()
+    }
+
+    /// Returns how paging began, if the arena was ordinary memory before.
+    #[doc(hidden)]
+    pub fn begun(&self) -> Option<Begun> {
+        self.ordinary.begun()
+    }
+
+    /// Lets the kernel back `addresses` with huge pages, or not, while the arena is ordinary
+    /// memory.
+    #[doc(hidden)]
+    pub fn advise_huge(&self, addresses: Range<usize>, huge: bool) {
+        let base = self.addresses().start;
+        let bytes = addresses.start - base..addresses.end - base;
+        self.region.mapped.get().advise_huge(bytes, huge);
+    }
+
+    /// Puts the arena under paging, if it is ordinary memory.
+    ///
+    /// # Errors
+    /// The kernel's. The arena is as before.
+    #[doc(hidden)]
+    pub fn begin_paging(&self) -> Result<(), PageError> {
+        match self.is_ordinary() {
+            true => self.begin_under(self.ranges()).map(drop),
+            false => Ok(()),
+        }
+    }
+
+    /// Makes the arena ordinary memory up to `bytes` only. To be called before the budget becomes
+    /// smaller, and after it has become larger.
+    ///
+    /// # Errors
+    /// As [`begin_paging`](Self::begin_paging).
+    #[doc(hidden)]
+    pub fn keep_ordinary_to(&self, bytes: usize) -> Result<(), PageError> {
+        let ranges = self.ranges();
+        self.ordinary.set_most_bytes(bytes);
+        self.room_for(ranges, 0).map(drop)
+    }
+
+    /// Counts the bytes of ordinary memory that are there.
+    pub(crate) fn ordinary_bytes(&self) -> usize {
+        if !self.is_ordinary() {
+            return 0;
+        }
+        let used = self.used(&self.ranges());
+        let _signals = SignalGuard::new();
+        (self.region.mapped).with(|mapped| mapped.ordinary_bytes(&used))
+    }
+
+    /// Admits the `pages` pages from `first` on, which were free, as allocated: beyond the budget
+    /// the arena comes under paging. Without success the pages are free again.
+    pub(crate) fn admit<'a>(
+        &'a self,
+        ranges: MutexGuard<'a, Ranges>,
+        first: usize,
+        pages: usize,
+    ) -> Result<MutexGuard<'a, Ranges>, ArenaError> {
+        if !self.is_ordinary() {
+            return Ok(ranges);
+        }
+        self.room_for(ranges, pages).map_err(|error| {
+            self.ranges().give(first..first + pages);
+            match error {
+                PageError::Forked => ArenaError::Forked,
+                error => ArenaError::NotCaught {
+                    why: error.to_string(),
+                },
+            }
+        })
+    }
+
+    fn room_for<'a>(
+        &'a self,
+        mut ranges: MutexGuard<'a, Ranges>,
+        more: usize,
+    ) -> Result<MutexGuard<'a, Ranges>, PageError> {
+        let most = self.ordinary.most_bytes() / self.page_bytes;
+        while self.is_ordinary() && ranges.allocated_pages + ranges.kept.pages() + more > most {
+            let Some((first, pages)) = ranges.kept.pop() else {
+                return self.begin_under(ranges);
+            };
+            if self
+                .free_in_place(&mut ranges, first..first + pages)
+                .is_none()
+            {
+                ranges.stuck.push(first..first + pages);
+            }
+        }
+        Ok(ranges)
+    }
+
+    /// Puts the arena under paging. Waits without the lock while the program forks.
+    fn begin_under<'a>(
+        &'a self,
+        mut ranges: MutexGuard<'a, Ranges>,
+    ) -> Result<MutexGuard<'a, Ranges>, PageError> {
+        let since = Instant::now();
+        let mapped = &self.region.mapped;
+        loop {
+            let used = self.used(&ranges);
+            if mapped.with(|mapped| mapped.begin_paging(&used))? {
+                break;
+            }
+            drop(ranges);
+            mapped.get().wait_for_fork()?;
+            ranges = self.ranges();
+        }
+        self.ordinary.note(Begun {
+            allocated_bytes: ranges.allocated_pages * self.page_bytes,
+            took: since.elapsed(),
+        });
+        Ok(ranges)
+    }
+
+    /// Frees pages of no allocation, if the arena is ordinary memory.
+    pub(crate) fn free_in_place(
+        &self,
+        ranges: &mut Ranges,
+        pages: Range<usize>,
+    ) -> Option<Result<(), PageError>> {
+        let bytes = pages.start * self.page_bytes..pages.end * self.page_bytes;
+        let discarded = (self.region.mapped).with(|mapped| mapped.discard_ordinary(bytes))?;
+        Some(match discarded {
+            Ok(_) => {
+                ranges.give(pages);
+                Ok(())
+            }
+            // Tried again when another allocation is freed under paging.
+            Err(error) => {
+                ranges.stuck.push(pages);
+                Err(error)
+            }
+        })
+    }
+
+    /// Returns the bytes that may hold anything but zeros, in whole pages, ascending.
+    fn used(&self, ranges: &Ranges) -> Vec<Range<usize>> {
+        let allocated = ranges.allocated.iter();
+        let allocated = allocated.map(|(&first, &pages)| first..first + pages);
+        let kept = ranges.kept.ranges();
+        let mut used: Vec<_> = allocated.chain(kept).chain(ranges.stuck.clone()).collect();
+        used.sort_unstable_by_key(|pages| pages.start);
+        used.dedup_by(|next, last| {
+            let continues = next.start == last.end;
+            if continues {
+                last.end = next.end;
+            }
+            continues
+        });
+        let bytes =
+            |pages: Range<usize>| pages.start * self.page_bytes..pages.end * self.page_bytes;
+        used.into_iter().map(bytes).collect()
+    }
+}
