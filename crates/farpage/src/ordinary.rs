@@ -11,6 +11,7 @@ use std::{ops::Range, time::Instant};
 
 use farpage_pager::PageError;
 use farpage_signals::{MutexGuard, SignalGuard};
+use farpage_vm::sigbus::on_stock_stack;
 
 use crate::{Arena, ArenaError, Region, RegionOptions, arena_pages::Ranges, ordinary_time::Begun};
 
@@ -144,7 +145,8 @@ impl Arena {
         let mapped = &self.region.mapped;
         loop {
             let used = self.used(&ranges);
-            if mapped.with(|mapped| mapped.begin_paging(&used))? {
+            // The calling thread's stack, if it is a coroutine's, may be a part of the arena.
+            if on_stock_stack(|| mapped.with(|mapped| mapped.begin_paging(&used)))? {
                 break;
             }
             drop(ranges);

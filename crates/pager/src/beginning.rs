@@ -49,6 +49,11 @@ impl Beginning {
         self.catches.load(Ordering::Acquire)
     }
 
+    /// Notes that no fault can come after all: the kernel has refused to report them.
+    pub(crate) fn refused(&self) {
+        self.catches.store(false, Ordering::Release);
+    }
+
     /// Keeps the region ordinary while the result lives. `None`: it is under paging.
     pub(crate) fn hold(&self) -> Option<OrdinaryHold<'_>> {
         if !self.is_ordinary() {

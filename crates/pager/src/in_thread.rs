@@ -109,14 +109,15 @@ impl<A: AddressSpace> InThread<A> {
         let Some(region) = self.shared.regions.at(address) else {
             return false;
         };
-        // A signal of the program's own memory.
-        if !region.beginning.catches_faults() {
-            return false;
-        }
         let page = region.page_at(address);
         region.store.expect(page);
         let (mut since, mut looks) = (None, 0);
         loop {
+            // Ordinary memory raises no such signal: the kernel reported faults for a moment, and
+            // refused to report all.
+            if !region.beginning.catches_faults() {
+                return true;
+            }
             let seen = region.words.load(page).state();
             match seen {
                 PageState::Poisoned => return self.is_ceded_since(&region, page, address),

@@ -95,6 +95,8 @@ impl<A: AddressSpace> MappedRegion<A> {
         shared.frames.adopt(bytes);
         if let Err(error) = shared.mapper.begin_paging(region) {
             shared.frames.budget().unmake(bytes);
+            // Before threads that wait find pages without an owner.
+            region.beginning.refused();
             self.disown_all(used);
             return Err(refused(error));
         }
@@ -209,8 +211,9 @@ impl<A: AddressSpace> MappedRegion<A> {
         for &pages in used {
             for page in pages {
                 let words = &self.region().words;
-                words.apply(page, |w| (protocol::installing(w), ()));
-                words.apply(page, |w| (protocol::fill_failed(w).0, ()));
+                words.apply(page, |w| {
+                    (protocol::fill_failed(protocol::installing(w)).0, ())
+                });
             }
             self.shared().mapper.tell(self.region(), pages);
         }

@@ -41,6 +41,9 @@ use small::Small;
 /// Smallest capacity: a smaller number lacks its unit.
 const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
 
+/// Largest `--min-bytes` with `--small`.
+const MOST_BYTES_WITH_SMALL: ByteSize = ByteSize::mib(2);
+
 /// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
 const LIBRARY: &str = "libfarpage_preload.so";
 
@@ -160,6 +163,11 @@ fn run(options: &RunOptions) -> Result<u8> {
     {
         bail!(
             "--capacity {capacity} is too little: give it 1MiB or more, such as 2GiB (a plain number is bytes)"
+        );
+    }
+    if options.small == Small::Yes && options.min_bytes > MOST_BYTES_WITH_SMALL {
+        bail!(
+            "--small yes goes with --min-bytes of {MOST_BYTES_WITH_SMALL} at most: jemalloc asks for memory in pieces of that size"
         );
     }
     let copies = options.redundancy.unwrap_or_default().copies();

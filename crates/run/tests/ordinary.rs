@@ -100,3 +100,10 @@ fn programs_that_share_a_budget_keep_to_their_shares() {
         assert_eq!(said.matches("all is right").count(), 3, "{said}");
     }
 }
+
+#[test]
+fn coroutine_on_a_stack_of_malloc_puts_memory_under_paging() {
+    for stats in stats_of("coroutine", "32MiB") {
+        came_under_paging(&stats);
+    }
+}

@@ -77,8 +77,9 @@ pub(crate) fn open() -> Option<&'static State> {
         family::say_of_fork();
         return None;
     }
-    let mut plan = PLAN.lock();
-    if let Some(plan) = plan.take() {
+    let right = state::making()?;
+    let plan = PLAN.lock().take();
+    if let Some(plan) = plan {
         match plan.carry_out() {
             Ok(state) => {
                 made::begin(state.arena.addresses().len());
@@ -88,6 +89,7 @@ pub(crate) fn open() -> Option<&'static State> {
             Err(why) => not_started(&why),
         }
     }
+    drop(right);
     state::get()
 }
 
@@ -248,6 +250,7 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         // SAFETY: reserved just now, for this alone.
         options = unsafe { options.address(address) };
         signals::begin();
+        signal_stack::begin();
         signal_stack::give();
         window.plug(NUMBERS_LEFT);
         filter::install(address..address + size.bytes, window.numbers())?;

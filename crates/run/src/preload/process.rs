@@ -7,6 +7,7 @@ use std::{
     cell::UnsafeCell,
     ffi::{c_char, c_int, c_void},
     mem,
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use farpage::{ArenaHold, fork::Hooks};
@@ -26,8 +27,35 @@ next! {
     later_forkpty = c"forkpty"(terminal: *mut c_int, name: *mut c_char, settings: *const libc::termios, size: *const libc::winsize) -> c_int, else -1;
     /// `daemon`.
     later_daemon = c"daemon"(keeps_folder: c_int, keeps_streams: c_int) -> c_int, else -1;
+    /// `__register_atfork`.
+    later_register_atfork = c"__register_atfork"(prepare: ForkHandler, parent: ForkHandler, child: ForkHandler, library: *mut c_void) -> c_int, else libc::ENOMEM;
     /// `clone`.
     later_clone = c"clone"(start: extern "C" fn(*mut c_void) -> c_int, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, tls: *mut c_void, child: *mut c_void) -> c_int, else -1;
+}
+
+/// Handler of `fork`, as `pthread_atfork` takes it.
+type ForkHandler = Option<extern "C" fn()>;
+
+/// `__register_atfork`, which `pthread_atfork` calls. The runtime's handlers are registered before
+/// any other: those of an allocator, which takes its locks, then run while pages still come in, and
+/// in a child after absent pages are caught.
+///
+/// # Safety
+/// As `__register_atfork`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn __register_atfork(
+    prepare: ForkHandler,
+    parent: ForkHandler,
+    child: ForkHandler,
+    library: *mut c_void,
+) -> c_int {
+    static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
+    if !Inside::is() && !HAS_BEGUN.swap(true, Ordering::Relaxed) {
+        let _inside = Inside::enter();
+        farpage::fork::register();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { later_register_atfork(prepare, parent, child, library) }
 }
 
 /// Prepares for forks: each is begun by a wrapper of this file.
@@ -43,6 +71,7 @@ pub(crate) fn begin() {
 /// Begins a copy of the process. Returns false, with an `errno`, if the child would not have all
 /// memory: a line says why.
 fn begins() -> bool {
+    state::begin_fork();
     if Inside::is() || state::inherited().is_none() {
         return true;
     }
@@ -54,6 +83,7 @@ fn begins() -> bool {
         say(&format!(
             "fork fails: the child would not have the memory that is remote: {why}"
         ));
+        state::end_fork();
         set_errno(libc::EAGAIN);
     }
     began.is_ok()
@@ -82,6 +112,7 @@ fn freezes() -> bool {
 fn end(in_child: bool) {
     let before = errno();
     farpage::fork::end(in_child);
+    state::end_fork();
     set_errno(before);
 }
 

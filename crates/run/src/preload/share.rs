@@ -15,7 +15,10 @@ use std::{
 
 use farpage::{ByteSize, Runtime};
 
-use crate::{say_once, state};
+use crate::{
+    say_once,
+    state::{self, State},
+};
 
 const WANTS: u8 = 1;
 const HAS: u8 = 2;
@@ -75,13 +78,18 @@ impl Share {
     }
 
     fn listen(mut self, runtime: &Runtime) {
-        let mut wants = 0;
+        let (mut wants, mut is_made) = (0, false);
         loop {
             match read(&mut self.stream) {
                 Ok(bytes) => self.bytes = self.obey(runtime, bytes),
                 Err(error) if is_timeout(&error) => {}
                 // The launcher is gone: the present share stays.
                 Err(_) => return,
+            }
+            // A share that came while the arena was made.
+            if let Some(state) = state::get().filter(|_| !is_made) {
+                is_made = true;
+                keep_ordinary(state, self.bytes);
             }
             let allocated = state::get().map_or(0, |state| state.arena.allocated_bytes()) as u64;
             // A quarter more, so that growth by small steps needs few messages.
@@ -99,10 +107,8 @@ impl Share {
     fn obey(&mut self, runtime: &Runtime, bytes: u64) -> u64 {
         let since = Instant::now();
         let keep_ordinary = || {
-            if let Some(state) = state::get()
-                && let Err(error) = state.arena.keep_ordinary_to(bytes as usize)
-            {
-                say_once(&format!("memory exceeds the share of the budget: {error}"));
+            if let Some(state) = state::get() {
+                keep_ordinary(state, bytes);
             }
         };
         // A smaller share comes after memory beyond it is under paging, and a larger one before.
@@ -135,6 +141,13 @@ impl Share {
         let mut message = [kind; 9];
         message[1..].copy_from_slice(&bytes.to_le_bytes());
         self.stream.write_all(&message)
+    }
+}
+
+/// Puts memory under paging, unless as much as is allocated may stay ordinary.
+fn keep_ordinary(state: &State, bytes: u64) {
+    if let Err(error) = state.arena.keep_ordinary_to(bytes as usize) {
+        say_once(&format!("memory exceeds the share of the budget: {error}"));
     }
 }
 

@@ -12,7 +12,7 @@ use std::{
     cell::Cell,
     ffi::{c_int, c_void},
     mem, ptr,
-    sync::OnceLock,
+    sync::atomic::{AtomicI64, Ordering},
 };
 
 use crate::next::Start;
@@ -25,12 +25,36 @@ const GUARD_BYTES: usize = 64 << 10;
 /// Start of a thread, which may end by `pthread_exit`: its unwinding passes through.
 type Unwinding = extern "C-unwind" fn(*mut c_void) -> *mut c_void;
 
-/// Key whose destructor gives a thread's stack back when the thread ends.
-static KEY: OnceLock<libc::pthread_key_t> = OnceLock::new();
+/// Number of times that the C library calls destructors of keys whose value was set again.
+const LAST_ROUND: u32 = 3;
+
+/// Key whose destructor gives a thread's stack back when the thread ends; -1 for none, so that
+/// stacks stay.
+static KEY: AtomicI64 = AtomicI64::new(-1);
 
 thread_local! {
     /// Start of this thread's stack; null for none.
     static OWN: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
+    /// Number of calls of the key's destructor.
+    static ROUND: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Makes the key. To be called once, before there are such stacks.
+pub(crate) fn begin() {
+    let mut key = 0;
+    // SAFETY: a destructor that takes what `own` sets.
+    if unsafe { libc::pthread_key_create(&raw mut key, Some(end)) } == 0 {
+        KEY.store(key.into(), Ordering::Release);
+    }
+}
+
+/// Makes `stack` the calling thread's, until the thread ends.
+fn own(stack: *mut c_void) {
+    OWN.set(stack);
+    if let Ok(key) = KEY.load(Ordering::Acquire).try_into() {
+        // SAFETY: a key of this file's. A handler may do this: it stores a value.
+        unsafe { libc::pthread_setspecific(key, stack) };
+    }
 }
 
 /// Start of a new thread, kept at the low end of its stack until then.
@@ -97,21 +121,17 @@ pub(crate) fn give() {
 
 /// Makes `stack` the calling thread's.
 fn take(stack: *mut c_void) {
-    let key = KEY.get_or_init(|| {
-        let mut key = 0;
-        // SAFETY: a destructor that takes what is set below. Without a key a stack stays when its
-        // thread ends.
-        unsafe { libc::pthread_key_create(&raw mut key, Some(end)) };
-        key
-    });
-    OWN.set(stack);
+    own(stack);
     call(Some(&stack_at(stack)), &mut none());
-    // SAFETY: a key of this file's.
-    unsafe { libc::pthread_setspecific(*key, stack) };
 }
 
-/// Gives a stack back at the end of its thread.
+/// Gives a stack back at the end of its thread, after the destructors of other keys, which may touch
+/// remote memory.
 extern "C" fn end(stack: *mut c_void) {
+    let round = ROUND.replace(ROUND.get() + 1);
+    if round < LAST_ROUND {
+        return own(stack);
+    }
     OWN.set(ptr::null_mut());
     let mut before = none();
     call(None, &mut before);
@@ -134,7 +154,7 @@ pub(crate) fn before_start(start: Start, argument: *mut c_void) -> (Start, *mut 
 
 fn begin_start() -> Start {
     // SAFETY: the same function; who starts threads lets unwinding pass.
-    unsafe { mem::transmute::<Unwinding, Start>(begin) }
+    unsafe { mem::transmute::<Unwinding, Start>(start_thread) }
 }
 
 /// Gives back what [`before_start`] has returned.
@@ -144,7 +164,7 @@ pub(crate) fn forget((start, argument): (Start, *mut c_void)) {
     }
 }
 
-extern "C-unwind" fn begin(stack: *mut c_void) -> *mut c_void {
+extern "C-unwind" fn start_thread(stack: *mut c_void) -> *mut c_void {
     // SAFETY: written by `before_start`, for this thread.
     let Errand { start, argument } = unsafe { stack.cast::<Errand>().read() };
     take(stack);
@@ -154,7 +174,7 @@ extern "C-unwind" fn begin(stack: *mut c_void) -> *mut c_void {
 }
 
 /// Gives the interrupted thread a stack when the handler returns, if it has no alternate one: a
-/// thread that began before the arena. The stack stays when that thread ends.
+/// thread that began before the arena, or by a call inside the C library.
 ///
 /// # Safety
 /// `context` is what the kernel gave the handler.
@@ -165,7 +185,7 @@ pub(crate) unsafe fn attach(context: *mut c_void) {
         && OWN.get().is_null()
         && let Some(stack) = map()
     {
-        OWN.set(stack);
+        own(stack);
         *told = stack_at(stack);
     }
 }

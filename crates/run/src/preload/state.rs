@@ -15,6 +15,7 @@ use std::{
 };
 
 use farpage::{Advice, Arena, Region, Runtime};
+use farpage_signals::{Mutex, MutexGuard};
 
 use crate::Inside;
 
@@ -69,6 +70,30 @@ pub(crate) fn serve_from(min_bytes: usize) {
 /// Sends all requests to the next allocator from now on.
 pub(crate) fn serve_none() {
     MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
+}
+
+/// Right to make the arena.
+static MAKING: Mutex<()> = Mutex::new(());
+/// Number of forks that this process has begun and not ended.
+static FORKS: AtomicUsize = AtomicUsize::new(0);
+
+/// Takes the right to make the arena. `None` while the process forks: a child would get it in part.
+/// The caller must not wait: `fork` may wait for a lock of the program's allocator that the caller
+/// has.
+pub(crate) fn making() -> Option<MutexGuard<'static, ()>> {
+    let right = MAKING.lock();
+    (FORKS.load(Ordering::Relaxed) == 0).then_some(right)
+}
+
+/// Waits until no thread makes the arena, and lets none begin until the [end](end_fork) of a fork.
+pub(crate) fn begin_fork() {
+    let _right = MAKING.lock();
+    FORKS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Ends a fork.
+pub(crate) fn end_fork() {
+    FORKS.fetch_sub(1, Ordering::Relaxed);
 }
 
 /// Publishes the arena, so that requests are served from it.

@@ -70,6 +70,9 @@ static int has_handlers(void) {
     for (int signal = 1; signal < 32; signal++) {
         if (sigaction(signal, NULL, &found) || found.sa_handler == SIG_DFL)
             continue;
+        /* Shells start programs in the background with some signals ignored. */
+        if (found.sa_handler == SIG_IGN)
+            continue;
         handlers++;
         found.sa_flags |= SA_ONSTACK;
         sigaction(signal, &found, NULL);

@@ -1,5 +1,6 @@
-/* Small objects: lists of four threads, which a child of fork reads, too. Prints a sum of all, and
- * says on standard error how many KiB of anonymous memory are local at the end. */
+/* Small objects: lists of four threads, which a child of fork reads, too. Children are made while
+ * the threads are at work. Prints a sum of all, and says on standard error how many KiB of anonymous
+ * memory are local at the end. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -49,6 +50,17 @@ int main(void) {
     for (long i = 0; i < THREADS; i++)
         if (pthread_create(&threads[i], NULL, make, (void *)i))
             return 1;
+    for (int i = 0; i < 20; i++) {
+        pid_t child = fork();
+        int status;
+        if (child == 0) {
+            for (int size = 16; size < 100000; size *= 2)
+                free(memset(malloc(size), size, size));
+            _exit(0);
+        }
+        if (child < 0 || waitpid(child, &status, 0) != child || status)
+            return 3;
+    }
     for (int i = 0; i < THREADS; i++)
         pthread_join(threads[i], NULL);
     pid_t child = fork();

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #define K ((size_t)1024)
@@ -198,10 +199,34 @@ static void maps_over(void) {
     check(q, 28 * M, 1, 4, "what came");
 }
 
+static ucontext_t back, there;
+
+/* The allocation goes deeper into the stack than anything before. */
+static void on_coroutine(void) {
+    char *large = get(24 * M);
+    fill(large, 24 * M, 1, 7);
+    check(large, 24 * M, 1, 7, "what a coroutine made");
+    free(large);
+}
+
+/* The stack of the thread that puts memory under paging is a part of that memory. */
+static void coroutine(void) {
+    char *kept = get(16 * M), *stack = get(M);
+    fill(kept, 16 * M, 1, 6);
+    getcontext(&there);
+    there.uc_stack = (stack_t){.ss_sp = stack, .ss_size = M};
+    there.uc_link = &back;
+    makecontext(&there, on_coroutine, 0);
+    if (swapcontext(&back, &there) != 0) {
+        fail("a coroutine");
+    }
+    check(kept, 16 * M, 1, 6, "what was kept");
+}
+
 int main(int count, char **arguments) {
     struct { const char *name; void (*run)(void); } cases[] = {
         {"fits", fits}, {"grows", grows}, {"starts", starts}, {"child", child},
-        {"locks", locks}, {"maps-over", maps_over},
+        {"locks", locks}, {"maps-over", maps_over}, {"coroutine", coroutine},
     };
     for (size_t at = 0; count == 2 && at < sizeof cases / sizeof *cases; at++) {
         if (strcmp(arguments[1], cases[at].name) == 0) {

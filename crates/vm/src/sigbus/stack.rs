@@ -5,6 +5,7 @@
 //! allocates nor locks.
 
 use std::{
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     ptr,
     sync::atomic::{AtomicUsize, Ordering::SeqCst},
     thread,
@@ -25,6 +26,18 @@ pub(crate) struct Stack(usize);
 /// Stacks in stock, by address; 0 is a free place. Taking and giving back swap whole ownership, so
 /// that no stack is ever in two hands.
 static IDLE: [AtomicUsize; IDLE_STACKS] = [const { AtomicUsize::new(0) }; IDLE_STACKS];
+
+/// Calls `work` on a stack from the stock: memory of regions may be the calling thread's own stack,
+/// and `work` may have to wait for none of its pages.
+pub fn on_stock_stack<R>(work: impl FnOnce() -> R) -> R {
+    let stack = Stack::take();
+    let caught = || catch_unwind(AssertUnwindSafe(work));
+    // SAFETY: the stack has `STACK_BYTES` bytes, which are this thread's alone until then. No panic
+    // leaves it.
+    let done = unsafe { psm::on_stack(stack.base(), STACK_BYTES, caught) };
+    stack.give_back();
+    done.unwrap_or_else(|panic| resume_unwind(panic))
+}
 
 impl Stack {
     const MAPPING_BYTES: usize = KERNEL_PAGE_BYTES + STACK_BYTES;
