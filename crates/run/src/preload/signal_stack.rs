@@ -125,8 +125,8 @@ fn take(stack: *mut c_void) {
     call(Some(&stack_at(stack)), &mut none());
 }
 
-/// Gives a stack back at the end of its thread, after the destructors of other keys, which may touch
-/// remote memory.
+/// Gives a stack back at the end of its thread, after the destructors of other keys, which may
+/// touch remote memory.
 extern "C" fn end(stack: *mut c_void) {
     let round = ROUND.replace(ROUND.get() + 1);
     if round < LAST_ROUND {

@@ -1,6 +1,6 @@
 /* Small objects: lists of four threads, which a child of fork reads, too. Children are made while
- * the threads are at work. Prints a sum of all, and says on standard error how many KiB of anonymous
- * memory are local at the end. */
+ * the threads are at work. Prints a sum of all, and says on standard error how many KiB of
+ * anonymous memory are local at the end. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
