@@ -22,10 +22,9 @@ pub(crate) struct SealedGroup {
 }
 
 /// Preparation of a copy.
-#[derive(Clone, Copy)]
 pub(crate) struct CopyPlan {
-    /// The group, as it was prepared for.
-    group: ExtentGroup,
+    /// The group that the copy was prepared for. Boxed: results that carry this plan stay small.
+    group: Box<ExtentGroup>,
     /// Position of the copy.
     at: u8,
     /// Member that is replaced.
@@ -93,7 +92,7 @@ impl CopyPlan {
             Err(NoExtent::Full(refusal)) => return Err(Repair::NoRoom(refusal)),
         };
         Ok(Self {
-            group,
+            group: Box::new(group),
             at,
             lost,
             target,
