@@ -172,8 +172,8 @@ impl Server {
 
     /// Sets the time for clients to move their memory to other servers before the server ends.
     /// Runtimes learn within a few seconds that the server is about to end, and drain it by
-    /// themselves. The server then ends when no client has memory here, also if clients are
-    /// connected. Replaces the grace. Default: zero, which asks nobody to move anything.
+    /// themselves. Nothing is granted meanwhile. The server then ends when no client has memory
+    /// here, and connected clients have had four seconds to learn of the end. Replaces the grace. Default: zero, which asks nobody to move anything.
     pub fn drain_timeout(mut self, timeout: Duration) -> Self {
         self.drain_timeout = timeout;
         self
@@ -386,6 +386,9 @@ pub(crate) fn check_tiers(
     }
 }
 
+/// Time within which clients learn that the server is about to end: they ask every three seconds.
+const TOLD_WITHIN: Duration = Duration::from_secs(4);
+
 /// The kernel's setting of huge pages for memfds: the value in use stands in brackets.
 const SHMEM_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
@@ -420,10 +423,11 @@ impl RunningServer {
     /// that are still there after the grace. With a [drain timeout](Server::drain_timeout), returns
     /// when no client has memory here, or the timeout is over.
     pub fn shutdown(self) {
-        self.state.drain();
         if !self.drain_timeout.is_zero() {
+            self.state.ask_to_leave();
+            let told = Instant::now() + TOLD_WITHIN;
             let deadline = Instant::now() + self.drain_timeout;
-            match self.state.wait_until_unused(deadline) {
+            match self.state.wait_until_unused(told, deadline) {
                 0 => info!("no client has memory here any more"),
                 bytes => warn!(
                     bytes,
@@ -433,6 +437,7 @@ impl RunningServer {
             }
             return;
         }
+        self.state.drain();
         let left = self.state.wait_until_empty(Instant::now() + self.grace);
         if left > 0 {
             warn!(

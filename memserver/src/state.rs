@@ -90,6 +90,13 @@ impl State {
         self.ledger.lock().draining = true;
     }
 
+    /// Stops admitting new sessions, and asks the existing ones to move their memory to other
+    /// servers. Grants nothing from now on.
+    pub(crate) fn ask_to_leave(&self) {
+        let mut ledger = self.ledger.lock();
+        (ledger.draining, ledger.asks_to_leave) = (true, true);
+    }
+
     /// Waits until no session is left, or `deadline`. Returns how many clients are still connected.
     pub fn wait_until_empty(&self, deadline: Instant) -> usize {
         let mut ledger = self.ledger.lock();
@@ -99,14 +106,15 @@ impl State {
         ledger.connected()
     }
 
-    /// Waits until no session holds memory any more, or until the deadline. Returns the bytes that
-    /// sessions still hold.
-    pub fn wait_until_unused(&self, deadline: Instant) -> u64 {
+    /// Waits until no session holds memory any more, or until the deadline. While clients are
+    /// connected, waits until `told` at least. Returns the bytes that sessions still hold.
+    pub fn wait_until_unused(&self, told: Instant, deadline: Instant) -> u64 {
         let mut ledger = self.ledger.lock();
         loop {
             let held = ledger.held_bytes();
             let now = Instant::now();
-            if held == 0 || now >= deadline {
+            let is_unused = held == 0 && (now >= told || ledger.connected() == 0);
+            if is_unused || now >= deadline {
                 return held;
             }
             // The end of a session rings; an extent that is given back does not.

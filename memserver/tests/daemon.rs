@@ -81,7 +81,9 @@ fn with_a_drain_timeout_a_server_ends_once_no_client_has_memory_there() {
         .map(|client| client.grant(1 << 20).unwrap());
     daemon.signal(Signal::SIGTERM);
     for (client, extent) in clients.iter().zip(&extents) {
-        wait_until("the server drains", || client.stat().unwrap().draining);
+        wait_until("the server drains", || {
+            client.stat().unwrap().asks_to_leave()
+        });
         client.release(extent.id).unwrap();
     }
     let left = Instant::now();
@@ -110,6 +112,7 @@ fn a_draining_server_waits_for_its_clients_and_refuses_new_ones() {
     let client = connect(&daemon.tcp);
     daemon.signal(Signal::SIGTERM);
     wait_until("the server drains", || client.stat().unwrap().draining);
+    assert!(!client.stat().unwrap().asks_to_leave(), "without a timeout");
     let refused = farpage_fabric::Session::connect(&daemon.tcp, &Default::default())
         .map(drop)
         .unwrap_err();

@@ -152,13 +152,16 @@ impl Cluster {
 
     /// Adds a server to the cluster and to the pools that regions share.
     pub(crate) fn add_session(self: &Arc<Self>, session: Arc<Session>) -> Result<(), RosterFull> {
-        // Pools that are made meanwhile wait, and have all servers.
-        let pools = self.pools.lock();
-        let port = self.sessions.push(session.clone())?;
-        for pool in pools.values() {
+        let (port, before) = {
+            // Pools that are made later have all servers.
+            let pools = self.pools.lock();
+            let port = self.sessions.push(session.clone())?;
+            (port, pools.values().cloned().collect::<Vec<_>>())
+        };
+        // Each waits for requests for memory, which nothing else is to wait for.
+        for pool in before {
             pool.add_server(port, session.clone());
         }
-        drop(pools);
         self.heed(&session);
         self.health.changed();
         Ok(())

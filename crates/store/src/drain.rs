@@ -18,6 +18,11 @@ use crate::{
     pool::SlotPool,
 };
 
+/// Number of turns in which extents cannot be copied, and none moves, after which a drain ends in an
+/// error. The pauses between them take five seconds: longer than a server's silence, which ends by
+/// itself.
+const FAILURES_TO_END: u32 = 8;
+
 /// Reasons for which extents did not leave their servers in a turn of the repairs, by port.
 #[derive(Default)]
 pub(crate) struct DrainOutlook {
@@ -25,11 +30,24 @@ pub(crate) struct DrainOutlook {
     waiting: HashSet<usize>,
     /// Servers for whose extents there is no room elsewhere, with the last refusal.
     refused: HashMap<usize, Option<AllocError>>,
+    /// Servers extents of which could not be copied since an extent last moved: the number of turns
+    /// in which that was so, and the last reason. Kept from turn to turn.
+    failed: HashMap<usize, (u32, String)>,
+    /// Servers that `failed` has counted this turn for.
+    failed_now: HashSet<usize>,
     /// True if the turn ended before it had looked at all extents.
     is_partial: bool,
 }
 
 impl DrainOutlook {
+    /// Forgets what was found in the last turn.
+    pub(crate) fn begin_turn(&mut self) {
+        self.waiting.clear();
+        self.refused.clear();
+        self.failed_now.clear();
+        self.is_partial = false;
+    }
+
     /// Notes that an extent leaves its servers later.
     pub(crate) fn wait(&mut self, leaves: &[usize]) {
         self.waiting.extend(leaves);
@@ -43,16 +61,36 @@ impl DrainOutlook {
         }
     }
 
+    /// Notes that an extent could not be copied. It waits, unless that has been so for long.
+    pub(crate) fn fail(&mut self, leaves: &[usize], reason: &str) {
+        for &port in leaves {
+            let (turns, last) = self.failed.entry(port).or_default();
+            *turns += u32::from(self.failed_now.insert(port));
+            reason.clone_into(last);
+            if *turns < FAILURES_TO_END {
+                self.waiting.insert(port);
+            }
+        }
+    }
+
     /// Notes that the turn moved an extent and looked no further.
     pub(crate) fn go_on(&mut self) {
         self.is_partial = true;
+        self.failed.clear();
     }
 
-    /// True if all extents on the servers lack room elsewhere.
+    /// True if all extents on the servers lack room elsewhere, or cannot be copied.
     fn is_stuck(&self, ports: &[usize]) -> bool {
-        let waits = ports.iter().any(|port| self.waiting.contains(port));
-        let is_refused = ports.iter().any(|port| self.refused.contains_key(port));
-        !self.is_partial && !waits && is_refused
+        let waits = |port| self.waiting.contains(port);
+        let is_stuck = |port| self.refused.contains_key(port) || self.failed_now.contains(port);
+        !self.is_partial && !ports.iter().any(waits) && ports.iter().any(is_stuck)
+    }
+
+    /// Returns the reason why extents on the servers cannot be copied.
+    fn failure(&self, ports: &[usize]) -> Option<&str> {
+        let mut failing = ports.iter().filter(|port| self.failed_now.contains(port));
+        let (_, reason) = failing.find_map(|port| self.failed.get(port))?;
+        Some(reason)
     }
 }
 
@@ -93,8 +131,8 @@ impl Cluster {
     /// Waits until the server is empty. Call it from any thread but a worker.
     ///
     /// # Errors
-    /// [`DrainError`]. What was moved stays moved. The drain goes on after
-    /// [`DrainError::NoRoom`] and [`DrainError::Lost`] as far as that is possible, without a
+    /// [`DrainError`]. What was moved stays moved. The drain goes on after [`DrainError::NoRoom`],
+    /// [`DrainError::Lost`] and [`DrainError::Failed`] as far as that is possible, without a
     /// caller; another call waits for it.
     pub fn drain_server(self: &Arc<Self>, endpoint: &Endpoint) -> Result<DrainReport, DrainError> {
         let drain = self.begin_drain(endpoint)?;
@@ -109,9 +147,14 @@ impl Cluster {
     /// [`DrainError::Unknown`] and [`DrainError::Thread`].
     pub fn begin_drain(self: &Arc<Self>, endpoint: &Endpoint) -> Result<Drain, DrainError> {
         let sessions = self.sessions().iter().enumerate();
-        let ports: Vec<usize> = (sessions.filter(|(_, it)| it.endpoint() == endpoint))
+        let mut ports: Vec<usize> = (sessions.filter(|(_, it)| it.endpoint() == endpoint))
             .map(|(port, _)| port)
             .collect();
+        // A server that was started anew has nothing of what was lost with its predecessor.
+        let is_lost = |port: &usize| self.sessions()[*port].loss(false).is_some();
+        if !ports.iter().all(is_lost) {
+            ports.retain(|port| !is_lost(port));
+        }
         if ports.is_empty() {
             let all = self.sessions().iter().map(|it| it.endpoint().to_string());
             return Err(DrainError::Unknown {
@@ -179,21 +222,30 @@ impl Cluster {
         if !ports.iter().all(|&port| self.health.is_leaving(port)) {
             return Some(Err(DrainError::Cancelled { endpoint }));
         }
-        let sum = |bytes: fn(&SlotPool, usize) -> u64| -> u64 {
-            let each = pools
-                .iter()
-                .flat_map(|pool| ports.iter().map(|&port| bytes(pool, port)));
-            each.sum()
+        let sum = |bytes: fn(&SlotPool, usize) -> u64, port| -> u64 {
+            pools.iter().map(|pool| bytes(pool, port)).sum()
         };
-        let left_bytes = sum(SlotPool::bytes_on);
-        let reason = ports.iter().find_map(|&port| self.why_silent(port));
-        let owes = |pool: &Arc<SlotPool>| ports.iter().any(|&port| pool.owes(port));
-        if left_bytes == 0 && (reason.is_some() || !pools.iter().any(owes)) {
-            return Some(Ok(()));
+        // Each port by itself: another may be that of a server before it at the same address.
+        let is_empty = |port: &usize| {
+            let owes = || pools.iter().any(|pool| pool.owes(*port));
+            sum(SlotPool::bytes_on, *port) == 0 && (self.why_silent(*port).is_some() || !owes())
+        };
+        if ports.iter().all(is_empty) {
+            // A pool none of whose servers stays may grow here until now.
+            (ports.iter()).for_each(|&port| self.health.set_emptied(port, true));
+            pools.iter().for_each(|pool| pool.finish_grants());
+            if ports.iter().all(is_empty) {
+                return Some(Ok(()));
+            }
+            (ports.iter()).for_each(|&port| self.health.set_emptied(port, false));
+            return None;
         }
-        if let Some(reason) = reason {
-            let left_bytes = sum(SlotPool::bytes_only_on);
-            if left_bytes > 0 {
+        let left: Vec<usize> = (ports.iter().copied())
+            .filter(|port| !is_empty(port))
+            .collect();
+        for &port in &left {
+            let left_bytes = sum(SlotPool::bytes_only_on, port);
+            if let Some(reason) = self.why_silent(port).filter(|_| left_bytes > 0) {
                 return Some(Err(DrainError::Lost {
                     endpoint,
                     left_bytes,
@@ -201,8 +253,16 @@ impl Cluster {
                 }));
             }
         }
-        outlook.is_stuck(ports).then(|| {
-            let refusals = ports
+        outlook.is_stuck(&left).then(|| {
+            let left_bytes = left.iter().map(|&port| sum(SlotPool::bytes_on, port)).sum();
+            if let Some(reason) = outlook.failure(&left) {
+                return Err(DrainError::Failed {
+                    endpoint,
+                    left_bytes,
+                    reason: reason.to_owned(),
+                });
+            }
+            let refusals = left
                 .iter()
                 .filter_map(|port| outlook.refused.get(port)?.as_ref());
             Err(DrainError::NoRoom {

@@ -67,6 +67,18 @@ pub enum DrainError {
         /// Reason why the server does not answer.
         reason: String,
     },
+    /// Copying the rest fails again and again, at this server or at others.
+    #[error(
+        "{left_bytes} bytes are left on {endpoint}, since copying them fails again and again: {reason}; end the cause, or add another server, then drain {endpoint} again"
+    )]
+    Failed {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Bytes of the extents that are left on the server.
+        left_bytes: u64,
+        /// The last error.
+        reason: String,
+    },
     /// The server was added again meanwhile.
     #[error("{endpoint} was added again while it was being emptied")]
     Cancelled {

@@ -105,6 +105,13 @@ impl ExtentGroup {
         self.good_count() < usize::from(self.copies)
     }
 
+    /// True if both have the same extents at the same positions.
+    pub(crate) fn has_extents_of(&self, other: &Self) -> bool {
+        let extent = |member: &Option<Member>| member.map(|it| (it.server, it.id));
+        let (mine, theirs) = (self.members.iter(), other.members.iter());
+        self.bytes == other.bytes && mine.map(extent).eq(theirs.map(extent))
+    }
+
     pub(crate) fn member(&self, at: u8) -> Option<Member> {
         self.members[usize::from(at)]
     }

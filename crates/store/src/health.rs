@@ -23,8 +23,10 @@ pub(crate) struct ServerHealth {
     suspect_since: Box<[AtomicU64]>,
     /// Flags of the servers, true if an operation has succeeded there since the last look.
     heard: Box<[AtomicBool]>,
-    /// Flags of the servers that are being emptied, or were: nothing is granted there.
+    /// Flags of the servers that are being emptied, or were.
     leaving: Box<[AtomicBool]>,
+    /// Flags of the servers of which somebody was told that they are empty, since they leave.
+    emptied: Box<[AtomicBool]>,
     /// Number of flags in `leaving` that are set.
     leaving_count: AtomicUsize,
     /// Number of changes. A pool that has seen fewer looks at its groups again.
@@ -44,6 +46,7 @@ impl ServerHealth {
             suspect_since: (0..SERVERS_MAX).map(|_| AtomicU64::new(0)).collect(),
             heard: (0..SERVERS_MAX).map(|_| AtomicBool::new(false)).collect(),
             leaving: (0..SERVERS_MAX).map(|_| AtomicBool::new(false)).collect(),
+            emptied: (0..SERVERS_MAX).map(|_| AtomicBool::new(false)).collect(),
             leaving_count: AtomicUsize::new(0),
             version: AtomicU64::new(0),
             began: Instant::now(),
@@ -103,6 +106,9 @@ impl ServerHealth {
     /// Takes a server out of the choice for new memory, or back in. Requests for memory that are
     /// under way may still be granted there.
     pub(crate) fn set_leaving(&self, server: usize, leaves: bool) {
+        if !leaves {
+            self.emptied[server].store(false, Ordering::SeqCst);
+        }
         if self.leaving[server].swap(leaves, Ordering::SeqCst) != leaves {
             match leaves {
                 true => self.leaving_count.fetch_add(1, Ordering::SeqCst),
@@ -115,6 +121,16 @@ impl ServerHealth {
     /// True if the server is being emptied, or was.
     pub(crate) fn is_leaving(&self, server: usize) -> bool {
         self.leaving[server].load(Ordering::SeqCst)
+    }
+
+    /// Notes if somebody is told that a leaving server is empty.
+    pub(crate) fn set_emptied(&self, server: usize, is_empty: bool) {
+        self.emptied[server].store(is_empty, Ordering::SeqCst);
+    }
+
+    /// True if somebody was told that the server, which leaves, is empty.
+    pub(crate) fn is_emptied(&self, server: usize) -> bool {
+        self.emptied[server].load(Ordering::SeqCst)
     }
 
     /// True if the server is being emptied, or was, and is suspect: it may have ended.

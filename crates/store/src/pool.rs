@@ -338,8 +338,8 @@ impl SlotPool {
             if session.loss(false).is_some() {
                 return;
             }
-            if !self.is_usable(server as u8) {
-                // A call would wait for its deadline.
+            if self.has_copies() && !self.is_usable(server as u8) {
+                // A call would wait for its deadline. The repairs try again.
                 self.owed.lock().push((server as u8, id));
                 return;
             }

@@ -61,6 +61,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Interval at which servers are asked for a sign of life, so that the death of one that no page
 /// is read from is noticed before another one dies.
 const LISTEN_EVERY: Duration = Duration::from_secs(1);
+/// Interval of attempts to reach a silent server that was emptied: it may have ended, or keep names.
+const LISTEN_LEFT_EVERY: Duration = Duration::from_secs(5);
 /// Pause before servers without room are asked again.
 const ROOM_EVERY: Duration = Duration::from_secs(1);
 /// Longest pause after repairs that failed: doubled from [`LOOK_EVERY`].
@@ -266,7 +268,11 @@ impl Repairer {
         let mut any_silent = false;
         for (server, session) in cluster.sessions().iter().enumerate() {
             if cluster.health.is_left(server) && !pools.iter().any(|pool| pool.is_on(server)) {
-                // Nothing is there, and a server that was emptied may have ended.
+                // Nothing waits for a server that was emptied. It may have ended, or keep names.
+                let since = self.probed[server].map(|probed| probed.elapsed());
+                if session.loss(false).is_none() && since.is_none_or(|it| it >= LISTEN_LEFT_EVERY) {
+                    self.probe(cluster, server, session);
+                }
                 continue;
             }
             let lost = session.loss(false);
@@ -330,7 +336,7 @@ impl Repairer {
     /// Makes one copy: of the group that has the fewest, or, where no copies are missing, of a
     /// member that is to leave its server.
     fn repair_one(&mut self, cluster: &Cluster, pools: &[Arc<SlotPool>]) -> RepairTurn {
-        self.drains = DrainOutlook::default();
+        self.drains.begin_turn();
         let mut wanted: Vec<WantedCopy> = pools.iter().flat_map(WantedCopy::all_of).collect();
         // A group that was sealed comes first: its writes may have ended.
         let sealed = self.sealed.take();
@@ -357,7 +363,7 @@ impl Repairer {
                 Some(sealed) if sealed.fits() => Ok(sealed),
                 unfit => {
                     unfit.into_iter().for_each(SealedGroup::give_up);
-                    SealedGroup::new(&it.pool, it.index, &mut refusals)
+                    SealedGroup::new(&it.pool, it.index, &mut refusals, cluster.dead_after)
                 }
             };
             let repair = match group {
@@ -385,7 +391,7 @@ impl Repairer {
                     turn = RepairTurn::Waits;
                 }
                 Repair::Failed(error) => {
-                    self.drains.wait(&it.leaves);
+                    self.drains.fail(&it.leaves, &error);
                     failure = Some(error);
                 }
                 Repair::NoRoom(refusal) => {

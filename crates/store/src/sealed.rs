@@ -3,7 +3,7 @@
 //! The rule it keeps: a member is replaced as the head of [`repair`](crate::repair) says. The
 //! choice of the groups, and the repeats, are left to that.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use farpage_fabric::{AllocError, ExtentId};
 
@@ -22,8 +22,9 @@ pub(crate) struct SealedGroup {
 }
 
 /// Preparation of a copy.
-#[derive(Clone, Copy)]
-struct CopyPlan {
+pub(crate) struct CopyPlan {
+    /// The group that the copy was prepared for. Boxed: results that carry this plan stay small.
+    group: Box<ExtentGroup>,
     /// Position of the copy.
     at: u8,
     /// Member that is replaced.
@@ -47,6 +48,16 @@ pub(crate) enum Repair {
     Failed(String),
 }
 
+/// Reason why no server granted an extent.
+enum NoExtent {
+    /// A call failed, so that nobody knows if there is room. Holds its error.
+    Failed(String),
+    /// A server that may have room is silent: it answers again, or is given up soon.
+    Silent,
+    /// No server has room. Holds the last refusal; `None` if there is no server to ask.
+    Full(Option<AllocError>),
+}
+
 /// Servers that refused memory in this turn, by port, each with the fewest bytes it refused.
 pub(crate) type Refusals = HashMap<usize, (u64, AllocError)>;
 
@@ -55,7 +66,12 @@ impl CopyPlan {
     ///
     /// # Errors
     /// The reason why nothing can be done, or nothing needs to be.
-    fn new(pool: &SlotPool, index: u32, refusals: &mut Refusals) -> Result<Self, Repair> {
+    pub(crate) fn new(
+        pool: &SlotPool,
+        index: u32,
+        refusals: &mut Refusals,
+        dead_after: Duration,
+    ) -> Result<Self, Repair> {
         let group = pool.group_at(index).ok_or(Repair::Done)?;
         let (at, lost) = to_replace(pool, &group).ok_or(Repair::Done)?;
         if !group
@@ -68,20 +84,25 @@ impl CopyPlan {
         if stale.is_some_and(|stale| !pool.is_usable(stale.server)) {
             return Err(Repair::Silent);
         }
-        let target = match new_extent(pool, index, &group, lost, refusals) {
+        let target = match new_extent(pool, index, &group, lost, refusals, dead_after) {
             Ok(target) => Some(target),
-            Err(Some(AllocError::Control(error))) => {
-                return Err(Repair::Failed(error.to_string()));
-            }
+            Err(NoExtent::Failed(error)) => return Err(Repair::Failed(error)),
             Err(_) if stale.is_some_and(|stale| !pool.is_leaving(stale.server)) => None,
-            Err(refusal) => return Err(Repair::NoRoom(refusal)),
+            Err(NoExtent::Silent) => return Err(Repair::Silent),
+            Err(NoExtent::Full(refusal)) => return Err(Repair::NoRoom(refusal)),
         };
-        Ok(Self { at, lost, target })
+        Ok(Self {
+            group: Box::new(group),
+            at,
+            lost,
+            target,
+        })
     }
 }
 
 impl SealedGroup {
-    /// Prepares a copy of a group, and seals the group.
+    /// Prepares a copy of a group, and seals the group. A server that has been silent for less than
+    /// `dead_after` may have room for the copy.
     ///
     /// # Errors
     /// The reason why nothing can be done, or nothing needs to be. The group is not sealed then.
@@ -89,8 +110,18 @@ impl SealedGroup {
         pool: &Arc<SlotPool>,
         index: u32,
         refusals: &mut Refusals,
+        dead_after: Duration,
     ) -> Result<Self, Repair> {
-        let plan = CopyPlan::new(pool, index, refusals)?;
+        let plan = CopyPlan::new(pool, index, refusals, dead_after)?;
+        Self::seal(pool, index, plan)
+    }
+
+    /// Seals a group that a copy was prepared for. Another group may have its index by now, since
+    /// the preparation calls servers.
+    ///
+    /// # Errors
+    /// The reason why nothing can be done. The group is not sealed then.
+    pub(crate) fn seal(pool: &Arc<SlotPool>, index: u32, plan: CopyPlan) -> Result<Self, Repair> {
         let sealed = Self {
             pool: pool.clone(),
             index,
@@ -100,13 +131,21 @@ impl SealedGroup {
             sealed.drop_target();
             return Err(Repair::Done);
         }
+        if !sealed.fits() {
+            sealed.give_up();
+            return Err(Repair::Waits);
+        }
         Ok(sealed)
     }
 
-    /// True if the preparation is still right: servers may have failed since.
+    /// True if the preparation is still right: servers may have failed since, and the index may be
+    /// that of another group.
     pub(crate) fn fits(&self) -> bool {
-        let CopyPlan { at, lost, target } = self.plan;
+        let CopyPlan {
+            at, lost, target, ..
+        } = self.plan;
         let group = self.pool.group_at(self.index);
+        let group = group.filter(|group| group.has_extents_of(&self.plan.group));
         let found = (group.as_ref()).and_then(|group| to_replace(&self.pool, group));
         let is_there = found.is_some_and(|(now, _)| now == at)
             && group.is_some_and(|group| group.member(at) == lost);
@@ -155,7 +194,9 @@ impl SealedGroup {
     /// be read.
     fn copy_pieces(&mut self, cluster: &Cluster, pieces: &[(u64, u64)]) -> Repair {
         let (pool, index) = (&self.pool, self.index);
-        let CopyPlan { at, lost, target } = self.plan;
+        let CopyPlan {
+            at, lost, target, ..
+        } = self.plan;
         // Looked up now: the writes that were waited for may have changed the group.
         let Some(group) = pool.group_at(index) else {
             return Repair::Done;
@@ -213,15 +254,15 @@ fn to_replace(pool: &SlotPool, group: &ExtentGroup) -> Option<(u8, Option<Member
 /// those that have no copy of the group. A server that refused as much in this turn is not asked.
 ///
 /// # Errors
-/// The last refusal, or failure of a call, after which nobody knows if there is room; `None` if
-/// there is no server to ask.
+/// [`NoExtent`]. A server is passed over as silent if that has been so for less than `dead_after`.
 fn new_extent(
     pool: &SlotPool,
     index: u32,
     group: &ExtentGroup,
     lost: Option<Member>,
     refusals: &mut Refusals,
-) -> Result<(u8, ExtentId), Option<AllocError>> {
+    dead_after: Duration,
+) -> Result<(u8, ExtentId), NoExtent> {
     let servers = pool.servers().len() as u32;
     let before = lost.map(|lost| lost.server);
     let others = (0..servers).map(|i| ((index + i) % servers) as u8);
@@ -229,7 +270,7 @@ fn new_extent(
         let is_elsewhere = |(_, member): (u8, Member)| !pool.is_same(member.server, *server);
         Some(*server) == before || group.members().all(is_elsewhere)
     };
-    let mut refusal = None;
+    let (mut refusal, mut any_silent) = (None, false);
     let mut note = |error| {
         if !matches!(refusal, Some(AllocError::Control(_))) {
             refusal = Some(error);
@@ -238,6 +279,7 @@ fn new_extent(
     let others = others.filter(|server| Some(*server) != before);
     for server in before.into_iter().chain(others).filter(is_free) {
         if !pool.may_grant(server) {
+            any_silent |= pool.may_grant_soon(server, dead_after);
             continue;
         }
         let port = pool.port(server);
@@ -254,5 +296,9 @@ fn new_extent(
             }
         }
     }
-    Err(refusal)
+    Err(match refusal {
+        Some(AllocError::Control(error)) => NoExtent::Failed(error.to_string()),
+        _ if any_silent => NoExtent::Silent,
+        refusal => NoExtent::Full(refusal),
+    })
 }

@@ -11,7 +11,7 @@ pub struct ServerStat {
     pub uptime_ms: u64,
     /// True while the server is shutting down.
     pub draining: bool,
-    /// The most bytes that the server grants.
+    /// The most bytes that the server grants: 0 while clients are to move their memory elsewhere.
     pub capacity_bytes: u64,
     /// Bytes granted now: leased to sessions, or held by a name or for a name.
     pub granted_bytes: u64,
@@ -55,6 +55,12 @@ pub struct ServerStat {
 impl ServerStat {
     /// Upper bound of `clients`: as many fit one answer with names of any length.
     pub const CLIENTS_MOST: usize = 1024;
+
+    /// True if the server is shutting down, grants nothing more, and waits for its clients to move
+    /// their memory to other servers.
+    pub fn asks_to_leave(&self) -> bool {
+        self.draining && self.capacity_bytes == 0
+    }
 }
 
 /// A client, as a server knows it.

@@ -132,6 +132,9 @@ impl Host for State {
         if let Some(memory) = ledger.granted(session, serial) {
             return Ok(memory);
         }
+        if ledger.asks_to_leave {
+            return Err(Refusal::Draining);
+        }
         let record = ledger.known(session)?;
         let held_extents = record.extents.len() + record.views.len();
         let (origin, mapped_by) = (record.origin, record.maps_as());
@@ -154,6 +157,7 @@ impl Host for State {
             // Meanwhile the session may have ended, or have asked again.
             let early = match (answer, ledger.known(session).err()) {
                 (_, Some(ended)) => Some(Err(ended)),
+                (_, None) if ledger.asks_to_leave => Some(Err(Refusal::Draining)),
                 (Err(available), None) => {
                     let limit = Limit::Memory(tier.memory_bytes());
                     Some(Err(Refusal::Full {
@@ -459,7 +463,10 @@ impl Host for State {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             uptime_ms: self.started.elapsed().as_millis() as u64,
             draining: ledger.draining,
-            capacity_bytes: self.limits.capacity_bytes,
+            capacity_bytes: match ledger.asks_to_leave {
+                true => 0,
+                false => self.limits.capacity_bytes,
+            },
             granted_bytes: ledger.accounts.all().bytes,
             sessions: ledger.connected() as u64,
             lost_sessions: (ledger.sessions.len() - ledger.connected()) as u64,

@@ -32,6 +32,8 @@ pub(super) struct Ledger {
     pub(super) sessions_ever: u64,
     pub(super) extents_ever: u64,
     pub(super) draining: bool,
+    /// True once clients are asked to move their memory away: nothing is granted from then on.
+    pub(super) asks_to_leave: bool,
     /// Time of the reaper's last look. A long gap means that this process did not run, not that the
     /// clients were silent.
     pub(super) reaped: Option<Instant>,

@@ -21,7 +21,7 @@ use crate::{errors::RequestError, nonblocking::timeout_until};
 /// of an attempt.
 const RESUME_EVERY: Duration = Duration::from_millis(100);
 
-/// Interval at which the server is asked if it is about to end, where somebody wants to know: short
+/// Interval at which the server is asked if its clients are to leave, where somebody wants to know: short
 /// against the time that a server gives its clients to leave.
 const DRAIN_LOOK_EVERY: Duration = Duration::from_secs(3);
 
@@ -113,14 +113,14 @@ impl SessionState {
         }
     }
 
-    /// Asks the server if it is about to end. Returns the call to make if it is.
+    /// Asks the server if its clients are to leave. Returns the call to make if they are.
     fn look_for_drain(
         &self,
         line: &mut ControlLine,
         until: Instant,
     ) -> Option<Box<dyn FnOnce() + Send>> {
         match self.exchange(line, &Request::Stat, until) {
-            Ok(Response::Stat(stat)) if stat.draining => self.drain_notice.lock().0.take(),
+            Ok(Response::Stat(stat)) if stat.asks_to_leave() => self.drain_notice.lock().0.take(),
             _ => None,
         }
     }

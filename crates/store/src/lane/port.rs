@@ -184,8 +184,10 @@ impl<B: Buf> Port<B> {
 
     /// Lets go of slots whose extent is not read any more: what lands there does no harm.
     pub(super) fn forget_doubts(&mut self) {
+        let port = self.health.as_ref().map(|(_, server)| *server);
         self.in_doubt.retain(|(doubtful, extent)| {
-            extent.is_none_or(|id| doubtful.pool.is_read(doubtful.slots[0].place, id))
+            let extent = port.zip(*extent);
+            extent.is_none_or(|extent| doubtful.pool.is_read(doubtful.slots[0].place, extent))
         });
     }
 

@@ -157,10 +157,12 @@ impl SlotPool {
         marked
     }
 
-    /// True if an extent is a Good member of its group, so that a late WRITE there may do harm.
-    pub(crate) fn is_read(&self, place: SlotPlace, id: ExtentId) -> bool {
+    /// True if an extent of the server with a port is a Good member of its group, so that a late
+    /// WRITE there may do harm. Servers number their extents alike.
+    pub(crate) fn is_read(&self, place: SlotPlace, (port, id): (usize, ExtentId)) -> bool {
+        let is_it = |member: Member| member.id == id && self.port(member.server) == port;
         let group = self.groups.get(place.extent);
-        group.is_some_and(|group| group.good().any(|(_, member)| member.id == id))
+        group.is_some_and(|group| group.good().any(|(_, member)| is_it(member)))
     }
 
     /// Takes a group out of the choice of slots. False if it is gone.

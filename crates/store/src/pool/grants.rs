@@ -160,7 +160,7 @@ impl SlotPool {
         wish: u64,
         copies_min: usize,
     ) -> Result<ExtentGroup, AllocError> {
-        if self.is_leaving(home as u8) {
+        if !self.may_grow_on(home as u8) {
             return Err(self.no_grant(home));
         }
         if !self.has_copies() {
@@ -183,7 +183,7 @@ impl SlotPool {
             if (granted.iter()).any(|&(other, _)| self.is_same(other, server as u8)) {
                 continue;
             }
-            if !self.may_grant(server as u8) {
+            if !self.is_usable(server as u8) || !self.may_grow_on(server as u8) {
                 silent.push(server as u8);
                 failure.get_or_insert_with(|| self.no_grant(server));
                 continue;
@@ -194,6 +194,11 @@ impl SlotPool {
                     granted.push((server as u8, extent.id));
                 }
                 Err(error @ (AllocError::Full { .. } | AllocError::Read { .. })) => {
+                    failure = Some(error);
+                }
+                // The server answers, and is about to end.
+                Err(error @ AllocError::Control(ControlError::Refused { .. })) => {
+                    silent.push(server as u8);
                     failure = Some(error);
                 }
                 Err(error) => {
@@ -338,9 +343,13 @@ impl SlotPool {
         }
         let least = u64::from(bytes).next_power_of_two().max(GRANULE_BYTES);
         let first = self.next_server.fetch_add(1, Ordering::Relaxed);
-        let mut failure = None;
-        for other in 0..self.servers.len() {
-            match self.grant((first + other) % self.servers.len(), least, 1) {
+        let mut failure: Option<AllocError> = None;
+        let servers = self.servers.len();
+        let mut turns: Vec<usize> = (0..servers).map(|i| (first + i) % servers).collect();
+        // Servers that leave come last, where they may grant at all.
+        turns.sort_by_key(|&server| self.is_leaving(server as u8));
+        for server in turns {
+            match self.grant(server, least, 1) {
                 Ok(_) => {
                     *refused = None;
                     // A region counts itself before it waits for this lock. So one that is not
@@ -350,6 +359,8 @@ impl SlotPool {
                     }
                     return Ok(());
                 }
+                // A full server may have room again. A refusal to ask another says nothing of room.
+                Err(AllocError::Control(_)) if failure.is_some() => {}
                 Err(error) => failure = Some(error),
             }
         }

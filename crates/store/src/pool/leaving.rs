@@ -1,7 +1,11 @@
 //! Servers that are being emptied, as a [`SlotPool`] sees them.
 //!
-//! The rule it keeps: nothing is granted on a server that is being emptied. Moving what is there is
-//! left to the [repairs](crate::repair).
+//! The rule it keeps: nothing is granted on a server that is being emptied, but for two cases. A
+//! named region grows where it has extents, since these stay. A pool none of whose servers stays
+//! grows on those that were not reported as empty, since its writes would fail otherwise. Moving
+//! what is there is left to the [repairs](crate::repair).
+
+use std::time::Duration;
 
 use super::SlotPool;
 use crate::groups::{ExtentGroup, Member};
@@ -15,6 +19,34 @@ impl SlotPool {
     /// True if new memory may be asked for at the server.
     pub(crate) fn may_grant(&self, server: u8) -> bool {
         self.is_usable(server) && !self.is_leaving(server)
+    }
+
+    /// True if the server has been silent for less than `dead_after`, and may be asked for memory
+    /// when it answers again.
+    pub(crate) fn may_grant_soon(&self, server: u8, dead_after: Duration) -> bool {
+        let silent = self.health.suspect_for(self.port(server));
+        let is_soon = silent.is_some_and(|silent| silent < dead_after);
+        is_soon && !self.is_leaving(server) && !self.is_lost(server)
+    }
+
+    /// True if the pool may grow on the server, which may be one that leaves: see the head of this
+    /// file.
+    pub(super) fn may_grow_on(&self, server: u8) -> bool {
+        if !self.is_leaving(server) {
+            return true;
+        }
+        let port = self.port(server);
+        if self.is_own() && self.bytes_on(port) > 0 {
+            return true;
+        }
+        let stays = |other: u8| !self.is_leaving(other) && !self.is_lost(other);
+        let any_stays = (0..self.servers.len()).any(|other| stays(other as u8));
+        !any_stays && !self.health.is_emptied(port)
+    }
+
+    /// True if the server has lost the program's session.
+    fn is_lost(&self, server: u8) -> bool {
+        self.session(server).loss(false).is_some()
     }
 
     /// True if any server is being emptied, or was.

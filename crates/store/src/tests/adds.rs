@@ -173,3 +173,30 @@ fn a_known_server_is_added_once_and_its_drain_ends() {
         .expect_err("there are as many as can be");
     assert!(matches!(error, AddServerError::TooMany), "{error}");
 }
+
+#[test]
+fn nothing_else_waits_while_an_added_server_waits_for_a_request_for_memory() {
+    let world = World::of(1, impatient());
+    let cluster = &world.cluster;
+    let store = remote(cluster, 64, 4096, Codec::Raw);
+    let added = SimServer::new(SimConfig::new(7));
+    let growing = pool(&store).lock_growth();
+    std::thread::scope(|scope| {
+        let adder = scope.spawn(|| cluster.add_session(session(&added)));
+        while cluster.sessions().len() < 2 {
+            std::thread::yield_now();
+        }
+        let asker = scope.spawn(|| cluster.granted_bytes());
+        let limit = Instant::now() + Duration::from_secs(10);
+        while !asker.is_finished() && Instant::now() < limit {
+            std::thread::yield_now();
+        }
+        let is_answered = asker.is_finished();
+        let waits = !adder.is_finished();
+        drop(growing);
+        assert!(waits && is_answered, "{waits} {is_answered}");
+        let added = adder.join().expect("it does not panic");
+        added.expect("there are few servers");
+    });
+    assert_eq!(pool(&store).servers().len(), 2);
+}

@@ -9,7 +9,10 @@ use super::{
     snapshots::Child,
     *,
 };
-use crate::{DrainError, DrainReport, Redundancy};
+use crate::{
+    DrainError, DrainReport, Redundancy,
+    sealed::{CopyPlan, Refusals, SealedGroup},
+};
 
 impl World {
     fn endpoint(&self, server: usize) -> Endpoint {
@@ -388,4 +391,171 @@ fn named_regions_stay_and_snapshots_follow() {
     assert_eq!(count_lost(&mut lane, &store, &after, 9), 0);
     child.check(&mut lane);
     drop(named);
+}
+
+#[test]
+fn a_server_that_alone_may_grant_goes_on_until_it_is_reported_as_empty() {
+    let mut world = World::of(1, impatient());
+    let store = on_demand(&world.cluster, 64 << 20, None);
+    written_pages(&world, &store, 64);
+    let error = world.drain(0).expect_err("there is no other server");
+    assert!(matches!(error, DrainError::NoRoom { .. }), "{error}");
+    let before = world.granted_bytes(0);
+    written_pages(&world, &store, 8192);
+    assert!(world.granted_bytes(0) > before);
+    drop(store);
+    world.drain(0).expect("it is empty");
+    let options = RemoteOptions::default();
+    let refused = PageStore::remote(&world.cluster, REGION, 1 << 20, 4096, &options);
+    assert!(refused.is_err(), "it was said to be empty");
+    assert_eq!(world.granted_bytes(0), 0);
+}
+
+#[test]
+fn a_named_region_grows_where_it_stays_and_a_new_one_is_elsewhere() {
+    let mut world = World::of(1, impatient());
+    let named = on_demand(&world.cluster, 64 << 20, Some("grows"));
+    written_pages(&world, &named, 64);
+    world.add_server(SimConfig::new(7));
+    let report = world.drain(0).expect("only the named region is there");
+    assert_eq!(report.named_bytes, world.granted_bytes(0));
+    written_pages(&world, &named, 8192);
+    let grown = world.granted_bytes(0);
+    assert!(grown > report.named_bytes);
+    let other = on_demand(&world.cluster, 1 << 20, Some("elsewhere"));
+    written_pages(&world, &other, 64);
+    assert_eq!(world.granted_bytes(0), grown);
+}
+
+#[test]
+fn a_full_server_is_the_reason_for_a_lack_of_room_beside_one_that_leaves() {
+    let full = SimConfig {
+        capacity_bytes: 1 << 20,
+        ..SimConfig::new(2)
+    };
+    let world = World::new([SimConfig::new(1), full], impatient());
+    let store = on_demand(&world.cluster, 64 << 20, None);
+    world.cluster.health.set_leaving(0, true);
+    let error = pool(&store).grow(2 << 20).expect_err("there is no room");
+    assert!(matches!(error, AllocError::Full { .. }), "{error}");
+}
+
+#[test]
+fn an_emptied_server_that_was_silent_for_a_moment_keeps_names_again() {
+    let mut world = World::of(2, impatient());
+    let store = unnamed(&world, 64, 1, Codec::Raw, Reserve::Full);
+    written_pages(&world, &store, 64);
+    world.drain(0).expect("there is room");
+    world.cluster.health.failed(0);
+    assert_eq!(world.cluster.name_ports(), [1]);
+    let limit = Instant::now() + Duration::from_secs(20);
+    while !world.cluster.health.is_fine(0) {
+        assert!(Instant::now() < limit, "it is never asked again");
+        world.repairer.turn(&world.cluster);
+    }
+    assert_eq!(world.cluster.name_ports(), [0, 1]);
+}
+
+#[test]
+fn a_failure_that_never_ends_is_an_error_that_says_why() {
+    let mut world = World::of(1, impatient());
+    let store = unnamed(&world, 64, 1, Codec::Raw, Reserve::Full);
+    written_pages(&world, &store, 64);
+    world.add_server(SimConfig::new(7));
+    // The server has lost the extent, and nothing can be read there.
+    let lost = members_of(&store, 0)[0].id;
+    let released = world.cluster.sessions()[0].release(lost);
+    released.expect("it is there");
+    let error = world.drain(0).expect_err("it cannot be copied");
+    let said = error.to_string();
+    match error {
+        DrainError::Failed { left_bytes, .. } => assert!(left_bytes > 0, "{said}"),
+        _ => panic!("{said}"),
+    }
+    assert!(
+        said.contains("outside") || said.contains("refused") || said.contains("lease"),
+        "{said}"
+    );
+}
+
+#[test]
+fn the_predecessor_of_a_server_at_its_address_does_not_decide_on_a_drain() {
+    let mut world = World::of(2, impatient());
+    let anew = SimServer::new(SimConfig::new(1));
+    let added = world.cluster.add_session(session(&anew));
+    added.expect("there are few servers");
+    // Nothing is put on the predecessor.
+    world.cluster.health.set_leaving(0, true);
+    let (stores, bytes) = many_extents(&world, 1);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    assert!(world.granted_bytes(2) > 0);
+    world.cluster.health.set_leaving(0, false);
+    world.servers[0].kill();
+    world.cluster.health.failed(0);
+    world.drain(0).expect("the other server has room");
+    assert_eq!(world.granted_bytes(2), 0);
+    for (store, bytes) in stores.iter().zip(&bytes) {
+        assert_eq!(count_lost(&mut lane, store, bytes, 9), 0);
+    }
+}
+
+#[test]
+fn a_drain_waits_for_a_target_that_is_silent_for_a_moment() {
+    let options = ClusterOptions {
+        dead_after: Duration::from_secs(600),
+        ..impatient()
+    };
+    let mut world = World::of(1, options);
+    let store = unnamed(&world, 64, 1, Codec::Raw, Reserve::Full);
+    let bytes = written_pages(&world, &store, 64);
+    world.add_server(SimConfig::new(7));
+    let target = world.servers[1].clone();
+    target.cut();
+    world.cluster.health.failed(1);
+    let amid = |turn| {
+        if turn == 20 {
+            target.heal();
+        }
+    };
+    let report = world.drain_amid(0, amid).expect("the target comes back");
+    assert!(report.moved_bytes > 0);
+    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+}
+
+#[test]
+fn a_copy_that_was_prepared_for_another_group_at_its_index_is_given_up() {
+    let mut world = World::of(1, impatient());
+    let store = on_demand(&world.cluster, 64 << 20, None);
+    written_pages(&world, &store, 64);
+    world.add_server(SimConfig::new(7));
+    let leaves = |server: usize| {
+        (0..2).for_each(|it| world.cluster.health.set_leaving(it, it == server));
+    };
+    leaves(0);
+    let pool = pool(&store).clone();
+    let plan = CopyPlan::new(&pool, 0, &mut Refusals::new(), Duration::ZERO);
+    let plan = plan.unwrap_or_else(|_| panic!("the other server has room"));
+    assert!(world.granted_bytes(1) > 0);
+    drop(store);
+    assert!(pool.group_at(0).is_none());
+    // A longer extent takes the index, on the server that is to be left.
+    leaves(1);
+    pool.grow(32 << 20).expect("there is room");
+    leaves(0);
+    assert!(pool.group_at(0).is_some());
+    assert!(SealedGroup::seal(&pool, 0, plan).is_err());
+    assert!(!pool.has_sealed());
+    assert_eq!(world.granted_bytes(1), 0);
+}
+
+#[test]
+fn an_extent_without_copies_goes_back_at_once_also_to_a_suspect_server_that_leaves() {
+    let world = World::of(1, impatient());
+    let store = on_demand(&world.cluster, 64 << 20, Some("closed"));
+    written_pages(&world, &store, 64);
+    world.cluster.health.set_leaving(0, true);
+    world.cluster.health.failed(0);
+    drop(store);
+    assert_eq!(world.granted_bytes(0), 0);
 }

@@ -165,3 +165,25 @@ fn a_draining_server_keeps_its_clients_and_takes_no_new_ones() {
     state.close(held.session);
     assert_eq!(state.wait_until_empty(Instant::now() + LEASE), 0);
 }
+
+#[test]
+fn clients_are_asked_to_leave_only_where_they_have_time_to_and_get_no_more_memory_then() {
+    let state = state(1 << 30);
+    let held = client(&state, Transport::Tcp);
+    let extent = state.grant(held, 4096).unwrap();
+    state.drain();
+    assert!(!state.stat().asks_to_leave());
+    state.ask_to_leave();
+    assert!(state.stat().asks_to_leave());
+    assert_eq!(state.grant(held, 4096).unwrap_err(), Refusal::Draining);
+    let now = Instant::now();
+    assert_eq!(state.wait_until_unused(now, now), 4096);
+    state.release(held, extent.id()).unwrap();
+    let told = Instant::now() + Duration::from_millis(200);
+    assert_eq!(state.wait_until_unused(told, told + LEASE), 0);
+    assert!(Instant::now() >= told, "its client was not told yet");
+    state.close(held);
+    let told = Instant::now() + Duration::from_secs(60);
+    assert_eq!(state.wait_until_unused(told, told), 0);
+    assert!(Instant::now() < told, "nobody is there to be told");
+}
