@@ -28,7 +28,7 @@ use farpage_vm::calls::system_call;
 
 use super::{
     link::{Kind, LinkName, Parcel},
-    orders::{Command, KERNEL_PAGE, LOOK, LOOK_BYTES, Report, SCRATCH_BYTES},
+    orders::{AGENT_NAME, Command, KERNEL_PAGE, LOOK, LOOK_BYTES, Report, SCRATCH_BYTES},
 };
 
 /// Number of keepers that can call one process.
@@ -303,7 +303,7 @@ unsafe fn serve(desk: *mut Desk) -> Option<()> {
             libc::SYS_close_range,
             &[0, u32::MAX as usize, CLOSE_RANGE_UNSHARE],
         );
-        let name = c"farpage-agent".as_ptr().addr();
+        let name = AGENT_NAME.as_ptr().addr();
         ask(libc::SYS_prctl, &[libc::PR_SET_NAME as usize, name]);
         let kind = (libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC) as usize;
         let socket = ask(libc::SYS_socket, &[libc::AF_UNIX as usize, kind, 0]);

@@ -9,6 +9,8 @@ use std::{
     ptr,
 };
 
+use super::orders::AGENT_NAME;
+
 /// Calls the process of this id, which knows itself by `number`. `is_alive` says that this process
 /// has not ended, whose id another one would have then.
 ///
@@ -70,4 +72,24 @@ fn filters(status: &str) -> Option<u64> {
     let mut lines = text.lines();
     let count = lines.find_map(|line| line.strip_prefix("Seccomp_filters:"))?;
     count.trim().parse().ok()
+}
+
+/// True if agents are all that is left of a process: its first thread has ended alone, which keeps
+/// it from being waited for until they end.
+pub(super) fn has_agents_alone(process: libc::pid_t) -> bool {
+    let Ok(threads) = fs::read_dir(format!("/proc/{process}/task")) else {
+        return false;
+    };
+    let mut stats = threads.map(|thread| fs::read_to_string(thread.ok()?.path().join("stat")).ok());
+    stats.all(|stat| stat.as_deref().is_some_and(is_agent_or_dead))
+}
+
+/// True if a thread's `stat` file is that of an agent, or of a thread that has ended.
+fn is_agent_or_dead(stat: &str) -> bool {
+    let name_and_state = stat
+        .split_once('(')
+        .and_then(|(_, rest)| rest.rsplit_once(") "));
+    name_and_state.is_some_and(|(name, rest)| {
+        name.as_bytes() == AGENT_NAME.to_bytes() || rest.starts_with(['Z', 'X'])
+    })
 }

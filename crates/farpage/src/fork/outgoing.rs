@@ -7,13 +7,14 @@
 //! The rules it keeps:
 //! - No page is sent that is on its way in, and none is brought in while it is sent. So what has
 //!   moved is what was written since the page was put, and a late READ replaces nothing.
-//! - The kernel tells of a drop before the pages go. Until something is mapped there anew, what is
-//!   moved out of dropped addresses may be what the child has dropped: it is *stale*, and counts as
-//!   zeros.
+//! - The kernel tells of a drop before the pages go, and the thread that drops them sleeps until
+//!   the event is read. So no event is read while a move is under way. Until something is put there
+//!   anew, a page with dropped addresses is *stale*, and is not sent: it may have what the child has
+//!   dropped, or what the child has written since.
 //! - A changed page is in the child's store when its WRITE is complete. Until then the keeper has
 //!   the bytes, and puts them back if the WRITE fails. Drops meanwhile are the view's.
 //! - A page that is not the region's any more as a whole stays. Not covered: a thread of the child
-//!   that maps other memory where a thread has just unmapped a page that is sent.
+//!   that maps other memory where another has just unmapped a page that is sent.
 //! - Nothing is sent while a process that the child is making by `fork` has not called: its view
 //!   has no page that leaves later.
 
@@ -238,6 +239,14 @@ impl Outgoing {
         self.sent.is_none() && self.leaving.is_empty() && self.back.is_empty()
     }
 
+    /// True if a move is under way. The child's events are not read meanwhile: a thread that drops
+    /// or unmaps pages goes on when its event is read, and may write there at once. Events are read
+    /// again if the answer is late.
+    pub(super) fn is_moving(&self) -> bool {
+        let is_move = |sent: &Sent| !sent.pages.is_empty() && sent.since.elapsed() < PATIENCE;
+        matches!(self.agent, Agent::Here(..)) && self.sent.as_ref().is_some_and(is_move)
+    }
+
     /// True if pages have to leave before another of `bytes` bytes comes.
     pub(super) fn is_full(&self, bytes: usize, share: usize) -> bool {
         let is_late = |sent: &Sent| sent.since.elapsed() > PATIENCE;
@@ -249,7 +258,9 @@ impl Outgoing {
             Agent::NotCalled => self.wants_agent(),
             Agent::Gone(_) => false,
         };
-        self.bytes + bytes > share && has_agent && !self.has_ended
+        // Pages leave from this threshold on: below it, a page would be waited for without end.
+        let may_leave = self.bytes > threshold(share);
+        self.bytes + bytes > share && may_leave && has_agent && !self.has_ended
     }
 
     fn rests(&self) -> bool {
@@ -309,6 +320,13 @@ impl Outgoing {
         self.looks.pop_front()
     }
 
+    /// Ends the agent, if it is there: its connection ends.
+    pub(super) fn let_go(&mut self) {
+        if matches!(self.agent, Agent::Here(..)) {
+            self.agent = Agent::Gone(Instant::now());
+        }
+    }
+
     /// Gives up moving pages out, and says why.
     pub(super) fn give_up(&mut self, why: &str) {
         self.has_ended = true;
@@ -334,7 +352,7 @@ impl Outgoing {
         match (&self.agent, &self.sent) {
             (Agent::Called(since), _) => Some(*since + PATIENCE),
             (Agent::Gone(since), Some(_)) => Some(*since + PATIENCE),
-            (_, Some(sent)) if !self.is_told => Some(sent.since + PATIENCE),
+            (_, Some(sent)) if !self.is_told || self.is_moving() => Some(sent.since + PATIENCE),
             (Agent::Here(..), None) if !self.has_ended => {
                 let rests_until = self.rests_until.filter(|_| self.rests());
                 rests_until.or(self.looks_at)
@@ -410,8 +428,12 @@ impl Outgoing {
         }
         let mut batch = (Vec::new(), 0);
         let may_send = !self.has_ended && !self.rests() && self.leaving_bytes < LEAVING_BYTES_MAX;
-        if may_send && self.bytes > share - share / 8 {
-            batch = self.batch(self.bytes - (share - share / 4), is_busy);
+        if may_send && self.bytes > threshold(share) {
+            batch = self.batch(self.bytes - (share - share / 4), &is_busy);
+            if batch.0.is_empty() && !self.present.keys().any(|&address| is_busy(address)) {
+                // All pages are stale: no fault may wait for one to leave.
+                self.rest();
+            }
         }
         let (pages, page_bytes) = batch;
         let is_idle = pages.is_empty() && !self.is_scratch_used;
@@ -450,7 +472,8 @@ impl Outgoing {
         });
     }
 
-    /// Returns the pages that came first, of one length, and that length.
+    /// Returns the pages that came first, of one length, and that length. Passes over stale pages:
+    /// a page that the kernel may free stays mapped, and a write to it raises no fault.
     fn batch(&mut self, bytes: usize, is_busy: impl Fn(usize) -> bool) -> (Vec<usize>, usize) {
         let (mut pages, mut page_bytes) = (Vec::new(), 0);
         for _ in 0..self.order.len() {
@@ -461,7 +484,8 @@ impl Outgoing {
             let Some(page) = page.filter(|page| page.stamp == stamp) else {
                 continue;
             };
-            if is_busy(address) {
+            let addresses = address..address + page.bytes;
+            if is_busy(address) || self.stale.within(&addresses).next().is_some() {
                 self.order.push_back((address, stamp));
                 continue;
             }
@@ -477,4 +501,9 @@ impl Outgoing {
         }
         (pages, page_bytes)
     }
+}
+
+/// Returns the bytes of a child from which on pages leave it.
+fn threshold(share: usize) -> usize {
+    share - share / 8
 }

@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_fabric::ConnectError;
 use farpage_pager::Lender;
 use farpage_store::{Cluster, EntryWords, Lane, RunCompletion};
 use farpage_vm::{
@@ -21,7 +22,7 @@ use farpage_vm::{
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{
-    call::call,
+    call::{call, has_agents_alone},
     forked::{Arriving, Child, View, words_of},
     link::{self, Kind},
     outgoing::Outgoing,
@@ -160,11 +161,9 @@ impl Serving {
             talking.push(key);
             fds.push(PollFd::new(child.socket.as_fd(), PollFlags::empty()));
         }
-        fds.extend(
-            self.children
-                .values()
-                .map(|child| readable(child.memory.fd())),
-        );
+        let heard = self.children.values();
+        let heard = heard.filter(|child| !child.outgoing.is_moving());
+        fds.extend(heard.map(|child| readable(child.memory.fd())));
         let agents = self.children.values();
         fds.extend(agents.filter_map(|child| child.outgoing.fd()).map(readable));
         fds.extend(
@@ -305,11 +304,14 @@ impl Serving {
     fn hear_children(&mut self) {
         let keys: Vec<u64> = self.children.keys().copied().collect();
         for key in keys {
-            self.take_events(key);
             let child = self.children.get_mut(&key).expect("a child of this turn");
             while let Some(report) = child.outgoing.hear() {
                 child.take_moved(&report);
             }
+            if !child.outgoing.is_moving() {
+                self.take_events(key);
+            }
+            let child = self.children.get_mut(&key).expect("a child of this turn");
             child.put_back();
         }
     }
@@ -411,7 +413,9 @@ impl Serving {
         if child.outgoing.want(start) {
             return Begun::Done;
         }
-        if child.outgoing.is_full(page_bytes, self.share) {
+        // No page leaves while the child forks, and its fork may need what this thread holds.
+        let is_forking = (self.visitors.iter()).any(|visitor| visitor.of == Some(fault.child));
+        if !is_forking && child.outgoing.is_full(page_bytes, self.share) {
             return Begun::Waits;
         }
         if child.view.removed.covers(&page_at(0)) {
@@ -439,16 +443,13 @@ impl Serving {
                 return Begun::Done;
             }
         }
-        if self.lane.is_none() {
-            match Lane::new(&self.cluster) {
-                Ok(lane) => self.lane = Some(lane),
-                Err(error) => {
-                    self.give_up(wanted, page_bytes, &error);
-                    return Begun::Done;
-                }
+        let lane = match lane_of(&mut self.lane, &self.cluster) {
+            Ok(lane) => lane,
+            Err(error) => {
+                self.give_up(wanted, page_bytes, &error);
+                return Begun::Done;
             }
-        }
-        let lane = self.lane.as_mut().expect("made above");
+        };
         let (words, _) = words.as_chunks::<{ mem::size_of::<EntryWords>() }>();
         for (at, words) in words.iter().enumerate() {
             let address = page_at(at).start;
@@ -600,8 +601,11 @@ impl Serving {
                 .image
                 .region(address)
                 .expect("pages are in regions");
-            let store = match child.view.stored.store(region) {
-                Ok(store) => store,
+            let store = child.view.stored.store(region);
+            let store = store.map_err(|error| error.to_string());
+            let lane = lane_of(&mut self.lane, &self.cluster).map_err(|error| error.to_string());
+            let (store, lane) = match store.and_then(|store| Ok((store, lane?))) {
+                Ok(both) => both,
                 Err(error) => {
                     let why = format!("its changed pages have no remote memory: {error}");
                     child.outgoing.give_up(&why);
@@ -616,7 +620,6 @@ impl Serving {
                     return self.write(key);
                 }
             };
-            let lane = self.lane.as_mut().expect("pages were brought in by it");
             let tag = self.next_tag;
             match lane.write_back(&store, region.page(address).0, bytes, tag) {
                 Ok(()) => {
@@ -656,6 +659,11 @@ impl Serving {
             return;
         }
         self.next_look = now + LOOK;
+        for child in self.children.values_mut().filter(|it| it.is_hung_up) {
+            if child.process.is_some_and(has_agents_alone) {
+                child.outgoing.let_go();
+            }
+        }
         let is_over = |_: &u64, child: &mut Child| child.is_hung_up && !child.is_alive();
         let ended: Vec<_> = self.children.extract_if(is_over).collect();
         // Servers may have to be asked, which the other children must not wait for.
@@ -671,5 +679,19 @@ impl Serving {
                 self.shared.census.has_ended();
             }
         }
+    }
+}
+
+/// Returns the lane to the servers. Made at the first call.
+///
+/// # Errors
+/// As [`Lane::new`].
+fn lane_of<'a>(
+    lane: &'a mut Option<Lane<Vec<u8>>>,
+    cluster: &Arc<Cluster>,
+) -> Result<&'a mut Lane<Vec<u8>>, ConnectError> {
+    match lane {
+        Some(lane) => Ok(lane),
+        None => Ok(lane.insert(Lane::new(cluster)?)),
     }
 }
