@@ -26,6 +26,7 @@ mod link;
 mod orders;
 mod outgoing;
 mod removed;
+mod requests;
 mod serving;
 mod shared;
 mod stored;

@@ -73,6 +73,8 @@ pub(super) struct Outgoing {
     /// Parts of pages that are to be put back as they are.
     pub(super) back: Vec<(usize, Vec<u8>)>,
     rests_until: Option<Instant>,
+    /// Time of the first try to call the child while it held the signal back.
+    postponed_since: Option<Instant>,
     /// Addresses to look for pages at that were there at the fork.
     looks: VecDeque<Range<usize>>,
     /// Addresses that have been looked at and are to be looked at again, and the time for it.
@@ -274,7 +276,18 @@ impl Outgoing {
 
     /// True if an agent should be called.
     pub(super) fn wants_agent(&self) -> bool {
-        matches!(self.agent, Agent::NotCalled) && self.brought_bytes >= GROWN_BYTES
+        let is_grown = self.brought_bytes >= GROWN_BYTES;
+        matches!(self.agent, Agent::NotCalled) && is_grown && !self.rests()
+    }
+
+    /// Notes that the child cannot be called for a while.
+    pub(super) fn postpone(&mut self) {
+        self.rest();
+        let since = *self.postponed_since.get_or_insert_with(Instant::now);
+        if since.elapsed() > PATIENCE && !self.is_told {
+            self.is_told = true;
+            grown(self.brought_bytes, "it holds SIGURG back");
+        }
     }
 
     /// Notes that the agent has been called.
@@ -375,6 +388,9 @@ impl Outgoing {
                 self.agent = Agent::Gone(since);
             }
             (Agent::Gone(since), Some(_)) if is_late(*since) => return false,
+            (Agent::Gone(since), None) if is_late(*since) && !self.is_told => {
+                self.give_up("its agent has ended");
+            }
             (Agent::Here(..), Some(sent)) if is_late(sent.since) && !self.is_told => {
                 self.is_told = true;
                 grown(

@@ -12,7 +12,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_fabric::ConnectError;
 use farpage_pager::Lender;
 use farpage_store::{Cluster, EntryWords, Lane, RunCompletion};
 use farpage_vm::{
@@ -22,10 +21,11 @@ use farpage_vm::{
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{
-    call::{call, has_agents_alone},
+    call::{Uncalled, call, has_agents_alone},
     forked::{Arriving, Child, View, words_of},
     link::{self, Kind},
     outgoing::Outgoing,
+    requests::{Requests, lane_of},
     shared::{Shared, locked},
     stored::Place,
 };
@@ -79,6 +79,7 @@ pub(super) struct Serving {
     arriving: HashMap<u64, Arriving>,
     /// Pages whose changed bytes are being written, by tag: child and address.
     writing: HashMap<u64, (u64, usize)>,
+    requests: Requests,
     next_tag: u64,
     /// Faults that the lane had no room for.
     faults: VecDeque<Arriving>,
@@ -103,6 +104,7 @@ impl Serving {
             half: 0,
             share: SHARE_BYTES_MIN,
             writing: HashMap::new(),
+            requests: Requests::default(),
             lane: None,
             visitors: Vec::new(),
             children: HashMap::new(),
@@ -358,11 +360,19 @@ impl Serving {
             self.put(arriving, bytes);
         }
         for completion in done {
-            if let Some((child, address)) = self.writing.remove(&completion.tag) {
+            let written = self.writing.remove(&completion.tag);
+            let arriving = self.arriving.remove(&completion.tag);
+            let child = written.map(|(child, _)| child);
+            let child = child.or(arriving.map(|arriving| arriving.child));
+            let is_alive = child.is_some_and(|child| self.children.contains_key(&child));
+            self.requests.end(completion.tag, is_alive);
+            if !is_alive {
+                continue;
+            }
+            if let Some((child, address)) = written {
                 self.has_written(child, address, completion);
                 continue;
             }
-            let arriving = self.arriving.remove(&completion.tag);
             let arriving = arriving.expect("a tag is used once");
             match completion.failed.into_iter().next() {
                 None => self.put(arriving, completion.frame),
@@ -468,11 +478,12 @@ impl Serving {
             }
             let tag = self.next_tag;
             let (page, frame) = (first + at, vec![0; page_bytes]);
-            let began = match child.view.stored.place(region, address) {
+            let place = child.view.stored.place(region, address);
+            let began = match &place {
                 Place::Image => lane.fill_copy(&region.snapshot, page, words_of(words), frame, tag),
-                Place::Own(store) => lane.fill(&store, page, frame, tag),
+                Place::Own(store) => lane.fill(store, page, frame, tag),
                 Place::Inherited(snapshot, words) => {
-                    lane.fill_copy(&snapshot, page, words, frame, tag)
+                    lane.fill_copy(snapshot, page, *words, frame, tag)
                 }
             };
             if began.is_err() {
@@ -481,6 +492,7 @@ impl Serving {
             }
             self.next_tag += 1;
             self.arriving.insert(tag, arriving);
+            self.requests.begin(tag, (place, image.clone()));
         }
         child.ahead = (start + count * page_bytes, count);
         Begun::Done
@@ -520,7 +532,9 @@ impl Serving {
         let is_wanted = child.outgoing.has_left(address, bytes.len());
         let is_only_copy = match completion.failed.into_iter().next() {
             None => {
-                child.view.stored.insert(address);
+                let image = child.view.image.clone();
+                let region = image.region(address).expect("pages are in regions");
+                child.view.stored.insert(region, address);
                 false
             }
             Some((_, error)) => {
@@ -570,11 +584,15 @@ impl Serving {
             if child.outgoing.wants_agent() {
                 let called = match child.process {
                     Some(process) => call(process, child.number, || child.is_alive()),
-                    None => Err("it handles SIGURG itself, or the processor is another".into()),
+                    None => {
+                        let why = "it handles SIGURG itself, or the processor is another";
+                        Err(Uncalled::Never(why.into()))
+                    }
                 };
                 match called {
                     Ok(()) => child.outgoing.has_called(),
-                    Err(why) => child.outgoing.give_up(&why),
+                    Err(Uncalled::Later) => child.outgoing.postpone(),
+                    Err(Uncalled::Never(why)) => child.outgoing.give_up(&why),
                 }
             }
             self.write(key);
@@ -625,6 +643,8 @@ impl Serving {
                 Ok(()) => {
                     self.next_tag += 1;
                     self.writing.insert(tag, (key, address));
+                    let image = child.view.image.clone();
+                    self.requests.begin(tag, (Place::Own(store), image));
                 }
                 Err(bytes) => {
                     child.outgoing.to_write.push_front((address, bytes));
@@ -654,6 +674,9 @@ impl Serving {
 
     /// Forgets the children that have ended, or have called `exec`.
     fn look_for_ended(&mut self) {
+        if let Some(spent) = self.requests.take_spent() {
+            self.shared.drop_elsewhere(spent);
+        }
         let now = Instant::now();
         if now < self.next_look {
             return;
@@ -666,32 +689,8 @@ impl Serving {
         }
         let is_over = |_: &u64, child: &mut Child| child.is_hung_up && !child.is_alive();
         let ended: Vec<_> = self.children.extract_if(is_over).collect();
-        // Servers may have to be asked, which the other children must not wait for.
         if !ended.is_empty() {
-            let census = self.shared.census.clone();
-            census.begin_to_end();
-            let end = move || {
-                drop(ended);
-                census.has_ended();
-            };
-            if farpage_tables::errand("farpage-child", end).is_err() {
-                // No thread can be started: dropping the closure has dropped the images.
-                self.shared.census.has_ended();
-            }
+            self.shared.drop_elsewhere(ended);
         }
-    }
-}
-
-/// Returns the lane to the servers. Made at the first call.
-///
-/// # Errors
-/// As [`Lane::new`].
-fn lane_of<'a>(
-    lane: &'a mut Option<Lane<Vec<u8>>>,
-    cluster: &Arc<Cluster>,
-) -> Result<&'a mut Lane<Vec<u8>>, ConnectError> {
-    match lane {
-        Some(lane) => Ok(lane),
-        None => Ok(lane.insert(Lane::new(cluster)?)),
     }
 }
