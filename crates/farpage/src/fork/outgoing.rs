@@ -20,7 +20,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
-    io,
+    io, mem,
     ops::Range,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     time::{Duration, Instant},
@@ -39,8 +39,10 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Time for which nothing is sent after an answer that no page has left, and for which pages wait
 /// for an agent that was called.
 const REST: Duration = Duration::from_millis(100);
-/// Time between two looks at pages that a child shares.
+/// Least and longest time between two looks at pages that a child shares: it doubles where none has
+/// become the child's own, as in pools of workers.
 const LOOK_PAUSE: Duration = Duration::from_millis(500);
+const LOOK_PAUSE_MAX: Duration = Duration::from_secs(8);
 /// Upper bound of the bytes of a child that are being written.
 const LEAVING_BYTES_MAX: usize = 2 << 20;
 
@@ -80,6 +82,10 @@ pub(super) struct Outgoing {
     /// Addresses that have been looked at and are to be looked at again, and the time for it.
     again: Vec<Range<usize>>,
     looks_at: Option<Instant>,
+    /// Time between two looks, once one has taken up no page.
+    look_pause: Option<Duration>,
+    /// True if a page was taken up since the last look began.
+    has_adopted: bool,
     /// True from the first failure on: nothing is sent any more.
     has_ended: bool,
     is_told: bool,
@@ -317,17 +323,26 @@ impl Outgoing {
             let brought_bytes = self.brought_bytes;
             self.brought(address, bytes, None);
             self.brought_bytes = brought_bytes;
+            self.has_adopted = true;
         }
     }
 
-    /// Returns the next addresses to look at, if it is time.
-    fn next_look(&mut self) -> Option<Range<usize>> {
+    /// Returns the next addresses to look at, if it is time. Looks again only at a child that has
+    /// more than half of its share.
+    fn next_look(&mut self, share: usize) -> Option<Range<usize>> {
         if self.looks.is_empty() && !self.again.is_empty() {
-            let at = *(self.looks_at).get_or_insert_with(|| Instant::now() + LOOK_PAUSE);
+            if self.bytes <= share / 2 {
+                self.looks_at = None;
+                return None;
+            }
+            let pause = self.look_pause.unwrap_or(LOOK_PAUSE);
+            let at = *(self.looks_at).get_or_insert_with(|| Instant::now() + pause);
             if Instant::now() < at {
                 return None;
             }
             self.looks_at = None;
+            let is_idle = !mem::take(&mut self.has_adopted);
+            self.look_pause = is_idle.then(|| (2 * pause).min(LOOK_PAUSE_MAX));
             self.looks.extend(self.again.drain(..));
         }
         self.looks.pop_front()
@@ -454,7 +469,7 @@ impl Outgoing {
         let (pages, page_bytes) = batch;
         let is_idle = pages.is_empty() && !self.is_scratch_used;
         let looked_at = if is_idle && !self.has_ended {
-            self.next_look()
+            self.next_look(share)
         } else {
             None
         };
