@@ -14,6 +14,7 @@ use std::{
     hint::black_box,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
     thread,
+    time::{Duration, Instant},
 };
 
 use common::{
@@ -381,4 +382,24 @@ fn children_by_the_thousand_leave_nothing_behind() {
     wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
     wait_until("no descriptor is left", || descriptors() <= before);
     assert_eq!(wrong(&array, 1), 0);
+}
+
+/// A child whose pages do not leave any more lives longer than an agent may be late.
+#[test]
+fn a_child_that_locks_its_memory_lives_on() {
+    let Some(_watchdog) = begin(240) else { return };
+    each(64 * MIB / 8, RegionOptions::new, |_, mut array| {
+        fill(&mut array, 1);
+        let child = start(|| {
+            let mut is_right = wrong(&array, 1) == 0;
+            // SAFETY: changes no byte.
+            let is_locked = unsafe { libc::mlockall(libc::MCL_CURRENT) } == 0;
+            let until = Instant::now() + Duration::from_secs(3);
+            while is_locked && Instant::now() < until {
+                is_right &= wrong(&array, 1) == 0;
+            }
+            i32::from(!is_right)
+        });
+        must_pass(child);
+    });
 }
