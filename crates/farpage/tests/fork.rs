@@ -12,6 +12,8 @@ mod common;
 
 use std::{
     hint::black_box,
+    os::fd::AsRawFd,
+    ptr,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
     thread,
     time::{Duration, Instant},
@@ -214,14 +216,29 @@ fn a_child_that_gives_up_its_rights_has_children_with_all_memory() {
         return say("only root can give up rights");
     }
     let Some(_watchdog) = begin(240) else { return };
-    each(4 * MIB / 8, RegionOptions::new, |_, mut array| {
+    each(64 * MIB / 8, RegionOptions::new, |_, mut array| {
         fill(&mut array, 1);
+        let (receiver, sender) = nix::unistd::pipe().unwrap();
+        // System calls read pages that were touched before.
+        let is_sent = |word: &u64| {
+            let mut copy = 0_u64;
+            // SAFETY: a word of the array, and room for another.
+            unsafe {
+                libc::write(sender.as_raw_fd(), ptr::from_ref(word).cast(), 8) == 8
+                    && libc::read(receiver.as_raw_fd(), (&raw mut copy).cast(), 8) == 8
+                    && copy == *word
+            }
+        };
         let child = start(|| {
             // SAFETY: the child's own rights.
             if unsafe { libc::setresuid(65534, 65534, 65534) } != 0 {
                 return 2;
             }
-            i32::from(!holds_in_own_child(|| wrong(&array, 1) == 0))
+            let is_right = || {
+                let mut words = array.iter().step_by(PAGE_WORDS);
+                wrong(&array, 1) == 0 && words.all(is_sent)
+            };
+            i32::from(!holds_in_own_child(is_right))
         });
         fill(&mut array, 2);
         must_pass(child);

@@ -585,7 +585,8 @@ impl Serving {
                 let called = match child.process {
                     Some(process) => call(process, child.number, || child.is_alive()),
                     None => {
-                        let why = "it handles SIGURG itself, or the processor is another";
+                        let why = "it handles SIGURG itself, faults in its system calls \
+                                   cannot be caught, or the processor is another";
                         Err(Uncalled::Never(why.into()))
                     }
                 };
