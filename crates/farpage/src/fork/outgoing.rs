@@ -8,9 +8,9 @@
 //! - No page is sent that is on its way in, and none is brought in while it is sent. So what has
 //!   moved is what was written since the page was put, and a late READ replaces nothing.
 //! - The kernel tells of a drop before the pages go, and the thread that drops them sleeps until
-//!   the event is read. So no event is read while a move is under way. Until something is put there
-//!   anew, a page with dropped addresses is *stale*, and is not sent: it may have what the child has
-//!   dropped, or what the child has written since.
+//!   the event is read. So no event is read while a move is under way. Until something is put
+//!   there anew, a page with dropped addresses is *stale*, and is not sent: it may have what the
+//!   child has dropped, or what the child has written since.
 //! - A changed page is in the child's store when its WRITE is complete. Until then the keeper has
 //!   the bytes, and puts them back if the WRITE fails. Drops meanwhile are the view's.
 //! - A page that is not the region's any more as a whole stays. Not covered: a thread of the child
