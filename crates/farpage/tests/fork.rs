@@ -12,8 +12,11 @@ mod common;
 
 use std::{
     hint::black_box,
+    os::fd::AsRawFd,
+    ptr,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
     thread,
+    time::{Duration, Instant},
 };
 
 use common::{
@@ -213,14 +216,29 @@ fn a_child_that_gives_up_its_rights_has_children_with_all_memory() {
         return say("only root can give up rights");
     }
     let Some(_watchdog) = begin(240) else { return };
-    each(4 * MIB / 8, RegionOptions::new, |_, mut array| {
+    each(64 * MIB / 8, RegionOptions::new, |_, mut array| {
         fill(&mut array, 1);
+        let (receiver, sender) = nix::unistd::pipe().unwrap();
+        // System calls read pages that were touched before.
+        let is_sent = |word: &u64| {
+            let mut copy = 0_u64;
+            // SAFETY: a word of the array, and room for another.
+            unsafe {
+                libc::write(sender.as_raw_fd(), ptr::from_ref(word).cast(), 8) == 8
+                    && libc::read(receiver.as_raw_fd(), (&raw mut copy).cast(), 8) == 8
+                    && copy == *word
+            }
+        };
         let child = start(|| {
             // SAFETY: the child's own rights.
             if unsafe { libc::setresuid(65534, 65534, 65534) } != 0 {
                 return 2;
             }
-            i32::from(!holds_in_own_child(|| wrong(&array, 1) == 0))
+            let is_right = || {
+                let mut words = array.iter().step_by(PAGE_WORDS);
+                wrong(&array, 1) == 0 && words.all(is_sent)
+            };
+            i32::from(!holds_in_own_child(is_right))
         });
         fill(&mut array, 2);
         must_pass(child);
@@ -381,4 +399,24 @@ fn children_by_the_thousand_leave_nothing_behind() {
     wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
     wait_until("no descriptor is left", || descriptors() <= before);
     assert_eq!(wrong(&array, 1), 0);
+}
+
+/// A child whose pages do not leave any more lives longer than an agent may be late.
+#[test]
+fn a_child_that_locks_its_memory_lives_on() {
+    let Some(_watchdog) = begin(240) else { return };
+    each(64 * MIB / 8, RegionOptions::new, |_, mut array| {
+        fill(&mut array, 1);
+        let child = start(|| {
+            let mut is_right = wrong(&array, 1) == 0;
+            // SAFETY: changes no byte.
+            let is_locked = unsafe { libc::mlockall(libc::MCL_CURRENT) } == 0;
+            let until = Instant::now() + Duration::from_secs(3);
+            while is_locked && Instant::now() < until {
+                is_right &= wrong(&array, 1) == 0;
+            }
+            i32::from(!is_right)
+        });
+        must_pass(child);
+    });
 }

@@ -16,7 +16,7 @@ use std::{
     ops::Range,
     os::fd::AsRawFd,
     ptr,
-    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
 
@@ -53,10 +53,18 @@ fn each(test: impl Fn(&Memory, &Runtime, RemoteArray<u64>)) {
 
 /// Runtimes as those of [`each`], on a server of `capacity` bytes.
 fn each_with(capacity: usize, test: impl Fn(&Memory, &Runtime, RemoteArray<u64>)) {
+    each_of((capacity, BUDGET, PAGE), test);
+}
+
+/// Runtimes as those of [`each`], of a capacity of the server, a budget and a length of pages.
+fn each_of(
+    (capacity, budget, page): (usize, usize, usize),
+    test: impl Fn(&Memory, &Runtime, RemoteArray<u64>),
+) {
     for fabric in fabrics() {
         for mode in [FaultMode::Filler, FaultMode::InThread] {
             let memory = Memory::start(fabric, capacity);
-            let builder = memory.builder(BUDGET, PAGE).fault_mode(mode);
+            let builder = memory.builder(budget, page).fault_mode(mode);
             let runtime = builder.build().unwrap();
             let mut array = runtime.array(BYTES / 8).unwrap();
             fill(&mut array, 1);
@@ -554,5 +562,138 @@ fn a_child_that_calls_exec_with_an_agent_goes_on() {
             });
             must_pass(child);
         }
+    });
+}
+
+/// Advises the kernel about `len` bytes of the child's own copy, from `word` on.
+fn advise(word: *mut u64, len: usize, advice: libc::c_int) -> bool {
+    // SAFETY: bytes of the array, in a child.
+    unsafe { libc::madvise(word.cast(), len, advice) == 0 }
+}
+
+#[test]
+fn a_child_that_writes_only_what_it_has_dropped_reads_it_again() {
+    let Some(_watchdog) = begin(300) else { return };
+    each(|_, _, mut array| {
+        let at = array.as_mut_ptr();
+        let child = start(|| {
+            if !advise(at, BYTES, libc::MADV_DONTNEED) {
+                return 1;
+            }
+            fill(own(at), 9);
+            2 * i32::from(wrong(own(at), 9) > 0)
+        });
+        must_pass(child);
+        assert_eq!(wrong(&array, 1), 0);
+    });
+}
+
+/// Pages that the kernel may free stay mapped: no write to them raises a fault.
+#[test]
+fn a_child_that_lets_the_kernel_free_pages_has_what_it_writes_there() {
+    let Some(_watchdog) = begin(300) else { return };
+    each(|_, _, mut array| {
+        let at = array.as_mut_ptr();
+        let freed = || (8..BYTES / PAGE).step_by(40);
+        let child = start(|| {
+            if wrong(own(at), 1) > 0 {
+                return 1;
+            }
+            for (turn, page) in freed().enumerate() {
+                let (word, len) = match turn % 2 {
+                    0 => (page * PAGE_WORDS, PAGE),
+                    _ => (page * PAGE_WORDS + PART, 8 * PART),
+                };
+                own(at)[word] = 3;
+                if !advise(at.wrapping_add(word), len, libc::MADV_FREE) {
+                    return 2;
+                }
+                own(at)[word] = 77;
+            }
+            let is_right = |word: usize| {
+                let (page, part) = (word / PAGE_WORDS, word % PAGE_WORDS);
+                let is_freed = page >= 8 && (page - 8).is_multiple_of(40);
+                let expected = match (is_freed, (page.max(8) - 8) / 40 % 2, part) {
+                    (true, 0, 0) | (true, 1, PART) => 77,
+                    // The kernel may have freed these.
+                    (true, 0, _) => return true,
+                    _ => value(word, 1),
+                };
+                own(at)[word] == expected
+            };
+            let is_all_right = || (0..BYTES / 8).step_by(PART).all(is_right);
+            3 * i32::from(!(0..3).all(|_| is_all_right()))
+        });
+        must_pass(child);
+    });
+}
+
+#[test]
+fn a_child_reads_pages_that_are_large_for_its_share() {
+    let Some(_watchdog) = begin(300) else { return };
+    each_of((1024 * MIB, 19 * MIB, 2 * MIB), |_, _, mut array| {
+        let at = array.as_mut_ptr();
+        let child = start(|| i32::from((0..2).any(|_| wrong(own(at), 1) > 0)));
+        must_pass(child);
+    });
+}
+
+/// Array of which a process touches all pages while it forks, if it has set one.
+static TOUCHED: AtomicPtr<u64> = AtomicPtr::new(ptr::null_mut());
+
+/// Registered before the runtime's handler of `fork`: so it is called after that.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static FIRST: extern "C" fn() = {
+    extern "C" fn before_fork() {
+        let at = TOUCHED.load(Ordering::Relaxed);
+        for word in (0..BYTES / 8).step_by(PART).take_while(|_| !at.is_null()) {
+            // SAFETY: a word of the array, in a child.
+            unsafe { at.add(word).read_volatile() };
+        }
+    }
+    extern "C" fn first() {
+        // SAFETY: the handler may run at any fork.
+        unsafe { libc::pthread_atfork(Some(before_fork), None, None) };
+    }
+    first
+};
+
+#[test]
+fn a_child_with_a_full_share_touches_pages_while_it_forks() {
+    let Some(_watchdog) = begin(300) else { return };
+    each(|_, _, mut array| {
+        let at = array.as_mut_ptr();
+        let child = start(|| {
+            fill(own(at), 3);
+            TOUCHED.store(at, Ordering::Relaxed);
+            // SAFETY: reads, and ends.
+            let grandchild = unsafe { libc::fork() };
+            let is_wrong = i32::from(wrong(own(at), 3) > 0);
+            if grandchild == 0 {
+                // SAFETY: ends the grandchild.
+                unsafe { libc::_exit(is_wrong) };
+            }
+            let mut status = 0;
+            // SAFETY: there is room for the status.
+            unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
+            is_wrong + 2 * i32::from(status != 0)
+        });
+        must_pass(child);
+    });
+}
+
+#[test]
+fn a_child_ends_whose_last_thread_ends_alone() {
+    let Some(_watchdog) = begin(300) else { return };
+    each(|_, _, mut array| {
+        let at = array.as_mut_ptr();
+        let child = start(|| {
+            let is_wrong = wrong(own(at), 1) > 0;
+            // SAFETY: ends this thread.
+            unsafe { libc::syscall(libc::SYS_exit, i32::from(is_wrong)) };
+            2
+        });
+        must_pass(child);
     });
 }

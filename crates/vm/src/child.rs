@@ -75,25 +75,26 @@ pub unsafe fn set_inherited(region: &Range<usize>, inherited: bool) -> nix::Resu
 /// Catches the faults of absent pages in `regions`, which this process has inherited. Uses no
 /// memory but the stack's: to be called in a process that `fork` has just made. A process that has
 /// given up its rights since the features were found catches faults of its own instructions alone.
+/// Returns true with the descriptor if it catches those inside system calls, too.
 ///
 /// # Errors
 /// The operating system's: absent pages would read as zeros.
-pub fn arm(regions: &[Range<usize>], found: &ChildFeatures) -> nix::Result<OwnedFd> {
+pub fn arm(regions: &[Range<usize>], found: &ChildFeatures) -> nix::Result<(OwnedFd, bool)> {
     let refused = |errno| matches!(errno, Errno::EPERM | Errno::EACCES | Errno::ENOSYS);
     let open = |user_mode_only| match sys::open_by_syscall(user_mode_only) {
         Err(errno) if refused(errno) => sys::open_by_device(user_mode_only),
         opened => opened,
     };
-    let fd = match open(found.user_mode_only) {
-        Err(_) if !found.user_mode_only => open(true),
-        opened => opened,
-    }?;
+    let (fd, user_mode_only) = match open(found.user_mode_only) {
+        Err(_) if !found.user_mode_only => (open(true)?, true),
+        opened => (opened?, found.user_mode_only),
+    };
     sys::agree(fd.as_fd(), found.features.bits())?;
     let uffd = Uffd::over(fd);
     for region in regions {
         register(&uffd, region.clone())?;
     }
-    Ok(uffd.into_fd())
+    Ok((uffd.into_fd(), !user_mode_only))
 }
 
 /// Registers what is left of a region. Its parent may have unmapped some of it and mapped a file

@@ -28,7 +28,7 @@ use farpage_vm::calls::system_call;
 
 use super::{
     link::{Kind, LinkName, Parcel},
-    orders::{Command, KERNEL_PAGE, LOOK, LOOK_BYTES, Report, SCRATCH_BYTES},
+    orders::{AGENT_NAME, Command, KERNEL_PAGE, LOOK, LOOK_BYTES, Report, SCRATCH_BYTES},
 };
 
 /// Number of keepers that can call one process.
@@ -56,6 +56,8 @@ const TRIES_MAX: u32 = 64;
 // Numbers of the kernel's that the `libc` crate lacks.
 const SA_RESTORER: u64 = 0x0400_0000;
 const CLOSE_RANGE_UNSHARE: usize = 2;
+/// `MADV_DONTNEED_LOCKED`: the program may have locked all of its memory.
+const DONTNEED_LOCKED: usize = 24;
 const USER_MODE_ONLY: usize = 1;
 const UFFDIO_API: usize = 0xc018_aa3f;
 const UFFDIO_REGISTER: usize = 0xc020_aa00;
@@ -236,7 +238,6 @@ fn start(name: &LinkName, number: u64) {
 /// `stack` is the upper end of memory that nobody else uses.
 unsafe fn clone(stack: usize, desk: *mut Desk) {
     let flags = libc::CLONE_VM
-        | libc::CLONE_FS
         | libc::CLONE_FILES
         | libc::CLONE_SIGHAND
         | libc::CLONE_THREAD
@@ -299,11 +300,12 @@ unsafe fn serve(desk: *mut Desk) -> Option<()> {
     // - Descriptors are in a table of this thread's own from the first call on.
     // - Memory that calls write to is the desk, the stack or the scratch, of this thread.
     unsafe {
-        ask(
+        // Without a table of its own the thread would work on descriptors of the program's.
+        made(ask(
             libc::SYS_close_range,
             &[0, u32::MAX as usize, CLOSE_RANGE_UNSHARE],
-        );
-        let name = c"farpage-agent".as_ptr().addr();
+        ))?;
+        let name = AGENT_NAME.as_ptr().addr();
         ask(libc::SYS_prctl, &[libc::PR_SET_NAME as usize, name]);
         let kind = (libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC) as usize;
         let socket = ask(libc::SYS_socket, &[libc::AF_UNIX as usize, kind, 0]);
@@ -338,12 +340,13 @@ unsafe fn serve(desk: *mut Desk) -> Option<()> {
             if got != mem::size_of::<Command>() {
                 return None;
             }
-            let free = [scratch, SCRATCH_BYTES, libc::MADV_DONTNEED as usize];
-            made(ask(libc::SYS_madvise, &free))?;
-            if (*desk).command[0] == LOOK {
-                look(desk, page_map);
-            } else {
-                move_out(desk, uffd, scratch);
+            let free = [scratch, SCRATCH_BYTES, DONTNEED_LOCKED];
+            let is_free = ask(libc::SYS_madvise, &free) == 0;
+            match (*desk).command[0] {
+                LOOK => look(desk, page_map),
+                _ if is_free => move_out(desk, uffd, scratch),
+                // Reports that no page has moved.
+                _ => clear(&mut *report),
             }
         }
     }
@@ -431,6 +434,12 @@ unsafe fn look(desk: *mut Desk, page_map: isize) {
     }
 }
 
+/// Clears the bits of a report.
+fn clear(report: &mut Report) {
+    let (_, bits) = report.split_at_mut(2);
+    bits.iter_mut().for_each(|word| *word = 0);
+}
+
 /// Moves the pages of the command, and notes the kernel pages that have moved.
 ///
 /// # Safety
@@ -438,8 +447,8 @@ unsafe fn look(desk: *mut Desk, page_map: isize) {
 unsafe fn move_out(desk: *mut Desk, uffd: usize, scratch: usize) {
     // SAFETY: the desk is this thread's own.
     let (command, report) = unsafe { (&(*desk).command, &mut (*desk).report) };
+    clear(report);
     let (_, moved) = report.split_at_mut(2);
-    moved.iter_mut().for_each(|word| *word = 0);
     let (count, page_bytes) = (command[0] as usize, command[1] as usize);
     let mut to = 0;
     for &address in command.iter().skip(2).take(count) {

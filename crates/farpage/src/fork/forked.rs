@@ -42,7 +42,7 @@ impl View {
         View {
             image: self.image.clone(),
             removed: self.removed.clone(),
-            stored: self.stored.inherit(&self.image),
+            stored: self.stored.inherit(),
         }
     }
 }

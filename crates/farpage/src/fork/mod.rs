@@ -26,6 +26,7 @@ mod link;
 mod orders;
 mod outgoing;
 mod removed;
+mod requests;
 mod serving;
 mod shared;
 mod stored;
@@ -500,7 +501,11 @@ fn arm(
     socket: &OwnedFd,
     (kind, number): (Kind, u64),
 ) -> Result<OwnedFd, &'static str> {
-    let uffd = child::arm(regions, features).map_err(|_| "userfaultfd is refused")?;
+    let armed = child::arm(regions, features).map_err(|_| "userfaultfd is refused")?;
+    let (uffd, catches_calls) = armed;
+    // A page that has left would make system calls fail, except where they go by local buffers.
+    let may_leave = catches_calls || HOOKS.get().is_some();
+    let kind = if may_leave { kind } else { Kind::Deaf };
     let memory = open_memory().ok_or("/proc/self/mem cannot be opened")?;
     let descriptors = [uffd.as_fd(), memory.as_fd()];
     if !link::send(socket.as_fd(), kind, number, &descriptors) {

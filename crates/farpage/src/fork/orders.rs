@@ -2,8 +2,10 @@
 //!
 //! The rule it keeps: both are plain words, so that the agent needs no code of a library for them.
 
-use std::ops::Range;
+use std::{ffi::CStr, ops::Range};
 
+/// Name of an agent's thread.
+pub(super) const AGENT_NAME: &CStr = c"farpage-agent";
 /// Bytes of the memory that pages are moved to: the largest page.
 pub(super) const SCRATCH_BYTES: usize = 2 << 20;
 /// Upper bound of the bytes that move at once, unless a page is larger.

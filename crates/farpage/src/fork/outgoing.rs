@@ -7,19 +7,20 @@
 //! The rules it keeps:
 //! - No page is sent that is on its way in, and none is brought in while it is sent. So what has
 //!   moved is what was written since the page was put, and a late READ replaces nothing.
-//! - The kernel tells of a drop before the pages go. Until something is mapped there anew, what is
-//!   moved out of dropped addresses may be what the child has dropped: it is *stale*, and counts as
-//!   zeros.
+//! - The kernel tells of a drop before the pages go, and the thread that drops them sleeps until
+//!   the event is read. So no event is read while a move is under way. Until something is put
+//!   there anew, a page with dropped addresses is *stale*, and is not sent: it may have what the
+//!   child has dropped, or what the child has written since.
 //! - A changed page is in the child's store when its WRITE is complete. Until then the keeper has
 //!   the bytes, and puts them back if the WRITE fails. Drops meanwhile are the view's.
 //! - A page that is not the region's any more as a whole stays. Not covered: a thread of the child
-//!   that maps other memory where a thread has just unmapped a page that is sent.
+//!   that maps other memory where another has just unmapped a page that is sent.
 //! - Nothing is sent while a process that the child is making by `fork` has not called: its view
 //!   has no page that leaves later.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
-    io,
+    io, mem,
     ops::Range,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     time::{Duration, Instant},
@@ -38,8 +39,10 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Time for which nothing is sent after an answer that no page has left, and for which pages wait
 /// for an agent that was called.
 const REST: Duration = Duration::from_millis(100);
-/// Time between two looks at pages that a child shares.
+/// Least and longest time between two looks at pages that a child shares: it doubles where none has
+/// become the child's own, as in pools of workers.
 const LOOK_PAUSE: Duration = Duration::from_millis(500);
+const LOOK_PAUSE_MAX: Duration = Duration::from_secs(8);
 /// Upper bound of the bytes of a child that are being written.
 const LEAVING_BYTES_MAX: usize = 2 << 20;
 
@@ -72,11 +75,17 @@ pub(super) struct Outgoing {
     /// Parts of pages that are to be put back as they are.
     pub(super) back: Vec<(usize, Vec<u8>)>,
     rests_until: Option<Instant>,
+    /// Time of the first try to call the child while it held the signal back.
+    postponed_since: Option<Instant>,
     /// Addresses to look for pages at that were there at the fork.
     looks: VecDeque<Range<usize>>,
     /// Addresses that have been looked at and are to be looked at again, and the time for it.
     again: Vec<Range<usize>>,
     looks_at: Option<Instant>,
+    /// Time between two looks, once one has taken up no page.
+    look_pause: Option<Duration>,
+    /// True if a page was taken up since the last look began.
+    has_adopted: bool,
     /// True from the first failure on: nothing is sent any more.
     has_ended: bool,
     is_told: bool,
@@ -238,6 +247,14 @@ impl Outgoing {
         self.sent.is_none() && self.leaving.is_empty() && self.back.is_empty()
     }
 
+    /// True if a move is under way. The child's events are not read meanwhile: a thread that drops
+    /// or unmaps pages goes on when its event is read, and may write there at once. Events are read
+    /// again if the answer is late.
+    pub(super) fn is_moving(&self) -> bool {
+        let is_move = |sent: &Sent| !sent.pages.is_empty() && sent.since.elapsed() < PATIENCE;
+        matches!(self.agent, Agent::Here(..)) && self.sent.as_ref().is_some_and(is_move)
+    }
+
     /// True if pages have to leave before another of `bytes` bytes comes.
     pub(super) fn is_full(&self, bytes: usize, share: usize) -> bool {
         let is_late = |sent: &Sent| sent.since.elapsed() > PATIENCE;
@@ -249,7 +266,9 @@ impl Outgoing {
             Agent::NotCalled => self.wants_agent(),
             Agent::Gone(_) => false,
         };
-        self.bytes + bytes > share && has_agent && !self.has_ended
+        // Pages leave from this threshold on: below it, a page would be waited for without end.
+        let may_leave = self.bytes > threshold(share);
+        self.bytes + bytes > share && may_leave && has_agent && !self.has_ended
     }
 
     fn rests(&self) -> bool {
@@ -263,7 +282,18 @@ impl Outgoing {
 
     /// True if an agent should be called.
     pub(super) fn wants_agent(&self) -> bool {
-        matches!(self.agent, Agent::NotCalled) && self.brought_bytes >= GROWN_BYTES
+        let is_grown = self.brought_bytes >= GROWN_BYTES;
+        matches!(self.agent, Agent::NotCalled) && is_grown && !self.rests()
+    }
+
+    /// Notes that the child cannot be called for a while.
+    pub(super) fn postpone(&mut self) {
+        self.rest();
+        let since = *self.postponed_since.get_or_insert_with(Instant::now);
+        if since.elapsed() > PATIENCE && !self.is_told {
+            self.is_told = true;
+            grown(self.brought_bytes, "it holds SIGURG back");
+        }
     }
 
     /// Notes that the agent has been called.
@@ -293,20 +323,36 @@ impl Outgoing {
             let brought_bytes = self.brought_bytes;
             self.brought(address, bytes, None);
             self.brought_bytes = brought_bytes;
+            self.has_adopted = true;
         }
     }
 
-    /// Returns the next addresses to look at, if it is time.
-    fn next_look(&mut self) -> Option<Range<usize>> {
+    /// Returns the next addresses to look at, if it is time. Looks again only at a child that has
+    /// more than half of its share.
+    fn next_look(&mut self, share: usize) -> Option<Range<usize>> {
         if self.looks.is_empty() && !self.again.is_empty() {
-            let at = *(self.looks_at).get_or_insert_with(|| Instant::now() + LOOK_PAUSE);
+            if self.bytes <= share / 2 {
+                self.looks_at = None;
+                return None;
+            }
+            let pause = self.look_pause.unwrap_or(LOOK_PAUSE);
+            let at = *(self.looks_at).get_or_insert_with(|| Instant::now() + pause);
             if Instant::now() < at {
                 return None;
             }
             self.looks_at = None;
+            let is_idle = !mem::take(&mut self.has_adopted);
+            self.look_pause = is_idle.then(|| (2 * pause).min(LOOK_PAUSE_MAX));
             self.looks.extend(self.again.drain(..));
         }
         self.looks.pop_front()
+    }
+
+    /// Ends the agent, if it is there: its connection ends.
+    pub(super) fn let_go(&mut self) {
+        if matches!(self.agent, Agent::Here(..)) {
+            self.agent = Agent::Gone(Instant::now());
+        }
     }
 
     /// Gives up moving pages out, and says why.
@@ -334,7 +380,7 @@ impl Outgoing {
         match (&self.agent, &self.sent) {
             (Agent::Called(since), _) => Some(*since + PATIENCE),
             (Agent::Gone(since), Some(_)) => Some(*since + PATIENCE),
-            (_, Some(sent)) if !self.is_told => Some(sent.since + PATIENCE),
+            (_, Some(sent)) if !self.is_told || self.is_moving() => Some(sent.since + PATIENCE),
             (Agent::Here(..), None) if !self.has_ended => {
                 let rests_until = self.rests_until.filter(|_| self.rests());
                 rests_until.or(self.looks_at)
@@ -357,6 +403,9 @@ impl Outgoing {
                 self.agent = Agent::Gone(since);
             }
             (Agent::Gone(since), Some(_)) if is_late(*since) => return false,
+            (Agent::Gone(since), None) if is_late(*since) && !self.is_told => {
+                self.give_up("its agent has ended");
+            }
             (Agent::Here(..), Some(sent)) if is_late(sent.since) && !self.is_told => {
                 self.is_told = true;
                 grown(
@@ -410,13 +459,17 @@ impl Outgoing {
         }
         let mut batch = (Vec::new(), 0);
         let may_send = !self.has_ended && !self.rests() && self.leaving_bytes < LEAVING_BYTES_MAX;
-        if may_send && self.bytes > share - share / 8 {
-            batch = self.batch(self.bytes - (share - share / 4), is_busy);
+        if may_send && self.bytes > threshold(share) {
+            batch = self.batch(self.bytes - (share - share / 4), &is_busy);
+            if batch.0.is_empty() && !self.present.keys().any(|&address| is_busy(address)) {
+                // All pages are stale: no fault may wait for one to leave.
+                self.rest();
+            }
         }
         let (pages, page_bytes) = batch;
         let is_idle = pages.is_empty() && !self.is_scratch_used;
         let looked_at = if is_idle && !self.has_ended {
-            self.next_look()
+            self.next_look(share)
         } else {
             None
         };
@@ -450,7 +503,8 @@ impl Outgoing {
         });
     }
 
-    /// Returns the pages that came first, of one length, and that length.
+    /// Returns the pages that came first, of one length, and that length. Passes over stale pages:
+    /// a page that the kernel may free stays mapped, and a write to it raises no fault.
     fn batch(&mut self, bytes: usize, is_busy: impl Fn(usize) -> bool) -> (Vec<usize>, usize) {
         let (mut pages, mut page_bytes) = (Vec::new(), 0);
         for _ in 0..self.order.len() {
@@ -461,7 +515,8 @@ impl Outgoing {
             let Some(page) = page.filter(|page| page.stamp == stamp) else {
                 continue;
             };
-            if is_busy(address) {
+            let addresses = address..address + page.bytes;
+            if is_busy(address) || self.stale.within(&addresses).next().is_some() {
                 self.order.push_back((address, stamp));
                 continue;
             }
@@ -477,4 +532,9 @@ impl Outgoing {
         }
         (pages, page_bytes)
     }
+}
+
+/// Returns the bytes of a child from which on pages leave it.
+fn threshold(share: usize) -> usize {
+    share - share / 8
 }

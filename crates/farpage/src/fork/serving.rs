@@ -21,10 +21,11 @@ use farpage_vm::{
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{
-    call::call,
+    call::{Uncalled, call, has_agents_alone},
     forked::{Arriving, Child, View, words_of},
     link::{self, Kind},
     outgoing::Outgoing,
+    requests::{Requests, lane_of},
     shared::{Shared, locked},
     stored::Place,
 };
@@ -78,6 +79,7 @@ pub(super) struct Serving {
     arriving: HashMap<u64, Arriving>,
     /// Pages whose changed bytes are being written, by tag: child and address.
     writing: HashMap<u64, (u64, usize)>,
+    requests: Requests,
     next_tag: u64,
     /// Faults that the lane had no room for.
     faults: VecDeque<Arriving>,
@@ -102,6 +104,7 @@ impl Serving {
             half: 0,
             share: SHARE_BYTES_MIN,
             writing: HashMap::new(),
+            requests: Requests::default(),
             lane: None,
             visitors: Vec::new(),
             children: HashMap::new(),
@@ -160,11 +163,9 @@ impl Serving {
             talking.push(key);
             fds.push(PollFd::new(child.socket.as_fd(), PollFlags::empty()));
         }
-        fds.extend(
-            self.children
-                .values()
-                .map(|child| readable(child.memory.fd())),
-        );
+        let heard = self.children.values();
+        let heard = heard.filter(|child| !child.outgoing.is_moving());
+        fds.extend(heard.map(|child| readable(child.memory.fd())));
         let agents = self.children.values();
         fds.extend(agents.filter_map(|child| child.outgoing.fd()).map(readable));
         fds.extend(
@@ -305,11 +306,14 @@ impl Serving {
     fn hear_children(&mut self) {
         let keys: Vec<u64> = self.children.keys().copied().collect();
         for key in keys {
-            self.take_events(key);
             let child = self.children.get_mut(&key).expect("a child of this turn");
             while let Some(report) = child.outgoing.hear() {
                 child.take_moved(&report);
             }
+            if !child.outgoing.is_moving() {
+                self.take_events(key);
+            }
+            let child = self.children.get_mut(&key).expect("a child of this turn");
             child.put_back();
         }
     }
@@ -356,11 +360,19 @@ impl Serving {
             self.put(arriving, bytes);
         }
         for completion in done {
-            if let Some((child, address)) = self.writing.remove(&completion.tag) {
+            let written = self.writing.remove(&completion.tag);
+            let arriving = self.arriving.remove(&completion.tag);
+            let child = written.map(|(child, _)| child);
+            let child = child.or(arriving.map(|arriving| arriving.child));
+            let is_alive = child.is_some_and(|child| self.children.contains_key(&child));
+            self.requests.end(completion.tag, is_alive);
+            if !is_alive {
+                continue;
+            }
+            if let Some((child, address)) = written {
                 self.has_written(child, address, completion);
                 continue;
             }
-            let arriving = self.arriving.remove(&completion.tag);
             let arriving = arriving.expect("a tag is used once");
             match completion.failed.into_iter().next() {
                 None => self.put(arriving, completion.frame),
@@ -411,7 +423,9 @@ impl Serving {
         if child.outgoing.want(start) {
             return Begun::Done;
         }
-        if child.outgoing.is_full(page_bytes, self.share) {
+        // No page leaves while the child forks, and its fork may need what this thread holds.
+        let is_forking = (self.visitors.iter()).any(|visitor| visitor.of == Some(fault.child));
+        if !is_forking && child.outgoing.is_full(page_bytes, self.share) {
             return Begun::Waits;
         }
         if child.view.removed.covers(&page_at(0)) {
@@ -439,16 +453,13 @@ impl Serving {
                 return Begun::Done;
             }
         }
-        if self.lane.is_none() {
-            match Lane::new(&self.cluster) {
-                Ok(lane) => self.lane = Some(lane),
-                Err(error) => {
-                    self.give_up(wanted, page_bytes, &error);
-                    return Begun::Done;
-                }
+        let lane = match lane_of(&mut self.lane, &self.cluster) {
+            Ok(lane) => lane,
+            Err(error) => {
+                self.give_up(wanted, page_bytes, &error);
+                return Begun::Done;
             }
-        }
-        let lane = self.lane.as_mut().expect("made above");
+        };
         let (words, _) = words.as_chunks::<{ mem::size_of::<EntryWords>() }>();
         for (at, words) in words.iter().enumerate() {
             let address = page_at(at).start;
@@ -467,11 +478,12 @@ impl Serving {
             }
             let tag = self.next_tag;
             let (page, frame) = (first + at, vec![0; page_bytes]);
-            let began = match child.view.stored.place(region, address) {
+            let place = child.view.stored.place(region, address);
+            let began = match &place {
                 Place::Image => lane.fill_copy(&region.snapshot, page, words_of(words), frame, tag),
-                Place::Own(store) => lane.fill(&store, page, frame, tag),
+                Place::Own(store) => lane.fill(store, page, frame, tag),
                 Place::Inherited(snapshot, words) => {
-                    lane.fill_copy(&snapshot, page, words, frame, tag)
+                    lane.fill_copy(snapshot, page, *words, frame, tag)
                 }
             };
             if began.is_err() {
@@ -480,6 +492,7 @@ impl Serving {
             }
             self.next_tag += 1;
             self.arriving.insert(tag, arriving);
+            self.requests.begin(tag, (place, image.clone()));
         }
         child.ahead = (start + count * page_bytes, count);
         Begun::Done
@@ -519,7 +532,9 @@ impl Serving {
         let is_wanted = child.outgoing.has_left(address, bytes.len());
         let is_only_copy = match completion.failed.into_iter().next() {
             None => {
-                child.view.stored.insert(address);
+                let image = child.view.image.clone();
+                let region = image.region(address).expect("pages are in regions");
+                child.view.stored.insert(region, address);
                 false
             }
             Some((_, error)) => {
@@ -569,11 +584,16 @@ impl Serving {
             if child.outgoing.wants_agent() {
                 let called = match child.process {
                     Some(process) => call(process, child.number, || child.is_alive()),
-                    None => Err("it handles SIGURG itself, or the processor is another".into()),
+                    None => {
+                        let why = "it handles SIGURG itself, faults in its system calls \
+                                   cannot be caught, or the processor is another";
+                        Err(Uncalled::Never(why.into()))
+                    }
                 };
                 match called {
                     Ok(()) => child.outgoing.has_called(),
-                    Err(why) => child.outgoing.give_up(&why),
+                    Err(Uncalled::Later) => child.outgoing.postpone(),
+                    Err(Uncalled::Never(why)) => child.outgoing.give_up(&why),
                 }
             }
             self.write(key);
@@ -600,8 +620,11 @@ impl Serving {
                 .image
                 .region(address)
                 .expect("pages are in regions");
-            let store = match child.view.stored.store(region) {
-                Ok(store) => store,
+            let store = child.view.stored.store(region);
+            let store = store.map_err(|error| error.to_string());
+            let lane = lane_of(&mut self.lane, &self.cluster).map_err(|error| error.to_string());
+            let (store, lane) = match store.and_then(|store| Ok((store, lane?))) {
+                Ok(both) => both,
                 Err(error) => {
                     let why = format!("its changed pages have no remote memory: {error}");
                     child.outgoing.give_up(&why);
@@ -616,12 +639,13 @@ impl Serving {
                     return self.write(key);
                 }
             };
-            let lane = self.lane.as_mut().expect("pages were brought in by it");
             let tag = self.next_tag;
             match lane.write_back(&store, region.page(address).0, bytes, tag) {
                 Ok(()) => {
                     self.next_tag += 1;
                     self.writing.insert(tag, (key, address));
+                    let image = child.view.image.clone();
+                    self.requests.begin(tag, (Place::Own(store), image));
                 }
                 Err(bytes) => {
                     child.outgoing.to_write.push_front((address, bytes));
@@ -651,25 +675,23 @@ impl Serving {
 
     /// Forgets the children that have ended, or have called `exec`.
     fn look_for_ended(&mut self) {
+        if let Some(spent) = self.requests.take_spent() {
+            self.shared.drop_elsewhere(spent);
+        }
         let now = Instant::now();
         if now < self.next_look {
             return;
         }
         self.next_look = now + LOOK;
+        for child in self.children.values_mut().filter(|it| it.is_hung_up) {
+            if child.process.is_some_and(has_agents_alone) {
+                child.outgoing.let_go();
+            }
+        }
         let is_over = |_: &u64, child: &mut Child| child.is_hung_up && !child.is_alive();
         let ended: Vec<_> = self.children.extract_if(is_over).collect();
-        // Servers may have to be asked, which the other children must not wait for.
         if !ended.is_empty() {
-            let census = self.shared.census.clone();
-            census.begin_to_end();
-            let end = move || {
-                drop(ended);
-                census.has_ended();
-            };
-            if farpage_tables::errand("farpage-child", end).is_err() {
-                // No thread can be started: dropping the closure has dropped the images.
-                self.shared.census.has_ended();
-            }
+            self.shared.drop_elsewhere(ended);
         }
     }
 }

@@ -79,4 +79,19 @@ impl Shared {
         // A full counter wakes the thread, too.
         let _ = self.waker.write(1);
     }
+
+    /// Drops images and stores on another thread: servers may have to be asked, which the other
+    /// children must not wait for.
+    pub(super) fn drop_elsewhere(&self, ended: impl Send + 'static) {
+        let census = self.census.clone();
+        census.begin_to_end();
+        let end = move || {
+            drop(ended);
+            census.has_ended();
+        };
+        if farpage_tables::errand("farpage-child", end).is_err() {
+            // No thread can be started: dropping the closure has dropped the images.
+            self.census.has_ended();
+        }
+    }
 }

@@ -5,7 +5,8 @@
 //! before.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, HashMap},
+    iter,
     ops::Range,
     sync::Arc,
 };
@@ -29,18 +30,32 @@ pub(super) enum Place {
 pub(super) struct Stored {
     /// Stores of the child's own, by the address of their region.
     stores: HashMap<usize, Arc<PageStore>>,
-    own: BTreeSet<usize>,
-    inherited: BTreeMap<usize, (Arc<Snapshot>, EntryWords)>,
+    /// Entries of the pages in these stores. Copied at the first change after a fork.
+    own: Arc<BTreeMap<usize, EntryWords>>,
+    inherited: Option<Arc<Layer>>,
+}
+
+/// Pages that a process had stored when it made a child by `fork`. A page of the child's own comes
+/// first, and what the child has dropped since is the view's to know.
+struct Layer {
+    pages: Arc<BTreeMap<usize, EntryWords>>,
+    /// Slots of the pages, by the address of their region.
+    snapshots: HashMap<usize, Arc<Snapshot>>,
+    /// Pages that the process had inherited itself.
+    before: Option<Arc<Layer>>,
 }
 
 impl Stored {
     /// Returns the place of the bytes of the page at `address`.
     pub(super) fn place(&self, region: &ImageRegion, address: usize) -> Place {
-        if self.own.contains(&address) {
-            return Place::Own(self.stores[&region.addresses.start].clone());
+        let start = region.addresses.start;
+        if self.own.contains_key(&address) {
+            return Place::Own(self.stores[&start].clone());
         }
-        match self.inherited.get(&address) {
-            Some((snapshot, words)) => Place::Inherited(snapshot.clone(), *words),
+        let mut layers = iter::successors(self.inherited.as_deref(), |it| it.before.as_deref());
+        let found = layers.find_map(|it| Some((it, it.pages.get(&address)?)));
+        match found {
+            Some((layer, words)) => Place::Inherited(layer.snapshots[&start].clone(), *words),
             None => Place::Image,
         }
     }
@@ -61,58 +76,54 @@ impl Stored {
     }
 
     /// Notes that the child's own store has the page at `address`.
-    pub(super) fn insert(&mut self, address: usize) {
-        self.inherited.remove(&address);
-        self.own.insert(address);
+    pub(super) fn insert(&mut self, region: &ImageRegion, address: usize) {
+        let store = &self.stores[&region.addresses.start];
+        let words = store.entry_words(region.page(address).0);
+        Arc::make_mut(&mut self.own).insert(address, words);
     }
 
-    /// Forgets the pages that `range`, which the child has dropped, covers. `is_idle` says that
-    /// nothing reads a page just now: its remote memory is given back.
+    /// Forgets the pages of the child's own that `range`, which the child has dropped, covers.
+    /// `is_idle` says that nothing reads a page just now: its remote memory is given back.
     pub(super) fn forget(
         &mut self,
         image: &Image,
         range: &Range<usize>,
         is_idle: impl Fn(usize) -> bool,
     ) {
-        let covered = |address: usize| {
+        let gone: Vec<usize> = self.own.range(range.clone()).map(|(&at, _)| at).collect();
+        for address in gone {
             let region = image.region(address).expect("stored pages are in regions");
-            (address + region.page_bytes() <= range.end).then_some(region)
-        };
-        let inherited = self.inherited.range(range.clone());
-        let gone: Vec<usize> = inherited.map(|(&address, _)| address).collect();
-        for address in gone {
-            if covered(address).is_some() {
-                self.inherited.remove(&address);
-            }
-        }
-        let gone: Vec<usize> = self.own.range(range.clone()).copied().collect();
-        for address in gone {
-            let Some(region) = covered(address) else {
+            if address + region.page_bytes() > range.end {
                 continue;
-            };
-            self.own.remove(&address);
+            }
+            Arc::make_mut(&mut self.own).remove(&address);
             if is_idle(address) {
                 self.stores[&region.addresses.start].forget(region.page(address).0);
             }
         }
     }
 
-    /// Returns what a process has of these pages that the child makes by `fork` now.
-    pub(super) fn inherit(&self, image: &Image) -> Stored {
-        let mut inherited = self.inherited.clone();
-        let mut snapshots = HashMap::new();
-        for &address in &self.own {
-            let region = image.region(address).expect("stored pages are in regions");
-            let start = region.addresses.start;
-            let store = &self.stores[&start];
-            let taken = snapshots.entry(start).or_insert_with(|| {
-                Arc::new(Snapshot::take(store).expect("a store of remote memory that lives"))
-            });
-            let words = store.entry_words(region.page(address).0);
-            inherited.insert(address, (taken.clone(), words));
+    /// Returns what a process has of these pages that the child makes by `fork` now. Looks at no
+    /// page.
+    pub(super) fn inherit(&self) -> Stored {
+        if self.own.is_empty() {
+            let inherited = self.inherited.clone();
+            return Stored {
+                inherited,
+                ..Stored::default()
+            };
         }
+        let snapshot = |(&start, store): (&usize, &Arc<PageStore>)| {
+            let taken = Snapshot::take(store).expect("a store of remote memory that lives");
+            (start, Arc::new(taken))
+        };
+        let layer = Layer {
+            pages: self.own.clone(),
+            snapshots: self.stores.iter().map(snapshot).collect(),
+            before: self.inherited.clone(),
+        };
         Stored {
-            inherited,
+            inherited: Some(Arc::new(layer)),
             ..Stored::default()
         }
     }
