@@ -173,7 +173,8 @@ impl Server {
     /// Sets the time for clients to move their memory to other servers before the server ends.
     /// Runtimes learn within a few seconds that the server is about to end, and drain it by
     /// themselves. Nothing is granted meanwhile. The server then ends when no client has memory
-    /// here, and connected clients have had four seconds to learn of the end. Replaces the grace. Default: zero, which asks nobody to move anything.
+    /// here, and connected clients have had four seconds to learn of the end. Replaces the grace.
+    /// Default: zero, which asks nobody to move anything.
     pub fn drain_timeout(mut self, timeout: Duration) -> Self {
         self.drain_timeout = timeout;
         self

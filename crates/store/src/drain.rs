@@ -18,9 +18,9 @@ use crate::{
     pool::SlotPool,
 };
 
-/// Number of turns in which extents cannot be copied, and none moves, after which a drain ends in an
-/// error. The pauses between them take five seconds: longer than a server's silence, which ends by
-/// itself.
+/// Number of turns in which extents cannot be copied, and none moves, after which a drain ends in
+/// an error. The pauses between them take five seconds: longer than a server's silence, which ends
+/// by itself.
 const FAILURES_TO_END: u32 = 8;
 
 /// Reasons for which extents did not leave their servers in a turn of the repairs, by port.

@@ -61,7 +61,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Interval at which servers are asked for a sign of life, so that the death of one that no page
 /// is read from is noticed before another one dies.
 const LISTEN_EVERY: Duration = Duration::from_secs(1);
-/// Interval of attempts to reach a silent server that was emptied: it may have ended, or keep names.
+/// Interval of attempts to reach a silent server that was emptied: it may have ended, or keep
+/// names.
 const LISTEN_LEFT_EVERY: Duration = Duration::from_secs(5);
 /// Pause before servers without room are asked again.
 const ROOM_EVERY: Duration = Duration::from_secs(1);

@@ -21,8 +21,8 @@ use crate::{errors::RequestError, nonblocking::timeout_until};
 /// of an attempt.
 const RESUME_EVERY: Duration = Duration::from_millis(100);
 
-/// Interval at which the server is asked if its clients are to leave, where somebody wants to know: short
-/// against the time that a server gives its clients to leave.
+/// Interval at which the server is asked if its clients are to leave, where somebody wants to know:
+/// short against the time that a server gives its clients to leave.
 const DRAIN_LOOK_EVERY: Duration = Duration::from_secs(3);
 
 impl SessionState {

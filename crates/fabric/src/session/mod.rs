@@ -390,8 +390,8 @@ impl Session {
     }
 
     /// Calls `notice` once, when the server says that it is about to end, and that its clients
-    /// should move their memory elsewhere. The server is asked every few seconds. The call is made by a thread
-    /// of the session, which nothing may hold up.
+    /// should move their memory elsewhere. The server is asked every few seconds. The call is made
+    /// by a thread of the session, which nothing may hold up.
     pub fn when_draining(&self, notice: impl FnOnce() + Send + 'static) {
         match self.backend.get() {
             Backend::Remote(remote) => remote.when_draining(Box::new(notice)),
