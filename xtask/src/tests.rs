@@ -27,7 +27,9 @@ use crate::{
 
 /// Test programs that take longest, the longest first: they begin first, so that none is alone at
 /// the end.
-const LONG: [&str; 17] = [
+const LONG: [&str; 19] = [
+    "crates/farpage fork_budget",
+    "crates/run in_thread",
     "bench umap",
     "bench cli",
     "crates/capi examples",
@@ -35,8 +37,8 @@ const LONG: [&str; 17] = [
     "crates/vm kernel",
     "crates/capi umap",
     "bench figures",
+    "crates/run anything",
     "crates/run programs",
-    "crates/run in_thread",
     "crates/farpage budget",
     "crates/farpage lifecycle",
     "crates/store farpage_store",
@@ -52,7 +54,7 @@ const ALONE: [&str; 0] = [];
 
 /// Test programs that `--quick` leaves out: the slowest, except for the own tests of `pager` and
 /// `store`.
-const NOT_QUICK: [&str; 18] = [
+const NOT_QUICK: [&str; 20] = [
     "bench apps",
     "bench cli",
     "bench figures",
@@ -61,12 +63,14 @@ const NOT_QUICK: [&str; 18] = [
     "crates/capi examples",
     "crates/capi umap",
     "crates/farpage budget",
+    "crates/farpage fork_budget",
     "crates/farpage kill",
     "crates/farpage lifecycle",
     "crates/farpage regions",
     "crates/farpage torture",
     "crates/pager protocol_model",
     "crates/python pytest",
+    "crates/run anything",
     "crates/run in_thread",
     "crates/run memory",
     "crates/vm kernel",
