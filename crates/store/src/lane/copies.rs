@@ -31,9 +31,6 @@ pub(super) struct Outlook {
     pub(super) open: u8,
     /// Positions of the Good members, as bits.
     pub(super) good: u8,
-    /// True if the bytes may have come from an extent that does not hold them any more: they have
-    /// moved since the READ began.
-    pub(super) is_stale: bool,
 }
 
 /// Next step of a request.
@@ -142,7 +139,6 @@ impl<F: RunBuffer> Lane<F> {
         if !remote.pool.has_copies() {
             return Outlook {
                 in_time,
-                is_stale: transfer.has_moved_home(remote),
                 ..Outlook::default()
             };
         }
@@ -151,7 +147,6 @@ impl<F: RunBuffer> Lane<F> {
             in_time,
             open: group.map_or(0, |group| self.open_bits(remote, &group)),
             good: group.map_or(0, |group| group.good_bits()),
-            is_stale: group.is_some_and(|group| group.changes != transfer.changes),
         }
     }
 

@@ -240,7 +240,7 @@ impl<F: RunBuffer> LaneRun<F> {
         }
         self.parts[part].frame = Some(frame);
         self.tally.bytes_read += u64::from(transfer.bytes);
-        if !damaged.is_empty() && outlook.is_stale && outlook.in_time {
+        if !damaged.is_empty() && outlook.in_time && transfer.is_stale(remote) {
             // The old extent may have gone back to its server while the READ was under way: zeros
             // or anything else came, and no copy is damaged.
             self.tally.retries += 1;

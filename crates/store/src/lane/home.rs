@@ -32,6 +32,16 @@ impl SlotTransfer {
         let home = remote.pool.home(self.place);
         home.is_some_and(|(server, id)| (self.server, self.extent) != (server, Some(id)))
     }
+
+    /// True if the bytes may have come from an extent that does not hold them any more: they have
+    /// moved since the READ began.
+    pub(super) fn is_stale(&self, remote: &RemoteStore) -> bool {
+        if !remote.pool.has_copies() {
+            return self.has_moved_home(remote);
+        }
+        let group = remote.pool.group(self.place);
+        group.is_some_and(|group| group.changes != self.changes)
+    }
 }
 
 impl<F: RunBuffer> Lane<F> {
