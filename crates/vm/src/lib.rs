@@ -33,5 +33,5 @@ pub use space::{
     InstallError, InstallErrorKind, PageFault, PageIn, PageOut, RUN_PAGES_MAX, RegionMapping,
     ReservedRoom, SCATTERED_PAGES_MAX,
 };
-pub use sys::{Refusal, Stopped};
+pub use sys::{FUTEX_ADD_NOTHING, Refusal, Stopped};
 pub use uffd::{FaultBuffer, Features, RegisterMode, Uffd, UserfaultfdError};

@@ -50,25 +50,38 @@ impl Pagemap {
     /// # Errors
     /// The operating system's.
     pub fn any_occupied(&self, start: usize, len: usize) -> io::Result<bool> {
+        let mut occupied = false;
+        self.each(start..start + len, |_, is_occupied| {
+            occupied = is_occupied;
+            !occupied
+        })?;
+        Ok(occupied)
+    }
+
+    /// Tells `take` the start of each kernel page that has some of `addresses`, ascending, and
+    /// whether the page is mapped, swapped out or poisoned, until `take` returns false.
+    fn each(
+        &self,
+        addresses: Range<usize>,
+        mut take: impl FnMut(usize, bool) -> bool,
+    ) -> io::Result<()> {
         let mut bytes = [0; 8 * ENTRIES_PER_READ];
-        let mut page = start / KERNEL_PAGE_BYTES;
-        let end = (start + len).div_ceil(KERNEL_PAGE_BYTES);
+        let mut page = addresses.start / KERNEL_PAGE_BYTES;
+        let end = addresses.end.div_ceil(KERNEL_PAGE_BYTES);
         while page < end {
             let count = ENTRIES_PER_READ.min(end - page);
-            (self
-                .0
-                .read_exact_at(&mut bytes[..8 * count], 8 * page as u64))
-            .map_err(closed)?;
-            let (entries, _) = bytes[..8 * count].as_chunks::<8>();
-            if entries
-                .iter()
-                .any(|entry| u64::from_ne_bytes(*entry) & OCCUPIED != 0)
-            {
-                return Ok(true);
+            let bytes = &mut bytes[..8 * count];
+            let read = self.0.read_exact_at(bytes, 8 * page as u64);
+            read.map_err(closed)?;
+            for entry in bytes.as_chunks::<8>().0 {
+                let is_occupied = u64::from_ne_bytes(*entry) & OCCUPIED != 0;
+                if !take(page * KERNEL_PAGE_BYTES, is_occupied) {
+                    return Ok(());
+                }
+                page += 1;
             }
-            page += count;
         }
-        Ok(false)
+        Ok(())
     }
 
     /// Appends the parts of `addresses`, of whole kernel pages, where memory is mapped or swapped
@@ -99,31 +112,15 @@ impl Pagemap {
         addresses: Range<usize>,
         out: &mut Vec<Range<usize>>,
     ) -> io::Result<()> {
-        let mut bytes = [0; 8 * ENTRIES_PER_READ];
-        let mut page = addresses.start / KERNEL_PAGE_BYTES;
-        let end = addresses.end / KERNEL_PAGE_BYTES;
-        while page < end {
-            let count = ENTRIES_PER_READ.min(end - page);
-            (self
-                .0
-                .read_exact_at(&mut bytes[..8 * count], 8 * page as u64))
-            .map_err(closed)?;
-            let (entries, _) = bytes[..8 * count].as_chunks::<8>();
-            for entry in entries {
-                let start = page * KERNEL_PAGE_BYTES;
-                page += 1;
-                if u64::from_ne_bytes(*entry) & OCCUPIED == 0 {
-                    continue;
-                }
-                match out.last_mut() {
-                    Some(last) if last.end == start && start > addresses.start => {
-                        last.end += KERNEL_PAGE_BYTES;
-                    }
-                    _ => out.push(start..start + KERNEL_PAGE_BYTES),
-                }
+        let first = addresses.start;
+        self.each(addresses, |start, is_occupied| {
+            match out.last_mut() {
+                _ if !is_occupied => {}
+                Some(last) if last.end == start && start > first => last.end += KERNEL_PAGE_BYTES,
+                _ => out.push(start..start + KERNEL_PAGE_BYTES),
             }
-        }
-        Ok(())
+            true
+        })
     }
 
     /// Succeeds if this kernel knows `PAGEMAP_SCAN`.

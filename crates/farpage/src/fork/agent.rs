@@ -24,7 +24,7 @@ use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use farpage_vm::calls::system_call;
+use farpage_vm::{FUTEX_ADD_NOTHING, calls::system_call};
 
 use super::{
     link::{Kind, LinkName, Parcel},
@@ -66,8 +66,6 @@ const API: u64 = 0xaa;
 const FEATURE_MOVE: u64 = 1 << 16;
 const REGISTER_MISSING: u64 = 1;
 const DONT_WAKE: u64 = 1;
-/// `FUTEX_OP(FUTEX_OP_OR, 0, FUTEX_OP_CMP_EQ, 0)`: a write that changes nothing.
-const OR_WITH_NOTHING: usize = 1 << 28;
 
 /// A keeper that may call.
 struct Caller {
@@ -487,7 +485,7 @@ unsafe fn move_out(desk: *mut Desk, uffd: usize, scratch: usize) {
                     let call = (libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG) as usize;
                     // SAFETY: the desk is this thread's own.
                     let nobody = unsafe { (&raw const (*desk).nobody).addr() };
-                    let args = [nobody, call, 0, 0, src, OR_WITH_NOTHING];
+                    let args = [nobody, call, 0, 0, src, FUTEX_ADD_NOTHING];
                     // SAFETY: wakes nobody, and changes no byte.
                     unsafe { ask(libc::SYS_futex, &args) };
                 }

@@ -260,16 +260,18 @@ pub(crate) unsafe fn protect(start: usize, len: usize, prot: libc::c_int) -> nix
     Errno::result(unsafe { libc::mprotect(start as *mut libc::c_void, len, prot) }).map(drop)
 }
 
+/// Operation of `FUTEX_WAKE_OP` that writes and changes nothing: `FUTEX_OP(FUTEX_OP_ADD, 0,
+/// FUTEX_OP_CMP_EQ, 0)`. Whom the comparison wakes does not matter where at most 0 threads are
+/// woken.
+pub const FUTEX_ADD_NOTHING: usize = 1 << 28;
+
 /// Writes to the page at `address`, a multiple of 4, without changing a byte: a shared page becomes
-/// this process's own. The write is an atomic OR with 0 by `FUTEX_WAKE_OP`, of which the kernel
+/// this process's own. The write is an atomic addition of 0 by `FUTEX_WAKE_OP`, of which the kernel
 /// waits for no userfault.
 ///
 /// # Errors
 /// `EFAULT` where no page is, or none that may be written to.
 pub(crate) fn write_nothing(address: usize) -> nix::Result<()> {
-    /// `FUTEX_OP(FUTEX_OP_OR, 0, FUTEX_OP_CMP_EQ, 0)`: whom the comparison wakes does not matter,
-    /// since at most 0 threads are woken.
-    const OR_WITH_NOTHING: u32 = 1 << 28;
     static NOBODY: AtomicU32 = AtomicU32::new(0);
     let call = libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG;
     // A filter of system calls that looks for such addresses would raise SIGSYS for each page.
@@ -279,7 +281,7 @@ pub(crate) fn write_nothing(address: usize) -> nix::Result<()> {
         0,
         0,
         address,
-        OR_WITH_NOTHING as usize,
+        FUTEX_ADD_NOTHING,
     ];
     // SAFETY: wakes nobody, and the bytes at `address` stay what they are.
     let done = unsafe { system_call(libc::SYS_futex, args) };
