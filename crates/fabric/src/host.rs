@@ -153,60 +153,65 @@ pub trait Host: Send + Sync + 'static {
     fn close(&self, session: SessionId);
 
     /// Leases zeroed memory to the session. `atomics` says whether the memory takes atomics.
+    /// Default, as of all that concerns names but [`open`](Self::open): a refusal.
     ///
     /// A `serial` equal to that of the session's last request that gave something means that its
     /// answer was lost. Then the same is given again, and no more.
     fn grant(
         &self,
-        session: SessionId,
-        bytes: u64,
-        atomics: bool,
-        serial: Option<u64>,
-    ) -> Result<Arc<ExtentMemory>, Refusal>;
+        _session: SessionId,
+        _bytes: u64,
+        _atomics: bool,
+        _serial: Option<u64>,
+    ) -> Result<Arc<ExtentMemory>, Refusal> {
+        Err(lends_by_name())
+    }
     /// Ends the lease of one extent. Published names keep theirs.
     fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal>;
     /// Returns the memory of an extent, if the extent is leased to the session. On the data path:
     /// called per operation.
     fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>>;
 
-    /// Notes that WRITEs of the session have been placed. Over TCP, called per batch, before the
-    /// batch's answers, by the thread that has placed its bytes. Over RDMA, called for WRITEs that
-    /// [notify](crate::Channel::post_notifying), if the host [hears of
-    /// them](Self::hears_of_writes). Over shared memory, never called: clients place bytes by
-    /// themselves. Default: does nothing.
+    /// True if clients exchange messages and wait for one another. Then the host hears of
+    /// [WRITEs](Self::written), which costs each data connection over RDMA receive requests at the
+    /// adapter, and one thread serves the small batches of all data connections over TCP. A slow
+    /// call on that thread holds all of them up. The memory of such a host is neither
+    /// [paged](ExtentMemory::is_paged) nor made for atomics. Default: false.
+    fn exchanges(&self) -> bool {
+        false
+    }
+
+    /// Notes that WRITEs of the session have been placed, if the host
+    /// [exchanges](Self::exchanges). Over TCP, called per batch, before the batch's answers, by the
+    /// thread that has placed its bytes. Over RDMA, called for WRITEs that
+    /// [notify](crate::Channel::post_notifying). Over shared memory, never called: clients place
+    /// bytes by themselves. Default: does nothing.
     fn written(&self, _session: SessionId) {}
-
-    /// True if WRITEs over RDMA may notify, which costs each data connection receive requests at
-    /// the adapter. Default: false.
-    fn hears_of_writes(&self) -> bool {
-        false
-    }
-
-    /// True if clients wait for one another. Then one thread serves the small batches of all data
-    /// connections over TCP, instead of one for each, and a slow call on that thread holds all of
-    /// them up. Default: false.
-    fn serves_together(&self) -> bool {
-        false
-    }
 
     /// Notes that the session's client proved that it holds `key`: names belong to keys. The proof
     /// holds as long as the session does, also after a resumption.
     fn identify(&self, session: SessionId, key: PublicKey) -> Result<(), Refusal>;
     /// Holds a name for the session. No other session may hold it, and unless `replace` it must not
     /// be bound. Its binding stays as it is.
-    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal>;
+    fn claim(&self, _session: SessionId, _name: &str, _replace: bool) -> Result<(), Refusal> {
+        Err(lends_by_name())
+    }
     /// Ends a claim. An unbound name is free again.
-    fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal>;
+    fn disclaim(&self, _session: SessionId, _name: &str) -> Result<(), Refusal> {
+        Err(lends_by_name())
+    }
     /// Binds a name to a manifest and extents of the session, and replaces an earlier binding
     /// atomically. Either the session holds the name, or the name is not bound. Returns the number
     /// of the new version, and the older ones that are still read.
     fn publish(
         &self,
-        session: SessionId,
-        name: &str,
-        manifest: Vec<u8>,
-        extents: &[ExtentId],
-    ) -> Result<Versions, Refusal>;
+        _session: SessionId,
+        _name: &str,
+        _manifest: Vec<u8>,
+        _extents: &[ExtentId],
+    ) -> Result<Versions, Refusal> {
+        Err(lends_by_name())
+    }
     /// Opens a named region for writing. No other session can, until this one closes or releases
     /// the extents. `serial` is as for [`grant`](Self::grant).
     fn open(
@@ -219,23 +224,31 @@ pub trait Host: Send + Sync + 'static {
     /// the region. The version's memory stays until the session closes or releases the extents.
     fn read(
         &self,
-        session: SessionId,
-        name: &str,
-        serial: Option<u64>,
-    ) -> Result<OpenedVersion, Refusal>;
+        _session: SessionId,
+        _name: &str,
+        _serial: Option<u64>,
+    ) -> Result<OpenedVersion, Refusal> {
+        Err(lends_by_name())
+    }
     /// Returns the older versions of a name that are still read.
-    fn readers(&self, session: SessionId, name: &str) -> Result<Versions, Refusal>;
+    fn readers(&self, _session: SessionId, _name: &str) -> Result<Versions, Refusal> {
+        Err(lends_by_name())
+    }
     /// Forgets a name and frees its memory, except what is still read. `owner` is the key of the
     /// name, if the operator removes another user's name.
-    fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal>;
+    fn remove(&self, _asker: Asker, _name: &str, _owner: Option<PublicKey>) -> Result<(), Refusal> {
+        Err(lends_by_name())
+    }
     /// Returns the names of the asker's key, or of all keys if the asker is the operator. The names
     /// ascend, begin behind `after`, and are at most
-    /// [`NAMES_PER_ANSWER`](farpage_wire::control::NAMES_PER_ANSWER).
+    /// [`NAMES_PER_ANSWER`](farpage_wire::control::NAMES_PER_ANSWER). Default: none.
     fn names(
         &self,
-        asker: Asker,
-        after: Option<(PublicKey, String)>,
-    ) -> Result<Vec<NamedRegion>, Refusal>;
+        _asker: Asker,
+        _after: Option<(PublicKey, String)>,
+    ) -> Result<Vec<NamedRegion>, Refusal> {
+        Ok(Vec::new())
+    }
     /// Notes the bytes of the client's pages, before compression and as stored, for the figures.
     fn report_contents(
         &self,
@@ -247,4 +260,9 @@ pub trait Host: Send + Sync + 'static {
     }
     /// Returns figures for people and monitors.
     fn stat(&self) -> ServerStat;
+}
+
+/// Returns the refusal of a host that grants no extents and keeps no names.
+fn lends_by_name() -> Refusal {
+    Refusal::Invalid("this program lends what it offers by name, and nothing else".to_owned())
 }

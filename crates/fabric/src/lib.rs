@@ -6,8 +6,6 @@
 //! and runs a [`server::Service`]. Pages, slots and retries are left to the callers above.
 
 mod allowance;
-mod announcements;
-pub mod areas;
 mod attachment;
 pub mod channel;
 #[cfg(feature = "conformance")]
@@ -15,6 +13,7 @@ pub mod conformance;
 mod devices;
 mod engine;
 mod errors;
+mod exchange;
 mod home;
 pub mod host;
 pub mod key;
@@ -28,7 +27,6 @@ pub mod patterns;
 mod rdma;
 pub mod regmem;
 mod resolver;
-mod ring;
 pub mod server;
 pub mod session;
 mod shm;
@@ -41,6 +39,7 @@ pub use allowance::Allowance;
 pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, PollInterest, Verb};
 pub use devices::{RdmaDevice, rdma_devices};
 pub use errors::{AllocError, ConnectError, ControlError, OpenNameError, PublishError};
+pub use exchange::areas;
 pub use farpage_wire::{
     Atomic, Endpoint, EndpointError, ExtentId, Limit, MAX_OP_BYTES, NamedRegion, PublicKey, Secret,
     ServerStat, SessionId, VersionRead, Versions, debug_as_display,

@@ -20,10 +20,10 @@ mod words;
 use std::{
     io,
     os::{fd::OwnedFd, unix::fs::FileExt},
-    ptr::{self, NonNull},
+    ptr::NonNull,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering, fence},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -35,7 +35,6 @@ use nix::{
 
 #[cfg(feature = "rdma")]
 pub(crate) use self::words::MARK_BYTES;
-pub(crate) use self::words::{mark_at, marks, word_at, words_bytes};
 pub use self::{
     file::ExtentFile,
     residency::{Absent, Residency},
@@ -45,7 +44,11 @@ use self::{
     file::Memory,
     memfd::{open_anew, seal, seal_to_read, sealable},
 };
-use crate::{announcements::Announcements, log::later, regmem::MemoryRegistration};
+pub(crate) use self::{
+    residency::HeldBytes,
+    words::{mark_at, marks, word_at, words_bytes},
+};
+use crate::{exchange::announcements::Announcements, log::later, regmem::MemoryRegistration};
 
 /// Size of the largest extent that can be [`paged`](ExtentMemory::paged): a client keeps a table of
 /// its segments.
@@ -471,18 +474,6 @@ impl ExtentSpan {
     /// Returns the length in bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
-    }
-
-    /// Copies `bytes` to the span's beginning. A thread that sees a later write sees `bytes`.
-    ///
-    /// # Panics
-    /// If `bytes` is longer than the span.
-    pub(crate) fn write(&self, bytes: &[u8]) {
-        assert!(bytes.len() <= self.len, "{} bytes", bytes.len());
-        // SAFETY: the span is mapped and writable for so many bytes as long as `self`; nobody has a
-        // reference to them.
-        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.address, bytes.len()) };
-        fence(Ordering::Release);
     }
 
     /// Returns the lease of the bytes.

@@ -11,7 +11,7 @@
 
 pub use crate::{
     engine::{CompletionEngine, Source, WaitMode, Waiter, sleep},
-    ring::{
+    exchange::ring::{
         Notifier, RingError, RingInbox, RingMemory, RingPlace, RingReceiver, RingSender, SendError,
     },
 };

@@ -43,9 +43,9 @@ use crate::{
     Buf, Busy, Channel, ChannelError, Completion, Op, PollInterest, Verb,
     attachment::Attachment,
     channel::{check_len, is_aligned, refused},
+    exchange::ring::Board,
     log::later,
     memory::{self, mark_at, marks, word_at, words_bytes},
-    ring::Board,
     tcp::TcpChannel,
 };
 

@@ -42,9 +42,9 @@ use self::{
     message::gather,
 };
 use crate::{
+    exchange::ring::STREAM_MESSAGE_BYTES,
     nonblocking::{describe, retry, timeout_until},
     rdma::{ASK_AGAIN, RdmaStream},
-    ring::STREAM_MESSAGE_BYTES,
 };
 
 /// Descriptors per message: the kernel's limit is 253 (SCM_MAX_FD).

@@ -21,7 +21,7 @@ use nix::{
 };
 
 use super::words::mark_at;
-use crate::announcements::Announcements;
+use crate::exchange::announcements::Announcements;
 
 /// Memory of an extent, whoever leases it.
 #[derive(Debug)]

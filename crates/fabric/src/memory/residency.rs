@@ -48,6 +48,42 @@ pub trait Residency: fmt::Debug + Send + Sync {
     fn share(&self) -> io::Result<&SegmentWords>;
 }
 
+/// Bytes of an extent that are held in memory until this is dropped.
+pub(crate) struct HeldBytes<'a> {
+    residency: &'a dyn Residency,
+    offset: u64,
+    /// Number of bytes that are held, perhaps none.
+    pub(crate) len: u64,
+}
+
+impl<'a> HeldBytes<'a> {
+    /// Holds bytes as [`Residency::hold`] does.
+    ///
+    /// # Errors
+    /// The errors of [`Residency::hold`].
+    pub(crate) fn take(
+        residency: &'a dyn Residency,
+        offset: u64,
+        len: u64,
+        until: Option<Instant>,
+    ) -> Result<Self, Absent> {
+        let len = residency.hold(offset, len, until)?;
+        Ok(Self {
+            residency,
+            offset,
+            len,
+        })
+    }
+}
+
+impl Drop for HeldBytes<'_> {
+    fn drop(&mut self) {
+        if self.len > 0 {
+            self.residency.let_go(self.offset, self.len);
+        }
+    }
+}
+
 /// Reason why bytes cannot be brought into memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Absent {

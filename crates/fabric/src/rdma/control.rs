@@ -32,11 +32,11 @@ use super::{
 };
 use crate::{
     Busy, Channel, ChannelError, Completion, Op, PollInterest, Verb,
-    regmem::{Access, RegBuf, RegPool, RegPoolOptions, Registrar},
-    ring::{
+    exchange::ring::{
         HEADER_BYTES, RingMemory, RingPlace, RingReceiver, RingSender, STREAM_MESSAGE_BYTES,
         SendError,
     },
+    regmem::{Access, RegBuf, RegPool, RegPoolOptions, Registrar},
 };
 
 /// Bytes of a ring with its header. Control messages are mostly shorter than a hundredth of them; a

@@ -17,6 +17,7 @@ use farpage_wire::{
 use nix::poll::{PollFd, PollFlags, poll};
 
 use super::{
+    close::CloseReason,
     lines::{LineHold, LineName},
     places::{Aim, ConnectionPlace},
     service::Service,
@@ -35,43 +36,15 @@ use crate::{
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
 /// Interval at which a thread that waits for a client checks that its session still lives.
-pub(super) const LOOK: Duration = Duration::from_secs(1);
+pub(crate) const LOOK: Duration = Duration::from_secs(1);
 
 /// One accepted connection and the state that its thread needs.
-pub(super) struct Connection {
-    pub(super) stream: Arc<PeerStream>,
+pub(crate) struct Connection {
+    pub(crate) stream: Arc<PeerStream>,
     pub(super) transport: Transport,
     pub(super) peer: Peer,
     pub(super) place: ConnectionPlace,
-    pub(super) service: Arc<Service>,
-}
-
-/// Reason why a connection is closed before its client closed it.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum CloseReason {
-    #[error(transparent)]
-    Receive(#[from] ReceiveError),
-    #[error(transparent)]
-    Header(#[from] farpage_wire::data::DataDecodeError),
-    #[error("{0}")]
-    Refused(Refusal),
-    #[error("{0}")]
-    Violation(String),
-    /// A valid request that the server cannot fulfil.
-    #[error("{0}")]
-    Unable(String),
-}
-
-impl CloseReason {
-    pub(super) fn replaced() -> Self {
-        Self::Violation("its client has opened another in its place".to_owned())
-    }
-}
-
-impl From<io::Error> for CloseReason {
-    fn from(error: io::Error) -> Self {
-        Self::Receive(error.into())
-    }
+    pub(crate) service: Arc<Service>,
 }
 
 impl Connection {

@@ -14,11 +14,7 @@ use farpage_wire::{
     },
 };
 
-use super::{
-    connection::{CloseReason, Connection},
-    lines::LineHold,
-    places::Aim,
-};
+use super::{close::CloseReason, connection::Connection, lines::LineHold, places::Aim};
 use crate::{
     host::{Admission, Asker, Host, Transport},
     key,

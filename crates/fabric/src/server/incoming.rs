@@ -11,7 +11,7 @@ use crate::stream::{PeerStream, SocketMessage};
 /// Bytes of a small batch with its payloads. Copying them takes as long as another system call.
 const BYTES: usize = 8 << 10;
 
-pub(super) struct Incoming<'a> {
+pub(crate) struct Incoming<'a> {
     stream: &'a PeerStream,
     patience: Duration,
     buffer: Box<[u8]>,
@@ -35,14 +35,14 @@ impl<'a> Incoming<'a> {
     }
 
     /// Takes all bytes that have been received and not taken.
-    pub(super) fn take_all(&mut self) -> Vec<u8> {
+    pub(crate) fn take_all(&mut self) -> Vec<u8> {
         let bytes = self.buffer[self.taken..self.come].to_vec();
         self.taken = self.come;
         bytes
     }
 
     /// Puts `bytes` back, so that they are taken next.
-    pub(super) fn put_back(&mut self, bytes: &[u8]) {
+    pub(crate) fn put_back(&mut self, bytes: &[u8]) {
         debug_assert_eq!(self.taken, self.come);
         if bytes.len() > self.buffer.len() {
             self.buffer = bytes.into();

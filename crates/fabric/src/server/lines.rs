@@ -43,7 +43,7 @@ struct Member {
 
 /// The right to serve a line. Dropped when the last operation has been left.
 #[derive(Debug)]
-pub(super) struct LineHold<'a> {
+pub(crate) struct LineHold<'a> {
     lines: &'a Lines,
     name: LineName,
     member: Arc<Member>,
@@ -103,7 +103,7 @@ impl Lines {
 
 impl LineHold<'_> {
     /// True if a newer connection waits for this one to leave.
-    pub(super) fn is_replaced(&self) -> bool {
+    pub(crate) fn is_replaced(&self) -> bool {
         self.member.replaced.load(Ordering::Relaxed)
     }
 }

@@ -210,7 +210,7 @@ impl Listener {
                     host.attach(session, secret)?;
                     place.settle(Aim::Data(session, line))
                 };
-                let stream = listener.answer(call, host.hears_of_writes(), &admit)?;
+                let stream = listener.answer(call, host.exchanges(), &admit)?;
                 Some(PeerStream::Rdma(Box::new(stream)))
             }
             (PendingConnection::Rdma(_), _) => unreachable!("accepted by a listener of this kind"),

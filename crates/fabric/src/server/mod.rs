@@ -5,6 +5,8 @@
 //! have which memory.
 
 mod accept;
+mod batch;
+mod close;
 mod connection;
 mod control;
 mod data;
@@ -12,20 +14,25 @@ mod frames;
 mod incoming;
 mod lines;
 mod listen;
-mod operation;
 mod places;
 mod service;
-mod together;
 mod traffic;
 mod transfer;
 mod window;
 
-pub(crate) use self::control::answer;
 pub use self::{
     accept::ServerThread,
     listen::{Listener, SocketAccess},
     places::ConnectionLimits,
     service::{Service, Shutdown},
     traffic::ServerTraffic,
+};
+pub(crate) use self::{
+    batch::{Batch, still_leased},
+    close::CloseReason,
+    connection::{Connection, LOOK},
+    control::answer,
+    data::{DataClient, DataService},
+    transfer::{BatchVectors, Rest},
 };
 pub use crate::errors::BindError;

@@ -11,8 +11,7 @@
 //! Deliberately absent: fairness among clients behind one address, which cannot be told apart.
 
 use std::{
-    collections::{BTreeMap, HashMap, hash_map::Entry},
-    hash::Hash,
+    collections::{BTreeMap, HashMap},
     sync::{Arc, Weak},
 };
 
@@ -98,18 +97,16 @@ pub(super) struct ConnectionPlaces {
 struct PlacesState {
     /// Strangers by order of arrival. A connection that is only being made has no stream yet.
     strangers: BTreeMap<u64, Weak<PeerStream>>,
+    /// Settled connections by number. Counted anew for each that settles: a few microseconds for
+    /// thousands, where a table for each limit could disagree with the others.
     settled: HashMap<u64, Settled>,
-    by_origin: HashMap<Origin, usize>,
-    /// Number of data connections of each session.
-    by_session: HashMap<SessionId, usize>,
-    /// The newest connection of each line.
-    by_line: HashMap<LineName, u64>,
 }
 
-/// Counters that a settled connection is part of.
+/// A settled connection, which counts against its origin and its line's session.
 #[derive(Clone, Copy)]
 struct Settled {
     origin: Origin,
+    /// The line that the connection is the newest of, if it has one.
     line: Option<LineName>,
 }
 
@@ -194,14 +191,22 @@ impl ConnectionPlace {
         let mut state = self.places.state.lock();
         // 1. Count the connections beside the one that this one replaces.
         let line = aim.line();
-        let older = line.and_then(|line| state.by_line.get(&line).copied());
-        let replaced = older.map(|older| state.settled[&older]);
-        let of_all = state.settled.len() - usize::from(replaced.is_some());
-        let from_here = replaced.is_some_and(|older| older.origin == self.origin);
-        let of_origin = count(&state.by_origin, &self.origin) - usize::from(from_here);
+        let older = (state.settled.iter()).find_map(|(number, settled)| {
+            (line.is_some() && settled.line == line).then_some(*number)
+        });
+        let count = |counts: &dyn Fn(&Settled) -> bool| {
+            let others = state
+                .settled
+                .iter()
+                .filter(|(number, _)| Some(**number) != older);
+            others.filter(|(_, settled)| counts(settled)).count()
+        };
+        let of_all = count(&|_| true);
+        let of_origin = count(&|settled| settled.origin == self.origin);
+        let from_here = older.is_some_and(|older| state.settled[&older].origin == self.origin);
         let mut of_session = 0;
         if let Aim::Data(session, _) = aim {
-            of_session = count(&state.by_session, &session) - usize::from(replaced.is_some());
+            of_session = count(&|settled| settled.data() == Some(session));
             if of_session >= limits.per_session {
                 return Err(Refusal::Invalid(format!(
                     "this client has {of_session} data connections, the most that one may have (--connections-per-client)"
@@ -210,7 +215,7 @@ impl ConnectionPlace {
         }
         // 2. A client that has lost a connection must be able to come back, or it loses its memory.
         let extra = match aim {
-            _ if replaced.is_some() => for_returning,
+            _ if older.is_some() => for_returning,
             Aim::Resume(_) => for_returning,
             Aim::Data(..) if of_session == 0 => for_returning,
             Aim::Begin | Aim::Data(..) => 0,
@@ -220,8 +225,7 @@ impl ConnectionPlace {
                 "there are {of_origin} connections from this client's address, the most that one address may have (--connections-per-address)"
             )));
         }
-        let is_one_more = replaced.is_none();
-        if of_all >= (limits.connections - kept + extra).max(1) && is_one_more {
+        if of_all >= (limits.connections - kept + extra).max(1) && older.is_none() {
             return Err(Refusal::Invalid(format!(
                 "there are {of_all} connections, and this server serves {} in all, which its limit of open files (ulimit -n) allows",
                 limits.connections
@@ -230,48 +234,19 @@ impl ConnectionPlace {
         // 3. From stranger to settled.
         state.strangers.remove(&self.number);
         if let Some(older) = older {
-            state.leave(older);
+            state.settled.remove(&older);
         }
         let origin = self.origin;
-        state.enter(self.number, Settled { origin, line });
+        state.settled.insert(self.number, Settled { origin, line });
         Ok(())
     }
 
     /// Notes that this connection began `session`.
     pub(super) fn belongs_to(&self, session: SessionId) {
         let mut state = self.places.state.lock();
-        let line = Some((session, None));
-        if let Some(settled) = state.leave(self.number) {
-            state.enter(self.number, Settled { line, ..settled });
+        if let Some(settled) = state.settled.get_mut(&self.number) {
+            settled.line = Some((session, None));
         }
-    }
-}
-
-impl PlacesState {
-    fn enter(&mut self, number: u64, settled: Settled) {
-        *self.by_origin.entry(settled.origin).or_default() += 1;
-        if let Some(session) = settled.data() {
-            *self.by_session.entry(session).or_default() += 1;
-        }
-        if let Some(line) = settled.line {
-            self.by_line.insert(line, number);
-        }
-        self.settled.insert(number, settled);
-    }
-
-    fn leave(&mut self, number: u64) -> Option<Settled> {
-        let settled = self.settled.remove(&number)?;
-        one_less(&mut self.by_origin, settled.origin);
-        if let Some(session) = settled.data() {
-            one_less(&mut self.by_session, session);
-        }
-        // A newer connection may have taken the line already.
-        if let Some(line) = settled.line
-            && self.by_line.get(&line) == Some(&number)
-        {
-            self.by_line.remove(&line);
-        }
-        Some(settled)
     }
 }
 
@@ -279,21 +254,7 @@ impl Drop for ConnectionPlace {
     fn drop(&mut self) {
         let mut state = self.places.state.lock();
         state.strangers.remove(&self.number);
-        state.leave(self.number);
-    }
-}
-
-fn count<K: Eq + Hash>(counts: &HashMap<K, usize>, key: &K) -> usize {
-    counts.get(key).copied().unwrap_or(0)
-}
-
-/// Lowers the count of `key` by one. Drops the entry at 0.
-fn one_less<K: Eq + Hash>(counts: &mut HashMap<K, usize>, key: K) {
-    if let Entry::Occupied(mut count) = counts.entry(key) {
-        *count.get_mut() -= 1;
-        if *count.get() == 0 {
-            count.remove();
-        }
+        state.settled.remove(&self.number);
     }
 }
 
@@ -420,12 +381,11 @@ mod tests {
             all.push(place(address(1), Aim::Resume(session)).expect("its own place"));
         }
         let state = places.state.lock();
-        assert_eq!((state.settled.len(), state.by_session[&session]), (3, 2));
+        let data = state.settled.values().filter_map(Settled::data);
+        assert_eq!((state.settled.len(), data.count()), (3, 2));
         drop(state);
         drop(all);
         drop(_full);
-        let state = places.state.lock();
-        assert!(state.settled.is_empty() && state.by_origin.is_empty());
-        assert!(state.by_session.is_empty() && state.by_line.is_empty());
+        assert!(places.state.lock().settled.is_empty());
     }
 }

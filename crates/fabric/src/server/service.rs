@@ -5,8 +5,8 @@
 use std::{
     io,
     sync::{
-        Arc, OnceLock,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -17,10 +17,9 @@ use super::{
     frames::RequestBudget,
     lines::Lines,
     places::{ConnectionLimits, ConnectionPlaces},
-    together::Together,
     traffic::ServerTraffic,
 };
-use crate::{host::Host, log::later};
+use crate::{exchange::poller::Exchange, host::Host};
 
 /// Switch that ends [`Service::serve`]. Clones are the same switch.
 #[derive(Clone, Debug)]
@@ -51,26 +50,15 @@ impl Shutdown {
 
 /// A server's connections, over all of its listeners.
 pub struct Service {
-    pub(super) host: Arc<dyn Host>,
-    pub(super) traffic: Arc<ServerTraffic>,
-    pub(super) shutdown: Shutdown,
+    pub(crate) host: Arc<dyn Host>,
+    pub(crate) traffic: Arc<ServerTraffic>,
+    pub(crate) shutdown: Shutdown,
     pub(super) lines: Lines,
     pub(super) frames: RequestBudget,
     pub(super) places: Arc<ConnectionPlaces>,
     pub(super) limits: ConnectionLimits,
     pub(super) accepted: AtomicU64,
-    /// Number of data connections over sockets.
-    data_connections: AtomicUsize,
-    together: OnceLock<Option<Together>>,
-}
-
-/// A data connection, counted until this is dropped.
-pub(super) struct Counted<'a>(&'a AtomicUsize);
-
-impl Drop for Counted<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
+    pub(crate) exchange: Exchange,
 }
 
 impl Service {
@@ -90,29 +78,8 @@ impl Service {
             places: ConnectionPlaces::new(limits),
             limits,
             accepted: AtomicU64::new(0),
-            data_connections: AtomicUsize::new(0),
-            together: OnceLock::new(),
+            exchange: Exchange::default(),
         })
-    }
-
-    pub(super) fn count_data_connection(&self) -> Counted<'_> {
-        self.data_connections.fetch_add(1, Ordering::Relaxed);
-        Counted(&self.data_connections)
-    }
-
-    /// Returns the thread that serves small batches, if there are several connections whose clients
-    /// wait for one another.
-    pub(super) fn together(&self) -> Option<&Together> {
-        if !self.host.serves_together() || self.data_connections.load(Ordering::Relaxed) < 2 {
-            return None;
-        }
-        let start = || {
-            let started = Together::start();
-            // Each connection then goes on with its own thread.
-            let failed = |error| tracing::warn!(%error, "no thread for all data connections");
-            started.map_err(|error| later(move || failed(error))).ok()
-        };
-        self.together.get_or_init(start).as_ref()
     }
 
     /// Returns the host's figures, and those of the connections.

@@ -6,11 +6,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Debug, Default)]
 pub struct ServerTraffic {
     /// Bytes of READs. Only ever added to; read for display, so relaxed.
-    pub(super) read_bytes: AtomicU64,
-    pub(super) written_bytes: AtomicU64,
+    read_bytes: AtomicU64,
+    written_bytes: AtomicU64,
 }
 
 impl ServerTraffic {
+    /// Adds payload bytes of READs and of WRITEs.
+    pub(crate) fn count(&self, read_bytes: u64, written_bytes: u64) {
+        self.read_bytes.fetch_add(read_bytes, Ordering::Relaxed);
+        self.written_bytes
+            .fetch_add(written_bytes, Ordering::Relaxed);
+    }
+
     /// Returns the payload bytes of READs.
     pub fn bytes_read(&self) -> u64 {
         self.read_bytes.load(Ordering::Relaxed)

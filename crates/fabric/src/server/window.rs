@@ -16,11 +16,11 @@ use farpage_wire::{
 };
 
 use super::{
-    operation::Checked,
+    batch::{Checked, Stop},
     transfer::{Rest, VectorTarget},
 };
 use crate::{
-    memory::{Absent, OutOfLease},
+    memory::{Absent, HeldBytes},
     stream::SocketMessage,
 };
 
@@ -31,31 +31,18 @@ const BYTES: u64 = 4 << 20;
 /// dead, and less than the next holder of a named array waits for operations of the last.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Memory held for one system call, and vectors that point into it. Used again and again.
+/// Vectors for one system call, and the patience of a batch. Used again and again.
 #[derive(Default)]
 pub(super) struct Window {
     vectors: Vec<libc::iovec>,
-    held: Vec<HeldRange>,
     /// Time that is left of [`PATIENCE`].
     patience: Duration,
 }
 
-struct HeldRange {
-    op: usize,
-    offset: u64,
-    len: u64,
-}
-
-/// A filled window. Dropping it ends the holds.
+/// Bytes that one system call may touch, held until this is dropped.
 pub(super) struct Grip<'a> {
-    window: &'a mut Window,
-    checked: &'a [Checked],
-}
-
-/// An operation whose memory cannot be had.
-pub(super) struct Stuck {
-    pub(super) op: usize,
-    pub(super) why: Absent,
+    pub(super) message: SocketMessage,
+    _held: Vec<HeldBytes<'a>>,
 }
 
 impl Window {
@@ -64,21 +51,30 @@ impl Window {
         self.patience = PATIENCE;
     }
 
-    /// Holds up to `len` bytes of `op` from `offset` on, and waits for the first. Returns how many.
-    fn hold(&mut self, op: &Checked, offset: u64, len: u64) -> Result<u64, Absent> {
-        let residency = op.residency();
-        match residency.hold(offset, len, None)? {
-            0 => {}
-            held => return Ok(held),
+    /// Takes the time of `wait`, which ends at the time that it is given, from the patience.
+    fn patiently<T>(&mut self, wait: impl FnOnce(Instant) -> T) -> T {
+        let begun = Instant::now();
+        let done = wait(begun + self.patience);
+        self.patience = self.patience.saturating_sub(begun.elapsed());
+        done
+    }
+
+    /// Holds up to `len` bytes of `op` from `offset` on, and waits for the first.
+    fn hold<'a>(
+        &mut self,
+        op: &'a Checked,
+        offset: u64,
+        len: u64,
+    ) -> Result<HeldBytes<'a>, Absent> {
+        let held = HeldBytes::take(op.residency(), offset, len, None)?;
+        if held.len > 0 {
+            return Ok(held);
         }
         // Memory that must not be moved any more is not waited for.
         if op.span.is_revoked() {
             return Err(Absent::Released);
         }
-        let begun = Instant::now();
-        let held = residency.hold(offset, len, Some(begun + self.patience));
-        self.patience = self.patience.saturating_sub(begun.elapsed());
-        held
+        self.patiently(|until| HeldBytes::take(op.residency(), offset, len, Some(until)))
     }
 
     /// Brings the bytes of `op` into memory, one after the other, and holds none of them.
@@ -86,28 +82,28 @@ impl Window {
         let (offset, len) = op.range();
         let mut done = 0;
         while done < len {
-            let held = self.hold(op, offset + done, len - done)?;
-            op.residency().let_go(offset + done, held);
-            done += held;
+            done += self.hold(op, offset + done, len - done)?.len;
         }
         Ok(())
     }
 
-    /// Executes an atomic while its word is held.
+    /// Executes `change`, the atomic that is operation `number` of its batch, while its word is
+    /// held. Returns the old value.
     pub(super) fn atomic(
         &mut self,
+        number: usize,
         op: &Checked,
         change: Atomic,
-    ) -> Result<Result<u64, OutOfLease>, Absent> {
+    ) -> Result<u64, Stop> {
         let (offset, len) = op.range();
-        if op.span.residency().is_none() {
-            return Ok(op.span.lease().atomic(offset, change));
-        }
         // All of it: a word does not lie in two chunks.
-        let held = self.hold(op, offset, len)?;
+        let held = match op.span.residency() {
+            None => Ok(None),
+            Some(_) => self.hold(op, offset, len).map(Some),
+        };
+        let _held = held.map_err(|why| Stop::Absent { op: number, why })?;
         let old = op.span.lease().atomic(offset, change);
-        op.residency().let_go(offset, held);
-        Ok(old)
+        Ok(old.map_err(|_| op.lease_ended())?)
     }
 
     /// Sends the next answer of `rest` from where its bytes are kept, if they are not worth
@@ -119,80 +115,90 @@ impl Window {
         &mut self,
         rest: &Rest<'_>,
         pieces: &[VectorTarget],
-        checked: &[Checked],
+        ops: &[Checked],
         most: usize,
         send: &mut dyn FnMut(&[u8]),
-    ) -> Result<bool, Stuck> {
-        let (next, vector) = (rest.next(), &rest.left()[0]);
-        let op = &checked[pieces[next].op];
-        if pieces[next].is_span || op.span.residency().is_none() || !announces(op, vector) {
+    ) -> Result<bool, Stop> {
+        let (piece, vector) = (pieces[rest.next()], &rest.left()[0]);
+        let op = &ops[piece.op];
+        if piece.is_span || !announces(op, vector) {
             return Ok(false);
         }
         let (offset, len) = op.range();
         // The unsent rest would be unpacked once more.
-        if len > most as u64 {
+        let Some(residency) = op.span.residency().filter(|_| len <= most as u64) else {
             return Ok(false);
-        }
-        let begun = Instant::now();
-        let passed = op
-            .residency()
-            .pass(offset, len, begun + self.patience, send);
-        self.patience = self.patience.saturating_sub(begun.elapsed());
-        passed.map_err(|why| Stuck {
-            op: pieces[next].op,
-            why,
-        })
+        };
+        self.patiently(|until| residency.pass(offset, len, until, send))
+            .map_err(|why| Stop::Absent { op: piece.op, why })
     }
 
-    /// Holds the next bytes of `rest`, at least some of them.
+    /// Holds the next bytes of `rest`, at least some of them, where they may be elsewhere than in
+    /// memory.
     ///
     /// An answer's header is sent only when all of its payload has been seen in memory: afterwards
     /// there is no way to report an error.
-    pub(super) fn fill<'a>(
+    pub(super) fn grip<'a>(
         &'a mut self,
-        rest: &Rest<'_>,
+        rest: &mut Rest<'_>,
         pieces: &[VectorTarget],
-        checked: &'a [Checked],
-    ) -> Result<Grip<'a>, Stuck> {
+        ops: &'a [Checked],
+    ) -> Result<Grip<'a>, Stop> {
+        let mut held = Vec::new();
+        if !is_paged(ops) {
+            let message = rest.message();
+            return Ok(Grip {
+                message,
+                _held: held,
+            });
+        }
         self.vectors.clear();
-        let mut grip = Grip {
-            window: self,
-            checked,
-        };
+        let mut held_bytes = 0;
         for (vector, piece) in rest.left().iter().zip(&pieces[rest.next()..]) {
-            let op = &checked[piece.op];
-            let stuck = |why| Stuck { op: piece.op, why };
-            let is_first = grip.window.vectors.is_empty();
+            let op = &ops[piece.op];
+            let absent = |why| Stop::Absent { op: piece.op, why };
+            let is_first = self.vectors.is_empty();
+            let mut part = *vector;
             match op.span.residency() {
                 Some(residency) if piece.is_span => {
                     let offset = op.offset_of(vector.iov_base.cast());
                     let len = vector.iov_len as u64;
-                    let held = match is_first {
-                        true => grip.window.hold(op, offset, len).map_err(stuck)?,
-                        // An error is reported when its turn comes.
-                        false => residency.hold(offset, len, None).unwrap_or(0),
+                    let bytes = match is_first {
+                        true => self.hold(op, offset, len).map_err(absent)?,
+                        false => match HeldBytes::take(residency, offset, len, None) {
+                            Ok(bytes) => bytes,
+                            // An error is reported when its turn comes.
+                            Err(_) => break,
+                        },
                     };
-                    grip.add(piece.op, offset, held, vector);
-                    if held < len {
-                        break;
-                    }
+                    part.iov_len = bytes.len as usize;
+                    held_bytes += bytes.len;
+                    held.push(bytes);
                 }
-                Some(_) if announces(op, vector) => {
-                    match is_first {
-                        true => grip.window.bring(op).map_err(stuck)?,
-                        false if is_there(op) => {}
-                        false => break,
-                    }
-                    grip.window.vectors.push(*vector);
-                }
-                _ => grip.window.vectors.push(*vector),
+                Some(_) if announces(op, vector) => match is_first {
+                    true => self.bring(op).map_err(absent)?,
+                    false if is_there(op) => {}
+                    false => break,
+                },
+                _ => {}
             }
-            if grip.held_bytes() >= BYTES {
+            if part.iov_len > 0 {
+                self.vectors.push(part);
+            }
+            if part.iov_len < vector.iov_len || held_bytes >= BYTES {
                 break;
             }
         }
-        Ok(grip)
+        Ok(Grip {
+            message: SocketMessage::new(self.vectors.as_mut_ptr(), self.vectors.len()),
+            _held: held,
+        })
     }
+}
+
+/// True if some of the memory may be elsewhere.
+pub(super) fn is_paged(ops: &[Checked]) -> bool {
+    ops.iter().any(|op| op.span.residency().is_some())
 }
 
 /// True if `vector`, which is not in the operation's span, is the unsent header of an answer with a
@@ -203,36 +209,5 @@ fn announces(op: &Checked, vector: &libc::iovec) -> bool {
 
 fn is_there(op: &Checked) -> bool {
     let (offset, len) = op.range();
-    let held = op.residency().hold(offset, len, None).unwrap_or(0);
-    op.residency().let_go(offset, held);
-    held == len
-}
-
-impl Grip<'_> {
-    fn add(&mut self, op: usize, offset: u64, len: u64, vector: &libc::iovec) {
-        if len > 0 {
-            self.window.held.push(HeldRange { op, offset, len });
-            self.window.vectors.push(libc::iovec {
-                iov_base: vector.iov_base,
-                iov_len: len as usize,
-            });
-        }
-    }
-
-    fn held_bytes(&self) -> u64 {
-        self.window.held.iter().map(|held| held.len).sum()
-    }
-
-    pub(super) fn message(&mut self) -> SocketMessage {
-        let vectors = &mut self.window.vectors;
-        SocketMessage::new(vectors.as_mut_ptr(), vectors.len())
-    }
-}
-
-impl Drop for Grip<'_> {
-    fn drop(&mut self) {
-        for HeldRange { op, offset, len } in self.window.held.drain(..) {
-            self.checked[op].residency().let_go(offset, len);
-        }
-    }
+    HeldBytes::take(op.residency(), offset, len, None).is_ok_and(|held| held.len == len)
 }

@@ -137,7 +137,12 @@ fn a_tail_beyond_the_ring_over_rdma_ends_its_own_connection_only() {
         let mut control = open(endpoint, |key| key);
         greet(&mut control);
         // A position so far ahead is wrong whatever was sent so far.
-        place(&mut control, 0, &crate::ring::sealed(1 << 40), true);
+        place(
+            &mut control,
+            0,
+            &crate::exchange::ring::sealed(1 << 40),
+            true,
+        );
         control
     });
 }

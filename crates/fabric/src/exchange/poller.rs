@@ -1,8 +1,8 @@
-//! [`Together`]: one thread that serves the small batches of many data connections.
+//! [`Poller`]: one thread that serves the small batches of many data connections.
 //!
 //! The rule it keeps: the thread waits for no client. A batch that is not small, is malformed, or
 //! whose answer the socket does not take, goes back to the connection's own thread with all bytes
-//! that have come. So every other case is dealt with in [`super::data`] alone.
+//! that have come. So every other case is dealt with in [`super::serving`] alone.
 //!
 //! Clients may wait for one another, as workers do that exchange through a program of theirs. With
 //! a thread each, every client would wake one, which then wakes the others: two changes of threads
@@ -13,8 +13,8 @@ use std::{
     io,
     os::fd::AsFd,
     sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering, fence},
+        Arc, OnceLock,
+        atomic::{AtomicBool, AtomicUsize, Ordering, fence},
         mpsc,
     },
     thread::{self, JoinHandle},
@@ -23,7 +23,7 @@ use std::{
 
 use farpage_wire::{
     SessionId,
-    data::{ANSWER_HEADER_BYTES, Condition, MAX_BATCH, OP_HEADER_BYTES, OPERAND_BYTES, OpKind},
+    data::{ANSWER_HEADER_BYTES, OP_HEADER_BYTES, OPERAND_BYTES, OpHeader, OpKind},
 };
 use nix::sys::{
     epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
@@ -31,22 +31,18 @@ use nix::sys::{
 };
 use parking_lot::Mutex;
 
-use super::{
-    operation::{Checked, answer_to, header_at, permitted},
-    traffic::ServerTraffic,
-    transfer::vector,
-};
+use super::{announcements::Wake, ring::Board};
 use crate::{
-    announcements::Wake,
     host::Host,
+    log::later,
     nonblocking::retry,
-    ring::Board,
-    stream::{PeerStream, SocketMessage},
+    server::{Batch, BatchVectors, CloseReason, Rest, ServerTraffic, still_leased},
+    stream::PeerStream,
 };
 
 /// The most bytes of a small batch, and of its answer, headers included. Such a batch is copied
 /// once more than others.
-pub(super) const SMALL_BYTES: usize = 72 << 10;
+pub(crate) const SMALL_BYTES: usize = 72 << 10;
 
 /// Upper bound of the connections whose events one look brings.
 const EVENTS: usize = 16;
@@ -54,30 +50,70 @@ const EVENTS: usize = 16;
 const WOKEN: u64 = u64::MAX;
 
 /// A data connection that leaves its small batches to the shared thread.
-pub(super) struct Delegation {
-    pub(super) stream: Arc<PeerStream>,
-    pub(super) host: Arc<dyn Host>,
-    pub(super) traffic: Arc<ServerTraffic>,
-    pub(super) session: SessionId,
+pub(crate) struct Delegation {
+    pub(crate) stream: Arc<PeerStream>,
+    pub(crate) host: Arc<dyn Host>,
+    pub(crate) traffic: Arc<ServerTraffic>,
+    pub(crate) session: SessionId,
     /// Number of the next operation.
-    pub(super) sequence: u32,
+    pub(crate) sequence: u32,
     /// Bytes that have come and were not taken.
-    pub(super) come: Vec<u8>,
+    pub(crate) come: Vec<u8>,
 }
 
 /// A connection that goes back to its own thread.
-pub(super) struct DelegationEnd {
+pub(crate) struct DelegationEnd {
     /// Number of the next operation, as in [`Delegation`].
-    pub(super) sequence: u32,
-    pub(super) come: Vec<u8>,
+    pub(crate) sequence: u32,
+    pub(crate) come: Vec<u8>,
     /// The end of an answer that the socket did not take.
-    pub(super) unsent: Vec<u8>,
-    /// True if a lease that the answer needs has ended.
-    pub(super) is_over: bool,
+    pub(crate) unsent: Vec<u8>,
+}
+
+type SendEnd = mpsc::Sender<Result<DelegationEnd, CloseReason>>;
+
+/// State that all data connections of a server share whose host exchanges.
+#[derive(Default)]
+pub(crate) struct Exchange {
+    /// Number of data connections over sockets.
+    connections: AtomicUsize,
+    poller: OnceLock<Option<Poller>>,
+}
+
+/// A data connection, counted until this is dropped.
+pub(crate) struct Counted<'a>(&'a AtomicUsize);
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Exchange {
+    pub(crate) fn count(&self) -> Counted<'_> {
+        self.connections.fetch_add(1, Ordering::Relaxed);
+        Counted(&self.connections)
+    }
+
+    /// Returns the thread that serves small batches, if there are several connections, whose
+    /// clients may wait for one another.
+    pub(crate) fn poller(&self) -> Option<&Poller> {
+        if self.connections.load(Ordering::Relaxed) < 2 {
+            return None;
+        }
+        let start = || {
+            // Each connection then goes on with its own thread.
+            let failed = |error| tracing::warn!(%error, "no thread for all data connections");
+            Poller::start()
+                .map_err(|error| later(move || failed(error)))
+                .ok()
+        };
+        self.poller.get_or_init(start).as_ref()
+    }
 }
 
 /// The thread, which ends when this is dropped.
-pub(super) struct Together {
+pub(crate) struct Poller {
     shared: Arc<DelegationQueue>,
     thread: Option<JoinHandle<()>>,
 }
@@ -89,7 +125,7 @@ struct DelegationQueue {
     /// news itself: either the thread sees the news before it sleeps, or it is woken.
     is_asleep: AtomicBool,
     is_over: AtomicBool,
-    new: Mutex<Vec<(Delegation, mpsc::Sender<DelegationEnd>)>>,
+    new: Mutex<Vec<(Delegation, SendEnd)>>,
 }
 
 impl Wake for DelegationQueue {
@@ -102,8 +138,8 @@ impl Wake for DelegationQueue {
     }
 }
 
-impl Together {
-    pub(super) fn start() -> io::Result<Self> {
+impl Poller {
+    pub(crate) fn start() -> io::Result<Self> {
         let ready = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         ready.add(&wake, EpollEvent::new(EpollFlags::EPOLLIN, WOKEN))?;
@@ -124,7 +160,10 @@ impl Together {
     }
 
     /// Takes `guest` over. The receiver hears when the connection's own thread has to go on.
-    pub(super) fn serve(&self, guest: Delegation) -> mpsc::Receiver<DelegationEnd> {
+    pub(crate) fn serve(
+        &self,
+        guest: Delegation,
+    ) -> mpsc::Receiver<Result<DelegationEnd, CloseReason>> {
         let (back, here) = mpsc::channel();
         self.shared.new.lock().push((guest, back));
         self.shared.wake();
@@ -132,7 +171,7 @@ impl Together {
     }
 }
 
-impl Drop for Together {
+impl Drop for Poller {
     fn drop(&mut self) {
         self.shared.is_over.store(true, Ordering::SeqCst);
         self.shared.wake();
@@ -152,28 +191,30 @@ struct SeatTable {
 
 struct Seat {
     guest: Delegation,
-    back: mpsc::Sender<DelegationEnd>,
+    back: SendEnd,
     /// Buffer whose first `come` bytes have been received.
     buffer: Box<[u8]>,
     come: usize,
     /// True if more has come than there was room for, while an answer waited.
     has_more: bool,
-    /// The batch whose answer waits for numbers.
-    waiting: Option<PlacedBatch>,
-}
-
-/// A batch whose WRITEs have been placed.
-struct PlacedBatch {
-    ops: Vec<(Checked, Option<Condition>)>,
-    until: Instant,
+    batch: Batch,
+    vectors: BatchVectors,
+    /// Time at which the answer to `batch` cannot wait for numbers any longer. `None`: no answer
+    /// waits.
+    until: Option<Instant>,
 }
 
 /// Reason why a connection leaves.
 enum Leave {
-    /// The connection's own thread decides about the bytes that have come or will come.
-    Ask,
-    Unsent(Vec<u8>),
-    LeaseEnded,
+    /// The connection's own thread sends these bytes, and decides about those that have come or
+    /// will come.
+    GoOn(Vec<u8>),
+    Close(CloseReason),
+}
+
+impl Leave {
+    /// The connection's own thread decides.
+    const ASK: Self = Self::GoOn(Vec::new());
 }
 
 impl SeatTable {
@@ -202,8 +243,8 @@ impl SeatTable {
         }
     }
 
-    fn due(&self) -> Option<u64> {
-        let mut seats = self.seats.iter();
+    fn due(&mut self) -> Option<u64> {
+        let mut seats = self.seats.iter_mut();
         seats.find_map(|(number, seat)| seat.is_due().then_some(*number))
     }
 
@@ -223,12 +264,14 @@ impl SeatTable {
                 back,
                 buffer,
                 has_more: false,
-                waiting: None,
+                batch: Batch::default(),
+                vectors: BatchVectors::default(),
+                until: None,
             };
             self.seats.insert(number, seat);
             self.turn(number, |seat, shared| match is_watched {
                 true => seat.receive(shared, false),
-                false => Err(Leave::Ask),
+                false => Err(Leave::ASK),
             });
         }
     }
@@ -241,7 +284,7 @@ impl SeatTable {
         let has_news = self.shared.is_over.load(Ordering::SeqCst)
             || !self.shared.new.lock().is_empty()
             || self.due().is_some();
-        let until = self.seats.values().filter_map(Seat::until).min();
+        let until = self.seats.values().filter_map(|seat| seat.until).min();
         let timeout = match (has_news, until) {
             (true, _) => EpollTimeout::ZERO,
             (false, None) => EpollTimeout::NONE,
@@ -289,33 +332,19 @@ impl SeatTable {
         } = self.seats.remove(&number).expect("it has a seat");
         // Fails only for a connection that was never watched.
         let _ = self.shared.ready.delete(guest.stream.as_fd());
-        let (unsent, is_over) = match leave {
-            Leave::Ask => (Vec::new(), false),
-            Leave::Unsent(unsent) => (unsent, false),
-            Leave::LeaseEnded => (Vec::new(), true),
-        };
         // The connection's own thread has gone only if the process ends.
-        let _ = back.send(DelegationEnd {
-            sequence: guest.sequence,
-            come: buffer[..come].to_vec(),
-            unsent,
-            is_over,
+        let _ = back.send(match leave {
+            Leave::GoOn(unsent) => Ok(DelegationEnd {
+                sequence: guest.sequence,
+                come: buffer[..come].to_vec(),
+                unsent,
+            }),
+            Leave::Close(reason) => Err(reason),
         });
     }
 }
 
 impl Seat {
-    /// Returns the time at which the waiting answer cannot wait any longer.
-    fn until(&self) -> Option<Instant> {
-        self.waiting.as_ref().map(|waiting| waiting.until)
-    }
-
-    fn is_due(&self) -> bool {
-        self.waiting.as_ref().is_some_and(|waiting| {
-            waiting.first().is_none() || waiting.is_revoked() || Instant::now() >= waiting.until
-        })
-    }
-
     /// Receives bytes and serves their batches. `may_have_ended`: reads on until no more have come.
     fn receive(
         &mut self,
@@ -330,7 +359,7 @@ impl Seat {
                 return Ok(());
             }
             match self.guest.stream.read(&mut self.buffer[self.come..]) {
-                Ok(0) => return Err(Leave::Ask),
+                Ok(0) => return Err(Leave::ASK),
                 Ok(bytes) => {
                     self.come += bytes;
                     // The next byte, and the end, wake.
@@ -339,26 +368,20 @@ impl Seat {
                     }
                 }
                 Err(error) if retry(&error) => return Ok(()),
-                Err(_) => return Err(Leave::Ask),
+                Err(_) => return Err(Leave::ASK),
             }
         }
     }
 
     /// Serves the batches that are whole, up to one whose answer waits.
     fn take_batches(&mut self, shared: &Arc<DelegationQueue>) -> Result<(), Leave> {
-        while self.waiting.is_none() {
-            let Some(bytes) = whole(&self.buffer[..self.come])? else {
+        while self.until.is_none() {
+            let Some((count, bytes)) = whole(&self.buffer[..self.come])? else {
                 return Ok(());
             };
-            let waiting = self.place(bytes)?;
+            self.place(count, bytes, shared)?;
             self.buffer.copy_within(bytes..self.come, 0);
             self.come -= bytes;
-            for (op, condition) in &waiting.ops {
-                if condition.is_some() {
-                    op.span.lease().announcements().watch(shared);
-                }
-            }
-            self.waiting = Some(waiting);
             if self.is_due() {
                 self.answer()?;
             }
@@ -366,154 +389,112 @@ impl Seat {
         Ok(())
     }
 
-    /// Checks the batch of the first `bytes` bytes, and places its WRITEs. Does nothing with a
-    /// batch that is to be refused.
-    fn place(&mut self, bytes: usize) -> Result<PlacedBatch, Leave> {
-        let (guest, batch) = (&mut self.guest, &self.buffer[..bytes]);
-        let count = 1 + usize::from(header_at(batch, 0).map_err(|_| Leave::Ask)?.following);
-        let mut sequence = guest.sequence;
-        let mut ops = Vec::with_capacity(count);
-        for i in 0..count {
-            let header = header_at(batch, i).map_err(|_| Leave::Ask)?;
-            let left = count - 1 - i;
-            if usize::from(header.following) != left || header.sequence != sequence {
-                return Err(Leave::Ask);
-            }
-            sequence = sequence.wrapping_add(1);
-            let op = permitted(&*guest.host, guest.session, header).ok_or(Leave::Ask)?;
-            // Memory that is elsewhere has to be waited for.
-            if op.span.residency().is_some() {
-                return Err(Leave::Ask);
-            }
-            ops.push((op, None));
+    /// Checks the batch of the first `bytes` bytes, which has `count` operations, and places its
+    /// WRITEs. Does nothing with a batch that is to be refused.
+    fn place(
+        &mut self,
+        count: usize,
+        bytes: usize,
+        shared: &Arc<DelegationQueue>,
+    ) -> Result<(), Leave> {
+        let (guest, batch) = (&mut self.guest, &mut self.batch);
+        let (headers, payload) = self.buffer[..bytes].split_at(count * OP_HEADER_BYTES);
+        let next = batch.check(&*guest.host, guest.session, guest.sequence, headers);
+        let next = next.map_err(|_| Leave::ASK)?;
+        if batch.is_refused() {
+            return Err(Leave::ASK);
         }
-        let (now, mut rest) = (Instant::now(), &batch[count * OP_HEADER_BYTES..]);
+        batch.place(&mut self.vectors);
+        // SAFETY: each vector lies in a span of the batch: bytes of a mapping that live as long as
+        // the span, writable, to which no reference exists; or is the place of operands, which
+        // nobody looks at meanwhile.
+        unsafe { Rest::new(&mut self.vectors.vectors).message().fill(payload) };
+        guest.sequence = next;
+        let now = Instant::now();
         let mut until = now + Board::WAIT_MAX;
-        let mut written = 0;
-        for (op, condition) in &mut ops {
-            let (payload, behind) = rest.split_at(payload_bytes(op.header.kind, op.header.len));
-            rest = behind;
-            match op.header.kind {
-                OpKind::Write => {
-                    op.span.write(payload);
-                    written += payload.len() as u64;
-                }
-                OpKind::ReadWhen => {
-                    let operands = payload.try_into().expect("operands have one length");
-                    let waits = Condition::decode(operands);
-                    until = until.min(now + Duration::from_millis(waits.wait_ms));
-                    *condition = Some(waits);
-                }
-                _ => {}
+        for (i, op) in batch.ops.iter().enumerate() {
+            if let Some(condition) = batch.condition(i) {
+                until = until.min(now + Duration::from_millis(condition.wait_ms));
+                op.span.lease().announcements().watch(shared);
             }
         }
-        guest.sequence = sequence;
+        self.until = Some(until);
+        let written = batch.written_bytes();
         if written > 0 {
-            guest
-                .traffic
-                .written_bytes
-                .fetch_add(written, Ordering::Relaxed);
+            guest.traffic.count(0, written);
             guest.host.written(guest.session);
         }
-        Ok(PlacedBatch { ops, until })
+        Ok(())
     }
 
-    /// Answers the batch that has waited.
+    /// True if the batch that has waited is to be answered now.
+    fn is_due(&mut self) -> bool {
+        let Some(until) = self.until else {
+            return false;
+        };
+        self.batch.look(Board::has_reached);
+        self.batch.waiting.is_none()
+            || still_leased(&self.batch.ops).is_err()
+            || Instant::now() >= until
+    }
+
+    /// Answers the batch that has waited, if there is one.
     fn answer(&mut self) -> Result<(), Leave> {
-        let Some(mut waiting) = self.waiting.take() else {
-            return Ok(());
-        };
-        if waiting.is_revoked() {
-            return Err(Leave::LeaseEnded);
-        }
-        let first = waiting.first();
-        let (mut read, mut total) = (0, 0);
-        let mut headers = [[0; ANSWER_HEADER_BYTES]; MAX_BATCH];
-        let mut vectors = Vec::with_capacity(2 * waiting.ops.len());
-        for ((number, (op, condition)), header) in
-            waiting.ops.iter_mut().enumerate().zip(&mut headers)
-        {
-            let is_waiting = condition.is_some() && first.is_some_and(|first| first <= number);
-            let answer = answer_to(&op.header, is_waiting);
-            *header = answer.encode();
-            vectors.push(vector(header.as_mut_ptr(), header.len()));
-            total += header.len() + answer.len as usize;
-            if answer.len > 0 {
-                read += u64::from(answer.len);
-                vectors.push(vector(op.span.as_ptr(), op.span.len()));
-            }
-        }
-        let mut message = SocketMessage::new(vectors.as_mut_ptr(), vectors.len());
-        // SAFETY: every vector is an answer header or lies in a span, all kept until the end of
-        // this function; they are only read.
-        let sent = unsafe { self.guest.stream.send_message(&mut message) };
-        let sent = match sent {
-            Ok(bytes) => bytes,
-            Err(error) if retry(&error) => 0,
-            Err(_) => return Err(Leave::Ask),
-        };
-        self.guest
-            .traffic
-            .read_bytes
-            .fetch_add(read, Ordering::Relaxed);
-        if sent == total {
+        if self.until.take().is_none() {
             return Ok(());
         }
+        still_leased(&self.batch.ops).map_err(Leave::Close)?;
+        self.batch.look(Board::has_reached);
+        self.batch.answer(&mut self.vectors);
+        let mut rest = Rest::new(&mut self.vectors.vectors);
+        // SAFETY: every vector is an answer header or lies in a span, all kept by the batch; they
+        // are only read.
+        let sent = unsafe { self.guest.stream.send_message(&mut rest.message()) };
+        match sent {
+            Ok(bytes) => rest.advance(bytes),
+            Err(error) if retry(&error) => {}
+            Err(_) => return Err(Leave::ASK),
+        }
+        self.guest.traffic.count(self.batch.read_bytes(), 0);
         // SAFETY: as above.
-        let mut unsent = unsafe { message.bytes() };
-        unsent.drain(..sent);
-        Err(Leave::Unsent(unsent))
+        let unsent = unsafe { rest.message().bytes() };
+        self.batch.ops.clear();
+        match unsent.is_empty() {
+            true => Ok(()),
+            false => Err(Leave::GoOn(unsent)),
+        }
     }
 }
 
-impl PlacedBatch {
-    /// Returns the index of the first READ whose number is not there.
-    fn first(&self) -> Option<usize> {
-        self.ops.iter().position(|(op, condition)| {
-            (condition.as_ref()).is_some_and(|condition| !Board::has_reached(&op.span, condition))
-        })
-    }
-
-    fn is_revoked(&self) -> bool {
-        self.ops.iter().any(|(op, _)| op.span.is_revoked())
-    }
-}
-
-/// Returns the number of bytes that travel behind the headers for an operation.
-fn payload_bytes(kind: OpKind, len: u32) -> usize {
-    match kind {
-        OpKind::Read => 0,
-        OpKind::Write => len as usize,
-        OpKind::FetchAdd | OpKind::CompareSwap | OpKind::ReadWhen => OPERAND_BYTES,
-    }
-}
-
-/// Returns the length of the batch that `come` begins with, or `None` while it is not whole. A
-/// batch that is not small, is malformed, or has atomics, makes the connection leave.
-fn whole(come: &[u8]) -> Result<Option<usize>, Leave> {
-    if come.len() < OP_HEADER_BYTES {
+/// Returns the number of operations and the length of the batch that `come` begins with, or `None`
+/// while it is not whole. A batch that is not small, is malformed, or has atomics, makes the
+/// connection leave.
+fn whole(come: &[u8]) -> Result<Option<(usize, usize)>, Leave> {
+    let (headers, _) = come.as_chunks::<OP_HEADER_BYTES>();
+    let decode = |bytes| OpHeader::decode(bytes).map_err(|_| Leave::ASK);
+    let Some(first) = headers.first().map(decode).transpose()? else {
         return Ok(None);
-    }
-    let count = 1 + usize::from(header_at(come, 0).map_err(|_| Leave::Ask)?.following);
-    if count > MAX_BATCH {
-        return Err(Leave::Ask);
-    }
-    if come.len() < count * OP_HEADER_BYTES {
+    };
+    let count = 1 + usize::from(first.following);
+    let Some(headers) = headers.get(..count) else {
         return Ok(None);
-    }
+    };
     let mut bytes = count * OP_HEADER_BYTES;
     let mut answer_bytes = count * ANSWER_HEADER_BYTES;
-    for i in 0..count {
-        let header = header_at(come, i).map_err(|_| Leave::Ask)?;
-        bytes += payload_bytes(header.kind, header.len);
+    for header in headers {
+        let header = decode(header)?;
         match header.kind {
-            OpKind::Read | OpKind::ReadWhen => answer_bytes += header.len as usize,
-            OpKind::Write => {}
-            OpKind::FetchAdd | OpKind::CompareSwap => return Err(Leave::Ask),
+            OpKind::Read => answer_bytes += header.len as usize,
+            OpKind::ReadWhen => {
+                answer_bytes += header.len as usize;
+                bytes += OPERAND_BYTES;
+            }
+            OpKind::Write => bytes += header.len as usize,
+            OpKind::FetchAdd | OpKind::CompareSwap => return Err(Leave::ASK),
         }
     }
     match bytes.max(answer_bytes) > SMALL_BYTES {
-        true => Err(Leave::Ask),
-        false => Ok((come.len() >= bytes).then_some(bytes)),
+        true => Err(Leave::ASK),
+        false => Ok((come.len() >= bytes).then_some((count, bytes))),
     }
 }

@@ -14,14 +14,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_wire::{ExtentId, NamedRegion, PublicKey, Refusal, Secret, ServerStat, SessionId};
+use farpage_wire::{ExtentId, PublicKey, Refusal, Secret, ServerStat, SessionId};
 use parking_lot::{Mutex, RwLock};
 
-pub use crate::ring::Board;
+pub use super::ring::Board;
+use super::ring::RingMemory;
 use crate::{
-    host::{Admission, Asker, Host, OpenedRegion, OpenedVersion, Peer, Transport, Versions},
+    host::{Admission, Host, OpenedRegion, Peer, Transport, Versions},
     memory::{ExtentMemory, OutOfLease},
-    ring::RingMemory,
 };
 
 farpage_wire::debug_as_display!(OfferError);
@@ -250,10 +250,6 @@ impl AreasState {
     }
 }
 
-fn lends_nothing() -> Refusal {
-    Refusal::Invalid("this program lends what it offers by name, and nothing else".to_owned())
-}
-
 impl Host for Areas {
     fn admit(
         &self,
@@ -323,16 +319,6 @@ impl Host for Areas {
         self.state.lock().end(session);
     }
 
-    fn grant(
-        &self,
-        _session: SessionId,
-        _bytes: u64,
-        _atomics: bool,
-        _serial: Option<u64>,
-    ) -> Result<Arc<ExtentMemory>, Refusal> {
-        Err(lends_nothing())
-    }
-
     fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal> {
         let mut state = self.state.lock();
         let mut boards = state.boards.values_mut();
@@ -363,34 +349,12 @@ impl Host for Areas {
         }
     }
 
-    fn hears_of_writes(&self) -> bool {
-        true
-    }
-
-    fn serves_together(&self) -> bool {
+    fn exchanges(&self) -> bool {
         true
     }
 
     fn identify(&self, session: SessionId, _key: PublicKey) -> Result<(), Refusal> {
         self.state.lock().known(session).map(|_| ())
-    }
-
-    fn claim(&self, _session: SessionId, _name: &str, _replace: bool) -> Result<(), Refusal> {
-        Err(lends_nothing())
-    }
-
-    fn disclaim(&self, _session: SessionId, _name: &str) -> Result<(), Refusal> {
-        Err(lends_nothing())
-    }
-
-    fn publish(
-        &self,
-        _session: SessionId,
-        _name: &str,
-        _manifest: Vec<u8>,
-        _extents: &[ExtentId],
-    ) -> Result<Versions, Refusal> {
-        Err(lends_nothing())
     }
 
     /// Lends the board or the area of this name. A session whose answer was lost asks again, and
@@ -424,31 +388,6 @@ impl Host for Areas {
             extents: vec![Arc::clone(&area.memory)],
             versions: Versions::default(),
         })
-    }
-
-    fn read(
-        &self,
-        _session: SessionId,
-        _name: &str,
-        _serial: Option<u64>,
-    ) -> Result<OpenedVersion, Refusal> {
-        Err(lends_nothing())
-    }
-
-    fn readers(&self, _session: SessionId, _name: &str) -> Result<Versions, Refusal> {
-        Err(lends_nothing())
-    }
-
-    fn remove(&self, _asker: Asker, _name: &str, _owner: Option<PublicKey>) -> Result<(), Refusal> {
-        Err(lends_nothing())
-    }
-
-    fn names(
-        &self,
-        _asker: Asker,
-        _after: Option<(PublicKey, String)>,
-    ) -> Result<Vec<NamedRegion>, Refusal> {
-        Ok(Vec::new())
     }
 
     fn stat(&self) -> ServerStat {
