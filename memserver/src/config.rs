@@ -5,7 +5,7 @@
 //! sockets is left to [`crate::Server`].
 
 use std::{
-    fs, io,
+    fmt, fs, io,
     net::IpAddr,
     path::{Path, PathBuf},
     str::FromStr,
@@ -19,7 +19,7 @@ use farpage_wire::{Endpoint, PublicKey, UnknownVariable};
 use serde::{Deserialize, Deserializer, de};
 
 use crate::{
-    TiersError,
+    Server, TiersError,
     server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE, check_tiers},
 };
 
@@ -78,11 +78,13 @@ pub enum Command {
     Key(KeyArgs),
 }
 
-/// Flags of `serve`. Absent flags come from the file or the defaults.
-#[derive(Args, Clone, Debug, Default)]
+/// Flags of `serve`, and settings of the file. Absent flags come from the file or the defaults.
+#[derive(Args, Clone, Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct ServeArgs {
     /// TOML file with settings.
     #[arg(long, value_name = "FILE", env = "FARPAGE_MEMSERVER_CONFIG")]
+    #[serde(skip)]
     pub config: Option<PathBuf>,
     /// Endpoint to listen on: shm:///path, tcp://host:port or rdma://host:port; repeat the flag for
     /// several [default: the socket farpage.sock in /run for root, in $XDG_RUNTIME_DIR for others].
@@ -92,13 +94,16 @@ pub struct ServeArgs {
         env = "FARPAGE_MEMSERVER_LISTEN",
         value_delimiter = ','
     )]
+    #[serde(deserialize_with = "list")]
     pub listen: Vec<Endpoint>,
     /// The most memory to lend at any time, such as 8GiB [default: half of what is available now].
     #[arg(long, value_name = "SIZE", env = "FARPAGE_MEMSERVER_CAPACITY", value_parser = farpage_wire::parse_size)]
+    #[serde(deserialize_with = "size")]
     pub capacity: Option<ByteSize>,
     /// The most memory to hold for lent bytes, such as 2GiB; the rest of --capacity is in --spill.
     /// The server's own code and stacks come on top [default: all lent bytes may be in memory].
     #[arg(long, value_name = "SIZE", env = "FARPAGE_MEMSERVER_MEMORY", value_parser = farpage_wire::parse_size)]
+    #[serde(deserialize_with = "size")]
     pub memory: Option<ByteSize>,
     /// A directory on a disk for lent bytes beyond --memory. The file there is as large as
     /// --capacity, has no name, and is gone with the server: nothing in it outlives a restart. With
@@ -114,6 +119,7 @@ pub struct ServeArgs {
         env = "FARPAGE_MEMSERVER_SHARE",
         value_delimiter = ','
     )]
+    #[serde(deserialize_with = "list")]
     pub share: Vec<ShareWeight>,
     /// Users who may connect to shm:// sockets [default: owner].
     #[arg(long, value_enum, env = "FARPAGE_MEMSERVER_SOCKET_ACCESS")]
@@ -121,18 +127,22 @@ pub struct ServeArgs {
     /// Time after which a silent client loses its memory, even if a debugger stopped the client
     /// [default: 60s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_LEASE", value_parser = farpage_wire::parse_time)]
+    #[serde(deserialize_with = "time")]
     pub lease: Option<Duration>,
     /// Time for a client over tcp or rdma to come back after its connection closed without a
     /// goodbye. Afterwards the client loses its memory; over shm at once [default: 10s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_RECONNECT_GRACE", value_parser = farpage_wire::parse_time)]
+    #[serde(deserialize_with = "time")]
     pub reconnect_grace: Option<Duration>,
     /// Time for clients to finish after SIGTERM [default: 5s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = farpage_wire::parse_time)]
+    #[serde(deserialize_with = "time")]
     pub grace: Option<Duration>,
     /// Time after SIGTERM for clients to move their memory to other servers, which their runtimes
     /// do by themselves. The server ends when no client has memory here. Replaces --grace [default:
     /// 0: nobody is asked].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_DRAIN_TIMEOUT", value_parser = farpage_wire::parse_time)]
+    #[serde(deserialize_with = "time")]
     pub drain_timeout: Option<Duration>,
     /// Key that may list and remove all named regions: a public key as `farpage-memserver key`
     /// prints it, or a file with one in each line; repeat the flag for several [default: none].
@@ -142,6 +152,7 @@ pub struct ServeArgs {
         env = "FARPAGE_MEMSERVER_OPERATOR_KEY",
         value_delimiter = ','
     )]
+    #[serde(deserialize_with = "list")]
     pub operator_key: Vec<String>,
     /// The most memory to lend to clients of one address, or over shm of one user, together
     /// [default: all of the capacity].
@@ -151,6 +162,7 @@ pub struct ServeArgs {
         env = "FARPAGE_MEMSERVER_CAPACITY_PER_ADDRESS",
         value_parser = farpage_wire::parse_size
     )]
+    #[serde(deserialize_with = "size")]
     pub capacity_per_address: Option<ByteSize>,
     /// The most extents of clients of one address, or over shm of one user, together. An array
     /// takes one per GiB, and at least one [default: three quarters of the server's limit, which is
@@ -178,6 +190,12 @@ pub struct ServeArgs {
         env = "FARPAGE_MEMSERVER_CONNECTIONS_PER_CLIENT"
     )]
     pub connections_per_client: Option<usize>,
+    /// Format of log lines in the file. The flag is one of every command: see [`LogArgs`].
+    #[arg(skip)]
+    pub log: Option<LogFormat>,
+    /// Events to log, in the file.
+    #[arg(skip)]
+    pub log_level: Option<String>,
 }
 
 /// Flags of `stat`.
@@ -301,39 +319,6 @@ impl FromStr for ShareWeight {
     }
 }
 
-/// The file of `--config`.
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct File {
-    #[serde(default, deserialize_with = "list")]
-    listen: Vec<String>,
-    #[serde(default, deserialize_with = "size")]
-    capacity: Option<ByteSize>,
-    #[serde(default, deserialize_with = "size")]
-    memory: Option<ByteSize>,
-    spill: Option<PathBuf>,
-    #[serde(default, deserialize_with = "list")]
-    share: Vec<String>,
-    socket_access: Option<Access>,
-    #[serde(default, deserialize_with = "time")]
-    lease: Option<Duration>,
-    #[serde(default, deserialize_with = "time")]
-    reconnect_grace: Option<Duration>,
-    #[serde(default, deserialize_with = "time")]
-    grace: Option<Duration>,
-    #[serde(default, deserialize_with = "time")]
-    drain_timeout: Option<Duration>,
-    #[serde(default, deserialize_with = "list")]
-    operator_key: Vec<String>,
-    #[serde(default, deserialize_with = "size")]
-    capacity_per_address: Option<ByteSize>,
-    extents_per_address: Option<usize>,
-    connections_per_address: Option<usize>,
-    connections_per_client: Option<usize>,
-    log: Option<LogFormat>,
-    log_level: Option<String>,
-}
-
 /// Reads a size of the file: text with a unit, or a number of bytes.
 fn size<'de, D: Deserializer<'de>>(value: D) -> Result<Option<ByteSize>, D::Error> {
     #[derive(Deserialize)]
@@ -374,7 +359,9 @@ fn time<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Duration>, D::Erro
 }
 
 /// Reads several values of the file: a list, or text that separates them by commas, as a flag does.
-fn list<'de, D: Deserializer<'de>>(value: D) -> Result<Vec<String>, D::Error> {
+fn list<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(
+    value: D,
+) -> Result<Vec<T>, D::Error> {
     #[derive(Deserialize)]
     #[serde(
         untagged,
@@ -384,10 +371,12 @@ fn list<'de, D: Deserializer<'de>>(value: D) -> Result<Vec<String>, D::Error> {
         List(Vec<String>),
         Text(String),
     }
-    Ok(match Written::deserialize(value)? {
+    let values = match Written::deserialize(value)? {
         Written::List(values) => values,
         Written::Text(text) => text.split(',').map(str::to_owned).collect(),
-    })
+    };
+    let values = values.iter().map(|text| text.parse());
+    values.collect::<Result<_, _>>().map_err(de::Error::custom)
 }
 
 /// All settings of `serve`, settled.
@@ -489,20 +478,13 @@ impl Config {
     /// into `flags` already.
     pub fn settle(flags: &ServeArgs, log: &LogArgs) -> Result<Self, ConfigError> {
         let file = match &flags.config {
-            Some(path) => File::read(path)?,
-            None => File::default(),
+            Some(path) => ServeArgs::read(path)?,
+            None => ServeArgs::default(),
         };
-        let listen = match (flags.listen.is_empty(), file.listen) {
-            (false, _) => flags.listen.clone(),
-            (true, urls) if !urls.is_empty() => urls
-                .iter()
-                .map(|url| {
-                    url.parse()
-                        .map_err(|error| File::wrong(flags, format!("listen: {error}")))
-                })
-                .collect::<Result<_, _>>()?,
-            _ => vec![default_endpoint().ok_or(ConfigError::NowhereToListen)?],
-        };
+        let mut listen = either(&flags.listen, file.listen);
+        if listen.is_empty() {
+            listen.push(default_endpoint().ok_or(ConfigError::NowhereToListen)?);
+        }
         let capacity = flags.capacity.or(file.capacity);
         let config = Self {
             listen,
@@ -510,16 +492,7 @@ impl Config {
             capacity_is_default: capacity.is_none(),
             memory_bytes: flags.memory.or(file.memory).map(|size| size.as_u64()),
             spill: flags.spill.clone().or(file.spill),
-            shares: match flags.share.is_empty() {
-                true => (file.share.iter())
-                    .map(|share| {
-                        share
-                            .parse()
-                            .map_err(|error| File::wrong(flags, format!("share: {error}")))
-                    })
-                    .collect::<Result<_, _>>()?,
-                false => flags.share.clone(),
-            },
+            shares: either(&flags.share, file.share),
             access: flags
                 .socket_access
                 .or(file.socket_access)
@@ -533,10 +506,7 @@ impl Config {
             drain_timeout: (flags.drain_timeout)
                 .or(file.drain_timeout)
                 .unwrap_or_default(),
-            operators: match flags.operator_key.is_empty() {
-                false => operators(&flags.operator_key)?,
-                true => operators(&file.operator_key)?,
-            },
+            operators: operators(&either(&flags.operator_key, file.operator_key))?,
             capacity_per_address: (flags.capacity_per_address)
                 .or(file.capacity_per_address)
                 .map(|size| size.as_u64()),
@@ -597,21 +567,51 @@ impl Config {
             self.spill.is_some(),
             !self.shares.is_empty(),
         )?;
-        if self.lease < SHORTEST_LEASE {
-            return Err(ConfigError::Value {
-                setting: "lease",
-                value: humantime::format_duration(self.lease).to_string(),
-                reason: "a client could not renew it in time; give it 100ms or more",
-            });
-        }
-        if self.reconnect_grace < SHORTEST_LEASE {
-            return Err(ConfigError::Value {
-                setting: "reconnect-grace",
-                value: humantime::format_duration(self.reconnect_grace).to_string(),
-                reason: "a client that was cut off could not come back in time; give it 100ms or more",
-            });
+        for (setting, time, reason) in [
+            (
+                "lease",
+                self.lease,
+                "a client could not renew it in time; give it 100ms or more",
+            ),
+            (
+                "reconnect-grace",
+                self.reconnect_grace,
+                "a client that was cut off could not come back in time; give it 100ms or more",
+            ),
+        ] {
+            if time < SHORTEST_LEASE {
+                let value = humantime::format_duration(time).to_string();
+                return Err(ConfigError::Value {
+                    setting,
+                    value,
+                    reason,
+                });
+            }
         }
         Ok(self)
+    }
+}
+
+impl From<Config> for Server {
+    fn from(config: Config) -> Self {
+        let weights = config.shares.iter().map(|share| (share.of, share.weight));
+        Self {
+            listen: config.listen,
+            capacity_bytes: config.capacity_bytes,
+            lease: config.lease,
+            reconnect_grace: config.reconnect_grace,
+            grace: config.grace,
+            drain_timeout: config.drain_timeout,
+            access: config.access,
+            operators: config.operators,
+            connections_per_address: config.connections_per_address,
+            connections_per_client: config.connections_per_client,
+            capacity_per_address: config.capacity_per_address,
+            extents_per_address: config.extents_per_address,
+            memory_bytes: config.memory_bytes,
+            spill: config.spill,
+            weights: weights.collect(),
+        }
     }
 }
 
@@ -623,7 +623,16 @@ const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
 /// competes for a core: scheduling delays alone would end shorter sessions.
 const SHORTEST_LEASE: Duration = Duration::from_millis(100);
 
-impl File {
+/// Returns the values of the flags, or if there are none those of the file.
+fn either<T: Clone>(flags: &[T], file: Vec<T>) -> Vec<T> {
+    match flags.is_empty() {
+        true => file,
+        false => flags.to_vec(),
+    }
+}
+
+impl ServeArgs {
+    /// Reads the settings of a file.
     fn read(path: &Path) -> Result<Self, ConfigError> {
         let text = fs::read_to_string(path).map_err(|source| ConfigError::Read {
             path: path.to_owned(),
@@ -633,13 +642,6 @@ impl File {
             path: path.to_owned(),
             reason: error.to_string().trim_end().to_owned(),
         })
-    }
-
-    fn wrong(flags: &ServeArgs, reason: String) -> ConfigError {
-        ConfigError::Parse {
-            path: flags.config.clone().unwrap_or_default(),
-            reason,
-        }
     }
 }
 

@@ -75,41 +75,7 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let mut signals =
         stop_signals().context("cannot install the handlers of SIGTERM, SIGINT and SIGHUP")?;
     say_capacity(&config);
-    let mut server = Server::builder()
-        .capacity(config.capacity_bytes)
-        .access(config.access)
-        .lease(config.lease)
-        .reconnect_grace(config.reconnect_grace)
-        .grace(config.grace)
-        .drain_timeout(config.drain_timeout);
-    if let Some(bytes) = config.memory_bytes {
-        server = server.memory(bytes);
-    }
-    if let Some(directory) = config.spill {
-        server = server.spill(directory);
-    }
-    for share in config.shares {
-        server = server.share(share.of, share.weight);
-    }
-    if let Some(bytes) = config.capacity_per_address {
-        server = server.capacity_per_address(bytes);
-    }
-    if let Some(extents) = config.extents_per_address {
-        server = server.extents_per_address(extents);
-    }
-    if let Some(connections) = config.connections_per_address {
-        server = server.connections_per_address(connections);
-    }
-    if let Some(connections) = config.connections_per_client {
-        server = server.connections_per_client(connections);
-    }
-    for key in config.operators {
-        server = server.operator(key);
-    }
-    for endpoint in config.listen {
-        server = server.listen(endpoint);
-    }
-    let running = server.start()?;
+    let running = Server::from(config.clone()).start()?;
     let signal = signals.forever().find(|&signal| asks_to_stop(signal));
     match config.drain_timeout.is_zero() {
         true => info!(

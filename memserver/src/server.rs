@@ -51,21 +51,21 @@ const LOOKS_PER_LEASE: u32 = 8;
 /// Settings of a server, made by [`Server::builder`].
 #[derive(Clone, Debug)]
 pub struct Server {
-    listen: Vec<Endpoint>,
-    capacity_bytes: u64,
-    lease: Duration,
-    reconnect_grace: Duration,
-    grace: Duration,
-    drain_timeout: Duration,
-    access: SocketAccess,
-    operators: Vec<PublicKey>,
-    connections_per_address: Option<usize>,
-    connections_per_client: Option<usize>,
-    capacity_per_address: Option<u64>,
-    extents_per_address: Option<usize>,
-    memory_bytes: Option<u64>,
-    spill: Option<PathBuf>,
-    weights: HashMap<Origin, u32>,
+    pub(crate) listen: Vec<Endpoint>,
+    pub(crate) capacity_bytes: u64,
+    pub(crate) lease: Duration,
+    pub(crate) reconnect_grace: Duration,
+    pub(crate) grace: Duration,
+    pub(crate) drain_timeout: Duration,
+    pub(crate) access: SocketAccess,
+    pub(crate) operators: Vec<PublicKey>,
+    pub(crate) connections_per_address: Option<usize>,
+    pub(crate) connections_per_client: Option<usize>,
+    pub(crate) capacity_per_address: Option<u64>,
+    pub(crate) extents_per_address: Option<usize>,
+    pub(crate) memory_bytes: Option<u64>,
+    pub(crate) spill: Option<PathBuf>,
+    pub(crate) weights: HashMap<Origin, u32>,
 }
 
 /// Reason why a server did not start.
