@@ -20,16 +20,13 @@ use farpage_fabric::Session;
 use farpage_testkit::{
     Both, Identity, RawClient,
     process::proc_bytes,
-    raw::{attach, grant},
+    raw::{grant, header},
     wait_until,
 };
 use farpage_wire::{
-    Endpoint, ExtentId, MAX_OP_BYTES, Request, Response, Secret, SessionId,
+    Endpoint, ExtentId, Request, Response,
     control::{self, Hello, Purpose},
-    data::{
-        ANSWER_HEADER_BYTES, AnswerHeader, OP_HEADER_BYTES, OPERAND_BYTES, OpHeader, OpKind,
-        Status, WORD_BYTES,
-    },
+    data::OpKind,
 };
 use proptest::{
     collection::vec,
@@ -65,17 +62,6 @@ fn with_extent(endpoint: &Endpoint) -> (RawClient, RawClient, ExtentId) {
     let extent = control.grant(MIB).unwrap();
     let data = RawClient::data(endpoint, own, 0).unwrap();
     (control, data, extent.id)
-}
-
-fn write_header(extent: ExtentId) -> OpHeader {
-    OpHeader {
-        kind: OpKind::Write,
-        following: 0,
-        sequence: 0,
-        len: 4096,
-        extent,
-        offset: 0,
-    }
 }
 
 /// A client that works without pause until dropped. `finish` fails if any of its work did.
@@ -127,133 +113,6 @@ impl Drop for Bystander {
 }
 
 #[test]
-fn frames_that_no_client_sends_close_only_their_own_connection() {
-    let both = Both::start(64 * MIB, Duration::from_secs(60));
-    for endpoint in both.endpoints() {
-        let bystander = Bystander::start(endpoint);
-
-        // Before there is a session.
-        is_closed_on(raw(endpoint), b"GET / HTTP/1.1\r\nHost: farpage\r\n\r\n");
-        let mut other_version = Hello::new(Purpose::Control).encode();
-        other_version[8] = 0xee;
-        is_closed_on(raw(endpoint), &other_version);
-        is_closed_on(greet(endpoint), &u32::MAX.to_le_bytes());
-        is_closed_on(greet(endpoint), &[5, 0, 0, 0, 99, 99, 99, 99, 99]);
-        is_closed_on(greet(endpoint), &control::encode(&grant(1)).unwrap());
-
-        // In a session: a frame too long, one that is none.
-        is_closed_on(begin(endpoint).0, &u32::MAX.to_le_bytes());
-        is_closed_on(begin(endpoint).0, &[1, 0, 0, 0, 99]);
-        bystander.finish();
-    }
-    wait_until("only sessions that may return are left", || {
-        both.server.stat().granted_bytes == 0
-    });
-}
-
-#[test]
-fn operations_outside_the_own_leases_are_refused_and_end_the_connection() {
-    let both = Both::start(64 * MIB, Duration::from_secs(60));
-    let endpoint = &both.tcp;
-    let bystander = Bystander::start(endpoint);
-    let (_control, _data, other) = with_extent(endpoint);
-    for change in [
-        |op: OpHeader, _other| OpHeader {
-            extent: ExtentId(u64::MAX),
-            ..op
-        },
-        |op: OpHeader, other| OpHeader {
-            extent: other,
-            ..op
-        },
-        |op: OpHeader, _other| OpHeader {
-            offset: MIB - 4095,
-            ..op
-        },
-        |op: OpHeader, _other| OpHeader { offset: MIB, ..op },
-        |op: OpHeader, _other| OpHeader {
-            offset: u64::MAX - 5000,
-            ..op
-        },
-        // Too far for 4096 bytes, and no multiple of 8 for an atomic.
-        |op: OpHeader, _other| OpHeader {
-            offset: MIB - 12,
-            ..op
-        },
-    ] {
-        for (kind, len, payload_bytes) in [
-            (OpKind::Read, 4096, 0),
-            (OpKind::Write, 4096, 4096),
-            (OpKind::FetchAdd, WORD_BYTES, OPERAND_BYTES),
-            (OpKind::CompareSwap, WORD_BYTES, OPERAND_BYTES),
-        ] {
-            let (_control, mut data, extent) = with_extent(endpoint);
-            let op = change(
-                OpHeader {
-                    kind,
-                    len,
-                    ..write_header(extent)
-                },
-                other,
-            );
-            data.write_all(&op.encode()).unwrap();
-            let _ = data.write_all(&vec![1; payload_bytes]);
-            let mut answer = [0; ANSWER_HEADER_BYTES];
-            data.read_exact(&mut answer).unwrap();
-            assert_eq!(
-                AnswerHeader::decode(&answer).unwrap().status,
-                Status::Refused,
-                "{op:?}"
-            );
-            is_closed_on(data, &[]);
-        }
-    }
-    bystander.finish();
-}
-
-#[test]
-fn data_headers_that_no_client_sends_close_only_their_own_connection() {
-    let both = Both::start(64 * MIB, Duration::from_secs(60));
-    let endpoint = &both.tcp;
-    let bystander = Bystander::start(endpoint);
-    let changes: [fn(OpHeader) -> OpHeader; 5] = [
-        |op| OpHeader {
-            len: MAX_OP_BYTES + 1,
-            ..op
-        },
-        |op| OpHeader { len: 0, ..op },
-        |op| OpHeader {
-            offset: u64::MAX,
-            ..op
-        },
-        |op| OpHeader {
-            following: u16::MAX,
-            ..op
-        },
-        |op| OpHeader {
-            kind: OpKind::FetchAdd,
-            len: 2 * WORD_BYTES,
-            ..op
-        },
-    ];
-    for change in changes {
-        let (_control, data, extent) = with_extent(endpoint);
-        is_closed_on(data, &change(write_header(extent)).encode());
-    }
-    let (_control, data, _) = with_extent(endpoint);
-    is_closed_on(data, &[0xff; OP_HEADER_BYTES]);
-    // A wrong secret, and a session that does not exist.
-    let (_control, (session, secret)) = begin(endpoint);
-    for forged in [(session, Secret([0; 16])), (SessionId(u64::MAX), secret)] {
-        let mut data = RawClient::greet(endpoint, Purpose::Data).unwrap();
-        let answer = data.ask(&attach(forged, 0)).unwrap();
-        assert!(matches!(answer, Response::Refused(_)));
-        is_closed_on(data, &[]);
-    }
-    bystander.finish();
-}
-
-#[test]
 fn peers_that_fall_silent_in_mid_frame_hold_nobody_up() {
     let both = Both::start(64 * MIB, Duration::from_secs(60));
     for endpoint in both.endpoints() {
@@ -268,12 +127,12 @@ fn peers_that_fall_silent_in_mid_frame_hold_nobody_up() {
         half(begin(endpoint).0, &[200, 0, 0, 0, 1, 2]);
         if matches!(endpoint, Endpoint::Tcp { .. }) {
             let (control, data, extent) = with_extent(endpoint);
-            let mut bytes = write_header(extent).encode().to_vec();
+            let mut bytes = header(OpKind::Write, extent, 4096).encode().to_vec();
             bytes.extend([1; 100]);
             half(data, &bytes);
             half(control, &[]);
             let (control, data, extent) = with_extent(endpoint);
-            half(data, &write_header(extent).encode()[..20]);
+            half(data, &header(OpKind::Write, extent, 4096).encode()[..20]);
             half(control, &[]);
         }
         let bystander = Bystander::start(endpoint);
@@ -314,7 +173,11 @@ fn arbitrary_bytes_never_end_the_server() {
             };
             let framed = match depth {
                 2 => [&(bytes.len() as u32).to_le_bytes(), bytes.as_slice()].concat(),
-                4 => [&write_header(ExtentId(1)).encode()[..8], bytes.as_slice()].concat(),
+                4 => [
+                    &header(OpKind::Write, ExtentId(1), 4096).encode()[..8],
+                    bytes.as_slice(),
+                ]
+                .concat(),
                 _ => bytes,
             };
             let _ = stream.write_all(&framed);

@@ -10,8 +10,9 @@ use std::{
 };
 
 use farpage_wire::{
-    Endpoint, Request, Response, Secret, SessionId,
+    Endpoint, ExtentId, Request, Response, Secret, SessionId,
     control::{self, HELLO_BYTES, Hello, Lease, PREFIX_BYTES, Purpose},
+    data::{OpHeader, OpKind},
 };
 use serde::{Serialize, de::DeserializeOwned};
 use socket2::{Domain, SockAddr, Socket, Type};
@@ -173,6 +174,19 @@ pub fn grant(bytes: u64) -> Request {
         bytes,
         atomics: false,
         serial: None,
+    }
+}
+
+/// Makes the header of a data connection's first operation, alone in its batch, on the first `len`
+/// bytes of `extent`.
+pub fn header(kind: OpKind, extent: ExtentId, len: u32) -> OpHeader {
+    OpHeader {
+        kind,
+        following: 0,
+        sequence: 0,
+        len,
+        extent,
+        offset: 0,
     }
 }
 

@@ -27,7 +27,7 @@ use farpage_fabric::{
 
 use farpage_testkit::{
     Identity, RawClient, Relay, op,
-    raw::{self, closed, receive, send},
+    raw::{self, closed, header, receive, send},
     tcp, transfer, wait_until,
 };
 use farpage_wire::{

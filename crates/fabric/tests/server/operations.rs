@@ -47,66 +47,50 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
     let (mut control, own) = server.begin();
     let lease = control.grant(10_000).expect("room");
     // The READ would be answered if it were accepted.
-    let good = OpHeader {
-        kind: OpKind::Read,
-        following: 0,
-        sequence: 0,
-        len: 4096,
-        extent: lease.id,
-        offset: 0,
-    };
+    let good = header(OpKind::Read, lease.id, 4096);
     let changed = |at: usize, byte: u8| {
         let mut bytes = good.encode();
         bytes[at] = byte;
         bytes.to_vec()
     };
-    let two = [
-        OpHeader {
-            following: 1,
-            ..good
-        }
-        .encode(),
-        OpHeader {
-            sequence: 1,
-            following: 1,
-            ..good
-        }
-        .encode(),
-    ];
-    let stories: [(&str, Vec<u8>); 10] = [
+    let op = |op: OpHeader| op.encode().to_vec();
+    let first = OpHeader {
+        following: 1,
+        ..good
+    };
+    let second = OpHeader {
+        sequence: 1,
+        ..first
+    };
+    let stories: [(&str, Vec<u8>); 11] = [
         ("bad magic", changed(0, 0)),
         ("an unknown operation", changed(4, 7)),
         ("reserved bytes", changed(5, 1)),
         ("a batch too long", changed(7, 0xff)),
         (
             "too many bytes",
-            OpHeader {
-                len: MAX_OP_BYTES + 1,
-                ..good
-            }
-            .encode()
-            .to_vec(),
+            op(header(OpKind::Read, lease.id, MAX_OP_BYTES + 1)),
         ),
-        ("no bytes", OpHeader { len: 0, ..good }.encode().to_vec()),
+        ("no bytes", op(header(OpKind::Read, lease.id, 0))),
+        ("two words", op(header(OpKind::FetchAdd, lease.id, 16))),
         (
             "an address that wraps",
-            OpHeader {
+            op(OpHeader {
                 offset: u64::MAX - 10,
                 ..good
-            }
-            .encode()
-            .to_vec(),
+            }),
         ),
         (
             "the wrong sequence",
-            OpHeader {
+            op(OpHeader {
                 sequence: 5,
                 ..good
-            }
-            .encode()
-            .to_vec(),
+            }),
         ),
-        ("a batch that does not count down", two.concat()),
+        (
+            "a batch that does not count down",
+            [op(first), op(second)].concat(),
+        ),
         (
             "half a header",
             good.encode()[..OP_HEADER_BYTES / 2].to_vec(),
@@ -118,38 +102,28 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
         stream.finish();
         assert_eq!(stream.drain(story), [], "{story}");
     }
-    let write = OpHeader {
-        kind: OpKind::Write,
-        ..good
+    let beyond = OpHeader {
+        offset: 9_000,
+        ..header(OpKind::Write, lease.id, 4096)
     };
     for (story, header) in [
-        (
-            "beyond the extent",
-            OpHeader {
-                offset: 9_000,
-                ..write
-            },
-        ),
+        ("beyond the extent", beyond),
         (
             "somebody else's extent",
-            OpHeader {
-                extent: theirs,
-                ..write
-            },
+            header(OpKind::Write, theirs, 4096),
         ),
-        (
-            "no extent",
-            OpHeader {
-                extent: ExtentId(u64::MAX),
-                ..write
-            },
-        ),
+        ("no extent", header(OpKind::Write, ExtentId(u64::MAX), 4096)),
         (
             "reading somebody else's extent",
-            OpHeader {
-                extent: theirs,
-                ..good
-            },
+            header(OpKind::Read, theirs, 4096),
+        ),
+        (
+            "adding to somebody else's extent",
+            header(OpKind::FetchAdd, theirs, 8),
+        ),
+        (
+            "no extent for atomics",
+            header(OpKind::CompareSwap, lease.id, 8),
         ),
     ] {
         let mut stream = server.attach(own);
@@ -212,12 +186,9 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
     let count = 64;
     for i in 0..count {
         let header = OpHeader {
-            kind: OpKind::Read,
             following: count - 1 - i,
             sequence: i.into(),
-            len: 2 << 20,
-            extent: extent.id,
-            offset: 0,
+            ..header(OpKind::Read, extent.id, 2 << 20)
         };
         data.write_all(&header.encode()).expect("headers fit");
     }
@@ -254,14 +225,7 @@ fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
     let (mut control, own) = server.begin();
     let extent = control.grant(4096).expect("room");
     let mut data = server.attach(own);
-    let header = OpHeader {
-        kind: OpKind::Write,
-        following: 0,
-        sequence: 0,
-        len: 4096,
-        extent: extent.id,
-        offset: 0,
-    };
+    let header = header(OpKind::Write, extent.id, 4096);
     data.write_all(&header.encode()).expect("a header fits");
     data.write_all(&[1; 100]).expect("a part fits");
     let memory = server.host.extent(own.0, extent.id).expect("leased");
@@ -286,14 +250,7 @@ fn a_write_that_was_cut_off_never_lands_after_its_line_has_a_new_connection() {
         // A network lets half of a WRITE through, and the rest whenever it likes.
         let mut old = server.attach_to(own, 7);
         let other = server.attach_to(own, 8);
-        let header = OpHeader {
-            kind: OpKind::Write,
-            following: 0,
-            sequence: 0,
-            len: 4096,
-            extent: extent.id,
-            offset: 0,
-        };
+        let header = header(OpKind::Write, extent.id, 4096);
         old.write_all(&header.encode()).expect("a header fits");
         old.write_all(&[round; 100]).expect("a part fits");
         let byte_at = |offset| {

@@ -4,43 +4,55 @@ use super::*;
 
 #[test]
 fn strangers_that_speak_something_else_are_closed_and_others_go_on() {
-    let server = Server::tcp();
-    let session = server.session();
-    let extent = session.grant(1 << 20).expect("room").id;
+    let folder = tempfile::tempdir().expect("a folder");
     let hello = Hello::new(Purpose::Control).encode();
     let mut bad_purpose = hello;
     bad_purpose[10] = 9;
     let frame = |request: &Request| control::encode(request).expect("short");
-    let attach = frame(&raw::attach((SessionId(1), Secret([0; 16])), 0));
-    let stories: [(&str, Vec<u8>); 7] = [
-        (
-            "another protocol",
-            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
-        ),
-        ("a bad hello", bad_purpose.to_vec()),
-        ("a huge first frame", [&hello[..], &[0xff; 4]].concat()),
-        (
-            "garbage for a request",
-            [&hello[..], &[3, 0, 0, 0, 0xff, 0xff, 0xff]].concat(),
-        ),
-        (
-            "a request before the session",
-            [hello.to_vec(), frame(&raw::grant(1))].concat(),
-        ),
-        (
-            "attach on a control connection",
-            [hello.to_vec(), attach.clone()].concat(),
-        ),
-        (
-            "attach with a wrong secret",
-            [Hello::new(Purpose::Data).encode().to_vec(), attach].concat(),
-        ),
-    ];
-    for (story, bytes) in stories {
-        let mut stream = server.stranger();
-        stream.write_all(&bytes).expect("the server listens");
-        stream.drain(story);
-        write_and_read(&session, extent);
+    for endpoint in [Endpoint::Shm(folder.path().join("socket")), tcp()] {
+        let server = Server::start(&endpoint);
+        let session = server.session();
+        let extent = session.grant(1 << 20).expect("room").id;
+        let attach = |session| frame(&raw::attach((session, Secret([0; 16])), 0));
+        let data = |session| [&Hello::new(Purpose::Data).encode()[..], &attach(session)].concat();
+        let stories: [(&str, Vec<u8>); 8] = [
+            (
+                "another protocol",
+                b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
+            ),
+            ("a bad hello", bad_purpose.to_vec()),
+            ("a huge first frame", [&hello[..], &[0xff; 4]].concat()),
+            (
+                "garbage for a request",
+                [&hello[..], &[3, 0, 0, 0, 0xff, 0xff, 0xff]].concat(),
+            ),
+            (
+                "a request before the session",
+                [&hello[..], &frame(&raw::grant(1))].concat(),
+            ),
+            (
+                "attach on a control connection",
+                [&hello[..], &attach(SessionId(1))].concat(),
+            ),
+            ("attach with a wrong secret", data(SessionId(1))),
+            ("attach to no session", data(SessionId(u64::MAX))),
+        ];
+        for (story, bytes) in stories {
+            let mut stream = server.stranger();
+            stream.write_all(&bytes).expect("the server listens");
+            stream.drain(story);
+            write_and_read(&session, extent);
+        }
+        // In a session of their own.
+        for (story, bytes) in [
+            ("a frame too long", &[0xff; 4][..]),
+            ("a frame that is none", &[1, 0, 0, 0, 99]),
+        ] {
+            let (mut stream, _) = server.begin();
+            stream.write_all(bytes).expect("the server listens");
+            stream.drain(story);
+            write_and_read(&session, extent);
+        }
     }
 }
 
@@ -92,12 +104,9 @@ fn a_refusal_reaches_a_client_that_is_slow_to_read_and_still_sending() {
     let extent = control.grant(2 << 20).expect("room");
     let mut stream = server.attach(own);
     let read = |i: u16| OpHeader {
-        kind: OpKind::Read,
         following: 8 - i,
         sequence: u32::from(i),
-        len: 2 << 20,
-        extent: extent.id,
-        offset: 0,
+        ..header(OpKind::Read, extent.id, 2 << 20)
     };
     for i in 0..8 {
         stream.write_all(&read(i).encode()).expect("connected");
