@@ -6,7 +6,7 @@
 //! fresh: an extent is a new sealed file that reads as zeros, and freeing it closes the file, so
 //! nobody sees what another client left behind. A published extent whose file another user was
 //! given is copied into a new one when it is opened. Memory that a client over shared memory gave
-//! back and still maps stays [charged](retained) to that client.
+//! back and still maps stays [charged](reclaim) to that client.
 //!
 //! Two structures. The *ledger*, under one lock, is the truth: sessions, extents, names, sums; only
 //! control messages and the reaper come here. The *leases* are what a READ or WRITE looks at:
@@ -30,21 +30,18 @@ mod accounts;
 mod host;
 mod leases;
 mod ledger;
-mod limits;
 mod names;
 mod opening;
 mod readers;
 mod reclaim;
 mod records;
-mod retained;
 mod views;
 
 use crate::tier::Tier;
+pub use accounts::Limits;
 use leases::Leases;
 use ledger::Ledger;
-pub use limits::Limits;
-use records::{Freed, Leaving, SessionRecord};
-use retained::Retained;
+use records::{Freed, Leaving, Retained, SessionRecord};
 
 /// Pause between two looks for memory that sessions hold, while the server waits for its clients.
 const LOOK_EVERY: Duration = Duration::from_millis(50);

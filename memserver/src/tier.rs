@@ -5,21 +5,19 @@
 //! compared with the hash of those that left ([`Storage`]). [`Mover`] moves chunks, for operations
 //! and for the [`Evictors`]. This file begins and ends extents.
 
-mod buffers;
 mod chunk;
 mod disk;
 mod evictors;
 mod extent;
 mod figures;
+mod loans;
 mod moves;
 mod pool;
 mod room;
 mod shares;
-mod slots;
 mod storage;
 #[cfg(test)]
 mod tests;
-mod turns;
 
 use std::{
     collections::HashMap,

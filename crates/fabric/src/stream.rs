@@ -186,9 +186,6 @@ impl PeerStream {
         bufs: &mut [IoSliceMut<'_>],
         waits: bool,
     ) -> io::Result<usize> {
-        if let Self::Rdma(stream) = self {
-            return gather(bufs.iter_mut(), |buf| stream.read(buf));
-        }
         let mut message = SocketMessage::new(bufs.as_mut_ptr().cast(), bufs.len());
         // SAFETY:
         // - `IoSliceMut` has the layout of `iovec`, guaranteed by std on Unix;
@@ -205,9 +202,6 @@ impl PeerStream {
     }
 
     pub(crate) fn write_vectored(&self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
-        if let Self::Rdma(stream) = self {
-            return gather(bufs.iter(), |buf| stream.write(buf));
-        }
         let mut message = SocketMessage::new(bufs.as_ptr().cast_mut().cast(), bufs.len());
         // SAFETY:
         // - `IoSlice` has the layout of `iovec`, guaranteed by std on Unix;
@@ -230,8 +224,7 @@ impl PeerStream {
     /// that is written through.
     pub(crate) unsafe fn send_message(&self, message: &mut SocketMessage) -> io::Result<usize> {
         if let Self::Rdma(stream) = self {
-            let vectors = message.vectors();
-            return gather(vectors.iter(), |vector| {
+            return gather(message.vectors(), |vector| {
                 let mut piece = [0; STREAM_MESSAGE_BYTES];
                 let piece = &mut piece[..vector.iov_len.min(STREAM_MESSAGE_BYTES)];
                 let from = vector.iov_base.cast::<u8>();
@@ -246,14 +239,27 @@ impl PeerStream {
         Ok(Errno::result(sent)? as usize)
     }
 
-    /// Receives a message, like `recvmsg`.
+    /// Receives a message, like `recvmsg`. `WouldBlock` when no bytes are there.
     ///
     /// # Safety
     /// The message's vectors point to memory that can be written, and to which no reference exists.
     pub(crate) unsafe fn receive_message(&self, message: &mut SocketMessage) -> io::Result<usize> {
+        // SAFETY: promised by the caller.
+        unsafe { self.receive_vectors(message, false) }
+    }
+
+    /// Receives a message as [`receive_message`](Self::receive_message) does. A socket `waits` for
+    /// the first bytes if asked to.
+    ///
+    /// # Safety
+    /// The same as of [`receive_message`](Self::receive_message).
+    unsafe fn receive_vectors(
+        &self,
+        message: &mut SocketMessage,
+        waits: bool,
+    ) -> io::Result<usize> {
         if let Self::Rdma(stream) = self {
-            let vectors = message.vectors();
-            return gather(vectors.iter(), |vector| {
+            return gather(message.vectors(), |vector| {
                 let mut piece = [0; STREAM_MESSAGE_BYTES];
                 let most = vector.iov_len.min(STREAM_MESSAGE_BYTES);
                 let bytes = stream.read(&mut piece[..most])?;
@@ -264,19 +270,6 @@ impl PeerStream {
                 Ok(bytes)
             });
         }
-        // SAFETY: promised by the caller.
-        unsafe { self.receive_vectors(message, false) }
-    }
-
-    /// Receives a message like [`receive_message`](Self::receive_message), from sockets only.
-    ///
-    /// # Safety
-    /// The same as of [`receive_message`](Self::receive_message).
-    unsafe fn receive_vectors(
-        &self,
-        message: &mut SocketMessage,
-        waits: bool,
-    ) -> io::Result<usize> {
         let flags = if waits { 0 } else { libc::MSG_DONTWAIT };
         // SAFETY: promised by the caller.
         let received = unsafe { libc::recvmsg(self.as_raw_fd(), message.get(), flags) };

@@ -20,8 +20,7 @@ use tracing::{debug, info, warn};
 use super::{
     Ended, State,
     accounts::{charge_of, charge_of_name},
-    records::{ExtentRecord, Given, NameId, SessionRecord},
-    retained::Retained,
+    records::{ExtentRecord, Given, NameId, Retained, SessionRecord},
 };
 use crate::tier::Tenant;
 

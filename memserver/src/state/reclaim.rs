@@ -1,7 +1,11 @@
 //! Reclaim of memory whose lease has ended, and the end of its charge.
 //!
 //! The rule it keeps: the ledger is unlocked meanwhile, since returning gigabytes takes
-//! milliseconds.
+//! milliseconds. Memory that a client over shared memory gave back and has not let go of
+//! ([`Retained`]) counts against the capacity, and against the client's user, until nobody has it
+//! mapped or open any more. So no client can have more of the machine's memory than it is charged
+//! for. Bytes that are written meanwhile are thrown away at each look: when a request needs room,
+//! when figures are asked for, and in the reaper.
 
 use farpage_fabric::{log::later, memory::ExtentFile};
 use farpage_wire::SessionId;
@@ -9,8 +13,7 @@ use tracing::warn;
 
 use super::{
     State,
-    records::{Freed, Leaving},
-    retained::Retained,
+    records::{Freed, Leaving, Retained},
 };
 use crate::tier::Tenant;
 

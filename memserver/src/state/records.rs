@@ -1,14 +1,16 @@
-//! Records of the ledger: sessions, extents and names.
+//! Records of the ledger: sessions, extents, names, and memory whose lease has ended.
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
 use farpage_fabric::{
     host::{Origin, Transport},
-    memory::ExtentMemory,
+    log::later,
+    memory::{ExtentFile, ExtentMemory},
 };
 use farpage_wire::{ExtentId, PublicKey, Secret, SessionId};
+use tracing::warn;
 
-use super::accounts::charge_of_name;
+use super::accounts::{charge_of, charge_of_name};
 
 pub(super) struct SessionRecord {
     pub(super) client: String,
@@ -136,3 +138,31 @@ pub(super) struct Leaving {
 }
 
 pub(super) type Freed = Vec<Leaving>;
+
+/// Memory that a client gave back and has not let go of.
+pub(super) struct Retained {
+    pub(super) file: ExtentFile,
+    /// Origin that is charged for the memory.
+    pub(super) origin: Origin,
+}
+
+impl Retained {
+    pub(super) fn charge(&self) -> u64 {
+        charge_of(self.file.bytes())
+    }
+
+    pub(super) fn file(&self) -> ExtentFile {
+        self.file.clone()
+    }
+
+    /// True if a client still has the memory.
+    pub(super) fn is_held(&self) -> bool {
+        self.file.is_held_elsewhere().unwrap_or_else(|error| {
+            let extent = self.file.id();
+            later(move || {
+                warn!(%extent, %error, "cannot tell whether a client has let go of memory: it is not charged for it");
+            });
+            false
+        })
+    }
+}

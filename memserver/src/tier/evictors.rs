@@ -16,7 +16,7 @@ use std::{
 use farpage_fabric::log::later;
 use parking_lot::MutexGuard;
 
-use super::{buffers::Transfer, moves::Mover, pool::Owner, turns::EVICTORS};
+use super::{loans::Transfer, moves::Mover, pool::Owner, storage::EVICTORS};
 
 /// Pause of an evictor that found nothing to do.
 const PAUSE: Duration = Duration::from_millis(20);

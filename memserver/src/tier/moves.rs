@@ -9,10 +9,10 @@ use std::{fmt, io, sync::Arc, time::Instant};
 use farpage_fabric::memory::{Absent, Residency, SegmentWords};
 
 use super::{
-    buffers::Transfer,
     chunk::{CHUNK_BYTES, Chunk, NONE, Place},
     extent::TieredExtent,
     figures::Figures,
+    loans::Transfer,
     pool::Owner,
     room::Room,
     storage::Storage,

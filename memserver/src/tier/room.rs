@@ -20,7 +20,7 @@ use super::{
     chunk::{CHUNK_BYTES, PACKED_MOST},
     figures::Figures,
     shares::{Books, TABLE_BYTES_PER_CHUNK},
-    turns::EVICTORS,
+    storage::EVICTORS,
 };
 
 /// Memory that chunks leave to the pool: compressed chunks could not leave a full memory otherwise.

@@ -2,7 +2,12 @@
 //!
 //! The rule it keeps: bytes that come back are compared with the hash of those that left.
 
-use std::{io, sync::Arc, time::Instant};
+use std::{
+    collections::{HashSet, VecDeque},
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use farpage_fabric::memory::Absent;
 use lz4_flex::block::{compress_into_with_table, decompress_into};
@@ -10,14 +15,18 @@ use parking_lot::Mutex;
 use twox_hash::XxHash3_128;
 
 use super::{
-    buffers::{Buffers, Transfer},
     chunk::{CHUNK_BYTES, Chunk, NONE, PACKED_MOST, Place},
     disk::{BLOCK_BYTES, Disk},
     figures::Figures,
+    loans::{Loans, Transfer},
     pool::{Owner, Pool},
-    slots::Slots,
-    turns::Turns,
 };
+
+/// Number of evictors. Several keep a disk busy, and one is left when the disk does not answer.
+pub(super) const EVICTORS: usize = 5;
+/// The longest wait of an evictor for a turn at the disk: several writes of a sound disk. Its chunk
+/// then stays hot, and the clock goes on to the next segment.
+const PATIENCE: Duration = Duration::from_millis(20);
 
 /// Number of chunks that are fetched from the spill file at once.
 pub(super) const DISK_FETCHES: usize = 8;
@@ -30,11 +39,14 @@ pub(super) struct Storage {
     pub(super) pool: Pool,
     disk: Box<dyn Disk>,
     pub(super) slots: Mutex<Slots>,
-    turns: Turns,
+    /// Rights to write to the spill file. One evictor never has any: a disk may not answer, and
+    /// chunks that leave memory without it (zeros, compressible or unchanged ones) must leave all
+    /// the same.
+    turns: Loans<()>,
     /// Buffers of fetches from the spill file. Fetches from the pool have their own, and do not
     /// wait for a disk.
-    pub(super) disk_buffers: Buffers,
-    pool_buffers: Buffers,
+    pub(super) disk_buffers: Loans<Transfer>,
+    pool_buffers: Loans<Transfer>,
     figures: Arc<Figures>,
 }
 
@@ -50,9 +62,9 @@ impl Storage {
             pool: Pool::new(pool_bytes)?,
             disk,
             slots: Mutex::new(Slots::new(slots_most)),
-            turns: Turns::new(),
-            disk_buffers: Buffers::new(DISK_FETCHES),
-            pool_buffers: Buffers::new(POOL_FETCHES),
+            turns: Loans::new(EVICTORS - 1, || ()),
+            disk_buffers: Loans::new(DISK_FETCHES, Transfer::new),
+            pool_buffers: Loans::new(POOL_FETCHES, Transfer::new),
             figures,
         })
     }
@@ -131,15 +143,19 @@ impl Storage {
         let len = stored_bytes as usize;
         let whole = len.next_multiple_of(BLOCK_BYTES);
         packed[len..whole].fill(0);
-        let _turn = self.turns.take().ok_or(())?;
-        let slot = self.slots.lock().take();
-        let at = u64::from(slot) * CHUNK_BYTES;
-        if let Err(error) = self.disk.write(at, &packed[..whole]) {
-            self.slots.lock().failed.push_back(slot);
-            self.figures
-                .count_spill_error(&format!("cannot write to the spill file: {error}"));
-            return Err(());
-        }
+        let write = |_: &mut ()| {
+            let slot = self.slots.lock().take();
+            let written = (self.disk).write(u64::from(slot) * CHUNK_BYTES, &packed[..whole]);
+            written.map(|()| slot).map_err(|error| {
+                self.slots.lock().failed.push_back(slot);
+                self.figures
+                    .count_spill_error(&format!("cannot write to the spill file: {error}"));
+            })
+        };
+        let slot = self
+            .turns
+            .lend(Instant::now() + PATIENCE, write)
+            .ok_or(())??;
         Ok(Chunk {
             place: Place::Spilled,
             stored_bytes,
@@ -214,6 +230,53 @@ impl Storage {
             self.figures.count_no_room();
             Err(Absent::NoRoom)
         })
+    }
+}
+
+/// The free places of the spill file. There is a slot for each chunk that is lent. A slot that
+/// failed is used again only when there is no other.
+pub(super) struct Slots {
+    most: u32,
+    pub(super) free: Vec<u32>,
+    /// Number of the first slot that was never used.
+    pub(super) fresh: u32,
+    /// Slots that could not be written. Taken again when there is no other, in the order of their
+    /// failures.
+    pub(super) failed: VecDeque<u32>,
+    /// Slots whose bytes could not be read back as they were written.
+    pub(super) suspect: HashSet<u32>,
+}
+
+impl Slots {
+    pub(super) fn new(most: u64) -> Self {
+        Self {
+            most: most as u32,
+            free: Vec::new(),
+            fresh: 0,
+            failed: VecDeque::new(),
+            suspect: HashSet::new(),
+        }
+    }
+
+    /// Gives `slot` back. A suspect slot counts as failed.
+    pub(super) fn give_back(&mut self, slot: u32) {
+        match self.suspect.remove(&slot) {
+            true => self.failed.push_back(slot),
+            false => self.free.push(slot),
+        }
+    }
+
+    /// Takes a free slot. There is one for each chunk that is lent.
+    pub(super) fn take(&mut self) -> u32 {
+        if let Some(slot) = self.free.pop() {
+            return slot;
+        }
+        if self.fresh < self.most {
+            self.fresh += 1;
+            return self.fresh - 1;
+        }
+        let slot = self.failed.pop_front();
+        slot.expect("a chunk that is lent has a slot")
     }
 }
 

@@ -18,8 +18,13 @@ use farpage_testkit::op;
 use nix::errno::Errno;
 
 use super::{
-    buffers::Transfer, chunk::Place, disk::BLOCK_BYTES, room::TABLE_PATIENCE,
-    shares::TABLE_BYTES_PER_CHUNK, storage::DISK_FETCHES, turns::EVICTORS, *,
+    chunk::Place,
+    disk::BLOCK_BYTES,
+    loans::Transfer,
+    room::TABLE_PATIENCE,
+    shares::TABLE_BYTES_PER_CHUNK,
+    storage::{DISK_FETCHES, EVICTORS},
+    *,
 };
 use crate::{Limits, State};
 

@@ -4,28 +4,25 @@
 
 use std::{
     ptr,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    thread::{self, Thread},
     time::{Duration, Instant},
 };
 
-/// Place where threads of this process wait for a number on a board.
+/// Threads of this process that wait for a number on a board.
 #[derive(Debug, Default)]
-pub(crate) struct Announcements {
-    waiting: Mutex<Waiters>,
-    made: Condvar,
-}
+pub(crate) struct Announcements(Mutex<Vec<Weak<dyn Wake>>>);
 
-#[derive(Debug, Default)]
-struct Waiters {
-    /// Number of threads that sleep until there is news. Without any, no thread is notified.
-    sleepers: usize,
-    watchers: Vec<Weak<dyn Wake>>,
-}
-
-/// A thread that waits for more than one thing.
+/// A thread that waits.
 pub(crate) trait Wake: Send + Sync {
     /// Makes the thread look again, if it sleeps. It sees everything stored before the call.
     fn wake(&self);
+}
+
+impl Wake for Thread {
+    fn wake(&self) {
+        self.unpark();
+    }
 }
 
 impl Announcements {
@@ -34,33 +31,25 @@ impl Announcements {
 
     /// Wakes all that wait, after the number has been placed.
     pub(crate) fn tell(&self) {
-        // A thread that has looked before the change and does not sleep yet holds the lock.
-        let waiting = self.lock();
-        waiting
-            .watchers
-            .iter()
-            .filter_map(Weak::upgrade)
-            .for_each(|watcher| watcher.wake());
-        let sleepers = waiting.sleepers;
-        drop(waiting);
-        if sleepers > 0 {
-            self.made.notify_all();
-        }
+        // A thread that has looked before the change is in the list.
+        let watchers = self.lock();
+        let watchers = watchers.iter().filter_map(Weak::upgrade);
+        watchers.for_each(|watcher| watcher.wake());
     }
 
     /// Wakes `watcher`, too, from now on and as long as it lives.
     pub(crate) fn watch<W: Wake + 'static>(&self, watcher: &Arc<W>) {
-        let mut waiting = self.lock();
+        let mut watchers = self.lock();
         let is_it = |known: &Weak<dyn Wake>| ptr::addr_eq(known.as_ptr(), Arc::as_ptr(watcher));
-        if !waiting.watchers.iter().any(is_it) {
-            waiting.watchers.retain(|known| known.strong_count() > 0);
+        if !watchers.iter().any(is_it) {
+            watchers.retain(|known| known.strong_count() > 0);
             let watcher: Weak<W> = Arc::downgrade(watcher);
-            waiting.watchers.push(watcher);
+            watchers.push(watcher);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiters> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Vec<Weak<dyn Wake>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until `is_so`, while `stays`, and no longer than `until`. Returns the last `is_so`.
@@ -73,7 +62,8 @@ impl Announcements {
         if is_so() {
             return true;
         }
-        let mut held = self.lock();
+        let this = Arc::new(thread::current());
+        self.watch(&this);
         loop {
             if is_so() {
                 return true;
@@ -82,10 +72,7 @@ impl Announcements {
             if left.is_zero() || !stays() {
                 return false;
             }
-            held.sleepers += 1;
-            let slept = self.made.wait_timeout(held, left.min(Self::NAP));
-            held = slept.unwrap_or_else(PoisonError::into_inner).0;
-            held.sleepers -= 1;
+            thread::park_timeout(left.min(Self::NAP));
         }
     }
 }

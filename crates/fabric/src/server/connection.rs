@@ -93,13 +93,12 @@ impl Connection {
         }
         hello.map_err(ReceiveError::from)?;
         let first: Request = self.stream.receive(MAX_FIRST_FRAME_BYTES, until)?;
-        match (purpose, first, self.transport) {
-            (Purpose::Control, Request::Begin { client, resume }, _) => {
+        match (purpose, first) {
+            (Purpose::Control, Request::Begin { client, resume }) => {
                 self.control(&client, resume, until)
             }
-            (Purpose::Control, first @ (Request::Stat | Request::Challenge), _) => {
-                self.visit(first)
-            }
+            (Purpose::Control, first @ (Request::Stat | Request::Challenge)) => self.visit(first),
+            // Over shared memory and RDMA for bytes that are not in the server's memory.
             (
                 Purpose::Data,
                 Request::Attach {
@@ -107,8 +106,6 @@ impl Connection {
                     secret,
                     line,
                 },
-                // Over shared memory and RDMA for bytes that are not in the server's memory.
-                Transport::Tcp | Transport::Shm | Transport::Rdma,
             ) => {
                 if let Err(refusal) = self.service.host.attach(session, &secret) {
                     return self.turn_away(refusal, until);

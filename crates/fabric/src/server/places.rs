@@ -274,41 +274,6 @@ mod tests {
     }
 
     #[test]
-    fn no_address_and_no_session_takes_all_and_who_was_cut_off_comes_back() {
-        let places = ConnectionPlaces::new(ConnectionLimits::new(16));
-        let (mut number, mut line) = (0, 0);
-        let mut place = |origin, aim| {
-            number += 1;
-            let place = places.arrive(number, origin);
-            place.settle(aim).map(|()| place)
-        };
-        let mut data = |session| {
-            line += 1;
-            Aim::Data(session, line)
-        };
-        let (victim, attacker) = (SessionId(1), SessionId(2));
-        let control = place(address(1), Aim::Begin).expect("room");
-        // 1. One session gets a quarter, one address three.
-        let mut taken: Vec<_> = (0..4)
-            .map(|_| place(address(2), data(attacker)).expect("room"))
-            .collect();
-        let refused = place(address(2), data(attacker)).err();
-        assert!(matches!(refused, Some(Refusal::Invalid(why)) if why.contains("per-client")));
-        taken.extend((4..12).map(|_| place(address(2), Aim::Begin).expect("room")));
-        let refused = place(address(2), Aim::Begin).err();
-        assert!(matches!(refused, Some(Refusal::Invalid(why)) if why.contains("per-address")));
-        // 2. Another address, and more of it than is left for all.
-        taken.push(place(address(3), Aim::Begin).expect("room for others"));
-        assert!(place(address(3), Aim::Begin).is_err(), "the rest is kept");
-        // 3. The session from before comes back, with a first data connection.
-        drop(control);
-        let _back = place(address(1), Aim::Resume(victim)).expect("a place is kept");
-        let _data = place(address(1), data(victim)).expect("a place is kept");
-        drop(taken);
-        assert!(place(address(2), Aim::Begin).is_ok(), "places come back");
-    }
-
-    #[test]
     fn clients_that_come_back_leave_room_for_strangers() {
         for connections in [3, 8, 16, 64] {
             let places = ConnectionPlaces::new(ConnectionLimits::new(connections));
@@ -356,36 +321,5 @@ mod tests {
         let (socket, mut peer) = stream();
         late.occupy(&socket);
         assert!(matches!(peer.read(&mut [0]), Ok(0)));
-    }
-
-    #[test]
-    fn a_newer_connection_of_a_line_takes_the_place_of_the_older_one() {
-        let places = ConnectionPlaces::new(ConnectionLimits::new(8));
-        let mut numbers = 0..;
-        let mut place = |origin, aim| {
-            let place = places.arrive(numbers.next().expect("endless"), origin);
-            place.settle(aim).map(|()| place)
-        };
-        let session = SessionId(1);
-        let control = place(address(1), Aim::Begin).expect("room");
-        control.belongs_to(session);
-        let _full: Vec<_> = (0..2)
-            .map(|line| place(address(1), Aim::Data(session, line)).expect("room"))
-            .collect();
-        let mut all = vec![control];
-        for round in 0..20 {
-            // From another address, too: a router may have given it a new one.
-            let aim = Aim::Data(session, round % 2);
-            all.push(place(address(2 + round as u8 % 2), aim).expect("its own place"));
-            assert!(place(address(1), Aim::Data(session, 7)).is_err());
-            all.push(place(address(1), Aim::Resume(session)).expect("its own place"));
-        }
-        let state = places.state.lock();
-        let data = state.settled.values().filter_map(Settled::data);
-        assert_eq!((state.settled.len(), data.count()), (3, 2));
-        drop(state);
-        drop(all);
-        drop(_full);
-        assert!(places.state.lock().settled.is_empty());
     }
 }

@@ -7,7 +7,6 @@
 mod connect;
 mod ending;
 mod keeper;
-mod names;
 mod remote;
 mod requests;
 mod shared;
@@ -31,7 +30,7 @@ use farpage_wire::{
 };
 
 pub use self::visit::Visit;
-use self::{names::all_names, remote::Remote};
+use self::{remote::Remote, requests::all_names};
 use crate::{
     AllocError, Buf, Channel, ConnectError, ControlError, Link, OpenNameError, PublishError,
     SessionOptions,
@@ -293,11 +292,11 @@ impl Session {
         let (mut groups, mut routes) = (Vec::new(), Vec::new());
         for (number, session) in sessions.iter().enumerate() {
             session.check_table()?;
-            let route = match (session.backend.get(), &session.link) {
-                (Backend::Remote(remote), None) => {
+            let route = match session.remote().filter(|_| session.link.is_none()) {
+                Some(remote) => {
                     remote.route(&(Arc::clone(session) as KeepAlive), session.line().number)?
                 }
-                _ => None,
+                None => None,
             };
             match route {
                 Some(route) => routes.push((number, route)),
@@ -311,58 +310,50 @@ impl Session {
         Ok(groups)
     }
 
+    /// Returns the connection to a server process. `None`: the server is simulated.
+    fn remote(&self) -> Option<&Remote> {
+        match self.backend.get() {
+            Backend::Remote(remote) => Some(remote),
+            Backend::Sim(_) => None,
+        }
+    }
+
     /// Returns the registrar of the adapter that this session's channels use. Without an adapter,
     /// and before the first channel is open, returns the [`NullRegistrar`].
     pub fn registrar(&self) -> Arc<dyn Registrar> {
-        match self.backend.get() {
-            Backend::Remote(remote) => remote.registrar(),
-            Backend::Sim(_) => Arc::new(NullRegistrar),
-        }
+        (self.remote()).map_or_else(|| Arc::new(NullRegistrar) as _, Remote::registrar)
     }
 
     /// Returns the number of bytes that channels over RDMA have copied through registered memory of
     /// their own, because their buffers are not registered. 0 over other fabrics.
     pub fn bounced_bytes(&self) -> u64 {
-        match self.backend.get() {
-            Backend::Remote(remote) => remote.bounced_bytes(),
-            Backend::Sim(_) => 0,
-        }
+        self.remote().map_or(0, Remote::bounced_bytes)
     }
 
     /// Returns the state that the session's channels over RDMA share, for tests that cheat.
     #[cfg(all(test, feature = "rdma"))]
     pub(crate) fn rdma(&self) -> &crate::rdma::Client {
-        match self.backend.get() {
-            Backend::Remote(remote) => remote.rdma(),
-            Backend::Sim(_) => unreachable!("asked of a session over RDMA only"),
-        }
+        self.remote().expect("asked over RDMA only").rdma()
     }
 
     /// True if the server's process is known to have ended although the memory that it lent can
     /// still be reached. Its names can no longer be opened. Known over shared memory only.
     pub fn has_outlived_server(&self) -> bool {
-        match self.backend.get() {
-            Backend::Remote(remote) => remote.has_outlived_server(),
-            Backend::Sim(_) => false,
-        }
+        self.remote().is_some_and(Remote::has_outlived_server)
     }
 
     /// Returns the reason why this session's memory is lost, once the server has ended the session
     /// or is known to have been started anew. With `refused`, also where the lease must have run
     /// out: for a caller that has just found memory that is not its own any more.
     pub fn loss(&self, refused: bool) -> Option<String> {
-        match self.backend.get() {
-            Backend::Remote(remote) => remote.loss(refused),
-            Backend::Sim(_) => None,
-        }
+        self.remote()?.loss(refused)
     }
 
     /// Adds to the bytes of the pages that this client keeps on the server. Negative values
     /// subtract. The server is told the sums with every renewal of the lease, for its figures.
     pub fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {
-        match self.backend.get() {
-            Backend::Remote(remote) => remote.add_contents(plain_bytes, stored_bytes),
-            Backend::Sim(_) => {}
+        if let Some(remote) = self.remote() {
+            remote.add_contents(plain_bytes, stored_bytes);
         }
     }
 
@@ -393,10 +384,9 @@ impl Session {
     /// should move their memory elsewhere. The server is asked every few seconds. The call is made
     /// by a thread of the session, which nothing may hold up.
     pub fn when_draining(&self, notice: impl FnOnce() + Send + 'static) {
-        match self.backend.get() {
-            Backend::Remote(remote) => remote.when_draining(Box::new(notice)),
-            // A simulated server never says so.
-            Backend::Sim(_) => {}
+        // A simulated server never says so.
+        if let Some(remote) = self.remote() {
+            remote.when_draining(Box::new(notice));
         }
     }
 

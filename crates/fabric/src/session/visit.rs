@@ -13,7 +13,7 @@ use farpage_wire::{
 
 use super::{
     connect::{not_connected, open, turned_away},
-    names::all_names,
+    requests::all_names,
 };
 use crate::{
     ConnectError, SessionOptions, home,

@@ -3,8 +3,7 @@
 //! The rule it keeps: no reference is made to memory that others may change.
 
 use std::{
-    io::{self, IoSlice, IoSliceMut},
-    ptr,
+    io, ptr,
     sync::atomic::{Ordering, fence},
 };
 
@@ -68,48 +67,22 @@ impl SocketMessage {
     }
 }
 
-/// Moves as many of `parts` as go at once, each by `step`, which may move only a part's beginning.
+/// Moves as many bytes of `vectors` as go at once, each vector by `step`, which may move only a
+/// vector's beginning.
 ///
-/// A part that was not moved whole is the last: the caller comes again with the rest.
-pub(super) fn gather<T>(
-    parts: impl Iterator<Item = T>,
-    mut step: impl FnMut(T) -> io::Result<usize>,
-) -> io::Result<usize>
-where
-    T: PartBytes,
-{
+/// A vector that was not moved whole is the last: the caller comes again with the rest.
+pub(super) fn gather(
+    vectors: &[libc::iovec],
+    mut step: impl FnMut(&libc::iovec) -> io::Result<usize>,
+) -> io::Result<usize> {
     let mut moved = 0;
-    for part in parts {
-        let part_bytes = part.bytes();
-        match step(part) {
-            Ok(bytes) if bytes == part_bytes => moved += bytes,
+    for vector in vectors {
+        match step(vector) {
+            Ok(bytes) if bytes == vector.iov_len => moved += bytes,
             Ok(bytes) => return Ok(moved + bytes),
             Err(error) if moved > 0 && retry(&error) => break,
             Err(error) => return Err(error),
         }
     }
     Ok(moved)
-}
-
-/// A part that [`gather`] moves.
-pub(super) trait PartBytes {
-    fn bytes(&self) -> usize;
-}
-
-impl PartBytes for &IoSlice<'_> {
-    fn bytes(&self) -> usize {
-        self.len()
-    }
-}
-
-impl PartBytes for &mut IoSliceMut<'_> {
-    fn bytes(&self) -> usize {
-        self.len()
-    }
-}
-
-impl PartBytes for &libc::iovec {
-    fn bytes(&self) -> usize {
-        self.iov_len
-    }
 }

@@ -140,18 +140,3 @@ fn shutdown_ends_busy_and_idle_connections_in_bounded_time() {
         begun.elapsed()
     );
 }
-
-#[test]
-fn a_client_that_dies_without_a_goodbye_holds_nothing_over_shared_memory() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("socket");
-    let server = Server::start(&Endpoint::Shm(path));
-    for _ in 0..200 {
-        let (mut stream, _) = server.begin();
-        stream.grant(1 << 20).expect("room");
-    }
-    wait_until("200 dead clients are forgotten", || {
-        let stat = server.host.stat();
-        (stat.sessions, stat.granted_bytes) == (0, 0)
-    });
-}

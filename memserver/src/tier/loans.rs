@@ -1,4 +1,5 @@
-//! [`Transfer`]: buffers for moving one chunk, and [`Buffers`], which lends them.
+//! [`Loans`]: things that are lent one at a time, as the buffers for moving one chunk
+//! ([`Transfer`]) and turns at the disk.
 //!
 //! The rule it keeps: the buffers' memory is taken at the start, and counted from then on.
 
@@ -10,9 +11,9 @@ use parking_lot::{Condvar, Mutex};
 
 use super::disk::{Aligned, BLOCK_BYTES};
 
-/// A set of [`Transfer`]s, lent one at a time.
-pub(super) struct Buffers {
-    pub(super) free: Mutex<Vec<Transfer>>,
+/// A set of things, lent one at a time.
+pub(super) struct Loans<T> {
+    pub(super) free: Mutex<Vec<T>>,
     came_back: Condvar,
 }
 
@@ -35,32 +36,28 @@ impl Transfer {
     }
 }
 
-impl Buffers {
-    pub(super) fn new(count: usize) -> Self {
+impl<T> Loans<T> {
+    pub(super) fn new(count: usize, make: impl Fn() -> T) -> Self {
         Self {
-            free: Mutex::new((0..count).map(|_| Transfer::new()).collect()),
+            free: Mutex::new((0..count).map(|_| make()).collect()),
             came_back: Condvar::new(),
         }
     }
 
-    /// Lends a buffer to `work`, and waits for one until `until`. `None` if all stay in use.
-    pub(super) fn lend<T>(
-        &self,
-        until: Instant,
-        work: impl FnOnce(&mut Transfer) -> T,
-    ) -> Option<T> {
+    /// Lends one to `work`, and waits for it until `until`. `None` if all stay in use.
+    pub(super) fn lend<R>(&self, until: Instant, work: impl FnOnce(&mut T) -> R) -> Option<R> {
         let mut free = self.free.lock();
-        let mut buffer = loop {
-            if let Some(buffer) = free.pop() {
-                break buffer;
+        let mut lent = loop {
+            if let Some(lent) = free.pop() {
+                break lent;
             }
             if self.came_back.wait_until(&mut free, until).timed_out() {
                 return None;
             }
         };
         drop(free);
-        let done = work(&mut buffer);
-        self.free.lock().push(buffer);
+        let done = work(&mut lent);
+        self.free.lock().push(lent);
         self.came_back.notify_one();
         Some(done)
     }
