@@ -1,5 +1,5 @@
-//! The suite that every fabric must pass, against this crate's server: in this process, and as the
-//! real binary that is really killed.
+//! The suite that every fabric must pass, against this crate's server: the real binary that is
+//! really killed, and a server that lends more than its memory.
 
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
@@ -30,16 +30,6 @@ fn connect(endpoint: &Endpoint) -> Arc<Session> {
     .unwrap()
 }
 
-fn against_a_server_in_this_process(endpoint: impl Fn(&Both) -> &Endpoint) {
-    let both = Both::start(CAPACITY_BYTES, Duration::from_secs(10));
-    let endpoint = endpoint(&both).clone();
-    conformance::check(Fabric {
-        connect: &|| connect(&endpoint),
-        kill: Box::new(move || drop(both)),
-        memory_stays: false,
-    });
-}
-
 fn against_the_binary(endpoint: impl Fn(&Daemon) -> &Endpoint) {
     let mut daemon = Daemon::start(&["--capacity", &CAPACITY_BYTES.to_string()]);
     let endpoint = endpoint(&daemon).clone();
@@ -48,16 +38,6 @@ fn against_the_binary(endpoint: impl Fn(&Daemon) -> &Endpoint) {
         kill: Box::new(move || daemon.kill()),
         memory_stays: matches!(endpoint, Endpoint::Shm(_)),
     });
-}
-
-#[test]
-fn shm_to_a_server_in_this_process_conforms() {
-    against_a_server_in_this_process(|both| &both.shm);
-}
-
-#[test]
-fn tcp_to_a_server_in_this_process_conforms() {
-    against_a_server_in_this_process(|both| &both.tcp);
 }
 
 #[test]

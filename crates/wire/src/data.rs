@@ -465,37 +465,22 @@ mod tests {
         };
         let decode = |op: OpHeader| OpHeader::decode(&op.encode());
         assert_eq!(decode(op), Ok(op));
-        assert_eq!(
-            decode(OpHeader { len: 0, ..op }),
-            Err(DataDecodeError::Length(0))
-        );
-        assert_eq!(
-            decode(OpHeader {
-                len: MAX_OP_BYTES + 1,
-                ..op
-            }),
-            Err(DataDecodeError::Length(MAX_OP_BYTES + 1))
-        );
+        let long = |kind, len| OpHeader { kind, len, ..op };
+        let mut wrong = vec![long(OpKind::Read, 0), long(OpKind::Read, MAX_OP_BYTES + 1)];
         for kind in [OpKind::FetchAdd, OpKind::CompareSwap] {
-            for len in [4, 7, 9, 16] {
-                assert_eq!(
-                    decode(OpHeader { kind, len, ..op }),
-                    Err(DataDecodeError::Length(len))
-                );
-            }
+            wrong.extend([4, 7, 9, 16].map(|len| long(kind, len)));
         }
+        for op in wrong {
+            assert_eq!(decode(op), Err(DataDecodeError::Length(op.len)));
+        }
+        let following = MAX_BATCH as u16;
         assert_eq!(
-            decode(OpHeader {
-                following: MAX_BATCH as u16,
-                ..op
-            }),
+            decode(OpHeader { following, ..op }),
             Err(DataDecodeError::Batch)
         );
+        let offset = u64::MAX;
         assert_eq!(
-            decode(OpHeader {
-                offset: u64::MAX,
-                ..op
-            }),
+            decode(OpHeader { offset, ..op }),
             Err(DataDecodeError::Offset)
         );
     }

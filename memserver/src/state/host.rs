@@ -63,12 +63,7 @@ impl Host for State {
         drop(ledger);
         let (client, address) = (client.to_owned(), peer.name.clone());
         later(move || info!(session = %id, client, address, ?transport, "session begun"));
-        Ok(Admission {
-            session: id,
-            secret,
-            lease: self.limits.lease,
-            paged: self.tier.is_some(),
-        })
+        Ok(self.admission(id, secret))
     }
 
     fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal> {
@@ -458,6 +453,7 @@ impl Host for State {
         let extents = ledger.extents.values();
         let mut memories: Vec<_> = extents.map(|extent| extent.memory.file()).collect();
         memories.extend(retained.iter().map(Retained::file));
+        let tier = self.tier.as_ref();
         let stat = ServerStat {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             uptime_ms: self.started.elapsed().as_millis() as u64,
@@ -477,16 +473,8 @@ impl Host for State {
             retained_bytes,
             readers,
             old_versions,
-            tiers: self
-                .tier
-                .as_ref()
-                .map(|tier| tier.stat())
-                .unwrap_or_default(),
-            shares: self
-                .tier
-                .as_ref()
-                .map(|tier| tier.shares())
-                .unwrap_or_default(),
+            tiers: tier.map_or_else(Default::default, |tier| tier.stat()),
+            shares: tier.map_or_else(Vec::new, |tier| tier.shares()),
             ..ServerStat::default()
         };
         drop(ledger);
@@ -501,6 +489,15 @@ impl Host for State {
 }
 
 impl State {
+    fn admission(&self, session: SessionId, secret: Secret) -> Admission {
+        Admission {
+            session,
+            secret,
+            lease: self.limits.lease,
+            paged: self.tier.is_some(),
+        }
+    }
+
     fn resume(
         &self,
         id: SessionId,
@@ -533,12 +530,7 @@ impl State {
         let (secret, client) = (session.secret, session.client.clone());
         drop(ledger);
         later(move || info!(session = %id, client, address, "session resumed"));
-        Ok(Admission {
-            session: id,
-            secret,
-            lease: self.limits.lease,
-            paged: self.tier.is_some(),
-        })
+        Ok(self.admission(id, secret))
     }
 }
 

@@ -76,3 +76,54 @@ impl Announcements {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    impl Wake for AtomicU32 {
+        fn wake(&self) {
+            self.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn each_that_watches_is_woken_once_by_a_change_until_it_has_gone() {
+        let announcements = Announcements::default();
+        let [one, other] = [(); 2].map(|()| Arc::new(AtomicU32::new(0)));
+        for watcher in [&one, &other, &one] {
+            announcements.watch(watcher);
+        }
+        announcements.tell();
+        let woken = [&one, &other].map(|watcher| watcher.load(Ordering::Relaxed));
+        assert_eq!(woken, [1, 1]);
+        drop(other);
+        announcements.watch(&Arc::new(AtomicU32::new(0)));
+        announcements.tell();
+        assert_eq!(one.load(Ordering::Relaxed), 2);
+        assert_eq!(announcements.lock().len(), 2, "who has gone is forgotten");
+    }
+
+    #[test]
+    fn threads_that_wait_are_woken_by_a_change_and_do_not_sleep_their_time_out() {
+        const WAITS: u32 = 50;
+        let announcements = Announcements::default();
+        let begun = Instant::now();
+        for _ in 0..WAITS {
+            let looks = AtomicU32::new(0);
+            // The change comes between the second look and the sleep.
+            let is_so = || {
+                if looks.fetch_add(1, Ordering::Relaxed) == 1 {
+                    announcements.tell();
+                }
+                looks.load(Ordering::Relaxed) > 2
+            };
+            let until = begun + Duration::from_secs(60);
+            assert!(announcements.wait(until, &is_so, &|| true));
+        }
+        let took = begun.elapsed();
+        assert!(took < Announcements::NAP * WAITS / 2, "{took:?}");
+    }
+}

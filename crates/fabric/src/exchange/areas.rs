@@ -260,14 +260,15 @@ impl Host for Areas {
     ) -> Result<Admission, Refusal> {
         let mut state = self.state.lock();
         state.expire(self.lease);
+        let admission = |session, secret| Admission {
+            session,
+            secret,
+            lease: self.lease,
+            paged: false,
+        };
         if let Some((session, secret)) = resume {
             state.proved(session, &secret)?.heard = Instant::now();
-            return Ok(Admission {
-                session,
-                secret,
-                lease: self.lease,
-                paged: false,
-            });
+            return Ok(admission(session, secret));
         }
         if state.sessions.len() >= SESSIONS_MAX {
             return Err(Refusal::Invalid(format!(
@@ -280,17 +281,12 @@ impl Host for Areas {
         state.last_id += 1;
         let (session, secret) = (SessionId(state.last_id), Secret(bytes));
         let stay = Stay {
-            secret: Secret(bytes),
+            secret,
             transport,
             heard: Instant::now(),
         };
         state.sessions.insert(session, stay);
-        Ok(Admission {
-            session,
-            secret,
-            lease: self.lease,
-            paged: false,
-        })
+        Ok(admission(session, secret))
     }
 
     fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal> {

@@ -155,7 +155,11 @@ impl Drop for RequestRoom<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::{thread, time::Duration};
+    use std::{
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+        time::Duration,
+    };
 
     use super::*;
 
@@ -222,5 +226,29 @@ mod tests {
         assert!(parts[0].grow(LONG / 2, Instant::now(), &|| false).is_ok());
         drop(parts);
         assert!(frames.state.lock().rooms.is_empty());
+    }
+
+    #[test]
+    fn whoever_is_not_wanted_any_more_does_not_wait() {
+        let frames = RequestBudget::default();
+        let _held = [(); 2].map(|()| room(&frames, 1, LONG, Instant::now()).unwrap());
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let begun = Instant::now();
+            let waits = scope.spawn(|| {
+                let until = Instant::now() + Duration::from_secs(60);
+                let mut room = frames.room(Origin::User(1));
+                room.grow(1, until, &|| is_over.load(Ordering::Relaxed))
+            });
+            thread::sleep(Duration::from_millis(10));
+            is_over.store(true, Ordering::Relaxed);
+            frames.wake();
+            assert!(waits.join().unwrap().is_err());
+            assert!(
+                begun.elapsed() < Duration::from_secs(30),
+                "{:?}",
+                begun.elapsed()
+            );
+        });
     }
 }

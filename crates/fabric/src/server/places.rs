@@ -274,6 +274,41 @@ mod tests {
     }
 
     #[test]
+    fn no_address_and_no_session_takes_all_and_who_was_cut_off_comes_back() {
+        let places = ConnectionPlaces::new(ConnectionLimits::new(16));
+        let (mut number, mut line) = (0, 0);
+        let mut place = |origin, aim| {
+            number += 1;
+            let place = places.arrive(number, origin);
+            place.settle(aim).map(|()| place)
+        };
+        let mut data = |session| {
+            line += 1;
+            Aim::Data(session, line)
+        };
+        let (victim, attacker) = (SessionId(1), SessionId(2));
+        let control = place(address(1), Aim::Begin).expect("room");
+        // 1. One session gets a quarter, one address three.
+        let mut taken: Vec<_> = (0..4)
+            .map(|_| place(address(2), data(attacker)).expect("room"))
+            .collect();
+        let refused = place(address(2), data(attacker)).err();
+        assert!(matches!(refused, Some(Refusal::Invalid(why)) if why.contains("per-client")));
+        taken.extend((4..12).map(|_| place(address(2), Aim::Begin).expect("room")));
+        let refused = place(address(2), Aim::Begin).err();
+        assert!(matches!(refused, Some(Refusal::Invalid(why)) if why.contains("per-address")));
+        // 2. Another address, and more of it than is left for all.
+        taken.push(place(address(3), Aim::Begin).expect("room for others"));
+        assert!(place(address(3), Aim::Begin).is_err(), "the rest is kept");
+        // 3. The session from before comes back, with a first data connection.
+        drop(control);
+        let _back = place(address(1), Aim::Resume(victim)).expect("a place is kept");
+        let _data = place(address(1), data(victim)).expect("a place is kept");
+        drop(taken);
+        assert!(place(address(2), Aim::Begin).is_ok(), "places come back");
+    }
+
+    #[test]
     fn clients_that_come_back_leave_room_for_strangers() {
         for connections in [3, 8, 16, 64] {
             let places = ConnectionPlaces::new(ConnectionLimits::new(connections));

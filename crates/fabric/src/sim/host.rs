@@ -3,7 +3,7 @@
 //! The rule it keeps: extents live as long as a lease, a name or a reader.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    collections::{BTreeSet, HashMap, HashSet},
     sync::Arc,
     time::Duration,
 };
@@ -84,10 +84,20 @@ impl SimHost {
 
 impl SimState {
     fn known(&self, session: SessionId) -> Result<(), Refusal> {
-        self.sessions
-            .contains_key(&session)
-            .then_some(())
-            .ok_or(Refusal::NoSession)
+        let is_known = self.sessions.contains_key(&session);
+        is_known.then_some(()).ok_or(Refusal::NoSession)
+    }
+
+    /// Checks that `secret` is the session's own.
+    fn proved(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal> {
+        self.known(session)?;
+        let is_own = *secret == secret_of(session);
+        is_own.then_some(()).ok_or(Refusal::NoSession)
+    }
+
+    fn next_id(&mut self) -> u64 {
+        self.last_id += 1;
+        self.last_id
     }
 
     fn owned(&self, session: SessionId, id: ExtentId) -> Result<&Arc<ExtentMemory>, Refusal> {
@@ -98,31 +108,33 @@ impl SimState {
     }
 
     fn granted_bytes(&self) -> u64 {
-        self.extents
-            .values()
-            .map(|extent| extent.memory.bytes())
-            .sum()
+        let extents = self.extents.values();
+        extents.map(|extent| extent.memory.bytes()).sum()
     }
 
     /// Returns the published version of a name, and the older ones that are read.
     fn versions(&self, name: &str) -> Versions {
         let published = self.names.get(name).map_or(0, |record| record.version);
-        let mut readings: BTreeMap<u64, BTreeSet<u64>> = BTreeMap::new();
-        let views = self.views.values();
-        for view in views.filter(|view| view.name == name && view.version != published) {
-            readings
-                .entry(view.version)
-                .or_default()
-                .insert(view.reading);
+        let old = self
+            .readings(name)
+            .filter(|(version, _)| *version != published);
+        let mut read: Vec<VersionRead> = Vec::new();
+        for (version, _) in old.collect::<BTreeSet<_>>() {
+            match read.last_mut().filter(|last| last.version == version) {
+                Some(last) => last.readers += 1,
+                None => read.push(VersionRead {
+                    version,
+                    readers: 1,
+                }),
+            }
         }
-        let read = readings.into_iter().map(|(version, readings)| VersionRead {
-            version,
-            readers: readings.len() as u64,
-        });
-        Versions {
-            published,
-            read: read.collect(),
-        }
+        Versions { published, read }
+    }
+
+    /// Lists version and number of the readings of a name, a reading once for each of its views.
+    fn readings(&self, name: &str) -> impl Iterator<Item = (u64, u64)> {
+        let views = self.views.values().filter(move |view| view.name == name);
+        views.map(|view| (view.version, view.reading))
     }
 
     /// Ends the leases to read that are over.
@@ -200,16 +212,8 @@ impl Host for SimHost {
     ) -> Result<Admission, Refusal> {
         let mut state = self.state.lock();
         let session = match resume {
-            Some((session, secret)) => {
-                state.known(session)?;
-                (secret == secret_of(session))
-                    .then_some(session)
-                    .ok_or(Refusal::NoSession)?
-            }
-            None => {
-                state.last_id += 1;
-                SessionId(state.last_id)
-            }
+            Some((session, secret)) => state.proved(session, &secret).map(|()| session)?,
+            None => SessionId(state.next_id()),
         };
         state.sessions.insert(session, transport);
         Ok(Admission {
@@ -221,10 +225,7 @@ impl Host for SimHost {
     }
 
     fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal> {
-        self.state.lock().known(session)?;
-        (*secret == secret_of(session))
-            .then_some(())
-            .ok_or(Refusal::NoSession)
+        self.state.lock().proved(session, secret)
     }
 
     fn renew(&self, session: SessionId) -> Result<(), Refusal> {
@@ -259,18 +260,15 @@ impl Host for SimHost {
                 limit: Limit::Capacity(self.capacity_bytes),
             });
         }
-        state.last_id += 1;
-        let id = ExtentId(state.last_id);
+        let id = ExtentId(state.next_id());
         let memory = ExtentMemory::create(id, bytes, atomics)
             .map_err(|error| Refusal::Invalid(error.to_string()))?;
-        state.extents.insert(
-            id,
-            SimExtent {
-                memory: Arc::clone(&memory),
-                owner: Some(session),
-                names: 0,
-            },
-        );
+        let extent = SimExtent {
+            memory: Arc::clone(&memory),
+            owner: Some(session),
+            names: 0,
+        };
+        state.extents.insert(id, extent);
         Ok(memory)
     }
 
@@ -328,9 +326,9 @@ impl Host for SimHost {
         extents: &[ExtentId],
     ) -> Result<Versions, Refusal> {
         let mut state = self.state.lock();
-        extents
-            .iter()
-            .try_for_each(|id| state.owned(session, *id).map(|_| ()))?;
+        for id in extents {
+            state.owned(session, *id)?;
+        }
         let mut claimed_by = None;
         if let Some(old) = state.names.get(name) {
             if state.in_use(old, session) {
@@ -342,18 +340,14 @@ impl Host for SimHost {
             claimed_by = old.claimed_by;
         }
         for id in extents {
-            state
-                .extents
-                .get_mut(id)
-                .expect("owned, as seen above")
-                .names += 1;
+            let extent = state.extents.get_mut(id);
+            extent.expect("owned, as seen above").names += 1;
         }
-        state.last_id += 1;
         let new = SimName {
             manifest: Some(manifest),
             extents: extents.to_vec(),
             claimed_by,
-            version: state.last_id,
+            version: state.next_id(),
         };
         if let Some(old) = state.names.insert(name.to_owned(), new) {
             state.unname(old);
@@ -373,16 +367,12 @@ impl Host for SimHost {
         if state.holders(named).next().is_some() {
             return Err(Refusal::InUse);
         }
-        let manifest = named
-            .manifest
-            .clone()
-            .expect("bound, since nobody claims it");
+        let manifest = named.manifest.clone();
+        let manifest = manifest.expect("bound, since nobody claims it");
         let mut extents = Vec::new();
         for id in named.extents.clone() {
-            let extent = state
-                .extents
-                .get_mut(&id)
-                .expect("a name keeps its extents");
+            let extent = state.extents.get_mut(&id);
+            let extent = extent.expect("a name keeps its extents");
             extent.owner = Some(session);
             extent.memory = extent.memory.lease_anew();
             extents.push(Arc::clone(&extent.memory));
@@ -405,12 +395,10 @@ impl Host for SimHost {
         let named = state.names.get(name).ok_or(Refusal::NotFound)?;
         let manifest = named.manifest.clone().ok_or(Refusal::NotFound)?;
         let (version, ids) = (named.version, named.extents.clone());
-        state.last_id += 1;
-        let reading = state.last_id;
+        let reading = state.next_id();
         let mut extents = Vec::new();
         for of in ids {
-            state.last_id += 1;
-            let id = ExtentId(state.last_id);
+            let id = ExtentId(state.next_id());
             let memory = state.extents[&of].memory.view(id);
             extents.push((of, Arc::clone(&memory)));
             let view = SimView {
@@ -438,12 +426,11 @@ impl Host for SimHost {
     fn remove(&self, asker: Asker, name: &str, _owner: Option<PublicKey>) -> Result<(), Refusal> {
         let mut state = self.state.lock();
         let named = state.names.get(name).ok_or(Refusal::NotFound)?;
-        if state
-            .holders(named)
-            .any(|holder| asker != Asker::Session(holder))
-        {
+        let mut holders = state.holders(named);
+        if holders.any(|holder| asker != Asker::Session(holder)) {
             return Err(Refusal::InUse);
         }
+        drop(holders);
         let named = state.names.remove(name).expect("seen above");
         state.unname(named);
         Ok(())
@@ -465,11 +452,7 @@ impl Host for SimHost {
                 name: name.clone(),
                 bytes: record.extents.iter().map(bytes).sum(),
                 in_use: state.holders(record).next().is_some(),
-                readers: (state.views.values())
-                    .filter(|view| view.name == *name)
-                    .map(|view| view.reading)
-                    .collect::<HashSet<_>>()
-                    .len() as u64,
+                readers: state.readings(name).collect::<HashSet<_>>().len() as u64,
                 old_versions: state.versions(name).read.len() as u64,
             })
             .collect();
@@ -484,9 +467,7 @@ impl Host for SimHost {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             capacity_bytes: self.capacity_bytes,
             granted_bytes: state.granted_bytes(),
-            resident_bytes: state
-                .extents
-                .values()
+            resident_bytes: (state.extents.values())
                 .map(|extent| extent.memory.resident_bytes())
                 .sum(),
             sessions: state.sessions.len() as u64,

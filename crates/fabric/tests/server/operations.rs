@@ -236,7 +236,8 @@ fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
             .expect("an answer"),
         Response::Done
     );
-    data.drain("a WRITE whose lease has ended");
+    let answer = data.drain("a WRITE whose lease has ended");
+    assert_eq!(answer, [], "an answer before the bytes had moved");
     assert_eq!(Arc::strong_count(&memory), 1, "nobody keeps the memory");
 }
 

@@ -1,6 +1,9 @@
 //! Bytes of all messages, and bytes that are none.
 
-use proptest::{collection::vec, option, prelude::*};
+use std::fmt;
+
+use proptest::{collection::vec, prelude::*};
+use serde::{Serialize, de::DeserializeOwned};
 
 use super::*;
 use crate::{ClientStat, ShareStat, TierStat};
@@ -30,6 +33,25 @@ fn another_version_is_named_and_not_called_garbage() {
         Hello::decode(b"GET / HTTP/1.1\r\n"),
         Err(ControlDecodeError::NotFarpage)
     );
+}
+
+/// Checks that a message is sent as the bytes `expected`, and read from these alone: a cut or
+/// lengthened message is an error.
+fn travels<T>((message, expected): (T, Vec<u8>))
+where
+    T: Serialize + DeserializeOwned + PartialEq + fmt::Debug,
+{
+    let frame = encode(&message).expect("short");
+    let (prefix, body) = frame.split_first_chunk().expect("a prefix");
+    assert_eq!(body, expected, "{message:?}");
+    assert_eq!(frame_bytes(*prefix, MAX_FRAME_BYTES), Ok(body.len()));
+    let cut = decode::<T>(&body[..body.len() - 1]);
+    assert!(cut.is_err(), "{message:?}: {cut:?}");
+    for extra in [0, 1, 0xff] {
+        let longer = decode::<T>(&[body, &[extra]].concat());
+        assert!(longer.is_err(), "{message:?}: {longer:?}");
+    }
+    assert_eq!(decode(body), Ok(message));
 }
 
 /// A failure means that the protocol has changed: see [`VERSION`].
@@ -138,11 +160,7 @@ fn every_message_has_the_bytes_of_this_version() {
         (Request::Readers { name: name.clone() }, vec![17, 1, b'n']),
         (Request::Leaving, vec![18]),
     ];
-    for (request, expected) in requests {
-        let frame = encode(&request).expect("short");
-        assert_eq!(frame[..PREFIX_BYTES], (expected.len() as u32).to_le_bytes());
-        assert_eq!(frame[PREFIX_BYTES..], expected, "{request:?}");
-    }
+    requests.into_iter().for_each(travels);
     let stat = ServerStat {
         version: "v".to_owned(),
         uptime_ms: 1,
@@ -282,10 +300,7 @@ fn every_message_has_the_bytes_of_this_version() {
         ),
         (Response::Versions(versions), vec![9, 0xac, 2, 1, 3, 2]),
     ];
-    for (response, expected) in responses {
-        let frame = encode(&response).expect("short");
-        assert_eq!(frame[PREFIX_BYTES..], expected, "{response:?}");
-    }
+    responses.into_iter().for_each(travels);
     let key = RemoteKey {
         address: 300,
         rkey: 3,
@@ -343,83 +358,7 @@ fn a_frame_beyond_its_limit_is_refused_before_it_is_read() {
     ));
 }
 
-fn request() -> impl Strategy<Value = Request> {
-    let secret = any::<[u8; 16]>().prop_map(Secret);
-    let resume = option::of((any::<u64>().prop_map(SessionId), secret.clone()));
-    let key = any::<[u8; 32]>().prop_map(PublicKey);
-    prop_oneof![
-        (any::<String>(), resume).prop_map(|(client, resume)| Request::Begin { client, resume }),
-        (any::<u64>(), secret, any::<u64>()).prop_map(|(id, secret, line)| Request::Attach {
-            session: SessionId(id),
-            secret,
-            line
-        }),
-        Just(Request::Renew),
-        (any::<u64>(), any::<u64>()).prop_map(|(plain_bytes, stored_bytes)| {
-            Request::Contents {
-                plain_bytes,
-                stored_bytes,
-            }
-        }),
-        Just(Request::Goodbye),
-        Just(Request::Leaving),
-        (any::<u64>(), any::<bool>(), option::of(any::<u64>())).prop_map(
-            |(bytes, atomics, serial)| Request::Grant {
-                bytes,
-                atomics,
-                serial
-            }
-        ),
-        any::<u64>().prop_map(|id| Request::Release {
-            extent: ExtentId(id)
-        }),
-        (
-            any::<String>(),
-            vec(any::<u8>(), 0..300),
-            vec(any::<u64>().prop_map(ExtentId), 0..30)
-        )
-            .prop_map(|(name, manifest, extents)| Request::Publish {
-                name,
-                manifest,
-                extents
-            }),
-        (any::<String>(), option::of(any::<u64>()))
-            .prop_map(|(name, serial)| Request::Open { name, serial }),
-        (any::<String>(), option::of(key.clone()))
-            .prop_map(|(name, owner)| Request::Remove { name, owner }),
-        Just(Request::Stat),
-        Just(Request::Challenge),
-        (key.clone(), any::<[[u8; 32]; 2]>()).prop_map(|(key, halves)| Request::Identify {
-            key,
-            signature: Signature(halves)
-        }),
-        (any::<String>(), any::<bool>())
-            .prop_map(|(name, replace)| Request::Claim { name, replace }),
-        any::<String>().prop_map(|name| Request::Disclaim { name }),
-        option::of((key, any::<String>())).prop_map(|after| Request::Names { after }),
-        (any::<String>(), option::of(any::<u64>()))
-            .prop_map(|(name, serial)| Request::Read { name, serial }),
-        any::<String>().prop_map(|name| Request::Readers { name }),
-    ]
-}
-
 proptest! {
-    #[test]
-    fn requests_survive_the_wire(request in request()) {
-        let frame = encode(&request).expect("short");
-        let prefix = frame[..PREFIX_BYTES].try_into().expect("four bytes");
-        prop_assert_eq!(frame_bytes(prefix, MAX_FRAME_BYTES), Ok(frame.len() - PREFIX_BYTES));
-        prop_assert_eq!(decode::<Request>(&frame[PREFIX_BYTES..]), Ok(request));
-    }
-
-    #[test]
-    fn a_cut_or_lengthened_request_is_an_error(request in request(), extra in any::<u8>()) {
-        let mut body = encode(&request).expect("short").split_off(PREFIX_BYTES);
-        prop_assert!(decode::<Request>(&body[..body.len() - 1]).is_err());
-        body.push(extra);
-        prop_assert!(decode::<Request>(&body).is_err());
-    }
-
     #[test]
     fn arbitrary_bytes_never_panic(bytes in vec(any::<u8>(), 0..300), hello in any::<[u8; HELLO_BYTES]>()) {
         let _ = decode::<Request>(&bytes);
