@@ -53,6 +53,12 @@ fn admit(state: &State, transport: Transport, origin: Origin) -> Admission {
         .unwrap()
 }
 
+/// Resumes `session` from [`HERE`] over TCP, with `secret`.
+fn resume(state: &State, session: SessionId, secret: Secret) -> Result<Admission, Refusal> {
+    let resumed = Some((session, secret));
+    state.admit("test", Transport::Tcp, &HERE.into(), resumed)
+}
+
 /// Begins a session of a client at `origin` with [`KEY`].
 fn client_at(state: &State, transport: Transport, origin: Origin) -> SessionId {
     let session = admit(state, transport, origin).session;
@@ -133,21 +139,15 @@ impl State {
             memory.copy_out(0, &mut [0]).expect("not revoked");
         }
         let leased = self.leases.count() - views.len();
+        let mut extents = ledger.extents.values();
+        let held = ledger
+            .sessions
+            .values()
+            .map(|session| session.extents.len());
+        assert_eq!(leased, held.sum::<usize>());
         assert_eq!(
             leased,
-            ledger
-                .extents
-                .values()
-                .filter(|extent| extent.lessee.is_some())
-                .count()
-        );
-        assert_eq!(
-            leased,
-            ledger
-                .sessions
-                .values()
-                .map(|session| session.extents.len())
-                .sum::<usize>()
+            extents.by_ref().filter(|it| it.lessee.is_some()).count()
         );
         for (id, extent) in &ledger.extents {
             assert_eq!(

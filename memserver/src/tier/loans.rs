@@ -1,5 +1,5 @@
-//! [`Loans`]: things that are lent one at a time, as the buffers for moving one chunk
-//! ([`Transfer`]) and turns at the disk.
+//! [`Loans`]: a set of things that are lent to one user each. [`Transfer`]: buffers for moving one
+//! chunk, which are lent so, as turns at the disk are.
 //!
 //! The rule it keeps: the buffers' memory is taken at the start, and counted from then on.
 
@@ -11,7 +11,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::disk::{Aligned, BLOCK_BYTES};
 
-/// A set of things, lent one at a time.
+/// A set of things, each lent to one user at a time.
 pub(super) struct Loans<T> {
     pub(super) free: Mutex<Vec<T>>,
     came_back: Condvar,
@@ -44,7 +44,8 @@ impl<T> Loans<T> {
         }
     }
 
-    /// Lends one to `work`, and waits for it until `until`. `None` if all stay in use.
+    /// Lends one thing to `work`. Waits until `until` for a thing to come back. `None` if all stay
+    /// in use.
     pub(super) fn lend<R>(&self, until: Instant, work: impl FnOnce(&mut T) -> R) -> Option<R> {
         let mut free = self.free.lock();
         let mut lent = loop {

@@ -109,10 +109,7 @@ pub(super) fn too_much_memory_is_a_typed_error_and_the_session_goes_on(session: 
 pub(super) fn a_named_region_outlives_its_session(connect: &dyn Fn() -> Arc<Session>) {
     let name = "conformance";
     let first = connect();
-    assert!(matches!(
-        first.open(name),
-        Err(OpenNameError::NotFound { .. })
-    ));
+    assert!(is_absent(&first, name));
     let kept = grant(&first, 1 << 20);
     let dropped = grant(&first, 1 << 20);
     write(&mut *channel(&first), kept.id, 4096, pattern(5, 100));
@@ -123,10 +120,7 @@ pub(super) fn a_named_region_outlives_its_session(connect: &dyn Fn() -> Arc<Sess
         .publish(name, b"manifest", &[kept.id])
         .expect("own extents");
     let second = connect();
-    assert!(matches!(
-        second.open(name),
-        Err(OpenNameError::InUse { .. })
-    ));
+    assert!(is_in_use(&second, name));
     assert!(
         second.publish(name, b"theft", &[kept.id]).is_err(),
         "somebody else's extent"
@@ -153,10 +147,7 @@ pub(super) fn a_named_region_outlives_its_session(connect: &dyn Fn() -> Arc<Sess
         pattern(5, 100)
     );
     third.remove(name).expect("in nobody else's use");
-    assert!(matches!(
-        second.open(name),
-        Err(OpenNameError::NotFound { .. })
-    ));
+    assert!(is_absent(&second, name));
     second.remove(name).expect_err("forgotten already");
 }
 
@@ -219,4 +210,12 @@ pub(super) fn readers_share_a_version_and_cannot_write_it(connect: &dyn Fn() -> 
     assert_eq!(read(&mut *from, ids[2], 4096, 100), pattern(5, 100));
     readers[1].release(ids[2]).expect("leased");
     refused(&mut *from, op(Verb::Read, ids[2], 0, vec![0; 10]));
+}
+
+fn is_absent(session: &Session, name: &str) -> bool {
+    matches!(session.open(name), Err(OpenNameError::NotFound { .. }))
+}
+
+fn is_in_use(session: &Session, name: &str) -> bool {
+    matches!(session.open(name), Err(OpenNameError::InUse { .. }))
 }

@@ -72,7 +72,7 @@ pub(crate) struct DelegationEnd {
 
 type SendEnd = mpsc::Sender<Result<DelegationEnd, CloseReason>>;
 
-/// State that all data connections of a server share whose host exchanges.
+/// State that the data connections of a server share if its host exchanges.
 #[derive(Default)]
 pub(crate) struct Exchange {
     /// Number of data connections over sockets.
@@ -90,6 +90,7 @@ impl Drop for Counted<'_> {
 }
 
 impl Exchange {
+    /// Counts a data connection that is served now.
     pub(crate) fn count(&self) -> Counted<'_> {
         self.connections.fetch_add(1, Ordering::Relaxed);
         Counted(&self.connections)

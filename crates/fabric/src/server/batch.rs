@@ -1,7 +1,8 @@
 //! [`Batch`]: operations that came together, each checked against the leases of its session.
 //!
-//! The rule it keeps: no byte of an operation moves before the operation is checked. An operation
-//! that is refused ends its batch: those before it are carried out, and it closes the connection.
+//! The rule it keeps: no byte of an operation moves before the operation is checked. A refused
+//! operation ends its batch: the operations before the refused one are carried out, and the
+//! connection is closed.
 
 use std::io;
 
@@ -25,8 +26,8 @@ pub(crate) struct Batch {
     /// Operations that are carried out.
     pub(crate) ops: Vec<Checked>,
     bytes: [OpBytes; MAX_BATCH],
-    /// Index of the first READ whose number has not come. It and all such READs behind it are
-    /// answered so.
+    /// Index of the first READ whose number has not come. That READ, and those behind it that wait
+    /// for a number, are answered [`Status::NotYet`].
     pub(crate) waiting: Option<usize>,
     /// The operation behind `ops` that is not carried out, and the status of its answer.
     pub(super) refused: Option<(OpHeader, Status)>,
@@ -49,7 +50,7 @@ struct OpBytes {
 
 /// Reason why a step of a batch has ended early.
 pub(crate) enum Stop {
-    /// The memory of operation `op` cannot be had. Those before it go on.
+    /// The memory of operation `op` cannot be had. The operations before `op` go on.
     Absent { op: usize, why: Absent },
     /// The connection cannot go on.
     Close(CloseReason),
@@ -181,8 +182,8 @@ impl Batch {
         }
     }
 
-    /// Handles the `outcome` of a step: cuts the operation off whose memory cannot be had, and all
-    /// behind it.
+    /// Handles the `outcome` of a step: cuts off the operation whose memory cannot be had, and all
+    /// operations behind that one.
     ///
     /// # Errors
     /// The step ends the connection.

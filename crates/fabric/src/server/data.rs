@@ -92,8 +92,8 @@ impl<'a> DataService<'a> {
         })
     }
 
-    /// Receives the headers of the next batch, and checks each. `false` if the client has closed
-    /// the connection.
+    /// Receives the headers of the next batch, and checks the operations. `false` if the client has
+    /// closed the connection.
     pub(crate) fn next(&mut self, batch: &mut Batch) -> Result<bool, CloseReason> {
         // The first header says how many follow.
         if !self.fill(0..OP_HEADER_BYTES, true)? {
@@ -123,7 +123,7 @@ impl<'a> DataService<'a> {
         batch.settle(changed)
     }
 
-    /// Answers the operations of `batch`. One that was refused ends the connection.
+    /// Answers the operations of `batch`. A refused operation ends the connection.
     pub(crate) fn reply(&mut self, batch: &mut Batch) -> Result<(), CloseReason> {
         batch.answer(&mut self.vectors);
         let sent = self.transmit(&batch.ops);

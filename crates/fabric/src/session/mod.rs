@@ -327,13 +327,13 @@ impl Session {
     /// Returns the number of bytes that channels over RDMA have copied through registered memory of
     /// their own, because their buffers are not registered. 0 over other fabrics.
     pub fn bounced_bytes(&self) -> u64 {
-        self.remote().map_or(0, Remote::bounced_bytes)
+        (self.remote()).map_or(0, |remote| remote.shared.rdma.bounced_bytes())
     }
 
     /// Returns the state that the session's channels over RDMA share, for tests that cheat.
     #[cfg(all(test, feature = "rdma"))]
     pub(crate) fn rdma(&self) -> &crate::rdma::Client {
-        self.remote().expect("asked over RDMA only").rdma()
+        &self.remote().expect("asked over RDMA only").shared.rdma
     }
 
     /// True if the server's process is known to have ended although the memory that it lent can
@@ -346,7 +346,7 @@ impl Session {
     /// or is known to have been started anew. With `refused`, also where the lease must have run
     /// out: for a caller that has just found memory that is not its own any more.
     pub fn loss(&self, refused: bool) -> Option<String> {
-        self.remote()?.loss(refused)
+        self.remote()?.shared.loss(refused)
     }
 
     /// Adds to the bytes of the pages that this client keeps on the server. Negative values

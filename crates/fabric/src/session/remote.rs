@@ -55,7 +55,7 @@ const BETWEEN_TRIES: Duration = Duration::from_millis(5);
 
 #[derive(Debug)]
 pub(super) struct Remote {
-    shared: Arc<SessionState>,
+    pub(super) shared: Arc<SessionState>,
     keeper: Option<JoinHandle<()>>,
 }
 
@@ -126,10 +126,6 @@ impl Remote {
     pub(super) fn has_outlived_server(&self) -> bool {
         let local = self.shared.local.as_ref();
         local.is_some_and(|death| death.reason().is_some() && death.loss().is_none())
-    }
-
-    pub(super) fn loss(&self, refused: bool) -> Option<String> {
-        self.shared.loss(refused)
     }
 
     /// Adds to the bytes of the pages that are kept at the server. Negative values subtract.
@@ -320,21 +316,12 @@ impl Remote {
         }
     }
 
-    pub(super) fn bounced_bytes(&self) -> u64 {
-        self.shared.rdma.bounced_bytes()
-    }
-
     /// Returns the registrar of the session's adapter, if it has one.
     pub(super) fn registrar(&self) -> Arc<dyn Registrar> {
         match self.shared.endpoint {
             Endpoint::Rdma { .. } => self.shared.rdma.registrar(),
             _ => Arc::new(NullRegistrar),
         }
-    }
-
-    #[cfg(all(test, feature = "rdma"))]
-    pub(super) fn rdma(&self) -> &rdma::Client {
-        &self.shared.rdma
     }
 
     /// Gives a lease back. Does not wait for a silent server, which is told later.

@@ -182,23 +182,9 @@ impl SessionState {
         !line.over && !matches!(self.endpoint, Endpoint::Shm(_))
     }
 
-    /// Makes the control connection ready for a request.
+    /// Makes sure that the control connection works, and is ready for a request. The request may
+    /// take place only once, so it cannot be sent again if no answer comes.
     pub(super) fn ready(
-        &self,
-        line: &mut ControlLine,
-        request: &Request,
-        until: Instant,
-    ) -> Result<(), RequestError> {
-        self.probe(line, request, until)?;
-        match is_about_a_name(request) {
-            true => self.identify(line, until),
-            false => Ok(()),
-        }
-    }
-
-    /// Makes sure that the control connection works. The next request may take place only once, so
-    /// it cannot be sent again if no answer comes.
-    pub(super) fn probe(
         &self,
         line: &mut ControlLine,
         request: &Request,
@@ -210,7 +196,11 @@ impl SessionState {
             (Endpoint::Shm(_), request) if !matches!(request, Request::Publish { .. }) => {}
             _ => self.exchange(line, &Request::Renew, until).map(drop)?,
         }
-        self.catch_up(line, until)
+        self.catch_up(line, until)?;
+        match is_about_a_name(request) {
+            true => self.identify(line, until),
+            false => Ok(()),
+        }
     }
 
     /// Sends the requests in `untold`, which the server missed.

@@ -41,26 +41,10 @@ fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease()
     assert!(state.extent(shm, shm_extent.id()).is_none());
     assert_eq!(state.stat().granted_bytes, 4096);
     let wrong = Secret([0; 16]);
-    assert_eq!(
-        state
-            .admit(
-                "thief",
-                Transport::Tcp,
-                &HERE.into(),
-                Some((tcp.session, wrong))
-            )
-            .unwrap_err(),
-        Refusal::NoSession
-    );
+    let refused = resume(&state, tcp.session, wrong).unwrap_err();
+    assert_eq!(refused, Refusal::NoSession);
     assert_eq!(state.attach(tcp.session, &wrong), Err(Refusal::NoSession));
-    let back = state
-        .admit(
-            "test",
-            Transport::Tcp,
-            &HERE.into(),
-            Some((tcp.session, tcp.secret)),
-        )
-        .unwrap();
+    let back = resume(&state, tcp.session, tcp.secret).unwrap();
     assert_eq!(back.session, tcp.session);
     assert!(state.extent(tcp.session, tcp_extent.id()).is_some());
     state.check();
@@ -77,10 +61,7 @@ fn a_client_that_is_gone_has_its_grace_and_one_that_came_back_its_lease() {
     let lost = Instant::now();
     state.lost(gone.session);
     state.grant(back.session, 4096).unwrap();
-    let resume = Some((back.session, back.secret));
-    let again = state
-        .admit("test", Transport::Tcp, &HERE.into(), resume)
-        .unwrap();
+    let again = resume(&state, back.session, back.secret).unwrap();
     // The old connection's end may be seen after the new one has come.
     state.lost(back.session);
     let ended: usize = (0..=6)
@@ -110,13 +91,7 @@ fn a_silent_client_loses_its_memory_and_one_that_renews_does_not() {
     };
     assert_eq!(looks(0, 7), 0);
     // The effect of `renew`, at a time of the test's choosing.
-    state
-        .ledger
-        .lock()
-        .sessions
-        .get_mut(&alive)
-        .unwrap()
-        .renewed = start + LEASE / 8 * 7;
+    state.ledger.lock().known(alive).unwrap().renewed = start + LEASE / 8 * 7;
     assert_eq!(looks(8, 10), 1);
     assert_eq!(state.renew(silent), Err(Refusal::NoSession));
     assert_eq!(state.renew(alive), Ok(()));
@@ -140,22 +115,9 @@ fn a_draining_server_keeps_its_clients_and_takes_no_new_ones() {
     let state = state(1 << 30);
     let held = admit(&state, Transport::Tcp, HERE);
     state.drain();
-    assert_eq!(
-        state
-            .admit("new", Transport::Tcp, &HERE.into(), None)
-            .unwrap_err(),
-        Refusal::Draining
-    );
-    assert!(
-        state
-            .admit(
-                "held",
-                Transport::Tcp,
-                &HERE.into(),
-                Some((held.session, held.secret))
-            )
-            .is_ok()
-    );
+    let new = state.admit("new", Transport::Tcp, &HERE.into(), None);
+    assert_eq!(new.unwrap_err(), Refusal::Draining);
+    assert!(resume(&state, held.session, held.secret).is_ok());
     assert!(
         state.grant(held.session, 4096).is_ok(),
         "out-of-place writes of a flush need memory"

@@ -206,10 +206,7 @@ fn a_resumed_session_keeps_its_key() {
     let id = state.grant(begun.session, 4096).unwrap().id();
     state.publish(begun.session, "x", vec![], &[id]).unwrap();
     state.lost(begun.session);
-    let resume = Some((begun.session, begun.secret));
-    state
-        .admit("test", Transport::Tcp, &HERE.into(), resume)
-        .unwrap();
+    resume(&state, begun.session, begun.secret).unwrap();
     state.publish(begun.session, "x", vec![1], &[id]).unwrap();
 }
 
