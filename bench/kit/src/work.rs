@@ -20,7 +20,7 @@ use anyhow::{Context, Result, ensure};
 use bytemuck::cast_slice_mut;
 use farpage_fabric::{Link, Session, SessionOptions};
 use farpage_store::{
-    Cluster, ClusterOptions, Lane, PageIndex, PageStore, RemoteOptions, RunCompletion,
+    Cluster, ClusterOptions, IoQueue, PageIndex, PageStore, RemoteOptions, RunCompletion,
 };
 use farpage_vm::{
     AddressSpace, Detached, Frame, Geometry, KernelFrame, KernelSpace, KernelSpaceOptions, PageIn,
@@ -198,7 +198,7 @@ struct Step {
 
 struct Worker<'a> {
     space: &'a KernelSpace,
-    lane: Lane<Local>,
+    io_queue: IoQueue<Local>,
     store: Arc<PageStore>,
     thread: usize,
     page_bytes: usize,
@@ -246,7 +246,7 @@ impl<'a> Worker<'a> {
         };
         Ok(Self {
             space,
-            lane: Lane::new(cluster)?,
+            io_queue: IoQueue::new(cluster)?,
             store,
             thread,
             page_bytes,
@@ -274,7 +274,7 @@ impl<'a> Worker<'a> {
                 *element = original(self.thread, run, at);
             }
             self.write_back(run, frame, 0, &mut done)?;
-            while self.lane.in_flight() > 0 {
+            while self.io_queue.in_flight() > 0 {
                 self.poll(&mut done)?;
                 for done in done.drain(..) {
                     ensure!(done.failed.is_empty(), "cannot write: {:?}", done.failed);
@@ -370,9 +370,12 @@ impl<'a> Worker<'a> {
             let first = self.first_of(self.run_of(number, array));
             let frame = frame.take().expect("a free step has its frames");
             let taken = self
-                .lane
+                .io_queue
                 .fill(&self.store, first, frame, number * 3 + array as u64);
-            ensure!(taken.is_ok(), "a lane does not take {STEPS_AHEAD} steps");
+            ensure!(
+                taken.is_ok(),
+                "an I/O queue does not take {STEPS_AHEAD} steps"
+            );
         }
         Ok(Step {
             number,
@@ -411,9 +414,9 @@ impl<'a> Worker<'a> {
         done: &mut Vec<RunCompletion<Local>>,
     ) -> Result<()> {
         let first = self.first_of(run);
-        // Changed pages whose slots are not neighbours need a WRITE each, for which the lane may
-        // have no room yet.
-        while let Err(refused) = self.lane.write_back(&self.store, first, frame, tag) {
+        // Changed pages whose slots are not neighbours need a WRITE each, for which the I/O queue
+        // may have no room yet.
+        while let Err(refused) = self.io_queue.write_back(&self.store, first, frame, tag) {
             frame = refused;
             self.poll(done)?;
         }
@@ -460,14 +463,14 @@ impl<'a> Worker<'a> {
         original(self.thread, self.run_of(number, array), at)
     }
 
-    /// Polls the lane, and sleeps until its next event if nothing has completed.
+    /// Polls the I/O queue, and sleeps until its next event if nothing has completed.
     fn poll(&mut self, done: &mut Vec<RunCompletion<Local>>) -> Result<()> {
-        self.lane.poll(done);
-        if !done.is_empty() || self.lane.in_flight() == 0 {
+        self.io_queue.poll(done);
+        if !done.is_empty() || self.io_queue.in_flight() == 0 {
             return Ok(());
         }
         let mut fds = Vec::new();
-        let until = self.lane.wait(&mut fds);
+        let until = self.io_queue.wait(&mut fds);
         sleep_until(&mut fds, until)
     }
 }

@@ -20,7 +20,7 @@ use std::{
 
 use farpage_fabric::Since;
 use farpage_signals::Mutex;
-use farpage_store::{Lane, PageIndex, PageRange, StoreCall};
+use farpage_store::{IoQueue, PageIndex, PageRange, StoreCall};
 use farpage_vm::AddressSpace;
 
 use crate::{
@@ -80,12 +80,12 @@ impl<A: AddressSpace> Evictor<A> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         index: usize,
-        lane: Lane<StoreFrame<A::Frame>>,
+        io_queue: IoQueue<StoreFrame<A::Frame>>,
         deadline: Duration,
     ) -> Self {
         let worker = shared.shards() + index;
         Evictor {
-            write_backs: WriteBacks::new(shared.clone(), worker, lane),
+            write_backs: WriteBacks::new(shared.clone(), worker, io_queue),
             shared,
             worker,
             index,

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use farpage_store::{Lane, PageIndex, PageRange, PageStore};
+use farpage_store::{IoQueue, PageIndex, PageRange, PageStore};
 use farpage_vm::Frame;
 
 use crate::{
@@ -53,12 +53,12 @@ impl RunRequest for Fill {
     }
 
     fn start<F: Frame>(
-        lane: &mut Lane<StoreFrame<F>>,
+        io_queue: &mut IoQueue<StoreFrame<F>>,
         store: &Arc<PageStore>,
         page: PageIndex,
         frame: StoreFrame<F>,
         tag: u64,
     ) -> Result<(), StoreFrame<F>> {
-        lane.fill(store, page, frame, tag)
+        io_queue.fill(store, page, frame, tag)
     }
 }

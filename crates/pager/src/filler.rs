@@ -15,7 +15,7 @@ use std::{
 };
 
 use farpage_fabric::{Since, log::later};
-use farpage_store::{Lane, PageIndex, StoreCall};
+use farpage_store::{IoQueue, PageIndex, StoreCall};
 use farpage_vm::{AddressSpace, EventScope, Events, Shard};
 use nix::poll::PollFd;
 
@@ -67,7 +67,7 @@ impl<A: AddressSpace> Filler<A> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         shard: usize,
-        lane: Lane<StoreFrame<A::Frame>>,
+        io_queue: IoQueue<StoreFrame<A::Frame>>,
         inbox: FillerInbox,
         pace: Pace,
         deadline: Duration,
@@ -75,7 +75,7 @@ impl<A: AddressSpace> Filler<A> {
     ) -> Self {
         let held_back = HeldBack::new(shared.clone(), shard);
         Filler {
-            fills: Fills::new(shared.clone(), shard, lane, pace, deadline, held_back),
+            fills: Fills::new(shared.clone(), shard, io_queue, pace, deadline, held_back),
             prefetch_queue: PrefetchQueue::new(shared.clone(), Shard(shard)),
             shared,
             shard: Shard(shard),

@@ -19,7 +19,7 @@ use std::{
 };
 
 use farpage_fabric::Since;
-use farpage_store::{Lane, PageIndex, PageRange, StoreCall};
+use farpage_store::{IoQueue, PageIndex, PageRange, StoreCall};
 use farpage_vm::{AddressSpace, DetachError};
 use nix::poll::PollFd;
 
@@ -139,7 +139,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         worker: usize,
-        lane: Lane<StoreFrame<A::Frame>>,
+        io_queue: IoQueue<StoreFrame<A::Frame>>,
         pace: Pace,
         deadline: Duration,
         completion: L,
@@ -150,7 +150,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
             deadline,
             streams: Streams::default(),
             pace,
-            requests: RequestsInFlight::new(lane),
+            requests: RequestsInFlight::new(io_queue),
             backlog: VecDeque::new(),
             put_off: Vec::new(),
             completion,
@@ -450,7 +450,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         self.completion.fail(&waiting.region, waiting.page, error);
     }
 
-    /// Posts requests again that the lane was too busy to take.
+    /// Posts requests again that the I/O queue was too busy to take.
     pub(crate) fn post_again(&mut self) -> bool {
         self.requests.post_again()
     }
@@ -554,7 +554,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         self.requests.reopen();
     }
 
-    /// See [`Lane::lacks_channels`](farpage_store::Lane::lacks_channels).
+    /// See [`IoQueue::lacks_channels`](farpage_store::IoQueue::lacks_channels).
     pub(crate) fn lacks_channels(&self) -> bool {
         self.requests.lacks_channels()
     }

@@ -2,7 +2,8 @@
 //!
 //! A touch of an absent page is then a signal in the thread itself. The signal handler runs an
 //! [`InlineHandler`] right there: no hand-off to another thread and no wake-up, which are most of a
-//! small page's fault. Each inline handler has a lane of its own and serves one thread at a time.
+//! small page's fault. Each inline handler has an I/O queue of its own and serves one thread at a
+//! time.
 //!
 //! **The contract of the handler**, for all code that it runs (`inline_handler.rs`,
 //! `direct_reclaim.rs`, and what they call):

@@ -7,7 +7,7 @@
 use std::{sync::Arc, time::Duration};
 
 use farpage_fabric::Since;
-use farpage_store::{Lane, PageIndex};
+use farpage_store::{IoQueue, PageIndex};
 use farpage_vm::AddressSpace;
 use nix::poll::PollFd;
 use smallvec::SmallVec;
@@ -42,7 +42,7 @@ impl<A: AddressSpace> InlineHandler<A> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         worker: usize,
-        lane: Lane<StoreFrame<A::Frame>>,
+        io_queue: IoQueue<StoreFrame<A::Frame>>,
         pace: Pace,
         deadline: Duration,
     ) -> Self {
@@ -51,7 +51,7 @@ impl<A: AddressSpace> InlineHandler<A> {
             since: Since::now(),
         };
         InlineHandler {
-            fills: Fills::new(shared.clone(), worker, lane, pace, deadline, completion),
+            fills: Fills::new(shared.clone(), worker, io_queue, pace, deadline, completion),
             direct_reclaim: DirectReclaim::new(shared.clone(), worker),
             shared,
             worker,

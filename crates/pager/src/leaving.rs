@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Instant};
 
-use farpage_store::{Lane, PageIndex, PageRange, PageStore};
+use farpage_store::{IoQueue, PageIndex, PageRange, PageStore};
 use farpage_vm::Frame;
 
 use crate::{
@@ -70,12 +70,12 @@ impl RunRequest for Leaving {
     }
 
     fn start<F: Frame>(
-        lane: &mut Lane<StoreFrame<F>>,
+        io_queue: &mut IoQueue<StoreFrame<F>>,
         store: &Arc<PageStore>,
         page: PageIndex,
         frame: StoreFrame<F>,
         tag: u64,
     ) -> Result<(), StoreFrame<F>> {
-        lane.write_back(store, page, frame, tag)
+        io_queue.write_back(store, page, frame, tag)
     }
 }

@@ -75,7 +75,7 @@ impl<A: AddressSpace> PrefetchQueue<A> {
             .retain(|request| request.region.id != region.id);
     }
 
-    /// Posts READs, as far as frames and the lane allow. Returns whether anything was done.
+    /// Posts READs, as far as frames and the I/O queue allow. Returns whether anything was done.
     pub(crate) fn serve<L: FillCompletion<A>>(&mut self, fills: &mut Fills<A, L>) -> bool {
         let (mut any, mut passed_over) = (false, 0);
         while fills.has_room_ahead(RUNS_AHEAD_MAX, BYTES_AHEAD_MAX) {

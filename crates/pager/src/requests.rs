@@ -1,8 +1,8 @@
-//! Requests that a worker has in flight on its lane, each for a run: [`RequestsInFlight`].
+//! Requests that a worker has in flight on its I/O queue, each for a run: [`RequestsInFlight`].
 //!
 //! The rule: a request that was begun comes back from [`RequestsInFlight::poll`] exactly once, with
-//! its frame. A request that the lane is too busy to take is kept and tried again; the worker need
-//! not know. Fills and write-backs say what a request is for, and what follows.
+//! its frame. A request that the I/O queue is too busy to take is kept and tried again; the worker
+//! need not know. Fills and write-backs say what a request is for, and what follows.
 
 use std::{
     collections::VecDeque,
@@ -11,7 +11,7 @@ use std::{
 };
 
 use farpage_store::{
-    Lane, PageIndex, PageRange, PageStore, RunCompletion, RunCounts, StoreCall, StoreError,
+    IoQueue, PageIndex, PageRange, PageStore, RunCompletion, RunCounts, StoreCall, StoreError,
 };
 use farpage_vm::Frame;
 use nix::poll::PollFd;
@@ -29,9 +29,10 @@ pub(crate) trait RunRequest {
 
     fn pages(&self) -> PageRange;
 
-    /// Begins the request on a lane. The error gives the frame back: the lane is too busy.
+    /// Begins the request on an I/O queue. The error gives the frame back: the I/O queue is too
+    /// busy.
     fn start<F: Frame>(
-        lane: &mut Lane<StoreFrame<F>>,
+        io_queue: &mut IoQueue<StoreFrame<F>>,
         store: &Arc<PageStore>,
         page: PageIndex,
         frame: StoreFrame<F>,
@@ -56,7 +57,7 @@ pub(crate) struct EndedRequest<T, F> {
     pub(crate) took: Duration,
 }
 
-/// Request that the lane has.
+/// Request that the I/O queue has.
 #[derive(Debug)]
 struct PostedRequest<T> {
     request: T,
@@ -66,10 +67,10 @@ struct PostedRequest<T> {
 
 /// Requests in flight of one worker.
 pub(crate) struct RequestsInFlight<T, F: Frame> {
-    lane: Lane<StoreFrame<F>>,
+    io_queue: IoQueue<StoreFrame<F>>,
     posted: Tags<PostedRequest<T>>,
     posted_bytes: usize,
-    /// Requests that the lane was too busy to take.
+    /// Requests that the I/O queue was too busy to take.
     unposted: VecDeque<(T, F)>,
     done: Vec<RunCompletion<StoreFrame<F>>>,
     /// Number of turns so far.
@@ -77,9 +78,9 @@ pub(crate) struct RequestsInFlight<T, F: Frame> {
 }
 
 impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
-    pub(crate) fn new(lane: Lane<StoreFrame<F>>) -> Self {
+    pub(crate) fn new(io_queue: IoQueue<StoreFrame<F>>) -> Self {
         RequestsInFlight {
-            lane,
+            io_queue,
             posted: Tags::default(),
             posted_bytes: 0,
             unposted: VecDeque::new(),
@@ -91,7 +92,7 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
     /// Makes room for one more request for a run of the region: it allocates nothing unless it
     /// fails.
     pub(crate) fn prepare(&mut self, region: &Region) {
-        self.lane.prepare(&region.store, region.run_pages);
+        self.io_queue.prepare(&region.store, region.run_pages);
         self.posted.reserve(1);
         self.unposted.reserve(1);
     }
@@ -112,7 +113,7 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
             turn: self.turn,
         });
         if let Err(StoreFrame(frame)) =
-            T::start(&mut self.lane, &store, page, StoreFrame(frame), tag)
+            T::start(&mut self.io_queue, &store, page, StoreFrame(frame), tag)
         {
             let PostedRequest { request, .. } = self.take(tag);
             self.unposted.push_back((request, frame));
@@ -125,8 +126,8 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
         posted
     }
 
-    /// Tries all requests again that the lane did not take, since each store is busy for itself.
-    /// Requests that are refused again keep their order. Returns whether any was taken.
+    /// Tries all requests again that the I/O queue did not take, since each store is busy for
+    /// itself. Requests that are refused again keep their order. Returns whether any was taken.
     pub(crate) fn post_again(&mut self) -> bool {
         let waiting = self.unposted.len();
         for _ in 0..waiting {
@@ -139,7 +140,7 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
         self.unposted.len() < waiting
     }
 
-    /// Takes back requests that wait for the lane and, by `is_over`, need not begin.
+    /// Takes back requests that wait for the I/O queue and, by `is_over`, need not begin.
     pub(crate) fn withdraw(&mut self, is_over: impl Fn(&T) -> bool) -> VecDeque<(T, F)> {
         if !self.unposted().any(&is_over) {
             return VecDeque::new();
@@ -154,7 +155,7 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
     /// Looks for ended requests. Returns whether there are any; [`next`](Self::next) hands them
     /// out.
     pub(crate) fn poll(&mut self) -> bool {
-        self.lane.poll(&mut self.done);
+        self.io_queue.poll(&mut self.done);
         !self.done.is_empty()
     }
 
@@ -188,40 +189,40 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
 
     /// Keeps calls of users' stores from now on, to be taken after each turn.
     pub(crate) fn keep_calls(&mut self) {
-        self.lane.keep_calls();
+        self.io_queue.keep_calls();
     }
 
     /// Takes a call that the worker's thread makes itself, while others may drive the worker.
     pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<F>>> {
-        self.lane.take_call()
+        self.io_queue.take_call()
     }
 
     /// Takes back a call that has returned.
     pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<F>>) {
-        self.lane.end_call(call);
+        self.io_queue.end_call(call);
     }
 
     /// Announces that calls which were taken and have not ended will be handed in.
     pub(crate) fn await_calls(&mut self) {
-        self.lane.await_calls();
+        self.io_queue.await_calls();
     }
 
-    /// Returns the number of requests that the lane has.
+    /// Returns the number of requests that the I/O queue has.
     pub(crate) fn posted(&self) -> usize {
         self.posted.len()
     }
 
-    /// Returns the bytes of the requests that the lane has.
+    /// Returns the bytes of the requests that the I/O queue has.
     pub(crate) fn posted_bytes(&self) -> usize {
         self.posted_bytes
     }
 
-    /// See [`Lane::take_refused`].
+    /// See [`IoQueue::take_refused`].
     pub(crate) fn take_refused(&mut self) -> Option<StoreError> {
-        self.lane.take_refused()
+        self.io_queue.take_refused()
     }
 
-    /// Returns the requests that wait for the lane.
+    /// Returns the requests that wait for the I/O queue.
     pub(crate) fn unposted(&self) -> impl Iterator<Item = &T> {
         self.unposted.iter().map(|(request, _)| request)
     }
@@ -236,23 +237,23 @@ impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
         self.posted.len() == 0 && self.unposted.is_empty()
     }
 
-    /// See [`Lane::lacks_channels`].
+    /// See [`IoQueue::lacks_channels`].
     pub(crate) fn lacks_channels(&self) -> bool {
-        self.lane.lacks_channels()
+        self.io_queue.lacks_channels()
     }
 
-    /// See [`Lane::open_lacking`].
+    /// See [`IoQueue::open_lacking`].
     pub(crate) fn open_lacking(&mut self) {
-        self.lane.open_lacking();
+        self.io_queue.open_lacking();
     }
 
     /// Opens channels again that were lost in a thread that could not open them.
     pub(crate) fn reopen(&mut self) {
-        self.lane.reopen();
+        self.io_queue.reopen();
     }
 
     /// Appends the descriptors to sleep on. Returns the time of the next poll at the latest.
     pub(crate) fn wait<'a>(&'a self, fds: &mut impl Extend<PollFd<'a>>) -> Option<Instant> {
-        self.lane.wait(fds)
+        self.io_queue.wait(fds)
     }
 }

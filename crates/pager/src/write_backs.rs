@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_store::{Lane, PageIndex, StoreCall};
+use farpage_store::{IoQueue, PageIndex, StoreCall};
 use farpage_vm::AddressSpace;
 use nix::poll::PollFd;
 
@@ -63,12 +63,12 @@ impl<A: AddressSpace> WriteBacks<A> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         worker: usize,
-        lane: Lane<StoreFrame<A::Frame>>,
+        io_queue: IoQueue<StoreFrame<A::Frame>>,
     ) -> Self {
         WriteBacks {
             shared,
             worker,
-            requests: RequestsInFlight::new(lane),
+            requests: RequestsInFlight::new(io_queue),
             out_bytes: 0,
             out_runs: 0,
         }
@@ -80,8 +80,8 @@ impl<A: AddressSpace> WriteBacks<A> {
 
     /// True if one more run may leave, within the `share`-th part of the bounds.
     pub(crate) fn has_room(&self, share: usize) -> bool {
-        // A store that stalls may be what keeps the lane busy: runs that wait for it for too long
-        // stop nothing else.
+        // A store that stalls may be what keeps the I/O queue busy: runs that wait for it for too
+        // long stop nothing else.
         self.requests.unposted().all(|leaving| leaving.overdue)
             && self.out_bytes < BYTES_OUT_MAX / share
             && self.out_runs < RUNS_OUT_MAX / share
@@ -120,8 +120,8 @@ impl<A: AddressSpace> WriteBacks<A> {
         });
     }
 
-    /// Posts requests again that the lane was too busy to take. Those that their job has given up
-    /// stay mapped instead, and while the program forks those without a job.
+    /// Posts requests again that the I/O queue was too busy to take. Those that their job has given
+    /// up stay mapped instead, and while the program forks those without a job.
     pub(crate) fn post_again(&mut self) -> bool {
         let frozen = self.shared.gate.is_closed();
         let given_up = |leaving: &Leaving| match &leaving.job {

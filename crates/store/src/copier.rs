@@ -1,7 +1,8 @@
 //! [`Copier`]: bytes on their way from one copy of an extent to another.
 //!
 //! The rule it keeps: bytes are copied no faster than asked for, and by channels of their own, so
-//! that lanes wait for nothing. The choice of the copies is left to the [repairs](crate::repair).
+//! that I/O queues wait for nothing. The choice of the copies is left to the
+//! [repairs](crate::repair).
 
 use std::{
     thread,

@@ -8,7 +8,7 @@
 //!
 //! - [`Cluster`]: the memory servers of a runtime and the slots carved out of what they granted.
 //! - [`PageStore`]: the pages of one region, kept by memory servers or by a user's own [`Store`].
-//! - [`Lane`]: the I/O of one worker thread, which moves pages.
+//! - [`IoQueue`]: the I/O of one worker thread, which moves pages.
 #![forbid(unsafe_code)]
 
 mod adds;
@@ -24,7 +24,7 @@ mod error;
 mod file;
 mod groups;
 mod health;
-mod lane;
+mod io_queue;
 mod named;
 mod names;
 mod options;
@@ -56,7 +56,7 @@ pub use entry::EntryWords;
 pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError, TableError};
 pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};
-pub use lane::{Lane, RunBuffer, RunCompletion, RunCounts, StoreCall};
+pub use io_queue::{IoQueue, RunBuffer, RunCompletion, RunCounts, StoreCall};
 pub use names::{NamedRegion, NamesError};
 pub use options::{Redundancy, RedundancyError, RemoteOptions, Reserve};
 pub use page::{PageIndex, PageIter, PageRange};

@@ -37,7 +37,7 @@ const EXTENT_BYTES_MAX: u64 = 1 << 30;
 
 /// Slots on all servers for the regions that share it.
 pub(crate) struct SlotPool {
-    /// Port (of every lane) and session of each server, as this pool numbers the servers: a
+    /// Port (of every I/O queue) and session of each server, as this pool numbers the servers: a
     /// published region keeps its own numbers.
     servers: Roster<(usize, Arc<Session>)>,
     purpose: Purpose,
@@ -245,7 +245,7 @@ impl SlotPool {
 
     /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for `slots` slots
     /// from `place` on: they are now in pages' entries, were freed, or are given up with their
-    /// lane.
+    /// I/O queue.
     pub(crate) fn settle(&self, place: SlotPlace, slots: usize) {
         self.end_writes(place, slots);
         self.settle_ended(slots);

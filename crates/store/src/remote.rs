@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: an entry is replaced only when the new bytes are complete, and the old slot
 //! is freed only after that; a failure on the way leaves the last good copy. Moving the bytes is
-//! left to the [`Lane`](crate::Lane).
+//! left to the [`IoQueue`](crate::IoQueue).
 
 use std::{
     collections::HashSet,
@@ -315,14 +315,14 @@ impl PageStore {
         black_box(self.table.is_stored(page));
     }
 
-    /// Counts `pages` pages that left unchanged, without a [`Lane`](crate::Lane).
+    /// Counts `pages` pages that left unchanged, without an [`IoQueue`](crate::IoQueue).
     pub fn count_clean(&self, pages: usize) {
         let clean = &self.stats.write_backs_clean;
         clean.fetch_add(pages as u64, Ordering::Relaxed);
     }
 
     /// Counts `pages` pages that nothing is stored of and that are in local memory now, without a
-    /// [`Lane`](crate::Lane).
+    /// [`IoQueue`](crate::IoQueue).
     pub fn count_made(&self, pages: usize) {
         (self.stats.fills_never).fetch_add(pages as u64, Ordering::Relaxed);
     }

@@ -1,10 +1,10 @@
 //! One operation at a time: [`transfer`].
 //!
-//! The rule it keeps: a transfer waits for a server, so no lane makes one.
+//! The rule it keeps: a transfer waits for a server, so no I/O queue makes one.
 
 use farpage_fabric::{Channel, ChannelError, Op, regmem::RegBuf};
 
-use crate::lane::sleep;
+use crate::io_queue::sleep;
 
 /// Carries out one operation on a channel that has no other, and waits for it. Returns its buffer.
 ///

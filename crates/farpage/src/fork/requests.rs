@@ -1,19 +1,19 @@
-//! [`Requests`]: what the keeper's lane reads and writes just now.
+//! [`Requests`]: what the keeper's I/O queue reads and writes just now.
 //!
 //! The rule it keeps: the end of a store or of a snapshot may ask servers, so none ends inside the
-//! lane, whose request may be the last to hold it.
+//! I/O queue, whose request may be the last to hold it.
 
 use std::{collections::HashMap, mem, sync::Arc};
 
 use farpage_fabric::ConnectError;
-use farpage_store::{Cluster, Lane};
+use farpage_store::{Cluster, IoQueue};
 
 use super::{image::Image, stored::Place};
 
 /// Place that a request reads or writes, and the image of its child.
 pub(super) type Source = (Place, Arc<Image>);
 
-/// Sources of all requests that the lane has not completed.
+/// Sources of all requests that the I/O queue has not completed.
 #[derive(Default)]
 pub(super) struct Requests {
     sources: HashMap<u64, Source>,
@@ -39,16 +39,16 @@ impl Requests {
     }
 }
 
-/// Returns the lane to the servers. Made at the first call.
+/// Returns the I/O queue to the servers. Made at the first call.
 ///
 /// # Errors
-/// As [`Lane::new`].
-pub(super) fn lane_of<'a>(
-    lane: &'a mut Option<Lane<Vec<u8>>>,
+/// As [`IoQueue::new`].
+pub(super) fn queue_of<'a>(
+    io_queue: &'a mut Option<IoQueue<Vec<u8>>>,
     cluster: &Arc<Cluster>,
-) -> Result<&'a mut Lane<Vec<u8>>, ConnectError> {
-    match lane {
-        Some(lane) => Ok(lane),
-        None => Ok(lane.insert(Lane::new(cluster)?)),
+) -> Result<&'a mut IoQueue<Vec<u8>>, ConnectError> {
+    match io_queue {
+        Some(io_queue) => Ok(io_queue),
+        None => Ok(io_queue.insert(IoQueue::new(cluster)?)),
     }
 }

@@ -1,7 +1,7 @@
 //! [`Serving`]: the keeper's thread.
 //!
-//! The rule it keeps: a turn waits for no child. What has to wait for one, or for room in the lane,
-//! waits in a queue of its own until a later turn.
+//! The rule it keeps: a turn waits for no child. What has to wait for one, or for room in the I/O
+//! queue, waits in a queue of its own until a later turn.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -13,7 +13,7 @@ use std::{
 };
 
 use farpage_pager::Lender;
-use farpage_store::{Cluster, EntryWords, Lane, RunCompletion};
+use farpage_store::{Cluster, EntryWords, IoQueue, RunCompletion};
 use farpage_vm::{
     KernelSpace, Refusal,
     child::{ChildEvent, ChildMemory},
@@ -25,7 +25,7 @@ use super::{
     forked::{Arriving, Child, View, words_of},
     link::{self, Kind},
     outgoing::Outgoing,
-    requests::{Requests, lane_of},
+    requests::{Requests, queue_of},
     shared::{Shared, locked},
     stored::Place,
 };
@@ -55,7 +55,7 @@ enum Begun {
     Done,
     /// The fault waits for the child's agent, or for another page.
     Waits,
-    /// The lane has no room.
+    /// The I/O queue has no room.
     NoRoom,
 }
 
@@ -71,8 +71,8 @@ pub(super) struct Serving {
     half: usize,
     /// Upper bound of the bytes that were brought into one child.
     share: usize,
-    /// Lane to the servers, from the first absent page on.
-    lane: Option<Lane<Vec<u8>>>,
+    /// I/O queue to the servers, from the first absent page on.
+    io_queue: Option<IoQueue<Vec<u8>>>,
     visitors: Vec<Visitor>,
     children: HashMap<u64, Child>,
     next_child: u64,
@@ -81,7 +81,7 @@ pub(super) struct Serving {
     writing: HashMap<u64, (u64, usize)>,
     requests: Requests,
     next_tag: u64,
-    /// Faults that the lane had no room for.
+    /// Faults that the I/O queue had no room for.
     faults: VecDeque<Arriving>,
     /// Pages that children could not take yet.
     ready: Vec<(Arriving, Vec<u8>)>,
@@ -105,7 +105,7 @@ impl Serving {
             share: SHARE_BYTES_MIN,
             writing: HashMap::new(),
             requests: Requests::default(),
-            lane: None,
+            io_queue: None,
             visitors: Vec::new(),
             children: HashMap::new(),
             next_child: 0,
@@ -177,8 +177,8 @@ impl Serving {
         if !self.shared.is_held.load(Ordering::SeqCst) {
             fds.push(readable(self.listener.as_fd()));
         }
-        if let Some(lane) = &self.lane
-            && let Some(time) = lane.wait(&mut fds)
+        if let Some(io_queue) = &self.io_queue
+            && let Some(time) = io_queue.wait(&mut fds)
         {
             sooner(time);
         }
@@ -352,8 +352,8 @@ impl Serving {
     /// Brings in the pages of faults, and puts those that have come into their children.
     fn fill(&mut self) {
         let mut done: Vec<RunCompletion<Vec<u8>>> = Vec::new();
-        if let Some(lane) = &mut self.lane {
-            lane.poll(&mut done);
+        if let Some(io_queue) = &mut self.io_queue {
+            io_queue.poll(&mut done);
         }
         let ready = mem::take(&mut self.ready);
         for (arriving, bytes) in ready {
@@ -453,8 +453,8 @@ impl Serving {
                 return Begun::Done;
             }
         }
-        let lane = match lane_of(&mut self.lane, &self.cluster) {
-            Ok(lane) => lane,
+        let io_queue = match queue_of(&mut self.io_queue, &self.cluster) {
+            Ok(io_queue) => io_queue,
             Err(error) => {
                 self.give_up(wanted, page_bytes, &error);
                 return Begun::Done;
@@ -480,10 +480,12 @@ impl Serving {
             let (page, frame) = (first + at, vec![0; page_bytes]);
             let place = child.view.stored.place(region, address);
             let began = match &place {
-                Place::Image => lane.fill_copy(&region.snapshot, page, words_of(words), frame, tag),
-                Place::Own(store) => lane.fill(store, page, frame, tag),
+                Place::Image => {
+                    io_queue.fill_copy(&region.snapshot, page, words_of(words), frame, tag)
+                }
+                Place::Own(store) => io_queue.fill(store, page, frame, tag),
                 Place::Inherited(snapshot, words) => {
-                    lane.fill_copy(snapshot, page, *words, frame, tag)
+                    io_queue.fill_copy(snapshot, page, *words, frame, tag)
                 }
             };
             if began.is_err() {
@@ -622,8 +624,9 @@ impl Serving {
                 .expect("pages are in regions");
             let store = child.view.stored.store(region);
             let store = store.map_err(|error| error.to_string());
-            let lane = lane_of(&mut self.lane, &self.cluster).map_err(|error| error.to_string());
-            let (store, lane) = match store.and_then(|store| Ok((store, lane?))) {
+            let io_queue =
+                queue_of(&mut self.io_queue, &self.cluster).map_err(|error| error.to_string());
+            let (store, io_queue) = match store.and_then(|store| Ok((store, io_queue?))) {
                 Ok(both) => both,
                 Err(error) => {
                     let why = format!("its changed pages have no remote memory: {error}");
@@ -640,7 +643,7 @@ impl Serving {
                 }
             };
             let tag = self.next_tag;
-            match lane.write_back(&store, region.page(address).0, bytes, tag) {
+            match io_queue.write_back(&store, region.page(address).0, bytes, tag) {
                 Ok(()) => {
                     self.next_tag += 1;
                     self.writing.insert(tag, (key, address));

@@ -23,15 +23,19 @@ impl World {
     }
 }
 
-/// Lanes are made before the server is added, and use it afterwards.
+/// I/O queues are made before the server is added, and use it afterwards.
 #[test]
-fn an_added_server_takes_part_in_grants_and_lanes_find_their_way_to_it() {
+fn an_added_server_takes_part_in_grants_and_io_queues_find_their_way_to_it() {
     for codec in CODECS {
         let mut world = World::of(1, impatient());
         let before = remote(&world.cluster, 64, 4096, codec);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
         let pages = odd_pages(4096, 0..64);
-        assert!(write_run(&mut lane, &before, 0, &pages).failed.is_empty());
+        assert!(
+            write_run(&mut io_queue, &before, 0, &pages)
+                .failed
+                .is_empty()
+        );
         world.add_server(SimConfig::new(7));
         world.add_server(SimConfig::new(8));
         let granted = |world: &World, server: usize| {
@@ -45,8 +49,8 @@ fn an_added_server_takes_part_in_grants_and_lanes_find_their_way_to_it() {
         assert!(granted(&world, 1) > 0 && granted(&world, 2) > 0);
         for store in after.iter().chain([&before]) {
             for _ in 0..3 {
-                assert!(write_run(&mut lane, store, 0, &pages).failed.is_empty());
-                let done = read_run(&mut lane, store, 0, 64);
+                assert!(write_run(&mut io_queue, store, 0, &pages).failed.is_empty());
+                let done = read_run(&mut io_queue, store, 0, 64);
                 assert!(done.failed.is_empty() && done.frame.bytes == pages);
             }
         }
@@ -55,16 +59,20 @@ fn an_added_server_takes_part_in_grants_and_lanes_find_their_way_to_it() {
 }
 
 #[test]
-fn a_lane_of_signal_handlers_reaches_an_added_server_once_its_ports_are_made() {
+fn an_io_queue_of_signal_handlers_reaches_an_added_server_once_its_ports_are_made() {
     let mut world = World::of(1, impatient());
-    let mut passive = Lane::<Piece>::passive(&world.cluster).expect("a lane");
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut passive = IoQueue::<Piece>::passive(&world.cluster).expect("an I/O queue");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
     world.add_server(SimConfig::new(7));
     let store = remote(&world.cluster, 1024, 4096, Codec::Raw);
     let pages = odd_pages(4096, 0..64);
     // Successive runs fall on successive servers.
     for (first, half) in [(0, &pages[..32 * 4096]), (32, &pages[32 * 4096..])] {
-        assert!(write_run(&mut lane, &store, first, half).failed.is_empty());
+        assert!(
+            write_run(&mut io_queue, &store, first, half)
+                .failed
+                .is_empty()
+        );
     }
     let is_there = |page: &u64| place_of(&store, *page).0.server == 1;
     let page = (0..64).find(is_there).expect("one of two servers");

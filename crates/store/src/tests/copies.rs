@@ -140,9 +140,9 @@ fn each_page_is_on_as_many_servers_as_asked_for() {
     for copies in 2..=4 {
         let world = World::of(4, impatient());
         let store = raw(&world, 64, copies);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
         for page in 0..64 {
-            write(&mut lane, &store, page, &odd_page(4096, page)).expect("there is room");
+            write(&mut io_queue, &store, page, &odd_page(4096, page)).expect("there is room");
             let mut servers: Vec<_> = (members_of(&store, page).iter())
                 .map(|member| member.server)
                 .collect();
@@ -240,21 +240,22 @@ fn a_write_is_on_all_servers_before_its_page_is_published() {
                 impatient(),
             );
             let store = raw(&world, 8, 2);
-            let mut lane = Lane::new(&world.cluster).expect("a lane");
+            let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
             let frame = odd_pages(4096, 0..4);
-            lane.write_back(&store, at(0), frame.into(), 0)
-                .expect("an idle lane has room");
+            io_queue
+                .write_back(&store, at(0), frame.into(), 0)
+                .expect("an idle I/O queue has room");
             let mut done = Vec::new();
             // A server dies as soon as any page is published.
             while !(0..4).any(|page| store.table.is_stored(at(page))) {
-                lane.poll(&mut done);
+                io_queue.poll(&mut done);
             }
             world.servers[1 - survivor].kill();
             while done.is_empty() {
-                lane.poll(&mut done);
+                io_queue.poll(&mut done);
             }
             assert!(done[0].failed.is_empty());
-            let read = read_run(&mut lane, &store, 0, 4);
+            let read = read_run(&mut io_queue, &store, 0, 4);
             assert!(read.failed.is_empty());
             assert!(read.frame.bytes == odd_pages(4096, 0..4), "seed {seed}");
         }
@@ -271,22 +272,22 @@ fn a_request_that_waits_goes_to_the_first_server_that_answers() {
         for answers in 0..2 {
             let world = World::of(2, options.clone());
             let store = raw(&world, 8, 2);
-            let mut lane = Lane::new(&world.cluster).expect("a lane");
-            write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+            let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+            write(&mut io_queue, &store, 0, &odd_page(4096, 0)).expect("there is room");
             world.servers.iter().for_each(|server| server.cut());
             let accepted = match writes {
-                true => lane.write_back(&store, at(0), odd_page(4096, 1).into(), 0),
-                false => lane.fill(&store, at(0), vec![0; 4096].into(), 0),
+                true => io_queue.write_back(&store, at(0), odd_page(4096, 1).into(), 0),
+                false => io_queue.fill(&store, at(0), vec![0; 4096].into(), 0),
             };
             assert!(accepted.is_ok());
             let mut done = Vec::new();
             let until = Instant::now() + Duration::from_millis(20);
             while Instant::now() < until {
-                lane.poll(&mut done);
+                io_queue.poll(&mut done);
             }
             assert!(done.is_empty(), "nobody answers");
             world.servers[answers].heal();
-            let done = one(&mut lane);
+            let done = one(&mut io_queue);
             assert!(done.failed.is_empty(), "{:?}", done.failed);
             assert!(done.frame.bytes == odd_page(4096, u64::from(writes)));
             let good = group_of(&store, 0).good_count();
@@ -304,14 +305,14 @@ fn a_server_that_is_cut_off_for_a_moment_is_not_read_before_it_has_caught_up() {
     for cut in 0..2 {
         let mut world = World::of(2, options.clone());
         let store = raw(&world, 64, 2);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
         let old = odd_pages(4096, 0..64);
-        assert!(write_run(&mut lane, &store, 0, &old).failed.is_empty());
+        assert!(write_run(&mut io_queue, &store, 0, &old).failed.is_empty());
         let mut model = old;
         world.servers[cut].cut();
         for page in (0..64).step_by(2) {
             let new = odd_page(4096, 1000 + page);
-            write(&mut lane, &store, page, &new).expect("one server lives");
+            write(&mut io_queue, &store, page, &new).expect("one server lives");
             model[page as usize * 4096..][..4096].copy_from_slice(&new);
         }
         assert!(store.stats().under_protected_bytes > 0);
@@ -319,23 +320,23 @@ fn a_server_that_is_cut_off_for_a_moment_is_not_read_before_it_has_caught_up() {
         let states = || members_of(&store, 0).into_iter().map(|member| member.state);
         assert!(states().any(|state| state == MemberState::Stale));
         world.wait_until_all_answer();
-        let mut other = Lane::new(&world.cluster).expect("a lane");
+        let mut other = IoQueue::new(&world.cluster).expect("an I/O queue");
         let done = read_run(&mut other, &store, 0, 64);
         assert!(done.failed.is_empty() && done.frame.bytes == model);
         assert_eq!(store.stats().corrupt, 0, "what missed a write was read");
         assert_eq!(world.repair(), RepairTurn::Idle);
         assert_eq!(store.stats().under_protected_bytes, 0);
         assert!(store.stats().repaired_bytes >= 64 * 4096);
-        // A lane that lost its channel opens another, and does not pass the server over.
+        // An I/O queue that lost its channel opens another, and does not pass the server over.
         for page in (0..64).step_by(3) {
             let new = odd_page(4096, 2000 + page);
-            write(&mut lane, &store, page, &new).expect("both live");
+            write(&mut io_queue, &store, page, &new).expect("both live");
             model[page as usize * 4096..][..4096].copy_from_slice(&new);
         }
         assert_eq!(store.stats().under_protected_bytes, 0);
         // Each server has everything.
         world.servers[1 - cut].kill();
-        let done = read_run(&mut lane, &store, 0, 64);
+        let done = read_run(&mut io_queue, &store, 0, 64);
         assert!(done.failed.is_empty() && done.frame.bytes == model);
     }
 }
@@ -348,12 +349,12 @@ fn pages_whose_servers_are_all_dead_are_an_error_that_names_the_servers() {
     };
     let mut world = World::of(2, options);
     let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+    write(&mut io_queue, &store, 0, &odd_page(4096, 0)).expect("there is room");
     world.servers.iter().for_each(|server| server.kill());
     world.repairer.turn(&world.cluster);
     let began = Instant::now();
-    let error = read(&mut lane, &store, 0).expect_err("nobody has it");
+    let error = read(&mut io_queue, &store, 0).expect_err("nobody has it");
     assert!(began.elapsed() < Duration::from_secs(5));
     assert!(
         matches!(error, StoreError::Remote { retry: true, .. }),
@@ -368,7 +369,7 @@ fn pages_whose_servers_are_all_dead_are_an_error_that_names_the_servers() {
         server.contains("sim:1") && server.contains("sim:2"),
         "{server}"
     );
-    let error = write(&mut lane, &store, 0, &odd_page(4096, 1)).expect_err("nobody takes it");
+    let error = write(&mut io_queue, &store, 0, &odd_page(4096, 1)).expect_err("nobody takes it");
     assert!(error.may_retry(), "{error}");
     assert!(
         group_of(&store, 0).good_count() > 0,
@@ -385,10 +386,10 @@ fn pages_with_a_copy_left_outlive_more_deaths_than_there_are_copies() {
     };
     let world = World::of(4, options);
     let store = copied(&world, 256, 2, Codec::Lz4, Reserve::Full);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
     let page_of = |page: u64| odd_page(512, page).repeat(8);
     for page in 0..256 {
-        write(&mut lane, &store, page, &page_of(page)).expect("there is room");
+        write(&mut io_queue, &store, page, &page_of(page)).expect("there is room");
     }
     for victim in [0, 1] {
         world.servers[victim].kill();
@@ -402,7 +403,7 @@ fn pages_with_a_copy_left_outlive_more_deaths_than_there_are_copies() {
             // A READ of a lost page takes the deadline.
             continue;
         }
-        match read(&mut lane, &store, page) {
+        match read(&mut io_queue, &store, page) {
             Ok(bytes) => assert!(bytes == page_of(page), "page {page}"),
             Err(_) => failed.push(page),
         }
@@ -410,8 +411,8 @@ fn pages_with_a_copy_left_outlive_more_deaths_than_there_are_copies() {
     assert_eq!(failed[..], lost[..lost.len().min(1)]);
     // Writes find places, whatever the place of the page was.
     for page in 0..256 {
-        write(&mut lane, &store, page, &page_of(page + 1)).expect("two servers live");
-        assert!(read(&mut lane, &store, page).expect("it was written") == page_of(page + 1));
+        write(&mut io_queue, &store, page, &page_of(page + 1)).expect("two servers live");
+        assert!(read(&mut io_queue, &store, page).expect("it was written") == page_of(page + 1));
     }
 }
 
@@ -419,15 +420,15 @@ fn pages_with_a_copy_left_outlive_more_deaths_than_there_are_copies() {
 fn a_snapshot_is_read_from_the_copies_that_live() {
     let mut world = World::of(3, impatient());
     let store = raw(&world, 32, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
     let old = odd_pages(4096, 0..32);
-    assert!(write_run(&mut lane, &store, 0, &old).failed.is_empty());
+    assert!(write_run(&mut io_queue, &store, 0, &old).failed.is_empty());
     let snapshot = crate::Snapshot::take(&store).expect("it is open");
     let entries: Vec<_> = (0..32)
         .map(|page| store.table.load_words(at(page)))
         .collect();
     assert!(
-        write_run(&mut lane, &store, 0, &odd_pages(4096, 100..132))
+        write_run(&mut io_queue, &store, 0, &odd_pages(4096, 100..132))
             .failed
             .is_empty()
     );
@@ -435,7 +436,7 @@ fn a_snapshot_is_read_from_the_copies_that_live() {
         world.servers[victim].kill();
         for (page, entry) in (0..).zip(&entries) {
             let frame = vec![0; 4096].into();
-            let done = lane.read_copy(&snapshot, at(page), *entry, frame);
+            let done = io_queue.read_copy(&snapshot, at(page), *entry, frame);
             assert!(done.failed.is_empty(), "{:?}", done.failed);
             assert!(done.frame.bytes == odd_page(4096, page));
         }
@@ -445,15 +446,15 @@ fn a_snapshot_is_read_from_the_copies_that_live() {
 
 /// Faults of threads that serve themselves have no thread that opens channels.
 #[test]
-fn a_passive_lane_reads_the_other_copy_at_once() {
+fn a_passive_queue_reads_the_other_copy_at_once() {
     for victim in 0..2 {
         let world = World::of(2, impatient());
         let store = raw(&world, 8, 2);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
-        let mut passive = Lane::passive(&world.cluster).expect("a lane");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+        let mut passive = IoQueue::passive(&world.cluster).expect("an I/O queue");
         passive.prepare(&store, 8);
         assert!(
-            write_run(&mut lane, &store, 0, &odd_pages(4096, 0..8))
+            write_run(&mut io_queue, &store, 0, &odd_pages(4096, 0..8))
                 .failed
                 .is_empty()
         );
@@ -468,22 +469,22 @@ fn a_passive_lane_reads_the_other_copy_at_once() {
             served > 0,
             members_of(&store, 0)[0].server as usize == victim
         );
-        // A lane that is made now does not have the dead server.
-        Lane::<Piece>::new(&world.cluster).expect("the others answer");
+        // An I/O queue that is made now does not have the dead server.
+        IoQueue::<Piece>::new(&world.cluster).expect("the others answer");
     }
 }
 
 #[test]
-fn a_passive_lane_reads_a_server_again_that_answers_again() {
+fn a_passive_queue_reads_a_server_again_that_answers_again() {
     let options = ClusterOptions {
         dead_after: Duration::from_secs(600),
         ..impatient()
     };
     let mut world = World::of(2, options);
     let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    let mut passive = Lane::passive(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+    let mut passive = IoQueue::passive(&world.cluster).expect("an I/O queue");
+    write(&mut io_queue, &store, 0, &odd_page(4096, 0)).expect("there is room");
     let home = usize::from(members_of(&store, 0)[0].server);
     world.servers[home].cut();
     let mut reads_another = || {
@@ -599,9 +600,13 @@ fn a_reservation_promises_room_for_every_copy() {
     );
     assert_eq!(world.cluster.granted_bytes(), 0);
     let store = create(30 << 20).expect("it fits");
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
     for page in (0..store.pages()).step_by(32) {
         let run = odd_pages(4096, page..page + 32);
-        assert!(write_run(&mut lane, &store, page, &run).failed.is_empty());
+        assert!(
+            write_run(&mut io_queue, &store, page, &run)
+                .failed
+                .is_empty()
+        );
     }
 }

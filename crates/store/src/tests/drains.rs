@@ -71,9 +71,9 @@ fn unnamed(
     PageStore::remote(&world.cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
 }
 
-/// A drain begins at any step of a schedule of writes and fills on three lanes, and the repairs
-/// take a turn between any two steps. Operations take long on their way, so that many are under way
-/// when an extent moves.
+/// A drain begins at any step of a schedule of writes and fills on three I/O queues, and the
+/// repairs take a turn between any two steps. Operations take long on their way, so that many are
+/// under way when an extent moves.
 #[test]
 fn a_server_is_emptied_at_any_step_and_no_byte_changes() {
     let (mut moved, mut retries) = (0, 0);
@@ -154,19 +154,24 @@ fn a_server_is_emptied_at_any_step_and_no_byte_changes() {
 
 /// Reads all pages, which have their bytes. Those that are only on the server `dead` fail: one is
 /// tried, since each takes until the deadline. Returns their number.
-fn count_lost(lane: &mut Lane<Piece>, store: &Arc<PageStore>, pages: &[u8], dead: usize) -> usize {
+fn count_lost(
+    io_queue: &mut IoQueue<Piece>,
+    store: &Arc<PageStore>,
+    pages: &[u8],
+    dead: usize,
+) -> usize {
     let mut lost = 0;
     for (page, bytes) in (0..).zip(pages.chunks(4096)) {
         let members = members_of(store, page);
         if (members.iter()).all(|it| usize::from(it.server) == dead) {
             if lost == 0 {
-                let error = read(lane, store, page).expect_err("its server is dead");
+                let error = read(io_queue, store, page).expect_err("its server is dead");
                 assert!(matches!(error, StoreError::Remote { .. }), "{error}");
             }
             lost += 1;
             continue;
         }
-        let got = read(lane, store, page).expect("its server lives");
+        let got = read(io_queue, store, page).expect("its server lives");
         assert!(got == bytes, "page {page} is another");
     }
     lost
@@ -174,10 +179,10 @@ fn count_lost(lane: &mut Lane<Piece>, store: &Arc<PageStore>, pages: &[u8], dead
 
 fn written_pages(world: &World, store: &Arc<PageStore>, pages: u64) -> Vec<u8> {
     let bytes = odd_pages(4096, 0..pages);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
     for page in (0..pages).step_by(64) {
         let run = &bytes[page as usize * 4096..][..64 * 4096];
-        assert!(write_run(&mut lane, store, page, run).failed.is_empty());
+        assert!(write_run(&mut io_queue, store, page, run).failed.is_empty());
     }
     bytes
 }
@@ -212,10 +217,10 @@ fn a_server_that_dies_while_it_is_emptied_takes_only_what_had_not_moved() {
         let report = world.drain(0);
         victim.kill();
         world.repair_as_far_as_possible();
-        let mut lane = Lane::new(&world.cluster).expect("the emptied server is not needed");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("the emptied server is not needed");
         let all = stores.iter().zip(&bytes);
         let missing: usize = all
-            .map(|(store, bytes)| count_lost(&mut lane, store, bytes, 0))
+            .map(|(store, bytes)| count_lost(&mut io_queue, store, bytes, 0))
             .sum();
         match report {
             Ok(report) => {
@@ -246,8 +251,8 @@ fn a_target_may_die_while_a_server_is_emptied() {
         let configs = (1..=4).map(|server| SimConfig::new(10 * seed + server));
         let mut world = World::new(configs, options);
         let (stores, bytes) = many_extents(&world, copies);
-        // A new lane needs all servers but the one that was emptied.
-        let mut lane = Lane::new(&world.cluster).expect("all live");
+        // A new I/O queue needs all servers but the one that was emptied.
+        let mut io_queue = IoQueue::new(&world.cluster).expect("all live");
         let target = world.servers[1].clone();
         target.kill_after(1 + 25 * seed);
         world.drain(0).expect("two servers have room");
@@ -255,7 +260,7 @@ fn a_target_may_die_while_a_server_is_emptied() {
         world.repair_as_far_as_possible();
         assert_eq!(world.granted_bytes(0), 0, "seed {seed}");
         for (store, bytes) in stores.iter().zip(&bytes) {
-            let lost = count_lost(&mut lane, store, bytes, 1);
+            let lost = count_lost(&mut io_queue, store, bytes, 1);
             assert!(
                 copies == 1 || lost == 0,
                 "seed {seed}: {lost} pages are lost"
@@ -274,7 +279,7 @@ fn full_targets_are_an_error_that_says_what_is_left_and_a_later_drain_goes_on() 
         let mut world = World::new(configs, impatient());
         let store = unnamed(&world, 2048, copies, Codec::Raw, Reserve::Full);
         let bytes = written_pages(&world, &store, 2048);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
         let mut fillers = Vec::new();
         for bytes in [4 << 20, 1 << 20, 256 << 10, 64 << 10] {
             let filler = RemoteOptions::default();
@@ -297,14 +302,14 @@ fn full_targets_are_an_error_that_says_what_is_left_and_a_later_drain_goes_on() 
             "{said}"
         );
         assert!(store.stats().draining_bytes > 0);
-        assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+        assert_eq!(count_lost(&mut io_queue, &store, &bytes, 9), 0);
         fillers.clear();
         world.drain(0).expect("there is room now");
         assert_eq!(
             (world.granted_bytes(0), store.stats().draining_bytes),
             (0, 0)
         );
-        assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+        assert_eq!(count_lost(&mut io_queue, &store, &bytes, 9), 0);
     }
 }
 
@@ -336,7 +341,7 @@ fn drains_at_once_never_drain_into_each_other() {
         let mut world = World::of(4, impatient());
         let store = unnamed(&world, 2048, copies, Codec::Raw, Reserve::Full);
         let bytes = written_pages(&world, &store, 2048);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
         let (one, other) = (world.endpoint(0), world.endpoint(1));
         let World {
             cluster, repairer, ..
@@ -363,7 +368,7 @@ fn drains_at_once_never_drain_into_each_other() {
             "{moved} bytes moved"
         );
         assert_eq!((world.granted_bytes(0), world.granted_bytes(1)), (0, 0));
-        assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+        assert_eq!(count_lost(&mut io_queue, &store, &bytes, 9), 0);
     }
 }
 
@@ -380,16 +385,20 @@ fn named_regions_stay_and_snapshots_follow() {
     let before = written_pages(&world, &store, 64);
     let child = Child::fork(&store, &before);
     let after: Vec<u8> = odd_pages(4096, 100..164);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    assert!(write_run(&mut lane, &store, 0, &after).failed.is_empty());
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+    assert!(
+        write_run(&mut io_queue, &store, 0, &after)
+            .failed
+            .is_empty()
+    );
     let report = world.drain(0).expect("the other server has room");
     assert!(
         report.named_bytes > 0 && report.moved_bytes > 0,
         "{report:?}"
     );
     assert_eq!(world.granted_bytes(0), report.named_bytes);
-    assert_eq!(count_lost(&mut lane, &store, &after, 9), 0);
-    child.check(&mut lane);
+    assert_eq!(count_lost(&mut io_queue, &store, &after, 9), 0);
+    child.check(&mut io_queue);
     drop(named);
 }
 
@@ -487,7 +496,7 @@ fn the_predecessor_of_a_server_at_its_address_does_not_decide_on_a_drain() {
     // Nothing is put on the predecessor.
     world.cluster.health.set_leaving(0, true);
     let (stores, bytes) = many_extents(&world, 1);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
     assert!(world.granted_bytes(2) > 0);
     world.cluster.health.set_leaving(0, false);
     world.servers[0].kill();
@@ -495,7 +504,7 @@ fn the_predecessor_of_a_server_at_its_address_does_not_decide_on_a_drain() {
     world.drain(0).expect("the other server has room");
     assert_eq!(world.granted_bytes(2), 0);
     for (store, bytes) in stores.iter().zip(&bytes) {
-        assert_eq!(count_lost(&mut lane, store, bytes, 9), 0);
+        assert_eq!(count_lost(&mut io_queue, store, bytes, 9), 0);
     }
 }
 
@@ -519,8 +528,8 @@ fn a_drain_waits_for_a_target_that_is_silent_for_a_moment() {
     };
     let report = world.drain_amid(0, amid).expect("the target comes back");
     assert!(report.moved_bytes > 0);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+    assert_eq!(count_lost(&mut io_queue, &store, &bytes, 9), 0);
 }
 
 #[test]

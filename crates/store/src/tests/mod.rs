@@ -1,5 +1,6 @@
-//! Tests of stores through lanes, by subject. This file has the shared parts: simulated servers,
-//! lanes that are driven to the end, and [`conform`], which compares any store with a plain array.
+//! Tests of stores through I/O queues, by subject. This file has the shared parts: simulated
+//! servers, I/O queues that are driven to the end, and [`conform`], which compares any store with a
+//! plain array.
 
 mod adds;
 mod copies;
@@ -37,7 +38,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::{
     BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Element, FileStore,
-    FileStoreError, Lane, Layout, OpenStoreError, PageIndex, PageStore, PublishStoreError,
+    FileStoreError, IoQueue, Layout, OpenStoreError, PageIndex, PageStore, PublishStoreError,
     RemoteOptions, Reserve, RunBuffer, RunCompletion, RunCounts, Store, StoreError, ZfpMode,
     entry::PageEntry, place::SlotPlace, pool::SlotPool, remote::Backing,
 };
@@ -186,23 +187,23 @@ fn lending(bytes: u64) -> SimConfig {
 }
 
 /// Polls until an operation has ended.
-fn some(lane: &mut Lane<Piece>) -> Vec<RunCompletion<Piece>> {
+fn some(io_queue: &mut IoQueue<Piece>) -> Vec<RunCompletion<Piece>> {
     let limit = Instant::now() + Duration::from_secs(20);
     let mut done = Vec::new();
     while done.is_empty() {
-        lane.poll(&mut done);
+        io_queue.poll(&mut done);
         if done.is_empty() {
             assert!(
                 Instant::now() < limit,
                 "{} operations never end",
-                lane.in_flight()
+                io_queue.in_flight()
             );
             let mut fds = Vec::new();
-            let until = lane.wait(&mut fds);
+            let until = io_queue.wait(&mut fds);
             assert!(
                 until.is_some() || !fds.is_empty(),
                 "nothing to sleep on with {} in flight",
-                lane.in_flight()
+                io_queue.in_flight()
             );
             let left = until.map_or(100, |until| {
                 until
@@ -220,19 +221,19 @@ fn at(page: u64) -> PageIndex {
     PageIndex(page as usize)
 }
 
-fn one(lane: &mut Lane<Piece>) -> RunCompletion<Piece> {
-    let mut done = some(lane);
+fn one(io_queue: &mut IoQueue<Piece>) -> RunCompletion<Piece> {
+    let mut done = some(io_queue);
     assert_eq!(done.len(), 1);
     done.pop().unwrap()
 }
 
 fn write(
-    lane: &mut Lane<Piece>,
+    io_queue: &mut IoQueue<Piece>,
     store: &Arc<PageStore>,
     page: u64,
     bytes: &[u8],
 ) -> Result<RunCounts, StoreError> {
-    let mut done = write_run(lane, store, page, bytes);
+    let mut done = write_run(io_queue, store, page, bytes);
     match done.failed.pop() {
         Some((_, error)) => Err(error),
         None => Ok(done.outcome),
@@ -240,20 +241,25 @@ fn write(
 }
 
 fn write_run(
-    lane: &mut Lane<Piece>,
+    io_queue: &mut IoQueue<Piece>,
     store: &Arc<PageStore>,
     page: u64,
     bytes: &[u8],
 ) -> RunCompletion<Piece> {
-    lane.write_back(store, at(page), bytes.to_vec().into(), page)
+    io_queue
+        .write_back(store, at(page), bytes.to_vec().into(), page)
         .unwrap();
-    let done = one(lane);
+    let done = one(io_queue);
     assert_eq!((done.tag, &done.frame.bytes[..]), (page, bytes));
     done
 }
 
-fn read(lane: &mut Lane<Piece>, store: &Arc<PageStore>, page: u64) -> Result<Vec<u8>, StoreError> {
-    let mut done = read_run(lane, store, page, 1);
+fn read(
+    io_queue: &mut IoQueue<Piece>,
+    store: &Arc<PageStore>,
+    page: u64,
+) -> Result<Vec<u8>, StoreError> {
+    let mut done = read_run(io_queue, store, page, 1);
     match done.failed.pop() {
         Some((_, error)) => Err(error),
         None => Ok(done.frame.bytes),
@@ -261,14 +267,14 @@ fn read(lane: &mut Lane<Piece>, store: &Arc<PageStore>, page: u64) -> Result<Vec
 }
 
 fn read_run(
-    lane: &mut Lane<Piece>,
+    io_queue: &mut IoQueue<Piece>,
     store: &Arc<PageStore>,
     page: u64,
     pages: usize,
 ) -> RunCompletion<Piece> {
     let frame = vec![0xee; pages * store.page_bytes()];
-    lane.fill(store, at(page), frame.into(), page).unwrap();
-    let done = one(lane);
+    io_queue.fill(store, at(page), frame.into(), page).unwrap();
+    let done = one(io_queue);
     assert_eq!((done.tag, done.frame.at), (page, 0));
     assert_eq!(done.frame.bytes.len(), pages * store.page_bytes());
     done
@@ -295,8 +301,8 @@ fn random_page(random: &mut ChaCha8Rng, page_bytes: usize) -> Vec<u8> {
 }
 
 /// Runs the suite: random fills and write-backs of runs of up to 40 pages, many in flight over
-/// several lanes, against a plain array, page by page. A failure that may pass is no error here.
-/// Returns the number of pages that failed.
+/// several I/O queues, against a plain array, page by page. A failure that may pass is no error
+/// here. Returns the number of pages that failed.
 fn conform(
     cluster: &Arc<Cluster>,
     store: &Arc<PageStore>,
@@ -319,8 +325,8 @@ fn conform_amid(
     println!("seed {seed}");
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let page_bytes = store.page_bytes();
-    let mut lanes: Vec<Lane<Piece>> = (0..3)
-        .map(|_| Lane::new(cluster).expect("a lane"))
+    let mut io_queues: Vec<IoQueue<Piece>> = (0..3)
+        .map(|_| IoQueue::new(cluster).expect("an I/O queue"))
         .collect();
     let mut suite = Suite {
         store,
@@ -331,7 +337,7 @@ fn conform_amid(
     };
     for tag in 0..operations as u64 {
         amid(&mut random);
-        let lane = random.random_range(0..lanes.len());
+        let io_queue = random.random_range(0..io_queues.len());
         let page = random.random_range(0..store.pages());
         let pages = match random.random_range(0..3) {
             0 => 1,
@@ -340,10 +346,10 @@ fn conform_amid(
         };
         let pages = page..(page + pages).min(store.pages());
         if suite.is_free(&pages) && random.random_bool(0.9) {
-            let lane = &mut lanes[lane];
+            let io_queue = &mut io_queues[io_queue];
             let len = (pages.end - pages.start) as usize * page_bytes;
             let (bytes, accepted) = if random.random_bool(0.5) {
-                let accepted = lane.fill(store, at(page), vec![0xee; len].into(), tag);
+                let accepted = io_queue.fill(store, at(page), vec![0xee; len].into(), tag);
                 (None, accepted)
             } else {
                 let mut bytes = Vec::new();
@@ -353,7 +359,7 @@ fn conform_amid(
                         _ => bytes.extend(random_page(&mut random, page_bytes)),
                     }
                 }
-                let accepted = lane.write_back(store, at(page), bytes.clone().into(), tag);
+                let accepted = io_queue.write_back(store, at(page), bytes.clone().into(), tag);
                 (Some(bytes), accepted)
             };
             match accepted {
@@ -362,22 +368,24 @@ fn conform_amid(
             }
         } else {
             let mut done = Vec::new();
-            lanes[lane].poll(&mut done);
+            io_queues[io_queue].poll(&mut done);
             done.into_iter().for_each(|done| suite.finish(done));
         }
     }
-    for lane in &mut lanes {
-        while lane.in_flight() > 0 {
-            some(lane).into_iter().for_each(|done| suite.finish(done));
+    for io_queue in &mut io_queues {
+        while io_queue.in_flight() > 0 {
+            some(io_queue)
+                .into_iter()
+                .for_each(|done| suite.finish(done));
         }
     }
     assert!(suite.busy.is_empty());
     for page in 0..store.pages() {
         suite.busy.insert(page, (page..page + 1, None));
-        lanes[0]
+        io_queues[0]
             .fill(store, at(page), vec![0xee; page_bytes].into(), page)
             .unwrap();
-        some(&mut lanes[0])
+        some(&mut io_queues[0])
             .into_iter()
             .for_each(|done| suite.finish(done));
     }
@@ -541,8 +549,8 @@ fn client(servers: &[Arc<SimServer>]) -> Arc<Cluster> {
 
 /// Returns all bytes of a region.
 fn vec_of(cluster: &Arc<Cluster>, store: &Arc<PageStore>) -> Vec<u8> {
-    let mut lane = Lane::new(cluster).unwrap();
+    let mut io_queue = IoQueue::new(cluster).unwrap();
     (0..store.pages())
-        .flat_map(|page| read(&mut lane, store, page).unwrap())
+        .flat_map(|page| read(&mut io_queue, store, page).unwrap())
         .collect()
 }

@@ -81,14 +81,14 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
         remote(&cluster, 4, 4096, Codec::Raw).publish(),
         Err(PublishStoreError::NotNamed { .. })
     ));
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io_queue = IoQueue::new(&cluster).unwrap();
     let page = |i: u64| {
         (0..4096u64)
             .map(|j| (j * i + j / 256) as u8)
             .collect::<Vec<_>>()
     };
     let mut write_all = |pages: u64, i: u64| {
-        (0..pages).for_each(|p| assert!(write(&mut lane, &store, p, &page(i)).is_ok()))
+        (0..pages).for_each(|p| assert!(write(&mut io_queue, &store, p, &page(i)).is_ok()))
     };
     write_all(PAGES, 1);
     store.publish().unwrap();
@@ -114,9 +114,11 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     let reopened = |i: u64| {
         let cluster = client(std::slice::from_ref(&server));
         let store = PageStore::open(&cluster, REGION, "x").unwrap();
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io_queue = IoQueue::new(&cluster).unwrap();
         (0..PAGES).for_each(|p| {
-            assert!(read(&mut lane, &store, p).unwrap() == page(if p < changed { i } else { 1 }))
+            assert!(
+                read(&mut io_queue, &store, p).unwrap() == page(if p < changed { i } else { 1 })
+            )
         });
     };
     session.release(rest.id).unwrap();
@@ -126,7 +128,7 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
         assert!(Instant::now() < limit, "there is room now");
     }
     write_all(changed, 4);
-    drop((lane, store, cluster));
+    drop((io_queue, store, cluster));
     reopened(2);
     reopened(2);
 }
@@ -336,16 +338,16 @@ fn slots_of_writes_that_seemed_lost_are_used_again_and_nothing_lands_there() {
             ..SimConfig::new(seed)
         }]);
         let store = remote(&cluster, 64, 4096, Codec::Raw);
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io_queue = IoQueue::new(&cluster).unwrap();
         let page = |i: u64| -> Vec<u8> { (0..4096).map(|j| (j / 5) as u8 ^ i as u8).collect() };
         for i in 0..2000u64 {
-            write(&mut lane, &store, i % 64, &page(i)).unwrap();
+            write(&mut io_queue, &store, i % 64, &page(i)).unwrap();
             let used = pool(&store).used_bytes();
             assert!(used <= 64 * 4096, "seed {seed}: {used} bytes after {i}");
         }
         for i in 2000 - 64..2000 {
             assert!(
-                read(&mut lane, &store, i % 64).unwrap() == page(i),
+                read(&mut io_queue, &store, i % 64).unwrap() == page(i),
                 "seed {seed}: page {i}"
             );
         }

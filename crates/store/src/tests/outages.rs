@@ -23,14 +23,14 @@ fn patient(deadline_ms: u64) -> ClusterOptions {
     }
 }
 
-/// Reads pages by a lane, and fails if that takes more than 10 s.
+/// Reads pages by an I/O queue, and fails if that takes more than 10 s.
 fn read_in_time(
-    lane: &mut Lane<Piece>,
+    io_queue: &mut IoQueue<Piece>,
     store: &Arc<PageStore>,
     pages: usize,
 ) -> RunCompletion<Piece> {
     let began = Instant::now();
-    let done = read_run(lane, store, 0, pages);
+    let done = read_run(io_queue, store, 0, pages);
     assert!(began.elapsed() < Duration::from_secs(10));
     done
 }
@@ -41,22 +41,26 @@ fn a_damaged_page_whose_other_copy_is_out_of_reach_is_an_error_in_time() {
         for (pages, damaged) in [(1, 0), (2, 0), (2, 1)] {
             let mut world = World::of(2, patient(400));
             let store = raw(&world, 8, 2);
-            let mut lane = Lane::new(&world.cluster).expect("a lane");
+            let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
             let bytes = odd_pages(4096, 0..pages);
-            assert!(write_run(&mut lane, &store, 0, &bytes).failed.is_empty());
+            assert!(
+                write_run(&mut io_queue, &store, 0, &bytes)
+                    .failed
+                    .is_empty()
+            );
             let members = members_of(&store, 0);
             let near = usize::from(members[damaged].server);
             tamper_copy(&world, &store, 0, members[damaged]);
-            let mut lane = match is_passive {
-                true => Lane::passive(&world.cluster).expect("a lane"),
-                false => lane,
+            let mut io_queue = match is_passive {
+                true => IoQueue::passive(&world.cluster).expect("an I/O queue"),
+                false => io_queue,
             };
             world.servers[1 - near].cut();
             if is_dead {
-                // What a lane does that finds the server silent for too long.
+                // What an I/O queue does that finds the server silent for too long.
                 pool(&store).mark_dead(members[1 - damaged].server, false);
             }
-            let done = read_in_time(&mut lane, &store, pages as usize);
+            let done = read_in_time(&mut io_queue, &store, pages as usize);
             let failed: Vec<_> = done.failed.iter().map(|(page, _)| *page).collect();
             assert_eq!(failed, [at(0)], "{is_passive} {is_dead} {pages}");
             let (_, error) = &done.failed[0];
@@ -73,13 +77,13 @@ fn a_damaged_page_whose_other_copy_is_out_of_reach_is_an_error_in_time() {
             world.servers[1 - near].heal();
             world.wait_until_all_answer();
             if is_passive {
-                lane.reopen();
+                io_queue.reopen();
                 let limit = Instant::now() + Duration::from_secs(10);
-                while !read_in_time(&mut lane, &store, 1).failed.is_empty() {
+                while !read_in_time(&mut io_queue, &store, 1).failed.is_empty() {
                     assert!(Instant::now() < limit, "its channel is never opened");
                 }
             }
-            let done = read_in_time(&mut lane, &store, pages as usize);
+            let done = read_in_time(&mut io_queue, &store, pages as usize);
             assert!(done.failed.is_empty(), "{:?}", done.failed);
             assert!(done.frame.bytes == bytes);
         }
@@ -91,45 +95,46 @@ fn a_connection_that_breaks_and_comes_back_makes_no_copy_stale() {
     for broken in 0..2 {
         let world = World::of(2, patient(30_000));
         let store = raw(&world, 8, 2);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
         for round in 0..4 {
             world.servers[broken].cut();
-            lane.poll(&mut Vec::new());
+            io_queue.poll(&mut Vec::new());
             world.servers[broken].heal();
-            write(&mut lane, &store, 0, &odd_page(4096, round)).expect("both live");
+            write(&mut io_queue, &store, 0, &odd_page(4096, round)).expect("both live");
             assert_eq!(group_of(&store, 0).good_count(), 2, "{broken} {round}");
         }
         assert_eq!(store.stats().under_protected_bytes, 0);
     }
 }
 
-/// Others hear of the server, and this lane has no channel to it. A passive lane opens none.
+/// Others hear of the server, and this I/O queue has no channel to it. A passive I/O queue opens
+/// none.
 #[test]
 fn a_write_that_is_complete_on_one_server_is_kept_though_another_channel_is_missing() {
     for is_passive in [false, true] {
         let world = World::of(2, patient(300));
         let store = raw(&world, 8, 2);
-        let mut lane = match is_passive {
-            true => Lane::passive(&world.cluster).expect("a lane"),
-            false => Lane::new(&world.cluster).expect("a lane"),
+        let mut io_queue = match is_passive {
+            true => IoQueue::passive(&world.cluster).expect("an I/O queue"),
+            false => IoQueue::new(&world.cluster).expect("an I/O queue"),
         };
         let (old, new) = (odd_page(4096, 0), odd_page(4096, 1));
-        write(&mut lane, &store, 0, &old).expect("both live");
+        write(&mut io_queue, &store, 0, &old).expect("both live");
         let home = usize::from(members_of(&store, 0)[0].server);
         world.servers[home].cut();
-        assert_eq!(read(&mut lane, &store, 0).expect("one lives"), old);
+        assert_eq!(read(&mut io_queue, &store, 0).expect("one lives"), old);
         world.cluster.health.succeeded(home);
-        let accepted = lane.write_back(&store, at(0), new.clone().into(), 0);
+        let accepted = io_queue.write_back(&store, at(0), new.clone().into(), 0);
         assert!(accepted.is_ok());
         let (mut done, began) = (Vec::new(), Instant::now());
         while done.is_empty() {
             assert!(began.elapsed() < Duration::from_secs(10), "it never ends");
             world.cluster.health.succeeded(home);
-            lane.poll(&mut done);
+            io_queue.poll(&mut done);
         }
         assert!(done[0].failed.is_empty(), "{:?}", done[0].failed);
         assert_eq!(group_of(&store, 0).good_count(), 1);
-        assert_eq!(read(&mut lane, &store, 0).expect("one lives"), new);
+        assert_eq!(read(&mut io_queue, &store, 0).expect("one lives"), new);
     }
 }
 
@@ -143,11 +148,15 @@ fn take_back(world: &World, member: Member) {
 fn a_copy_that_a_server_refuses_to_read_is_made_anew() {
     let mut world = World::of(2, patient(30_000));
     let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
     let bytes = odd_pages(4096, 0..8);
-    assert!(write_run(&mut lane, &store, 0, &bytes).failed.is_empty());
+    assert!(
+        write_run(&mut io_queue, &store, 0, &bytes)
+            .failed
+            .is_empty()
+    );
     take_back(&world, members_of(&store, 0)[0]);
-    let done = read_run(&mut lane, &store, 0, 8);
+    let done = read_run(&mut io_queue, &store, 0, 8);
     assert!(done.failed.is_empty() && done.frame.bytes == bytes);
     assert_eq!(group_of(&store, 0).good_count(), 1, "it is read again");
     world.repair();
@@ -160,15 +169,15 @@ fn a_server_that_refuses_writes_misses_them_at_once() {
     for refusing in 0..2 {
         let world = World::of(2, patient(30_000));
         let store = raw(&world, 8, 2);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
-        write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("both live");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+        write(&mut io_queue, &store, 0, &odd_page(4096, 0)).expect("both live");
         take_back(&world, members_of(&store, 0)[refusing]);
         let began = Instant::now();
-        write(&mut lane, &store, 0, &odd_page(4096, 1)).expect("one takes it");
+        write(&mut io_queue, &store, 0, &odd_page(4096, 1)).expect("one takes it");
         assert!(began.elapsed() < Duration::from_secs(10));
         assert!(store.stats().retries <= 2, "{}", store.stats().retries);
         assert_eq!(group_of(&store, 0).good_count(), 1);
-        assert!(read(&mut lane, &store, 0).expect("one has it") == odd_page(4096, 1));
+        assert!(read(&mut io_queue, &store, 0).expect("one has it") == odd_page(4096, 1));
     }
 }
 
@@ -176,8 +185,8 @@ fn a_server_that_refuses_writes_misses_them_at_once() {
 fn damage_of_a_copy_that_was_replaced_is_no_damage_of_the_new_one() {
     let mut world = World::of(2, patient(30_000));
     let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("both live");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+    write(&mut io_queue, &store, 0, &odd_page(4096, 0)).expect("both live");
     let (before, place) = (group_of(&store, 0), place_of(&store, 0).0);
     let right = members_of(&store, 0)[1];
     let damaged = (1, before.changes);
@@ -228,13 +237,17 @@ fn a_repair_that_fails_leaves_the_stale_copy_to_be_read() {
     };
     let mut world = World::new((1..=3).map(config), patient(30_000));
     let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
     let bytes = odd_pages(4096, 0..8);
-    assert!(write_run(&mut lane, &store, 0, &bytes).failed.is_empty());
+    assert!(
+        write_run(&mut io_queue, &store, 0, &bytes)
+            .failed
+            .is_empty()
+    );
     let members = members_of(&store, 0);
     tamper_copy(&world, &store, 0, members[0]);
     tamper_copy(&world, &store, 1, members[1]);
-    read(&mut lane, &store, 0).expect("one copy is right");
+    read(&mut io_queue, &store, 0).expect("one copy is right");
     assert_eq!(group_of(&store, 0).good_count(), 1);
     // The copy is made on the third server, which dies while it is written.
     let (one, other) = (members[0].server, members[1].server);
@@ -243,7 +256,7 @@ fn a_repair_that_fails_leaves_the_stale_copy_to_be_read() {
     world.servers[third.expect("there are three")].kill_after(1);
     assert_eq!(world.repairer.turn(&world.cluster), RepairTurn::Failed);
     for page in [0, 1, 0, 1] {
-        let read = read(&mut lane, &store, page).expect("one copy is right");
+        let read = read(&mut io_queue, &store, page).expect("one copy is right");
         assert!(read == odd_page(4096, page));
     }
     // The stale copy goes first where there is room for nothing else.
@@ -257,9 +270,13 @@ fn a_repair_copies_from_the_copy_that_can_be_read() {
     for refusing in 0..3 {
         let mut world = World::of(4, patient(30_000));
         let store = raw(&world, 8, 3);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
         let bytes = odd_pages(4096, 0..8);
-        assert!(write_run(&mut lane, &store, 0, &bytes).failed.is_empty());
+        assert!(
+            write_run(&mut io_queue, &store, 0, &bytes)
+                .failed
+                .is_empty()
+        );
         let members = members_of(&store, 0);
         take_back(&world, members[refusing]);
         let dead = members[(refusing + 1) % 3].server;
@@ -270,7 +287,7 @@ fn a_repair_copies_from_the_copy_that_can_be_read() {
         assert_eq!(group_of(&store, 0).good_count(), 3);
         let last = members[(refusing + 2) % 3].server;
         world.servers[usize::from(last)].kill();
-        let done = read_run(&mut lane, &store, 0, 8);
+        let done = read_run(&mut io_queue, &store, 0, 8);
         assert!(done.failed.is_empty() && done.frame.bytes == bytes);
     }
 }
@@ -355,8 +372,8 @@ fn a_server_that_is_named_twice_counts_once_when_a_region_grows() {
     let store = PageStore::remote(&cluster, REGION, 1 << 20, 4096, &options).expect("two live");
     servers[1].kill();
     cluster.health.failed(2);
-    let mut lane = Lane::new(&cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("one server lives");
+    let mut io_queue = IoQueue::new(&cluster).expect("an I/O queue");
+    write(&mut io_queue, &store, 0, &odd_page(4096, 0)).expect("one server lives");
     assert!(store.stats().under_protected_bytes > 0);
 }
 
@@ -364,8 +381,8 @@ fn a_server_that_is_named_twice_counts_once_when_a_region_grows() {
 fn repairs_that_fail_are_tried_again_at_growing_intervals() {
     let mut world = World::of(3, patient(30_000));
     let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("all live");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+    write(&mut io_queue, &store, 0, &odd_page(4096, 0)).expect("all live");
     let members = members_of(&store, 0);
     take_back(&world, members[1]);
     let dead = members[0].server;
@@ -394,8 +411,8 @@ fn a_server_that_was_given_up_gets_its_extents_back_when_it_answers() {
         let stat = world.cluster.sessions()[server].stat();
         stat.expect("it answers").granted_bytes
     };
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("all live");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+    write(&mut io_queue, &store, 0, &odd_page(4096, 0)).expect("all live");
     let silent = usize::from(members_of(&store, 0)[0].server);
     assert!(granted(&world, silent) > 0);
     world.servers[silent].cut();

@@ -133,8 +133,8 @@ fn small_server(bytes: u64) -> (Arc<SimServer>, Arc<Cluster>, Arc<PageStore>) {
 }
 
 fn write_all(cluster: &Arc<Cluster>, store: &Arc<PageStore>, number: u64) -> Option<StoreError> {
-    let mut lane = Lane::new(cluster).unwrap();
-    (0..64).find_map(|page| write(&mut lane, store, page, &odd_page(4096, number + page)).err())
+    let mut io_queue = IoQueue::new(cluster).unwrap();
+    (0..64).find_map(|page| write(&mut io_queue, store, page, &odd_page(4096, number + page)).err())
 }
 
 #[test]

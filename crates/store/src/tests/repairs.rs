@@ -73,10 +73,10 @@ fn bits_that_flip_in_one_copy_do_no_harm() {
     for codec in CODECS {
         let mut world = World::of(3, impatient());
         let store = copied(&world, 64, 2, codec, Reserve::Full);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
         let page_of = |page: u64| -> Vec<u8> { odd_page(512, page).repeat(8) };
         let all: Vec<u8> = (0..32).flat_map(page_of).collect();
-        assert!(write_run(&mut lane, &store, 0, &all).failed.is_empty());
+        assert!(write_run(&mut io_queue, &store, 0, &all).failed.is_empty());
         // Different pages of one READ are damaged in different copies.
         for page in [3, 8, 9] {
             let home = members_of(&store, page)[0];
@@ -86,7 +86,7 @@ fn bits_that_flip_in_one_copy_do_no_harm() {
             let other = members_of(&store, page)[1];
             tamper_copy(&world, &store, page, other);
         }
-        let done = read_run(&mut lane, &store, 0, 32);
+        let done = read_run(&mut io_queue, &store, 0, 32);
         assert!(done.failed.is_empty(), "{:?}", done.failed);
         assert!(done.frame.bytes == all, "{codec}");
         let stats = store.stats();
@@ -105,15 +105,19 @@ fn bits_that_flip_in_one_copy_do_no_harm() {
 fn a_page_whose_good_copies_are_damaged_is_read_from_a_stale_one() {
     let mut world = World::of(2, impatient());
     let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
     let pages = odd_pages(4096, 0..8);
-    assert!(write_run(&mut lane, &store, 0, &pages).failed.is_empty());
+    assert!(
+        write_run(&mut io_queue, &store, 0, &pages)
+            .failed
+            .is_empty()
+    );
     let members = members_of(&store, 0);
     tamper_copy(&world, &store, 0, members[0]);
     tamper_copy(&world, &store, 1, members[1]);
     for page in [0, 1, 0, 1] {
         assert_eq!(
-            read(&mut lane, &store, page).expect("one is right"),
+            read(&mut io_queue, &store, page).expect("one is right"),
             odd_page(4096, page)
         );
     }
@@ -121,7 +125,7 @@ fn a_page_whose_good_copies_are_damaged_is_read_from_a_stale_one() {
     assert_eq!(store.stats().errors, 0);
     world.repair();
     assert_eq!(
-        read(&mut lane, &store, 0).expect("one is right"),
+        read(&mut io_queue, &store, 0).expect("one is right"),
         odd_page(4096, 0)
     );
 }
@@ -130,12 +134,12 @@ fn a_page_whose_good_copies_are_damaged_is_read_from_a_stale_one() {
 fn a_page_that_is_damaged_everywhere_is_an_error_that_names_the_servers() {
     let world = World::of(2, impatient());
     let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+    write(&mut io_queue, &store, 0, &odd_page(4096, 0)).expect("there is room");
     for member in members_of(&store, 0) {
         tamper_copy(&world, &store, 0, member);
     }
-    let error = read(&mut lane, &store, 0).expect_err("it is damaged");
+    let error = read(&mut io_queue, &store, 0).expect_err("it is damaged");
     assert!(matches!(error, StoreError::Corrupt { .. }), "{error}");
     let said = error.to_string();
     assert!(said.contains("sim:1") && said.contains("sim:2"), "{said}");
@@ -155,10 +159,10 @@ fn the_last_copy_is_not_given_up_because_its_server_is_silent() {
     };
     let mut world = World::of(2, options);
     let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+    write(&mut io_queue, &store, 0, &odd_page(4096, 0)).expect("there is room");
     world.servers.iter().for_each(|server| server.cut());
-    read(&mut lane, &store, 0).expect_err("nobody answers");
+    read(&mut io_queue, &store, 0).expect_err("nobody answers");
     for _ in 0..10 {
         world.repairer.turn(&world.cluster);
     }
@@ -166,7 +170,7 @@ fn the_last_copy_is_not_given_up_because_its_server_is_silent() {
     world.servers.iter().for_each(|server| server.heal());
     world.wait_until_all_answer();
     let limit = Instant::now() + Duration::from_secs(20);
-    while read(&mut lane, &store, 0).ok() != Some(odd_page(4096, 0)) {
+    while read(&mut io_queue, &store, 0).ok() != Some(odd_page(4096, 0)) {
         assert!(Instant::now() < limit, "it does not come back");
     }
 }
@@ -211,14 +215,18 @@ fn servers_may_die_while_a_copy_is_made() {
         let mut world = World::of(4, impatient());
         let store = raw(&world, 512, 3);
         let mut model = odd_pages(4096, 0..512);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
         for page in (0..512).step_by(64) {
             let run = &model[page as usize * 4096..][..64 * 4096];
-            assert!(write_run(&mut lane, &store, page, run).failed.is_empty());
+            assert!(
+                write_run(&mut io_queue, &store, page, run)
+                    .failed
+                    .is_empty()
+            );
         }
         let first = random.random_range(0..4);
         world.servers[first].kill();
-        read_run(&mut lane, &store, 0, 512);
+        read_run(&mut io_queue, &store, 0, 512);
         let second = (first + random.random_range(1..4)) % 4;
         world.servers[second].kill_after(random.random_range(1..12));
         world.repair_as_far_as_possible();
@@ -241,9 +249,9 @@ fn servers_may_die_while_a_copy_is_made() {
     }
 }
 
-/// The thread that repairs copies slowly, while the lanes write. There is one group, so that writes
-/// would go to it if they could. Writes take long on their way where `delay_steps` are many: some
-/// are under way when the repair begins.
+/// The thread that repairs copies slowly, while the I/O queues write. There is one group, so that
+/// writes would go to it if they could. Writes take long on their way where `delay_steps` are many:
+/// some are under way when the repair begins.
 #[test]
 fn writes_during_a_repair_are_in_the_new_copy() {
     for (seed, delay_steps) in [(0, 8), (1, 8), (2, 4000), (3, 4000), (4, 4000), (5, 4000)] {

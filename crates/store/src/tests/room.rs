@@ -2,13 +2,13 @@
 
 use super::*;
 
-/// Servers are asked for memory elsewhere: a lane goes on with other runs meanwhile.
+/// Servers are asked for memory elsewhere: an I/O queue goes on with other runs meanwhile.
 #[test]
-fn write_that_needs_an_extent_waits_and_its_lane_does_not() {
+fn write_that_needs_an_extent_waits_and_its_queue_does_not() {
     let server = SimServer::new(SimConfig::new(1));
     let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
     let store = on_demand(&cluster, 1 << 20, None);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io_queue = IoQueue::new(&cluster).unwrap();
     let (go_on, may_go_on) = crossbeam_channel::bounded::<()>(1);
     let (held, is_held) = crossbeam_channel::bounded(1);
     let timed_out = std::thread::scope(|scope| {
@@ -19,22 +19,24 @@ fn write_that_needs_an_extent_waits_and_its_lane_does_not() {
             may_go_on.recv_timeout(Duration::from_secs(10)).is_err()
         });
         is_held.recv().expect("somebody asks the servers");
-        lane.write_back(store, at(0), odd_page(4096, 1).into(), 7)
+        io_queue
+            .write_back(store, at(0), odd_page(4096, 1).into(), 7)
             .unwrap();
         let mut done = Vec::new();
-        lane.poll(&mut done);
+        io_queue.poll(&mut done);
         assert!(done.is_empty(), "there is no memory for it yet");
         // A page of one value needs none.
-        lane.write_back(store, at(1), vec![3; 4096].into(), 8)
+        io_queue
+            .write_back(store, at(1), vec![3; 4096].into(), 8)
             .unwrap();
-        assert_eq!(one(&mut lane).tag, 8);
+        assert_eq!(one(&mut io_queue).tag, 8);
         let _ = go_on.send(());
         asking.join().expect("it only waits")
     });
-    assert!(!timed_out, "the lane waited for who asks the servers");
-    let done = one(&mut lane);
+    assert!(!timed_out, "the I/O queue waited for who asks the servers");
+    let done = one(&mut io_queue);
     assert_eq!((done.tag, done.failed.len()), (7, 0));
-    assert_eq!(read(&mut lane, &store, 0).unwrap(), odd_page(4096, 1));
+    assert_eq!(read(&mut io_queue, &store, 0).unwrap(), odd_page(4096, 1));
 }
 
 #[test]
@@ -49,18 +51,21 @@ fn a_dead_server_is_a_typed_error_within_the_deadline_and_keeps_nothing_waiting(
         },
     );
     let store = remote(&cluster, 8, 4096, Codec::Raw);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io_queue = IoQueue::new(&cluster).unwrap();
     let mut page = vec![1; 4096];
     page[0] = 0;
-    write(&mut lane, &store, 0, &page).unwrap();
+    write(&mut io_queue, &store, 0, &page).unwrap();
     server.kill();
     let began = Instant::now();
-    lane.fill(&store, at(0), vec![0; 4096].into(), 1).unwrap();
-    lane.write_back(&store, at(1), page.clone().into(), 2)
+    io_queue
+        .fill(&store, at(0), vec![0; 4096].into(), 1)
+        .unwrap();
+    io_queue
+        .write_back(&store, at(1), page.clone().into(), 2)
         .unwrap();
     let mut ended = 0;
     while ended < 2 {
-        for done in some(&mut lane) {
+        for done in some(&mut io_queue) {
             ended += 1;
             let (_, error) = &done.failed[0];
             assert!(
@@ -85,7 +90,7 @@ fn a_dead_server_is_a_typed_error_within_the_deadline_and_keeps_nothing_waiting(
         matches!(store.table.load(at(1)), PageEntry::Never),
         "a failed write-back leaves the entry alone"
     );
-    assert_eq!(lane.in_flight(), 0);
+    assert_eq!(io_queue.in_flight(), 0);
 }
 
 #[test]
@@ -127,14 +132,14 @@ fn a_fully_reserved_region_never_lacks_room_and_one_on_demand_says_so() {
     let config = lending(5 << 20);
     let cluster = cluster_of([config]);
     let store = remote(&cluster, 1024, 4096, Codec::Raw);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io_queue = IoQueue::new(&cluster).unwrap();
     for i in 0..3 * 1024 {
-        write(&mut lane, &store, i % 1024, &page(i)).unwrap();
+        write(&mut io_queue, &store, i % 1024, &page(i)).unwrap();
     }
     drop(store);
     let store = on_demand(&cluster, 1 << 30, None);
     let outcomes: Vec<_> = (0..1400)
-        .map(|i| write(&mut lane, &store, i, &page(i)))
+        .map(|i| write(&mut io_queue, &store, i, &page(i)))
         .collect();
     let stored = outcomes
         .iter()
@@ -145,12 +150,12 @@ fn a_fully_reserved_region_never_lacks_room_and_one_on_demand_says_so() {
         matches!(outcomes[stored], Err(StoreError::Full { page, .. }) if page == stored as u64)
     );
     assert_eq!(
-        read(&mut lane, &store, 5).unwrap(),
+        read(&mut io_queue, &store, 5).unwrap(),
         page(5),
         "what was stored is still there"
     );
-    write(&mut lane, &store, 5, &[0; 4096]).unwrap();
-    write(&mut lane, &store, 1399, &page(1)).expect("room again");
+    write(&mut io_queue, &store, 5, &[0; 4096]).unwrap();
+    write(&mut io_queue, &store, 1399, &page(1)).expect("room again");
 }
 
 #[test]
@@ -182,12 +187,12 @@ fn regions_without_a_reservation_leave_what_others_were_promised() {
         ..RemoteOptions::default()
     };
     let greedy = PageStore::remote(&cluster, "array 8", 64 << 20, 4096, &options).unwrap();
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io_queue = IoQueue::new(&cluster).unwrap();
     let page = |i: u64| (0..4096u64).map(|j| (j / 5 + i) as u8).collect::<Vec<_>>();
-    let full = (0..greedy.pages()).find(|&i| write(&mut lane, &greedy, i, &page(i)).is_err());
+    let full = (0..greedy.pages()).find(|&i| write(&mut io_queue, &greedy, i, &page(i)).is_err());
     assert!(full.is_some(), "the server is full now");
     for i in 0..promised.pages() {
-        write(&mut lane, &promised, i, &page(i)).expect("it was reserved");
+        write(&mut io_queue, &promised, i, &page(i)).expect("it was reserved");
     }
 }
 

@@ -1,4 +1,4 @@
-//! One operation of a lane, as its caller sees it: its buffer ([`RunBuffer`]) and its end
+//! One operation of an I/O queue, as its caller sees it: its buffer ([`RunBuffer`]) and its end
 //! ([`RunCompletion`]).
 
 use crate::{error::StoreError, page::PageIndex};

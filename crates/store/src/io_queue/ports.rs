@@ -1,9 +1,9 @@
-//! [`Ports`]: the ways of a lane to all servers, also to those that were added since the lane was
-//! made.
+//! [`Ports`]: the ways of an I/O queue to all servers, also to those that were added since the I/O
+//! queue was made.
 //!
 //! The rule it keeps: a server whose port was not made yet has a closed one, in which requests wait
-//! for the lane's next look. Making ports is left to the [`Lane`](super::Lane), which does so
-//! where memory may be allocated.
+//! for the I/O queue's next look. Making ports is left to the [`IoQueue`](super::IoQueue), which
+//! does so where memory may be allocated.
 
 use std::{
     ops::{Index, IndexMut},

@@ -1,8 +1,8 @@
-//! [`LaneRun`]: pages next to each other that one operation of a lane moves, cut into parts that
-//! move on their own.
+//! [`IoRun`]: pages next to each other that one operation of an I/O queue moves, cut into parts
+//! that move on their own.
 //!
 //! The rule it keeps: the parts are cut out of one frame and cover it; when the last part has
-//! ended, all are put together again, in page order. Moving the parts is left to the lane.
+//! ended, all are put together again, in page order. Moving the parts is left to the I/O queue.
 
 use std::sync::Arc;
 
@@ -55,9 +55,9 @@ impl Direction {
     }
 }
 
-/// Operation begun by one call of [`Lane::fill`](super::Lane::fill) or
-/// [`Lane::write_back`](super::Lane::write_back).
-pub(super) struct LaneRun<F> {
+/// Operation begun by one call of [`IoQueue::fill`](super::IoQueue::fill) or
+/// [`IoQueue::write_back`](super::IoQueue::write_back).
+pub(super) struct IoRun<F> {
     pub(super) tag: u64,
     pub(super) store: Arc<PageStore>,
     pub(super) way: Direction,
@@ -201,7 +201,7 @@ impl Task {
     }
 }
 
-impl<F: RunBuffer> LaneRun<F> {
+impl<F: RunBuffer> IoRun<F> {
     /// Makes a run without pages.
     pub(super) fn new(
         (tag, store, page): (u64, &Arc<PageStore>, PageIndex),

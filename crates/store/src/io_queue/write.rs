@@ -9,8 +9,8 @@ use std::{mem, sync::Arc, time::Instant};
 use farpage_fabric::{AllocError, ChannelError, MAX_OP_BYTES, regmem::RegError};
 
 use super::{
-    Lane, ROOM_PAUSE, RunBuffer,
-    run::{Direction, LaneRun, RunPart, SlotTransfer, Task},
+    IoQueue, ROOM_PAUSE, RunBuffer,
+    run::{Direction, IoRun, RunPart, SlotTransfer, Task},
     staging::{IoBuf, no_memory},
 };
 use crate::{
@@ -21,7 +21,7 @@ use crate::{
     remote::{NoSlot, RemoteStore},
 };
 
-impl<F: RunBuffer> Lane<F> {
+impl<F: RunBuffer> IoQueue<F> {
     pub(super) fn write_remote(
         &mut self,
         store: &Arc<PageStore>,
@@ -33,7 +33,7 @@ impl<F: RunBuffer> Lane<F> {
         if !self.has_room(store, remote) {
             return Err(frame);
         }
-        let mut run = LaneRun::new((tag, store, page), Direction::WriteBack, self.spare());
+        let mut run = IoRun::new((tag, store, page), Direction::WriteBack, self.spare());
         // 1. Which pages are unchanged? A page of one repeated value needs no hash and no slot.
         for (page, bytes) in page
             .onwards()
@@ -128,12 +128,7 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Posts all WRITEs that can go now. False if some have to wait.
-    pub(super) fn write(
-        &mut self,
-        index: usize,
-        run: &mut LaneRun<F>,
-        remote: &RemoteStore,
-    ) -> bool {
+    pub(super) fn write(&mut self, index: usize, run: &mut IoRun<F>, remote: &RemoteStore) -> bool {
         // 1. Encode the pages that waited for a staging buffer.
         for part in 0..run.parts.len() {
             if matches!(run.parts[part].task, Task::Encode) {
@@ -162,7 +157,7 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Takes slots for all raw pages, as many in a row as possible. Posts one WRITE for each row.
-    fn write_raw(&mut self, index: usize, run: &mut LaneRun<F>, remote: &RemoteStore) -> bool {
+    fn write_raw(&mut self, index: usize, run: &mut IoRun<F>, remote: &RemoteStore) -> bool {
         let page_bytes = run.store.page_bytes;
         let is_raw = |part: &&RunPart<F>| matches!(part.task, Task::Raw);
         let count = run.parts.iter().filter(is_raw).map(|part| part.pages).sum();
@@ -202,7 +197,7 @@ impl<F: RunBuffer> Lane<F> {
         true
     }
 
-    fn write_encoded(&mut self, index: usize, run: &mut LaneRun<F>, remote: &RemoteStore) -> bool {
+    fn write_encoded(&mut self, index: usize, run: &mut IoRun<F>, remote: &RemoteStore) -> bool {
         let mut all = true;
         for part in 0..run.parts.len() {
             let Task::Encoded { form, bytes, .. } = run.parts[part].task else {
@@ -237,9 +232,9 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Returns the reason why a part cannot be written. `None`: there may be room in time, since
-    /// servers are being asked for memory or other writes are about to end. The lane looks again
-    /// soon.
-    fn refusal(&mut self, run: &LaneRun<F>, no_room: NoSlot) -> Option<AllocError> {
+    /// servers are being asked for memory or other writes are about to end. The I/O queue looks
+    /// again soon.
+    fn refusal(&mut self, run: &IoRun<F>, no_room: NoSlot) -> Option<AllocError> {
         let now = Instant::now();
         let (refusal, may_wait) = match no_room {
             NoSlot::Growing { refused } => (refused, true),
@@ -260,7 +255,7 @@ impl<F: RunBuffer> Lane<F> {
     /// Ends a part whose WRITE has ended, well or not.
     pub(super) fn written(
         &mut self,
-        run: &mut LaneRun<F>,
+        run: &mut IoRun<F>,
         part: usize,
         remote: &RemoteStore,
         transfer: SlotTransfer,

@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: no operation is lost on the way. Operations not posted yet wait here, in
 //! order; posted ones come back from the channel. The choice to repeat an operation or to give it
-//! up is left to the lane.
+//! up is left to the I/O queue.
 //!
 //! All channels of a port are on one [`Line`], so that an open channel proves that nothing of the
 //! earlier ones is under way any more. Until then WRITEs that were given up may still land. Their
@@ -325,7 +325,7 @@ impl<B: Buf> Port<B> {
             return;
         };
         let open = move || {
-            // The lane may be gone by now; then so is the channel.
+            // The I/O queue may be gone by now; then so is the channel.
             let _ = sender.send(line.channel());
             waker.wake();
         };

@@ -8,7 +8,7 @@
 use farpage_fabric::Op;
 
 use super::{
-    Lane, RunBuffer, place_of,
+    IoQueue, RunBuffer, place_of,
     run::{Direction, SlotTransfer, Task},
     staging::IoBuf,
 };
@@ -44,7 +44,7 @@ impl SlotTransfer {
     }
 }
 
-impl<F: RunBuffer> Lane<F> {
+impl<F: RunBuffer> IoQueue<F> {
     /// True if the bytes of a page without copies have moved since its READ began.
     pub(super) fn has_moved(&self, tag: u64) -> bool {
         let (_, part) = place_of(tag);

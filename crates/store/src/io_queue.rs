@@ -1,19 +1,19 @@
-//! [`Lane`]: the page I/O of one worker thread, with one channel per server and many operations in
-//! flight.
+//! [`IoQueue`]: the page I/O of one worker thread, with one channel per server and many operations
+//! in flight.
 //!
-//! The rule it keeps: every accepted operation ends exactly once, in [`Lane::poll`], with its
+//! The rule it keeps: every accepted operation ends exactly once, in [`IoQueue::poll`], with its
 //! frame, before the cluster's deadline and the operation deadline of the session have passed; no
 //! call waits for a server or for a user's store. Where a region has used up its memory, a separate
 //! thread asks for more, and the run waits.
 //!
 //! An operation is about a *run* of pages. It is cut into parts that move on their own: pages that
 //! are next to each other on their server too by one READ or WRITE, encoded ones one by one
-//! (`lane/run.rs`). A page that fails takes no other with it, except those of the same request.
+//! (`io_queue/run.rs`). A page that fails takes no other with it, except those of the same request.
 //!
 //! A transient failure (connection lost, no answer) opens a new channel, on a thread of its own
 //! since that may take time, and repeats the request there: a READ changes nothing, and a WRITE
 //! goes to slots that nothing refers to yet. A WRITE that seemed lost may still arrive until the
-//! new channel is open, so its slots are used for nothing else before (`lane/port.rs`).
+//! new channel is open, so its slots are used for nothing else before (`io_queue/port.rs`).
 //!
 //! The pages of a [`Snapshot`] are filled in the same way, from entries that the caller has.
 //!
@@ -50,7 +50,7 @@ pub use self::{
 use self::{
     port::{Port, PortState},
     ports::Ports,
-    run::{Direction, LaneRun, SlotTransfer, Spare, Task},
+    run::{Direction, IoRun, SlotTransfer, Spare, Task},
     staging::{IoBuf, Staging},
 };
 use crate::{
@@ -62,25 +62,25 @@ use crate::{
     remote::{Backing, RemoteStore},
 };
 
-/// Requests in flight at which a lane takes no more runs: more than the queues of its channels hold
-/// makes no difference. Calls of users' stores are counted apart, so that a store that stalls
-/// leaves room for everything else.
+/// Requests in flight at which an I/O queue takes no more runs: more than the queues of its
+/// channels hold makes no difference. Calls of users' stores are counted apart, so that a store
+/// that stalls leaves room for everything else.
 const OPS_MAX: usize = 128;
-/// Pause before the lane looks again for room that other lanes' writes must make.
+/// Pause before the I/O queue looks again for room that other I/O queues' writes must make.
 const ROOM_PAUSE: Duration = Duration::from_micros(100);
 
-/// Pause before the lane looks again for a copy that waiting requests can go to.
+/// Pause before the I/O queue looks again for a copy that waiting requests can go to.
 const COPIES_PAUSE: Duration = Duration::from_millis(50);
 
 /// Page I/O of one worker thread. See the module.
-pub struct Lane<F: RunBuffer> {
+pub struct IoQueue<F: RunBuffer> {
     deadline: Duration,
     cluster: Arc<Cluster>,
     ports: Ports<IoBuf<F>>,
     /// Number of requests that each port takes without allocating.
     prepared: usize,
     /// Runs under way. The tag of a request names its run and part.
-    runs: Vec<Option<LaneRun<F>>>,
+    runs: Vec<Option<IoRun<F>>>,
     vacant: Vec<usize>,
     /// Runs with parts that wait for a staging buffer or for remote memory, oldest first.
     waiting: VecDeque<usize>,
@@ -93,7 +93,7 @@ pub struct Lane<F: RunBuffer> {
     completions: Vec<Completion<IoBuf<F>>>,
     ended_calls: Receiver<Box<StoreCall<F>>>,
     ended_calls_sender: Sender<Box<StoreCall<F>>>,
-    /// Number of calls that have not ended. The lane's driver makes `calls_by_worker` of them.
+    /// Number of calls that have not ended. The I/O queue's driver makes `calls_by_worker` of them.
     calls_in_flight: usize,
     calls_by_worker: usize,
     /// True if calls wait in `kept_calls` to be taken.
@@ -102,7 +102,7 @@ pub struct Lane<F: RunBuffer> {
     waker: Arc<Waker>,
     /// True if lost channels stay lost until [`reopen`](Self::reopen).
     passive: bool,
-    /// Time to look again for room that another lane's operation must make.
+    /// Time to look again for room that another I/O queue's operation must make.
     look_again: Option<Instant>,
     /// Reason why a write that waits for a slot has none, until the reason is taken.
     refused: Option<StoreError>,
@@ -114,9 +114,10 @@ pub struct Lane<F: RunBuffer> {
     entries: Vec<(PageIndex, PageEntry)>,
 }
 
-impl<F: RunBuffer> Lane<F> {
-    /// Makes a lane with a channel to each server of the cluster. A server that cannot be reached
-    /// is left out until it answers, if a region has copies or the server was to be emptied.
+impl<F: RunBuffer> IoQueue<F> {
+    /// Makes an I/O queue with a channel to each server of the cluster. A server that cannot be
+    /// reached is left out until it answers, if a region has copies or the server was to be
+    /// emptied.
     ///
     /// # Errors
     /// [`ConnectError`] of the first server that cannot be reached.
@@ -164,15 +165,16 @@ impl<F: RunBuffer> Lane<F> {
         })
     }
 
-    /// Makes a lane for signal handlers: it starts no thread. Without its channel an operation
-    /// fails at once, until [`reopen`](Self::reopen) has opened a new one. Only for remote memory.
+    /// Makes an I/O queue for signal handlers: it starts no thread. Without its channel an
+    /// operation fails at once, until [`reopen`](Self::reopen) has opened a new one. Only for
+    /// remote memory.
     ///
     /// # Errors
     /// As [`new`](Self::new).
     pub fn passive(cluster: &Arc<Cluster>) -> Result<Self, ConnectError> {
-        let mut lane = Self::new(cluster)?;
-        lane.passive = true;
-        Ok(lane)
+        let mut io_queue = Self::new(cluster)?;
+        io_queue.passive = true;
+        Ok(io_queue)
     }
 
     /// Takes the reason why writes wait for slots, if servers have no room for them.
@@ -189,13 +191,13 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// True if copies of pages are passed over for want of channels that can be opened now. For
-    /// lanes that open none themselves.
+    /// I/O queues that open none themselves.
     pub fn lacks_channels(&self) -> bool {
         self.passive
             && (self.ports.absent.is_wanted() || self.ports.iter().any(Port::lacks_channel))
     }
 
-    /// Begins to open the channels that the lane [lacks](Self::lacks_channels).
+    /// Begins to open the channels that the I/O queue [lacks](Self::lacks_channels).
     pub fn open_lacking(&mut self) {
         self.add_ports();
         for port in self.ports.iter_mut().filter(|port| port.lacks_channel()) {
@@ -278,7 +280,7 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Brings a page of a snapshot into `frame` as [`fill_copy`](Self::fill_copy) does, and waits.
-    /// For a lane that nothing else uses.
+    /// For an I/O queue that nothing else uses.
     ///
     /// # Panics
     /// If anything is in flight, or the frame is not one page of the store.
@@ -290,9 +292,9 @@ impl<F: RunBuffer> Lane<F> {
         entry: EntryWords,
         frame: F,
     ) -> RunCompletion<F> {
-        assert_eq!(self.in_flight(), 0, "a lane that nothing else uses");
+        assert_eq!(self.in_flight(), 0, "an I/O queue that nothing else uses");
         let is_accepted = self.fill_copy(snapshot, page, entry, frame, 0).is_ok();
-        assert!(is_accepted, "an idle lane has room");
+        assert!(is_accepted, "an idle I/O queue has room");
         let mut done = Vec::new();
         loop {
             self.poll(&mut done);
@@ -409,7 +411,7 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Begins a run whose parts are cut.
-    fn launch(&mut self, run: LaneRun<F>) {
+    fn launch(&mut self, run: IoRun<F>) {
         let index = self.vacant.pop().unwrap_or_else(|| {
             self.runs.push(None);
             self.runs.len() - 1
@@ -418,7 +420,7 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Starts all parts of a run that can go now.
-    fn advance(&mut self, index: usize, mut run: LaneRun<F>) {
+    fn advance(&mut self, index: usize, mut run: IoRun<F>) {
         let store = run.store.clone();
         let all = match (&store.backing, run.way) {
             (Backing::Remote(remote), Direction::Fill) => self.fetch(index, &mut run, remote),
@@ -434,14 +436,14 @@ impl<F: RunBuffer> Lane<F> {
         self.put(index, run);
     }
 
-    fn take(&mut self, index: usize) -> LaneRun<F> {
+    fn take(&mut self, index: usize) -> IoRun<F> {
         self.runs[index]
             .take()
             .expect("only runs that have not ended are referred to")
     }
 
     /// Puts a run back, or hands it out if it has ended.
-    fn put(&mut self, index: usize, run: LaneRun<F>) {
+    fn put(&mut self, index: usize, run: IoRun<F>) {
         if !run.has_ended() {
             self.runs[index] = Some(run);
             return;
@@ -452,7 +454,7 @@ impl<F: RunBuffer> Lane<F> {
         self.spare.push(spare);
     }
 
-    fn run_of(&self, tag: u64) -> &LaneRun<F> {
+    fn run_of(&self, tag: u64) -> &IoRun<F> {
         self.runs[place_of(tag).0]
             .as_ref()
             .expect("a request belongs to a run that has not ended")
@@ -461,7 +463,7 @@ impl<F: RunBuffer> Lane<F> {
     fn post(
         &mut self,
         index: usize,
-        run: &mut LaneRun<F>,
+        run: &mut IoRun<F>,
         part: usize,
         remote: &RemoteStore,
         mut transfer: SlotTransfer,
@@ -646,7 +648,7 @@ impl<F: RunBuffer> Lane<F> {
     }
 }
 
-impl<F: RunBuffer> Drop for Lane<F> {
+impl<F: RunBuffer> Drop for IoQueue<F> {
     /// Gives up all operations in flight. Their frames are dropped, and slots that were being
     /// written, or that a lost WRITE may still reach, are not used again.
     fn drop(&mut self) {

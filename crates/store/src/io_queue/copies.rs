@@ -9,9 +9,9 @@
 use farpage_fabric::{ChannelError, Op};
 
 use super::{
-    Lane, RunBuffer, place_of,
+    IoQueue, RunBuffer, place_of,
     port::DoubtfulSlots,
-    run::{Direction, LaneRun, RunPart, SlotTransfer, Task},
+    run::{Direction, IoRun, RunPart, SlotTransfer, Task},
     staging::IoBuf,
     tag_of,
 };
@@ -73,7 +73,7 @@ impl SlotTransfer {
     }
 }
 
-impl<F: RunBuffer> Lane<F> {
+impl<F: RunBuffer> IoQueue<F> {
     /// True if the request is about pages that have copies.
     pub(super) fn has_copies(&self, tag: u64) -> bool {
         match &self.run_of(tag).store.backing {
@@ -131,7 +131,7 @@ impl<F: RunBuffer> Lane<F> {
     /// Returns what decides if a part that came damaged is read once more.
     pub(super) fn outlook(
         &self,
-        run: &LaneRun<F>,
+        run: &IoRun<F>,
         remote: &RemoteStore,
         transfer: &SlotTransfer,
     ) -> Outlook {
@@ -337,7 +337,7 @@ impl<F: RunBuffer> Lane<F> {
     fn go_on(
         &mut self,
         index: usize,
-        mut run: LaneRun<F>,
+        mut run: IoRun<F>,
         part: usize,
         mut transfer: SlotTransfer,
         buf: IoBuf<F>,
@@ -479,7 +479,7 @@ impl<F: RunBuffer> Lane<F> {
     fn write_elsewhere(
         &mut self,
         index: usize,
-        mut run: LaneRun<F>,
+        mut run: IoRun<F>,
         part: usize,
         remote: &RemoteStore,
         transfer: SlotTransfer,

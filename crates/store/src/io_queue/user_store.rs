@@ -8,10 +8,10 @@
 use std::sync::Arc;
 
 use super::{
-    Lane, OPS_MAX,
+    IoQueue, OPS_MAX,
     call::StoreCall,
     operation::RunBuffer,
-    run::{Direction, LaneRun, Task},
+    run::{Direction, IoRun, Task},
 };
 use crate::{
     PageIndex, PageStore, Store, StoreError,
@@ -20,7 +20,7 @@ use crate::{
     entry::PageEntry,
 };
 
-impl<F: RunBuffer> Lane<F> {
+impl<F: RunBuffer> IoQueue<F> {
     pub(super) fn call_user(
         &mut self,
         store: &Arc<PageStore>,
@@ -32,7 +32,7 @@ impl<F: RunBuffer> Lane<F> {
         if self.calls_in_flight >= OPS_MAX {
             return Err(frame);
         }
-        let mut run = LaneRun::new((tag, store, page), way, self.spare());
+        let mut run = IoRun::new((tag, store, page), way, self.spare());
         for (page, bytes) in page
             .onwards()
             .zip(frame.as_ref().chunks_exact(store.page_bytes))
@@ -52,12 +52,7 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Begins the calls for the stretches that need one.
-    pub(super) fn call(
-        &mut self,
-        index: usize,
-        run: &mut LaneRun<F>,
-        blocking: &Arc<BlockingStore>,
-    ) {
+    pub(super) fn call(&mut self, index: usize, run: &mut IoRun<F>, blocking: &Arc<BlockingStore>) {
         for part in 0..run.parts.len() {
             if !matches!(run.parts[part].task, Task::Call) {
                 continue;
@@ -92,15 +87,15 @@ impl<F: RunBuffer> Lane<F> {
         }
     }
 
-    /// Keeps calls in the lane from now on. The lane's driver takes them by
+    /// Keeps calls in the I/O queue from now on. The I/O queue's driver takes them by
     /// [`take_call`](Self::take_call) after each turn, until there are none.
     pub fn keep_calls(&mut self) {
         self.keeps_calls = true;
     }
 
-    /// Takes a call to be made at once, without holding up other users of the lane: its store has
-    /// returned at once so far. [`end_call`](Self::end_call) gives the call back. Calls of other
-    /// stores go to threads of those stores.
+    /// Takes a call to be made at once, without holding up other users of the I/O queue: its store
+    /// has returned at once so far. [`end_call`](Self::end_call) gives the call back. Calls of
+    /// other stores go to threads of those stores.
     pub fn take_call(&mut self) -> Option<StoreCall<F>> {
         while let Some(mut call) = self.kept_calls.pop_front() {
             let blocking = call.blocking.clone();
@@ -121,8 +116,8 @@ impl<F: RunBuffer> Lane<F> {
         self.finish_call(call);
     }
 
-    /// Expects all calls that were taken to be handed in: their thread does not drive the lane any
-    /// more.
+    /// Expects all calls that were taken to be handed in: their thread does not drive the I/O queue
+    /// any more.
     pub fn await_calls(&mut self) {
         self.calls_by_worker = 0;
     }
@@ -149,7 +144,7 @@ impl<F: RunBuffer> Lane<F> {
 }
 
 /// Ends a part whose call has returned: its pages are done or have failed.
-fn called<F: RunBuffer>(run: &mut LaneRun<F>, call: StoreCall<F>) {
+fn called<F: RunBuffer>(run: &mut IoRun<F>, call: StoreCall<F>) {
     let StoreCall {
         part,
         blocking,

@@ -1,6 +1,6 @@
 //! [`StoreCall`]: one call of a user's own store, made by a worker or on a thread of the store.
 //!
-//! The rule it keeps: the result of every call comes back to its lane.
+//! The rule it keeps: the result of every call comes back to its I/O queue.
 
 use std::{io, sync::Arc};
 
@@ -45,10 +45,10 @@ impl<F: RunBuffer> StoreCall<F> {
         }
     }
 
-    /// Hands the result to the lane, and wakes the thread that drives the lane by now.
+    /// Hands the result to the I/O queue, and wakes the thread that drives the I/O queue by now.
     pub fn hand_in(self: Box<Self>) {
         let (reply, waker) = (self.reply.clone(), self.waker.clone());
-        // A lane that is gone wants no answer.
+        // An I/O queue that is gone wants no answer.
         if reply.send(self).is_ok() {
             waker.wake();
         }

@@ -11,9 +11,9 @@ use std::{sync::Arc, time::Instant};
 use farpage_fabric::ChannelError;
 
 use super::{
-    Lane, RunBuffer,
+    IoQueue, RunBuffer,
     copies::Outlook,
-    run::{Direction, LaneRun, RunPart, SlotTransfer, Task},
+    run::{Direction, IoRun, RunPart, SlotTransfer, Task},
     staging::{IoBuf, no_memory},
 };
 use crate::{
@@ -25,7 +25,7 @@ use crate::{
     remote::RemoteStore,
 };
 
-impl<F: RunBuffer> Lane<F> {
+impl<F: RunBuffer> IoQueue<F> {
     pub(super) fn fill_remote(
         &mut self,
         store: &Arc<PageStore>,
@@ -37,7 +37,7 @@ impl<F: RunBuffer> Lane<F> {
         if !self.has_room(store, remote) {
             return Err(frame);
         }
-        let mut run = LaneRun::new((tag, store, page), Direction::Fill, self.spare());
+        let mut run = IoRun::new((tag, store, page), Direction::Fill, self.spare());
         for (page, bytes) in page
             .onwards()
             .zip(frame.as_mut().chunks_exact_mut(store.page_bytes))
@@ -85,7 +85,7 @@ impl<F: RunBuffer> Lane<F> {
         if !self.has_room(store, remote) {
             return Err(frame);
         }
-        let mut run = LaneRun::new((tag, store, page), Direction::Fill, self.spare());
+        let mut run = IoRun::new((tag, store, page), Direction::Fill, self.spare());
         match copied(remote, entry) {
             Ok(CopiedEntry::Repeated { value }) => {
                 codec::fill_repeated(frame.as_mut(), value);
@@ -108,12 +108,7 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Posts all READs that can go now. False if some have to wait.
-    pub(super) fn fetch(
-        &mut self,
-        index: usize,
-        run: &mut LaneRun<F>,
-        remote: &RemoteStore,
-    ) -> bool {
+    pub(super) fn fetch(&mut self, index: usize, run: &mut IoRun<F>, remote: &RemoteStore) -> bool {
         let mut all = true;
         for part in 0..run.parts.len() {
             let Task::Fetch(transfer) = run.parts[part].task else {
@@ -175,8 +170,9 @@ fn copied(remote: &RemoteStore, entry: EntryWords) -> Result<CopiedEntry, &'stat
     }
 }
 
-impl<F: RunBuffer> LaneRun<F> {
-    /// Ends a part that has arrived or failed. Damaged bytes are [fetched](Lane::fetch) once more.
+impl<F: RunBuffer> IoRun<F> {
+    /// Ends a part that has arrived or failed. Damaged bytes are [fetched](IoQueue::fetch) once
+    /// more.
     pub(super) fn fetched(
         &mut self,
         part: usize,

@@ -1,13 +1,13 @@
-//! Servers that were added since a lane was made.
+//! Servers that were added since an I/O queue was made.
 //!
 //! The rule it keeps: ports are made where memory may be allocated, and never in a signal handler.
 
 use std::sync::Arc;
 
-use super::{Lane, RunBuffer, place_of, port::Port, run::Task};
+use super::{IoQueue, RunBuffer, place_of, port::Port, run::Task};
 use crate::{pool::SlotPool, remote::Backing};
 
-impl<F: RunBuffer> Lane<F> {
+impl<F: RunBuffer> IoQueue<F> {
     /// Makes ports to servers that were added since, closed ones. Allocates.
     pub(super) fn add_ports(&mut self) {
         let sessions = self.cluster.sessions();
@@ -19,8 +19,8 @@ impl<F: RunBuffer> Lane<F> {
         self.ports.absent.forget_want();
     }
 
-    /// Hands requests to servers without a port over to their ports, which are made now. A lane of
-    /// signal handlers makes none: its requests go to another copy, or end.
+    /// Hands requests to servers without a port over to their ports, which are made now. An I/O
+    /// queue of signal handlers makes none: its requests go to another copy, or end.
     pub(super) fn meet_servers(&mut self) {
         if !self.passive && self.ports.len() < self.cluster.sessions().len() {
             self.add_ports();
