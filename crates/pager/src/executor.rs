@@ -27,7 +27,7 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     filler::Filler,
-    run::StoreFrame,
+    run::PageRun,
     seats::{Seats, Serve},
     shared::SharedParts,
 };
@@ -147,7 +147,7 @@ impl<A: AddressSpace> Executor<A> {
     }
 
     /// Takes a turn of a filler after its call has returned.
-    fn go_on(&self, shard: usize, call: StoreCall<StoreFrame<A::Frame>>) -> TurnOutcome<A> {
+    fn go_on(&self, shard: usize, call: StoreCall<PageRun<A::Frame>>) -> TurnOutcome<A> {
         self.after(self.tasks.go_on(shard, call))
     }
 

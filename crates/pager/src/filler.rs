@@ -15,7 +15,7 @@ use std::{
 };
 
 use farpage_fabric::{Since, log::later};
-use farpage_store::{IoQueue, PageIndex, StoreCall};
+use farpage_store::{IoQueue, PageIndex};
 use farpage_vm::{AddressSpace, EventScope, Events, Shard};
 use nix::poll::PollFd;
 
@@ -31,10 +31,11 @@ use crate::{
     prefetch_queue::PrefetchQueue,
     protocol,
     region::{Region, RegionGuard, chunk_of, chunks_of},
-    run::StoreFrame,
+    requests::Fill,
+    run::PageRun,
     shared::SharedParts,
     stats::Counters,
-    worker::RETRY,
+    waker::RETRY,
 };
 
 /// One fault in `SAMPLED` is asked for the thread that raised it: finding out where a thread runs
@@ -67,7 +68,7 @@ impl<A: AddressSpace> Filler<A> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         shard: usize,
-        io_queue: IoQueue<StoreFrame<A::Frame>>,
+        io: IoQueue<Fill, PageRun<A::Frame>>,
         inbox: FillerInbox,
         pace: Pace,
         deadline: Duration,
@@ -75,7 +76,7 @@ impl<A: AddressSpace> Filler<A> {
     ) -> Self {
         let held_back = HeldBack::new(shared.clone(), shard);
         Filler {
-            fills: Fills::new(shared.clone(), shard, io_queue, pace, deadline, held_back),
+            fills: Fills::new(shared.clone(), shard, io, pace, deadline, held_back),
             prefetch_queue: PrefetchQueue::new(shared.clone(), Shard(shard)),
             shared,
             shard: Shard(shard),
@@ -107,25 +108,14 @@ impl<A: AddressSpace> Filler<A> {
         let mut busy = self.unprotect();
         busy |= self.fills.serve_backlog();
         busy |= self.fills.completion.lend();
-        busy |= self.fills.post_again();
         busy |= self.prefetch_queue.serve(&mut self.fills);
         busy |= self.fills.poll();
         busy || mail || events
     }
 
-    /// Keeps calls of users' stores from now on, to be taken after each turn.
-    pub(crate) fn keep_calls(&mut self) {
-        self.fills.keep_calls();
-    }
-
-    /// Takes a call that the driving thread makes itself, without the filler.
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<A::Frame>>> {
-        self.fills.take_call()
-    }
-
-    /// Takes back a call that has returned. The next turn goes on with its request.
-    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
-        self.fills.end_call(call);
+    /// Returns the I/O queue. Its driver makes calls of users' stores, without the filler.
+    pub(crate) fn io(&mut self) -> &mut IoQueue<Fill, PageRun<A::Frame>> {
+        &mut self.fills.io
     }
 
     fn read_events(&mut self, asked: EventScope) -> bool {

@@ -10,11 +10,11 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     PageError,
-    fill::Fill,
     fills::{Arrivals, FillCompletion},
     freeze::Entered,
     markers::Markers,
     region::{Region, RegionGuard},
+    requests::Fill,
     run::PageRun,
     shared::SharedParts,
 };

@@ -17,12 +17,12 @@ use crate::{
     ahead::ReadAhead,
     direct_reclaim::DirectReclaim,
     doors::{Ask, Command},
-    fill::Fill,
     fills::{Arrivals, FillCompletion, Fills},
     freeze::Entered,
     pace::Pace,
     region::{Region, RegionGuard},
-    run::{PageRun, StoreFrame},
+    requests::Fill,
+    run::PageRun,
     shared::SharedParts,
     waker::sleep_on,
 };
@@ -42,7 +42,7 @@ impl<A: AddressSpace> InlineHandler<A> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         worker: usize,
-        io_queue: IoQueue<StoreFrame<A::Frame>>,
+        io: IoQueue<Fill, PageRun<A::Frame>>,
         pace: Pace,
         deadline: Duration,
     ) -> Self {
@@ -51,7 +51,7 @@ impl<A: AddressSpace> InlineHandler<A> {
             since: Since::now(),
         };
         InlineHandler {
-            fills: Fills::new(shared.clone(), worker, io_queue, pace, deadline, completion),
+            fills: Fills::new(shared.clone(), worker, io, pace, deadline, completion),
             direct_reclaim: DirectReclaim::new(shared.clone(), worker),
             shared,
             worker,
@@ -98,7 +98,7 @@ impl<A: AddressSpace> InlineHandler<A> {
             let ask = Ask::Ahead(region.clone(), plan);
             self.shared.doors.ask_filler(shard, ask);
         }
-        if self.fills.lacks_channels() {
+        if self.fills.io.lacks_channels() {
             let shard = self.shared.mapper.shard_of(region, page);
             self.shared.doors.ask_filler(shard, Ask::Channels);
         }
@@ -108,7 +108,6 @@ impl<A: AddressSpace> InlineHandler<A> {
     /// Takes one turn. Returns whether anything was done.
     fn work(&mut self) -> bool {
         let mut busy = self.fills.serve_backlog();
-        busy |= self.fills.post_again();
         busy |= self.fills.poll();
         busy
     }
@@ -144,12 +143,12 @@ impl<A: AddressSpace> InlineHandler<A> {
 
     /// Opens channels again that were lost while threads of the program ran the inline handler.
     pub(crate) fn reopen(&mut self) {
-        self.fills.reopen();
+        self.fills.io.reopen();
     }
 
     /// Opens channels that are lacking to servers that answer again.
     pub(crate) fn open_lacking(&mut self) {
-        self.fills.open_lacking();
+        self.fills.io.open_lacking();
     }
 }
 

@@ -9,14 +9,13 @@ use std::{collections::VecDeque, mem, sync::Arc};
 use farpage_vm::{AddressSpace, Shard};
 
 use crate::{
-    ahead::ReadAhead,
-    fill::Fill,
+    ahead::{ReadAhead, own_ahead},
     fills::{FillCompletion, Fills},
     installer::UsageCount,
     region::Region,
+    requests::Fill,
     run::{keep_first, pages_in},
     shared::SharedParts,
-    stretch,
 };
 
 /// Bounds of the runs that one filler has in flight when it starts more ahead of need, and of their
@@ -136,7 +135,7 @@ impl<A: AddressSpace> PrefetchQueue<A> {
         plan: &ReadAhead,
         most: usize,
     ) -> Result<Option<(Fill, A::Frame)>, NoFrame> {
-        let (run, page_bytes) = (stretch::remote(region, plan, most), region.page_bytes());
+        let (run, page_bytes) = (plan.remote(region, most), region.page_bytes());
         if run.is_empty() {
             return Ok(None);
         }
@@ -151,7 +150,7 @@ impl<A: AddressSpace> PrefetchQueue<A> {
         } else {
             run.start.and_on(got)
         };
-        let run = stretch::own(&region, run, plan.down);
+        let run = own_ahead(&region, run, plan.down);
         if run.is_empty() {
             // A thread of the program that serves its own faults was faster.
             frames.release(frame, page_bytes);

@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: a server is known to the pools after its session has begun, so that no
 //! request waits for the connection. I/O queues make their ports to it when they next look
-//! (`io_queue/ports.rs`).
+//! (`io_queue/port.rs`).
 
 use std::sync::Arc;
 

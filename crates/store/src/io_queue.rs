@@ -1,12 +1,13 @@
 //! [`IoQueue`]: the page I/O of one worker thread, with one channel per server and many operations
 //! in flight.
 //!
-//! The rule it keeps: every accepted operation ends exactly once, in [`IoQueue::poll`], with its
-//! frame, before the cluster's deadline and the operation deadline of the session have passed; no
-//! call waits for a server or for a user's store. Where a region has used up its memory, a separate
-//! thread asks for more, and the run waits.
+//! The rule it keeps: every request comes back from [`IoQueue::take_ended`] exactly once, with its
+//! frame, before the cluster's deadline and the operation deadline of the session have passed since
+//! it began; no call waits for a server or for a user's store. A request that the queue has no room
+//! for is held until it has. Where a region has used up its memory, a separate thread asks for
+//! more, and the run waits.
 //!
-//! An operation is about a *run* of pages. It is cut into parts that move on their own: pages that
+//! A request is about a *run* of pages. It is cut into parts that move on their own: pages that
 //! are next to each other on their server too by one READ or WRITE, encoded ones one by one
 //! (`io_queue/run.rs`). A page that fails takes no other with it, except those of the same request.
 //!
@@ -19,38 +20,29 @@
 //!
 //! Deliberately absent: fairness between regions, and priorities. The pager decides what to start.
 
-mod call;
+mod channels;
 mod copies;
 mod fill;
-mod home;
-mod operation;
 mod port;
-mod ports;
 mod run;
-mod servers;
 mod staging;
 mod user_store;
 mod write;
 
 use std::{
     collections::VecDeque,
-    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, Sender};
-use farpage_fabric::{ChannelError, Completion, ConnectError, Op, Verb};
-use nix::poll::{PollFd, PollFlags, PollTimeout};
+use farpage_fabric::{ChannelError, Completion, ConnectError};
+use nix::poll::{PollFd, PollFlags};
 
-pub use self::{
-    call::StoreCall,
-    operation::{RunBuffer, RunCompletion, RunCounts},
-};
+pub use self::run::{RunBuffer, RunCompletion, RunCounts, RunTiming, StoreCall};
 use self::{
-    port::{Port, PortState},
-    ports::Ports,
-    run::{Direction, IoRun, SlotTransfer, Spare, Task},
+    port::{Port, PortState, Ports},
+    run::{Direction, IoRun, Spare, Task},
     staging::{IoBuf, Staging},
 };
 use crate::{
@@ -59,11 +51,11 @@ use crate::{
     codec::{Coder, Watch},
     entry::PageEntry,
     place::{SlotPlace, SlotSpan},
-    remote::{Backing, RemoteStore},
+    remote::Backing,
 };
 
-/// Requests in flight at which an I/O queue takes no more runs: more than the queues of its
-/// channels hold makes no difference. Calls of users' stores are counted apart, so that a store
+/// READs and WRITEs in flight at which an I/O queue begins no more runs: more than the queues of
+/// its channels hold makes no difference. Calls of users' stores are counted apart, so that a store
 /// that stalls leaves room for everything else.
 const OPS_MAX: usize = 128;
 /// Pause before the I/O queue looks again for room that other I/O queues' writes must make.
@@ -72,20 +64,35 @@ const ROOM_PAUSE: Duration = Duration::from_micros(100);
 /// Pause before the I/O queue looks again for a copy that waiting requests can go to.
 const COPIES_PAUSE: Duration = Duration::from_millis(50);
 
-/// Page I/O of one worker thread. See the module.
-pub struct IoQueue<F: RunBuffer> {
+/// Number of requests of an I/O queue that have not been handed out.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct IoLoad {
+    /// Requests that wait for room in the queue.
+    pub held: usize,
+    /// Requests that have begun.
+    pub begun: usize,
+    /// Bytes of the frames of requests that have begun.
+    pub begun_bytes: usize,
+}
+
+/// Page I/O of one worker thread: requests `R`, each with a frame `F`. See the module.
+pub struct IoQueue<R, F: RunBuffer> {
     deadline: Duration,
     cluster: Arc<Cluster>,
     ports: Ports<IoBuf<F>>,
     /// Number of requests that each port takes without allocating.
     prepared: usize,
     /// Runs under way. The tag of a request names its run and part.
-    runs: Vec<Option<IoRun<F>>>,
+    runs: Vec<Option<IoRun<R, F>>>,
     vacant: Vec<usize>,
-    /// Runs with parts that wait for a staging buffer or for remote memory, oldest first.
+    load: IoLoad,
+    /// Runs that are held, or with parts that wait for a staging buffer or for remote memory,
+    /// oldest first.
     waiting: VecDeque<usize>,
-    /// Operations that have ended and were not handed out.
-    ready: Vec<RunCompletion<F>>,
+    /// Requests that have ended and were not handed out.
+    ready: Vec<RunCompletion<R, F>>,
+    /// Number of polls so far.
+    polls: u64,
     /// Requests that are posted or in a port's backlog.
     ops_in_flight: usize,
     staging: Staging,
@@ -114,7 +121,7 @@ pub struct IoQueue<F: RunBuffer> {
     entries: Vec<(PageIndex, PageEntry)>,
 }
 
-impl<F: RunBuffer> IoQueue<F> {
+impl<R, F: RunBuffer> IoQueue<R, F> {
     /// Makes an I/O queue with a channel to each server of the cluster. A server that cannot be
     /// reached is left out until it answers, if a region has copies or the server was to be
     /// emptied.
@@ -141,8 +148,10 @@ impl<F: RunBuffer> IoQueue<F> {
             prepared: 0,
             runs: Vec::new(),
             vacant: Vec::new(),
+            load: IoLoad::default(),
             waiting: VecDeque::new(),
-            ready: Vec::new(),
+            ready: Vec::with_capacity(64),
+            polls: 0,
             ops_in_flight: 0,
             staging: Staging::new(cluster.registered.clone()),
             coder: Coder::new(),
@@ -165,8 +174,8 @@ impl<F: RunBuffer> IoQueue<F> {
         })
     }
 
-    /// Makes an I/O queue for signal handlers: it starts no thread. Without its channel an
-    /// operation fails at once, until [`reopen`](Self::reopen) has opened a new one. Only for
+    /// Makes an I/O queue for signal handlers: it starts no thread. Without its channel a request
+    /// fails at once, until [`reopen`](Self::reopen) has opened a new one. Only for
     /// remote memory.
     ///
     /// # Errors
@@ -180,29 +189,6 @@ impl<F: RunBuffer> IoQueue<F> {
     /// Takes the reason why writes wait for slots, if servers have no room for them.
     pub fn take_refused(&mut self) -> Option<StoreError> {
         self.refused.take()
-    }
-
-    /// Begins to open channels that were lost.
-    pub fn reopen(&mut self) {
-        self.add_ports();
-        for port in self.ports.iter_mut() {
-            port.reopen(&self.waker);
-        }
-    }
-
-    /// True if copies of pages are passed over for want of channels that can be opened now. For
-    /// I/O queues that open none themselves.
-    pub fn lacks_channels(&self) -> bool {
-        self.passive
-            && (self.ports.absent.is_wanted() || self.ports.iter().any(Port::lacks_channel))
-    }
-
-    /// Begins to open the channels that the I/O queue [lacks](Self::lacks_channels).
-    pub fn open_lacking(&mut self) {
-        self.add_ports();
-        for port in self.ports.iter_mut().filter(|port| port.lacks_channel()) {
-            port.reopen(&self.waker);
-        }
     }
 
     /// Prepares for one fill at a time of up to `pages` pages of this store: from now on such a
@@ -230,35 +216,19 @@ impl<F: RunBuffer> IoQueue<F> {
         }
     }
 
-    /// Starts to bring `page` and the pages behind it into `frame`, as many as the frame holds.
-    /// Pages that were never written or repeat one value need no request. The caller owns the pages
-    /// until the operation has ended.
-    ///
-    /// # Errors
-    /// The frame: too much is in flight. Nothing was started; poll and try again.
+    /// Requests `page` and the pages behind it in `frame`, as many as the frame holds. Pages that
+    /// were never written or repeat one value need no READ. The request owns the pages until it is
+    /// handed back.
     ///
     /// # Panics
     /// If the frame is not whole pages of the store, at least one.
-    pub fn fill(
-        &mut self,
-        store: &Arc<PageStore>,
-        page: PageIndex,
-        frame: F,
-        tag: u64,
-    ) -> Result<(), F> {
-        check_run(store, page, &frame);
-        match &store.backing {
-            Backing::Remote(remote) => self.fill_remote(store, remote, page, frame, tag),
-            Backing::Blocking(_) => self.call_user(store, page, frame, tag, Direction::Fill),
-        }
+    pub fn fill(&mut self, store: &Arc<PageStore>, page: PageIndex, frame: F, request: R) {
+        self.begin_or_hold(Direction::Fill, (request, store, page), frame, None);
     }
 
-    /// Starts to bring a page of a snapshot into `frame`. `entry` is the page's entry in a copy of
-    /// the process, at [`PageStore::entry_address`]. The words may be any: those that are no entry
-    /// of the snapshot end in an error. Keep the snapshot until the operation has ended.
-    ///
-    /// # Errors
-    /// The frame: too much is in flight. Nothing was started; poll and try again.
+    /// Requests a page of a snapshot in `frame`. `entry` is the page's entry in a copy of the
+    /// process, at [`PageStore::entry_address`]. The words may be any: those that are no entry of
+    /// the snapshot end in an error. Keep the snapshot until the request is handed back.
     ///
     /// # Panics
     /// If the frame is not one page of the store.
@@ -268,70 +238,45 @@ impl<F: RunBuffer> IoQueue<F> {
         page: PageIndex,
         entry: EntryWords,
         frame: F,
-        tag: u64,
-    ) -> Result<(), F> {
+        request: R,
+    ) {
         let store = snapshot.store();
-        check_run(store, page, &frame);
         assert_eq!(frame.as_ref().len(), store.page_bytes, "one page");
-        let Backing::Remote(remote) = &store.backing else {
-            unreachable!("only regions in remote memory have snapshots")
-        };
-        self.fill_copied(store, remote, page, entry, frame, tag)
+        self.begin_or_hold(Direction::Fill, (request, store, page), frame, Some(entry));
     }
 
-    /// Brings a page of a snapshot into `frame` as [`fill_copy`](Self::fill_copy) does, and waits.
-    /// For an I/O queue that nothing else uses.
-    ///
-    /// # Panics
-    /// If anything is in flight, or the frame is not one page of the store.
-    #[cfg(test)]
-    pub(crate) fn read_copy(
-        &mut self,
-        snapshot: &Snapshot,
-        page: PageIndex,
-        entry: EntryWords,
-        frame: F,
-    ) -> RunCompletion<F> {
-        assert_eq!(self.in_flight(), 0, "an I/O queue that nothing else uses");
-        let is_accepted = self.fill_copy(snapshot, page, entry, frame, 0).is_ok();
-        assert!(is_accepted, "an idle I/O queue has room");
-        let mut done = Vec::new();
-        loop {
-            self.poll(&mut done);
-            if let Some(done) = done.pop() {
-                return done;
-            }
-            let mut fds = Vec::new();
-            let until = self.wait(&mut fds);
-            sleep(&mut fds, until);
-        }
-    }
-
-    /// Starts to write back the pages of `frame` whose hash says that they changed. The first page
-    /// of the frame is `page`. The caller owns the pages until the operation has ended. A failed
-    /// write leaves the last good copy of its pages in place.
-    ///
-    /// # Errors
-    /// The frame: too much is in flight. Nothing was started; poll and try again.
+    /// Requests that the pages of `frame` be written back whose hash says that they changed. The
+    /// first page of the frame is `page`. The request owns the pages until it is handed back. A
+    /// failed write leaves the last good copy of its pages in place.
     ///
     /// # Panics
     /// If the frame is not whole pages of the store, at least one.
-    pub fn write_back(
-        &mut self,
-        store: &Arc<PageStore>,
-        page: PageIndex,
-        frame: F,
-        tag: u64,
-    ) -> Result<(), F> {
-        check_run(store, page, &frame);
-        match &store.backing {
-            Backing::Remote(remote) => self.write_remote(store, remote, page, frame, tag),
-            Backing::Blocking(_) => self.call_user(store, page, frame, tag, Direction::WriteBack),
-        }
+    pub fn write_back(&mut self, store: &Arc<PageStore>, page: PageIndex, frame: F, request: R) {
+        self.begin_or_hold(Direction::WriteBack, (request, store, page), frame, None);
     }
 
-    /// Appends the operations that have ended. Drives channels, repeats and deadlines; never waits.
-    pub fn poll(&mut self, done: &mut Vec<RunCompletion<F>>) {
+    fn begin_or_hold(
+        &mut self,
+        way: Direction,
+        (request, store, page): (R, &Arc<PageStore>, PageIndex),
+        frame: F,
+        entry: Option<EntryWords>,
+    ) {
+        check_run(store, page, &frame);
+        let spare = self.spare();
+        let run = IoRun::new(way, (request, store, page), (frame, entry), spare);
+        self.load.held += 1;
+        let index = self.vacant.pop().unwrap_or_else(|| {
+            self.runs.push(None);
+            self.runs.len() - 1
+        });
+        self.advance(index, run);
+    }
+
+    /// Drives channels, repeats and deadlines; never waits. Returns whether requests have ended,
+    /// which [`take_ended`](Self::take_ended) hands out.
+    pub fn poll(&mut self) -> bool {
+        self.polls += 1;
         self.look_again = None;
         self.watch.looks();
         self.meet_servers();
@@ -345,19 +290,71 @@ impl<F: RunBuffer> IoQueue<F> {
         for port in 0..self.ports.len() {
             self.drive(port);
         }
-        // Ended operations make room for waiting runs, before the caller starts anything new.
+        // Ended requests make room for waiting runs, before the caller starts anything new.
         for _ in 0..self.waiting.len() {
             let index = self.waiting.pop_front().expect("counted above");
             let run = self.take(index);
             self.advance(index, run);
         }
         self.watch.looked();
-        done.append(&mut self.ready);
+        !self.ready.is_empty()
     }
 
-    /// Returns the number of operations that were accepted and not handed back yet.
+    /// Takes a request that has ended, the last one first: its bytes are in the caches.
+    pub fn take_ended(&mut self) -> Option<RunCompletion<R, F>> {
+        let ended = self.ready.pop()?;
+        self.load.begun -= 1;
+        self.load.begun_bytes -= ended.frame.as_ref().len();
+        Some(ended)
+    }
+
+    /// Takes back a held request that, by `is_over`, need not begin.
+    pub fn withdraw(&mut self, is_over: impl Fn(&R) -> bool) -> Option<(R, F)> {
+        if self.load.held == 0 {
+            return None;
+        }
+        let is_over = |&index: &usize| {
+            let run = self.runs[index].as_ref().expect("a waiting run is here");
+            run.is_held() && is_over(&run.request)
+        };
+        let at = self.waiting.iter().position(is_over)?;
+        let index = self.waiting.remove(at).expect("found just now");
+        let (request, frame, spare) = self.take(index).withdraw();
+        self.vacant.push(index);
+        self.spare.push(spare);
+        self.load.held -= 1;
+        Some((request, frame))
+    }
+
+    /// Returns the requests that are held.
+    pub fn held(&self) -> impl Iterator<Item = &R> {
+        let runs = self.waiting.iter().map(|&index| {
+            let run = self.runs[index].as_ref();
+            run.expect("a waiting run is here")
+        });
+        runs.filter(|run| run.is_held()).map(|run| &run.request)
+    }
+
+    /// Returns all requests that were not handed back yet.
+    pub fn requests(&self) -> impl Iterator<Item = &R> {
+        let runs = self.runs.iter().flatten().map(|run| &run.request);
+        runs.chain(self.ready.iter().map(|ended| &ended.request))
+    }
+
+    /// Returns all requests that were not handed back yet, to be changed.
+    pub fn requests_mut(&mut self) -> impl Iterator<Item = &mut R> {
+        let runs = self.runs.iter_mut().flatten().map(|run| &mut run.request);
+        runs.chain(self.ready.iter_mut().map(|ended| &mut ended.request))
+    }
+
+    /// Returns the numbers of requests that were not handed back yet.
+    pub fn load(&self) -> IoLoad {
+        self.load
+    }
+
+    /// Returns the number of requests that were not handed back yet.
     pub fn in_flight(&self) -> usize {
-        self.runs.len() - self.vacant.len() + self.ready.len()
+        self.load.held + self.load.begun
     }
 
     /// Appends the descriptors to sleep on and returns when to [`poll`](Self::poll) at the latest;
@@ -400,207 +397,80 @@ impl<F: RunBuffer> IoQueue<F> {
         until
     }
 
-    /// True if one more run may start.
-    fn has_room(&self, store: &PageStore, remote: &RemoteStore) -> bool {
-        self.ops_in_flight < OPS_MAX
-            && (remote.scheme.is_raw() || self.staging.has(store.page_bytes))
+    /// True if a request for pages of this store begins at once.
+    pub fn has_room(&self, store: &PageStore) -> bool {
+        match &store.backing {
+            Backing::Remote(remote) => {
+                self.ops_in_flight < OPS_MAX
+                    && (remote.scheme.is_raw() || self.staging.has(store.page_bytes))
+            }
+            Backing::Blocking(_) => self.calls_in_flight < OPS_MAX,
+        }
     }
 
     fn spare(&mut self) -> Spare<F> {
         self.spare.pop().unwrap_or_default()
     }
 
-    /// Begins a run whose parts are cut.
-    fn launch(&mut self, run: IoRun<F>) {
-        let index = self.vacant.pop().unwrap_or_else(|| {
-            self.runs.push(None);
-            self.runs.len() - 1
-        });
-        self.advance(index, run);
+    /// Begins a held run if there is room.
+    fn begin(&mut self, run: &mut IoRun<R, F>) -> bool {
+        if !self.has_room(&run.store) {
+            return false;
+        }
+        let (frame, entry) = run.begin(self.load.begun == 0, self.polls);
+        self.load.held -= 1;
+        self.load.begun += 1;
+        self.load.begun_bytes += frame.as_ref().len();
+        match (&run.store.backing, run.way, entry) {
+            (Backing::Blocking(_), ..) => run.cut_calls(frame),
+            (_, Direction::WriteBack, _) => self.cut_write(run, frame),
+            (_, Direction::Fill, None) => run.cut_fill(frame),
+            (_, Direction::Fill, Some(entry)) => run.cut_copied(frame, entry),
+        }
+        true
     }
 
     /// Starts all parts of a run that can go now.
-    fn advance(&mut self, index: usize, mut run: IoRun<F>) {
+    fn advance(&mut self, index: usize, mut run: IoRun<R, F>) {
         let store = run.store.clone();
-        let all = match (&store.backing, run.way) {
-            (Backing::Remote(remote), Direction::Fill) => self.fetch(index, &mut run, remote),
-            (Backing::Remote(remote), Direction::WriteBack) => self.write(index, &mut run, remote),
-            (Backing::Blocking(blocking), _) => {
-                self.call(index, &mut run, blocking);
-                true
-            }
-        };
+        let is_begun = !run.is_held() || self.begin(&mut run);
+        let all = is_begun
+            && match (&store.backing, run.way) {
+                (Backing::Remote(remote), Direction::Fill) => self.fetch(index, &mut run, remote),
+                (Backing::Remote(remote), _) => self.write(index, &mut run, remote),
+                (Backing::Blocking(blocking), _) => {
+                    self.call(index, &mut run, blocking);
+                    true
+                }
+            };
         if !all {
             self.waiting.push_back(index);
         }
         self.put(index, run);
     }
 
-    fn take(&mut self, index: usize) -> IoRun<F> {
+    fn take(&mut self, index: usize) -> IoRun<R, F> {
         self.runs[index]
             .take()
             .expect("only runs that have not ended are referred to")
     }
 
     /// Puts a run back, or hands it out if it has ended.
-    fn put(&mut self, index: usize, run: IoRun<F>) {
+    fn put(&mut self, index: usize, run: IoRun<R, F>) {
         if !run.has_ended() {
             self.runs[index] = Some(run);
             return;
         }
-        let (done, spare) = run.finish();
+        let (done, spare) = run.finish(self.polls);
         self.vacant.push(index);
         self.ready.push(done);
         self.spare.push(spare);
     }
 
-    fn run_of(&self, tag: u64) -> &IoRun<F> {
+    fn run_of(&self, tag: u64) -> &IoRun<R, F> {
         self.runs[place_of(tag).0]
             .as_ref()
             .expect("a request belongs to a run that has not ended")
-    }
-
-    fn post(
-        &mut self,
-        index: usize,
-        run: &mut IoRun<F>,
-        part: usize,
-        remote: &RemoteStore,
-        mut transfer: SlotTransfer,
-        buf: IoBuf<F>,
-    ) {
-        match remote.pool.has_copies() {
-            true => self.aim_first(run.way, remote, &mut transfer),
-            false => _ = transfer.aim_home(remote),
-        }
-        run.parts[part].task = Task::Moving(transfer);
-        self.ops_in_flight += 1;
-        self.watch.posted(run.way.index());
-        self.repost(tag_of(index, part), run.way.verb(), remote, transfer, buf);
-    }
-
-    fn repost(
-        &mut self,
-        tag: u64,
-        verb: Verb,
-        remote: &RemoteStore,
-        SlotTransfer {
-            place,
-            server,
-            extent,
-            bytes,
-            ..
-        }: SlotTransfer,
-        buf: IoBuf<F>,
-    ) {
-        let op = Op {
-            tag,
-            verb,
-            extent: extent.unwrap_or_else(|| remote.pool.extent(place)),
-            offset: place.offset,
-            len: bytes,
-            buf,
-        };
-        self.ports[remote.pool.port(server)].post(op);
-    }
-
-    /// Lets one port make progress.
-    fn drive(&mut self, at: usize) {
-        // 1. Completions. Failed requests go to the backlog or end. A complete run is handed out
-        //    first: its bytes are in the caches now.
-        while self.poll_channel(at) && self.ready.is_empty() {}
-        // 2. Replace a broken channel.
-        let port = &mut self.ports[at];
-        if port.is_open() && port.backlog.is_empty() {
-            return;
-        }
-        let now = Instant::now();
-        port.forget_doubts();
-        port.recover(now, (!self.passive).then_some(&self.waker));
-        // 3. The backlog: post it, or fail the operations that are too late.
-        if port.backlog.is_empty() {
-            return;
-        }
-        if port.is_open() {
-            return port.post_backlog();
-        }
-        let is_lost = port.is_lost();
-        for _ in 0..port.backlog.len() {
-            let op = self.ports[at].backlog.pop_front().expect("counted above");
-            let Some(op) = self.redirect(op) else {
-                continue;
-            };
-            let in_time = self.run_of(op.tag).started.elapsed() < self.deadline;
-            if in_time && !self.passive && !is_lost {
-                self.ports[at].backlog.push_back(op);
-            } else {
-                let error = self.ports[at].why_late(self.deadline);
-                self.finish(op.tag, op.buf, Err(error));
-            }
-        }
-    }
-
-    /// Polls a channel. True if more can end without waiting.
-    fn poll_channel(&mut self, at: usize) -> bool {
-        let PortState::Open { channel, .. } = &mut self.ports[at].state else {
-            return false;
-        };
-        let mut completions = mem::take(&mut self.completions);
-        channel.poll(&mut completions);
-        let until = channel.wait().until;
-        for completion in completions.drain(..) {
-            self.complete(at, completion);
-        }
-        self.completions = completions;
-        until.is_some_and(|until| until <= Instant::now())
-    }
-
-    fn complete(&mut self, at: usize, completion: Completion<IoBuf<F>>) {
-        let Completion {
-            tag, buf, result, ..
-        } = completion;
-        match &result {
-            Ok(()) => self.ports[at].succeeded(),
-            Err(error) if error.is_transient() => self.ports[at].failed(error),
-            Err(_) => {}
-        }
-        match result {
-            result if self.has_copies(tag) => self.complete_copy(tag, buf, result),
-            Err(error) if error.is_transient() || self.has_moved(tag) => {
-                self.repeat(tag, buf, error);
-            }
-            result => self.finish(tag, buf, result),
-        }
-    }
-
-    /// Repeats a request that seems lost, if there is time.
-    fn repeat(&mut self, tag: u64, buf: IoBuf<F>, error: ChannelError) {
-        let (index, part) = place_of(tag);
-        let run = self.runs[index]
-            .as_mut()
-            .expect("a request belongs to a run that has not ended");
-        let Task::Moving(transfer) = &mut run.parts[part].task else {
-            unreachable!("a request belongs to a part that moves")
-        };
-        if run.way == Direction::WriteBack {
-            transfer.doubt = 1;
-        }
-        let store = run.store.clone();
-        let Backing::Remote(remote) = &store.backing else {
-            unreachable!("user stores have no channel")
-        };
-        if run.way == Direction::Fill {
-            transfer.aim_home(remote);
-        }
-        let session = remote.pool.session(transfer.server);
-        let is_lost = session.loss(false).is_some();
-        if is_lost || run.started.elapsed() >= self.deadline {
-            return self.finish(tag, buf, Err(error));
-        }
-        transfer.attempts += 1;
-        run.tally.retries += 1;
-        let (verb, transfer) = (run.way.verb(), *transfer);
-        self.repost(tag, verb, remote, transfer, buf);
     }
 
     /// Ends a request that has succeeded or failed for good.
@@ -609,12 +479,7 @@ impl<F: RunBuffer> IoQueue<F> {
         self.ops_in_flight -= 1;
         let mut run = self.take(index);
         let store = run.store.clone();
-        let Backing::Remote(remote) = &store.backing else {
-            unreachable!("user stores have no channel")
-        };
-        let Task::Moving(transfer) = run.parts[part].task else {
-            unreachable!("a request belongs to a part that moves")
-        };
+        let (remote, transfer) = (store.remote_backing(), run.moving(part));
         let bytes = u64::from(transfer.bytes);
         self.watch.ended(run.way.index(), bytes);
         if let Some(chooser) = &remote.chooser {
@@ -641,15 +506,22 @@ impl<F: RunBuffer> IoQueue<F> {
             self.staging.put(block, store.page_bytes);
         }
         // A damaged part is read again at the end of this poll.
-        if matches!(run.parts[part].task, Task::Fetch(_)) && !self.waiting.contains(&index) {
-            self.waiting.push_back(index);
+        if matches!(run.parts[part].task, Task::Fetch(_)) {
+            self.wait_again(index);
         }
         self.put(index, run);
     }
+
+    /// Lets a run's parts that do not move take their next step at the end of the poll.
+    fn wait_again(&mut self, index: usize) {
+        if !self.waiting.contains(&index) {
+            self.waiting.push_back(index);
+        }
+    }
 }
 
-impl<F: RunBuffer> Drop for IoQueue<F> {
-    /// Gives up all operations in flight. Their frames are dropped, and slots that were being
+impl<R, F: RunBuffer> Drop for IoQueue<R, F> {
+    /// Gives up all requests in flight. Their frames are dropped, and slots that were being
     /// written, or that a lost WRITE may still reach, are not used again.
     fn drop(&mut self) {
         for run in self.runs.iter().flatten() {
@@ -666,17 +538,6 @@ impl<F: RunBuffer> Drop for IoQueue<F> {
         }
         self.ports.iter_mut().for_each(Port::give_up);
     }
-}
-
-/// Waits for an event of `fds`, at most until a time.
-pub(crate) fn sleep(fds: &mut [PollFd<'_>], until: Option<Instant>) {
-    let timeout = until.map_or(PollTimeout::NONE, |until| {
-        let left = until.saturating_duration_since(Instant::now());
-        PollTimeout::try_from(left.as_millis() + u128::from(!left.is_zero()))
-            .unwrap_or(PollTimeout::MAX)
-    });
-    // Whatever the call returns, the caller polls its channels next.
-    let _ = nix::poll::poll(fds, timeout);
 }
 
 fn check_run<F: RunBuffer>(store: &PageStore, page: PageIndex, frame: &F) {

@@ -199,7 +199,7 @@ impl SlotPool {
         spans
     }
 
-    pub(crate) fn session(&self, server: u8) -> &Session {
+    pub(crate) fn session(&self, server: u8) -> &Arc<Session> {
         &self.servers[server as usize].1
     }
 

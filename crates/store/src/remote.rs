@@ -251,6 +251,14 @@ impl PageStore {
         }
     }
 
+    /// Returns the part in remote memory of a store that has one.
+    pub(crate) fn remote_backing(&self) -> &RemoteStore {
+        match &self.backing {
+            Backing::Remote(remote) => remote,
+            Backing::Blocking(_) => unreachable!("users' stores have no channels and no snapshots"),
+        }
+    }
+
     /// True if the pages are kept in a user's own store, whose calls may do anything.
     pub fn is_users_own(&self) -> bool {
         matches!(self.backing, Backing::Blocking(_))

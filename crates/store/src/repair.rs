@@ -29,7 +29,7 @@
 //! extent goes back to its server at once. From then on such a READ is refused, or brings zeros or
 //! whatever the server has there: bytes of other clients never, since an extent's number is not
 //! used twice and shared memory is not lent again. The hash tells right bytes from all others, and
-//! the I/O queue repeats the READ where the table says by then (`io_queue/home.rs`,
+//! the I/O queue repeats the READ where the table says by then (`io_queue/copies.rs`,
 //! `io_queue/fill.rs`).
 //!
 //! A thread does this for a cluster with copies, or with a server that leaves. The thread sleeps

@@ -9,8 +9,8 @@ use farpage_fabric::{AllocError, ExtentId};
 
 use crate::{
     Cluster,
-    copier::Copier,
     groups::{ExtentGroup, Member, MemberState},
+    mover::Mover,
     pool::SlotPool,
 };
 
@@ -217,9 +217,8 @@ impl SealedGroup {
         // 2. The bytes.
         let mut failure = None;
         for (_, source) in group.good().filter(|(_, it)| pool.is_usable(it.server)) {
-            let copied = Copier::new(cluster, pool, source, server)
-                .and_then(|mut copier| copier.copy_all(source, (server, id), pieces));
-            match copied {
+            let rate = cluster.repair_rate;
+            match Mover::new(pool).copy(pieces, source, (server, id), rate) {
                 // 3. The table.
                 Ok(()) => {
                     pool.replace(index, at, Some((server, id)));
@@ -230,7 +229,12 @@ impl SealedGroup {
                     }
                     return Repair::Done;
                 }
-                Err(error) => failure = Some(error),
+                Err((failed, error)) => {
+                    if error.is_silence() {
+                        cluster.health.failed(pool.port(failed));
+                    }
+                    failure = Some(error.to_string());
+                }
             }
             if !pool.is_usable(server) {
                 break;

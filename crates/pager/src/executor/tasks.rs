@@ -24,9 +24,7 @@ use nix::{
 };
 use smallvec::SmallVec;
 
-use crate::{
-    filler::Filler, run::StoreFrame, shared::SharedParts, waker::WorkerWaker, worker::RETRY,
-};
+use crate::{filler::Filler, run::PageRun, shared::SharedParts, waker::RETRY, waker::WorkerWaker};
 
 /// Number of attempts at a filler's lock before its handler sleeps: as long as a turn takes that
 /// brings one page in.
@@ -73,7 +71,7 @@ pub(super) type Dues = SmallVec<[Due; 4]>;
 /// Consequence of a turn of a filler.
 pub(super) enum TurnOutcome<A: AddressSpace> {
     /// Call to be made without the filler, which then goes on.
-    Call(StoreCall<StoreFrame<A::Frame>>),
+    Call(StoreCall<PageRun<A::Frame>>),
     /// End of the turn. `again`: the next turn may find something to do at once.
     Done { again: bool },
 }
@@ -90,7 +88,7 @@ impl<A: AddressSpace> FillerTasks<A> {
         shared: &Arc<SharedParts<A>>,
         mut fillers: Vec<Filler<A>>,
     ) -> io::Result<FillerTasks<A>> {
-        fillers.iter_mut().for_each(Filler::keep_calls);
+        (fillers.iter_mut()).for_each(|filler| filler.io().keep_calls());
         let all = fillers.into_iter().map(FillerTask::new);
         Ok(FillerTasks {
             shared: shared.clone(),
@@ -119,10 +117,10 @@ impl<A: AddressSpace> FillerTasks<A> {
     }
 
     /// Takes a turn of a filler after its call has returned.
-    pub(super) fn go_on(&self, shard: usize, call: StoreCall<StoreFrame<A::Frame>>) -> Turn<A> {
+    pub(super) fn go_on(&self, shard: usize, call: StoreCall<PageRun<A::Frame>>) -> Turn<A> {
         let task = &self.all[shard];
         let mut filler = task.lock();
-        filler.end_call(call);
+        filler.io().end_call(call);
         let busy = filler.turn(EventScope::Kept);
         self.leave(task, filler, busy)
     }
@@ -134,7 +132,7 @@ impl<A: AddressSpace> FillerTasks<A> {
         mut filler: MutexGuard<'_, Filler<A>>,
         busy: bool,
     ) -> Turn<A> {
-        let call = filler.take_call();
+        let call = filler.io().take_call();
         let again = busy && call.is_none() && filler.has_work();
         if !again {
             task.arm(&filler, self.started);

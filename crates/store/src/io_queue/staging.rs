@@ -12,7 +12,7 @@ use farpage_fabric::{
     regmem::{RegBuf, RegError, RegPool},
 };
 
-use super::operation::RunBuffer;
+use super::run::RunBuffer;
 use crate::{PageIndex, PageStore, StoreError, codec::Coder};
 
 const BYTES_MAX: usize = 4 << 20;

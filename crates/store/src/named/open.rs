@@ -9,14 +9,12 @@ use farpage_fabric::{
     Extent, ExtentId, OpenNameError, PublishError, Session, Versions, log::later,
 };
 
-use super::{
-    manifest::{Manifest, RegionManifest, VERSION, places_of, span_of, words_of},
-    mover::{MoveError, Mover},
-};
+use super::manifest::{Manifest, RegionManifest, VERSION, places_of, span_of, words_of};
 use crate::{
     Cluster, OpenStoreError, PageIndex, PageStore,
     codec::{self, Chooser, Scheme},
     entry::{PageEntry, PageTable},
+    mover::{MoveError, Mover},
     names::Claim,
     place::SlotSpan,
     pool::{PoolReservation, Purpose, SlotPool},

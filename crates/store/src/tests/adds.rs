@@ -4,6 +4,7 @@ use farpage_wire::Endpoint;
 
 use super::{
     copies::{World, copied, impatient, raw},
+    drains::end_drains,
     *,
 };
 use crate::{AddServerError, repair::RepairTurn};
@@ -29,13 +30,9 @@ fn an_added_server_takes_part_in_grants_and_io_queues_find_their_way_to_it() {
     for codec in CODECS {
         let mut world = World::of(1, impatient());
         let before = remote(&world.cluster, 64, 4096, codec);
-        let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+        let mut io = queue(&world.cluster);
         let pages = odd_pages(4096, 0..64);
-        assert!(
-            write_run(&mut io_queue, &before, 0, &pages)
-                .failed
-                .is_empty()
-        );
+        write_pages(&mut io, &before, 0, &pages);
         world.add_server(SimConfig::new(7));
         world.add_server(SimConfig::new(8));
         let granted = |world: &World, server: usize| {
@@ -49,9 +46,8 @@ fn an_added_server_takes_part_in_grants_and_io_queues_find_their_way_to_it() {
         assert!(granted(&world, 1) > 0 && granted(&world, 2) > 0);
         for store in after.iter().chain([&before]) {
             for _ in 0..3 {
-                assert!(write_run(&mut io_queue, store, 0, &pages).failed.is_empty());
-                let done = read_run(&mut io_queue, store, 0, 64);
-                assert!(done.failed.is_empty() && done.frame.bytes == pages);
+                write_pages(&mut io, store, 0, &pages);
+                assert!(read_pages(&mut io, store, 0, 64) == pages);
             }
         }
         assert!(world.servers[1].operations() > 0 && world.servers[2].operations() > 0);
@@ -61,18 +57,14 @@ fn an_added_server_takes_part_in_grants_and_io_queues_find_their_way_to_it() {
 #[test]
 fn an_io_queue_of_signal_handlers_reaches_an_added_server_once_its_ports_are_made() {
     let mut world = World::of(1, impatient());
-    let mut passive = IoQueue::<Piece>::passive(&world.cluster).expect("an I/O queue");
-    let mut io_queue = IoQueue::new(&world.cluster).expect("an I/O queue");
+    let mut passive = passive_queue(&world.cluster);
+    let mut io = queue(&world.cluster);
     world.add_server(SimConfig::new(7));
     let store = remote(&world.cluster, 1024, 4096, Codec::Raw);
     let pages = odd_pages(4096, 0..64);
     // Successive runs fall on successive servers.
     for (first, half) in [(0, &pages[..32 * 4096]), (32, &pages[32 * 4096..])] {
-        assert!(
-            write_run(&mut io_queue, &store, first, half)
-                .failed
-                .is_empty()
-        );
+        write_pages(&mut io, &store, first, half);
     }
     let is_there = |page: &u64| place_of(&store, *page).0.server == 1;
     let page = (0..64).find(is_there).expect("one of two servers");
@@ -83,11 +75,10 @@ fn an_io_queue_of_signal_handlers_reaches_an_added_server_once_its_ports_are_mad
     );
     assert!(passive.lacks_channels());
     passive.open_lacking();
-    let limit = Instant::now() + Duration::from_secs(20);
-    while read(&mut passive, &store, page).ok() != Some(odd_page(4096, page)) {
-        assert!(Instant::now() < limit, "the channel never opens");
+    wait_until("the channel never opens", || {
         passive.open_lacking();
-    }
+        read(&mut passive, &store, page).ok() == Some(odd_page(4096, page))
+    });
     assert!(!passive.lacks_channels());
 }
 
@@ -135,15 +126,7 @@ fn a_program_moves_house_while_its_pages_come_and_go() {
                 };
                 let failed = conform_amid(cluster, &store, &mut model, seed + round, 200, amid);
                 assert_eq!(failed, 0);
-                let limit = Instant::now() + Duration::from_secs(60);
-                while !drain.is_finished() {
-                    assert!(Instant::now() < limit, "seed {seed}: the drain never ends");
-                    repairer.turn(cluster);
-                }
-                drain
-                    .join()
-                    .expect("it does not panic")
-                    .expect("there is room");
+                end_drains([drain], repairer, cluster);
             });
             world.servers[round as usize].kill();
         }

@@ -18,7 +18,7 @@ mod snapshots;
 
 use std::{
     collections::HashMap,
-    io,
+    io, iter,
     ops::Range,
     sync::{
         Arc,
@@ -37,10 +37,10 @@ use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::{
-    BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Element, FileStore,
+    BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Element, EntryWords, FileStore,
     FileStoreError, IoQueue, Layout, OpenStoreError, PageIndex, PageStore, PublishStoreError,
-    RemoteOptions, Reserve, RunBuffer, RunCompletion, RunCounts, Store, StoreError, ZfpMode,
-    entry::PageEntry, place::SlotPlace, pool::SlotPool, remote::Backing,
+    RemoteOptions, Reserve, RunBuffer, RunCompletion, RunCounts, Snapshot, Store, StoreError,
+    ZfpMode, entry::PageEntry, place::SlotPlace, pool::SlotPool, remote::Backing,
 };
 
 /// A frame that knows where it was cut out, so that it is only joined with what lay behind it.
@@ -123,11 +123,8 @@ fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
         .collect();
     Cluster::new(
         sessions,
-        ClusterOptions {
-            // A machine may stand still for seconds between two attempts.
-            deadline: Duration::from_secs(30),
-            ..ClusterOptions::default()
-        },
+        // A machine may stand still for seconds between two attempts.
+        within(Duration::from_secs(30)),
     )
 }
 
@@ -178,32 +175,69 @@ fn on_demand(cluster: &Arc<Cluster>, bytes: u64, name: Option<&str>) -> Arc<Page
     PageStore::remote(cluster, REGION, bytes, 4096, &options).expect("no reservation")
 }
 
-/// Returns the settings of a server that lends `bytes`.
-fn lending(bytes: u64) -> SimConfig {
-    SimConfig {
-        capacity_bytes: bytes,
-        ..SimConfig::new(1)
+fn within(deadline: Duration) -> ClusterOptions {
+    ClusterOptions {
+        deadline,
+        ..ClusterOptions::default()
     }
 }
 
-/// Polls until an operation has ended.
-fn some(io_queue: &mut IoQueue<Piece>) -> Vec<RunCompletion<Piece>> {
+/// Returns the settings of a server that lends `bytes`.
+fn lending(seed: u64, bytes: u64) -> SimConfig {
+    SimConfig {
+        capacity_bytes: bytes,
+        ..SimConfig::new(seed)
+    }
+}
+
+/// I/O queue of a test. Requests are numbers.
+type Queue = IoQueue<u64, Piece>;
+type Done = RunCompletion<u64, Piece>;
+
+fn queue(cluster: &Arc<Cluster>) -> Queue {
+    Queue::new(cluster).expect("the servers that are needed live")
+}
+
+/// Makes an I/O queue of signal handlers.
+fn passive_queue(cluster: &Arc<Cluster>) -> Queue {
+    Queue::passive(cluster).expect("the servers that are needed live")
+}
+
+/// Waits for a condition, which may take steps towards it, for 20 s at most.
+fn wait_until(missing: &str, mut is_met: impl FnMut() -> bool) {
+    let limit = Instant::now() + Duration::from_secs(20);
+    while !is_met() {
+        assert!(Instant::now() < limit, "{missing}");
+        std::thread::yield_now();
+    }
+}
+
+/// Polls once. Returns the requests that have ended, in the order of their ends.
+fn poll(io: &mut Queue) -> Vec<Done> {
+    io.poll();
+    let mut done: Vec<_> = iter::from_fn(|| io.take_ended()).collect();
+    done.reverse();
+    done
+}
+
+/// Polls until a request has ended.
+fn some(io: &mut Queue) -> Vec<Done> {
     let limit = Instant::now() + Duration::from_secs(20);
     let mut done = Vec::new();
     while done.is_empty() {
-        io_queue.poll(&mut done);
+        done = poll(io);
         if done.is_empty() {
             assert!(
                 Instant::now() < limit,
                 "{} operations never end",
-                io_queue.in_flight()
+                io.in_flight()
             );
             let mut fds = Vec::new();
-            let until = io_queue.wait(&mut fds);
+            let until = io.wait(&mut fds);
             assert!(
                 until.is_some() || !fds.is_empty(),
                 "nothing to sleep on with {} in flight",
-                io_queue.in_flight()
+                io.in_flight()
             );
             let left = until.map_or(100, |until| {
                 until
@@ -221,63 +255,66 @@ fn at(page: u64) -> PageIndex {
     PageIndex(page as usize)
 }
 
-fn one(io_queue: &mut IoQueue<Piece>) -> RunCompletion<Piece> {
-    let mut done = some(io_queue);
+fn one(io: &mut Queue) -> Done {
+    let mut done = some(io);
     assert_eq!(done.len(), 1);
     done.pop().unwrap()
 }
 
 fn write(
-    io_queue: &mut IoQueue<Piece>,
+    io: &mut Queue,
     store: &Arc<PageStore>,
     page: u64,
     bytes: &[u8],
 ) -> Result<RunCounts, StoreError> {
-    let mut done = write_run(io_queue, store, page, bytes);
+    let mut done = write_run(io, store, page, bytes);
     match done.failed.pop() {
         Some((_, error)) => Err(error),
         None => Ok(done.outcome),
     }
 }
 
-fn write_run(
-    io_queue: &mut IoQueue<Piece>,
-    store: &Arc<PageStore>,
-    page: u64,
-    bytes: &[u8],
-) -> RunCompletion<Piece> {
-    io_queue
-        .write_back(store, at(page), bytes.to_vec().into(), page)
-        .unwrap();
-    let done = one(io_queue);
-    assert_eq!((done.tag, &done.frame.bytes[..]), (page, bytes));
+fn write_run(io: &mut Queue, store: &Arc<PageStore>, page: u64, bytes: &[u8]) -> Done {
+    io.write_back(store, at(page), bytes.to_vec().into(), page);
+    let done = one(io);
+    assert_eq!((done.request, &done.frame.bytes[..]), (page, bytes));
     done
 }
 
-fn read(
-    io_queue: &mut IoQueue<Piece>,
-    store: &Arc<PageStore>,
-    page: u64,
-) -> Result<Vec<u8>, StoreError> {
-    let mut done = read_run(io_queue, store, page, 1);
+fn read(io: &mut Queue, store: &Arc<PageStore>, page: u64) -> Result<Vec<u8>, StoreError> {
+    let mut done = read_run(io, store, page, 1);
     match done.failed.pop() {
         Some((_, error)) => Err(error),
         None => Ok(done.frame.bytes),
     }
 }
 
-fn read_run(
-    io_queue: &mut IoQueue<Piece>,
-    store: &Arc<PageStore>,
-    page: u64,
-    pages: usize,
-) -> RunCompletion<Piece> {
+fn read_run(io: &mut Queue, store: &Arc<PageStore>, page: u64, pages: usize) -> Done {
     let frame = vec![0xee; pages * store.page_bytes()];
-    io_queue.fill(store, at(page), frame.into(), page).unwrap();
-    let done = one(io_queue);
-    assert_eq!((done.tag, done.frame.at), (page, 0));
+    io.fill(store, at(page), frame.into(), page);
+    let done = one(io);
+    assert_eq!((done.request, done.frame.at), (page, 0));
     assert_eq!(done.frame.bytes.len(), pages * store.page_bytes());
     done
+}
+
+fn read_copy(io: &mut Queue, snapshot: &Snapshot, page: PageIndex, entry: EntryWords) -> Done {
+    let frame = vec![0xee; snapshot.store().page_bytes()];
+    io.fill_copy(snapshot, page, entry, frame.into(), 0);
+    one(io)
+}
+
+/// Writes pages, which must succeed.
+fn write_pages(io: &mut Queue, store: &Arc<PageStore>, page: u64, bytes: &[u8]) {
+    let done = write_run(io, store, page, bytes);
+    assert!(done.failed.is_empty(), "{:?}", done.failed);
+}
+
+/// Reads pages, which must succeed.
+fn read_pages(io: &mut Queue, store: &Arc<PageStore>, page: u64, pages: usize) -> Vec<u8> {
+    let done = read_run(io, store, page, pages);
+    assert!(done.failed.is_empty(), "{:?}", done.failed);
+    done.frame.bytes
 }
 
 /// Returns a page of one of the kinds that codecs tell apart.
@@ -325,9 +362,7 @@ fn conform_amid(
     println!("seed {seed}");
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let page_bytes = store.page_bytes();
-    let mut io_queues: Vec<IoQueue<Piece>> = (0..3)
-        .map(|_| IoQueue::new(cluster).expect("an I/O queue"))
-        .collect();
+    let mut ios: Vec<Queue> = (0..3).map(|_| queue(cluster)).collect();
     let mut suite = Suite {
         store,
         model,
@@ -337,7 +372,7 @@ fn conform_amid(
     };
     for tag in 0..operations as u64 {
         amid(&mut random);
-        let io_queue = random.random_range(0..io_queues.len());
+        let io = random.random_range(0..ios.len());
         let page = random.random_range(0..store.pages());
         let pages = match random.random_range(0..3) {
             0 => 1,
@@ -346,11 +381,11 @@ fn conform_amid(
         };
         let pages = page..(page + pages).min(store.pages());
         if suite.is_free(&pages) && random.random_bool(0.9) {
-            let io_queue = &mut io_queues[io_queue];
+            let io = &mut ios[io];
             let len = (pages.end - pages.start) as usize * page_bytes;
-            let (bytes, accepted) = if random.random_bool(0.5) {
-                let accepted = io_queue.fill(store, at(page), vec![0xee; len].into(), tag);
-                (None, accepted)
+            let bytes = if random.random_bool(0.5) {
+                io.fill(store, at(page), vec![0xee; len].into(), tag);
+                None
             } else {
                 let mut bytes = Vec::new();
                 for page in pages.clone() {
@@ -359,33 +394,26 @@ fn conform_amid(
                         _ => bytes.extend(random_page(&mut random, page_bytes)),
                     }
                 }
-                let accepted = io_queue.write_back(store, at(page), bytes.clone().into(), tag);
-                (Some(bytes), accepted)
+                io.write_back(store, at(page), bytes.clone().into(), tag);
+                Some(bytes)
             };
-            match accepted {
-                Ok(()) => drop(suite.busy.insert(tag, (pages, bytes))),
-                Err(frame) => assert_eq!((frame.at, frame.bytes.len()), (0, len)),
-            }
+            suite.busy.insert(tag, (pages, bytes));
         } else {
-            let mut done = Vec::new();
-            io_queues[io_queue].poll(&mut done);
-            done.into_iter().for_each(|done| suite.finish(done));
-        }
-    }
-    for io_queue in &mut io_queues {
-        while io_queue.in_flight() > 0 {
-            some(io_queue)
+            poll(&mut ios[io])
                 .into_iter()
                 .for_each(|done| suite.finish(done));
+        }
+    }
+    for io in &mut ios {
+        while io.in_flight() > 0 {
+            some(io).into_iter().for_each(|done| suite.finish(done));
         }
     }
     assert!(suite.busy.is_empty());
     for page in 0..store.pages() {
         suite.busy.insert(page, (page..page + 1, None));
-        io_queues[0]
-            .fill(store, at(page), vec![0xee; page_bytes].into(), page)
-            .unwrap();
-        some(&mut io_queues[0])
+        ios[0].fill(store, at(page), vec![0xee; page_bytes].into(), page);
+        some(&mut ios[0])
             .into_iter()
             .for_each(|done| suite.finish(done));
     }
@@ -419,8 +447,8 @@ impl Suite<'_> {
         bytes
     }
 
-    fn finish(&mut self, done: RunCompletion<Piece>) {
-        let (pages, bytes) = self.busy.remove(&done.tag).expect("it was in flight");
+    fn finish(&mut self, done: Done) {
+        let (pages, bytes) = self.busy.remove(&done.request).expect("it was in flight");
         let (seed, page_bytes) = (self.seed, self.store.page_bytes());
         let count = (pages.end - pages.start) as usize;
         assert_eq!(
@@ -549,8 +577,8 @@ fn client(servers: &[Arc<SimServer>]) -> Arc<Cluster> {
 
 /// Returns all bytes of a region.
 fn vec_of(cluster: &Arc<Cluster>, store: &Arc<PageStore>) -> Vec<u8> {
-    let mut io_queue = IoQueue::new(cluster).unwrap();
+    let mut io = queue(cluster);
     (0..store.pages())
-        .flat_map(|page| read(&mut io_queue, store, page).unwrap())
+        .flat_map(|page| read(&mut io, store, page).unwrap())
         .collect()
 }
