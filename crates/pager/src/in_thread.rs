@@ -75,19 +75,20 @@ impl<A: AddressSpace> InThread<A> {
     /// Makes room for the region's faults in all inline handlers, before the first one.
     pub(crate) fn prepare(&self, region: &Region) {
         for handler in &self.handlers {
-            handler.lock().prepare(region);
+            handler.lock().fills.prepare(region);
         }
     }
 
     /// Opens lost channels of idle inline handlers again. For threads of our own.
     pub(crate) fn reopen(&self) {
-        self.idle().for_each(|mut handler| handler.reopen());
+        self.idle()
+            .for_each(|mut handler| handler.fills.io.reopen());
     }
 
     /// Opens channels that idle inline handlers lack to servers that answer again. For threads of
     /// our own.
     pub(crate) fn open_lacking(&self) {
-        self.idle().for_each(|mut handler| handler.open_lacking());
+        (self.idle()).for_each(|mut handler| handler.fills.io.open_lacking());
     }
 
     /// Returns the idle inline handlers, one after another.

@@ -34,7 +34,7 @@ const NAP: Duration = Duration::from_micros(50);
 pub(crate) struct InlineHandler<A: AddressSpace> {
     shared: Arc<SharedParts<A>>,
     worker: usize,
-    fills: Fills<A, InlineCompletion<A>>,
+    pub(crate) fills: Fills<A, InlineCompletion<A>>,
     direct_reclaim: DirectReclaim<A>,
 }
 
@@ -135,25 +135,10 @@ impl<A: AddressSpace> InlineHandler<A> {
         let until = self.fills.wait(&mut fds, NAP);
         sleep_on(&mut fds, until);
     }
-
-    /// Makes room for one fault on a page of the region.
-    pub(crate) fn prepare(&mut self, region: &Region) {
-        self.fills.prepare(region);
-    }
-
-    /// Opens channels again that were lost while threads of the program ran the inline handler.
-    pub(crate) fn reopen(&mut self) {
-        self.fills.io.reopen();
-    }
-
-    /// Opens channels that are lacking to servers that answer again.
-    pub(crate) fn open_lacking(&mut self) {
-        self.fills.io.open_lacking();
-    }
 }
 
 /// Completion of an inline handler's fills.
-struct InlineCompletion<A: AddressSpace> {
+pub(crate) struct InlineCompletion<A: AddressSpace> {
     arrivals: Arrivals<A>,
     /// Time when the fault was taken on.
     since: Since,

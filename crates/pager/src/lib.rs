@@ -18,7 +18,7 @@
 //! | `scatter` | pages in and out as copies, where that is cheaper |
 //! | `requests`, `shared` | requests to I/O queues; the parts that all workers share |
 //! | `fills`, `pace` | bringing in |
-//! | `ahead`, `held_back`, `prefetch_queue` | reading ahead |
+//! | `ahead` | reading ahead |
 //! | `hand_over`, `write_backs` | runs taken out, until they are safe |
 //! | `freeze`, `frozen` | reclaim that rests while the program forks |
 //! | `filler`, `evictor` | the workers |
@@ -49,7 +49,6 @@ mod frames;
 mod freeze;
 mod frozen;
 mod hand_over;
-mod held_back;
 mod in_thread;
 mod inline_handler;
 mod installer;
@@ -63,7 +62,6 @@ mod ordinary;
 mod owner_wait;
 mod pace;
 mod pager;
-mod prefetch_queue;
 mod proof;
 pub mod protocol;
 mod region;

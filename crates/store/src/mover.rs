@@ -111,7 +111,7 @@ impl<'a> Mover<'a> {
     }
 
     /// Carries out one operation, and waits for it. Returns its buffer.
-    fn transfer(
+    pub(crate) fn transfer(
         &mut self,
         verb: Verb,
         (server, extent): (u8, ExtentId),

@@ -18,10 +18,6 @@ impl World {
         added.expect("the server lives");
         self.servers.push(server);
     }
-
-    fn endpoint_of(&self, server: usize) -> Endpoint {
-        self.cluster.sessions()[server].endpoint().clone()
-    }
 }
 
 /// I/O queues are made before the server is added, and use it afterwards.
@@ -35,15 +31,11 @@ fn an_added_server_takes_part_in_grants_and_io_queues_find_their_way_to_it() {
         write_pages(&mut io, &before, 0, &pages);
         world.add_server(SimConfig::new(7));
         world.add_server(SimConfig::new(8));
-        let granted = |world: &World, server: usize| {
-            let stat = world.cluster.sessions()[server].stat();
-            stat.expect("it lives").granted_bytes
-        };
-        assert_eq!((granted(&world, 1), granted(&world, 2)), (0, 0));
+        assert_eq!((world.granted_bytes(1), world.granted_bytes(2)), (0, 0));
         let after: Vec<_> = (0..3)
             .map(|_| remote(&world.cluster, 4096, 4096, codec))
             .collect();
-        assert!(granted(&world, 1) > 0 && granted(&world, 2) > 0);
+        assert!(world.granted_bytes(1) > 0 && world.granted_bytes(2) > 0);
         for store in after.iter().chain([&before]) {
             for _ in 0..3 {
                 write_pages(&mut io, store, 0, &pages);
@@ -112,7 +104,7 @@ fn a_program_moves_house_while_its_pages_come_and_go() {
         let mut model = vec![0; 96 * 4096];
         for round in 0..4 {
             world.add_server(SimConfig::new(100 * seed + round + 50));
-            let endpoint = world.endpoint_of(round as usize);
+            let endpoint = world.endpoint(round as usize);
             let World {
                 cluster, repairer, ..
             } = &mut world;
@@ -138,7 +130,7 @@ fn a_program_moves_house_while_its_pages_come_and_go() {
 #[test]
 fn a_known_server_is_added_once_and_its_drain_ends() {
     let mut world = World::of(2, impatient());
-    let endpoint = world.endpoint_of(0);
+    let endpoint = world.endpoint(0);
     let again =
         |world: &World| (world.cluster).add_server(&endpoint, || panic!("the server is known"));
     again(&world).expect("it is known");

@@ -60,6 +60,32 @@ impl World {
         Self::new((1..=servers).map(SimConfig::new), options)
     }
 
+    pub(super) fn endpoint(&self, server: usize) -> Endpoint {
+        self.cluster.sessions()[server].endpoint().clone()
+    }
+
+    pub(super) fn granted_bytes(&self, server: usize) -> u64 {
+        let stat = self.cluster.sessions()[server].stat();
+        stat.expect("the server lives").granted_bytes
+    }
+
+    /// Takes all that the servers can lend.
+    pub(super) fn fill_up(&self) -> Vec<Arc<PageStore>> {
+        let options = RemoteOptions::default();
+        let take = |bytes| PageStore::remote(&self.cluster, REGION, bytes, 4096, &options).ok();
+        let sizes = [4 << 20, 1 << 20, 256 << 10, 64 << 10];
+        sizes
+            .into_iter()
+            .flat_map(|bytes| iter::from_fn(move || take(bytes)))
+            .collect()
+    }
+
+    /// Lets a region give up the copies on a server that is suspect.
+    pub(super) fn give_up(&self, store: &PageStore, server: u8) {
+        self.cluster.health.failed(usize::from(server));
+        pool(store).mark_dead(server, false);
+    }
+
     /// Repairs until nothing can be done. Returns the last turn.
     pub(super) fn repair(&mut self) -> RepairTurn {
         let limit = Instant::now() + Duration::from_secs(20);
@@ -178,9 +204,7 @@ fn each_page_is_on_as_many_servers_as_asked_for() {
         let granted = world.cluster.granted_bytes();
         assert!(granted >= u64::from(copies) * 64 * 4096, "{granted}");
         drop(store);
-        for session in world.cluster.sessions() {
-            assert_eq!(session.stat().expect("it lives").granted_bytes, 0);
-        }
+        (0..4).for_each(|server| assert_eq!(world.granted_bytes(server), 0));
     }
 }
 
@@ -544,11 +568,7 @@ fn copies_that_cannot_be_kept_are_refused_and_take_nothing() {
     let error = create(&options(2)).expect_err("one of them is dead");
     assert!(error.to_string().contains("sim:2"), "{error}");
     assert_eq!(world.cluster.granted_bytes(), 0);
-    let granted = world.cluster.sessions()[0]
-        .stat()
-        .expect("it lives")
-        .granted_bytes;
-    assert_eq!(granted, 0);
+    assert_eq!(world.granted_bytes(0), 0);
 }
 
 #[test]

@@ -2,8 +2,6 @@
 
 use std::thread::{self, ScopedJoinHandle};
 
-use farpage_wire::Endpoint;
-
 use super::{
     copies::{World, copied, impatient, impatient_within, members_of, waiting},
     snapshots::Child,
@@ -16,15 +14,6 @@ use crate::{
 };
 
 impl World {
-    fn endpoint(&self, server: usize) -> Endpoint {
-        self.cluster.sessions()[server].endpoint().clone()
-    }
-
-    fn granted_bytes(&self, server: usize) -> u64 {
-        let stat = self.cluster.sessions()[server].stat();
-        stat.expect("the server lives").granted_bytes
-    }
-
     /// Drains a server, with turns of the repairs between calls of `amid`.
     fn drain_amid(
         &mut self,
@@ -276,13 +265,7 @@ fn full_targets_are_an_error_that_says_what_is_left_and_a_later_drain_goes_on() 
         let store = unnamed(&world, 2048, copies, Codec::Raw, Reserve::Full);
         let bytes = written_pages(&world, &store, 2048);
         let mut io = queue(&world.cluster);
-        let mut fillers = Vec::new();
-        for bytes in [4 << 20, 1 << 20, 256 << 10, 64 << 10] {
-            let filler = RemoteOptions::default();
-            while let Ok(filler) = PageStore::remote(&world.cluster, REGION, bytes, 4096, &filler) {
-                fillers.push(filler);
-            }
-        }
+        let mut fillers = world.fill_up();
         let error = world.drain(0).expect_err("there is no room");
         let said = error.to_string();
         match error {

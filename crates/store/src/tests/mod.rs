@@ -28,7 +28,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    AllocError, Endpoint, ExtentId, Op, PublishError, Session, SessionOptions, Verb,
+    AllocError, Endpoint, ExtentId, PublishError, Session, SessionOptions, Verb,
     server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
@@ -40,7 +40,7 @@ use crate::{
     BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Element, EntryWords, FileStore,
     FileStoreError, IoQueue, Layout, OpenStoreError, PageIndex, PageStore, PublishStoreError,
     RemoteOptions, Reserve, RunBuffer, RunCompletion, RunCounts, Snapshot, Store, StoreError,
-    ZfpMode, entry::PageEntry, place::SlotPlace, pool::SlotPool, remote::Backing,
+    ZfpMode, entry::PageEntry, mover::Mover, place::SlotPlace, pool::SlotPool, remote::Backing,
 };
 
 /// A frame that knows where it was cut out, so that it is only joined with what lay behind it.
@@ -515,10 +515,7 @@ fn odd_pages(page_bytes: usize, numbers: Range<u64>) -> Vec<u8> {
 }
 
 fn pool(store: &PageStore) -> &Arc<SlotPool> {
-    match &store.backing {
-        Backing::Remote(remote) => &remote.pool,
-        Backing::Blocking(_) => panic!("remote"),
-    }
+    &store.remote_backing().pool
 }
 
 /// Returns the place and length of a page's bytes.
@@ -534,31 +531,25 @@ fn place_of(store: &PageStore, page: u64) -> (SlotPlace, u32) {
 }
 
 /// Changes a page's remote bytes behind the store's back.
-fn tamper(cluster: &Cluster, store: &PageStore, page: u64, change: impl FnOnce(&mut [u8])) {
-    let pool = pool(store);
+fn tamper(store: &PageStore, page: u64, change: impl FnOnce(&mut [u8])) {
     let (place, len) = place_of(store, page);
-    let mut channel = cluster.sessions()[pool.port(place.server)]
-        .channel::<Vec<u8>>()
-        .unwrap();
-    let mut transfer = |verb, buf| {
-        let op = Op {
-            tag: 0,
-            verb,
-            extent: pool.extent(place),
-            offset: place.offset,
-            len,
-            buf,
-        };
-        channel.post(op).unwrap();
-        let mut done = Vec::new();
-        while channel.poll(&mut done) == 0 {}
-        let done = done.pop().unwrap();
-        done.result.unwrap();
-        done.buf
-    };
-    let mut bytes = transfer(Verb::Read, vec![0; len as usize]);
-    change(&mut bytes);
-    transfer(Verb::Write, bytes);
+    let extent = (place.server, pool(store).extent(place));
+    tamper_extent(pool(store), extent, (place.offset, len), change);
+}
+
+fn tamper_extent(
+    pool: &SlotPool,
+    extent: (u8, ExtentId),
+    (offset, len): (u64, u32),
+    change: impl FnOnce(&mut [u8]),
+) {
+    let mut mover = Mover::new(pool);
+    let buf = pool.registered.acquire(len as usize).expect("memory");
+    let read = mover.transfer(Verb::Read, extent, offset, buf);
+    let mut bytes = read.expect("the extent is there");
+    change(bytes.as_mut());
+    let write = mover.transfer(Verb::Write, extent, offset, bytes);
+    write.expect("the extent is there");
 }
 
 fn servers() -> [Arc<SimServer>; 2] {
@@ -573,6 +564,13 @@ fn client(servers: &[Arc<SimServer>]) -> Arc<Cluster> {
         servers.iter().map(session).collect(),
         ClusterOptions::default(),
     )
+}
+
+/// Returns the bytes that servers grant, in all.
+fn granted(servers: &[Arc<SimServer>]) -> u64 {
+    let cluster = client(servers);
+    let granted = (cluster.sessions().iter()).map(|it| it.stat().unwrap().granted_bytes);
+    granted.sum()
 }
 
 /// Returns all bytes of a region.

@@ -39,7 +39,7 @@ fn a_damaged_page_whose_other_copy_is_out_of_reach_is_an_error_in_time() {
             write_pages(&mut io, &store, 0, &bytes);
             let members = members_of(&store, 0);
             let near = usize::from(members[damaged].server);
-            tamper_copy(&world, &store, 0, members[damaged]);
+            tamper_copy(&store, 0, members[damaged]);
             let mut io = match is_passive {
                 true => passive_queue(&world.cluster),
                 false => io,
@@ -208,8 +208,8 @@ fn a_repair_that_fails_leaves_the_stale_copy_to_be_read() {
     let bytes = odd_pages(4096, 0..8);
     write_pages(&mut io, &store, 0, &bytes);
     let members = members_of(&store, 0);
-    tamper_copy(&world, &store, 0, members[0]);
-    tamper_copy(&world, &store, 1, members[1]);
+    tamper_copy(&store, 0, members[0]);
+    tamper_copy(&store, 1, members[1]);
     read(&mut io, &store, 0).expect("one copy is right");
     assert_eq!(group_of(&store, 0).good_count(), 1);
     // The copy is made on the third server, which dies while it is written.
@@ -238,8 +238,7 @@ fn a_repair_copies_from_the_copy_that_can_be_read() {
         take_back(&world, members[refusing]);
         let dead = members[(refusing + 1) % 3].server;
         world.servers[usize::from(dead)].kill();
-        world.cluster.health.failed(usize::from(dead));
-        pool(&store).mark_dead(dead, false);
+        world.give_up(&store, dead);
         world.repair();
         assert_eq!(group_of(&store, 0).good_count(), 3);
         let last = members[(refusing + 2) % 3].server;
@@ -279,8 +278,7 @@ fn a_group_that_is_written_to_holds_up_no_other_repair() {
     let dead = groups(&store)[0].expect("it is there").member(1);
     let dead = dead.expect("it has two copies").server;
     world.servers[usize::from(dead)].kill();
-    world.cluster.health.failed(usize::from(dead));
-    pool(&store).mark_dead(dead, false);
+    world.give_up(&store, dead);
     let lacking = |store: &PageStore| -> Vec<u32> {
         let lacks = |(_, group): &(u32, Option<ExtentGroup>)| {
             group.is_some_and(|group| group.lacks_copies())
@@ -305,8 +303,7 @@ fn a_group_is_not_sealed_where_its_copy_has_no_place() {
     let store = raw(&world, 8, 2);
     let place = begin_write(&store, 0);
     world.servers[1].kill();
-    world.cluster.health.failed(1);
-    pool(&store).mark_dead(1, false);
+    world.give_up(&store, 1);
     for _ in 0..3 {
         world.repairer.turn(&world.cluster);
         assert!(!pool(&store).has_sealed());
@@ -341,8 +338,7 @@ fn repairs_that_fail_are_tried_again_at_growing_intervals() {
     take_back(&world, members[1]);
     let dead = members[0].server;
     world.servers[usize::from(dead)].kill();
-    world.cluster.health.failed(usize::from(dead));
-    pool(&store).mark_dead(dead, false);
+    world.give_up(&store, dead);
     while world.repairer.turn(&world.cluster) == RepairTurn::Repaired {}
     let mut pauses = vec![world.repairer.pause()];
     for _ in 0..12 {
@@ -361,17 +357,12 @@ fn repairs_that_fail_are_tried_again_at_growing_intervals() {
 fn a_server_that_was_given_up_gets_its_extents_back_when_it_answers() {
     let mut world = World::of(3, patient(30_000));
     let store = raw(&world, 8, 2);
-    let granted = |world: &World, server: usize| {
-        let stat = world.cluster.sessions()[server].stat();
-        stat.expect("it answers").granted_bytes
-    };
     let mut io = queue(&world.cluster);
     write(&mut io, &store, 0, &odd_page(4096, 0)).expect("all live");
     let silent = usize::from(members_of(&store, 0)[0].server);
-    assert!(granted(&world, silent) > 0);
+    assert!(world.granted_bytes(silent) > 0);
     world.servers[silent].cut();
-    world.cluster.health.failed(silent);
-    pool(&store).mark_dead(silent as u8, false);
+    world.give_up(&store, silent as u8);
     world.repair();
     let groups = pool(&store).groups().into_iter().flatten();
     let is_there = |group: ExtentGroup| group.members().any(|(_, it)| it.server == silent as u8);
@@ -379,5 +370,5 @@ fn a_server_that_was_given_up_gets_its_extents_back_when_it_answers() {
     world.servers[silent].heal();
     world.wait_until_all_answer();
     world.repairer.turn(&world.cluster);
-    assert_eq!(granted(&world, silent), 0);
+    assert_eq!(world.granted_bytes(silent), 0);
 }

@@ -119,7 +119,7 @@ fn damaged_remote_bytes_are_an_error_and_never_data() {
                 .map(|i| (i / 9) as u8 ^ random.random_range(0..2u8))
                 .collect();
             write(&mut io, &store, page, &bytes).unwrap();
-            tamper(&cluster, &store, page, |bytes| {
+            tamper(&store, page, |bytes| {
                 let at = random.random_range(0..bytes.len());
                 bytes[at] ^= 1 << random.random_range(0..8);
             });

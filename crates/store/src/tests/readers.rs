@@ -37,12 +37,6 @@ impl Reader {
     }
 }
 
-fn granted(servers: &[Arc<SimServer>]) -> u64 {
-    let sessions = client(servers).sessions().to_vec();
-    let granted = sessions.iter().map(|it| it.stat().unwrap().granted_bytes);
-    granted.sum()
-}
-
 /// Writers come and go, publish, lose answers and die; readers come and go at any time.
 #[test]
 fn readers_see_their_version_while_writers_publish_many() {

@@ -9,29 +9,12 @@ use super::{
 use crate::groups::Member;
 
 /// Changes a page's bytes in one copy, behind the store's back.
-pub(super) fn tamper_copy(world: &World, store: &PageStore, page: u64, member: Member) {
+pub(super) fn tamper_copy(store: &PageStore, page: u64, member: Member) {
     let (place, len) = place_of(store, page);
-    let mut channel = world.cluster.sessions()[usize::from(member.server)]
-        .channel::<Vec<u8>>()
-        .expect("the server lives");
-    let mut bytes = vec![0; len as usize];
-    for verb in [Verb::Read, Verb::Write] {
-        let op = Op {
-            tag: 0,
-            verb,
-            extent: member.id,
-            offset: place.offset,
-            len,
-            buf: bytes,
-        };
-        channel.post(op).expect("an idle channel has room");
-        let mut done = Vec::new();
-        while channel.poll(&mut done) == 0 {}
-        let done = done.pop().expect("one was posted");
-        done.result.expect("the extent is there");
-        bytes = done.buf;
-        bytes[7] ^= 0x10;
-    }
+    let extent = (member.server, member.id);
+    tamper_extent(pool(store), extent, (place.offset, len), |bytes| {
+        bytes[7] ^= 0x10
+    });
 }
 
 /// Operations are lost, some of which take place later. A write that moves to other slots leaves
@@ -79,11 +62,11 @@ fn bits_that_flip_in_one_copy_do_no_harm() {
         // Different pages of one READ are damaged in different copies.
         for page in [3, 8, 9] {
             let home = members_of(&store, page)[0];
-            tamper_copy(&world, &store, page, home);
+            tamper_copy(&store, page, home);
         }
         for page in [2, 10] {
             let other = members_of(&store, page)[1];
-            tamper_copy(&world, &store, page, other);
+            tamper_copy(&store, page, other);
         }
         assert!(read_pages(&mut io, &store, 0, 32) == all, "{codec}");
         let stats = store.stats();
@@ -104,8 +87,8 @@ fn a_page_whose_good_copies_are_damaged_is_read_from_a_stale_one() {
     let pages = odd_pages(4096, 0..8);
     write_pages(&mut io, &store, 0, &pages);
     let members = members_of(&store, 0);
-    tamper_copy(&world, &store, 0, members[0]);
-    tamper_copy(&world, &store, 1, members[1]);
+    tamper_copy(&store, 0, members[0]);
+    tamper_copy(&store, 1, members[1]);
     for page in [0, 1, 0, 1] {
         assert_eq!(
             read(&mut io, &store, page).expect("one is right"),
@@ -123,10 +106,10 @@ fn a_page_whose_good_copies_are_damaged_is_read_from_a_stale_one() {
 
 #[test]
 fn a_page_that_is_damaged_everywhere_is_an_error_that_names_the_servers() {
-    let (world, store, mut io) = raw_world(2, impatient(), 8, 2);
+    let (_world, store, mut io) = raw_world(2, impatient(), 8, 2);
     write(&mut io, &store, 0, &odd_page(4096, 0)).expect("there is room");
     for member in members_of(&store, 0) {
-        tamper_copy(&world, &store, 0, member);
+        tamper_copy(&store, 0, member);
     }
     let error = read(&mut io, &store, 0).expect_err("it is damaged");
     assert!(matches!(error, StoreError::Corrupt { .. }), "{error}");
@@ -162,17 +145,11 @@ fn the_last_copy_is_not_given_up_because_its_server_is_silent() {
 fn full_survivors_go_on_with_fewer_copies_and_repair_once_there_is_room() {
     // Each server has room for its own copies, and not for those of another.
     let mut world = World::new((1..=3).map(|seed| lending(seed, 20 << 20)), impatient());
-    let filler = RemoteOptions::default();
     let store = copied(&world, 256, 2, Codec::Raw, Reserve::Full);
     let mut model = vec![0; 256 * 4096];
     assert_eq!(conform(&world.cluster, &store, &mut model, 1, 300), 0);
     // Everything that is left is taken.
-    let mut fillers = Vec::new();
-    for bytes in [4 << 20, 1 << 20, 256 << 10, 64 << 10] {
-        while let Ok(filler) = PageStore::remote(&world.cluster, REGION, bytes, 4096, &filler) {
-            fillers.push(filler);
-        }
-    }
+    let mut fillers = world.fill_up();
     world.servers[0].kill();
     assert_eq!(conform(&world.cluster, &store, &mut model, 2, 300), 0);
     let mut turn = world.repair_as_far_as_possible();

@@ -125,7 +125,7 @@ fn a_damaged_page_fails_alone() {
             .collect();
         write_run(&mut io, &store, 0, &pages);
         for page in [3, 4, 15] {
-            tamper(&cluster, &store, page, |bytes| bytes[1] ^= 1);
+            tamper(&store, page, |bytes| bytes[1] ^= 1);
         }
         let done = read_run(&mut io, &store, 0, 16);
         let failed: Vec<_> = done.failed.iter().map(|(page, _)| page.number()).collect();

@@ -87,12 +87,6 @@ fn random_bytes(random: &mut ChaCha8Rng, pages: u64) -> Vec<u8> {
     (0..pages).flat_map(page).collect()
 }
 
-fn granted(servers: &[Arc<SimServer>]) -> u64 {
-    let cluster = client(servers);
-    let granted = (cluster.sessions().iter()).map(|it| it.stat().unwrap().granted_bytes);
-    granted.sum()
-}
-
 fn named(cluster: &Arc<Cluster>, pages: u64, codec: Codec) -> Arc<PageStore> {
     let options = RemoteOptions {
         codec,
