@@ -143,6 +143,22 @@ mod tests {
     }
 
     #[test]
+    fn runs_that_arrive_at_once_say_nothing_of_the_link() {
+        let mut pace = Pace::new(true);
+        let mut now = Instant::now();
+        for _ in 0..400 {
+            let at_once = true;
+            let timing = RunTiming {
+                at_once,
+                ..timing(now, false)
+            };
+            now += Duration::from_millis(10);
+            pace.arrived(PART, timing, now);
+        }
+        assert_eq!((pace.run_bytes(MOST), pace.window_bytes(MOST)), (MOST, 0));
+    }
+
+    #[test]
     fn a_slow_link_gets_runs_that_hold_nobody_up() {
         let pace = observe(125.0, Duration::from_micros(50), 200);
         let run = pace.run_bytes(MOST);

@@ -80,6 +80,8 @@ fn a_complete_run_is_handed_out_before_the_next_is_copied() {
             let done = poll(&mut io);
             let tags: Vec<_> = done.iter().map(|done| done.request).collect();
             assert_eq!(tags, [page]);
+            let timing = done[0].timing;
+            assert_eq!((timing.alone, timing.at_once), (page == 0, page == 0));
             assert!(done[0].frame.bytes == run);
         }
         assert_eq!(io.in_flight(), 0);
