@@ -176,4 +176,23 @@ mod tests {
         ];
         assert_eq!(seen, expected);
     }
+
+    #[test]
+    fn a_run_that_was_split_for_its_requests_is_joined_again() {
+        let bytes = Bytes(0, (0..8).collect());
+        let mut run = PageRun::new(PageIndex(10), bytes, 2);
+        let mut rest = run.split_off(2);
+        let last = rest.split_off(4);
+        assert_eq!(
+            (run.len(), rest.pages(), last.first()),
+            (1, PageIndex(11).and_on(2), PageIndex(13))
+        );
+        let last = run.join(last).expect_err("the pages between are missing");
+        run.join(rest).expect("it lies behind");
+        run.join(last).expect("it lies behind");
+        assert_eq!(
+            (run.pages(), run.into_frame().1),
+            (PageIndex(10).and_on(4), (0..8).collect())
+        );
+    }
 }

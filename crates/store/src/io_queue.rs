@@ -264,7 +264,13 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     ) {
         check_run(store, page, &frame);
         let spare = self.spare();
-        let run = IoRun::new(way, (request, store, page), (frame, entry), spare);
+        let run = IoRun::new(
+            way,
+            (request, store, page),
+            (frame, entry),
+            spare,
+            self.polls,
+        );
         self.load.held += 1;
         let index = self.vacant.pop().unwrap_or_else(|| {
             self.runs.push(None);

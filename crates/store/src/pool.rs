@@ -52,7 +52,7 @@ pub(crate) struct SlotPool {
     seen: AtomicU64,
     /// Slots by the server that their extents' groups were granted at first.
     arenas: Roster<Arc<Mutex<Arena>>>,
-    groups: GroupTable,
+    pub(crate) groups: GroupTable,
     /// Bytes of the members on each server, of a pool with copies.
     copied_bytes: Box<[AtomicU64]>,
     /// Server on which a copy was damaged, plus 1, until that is logged; 0 without one.
@@ -279,17 +279,6 @@ impl SlotPool {
         drop(arena);
         self.grants.fetch_add(1, Ordering::Release);
         Some(index)
-    }
-
-    /// Adds an index that a published map does not use. The index stays unused until
-    /// [`end_gaps`](Self::end_gaps).
-    pub(crate) fn add_gap(&self) {
-        self.groups.add_gap();
-    }
-
-    /// Allows use of the gaps: all extents have the indices that a published map knows.
-    pub(crate) fn end_gaps(&self) {
-        self.groups.end_gaps();
     }
 
     /// True if the place is on an extent of this pool, which is one without copies.

@@ -173,7 +173,7 @@ impl WantedCopy {
     /// Returns the copies that a pool lacks, and those that are to leave their servers.
     fn all_of(pool: &Arc<SlotPool>) -> Vec<Self> {
         let any_leaving = pool.any_leaving();
-        let groups = (0..).zip(pool.groups());
+        let groups = (0..).zip(pool.groups.all());
         let wanted = groups.filter_map(|(index, group)| {
             // Nothing can be copied from a server that has lost the program's session.
             let is_lost = |server| pool.session(server).loss(false).is_some();

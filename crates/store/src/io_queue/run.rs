@@ -129,7 +129,7 @@ pub(super) struct IoRun<R, F> {
     pub(super) page: PageIndex,
     pub(super) started: Since,
     timing: RunTiming,
-    /// Number of the poll before the run began.
+    /// Number of the poll before the run began, or was made if it has not begun.
     begun_in: u64,
     /// Parts, in page order at first. Parts that are split off later follow in any order, since
     /// tags refer to positions.
@@ -272,12 +272,13 @@ impl Task {
 }
 
 impl<R, F: RunBuffer> IoRun<R, F> {
-    /// Makes a run that is held until it [begins](Self::begin).
+    /// Makes a run behind the `poll`-th poll, which is held until it [begins](Self::begin).
     pub(super) fn new(
         way: Direction,
         (request, store, page): (R, &Arc<PageStore>, PageIndex),
         (frame, entry): (F, Option<EntryWords>),
         (mut parts, hashes): Spare<F>,
+        poll: u64,
     ) -> Self {
         parts.push(RunPart {
             first: 0,
@@ -297,7 +298,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
                 alone: false,
                 at_once: false,
             },
-            begun_in: 0,
+            begun_in: poll,
             parts,
             hashes,
             open: 1,
@@ -315,9 +316,11 @@ impl<R, F: RunBuffer> IoRun<R, F> {
     /// and [cuts](Self::cut) the frame. Returns the frame, and the entry of a page of another
     /// process.
     pub(super) fn begin(&mut self, alone: bool, poll: u64) -> (F, Option<EntryWords>) {
-        self.started = Since::now();
-        (self.timing.began, self.timing.alone) = (Instant::now(), alone);
-        self.begun_in = poll;
+        if poll != self.begun_in {
+            // The queue had no room until now.
+            (self.started, self.timing.began, self.begun_in) = (Since::now(), Instant::now(), poll);
+        }
+        self.timing.alone = alone;
         self.open = 0;
         let part = self.parts.pop().expect("a held run is one part");
         let Task::Held(entry) = part.task else {
@@ -328,7 +331,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
 
     /// Gives a held run up. Returns its request and frame, and its vectors for the next run.
     pub(super) fn withdraw(mut self) -> (R, F, Spare<F>) {
-        let (frame, _) = self.begin(false, 0);
+        let (frame, _) = self.begin(false, self.begun_in);
         (self.request, frame, (self.parts, self.hashes))
     }
 

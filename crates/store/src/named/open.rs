@@ -413,7 +413,7 @@ impl OpenedName {
         let pool = cluster.own_pool(ports, purpose(&sessions[first]));
         for extent in &self.manifest.extents {
             let Some((server, id)) = *extent else {
-                pool.add_gap();
+                pool.groups.add_gap();
                 continue;
             };
             let endpoint = self
@@ -438,7 +438,7 @@ impl OpenedName {
             let (_, extent) = found.ok_or_else(missing)?;
             pool.add(server, extent.id, extent.bytes);
         }
-        pool.end_gaps();
+        pool.groups.end_gaps();
         Ok(pool)
     }
 

@@ -129,7 +129,7 @@ impl World {
 
 /// True if a copy that can be made is missing, or is on a server that is not given up yet.
 pub(super) fn is_lacking(cluster: &Cluster) -> bool {
-    let groups = |pool: &Arc<SlotPool>| pool.groups();
+    let groups = |pool: &Arc<SlotPool>| pool.groups.all();
     let is_fine = |member: &Member| cluster.health.is_fine(usize::from(member.server));
     (cluster
         .pools_with_copies()

@@ -505,12 +505,12 @@ fn a_copy_that_was_prepared_for_another_group_at_its_index_is_given_up() {
     let plan = plan.unwrap_or_else(|_| panic!("the other server has room"));
     assert!(world.granted_bytes(1) > 0);
     drop(store);
-    assert!(pool.group_at(0).is_none());
+    assert!(pool.groups.get(0).is_none());
     // A longer extent takes the index, on the server that is to be left.
     leaves(1);
     pool.grow(32 << 20).expect("there is room");
     leaves(0);
-    assert!(pool.group_at(0).is_some());
+    assert!(pool.groups.get(0).is_some());
     assert!(SealedGroup::seal(&pool, 0, plan).is_err());
     assert!(!pool.has_sealed());
     assert_eq!(world.granted_bytes(1), 0);

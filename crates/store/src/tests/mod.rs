@@ -116,6 +116,13 @@ fn session(server: &Arc<SimServer>) -> Arc<Session> {
         .expect("the simulated server lives")
 }
 
+/// Returns a server and a client of it.
+fn lone(config: SimConfig, options: ClusterOptions) -> (Arc<SimServer>, Arc<Cluster>) {
+    let server = SimServer::new(config);
+    let cluster = Cluster::new(vec![session(&server)], options);
+    (server, cluster)
+}
+
 fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
     let sessions = configs
         .into_iter()
@@ -162,6 +169,15 @@ fn remote(cluster: &Arc<Cluster>, pages: u64, page_bytes: usize, codec: Codec) -
         &options,
     )
     .expect("it fits")
+}
+
+fn named(cluster: &Arc<Cluster>, name: &str, pages: u64, codec: Codec) -> Arc<PageStore> {
+    let options = RemoteOptions {
+        codec,
+        name: Some(name.to_owned()),
+        ..RemoteOptions::default()
+    };
+    PageStore::remote(cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
 }
 
 /// Makes a store of pages of 4 KiB that reserves nothing. With a name, the store is one of a named

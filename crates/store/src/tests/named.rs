@@ -2,15 +2,6 @@
 
 use super::*;
 
-fn named(cluster: &Arc<Cluster>, name: &str, pages: u64, codec: Codec) -> Arc<PageStore> {
-    let options = RemoteOptions {
-        codec,
-        name: Some(name.to_owned()),
-        ..RemoteOptions::default()
-    };
-    PageStore::remote(cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
-}
-
 #[test]
 fn a_published_region_is_opened_by_the_next_client_in_any_order_of_servers() {
     for codec in CODECS {

@@ -273,7 +273,7 @@ fn begin_write(store: &PageStore, group: u32) -> SlotPlace {
 fn a_group_that_is_written_to_holds_up_no_other_repair() {
     let mut world = World::of(3, patient(30_000));
     let store = raw(&world, 2048, 2);
-    let groups = |store: &PageStore| pool(store).groups();
+    let groups = |store: &PageStore| pool(store).groups.all();
     let place = begin_write(&store, 0);
     let dead = groups(&store)[0].expect("it is there").member(1);
     let dead = dead.expect("it has two copies").server;
@@ -364,7 +364,7 @@ fn a_server_that_was_given_up_gets_its_extents_back_when_it_answers() {
     world.servers[silent].cut();
     world.give_up(&store, silent as u8);
     world.repair();
-    let groups = pool(&store).groups().into_iter().flatten();
+    let groups = pool(&store).groups.all().into_iter().flatten();
     let is_there = |group: ExtentGroup| group.members().any(|(_, it)| it.server == silent as u8);
     assert!(!groups.into_iter().any(is_there));
     world.servers[silent].heal();

@@ -2,6 +2,12 @@
 
 use super::*;
 
+/// Returns a store of a user's own, of pages of 4 KiB, that is called by up to `threads` threads.
+fn own(cluster: &Arc<Cluster>, bytes: u64, user: Arc<dyn Store>, threads: usize) -> Arc<PageStore> {
+    let options = BlockingOptions { threads };
+    PageStore::blocking(cluster, REGION, bytes, 4096, user, &options).expect("the sizes are sound")
+}
+
 #[test]
 fn file_pages_come_back_as_written_and_the_file_keeps_its_length() {
     let dir = tempfile::tempdir().unwrap();
@@ -9,15 +15,7 @@ fn file_pages_come_back_as_written_and_the_file_keeps_its_length() {
         let path = dir.path().join(format!("pages{seed}"));
         let file = FileStore::create(&path, bytes).unwrap();
         let cluster = cluster(seed);
-        let store = PageStore::blocking(
-            &cluster,
-            REGION,
-            bytes,
-            4096,
-            Arc::new(file),
-            &BlockingOptions::default(),
-        )
-        .unwrap();
+        let store = own(&cluster, bytes, Arc::new(file), 8);
         let mut model = vec![0; bytes as usize];
         conform(&cluster, &store, &mut model, seed, 1500);
         store.flush().unwrap();
@@ -34,15 +32,7 @@ fn a_file_on_tmpfs_is_served_inline() {
     let file = FileStore::create(dir.path().join("pages"), 10000).unwrap();
     assert!(!file.may_block());
     let cluster = cluster(1);
-    let store = PageStore::blocking(
-        &cluster,
-        REGION,
-        10000,
-        4096,
-        Arc::new(file),
-        &BlockingOptions::default(),
-    )
-    .unwrap();
+    let store = own(&cluster, 10000, Arc::new(file), 8);
     conform(&cluster, &store, &mut vec![0; 10000], 1, 500);
 }
 
@@ -146,11 +136,7 @@ impl Store for Unruly {
 
 fn unruly(cluster: &Arc<Cluster>, bytes: usize) -> (Arc<Unruly>, Arc<PageStore>) {
     let user = Unruly::new(bytes);
-    let options = BlockingOptions { threads: 2 };
-    (
-        user.clone(),
-        PageStore::blocking(cluster, REGION, bytes as u64, 4096, user, &options).unwrap(),
-    )
+    (user.clone(), own(cluster, bytes as u64, user, 2))
 }
 
 #[test]
@@ -272,11 +258,13 @@ fn a_store_that_stalls_holds_up_nobody_else() {
     wait_until("the second thread never comes", || {
         user.running_max.load(Ordering::Relaxed) >= 2
     });
+    let resumed = Instant::now();
     user.stall.store(false, Ordering::Relaxed);
     while io.in_flight() > 0 {
-        some(&mut io)
-            .into_iter()
-            .for_each(|done| assert!(done.failed.is_empty()));
+        for done in some(&mut io) {
+            assert!(done.failed.is_empty());
+            assert_eq!(done.timing.began > resumed, done.request == 1128);
+        }
     }
     assert_eq!(user.calls.load(Ordering::Relaxed), 129);
     assert_eq!(
@@ -322,9 +310,7 @@ fn a_users_store_is_called_once_per_stretch_and_fails_as_a_whole() {
 fn calls_that_a_worker_makes_end_as_those_on_threads_do() {
     let cluster = Cluster::new(vec![], ClusterOptions::default());
     let user = Unruly::new(8192);
-    let options = BlockingOptions { threads: 0 };
-    let store = PageStore::blocking(&cluster, REGION, 8192, 4096, user.clone(), &options)
-        .expect("the sizes are sound");
+    let store = own(&cluster, 8192, user.clone(), 0);
     let mut io: IoQueue<u64, Vec<u8>> = IoQueue::new(&cluster).expect("no servers");
     io.keep_calls();
     for (page, handed_in) in [(0, false), (1, true)] {

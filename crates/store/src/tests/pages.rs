@@ -57,8 +57,7 @@ fn lost_delayed_and_reordered_operations_neither_lose_nor_mix_pages() {
 
 #[test]
 fn pages_that_need_no_request_send_none() {
-    let server = SimServer::new(SimConfig::new(1));
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+    let (_server, cluster) = lone(SimConfig::new(1), ClusterOptions::default());
     let store = remote(&cluster, 4, 4096, Codec::Raw);
     let mut io = queue(&cluster);
     assert!(!store.table.is_stored(at(0)));

@@ -5,8 +5,7 @@ use super::*;
 /// Servers are asked for memory elsewhere: an I/O queue goes on with other runs meanwhile.
 #[test]
 fn write_that_needs_an_extent_waits_and_its_queue_does_not() {
-    let server = SimServer::new(SimConfig::new(1));
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+    let (_server, cluster) = lone(SimConfig::new(1), ClusterOptions::default());
     let store = on_demand(&cluster, 1 << 20, None);
     let mut io = queue(&cluster);
     let (go_on, may_go_on) = crossbeam_channel::bounded::<()>(1);
@@ -21,6 +20,7 @@ fn write_that_needs_an_extent_waits_and_its_queue_does_not() {
         is_held.recv().expect("somebody asks the servers");
         io.write_back(store, at(0), odd_page(4096, 1).into(), 7);
         assert!(poll(&mut io).is_empty(), "there is no memory for it yet");
+        assert!(io.withdraw(|_| true).is_none(), "the request has begun");
         // A page of one value needs none.
         io.write_back(store, at(1), vec![3; 4096].into(), 8);
         assert_eq!(one(&mut io).request, 8);
@@ -35,9 +35,8 @@ fn write_that_needs_an_extent_waits_and_its_queue_does_not() {
 
 #[test]
 fn a_dead_server_is_a_typed_error_within_the_deadline_and_keeps_nothing_waiting() {
-    let server = SimServer::new(SimConfig::new(1));
     let deadline = Duration::from_millis(300);
-    let cluster = Cluster::new(vec![session(&server)], within(deadline));
+    let (server, cluster) = lone(SimConfig::new(1), within(deadline));
     let store = remote(&cluster, 8, 4096, Codec::Raw);
     let mut io = queue(&cluster);
     let mut page = vec![1; 4096];

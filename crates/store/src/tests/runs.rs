@@ -21,8 +21,7 @@ fn runs_longer_than_all_staging_buffers_take_their_turn() {
 fn a_run_that_was_written_together_is_written_by_one_operation_and_read_by_few() {
     // 128 KiB by each READ, if pages are not longer.
     for (page_bytes, pages, reads) in [(4096, 256, 8), (65536, 16, 8), (1 << 20, 2, 2)] {
-        let server = SimServer::new(SimConfig::new(1));
-        let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+        let (server, cluster) = lone(SimConfig::new(1), ClusterOptions::default());
         let store = remote(&cluster, pages, page_bytes, Codec::Raw);
         let mut io = queue(&cluster);
         let mut bytes = odd_pages(page_bytes, 0..pages);
@@ -48,8 +47,7 @@ fn a_run_that_was_written_together_is_written_by_one_operation_and_read_by_few()
         }
     }
     // No operation is longer than the fabric allows.
-    let server = SimServer::new(SimConfig::new(1));
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+    let (server, cluster) = lone(SimConfig::new(1), ClusterOptions::default());
     let store = remote(&cluster, 100, 65536, Codec::Raw);
     let mut io = queue(&cluster);
     let bytes = odd_pages(65536, 0..100);
@@ -91,8 +89,7 @@ fn a_complete_run_is_handed_out_before_the_next_is_copied() {
 
 #[test]
 fn a_run_moves_what_changed_and_makes_what_needs_no_request() {
-    let server = SimServer::new(SimConfig::new(1));
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+    let (server, cluster) = lone(SimConfig::new(1), ClusterOptions::default());
     let store = remote(&cluster, 8, 4096, Codec::Raw);
     let mut io = queue(&cluster);
     let mut pages = odd_pages(4096, 0..8);
@@ -146,11 +143,13 @@ fn a_damaged_page_fails_alone() {
 #[test]
 fn bytes_that_were_damaged_on_their_way_are_read_a_second_time() {
     for codec in CODECS {
-        let server = SimServer::new(SimConfig {
-            damage_one_in: Some(8),
-            ..SimConfig::new(7)
-        });
-        let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+        let (_server, cluster) = lone(
+            SimConfig {
+                damage_one_in: Some(8),
+                ..SimConfig::new(7)
+            },
+            ClusterOptions::default(),
+        );
         let store = remote(&cluster, 512, 4096, codec);
         let mut io = queue(&cluster);
         for page in 0..512 {
@@ -196,14 +195,15 @@ fn what_fails_of_a_run_leaves_the_last_good_copies() {
 /// used.
 #[test]
 fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
-    let server = SimServer::new(SimConfig {
-        lose_one_in: Some(1),
-        capacity_bytes: 1 << 20,
-        timeout_steps: 10,
-        ..SimConfig::new(1)
-    });
-    let deadline = Duration::ZERO;
-    let cluster = Cluster::new(vec![session(&server)], within(deadline));
+    let (_server, cluster) = lone(
+        SimConfig {
+            lose_one_in: Some(1),
+            capacity_bytes: 1 << 20,
+            timeout_steps: 10,
+            ..SimConfig::new(1)
+        },
+        within(Duration::ZERO),
+    );
     let store = on_demand(&cluster, 2 << 20, None);
     let mut io = queue(&cluster);
     // Takes all memory of the server, so that no run waits for more on its way.
@@ -230,9 +230,7 @@ fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
 
 #[test]
 fn slots_of_a_run_that_was_never_sent_are_free_again() {
-    let server = SimServer::new(SimConfig::new(1));
-    let deadline = Duration::from_millis(50);
-    let cluster = Cluster::new(vec![session(&server)], within(deadline));
+    let (server, cluster) = lone(SimConfig::new(1), within(Duration::from_millis(50)));
     let store = remote(&cluster, 64, 4096, Codec::Raw);
     let mut io = queue(&cluster);
     server.kill();

@@ -87,15 +87,6 @@ fn random_bytes(random: &mut ChaCha8Rng, pages: u64) -> Vec<u8> {
     (0..pages).flat_map(page).collect()
 }
 
-fn named(cluster: &Arc<Cluster>, pages: u64, codec: Codec) -> Arc<PageStore> {
-    let options = RemoteOptions {
-        codec,
-        name: Some("x".to_owned()),
-        ..RemoteOptions::default()
-    };
-    PageStore::remote(cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
-}
-
 #[test]
 fn a_child_reads_what_pages_held_when_they_are_rewritten_and_their_region_ends() {
     for (seed, codec) in (0..).zip(CODECS) {
@@ -366,9 +357,7 @@ fn threads_write_while_children_come_and_go() {
 
 #[test]
 fn slots_of_writes_that_did_not_take_place_are_free_while_there_is_a_child() {
-    let server = SimServer::new(SimConfig::new(1));
-    let deadline = Duration::from_millis(50);
-    let cluster = Cluster::new(vec![session(&server)], within(deadline));
+    let (server, cluster) = lone(SimConfig::new(1), within(Duration::from_millis(50)));
     let store = remote(&cluster, 64, 4096, Codec::Raw);
     let mut io = queue(&cluster);
     let child = Child::fork(&store, &vec![0; 64 * 4096]);
@@ -539,7 +528,7 @@ fn words_that_a_child_has_damaged_are_an_error_and_never_data() {
         let mut io = queue(&cluster);
         // A shared pool, and a pool of one region that has ended.
         let shared = remote(&cluster, 60, 4096, codec);
-        let own = named(&cluster, 60, codec);
+        let own = named(&cluster, "x", 60, codec);
         let mut children = Vec::new();
         for store in [&shared, &own] {
             let bytes = random_bytes(&mut random, 60);

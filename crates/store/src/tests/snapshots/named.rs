@@ -11,7 +11,7 @@ fn a_child_reads_what_pages_held_while_their_named_region_publishes() {
             let mut random = ChaCha8Rng::seed_from_u64(seed);
             let cluster = client(&servers());
             let mut io = queue(&cluster);
-            let store = named(&cluster, 60, codec);
+            let store = named(&cluster, "x", 60, codec);
             let mut bytes = Vec::new();
             for _ in 0..2 {
                 bytes = random_bytes(&mut random, 60);
@@ -66,7 +66,7 @@ fn a_named_region_that_ends_keeps_its_name_and_its_memory_until_its_children_hav
         let servers = servers();
         let cluster = client(&servers);
         let mut io = queue(&cluster);
-        let store = named(&cluster, 60, codec);
+        let store = named(&cluster, "x", 60, codec);
         let published = random_bytes(&mut random, 60);
         write_all(&mut io, &store, &published);
         store.publish().unwrap();
@@ -116,7 +116,7 @@ fn children_and_readers_of_a_named_region_read_what_they_opened() {
         let cluster = client(&servers);
         let mut io = queue(&cluster);
         let codec = CODECS[seed as usize % CODECS.len()];
-        let mut store = named(&cluster, PAGES, codec);
+        let mut store = named(&cluster, "x", PAGES, codec);
         let mut model = vec![0; PAGES as usize * 4096];
         store.publish().unwrap();
         let mut published = model.clone();
