@@ -403,6 +403,11 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         until
     }
 
+    /// True if calls are under way that ring when they have returned.
+    fn has_calls_elsewhere(&self) -> bool {
+        self.calls_in_flight > self.calls_by_worker
+    }
+
     /// True if a request for pages of this store begins at once.
     pub fn has_room(&self, store: &PageStore) -> bool {
         match &store.backing {

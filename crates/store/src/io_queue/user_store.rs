@@ -109,11 +109,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         called(&mut run, call);
         self.put(index, run);
     }
-
-    /// True if calls are under way that ring when they have returned.
-    pub(super) fn has_calls_elsewhere(&self) -> bool {
-        self.calls_in_flight > self.calls_by_worker
-    }
 }
 
 impl<R, F: RunBuffer> IoRun<R, F> {

@@ -427,6 +427,17 @@ fn an_emptied_server_that_was_silent_for_a_moment_keeps_names_again() {
 }
 
 #[test]
+fn a_server_that_nothing_can_be_copied_from_is_suspect() {
+    let mut world = World::of(2, waiting());
+    let store = unnamed(&world, 64, 1, Codec::Raw, Reserve::Full);
+    written_pages(&world, &store, 64);
+    world.cluster.health.set_leaving(0, true);
+    world.servers[0].cut();
+    world.repairer.turn(&world.cluster);
+    assert!(!world.cluster.health.is_fine(0) && world.cluster.health.is_fine(1));
+}
+
+#[test]
 fn a_failure_that_never_ends_is_an_error_that_says_why() {
     let mut world = World::of(1, impatient());
     let store = unnamed(&world, 64, 1, Codec::Raw, Reserve::Full);

@@ -12,6 +12,13 @@ fn runs_longer_than_all_staging_buffers_take_their_turn() {
     let pages: Vec<u8> = (0..100u64 * 65536)
         .map(|i| (i / 5 + i / 65536) as u8)
         .collect();
+    // A run that waits for buffers has begun; the request behind it has not.
+    let others: Vec<u8> = pages[..90 * 65536].iter().map(|byte| !byte).collect();
+    io.write_back(&store, at(0), others.into(), 1);
+    io.fill(&store, at(99), vec![0; 65536].into(), 2);
+    assert_eq!((io.load().held, io.load().begun), (1, 1));
+    let withdrawn = io.withdraw(|_| true).map(|(request, _)| request);
+    assert_eq!((withdrawn, one(&mut io).request), (Some(2), 1));
     let done = write_run(&mut io, &store, 0, &pages);
     assert_eq!((done.outcome.written, done.failed.len()), (100, 0));
     assert!(read_run(&mut io, &store, 0, 100).frame.bytes == pages);
