@@ -12,6 +12,7 @@
 
 use std::{
     collections::VecDeque,
+    iter,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -20,7 +21,7 @@ use anyhow::{Context, Result, ensure};
 use bytemuck::cast_slice_mut;
 use farpage_fabric::{Link, Session, SessionOptions};
 use farpage_store::{
-    Cluster, ClusterOptions, Lane, PageIndex, PageStore, RemoteOptions, RunCompletion,
+    Cluster, ClusterOptions, IoQueue, PageIndex, PageStore, RemoteOptions, RunCompletion,
 };
 use farpage_vm::{
     AddressSpace, Detached, Frame, Geometry, KernelFrame, KernelSpace, KernelSpaceOptions, PageIn,
@@ -198,7 +199,7 @@ struct Step {
 
 struct Worker<'a> {
     space: &'a KernelSpace,
-    lane: Lane<Local>,
+    io: IoQueue<(u64, usize), Local>,
     store: Arc<PageStore>,
     thread: usize,
     page_bytes: usize,
@@ -246,7 +247,7 @@ impl<'a> Worker<'a> {
         };
         Ok(Self {
             space,
-            lane: Lane::new(cluster)?,
+            io: IoQueue::new(cluster)?,
             store,
             thread,
             page_bytes,
@@ -273,8 +274,8 @@ impl<'a> Worker<'a> {
             for (at, element) in elements(&mut frame).iter_mut().enumerate() {
                 *element = original(self.thread, run, at);
             }
-            self.write_back(run, frame, 0, &mut done)?;
-            while self.lane.in_flight() > 0 {
+            self.write_back(run, frame, (0, 0));
+            while self.io.in_flight() > 0 {
                 self.poll(&mut done)?;
                 for done in done.drain(..) {
                     ensure!(done.failed.is_empty(), "cannot write: {:?}", done.failed);
@@ -307,13 +308,13 @@ impl<'a> Worker<'a> {
             // 2. READs for the next steps.
             while !ends && coming.len() < STEPS_AHEAD {
                 let Some(frames) = free.pop() else { break };
-                coming.push_back(self.read(begun, frames)?);
+                coming.push_back(self.read(begun, frames));
                 begun += 1;
             }
             // 3. The step that was used longest ago leaves.
             if resident.len() > self.steps || ends && !resident.is_empty() {
                 let step = resident.pop_front().expect("there is one");
-                leaving.push(self.write(step, &mut done)?);
+                leaving.push(self.write(step)?);
             }
             if ends && coming.is_empty() && leaving.is_empty() && resident.is_empty() {
                 break;
@@ -323,7 +324,7 @@ impl<'a> Worker<'a> {
             for done in done.drain(..) {
                 let failed = done.failed;
                 ensure!(failed.is_empty(), "cannot move pages: {failed:?}");
-                let (number, array) = (done.tag / 3, (done.tag % 3) as usize);
+                let (number, array) = done.request;
                 let mut steps = coming.iter_mut().chain(&mut leaving);
                 let step = steps.find(|step| step.number == number);
                 let step = step.expect("what is done was begun");
@@ -365,24 +366,21 @@ impl<'a> Worker<'a> {
         self.region + run as usize * self.run_bytes
     }
 
-    fn read(&mut self, number: u64, mut frames: [Option<Local>; 3]) -> Result<Step> {
+    fn read(&mut self, number: u64, mut frames: [Option<Local>; 3]) -> Step {
         for (array, frame) in frames.iter_mut().enumerate() {
             let first = self.first_of(self.run_of(number, array));
             let frame = frame.take().expect("a free step has its frames");
-            let taken = self
-                .lane
-                .fill(&self.store, first, frame, number * 3 + array as u64);
-            ensure!(taken.is_ok(), "a lane does not take {STEPS_AHEAD} steps");
+            (self.io).fill(&self.store, first, frame, (number, array));
         }
-        Ok(Step {
+        Step {
             number,
             frames,
             open: 3,
-        })
+        }
     }
 
-    /// Detaches a step, hashes it, and starts to write changed pages. Completions go to `done`.
-    fn write(&mut self, mut step: Step, done: &mut Vec<RunCompletion<Local>>) -> Result<Step> {
+    /// Detaches a step, hashes it, and starts to write changed pages.
+    fn write(&mut self, mut step: Step) -> Result<Step> {
         for array in 0..3 {
             let run = self.run_of(step.number, array);
             let frame = match self.job.moving() {
@@ -397,27 +395,15 @@ impl<'a> Worker<'a> {
                     .take()
                     .expect("a resident step has its frames"),
             };
-            self.write_back(run, frame, step.number * 3 + array as u64, done)?;
+            self.write_back(run, frame, (step.number, array));
         }
         step.open = 3;
         Ok(step)
     }
 
-    fn write_back(
-        &mut self,
-        run: u64,
-        mut frame: Local,
-        tag: u64,
-        done: &mut Vec<RunCompletion<Local>>,
-    ) -> Result<()> {
+    fn write_back(&mut self, run: u64, frame: Local, request: (u64, usize)) {
         let first = self.first_of(run);
-        // Changed pages whose slots are not neighbours need a WRITE each, for which the lane may
-        // have no room yet.
-        while let Err(refused) = self.lane.write_back(&self.store, first, frame, tag) {
-            frame = refused;
-            self.poll(done)?;
-        }
-        Ok(())
+        (self.io).write_back(&self.store, first, frame, request);
     }
 
     fn compute(&mut self, step: &mut Step) -> Result<()> {
@@ -460,14 +446,15 @@ impl<'a> Worker<'a> {
         original(self.thread, self.run_of(number, array), at)
     }
 
-    /// Polls the lane, and sleeps until its next event if nothing has completed.
-    fn poll(&mut self, done: &mut Vec<RunCompletion<Local>>) -> Result<()> {
-        self.lane.poll(done);
-        if !done.is_empty() || self.lane.in_flight() == 0 {
+    /// Polls the I/O queue, and sleeps until its next event if nothing has completed.
+    fn poll(&mut self, done: &mut Vec<RunCompletion<(u64, usize), Local>>) -> Result<()> {
+        self.io.poll();
+        done.extend(iter::from_fn(|| self.io.take_ended()));
+        if !done.is_empty() || self.io.in_flight() == 0 {
             return Ok(());
         }
         let mut fds = Vec::new();
-        let until = self.lane.wait(&mut fds);
+        let until = self.io.wait(&mut fds);
         sleep_until(&mut fds, until)
     }
 }

@@ -15,7 +15,10 @@
 
 use farpage_store::{PageIndex, PageRange};
 
-use crate::region::RegionId;
+use crate::{
+    protocol::{self, PageState},
+    region::{Region, RegionId},
+};
 
 /// Number of pages of a stream's first window.
 const FIRST_WINDOW: usize = 4;
@@ -105,6 +108,35 @@ impl ReadAhead {
             self.ahead.end -= count;
         } else {
             self.ahead.start += count;
+        }
+    }
+
+    /// Returns the pages of the plan from the nearest on, up to the first that is not remote or not
+    /// in the same stripe, at most `most`.
+    pub(crate) fn remote(&self, region: &Region, most: usize) -> PageRange {
+        let pages = region.in_one_stripe(self.ahead, self.down);
+        let is_there = |page: &PageIndex| region.words.load(*page).state() != PageState::Remote;
+        if self.down {
+            let start = PageIndex(pages.end.0.saturating_sub(most)).max(pages.start);
+            let stop = start.until(pages.end).iter().rev().find(is_there);
+            stop.map_or(start, |page| page + 1).until(pages.end)
+        } else {
+            let pages = pages.within(pages.start.and_on(most));
+            let stop = pages.iter().find(is_there);
+            pages.start.until(stop.unwrap_or(pages.end))
+        }
+    }
+
+    /// True if the plan's nearest page lies next to `page` in the same stripe.
+    pub(crate) fn is_next_to(&self, region: &Region, page: PageIndex) -> bool {
+        if self.down {
+            self.ahead.end == page
+                && region
+                    .in_one_stripe(PageRange::first(page.0 + 1), true)
+                    .start
+                    < page
+        } else {
+            self.ahead.start == page + 1 && region.in_one_stripe(page.and_on(2), false).len() == 2
         }
     }
 }
@@ -239,6 +271,22 @@ impl Streams {
                 stream.ahead.end = pages.start;
             }
         }
+    }
+}
+
+/// Owns pages ahead of need, from the nearest on, up to the first that is not remote. Returns the
+/// owned ones.
+pub(crate) fn own_ahead(region: &Region, pages: PageRange, down: bool) -> PageRange {
+    let refused = |page: &PageIndex| {
+        let owned = region.words.try_apply(*page, protocol::prefetch);
+        owned.is_none()
+    };
+    if down {
+        let stop = pages.iter().rev().find(refused);
+        stop.map_or(pages.start, |page| page + 1).until(pages.end)
+    } else {
+        let stop = pages.iter().find(refused);
+        pages.start.until(stop.unwrap_or(pages.end))
     }
 }
 

@@ -23,8 +23,8 @@ use farpage_store::PageIndex;
 
 use crate::{
     candidates::{Candidates, FoundBy},
+    region::RegionTable,
     region::{CHUNK_PAGES, chunk_of},
-    regions::RegionTable,
 };
 
 /// Clock hand over all pages of a runtime.

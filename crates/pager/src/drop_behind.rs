@@ -19,7 +19,7 @@ use farpage_store::PageIndex;
 
 use crate::{
     candidates::{Candidates, FoundBy},
-    regions::RegionTable,
+    region::RegionTable,
 };
 
 /// A stretch stays until this share of the budget was gone through after it, and at least

@@ -20,7 +20,7 @@ use std::{
 
 use farpage_fabric::Since;
 use farpage_signals::Mutex;
-use farpage_store::{Lane, PageIndex, PageRange, StoreCall};
+use farpage_store::{IoQueue, PageIndex, PageRange, StoreCall};
 use farpage_vm::AddressSpace;
 
 use crate::{
@@ -30,13 +30,13 @@ use crate::{
     job::Job,
     protocol,
     region::{Region, RegionGuard},
-    requests::RunRequest,
-    run::StoreFrame,
+    requests::Leaving,
+    run::PageRun,
     seats::{Seats, Serve},
     shared::SharedParts,
     stats::Counters,
     victims::{DetachOutcome, Walk},
-    worker::RETRY,
+    waker::RETRY,
     write_backs::WriteBacks,
 };
 
@@ -80,12 +80,12 @@ impl<A: AddressSpace> Evictor<A> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         index: usize,
-        lane: Lane<StoreFrame<A::Frame>>,
+        io: IoQueue<Leaving, PageRun<A::Frame>>,
         deadline: Duration,
     ) -> Self {
         let worker = shared.shards() + index;
         Evictor {
-            write_backs: WriteBacks::new(shared.clone(), worker, lane),
+            write_backs: WriteBacks::new(shared.clone(), worker, io),
             shared,
             worker,
             index,
@@ -102,7 +102,7 @@ impl<A: AddressSpace> Evictor<A> {
 
     /// Performs all work that can be done without waiting. Returns whether anything was done.
     pub(crate) fn turn(&mut self) -> bool {
-        let mut busy = self.write_backs.post_again();
+        let mut busy = self.write_backs.withdraw();
         busy |= self.take_handed_over();
         busy |= self.reclaim();
         busy |= self.work_on_jobs();
@@ -149,7 +149,7 @@ impl<A: AddressSpace> Evictor<A> {
             };
             if let Some((leaving, frame)) = mine {
                 shared.frames.budget().end_leaving(leaving.bytes());
-                let run = leaving.run(frame);
+                let run = PageRun::new(leaving.pages.start, frame, leaving.region.page_bytes());
                 let entered = leaving.departure.inside();
                 (self.write_backs).add(&entered, &leaving.region, run, None, leaving.found_by);
                 any = true;
@@ -401,7 +401,7 @@ impl<A: AddressSpace> Evictor<A> {
         first: usize,
     ) -> impl Iterator<Item = (String, Serve)> {
         evictors.into_iter().map(move |mut evictor| {
-            evictor.write_backs.keep_calls();
+            evictor.write_backs.io.keep_calls();
             let (name, seat) = (format!("evictor-{}", evictor.index), first + evictor.index);
             let (evictor, seats) = (Mutex::new(evictor), seats.clone());
             let serve: Serve = Arc::new(move || Evictor::serve(&evictor, &seats, seat));
@@ -413,10 +413,10 @@ impl<A: AddressSpace> Evictor<A> {
     fn serve(evictor: &Mutex<Self>, seats: &Seats, seat: usize) {
         let mut held = evictor.lock();
         // Calls of a thread that has lost the seat.
-        held.write_backs.await_calls();
+        held.write_backs.io.await_calls();
         while !held.shared.doors.is_stopping() {
             let mut busy = held.turn();
-            while let Some(mut call) = held.write_backs.take_call() {
+            while let Some(mut call) = held.write_backs.io.take_call() {
                 drop(held);
                 if !seats.make(seat, &mut call) {
                     // The thread that has the seat now sleeps under the lock.
@@ -433,8 +433,8 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Ends a call that has returned: its frame may be what a fill waits for.
-    fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
-        self.write_backs.end_call(call);
+    fn end_call(&mut self, call: StoreCall<PageRun<A::Frame>>) {
+        self.write_backs.io.end_call(call);
         self.poll();
     }
 
@@ -458,7 +458,7 @@ impl<A: AddressSpace> Evictor<A> {
             return waker.cancel();
         }
         let mut fds = Vec::with_capacity(4);
-        let mut until = self.write_backs.wait(&mut fds);
+        let mut until = self.write_backs.io.wait(&mut fds);
         // Look again soon after pressure that this turn could not end (pages pinned, owned by
         // others, or young), and for pages to try again.
         let again = takes_out && (pressure || !self.later.is_empty());

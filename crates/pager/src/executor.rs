@@ -13,9 +13,7 @@
 //! without its lock, so that a fault costs no hand-off to a thread of the store. A call that does
 //! not return is the business of `seats.rs`.
 
-mod cpu;
 mod handlers;
-mod poll_set;
 mod tasks;
 #[cfg(test)]
 mod tests;
@@ -27,15 +25,13 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     filler::Filler,
-    run::StoreFrame,
+    run::PageRun,
     seats::{Seats, Serve},
     shared::SharedParts,
 };
-use cpu::Affinity;
-pub(crate) use cpu::cpus;
-use handlers::Handlers;
-use poll_set::PollSet;
-use tasks::{Due, Dues, FillerTasks, Turn, TurnOutcome};
+pub(crate) use handlers::cpus;
+use handlers::{Affinity, Handlers};
+use tasks::{Due, Dues, FillerTasks, PollSet, Turn, TurnOutcome};
 
 /// Fillers of a runtime, and the threads that drive them.
 pub(crate) struct Executor<A: AddressSpace> {
@@ -147,7 +143,7 @@ impl<A: AddressSpace> Executor<A> {
     }
 
     /// Takes a turn of a filler after its call has returned.
-    fn go_on(&self, shard: usize, call: StoreCall<StoreFrame<A::Frame>>) -> TurnOutcome<A> {
+    fn go_on(&self, shard: usize, call: StoreCall<PageRun<A::Frame>>) -> TurnOutcome<A> {
         self.after(self.tasks.go_on(shard, call))
     }
 

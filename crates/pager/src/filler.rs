@@ -1,13 +1,14 @@
 //! The owner of one shard: [`Filler`], which reads its faults and its mail.
 //!
 //! A fault takes one hand-off, from the kernel to the filler that sleeps in its shard's
-//! userfaultfd. The fill that follows is in `fills.rs`; pages and plans kept for later are in
-//! `held_back.rs` and `prefetch_queue.rs`.
+//! userfaultfd. The fill that follows is in `fills.rs`. Plans are kept for later in the
+//! [`PrefetchQueue`], read-ahead markers by [`HeldBack`].
 //!
 //! The rule: a filler waits only in the sleep of its thread (`executor.rs`), and never touches the
 //! program's memory.
 
 use std::{
+    collections::VecDeque,
     mem,
     ops::Range,
     sync::{Arc, atomic::Ordering},
@@ -15,26 +16,27 @@ use std::{
 };
 
 use farpage_fabric::{Since, log::later};
-use farpage_store::{Lane, PageIndex, StoreCall};
+use farpage_store::{IoQueue, PageIndex};
 use farpage_vm::{AddressSpace, EventScope, Events, Shard};
 use nix::poll::PollFd;
 
 use crate::{
     PageError,
-    ahead::ReadAhead,
+    ahead::{ReadAhead, own_ahead},
     doors::{Ask, Command, FillerInbox},
-    fills::{FillCompletion, Fills},
+    fills::{Arrivals, FillCompletion, Fills},
     freeze::Entered,
-    held_back::HeldBack,
     in_thread::InThread,
+    installer::UsageCount,
+    markers::Markers,
     pace::Pace,
-    prefetch_queue::PrefetchQueue,
     protocol,
     region::{Region, RegionGuard, chunk_of, chunks_of},
-    run::StoreFrame,
+    requests::Fill,
+    run::{PageRun, keep_first, pages_in},
     shared::SharedParts,
     stats::Counters,
-    worker::RETRY,
+    waker::RETRY,
 };
 
 /// One fault in `SAMPLED` is asked for the thread that raised it: finding out where a thread runs
@@ -67,7 +69,7 @@ impl<A: AddressSpace> Filler<A> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         shard: usize,
-        lane: Lane<StoreFrame<A::Frame>>,
+        io: IoQueue<Fill, PageRun<A::Frame>>,
         inbox: FillerInbox,
         pace: Pace,
         deadline: Duration,
@@ -75,7 +77,7 @@ impl<A: AddressSpace> Filler<A> {
     ) -> Self {
         let held_back = HeldBack::new(shared.clone(), shard);
         Filler {
-            fills: Fills::new(shared.clone(), shard, lane, pace, deadline, held_back),
+            fills: Fills::new(shared.clone(), shard, io, pace, deadline, held_back),
             prefetch_queue: PrefetchQueue::new(shared.clone(), Shard(shard)),
             shared,
             shard: Shard(shard),
@@ -107,25 +109,14 @@ impl<A: AddressSpace> Filler<A> {
         let mut busy = self.unprotect();
         busy |= self.fills.serve_backlog();
         busy |= self.fills.completion.lend();
-        busy |= self.fills.post_again();
         busy |= self.prefetch_queue.serve(&mut self.fills);
         busy |= self.fills.poll();
         busy || mail || events
     }
 
-    /// Keeps calls of users' stores from now on, to be taken after each turn.
-    pub(crate) fn keep_calls(&mut self) {
-        self.fills.keep_calls();
-    }
-
-    /// Takes a call that the driving thread makes itself, without the filler.
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<A::Frame>>> {
-        self.fills.take_call()
-    }
-
-    /// Takes back a call that has returned. The next turn goes on with its request.
-    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
-        self.fills.end_call(call);
+    /// Returns the I/O queue. Its driver makes calls of users' stores, without the filler.
+    pub(crate) fn io(&mut self) -> &mut IoQueue<Fill, PageRun<A::Frame>> {
+        &mut self.fills.io
     }
 
     fn read_events(&mut self, asked: EventScope) -> bool {
@@ -350,5 +341,238 @@ impl<A: AddressSpace> Filler<A> {
         let retry = waits.then(|| Instant::now() + RETRY);
         let until = self.fills.wait(fds, RETRY);
         until.into_iter().chain(retry).min()
+    }
+}
+
+/// Completion of one filler's fills: maps runs, and holds read-ahead markers back. A run that is
+/// held back is mapped as soon as a thread wants a page of it, or a fill finds no frame.
+struct HeldBack<A: AddressSpace> {
+    arrivals: Arrivals<A>,
+}
+
+impl<A: AddressSpace> HeldBack<A> {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, worker: usize) -> Self {
+        HeldBack {
+            arrivals: Arrivals::new(shared, worker),
+        }
+    }
+
+    /// Returns this filler's markers. A filler's number among the workers is its shard's.
+    fn markers(&self) -> &Markers<A> {
+        &self.arrivals.shared.markers[self.arrivals.worker]
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.markers().is_empty()
+    }
+
+    /// Maps markers if some fill finds no frame, so that they can be evicted. Returns whether there
+    /// were any.
+    pub(crate) fn lend(&mut self) -> bool {
+        let mut any = false;
+        while let Some((fill, run)) = self.markers().take_called() {
+            self.map(fill, run);
+            any = true;
+        }
+        any
+    }
+
+    /// Maps the markers of a closing region.
+    pub(crate) fn give_up(&mut self, region: &Region) {
+        while let Some((fill, run)) = self.markers().take_of(region) {
+            self.map(fill, run);
+        }
+    }
+}
+
+impl<A: AddressSpace> FillCompletion<A> for HeldBack<A> {
+    fn arrivals(&mut self) -> &mut Arrivals<A> {
+        &mut self.arrivals
+    }
+
+    fn complete(&mut self, fill: Fill, run: PageRun<A::Frame>) {
+        let is_held_back = fill.marker && !fill.is_wanted() && !fill.region.is_closing();
+        let mapped = match is_held_back {
+            true => self.markers().keep(fill, run),
+            false => Some((fill, run)),
+        };
+        if let Some((fill, run)) = mapped {
+            self.map(fill, run);
+        }
+    }
+
+    fn fail(&mut self, region: &RegionGuard, page: PageIndex, error: PageError) {
+        if self.arrivals.shared.installer.fail(region, page, error) {
+            self.arrivals.counters().poisoned.bump();
+        }
+    }
+
+    fn lose(
+        &mut self,
+        _entered: &Entered<'_>,
+        region: &RegionGuard,
+        page: PageIndex,
+        error: PageError,
+    ) {
+        self.arrivals.shared.installer.lose(region, page, &error);
+        self.arrivals.counters().poisoned.bump();
+    }
+
+    /// Maps the page if it is held back: the program has come along.
+    fn noted(&mut self, region: &Arc<Region>, page: PageIndex) {
+        if let Some((fill, run)) = self.markers().take(region, page) {
+            self.map(fill, run);
+        }
+    }
+}
+
+/// Bounds of the runs that one filler has in flight when it starts more ahead of need, and of their
+/// bytes: more than a fast link carries in a round trip.
+const RUNS_AHEAD_MAX: usize = 32;
+pub(crate) const BYTES_AHEAD_MAX: usize = 8 << 20;
+/// Number of pages that one turn passes over, because they are here or another filler's, before it
+/// looks for faults again.
+const PASSED_OVER_PER_TURN: usize = 4096;
+
+#[derive(Debug)]
+struct PrefetchRequest {
+    region: Arc<Region>,
+    plan: ReadAhead,
+    /// True if the first run is a stream's read-ahead marker.
+    marker: bool,
+}
+
+/// Lack of frames to spare for guesses.
+struct NoFrame;
+
+/// Prefetch requests of one filler, of streams and of the program: to bring pages in while there is
+/// room.
+///
+/// A request owns nothing. Faults go first, and where there is no frame to spare the requests of
+/// streams are forgotten: pages that come too late are worth nothing.
+struct PrefetchQueue<A: AddressSpace> {
+    shared: Arc<SharedParts<A>>,
+    shard: Shard,
+    /// Requests, the oldest first.
+    requests: VecDeque<PrefetchRequest>,
+}
+
+impl<A: AddressSpace> PrefetchQueue<A> {
+    pub(crate) fn new(shared: Arc<SharedParts<A>>, shard: Shard) -> Self {
+        PrefetchQueue {
+            shared,
+            shard,
+            requests: VecDeque::new(),
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    pub(crate) fn add(&mut self, region: Arc<Region>, plan: ReadAhead, marker: bool) {
+        if !plan.ahead.is_empty() {
+            self.requests.push_back(PrefetchRequest {
+                region,
+                plan,
+                marker,
+            });
+        }
+    }
+
+    /// Forgets the requests of a closing region.
+    pub(crate) fn give_up(&mut self, region: &Region) {
+        self.requests
+            .retain(|request| request.region.id != region.id);
+    }
+
+    /// Posts READs, as far as frames and the I/O queue allow. Returns whether anything was done.
+    pub(crate) fn serve<L: FillCompletion<A>>(&mut self, fills: &mut Fills<A, L>) -> bool {
+        let (mut any, mut passed_over) = (false, 0);
+        while fills.has_room_ahead(RUNS_AHEAD_MAX, BYTES_AHEAD_MAX) {
+            let Some(mut request) = self.requests.pop_front() else {
+                break;
+            };
+            match self.serve_one(&mut request, fills) {
+                Ok(begun) => {
+                    any |= begun;
+                    passed_over += usize::from(!begun);
+                    if !request.plan.ahead.is_empty() && !request.region.is_closing() {
+                        self.requests.push_front(request);
+                    }
+                    if passed_over == PASSED_OVER_PER_TURN {
+                        return true;
+                    }
+                }
+                Err(NoFrame) => {
+                    self.requests.push_front(request);
+                    for request in self.requests.drain(..) {
+                        fills.gave_up(&request.region, request.plan.ahead);
+                    }
+                }
+            }
+        }
+        any
+    }
+
+    /// Begins the nearest run of a request and takes it off, or passes over a page that is not to
+    /// be brought in. Returns whether anything was begun.
+    fn serve_one<L: FillCompletion<A>>(
+        &self,
+        request: &mut PrefetchRequest,
+        fills: &mut Fills<A, L>,
+    ) -> Result<bool, NoFrame> {
+        let nearest = request.plan.nearest();
+        let begun = if self.shared.mapper.shard_of(&request.region, nearest) == self.shard {
+            let most = fills.run_pages(&request.region);
+            self.own(&request.region, &request.plan, most)?
+        } else {
+            None
+        };
+        let Some((mut fill, frame)) = begun else {
+            request.plan.take_off(1);
+            return Ok(false);
+        };
+        // The first run that comes in, since a page that is here already tells nothing.
+        fill.marker = mem::take(&mut request.marker);
+        request.plan.take_off(fill.pages.len());
+        fills.post(fill, frame);
+        Ok(true)
+    }
+
+    /// Owns the nearest run of a plan, at most `most` pages and as far as there are frames for it.
+    fn own(
+        &self,
+        region: &Arc<Region>,
+        plan: &ReadAhead,
+        most: usize,
+    ) -> Result<Option<(Fill, A::Frame)>, NoFrame> {
+        let (run, page_bytes) = (plan.remote(region, most), region.page_bytes());
+        if run.is_empty() {
+            return Ok(None);
+        }
+        let Some(region) = region.enter() else {
+            return Ok(None);
+        };
+        let frames = &self.shared.frames;
+        let mut frame = frames.for_prefetch(page_bytes, run.len()).ok_or(NoFrame)?;
+        let got = pages_in(&frame, page_bytes);
+        let run = if plan.down {
+            (run.end - got).until(run.end)
+        } else {
+            run.start.and_on(got)
+        };
+        let run = own_ahead(&region, run, plan.down);
+        if run.is_empty() {
+            // A thread of the program that serves its own faults was faster.
+            frames.release(frame, page_bytes);
+            return Ok(None);
+        }
+        if let Some(rest) = keep_first(&mut frame, run.len(), page_bytes) {
+            frames.release(rest, page_bytes);
+        }
+        let fill = Fill::new(region, run, UsageCount::Unwanted);
+        Ok(Some((fill, frame)))
     }
 }

@@ -19,24 +19,22 @@ use std::{
 };
 
 use farpage_fabric::Since;
-use farpage_store::{Lane, PageIndex, PageRange, StoreCall};
+use farpage_store::{IoQueue, PageIndex, PageRange, RunCompletion};
 use farpage_vm::{AddressSpace, DetachError};
 use nix::poll::PollFd;
 
 use crate::{
     Advice, PageError,
-    ahead::{ReadAhead, Streams},
-    fill::Fill,
+    ahead::{ReadAhead, Streams, own_ahead},
     freeze::Entered,
     installer::UsageCount,
     pace::Pace,
     protocol::{self, OnFault, PageState},
     region::{Region, RegionGuard},
-    requests::{EndedRequest, RequestsInFlight},
-    run::{PageRun, StoreFrame, keep_first, pages_in},
+    requests::Fill,
+    run::{PageRun, keep_first, pages_in},
     shared::SharedParts,
     stats::Counters,
-    stretch,
 };
 
 /// Parts that a worker needs to map runs that it has brought in.
@@ -126,7 +124,7 @@ pub(crate) struct Fills<A: AddressSpace, L> {
     deadline: Duration,
     streams: Streams,
     pace: Pace,
-    requests: RequestsInFlight<Fill, A::Frame>,
+    pub(crate) io: IoQueue<Fill, PageRun<A::Frame>>,
     /// Pages that wait for a frame, in the order of their faults, and since when.
     backlog: VecDeque<(PendingFill, Since)>,
     /// Pages that seem to have vanished while the program forks, and the addresses of the faults on
@@ -139,7 +137,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         worker: usize,
-        lane: Lane<StoreFrame<A::Frame>>,
+        io: IoQueue<Fill, PageRun<A::Frame>>,
         pace: Pace,
         deadline: Duration,
         completion: L,
@@ -150,7 +148,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
             deadline,
             streams: Streams::default(),
             pace,
-            requests: RequestsInFlight::new(lane),
+            io,
             backlog: VecDeque::new(),
             put_off: Vec::new(),
             completion,
@@ -314,7 +312,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         if is_written(&page) || !budget.is_ample((1 + behind.len()) * region.page_bytes()) {
             return PageRange::NONE;
         }
-        let behind = stretch::remote(region, &ReadAhead::up(behind), run_pages);
+        let behind = ReadAhead::up(behind).remote(region, run_pages);
         let end = behind.iter().find(is_written).unwrap_or(behind.end);
         behind.start.until(end)
     }
@@ -367,9 +365,9 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         let page = *page;
         let page_bytes = region.page_bytes();
         // The run has the page itself, too.
-        let more = if stretch::is_next_to(region, page, with) {
+        let more = if with.is_next_to(region, page) {
             let most = self.run_pages(region);
-            stretch::remote(region, with, most).len().min(most - 1)
+            with.remote(region, most).len().min(most - 1)
         } else {
             0
         };
@@ -378,10 +376,10 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         };
         let got = pages_in(&frame, page_bytes) - 1;
         let pages = if with.down {
-            let below = stretch::own(region, (page - got).until(page), true);
+            let below = own_ahead(region, (page - got).until(page), true);
             below.start.until(page + 1)
         } else {
-            let above = stretch::own(region, (page + 1).and_on(got), false);
+            let above = own_ahead(region, (page + 1).and_on(got), false);
             page.until(above.end)
         };
         if let Some(rest) = keep_first(&mut frame, pages.len(), page_bytes) {
@@ -405,13 +403,15 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
 
     /// Posts the READ of a run.
     pub(crate) fn post(&mut self, fill: Fill, frame: A::Frame) {
-        self.requests.post(fill, frame);
+        let page = fill.pages.start;
+        let run = PageRun::new(page, frame, fill.region.page_bytes());
+        let store = fill.region.store.clone();
+        self.io.fill(&store, page, run, fill);
     }
 
     /// Begins a turn: retries faults that were put off and fills that wait for a frame. Returns
     /// whether anything was done.
     pub(crate) fn serve_backlog(&mut self) -> bool {
-        self.requests.next_turn();
         let mut any = self.serve_put_off();
         if self.backlog.is_empty() {
             return any;
@@ -450,58 +450,36 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         self.completion.fail(&waiting.region, waiting.page, error);
     }
 
-    /// Posts requests again that the lane was too busy to take.
-    pub(crate) fn post_again(&mut self) -> bool {
-        self.requests.post_again()
-    }
-
-    /// See [`RequestsInFlight::keep_calls`].
-    pub(crate) fn keep_calls(&mut self) {
-        self.requests.keep_calls();
-    }
-
-    /// See [`RequestsInFlight::take_call`].
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<A::Frame>>> {
-        self.requests.take_call()
-    }
-
-    /// See [`RequestsInFlight::end_call`].
-    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
-        self.requests.end_call(call);
-    }
-
     /// Hands requests that have ended to the completion. Returns whether there were any.
     pub(crate) fn poll(&mut self) -> bool {
-        let any = self.requests.poll();
-        while let Some(ended) = self.requests.next() {
+        let any = self.io.poll();
+        while let Some(ended) = self.io.take_ended() {
             self.settle(ended);
         }
         any
     }
 
-    fn settle(&mut self, ended: EndedRequest<Fill, A::Frame>) {
+    fn settle(&mut self, ended: RunCompletion<Fill, PageRun<A::Frame>>) {
         if ended.request.usage != UsageCount::Unwanted {
-            let waited_ns = ended.took.as_nanos() as usize;
+            let waited_ns = ended.timing.began.elapsed().as_nanos() as usize;
             self.counters().waited_ns.add(waited_ns);
         }
-        if let Some(posted) = ended.posted
-            && ended.outcome.wire_bytes > 0
-        {
+        if ended.outcome.wire_bytes > 0 {
             let bytes = ended.outcome.wire_bytes as usize;
-            self.pace.arrived(bytes, posted, Instant::now());
+            self.pace.arrived(bytes, ended.timing, Instant::now());
         }
         if ended.failed.is_empty() {
-            self.completion.complete(ended.request, ended.run);
+            self.completion.complete(ended.request, ended.frame);
         } else {
             self.settle_partly(ended);
         }
     }
 
     /// Settles a run of which some pages failed.
-    fn settle_partly(&mut self, ended: EndedRequest<Fill, A::Frame>) {
-        let EndedRequest {
+    fn settle_partly(&mut self, ended: RunCompletion<Fill, PageRun<A::Frame>>) {
+        let RunCompletion {
             request,
-            run,
+            frame: run,
             failed,
             ..
         } = ended;
@@ -546,35 +524,19 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
 
     /// Makes room for one fill of the region, so that it need not allocate.
     pub(crate) fn prepare(&mut self, region: &Region) {
-        self.requests.prepare(region);
+        self.io.prepare(&region.store, region.run_pages);
         self.backlog.reserve(1);
-    }
-
-    pub(crate) fn reopen(&mut self) {
-        self.requests.reopen();
-    }
-
-    /// See [`Lane::lacks_channels`](farpage_store::Lane::lacks_channels).
-    pub(crate) fn lacks_channels(&self) -> bool {
-        self.requests.lacks_channels()
-    }
-
-    /// Opens channels that are lacking to servers that answer again.
-    pub(crate) fn open_lacking(&mut self) {
-        self.requests.open_lacking();
     }
 
     /// True if runs ahead of need may start beside `runs` and `bytes` in flight.
     pub(crate) fn has_room_ahead(&self, runs: usize, bytes: usize) -> bool {
-        self.backlog.is_empty()
-            && self.requests.unposted().next().is_none()
-            && self.requests.posted() < runs
-            && self.requests.posted_bytes() < bytes
+        let load = self.io.load();
+        self.backlog.is_empty() && load.held == 0 && load.begun < runs && load.begun_bytes < bytes
     }
 
     /// True if nothing is under way.
     pub(crate) fn is_idle(&self) -> bool {
-        self.requests.is_empty() && self.backlog.is_empty() && self.put_off.is_empty()
+        self.io.in_flight() == 0 && self.backlog.is_empty() && self.put_off.is_empty()
     }
 
     /// Appends the descriptors to sleep on. Returns the time of the next turn at the latest, no
@@ -584,7 +546,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
         fds: &mut impl Extend<PollFd<'a>>,
         retry: Duration,
     ) -> Option<Instant> {
-        let until = self.requests.wait(fds);
+        let until = self.io.wait(fds);
         let waits = !self.backlog.is_empty() || !self.put_off.is_empty();
         let retry = waits.then(|| Instant::now() + retry);
         until.into_iter().chain(retry).min()

@@ -70,7 +70,7 @@ impl<A: AddressSpace> Pager<A> {
             is_sealed: false,
             process: process::id(),
         };
-        // Evictors map runs again that wait for a busy lane.
+        // Evictors map runs again that wait for a busy I/O queue.
         shared.doors.wake_evictors();
         loop {
             let runs = shared.gate.inside();

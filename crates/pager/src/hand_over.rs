@@ -21,10 +21,7 @@ use crossbeam_channel::{Receiver, Sender, TrySendError};
 use farpage_store::PageIndex;
 use farpage_vm::SCATTERED_PAGES_MAX;
 
-use crate::{
-    budget::Budget, doors::Doors, leaving::Leaving, protocol::PageState, region::Region,
-    requests::RunRequest,
-};
+use crate::{budget::Budget, doors::Doors, protocol::PageState, region::Region, requests::Leaving};
 
 /// Number of pages that a thread moves out at once, for most faults once: more than it brings in,
 /// and little work beside the fault itself.

@@ -2,7 +2,8 @@
 //!
 //! A touch of an absent page is then a signal in the thread itself. The signal handler runs an
 //! [`InlineHandler`] right there: no hand-off to another thread and no wake-up, which are most of a
-//! small page's fault. Each inline handler has a lane of its own and serves one thread at a time.
+//! small page's fault. Each inline handler has an I/O queue of its own and serves one thread at a
+//! time.
 //!
 //! **The contract of the handler**, for all code that it runs (`inline_handler.rs`,
 //! `direct_reclaim.rs`, and what they call):
@@ -74,19 +75,20 @@ impl<A: AddressSpace> InThread<A> {
     /// Makes room for the region's faults in all inline handlers, before the first one.
     pub(crate) fn prepare(&self, region: &Region) {
         for handler in &self.handlers {
-            handler.lock().prepare(region);
+            handler.lock().fills.prepare(region);
         }
     }
 
     /// Opens lost channels of idle inline handlers again. For threads of our own.
     pub(crate) fn reopen(&self) {
-        self.idle().for_each(|mut handler| handler.reopen());
+        self.idle()
+            .for_each(|mut handler| handler.fills.io.reopen());
     }
 
     /// Opens channels that idle inline handlers lack to servers that answer again. For threads of
     /// our own.
     pub(crate) fn open_lacking(&self) {
-        self.idle().for_each(|mut handler| handler.open_lacking());
+        (self.idle()).for_each(|mut handler| handler.fills.io.open_lacking());
     }
 
     /// Returns the idle inline handlers, one after another.

@@ -7,7 +7,7 @@
 use std::{sync::Arc, time::Duration};
 
 use farpage_fabric::Since;
-use farpage_store::{Lane, PageIndex};
+use farpage_store::{IoQueue, PageIndex};
 use farpage_vm::AddressSpace;
 use nix::poll::PollFd;
 use smallvec::SmallVec;
@@ -17,12 +17,12 @@ use crate::{
     ahead::ReadAhead,
     direct_reclaim::DirectReclaim,
     doors::{Ask, Command},
-    fill::Fill,
     fills::{Arrivals, FillCompletion, Fills},
     freeze::Entered,
     pace::Pace,
     region::{Region, RegionGuard},
-    run::{PageRun, StoreFrame},
+    requests::Fill,
+    run::PageRun,
     shared::SharedParts,
     waker::sleep_on,
 };
@@ -34,7 +34,7 @@ const NAP: Duration = Duration::from_micros(50);
 pub(crate) struct InlineHandler<A: AddressSpace> {
     shared: Arc<SharedParts<A>>,
     worker: usize,
-    fills: Fills<A, InlineCompletion<A>>,
+    pub(crate) fills: Fills<A, InlineCompletion<A>>,
     direct_reclaim: DirectReclaim<A>,
 }
 
@@ -42,7 +42,7 @@ impl<A: AddressSpace> InlineHandler<A> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         worker: usize,
-        lane: Lane<StoreFrame<A::Frame>>,
+        io: IoQueue<Fill, PageRun<A::Frame>>,
         pace: Pace,
         deadline: Duration,
     ) -> Self {
@@ -51,7 +51,7 @@ impl<A: AddressSpace> InlineHandler<A> {
             since: Since::now(),
         };
         InlineHandler {
-            fills: Fills::new(shared.clone(), worker, lane, pace, deadline, completion),
+            fills: Fills::new(shared.clone(), worker, io, pace, deadline, completion),
             direct_reclaim: DirectReclaim::new(shared.clone(), worker),
             shared,
             worker,
@@ -98,7 +98,7 @@ impl<A: AddressSpace> InlineHandler<A> {
             let ask = Ask::Ahead(region.clone(), plan);
             self.shared.doors.ask_filler(shard, ask);
         }
-        if self.fills.lacks_channels() {
+        if self.fills.io.lacks_channels() {
             let shard = self.shared.mapper.shard_of(region, page);
             self.shared.doors.ask_filler(shard, Ask::Channels);
         }
@@ -108,7 +108,6 @@ impl<A: AddressSpace> InlineHandler<A> {
     /// Takes one turn. Returns whether anything was done.
     fn work(&mut self) -> bool {
         let mut busy = self.fills.serve_backlog();
-        busy |= self.fills.post_again();
         busy |= self.fills.poll();
         busy
     }
@@ -136,25 +135,10 @@ impl<A: AddressSpace> InlineHandler<A> {
         let until = self.fills.wait(&mut fds, NAP);
         sleep_on(&mut fds, until);
     }
-
-    /// Makes room for one fault on a page of the region.
-    pub(crate) fn prepare(&mut self, region: &Region) {
-        self.fills.prepare(region);
-    }
-
-    /// Opens channels again that were lost while threads of the program ran the inline handler.
-    pub(crate) fn reopen(&mut self) {
-        self.fills.reopen();
-    }
-
-    /// Opens channels that are lacking to servers that answer again.
-    pub(crate) fn open_lacking(&mut self) {
-        self.fills.open_lacking();
-    }
 }
 
 /// Completion of an inline handler's fills.
-struct InlineCompletion<A: AddressSpace> {
+pub(crate) struct InlineCompletion<A: AddressSpace> {
     arrivals: Arrivals<A>,
     /// Time when the fault was taken on.
     since: Since,

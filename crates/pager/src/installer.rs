@@ -13,12 +13,12 @@ use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
 use crate::{
     PageError,
     clock::FillClock,
+    clock::{RefaultDistances, RunRefaults},
     crash_message::{self, CrashMessage},
     frames::FrameAllocator,
     mapper::Mapper,
     proof::{Proof, RefaultBytes},
     protocol::{self, OnFailed, PageState, PageWord, USAGE_MAX},
-    refault::{RefaultDistances, RunRefaults},
     region::Region,
     run::{PageRun, pages_in},
 };

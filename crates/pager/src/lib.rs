@@ -10,16 +10,16 @@
 //!
 //! | rooms | hold |
 //! |---|---|
-//! | `region`, `regions`, `run`, `clock`, `candidates` | pages of a region, runs, their age |
-//! | `mapper`, `budget`, `free`, `frames` | the address space by pages; memory and its cap |
-//! | `waker`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
+//! | `region`, `run`, `clock`, `candidates` | pages of a region, runs, their age |
+//! | `mapper`, `budget`, `frames` | the address space by pages; memory and its cap |
+//! | `waker`, `doors`, `job` | how workers sleep, are woken and asked |
 //! | `installer` | maps pages and publishes them |
 //! | `clock_hand`, `drop_behind`, `proof`, `victims` | choosing victims and detaching them |
-//! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
-//! | `requests`, `shared` | a worker's requests in flight; the parts that all workers share |
-//! | `fills`, `pace`, `stretch` | bringing in |
-//! | `ahead`, `held_back`, `prefetch_queue` | reading ahead |
-//! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
+//! | `scatter` | pages in and out as copies, where that is cheaper |
+//! | `requests`, `shared` | requests to I/O queues; the parts that all workers share |
+//! | `fills`, `pace` | bringing in |
+//! | `ahead` | reading ahead |
+//! | `hand_over`, `write_backs` | runs taken out, until they are safe |
 //! | `freeze`, `frozen` | reclaim that rests while the program forks |
 //! | `filler`, `evictor` | the workers |
 //! | `inline_handler`, `direct_reclaim` | threads of the program that serve their own faults |
@@ -35,7 +35,6 @@ mod candidates;
 mod cede;
 mod clock;
 mod clock_hand;
-mod costs;
 mod crash_message;
 mod direct_reclaim;
 mod discard;
@@ -44,20 +43,16 @@ mod drop_behind;
 mod error;
 mod evictor;
 mod executor;
-mod fill;
 mod filler;
 mod fills;
 mod frames;
-mod free;
 mod freeze;
 mod frozen;
 mod hand_over;
-mod held_back;
 mod in_thread;
 mod inline_handler;
 mod installer;
 mod job;
-mod leaving;
 mod map;
 mod mapped;
 mod mapper;
@@ -67,12 +62,9 @@ mod ordinary;
 mod owner_wait;
 mod pace;
 mod pager;
-mod prefetch_queue;
 mod proof;
 pub mod protocol;
-mod refault;
 mod region;
-mod regions;
 mod relocate;
 mod requests;
 mod run;
@@ -82,12 +74,8 @@ mod shared;
 #[cfg(test)]
 mod simulation;
 mod stats;
-mod stretch;
-mod tags;
-mod unwritten;
 mod victims;
 mod waker;
-mod worker;
 mod write_backs;
 
 pub use error::{FORKED, FlushError, FreezeError, MapError, PageError, PinError, StartError};

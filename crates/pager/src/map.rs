@@ -11,7 +11,7 @@ use farpage_vm::{AddressSpace, Geometry};
 
 use crate::{
     MapError, MappedRegion, Pager, RegionOptions,
-    prefetch_queue::BYTES_AHEAD_MAX,
+    filler::BYTES_AHEAD_MAX,
     region::{CHUNK_PAGES, Region, RegionId},
 };
 

@@ -12,10 +12,7 @@ use farpage_signals::Mutex;
 use farpage_store::PageIndex;
 use farpage_vm::AddressSpace;
 
-use crate::{
-    ahead::STREAMS, fill::Fill, frames::FrameAllocator, region::Region, requests::RunRequest,
-    run::PageRun,
-};
+use crate::{ahead::STREAMS, frames::FrameAllocator, region::Region, requests::Fill, run::PageRun};
 
 /// Complete run that is not mapped.
 pub(crate) type Marker<F> = (Fill, PageRun<F>);

@@ -22,6 +22,8 @@
 
 use std::time::{Duration, Instant};
 
+use farpage_store::RunTiming;
+
 /// Time that a run may take.
 const RUN_TIME: Duration = Duration::from_micros(750);
 /// Fading of the past: it counts half after `MEMORY_BYTES`, and after `MEMORY_DELAYS` delays.
@@ -41,27 +43,6 @@ pub(crate) struct Pace {
     delay_ns: f64,
 }
 
-/// Time of a READ's post, and the state of the link then.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Posted {
-    at: Instant,
-    /// True if nothing was in flight before the READ.
-    alone: bool,
-}
-
-impl Posted {
-    pub(crate) fn now(alone: bool) -> Posted {
-        Posted {
-            at: Instant::now(),
-            alone,
-        }
-    }
-
-    pub(crate) fn elapsed(&self) -> Duration {
-        self.at.elapsed()
-    }
-}
-
 impl Pace {
     /// Returns the pace of an unknown link. Unless `tuned`, runs are as long as they may be.
     pub(crate) fn new(tuned: bool) -> Pace {
@@ -74,17 +55,20 @@ impl Pace {
         }
     }
 
-    /// Learns from `bytes` that arrived in another turn than they were posted in.
-    pub(crate) fn arrived(&mut self, bytes: usize, posted: Posted, now: Instant) {
+    /// Learns from `bytes` that arrived, unless they did so at once.
+    pub(crate) fn arrived(&mut self, bytes: usize, timing: RunTiming, now: Instant) {
+        if timing.at_once {
+            return;
+        }
         let before = self.last_arrival.replace(now);
         let bytes = bytes as f64;
-        if posted.alone {
+        if timing.alone {
             if let Some(ns_per_byte) = self.ns_per_byte() {
-                let took = (now - posted.at).as_nanos() as f64;
+                let took = (now - timing.began).as_nanos() as f64;
                 let delay = (took - bytes * ns_per_byte).max(0.0);
                 self.delay_ns += (delay - self.delay_ns) / MEMORY_DELAYS;
             }
-        } else if let Some(before) = before.filter(|&before| before >= posted.at) {
+        } else if let Some(before) = before.filter(|&before| before >= timing.began) {
             self.bytes += bytes;
             self.ns += (now - before).as_nanos() as f64;
             if self.bytes > MEMORY_BYTES {
@@ -122,6 +106,15 @@ mod tests {
     const MOST: usize = 512 << 10;
     const PART: usize = 64 << 10;
 
+    fn timing(began: Instant, alone: bool) -> RunTiming {
+        let at_once = false;
+        RunTiming {
+            began,
+            alone,
+            at_once,
+        }
+    }
+
     /// Returns the pace of a link that carries `mb_per_s` after a delay, for `reads` READs, four of
     /// which are always under way; the first of each four finds the link idle.
     fn observe(mb_per_s: f64, delay: Duration, reads: usize) -> Pace {
@@ -134,7 +127,7 @@ mod tests {
             for number in 0..4 {
                 now += time;
                 let alone = number == 0;
-                pace.arrived(PART, Posted { at: posted, alone }, now);
+                pace.arrived(PART, timing(posted, alone), now);
             }
         }
         pace
@@ -147,6 +140,22 @@ mod tests {
         assert!(pace.window_bytes(MOST) < 1300 << 10);
         assert_eq!(Pace::new(true).run_bytes(MOST), MOST);
         assert_eq!(Pace::new(true).window_bytes(MOST), 0);
+    }
+
+    #[test]
+    fn runs_that_arrive_at_once_say_nothing_of_the_link() {
+        let mut pace = Pace::new(true);
+        let mut now = Instant::now();
+        for _ in 0..400 {
+            let at_once = true;
+            let timing = RunTiming {
+                at_once,
+                ..timing(now, false)
+            };
+            now += Duration::from_millis(10);
+            pace.arrived(PART, timing, now);
+        }
+        assert_eq!((pace.run_bytes(MOST), pace.window_bytes(MOST)), (MOST, 0));
     }
 
     #[test]
@@ -168,14 +177,11 @@ mod tests {
     fn a_link_that_becomes_slow_is_noticed_within_some_megabytes() {
         let mut pace = observe(10_000.0, Duration::ZERO, 2000);
         let mut now = Instant::now() + Duration::from_secs(100);
-        let posted = Posted {
-            at: now,
-            alone: false,
-        };
-        pace.arrived(PART, posted, now);
+        let timing = timing(now, false);
+        pace.arrived(PART, timing, now);
         for _ in 0..400 {
             now += Duration::from_micros(524);
-            pace.arrived(PART, posted, now);
+            pace.arrived(PART, timing, now);
         }
         assert!(pace.run_bytes(MOST) < 100_000);
     }

@@ -16,7 +16,7 @@ use std::{
 };
 
 use farpage_signals::SignalGuard;
-use farpage_store::{Cluster, Lane, PageStore};
+use farpage_store::{Cluster, IoQueue, PageStore};
 use farpage_vm::AddressSpace;
 
 use crate::{
@@ -125,11 +125,11 @@ impl<A: AddressSpace> Pager<A> {
         let mut handlers = Vec::new();
         for index in 0..workers.inline_handlers {
             let worker = workers.fillers + workers.evictors + index;
-            let (lane, pace) = (Lane::passive(&cluster)?, Pace::new(tuned));
+            let (io_queue, pace) = (IoQueue::passive(&cluster)?, Pace::new(tuned));
             handlers.push(InlineHandler::new(
                 shared.clone(),
                 worker,
-                lane,
+                io_queue,
                 pace,
                 deadline,
             ));
@@ -141,7 +141,7 @@ impl<A: AddressSpace> Pager<A> {
             fillers.push(Filler::new(
                 shared.clone(),
                 shard,
-                Lane::new(&cluster)?,
+                IoQueue::new(&cluster)?,
                 inbox,
                 Pace::new(tuned),
                 deadline,
@@ -150,8 +150,8 @@ impl<A: AddressSpace> Pager<A> {
         }
         let mut evictors = Vec::new();
         for index in 0..workers.evictors {
-            let lane = Lane::new(&cluster)?;
-            evictors.push(Evictor::new(shared.clone(), index, lane, deadline));
+            let io_queue = IoQueue::new(&cluster)?;
+            evictors.push(Evictor::new(shared.clone(), index, io_queue, deadline));
         }
         let pager = Pager {
             shared,

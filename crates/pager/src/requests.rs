@@ -1,258 +1,89 @@
-//! Requests that a worker has in flight on its lane, each for a run: [`RequestsInFlight`].
+//! Requests to a worker's I/O queue: a run on its way in ([`Fill`]), and one on its way out
+//! ([`Leaving`]).
 //!
-//! The rule: a request that was begun comes back from [`RequestsInFlight::poll`] exactly once, with
-//! its frame. A request that the lane is too busy to take is kept and tried again; the worker need
-//! not know. Fills and write-backs say what a request is for, and what follows.
+//! The rule: the holder of a request owns its pages, and maps, gives up or publishes each of them.
 
-use std::{
-    collections::VecDeque,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
-use farpage_store::{
-    Lane, PageIndex, PageRange, PageStore, RunCompletion, RunCounts, StoreCall, StoreError,
-};
-use farpage_vm::Frame;
-use nix::poll::PollFd;
+use farpage_store::PageRange;
 
 use crate::{
-    pace::Posted,
-    region::Region,
-    run::{PageRun, StoreFrame},
-    tags::Tags,
+    candidates::FoundBy, freeze::Departure, installer::UsageCount, job::Job, region::RegionGuard,
 };
 
-/// Request for a run, without the run's frame.
-pub(crate) trait RunRequest {
-    fn region(&self) -> &Arc<Region>;
-
-    fn pages(&self) -> PageRange;
-
-    /// Begins the request on a lane. The error gives the frame back: the lane is too busy.
-    fn start<F: Frame>(
-        lane: &mut Lane<StoreFrame<F>>,
-        store: &Arc<PageStore>,
-        page: PageIndex,
-        frame: StoreFrame<F>,
-        tag: u64,
-    ) -> Result<(), StoreFrame<F>>;
-
-    fn bytes(&self) -> usize {
-        self.pages().len() * self.region().page_bytes()
-    }
-}
-
-/// Request that has ended.
-pub(crate) struct EndedRequest<T, F> {
-    pub(crate) request: T,
-    pub(crate) run: PageRun<F>,
-    pub(crate) outcome: RunCounts,
-    /// The pages that failed, and why.
-    pub(crate) failed: Vec<(PageIndex, StoreError)>,
-    /// Time of the post. `None`: in this very turn, which says nothing about the link.
-    pub(crate) posted: Option<Posted>,
-    /// Time since the post.
-    pub(crate) took: Duration,
-}
-
-/// Request that the lane has.
+/// Run of pages that its worker owns as `Filling`.
 #[derive(Debug)]
-struct PostedRequest<T> {
-    request: T,
-    posted: Posted,
-    turn: u64,
+pub(crate) struct Fill {
+    pub(crate) region: RegionGuard,
+    pub(crate) pages: PageRange,
+    pub(crate) usage: UsageCount,
+    /// True for the read-ahead marker of a stream: held back when complete.
+    pub(crate) marker: bool,
+    /// Count of the run as on its way out, if the store does not have its bytes.
+    pub(crate) unsaved: Option<Departure>,
 }
 
-/// Requests in flight of one worker.
-pub(crate) struct RequestsInFlight<T, F: Frame> {
-    lane: Lane<StoreFrame<F>>,
-    posted: Tags<PostedRequest<T>>,
-    posted_bytes: usize,
-    /// Requests that the lane was too busy to take.
-    unposted: VecDeque<(T, F)>,
-    done: Vec<RunCompletion<StoreFrame<F>>>,
-    /// Number of turns so far.
-    turn: u64,
+impl Fill {
+    pub(crate) fn new(region: RegionGuard, pages: PageRange, usage: UsageCount) -> Fill {
+        Fill {
+            region,
+            pages,
+            usage,
+            marker: false,
+            unsaved: None,
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.pages.len() * self.region.page_bytes()
+    }
+
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.region.is_wanted(self.pages)
+    }
 }
 
-impl<T: RunRequest, F: Frame> RequestsInFlight<T, F> {
-    pub(crate) fn new(lane: Lane<StoreFrame<F>>) -> Self {
-        RequestsInFlight {
-            lane,
-            posted: Tags::default(),
-            posted_bytes: 0,
-            unposted: VecDeque::new(),
-            done: Vec::with_capacity(64),
-            turn: 0,
+/// Run that was taken out, without its frame. Its pages are owned as `Leaving`, by an evictor or by
+/// the thread that hands them over to one. Dropped when all of its pages are published.
+#[derive(Debug)]
+pub(crate) struct Leaving {
+    pub(crate) region: RegionGuard,
+    pub(crate) pages: PageRange,
+    /// Job that asked for the run, if the program did.
+    pub(crate) job: Option<Arc<Job>>,
+    pub(crate) found_by: FoundBy,
+    pub(crate) since: Instant,
+    /// True if the run takes so long that it is not counted on any more.
+    pub(crate) overdue: bool,
+    /// Count of the run in the reclaim gate: a freeze waits until the run is dropped.
+    pub(crate) departure: Departure,
+}
+
+impl Leaving {
+    pub(crate) fn new(
+        region: RegionGuard,
+        pages: PageRange,
+        job: Option<Arc<Job>>,
+        found_by: FoundBy,
+        departure: Departure,
+    ) -> Leaving {
+        Leaving {
+            region,
+            pages,
+            job,
+            found_by,
+            since: Instant::now(),
+            overdue: false,
+            departure,
         }
     }
 
-    /// Makes room for one more request for a run of the region: it allocates nothing unless it
-    /// fails.
-    pub(crate) fn prepare(&mut self, region: &Region) {
-        self.lane.prepare(&region.store, region.run_pages);
-        self.posted.reserve(1);
-        self.unposted.reserve(1);
+    pub(crate) fn bytes(&self) -> usize {
+        self.pages.len() * self.region.page_bytes()
     }
 
-    /// Begins a turn of the worker.
-    pub(crate) fn next_turn(&mut self) {
-        self.turn += 1;
-    }
-
-    /// Begins a request.
-    pub(crate) fn post(&mut self, request: T, frame: F) {
-        let (store, page) = (request.region().store.clone(), request.pages().start);
-        let posted = Posted::now(self.posted.len() == 0);
-        self.posted_bytes += request.bytes();
-        let tag = self.posted.insert(PostedRequest {
-            request,
-            posted,
-            turn: self.turn,
-        });
-        if let Err(StoreFrame(frame)) =
-            T::start(&mut self.lane, &store, page, StoreFrame(frame), tag)
-        {
-            let PostedRequest { request, .. } = self.take(tag);
-            self.unposted.push_back((request, frame));
-        }
-    }
-
-    fn take(&mut self, tag: u64) -> PostedRequest<T> {
-        let posted = self.posted.remove(tag);
-        self.posted_bytes -= posted.request.bytes();
-        posted
-    }
-
-    /// Tries all requests again that the lane did not take, since each store is busy for itself.
-    /// Requests that are refused again keep their order. Returns whether any was taken.
-    pub(crate) fn post_again(&mut self) -> bool {
-        let waiting = self.unposted.len();
-        for _ in 0..waiting {
-            let (request, frame) = self
-                .unposted
-                .pop_front()
-                .expect("the loop runs over its length");
-            self.post(request, frame);
-        }
-        self.unposted.len() < waiting
-    }
-
-    /// Takes back requests that wait for the lane and, by `is_over`, need not begin.
-    pub(crate) fn withdraw(&mut self, is_over: impl Fn(&T) -> bool) -> VecDeque<(T, F)> {
-        if !self.unposted().any(&is_over) {
-            return VecDeque::new();
-        }
-        let (over, rest) = std::mem::take(&mut self.unposted)
-            .into_iter()
-            .partition(|(request, _)| is_over(request));
-        self.unposted = rest;
-        over
-    }
-
-    /// Looks for ended requests. Returns whether there are any; [`next`](Self::next) hands them
-    /// out.
-    pub(crate) fn poll(&mut self) -> bool {
-        self.lane.poll(&mut self.done);
-        !self.done.is_empty()
-    }
-
-    /// Takes an ended request, the last one first: its bytes are in the caches.
-    pub(crate) fn next(&mut self) -> Option<EndedRequest<T, F>> {
-        let RunCompletion {
-            tag,
-            frame,
-            outcome,
-            failed,
-        } = self.done.pop()?;
-        let PostedRequest {
-            request,
-            posted,
-            turn,
-        } = self.take(tag);
-        let run = PageRun::new(
-            request.pages().start,
-            frame.0,
-            request.region().page_bytes(),
-        );
-        Some(EndedRequest {
-            request,
-            run,
-            outcome,
-            failed,
-            posted: (turn != self.turn).then_some(posted),
-            took: posted.elapsed(),
-        })
-    }
-
-    /// Keeps calls of users' stores from now on, to be taken after each turn.
-    pub(crate) fn keep_calls(&mut self) {
-        self.lane.keep_calls();
-    }
-
-    /// Takes a call that the worker's thread makes itself, while others may drive the worker.
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<F>>> {
-        self.lane.take_call()
-    }
-
-    /// Takes back a call that has returned.
-    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<F>>) {
-        self.lane.end_call(call);
-    }
-
-    /// Announces that calls which were taken and have not ended will be handed in.
-    pub(crate) fn await_calls(&mut self) {
-        self.lane.await_calls();
-    }
-
-    /// Returns the number of requests that the lane has.
-    pub(crate) fn posted(&self) -> usize {
-        self.posted.len()
-    }
-
-    /// Returns the bytes of the requests that the lane has.
-    pub(crate) fn posted_bytes(&self) -> usize {
-        self.posted_bytes
-    }
-
-    /// See [`Lane::take_refused`].
-    pub(crate) fn take_refused(&mut self) -> Option<StoreError> {
-        self.lane.take_refused()
-    }
-
-    /// Returns the requests that wait for the lane.
-    pub(crate) fn unposted(&self) -> impl Iterator<Item = &T> {
-        self.unposted.iter().map(|(request, _)| request)
-    }
-
-    pub(crate) fn all_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        let unposted = self.unposted.iter_mut().map(|(request, _)| request);
-        let posted = self.posted.values_mut().map(|posted| &mut posted.request);
-        posted.chain(unposted)
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.posted.len() == 0 && self.unposted.is_empty()
-    }
-
-    /// See [`Lane::lacks_channels`].
-    pub(crate) fn lacks_channels(&self) -> bool {
-        self.lane.lacks_channels()
-    }
-
-    /// See [`Lane::open_lacking`].
-    pub(crate) fn open_lacking(&mut self) {
-        self.lane.open_lacking();
-    }
-
-    /// Opens channels again that were lost in a thread that could not open them.
-    pub(crate) fn reopen(&mut self) {
-        self.lane.reopen();
-    }
-
-    /// Appends the descriptors to sleep on. Returns the time of the next poll at the latest.
-    pub(crate) fn wait<'a>(&'a self, fds: &mut impl Extend<PollFd<'a>>) -> Option<Instant> {
-        self.lane.wait(fds)
+    /// True if a thread wants one of the run's pages back.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.region.is_wanted(self.pages)
     }
 }

@@ -4,7 +4,7 @@
 //! request or a wake-up. The rule: a [`PageRun`] is pages of one stripe of one region, which one
 //! worker owns, with the frame that holds their bytes in order.
 
-use farpage_store::{PageIndex, PageRange};
+use farpage_store::{PageIndex, PageRange, RunBuffer};
 use farpage_vm::Frame;
 
 /// Upper bound of the bytes that move together. A longer run delays the thread that waits for the
@@ -78,6 +78,38 @@ impl<F: Frame> PageRun<F> {
     }
 }
 
+impl<F: Frame> AsRef<[u8]> for PageRun<F> {
+    fn as_ref(&self) -> &[u8] {
+        self.frame.as_ref()
+    }
+}
+
+impl<F: Frame> AsMut<[u8]> for PageRun<F> {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.frame.as_mut()
+    }
+}
+
+impl<F: Frame> RunBuffer for PageRun<F> {
+    fn split_off(&mut self, bytes: usize) -> Self {
+        let rest = self.keep_first(bytes / self.page_bytes);
+        rest.expect("some pages are split off")
+    }
+
+    fn join(&mut self, mut next: Self) -> Result<(), Self> {
+        match self.frame.join(next.frame) {
+            Ok(()) => {
+                self.pages.end = next.pages.end;
+                Ok(())
+            }
+            Err(frame) => {
+                next.frame = frame;
+                Err(next)
+            }
+        }
+    }
+}
+
 /// Returns the number of pages that a frame holds.
 pub(crate) fn pages_in<F: Frame>(frame: &F, page_bytes: usize) -> usize {
     frame.as_ref().len() / page_bytes
@@ -87,32 +119,6 @@ pub(crate) fn pages_in<F: Frame>(frame: &F, page_bytes: usize) -> usize {
 /// one.
 pub(crate) fn keep_first<F: Frame>(frame: &mut F, pages: usize, page_bytes: usize) -> Option<F> {
     (pages < pages_in(frame, page_bytes)).then(|| frame.split_off(pages * page_bytes))
-}
-
-/// Frame of the address space, as the store wants it.
-#[derive(Debug)]
-pub(crate) struct StoreFrame<F>(pub(crate) F);
-
-impl<F: Frame> AsRef<[u8]> for StoreFrame<F> {
-    fn as_ref(&self) -> &[u8] {
-        self.0.as_ref()
-    }
-}
-
-impl<F: Frame> AsMut<[u8]> for StoreFrame<F> {
-    fn as_mut(&mut self) -> &mut [u8] {
-        self.0.as_mut()
-    }
-}
-
-impl<F: Frame> farpage_store::RunBuffer for StoreFrame<F> {
-    fn split_off(&mut self, bytes: usize) -> Self {
-        StoreFrame(self.0.split_off(bytes))
-    }
-
-    fn join(&mut self, next: Self) -> Result<(), Self> {
-        self.0.join(next.0).map_err(StoreFrame)
-    }
 }
 
 #[cfg(test)]
@@ -169,5 +175,24 @@ mod tests {
             (PageIndex(13).alone(), vec![13, 13], false),
         ];
         assert_eq!(seen, expected);
+    }
+
+    #[test]
+    fn a_run_that_was_split_for_its_requests_is_joined_again() {
+        let bytes = Bytes(0, (0..8).collect());
+        let mut run = PageRun::new(PageIndex(10), bytes, 2);
+        let mut rest = run.split_off(2);
+        let last = rest.split_off(4);
+        assert_eq!(
+            (run.len(), rest.pages(), last.first()),
+            (1, PageIndex(11).and_on(2), PageIndex(13))
+        );
+        let last = run.join(last).expect_err("the pages between are missing");
+        run.join(rest).expect("it lies behind");
+        run.join(last).expect("it lies behind");
+        assert_eq!(
+            (run.pages(), run.into_frame().1),
+            (PageIndex(10).and_on(4), (0..8).collect())
+        );
     }
 }

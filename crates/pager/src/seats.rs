@@ -26,9 +26,8 @@ use nix::poll::{PollFd, PollFlags};
 
 use crate::{
     doors::Doors,
-    run::StoreFrame,
-    waker::{WorkerWaker, sleep_on},
-    worker,
+    run::PageRun,
+    waker::{WorkerWaker, sleep_on, spawn},
 };
 
 /// Time in a call after which a thread is not waited for. As long again may pass until the watchdog
@@ -71,7 +70,7 @@ impl Seats {
     }
 
     /// Makes a call on the seat's thread. Returns whether the seat is still this thread's.
-    pub(crate) fn make<F: Frame>(&self, seat: usize, call: &mut StoreCall<StoreFrame<F>>) -> bool {
+    pub(crate) fn make<F: Frame>(&self, seat: usize, call: &mut StoreCall<PageRun<F>>) -> bool {
         // Unique among the seat's calls: replacing a thread takes longer than a tick.
         let since_ns = self.now_ns();
         self.inside_ns[seat].store(since_ns, Ordering::Release);
@@ -89,11 +88,11 @@ impl Seats {
     pub(crate) fn start(self: &Arc<Self>, serve: Vec<(String, Serve)>) -> io::Result<()> {
         for (name, serve) in &serve {
             let serve = serve.clone();
-            let thread = worker::spawn(name.clone(), move || serve())?;
+            let thread = spawn(name.clone(), move || serve())?;
             self.threads.lock().push(thread);
         }
         let seats = self.clone();
-        let watchdog = worker::spawn("lookout".to_owned(), move || seats.watch(&serve))?;
+        let watchdog = spawn("lookout".to_owned(), move || seats.watch(&serve))?;
         self.threads.lock().push(watchdog);
         Ok(())
     }
@@ -158,7 +157,7 @@ impl Seats {
         serve: &Serve,
     ) -> io::Result<()> {
         let (seats, serve) = (self.clone(), serve.clone());
-        let thread = worker::spawn(name.to_owned(), move || {
+        let thread = spawn(name.to_owned(), move || {
             let inside_ns = &seats.inside_ns[seat];
             if (inside_ns.compare_exchange(since_ns, 0, Ordering::AcqRel, Ordering::Relaxed))
                 .is_ok()

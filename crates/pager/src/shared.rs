@@ -2,16 +2,32 @@
 //!
 //! The rule: no business is done here. Each part owns what it uses, and imports no worker.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
 
 use crossbeam_utils::CachePadded;
+use farpage_signals::Mutex;
+use farpage_store::StoreError;
 use farpage_vm::AddressSpace;
 
 use crate::{
-    budget::Budget, clock::FillClock, crash_message::CrashMessage, doors::Doors,
-    frames::FrameAllocator, freeze::ReclaimGate, hand_over::HandOver, installer::Installer,
-    job::Jobs, mapper::Mapper, markers::Markers, proof::Proof, refault::RefaultDistances,
-    regions::RegionTable, scatter::Scatter, stats::Counters, unwritten::Unwritten,
+    budget::Budget,
+    clock::{FillClock, RefaultDistances},
+    crash_message::CrashMessage,
+    doors::Doors,
+    frames::FrameAllocator,
+    freeze::ReclaimGate,
+    hand_over::HandOver,
+    installer::Installer,
+    job::Jobs,
+    mapper::Mapper,
+    markers::Markers,
+    proof::Proof,
+    region::RegionTable,
+    scatter::Scatter,
+    stats::Counters,
     victims::Victims,
 };
 
@@ -97,5 +113,39 @@ impl<A: AddressSpace> SharedParts<A> {
     /// Returns the number of shards, each with a filler of its own.
     pub(crate) fn shards(&self) -> usize {
         self.mapper.shards()
+    }
+}
+
+/// Reason why the last write-back failed, or waits for remote memory, until one succeeds. No call
+/// waits here: a thread of the program may be stopped while it looks.
+#[derive(Default)]
+pub(crate) struct Unwritten {
+    /// False while `why` is empty: then write-backs that succeed take no lock. A hint, so relaxed.
+    failed: AtomicBool,
+    why: Mutex<Option<Arc<StoreError>>>,
+}
+
+impl Unwritten {
+    /// Notes the error of a write-back that failed, or waits.
+    pub(crate) fn set(&self, error: &StoreError) {
+        if let Some(mut why) = self.why.try_lock() {
+            *why = Some(Arc::new(error.clone()));
+            self.failed.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes that a write-back succeeded.
+    pub(crate) fn clear(&self) {
+        if self.failed.load(Ordering::Relaxed)
+            && let Some(mut why) = self.why.try_lock()
+        {
+            *why = None;
+            self.failed.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the reason why pages cannot be written back, if there is one.
+    pub(crate) fn why(&self) -> Option<Arc<StoreError>> {
+        self.why.try_lock()?.clone()
     }
 }

@@ -19,8 +19,8 @@ use crate::{
     mapper::{Mapper, Runs},
     proof::Proof,
     protocol::{self, PageState, PageWord},
+    region::RegionTable,
     region::{Region, RegionGuard},
-    regions::RegionTable,
     run::PageRun,
 };
 

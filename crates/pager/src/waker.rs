@@ -7,8 +7,10 @@
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::atomic::{AtomicBool, Ordering, fence},
-    time::Instant,
+    thread::{Builder, JoinHandle},
+    time::{Duration, Instant},
 };
 
 use farpage_tables::{is_private, lost};
@@ -17,6 +19,8 @@ use nix::{
     poll::{PollFd, PollFlags, ppoll},
     sys::{
         eventfd::{EfdFlags, EventFd},
+        prctl,
+        signal::{SigSet, Signal},
         stat::fstat,
         time::TimeSpec,
     },
@@ -121,6 +125,38 @@ pub(crate) fn sleep_on(fds: &mut [PollFd<'_>], until: Option<Instant>) {
         Ok(_) | Err(Errno::EINTR) => {}
         Err(e) => panic!("cannot poll a worker's descriptors: {e}"),
     }
+}
+
+/// Time after which a worker looks again for events without a wake-up.
+pub(crate) const RETRY: Duration = Duration::from_millis(1);
+
+/// Starts a worker's thread. A panic in it ends the process with a message: without it the program
+/// would hang at its next fault.
+pub(crate) fn spawn(
+    name: String,
+    work: impl FnOnce() + Send + 'static,
+) -> io::Result<JoinHandle<()>> {
+    let thread = Builder::new().name(name.clone());
+    farpage_tables::spawn(thread, move || {
+        // Signals are the program's, but for those that this thread raises itself, which would end
+        // the process without a word: a store that runs in a thread started here may be the reason.
+        // SIGBUS stays blocked: its handler may serve faults, which is not for workers.
+        let mut signals = SigSet::all();
+        for own in [Signal::SIGSEGV, Signal::SIGFPE, Signal::SIGILL] {
+            signals.remove(own);
+        }
+        signals
+            .thread_block()
+            .expect("blocking signals cannot fail");
+        // Timers of microseconds are ours.
+        let _ = prctl::set_timerslack(1);
+        if catch_unwind(AssertUnwindSafe(work)).is_err() {
+            eprintln!(
+                "farpage: worker {name} panicked; ending the process, which would hang without it"
+            );
+            std::process::abort();
+        }
+    })
 }
 
 #[cfg(test)]

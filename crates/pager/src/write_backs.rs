@@ -7,14 +7,7 @@
 //!
 //! The rule: a page whose write-back failed is mapped again, never dropped.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
-
-use farpage_store::{Lane, PageIndex, StoreCall};
-use farpage_vm::AddressSpace;
-use nix::poll::PollFd;
+use std::{sync::Arc, time::Duration};
 
 use crate::{
     PageError,
@@ -22,13 +15,14 @@ use crate::{
     freeze::Entered,
     installer::UsageCount,
     job::Job,
-    leaving::Leaving,
     region::{Region, RegionGuard},
-    requests::{EndedRequest, RequestsInFlight, RunRequest},
-    run::{PageRun, StoreFrame},
+    requests::Leaving,
+    run::PageRun,
     shared::SharedParts,
     stats::Counters,
 };
+use farpage_store::{IoQueue, PageIndex, RunCompletion};
+use farpage_vm::AddressSpace;
 
 /// Bounds of the bytes and runs that one evictor has on their way out at once, not counting overdue
 /// ones: enough to keep a fast link busy for a round trip.
@@ -53,7 +47,7 @@ enum Fate {
 pub(crate) struct WriteBacks<A: AddressSpace> {
     shared: Arc<SharedParts<A>>,
     worker: usize,
-    requests: RequestsInFlight<Leaving, A::Frame>,
+    pub(crate) io: IoQueue<Leaving, PageRun<A::Frame>>,
     /// Bytes and runs that are on their way out, without those that are overdue.
     out_bytes: usize,
     out_runs: usize,
@@ -63,12 +57,12 @@ impl<A: AddressSpace> WriteBacks<A> {
     pub(crate) fn new(
         shared: Arc<SharedParts<A>>,
         worker: usize,
-        lane: Lane<StoreFrame<A::Frame>>,
+        io: IoQueue<Leaving, PageRun<A::Frame>>,
     ) -> Self {
         WriteBacks {
             shared,
             worker,
-            requests: RequestsInFlight::new(lane),
+            io,
             out_bytes: 0,
             out_runs: 0,
         }
@@ -80,9 +74,9 @@ impl<A: AddressSpace> WriteBacks<A> {
 
     /// True if one more run may leave, within the `share`-th part of the bounds.
     pub(crate) fn has_room(&self, share: usize) -> bool {
-        // A store that stalls may be what keeps the lane busy: runs that wait for it for too long
-        // stop nothing else.
-        self.requests.unposted().all(|leaving| leaving.overdue)
+        // A store that stalls may be what keeps the I/O queue busy: runs that wait for it for too
+        // long stop nothing else.
+        self.io.held().all(|leaving| leaving.overdue)
             && self.out_bytes < BYTES_OUT_MAX / share
             && self.out_runs < RUNS_OUT_MAX / share
     }
@@ -115,27 +109,27 @@ impl<A: AddressSpace> WriteBacks<A> {
                 self.out_bytes += leaving.bytes();
                 self.out_runs += 1;
                 (self.shared.frames.budget()).begin_leaving(leaving.bytes());
-                self.requests.post(leaving, run.into_frame());
+                self.io.write_back(&region.store, run.first(), run, leaving);
             }
         });
     }
 
-    /// Posts requests again that the lane was too busy to take. Those that their job has given up
-    /// stay mapped instead, and while the program forks those without a job.
-    pub(crate) fn post_again(&mut self) -> bool {
+    /// Maps runs again whose request the I/O queue holds and their job has given up; while the
+    /// program forks, also those without a job. Returns whether there were any.
+    pub(crate) fn withdraw(&mut self) -> bool {
         let frozen = self.shared.gate.is_closed();
         let given_up = |leaving: &Leaving| match &leaving.job {
             Some(job) => job.ends_early(),
             None => frozen,
         };
-        let withdrawn = self.requests.withdraw(given_up);
-        let any = !withdrawn.is_empty();
-        for (leaving, frame) in withdrawn {
+        let mut any = false;
+        while let Some((leaving, run)) = self.io.withdraw(given_up) {
+            any = true;
             self.end_leaving(&leaving);
-            let error = self.map_again(&leaving.region, leaving.run(frame), false, |_| None);
+            let error = self.map_again(&leaving.region, run, false, |_| None);
             self.close(leaving, error);
         }
-        self.requests.post_again() || any
+        any
     }
 
     /// Counts overdue pages as staying while a fill waits for a frame, so that others leave.
@@ -144,7 +138,7 @@ impl<A: AddressSpace> WriteBacks<A> {
         if !budget.is_starving() {
             return;
         }
-        for leaving in self.requests.all_mut() {
+        for leaving in self.io.requests_mut() {
             if !leaving.overdue && leaving.since.elapsed() > OVERDUE {
                 leaving.overdue = true;
                 self.out_bytes -= leaving.bytes();
@@ -155,34 +149,14 @@ impl<A: AddressSpace> WriteBacks<A> {
         }
     }
 
-    /// See [`RequestsInFlight::keep_calls`].
-    pub(crate) fn keep_calls(&mut self) {
-        self.requests.keep_calls();
-    }
-
-    /// See [`RequestsInFlight::take_call`].
-    pub(crate) fn take_call(&mut self) -> Option<StoreCall<StoreFrame<A::Frame>>> {
-        self.requests.take_call()
-    }
-
-    /// See [`RequestsInFlight::end_call`].
-    pub(crate) fn end_call(&mut self, call: StoreCall<StoreFrame<A::Frame>>) {
-        self.requests.end_call(call);
-    }
-
-    /// See [`RequestsInFlight::await_calls`].
-    pub(crate) fn await_calls(&mut self) {
-        self.requests.await_calls();
-    }
-
     /// Settles requests that have ended. Returns whether there were any. Calls `failed` for pages
     /// that stay because their write-back failed.
     pub(crate) fn poll(&mut self, mut failed: impl FnMut()) -> bool {
-        let any = self.requests.poll();
-        if let Some(error) = self.requests.take_refused() {
+        let any = self.io.poll();
+        if let Some(error) = self.io.take_refused() {
             self.shared.unwritten.set(&error);
         }
-        while let Some(ended) = self.requests.next() {
+        while let Some(ended) = self.io.take_ended() {
             if !ended.failed.is_empty() {
                 failed();
             }
@@ -191,10 +165,10 @@ impl<A: AddressSpace> WriteBacks<A> {
         any
     }
 
-    fn settle(&mut self, ended: EndedRequest<Leaving, A::Frame>) {
-        let EndedRequest {
+    fn settle(&mut self, ended: RunCompletion<Leaving, PageRun<A::Frame>>) {
+        let RunCompletion {
             request: leaving,
-            run,
+            frame: run,
             outcome,
             failed,
             ..
@@ -309,11 +283,6 @@ impl<A: AddressSpace> WriteBacks<A> {
     /// True if nothing is under way.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
-        self.requests.is_empty() && (self.out_bytes, self.out_runs) == (0, 0)
-    }
-
-    /// Appends the descriptors to sleep on. Returns the time of the next poll at the latest.
-    pub(crate) fn wait<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) -> Option<Instant> {
-        self.requests.wait(fds)
+        self.io.in_flight() == 0 && (self.out_bytes, self.out_runs) == (0, 0)
     }
 }

@@ -1,8 +1,8 @@
 //! Adding a server: [`Cluster::add_server`].
 //!
 //! The rule it keeps: a server is known to the pools after its session has begun, so that no
-//! request waits for the connection. Lanes make their ports to it when they next look
-//! (`lane/ports.rs`).
+//! request waits for the connection. I/O queues make their ports to it when they next look
+//! (`io_queue/port.rs`).
 
 use std::sync::Arc;
 

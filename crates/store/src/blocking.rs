@@ -338,7 +338,8 @@ fn panic_text(payload: Box<dyn Any + Send>) -> String {
     }
 }
 
-/// Doorbell of the lane that waits for work done elsewhere. One write per sleep of the lane.
+/// Doorbell of the I/O queue that waits for work done elsewhere. One write per sleep of the I/O
+/// queue.
 pub(crate) struct Waker {
     event: Held<EventFd>,
     woken: AtomicBool,
@@ -353,7 +354,7 @@ impl Waker {
         })
     }
 
-    /// Wakes the lane. Call after the result was put where the lane looks.
+    /// Wakes the I/O queue. Call after the result was put where the I/O queue looks.
     pub(crate) fn wake(&self) {
         if !self.woken.swap(true, Ordering::AcqRel) {
             // A write only fails when the counter is full: the descriptor is readable anyway.

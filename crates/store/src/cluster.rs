@@ -40,7 +40,8 @@ pub struct ClusterOptions {
     /// on other servers. Default: 3 s.
     pub dead_after: Duration,
     /// Time from a server's first failure for which a write-back waits for a new channel before a
-    /// copy misses it. Default: 50 ms. A lane looks each 50 ms, so the wait takes up to twice that.
+    /// copy misses it. Default: 50 ms. An I/O queue looks each 50 ms, so the wait takes up to twice
+    /// that.
     pub reopen_within: Duration,
     /// Upper bound of the bytes per second that are copied to replace lost copies. `None`: no
     /// bound. Default: 256 MiB.
@@ -59,7 +60,7 @@ impl Default for ClusterOptions {
     }
 }
 
-/// The memory servers of a runtime, shared by its regions and lanes.
+/// The memory servers of a runtime, shared by its regions and I/O queues.
 pub struct Cluster {
     sessions: Roster<Arc<Session>>,
     pub(crate) deadline: Duration,

@@ -8,14 +8,13 @@
 //!
 //! - [`Cluster`]: the memory servers of a runtime and the slots carved out of what they granted.
 //! - [`PageStore`]: the pages of one region, kept by memory servers or by a user's own [`Store`].
-//! - [`Lane`]: the I/O of one worker thread, which moves pages.
+//! - [`IoQueue`]: the I/O of one worker thread, which moves pages.
 #![forbid(unsafe_code)]
 
 mod adds;
 mod blocking;
 mod cluster;
 mod codec;
-mod copier;
 mod drain;
 mod drains;
 mod elements;
@@ -24,7 +23,8 @@ mod error;
 mod file;
 mod groups;
 mod health;
-mod lane;
+mod io_queue;
+mod mover;
 mod named;
 mod names;
 mod options;
@@ -43,7 +43,6 @@ mod snapshots;
 mod stats;
 #[cfg(test)]
 mod tests;
-mod transfer;
 
 pub use adds::AddServerError;
 pub use blocking::{BlockingOptions, Store};
@@ -56,7 +55,7 @@ pub use entry::EntryWords;
 pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError, TableError};
 pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};
-pub use lane::{Lane, RunBuffer, RunCompletion, RunCounts, StoreCall};
+pub use io_queue::{IoLoad, IoQueue, RunBuffer, RunCompletion, RunCounts, RunTiming, StoreCall};
 pub use names::{NamedRegion, NamesError};
 pub use options::{Redundancy, RedundancyError, RemoteOptions, Reserve};
 pub use page::{PageIndex, PageIter, PageRange};

@@ -37,7 +37,7 @@ const EXTENT_BYTES_MAX: u64 = 1 << 30;
 
 /// Slots on all servers for the regions that share it.
 pub(crate) struct SlotPool {
-    /// Port (of every lane) and session of each server, as this pool numbers the servers: a
+    /// Port (of every I/O queue) and session of each server, as this pool numbers the servers: a
     /// published region keeps its own numbers.
     servers: Roster<(usize, Arc<Session>)>,
     purpose: Purpose,
@@ -52,7 +52,7 @@ pub(crate) struct SlotPool {
     seen: AtomicU64,
     /// Slots by the server that their extents' groups were granted at first.
     arenas: Roster<Arc<Mutex<Arena>>>,
-    groups: GroupTable,
+    pub(crate) groups: GroupTable,
     /// Bytes of the members on each server, of a pool with copies.
     copied_bytes: Box<[AtomicU64]>,
     /// Server on which a copy was damaged, plus 1, until that is logged; 0 without one.
@@ -199,7 +199,7 @@ impl SlotPool {
         spans
     }
 
-    pub(crate) fn session(&self, server: u8) -> &Session {
+    pub(crate) fn session(&self, server: u8) -> &Arc<Session> {
         &self.servers[server as usize].1
     }
 
@@ -245,7 +245,7 @@ impl SlotPool {
 
     /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for `slots` slots
     /// from `place` on: they are now in pages' entries, were freed, or are given up with their
-    /// lane.
+    /// I/O queue.
     pub(crate) fn settle(&self, place: SlotPlace, slots: usize) {
         self.end_writes(place, slots);
         self.settle_ended(slots);
@@ -279,17 +279,6 @@ impl SlotPool {
         drop(arena);
         self.grants.fetch_add(1, Ordering::Release);
         Some(index)
-    }
-
-    /// Adds an index that a published map does not use. The index stays unused until
-    /// [`end_gaps`](Self::end_gaps).
-    pub(crate) fn add_gap(&self) {
-        self.groups.add_gap();
-    }
-
-    /// Allows use of the gaps: all extents have the indices that a published map knows.
-    pub(crate) fn end_gaps(&self) {
-        self.groups.end_gaps();
     }
 
     /// True if the place is on an extent of this pool, which is one without copies.

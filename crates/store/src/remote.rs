@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: an entry is replaced only when the new bytes are complete, and the old slot
 //! is freed only after that; a failure on the way leaves the last good copy. Moving the bytes is
-//! left to the [`Lane`](crate::Lane).
+//! left to the [`IoQueue`](crate::IoQueue).
 
 use std::{
     collections::HashSet,
@@ -251,6 +251,14 @@ impl PageStore {
         }
     }
 
+    /// Returns the part in remote memory of a store that has one.
+    pub(crate) fn remote_backing(&self) -> &RemoteStore {
+        match &self.backing {
+            Backing::Remote(remote) => remote,
+            Backing::Blocking(_) => unreachable!("users' stores have no channels and no snapshots"),
+        }
+    }
+
     /// True if the pages are kept in a user's own store, whose calls may do anything.
     pub fn is_users_own(&self) -> bool {
         matches!(self.backing, Backing::Blocking(_))
@@ -315,14 +323,14 @@ impl PageStore {
         black_box(self.table.is_stored(page));
     }
 
-    /// Counts `pages` pages that left unchanged, without a [`Lane`](crate::Lane).
+    /// Counts `pages` pages that left unchanged, without an [`IoQueue`](crate::IoQueue).
     pub fn count_clean(&self, pages: usize) {
         let clean = &self.stats.write_backs_clean;
         clean.fetch_add(pages as u64, Ordering::Relaxed);
     }
 
     /// Counts `pages` pages that nothing is stored of and that are in local memory now, without a
-    /// [`Lane`](crate::Lane).
+    /// [`IoQueue`](crate::IoQueue).
     pub fn count_made(&self, pages: usize) {
         (self.stats.fills_never).fetch_add(pages as u64, Ordering::Relaxed);
     }

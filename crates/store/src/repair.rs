@@ -29,7 +29,8 @@
 //! extent goes back to its server at once. From then on such a READ is refused, or brings zeros or
 //! whatever the server has there: bytes of other clients never, since an extent's number is not
 //! used twice and shared memory is not lent again. The hash tells right bytes from all others, and
-//! the lane repeats the READ where the table says by then (`lane/home.rs`, `lane/fill.rs`).
+//! the I/O queue repeats the READ where the table says by then (`io_queue/copies.rs`,
+//! `io_queue/fill.rs`).
 //!
 //! A thread does this for a cluster with copies, or with a server that leaves. The thread sleeps
 //! while nothing is to be done. Nothing here verifies hashes: pages are verified when they are
@@ -172,7 +173,7 @@ impl WantedCopy {
     /// Returns the copies that a pool lacks, and those that are to leave their servers.
     fn all_of(pool: &Arc<SlotPool>) -> Vec<Self> {
         let any_leaving = pool.any_leaving();
-        let groups = (0..).zip(pool.groups());
+        let groups = (0..).zip(pool.groups.all());
         let wanted = groups.filter_map(|(index, group)| {
             // Nothing can be copied from a server that has lost the program's session.
             let is_lost = |server| pool.session(server).loss(false).is_some();

@@ -9,8 +9,8 @@ use farpage_fabric::{AllocError, ExtentId};
 
 use crate::{
     Cluster,
-    copier::Copier,
     groups::{ExtentGroup, Member, MemberState},
+    mover::Mover,
     pool::SlotPool,
 };
 
@@ -72,7 +72,7 @@ impl CopyPlan {
         refusals: &mut Refusals,
         dead_after: Duration,
     ) -> Result<Self, Repair> {
-        let group = pool.group_at(index).ok_or(Repair::Done)?;
+        let group = pool.groups.get(index).ok_or(Repair::Done)?;
         let (at, lost) = to_replace(pool, &group).ok_or(Repair::Done)?;
         if !group
             .good()
@@ -144,7 +144,7 @@ impl SealedGroup {
         let CopyPlan {
             at, lost, target, ..
         } = self.plan;
-        let group = self.pool.group_at(self.index);
+        let group = self.pool.groups.get(self.index);
         let group = group.filter(|group| group.has_extents_of(&self.plan.group));
         let found = (group.as_ref()).and_then(|group| to_replace(&self.pool, group));
         let is_there = found.is_some_and(|(now, _)| now == at)
@@ -198,7 +198,7 @@ impl SealedGroup {
             at, lost, target, ..
         } = self.plan;
         // Looked up now: the writes that were waited for may have changed the group.
-        let Some(group) = pool.group_at(index) else {
+        let Some(group) = pool.groups.get(index) else {
             return Repair::Done;
         };
         // 1. The extent.
@@ -217,9 +217,8 @@ impl SealedGroup {
         // 2. The bytes.
         let mut failure = None;
         for (_, source) in group.good().filter(|(_, it)| pool.is_usable(it.server)) {
-            let copied = Copier::new(cluster, pool, source, server)
-                .and_then(|mut copier| copier.copy_all(source, (server, id), pieces));
-            match copied {
+            let rate = cluster.repair_rate;
+            match Mover::new(pool).copy(pieces, source, (server, id), rate) {
                 // 3. The table.
                 Ok(()) => {
                     pool.replace(index, at, Some((server, id)));
@@ -230,7 +229,12 @@ impl SealedGroup {
                     }
                     return Repair::Done;
                 }
-                Err(error) => failure = Some(error),
+                Err((failed, error)) => {
+                    if error.is_silence() {
+                        cluster.health.failed(pool.port(failed));
+                    }
+                    failure = Some(error.to_string());
+                }
             }
             if !pool.is_usable(server) {
                 break;

@@ -13,7 +13,7 @@ const GIVEN_BACK_MAX: usize = 1024;
 
 /// Hold on all that a region's pages had in remote memory at one moment, for a copy of the
 /// process. Pages may be written back, discarded and moved meanwhile, and the region may be
-/// retired. [`Lane::fill_copy`](crate::Lane::fill_copy) reads pages as they were.
+/// retired. [`IoQueue::fill_copy`](crate::IoQueue::fill_copy) reads pages as they were.
 ///
 /// Dropping a snapshot frees what no page and no other snapshot needs. Surplus extents go back to
 /// their servers, which are asked and waited for.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// Counters of one store, shared by all its lanes.
+        /// Counters of one store, shared by all its I/O queues.
         #[derive(Debug, Default)]
         pub struct StoreStats {
             $($(#[$doc])* pub(crate) $name: AtomicU64,)*

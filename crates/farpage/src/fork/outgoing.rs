@@ -67,7 +67,7 @@ pub(super) struct Outgoing {
     sent: Option<Sent>,
     /// True if the scratch has pages that nobody needs.
     is_scratch_used: bool,
-    /// Changed pages that the lane has had no room for.
+    /// Changed pages that the I/O queue has had no room for.
     pub(super) to_write: VecDeque<(usize, Vec<u8>)>,
     /// Changed pages that are not written yet: true if a thread of the child waits for the page.
     leaving: HashMap<usize, bool>,

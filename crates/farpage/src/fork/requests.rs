@@ -1,54 +1,55 @@
-//! [`Requests`]: what the keeper's lane reads and writes just now.
+//! [`KeeperRequest`]: what the keeper's I/O queue reads or writes.
 //!
 //! The rule it keeps: the end of a store or of a snapshot may ask servers, so none ends inside the
-//! lane, whose request may be the last to hold it.
+//! I/O queue: the request may be the last to hold it, and is handed back first.
 
-use std::{collections::HashMap, mem, sync::Arc};
+use std::sync::Arc;
 
 use farpage_fabric::ConnectError;
-use farpage_store::{Cluster, Lane};
+use farpage_store::{Cluster, IoQueue};
 
-use super::{image::Image, stored::Place};
+use super::{forked::Arriving, image::Image, stored::Place};
 
 /// Place that a request reads or writes, and the image of its child.
 pub(super) type Source = (Place, Arc<Image>);
 
-/// Sources of all requests that the lane has not completed.
-#[derive(Default)]
-pub(super) struct Requests {
-    sources: HashMap<u64, Source>,
-    /// Sources of completed requests whose child has ended.
-    spent: Vec<Source>,
+/// Request to the keeper's I/O queue.
+pub(super) struct KeeperRequest {
+    pub(super) task: KeeperTask,
+    pub(super) source: Source,
 }
 
-impl Requests {
-    /// Notes what the request of this tag reads or writes.
-    pub(super) fn begin(&mut self, tag: u64, source: Source) {
-        self.sources.insert(tag, source);
-    }
-
-    /// Notes that the request of this tag has ended. `is_alive` says that its child has not.
-    pub(super) fn end(&mut self, tag: u64, is_alive: bool) {
-        let source = self.sources.remove(&tag);
-        self.spent.extend(source.filter(|_| !is_alive));
-    }
-
-    /// Returns the sources of requests whose child has ended, which may be the last to be dropped.
-    pub(super) fn take_spent(&mut self) -> Option<Vec<Source>> {
-        (!self.spent.is_empty()).then(|| mem::take(&mut self.spent))
-    }
+/// Purpose of a request.
+pub(super) enum KeeperTask {
+    Read(Arriving),
+    /// WRITE of changed bytes of a child's page, by the page's address.
+    Write {
+        child: u64,
+        address: usize,
+    },
 }
 
-/// Returns the lane to the servers. Made at the first call.
+pub(super) type KeeperQueue = IoQueue<KeeperRequest, Vec<u8>>;
+
+/// Returns the pages that the I/O queue is reading.
+pub(super) fn arriving(io: &Option<KeeperQueue>) -> impl Iterator<Item = &Arriving> {
+    let requests = io.iter().flat_map(IoQueue::requests);
+    requests.filter_map(|request| match &request.task {
+        KeeperTask::Read(arriving) => Some(arriving),
+        KeeperTask::Write { .. } => None,
+    })
+}
+
+/// Returns the I/O queue to the servers. Made at the first call.
 ///
 /// # Errors
-/// As [`Lane::new`].
-pub(super) fn lane_of<'a>(
-    lane: &'a mut Option<Lane<Vec<u8>>>,
+/// As [`IoQueue::new`].
+pub(super) fn queue_of<'a>(
+    io: &'a mut Option<KeeperQueue>,
     cluster: &Arc<Cluster>,
-) -> Result<&'a mut Lane<Vec<u8>>, ConnectError> {
-    match lane {
-        Some(lane) => Ok(lane),
-        None => Ok(lane.insert(Lane::new(cluster)?)),
+) -> Result<&'a mut KeeperQueue, ConnectError> {
+    match io {
+        Some(io) => Ok(io),
+        None => Ok(io.insert(IoQueue::new(cluster)?)),
     }
 }

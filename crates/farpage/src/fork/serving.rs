@@ -1,11 +1,11 @@
 //! [`Serving`]: the keeper's thread.
 //!
-//! The rule it keeps: a turn waits for no child. What has to wait for one, or for room in the lane,
-//! waits in a queue of its own until a later turn.
+//! The rule it keeps: a turn waits for no child. What has to wait for one, or for room in the I/O
+//! queue, waits in a queue of its own until a later turn.
 
 use std::{
     collections::{HashMap, VecDeque},
-    io, mem,
+    io, iter, mem,
     os::fd::{AsFd, OwnedFd},
     sync::{Arc, atomic::Ordering},
     thread,
@@ -13,7 +13,7 @@ use std::{
 };
 
 use farpage_pager::Lender;
-use farpage_store::{Cluster, EntryWords, Lane, RunCompletion};
+use farpage_store::{Cluster, EntryWords, StoreError};
 use farpage_vm::{
     KernelSpace, Refusal,
     child::{ChildEvent, ChildMemory},
@@ -25,7 +25,7 @@ use super::{
     forked::{Arriving, Child, View, words_of},
     link::{self, Kind},
     outgoing::Outgoing,
-    requests::{Requests, lane_of},
+    requests::{KeeperQueue, KeeperRequest, KeeperTask, Source, arriving, queue_of},
     shared::{Shared, locked},
     stored::Place,
 };
@@ -55,7 +55,7 @@ enum Begun {
     Done,
     /// The fault waits for the child's agent, or for another page.
     Waits,
-    /// The lane has no room.
+    /// The I/O queue has no room.
     NoRoom,
 }
 
@@ -71,17 +71,14 @@ pub(super) struct Serving {
     half: usize,
     /// Upper bound of the bytes that were brought into one child.
     share: usize,
-    /// Lane to the servers, from the first absent page on.
-    lane: Option<Lane<Vec<u8>>>,
+    /// I/O queue to the servers, from the first absent page on.
+    io: Option<KeeperQueue>,
     visitors: Vec<Visitor>,
     children: HashMap<u64, Child>,
     next_child: u64,
-    arriving: HashMap<u64, Arriving>,
-    /// Pages whose changed bytes are being written, by tag: child and address.
-    writing: HashMap<u64, (u64, usize)>,
-    requests: Requests,
-    next_tag: u64,
-    /// Faults that the lane had no room for.
+    /// Sources of completed requests whose child has ended, which may be the last to be dropped.
+    spent: Vec<Source>,
+    /// Faults that the I/O queue had no room for.
     faults: VecDeque<Arriving>,
     /// Pages that children could not take yet.
     ready: Vec<(Arriving, Vec<u8>)>,
@@ -103,14 +100,11 @@ impl Serving {
             lent: 0,
             half: 0,
             share: SHARE_BYTES_MIN,
-            writing: HashMap::new(),
-            requests: Requests::default(),
-            lane: None,
+            io: None,
             visitors: Vec::new(),
             children: HashMap::new(),
             next_child: 0,
-            arriving: HashMap::new(),
-            next_tag: 0,
+            spent: Vec::new(),
             faults: VecDeque::new(),
             ready: Vec::new(),
             next_look: Instant::now(),
@@ -177,8 +171,8 @@ impl Serving {
         if !self.shared.is_held.load(Ordering::SeqCst) {
             fds.push(readable(self.listener.as_fd()));
         }
-        if let Some(lane) = &self.lane
-            && let Some(time) = lane.wait(&mut fds)
+        if let Some(io) = &self.io
+            && let Some(time) = io.wait(&mut fds)
         {
             sooner(time);
         }
@@ -325,10 +319,10 @@ impl Serving {
         if let Err(error) = child.memory.events(&mut events) {
             tracing::error!(%error, "cannot read the faults of a process made by fork");
         }
-        let arriving = &self.arriving;
+        let io = &self.io;
         let is_idle = |address: usize| {
             let is_read = |it: &Arriving| (it.child, it.address) == (key, address);
-            !arriving.values().any(is_read)
+            !arriving(io).any(is_read)
         };
         for event in events {
             match event {
@@ -351,36 +345,33 @@ impl Serving {
 
     /// Brings in the pages of faults, and puts those that have come into their children.
     fn fill(&mut self) {
-        let mut done: Vec<RunCompletion<Vec<u8>>> = Vec::new();
-        if let Some(lane) = &mut self.lane {
-            lane.poll(&mut done);
+        let mut done = Vec::new();
+        if let Some(io) = &mut self.io {
+            io.poll();
+            done.extend(iter::from_fn(|| io.take_ended()));
         }
         let ready = mem::take(&mut self.ready);
         for (arriving, bytes) in ready {
             self.put(arriving, bytes);
         }
         for completion in done {
-            let written = self.writing.remove(&completion.tag);
-            let arriving = self.arriving.remove(&completion.tag);
-            let child = written.map(|(child, _)| child);
-            let child = child.or(arriving.map(|arriving| arriving.child));
-            let is_alive = child.is_some_and(|child| self.children.contains_key(&child));
-            self.requests.end(completion.tag, is_alive);
-            if !is_alive {
+            let KeeperRequest { task, source } = completion.request;
+            let (KeeperTask::Read(Arriving { child, .. }) | KeeperTask::Write { child, .. }) = task;
+            if !self.children.contains_key(&child) {
+                self.spent.push(source);
                 continue;
             }
-            if let Some((child, address)) = written {
-                self.has_written(child, address, completion);
-                continue;
-            }
-            let arriving = arriving.expect("a tag is used once");
-            match completion.failed.into_iter().next() {
-                None => self.put(arriving, completion.frame),
-                Some((_, error)) if arriving.is_wanted => {
+            let error = completion.failed.into_iter().next().map(|(_, error)| error);
+            match (task, error) {
+                (KeeperTask::Write { child, address }, error) => {
+                    self.has_written(child, address, completion.frame, error);
+                }
+                (KeeperTask::Read(arriving), None) => self.put(arriving, completion.frame),
+                (KeeperTask::Read(arriving), Some(error)) if arriving.is_wanted => {
                     self.give_up(arriving, completion.frame.len(), &error);
                 }
                 // Read ahead: the next fault there tries again.
-                Some(_) => {}
+                (KeeperTask::Read(_), Some(_)) => {}
             }
         }
         let mut waiting = VecDeque::new();
@@ -453,8 +444,8 @@ impl Serving {
                 return Begun::Done;
             }
         }
-        let lane = match lane_of(&mut self.lane, &self.cluster) {
-            Ok(lane) => lane,
+        let io = match queue_of(&mut self.io, &self.cluster) {
+            Ok(io) => io,
             Err(error) => {
                 self.give_up(wanted, page_bytes, &error);
                 return Begun::Done;
@@ -472,27 +463,40 @@ impl Serving {
             let is_same = |other: &Arriving| {
                 (other.child, other.address) == (arriving.child, arriving.address)
             };
-            if let Some(other) = self.arriving.values_mut().find(|other| is_same(other)) {
+            let other = io
+                .requests_mut()
+                .find_map(|request| match &mut request.task {
+                    KeeperTask::Read(other) if is_same(other) => Some(other),
+                    _ => None,
+                });
+            if let Some(other) = other {
                 other.is_wanted |= arriving.is_wanted;
                 continue;
             }
-            let tag = self.next_tag;
             let (page, frame) = (first + at, vec![0; page_bytes]);
             let place = child.view.stored.place(region, address);
-            let began = match &place {
-                Place::Image => lane.fill_copy(&region.snapshot, page, words_of(words), frame, tag),
-                Place::Own(store) => lane.fill(store, page, frame, tag),
-                Place::Inherited(snapshot, words) => {
-                    lane.fill_copy(snapshot, page, *words, frame, tag)
-                }
+            let store = match &place {
+                Place::Image => region.snapshot.store(),
+                Place::Own(store) => store,
+                Place::Inherited(snapshot, _) => snapshot.store(),
             };
-            if began.is_err() {
+            if !io.has_room(store) {
                 // Too much is in flight. What is read ahead is left out then.
                 return if at > 0 { Begun::Done } else { Begun::NoRoom };
             }
-            self.next_tag += 1;
-            self.arriving.insert(tag, arriving);
-            self.requests.begin(tag, (place, image.clone()));
+            let request = KeeperRequest {
+                task: KeeperTask::Read(arriving),
+                source: (place.clone(), image.clone()),
+            };
+            match &place {
+                Place::Image => {
+                    io.fill_copy(&region.snapshot, page, words_of(words), frame, request);
+                }
+                Place::Own(store) => io.fill(store, page, frame, request),
+                Place::Inherited(snapshot, words) => {
+                    io.fill_copy(snapshot, page, *words, frame, request);
+                }
+            }
         }
         child.ahead = (start + count * page_bytes, count);
         Begun::Done
@@ -524,20 +528,19 @@ impl Serving {
     }
 
     /// Takes note of the end of the WRITE of changed bytes.
-    fn has_written(&mut self, key: u64, address: usize, completion: RunCompletion<Vec<u8>>) {
+    fn has_written(&mut self, key: u64, address: usize, bytes: Vec<u8>, error: Option<StoreError>) {
         let Some(child) = self.children.get_mut(&key) else {
             return;
         };
-        let bytes = completion.frame;
         let is_wanted = child.outgoing.has_left(address, bytes.len());
-        let is_only_copy = match completion.failed.into_iter().next() {
+        let is_only_copy = match error {
             None => {
                 let image = child.view.image.clone();
                 let region = image.region(address).expect("pages are in regions");
                 child.view.stored.insert(region, address);
                 false
             }
-            Some((_, error)) => {
+            Some(error) => {
                 child
                     .outgoing
                     .give_up(&format!("its changed pages cannot be written: {error}"));
@@ -601,9 +604,9 @@ impl Serving {
             if self.visitors.iter().any(is_forking) {
                 continue;
             }
-            let (arriving, ready) = (&self.arriving, &self.ready);
+            let (io, ready) = (&self.io, &self.ready);
             let is_busy = |address: usize| {
-                let mut all = arriving.values().chain(ready.iter().map(|(it, _)| it));
+                let mut all = arriving(io).chain(ready.iter().map(|(it, _)| it));
                 all.any(|it| (it.child, it.address) == (key, address))
             };
             let child = self.children.get_mut(&key).expect("a child of this turn");
@@ -622,8 +625,8 @@ impl Serving {
                 .expect("pages are in regions");
             let store = child.view.stored.store(region);
             let store = store.map_err(|error| error.to_string());
-            let lane = lane_of(&mut self.lane, &self.cluster).map_err(|error| error.to_string());
-            let (store, lane) = match store.and_then(|store| Ok((store, lane?))) {
+            let io = queue_of(&mut self.io, &self.cluster).map_err(|error| error.to_string());
+            let (store, io) = match store.and_then(|store| Ok((store, io?))) {
                 Ok(both) => both,
                 Err(error) => {
                     let why = format!("its changed pages have no remote memory: {error}");
@@ -639,19 +642,18 @@ impl Serving {
                     return self.write(key);
                 }
             };
-            let tag = self.next_tag;
-            match lane.write_back(&store, region.page(address).0, bytes, tag) {
-                Ok(()) => {
-                    self.next_tag += 1;
-                    self.writing.insert(tag, (key, address));
-                    let image = child.view.image.clone();
-                    self.requests.begin(tag, (Place::Own(store), image));
-                }
-                Err(bytes) => {
-                    child.outgoing.to_write.push_front((address, bytes));
-                    return;
-                }
+            if !io.has_room(&store) {
+                child.outgoing.to_write.push_front((address, bytes));
+                return;
             }
+            let request = KeeperRequest {
+                task: KeeperTask::Write {
+                    child: key,
+                    address,
+                },
+                source: (Place::Own(store.clone()), child.view.image.clone()),
+            };
+            io.write_back(&store, region.page(address).0, bytes, request);
         }
     }
 
@@ -675,8 +677,8 @@ impl Serving {
 
     /// Forgets the children that have ended, or have called `exec`.
     fn look_for_ended(&mut self) {
-        if let Some(spent) = self.requests.take_spent() {
-            self.shared.drop_elsewhere(spent);
+        if !self.spent.is_empty() {
+            self.shared.drop_elsewhere(mem::take(&mut self.spent));
         }
         let now = Instant::now();
         if now < self.next_look {

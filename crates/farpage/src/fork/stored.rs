@@ -16,6 +16,7 @@ use farpage_store::{CreateError, EntryWords, PageStore, Snapshot};
 use super::image::{Image, ImageRegion};
 
 /// Place of the bytes of a page that the child does not have in its memory.
+#[derive(Clone)]
 pub(super) enum Place {
     /// Slot of the parent's page at the fork.
     Image,

@@ -25,7 +25,10 @@ use nix::{
 use smallvec::SmallVec;
 
 use crate::{
-    filler::Filler, run::StoreFrame, shared::SharedParts, waker::WorkerWaker, worker::RETRY,
+    filler::Filler,
+    run::PageRun,
+    shared::SharedParts,
+    waker::{RETRY, WorkerWaker, sleep_on},
 };
 
 /// Number of attempts at a filler's lock before its handler sleeps: as long as a turn takes that
@@ -73,7 +76,7 @@ pub(super) type Dues = SmallVec<[Due; 4]>;
 /// Consequence of a turn of a filler.
 pub(super) enum TurnOutcome<A: AddressSpace> {
     /// Call to be made without the filler, which then goes on.
-    Call(StoreCall<StoreFrame<A::Frame>>),
+    Call(StoreCall<PageRun<A::Frame>>),
     /// End of the turn. `again`: the next turn may find something to do at once.
     Done { again: bool },
 }
@@ -90,7 +93,7 @@ impl<A: AddressSpace> FillerTasks<A> {
         shared: &Arc<SharedParts<A>>,
         mut fillers: Vec<Filler<A>>,
     ) -> io::Result<FillerTasks<A>> {
-        fillers.iter_mut().for_each(Filler::keep_calls);
+        (fillers.iter_mut()).for_each(|filler| filler.io().keep_calls());
         let all = fillers.into_iter().map(FillerTask::new);
         Ok(FillerTasks {
             shared: shared.clone(),
@@ -119,10 +122,10 @@ impl<A: AddressSpace> FillerTasks<A> {
     }
 
     /// Takes a turn of a filler after its call has returned.
-    pub(super) fn go_on(&self, shard: usize, call: StoreCall<StoreFrame<A::Frame>>) -> Turn<A> {
+    pub(super) fn go_on(&self, shard: usize, call: StoreCall<PageRun<A::Frame>>) -> Turn<A> {
         let task = &self.all[shard];
         let mut filler = task.lock();
-        filler.end_call(call);
+        filler.io().end_call(call);
         let busy = filler.turn(EventScope::Kept);
         self.leave(task, filler, busy)
     }
@@ -134,7 +137,7 @@ impl<A: AddressSpace> FillerTasks<A> {
         mut filler: MutexGuard<'_, Filler<A>>,
         busy: bool,
     ) -> Turn<A> {
-        let call = filler.take_call();
+        let call = filler.io().take_call();
         let again = busy && call.is_none() && filler.has_work();
         if !again {
             task.arm(&filler, self.started);
@@ -245,5 +248,79 @@ impl<A: AddressSpace> FillerTask<A> {
         let _ = self
             .channels
             .wait(&mut [EpollEvent::empty(); 4], EpollTimeout::ZERO);
+    }
+}
+
+/// Descriptors that a handler sleeps on, made once. Several handlers sleep on the same descriptors,
+/// and the first to wake takes the filler. So a wake-up that one has seen may be missed by another,
+/// which looks before it sleeps.
+pub(super) struct PollSet<'a, A: AddressSpace> {
+    tasks: &'a FillerTasks<A>,
+    /// The descriptor that says that fillers shall stop. Then of each shard its waker, its channels
+    /// and, where the address space has one, the descriptor of its faults.
+    fds: Vec<PollFd<'a>>,
+    has_faults_fd: bool,
+}
+
+impl<'a, A: AddressSpace> PollSet<'a, A> {
+    pub(super) fn new(tasks: &'a FillerTasks<A>) -> Self {
+        let shared = &tasks.shared;
+        let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        let mut fds = vec![readable(shared.doors.stopped())];
+        for shard in 0..tasks.len() {
+            fds.push(readable(tasks.waker(shard).fd()));
+            fds.push(readable(tasks.channels(shard)));
+            fds.extend(shared.mapper.wait(Shard(shard)).fd.map(readable));
+        }
+        PollSet {
+            tasks,
+            fds,
+            has_faults_fd: shared.mapper.wait(Shard(0)).fd.is_some(),
+        }
+    }
+
+    /// Makes every event from now on wake this handler. Appends earlier work, of which no event
+    /// tells. Returns the time until which to sleep, a past one if something is due.
+    pub(super) fn prepare(&self, dues: &mut Dues) -> Option<Instant> {
+        let tasks = self.tasks;
+        // The wakers stay prepared: other handlers may be asleep when this one wakes.
+        (0..tasks.len()).for_each(|shard| tasks.waker(shard).prepare());
+        for shard in 0..tasks.len() {
+            let is_known = dues.iter().any(|due| due.shard == shard);
+            if !is_known && tasks.is_called(shard) {
+                dues.push(Due::all(shard));
+            }
+        }
+        if dues.is_empty() {
+            tasks.until()
+        } else {
+            Some(tasks.started())
+        }
+    }
+
+    /// Sleeps until something happens, and appends the work that follows.
+    pub(super) fn sleep(&mut self, until: Option<Instant>, dues: &mut Dues) {
+        let tasks = self.tasks;
+        sleep_on(&mut self.fds, until);
+        let now_ns = until.map_or(0, |_| tasks.now_ns());
+        let mut fds = self.fds[1..].iter();
+        let mut told = || fds.next().is_some_and(|fd| fd.any() == Some(true));
+        for shard in 0..tasks.len() {
+            let woken = told();
+            tasks.waker(shard).clear(woken);
+            let channels = told();
+            let faults = self.has_faults_fd && told();
+            let is_late = tasks.is_late(shard, now_ns);
+            if let Some(due) = dues.iter_mut().find(|due| due.shard == shard) {
+                due.channels |= channels;
+            } else if woken || channels || faults || is_late {
+                dues.push(Due {
+                    shard,
+                    // Faults that no descriptor tells of come with a wake-up.
+                    faults: faults || woken,
+                    channels,
+                });
+            }
+        }
     }
 }

@@ -35,9 +35,9 @@
 //!   (`Model::is_worth_a_trial`). After the first samples, sampling takes one part in
 //!   [`SAMPLE_SHARE`] of the time. So changes of the data are noticed, and where compression does
 //!   not pay only that part is spent on it.
-//! - Rates: the bytes that arrived while a lane slept that had requests in flight all the time
-//!   (`adaptive/link.rs`). As long as no lane waits for the link its rate is unknown and taken as
-//!   infinite, and pages stay raw.
+//! - Rates: the bytes that arrived while an I/O queue slept that had requests in flight all the
+//!   time (`adaptive/link.rs`). As long as no I/O queue waits for the link its rate is unknown and
+//!   taken as infinite, and pages stay raw.
 //! - Processor time: the process's own clock.
 
 mod link;
@@ -477,7 +477,7 @@ mod tests {
 
     /// 32 pages are written in each epoch, at 0.1 Gb/s.
     #[test]
-    fn what_lanes_wait_for_decides() {
+    fn what_queues_wait_for_decides() {
         let traffic = Arc::default();
         let (chooser, scheme) = chooser(&traffic);
         write(&chooser, &scheme, 3);

@@ -203,8 +203,8 @@ impl Coder {
 /// Encodes `plain` into `block`. Returns the block's length.
 fn lz4(table: &mut CompressTable, plain: &[u8], block: &mut [u8]) -> usize {
     // The small table is faster, and serves pages below 64 KiB. At the first longer page the
-    // library replaces it by the large one, for good. That is fine here, because a lane mostly sees
-    // one page size.
+    // library replaces it by the large one, for good. That is fine here, because an I/O queue
+    // mostly sees one page size.
     compress_into_with_table(plain, block, table).expect("the output has its greatest length")
 }
 

@@ -11,6 +11,5 @@
 //! cost nothing. Entries name servers and extents by their index in the manifest.
 
 mod manifest;
-mod mover;
 mod open;
 mod publish;

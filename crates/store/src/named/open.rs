@@ -9,14 +9,12 @@ use farpage_fabric::{
     Extent, ExtentId, OpenNameError, PublishError, Session, Versions, log::later,
 };
 
-use super::{
-    manifest::{Manifest, RegionManifest, VERSION, places_of, span_of, words_of},
-    mover::{MoveError, Mover},
-};
+use super::manifest::{Manifest, RegionManifest, VERSION, places_of, span_of, words_of};
 use crate::{
     Cluster, OpenStoreError, PageIndex, PageStore,
     codec::{self, Chooser, Scheme},
     entry::{PageEntry, PageTable},
+    mover::{MoveError, Mover},
     names::Claim,
     place::SlotSpan,
     pool::{PoolReservation, Purpose, SlotPool},
@@ -415,7 +413,7 @@ impl OpenedName {
         let pool = cluster.own_pool(ports, purpose(&sessions[first]));
         for extent in &self.manifest.extents {
             let Some((server, id)) = *extent else {
-                pool.add_gap();
+                pool.groups.add_gap();
                 continue;
             };
             let endpoint = self
@@ -440,7 +438,7 @@ impl OpenedName {
             let (_, extent) = found.ok_or_else(missing)?;
             pool.add(server, extent.id, extent.bytes);
         }
-        pool.end_gaps();
+        pool.groups.end_gaps();
         Ok(pool)
     }
 

@@ -5,14 +5,12 @@
 
 use farpage_fabric::{ControlError, PublishError, Versions};
 
-use super::{
-    manifest::{Manifest, RegionManifest, VERSION, bytes_of, places_of, span_of, words_of},
-    mover::{MoveError, Mover},
-};
+use super::manifest::{Manifest, RegionManifest, VERSION, bytes_of, places_of, span_of, words_of};
 use crate::{
     PageStore, PublishStoreError,
     codec::{self, Form},
     entry::{EntryWords, PageEntry, portable},
+    mover::{MoveError, Mover},
     place::SlotSpan,
     pool::SlotPool,
     publications::{Ended, PIECE_BYTES, map_bytes},

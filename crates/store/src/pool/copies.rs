@@ -22,16 +22,6 @@ impl SlotPool {
         self.groups.get(place.extent)
     }
 
-    /// Returns the group at an index, unless it is gone.
-    pub(crate) fn group_at(&self, index: u32) -> Option<ExtentGroup> {
-        self.groups.get(index)
-    }
-
-    /// Returns all groups, by index.
-    pub(crate) fn groups(&self) -> Vec<Option<ExtentGroup>> {
-        self.groups.all()
-    }
-
     /// True if two numbers are those of one server, which was named twice. A server that was
     /// started anew at the address of one that is lost is another.
     pub(crate) fn is_same(&self, one: u8, other: u8) -> bool {

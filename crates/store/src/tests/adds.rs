@@ -4,6 +4,7 @@ use farpage_wire::Endpoint;
 
 use super::{
     copies::{World, copied, impatient, raw},
+    drains::end_drains,
     *,
 };
 use crate::{AddServerError, repair::RepairTurn};
@@ -17,37 +18,28 @@ impl World {
         added.expect("the server lives");
         self.servers.push(server);
     }
-
-    fn endpoint_of(&self, server: usize) -> Endpoint {
-        self.cluster.sessions()[server].endpoint().clone()
-    }
 }
 
-/// Lanes are made before the server is added, and use it afterwards.
+/// I/O queues are made before the server is added, and use it afterwards.
 #[test]
-fn an_added_server_takes_part_in_grants_and_lanes_find_their_way_to_it() {
+fn an_added_server_takes_part_in_grants_and_io_queues_find_their_way_to_it() {
     for codec in CODECS {
         let mut world = World::of(1, impatient());
         let before = remote(&world.cluster, 64, 4096, codec);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io = queue(&world.cluster);
         let pages = odd_pages(4096, 0..64);
-        assert!(write_run(&mut lane, &before, 0, &pages).failed.is_empty());
+        write_pages(&mut io, &before, 0, &pages);
         world.add_server(SimConfig::new(7));
         world.add_server(SimConfig::new(8));
-        let granted = |world: &World, server: usize| {
-            let stat = world.cluster.sessions()[server].stat();
-            stat.expect("it lives").granted_bytes
-        };
-        assert_eq!((granted(&world, 1), granted(&world, 2)), (0, 0));
+        assert_eq!((world.granted_bytes(1), world.granted_bytes(2)), (0, 0));
         let after: Vec<_> = (0..3)
             .map(|_| remote(&world.cluster, 4096, 4096, codec))
             .collect();
-        assert!(granted(&world, 1) > 0 && granted(&world, 2) > 0);
+        assert!(world.granted_bytes(1) > 0 && world.granted_bytes(2) > 0);
         for store in after.iter().chain([&before]) {
             for _ in 0..3 {
-                assert!(write_run(&mut lane, store, 0, &pages).failed.is_empty());
-                let done = read_run(&mut lane, store, 0, 64);
-                assert!(done.failed.is_empty() && done.frame.bytes == pages);
+                write_pages(&mut io, store, 0, &pages);
+                assert!(read_pages(&mut io, store, 0, 64) == pages);
             }
         }
         assert!(world.servers[1].operations() > 0 && world.servers[2].operations() > 0);
@@ -55,16 +47,16 @@ fn an_added_server_takes_part_in_grants_and_lanes_find_their_way_to_it() {
 }
 
 #[test]
-fn a_lane_of_signal_handlers_reaches_an_added_server_once_its_ports_are_made() {
+fn an_io_queue_of_signal_handlers_reaches_an_added_server_once_its_ports_are_made() {
     let mut world = World::of(1, impatient());
-    let mut passive = Lane::<Piece>::passive(&world.cluster).expect("a lane");
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut passive = passive_queue(&world.cluster);
+    let mut io = queue(&world.cluster);
     world.add_server(SimConfig::new(7));
     let store = remote(&world.cluster, 1024, 4096, Codec::Raw);
     let pages = odd_pages(4096, 0..64);
     // Successive runs fall on successive servers.
     for (first, half) in [(0, &pages[..32 * 4096]), (32, &pages[32 * 4096..])] {
-        assert!(write_run(&mut lane, &store, first, half).failed.is_empty());
+        write_pages(&mut io, &store, first, half);
     }
     let is_there = |page: &u64| place_of(&store, *page).0.server == 1;
     let page = (0..64).find(is_there).expect("one of two servers");
@@ -75,11 +67,10 @@ fn a_lane_of_signal_handlers_reaches_an_added_server_once_its_ports_are_made() {
     );
     assert!(passive.lacks_channels());
     passive.open_lacking();
-    let limit = Instant::now() + Duration::from_secs(20);
-    while read(&mut passive, &store, page).ok() != Some(odd_page(4096, page)) {
-        assert!(Instant::now() < limit, "the channel never opens");
+    wait_until("the channel never opens", || {
         passive.open_lacking();
-    }
+        read(&mut passive, &store, page).ok() == Some(odd_page(4096, page))
+    });
     assert!(!passive.lacks_channels());
 }
 
@@ -113,7 +104,7 @@ fn a_program_moves_house_while_its_pages_come_and_go() {
         let mut model = vec![0; 96 * 4096];
         for round in 0..4 {
             world.add_server(SimConfig::new(100 * seed + round + 50));
-            let endpoint = world.endpoint_of(round as usize);
+            let endpoint = world.endpoint(round as usize);
             let World {
                 cluster, repairer, ..
             } = &mut world;
@@ -127,15 +118,7 @@ fn a_program_moves_house_while_its_pages_come_and_go() {
                 };
                 let failed = conform_amid(cluster, &store, &mut model, seed + round, 200, amid);
                 assert_eq!(failed, 0);
-                let limit = Instant::now() + Duration::from_secs(60);
-                while !drain.is_finished() {
-                    assert!(Instant::now() < limit, "seed {seed}: the drain never ends");
-                    repairer.turn(cluster);
-                }
-                drain
-                    .join()
-                    .expect("it does not panic")
-                    .expect("there is room");
+                end_drains([drain], repairer, cluster);
             });
             world.servers[round as usize].kill();
         }
@@ -147,7 +130,7 @@ fn a_program_moves_house_while_its_pages_come_and_go() {
 #[test]
 fn a_known_server_is_added_once_and_its_drain_ends() {
     let mut world = World::of(2, impatient());
-    let endpoint = world.endpoint_of(0);
+    let endpoint = world.endpoint(0);
     let again =
         |world: &World| (world.cluster).add_server(&endpoint, || panic!("the server is known"));
     again(&world).expect("it is known");

@@ -1,29 +1,19 @@
 //! Servers that are emptied while their pages come and go.
 
-use std::thread;
-
-use farpage_wire::Endpoint;
+use std::thread::{self, ScopedJoinHandle};
 
 use super::{
-    copies::{World, copied, impatient, members_of},
+    copies::{World, copied, impatient, impatient_within, members_of, waiting},
     snapshots::Child,
     *,
 };
 use crate::{
     DrainError, DrainReport, Redundancy,
+    repair::Repairer,
     sealed::{CopyPlan, Refusals, SealedGroup},
 };
 
 impl World {
-    fn endpoint(&self, server: usize) -> Endpoint {
-        self.cluster.sessions()[server].endpoint().clone()
-    }
-
-    fn granted_bytes(&self, server: usize) -> u64 {
-        let stat = self.cluster.sessions()[server].stat();
-        stat.expect("the server lives").granted_bytes
-    }
-
     /// Drains a server, with turns of the repairs between calls of `amid`.
     fn drain_amid(
         &mut self,
@@ -52,6 +42,23 @@ impl World {
     }
 }
 
+/// Waits for drains that find room, with turns of the repairs. Returns their reports.
+pub(super) fn end_drains<const N: usize>(
+    drains: [ScopedJoinHandle<'_, Result<DrainReport, DrainError>>; N],
+    repairer: &mut Repairer,
+    cluster: &Arc<Cluster>,
+) -> [DrainReport; N] {
+    let limit = Instant::now() + Duration::from_secs(60);
+    while !drains.iter().all(|drain| drain.is_finished()) {
+        assert!(Instant::now() < limit, "the drains never end");
+        repairer.turn(cluster);
+    }
+    drains.map(|drain| {
+        let report = drain.join().expect("it does not panic");
+        report.expect("there is room")
+    })
+}
+
 fn unnamed(
     world: &World,
     pages: u64,
@@ -71,9 +78,9 @@ fn unnamed(
     PageStore::remote(&world.cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
 }
 
-/// A drain begins at any step of a schedule of writes and fills on three lanes, and the repairs
-/// take a turn between any two steps. Operations take long on their way, so that many are under way
-/// when an extent moves.
+/// A drain begins at any step of a schedule of writes and fills on three I/O queues, and the
+/// repairs take a turn between any two steps. Operations take long on their way, so that many are
+/// under way when an extent moves.
 #[test]
 fn a_server_is_emptied_at_any_step_and_no_byte_changes() {
     let (mut moved, mut retries) = (0, 0);
@@ -114,15 +121,7 @@ fn a_server_is_emptied_at_any_step_and_no_byte_changes() {
                 0
             );
             let drain = drain.expect("it has begun");
-            let limit = Instant::now() + Duration::from_secs(60);
-            while !drain.is_finished() {
-                assert!(Instant::now() < limit, "seed {seed}: the drain never ends");
-                repairer.turn(cluster);
-            }
-            let report = drain
-                .join()
-                .expect("it does not panic")
-                .expect("there is room");
+            let [report] = end_drains([drain], repairer, cluster);
             moved += report.moved_bytes;
         });
         assert_eq!(world.granted_bytes(victim), 0, "seed {seed}");
@@ -154,19 +153,19 @@ fn a_server_is_emptied_at_any_step_and_no_byte_changes() {
 
 /// Reads all pages, which have their bytes. Those that are only on the server `dead` fail: one is
 /// tried, since each takes until the deadline. Returns their number.
-fn count_lost(lane: &mut Lane<Piece>, store: &Arc<PageStore>, pages: &[u8], dead: usize) -> usize {
+fn count_lost(io: &mut Queue, store: &Arc<PageStore>, pages: &[u8], dead: usize) -> usize {
     let mut lost = 0;
     for (page, bytes) in (0..).zip(pages.chunks(4096)) {
         let members = members_of(store, page);
         if (members.iter()).all(|it| usize::from(it.server) == dead) {
             if lost == 0 {
-                let error = read(lane, store, page).expect_err("its server is dead");
+                let error = read(io, store, page).expect_err("its server is dead");
                 assert!(matches!(error, StoreError::Remote { .. }), "{error}");
             }
             lost += 1;
             continue;
         }
-        let got = read(lane, store, page).expect("its server lives");
+        let got = read(io, store, page).expect("its server lives");
         assert!(got == bytes, "page {page} is another");
     }
     lost
@@ -174,10 +173,10 @@ fn count_lost(lane: &mut Lane<Piece>, store: &Arc<PageStore>, pages: &[u8], dead
 
 fn written_pages(world: &World, store: &Arc<PageStore>, pages: u64) -> Vec<u8> {
     let bytes = odd_pages(4096, 0..pages);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut io = queue(&world.cluster);
     for page in (0..pages).step_by(64) {
         let run = &bytes[page as usize * 4096..][..64 * 4096];
-        assert!(write_run(&mut lane, store, page, run).failed.is_empty());
+        write_pages(&mut io, store, page, run);
     }
     bytes
 }
@@ -198,10 +197,7 @@ fn a_server_that_dies_while_it_is_emptied_takes_only_what_had_not_moved() {
     let (mut lost, mut moved) = (0, 0);
     for seed in 0..8 {
         let copies = 1 + (seed % 2) as u8;
-        let options = ClusterOptions {
-            deadline: Duration::from_millis(500),
-            ..impatient()
-        };
+        let options = impatient_within(500);
         let mut world = World::new(
             (1..=3).map(|server| SimConfig::new(10 * seed + server)),
             options,
@@ -212,10 +208,10 @@ fn a_server_that_dies_while_it_is_emptied_takes_only_what_had_not_moved() {
         let report = world.drain(0);
         victim.kill();
         world.repair_as_far_as_possible();
-        let mut lane = Lane::new(&world.cluster).expect("the emptied server is not needed");
+        let mut io = queue(&world.cluster);
         let all = stores.iter().zip(&bytes);
         let missing: usize = all
-            .map(|(store, bytes)| count_lost(&mut lane, store, bytes, 0))
+            .map(|(store, bytes)| count_lost(&mut io, store, bytes, 0))
             .sum();
         match report {
             Ok(report) => {
@@ -239,15 +235,12 @@ fn a_server_that_dies_while_it_is_emptied_takes_only_what_had_not_moved() {
 fn a_target_may_die_while_a_server_is_emptied() {
     for seed in 0..8 {
         let copies = 1 + (seed % 2) as u8;
-        let options = ClusterOptions {
-            deadline: Duration::from_millis(500),
-            ..impatient()
-        };
+        let options = impatient_within(500);
         let configs = (1..=4).map(|server| SimConfig::new(10 * seed + server));
         let mut world = World::new(configs, options);
         let (stores, bytes) = many_extents(&world, copies);
-        // A new lane needs all servers but the one that was emptied.
-        let mut lane = Lane::new(&world.cluster).expect("all live");
+        // A new I/O queue needs all servers but the one that was emptied.
+        let mut io = queue(&world.cluster);
         let target = world.servers[1].clone();
         target.kill_after(1 + 25 * seed);
         world.drain(0).expect("two servers have room");
@@ -255,7 +248,7 @@ fn a_target_may_die_while_a_server_is_emptied() {
         world.repair_as_far_as_possible();
         assert_eq!(world.granted_bytes(0), 0, "seed {seed}");
         for (store, bytes) in stores.iter().zip(&bytes) {
-            let lost = count_lost(&mut lane, store, bytes, 1);
+            let lost = count_lost(&mut io, store, bytes, 1);
             assert!(
                 copies == 1 || lost == 0,
                 "seed {seed}: {lost} pages are lost"
@@ -267,21 +260,12 @@ fn a_target_may_die_while_a_server_is_emptied() {
 #[test]
 fn full_targets_are_an_error_that_says_what_is_left_and_a_later_drain_goes_on() {
     for copies in [1, 2] {
-        let configs = (1..=3).map(|seed| SimConfig {
-            capacity_bytes: 40 << 20,
-            ..SimConfig::new(seed)
-        });
+        let configs = (1..=3).map(|seed| lending(seed, 40 << 20));
         let mut world = World::new(configs, impatient());
         let store = unnamed(&world, 2048, copies, Codec::Raw, Reserve::Full);
         let bytes = written_pages(&world, &store, 2048);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
-        let mut fillers = Vec::new();
-        for bytes in [4 << 20, 1 << 20, 256 << 10, 64 << 10] {
-            let filler = RemoteOptions::default();
-            while let Ok(filler) = PageStore::remote(&world.cluster, REGION, bytes, 4096, &filler) {
-                fillers.push(filler);
-            }
-        }
+        let mut io = queue(&world.cluster);
+        let mut fillers = world.fill_up();
         let error = world.drain(0).expect_err("there is no room");
         let said = error.to_string();
         match error {
@@ -297,14 +281,14 @@ fn full_targets_are_an_error_that_says_what_is_left_and_a_later_drain_goes_on() 
             "{said}"
         );
         assert!(store.stats().draining_bytes > 0);
-        assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+        assert_eq!(count_lost(&mut io, &store, &bytes, 9), 0);
         fillers.clear();
         world.drain(0).expect("there is room now");
         assert_eq!(
             (world.granted_bytes(0), store.stats().draining_bytes),
             (0, 0)
         );
-        assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+        assert_eq!(count_lost(&mut io, &store, &bytes, 9), 0);
     }
 }
 
@@ -336,7 +320,7 @@ fn drains_at_once_never_drain_into_each_other() {
         let mut world = World::of(4, impatient());
         let store = unnamed(&world, 2048, copies, Codec::Raw, Reserve::Full);
         let bytes = written_pages(&world, &store, 2048);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io = queue(&world.cluster);
         let (one, other) = (world.endpoint(0), world.endpoint(1));
         let World {
             cluster, repairer, ..
@@ -344,17 +328,7 @@ fn drains_at_once_never_drain_into_each_other() {
         let cluster = &*cluster;
         let reports = thread::scope(|scope| {
             let drains = [&one, &other].map(|it| scope.spawn(|| cluster.drain_server(it)));
-            let limit = Instant::now() + Duration::from_secs(60);
-            while !drains.iter().all(|drain| drain.is_finished()) {
-                assert!(Instant::now() < limit, "the drains never end");
-                repairer.turn(cluster);
-            }
-            drains.map(|drain| {
-                drain
-                    .join()
-                    .expect("it does not panic")
-                    .expect("there is room")
-            })
+            end_drains(drains, repairer, cluster)
         });
         // No page moved twice.
         let moved: u64 = reports.iter().map(|report| report.moved_bytes).sum();
@@ -363,7 +337,7 @@ fn drains_at_once_never_drain_into_each_other() {
             "{moved} bytes moved"
         );
         assert_eq!((world.granted_bytes(0), world.granted_bytes(1)), (0, 0));
-        assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+        assert_eq!(count_lost(&mut io, &store, &bytes, 9), 0);
     }
 }
 
@@ -380,16 +354,16 @@ fn named_regions_stay_and_snapshots_follow() {
     let before = written_pages(&world, &store, 64);
     let child = Child::fork(&store, &before);
     let after: Vec<u8> = odd_pages(4096, 100..164);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    assert!(write_run(&mut lane, &store, 0, &after).failed.is_empty());
+    let mut io = queue(&world.cluster);
+    write_pages(&mut io, &store, 0, &after);
     let report = world.drain(0).expect("the other server has room");
     assert!(
         report.named_bytes > 0 && report.moved_bytes > 0,
         "{report:?}"
     );
     assert_eq!(world.granted_bytes(0), report.named_bytes);
-    assert_eq!(count_lost(&mut lane, &store, &after, 9), 0);
-    child.check(&mut lane);
+    assert_eq!(count_lost(&mut io, &store, &after, 9), 0);
+    child.check(&mut io);
     drop(named);
 }
 
@@ -429,10 +403,7 @@ fn a_named_region_grows_where_it_stays_and_a_new_one_is_elsewhere() {
 
 #[test]
 fn a_full_server_is_the_reason_for_a_lack_of_room_beside_one_that_leaves() {
-    let full = SimConfig {
-        capacity_bytes: 1 << 20,
-        ..SimConfig::new(2)
-    };
+    let full = lending(2, 1 << 20);
     let world = World::new([SimConfig::new(1), full], impatient());
     let store = on_demand(&world.cluster, 64 << 20, None);
     world.cluster.health.set_leaving(0, true);
@@ -448,12 +419,22 @@ fn an_emptied_server_that_was_silent_for_a_moment_keeps_names_again() {
     world.drain(0).expect("there is room");
     world.cluster.health.failed(0);
     assert_eq!(world.cluster.name_ports(), [1]);
-    let limit = Instant::now() + Duration::from_secs(20);
-    while !world.cluster.health.is_fine(0) {
-        assert!(Instant::now() < limit, "it is never asked again");
+    wait_until("it is never asked again", || {
         world.repairer.turn(&world.cluster);
-    }
+        world.cluster.health.is_fine(0)
+    });
     assert_eq!(world.cluster.name_ports(), [0, 1]);
+}
+
+#[test]
+fn a_server_that_nothing_can_be_copied_from_is_suspect() {
+    let mut world = World::of(2, waiting());
+    let store = unnamed(&world, 64, 1, Codec::Raw, Reserve::Full);
+    written_pages(&world, &store, 64);
+    world.cluster.health.set_leaving(0, true);
+    world.servers[0].cut();
+    world.repairer.turn(&world.cluster);
+    assert!(!world.cluster.health.is_fine(0) && world.cluster.health.is_fine(1));
 }
 
 #[test]
@@ -487,7 +468,7 @@ fn the_predecessor_of_a_server_at_its_address_does_not_decide_on_a_drain() {
     // Nothing is put on the predecessor.
     world.cluster.health.set_leaving(0, true);
     let (stores, bytes) = many_extents(&world, 1);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let mut io = queue(&world.cluster);
     assert!(world.granted_bytes(2) > 0);
     world.cluster.health.set_leaving(0, false);
     world.servers[0].kill();
@@ -495,16 +476,13 @@ fn the_predecessor_of_a_server_at_its_address_does_not_decide_on_a_drain() {
     world.drain(0).expect("the other server has room");
     assert_eq!(world.granted_bytes(2), 0);
     for (store, bytes) in stores.iter().zip(&bytes) {
-        assert_eq!(count_lost(&mut lane, store, bytes, 9), 0);
+        assert_eq!(count_lost(&mut io, store, bytes, 9), 0);
     }
 }
 
 #[test]
 fn a_drain_waits_for_a_target_that_is_silent_for_a_moment() {
-    let options = ClusterOptions {
-        dead_after: Duration::from_secs(600),
-        ..impatient()
-    };
+    let options = waiting();
     let mut world = World::of(1, options);
     let store = unnamed(&world, 64, 1, Codec::Raw, Reserve::Full);
     let bytes = written_pages(&world, &store, 64);
@@ -519,8 +497,8 @@ fn a_drain_waits_for_a_target_that_is_silent_for_a_moment() {
     };
     let report = world.drain_amid(0, amid).expect("the target comes back");
     assert!(report.moved_bytes > 0);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    assert_eq!(count_lost(&mut lane, &store, &bytes, 9), 0);
+    let mut io = queue(&world.cluster);
+    assert_eq!(count_lost(&mut io, &store, &bytes, 9), 0);
 }
 
 #[test]
@@ -538,12 +516,12 @@ fn a_copy_that_was_prepared_for_another_group_at_its_index_is_given_up() {
     let plan = plan.unwrap_or_else(|_| panic!("the other server has room"));
     assert!(world.granted_bytes(1) > 0);
     drop(store);
-    assert!(pool.group_at(0).is_none());
+    assert!(pool.groups.get(0).is_none());
     // A longer extent takes the index, on the server that is to be left.
     leaves(1);
     pool.grow(32 << 20).expect("there is room");
     leaves(0);
-    assert!(pool.group_at(0).is_some());
+    assert!(pool.groups.get(0).is_some());
     assert!(SealedGroup::seal(&pool, 0, plan).is_err());
     assert!(!pool.has_sealed());
     assert_eq!(world.granted_bytes(1), 0);

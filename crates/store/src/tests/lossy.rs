@@ -32,10 +32,10 @@ fn a_page_that_lost_is_clean_when_it_comes_back_and_never_drifts() {
         ZfpMode::Precision(16),
     ] {
         let store = lossy(&cluster, mode, None);
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         let exact = field(0, 8 * 512);
-        write_run(&mut lane, &store, 0, &exact);
-        let rounded = read_run(&mut lane, &store, 0, 8).frame.bytes;
+        write_run(&mut io, &store, 0, &exact);
+        let rounded = read_run(&mut io, &store, 0, 8).frame.bytes;
         assert!(rounded != exact, "{mode:?} loses nothing");
         let written = store.stats();
         assert_eq!(written.write_backs_zfp, 8);
@@ -50,15 +50,15 @@ fn a_page_that_lost_is_clean_when_it_comes_back_and_never_drifts() {
         assert_eq!(written.largest_error(), worst, "{mode:?}");
         assert!(mode != ZfpMode::Accuracy(1e-3) || worst <= 1e-3);
         for _ in 0..1000 {
-            let again = read_run(&mut lane, &store, 0, 8).frame.bytes;
+            let again = read_run(&mut io, &store, 0, 8).frame.bytes;
             assert!(again == rounded, "{mode:?} drifts");
-            assert_eq!(write_run(&mut lane, &store, 0, &again).outcome.clean, 8);
+            assert_eq!(write_run(&mut io, &store, 0, &again).outcome.clean, 8);
         }
         assert_eq!(store.stats().bytes_stored, written.bytes_stored);
         // Written again with its exact values, the page is rounded to the same: so does a flush of
         // a page that stays in memory.
-        write_run(&mut lane, &store, 0, &exact);
-        assert!(read_run(&mut lane, &store, 0, 8).frame.bytes == rounded);
+        write_run(&mut io, &store, 0, &exact);
+        assert!(read_run(&mut io, &store, 0, 8).frame.bytes == rounded);
     }
 }
 
@@ -66,13 +66,13 @@ fn a_page_that_lost_is_clean_when_it_comes_back_and_never_drifts() {
 fn a_page_that_cannot_meet_its_bound_is_stored_without_loss() {
     let cluster = cluster(1);
     let store = lossy(&cluster, ZfpMode::Accuracy(1e-3), None);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io = queue(&cluster);
     let mut pages = field(0, 8 * 512);
     for (page, odd) in [(1, f64::NAN), (3, f64::INFINITY), (4, 1e300)] {
         pages[page * 4096 + 800..][..8].copy_from_slice(&odd.to_ne_bytes());
     }
-    write_run(&mut lane, &store, 0, &pages);
-    let back = read_run(&mut lane, &store, 0, 8).frame.bytes;
+    write_run(&mut io, &store, 0, &pages);
+    let back = read_run(&mut io, &store, 0, 8).frame.bytes;
     for page in 0..8 {
         let range = page * 4096..(page + 1) * 4096;
         let same = back[range.clone()] == pages[range];
@@ -89,18 +89,18 @@ fn a_lossy_region_is_opened_with_its_codec_and_shape() {
     let rounded = {
         let cluster = client(&servers);
         let store = lossy(&cluster, ZfpMode::Accuracy(1e-3), Some("field"));
-        let mut lane = Lane::new(&cluster).unwrap();
-        write_run(&mut lane, &store, 0, &field(0, 8 * 512));
+        let mut io = queue(&cluster);
+        write_run(&mut io, &store, 0, &field(0, 8 * 512));
         store.publish().unwrap();
-        read_run(&mut lane, &store, 0, 8).frame.bytes
+        read_run(&mut io, &store, 0, 8).frame.bytes
     };
     let cluster = client(&servers);
     let store = PageStore::open(&cluster, REGION, "field").unwrap();
     assert_eq!(store.codec(), Some(Codec::zfp(ZfpMode::Accuracy(1e-3))));
     assert_eq!(store.layout(), Some(&Layout::new(Element::F64, [64, 64])));
-    let mut lane = Lane::new(&cluster).unwrap();
-    assert!(read_run(&mut lane, &store, 0, 8).frame.bytes == rounded);
-    assert_eq!(write_run(&mut lane, &store, 0, &rounded).outcome.clean, 8);
+    let mut io = queue(&cluster);
+    assert!(read_run(&mut io, &store, 0, 8).frame.bytes == rounded);
+    assert_eq!(write_run(&mut io, &store, 0, &rounded).outcome.clean, 8);
 }
 
 #[test]

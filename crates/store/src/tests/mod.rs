@@ -1,5 +1,6 @@
-//! Tests of stores through lanes, by subject. This file has the shared parts: simulated servers,
-//! lanes that are driven to the end, and [`conform`], which compares any store with a plain array.
+//! Tests of stores through I/O queues, by subject. This file has the shared parts: simulated
+//! servers, I/O queues that are driven to the end, and [`conform`], which compares any store with a
+//! plain array.
 
 mod adds;
 mod copies;
@@ -17,7 +18,7 @@ mod snapshots;
 
 use std::{
     collections::HashMap,
-    io,
+    io, iter,
     ops::Range,
     sync::{
         Arc,
@@ -27,7 +28,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    AllocError, Endpoint, ExtentId, Op, PublishError, Session, SessionOptions, Verb,
+    AllocError, Endpoint, ExtentId, PublishError, Session, SessionOptions, Verb,
     server::ServerThread,
     sim::{SimConfig, SimHost, SimServer},
 };
@@ -36,10 +37,10 @@ use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::{
-    BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Element, FileStore,
-    FileStoreError, Lane, Layout, OpenStoreError, PageIndex, PageStore, PublishStoreError,
-    RemoteOptions, Reserve, RunBuffer, RunCompletion, RunCounts, Store, StoreError, ZfpMode,
-    entry::PageEntry, place::SlotPlace, pool::SlotPool, remote::Backing,
+    BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Element, EntryWords, FileStore,
+    FileStoreError, IoQueue, Layout, OpenStoreError, PageIndex, PageStore, PublishStoreError,
+    RemoteOptions, Reserve, RunBuffer, RunCompletion, RunCounts, Snapshot, Store, StoreError,
+    ZfpMode, entry::PageEntry, mover::Mover, place::SlotPlace, pool::SlotPool, remote::Backing,
 };
 
 /// A frame that knows where it was cut out, so that it is only joined with what lay behind it.
@@ -115,6 +116,13 @@ fn session(server: &Arc<SimServer>) -> Arc<Session> {
         .expect("the simulated server lives")
 }
 
+/// Returns a server and a client of it.
+fn lone(config: SimConfig, options: ClusterOptions) -> (Arc<SimServer>, Arc<Cluster>) {
+    let server = SimServer::new(config);
+    let cluster = Cluster::new(vec![session(&server)], options);
+    (server, cluster)
+}
+
 fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
     let sessions = configs
         .into_iter()
@@ -122,11 +130,8 @@ fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
         .collect();
     Cluster::new(
         sessions,
-        ClusterOptions {
-            // A machine may stand still for seconds between two attempts.
-            deadline: Duration::from_secs(30),
-            ..ClusterOptions::default()
-        },
+        // A machine may stand still for seconds between two attempts.
+        within(Duration::from_secs(30)),
     )
 }
 
@@ -166,6 +171,15 @@ fn remote(cluster: &Arc<Cluster>, pages: u64, page_bytes: usize, codec: Codec) -
     .expect("it fits")
 }
 
+fn named(cluster: &Arc<Cluster>, name: &str, pages: u64, codec: Codec) -> Arc<PageStore> {
+    let options = RemoteOptions {
+        codec,
+        name: Some(name.to_owned()),
+        ..RemoteOptions::default()
+    };
+    PageStore::remote(cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
+}
+
 /// Makes a store of pages of 4 KiB that reserves nothing. With a name, the store is one of a named
 /// region.
 fn on_demand(cluster: &Arc<Cluster>, bytes: u64, name: Option<&str>) -> Arc<PageStore> {
@@ -177,32 +191,69 @@ fn on_demand(cluster: &Arc<Cluster>, bytes: u64, name: Option<&str>) -> Arc<Page
     PageStore::remote(cluster, REGION, bytes, 4096, &options).expect("no reservation")
 }
 
-/// Returns the settings of a server that lends `bytes`.
-fn lending(bytes: u64) -> SimConfig {
-    SimConfig {
-        capacity_bytes: bytes,
-        ..SimConfig::new(1)
+fn within(deadline: Duration) -> ClusterOptions {
+    ClusterOptions {
+        deadline,
+        ..ClusterOptions::default()
     }
 }
 
-/// Polls until an operation has ended.
-fn some(lane: &mut Lane<Piece>) -> Vec<RunCompletion<Piece>> {
+/// Returns the settings of a server that lends `bytes`.
+fn lending(seed: u64, bytes: u64) -> SimConfig {
+    SimConfig {
+        capacity_bytes: bytes,
+        ..SimConfig::new(seed)
+    }
+}
+
+/// I/O queue of a test. Requests are numbers.
+type Queue = IoQueue<u64, Piece>;
+type Done = RunCompletion<u64, Piece>;
+
+fn queue(cluster: &Arc<Cluster>) -> Queue {
+    Queue::new(cluster).expect("the servers that are needed live")
+}
+
+/// Makes an I/O queue of signal handlers.
+fn passive_queue(cluster: &Arc<Cluster>) -> Queue {
+    Queue::passive(cluster).expect("the servers that are needed live")
+}
+
+/// Waits for a condition, which may take steps towards it, for 20 s at most.
+fn wait_until(missing: &str, mut is_met: impl FnMut() -> bool) {
+    let limit = Instant::now() + Duration::from_secs(20);
+    while !is_met() {
+        assert!(Instant::now() < limit, "{missing}");
+        std::thread::yield_now();
+    }
+}
+
+/// Polls once. Returns the requests that have ended, in the order of their ends.
+fn poll(io: &mut Queue) -> Vec<Done> {
+    io.poll();
+    let mut done: Vec<_> = iter::from_fn(|| io.take_ended()).collect();
+    done.reverse();
+    done
+}
+
+/// Polls until a request has ended.
+fn some(io: &mut Queue) -> Vec<Done> {
     let limit = Instant::now() + Duration::from_secs(20);
     let mut done = Vec::new();
     while done.is_empty() {
-        lane.poll(&mut done);
+        done = poll(io);
         if done.is_empty() {
             assert!(
                 Instant::now() < limit,
                 "{} operations never end",
-                lane.in_flight()
+                io.in_flight()
             );
             let mut fds = Vec::new();
-            let until = lane.wait(&mut fds);
+            let until = io.wait(&mut fds);
             assert!(
                 until.is_some() || !fds.is_empty(),
                 "nothing to sleep on with {} in flight",
-                lane.in_flight()
+                io.in_flight()
             );
             let left = until.map_or(100, |until| {
                 until
@@ -220,58 +271,66 @@ fn at(page: u64) -> PageIndex {
     PageIndex(page as usize)
 }
 
-fn one(lane: &mut Lane<Piece>) -> RunCompletion<Piece> {
-    let mut done = some(lane);
+fn one(io: &mut Queue) -> Done {
+    let mut done = some(io);
     assert_eq!(done.len(), 1);
     done.pop().unwrap()
 }
 
 fn write(
-    lane: &mut Lane<Piece>,
+    io: &mut Queue,
     store: &Arc<PageStore>,
     page: u64,
     bytes: &[u8],
 ) -> Result<RunCounts, StoreError> {
-    let mut done = write_run(lane, store, page, bytes);
+    let mut done = write_run(io, store, page, bytes);
     match done.failed.pop() {
         Some((_, error)) => Err(error),
         None => Ok(done.outcome),
     }
 }
 
-fn write_run(
-    lane: &mut Lane<Piece>,
-    store: &Arc<PageStore>,
-    page: u64,
-    bytes: &[u8],
-) -> RunCompletion<Piece> {
-    lane.write_back(store, at(page), bytes.to_vec().into(), page)
-        .unwrap();
-    let done = one(lane);
-    assert_eq!((done.tag, &done.frame.bytes[..]), (page, bytes));
+fn write_run(io: &mut Queue, store: &Arc<PageStore>, page: u64, bytes: &[u8]) -> Done {
+    io.write_back(store, at(page), bytes.to_vec().into(), page);
+    let done = one(io);
+    assert_eq!((done.request, &done.frame.bytes[..]), (page, bytes));
     done
 }
 
-fn read(lane: &mut Lane<Piece>, store: &Arc<PageStore>, page: u64) -> Result<Vec<u8>, StoreError> {
-    let mut done = read_run(lane, store, page, 1);
+fn read(io: &mut Queue, store: &Arc<PageStore>, page: u64) -> Result<Vec<u8>, StoreError> {
+    let mut done = read_run(io, store, page, 1);
     match done.failed.pop() {
         Some((_, error)) => Err(error),
         None => Ok(done.frame.bytes),
     }
 }
 
-fn read_run(
-    lane: &mut Lane<Piece>,
-    store: &Arc<PageStore>,
-    page: u64,
-    pages: usize,
-) -> RunCompletion<Piece> {
+fn read_run(io: &mut Queue, store: &Arc<PageStore>, page: u64, pages: usize) -> Done {
     let frame = vec![0xee; pages * store.page_bytes()];
-    lane.fill(store, at(page), frame.into(), page).unwrap();
-    let done = one(lane);
-    assert_eq!((done.tag, done.frame.at), (page, 0));
+    io.fill(store, at(page), frame.into(), page);
+    let done = one(io);
+    assert_eq!((done.request, done.frame.at), (page, 0));
     assert_eq!(done.frame.bytes.len(), pages * store.page_bytes());
     done
+}
+
+fn read_copy(io: &mut Queue, snapshot: &Snapshot, page: PageIndex, entry: EntryWords) -> Done {
+    let frame = vec![0xee; snapshot.store().page_bytes()];
+    io.fill_copy(snapshot, page, entry, frame.into(), 0);
+    one(io)
+}
+
+/// Writes pages, which must succeed.
+fn write_pages(io: &mut Queue, store: &Arc<PageStore>, page: u64, bytes: &[u8]) {
+    let done = write_run(io, store, page, bytes);
+    assert!(done.failed.is_empty(), "{:?}", done.failed);
+}
+
+/// Reads pages, which must succeed.
+fn read_pages(io: &mut Queue, store: &Arc<PageStore>, page: u64, pages: usize) -> Vec<u8> {
+    let done = read_run(io, store, page, pages);
+    assert!(done.failed.is_empty(), "{:?}", done.failed);
+    done.frame.bytes
 }
 
 /// Returns a page of one of the kinds that codecs tell apart.
@@ -295,8 +354,8 @@ fn random_page(random: &mut ChaCha8Rng, page_bytes: usize) -> Vec<u8> {
 }
 
 /// Runs the suite: random fills and write-backs of runs of up to 40 pages, many in flight over
-/// several lanes, against a plain array, page by page. A failure that may pass is no error here.
-/// Returns the number of pages that failed.
+/// several I/O queues, against a plain array, page by page. A failure that may pass is no error
+/// here. Returns the number of pages that failed.
 fn conform(
     cluster: &Arc<Cluster>,
     store: &Arc<PageStore>,
@@ -319,9 +378,7 @@ fn conform_amid(
     println!("seed {seed}");
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let page_bytes = store.page_bytes();
-    let mut lanes: Vec<Lane<Piece>> = (0..3)
-        .map(|_| Lane::new(cluster).expect("a lane"))
-        .collect();
+    let mut ios: Vec<Queue> = (0..3).map(|_| queue(cluster)).collect();
     let mut suite = Suite {
         store,
         model,
@@ -331,7 +388,7 @@ fn conform_amid(
     };
     for tag in 0..operations as u64 {
         amid(&mut random);
-        let lane = random.random_range(0..lanes.len());
+        let io = random.random_range(0..ios.len());
         let page = random.random_range(0..store.pages());
         let pages = match random.random_range(0..3) {
             0 => 1,
@@ -340,11 +397,11 @@ fn conform_amid(
         };
         let pages = page..(page + pages).min(store.pages());
         if suite.is_free(&pages) && random.random_bool(0.9) {
-            let lane = &mut lanes[lane];
+            let io = &mut ios[io];
             let len = (pages.end - pages.start) as usize * page_bytes;
-            let (bytes, accepted) = if random.random_bool(0.5) {
-                let accepted = lane.fill(store, at(page), vec![0xee; len].into(), tag);
-                (None, accepted)
+            let bytes = if random.random_bool(0.5) {
+                io.fill(store, at(page), vec![0xee; len].into(), tag);
+                None
             } else {
                 let mut bytes = Vec::new();
                 for page in pages.clone() {
@@ -353,31 +410,26 @@ fn conform_amid(
                         _ => bytes.extend(random_page(&mut random, page_bytes)),
                     }
                 }
-                let accepted = lane.write_back(store, at(page), bytes.clone().into(), tag);
-                (Some(bytes), accepted)
+                io.write_back(store, at(page), bytes.clone().into(), tag);
+                Some(bytes)
             };
-            match accepted {
-                Ok(()) => drop(suite.busy.insert(tag, (pages, bytes))),
-                Err(frame) => assert_eq!((frame.at, frame.bytes.len()), (0, len)),
-            }
+            suite.busy.insert(tag, (pages, bytes));
         } else {
-            let mut done = Vec::new();
-            lanes[lane].poll(&mut done);
-            done.into_iter().for_each(|done| suite.finish(done));
+            poll(&mut ios[io])
+                .into_iter()
+                .for_each(|done| suite.finish(done));
         }
     }
-    for lane in &mut lanes {
-        while lane.in_flight() > 0 {
-            some(lane).into_iter().for_each(|done| suite.finish(done));
+    for io in &mut ios {
+        while io.in_flight() > 0 {
+            some(io).into_iter().for_each(|done| suite.finish(done));
         }
     }
     assert!(suite.busy.is_empty());
     for page in 0..store.pages() {
         suite.busy.insert(page, (page..page + 1, None));
-        lanes[0]
-            .fill(store, at(page), vec![0xee; page_bytes].into(), page)
-            .unwrap();
-        some(&mut lanes[0])
+        ios[0].fill(store, at(page), vec![0xee; page_bytes].into(), page);
+        some(&mut ios[0])
             .into_iter()
             .for_each(|done| suite.finish(done));
     }
@@ -411,8 +463,8 @@ impl Suite<'_> {
         bytes
     }
 
-    fn finish(&mut self, done: RunCompletion<Piece>) {
-        let (pages, bytes) = self.busy.remove(&done.tag).expect("it was in flight");
+    fn finish(&mut self, done: Done) {
+        let (pages, bytes) = self.busy.remove(&done.request).expect("it was in flight");
         let (seed, page_bytes) = (self.seed, self.store.page_bytes());
         let count = (pages.end - pages.start) as usize;
         assert_eq!(
@@ -479,10 +531,7 @@ fn odd_pages(page_bytes: usize, numbers: Range<u64>) -> Vec<u8> {
 }
 
 fn pool(store: &PageStore) -> &Arc<SlotPool> {
-    match &store.backing {
-        Backing::Remote(remote) => &remote.pool,
-        Backing::Blocking(_) => panic!("remote"),
-    }
+    &store.remote_backing().pool
 }
 
 /// Returns the place and length of a page's bytes.
@@ -498,31 +547,25 @@ fn place_of(store: &PageStore, page: u64) -> (SlotPlace, u32) {
 }
 
 /// Changes a page's remote bytes behind the store's back.
-fn tamper(cluster: &Cluster, store: &PageStore, page: u64, change: impl FnOnce(&mut [u8])) {
-    let pool = pool(store);
+fn tamper(store: &PageStore, page: u64, change: impl FnOnce(&mut [u8])) {
     let (place, len) = place_of(store, page);
-    let mut channel = cluster.sessions()[pool.port(place.server)]
-        .channel::<Vec<u8>>()
-        .unwrap();
-    let mut transfer = |verb, buf| {
-        let op = Op {
-            tag: 0,
-            verb,
-            extent: pool.extent(place),
-            offset: place.offset,
-            len,
-            buf,
-        };
-        channel.post(op).unwrap();
-        let mut done = Vec::new();
-        while channel.poll(&mut done) == 0 {}
-        let done = done.pop().unwrap();
-        done.result.unwrap();
-        done.buf
-    };
-    let mut bytes = transfer(Verb::Read, vec![0; len as usize]);
-    change(&mut bytes);
-    transfer(Verb::Write, bytes);
+    let extent = (place.server, pool(store).extent(place));
+    tamper_extent(pool(store), extent, (place.offset, len), change);
+}
+
+fn tamper_extent(
+    pool: &SlotPool,
+    extent: (u8, ExtentId),
+    (offset, len): (u64, u32),
+    change: impl FnOnce(&mut [u8]),
+) {
+    let mut mover = Mover::new(pool);
+    let buf = pool.registered.acquire(len as usize).expect("memory");
+    let read = mover.transfer(Verb::Read, extent, offset, buf);
+    let mut bytes = read.expect("the extent is there");
+    change(bytes.as_mut());
+    let write = mover.transfer(Verb::Write, extent, offset, bytes);
+    write.expect("the extent is there");
 }
 
 fn servers() -> [Arc<SimServer>; 2] {
@@ -539,10 +582,17 @@ fn client(servers: &[Arc<SimServer>]) -> Arc<Cluster> {
     )
 }
 
+/// Returns the bytes that servers grant, in all.
+fn granted(servers: &[Arc<SimServer>]) -> u64 {
+    let cluster = client(servers);
+    let granted = (cluster.sessions().iter()).map(|it| it.stat().unwrap().granted_bytes);
+    granted.sum()
+}
+
 /// Returns all bytes of a region.
 fn vec_of(cluster: &Arc<Cluster>, store: &Arc<PageStore>) -> Vec<u8> {
-    let mut lane = Lane::new(cluster).unwrap();
+    let mut io = queue(cluster);
     (0..store.pages())
-        .flat_map(|page| read(&mut lane, store, page).unwrap())
+        .flat_map(|page| read(&mut io, store, page).unwrap())
         .collect()
 }

@@ -2,15 +2,6 @@
 
 use super::*;
 
-fn named(cluster: &Arc<Cluster>, name: &str, pages: u64, codec: Codec) -> Arc<PageStore> {
-    let options = RemoteOptions {
-        codec,
-        name: Some(name.to_owned()),
-        ..RemoteOptions::default()
-    };
-    PageStore::remote(cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
-}
-
 #[test]
 fn a_published_region_is_opened_by_the_next_client_in_any_order_of_servers() {
     for codec in CODECS {
@@ -74,21 +65,21 @@ fn a_client_that_dies_between_publications_leaves_the_last_one() {
 fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     // The map of 192 pages takes two pages.
     const PAGES: u64 = 192;
-    let server = SimServer::new(lending(3 << 20));
+    let server = SimServer::new(lending(1, 3 << 20));
     let cluster = client(std::slice::from_ref(&server));
     let store = on_demand(&cluster, PAGES * 4096, Some("x"));
     assert!(matches!(
         remote(&cluster, 4, 4096, Codec::Raw).publish(),
         Err(PublishStoreError::NotNamed { .. })
     ));
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io = queue(&cluster);
     let page = |i: u64| {
         (0..4096u64)
             .map(|j| (j * i + j / 256) as u8)
             .collect::<Vec<_>>()
     };
     let mut write_all = |pages: u64, i: u64| {
-        (0..pages).for_each(|p| assert!(write(&mut lane, &store, p, &page(i)).is_ok()))
+        (0..pages).for_each(|p| assert!(write(&mut io, &store, p, &page(i)).is_ok()))
     };
     write_all(PAGES, 1);
     store.publish().unwrap();
@@ -114,19 +105,16 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     let reopened = |i: u64| {
         let cluster = client(std::slice::from_ref(&server));
         let store = PageStore::open(&cluster, REGION, "x").unwrap();
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         (0..PAGES).for_each(|p| {
-            assert!(read(&mut lane, &store, p).unwrap() == page(if p < changed { i } else { 1 }))
+            assert!(read(&mut io, &store, p).unwrap() == page(if p < changed { i } else { 1 }))
         });
     };
     session.release(rest.id).unwrap();
     // A server that was full is not asked again at once.
-    let limit = Instant::now() + Duration::from_secs(10);
-    while store.publish().is_err() {
-        assert!(Instant::now() < limit, "there is room now");
-    }
+    wait_until("there is room now", || store.publish().is_ok());
     write_all(changed, 4);
-    drop((lane, store, cluster));
+    drop((io, store, cluster));
     reopened(2);
     reopened(2);
 }
@@ -336,16 +324,16 @@ fn slots_of_writes_that_seemed_lost_are_used_again_and_nothing_lands_there() {
             ..SimConfig::new(seed)
         }]);
         let store = remote(&cluster, 64, 4096, Codec::Raw);
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         let page = |i: u64| -> Vec<u8> { (0..4096).map(|j| (j / 5) as u8 ^ i as u8).collect() };
         for i in 0..2000u64 {
-            write(&mut lane, &store, i % 64, &page(i)).unwrap();
+            write(&mut io, &store, i % 64, &page(i)).unwrap();
             let used = pool(&store).used_bytes();
             assert!(used <= 64 * 4096, "seed {seed}: {used} bytes after {i}");
         }
         for i in 2000 - 64..2000 {
             assert!(
-                read(&mut lane, &store, i % 64).unwrap() == page(i),
+                read(&mut io, &store, i % 64).unwrap() == page(i),
                 "seed {seed}: page {i}"
             );
         }

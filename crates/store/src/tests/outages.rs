@@ -2,7 +2,7 @@
 //! moment.
 
 use super::{
-    copies::{World, group_of, impatient, members_of, raw},
+    copies::{World, group_of, members_of, raw, raw_world, raw_world_of, waiting},
     repairs::tamper_copy,
     *,
 };
@@ -17,20 +17,15 @@ use crate::{
 fn patient(deadline_ms: u64) -> ClusterOptions {
     ClusterOptions {
         deadline: Duration::from_millis(deadline_ms),
-        dead_after: Duration::from_secs(600),
         reopen_within: Duration::from_secs(20),
-        ..impatient()
+        ..waiting()
     }
 }
 
-/// Reads pages by a lane, and fails if that takes more than 10 s.
-fn read_in_time(
-    lane: &mut Lane<Piece>,
-    store: &Arc<PageStore>,
-    pages: usize,
-) -> RunCompletion<Piece> {
+/// Reads pages by an I/O queue, and fails if that takes more than 10 s.
+fn read_in_time(io: &mut Queue, store: &Arc<PageStore>, pages: usize) -> Done {
     let began = Instant::now();
-    let done = read_run(lane, store, 0, pages);
+    let done = read_run(io, store, 0, pages);
     assert!(began.elapsed() < Duration::from_secs(10));
     done
 }
@@ -39,24 +34,22 @@ fn read_in_time(
 fn a_damaged_page_whose_other_copy_is_out_of_reach_is_an_error_in_time() {
     for (is_passive, is_dead) in [(false, false), (false, true), (true, false), (true, true)] {
         for (pages, damaged) in [(1, 0), (2, 0), (2, 1)] {
-            let mut world = World::of(2, patient(400));
-            let store = raw(&world, 8, 2);
-            let mut lane = Lane::new(&world.cluster).expect("a lane");
+            let (mut world, store, mut io) = raw_world(2, patient(400), 8, 2);
             let bytes = odd_pages(4096, 0..pages);
-            assert!(write_run(&mut lane, &store, 0, &bytes).failed.is_empty());
+            write_pages(&mut io, &store, 0, &bytes);
             let members = members_of(&store, 0);
             let near = usize::from(members[damaged].server);
-            tamper_copy(&world, &store, 0, members[damaged]);
-            let mut lane = match is_passive {
-                true => Lane::passive(&world.cluster).expect("a lane"),
-                false => lane,
+            tamper_copy(&store, 0, members[damaged]);
+            let mut io = match is_passive {
+                true => passive_queue(&world.cluster),
+                false => io,
             };
             world.servers[1 - near].cut();
             if is_dead {
-                // What a lane does that finds the server silent for too long.
+                // What an I/O queue does that finds the server silent for too long.
                 pool(&store).mark_dead(members[1 - damaged].server, false);
             }
-            let done = read_in_time(&mut lane, &store, pages as usize);
+            let done = read_in_time(&mut io, &store, pages as usize);
             let failed: Vec<_> = done.failed.iter().map(|(page, _)| *page).collect();
             assert_eq!(failed, [at(0)], "{is_passive} {is_dead} {pages}");
             let (_, error) = &done.failed[0];
@@ -73,13 +66,12 @@ fn a_damaged_page_whose_other_copy_is_out_of_reach_is_an_error_in_time() {
             world.servers[1 - near].heal();
             world.wait_until_all_answer();
             if is_passive {
-                lane.reopen();
-                let limit = Instant::now() + Duration::from_secs(10);
-                while !read_in_time(&mut lane, &store, 1).failed.is_empty() {
-                    assert!(Instant::now() < limit, "its channel is never opened");
-                }
+                io.reopen();
+                wait_until("its channel is never opened", || {
+                    read_in_time(&mut io, &store, 1).failed.is_empty()
+                });
             }
-            let done = read_in_time(&mut lane, &store, pages as usize);
+            let done = read_in_time(&mut io, &store, pages as usize);
             assert!(done.failed.is_empty(), "{:?}", done.failed);
             assert!(done.frame.bytes == bytes);
         }
@@ -89,47 +81,45 @@ fn a_damaged_page_whose_other_copy_is_out_of_reach_is_an_error_in_time() {
 #[test]
 fn a_connection_that_breaks_and_comes_back_makes_no_copy_stale() {
     for broken in 0..2 {
-        let world = World::of(2, patient(30_000));
-        let store = raw(&world, 8, 2);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let (world, store, mut io) = raw_world(2, patient(30_000), 8, 2);
         for round in 0..4 {
             world.servers[broken].cut();
-            lane.poll(&mut Vec::new());
+            poll(&mut io);
             world.servers[broken].heal();
-            write(&mut lane, &store, 0, &odd_page(4096, round)).expect("both live");
+            write(&mut io, &store, 0, &odd_page(4096, round)).expect("both live");
             assert_eq!(group_of(&store, 0).good_count(), 2, "{broken} {round}");
         }
         assert_eq!(store.stats().under_protected_bytes, 0);
     }
 }
 
-/// Others hear of the server, and this lane has no channel to it. A passive lane opens none.
+/// Others hear of the server, and this I/O queue has no channel to it. A passive I/O queue opens
+/// none.
 #[test]
 fn a_write_that_is_complete_on_one_server_is_kept_though_another_channel_is_missing() {
     for is_passive in [false, true] {
         let world = World::of(2, patient(300));
         let store = raw(&world, 8, 2);
-        let mut lane = match is_passive {
-            true => Lane::passive(&world.cluster).expect("a lane"),
-            false => Lane::new(&world.cluster).expect("a lane"),
+        let mut io = match is_passive {
+            true => passive_queue(&world.cluster),
+            false => queue(&world.cluster),
         };
         let (old, new) = (odd_page(4096, 0), odd_page(4096, 1));
-        write(&mut lane, &store, 0, &old).expect("both live");
+        write(&mut io, &store, 0, &old).expect("both live");
         let home = usize::from(members_of(&store, 0)[0].server);
         world.servers[home].cut();
-        assert_eq!(read(&mut lane, &store, 0).expect("one lives"), old);
+        assert_eq!(read(&mut io, &store, 0).expect("one lives"), old);
         world.cluster.health.succeeded(home);
-        let accepted = lane.write_back(&store, at(0), new.clone().into(), 0);
-        assert!(accepted.is_ok());
+        io.write_back(&store, at(0), new.clone().into(), 0);
         let (mut done, began) = (Vec::new(), Instant::now());
         while done.is_empty() {
             assert!(began.elapsed() < Duration::from_secs(10), "it never ends");
             world.cluster.health.succeeded(home);
-            lane.poll(&mut done);
+            done = poll(&mut io);
         }
         assert!(done[0].failed.is_empty(), "{:?}", done[0].failed);
         assert_eq!(group_of(&store, 0).good_count(), 1);
-        assert_eq!(read(&mut lane, &store, 0).expect("one lives"), new);
+        assert_eq!(read(&mut io, &store, 0).expect("one lives"), new);
     }
 }
 
@@ -141,14 +131,11 @@ fn take_back(world: &World, member: Member) {
 
 #[test]
 fn a_copy_that_a_server_refuses_to_read_is_made_anew() {
-    let mut world = World::of(2, patient(30_000));
-    let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let (mut world, store, mut io) = raw_world(2, patient(30_000), 8, 2);
     let bytes = odd_pages(4096, 0..8);
-    assert!(write_run(&mut lane, &store, 0, &bytes).failed.is_empty());
+    write_pages(&mut io, &store, 0, &bytes);
     take_back(&world, members_of(&store, 0)[0]);
-    let done = read_run(&mut lane, &store, 0, 8);
-    assert!(done.failed.is_empty() && done.frame.bytes == bytes);
+    assert!(read_pages(&mut io, &store, 0, 8) == bytes);
     assert_eq!(group_of(&store, 0).good_count(), 1, "it is read again");
     world.repair();
     assert_eq!(group_of(&store, 0).good_count(), 2);
@@ -158,26 +145,22 @@ fn a_copy_that_a_server_refuses_to_read_is_made_anew() {
 #[test]
 fn a_server_that_refuses_writes_misses_them_at_once() {
     for refusing in 0..2 {
-        let world = World::of(2, patient(30_000));
-        let store = raw(&world, 8, 2);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
-        write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("both live");
+        let (world, store, mut io) = raw_world(2, patient(30_000), 8, 2);
+        write(&mut io, &store, 0, &odd_page(4096, 0)).expect("both live");
         take_back(&world, members_of(&store, 0)[refusing]);
         let began = Instant::now();
-        write(&mut lane, &store, 0, &odd_page(4096, 1)).expect("one takes it");
+        write(&mut io, &store, 0, &odd_page(4096, 1)).expect("one takes it");
         assert!(began.elapsed() < Duration::from_secs(10));
         assert!(store.stats().retries <= 2, "{}", store.stats().retries);
         assert_eq!(group_of(&store, 0).good_count(), 1);
-        assert!(read(&mut lane, &store, 0).expect("one has it") == odd_page(4096, 1));
+        assert!(read(&mut io, &store, 0).expect("one has it") == odd_page(4096, 1));
     }
 }
 
 #[test]
 fn damage_of_a_copy_that_was_replaced_is_no_damage_of_the_new_one() {
-    let mut world = World::of(2, patient(30_000));
-    let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("both live");
+    let (mut world, store, mut io) = raw_world(2, patient(30_000), 8, 2);
+    write(&mut io, &store, 0, &odd_page(4096, 0)).expect("both live");
     let (before, place) = (group_of(&store, 0), place_of(&store, 0).0);
     let right = members_of(&store, 0)[1];
     let damaged = (1, before.changes);
@@ -191,10 +174,7 @@ fn damage_of_a_copy_that_was_replaced_is_no_damage_of_the_new_one() {
 
 #[test]
 fn memory_whose_copies_are_all_lost_is_promised_to_nobody() {
-    let config = |seed| SimConfig {
-        capacity_bytes: 20 << 20,
-        ..SimConfig::new(seed)
-    };
+    let config = |seed| lending(seed, 20 << 20);
     let world = World::new((1..=2).map(config), patient(30_000));
     let options = RemoteOptions {
         redundancy: crate::Redundancy::Copies(2),
@@ -222,19 +202,15 @@ fn fill_up(world: &World, server: usize) {
 
 #[test]
 fn a_repair_that_fails_leaves_the_stale_copy_to_be_read() {
-    let config = |seed| SimConfig {
-        capacity_bytes: 64 << 20,
-        ..SimConfig::new(seed)
-    };
-    let mut world = World::new((1..=3).map(config), patient(30_000));
-    let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let config = |seed| lending(seed, 64 << 20);
+    let (mut world, store, mut io) =
+        raw_world_of(World::new((1..=3).map(config), patient(30_000)), 8, 2);
     let bytes = odd_pages(4096, 0..8);
-    assert!(write_run(&mut lane, &store, 0, &bytes).failed.is_empty());
+    write_pages(&mut io, &store, 0, &bytes);
     let members = members_of(&store, 0);
-    tamper_copy(&world, &store, 0, members[0]);
-    tamper_copy(&world, &store, 1, members[1]);
-    read(&mut lane, &store, 0).expect("one copy is right");
+    tamper_copy(&store, 0, members[0]);
+    tamper_copy(&store, 1, members[1]);
+    read(&mut io, &store, 0).expect("one copy is right");
     assert_eq!(group_of(&store, 0).good_count(), 1);
     // The copy is made on the third server, which dies while it is written.
     let (one, other) = (members[0].server, members[1].server);
@@ -243,7 +219,7 @@ fn a_repair_that_fails_leaves_the_stale_copy_to_be_read() {
     world.servers[third.expect("there are three")].kill_after(1);
     assert_eq!(world.repairer.turn(&world.cluster), RepairTurn::Failed);
     for page in [0, 1, 0, 1] {
-        let read = read(&mut lane, &store, page).expect("one copy is right");
+        let read = read(&mut io, &store, page).expect("one copy is right");
         assert!(read == odd_page(4096, page));
     }
     // The stale copy goes first where there is room for nothing else.
@@ -255,23 +231,19 @@ fn a_repair_that_fails_leaves_the_stale_copy_to_be_read() {
 #[test]
 fn a_repair_copies_from_the_copy_that_can_be_read() {
     for refusing in 0..3 {
-        let mut world = World::of(4, patient(30_000));
-        let store = raw(&world, 8, 3);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let (mut world, store, mut io) = raw_world(4, patient(30_000), 8, 3);
         let bytes = odd_pages(4096, 0..8);
-        assert!(write_run(&mut lane, &store, 0, &bytes).failed.is_empty());
+        write_pages(&mut io, &store, 0, &bytes);
         let members = members_of(&store, 0);
         take_back(&world, members[refusing]);
         let dead = members[(refusing + 1) % 3].server;
         world.servers[usize::from(dead)].kill();
-        world.cluster.health.failed(usize::from(dead));
-        pool(&store).mark_dead(dead, false);
+        world.give_up(&store, dead);
         world.repair();
         assert_eq!(group_of(&store, 0).good_count(), 3);
         let last = members[(refusing + 2) % 3].server;
         world.servers[usize::from(last)].kill();
-        let done = read_run(&mut lane, &store, 0, 8);
-        assert!(done.failed.is_empty() && done.frame.bytes == bytes);
+        assert!(read_pages(&mut io, &store, 0, 8) == bytes);
     }
 }
 
@@ -301,13 +273,12 @@ fn begin_write(store: &PageStore, group: u32) -> SlotPlace {
 fn a_group_that_is_written_to_holds_up_no_other_repair() {
     let mut world = World::of(3, patient(30_000));
     let store = raw(&world, 2048, 2);
-    let groups = |store: &PageStore| pool(store).groups();
+    let groups = |store: &PageStore| pool(store).groups.all();
     let place = begin_write(&store, 0);
     let dead = groups(&store)[0].expect("it is there").member(1);
     let dead = dead.expect("it has two copies").server;
     world.servers[usize::from(dead)].kill();
-    world.cluster.health.failed(usize::from(dead));
-    pool(&store).mark_dead(dead, false);
+    world.give_up(&store, dead);
     let lacking = |store: &PageStore| -> Vec<u32> {
         let lacks = |(_, group): &(u32, Option<ExtentGroup>)| {
             group.is_some_and(|group| group.lacks_copies())
@@ -332,8 +303,7 @@ fn a_group_is_not_sealed_where_its_copy_has_no_place() {
     let store = raw(&world, 8, 2);
     let place = begin_write(&store, 0);
     world.servers[1].kill();
-    world.cluster.health.failed(1);
-    pool(&store).mark_dead(1, false);
+    world.give_up(&store, 1);
     for _ in 0..3 {
         world.repairer.turn(&world.cluster);
         assert!(!pool(&store).has_sealed());
@@ -355,23 +325,20 @@ fn a_server_that_is_named_twice_counts_once_when_a_region_grows() {
     let store = PageStore::remote(&cluster, REGION, 1 << 20, 4096, &options).expect("two live");
     servers[1].kill();
     cluster.health.failed(2);
-    let mut lane = Lane::new(&cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("one server lives");
+    let mut io = queue(&cluster);
+    write(&mut io, &store, 0, &odd_page(4096, 0)).expect("one server lives");
     assert!(store.stats().under_protected_bytes > 0);
 }
 
 #[test]
 fn repairs_that_fail_are_tried_again_at_growing_intervals() {
-    let mut world = World::of(3, patient(30_000));
-    let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("all live");
+    let (mut world, store, mut io) = raw_world(3, patient(30_000), 8, 2);
+    write(&mut io, &store, 0, &odd_page(4096, 0)).expect("all live");
     let members = members_of(&store, 0);
     take_back(&world, members[1]);
     let dead = members[0].server;
     world.servers[usize::from(dead)].kill();
-    world.cluster.health.failed(usize::from(dead));
-    pool(&store).mark_dead(dead, false);
+    world.give_up(&store, dead);
     while world.repairer.turn(&world.cluster) == RepairTurn::Repaired {}
     let mut pauses = vec![world.repairer.pause()];
     for _ in 0..12 {
@@ -390,23 +357,18 @@ fn repairs_that_fail_are_tried_again_at_growing_intervals() {
 fn a_server_that_was_given_up_gets_its_extents_back_when_it_answers() {
     let mut world = World::of(3, patient(30_000));
     let store = raw(&world, 8, 2);
-    let granted = |world: &World, server: usize| {
-        let stat = world.cluster.sessions()[server].stat();
-        stat.expect("it answers").granted_bytes
-    };
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("all live");
+    let mut io = queue(&world.cluster);
+    write(&mut io, &store, 0, &odd_page(4096, 0)).expect("all live");
     let silent = usize::from(members_of(&store, 0)[0].server);
-    assert!(granted(&world, silent) > 0);
+    assert!(world.granted_bytes(silent) > 0);
     world.servers[silent].cut();
-    world.cluster.health.failed(silent);
-    pool(&store).mark_dead(silent as u8, false);
+    world.give_up(&store, silent as u8);
     world.repair();
-    let groups = pool(&store).groups().into_iter().flatten();
+    let groups = pool(&store).groups.all().into_iter().flatten();
     let is_there = |group: ExtentGroup| group.members().any(|(_, it)| it.server == silent as u8);
     assert!(!groups.into_iter().any(is_there));
     world.servers[silent].heal();
     world.wait_until_all_answer();
     world.repairer.turn(&world.cluster);
-    assert_eq!(granted(&world, silent), 0);
+    assert_eq!(world.granted_bytes(silent), 0);
 }

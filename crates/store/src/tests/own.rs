@@ -2,6 +2,12 @@
 
 use super::*;
 
+/// Returns a store of a user's own, of pages of 4 KiB, that is called by up to `threads` threads.
+fn own(cluster: &Arc<Cluster>, bytes: u64, user: Arc<dyn Store>, threads: usize) -> Arc<PageStore> {
+    let options = BlockingOptions { threads };
+    PageStore::blocking(cluster, REGION, bytes, 4096, user, &options).expect("the sizes are sound")
+}
+
 #[test]
 fn file_pages_come_back_as_written_and_the_file_keeps_its_length() {
     let dir = tempfile::tempdir().unwrap();
@@ -9,15 +15,7 @@ fn file_pages_come_back_as_written_and_the_file_keeps_its_length() {
         let path = dir.path().join(format!("pages{seed}"));
         let file = FileStore::create(&path, bytes).unwrap();
         let cluster = cluster(seed);
-        let store = PageStore::blocking(
-            &cluster,
-            REGION,
-            bytes,
-            4096,
-            Arc::new(file),
-            &BlockingOptions::default(),
-        )
-        .unwrap();
+        let store = own(&cluster, bytes, Arc::new(file), 8);
         let mut model = vec![0; bytes as usize];
         conform(&cluster, &store, &mut model, seed, 1500);
         store.flush().unwrap();
@@ -34,15 +32,7 @@ fn a_file_on_tmpfs_is_served_inline() {
     let file = FileStore::create(dir.path().join("pages"), 10000).unwrap();
     assert!(!file.may_block());
     let cluster = cluster(1);
-    let store = PageStore::blocking(
-        &cluster,
-        REGION,
-        10000,
-        4096,
-        Arc::new(file),
-        &BlockingOptions::default(),
-    )
-    .unwrap();
+    let store = own(&cluster, 10000, Arc::new(file), 8);
     conform(&cluster, &store, &mut vec![0; 10000], 1, 500);
 }
 
@@ -146,11 +136,7 @@ impl Store for Unruly {
 
 fn unruly(cluster: &Arc<Cluster>, bytes: usize) -> (Arc<Unruly>, Arc<PageStore>) {
     let user = Unruly::new(bytes);
-    let options = BlockingOptions { threads: 2 };
-    (
-        user.clone(),
-        PageStore::blocking(cluster, REGION, bytes as u64, 4096, user, &options).unwrap(),
-    )
+    (user.clone(), own(cluster, bytes as u64, user, 2))
 }
 
 #[test]
@@ -158,10 +144,10 @@ fn a_users_store_is_read_first_and_clean_pages_are_not_written() {
     let cluster = Cluster::new(vec![], ClusterOptions::default());
     let (user, store) = unruly(&cluster, 10000);
     let mut model = user.bytes.lock().clone();
-    let mut lane = Lane::new(&cluster).unwrap();
-    let page = read(&mut lane, &store, 2).unwrap();
+    let mut io = queue(&cluster);
+    let page = read(&mut io, &store, 2).unwrap();
     assert_eq!(page[..10000 - 8192], model[8192..]);
-    assert_eq!(write(&mut lane, &store, 2, &page).unwrap(), CLEAN);
+    assert_eq!(write(&mut io, &store, 2, &page).unwrap(), CLEAN);
     assert_eq!(user.calls.load(Ordering::Relaxed), 1);
     conform(&cluster, &store, &mut model, 4, 1000);
     assert!(*user.bytes.lock() == model);
@@ -171,24 +157,24 @@ fn a_users_store_is_read_first_and_clean_pages_are_not_written() {
 fn a_users_page_is_unchanged_as_long_as_its_store_has_it() {
     let cluster = Cluster::new(vec![], ClusterOptions::default());
     let (user, store) = unruly(&cluster, 4096 + 100);
-    let mut lane = Lane::new(&cluster).expect("no server to connect to");
+    let mut io = queue(&cluster);
     assert!(!store.is_unchanged(at(0), &[0; 4096]), "never read");
     // Read, changed, written.
-    let mut page = read(&mut lane, &store, 0).expect("the store reads");
+    let mut page = read(&mut io, &store, 0).expect("the store reads");
     assert!(store.is_unchanged(at(0), &page));
     page[4095] ^= 1;
     assert!(!store.is_unchanged(at(0), &page));
-    write(&mut lane, &store, 0, &page).expect("the store writes");
+    write(&mut io, &store, 0, &page).expect("the store writes");
     assert!(store.is_unchanged(at(0), &page));
     // Of the last page only the region's bytes count.
-    let mut last = read(&mut lane, &store, 1).expect("the store reads");
+    let mut last = read(&mut io, &store, 1).expect("the store reads");
     last[100] ^= 1;
     assert!(store.is_unchanged(at(1), &last));
     last[99] ^= 1;
     assert!(!store.is_unchanged(at(1), &last));
     // After a failed write the store's bytes are unknown.
     user.fail.store(true, Ordering::Relaxed);
-    write(&mut lane, &store, 0, &[1; 4096]).expect_err("told to fail");
+    write(&mut io, &store, 0, &[1; 4096]).expect_err("told to fail");
     assert!(!store.is_unchanged(at(0), &page) && !store.is_unchanged(at(0), &[1; 4096]));
 }
 
@@ -196,48 +182,48 @@ fn a_users_page_is_unchanged_as_long_as_its_store_has_it() {
 fn errors_and_panics_of_a_users_store_reach_the_caller_and_pass() {
     let cluster = Cluster::new(vec![], ClusterOptions::default());
     let (user, store) = unruly(&cluster, 8192);
-    let mut lane = Lane::new(&cluster).unwrap();
-    let page = read(&mut lane, &store, 1).unwrap();
+    let mut io = queue(&cluster);
+    let page = read(&mut io, &store, 1).unwrap();
     user.fail.store(true, Ordering::Relaxed);
-    let error = read(&mut lane, &store, 0).unwrap_err();
+    let error = read(&mut io, &store, 0).unwrap_err();
     assert!(
         error.to_string().contains("told to fail") && error.may_retry(),
         "{error}"
     );
     let changed = vec![1; 4096];
     assert!(matches!(
-        write(&mut lane, &store, 1, &changed),
+        write(&mut io, &store, 1, &changed),
         Err(StoreError::User { page: 1, .. })
     ));
     user.fail.store(false, Ordering::Relaxed);
     // After a failed write the store's bytes are unknown, so a page with the old bytes is not
     // clean.
     assert!(matches!(
-        write(&mut lane, &store, 1, &page),
+        write(&mut io, &store, 1, &page),
         Ok(RunCounts { written: 1, .. })
     ));
     user.panic.store(true, Ordering::Relaxed);
     for _ in 0..5 {
         assert!(
-            matches!(read(&mut lane, &store, 0), Err(StoreError::Panicked { ref message, .. }) if message == "told to")
+            matches!(read(&mut io, &store, 0), Err(StoreError::Panicked { ref message, .. }) if message == "told to")
         );
     }
     user.panic.store(false, Ordering::Relaxed);
-    assert_eq!(read(&mut lane, &store, 1).unwrap(), page);
+    assert_eq!(read(&mut io, &store, 1).unwrap(), page);
 }
 
 #[test]
 fn what_was_written_to_a_users_store_must_come_back() {
     let cluster = Cluster::new(vec![], ClusterOptions::default());
     let (user, store) = unruly(&cluster, 4096);
-    let mut lane = Lane::new(&cluster).unwrap();
-    read(&mut lane, &store, 0).unwrap();
+    let mut io = queue(&cluster);
+    read(&mut io, &store, 0).unwrap();
     user.bytes.lock()[9] ^= 1;
-    read(&mut lane, &store, 0).expect("content of others is theirs to change");
-    write(&mut lane, &store, 0, &[3; 4096]).unwrap();
+    read(&mut io, &store, 0).expect("content of others is theirs to change");
+    write(&mut io, &store, 0, &[3; 4096]).unwrap();
     user.bytes.lock()[9] ^= 1;
     assert!(matches!(
-        read(&mut lane, &store, 0),
+        read(&mut io, &store, 0),
         Err(StoreError::Corrupt { page: 0, .. })
     ));
 }
@@ -247,36 +233,40 @@ fn a_store_that_stalls_holds_up_nobody_else() {
     let cluster = cluster(1);
     let (user, stalled) = unruly(&cluster, 160 * 4096);
     let store = remote(&cluster, 20, 4096, Codec::Raw);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io = queue(&cluster);
     user.stall.store(true, Ordering::Relaxed);
     for page in 0..128 {
-        lane.fill(&stalled, at(page), vec![0; 4096].into(), 1000 + page)
-            .unwrap();
+        io.fill(&stalled, at(page), vec![0; 4096].into(), 1000 + page);
     }
-    assert!(
-        lane.fill(&stalled, at(128), vec![0; 4096].into(), 0)
-            .is_err(),
-        "it takes no more for now"
-    );
+    for (page, request) in [(128, 1128), (129, 7)] {
+        assert!(!io.has_room(&stalled), "no more begin for now");
+        io.fill(&stalled, at(page), vec![9; 4096].into(), request);
+    }
+    assert!(io.has_room(&store) && io.held().eq(&[1128, 7]));
+    assert_eq!((io.load().held, io.load().begun), (2, 128));
+    let withdrawn = io.withdraw(|&request| request == 7);
+    let (request, frame) = withdrawn.expect("the request has not begun");
+    assert_eq!((request, frame.at, frame.bytes), (7, 0, vec![9; 4096]));
+    assert!(io.withdraw(|&request| request < 1128).is_none(), "begun");
     for page in 0..20 {
         let bytes: Vec<u8> = (0..4096u64)
             .map(|i| (i * page) as u8 ^ (i / 256) as u8)
             .collect();
-        assert!(write(&mut lane, &store, page, &bytes).is_ok());
-        assert_eq!(read(&mut lane, &store, page).unwrap(), bytes);
+        assert!(write(&mut io, &store, page, &bytes).is_ok());
+        assert_eq!(read(&mut io, &store, page).unwrap(), bytes);
     }
-    let limit = Instant::now() + Duration::from_secs(10);
-    while user.running_max.load(Ordering::Relaxed) < 2 {
-        assert!(Instant::now() < limit, "the second thread never comes");
-        std::thread::yield_now();
-    }
+    wait_until("the second thread never comes", || {
+        user.running_max.load(Ordering::Relaxed) >= 2
+    });
+    let resumed = Instant::now();
     user.stall.store(false, Ordering::Relaxed);
-    while lane.in_flight() > 0 {
-        some(&mut lane)
-            .into_iter()
-            .for_each(|done| assert!(done.failed.is_empty()));
+    while io.in_flight() > 0 {
+        for done in some(&mut io) {
+            assert!(done.failed.is_empty());
+            assert_eq!(done.timing.began > resumed, done.request == 1128);
+        }
     }
-    assert_eq!(user.calls.load(Ordering::Relaxed), 128);
+    assert_eq!(user.calls.load(Ordering::Relaxed), 129);
     assert_eq!(
         user.running_max.load(Ordering::Relaxed),
         2,
@@ -289,15 +279,15 @@ fn a_users_store_is_called_once_per_stretch_and_fails_as_a_whole() {
     let cluster = Cluster::new(vec![], ClusterOptions::default());
     let (user, store) = unruly(&cluster, 10 * 4096 - 100);
     let mut model = user.bytes.lock().clone();
-    let mut lane = Lane::new(&cluster).unwrap();
-    let done = read_run(&mut lane, &store, 0, 10);
+    let mut io = queue(&cluster);
+    let done = read_run(&mut io, &store, 0, 10);
     model.resize(10 * 4096, 0);
     assert!(done.frame.bytes == model);
     assert_eq!(user.calls.load(Ordering::Relaxed), 1);
     for page in [2, 3, 4, 9] {
         model[page * 4096] ^= 1;
     }
-    let done = write_run(&mut lane, &store, 0, &model);
+    let done = write_run(&mut io, &store, 0, &model);
     let expected = RunCounts {
         clean: 6,
         written: 4,
@@ -309,46 +299,41 @@ fn a_users_store_is_called_once_per_stretch_and_fails_as_a_whole() {
     user.fail.store(true, Ordering::Relaxed);
     model[4096] ^= 1;
     model[5 * 4096..7 * 4096].fill(9);
-    let done = write_run(&mut lane, &store, 0, &model);
+    let done = write_run(&mut io, &store, 0, &model);
     let failed: Vec<_> = done.failed.iter().map(|(page, _)| page.number()).collect();
     assert_eq!((failed, done.outcome.clean), (vec![1, 5, 6], 7));
     user.fail.store(false, Ordering::Relaxed);
-    assert_eq!(write_run(&mut lane, &store, 0, &model).outcome.written, 3);
+    assert_eq!(write_run(&mut io, &store, 0, &model).outcome.written, 3);
 }
 
 #[test]
 fn calls_that_a_worker_makes_end_as_those_on_threads_do() {
     let cluster = Cluster::new(vec![], ClusterOptions::default());
     let user = Unruly::new(8192);
-    let options = BlockingOptions { threads: 0 };
-    let store = PageStore::blocking(&cluster, REGION, 8192, 4096, user.clone(), &options)
-        .expect("the sizes are sound");
-    let mut lane: Lane<Vec<u8>> = Lane::new(&cluster).expect("no server to connect to");
-    lane.keep_calls();
-    let mut done = Vec::new();
+    let store = own(&cluster, 8192, user.clone(), 0);
+    let mut io: IoQueue<u64, Vec<u8>> = IoQueue::new(&cluster).expect("no servers");
+    io.keep_calls();
     for (page, handed_in) in [(0, false), (1, true)] {
-        lane.fill(&store, PageIndex(page), vec![0; 4096], 7)
-            .expect("it has room");
-        lane.poll(&mut done);
-        assert!(done.is_empty() && user.calls.load(Ordering::Relaxed) == page);
-        let mut call = lane.take_call().expect("the store is read");
-        assert!(lane.take_call().is_none());
+        io.fill(&store, PageIndex(page), vec![0; 4096], 7);
+        assert!(!io.poll() && user.calls.load(Ordering::Relaxed) == page);
+        let mut call = io.take_call().expect("the store is read");
+        assert!(io.take_call().is_none());
         call.make();
         if handed_in {
-            lane.await_calls();
+            io.await_calls();
             let mut fds = Vec::new();
-            lane.wait(&mut fds);
+            io.wait(&mut fds);
             Box::new(call).hand_in();
             let ready = nix::poll::poll(&mut fds, nix::poll::PollTimeout::ZERO);
-            assert_eq!(ready, Ok(1), "whoever drives the lane is woken");
+            assert_eq!(ready, Ok(1), "whoever drives the I/O queue is woken");
         } else {
-            lane.end_call(call);
+            io.end_call(call);
         }
-        lane.poll(&mut done);
-        let done = done.pop().expect("the call has ended");
-        assert!(done.failed.is_empty() && done.tag == 7);
+        io.poll();
+        let done = io.take_ended().expect("the call has ended");
+        assert!(done.failed.is_empty() && done.request == 7);
         assert!(done.frame[..] == user.bytes.lock()[page * 4096..][..4096]);
-        assert_eq!(lane.in_flight(), 0);
+        assert_eq!(io.in_flight(), 0);
     }
 }
 
@@ -388,7 +373,7 @@ fn threads_of_a_store_may_use_the_processors_that_its_maker_may() {
     let mut one = CpuSet::new();
     one.set(first).expect("it is one of them");
     sched_setaffinity(Pid::from_raw(0), &one).expect("the thread may use it");
-    let mut lane = Lane::new(&cluster).expect("no server to connect to");
-    read(&mut lane, &store, 0).expect("the store reads");
+    let mut io = queue(&cluster);
+    read(&mut io, &store, 0).expect("the store reads");
     assert_eq!(*user.seen.lock(), Some(all));
 }

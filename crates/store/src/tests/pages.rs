@@ -7,13 +7,13 @@ fn page_is_unchanged_as_long_as_it_has_the_bytes_that_come_back() {
     for codec in CODECS {
         let cluster = cluster(1);
         let store = remote(&cluster, 2, 4096, codec);
-        let mut lane = Lane::new(&cluster).expect("the simulated server lives");
+        let mut io = queue(&cluster);
         let (zeros, ones) = (vec![0; 4096], vec![1; 4096]);
         let mut bytes: Vec<u8> = (0..4096).map(|i| (i / 7) as u8).collect();
         assert!(store.is_unchanged(at(0), &zeros) && !store.is_unchanged(at(0), &ones));
-        write(&mut lane, &store, 0, &ones).expect("a page of one value");
+        write(&mut io, &store, 0, &ones).expect("a page of one value");
         assert!(store.is_unchanged(at(0), &ones) && !store.is_unchanged(at(0), &zeros));
-        write(&mut lane, &store, 0, &bytes).expect("the server has room");
+        write(&mut io, &store, 0, &bytes).expect("the server has room");
         assert!(store.is_unchanged(at(0), &bytes) && !store.is_unchanged(at(0), &ones));
         assert!(store.is_unchanged(at(1), &zeros));
         bytes[4095] ^= 1;
@@ -57,16 +57,15 @@ fn lost_delayed_and_reordered_operations_neither_lose_nor_mix_pages() {
 
 #[test]
 fn pages_that_need_no_request_send_none() {
-    let server = SimServer::new(SimConfig::new(1));
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+    let (_server, cluster) = lone(SimConfig::new(1), ClusterOptions::default());
     let store = remote(&cluster, 4, 4096, Codec::Raw);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io = queue(&cluster);
     assert!(!store.table.is_stored(at(0)));
-    assert_eq!(read(&mut lane, &store, 0).unwrap(), vec![0; 4096]);
-    assert_eq!(write(&mut lane, &store, 0, &[0; 4096]).unwrap(), CLEAN);
-    assert_eq!(write(&mut lane, &store, 1, &[5; 4096]).unwrap(), written(0));
-    assert_eq!(write(&mut lane, &store, 1, &[5; 4096]).unwrap(), CLEAN);
-    assert_eq!(read(&mut lane, &store, 1).unwrap(), vec![5; 4096]);
+    assert_eq!(read(&mut io, &store, 0).unwrap(), vec![0; 4096]);
+    assert_eq!(write(&mut io, &store, 0, &[0; 4096]).unwrap(), CLEAN);
+    assert_eq!(write(&mut io, &store, 1, &[5; 4096]).unwrap(), written(0));
+    assert_eq!(write(&mut io, &store, 1, &[5; 4096]).unwrap(), CLEAN);
+    assert_eq!(read(&mut io, &store, 1).unwrap(), vec![5; 4096]);
     let stats = store.stats();
     assert_eq!(
         (
@@ -79,12 +78,12 @@ fn pages_that_need_no_request_send_none() {
     );
     let mut page = vec![5; 4096];
     page[9] = 6;
-    assert_eq!(write(&mut lane, &store, 1, &page).unwrap(), written(4096));
-    assert_eq!(write(&mut lane, &store, 1, &page).unwrap(), CLEAN);
+    assert_eq!(write(&mut io, &store, 1, &page).unwrap(), written(4096));
+    assert_eq!(write(&mut io, &store, 1, &page).unwrap(), CLEAN);
     assert!(store.table.is_stored(at(1)));
-    assert_eq!(write(&mut lane, &store, 1, &[0; 4096]).unwrap(), written(0));
+    assert_eq!(write(&mut io, &store, 1, &[0; 4096]).unwrap(), written(0));
     assert_eq!(
-        read(&mut lane, &store, 1).unwrap(),
+        read(&mut io, &store, 1).unwrap(),
         vec![0; 4096],
         "zeros replace what was there"
     );
@@ -96,15 +95,15 @@ fn pages_that_need_no_request_send_none() {
 fn a_page_that_does_not_shrink_costs_what_a_raw_page_costs() {
     let cluster = cluster(1);
     let store = remote(&cluster, 2, 65536, Codec::Lz4);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io = queue(&cluster);
     let mut page = vec![0; 65536];
     ChaCha8Rng::seed_from_u64(1).fill_bytes(&mut page);
-    assert_eq!(write(&mut lane, &store, 0, &page).unwrap(), written(65536));
+    assert_eq!(write(&mut io, &store, 0, &page).unwrap(), written(65536));
     page[1000..].fill(3);
-    let outcome = write(&mut lane, &store, 0, &page).unwrap();
+    let outcome = write(&mut io, &store, 0, &page).unwrap();
     assert_eq!(outcome.written, 1);
     assert!(outcome.wire_bytes < 2000, "{outcome:?}");
-    assert_eq!(read(&mut lane, &store, 0).unwrap(), page);
+    assert_eq!(read(&mut io, &store, 0).unwrap(), page);
 }
 
 #[test]
@@ -112,18 +111,18 @@ fn damaged_remote_bytes_are_an_error_and_never_data() {
     for codec in CODECS {
         let cluster = cluster(1);
         let store = remote(&cluster, 100, 4096, codec);
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         let mut random = ChaCha8Rng::seed_from_u64(5);
         for page in 0..100 {
             let bytes: Vec<u8> = (0..4096)
                 .map(|i| (i / 9) as u8 ^ random.random_range(0..2u8))
                 .collect();
-            write(&mut lane, &store, page, &bytes).unwrap();
-            tamper(&cluster, &store, page, |bytes| {
+            write(&mut io, &store, page, &bytes).unwrap();
+            tamper(&store, page, |bytes| {
                 let at = random.random_range(0..bytes.len());
                 bytes[at] ^= 1 << random.random_range(0..8);
             });
-            let error = read(&mut lane, &store, page).unwrap_err();
+            let error = read(&mut io, &store, page).unwrap_err();
             assert!(
                 matches!(&error, StoreError::Corrupt { region, page: p, server, .. } if **region == *REGION && *p == page && server.starts_with("sim:")),
                 "{error}"

@@ -1,35 +1,20 @@
 //! Copies that are lost, damaged or behind: which bytes are read, and how the copies are made anew.
 
 use super::{
-    copies::{World, copied, group_of, impatient, members_of, raw},
+    copies::{
+        World, copied, group_of, impatient, impatient_within, members_of, raw, raw_world, waiting,
+    },
     *,
 };
 use crate::groups::Member;
 
 /// Changes a page's bytes in one copy, behind the store's back.
-pub(super) fn tamper_copy(world: &World, store: &PageStore, page: u64, member: Member) {
+pub(super) fn tamper_copy(store: &PageStore, page: u64, member: Member) {
     let (place, len) = place_of(store, page);
-    let mut channel = world.cluster.sessions()[usize::from(member.server)]
-        .channel::<Vec<u8>>()
-        .expect("the server lives");
-    let mut bytes = vec![0; len as usize];
-    for verb in [Verb::Read, Verb::Write] {
-        let op = Op {
-            tag: 0,
-            verb,
-            extent: member.id,
-            offset: place.offset,
-            len,
-            buf: bytes,
-        };
-        channel.post(op).expect("an idle channel has room");
-        let mut done = Vec::new();
-        while channel.poll(&mut done) == 0 {}
-        let done = done.pop().expect("one was posted");
-        done.result.expect("the extent is there");
-        bytes = done.buf;
-        bytes[7] ^= 0x10;
-    }
+    let extent = (member.server, member.id);
+    tamper_extent(pool(store), extent, (place.offset, len), |bytes| {
+        bytes[7] ^= 0x10
+    });
 }
 
 /// Operations are lost, some of which take place later. A write that moves to other slots leaves
@@ -44,10 +29,7 @@ fn nothing_lands_late_in_slots_that_are_used_again() {
             delay_steps: 1,
             ..SimConfig::new(100 * seed + server)
         };
-        let options = ClusterOptions {
-            dead_after: Duration::from_secs(600),
-            ..impatient()
-        };
+        let options = waiting();
         let mut world = World::new((0..3).map(config), options);
         let store = copied(&world, 128, 2, Codec::Raw, Reserve::Full);
         let mut model = vec![0; 128 * 4096];
@@ -73,22 +55,20 @@ fn bits_that_flip_in_one_copy_do_no_harm() {
     for codec in CODECS {
         let mut world = World::of(3, impatient());
         let store = copied(&world, 64, 2, codec, Reserve::Full);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io = queue(&world.cluster);
         let page_of = |page: u64| -> Vec<u8> { odd_page(512, page).repeat(8) };
         let all: Vec<u8> = (0..32).flat_map(page_of).collect();
-        assert!(write_run(&mut lane, &store, 0, &all).failed.is_empty());
+        write_pages(&mut io, &store, 0, &all);
         // Different pages of one READ are damaged in different copies.
         for page in [3, 8, 9] {
             let home = members_of(&store, page)[0];
-            tamper_copy(&world, &store, page, home);
+            tamper_copy(&store, page, home);
         }
         for page in [2, 10] {
             let other = members_of(&store, page)[1];
-            tamper_copy(&world, &store, page, other);
+            tamper_copy(&store, page, other);
         }
-        let done = read_run(&mut lane, &store, 0, 32);
-        assert!(done.failed.is_empty(), "{:?}", done.failed);
-        assert!(done.frame.bytes == all, "{codec}");
+        assert!(read_pages(&mut io, &store, 0, 32) == all, "{codec}");
         let stats = store.stats();
         assert!(stats.corrupt >= 3 && stats.errors == 0, "{stats:?}");
         // The damaged copies are not read again, and are made anew.
@@ -103,17 +83,15 @@ fn bits_that_flip_in_one_copy_do_no_harm() {
 /// The first damage makes one copy stale, and the second is in the other.
 #[test]
 fn a_page_whose_good_copies_are_damaged_is_read_from_a_stale_one() {
-    let mut world = World::of(2, impatient());
-    let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
+    let (mut world, store, mut io) = raw_world(2, impatient(), 8, 2);
     let pages = odd_pages(4096, 0..8);
-    assert!(write_run(&mut lane, &store, 0, &pages).failed.is_empty());
+    write_pages(&mut io, &store, 0, &pages);
     let members = members_of(&store, 0);
-    tamper_copy(&world, &store, 0, members[0]);
-    tamper_copy(&world, &store, 1, members[1]);
+    tamper_copy(&store, 0, members[0]);
+    tamper_copy(&store, 1, members[1]);
     for page in [0, 1, 0, 1] {
         assert_eq!(
-            read(&mut lane, &store, page).expect("one is right"),
+            read(&mut io, &store, page).expect("one is right"),
             odd_page(4096, page)
         );
     }
@@ -121,21 +99,19 @@ fn a_page_whose_good_copies_are_damaged_is_read_from_a_stale_one() {
     assert_eq!(store.stats().errors, 0);
     world.repair();
     assert_eq!(
-        read(&mut lane, &store, 0).expect("one is right"),
+        read(&mut io, &store, 0).expect("one is right"),
         odd_page(4096, 0)
     );
 }
 
 #[test]
 fn a_page_that_is_damaged_everywhere_is_an_error_that_names_the_servers() {
-    let world = World::of(2, impatient());
-    let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+    let (_world, store, mut io) = raw_world(2, impatient(), 8, 2);
+    write(&mut io, &store, 0, &odd_page(4096, 0)).expect("there is room");
     for member in members_of(&store, 0) {
-        tamper_copy(&world, &store, 0, member);
+        tamper_copy(&store, 0, member);
     }
-    let error = read(&mut lane, &store, 0).expect_err("it is damaged");
+    let error = read(&mut io, &store, 0).expect_err("it is damaged");
     assert!(matches!(error, StoreError::Corrupt { .. }), "{error}");
     let said = error.to_string();
     assert!(said.contains("sim:1") && said.contains("sim:2"), "{said}");
@@ -149,49 +125,31 @@ fn a_page_that_is_damaged_everywhere_is_an_error_that_names_the_servers() {
 /// The client loses its network for longer than it waits for a dead server.
 #[test]
 fn the_last_copy_is_not_given_up_because_its_server_is_silent() {
-    let options = ClusterOptions {
-        deadline: Duration::from_millis(50),
-        ..impatient()
-    };
-    let mut world = World::of(2, options);
-    let store = raw(&world, 8, 2);
-    let mut lane = Lane::new(&world.cluster).expect("a lane");
-    write(&mut lane, &store, 0, &odd_page(4096, 0)).expect("there is room");
+    let options = impatient_within(50);
+    let (mut world, store, mut io) = raw_world(2, options, 8, 2);
+    write(&mut io, &store, 0, &odd_page(4096, 0)).expect("there is room");
     world.servers.iter().for_each(|server| server.cut());
-    read(&mut lane, &store, 0).expect_err("nobody answers");
+    read(&mut io, &store, 0).expect_err("nobody answers");
     for _ in 0..10 {
         world.repairer.turn(&world.cluster);
     }
     assert!(group_of(&store, 0).good_count() > 0);
     world.servers.iter().for_each(|server| server.heal());
     world.wait_until_all_answer();
-    let limit = Instant::now() + Duration::from_secs(20);
-    while read(&mut lane, &store, 0).ok() != Some(odd_page(4096, 0)) {
-        assert!(Instant::now() < limit, "it does not come back");
-    }
+    wait_until("it does not come back", || {
+        read(&mut io, &store, 0).ok() == Some(odd_page(4096, 0))
+    });
 }
 
 #[test]
 fn full_survivors_go_on_with_fewer_copies_and_repair_once_there_is_room() {
     // Each server has room for its own copies, and not for those of another.
-    let mut world = World::new(
-        (1..=3).map(|seed| SimConfig {
-            capacity_bytes: 20 << 20,
-            ..SimConfig::new(seed)
-        }),
-        impatient(),
-    );
-    let filler = RemoteOptions::default();
+    let mut world = World::new((1..=3).map(|seed| lending(seed, 20 << 20)), impatient());
     let store = copied(&world, 256, 2, Codec::Raw, Reserve::Full);
     let mut model = vec![0; 256 * 4096];
     assert_eq!(conform(&world.cluster, &store, &mut model, 1, 300), 0);
     // Everything that is left is taken.
-    let mut fillers = Vec::new();
-    for bytes in [4 << 20, 1 << 20, 256 << 10, 64 << 10] {
-        while let Ok(filler) = PageStore::remote(&world.cluster, REGION, bytes, 4096, &filler) {
-            fillers.push(filler);
-        }
-    }
+    let mut fillers = world.fill_up();
     world.servers[0].kill();
     assert_eq!(conform(&world.cluster, &store, &mut model, 2, 300), 0);
     let mut turn = world.repair_as_far_as_possible();
@@ -211,14 +169,14 @@ fn servers_may_die_while_a_copy_is_made() {
         let mut world = World::of(4, impatient());
         let store = raw(&world, 512, 3);
         let mut model = odd_pages(4096, 0..512);
-        let mut lane = Lane::new(&world.cluster).expect("a lane");
+        let mut io = queue(&world.cluster);
         for page in (0..512).step_by(64) {
             let run = &model[page as usize * 4096..][..64 * 4096];
-            assert!(write_run(&mut lane, &store, page, run).failed.is_empty());
+            write_pages(&mut io, &store, page, run);
         }
         let first = random.random_range(0..4);
         world.servers[first].kill();
-        read_run(&mut lane, &store, 0, 512);
+        read_run(&mut io, &store, 0, 512);
         let second = (first + random.random_range(1..4)) % 4;
         world.servers[second].kill_after(random.random_range(1..12));
         world.repair_as_far_as_possible();
@@ -241,9 +199,9 @@ fn servers_may_die_while_a_copy_is_made() {
     }
 }
 
-/// The thread that repairs copies slowly, while the lanes write. There is one group, so that writes
-/// would go to it if they could. Writes take long on their way where `delay_steps` are many: some
-/// are under way when the repair begins.
+/// The thread that repairs copies slowly, while the I/O queues write. There is one group, so that
+/// writes would go to it if they could. Writes take long on their way where `delay_steps` are many:
+/// some are under way when the repair begins.
 #[test]
 fn writes_during_a_repair_are_in_the_new_copy() {
     for (seed, delay_steps) in [(0, 8), (1, 8), (2, 4000), (3, 4000), (4, 4000), (5, 4000)] {

@@ -2,13 +2,12 @@
 
 use super::*;
 
-/// Servers are asked for memory elsewhere: a lane goes on with other runs meanwhile.
+/// Servers are asked for memory elsewhere: an I/O queue goes on with other runs meanwhile.
 #[test]
-fn write_that_needs_an_extent_waits_and_its_lane_does_not() {
-    let server = SimServer::new(SimConfig::new(1));
-    let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+fn write_that_needs_an_extent_waits_and_its_queue_does_not() {
+    let (_server, cluster) = lone(SimConfig::new(1), ClusterOptions::default());
     let store = on_demand(&cluster, 1 << 20, None);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io = queue(&cluster);
     let (go_on, may_go_on) = crossbeam_channel::bounded::<()>(1);
     let (held, is_held) = crossbeam_channel::bounded(1);
     let timed_out = std::thread::scope(|scope| {
@@ -19,48 +18,36 @@ fn write_that_needs_an_extent_waits_and_its_lane_does_not() {
             may_go_on.recv_timeout(Duration::from_secs(10)).is_err()
         });
         is_held.recv().expect("somebody asks the servers");
-        lane.write_back(store, at(0), odd_page(4096, 1).into(), 7)
-            .unwrap();
-        let mut done = Vec::new();
-        lane.poll(&mut done);
-        assert!(done.is_empty(), "there is no memory for it yet");
+        io.write_back(store, at(0), odd_page(4096, 1).into(), 7);
+        assert!(poll(&mut io).is_empty(), "there is no memory for it yet");
         // A page of one value needs none.
-        lane.write_back(store, at(1), vec![3; 4096].into(), 8)
-            .unwrap();
-        assert_eq!(one(&mut lane).tag, 8);
+        io.write_back(store, at(1), vec![3; 4096].into(), 8);
+        assert_eq!(one(&mut io).request, 8);
         let _ = go_on.send(());
         asking.join().expect("it only waits")
     });
-    assert!(!timed_out, "the lane waited for who asks the servers");
-    let done = one(&mut lane);
-    assert_eq!((done.tag, done.failed.len()), (7, 0));
-    assert_eq!(read(&mut lane, &store, 0).unwrap(), odd_page(4096, 1));
+    assert!(!timed_out, "the I/O queue waited for who asks the servers");
+    let done = one(&mut io);
+    assert_eq!((done.request, done.failed.len()), (7, 0));
+    assert_eq!(read(&mut io, &store, 0).unwrap(), odd_page(4096, 1));
 }
 
 #[test]
 fn a_dead_server_is_a_typed_error_within_the_deadline_and_keeps_nothing_waiting() {
-    let server = SimServer::new(SimConfig::new(1));
     let deadline = Duration::from_millis(300);
-    let cluster = Cluster::new(
-        vec![session(&server)],
-        ClusterOptions {
-            deadline,
-            ..ClusterOptions::default()
-        },
-    );
+    let (server, cluster) = lone(SimConfig::new(1), within(deadline));
     let store = remote(&cluster, 8, 4096, Codec::Raw);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io = queue(&cluster);
     let mut page = vec![1; 4096];
     page[0] = 0;
-    write(&mut lane, &store, 0, &page).unwrap();
+    write(&mut io, &store, 0, &page).unwrap();
     server.kill();
     let began = Instant::now();
-    lane.fill(&store, at(0), vec![0; 4096].into(), 1).unwrap();
-    lane.write_back(&store, at(1), page.clone().into(), 2)
-        .unwrap();
+    io.fill(&store, at(0), vec![0; 4096].into(), 1);
+    io.write_back(&store, at(1), page.clone().into(), 2);
     let mut ended = 0;
     while ended < 2 {
-        for done in some(&mut lane) {
+        for done in some(&mut io) {
             ended += 1;
             let (_, error) = &done.failed[0];
             assert!(
@@ -85,15 +72,12 @@ fn a_dead_server_is_a_typed_error_within_the_deadline_and_keeps_nothing_waiting(
         matches!(store.table.load(at(1)), PageEntry::Never),
         "a failed write-back leaves the entry alone"
     );
-    assert_eq!(lane.in_flight(), 0);
+    assert_eq!(io.in_flight(), 0);
 }
 
 #[test]
 fn a_full_server_is_typed_and_leaves_everything_usable() {
-    let config = |seed| SimConfig {
-        capacity_bytes: 8 << 20,
-        ..SimConfig::new(seed)
-    };
+    let config = |seed| lending(seed, 8 << 20);
     let cluster = cluster_of([config(1), config(2)]);
     let kept = remote(&cluster, 1024, 4096, Codec::Raw);
     for _ in 0..3 {
@@ -124,17 +108,17 @@ fn a_fully_reserved_region_never_lacks_room_and_one_on_demand_says_so() {
         ChaCha8Rng::seed_from_u64(i).fill_bytes(&mut page);
         page
     };
-    let config = lending(5 << 20);
+    let config = lending(1, 5 << 20);
     let cluster = cluster_of([config]);
     let store = remote(&cluster, 1024, 4096, Codec::Raw);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io = queue(&cluster);
     for i in 0..3 * 1024 {
-        write(&mut lane, &store, i % 1024, &page(i)).unwrap();
+        write(&mut io, &store, i % 1024, &page(i)).unwrap();
     }
     drop(store);
     let store = on_demand(&cluster, 1 << 30, None);
     let outcomes: Vec<_> = (0..1400)
-        .map(|i| write(&mut lane, &store, i, &page(i)))
+        .map(|i| write(&mut io, &store, i, &page(i)))
         .collect();
     let stored = outcomes
         .iter()
@@ -145,12 +129,12 @@ fn a_fully_reserved_region_never_lacks_room_and_one_on_demand_says_so() {
         matches!(outcomes[stored], Err(StoreError::Full { page, .. }) if page == stored as u64)
     );
     assert_eq!(
-        read(&mut lane, &store, 5).unwrap(),
+        read(&mut io, &store, 5).unwrap(),
         page(5),
         "what was stored is still there"
     );
-    write(&mut lane, &store, 5, &[0; 4096]).unwrap();
-    write(&mut lane, &store, 1399, &page(1)).expect("room again");
+    write(&mut io, &store, 5, &[0; 4096]).unwrap();
+    write(&mut io, &store, 1399, &page(1)).expect("room again");
 }
 
 #[test]
@@ -175,19 +159,19 @@ fn many_small_regions_share_extents() {
 
 #[test]
 fn regions_without_a_reservation_leave_what_others_were_promised() {
-    let cluster = cluster_of([lending(40 << 20)]);
+    let cluster = cluster_of([lending(1, 40 << 20)]);
     let promised = remote(&cluster, 2048, 4096, Codec::Raw);
     let options = RemoteOptions {
         reserve: Reserve::OnDemand,
         ..RemoteOptions::default()
     };
     let greedy = PageStore::remote(&cluster, "array 8", 64 << 20, 4096, &options).unwrap();
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io = queue(&cluster);
     let page = |i: u64| (0..4096u64).map(|j| (j / 5 + i) as u8).collect::<Vec<_>>();
-    let full = (0..greedy.pages()).find(|&i| write(&mut lane, &greedy, i, &page(i)).is_err());
+    let full = (0..greedy.pages()).find(|&i| write(&mut io, &greedy, i, &page(i)).is_err());
     assert!(full.is_some(), "the server is full now");
     for i in 0..promised.pages() {
-        write(&mut lane, &promised, i, &page(i)).expect("it was reserved");
+        write(&mut io, &promised, i, &page(i)).expect("it was reserved");
     }
 }
 

@@ -36,16 +36,15 @@ impl Child {
         }
     }
 
-    pub(super) fn check(&self, lane: &mut Lane<Piece>) {
+    pub(super) fn check(&self, io: &mut Queue) {
         for page in self.snapshot.store().all() {
-            self.check_page(lane, page);
+            self.check_page(io, page);
         }
     }
 
-    fn check_page(&self, lane: &mut Lane<Piece>, page: PageIndex) {
+    fn check_page(&self, io: &mut Queue, page: PageIndex) {
         let page_bytes = self.snapshot.store().page_bytes();
-        let frame = vec![0xee; page_bytes].into();
-        let done = lane.read_copy(&self.snapshot, page, self.entries[page.0], frame);
+        let done = read_copy(io, &self.snapshot, page, self.entries[page.0]);
         assert!(done.failed.is_empty(), "{:?}", done.failed);
         let expected = &self.bytes[page.offset(page_bytes)..][..page_bytes];
         assert!(done.frame.bytes == expected, "page {page} is another");
@@ -74,10 +73,10 @@ fn needed_bytes<'a>(
 }
 
 /// Writes all pages of a region.
-fn write_all(lane: &mut Lane<Piece>, store: &Arc<PageStore>, bytes: &[u8]) {
+fn write_all(io: &mut Queue, store: &Arc<PageStore>, bytes: &[u8]) {
     let run_bytes = 16 * store.page_bytes();
     for (run, bytes) in bytes.chunks(run_bytes).enumerate() {
-        let done = write_run(lane, store, run as u64 * 16, bytes);
+        let done = write_run(io, store, run as u64 * 16, bytes);
         assert!(done.failed.is_empty(), "{:?}", done.failed);
     }
 }
@@ -88,48 +87,33 @@ fn random_bytes(random: &mut ChaCha8Rng, pages: u64) -> Vec<u8> {
     (0..pages).flat_map(page).collect()
 }
 
-fn granted(servers: &[Arc<SimServer>]) -> u64 {
-    let cluster = client(servers);
-    let granted = (cluster.sessions().iter()).map(|it| it.stat().unwrap().granted_bytes);
-    granted.sum()
-}
-
-fn named(cluster: &Arc<Cluster>, pages: u64, codec: Codec) -> Arc<PageStore> {
-    let options = RemoteOptions {
-        codec,
-        name: Some("x".to_owned()),
-        ..RemoteOptions::default()
-    };
-    PageStore::remote(cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
-}
-
 #[test]
 fn a_child_reads_what_pages_held_when_they_are_rewritten_and_their_region_ends() {
     for (seed, codec) in (0..).zip(CODECS) {
         println!("seed {seed}");
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         let cluster = cluster(seed);
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         let (store, other) = (
             remote(&cluster, 60, 4096, codec),
             remote(&cluster, 60, 4096, codec),
         );
         let pool = pool(&store).clone();
         let others = random_bytes(&mut random, 60);
-        write_all(&mut lane, &other, &others);
+        write_all(&mut io, &other, &others);
         let used_by_other = pool.used_bytes();
         let bytes = random_bytes(&mut random, 60);
-        write_all(&mut lane, &store, &bytes);
+        write_all(&mut io, &store, &bytes);
         let (used, touched) = (pool.used_bytes(), store.stats().touched_pages());
         // 1. The region goes on.
         let child = Child::fork(&store, &bytes);
-        child.check(&mut lane);
+        child.check(&mut io);
         assert_eq!((pool.used_bytes(), store.stats().held_bytes), (used, 0));
-        write_all(&mut lane, &store, &random_bytes(&mut random, 60));
-        child.check(&mut lane);
+        write_all(&mut io, &store, &random_bytes(&mut random, 60));
+        child.check(&mut io);
         store.clear(at(0).until(at(30)));
         store.all().iter().for_each(|page| store.forget(page));
-        child.check(&mut lane);
+        child.check(&mut io);
         assert_eq!(store.stats().touched_pages(), touched, "the child's pages");
         let held = used - used_by_other;
         assert_eq!((pool.used_bytes(), store.stats().held_bytes), (used, held));
@@ -139,15 +123,15 @@ fn a_child_reads_what_pages_held_when_they_are_rewritten_and_their_region_ends()
             (used_by_other, 0)
         );
         // 2. The region ends.
-        write_all(&mut lane, &store, &bytes);
+        write_all(&mut io, &store, &bytes);
         let used = pool.used_bytes();
         let held = used - used_by_other;
         let (child, younger) = (Child::fork(&store, &bytes), Child::fork(&store, &bytes));
-        write_all(&mut lane, &store, &random_bytes(&mut random, 60));
+        write_all(&mut io, &store, &random_bytes(&mut random, 60));
         store.retire();
         assert!(Snapshot::take(&store).is_none(), "nothing is left of it");
         drop((store, younger));
-        child.check(&mut lane);
+        child.check(&mut io);
         assert_eq!(
             (pool.used_bytes(), cluster.stats().held_bytes),
             (used, held)
@@ -162,11 +146,11 @@ fn a_child_reads_what_pages_held_when_they_are_rewritten_and_their_region_ends()
         assert_eq!(cluster.granted_bytes(), 0, "surplus extents go back");
         // 3. The region ends first.
         let store = remote(&cluster, 60, 4096, codec);
-        write_all(&mut lane, &store, &bytes);
+        write_all(&mut io, &store, &bytes);
         let child = Child::fork(&store, &bytes);
         store.retire();
         drop(store);
-        child.check(&mut lane);
+        child.check(&mut io);
         assert!(cluster.granted_bytes() > 0);
         drop(child);
         assert_eq!(
@@ -182,10 +166,10 @@ fn a_child_reads_pages_that_have_moved_since() {
     for codec in [Codec::Raw, Codec::Lz4] {
         let mut random = ChaCha8Rng::seed_from_u64(1);
         let cluster = cluster(1);
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         let store = remote(&cluster, 40, 4096, codec);
         let mut bytes = odd_pages(4096, 0..40);
-        write_all(&mut lane, &store, &bytes);
+        write_all(&mut io, &store, &bytes);
         store.clear(at(20).until(at(40)));
         bytes[20 * 4096..].fill(0);
         let child = Child::fork(&store, &bytes);
@@ -199,17 +183,17 @@ fn a_child_reads_pages_that_have_moved_since() {
             assert_eq!(pool(&store).used_bytes(), needed);
         };
         moved(0, 20);
-        child.check(&mut lane);
+        child.check(&mut io);
         // The slots go out of use where they are now.
-        write_all(&mut lane, &store, &odd_pages(4096, 100..140));
-        child.check(&mut lane);
+        write_all(&mut io, &store, &odd_pages(4096, 100..140));
+        child.check(&mut io);
         is_exact(std::slice::from_ref(&child));
         // The pages that were written since are not needed, wherever they are.
         store.clear(at(0).until(at(20)));
         moved(20, 0);
         moved(0, 20);
-        write_all(&mut lane, &store, &random_bytes(&mut random, 40));
-        child.check(&mut lane);
+        write_all(&mut io, &store, &random_bytes(&mut random, 40));
+        child.check(&mut io);
         is_exact(std::slice::from_ref(&child));
         drop(child);
         is_exact(&[]);
@@ -238,7 +222,7 @@ fn children_come_and_go_and_nothing_else_is_kept() {
         };
         let cluster = cluster_of([config(seed), config(seed + 500)]);
         let codec = CODECS[seed as usize % CODECS.len()];
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         let region = || Region {
             store: remote(&cluster, PAGES, 4096, codec),
             model: vec![0; PAGES as usize * 4096],
@@ -256,7 +240,7 @@ fn children_come_and_go_and_nothing_else_is_kept() {
             match random.random_range(0..100) {
                 0..40 => {
                     let bytes = random_bytes(&mut random, count);
-                    let done = write_run(&mut lane, store, page, &bytes);
+                    let done = write_run(&mut io, store, page, &bytes);
                     assert!(done.failed.is_empty(), "{:?}", done.failed);
                     model[range].copy_from_slice(&bytes);
                 }
@@ -300,11 +284,11 @@ fn children_come_and_go_and_nothing_else_is_kept() {
             );
             assert_eq!(cluster.stats().held_bytes, held);
             for child in families.iter().flatten() {
-                child.check_page(&mut lane, at(random.random_range(0..PAGES)));
+                child.check_page(&mut io, at(random.random_range(0..PAGES)));
             }
         }
         let all = families.iter().flatten();
-        all.for_each(|child| child.check(&mut lane));
+        all.for_each(|child| child.check(&mut io));
         for Region { store, model } in &regions {
             assert!(vec_of(&cluster, store) == *model, "seed {seed}");
         }
@@ -340,17 +324,17 @@ fn threads_write_while_children_come_and_go() {
             let (cluster, store, forks, model, stop) = (&cluster, &store, &forks, &model, &stop);
             scope.spawn(move || {
                 let mut random = ChaCha8Rng::seed_from_u64(thread);
-                let mut lane = Lane::new(cluster).unwrap();
+                let mut io = queue(cluster);
                 while !stop.load(Ordering::Relaxed) {
                     let page = random.random_range(0..PAGES / THREADS) * THREADS + thread;
                     let bytes = random_page(&mut random, 4096);
                     let _writes = forks.read().expect("no panic");
-                    write(&mut lane, store, page, &bytes).unwrap();
+                    write(&mut io, store, page, &bytes).unwrap();
                     *model[page as usize].lock() = bytes;
                 }
             });
         }
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         let mut children = Vec::new();
         for _ in 0..200 {
             {
@@ -359,13 +343,13 @@ fn threads_write_while_children_come_and_go() {
                 children.push(Child::fork(&store, &bytes));
             }
             let checked = random.random_range(0..children.len());
-            children[checked].check(&mut lane);
+            children[checked].check(&mut io);
             if children.len() > 3 {
                 let ends = random.random_range(0..children.len());
                 children.remove(ends);
             }
         }
-        children.iter().for_each(|child| child.check(&mut lane));
+        children.iter().for_each(|child| child.check(&mut io));
     });
     assert_eq!(pool(&store).used_bytes(), needed_bytes([&store], []));
     assert_eq!(store.stats().held_bytes, 0);
@@ -373,71 +357,56 @@ fn threads_write_while_children_come_and_go() {
 
 #[test]
 fn slots_of_writes_that_did_not_take_place_are_free_while_there_is_a_child() {
-    let server = SimServer::new(SimConfig::new(1));
-    let deadline = Duration::from_millis(50);
-    let cluster = Cluster::new(
-        vec![session(&server)],
-        ClusterOptions {
-            deadline,
-            ..ClusterOptions::default()
-        },
-    );
+    let (server, cluster) = lone(SimConfig::new(1), within(Duration::from_millis(50)));
     let store = remote(&cluster, 64, 4096, Codec::Raw);
-    let mut lane = Lane::new(&cluster).unwrap();
+    let mut io = queue(&cluster);
     let child = Child::fork(&store, &vec![0; 64 * 4096]);
     server.kill();
     // Sent, so in doubt; from then on there is no channel.
-    assert!(write(&mut lane, &store, 0, &odd_page(4096, 0)).is_err());
-    let done = write_run(&mut lane, &store, 0, &odd_pages(4096, 0..64));
+    assert!(write(&mut io, &store, 0, &odd_page(4096, 0)).is_err());
+    let done = write_run(&mut io, &store, 0, &odd_pages(4096, 0..64));
     assert_eq!(done.failed.len(), 64);
     assert_eq!(pool(&store).used_bytes(), 4096, "the slot of the first one");
     assert_eq!(store.stats().held_bytes, 0);
-    child.check(&mut lane);
+    child.check(&mut io);
 }
 
 #[test]
 fn a_full_server_says_what_is_held_for_children_and_goes_on_when_they_end() {
     let full = |deadline| {
-        let sessions = vec![session(&SimServer::new(lending(1 << 20)))];
-        let cluster = Cluster::new(
-            sessions,
-            ClusterOptions {
-                deadline,
-                ..ClusterOptions::default()
-            },
-        );
+        let sessions = vec![session(&SimServer::new(lending(1, 1 << 20)))];
+        let cluster = Cluster::new(sessions, within(deadline));
         let store = on_demand(&cluster, 208 * 4096, None);
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         let bytes = odd_pages(4096, 0..208);
-        write_all(&mut lane, &store, &bytes);
+        write_all(&mut io, &store, &bytes);
         let child = Child::fork(&store, &bytes);
         // What is held fills three extents, which go back to the server.
         for page in 0..48 {
-            write(&mut lane, &store, page, &odd_page(4096, 300 + page)).expect("room");
+            write(&mut io, &store, page, &odd_page(4096, 300 + page)).expect("room");
         }
-        (store, lane, child)
+        (store, io, child)
     };
     // 1. An error, when nothing ends in time.
-    let (store, mut lane, child) = full(Duration::from_millis(100));
-    let error = write(&mut lane, &store, 60, &odd_page(4096, 1)).unwrap_err();
+    let (store, mut io, child) = full(Duration::from_millis(100));
+    let error = write(&mut io, &store, 60, &odd_page(4096, 1)).unwrap_err();
     let held = 48 * 4096;
     assert_eq!(store.stats().held_bytes, held);
     let told = format!("{held} bytes are held for children made by fork");
     assert!(error.to_string().contains(&told), "{error}");
-    child.check(&mut lane);
+    child.check(&mut io);
     drop(child);
-    write(&mut lane, &store, 60, &odd_page(4096, 1)).expect("room");
+    write(&mut io, &store, 60, &odd_page(4096, 1)).expect("room");
     // 2. Until then the write waits.
-    let (store, mut lane, child) = full(Duration::from_secs(30));
-    (lane.write_back(&store, at(60), odd_page(4096, 1).into(), 0)).unwrap();
-    let (mut done, limit) = (Vec::new(), Instant::now() + Duration::from_secs(20));
-    while lane.take_refused().is_none() {
+    let (store, mut io, child) = full(Duration::from_secs(30));
+    io.write_back(&store, at(60), odd_page(4096, 1).into(), 0);
+    let limit = Instant::now() + Duration::from_secs(20);
+    while io.take_refused().is_none() {
         assert!(Instant::now() < limit, "the server refuses");
-        lane.poll(&mut done);
+        assert!(poll(&mut io).is_empty());
     }
-    assert!(done.is_empty());
     drop(child);
-    assert_eq!(one(&mut lane).failed.len(), 0);
+    assert_eq!(one(&mut io).failed.len(), 0);
 }
 
 #[test]
@@ -451,40 +420,40 @@ fn what_is_held_takes_nothing_of_what_regions_were_promised() {
         {
             session.grant(available).unwrap();
         }
-        let mut lane = Lane::new(cluster).unwrap();
+        let mut io = queue(cluster);
         for number in 0..2 {
             for store in stores {
-                write_all(&mut lane, store, &odd_pages(4096, number..number + PAGES));
+                write_all(&mut io, store, &odd_pages(4096, number..number + PAGES));
             }
         }
     };
     // Each region is granted an extent of 5 MiB.
-    let cluster = || cluster_of([lending(15 << 20)]);
+    let cluster = || cluster_of([lending(1, 15 << 20)]);
     // Rewrites all pages of a new region while there is a child, and ends the region.
     let held = |cluster: &Arc<Cluster>, store: Arc<PageStore>| {
-        let mut lane = Lane::new(cluster).unwrap();
+        let mut io = queue(cluster);
         let bytes = odd_pages(4096, 0..PAGES);
-        write_all(&mut lane, &store, &bytes);
+        write_all(&mut io, &store, &bytes);
         let child = Child::fork(&store, &bytes);
-        write_all(&mut lane, &store, &odd_pages(4096, PAGES..2 * PAGES));
+        write_all(&mut io, &store, &odd_pages(4096, PAGES..2 * PAGES));
         store.retire();
         assert_eq!(cluster.stats().held_bytes, PAGES * 4096);
-        (lane, child)
+        (io, child)
     };
     let region = |cluster: &Arc<Cluster>| remote(cluster, PAGES, 4096, Codec::Raw);
     // 1. Regions that are there already.
     let clients = cluster();
     let (first, others) = (region(&clients), [region(&clients), region(&clients)]);
-    let (mut lane, child) = held(&clients, first);
+    let (mut io, child) = held(&clients, first);
     write_all_twice(&clients, &others);
-    child.check(&mut lane);
+    child.check(&mut io);
     drop((others, child));
     assert_eq!(clients.granted_bytes(), 0);
     // 2. A region that comes later.
     let clients = cluster();
-    let (mut lane, child) = held(&clients, region(&clients));
+    let (mut io, child) = held(&clients, region(&clients));
     write_all_twice(&clients, &[region(&clients)]);
-    child.check(&mut lane);
+    child.check(&mut io);
     drop(child);
     assert_eq!(clients.granted_bytes(), 0);
 }
@@ -496,15 +465,15 @@ fn a_snapshot_may_outlive_everything_else() {
         let cluster = client(&servers);
         let store = on_demand(&cluster, 60 * 4096, name);
         let bytes = odd_pages(4096, 0..60);
-        let mut lane = Lane::new(&cluster).unwrap();
-        write_all(&mut lane, &store, &bytes);
+        let mut io = queue(&cluster);
+        write_all(&mut io, &store, &bytes);
         // One region is retired, the other one ends with its snapshot.
         let child = Child::fork(&store, &bytes);
         let other = on_demand(&cluster, 60 * 4096, None);
-        write_all(&mut lane, &other, &bytes);
+        write_all(&mut io, &other, &bytes);
         let others = Child::fork(&other, &bytes);
         store.retire();
-        drop((lane, store, other, cluster));
+        drop((io, store, other, cluster));
         assert!(granted(&servers) > 0);
         drop((child, others));
         assert_eq!(granted(&servers), 0);
@@ -556,16 +525,16 @@ fn words_that_a_child_has_damaged_are_an_error_and_never_data() {
         println!("seed {seed}");
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         let cluster = cluster(seed);
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         // A shared pool, and a pool of one region that has ended.
         let shared = remote(&cluster, 60, 4096, codec);
-        let own = named(&cluster, 60, codec);
+        let own = named(&cluster, "x", 60, codec);
         let mut children = Vec::new();
         for store in [&shared, &own] {
             let bytes = random_bytes(&mut random, 60);
-            write_all(&mut lane, store, &bytes);
+            write_all(&mut io, store, &bytes);
             children.push(Child::fork(store, &bytes));
-            write_all(&mut lane, store, &random_bytes(&mut random, 60));
+            write_all(&mut io, store, &random_bytes(&mut random, 60));
         }
         own.retire();
         let (mut refused, mut damaged, mut read) = (0, 0, 0);
@@ -573,8 +542,7 @@ fn words_that_a_child_has_damaged_are_an_error_and_never_data() {
             let child = &children[random.random_range(0..children.len())];
             let words = any_words(&mut random, &child.entries);
             let page = random.random_range(0..60);
-            let frame = vec![0xee; 4096].into();
-            let mut done = lane.read_copy(&child.snapshot, at(page), words, frame);
+            let mut done = read_copy(&mut io, &child.snapshot, at(page), words);
             match done.failed.pop() {
                 None => {
                     read += 1;
@@ -593,7 +561,7 @@ fn words_that_a_child_has_damaged_are_an_error_and_never_data() {
             }
         }
         assert!(refused > 100 && damaged > 100 && read > 100);
-        children.iter().for_each(|child| child.check(&mut lane));
+        children.iter().for_each(|child| child.check(&mut io));
         // Nothing is left of the region.
         let Child {
             snapshot, entries, ..

@@ -15,10 +15,7 @@ struct Puppet<'a> {
     dues: Dues,
     asleep: Option<Option<Instant>>,
     /// Call of a store that the handler is in, and the shard whose filler's turn has led to it.
-    call: Option<(
-        usize,
-        StoreCall<StoreFrame<<SimSpace as AddressSpace>::Frame>>,
-    )>,
+    call: Option<(usize, StoreCall<PageRun<<SimSpace as AddressSpace>::Frame>>)>,
 }
 
 impl Puppet<'_> {

@@ -1,12 +1,12 @@
-//! The rate of the link to the servers, as far as lanes had to wait for it: [`LinkTraffic`] is
-//! shared by all lanes, [`Watch`] is one lane's view.
+//! The rate of the link to the servers, as far as I/O queues had to wait for it: [`LinkTraffic`] is
+//! shared by all I/O queues, [`Watch`] is one I/O queue's view.
 //!
-//! The rule it keeps: **only a lane's sleep counts, and only if a request that was in flight when
-//! it fell asleep still is when it looks.** Then the link was busy all the time, so the bytes that
-//! all lanes received meanwhile are what it carries. Other time would make any link look slow:
-//! requests that have ended but were not looked after yet, requests between waking and looking, the
-//! work that looking finds, and pauses without requests. A link that no lane waits for needs no
-//! compression.
+//! The rule it keeps: **only an I/O queue's sleep counts, and only if a request that was in flight
+//! when it fell asleep still is when it looks.** Then the link was busy all the time, so the bytes
+//! that all I/O queues received meanwhile are what it carries. Other time would make any link look
+//! slow: requests that have ended but were not looked after yet, requests between waking and
+//! looking, the work that looking finds, and pauses without requests. A link that no I/O queue
+//! waits for needs no compression.
 
 use std::{
     cell::Cell,
@@ -29,7 +29,7 @@ const DOUBT: Duration = Duration::from_secs(5);
 pub(crate) const READ: usize = 0;
 pub(crate) const WRITE: usize = 1;
 
-/// Bytes that all lanes of a cluster have moved and waited for. Atomic counters only, because
+/// Bytes that all I/O queues of a cluster have moved and waited for. Atomic counters only, because
 /// signal handlers report here, too.
 #[derive(Debug)]
 pub(crate) struct LinkTraffic {
@@ -68,7 +68,7 @@ impl LinkTraffic {
         self.began.elapsed().as_nanos() as u64
     }
 
-    /// Counts `bytes` that arrived while a lane waited for `ns`.
+    /// Counts `bytes` that arrived while an I/O queue waited for `ns`.
     pub(super) fn waited(&self, way: usize, bytes: u64, ns: u64) {
         self.ways[way].waited_bytes.fetch_add(bytes, Relaxed);
         self.ways[way].waited_ns.fetch_add(ns, Relaxed);
@@ -86,7 +86,7 @@ impl LinkTraffic {
     }
 }
 
-/// One lane's requests in flight.
+/// One I/O queue's requests in flight.
 #[derive(Debug)]
 pub(crate) struct Watch {
     traffic: Arc<LinkTraffic>,
@@ -101,7 +101,7 @@ struct Watched {
     /// Time since which a request has been in flight; `delivered` had its value then.
     since_ns: u64,
     delivered: u64,
-    /// Set while the lane sleeps: requests of the current wait that are still in flight.
+    /// Set while the I/O queue sleeps: requests of the current wait that are still in flight.
     slept_on: Cell<Option<u32>>,
 }
 
@@ -134,7 +134,7 @@ impl Watch {
         way.delivered.fetch_add(bytes, Relaxed);
     }
 
-    /// Notes that the lane may sleep until `until`.
+    /// Notes that the I/O queue may sleep until `until`.
     pub(crate) fn sleeps(&self, until: Option<Instant>) {
         if until.is_none_or(|until| until > Instant::now()) {
             for way in &self.ways {
@@ -144,14 +144,15 @@ impl Watch {
         }
     }
 
-    /// Notes that the lane begins to look after its requests. The look finds all that have ended.
+    /// Notes that the I/O queue begins to look after its requests. The look finds all that have
+    /// ended.
     pub(crate) fn looks(&mut self) {
         if self.ways.iter().any(|way| way.under_way > 0) {
             self.looks_ns = self.traffic.now_ns();
         }
     }
 
-    /// Notes that the lane has looked after all its requests.
+    /// Notes that the I/O queue has looked after all its requests.
     pub(crate) fn looked(&mut self) {
         for way in [READ, WRITE] {
             let watched = &self.ways[way];
@@ -188,7 +189,7 @@ pub(super) struct Rate {
 }
 
 impl Rate {
-    /// Counts `bytes` that came while lanes waited for `ns`, in an epoch of `wall_ns`.
+    /// Counts `bytes` that came while I/O queues waited for `ns`, in an epoch of `wall_ns`.
     pub(super) fn see(&mut self, bytes: f64, ns: f64, wall_ns: f64) {
         let unknown_ns = (wall_ns - ns).max(0.0);
         let doubt = 0.5f64.powf(unknown_ns / DOUBT.as_nanos() as f64);
@@ -210,7 +211,7 @@ impl Rate {
 mod tests {
     use super::*;
 
-    /// Returns the watch of a lane with two READs under way, which has just looked.
+    /// Returns the watch of an I/O queue with two READs under way, which has just looked.
     fn watch(traffic: &Arc<LinkTraffic>) -> Watch {
         let mut watch = Watch::new(traffic.clone());
         watch.posted(READ);
@@ -249,7 +250,7 @@ mod tests {
 
     #[test]
     fn time_in_which_nobody_looked_or_nothing_was_under_way_says_nothing() {
-        // The lane had something else to do, or did not have to wait.
+        // The I/O queue had something else to do, or did not have to wait.
         for until in [None, Some(Instant::now())] {
             let traffic = Arc::default();
             let mut watch = watch(&traffic);
@@ -262,7 +263,7 @@ mod tests {
             watch.looked();
             assert_eq!(waited(&traffic), (false, 0));
         }
-        // All requests had ended when the lane looked, at an unknown time.
+        // All requests had ended when the I/O queue looked, at an unknown time.
         let traffic = Arc::default();
         let mut drained = watch(&traffic);
         drained.sleeps(None);
@@ -272,7 +273,7 @@ mod tests {
         drained.ended(READ, 100);
         drained.looked();
         assert_eq!(waited(&traffic), (false, 0));
-        // The lane slept before there was anything to wait for.
+        // The I/O queue slept before there was anything to wait for.
         let mut idle = Watch::new(traffic.clone());
         idle.sleeps(None);
         idle.posted(READ);

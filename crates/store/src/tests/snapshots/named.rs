@@ -10,12 +10,12 @@ fn a_child_reads_what_pages_held_while_their_named_region_publishes() {
         let publish = |has_child: bool| {
             let mut random = ChaCha8Rng::seed_from_u64(seed);
             let cluster = client(&servers());
-            let mut lane = Lane::new(&cluster).unwrap();
-            let store = named(&cluster, 60, codec);
+            let mut io = queue(&cluster);
+            let store = named(&cluster, "x", 60, codec);
             let mut bytes = Vec::new();
             for _ in 0..2 {
                 bytes = random_bytes(&mut random, 60);
-                write_all(&mut lane, &store, &bytes);
+                write_all(&mut io, &store, &bytes);
                 store.publish().unwrap();
             }
             let child = has_child.then(|| Child::fork(&store, &bytes));
@@ -25,12 +25,12 @@ fn a_child_reads_what_pages_held_while_their_named_region_publishes() {
             assert_eq!(store.stats().held_bytes, 0, "maps are not in entries");
             for round in 0..4 {
                 bytes = random_bytes(&mut random, 60);
-                write_all(&mut lane, &store, &bytes);
+                write_all(&mut io, &store, &bytes);
                 if round != 2 {
                     store.publish().unwrap();
                 }
                 if let Some(child) = &child {
-                    child.check(&mut lane);
+                    child.check(&mut io);
                     assert!(store.stats().held_bytes > 0);
                 }
             }
@@ -45,7 +45,7 @@ fn a_child_reads_what_pages_held_while_their_named_region_publishes() {
     let cluster = client(&servers());
     let store = on_demand(&cluster, 60 * 4096, Some("x"));
     let bytes = odd_pages(4096, 0..60);
-    write_all(&mut Lane::new(&cluster).unwrap(), &store, &bytes);
+    write_all(&mut queue(&cluster), &store, &bytes);
     store.publish().unwrap();
     let child = Child::fork(&store, &bytes);
     let used = pool(&store).used_bytes();
@@ -65,18 +65,18 @@ fn a_named_region_that_ends_keeps_its_name_and_its_memory_until_its_children_hav
         let mut random = ChaCha8Rng::seed_from_u64(1);
         let servers = servers();
         let cluster = client(&servers);
-        let mut lane = Lane::new(&cluster).unwrap();
-        let store = named(&cluster, 60, codec);
+        let mut io = queue(&cluster);
+        let store = named(&cluster, "x", 60, codec);
         let published = random_bytes(&mut random, 60);
-        write_all(&mut lane, &store, &published);
+        write_all(&mut io, &store, &published);
         store.publish().unwrap();
         let bytes = random_bytes(&mut random, 60);
-        write_all(&mut lane, &store, &bytes);
+        write_all(&mut io, &store, &bytes);
         let (child, younger) = (Child::fork(&store, &bytes), Child::fork(&store, &bytes));
-        write_all(&mut lane, &store, &random_bytes(&mut random, 60));
+        write_all(&mut io, &store, &random_bytes(&mut random, 60));
         store.retire();
         drop((store, younger));
-        child.check(&mut lane);
+        child.check(&mut io);
         assert!(matches!(
             PageStore::open(&cluster, REGION, "x"),
             Err(OpenStoreError::Held { .. })
@@ -85,7 +85,7 @@ fn a_named_region_that_ends_keeps_its_name_and_its_memory_until_its_children_hav
             PageStore::open(&client(&servers), REGION, "x"),
             Err(OpenStoreError::InUse { .. })
         ));
-        child.check(&mut lane);
+        child.check(&mut io);
         drop(child);
         let other = client(&servers);
         let store = PageStore::open(&other, REGION, "x").expect("it is free");
@@ -96,7 +96,7 @@ fn a_named_region_that_ends_keeps_its_name_and_its_memory_until_its_children_hav
         let child = Child::fork(&store, &published);
         store.retire();
         drop(store);
-        child.check(&mut lane);
+        child.check(&mut io);
         assert_eq!(cluster.names().unwrap()[0].readers, 1);
         drop(child);
         assert_eq!(cluster.names().unwrap()[0].readers, 0);
@@ -114,9 +114,9 @@ fn children_and_readers_of_a_named_region_read_what_they_opened() {
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         let servers = servers();
         let cluster = client(&servers);
-        let mut lane = Lane::new(&cluster).unwrap();
+        let mut io = queue(&cluster);
         let codec = CODECS[seed as usize % CODECS.len()];
-        let mut store = named(&cluster, PAGES, codec);
+        let mut store = named(&cluster, "x", PAGES, codec);
         let mut model = vec![0; PAGES as usize * 4096];
         store.publish().unwrap();
         let mut published = model.clone();
@@ -129,7 +129,7 @@ fn children_and_readers_of_a_named_region_read_what_they_opened() {
             match random.random_range(0..100) {
                 0..40 => {
                     let bytes = random_bytes(&mut random, count);
-                    let done = write_run(&mut lane, &store, page, &bytes);
+                    let done = write_run(&mut io, &store, page, &bytes);
                     assert!(done.failed.is_empty(), "{:?}", done.failed);
                     model[range].copy_from_slice(&bytes);
                 }
@@ -166,7 +166,7 @@ fn children_and_readers_of_a_named_region_read_what_they_opened() {
                     // The name is free when the last child has ended.
                     store.retire();
                     for child in std::mem::take(&mut children) {
-                        child.check(&mut lane);
+                        child.check(&mut io);
                         assert!(PageStore::open(&cluster, REGION, "x").is_err());
                     }
                     store = PageStore::open(&cluster, REGION, "x").unwrap();
@@ -175,13 +175,13 @@ fn children_and_readers_of_a_named_region_read_what_they_opened() {
                 _ => {}
             }
             for child in &children {
-                child.check_page(&mut lane, at(random.random_range(0..PAGES)));
+                child.check_page(&mut io, at(random.random_range(0..PAGES)));
             }
             let held = store.stats().held_bytes;
             assert!(pool(&store).used_bytes() >= needed_bytes([&store], &children));
             assert!(held == 0 || !children.is_empty(), "seed {seed}");
         }
-        children.iter().for_each(|child| child.check(&mut lane));
+        children.iter().for_each(|child| child.check(&mut io));
         for (reader, bytes) in &readers {
             assert!(vec_of(&cluster, reader) == *bytes, "seed {seed}");
         }

@@ -4,13 +4,13 @@
 //! The rule it keeps: a page's entry changes when its new bytes are complete, and not before; a
 //! failure on the way leaves the last good copy.
 
-use std::{mem, sync::Arc, time::Instant};
+use std::{mem, time::Instant};
 
 use farpage_fabric::{AllocError, ChannelError, MAX_OP_BYTES, regmem::RegError};
 
 use super::{
-    Lane, ROOM_PAUSE, RunBuffer,
-    run::{Direction, LaneRun, RunPart, SlotTransfer, Task},
+    IoQueue, ROOM_PAUSE,
+    run::{IoRun, RunBuffer, RunPart, SlotTransfer, Task},
     staging::{IoBuf, no_memory},
 };
 use crate::{
@@ -21,21 +21,13 @@ use crate::{
     remote::{NoSlot, RemoteStore},
 };
 
-impl<F: RunBuffer> Lane<F> {
-    pub(super) fn write_remote(
-        &mut self,
-        store: &Arc<PageStore>,
-        remote: &RemoteStore,
-        page: PageIndex,
-        frame: F,
-        tag: u64,
-    ) -> Result<(), F> {
-        if !self.has_room(store, remote) {
-            return Err(frame);
-        }
-        let mut run = LaneRun::new((tag, store, page), Direction::WriteBack, self.spare());
+impl<R, F: RunBuffer> IoQueue<R, F> {
+    /// Cuts a write-back into parts.
+    pub(super) fn cut_write(&mut self, run: &mut IoRun<R, F>, frame: F) {
+        let store = run.store.clone();
+        let remote = store.remote_backing();
         // 1. Which pages are unchanged? A page of one repeated value needs no hash and no slot.
-        for (page, bytes) in page
+        for (page, bytes) in (run.page)
             .onwards()
             .zip(frame.as_ref().chunks_exact(store.page_bytes))
         {
@@ -74,8 +66,6 @@ impl<F: RunBuffer> Lane<F> {
         }
         // 3. The others need slots.
         run.cut(frame);
-        self.launch(run);
-        Ok(())
     }
 
     /// Encodes a changed page if it can. Returns the page's task, and the hash of its new entry.
@@ -131,7 +121,7 @@ impl<F: RunBuffer> Lane<F> {
     pub(super) fn write(
         &mut self,
         index: usize,
-        run: &mut LaneRun<F>,
+        run: &mut IoRun<R, F>,
         remote: &RemoteStore,
     ) -> bool {
         // 1. Encode the pages that waited for a staging buffer.
@@ -162,7 +152,7 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Takes slots for all raw pages, as many in a row as possible. Posts one WRITE for each row.
-    fn write_raw(&mut self, index: usize, run: &mut LaneRun<F>, remote: &RemoteStore) -> bool {
+    fn write_raw(&mut self, index: usize, run: &mut IoRun<R, F>, remote: &RemoteStore) -> bool {
         let page_bytes = run.store.page_bytes;
         let is_raw = |part: &&RunPart<F>| matches!(part.task, Task::Raw);
         let count = run.parts.iter().filter(is_raw).map(|part| part.pages).sum();
@@ -202,7 +192,7 @@ impl<F: RunBuffer> Lane<F> {
         true
     }
 
-    fn write_encoded(&mut self, index: usize, run: &mut LaneRun<F>, remote: &RemoteStore) -> bool {
+    fn write_encoded(&mut self, index: usize, run: &mut IoRun<R, F>, remote: &RemoteStore) -> bool {
         let mut all = true;
         for part in 0..run.parts.len() {
             let Task::Encoded { form, bytes, .. } = run.parts[part].task else {
@@ -237,9 +227,9 @@ impl<F: RunBuffer> Lane<F> {
     }
 
     /// Returns the reason why a part cannot be written. `None`: there may be room in time, since
-    /// servers are being asked for memory or other writes are about to end. The lane looks again
-    /// soon.
-    fn refusal(&mut self, run: &LaneRun<F>, no_room: NoSlot) -> Option<AllocError> {
+    /// servers are being asked for memory or other writes are about to end. The I/O queue looks
+    /// again soon.
+    fn refusal(&mut self, run: &IoRun<R, F>, no_room: NoSlot) -> Option<AllocError> {
         let now = Instant::now();
         let (refusal, may_wait) = match no_room {
             NoSlot::Growing { refused } => (refused, true),
@@ -260,7 +250,7 @@ impl<F: RunBuffer> Lane<F> {
     /// Ends a part whose WRITE has ended, well or not.
     pub(super) fn written(
         &mut self,
-        run: &mut LaneRun<F>,
+        run: &mut IoRun<R, F>,
         part: usize,
         remote: &RemoteStore,
         transfer: SlotTransfer,
@@ -271,7 +261,7 @@ impl<F: RunBuffer> Lane<F> {
         let places = transfer.places(pages, page_bytes);
         let stored_bytes = transfer.bytes / pages as u32;
         if let Err(source) = result {
-            self.give_up_slots(remote, transfer, pages, page_bytes);
+            self.give_up_slots(run, part, transfer);
             return run.fail(part, run.remote_error(remote, transfer, source));
         }
         debug_assert!(

@@ -11,13 +11,13 @@ use std::{sync::Arc, time::Instant};
 use farpage_fabric::ChannelError;
 
 use super::{
-    Lane, RunBuffer,
+    IoQueue,
     copies::Outlook,
-    run::{Direction, LaneRun, RunPart, SlotTransfer, Task},
+    run::{IoRun, RunBuffer, RunPart, SlotTransfer, Task},
     staging::{IoBuf, no_memory},
 };
 use crate::{
-    EntryWords, PageIndex, PageStore, StoreError,
+    EntryWords, StoreError,
     codec::{self, Coder, Form},
     entry::PageEntry,
     groups::{Member, MemberState},
@@ -25,93 +25,12 @@ use crate::{
     remote::RemoteStore,
 };
 
-impl<F: RunBuffer> Lane<F> {
-    pub(super) fn fill_remote(
-        &mut self,
-        store: &Arc<PageStore>,
-        remote: &RemoteStore,
-        page: PageIndex,
-        mut frame: F,
-        tag: u64,
-    ) -> Result<(), F> {
-        if !self.has_room(store, remote) {
-            return Err(frame);
-        }
-        let mut run = LaneRun::new((tag, store, page), Direction::Fill, self.spare());
-        for (page, bytes) in page
-            .onwards()
-            .zip(frame.as_mut().chunks_exact_mut(store.page_bytes))
-        {
-            let (task, hash) = match store.table.load(page) {
-                PageEntry::Never | PageEntry::Kept { .. } => {
-                    bytes.fill(0);
-                    run.tally.fills_never += 1;
-                    (Task::Ended, 0)
-                }
-                PageEntry::Repeated { value } => {
-                    codec::fill_repeated(bytes, value);
-                    run.tally.fills_repeated += 1;
-                    (Task::Ended, 0)
-                }
-                PageEntry::Stored {
-                    place,
-                    stored_bytes,
-                    form,
-                    hash,
-                    ..
-                } => (
-                    Task::Fetch(SlotTransfer::new(place, stored_bytes, form)),
-                    hash,
-                ),
-            };
-            run.add(task, hash);
-        }
-        run.cut(frame);
-        self.launch(run);
-        Ok(())
-    }
-
-    /// Fills one page by an entry that a copy of the process has. Pages that need no request are
-    /// not counted: this process has none of them in memory.
-    pub(super) fn fill_copied(
-        &mut self,
-        store: &Arc<PageStore>,
-        remote: &RemoteStore,
-        page: PageIndex,
-        entry: EntryWords,
-        mut frame: F,
-        tag: u64,
-    ) -> Result<(), F> {
-        if !self.has_room(store, remote) {
-            return Err(frame);
-        }
-        let mut run = LaneRun::new((tag, store, page), Direction::Fill, self.spare());
-        match copied(remote, entry) {
-            Ok(CopiedEntry::Repeated { value }) => {
-                codec::fill_repeated(frame.as_mut(), value);
-                run.add(Task::Ended, 0);
-            }
-            Ok(CopiedEntry::Stored { transfer, hash }) => run.add(Task::Fetch(transfer), hash),
-            Err(detail) => {
-                run.add(Task::Ended, 0);
-                let error = StoreError::Entry {
-                    region: store.label.clone(),
-                    page: page.number(),
-                    detail,
-                };
-                run.fail_page(0, error);
-            }
-        }
-        run.cut(frame);
-        self.launch(run);
-        Ok(())
-    }
-
+impl<R, F: RunBuffer> IoQueue<R, F> {
     /// Posts all READs that can go now. False if some have to wait.
     pub(super) fn fetch(
         &mut self,
         index: usize,
-        run: &mut LaneRun<F>,
+        run: &mut IoRun<R, F>,
         remote: &RemoteStore,
     ) -> bool {
         let mut all = true;
@@ -175,8 +94,63 @@ fn copied(remote: &RemoteStore, entry: EntryWords) -> Result<CopiedEntry, &'stat
     }
 }
 
-impl<F: RunBuffer> LaneRun<F> {
-    /// Ends a part that has arrived or failed. Damaged bytes are [fetched](Lane::fetch) once more.
+impl<R, F: RunBuffer> IoRun<R, F> {
+    /// Cuts a fill into parts, as the entries of its pages say. Pages that need no request are
+    /// made.
+    pub(super) fn cut_fill(&mut self, mut frame: F) {
+        let store = self.store.clone();
+        let pages = frame.as_mut().chunks_exact_mut(store.page_bytes);
+        for (page, bytes) in self.page.onwards().zip(pages) {
+            match store.table.load(page) {
+                PageEntry::Never | PageEntry::Kept { .. } => {
+                    bytes.fill(0);
+                    self.tally.fills_never += 1;
+                    self.add(Task::Ended, 0);
+                }
+                PageEntry::Repeated { value } => {
+                    codec::fill_repeated(bytes, value);
+                    self.tally.fills_repeated += 1;
+                    self.add(Task::Ended, 0);
+                }
+                PageEntry::Stored {
+                    place,
+                    stored_bytes,
+                    form,
+                    hash,
+                    ..
+                } => {
+                    let transfer = SlotTransfer::new(place, stored_bytes, form);
+                    self.add(Task::Fetch(transfer), hash);
+                }
+            }
+        }
+        self.cut(frame);
+    }
+
+    /// Cuts a fill of one page by an entry that a copy of the process has. Pages that need no
+    /// request are not counted: this process has none of them in memory.
+    pub(super) fn cut_copied(&mut self, mut frame: F, entry: EntryWords) {
+        match copied(self.store.remote_backing(), entry) {
+            Ok(CopiedEntry::Repeated { value }) => {
+                codec::fill_repeated(frame.as_mut(), value);
+                self.add(Task::Ended, 0);
+            }
+            Ok(CopiedEntry::Stored { transfer, hash }) => self.add(Task::Fetch(transfer), hash),
+            Err(detail) => {
+                self.add(Task::Ended, 0);
+                let error = StoreError::Entry {
+                    region: self.store.label.clone(),
+                    page: self.page.number(),
+                    detail,
+                };
+                self.fail_page(0, error);
+            }
+        }
+        self.cut(frame);
+    }
+
+    /// Ends a part that has arrived or failed. Damaged bytes are [fetched](IoQueue::fetch) once
+    /// more.
     pub(super) fn fetched(
         &mut self,
         part: usize,

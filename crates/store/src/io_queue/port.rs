@@ -1,8 +1,9 @@
-//! [`Port`]: the way to one server: a channel, or the opening of a new one.
+//! [`Port`]: the way to one server: a channel, or the opening of a new one; and [`Ports`], the ways
+//! to all servers.
 //!
 //! The rule it keeps: no operation is lost on the way. Operations not posted yet wait here, in
 //! order; posted ones come back from the channel. The choice to repeat an operation or to give it
-//! up is left to the lane.
+//! up is left to the I/O queue.
 //!
 //! All channels of a port are on one [`Line`], so that an open channel proves that nothing of the
 //! earlier ones is under way any more. Until then WRITEs that were given up may still land. Their
@@ -10,6 +11,8 @@
 
 use std::{
     collections::VecDeque,
+    ops::{Index, IndexMut},
+    slice,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -325,7 +328,7 @@ impl<B: Buf> Port<B> {
             return;
         };
         let open = move || {
-            // The lane may be gone by now; then so is the channel.
+            // The I/O queue may be gone by now; then so is the channel.
             let _ = sender.send(line.channel());
             waker.wake();
         };
@@ -363,5 +366,54 @@ impl<B: Buf> Port<B> {
     /// Lengthens the pause before the next attempt.
     fn back_off(&mut self) {
         self.backoff = (self.backoff * 2).clamp(BACKOFF_MIN, BACKOFF_MAX);
+    }
+}
+
+/// Ports by the numbers of the servers. A server that was added since has none until the I/O queue
+/// makes one, where memory may be allocated: its requests wait in a stand-in for the next look.
+pub(super) struct Ports<B> {
+    made: Vec<Port<B>>,
+    /// Stand-in for all ports that were not made yet.
+    pub(super) absent: Port<B>,
+}
+
+impl<B: Buf> Ports<B> {
+    pub(super) fn new(made: Vec<Port<B>>) -> Self {
+        Self {
+            made,
+            absent: Port::absent(),
+        }
+    }
+
+    /// Returns the number of the ports that were made.
+    pub(super) fn len(&self) -> usize {
+        self.made.len()
+    }
+
+    /// Adds the port of the next server.
+    pub(super) fn push(&mut self, port: Port<B>) {
+        self.made.push(port);
+    }
+
+    pub(super) fn iter(&self) -> slice::Iter<'_, Port<B>> {
+        self.made.iter()
+    }
+
+    pub(super) fn iter_mut(&mut self) -> slice::IterMut<'_, Port<B>> {
+        self.made.iter_mut()
+    }
+}
+
+impl<B> Index<usize> for Ports<B> {
+    type Output = Port<B>;
+
+    fn index(&self, server: usize) -> &Port<B> {
+        self.made.get(server).unwrap_or(&self.absent)
+    }
+}
+
+impl<B> IndexMut<usize> for Ports<B> {
+    fn index_mut(&mut self, server: usize) -> &mut Port<B> {
+        self.made.get_mut(server).unwrap_or(&mut self.absent)
     }
 }

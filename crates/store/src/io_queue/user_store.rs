@@ -8,10 +8,8 @@
 use std::sync::Arc;
 
 use super::{
-    Lane, OPS_MAX,
-    call::StoreCall,
-    operation::RunBuffer,
-    run::{Direction, LaneRun, Task},
+    IoQueue,
+    run::{Direction, IoRun, RunBuffer, StoreCall, Task},
 };
 use crate::{
     PageIndex, PageStore, Store, StoreError,
@@ -20,42 +18,12 @@ use crate::{
     entry::PageEntry,
 };
 
-impl<F: RunBuffer> Lane<F> {
-    pub(super) fn call_user(
-        &mut self,
-        store: &Arc<PageStore>,
-        page: PageIndex,
-        frame: F,
-        tag: u64,
-        way: Direction,
-    ) -> Result<(), F> {
-        if self.calls_in_flight >= OPS_MAX {
-            return Err(frame);
-        }
-        let mut run = LaneRun::new((tag, store, page), way, self.spare());
-        for (page, bytes) in page
-            .onwards()
-            .zip(frame.as_ref().chunks_exact(store.page_bytes))
-        {
-            let hash = match way {
-                Direction::Fill => 0,
-                Direction::WriteBack => codec::hash(&bytes[..store.page_len(page)], store.seed),
-            };
-            let clean = way == Direction::WriteBack
-                && matches!(store.table.load(page), PageEntry::Kept { hash: old, unsure: false, .. } if old == hash);
-            run.tally.write_backs_clean += u64::from(clean);
-            run.add(if clean { Task::Ended } else { Task::Call }, hash);
-        }
-        run.cut(frame);
-        self.launch(run);
-        Ok(())
-    }
-
+impl<R, F: RunBuffer> IoQueue<R, F> {
     /// Begins the calls for the stretches that need one.
     pub(super) fn call(
         &mut self,
         index: usize,
-        run: &mut LaneRun<F>,
+        run: &mut IoRun<R, F>,
         blocking: &Arc<BlockingStore>,
     ) {
         for part in 0..run.parts.len() {
@@ -92,15 +60,15 @@ impl<F: RunBuffer> Lane<F> {
         }
     }
 
-    /// Keeps calls in the lane from now on. The lane's driver takes them by
+    /// Keeps calls in the I/O queue from now on. The I/O queue's driver takes them by
     /// [`take_call`](Self::take_call) after each turn, until there are none.
     pub fn keep_calls(&mut self) {
         self.keeps_calls = true;
     }
 
-    /// Takes a call to be made at once, without holding up other users of the lane: its store has
-    /// returned at once so far. [`end_call`](Self::end_call) gives the call back. Calls of other
-    /// stores go to threads of those stores.
+    /// Takes a call to be made at once, without holding up other users of the I/O queue: its store
+    /// has returned at once so far. [`end_call`](Self::end_call) gives the call back. Calls of
+    /// other stores go to threads of those stores.
     pub fn take_call(&mut self) -> Option<StoreCall<F>> {
         while let Some(mut call) = self.kept_calls.pop_front() {
             let blocking = call.blocking.clone();
@@ -121,8 +89,8 @@ impl<F: RunBuffer> Lane<F> {
         self.finish_call(call);
     }
 
-    /// Expects all calls that were taken to be handed in: their thread does not drive the lane any
-    /// more.
+    /// Expects all calls that were taken to be handed in: their thread does not drive the I/O queue
+    /// any more.
     pub fn await_calls(&mut self) {
         self.calls_by_worker = 0;
     }
@@ -141,15 +109,29 @@ impl<F: RunBuffer> Lane<F> {
         called(&mut run, call);
         self.put(index, run);
     }
+}
 
-    /// True if calls are under way that ring when they have returned.
-    pub(super) fn has_calls_elsewhere(&self) -> bool {
-        self.calls_in_flight > self.calls_by_worker
+impl<R, F: RunBuffer> IoRun<R, F> {
+    /// Cuts a run into stretches of pages that need a call, and of unchanged ones.
+    pub(super) fn cut_calls(&mut self, frame: F) {
+        let store = self.store.clone();
+        let pages = frame.as_ref().chunks_exact(store.page_bytes);
+        for (page, bytes) in self.page.onwards().zip(pages) {
+            let hash = match self.way {
+                Direction::Fill => 0,
+                Direction::WriteBack => codec::hash(&bytes[..store.page_len(page)], store.seed),
+            };
+            let clean = self.way == Direction::WriteBack
+                && matches!(store.table.load(page), PageEntry::Kept { hash: old, unsure: false, .. } if old == hash);
+            self.tally.write_backs_clean += u64::from(clean);
+            self.add(if clean { Task::Ended } else { Task::Call }, hash);
+        }
+        self.cut(frame);
     }
 }
 
 /// Ends a part whose call has returned: its pages are done or have failed.
-fn called<F: RunBuffer>(run: &mut LaneRun<F>, call: StoreCall<F>) {
+fn called<R, F: RunBuffer>(run: &mut IoRun<R, F>, call: StoreCall<F>) {
     let StoreCall {
         part,
         blocking,
@@ -185,13 +167,7 @@ fn called<F: RunBuffer>(run: &mut LaneRun<F>, call: StoreCall<F>) {
                     }
                     PageEntry::Kept { written: true, .. } => {}
                     _ => {
-                        let (written, unsure) = (false, false);
-                        let entry = PageEntry::Kept {
-                            hash,
-                            written,
-                            unsure,
-                        };
-                        store.table.store(page, entry);
+                        store.table.store(page, kept(hash, false, false));
                     }
                 }
                 run.tally.fills += 1;
@@ -200,12 +176,7 @@ fn called<F: RunBuffer>(run: &mut LaneRun<F>, call: StoreCall<F>) {
         }
         (Direction::WriteBack, Ok(())) => {
             for (number, page) in pages {
-                let entry = PageEntry::Kept {
-                    hash: run.hashes[number],
-                    written: true,
-                    unsure: false,
-                };
-                store.table.store(page, entry);
+                (store.table).store(page, kept(run.hashes[number], true, false));
                 run.tally.write_backs_raw += 1;
             }
             run.tally.bytes_written += len as u64;
@@ -217,13 +188,7 @@ fn called<F: RunBuffer>(run: &mut LaneRun<F>, call: StoreCall<F>) {
                 if way == Direction::WriteBack
                     && let PageEntry::Kept { hash, written, .. } = store.table.load(page)
                 {
-                    let unsure = true;
-                    let entry = PageEntry::Kept {
-                        hash,
-                        written,
-                        unsure,
-                    };
-                    store.table.store(page, entry);
+                    store.table.store(page, kept(hash, written, true));
                 }
             }
             run.parts[part].frame = Some(frame);
@@ -232,6 +197,15 @@ fn called<F: RunBuffer>(run: &mut LaneRun<F>, call: StoreCall<F>) {
     }
     run.parts[part].frame = Some(frame);
     run.end(part);
+}
+
+/// Returns the entry of a page that the user's store keeps.
+fn kept(hash: u128, written: bool, unsure: bool) -> PageEntry {
+    PageEntry::Kept {
+        hash,
+        written,
+        unsure,
+    }
 }
 
 fn failure(

@@ -1,16 +1,18 @@
-//! [`LaneRun`]: pages next to each other that one operation of a lane moves, cut into parts that
-//! move on their own.
+//! [`IoRun`]: pages next to each other that one request to an I/O queue moves, cut into parts that
+//! move on their own; the frame that holds their bytes ([`RunBuffer`]), and the end
+//! ([`RunCompletion`]).
 //!
 //! The rule it keeps: the parts are cut out of one frame and cover it; when the last part has
-//! ended, all are put together again, in page order. Moving the parts is left to the lane.
+//! ended, all are put together again, in page order. Moving the parts is left to the I/O queue.
 
-use std::sync::Arc;
+use std::{io, sync::Arc, time::Instant};
 
+use crossbeam_channel::Sender;
 use farpage_fabric::{ChannelError, ExtentId, Since, Verb, regmem::RegBuf};
 
-use super::operation::{RunBuffer, RunCompletion, RunCounts};
 use crate::{
-    PageIndex, PageStore, StoreError, StoreStatsSnapshot,
+    EntryWords, PageIndex, PageStore, StoreError, StoreStatsSnapshot,
+    blocking::{BlockingStore, StoreCallError, StoreJob, Waker},
     codec::{Form, READ, WRITE},
     place::SlotPlace,
     remote::RemoteStore,
@@ -21,6 +23,69 @@ use crate::{
 /// KiB take a quarter less time in pieces of 64 to 128 KiB than as a whole; over tcp the pieces
 /// travel as one batch, and their length makes no difference.
 const READ_BYTES_MAX: u32 = 128 << 10;
+
+/// A local buffer that holds the bytes of a run of pages and can be cut between them and put
+/// together again. Never registered with a network adapter: its pages circulate, and pinned pages
+/// do not move.
+pub trait RunBuffer: AsRef<[u8]> + AsMut<[u8]> + Sized + Send + 'static {
+    /// Keeps the first `bytes` (whole pages, not all, not none) and returns the rest.
+    fn split_off(&mut self, bytes: usize) -> Self;
+
+    /// Appends `next` if it lies directly behind.
+    ///
+    /// # Errors
+    /// `next`, if it lies elsewhere.
+    fn join(&mut self, next: Self) -> Result<(), Self>;
+}
+
+impl RunBuffer for Vec<u8> {
+    fn split_off(&mut self, bytes: usize) -> Self {
+        self.split_off(bytes)
+    }
+
+    fn join(&mut self, next: Self) -> Result<(), Self> {
+        self.extend(next);
+        Ok(())
+    }
+}
+
+/// Completion of one request.
+#[derive(Debug)]
+pub struct RunCompletion<R, F> {
+    /// The request, as given.
+    pub request: R,
+    /// The frame, as given. Bytes of failed fills are unspecified; a write-back changes none.
+    pub frame: F,
+    /// Counts of the pages that did not fail.
+    pub outcome: RunCounts,
+    /// The pages that failed, in ascending order, and why. All other pages are done.
+    pub failed: Vec<(PageIndex, StoreError)>,
+    /// Beginning of the request.
+    pub timing: RunTiming,
+}
+
+/// Beginning of a request: when the queue had room for it.
+#[derive(Clone, Copy, Debug)]
+pub struct RunTiming {
+    /// Time of the beginning.
+    pub began: Instant,
+    /// True if nothing was under way before.
+    pub alone: bool,
+    /// True if the request ended in the first poll behind its beginning, which says nothing about
+    /// the link.
+    pub at_once: bool,
+}
+
+/// Counts of one request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RunCounts {
+    /// Pages of a write-back that were unchanged.
+    pub clean: u32,
+    /// Pages of a write-back whose new bytes are in their store now.
+    pub written: u32,
+    /// Payload bytes that moved; 0 when no request was needed.
+    pub wire_bytes: u64,
+}
 
 /// Direction in which the pages of a run move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,15 +120,17 @@ impl Direction {
     }
 }
 
-/// Operation begun by one call of [`Lane::fill`](super::Lane::fill) or
-/// [`Lane::write_back`](super::Lane::write_back).
-pub(super) struct LaneRun<F> {
-    pub(super) tag: u64,
+/// Request to an I/O queue, from its call until its end.
+pub(super) struct IoRun<R, F> {
+    pub(super) request: R,
     pub(super) store: Arc<PageStore>,
     pub(super) way: Direction,
     /// The first page.
     pub(super) page: PageIndex,
     pub(super) started: Since,
+    timing: RunTiming,
+    /// Number of the poll before the run began, or was made if it has not begun.
+    begun_in: u64,
     /// Parts, in page order at first. Parts that are split off later follow in any order, since
     /// tags refer to positions.
     pub(super) parts: Vec<RunPart<F>>,
@@ -93,6 +160,9 @@ pub(super) struct RunPart<F> {
 
 /// Next step of a part.
 pub(super) enum Task {
+    /// All pages of a run that has not begun: the queue has no room yet. A page of another process
+    /// comes with its entry.
+    Held(Option<EntryWords>),
     /// The part has ended.
     Ended,
     /// A READ to be posted; an encoded page needs a staging buffer first.
@@ -201,25 +271,68 @@ impl Task {
     }
 }
 
-impl<F: RunBuffer> LaneRun<F> {
-    /// Makes a run without pages.
+impl<R, F: RunBuffer> IoRun<R, F> {
+    /// Makes a run behind the `poll`-th poll, which is held until it [begins](Self::begin).
     pub(super) fn new(
-        (tag, store, page): (u64, &Arc<PageStore>, PageIndex),
         way: Direction,
-        (parts, hashes): Spare<F>,
+        (request, store, page): (R, &Arc<PageStore>, PageIndex),
+        (frame, entry): (F, Option<EntryWords>),
+        (mut parts, hashes): Spare<F>,
+        poll: u64,
     ) -> Self {
+        parts.push(RunPart {
+            first: 0,
+            pages: frame.as_ref().len() / store.page_bytes,
+            frame: Some(frame),
+            task: Task::Held(entry),
+            has_moved: false,
+        });
         Self {
-            tag,
+            request,
             store: store.clone(),
             way,
             page,
             started: Since::now(),
+            timing: RunTiming {
+                began: Instant::now(),
+                alone: false,
+                at_once: false,
+            },
+            begun_in: poll,
             parts,
             hashes,
-            open: 0,
+            open: 1,
             tally: StoreStatsSnapshot::default(),
             failed: Vec::new(),
         }
+    }
+
+    /// True until the run begins.
+    pub(super) fn is_held(&self) -> bool {
+        matches!(self.parts[0].task, Task::Held(_))
+    }
+
+    /// Begins the run behind the `poll`-th poll, without pages: the caller [adds](Self::add) them
+    /// and [cuts](Self::cut) the frame. Returns the frame, and the entry of a page of another
+    /// process.
+    pub(super) fn begin(&mut self, alone: bool, poll: u64) -> (F, Option<EntryWords>) {
+        if poll != self.begun_in {
+            // The queue had no room until now.
+            (self.started, self.timing.began, self.begun_in) = (Since::now(), Instant::now(), poll);
+        }
+        self.timing.alone = alone;
+        self.open = 0;
+        let part = self.parts.pop().expect("a held run is one part");
+        let Task::Held(entry) = part.task else {
+            unreachable!("a run begins once")
+        };
+        (part.frame.expect("a held run is here"), entry)
+    }
+
+    /// Gives a held run up. Returns its request and frame, and its vectors for the next run.
+    pub(super) fn withdraw(mut self) -> (R, F, Spare<F>) {
+        let (frame, _) = self.begin(false, self.begun_in);
+        (self.request, frame, (self.parts, self.hashes))
     }
 
     /// Adds the next page. `hash` means nothing if the task has ended.
@@ -313,7 +426,7 @@ impl<F: RunBuffer> LaneRun<F> {
         remote: &RemoteStore,
         transfer: SlotTransfer,
         source: ChannelError,
-    ) -> impl Fn(PageIndex) -> StoreError + use<F> {
+    ) -> impl Fn(PageIndex) -> StoreError + use<R, F> {
         let region = self.store.label.clone();
         let server: Arc<str> = match remote.pool.has_copies() {
             true => remote.pool.endpoints(transfer.place).into(),
@@ -343,8 +456,17 @@ impl<F: RunBuffer> LaneRun<F> {
         self.open == 0
     }
 
-    /// Ends the run. Returns its outcome, and its vectors for the next run.
-    pub(super) fn finish(mut self) -> (RunCompletion<F>, Spare<F>) {
+    /// Returns the transfer of a part whose request is under way.
+    pub(super) fn moving(&self, part: usize) -> SlotTransfer {
+        match self.parts[part].task {
+            Task::Moving(transfer) => transfer,
+            _ => unreachable!("a request belongs to a part that moves"),
+        }
+    }
+
+    /// Ends the run in the `poll`-th poll. Returns its completion, and its vectors for the next
+    /// run.
+    pub(super) fn finish(mut self, poll: u64) -> (RunCompletion<R, F>, Spare<F>) {
         self.parts.sort_unstable_by_key(|part| part.first);
         let mut frames =
             (self.parts.drain(..)).map(|part| part.frame.expect("a part that has ended is here"));
@@ -371,11 +493,73 @@ impl<F: RunBuffer> LaneRun<F> {
         };
         self.hashes.clear();
         let done = RunCompletion {
-            tag: self.tag,
+            request: self.request,
             frame,
             outcome,
             failed: self.failed,
+            timing: RunTiming {
+                at_once: poll <= self.begun_in + 1,
+                ..self.timing
+            },
         };
         (done, (self.parts, self.hashes))
+    }
+}
+
+/// One call of a user's store.
+pub struct StoreCall<F> {
+    pub(super) index: usize,
+    pub(super) part: usize,
+    pub(super) blocking: Arc<BlockingStore>,
+    pub(super) way: Direction,
+    pub(super) offset: u64,
+    /// Bytes to move: less than the frame holds for the region's last page.
+    pub(super) len: usize,
+    pub(super) frame: F,
+    pub(super) result: Result<(), StoreCallError>,
+    /// True if a worker makes the call.
+    pub(super) by_worker: bool,
+    pub(super) reply: Sender<Box<StoreCall<F>>>,
+    pub(super) waker: Arc<Waker>,
+}
+
+impl<F: RunBuffer> StoreCall<F> {
+    /// Makes the call, which may take long.
+    pub fn make(&mut self) {
+        let Self { offset, len, .. } = *self;
+        self.result = match self.way {
+            Direction::Fill => {
+                let buf = &mut self.frame.as_mut()[..len];
+                self.blocking.call(len, |store| store.read(offset, buf))
+            }
+            Direction::WriteBack => {
+                let buf = &self.frame.as_ref()[..len];
+                self.blocking.call(len, |store| store.write(offset, buf))
+            }
+        };
+        if self.by_worker {
+            self.blocking.leave();
+        }
+    }
+
+    /// Hands the result to the I/O queue, and wakes the thread that drives the I/O queue by now.
+    pub fn hand_in(self: Box<Self>) {
+        let (reply, waker) = (self.reply.clone(), self.waker.clone());
+        // An I/O queue that is gone wants no answer.
+        if reply.send(self).is_ok() {
+            waker.wake();
+        }
+    }
+}
+
+impl<F: RunBuffer> StoreJob for StoreCall<F> {
+    fn run(mut self: Box<Self>) {
+        self.make();
+        self.hand_in();
+    }
+
+    fn fail(mut self: Box<Self>, why: io::Error) {
+        self.result = Err(StoreCallError::Io(why));
+        self.hand_in();
     }
 }

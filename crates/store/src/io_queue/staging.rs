@@ -2,7 +2,8 @@
 //!
 //! The rule it keeps: the buffers are registered memory, made once and used again, so that an
 //! adapter moves them as they lie. Buffers that are out hold at most [`BYTES_MAX`] together, or one
-//! page: they are local memory beside the budget. The lane puts back each buffer that it takes.
+//! page: they are local memory beside the budget. The I/O queue puts back each buffer that it
+//! takes.
 
 use std::{array, sync::Arc};
 
@@ -11,7 +12,7 @@ use farpage_fabric::{
     regmem::{RegBuf, RegError, RegPool},
 };
 
-use super::operation::RunBuffer;
+use super::run::RunBuffer;
 use crate::{PageIndex, PageStore, StoreError, codec::Coder};
 
 const BYTES_MAX: usize = 4 << 20;
@@ -19,8 +20,9 @@ const BYTES_MAX: usize = 4 << 20;
 /// Buffers for encoded pages, by page size; made once and used again.
 pub(super) struct Staging {
     pool: RegPool,
-    /// Buffers kept for this lane, as many as were [`prepare`](Self::prepare)d: taking one takes no
-    /// lock and allocates nothing. Others go back to the pool, so that lanes share the memory.
+    /// Buffers kept for this I/O queue, as many as were [`prepare`](Self::prepare)d: taking one
+    /// takes no lock and allocates nothing. Others go back to the pool, so that I/O queues share
+    /// the memory.
     free: [Vec<RegBuf>; 32],
     /// Plain lengths of the pages whose buffers are out.
     bytes_out: usize,

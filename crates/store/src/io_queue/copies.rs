@@ -5,20 +5,24 @@
 //! their group. A member that missed them is marked [Stale](crate::groups) first. WRITEs go to one
 //! member after the other, from the same buffer; so a fill waits for one server, and a write-back
 //! for all. What a suspect server misses is left to the [repairs](crate::repair).
+//!
+//! A page on one server has a home: the extent that has its bytes now. A READ that fails, or brings
+//! wrong bytes, is repeated there if they have moved since. A WRITE needs no such look: an extent
+//! does not move while a write to it is under way.
 
 use farpage_fabric::{ChannelError, Op};
 
 use super::{
-    Lane, RunBuffer, place_of,
+    IoQueue, place_of,
     port::DoubtfulSlots,
-    run::{Direction, LaneRun, RunPart, SlotTransfer, Task},
+    run::{Direction, IoRun, RunBuffer, RunPart, SlotTransfer, Task},
     staging::IoBuf,
     tag_of,
 };
 use crate::{
     groups::{ExtentGroup, Member},
     place::SlotSpan,
-    remote::{Backing, RemoteStore},
+    remote::RemoteStore,
     slots::Choice,
 };
 
@@ -71,15 +75,41 @@ impl SlotTransfer {
             false => self.damaged,
         }
     }
+
+    /// Directs the next request to the extent that has the bytes now. True if that is another one
+    /// than before.
+    pub(super) fn aim_home(&mut self, remote: &RemoteStore) -> bool {
+        let Some((server, id)) = remote.pool.home(self.place) else {
+            // A place that another process names may be gone: its server refuses the READ.
+            return false;
+        };
+        let has_moved = (self.server, self.extent) != (server, Some(id));
+        (self.server, self.extent) = (server, Some(id));
+        has_moved
+    }
+
+    /// True if another extent has the bytes now than the one that the request went to.
+    fn has_moved_home(&self, remote: &RemoteStore) -> bool {
+        let home = remote.pool.home(self.place);
+        home.is_some_and(|(server, id)| (self.server, self.extent) != (server, Some(id)))
+    }
+
+    /// True if the bytes may have come from an extent that does not hold them any more: they have
+    /// moved since the READ began.
+    pub(super) fn is_stale(&self, remote: &RemoteStore) -> bool {
+        if !remote.pool.has_copies() {
+            return self.has_moved_home(remote);
+        }
+        let group = remote.pool.group(self.place);
+        group.is_some_and(|group| group.changes != self.changes)
+    }
 }
 
-impl<F: RunBuffer> Lane<F> {
+impl<R, F: RunBuffer> IoQueue<R, F> {
     /// True if the request is about pages that have copies.
     pub(super) fn has_copies(&self, tag: u64) -> bool {
-        match &self.run_of(tag).store.backing {
-            Backing::Remote(remote) => remote.pool.has_copies(),
-            Backing::Blocking(_) => false,
-        }
+        let store = &self.run_of(tag).store;
+        store.remote_backing().pool.has_copies()
     }
 
     /// Chooses the member that the first request of a part goes to.
@@ -131,7 +161,7 @@ impl<F: RunBuffer> Lane<F> {
     /// Returns what decides if a part that came damaged is read once more.
     pub(super) fn outlook(
         &self,
-        run: &LaneRun<F>,
+        run: &IoRun<R, F>,
         remote: &RemoteStore,
         transfer: &SlotTransfer,
     ) -> Outlook {
@@ -232,9 +262,7 @@ impl<F: RunBuffer> Lane<F> {
     ) {
         let (index, part) = place_of(tag);
         let run = self.take(index);
-        let Task::Moving(mut transfer) = run.parts[part].task else {
-            unreachable!("a request belongs to a part that moves")
-        };
+        let mut transfer = run.moving(part);
         let bit = transfer.bit();
         match (run.way, &result) {
             (Direction::Fill, Ok(())) => {}
@@ -268,12 +296,7 @@ impl<F: RunBuffer> Lane<F> {
         let (index, part) = place_of(op.tag);
         let run = self.run_of(op.tag);
         let (store, way) = (run.store.clone(), run.way);
-        let Backing::Remote(remote) = &store.backing else {
-            unreachable!("user stores have no channel")
-        };
-        let Task::Moving(mut transfer) = run.parts[part].task else {
-            unreachable!("a request belongs to a part that moves")
-        };
+        let (remote, mut transfer) = (store.remote_backing(), run.moving(part));
         let Some(group) = remote.pool.group(transfer.place) else {
             return Some(op);
         };
@@ -324,9 +347,7 @@ impl<F: RunBuffer> Lane<F> {
         match other {
             Some((at, member)) if (at, Some(member.id)) != (transfer.member, transfer.extent) => {
                 transfer.aim((at, member));
-                let run = self.runs[index].as_mut().expect("looked at just now");
-                run.parts[part].task = Task::Moving(transfer);
-                self.repost(op.tag, way.verb(), remote, transfer, op.buf);
+                self.send_again(op.tag, transfer, op.buf);
                 None
             }
             _ => Some(op),
@@ -337,16 +358,14 @@ impl<F: RunBuffer> Lane<F> {
     fn go_on(
         &mut self,
         index: usize,
-        mut run: LaneRun<F>,
+        mut run: IoRun<R, F>,
         part: usize,
         mut transfer: SlotTransfer,
         buf: IoBuf<F>,
         result: Result<(), ChannelError>,
     ) {
         let store = run.store.clone();
-        let Backing::Remote(remote) = &store.backing else {
-            unreachable!("user stores have no channel")
-        };
+        let remote = store.remote_backing();
         let in_time = run.started.elapsed() < self.deadline;
         if result.is_err() {
             transfer.attempts += 1;
@@ -363,17 +382,13 @@ impl<F: RunBuffer> Lane<F> {
             }
         };
         run.parts[part].task = Task::Moving(transfer);
-        let (tag, verb) = (tag_of(index, part), run.way.verb());
+        if matches!(step, Step::Move) {
+            return self.write_elsewhere(index, run, part, transfer, buf);
+        }
+        self.runs[index] = Some(run);
         match step {
-            Step::Send => {
-                self.runs[index] = Some(run);
-                self.repost(tag, verb, remote, transfer, buf);
-            }
-            Step::End(result) => {
-                self.runs[index] = Some(run);
-                self.finish(tag, buf, result);
-            }
-            Step::Move => self.write_elsewhere(index, run, part, remote, transfer, buf),
+            Step::End(result) => self.finish(tag_of(index, part), buf, result),
+            _ => self.send_again(tag_of(index, part), transfer, buf),
         }
     }
 
@@ -479,16 +494,14 @@ impl<F: RunBuffer> Lane<F> {
     fn write_elsewhere(
         &mut self,
         index: usize,
-        mut run: LaneRun<F>,
+        mut run: IoRun<R, F>,
         part: usize,
-        remote: &RemoteStore,
         transfer: SlotTransfer,
         buf: IoBuf<F>,
     ) {
         self.ops_in_flight -= 1;
         self.watch.ended(run.way.index(), u64::from(transfer.bytes));
-        let pages = run.parts[part].pages;
-        self.give_up_slots(remote, transfer, pages, run.store.page_bytes);
+        self.give_up_slots(&run, part, transfer);
         run.parts[part].has_moved = true;
         run.parts[part].task = match buf {
             IoBuf::Frame(frame) => {
@@ -502,23 +515,16 @@ impl<F: RunBuffer> Lane<F> {
             },
         };
         self.runs[index] = Some(run);
-        if !self.waiting.contains(&index) {
-            self.waiting.push_back(index);
-        }
+        self.wait_again(index);
     }
 
     /// Gives up the slots of a write-back that did not take place. The slots are used again once no
     /// WRITE can land there any more at a member that is read.
-    pub(super) fn give_up_slots(
-        &mut self,
-        remote: &RemoteStore,
-        transfer: SlotTransfer,
-        pages: usize,
-        page_bytes: usize,
-    ) {
-        let (pool, place) = (&remote.pool, transfer.place);
+    pub(super) fn give_up_slots(&mut self, run: &IoRun<R, F>, part: usize, transfer: SlotTransfer) {
+        let (pool, place) = (&run.store.remote_backing().pool, transfer.place);
+        let pages = run.parts[part].pages;
         let bytes = transfer.bytes / pages as u32;
-        let slots = transfer.places(pages, page_bytes);
+        let slots = transfer.places(pages, run.store.page_bytes);
         let slots = slots.map(|place| SlotSpan { place, bytes }).collect();
         pool.end_writes(place, pages);
         let slots = DoubtfulSlots::new(pool, slots);
@@ -534,5 +540,25 @@ impl<F: RunBuffer> Lane<F> {
                 self.ports[pool.port(member.server)].doubt(&slots, Some(member.id));
             }
         }
+    }
+
+    /// True if the bytes of a page without copies have moved since its READ began.
+    pub(super) fn has_moved(&self, tag: u64) -> bool {
+        let run = self.run_of(tag);
+        let transfer = run.moving(place_of(tag).1);
+        run.way == Direction::Fill && transfer.has_moved_home(run.store.remote_backing())
+    }
+
+    /// Sends a READ that waits for a channel where its bytes have moved to, if they have. Returns
+    /// it otherwise.
+    pub(super) fn redirect_home(&mut self, op: Op<IoBuf<F>>) -> Option<Op<IoBuf<F>>> {
+        if !self.has_moved(op.tag) {
+            return Some(op);
+        }
+        let run = self.run_of(op.tag);
+        let mut transfer = run.moving(place_of(op.tag).1);
+        transfer.aim_home(run.store.remote_backing());
+        self.send_again(op.tag, transfer, op.buf);
+        None
     }
 }

@@ -1,0 +1,230 @@
+//! The channels of an I/O queue: requests on their way to servers and back.
+//!
+//! The rule it keeps: a request that cannot be posted, or seems lost, is sent again, goes to
+//! another copy, or ends when it is too late. Ports to servers that were added since are made where
+//! memory may be allocated, and never in a signal handler.
+
+use std::{mem, sync::Arc, time::Instant};
+
+use farpage_fabric::{ChannelError, Completion, Op, Verb};
+
+use super::{
+    IoQueue, place_of,
+    port::{Port, PortState},
+    run::{Direction, IoRun, RunBuffer, SlotTransfer, Task},
+    staging::IoBuf,
+    tag_of,
+};
+use crate::{pool::SlotPool, remote::RemoteStore};
+
+impl<R, F: RunBuffer> IoQueue<R, F> {
+    /// Begins to open channels that were lost.
+    pub fn reopen(&mut self) {
+        self.add_ports();
+        for port in self.ports.iter_mut() {
+            port.reopen(&self.waker);
+        }
+    }
+
+    /// True if copies of pages are passed over for want of channels that can be opened now. For
+    /// I/O queues that open none themselves.
+    pub fn lacks_channels(&self) -> bool {
+        self.passive
+            && (self.ports.absent.is_wanted() || self.ports.iter().any(Port::lacks_channel))
+    }
+
+    /// Begins to open the channels that the I/O queue [lacks](Self::lacks_channels).
+    pub fn open_lacking(&mut self) {
+        self.add_ports();
+        for port in self.ports.iter_mut().filter(|port| port.lacks_channel()) {
+            port.reopen(&self.waker);
+        }
+    }
+
+    /// Sends the first request of a part.
+    pub(super) fn post(
+        &mut self,
+        index: usize,
+        run: &mut IoRun<R, F>,
+        part: usize,
+        remote: &RemoteStore,
+        mut transfer: SlotTransfer,
+        buf: IoBuf<F>,
+    ) {
+        match remote.pool.has_copies() {
+            true => self.aim_first(run.way, remote, &mut transfer),
+            false => _ = transfer.aim_home(remote),
+        }
+        run.parts[part].task = Task::Moving(transfer);
+        self.ops_in_flight += 1;
+        self.watch.posted(run.way.index());
+        self.send(tag_of(index, part), run.way.verb(), remote, transfer, buf);
+    }
+
+    /// Sends a request of a run again, to where the transfer says now.
+    pub(super) fn send_again(&mut self, tag: u64, transfer: SlotTransfer, buf: IoBuf<F>) {
+        let (index, part) = place_of(tag);
+        let run = self.runs[index]
+            .as_mut()
+            .expect("a request belongs to a run that has not ended");
+        run.parts[part].task = Task::Moving(transfer);
+        let (store, verb) = (run.store.clone(), run.way.verb());
+        self.send(tag, verb, store.remote_backing(), transfer, buf);
+    }
+
+    fn send(
+        &mut self,
+        tag: u64,
+        verb: Verb,
+        remote: &RemoteStore,
+        SlotTransfer {
+            place,
+            server,
+            extent,
+            bytes,
+            ..
+        }: SlotTransfer,
+        buf: IoBuf<F>,
+    ) {
+        let op = Op {
+            tag,
+            verb,
+            extent: extent.unwrap_or_else(|| remote.pool.extent(place)),
+            offset: place.offset,
+            len: bytes,
+            buf,
+        };
+        self.ports[remote.pool.port(server)].post(op);
+    }
+
+    /// Lets one port make progress.
+    pub(super) fn drive(&mut self, at: usize) {
+        // 1. Completions. Failed requests go to the backlog or end. A complete run is handed out
+        //    first: its bytes are in the caches now.
+        while self.poll_channel(at) && self.ready.is_empty() {}
+        // 2. Replace a broken channel.
+        let port = &mut self.ports[at];
+        if port.is_open() && port.backlog.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        port.forget_doubts();
+        port.recover(now, (!self.passive).then_some(&self.waker));
+        // 3. The backlog: post it, or fail the operations that are too late.
+        if port.backlog.is_empty() {
+            return;
+        }
+        if port.is_open() {
+            return port.post_backlog();
+        }
+        let is_lost = port.is_lost();
+        for _ in 0..port.backlog.len() {
+            let op = self.ports[at].backlog.pop_front().expect("counted above");
+            let Some(op) = self.redirect(op) else {
+                continue;
+            };
+            let in_time = self.run_of(op.tag).started.elapsed() < self.deadline;
+            if in_time && !self.passive && !is_lost {
+                self.ports[at].backlog.push_back(op);
+            } else {
+                let error = self.ports[at].why_late(self.deadline);
+                self.finish(op.tag, op.buf, Err(error));
+            }
+        }
+    }
+
+    /// Polls a channel. True if more can end without waiting.
+    fn poll_channel(&mut self, at: usize) -> bool {
+        let PortState::Open { channel, .. } = &mut self.ports[at].state else {
+            return false;
+        };
+        let mut completions = mem::take(&mut self.completions);
+        channel.poll(&mut completions);
+        let until = channel.wait().until;
+        for completion in completions.drain(..) {
+            self.complete(at, completion);
+        }
+        self.completions = completions;
+        until.is_some_and(|until| until <= Instant::now())
+    }
+
+    fn complete(&mut self, at: usize, completion: Completion<IoBuf<F>>) {
+        let Completion {
+            tag, buf, result, ..
+        } = completion;
+        match &result {
+            Ok(()) => self.ports[at].succeeded(),
+            Err(error) if error.is_transient() => self.ports[at].failed(error),
+            Err(_) => {}
+        }
+        match result {
+            result if self.has_copies(tag) => self.complete_copy(tag, buf, result),
+            Err(error) if error.is_transient() || self.has_moved(tag) => {
+                self.repeat(tag, buf, error);
+            }
+            result => self.finish(tag, buf, result),
+        }
+    }
+
+    /// Repeats a request that seems lost, if there is time.
+    fn repeat(&mut self, tag: u64, buf: IoBuf<F>, error: ChannelError) {
+        let (index, part) = place_of(tag);
+        let run = self.runs[index]
+            .as_mut()
+            .expect("a request belongs to a run that has not ended");
+        let (remote, mut transfer) = (run.store.remote_backing(), run.moving(part));
+        match run.way {
+            Direction::WriteBack => transfer.doubt = 1,
+            Direction::Fill => _ = transfer.aim_home(remote),
+        }
+        let is_lost = remote.pool.session(transfer.server).loss(false).is_some();
+        if is_lost || run.started.elapsed() >= self.deadline {
+            run.parts[part].task = Task::Moving(transfer);
+            return self.finish(tag, buf, Err(error));
+        }
+        transfer.attempts += 1;
+        run.tally.retries += 1;
+        self.send_again(tag, transfer, buf);
+    }
+
+    /// Makes ports to servers that were added since, closed ones. Allocates.
+    pub(super) fn add_ports(&mut self) {
+        let sessions = self.cluster.sessions();
+        for (server, session) in sessions.iter().enumerate().skip(self.ports.len()) {
+            let mut port = Port::added(session, &self.cluster.health, server);
+            port.backlog.reserve(self.prepared);
+            self.ports.push(port);
+        }
+        self.ports.absent.forget_want();
+    }
+
+    /// Hands requests to servers without a port over to their ports, which are made now. An I/O
+    /// queue of signal handlers makes none: its requests go to another copy, or end.
+    pub(super) fn meet_servers(&mut self) {
+        if !self.passive && self.ports.len() < self.cluster.sessions().len() {
+            self.add_ports();
+        }
+        for _ in 0..self.ports.absent.backlog.len() {
+            let stray = self.ports.absent.backlog.pop_front();
+            let op = stray.expect("counted above");
+            let (server, pool) = self.server_of(op.tag);
+            let port = pool.port(server);
+            if port < self.ports.len() {
+                self.ports[port].post(op);
+                continue;
+            }
+            self.ports.absent.want_channel();
+            if let Some(op) = self.redirect(op) {
+                let error = self.ports.absent.why_late(self.deadline);
+                self.finish(op.tag, op.buf, Err(error));
+            }
+        }
+    }
+
+    /// Returns the server that a request goes to, and the pool that numbers the server.
+    fn server_of(&self, tag: u64) -> (u8, Arc<SlotPool>) {
+        let run = self.run_of(tag);
+        let server = run.moving(place_of(tag).1).server;
+        (server, run.store.remote_backing().pool.clone())
+    }
+}
