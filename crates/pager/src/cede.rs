@@ -21,7 +21,6 @@ use crate::{
     owner_wait::OwnerWait,
     protocol::{self, PageState, PageWord},
     region::RegionGuard,
-    victims::DetachOutcome,
 };
 
 /// Upper bound of the pages that are ceded by one call of the kernel. A thread that wants one of
@@ -186,8 +185,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         let Some(_inside) = shared.gate.enter_for_program() else {
             return Ok(Ceded::NotNow);
         };
-        let own = |page: &PageIndex| own_unpinned(&region, *page);
-        let owned = (pages.start).and_on(pages.iter().take_while(own).count());
+        let owned = region.own(pages, own_unpinned);
         if owned.is_empty() {
             return Ok(Ceded::NotNow);
         }
@@ -217,7 +215,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         let Some(_inside) = self.shared().gate.enter_for_program() else {
             return Ok(Ceded::NotNow);
         };
-        if !own_unpinned(&region, page) {
+        if region.words.try_apply(page, own_unpinned).is_none() {
             return Ok(Ceded::NotNow);
         }
         // Another thread may have written to the page before it was owned here.
@@ -250,21 +248,13 @@ impl<A: AddressSpace> MappedRegion<A> {
             return Ok(Ceded::NotNow);
         };
         let taken = (shared.victims).take_out(&inside, region, page.alone(), protocol::borrow);
-        let (region, run) = match taken {
-            DetachOutcome::Taken(region, run) => (region, run),
-            // The kernel or a device uses the page for now.
-            _ => return Ok(Ceded::NotNow),
+        // The kernel or a device may use the page for now.
+        let Ok((region, run)) = taken else {
+            return Ok(Ceded::NotNow);
         };
         let (_, bytes) = run.bytes_by_page().next().expect("a run has a page");
         if let Err(error) = shared.mapper.cede(&region, page.alone(), Some(bytes)) {
-            let refused = |page, is_stored, error| {
-                if is_stored {
-                    shared.installer.fail(&region, page, error);
-                } else {
-                    shared.installer.lose(&region, page, &error);
-                }
-            };
-            (shared.installer).install(&region, run, UsageCount::Wanted, refused);
+            (shared.installer).put_back(&region, run, UsageCount::Wanted);
             return Err(self.not_ceded(page, &error));
         }
         region.store.clear(page.alone());
@@ -306,8 +296,7 @@ impl<A: AddressSpace> MappedRegion<A> {
     }
 }
 
-/// Owns a page that is remote and not pinned. Returns false if the page is neither.
-fn own_unpinned(region: &RegionGuard, page: PageIndex) -> bool {
-    let own = |w: PageWord| protocol::prefetch(w).filter(|w| !w.pinned());
-    region.words.try_apply(page, own).is_some()
+/// Owns a page that is remote and not pinned. `None`: the page is neither.
+fn own_unpinned(w: PageWord) -> Option<PageWord> {
+    protocol::prefetch(w).filter(|w| !w.pinned())
 }

@@ -1,11 +1,26 @@
-//! The time of pages: [`FillClock`], which ticks once per 4 KiB that were filled.
+//! Time of pages, and what pages that come back tell: [`FillClock`], [`RefaultDistances`],
+//! [`Proof`].
 //!
-//! A page's stamp is this clock's time. So age is measured in fills, and a page is as old as the
-//! bytes that came in after it.
+//! The fill clock ticks once per 4 KiB that were filled, and a page's stamp is its time. So age is
+//! measured in fills, and a page is as old as the bytes that came in after it.
+//!
+//! Refault distances are the bytes that came in while a page was away. A page that comes back after
+//! less than a budget of others would have stayed if there had been room for those others, which
+//! twice the budget has. With more memory fewer pages would have come in meanwhile, so the number
+//! of pages that would have stayed is rather higher.
+//!
+//! Streams and the clock hand both name victims ([`FoundBy`]). Pages that come back tell which
+//! source named the worse ones: a page's stamp says which source found it. While the clock hand's
+//! pages come back less than a quarter as often, the clock hand gives nearly all victims. Otherwise
+//! streams do. Each source always gives a part, so that there is proof of both.
+//!
+//! The rule: this module counts. The turn of a source follows from the counts alone.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crossbeam_utils::CachePadded;
+
+use crate::PagerStats;
 
 /// Shift of the fading: the past counts half after some 180 pages that faults brought in.
 const FADES_SHIFT: u32 = 8;
@@ -83,6 +98,159 @@ fn ticks(bytes: u64) -> u32 {
     u32::try_from(bytes >> 12).unwrap_or(u32::MAX / 4)
 }
 
+/// Refault distance, in ticks, from which on a page counts as one that never left.
+const EVER_TICKS: u32 = 1 << 30;
+
+/// Counts of pages that came back, by refault distance.
+#[derive(Default)]
+pub(crate) struct RefaultDistances {
+    all: AtomicU64,
+    within_one: AtomicU64,
+    within_three: AtomicU64,
+}
+
+/// Counts of one run's pages.
+#[derive(Default)]
+pub(crate) struct RunRefaults {
+    all: u64,
+    within_one: u64,
+    within_three: u64,
+}
+
+impl RunRefaults {
+    /// Counts a page that came back at `now`; `stamp` is that of its leaving.
+    pub(crate) fn count(&mut self, clock: &FillClock, stamp: u32, now: u32) {
+        let (distance, budget) = (now.wrapping_sub(stamp), clock.budget_ticks());
+        if distance < EVER_TICKS {
+            self.all += 1;
+            self.within_one += u64::from(distance < budget);
+            self.within_three += u64::from(distance < budget.saturating_mul(3));
+        }
+    }
+}
+
+impl RefaultDistances {
+    pub(crate) fn count(&self, run: &RunRefaults) {
+        if run.all > 0 {
+            self.all.fetch_add(run.all, Ordering::Relaxed);
+            self.within_one.fetch_add(run.within_one, Ordering::Relaxed);
+            (self.within_three).fetch_add(run.within_three, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn put_into(&self, stats: &mut PagerStats) {
+        stats.returns = self.all.load(Ordering::Relaxed);
+        stats.returns_within_one_budget = self.within_one.load(Ordering::Relaxed);
+        stats.returns_within_three_budgets = self.within_three.load(Ordering::Relaxed);
+    }
+}
+
+/// Source that found a page which leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FoundBy {
+    /// The clock hand came by, or the program asked for it.
+    ClockHand = 0,
+    /// A stream had gone through the page.
+    Stream = 1,
+}
+
+/// Number of pages of the better source for each page of the worse one.
+const MINOR_SHARE: u64 = 16;
+/// Number of budgets that leave until the past counts half. Loops are longer than the budget, and
+/// pages that left in one piece come back in one piece.
+const MEMORY_BUDGETS: u64 = 16;
+/// Number of ticks after which a page that comes back proves nothing. Pages that never left have
+/// stamps much further away.
+const MEMORY_TICKS: u32 = 1 << 30;
+
+/// Ticks of the fill clock that left and came back, by [`FoundBy`].
+pub(crate) struct Proof {
+    budget_ticks: u64,
+    counts: [SourceCounts; 2],
+}
+
+/// Counts of one source, in ticks of the fill clock; fading.
+#[derive(Default)]
+struct SourceCounts {
+    out: AtomicU64,
+    back: AtomicU64,
+}
+
+impl Proof {
+    pub(crate) fn new(budget_ticks: u32) -> Proof {
+        Proof {
+            budget_ticks: budget_ticks.into(),
+            counts: Default::default(),
+        }
+    }
+
+    /// Returns the stamp of a page that leaves now.
+    pub(crate) fn stamp(found_by: FoundBy, now: u32) -> u32 {
+        now & !1 | found_by as u32
+    }
+
+    /// Counts pages that begin to leave.
+    pub(crate) fn leave(&self, found_by: FoundBy, bytes: usize) {
+        self.counts[found_by as usize]
+            .out
+            .fetch_add(bytes as u64 >> 12, Ordering::Relaxed);
+        let [swept, streamed] = self.out();
+        if swept + streamed > MEMORY_BUDGETS * self.budget_ticks {
+            // Other threads count meanwhile. Their loss is little beside the fading.
+            for counts in &self.counts {
+                for figure in [&counts.out, &counts.back] {
+                    figure.store(figure.load(Ordering::Relaxed) / 2, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Counts a run that came back from the store.
+    pub(crate) fn came_back(&self, back: &RefaultBytes) {
+        for (counts, bytes) in self.counts.iter().zip(back.0) {
+            if bytes > 0 {
+                counts.back.fetch_add(bytes as u64 >> 12, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// True if pages that streams have gone through leave before the clock hand looks for others.
+    pub(crate) fn streams_go_first(&self) -> bool {
+        let [swept, streamed] = self.out();
+        if self.hand_is_better() {
+            streamed * MINOR_SHARE <= swept
+        } else {
+            streamed <= swept * MINOR_SHARE
+        }
+    }
+
+    /// True if the clock hand's pages come back less than a quarter as often.
+    fn hand_is_better(&self) -> bool {
+        let [swept, streamed] = self.out();
+        let [swept_back, streamed_back] =
+            [0, 1].map(|by| self.counts[by].back.load(Ordering::Relaxed));
+        u128::from(swept_back) * u128::from(streamed) * 4
+            < u128::from(streamed_back) * u128::from(swept)
+    }
+
+    fn out(&self) -> [u64; 2] {
+        [0, 1].map(|by: usize| self.counts[by].out.load(Ordering::Relaxed))
+    }
+}
+
+/// Bytes of a run that came back, by [`FoundBy`].
+#[derive(Default)]
+pub(crate) struct RefaultBytes([usize; 2]);
+
+impl RefaultBytes {
+    /// Counts a page of `bytes` that came back at `now`; `stamp` is that of its leaving.
+    pub(crate) fn count(&mut self, stamp: u32, now: u32, bytes: usize) {
+        if now.wrapping_sub(stamp) < MEMORY_TICKS {
+            self.0[(stamp & 1) as usize] += bytes;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,5 +291,23 @@ mod tests {
         assert!((ALL - ALL / 100..=ALL).contains(&most), "{most}");
         come_back(&clock, 5.0, 10_000);
         assert!(clock.back_early.load(Ordering::Relaxed) < ALL / 100);
+    }
+
+    #[test]
+    fn pages_are_told_apart_by_how_much_came_in_while_they_were_away() {
+        let clock = FillClock::new(100 << 12);
+        let (mut run, now) = (RunRefaults::default(), clock.now());
+        for away in [0, 99, 100, 299, 300, 5000] {
+            run.count(&clock, now.wrapping_sub(away), now);
+        }
+        // A page that never left.
+        run.count(&clock, 0, now);
+        let refaults = RefaultDistances::default();
+        refaults.count(&run);
+        let mut stats = PagerStats::default();
+        refaults.put_into(&mut stats);
+        assert_eq!(stats.returns, 6);
+        assert_eq!(stats.returns_within_one_budget, 2);
+        assert_eq!(stats.returns_within_three_budgets, 4);
     }
 }

@@ -12,8 +12,7 @@
 use std::ops::Range;
 
 use farpage_store::{PageIndex, PageRange};
-use farpage_vm::{AddressSpace, RUN_PAGES_MAX};
-use smallvec::SmallVec;
+use farpage_vm::AddressSpace;
 
 use crate::{
     MappedRegion, PageError,
@@ -23,7 +22,7 @@ use crate::{
     protocol::{self, NEVER_LEFT, OnFailed, PageState},
     region::{RegionGuard, chunk_of},
     run::PageRun,
-    victims::DetachOutcome,
+    victims::NotTaken,
 };
 
 /// Outcome of one attempt to discard pages.
@@ -141,29 +140,16 @@ impl<A: AddressSpace> MappedRegion<A> {
         };
         let taken = (shared.victims).take_out(&inside, region, pages, protocol::borrow);
         let (region, run) = match taken {
-            DetachOutcome::Taken(region, run) => (region, run),
+            Ok(taken) => taken,
             // The program gave the page back to the kernel: what was stored is the page now.
-            DetachOutcome::NotHere => return Ok(DiscardOutcome::Done(0)),
-            DetachOutcome::NotNow => return Ok(DiscardOutcome::NotNow(None)),
-            DetachOutcome::Refused(error) => {
-                let error = PageError::cannot_take_out(region.label(), pages.start, error);
-                return Ok(DiscardOutcome::NotNow(Some(error)));
-            }
+            Err(NotTaken::NotHere) => return Ok(DiscardOutcome::Done(0)),
+            Err(NotTaken::NotNow(error)) => return Ok(DiscardOutcome::NotNow(error)),
         };
         let taken = run.len();
         // Cleared while the pages are ours, and before others may fill them.
         region.store.clear(run.pages());
-        let settle = |page| region.leave(page, NEVER_LEFT);
-        // Settled once per page: a page that is gone has another owner from here on.
-        let gone: SmallVec<[bool; RUN_PAGES_MAX]> = run.pages().iter().map(settle).collect();
-        let first = run.first();
-        run.cut(
-            |page| gone[page - first],
-            |run, gone| match gone {
-                true => (shared.frames).release(run.into_frame(), region.page_bytes()),
-                false => self.map_zeros(run),
-            },
-        );
+        let map_zeros = |run| self.map_zeros(run);
+        (shared.victims).leave(&region, run, NEVER_LEFT, |_, _| true, map_zeros);
         Ok(DiscardOutcome::Done(taken))
     }
 

@@ -6,7 +6,7 @@ use farpage_store::{Lane, PageIndex, PageRange, PageStore};
 use farpage_vm::Frame;
 
 use crate::{
-    candidates::FoundBy,
+    clock::FoundBy,
     freeze::Departure,
     job::Job,
     region::{Region, RegionGuard},

@@ -10,11 +10,11 @@
 //!
 //! | rooms | hold |
 //! |---|---|
-//! | `region`, `regions`, `run`, `clock`, `candidates` | pages of a region, runs, their age |
+//! | `region`, `regions`, `run`, `clock` | pages of a region, runs, their age |
 //! | `mapper`, `budget`, `free`, `frames` | the address space by pages; memory and its cap |
 //! | `waker`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
 //! | `installer` | maps pages and publishes them |
-//! | `clock_hand`, `drop_behind`, `proof`, `victims` | choosing victims and detaching them |
+//! | `victims`, `reclaim` | choosing victims, and taking them out |
 //! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
 //! | `requests`, `shared` | a worker's requests in flight; the parts that all workers share |
 //! | `fills`, `pace`, `stretch` | bringing in |
@@ -22,7 +22,7 @@
 //! | `leaving`, `hand_over`, `write_backs`, `unwritten` | runs taken out, until they are safe |
 //! | `freeze`, `frozen` | reclaim that rests while the program forks |
 //! | `filler`, `evictor` | the workers |
-//! | `inline_handler`, `direct_reclaim` | threads of the program that serve their own faults |
+//! | `inline_handler` | threads of the program that serve their own faults |
 //! | `seats`, `executor`, `in_thread` | their threads |
 //! | `pager`, `map`, `mapped` | the program's view |
 //! | `discard`, `relocate` | pages that the program gives up, or wants elsewhere |
@@ -31,16 +31,12 @@
 mod ahead;
 mod beginning;
 mod budget;
-mod candidates;
 mod cede;
 mod clock;
-mod clock_hand;
 mod costs;
 mod crash_message;
-mod direct_reclaim;
 mod discard;
 mod doors;
-mod drop_behind;
 mod error;
 mod evictor;
 mod executor;
@@ -68,9 +64,8 @@ mod owner_wait;
 mod pace;
 mod pager;
 mod prefetch_queue;
-mod proof;
 pub mod protocol;
-mod refault;
+mod reclaim;
 mod region;
 mod regions;
 mod relocate;

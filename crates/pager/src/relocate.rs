@@ -26,7 +26,7 @@ use crate::{
     protocol::{self, OnFailed, PageState},
     region::RegionGuard,
     run::PageRun,
-    victims::DetachOutcome,
+    victims::NotTaken,
 };
 
 /// Outcome of one attempt to relocate pages.
@@ -134,9 +134,7 @@ impl<A: AddressSpace> MappedRegion<A> {
 
     /// Owns the leading ones of new pages, as far as they are remote.
     fn own(&self, pages: PageRange) -> PageRange {
-        let words = &self.region().words;
-        let own = |page: &PageIndex| words.try_apply(*page, protocol::prefetch).is_some();
-        let pages = pages.start.and_on(pages.iter().take_while(own).count());
+        let pages = self.region().own(pages, protocol::prefetch);
         // Clears bytes that a late fault has left there, or that the store has of the pages.
         self.region().store.clear(pages);
         self.region().touch(pages);
@@ -156,13 +154,13 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
         let wanted = old.start.and_on(owned.len());
         let taken = match (shared.victims).take_out(&inside, region, wanted, protocol::borrow) {
-            DetachOutcome::Taken(_, run) => run,
-            refused => {
+            Ok((_, run)) => run,
+            Err(refused) => {
                 (owned.iter()).for_each(|page| self.publish_remote(region, page));
                 return match refused {
-                    DetachOutcome::Refused(_) => Relocated::Held,
+                    NotTaken::NotNow(Some(_)) => Relocated::Held,
                     // If the program gave the page back, what was stored is the page now.
-                    _ => Relocated::NotNow,
+                    NotTaken::NotNow(None) | NotTaken::NotHere => Relocated::NotNow,
                 };
             }
         };
@@ -174,15 +172,8 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
         // The old pages are zeros now.
         (shared.victims).remove(region, taken.pages(), shared.installer.clock.now());
-        let refused = |page, is_stored, error| {
-            if is_stored {
-                shared.installer.fail(region, page, error);
-            } else {
-                shared.installer.lose(region, page, &error);
-            }
-        };
         let run = PageRun::new(owned.start, taken.into_frame(), region.page_bytes());
-        (shared.installer).install(region, run, UsageCount::Unwanted, refused);
+        (shared.installer).put_back(region, run, UsageCount::Unwanted);
         Relocated::Done(count)
     }
 

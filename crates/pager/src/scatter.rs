@@ -24,7 +24,7 @@ use smallvec::SmallVec;
 use crate::{
     PageError,
     budget::BudgetReservation,
-    candidates::{Candidates, FoundBy},
+    clock::FoundBy,
     costs::Costs,
     frames::FrameAllocator,
     freeze::Entered,
@@ -33,7 +33,7 @@ use crate::{
     protocol,
     region::{CHUNK_PAGES, Region, RegionGuard, chunk_of},
     run::PageRun,
-    victims::{Victims, Walk},
+    victims::{Candidates, Victims, Walk},
 };
 
 /// Pages that leave together lie within this span, because write-protecting walks every page of it.

@@ -8,10 +8,21 @@ use crossbeam_utils::CachePadded;
 use farpage_vm::AddressSpace;
 
 use crate::{
-    budget::Budget, clock::FillClock, crash_message::CrashMessage, doors::Doors,
-    frames::FrameAllocator, freeze::ReclaimGate, hand_over::HandOver, installer::Installer,
-    job::Jobs, mapper::Mapper, markers::Markers, proof::Proof, refault::RefaultDistances,
-    regions::RegionTable, scatter::Scatter, stats::Counters, unwritten::Unwritten,
+    budget::Budget,
+    clock::{FillClock, Proof, RefaultDistances},
+    crash_message::CrashMessage,
+    doors::Doors,
+    frames::FrameAllocator,
+    freeze::ReclaimGate,
+    hand_over::HandOver,
+    installer::Installer,
+    job::Jobs,
+    mapper::Mapper,
+    markers::Markers,
+    regions::RegionTable,
+    scatter::Scatter,
+    stats::Counters,
+    unwritten::Unwritten,
     victims::Victims,
 };
 

@@ -18,7 +18,7 @@ use nix::poll::PollFd;
 
 use crate::{
     PageError,
-    candidates::FoundBy,
+    clock::FoundBy,
     freeze::Entered,
     installer::UsageCount,
     job::Job,

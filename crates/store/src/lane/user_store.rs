@@ -37,14 +37,16 @@ impl<F: RunBuffer> Lane<F> {
             .onwards()
             .zip(frame.as_ref().chunks_exact(store.page_bytes))
         {
-            let hash = match way {
-                Direction::Fill => 0,
-                Direction::WriteBack => codec::hash(&bytes[..store.page_len(page)], store.seed),
+            let rehashed = || store.hash(&bytes[..store.page_len(page)]);
+            let changed = match way {
+                Direction::Fill => Some(0),
+                Direction::WriteBack => {
+                    (store.compare(page, bytes).err()).map(|hash| hash.unwrap_or_else(rehashed))
+                }
             };
-            let clean = way == Direction::WriteBack
-                && matches!(store.table.load(page), PageEntry::Kept { hash: old, unsure: false, .. } if old == hash);
-            run.tally.write_backs_clean += u64::from(clean);
-            run.add(if clean { Task::Ended } else { Task::Call }, hash);
+            run.tally.write_backs_clean += u64::from(changed.is_none());
+            let task = changed.map_or(Task::Ended, |_| Task::Call);
+            run.add(task, changed.unwrap_or(0));
         }
         run.cut(frame);
         self.launch(run);
