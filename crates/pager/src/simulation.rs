@@ -169,7 +169,7 @@ impl Sim {
         let (bytes, remote) = (
             (pages * page_bytes) as u64,
             RemoteOptions {
-                codec,
+                codec: Some(codec),
                 ..RemoteOptions::default()
             },
         );

@@ -87,7 +87,7 @@ impl PageStore {
         if cluster.sessions().is_empty() {
             return Err(CreateError::NoServer { region });
         }
-        let scheme = match Scheme::new(options.codec, options.layout.clone()) {
+        let scheme = match Scheme::new(options.codec.unwrap_or_default(), options.layout.clone()) {
             Ok(scheme) => scheme,
             Err(source) => return Err(CreateError::Codec { region, source }),
         };
@@ -316,7 +316,7 @@ impl PageStore {
         };
         let options = RemoteOptions {
             reserve: Reserve::OnDemand,
-            redundancy,
+            redundancy: Some(redundancy),
             ..RemoteOptions::default()
         };
         let (cluster, page_bytes) = (&self.cluster, self.page_bytes);
@@ -662,7 +662,7 @@ fn check_copies(
     cluster: &Cluster,
     options: &RemoteOptions,
 ) -> Result<usize, CreateError> {
-    let (redundancy, copies) = (options.redundancy, options.redundancy.copies());
+    let (redundancy, copies) = (options.redundancy(), options.redundancy().copies());
     let endpoints = cluster.sessions().iter().map(|session| session.endpoint());
     let servers = endpoints.collect::<HashSet<_>>().len();
     let region = region.clone();

@@ -4,7 +4,7 @@ use super::*;
 
 fn named(cluster: &Arc<Cluster>, name: &str, pages: u64, codec: Codec) -> Arc<PageStore> {
     let options = RemoteOptions {
-        codec,
+        codec: Some(codec),
         name: Some(name.to_owned()),
         ..RemoteOptions::default()
     };

@@ -96,7 +96,7 @@ fn granted(servers: &[Arc<SimServer>]) -> u64 {
 
 fn named(cluster: &Arc<Cluster>, pages: u64, codec: Codec) -> Arc<PageStore> {
     let options = RemoteOptions {
-        codec,
+        codec: Some(codec),
         name: Some("x".to_owned()),
         ..RemoteOptions::default()
     };
