@@ -43,17 +43,15 @@ use farpage_vm::{AddressSpace, EventScope, Faulted, SimOptions, SimSpace};
 use crate::{
     Advice, InThread, MappedRegion, PageError, Pager, PagerOptions, RegionOptions,
     ahead::ReadAhead,
-    cede::Ceded,
-    discard::DiscardOutcome,
     doors::Command,
     evictor::Evictor,
     filler::Filler,
     inline_handler::InlineHandler,
     job::Job,
+    owner_wait::Attempt,
     pager::PagerParts,
     protocol::PageState,
     region::{CHUNK_PAGES, Region},
-    relocate::Relocated,
     shared::SharedParts,
 };
 
@@ -201,6 +199,18 @@ impl Sim {
         let mapped = self.pager.map(store, options);
         self.regions
             .push(mapped.expect("the budget holds two pages"));
+    }
+
+    /// Returns the number of pages of the first region that an attempt has dealt with. A page that
+    /// is refused for the moment, or has to come in, is tried again.
+    fn dealt_with(&self, page: PageIndex, attempt: Result<Attempt, PageError>) -> usize {
+        match attempt {
+            Ok(Attempt::Done(count)) => return count,
+            Ok(Attempt::NotNow(_)) | Err(PageError::Busy { .. }) => {}
+            Ok(Attempt::Absent) => _ = self.mapped().demand(page.alone()),
+            Err(error) => panic!("{error}"),
+        }
+        0
     }
 
     /// Returns the first region.

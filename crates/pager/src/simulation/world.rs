@@ -149,17 +149,11 @@ impl World {
         self.finish_intents();
         self.unused = vec![from..from + count, to..to + count];
         self.step_by_step(to..to + count, [to, to], |world, pages| {
-            match world.mapped().try_discard(pages).expect("there are frames") {
-                DiscardOutcome::Done(zeros) => zeros,
-                DiscardOutcome::NotNow(_) => 0,
-            }
+            world.mapped().try_discard(pages)
         });
         self.step_by_step(from..from + count, [from, to], |world, pages| {
             let new = PageIndex(to + (pages.start.0 - from));
-            match (world.mapped().try_relocate(pages, new)).expect("there are frames") {
-                Relocated::Done(moved) => moved,
-                Relocated::NotNow | Relocated::Held => 0,
-            }
+            world.mapped().try_relocate(pages, new)
         });
         let words = |page: usize| page * self.page_bytes / 8..(page + count) * self.page_bytes / 8;
         self.shadow.copy_within(words(from), words(to).start);
@@ -170,33 +164,20 @@ impl World {
     /// Cedes pages, while everything else goes on: with their bytes, which threads use meanwhile,
     /// or without.
     fn cede(&mut self, pages: Range<usize>, with_bytes: bool) {
+        let firsts = [pages.start; 2];
         if with_bytes {
-            self.step_by_step(pages.clone(), [pages.start; 2], |world, pages| match (world
-                .mapped()
-                .try_cede_with_bytes(pages.start))
-            .expect("it is not refused")
-            {
-                Ceded::Done(count) => count,
-                Ceded::NotNow => 0,
-                Ceded::Absent => {
-                    world.mapped().demand(pages.start.alone());
-                    0
-                }
+            return self.step_by_step(pages, firsts, |world, pages| {
+                world.mapped().try_cede_with_bytes(pages.start)
             });
-            return;
         }
         self.finish_intents();
         self.unused = vec![pages.clone()];
-        self.step_by_step(pages.clone(), [pages.start; 2], |world, pages| match world
-            .mapped()
-            .try_cede(pages)
-            .expect("it is not refused")
-        {
-            Ceded::Done(count) => count,
-            Ceded::NotNow | Ceded::Absent => {
-                world.mapped().try_discard(pages).expect("there are frames");
-                0
+        self.step_by_step(pages.clone(), firsts, |world, pages| {
+            let ceded = world.mapped().try_cede(pages)?;
+            if !matches!(ceded, Attempt::Done(_)) {
+                world.mapped().try_discard(pages)?;
             }
+            Ok(ceded)
         });
         self.forget(pages);
     }
@@ -208,7 +189,8 @@ impl World {
         let (shared, region) = (self.mapped().pager().shared(), self.mapped().region());
         (shared.mapper.regain(region, pages_of(pages.clone()))).expect("the space takes them back");
         self.step_by_step(pages.clone(), [pages.start; 2], |world, pages| {
-            usize::from(world.mapped().settle_regained(pages.start))
+            let is_settled = world.mapped().settle_regained(pages.start);
+            Ok(Attempt::Done(usize::from(is_settled)))
         });
         self.forget(pages);
     }
@@ -220,13 +202,13 @@ impl World {
         self.unused.clear();
     }
 
-    /// Acts on `pages`, while everything else goes on: `act` returns how many it has dealt with.
+    /// Acts on `pages`, while everything else goes on.
     /// `firsts`: the first pages of the ranges that it uses.
     fn step_by_step(
         &mut self,
         pages: Range<usize>,
         firsts: [usize; 2],
-        act: impl Fn(&World, PageRange) -> usize,
+        act: impl Fn(&World, PageRange) -> Result<Attempt, PageError>,
     ) {
         let region = self.region();
         let mut rest = pages_of(pages.clone());
@@ -235,7 +217,7 @@ impl World {
             if world.chance(8) {
                 world.prefetch(0, pages.clone());
             }
-            let done = act(world, rest);
+            let done = world.dealt_with(rest.start, act(world, rest));
             // Pages that are read ahead and held back stay so until a thread asks for them.
             let done_before = rest.start.0 - pages.start;
             for page in firsts.map(|first| PageIndex(first + done_before)) {
@@ -409,8 +391,8 @@ fn pages_that_cannot_be_ceded_keep_their_bytes() {
         for page in (0..PAGES).map(PageIndex) {
             match world.mapped().try_cede_with_bytes(page) {
                 Err(_) => refused += 1,
-                Ok(Ceded::Done(_)) => panic!("page {page} is ceded"),
-                Ok(Ceded::Absent | Ceded::NotNow) => {}
+                Ok(Attempt::Done(_)) => panic!("page {page} is ceded"),
+                Ok(Attempt::Absent | Attempt::NotNow(_)) => {}
             }
         }
         assert!(refused > 0, "no page was there to be ceded");

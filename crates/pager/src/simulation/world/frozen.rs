@@ -124,10 +124,7 @@ impl Forking {
         let (first, done, rest) = match change {
             Change::Discard(pages) => {
                 let zeros = world.mapped().try_discard(pages_of(pages.clone()));
-                let done = match zeros.expect("there are frames") {
-                    DiscardOutcome::Done(zeros) => zeros,
-                    DiscardOutcome::NotNow(_) => 0,
-                };
+                let done = world.dealt_with(PageIndex(pages.start), zeros);
                 let first = pages.start;
                 world.shadow[of(first..first + done)].fill(0);
                 pages.start += done;
@@ -135,10 +132,7 @@ impl Forking {
             }
             Change::Relocate(from, to) => {
                 let moved = (world.mapped()).try_relocate(pages_of(from.clone()), PageIndex(*to));
-                let done = match moved.expect("there are frames") {
-                    Relocated::Done(moved) => moved,
-                    Relocated::NotNow | Relocated::Held => 0,
-                };
+                let done = world.dealt_with(PageIndex(from.start), moved);
                 let first = [from.start, *to];
                 let old = of(first[0]..first[0] + done);
                 world.shadow.copy_within(old.clone(), first[1] * words);
