@@ -17,7 +17,7 @@ use farpage_tables::{Held, Table};
 use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
 use farpage_wire::{Endpoint, UnitError, check_environment, is_known, parse_size, parse_time};
 
-use crate::{BuildError, FaultMode, Runtime, runtime::Defaults};
+use crate::{BuildError, FaultMode, RegionOptions, Runtime};
 
 /// Upper bound of deadlines, a year: longer ones overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -34,20 +34,18 @@ pub struct Builder {
     servers: Vec<String>,
     budget: Option<ByteSize>,
     page_size: Option<ByteSize>,
+    /// Options of regions that do not set their own.
+    regions: RegionOptions,
     fillers: Option<usize>,
     evictors: Option<usize>,
     run_length: Option<ByteSize>,
     high_water: Option<f64>,
     low_water: Option<f64>,
-    read_ahead: Option<usize>,
-    codec: Option<Codec>,
-    redundancy: Option<Redundancy>,
     deadline: Option<Duration>,
     link: Option<Arc<Link>>,
     transfer: Option<Transfer>,
     fault_mode: Option<FaultMode>,
     user_mode_only: Option<bool>,
-    no_direct_io: Option<bool>,
     key_file: Option<PathBuf>,
     last_words: Option<bool>,
 }
@@ -133,7 +131,7 @@ impl Builder {
     /// `FARPAGE_READ_AHEAD`. Default: 1 MiB and at most 256 pages; up to 8 MiB over links with a
     /// long delay.
     pub fn read_ahead(mut self, pages: usize) -> Self {
-        self.read_ahead = Some(pages);
+        self.regions = self.regions.read_ahead(pages);
         self
     }
 
@@ -143,7 +141,7 @@ impl Builder {
     /// `FARPAGE_CODEC` (`raw`, `lz4`, `shuffle`, `zfp:accuracy=1e-6`, ...: see [`Codec`]). Default:
     /// raw.
     pub fn codec(mut self, codec: Codec) -> Self {
-        self.codec = Some(codec);
+        self.regions = self.regions.codec(codec);
         self
     }
 
@@ -153,7 +151,7 @@ impl Builder {
     ///
     /// `FARPAGE_REDUNDANCY` (`none`, `copies=2` to `copies=4`). Default: none, one server.
     pub fn redundancy(mut self, redundancy: Redundancy) -> Self {
-        self.redundancy = Some(redundancy);
+        self.regions = self.regions.redundancy(redundancy);
         self
     }
 
@@ -202,7 +200,7 @@ impl Builder {
     ///
     /// `FARPAGE_NO_DIRECT_IO` (`1` or `0`). Default: false.
     pub fn no_direct_io(mut self, promised: bool) -> Self {
-        self.no_direct_io = Some(promised);
+        self.regions = self.regions.no_direct_io(promised);
         self
     }
 
@@ -243,12 +241,8 @@ impl Builder {
             )));
         }
         let budget = budget.as_u64();
-        let deadline = match self.deadline {
-            Some(deadline) => deadline,
-            None => {
-                parsed(None, "FARPAGE_DEADLINE", parse_time)?.unwrap_or(Duration::from_secs(10))
-            }
-        };
+        let deadline = parsed(self.deadline, "FARPAGE_DEADLINE", parse_time)?
+            .unwrap_or(Duration::from_secs(10));
         if deadline.is_zero() || deadline > DEADLINE_MAX {
             return Err(BuildError::Option(format!(
                 "a deadline of {deadline:?}: need more than zero and at most {DEADLINE_MAX:?}"
@@ -266,54 +260,39 @@ impl Builder {
         pager_options.tune_evictors = tune_evictors;
         let run_length = parsed(self.run_length, "FARPAGE_RUN_LENGTH", parse_size)?;
         pager_options.run_bytes = run_length.map(|length| length.as_u64() as usize);
-        pager_options.high_water = option(self.high_water, "FARPAGE_HIGH_WATER", || {
-            pager_options.high_water
-        })?;
-        pager_options.low_water = option(self.low_water, "FARPAGE_LOW_WATER", || {
-            pager_options.low_water
-        })?;
+        let marks = [&mut pager_options.low_water, &mut pager_options.high_water];
+        let given = [
+            (self.low_water, "FARPAGE_LOW_WATER"),
+            (self.high_water, "FARPAGE_HIGH_WATER"),
+        ];
+        for (mark, (given, variable)) in marks.into_iter().zip(given) {
+            *mark = set(given, variable)?.unwrap_or(*mark);
+        }
         pager_options.deadline = deadline;
         pager_options.crash_message =
-            option(self.last_words.map(Switch), "FARPAGE_LAST_WORDS", || {
-                Switch(true)
-            })?
-            .0;
-        let in_thread = option(self.fault_mode, "FARPAGE_FAULT_MODE", FaultMode::default)?
-            == FaultMode::InThread;
+            switch(self.last_words, "FARPAGE_LAST_WORDS")?.unwrap_or(true);
+        let fault_mode = set(self.fault_mode, "FARPAGE_FAULT_MODE")?;
+        let in_thread = fault_mode.unwrap_or_default() == FaultMode::InThread;
         if in_thread {
             pager_options.in_thread = IN_THREAD_PER_CORE * cores;
         }
 
-        let defaults = Defaults {
-            page_bytes: match parsed(self.page_size, "FARPAGE_PAGE_SIZE", parse_size)? {
-                Some(size) => Some(page_bytes(size)?),
-                None => None,
-            },
-            read_ahead: match self.read_ahead {
-                None if env::var_os("FARPAGE_READ_AHEAD").is_none() => None,
-                set => Some(option(set, "FARPAGE_READ_AHEAD", || 0)?),
-            },
-            codec: option(self.codec, "FARPAGE_CODEC", Codec::default)?,
-            redundancy: option(self.redundancy, "FARPAGE_REDUNDANCY", Redundancy::default)?,
-            no_direct_io: option(
-                self.no_direct_io.map(Switch),
-                "FARPAGE_NO_DIRECT_IO",
-                Switch::default,
-            )?
-            .0,
-        };
-        (defaults.codec.check()).map_err(|error| BuildError::Option(error.to_string()))?;
+        let mut regions = self.regions;
+        let page_size = parsed(self.page_size, "FARPAGE_PAGE_SIZE", parse_size)?;
+        regions.page_bytes = page_size.map(page_bytes).transpose()?;
+        let (remote, paging) = (&mut regions.remote, &mut regions.paging);
+        paging.read_ahead = set(paging.read_ahead, "FARPAGE_READ_AHEAD")?;
+        remote.codec = set(remote.codec, "FARPAGE_CODEC")?;
+        remote.redundancy = set(remote.redundancy, "FARPAGE_REDUNDANCY")?;
+        paging.no_direct_io = switch(paging.no_direct_io, "FARPAGE_NO_DIRECT_IO")?;
+        let codec = remote.codec.unwrap_or_default();
+        (codec.check()).map_err(|error| BuildError::Option(error.to_string()))?;
 
         let space_options = KernelSpaceOptions {
             shards,
             frame_bytes_max: budget as usize,
             transfer: self.transfer,
-            user_mode_only: option(
-                self.user_mode_only.map(Switch),
-                "FARPAGE_USER_MODE_ONLY",
-                Switch::default,
-            )?
-            .0,
+            user_mode_only: switch(self.user_mode_only, "FARPAGE_USER_MODE_ONLY")?.unwrap_or(false),
             in_thread,
         };
         let session = SessionOptions {
@@ -359,23 +338,7 @@ impl Builder {
             let pager = Pager::start(Arc::new(space), cluster, &pager_options)?;
             Ok::<_, BuildError>(Held::new(pager))
         })?;
-        Ok(Runtime::new(pager, defaults, session))
-    }
-}
-
-/// A yes or no, as environment variables write it: `1` or `0`.
-#[derive(Default)]
-struct Switch(bool);
-
-impl FromStr for Switch {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "1" | "true" => Ok(Self(true)),
-            "0" | "false" => Ok(Self(false)),
-            _ => Err("need 1 or 0"),
-        }
+        Ok(Runtime::new(pager, regions, session))
     }
 }
 
@@ -409,34 +372,45 @@ fn each_server(text: &str) -> Vec<String> {
     servers
 }
 
-/// Returns the value `set`, else the environment's, else the default.
-fn option<T>(set: Option<T>, variable: &str, default: impl FnOnce() -> T) -> Result<T, BuildError>
-where
-    T: FromStr<Err: Display>,
-{
-    debug_assert!(is_known(variable), "{variable} is not listed");
-    match (set, env::var(variable)) {
-        (Some(value), _) => Ok(value),
-        (None, Ok(text)) => text
-            .parse()
-            .map_err(|e| BuildError::Option(format!("{variable}={text}: {e}"))),
-        (None, Err(_)) => Ok(default()),
-    }
+/// Returns the value `given`, else the environment's.
+fn set<T: FromStr<Err: Display>>(
+    given: Option<T>,
+    variable: &str,
+) -> Result<Option<T>, BuildError> {
+    read(given, variable, |text| {
+        text.parse().map_err(|e| format!("{variable}={text}: {e}"))
+    })
 }
 
-/// Returns the value `set`, else the environment's, as `parse` reads it.
+/// Returns the value `given`, else the environment's, as `parse` reads it.
 fn parsed<T>(
-    set: Option<T>,
+    given: Option<T>,
     variable: &str,
     parse: impl Fn(&str) -> Result<T, UnitError>,
 ) -> Result<Option<T>, BuildError> {
+    read(given, variable, |text| {
+        parse(text).map_err(|error| format!("{variable}: {error}"))
+    })
+}
+
+/// Returns the value `given`, else the environment's, which is `1` or `0`.
+fn switch(given: Option<bool>, variable: &str) -> Result<Option<bool>, BuildError> {
+    read(given, variable, |text| match text {
+        "1" | "true" => Ok(true),
+        "0" | "false" => Ok(false),
+        _ => Err(format!("{variable}={text}: need 1 or 0")),
+    })
+}
+
+fn read<T>(
+    given: Option<T>,
+    variable: &str,
+    parse: impl Fn(&str) -> Result<T, String>,
+) -> Result<Option<T>, BuildError> {
     debug_assert!(is_known(variable), "{variable} is not listed");
-    match (set, env::var(variable)) {
-        (None, Ok(text)) => match parse(&text) {
-            Ok(value) => Ok(Some(value)),
-            Err(error) => Err(BuildError::Option(format!("{variable}: {error}"))),
-        },
-        (set, _) => Ok(set),
+    match (given, env::var(variable)) {
+        (None, Ok(text)) => parse(&text).map(Some).map_err(BuildError::Option),
+        (given, _) => Ok(given),
     }
 }
 
@@ -452,11 +426,15 @@ fn page_bytes(size: ByteSize) -> Result<usize, BuildError> {
 }
 
 /// Returns the most threads of a kind, and whether their number follows the load.
-fn workers(set: Option<usize>, variable: &str, cores: usize) -> Result<(usize, bool), BuildError> {
-    if set.is_none() && env::var(variable).is_ok_and(|text| text != "auto") {
-        return option(None, variable, || 0).map(|workers| (workers, false));
+fn workers(
+    given: Option<usize>,
+    variable: &str,
+    cores: usize,
+) -> Result<(usize, bool), BuildError> {
+    if given.is_none() && env::var(variable).is_ok_and(|text| text != "auto") {
+        return Ok((set(None, variable)?.unwrap_or(0), false));
     }
-    Ok(set.map_or((cores.clamp(1, 4), true), |workers| (workers, false)))
+    Ok(given.map_or((cores.clamp(1, 4), true), |workers| (workers, false)))
 }
 
 /// Returns the name of this program for the servers' logs.

@@ -20,7 +20,7 @@ impl RegionOptions {
     /// than the budget. Of no use for a region that is no arena's.
     #[doc(hidden)]
     pub fn ordinary(mut self) -> Self {
-        self.ordinary = true;
+        self.paging.ordinary = true;
         self
     }
 }

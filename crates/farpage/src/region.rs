@@ -12,7 +12,8 @@ use bytesize::ByteSize;
 use farpage_pager::{Advice, MapError, MappedRegion, PageError, PinError};
 use farpage_signals::SignalGuard;
 use farpage_store::{
-    Codec, ElementType, Elements, Layout, Redundancy, Reserve, Store, StoreStatsSnapshot,
+    Codec, ElementType, Elements, Layout, Redundancy, RemoteOptions, Reserve, Store,
+    StoreStatsSnapshot,
 };
 use farpage_tables::Held;
 use farpage_vm::{KernelSpace, sigbus::FaultRegistration};
@@ -23,25 +24,32 @@ use crate::{CloseError, FlushError, fault};
 #[derive(Clone, Default)]
 pub struct RegionOptions {
     pub(crate) page_bytes: Option<usize>,
-    pub(crate) read_ahead: Option<usize>,
-    pub(crate) codec: Option<Codec>,
     pub(crate) shape: Vec<usize>,
     pub(crate) element_type: Option<ElementType>,
-    pub(crate) reserve: Reserve,
-    pub(crate) redundancy: Option<Redundancy>,
-    pub(crate) name: Option<String>,
-    pub(crate) replace: bool,
     pub(crate) store: Option<Arc<dyn Store>>,
-    pub(crate) address: Option<usize>,
-    pub(crate) read_only: bool,
-    pub(crate) no_direct_io: Option<bool>,
-    pub(crate) ordinary: bool,
+    /// Options of the region's pages on memory servers.
+    pub(crate) remote: RemoteOptions,
+    /// Options of the region's paging.
+    pub(crate) paging: farpage_pager::RegionOptions,
 }
 
 impl RegionOptions {
     /// Returns options of which none is set.
     pub fn new() -> RegionOptions {
         RegionOptions::default()
+    }
+
+    /// Sets what is not set as `defaults` has it.
+    pub(crate) fn take_defaults(&mut self, defaults: &RegionOptions) {
+        let (remote, paging) = (&defaults.remote, &defaults.paging);
+        self.page_bytes = self.page_bytes.or(defaults.page_bytes);
+        self.remote.codec = self.remote.codec.or(remote.codec);
+        // A name is kept by one server.
+        if self.remote.name.is_none() {
+            self.remote.redundancy = self.remote.redundancy.or(remote.redundancy);
+        }
+        self.paging.read_ahead = self.paging.read_ahead.or(paging.read_ahead);
+        self.paging.no_direct_io = self.paging.no_direct_io.or(paging.no_direct_io);
     }
 
     /// Sets the page size: a power of two, 4 KiB to 2 MiB.
@@ -52,13 +60,13 @@ impl RegionOptions {
 
     /// Sets the most pages that are read ahead of sequential access; 0 switches read-ahead off.
     pub fn read_ahead(mut self, pages: usize) -> Self {
-        self.read_ahead = Some(pages);
+        self.paging.read_ahead = Some(pages);
         self
     }
 
     /// Sets the codec of pages on the servers. No effect on a region with a store of its own.
     pub fn codec(mut self, codec: Codec) -> Self {
-        self.codec = Some(codec);
+        self.remote.codec = Some(codec);
         self
     }
 
@@ -83,7 +91,7 @@ impl RegionOptions {
     /// region reserves twice its size and a little more, since the published version stays whole
     /// until the next one is. Does nothing for a region with a store of its own.
     pub fn reserve(mut self, reserve: Reserve) -> Self {
-        self.reserve = reserve;
+        self.remote.reserve = reserve;
         self
     }
 
@@ -92,7 +100,7 @@ impl RegionOptions {
     /// without a name, and one copy for a [named](Self::name) one, which is refused with more. Does
     /// nothing for a region with a store of its own.
     pub fn redundancy(mut self, redundancy: Redundancy) -> Self {
-        self.redundancy = Some(redundancy);
+        self.remote.redundancy = Some(redundancy);
         self
     }
 
@@ -101,7 +109,7 @@ impl RegionOptions {
     /// [open](crate::Runtime::open_region) it, [remove](crate::Runtime::remove) it, or
     /// [replace](Self::replace) it. Does nothing for a region with a store of its own.
     pub fn name(mut self, name: impl Into<String>) -> Self {
-        self.name = Some(name.into());
+        self.remote.name = Some(name.into());
         self
     }
 
@@ -110,7 +118,7 @@ impl RegionOptions {
     /// middle of that may leave neither. A region that another program has open for writing is not
     /// replaced. Readers keep the version that they opened. Default: off.
     pub fn replace(mut self, replace: bool) -> Self {
-        self.replace = replace;
+        self.remote.replace = replace;
         self
     }
 
@@ -127,7 +135,7 @@ impl RegionOptions {
     /// # Safety
     /// Nothing may rely on the mappings that are replaced when the region is created.
     pub unsafe fn address(mut self, address: usize) -> Self {
-        self.address = Some(address);
+        self.paging.address = Some(address);
         self
     }
 
@@ -135,7 +143,7 @@ impl RegionOptions {
     /// of it panics. Eviction drops its pages without comparing them. So a program must not make
     /// the memory writable by itself (`mprotect`): its writes would be lost. Default: off.
     pub fn read_only(mut self) -> Self {
-        self.read_only = true;
+        self.paging.read_only = true;
         self
     }
 
@@ -149,7 +157,7 @@ impl RegionOptions {
     /// [`user_mode_only`](crate::Builder::user_mode_only) or with a single evictor. In-thread
     /// faults need no promise. Default: [`Builder::no_direct_io`](crate::Builder::no_direct_io).
     pub fn no_direct_io(mut self, promised: bool) -> Self {
-        self.no_direct_io = Some(promised);
+        self.paging.no_direct_io = Some(promised);
         self
     }
 }
@@ -158,19 +166,11 @@ impl fmt::Debug for RegionOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RegionOptions")
             .field("page_bytes", &self.page_bytes)
-            .field("read_ahead", &self.read_ahead)
-            .field("codec", &self.codec)
             .field("shape", &self.shape)
             .field("element_type", &self.element_type)
-            .field("reserve", &self.reserve)
-            .field("redundancy", &self.redundancy)
-            .field("name", &self.name)
-            .field("replace", &self.replace)
             .field("store", &self.store.as_ref().map(|store| store.name()))
-            .field("address", &self.address)
-            .field("read_only", &self.read_only)
-            .field("no_direct_io", &self.no_direct_io)
-            .field("ordinary", &self.ordinary)
+            .field("remote", &self.remote)
+            .field("paging", &self.paging)
             .finish()
     }
 }

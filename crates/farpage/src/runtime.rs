@@ -17,8 +17,7 @@ use farpage_fabric::SessionOptions;
 use farpage_pager::Pager;
 use farpage_signals::SignalGuard;
 use farpage_store::{
-    BlockingOptions, Codec, DrainReport, Element, ElementType, Elements, Layout, PageStore,
-    Redundancy, RemoteOptions,
+    BlockingOptions, DrainReport, Element, ElementType, Elements, Layout, PageStore,
 };
 use farpage_tables::Held;
 use farpage_vm::KernelSpace;
@@ -35,22 +34,12 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct Runtime {
     pager: Held<Arc<Pager<KernelSpace>>>,
-    defaults: Defaults,
+    /// Options of regions that do not set their own.
+    defaults: Arc<RegionOptions>,
     /// Number of regions without a name that were created.
     unnamed: Arc<AtomicU64>,
     /// Options of sessions at servers that are added.
     session: Arc<SessionOptions>,
-}
-
-/// Options of regions that do not set their own.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Defaults {
-    /// Page size in bytes. `None`: chosen by the region's size.
-    pub(crate) page_bytes: Option<usize>,
-    pub(crate) read_ahead: Option<usize>,
-    pub(crate) codec: Codec,
-    pub(crate) redundancy: Redundancy,
-    pub(crate) no_direct_io: bool,
 }
 
 /// Access for which a named region is opened.
@@ -63,13 +52,13 @@ enum Opening {
 impl Runtime {
     pub(crate) fn new(
         pager: Held<Arc<Pager<KernelSpace>>>,
-        defaults: Defaults,
+        defaults: RegionOptions,
         session: SessionOptions,
     ) -> Runtime {
         fork::attend(&pager);
         Runtime {
             pager,
-            defaults,
+            defaults: Arc::new(defaults),
             unnamed: Arc::default(),
             session: Arc::new(session),
         }
@@ -261,21 +250,23 @@ impl Runtime {
     fn create(
         &self,
         bytes: usize,
-        options: RegionOptions,
+        mut options: RegionOptions,
         layout: Layout,
     ) -> Result<Region, CreateError> {
         if self.pager.get().is_parents() {
             return Err(CreateError::Forked);
         }
         let _signals = SignalGuard::new();
-        if let Some(name) = &options.name {
+        if let Some(name) = &options.remote.name {
             check_name(name)?;
         }
         let label = self.label(&options, bytes as u64, layout.elements.as_ref());
-        let page_bytes = (options.page_bytes.or(self.defaults.page_bytes))
-            .unwrap_or_else(|| default_page_bytes(bytes));
+        options.remote.layout = layout;
+        options.take_defaults(&self.defaults);
+        let page_bytes = (options.page_bytes).unwrap_or_else(|| default_page_bytes(bytes));
+        let read_only = options.paging.read_only;
         let mapped = self.pager.with(|pager| {
-            if options.name.is_some() {
+            if options.remote.name.is_some() {
                 fork::settle(pager);
             }
             let cluster = pager.cluster();
@@ -289,27 +280,16 @@ impl Runtime {
                     &BlockingOptions::default(),
                 )?,
                 None => {
-                    // The default is one for unnamed regions: a name is kept by one server each.
-                    let default = match options.name {
-                        Some(_) => Redundancy::None,
-                        None => self.defaults.redundancy,
-                    };
-                    let remote = RemoteOptions {
-                        codec: options.codec.unwrap_or(self.defaults.codec),
-                        layout: layout.clone(),
-                        reserve: options.reserve,
-                        name: options.name.clone(),
-                        replace: options.replace,
-                        redundancy: options.redundancy.unwrap_or(default),
-                    };
-                    PageStore::remote(cluster, label, bytes as u64, page_bytes, &remote)?
+                    let remote = &options.remote;
+                    PageStore::remote(cluster, label, bytes as u64, page_bytes, remote)?
                 }
             };
-            let mapped = pager.map(pages, self.pager_options(&options))?;
+            let mapped = pager.map(pages, options.paging)?;
             Ok::<_, CreateError>(Held::new(mapped))
         })?;
-        let keeps = options.name.is_some() || options.store.is_some();
-        Ok(Region::new(mapped, options.name, keeps, options.read_only)?)
+        let name = options.remote.name;
+        let keeps = name.is_some() || options.store.is_some();
+        Ok(Region::new(mapped, name, keeps, read_only)?)
     }
 
     /// Creates an arena of `capacity_bytes`, rounded up to whole pages. All of it is reserved at
@@ -339,9 +319,9 @@ impl Runtime {
         options: RegionOptions,
     ) -> Result<Arena, CreateError> {
         assert!(
-            options.name.is_none()
+            options.remote.name.is_none()
                 && options.store.is_none()
-                && !options.read_only
+                && !options.paging.read_only
                 && options.shape.len() <= 1,
             "an arena has no name, no store of its own and no shape, and is not read-only"
         );
@@ -410,10 +390,11 @@ impl Runtime {
         let _signals = SignalGuard::new();
         let reads = opening == Opening::Read;
         let mut options = RegionOptions::new();
-        options.read_only = reads;
+        options.paging.read_only = reads;
+        options.take_defaults(&self.defaults);
         let pages = pages.get().clone();
         let mapped = self.pager.with(|pager| {
-            let mapped = pager.map(pages, self.pager_options(&options));
+            let mapped = pager.map(pages, options.paging);
             mapped.map(Held::new)
         })?;
         // A region that is only read is never published, so it needs no name.
@@ -424,22 +405,12 @@ impl Runtime {
     /// Returns the text that stands for a new region in messages.
     fn label(&self, options: &RegionOptions, bytes: u64, elements: Option<&Elements>) -> String {
         let kind = elements.map_or("region", |_| "array");
-        if let Some(name) = &options.name {
+        if let Some(name) = &options.remote.name {
             return format!("{kind} `{name}`");
         }
         let number = 1 + self.unnamed.fetch_add(1, Ordering::Relaxed);
         let of = elements.map_or(String::new(), |elements| format!("{}, ", elements.of));
         format!("{kind} {number} ({of}{})", ByteSize(bytes))
-    }
-
-    fn pager_options(&self, options: &RegionOptions) -> farpage_pager::RegionOptions {
-        let mut pager = farpage_pager::RegionOptions::default();
-        pager.read_ahead = options.read_ahead.or(self.defaults.read_ahead);
-        pager.address = options.address;
-        pager.read_only = options.read_only;
-        pager.no_direct_io = (options.no_direct_io).unwrap_or(self.defaults.no_direct_io);
-        pager.ordinary = options.ordinary;
-        pager
     }
 
     /// Adds the memory server at `server` (an endpoint such as `tcp://10.0.0.5:7400`), which takes

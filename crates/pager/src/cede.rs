@@ -11,32 +11,20 @@
 
 use std::{io, ops::Range};
 
-use farpage_signals::SignalGuard;
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::AddressSpace;
 
 use crate::{
     MappedRegion, PageError,
     installer::UsageCount,
-    owner_wait::OwnerWait,
+    owner_wait::{Attempt, OwnerWait},
     protocol::{self, PageState, PageWord},
     region::RegionGuard,
-    victims::DetachOutcome,
 };
 
 /// Upper bound of the pages that are ceded by one call of the kernel. A thread that wants one of
 /// them waits for all.
 const CEDED_TOGETHER: usize = 4096;
-
-/// Outcome of one attempt to cede pages.
-pub(crate) enum Ceded {
-    /// Number of leading pages that are ceded now.
-    Done(usize),
-    /// Refusal for the moment: the first page has another owner, is in use, or the program forks.
-    NotNow,
-    /// The page has to come in first.
-    Absent,
-}
 
 impl<A: AddressSpace> MappedRegion<A> {
     /// Takes the pages in `range` out of paging until they are [regained](Self::regain). Their
@@ -54,28 +42,23 @@ impl<A: AddressSpace> MappedRegion<A> {
         self.under_paging()?;
         let entered = self.enter()?;
         let pages = self.pages_to_cede(&range);
-        let (mut page, mut waiting) = (pages.start, OwnerWait::default());
-        while page < pages.end {
-            self.wait_for_thaw(&entered);
-            let together = page.and_on(CEDED_TOGETHER).within(pages);
-            let failed = match self.try_cede(together) {
-                Ok(Ceded::Done(count)) => {
-                    page += count;
-                    waiting = OwnerWait::default();
-                    continue;
+        let act = |rest: PageRange| {
+            let together = rest.start.and_on(CEDED_TOGETHER).within(rest);
+            match self.try_cede(together)? {
+                Attempt::Done(count) => Ok(Attempt::Done(count)),
+                Attempt::NotNow(_) | Attempt::Absent => {
+                    self.try_discard(together)?;
+                    Ok(Attempt::NotNow(None))
                 }
-                Ok(Ceded::NotNow | Ceded::Absent) => self
-                    .try_discard(page.until(together.end))
-                    .and_then(|_| self.wait_for_owner(page, &mut waiting, &entered)),
-                Err(error) => Err(error),
-            };
-            if let Err(error) = failed {
-                let before = range.start..page.offset(self.page_bytes());
-                if !before.is_empty() {
-                    self.regain(before)?;
-                }
-                return Err(error);
             }
+        };
+        let ceded = self.act_on(pages, &entered, act, |page| self.ask_for(page));
+        if let Err((page, error)) = ceded {
+            let before = self.bytes_of(pages.start.until(page));
+            if !before.is_empty() {
+                self.regain(before)?;
+            }
+            return Err(error);
         }
         Ok(())
     }
@@ -94,18 +77,10 @@ impl<A: AddressSpace> MappedRegion<A> {
     pub fn cede_with_bytes(&self, offset: usize) -> Result<(), PageError> {
         self.under_paging()?;
         let entered = self.enter()?;
-        let page_bytes = self.page_bytes();
-        let range = offset..offset + page_bytes;
-        let page = self.pages_to_cede(&range).start;
-        let mut waiting = OwnerWait::default();
-        loop {
-            self.wait_for_thaw(&entered);
-            match self.try_cede_with_bytes(page)? {
-                Ceded::Done(_) => return Ok(()),
-                Ceded::NotNow => self.wait_for_owner(page, &mut waiting, &entered)?,
-                Ceded::Absent => self.prefetch_now(range.clone())?,
-            }
-        }
+        let pages = self.pages_to_cede(&(offset..offset + self.page_bytes()));
+        let act = |rest: PageRange| self.try_cede_with_bytes(rest.start);
+        let ceded = self.act_on(pages, &entered, act, |page| self.ask_for(page));
+        ceded.map_err(|(_, error)| error)
     }
 
     /// Takes ceded pages back: what is mapped in `range` is gone, and the pages are zeros.
@@ -174,56 +149,55 @@ impl<A: AddressSpace> MappedRegion<A> {
     }
 
     /// Cedes the leading ones of `pages`, as far as they are absent. Their contents are gone.
-    pub(crate) fn try_cede(&self, pages: PageRange) -> Result<Ceded, PageError> {
+    pub(crate) fn try_cede(&self, pages: PageRange) -> Result<Attempt, PageError> {
         let shared = self.shared();
         let gone = |page: &PageIndex| shared.mapper.is_gone(self.region(), *page);
         if gone(&pages.start) {
-            return Ok(Ceded::Done(pages.iter().take_while(gone).count()));
+            return Ok(Attempt::Done(pages.iter().take_while(gone).count()));
         }
         let Some(region) = self.region().enter() else {
-            return Ok(Ceded::Done(pages.len()));
+            return Ok(Attempt::Done(pages.len()));
         };
         let Some(_inside) = shared.gate.enter_for_program() else {
-            return Ok(Ceded::NotNow);
+            return Ok(Attempt::NotNow(None));
         };
-        let own = |page: &PageIndex| own_unpinned(&region, *page);
-        let owned = (pages.start).and_on(pages.iter().take_while(own).count());
+        let owned = region.own(pages, own_unpinned);
         if owned.is_empty() {
-            return Ok(Ceded::NotNow);
+            return Ok(Attempt::NotNow(None));
         }
         region.store.clear(owned);
         self.cede_owned(&region, owned, None)
     }
 
     /// Cedes a page with its bytes, if it is mapped or blank.
-    pub(crate) fn try_cede_with_bytes(&self, page: PageIndex) -> Result<Ceded, PageError> {
+    pub(crate) fn try_cede_with_bytes(&self, page: PageIndex) -> Result<Attempt, PageError> {
         let region = self.region();
         if self.shared().mapper.is_gone(region, page) {
-            return Ok(Ceded::Done(1));
+            return Ok(Attempt::Done(1));
         }
         match region.words.load(page).state() {
             PageState::Remote if region.store.is_blank(page) => self.cede_blank(page),
             PageState::Resident => self.cede_mapped(page),
-            PageState::Remote | PageState::Poisoned | PageState::Lost => Ok(Ceded::Absent),
-            PageState::Filling | PageState::Leaving => Ok(Ceded::NotNow),
+            PageState::Remote | PageState::Poisoned | PageState::Lost => Ok(Attempt::Absent),
+            PageState::Filling | PageState::Leaving => Ok(Attempt::NotNow(None)),
         }
     }
 
     /// Cedes a page of which nothing is stored, and which is not mapped.
-    fn cede_blank(&self, page: PageIndex) -> Result<Ceded, PageError> {
+    fn cede_blank(&self, page: PageIndex) -> Result<Attempt, PageError> {
         let Some(region) = self.region().enter() else {
-            return Ok(Ceded::Done(1));
+            return Ok(Attempt::Done(1));
         };
         let Some(_inside) = self.shared().gate.enter_for_program() else {
-            return Ok(Ceded::NotNow);
+            return Ok(Attempt::NotNow(None));
         };
-        if !own_unpinned(&region, page) {
-            return Ok(Ceded::NotNow);
+        if region.words.try_apply(page, own_unpinned).is_none() {
+            return Ok(Attempt::NotNow(None));
         }
         // Another thread may have written to the page before it was owned here.
         if !region.store.is_blank(page) {
             self.publish_remote(&region, page);
-            return Ok(Ceded::NotNow);
+            return Ok(Attempt::NotNow(None));
         }
         let zeros = vec![0; region.page_bytes()];
         self.cede_owned(&region, page.alone(), Some(&zeros))
@@ -235,42 +209,34 @@ impl<A: AddressSpace> MappedRegion<A> {
         region: &RegionGuard,
         owned: PageRange,
         bytes: Option<&[u8]>,
-    ) -> Result<Ceded, PageError> {
+    ) -> Result<Attempt, PageError> {
         if let Err(error) = self.shared().mapper.cede(region, owned, bytes) {
             (owned.iter()).for_each(|page| self.publish_remote(region, page));
             return Err(self.not_ceded(owned.start, &error));
         }
         self.publish_ceded(region, owned);
-        Ok(Ceded::Done(owned.len()))
+        Ok(Attempt::Done(owned.len()))
     }
 
-    fn cede_mapped(&self, page: PageIndex) -> Result<Ceded, PageError> {
+    fn cede_mapped(&self, page: PageIndex) -> Result<Attempt, PageError> {
         let (shared, region) = (self.shared(), self.region());
         let Some(inside) = shared.gate.enter_for_program() else {
-            return Ok(Ceded::NotNow);
+            return Ok(Attempt::NotNow(None));
         };
         let taken = (shared.victims).take_out(&inside, region, page.alone(), protocol::borrow);
-        let (region, run) = match taken {
-            DetachOutcome::Taken(region, run) => (region, run),
-            // The kernel or a device uses the page for now.
-            _ => return Ok(Ceded::NotNow),
+        // The kernel or a device may use the page for now.
+        let Ok((region, run)) = taken else {
+            return Ok(Attempt::NotNow(None));
         };
         let (_, bytes) = run.bytes_by_page().next().expect("a run has a page");
         if let Err(error) = shared.mapper.cede(&region, page.alone(), Some(bytes)) {
-            let refused = |page, is_stored, error| {
-                if is_stored {
-                    shared.installer.fail(&region, page, error);
-                } else {
-                    shared.installer.lose(&region, page, &error);
-                }
-            };
-            (shared.installer).install(&region, run, UsageCount::Wanted, refused);
+            (shared.installer).put_back(&region, run, UsageCount::Wanted);
             return Err(self.not_ceded(page, &error));
         }
         region.store.clear(page.alone());
         self.publish_ceded(&region, page.alone());
         (shared.frames).release(run.into_frame(), region.page_bytes());
-        Ok(Ceded::Done(1))
+        Ok(Attempt::Done(1))
     }
 
     /// Publishes owned pages whose addresses are ceded, and wakes the threads that sleep there.
@@ -287,27 +253,12 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
     }
 
-    /// Waits a moment for the owner of a page, until the deadline.
-    fn wait_for_owner(
-        &self,
-        page: PageIndex,
-        waiting: &mut OwnerWait,
-        entered: &SignalGuard,
-    ) -> Result<(), PageError> {
-        if waiting.is_over(self.pager().deadline()) {
-            return Err(self.busy(page));
-        }
-        waiting.wait(entered, || self.ask_for(page));
-        Ok(())
-    }
-
     fn not_ceded(&self, page: PageIndex, error: &io::Error) -> PageError {
         PageError::cannot_map(self.region().label(), page, error)
     }
 }
 
-/// Owns a page that is remote and not pinned. Returns false if the page is neither.
-fn own_unpinned(region: &RegionGuard, page: PageIndex) -> bool {
-    let own = |w: PageWord| protocol::prefetch(w).filter(|w| !w.pinned());
-    region.words.try_apply(page, own).is_some()
+/// Owns a page that is remote and not pinned. `None`: the page is neither.
+fn own_unpinned(w: PageWord) -> Option<PageWord> {
+    protocol::prefetch(w).filter(|w| !w.pinned())
 }

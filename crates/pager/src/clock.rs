@@ -1,7 +1,20 @@
-//! The time of pages: [`FillClock`], which ticks once per 4 KiB that were filled.
+//! Time of pages, and what pages that come back tell: [`FillClock`], [`RefaultDistances`],
+//! [`Proof`].
 //!
-//! A page's stamp is this clock's time. So age is measured in fills, and a page is as old as the
-//! bytes that came in after it.
+//! The fill clock ticks once per 4 KiB that were filled, and a page's stamp is its time. So age is
+//! measured in fills, and a page is as old as the bytes that came in after it.
+//!
+//! Refault distances are the bytes that came in while a page was away. A page that comes back after
+//! less than a budget of others would have stayed if there had been room for those others, which
+//! twice the budget has. With more memory fewer pages would have come in meanwhile, so the number
+//! of pages that would have stayed is rather higher.
+//!
+//! Streams and the clock hand both name victims ([`FoundBy`]). Pages that come back tell which
+//! source named the worse ones: a page's stamp says which source found it. While the clock hand's
+//! pages come back less than a quarter as often, the clock hand gives nearly all victims. Otherwise
+//! streams do. Each source always gives a part, so that there is proof of both.
+//!
+//! The rule: this module counts. The turn of a source follows from the counts alone.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -88,13 +101,7 @@ fn ticks(bytes: u64) -> u32 {
 /// Refault distance, in ticks, from which on a page counts as one that never left.
 const EVER_TICKS: u32 = 1 << 30;
 
-/// Counts of pages that came back, by refault distance: the bytes that came in while a page was
-/// away. They tell the worth of more memory.
-///
-/// A page's stamp says when it left, by the clock that counts fills. A page that comes back after
-/// less than a budget of others would have stayed if there had been room for those others, which
-/// twice the budget has. With more memory fewer pages would have come in meanwhile, so the number
-/// of pages that would have stayed is rather higher.
+/// Counts of pages that came back, by refault distance.
 #[derive(Default)]
 pub(crate) struct RefaultDistances {
     all: AtomicU64,
@@ -135,6 +142,112 @@ impl RefaultDistances {
         stats.returns = self.all.load(Ordering::Relaxed);
         stats.returns_within_one_budget = self.within_one.load(Ordering::Relaxed);
         stats.returns_within_three_budgets = self.within_three.load(Ordering::Relaxed);
+    }
+}
+
+/// Source that found a page which leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FoundBy {
+    /// The clock hand came by, or the program asked for it.
+    ClockHand = 0,
+    /// A stream had gone through the page.
+    Stream = 1,
+}
+
+/// Number of pages of the better source for each page of the worse one.
+const MINOR_SHARE: u64 = 16;
+/// Number of budgets that leave until the past counts half. Loops are longer than the budget, and
+/// pages that left in one piece come back in one piece.
+const MEMORY_BUDGETS: u64 = 16;
+/// Number of ticks after which a page that comes back proves nothing. Pages that never left have
+/// stamps much further away.
+const MEMORY_TICKS: u32 = 1 << 30;
+
+/// Ticks of the fill clock that left and came back, by [`FoundBy`].
+pub(crate) struct Proof {
+    budget_ticks: u64,
+    counts: [SourceCounts; 2],
+}
+
+/// Counts of one source, in ticks of the fill clock; fading.
+#[derive(Default)]
+struct SourceCounts {
+    out: AtomicU64,
+    back: AtomicU64,
+}
+
+impl Proof {
+    pub(crate) fn new(budget_ticks: u32) -> Proof {
+        Proof {
+            budget_ticks: budget_ticks.into(),
+            counts: Default::default(),
+        }
+    }
+
+    /// Returns the stamp of a page that leaves now.
+    pub(crate) fn stamp(found_by: FoundBy, now: u32) -> u32 {
+        now & !1 | found_by as u32
+    }
+
+    /// Counts pages that begin to leave.
+    pub(crate) fn leave(&self, found_by: FoundBy, bytes: usize) {
+        self.counts[found_by as usize]
+            .out
+            .fetch_add(bytes as u64 >> 12, Ordering::Relaxed);
+        let [swept, streamed] = self.out();
+        if swept + streamed > MEMORY_BUDGETS * self.budget_ticks {
+            // Other threads count meanwhile. Their loss is little beside the fading.
+            for counts in &self.counts {
+                for figure in [&counts.out, &counts.back] {
+                    figure.store(figure.load(Ordering::Relaxed) / 2, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Counts a run that came back from the store.
+    pub(crate) fn came_back(&self, back: &RefaultBytes) {
+        for (counts, bytes) in self.counts.iter().zip(back.0) {
+            if bytes > 0 {
+                counts.back.fetch_add(bytes as u64 >> 12, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// True if pages that streams have gone through leave before the clock hand looks for others.
+    pub(crate) fn streams_go_first(&self) -> bool {
+        let [swept, streamed] = self.out();
+        if self.hand_is_better() {
+            streamed * MINOR_SHARE <= swept
+        } else {
+            streamed <= swept * MINOR_SHARE
+        }
+    }
+
+    /// True if the clock hand's pages come back less than a quarter as often.
+    fn hand_is_better(&self) -> bool {
+        let [swept, streamed] = self.out();
+        let [swept_back, streamed_back] =
+            [0, 1].map(|by| self.counts[by].back.load(Ordering::Relaxed));
+        u128::from(swept_back) * u128::from(streamed) * 4
+            < u128::from(streamed_back) * u128::from(swept)
+    }
+
+    fn out(&self) -> [u64; 2] {
+        [0, 1].map(|by: usize| self.counts[by].out.load(Ordering::Relaxed))
+    }
+}
+
+/// Bytes of a run that came back, by [`FoundBy`].
+#[derive(Default)]
+pub(crate) struct RefaultBytes([usize; 2]);
+
+impl RefaultBytes {
+    /// Counts a page of `bytes` that came back at `now`; `stamp` is that of its leaving.
+    pub(crate) fn count(&mut self, stamp: u32, now: u32, bytes: usize) {
+        if now.wrapping_sub(stamp) < MEMORY_TICKS {
+            self.0[(stamp & 1) as usize] += bytes;
+        }
     }
 }
 

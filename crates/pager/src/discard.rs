@@ -12,27 +12,18 @@
 use std::ops::Range;
 
 use farpage_store::{PageIndex, PageRange};
-use farpage_vm::{AddressSpace, RUN_PAGES_MAX};
-use smallvec::SmallVec;
+use farpage_vm::AddressSpace;
 
 use crate::{
     MappedRegion, PageError,
     doors::Command,
     installer::UsageCount,
-    owner_wait::OwnerWait,
+    owner_wait::Attempt,
     protocol::{self, NEVER_LEFT, OnFailed, PageState},
     region::{RegionGuard, chunk_of},
     run::PageRun,
-    victims::DetachOutcome,
+    victims::NotTaken,
 };
-
-/// Outcome of one attempt to discard pages.
-pub(crate) enum DiscardOutcome {
-    /// Number of leading pages that are zeros now.
-    Done(usize),
-    /// The first page has another owner, the kernel holds it, or the program forks.
-    NotNow(Option<PageError>),
-}
 
 impl<A: AddressSpace> MappedRegion<A> {
     /// Turns the pages that lie wholly in `range` into zeros. The store's space for these pages and
@@ -58,29 +49,18 @@ impl<A: AddressSpace> MappedRegion<A> {
         if let Some(discarded) = self.discard_ordinary(range) {
             return discarded;
         }
-        let mut page = pages.start;
-        let mut waiting = OwnerWait::default();
-        while page < pages.end {
-            page = self.next_touched(page).min(pages.end);
-            if page == pages.end {
-                break;
-            }
-            self.wait_for_thaw(&entered);
-            match self.try_discard(page.until(pages.end))? {
-                DiscardOutcome::Done(count) => {
-                    page += count;
-                    waiting = OwnerWait::default();
-                }
-                DiscardOutcome::NotNow(error) => {
-                    if waiting.is_over(self.pager().deadline()) {
-                        return Err(error.unwrap_or_else(|| self.busy(page)));
-                    }
-                    waiting.wait(&entered, || self.ask_for(page));
-                }
-            }
-        }
-        let page_bytes = self.page_bytes();
-        Ok(pages.start.offset(page_bytes)..pages.end.offset(page_bytes))
+        let act = |rest: PageRange| match self.next_touched(rest.start).min(rest.end) {
+            next if next > rest.start => Ok(Attempt::Done(next - rest.start)),
+            _ => self.try_discard(rest),
+        };
+        let discarded = self.act_on(pages, &entered, act, |page| self.ask_for(page));
+        discarded.map_err(|(_, error)| error)?;
+        Ok(self.bytes_of(pages))
+    }
+
+    /// Returns the bytes of pages, whole ones.
+    pub(crate) fn bytes_of(&self, pages: PageRange) -> Range<usize> {
+        pages.start.offset(self.page_bytes())..pages.end.offset(self.page_bytes())
     }
 
     /// Returns the first page from `page` on that may hold anything but zeros: all others were
@@ -110,7 +90,7 @@ impl<A: AddressSpace> MappedRegion<A> {
     }
 
     /// Discards the leading ones of `pages`.
-    pub(crate) fn try_discard(&self, pages: PageRange) -> Result<DiscardOutcome, PageError> {
+    pub(crate) fn try_discard(&self, pages: PageRange) -> Result<Attempt, PageError> {
         let (region, page) = (self.region(), pages.start);
         match region.words.load(page).state() {
             // Looked at after the word: any owner of the page since has left it blank, or the
@@ -120,7 +100,7 @@ impl<A: AddressSpace> MappedRegion<A> {
                     region.words.load(page).state() == PageState::Remote
                         && region.store.is_blank(page)
                 };
-                Ok(DiscardOutcome::Done(
+                Ok(Attempt::Done(
                     pages.iter().take_while(is_blank).count().max(1),
                 ))
             }
@@ -129,59 +109,46 @@ impl<A: AddressSpace> MappedRegion<A> {
                 let run = page.and_on(region.run_pages).within(pages);
                 self.discard_mapped(region.in_one_stripe(run, false))
             }
-            PageState::Filling | PageState::Leaving => Ok(DiscardOutcome::NotNow(None)),
+            PageState::Filling | PageState::Leaving => Ok(Attempt::NotNow(None)),
             PageState::Poisoned | PageState::Lost => self.discard_broken(page),
         }
     }
 
-    fn discard_mapped(&self, pages: PageRange) -> Result<DiscardOutcome, PageError> {
+    fn discard_mapped(&self, pages: PageRange) -> Result<Attempt, PageError> {
         let (shared, region) = (self.shared(), self.region());
         let Some(inside) = shared.gate.enter_for_program() else {
-            return Ok(DiscardOutcome::NotNow(None));
+            return Ok(Attempt::NotNow(None));
         };
         let taken = (shared.victims).take_out(&inside, region, pages, protocol::borrow);
         let (region, run) = match taken {
-            DetachOutcome::Taken(region, run) => (region, run),
+            Ok(taken) => taken,
             // The program gave the page back to the kernel: what was stored is the page now.
-            DetachOutcome::NotHere => return Ok(DiscardOutcome::Done(0)),
-            DetachOutcome::NotNow => return Ok(DiscardOutcome::NotNow(None)),
-            DetachOutcome::Refused(error) => {
-                let error = PageError::cannot_take_out(region.label(), pages.start, error);
-                return Ok(DiscardOutcome::NotNow(Some(error)));
-            }
+            Err(NotTaken::NotHere) => return Ok(Attempt::Done(0)),
+            Err(NotTaken::NotNow(error)) => return Ok(Attempt::NotNow(error)),
         };
         let taken = run.len();
         // Cleared while the pages are ours, and before others may fill them.
         region.store.clear(run.pages());
-        let settle = |page| region.leave(page, NEVER_LEFT);
-        // Settled once per page: a page that is gone has another owner from here on.
-        let gone: SmallVec<[bool; RUN_PAGES_MAX]> = run.pages().iter().map(settle).collect();
-        let first = run.first();
-        run.cut(
-            |page| gone[page - first],
-            |run, gone| match gone {
-                true => (shared.frames).release(run.into_frame(), region.page_bytes()),
-                false => self.map_zeros(run),
-            },
-        );
-        Ok(DiscardOutcome::Done(taken))
+        let map_zeros = |run| self.map_zeros(run);
+        (shared.victims).leave(&region, run, NEVER_LEFT, |_, _| true, map_zeros);
+        Ok(Attempt::Done(taken))
     }
 
-    fn discard_remote(&self, page: PageIndex) -> Result<DiscardOutcome, PageError> {
+    fn discard_remote(&self, page: PageIndex) -> Result<Attempt, PageError> {
         let Some(region) = self.region().enter() else {
-            return Ok(DiscardOutcome::Done(1));
+            return Ok(Attempt::Done(1));
         };
         let Some(inside) = self.shared().gate.enter_for_program() else {
-            return Ok(DiscardOutcome::NotNow(None));
+            return Ok(Attempt::NotNow(None));
         };
         if region.words.try_apply(page, protocol::prefetch).is_none() {
-            return Ok(DiscardOutcome::Done(0));
+            return Ok(Attempt::Done(0));
         }
         region.store.clear(page.alone());
         region.words.apply(page, |w| (protocol::forgotten(w), ()));
         // The store has zeros, too. A frame may have to be waited for.
         drop(inside);
-        let mut outcome = Ok(DiscardOutcome::Done(1));
+        let mut outcome = Ok(Attempt::Done(1));
         match region.words.apply(page, protocol::fill_failed) {
             OnFailed::Dropped => region.store.count_left(page),
             // A thread waits for the page: it comes as zeros.
@@ -197,24 +164,24 @@ impl<A: AddressSpace> MappedRegion<A> {
     }
 
     /// Turns a page that raises SIGBUS into zeros.
-    fn discard_broken(&self, page: PageIndex) -> Result<DiscardOutcome, PageError> {
+    fn discard_broken(&self, page: PageIndex) -> Result<Attempt, PageError> {
         let (shared, region) = (self.shared(), self.region());
         let frame = self.frame_for(page)?;
         let take = |w| protocol::heal(w).or(protocol::taken_up(w));
         let own = |region: &RegionGuard| region.words.try_apply(page, take).is_some();
         let Some(_inside) = shared.gate.enter_for_program() else {
             shared.frames.release(frame, region.page_bytes());
-            return Ok(DiscardOutcome::NotNow(None));
+            return Ok(Attempt::NotNow(None));
         };
         let Some(region) = region.enter().filter(own) else {
             shared.frames.release(frame, region.page_bytes());
-            return Ok(DiscardOutcome::Done(0));
+            return Ok(Attempt::Done(0));
         };
         region.found(page);
         region.store.clear(page.alone());
         // Where the program has unmapped the addresses, the page is poisoned again.
         self.map_zeros(PageRun::new(page, frame, region.page_bytes()));
-        Ok(DiscardOutcome::Done(1))
+        Ok(Attempt::Done(1))
     }
 
     /// Maps owned pages as zeros, and overwrites their frame for that.

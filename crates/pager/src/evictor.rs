@@ -1,19 +1,14 @@
 //! Background reclaim: [`Evictor`] takes pages out.
 //!
-//! An eviction, in order:
+//! Victims are taken out (`reclaim.rs`) into the write-backs (`write_backs.rs`), which hash each
+//! run, write it back, publish it and give its frame back.
 //!
-//! 1. streams, or the clock hand, name victims; neighbours among them are a run: own its pages
-//!    (`Resident` to `Leaving`);
-//! 2. detach it: atomic, from here on its bytes are ours alone, and a touch of it faults;
-//! 3. hash it, write it back, publish it and give its frame back (`write_backs.rs`).
-//!
-//! Runs that threads of the program have taken out come in at step 3 (`hand_over.rs`). Evictors
+//! Runs that threads of the program have taken out come in there, too (`hand_over.rs`). Evictors
 //! start above the high water mark and stop at the low one. In between they do work that the
 //! program asks for ([`Job`]). The rule: an evictor waits only in its sleep, so that a store that
 //! stalls holds up its own region alone.
 
 use std::{
-    slice,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -25,17 +20,17 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     PageError,
-    candidates::{Candidates, FoundBy},
+    clock::FoundBy,
     freeze::Entered,
     job::Job,
     protocol,
-    region::{Region, RegionGuard},
+    reclaim::{Eviction, EvictionLimit, Sink, evict},
+    region::RegionGuard,
     requests::Leaving,
     run::PageRun,
     seats::{Seats, Serve},
     shared::SharedParts,
-    stats::Counters,
-    victims::{DetachOutcome, Walk},
+    victims::NotTaken,
     waker::RETRY,
     write_backs::WriteBacks,
 };
@@ -66,14 +61,27 @@ struct Later {
     since: Since,
 }
 
-/// Outcome of trying to take a page out.
-enum Begun {
-    /// The page is under way, or has ended already.
-    Yes,
-    /// Another worker owns the page, or the kernel holds it.
-    NotNow(Option<PageError>),
-    /// The page is not here to be taken out.
-    NotHere,
+/// Write-backs as the way of runs that were taken out, for the program's `job` or for room.
+struct WriteBackSink<'a, A: AddressSpace> {
+    write_backs: &'a mut WriteBacks<A>,
+    job: Option<&'a Arc<Job>>,
+}
+
+impl<A: AddressSpace> Sink<A> for WriteBackSink<'_, A> {
+    fn has_room(&self) -> bool {
+        self.write_backs.has_room(1)
+    }
+
+    fn put(
+        &mut self,
+        entered: &Entered<'_>,
+        region: &RegionGuard,
+        run: PageRun<A::Frame>,
+        found_by: FoundBy,
+    ) {
+        self.write_backs
+            .add(entered, region, run, self.job, found_by);
+    }
 }
 
 impl<A: AddressSpace> Evictor<A> {
@@ -94,10 +102,6 @@ impl<A: AddressSpace> Evictor<A> {
             later: Vec::new(),
             rest_until: None,
         }
-    }
-
-    fn counters(&self) -> &Counters {
-        &self.shared.counters[self.worker]
     }
 
     /// Performs all work that can be done without waiting. Returns whether anything was done.
@@ -165,40 +169,17 @@ impl<A: AddressSpace> Evictor<A> {
         }
         self.rest_until = None;
         self.write_backs.write_off_overdue();
-        let excess = |evictor: &Self| evictor.shared.frames.budget().excess();
-        self.reclaiming = excess(self) > 0 && (self.reclaiming || self.is_needed());
-        if !self.reclaiming {
-            return false;
-        }
-        let shared = self.shared.clone();
-        let Some(entered) = shared.gate.enter(self.worker) else {
-            return false;
+        let has_excess = self.shared.frames.budget().excess() > 0;
+        self.reclaiming = has_excess && (self.reclaiming || self.is_needed());
+        let limit = EvictionLimit {
+            chunks: CHUNKS_PER_TURN,
+            pages: usize::MAX,
         };
-        let mut begun = false;
-        for _ in 0..CHUNKS_PER_TURN {
-            if excess(self) == 0 || !self.write_backs.has_room(1) || shared.gate.is_closed() {
-                break;
-            }
-            let Some(candidates) = self.shared.victims.candidates() else {
-                break;
-            };
-            if candidates.region.is_stalled() {
-                continue;
-            }
-            if candidates.region.is_read_only() {
-                begun |= self.drop_candidates(&entered, &candidates);
-                continue;
-            }
-            if self.shared.scatter.is_better(&candidates) {
-                match self.copy_out(&entered, candidates) {
-                    Some(any) => begun |= any,
-                    None => break,
-                }
-            } else {
-                begun |= self.move_out(&entered, &candidates);
-            }
-        }
-        begun
+        let sink = WriteBackSink {
+            write_backs: &mut self.write_backs,
+            job: None,
+        };
+        self.reclaiming && evict(&self.shared, self.worker, limit, sink)
     }
 
     fn is_needed(&self) -> bool {
@@ -206,113 +187,24 @@ impl<A: AddressSpace> Evictor<A> {
         self.shared.doors.needs_evictor(self.index, budget)
     }
 
-    /// Takes victims among the candidates out, neighbours together. Returns whether there were any.
-    fn move_out(&mut self, entered: &Entered<'_>, candidates: &Candidates) -> bool {
-        let (shared, page_bytes) = (self.shared.clone(), candidates.region.page_bytes());
-        let mut walk = Walk::new(&shared.victims, candidates);
-        loop {
-            let excess = shared.frames.budget().excess_pages(page_bytes);
-            if excess == 0 || !self.write_backs.has_room(1) || shared.gate.is_closed() {
-                break;
-            }
-            let Some(run) = walk.next(excess) else {
-                break;
-            };
-            let mut page = run.start;
-            while page < run.end {
-                let pages = page.until(run.end);
-                let (region, found_by) = (&candidates.region, candidates.found_by);
-                let (pages, begun) = self.begin(entered, region, pages, None, found_by);
-                if matches!(begun, Begun::Yes) {
-                    walk.took(pages);
-                }
-                page += pages;
-            }
-        }
-        walk.end()
-    }
-
-    /// Drops victims among the candidates of a read-only region. Returns whether there were any.
-    fn drop_candidates(&mut self, entered: &Entered<'_>, candidates: &Candidates) -> bool {
-        let dropped = (self.shared.victims).drop_candidates(entered, candidates);
-        self.counters().evicted(dropped.pages, dropped.pages);
-        if let Some(page) = dropped.refused {
-            let (region, found_by) = (&candidates.region, candidates.found_by);
-            self.begin_moving(entered, region, page.alone(), None, found_by);
-        }
-        dropped.pages > 0
-    }
-
-    /// Takes victims among the candidates out by copying. `None`: another thread takes pages out.
-    fn copy_out(&mut self, entered: &Entered<'_>, candidates: Candidates) -> Option<bool> {
-        let shared = self.shared.clone();
-        let (region, found_by) = (candidates.region.clone(), candidates.found_by);
-        let writes = &mut self.write_backs;
-        let add = |region: &RegionGuard, run| writes.add(entered, region, run, None, found_by);
-        let outcome = shared.scatter.take_out(entered, candidates, add)?;
-        let mut any = outcome.any;
-        for page in outcome.refused {
-            let (_, begun) = self.begin(entered, &region, page.alone(), None, found_by);
-            any |= matches!(begun, Begun::Yes);
-        }
-        Some(any)
-    }
-
-    /// Takes out the leading ones of `pages`, which lie in one stripe. Returns how many are dealt
-    /// with, at least one, and how.
+    /// Takes out the leading ones of `pages` for a job. Returns as [`Eviction::take_out`] does.
     fn begin(
         &mut self,
         entered: &Entered<'_>,
-        region: &Arc<Region>,
+        job: &Arc<Job>,
         pages: PageRange,
-        job: Option<&Arc<Job>>,
-        found_by: FoundBy,
-    ) -> (usize, Begun) {
-        if !region.is_read_only() {
-            return self.begin_moving(entered, region, pages, job, found_by);
-        }
-        let victims = &self.shared.victims;
-        let dropped = victims.drop_runs(entered, region, slice::from_ref(&pages), found_by);
-        self.counters().evicted(dropped.pages, dropped.pages);
-        match dropped.refused {
-            None => (pages.len(), Begun::NotHere),
-            Some(page) => {
-                let (_, begun) = self.begin_moving(entered, region, page.alone(), job, found_by);
-                (page + 1 - pages.start, begun)
-            }
-        }
-    }
-
-    /// Owns and detaches the leading ones of `pages`. Returns as [`begin`](Self::begin) does.
-    fn begin_moving(
-        &mut self,
-        entered: &Entered<'_>,
-        region: &Arc<Region>,
-        pages: PageRange,
-        job: Option<&Arc<Job>>,
-        found_by: FoundBy,
-    ) -> (usize, Begun) {
-        // A pinned page is no victim, but can be written back.
-        let own = if job.is_some() {
-            protocol::borrow
-        } else {
-            protocol::leave
+    ) -> (usize, Result<(), NotTaken>) {
+        let mut eviction = Eviction {
+            shared: &*self.shared,
+            worker: self.worker,
+            entered,
+            sink: WriteBackSink {
+                write_backs: &mut self.write_backs,
+                job: Some(job),
+            },
         };
-        let first = pages.start;
-        match (self.shared.victims).take_out(entered, region, pages, own) {
-            DetachOutcome::Taken(region, run) => {
-                let pages = run.len();
-                (self.write_backs).add(entered, &region, run, job, found_by);
-                (pages, Begun::Yes)
-            }
-            DetachOutcome::NotHere => (1, Begun::NotHere),
-            DetachOutcome::NotNow => (1, Begun::NotNow(None)),
-            DetachOutcome::Refused(error) => {
-                self.counters().failed_evictions.bump();
-                let error = PageError::cannot_take_out(region.label(), first, error);
-                (1, Begun::NotNow(Some(error)))
-            }
-        }
+        // A pinned page is no victim, but can be written back.
+        eviction.take_out(&job.region, pages, protocol::borrow, FoundBy::ClockHand)
     }
 
     /// Goes on with the oldest job, and with pages of jobs that were owned by others before.
@@ -341,10 +233,10 @@ impl<A: AddressSpace> Evictor<A> {
                 let run = region.in_one_stripe(page.until(run), false);
                 let (dealt_with, begun) = match shared.gate.is_closed() {
                     // A whole chunk of large pages would hold up a freeze.
-                    true => (1, Begun::NotNow(None)),
-                    false => self.begin(&entered, region, run, Some(&job), FoundBy::ClockHand),
+                    true => (1, Err(NotTaken::NotNow(None))),
+                    false => self.begin(&entered, &job, run),
                 };
-                if matches!(begun, Begun::NotNow(_)) {
+                if matches!(begun, Err(NotTaken::NotNow(_))) {
                     job.open_one();
                     self.later.push(Later {
                         job: job.clone(),
@@ -362,8 +254,6 @@ impl<A: AddressSpace> Evictor<A> {
     fn try_again(&mut self, entered: &Entered<'_>) -> bool {
         let mut any = false;
         for later in std::mem::take(&mut self.later) {
-            let region = later.job.region.clone();
-            let page = later.page.alone();
             if later.job.ends_early() {
                 later.job.close_one(None);
                 any = true;
@@ -373,22 +263,20 @@ impl<A: AddressSpace> Evictor<A> {
                 self.later.push(later);
                 continue;
             }
-            let (_, begun) =
-                self.begin(entered, &region, page, Some(&later.job), FoundBy::ClockHand);
-            match begun {
-                Begun::Yes | Begun::NotHere => {
+            match self.begin(entered, &later.job, later.page.alone()).1 {
+                Ok(()) | Err(NotTaken::NotHere) => {
                     later.job.close_one(None);
                     any = true;
                 }
-                Begun::NotNow(error) if later.since.elapsed() > self.deadline => {
+                Err(NotTaken::NotNow(error)) if later.since.elapsed() > self.deadline => {
                     let busy = PageError::Busy {
-                        region: region.label(),
+                        region: later.job.region.label(),
                         page: later.page.number(),
                     };
                     later.job.close_one(Some(error.unwrap_or(busy)));
                     any = true;
                 }
-                Begun::NotNow(_) => self.later.push(later),
+                Err(NotTaken::NotNow(_)) => self.later.push(later),
             }
         }
         any

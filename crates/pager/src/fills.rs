@@ -29,7 +29,7 @@ use crate::{
     freeze::Entered,
     installer::UsageCount,
     pace::Pace,
-    protocol::{self, OnFault, PageState},
+    protocol::{self, OnAbsent, OnFault, PageState},
     region::{Region, RegionGuard},
     requests::Fill,
     run::{PageRun, keep_first, pages_in},
@@ -203,13 +203,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
             let Some(region) = region.enter() else {
                 return;
             };
-            let healed = region.words.try_apply(at, protocol::heal).is_some();
-            let on_fault = if healed {
-                OnFault::Fill
-            } else {
-                region.words.apply(at, protocol::fault)
-            };
-            match on_fault {
+            match region.words.apply(at, protocol::demand) {
                 OnFault::Fill => {
                     let with = ReadAhead::up(page.until(pages.end));
                     page = self.begin(region, at, with).end;
@@ -238,10 +232,8 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
             let Some(entered) = shared.gate.enter_for_fill(self.worker) else {
                 return self.put_off.push((region, page, touched));
             };
-            if region.words.try_apply(page, protocol::vanished).is_some() {
-                // Only now that the page is ours does a look at it count: an evictor may just have
-                // put it back.
-                match shared.mapper.detach(&region, page.alone()) {
+            match region.words.apply(page, protocol::absent) {
+                OnAbsent::LookAgain => match shared.mapper.detach(&region, page.alone()) {
                     Ok(run) => {
                         let mut fill = Fill::new(region, run.pages(), UsageCount::Refault);
                         fill.unsaved = Some(entered.depart());
@@ -255,15 +247,18 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
                     Err(_) => {
                         (shared.installer).publish(&region, page.alone(), UsageCount::Refault);
                     }
+                },
+                OnAbsent::Fill => {
+                    self.begin(region, page, ReadAhead::NONE);
+                    return;
                 }
-            } else if region.words.try_apply(page, protocol::heal).is_some() {
-                self.begin(region, page, ReadAhead::NONE);
-                return;
-            } else if region.words.try_apply(page, protocol::taken_up).is_some() {
-                // The program has dropped the poison. The page's bytes are as lost as before.
-                let lost = region.lost(page.alone()).pop();
-                let (_, error) = lost.expect("a lost page has its reason");
-                return self.completion.lose(&entered, &region, page, error);
+                OnAbsent::Lose => {
+                    // The program has dropped the poison. The page's bytes are as lost as before.
+                    let lost = region.lost(page.alone()).pop();
+                    let (_, error) = lost.expect("a lost page has its reason");
+                    return self.completion.lose(&entered, &region, page, error);
+                }
+                OnAbsent::Stale => {}
             }
         }
         self.counters().stale_faults.bump();

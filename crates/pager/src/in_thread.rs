@@ -6,7 +6,7 @@
 //! time.
 //!
 //! **The contract of the handler**, for all code that it runs (`inline_handler.rs`,
-//! `direct_reclaim.rs`, and what they call):
+//! `reclaim.rs`, and what they call):
 //!
 //! - It waits for no lock that the interrupted code can hold. The interrupted code touched a page.
 //!   No code of ours touches pages under a lock, and while it holds one no handler of the program

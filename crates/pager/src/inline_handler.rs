@@ -1,7 +1,10 @@
 //! Fills that a thread of the program runs for its own fault: [`InlineHandler`].
 //!
 //! The rule is that of a signal handler, see `in_thread.rs`. An inline handler brings in one run,
-//! and makes room while its READ is under way. Work that it cannot do there (logging why a page is
+//! and takes a few victims out while its READ is under way. No evictor has to be woken for them, and
+//! no other processor has to forget the addresses while the program runs there. (Where other threads
+//! of the program do run, copies leave in batches: `scatter.rs`.) Unchanged pages are gone, changed
+//! ones are handed over (`hand_over.rs`), and nothing is waited for. Work that it cannot do there (logging why a page is
 //! lost, opening a channel, reading ahead) is left to the page's filler.
 
 use std::{sync::Arc, time::Duration};
@@ -15,13 +18,15 @@ use smallvec::SmallVec;
 use crate::{
     PageError,
     ahead::ReadAhead,
-    direct_reclaim::DirectReclaim,
+    clock::FoundBy,
     doors::{Ask, Command},
     fills::{Arrivals, FillCompletion, Fills},
     freeze::Entered,
+    hand_over::PAGES_PER_CALL,
     pace::Pace,
+    reclaim::{EvictionLimit, Sink, evict},
     region::{Region, RegionGuard},
-    requests::Fill,
+    requests::{Fill, Leaving},
     run::PageRun,
     shared::SharedParts,
     waker::sleep_on,
@@ -30,12 +35,17 @@ use crate::{
 /// Time after which an inline handler looks again for a frame.
 const NAP: Duration = Duration::from_micros(50);
 
+/// Bounds of the reclaim for one fault.
+const RECLAIM_LIMIT: EvictionLimit = EvictionLimit {
+    chunks: 4,
+    pages: PAGES_PER_CALL,
+};
+
 /// Worker that serves one fault at a time in the thread that raised it.
 pub(crate) struct InlineHandler<A: AddressSpace> {
     shared: Arc<SharedParts<A>>,
     worker: usize,
     pub(crate) fills: Fills<A, InlineCompletion<A>>,
-    direct_reclaim: DirectReclaim<A>,
 }
 
 impl<A: AddressSpace> InlineHandler<A> {
@@ -52,7 +62,6 @@ impl<A: AddressSpace> InlineHandler<A> {
         };
         InlineHandler {
             fills: Fills::new(shared.clone(), worker, io, pace, deadline, completion),
-            direct_reclaim: DirectReclaim::new(shared.clone(), worker),
             shared,
             worker,
         }
@@ -65,7 +74,7 @@ impl<A: AddressSpace> InlineHandler<A> {
             return;
         };
         while !self.fills.is_idle() {
-            if !self.work() && !self.direct_reclaim.reclaim() {
+            if !self.work() && !self.reclaim() {
                 self.nap();
             }
         }
@@ -85,7 +94,7 @@ impl<A: AddressSpace> InlineHandler<A> {
         let plan = self.fills.on_fault(guard, page, address);
         // A page that was read ahead is here by now, and evictors have more time than the thread.
         if !self.fills.is_idle() {
-            self.direct_reclaim.reclaim();
+            self.reclaim();
         }
         Some(plan)
     }
@@ -112,11 +121,24 @@ impl<A: AddressSpace> InlineHandler<A> {
         busy
     }
 
+    /// Takes a few pages out if memory is tight. Returns whether it did.
+    fn reclaim(&self) -> bool {
+        let (shared, worker) = (&*self.shared, self.worker);
+        shared.frames.budget().is_tight()
+            && !shared.hand_over.rests()
+            && evict(
+                shared,
+                worker,
+                RECLAIM_LIMIT,
+                HandOverSink { shared, worker },
+            )
+    }
+
     /// Takes a step between the beginning and the end of a service, for callers that do nothing
     /// else. Returns whether it is done.
     #[cfg(test)]
     pub(crate) fn serve_a_step(&mut self) -> bool {
-        let _ = self.work() || self.direct_reclaim.reclaim();
+        let _ = self.work() || self.reclaim();
         self.fills.is_idle()
     }
 
@@ -134,6 +156,38 @@ impl<A: AddressSpace> InlineHandler<A> {
         let mut fds = SmallVec::<[PollFd<'_>; 8]>::new();
         let until = self.fills.wait(&mut fds, NAP);
         sleep_on(&mut fds, until);
+    }
+}
+
+/// Hand-over to evictors as the way of runs that were taken out.
+struct HandOverSink<'a, A: AddressSpace> {
+    shared: &'a SharedParts<A>,
+    worker: usize,
+}
+
+impl<A: AddressSpace> Sink<A> for HandOverSink<'_, A> {
+    fn has_room(&self) -> bool {
+        self.shared.hand_over.has_room()
+    }
+
+    fn put(
+        &mut self,
+        entered: &Entered<'_>,
+        region: &RegionGuard,
+        run: PageRun<A::Frame>,
+        found_by: FoundBy,
+    ) {
+        let shared = self.shared;
+        let stamp = shared.victims.stamp(found_by);
+        let is_safe = |page, bytes: &[u8]| region.store.is_unchanged(page, bytes);
+        let left = (shared.victims).leave(region, run, stamp, is_safe, |run| {
+            let (region, departure) = (region.again(), entered.depart());
+            let leaving = Leaving::new(region, run.pages(), None, found_by, departure);
+            let budget = shared.frames.budget();
+            (shared.hand_over).hand_over(leaving, run.into_frame(), budget);
+        });
+        shared.counters[self.worker].evicted(left, left);
+        region.store.count_clean(left);
     }
 }
 

@@ -12,12 +12,10 @@ use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
 
 use crate::{
     PageError,
-    clock::FillClock,
-    clock::{RefaultDistances, RunRefaults},
+    clock::{FillClock, Proof, RefaultBytes, RefaultDistances, RunRefaults},
     crash_message::{self, CrashMessage},
     frames::FrameAllocator,
     mapper::Mapper,
-    proof::{Proof, RefaultBytes},
     protocol::{self, OnFailed, PageState, PageWord, USAGE_MAX},
     region::Region,
     run::{PageRun, pages_in},
@@ -80,6 +78,18 @@ impl<A: AddressSpace> Installer<A> {
                 None => return,
             }
         }
+    }
+
+    /// Maps a run of owned pages and publishes them. A page that is refused is poisoned if the store
+    /// has its bytes, and lost otherwise.
+    pub(crate) fn put_back(&self, region: &Region, run: PageRun<A::Frame>, usage: UsageCount) {
+        self.install(region, run, usage, |page, is_stored, error| {
+            if is_stored {
+                self.fail(region, page, error);
+            } else {
+                self.lose(region, page, &error);
+            }
+        });
     }
 
     /// Maps a copy of a run of a read-only region: it leaves by being dropped, without a frame.

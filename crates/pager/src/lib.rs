@@ -10,11 +10,11 @@
 //!
 //! | rooms | hold |
 //! |---|---|
-//! | `region`, `run`, `clock`, `candidates` | pages of a region, runs, their age |
+//! | `region`, `run`, `clock` | pages of a region, runs, their age |
 //! | `mapper`, `budget`, `frames` | the address space by pages; memory and its cap |
 //! | `waker`, `doors`, `job` | how workers sleep, are woken and asked |
 //! | `installer` | maps pages and publishes them |
-//! | `clock_hand`, `drop_behind`, `proof`, `victims` | choosing victims and detaching them |
+//! | `victims`, `reclaim` | choosing victims, and taking them out |
 //! | `scatter` | pages in and out as copies, where that is cheaper |
 //! | `requests`, `shared` | requests to I/O queues; the parts that all workers share |
 //! | `fills`, `pace` | bringing in |
@@ -22,7 +22,7 @@
 //! | `hand_over`, `write_backs` | runs taken out, until they are safe |
 //! | `freeze`, `frozen` | reclaim that rests while the program forks |
 //! | `filler`, `evictor` | the workers |
-//! | `inline_handler`, `direct_reclaim` | threads of the program that serve their own faults |
+//! | `inline_handler` | threads of the program that serve their own faults |
 //! | `seats`, `executor`, `in_thread` | their threads |
 //! | `pager`, `map`, `mapped` | the program's view |
 //! | `discard`, `relocate` | pages that the program gives up, or wants elsewhere |
@@ -31,15 +31,11 @@
 mod ahead;
 mod beginning;
 mod budget;
-mod candidates;
 mod cede;
 mod clock;
-mod clock_hand;
 mod crash_message;
-mod direct_reclaim;
 mod discard;
 mod doors;
-mod drop_behind;
 mod error;
 mod evictor;
 mod executor;
@@ -62,8 +58,8 @@ mod ordinary;
 mod owner_wait;
 mod pace;
 mod pager;
-mod proof;
 pub mod protocol;
+mod reclaim;
 mod region;
 mod relocate;
 mod requests;

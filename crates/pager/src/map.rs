@@ -53,14 +53,7 @@ impl<A: AddressSpace> Pager<A> {
         }
         self.shared().frames.expect(page_bytes);
         let id = self.next_region();
-        let geometry = Geometry {
-            address: options.address,
-            read_only: options.read_only,
-            // A copying evictor may have to wait for a page that another one makes room for.
-            no_direct_io: options.no_direct_io && self.shared().doors.evictors() > 1,
-            ordinary: options.ordinary,
-            ..self.geometry(id, bytes, page_bytes)
-        };
+        let geometry = self.geometry(id, bytes, page_bytes, &options);
         let mapping = self
             .shared()
             .mapper
@@ -85,7 +78,13 @@ impl<A: AddressSpace> Pager<A> {
         Ok(MappedRegion::new(self.clone(), region))
     }
 
-    fn geometry(&self, id: RegionId, bytes: u64, page_bytes: usize) -> Geometry {
+    fn geometry(
+        &self,
+        id: RegionId,
+        bytes: u64,
+        page_bytes: usize,
+        options: &RegionOptions,
+    ) -> Geometry {
         let shards = self.shared().shards();
         let bytes = (bytes as usize).next_multiple_of(page_bytes);
         let stripe_bytes = bytes
@@ -97,10 +96,11 @@ impl<A: AddressSpace> Pager<A> {
             page_bytes,
             stripe_bytes,
             first_shard: id.0 as usize % shards,
-            address: None,
-            read_only: false,
-            no_direct_io: false,
-            ordinary: false,
+            address: options.address,
+            read_only: options.read_only,
+            // A copying evictor may have to wait for a page that another one makes room for.
+            no_direct_io: options.no_direct_io == Some(true) && self.shared().doors.evictors() > 1,
+            ordinary: options.ordinary,
         }
     }
 }

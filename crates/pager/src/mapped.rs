@@ -515,36 +515,29 @@ impl<A: AddressSpace> MappedRegion<A> {
     fn give_up(&self, pages: PageRange) {
         let (frames, region) = (&self.shared().frames, &self.region);
         let page_bytes = region.page_bytes();
-        let own = |page: &PageIndex| region.words.try_apply(*page, protocol::borrow).is_some();
         let mut page = pages.start;
         while page < pages.end {
             let stretch = region.in_one_stripe(page.until(pages.end), false);
-            let mut owned = page.and_on(stretch.iter().take_while(own).count());
+            let mut owned = region.own(stretch, protocol::borrow);
             page = owned.end.max(page + 1);
             if region.is_read_only() {
                 region.count_out(owned);
                 continue;
             }
             while !owned.is_empty() {
-                let left = match self.shared().mapper.detach(region, owned) {
+                match self.shared().mapper.detach(region, owned) {
                     Ok(run) => {
-                        let pages = run.len();
+                        owned.start += run.len();
                         frames.release(run.into_frame(), page_bytes);
-                        pages
+                        continue;
                     }
                     // Taken by the program before.
-                    Err(DetachError::Absent) => {
-                        frames.budget().lose(page_bytes);
-                        1
-                    }
+                    Err(DetachError::Absent) => {}
                     // Lost together with the mapping.
-                    Err(_) => {
-                        region.count_out(owned.start.alone());
-                        frames.budget().lose(page_bytes);
-                        1
-                    }
-                };
-                owned.start += left;
+                    Err(_) => region.count_out(owned.start.alone()),
+                }
+                frames.budget().lose(page_bytes);
+                owned.start += 1;
             }
         }
     }

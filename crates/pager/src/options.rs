@@ -101,8 +101,8 @@ pub struct RegionOptions {
     /// True if the program promises that no device writes into the region's pages: no `O_DIRECT`
     /// read, no RDMA and no registered buffer of `io_uring` has its bytes there. Pages of 4 KiB
     /// then leave as copies, many by one call. A device's write into a page that leaves at that
-    /// moment is lost. Default: false.
-    pub no_direct_io: bool,
+    /// moment is lost. Default: `None`, no promise.
+    pub no_direct_io: Option<bool>,
     /// True if the region is ordinary memory of the program's, which no budget counts, until
     /// [`MappedRegion::begin_paging`](crate::MappedRegion::begin_paging). Default: false.
     pub ordinary: bool,

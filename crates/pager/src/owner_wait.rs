@@ -1,4 +1,4 @@
-//! Waiting for pages that have another owner: [`OwnerWait`].
+//! Acting on pages of which some have another owner: [`MappedRegion::act_on`].
 //!
 //! The rule: the caller holds nothing while it waits, so that signals are let in.
 
@@ -8,12 +8,25 @@ use std::{
 };
 
 use farpage_signals::SignalGuard;
+use farpage_store::{PageIndex, PageRange};
+use farpage_vm::AddressSpace;
 
-use crate::mapped::LOOK;
+use crate::{MappedRegion, PageError, mapped::LOOK};
 
 /// Time between two requests for an owned page: see
 /// [`MappedRegion::ask_for`](crate::MappedRegion::ask_for).
 const ASK: Duration = Duration::from_millis(5);
+
+/// Outcome of one attempt to act on pages.
+pub(crate) enum Attempt {
+    /// Number of leading pages that are dealt with.
+    Done(usize),
+    /// The first page has another owner, the kernel or a device holds it (and how), or the program
+    /// forks.
+    NotNow(Option<PageError>),
+    /// The first page has to come in before.
+    Absent,
+}
 
 /// Wait for the owner of a page, from the first refusal on.
 #[derive(Default)]
@@ -23,11 +36,6 @@ pub(crate) struct OwnerWait {
 }
 
 impl OwnerWait {
-    /// True if the wait takes longer than `deadline`.
-    pub(crate) fn is_over(&self, deadline: Duration) -> bool {
-        (self.began).is_some_and(|(since, _)| since.elapsed() > deadline)
-    }
-
     /// Waits a moment. Calls `ask` at the first refusal, and now and then.
     pub(crate) fn wait(&mut self, entered: &SignalGuard, ask: impl FnOnce()) {
         let now = Instant::now();
@@ -37,5 +45,43 @@ impl OwnerWait {
             ask();
         }
         entered.wait(|| thread::sleep(LOOK));
+    }
+}
+
+impl<A: AddressSpace> MappedRegion<A> {
+    /// Calls `act` for the rest of `pages` until all are dealt with. Waits for the thaw while the
+    /// program forks, and for a page's other owner, whom `ask` asks to let go of it.
+    ///
+    /// # Errors
+    /// The first page that is not dealt with, and why: `act` fails, or refuses until the deadline.
+    pub(crate) fn act_on(
+        &self,
+        mut pages: PageRange,
+        entered: &SignalGuard,
+        mut act: impl FnMut(PageRange) -> Result<Attempt, PageError>,
+        ask: impl Fn(PageIndex),
+    ) -> Result<(), (PageIndex, PageError)> {
+        let mut waiting = OwnerWait::default();
+        while !pages.is_empty() {
+            self.wait_for_thaw(entered);
+            let page = pages.start;
+            let deadline = self.pager().deadline();
+            let is_over = (waiting.began).is_some_and(|(since, _)| since.elapsed() > deadline);
+            match act(pages).map_err(|error| (page, error))? {
+                Attempt::Done(count) => {
+                    pages.start += count;
+                    waiting = OwnerWait::default();
+                }
+                Attempt::NotNow(error) if is_over => {
+                    return Err((page, error.unwrap_or_else(|| self.busy(page))));
+                }
+                Attempt::NotNow(_) => waiting.wait(entered, || ask(page)),
+                Attempt::Absent => {
+                    let came = self.prefetch_now(self.bytes_of(page.alone()));
+                    came.map_err(|error| (page, error))?;
+                }
+            }
+        }
+        Ok(())
     }
 }

@@ -10,7 +10,7 @@
 //!               fault / prefetch                 installed
 //!   Remote ───────────────────────▶ Filling ────────────────▶ Resident
 //!    ▲  ▲ ▲                          │  │  ▲                   │    ▲
-//!    │  │ └─ fill_failed, no note ───┘  │  │ heal, vanished    │    │ installed (it comes back),
+//!    │  │ └─ fill_failed, no note ───┘  │  │ heal, absent      │    │ installed (it comes back),
 //!    │  │         fill_failed, WANTED   ▼  │             leave │    │ stayed (it never went)
 //!    │  │                            Poisoned                 ▼    │
 //!    │  └──────────────────────────────────────────────────  Leaving
@@ -102,6 +102,21 @@ pub enum OnFault {
     Noted,
     /// The fault is stale, or the program took the page away itself: check which, then wake the
     /// thread.
+    Stale,
+}
+
+/// Duty of the thread that finds a page absent: see [`absent`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnAbsent {
+    /// The caller owns the page as `Filling`. An evictor may just have put it back: only as its
+    /// owner does a look count. A page that is still absent is filled with what was written back
+    /// last.
+    LookAgain,
+    /// The caller owns the page and must fill it.
+    Fill,
+    /// The caller owns the page as `Leaving` and must publish it as lost again.
+    Lose,
+    /// Another owner was faster: wake the threads, which may have been served, or fault again.
     Stale,
 }
 
@@ -340,10 +355,21 @@ pub fn removed(w: PageWord, now: u32) -> (PageWord, bool) {
     )
 }
 
-/// Owns a page that is called resident but is not mapped: the program took it away itself
-/// (`madvise`). The caller fills it with what was written back last. `None`: it is not resident.
-pub fn vanished(w: PageWord) -> Option<PageWord> {
-    (w.state() == PageState::Resident).then(|| w.with_state(PageState::Filling).with_note())
+/// Applies the sight that a page is absent which is called resident, poisoned or lost: the program
+/// took it or its poison away itself (`madvise`). Owns it, unless another thread was faster.
+pub fn absent(w: PageWord) -> (PageWord, OnAbsent) {
+    let filling = w.with_state(PageState::Filling).with_note();
+    match w.state() {
+        PageState::Resident => (filling, OnAbsent::LookAgain),
+        PageState::Poisoned => (filling, OnAbsent::Fill),
+        PageState::Lost => (w.with_state(PageState::Leaving), OnAbsent::Lose),
+        PageState::Remote | PageState::Filling | PageState::Leaving => (w, OnAbsent::Stale),
+    }
+}
+
+/// Applies a thread's wish for a page that it has not touched: as [`fault`], but heals it, too.
+pub fn demand(w: PageWord) -> (PageWord, OnFault) {
+    heal(w).map_or_else(|| fault(w), |mine| (mine, OnFault::Fill))
 }
 
 /// Lowers the usage count of a resident page by one, as the clock hand passes, and makes the page
@@ -477,7 +503,8 @@ mod tests {
         let w = lost(fault(leaving).0);
         assert_eq!((w.state(), w.wanted()), (PageState::Lost, false));
         assert_eq!(fault(w), (w, OnFault::Stale));
-        let refusals = [heal, prefetch, borrow, leave, note, vanished];
+        assert_eq!(absent(w).1, OnAbsent::Lose);
+        let refusals = [heal, prefetch, borrow, leave, note];
         assert!(refusals.iter().all(|refused| refused(w).is_none()));
         let taken_up = taken_up(w).unwrap();
         assert_eq!(taken_up.state(), PageState::Leaving);

@@ -21,7 +21,7 @@ use farpage_vm::{Geometry, RegionMapping, Shard};
 use crate::{
     Advice, PageError,
     beginning::Beginning,
-    protocol::{self, OnLeft, PageWords},
+    protocol::{self, OnLeft, PageWord, PageWords},
 };
 
 /// Pages per chunk, the unit in which the clock hand passes over a region: eight cache lines of
@@ -174,6 +174,16 @@ impl Region {
     /// True if a thread waits for one of `pages`, which are owned.
     pub(crate) fn is_wanted(&self, pages: PageRange) -> bool {
         pages.iter().any(|page| self.words.load(page).wanted())
+    }
+
+    /// Owns the leading ones of `pages` by `own`, up to the first that refuses. Returns them.
+    pub(crate) fn own(
+        &self,
+        pages: PageRange,
+        own: impl Fn(PageWord) -> Option<PageWord> + Copy,
+    ) -> PageRange {
+        let mine = |page: &PageIndex| self.words.try_apply(*page, own).is_some();
+        pages.start.and_on(pages.iter().take_while(mine).count())
     }
 
     /// Publishes an owned page whose bytes are safe as remote, unless it is wanted or pinned.

@@ -22,22 +22,12 @@ use crate::{
     MappedRegion, PageError,
     doors::Command,
     installer::UsageCount,
-    owner_wait::OwnerWait,
+    owner_wait::Attempt,
     protocol::{self, OnFailed, PageState},
     region::RegionGuard,
     run::PageRun,
-    victims::DetachOutcome,
+    victims::NotTaken,
 };
-
-/// Outcome of one attempt to relocate pages.
-pub(crate) enum Relocated {
-    /// Number of leading pages that have moved.
-    Done(usize),
-    /// One of the two pages has another owner, or the program forks.
-    NotNow,
-    /// The kernel or a device holds the old page, or the new one is pinned: the old one stays.
-    Held,
-}
 
 impl<A: AddressSpace> MappedRegion<A> {
     /// Moves the contents of the pages of `from` to as many pages from the byte `to` on. Both
@@ -78,91 +68,86 @@ impl<A: AddressSpace> MappedRegion<A> {
         );
         let (old, new) = (self.pages(from.clone()), self.pages(to..to + from.len()));
         assert!(old.within(new).is_empty(), "{old:?} and {new:?} overlap");
-        let distance = |page: PageIndex| page - old.start;
-        let mut page = old.start;
-        let mut waiting = OwnerWait::default();
-        while page < old.end {
-            self.wait_for_thaw(&entered);
-            let at = new.start + distance(page);
-            match self.try_relocate(page.until(old.end), at) {
-                Ok(Relocated::Done(count)) => {
-                    page += count;
-                    waiting = OwnerWait::default();
-                }
-                Ok(Relocated::NotNow) if !waiting.is_over(self.pager().deadline()) => {
-                    waiting.wait(&entered, || {
-                        [page, at].into_iter().for_each(|page| self.ask_for(page))
-                    });
-                }
-                Ok(Relocated::NotNow | Relocated::Held) | Err(_) => {
-                    stays(page.offset(page_bytes), at.offset(page_bytes));
-                    page += 1;
-                    waiting = OwnerWait::default();
-                }
-            }
+        let place = |page: PageIndex| new.start + (page - old.start);
+        let act = |rest: PageRange| self.try_relocate(rest, place(rest.start));
+        let ask = |page| {
+            [page, place(page)]
+                .iter()
+                .for_each(|page| self.ask_for(*page))
+        };
+        let mut rest = old;
+        while let Err((page, _)) = self.act_on(rest, &entered, act, ask) {
+            stays(page.offset(page_bytes), place(page).offset(page_bytes));
+            rest.start = page + 1;
         }
         Ok(())
     }
 
     /// Moves the leading ones of the `old` pages to `new` and on.
+    ///
+    /// # Errors
+    /// The kernel or a device holds the old page, or the new one is pinned: the old one stays.
     pub(crate) fn try_relocate(
         &self,
         old: PageRange,
         new: PageIndex,
-    ) -> Result<Relocated, PageError> {
+    ) -> Result<Attempt, PageError> {
         let region = self.region();
         let word = region.words.load(new);
         // A pinned page comes back whenever it is taken away.
         if word.pinned() {
-            return Ok(Relocated::Held);
+            return Err(self.busy(new));
         }
         // A fault that was read late, or read-ahead, may have brought the new page in.
         if word.state() != PageState::Remote {
             self.try_discard(new.alone())?;
-            return Ok(Relocated::NotNow);
+            return Ok(Attempt::NotNow(None));
         }
         let Some(region) = region.enter() else {
-            return Ok(Relocated::Done(old.len()));
+            return Ok(Attempt::Done(old.len()));
         };
         match region.words.load(old.start).state() {
-            PageState::Resident => Ok(self.relocate_mapped(&region, old, new)),
+            PageState::Resident => self.relocate_mapped(&region, old, new),
             PageState::Remote => Ok(self.relocate_remote(&region, old.start, new)),
-            PageState::Filling | PageState::Leaving => Ok(Relocated::NotNow),
+            PageState::Filling | PageState::Leaving => Ok(Attempt::NotNow(None)),
             PageState::Poisoned | PageState::Lost => self.relocate_broken(&region, old.start, new),
         }
     }
 
     /// Owns the leading ones of new pages, as far as they are remote.
     fn own(&self, pages: PageRange) -> PageRange {
-        let words = &self.region().words;
-        let own = |page: &PageIndex| words.try_apply(*page, protocol::prefetch).is_some();
-        let pages = pages.start.and_on(pages.iter().take_while(own).count());
+        let pages = self.region().own(pages, protocol::prefetch);
         // Clears bytes that a late fault has left there, or that the store has of the pages.
         self.region().store.clear(pages);
         self.region().touch(pages);
         pages
     }
 
-    fn relocate_mapped(&self, region: &RegionGuard, old: PageRange, new: PageIndex) -> Relocated {
+    fn relocate_mapped(
+        &self,
+        region: &RegionGuard,
+        old: PageRange,
+        new: PageIndex,
+    ) -> Result<Attempt, PageError> {
         let shared = self.shared();
         let Some(inside) = shared.gate.enter_for_program() else {
-            return Relocated::NotNow;
+            return Ok(Attempt::NotNow(None));
         };
         let run = old.start.and_on(region.run_pages).within(old);
         let run = region.in_one_stripe(run, false);
         let owned = self.own(region.in_one_stripe(new.and_on(run.len()), false));
         if owned.is_empty() {
-            return Relocated::NotNow;
+            return Ok(Attempt::NotNow(None));
         }
         let wanted = old.start.and_on(owned.len());
         let taken = match (shared.victims).take_out(&inside, region, wanted, protocol::borrow) {
-            DetachOutcome::Taken(_, run) => run,
-            refused => {
+            Ok((_, run)) => run,
+            Err(refused) => {
                 (owned.iter()).for_each(|page| self.publish_remote(region, page));
                 return match refused {
-                    DetachOutcome::Refused(_) => Relocated::Held,
+                    NotTaken::NotNow(Some(error)) => Err(error),
                     // If the program gave the page back, what was stored is the page now.
-                    _ => Relocated::NotNow,
+                    NotTaken::NotNow(None) | NotTaken::NotHere => Ok(Attempt::NotNow(None)),
                 };
             }
         };
@@ -174,33 +159,26 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
         // The old pages are zeros now.
         (shared.victims).remove(region, taken.pages(), shared.installer.clock.now());
-        let refused = |page, is_stored, error| {
-            if is_stored {
-                shared.installer.fail(region, page, error);
-            } else {
-                shared.installer.lose(region, page, &error);
-            }
-        };
         let run = PageRun::new(owned.start, taken.into_frame(), region.page_bytes());
-        (shared.installer).install(region, run, UsageCount::Unwanted, refused);
-        Relocated::Done(count)
+        (shared.installer).put_back(region, run, UsageCount::Unwanted);
+        Ok(Attempt::Done(count))
     }
 
-    fn relocate_remote(&self, region: &RegionGuard, old: PageIndex, new: PageIndex) -> Relocated {
+    fn relocate_remote(&self, region: &RegionGuard, old: PageIndex, new: PageIndex) -> Attempt {
         let Some(_inside) = self.shared().gate.enter_for_program() else {
-            return Relocated::NotNow;
+            return Attempt::NotNow(None);
         };
         if self.own(new.alone()).is_empty() {
-            return Relocated::NotNow;
+            return Attempt::NotNow(None);
         }
         if region.words.try_apply(old, protocol::prefetch).is_none() {
             self.publish_remote(region, new);
-            return Relocated::NotNow;
+            return Attempt::NotNow(None);
         }
         region.store.relocate(old, new);
         self.publish_remote(region, new);
         self.publish_remote(region, old);
-        Relocated::Done(1)
+        Attempt::Done(1)
     }
 
     /// Moves a page that raises SIGBUS. A poisoned page is tried again when its new place is
@@ -210,24 +188,24 @@ impl<A: AddressSpace> MappedRegion<A> {
         region: &RegionGuard,
         old: PageIndex,
         new: PageIndex,
-    ) -> Result<Relocated, PageError> {
+    ) -> Result<Attempt, PageError> {
         let shared = self.shared();
         // The old address raises SIGBUS: only a page ends that.
         let frame = self.frame_for(old)?;
         // Behind the wait for the frame.
         let Some(_inside) = shared.gate.enter_for_program() else {
             shared.frames.release(frame, region.page_bytes());
-            return Ok(Relocated::NotNow);
+            return Ok(Attempt::NotNow(None));
         };
         if self.own(new.alone()).is_empty() {
             shared.frames.release(frame, region.page_bytes());
-            return Ok(Relocated::NotNow);
+            return Ok(Attempt::NotNow(None));
         }
         let take = |w| protocol::heal(w).or(protocol::taken_up(w));
         if region.words.try_apply(old, take).is_none() {
             shared.frames.release(frame, region.page_bytes());
             self.publish_remote(region, new);
-            return Ok(Relocated::NotNow);
+            return Ok(Attempt::NotNow(None));
         }
         // Looked for while the page is ours: it may have been lost a moment ago.
         match region.lost(old.alone()).pop() {
@@ -242,7 +220,7 @@ impl<A: AddressSpace> MappedRegion<A> {
             }
         }
         self.map_zeros(PageRun::new(old, frame, region.page_bytes()));
-        Ok(Relocated::Done(1))
+        Ok(Attempt::Done(1))
     }
 
     /// Publishes a page that is owned as `Filling` as remote. If a thread waits for it, its filler

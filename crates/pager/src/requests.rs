@@ -8,7 +8,7 @@ use std::{sync::Arc, time::Instant};
 use farpage_store::PageRange;
 
 use crate::{
-    candidates::FoundBy, freeze::Departure, installer::UsageCount, job::Job, region::RegionGuard,
+    clock::FoundBy, freeze::Departure, installer::UsageCount, job::Job, region::RegionGuard,
 };
 
 /// Run of pages that its worker owns as `Filling`.

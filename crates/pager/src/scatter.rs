@@ -24,7 +24,7 @@ use smallvec::SmallVec;
 use crate::{
     PageError,
     budget::BudgetReservation,
-    candidates::{Candidates, FoundBy},
+    clock::FoundBy,
     frames::FrameAllocator,
     freeze::Entered,
     installer::{Installer, UsageCount},
@@ -32,7 +32,7 @@ use crate::{
     protocol,
     region::{CHUNK_PAGES, Region, RegionGuard, chunk_of},
     run::PageRun,
-    victims::{Victims, Walk},
+    victims::{Candidates, Victims, Walk},
 };
 
 /// Pages that leave together lie within this span, because write-protecting walks every page of it.

@@ -14,7 +14,7 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     budget::Budget,
-    clock::{FillClock, RefaultDistances},
+    clock::{FillClock, Proof, RefaultDistances},
     crash_message::CrashMessage,
     doors::Doors,
     frames::FrameAllocator,
@@ -24,7 +24,6 @@ use crate::{
     job::Jobs,
     mapper::Mapper,
     markers::Markers,
-    proof::Proof,
     region::RegionTable,
     scatter::Scatter,
     stats::Counters,

@@ -11,7 +11,7 @@ use std::{sync::Arc, time::Duration};
 
 use crate::{
     PageError,
-    candidates::FoundBy,
+    clock::FoundBy,
     freeze::Entered,
     installer::UsageCount,
     job::Job,

@@ -2,19 +2,22 @@
 //! exhaustively.
 //!
 //! The rule: the page protocol loses no write, shows no old byte, maps no page twice, and lets no
-//! thread sleep for ever. Each mistake that could be made in its use is made here once, by a twin
-//! that must be caught. `--nocapture` prints how many worlds were visited, and for each twin the
-//! shortest way to its harm.
+//! thread sleep for ever. Each mistake that could be made in it or in its use is made here once, by
+//! a twin that must be caught. `--nocapture` prints how many worlds were visited, and for each twin
+//! the shortest way to its harm.
 
 #[path = "protocol_model/explore.rs"]
 mod explore;
 #[path = "protocol_model/paging.rs"]
 mod paging;
 
-use explore::{Summary, explore};
+use farpage_pager::protocol::{self, OnAbsent, OnFailed, OnFault, OnLeft, PageState, PageWord};
+
+use explore::explore;
 use paging::{
-    Access::{Await, Pin, Read, Unpin, Write},
-    Harm, Paging, Twin,
+    Access::{self, Await, Pin, Read, Unpin, Write},
+    COPIES, FAILS_FILLS, FAILS_REMAPS, FAILS_WRITES, FLUSHES, FORKS, GIVES_UP, HOLDS, Harm,
+    MADVISES, PREFETCHES, PRODUCTION, Paging, Protocol, Twin,
 };
 
 /// Program whose two threads write the page and read it again.
@@ -22,16 +25,8 @@ const PLAIN: Paging = Paging {
     program: [&[Write(0), Read(0)], &[Write(0), Read(0)]],
     pages: 1,
     frames: None,
-    prefetches: false,
-    flushes: false,
-    gives_up: false,
-    madvises: false,
-    copies: false,
-    holds: false,
-    fills_fail: false,
-    writes_fail: false,
-    remaps_fail: false,
-    forks: false,
+    can: 0,
+    protocol: PRODUCTION,
     twin: Twin::Good,
 };
 
@@ -43,43 +38,49 @@ const CROWDED: Paging = Paging {
     ..PLAIN
 };
 
-/// Program of which one thread pins the page, and relies on it.
+/// Accesses of a thread that pins the page, and relies on it.
+const PINS: &[Access] = &[Pin(0), Await(0), Write(0), Read(0), Unpin(0)];
+
+/// Program of which one thread pins the page.
 const PINNED: Paging = Paging {
-    program: [
-        &[Pin(0), Await(0), Write(0), Read(0), Unpin(0)],
-        &[Write(0), Read(0)],
-    ],
+    program: [PINS, &[Write(0), Read(0)]],
     ..PLAIN
 };
 
-/// Program of which both threads pin the page, and rely on it.
+/// Program of which both threads pin the page.
 const PINNED_TWICE: Paging = Paging {
-    program: [
-        &[Pin(0), Await(0), Write(0), Read(0), Unpin(0)],
-        &[Pin(0), Await(0), Write(0), Unpin(0)],
-    ],
+    program: [PINS, &[Pin(0), Await(0), Write(0), Unpin(0)]],
     ..PLAIN
 };
 
-/// Program on one page, with everything that can happen to it.
-const EVERYTHING: Paging = Paging {
-    prefetches: true,
-    flushes: true,
-    madvises: true,
-    holds: true,
-    fills_fail: true,
-    writes_fail: true,
-    ..PLAIN
+/// Program on a page that can neither be written nor mapped again: it is lost, and stays so until
+/// the program overwrites it.
+const LOSES: Paging = PLAIN.with(PREFETCHES | FAILS_WRITES | FAILS_REMAPS);
+
+/// Program whose evictor copies pages where they lie, and sleeps on the fault of one that the
+/// program drops.
+const COPIED: Paging = PLAIN.with(MADVISES | COPIES);
+
+/// Program of which a third thread forks, at any moment. Its accesses are few, since its worlds are
+/// many.
+const FORKED: Paging = Paging {
+    program: [&[Write(0), Read(0)], &[Write(0)]],
+    ..PLAIN.with(FORKS)
 };
 
-fn assert_harmless(what: &str, paging: Paging) -> Summary {
+/// Explores a good model. Returns whether it always comes to rest.
+fn is_harmless(what: &str, paging: Paging) -> bool {
     match explore(&paging) {
         Ok(summary) => {
             println!("{what}: {summary}");
-            summary
+            summary.always_comes_to_rest
         }
         Err(counterexample) => panic!("{what}: {counterexample}"),
     }
+}
+
+fn assert_good(what: &str, paging: Paging) {
+    assert!(is_harmless(what, paging), "{what} may never come to rest");
 }
 
 fn assert_caught(paging: Paging, expected: Harm) {
@@ -97,392 +98,291 @@ fn assert_caught(paging: Paging, expected: Harm) {
 
 #[test]
 fn two_threads_two_fillers_and_an_evictor() {
-    assert!(assert_harmless("plain", PLAIN).always_comes_to_rest);
+    assert_good("plain", PLAIN);
 }
 
 #[test]
 fn prefetch() {
-    let paging = Paging {
-        prefetches: true,
-        ..PLAIN
-    };
-    assert!(assert_harmless("prefetch", paging).always_comes_to_rest);
+    assert_good("prefetch", PLAIN.with(PREFETCHES));
 }
 
 #[test]
 fn flush_that_puts_the_page_back() {
-    let paging = Paging {
-        flushes: true,
-        ..PLAIN
-    };
-    assert!(assert_harmless("flush", paging).always_comes_to_rest);
+    assert_good("flush", PLAIN.with(FLUSHES));
 }
 
 #[test]
 fn page_that_is_held_when_it_is_half_out() {
-    let paging = Paging {
-        holds: true,
-        ..PLAIN
-    };
-    assert!(assert_harmless("held", paging).always_comes_to_rest);
+    assert_good("held", PLAIN.with(HOLDS));
 }
 
 #[test]
 fn program_drops_the_page_itself() {
-    let paging = Paging {
-        madvises: true,
-        ..PLAIN
-    };
-    assert!(assert_harmless("madvise", paging).always_comes_to_rest);
+    assert_good("madvise", PLAIN.with(MADVISES));
 }
 
 #[test]
 fn reads_from_the_store_that_fail() {
-    let paging = Paging {
-        fills_fail: true,
-        prefetches: true,
-        ..PLAIN
-    };
-    assert!(assert_harmless("failing fills", paging).always_comes_to_rest);
+    assert_good("failing fills", PLAIN.with(FAILS_FILLS | PREFETCHES));
 }
 
 #[test]
 fn writes_to_the_store_that_fail() {
-    let paging = Paging {
-        writes_fail: true,
-        flushes: true,
-        ..PLAIN
-    };
-    assert!(assert_harmless("failing writes", paging).always_comes_to_rest);
+    assert_good("failing writes", PLAIN.with(FAILS_WRITES | FLUSHES));
 }
-
-/// Program on a page that can neither be written nor mapped again: it is lost, and stays so until
-/// the program overwrites it.
-const LOSES: Paging = Paging {
-    prefetches: true,
-    writes_fail: true,
-    remaps_fail: true,
-    ..PLAIN
-};
 
 #[test]
 fn pages_that_are_lost_are_never_read_as_something_older() {
-    assert!(assert_harmless("lost", LOSES).always_comes_to_rest);
-    let paging = Paging {
-        flushes: true,
-        fills_fail: true,
-        ..LOSES
-    };
-    assert!(assert_harmless("lost, flush", paging).always_comes_to_rest);
-    let paging = Paging {
-        madvises: true,
-        fills_fail: true,
-        ..LOSES
-    };
-    assert!(assert_harmless("lost, madvise", paging).always_comes_to_rest);
-    let paging = Paging {
-        writes_fail: true,
-        remaps_fail: true,
-        ..PINNED
-    };
-    assert!(assert_harmless("lost, pinned", paging).always_comes_to_rest);
-    let paging = Paging {
-        frames: Some(1),
-        ..LOSES
-    };
-    assert!(assert_harmless("lost, one frame", paging).always_comes_to_rest);
+    assert_good("lost", LOSES);
+    assert_good("lost, flush", LOSES.with(FLUSHES | FAILS_FILLS));
+    assert_good("lost, madvise", LOSES.with(MADVISES | FAILS_FILLS));
+    assert_good("lost, pinned", PINNED.with(FAILS_WRITES | FAILS_REMAPS));
+    let frames = Some(1);
+    assert_good("lost, one frame", Paging { frames, ..LOSES });
 }
-
-#[test]
-fn twin_that_calls_a_lost_page_poisoned() {
-    let twin = Twin::CallsLostPoisoned;
-    assert_caught(Paging { twin, ..LOSES }, Harm::LostWrite);
-}
-
-#[test]
-fn twin_that_calls_a_lost_page_remote() {
-    let twin = Twin::CallsLostRemote;
-    assert_caught(Paging { twin, ..LOSES }, Harm::LostWrite);
-}
-
-/// The evictor copies pages where they lie, and sleeps on the fault of one that the program drops.
-const COPIED: Paging = Paging {
-    madvises: true,
-    copies: true,
-    ..PLAIN
-};
 
 #[test]
 fn page_that_leaves_as_a_copy() {
-    assert!(assert_harmless("copied", COPIED).always_comes_to_rest);
-    let paging = Paging {
-        flushes: true,
-        prefetches: true,
-        ..COPIED
-    };
-    assert!(assert_harmless("copied, flush", paging).always_comes_to_rest);
-    let paging = Paging {
-        fills_fail: true,
-        writes_fail: true,
-        ..COPIED
-    };
-    assert!(assert_harmless("copied, failing", paging).always_comes_to_rest);
-    let paging = Paging {
-        copies: true,
-        flushes: true,
-        ..PINNED
-    };
-    assert!(assert_harmless("copied, pinned", paging).always_comes_to_rest);
-}
-
-#[test]
-fn twin_that_takes_a_copied_page_that_was_taken_up_meanwhile() {
-    let twin = Twin::TakesWhatWasTakenUp;
-    assert_caught(Paging { twin, ..COPIED }, Harm::WrongRead);
-}
-
-#[test]
-fn twin_that_copies_what_it_owns() {
-    let twin = Twin::CopiesWhatItOwns;
-    assert_caught(Paging { twin, ..COPIED }, Harm::SleepsForever);
+    assert_good("copied", COPIED);
+    assert_good("copied, flush", COPIED.with(FLUSHES | PREFETCHES));
+    assert_good("copied, failing", COPIED.with(FAILS_FILLS | FAILS_WRITES));
+    assert_good("copied, pinned", PINNED.with(COPIES | FLUSHES));
 }
 
 #[test]
 fn everything_at_once() {
-    assert!(assert_harmless("everything", EVERYTHING).always_comes_to_rest);
+    let fails = FAILS_FILLS | FAILS_WRITES;
+    assert_good(
+        "everything",
+        PLAIN.with(PREFETCHES | FLUSHES | MADVISES | HOLDS | fails),
+    );
 }
 
 /// An eviction may have to follow an eviction here, so that only some schedules come to rest.
 #[test]
 fn two_pages_and_one_frame() {
-    assert_harmless("crowded", CROWDED);
+    is_harmless("crowded", CROWDED);
 }
 
 #[test]
 fn two_pages_and_one_frame_with_flush() {
-    assert_harmless(
-        "crowded, flush",
-        Paging {
-            flushes: true,
-            ..CROWDED
-        },
-    );
+    is_harmless("crowded, flush", CROWDED.with(FLUSHES));
 }
 
 #[test]
 fn two_pages_and_one_frame_when_the_program_drops_pages() {
-    assert_harmless(
-        "crowded, madvise",
-        Paging {
-            madvises: true,
-            ..CROWDED
-        },
-    );
+    is_harmless("crowded, madvise", CROWDED.with(MADVISES));
 }
 
 #[test]
 fn two_pages_and_one_frame_when_pages_are_held_and_prefetched() {
-    assert_harmless(
-        "crowded, held, prefetch",
-        Paging {
-            holds: true,
-            prefetches: true,
-            ..CROWDED
-        },
-    );
+    is_harmless("crowded, held, prefetch", CROWDED.with(HOLDS | PREFETCHES));
 }
 
 #[test]
 fn pinned_page_is_there_while_others_leave() {
-    assert!(assert_harmless("pinned", PINNED).always_comes_to_rest);
-    assert!(assert_harmless("pinned twice", PINNED_TWICE).always_comes_to_rest);
+    assert_good("pinned", PINNED);
+    assert_good("pinned twice", PINNED_TWICE);
 }
 
 #[test]
 fn pinned_page_that_is_flushed_prefetched_and_held_comes_back() {
-    let paging = Paging {
-        prefetches: true,
-        flushes: true,
-        holds: true,
-        writes_fail: true,
-        ..PINNED
-    };
-    assert!(assert_harmless("pinned, flush", paging).always_comes_to_rest);
-    let paging = Paging {
-        flushes: true,
-        ..PINNED_TWICE
-    };
-    assert!(assert_harmless("pinned twice, flush", paging).always_comes_to_rest);
+    assert_good(
+        "pinned, flush",
+        PINNED.with(PREFETCHES | FLUSHES | HOLDS | FAILS_WRITES),
+    );
+    assert_good("pinned twice, flush", PINNED_TWICE.with(FLUSHES));
 }
 
 #[test]
 fn pinned_page_that_shall_be_given_up_stays() {
-    let paging = Paging {
-        gives_up: true,
-        prefetches: true,
-        ..PINNED
-    };
-    assert!(assert_harmless("pinned, given up", paging).always_comes_to_rest);
+    assert_good("pinned, given up", PINNED.with(GIVES_UP | PREFETCHES));
 }
 
 #[test]
 fn pin_of_a_page_that_cannot_be_read_is_given_up() {
-    let paging = Paging {
-        fills_fail: true,
-        flushes: true,
-        ..PINNED
-    };
-    assert!(assert_harmless("pinned, failing fills", paging).always_comes_to_rest);
+    assert_good("pinned, failing fills", PINNED.with(FAILS_FILLS | FLUSHES));
 }
 
 /// The other page gets the frame when the pin is taken back, and not before.
 #[test]
 fn pinned_page_keeps_its_frame_and_gives_it_back() {
     let paging = Paging {
-        program: [
-            &[Pin(0), Await(0), Write(0), Read(0), Unpin(0)],
-            &[Write(1), Read(0)],
-        ],
-        flushes: true,
-        ..CROWDED
+        program: [PINS, &[Write(1), Read(0)]],
+        ..CROWDED.with(FLUSHES)
     };
-    assert_harmless("crowded, pinned", paging);
+    is_harmless("crowded, pinned", paging);
+}
+
+#[test]
+fn child_has_each_page_as_it_is_when_the_kernel_copies_the_program() {
+    assert_good("fork", FORKED);
+    assert_good("fork, flush", FORKED.with(FLUSHES));
+    assert_good(
+        "fork, failing",
+        FORKED.with(HOLDS | FAILS_FILLS | FAILS_WRITES),
+    );
+    assert_good("fork, pinned", PINNED.with(FORKS | FLUSHES));
+    assert_good("fork, lost", FORKED.with(LOSES.can | MADVISES));
+    is_harmless("fork, crowded", CROWDED.with(FORKS));
+}
+
+/// The evictor sleeps inside the gate, on a fault that only a look at the page settles.
+#[test]
+fn fork_waits_for_a_page_that_the_program_drops_while_it_is_copied() {
+    assert_good("fork, copied", FORKED.with(COPIED.can));
+}
+
+#[test]
+fn twin_that_calls_a_lost_page_poisoned() {
+    let lost = protocol::poisoned;
+    assert_caught(
+        LOSES.broken(Protocol { lost, ..PRODUCTION }),
+        Harm::LostWrite,
+    );
+}
+
+#[test]
+fn twin_that_calls_a_lost_page_remote() {
+    assert_caught(LOSES.twin(Twin::CallsLostRemote), Harm::LostWrite);
+}
+
+#[test]
+fn twin_that_takes_a_copied_page_that_was_taken_up_meanwhile() {
+    let copied = protocol::leave;
+    assert_caught(
+        COPIED.broken(Protocol {
+            copied,
+            ..PRODUCTION
+        }),
+        Harm::WrongRead,
+    );
+}
+
+#[test]
+fn twin_that_copies_what_it_owns() {
+    assert_caught(COPIED.twin(Twin::CopiesWhatItOwns), Harm::SleepsForever);
 }
 
 #[test]
 fn twin_that_evicts_a_pinned_page() {
-    let paging = Paging {
-        twin: Twin::EvictsPinned,
-        ..PINNED
-    };
-    assert_caught(paging, Harm::PinBroken);
+    let leave = protocol::borrow;
+    assert_caught(
+        PINNED.broken(Protocol {
+            leave,
+            ..PRODUCTION
+        }),
+        Harm::PinBroken,
+    );
 }
+
+/// Transitions by which a page leaves, whether or not it is pinned.
+const DESPITE_PIN: Protocol = Protocol {
+    left: |w| match w.wanted() {
+        true => protocol::left(w, 0),
+        false => (protocol::removed(w, 0).0, OnLeft::Gone),
+    },
+    ..PRODUCTION
+};
 
 #[test]
 fn twin_that_leaves_despite_a_pin() {
-    let paging = Paging {
-        gives_up: true,
-        twin: Twin::LeavesDespitePin,
-        ..PINNED
-    };
-    assert_caught(paging, Harm::PinBroken);
+    assert_caught(PINNED.with(GIVES_UP).broken(DESPITE_PIN), Harm::PinBroken);
 }
 
 #[test]
 fn twin_that_flushes_a_pinned_page_and_drops_it() {
-    let paging = Paging {
-        flushes: true,
-        twin: Twin::FlushDrops,
-        ..PINNED
-    };
-    assert_caught(paging, Harm::PinBroken);
+    let paging = PINNED.with(FLUSHES).broken(DESPITE_PIN);
+    assert_caught(paging.twin(Twin::FlushDrops), Harm::PinBroken);
 }
 
 #[test]
 fn twin_that_calls_a_pin_complete_while_the_page_leaves() {
-    let paging = Paging {
-        twin: Twin::PinsWhatLeaves,
-        ..PINNED
-    };
-    assert_caught(paging, Harm::PinBroken);
+    assert_caught(PINNED.twin(Twin::PinsWhatLeaves), Harm::PinBroken);
 }
 
 #[test]
 fn twin_that_takes_back_the_pins_of_others() {
-    let paging = Paging {
-        twin: Twin::UnpinsForAll,
-        ..PINNED_TWICE
+    let unpin = |mut w: PageWord| {
+        while let Some(less) = protocol::unpin(w) {
+            w = less;
+        }
+        Some(w)
     };
-    assert_caught(paging, Harm::PinBroken);
+    assert_caught(
+        PINNED_TWICE.broken(Protocol {
+            unpin,
+            ..PRODUCTION
+        }),
+        Harm::PinBroken,
+    );
 }
 
 #[test]
 fn twin_that_publishes_before_the_install() {
-    assert_caught(
-        Paging {
-            twin: Twin::PublishesBeforeInstall,
-            ..PLAIN
-        },
-        Harm::WrongRead,
-    );
+    assert_caught(PLAIN.twin(Twin::PublishesBeforeInstall), Harm::WrongRead);
 }
 
 #[test]
 fn twin_that_publishes_before_the_bytes_are_written() {
-    assert_caught(
-        Paging {
-            twin: Twin::PublishesBeforeWrite,
-            ..PLAIN
-        },
-        Harm::WrongRead,
-    );
+    assert_caught(PLAIN.twin(Twin::PublishesBeforeWrite), Harm::WrongRead);
 }
 
 #[test]
 fn twin_that_leaves_no_note_on_a_leaving_page() {
+    let fault = |w: PageWord| match w.state() {
+        PageState::Leaving => (w, OnFault::Noted),
+        _ => protocol::fault(w),
+    };
     assert_caught(
-        Paging {
-            twin: Twin::IgnoresFaultWhileLeaving,
-            ..PLAIN
-        },
+        PLAIN.broken(Protocol {
+            fault,
+            ..PRODUCTION
+        }),
         Harm::SleepsForever,
     );
 }
 
 #[test]
 fn twin_that_does_not_wake_when_the_page_is_mapped_already() {
-    assert_caught(
-        Paging {
-            holds: true,
-            twin: Twin::NoWakeWhenAlreadyMapped,
-            ..PLAIN
-        },
-        Harm::SleepsForever,
-    );
+    let paging = PLAIN.with(HOLDS).twin(Twin::NoWakeWhenAlreadyMapped);
+    assert_caught(paging, Harm::SleepsForever);
 }
 
 #[test]
 fn twin_that_does_not_wake_for_a_stale_fault() {
     assert_caught(
-        Paging {
-            holds: true,
-            twin: Twin::NoWakeForStaleFault,
-            ..PLAIN
-        },
+        PLAIN.with(HOLDS).twin(Twin::NoWakeForStaleFault),
         Harm::SleepsForever,
     );
 }
 
 #[test]
 fn twin_that_leaves_despite_a_note() {
+    let left = |w| (protocol::removed(w, 0).0, OnLeft::Gone);
     assert_caught(
-        Paging {
-            twin: Twin::LeavesDespiteNote,
-            ..PLAIN
-        },
+        PLAIN.broken(Protocol { left, ..PRODUCTION }),
         Harm::SleepsForever,
     );
 }
 
 #[test]
 fn twin_that_detaches_without_owning() {
-    assert_caught(
-        Paging {
-            twin: Twin::DetachesWithoutOwning,
-            ..PLAIN
-        },
-        Harm::WrongRead,
-    );
+    assert_caught(PLAIN.twin(Twin::DetachesWithoutOwning), Harm::WrongRead);
 }
 
 #[test]
 fn twin_that_drops_a_failed_fill() {
+    let fill_failed = |w| match protocol::fill_failed(w).1 {
+        OnFailed::MustPoison => (PageWord::default(), OnFailed::Dropped),
+        OnFailed::Dropped => protocol::fill_failed(w),
+    };
+    let paging = PLAIN.with(FAILS_FILLS);
     assert_caught(
-        Paging {
-            fills_fail: true,
-            twin: Twin::DropsFailedFill,
-            ..PLAIN
-        },
+        paging.broken(Protocol {
+            fill_failed,
+            ..PRODUCTION
+        }),
         Harm::SleepsForever,
     );
 }
@@ -490,11 +390,7 @@ fn twin_that_drops_a_failed_fill() {
 #[test]
 fn twin_that_does_not_wake_for_a_late_note() {
     assert_caught(
-        Paging {
-            madvises: true,
-            twin: Twin::NoWakeForLateNote,
-            ..PLAIN
-        },
+        PLAIN.with(MADVISES).twin(Twin::NoWakeForLateNote),
         Harm::SleepsForever,
     );
 }
@@ -502,11 +398,7 @@ fn twin_that_does_not_wake_for_a_late_note() {
 #[test]
 fn twin_that_does_not_wake_for_a_note_on_a_page_that_stayed() {
     assert_caught(
-        Paging {
-            holds: true,
-            twin: Twin::NoWakeWhenStayed,
-            ..PLAIN
-        },
+        PLAIN.with(HOLDS).twin(Twin::NoWakeWhenStayed),
         Harm::SleepsForever,
     );
 }
@@ -514,129 +406,61 @@ fn twin_that_does_not_wake_for_a_note_on_a_page_that_stayed() {
 #[test]
 fn twin_that_does_not_wake_for_a_note_on_a_removed_page() {
     assert_caught(
-        Paging {
-            madvises: true,
-            twin: Twin::NoWakeWhenRemoved,
-            ..PLAIN
-        },
+        PLAIN.with(MADVISES).twin(Twin::NoWakeWhenRemoved),
         Harm::SleepsForever,
     );
 }
 
 #[test]
 fn twin_that_only_wakes_for_a_poisoned_page() {
-    let paging = Paging {
-        madvises: true,
-        fills_fail: true,
-        twin: Twin::OnlyWakesPoisoned,
-        ..PLAIN
+    let absent = |w: PageWord| match w.state() {
+        PageState::Poisoned => (w, OnAbsent::Stale),
+        _ => protocol::absent(w),
     };
-    assert_caught(paging, Harm::NeverRests);
+    let paging = PLAIN.with(MADVISES | FAILS_FILLS);
+    assert_caught(
+        paging.broken(Protocol {
+            absent,
+            ..PRODUCTION
+        }),
+        Harm::NeverRests,
+    );
 }
 
 #[test]
 fn twin_that_looks_once() {
+    let frames = Some(1);
     assert_caught(
-        Paging {
-            frames: Some(1),
-            twin: Twin::LooksOnce,
-            ..PLAIN
-        },
+        Paging { frames, ..PLAIN }.twin(Twin::LooksOnce),
         Harm::OverBudget,
     );
 }
 
-/// Program of which a third thread forks, at any moment.
-const FORKS: Paging = Paging {
-    program: WRITES,
-    forks: true,
-    ..PLAIN
-};
-
-/// Accesses of a program that forks: few, since its worlds are many.
-const WRITES: [&[paging::Access]; 2] = [&[Write(0), Read(0)], &[Write(0)]];
-
-#[test]
-fn child_has_each_page_as_it_is_when_the_kernel_copies_the_program() {
-    assert!(assert_harmless("fork", FORKS).always_comes_to_rest);
-    let paging = Paging {
-        flushes: true,
-        ..FORKS
-    };
-    assert!(assert_harmless("fork, flush", paging).always_comes_to_rest);
-    let paging = Paging {
-        holds: true,
-        fills_fail: true,
-        writes_fail: true,
-        ..FORKS
-    };
-    assert!(assert_harmless("fork, failing", paging).always_comes_to_rest);
-    let paging = Paging {
-        forks: true,
-        flushes: true,
-        ..PINNED
-    };
-    assert!(assert_harmless("fork, pinned", paging).always_comes_to_rest);
-    let paging = Paging {
-        program: WRITES,
-        forks: true,
-        madvises: true,
-        ..LOSES
-    };
-    assert!(assert_harmless("fork, lost", paging).always_comes_to_rest);
-    let paging = Paging {
-        forks: true,
-        ..CROWDED
-    };
-    assert_harmless("fork, crowded", paging);
-}
-
-/// The evictor sleeps inside the gate, on a fault that only a look at the page settles.
-#[test]
-fn fork_waits_for_a_page_that_the_program_drops_while_it_is_copied() {
-    let paging = Paging {
-        program: WRITES,
-        forks: true,
-        ..COPIED
-    };
-    assert!(assert_harmless("fork, copied", paging).always_comes_to_rest);
-}
-
 #[test]
 fn twin_that_forks_at_once() {
-    let twin = Twin::ForksAtOnce;
-    assert_caught(Paging { twin, ..FORKS }, Harm::HalfOut);
+    assert_caught(FORKED.twin(Twin::ForksAtOnce), Harm::HalfOut);
 }
 
 #[test]
 fn twin_that_looks_at_the_gate_before_it_counts_itself() {
-    let twin = Twin::LooksBeforeItCounts;
-    assert_caught(Paging { twin, ..FORKS }, Harm::HalfOut);
+    assert_caught(FORKED.twin(Twin::LooksBeforeItCounts), Harm::HalfOut);
 }
 
 #[test]
 fn twin_that_counts_the_search_alone() {
-    let twin = Twin::CountsTheSearchAlone;
-    assert_caught(Paging { twin, ..FORKS }, Harm::HalfOut);
+    assert_caught(FORKED.twin(Twin::CountsTheSearchAlone), Harm::HalfOut);
 }
 
 #[test]
 fn twin_that_seals_the_gate_at_once() {
-    let paging = Paging {
-        forks: true,
-        twin: Twin::SealsAtOnce,
-        ..COPIED
-    };
-    assert_caught(paging, Harm::SleepsForever);
+    assert_caught(
+        COPIED.with(FORKS).twin(Twin::SealsAtOnce),
+        Harm::SleepsForever,
+    );
 }
 
 #[test]
 fn twin_that_waits_for_reclaim_alone() {
-    let paging = Paging {
-        forks: true,
-        madvises: true,
-        twin: Twin::WaitsForReclaimAlone,
-        ..LOSES
-    };
-    assert_caught(paging, Harm::HalfOut);
+    let paging = LOSES.with(FORKS | MADVISES);
+    assert_caught(paging.twin(Twin::WaitsForReclaimAlone), Harm::HalfOut);
 }

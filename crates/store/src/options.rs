@@ -105,8 +105,8 @@ pub enum Reserve {
 /// Options of a region in remote memory.
 #[derive(Clone, Debug, Default)]
 pub struct RemoteOptions {
-    /// Encoding of the pages. Default: raw.
-    pub codec: Codec,
+    /// Encoding of the pages. Default: `None`, raw.
+    pub codec: Option<Codec>,
     /// Layout of the elements. Default: bytes without a type.
     pub layout: Layout,
     /// Memory that is granted at once. Default: the full size.
@@ -117,8 +117,15 @@ pub struct RemoteOptions {
     pub name: Option<String>,
     /// True if the first publication replaces a region that exists under the name. Default: false.
     pub replace: bool,
-    /// Copies of each page on different servers. A named region has one. Default: one.
-    pub redundancy: Redundancy,
+    /// Copies of each page on different servers. A named region has one. Default: `None`, one.
+    pub redundancy: Option<Redundancy>,
+}
+
+impl RemoteOptions {
+    /// Returns the redundancy of the pages.
+    pub(crate) fn redundancy(&self) -> Redundancy {
+        self.redundancy.unwrap_or_default()
+    }
 }
 
 #[cfg(test)]

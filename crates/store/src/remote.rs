@@ -87,7 +87,7 @@ impl PageStore {
         if cluster.sessions().is_empty() {
             return Err(CreateError::NoServer { region });
         }
-        let scheme = match Scheme::new(options.codec, options.layout.clone()) {
+        let scheme = match Scheme::new(options.codec.unwrap_or_default(), options.layout.clone()) {
             Ok(scheme) => scheme,
             Err(source) => return Err(CreateError::Codec { region, source }),
         };
@@ -269,13 +269,28 @@ impl PageStore {
     /// in a user's own store. For the page's owner, and for signal handlers too: allocates nothing
     /// and asks no server.
     pub fn is_unchanged(&self, page: PageIndex, bytes: &[u8]) -> bool {
-        match self.table.load(page) {
-            PageEntry::Stored { hash, .. } => hash == codec::hash(bytes, self.seed),
-            PageEntry::Kept { hash, unsure, .. } => {
-                !unsure && hash == codec::hash(&bytes[..self.page_len(page)], self.seed)
+        self.compare(page, bytes).is_ok()
+    }
+
+    /// Compares a whole page with what the store has of it. `Err`: the bytes differ; their hash, if
+    /// the comparison took one.
+    pub(crate) fn compare(&self, page: PageIndex, bytes: &[u8]) -> Result<(), Option<u128>> {
+        let (old, hash) = match self.table.load(page) {
+            PageEntry::Stored { hash, .. } => (Some(hash), self.hash(bytes)),
+            PageEntry::Kept { hash, unsure, .. } => (
+                (!unsure).then_some(hash),
+                self.hash(&bytes[..self.page_len(page)]),
+            ),
+            PageEntry::Never if self.is_users_own() => return Err(None),
+            entry => {
+                let same = codec::repeated(bytes).is_some_and(|value| entry.repeats(value));
+                return same.then_some(()).ok_or(None);
             }
-            PageEntry::Never if self.is_users_own() => false,
-            entry => codec::repeated(bytes).is_some_and(|value| entry.repeats(value)),
+        };
+        if old == Some(hash) {
+            Ok(())
+        } else {
+            Err(Some(hash))
         }
     }
 
@@ -309,7 +324,7 @@ impl PageStore {
         };
         let options = RemoteOptions {
             reserve: Reserve::OnDemand,
-            redundancy,
+            redundancy: Some(redundancy),
             ..RemoteOptions::default()
         };
         let (cluster, page_bytes) = (&self.cluster, self.page_bytes);
@@ -655,7 +670,7 @@ fn check_copies(
     cluster: &Cluster,
     options: &RemoteOptions,
 ) -> Result<usize, CreateError> {
-    let (redundancy, copies) = (options.redundancy, options.redundancy.copies());
+    let (redundancy, copies) = (options.redundancy(), options.redundancy().copies());
     let endpoints = cluster.sessions().iter().map(|session| session.endpoint());
     let servers = endpoints.collect::<HashSet<_>>().len();
     let region = region.clone();

@@ -17,18 +17,7 @@ fn full(add: u64) -> Plain {
 
 /// Flushes as a `close` of the program does first.
 fn flush_out(plain: &mut Plain) -> Result<(), crate::FlushError> {
-    let mapped = &*plain.mapped;
-    let (fillers, evictors) = (&mut plain.fillers, &mut plain.evictors);
-    std::thread::scope(|scope| {
-        let flush = scope.spawn(|| mapped.flush_out());
-        while !flush.is_finished() {
-            fillers
-                .iter_mut()
-                .for_each(|filler| _ = filler.turn(EventScope::All));
-            evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
-        }
-        flush.join().expect("a flush does not panic")
-    })
+    plain.beside(|regions| regions[0].flush_out())
 }
 
 #[test]
@@ -53,15 +42,12 @@ fn a_dropped_region_gives_its_frames_back_in_runs() {
 #[test]
 fn a_region_whose_close_fails_goes_on_with_all_its_contents() {
     let mut plain = full(7);
-    let rate = |plain: &Plain, one_in| {
-        (plain.store.fail_one_in).store(one_in, Ordering::Relaxed);
-    };
-    rate(&plain, 1);
+    plain.fail_one_in(1);
     flush_out(&mut plain).expect_err("the store takes nothing");
     assert_eq!(plain.space.resident_pages(), REGION_PAGES);
-    rate(&plain, 2);
+    plain.fail_one_in(2);
     flush_out(&mut plain).expect_err("the store takes a part");
-    rate(&plain, 0);
+    plain.fail_one_in(0);
     for page in 0..REGION_PAGES {
         assert_eq!(plain.access(page, None), page as u64 + 7);
     }

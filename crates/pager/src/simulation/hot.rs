@@ -19,7 +19,7 @@ fn misses(local: usize) -> f64 {
         let page = of.start + (next(&mut random) % of.len() as u64) as usize;
         assert_eq!(plain.access(page, None), 0);
     }
-    let fills = plain.mapped.pager().stats().fills;
+    let fills = plain.mapped().pager().stats().fills;
     plain.end();
     fills as f64 / ACCESSES as f64
 }

@@ -5,64 +5,36 @@ use super::*;
 const PAGE_BYTES: usize = 4096;
 const REGION_PAGES: usize = 1024;
 
-/// A region of zeros of which a quarter fits, and its workers.
-struct InOrder {
-    space: Arc<SimSpace>,
-    fillers: Vec<Filler<SimSpace>>,
-    evictors: Vec<Evictor<SimSpace>>,
-    mapped: MappedRegion<SimSpace>,
-}
-
-fn in_order() -> InOrder {
-    let space = Arc::new(SimSpace::new(SimOptions::default()));
-    let session = SimServer::new(SimConfig::new(1))
-        .session(&SessionOptions::default())
-        .expect("the simulated server takes sessions");
-    let cluster = Cluster::new(vec![session], ClusterOptions::default());
+/// Returns a region of zeros of which a quarter fits.
+fn in_order() -> Sim {
     let mut options = PagerOptions::new((256 * PAGE_BYTES) as u64);
     options.in_thread = INLINE_HANDLERS;
-    let PagerParts {
-        pager,
-        fillers,
-        evictors,
-    } = Pager::assemble(space.clone(), cluster.clone(), &options).expect("the options are sound");
-    let bytes = (REGION_PAGES * PAGE_BYTES) as u64;
-    let remote = RemoteOptions::default();
-    let store = PageStore::remote(&cluster, "a region", bytes, PAGE_BYTES, &remote)
-        .expect("the server has room");
-    let mapped = Arc::new(pager)
-        .map(store, RegionOptions::default())
-        .expect("the budget holds two pages");
-    InOrder {
-        space,
-        fillers,
-        evictors,
-        mapped,
-    }
+    let mut sim = Sim::new(1, SimOptions::default(), SimConfig::new(1), &options);
+    sim.map(
+        REGION_PAGES,
+        PAGE_BYTES,
+        Codec::Raw,
+        RegionOptions::default(),
+    );
+    sim
 }
 
 #[test]
 fn thread_maps_a_marker_itself_and_asks_for_the_next_window() {
-    let InOrder {
-        space,
-        mut fillers,
-        mut evictors,
-        mapped,
-    } = in_order();
-    let mut inline_handlers = InlineHandlers::new(mapped.pager());
-    let region = mapped.region().clone();
+    let mut sim = in_order();
+    let region = sim.region();
     let address = |page: usize| region.address_of(PageIndex(page));
-    let mut serve = |page: usize| {
-        inline_handlers.begin(0, &region, address(page));
+    let serve = |sim: &mut Sim, page: usize| {
+        sim.inline_handlers.begin(0, &region, address(page));
         for _ in 0..1000 {
-            if inline_handlers.step(0) {
+            if sim.inline_handlers.step(0) {
                 return;
             }
         }
         panic!("the fault on page {page} does not end");
     };
 
-    (0..2).for_each(&mut serve);
+    (0..2).for_each(|page| serve(&mut sim, page));
     let rest = |fillers: &mut [Filler<SimSpace>]| {
         for filler in fillers {
             while filler.turn(EventScope::All) || filler.has_work() {}
@@ -70,15 +42,15 @@ fn thread_maps_a_marker_itself_and_asks_for_the_next_window() {
     };
     let mut markers = 0;
     for page in 2..200 {
-        rest(&mut fillers);
-        if space.is_present(address(page)) {
+        rest(&mut sim.fillers);
+        if sim.space.is_present(address(page)) {
             continue;
         }
         let word = region.words.load(PageIndex(page));
         assert_eq!(word.state(), PageState::Filling, "page {page} is held back");
-        serve(page);
+        serve(&mut sim, page);
         assert!(
-            space.is_present(address(page)),
+            sim.space.is_present(address(page)),
             "page {page} needs no filler"
         );
         markers += 1;
@@ -88,34 +60,25 @@ fn thread_maps_a_marker_itself_and_asks_for_the_next_window() {
         "{markers} markers in 200 pages"
     );
     drop(region);
-    close(vec![mapped], &mut fillers, &mut evictors);
+    sim.end();
 }
 
 /// The note of a thread is settled before its page is mapped, which wakes sleepers in the kernel.
 #[test]
 fn thread_that_waits_for_a_page_of_a_filler_is_woken() {
-    let InOrder {
-        space,
-        mut fillers,
-        mut evictors,
-        mapped,
-    } = in_order();
-    let region = mapped.region().clone();
+    let mut sim = in_order();
+    let region = sim.region();
     let page = PageIndex(5);
-    let asleep = space.try_load(THREADS - 1, region.address_of(page));
+    let asleep = sim.space.try_load(THREADS - 1, region.address_of(page));
     assert!(matches!(asleep, Err(Faulted::Asleep)));
-    let prepared = mapped
-        .pager()
-        .shared()
-        .mapper
-        .event_count(&region, page)
-        .prepare();
-    while !space.is_present(region.address_of(page)) {
-        (fillers.iter_mut()).for_each(|filler| _ = filler.turn(EventScope::All));
+    let shared = sim.shared();
+    let prepared = shared.mapper.event_count(&region, page).prepare();
+    while !sim.space.is_present(region.address_of(page)) {
+        sim.turn();
     }
     let began = Instant::now();
     prepared.sleep(Duration::from_secs(60));
     assert!(began.elapsed() < Duration::from_secs(30), "nobody woke it");
-    drop(region);
-    close(vec![mapped], &mut fillers, &mut evictors);
+    drop((region, shared));
+    sim.end();
 }

@@ -1,117 +1,58 @@
 //! A page that can neither be written back nor be mapped again: its newest bytes are gone, and the
 //! store has older ones.
 
-use super::*;
+use super::{
+    plain::{PAGE_BYTES, Plain},
+    *,
+};
 
-const PAGE_BYTES: usize = 4096;
 const LOST: usize = 3;
 
 /// One region of a few pages over a store that can fail, driven by hand.
 struct Tiny {
-    space: Arc<SimSpace>,
-    fillers: Vec<Filler<SimSpace>>,
-    evictors: Vec<Evictor<SimSpace>>,
-    store: Arc<Flaky>,
-    mapped: ManuallyDrop<MappedRegion<SimSpace>>,
+    plain: Plain,
 }
 
 impl Tiny {
     fn new() -> Tiny {
-        let space = Arc::new(SimSpace::new(SimOptions::default()));
-        let cluster = Cluster::new(Vec::new(), ClusterOptions::default());
-        let options = PagerOptions::new(16 * PAGE_BYTES as u64);
-        let PagerParts {
-            pager,
-            fillers,
-            evictors,
-        } = Pager::assemble(space.clone(), cluster.clone(), &options)
-            .expect("the options are sound");
-        let bytes = 8 * PAGE_BYTES;
-        let store = Arc::new(Flaky {
-            bytes: Mutex::new(vec![0; bytes]),
-            random: Mutex::new(1),
-            fail_one_in: AtomicU64::new(0),
-        });
-        let pages = PageStore::blocking(
-            &cluster,
-            "a region",
-            bytes as u64,
-            PAGE_BYTES,
-            store.clone(),
-            &BlockingOptions::default(),
-        )
-        .expect("pages of 4096");
-        let mapped = Arc::new(pager)
-            .map(pages, RegionOptions::default())
-            .expect("the budget holds two pages");
         Tiny {
-            space,
-            fillers,
-            evictors,
-            store,
-            mapped: ManuallyDrop::new(mapped),
+            plain: Plain::new(8, 16, RegionOptions::default()),
         }
     }
 
     fn address(&self) -> usize {
-        self.mapped.address() + LOST * PAGE_BYTES
-    }
-
-    fn turn(&mut self) {
-        self.fillers
-            .iter_mut()
-            .for_each(|filler| _ = filler.turn(EventScope::All));
-        self.evictors
-            .iter_mut()
-            .for_each(|evictor| _ = evictor.turn());
+        self.mapped().address() + LOST * PAGE_BYTES
     }
 
     /// Stores or loads the page's first word. Returns it, or the signal that the program gets.
     fn access(&mut self, value: Option<u64>) -> Result<u64, Faulted> {
-        for _ in 0..1_000_000 {
-            let outcome = match value {
-                _ if self.space.is_asleep(0) => Err(Faulted::Asleep),
-                Some(value) => (self.space.try_store(0, self.address(), value)).map(|()| value),
-                None => self.space.try_load(0, self.address()),
-            };
-            match outcome {
-                Err(Faulted::Asleep) => self.turn(),
-                outcome => return outcome,
-            }
-        }
-        panic!("the thread sleeps for ever");
+        self.plain.try_page(LOST, value)
     }
 
     /// Makes a call that waits for the workers, on a thread of its own.
     fn call<T: Send>(&mut self, call: impl FnOnce(&MappedRegion<SimSpace>) -> T + Send) -> T {
-        let Tiny {
-            mapped,
-            fillers,
-            evictors,
-            ..
-        } = self;
-        std::thread::scope(|scope| {
-            let caller = scope.spawn(|| call(mapped));
-            while !caller.is_finished() {
-                fillers
-                    .iter_mut()
-                    .for_each(|filler| _ = filler.turn(EventScope::All));
-                evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
-            }
-            caller.join().expect("a call does not panic")
-        })
+        self.beside(|regions| call(&regions[0]))
     }
 
     fn fail(&self, fails: bool) {
-        (self.store.fail_one_in).store(u64::from(fails), Ordering::Relaxed);
+        self.plain.fail_one_in(u64::from(fails));
         let at = self.address();
         let refused = fails.then(|| at..at + PAGE_BYTES);
         self.space.refuse_installs(refused);
     }
+}
 
-    fn end(mut self) {
-        let mapped = ManuallyDrop::into_inner(self.mapped);
-        close(vec![mapped], &mut self.fillers, &mut self.evictors);
+impl Deref for Tiny {
+    type Target = Plain;
+
+    fn deref(&self) -> &Plain {
+        &self.plain
+    }
+}
+
+impl DerefMut for Tiny {
+    fn deref_mut(&mut self) -> &mut Plain {
+        &mut self.plain
     }
 }
 
@@ -167,7 +108,7 @@ fn a_lost_page_stays_lost_until_it_is_overwritten() {
     assert_eq!(tiny.access(None), Ok(u64::from_ne_bytes([7; 8])));
     flush(&mut tiny).expect("nothing is lost any more");
     assert_eq!(tiny.store.bytes.lock()[page], bytes);
-    tiny.end();
+    tiny.plain.end();
 }
 
 #[test]
@@ -179,8 +120,8 @@ fn lost_page_stays_as_it_is_while_the_program_forks() {
     let range = page.clone();
     assert_lost(tiny.call(move |mapped| mapped.advise(range, Advice::DontNeed)));
     tiny.fail(false);
-    let pager = tiny.mapped.pager().clone();
-    let (gate, region) = (&pager.shared().gate, tiny.mapped.region().clone());
+    let pager = tiny.pager.clone();
+    let (gate, region) = (&pager.shared().gate, tiny.region());
     let state = || region.words.load(PageIndex(LOST)).state();
 
     // The program takes the poison away and touches the page.
@@ -209,5 +150,5 @@ fn lost_page_stays_as_it_is_while_the_program_forks() {
     });
     assert!(waited);
     assert_eq!(tiny.access(None), Ok(u64::from_ne_bytes([7; 8])));
-    tiny.end();
+    tiny.plain.end();
 }

@@ -4,14 +4,10 @@ use super::*;
 
 pub(super) const PAGE_BYTES: usize = 4096;
 
-/// A region, its store and its workers. The caller takes their turns.
+/// A region and its store.
 pub(super) struct Plain {
-    pub(super) space: Arc<SimSpace>,
-    pub(super) fillers: Vec<Filler<SimSpace>>,
-    pub(super) evictors: Vec<Evictor<SimSpace>>,
+    pub(super) sim: Sim,
     pub(super) store: Arc<Flaky>,
-    /// Region. Not dropped by a simulation that fails: see `World`.
-    pub(super) mapped: ManuallyDrop<MappedRegion<SimSpace>>,
 }
 
 impl Plain {
@@ -27,65 +23,29 @@ impl Plain {
         local: usize,
         options: RegionOptions,
     ) -> Plain {
-        let space = Arc::new(SimSpace::new(space));
-        let session = SimServer::new(SimConfig::new(1))
-            .session(&SessionOptions::default())
-            .expect("the simulated server takes sessions");
-        let cluster = Cluster::new(vec![session], ClusterOptions::default());
         let budget = PagerOptions::new((local * PAGE_BYTES) as u64);
-        let PagerParts {
-            pager,
-            fillers,
-            evictors,
-        } = Pager::assemble(space.clone(), cluster.clone(), &budget)
-            .expect("the options are sound");
-        let bytes = pages * PAGE_BYTES;
-        let store = Arc::new(Flaky {
-            bytes: Mutex::new(vec![0; bytes]),
-            random: Mutex::new(1),
-            fail_one_in: AtomicU64::new(0),
-        });
-        let (kept, blocking) = (store.clone(), BlockingOptions::default());
-        let (region, bytes) = ("a region", bytes as u64);
-        let pages = PageStore::blocking(&cluster, region, bytes, PAGE_BYTES, kept, &blocking)
-            .expect("the page size is sound");
-        let mapped = Arc::new(pager).map(pages, options);
-        Plain {
-            space,
-            fillers,
-            evictors,
-            store,
-            mapped: ManuallyDrop::new(mapped.expect("the budget holds two pages")),
-        }
+        let mut sim = Sim::new(1, space, SimConfig::new(1), &budget);
+        let store = Flaky::new(pages * PAGE_BYTES, 1, 0);
+        sim.map_own(pages, PAGE_BYTES, store.clone(), options);
+        Plain { sim, store }
+    }
+
+    /// Stores a value in the first word of a page, or loads it. Returns the word, or the signal that
+    /// the program gets.
+    pub(super) fn try_page(&mut self, page: usize, value: Option<u64>) -> Result<u64, Faulted> {
+        let address = self.mapped().address() + page * PAGE_BYTES;
+        self.sim.access(0, address, value)
     }
 
     /// Stores a value in the first word of a page, or loads it.
     pub(super) fn access(&mut self, page: usize, value: Option<u64>) -> u64 {
-        let address = self.mapped.address() + page * PAGE_BYTES;
-        for _ in 0..10_000 {
-            let outcome = match value {
-                Some(value) => (self.space.try_store(0, address, value)).map(|()| value),
-                None => self.space.try_load(0, address),
-            };
-            match outcome {
-                Ok(seen) => return seen,
-                Err(Faulted::Asleep) => {
-                    while self.space.is_asleep(0) {
-                        self.turn();
-                    }
-                }
-                Err(other) => panic!("page {page}: {other}"),
-            }
-        }
-        panic!("nobody serves page {page}");
+        let outcome = self.try_page(page, value);
+        outcome.unwrap_or_else(|signal| panic!("page {page}: {signal}"))
     }
 
-    /// Takes a turn of each worker.
-    pub(super) fn turn(&mut self) {
-        self.fillers
-            .iter_mut()
-            .for_each(|filler| _ = filler.turn(EventScope::All));
-        (self.evictors.iter_mut()).for_each(|evictor| _ = evictor.turn());
+    /// Makes every `one_in`-th call of the store fail; 0: none fails.
+    pub(super) fn fail_one_in(&self, one_in: u64) {
+        self.store.fail_one_in.store(one_in, Ordering::Relaxed);
     }
 
     /// Changes the first word of a page in the store.
@@ -102,23 +62,25 @@ impl Plain {
 
     /// Drops the region. Returns how often pages moved for that.
     pub(super) fn end(self) -> usize {
-        let Plain {
-            space,
-            mut fillers,
-            mut evictors,
-            mapped,
-            ..
-        } = self;
-        let before = space.moves();
-        let (pager, region) = (mapped.pager().clone(), mapped.region().clone());
-        close(
-            vec![ManuallyDrop::into_inner(mapped)],
-            &mut fillers,
-            &mut evictors,
-        );
-        assert!(region.counts_nothing(), "pages are counted that are gone");
-        let budget = pager.shared().frames.budget();
-        assert_eq!(budget.used(), 0, "frames did not come back");
+        let (before, space) = (self.space.moves(), self.space.clone());
+        let shared = self.shared();
+        self.sim.end();
+        let used = shared.frames.budget().used();
+        assert_eq!(used, 0, "frames did not come back");
         space.moves() - before
+    }
+}
+
+impl Deref for Plain {
+    type Target = Sim;
+
+    fn deref(&self) -> &Sim {
+        &self.sim
+    }
+}
+
+impl DerefMut for Plain {
+    fn deref_mut(&mut self) -> &mut Sim {
+        &mut self.sim
     }
 }

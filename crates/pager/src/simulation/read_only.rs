@@ -1,7 +1,5 @@
 //! Regions that the program may only read: pages come in as copies and leave by being dropped.
 
-use farpage_signals::SignalGuard;
-
 use super::{plain::Plain, *};
 
 const REGION_PAGES: usize = 2048;
@@ -38,16 +36,11 @@ fn read(plain: &mut Plain, seed: u64) {
         let pages = plain.space.resident_pages() + plain.space.frame_pages();
         assert!(pages <= LOCAL_PAGES, "{pages} pages in memory");
         if step % 500 == 0 {
-            let region = plain.mapped.region().clone();
-            let job = Job::new(region, PageRange::first(REGION_PAGES), false);
-            plain.mapped.pager().shared().jobs.add(job.clone());
-            while !job.has_ended() {
-                plain.turn();
-            }
-            job.wait(&SignalGuard::new()).expect("nothing is written");
+            let all = PageRange::first(REGION_PAGES);
+            plain.run(0, all, false).expect("nothing is written");
         }
         if next(&mut random).is_multiple_of(50) {
-            let address = plain.mapped.address() + page * plain::PAGE_BYTES;
+            let address = plain.mapped().address() + page * plain::PAGE_BYTES;
             plain.space.drop_page(address);
         }
     }
@@ -89,8 +82,8 @@ fn pages_that_cannot_be_dropped_leave_as_others_do() {
 fn a_read_only_region_ends_without_writing_or_moving() {
     let mut plain = numbered(SimOptions::default());
     (0..LOCAL_PAGES / 2).for_each(|page| _ = plain.access(page, None));
-    plain.store.fail_one_in.store(1, Ordering::Relaxed);
-    plain.mapped.flush_out().expect("nothing is written");
+    plain.fail_one_in(1);
+    plain.mapped().flush_out().expect("nothing is written");
     assert!(plain.space.resident_pages() > 0);
     assert_eq!(plain.end(), 0, "pages moved");
 }

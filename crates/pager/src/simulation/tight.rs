@@ -8,86 +8,36 @@ use super::*;
 /// Two regions, each on a shard of its own, under one budget; one thread, whose instructions touch
 /// two neighbouring pages at once.
 struct Tight {
-    random: u64,
-    space: Arc<SimSpace>,
-    fillers: Vec<Filler<SimSpace>>,
-    evictors: Vec<Evictor<SimSpace>>,
-    /// Regions. Not dropped by a simulation that fails: see `World`.
-    regions: ManuallyDrop<Vec<MappedRegion<SimSpace>>>,
+    sim: Sim,
 }
 
 impl Tight {
     fn new(seed: u64, page_bytes: &[usize], budget_bytes: usize, pages: usize) -> Tight {
-        let space = Arc::new(SimSpace::new(SimOptions {
+        let space = SimOptions {
             shards: 2,
             seed,
             ..SimOptions::default()
-        }));
-        let session = SimServer::new(SimConfig::new(seed))
-            .session(&SessionOptions {
-                deadline: Duration::from_secs(5),
-                link: None,
-                client: "simulation".into(),
-                ..SessionOptions::default()
-            })
-            .expect("the simulated server takes sessions");
-        let cluster = Cluster::new(vec![session], ClusterOptions::default());
-        let PagerParts {
-            pager,
-            fillers,
-            evictors,
-        } = Pager::assemble(
-            space.clone(),
-            cluster.clone(),
-            &PagerOptions::new(budget_bytes as u64),
-        )
-        .expect("the options are sound");
-        let pager = Arc::new(pager);
-        let regions = page_bytes
-            .iter()
-            .map(|&page_bytes| {
-                let bytes = (pages * page_bytes) as u64;
-                let options = RemoteOptions::default();
-                let store = PageStore::remote(&cluster, "a region", bytes, page_bytes, &options)
-                    .expect("the server has room");
-                pager
-                    .map(store, RegionOptions::default())
-                    .expect("the budget holds two pages")
-            })
-            .collect();
-        Tight {
-            random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
-            space,
-            fillers,
-            evictors,
-            regions: ManuallyDrop::new(regions),
+        };
+        let options = PagerOptions::new(budget_bytes as u64);
+        let random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut sim = Sim::new(random, space, SimConfig::new(seed), &options);
+        for &page_bytes in page_bytes {
+            sim.map(pages, page_bytes, Codec::Raw, RegionOptions::default());
         }
+        Tight { sim }
     }
 
     /// Touches a word until that succeeds.
     fn touch(&mut self, address: usize, stores: bool) {
-        let started = Instant::now();
-        loop {
-            let done = !self.space.is_asleep(0)
-                && if stores {
-                    self.space.try_store(0, address, 1).is_ok()
-                } else {
-                    self.space.try_load(0, address).is_ok()
-                };
-            if done {
-                return;
-            }
-            assert!(
-                started.elapsed() < Duration::from_secs(5),
-                "a touch never gets its page"
-            );
-            self.fillers
-                .iter_mut()
-                .for_each(|filler| _ = filler.turn(EventScope::All));
-            self.evictors
-                .iter_mut()
-                .for_each(|evictor| _ = evictor.turn());
-        }
+        let touched = self.access(0, address, stores.then_some(1));
+        touched.expect("a page is at fault");
+    }
+
+    /// Adds a region over a store whose writes stall.
+    fn add_stalled(&mut self, pages: usize) -> Arc<Stalled> {
+        let stalled = Arc::new(Stalled::default());
+        self.map_own(pages, 4096, stalled.clone(), RegionOptions::default());
+        stalled
     }
 
     /// Makes one instruction's touch of a page's last word and the next page's first, until both
@@ -102,14 +52,23 @@ impl Tight {
                 return;
             }
             // Real workers are slower than the program now and then, but not for ever.
-            self.fillers
-                .iter_mut()
-                .for_each(|filler| _ = filler.turn(EventScope::All));
-            self.evictors
-                .iter_mut()
-                .for_each(|evictor| _ = evictor.turn());
+            self.turn();
         }
         panic!("pages {page} and {} are never there at once", page + 1);
+    }
+}
+
+impl Deref for Tight {
+    type Target = Sim;
+
+    fn deref(&self) -> &Sim {
+        &self.sim
+    }
+}
+
+impl DerefMut for Tight {
+    fn deref_mut(&mut self) -> &mut Sim {
+        &mut self.sim
     }
 }
 
@@ -120,15 +79,10 @@ fn instruction_that_touches_two_pages_gets_on_with_a_budget_of_two() {
             println!("seed {seed}, {budget_pages} pages");
             let mut tight = Tight::new(seed, &[4096, 4096], budget_pages * 4096, PAGES);
             for _ in 0..200 {
-                let region = (next(&mut tight.random) % 2) as usize;
-                let first = (next(&mut tight.random) % (PAGES as u64 - 9)) as usize;
+                let (region, first) = (tight.below(2), tight.below(PAGES - 9));
                 (first..first + 8).for_each(|page| tight.touch_two(region, page));
             }
-            close(
-                std::mem::take(&mut tight.regions),
-                &mut tight.fillers,
-                &mut tight.evictors,
-            );
+            tight.sim.end();
         }
     }
 }
@@ -138,6 +92,14 @@ fn instruction_that_touches_two_pages_gets_on_with_a_budget_of_two() {
 struct Stalled {
     goes_on: Mutex<bool>,
     gone_on: Condvar,
+}
+
+impl Stalled {
+    /// Lets writes return from now on.
+    fn go_on(&self) {
+        *self.goes_on.lock() = true;
+        self.gone_on.notify_all();
+    }
 }
 
 impl Store for Stalled {
@@ -158,22 +120,8 @@ impl Store for Stalled {
 #[test]
 fn runs_in_pieces_for_a_store_that_stalls_hold_up_no_other_region() {
     let mut tight = Tight::new(1, &[4096], 16384 * 4096, 5000);
-    let stalled = Arc::new(Stalled::default());
-    let pager = tight.regions[0].pager().clone();
-    let bytes = 15_000 * 4096;
-    let store = PageStore::blocking(
-        pager.cluster(),
-        "a region",
-        bytes,
-        4096,
-        stalled.clone(),
-        &BlockingOptions::default(),
-    );
-    let slow = pager
-        .map(store.expect("pages of 4096"), RegionOptions::default())
-        .expect("the budget holds two pages");
-    let base = slow.address();
-    tight.regions.push(slow);
+    let stalled = tight.add_stalled(15_000);
+    let base = tight.regions[1].address();
     // Every other page of the region changes, so that a run is many calls.
     for page in 0..15_000 {
         tight.touch(base + page * 4096, page % 2 == 1);
@@ -182,11 +130,6 @@ fn runs_in_pieces_for_a_store_that_stalls_hold_up_no_other_region() {
     for page in 0..5000 {
         tight.touch(other + page * 4096, true);
     }
-    *stalled.goes_on.lock() = true;
-    stalled.gone_on.notify_all();
-    close(
-        std::mem::take(&mut tight.regions),
-        &mut tight.fillers,
-        &mut tight.evictors,
-    );
+    stalled.go_on();
+    tight.sim.end();
 }

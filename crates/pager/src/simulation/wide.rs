@@ -1,7 +1,5 @@
 //! Regions of many pages, runs and windows: [`Wide`].
 
-use farpage_signals::SignalGuard;
-
 use super::*;
 
 /// Number of words of a page that programs use, so that a few words tell what a region holds.
@@ -22,13 +20,7 @@ struct Walk {
 /// Regions of several stripes and two page sizes, and programs that go through them page by page,
 /// so that runs and windows of many pages happen.
 struct Wide {
-    random: u64,
-    space: Arc<SimSpace>,
-    fillers: Vec<Filler<SimSpace>>,
-    evictors: Vec<Evictor<SimSpace>>,
-    inline_handlers: InlineHandlers,
-    /// Regions. Not dropped by a simulation that fails: see `World`.
-    regions: ManuallyDrop<Vec<MappedRegion<SimSpace>>>,
+    sim: Sim,
     flaky: Option<Arc<Flaky>>,
     /// Words of each region that are not 0.
     shadows: Vec<HashMap<usize, u64>>,
@@ -40,26 +32,17 @@ struct Wide {
 impl Wide {
     fn new(seed: u64, lossy: bool, fails: bool) -> Wide {
         let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-        let space = Arc::new(SimSpace::new(SimOptions {
+        let space = SimOptions {
             shards: 2,
             seed,
             busy_probability: [0.0, 0.02][(next(&mut random) % 2) as usize],
             duplicate_probability: 0.1,
             copies_out: !seed.is_multiple_of(3),
             ..SimOptions::default()
-        }));
+        };
         let mut config = SimConfig::new(seed);
         config.delay_steps = 1 + next(&mut random) % 40;
         config.lose_one_in = lossy.then_some(200);
-        let session = SimServer::new(config)
-            .session(&SessionOptions {
-                deadline: Duration::from_secs(5),
-                link: None,
-                client: "simulation".into(),
-                ..SessionOptions::default()
-            })
-            .expect("the simulated server takes sessions");
-        let cluster = Cluster::new(vec![session], ClusterOptions::default());
         // A stripe is 16 MiB: the first region has a little more than one, the second a little more
         // than two.
         let sizes = match next(&mut random) % 3 {
@@ -80,79 +63,38 @@ impl Wide {
         if next(&mut random).is_multiple_of(2) {
             (options.low_water, options.high_water) = (0.5, 0.75);
         }
-        let PagerParts {
-            pager,
-            fillers,
-            evictors,
-        } = Pager::assemble(space.clone(), cluster.clone(), &options)
-            .expect("the options are sound");
-        let inline_handlers = InlineHandlers::new(&pager);
-        pager
-            .shared()
-            .scatter
-            .costs()
-            .pretend(next(&mut random).is_multiple_of(2));
-        let pager = Arc::new(pager);
+        let mut sim = Sim::new(random, space, config, &options);
+        let is_cheaper = sim.chance(2);
+        sim.shared().scatter.costs().pretend(is_cheaper);
         let mut flaky = None;
-        let regions: Vec<_> = (sizes.into_iter().zip(1..))
-            .map(|((page_bytes, pages), id)| {
-                let bytes = (pages * page_bytes) as u64;
-                let store = if fails && id == 1 {
-                    let store = Arc::new(Flaky {
-                        bytes: Mutex::new(vec![0; bytes as usize]),
-                        random: Mutex::new(seed | 1),
-                        fail_one_in: AtomicU64::new(100),
-                    });
-                    flaky = Some(store.clone());
-                    let options = BlockingOptions::default();
-                    PageStore::blocking(&cluster, "a region", bytes, page_bytes, store, &options)
-                } else {
-                    let codecs = [
-                        Codec::Raw,
-                        Codec::Lz4,
-                        Codec::Shuffle {
-                            element_bytes: Some(8),
-                        },
-                        Codec::Zfp {
-                            mode: ZfpMode::Reversible,
-                            element: Some(Element::I64),
-                        },
-                    ];
-                    let codec = codecs[(next(&mut random) % 4) as usize];
-                    let options = RemoteOptions {
-                        codec,
-                        ..RemoteOptions::default()
-                    };
-                    PageStore::remote(&cluster, "a region", bytes, page_bytes, &options)
-                };
-                pager
-                    .map(
-                        store.expect("the server has room"),
-                        RegionOptions::default(),
-                    )
-                    .expect("the budget holds two pages")
-            })
-            .collect();
+        for &(page_bytes, pages) in &sizes {
+            if fails && sim.regions.is_empty() {
+                let store = Flaky::new(pages * page_bytes, seed, 100);
+                flaky = Some(store.clone());
+                sim.map_own(pages, page_bytes, store, RegionOptions::default());
+                continue;
+            }
+            let codecs = [
+                Codec::Raw,
+                Codec::Lz4,
+                Codec::Shuffle {
+                    element_bytes: Some(8),
+                },
+                Codec::Zfp {
+                    mode: ZfpMode::Reversible,
+                    element: Some(Element::I64),
+                },
+            ];
+            let codec = codecs[sim.below(4)];
+            sim.map(pages, page_bytes, codec, RegionOptions::default());
+        }
         Wide {
-            random,
-            space,
-            fillers,
-            evictors,
-            inline_handlers,
             flaky,
-            shadows: regions.iter().map(|_| HashMap::new()).collect(),
-            regions: ManuallyDrop::new(regions),
+            shadows: sizes.iter().map(|_| HashMap::new()).collect(),
+            sim,
             walks: Default::default(),
             pinned: Vec::new(),
         }
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (next(&mut self.random) % limit as u64) as usize
-    }
-
-    fn chance(&mut self, one_in: u64) -> bool {
-        next(&mut self.random).is_multiple_of(one_in)
     }
 
     fn pages(&self, region: usize) -> usize {
@@ -179,6 +121,11 @@ impl Wide {
         (near + self.below(100)).saturating_sub(50).min(pages - 1)
     }
 
+    fn some_region(&mut self) -> usize {
+        let regions = self.regions.len();
+        self.below(regions)
+    }
+
     fn some_pages(&mut self, region: usize) -> Range<usize> {
         let first = self.some_page(region);
         let len = 1 + self.below(300);
@@ -194,14 +141,7 @@ impl Wide {
                     self.program(thread);
                 }
             }
-            4..6 => {
-                let filler = self.below(self.fillers.len());
-                self.fillers[filler].turn(EventScope::All);
-            }
-            _ => {
-                let evictor = self.below(self.evictors.len());
-                self.evictors[evictor].turn();
-            }
+            other => self.turn_of_one(other - 4),
         }
         for at in 0..self.pinned.len() {
             let (region, pages) = self.pinned[at].clone();
@@ -213,7 +153,7 @@ impl Wide {
     }
 
     fn start_walk(&mut self) -> Walk {
-        let region = self.below(self.regions.len());
+        let region = self.some_region();
         let alone = self.chance(4);
         Walk {
             region,
@@ -246,37 +186,21 @@ impl Wide {
         };
         let region = self.regions[walk.region].region().clone();
         let address = region.address + word * 8;
-        if self.inline_handlers.is_serving(thread) {
-            self.inline_handlers.step(thread);
-            return false;
-        }
-        if !self.space.is_present(address) && self.chance(2) {
-            self.inline_handlers.begin(thread, &region, address);
-            walk.next = Some((word, value));
-            self.walks[thread] = walk;
-            return false;
-        }
-        let shadow = &mut self.shadows[walk.region];
-        let outcome = match value {
-            Some(value) => (self.space.try_store(thread, address, value))
-                .map(|()| _ = shadow.insert(word, value)),
-            None => self.space.try_load(thread, address).map(|seen| {
+        walk.next = match self.try_access(thread, &region, address, value) {
+            Ok(seen) => {
+                let shadow = &mut self.shadows[walk.region];
+                if value.is_some() {
+                    shadow.insert(word, seen);
+                }
                 let expected = shadow.get(&word).copied().unwrap_or(0);
                 assert_eq!(seen, expected, "word {word} of region {}", walk.region);
-            }),
-        };
-        walk.next = match outcome {
-            Ok(()) => None,
+                None
+            }
             Err(Faulted::Asleep) => Some((word, value)),
             Err(Faulted::Sigbus) if self.flaky.is_some() => {
-                let pages = walk.page..walk.page + 1;
-                self.regions[walk.region]
-                    .pager()
-                    .shared()
-                    .doors
-                    .tell_fillers(|| {
-                        Command::Demand(region.clone(), pages_of(pages.clone()), Arc::default())
-                    });
+                let page = PageIndex(walk.page).alone();
+                let demand = || Command::Demand(region.clone(), page, Arc::default());
+                self.shared().doors.tell_fillers(demand);
                 Some((word, value))
             }
             Err(other) => panic!("thread {thread} at word {word}: {other}"),
@@ -310,16 +234,6 @@ impl Wide {
         }
     }
 
-    fn turn(&mut self) {
-        self.inline_handlers.turn();
-        self.fillers
-            .iter_mut()
-            .for_each(|filler| _ = filler.turn(EventScope::All));
-        self.evictors
-            .iter_mut()
-            .for_each(|evictor| _ = evictor.turn());
-    }
-
     fn finish_accesses(&mut self) {
         self.drive(|wide| {
             (0..THREADS).for_each(|thread| {
@@ -340,9 +254,9 @@ impl Wide {
         busy: bool,
     ) -> Result<(), PageError> {
         // A page that is written back is away for a moment, pinned or not.
-        let pinned = std::mem::take(&mut self.pinned);
+        let pinned = mem::take(&mut self.pinned);
         let job = Job::new(self.regions[region].region().clone(), pages_of(pages), keep);
-        let shared = self.regions[region].pager().shared().clone();
+        let shared = self.shared();
         shared.jobs.add(job.clone());
         self.drive(|wide| {
             if busy && !job.has_ended() {
@@ -374,30 +288,19 @@ impl Wide {
     /// Pins pages, or takes a pin back.
     fn pin(&mut self) {
         if self.chance(2) && !self.pinned.is_empty() {
-            let at = self.below(self.pinned.len());
+            let pinned = self.pinned.len();
+            let at = self.below(pinned);
             let (region, pages) = self.pinned.swap_remove(at);
             let page_bytes = self.regions[region].page_bytes();
             self.regions[region].unpin(pages.start * page_bytes..pages.end * page_bytes);
             return;
         }
-        let region = self.below(self.regions.len());
+        let region = self.some_region();
         let mut pages = self.some_pages(region);
         pages.end = pages.end.min(pages.start + 1 + self.below(12));
         let page_bytes = self.regions[region].page_bytes();
-        let (regions, fillers, evictors) = (&self.regions, &mut self.fillers, &mut self.evictors);
-        let inline_handlers = &mut self.inline_handlers;
-        let pinned = std::thread::scope(|scope| {
-            let bytes = pages.start * page_bytes..pages.end * page_bytes;
-            let pinner = scope.spawn(move || regions[region].pin(bytes).is_ok());
-            while !pinner.is_finished() {
-                inline_handlers.turn();
-                fillers
-                    .iter_mut()
-                    .for_each(|filler| _ = filler.turn(EventScope::All));
-                evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
-            }
-            pinner.join().expect("pinning does not panic")
-        });
+        let bytes = pages.start * page_bytes..pages.end * page_bytes;
+        let pinned = self.beside(|regions| regions[region].pin(bytes).is_ok());
         if pinned {
             self.pinned.push((region, pages));
         }
@@ -405,7 +308,7 @@ impl Wide {
 
     /// Gives pages whose bytes are all in the store back to the kernel, as the program may.
     fn drop_pages(&mut self) {
-        let region = self.below(self.regions.len());
+        let region = self.some_region();
         self.finish_accesses();
         self.flush(region);
         for page in self.some_pages(region) {
@@ -418,7 +321,7 @@ impl Wide {
     }
 
     fn disturb(&mut self) {
-        let region = self.below(self.regions.len());
+        let region = self.some_region();
         let pages = self.some_pages(region);
         let page_bytes = self.regions[region].page_bytes();
         match self.below(8) {
@@ -427,14 +330,7 @@ impl Wide {
                 let (keep, busy) = (self.chance(2), self.chance(2));
                 let _ = self.run_job(region, pages, keep, busy);
             }
-            2 => {
-                let of = self.regions[region].region().clone();
-                self.regions[region]
-                    .pager()
-                    .shared()
-                    .doors
-                    .tell_fillers(|| Command::Prefetch(of.clone(), pages_of(pages.clone())));
-            }
+            2 => self.prefetch(region, pages),
             3 => {
                 let advice = [Advice::Sequential, Advice::Random, Advice::Normal];
                 let advice = advice[self.below(3)];
@@ -473,33 +369,32 @@ impl Wide {
     fn end(mut self) {
         // No thread touches a page any more: requests under way end.
         self.drive(|wide| wide.evictors.iter().all(Evictor::is_at_rest));
-        let shared = self.regions[0].pager().shared().clone();
-        let regions = std::mem::take(&mut *self.regions);
-        let closed: Vec<_> = regions
-            .iter()
-            .map(|mapped| mapped.region().clone())
-            .collect();
-        close(regions, &mut self.fillers, &mut self.evictors);
-        for region in closed {
-            assert_eq!((region.resident(), region.overdue()), (0, 0));
-        }
+        self.close();
         self.drive(|wide| wide.fillers.iter().all(Filler::is_at_rest));
         assert!(self.evictors.iter().all(Evictor::is_at_rest));
+        let shared = self.shared();
         let budget = shared.frames.budget();
         assert_eq!(
             (budget.used(), budget.leaving(), budget.pinned()),
             (0, 0, 0)
         );
         assert!(budget.peak() <= budget.bytes());
-        let Wide {
-            fillers,
-            evictors,
-            inline_handlers,
-            space,
-            ..
-        } = self;
-        drop((fillers, evictors, inline_handlers, shared));
-        assert_eq!(space.frame_pages() + space.resident_pages(), 0);
+        drop(shared);
+        self.sim.end_without_frames();
+    }
+}
+
+impl Deref for Wide {
+    type Target = Sim;
+
+    fn deref(&self) -> &Sim {
+        &self.sim
+    }
+}
+
+impl DerefMut for Wide {
+    fn deref_mut(&mut self) -> &mut Sim {
+        &mut self.sim
     }
 }
 

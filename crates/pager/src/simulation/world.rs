@@ -3,19 +3,10 @@
 mod frozen;
 mod ordinary;
 
-use farpage_signals::SignalGuard;
-
 use super::*;
 
 struct World {
-    random: u64,
-    space: Arc<SimSpace>,
-    fillers: Vec<Filler<SimSpace>>,
-    evictors: Vec<Evictor<SimSpace>>,
-    inline_handlers: InlineHandlers,
-    /// Region. Dropped by [`World::end`] alone: while a failed simulation unwinds the workers that
-    /// a drop waits for do not run.
-    mapped: ManuallyDrop<MappedRegion<SimSpace>>,
+    sim: Sim,
     /// Values of the region's words.
     shadow: Vec<u64>,
     /// Next access of each program thread: a word, and its new value if it is a store.
@@ -35,29 +26,18 @@ impl World {
         let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let page_bytes = 4096 << (next(&mut random) % 2);
         let budget_pages = 2 + (next(&mut random) % 62) as usize;
-        let space = Arc::new(SimSpace::new(SimOptions {
+        let space = SimOptions {
             shards: 2,
             seed,
             busy_probability: 0.02,
             duplicate_probability: 0.1,
             copies_out: !seed.is_multiple_of(3),
             ..SimOptions::default()
-        }));
+        };
         let mut config = SimConfig::new(seed);
         config.delay_steps = 1 + next(&mut random) % 20;
         config.reorder = true;
         config.lose_one_in = lossy.then_some(200);
-        let options = SessionOptions {
-            deadline: Duration::from_secs(5),
-            link: None,
-            client: "simulation".into(),
-            ..SessionOptions::default()
-        };
-        let session = SimServer::new(config)
-            .session(&options)
-            .expect("the simulated server takes sessions");
-        let cluster = Cluster::new(vec![session], ClusterOptions::default());
-
         let mut options = PagerOptions::new((budget_pages * page_bytes) as u64);
         options.evictors = 2;
         options.in_thread = INLINE_HANDLERS;
@@ -67,46 +47,17 @@ impl World {
         if is_cheaper {
             (options.low_water, options.high_water) = (0.5, 0.75);
         }
-        let PagerParts {
-            pager,
-            fillers,
-            evictors,
-        } = Pager::assemble(space.clone(), cluster.clone(), &options)
-            .expect("the options are sound");
-        let bytes = (PAGES * page_bytes) as u64;
-        let store = PageStore::remote(
-            &cluster,
-            "a region",
-            bytes,
-            page_bytes,
-            &RemoteOptions::default(),
-        )
-        .expect("the server has room");
-        let inline_handlers = InlineHandlers::new(&pager);
-        pager.shared().scatter.costs().pretend(is_cheaper);
-        let mapped = Arc::new(pager).map(store, region);
-        let mapped = ManuallyDrop::new(mapped.expect("the budget holds two pages"));
+        let mut sim = Sim::new(random, space, config, &options);
+        sim.shared().scatter.costs().pretend(is_cheaper);
+        sim.map(PAGES, page_bytes, Codec::Raw, region);
         World {
-            random,
-            space,
-            fillers,
-            evictors,
-            inline_handlers,
+            sim,
             shadow: vec![0; PAGES * page_bytes / 8],
-            mapped,
             intents: [None; THREADS],
             unused: Vec::new(),
             page_bytes,
             budget_pages,
         }
-    }
-
-    fn chance(&mut self, one_in: u64) -> bool {
-        next(&mut self.random).is_multiple_of(one_in)
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (next(&mut self.random) % limit as u64) as usize
     }
 
     /// Takes a step of one part.
@@ -116,14 +67,7 @@ impl World {
                 let thread = self.below(THREADS);
                 self.program(thread);
             }
-            4..6 => {
-                let filler = self.below(self.fillers.len());
-                self.fillers[filler].turn(EventScope::All);
-            }
-            _ => {
-                let evictor = self.below(self.evictors.len());
-                self.evictors[evictor].turn();
-            }
+            other => self.turn_of_one(other - 4),
         }
         let pages = self.space.resident_pages() + self.space.frame_pages();
         assert!(
@@ -157,29 +101,16 @@ impl World {
                 )
             }
         };
-        let address = self.mapped.address() + word * 8;
-        if self.inline_handlers.is_serving(thread) {
-            self.inline_handlers.step(thread);
-            return;
-        }
-        if !self.space.is_present(address) && self.chance(2) {
-            let region = self.mapped.region().clone();
-            self.inline_handlers.begin(thread, &region, address);
-            self.intents[thread] = Some((word, value));
-            return;
-        }
-        let outcome = match value {
-            Some(value) => self
-                .space
-                .try_store(thread, address, value)
-                .map(|()| self.shadow[word] = value),
-            None => self
-                .space
-                .try_load(thread, address)
-                .map(|seen| assert_eq!(seen, self.shadow[word], "word {word}")),
-        };
-        self.intents[thread] = match outcome {
-            Ok(()) => None,
+        let (region, address) = (self.region(), self.mapped().address() + word * 8);
+        self.intents[thread] = match self.try_access(thread, &region, address, value) {
+            Ok(seen) if value.is_some() => {
+                self.shadow[word] = seen;
+                None
+            }
+            Ok(seen) => {
+                assert_eq!(seen, self.shadow[word], "word {word}");
+                None
+            }
             Err(Faulted::Asleep) => Some((word, value)),
             Err(other) => panic!("thread {thread} at word {word}: {other}"),
         };
@@ -191,13 +122,7 @@ impl World {
             if done(self) {
                 return;
             }
-            self.inline_handlers.turn();
-            self.fillers
-                .iter_mut()
-                .for_each(|filler| _ = filler.turn(EventScope::All));
-            self.evictors
-                .iter_mut()
-                .for_each(|evictor| _ = evictor.turn());
+            self.turn();
         }
         panic!("the workers never get there");
     }
@@ -214,11 +139,8 @@ impl World {
     }
 
     fn run_job(&mut self, pages: Range<usize>, keep: bool) {
-        let job = Job::new(self.mapped.region().clone(), pages_of(pages), keep);
-        self.mapped.pager().shared().jobs.add(job.clone());
-        self.drive(|_| job.has_ended());
-        job.wait(&SignalGuard::new())
-            .expect("the store takes every page");
+        let written = self.run(0, pages_of(pages), keep);
+        written.expect("the store takes every page");
     }
 
     /// Gives the contents of `count` pages from `from` on the page numbers from `to` on, while
@@ -227,17 +149,11 @@ impl World {
         self.finish_intents();
         self.unused = vec![from..from + count, to..to + count];
         self.step_by_step(to..to + count, [to, to], |world, pages| {
-            match world.mapped.try_discard(pages).expect("there are frames") {
-                DiscardOutcome::Done(zeros) => zeros,
-                DiscardOutcome::NotNow(_) => 0,
-            }
+            world.mapped().try_discard(pages)
         });
         self.step_by_step(from..from + count, [from, to], |world, pages| {
             let new = PageIndex(to + (pages.start.0 - from));
-            match (world.mapped.try_relocate(pages, new)).expect("there are frames") {
-                Relocated::Done(moved) => moved,
-                Relocated::NotNow | Relocated::Held => 0,
-            }
+            world.mapped().try_relocate(pages, new)
         });
         let words = |page: usize| page * self.page_bytes / 8..(page + count) * self.page_bytes / 8;
         self.shadow.copy_within(words(from), words(to).start);
@@ -248,33 +164,20 @@ impl World {
     /// Cedes pages, while everything else goes on: with their bytes, which threads use meanwhile,
     /// or without.
     fn cede(&mut self, pages: Range<usize>, with_bytes: bool) {
+        let firsts = [pages.start; 2];
         if with_bytes {
-            self.step_by_step(pages.clone(), [pages.start; 2], |world, pages| match (world
-                .mapped
-                .try_cede_with_bytes(pages.start))
-            .expect("it is not refused")
-            {
-                Ceded::Done(count) => count,
-                Ceded::NotNow => 0,
-                Ceded::Absent => {
-                    world.mapped.demand(pages.start.alone());
-                    0
-                }
+            return self.step_by_step(pages, firsts, |world, pages| {
+                world.mapped().try_cede_with_bytes(pages.start)
             });
-            return;
         }
         self.finish_intents();
         self.unused = vec![pages.clone()];
-        self.step_by_step(pages.clone(), [pages.start; 2], |world, pages| match world
-            .mapped
-            .try_cede(pages)
-            .expect("it is not refused")
-        {
-            Ceded::Done(count) => count,
-            Ceded::NotNow | Ceded::Absent => {
-                world.mapped.try_discard(pages).expect("there are frames");
-                0
+        self.step_by_step(pages.clone(), firsts, |world, pages| {
+            let ceded = world.mapped().try_cede(pages)?;
+            if !matches!(ceded, Attempt::Done(_)) {
+                world.mapped().try_discard(pages)?;
             }
+            Ok(ceded)
         });
         self.forget(pages);
     }
@@ -283,10 +186,11 @@ impl World {
     fn regain(&mut self, pages: Range<usize>) {
         self.finish_intents();
         self.unused = vec![pages.clone()];
-        let (shared, region) = (self.mapped.pager().shared(), self.mapped.region());
+        let (shared, region) = (self.mapped().pager().shared(), self.mapped().region());
         (shared.mapper.regain(region, pages_of(pages.clone()))).expect("the space takes them back");
         self.step_by_step(pages.clone(), [pages.start; 2], |world, pages| {
-            usize::from(world.mapped.settle_regained(pages.start))
+            let is_settled = world.mapped().settle_regained(pages.start);
+            Ok(Attempt::Done(usize::from(is_settled)))
         });
         self.forget(pages);
     }
@@ -298,23 +202,22 @@ impl World {
         self.unused.clear();
     }
 
-    /// Acts on `pages`, while everything else goes on: `act` returns how many it has dealt with.
+    /// Acts on `pages`, while everything else goes on.
     /// `firsts`: the first pages of the ranges that it uses.
     fn step_by_step(
         &mut self,
         pages: Range<usize>,
         firsts: [usize; 2],
-        act: impl Fn(&World, PageRange) -> usize,
+        act: impl Fn(&World, PageRange) -> Result<Attempt, PageError>,
     ) {
-        let region = self.mapped.region().clone();
+        let region = self.region();
         let mut rest = pages_of(pages.clone());
         self.drive(|world| {
             world.step();
             if world.chance(8) {
-                let ask = || Command::Prefetch(region.clone(), pages_of(pages.clone()));
-                world.mapped.pager().shared().doors.tell_fillers(ask);
+                world.prefetch(0, pages.clone());
             }
-            let done = act(world, rest);
+            let done = world.dealt_with(rest.start, act(world, rest));
             // Pages that are read ahead and held back stay so until a thread asks for them.
             let done_before = rest.start.0 - pages.start;
             for page in firsts.map(|first| PageIndex(first + done_before)) {
@@ -322,7 +225,7 @@ impl World {
                     && region.words.load(page).state() == PageState::Filling
                     && world.chance(16)
                 {
-                    world.mapped.demand(page.alone());
+                    world.mapped().demand(page.alone());
                 }
             }
             rest.start += done;
@@ -337,59 +240,57 @@ impl World {
         }
     }
 
-    fn end(self) {
-        let World {
-            mapped,
-            mut fillers,
-            mut evictors,
-            inline_handlers,
-            space,
-            ..
-        } = self;
-        let shared = mapped.pager().shared().clone();
-        let region = mapped.region().clone();
-        close(
-            vec![ManuallyDrop::into_inner(mapped)],
-            &mut fillers,
-            &mut evictors,
-        );
-        assert!(
-            region.counts_nothing(),
-            "a chunk counts pages that are not there"
-        );
-        drop((fillers, evictors, inline_handlers, shared, region));
-        assert_eq!(
-            space.frame_pages() + space.resident_pages(),
-            0,
-            "frames are left behind"
-        );
+    /// Checks everything, and drops the region.
+    fn end(mut self) {
+        self.finish_intents();
+        self.check_everything();
+        self.sim.end_without_frames();
+    }
+}
+
+/// Runs a simulation for each seed.
+fn each_seed(default: Range<u64>, lossy: bool, mut act: impl FnMut(&mut World)) {
+    for seed in seeds(default) {
+        println!("seed {seed}");
+        let mut world = World::new(seed, lossy);
+        act(&mut world);
+        world.end();
+    }
+}
+
+impl Deref for World {
+    type Target = Sim;
+
+    fn deref(&self) -> &Sim {
+        &self.sim
+    }
+}
+
+impl DerefMut for World {
+    fn deref_mut(&mut self) -> &mut Sim {
+        &mut self.sim
     }
 }
 
 #[test]
 fn many_threads_see_a_plain_array() {
     let (mut scattered, mut copied_beside_moves) = (0, 0);
-    for seed in seeds(0..60) {
-        println!("seed {seed}");
-        let mut world = World::new(seed, false);
+    each_seed(0..60, false, |world| {
         for step in 0..20_000 {
             if step == 10_000 {
                 let advice = [Advice::Sequential, Advice::Random, Advice::Normal][world.below(3)];
                 world
-                    .mapped
+                    .mapped()
                     .advise(0..0, advice)
                     .expect("advice of this kind does not fail");
             }
             world.step();
         }
-        world.finish_intents();
-        world.check_everything();
         scattered += world.space.scattered_pages();
-        if !world.mapped.region().copies_out {
+        if !world.mapped().region().copies_out {
             copied_beside_moves += world.space.copied_in();
         }
-        world.end();
-    }
+    });
     let is_default = std::env::var_os("FARPAGE_SIM_SEEDS").is_none();
     assert!(scattered > 0 || !is_default, "no page was ever copied out");
     assert!(
@@ -400,45 +301,27 @@ fn many_threads_see_a_plain_array() {
 
 #[test]
 fn flushes_and_evictions_on_demand_disturb_nobody() {
-    for seed in seeds(1000..1030) {
-        println!("seed {seed}");
-        let mut world = World::new(seed, false);
+    each_seed(1000..1030, false, |world| {
         for _ in 0..10 {
             (0..1000).for_each(|_| world.step());
             let first = world.below(PAGES);
             let keep = world.chance(2);
             world.run_job(first..PAGES, keep);
-            let region = world.mapped.region().clone();
-            world
-                .mapped
-                .pager()
-                .shared()
-                .doors
-                .tell_fillers(|| Command::Prefetch(region.clone(), pages_of(first..PAGES)));
+            world.prefetch(0, first..PAGES);
         }
-        world.finish_intents();
-        world.check_everything();
-        world.end();
-    }
+    });
 }
 
 #[test]
 fn lost_operations_are_repeated() {
-    for seed in seeds(2000..2008) {
-        println!("seed {seed}");
-        let mut world = World::new(seed, true);
+    each_seed(2000..2008, true, |world| {
         (0..5_000).for_each(|_| world.step());
-        world.finish_intents();
-        world.check_everything();
-        world.end();
-    }
+    });
 }
 
 #[test]
 fn pages_that_the_program_drops_are_what_was_written_back_last() {
-    for seed in seeds(3000..3030) {
-        println!("seed {seed}");
-        let mut world = World::new(seed, false);
+    each_seed(3000..3030, false, |world| {
         for _ in 0..20 {
             (0..300).for_each(|_| world.step());
             world.finish_intents();
@@ -448,20 +331,15 @@ fn pages_that_the_program_drops_are_what_was_written_back_last() {
                 let page = world.below(PAGES);
                 world
                     .space
-                    .drop_page(world.mapped.address() + page * world.page_bytes);
+                    .drop_page(world.mapped().address() + page * world.page_bytes);
             }
         }
-        world.finish_intents();
-        world.check_everything();
-        world.end();
-    }
+    });
 }
 
 #[test]
 fn contents_that_change_their_places_are_whole_under_pressure() {
-    for seed in seeds(4000..4060) {
-        println!("seed {seed}");
-        let mut world = World::new(seed, false);
+    each_seed(4000..4060, false, |world| {
         for _ in 0..15 {
             (0..300).for_each(|_| world.step());
             let count = 1 + world.below(PAGES / 2);
@@ -474,17 +352,12 @@ fn contents_that_change_their_places_are_whole_under_pressure() {
             };
             world.relocate(from, to, count);
         }
-        world.finish_intents();
-        world.check_everything();
-        world.end();
-    }
+    });
 }
 
 #[test]
 fn ceded_pages_are_the_programs_own_until_they_are_regained() {
-    for seed in seeds(5000..5060) {
-        println!("seed {seed}");
-        let mut world = World::new(seed, false);
+    each_seed(5000..5060, false, |world| {
         for _ in 0..10 {
             (0..300).for_each(|_| world.step());
             let first = world.below(PAGES);
@@ -494,7 +367,7 @@ fn ceded_pages_are_the_programs_own_until_they_are_regained() {
             // Evictors find nothing there, whatever they do meanwhile.
             (0..500).for_each(|_| world.step());
             for page in pages.clone() {
-                let word = world.mapped.region().words.load(PageIndex(page));
+                let word = world.mapped().region().words.load(PageIndex(page));
                 let is_left_alone = match word.state() {
                     PageState::Poisoned => true,
                     // A worker has read a fault late, and owns the page until it sees that.
@@ -505,30 +378,24 @@ fn ceded_pages_are_the_programs_own_until_they_are_regained() {
             }
             world.regain(pages);
         }
-        world.finish_intents();
-        world.check_everything();
-        world.end();
-    }
+    });
 }
 
 #[test]
 fn pages_that_cannot_be_ceded_keep_their_bytes() {
-    for seed in seeds(6000..6010) {
-        println!("seed {seed}");
-        let mut world = World::new(seed, false);
+    each_seed(6000..6010, false, |world| {
         (0..3000).for_each(|_| world.step());
         world.finish_intents();
         world.space.refuse_to_cede(true);
         let mut refused = 0;
         for page in (0..PAGES).map(PageIndex) {
-            match world.mapped.try_cede_with_bytes(page) {
+            match world.mapped().try_cede_with_bytes(page) {
                 Err(_) => refused += 1,
-                Ok(Ceded::Done(_)) => panic!("page {page} is ceded"),
-                Ok(Ceded::Absent | Ceded::NotNow) => {}
+                Ok(Attempt::Done(_)) => panic!("page {page} is ceded"),
+                Ok(Attempt::Absent | Attempt::NotNow(_)) => {}
             }
         }
         assert!(refused > 0, "no page was there to be ceded");
         world.check_everything();
-        world.end();
-    }
+    });
 }

@@ -1,312 +1,306 @@
-//! Evictor, which moves pages out or copies them, and flusher.
+//! Steps of the evictor, which moves pages out or copies them, and of the flusher; and the gate.
 
 use farpage_pager::protocol::{self, OnLeft, PageState};
 
 use super::{
-    Harm, Paging, Twin,
-    moves::Moves,
-    world::{
-        EVICTOR, EVICTORS_FAULT, FLUSHER, Mapping, Next, OVERWRITTEN, Page, Version, WORKER_NAMES,
-        World, push,
-    },
+    COPIES, FAILS_REMAPS, FAILS_WRITES, FORKS, GIVES_UP, HOLDS, Harm, Moves, Paging, Twin,
+    WORKER_NAMES,
+    world::{EVICTOR, FLUSHER, Mapping, Next, Version, Worker, World},
 };
 use crate::explore::Label;
+
+/// Version that the program writes when it overwrites a lost page.
+const OVERWRITTEN: Version = 99;
 
 impl Moves<'_> {
     pub(super) fn of_evictor(&mut self, me: usize) {
         let paging = self.paging;
-        let worker = self.world.workers[me];
-        let page = usize::from(worker.page);
-        let Page {
-            word,
-            mapping,
-            stored,
-            ..
-        } = self.world.pages[page];
-        match (worker.next, mapping) {
-            (Next::Idle, _) if paging.forks => self.before_the_gate(me),
-            (Next::ComeIn | Next::Choose | Next::GoOut, _) => self.in_the_gate(me),
-            (Next::Idle, _) => self.of_idle_evictor(me),
-            (
-                Next::Protect
-                | Next::CopyOut
-                | Next::Sleep
-                | Next::OwnCopied(_)
-                | Next::Lift
-                | Next::GiveBack(_)
-                | Next::LiftLeft(_),
-                _,
-            ) => self.of_copying_evictor(me),
-            (Next::Detach, Mapping::Mapped(version)) => {
-                self.must(me, "takes the page out", |w| {
-                    w.map(page, Mapping::Absent);
+        let Worker { next, page, .. } = self.world.workers[me];
+        let page = usize::from(page);
+        let (word, stored) = (self.world.pages[page].word, self.world.pages[page].stored);
+        match next {
+            Next::Idle if paging.can(FORKS) => self.before_the_gate(me),
+            Next::ComeIn | Next::Choose | Next::GoOut => self.in_the_gate(me),
+            Next::Idle => self.of_idle_evictor(me),
+            Next::Detach => {
+                let Mapping::Mapped(version) = self.world.pages[page].mapping else {
+                    return self.must(me, "finds no page", Next::PublishRemoved, |_| {});
+                };
+                self.must(me, "takes the page out", Next::Compare(version), |w| {
+                    w.pages[page].map(Mapping::Absent);
                     w.workers[me].inside &= !paging.is(Twin::CountsTheSearchAlone);
-                    w.go(me, Next::Compare(version));
-                    Ok(())
                 });
-                if paging.holds {
-                    self.must(me, "takes a part of the page out, the rest is held", |w| {
-                        w.map(page, Mapping::Absent);
-                        w.go(me, Next::PutBack(version));
-                        Ok(())
+                if paging.can(HOLDS) {
+                    let does = "takes a part of the page out, the rest is held";
+                    self.must(me, does, Next::PutBack(version), |w| {
+                        w.pages[page].map(Mapping::Absent);
                     });
                 }
             }
-            (Next::Detach, _) => self.must(me, "finds no page to take out", |w| {
-                w.go(me, Next::PublishRemoved);
-                Ok(())
-            }),
-            (Next::PutBack(version), _) => self.must(me, "puts the part back", |w| {
-                w.map(page, Mapping::Mapped(version));
-                w.go(me, Next::PublishStayed);
-                Ok(())
-            }),
-            (Next::PublishStayed, _) => self.must(me, "publishes stayed", |w| {
+            Next::PutBack(version) => {
+                self.must(me, "puts the part back", Next::PublishStayed, |w| {
+                    w.pages[page].map(Mapping::Mapped(version));
+                })
+            }
+            Next::PublishStayed => self.choose(me, "publishes stayed", |w| {
                 let noted = paging.publish(w, page, PageState::Leaving, protocol::stayed)?;
-                w.go(
-                    me,
-                    if noted && !paging.is(Twin::NoWakeWhenStayed) {
-                        Next::Wake
-                    } else {
-                        Next::Idle
-                    },
-                );
-                Ok(())
+                Ok(paging.wake_if(noted, Twin::NoWakeWhenStayed))
             }),
-            (Next::PublishRemoved, _) => self.must(me, "publishes removed", |w| {
-                let noted = paging.publish(w, page, PageState::Leaving, |word| {
-                    protocol::removed(word, 0).0
-                })?;
-                w.add_frames(paging, 1);
-                w.go(
-                    me,
-                    if noted && !paging.is(Twin::NoWakeWhenRemoved) {
-                        Next::Wake
-                    } else {
-                        Next::Idle
-                    },
-                );
-                Ok(())
+            Next::PublishRemoved => self.choose(me, "publishes removed", |w| {
+                let removed = |word| protocol::removed(word, 0).0;
+                let noted = paging.publish(w, page, PageState::Leaving, removed)?;
+                w.add_frame();
+                Ok(paging.wake_if(noted, Twin::NoWakeWhenRemoved))
             }),
-            (Next::Compare(version), _) => {
-                let leaves = paging.written(me, version);
-                self.must(me, "compares with what the store holds", |w| {
-                    let late = paging.is(Twin::PublishesBeforeWrite);
-                    w.go(
-                        me,
-                        if version == stored || late {
-                            leaves
-                        } else {
-                            Next::Write(version)
-                        },
-                    );
-                    Ok(())
-                });
+            Next::Compare(version) => {
+                let is_done = version == stored || paging.is(Twin::PublishesBeforeWrite);
+                let next = match is_done {
+                    true => paging.written(me, version),
+                    false => Next::Write(version),
+                };
+                self.must(me, "compares with what the store holds", next, |_| {});
                 if word.wanted() {
-                    self.must(me, "sees the note", |w| {
-                        w.go(me, Next::Reinstall(version));
-                        Ok(())
-                    });
+                    self.must(me, "sees the note", Next::Reinstall(version), |_| {});
                 } else if self.world.is_closed() && me == EVICTOR {
-                    self.must(me, "sees that the program forks", |w| {
-                        w.go(me, Next::Reinstall(version));
-                        Ok(())
-                    });
+                    self.must(
+                        me,
+                        "sees that the program forks",
+                        Next::Reinstall(version),
+                        |_| {},
+                    );
                 }
             }
-            (Next::Write(version), _) => {
-                let leaves = paging.written(me, version);
-                self.must(me, "writes to the store", |w| {
-                    w.pages[page].stored = version;
-                    w.go(me, leaves);
-                    Ok(())
-                });
-                if paging.writes_fail {
-                    self.must(me, "fails to write to the store", |w| {
-                        w.go(me, Next::Reinstall(version));
-                        Ok(())
-                    });
-                }
-            }
-            (Next::PublishLeft(version), _) => self.must(me, "publishes left", |w| {
-                let mut gone = OnLeft::Gone;
-                let blind = paging.is(Twin::LeavesDespiteNote)
-                    || !word.wanted()
-                        && (paging.is(Twin::LeavesDespitePin) || paging.is(Twin::FlushDrops));
-                if blind {
-                    paging.publish(w, page, PageState::Leaving, |word| {
-                        protocol::removed(word, 0).0
-                    })?;
-                } else {
-                    gone = protocol_left(paging, w, page)?;
-                }
-                w.go(
+            Next::Write(version) => {
+                self.must(
                     me,
-                    match gone {
-                        OnLeft::TakeBack => Next::Reinstall(version),
-                        OnLeft::Gone if version != stored => Next::LateWrite(version),
-                        OnLeft::Gone => Next::Idle,
+                    "writes to the store",
+                    paging.written(me, version),
+                    |w| {
+                        w.pages[page].stored = version;
                     },
                 );
-                w.add_frames(paging, u8::from(gone == OnLeft::Gone));
-                Ok(())
+                if paging.can(FAILS_WRITES) {
+                    self.must(
+                        me,
+                        "fails to write to the store",
+                        Next::Reinstall(version),
+                        |_| {},
+                    );
+                }
+            }
+            Next::PublishLeft(version) => self.choose(me, "publishes left", |w| {
+                let (next, outcome) = match word.state() {
+                    PageState::Leaving => (paging.protocol.left)(word),
+                    _ if paging.strict() => return Err(Harm::Ownership),
+                    _ => (word, OnLeft::Gone),
+                };
+                w.pages[page].word = next;
+                if outcome == OnLeft::TakeBack {
+                    return Ok(Next::Reinstall(version));
+                }
+                w.add_frame();
+                Ok(match version == stored {
+                    true => Next::Idle,
+                    false => Next::LateWrite(version),
+                })
             }),
-
-            (Next::LateWrite(version), _) => self.must(me, "writes to the store, too late", |w| {
+            Next::LateWrite(version) => self.must(me, "writes, too late", Next::Idle, |w| {
                 w.pages[page].stored = version;
-                w.go(me, Next::Idle);
-                Ok(())
             }),
-            _ => self.of_owner(me),
+            _ => self.of_copying_evictor(me),
         }
     }
 
     /// Copies a page out, without owning it while it does.
     fn of_copying_evictor(&mut self, me: usize) {
         let paging = self.paging;
-        let worker = self.world.workers[me];
-        let page = usize::from(worker.page);
-        let Page { word, mapping, .. } = self.world.pages[page];
-        let owns_already = paging.is(Twin::CopiesWhatItOwns);
-        match worker.next {
-            Next::Protect => self.must(me, "protects the page", |w| {
-                let page = &mut w.pages[page];
-                page.protected = page.is_mapped();
-                w.go(me, Next::CopyOut);
-                Ok(())
+        let Worker { next, page, .. } = self.world.workers[me];
+        let page = usize::from(page);
+        let mapping = self.world.pages[page].mapping;
+        match next {
+            Next::Protect => self.must(me, "protects the page", Next::CopyOut, |w| {
+                w.pages[page].protected = w.pages[page].is_mapped();
             }),
-            Next::CopyOut => self.must(me, "copies the page", |w| {
-                let next = match mapping {
-                    Mapping::Mapped(version) if owns_already => Next::GiveBack(version),
+            Next::CopyOut => self.choose(me, "copies the page", |w| {
+                Ok(match mapping {
+                    Mapping::Mapped(version) if paging.is(Twin::CopiesWhatItOwns) => {
+                        Next::GiveBack(version)
+                    }
                     Mapping::Mapped(version) => Next::OwnCopied(version),
                     Mapping::Poison => Next::Lift,
                     Mapping::Absent => {
-                        push(&mut w.unread, EVICTORS_FAULT);
+                        w.fault_of_evictor();
                         Next::Sleep
                     }
+                })
+            }),
+            Next::OwnCopied(version) => self.choose(me, "owns what it has copied", |w| {
+                let Some(mine) = (paging.protocol.copied)(w.pages[page].word) else {
+                    return Ok(Next::Lift);
                 };
-                w.go(me, next);
-                Ok(())
+                w.pages[page].word = mine;
+                Ok(Next::GiveBack(version))
             }),
-            Next::OwnCopied(version) => self.must(me, "owns what it has copied", |w| {
-                let copied = if paging.is(Twin::TakesWhatWasTakenUp) {
-                    protocol::leave(word)
-                } else {
-                    protocol::copied(word)
-                };
-                match copied {
-                    Some(mine) => w.own(me, page, mine, Next::GiveBack(version)),
-                    None => w.go(me, Next::Lift),
-                }
-                Ok(())
-            }),
-            Next::GiveBack(version) => self.must(me, "gives the page's memory back", |w| {
-                // The program has dropped the page after it was copied, and no thread has touched
-                // it since: it had left before.
-                if mapping == Mapping::Absent {
-                    w.pages[page].last = version;
-                }
-                w.map(page, Mapping::Absent);
-                w.go(me, Next::LiftLeft(version));
-                Ok(())
-            }),
-            Next::LiftLeft(version) => self.must(me, "lifts the protection", |w| {
+            Next::GiveBack(version) => {
+                self.must(
+                    me,
+                    "gives the page's memory back",
+                    Next::LiftLeft(version),
+                    |w| {
+                        // The program has dropped the page after it was copied, and no thread has
+                        // touched it since: it had left before.
+                        if mapping == Mapping::Absent {
+                            w.pages[page].last = version;
+                        }
+                        w.pages[page].map(Mapping::Absent);
+                    },
+                );
+            }
+            Next::LiftLeft(version) => {
+                self.must(me, "lifts the protection", Next::Compare(version), |w| {
+                    w.pages[page].protected = false;
+                });
+            }
+            Next::Lift => self.must(me, "lifts the protection", Next::Idle, |w| {
                 w.pages[page].protected = false;
-                w.go(me, Next::Compare(version));
-                Ok(())
-            }),
-            Next::Lift => self.must(me, "lifts the protection", |w| {
-                w.pages[page].protected = false;
-                w.go(me, Next::Idle);
-                Ok(())
             }),
             // Sleeps until it is woken.
-            _ => {}
+            Next::Sleep => {}
+            _ => self.of_owner(me),
         }
     }
 
     /// Adds the beginnings of an evictor that is let in.
-    pub(super) fn of_idle_evictor(&mut self, me: usize) {
-        let paging = self.paging;
+    fn of_idle_evictor(&mut self, me: usize) {
+        let (paging, is_evictor) = (self.paging, me == EVICTOR);
         // Compulsory only while a filler waits for a frame.
-        let urgent = self.world.frames == 0
-            && paging.frames.is_some()
-            && self.world.workers.iter().any(|w| w.next == Next::TakeFrame);
+        let waits = |worker: &Worker| worker.next == Next::TakeFrame;
+        let is_urgent = self.world.frames == Some(0) && self.world.workers.iter().any(waits);
         for page in 0..paging.pages {
-            let label = Label {
-                actor: WORKER_NAMES[me],
-                does: "begins to take it out",
-                page,
-            };
-            let Page { word, mapping, .. } = self.world.pages[page];
+            let word = self.world.pages[page].word;
             // The program does this; the evictor lends it its place.
-            if paging.remaps_fail
-                && me == EVICTOR
-                && (paging.frames.is_none() || self.world.frames > 0)
+            if paging.can(FAILS_REMAPS)
+                && is_evictor
+                && self.world.frames != Some(0)
                 && let Some(mine) = protocol::taken_up(word)
             {
-                self.may(me, "overwrites the lost page", page, |w| {
-                    if paging.frames.is_some() {
-                        w.frames -= 1;
-                    }
+                let (actor, does) = (WORKER_NAMES[me], "overwrites the lost page");
+                self.add(false, Label { actor, does, page }, |w| {
+                    w.take_frame();
                     w.pages[page].last = OVERWRITTEN;
                     w.own(me, page, mine, Next::Reinstall(OVERWRITTEN));
                     Ok(())
                 });
             }
-            let leaving = if me == FLUSHER || paging.is(Twin::EvictsPinned) {
-                protocol::borrow(word)
-            } else {
-                protocol::leave(word)
+            let leaving = match is_evictor {
+                true => (paging.protocol.leave)(word),
+                false => protocol::borrow(word),
             };
             if paging.is(Twin::DetachesWithoutOwning) {
-                if let Mapping::Mapped(version) = mapping {
-                    self.may(me, "takes it out without owning it", page, |w| {
+                if let Mapping::Mapped(version) = self.world.pages[page].mapping {
+                    let (actor, does) = (WORKER_NAMES[me], "takes it out without owning it");
+                    self.add(false, Label { actor, does, page }, |w| {
                         w.pages[page].mapping = Mapping::Absent;
                         w.own(me, page, word, Next::Compare(version));
                         Ok(())
                     });
                 }
-            } else if paging.copies && me == EVICTOR {
-                let marked = if paging.is(Twin::CopiesWhatItOwns) {
-                    leaving
-                } else {
-                    protocol::copying(word)
+            } else if paging.can(COPIES) && is_evictor {
+                let marked = match paging.is(Twin::CopiesWhatItOwns) {
+                    true => leaving,
+                    false => protocol::copying(word),
                 };
                 if let Some(marked) = marked {
-                    self.may(me, "begins to copy it", page, |w| {
-                        w.own(me, page, marked, Next::Protect);
-                        Ok(())
-                    });
+                    self.own(
+                        false,
+                        me,
+                        "begins to copy it",
+                        (page, marked),
+                        Next::Protect,
+                    );
                 }
             } else if let Some(mine) = leaving {
-                self.add(urgent && me == EVICTOR, label, |w| {
-                    w.own(me, page, mine, Next::Detach);
-                    Ok(())
-                });
+                let compulsory = is_urgent && is_evictor;
+                self.own(
+                    compulsory,
+                    me,
+                    "begins to take it out",
+                    (page, mine),
+                    Next::Detach,
+                );
             }
         }
     }
-}
 
-fn protocol_left(paging: &Paging, world: &mut World, page: usize) -> Result<OnLeft, Harm> {
-    let word = world.pages[page].word;
-    if word.state() != PageState::Leaving {
-        return if paging.strict() {
-            Err(Harm::Ownership)
-        } else {
-            Ok(OnLeft::Gone)
+    /// Adds the step of an evictor that sees something to take out.
+    fn before_the_gate(&mut self, me: usize) {
+        if self.world.is_closed() {
+            return;
+        }
+        let others = self.out.len();
+        self.of_idle_evictor(me);
+        let begins = self.out.split_off(others);
+        if begins.is_empty() {
+            return;
+        }
+        let is_late = self.paging.is(Twin::LooksBeforeItCounts);
+        let (actor, page) = (WORKER_NAMES[me], 0);
+        let does = match is_late {
+            true => "sees the gate open",
+            false => "counts itself as inside",
         };
+        let compulsory = begins.iter().any(|begins| begins.compulsory);
+        self.add(compulsory, Label { actor, does, page }, |w| {
+            w.workers[me].inside = !is_late;
+            w.go(me, Next::ComeIn);
+            Ok(())
+        });
     }
-    let (next, outcome) = protocol::left(word, 0);
-    world.pages[page].word = next;
-    Ok(outcome)
+
+    /// Adds the step of a filler that does not see a page which is called resident. While the gate
+    /// is sealed, the fault is put off: the filler would do something else.
+    pub(super) fn fill_at_the_gate(&mut self, me: usize) {
+        if !self.world.is_sealed() {
+            let does = "counts itself as inside";
+            self.must(me, does, Next::ComeIn, |w| w.workers[me].inside = true);
+        }
+    }
+
+    /// Adds the steps of a worker that counts as inside and owns nothing.
+    pub(super) fn in_the_gate(&mut self, me: usize) {
+        let (is_filler, world) = (me < EVICTOR, self.world);
+        let let_in = if is_filler { Next::Own } else { Next::Choose };
+        let leave = |w: &mut World| w.workers[me].inside = false;
+        match world.workers[me].next {
+            Next::ComeIn if self.paging.is(Twin::LooksBeforeItCounts) => {
+                let does = "counts itself as inside";
+                self.must(me, does, let_in, |w| w.workers[me].inside = true);
+            }
+            Next::ComeIn if is_filler && world.is_sealed() => {
+                self.must(me, "is refused, and puts the fault off", Next::Look, leave);
+            }
+            Next::ComeIn if !is_filler && world.is_closed() => {
+                self.must(me, "is refused", Next::Idle, |_| {});
+            }
+            Next::ComeIn => self.must(me, "is let in", let_in, |_| {}),
+            Next::Choose => {
+                let others = self.out.len();
+                self.of_idle_evictor(me);
+                // What has been begun must go on.
+                (self.out[others..].iter_mut()).for_each(|begins| begins.compulsory = true);
+                if self.out.len() == others {
+                    self.must(me, "finds nothing to take out", Next::Idle, |_| {});
+                }
+            }
+            _ => self.must(me, "counts itself out", Next::Idle, leave),
+        }
+    }
 }
 
 impl Paging {
     /// Returns the step that follows once a page's bytes are in the store.
     fn written(&self, worker: usize, version: Version) -> Next {
-        if worker == FLUSHER && !self.gives_up && !self.is(Twin::FlushDrops) {
+        if worker == FLUSHER && !self.can(GIVES_UP) && !self.is(Twin::FlushDrops) {
             Next::Reinstall(version)
         } else {
             Next::PublishLeft(version)

@@ -1,176 +1,237 @@
-//! Steps of a filler until it owns a page.
+//! Steps of a filler, and of any worker that maps a page which it owns.
 
-use farpage_pager::protocol::{self, OnFault, PageState};
+use farpage_pager::protocol::{self, OnAbsent, OnFailed, OnFault, PageState};
 
 use super::{
-    Access, Paging, Step, Twin,
-    moves::Moves,
-    world::{Asked, Bytes, EVICTOR, EVICTORS_FAULT, Mapping, Next, Thread, WORKER_NAMES, World},
+    Access, FAILS_FILLS, FAILS_REMAPS, FORKS, Harm, Moves, PREFETCHES, Twin, WORKER_NAMES,
+    installed,
+    world::{Asked, Bytes, EVICTOR, Mapping, Next, Thread, Worker, World},
 };
 use crate::explore::Label;
 
 impl Moves<'_> {
     pub(super) fn of_filler(&mut self, me: usize) {
         let paging = self.paging;
-        let worker = self.world.workers[me];
-        let page = usize::from(worker.page);
-        let there = self.world.pages[page].mapping != Mapping::Absent;
-        match worker.next {
+        let Worker { next, page, .. } = self.world.workers[me];
+        let page = usize::from(page);
+        let is_there = self.world.pages[page].mapping != Mapping::Absent;
+        match next {
             Next::Idle => self.of_idle_filler(me),
-
-            Next::Look if there => self.must(me, "looks: the page is there", |w| {
-                w.go(
-                    me,
-                    if paging.is(Twin::NoWakeForStaleFault) {
-                        Next::Idle
-                    } else {
-                        Next::Wake
-                    },
-                );
-                Ok(())
-            }),
-            Next::Look if paging.forks => self.fill_at_the_gate(me),
+            Next::Look if is_there => {
+                let next = match paging.is(Twin::NoWakeForStaleFault) {
+                    true => Next::Idle,
+                    false => Next::Wake,
+                };
+                self.must(me, "looks: the page is there", next, |_| {});
+            }
+            Next::Look if paging.can(FORKS) => self.fill_at_the_gate(me),
             Next::ComeIn | Next::GoOut => self.in_the_gate(me),
-            Next::Look => self.must(me, "looks: the page is not there", |w| {
-                w.go(me, Next::Own);
-                Ok(())
-            }),
-            Next::Own => self.must(me, "owns what has vanished", |w| {
-                let word = w.pages[page].word;
-                if let Some(mine) = protocol::vanished(word) {
-                    if paging.is(Twin::LooksOnce) {
-                        w.add_frames(paging, 1);
-                        w.own(me, page, mine, Next::TakeFrame);
-                    } else {
-                        w.own(me, page, mine, Next::LookAgain);
+            Next::Look => self.must(me, "looks: the page is not there", Next::Own, |_| {}),
+            Next::Own => self.choose(me, "owns what has vanished", |w| {
+                let (next, outcome) = (paging.protocol.absent)(w.pages[page].word);
+                w.pages[page].word = next;
+                Ok(match outcome {
+                    OnAbsent::LookAgain if paging.is(Twin::LooksOnce) => {
+                        w.add_frame();
+                        Next::TakeFrame
                     }
-                } else if let Some(mine) =
-                    protocol::heal(word).filter(|_| !paging.is(Twin::OnlyWakesPoisoned))
-                {
-                    w.own(me, page, mine, Next::TakeFrame);
-                } else if let Some(mine) = protocol::taken_up(word) {
-                    w.own(me, page, mine, Next::Poison(Bytes::Lost));
-                } else {
-                    // Another owner was faster. The sleeper may have been served, or not: let it
-                    // fault again.
-                    w.go(me, Next::Wake);
-                }
-                Ok(())
+                    OnAbsent::LookAgain => Next::LookAgain,
+                    OnAbsent::Fill => Next::TakeFrame,
+                    OnAbsent::Lose => Next::Poison(Bytes::Lost),
+                    OnAbsent::Stale => Next::Wake,
+                })
             }),
-
-            Next::LookAgain => self.must(me, "looks again as the owner", |w| {
-                if there {
-                    w.go(me, Next::AlreadyMapped);
-                } else {
-                    // The program gave the page's memory back, and with it the page's share of the
-                    // budget.
-                    w.add_frames(paging, 1);
-                    w.go(me, Next::TakeFrame);
-                }
-                Ok(())
-            }),
+            Next::LookAgain if is_there => {
+                self.must(me, "looks again as the owner", Next::AlreadyMapped, |_| {});
+            }
+            // The program gave the page's memory back, and with it the page's share of the budget.
+            Next::LookAgain => {
+                self.must(
+                    me,
+                    "looks again as the owner",
+                    Next::TakeFrame,
+                    World::add_frame,
+                );
+            }
             _ => self.of_owner(me),
         }
     }
 
     fn of_idle_filler(&mut self, me: usize) {
-        let paging = self.paging;
+        let (paging, actor) = (self.paging, WORKER_NAMES[me]);
         let [first, second, third] = self.world.workers[me].batch;
         if first != 0 {
-            let label = Label {
-                actor: WORKER_NAMES[me],
-                does: "serves a fault",
-                page: usize::from(first) - 1,
-            };
-            return self.add(true, label, |w| {
+            let (does, page) = ("serves a fault", usize::from(first) - 1);
+            return self.add(true, Label { actor, does, page }, |w| {
                 w.workers[me].batch = [second, third, 0];
                 w.workers[me].page = first - 1;
-                paging.on_fault(w, me)
+                let (next, outcome) = (paging.protocol.fault)(w.pages[page].word);
+                w.pages[page].word = next;
+                let next = match outcome {
+                    OnFault::Fill => Next::TakeFrame,
+                    OnFault::Noted => Next::Idle,
+                    OnFault::Stale => Next::Look,
+                };
+                w.go(me, next);
+                Ok(())
             });
         }
         if self.world.unread != [0; 3] {
-            self.must(me, "reads the faults", |w| {
-                let pages = w.unread.map(|thread| match usize::from(thread) {
-                    0 => 0,
-                    _ if thread == EVICTORS_FAULT => w.workers[EVICTOR].page + 1,
-                    thread => match paging.access(thread - 1, w.threads[thread - 1].done) {
-                        Some(Access::Read(page) | Access::Write(page)) => page as u8 + 1,
-                        _ => unreachable!("a sleeping thread has an access to do"),
-                    },
-                });
-                w.workers[me].batch = pages;
-                w.unread = [0; 3];
-                Ok(())
+            self.must(me, "reads the faults", Next::Idle, |w| {
+                w.workers[me].batch = w.read_faults();
             });
         }
         for thread in 0..2 {
             let Thread { done, asked, .. } = self.world.threads[thread];
-            if let (Some(Access::Await(page)), Asked::Waiting) =
-                (paging.access(thread, done), asked)
-            {
-                self.add(
-                    true,
-                    Label {
-                        actor: WORKER_NAMES[me],
-                        does: "takes on what is asked for",
-                        page,
-                    },
-                    |w| {
-                        w.threads[thread].asked = Asked::TakenOn;
-                        let word = w.pages[page].word;
-                        let (next, on_fault) = match protocol::heal(word) {
-                            Some(mine) => (mine, OnFault::Fill),
-                            None => protocol::fault(word),
-                        };
-                        w.pages[page].word = next;
-                        if on_fault == OnFault::Fill {
-                            w.own(me, page, next, Next::TakeFrame);
-                        }
-                        Ok(())
-                    },
-                );
-            }
+            let access = paging.access(thread, done);
+            let (Some(Access::Await(page)), Asked::Waiting) = (access, asked) else {
+                continue;
+            };
+            let does = "takes on what is asked for";
+            self.add(true, Label { actor, does, page }, |w| {
+                w.threads[thread].asked = Asked::TakenOn;
+                let (next, outcome) = protocol::demand(w.pages[page].word);
+                w.pages[page].word = next;
+                if outcome == OnFault::Fill {
+                    w.workers[me].page = page as u8;
+                    w.go(me, Next::TakeFrame);
+                }
+                Ok(())
+            });
         }
         for page in 0..paging.pages {
             let word = self.world.pages[page].word;
-            if paging.prefetches
-                && let Some(mine) = protocol::prefetch(word)
-            {
-                self.may(me, "begins to prefetch", page, |w| {
-                    w.own(me, page, mine, Next::TakeFrame);
-                    Ok(())
-                });
-            }
-            if (paging.fills_fail || paging.remaps_fail)
-                && let Some(mine) = protocol::heal(word)
-            {
-                self.may(me, "begins to heal", page, |w| {
-                    w.own(me, page, mine, Next::TakeFrame);
-                    Ok(())
-                });
+            let prefetched = protocol::prefetch(word).filter(|_| paging.can(PREFETCHES));
+            let heals = paging.can(FAILS_FILLS | FAILS_REMAPS);
+            let healed = protocol::heal(word).filter(|_| heals);
+            let begins = [
+                ("begins to prefetch", prefetched),
+                ("begins to heal", healed),
+            ];
+            for (does, mine) in begins {
+                if let Some(mine) = mine {
+                    self.own(false, me, does, (page, mine), Next::TakeFrame);
+                }
             }
         }
     }
-}
 
-impl Paging {
-    fn on_fault(&self, world: &mut World, me: usize) -> Step {
-        let page = usize::from(world.workers[me].page);
-        let word = world.pages[page].word;
-        if self.is(Twin::IgnoresFaultWhileLeaving) && word.state() == PageState::Leaving {
-            world.go(me, Next::Idle);
-            return Ok(());
+    /// Adds the step of an owner that brings a page in: a filler, or a worker that puts it back.
+    pub(super) fn of_owner(&mut self, me: usize) {
+        let paging = self.paging;
+        let Worker { next, page, .. } = self.world.workers[me];
+        let page = usize::from(page);
+        let (word, stored) = (self.world.pages[page].word, self.world.pages[page].stored);
+        let is_mapped = self.world.pages[page].is_mapped();
+        // A filler that poisons a lost page once more owns it as `Leaving`.
+        let owned = match me < EVICTOR {
+            true => PageState::Filling,
+            false => PageState::Leaving,
+        };
+        match next {
+            Next::TakeFrame if self.world.frames == Some(0) => {}
+            Next::TakeFrame => self.must(me, "takes a frame", Next::Fetch, World::take_frame),
+            Next::Fetch => {
+                self.choose(me, "reads from the store", |w| {
+                    if !paging.is(Twin::PublishesBeforeInstall) {
+                        return Ok(Next::Install(stored));
+                    }
+                    paging.publish(w, page, PageState::Filling, installed)?;
+                    Ok(Next::LateInstall(stored))
+                });
+                if paging.can(FAILS_FILLS) {
+                    self.must(
+                        me,
+                        "fails to read from the store",
+                        Next::PublishFailed,
+                        |_| {},
+                    );
+                }
+            }
+            // The frame's share of the budget stands for the mapped page from now on.
+            Next::Install(_) | Next::LateInstall(_) if is_mapped => {
+                self.must(
+                    me,
+                    "finds the page mapped, drops the frame",
+                    Next::AlreadyMapped,
+                    |_| {},
+                );
+            }
+            Next::Reinstall(_) if is_mapped => {
+                self.choose(me, "finds the page mapped already", |_| {
+                    Err(Harm::MappedTwice)
+                });
+            }
+            Next::Install(version) | Next::Reinstall(version) | Next::LateInstall(version) => {
+                if paging.can(FAILS_REMAPS) && matches!(next, Next::Reinstall(_)) {
+                    self.choose(me, "cannot map the page again", |w| {
+                        // A page that was lost before stays lost, whatever it should have become.
+                        let was_lost = w.pages[page].mapping == Mapping::Poison;
+                        if version == stored && !was_lost {
+                            return Ok(Next::PublishFailed);
+                        }
+                        w.add_frame();
+                        if paging.is(Twin::CallsLostRemote) && !word.wanted() {
+                            w.pages[page].word = protocol::removed(word, 0).0;
+                            return Ok(Next::Idle);
+                        }
+                        Ok(Next::Poison(Bytes::Lost))
+                    });
+                }
+                self.must(me, "maps the page", Next::WakeInstalled, |w| {
+                    w.pages[page].map(Mapping::Mapped(version));
+                });
+            }
+            Next::AlreadyMapped if paging.is(Twin::NoWakeWhenAlreadyMapped) => {
+                self.choose(me, "publishes installed and wakes nobody", |w| {
+                    paging.publish(w, page, PageState::Filling, installed)?;
+                    Ok(Next::Idle)
+                });
+            }
+            Next::AlreadyMapped | Next::WakeInstalled => {
+                self.must(me, "wakes", Next::PublishInstalled, |w| w.wake(page));
+            }
+            Next::PublishInstalled => self.choose(me, "publishes installed", |w| {
+                let noted = paging.publish(w, page, owned, installed)?;
+                Ok(paging.wake_if(noted, Twin::NoWakeForLateNote))
+            }),
+            Next::PublishFailed => self.choose(me, "publishes the failure", |w| {
+                w.add_frame();
+                if word.state() != owned {
+                    return Err(Harm::Ownership);
+                }
+                let (next, outcome) = (paging.protocol.fill_failed)(word);
+                w.pages[page].word = next;
+                Ok(match outcome {
+                    OnFailed::Dropped => Next::Idle,
+                    OnFailed::MustPoison => Next::Poison(Bytes::Stored),
+                })
+            }),
+            Next::Poison(_) if is_mapped => {
+                self.must(
+                    me,
+                    "cannot poison a mapped page",
+                    Next::AlreadyMapped,
+                    |_| {},
+                );
+            }
+            Next::Poison(bytes) => self.must(me, "poisons", Next::WakePoisoned(bytes), |w| {
+                w.pages[page].mapping = Mapping::Poison;
+            }),
+            Next::WakePoisoned(bytes) => {
+                self.must(me, "wakes", Next::PublishPoisoned(bytes), |w| w.wake(page));
+            }
+            Next::PublishPoisoned(bytes) => self.choose(me, "publishes poisoned or lost", |w| {
+                let noted = match bytes {
+                    Bytes::Lost => {
+                        paging.publish(w, page, PageState::Leaving, paging.protocol.lost)?
+                    }
+                    Bytes::Stored => paging.publish(w, page, owned, protocol::poisoned)?,
+                };
+                Ok(paging.wake_if(noted, Twin::NoWakeForLateNote))
+            }),
+            Next::Wake => self.must(me, "wakes", Next::Idle, |w| w.wake(page)),
+            other => unreachable!("{} does not take the step {other:?}", WORKER_NAMES[me]),
         }
-        let (next, outcome) = protocol::fault(word);
-        world.pages[page].word = next;
-        world.go(
-            me,
-            match outcome {
-                OnFault::Fill => Next::TakeFrame,
-                OnFault::Noted => Next::Idle,
-                OnFault::Stale => Next::Look,
-            },
-        );
-        Ok(())
     }
 }

@@ -2,73 +2,79 @@
 //! pages.
 //!
 //! The rule: every compare-and-swap is one step and every action of the kernel is one step, in the
-//! order in which production takes them; the words change by the real functions of `protocol.rs`
-//! alone. A [`Twin`] deviates in one place.
+//! order in which production takes them. The words change, and workers decide what to do next, by
+//! the functions of `protocol.rs` alone, which the workers of production call. A twin deviates in
+//! one place: in one of these functions ([`Protocol`]), or in its order of steps ([`Twin`]).
 //!
 //! Left out: the bytes (a page holds the number of the last write to it), memory order, usage
 //! counts and stamps, and the budget of pins.
 
 mod evictor;
 mod filler;
-mod fork;
 mod judge;
-mod moves;
-mod owner;
 mod program;
 mod world;
 
-use farpage_pager::protocol::{PageState, PageWord};
+use farpage_pager::protocol::{self, OnAbsent, OnFailed, OnFault, OnLeft, PageState, PageWord};
 
-use crate::explore::{Model, Move};
-use moves::Moves;
-use world::{Asked, EVICTOR, FILLERS, FLUSHER, Fork, Mapping, Next, Page, Thread, Worker, World};
+use crate::explore::{Label, Model, Move};
+use world::{EVICTOR, FILLERS, FLUSHER, Next, World};
+
+/// Transitions of which some twin has a broken one.
+#[derive(Clone, Copy)]
+pub(crate) struct Protocol {
+    pub(crate) fault: fn(PageWord) -> (PageWord, OnFault),
+    pub(crate) absent: fn(PageWord) -> (PageWord, OnAbsent),
+    pub(crate) left: fn(PageWord) -> (PageWord, OnLeft),
+    pub(crate) fill_failed: fn(PageWord) -> (PageWord, OnFailed),
+    pub(crate) lost: fn(PageWord) -> PageWord,
+    pub(crate) leave: fn(PageWord) -> Option<PageWord>,
+    pub(crate) copied: fn(PageWord) -> Option<PageWord>,
+    pub(crate) unpin: fn(PageWord) -> Option<PageWord>,
+}
+
+/// Transitions of production.
+pub(crate) const PRODUCTION: Protocol = Protocol {
+    fault: protocol::fault,
+    absent: protocol::absent,
+    left: |w| protocol::left(w, 0),
+    fill_failed: protocol::fill_failed,
+    lost: protocol::lost,
+    leave: protocol::leave,
+    copied: protocol::copied,
+    unpin: protocol::unpin,
+};
 
 /// Deliberate mistake of a model, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Twin {
     Good,
+    /// Has a broken transition.
+    BreaksTransition,
     /// Calls the page resident before it is mapped.
     PublishesBeforeInstall,
     /// Calls the page remote before its bytes are in the store.
     PublishesBeforeWrite,
-    /// Leaves no note on a leaving page.
-    IgnoresFaultWhileLeaving,
     /// Omits the wake after it found the page mapped already.
     NoWakeWhenAlreadyMapped,
     /// Omits the wake for a fault on a page that is there.
     NoWakeForStaleFault,
-    /// Calls the page remote without looking at the note.
-    LeavesDespiteNote,
     /// Takes the page out without owning it.
     DetachesWithoutOwning,
-    /// Drops a failed fill, noted or not.
-    DropsFailedFill,
     /// Omits the wake for a note that arrived after the install.
     NoWakeForLateNote,
     /// Omits the wake for a note on a page that could not be taken out.
     NoWakeWhenStayed,
     /// Omits the wake for a note on a page that the program took away.
     NoWakeWhenRemoved,
-    /// Just wakes for a fault on a poisoned page, whether or not the poison is still there.
-    OnlyWakesPoisoned,
     /// Fills a page that seems to have vanished without looking again as its owner.
     LooksOnce,
-    /// Evicts a page although it is pinned.
-    EvictsPinned,
-    /// Calls a page remote that was to be given up, without looking at its pins.
-    LeavesDespitePin,
     /// Leaves a page that was flushed unmapped.
     FlushDrops,
     /// Calls a pin complete while the page is still on its way out.
     PinsWhatLeaves,
-    /// Takes back all pins of a page at once.
-    UnpinsForAll,
-    /// Calls a page poisoned whose newest bytes are lost.
-    CallsLostPoisoned,
     /// Calls a page remote whose newest bytes are lost, unless a thread waits for it.
     CallsLostRemote,
-    /// Takes a page out that it has copied, although another thread has taken it up meanwhile.
-    TakesWhatWasTakenUp,
     /// Owns the page before it copies it.
     CopiesWhatItOwns,
     /// Forks as soon as the gate is sealed, whatever is inside.
@@ -96,7 +102,28 @@ pub(crate) enum Access {
     Unpin(usize),
 }
 
-/// Actors of a model, and the failures that may happen.
+/// Bit of models in which pages are brought in unasked.
+pub(crate) const PREFETCHES: u16 = 1;
+/// Bit of models whose flusher detaches pages, writes them and puts them back.
+pub(crate) const FLUSHES: u16 = 1 << 1;
+/// Bit of models whose flusher gives up the pages that it writes: `Advice::DontNeed`.
+pub(crate) const GIVES_UP: u16 = 1 << 2;
+/// Bit of models whose program drops pages with `madvise(MADV_DONTNEED)`.
+pub(crate) const MADVISES: u16 = 1 << 3;
+/// Bit of models whose evictor copies a page where it lies, instead of moving it.
+pub(crate) const COPIES: u16 = 1 << 4;
+/// Bit of models in which a page may turn out to be held after a part of it was taken out.
+pub(crate) const HOLDS: u16 = 1 << 5;
+/// Bits of models in which reads from the store, or writes to it, may fail.
+pub(crate) const FAILS_FILLS: u16 = 1 << 6;
+pub(crate) const FAILS_WRITES: u16 = 1 << 7;
+/// Bit of models in which a page that was taken out may not be mapped again; the program may
+/// overwrite it.
+pub(crate) const FAILS_REMAPS: u16 = 1 << 8;
+/// Bit of models in which a thread of the program forks, once.
+pub(crate) const FORKS: u16 = 1 << 9;
+
+/// Program, and what may happen to its pages.
 #[derive(Clone, Copy)]
 pub(crate) struct Paging {
     /// Accesses of the two application threads.
@@ -104,24 +131,9 @@ pub(crate) struct Paging {
     pub(crate) pages: usize,
     /// Number of pages that may be resident or on their way; `None`: enough.
     pub(crate) frames: Option<u8>,
-    /// True if pages are brought in unasked.
-    pub(crate) prefetches: bool,
-    /// True if the flusher detaches pages, writes them and puts them back.
-    pub(crate) flushes: bool,
-    /// True if the flusher gives up the pages that it writes: `Advice::DontNeed`.
-    pub(crate) gives_up: bool,
-    /// True if the program drops pages with `madvise(MADV_DONTNEED)`.
-    pub(crate) madvises: bool,
-    /// True if the evictor copies a page where it lies, instead of moving it.
-    pub(crate) copies: bool,
-    /// True if a page may turn out to be held after a part of it was taken out.
-    pub(crate) holds: bool,
-    pub(crate) fills_fail: bool,
-    pub(crate) writes_fail: bool,
-    /// True if a page that was taken out may not be mapped again; the program may overwrite it.
-    pub(crate) remaps_fail: bool,
-    /// True if a thread of the program forks, once.
-    pub(crate) forks: bool,
+    /// Bits of what may happen.
+    pub(crate) can: u16,
+    pub(crate) protocol: Protocol,
     pub(crate) twin: Twin,
 }
 
@@ -159,7 +171,41 @@ pub(crate) enum Harm {
 
 type Step = Result<(), Harm>;
 
+/// Names of the workers, by number.
+const WORKER_NAMES: [&str; 4] = ["filler a", "filler b", "evictor", "flusher"];
+
+/// Publishes a page as installed, whatever its age.
+fn installed(word: PageWord) -> PageWord {
+    protocol::installed(word, 0, 0)
+}
+
 impl Paging {
+    /// Returns the model with one more mistake in its order of steps.
+    pub(crate) const fn twin(self, twin: Twin) -> Paging {
+        Paging { twin, ..self }
+    }
+
+    /// Returns the model with a broken transition.
+    pub(crate) const fn broken(self, protocol: Protocol) -> Paging {
+        let twin = Twin::BreaksTransition;
+        Paging {
+            protocol,
+            twin,
+            ..self
+        }
+    }
+
+    /// Returns the model in which `more` may happen, too.
+    pub(crate) const fn with(self, more: u16) -> Paging {
+        let can = self.can | more;
+        Paging { can, ..self }
+    }
+
+    /// True if some of `what` may happen.
+    fn can(&self, what: u16) -> bool {
+        self.can & what != 0
+    }
+
     fn is(&self, twin: Twin) -> bool {
         self.twin == twin
     }
@@ -190,7 +236,7 @@ impl Paging {
         world: &mut World,
         page: usize,
         owned: PageState,
-        transition: impl Fn(PageWord) -> PageWord,
+        transition: fn(PageWord) -> PageWord,
     ) -> Result<bool, Harm> {
         let word = &mut world.pages[page].word;
         if word.state() != owned {
@@ -204,6 +250,78 @@ impl Paging {
         *word = transition(*word);
         Ok(noted)
     }
+
+    /// Returns the step after a page was published: a wake if there was a note, unless `omitted` is
+    /// the twin.
+    fn wake_if(&self, noted: bool, omitted: Twin) -> Next {
+        match noted && !self.is(omitted) {
+            true => Next::Wake,
+            false => Next::Idle,
+        }
+    }
+}
+
+/// Collector of the moves that can happen in one world.
+struct Moves<'a> {
+    paging: &'a Paging,
+    world: &'a World,
+    out: &'a mut Vec<Move<World, Harm>>,
+}
+
+impl Moves<'_> {
+    fn add(&mut self, compulsory: bool, label: Label, step: impl FnOnce(&mut World) -> Step) {
+        let mut next = *self.world;
+        let to = step(&mut next).map(|()| {
+            // The fillers are interchangeable: worlds that differ by their names only are one.
+            next.workers[..FILLERS].sort_unstable();
+            next
+        });
+        self.out.push(Move {
+            compulsory,
+            label,
+            to,
+        });
+    }
+
+    /// Adds the only step that a worker can take now, or one of some. `step` returns the worker's
+    /// next step.
+    fn choose(
+        &mut self,
+        me: usize,
+        does: &'static str,
+        step: impl FnOnce(&mut World) -> Result<Next, Harm>,
+    ) {
+        let (actor, page) = (WORKER_NAMES[me], self.world.workers[me].page.into());
+        self.add(true, Label { actor, does, page }, |w| {
+            let next = step(w)?;
+            w.go(me, next);
+            Ok(())
+        });
+    }
+
+    /// Adds a step that `next` follows in any case: see [`choose`](Self::choose).
+    fn must(&mut self, me: usize, does: &'static str, next: Next, step: impl FnOnce(&mut World)) {
+        self.choose(me, does, |w| {
+            step(w);
+            Ok(next)
+        });
+    }
+
+    /// Adds the beginning of a worker's work on a page, whose word it changes.
+    fn own(
+        &mut self,
+        compulsory: bool,
+        me: usize,
+        does: &'static str,
+        (page, word): (usize, PageWord),
+        next: Next,
+    ) {
+        let actor = WORKER_NAMES[me];
+        self.add(compulsory, Label { actor, does, page }, |w| {
+            w.own(me, page, word, next);
+            Ok(())
+        });
+    }
 }
 
 impl Model for Paging {
@@ -212,27 +330,8 @@ impl Model for Paging {
 
     fn start(&self) -> World {
         World {
-            pages: [Page {
-                word: PageWord::default(),
-                mapping: Mapping::Absent,
-                protected: false,
-                stored: 0,
-                last: 0,
-            }; 2],
-            threads: [Thread {
-                done: 0,
-                asleep: false,
-                asked: Asked::NotYet,
-            }; 2],
-            unread: [0; 3],
-            workers: [Worker {
-                next: Next::Idle,
-                page: 0,
-                inside: false,
-                batch: [0; 3],
-            }; 4],
-            frames: self.frames.unwrap_or(0),
-            fork: Fork::NotYet,
+            frames: self.frames,
+            ..World::default()
         }
     }
 
@@ -242,20 +341,16 @@ impl Model for Paging {
             world,
             out,
         };
-        for thread in 0..2 {
-            moves.of_thread(thread);
-        }
-        for filler in FILLERS {
-            moves.of_filler(filler);
-        }
+        (0..2).for_each(|thread| moves.of_thread(thread));
+        (0..FILLERS).for_each(|filler| moves.of_filler(filler));
         moves.of_evictor(EVICTOR);
-        if self.flushes || self.gives_up {
+        if self.can(FLUSHES | GIVES_UP) {
             moves.of_evictor(FLUSHER);
         }
-        if self.madvises {
+        if self.can(MADVISES) {
             moves.of_madvise();
         }
-        if self.forks {
+        if self.can(FORKS) {
             moves.of_fork();
         }
     }

@@ -4,19 +4,18 @@ use std::fmt;
 
 use farpage_pager::protocol::PageWord;
 
-use super::{Access, Paging};
-
 /// Number of the write that made the page what it is; 0: never written.
 pub(super) type Version = u8;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) enum Mapping {
+    #[default]
     Absent,
     Poison,
     Mapped(Version),
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub(super) struct Page {
     pub(super) word: PageWord,
     pub(super) mapping: Mapping,
@@ -27,17 +26,19 @@ pub(super) struct Page {
     pub(super) last: Version,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub(super) struct Thread {
     /// Number of accesses done.
     pub(super) done: u8,
-    pub(super) asleep: bool,
+    /// Page that the thread sleeps on, plus 1; 0: the thread is awake.
+    pub(super) asleep: u8,
     pub(super) asked: Asked,
 }
 
 /// Progress of a thread that waits for a page without touching it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) enum Asked {
+    #[default]
     NotYet,
     /// The request is in the fillers' mail.
     Waiting,
@@ -46,9 +47,10 @@ pub(super) enum Asked {
 }
 
 /// Step that a runtime thread takes next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Next {
     /// Take a fault from the batch, read a new batch, or begin something.
+    #[default]
     Idle,
     // Owning nothing.
     Look,
@@ -65,6 +67,9 @@ pub(super) enum Next {
     Sleep,
     OwnCopied(Version),
     Lift,
+    // Steps that only a broken twin takes: after publishing.
+    LateInstall(Version),
+    LateWrite(Version),
     // An evictor that copies, owning a leaving page.
     GiveBack(Version),
     LiftLeft(Version),
@@ -90,10 +95,6 @@ pub(super) enum Next {
     Write(Version),
     PublishLeft(Version),
     Reinstall(Version),
-
-    // Steps that only a broken twin takes: after publishing.
-    LateInstall(Version),
-    LateWrite(Version),
 }
 
 /// Bytes that are left of a page that is poisoned.
@@ -103,10 +104,7 @@ pub(super) enum Bytes {
     Lost,
 }
 
-/// Version that the program writes when it overwrites a lost page.
-pub(super) const OVERWRITTEN: Version = 99;
-
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Worker {
     pub(super) next: Next,
     pub(super) page: u8,
@@ -116,15 +114,13 @@ pub(super) struct Worker {
     pub(super) batch: [u8; 3],
 }
 
-pub(super) const FILLERS: [usize; 2] = [0, 1];
+pub(super) const FILLERS: usize = 2;
 pub(super) const EVICTOR: usize = 2;
 pub(super) const FLUSHER: usize = 3;
-pub(super) const EVICTORS_FAULT: u8 = 3;
-pub(super) const WORKER_NAMES: [&str; 4] = ["filler a", "filler b", "evictor", "flusher"];
-pub(super) const THREAD_NAMES: [&str; 2] = ["thread 0", "thread 1"];
+const EVICTORS_FAULT: u8 = 3;
 
 /// State of everything at one moment.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub(crate) struct World {
     pub(super) pages: [Page; 2],
     pub(super) threads: [Thread; 2],
@@ -132,13 +128,15 @@ pub(crate) struct World {
     /// none.
     pub(super) unread: [u8; 3],
     pub(super) workers: [Worker; 4],
-    pub(super) frames: u8,
+    /// Number of free frames; `None`: there are always enough.
+    pub(super) frames: Option<u8>,
     pub(super) fork: Fork,
 }
 
 /// Progress of the thread that forks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Fork {
+    #[default]
     NotYet,
     /// The gate is closed to reclaim.
     Closed,
@@ -153,12 +151,7 @@ pub(super) enum Fork {
 
 impl Next {
     pub(super) fn owns_the_page(self) -> bool {
-        use Next::*;
-        !matches!(
-            self,
-            Idle | Look | Own | Wake | LateInstall(_) | LateWrite(_)
-        ) && !matches!(self, Protect | CopyOut | Sleep | OwnCopied(_) | Lift)
-            && !matches!(self, ComeIn | Choose | GoOut)
+        self >= Next::GiveBack(0)
     }
 
     pub(super) fn has_a_frame(self) -> bool {
@@ -174,7 +167,7 @@ impl Next {
         use Next::*;
         matches!(
             self,
-            LiftLeft(_) | PutBack(_) | Compare(_) | Write(_) | PublishLeft(_) | Reinstall(_)
+            LiftLeft(_) | PutBack(_) | Reinstall(_) | Compare(_) | Write(_) | PublishLeft(_)
         )
     }
 }
@@ -182,6 +175,11 @@ impl Next {
 impl Page {
     pub(super) fn is_mapped(&self) -> bool {
         matches!(self.mapping, Mapping::Mapped(_))
+    }
+
+    /// Maps `mapping` from now on.
+    pub(super) fn map(&mut self, mapping: Mapping) {
+        (self.mapping, self.protected) = (mapping, false);
     }
 }
 
@@ -209,10 +207,12 @@ impl World {
         matches!(self.fork, Fork::Sealed | Fork::Frozen)
     }
 
-    pub(super) fn add_frames(&mut self, paging: &Paging, count: u8) {
-        if paging.frames.is_some() {
-            self.frames += count;
-        }
+    pub(super) fn add_frame(&mut self) {
+        self.frames = self.frames.map(|frames| frames + 1);
+    }
+
+    pub(super) fn take_frame(&mut self) {
+        self.frames = self.frames.map(|frames| frames - 1);
     }
 
     pub(super) fn own(&mut self, worker: usize, page: usize, word: PageWord, next: Next) {
@@ -221,16 +221,30 @@ impl World {
         self.go(worker, next);
     }
 
+    pub(super) fn fault(&mut self, thread: usize, page: usize) {
+        self.threads[thread].asleep = page as u8 + 1;
+        push(&mut self.unread, thread as u8 + 1);
+    }
+
+    pub(super) fn fault_of_evictor(&mut self) {
+        push(&mut self.unread, EVICTORS_FAULT);
+    }
+
+    /// Reads the faults. Returns their pages plus 1.
+    pub(super) fn read_faults(&mut self) -> [u8; 3] {
+        std::mem::take(&mut self.unread).map(|fault| match fault {
+            0 => 0,
+            EVICTORS_FAULT => self.workers[EVICTOR].page + 1,
+            thread => self.threads[usize::from(thread) - 1].asleep,
+        })
+    }
+
     /// Wakes all that sleep on the page, as the kernel does; a fault that is not read yet is gone
     /// with its sleeper.
-    pub(super) fn wake(&mut self, paging: &Paging, page: usize) {
+    pub(super) fn wake(&mut self, page: usize) {
         for thread in 0..2 {
-            let Thread { done, asleep, .. } = self.threads[thread];
-            let Some(Access::Read(on) | Access::Write(on)) = paging.access(thread, done) else {
-                continue;
-            };
-            if asleep && on == page {
-                self.threads[thread].asleep = false;
+            if usize::from(self.threads[thread].asleep) == page + 1 {
+                self.threads[thread].asleep = 0;
                 self.unread = without(self.unread, thread as u8 + 1);
             }
         }
@@ -240,15 +254,9 @@ impl World {
             self.unread = without(self.unread, EVICTORS_FAULT);
         }
     }
-
-    /// Maps `mapping` at the page from now on.
-    pub(super) fn map(&mut self, page: usize, mapping: Mapping) {
-        let page = &mut self.pages[page];
-        (page.mapping, page.protected) = (mapping, false);
-    }
 }
 
-pub(super) fn without(queue: [u8; 3], item: u8) -> [u8; 3] {
+fn without(queue: [u8; 3], item: u8) -> [u8; 3] {
     match queue {
         [first, second, third] if first == item => [second, third, 0],
         [first, second, third] if second == item => [first, third, 0],
@@ -257,22 +265,15 @@ pub(super) fn without(queue: [u8; 3], item: u8) -> [u8; 3] {
     }
 }
 
-pub(super) fn push(queue: &mut [u8; 3], item: u8) {
-    *queue
-        .iter_mut()
-        .find(|slot| **slot == 0)
-        .expect("each thread has at most one fault in the queue") = item;
+fn push(queue: &mut [u8; 3], item: u8) {
+    let free = queue.iter_mut().find(|slot| **slot == 0);
+    *free.expect("each thread has at most one fault in the queue") = item;
 }
 
 impl fmt::Display for World {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for Page {
-            word,
-            mapping,
-            stored,
-            ..
-        } in &self.pages
-        {
+        for page in &self.pages {
+            let (word, mapping, stored) = (page.word, page.mapping, page.stored);
             let note = if word.wanted() { "+WANTED" } else { "" };
             let pin = if word.pinned() { "+PINNED" } else { "" };
             write!(
@@ -281,7 +282,7 @@ impl fmt::Display for World {
                 word.state()
             )?;
         }
-        let asleep = self.threads.iter().filter(|t| t.asleep).count();
+        let asleep = self.threads.iter().filter(|t| t.asleep > 0).count();
         let unread = self.unread.iter().filter(|&&thread| thread != 0).count();
         write!(f, "| {asleep} asleep, {unread} unread")?;
         match self.fork {

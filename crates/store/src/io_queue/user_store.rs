@@ -117,14 +117,16 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         let store = self.store.clone();
         let pages = frame.as_ref().chunks_exact(store.page_bytes);
         for (page, bytes) in self.page.onwards().zip(pages) {
-            let hash = match self.way {
-                Direction::Fill => 0,
-                Direction::WriteBack => codec::hash(&bytes[..store.page_len(page)], store.seed),
+            let rehashed = || store.hash(&bytes[..store.page_len(page)]);
+            let changed = match self.way {
+                Direction::Fill => Some(0),
+                Direction::WriteBack => {
+                    (store.compare(page, bytes).err()).map(|hash| hash.unwrap_or_else(rehashed))
+                }
             };
-            let clean = self.way == Direction::WriteBack
-                && matches!(store.table.load(page), PageEntry::Kept { hash: old, unsure: false, .. } if old == hash);
-            self.tally.write_backs_clean += u64::from(clean);
-            self.add(if clean { Task::Ended } else { Task::Call }, hash);
+            self.tally.write_backs_clean += u64::from(changed.is_none());
+            let task = changed.map_or(Task::Ended, |_| Task::Call);
+            self.add(task, changed.unwrap_or(0));
         }
         self.cut(frame);
     }

@@ -31,24 +31,19 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             .onwards()
             .zip(frame.as_ref().chunks_exact(store.page_bytes))
         {
-            let old = store.table.load(page);
-            if let Some(value) = codec::repeated(bytes) {
-                if old.repeats(value) {
-                    run.tally.write_backs_clean += 1;
-                } else {
-                    self.entries.push((page, PageEntry::Repeated { value }));
-                    run.tally.write_backs_repeated += 1;
-                    run.tally.bytes_plain += bytes.len() as u64;
-                }
-                run.add(Task::Ended, 0);
-                continue;
-            }
-            let hash = codec::hash(bytes, store.seed);
-            if matches!(old, PageEntry::Stored { hash: old, .. } if old == hash) {
+            let Err(hash) = store.compare(page, bytes) else {
                 run.tally.write_backs_clean += 1;
                 run.add(Task::Ended, 0);
                 continue;
+            };
+            if let Some(value) = codec::repeated(bytes) {
+                self.entries.push((page, PageEntry::Repeated { value }));
+                run.tally.write_backs_repeated += 1;
+                run.tally.bytes_plain += bytes.len() as u64;
+                run.add(Task::Ended, 0);
+                continue;
             }
+            let hash = hash.unwrap_or_else(|| store.hash(bytes));
             let page = Page {
                 number: page,
                 bytes,

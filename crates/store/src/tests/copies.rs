@@ -150,9 +150,9 @@ pub(super) fn copied(
     reserve: Reserve,
 ) -> Arc<PageStore> {
     let options = RemoteOptions {
-        codec,
+        codec: Some(codec),
         reserve,
-        redundancy: Redundancy::Copies(copies),
+        redundancy: Some(Redundancy::Copies(copies)),
         ..RemoteOptions::default()
     };
     PageStore::remote(&world.cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
@@ -528,7 +528,7 @@ fn copies_that_cannot_be_kept_are_refused_and_take_nothing() {
         PageStore::remote(&world.cluster, REGION, 1 << 20, 4096, options).map(drop)
     };
     let options = |copies| RemoteOptions {
-        redundancy: Redundancy::Copies(copies),
+        redundancy: Some(Redundancy::Copies(copies)),
         ..RemoteOptions::default()
     };
     let error = create(&options(3)).expect_err("there are two servers");
@@ -577,7 +577,7 @@ fn a_reservation_promises_room_for_every_copy() {
     let world = World::new((1..=3).map(config), impatient());
     // 72 MiB hold 30 MiB twice, and not 40 MiB.
     let options = RemoteOptions {
-        redundancy: Redundancy::Copies(2),
+        redundancy: Some(Redundancy::Copies(2)),
         ..RemoteOptions::default()
     };
     let create = |bytes| PageStore::remote(&world.cluster, REGION, bytes, 4096, &options);

@@ -70,9 +70,9 @@ fn unnamed(
         return copied(world, pages, copies, codec, reserve);
     }
     let options = RemoteOptions {
-        codec,
+        codec: Some(codec),
         reserve,
-        redundancy: Redundancy::None,
+        redundancy: Some(Redundancy::None),
         ..RemoteOptions::default()
     };
     PageStore::remote(&world.cluster, REGION, pages * 4096, 4096, &options).expect("it fits")

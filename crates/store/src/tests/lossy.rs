@@ -15,7 +15,7 @@ fn field(first: usize, len: usize) -> Vec<u8> {
 
 fn lossy(cluster: &Arc<Cluster>, mode: ZfpMode, name: Option<&str>) -> Arc<PageStore> {
     let options = RemoteOptions {
-        codec: Codec::zfp(mode),
+        codec: Some(Codec::zfp(mode)),
         layout: Layout::new(Element::F64, [64, 64]),
         name: name.map(str::to_owned),
         ..RemoteOptions::default()
@@ -117,7 +117,7 @@ fn a_codec_that_does_not_fit_its_array_is_refused_with_what_does() {
         ("zfp:rate=32", Element::F32, "choose a lower one"),
     ] {
         let options = RemoteOptions {
-            codec: codec.parse().unwrap(),
+            codec: Some(codec.parse().unwrap()),
             layout: Layout::new(element, []),
             ..RemoteOptions::default()
         };

@@ -158,7 +158,7 @@ fn cluster(seed: u64) -> Arc<Cluster> {
 
 fn remote(cluster: &Arc<Cluster>, pages: u64, page_bytes: usize, codec: Codec) -> Arc<PageStore> {
     let options = RemoteOptions {
-        codec,
+        codec: Some(codec),
         ..RemoteOptions::default()
     };
     PageStore::remote(

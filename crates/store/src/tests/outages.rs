@@ -177,7 +177,7 @@ fn memory_whose_copies_are_all_lost_is_promised_to_nobody() {
     let config = |seed| lending(seed, 20 << 20);
     let world = World::new((1..=2).map(config), patient(30_000));
     let options = RemoteOptions {
-        redundancy: crate::Redundancy::Copies(2),
+        redundancy: Some(crate::Redundancy::Copies(2)),
         ..RemoteOptions::default()
     };
     let create = || PageStore::remote(&world.cluster, REGION, 8 << 20, 4096, &options);
@@ -319,7 +319,7 @@ fn a_server_that_is_named_twice_counts_once_when_a_region_grows() {
     *cluster.repairs_started.lock() = true;
     let options = RemoteOptions {
         reserve: Reserve::OnDemand,
-        redundancy: crate::Redundancy::Copies(2),
+        redundancy: Some(crate::Redundancy::Copies(2)),
         ..RemoteOptions::default()
     };
     let store = PageStore::remote(&cluster, REGION, 1 << 20, 4096, &options).expect("two live");

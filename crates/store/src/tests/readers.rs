@@ -5,7 +5,7 @@ use crate::{remote::reserved_bytes, slots::GRANULE_BYTES};
 
 fn named(cluster: &Arc<Cluster>, pages: u64, codec: Codec, replace: bool) -> Arc<PageStore> {
     let options = RemoteOptions {
-        codec,
+        codec: Some(codec),
         name: Some("x".to_owned()),
         replace,
         ..RemoteOptions::default()

@@ -3,66 +3,9 @@
 use std::thread;
 
 use super::*;
-use crate::{FreezeError, protocol::PageState};
+use crate::FreezeError;
 
 const PAGE_BYTES: usize = 4096;
-
-impl Tight {
-    /// Adds a region over a store whose writes stall, with changed pages.
-    fn add_stalled(&mut self, pages: usize) -> Arc<Stalled> {
-        let stalled = Arc::new(Stalled::default());
-        let pager = self.regions[0].pager().clone();
-        let bytes = (pages * PAGE_BYTES) as u64;
-        let (store, options) = (stalled.clone(), BlockingOptions::default());
-        let store = PageStore::blocking(
-            pager.cluster(),
-            "a stalled region",
-            bytes,
-            PAGE_BYTES,
-            store,
-            &options,
-        );
-        let slow = pager
-            .map(store.expect("pages of 4096"), RegionOptions::default())
-            .expect("the budget holds two pages");
-        let base = slow.address();
-        self.regions.push(slow);
-        (0..pages).for_each(|page| self.touch(base + page * PAGE_BYTES, true));
-        stalled
-    }
-
-    fn turn(&mut self) {
-        (self.fillers.iter_mut()).for_each(|filler| _ = filler.turn(EventScope::All));
-        (self.evictors.iter_mut()).for_each(|evictor| _ = evictor.turn());
-    }
-
-    /// Calls `call` on a thread of its own, while the workers take their turns.
-    fn beside<T: Send>(&mut self, call: impl FnOnce(&MappedRegion<SimSpace>) -> T + Send) -> T {
-        let (fillers, evictors) = (&mut self.fillers, &mut self.evictors);
-        let mapped = &self.regions[0];
-        thread::scope(|scope| {
-            let caller = scope.spawn(|| call(mapped));
-            while !caller.is_finished() {
-                (fillers.iter_mut()).for_each(|filler| _ = filler.turn(EventScope::All));
-                (evictors.iter_mut()).for_each(|evictor| _ = evictor.turn());
-            }
-            caller.join().expect("a call does not panic")
-        })
-    }
-
-    fn state(&self, region: usize, page: usize) -> PageState {
-        let region = self.regions[region].region();
-        region.words.load(PageIndex(page)).state()
-    }
-
-    fn end(mut self) {
-        close(
-            std::mem::take(&mut self.regions),
-            &mut self.fillers,
-            &mut self.evictors,
-        );
-    }
-}
 
 #[test]
 fn freeze_is_refused_while_a_store_stalls_and_succeeds_afterwards() {
@@ -70,6 +13,8 @@ fn freeze_is_refused_while_a_store_stalls_and_succeeds_afterwards() {
     const PAGES: usize = 6000;
     let mut tight = Tight::new(1, &[PAGE_BYTES], 8192 * PAGE_BYTES, 64);
     let stalled = tight.add_stalled(PAGES);
+    let base = tight.regions[1].address();
+    (0..PAGES).for_each(|page| tight.touch(base + page * PAGE_BYTES, true));
     let pager = tight.regions[0].pager().clone();
     let job = Job::new(tight.regions[1].region().clone(), pages_of(0..PAGES), false);
     pager.shared().jobs.add(job.clone());
@@ -81,10 +26,10 @@ fn freeze_is_refused_while_a_store_stalls_and_succeeds_afterwards() {
     }
     assert!(!pager.shared().gate.is_closed(), "reclaim goes on");
 
-    *stalled.goes_on.lock() = true;
-    stalled.gone_on.notify_all();
+    stalled.go_on();
     let region = tight.regions[1].region().clone();
-    let (left, leaving) = tight.beside(|mapped| {
+    let (left, leaving) = tight.beside(|regions| {
+        let mapped = &regions[0];
         let frozen = (mapped.pager().freeze(Duration::from_secs(20))).expect("the store goes on");
         let states = || {
             pages_of(0..PAGES)
@@ -106,7 +51,7 @@ fn freeze_is_refused_while_a_store_stalls_and_succeeds_afterwards() {
     while !job.has_ended() {
         tight.turn();
     }
-    tight.end();
+    tight.sim.end();
 }
 
 #[test]
@@ -119,7 +64,8 @@ fn calls_that_change_pages_wait_for_the_thaw() {
     let gate = &pager.shared().gate;
     gate.close();
     gate.seal();
-    let (waited, unchanged) = tight.beside(|mapped| {
+    let (waited, unchanged) = tight.beside(|regions| {
+        let mapped = &regions[0];
         thread::scope(|scope| {
             let calls = [
                 scope.spawn(|| mapped.discard(page(0)).map(drop)),
@@ -145,7 +91,7 @@ fn calls_that_change_pages_wait_for_the_thaw() {
     let states = [0, 1, 2, 20].map(|at| tight.state(0, at));
     let gone = PageState::Remote;
     assert_eq!(states, [gone, gone, gone, PageState::Resident]);
-    tight.end();
+    tight.sim.end();
 }
 
 /// The program drops a page, and unmaps another one.
@@ -156,7 +102,7 @@ fn faults_on_pages_that_the_program_took_away_wait_for_the_thaw() {
     let at = |page: usize| base + page * PAGE_BYTES;
     (0..8).for_each(|page| tight.touch(at(page), true));
     tight
-        .beside(|mapped| mapped.flush())
+        .beside(|regions| regions[0].flush())
         .expect("the server has room");
     let pager = tight.regions[0].pager().clone();
     let (shared, gate) = (pager.shared(), &pager.shared().gate);
@@ -181,7 +127,7 @@ fn faults_on_pages_that_the_program_took_away_wait_for_the_thaw() {
             .is_blank(PageIndex(5))
     );
     // Other pages come in meanwhile.
-    tight.touch_beside(1, at(30));
+    tight.access(1, at(30), None).expect("it comes in");
     gate.open(true);
     while tight.space.is_asleep(0) {
         tight.turn();
@@ -196,20 +142,7 @@ fn faults_on_pages_that_the_program_took_away_wait_for_the_thaw() {
             .store
             .is_blank(PageIndex(5))
     );
-    tight.end();
-}
-
-impl Tight {
-    /// Touches a word by another thread than the first one, until that succeeds.
-    fn touch_beside(&mut self, thread: usize, address: usize) {
-        for _ in 0..100_000 {
-            if !self.space.is_asleep(thread) && self.space.try_load(thread, address).is_ok() {
-                return;
-            }
-            self.turn();
-        }
-        panic!("a touch never gets its page");
-    }
+    tight.sim.end();
 }
 
 #[test]
@@ -235,7 +168,7 @@ fn evictor_with_work_sleeps_until_the_thaw() {
     while !job.has_ended() {
         tight.turn();
     }
-    tight.end();
+    tight.sim.end();
 }
 
 #[test]
@@ -251,7 +184,7 @@ fn evictor_takes_nothing_out_before_the_thaw() {
     assert!(!tight.evictors[0].turn() && tight.space.moves() == moves);
     gate.open(false);
     assert!(tight.evictors[0].turn() && tight.space.moves() > moves);
-    tight.end();
+    tight.sim.end();
 }
 
 #[test]
@@ -274,5 +207,5 @@ fn freeze_lets_reclaim_make_room_first() {
     );
     budget.end_starving();
     freeze();
-    tight.end();
+    tight.sim.end();
 }

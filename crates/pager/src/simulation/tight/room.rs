@@ -21,11 +21,6 @@ impl Tight {
         }
         fills(self) - before
     }
-
-    fn close(&mut self) {
-        let regions = std::mem::take(&mut *self.regions);
-        close(regions, &mut self.fillers, &mut self.evictors);
-    }
 }
 
 #[test]
@@ -38,7 +33,7 @@ fn loop_over_more_than_fits_finds_a_part_in_memory() {
     assert!(fills[0] >= pages, "{fills:?}");
     let later = fills[1..].iter().max().expect("there are more");
     assert!(*later < pages * 9 / 10, "{fills:?} of {pages}");
-    tight.close();
+    tight.sim.end();
 }
 
 #[test]
@@ -48,7 +43,7 @@ fn what_is_never_used_again_makes_room_for_a_loop() {
     let pages = BUDGET_PAGES / 2;
     let fills: Vec<_> = (0..5).map(|_| tight.walk(1, pages)).collect();
     assert!(fills[4] < pages / 10, "{fills:?} of {pages}");
-    tight.close();
+    tight.sim.end();
 }
 
 #[test]
@@ -59,7 +54,7 @@ fn region_with_one_run_overdue_still_gives_pages() {
     tight.walk(0, 2 * BUDGET_PAGES);
     region.count_overdue_out(region.run_pages);
     drop(region);
-    tight.close();
+    tight.sim.end();
 }
 
 #[test]
@@ -77,5 +72,5 @@ fn prefetch_of_many_pages_that_are_here_lets_faults_in_between() {
         turns += 1;
     }
     assert!(turns >= 2, "all of {pages} pages in {turns} turns");
-    tight.close();
+    tight.sim.end();
 }

@@ -1,10 +1,9 @@
 //! Forks at any moment, between evictions, fills, flushes, discards and contents that move:
 //! [`Forking`].
 
-use std::{collections::VecDeque, mem};
+use std::collections::VecDeque;
 
 use super::*;
-use crate::shared::SharedParts;
 
 /// Number of forks of one program.
 const FORKS: usize = 40;
@@ -40,7 +39,7 @@ impl Forking {
     }
 
     fn shared(&self) -> &SharedParts<SimSpace> {
-        self.world.mapped.pager().shared()
+        self.world.pager.shared()
     }
 
     /// Takes a step of one part, or begins something.
@@ -49,15 +48,13 @@ impl Forking {
         let page = self.world.below(PAGES);
         match self.world.below(200) {
             0 if self.jobs.len() < 2 => {
-                let (region, keep) = (self.world.mapped.region().clone(), self.world.chance(2));
+                let (region, keep) = (self.world.region(), self.world.chance(2));
                 let job = Job::new(region, pages_of(page..PAGES), keep);
                 self.shared().jobs.add(job.clone());
                 self.jobs.push(job);
             }
             1 => {
-                let region = self.world.mapped.region().clone();
-                let ask = || Command::Prefetch(region.clone(), pages_of(page..PAGES));
-                self.shared().doors.tell_fillers(ask);
+                self.world.prefetch(0, page..PAGES);
             }
             2..5 => self.drop_page(page),
             5 if self.changes.is_empty() => self.begin_change(),
@@ -77,7 +74,7 @@ impl Forking {
 
     /// Gives a page back to the kernel as the program may, if the store has its bytes.
     fn drop_page(&mut self, page: usize) {
-        let region = self.world.mapped.region();
+        let region = self.world.mapped().region();
         if region.words.load(PageIndex(page)).state() == PageState::Resident && self.is_stored(page)
         {
             self.world
@@ -94,7 +91,7 @@ impl Forking {
     /// True if the store has the newest bytes of a page.
     fn is_stored(&self, page: usize) -> bool {
         let bytes = bytemuck::cast_slice(self.words(page));
-        let store = &self.world.mapped.region().store;
+        let store = &self.world.mapped().region().store;
         store.is_unchanged(PageIndex(page), bytes)
     }
 
@@ -126,22 +123,16 @@ impl Forking {
         let of = |pages: Range<usize>| pages.start * words..pages.end * words;
         let (first, done, rest) = match change {
             Change::Discard(pages) => {
-                let zeros = world.mapped.try_discard(pages_of(pages.clone()));
-                let done = match zeros.expect("there are frames") {
-                    DiscardOutcome::Done(zeros) => zeros,
-                    DiscardOutcome::NotNow(_) => 0,
-                };
+                let zeros = world.mapped().try_discard(pages_of(pages.clone()));
+                let done = world.dealt_with(PageIndex(pages.start), zeros);
                 let first = pages.start;
                 world.shadow[of(first..first + done)].fill(0);
                 pages.start += done;
                 ([first, first], done, pages.len())
             }
             Change::Relocate(from, to) => {
-                let moved = (world.mapped).try_relocate(pages_of(from.clone()), PageIndex(*to));
-                let done = match moved.expect("there are frames") {
-                    Relocated::Done(moved) => moved,
-                    Relocated::NotNow | Relocated::Held => 0,
-                };
+                let moved = (world.mapped()).try_relocate(pages_of(from.clone()), PageIndex(*to));
+                let done = world.dealt_with(PageIndex(from.start), moved);
                 let first = [from.start, *to];
                 let old = of(first[0]..first[0] + done);
                 world.shadow.copy_within(old.clone(), first[1] * words);
@@ -154,7 +145,7 @@ impl Forking {
         if done == 0 && world.chance(16) {
             // Pages that are read ahead and held back stay so until a thread asks for them.
             for page in first {
-                world.mapped.ask_for(PageIndex(page));
+                world.mapped().ask_for(PageIndex(page));
             }
         }
         if rest == 0 {
@@ -181,7 +172,7 @@ impl Forking {
 
     /// Forks once. Returns what a child made then would not have.
     fn fork(&mut self, waits: bool) -> Option<String> {
-        let region = self.world.mapped.region();
+        let region = self.world.mapped().region();
         let is_leaving = |page| region.words.load(PageIndex(page)).state() == PageState::Leaving;
         let met = [
             (0..PAGES).any(is_leaving),
@@ -209,7 +200,7 @@ impl Forking {
 
     /// Returns the first page that a child made now would not have as it is, and why.
     fn missing(&self) -> Option<String> {
-        let (region, space) = (self.world.mapped.region(), &self.world.space);
+        let (region, space) = (self.world.mapped().region(), &self.world.space);
         (0..PAGES).find_map(|page| {
             let state = region.words.load(PageIndex(page)).state();
             let address = region.address_of(PageIndex(page));
@@ -239,10 +230,7 @@ impl Forking {
         let jobs = mem::take(&mut self.jobs);
         self.world.drive(|_| jobs.iter().all(|job| job.has_ended()));
         self.world.finish_intents();
-        self.world.check_everything();
-        let shared = self.world.mapped.pager().shared().clone();
-        self.world.drive(|_| shared.gate.inside() == 0);
-        drop(shared);
+        self.world.drive(|world| world.shared().gate.inside() == 0);
         self.world.end();
     }
 }

