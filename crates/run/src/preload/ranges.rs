@@ -1,109 +1,86 @@
-//! [`Ranges`]: facts about ranges of addresses.
+//! [`Ranges`]: facts about addresses.
 
-use std::{collections::BTreeMap, ops::Range};
+use std::{collections::BTreeMap, iter, ops::Range};
 
-/// Addresses with a fact about each. No two ranges overlap, and neighbours have different facts.
-pub(crate) struct Ranges<T>(BTreeMap<usize, (usize, T)>);
+/// A fact about each address. Entries are the addresses at which another fact begins; the default
+/// fact holds before the first entry.
+pub(crate) struct Ranges<T>(BTreeMap<usize, T>);
 
-impl<T: Copy + PartialEq> Ranges<T> {
+impl<T: Copy + Default + PartialEq> Ranges<T> {
     pub(crate) const fn new() -> Ranges<T> {
         Ranges(BTreeMap::new())
     }
 
-    /// Records `known` for `addresses`, in place of earlier facts.
-    pub(crate) fn insert(&mut self, addresses: Range<usize>, known: T) {
-        self.remove(addresses.clone());
+    /// Returns the fact about an address.
+    pub(crate) fn at(&self, address: usize) -> T {
+        let entry = self.0.range(..=address).next_back();
+        entry.map_or_else(T::default, |(_, &fact)| fact)
+    }
+
+    /// Changes the facts about `addresses`.
+    pub(crate) fn change(&mut self, addresses: &Range<usize>, change: impl Fn(&mut T)) {
         if addresses.is_empty() {
             return;
         }
-        let Range { mut start, mut end } = addresses;
-        if let Some((&before, &(its_end, fact))) = self.0.range(..start).next_back()
-            && its_end == start
-            && fact == known
-        {
-            start = before;
+        let before = addresses.start.checked_sub(1);
+        let mut before = before.map_or_else(T::default, |before| self.at(before));
+        for bound in [addresses.start, addresses.end] {
+            self.0.insert(bound, self.at(bound));
         }
-        if let Some(&(its_end, fact)) = self.0.get(&end)
-            && fact == known
-        {
-            self.0.remove(&end);
-            end = its_end;
+        for (_, fact) in self.0.range_mut(addresses.clone()) {
+            change(fact);
         }
-        self.0.insert(start, (end, known));
-    }
-
-    /// Forgets the facts about `addresses`. Returns the forgotten facts, ascending.
-    pub(crate) fn remove(&mut self, addresses: Range<usize>) -> Vec<(Range<usize>, T)> {
-        let touched = self.touched(&addresses);
-        for &(start, end, known) in &touched {
-            self.0.remove(&start);
-            if start < addresses.start {
-                self.0.insert(start, (addresses.start, known));
+        // Neighbours of one fact are one range.
+        let touched = self.0.range(addresses.start..=addresses.end);
+        for (bound, fact) in Vec::from_iter(touched.map(|(&bound, &fact)| (bound, fact))) {
+            if fact == before {
+                self.0.remove(&bound);
             }
-            if addresses.end < end {
-                self.0.insert(addresses.end, (end, known));
-            }
+            before = fact;
         }
-        inside(touched, &addresses)
     }
 
-    /// Returns the facts about `addresses`, ascending.
-    pub(crate) fn within(&self, addresses: &Range<usize>) -> Vec<(Range<usize>, T)> {
-        inside(self.touched(addresses), addresses)
-    }
-
-    /// True if a fact is recorded for one of `addresses`.
-    pub(crate) fn touches(&self, addresses: &Range<usize>) -> bool {
-        let before = self.0.range(..addresses.end).next_back();
-        before.is_some_and(|(_, &(end, _))| end > addresses.start)
-    }
-
-    /// True if a fact is recorded for each of `addresses`.
-    pub(crate) fn cover(&self, addresses: &Range<usize>) -> bool {
-        let known = self.within(addresses);
-        known.iter().map(|(part, _)| part.len()).sum::<usize>() == addresses.len()
-    }
-
-    /// Returns the parts of `addresses`, ascending, and whether a fact is recorded for each.
-    pub(crate) fn parts(&self, addresses: &Range<usize>) -> Vec<(Range<usize>, bool)> {
-        let mut parts = Vec::new();
-        let mut at = addresses.start;
-        for (known, _) in self.within(addresses) {
-            if at < known.start {
-                parts.push((at..known.start, false));
-            }
-            at = known.end;
-            parts.push((known, true));
+    /// Returns the parts of `addresses`, ascending, of which `of` says different things.
+    pub(crate) fn parts<K: PartialEq>(
+        &self,
+        addresses: &Range<usize>,
+        of: impl Fn(T) -> K,
+    ) -> Vec<(Range<usize>, K)> {
+        let mut parts: Vec<(Range<usize>, K)> = Vec::new();
+        if addresses.is_empty() {
+            return parts;
         }
-        if at < addresses.end {
-            parts.push((at..addresses.end, false));
+        let first = (addresses.start, self.at(addresses.start));
+        let rest = self.0.range(addresses.start + 1..addresses.end);
+        for (start, fact) in iter::once(first).chain(rest.map(|(&start, &fact)| (start, fact))) {
+            let known = of(fact);
+            if let Some((last, before)) = parts.last_mut() {
+                if *before == known {
+                    continue;
+                }
+                last.end = start;
+            }
+            parts.push((start..addresses.end, known));
         }
         parts
     }
 
-    /// Returns the parts of `addresses` about which no fact is recorded, ascending.
-    pub(crate) fn gaps(&self, addresses: &Range<usize>) -> Vec<Range<usize>> {
-        let parts = self.parts(addresses).into_iter();
+    /// Returns the parts of `addresses`, ascending, whose facts `are` so.
+    pub(crate) fn those(
+        &self,
+        addresses: &Range<usize>,
+        are: impl Fn(T) -> bool,
+    ) -> Vec<Range<usize>> {
+        let parts = self.parts(addresses, are).into_iter();
         parts
-            .filter_map(|(part, is_known)| (!is_known).then_some(part))
+            .filter_map(|(part, are)| are.then_some(part))
             .collect()
     }
 
-    fn touched(&self, addresses: &Range<usize>) -> Vec<(usize, usize, T)> {
-        let mut touched: Vec<_> = (self.0.range(..addresses.end).rev())
-            .map(|(&start, &(end, known))| (start, end, known))
-            .take_while(|&(_, end, _)| end > addresses.start)
-            .collect();
-        touched.reverse();
-        touched
+    /// True if the fact about one of `addresses` `is` so.
+    pub(crate) fn has(&self, addresses: &Range<usize>, is: impl Fn(T) -> bool) -> bool {
+        self.parts(addresses, is).iter().any(|(_, is)| *is)
     }
-}
-
-fn inside<T>(touched: Vec<(usize, usize, T)>, within: &Range<usize>) -> Vec<(Range<usize>, T)> {
-    let part = |(start, end, known): (usize, usize, T)| {
-        (start.max(within.start)..end.min(within.end), known)
-    };
-    touched.into_iter().map(part).collect()
 }
 
 #[cfg(test)]
@@ -113,19 +90,32 @@ mod tests {
     #[test]
     fn neighbours_of_one_fact_are_one_range() {
         let mut ranges = Ranges::new();
+        let put = |ranges: &mut Ranges<i32>, addresses, known| {
+            ranges.change(&addresses, |fact| *fact = known);
+        };
+        let all = |ranges: &Ranges<i32>| {
+            let mut all = ranges.parts(&(0..40), |known| known);
+            all.retain(|(_, known)| *known != 0);
+            all
+        };
         for (addresses, known) in [(0..4, 1), (8..12, 1), (4..8, 1), (12..16, 2), (16..20, 1)] {
-            ranges.insert(addresses, known);
+            put(&mut ranges, addresses, known);
         }
-        let all = |ranges: &Ranges<i32>| ranges.within(&(0..40));
         assert_eq!(all(&ranges), [(0..12, 1), (12..16, 2), (16..20, 1)]);
-        assert_eq!(ranges.0.len(), 3);
+        assert_eq!(ranges.0.len(), 4);
         // In place of the fact between two equal ones, and of parts of both.
-        ranges.insert(10..18, 1);
-        assert_eq!((all(&ranges), ranges.0.len()), (vec![(0..20, 1)], 1));
-        ranges.insert(6..9, 3);
+        put(&mut ranges, 10..18, 1);
+        assert_eq!((all(&ranges), ranges.0.len()), (vec![(0..20, 1)], 2));
+        put(&mut ranges, 6..9, 3);
         assert_eq!(all(&ranges), [(0..6, 1), (6..9, 3), (9..20, 1)]);
-        assert_eq!(ranges.remove(4..10), [(4..6, 1), (6..9, 3), (9..10, 1)]);
-        ranges.insert(5..5, 1);
+        let within = ranges.parts(&(4..10), |known| known);
+        assert_eq!(within, [(4..6, 1), (6..9, 3), (9..10, 1)]);
+        assert_eq!(ranges.those(&(4..10), |known| known == 1), [4..6, 9..10]);
+        assert!(ranges.has(&(5..7), |known| known == 3));
+        assert!(!ranges.has(&(9..30), |known| known == 3));
+        put(&mut ranges, 4..10, 0);
+        put(&mut ranges, 5..5, 1);
         assert_eq!(all(&ranges), [(0..4, 1), (10..20, 1)]);
+        assert_eq!((ranges.at(3), ranges.at(4), ranges.at(19)), (1, 0, 1));
     }
 }
