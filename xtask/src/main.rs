@@ -150,6 +150,9 @@ fn misused(what: &str) -> ExitCode {
     ExitCode::from(2)
 }
 
+/// Message about a build whose errors cargo has printed.
+const BUILD_FAILED: &str = "the build failed; what went wrong is printed above";
+
 /// Size of all arrays together. The local budget is a quarter: large enough that the pager works
 /// for seconds, small enough for a laptop, since server and client share the machine here.
 const DEMO_ARRAYS_MIB: u64 = 768;
@@ -161,15 +164,9 @@ fn demo() -> Result<ExitCode> {
     setup::require_memory(DEMO_ARRAYS_MIB * 3 / 2)?;
 
     println!("\nBuilding the benchmark (optimised; the first time takes a few minutes) ...");
-    let built = children::status(children::cargo().args([
-        "build",
-        "--release",
-        "--package",
-        "farpage-bench",
-    ]))?;
-    if !built.success() {
-        bail!("the build failed; what went wrong is printed above");
-    }
+    let mut build = children::cargo();
+    build.args(["build", "--release", "--package", "farpage-bench"]);
+    children::must(&mut build, BUILD_FAILED)?;
 
     println!(
         "\nSTREAM on {DEMO_ARRAYS_MIB} MiB of remote arrays with {} MiB of local memory for their pages, four times less.\n\
@@ -177,19 +174,10 @@ fn demo() -> Result<ExitCode> {
         DEMO_ARRAYS_MIB / 4
     );
     let size = format!("{DEMO_ARRAYS_MIB}MiB");
-    let bench = [
-        "run",
-        "--quiet",
-        "--release",
-        "--package",
-        "farpage-bench",
-        "--",
-    ];
-    let ran = children::status(
-        children::cargo()
-            .args(bench)
-            .args(["stream", "--size", &size, "--budget", "25%"]),
-    )?;
+    let mut bench = children::cargo();
+    bench.args(["run", "--quiet", "--release", "--package", "farpage-bench"]);
+    bench.args(["--", "stream", "--size", &size, "--budget", "25%"]);
+    let ran = children::status(&mut bench)?;
     if !ran.success() {
         bail!(
             "the benchmark failed ({ran}); `cargo run --release -p farpage-bench -- doctor` says what this machine can do"
