@@ -2,10 +2,7 @@
 //!
 //! The rule it keeps: a fresh allocation is zeros, and a live one holds what was written to it.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

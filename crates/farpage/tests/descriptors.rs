@@ -3,10 +3,7 @@
 //! The rule it keeps: the program reads the values that it wrote, or ends with a line. Absent pages
 //! are never zeros.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -3,10 +3,7 @@
 //!
 //! The rule it keeps: a value that was written before a discard began is never seen after it.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -4,10 +4,7 @@
 //! The rule it keeps: the last published version stays whole, changes that were not made safe stay
 //! with the program, and the program is told.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -3,10 +3,7 @@
 //! The rule it keeps: a child does nothing but read and write arrays, make system calls, and end.
 //! Other threads of the parent may hold any lock at the fork.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

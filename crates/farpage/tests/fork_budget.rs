@@ -3,10 +3,7 @@
 //! The rule it keeps: a child does nothing but read and write arrays and memory that was made
 //! before the fork, make system calls, and end.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -5,10 +5,7 @@
 //! deadline; it never hangs, and never reads anything but what it wrote. Memory over shm is not
 //! lost with the server.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -3,10 +3,7 @@
 //! The rule it keeps: checks compare what the program sees (bytes, typed errors, figures), over shm
 //! and tcp if a server takes part.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -2,10 +2,7 @@
 //!
 //! The rule it keeps: what the program wrote is there, whichever side of that moment it wrote it.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -4,10 +4,7 @@
 //! The rule it keeps: presence is looked up (`/proc/self/pagemap`), never concluded from the time
 //! of an access.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -4,10 +4,7 @@
 //! The rule it keeps: a reader sees the version that it opened, bit by bit, or an error. The memory
 //! of that version is free when the reader has gone, however it went.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -4,10 +4,7 @@
 //! The rule it keeps: a memory server that dies is a slower page and nothing else: no word is lost,
 //! and no thread sees SIGBUS, which would end the test.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

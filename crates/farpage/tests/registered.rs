@@ -1,9 +1,6 @@
 //! Registered memory, seen from a program: in the steady state nothing is registered any more.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -3,10 +3,7 @@
 //! The rule it keeps: whatever a store does, the error reaches the program, nothing is lost but
 //! data that the store has lost itself, and other regions do not notice.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -2,10 +2,7 @@
 //!
 //! The rule it keeps: a size is asserted from outside, or by the behaviour of a plain run.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

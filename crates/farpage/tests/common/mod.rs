@@ -7,10 +7,7 @@
     unreachable_pub,
     reason = "each test program uses its own part"
 )]
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 pub mod forks;
 pub mod words;

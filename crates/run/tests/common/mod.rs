@@ -1,10 +1,7 @@
 //! Shared parts of the tests of `farpage run`: running programs with it and without.
 
 #![allow(dead_code, reason = "not every test uses all of it")]
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 use std::{
     path::{Path, PathBuf},

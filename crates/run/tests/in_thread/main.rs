@@ -3,10 +3,7 @@
 //!
 //! The rule it keeps: each C program checks itself, and first succeeds without farpage.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 #[path = "../common/mod.rs"]
 mod common;

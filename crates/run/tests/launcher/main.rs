@@ -3,10 +3,7 @@
 //!
 //! The rule it keeps: the memory in `--stats` shows whether a program was interposed.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 #[path = "../common/mod.rs"]
 mod common;
