@@ -71,23 +71,21 @@ fn run() -> Result<ExitCode> {
         println!("{USAGE}");
         return Ok(ExitCode::SUCCESS);
     }
+    let success = Ok(ExitCode::SUCCESS);
     match command {
         "demo" if rest.is_empty() => demo(),
         "setup" if rest.is_empty() || rest == ["--all"] => {
             children::end_with_us()?;
+            let of_tests = [&rdma::NEEDS[..], &vm::NEEDS, &data::NEEDS];
             match rest.first() {
                 None => setup::prepare()?,
-                Some(_) => {
-                    let of_tests = [&rdma::NEEDS[..], &vm::NEEDS, &data::NEEDS];
-                    setup::prepare_with(of_tests.into_iter().flatten())?;
-                }
+                Some(_) => setup::prepare_with(of_tests.into_iter().flatten())?,
             }
             println!("This machine is ready: `cargo xtask demo` and `cargo xtask test` will run.");
-            Ok(ExitCode::SUCCESS)
+            success
         }
         "test" => {
-            children::end_with_us()?;
-            setup::prepare()?;
+            get_ready()?;
             match rest.split_first() {
                 Some((option, filters)) if option == "--rdma" => tests::run_rdma(filters),
                 Some((option, names)) if option == "--programs" => unmodified::run(names),
@@ -95,14 +93,12 @@ fn run() -> Result<ExitCode> {
             }
         }
         "bench" if rest == ["--smoke"] => {
-            children::end_with_us()?;
-            setup::prepare()?;
+            get_ready()?;
             bench::run()
         }
         "sanitize" => match sanitize::seconds(rest) {
             Some(seconds) => {
-                children::end_with_us()?;
-                setup::prepare()?;
+                get_ready()?;
                 sanitize::run(seconds)
             }
             None => Ok(misused("`sanitize` takes `--seconds N`")),
@@ -112,23 +108,22 @@ fn run() -> Result<ExitCode> {
         )),
         "install" => match install::Install::read(rest) {
             Some(install) => {
-                children::end_with_us()?;
-                setup::prepare()?;
+                get_ready()?;
                 install.run()?;
-                Ok(ExitCode::SUCCESS)
+                success
             }
             None => Ok(misused("`install` takes `--prefix DIR`")),
         },
         "data" if rest.is_empty() => {
             children::end_with_us()?;
             data::fetch()?;
-            Ok(ExitCode::SUCCESS)
+            success
         }
         "dependencies" if rest.is_empty() => dependencies::run(),
         "tidy" if rest.is_empty() => tidy::run(),
         "vm" if rest == ["--help"] || rest == ["-h"] => {
             println!("{}", vm::USAGE);
-            Ok(ExitCode::SUCCESS)
+            success
         }
         "vm" => {
             children::end_with_us()?;
@@ -136,13 +131,19 @@ fn run() -> Result<ExitCode> {
         }
         "help" | "--help" | "-h" => {
             println!("{USAGE}");
-            Ok(ExitCode::SUCCESS)
+            success
         }
         "data" | "demo" | "dependencies" | "setup" | "tidy" => {
             Ok(misused(&format!("`{command}` does not take {rest:?}")))
         }
         other => Ok(misused(&format!("no such command: `{other}`"))),
     }
+}
+
+/// Lets children end with this process, and gets this machine ready for the build.
+fn get_ready() -> Result<()> {
+    children::end_with_us()?;
+    setup::prepare()
 }
 
 fn misused(what: &str) -> ExitCode {
@@ -158,8 +159,7 @@ const BUILD_FAILED: &str = "the build failed; what went wrong is printed above";
 const DEMO_ARRAYS_MIB: u64 = 768;
 
 fn demo() -> Result<ExitCode> {
-    children::end_with_us()?;
-    setup::prepare()?;
+    get_ready()?;
     // The arrays on the server, the budget, and a reserve for other programs.
     setup::require_memory(DEMO_ARRAYS_MIB * 3 / 2)?;
 
