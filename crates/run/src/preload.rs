@@ -16,7 +16,7 @@
 //! Its files lie in layers. A file imports lower layers, and files of its own layer:
 //!
 //! 1. this file: threads that are inside, and lines to the user;
-//! 2. what knows no arena: `next.rs` (the next library's functions), `environment.rs`, `ranges.rs`,
+//! 2. what knows no arena: `next.rs` (the next library's functions), `environment.rs`,
 //!    `seccomp.rs`, `destructors.rs`, `plugins.rs`, and the program's `signals.rs`,
 //!    `old_signals.rs` and `signal_stack.rs`;
 //! 3. `state.rs`: the runtime, the arena and the options;
@@ -89,8 +89,6 @@ mod process;
 mod program;
 #[path = "preload/protect.rs"]
 mod protect;
-#[path = "preload/ranges.rs"]
-mod ranges;
 #[path = "preload/remap.rs"]
 mod remap;
 #[path = "preload/report.rs"]

@@ -6,10 +6,6 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
-// The preloaded library has no test program of its own: it would interpose that program.
-#[allow(dead_code, reason = "tests of the file use a part of it")]
-#[path = "../src/preload/ranges.rs"]
-mod ranges;
 
 use std::{
     path::{Path, PathBuf},

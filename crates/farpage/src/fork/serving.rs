@@ -24,10 +24,9 @@ use super::{
     call::{Uncalled, call, has_agents_alone},
     forked::{Arriving, Child, View, words_of},
     link::{self, Kind},
-    outgoing::Outgoing,
-    requests::{Requests, lane_of},
+    outgoing::{Outgoing, clear},
     shared::{Shared, locked},
-    stored::Place,
+    stored::{Place, Requests, lane_of},
 };
 
 /// Time between two looks at children whose connections are closed.
@@ -428,7 +427,7 @@ impl Serving {
         if !is_forking && child.outgoing.is_full(page_bytes, self.share) {
             return Begun::Waits;
         }
-        if child.view.removed.covers(&page_at(0)) {
+        if child.view.removed.all(&page_at(0), |it| it) {
             self.put(wanted, vec![0; page_bytes]);
             return Begun::Done;
         }
@@ -504,7 +503,7 @@ impl Serving {
             return;
         };
         let start = arriving.address;
-        child.view.removed.clear(start, &mut bytes);
+        clear(&child.view.removed, start, &mut bytes);
         match child.put(start, &bytes) {
             Ok(()) => {
                 let region = child

@@ -1,17 +1,21 @@
 //! [`Stored`]: pages of a child that have bytes of their own in remote memory, because the child
 //! has changed them before they left it.
 //!
-//! The rule it keeps: a page is found here when its bytes are complete on the servers, and not
-//! before.
+//! [`Requests`] are what the keeper's lane reads and writes there just now.
+//!
+//! The rules it keeps: a page is found here when its bytes are complete on the servers, and not
+//! before. The end of a store or of a snapshot may ask servers, so none ends inside the lane, whose
+//! request may be the last to hold it.
 
 use std::{
     collections::{BTreeMap, HashMap},
-    iter,
+    iter, mem,
     ops::Range,
     sync::Arc,
 };
 
-use farpage_store::{CreateError, EntryWords, PageStore, Snapshot};
+use farpage_fabric::ConnectError;
+use farpage_store::{Cluster, CreateError, EntryWords, Lane, PageStore, Snapshot};
 
 use super::image::{Image, ImageRegion};
 
@@ -126,5 +130,48 @@ impl Stored {
             inherited: Some(Arc::new(layer)),
             ..Stored::default()
         }
+    }
+}
+
+/// Place that a request reads or writes, and the image of its child.
+pub(super) type Source = (Place, Arc<Image>);
+
+/// Sources of all requests that the lane has not completed.
+#[derive(Default)]
+pub(super) struct Requests {
+    sources: HashMap<u64, Source>,
+    /// Sources of completed requests whose child has ended.
+    spent: Vec<Source>,
+}
+
+impl Requests {
+    /// Notes what the request of this tag reads or writes.
+    pub(super) fn begin(&mut self, tag: u64, source: Source) {
+        self.sources.insert(tag, source);
+    }
+
+    /// Notes that the request of this tag has ended. `is_alive` says that its child has not.
+    pub(super) fn end(&mut self, tag: u64, is_alive: bool) {
+        let source = self.sources.remove(&tag);
+        self.spent.extend(source.filter(|_| !is_alive));
+    }
+
+    /// Returns the sources of requests whose child has ended, which may be the last to be dropped.
+    pub(super) fn take_spent(&mut self) -> Option<Vec<Source>> {
+        (!self.spent.is_empty()).then(|| mem::take(&mut self.spent))
+    }
+}
+
+/// Returns the lane to the servers. Made at the first call.
+///
+/// # Errors
+/// As [`Lane::new`].
+pub(super) fn lane_of<'a>(
+    lane: &'a mut Option<Lane<Vec<u8>>>,
+    cluster: &Arc<Cluster>,
+) -> Result<&'a mut Lane<Vec<u8>>, ConnectError> {
+    match lane {
+        Some(lane) => Ok(lane),
+        None => Ok(lane.insert(Lane::new(cluster)?)),
     }
 }

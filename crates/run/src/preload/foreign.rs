@@ -32,16 +32,11 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// Maps at `address`, or anywhere if that is 0. The error is an `errno`.
+    /// Makes the call at `address`, with other flags. The error is an `errno`.
     ///
     /// # Safety
-    /// With an address, nothing relies on what is mapped there.
-    unsafe fn map(&self, address: usize) -> Result<usize, c_int> {
-        let fixed = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE;
-        let flags = match address {
-            0 => self.flags & !fixed,
-            _ => self.flags & !fixed | libc::MAP_FIXED,
-        };
+    /// As `mmap`.
+    pub(crate) unsafe fn call(&self, address: usize, flags: c_int) -> Result<usize, c_int> {
         let args = [
             address,
             self.bytes,
@@ -55,6 +50,17 @@ impl Wanted {
             made @ 0.. => Ok(made as usize),
             errno => Err(-errno as c_int),
         }
+    }
+
+    /// Maps at `address`, or anywhere if that is 0. The error is an `errno`.
+    ///
+    /// # Safety
+    /// With an address, nothing relies on what is mapped there.
+    unsafe fn map(&self, address: usize) -> Result<usize, c_int> {
+        let anywhere = self.flags & !(libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE);
+        let fixed = if address == 0 { 0 } else { libc::MAP_FIXED };
+        // SAFETY: the caller's promise.
+        unsafe { self.call(address, anywhere | fixed) }
     }
 }
 

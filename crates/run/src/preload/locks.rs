@@ -28,7 +28,7 @@ pub(crate) fn lock_all() -> bool {
 
 /// Locks fresh memory of the arena, if the program locks all. Returns false if that fails.
 pub(crate) fn made(state: &State, addresses: &Range<usize>) -> bool {
-    !lock_all() || lock_range(&mut mappings::change(), state, addresses, 0).is_ok()
+    !lock_all() || lock_range(&mut mappings::change(), state, addresses, Some(0)).is_ok()
 }
 
 /// Calls `work` while the kernel's locks of the pages of `addresses` are lifted: pages that leave
@@ -46,19 +46,9 @@ pub(crate) fn without<R>(
     done
 }
 
-/// Pins and locks `addresses`. The error is an `errno`; nothing more is locked then than before.
-pub(crate) fn lock_range(
-    map: &mut Map,
-    state: &State,
-    addresses: &Range<usize>,
-    flags: c_uint,
-) -> Result<(), c_int> {
-    pin_range(map, state, addresses, Some(flags))
-}
-
 /// Pins `addresses`, until they are unlocked or given up. With the `flags` of `mlock2` the kernel
-/// locks them, too. The error is an `errno`; nothing more is pinned then than before.
-fn pin_range(
+/// locks them, too. The error is an `errno`; nothing more is locked then than before.
+pub(crate) fn lock_range(
     map: &mut Map,
     state: &State,
     addresses: &Range<usize>,
@@ -201,7 +191,7 @@ fn lock_parts(
         match is_ceded {
             // SAFETY: the program's own memory, which stays mapped.
             true => unsafe { mappings::done(libc::SYS_mlock2, &part, [flags as usize, 0]) }?,
-            false => lock_range(map, state, &part, flags)?,
+            false => lock_range(map, state, &part, Some(flags))?,
         }
     }
     Ok(())
@@ -276,7 +266,7 @@ fn lock_allocations(state: &State) -> Result<(), c_int> {
     let is_missing = |all| map.those(all, |fact| !fact.is_locked && !fact.is_ceded);
     let missing: Vec<_> = allocations.iter().flat_map(is_missing).collect();
     for (newly, part) in missing.iter().enumerate() {
-        if let Err(errno) = lock_range(&mut map, state, part, 0) {
+        if let Err(errno) = lock_range(&mut map, state, part, Some(0)) {
             for part in &missing[..newly] {
                 unlock(&mut map, state, part);
             }
@@ -381,5 +371,5 @@ pub(crate) unsafe extern "C" fn sigaltstack(
 
 fn pins(state: &State, addresses: &Range<usize>) -> Result<(), c_int> {
     let _inside = Inside::enter();
-    pin_range(&mut mappings::change(), state, addresses, None)
+    lock_range(&mut mappings::change(), state, addresses, None)
 }

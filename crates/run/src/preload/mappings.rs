@@ -21,9 +21,10 @@ use std::{
     },
 };
 
+use farpage::Ranges;
 use farpage_vm::calls::system_call;
 
-use crate::{ranges::Ranges, say_once};
+use crate::say_once;
 
 /// Protection for reading and writing.
 pub(crate) const PLAIN: c_int = libc::PROT_READ | libc::PROT_WRITE;

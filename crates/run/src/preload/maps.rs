@@ -46,17 +46,17 @@ pub(crate) unsafe extern "C" fn mmap(
         && flags & libc::MAP_ANONYMOUS != 0
         && protection & !PLAIN == 0
         && flags & !(PLAIN_FLAGS | FIXED) == 0;
+    let wanted = Wanted {
+        bytes,
+        protection,
+        flags,
+        fd,
+        offset,
+    };
     if flags & FIXED != 0 {
         if let (Some(addresses), Some(state), false) =
             (state::ours(address, bytes), state::get(), Inside::is())
         {
-            let wanted = Wanted {
-                bytes,
-                protection,
-                flags,
-                fd,
-                offset,
-            };
             // SAFETY: the caller's promise.
             return match unsafe { place(state, &addresses, is_plain, &wanted) } {
                 Ok(()) => address,
@@ -71,20 +71,11 @@ pub(crate) unsafe extern "C" fn mmap(
         return made;
     }
     // SAFETY: the caller's promise.
-    let made = unsafe {
-        libc::syscall(
-            libc::SYS_mmap,
-            address,
-            bytes,
-            protection,
-            flags,
-            fd,
-            offset,
-        ) as *mut c_void
+    let made = match unsafe { wanted.call(address as usize, flags) } {
+        Ok(made) => ptr::with_exposed_provenance_mut(made),
+        Err(errno) => return failed(errno),
     };
-    if made != libc::MAP_FAILED
-        && let Err(errno) = locks::mapped_by_kernel(made, bytes)
-    {
+    if let Err(errno) = locks::mapped_by_kernel(made, bytes) {
         // SAFETY: made just now, and nobody has seen it.
         unsafe { libc::syscall(libc::SYS_munmap, made, bytes) };
         return failed(errno);

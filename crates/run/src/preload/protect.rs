@@ -73,7 +73,7 @@ pub(crate) unsafe fn relocate(
     };
     // Locked pages would not move.
     let mut is_moved = lift(map, state, old) && relocate(old.clone(), new.start);
-    if is_moved && locks::lock_all() && lock_range(map, state, new, 0).is_err() {
+    if is_moved && locks::lock_all() && lock_range(map, state, new, Some(0)).is_err() {
         is_moved = !relocate(new.start..new.start + old.len(), old.start);
     }
     restore(
@@ -98,7 +98,7 @@ pub(crate) fn restore(
     for (part, fact) in known {
         let part = new + (part.start - old)..new + (part.end - old);
         // The memory was locked before, so the budget has room, unless other threads were faster.
-        if fact.is_locked && lock_range(map, state, &part, 0).is_err() {
+        if fact.is_locked && lock_range(map, state, &part, Some(0)).is_err() {
             say_once("a lock (mlock) is lost: that memory is remote again");
         }
         if set(map, &part, fact.protection).is_err() {
@@ -113,7 +113,7 @@ pub(crate) fn extend(map: &mut Map, state: &State, added: &Range<usize>) {
     let _ = set(map, added, last.protection);
     if last.is_locked {
         // As the kernel does: without room, the added memory is not locked.
-        let _ = lock_range(map, state, added, 0);
+        let _ = lock_range(map, state, added, Some(0));
     }
 }
 

@@ -204,10 +204,10 @@ unsafe fn remap(
     let pages = state.pages_of(old);
     let is_ceded = |fact: Fact| fact.is_ceded;
     let mut map = match &new {
-        Some(new) if !mappings::look().has(old, |fact| !fact.is_ceded) => change_for(state, new),
+        Some(new) if mappings::look().all(old, is_ceded) => change_for(state, new),
         _ => mappings::change(),
     };
-    if map.has(old, |fact| !fact.is_mapped) {
+    if !map.all(old, |fact| fact.is_mapped) {
         return Err(libc::EFAULT);
     }
     if !stays && !is_fixed {
@@ -222,7 +222,7 @@ unsafe fn remap(
             return Err(libc::ENOMEM);
         }
     }
-    if !map.has(old, |fact| !fact.is_ceded) {
+    if map.all(old, is_ceded) {
         // SAFETY: the caller's promise.
         return unsafe { move_ceded(&mut map, state, request, new) };
     }
@@ -441,7 +441,7 @@ fn lock_and_protect(
     for (part, is_kernels) in map.parts(part, |fact| fact.is_ceded || is_outside) {
         if known.is_locked && is_kernels {
             kernel_locks(std::slice::from_ref(&part));
-        } else if known.is_locked && lock_range(map, state, &part, 0).is_err() {
+        } else if known.is_locked && lock_range(map, state, &part, Some(0)).is_err() {
             say_once("a lock (mlock) is lost: that memory is remote again");
         }
         match is_kernels {

@@ -4,21 +4,23 @@ use std::{collections::BTreeMap, iter, ops::Range};
 
 /// A fact about each address. Entries are the addresses at which another fact begins; the default
 /// fact holds before the first entry.
-pub(crate) struct Ranges<T>(BTreeMap<usize, T>);
+#[derive(Clone, Default)]
+pub struct Ranges<T>(BTreeMap<usize, T>);
 
 impl<T: Copy + Default + PartialEq> Ranges<T> {
-    pub(crate) const fn new() -> Ranges<T> {
+    /// Makes ranges of which the default fact holds everywhere.
+    pub const fn new() -> Ranges<T> {
         Ranges(BTreeMap::new())
     }
 
     /// Returns the fact about an address.
-    pub(crate) fn at(&self, address: usize) -> T {
+    pub fn at(&self, address: usize) -> T {
         let entry = self.0.range(..=address).next_back();
         entry.map_or_else(T::default, |(_, &fact)| fact)
     }
 
     /// Changes the facts about `addresses`.
-    pub(crate) fn change(&mut self, addresses: &Range<usize>, change: impl Fn(&mut T)) {
+    pub fn change(&mut self, addresses: &Range<usize>, change: impl Fn(&mut T)) {
         if addresses.is_empty() {
             return;
         }
@@ -41,7 +43,7 @@ impl<T: Copy + Default + PartialEq> Ranges<T> {
     }
 
     /// Returns the parts of `addresses`, ascending, of which `of` says different things.
-    pub(crate) fn parts<K: PartialEq>(
+    pub fn parts<K: PartialEq>(
         &self,
         addresses: &Range<usize>,
         of: impl Fn(T) -> K,
@@ -66,11 +68,7 @@ impl<T: Copy + Default + PartialEq> Ranges<T> {
     }
 
     /// Returns the parts of `addresses`, ascending, whose facts `are` so.
-    pub(crate) fn those(
-        &self,
-        addresses: &Range<usize>,
-        are: impl Fn(T) -> bool,
-    ) -> Vec<Range<usize>> {
+    pub fn those(&self, addresses: &Range<usize>, are: impl Fn(T) -> bool) -> Vec<Range<usize>> {
         let parts = self.parts(addresses, are).into_iter();
         parts
             .filter_map(|(part, are)| are.then_some(part))
@@ -78,8 +76,13 @@ impl<T: Copy + Default + PartialEq> Ranges<T> {
     }
 
     /// True if the fact about one of `addresses` `is` so.
-    pub(crate) fn has(&self, addresses: &Range<usize>, is: impl Fn(T) -> bool) -> bool {
+    pub fn has(&self, addresses: &Range<usize>, is: impl Fn(T) -> bool) -> bool {
         self.parts(addresses, is).iter().any(|(_, is)| *is)
+    }
+
+    /// True if the fact about each of `addresses` `is` so.
+    pub fn all(&self, addresses: &Range<usize>, is: impl Fn(T) -> bool) -> bool {
+        !self.has(addresses, |fact| !is(fact))
     }
 }
 
@@ -113,9 +116,39 @@ mod tests {
         assert_eq!(ranges.those(&(4..10), |known| known == 1), [4..6, 9..10]);
         assert!(ranges.has(&(5..7), |known| known == 3));
         assert!(!ranges.has(&(9..30), |known| known == 3));
+        assert!(ranges.all(&(6..9), |known| known == 3));
+        assert!(!ranges.all(&(6..10), |known| known == 3));
         put(&mut ranges, 4..10, 0);
         put(&mut ranges, 5..5, 1);
         assert_eq!(all(&ranges), [(0..4, 1), (10..20, 1)]);
         assert_eq!((ranges.at(3), ranges.at(4), ranges.at(19)), (1, 0, 1));
+    }
+    #[test]
+    fn facts_are_known_by_address() {
+        let (mut ranges, mut model) = (Ranges::new(), [false; 64]);
+        let mut state = 1_u64;
+        for _ in 0..200 {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            let (start, len) = ((state >> 33) as usize % 60, (state >> 50) as usize % 4 + 1);
+            ranges.change(&(start..start + len), |fact| *fact = true);
+            model[start..start + len].fill(true);
+            if state.is_multiple_of(3) {
+                let known = start / 2..start / 2 + len;
+                ranges.change(&known, |fact| *fact = false);
+                model[known].fill(false);
+            }
+            let mut told = [false; 64];
+            for part in ranges.those(&(3..50), |fact| fact) {
+                let is_new = told[part.clone()].iter().all(|told| !told);
+                assert!(is_new, "twice: {part:?}");
+                told[part].fill(true);
+            }
+            assert_eq!(told[3..50], model[3..50]);
+            if state.is_multiple_of(7) {
+                (ranges, model) = (Ranges::new(), [false; 64]);
+            }
+        }
     }
 }
