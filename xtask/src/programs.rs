@@ -21,8 +21,6 @@ pub(crate) struct Program {
     pub(crate) label: String,
     /// Name of the target.
     pub(crate) name: String,
-    /// Name of the package.
-    pub(crate) package_name: String,
     pub(crate) executable: PathBuf,
     /// The folder in which cargo would run it.
     pub(crate) package: PathBuf,
@@ -91,21 +89,9 @@ fn program(message: &str) -> Result<Option<Program>> {
     Ok(Some(Program {
         label: format!("{} {name}", folder.display()),
         name: name.to_owned(),
-        package_name: package_name(&message).to_owned(),
         executable: executable.into(),
         package: package.to_owned(),
     }))
-}
-
-/// Returns the name in a package id, such as `path+file:///a/crates/farpage#0.1.0` or
-/// `path+file:///a/memserver#farpage-memserver@0.1.0`.
-fn package_name(message: &Value) -> &str {
-    let id = message["package_id"].as_str().unwrap_or_default();
-    let (folder, name) = id.split_once('#').unwrap_or_default();
-    match name.split_once('@') {
-        Some((name, _)) => name,
-        None => folder.rsplit('/').next().unwrap_or_default(),
-    }
 }
 
 #[cfg(test)]
@@ -119,7 +105,6 @@ mod tests {
         assert_eq!(found.executable, PathBuf::from("/t/deps/a-1"));
         assert_eq!(found.package, PathBuf::from("/a"));
         assert_eq!(found.label, "/a kill");
-        assert_eq!(found.package_name, "kill");
         for nothing in [
             artifact.replace("true", "false"),
             artifact.replace("\"/t/deps/a-1\"", "null"),

@@ -17,12 +17,12 @@ use crate::{
     vm::{End, Machine, Options, Script, TESTS_FAILED},
 };
 
-/// Packages with tests that may need RDMA.
-const PACKAGES: [&str; 4] = [
-    "farpage-fabric",
-    "farpage-memserver",
-    "farpage",
-    "farpage-bench",
+/// Packages with tests that may need RDMA, and their folders.
+const PACKAGES: [(&str, &str); 4] = [
+    ("farpage-fabric", "crates/fabric"),
+    ("farpage-memserver", "memserver"),
+    ("farpage", "crates/farpage"),
+    ("farpage-bench", "bench"),
 ];
 
 /// Test programs that run over RDMA as a whole if a device exists.
@@ -49,7 +49,10 @@ pub(crate) fn skip(why: &anyhow::Error, tally: &mut Tally) {
 /// A program that cannot be started. A failing test and a machine that dies are counted.
 pub(crate) fn run(tests: &[Program], filters: &[String], tally: &mut Tally) -> Result<()> {
     let mut script = Script::new();
-    let may_need_rdma = |program: &&Program| PACKAGES.contains(&&*program.package_name);
+    let may_need_rdma = |program: &&Program| {
+        let folder = program.label.split(' ').next();
+        PACKAGES.iter().any(|(_, of)| Some(*of) == folder)
+    };
     for program in tests.iter().filter(may_need_rdma) {
         let filters: Vec<&OsStr> = match filters {
             [] if WHOLE.contains(&&*program.name) => Vec::new(),
@@ -116,7 +119,7 @@ pub(crate) fn build() -> Result<Vec<Program>> {
     let mut cargo = children::cargo();
     cargo.args(["test", "--no-run", "--features", "rdma"]);
     cargo.args(["--lib", "--bins", "--tests"]);
-    for package in PACKAGES {
+    for (package, _) in PACKAGES {
         cargo.args(["--package", package]);
     }
     programs::build(&mut cargo)

@@ -131,14 +131,8 @@ impl Machine {
     /// # Errors
     /// A machine that does not come up or dies; not a script that fails.
     pub(crate) fn run(&self, script: &Script, out: Sink, err: Sink) -> Result<End> {
-        machine::run(
-            &self.options,
-            &self.kernel,
-            &script.finish(),
-            self.end,
-            out,
-            err,
-        )
+        let (options, script) = (&self.options, script.finish());
+        machine::run(options, &self.kernel, &script, self.end, out, err)
     }
 }
 
