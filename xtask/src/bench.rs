@@ -21,8 +21,5 @@ pub(crate) fn run() -> Result<ExitCode> {
     let mut tests = children::cargo();
     tests.args(["test", "--no-fail-fast", "--package", "farpage-bench"]);
     tests.args(PROGRAMS.map(|program| format!("--test={program}")));
-    Ok(match children::status(&mut tests)?.success() {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
-    })
+    children::code(&mut tests)
 }

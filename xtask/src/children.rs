@@ -7,13 +7,13 @@
 use std::{
     env,
     os::unix::process::CommandExt,
-    process::{self, Child, Command, ExitStatus, Stdio},
+    process::{self, Child, Command, ExitCode, ExitStatus, Stdio},
     sync::{Mutex, MutexGuard},
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     iterator::Signals,
@@ -78,6 +78,26 @@ pub(crate) fn wait(mut child: Child) -> Result<ExitStatus> {
 /// Runs a child to its end, with the output of `xtask`.
 pub(crate) fn status(command: &mut Command) -> Result<ExitStatus> {
     wait(spawn(command)?)
+}
+
+/// Runs a child to its end. Returns success if the child has succeeded.
+pub(crate) fn code(command: &mut Command) -> Result<ExitCode> {
+    Ok(ExitCode::from(u8::from(!status(command)?.success())))
+}
+
+/// Runs a child to its end.
+///
+/// # Errors
+/// As `why` says, if the child fails.
+pub(crate) fn must(command: &mut Command, why: &'static str) -> Result<()> {
+    ensure!(status(command)?.success(), why);
+    Ok(())
+}
+
+/// True if a program can be started and succeeds. Its output is not shown.
+pub(crate) fn works(program: &str, args: &[&str]) -> bool {
+    let tried = Command::new(program).args(args).output();
+    tried.is_ok_and(|output| output.status.success())
 }
 
 /// Runs a child to its end as [`status`] does. A child that has not ended within `time` is ended,

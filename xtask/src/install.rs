@@ -215,9 +215,7 @@ fn build() -> Result<PathBuf> {
         programs.args(["--package", package]);
     }
     for mut command in [libraries, programs] {
-        if !children::status(&mut command)?.success() {
-            bail!("the build failed; what went wrong is printed above");
-        }
+        children::must(&mut command, crate::BUILD_FAILED)?;
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let target = std::env::var_os("CARGO_TARGET_DIR")

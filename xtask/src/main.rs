@@ -71,23 +71,21 @@ fn run() -> Result<ExitCode> {
         println!("{USAGE}");
         return Ok(ExitCode::SUCCESS);
     }
+    let success = Ok(ExitCode::SUCCESS);
     match command {
         "demo" if rest.is_empty() => demo(),
         "setup" if rest.is_empty() || rest == ["--all"] => {
             children::end_with_us()?;
+            let of_tests = [&rdma::NEEDS[..], &vm::NEEDS, &data::NEEDS];
             match rest.first() {
                 None => setup::prepare()?,
-                Some(_) => {
-                    let of_tests = [&rdma::NEEDS[..], &vm::NEEDS, &data::NEEDS];
-                    setup::prepare_with(of_tests.into_iter().flatten())?;
-                }
+                Some(_) => setup::prepare_with(of_tests.into_iter().flatten())?,
             }
             println!("This machine is ready: `cargo xtask demo` and `cargo xtask test` will run.");
-            Ok(ExitCode::SUCCESS)
+            success
         }
         "test" => {
-            children::end_with_us()?;
-            setup::prepare()?;
+            get_ready()?;
             match rest.split_first() {
                 Some((option, filters)) if option == "--rdma" => tests::run_rdma(filters),
                 Some((option, names)) if option == "--programs" => unmodified::run(names),
@@ -95,14 +93,12 @@ fn run() -> Result<ExitCode> {
             }
         }
         "bench" if rest == ["--smoke"] => {
-            children::end_with_us()?;
-            setup::prepare()?;
+            get_ready()?;
             bench::run()
         }
         "sanitize" => match sanitize::seconds(rest) {
             Some(seconds) => {
-                children::end_with_us()?;
-                setup::prepare()?;
+                get_ready()?;
                 sanitize::run(seconds)
             }
             None => Ok(misused("`sanitize` takes `--seconds N`")),
@@ -112,23 +108,22 @@ fn run() -> Result<ExitCode> {
         )),
         "install" => match install::Install::read(rest) {
             Some(install) => {
-                children::end_with_us()?;
-                setup::prepare()?;
+                get_ready()?;
                 install.run()?;
-                Ok(ExitCode::SUCCESS)
+                success
             }
             None => Ok(misused("`install` takes `--prefix DIR`")),
         },
         "data" if rest.is_empty() => {
             children::end_with_us()?;
             data::fetch()?;
-            Ok(ExitCode::SUCCESS)
+            success
         }
         "dependencies" if rest.is_empty() => dependencies::run(),
         "tidy" if rest.is_empty() => tidy::run(),
         "vm" if rest == ["--help"] || rest == ["-h"] => {
             println!("{}", vm::USAGE);
-            Ok(ExitCode::SUCCESS)
+            success
         }
         "vm" => {
             children::end_with_us()?;
@@ -136,7 +131,7 @@ fn run() -> Result<ExitCode> {
         }
         "help" | "--help" | "-h" => {
             println!("{USAGE}");
-            Ok(ExitCode::SUCCESS)
+            success
         }
         "data" | "demo" | "dependencies" | "setup" | "tidy" => {
             Ok(misused(&format!("`{command}` does not take {rest:?}")))
@@ -145,31 +140,33 @@ fn run() -> Result<ExitCode> {
     }
 }
 
+/// Lets children end with this process, and gets this machine ready for the build.
+fn get_ready() -> Result<()> {
+    children::end_with_us()?;
+    setup::prepare()
+}
+
 fn misused(what: &str) -> ExitCode {
     eprintln!("error: {what}\n\n{USAGE}");
     ExitCode::from(2)
 }
+
+/// Message about a build whose errors cargo has printed.
+const BUILD_FAILED: &str = "the build failed; what went wrong is printed above";
 
 /// Size of all arrays together. The local budget is a quarter: large enough that the pager works
 /// for seconds, small enough for a laptop, since server and client share the machine here.
 const DEMO_ARRAYS_MIB: u64 = 768;
 
 fn demo() -> Result<ExitCode> {
-    children::end_with_us()?;
-    setup::prepare()?;
+    get_ready()?;
     // The arrays on the server, the budget, and a reserve for other programs.
     setup::require_memory(DEMO_ARRAYS_MIB * 3 / 2)?;
 
     println!("\nBuilding the benchmark (optimised; the first time takes a few minutes) ...");
-    let built = children::status(children::cargo().args([
-        "build",
-        "--release",
-        "--package",
-        "farpage-bench",
-    ]))?;
-    if !built.success() {
-        bail!("the build failed; what went wrong is printed above");
-    }
+    let mut build = children::cargo();
+    build.args(["build", "--release", "--package", "farpage-bench"]);
+    children::must(&mut build, BUILD_FAILED)?;
 
     println!(
         "\nSTREAM on {DEMO_ARRAYS_MIB} MiB of remote arrays with {} MiB of local memory for their pages, four times less.\n\
@@ -177,19 +174,10 @@ fn demo() -> Result<ExitCode> {
         DEMO_ARRAYS_MIB / 4
     );
     let size = format!("{DEMO_ARRAYS_MIB}MiB");
-    let bench = [
-        "run",
-        "--quiet",
-        "--release",
-        "--package",
-        "farpage-bench",
-        "--",
-    ];
-    let ran = children::status(
-        children::cargo()
-            .args(bench)
-            .args(["stream", "--size", &size, "--budget", "25%"]),
-    )?;
+    let mut bench = children::cargo();
+    bench.args(["run", "--quiet", "--release", "--package", "farpage-bench"]);
+    bench.args(["--", "stream", "--size", &size, "--budget", "25%"]);
+    let ran = children::status(&mut bench)?;
     if !ran.success() {
         bail!(
             "the benchmark failed ({ran}); `cargo run --release -p farpage-bench -- doctor` says what this machine can do"

@@ -21,8 +21,6 @@ pub(crate) struct Program {
     pub(crate) label: String,
     /// Name of the target.
     pub(crate) name: String,
-    /// Name of the package.
-    pub(crate) package_name: String,
     pub(crate) executable: PathBuf,
     /// The folder in which cargo would run it.
     pub(crate) package: PathBuf,
@@ -52,18 +50,12 @@ impl Program {
     }
 }
 
-/// Results of a build.
-#[derive(Default)]
-pub(crate) struct Built {
-    pub(crate) tests: Vec<Program>,
-}
-
 /// Builds the test programs that `cargo`, a `cargo test --no-run` with its options, names, and the
 /// programs that the tests start. The compiler's progress and errors reach the terminal unchanged.
 ///
 /// # Errors
 /// A build that fails.
-pub(crate) fn build(cargo: &mut Command) -> Result<Built> {
+pub(crate) fn build(cargo: &mut Command) -> Result<Vec<Program>> {
     cargo.args(["--message-format", "json-render-diagnostics"]);
     let mut child = children::spawn(cargo.stdout(Stdio::piped()))?;
     let mut messages = String::new();
@@ -74,52 +66,32 @@ pub(crate) fn build(cargo: &mut Command) -> Result<Built> {
     if !children::wait(child)?.success() {
         bail!("the tests do not build; what went wrong is printed above");
     }
-    let mut built = Built::default();
-    for message in messages.lines() {
-        built.take(message)?;
-    }
-    Ok(built)
+    let programs = messages.lines().map(program);
+    programs.filter_map(Result::transpose).collect()
 }
 
-impl Built {
-    /// Adds the test program that a message of cargo is about, if it is about one.
-    fn take(&mut self, message: &str) -> Result<()> {
-        let message: Value =
-            serde_json::from_str(message).context("cargo's message is not JSON")?;
-        let (Some(executable), Some(manifest), Some(name)) = (
-            message["executable"].as_str(),
-            message["manifest_path"].as_str(),
-            message["target"]["name"].as_str(),
-        ) else {
-            return Ok(());
-        };
-        let package = Path::new(manifest).parent();
-        let package = package.context("a manifest lies in a folder")?;
-        if message["profile"]["test"] == true {
-            let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
-            let root = root.context("xtask lies in the workspace")?;
-            let folder = package.strip_prefix(root).unwrap_or(package);
-            self.tests.push(Program {
-                label: format!("{} {name}", folder.display()),
-                name: name.to_owned(),
-                package_name: package_name(&message).to_owned(),
-                executable: executable.into(),
-                package: package.to_owned(),
-            });
-        }
-        Ok(())
-    }
-}
-
-/// Returns the name in a package id, such as `path+file:///a/crates/farpage#0.1.0` or
-/// `path+file:///a/memserver#farpage-memserver@0.1.0`.
-fn package_name(message: &Value) -> &str {
-    let id = message["package_id"].as_str().unwrap_or_default();
-    let (folder, name) = id.split_once('#').unwrap_or_default();
-    match name.split_once('@') {
-        Some((name, _)) => name,
-        None => folder.rsplit('/').next().unwrap_or_default(),
-    }
+/// Returns the test program that a message of cargo is about, if it is about one.
+fn program(message: &str) -> Result<Option<Program>> {
+    let message: Value = serde_json::from_str(message).context("cargo's message is not JSON")?;
+    let (Some(executable), Some(manifest), Some(name), true) = (
+        message["executable"].as_str(),
+        message["manifest_path"].as_str(),
+        message["target"]["name"].as_str(),
+        message["profile"]["test"] == true,
+    ) else {
+        return Ok(None);
+    };
+    let package = Path::new(manifest).parent();
+    let package = package.context("a manifest lies in a folder")?;
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
+    let root = root.context("xtask lies in the workspace")?;
+    let folder = package.strip_prefix(root).unwrap_or(package);
+    Ok(Some(Program {
+        label: format!("{} {name}", folder.display()),
+        name: name.to_owned(),
+        executable: executable.into(),
+        package: package.to_owned(),
+    }))
 }
 
 #[cfg(test)]
@@ -129,22 +101,16 @@ mod tests {
     #[test]
     fn tests_are_told_from_what_they_start() {
         let artifact = r#"{"reason":"compiler-artifact","package_id":"path+file:///a#kill@0.1.0","manifest_path":"/a/Cargo.toml","target":{"name":"kill"},"profile":{"test":true},"executable":"/t/deps/a-1"}"#;
-        let built_of = |message: &str| {
-            let mut built = Built::default();
-            built.take(message).expect("it is JSON");
-            built
-        };
-        let found = built_of(artifact);
-        assert_eq!(found.tests[0].executable, PathBuf::from("/t/deps/a-1"));
-        assert_eq!(found.tests[0].package, PathBuf::from("/a"));
-        assert_eq!(found.tests[0].label, "/a kill");
-        assert_eq!(found.tests[0].package_name, "kill");
+        let found = program(artifact).expect("it is JSON").expect("a test");
+        assert_eq!(found.executable, PathBuf::from("/t/deps/a-1"));
+        assert_eq!(found.package, PathBuf::from("/a"));
+        assert_eq!(found.label, "/a kill");
         for nothing in [
             artifact.replace("true", "false"),
             artifact.replace("\"/t/deps/a-1\"", "null"),
             r#"{"reason":"build-finished","success":true}"#.to_owned(),
         ] {
-            assert!(built_of(&nothing).tests.is_empty());
+            assert!(program(&nothing).expect("it is JSON").is_none());
         }
     }
 }

@@ -11,18 +11,18 @@ use anyhow::Result;
 
 use crate::{
     children,
-    programs::{self, Built, Program},
+    programs::{self, Program},
     setup::{self, Need},
     tests::tally::Tally,
     vm::{End, Machine, Options, Script, TESTS_FAILED},
 };
 
-/// Packages with tests that may need RDMA.
-const PACKAGES: [&str; 4] = [
-    "farpage-fabric",
-    "farpage-memserver",
-    "farpage",
-    "farpage-bench",
+/// Packages with tests that may need RDMA, and their folders.
+const PACKAGES: [(&str, &str); 4] = [
+    ("farpage-fabric", "crates/fabric"),
+    ("farpage-memserver", "memserver"),
+    ("farpage", "crates/farpage"),
+    ("farpage-bench", "bench"),
 ];
 
 /// Test programs that run over RDMA as a whole if a device exists.
@@ -49,7 +49,11 @@ pub(crate) fn skip(why: &anyhow::Error, tally: &mut Tally) {
 /// A program that cannot be started. A failing test and a machine that dies are counted.
 pub(crate) fn run(tests: &[Program], filters: &[String], tally: &mut Tally) -> Result<()> {
     let mut script = Script::new();
-    for program in tests.iter().filter(|program| may_need_rdma(program)) {
+    let may_need_rdma = |program: &&Program| {
+        let folder = program.label.split(' ').next();
+        PACKAGES.iter().any(|(_, of)| Some(*of) == folder)
+    };
+    for program in tests.iter().filter(may_need_rdma) {
         let filters: Vec<&OsStr> = match filters {
             [] if WHOLE.contains(&&*program.name) => Vec::new(),
             [] => vec!["rdma".as_ref()],
@@ -107,20 +111,15 @@ pub(crate) fn run(tests: &[Program], filters: &[String], tally: &mut Tally) -> R
     Ok(())
 }
 
-/// True if `program` is of a package with tests of RDMA.
-fn may_need_rdma(program: &Program) -> bool {
-    PACKAGES.contains(&&*program.package_name)
-}
-
 /// Builds the test programs of [`PACKAGES`], and the programs that they start.
 ///
 /// # Errors
 /// Programs that do not build.
-pub(crate) fn build() -> Result<Built> {
+pub(crate) fn build() -> Result<Vec<Program>> {
     let mut cargo = children::cargo();
     cargo.args(["test", "--no-run", "--features", "rdma"]);
     cargo.args(["--lib", "--bins", "--tests"]);
-    for package in PACKAGES {
+    for (package, _) in PACKAGES {
         cargo.args(["--package", package]);
     }
     programs::build(&mut cargo)
@@ -128,14 +127,10 @@ pub(crate) fn build() -> Result<Built> {
 
 /// Libraries that `rdma-sys` is built with, beside those of the whole build.
 pub(crate) const NEEDS: [Need; 2] = [
-    Need {
-        what: "libibverbs with its headers",
-        apt_package: "libibverbs-dev",
-        is_there: || setup::has_library("libibverbs.so") && setup::has_header("infiniband/verbs.h"),
-    },
-    Need {
-        what: "librdmacm with its headers",
-        apt_package: "librdmacm-dev",
-        is_there: || setup::has_library("librdmacm.so") && setup::has_header("rdma/rdma_cma.h"),
-    },
+    Need::new("libibverbs with its headers", "libibverbs-dev", || {
+        setup::has_library("libibverbs.so") && setup::has_header("infiniband/verbs.h")
+    }),
+    Need::new("librdmacm with its headers", "librdmacm-dev", || {
+        setup::has_library("librdmacm.so") && setup::has_header("rdma/rdma_cma.h")
+    }),
 ];

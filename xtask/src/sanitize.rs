@@ -77,8 +77,7 @@ pub(crate) fn run(seconds: u64) -> Result<ExitCode> {
     println!("Building tests and fuzz targets with the address sanitizer ...");
     let tests = programs::build(instrumented().args(TESTS))?;
     let fuzzer = Fuzzer::prepare(seconds)?;
-    let programs = tests.tests.iter();
-    let mut jobs: Vec<Job> = programs
+    let mut jobs: Vec<Job> = (tests.iter())
         .map(|program| program_job("sanitized: ", program, &PASSED_OVER))
         .collect();
     jobs.extend(TARGETS.map(|target| {
@@ -117,9 +116,8 @@ impl Fuzzer {
             findings: folder().join("findings"),
         };
         let mut seeds = Command::new(fuzzer.built.join("farpage-fuzz-seeds"));
-        if !children::status(seeds.arg(&fuzzer.corpus))?.success() {
-            bail!("the seeds cannot be written; why is printed above");
-        }
+        let why = "the seeds cannot be written; why is printed above";
+        children::must(seeds.arg(&fuzzer.corpus), why)?;
         fs::create_dir_all(&fuzzer.findings)
             .context("cannot create a folder below target/sanitize")?;
         Ok(fuzzer)

@@ -40,52 +40,78 @@ pub(crate) fn prepare_with<'a>(of_tests: impl IntoIterator<Item = &'a Need>) -> 
 
 /// A requirement of this machine.
 pub(crate) struct Need {
-    pub(crate) what: &'static str,
-    pub(crate) apt_package: &'static str,
-    pub(crate) is_there: fn() -> bool,
+    what: &'static str,
+    apt_package: &'static str,
+    sign: Sign,
+}
+
+/// Sign that a requirement is met.
+enum Sign {
+    /// A program in the PATH.
+    Program(&'static str),
+    Other(fn() -> bool),
+}
+
+impl Need {
+    pub(crate) const fn program(
+        what: &'static str,
+        apt_package: &'static str,
+        program: &'static str,
+    ) -> Need {
+        let sign = Sign::Program(program);
+        Need {
+            what,
+            apt_package,
+            sign,
+        }
+    }
+
+    pub(crate) const fn new(
+        what: &'static str,
+        apt_package: &'static str,
+        is_there: fn() -> bool,
+    ) -> Need {
+        let sign = Sign::Other(is_there);
+        Need {
+            what,
+            apt_package,
+            sign,
+        }
+    }
+
+    fn is_missing(&self) -> bool {
+        !match self.sign {
+            Sign::Program(program) => in_path(program),
+            Sign::Other(is_there) => is_there(),
+        }
+    }
 }
 
 const NEEDS: [Need; 8] = [
-    Need {
-        what: "a C compiler (`cc`)",
-        apt_package: "gcc",
-        is_there: || in_path("cc"),
-    },
-    Need {
-        what: "a C++ compiler (`c++`), for libumap and its tests",
-        apt_package: "g++",
-        is_there: || in_path("c++"),
-    },
-    Need {
-        what: "CMake, for ZFP and for tests of the package",
-        apt_package: "cmake",
-        is_there: || in_path("cmake"),
-    },
-    Need {
-        what: "make, for the same",
-        apt_package: "make",
-        is_there: || in_path("make"),
-    },
-    Need {
-        what: "pkg-config, for tests of the package",
-        apt_package: "pkg-config",
-        is_there: || in_path("pkg-config"),
-    },
-    Need {
-        what: "the C library's headers",
-        apt_package: "libc6-dev",
-        is_there: has_libc_headers,
-    },
-    Need {
-        what: "libclang with its headers",
-        apt_package: "libclang-dev",
-        is_there: has_libclang,
-    },
-    Need {
-        what: "jemalloc, for tests of `farpage run --small`",
-        apt_package: "libjemalloc2",
-        is_there: || has_library("libjemalloc.so.2"),
-    },
+    Need::program("a C compiler (`cc`)", "gcc", "cc"),
+    Need::program(
+        "a C++ compiler (`c++`), for libumap and its tests",
+        "g++",
+        "c++",
+    ),
+    Need::program(
+        "CMake, for ZFP and for tests of the package",
+        "cmake",
+        "cmake",
+    ),
+    Need::program("make, for the same", "make", "make"),
+    Need::program(
+        "pkg-config, for tests of the package",
+        "pkg-config",
+        "pkg-config",
+    ),
+    Need::new("the C library's headers", "libc6-dev", has_libc_headers),
+    Need::new("libclang with its headers", "libclang-dev", has_libclang),
+    Need::new(
+        "jemalloc, for tests of `farpage run --small`",
+        "libjemalloc2",
+        || has_library("libjemalloc.so.2"),
+    ),
 ];
 
 /// Installs the missing ones of `needs`. Prints to standard error.
@@ -93,18 +119,13 @@ const NEEDS: [Need; 8] = [
 /// # Errors
 /// Requirements that are missing and cannot be installed from here, with the line that does it.
 pub(crate) fn install<'a>(needs: impl IntoIterator<Item = &'a Need>, for_whom: &str) -> Result<()> {
-    let missing: Vec<&Need> = needs
-        .into_iter()
-        .filter(|need| !(need.is_there)())
-        .collect();
+    let mut missing: Vec<&Need> = needs.into_iter().collect();
+    missing.retain(|need| need.is_missing());
     if missing.is_empty() {
         return Ok(());
     }
-    let what = missing
-        .iter()
-        .map(|need| need.what)
-        .collect::<Vec<_>>()
-        .join(", ");
+    let what: Vec<&str> = missing.iter().map(|need| need.what).collect();
+    let what = what.join(", ");
     let packages: Vec<&str> = missing.iter().map(|need| need.apt_package).collect();
     if !in_path("apt-get") {
         bail!(
@@ -126,19 +147,10 @@ pub(crate) fn install<'a>(needs: impl IntoIterator<Item = &'a Need>, for_whom: &
         "{for_whom} needs {what}: installing {} with apt-get.",
         packages.join(" ")
     );
-    for step in [
-        vec!["update"],
-        [
-            vec!["install", "-y", "--no-install-recommends"],
-            packages.clone(),
-        ]
-        .concat(),
-    ] {
-        let mut words = root
-            .iter()
-            .copied()
-            .chain(["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"])
-            .chain(step);
+    let install = [&["install", "-y", "--no-install-recommends"], &packages[..]].concat();
+    for step in [vec!["update"], install] {
+        let apt = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"];
+        let mut words = root.iter().copied().chain(apt).chain(step);
         let program = words.next().expect("the chain above is not empty");
         let status = children::status(Command::new(program).args(words).stdout(io::stderr()))?;
         if !status.success() {
@@ -147,7 +159,7 @@ pub(crate) fn install<'a>(needs: impl IntoIterator<Item = &'a Need>, for_whom: &
             );
         }
     }
-    match missing.iter().find(|need| !(need.is_there)()) {
+    match missing.iter().find(|need| need.is_missing()) {
         None => Ok(()),
         Some(need) => bail!(
             "{} was installed, but {} is still not found",
@@ -163,13 +175,10 @@ fn as_root() -> Option<&'static [&'static str]> {
     if unsafe { libc::geteuid() } == 0 {
         return Some(&[]);
     }
-    let quiet = Command::new("sudo").args(["-n", "true"]).output();
-    quiet
-        .is_ok_and(|output| output.status.success())
-        .then_some(&["sudo", "-n"])
+    children::works("sudo", &["-n", "true"]).then_some(&["sudo", "-n"])
 }
 
-pub(crate) fn in_path(program: &str) -> bool {
+fn in_path(program: &str) -> bool {
     env::var_os("PATH")
         .is_some_and(|path| env::split_paths(&path).any(|dir| dir.join(program).is_file()))
 }

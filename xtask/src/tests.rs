@@ -196,12 +196,12 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         println!("Building some of them optimised, too ...");
         let mut cargo = children::cargo();
         optimised = programs::build(cargo.args(["test", "--no-run"]).args(OPTIMISED))?;
-        let tests = optimised.tests.iter();
+        let tests = optimised.iter();
         jobs.extend(tests.map(|program| program_job("optimised: ", program, &[])));
-        jobs.push(rdma_job(&built.tests, no_rdma));
+        jobs.push(rdma_job(&built, no_rdma));
     }
     let runs = |program: &&Program| features.is_empty() || !WITHOUT_RDMA.contains(&&*program.label);
-    let tests = built.tests.iter().filter(runs);
+    let tests = built.iter().filter(runs);
     jobs.extend(tests.map(|program| program_job("", program, filters)));
     if !options.for_cargo.iter().any(|arg| selects_targets(arg)) {
         let docs = || {
@@ -265,7 +265,7 @@ pub(crate) fn run_rdma(filters: &[String]) -> Result<ExitCode> {
     let why_not = setup::install(&rdma::NEEDS, "RDMA").err();
     let mut tally = Tally::of_vm();
     match why_not {
-        None => rdma::run(&rdma::build()?.tests, filters, &mut tally)?,
+        None => rdma::run(&rdma::build()?, filters, &mut tally)?,
         Some(why) => rdma::skip(&why, &mut tally),
     }
     print!("{}", tally.shown);

@@ -17,6 +17,8 @@ use std::{
 
 use anyhow::{Context, Result};
 
+use self::comments::Syntax;
+
 /// Last column of comments and Markdown prose, so that two files fit side by side.
 const COLUMNS: usize = 100;
 
@@ -47,7 +49,32 @@ struct Source {
     text: String,
 }
 
+/// A line that somebody reads: of a comment, or of Markdown prose.
+struct Said<'a> {
+    number: usize,
+    line: &'a str,
+    /// Part of the line from the comment's beginning on.
+    text: &'a str,
+}
+
 impl Source {
+    /// Returns the lines of the file's comments or prose.
+    fn said(&self) -> Vec<Said<'_>> {
+        if self.path.ends_with(".md") {
+            return markdown::prose(&self.text).collect();
+        }
+        let Some(syntax) = Syntax::of(&self.path, &self.text) else {
+            return Vec::new();
+        };
+        let starts = comments::starts(syntax, &self.text);
+        let lines = self.text.lines().zip(starts).enumerate();
+        let said = lines.filter_map(|(at, (line, start))| {
+            let (number, text) = (at + 1, &line[start?..]);
+            Some(Said { number, line, text })
+        });
+        said.collect()
+    }
+
     fn finding(&self, line: usize, what: impl Into<String>) -> Finding {
         Finding {
             file: self.path.clone(),
@@ -82,12 +109,15 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
     let files = files(root).context("cannot read the checkout")?;
     let mut findings = Vec::new();
     for file in &files {
-        findings.extend(long_lines(file));
-        words::check(file, &mut findings);
-        openings::check(file, &mut findings);
+        let said = file.said();
+        long_lines(file, &said, &mut findings);
+        words::check(file, &said, &mut findings);
+        if file.path.ends_with(".rs") {
+            openings::check(file, &said, &mut findings);
+        }
         if file.path.ends_with(".md") {
-            markdown::links(file, root, &mut findings);
-            markdown::source_files(file, root, &mut findings);
+            markdown::links(file, &said, root, &mut findings);
+            markdown::source_files(file, &said, root, &mut findings);
         }
     }
     documents(&files, &mut findings);
@@ -96,28 +126,23 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// Finds lines of comments and of prose that are too long.
-fn long_lines(file: &Source) -> Vec<Finding> {
-    let what = if file.path.ends_with(".md") {
-        "prose"
-    } else {
-        "a comment"
+/// Finds lines of comments and of prose behind column [`COLUMNS`]. Rows of a table, and single
+/// words such as a link's address, cannot be wrapped.
+fn long_lines(file: &Source, said: &[Said<'_>], findings: &mut Vec<Finding>) {
+    let what = match file.path.ends_with(".md") {
+        true if file.path.starts_with(RECORDS) => return,
+        true => "prose",
+        false => "a comment",
     };
-    let lines = match (comments::Syntax::of(file), file.path.ends_with(".md")) {
-        (_, true) if file.path.starts_with(RECORDS) => Vec::new(),
-        (_, true) => markdown::long_lines(&file.text),
-        (Some(syntax), _) => comments::long_lines(syntax, &file.text),
-        (None, _) => Vec::new(),
-    };
-    lines
-        .into_iter()
-        .map(|line| {
-            file.finding(
-                line,
-                format!("{what} of more than {COLUMNS} columns: wrap it"),
-            )
-        })
-        .collect()
+    let marks = ['/', '!', '#', '-', '*', '>', ' '];
+    for Said { number, line, text } in said {
+        let text = text.trim_start_matches(marks).trim();
+        let can_wrap = !text.starts_with('|') && text.contains(' ');
+        if line.chars().count() > COLUMNS && can_wrap && markdown::reference(text).is_none() {
+            let what = format!("{what} of more than {COLUMNS} columns: wrap it");
+            findings.push(file.finding(*number, what));
+        }
+    }
 }
 
 /// Checks rules of single documents.
@@ -175,11 +200,23 @@ fn files(root: &Path) -> io::Result<Vec<Source>> {
 mod tests {
     use super::*;
 
-    fn source(path: &str, text: &str) -> Source {
+    pub(super) fn source(path: &str, text: &str) -> Source {
         Source {
             path: path.to_owned(),
             text: text.to_owned(),
         }
+    }
+
+    /// Returns the findings of a rule in one file.
+    pub(super) fn found(
+        rule: impl Fn(&Source, &[Said<'_>], &mut Vec<Finding>),
+        path: &str,
+        text: &str,
+    ) -> Vec<String> {
+        let file = source(path, text);
+        let mut findings = Vec::new();
+        rule(&file, &file.said(), &mut findings);
+        findings.iter().map(Finding::to_string).collect()
     }
 
     #[test]
@@ -190,24 +227,46 @@ mod tests {
     }
 
     #[test]
-    fn long_comment_is_found() {
-        let long = format!("let x = 1;\n// {}\n", "word ".repeat(20));
-        let list: Vec<String> = (long_lines(&source("a.rs", &long)).iter())
-            .map(Finding::to_string)
-            .collect();
-        assert_eq!(
-            list,
-            ["a.rs:2: a comment of more than 100 columns: wrap it"]
-        );
-        assert_eq!(long_lines(&source("b.rs", "// short\n")), []);
+    fn long_lines_of_comments_and_prose_are_found() {
+        let said = "a.rs:2: a comment of more than 100 columns: wrap it";
+        let words = "word ".repeat(21);
+        let text = format!("let x = 1;\n// {words}\n");
+        assert_eq!(found(long_lines, "a.rs", &text), [said]);
+        for (path, text) in [
+            ("a.rs", format!("/// {words}")),
+            ("a.rs", format!("    let a = 1; // {words}")),
+            ("a.rs", format!("// ä {} b", "─".repeat(94))),
+            ("a.c", format!("/*\n * {words}\n */")),
+            ("a.toml", format!("a = 1 # {words}")),
+            ("a.md", format!("short\n\n{words}")),
+            ("a.md", format!("- {words}")),
+            ("a.md", format!("```\n{words}\n```\n{words}")),
+            ("docs/a.md", words.clone()),
+        ] {
+            assert_eq!(found(long_lines, path, &text).len(), 1, "{path}: {text}");
+        }
     }
 
     #[test]
-    fn records_and_other_kinds_of_files_may_have_long_lines() {
-        let long = "word ".repeat(30);
-        assert_eq!(long_lines(&source("bench/record/x.md", &long)), []);
-        assert_eq!(long_lines(&source("data.json", &long)), []);
-        assert_eq!(long_lines(&source("docs/x.md", &long)).len(), 1);
+    fn code_tables_addresses_records_and_other_kinds_of_files_may_have_long_lines() {
+        let words = "word ".repeat(30);
+        let address = format!("https://{}", "x".repeat(120));
+        for (path, text) in [
+            ("a.rs", "// short\n".to_owned()),
+            ("a.rs", format!("let a = \"// {words}\";")),
+            ("a.rs", format!("//! | {words} |")),
+            ("a.rs", format!("// {address}")),
+            ("a.rs", format!("// {}", "x".repeat(97))),
+            ("a.rs", format!("// ä {} b", "─".repeat(93))),
+            ("a.md", format!("| {words} |")),
+            ("a.md", format!("  | {words} |")),
+            ("a.md", format!("[label]: {address}")),
+            ("a.md", format!("- <{address}>")),
+            ("bench/record/x.md", words.clone()),
+            ("data.json", words),
+        ] {
+            assert_eq!(found(long_lines, path, &text), [""; 0], "{path}: {text}");
+        }
     }
 
     #[test]

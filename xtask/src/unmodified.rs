@@ -13,55 +13,20 @@ use anyhow::{Result, bail};
 
 use crate::{
     children,
-    setup::{self, Need, in_path},
+    setup::{self, Need},
 };
 
 const NEEDS: [Need; 8] = [
-    Need {
-        what: "zstd",
-        apt_package: "zstd",
-        is_there: || in_path("zstd"),
-    },
-    Need {
-        what: "xz",
-        apt_package: "xz-utils",
-        is_there: || in_path("xz"),
-    },
-    Need {
-        what: "sqlite3",
-        apt_package: "sqlite3",
-        is_there: || in_path("sqlite3"),
-    },
-    Need {
-        what: "redis-server",
-        apt_package: "redis-server",
-        is_there: || in_path("redis-server"),
-    },
-    Need {
-        what: "redis-benchmark",
-        apt_package: "redis-tools",
-        is_there: || in_path("redis-benchmark"),
-    },
-    Need {
-        what: "memcached",
-        apt_package: "memcached",
-        is_there: || in_path("memcached"),
-    },
-    Need {
-        what: "minimap2",
-        apt_package: "minimap2",
-        is_there: || in_path("minimap2"),
-    },
-    Need {
-        what: "Python with venv",
-        apt_package: "python3-venv",
-        is_there: || {
-            let tried = Command::new("python3")
-                .args(["-c", "import venv, ensurepip"])
-                .output();
-            tried.is_ok_and(|output| output.status.success())
-        },
-    },
+    Need::program("zstd", "zstd", "zstd"),
+    Need::program("xz", "xz-utils", "xz"),
+    Need::program("sqlite3", "sqlite3", "sqlite3"),
+    Need::program("redis-server", "redis-server", "redis-server"),
+    Need::program("redis-benchmark", "redis-tools", "redis-benchmark"),
+    Need::program("memcached", "memcached", "memcached"),
+    Need::program("minimap2", "minimap2", "minimap2"),
+    Need::new("Python with venv", "python3-venv", || {
+        children::works("python3", &["-c", "import venv, ensurepip"])
+    }),
 ];
 
 const PACKAGES: [&str; 7] = [
@@ -96,12 +61,7 @@ pub(crate) fn run(names: &[String]) -> Result<ExitCode> {
         .env("FARPAGE_BINARIES", target.join("release"))
         .env("FARPAGE_PYTHON", python)
         .env("FARPAGE_PROGRAMS", names.join(" "));
-    let status = children::status(&mut tests)?;
-    Ok(if status.success() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    children::code(&mut tests)
 }
 
 /// Returns the Python that has the packages, which it installs into `folder`.

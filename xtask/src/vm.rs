@@ -27,7 +27,7 @@ pub(crate) use self::{
     machine::{End, Sink},
     options::Options,
 };
-use crate::setup::{self, Need, in_path};
+use crate::setup::{self, Need};
 
 pub(crate) const USAGE: &str = "\
 Usage: cargo xtask vm [OPTIONS] [--] COMMAND [ARG...]
@@ -131,14 +131,8 @@ impl Machine {
     /// # Errors
     /// A machine that does not come up or dies; not a script that fails.
     pub(crate) fn run(&self, script: &Script, out: Sink, err: Sink) -> Result<End> {
-        machine::run(
-            &self.options,
-            &self.kernel,
-            &script.finish(),
-            self.end,
-            out,
-            err,
-        )
+        let (options, script) = (&self.options, script.finish());
+        machine::run(options, &self.kernel, &script, self.end, out, err)
     }
 }
 
@@ -211,46 +205,26 @@ impl Script {
 
 /// Programs and libraries of the guest, which runs on this machine's files.
 pub(crate) const NEEDS: [Need; 8] = [
-    Need {
-        what: "QEMU",
-        apt_package: "qemu-system-x86",
-        is_there: || in_path("qemu-system-x86_64"),
-    },
-    Need {
-        what: "a busybox that needs no libraries",
-        apt_package: "busybox-static",
-        is_there: || Path::new("/bin/busybox").is_file(),
-    },
-    Need {
-        what: "`depmod` and `modprobe`",
-        apt_package: "kmod",
-        is_there: || in_path("modprobe"),
-    },
-    Need {
-        what: "`xz`",
-        apt_package: "xz-utils",
-        is_there: || in_path("xz"),
-    },
-    Need {
-        what: "the keys of Debian's packages",
-        apt_package: "debian-archive-keyring",
-        is_there: || Path::new(kernel::KEYS).is_file(),
-    },
-    Need {
-        what: "`ip` and `rdma`",
-        apt_package: "iproute2",
-        is_there: || in_path("rdma"),
-    },
-    Need {
-        what: "the driver of Soft-RoCE",
-        apt_package: "ibverbs-providers",
-        is_there: || setup::has_library("libibverbs/librxe-rdmav*.so"),
-    },
-    Need {
-        what: "librdmacm",
-        apt_package: "librdmacm1",
-        is_there: || setup::has_library("librdmacm.so.1"),
-    },
+    Need::program("QEMU", "qemu-system-x86", "qemu-system-x86_64"),
+    Need::new(
+        "a busybox that needs no libraries",
+        "busybox-static",
+        || Path::new("/bin/busybox").is_file(),
+    ),
+    Need::program("`depmod` and `modprobe`", "kmod", "modprobe"),
+    Need::program("`xz`", "xz-utils", "xz"),
+    Need::new(
+        "the keys of Debian's packages",
+        "debian-archive-keyring",
+        || Path::new(kernel::KEYS).is_file(),
+    ),
+    Need::program("`ip` and `rdma`", "iproute2", "rdma"),
+    Need::new("the driver of Soft-RoCE", "ibverbs-providers", || {
+        setup::has_library("libibverbs/librxe-rdmav*.so")
+    }),
+    Need::new("librdmacm", "librdmacm1", || {
+        setup::has_library("librdmacm.so.1")
+    }),
 ];
 
 #[cfg(test)]

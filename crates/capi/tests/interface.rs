@@ -33,6 +33,13 @@ fn message() -> String {
     text.to_str().expect("errors are UTF-8").to_owned()
 }
 
+/// Asserts that the last message contains `part`.
+#[track_caller]
+fn assert_said(part: &str) {
+    let said = message();
+    assert!(said.contains(part), "{said}");
+}
+
 /// A runtime of this process.
 struct Runtime(*mut farpage_runtime);
 
@@ -208,19 +215,15 @@ fn options_of_older_and_newer_headers_are_understood() {
     assert_eq!(map(&newer), FARPAGE_OK);
     newer[255] = 1;
     assert_eq!(map(&newer), FARPAGE_INVALID);
-    assert!(
-        message().contains("older than the farpage.h"),
-        "{}",
-        message()
-    );
+    assert_said("older than the farpage.h");
 
     // An older header ended before `store`: without that field, the region needs a server.
     options.struct_bytes = mem::offset_of!(farpage_region_options, store);
     assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
-    assert!(message().contains("no server"), "{}", message());
+    assert_said("no server");
     options.struct_bytes = 0;
     assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
-    assert!(message().contains("struct_bytes"), "{}", message());
+    assert_said("struct_bytes");
 }
 
 #[test]
@@ -243,7 +246,7 @@ fn region_whose_store_fails_stays_until_it_is_discarded() {
         assert_eq!(bytes.read_volatile(), 9);
         pages.fails.store(true, Ordering::SeqCst);
         assert_eq!(farpage_region_flush(region), FARPAGE_PAGES);
-        assert!(message().contains("a store"), "{}", message());
+        assert_said("a store");
         assert_eq!(farpage_region_unmap(region), FARPAGE_PAGES);
         assert_eq!(bytes.read_volatile(), 9);
         assert_eq!(
@@ -354,11 +357,7 @@ fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
 
     options.address = inside.wrapping_add(8).cast();
     assert_eq!(runtime.map(bytes, &options), Err(FARPAGE_INVALID));
-    assert!(
-        message().contains("need a multiple of its page size, 4096"),
-        "{}",
-        message()
-    );
+    assert_said("need a multiple of its page size, 4096");
     options.address = usize::MAX.wrapping_sub(PAGE - 1) as *mut c_void;
     assert_eq!(runtime.map(bytes, &options), Err(FARPAGE_INVALID));
 
@@ -369,11 +368,7 @@ fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
     for taken in [before, inside, inside.wrapping_add((count - 1) * PAGE)] {
         options.address = taken.cast();
         assert_eq!(runtime.map(2 * PAGE, &options), Err(FARPAGE_INVALID));
-        assert!(
-            message().contains("belong to another region"),
-            "{}",
-            message()
-        );
+        assert_said("belong to another region");
     }
     // SAFETY: mapped until it is unmapped.
     unsafe {
@@ -407,7 +402,7 @@ fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
         for wrong in [0, 8, bytes, bytes + PAGE] {
             let code = farpage_region_split(&raw mut region, wrong as u64, &raw mut rest);
             assert_eq!(code, FARPAGE_INVALID);
-            assert!(message().contains("need a multiple of its page size"));
+            assert_said("need a multiple of its page size");
         }
         inside.add(half).write_volatile(99);
         let writes = pages.writes.load(Ordering::SeqCst);
@@ -476,11 +471,7 @@ fn absurd_sizes_are_refused_with_what_is_possible() {
         )
     };
     assert_eq!(code, FARPAGE_INVALID);
-    assert!(
-        message().contains("beyond what a file can hold"),
-        "{}",
-        message()
-    );
+    assert_said("beyond what a file can hold");
     assert!(region.is_null());
 }
 

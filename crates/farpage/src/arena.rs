@@ -429,11 +429,10 @@ impl Arena {
     /// No references to bytes of the range exist.
     #[doc(hidden)]
     pub unsafe fn cede(&self, addresses: Range<usize>) -> Result<(), PageError> {
-        let pages = self.whole_pages(&addresses);
+        let bytes = self.whole_bytes(&addresses);
         self.begin_paging()?;
         self.note_touched();
-        self.region
-            .cede(pages.start * self.page_bytes..pages.end * self.page_bytes)
+        self.region.mapped.with(|mapped| mapped.cede(bytes))
     }
 
     /// Takes the allocated page at `address` out of paging as [`cede`](Self::cede) does, with its
@@ -447,9 +446,10 @@ impl Arena {
     /// If no page of the arena begins at `address`.
     #[doc(hidden)]
     pub fn cede_with_bytes(&self, address: usize) -> Result<(), PageError> {
-        let pages = self.whole_pages(&(address..address + self.page_bytes));
+        let bytes = self.whole_bytes(&(address..address + self.page_bytes));
         self.begin_paging()?;
-        self.region.cede_with_bytes(pages.start * self.page_bytes)
+        let mapped = &self.region.mapped;
+        mapped.with(|mapped| mapped.cede_with_bytes(bytes.start))
     }
 
     /// Takes ceded pages back into paging. They are zeros.
@@ -464,9 +464,8 @@ impl Arena {
     /// Nobody uses what is mapped there.
     #[doc(hidden)]
     pub unsafe fn regain(&self, addresses: Range<usize>) -> Result<(), PageError> {
-        let pages = self.whole_pages(&addresses);
-        self.region
-            .regain(pages.start * self.page_bytes..pages.end * self.page_bytes)
+        let bytes = self.whole_bytes(&addresses);
+        self.region.mapped.with(|mapped| mapped.regain(bytes))
     }
 
     /// Frees the pages that lie wholly in `addresses`, whichever allocations they belong to, as
@@ -658,6 +657,12 @@ impl Arena {
             offset / self.page_bytes
         };
         offset(addresses.start)..offset(addresses.end)
+    }
+
+    /// Returns the offsets of the whole pages at `addresses`.
+    fn whole_bytes(&self, addresses: &Range<usize>) -> Range<usize> {
+        let pages = self.whole_pages(addresses);
+        pages.start * self.page_bytes..pages.end * self.page_bytes
     }
 
     fn pages(&self, bytes: usize) -> usize {

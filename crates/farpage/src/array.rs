@@ -4,7 +4,7 @@ use std::{
     fmt,
     marker::PhantomData,
     mem,
-    ops::{Deref, DerefMut, RangeBounds},
+    ops::{Deref, DerefMut, Range, RangeBounds},
     slice,
 };
 
@@ -57,6 +57,11 @@ impl<T: Pod> RemoteArray<T> {
         }
     }
 
+    /// Returns the bytes of a range of elements.
+    fn bytes(&self, range: impl RangeBounds<usize>) -> Range<usize> {
+        byte_range(range, self.len, mem::size_of::<T>())
+    }
+
     /// Returns the region that holds the array's bytes.
     pub fn region(&self) -> &Region {
         &self.region
@@ -70,8 +75,7 @@ impl<T: Pod> RemoteArray<T> {
     /// # Panics
     /// If the range does not lie in the array.
     pub fn advise(&self, range: impl RangeBounds<usize>, advice: Advice) -> Result<(), PageError> {
-        self.region
-            .advise(byte_range(range, self.len, mem::size_of::<T>()), advice)
+        self.region.advise(self.bytes(range), advice)
     }
 
     /// Brings a range of elements in and waits for it: see [`Region::prefetch_now`].
@@ -82,8 +86,7 @@ impl<T: Pod> RemoteArray<T> {
     /// # Panics
     /// If the range does not lie in the array.
     pub fn prefetch_now(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
-        self.region
-            .prefetch_now(byte_range(range, self.len, mem::size_of::<T>()))
+        self.region.prefetch_now(self.bytes(range))
     }
 
     /// Brings a range of elements in and keeps it in memory: see [`Region::pin`].
@@ -94,8 +97,7 @@ impl<T: Pod> RemoteArray<T> {
     /// # Panics
     /// If the range does not lie in the array.
     pub fn pin(&self, range: impl RangeBounds<usize>) -> Result<(), PinError> {
-        self.region
-            .pin(byte_range(range, self.len, mem::size_of::<T>()))
+        self.region.pin(self.bytes(range))
     }
 
     /// Takes back one [`pin`](Self::pin) of each page that a range of elements touches: see
@@ -104,8 +106,7 @@ impl<T: Pod> RemoteArray<T> {
     /// # Panics
     /// If the range does not lie in the array.
     pub fn unpin(&self, range: impl RangeBounds<usize>) {
-        self.region
-            .unpin(byte_range(range, self.len, mem::size_of::<T>()));
+        self.region.unpin(self.bytes(range));
     }
 
     /// Copies `elements` to the array from index `start` on. Lost pages that `elements` cover
@@ -129,8 +130,7 @@ impl<T: Pod> RemoteArray<T> {
     /// # Panics
     /// As [`Region::discard_range`].
     pub fn discard_range(&mut self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
-        self.region
-            .discard_range(byte_range(range, self.len, mem::size_of::<T>()))
+        self.region.discard_range(self.bytes(range))
     }
 
     /// Writes all changes back and keeps the pages: see [`Region::flush`].

@@ -117,6 +117,7 @@ pub mod io;
 mod kept;
 mod ordinary;
 mod ordinary_time;
+mod ranges;
 mod region;
 mod runtime;
 mod stats;
@@ -138,6 +139,8 @@ pub use farpage_store::{
 pub use farpage_vm::Transfer;
 pub use farpage_wire::Endpoint;
 pub use fault::FaultMode;
+#[doc(hidden)]
+pub use ranges::Ranges;
 pub use region::{Region, RegionOptions};
 pub use runtime::Runtime;
 pub use stats::Stats;

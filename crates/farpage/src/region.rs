@@ -499,21 +499,6 @@ impl Region {
         Ok(())
     }
 
-    /// Takes whole pages out of paging: see [`MappedRegion::cede`].
-    pub(crate) fn cede(&self, range: Range<usize>) -> Result<(), PageError> {
-        self.mapped.with(|mapped| mapped.cede(range))
-    }
-
-    /// Takes a page out of paging with its bytes: see [`MappedRegion::cede_with_bytes`].
-    pub(crate) fn cede_with_bytes(&self, offset: usize) -> Result<(), PageError> {
-        self.mapped.with(|mapped| mapped.cede_with_bytes(offset))
-    }
-
-    /// Takes pages back into paging: see [`MappedRegion::regain`].
-    pub(crate) fn regain(&self, range: Range<usize>) -> Result<(), PageError> {
-        self.mapped.with(|mapped| mapped.regain(range))
-    }
-
     /// Writes all changes back and keeps the pages. A named region is published atomically: a
     /// program that opens it sees either all of this state or all of the state before. A region
     /// with a store of its own is as durable as the store makes it.

@@ -1,10 +1,7 @@
 //! Faults of threads that hold the lock of the program's allocator, as the thread of a handler does
 //! that has interrupted `malloc`.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -2,16 +2,13 @@
 //!
 //! The rule it keeps: a fresh allocation is zeros, and a live one holds what was written to it.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
 use std::{env, fs, ops::Range, ptr::NonNull, thread, time::Duration};
 
-use common::{Fabric, Memory, begin, builder, fabrics};
+use common::{Fabric, Memory, begin, builder, over_fabrics};
 use farpage::{Advice, Arena, ArenaError, Codec, FaultMode, RegionOptions, Reserve};
 use farpage_testkit::{KIB, MIB, Rng, TestProcess, mix, seed, wait_until};
 
@@ -170,10 +167,8 @@ fn hundred_thousand_arrays_leave_nothing_behind() {
 
 #[test]
 fn threads_share_an_arena() {
-    let Some(_watchdog) = begin(120) else { return };
     let seed = seed();
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 256 * MIB);
+    over_fabrics(120, 256 * MIB, |memory| {
         let runtime = memory.runtime(2 * MIB, PAGE);
         let arena = runtime.arena(96 * MIB).unwrap();
         thread::scope(|scope| {
@@ -184,7 +179,7 @@ fn threads_share_an_arena() {
         });
         assert_eq!(arena.allocated_bytes(), 0);
         assert!(arena.region().take_error().is_none());
-    }
+    });
 }
 
 /// Freed memory is given out again unzeroed by `allocate_uninit`; other callers get zeros.

@@ -5,10 +5,7 @@
 //! server in another process. Memory that a server lends over shm is shared, not anonymous, so it
 //! does not count.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -4,10 +4,7 @@
 //! The rule it keeps: memory that a call is given is absent when the call begins, and a thread that
 //! sweeps over more than the budget takes pages out while they come in.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -3,10 +3,7 @@
 //! The rule it keeps: the program reads the values that it wrote, or ends with a line. Absent pages
 //! are never zeros.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
@@ -26,7 +23,7 @@ use std::{
     time::Duration,
 };
 
-use common::{Fabric, HookedStore, Memory, begin, builder, fabrics, stored};
+use common::{Fabric, HookedStore, Memory, begin, builder, over_fabrics, stored};
 use farpage::{FaultMode, RegionOptions, RemoteArray, Runtime, Store};
 use farpage_testkit::{KIB, MIB, finish, mix, test_command, test_name, text, wait_until};
 use nix::sys::signal::Signal;
@@ -150,14 +147,12 @@ fn closed_descriptors_leave_no_zeros_behind() {
 #[test]
 fn program_whose_runtime_keeps_descriptors_apart_goes_on() {
     be_the_program();
-    let Some(_watchdog) = begin(300) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(300, 64 * MIB, |memory| {
         for how in ["close", "/dev/zero"] {
             let what = format!("{how} filler {}", memory.url);
             assert!(goes_on(&what), "{what}: its descriptors are out of reach");
         }
-    }
+    });
 }
 
 /// A store of a file that the program has opened. Notes that the file is closed.

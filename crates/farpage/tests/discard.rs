@@ -3,10 +3,7 @@
 //!
 //! The rule it keeps: a value that was written before a discard began is never seen after it.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
@@ -18,7 +15,7 @@ use std::{
 };
 
 use common::{
-    Fabric, Memory, array_with, begin, builder, fabrics, get, set, shared, stored_here,
+    Fabric, Memory, array_with, begin, builder, get, over_fabrics, set, shared, stored_here,
     words::{assert_filled, fill},
 };
 use farpage::{Advice, FaultMode, RegionOptions, RemoteArray, Reserve, Runtime};
@@ -34,9 +31,7 @@ fn no_read_ahead() -> RegionOptions {
 
 #[test]
 fn discarded_range_reads_as_zeros_and_nothing_is_written_back() {
-    let Some(_watchdog) = begin(60) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 16 * MIB);
+    over_fabrics(60, 16 * MIB, |memory| {
         let runtime = memory.runtime(64 * PAGE, PAGE);
         let mut array = array_with(&runtime, 200 * PAGE_WORDS, no_read_ahead());
         fill(&mut array, 1);
@@ -82,7 +77,7 @@ fn discarded_range_reads_as_zeros_and_nothing_is_written_back() {
         odd.discard_range(..).unwrap();
         assert_eq!(odd.region().resident_pages(), 0);
         assert!(odd.iter().all(|&byte| byte == 0));
-    }
+    });
 }
 
 /// The server has room for half of the bytes that are written over time.
@@ -217,14 +212,12 @@ fn published_version_keeps_what_is_discarded_later() {
 /// Writers raise their words while others discard them and pages are evicted all the time.
 #[test]
 fn no_value_of_before_is_seen_after_a_discard() {
-    let Some(_watchdog) = begin(120) else { return };
     let seed = seed();
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(120, 64 * MIB, |memory| {
         race(&memory.runtime(32 * PAGE, PAGE), seed);
         let in_thread = builder(32 * PAGE, PAGE).fault_mode(FaultMode::InThread);
         race(&in_thread.server(&memory.url).build().unwrap(), seed);
-    }
+    });
 }
 
 const RACED_PAGES: usize = 96;

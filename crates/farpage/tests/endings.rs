@@ -4,10 +4,7 @@
 //! The rule it keeps: the last published version stays whole, changes that were not made safe stay
 //! with the program, and the program is told.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
@@ -16,19 +13,18 @@ use std::{
     io::{self, Read},
     os::unix::process::ExitStatusExt,
     panic::{AssertUnwindSafe, catch_unwind},
-    process::{self, ExitStatus},
-    ptr,
+    process, ptr,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use common::{
-    Call, Fabric, HookedStore, Memory, ServerProcess, array_with, begin, builder, serve_if_asked,
-    stored,
+    Call, Fabric, HookedStore, Memory, ServerProcess, array_with, begin, builder,
+    forks::{must_pass, start},
+    serve_if_asked, stored,
     words::{assert_filled, fill, word},
 };
 use farpage::{
@@ -38,10 +34,7 @@ use farpage::{
 use farpage_testkit::{
     KIB, MIB, Rng, TestProcess, finish, mix, say, test_command, test_name, text,
 };
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::{ForkResult, fork},
-};
+use nix::sys::signal::Signal;
 
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
@@ -193,11 +186,8 @@ fn a_forked_child_is_refused_and_harms_nobody() {
 /// during the fork.
 fn fork_children(mode: &str) {
     let memory = Memory::start(Fabric::Tcp, 64 * MIB);
-    let runtime = memory
-        .builder(MIB, PAGE)
-        .fault_mode(mode.parse().unwrap())
-        .build()
-        .unwrap();
+    let builder = memory.builder(MIB, PAGE);
+    let runtime = builder.fault_mode(mode.parse().unwrap()).build().unwrap();
     let words = 4 * MIB / 8;
     let mut plain: RemoteArray<u64> = runtime.array(words).unwrap();
     let mut ledger: RemoteArray<u64> = runtime.array_with(words, named("ledger")).unwrap();
@@ -206,7 +196,7 @@ fn fork_children(mode: &str) {
     ledger.flush().unwrap();
     ledger[0] = 3;
 
-    let status = in_child(|| {
+    in_child(|| {
         let says = [
             plain.prefetch_now(..).unwrap_err().to_string(),
             plain.advise(.., Advice::DontNeed).unwrap_err().to_string(),
@@ -221,30 +211,26 @@ fn fork_children(mode: &str) {
         assert!(runtime.sessions().is_empty());
         assert_eq!(runtime.stats().pager.resident_bytes, 0);
     });
-    assert_eq!(status.code(), Some(0), "{status}");
 
     // A child that returns from `main` drops its values.
     let arrays = (plain, ledger, runtime);
-    let status = in_child(|| {
+    in_child(|| {
         // SAFETY: the child ends after this, and the parent has a copy of its own.
         drop(unsafe { ptr::read(&arrays) });
     });
-    assert_eq!(status.code(), Some(0), "{status}");
     let (plain, mut ledger, runtime) = arrays;
 
     // The child reads what its parent had.
-    let status = in_child(|| assert!(plain.iter().all(|&word| word == 1) && ledger[0] == 3));
-    assert_eq!(status.code(), Some(0), "{status}");
+    in_child(|| assert!(plain.iter().all(|&word| word == 1) && ledger[0] == 3));
 
     // The child can begin anew.
-    let status = in_child(|| {
+    in_child(|| {
         let runtime = memory.builder(MIB, PAGE).build().unwrap();
         let mut own: RemoteArray<u64> = runtime.array(4 * PAGE_WORDS).unwrap();
         own.fill(5);
         own.advise(.., Advice::DontNeed).unwrap();
         assert!(own.iter().all(|&word| word == 5));
     });
-    assert_eq!(status.code(), Some(0), "{status}");
 
     // Nothing of the parent was given back, published or disturbed.
     assert!(plain.iter().all(|&word| word == 1));
@@ -255,33 +241,13 @@ fn fork_children(mode: &str) {
     assert_eq!(runtime.open_array::<u64>("ledger").unwrap()[0], 4);
 }
 
-/// Runs `child` in a child made by `fork`, and returns its exit status. A child that hangs fails
-/// the test.
-fn in_child(child: impl FnOnce()) -> ExitStatus {
-    // SAFETY: the child uses what the test is about, and ends itself.
-    match unsafe { fork() }.unwrap() {
-        ForkResult::Child => {
-            let outcome = catch_unwind(AssertUnwindSafe(child));
-            // Ends as a return from `main` would.
-            process::exit(i32::from(outcome.is_err()));
-        }
-        ForkResult::Parent { child } => {
-            let until = Instant::now() + Duration::from_secs(20);
-            loop {
-                let mut status = 0;
-                // SAFETY: the child is this process's, and `status` is writable.
-                let ended = unsafe { libc::waitpid(child.as_raw(), &mut status, libc::WNOHANG) };
-                if ended != 0 {
-                    return ExitStatus::from_raw(status);
-                }
-                if Instant::now() > until {
-                    kill(child, Signal::SIGKILL).unwrap();
-                    panic!("the child hangs");
-                }
-                thread::sleep(Duration::from_millis(2));
-            }
-        }
-    }
+/// Runs `child` in a child made by `fork`, which must pass, and not hang.
+fn in_child(child: impl FnOnce()) {
+    must_pass(start(|| {
+        let outcome = catch_unwind(AssertUnwindSafe(child));
+        // Ends as a return from `main` would.
+        process::exit(i32::from(outcome.is_err()));
+    }));
 }
 
 const VICTIM: &str = "FARPAGE_TEST_LAST_WORDS";

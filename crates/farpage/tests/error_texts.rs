@@ -41,6 +41,11 @@ fn internal_says_once(cause: &str, error: impl Error + Send + Sync + 'static) {
     assert_eq!(told.matches(cause).count(), 1, "with sources: {told}");
 }
 
+/// Asserts as [`says_once`] does that `error` says [`CAUSE`].
+fn says_cause(error: impl Error + Send + Sync + 'static) {
+    says_once(CAUSE, error);
+}
+
 fn io_error() -> io::Error {
     io::Error::other(CAUSE)
 }
@@ -127,96 +132,78 @@ fn map() -> MapError {
 
 #[test]
 fn errors_of_transports_and_servers_say_their_cause_once() {
-    says_once(CAUSE, connect());
-    says_once(CAUSE, alloc());
-    says_once(CAUSE, publish());
-    says_once(CAUSE, open());
-    says_once(CAUSE, registered());
+    says_cause(connect());
+    says_cause(alloc());
+    says_cause(publish());
+    says_cause(open());
+    says_cause(registered());
     let (bytes, source) = (4096, io_error());
     let (registrar, advice) = ("mlx5_0".to_owned(), String::new());
-    says_once(
-        CAUSE,
-        RegError::Register {
-            bytes,
-            registrar,
-            source,
-            advice,
-        },
-    );
-    says_once(CAUSE, SendError::Lost(channel()));
-    says_once(CAUSE, SendError::from(registered()));
+    says_cause(RegError::Register {
+        bytes,
+        registrar,
+        source,
+        advice,
+    });
+    says_cause(SendError::Lost(channel()));
+    says_cause(SendError::from(registered()));
     let (path, source) = (path(), io_error());
     let attempt = "read";
-    says_once(
-        CAUSE,
-        KeyError::Io {
-            path,
-            attempt,
-            source,
-        },
-    );
+    says_cause(KeyError::Io {
+        path,
+        attempt,
+        source,
+    });
     let bind = || BindError::Io {
         endpoint: endpoint(),
         source: io_error(),
     };
-    says_once(CAUSE, bind());
-    says_once(CAUSE, ServerError::from(bind()));
-    says_once(CAUSE, ServerError::from(io_error()));
+    says_cause(bind());
+    says_cause(ServerError::from(bind()));
+    says_cause(ServerError::from(io_error()));
     let (path, source) = (self::path(), io_error());
-    says_once(CAUSE, ConfigError::Read { path, source });
+    says_cause(ConfigError::Read { path, source });
 }
 
 #[test]
 fn errors_of_the_kernels_memory_say_their_cause_once() {
-    says_once(CAUSE, UserfaultfdError::Os(io_error()));
-    says_once(CAUSE, UserfaultfdError::Pagemap(io_error()));
+    says_cause(UserfaultfdError::Os(io_error()));
+    says_cause(UserfaultfdError::Pagemap(io_error()));
     internal_says_once(CAUSE, DetachError::Os(io_error()));
     internal_says_once(CAUSE, InstallErrorKind::Os(io_error()));
 }
 
 #[test]
 fn errors_of_stores_say_their_cause_once() {
-    says_once(CAUSE, remote());
+    says_cause(remote());
     let (region, page) = (region(), 5);
     let source = alloc();
-    says_once(
-        CAUSE,
-        StoreError::Full {
-            region: region.clone(),
-            page,
-            held_bytes: 4096,
-            source,
-        },
-    );
+    says_cause(StoreError::Full {
+        region: region.clone(),
+        page,
+        held_bytes: 4096,
+        source,
+    });
     let source = Arc::new(registered());
-    says_once(
-        CAUSE,
-        StoreError::Memory {
-            region: region.clone(),
-            page,
-            source,
-        },
-    );
+    says_cause(StoreError::Memory {
+        region: region.clone(),
+        page,
+        source,
+    });
     let (attempt, path, source) = ("open", path(), io_error());
-    says_once(
-        CAUSE,
-        FileStoreError::Io {
-            attempt,
-            path,
-            source,
-        },
-    );
+    says_cause(FileStoreError::Io {
+        attempt,
+        path,
+        source,
+    });
     let source = open();
-    says_once(
-        CAUSE,
-        NamesError::Remove {
-            name: name(),
-            source,
-        },
-    );
-    says_once(CAUSE, NamesError::from(control()));
+    says_cause(NamesError::Remove {
+        name: name(),
+        source,
+    });
+    says_cause(NamesError::from(control()));
     for create in [no_memory(), CreateError::Claim(publish())] {
-        says_once(CAUSE, create);
+        says_cause(create);
     }
     let codec: CodecError = "zip".parse::<Codec>().expect_err("no codec of that name");
     let cause = codec.to_string();
@@ -239,13 +226,10 @@ fn errors_of_named_regions_say_their_cause_once() {
     let name = name();
     macro_rules! publishing {
         ($variant:ident, $source:expr) => {
-            says_once(
-                CAUSE,
-                PublishStoreError::$variant {
-                    name: name.clone(),
-                    source: $source,
-                },
-            )
+            says_cause(PublishStoreError::$variant {
+                name: name.clone(),
+                source: $source,
+            })
         };
     }
     publishing!(Alloc, alloc());
@@ -255,13 +239,10 @@ fn errors_of_named_regions_say_their_cause_once() {
     publishing!(Publish, publish());
     macro_rules! opening {
         ($variant:ident, $source:expr) => {
-            says_once(
-                CAUSE,
-                OpenStoreError::$variant {
-                    name: name.clone(),
-                    source: $source,
-                },
-            )
+            says_cause(OpenStoreError::$variant {
+                name: name.clone(),
+                source: $source,
+            })
         };
     }
     opening!(Open, open());
@@ -274,34 +255,34 @@ fn errors_of_named_regions_say_their_cause_once() {
 
 #[test]
 fn errors_of_paging_say_their_cause_once() {
-    says_once(CAUSE, page());
-    says_once(CAUSE, StartError::from(connect()));
-    says_once(CAUSE, StartError::from(io_error()));
-    says_once(CAUSE, map());
-    says_once(CAUSE, FlushError::from(page()));
-    says_once(CAUSE, FlushError::Durable(io_error()));
-    says_once(CAUSE, PinError::from(page()));
+    says_cause(page());
+    says_cause(StartError::from(connect()));
+    says_cause(StartError::from(io_error()));
+    says_cause(map());
+    says_cause(FlushError::from(page()));
+    says_cause(FlushError::Durable(io_error()));
+    says_cause(PinError::from(page()));
 }
 
 #[test]
 fn errors_that_a_program_meets_say_their_cause_once() {
-    says_once(CAUSE, BuildError::from(connect()));
-    says_once(CAUSE, BuildError::from(UserfaultfdError::Os(io_error())));
-    says_once(CAUSE, BuildError::from(StartError::from(connect())));
-    says_once(CAUSE, errors::CreateError::from(no_memory()));
-    says_once(CAUSE, errors::CreateError::from(map()));
+    says_cause(BuildError::from(connect()));
+    says_cause(BuildError::from(UserfaultfdError::Os(io_error())));
+    says_cause(BuildError::from(StartError::from(connect())));
+    says_cause(errors::CreateError::from(no_memory()));
+    says_cause(errors::CreateError::from(map()));
     let (name, source) = (name(), open());
-    says_once(
-        CAUSE,
-        errors::OpenError::from(OpenStoreError::Open { name, source }),
-    );
-    says_once(CAUSE, errors::OpenError::from(map()));
-    says_once(CAUSE, errors::FlushError::from(FlushError::from(page())));
+    says_cause(errors::OpenError::from(OpenStoreError::Open {
+        name,
+        source,
+    }));
+    says_cause(errors::OpenError::from(map()));
+    says_cause(errors::FlushError::from(FlushError::from(page())));
     let (name, source) = (self::name(), alloc());
-    says_once(
-        CAUSE,
-        errors::FlushError::from(PublishStoreError::Alloc { name, source }),
-    );
+    says_cause(errors::FlushError::from(PublishStoreError::Alloc {
+        name,
+        source,
+    }));
 }
 
 #[test]

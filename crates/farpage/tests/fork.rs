@@ -3,10 +3,7 @@
 //! The rule it keeps: a child does nothing but read and write arrays, make system calls, and end.
 //! Other threads of the parent may hold any lock at the fork.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
@@ -21,7 +18,8 @@ use std::{
 
 use common::{
     Fabric, Memory, begin, fabrics,
-    forks::{end, fill, must_pass, start, value, wrong},
+    forks::{end, fill, holds_in_own_child, must_pass, start, value, wrong},
+    over_fabrics,
 };
 use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
 use farpage_testkit::{KIB, MIB, Rng, say, seed, wait_until};
@@ -34,17 +32,13 @@ const PAGE: usize = 16 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
 const MODES: [FaultMode; 2] = [FaultMode::Filler, FaultMode::InThread];
 
-/// Forks in a child, and returns true if `is_right` holds in the child's own child.
-fn holds_in_own_child(is_right: impl FnOnce() -> bool) -> bool {
-    // SAFETY: as the parent's child does, it makes system calls alone.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        // SAFETY: ends the child's own child.
-        unsafe { libc::_exit(i32::from(!is_right())) };
+/// Returns the status of a child that forks: 0 if `is_right` holds in both.
+fn holds_here_and_in_own_child(is_right: impl Fn() -> bool) -> i32 {
+    match (holds_in_own_child(&is_right), is_right()) {
+        (true, true) => 0,
+        (true, false) => 4,
+        (false, _) => 5,
     }
-    let mut status = 0;
-    // SAFETY: there is room for the status.
-    unsafe { libc::waitpid(child, &raw mut status, 0) == child && status == 0 }
 }
 
 /// Runtimes over all fabrics and in both modes, with arrays of `words` words that exceed the
@@ -58,11 +52,8 @@ fn each(
         for mode in MODES {
             let memory = Memory::start(fabric, 256 * MIB);
             let budget = (words * 8 / 4).max(MIB);
-            let runtime = memory
-                .builder(budget, PAGE)
-                .fault_mode(mode)
-                .build()
-                .unwrap();
+            let builder = memory.builder(budget, PAGE).fault_mode(mode);
+            let runtime = builder.build().unwrap();
             let array = runtime.array_with(words, options()).unwrap();
             test(&runtime, array);
             wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
@@ -127,13 +118,9 @@ fn dropped_pages_are_zeros_in_a_child_and_in_its_own_child() {
         let (at, len) = (array.as_mut_ptr(), array.len());
         let dropped = len / 4..len / 2;
         let is_right = |array: &[u64]| {
-            (0..len).all(|at| {
-                array[at]
-                    == if dropped.contains(&at) {
-                        0
-                    } else {
-                        value(at, 1)
-                    }
+            (0..len).all(|at| match dropped.contains(&at) {
+                true => array[at] == 0,
+                false => array[at] == value(at, 1),
             })
         };
         let child = start(|| {
@@ -145,12 +132,7 @@ fn dropped_pages_are_zeros_in_a_child_and_in_its_own_child() {
             if status != 0 {
                 return 2;
             }
-            let is_right_there = holds_in_own_child(|| is_right(&array));
-            match (is_right_there, is_right(&array)) {
-                (true, true) => 0,
-                (true, false) => 4,
-                (false, _) => 5,
-            }
+            holds_here_and_in_own_child(|| is_right(&array))
         });
         array.fill(7);
         must_pass(child);
@@ -183,26 +165,15 @@ fn children_of_divided_mappings_read_the_rest_and_zeros_in_new_ones() {
         let child = start(|| {
             // SAFETY: the child's own copy.
             let made = unsafe {
-                libc::munmap(at.add(hole.start).cast(), PART);
+                let (at, access) = (at.add(hole.start).cast(), libc::PROT_READ);
+                libc::munmap(at, PART);
                 let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-                libc::mmap(
-                    at.add(hole.start).cast(),
-                    PART,
-                    libc::PROT_READ,
-                    kind,
-                    -1,
-                    0,
-                )
+                libc::mmap(at, PART, access, kind, -1, 0)
             };
             if made == libc::MAP_FAILED {
                 return 2;
             }
-            let is_right_there = holds_in_own_child(|| is_right(&array));
-            match (is_right_there, is_right(&array)) {
-                (true, true) => 0,
-                (true, false) => 4,
-                (false, _) => 5,
-            }
+            holds_here_and_in_own_child(|| is_right(&array))
         });
         must_pass(child);
         (0..8).for_each(|page| protect(page, libc::PROT_READ | libc::PROT_WRITE));
@@ -247,9 +218,7 @@ fn a_child_that_gives_up_its_rights_has_children_with_all_memory() {
 
 #[test]
 fn a_region_ends_before_the_child_that_has_it() {
-    let Some(_watchdog) = begin(240) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(240, 64 * MIB, |memory| {
         let runtime = memory.runtime(MIB, PAGE);
         let mut array: RemoteArray<u64> = runtime.array(4 * MIB / 8).unwrap();
         fill(&mut array, 1);
@@ -266,7 +235,7 @@ fn a_region_ends_before_the_child_that_has_it() {
         fill(&mut other, 2);
         must_pass(child);
         assert_eq!(wrong(&other, 2), 0);
-    }
+    });
 }
 
 /// Each word is announced before it is written. So a child finds what was announced, or what was
@@ -328,18 +297,13 @@ fn advice_and_flush_go_on_while_a_child_lives() {
         // All pages are shared with the child; each can leave all the same. Some that were being
         // read ahead may come in meanwhile.
         array.advise(.., Advice::DontNeed).unwrap();
-        let resident = runtime.stats().pager.resident_bytes;
-        assert!(
-            resident <= 16 * PAGE as u64,
-            "{resident} bytes have not left"
-        );
+        let resident = runtime.stats().pager.resident_bytes as usize;
+        assert!(resident <= 16 * PAGE, "{resident} bytes have not left");
         assert_eq!(wrong(&array, 1), 0);
         fill(&mut array, 2);
         array.flush().unwrap();
-        assert!(
-            runtime.stats().store.held_bytes > 0,
-            "slots are held for the child"
-        );
+        let held = runtime.stats().store.held_bytes;
+        assert!(held > 0, "slots are held for the child");
         kill(child, Signal::SIGKILL).unwrap();
         end(child);
     });
@@ -387,11 +351,8 @@ fn children_by_the_thousand_leave_nothing_behind() {
         });
         array[round as usize * 31 % (2 * MIB / 8)] ^= 0;
         let ended = end(child);
-        assert_eq!(
-            matches!(ended, WaitStatus::Signaled(..)),
-            round % 3 == 0,
-            "{ended:?}"
-        );
+        let is_killed = matches!(ended, WaitStatus::Signaled(..));
+        assert_eq!(is_killed, round % 3 == 0, "{ended:?}");
         if round == 20 {
             before = descriptors();
         }

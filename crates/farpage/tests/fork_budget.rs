@@ -3,10 +3,7 @@
 //! The rule it keeps: a child does nothing but read and write arrays and memory that was made
 //! before the fork, make system calls, and end.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
@@ -17,19 +14,21 @@ use std::{
     os::fd::AsRawFd,
     ptr,
     sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use common::{
     Memory, begin, fabrics,
-    forks::{end, fill, must_pass, start, value, wrong},
+    forks::{
+        end, end_beside, fill, has_passed, holds_in_own_child, must_pass, start, value, wrong,
+    },
 };
 use farpage::{Advice, FaultMode, RemoteArray, Runtime};
 use farpage_testkit::{KIB, MIB, Rng, seed, wait_until};
 use nix::{
     sys::{
         signal::{Signal, kill},
-        wait::{WaitPidFlag, WaitStatus, waitpid},
+        wait::WaitStatus,
     },
     unistd::Pid,
 };
@@ -45,22 +44,22 @@ const GROWN: usize = 16 * MIB;
 /// Bytes that may be on their way.
 const SLACK: usize = 4 * MIB;
 
-/// Runtimes in both modes, over all fabrics, with an array of which nothing is present, and much
-/// room on the server.
-fn each(test: impl Fn(&Memory, &Runtime, RemoteArray<u64>)) {
-    each_with(1024 * MIB, test);
+/// Calls `test`, for `seconds` at most, with runtimes in both modes, over all fabrics, with an
+/// array of which nothing is present, and much room on the server.
+fn each(seconds: u64, test: impl Fn(&Memory, &Runtime, RemoteArray<u64>)) {
+    each_of(seconds, (1024 * MIB, BUDGET, PAGE), test);
 }
 
-/// Runtimes as those of [`each`], on a server of `capacity` bytes.
-fn each_with(capacity: usize, test: impl Fn(&Memory, &Runtime, RemoteArray<u64>)) {
-    each_of((capacity, BUDGET, PAGE), test);
-}
-
-/// Runtimes as those of [`each`], of a capacity of the server, a budget and a length of pages.
+/// Calls `test` as [`each`] does. The runtimes have a capacity of the server, a budget and a length
+/// of pages.
 fn each_of(
+    seconds: u64,
     (capacity, budget, page): (usize, usize, usize),
     test: impl Fn(&Memory, &Runtime, RemoteArray<u64>),
 ) {
+    let Some(_watchdog) = begin(seconds) else {
+        return;
+    };
     for fabric in fabrics() {
         for mode in [FaultMode::Filler, FaultMode::InThread] {
             let memory = Memory::start(fabric, capacity);
@@ -102,21 +101,11 @@ fn resident(process: Pid, addresses: &Range<usize>) -> usize {
 /// Waits for a child, which must end with status 0. Returns the most bytes that it had of the
 /// array at once.
 fn must_pass_within(child: Pid, array: &Range<usize>) -> usize {
-    let until = Instant::now() + Duration::from_secs(120);
     let mut most = 0;
-    loop {
-        match waitpid(child, Some(WaitPidFlag::WNOHANG)).unwrap() {
-            WaitStatus::StillAlive if Instant::now() > until => {
-                kill(child, Signal::SIGKILL).unwrap();
-                panic!("the child hangs");
-            }
-            WaitStatus::StillAlive => most = most.max(resident(child, array)),
-            ended => {
-                assert_eq!(ended, WaitStatus::Exited(child, 0));
-                return most;
-            }
-        }
-    }
+    let look = || most = most.max(resident(child, array));
+    let ended = end_beside(child, Duration::from_secs(120), look);
+    assert_eq!(ended, WaitStatus::Exited(child, 0));
+    most
 }
 
 /// Returns the child's own copy of an array.
@@ -127,8 +116,7 @@ fn own(array: *mut u64) -> &'static mut [u64] {
 
 #[test]
 fn a_child_that_reads_everything_keeps_to_its_share() {
-    let Some(_watchdog) = begin(300) else { return };
-    each(|_, runtime, mut array| {
+    each(300, |_, runtime, mut array| {
         let at = array.as_mut_ptr();
         let child = start(|| i32::from((0..2).any(|_| wrong(own(at), 1) > 0)));
         let most = must_pass_within(child, &addresses(&array));
@@ -142,8 +130,7 @@ fn a_child_that_reads_everything_keeps_to_its_share() {
 
 #[test]
 fn a_child_that_writes_everything_reads_it_again_while_the_parent_writes() {
-    let Some(_watchdog) = begin(400) else { return };
-    each(|memory, _, mut array| {
+    each(400, |memory, _, mut array| {
         let at = array.as_mut_ptr();
         let before = memory.server.stat().granted_bytes;
         let child = start(|| {
@@ -168,18 +155,16 @@ fn a_child_that_writes_everything_reads_it_again_while_the_parent_writes() {
 /// Pages that were present at the fork are shared with the parent, until the parent has others.
 #[test]
 fn pages_that_were_there_at_the_fork_leave_a_child_too() {
-    let Some(_watchdog) = begin(300) else { return };
-    each(|_, runtime, mut array| {
+    each(300, |_, runtime, mut array| {
         let (at, addresses) = (array.as_mut_ptr(), addresses(&array));
         let near = BUDGET / 2 / 8;
         fill(&mut array[..near], 5);
         let before = runtime.stats().pager.resident_bytes;
         assert!(before >= (BUDGET / 4) as u64, "{before} bytes are present");
         let is_right = |array: &[u64]| {
-            let words = array.iter().enumerate().step_by(PART);
-            let mut expected =
-                words.map(|(at, word)| (value(at, if at < near { 5 } else { 1 }), *word));
-            expected.all(|(expected, word)| expected == word)
+            let round = |at| if at < near { 5 } else { 1 };
+            let mut words = array.iter().enumerate().step_by(PART);
+            words.all(|(at, word)| value(at, round(at)) == *word)
         };
         let (wait, go) = nix::unistd::pipe().unwrap();
         let child = start(|| {
@@ -205,8 +190,7 @@ fn pages_that_were_there_at_the_fork_leave_a_child_too() {
 /// Memory that a child maps in a hole of the array is not the array's.
 #[test]
 fn memory_that_a_child_maps_in_holes_stays() {
-    let Some(_watchdog) = begin(300) else { return };
-    each(|_, _, mut array| {
+    each(300, |_, _, mut array| {
         let at = array.as_mut_ptr();
         let hole = |page: usize| at.wrapping_add(page * PAGE_WORDS + PART);
         let holes = || (0..BYTES / PAGE).step_by(7);
@@ -265,6 +249,21 @@ struct Work {
     model: Vec<AtomicU64>,
 }
 
+impl Work {
+    /// Returns the state before any thread runs. `word` is the first word of each kernel page.
+    fn new(array: &mut [u64], seed: u64, word: impl Fn(usize) -> u64) -> Work {
+        let parts = (0..BYTES / 8 / PART).map(|part| AtomicU64::new(word(part * PART)));
+        Work {
+            array: array.as_mut_ptr(),
+            seed,
+            next: AtomicUsize::new(0),
+            wrong: AtomicUsize::new(0),
+            ends: AtomicBool::new(false),
+            model: parts.collect(),
+        }
+    }
+}
+
 const THREADS: usize = 3;
 /// Words of a kernel page.
 const PART: usize = 512;
@@ -296,16 +295,12 @@ extern "C" fn work(work: *mut c_void) -> *mut c_void {
                 let first = page * (PAGE_WORDS / PART);
                 // SAFETY: one page of this thread's.
                 unsafe {
-                    libc::madvise(
-                        work.array.add(first * PART).cast(),
-                        PAGE,
-                        libc::MADV_DONTNEED,
-                    );
+                    let page = work.array.add(first * PART).cast();
+                    libc::madvise(page, PAGE, libc::MADV_DONTNEED);
                 }
-                let parts = &work.model[first..first + PAGE_WORDS / PART];
-                parts
-                    .iter()
-                    .for_each(|part| part.store(0, Ordering::Relaxed));
+                for part in &work.model[first..first + PAGE_WORDS / PART] {
+                    part.store(0, Ordering::Relaxed);
+                }
             }
             2 => {
                 // SAFETY: one kernel page of this thread's, which is readable.
@@ -375,18 +370,9 @@ fn is_as_modelled(work: &Work) -> bool {
 
 #[test]
 fn threads_of_a_child_write_drop_and_protect_pages_that_leave() {
-    let Some(_watchdog) = begin(500) else { return };
     let seed = seed();
-    each(|_, _, mut array| {
-        let parts = (0..BYTES / 8 / PART).map(|part| AtomicU64::new(value(part * PART, 1)));
-        let state = Work {
-            array: array.as_mut_ptr(),
-            seed,
-            next: AtomicUsize::new(0),
-            wrong: AtomicUsize::new(0),
-            ends: AtomicBool::new(false),
-            model: parts.collect(),
-        };
+    each(500, |_, _, mut array| {
+        let state = Work::new(&mut array, seed, |word| value(word, 1));
         let child = start(|| {
             if run_threads(&state, work, || {}) > 0 {
                 return 1;
@@ -403,12 +389,9 @@ fn threads_of_a_child_write_drop_and_protect_pages_that_leave() {
             if run_threads(&state, work, || {}) > 0 {
                 return 2;
             }
-            let mut status = 0;
-            // SAFETY: there is room for the status.
-            unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
-            match (status, is_as_modelled(&state)) {
-                (0, true) => 0,
-                (0, false) => 3,
+            match (has_passed(grandchild), is_as_modelled(&state)) {
+                (true, true) => 0,
+                (true, false) => 3,
                 _ => 4,
             }
         });
@@ -421,18 +404,10 @@ fn threads_of_a_child_write_drop_and_protect_pages_that_leave() {
 
 #[test]
 fn a_child_makes_children_at_any_moment_which_find_every_page_whole() {
-    let Some(_watchdog) = begin(300) else { return };
     let seed = seed();
-    each(|_, _, mut array| {
+    each(300, |_, _, mut array| {
         array.iter_mut().step_by(PART).for_each(|word| *word = 0);
-        let state = Work {
-            array: array.as_mut_ptr(),
-            seed,
-            next: AtomicUsize::new(0),
-            wrong: AtomicUsize::new(0),
-            ends: AtomicBool::new(false),
-            model: (0..BYTES / 8 / PART).map(|_| AtomicU64::new(0)).collect(),
-        };
+        let state = Work::new(&mut array, seed, |_| 0);
         let is_right = || {
             state.model.iter().enumerate().all(|(part, word)| {
                 // SAFETY: a word of the array.
@@ -443,16 +418,7 @@ fn a_child_makes_children_at_any_moment_which_find_every_page_whole() {
         };
         let fork_often = || {
             for _ in 0..6 {
-                // SAFETY: makes system calls alone, and reads.
-                let grandchild = unsafe { libc::fork() };
-                if grandchild == 0 {
-                    // SAFETY: ends the grandchild.
-                    unsafe { libc::_exit(i32::from(!is_right())) };
-                }
-                let mut status = 0;
-                // SAFETY: there is room for the status.
-                unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
-                let is_wrong = usize::from(status != 0);
+                let is_wrong = usize::from(!holds_in_own_child(is_right));
                 state.wrong.fetch_add(is_wrong, Ordering::Relaxed);
             }
             state.ends.store(true, Ordering::Relaxed);
@@ -469,8 +435,7 @@ fn a_child_makes_children_at_any_moment_which_find_every_page_whole() {
 
 #[test]
 fn a_killed_child_leaves_no_remote_memory_behind() {
-    let Some(_watchdog) = begin(300) else { return };
-    each(|memory, runtime, mut array| {
+    each(300, |memory, runtime, mut array| {
         let at = array.as_mut_ptr();
         let before = memory.server.stat().granted_bytes;
         for _ in 0..2 {
@@ -500,8 +465,7 @@ fn a_killed_child_leaves_no_remote_memory_behind() {
 
 #[test]
 fn a_child_keeps_what_it_has_changed_if_the_server_is_full() {
-    let Some(_watchdog) = begin(300) else { return };
-    each_with(BYTES + 16 * MIB, |_, _, mut array| {
+    each_of(300, (BYTES + 16 * MIB, BUDGET, PAGE), |_, _, mut array| {
         let at = array.as_mut_ptr();
         let child = start(|| {
             fill(own(at), 3);
@@ -516,8 +480,7 @@ extern "C" fn nothing(_: libc::c_int) {}
 
 #[test]
 fn a_child_that_cannot_be_called_has_all_bytes() {
-    let Some(_watchdog) = begin(300) else { return };
-    each(|_, _, mut array| {
+    each(300, |_, _, mut array| {
         let at = array.as_mut_ptr();
         for way in 0..3 {
             let child = start(|| {
@@ -548,8 +511,7 @@ fn a_child_that_cannot_be_called_has_all_bytes() {
 
 #[test]
 fn a_child_that_calls_exec_with_an_agent_goes_on() {
-    let Some(_watchdog) = begin(300) else { return };
-    each(|_, _, mut array| {
+    each(300, |_, _, mut array| {
         let at = array.as_mut_ptr();
         let program = c"/bin/true";
         let arguments = [program.as_ptr(), ptr::null()];
@@ -573,8 +535,7 @@ fn advise(word: *mut u64, len: usize, advice: libc::c_int) -> bool {
 
 #[test]
 fn a_child_that_writes_only_what_it_has_dropped_reads_it_again() {
-    let Some(_watchdog) = begin(300) else { return };
-    each(|_, _, mut array| {
+    each(300, |_, _, mut array| {
         let at = array.as_mut_ptr();
         let child = start(|| {
             if !advise(at, BYTES, libc::MADV_DONTNEED) {
@@ -591,8 +552,7 @@ fn a_child_that_writes_only_what_it_has_dropped_reads_it_again() {
 /// Pages that the kernel may free stay mapped: no write to them raises a fault.
 #[test]
 fn a_child_that_lets_the_kernel_free_pages_has_what_it_writes_there() {
-    let Some(_watchdog) = begin(300) else { return };
-    each(|_, _, mut array| {
+    each(300, |_, _, mut array| {
         let at = array.as_mut_ptr();
         let freed = || (8..BYTES / PAGE).step_by(40);
         let child = start(|| {
@@ -630,8 +590,7 @@ fn a_child_that_lets_the_kernel_free_pages_has_what_it_writes_there() {
 
 #[test]
 fn a_child_reads_pages_that_are_large_for_its_share() {
-    let Some(_watchdog) = begin(300) else { return };
-    each_of((1024 * MIB, 19 * MIB, 2 * MIB), |_, _, mut array| {
+    each_of(300, (1024 * MIB, 19 * MIB, 2 * MIB), |_, _, mut array| {
         let at = array.as_mut_ptr();
         let child = start(|| i32::from((0..2).any(|_| wrong(own(at), 1) > 0)));
         must_pass(child);
@@ -661,8 +620,7 @@ static FIRST: extern "C" fn() = {
 
 #[test]
 fn a_child_with_a_full_share_touches_pages_while_it_forks() {
-    let Some(_watchdog) = begin(300) else { return };
-    each(|_, _, mut array| {
+    each(300, |_, _, mut array| {
         let at = array.as_mut_ptr();
         let child = start(|| {
             fill(own(at), 3);
@@ -674,10 +632,7 @@ fn a_child_with_a_full_share_touches_pages_while_it_forks() {
                 // SAFETY: ends the grandchild.
                 unsafe { libc::_exit(is_wrong) };
             }
-            let mut status = 0;
-            // SAFETY: there is room for the status.
-            unsafe { libc::waitpid(grandchild, &raw mut status, 0) };
-            is_wrong + 2 * i32::from(status != 0)
+            is_wrong + 2 * i32::from(!has_passed(grandchild))
         });
         must_pass(child);
     });
@@ -685,8 +640,7 @@ fn a_child_with_a_full_share_touches_pages_while_it_forks() {
 
 #[test]
 fn a_child_ends_whose_last_thread_ends_alone() {
-    let Some(_watchdog) = begin(300) else { return };
-    each(|_, _, mut array| {
+    each(300, |_, _, mut array| {
         let at = array.as_mut_ptr();
         let child = start(|| {
             let is_wrong = wrong(own(at), 1) > 0;

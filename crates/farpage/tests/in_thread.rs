@@ -4,10 +4,7 @@
 //! The rule it keeps: the program's own handler of SIGBUS is installed before the first runtime,
 //! and returns once the cause of the signal has been mended, so that all tests share a process.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -5,15 +5,12 @@
 //! deadline; it never hangs, and never reads anything but what it wrote. Memory over shm is not
 //! lost with the server.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
 use std::{
-    env, io,
+    env, fmt, io,
     os::unix::process::ExitStatusExt,
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     thread,
@@ -81,6 +78,20 @@ fn assert_names_server(error: &PageError, url: &str) {
     );
 }
 
+/// Asserts that what has begun at `since` has ended within `limit`, on a busy machine, too.
+#[track_caller]
+fn assert_in_time(since: Instant, limit: Duration, what: impl fmt::Display) {
+    let took = since.elapsed();
+    assert!(took < limit + MARGIN, "{what}: after {took:?}");
+}
+
+fn page_error(error: FlushError) -> PageError {
+    match error {
+        FlushError::Pages(PagesError::Page(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
 /// Freed memory that is kept for its next owner may be lost before or after it is freed.
 #[test]
 fn freed_memory_that_is_lost_is_given_to_nobody_as_it_is() {
@@ -129,11 +140,7 @@ fn prefetch_now_tells_of_a_killed_server_within_the_deadline() {
         for _ in 0..3 {
             let since = Instant::now();
             let error = array.prefetch_now(..).unwrap_err();
-            assert!(
-                since.elapsed() < DEADLINE + MARGIN,
-                "{fabric}: {:?}",
-                since.elapsed()
-            );
+            assert_in_time(since, DEADLINE, fabric);
             // If the budget is full of pages that cannot be written back, that may be found out
             // first.
             if !(changed && matches!(error, PageError::NoFrame { .. })) {
@@ -143,11 +150,7 @@ fn prefetch_now_tells_of_a_killed_server_within_the_deadline() {
         // The region can be given up, too.
         let since = Instant::now();
         drop(array);
-        assert!(
-            since.elapsed() < DEADLINE + MARGIN,
-            "{fabric}: {:?}",
-            since.elapsed()
-        );
+        assert_in_time(since, DEADLINE, fabric);
     }
 }
 
@@ -172,15 +175,8 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
         });
         fill(&mut array, 0);
         let since = Instant::now();
-        let error = match array.flush().unwrap_err() {
-            FlushError::Pages(PagesError::Page(error)) => error,
-            other => panic!("{other:?}"),
-        };
-        assert!(
-            since.elapsed() < 2 * DEADLINE + MARGIN,
-            "{fabric}: {:?}",
-            since.elapsed()
-        );
+        let error = page_error(array.flush().unwrap_err());
+        assert_in_time(since, 2 * DEADLINE, fabric);
         assert_names_server(&error, &server.url);
         assert_names_server(
             &array.advise(.., Advice::DontNeed).unwrap_err(),
@@ -220,17 +216,10 @@ fn a_job_ends_at_its_first_lost_server() {
         server.signal(signal);
         let timed = |what: &str, since: Instant| {
             println!("{signal}: {what} took {:?}", since.elapsed());
-            assert!(
-                since.elapsed() < deadline + MARGIN,
-                "{signal}: {what} took {:?}",
-                since.elapsed()
-            );
+            assert_in_time(since, deadline, format!("{signal}: {what}"));
         };
         let since = Instant::now();
-        let error = match array.flush().unwrap_err() {
-            FlushError::Pages(PagesError::Page(error)) => error,
-            other => panic!("{other:?}"),
-        };
+        let error = page_error(array.flush().unwrap_err());
         timed("flush", since);
         assert_names_server(&error, &server.url);
         let since = Instant::now();
@@ -269,15 +258,10 @@ fn touching_lost_memory_raises_sigbus_within_the_deadline() {
             server.kill();
             let since = Instant::now();
             let status = victim.wait(DEADLINE + MARGIN);
-            assert_eq!(
-                status.signal(),
-                Some(Signal::SIGBUS as i32),
-                "{fabric}: {status}"
-            );
-            println!(
-                "{fabric}: SIGBUS {:?} after the server's death",
-                since.elapsed()
-            );
+            let signal = status.signal();
+            assert_eq!(signal, Some(Signal::SIGBUS as i32), "{fabric}: {status}");
+            let took = since.elapsed();
+            println!("{fabric}: SIGBUS {took:?} after the server's death");
         }
     }
 }
@@ -344,8 +328,7 @@ fn a_server_that_stalls_for_less_than_the_deadline_does_no_harm() {
 
 /// Asserts that an operation that needs a server fails in time and says why.
 fn assert_needs_server(since: Instant, error: &dyn std::error::Error, why: &str) {
-    let took = since.elapsed();
-    assert!(took < DEADLINE + MARGIN, "{error}: after {took:?}");
+    assert_in_time(since, DEADLINE, error);
     assert!(error.to_string().contains(why), "{error}");
 }
 
@@ -401,7 +384,7 @@ fn outlives(end: fn(&mut ServerProcess)) {
     assert_eq!(runtime.stats().pager.poisoned, 0);
     let since = Instant::now();
     drop((named, array, runtime));
-    assert!(since.elapsed() < DEADLINE + MARGIN, "{:?}", since.elapsed());
+    assert_in_time(since, DEADLINE, "drop");
 }
 
 /// A stopped server may take a publication when it goes on. Until then, a publication that has not
@@ -440,16 +423,21 @@ fn publications_that_a_stopped_server_cannot_take_keep_no_memory() {
 
 const CLIENT: &str = "FARPAGE_TEST_CLIENT";
 
+/// Fills an array, says so, and waits until standard input ends.
+fn fill_and_wait(runtime: Runtime) -> (Runtime, RemoteArray<u64>) {
+    let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
+    fill(&mut array, 0);
+    array.flush().unwrap();
+    say("filled");
+    io::stdin().read_line(&mut String::new()).unwrap();
+    (runtime, array)
+}
+
 #[test]
 fn a_client_that_was_stopped_beyond_its_lease_does_not_keep_a_dead_servers_memory() {
     let _watchdog = Watchdog::new(Duration::from_secs(120));
     if let Ok(url) = env::var(CLIENT) {
-        let runtime = runtime(&url, MIB);
-        let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
-        fill(&mut array, 0);
-        array.flush().unwrap();
-        say("filled");
-        io::stdin().read_line(&mut String::new()).unwrap();
+        let (_runtime, array) = fill_and_wait(runtime(&url, MIB));
         wait_until("the memory is lost", || array.prefetch_now(..).is_err());
         say("lost");
         return;
@@ -476,12 +464,8 @@ fn a_client_that_was_stopped_beyond_its_lease_does_not_keep_a_dead_servers_memor
 fn a_client_that_was_stopped_beyond_its_lease_is_told_what_happened() {
     let _watchdog = Watchdog::new(Duration::from_secs(120));
     if let Ok(url) = env::var(CLIENT) {
-        let runtime = builder(MIB, PAGE_BYTES).server(url).build().unwrap();
-        let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
-        fill(&mut array, 0);
-        array.flush().unwrap();
-        say("filled");
-        io::stdin().read_line(&mut String::new()).unwrap();
+        let patient = builder(MIB, PAGE_BYTES).server(url).build().unwrap();
+        let (_runtime, array) = fill_and_wait(patient);
         let error = array.prefetch_now(..).unwrap_err();
         assert!(!error.may_retry(), "{error}");
         say(&format!("lost: {error}"));

@@ -3,10 +3,7 @@
 //! The rule it keeps: checks compare what the program sees (bytes, typed errors, figures), over shm
 //! and tcp if a server takes part.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
@@ -23,7 +20,7 @@ use std::{
 };
 
 use common::{
-    Call, Fabric, HookedStore, Memory, array_with, begin, builder, fabrics, shared,
+    Call, Fabric, HookedStore, Memory, array_with, begin, builder, fabrics, over_fabrics, shared,
     words::{assert_exercised, assert_filled, exercise, fill},
 };
 use farpage::{Advice, ByteSize, RegionOptions, RemoteArray, Runtime};
@@ -105,10 +102,9 @@ fn map_and_give_up(runtime: &Runtime, cycles: u64, mut rng: Rng) {
 
 #[test]
 fn flush_while_evicting_ends_and_loses_nothing() {
-    let Some(_watchdog) = begin(60) else { return };
     let seed = seed();
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
+        let fabric = memory.fabric;
         let runtime = memory.runtime(MIB, PAGE);
         let mut array: RemoteArray<u64> = runtime.array(8 * MIB / 8).unwrap();
         let (array, words) = shared(&mut array);
@@ -143,7 +139,7 @@ fn flush_while_evicting_ends_and_loses_nothing() {
         assert!(flushes.load(Ordering::Relaxed) > 3);
         assert!(runtime.stats().pager.evictions > 1000);
         assert_exercised(array);
-    }
+    });
 }
 
 #[test]
@@ -179,10 +175,8 @@ fn flush_takes_what_was_written_a_moment_ago() {
 
 #[test]
 fn one_page_per_filler_is_enough() {
-    let Some(_watchdog) = begin(90) else { return };
     let seed = seed();
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 256 * MIB);
+    over_fabrics(90, 256 * MIB, |memory| {
         for (page_bytes, fillers, turns) in [(PAGE, 2, 1500), (PAGE, 4, 1500), (2 * MIB, 2, 30)] {
             let runtime = Runtime::builder()
                 .server(&memory.url)
@@ -209,7 +203,7 @@ fn one_page_per_filler_is_enough() {
             );
             assert_eq!(stats.pager.poisoned, 0, "{stats:?}");
         }
-    }
+    });
 }
 
 #[test]
@@ -263,10 +257,8 @@ fn ten_thousand_regions_at_once() {
 
 #[test]
 fn many_threads_map_and_unmap_at_once() {
-    let Some(_watchdog) = begin(60) else { return };
     let seed = seed();
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 512 * MIB);
+    over_fabrics(60, 512 * MIB, |memory| {
         let runtime = memory.runtime(2 * MIB, PAGE);
         thread::scope(|scope| {
             for thread in 0..8 {
@@ -285,7 +277,7 @@ fn many_threads_map_and_unmap_at_once() {
             }
         });
         assert_eq!(runtime.stats().pager.resident_bytes, 0);
-    }
+    });
 }
 
 const CHILD: &str = "FARPAGE_TEST_LIFECYCLE";
@@ -341,10 +333,8 @@ fn map_and_unmap(url: &str) {
 
 #[test]
 fn children_come_and_go_while_the_parent_pages() {
-    let Some(_watchdog) = begin(60) else { return };
     let seed = seed();
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
         let runtime = memory.runtime(MIB, PAGE);
         let mut array: RemoteArray<u64> = runtime.array(8 * MIB / 8).unwrap();
         let (array, words) = shared(&mut array);
@@ -385,5 +375,5 @@ fn children_come_and_go_while_the_parent_pages() {
         });
         assert_exercised(array);
         assert_eq!(runtime.stats().pager.poisoned, 0);
-    }
+    });
 }

@@ -6,7 +6,7 @@
 mod common;
 
 use common::{
-    Fabric, Memory, array_with, begin, fabrics,
+    Fabric, Memory, array_with, begin, over_fabrics,
     words::{assert_filled, fill},
 };
 use farpage::{
@@ -19,10 +19,8 @@ const PAGE: usize = 4 * KIB;
 
 #[test]
 fn named_arrays_are_listed_and_removed_by_their_owner_alone() {
-    let Some(_watchdog) = begin(60) else { return };
     let keys = tempfile::tempdir().unwrap();
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
         let runtime = |user: &str| {
             let builder = memory.builder(MIB, PAGE);
             builder.key_file(keys.path().join(user)).build().unwrap()
@@ -46,7 +44,7 @@ fn named_arrays_are_listed_and_removed_by_their_owner_alone() {
         ours.remove("field").unwrap();
         assert_eq!(ours.names().unwrap(), []);
         assert!(ours.open_array::<u64>("field").is_err());
-    }
+    });
 }
 
 #[test]
@@ -111,9 +109,7 @@ fn region_with_an_element_type_tells_it_to_who_opens_it() {
 
 #[test]
 fn a_name_that_is_taken_is_refused_when_the_array_is_created() {
-    let Some(_watchdog) = begin(60) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
         let (first, second) = (memory.runtime(MIB, PAGE), memory.runtime(MIB, PAGE));
         let named = || RegionOptions::new().name("field");
         let open = first.array_with::<u64>(PAGE, named()).unwrap();
@@ -144,14 +140,12 @@ fn a_name_that_is_taken_is_refused_when_the_array_is_created() {
         array.close().unwrap();
         let array = second.open_array::<u64>("field").unwrap();
         assert_eq!((array.len(), array[0]), (PAGE / 2, 2));
-    }
+    });
 }
 
 #[test]
 fn named_region_outlives_its_program_and_has_one_owner() {
-    let Some(_watchdog) = begin(60) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
         let len = 3 * MIB / 8 + 5;
         let runtime = || memory.runtime(MIB, PAGE);
         let missing = runtime().open_array::<u64>("field").unwrap_err();
@@ -194,7 +188,7 @@ fn named_region_outlives_its_program_and_has_one_owner() {
         for at in 1..len - 1 {
             assert_eq!(array[at], mix(at as u64), "word {at}");
         }
-    }
+    });
 }
 
 #[test]
@@ -261,9 +255,8 @@ fn names_are_checked_when_an_array_is_created() {
 
 #[test]
 fn an_array_that_its_own_program_has_open_is_not_removed() {
-    let Some(_watchdog) = begin(60) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
+        let fabric = memory.fabric;
         let (first, second) = (memory.runtime(MIB, PAGE), memory.runtime(MIB, PAGE));
         let named = || RegionOptions::new().name("field");
         let mut array = first.array_with::<u64>(PAGE, named()).unwrap();
@@ -298,5 +291,5 @@ fn an_array_that_its_own_program_has_open_is_not_removed() {
             .unwrap()
             .close()
             .unwrap();
-    }
+    });
 }

@@ -2,10 +2,7 @@
 //!
 //! The rule it keeps: what the program wrote is there, whichever side of that moment it wrote it.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
@@ -20,10 +17,14 @@ use std::{
     time::Duration,
 };
 
-use common::{Fabric, Memory, ServerProcess, begin, builder, serve_if_asked};
+use common::{
+    Fabric, Memory, ServerProcess, begin, builder,
+    forks::{must_pass, start},
+    serve_if_asked,
+};
 use farpage::{Advice, Arena, ByteSize, FaultMode, RegionOptions, Runtime};
 use farpage_testkit::{KIB, MIB, TestProcess, mix, wait_until};
-use nix::sys::{signal::Signal, wait::WaitStatus};
+use nix::{sys::signal::Signal, unistd::Pid};
 
 /// Variable of the environment that is set in a process that runs one test alone.
 const ALONE: &str = "FARPAGE_TEST_ALONE";
@@ -44,6 +45,16 @@ fn runtime(memory: &Memory, mode: FaultMode, page_bytes: usize) -> Runtime {
 fn arena(runtime: &Runtime) -> Arena {
     let arena = runtime.arena_with(128 * MIB, RegionOptions::new().ordinary());
     arena.unwrap()
+}
+
+/// Calls `test` in both modes with a runtime of pages of 64 KiB, and an arena of it.
+fn each_mode(test: impl Fn(&Runtime, Arena)) {
+    let Some(_watchdog) = begin(60) else { return };
+    for mode in MODES {
+        let memory = Memory::start(Fabric::Shm, 192 * MIB);
+        let runtime = runtime(&memory, mode, 64 * KIB);
+        test(&runtime, arena(&runtime));
+    }
 }
 
 fn allocate(arena: &Arena, bytes: usize) -> usize {
@@ -185,13 +196,9 @@ fn pages_that_are_partly_there_are_whole_when_paging_begins() {
 
 #[test]
 fn huge_pages_of_the_program_leave_like_others_once_paging_begins() {
-    let Some(_watchdog) = begin(60) else { return };
     // So little that no page leaves at once.
     const HALF: usize = BUDGET / 2;
-    for mode in MODES {
-        let memory = Memory::start(Fabric::Shm, 192 * MIB);
-        let runtime = runtime(&memory, mode, 64 * KIB);
-        let arena = arena(&runtime);
+    each_mode(|runtime, arena| {
         let block = allocate(&arena, HALF);
         let block = block..block + HALF;
         // SAFETY: advice on memory of the test's own.
@@ -221,24 +228,16 @@ fn huge_pages_of_the_program_leave_like_others_once_paging_begins() {
         });
         assert!(arena.region().resident_pages() <= BUDGET / 4 / (64 * KIB));
         check(block, |_| true);
-    }
+    });
 }
 
 /// Runs `child` in a child made by `fork`, which it ends with 0 if it returns true.
-fn forked(child: impl FnOnce() -> bool) -> nix::unistd::Pid {
-    // SAFETY: the child only looks at memory, and ends.
-    match unsafe { nix::unistd::fork() }.unwrap() {
-        nix::unistd::ForkResult::Parent { child } => child,
-        nix::unistd::ForkResult::Child => {
-            let passed = child();
-            // SAFETY: ends the process.
-            unsafe { libc::_exit(i32::from(!passed)) }
-        }
-    }
+fn forked(child: impl FnOnce() -> bool) -> Pid {
+    start(|| i32::from(!child()))
 }
 
 /// Runs `child` as [`forked`] does, in a child of which no handler of `fork` knows.
-fn raw_child(child: impl FnOnce() -> bool) -> nix::unistd::Pid {
+fn raw_child(child: impl FnOnce() -> bool) -> Pid {
     // SAFETY: the child only looks at memory, and ends.
     match unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } {
         0 => {
@@ -246,22 +245,13 @@ fn raw_child(child: impl FnOnce() -> bool) -> nix::unistd::Pid {
             // SAFETY: ends the process.
             unsafe { libc::_exit(i32::from(!passed)) }
         }
-        made => nix::unistd::Pid::from_raw(i32::try_from(made).unwrap()),
+        made => Pid::from_raw(i32::try_from(made).unwrap()),
     }
-}
-
-fn passed(child: nix::unistd::Pid) {
-    let ended = nix::sys::wait::waitpid(child, None).unwrap();
-    assert!(matches!(ended, WaitStatus::Exited(_, 0)), "{ended:?}");
 }
 
 #[test]
 fn children_have_copies_of_ordinary_memory_when_the_parent_begins_paging() {
-    let Some(_watchdog) = begin(60) else { return };
-    for mode in MODES {
-        let memory = Memory::start(Fabric::Shm, 192 * MIB);
-        let runtime = runtime(&memory, mode, 64 * KIB);
-        let arena = arena(&runtime);
+    each_mode(|_, arena| {
         let block = allocate(&arena, FITS);
         let block = block..block + FITS;
         fill(block.clone(), every_fourth);
@@ -272,13 +262,9 @@ fn children_have_copies_of_ordinary_memory_when_the_parent_begins_paging() {
             forked(move || {
                 let mut byte = [0];
                 let told = nix::unistd::read(&reads, &mut byte) == Ok(1);
-                let is_right = |(number, at): (usize, usize)| {
-                    word(at)
-                        == if every_fourth(number) {
-                            mix(at as u64)
-                        } else {
-                            0
-                        }
+                let is_right = |(number, at): (usize, usize)| match every_fourth(number) {
+                    true => word(at) == mix(at as u64),
+                    false => word(at) == 0,
                 };
                 let mut pages = block.step_by(KERNEL_PAGE).enumerate();
                 // It asks for no memory of the arena.
@@ -291,15 +277,15 @@ fn children_have_copies_of_ordinary_memory_when_the_parent_begins_paging() {
         fill(second..second + BUDGET, |_| true);
         check(block.clone(), |_| true);
         nix::unistd::write(&writes, b"1").unwrap();
-        passed(child);
+        must_pass(child);
         check(block.clone(), |_| true);
         check(second..second + BUDGET, |_| true);
         // From here on children have what is remote, too.
-        passed(forked(|| {
+        must_pass(forked(|| {
             let mut pages = block.clone().step_by(KERNEL_PAGE);
             pages.all(|at| word(at) == mix(at as u64))
         }));
-    }
+    });
 }
 
 /// Runs in a process of its own: others fork, too.
@@ -308,11 +294,7 @@ fn programs_are_started_while_the_arena_is_ordinary() {
     if env::var_os(ALONE).is_none() {
         return TestProcess::start(&[(ALONE, "1")]).must_pass(Duration::from_secs(60));
     }
-    let Some(_watchdog) = begin(60) else { return };
-    for mode in MODES {
-        let memory = Memory::start(Fabric::Shm, 192 * MIB);
-        let runtime = runtime(&memory, mode, 64 * KIB);
-        let arena = arena(&runtime);
+    each_mode(|_, arena| {
         let block = allocate(&arena, FITS);
         fill(block..block + FITS, |_| true);
         let mut command = Command::new("/bin/true");
@@ -321,7 +303,7 @@ fn programs_are_started_while_the_arena_is_ordinary() {
         assert!(command.status().unwrap().success());
         assert!(arena.is_ordinary());
         // A child by the raw system call has ordinary memory, too.
-        passed(raw_child(|| {
+        must_pass(raw_child(|| {
             let mut pages = (block..block + FITS).step_by(KERNEL_PAGE);
             pages.all(|at| word(at) == mix(at as u64))
         }));
@@ -331,16 +313,12 @@ fn programs_are_started_while_the_arena_is_ordinary() {
         (arena.region()).advise(.., Advice::DontNeed).unwrap();
         assert_eq!(arena.region().resident_pages(), 0);
         check(block..block + FITS, |_| true);
-    }
+    });
 }
 
 #[test]
 fn ordinary_memory_is_zeros_once_it_was_freed_or_discarded() {
-    let Some(_watchdog) = begin(60) else { return };
-    for mode in MODES {
-        let memory = Memory::start(Fabric::Shm, 192 * MIB);
-        let runtime = runtime(&memory, mode, 64 * KIB);
-        let arena = arena(&runtime);
+    each_mode(|runtime, arena| {
         // Freed and allocated again, many times the budget.
         for _ in 0..8 {
             let block = allocate(&arena, FITS);
@@ -385,7 +363,7 @@ fn ordinary_memory_is_zeros_once_it_was_freed_or_discarded() {
         (arena.region()).advise(.., Advice::DontNeed).unwrap();
         check(last..last + MIB, |_| false);
         check(last + MIB..last + 2 * MIB, |_| true);
-    }
+    });
 }
 
 #[test]
@@ -412,11 +390,7 @@ fn kept_memory_counts_while_the_arena_is_ordinary() {
 
 #[test]
 fn smaller_budget_than_what_is_allocated_begins_paging() {
-    let Some(_watchdog) = begin(60) else { return };
-    for mode in MODES {
-        let memory = Memory::start(Fabric::Shm, 192 * MIB);
-        let runtime = runtime(&memory, mode, 64 * KIB);
-        let arena = arena(&runtime);
+    each_mode(|runtime, arena| {
         let block = allocate(&arena, FITS);
         fill(block..block + FITS, |_| true);
         arena.keep_ordinary_to(FITS).unwrap();
@@ -428,7 +402,7 @@ fn smaller_budget_than_what_is_allocated_begins_paging() {
         });
         check(block..block + FITS, |_| true);
         assert!(runtime.stats().pager.peak_resident_bytes <= BUDGET as u64);
-    }
+    });
 }
 
 /// Pins and cessions are of pages under paging.

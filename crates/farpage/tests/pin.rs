@@ -4,10 +4,7 @@
 //! The rule it keeps: presence is looked up (`/proc/self/pagemap`), never concluded from the time
 //! of an access.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
@@ -20,8 +17,8 @@ use std::{
 };
 
 use common::{
-    Fabric, Memory, ServerProcess, begin, builder, fabrics, get, serve_if_asked, set, shared,
-    stored_here,
+    Fabric, Memory, ServerProcess, begin, builder, fabrics, get, over_fabrics, serve_if_asked, set,
+    shared, stored_here,
     words::{assert_filled, fill},
 };
 use farpage::{
@@ -81,9 +78,8 @@ fn assert_budget_error(pinned: Result<(), PinError>) {
 
 #[test]
 fn pinned_pages_stay_while_a_larger_array_is_swept() {
-    let Some(_watchdog) = begin(60) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
+        let fabric = memory.fabric;
         let runtime = memory.runtime(2 * MIB, PAGE);
         let (mut array, mut large) = (
             runtime.array::<u64>(4 * MIB / 8).unwrap(),
@@ -119,16 +115,14 @@ fn pinned_pages_stay_while_a_larger_array_is_swept() {
             });
             stop.store(true, Ordering::Relaxed);
         });
-    }
+    });
 }
 
 /// A pin that comes while pages are on their way out must wait for the right thing.
 #[test]
 fn system_calls_find_pinned_pages_whatever_leaves() {
-    let Some(_watchdog) = begin(60) else { return };
     let seed = seed();
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
         let runtime = memory
             .builder(512 * KIB, PAGE)
             .user_mode_only(true)
@@ -180,14 +174,13 @@ fn system_calls_find_pinned_pages_whatever_leaves() {
         array.unpin(..);
         array.advise(.., Advice::DontNeed).unwrap();
         assert_eq!(absent_pages(&array[..]), pages);
-    }
+    });
 }
 
 #[test]
 fn flush_of_pinned_pages_that_are_being_written_loses_nothing() {
-    let Some(_watchdog) = begin(60) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
+        let fabric = memory.fabric;
         let runtime = memory.runtime(2 * MIB, PAGE);
         let mut array = runtime.array::<u64>(MIB / 8).unwrap();
         array.pin(..).unwrap();
@@ -232,7 +225,7 @@ fn flush_of_pinned_pages_that_are_being_written_loses_nothing() {
                 assert_eq!(array[at], rounds as u64, "{fabric}: word {at}");
             }
         }
-    }
+    });
 }
 
 #[test]

@@ -4,17 +4,14 @@
 //! The rule it keeps: a reader sees the version that it opened, bit by bit, or an error. The memory
 //! of that version is free when the reader has gone, however it went.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
 use std::{env, io::Read, thread, time::Duration};
 
 use common::{
-    Fabric, Memory, ServerProcess, begin, builder, fabrics, serve_if_asked,
+    Fabric, ServerProcess, begin, builder, fabrics, over_fabrics, serve_if_asked,
     words::{assert_filled, fill, word},
 };
 use farpage::{
@@ -50,6 +47,12 @@ fn runtime(url: &str) -> Runtime {
 fn create(runtime: &Runtime) -> RemoteArray<u64> {
     let named = RegionOptions::new().name("x");
     runtime.array_with::<u64>(WORDS, named).unwrap()
+}
+
+/// Fills the array with the words of a version, and publishes it.
+fn publish(array: &mut RemoteArray<u64>, version: u64) {
+    fill(array, version);
+    array.flush().unwrap();
 }
 
 /// Returns figures of a server: granted bytes, readers, and old versions that are read.
@@ -108,8 +111,7 @@ fn play_role() -> bool {
         }
         "writer" => {
             let mut array = create(&runtime);
-            fill(&mut array, 1);
-            array.flush().unwrap();
+            publish(&mut array, 1);
             say("published");
             // Never published: the process is killed on the way.
             for version in 2.. {
@@ -140,8 +142,7 @@ fn eight_programs_read_versions_of_their_own_beside_a_writer() {
         let before = stat(&server.url).0;
         let mut readers = Vec::new();
         for version in 1..=4 {
-            fill(&mut array, version);
-            array.flush().unwrap();
+            publish(&mut array, version);
             for _ in 0..2 {
                 let (reader, reads) = reader(&server.url);
                 assert_eq!(reads, version);
@@ -150,8 +151,7 @@ fn eight_programs_read_versions_of_their_own_beside_a_writer() {
         }
         // Two more versions while all readers read.
         for version in 5..=6 {
-            fill(&mut array, version);
-            array.flush().unwrap();
+            publish(&mut array, version);
         }
         assert_eq!(
             (stat(&server.url).1, stat(&server.url).2),
@@ -166,14 +166,12 @@ fn eight_programs_read_versions_of_their_own_beside_a_writer() {
             reader.signal(Signal::SIGKILL);
         }
         wait_until("the dead are noticed", || stat(&server.url).1 == 5);
-        fill(&mut array, 7);
-        array.flush().unwrap();
+        publish(&mut array, 7);
         for reader in readers {
             reader.must_pass(Duration::from_secs(60));
         }
         for version in 8..=11 {
-            fill(&mut array, version);
-            array.flush().unwrap();
+            publish(&mut array, version);
         }
         let (after, readers, old_versions) = stat(&server.url);
         assert_eq!((readers, old_versions), (0, 0));
@@ -217,8 +215,7 @@ fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
         });
         let mut array = array.unwrap();
         for version in 20..24 {
-            fill(&mut array, version);
-            array.flush().unwrap();
+            publish(&mut array, version);
             assert_filled(&second, 1);
         }
         let newest = runtime.open_array_to_read::<u64>("x").unwrap();
@@ -226,8 +223,7 @@ fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
         // 3. Another writer, which does not know the readers' slots.
         let mut array = runtime.open_array::<u64>("x").unwrap();
         for version in 30..33 {
-            fill(&mut array, version);
-            array.flush().unwrap();
+            publish(&mut array, version);
         }
         assert_filled(&first, 1);
         assert_filled(&newest, 23);
@@ -268,8 +264,7 @@ fn a_reader_that_comes_back_after_its_lease_gets_an_error_and_no_other_bytes() {
         let server = server(fabric);
         let runtime = runtime(&server.url);
         let mut array = create(&runtime);
-        fill(&mut array, 1);
-        array.flush().unwrap();
+        publish(&mut array, 1);
         let environment = [(URL, &*server.url), (ROLE, "sleeper")];
         let mut sleeper = TestProcess::start(&environment);
         sleeper.wait_for_line("reads ");
@@ -277,8 +272,7 @@ fn a_reader_that_comes_back_after_its_lease_gets_an_error_and_no_other_bytes() {
         wait_until("its lease has ended", || stat(&server.url).1 == 0);
         // The sleeper's slots are used again, by other bytes.
         for version in 2..6 {
-            fill(&mut array, version);
-            array.flush().unwrap();
+            publish(&mut array, version);
         }
         sleeper.signal(Signal::SIGCONT);
         println!("{fabric}: {}", sleeper.wait_for_line("lost "));
@@ -288,14 +282,11 @@ fn a_reader_that_comes_back_after_its_lease_gets_an_error_and_no_other_bytes() {
 
 #[test]
 fn a_reader_needs_no_reservation_and_a_full_server_names_the_readers_in_the_way() {
-    let Some(_watchdog) = begin(120) else { return };
-    for fabric in fabrics() {
+    over_fabrics(120, 2 * 2 * MIB + 2 * MIB, |memory| {
         // Room for little more than the two reserved versions.
-        let memory = Memory::start(fabric, 2 * 2 * MIB + 2 * MIB);
         let runtime = memory.runtime(BUDGET, PAGE);
         let mut array = create(&runtime);
-        fill(&mut array, 1);
-        array.flush().unwrap();
+        publish(&mut array, 1);
         // A second array of this size does not fit, but a reader does.
         let other = RegionOptions::new().name("y").reserve(Reserve::Full);
         let refused = runtime.array_with::<u64>(WORDS, other).unwrap_err();
@@ -318,5 +309,5 @@ fn a_reader_needs_no_reservation_and_a_full_server_names_the_readers_in_the_way(
         reader.close().unwrap();
         wait_until("there is room again", || array.flush().is_ok());
         assert!(array.len() == WORDS && ByteSize(array.region().len() as u64) == ByteSize::mib(2));
-    }
+    });
 }

@@ -4,10 +4,7 @@
 //! The rule it keeps: a memory server that dies is a slower page and nothing else: no word is lost,
 //! and no thread sees SIGBUS, which would end the test.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
@@ -83,6 +80,23 @@ fn update_amid(words: &[AtomicU64], seed: u64, amid: impl FnOnce()) {
     });
 }
 
+/// Waits until a quarter of the array has been written to the servers.
+fn wait_for_writes(runtime: &Runtime) {
+    let written = || runtime.stats().store.bytes_written;
+    let enough = written() + ARRAY_BYTES as u64 / 4;
+    wait_until("writes go on", || written() > enough);
+}
+
+#[track_caller]
+fn assert_unharmed(runtime: &Runtime) {
+    let stats = runtime.stats();
+    assert_eq!(
+        (stats.pager.poisoned, stats.store.errors),
+        (0, 0),
+        "{stats}"
+    );
+}
+
 #[test]
 fn servers_that_are_killed_are_slower_pages_and_nothing_else() {
     if serve_if_asked() {
@@ -113,10 +127,7 @@ fn servers_that_are_killed_are_slower_pages_and_nothing_else() {
             wait_until("the second death is noticed", || {
                 stats().store.under_protected_bytes > 0
             });
-            let before = stats().store.bytes_written;
-            wait_until("writes go on", || {
-                stats().store.bytes_written > before + ARRAY_BYTES as u64 / 4
-            });
+            wait_for_writes(&runtime);
         });
         array.flush().unwrap();
         println!("{mode:?}: {}", stats());
@@ -144,12 +155,7 @@ fn a_server_that_stalls_holds_nobody_up_for_long() {
         });
         servers[0].signal(Signal::SIGCONT);
     });
-    let stats = runtime.stats();
-    assert_eq!(
-        (stats.pager.poisoned, stats.store.errors),
-        (0, 0),
-        "{stats}"
-    );
+    assert_unharmed(&runtime);
     array.close().unwrap();
 }
 
@@ -175,9 +181,7 @@ fn a_program_moves_house_while_it_writes() {
             let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
             let (_, words) = shared(&mut array);
             update_amid(words, rng.next(), || {
-                wait_until("pages are on the servers", || {
-                    runtime.stats().store.bytes_written > ARRAY_BYTES as u64 / 4
-                });
+                wait_for_writes(&runtime);
                 for (old, new) in first.iter_mut().zip(&second) {
                     runtime.add_server(&new.url).unwrap();
                     let report = runtime.drain_server(&old.url).unwrap();
@@ -185,10 +189,7 @@ fn a_program_moves_house_while_it_writes() {
                     assert_eq!(granted_bytes(&runtime, old), 0);
                     old.kill();
                 }
-                let before = runtime.stats().store.bytes_written;
-                wait_until("writes go on", || {
-                    runtime.stats().store.bytes_written > before + ARRAY_BYTES as u64 / 4
-                });
+                wait_for_writes(&runtime);
             });
             array.flush().unwrap();
             let stats = runtime.stats();
@@ -211,38 +212,24 @@ fn a_program_moves_house_while_it_writes() {
 fn a_server_that_is_about_to_end_is_left_by_its_client_first() {
     let Some(_watchdog) = begin(300) else { return };
     let timeout = Duration::from_secs(60);
-    let mut old = ServerProcess::start_draining(
-        SERVING,
-        Fabric::Tcp,
-        256 * MIB,
-        Duration::from_secs(60),
-        timeout,
-    );
+    let mut old = ServerProcess::start_draining(SERVING, Fabric::Tcp, 256 * MIB, timeout, timeout);
     let new = servers(1);
     let runtime = runtime_with(&new, FaultMode::Filler, Redundancy::None);
     runtime.add_server(&old.url).unwrap();
     let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
     let (_, words) = shared(&mut array);
     update_amid(words, seed(), || {
-        wait_until("pages are on the servers", || {
-            runtime.stats().store.bytes_written > ARRAY_BYTES as u64 / 4
-        });
+        wait_for_writes(&runtime);
         assert!(granted_bytes(&runtime, &old) > 0);
         // Waits for the end of the process, which comes well before the timeout.
         old.stop();
-        let before = runtime.stats().store.bytes_written;
-        wait_until("writes go on", || {
-            runtime.stats().store.bytes_written > before + ARRAY_BYTES as u64 / 4
-        });
+        wait_for_writes(&runtime);
     });
     array.flush().unwrap();
     let stats = runtime.stats();
     let store = stats.store;
-    assert_eq!(
-        (stats.pager.poisoned, store.errors, store.corrupt),
-        (0, 0, 0),
-        "{stats}"
-    );
+    let harm = (stats.pager.poisoned, store.errors, store.corrupt);
+    assert_eq!(harm, (0, 0, 0), "{stats}");
     array.close().unwrap();
 }
 
@@ -280,9 +267,7 @@ fn a_server_that_was_started_anew_is_a_new_one() {
     let (_, words) = shared(&mut array);
     let lacking = || runtime.stats().store.under_protected_bytes;
     update_amid(words, seed(), || {
-        wait_until("pages are on the servers", || {
-            runtime.stats().store.bytes_written > ARRAY_BYTES as u64 / 4
-        });
+        wait_for_writes(&runtime);
         for server in &mut servers {
             server.kill();
             wait_until("its death is noticed", || lacking() > 0);
@@ -291,12 +276,7 @@ fn a_server_that_was_started_anew_is_a_new_one() {
             wait_until("its copies are made again", || lacking() == 0);
         }
     });
-    let stats = runtime.stats();
-    assert_eq!(
-        (stats.pager.poisoned, stats.store.errors),
-        (0, 0),
-        "{stats}"
-    );
+    assert_unharmed(&runtime);
     assert_eq!(runtime.sessions().len(), 4);
     array.close().unwrap();
 }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use common::{
-    Fabric, Memory, array_with, begin, builder, fabrics, page_sizes, shared,
+    Fabric, Memory, array_with, begin, builder, over_fabrics, page_sizes, shared,
     words::{self, assert_exercised, assert_filled, exercise, fill},
 };
 use farpage::{Advice, ByteSize, CreateError, FaultMode, RegionOptions, RemoteArray};
@@ -27,9 +27,7 @@ fn pages(pages: usize) -> RegionOptions {
 
 #[test]
 fn regions_of_any_size_keep_every_byte() {
-    let Some(_watchdog) = begin(60) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 256 * MIB);
+    over_fabrics(60, 256 * MIB, |memory| {
         for page_bytes in [PAGE, 64 * KIB, 2 * MIB] {
             let runtime = memory.runtime(4 * MIB, page_bytes);
             for bytes in [1, 2, 4095, 4096, 4097, 65_537, 999_999, 2 * MIB + 1] {
@@ -51,16 +49,14 @@ fn regions_of_any_size_keep_every_byte() {
             odd[1000] = [1, 2, 3];
             assert_eq!((odd.len(), odd[1000], odd[999]), (1001, [1, 2, 3], [0; 3]));
         }
-    }
+    });
 }
 
 #[test]
 fn system_calls_read_into_absent_pages_and_write_from_them() {
-    let Some(_watchdog) = begin(60) else { return };
     let bytes = 3 * MIB + 77;
     let right = words::bytes(bytes, 0);
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
         for page_bytes in [PAGE, 64 * KIB] {
             // One system call moves many times the budget. Only filler threads can serve its
             // faults.
@@ -95,15 +91,13 @@ fn system_calls_read_into_absent_pages_and_write_from_them() {
             drop(writer);
             assert!(other_end.join().unwrap() == right);
         }
-    }
+    });
 }
 
 #[test]
 fn regions_of_all_page_sizes_share_a_budget() {
-    let Some(_watchdog) = begin(60) else { return };
     let seed = seed();
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 512 * MIB);
+    over_fabrics(60, 512 * MIB, |memory| {
         let runtime = memory.runtime(6 * MIB, PAGE);
         let mut arrays: Vec<RemoteArray<u64>> = page_sizes()
             .map(|page_bytes| {
@@ -132,14 +126,12 @@ fn regions_of_all_page_sizes_share_a_budget() {
             "{stats:?}"
         );
         assert_eq!(stats.pager.poisoned, 0, "{stats:?}");
-    }
+    });
 }
 
 #[test]
 fn pages_never_written_cost_no_request() {
-    let Some(_watchdog) = begin(120) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(120, 64 * MIB, |memory| {
         let runtime = memory.runtime(MIB, PAGE);
         let array = runtime.array::<u64>(8 * MIB / 8).unwrap();
         for _ in 0..2 {
@@ -155,14 +147,12 @@ fn pages_never_written_cost_no_request() {
             stats.pager.writes,
         );
         assert_eq!(requests, (0, 0, 0, 0), "{stats:?}");
-    }
+    });
 }
 
 #[test]
 fn advice_moves_pages_and_keeps_their_bytes() {
-    let Some(_watchdog) = begin(60) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
         let runtime = memory.runtime(4 * MIB, PAGE);
         let region_pages = 64;
         let mut array = array_with(&runtime, region_pages * PAGE_WORDS, pages(16));
@@ -204,14 +194,12 @@ fn advice_moves_pages_and_keeps_their_bytes() {
             array.region().resident_pages() > 1
         });
         assert_filled(&array, 1);
-    }
+    });
 }
 
 #[test]
 fn prefetch_now_leaves_nothing_to_fault_on() {
-    let Some(_watchdog) = begin(60) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
         let runtime = memory.runtime(4 * MIB, PAGE);
         let mut array = runtime.array::<u64>(2 * MIB / 8).unwrap();
         fill(&mut array, 1);
@@ -226,14 +214,13 @@ fn prefetch_now_leaves_nothing_to_fault_on() {
         fill(&mut large, 2);
         large.prefetch_now(..).unwrap();
         assert_filled(&large, 2);
-    }
+    });
 }
 
 #[test]
 fn reading_ahead_saves_most_faults_of_a_sequential_pass() {
-    let Some(_watchdog) = begin(60) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(60, 64 * MIB, |memory| {
+        let fabric = memory.fabric;
         let runtime = memory.runtime(2 * MIB, PAGE);
         let faults = |ahead: usize| {
             let mut array = array_with(&runtime, 8 * MIB / 8, pages(ahead));
@@ -247,7 +234,7 @@ fn reading_ahead_saves_most_faults_of_a_sequential_pass() {
         println!("{fabric}: {without} faults without, {with} with reading ahead");
         assert_eq!(without as usize, 8 * MIB / PAGE);
         assert!(with * 2 < without, "{with} of {without} faults");
-    }
+    });
 }
 
 /// First touches of memory that is ample, in an order without a pattern.
@@ -282,9 +269,7 @@ fn blank_pages_come_along_while_there_is_ample_room_and_not_otherwise() {
 
 #[test]
 fn region_too_large_for_its_server_is_an_error_and_others_go_on() {
-    let Some(_watchdog) = begin(120) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 32 * MIB);
+    over_fabrics(120, 32 * MIB, |memory| {
         let runtime = memory.runtime(MIB, PAGE);
         let mut array = runtime.array::<u64>(4 * MIB / 8).unwrap();
         fill(&mut array, 5);
@@ -307,7 +292,7 @@ fn region_too_large_for_its_server_is_an_error_and_others_go_on() {
         drop(more);
         assert!(runtime.array::<u64>(usize::MAX).is_err());
         runtime.array::<u64>(8 * MIB / 8).unwrap();
-    }
+    });
 }
 
 #[test]

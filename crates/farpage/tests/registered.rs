@@ -1,15 +1,12 @@
 //! Registered memory, seen from a program: in the steady state nothing is registered any more.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
 use std::thread;
 
-use common::{Memory, begin, fabrics};
+use common::over_fabrics;
 use farpage::{ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
 use farpage_testkit::{KIB, MIB};
 
@@ -22,9 +19,8 @@ const ITERATIONS: usize = 5;
 
 #[test]
 fn stream_registers_nothing_after_its_first_iteration() {
-    let Some(_watchdog) = begin(120) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 64 * MIB);
+    over_fabrics(120, 64 * MIB, |memory| {
+        let fabric = memory.fabric;
         let runtime = memory.builder(BUDGET_BYTES, PAGE_BYTES).build().unwrap();
         let [mut a, mut b, mut c] = [(); 3].map(|()| array(&runtime));
         // Smooth values, so that pages are stored compressed, and no two pages alike.
@@ -56,7 +52,7 @@ fn stream_registers_nothing_after_its_first_iteration() {
             staged > 2000 && stats.registered.acquisitions >= staged,
             "{fabric}: the buffers were not used: {stats:?}"
         );
-    }
+    });
 }
 
 fn array(runtime: &Runtime) -> RemoteArray<f64> {

@@ -5,10 +5,7 @@
 //! handler does the same work as another signal's would.
 
 #![cfg(target_arch = "x86_64")]
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -3,10 +3,7 @@
 //! The rule it keeps: time in which a program stood still counts for no deadline. The program goes
 //! on with all its data, and no page is given up.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

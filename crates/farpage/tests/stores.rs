@@ -3,10 +3,7 @@
 //! The rule it keeps: whatever a store does, the error reaches the program, nothing is lost but
 //! data that the store has lost itself, and other regions do not notice.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 
@@ -21,7 +18,7 @@ use std::{
 };
 
 use common::{
-    Call, HookedStore, Memory, array_with, begin, builder, fabrics, get, set, shared, stored,
+    Call, HookedStore, array_with, begin, builder, get, over_fabrics, set, shared, stored,
     stored_here,
     words::{assert_exercised, exercise, fill},
 };
@@ -31,6 +28,9 @@ use farpage::{
 use farpage_pager::FlushError as PagesError;
 use farpage_store::StoreError;
 use farpage_testkit::{KIB, MIB, Rng, mix, seed, wait_until};
+
+/// Message of a store that panics.
+const BUG: &str = "a bug in the user's store";
 
 /// Builds a runtime without a server.
 fn runtime(budget_bytes: usize, page_bytes: usize) -> Runtime {
@@ -45,6 +45,18 @@ fn page_error(error: FlushError) -> PageError {
         FlushError::Pages(PagesError::Page(error)) => error,
         other => panic!("{other:?}"),
     }
+}
+
+#[track_caller]
+fn assert_users(error: &PageError) {
+    let is_so = matches!(error, PageError::Store(StoreError::User { .. }));
+    assert!(is_so, "{error:?}");
+}
+
+#[track_caller]
+fn assert_panic(error: &PageError) {
+    let is_so = matches!(error, PageError::Store(StoreError::Panicked { .. }));
+    assert!(is_so, "{error:?}");
 }
 
 #[test]
@@ -178,19 +190,13 @@ fn errors_of_a_store_reach_the_program_and_pass() {
             }
             Err(error) => {
                 let error = page_error(error);
-                assert!(
-                    matches!(error, PageError::Store(StoreError::User { .. })),
-                    "{error:?}"
-                );
+                assert_users(&error);
                 flushes += 1;
             }
         }
         // Write back: until a try succeeds.
         while let Err(error) = array.advise(.., Advice::DontNeed) {
-            assert!(
-                matches!(error, PageError::Store(StoreError::User { .. })),
-                "{error:?}"
-            );
+            assert_users(&error);
             writes += 1;
             assert!(writes < 100_000, "seed {seed}");
         }
@@ -215,13 +221,9 @@ fn evictions_that_fail_now_and_then_lose_nothing() {
     let fails = sick.clone();
     let store = HookedStore::new(8 * MIB, move |call, _| {
         let number = calls.fetch_add(1, Ordering::Relaxed) as u64;
-        let fail = call == Call::Write
-            && fails.load(Ordering::Relaxed)
-            && mix(seed ^ number).is_multiple_of(50);
-        if fail {
-            Err(io::Error::other("moody"))
-        } else {
-            Ok(())
+        match call == Call::Write && fails.load(Ordering::Relaxed) {
+            true if mix(seed ^ number).is_multiple_of(50) => Err(io::Error::other("moody")),
+            _ => Ok(()),
         }
     });
     let runtime = runtime(MIB, 4 * KIB);
@@ -239,10 +241,7 @@ fn evictions_that_fail_now_and_then_lose_nothing() {
         .region()
         .take_error()
         .expect("an eviction in the background failed");
-    assert!(
-        matches!(error, PageError::Store(StoreError::User { .. })),
-        "{error:?}"
-    );
+    assert_users(&error);
     sick.store(false, Ordering::Relaxed);
     array.flush().unwrap();
     assert_exercised(array);
@@ -256,10 +255,7 @@ fn panic_of_a_store_is_an_error() {
     let store = HookedStore::new(256 * KIB, move |call, _| {
         let on = on.load(Ordering::Relaxed);
         let panic = call == Call::Read && on & 1 != 0 || call == Call::Write && on & 2 != 0;
-        assert!(
-            !panic,
-            "a bug in the user's store (this message belongs to a test)"
-        );
+        assert!(!panic, "{BUG} (this message belongs to a test)");
         Ok(())
     });
     let runtime = runtime(MIB, 16 * KIB);
@@ -267,22 +263,13 @@ fn panic_of_a_store_is_an_error() {
     array.fill(1);
     panics.store(2, Ordering::Relaxed);
     let error = page_error(array.flush().unwrap_err());
-    assert!(
-        matches!(error, PageError::Store(StoreError::Panicked { .. })),
-        "{error:?}"
-    );
-    assert!(
-        error.to_string().contains("a bug in the user's store"),
-        "{error}"
-    );
+    assert_panic(&error);
+    assert!(error.to_string().contains(BUG), "{error}");
     panics.store(0, Ordering::Relaxed);
     array.advise(.., Advice::DontNeed).unwrap();
     panics.store(1, Ordering::Relaxed);
     let error = array.prefetch_now(..).unwrap_err();
-    assert!(
-        matches!(error, PageError::Store(StoreError::Panicked { .. })),
-        "{error:?}"
-    );
+    assert_panic(&error);
     panics.store(0, Ordering::Relaxed);
     array.prefetch_now(..).unwrap();
     assert!(array.iter().all(|&word| word == 1));
@@ -291,9 +278,8 @@ fn panic_of_a_store_is_an_error() {
 
 #[test]
 fn stalling_store_does_not_slow_other_regions_down() {
-    let Some(_watchdog) = begin(120) else { return };
-    for fabric in fabrics() {
-        let memory = Memory::start(fabric, 128 * MIB);
+    over_fabrics(120, 128 * MIB, |memory| {
+        let fabric = memory.fabric;
         let runtime = memory.runtime(16 * MIB, 4 * KIB);
         let mut fast: RemoteArray<u64> = runtime.array(32 * MIB / 8).unwrap();
         let slow_store = HookedStore::new(8 * MIB, |call, _| {
@@ -349,7 +335,7 @@ fn stalling_store_does_not_slow_other_regions_down() {
         }
         assert!(held, "{fabric}: the slow region slows the fast one down");
         assert!(runtime.stats().store.bytes_written > 0);
-    }
+    });
 }
 
 /// Record of a store's calls.
@@ -484,10 +470,7 @@ fn trusted_store_that_panics_fails_its_pages_alone() {
     let on = panics.clone();
     let store = HookedStore::new(MIB, move |_, _| {
         let panics = on.load(Ordering::Relaxed);
-        assert!(
-            !panics,
-            "a bug in the user's store (this message belongs to a test)"
-        );
+        assert!(!panics, "{BUG} (this message belongs to a test)");
         Ok(())
     });
     let runtime = runtime(512 * KIB, 4 * KIB);
@@ -497,12 +480,8 @@ fn trusted_store_that_panics_fails_its_pages_alone() {
     assert!(array.iter().all(|&word| word == 1));
     panics.store(true, Ordering::Relaxed);
     for page in 0..8 {
-        let error = array.prefetch_now(page * 512..page * 512 + 1);
-        if let Err(error) = error {
-            assert!(
-                matches!(error, PageError::Store(StoreError::Panicked { .. })),
-                "{error:?}"
-            );
+        if let Err(error) = array.prefetch_now(page * 512..page * 512 + 1) {
+            assert_panic(&error);
         }
     }
     panics.store(false, Ordering::Relaxed);

@@ -5,10 +5,7 @@
 //! value of each; words of all threads share every page. `FARPAGE_TORTURE_OPS` sets the number of
 //! operations in all (the long form is ten million), `FARPAGE_TEST_SEED` repeats a run.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

@@ -4,10 +4,7 @@
 //! The rule it keeps: between the call and the read at least four budgets of other pages pass
 //! through the frames.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

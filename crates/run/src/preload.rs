@@ -16,7 +16,7 @@
 //! Its files lie in layers. A file imports lower layers, and files of its own layer:
 //!
 //! 1. this file: threads that are inside, and lines to the user;
-//! 2. what knows no arena: `next.rs` (the next library's functions), `environment.rs`, `ranges.rs`,
+//! 2. what knows no arena: `next.rs` (the next library's functions), `environment.rs`,
 //!    `seccomp.rs`, `destructors.rs`, `plugins.rs`, and the program's `signals.rs`,
 //!    `old_signals.rs` and `signal_stack.rs`;
 //! 3. `state.rs`: the runtime, the arena and the options;
@@ -24,7 +24,7 @@
 //!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, and `filter.rs` (the system
 //!    calls that in-thread faults need);
 //! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
-//! 6. memory of the arena: `ceded.rs` (pages that the kernel has), `locks.rs`, `protect.rs`,
+//! 6. memory of the arena: `mappings.rs` (the map of its addresses), `locks.rs`, `protect.rs`,
 //!    `allocate.rs` and `foreign.rs`;
 //! 7. calls of the program: `heap.rs`, `maps.rs`, `remap.rs`, `process.rs`, `confine.rs`,
 //!    `calls.rs`, `debug.rs`.
@@ -37,8 +37,6 @@ mod allocate;
 mod arena;
 #[path = "preload/calls.rs"]
 mod calls;
-#[path = "preload/ceded.rs"]
-mod ceded;
 #[path = "preload/confine.rs"]
 mod confine;
 #[path = "preload/debug.rs"]
@@ -71,6 +69,8 @@ mod local_strings;
 mod locks;
 #[path = "preload/made.rs"]
 mod made;
+#[path = "preload/mappings.rs"]
+mod mappings;
 #[path = "preload/maps.rs"]
 mod maps;
 #[path = "preload/next.rs"]
@@ -89,8 +89,6 @@ mod process;
 mod program;
 #[path = "preload/protect.rs"]
 mod protect;
-#[path = "preload/ranges.rs"]
-mod ranges;
 #[path = "preload/remap.rs"]
 mod remap;
 #[path = "preload/report.rs"]

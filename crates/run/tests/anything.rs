@@ -3,16 +3,9 @@
 //! The rule it keeps: each C program prints the same as in a plain run, with filler threads and
 //! with in-thread faults, and with pages of one and of several kernel pages.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
-// The preloaded library has no test program of its own: it would interpose that program.
-#[allow(dead_code, reason = "tests of the file use a part of it")]
-#[path = "../src/preload/ranges.rs"]
-mod ranges;
 
 use std::{
     path::{Path, PathBuf},

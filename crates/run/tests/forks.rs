@@ -5,7 +5,10 @@
 
 mod common;
 
-use std::time::{Duration, Instant};
+use std::{
+    process::Output,
+    time::{Duration, Instant},
+};
 
 use common::{can_run, farpage, modes};
 use farpage_testkit::{say, text};
@@ -29,8 +32,8 @@ def ended(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 ";
 
-/// Runs a script in both modes, which must print `done` and nothing else.
-fn is_done(options: &[&str], body: &str) {
+/// Runs a script in both modes with more `options`, and calls `check` with the mode and the result.
+fn run(options: &[&str], body: &str, check: impl Fn(&[&str], &Output)) {
     if !can_run(&[PYTHON]) {
         return;
     }
@@ -38,17 +41,21 @@ fn is_done(options: &[&str], body: &str) {
     for &mode in modes() {
         // Python's own memory is local.
         let options = [&["--budget", "16MiB", "--min-bytes", "4MiB"], options, mode].concat();
-        let ours = farpage(&options, &[PYTHON, "-c", &script]);
+        check(mode, &farpage(&options, &[PYTHON, "-c", &script]));
+    }
+}
+
+/// Runs a script in both modes, which must print `done` and nothing else.
+fn is_done(body: &str) {
+    run(&[], body, |mode, ours| {
         let (said, why) = (text(&ours.stdout), text(&ours.stderr));
         assert_eq!(said, "done\n", "{mode:?} {} {why}", ours.status);
-    }
+    });
 }
 
 #[test]
 fn children_by_each_call_read_and_write_what_the_parent_had() {
-    is_done(
-        &[],
-        r#"
+    let body = r#"
 block = bytearray(64 * M)
 fill(block)
 stack = (ctypes.c_char * (1 << 20))()
@@ -72,30 +79,26 @@ check(forkpty)
 start = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(in_child)
 check(lambda: c.clone(start, end, signal.SIGCHLD, None))
 print('done')
-"#,
-    );
+"#;
+    is_done(body);
 }
 
 #[test]
 fn daemon_goes_on_with_what_its_parent_had_and_the_parent_waits() {
-    is_done(
-        &[],
-        r#"
+    let body = r#"
 block = bytearray(64 * M)
 fill(block)
 assert c.daemon(1, 1) == 0
 time.sleep(0.3)
 assert holds(block)
 print('done')
-"#,
-    );
+"#;
+    is_done(body);
 }
 
 #[test]
 fn children_allocate_grow_and_free_what_they_have() {
-    is_done(
-        &[],
-        r#"
+    let body = r#"
 block = c.malloc(64 * M)
 bytes_at = lambda at: (ctypes.c_ubyte * (64 * M)).from_address(at)
 fill(bytes_at(block))
@@ -113,15 +116,13 @@ if child == 0:
 assert ended(child) == 0
 assert holds(bytes_at(block)) and holds(mapping, 1)
 print('done')
-"#,
-    );
+"#;
+    is_done(body);
 }
 
 #[test]
 fn grandchildren_see_what_their_parent_has_dropped_as_zeros() {
-    is_done(
-        &[],
-        r#"
+    let body = r#"
 block = mmap.mmap(-1, 64 * M, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 fill(block)
 def is_right(): return all(block[at] == (0 if at < 32 * M else value(at)) for at in pages)
@@ -135,15 +136,13 @@ fill(block, 9)
 assert ended(child) == 0
 assert holds(block, 9)
 print('done')
-"#,
-    );
+"#;
+    is_done(body);
 }
 
 #[test]
 fn pools_of_processes_read_and_write_arrays() {
-    is_done(
-        &[],
-        r#"
+    let body = r#"
 import multiprocessing
 block = bytearray(64 * M)
 fill(block)
@@ -157,17 +156,14 @@ with multiprocessing.get_context('fork').Pool(3) as pool:
     assert all(pool.map(work, range(0, 64 * M, part)))
 assert holds(block)
 print('done')
-"#,
-    );
+"#;
+    is_done(body);
 }
 
 /// A child whose parent is killed cannot go on: nobody has its memory. The child keeps standard
 /// output open while it lives, and this test waits for the end of that.
 #[test]
 fn children_of_a_killed_parent_end() {
-    if !can_run(&[PYTHON]) {
-        return;
-    }
     let body = r"
 block = bytearray(64 * M)
 fill(block)
@@ -178,20 +174,14 @@ if os.fork() == 0:
 os.read(reader, 1)
 os.kill(os.getpid(), signal.SIGKILL)
 ";
-    let script = format!("{HEAD}{body}");
-    for &mode in modes() {
-        let options = [&["--budget", "16MiB", "--min-bytes", "4MiB"], mode].concat();
-        let ours = farpage(&options, &[PYTHON, "-c", &script]);
+    run(&[], body, |_, ours| {
         assert_eq!(ours.status.code(), Some(137), "{}", text(&ours.stderr));
-    }
+    });
 }
 
 /// A signal ends a parent at once, with `--stats`, too, which handles signals to report.
 #[test]
 fn a_signal_ends_a_parent_of_living_children() {
-    if !can_run(&[PYTHON]) {
-        return;
-    }
     let body = r"
 block = bytearray(64 * M)
 fill(block)
@@ -199,15 +189,12 @@ if os.fork() == 0: time.sleep(60)
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(60)
 ";
-    let script = format!("{HEAD}{body}");
     let begun = Instant::now();
-    let options = ["--budget", "16MiB", "--min-bytes", "4MiB", "--stats"];
-    let ours = farpage(&options, &[PYTHON, "-c", &script]);
-    assert_eq!(ours.status.code(), Some(143), "{}", text(&ours.stderr));
-    assert!(
-        begun.elapsed() < Duration::from_secs(50),
-        "waits for the child"
-    );
+    run(&["--stats"], body, |_, ours| {
+        assert_eq!(ours.status.code(), Some(143), "{}", text(&ours.stderr));
+    });
+    let took = begun.elapsed();
+    assert!(took < Duration::from_secs(50), "waits for the child");
 }
 
 #[test]
@@ -222,11 +209,9 @@ my $x = "abcdefgh" x (8 << 20); print `echo hi`;
 my $child = fork();
 if (!$child) { my $sum = 0; $sum += ord(substr($x, $_ * 4096, 1)) for 0 .. 16000; print "$sum\n"; exit 0 }
 waitpid($child, 0); print "$?\n"; system("echo system");"#;
+    let sizes = "sub 20000000\n20000000 20000000\n";
     let programs = [
-        (
-            ["/bin/bash", "-c", bash],
-            "sub 20000000\n20000000 20000000\n",
-        ),
+        (["/bin/bash", "-c", bash], sizes),
         (["/usr/bin/perl", "-e", perl], "hi\n1552097\n0\nsystem\n"),
     ];
     for (program, expected) in programs {
@@ -236,12 +221,8 @@ waitpid($child, 0); print "$?\n"; system("echo system");"#;
         for &mode in modes() {
             let options = [&["--budget", "6MiB", "--min-bytes", "256KiB"], mode].concat();
             let ours = farpage(&options, &program);
-            assert_eq!(
-                text(&ours.stdout),
-                expected,
-                "{program:?} {}",
-                text(&ours.stderr)
-            );
+            let (said, why) = (text(&ours.stdout), text(&ours.stderr));
+            assert_eq!(said, expected, "{program:?} {why}");
         }
     }
 }
@@ -271,11 +252,7 @@ def most_of(child, block):
 
 #[test]
 fn children_keep_to_their_share_of_the_budget() {
-    is_done(
-        &[],
-        &format!(
-            "{LARGE}{}",
-            r"
+    let body = r"
 block = bytearray(128 * M)
 fill(block)
 child = os.fork()
@@ -295,9 +272,8 @@ assert status == 0, status
 assert most <= 16 * M + 16 * M + 4 * M, most
 assert holds(block, 9)
 print('done')
-"
-        ),
-    );
+";
+    is_done(&format!("{LARGE}{body}"));
 }
 
 #[test]
@@ -306,11 +282,7 @@ fn a_child_without_rights_and_descriptors_keeps_to_its_share() {
     if unsafe { libc::geteuid() } != 0 {
         return say("only root can give up rights");
     }
-    is_done(
-        &[],
-        &format!(
-            "{LARGE}{}",
-            r"
+    let body = r"
 block = bytearray(128 * M)
 fill(block)
 child = os.fork()
@@ -325,7 +297,6 @@ most, status = most_of(child, block)
 assert status == 0, status
 assert most <= 16 * M + 16 * M + 4 * M, most
 print('done')
-"
-        ),
-    );
+";
+    is_done(&format!("{LARGE}{body}"));
 }

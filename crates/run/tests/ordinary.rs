@@ -1,9 +1,6 @@
 //! Programs whose memory is ordinary until more is allocated than the budget.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 mod common;
 

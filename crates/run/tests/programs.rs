@@ -7,19 +7,21 @@ mod common;
 
 use std::{fs, os::unix::fs::PermissionsExt, process::Command};
 
-use common::{MIB, can_run, farpage, lines, output, said, same_as_plain};
+use common::{MIB, can_run, farpage, file_of_lines, modes, output, said, same_as_plain};
 use farpage_testkit::text;
 
-/// Compares a program's output with a plain run's. The program takes at least four budgets.
+/// Compares a program's output with a plain run's, if the program is here. It takes at least four
+/// budgets.
 fn same(command: &[&str], budget_mib: u64) {
+    if !can_run(&command[..1]) {
+        return;
+    }
     let plain = output(Command::new(command[0]).args(&command[1..]));
     let budget = format!("{budget_mib}MiB");
     let ours = farpage(&["--budget", &budget, "--stats"], command);
     let stats = same_as_plain(command, &plain, &ours);
-    assert!(
-        said(&stats, " allocated") >= 4 * budget_mib * MIB,
-        "{stats}"
-    );
+    let allocated = said(&stats, " allocated");
+    assert!(allocated >= 4 * budget_mib * MIB, "{stats}");
     // `--stats` rounds the number.
     let local = said(&stats, " of it in local memory");
     assert!(local <= budget_mib * MIB + MIB / 10, "{stats}");
@@ -32,34 +34,18 @@ const PYTHON: &str = "/usr/bin/python3";
 
 #[test]
 fn sort_gives_the_same_bytes_at_a_quarter_of_its_memory() {
-    if !can_run(&[SORT]) {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let input = folder.path().join("lines");
-    fs::write(&input, lines(150_000)).unwrap();
-    same(
-        &[SORT, "-S", "32M", "--parallel=2", input.to_str().unwrap()],
-        3,
-    );
+    let (_folder, input) = file_of_lines(150_000);
+    same(&[SORT, "-S", "32M", "--parallel=2", &input], 3);
 }
 
 #[test]
 fn xz_gives_the_same_bytes_at_a_fraction_of_its_memory() {
-    if !can_run(&[XZ]) {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let input = folder.path().join("lines");
-    fs::write(&input, lines(1500)).unwrap();
-    same(&[XZ, "-9", "-T1", "-k", "-c", input.to_str().unwrap()], 8);
+    let (_folder, input) = file_of_lines(1500);
+    same(&[XZ, "-9", "-T1", "-k", "-c", &input], 8);
 }
 
 #[test]
 fn python_gives_the_same_bytes_at_a_quarter_of_its_memory() {
-    if !can_run(&[PYTHON]) {
-        return;
-    }
     let script = "
 x = {i: str(i * 7919 % 1000003) for i in range(60000)}
 b = bytearray(4 << 20)
@@ -171,11 +157,9 @@ fn allocator_of_the_programs_own_has_its_small_objects_in_remote_memory() {
 
     let plain = output(&mut Command::new(&program));
     assert!(plain.status.success(), "{plain:?}");
-    for options in [
-        &["--budget", "4MiB", "--stats", "--fillers"][..],
-        &["--budget", "4MiB", "--stats", "--in-thread"],
-    ] {
-        let ours = farpage(options, &[&program]);
+    for &mode in modes() {
+        let options = [&["--budget", "4MiB", "--stats"], mode].concat();
+        let ours = farpage(&options, &[&program]);
         let stderr = text(&ours.stderr);
         assert_eq!(text(&ours.stdout), text(&plain.stdout), "{ours:?}");
         assert!(ours.status.success(), "{stderr}");
@@ -205,7 +189,7 @@ for at in pages:
 assert all(block[at] == (at >> 12) % 251 for at in pages)
 print('done')
 "#;
-    for more in [&["--fillers"][..], &["--in-thread"]] {
+    for &more in modes() {
         // Nothing is remote before the rights are given up.
         let options = [&["--budget", "6MiB", "--min-bytes", "4MiB"], more].concat();
         let ours = farpage(&options, &[PYTHON, "-c", script]);
@@ -288,22 +272,14 @@ fn programs_that_cannot_be_interposed_are_refused_with_a_reason() {
         file.extend_from_slice(contents);
         file
     };
+    let go = b"\x04\0\0\0\x08\0\0\0\x04\0\0\0Go\0\0contents";
+    let musl = b"/lib/ld-musl-x86_64.so.1";
     let cases = [
         (make("static", &elf(1, b""), 0o755), "statically linked"),
-        (
-            make(
-                "go",
-                &elf(4, b"\x04\0\0\0\x08\0\0\0\x04\0\0\0Go\0\0contents"),
-                0o755,
-            ),
-            "Go program",
-        ),
+        (make("go", &elf(4, go), 0o755), "Go program"),
         (make("set-id", &elf(3, b""), 0o4755), "set-user-ID"),
         (make("text", b"hello", 0o755), "no 64-bit program"),
-        (
-            make("musl", &elf(3, b"/lib/ld-musl-x86_64.so.1"), 0o755),
-            "musl",
-        ),
+        (make("musl", &elf(3, musl), 0o755), "musl"),
     ];
     let mut cases = Vec::from(cases);
     let capable = make("capable", &elf(3, b"/lib/ld.so"), 0o755);
@@ -314,18 +290,12 @@ fn programs_that_cannot_be_interposed_are_refused_with_a_reason() {
     for (path, why) in cases {
         let refused = farpage(&[], &[&path]);
         assert_eq!(refused.status.code(), Some(125), "{path}");
-        assert!(
-            text(&refused.stderr).contains(why),
-            "{}",
-            text(&refused.stderr)
-        );
+        let said = text(&refused.stderr);
+        assert!(said.contains(why), "{said}");
         let explained = farpage(&["--explain"], &[&path]);
         assert_eq!(explained.status.code(), Some(1), "{path}");
-        assert!(
-            text(&explained.stdout).contains(why),
-            "{}",
-            text(&explained.stdout)
-        );
+        let said = text(&explained.stdout);
+        assert!(said.contains(why), "{said}");
     }
     let dynamic = make("dynamic", &elf(3, b"/lib/ld.so"), 0o755);
     let explained = farpage(&["--explain", "--min-bytes", "1MiB"], &[&dynamic]);
@@ -373,14 +343,8 @@ print(there, all(held[at] == (at >> 12) % 251 for at in range(0, len(held), 4096
         script.display(),
         folder.path().display()
     );
-    let options = [
-        "--budget",
-        "32MiB",
-        "--capacity",
-        "512MiB",
-        "--children",
-        "--stats",
-    ];
+    let options = ["--budget", "32MiB", "--capacity", "512MiB"];
+    let options = [&options[..], &["--children", "--stats"]].concat();
     let ours = farpage(&options, &["/bin/sh", "-c", &line]);
     let (said, stats) = (text(&ours.stdout), text(&ours.stderr));
     println!("{said}{stats}");
@@ -441,14 +405,8 @@ sys.stdout.flush()
 os.execv('/bin/echo', ['echo', 'end'])
 ";
     // Python's own objects are local.
-    let options = [
-        "--budget",
-        "4MiB",
-        "--capacity",
-        "128MiB",
-        "--min-bytes",
-        "2MiB",
-    ];
+    let options = ["--budget", "4MiB", "--capacity", "128MiB"];
+    let options = [&options[..], &["--min-bytes", "2MiB"]].concat();
     let ours = farpage(&options, &[PYTHON, "-c", script]);
     let (said, why) = (text(&ours.stdout), text(&ours.stderr));
     assert_eq!(said, "3\n4\n5\n6\n-11\n10240\nend\n", "{why}");

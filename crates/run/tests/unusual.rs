@@ -4,6 +4,8 @@
 //! The rule it keeps: each works under `farpage run`, or is refused with a line that says what to
 //! do instead.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
+
 mod common;
 // The preloaded library has no test program of its own: it would interpose that program.
 #[path = "../src/preload/seccomp.rs"]
@@ -40,15 +42,9 @@ fn confined() -> Option<(TempDir, String)> {
 
 fn command(mode: &[&str], arguments: &[&str]) -> Command {
     let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
-    farpage.args([
-        "run",
-        "--at-once",
-        "--budget",
-        "4MiB",
-        "--capacity",
-        "256MiB",
-    ]);
-    farpage.args(mode).arg("--").args(arguments);
+    farpage.args(["run", "--at-once", "--budget", "4MiB"]);
+    farpage.args(["--capacity", "256MiB"]).args(mode);
+    farpage.arg("--").args(arguments);
     farpage
 }
 
@@ -57,39 +53,36 @@ fn said(ended: &Output) -> String {
     format!("{} {out} {err}", ended.status)
 }
 
-#[test]
-fn plugins_that_bind_deeply_free_what_the_program_has_made() {
-    if !cfg!(target_arch = "x86_64") || !can_run(&[GCC]) {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let plugin = compile(folder.path(), "plugin", &["-shared", "-fPIC"]).unwrap();
-    let program = compile(folder.path(), "deepbind", &[]).unwrap();
-    let (plugin, program) = (plugin.to_str().unwrap(), program.to_str().unwrap());
-    assert!(output(Command::new(program).arg(plugin)).status.success());
-    for mode in modes() {
-        let ended = output(&mut command(mode, &[program, plugin]));
-        assert!(ended.status.success(), "{mode:?}: {}", said(&ended));
-        let why = text(&ended.stderr);
-        assert_eq!(why.matches("RTLD_DEEPBIND is left out").count(), 1, "{why}");
-    }
-}
-
-#[test]
-fn constructors_of_plugins_wait_for_threads_that_allocate() {
+/// Runs `program` with a plugin, plain and in all modes. Calls `check` with its standard error.
+fn check_plugin(plugin: &str, program: &str, check: impl Fn(&str)) {
     if !can_run(&[GCC]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
     let shared = ["-shared", "-fPIC", "-pthread"];
-    let plugin = compile(folder.path(), "constructor", &shared).unwrap();
-    let program = compile(folder.path(), "load", &[]).unwrap();
+    let plugin = compile(folder.path(), plugin, &shared).unwrap();
+    let program = compile(folder.path(), program, &[]).unwrap();
     let (plugin, program) = (plugin.to_str().unwrap(), program.to_str().unwrap());
     assert!(output(Command::new(program).arg(plugin)).status.success());
     for mode in modes() {
         let ended = output(&mut command(mode, &[program, plugin]));
         assert!(ended.status.success(), "{mode:?}: {}", said(&ended));
+        check(&text(&ended.stderr));
     }
+}
+
+#[test]
+fn plugins_that_bind_deeply_free_what_the_program_has_made() {
+    if cfg!(target_arch = "x86_64") {
+        check_plugin("plugin", "deepbind", |why| {
+            assert_eq!(why.matches("RTLD_DEEPBIND is left out").count(), 1, "{why}");
+        });
+    }
+}
+
+#[test]
+fn constructors_of_plugins_wait_for_threads_that_allocate() {
+    check_plugin("constructor", "load", |_| {});
 }
 
 #[test]
@@ -255,11 +248,8 @@ fn debugger_reads_memory_that_it_brings_in() {
     let program = program.to_str().unwrap();
     for mode in modes() {
         let mut farpage = command(mode, &[program]);
-        let mut farpage = farpage
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        farpage.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut farpage = farpage.spawn().unwrap();
         // The program prints its number when it is set up.
         let mut number = String::new();
         let mut out = BufReader::new(farpage.stdout.take().unwrap());

@@ -4,10 +4,7 @@
 //! The rule it keeps: no wait is without a bound, and no process or server outlives its owner. What
 //! needs a runtime is left to the tests of `farpage`.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 pub mod channel;
 pub mod process;

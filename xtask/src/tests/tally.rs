@@ -28,8 +28,8 @@ pub(crate) struct Tally {
     in_vm: bool,
     /// Names of the current program's tests that libtest calls passed.
     names_ok: BTreeSet<String>,
-    /// Number of failures that the current program has named.
-    failures_named: usize,
+    /// Number of failures before the current program.
+    failures_before: usize,
     /// Number of skips that the current program is about to report as passed.
     skips_passed: usize,
     /// True inside the part in which libtest repeats the output of passing tests.
@@ -126,14 +126,9 @@ impl Tally {
                 "ok" => {
                     self.names_ok.insert(last_segment(outcome.test).to_owned());
                 }
-                "FAILED" => {
-                    self.failures.push(outcome.test.to_owned());
-                    self.failures_named += 1;
-                }
+                "FAILED" => self.failures.push(outcome.test.to_owned()),
                 ignored => {
-                    let why = ignored.strip_prefix("ignored");
-                    let why = why.map(|why| why.trim_start_matches(", "));
-                    let why = why.filter(|why| !why.is_empty());
+                    let why = ignored.strip_prefix("ignored, ");
                     let why = why.unwrap_or("ignored, it does not say why");
                     self.skips.push(format!("{}: {why}", outcome.test));
                 }
@@ -148,10 +143,11 @@ impl Tally {
             self.in_successes = false;
             self.passed += number_before(result, "passed").saturating_sub(self.skips_passed);
             // Output of a test may come between its name and its outcome.
-            for _ in self.failures_named..number_before(result, "failed") {
+            let failed = self.failures_before + number_before(result, "failed");
+            for _ in self.failures.len()..failed {
                 self.failures.push("a test whose name is above".to_owned());
             }
-            self.failures_named = 0;
+            self.failures_before = self.failures.len();
             self.skips_passed = 0;
             let names_ok = mem::take(&mut self.names_ok);
             if self.in_vm {
@@ -172,9 +168,8 @@ struct Outcome<'a> {
 impl Outcome<'_> {
     fn read(line: &str) -> Option<Outcome<'_>> {
         let (test, verdict) = line.strip_prefix("test ")?.rsplit_once(" ... ")?;
-        let timed = verdict
-            .strip_suffix("s>")
-            .and_then(|it| it.rsplit_once(" <"));
+        let timed = verdict.strip_suffix("s>");
+        let timed = timed.and_then(|it| it.rsplit_once(" <"));
         let timed = timed.and_then(|(verdict, time)| Some((verdict, time.parse().ok()?)));
         let (verdict, seconds) = timed.unwrap_or((verdict, 0.0));
         let known = ["ok", "FAILED"].contains(&verdict) || verdict.starts_with("ignored");
@@ -200,15 +195,9 @@ fn skipped(line: &str) -> Option<&str> {
 
 /// Returns the number before `word` in `ok. 3 passed; 0 failed; ...`.
 fn number_before(result: &str, word: &str) -> usize {
-    let words: Vec<&str> = result
-        .split([' ', ';', '.'])
-        .filter(|word| !word.is_empty())
-        .collect();
-    words
-        .windows(2)
-        .find(|pair| pair[1] == word)
-        .and_then(|pair| pair[0].parse().ok())
-        .unwrap_or(0)
+    let before = result.split_once(word).map_or("", |(before, _)| before);
+    let number = before.trim_end().rsplit(' ').next();
+    number.and_then(|it| it.parse().ok()).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -254,14 +243,12 @@ test result: FAILED. 3 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; 
         }
         assert_eq!(tally.passed, 1);
         assert_eq!(tally.failures, ["d"]);
-        assert_eq!(
-            tally.skips,
-            [
-                "c: needs a NIC",
-                "b: no permission",
-                "e: no such file system"
-            ]
-        );
+        let skips = [
+            "c: needs a NIC",
+            "b: no permission",
+            "e: no such file system",
+        ];
+        assert_eq!(tally.skips, skips);
         assert_eq!(tally.slow, [(20.5, "b".to_owned())]);
         assert!(tally.shown.contains("it broke"));
         assert!(!tally.shown.contains("---- b stdout ----"));

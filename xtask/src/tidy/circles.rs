@@ -9,7 +9,10 @@ use std::{
     iter,
 };
 
-use super::{Finding, Source};
+use super::{
+    Finding, Source,
+    comments::{self, Syntax},
+};
 
 /// Modules that are files, by the file's path.
 struct Modules<'a>(BTreeMap<&'a str, Module<'a>>);
@@ -191,8 +194,9 @@ fn code(text: &str) -> String {
         declared.is_some_and(|declared| declared.ends_with('{'))
     };
     let end = text.match_indices(tests).map(|(at, _)| at).find(is_inside);
-    let lines = text[..end.unwrap_or(text.len())].lines();
-    let code = lines.map(|line| line.split("//").next().unwrap_or(line));
+    let text = &text[..end.unwrap_or(text.len())];
+    let lines = text.lines().zip(comments::starts(Syntax::Rust, text));
+    let code = lines.map(|(line, comment)| comment.map_or(line, |start| &line[..start]));
     code.flat_map(|line| [line, "\n"]).collect()
 }
 
@@ -203,9 +207,8 @@ mod tests {
     /// Checks the beginnings of all findings.
     #[track_caller]
     fn expect(files: &[(&str, &str)], expected: &[&str]) {
-        let source = |&(path, text): &(&str, &str)| Source {
-            path: format!("crates/some/src/{path}"),
-            text: text.to_owned(),
+        let source = |&(path, text): &(&str, &str)| {
+            super::super::tests::source(&format!("crates/some/src/{path}"), text)
         };
         let files: Vec<Source> = files.iter().map(source).collect();
         let mut findings = Vec::new();

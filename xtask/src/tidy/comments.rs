@@ -3,8 +3,6 @@
 //! The rule it keeps: text in a string is no comment. The module knows only as much of each
 //! language as that takes.
 
-use super::{COLUMNS, Source};
-
 /// Syntax of a language's comments and strings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Syntax {
@@ -17,35 +15,16 @@ pub(super) enum Syntax {
 
 impl Syntax {
     /// Returns the syntax of a file. `None` for an unknown language.
-    pub(super) fn of(file: &Source) -> Option<Syntax> {
-        let name = file.path.rsplit('/').next().unwrap_or_default();
+    pub(super) fn of(path: &str, text: &str) -> Option<Syntax> {
+        let name = path.rsplit('/').next().unwrap_or_default();
         match name.rsplit_once('.').map(|(_, extension)| extension) {
             Some("rs") => Some(Syntax::Rust),
             Some("c" | "h" | "cpp" | "hpp") => Some(Syntax::C),
             Some("toml" | "sh" | "cmake" | "pc") => Some(Syntax::Hash),
-            None if file.text.starts_with("#!") => Some(Syntax::Hash),
+            None if text.starts_with("#!") => Some(Syntax::Hash),
             _ => None,
         }
     }
-}
-
-/// Returns the numbers of the lines that end in a comment behind column [`COLUMNS`].
-///
-/// Rows of a table, and single words such as a link's address, cannot be wrapped.
-pub(super) fn long_lines(syntax: Syntax, text: &str) -> Vec<usize> {
-    let long = |(line, comment): &(&str, Option<usize>)| {
-        let Some(start) = *comment else {
-            return false;
-        };
-        let said = line[start..].trim_start_matches(['/', '!', '*', '#', ' ']);
-        line.chars().count() > COLUMNS && !said.starts_with('|') && said.trim().contains(' ')
-    };
-    text.lines()
-        .zip(starts(syntax, text))
-        .enumerate()
-        .filter(|(_, line)| long(line))
-        .map(|(at, _)| at + 1)
-        .collect()
 }
 
 /// Returns for each line the offset of its first comment, or `None`.
@@ -216,43 +195,5 @@ mod tests {
         assert_eq!(hash_start(r##"a = "# no""##), None);
         assert_eq!(hash_start("echo $# ${a#b}"), None);
         assert_eq!(hash_start("# all"), Some(0));
-    }
-
-    #[test]
-    fn long_lines_are_found_in_each_language() {
-        let words = "word ".repeat(20);
-        for (syntax, comment) in [
-            (Syntax::Rust, format!("/// {words}")),
-            (Syntax::Rust, format!("    let a = 1; // {words}")),
-            (Syntax::C, format!("/*\n * {words}\n */")),
-            (Syntax::Hash, format!("a = 1 # {words}")),
-        ] {
-            assert_eq!(long_lines(syntax, &comment).len(), 1, "{comment}");
-        }
-    }
-
-    #[test]
-    fn code_tables_and_single_words_may_be_long() {
-        let words = "word ".repeat(20);
-        for text in [
-            format!("let a = \"// {words}\";"),
-            format!("//! | {words} |"),
-            format!("// https://host/{}", "x".repeat(100)),
-            format!("// {}", "x".repeat(97)),
-        ] {
-            assert_eq!(long_lines(Syntax::Rust, &text), [0; 0], "{text}");
-        }
-    }
-
-    #[test]
-    fn columns_are_characters_and_not_bytes() {
-        assert_eq!(
-            long_lines(Syntax::Rust, &format!("// ä {}", "─".repeat(95))),
-            [0; 0]
-        );
-        assert_eq!(
-            long_lines(Syntax::Rust, &format!("// ä {}", "─".repeat(96))),
-            [1]
-        );
     }
 }

@@ -4,37 +4,25 @@
 
 use std::{fs, path::Path};
 
-use super::{COLUMNS, Finding, Source};
-
-/// Returns the numbers of lines of prose behind column [`COLUMNS`]. Single words cannot be wrapped.
-pub(super) fn long_lines(text: &str) -> Vec<usize> {
-    prose(text)
-        .filter(|(_, line)| {
-            let said = line.trim_start_matches(['-', '*', '>', ' ']);
-            line.chars().count() > COLUMNS
-                && !said.starts_with('|')
-                && reference(said).is_none()
-                && said.trim().contains(' ')
-        })
-        .map(|(number, _)| number)
-        .collect()
-}
+use super::{Finding, Said, Source};
 
 /// Returns the lines outside blocks of code, with their numbers.
-pub(super) fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
+pub(super) fn prose(text: &str) -> impl Iterator<Item = Said<'_>> {
     let mut fenced = false;
     text.lines().enumerate().filter_map(move |(at, line)| {
         let fence = line.trim_start().starts_with("```");
         fenced ^= fence;
-        (!fenced && !fence).then_some((at + 1, line))
+        let (number, text) = (at + 1, line);
+        (!fenced && !fence).then_some(Said { number, line, text })
     })
 }
 
 /// Finds links to files that do not exist, and to headings that no file has.
-pub(super) fn links(file: &Source, root: &Path, findings: &mut Vec<Finding>) {
+pub(super) fn links(file: &Source, said: &[Said<'_>], root: &Path, findings: &mut Vec<Finding>) {
     let folder = root.join(&file.path).with_file_name("");
-    for (number, line) in prose(&file.text) {
-        for target in targets(line) {
+    for said in said {
+        let number = said.number;
+        for target in targets(said.text) {
             if target.contains("://") || target.starts_with("mailto:") {
                 continue;
             }
@@ -56,13 +44,18 @@ pub(super) fn links(file: &Source, root: &Path, findings: &mut Vec<Finding>) {
 }
 
 /// Finds source files that prose names, such as `pager/src/protocol.rs`, and that do not exist.
-pub(super) fn source_files(file: &Source, root: &Path, findings: &mut Vec<Finding>) {
-    for (number, line) in prose(&file.text) {
-        let spans = line.split('`').skip(1).step_by(2);
+pub(super) fn source_files(
+    file: &Source,
+    said: &[Said<'_>],
+    root: &Path,
+    findings: &mut Vec<Finding>,
+) {
+    for said in said {
+        let spans = said.text.split('`').skip(1).step_by(2);
         let named = spans.filter(|span| span.contains('/') && span.ends_with(".rs"));
         for path in named {
             if !root.join(path).exists() && !root.join("crates").join(path).exists() {
-                findings.push(file.finding(number, format!("no such source file: {path}")));
+                findings.push(file.finding(said.number, format!("no such source file: {path}")));
             }
         }
     }
@@ -83,16 +76,16 @@ fn targets(line: &str) -> Vec<&str> {
 }
 
 /// Returns the target of a line `[label]: target`.
-fn reference(line: &str) -> Option<&str> {
+pub(super) fn reference(line: &str) -> Option<&str> {
     let (_, target) = line.strip_prefix('[')?.split_once("]: ")?;
     Some(target.trim())
 }
 
 /// Returns the anchors of a document's headings, as GitHub makes them.
 fn anchors(text: &str) -> impl Iterator<Item = String> {
-    prose(text).filter_map(|(_, line)| {
-        let title = line.trim_start_matches('#');
-        (title.len() < line.len() && title.starts_with(' ')).then(|| {
+    prose(text).filter_map(|said| {
+        let title = said.text.trim_start_matches('#');
+        (title.len() < said.text.len() && title.starts_with(' ')).then(|| {
             title
                 .trim()
                 .to_lowercase()
@@ -106,24 +99,7 @@ fn anchors(text: &str) -> impl Iterator<Item = String> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-
-    #[test]
-    fn long_prose_is_found_and_code_tables_and_addresses_are_not() {
-        let words = "word ".repeat(21);
-        assert_eq!(long_lines(&format!("short\n\n{words}")), [3]);
-        assert_eq!(long_lines(&format!("- {words}")), [1]);
-        assert_eq!(long_lines(&format!("```\n{words}\n```\n{words}")), [4]);
-        let address = "x".repeat(120);
-        for text in [
-            format!("| {words} |"),
-            format!("  | {words} |"),
-            format!("[label]: https://{address}"),
-            format!("- <https://{address}>"),
-        ] {
-            assert_eq!(long_lines(&text), [0; 0], "{text}");
-        }
-    }
+    use super::{super::tests::found, *};
 
     #[test]
     fn source_files_that_are_not_there_are_found() {
@@ -132,14 +108,13 @@ mod tests {
         fs::write(folder.path().join("crates/a/src/lib.rs"), "").unwrap();
         let text = "see `a/src/lib.rs`, `crates/a/src/lib.rs`, `lib.rs` and `a / b`\n\
                     but not `a/src/gone.rs`\n";
-        let file = Source {
-            path: "x.md".to_owned(),
-            text: text.to_owned(),
+        let rule = |file: &Source, said: &[Said<'_>], findings: &mut Vec<Finding>| {
+            source_files(file, said, folder.path(), findings);
         };
-        let mut findings = Vec::new();
-        source_files(&file, folder.path(), &mut findings);
-        let found: Vec<String> = findings.iter().map(Finding::to_string).collect();
-        assert_eq!(found, ["x.md:2: no such source file: a/src/gone.rs"]);
+        assert_eq!(
+            found(rule, "x.md", text),
+            ["x.md:2: no such source file: a/src/gone.rs"]
+        );
     }
 
     #[test]
@@ -157,15 +132,11 @@ mod tests {
                     # Here\n\
                     ```\n[j](code.md)\n```\n\
                     [k]: gone-too.md\n";
-        let file = Source {
-            path: "docs/x.md".to_owned(),
-            text: text.to_owned(),
+        let rule = |file: &Source, said: &[Said<'_>], findings: &mut Vec<Finding>| {
+            links(file, said, folder.path(), findings);
         };
-        let mut findings = Vec::new();
-        links(&file, folder.path(), &mut findings);
-        let found: Vec<String> = findings.iter().map(Finding::to_string).collect();
         assert_eq!(
-            found,
+            found(rule, "docs/x.md", text),
             [
                 "docs/x.md:2: no such file: gone.md",
                 "docs/x.md:2: no such heading: there.md#gone",

@@ -3,10 +3,7 @@
 //! The rule it keeps: a doc comment opens with a verb (functions) or a noun (the rest). Words that
 //! cannot open such a sentence are findings. Whether the comment is true is left to its readers.
 
-use super::{
-    Finding, Source,
-    comments::{self, Syntax},
-};
+use super::{Finding, Said, Source};
 
 /// Words that refer to what stands elsewhere, or begin a clause that stands for a noun.
 const WITHOUT_A_SUBJECT: [&str; 58] = [
@@ -17,24 +14,18 @@ const WITHOUT_A_SUBJECT: [&str; 58] = [
     "Whether", "Which", "While", "Who", "Whoever", "Whom", "Whose", "Why", "With", "Without",
 ];
 
-pub(super) fn check(file: &Source, findings: &mut Vec<Finding>) {
-    let Some(Syntax::Rust) = Syntax::of(file) else {
-        return;
-    };
-    let starts = comments::starts(Syntax::Rust, &file.text);
+pub(super) fn check(file: &Source, said: &[Said<'_>], findings: &mut Vec<Finding>) {
+    let docs = said
+        .iter()
+        .filter_map(|said| Some((said.number, doc(said.text)?)));
     let mut before = None;
-    for (at, (line, start)) in file.text.lines().zip(starts).enumerate() {
-        let said = start.and_then(|start| doc(&line[start..]));
-        if let Some((kind, text)) = said
-            && before != Some(kind)
-            && let Some(word) = opening(text)
-        {
-            findings.push(file.finding(
-                at + 1,
-                format!("opens with `{word}`: name the subject, by a verb or a noun"),
-            ));
+    for (number, (kind, text)) in docs {
+        let is_first = before != Some((number - 1, kind));
+        before = Some((number, kind));
+        if let Some(word) = opening(text).filter(|_| is_first) {
+            let what = format!("opens with `{word}`: name the subject, by a verb or a noun");
+            findings.push(file.finding(number, what));
         }
-        before = said.map(|(kind, _)| kind);
     }
 }
 
@@ -56,16 +47,10 @@ fn opening(text: &str) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::tests, *};
 
     fn found(text: &str) -> Vec<String> {
-        let file = Source {
-            path: "a.rs".to_owned(),
-            text: text.to_owned(),
-        };
-        let mut findings = Vec::new();
-        check(&file, &mut findings);
-        findings.iter().map(Finding::to_string).collect()
+        tests::found(check, "a.rs", text)
     }
 
     #[test]

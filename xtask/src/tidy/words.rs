@@ -2,11 +2,7 @@
 //!
 //! The rule it keeps: the words themselves do not stand in this file either.
 
-use super::{
-    Finding, Source,
-    comments::{self, Syntax},
-    markdown,
-};
+use super::{Finding, Said, Source};
 
 /// Marks of unfinished work, which belongs in a tracker, or is done.
 const MARKS: [&str; 2] = [concat!("TO", "DO"), concat!("FIX", "ME")];
@@ -42,7 +38,7 @@ const HOSTS: [&str; 9] = [
     "zfp.readthedocs.io",
 ];
 
-pub(super) fn check(file: &Source, findings: &mut Vec<Finding>) {
+pub(super) fn check(file: &Source, said: &[Said<'_>], findings: &mut Vec<Finding>) {
     for (at, line) in file.text.lines().enumerate() {
         let mut found = |what: String| findings.push(file.finding(at + 1, what));
         for mark in MARKS.iter().filter(|mark| has_word(line, mark)) {
@@ -62,26 +58,12 @@ pub(super) fn check(file: &Source, findings: &mut Vec<Finding>) {
             ));
         }
     }
-    for (number, said) in said(file) {
-        if let Some(issue) = issue(said) {
-            findings.push(file.finding(number, format!("`{issue}`: say what it says instead")));
+    for said in said {
+        if let Some(issue) = issue(said.text) {
+            let what = format!("`{issue}`: say what it says instead");
+            findings.push(file.finding(said.number, what));
         }
     }
-}
-
-/// Returns the lines of a file's comments or prose.
-fn said(file: &Source) -> Vec<(usize, &str)> {
-    if file.path.ends_with(".md") {
-        return markdown::prose(&file.text).collect();
-    }
-    let Some(syntax) = Syntax::of(file) else {
-        return Vec::new();
-    };
-    let starts = comments::starts(syntax, &file.text);
-    let lines = file.text.lines().zip(starts).enumerate();
-    lines
-        .filter_map(|(at, (line, start))| Some((at + 1, &line[start?..])))
-        .collect()
 }
 
 fn has_word(line: &str, word: &str) -> bool {
@@ -144,16 +126,10 @@ fn issue(text: &str) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::tests, *};
 
-    fn found(path: &str, text: &str) -> Vec<Finding> {
-        let file = Source {
-            path: path.to_owned(),
-            text: text.to_owned(),
-        };
-        let mut findings = Vec::new();
-        check(&file, &mut findings);
-        findings
+    fn found(path: &str, text: &str) -> Vec<String> {
+        tests::found(check, path, text)
     }
 
     #[test]
@@ -170,7 +146,8 @@ mod tests {
             for path in ["a.rs", "b.md", "c.toml", "d.json", "e"] {
                 let findings = found(path, &format!("fine\n{bad}\n"));
                 assert!(!findings.is_empty(), "{path}: {bad}");
-                assert!(findings.iter().all(|f| f.line == 2 && f.file == path));
+                let place = format!("{path}:2: ");
+                assert!(findings.iter().all(|found| found.starts_with(&place)));
             }
         }
     }
@@ -184,7 +161,7 @@ mod tests {
                 .to_owned(),
             "https://github.com/LLNL/umap".to_owned(),
         ] {
-            assert_eq!(found("a.rs", &good), [], "{good}");
+            assert_eq!(found("a.rs", &good), [""; 0], "{good}");
         }
     }
 
@@ -198,7 +175,7 @@ mod tests {
             assert_eq!(found("a.md", &bad).len(), 1, "{bad}");
             assert_eq!(found("a.rs", &format!("f(); // {bad}")).len(), 1, "{bad}");
             assert_eq!(found("a.toml", &format!("# {bad}")).len(), 1, "{bad}");
-            assert_eq!(found("a.rs", &format!("f(\"{bad}\");")), [], "{bad}");
+            assert_eq!(found("a.rs", &format!("f(\"{bad}\");")), [""; 0], "{bad}");
         }
         for good in [
             "C# 7",
@@ -207,7 +184,7 @@ mod tests {
             "&#39;",
             "color #1f77b4",
         ] {
-            assert_eq!(found("a.md", good), [], "{good}");
+            assert_eq!(found("a.md", good), [""; 0], "{good}");
         }
     }
 }

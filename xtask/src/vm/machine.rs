@@ -22,6 +22,10 @@ use anyhow::{Context, Result, bail};
 use super::{archive::Archive, kernel::Kernel, options::Options};
 use crate::children;
 
+/// Emulation of a processor without KVM.
+const TCG: &str = "tcg,thread=multi,tb-size=256";
+/// Files of this machine, as the guest sees them.
+const HOST: &str = "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap";
 const INIT: &str = include_str!("init.sh");
 const RUN: &str = include_str!("run.sh");
 
@@ -55,23 +59,24 @@ pub(crate) fn run(
     err: Sink,
 ) -> Result<End> {
     let files = first_files(options, kernel, script)?;
+    let mut boot = |accelerator| boot(options, kernel, &files, accelerator, end, out, err);
     let kvm = File::options().read(true).write(true).open("/dev/kvm");
     if kvm.is_ok() {
-        match boot(options, kernel, &files, Accelerator::Kvm, end, out, err)? {
-            Boot::Ran(end) => return Ok(end),
-            Boot::Failed(_) => eprintln!("vm: KVM does not work here; emulating the machine"),
+        if let Boot::Ran(end) = boot(Accelerator::Kvm)? {
+            return Ok(end);
+        }
+        eprintln!("vm: KVM does not work here; emulating the machine");
+    }
+    match boot(Accelerator::None)? {
+        Boot::Ran(end) => return Ok(end),
+        Boot::Failed(why) => {
+            eprintln!("{why}\nvm: the machine did not come up, as said above; once more ...");
         }
     }
-    for last in [false, true] {
-        match boot(options, kernel, &files, Accelerator::None, end, out, err)? {
-            Boot::Ran(end) => return Ok(end),
-            Boot::Failed(why) if last => bail!("the machine did not come up, twice:\n{why}"),
-            Boot::Failed(why) => {
-                eprintln!("{why}\nvm: the machine did not come up, as said above; once more ...");
-            }
-        }
+    match boot(Accelerator::None)? {
+        Boot::Ran(end) => Ok(end),
+        Boot::Failed(why) => bail!("the machine did not come up, twice:\n{why}"),
     }
-    unreachable!("the second round returns")
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -103,11 +108,11 @@ fn boot(
     out: Sink,
     err: Sink,
 ) -> Result<Boot> {
-    let [out_pipe, err_pipe, report_pipe, console_pipe] = [(); 4].map(|()| io::pipe());
-    let (out_pipe, out_guest) = out_pipe.context("cannot make a pipe")?;
-    let (err_pipe, err_guest) = err_pipe.context("cannot make a pipe")?;
-    let (report_pipe, report_guest) = report_pipe.context("cannot make a pipe")?;
-    let (console_pipe, console_guest) = console_pipe.context("cannot make a pipe")?;
+    let pipe = || io::pipe().context("cannot make a pipe");
+    let (out_pipe, out_guest) = pipe()?;
+    let (err_pipe, err_guest) = pipe()?;
+    let (report_pipe, report_guest) = pipe()?;
+    let (console_pipe, console_guest) = pipe()?;
 
     let mut command = emulator(options, kernel, files, accelerator);
     // The console and qemu's own complaints share a port: both are of interest only when the
@@ -125,15 +130,13 @@ fn boot(
     for (set, (name, pipe)) in ports.iter().enumerate() {
         let fd = pipe.as_raw_fd();
         command.arg("-add-fd").arg(format!("fd={fd},set={set}"));
-        command
-            .arg("-chardev")
-            .arg(format!("file,id={name},path=/dev/fdset/{set},append=on"));
+        let place = format!("file,id={name},path=/dev/fdset/{set},append=on");
+        command.args(["-chardev", &place]);
     }
     command.args(["-device", "virtio-serial-pci"]);
     for (name, _pipe) in &ports[1..] {
-        command
-            .arg("-device")
-            .arg(format!("virtserialport,chardev={name},name={name}"));
+        let port = format!("virtserialport,chardev={name},name={name}");
+        command.args(["-device", &port]);
     }
     let mut inherited: Vec<RawFd> = ports.iter().map(|(_, pipe)| pipe.as_raw_fd()).collect();
     inherited.push(files.as_raw_fd());
@@ -169,14 +172,12 @@ fn boot(
             }
         };
         let timed_out = last.is_none() && Instant::now() >= end;
-        children::wait_within(
-            if timed_out {
-                Duration::ZERO
-            } else {
-                SHUTDOWN_MAX
-            },
-            child,
-        )?;
+        let patience = if timed_out {
+            Duration::ZERO
+        } else {
+            SHUTDOWN_MAX
+        };
+        children::wait_within(patience, child)?;
         let console = console.join().expect("collecting lines does not panic");
         match last {
             Some(Report::Exit(status)) => Ok(Boot::Ran(End::Exited(status))),
@@ -196,12 +197,7 @@ fn emulator(options: &Options, kernel: &Kernel, files: &File, accelerator: Accel
     command.args(match accelerator {
         Accelerator::Kvm => ["-accel", "kvm", "-cpu", "host"],
         // Page tables of five levels only cost time when software walks them.
-        Accelerator::None => [
-            "-accel",
-            "tcg,thread=multi,tb-size=256",
-            "-cpu",
-            "max,la57=off",
-        ],
+        Accelerator::None => ["-accel", TCG, "-cpu", "max,la57=off"],
     });
     command.arg("-smp").arg(options.cpus.to_string());
     command.arg("-m").arg(options.memory_mib.to_string());
@@ -212,10 +208,7 @@ fn emulator(options: &Options, kernel: &Kernel, files: &File, accelerator: Accel
         "-append",
         "console=ttyS0 quiet panic=-1 oops=panic mitigations=off tsc=reliable no_timer_check rcupdate.rcu_expedited=1",
     ]);
-    command.args([
-        "-virtfs",
-        "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap",
-    ]);
+    command.args(["-virtfs", HOST]);
     command
 }
 

@@ -117,7 +117,7 @@ fn names_are_listed_and_removed() {
         assert_eq!(list(), [("listed".to_owned(), true, 0)]);
         // Another region of that name is refused at once, or replaces the first.
         assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_EXISTS));
-        assert!(message().contains("open it"), "{}", message());
+        assert_said("open it");
         options.replace = 1;
         let region = runtime.map(2 * PAGE, &options).expect("it replaces");
         assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());

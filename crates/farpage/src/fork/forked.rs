@@ -15,16 +15,17 @@ use farpage_vm::{Refusal, child::ChildMemory};
 use super::{
     image::Image,
     orders::{KERNEL_PAGE, Report, has_bit, shared},
-    outgoing::Outgoing,
-    removed::Removed,
+    outgoing::{Outgoing, clear},
     stored::{Place, Stored},
 };
+use crate::ranges::Ranges;
 
 /// Bytes of the pages that a child does not have in its memory: those of `stored` or else of the
 /// image, and zeros where the child has dropped them since.
 pub(super) struct View {
     pub(super) image: Arc<Image>,
-    pub(super) removed: Removed,
+    /// True where the child has dropped something since the fork.
+    pub(super) removed: Ranges<bool>,
     pub(super) stored: Stored,
 }
 
@@ -32,7 +33,7 @@ impl View {
     pub(super) fn of(image: Arc<Image>) -> View {
         View {
             image,
-            removed: Removed::default(),
+            removed: Ranges::new(),
             stored: Stored::default(),
         }
     }
@@ -90,7 +91,7 @@ impl Child {
         let outgoing = &self.outgoing;
         let is_idle = |address| is_idle(address) && !outgoing.is_leaving(address);
         (self.view.stored).forget(&self.view.image, &range, is_idle);
-        self.view.removed.insert(range);
+        self.view.removed.change(&range, |it| *it = true);
     }
 
     /// Maps `bytes` at `address`, where nothing is.
@@ -99,7 +100,9 @@ impl Child {
     /// As [`ChildMemory::put`].
     pub(super) fn put(&mut self, address: usize, bytes: &[u8]) -> Result<(), Refusal> {
         let stale = &mut self.outgoing.stale;
-        (self.memory).put(address, bytes, |mapped| stale.forget(&mapped))
+        (self.memory).put(address, bytes, |mapped| {
+            stale.change(&mapped, |it| *it = false)
+        })
     }
 
     /// Takes over the pages that the agent has moved out. Those that the child has not changed are
@@ -136,11 +139,11 @@ impl Child {
                     }
                 }
             }
-            self.outgoing.stale.clear(start, &mut bytes);
+            clear(&self.outgoing.stale, start, &mut bytes);
             let page = start..start + page_bytes;
             let is_zeros = |part: &Range<usize>| {
                 let addresses = start + part.start..start + part.end;
-                self.view.removed.covers(&addresses)
+                self.view.removed.all(&addresses, |it| it)
             };
             if !rest.iter().all(is_zeros) {
                 for run in runs {
@@ -158,8 +161,8 @@ impl Child {
                 Some(was) => was == hash,
                 None => self.has_parents(&page, &bytes),
             };
-            if !is_known && !self.outgoing.stale.covers(&page) {
-                self.view.removed.forget(&page);
+            if !is_known && !self.outgoing.stale.all(&page, |it| it) {
+                self.view.removed.change(&page, |it| *it = false);
                 self.outgoing.change(start, bytes);
             }
         }
@@ -183,7 +186,7 @@ impl Child {
             let is_within = addresses.start <= page.start && page.end <= addresses.end;
             let parts = page.clone().step_by(KERNEL_PAGE);
             let mut offsets = parts.map(|part| part - addresses.start);
-            let is_dropped = self.view.removed.within(&page).count() > 0;
+            let is_dropped = self.view.removed.has(&page, |it| it);
             if is_within && !is_dropped && offsets.all(|offset| has_bit(report, offset)) {
                 self.outgoing.adopt(page.start, page_bytes);
             }
@@ -194,7 +197,7 @@ impl Child {
     fn has_parents(&self, page: &Range<usize>, bytes: &[u8]) -> bool {
         let region = (self.view.image.region(page.start)).expect("pages are in regions");
         let is_image = matches!(self.view.stored.place(region, page.start), Place::Image);
-        if !is_image || self.view.removed.within(page).count() > 0 {
+        if !is_image || self.view.removed.has(page, |it| it) {
             return false;
         }
         let store = region.snapshot.store();

@@ -25,7 +25,6 @@ mod keeper;
 mod link;
 mod orders;
 mod outgoing;
-mod removed;
 mod requests;
 mod serving;
 mod shared;

@@ -29,8 +29,8 @@ use std::{
 use super::{
     hooks::grown,
     orders::{Command, EMPTY_REPORT, LOOK_BYTES, Report, batch_pages, command, look},
-    removed::Removed,
 };
+use crate::ranges::Ranges;
 
 /// Bytes of a child that are worth an agent.
 const GROWN_BYTES: usize = 16 << 20;
@@ -60,10 +60,10 @@ pub(super) struct Outgoing {
     /// Bytes of all pages that were brought in.
     brought_bytes: usize,
     /// Addresses that the child has dropped, and where nothing has been mapped since.
-    pub(super) stale: Removed,
+    pub(super) stale: Ranges<bool>,
     /// Addresses that are not the region's any more, whatever is mapped there. A page that has some
     /// of them stays.
-    foreign: Removed,
+    foreign: Ranges<bool>,
     sent: Option<Sent>,
     /// True if the scratch has pages that nobody needs.
     is_scratch_used: bool,
@@ -124,7 +124,7 @@ impl Outgoing {
     /// does not have.
     pub(super) fn new(foreign: impl Iterator<Item = Range<usize>>) -> Outgoing {
         let mut outgoing = Outgoing::default();
-        foreign.for_each(|range| outgoing.foreign.insert(range));
+        foreign.for_each(|range| outgoing.foreign.change(&range, |it| *it = true));
         outgoing
     }
 
@@ -136,7 +136,7 @@ impl Outgoing {
     /// Notes that the page at `address` is present. `hash` is that of the view's bytes.
     pub(super) fn brought(&mut self, address: usize, bytes: usize, hash: Option<u128>) {
         self.brought_bytes += bytes;
-        if self.foreign.within(&(address..address + bytes)).count() > 0 {
+        if self.foreign.has(&(address..address + bytes), |it| it) {
             return;
         }
         self.stamp += 1;
@@ -163,11 +163,11 @@ impl Outgoing {
         for address in gone {
             self.leaves(address);
         }
-        self.stale.insert(range.clone());
-        let mut dropped = Removed::default();
-        dropped.insert(range.clone());
+        self.stale.change(range, |it| *it = true);
+        let mut dropped = Ranges::new();
+        dropped.change(range, |it| *it = true);
         for (address, bytes) in &mut self.back {
-            dropped.clear(*address, bytes);
+            clear(&dropped, *address, bytes);
         }
     }
 
@@ -185,7 +185,7 @@ impl Outgoing {
             self.leaves(address);
         }
         self.drop_range(range);
-        self.foreign.insert(range.clone());
+        self.foreign.change(range, |it| *it = true);
     }
 
     /// True if changed bytes of the page at `address` are being written.
@@ -516,7 +516,7 @@ impl Outgoing {
                 continue;
             };
             let addresses = address..address + page.bytes;
-            if is_busy(address) || self.stale.within(&addresses).next().is_some() {
+            if is_busy(address) || self.stale.has(&addresses, |it| it) {
                 self.order.push_back((address, stamp));
                 continue;
             }
@@ -537,4 +537,11 @@ impl Outgoing {
 /// Returns the bytes of a child from which on pages leave it.
 fn threshold(share: usize) -> usize {
     share - share / 8
+}
+
+/// Makes the parts of `bytes`, which lie at `address`, zeros that were dropped.
+pub(super) fn clear(dropped: &Ranges<bool>, address: usize, bytes: &mut [u8]) {
+    for part in dropped.those(&(address..address + bytes.len()), |it| it) {
+        bytes[part.start - address..part.end - address].fill(0);
+    }
 }

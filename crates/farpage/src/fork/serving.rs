@@ -24,7 +24,7 @@ use super::{
     call::{Uncalled, call, has_agents_alone},
     forked::{Arriving, Child, View, words_of},
     link::{self, Kind},
-    outgoing::Outgoing,
+    outgoing::{Outgoing, clear},
     requests::{KeeperQueue, KeeperRequest, KeeperTask, Source, arriving, queue_of},
     shared::{Shared, locked},
     stored::Place,
@@ -419,7 +419,7 @@ impl Serving {
         if !is_forking && child.outgoing.is_full(page_bytes, self.share) {
             return Begun::Waits;
         }
-        if child.view.removed.covers(&page_at(0)) {
+        if child.view.removed.all(&page_at(0), |it| it) {
             self.put(wanted, vec![0; page_bytes]);
             return Begun::Done;
         }
@@ -508,7 +508,7 @@ impl Serving {
             return;
         };
         let start = arriving.address;
-        child.view.removed.clear(start, &mut bytes);
+        clear(&child.view.removed, start, &mut bytes);
         match child.put(start, &bytes) {
             Ok(()) => {
                 let region = child

@@ -30,14 +30,20 @@ pub fn start(child: impl FnOnce() -> i32) -> Pid {
 
 /// Waits for a child, which must not hang.
 pub fn end(child: Pid) -> WaitStatus {
-    let until = Instant::now() + Duration::from_secs(60);
+    let patience = Duration::from_secs(60);
+    end_beside(child, patience, || thread::sleep(Duration::from_millis(1)))
+}
+
+/// Waits for a child, which must end within `patience`, and calls `meanwhile` again and again.
+pub fn end_beside(child: Pid, patience: Duration, mut meanwhile: impl FnMut()) -> WaitStatus {
+    let until = Instant::now() + patience;
     loop {
         match waitpid(child, Some(WaitPidFlag::WNOHANG)).unwrap() {
             WaitStatus::StillAlive if Instant::now() > until => {
                 kill(child, Signal::SIGKILL).unwrap();
                 panic!("the child hangs");
             }
-            WaitStatus::StillAlive => thread::sleep(Duration::from_millis(1)),
+            WaitStatus::StillAlive => meanwhile(),
             ended => return ended,
         }
     }
@@ -46,6 +52,24 @@ pub fn end(child: Pid) -> WaitStatus {
 /// Waits for a child, which must end with status 0.
 pub fn must_pass(child: Pid) {
     assert_eq!(end(child), WaitStatus::Exited(child, 0));
+}
+
+/// Forks in a child, and returns true if `is_right` holds in the child's own child.
+pub fn holds_in_own_child(is_right: impl FnOnce() -> bool) -> bool {
+    // SAFETY: as the parent's child does, it makes system calls alone.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: ends the child's own child.
+        unsafe { libc::_exit(i32::from(!is_right())) };
+    }
+    has_passed(child)
+}
+
+/// Waits in a child for its own child. Returns true if that has ended with status 0.
+pub fn has_passed(child: libc::pid_t) -> bool {
+    let mut status = 0;
+    // SAFETY: there is room for the status.
+    unsafe { libc::waitpid(child, &raw mut status, 0) == child && status == 0 }
 }
 
 /// Returns the word at `at` in a round.

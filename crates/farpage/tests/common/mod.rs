@@ -7,10 +7,7 @@
     unreachable_pub,
     reason = "each test program uses its own part"
 )]
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 pub mod forks;
 pub mod words;
@@ -92,6 +89,7 @@ impl fmt::Display for Fabric {
 
 /// A memory server in this process.
 pub struct Memory {
+    pub fabric: Fabric,
     pub url: String,
     pub server: RunningServer,
     _directory: TempDir,
@@ -110,6 +108,7 @@ impl Memory {
             .grace(Duration::from_millis(100));
         let server = set(server).start().unwrap();
         Memory {
+            fabric,
             url: server.endpoints()[0].to_string(),
             server,
             _directory: directory,
@@ -141,6 +140,17 @@ pub fn builder(budget_bytes: usize, page_bytes: usize) -> Builder {
 pub fn begin(seconds: u64) -> Option<Watchdog> {
     let watchdog = Watchdog::new(Duration::from_secs(seconds));
     can_page().then_some(watchdog)
+}
+
+/// Runs a test over each fabric, with a server that lends `capacity_bytes`. Does nothing if this
+/// process cannot page its own memory.
+pub fn over_fabrics(seconds: u64, capacity_bytes: usize, mut test: impl FnMut(&Memory)) {
+    let Some(_watchdog) = begin(seconds) else {
+        return;
+    };
+    for fabric in fabrics() {
+        test(&Memory::start(fabric, capacity_bytes));
+    }
 }
 
 /// True if this process may page its own memory. If not, says that the test is skipped, and why.

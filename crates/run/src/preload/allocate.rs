@@ -12,7 +12,7 @@ use std::{
 use farpage::ArenaError;
 
 use crate::{
-    ALIGN, Inside, give_up, limits, locks, protect, say, set_errno,
+    ALIGN, Inside, give_up, limits, locks, mappings, protect, say, set_errno,
     state::{KERNEL_PAGE_BYTES, State},
 };
 
@@ -41,7 +41,7 @@ impl State {
             made.and_then(|made| {
                 let start = made.as_ptr() as usize;
                 let end = start + bytes.next_multiple_of(KERNEL_PAGE_BYTES);
-                if locks::made(self, start..end) {
+                if locks::made(self, &(start..end)) {
                     self.note_peak();
                     return Ok(made);
                 }
@@ -103,13 +103,13 @@ impl State {
             self.within_limits(whole - before)?;
         }
         // Bytes that are cut off are given back, so they must be neither protected nor locked.
-        if whole < before && !protect::lift(self, start + whole..start + before) {
+        if whole < before && !protect::lift_allocated(self, &(start + whole..start + before)) {
             return Err("a protection cannot be lifted".to_owned());
         }
         // 1. In place. SAFETY: the caller's promise. Pages that cannot be discarded now are tried
         // again.
         if unsafe { self.arena.resize(old, bytes) }.unwrap_or(true) {
-            if whole <= before || locks::made(self, start + before..start + whole) {
+            if whole <= before || locks::made(self, &(start + before..start + whole)) {
                 return Ok(old);
             }
             // SAFETY: nobody has seen what was added.
@@ -120,8 +120,13 @@ impl State {
         let made = self.arena.allocate_to_grow(bytes, ALIGN).map_err(full)?;
         let place = made.as_ptr() as usize;
         // SAFETY: nobody uses the old bytes, and the new ones are nobody's but ours.
-        let is_moved =
-            unsafe { protect::relocate(self, start..start + before, place..place + whole) };
+        let is_moved = unsafe {
+            let (old, new) = (start..start + before, place..place + whole);
+            match mappings::is_all_plain() {
+                true => self.arena.relocate(old, new.start).is_ok(),
+                false => protect::relocate(&mut mappings::change(), self, &old, &new),
+            }
+        };
         // SAFETY: nobody uses the one that is given up. As above.
         let _ = unsafe { self.arena.deallocate(if is_moved { old } else { made }) };
         if is_moved {

@@ -5,7 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use crate::{Inside, ceded, say, state};
+use crate::{Inside, mappings, say, state};
 
 /// Brings memory in, so that a debugger can read it: `call (int)farpage_bring_in(&x, sizeof x)`.
 /// Returns 0, also for memory that is not remote, or -1 with a line of the reason. A range smaller
@@ -21,9 +21,9 @@ pub(crate) unsafe extern "C" fn farpage_bring_in(address: *const c_void, bytes: 
     let _inside = Inside::enter();
     let base = state.arena.addresses().start;
     let end = addresses.end.min(base + state.arena.capacity_bytes());
-    let hold = ceded::look();
     // Ceded pages are the kernel's own: a debugger can read them.
-    for part in hold.kept(&(addresses.start..end)) {
+    let map = mappings::look();
+    for part in map.those(&(addresses.start..end), |fact| !fact.is_ceded) {
         if let Err(error) = state.arena.region().prefetch_now(state.offsets(&part)) {
             say(&error.to_string());
             return -1;

@@ -8,11 +8,9 @@ use std::{ffi::c_int, ops::Range};
 use farpage_vm::calls::system_call;
 
 use crate::{
-    ceded::{self, Hold},
-    locks::{self, kernel_locks},
-    protect,
-    ranges::Ranges,
-    say_once,
+    locks::{kernel_locks, unlock},
+    mappings::{self, Fact, Map, PLAIN},
+    protect, say_once,
     state::State,
 };
 
@@ -34,16 +32,11 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// Maps at `address`, or anywhere if that is 0. The error is an `errno`.
+    /// Makes the call at `address`, with other flags. The error is an `errno`.
     ///
     /// # Safety
-    /// With an address, nothing relies on what is mapped there.
-    unsafe fn map(&self, address: usize) -> Result<usize, c_int> {
-        let fixed = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE;
-        let flags = match address {
-            0 => self.flags & !fixed,
-            _ => self.flags & !fixed | libc::MAP_FIXED,
-        };
+    /// As `mmap`.
+    pub(crate) unsafe fn call(&self, address: usize, flags: c_int) -> Result<usize, c_int> {
         let args = [
             address,
             self.bytes,
@@ -58,19 +51,29 @@ impl Wanted {
             errno => Err(-errno as c_int),
         }
     }
+
+    /// Maps at `address`, or anywhere if that is 0. The error is an `errno`.
+    ///
+    /// # Safety
+    /// With an address, nothing relies on what is mapped there.
+    unsafe fn map(&self, address: usize) -> Result<usize, c_int> {
+        let anywhere = self.flags & !(libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE);
+        let fixed = if address == 0 { 0 } else { libc::MAP_FIXED };
+        // SAFETY: the caller's promise.
+        unsafe { self.call(address, anywhere | fixed) }
+    }
 }
 
-/// Maps what the program wants over `addresses` of the arena, in place of memory of which `mapped`
-/// are all mappings. What the kernel refuses changes nothing.
+/// Maps what the program wants over `addresses` of the arena. What the kernel refuses changes
+/// nothing.
 ///
 /// # Safety
 /// As `mmap` with `MAP_FIXED`.
 pub(crate) unsafe fn map_over(
-    hold: &mut Hold,
+    map: &mut Map,
     state: &State,
     addresses: &Range<usize>,
     wanted: &Wanted,
-    mapped: &Ranges<()>,
 ) -> Result<(), Failure> {
     // The kernel maps elsewhere first, since only the kernel knows what it refuses.
     // SAFETY: replaces nothing.
@@ -79,10 +82,10 @@ pub(crate) unsafe fn map_over(
     // SAFETY: made above, and nobody has seen it.
     let unmake = || unsafe { system_call(libc::SYS_munmap, [made, bytes, 0, 0, 0, 0]) };
     // SAFETY: the program gives up what is there.
-    if let Err(undo) = unsafe { try_cede(hold, state, addresses, mapped) } {
+    if let Err(undo) = unsafe { try_cede(map, state, addresses) } {
         // First, since locks and protections may need its place under `vm.max_map_count`.
         unmake();
-        undo.finish(hold, state);
+        undo.finish(map, state);
         return Err(Failure::Refused(libc::ENOMEM));
     }
     let flags = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as usize;
@@ -99,13 +102,8 @@ pub(crate) unsafe fn map_over(
 }
 
 /// Returns the first and the last page of `addresses` as far as they have bytes of other mappings,
-/// of which `mapped` are all, and are not ceded.
-pub(crate) fn borders(
-    hold: &Hold,
-    state: &State,
-    addresses: &Range<usize>,
-    mapped: &Ranges<()>,
-) -> Vec<Range<usize>> {
+/// and are not ceded.
+pub(crate) fn borders(map: &Map, state: &State, addresses: &Range<usize>) -> Vec<Range<usize>> {
     let page_bytes = state.arena.region().page_bytes();
     let pages = state.pages_of(addresses);
     let mut borders = vec![
@@ -113,129 +111,118 @@ pub(crate) fn borders(
         pages.end - page_bytes..pages.end,
     ];
     borders.dedup();
-    let is_shared = |page: &Range<usize>| {
-        let mut others = others(page, addresses).into_iter();
-        others.any(|other| mapped.touches(&other))
-    };
-    borders.retain(|page| !hold.touches(page) && is_shared(page));
+    borders.retain(|page| {
+        let before = page.start..addresses.start.clamp(page.start, page.end);
+        let behind = addresses.end.clamp(page.start, page.end)..page.end;
+        let is_mapped = |part| map.has(part, |fact| fact.is_mapped);
+        !map.has(page, |fact| fact.is_ceded) && (is_mapped(&before) || is_mapped(&behind))
+    });
     borders
 }
 
 /// Cedes the pages of `addresses`, whose contents the program gives up. Bytes of other mappings
-/// in the first and the last page stay, of which `mapped` are all. Returns false, with a line,
-/// if some pages cannot be ceded: mappings are as before then, of which some may be zeros.
+/// in the first and the last page stay. Returns false, with a line, if some pages cannot be ceded:
+/// mappings are as before then, of which some may be zeros.
 ///
 /// # Safety
 /// There are no references to bytes of `addresses`.
-pub(crate) unsafe fn cede(
-    hold: &mut Hold,
-    state: &State,
-    addresses: &Range<usize>,
-    mapped: &Ranges<()>,
-) -> bool {
+pub(crate) unsafe fn cede(map: &mut Map, state: &State, addresses: &Range<usize>) -> bool {
     // SAFETY: the caller's promise.
-    let ceded = unsafe { try_cede(hold, state, addresses, mapped) };
-    ceded.map_err(|undo| undo.finish(hold, state)).is_ok()
+    let ceded = unsafe { try_cede(map, state, addresses) };
+    ceded.map_err(|undo| undo.finish(map, state)).is_ok()
 }
 
 /// Cedes pages as [`cede`] does. The error has to be finished.
 ///
 /// # Safety
 /// As [`cede`].
-unsafe fn try_cede(
-    hold: &mut Hold,
-    state: &State,
-    addresses: &Range<usize>,
-    mapped: &Ranges<()>,
-) -> Result<(), Undo> {
-    // Borders come first: they keep all of their bytes, so that a failure there loses nothing.
-    for page in borders(hold, state, addresses, mapped) {
-        cede_shared(hold, state, &page, mapped)?;
-    }
+unsafe fn try_cede(map: &mut Map, state: &State, addresses: &Range<usize>) -> Result<(), Undo> {
     let mut emptied = Vec::new();
-    for pages in hold.kept(&state.pages_of(addresses)) {
-        let locked = locks::unlock(state, pages.clone());
+    // Borders come first: they keep all of their bytes, so that a failure there loses nothing.
+    for page in borders(map, state, addresses) {
+        let known = facts(map, state, &page);
+        if let Err(error) = state.arena.cede_with_bytes(page.start) {
+            return Err(Undo::because(&error, emptied, known));
+        }
+        note_ceded(map, &page);
+        keep_others(map, &page, &known);
+    }
+    for pages in map.those(&state.pages_of(addresses), |fact| !fact.is_ceded) {
+        let known = facts(map, state, &pages);
         // SAFETY: the caller's promise; no other mapping has bytes there.
         if let Err(error) = unsafe { state.arena.cede(pages.clone()) } {
-            say_once(&cannot(&error.to_string()));
             // Some of the pages may have been ceded for a moment, and were regained unprotected.
-            let protected = protect::of(&pages);
-            return Err(Undo {
-                emptied,
-                protected,
-                locked,
-            });
+            return Err(Undo::because(&error, emptied, known));
         }
-        let protected = protect::forget(pages.clone());
-        hold.insert(pages.clone());
-        emptied.push(Emptied {
-            pages,
-            protected,
-            locked,
-        });
+        note_ceded(map, &pages);
+        emptied.push((pages, known));
     }
     Ok(())
 }
 
-/// Pages that were ceded without their bytes, with what they had before.
-struct Emptied {
-    pages: Range<usize>,
-    protected: Vec<(Range<usize>, c_int)>,
-    locked: Vec<(Range<usize>, ())>,
+/// Facts about addresses, ascending.
+type Facts = Vec<(Range<usize>, Fact)>;
+
+/// Unlocks pages that are about to be ceded. Returns the facts about them.
+fn facts(map: &mut Map, state: &State, pages: &Range<usize>) -> Facts {
+    let facts = map.parts(pages, |fact| fact);
+    unlock(map, state, pages);
+    facts
+}
+
+/// Records that pages are ceded: protections and locks are the kernel's from now on.
+fn note_ceded(map: &mut Map, pages: &Range<usize>) {
+    map.change(pages, |fact| {
+        (fact.is_ceded, fact.protection) = (true, PLAIN);
+    });
+}
+
+/// Restores what was `known` of a page that is ceded with its bytes, which other threads may use.
+fn keep_others(map: &Map, page: &Range<usize>, known: &Facts) {
+    for part in map.those(page, |fact| !fact.is_mapped) {
+        mappings::bar(&part);
+    }
+    for (part, fact) in known {
+        if fact.is_protected() && mappings::protects(part, fact.protection).is_err() {
+            say_once("a protection is lost: see `sysctl vm.max_map_count`");
+        }
+        if fact.is_locked {
+            kernel_locks(std::slice::from_ref(part));
+        }
+    }
 }
 
 /// Rest of the work after pages could not be ceded.
 struct Undo {
-    emptied: Vec<Emptied>,
-    /// Protections of the pages that are not ceded.
-    protected: Vec<(Range<usize>, c_int)>,
-    /// Locks of the pages that are not ceded.
-    locked: Vec<(Range<usize>, ())>,
+    /// Pages that were ceded without their bytes, with the facts about them before.
+    emptied: Vec<(Range<usize>, Facts)>,
+    /// Facts about the pages that are not ceded.
+    known: Facts,
 }
 
 impl Undo {
+    /// Says why pages could not be ceded.
+    fn because(
+        error: &farpage::PageError,
+        emptied: Vec<(Range<usize>, Facts)>,
+        known: Facts,
+    ) -> Undo {
+        say_once(&format!(
+            "nothing can be mapped over remote memory: {error}"
+        ));
+        Undo { emptied, known }
+    }
+
     /// Regains pages as zeros, with the protections and locks that they had.
-    fn finish(self, hold: &mut Hold, state: &State) {
-        protect::renew(state, self.protected, self.locked);
-        for emptied in self.emptied {
+    fn finish(self, map: &mut Map, state: &State) {
+        protect::restore(map, state, self.known, 0, 0);
+        for (pages, known) in self.emptied {
             // SAFETY: nothing was mapped there since.
-            if unsafe { regain(hold, state, &emptied.pages) } {
-                protect::renew(state, emptied.protected, emptied.locked);
+            if unsafe { regain(map, state, &pages) } {
+                protect::restore(map, state, known, 0, 0);
             }
         }
     }
-}
-
-/// Cedes a page in which several mappings may have bytes, of which `mapped` are all. Other threads
-/// may use these. If the page cannot be ceded, it is as before but for its locks, and a line says
-/// why.
-fn cede_shared(
-    hold: &mut Hold,
-    state: &State,
-    page: &Range<usize>,
-    mapped: &Ranges<()>,
-) -> Result<(), Undo> {
-    let locked = locks::unlock(state, page.clone());
-    if let Err(error) = state.arena.cede_with_bytes(page.start) {
-        say_once(&cannot(&error.to_string()));
-        return Err(Undo {
-            emptied: Vec::new(),
-            protected: Vec::new(),
-            locked,
-        });
-    }
-    let protected = protect::forget(page.clone());
-    hold.insert(page.clone());
-    for part in mapped.gaps(page) {
-        ceded::bar(&part);
-    }
-    for (part, protection) in protected {
-        if ceded::protects(&part, protection).is_err() {
-            say_once("a protection is lost: see `sysctl vm.max_map_count`");
-        }
-    }
-    kernel_locks(&locked);
-    Ok(())
 }
 
 /// Takes ceded pages back: what is mapped there is gone, and they are zeros. Returns false,
@@ -243,7 +230,7 @@ fn cede_shared(
 ///
 /// # Safety
 /// Nobody uses what is mapped there.
-pub(crate) unsafe fn regain(hold: &mut Hold, state: &State, pages: &Range<usize>) -> bool {
+pub(crate) unsafe fn regain(map: &mut Map, state: &State, pages: &Range<usize>) -> bool {
     // SAFETY: the caller's promise.
     if let Err(error) = unsafe { state.arena.regain(pages.clone()) } {
         say_once(&format!(
@@ -251,18 +238,6 @@ pub(crate) unsafe fn regain(hold: &mut Hold, state: &State, pages: &Range<usize>
         ));
         return false;
     }
-    hold.remove(pages.clone());
+    map.change(pages, |fact| fact.is_ceded = false);
     true
-}
-
-fn cannot(why: &str) -> String {
-    format!("nothing can be mapped over remote memory: {why}")
-}
-
-/// Returns the parts of `page` that are not in `addresses`.
-fn others(page: &Range<usize>, addresses: &Range<usize>) -> Vec<Range<usize>> {
-    let before = page.start..addresses.start.clamp(page.start, page.end);
-    let after = addresses.end.clamp(page.start, page.end)..page.end;
-    let parts = [before, after].into_iter();
-    parts.filter(|part| !part.is_empty()).collect()
 }

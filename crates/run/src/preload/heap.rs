@@ -78,7 +78,7 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
         give_up("free(): invalid pointer");
     };
     let start = old.as_ptr() as usize;
-    if !protect::lift(state, start..start + bytes) {
+    if !protect::lift_allocated(state, &(start..start + bytes)) {
         return;
     }
     made::remove(start);

@@ -6,129 +6,108 @@
 
 use std::{
     ffi::{c_int, c_uint, c_void},
-    iter,
     ops::Range,
-    sync::atomic::{AtomicBool, AtomicI32, Ordering},
+    sync::atomic::{AtomicI32, Ordering},
 };
 
-use farpage_signals::Mutex;
-
 use crate::{
-    Inside, answer, arena, ceded, fail,
-    ranges::Ranges,
+    Inside, answer, arena, fail,
+    mappings::{self, Map},
     say_once, signal_stack, signals,
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
-/// Ranges that the program has locked.
-static LOCKED: Mutex<Ranges<()>> = Mutex::new(Ranges::new());
-/// True once `LOCKED`, or a table of protections, may have a range: most calls need no lock.
-static MAY_HAVE_SOME: AtomicBool = AtomicBool::new(false);
 /// Flags of `mlockall` if memory that is allocated and mapped from now on is locked; else 0. The
 /// kernel is not told: it would lock the runtime's mappings, too.
 static LOCKS_ALL: AtomicI32 = AtomicI32::new(0);
 
-/// Makes later calls look for protections and locks.
-pub(crate) fn expect_some() {
-    MAY_HAVE_SOME.store(true, Ordering::Release);
-}
-
-/// True if no memory was ever protected or locked.
-pub(crate) fn is_all_plain() -> bool {
-    !MAY_HAVE_SOME.load(Ordering::Acquire)
-}
-
-/// True if some of `addresses` are locked.
-pub(crate) fn touch(addresses: &Range<usize>) -> bool {
-    !is_all_plain() && LOCKED.lock().touches(addresses)
+/// True if the program locks all memory that is made from now on.
+pub(crate) fn lock_all() -> bool {
+    LOCKS_ALL.load(Ordering::Relaxed) != 0
 }
 
 /// Locks fresh memory of the arena, if the program locks all. Returns false if that fails.
-pub(crate) fn made(state: &State, addresses: Range<usize>) -> bool {
-    LOCKS_ALL.load(Ordering::Relaxed) == 0 || lock_range(state, addresses, 0).is_ok()
+pub(crate) fn made(state: &State, addresses: &Range<usize>) -> bool {
+    !lock_all() || lock_range(&mut mappings::change(), state, addresses, Some(0)).is_ok()
 }
 
 /// Calls `work` while the kernel's locks of the pages of `addresses` are lifted: pages that leave
 /// would take the kernel's lock of their whole mapping along.
-pub(crate) fn without<R>(state: &State, addresses: &Range<usize>, work: impl FnOnce() -> R) -> R {
-    let locked = LOCKED.lock();
-    let known = locked.within(&state.pages_of(addresses));
-    kernel_unlocks(&known);
+pub(crate) fn without<R>(
+    map: &Map,
+    state: &State,
+    addresses: &Range<usize>,
+    work: impl FnOnce() -> R,
+) -> R {
+    let locked = map.those(&state.pages_of(addresses), |fact| fact.is_locked);
+    kernel_unlocks(&locked);
     let done = work();
-    kernel_locks(&known);
+    kernel_locks(&locked);
     done
 }
 
-/// Pins and locks `addresses`. The error is an `errno`; nothing more is locked then than before.
-pub(crate) fn lock_range(
-    state: &State,
-    addresses: Range<usize>,
-    flags: c_uint,
-) -> Result<(), c_int> {
-    pin_range(state, addresses, Some(flags))
-}
-
 /// Pins `addresses`, until they are unlocked or given up. With the `flags` of `mlock2` the kernel
-/// locks them, too. The error is an `errno`; nothing more is pinned then than before.
-pub(crate) fn pin_range(
+/// locks them, too. The error is an `errno`; nothing more is locked then than before.
+pub(crate) fn lock_range(
+    map: &mut Map,
     state: &State,
-    addresses: Range<usize>,
+    addresses: &Range<usize>,
     flags: Option<c_uint>,
 ) -> Result<(), c_int> {
-    let _inside = Inside::enter();
-    expect_some();
-    // Pins are of pages under paging.
-    if let Err(error) = state.arena.begin_paging() {
+    mappings::expect_some();
+    let fails = |error: &dyn std::fmt::Display| {
         say_once(&format!("mlock: {error}"));
-        return Err(libc::ENOMEM);
-    }
-    let mut locked = LOCKED.lock();
+        libc::ENOMEM
+    };
+    // Pins are of pages under paging.
+    (state.arena.begin_paging()).map_err(|error| fails(&error))?;
     let region = state.arena.region();
     let mut pinned = Vec::new();
-    let unpin = |pages: Vec<Range<usize>>| pages.into_iter().for_each(|page| region.unpin(page));
-    for page in each_page(state, &addresses) {
-        if locked.touches(&page) {
-            continue;
-        }
+    let mut pin = |page: Range<usize>| {
         let page = state.offsets(&page);
-        if let Err(error) = region.pin(page.clone()) {
-            say_once(&format!("mlock: {error}"));
-            unpin(pinned);
-            return Err(libc::ENOMEM);
-        }
+        region.pin(page.clone()).map_err(|error| fails(&error))?;
         pinned.push(page);
-    }
-    let lock = |flags: c_uint| {
-        let (start, bytes) = (addresses.start, addresses.len());
-        // SAFETY: addresses of the arena, which stay mapped.
-        unsafe { libc::syscall(libc::SYS_mlock2, start, bytes, flags) }
+        Ok(())
     };
-    if flags.map_or(0, lock) != 0 {
-        let errno = crate::errno();
-        // Some of it may be locked. SAFETY: as above.
-        unsafe { libc::syscall(libc::SYS_munlock, addresses.start, addresses.len()) };
-        kernel_locks(&locked.within(&addresses));
-        unpin(pinned);
-        return Err(errno);
+    let mut pages = each_page(state, addresses);
+    let is_locked = pages
+        .try_for_each(|page| match map.has(&page, |fact| fact.is_locked) {
+            true => Ok(()),
+            false => pin(page),
+        })
+        .and_then(|()| match flags {
+            // SAFETY: addresses of the arena, which stay mapped.
+            Some(flags) => unsafe {
+                let done = mappings::done(libc::SYS_mlock2, addresses, [flags as usize, 0]);
+                done.inspect_err(|_| {
+                    // Some of it may be locked.
+                    kernel_unlocks(std::slice::from_ref(addresses));
+                    kernel_locks(&map.those(addresses, |fact| fact.is_locked));
+                })
+            },
+            None => Ok(()),
+        });
+    match is_locked {
+        Ok(()) => map.change(addresses, |fact| fact.is_locked = true),
+        Err(_) => pinned.into_iter().for_each(|page| region.unpin(page)),
     }
-    locked.insert(addresses, ());
-    Ok(())
+    is_locked
 }
 
-fn kernel_unlocks(locked: &[(Range<usize>, ())]) {
-    for (part, ()) in locked {
+fn kernel_unlocks(locked: &[Range<usize>]) {
+    for part in locked {
         // SAFETY: addresses of the arena, which stay mapped.
-        unsafe { libc::syscall(libc::SYS_munlock, part.start, part.len()) };
+        let _ = unsafe { mappings::done(libc::SYS_munlock, part, [0, 0]) };
     }
 }
 
 /// Makes the kernel lock ranges again that were locked before.
-pub(crate) fn kernel_locks(locked: &[(Range<usize>, ())]) {
-    for (part, ()) in locked {
+pub(crate) fn kernel_locks(locked: &[Range<usize>]) {
+    for part in locked {
         // SAFETY: addresses of the arena, which stay mapped.
-        let done = unsafe { libc::syscall(libc::SYS_mlock2, part.start, part.len(), 0) };
+        let done = unsafe { mappings::done(libc::SYS_mlock2, part, [0, 0]) };
         // Memory that may not be read (ENOMEM) is locked all the same.
-        if done != 0 && crate::errno() != libc::ENOMEM {
+        if done.is_err_and(|errno| errno != libc::ENOMEM) {
             say_once(
                 "a lock of the kernel's (mlock) is lost: that memory stays, but may be swapped",
             );
@@ -142,31 +121,22 @@ fn each_page(state: &State, addresses: &Range<usize>) -> impl Iterator<Item = Ra
     pages.map(move |start| start..start + page_bytes)
 }
 
-/// Unlocks the locked parts of `addresses`. Returns them.
-pub(crate) fn unlock(state: &State, addresses: Range<usize>) -> Vec<(Range<usize>, ())> {
-    if is_all_plain() {
-        return Vec::new();
-    }
-    let _inside = Inside::enter();
-    let mut locked = LOCKED.lock();
-    let gone = locked.remove(addresses);
+/// Unlocks the locked parts of `addresses`.
+pub(crate) fn unlock(map: &mut Map, state: &State, addresses: &Range<usize>) {
+    let gone = map.those(addresses, |fact| fact.is_locked);
     kernel_unlocks(&gone);
-    for (part, ()) in &gone {
-        for page in each_page(state, part) {
-            // Once per page, with its last part that is unlocked.
-            if !locked.touches(&page) && is_last_in(&gone, part, &page) {
-                state.arena.region().unpin(state.offsets(&page));
-            }
+    map.change(addresses, |fact| fact.is_locked = false);
+    let mut pages: Vec<_> = gone
+        .iter()
+        .flat_map(|part| each_page(state, part))
+        .collect();
+    // Once per page, with its last locked part.
+    pages.dedup();
+    for page in pages {
+        if !map.has(&page, |fact| fact.is_locked) {
+            state.arena.region().unpin(state.offsets(&page));
         }
     }
-    gone
-}
-
-/// True if no later part of `gone` touches `page`.
-fn is_last_in(gone: &[(Range<usize>, ())], part: &Range<usize>, page: &Range<usize>) -> bool {
-    let later =
-        |(other, ()): &(Range<usize>, ())| other.start > part.start && other.start < page.end;
-    !gone.iter().any(later)
 }
 
 /// Returns the arena's addresses of a lock, which begins with the first page, as the manual says.
@@ -203,7 +173,7 @@ pub(crate) unsafe extern "C" fn mlock2(
         Some((_, _, false)) => fail(libc::ENOMEM),
         Some((state, addresses, true)) => {
             let inside = Inside::enter();
-            let locked = lock_parts(state, &addresses, flags);
+            let locked = lock_parts(&mut mappings::change(), state, &addresses, flags);
             drop(inside);
             answer(locked)
         }
@@ -211,13 +181,17 @@ pub(crate) unsafe extern "C" fn mlock2(
 }
 
 /// Locks memory of the arena, of which the kernel has ceded pages. The error is an `errno`.
-fn lock_parts(state: &State, addresses: &Range<usize>, flags: c_uint) -> Result<(), c_int> {
-    let hold = ceded::look();
-    for (part, is_ceded) in hold.parts(addresses) {
+fn lock_parts(
+    map: &mut Map,
+    state: &State,
+    addresses: &Range<usize>,
+    flags: c_uint,
+) -> Result<(), c_int> {
+    for (part, is_ceded) in map.parts(addresses, |fact| fact.is_ceded) {
         match is_ceded {
             // SAFETY: the program's own memory, which stays mapped.
-            true => unsafe { ceded::done(libc::SYS_mlock2, &part, [flags as usize, 0]) }?,
-            false => lock_range(state, part, flags)?,
+            true => unsafe { mappings::done(libc::SYS_mlock2, &part, [flags as usize, 0]) }?,
+            false => lock_range(map, state, &part, Some(flags))?,
         }
     }
     Ok(())
@@ -235,14 +209,9 @@ pub(crate) unsafe extern "C" fn munlock(address: *const c_void, bytes: usize) ->
         Some((_, _, false)) => fail(libc::ENOMEM),
         Some((state, addresses, true)) => {
             let _inside = Inside::enter();
-            for (part, is_ceded) in ceded::look().parts(&addresses) {
-                if is_ceded {
-                    // SAFETY: the program's own memory, which stays mapped.
-                    let _ = unsafe { ceded::done(libc::SYS_munlock, &part, [0, 0]) };
-                } else {
-                    unlock(state, part);
-                }
-            }
+            let mut map = mappings::change();
+            kernel_unlocks(&map.those(&addresses, |fact| fact.is_ceded));
+            unlock(&mut map, state, &addresses);
             0
         }
     }
@@ -285,31 +254,23 @@ pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
             "mlockall(MCL_FUTURE): what the C library maps for itself from now on (small allocations, stacks of threads) is not locked",
         );
     }
+    mappings::expect_some();
     LOCKS_ALL.store(if is_for_all { flags } else { 0 }, Ordering::Relaxed);
     0
 }
 
 fn lock_allocations(state: &State) -> Result<(), c_int> {
-    let mut newly = Vec::new();
-    // Ceded pages are locked with all that is local.
-    let hold = ceded::look();
+    let mut map = mappings::change();
     let allocations = state.arena.allocations();
-    for allocation in allocations.iter().flat_map(|all| hold.kept(all)) {
-        let before = LOCKED.lock().within(&allocation);
-        let ends = before.iter().map(|(part, ())| part.start);
-        let starts = before.iter().map(|(part, ())| part.end);
-        let gaps = iter::once(allocation.start).chain(starts);
-        for (start, end) in gaps.zip(ends.chain([allocation.end])) {
-            if start == end {
-                continue;
+    // Ceded pages are locked with all that is local.
+    let is_missing = |all| map.those(all, |fact| !fact.is_locked && !fact.is_ceded);
+    let missing: Vec<_> = allocations.iter().flat_map(is_missing).collect();
+    for (newly, part) in missing.iter().enumerate() {
+        if let Err(errno) = lock_range(&mut map, state, part, Some(0)) {
+            for part in &missing[..newly] {
+                unlock(&mut map, state, part);
             }
-            if let Err(errno) = lock_range(state, start..end, 0) {
-                for part in newly {
-                    unlock(state, part);
-                }
-                return Err(errno);
-            }
-            newly.push(start..end);
+            return Err(errno);
         }
     }
     Ok(())
@@ -377,7 +338,8 @@ pub(crate) unsafe extern "C" fn munlockall() -> c_int {
     if let Some(state) = state::get()
         && !Inside::is()
     {
-        unlock(state, state.arena.addresses());
+        let _inside = Inside::enter();
+        unlock(&mut mappings::change(), state, &state.arena.addresses());
     }
     // SAFETY: the caller's promise.
     unsafe { libc::syscall(libc::SYS_munlockall) as c_int }
@@ -398,11 +360,16 @@ pub(crate) unsafe extern "C" fn sigaltstack(
     if let Some(stack) = new.filter(is_set)
         && let Some((state, addresses, true)) = state::allocated(stack.ss_sp, stack.ss_size)
         && signals::are_ours()
-        && pin_range(state, addresses, None).is_err()
+        && pins(state, &addresses).is_err()
     {
         say_once(
             "an alternate signal stack cannot be pinned: a fault there ends the program; raise --budget",
         );
     }
     signal_stack::exchange(new, old)
+}
+
+fn pins(state: &State, addresses: &Range<usize>) -> Result<(), c_int> {
+    let _inside = Inside::enter();
+    lock_range(&mut mappings::change(), state, addresses, None)
 }

@@ -9,20 +9,17 @@ use std::{
     ffi::{c_int, c_void},
     ops::Range,
     ptr,
+    sync::RwLockWriteGuard,
 };
-
-use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{
     Inside,
     allocate::Holds,
     arena,
-    ceded::{self, Hold},
     foreign::{self, Failure, Wanted},
     locks,
-    protect::{self, PLAIN},
-    ranges::Ranges,
-    say_once, set_errno,
+    mappings::{self, Map, PLAIN},
+    protect, say_once, set_errno,
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
@@ -31,14 +28,6 @@ use crate::{
 const PLAIN_FLAGS: c_int =
     libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_POPULATE;
 const FIXED: c_int = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE;
-
-/// Mapped addresses in the arena. Locked after the table of ceded pages.
-static MAPPED: Mutex<Ranges<()>> = Mutex::new(Ranges::new());
-
-/// Locks the record of mappings in the arena.
-pub(crate) fn mapped() -> MutexGuard<'static, Ranges<()>> {
-    MAPPED.lock()
-}
 
 /// `mmap`.
 ///
@@ -57,17 +46,17 @@ pub(crate) unsafe extern "C" fn mmap(
         && flags & libc::MAP_ANONYMOUS != 0
         && protection & !PLAIN == 0
         && flags & !(PLAIN_FLAGS | FIXED) == 0;
+    let wanted = Wanted {
+        bytes,
+        protection,
+        flags,
+        fd,
+        offset,
+    };
     if flags & FIXED != 0 {
         if let (Some(addresses), Some(state), false) =
             (state::ours(address, bytes), state::get(), Inside::is())
         {
-            let wanted = Wanted {
-                bytes,
-                protection,
-                flags,
-                fd,
-                offset,
-            };
             // SAFETY: the caller's promise.
             return match unsafe { place(state, &addresses, is_plain, &wanted) } {
                 Ok(()) => address,
@@ -82,20 +71,11 @@ pub(crate) unsafe extern "C" fn mmap(
         return made;
     }
     // SAFETY: the caller's promise.
-    let made = unsafe {
-        libc::syscall(
-            libc::SYS_mmap,
-            address,
-            bytes,
-            protection,
-            flags,
-            fd,
-            offset,
-        ) as *mut c_void
+    let made = match unsafe { wanted.call(address as usize, flags) } {
+        Ok(made) => ptr::with_exposed_provenance_mut(made),
+        Err(errno) => return failed(errno),
     };
-    if made != libc::MAP_FAILED
-        && let Err(errno) = locks::mapped_by_kernel(made, bytes)
-    {
+    if let Err(errno) = locks::mapped_by_kernel(made, bytes) {
         // SAFETY: made just now, and nobody has seen it.
         unsafe { libc::syscall(libc::SYS_munmap, made, bytes) };
         return failed(errno);
@@ -144,25 +124,29 @@ fn map_within(state: &State, whole: usize, protection: c_int) -> Option<*mut c_v
             return Some(libc::MAP_FAILED);
         }
         let _inside = Inside::enter();
-        note(made as usize..made as usize + whole);
+        note(
+            &mut mappings::change(),
+            &(made as usize..made as usize + whole),
+        );
         return Some(made);
     }
     let _inside = Inside::enter();
     // Another thread may have been faster.
     let made = state.arena.allocate(whole, KERNEL_PAGE_BYTES).ok()?;
-    let start = made.as_ptr() as usize;
+    let addresses = made.as_ptr() as usize..made.as_ptr() as usize + whole;
     state.note_peak();
-    note(start..start + whole);
-    if protect::set(start..start + whole, protection).is_err() {
-        unmap(state, start..start + whole);
+    let mut map = mappings::change();
+    note(&mut map, &addresses);
+    if protect::set(&mut map, &addresses, protection).is_err() {
+        unmap(&mut map, state, &addresses);
         return None;
     }
     Some(made.as_ptr().cast())
 }
 
 /// Records a mapping.
-pub(crate) fn note(addresses: Range<usize>) {
-    mapped().insert(addresses, ());
+pub(crate) fn note(map: &mut Map, addresses: &Range<usize>) {
+    map.change(addresses, |fact| fact.is_mapped = true);
 }
 
 /// Maps at fixed addresses of the arena. The error is an `errno`.
@@ -179,42 +163,31 @@ unsafe fn place(
         return Err(libc::EINVAL);
     }
     let inside = Inside::enter();
-    let mut hold = match is_plain {
-        true => ceded::change_if_ceded(&state.pages_of(addresses)),
+    let mut map = match is_plain {
+        true => mappings::change(),
         false => change_for(state, addresses),
     };
-    let mut mapped = mapped();
     let replaces = wanted.flags & libc::MAP_FIXED_NOREPLACE == 0;
-    if !replaces && mapped.touches(addresses) {
+    if !replaces && map.has(addresses, |fact| fact.is_mapped) {
         return Err(libc::EEXIST);
     }
-    let claim = Claim::make(state, &mapped, addresses, is_plain && replaces);
+    let claim = Claim::make(state, &map, addresses, is_plain && replaces);
     let claim = claim.ok_or(if replaces { libc::EINVAL } else { libc::EEXIST })?;
     // SAFETY: the caller's promise.
     let placed = unsafe {
         match is_plain {
             true => {
-                map_plain(&mut hold, state, addresses, wanted.protection).map_err(Failure::Refused)
+                map_plain(&mut map, state, addresses, wanted.protection).map_err(Failure::Refused)
             }
-            false => foreign::map_over(&mut hold, state, addresses, wanted, &mapped),
+            false => foreign::map_over(&mut map, state, addresses, wanted),
         }
     };
-    let placed = match placed {
-        Ok(()) => {
-            mapped.insert(addresses.clone(), ());
-            state.note_peak();
-            Ok(())
-        }
-        Err(failure) => Err(fails(
-            &mut hold,
-            state,
-            &mut mapped,
-            claim,
-            addresses,
-            failure,
-        )),
-    };
-    drop((mapped, hold, inside));
+    let placed = placed.map_err(|failure| fails(&mut map, state, claim, addresses, failure));
+    if placed.is_ok() {
+        note(&mut map, addresses);
+        state.note_peak();
+    }
+    drop((map, inside));
     if placed.is_ok() && !is_plain {
         // Under `mlockall` a file in the arena is locked like any other mapping of the kernel's.
         let start = ptr::with_exposed_provenance_mut(addresses.start);
@@ -225,33 +198,32 @@ unsafe fn place(
 
 /// Excludes other calls on memory of the arena, for ceding `addresses`. Pages at their borders come
 /// in before, as far as possible: other calls do not wait for a server.
-pub(crate) fn change_for(state: &State, addresses: &Range<usize>) -> Hold {
-    let borders = foreign::borders(&ceded::look(), state, addresses, &mapped());
+pub(crate) fn change_for(
+    state: &State,
+    addresses: &Range<usize>,
+) -> RwLockWriteGuard<'static, Map> {
+    let borders = foreign::borders(&mappings::look(), state, addresses);
     for page in borders {
         // A page that cannot come in is reported when it is ceded.
         let _ = state.arena.region().prefetch_now(state.offsets(&page));
     }
-    ceded::change()
+    mappings::change()
 }
 
 /// Ends a call that has made no mapping at `addresses`, and has a claim to their free pages.
 /// Returns the `errno`.
 pub(crate) fn fails(
-    hold: &mut Hold,
+    map: &mut Map,
     state: &State,
-    mapped: &mut Ranges<()>,
     claim: Claim,
     addresses: &Range<usize>,
     failure: Failure,
 ) -> c_int {
-    let errno = match failure {
-        Failure::Refused(errno) => errno,
-        Failure::Lost(errno) => {
-            unmap_under(hold, state, mapped, addresses.clone());
-            errno
-        }
-    };
-    claim.give_back(hold, state);
+    let (Failure::Refused(errno) | Failure::Lost(errno)) = failure;
+    if let Failure::Lost(_) = failure {
+        unmap(map, state, addresses);
+    }
+    claim.give_back(map, state);
     errno
 }
 
@@ -263,12 +235,12 @@ impl Claim {
     /// them belong to an allocation that is not mapped (`malloc`), unless it `may_be_allocated`.
     pub(crate) fn make(
         state: &State,
-        mapped: &Ranges<()>,
+        map: &Map,
         addresses: &Range<usize>,
         may_be_allocated: bool,
     ) -> Option<Claim> {
         let mut claim = Claim(Vec::new());
-        for gap in without_mapping(state, mapped, state.pages_of(addresses)) {
+        for gap in without_mapping(state, map, &state.pages_of(addresses)) {
             if state.arena.claim(gap.clone()) {
                 claim.0.push(gap);
             } else if !may_be_allocated || !state.arena.is_allocated(gap) {
@@ -283,11 +255,11 @@ impl Claim {
     }
 
     /// Frees the pages, for which no mapping could be made.
-    pub(crate) fn give_back(self, hold: &mut Hold, state: &State) {
-        let ceded = self.0.iter().flat_map(|gap| hold.ceded(gap));
-        for pages in ceded.collect::<Vec<_>>() {
+    pub(crate) fn give_back(self, map: &mut Map, state: &State) {
+        let ceded = |gap| map.those(gap, |fact| fact.is_ceded);
+        for pages in Vec::from_iter(self.0.iter().flat_map(ceded)) {
             // SAFETY: nobody has seen what is mapped there.
-            if !unsafe { foreign::regain(hold, state, &pages) } {
+            if !unsafe { foreign::regain(map, state, &pages) } {
                 return;
             }
         }
@@ -308,32 +280,32 @@ impl Claim {
 /// # Safety
 /// As `mmap` with `MAP_FIXED`.
 pub(crate) unsafe fn map_plain(
-    hold: &mut Hold,
+    map: &mut Map,
     state: &State,
     addresses: &Range<usize>,
     protection: c_int,
 ) -> Result<(), c_int> {
-    for (part, is_ceded) in hold.parts(addresses) {
+    for (part, is_ceded) in map.parts(addresses, |fact| fact.is_ceded) {
         if !is_ceded {
-            locks::unlock(state, part.clone());
+            locks::unlock(map, state, &part);
             // SAFETY: the program gives the contents up.
-            unsafe { protect::discard(state, part.clone()) }.map_err(|_| libc::ENOMEM)?;
-            protect::set(part, protection).map_err(|_| libc::ENOMEM)?;
+            unsafe { protect::discard(map, state, &part) }.map_err(|_| libc::ENOMEM)?;
+            protect::set(map, &part, protection).map_err(|_| libc::ENOMEM)?;
             continue;
         }
         let whole = whole_pages(state, &part);
         for rest in [part.start..whole.start, whole.end..part.end] {
             if !rest.is_empty() {
                 let flags = libc::MAP_FIXED | libc::MAP_NORESERVE;
-                ceded::map_anonymous(&rest, protection, flags)?;
+                mappings::map_anonymous(&rest, protection, flags)?;
             }
         }
         if !whole.is_empty() {
             // SAFETY: the caller's promise.
-            if !unsafe { foreign::regain(hold, state, &whole) } {
+            if !unsafe { foreign::regain(map, state, &whole) } {
                 return Err(libc::ENOMEM);
             }
-            protect::set(whole, protection).map_err(|_| libc::ENOMEM)?;
+            protect::set(map, &whole, protection).map_err(|_| libc::ENOMEM)?;
         }
     }
     Ok(())
@@ -368,7 +340,8 @@ pub(crate) fn failed(errno: c_int) -> *mut c_void {
 pub(crate) unsafe extern "C" fn munmap(address: *mut c_void, bytes: usize) -> c_int {
     match (state::ours(address, bytes), state::get()) {
         (Some(addresses), Some(state)) if !Inside::is() => {
-            unmap(state, addresses);
+            let _inside = Inside::enter();
+            unmap(&mut mappings::change(), state, &addresses);
             0
         }
         // SAFETY: the caller's promise.
@@ -376,26 +349,11 @@ pub(crate) unsafe extern "C" fn munmap(address: *mut c_void, bytes: usize) -> c_
     }
 }
 
-/// Unmaps addresses of the arena.
-pub(crate) fn unmap(state: &State, addresses: Range<usize>) {
-    let _inside = Inside::enter();
-    let mut hold = ceded::change_if_ceded(&state.pages_of(&addresses));
-    // The lock of the mappings is held until the end: a page of which other threads unmap parts is
-    // released once.
-    unmap_under(&mut hold, state, &mut mapped(), addresses);
-}
-
-/// Unmaps addresses of the arena, of which `mapped` are all mappings. Ceded pages without a mapping
-/// are regained.
-pub(crate) fn unmap_under(
-    hold: &mut Hold,
-    state: &State,
-    mapped: &mut Ranges<()>,
-    addresses: Range<usize>,
-) {
+/// Unmaps addresses of the arena. Ceded pages without a mapping are regained.
+pub(crate) fn unmap(map: &mut Map, state: &State, addresses: &Range<usize>) {
     // Parts that share a page are joined: the page is released once.
     let mut gone: Vec<Range<usize>> = Vec::new();
-    for (part, ()) in mapped.remove(addresses.clone()) {
+    for part in map.those(addresses, |fact| fact.is_mapped) {
         match gone.last_mut() {
             Some(last) if state.pages_of(last).end > state.pages_of(&part).start => {
                 last.end = part.end;
@@ -403,37 +361,38 @@ pub(crate) fn unmap_under(
             _ => gone.push(part),
         }
     }
-    hold.ceded(&addresses).iter().for_each(ceded::bar);
-    for pages in hold.ceded(&state.pages_of(&addresses)) {
-        for pages in without_mapping(state, mapped, pages) {
+    map.change(addresses, |fact| fact.is_mapped = false);
+    let ceded = |map: &Map, of| map.those(of, |fact| fact.is_ceded);
+    ceded(map, addresses).iter().for_each(mappings::bar);
+    for pages in ceded(map, &state.pages_of(addresses)) {
+        for pages in without_mapping(state, map, &pages) {
             // SAFETY: the program has unmapped all that was there. Pages that cannot be regained
             // stay ceded, and are not given out.
-            let _ = unsafe { foreign::regain(hold, state, &pages) };
+            let _ = unsafe { foreign::regain(map, state, &pages) };
         }
     }
-    for part in gone.iter().flat_map(|gone| hold.kept(gone)) {
-        release(state, mapped, &part);
+    let kept = |gone| map.those(gone, |fact| !fact.is_ceded);
+    for part in Vec::from_iter(gone.iter().flat_map(kept)) {
+        release(map, state, &part);
     }
 }
 
 /// Returns the ranges of `pages` of which no part is mapped.
-fn without_mapping(state: &State, mapped: &Ranges<()>, pages: Range<usize>) -> Vec<Range<usize>> {
-    let mut taken = Ranges::new();
-    for (part, ()) in mapped.within(&pages) {
-        taken.insert(state.pages_of(&part), ());
-    }
-    taken.gaps(&pages)
+fn without_mapping(state: &State, map: &Map, pages: &Range<usize>) -> Vec<Range<usize>> {
+    let gaps = map.those(pages, |fact| !fact.is_mapped);
+    let whole = gaps.iter().map(|gap| whole_pages(state, gap));
+    whole.filter(|pages| !pages.is_empty()).collect()
 }
 
 /// Gives addresses back to the arena that have no mapping any more.
-fn release(state: &State, mapped: &mut Ranges<()>, gone: &Range<usize>) {
-    if !protect::lift(state, gone.clone()) {
+fn release(map: &mut Map, state: &State, gone: &Range<usize>) {
+    if !protect::lift(map, state, gone) {
         return;
     }
     let pages = state.pages_of(gone);
     // Pages at the ends are released, too, if they have no other mapping.
     let ends = [pages.start..gone.start, gone.end..pages.end];
-    let [before, behind] = ends.map(|end| !end.is_empty() && mapped.touches(&end));
+    let [before, behind] = ends.map(|end| map.has(&end, |fact| fact.is_mapped));
     let start = if before { gone.start } else { pages.start };
     let end = if behind { gone.end } else { pages.end };
     // SAFETY: the program has unmapped it. Whole pages that cannot be discarded are tried again.
@@ -441,10 +400,10 @@ fn release(state: &State, mapped: &mut Ranges<()>, gone: &Range<usize>) {
         // Parts of pages may keep their old bytes, so they are never given out.
         let page_bytes = state.arena.region().page_bytes();
         if before {
-            mapped.insert(gone.start..gone.end.min(pages.start + page_bytes), ());
+            note(map, &(gone.start..gone.end.min(pages.start + page_bytes)));
         }
         if behind {
-            mapped.insert(gone.start.max(pages.end - page_bytes)..gone.end, ());
+            note(map, &(gone.start.max(pages.end - page_bytes)..gone.end));
         }
     }
 }

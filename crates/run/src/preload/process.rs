@@ -7,13 +7,17 @@ use std::{
     cell::UnsafeCell,
     ffi::{c_char, c_int, c_void},
     mem,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        RwLockReadGuard,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use farpage::{ArenaHold, fork::Hooks};
 
 use crate::{
-    INSIDE, Inside, STARTING, ceded, errno, family,
+    INSIDE, Inside, STARTING, errno, family,
+    mappings::{self, Map},
     next::{self, Start as ThreadStart, next},
     report, say, set_errno, share, signal_stack, signals, state,
 };
@@ -89,8 +93,13 @@ fn begins() -> bool {
     began.is_ok()
 }
 
-/// Locks on what a child looks up: the table of ceded pages, and the arena's record of allocations.
-struct Held(UnsafeCell<(Option<ceded::Hold>, Option<ArenaHold<'static>>)>);
+/// Locks on what a child looks up: the map of the arena, and the arena's record of allocations.
+struct Held(
+    UnsafeCell<(
+        Option<RwLockReadGuard<'static, Map>>,
+        Option<ArenaHold<'static>>,
+    )>,
+);
 
 // SAFETY: for the thread that forks alone, of which there is one at a time.
 unsafe impl Sync for Held {}
@@ -116,10 +125,10 @@ fn end(in_child: bool) {
     set_errno(before);
 }
 
-/// Waits for calls that cede or regain pages, and keeps others from beginning. Such a call waits
+/// Waits for calls that change mappings, and keeps others from beginning. Such a call waits
 /// for the end of the fork once reclaim is frozen, so that its lock is to be awaited before.
 fn freezing() {
-    let hold = state::get().map(|_| ceded::look());
+    let hold = state::get().map(|_| mappings::look());
     // SAFETY: this thread forks.
     unsafe { (*HELD.0.get()).0 = hold };
 }

@@ -14,154 +14,106 @@ use farpage::Advice;
 use farpage_signals::Mutex;
 
 use crate::{
-    Inside, answer, ceded, errno, fail,
-    locks::{self, expect_some, is_all_plain, lock_range, unlock},
-    ranges::Ranges,
+    Inside, answer, fail,
+    locks::{self, lock_range, unlock},
+    mappings::{self, Fact, Map, PLAIN, protects},
     say_once,
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
-/// Protection for reading and writing.
-pub(crate) const PLAIN: c_int = libc::PROT_READ | libc::PROT_WRITE;
-
-/// Protections of ranges, except reading and writing.
-static PROTECTED: Mutex<Ranges<c_int>> = Mutex::new(Ranges::new());
-
 /// Protects addresses of the arena, or lifts a protection. The error is an `errno`.
-pub(crate) fn set(addresses: Range<usize>, protection: c_int) -> Result<(), c_int> {
-    match protection == PLAIN && is_all_plain() {
+pub(crate) fn set(map: &mut Map, addresses: &Range<usize>, protection: c_int) -> Result<(), c_int> {
+    match protection == PLAIN && !map.has(addresses, Fact::is_protected) {
         true => Ok(()),
-        false => change(addresses, protection),
+        false => change(map, addresses, protection),
     }
 }
 
-fn change(addresses: Range<usize>, protection: c_int) -> Result<(), c_int> {
-    let mut protected = PROTECTED.lock();
-    expect_some();
-    kernel_protects(&addresses, protection)?;
-    protected.remove(addresses.clone());
-    if protection != PLAIN {
-        protected.insert(addresses, protection);
-    }
+fn change(map: &mut Map, addresses: &Range<usize>, protection: c_int) -> Result<(), c_int> {
+    mappings::expect_some();
+    protects(addresses, protection)?;
+    map.change(addresses, |fact| fact.protection = protection);
     Ok(())
-}
-
-/// Forgets the protections of pages that are ceded. Returns them.
-pub(crate) fn forget(addresses: Range<usize>) -> Vec<(Range<usize>, c_int)> {
-    PROTECTED.lock().remove(addresses)
-}
-
-fn kernel_protects(addresses: &Range<usize>, protection: c_int) -> Result<(), c_int> {
-    // SAFETY: addresses of the arena, which stay mapped. What may be done there is the program's
-    // own wish.
-    let done = unsafe {
-        libc::syscall(
-            libc::SYS_mprotect,
-            addresses.start,
-            addresses.len(),
-            protection,
-        )
-    };
-    if done == 0 { Ok(()) } else { Err(errno()) }
-}
-
-/// Returns the protections of `addresses`.
-pub(crate) fn of(addresses: &Range<usize>) -> Vec<(Range<usize>, c_int)> {
-    if is_all_plain() {
-        return Vec::new();
-    }
-    PROTECTED.lock().within(addresses)
 }
 
 /// Makes `addresses` readable, writable and not locked. Returns false if the kernel cannot, for
 /// lack of mappings.
-pub(crate) fn lift(state: &State, addresses: Range<usize>) -> bool {
-    if is_all_plain() {
-        return true;
+pub(crate) fn lift(map: &mut Map, state: &State, addresses: &Range<usize>) -> bool {
+    unlock(map, state, addresses);
+    let protected = map.those(addresses, Fact::is_protected);
+    let is_lifted = protected.iter().all(|part| set(map, part, PLAIN).is_ok());
+    if !is_lifted {
+        say_once(
+            "a protection cannot be lifted (see `sysctl vm.max_map_count`): that memory is not used again",
+        );
     }
-    unlock(state, addresses.clone());
-    for (part, _) in of(&addresses) {
-        if set(part, PLAIN).is_err() {
-            say_once(
-                "a protection cannot be lifted (see `sysctl vm.max_map_count`): that memory is not used again",
-            );
-            return false;
-        }
-    }
-    true
+    is_lifted
 }
 
-/// Moves the mapping at `old` to the front of `new`, with its protections and locks. All of `new`
+/// Lifts as [`lift`] does, for a caller without the map.
+pub(crate) fn lift_allocated(state: &State, addresses: &Range<usize>) -> bool {
+    mappings::is_all_plain() || lift(&mut mappings::change(), state, addresses)
+}
+
+/// Moves the memory at `old` to the front of `new`, with its protections and locks. All of `new`
 /// is locked if the program locks all. Returns false if nothing has moved.
 ///
 /// # Safety
 /// Nobody uses `old` meanwhile, and `new` is fresh memory that nobody has seen.
-pub(crate) unsafe fn relocate(state: &State, old: Range<usize>, new: Range<usize>) -> bool {
-    let protected = of(&old);
-    // Locked pages would not move.
-    let locked = unlock(state, old.clone());
-    let is_moved = lift(state, old.clone()) && {
+pub(crate) unsafe fn relocate(
+    map: &mut Map,
+    state: &State,
+    old: &Range<usize>,
+    new: &Range<usize>,
+) -> bool {
+    let known = map.parts(old, |fact| fact);
+    let relocate = |from: Range<usize>, to| {
         // SAFETY: the caller's promise.
-        let moved = unsafe { state.arena.relocate(old.clone(), new.start) };
-        let is_locked = || locks::made(state, new.clone());
-        moved.is_ok()
-            && (is_locked() || {
-                // SAFETY: as before.
-                let back = unsafe {
-                    state
-                        .arena
-                        .relocate(new.start..new.start + old.len(), old.start)
-                };
-                back.is_err()
-            })
+        unsafe { state.arena.relocate(from, to) }.is_ok()
     };
-    let place = if is_moved { new.start } else { old.start };
-    restore(state, protected, locked, old.start, place);
+    // Locked pages would not move.
+    let mut is_moved = lift(map, state, old) && relocate(old.clone(), new.start);
+    if is_moved && locks::lock_all() && lock_range(map, state, new, Some(0)).is_err() {
+        is_moved = !relocate(new.start..new.start + old.len(), old.start);
+    }
+    restore(
+        map,
+        state,
+        known,
+        old.start,
+        if is_moved { new.start } else { old.start },
+    );
     is_moved
 }
 
-/// Restores protections and locks of memory of the arena, with a line if that fails.
-pub(crate) fn renew(
+/// Restores protections and locks, as they are `known`, of memory of the arena that has moved from
+/// `old` to `new`, with a line if that fails.
+pub(crate) fn restore(
+    map: &mut Map,
     state: &State,
-    protected: Vec<(Range<usize>, c_int)>,
-    locked: Vec<(Range<usize>, ())>,
-) {
-    restore(state, protected, locked, 0, 0);
-}
-
-/// Restores protections and locks of the mapping, which has moved from `old` to `new`.
-fn restore(
-    state: &State,
-    protected: Vec<(Range<usize>, c_int)>,
-    locked: Vec<(Range<usize>, ())>,
+    known: Vec<(Range<usize>, Fact)>,
     old: usize,
     new: usize,
 ) {
-    let moved = |part: Range<usize>| new + (part.start - old)..new + (part.end - old);
-    for (part, ()) in locked {
+    for (part, fact) in known {
+        let part = new + (part.start - old)..new + (part.end - old);
         // The memory was locked before, so the budget has room, unless other threads were faster.
-        if lock_range(state, moved(part), 0).is_err() {
+        if fact.is_locked && lock_range(map, state, &part, Some(0)).is_err() {
             say_once("a lock (mlock) is lost: that memory is remote again");
         }
-    }
-    for (part, protection) in protected {
-        if set(moved(part), protection).is_err() {
+        if set(map, &part, fact.protection).is_err() {
             say_once("a protection is lost: see `sysctl vm.max_map_count`");
         }
     }
 }
 
 /// Protects and locks the addresses by which a mapping has grown, as its last byte is.
-pub(crate) fn extend(added: Range<usize>) {
-    let last = added.start - 1..added.start;
-    if let Some((_, protection)) = of(&last).pop() {
-        let _ = set(added.clone(), protection);
-    }
-    if locks::touch(&last)
-        && let Some(state) = state::get()
-    {
+pub(crate) fn extend(map: &mut Map, state: &State, added: &Range<usize>) {
+    let last = map.at(added.start - 1);
+    let _ = set(map, added, last.protection);
+    if last.is_locked {
         // As the kernel does: without room, the added memory is not locked.
-        let _ = lock_range(state, added, 0);
+        let _ = lock_range(map, state, added, Some(0));
     }
 }
 
@@ -169,9 +121,13 @@ pub(crate) fn extend(added: Range<usize>) {
 ///
 /// # Safety
 /// As [`Arena::discard`](farpage::Arena::discard).
-pub(crate) unsafe fn discard(state: &State, addresses: Range<usize>) -> Result<(), c_int> {
+pub(crate) unsafe fn discard(
+    map: &Map,
+    state: &State,
+    addresses: &Range<usize>,
+) -> Result<(), c_int> {
     let page_bytes = state.arena.region().page_bytes();
-    let (base, offsets) = (state.arena.addresses().start, state.offsets(&addresses));
+    let (base, offsets) = (state.arena.addresses().start, state.offsets(addresses));
     let first = base + offsets.start.next_multiple_of(page_bytes);
     let last = base + offsets.end / page_bytes * page_bytes;
     let (first, last) = (first.min(addresses.end), last.max(addresses.start));
@@ -184,7 +140,7 @@ pub(crate) unsafe fn discard(state: &State, addresses: Range<usize>) -> Result<(
     for part in [addresses.start..whole.start, whole.end..addresses.end] {
         if !part.is_empty() {
             // SAFETY: the caller's promise.
-            unsafe { overwrite(state, part) }?;
+            unsafe { overwrite(map, state, &part) }?;
         }
     }
     Ok(())
@@ -195,21 +151,23 @@ pub(crate) unsafe fn discard(state: &State, addresses: Range<usize>) -> Result<(
 ///
 /// # Safety
 /// As [`discard`].
-unsafe fn overwrite(state: &State, part: Range<usize>) -> Result<(), c_int> {
-    let mut protected = PROTECTED.lock();
-    let known = protected.within(&part);
-    let mut lifted = known.iter().map(|(part, _)| kernel_protects(part, PLAIN));
+unsafe fn overwrite(map: &Map, state: &State, part: &Range<usize>) -> Result<(), c_int> {
+    /// Right to lift protections while others hold the map shared, too.
+    static LIFTING: Mutex<()> = Mutex::new(());
+    let mut known = map.parts(part, |fact| fact.protection);
+    known.retain(|(_, protection)| *protection != PLAIN);
+    let _right = (!known.is_empty()).then(|| LIFTING.lock());
+    let mut lifted = known.iter().map(|(part, _)| protects(part, PLAIN));
     let done = if lifted.all(|lifted| lifted.is_ok()) {
         // SAFETY: the caller's promise.
-        unsafe { state.arena.discard(part) }.map_err(|_| libc::EAGAIN)
+        unsafe { state.arena.discard(part.clone()) }.map_err(|_| libc::EAGAIN)
     } else {
         say_once("memory cannot be given up: see `sysctl vm.max_map_count`");
         Err(libc::EAGAIN)
     };
     for (part, protection) in known {
-        if kernel_protects(&part, protection).is_err() {
+        if protects(&part, protection).is_err() {
             say_once("a protection is lost: see `sysctl vm.max_map_count`");
-            protected.remove(part);
         }
     }
     done
@@ -231,14 +189,13 @@ pub(crate) unsafe extern "C" fn mprotect(
         Some((_, _, false)) => fail(libc::ENOMEM),
         Some((_, addresses, true)) => {
             let inside = Inside::enter();
-            let hold = ceded::look();
-            let mut parts = hold.parts(&addresses).into_iter();
+            let mut map = mappings::change();
+            let mut parts = map.parts(&addresses, |fact| fact.is_ceded).into_iter();
             let changed = parts.try_for_each(|(part, is_ceded)| match is_ceded {
-                true => ceded::protects(&part, protection),
-                false => change(part, protection),
+                true => protects(&part, protection),
+                false => change(&mut map, &part, protection),
             });
-            drop(hold);
-            drop(inside);
+            drop((map, inside));
             answer(changed)
         }
     }
@@ -282,38 +239,47 @@ pub(crate) unsafe extern "C" fn madvise(
         return fail(libc::ENOMEM);
     }
     let inside = Inside::enter();
-    let hold = ceded::look();
-    let mut parts = hold.parts(&addresses).into_iter();
-    let advised = parts.try_for_each(|(part, is_ceded)| match is_ceded {
-        // SAFETY: the program's own memory, and its own wish.
-        true => unsafe { ceded::done(libc::SYS_madvise, &part, [advice as usize, 0]) },
-        false => advise(state, part, advice),
-    });
-    drop(hold);
+    let advised = match advice {
+        // The kernel's locks are lifted for a moment.
+        libc::MADV_DONTNEED_LOCKED => advise_all(&mappings::change(), state, &addresses, advice),
+        _ => advise_all(&mappings::look(), state, &addresses, advice),
+    };
     drop(inside);
     answer(advised)
 }
 
-fn not_locked(addresses: &Range<usize>) -> Result<(), c_int> {
-    match locks::touch(addresses) {
-        true => Err(libc::EINVAL),
-        false => Ok(()),
-    }
+fn advise_all(
+    map: &Map,
+    state: &State,
+    addresses: &Range<usize>,
+    advice: c_int,
+) -> Result<(), c_int> {
+    let mut parts = map.parts(addresses, |fact| fact.is_ceded).into_iter();
+    parts.try_for_each(|(part, is_ceded)| match is_ceded {
+        // SAFETY: the program's own memory, and its own wish.
+        true => unsafe { mappings::done(libc::SYS_madvise, &part, [advice as usize, 0]) },
+        false => advise(map, state, &part, advice),
+    })
 }
 
 /// Advises on `addresses` of the arena. The error is an `errno`.
-fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c_int> {
-    let bytes = state.offsets(&addresses);
+fn advise(map: &Map, state: &State, addresses: &Range<usize>, advice: c_int) -> Result<(), c_int> {
+    let bytes = state.offsets(addresses);
+    let is_locked = |addresses: &Range<usize>| map.has(addresses, |fact| fact.is_locked);
     match advice {
+        libc::MADV_DONTNEED | libc::MADV_FREE | libc::MADV_COLD | libc::MADV_PAGEOUT
+            if is_locked(addresses) =>
+        {
+            Err(libc::EINVAL)
+        }
         libc::MADV_DONTNEED | libc::MADV_FREE => {
-            not_locked(&addresses)?;
             // SAFETY: the program gives the contents up.
-            unsafe { discard(state, addresses) }
+            unsafe { discard(map, state, addresses) }
         }
         libc::MADV_DONTNEED_LOCKED => {
             // SAFETY: as above.
-            locks::without(state, &addresses.clone(), || unsafe {
-                discard(state, addresses)
+            locks::without(map, state, addresses, || unsafe {
+                discard(map, state, addresses)
             })
         }
         libc::MADV_WILLNEED => {
@@ -325,15 +291,13 @@ fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c
             here.map_err(|_| libc::EFAULT)
         }
         libc::MADV_COLD | libc::MADV_PAGEOUT => {
-            not_locked(&addresses)?;
             // A page that is locked in another part stays: the first or the last.
             let page_bytes = state.arena.region().page_bytes();
-            let mut pages = state.pages_of(&addresses);
-            if not_locked(&(pages.start..pages.start + page_bytes)).is_err() {
+            let mut pages = state.pages_of(addresses);
+            if is_locked(&(pages.start..pages.start + page_bytes)) {
                 pages.start += page_bytes;
             }
-            if pages.start < pages.end && not_locked(&(pages.end - page_bytes..pages.end)).is_err()
-            {
+            if pages.start < pages.end && is_locked(&(pages.end - page_bytes..pages.end)) {
                 pages.end -= page_bytes;
             }
             if pages.start < pages.end {
@@ -345,7 +309,7 @@ fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c
         // Backing of memory is the program's until the arena is under paging.
         libc::MADV_HUGEPAGE | libc::MADV_NOHUGEPAGE => {
             let huge = advice == libc::MADV_HUGEPAGE;
-            state.arena.advise_huge(addresses, huge);
+            state.arena.advise_huge(addresses.clone(), huge);
             Ok(())
         }
         // Dumps and read-ahead of memory are not the program's here. Children have all of it.

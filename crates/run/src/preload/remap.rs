@@ -14,12 +14,11 @@ use farpage_vm::calls::system_call;
 
 use crate::{
     Inside,
-    ceded::{self, Hold},
     foreign::{self, Failure},
-    locks::{self, kernel_locks, lock_range},
-    maps::{self, Claim, change_for, failed, fails, mapped, note, unmap_under},
-    protect::{self, PLAIN},
-    say_once,
+    locks::{kernel_locks, lock_range},
+    mappings::{self, Fact, Map, PLAIN, protects},
+    maps::{self, Claim, change_for, failed, fails, note, unmap},
+    protect, say_once,
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
@@ -78,7 +77,7 @@ pub(crate) unsafe extern "C" fn mremap(
     let old = state::ours(address, bytes);
     if let Some(old) = &old
         && state::is_forked()
-        && !ceded::was_ceded(old)
+        && !mappings::was_ceded(old)
     {
         // SAFETY: the caller's promise.
         return unsafe { remap_copy(old.clone(), new_bytes, flags) };
@@ -131,22 +130,21 @@ unsafe fn move_in(
         return Err(libc::EINVAL);
     };
     can_move(state, request)?;
-    let mut hold = change_for(state, &new);
-    let mut mapped = mapped();
-    let claim = Claim::make(state, &mapped, &new, false).ok_or(libc::EINVAL)?;
+    let mut map = change_for(state, &new);
+    let claim = Claim::make(state, &map, &new, false).ok_or(libc::EINVAL)?;
     // The source moves last, and once: it has no way back if others map what it leaves.
     // SAFETY: the program gives up what is there.
-    let moved = match unsafe { foreign::cede(&mut hold, state, &new, &mapped) } {
+    let moved = match unsafe { foreign::cede(&mut map, state, &new) } {
         false => Err(Failure::Refused(libc::ENOMEM)),
         // SAFETY: the caller's promise.
         true => unsafe { request.call(request.flags, new.start) }.map_err(Failure::Lost),
     };
     match moved {
         Ok(_) => {
-            mapped.insert(new.clone(), ());
+            note(&mut map, &new);
             Ok(new.start)
         }
-        Err(failure) => Err(fails(&mut hold, state, &mut mapped, claim, &new, failure)),
+        Err(failure) => Err(fails(&mut map, state, claim, &new, failure)),
     }
 }
 
@@ -204,63 +202,56 @@ unsafe fn remap(
         return Err(libc::EINVAL);
     }
     let pages = state.pages_of(old);
-    let mut hold = match (is_fixed || stays, &new) {
-        (true, Some(new)) if ceded::look().cover(old) => change_for(state, new),
-        (true, _) => ceded::change(),
-        (false, _) => ceded::change_if_ceded(&pages),
+    let is_ceded = |fact: Fact| fact.is_ceded;
+    let mut map = match &new {
+        Some(new) if mappings::look().all(old, is_ceded) => change_for(state, new),
+        _ => mappings::change(),
     };
-    let all = (mapped().cover(old), hold.cover(old), hold.touches(old));
-    let (true, is_kernels, is_ceded) = all else {
+    if !map.all(old, |fact| fact.is_mapped) {
         return Err(libc::EFAULT);
-    };
+    }
     if !stays && !is_fixed {
         if whole <= old.len() {
-            if whole < old.len() {
-                unmap_under(&mut hold, state, &mut mapped(), old.start + whole..old.end);
-            }
+            unmap(&mut map, state, &(old.start + whole..old.end));
             return Ok(old.start);
         }
-        if !is_ceded && !hold.touches(&pages) && grow_in_place(state, old, old.start + whole) {
+        if !map.has(&pages, is_ceded) && grow_in_place(&mut map, state, old, old.start + whole) {
             return Ok(old.start);
         }
         if !request.has(libc::MREMAP_MAYMOVE) {
             return Err(libc::ENOMEM);
         }
     }
+    if map.all(old, is_ceded) {
+        // SAFETY: the caller's promise.
+        return unsafe { move_ceded(&mut map, state, request, new) };
+    }
     // Old addresses that stay mapped keep their protections.
-    let protected = match stays && !is_kernels {
-        true => protect::of(old),
+    let protected = match stays {
+        true => map.parts(old, |fact| fact.protection),
         false => Vec::new(),
     };
+    let kept = old.start..old.end.min(old.start + whole);
     // SAFETY: the caller's promise.
-    unsafe {
-        if is_kernels {
-            return move_ceded(&mut hold, state, request, new);
-        }
-        let kept = old.start..old.end.min(old.start + whole);
-        match (is_fixed, new) {
-            (true, None) => move_out(&hold, state, &kept, target.clone())?,
-            (true, Some(new)) => move_within(&mut hold, state, &kept, &new)?,
-            (false, _) if is_ceded => {
-                let made = allocate(state, 0, whole)?;
-                if let Err(errno) = copy(&hold, state, &kept, made.start) {
-                    unmap_under(&mut hold, state, &mut mapped(), made);
-                    return Err(errno);
-                }
-                if whole > old.len() {
-                    protect::extend(made.start + old.len()..made.end);
-                }
-                leave(&mut hold, state, old, stays)?;
-                return Ok(made.start);
+    let made = unsafe {
+        let made = match (is_fixed, new) {
+            (true, None) => {
+                move_out(&mut map, state, &kept, target.clone())?;
+                target.start
             }
-            (false, _) => return move_elsewhere(&mut hold, state, old, whole, stays),
-        }
-        leave(&mut hold, state, old, stays)?;
-    }
+            (true, Some(new)) => {
+                move_within(&mut map, state, &kept, &new)?;
+                target.start
+            }
+            (false, _) => move_elsewhere(&mut map, state, old, whole)?,
+        };
+        leave(&mut map, state, old, stays)?;
+        made
+    };
     for (part, protection) in protected {
-        protect::set(part, protection)?;
+        protect::set(&mut map, &part, protection)?;
     }
-    Ok(target.start)
+    Ok(made)
 }
 
 /// Moves a mapping of the kernel's out of the arena, or within it, to `new`.
@@ -268,44 +259,36 @@ unsafe fn remap(
 /// # Safety
 /// As `mremap`.
 unsafe fn move_ceded(
-    hold: &mut Hold,
+    map: &mut Map,
     state: &State,
     request: &Request,
     new: Option<Range<usize>>,
 ) -> Result<usize, c_int> {
-    let mut mapped = mapped();
     let mut claim = None;
     if let Some(new) = &new {
-        let claimed = Claim::make(state, &mapped, new, false).ok_or(libc::EINVAL)?;
+        let claimed = Claim::make(state, map, new, false).ok_or(libc::EINVAL)?;
         // SAFETY: the program gives up what is there.
-        if !unsafe { foreign::cede(hold, state, new, &mapped) } {
+        if !unsafe { foreign::cede(map, state, new) } {
             let failure = Failure::Refused(libc::ENOMEM);
-            return Err(fails(hold, state, &mut mapped, claimed, new, failure));
+            return Err(fails(map, state, claimed, new, failure));
         }
         claim = Some((claimed, new));
     }
     // SAFETY: the caller's promise.
-    let made = match unsafe { request.call(request.flags, request.new_address) } {
-        Ok(made) => made,
-        Err(errno) => {
-            return Err(match claim {
-                Some((claim, new)) => {
-                    let failure = Failure::Lost(errno);
-                    fails(hold, state, &mut mapped, claim, new, failure)
-                }
-                None => errno,
-            });
-        }
-    };
-    if let Some(new) = new {
-        mapped.insert(new, ());
+    let made = unsafe { request.call(request.flags, request.new_address) };
+    let made = made.map_err(|errno| match claim {
+        Some((claim, new)) => fails(map, state, claim, new, Failure::Lost(errno)),
+        None => errno,
+    })?;
+    if let Some(new) = &new {
+        note(map, new);
     }
     if request.has(libc::MREMAP_DONTUNMAP) {
         return Ok(made);
     }
     let only_free = libc::MAP_FIXED_NOREPLACE | libc::MAP_NORESERVE;
-    if ceded::map_anonymous(&request.old, libc::PROT_NONE, only_free) != Err(libc::EEXIST) {
-        unmap_under(hold, state, &mut mapped, request.old.clone());
+    if mappings::map_anonymous(&request.old, libc::PROT_NONE, only_free) != Err(libc::EEXIST) {
+        unmap(map, state, &request.old);
     }
     // With EEXIST another thread's mapping has got the addresses from the kernel, and stays there.
     Ok(made)
@@ -316,16 +299,16 @@ unsafe fn move_ceded(
 /// # Safety
 /// As `mremap` with `MREMAP_FIXED`.
 unsafe fn move_out(
-    hold: &Hold,
+    map: &mut Map,
     state: &State,
     old: &Range<usize>,
     to: Range<usize>,
 ) -> Result<(), c_int> {
-    ceded::map_anonymous(&to, PLAIN, libc::MAP_FIXED)?;
+    mappings::map_anonymous(&to, PLAIN, libc::MAP_FIXED)?;
     // SAFETY: the caller's promise. What has replaced the old mapping goes if it gets no bytes.
     unsafe {
-        copy(hold, state, old, to.start).inspect_err(|_| {
-            let _ = ceded::done(libc::SYS_munmap, &to, [0, 0]);
+        copy(map, state, old, to.start).inspect_err(|_| {
+            let _ = mappings::done(libc::SYS_munmap, &to, [0, 0]);
         })
     }
 }
@@ -335,51 +318,49 @@ unsafe fn move_out(
 /// # Safety
 /// As `mremap` with `MREMAP_FIXED`.
 unsafe fn move_within(
-    hold: &mut Hold,
+    map: &mut Map,
     state: &State,
     old: &Range<usize>,
     new: &Range<usize>,
 ) -> Result<(), c_int> {
-    let mut mapped = mapped();
-    let claim = Claim::make(state, &mapped, new, true).ok_or(libc::EINVAL)?;
+    let claim = Claim::make(state, map, new, true).ok_or(libc::EINVAL)?;
     // SAFETY: the caller's promise.
-    if let Err(errno) = unsafe { maps::map_plain(hold, state, new, PLAIN) } {
-        claim.give_back(hold, state);
+    if let Err(errno) = unsafe { maps::map_plain(map, state, new, PLAIN) } {
+        claim.give_back(map, state);
         return Err(errno);
     }
-    mapped.insert(new.clone(), ());
-    drop(mapped);
+    note(map, new);
     state.note_peak();
-    let shares_a_page = state.pages_of(old).start < state.pages_of(new).end
-        && state.pages_of(new).start < state.pages_of(old).end;
-    let has_ceded = hold.touches(&state.pages_of(old)) || hold.touches(&state.pages_of(new));
+    let (from, to) = (state.pages_of(old), state.pages_of(new));
+    let shares_a_page = from.start < to.end && to.start < from.end;
+    let has_ceded = [from, to]
+        .iter()
+        .any(|pages| map.has(pages, |fact| fact.is_ceded));
     // SAFETY: the caller's promise.
     let moved = unsafe {
         match has_ceded || shares_a_page {
-            true => copy(hold, state, old, new.start),
-            false => match protect::relocate(state, old.clone(), new.clone()) {
-                true => Ok(()),
-                false => Err(libc::ENOMEM),
-            },
+            true => copy(map, state, old, new.start),
+            false => relocate(map, state, old, new),
         }
     };
     // As where the kernel fails half way: the new addresses have no mapping.
-    moved.inspect_err(|_| unmap_under(hold, state, &mut self::mapped(), new.clone()))
+    moved.inspect_err(|_| unmap(map, state, new))
 }
 
-/// Part of a mapping that is copied, with its protection.
-struct Protected {
-    part: Range<usize>,
-    protection: c_int,
-    is_ceded: bool,
-}
-
-impl Protected {
-    fn protects(&self, protection: c_int) -> Result<(), c_int> {
-        match self.is_ceded {
-            true => ceded::protects(&self.part, protection),
-            false => protect::set(self.part.clone(), protection),
-        }
+/// Moves remote memory page by page. The error is an `errno`.
+///
+/// # Safety
+/// As [`protect::relocate`].
+unsafe fn relocate(
+    map: &mut Map,
+    state: &State,
+    old: &Range<usize>,
+    new: &Range<usize>,
+) -> Result<(), c_int> {
+    // SAFETY: the caller's promise.
+    match unsafe { protect::relocate(map, state, old, new) } {
+        true => Ok(()),
+        false => Err(libc::ENOMEM),
     }
 }
 
@@ -389,106 +370,87 @@ impl Protected {
 ///
 /// # Safety
 /// Nobody uses the old bytes or the new ones.
-unsafe fn copy(hold: &Hold, state: &State, old: &Range<usize>, to: usize) -> Result<(), c_int> {
-    let (mut protected, mut locked) = (Vec::new(), Vec::new());
-    let mut parts = hold.parts(old).into_iter();
-    let is_readable = parts.try_for_each(|(part, is_ceded)| {
-        locked.extend(match is_ceded {
-            true => Vec::new(),
-            false => locks::unlock(state, part.clone()),
-        });
-        protected.extend(protections(&part, is_ceded)?);
-        match is_ceded {
-            true => make_readable(&protected, &part),
-            false if protect::lift(state, part) => Ok(()),
+unsafe fn copy(map: &mut Map, state: &State, old: &Range<usize>, to: usize) -> Result<(), c_int> {
+    let known = protections(map, old)?;
+    let is_readable = known
+        .iter()
+        .try_for_each(|(part, fact)| match fact.is_ceded {
+            true => make_readable(part, fact.protection),
+            false if protect::lift(map, state, part) => Ok(()),
             false => Err(libc::ENOMEM),
-        }
-    });
-    let moved = |part: &Range<usize>| to + (part.start - old.start)..to + (part.end - old.start);
+        });
     let copied = is_readable.and_then(|()| {
         let from = ptr::with_exposed_provenance::<u8>(old.start);
         let into = ptr::with_exposed_provenance_mut::<u8>(to);
         // SAFETY: the caller's promise; the ranges do not overlap.
         unsafe { into.copy_from_nonoverlapping(from, old.len()) };
-        for (part, ()) in &locked {
-            lock_copy(hold, state, &moved(part));
-        }
-        let mut protected = protected.iter();
-        protected.try_for_each(|known| protect_copy(hold, state, &moved(&known.part), known))
+        known.iter().try_for_each(|(part, fact)| {
+            let part = to + (part.start - old.start)..to + (part.end - old.start);
+            lock_and_protect(map, state, &part, *fact)
+        })
     });
-    for known in &protected {
-        if known.protects(known.protection).is_err() {
+    for (part, mut fact) in known {
+        fact.is_locked &= copied.is_err();
+        if !fact.is_ceded {
+            protect::restore(map, state, vec![(part, fact)], 0, 0);
+        } else if protects(&part, fact.protection).is_err() {
             say_once("a protection is lost: see `sysctl vm.max_map_count`");
         }
-    }
-    if copied.is_err() {
-        protect::renew(state, Vec::new(), locked);
     }
     copied
 }
 
-/// Returns the protections of `part`, whose pages are all ceded or all the arena's.
-fn protections(part: &Range<usize>, is_ceded: bool) -> Result<Vec<Protected>, c_int> {
-    let known = match is_ceded {
-        true => farpage_vm::protections(part).map_err(|error| {
+/// Returns the facts about `addresses`, ascending, with the kernel's protections of ceded pages.
+fn protections(map: &Map, addresses: &Range<usize>) -> Result<Vec<(Range<usize>, Fact)>, c_int> {
+    let mut known = Vec::new();
+    for (part, fact) in map.parts(addresses, |fact| fact) {
+        if !fact.is_ceded {
+            known.push((part, fact));
+            continue;
+        }
+        let protections = farpage_vm::protections(&part).map_err(|error| {
             say_once(&format!("memory cannot be moved: /proc/self/maps: {error}"));
             libc::ENOMEM
-        })?,
-        false => protect::of(part),
-    };
-    let protected = known.into_iter().map(|(part, protection)| Protected {
-        part,
-        protection,
-        is_ceded,
-    });
-    Ok(protected.collect())
+        })?;
+        let with = |(part, protection)| (part, Fact { protection, ..fact });
+        known.extend(protections.into_iter().map(with));
+    }
+    Ok(known)
 }
 
 /// Makes ceded addresses readable and brings them in, so that reading them raises no signal: a
 /// file may have ended before.
-fn make_readable(protected: &[Protected], part: &Range<usize>) -> Result<(), c_int> {
-    let mut inside = protected
-        .iter()
-        .filter(|known| part.contains(&known.part.start));
-    inside.try_for_each(|known| {
-        if known.protection & libc::PROT_READ == 0 {
-            known.protects(known.protection | libc::PROT_READ)?;
-        }
-        let populate = libc::MADV_POPULATE_READ as usize;
-        // SAFETY: brings memory in.
-        let populated = unsafe { ceded::done(libc::SYS_madvise, &known.part, [populate, 0]) };
-        populated.map_err(|_| libc::EFAULT)
-    })
-}
-
-/// Locks a part of a copy, as the copied bytes were.
-fn lock_copy(hold: &Hold, state: &State, part: &Range<usize>) {
-    let is_arenas = state.arena.contains(part.start);
-    for (part, is_ceded) in hold.parts(part) {
-        if is_ceded || !is_arenas {
-            kernel_locks(&[(part, ())]);
-        } else if lock_range(state, part, 0).is_err() {
-            say_once("a lock (mlock) is lost: that memory is remote again");
-        }
+fn make_readable(part: &Range<usize>, protection: c_int) -> Result<(), c_int> {
+    if protection & libc::PROT_READ == 0 {
+        protects(part, protection | libc::PROT_READ)?;
     }
+    let populate = libc::MADV_POPULATE_READ as usize;
+    // SAFETY: brings memory in.
+    let populated = unsafe { mappings::done(libc::SYS_madvise, part, [populate, 0]) };
+    populated.map_err(|_| libc::EFAULT)
 }
 
-/// Protects a part of a copy, as the copied bytes are.
-fn protect_copy(
-    hold: &Hold,
+/// Locks and protects a part of a copy, as the copied bytes were.
+fn lock_and_protect(
+    map: &mut Map,
     state: &State,
     part: &Range<usize>,
-    known: &Protected,
+    known: Fact,
 ) -> Result<(), c_int> {
-    if known.protection == PLAIN {
-        return Ok(());
+    let is_outside = !state.arena.contains(part.start);
+    for (part, is_kernels) in map.parts(part, |fact| fact.is_ceded || is_outside) {
+        if known.is_locked && is_kernels {
+            kernel_locks(std::slice::from_ref(&part));
+        } else if known.is_locked && lock_range(map, state, &part, Some(0)).is_err() {
+            say_once("a lock (mlock) is lost: that memory is remote again");
+        }
+        match is_kernels {
+            true if known.is_protected() => protects(&part, known.protection)?,
+            true => {}
+            false => protect::set(map, &part, known.protection)?,
+        }
     }
-    let is_arenas = state.arena.contains(part.start);
-    let mut parts = hold.parts(part).into_iter();
-    parts.try_for_each(|(part, is_ceded)| match is_ceded || !is_arenas {
-        true => ceded::protects(&part, known.protection),
-        false => protect::set(part, known.protection),
-    })
+    Ok(())
 }
 
 /// Gives up the old addresses of a mapping that has moved, or empties them if it `stays`.
@@ -496,23 +458,22 @@ fn protect_copy(
 /// # Safety
 /// As `mremap`.
 unsafe fn leave(
-    hold: &mut Hold,
+    map: &mut Map,
     state: &State,
     old: &Range<usize>,
     stays: bool,
 ) -> Result<(), c_int> {
     if !stays {
-        unmap_under(hold, state, &mut mapped(), old.clone());
+        unmap(map, state, old);
         return Ok(());
     }
-    for (part, is_ceded) in hold.parts(old) {
+    let empty = [libc::MADV_DONTNEED as usize, 0];
+    for (part, is_ceded) in map.parts(old, |fact| fact.is_ceded) {
         // SAFETY: the caller's promise.
         unsafe {
             match is_ceded {
-                true => {
-                    ceded::done(libc::SYS_madvise, &part, [libc::MADV_DONTNEED as usize, 0])?;
-                }
-                false => protect::discard(state, part)?,
+                true => mappings::done(libc::SYS_madvise, &part, empty)?,
+                false => protect::discard(map, state, &part)?,
             }
         }
     }
@@ -553,58 +514,54 @@ unsafe fn remap_copy(old: Range<usize>, new_bytes: usize, flags: c_int) -> *mut 
 }
 
 /// Makes a mapping end at `end`, if nothing is mapped or allocated up to there.
-fn grow_in_place(state: &State, old: &Range<usize>, end: usize) -> bool {
-    let mut mapped = mapped();
+fn grow_in_place(map: &mut Map, state: &State, old: &Range<usize>, end: usize) -> bool {
     let page_end = state.pages_of(old).end;
-    let is_free = !mapped.touches(&(old.end..end.min(page_end).max(old.end)))
+    let rest_of_page = old.end..end.min(page_end).max(old.end);
+    let is_free = !map.has(&rest_of_page, |fact| fact.is_mapped)
         && (end <= page_end || state.arena.extend(page_end, end - page_end));
     if is_free {
-        mapped.insert(old.end..end, ());
-        drop(mapped);
-        protect::extend(old.end..end);
+        note(map, &(old.end..end));
+        protect::extend(map, state, &(old.end..end));
         state.note_peak();
     }
     is_free
 }
 
-/// Maps `whole` bytes of the arena for a mapping that moves there, at `offset` in their first page.
-fn allocate(state: &State, offset: usize, whole: usize) -> Result<Range<usize>, c_int> {
+/// Moves a mapping to a place of the arena where it has `whole` bytes. Returns the place.
+///
+/// # Safety
+/// Nobody uses the mapping meanwhile.
+unsafe fn move_elsewhere(
+    map: &mut Map,
+    state: &State,
+    old: &Range<usize>,
+    whole: usize,
+) -> Result<usize, c_int> {
+    let has_ceded = map.has(old, |fact| fact.is_ceded);
+    let offset = match has_ceded {
+        true => 0,
+        // The mapping keeps its offset in its first page, so that pages move and not bytes.
+        false => old.start - state.pages_of(old).start,
+    };
     let made = state.allocate_to_grow(offset + whole, KERNEL_PAGE_BYTES);
     if made.is_null() {
         return Err(libc::ENOMEM);
     }
     let new = made as usize + offset..made as usize + offset + whole;
-    note(new.clone());
-    Ok(new)
-}
-
-/// Moves a mapping to a place where it has `whole` bytes.
-///
-/// # Safety
-/// Nobody uses the mapping meanwhile.
-unsafe fn move_elsewhere(
-    hold: &mut Hold,
-    state: &State,
-    old: &Range<usize>,
-    whole: usize,
-    stays: bool,
-) -> Result<usize, c_int> {
-    // The mapping keeps its offset in its first page, so that pages move and not bytes.
-    let new = allocate(state, old.start - state.pages_of(old).start, whole)?;
-    let protected = protect::of(old);
+    note(map, &new);
     // SAFETY: nobody uses the old bytes, and the new ones are nobody's but ours.
-    if !unsafe { protect::relocate(state, old.clone(), new.clone()) } {
-        unmap_under(hold, state, &mut mapped(), new);
-        return Err(libc::ENOMEM);
-    }
-    // SAFETY: the caller's promise.
-    unsafe { leave(hold, state, old, stays) }?;
-    if stays {
-        for (part, protection) in protected {
-            protect::set(part, protection)?;
+    let moved = unsafe {
+        match has_ceded {
+            true => copy(map, state, old, new.start),
+            false => relocate(map, state, old, &new),
         }
-    } else {
-        protect::extend(new.start + old.len()..new.end);
+    };
+    if let Err(errno) = moved {
+        unmap(map, state, &new);
+        return Err(errno);
+    }
+    if whole > old.len() {
+        protect::extend(map, state, &(new.start + old.len()..new.end));
     }
     Ok(new.start)
 }

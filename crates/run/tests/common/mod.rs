@@ -1,18 +1,17 @@
 //! Shared parts of the tests of `farpage run`: running programs with it and without.
 
 #![allow(dead_code, reason = "not every test uses all of it")]
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 use std::{
+    fs,
     path::{Path, PathBuf},
     process::{Command, Output},
     time::Duration,
 };
 
 use farpage_testkit::{finish, mix, test_name, text};
+use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const GCC: &str = "/usr/bin/gcc";
@@ -101,20 +100,22 @@ pub(crate) fn lines(count: u64) -> String {
     (0..count).map(line).collect()
 }
 
+/// Writes a file of `count` such lines, in a folder that is removed at the end.
+pub(crate) fn file_of_lines(count: u64) -> (TempDir, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("lines");
+    fs::write(&path, lines(count)).unwrap();
+    (folder, path.to_str().unwrap().to_owned())
+}
+
 /// Asserts that `ours` has the output of a plain run. Returns and prints its `--stats`.
 pub(crate) fn same_as_plain(command: &[&str], plain: &Output, ours: &Output) -> String {
     assert!(plain.status.success(), "{}", text(&plain.stderr));
     let stats = text(&ours.stderr);
-    assert!(
-        ours.status.success(),
-        "{command:?}: {} {stats}",
-        ours.status
-    );
+    let (status, is_same) = (ours.status, plain.stdout == ours.stdout);
+    assert!(status.success(), "{command:?}: {status} {stats}");
     assert!(!plain.stdout.is_empty());
-    assert!(
-        plain.stdout == ours.stdout,
-        "{command:?}: the outputs differ"
-    );
+    assert!(is_same, "{command:?}: the outputs differ");
     println!("{command:?}: {stats}");
     stats
 }

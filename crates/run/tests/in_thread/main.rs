@@ -3,10 +3,7 @@
 //!
 //! The rule it keeps: each C program checks itself, and first succeeds without farpage.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -20,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-use common::{GCC, can_run_with, lines, same_as_plain};
+use common::{GCC, can_run_with, file_of_lines, same_as_plain};
 use farpage_testkit::{finish, serve_tcp, test_name, text};
 use tempfile::TempDir;
 
@@ -63,14 +60,18 @@ struct Compiled {
 }
 
 impl Compiled {
-    fn new(name: &str) -> Compiled {
+    /// Compiles a program. `None` if this machine cannot run it.
+    fn new(name: &str) -> Option<Compiled> {
+        if !can_run(&[GCC]) {
+            return None;
+        }
         let folder = tempfile::tempdir().unwrap();
         let path = common::compile(folder.path(), &format!("in_thread/{name}"), &["-pthread"]);
         let path = path.unwrap();
-        Compiled {
+        Some(Compiled {
             path,
             _folder: folder,
-        }
+        })
     }
 
     fn run(&self, options: Option<&[&str]>, which: &str) -> Output {
@@ -94,11 +95,8 @@ impl Compiled {
         for mode in [None, Some("--in-thread"), Some("--fillers")] {
             let ended = self.run_in(mode, which);
             let said = format!("{}{}", text(&ended.stdout), text(&ended.stderr));
-            assert!(
-                ended.status.success(),
-                "{which}, {mode:?}: {:?} {said}",
-                ended.status
-            );
+            let status = ended.status;
+            assert!(status.success(), "{which}, {mode:?}: {status:?} {said}");
             assert_eq!(text(&ended.stdout), "done\n", "{which}, {mode:?}: {said}");
         }
     }
@@ -109,8 +107,8 @@ macro_rules! cases {
         $(
             #[test]
             fn $test() {
-                if can_run(&[GCC]) {
-                    Compiled::new($program).check($which);
+                if let Some(program) = Compiled::new($program) {
+                    program.check($which);
                 }
             }
         )+
@@ -157,10 +155,9 @@ cases! {
 /// Checks that rings send what was there, with filler threads. In-thread a line refuses them.
 #[test]
 fn io_uring_sends_what_was_there_or_is_refused() {
-    if !can_run(&[GCC]) {
+    let Some(program) = Compiled::new("zero_copy") else {
         return;
-    }
-    let program = Compiled::new("zero_copy");
+    };
     let modes = [None, Some("--fillers"), Some("--in-thread")];
     for (mode, case) in modes
         .iter()
@@ -185,30 +182,17 @@ fn io_uring_sends_what_was_there_or_is_refused() {
 /// that filter looks. Here a filter looks at half of all places.
 #[test]
 fn arenas_lie_where_no_inherited_filter_looks() {
-    if !can_run(&[GCC]) {
+    let Some(calls) = Compiled::new("calls") else {
         return;
-    }
-    let calls = Compiled::new("calls");
+    };
     let path = calls.path.to_str().unwrap();
     // An arena that is placed without a check would meet the filter in every second round.
     for _ in 0..8 {
+        let options = ["--in-thread", "--budget", "1MiB", "--capacity", "256MiB"];
+        let inner = farpage(&options, &[path, "paths"]);
         let mut command = Command::new(path);
-        command.args([
-            "filter",
-            env!("CARGO_BIN_EXE_farpage"),
-            "run",
-            "--in-thread",
-            "--at-once",
-        ]);
-        command.args([
-            "--budget",
-            "1MiB",
-            "--capacity",
-            "256MiB",
-            "--",
-            path,
-            "paths",
-        ]);
+        command.arg("filter").arg(inner.get_program());
+        command.args(inner.get_args());
         let ended = output(command.env("FARPAGE_PAGE_SIZE", "4KiB"));
         let said = format!("{}{}", text(&ended.stdout), text(&ended.stderr));
         assert_eq!(text(&ended.stdout), "done\n", "{:?} {said}", ended.status);
@@ -218,22 +202,17 @@ fn arenas_lie_where_no_inherited_filter_looks() {
 /// The program ends with the status of a plain run.
 #[test]
 fn sigbus_that_nobody_handles_ends_the_program_as_ever() {
-    if !can_run(&[GCC]) {
+    let Some(signals) = Compiled::new("signals") else {
         return;
-    }
-    let signals = Compiled::new("signals");
+    };
     for which in ["die", "die-once", "die-sent"] {
         let plain = signals.run(None, which);
         assert_eq!(plain.status.signal(), Some(libc::SIGBUS), "{which}");
         for mode in [&["--in-thread"][..], &["--fillers"]] {
             let options = [mode, &["--budget", "1MiB"]].concat();
             let ended = signals.run(Some(&options), which);
-            let said = text(&ended.stderr);
-            assert_eq!(
-                ended.status.code(),
-                Some(128 + libc::SIGBUS),
-                "{which}: {said}"
-            );
+            let (status, said) = (ended.status.code(), text(&ended.stderr));
+            assert_eq!(status, Some(128 + libc::SIGBUS), "{which}: {said}");
         }
     }
 }
@@ -260,10 +239,9 @@ fn with_lost_server(signals: &Compiled, mode: &[&str], which: &str) -> Output {
 /// Lost memory is reported before the program's own handler runs, or before the program ends.
 #[test]
 fn lost_memory_says_so_and_then_goes_to_the_programs_handler() {
-    if !can_run(&[GCC]) {
+    let Some(signals) = Compiled::new("signals") else {
         return;
-    }
-    let signals = Compiled::new("signals");
+    };
     for mode in [&["--in-thread"][..], &["--fillers"]] {
         for which in ["lost", "lost-handled"] {
             let ended = with_lost_server(&signals, mode, which);
@@ -286,10 +264,9 @@ fn lost_memory_says_so_and_then_goes_to_the_programs_handler() {
 /// A handler of SIGBUS that calls `exit` runs destructors, which unmap.
 #[test]
 fn giving_a_part_of_a_lost_page_back_holds_up_no_exit() {
-    if !can_run(&[GCC]) {
+    let Some(signals) = Compiled::new("signals") else {
         return;
-    }
-    let signals = Compiled::new("signals");
+    };
     for mode in [&["--in-thread"][..], &["--fillers"]] {
         let ended = with_lost_server(&signals, mode, "lost-in-part");
         let said = text(&ended.stderr);
@@ -298,8 +275,11 @@ fn giving_a_part_of_a_lost_page_back_holds_up_no_exit() {
     }
 }
 
-/// Compares a program's output with a plain run's.
+/// Compares a program's output with a plain run's, if the program is here.
 fn same(command: &[&str], budget: &str) {
+    if !can_run(&command[..1]) {
+        return;
+    }
     let plain = output(Command::new(command[0]).args(&command[1..]));
     let options = ["--in-thread", "--budget", budget, "--stats"];
     let ours = output(farpage(&options, command).env("FARPAGE_PAGE_SIZE", "16KiB"));
@@ -310,38 +290,19 @@ fn same(command: &[&str], budget: &str) {
 
 #[test]
 fn sort_gives_the_same_bytes_in_thread() {
-    if !can_run(&[SORT]) {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let input = folder.path().join("lines");
-    fs::write(&input, lines(150_000)).unwrap();
-    same(
-        &[SORT, "-S", "32M", "--parallel=2", input.to_str().unwrap()],
-        "3MiB",
-    );
+    let (_folder, input) = file_of_lines(150_000);
+    same(&[SORT, "-S", "32M", "--parallel=2", &input], "3MiB");
 }
 
 #[test]
 fn xz_gives_the_same_bytes_in_thread() {
-    if !can_run(&[XZ]) {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let input = folder.path().join("lines");
-    fs::write(&input, lines(1500)).unwrap();
-    same(
-        &[XZ, "-9", "-T1", "-k", "-c", input.to_str().unwrap()],
-        "8MiB",
-    );
+    let (_folder, input) = file_of_lines(1500);
+    same(&[XZ, "-9", "-T1", "-k", "-c", &input], "8MiB");
 }
 
 /// An interpreter's paths, buffers of files and arguments of programs are remote.
 #[test]
 fn python_gives_the_same_bytes_in_thread() {
-    if !can_run(&[PYTHON]) {
-        return;
-    }
     let script = "
 import os, socket, subprocess, tempfile, threading, json
 x = {i: str(i * 7919 % 1000003) for i in range(40000)}

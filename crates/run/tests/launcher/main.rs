@@ -3,10 +3,7 @@
 //!
 //! The rule it keeps: the memory in `--stats` shows whether a program was interposed.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -195,10 +192,10 @@ fn child_made_by_fork_says_that_its_memory_is_local() {
     if !can_run(&[PYTHON]) {
         return;
     }
-    let run = |options: &[&str], script: &str| {
+    let run = |script: &str| {
         let script = format!("import ctypes, os\n{script}");
         // Python's own allocations are local.
-        let options = [&["--budget", "16MiB", "--min-bytes", "2MiB"], options].concat();
+        let options = ["--budget", "16MiB", "--min-bytes", "2MiB"];
         let ended = farpage(&options, &[PYTHON, "-c", &script]);
         (text(&ended.stdout), text(&ended.stderr))
     };
@@ -208,14 +205,12 @@ for _ in range(3):
     if child == 0: os._exit(bytearray(8 << 20)[5])
     print(os.waitpid(child, 0)[1])
 ";
-    let (seen, why) = run(&[], children);
+    let (seen, why) = run(children);
     assert_eq!(seen, "0\n0\n0\n", "{why}");
     assert_eq!(why.matches("a child made by fork").count(), 1, "{why}");
     // The child's standard error is closed before it allocates.
-    let (_, why) = run(
-        &[],
-        "ctypes.CDLL(None).daemon(0, 0); held = bytearray(8 << 20)",
-    );
+    let daemon = "ctypes.CDLL(None).daemon(0, 0); held = bytearray(8 << 20)";
+    let (_, why) = run(daemon);
     assert!(why.contains("a child made by fork"), "{why}");
 }
 
@@ -229,21 +224,12 @@ fn shells_that_only_start_others_take_no_share() {
     let job = folder.path().join("job.py");
     fs::write(&job, JOB).unwrap();
     let line = (0..6).fold(format!("{PYTHON} {}", job.display()), |line, at| {
-        let script = program(
-            folder.path(),
-            &format!("shell{at}"),
-            &format!("{line}; :\n"),
-        );
+        let (name, line) = (format!("shell{at}"), format!("{line}; :\n"));
+        let script = program(folder.path(), &name, &line);
         format!("/bin/sh {script}")
     });
-    let options = [
-        "--budget",
-        "7MiB",
-        "--capacity",
-        "64MiB",
-        "--children",
-        "--stats",
-    ];
+    let options = ["--budget", "7MiB", "--capacity", "64MiB"];
+    let options = [&options[..], &["--children", "--stats"]].concat();
     let ended = farpage(&options, &["/bin/sh", "-c", &format!("{line}; :")]);
     was_remote(&line, &ended);
 }
@@ -258,11 +244,9 @@ fn farpage_starts_from_any_path_with_any_folder_for_temporary_files() {
     let folder = tempfile::tempdir().unwrap();
     let run = |farpage: &Path, temporary: &str| {
         let mut run = Command::new(farpage);
-        run.args([
-            "run", "--budget", "16MiB", "--stats", "--", PYTHON, "-c", JOB,
-        ]);
-        run.env("FARPAGE_PAGE_SIZE", "16KiB")
-            .env("TMPDIR", temporary);
+        run.args(["run", "--budget", "16MiB", "--stats", "--"]);
+        run.args([PYTHON, "-c", JOB]).env("TMPDIR", temporary);
+        run.env("FARPAGE_PAGE_SIZE", "16KiB");
         was_remote(&format!("{farpage:?} {temporary}"), &output(&mut run));
     };
     let long = folder.path().join("long".repeat(40));
@@ -270,14 +254,9 @@ fn farpage_starts_from_any_path_with_any_folder_for_temporary_files() {
     for path in [&long, &odd] {
         fs::create_dir(path).unwrap();
     }
-    for temporary in [
-        &long,
-        &odd,
-        Path::new("/no/such"),
-        Path::new(""),
-        Path::new("here"),
-    ] {
-        run(binary, temporary.to_str().unwrap());
+    let [long, odd_name] = [&long, &odd].map(|path| path.to_str().unwrap());
+    for temporary in [long, odd_name, "/no/such", "", "here"] {
+        run(binary, temporary);
     }
     let installed = odd.join("farpage");
     fs::copy(binary, &installed).unwrap();
@@ -293,13 +272,9 @@ fn limits_of_the_program_are_its_own_and_none_stops_farpage() {
     let folder = tempfile::tempdir().unwrap();
     let job = folder.path().join("job.py").display().to_string();
     fs::write(&job, JOB).unwrap();
-    for (limit, shown) in [
-        ("-S -n 48", "48"),
-        ("-S -f 0", "0"),
-        ("-u 60", "60"),
-        ("-l 0", "0"),
-    ] {
-        let kind = limit.rsplit(' ').nth(1).unwrap();
+    for limit in ["-S -n 48", "-S -f 0", "-u 60", "-l 0"] {
+        let mut words = limit.rsplit(' ');
+        let (shown, kind) = (words.next().unwrap(), words.next().unwrap());
         let line = format!(
             "ulimit {limit}; exec {} run --budget 16MiB --stats -- {BASH} -c 'ulimit {kind} >&2; exec {PYTHON} {job}' | cat",
             env!("CARGO_BIN_EXE_farpage")
@@ -308,9 +283,7 @@ fn limits_of_the_program_are_its_own_and_none_stops_farpage() {
         run.args(["-o", "pipefail", "-c", &line]);
         let ended = output(run.env("FARPAGE_PAGE_SIZE", "16KiB"));
         was_remote(limit, &ended);
-        assert!(
-            text(&ended.stderr).lines().any(|line| line == shown),
-            "{limit}"
-        );
+        let is_shown = text(&ended.stderr).lines().any(|line| line == shown);
+        assert!(is_shown, "{limit}");
     }
 }
