@@ -128,9 +128,6 @@ pub enum Shards {
 
 impl Dataset {
     /// Reads the file of `source` in `folder`.
-    ///
-    /// # Errors
-    /// [`DataError`]
     pub fn load(source: Source, folder: &Path) -> Result<Self, DataError> {
         let (count, width, most) = source.shape();
         let all = match source.file() {

@@ -131,6 +131,18 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
+    /// Posts `op` by `post`. Counts its bytes if it is taken.
+    fn count_posted(
+        &mut self,
+        op: Op<RegBuf>,
+        post: impl FnOnce(&mut dyn Channel<RegBuf>, Op<RegBuf>) -> Result<(), Busy<RegBuf>>,
+    ) -> Result<(), Busy<RegBuf>> {
+        let bytes = u64::from(op.len);
+        post(&mut *self.channel, op)?;
+        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
     /// Polls. Takes the bytes of operations off that ended without moving any.
     fn count(
         &mut self,
@@ -151,24 +163,15 @@ impl Counted {
 
 impl Channel<RegBuf> for Counted {
     fn post(&mut self, op: Op<RegBuf>) -> Result<(), Busy<RegBuf>> {
-        let bytes = u64::from(op.len);
-        self.channel.post(op)?;
-        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
-        Ok(())
+        self.count_posted(op, |channel, op| channel.post(op))
     }
 
     fn post_notifying(&mut self, op: Op<RegBuf>) -> Result<(), Busy<RegBuf>> {
-        let bytes = u64::from(op.len);
-        self.channel.post_notifying(op)?;
-        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
-        Ok(())
+        self.count_posted(op, |channel, op| channel.post_notifying(op))
     }
 
     fn post_when(&mut self, op: Op<RegBuf>, least: u64) -> Result<(), Busy<RegBuf>> {
-        let bytes = u64::from(op.len);
-        self.channel.post_when(op, least)?;
-        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
-        Ok(())
+        self.count_posted(op, |channel, op| channel.post_when(op, least))
     }
 
     fn waits_for_numbers(&self) -> bool {

@@ -222,9 +222,6 @@ impl Station {
     /// Reaches the workers that this one sends to, and waits for those that it receives from.
     /// `addresses` are those of all workers, by rank. No worker is waited for longer than
     /// `deadline`, now or later.
-    ///
-    /// # Errors
-    /// [`JoinError`]
     pub fn join(
         self,
         addresses: &[Address],

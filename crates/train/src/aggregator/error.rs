@@ -4,7 +4,7 @@ use std::{io, time::Duration};
 
 use farpage_fabric::{areas::OfferError, regmem::RegError, server::BindError};
 
-use super::{party::Party, state::StateError};
+use super::{protocol::Party, state::StateError};
 use crate::checkpoint::KeepError;
 
 farpage_fabric::debug_as_display!(AggregateError);

@@ -19,9 +19,8 @@ use farpage_fabric::{
 use super::{
     error::AggregateError,
     link::OwnLink,
-    party::Party,
     protocol::{
-        AWAITED_AT, GRADIENT_AT, NAP_MAX, NAP_MIN, SPIN, TOLD_AFTER, VERSION_AT, Word, area,
+        AWAITED_AT, GRADIENT_AT, NAP_MAX, NAP_MIN, Party, SPIN, TOLD_AFTER, VERSION_AT, Word, area,
         parameters_at,
     },
     state::{State, StateError},
