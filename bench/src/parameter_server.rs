@@ -113,9 +113,6 @@ struct Pulls {
 }
 
 /// Runs the subcommand and prints the results.
-///
-/// # Errors
-/// Something could not be measured or verified.
 pub(crate) fn run(options: &ParameterServerOptions) -> Result<()> {
     let report = measure(options)?;
     let format = options.run.printing.format;

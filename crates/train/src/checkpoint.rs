@@ -36,6 +36,7 @@ pub struct Checkpoint {
 /// Difference between bytes and a checkpoint of a job's worker.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "messages say what fields are")]
 pub enum CheckpointError {
     /// The bytes are something else.
     #[error("these bytes are no checkpoint")]
@@ -48,12 +49,7 @@ pub enum CheckpointError {
     Damaged,
     /// The bytes belong to another job, or to another worker.
     #[error("the checkpoint is of a job with `{kept}`, and this one has `{own}`")]
-    Other {
-        /// Line of the checkpoint.
-        kept: String,
-        /// Line of the job.
-        own: String,
-    },
+    Other { kept: String, own: String },
 }
 
 /// Failure to keep a checkpoint, from the function that keeps it.
@@ -244,7 +240,6 @@ pub(crate) struct Trail<T> {
 }
 
 impl<T> Trail<T> {
-    /// Length of the hash.
     pub(crate) const BYTES: u64 = HASH_BYTES as u64;
 
     pub(crate) fn new(inner: T) -> Self {

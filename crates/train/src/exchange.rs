@@ -56,31 +56,24 @@ const GIVEN_UP: u8 = 3;
 /// Failure of a round. The job cannot go on.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "messages say what fields are")]
 pub enum ExchangeError {
     /// A worker did not do its part in time.
     #[error(
         "worker {rank} waited {deadline:?} in round {round} for worker {missing}, which sent nothing: it is stuck, or too slow for this deadline"
     )]
     Missing {
-        /// Rank that waited.
         rank: usize,
-        /// Rank that was waited for.
         missing: usize,
-        /// Round of the wait.
         round: u64,
-        /// Length of the wait.
         deadline: Duration,
     },
     /// A worker has gone.
     #[error("worker {rank} cannot go on in round {round}: worker {gone} is gone: {reason}")]
     Gone {
-        /// Rank that noticed.
         rank: usize,
-        /// Rank that is gone.
         gone: usize,
-        /// Round at that time.
         round: u64,
-        /// The evidence.
         reason: String,
     },
     /// A worker sent something else than it should have.
@@ -88,13 +81,9 @@ pub enum ExchangeError {
         "worker {rank} got something from worker {from} in round {round} that does not belong there: {detail}; do all workers run the same job?"
     )]
     Strange {
-        /// Rank that received the message.
         rank: usize,
-        /// Rank that sent the message.
         from: usize,
-        /// Round at that time.
         round: u64,
-        /// Description of the fault.
         detail: String,
     },
 }

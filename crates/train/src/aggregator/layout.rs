@@ -36,7 +36,6 @@ impl Layout {
         })
     }
 
-    /// Returns the number of aggregators of a group.
     pub(super) fn of_group(&self) -> usize {
         self.aggregators / self.plan.groups().max(1)
     }

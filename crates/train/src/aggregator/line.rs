@@ -36,7 +36,6 @@ pub(super) struct Head {
 
 /// A worker's connection to one aggregator, for one of its rings.
 pub(super) struct Line {
-    /// The aggregator.
     pub(super) at: Party,
     pub(super) number: usize,
     pub(super) part_floats: usize,

@@ -83,7 +83,6 @@ impl Summing {
         self.failed.is_some() || is_done
     }
 
-    /// Returns the number of the ring that `round` uses.
     fn ring_of(&self, round: u64) -> usize {
         (round % self.groups.len() as u64) as usize
     }
@@ -164,16 +163,7 @@ impl Summing {
                     }
                     Some(Word::Waits(party)) => member.waits_for = Some(party),
                     Some(Word::GivesUp(gone)) => {
-                        let reason = match gone == from {
-                            true => "it gave up, and says itself why".to_owned(),
-                            false => format!("{from} gave up because of it"),
-                        };
-                        return Err(AggregateError::Gone {
-                            who,
-                            gone,
-                            step: round,
-                            reason,
-                        });
+                        return Err(AggregateError::given_up(who, from, gone, round));
                     }
                     _ => return Err(strange(format!("it announces {:?}", self.message))),
                 }
@@ -208,7 +198,6 @@ impl Summing {
         Ok(())
     }
 
-    /// Shows `version` on its board.
     fn show(&mut self, version: u64) -> Result<(), AggregateError> {
         let number = self.ring_of(version - 1);
         self.groups[number].board.announce(VERSION_AT, version);

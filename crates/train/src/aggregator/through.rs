@@ -448,16 +448,7 @@ impl Through {
     fn is_shown(&mut self, number: usize, step: u64) -> Result<bool, AggregateError> {
         let (version, Line { at, head, .. }) = (step + 1, &self.lines[number]);
         if let Some(culprit) = head.culprit.and_then(Party::of_code) {
-            let reason = match culprit == *at {
-                true => "it gave up, and says itself why".to_owned(),
-                false => format!("{at} gave up because of it"),
-            };
-            return Err(AggregateError::Gone {
-                who: self.who,
-                gone: culprit,
-                step,
-                reason,
-            });
+            return Err(AggregateError::given_up(self.who, *at, culprit, step));
         }
         match head.version {
             Some(seen) if seen > version => {
@@ -553,7 +544,6 @@ fn farewell(lines: &mut [Line], culprit: Party) {
     }
 }
 
-/// Returns the floats of a buffer.
 fn floats(buffer: &mut Option<RegBuf>, bytes: usize) -> &mut [f32] {
     let buffer = buffer.as_mut().expect("made before");
     bytemuck::cast_slice_mut(&mut buffer.as_mut()[..bytes])
