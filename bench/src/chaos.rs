@@ -19,8 +19,8 @@ use clap::Args;
 use farpage::{ByteSize, Redundancy, Runtime};
 use farpage_bench_kit::{
     options::{Fabric, Run},
-    pick::mix,
-    report::{self, Percentiles, filled_table, new_histogram},
+    pick::{Random, mix},
+    report::{self, Percentiles, filled_table, new_histogram, run_table},
     server::{MemoryServer, ensure_room},
 };
 use farpage_wire::Endpoint;
@@ -36,7 +36,6 @@ use serde_json::{Value, json};
 const SERVERS: usize = 3;
 /// Number of threads that write and check.
 const THREADS: usize = 2;
-/// Page size in bytes.
 const PAGE_BYTES: u64 = 16 << 10;
 /// Shortest access that counts as a page fault: an access to a page in memory takes less.
 const FAULT_NS_MIN: u64 = 3_000;
@@ -417,7 +416,7 @@ impl Work {
                 let at = random.below(part.len() as u64) as usize;
                 let begin = Instant::now();
                 is_right &= part[at] == plain[at];
-                plain[at] = random.next();
+                plain[at] = random.bits();
                 part[at] = plain[at];
                 let ns = begin.elapsed().as_nanos() as u64;
                 if ns >= FAULT_NS_MIN {
@@ -429,20 +428,6 @@ impl Work {
         }
         let wrong = part.iter().zip(&plain).filter(|(a, b)| a != b).count() as u64;
         self.wrong.fetch_add(wrong + u64::from(!is_right), Relaxed);
-    }
-}
-
-/// A stream of random numbers.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
-    }
-
-    fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit.max(1)
     }
 }
 
@@ -460,12 +445,12 @@ impl Report {
             "at s | a server was | fault p50, us | fault p99.9, us | copies again after s",
             rows,
         );
-        let yes = if self.verified { "yes" } else { "NO: FAILED" };
-        format!(
-            "{table}\nverified: {yes}\nwords written and checked: {}\nreads by another copy: {}\ncopied again: {}",
-            self.accesses,
-            self.failovers,
-            ByteSize(self.repaired_bytes),
-        )
+        let rows = [
+            ("words written and checked", self.accesses.to_string()),
+            ("reads by another copy", self.failovers.to_string()),
+            ("copied again", ByteSize(self.repaired_bytes).to_string()),
+        ];
+        let run = run_table(self.benchmark, self.verified, rows);
+        format!("{table}\n{run}")
     }
 }

@@ -22,7 +22,7 @@ use farpage_bench_kit::{
 };
 use farpage_fabric::SessionOptions;
 use farpage_fabric_measure::ring;
-use farpage_train::{Address, Aggregator, Layout, Optimizer, Rule, Through};
+use farpage_train::{Address, Aggregator, Layout, Optimizer, Plan, Rule, Through};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -113,9 +113,6 @@ struct Pulls {
 }
 
 /// Runs the subcommand and prints the results.
-///
-/// # Errors
-/// Something could not be measured or verified.
 pub(crate) fn run(options: &ParameterServerOptions) -> Result<()> {
     let report = measure(options)?;
     let format = options.run.printing.format;
@@ -191,7 +188,7 @@ struct Turns {
 fn compare(fabric: Fabric, bytes: usize, workers: usize, turns: Turns) -> Result<Row> {
     let layout = Layout {
         aggregators: 1,
-        workers,
+        plan: Plan::of_all(workers),
         parameters: bytes / 4,
     };
     let all_steps = turns.rounds * (WARM_UP + turns.steps);

@@ -151,7 +151,6 @@ struct Work {
     seed: u64,
     zipf: Option<f64>,
     threads: usize,
-    /// Accesses of one thread.
     accesses_per_thread: u64,
     /// Number of elements that were wrong.
     wrong: AtomicU64,

@@ -11,7 +11,7 @@ const APPS: &str = "pagerank bfs sort kmeans groupby join spmv xsbench xsbench-r
 
 #[test]
 fn all_apps_verify_and_report_every_share() {
-    if !can_page("all_apps_verify_and_report_every_share") {
+    if !can_page() {
         return;
     }
     let report = report("apps");
@@ -58,7 +58,7 @@ fn all_apps_verify_and_report_every_share() {
 
 #[test]
 fn tables_and_picture_show_what_was_asked_for() {
-    if !can_page("tables_and_picture_show_what_was_asked_for") {
+    if !can_page() {
         return;
     }
     let picture = format!("{}/apps.svg", env!("CARGO_TARGET_TMPDIR"));
@@ -77,7 +77,7 @@ fn tables_and_picture_show_what_was_asked_for() {
 
 #[test]
 fn too_little_memory_is_an_error_that_says_what_to_do() {
-    if !can_page("too_little_memory_is_an_error_that_says_what_to_do") {
+    if !can_page() {
         return;
     }
     let args = "apps --smoke --apps kmeans --shares 0.01";
@@ -87,7 +87,7 @@ fn too_little_memory_is_an_error_that_says_what_to_do() {
 
 #[test]
 fn ctrl_c_ends_it_in_good_order() {
-    if !can_page("ctrl_c_ends_it_in_good_order") {
+    if !can_page() {
         return;
     }
     let child = start("apps --smoke --apps kmeans --repeat 99 --size 64MiB");

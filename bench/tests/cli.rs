@@ -23,8 +23,8 @@ use common::{
 
 /// Runs all of `runs`, unless pages cannot be served here. Asserts that the figures at `positive`
 /// are above zero, and returns the reports.
-fn reports(test: &str, runs: &[&str], positive: &str) -> Vec<Value> {
-    if !can_page(test) {
+fn reports(runs: &[&str], positive: &str) -> Vec<Value> {
+    if !can_page() {
         return Vec::new();
     }
     let checked = |run: &&str| {
@@ -51,8 +51,7 @@ fn assert_paged(report: &Value) {
 
 #[test]
 fn servers_are_killed_stopped_added_and_drained_and_every_word_is_right() {
-    let test = "servers_are_killed_stopped_added_and_drained_and_every_word_is_right";
-    for report in reports(test, &["chaos"], "/accesses") {
+    for report in reports(&["chaos"], "/accesses") {
         let events = report["events"].as_array().expect("events");
         let kinds: Vec<_> = events.iter().map(|event| &event["kind"]).collect();
         assert_eq!(kinds, ["kill", "short_stop", "long_stop", "drain"]);
@@ -68,8 +67,7 @@ fn servers_are_killed_stopped_added_and_drained_and_every_word_is_right() {
 
 #[test]
 fn hostile_requests_of_every_kind_are_sent_and_a_victim_beside_them_keeps_every_word() {
-    let test = "hostile_requests_of_every_kind_are_sent_and_a_victim_beside_them_keeps_every_word";
-    for report in reports(test, &["hostile"], "/fault_p99_ratio") {
+    for report in reports(&["hostile"], "/fault_p99_ratio") {
         for arm in ["attacked", "beside_burner"] {
             let figures = "/seconds /fault_us/p99 /stream_mb_per_s /words_checked";
             assert_positive(&report[arm], figures);
@@ -110,7 +108,7 @@ fn regmem_reports_all_ways_and_registers_nothing_while_it_measures() {
 #[test]
 fn a_server_with_less_memory_than_is_used_says_so_and_is_not_killed_in_a_cgroup_of_it() {
     let test = "a_server_with_less_memory_than_is_used_says_so_and_is_not_killed_in_a_cgroup_of_it";
-    if !can_page(test) {
+    if !can_page() {
         return;
     }
     // The tenth that is used is 24 MiB.
@@ -138,7 +136,7 @@ fn a_server_with_less_memory_than_is_used_says_so_and_is_not_killed_in_a_cgroup_
 
 #[test]
 fn a_picture_of_tiers_shows_latency_what_is_held_and_the_slowdown() {
-    if !can_page("a_picture_of_tiers_shows_latency_what_is_held_and_the_slowdown") {
+    if !can_page() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -223,8 +221,7 @@ fn stream_verifies_and_reports_four_kernels() {
         "stream --read-ahead 0 --fillers 1 --evictors 2",
         "stream --data turbulence --dtype f32 --codec shuffle",
     ];
-    let test = "stream_verifies_and_reports_four_kernels";
-    let reports = reports(test, &runs, "/yardsticks/plain_share");
+    let reports = reports(&runs, "/yardsticks/plain_share");
     for report in &reports {
         assert_positive(
             &report["yardsticks"],
@@ -259,7 +256,7 @@ fn random_verifies_uniform_and_zipf() {
         "random --no-advice --threads 1",
     ];
     let figures = "/us_per_access /us_per_read /us_per_update";
-    for report in &reports("random_verifies_uniform_and_zipf", &runs, figures) {
+    for report in &reports(&runs, figures) {
         assert_paged(report);
     }
 }
@@ -271,7 +268,7 @@ fn latency_reports_percentiles_of_both_states() {
         "latency --fabric tcp --page-size 4KiB",
         "latency --fabric tcp",
     ];
-    for report in &reports("latency_reports_percentiles_of_both_states", &runs, "") {
+    for report in &reports(&runs, "") {
         let samples = ["fault_us", "evicting_fault_us"].map(|state| {
             assert_positive(&report[state], "/p50 /p90 /p99 /p999 /samples");
             report[state]["samples"].as_u64().unwrap()
@@ -290,16 +287,14 @@ fn floor_measures_this_machine_and_the_raw_fabric() {
          /uffd_in_thread_round_trip_us/p50 /memcpy_mb_per_s /raw_read_mb_per_s \
          /raw_write_mb_per_s /raw_cold_read_mb_per_s /raw_cold_write_mb_per_s \
          /raw_read_write_mb_per_s /work_mb_per_s /moved_work_mb_per_s";
-    let test = "floor_measures_this_machine_and_the_raw_fabric";
     let runs = ["floor --fabric shm --page-size 4KiB", "floor --fabric tcp"];
-    reports(test, &runs, figures);
+    reports(&runs, figures);
 }
 
 #[test]
 fn on_one_cpu_there_is_no_second_one_and_faults_alone_need_no_server() {
-    let test = "on_one_cpu_there_is_no_second_one_and_faults_alone_need_no_server";
     let runs = ["floor --faults --one-cpu"];
-    for report in reports(test, &runs, "/uffd_round_trip_us/p50") {
+    for report in reports(&runs, "/uffd_round_trip_us/p50") {
         assert_eq!(report["config"]["one_cpu"], true);
         assert_eq!(report["config"]["server"], "none");
         for absent in ["uffd_two_cpu_round_trip_us", "memcpy_mb_per_s"] {
@@ -310,9 +305,8 @@ fn on_one_cpu_there_is_no_second_one_and_faults_alone_need_no_server() {
 
 #[test]
 fn eviction_counts_the_evictors_time_by_clean_pages() {
-    let test = "eviction_counts_the_evictors_time_by_clean_pages";
     let runs = ["eviction --page-size 4KiB"];
-    for report in reports(test, &runs, "/evictor_cpu_us_per_page") {
+    for report in reports(&runs, "/evictor_cpu_us_per_page") {
         // Two rounds over three quarters and more of 3072 pages, and nothing was written but what
         // the filling left.
         let clean = report["clean_evictions"].as_u64().unwrap();
@@ -322,10 +316,9 @@ fn eviction_counts_the_evictors_time_by_clean_pages() {
 
 #[test]
 fn sparse_counts_the_memory_beside_the_pages() {
-    let test = "sparse_counts_the_memory_beside_the_pages";
     let runs = ["sparse --size 1GiB --budget 4MiB --touches 1024", "sparse"];
     let figures = "/us_per_sparse_page /metadata_bytes";
-    if let Some(report) = reports(test, &runs, figures).first() {
+    if let Some(report) = reports(&runs, figures).first() {
         // A thousandth of the region, and what one run may show by chance.
         let bytes = report["metadata_bytes"].as_f64().unwrap();
         assert!(bytes < 1.5 * f64::from(1 << 20), "{report}");
@@ -342,7 +335,7 @@ fn plain_arrays_page_nothing() {
 
 #[test]
 fn targets_keeps_every_figure_behind_a_ratio() {
-    if !can_page("targets_keeps_every_figure_behind_a_ratio") {
+    if !can_page() {
         return;
     }
     for target in list(&report("targets"), "/targets") {
@@ -414,8 +407,7 @@ fn compare_refuses_what_does_not_match() {
 
 #[test]
 fn under_the_tables_stands_how_near_a_figure_is_to_the_fabric_and_to_plain_memory() {
-    let test = "under_the_tables_stands_how_near_a_figure_is_to_the_fabric_and_to_plain_memory";
-    if !can_page(test) {
+    if !can_page() {
         return;
     }
     for (benchmark, page_size, plain, fabric) in [
@@ -450,7 +442,7 @@ fn words_of_the_tables_are_explained() {
     ] {
         assert_has(&printed(&format!("{benchmark} --help")), &words);
     }
-    if !can_page("words_of_the_tables_are_explained") {
+    if !can_page() {
         return;
     }
     let table = printed("random --smoke");
@@ -474,7 +466,7 @@ fn output_that_nobody_reads_is_no_failure_and_a_full_disk_is_one() {
         &["pages", "--smoke", "--data", "text"],
         &["compare", &results, &results],
     ] {
-        if args == ["doctor"] && !can_page("output_that_nobody_reads_is_no_failure") {
+        if args == ["doctor"] && !can_page() {
             continue;
         }
         let (reader, writer) = std::io::pipe().unwrap();
@@ -536,7 +528,7 @@ fn doctor_says_what_the_programs_of_this_user_meet() {
 /// kernel kills a process.
 #[test]
 fn what_does_not_fit_into_memory_is_refused_before_anything_starts() {
-    if !can_page("what_does_not_fit_into_memory_is_refused_before_anything_starts") {
+    if !can_page() {
         return;
     }
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap();
@@ -596,7 +588,7 @@ fn wrong_usage_exits_with_2() {
 
 #[test]
 fn a_server_that_is_not_there_exits_with_1_and_says_so() {
-    if !can_page("a_server_that_is_not_there_exits_with_1_and_says_so") {
+    if !can_page() {
         return;
     }
     let server = "shm:///nonexistent/farpage.sock";
@@ -606,7 +598,7 @@ fn a_server_that_is_not_there_exits_with_1_and_says_so() {
 
 #[test]
 fn the_own_server_ends_with_a_benchmark_that_is_killed() {
-    if !can_page("the_own_server_ends_with_a_benchmark_that_is_killed") {
+    if !can_page() {
         return;
     }
     let mut child = start("stream --smoke --size 64MiB --iterations 100");

@@ -14,7 +14,7 @@ use common::{
 
 #[test]
 fn fields_of_every_type_come_back_as_they_were_or_within_their_bound() {
-    if !can_page("fields_of_every_type_come_back_as_they_were_or_within_their_bound") {
+    if !can_page() {
         return;
     }
     for (data, codec) in [
@@ -54,7 +54,7 @@ fn a_file_takes_the_place_of_a_field() {
     assert_refused(text, 1, "STREAM computes with f32 or f64");
     let file = format!("--data-file {path} --dtype f32 --shape 3x64x512");
     assert_eq!(report(&format!("pages {file}"))["data"], path);
-    if can_page("a_file_takes_the_place_of_a_field") {
+    if can_page() {
         assert_eq!(report(&format!("stream {file}"))["config"]["data"], path);
     }
 }
@@ -83,7 +83,7 @@ fn pages_tells_ratio_time_growth_and_error_of_each_codec() {
 
 #[test]
 fn figures_are_drawn_as_tables_and_pictures() {
-    if !can_page("figures_are_drawn_as_tables_and_pictures") {
+    if !can_page() {
         return;
     }
     let directory = tempdir().unwrap();
@@ -104,7 +104,7 @@ fn figures_are_drawn_as_tables_and_pictures() {
 
 #[test]
 fn figures_that_were_interrupted_go_on() {
-    if !can_page("figures_that_were_interrupted_go_on") {
+    if !can_page() {
         return;
     }
     let directory = tempdir().unwrap();
@@ -129,7 +129,7 @@ fn figures_that_were_interrupted_go_on() {
 
 #[test]
 fn codecs_are_compared_and_judged() {
-    if !can_page("codecs_are_compared_and_judged") {
+    if !can_page() {
         return;
     }
     let directory = tempdir().unwrap();

@@ -15,6 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_testkit::test_name;
 use nix::sys::resource::{UsageWho, getrusage};
 use serde_json::Value;
 
@@ -80,10 +81,12 @@ fn end(server: Serving) -> i64 {
     switches() - before
 }
 
-/// Returns the address of this machine's device; if there is none, says that `test` is skipped.
-fn address(test: &str) -> Option<String> {
+/// Returns the address of this machine's device; if there is none, says that the running test is
+/// skipped.
+fn address() -> Option<String> {
     let address = env::var("FARPAGE_TEST_RDMA_ADDRESS").ok();
     if address.is_none() {
+        let test = test_name();
         eprintln!(
             "SKIPPED: {test}: no FARPAGE_TEST_RDMA_ADDRESS; `cargo xtask test --rdma` has one"
         );
@@ -93,7 +96,7 @@ fn address(test: &str) -> Option<String> {
 
 #[test]
 fn stream_over_rdma_verifies_raw_and_compressed() {
-    let Some(address) = address("stream_over_rdma_verifies_raw_and_compressed") else {
+    let Some(address) = address() else {
         return;
     };
     let server = serve(HERE, &format!("rdma://{address}:0"));
@@ -123,7 +126,7 @@ fn server_turns_per_mb(listen: &str) -> f64 {
 
 #[test]
 fn rdma_leaves_the_servers_processor_alone() {
-    let Some(address) = address("rdma_leaves_the_servers_processor_alone") else {
+    let Some(address) = address() else {
         return;
     };
     let tcp = server_turns_per_mb("tcp://127.0.0.1:0");
@@ -155,8 +158,7 @@ fn training_hashes(addresses: &str) -> Vec<Value> {
 
 #[test]
 fn training_over_rdma_ends_with_the_bits_of_training_over_tcp() {
-    let Some(address) = address("training_over_rdma_ends_with_the_bits_of_training_over_tcp")
-    else {
+    let Some(address) = address() else {
         return;
     };
     let tcp = training_hashes("tcp://127.0.0.1:17500,tcp://127.0.0.1:17501");
@@ -196,7 +198,7 @@ fn wait_until(what: &str, stream: &mut Child, mut holds: impl FnMut() -> bool) {
 
 #[test]
 fn a_parameter_server_over_rdma_copies_nothing_on_the_way() {
-    if address("a_parameter_server_over_rdma_copies_nothing_on_the_way").is_none() {
+    if address().is_none() {
         return;
     }
     let args = "parameter-server --fabric rdma --smoke --format=json";

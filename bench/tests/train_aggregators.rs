@@ -16,7 +16,7 @@ const AGGREGATORS: usize = 2;
 
 #[test]
 fn aggregators_as_processes_end_with_the_bits_of_threads() {
-    if !can_page("aggregators_as_processes_end_with_the_bits_of_threads") {
+    if !can_page() {
         return;
     }
     let scene = Scene::new(64 << 20);
@@ -33,7 +33,7 @@ fn aggregators_as_processes_end_with_the_bits_of_threads() {
 
 #[test]
 fn a_job_goes_on_when_a_worker_or_an_aggregator_was_killed() {
-    if !can_page("a_job_goes_on_when_a_worker_or_an_aggregator_was_killed") {
+    if !can_page() {
         return;
     }
     for (fabric, mode, killed) in [
@@ -49,7 +49,7 @@ fn a_job_goes_on_when_a_worker_or_an_aggregator_was_killed() {
 
 #[test]
 fn a_job_goes_on_when_the_memory_of_its_aggregators_was_killed() {
-    if !can_page("a_job_goes_on_when_the_memory_of_its_aggregators_was_killed") {
+    if !can_page() {
         return;
     }
     let scene = Scene::new(256 << 20);
@@ -75,7 +75,7 @@ fn a_job_goes_on_when_the_memory_of_its_aggregators_was_killed() {
 
 #[test]
 fn a_server_of_checkpoints_that_is_killed_ends_the_job_with_its_address() {
-    if !can_page("a_server_of_checkpoints_that_is_killed_ends_the_job_with_its_address") {
+    if !can_page() {
         return;
     }
     for mode in ["bsp", "ds"] {
@@ -85,7 +85,7 @@ fn a_server_of_checkpoints_that_is_killed_ends_the_job_with_its_address() {
 
 #[test]
 fn an_aggregator_that_is_not_started_is_named_by_all() {
-    if !can_page("an_aggregator_that_is_not_started_is_named_by_all") {
+    if !can_page() {
         return;
     }
     let scene = Scene::new(64 << 20);
@@ -97,7 +97,7 @@ fn an_aggregator_that_is_not_started_is_named_by_all() {
 
 #[test]
 fn what_is_wrong_with_aggregators_is_said() {
-    if !can_page("what_is_wrong_with_aggregators_is_said") {
+    if !can_page() {
         return;
     }
     let scene = Scene::new(64 << 20);

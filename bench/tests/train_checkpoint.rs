@@ -16,7 +16,7 @@ use self::{
 
 #[test]
 fn a_job_whose_worker_is_killed_goes_on_to_the_bits_of_one_that_was_not() {
-    if !can_page("a_job_whose_worker_is_killed_goes_on_to_the_bits_of_one_that_was_not") {
+    if !can_page() {
         return;
     }
     for (fabric, mode) in [("tcp", "ds"), ("shm", "bsp")] {
@@ -26,7 +26,7 @@ fn a_job_whose_worker_is_killed_goes_on_to_the_bits_of_one_that_was_not() {
 
 #[test]
 fn a_memory_server_that_is_killed_ends_the_job_with_its_address() {
-    if !can_page("a_memory_server_that_is_killed_ends_the_job_with_its_address") {
+    if !can_page() {
         return;
     }
     assert_names_server("ds", 0);
@@ -34,7 +34,7 @@ fn a_memory_server_that_is_killed_ends_the_job_with_its_address() {
 
 #[test]
 fn every_mode_goes_on_as_if_it_had_not_ended() {
-    if !can_page("every_mode_goes_on_as_if_it_had_not_ended") {
+    if !can_page() {
         return;
     }
     let scene = Scene::new(64 << 20);
@@ -57,7 +57,7 @@ fn every_mode_goes_on_as_if_it_had_not_ended() {
 
 #[test]
 fn a_checkpoint_that_a_killed_party_still_holds_is_removed_once_it_is_free() {
-    if !can_page("a_checkpoint_that_a_killed_party_still_holds_is_removed_once_it_is_free") {
+    if !can_page() {
         return;
     }
     let scene = Scene::new(64 << 20);
@@ -88,7 +88,7 @@ fn a_checkpoint_that_a_killed_party_still_holds_is_removed_once_it_is_free() {
 
 #[test]
 fn what_is_wrong_is_said_before_training() {
-    if !can_page("what_is_wrong_is_said_before_training") {
+    if !can_page() {
         return;
     }
     let scene = Scene::new(64 << 20);

@@ -8,16 +8,19 @@ use std::{
     process::{Command, Stdio},
 };
 
+use farpage_testkit::test_name;
+
 use common::{assert_has, assert_refused, can_page, list, printed, report};
 
-/// True if there is a C++ compiler. Says that `test` is skipped if not.
-fn can_compile(test: &str) -> bool {
+/// True if there is a C++ compiler. Says that the running test is skipped if not.
+fn can_compile() -> bool {
     let found = Command::new("c++")
         .arg("--version")
         .stdout(Stdio::null())
         .status()
         .is_ok_and(|status| status.success());
     if !found {
+        let test = test_name();
         eprintln!("SKIPPED: {test}: no `c++`; `cargo xtask setup` installs it");
     }
     found
@@ -25,8 +28,7 @@ fn can_compile(test: &str) -> bool {
 
 #[test]
 fn versus_umap_without_an_umap_measures_farpage_alone_and_says_how_to_build_one() {
-    let test = "versus_umap_without_an_umap_measures_farpage_alone_and_says_how_to_build_one";
-    if !can_page(test) || !can_compile(test) {
+    if !can_page() || !can_compile() {
         return;
     }
     let report = report("versus-umap --page-sizes=4KiB,64KiB");

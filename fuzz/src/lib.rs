@@ -22,24 +22,16 @@ pub struct Target {
 
 /// All targets of this package.
 pub const TARGETS: [Target; 4] = [
-    Target {
-        name: "wire_control",
-        run: wire_control::run,
-        seeds: wire_control::seeds,
-    },
-    Target {
-        name: "wire_data",
-        run: wire_data::run,
-        seeds: wire_data::seeds,
-    },
-    Target {
-        name: "codec_blocks",
-        run: codec_blocks::run,
-        seeds: codec_blocks::seeds,
-    },
-    Target {
-        name: "server_connection",
-        run: server_connection::run,
-        seeds: server_connection::seeds,
-    },
+    target("wire_control", wire_control::run, wire_control::seeds),
+    target("wire_data", wire_data::run, wire_data::seeds),
+    target("codec_blocks", codec_blocks::run, codec_blocks::seeds),
+    target(
+        "server_connection",
+        server_connection::run,
+        server_connection::seeds,
+    ),
 ];
+
+const fn target(name: &'static str, run: fn(&[u8]), seeds: fn() -> Vec<Vec<u8>>) -> Target {
+    Target { name, run, seeds }
+}

@@ -99,7 +99,6 @@ impl Graph {
     }
 }
 
-/// Returns the neighbours of `v`.
 pub(crate) fn row<'a>(offsets: &[u64], neighbours: &'a [u32], v: usize) -> &'a [u32] {
     &neighbours[offsets[v] as usize..offsets[v + 1] as usize]
 }

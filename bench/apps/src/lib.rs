@@ -173,9 +173,6 @@ struct Run<'a> {
 }
 
 /// Runs the subcommand `apps` and prints the results.
-///
-/// # Errors
-/// Something could not be measured or verified.
 pub fn run(options: &AppsOptions) -> Result<()> {
     let report = measure(options)?;
     if let Some(path) = &options.svg {

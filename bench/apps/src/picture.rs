@@ -15,9 +15,6 @@ const SIZE: (u32, u32) = (1100, 600);
 const LEGEND: u32 = 340;
 
 /// Draws the report to a file.
-///
-/// # Errors
-/// The file cannot be written.
 pub(crate) fn draw(report: &AppsReport, path: &Path) -> Result<()> {
     let mut names: Vec<String> = report.apps.iter().map(|app| app.shown_name()).collect();
     let mut lines: Vec<Line> = Vec::new();

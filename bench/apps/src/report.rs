@@ -10,7 +10,7 @@ use serde::Serialize;
 use farpage_bench_kit::{
     options::Format,
     paging::Counts,
-    report::{self, geometric_mean, right},
+    report::{self, geometric_mean},
 };
 
 /// Results of a run.
@@ -160,73 +160,59 @@ impl AppsReport {
             let (performance, floor) = (performance * 100.0, floor * 100.0);
             format!("{performance:.1} of {floor:.0}{one_thread} %")
         };
-        let names = ["performance, local = 100 %", "page KiB", "remote MiB"];
-        let names = names.into_iter().chain(["kept local MiB", "local s"]);
-        let shares = self.config.shares_percent.iter();
-        let header = names
-            .map(str::to_owned)
-            .chain(shares.map(|s| format!("{s} %")));
-        let mut table = report::table("");
-        table.set_header(right(header));
-        for app in &self.apps {
-            let local_s = app.shares.first().map(|s| s.local_seconds);
-            let local_s = local_s.map(|seconds| format!("{seconds:.3}"));
-            let facts = [
-                app.shown_name(),
-                (app.page_size_bytes >> 10).to_string(),
-                mib(app.remote_bytes),
-                mib(app.local_bytes),
-                local_s.unwrap_or_default(),
-            ];
-            let cells = app.shares.iter().map(|s| {
+        let joined =
+            |cells: &mut dyn Iterator<Item = String>| cells.collect::<Vec<_>>().join(" | ");
+        let shares = joined(&mut self.config.shares_percent.iter().map(|s| format!("{s} %")));
+        let header = format!(
+            "performance, local = 100 % | page KiB | remote MiB | kept local MiB | local s | {shares}"
+        );
+        let rows = self.apps.iter().map(|app| {
+            let local_s = app
+                .shares
+                .first()
+                .map(|s| format!("{:.3}", s.local_seconds));
+            let (name, local_s) = (app.shown_name(), local_s.unwrap_or_default());
+            let [remote, kept] = [app.remote_bytes, app.local_bytes].map(mib);
+            let cells = joined(&mut app.shares.iter().map(|s| {
                 let one_thread = s.one_thread.map(|one| one.performance);
                 percent(s.performance, s.floor, one_thread)
-            });
-            table.add_row(right(facts.into_iter().chain(cells)));
-        }
-        let mut across = |name: &str, figure: &dyn Fn(&Summary) -> String| {
-            let facts = [name, "", "", "", ""].map(str::to_owned);
-            let figures = self.summary.iter().map(figure);
-            table.add_row(right(facts.into_iter().chain(figures)));
+            }));
+            let page_kib = app.page_size_bytes >> 10;
+            format!("{name} | {page_kib} | {remote} | {kept} | {local_s} | {cells}")
+        });
+        let across = |name: &str, figure: &dyn Fn(&Summary) -> String| {
+            let figures = joined(&mut self.summary.iter().map(figure));
+            format!("{name} |  |  |  |  | {figures}")
         };
-        across("geometric mean", &|s| {
+        let mean = across("geometric mean", &|s| {
             (s.geometric_mean.zip(s.geometric_mean_floor)).map_or(String::new(), |(mean, floor)| {
                 percent(mean, floor, s.geometric_mean_one_thread)
             })
         });
-        across("worst", &|s| s.worst.clone());
-        table
+        let worst = across("worst", &|s| s.worst.clone());
+        report::filled_table(&header, rows.chain([mean, worst]))
     }
 
     fn paging_table(&self) -> Table {
-        let mut table = report::table(
+        let shares = self.apps.iter();
+        let shares = shares.flat_map(|app| app.shares.iter().map(move |s| (app, s)));
+        let rows = shares.map(|(app, s)| {
+            let (p, name, share, seconds) = (&s.paging, &app.name, s.share_percent, s.seconds);
+            let [read, written] = [p.bytes_read, p.bytes_written].map(mib);
+            let came = [p.faults, p.fills, p.prefetches, p.starved];
+            let left = [p.evictions, p.clean_evictions, p.steals];
+            let counts = came.into_iter().chain(left).map(|count| count.to_string());
+            let counts = counts.collect::<Vec<_>>().join(" | ");
+            format!("{name} | {share} % | {seconds:.3} | {counts} | {read} | {written}")
+        });
+        report::filled_table(
             "paging, per run | local | s | faults | brought in | ahead | waited for room | sent away | unchanged | wanted again | read MiB | written MiB",
-        );
-        for (app, s) in (self.apps.iter()).flat_map(|app| app.shares.iter().map(move |s| (app, s)))
-        {
-            let p = &s.paging;
-            let (share, seconds) = (s.share_percent, s.seconds);
-            let of_run = [format!("{share} %"), format!("{seconds:.3}")];
-            let of_run = [app.name.clone()].into_iter().chain(of_run);
-            let counts = [
-                p.faults,
-                p.fills,
-                p.prefetches,
-                p.starved,
-                p.evictions,
-                p.clean_evictions,
-                p.steals,
-            ];
-            let bytes = [p.bytes_read, p.bytes_written].map(mib);
-            let counts = counts.map(|count| count.to_string());
-            table.add_row(right(of_run.chain(counts).chain(bytes)));
-        }
-        table
+            rows,
+        )
     }
 }
 
 impl AppFigures {
-    /// Returns the name for people.
     pub(crate) fn shown_name(&self) -> String {
         match self.in_means {
             true => self.name.clone(),

@@ -80,7 +80,6 @@ impl Team {
         })
     }
 
-    /// Sorts `keys` in place.
     pub(crate) fn sort<T: Ord + Send>(&self, keys: &mut [T]) {
         use rayon::slice::ParallelSliceMut;
         self.pool.install(|| keys.par_sort_unstable());

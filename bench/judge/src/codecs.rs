@@ -21,8 +21,7 @@ use crate::{
 };
 use farpage_bench_kit::{
     data::Contents,
-    options::{Format, Printing},
-    out::say,
+    options::Printing,
     progress::Progress,
     report::{self, median},
     sitting::Sitting,
@@ -142,9 +141,6 @@ pub struct CodecsOptions {
 }
 
 /// Runs the subcommand `codecs` and prints what it found.
-///
-/// # Errors
-/// Something could not be measured or verified.
 pub fn run(options: &CodecsOptions) -> Result<()> {
     let mut plan = Plan::new(&options.extent);
     plan.repetitions[1] = options.repetitions.unwrap_or(plan.repetitions[1]);
@@ -188,27 +184,23 @@ pub fn run(options: &CodecsOptions) -> Result<()> {
         checks.map(|check| check.what.as_str()).collect()
     };
     let (missed, undecided) = (names(Verdict::Missed), names(Verdict::Undecided));
-    match options.printing.format {
-        Format::Human => {
-            say(sweep_table(&codecs, &table))?;
-            say(check_table(&checks))?;
-            if !adaptive {
-                say(format_args!(
-                    "This build has no codec `{ADAPTIVE}`: nothing is said about it."
-                ))?;
-            }
-            let list = |names: &[&str]| match names {
-                [] => "none".to_owned(),
-                names => names.join("; "),
-            };
-            let (missed, undecided) = (list(&missed), list(&undecided));
-            say(format_args!("Missed: {missed}."))?;
-            say(format_args!("Not decided within noise: {undecided}."))?;
-        }
-        Format::Json => say(
-            json!({ "benchmark": "codecs", "codecs": codecs, "sweep": table, "checks": checks }),
-        )?,
-    }
+    let report =
+        json!({ "benchmark": "codecs", "codecs": codecs, "sweep": table, "checks": checks });
+    report::print(&report, options.printing.format, |_| {
+        let list = |names: &[&str]| match names {
+            [] => "none".to_owned(),
+            names => names.join("; "),
+        };
+        let (sweep, judged) = (sweep_table(&codecs, &table), check_table(&checks));
+        let lacking = match adaptive {
+            true => String::new(),
+            false => format!("This build has no codec `{ADAPTIVE}`: nothing is said about it.\n"),
+        };
+        let (missed, undecided) = (list(&missed), list(&undecided));
+        format!(
+            "{sweep}\n{judged}\n{lacking}Missed: {missed}.\nNot decided within noise: {undecided}."
+        )
+    })?;
     let [missed, undecided, all] = [missed.len(), undecided.len(), checks.len()];
     ensure!(
         missed == 0 || plan.smoke,

@@ -76,7 +76,6 @@ pub(crate) type Groups = BTreeMap<String, Figures>;
 /// Name of the field of a record that holds groups.
 pub(crate) const GROUPS: &str = "figures_by_command";
 
-/// Reads the results at `path`.
 fn groups(path: &Path) -> Result<Groups> {
     let mut groups = Groups::new();
     for file in files(path)? {

@@ -127,9 +127,6 @@ impl Points {
 
     /// Returns the figure at `path`, such as `/kernels/3/mb_per_s`, of a command in all its
     /// repetitions.
-    ///
-    /// # Errors
-    /// The figure was not measured.
     pub(crate) fn figures(&self, command: &str, path: &str) -> Result<Vec<f64>> {
         let report = |repetition| self.reports.get(&(command.to_owned(), repetition));
         let figures = (0..).map_while(report);

@@ -56,10 +56,6 @@ impl<F: Serialize> Record<F> {
         }
     }
 
-    pub(crate) fn json(&self) -> String {
-        serde_json::to_string(self).expect("a record has string keys and finite figures")
-    }
-
     /// Returns the record as kept, with figures in place of results.
     fn compact(&self) -> Result<String> {
         let groups = compare::grouped(&self.reports)?;

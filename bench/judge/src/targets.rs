@@ -12,8 +12,7 @@ use std::path::PathBuf;
 
 use crate::{bound::Bound, record};
 use farpage_bench_kit::{
-    options::{Format, Printing},
-    out::say,
+    options::Printing,
     progress::Progress,
     report::{self, median, ranged_if_several, yes},
     sitting::Sitting,
@@ -88,9 +87,6 @@ pub struct TargetsOptions {
 }
 
 /// Runs the subcommand `targets` and prints what it found.
-///
-/// # Errors
-/// Something could not be measured or verified.
 pub fn run(options: &TargetsOptions) -> Result<()> {
     let mut rows: Vec<Row> = rows::all(options.smoke);
     rows.retain(|row| row.what.contains(&options.only));
@@ -121,10 +117,7 @@ pub fn run(options: &TargetsOptions) -> Result<()> {
     if let Some(directory) = &options.record {
         record.write(directory, &table)?;
     }
-    match options.printing.format {
-        Format::Human => say(table),
-        Format::Json => say(record.json()),
-    }
+    report::print(&record, options.printing.format, |_| table.to_string())
 }
 
 impl Finding {

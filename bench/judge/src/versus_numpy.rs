@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use farpage_bench_kit::{
     options::{Budget, Fabric, Printing, some_bytes},
     progress::Progress,
-    report::{self, median},
+    report::{self, median, times_as_fast},
     server::MemoryServer,
     sitting::Sitting,
 };
@@ -217,9 +217,7 @@ impl Report {
             };
             let farpage = of(Kind::Farpage)?;
             let over = |kind: Kind| -> Result<f64> {
-                let other = of(kind)?;
-                let ratios = other.iter().zip(&farpage).map(|(other, ours)| other / ours);
-                Ok(median(&ratios.collect::<Vec<_>>()))
+                Ok(median(&times_as_fast(&farpage, &of(kind)?, false)))
             };
             let medians = Kind::ALL.map(|kind| of(kind).map(|seconds| (kind, median(&seconds))));
             rows.push(Row {

@@ -12,10 +12,9 @@ use farpage_bench_kit::data::Contents;
 use serde_json::{Value, json};
 
 use farpage_bench_kit::{
-    options::{Budget, Fabric, Format, Printing, page_size, some_bytes},
-    out::say,
+    options::{Budget, Fabric, Printing, page_size, some_bytes},
     progress::Progress,
-    report::{self, median},
+    report::{self, median, times_as_fast},
     sitting::Sitting,
 };
 use farpage_bench_limits::swap::Swap;
@@ -38,40 +37,27 @@ struct Figure {
     what: String,
     /// Path of the figure in a report.
     path: String,
-    more_is_better: bool,
     /// Least speed that farpage is to reach, as a multiple of swap's.
     target: f64,
     swapped: Vec<f64>,
     paged: Vec<f64>,
-    ratios: Vec<f64>,
 }
 
 impl Figure {
     fn new(what: String, path: String, target: f64) -> Self {
+        let (swapped, paged) = (Vec::new(), Vec::new());
         Self {
-            more_is_better: path.ends_with("mb_per_s"),
             what,
             path,
             target,
-            swapped: Vec::new(),
-            paged: Vec::new(),
-            ratios: Vec::new(),
+            swapped,
+            paged,
         }
     }
 
-    fn take(&mut self, swapped: &Value, paged: &Value) -> Result<()> {
-        let value = |report: &Value| {
-            let value = report.pointer(&self.path).and_then(Value::as_f64);
-            value.with_context(|| format!("a report has no figure for {}", self.what))
-        };
-        let (swapped, paged) = (value(swapped)?, value(paged)?);
-        self.swapped.push(swapped);
-        self.paged.push(paged);
-        self.ratios.push(match self.more_is_better {
-            true => paged / swapped,
-            false => swapped / paged,
-        });
-        Ok(())
+    fn value(&self, report: &Value) -> Result<f64> {
+        let value = report.pointer(&self.path).and_then(Value::as_f64);
+        value.with_context(|| format!("a report has no figure for {}", self.what))
     }
 }
 
@@ -140,9 +126,6 @@ pub struct VersusSwapOptions {
 }
 
 /// Runs the subcommand `versus-swap` and prints what it found.
-///
-/// # Errors
-/// Something could not be measured or verified.
 pub fn run(options: &VersusSwapOptions) -> Result<()> {
     let size_bytes = options.size.as_u64();
     let budget_bytes = options.budget.bytes(size_bytes);
@@ -172,39 +155,40 @@ pub fn run(options: &VersusSwapOptions) -> Result<()> {
             let paged = format!("{command} {paged} {}", trial.paged);
             let paged = take("farpage", &|| sitting.run(&paged))?;
             for figure in &mut trial.figures {
-                figure.take(&swapped, &paged)?;
+                figure.swapped.push(figure.value(&swapped)?);
+                figure.paged.push(figure.value(&paged)?);
             }
         }
     }
     drop(progress);
     drop(swap);
 
-    let mut table = report::table("what | swap | farpage | times as fast | target | met");
-    let mut findings = Vec::new();
+    let (mut rows, mut findings) = (Vec::new(), Vec::new());
     for figure in trials.iter().flat_map(|trial| &trial.figures) {
         let Figure {
             what,
+            path,
             target,
-            ratios,
-            ..
+            swapped,
+            paged,
         } = figure;
-        let [ratio, swapped, paged] =
-            [ratios, &figure.swapped, &figure.paged].map(|values| median(values));
+        let ratios = times_as_fast(paged, swapped, path.ends_with("mb_per_s"));
+        let [ratio, swapped, paged] = [&ratios, swapped, paged].map(|values| median(values));
         let met = ratio >= *target;
         let figures = format!("{swapped:.1} | {paged:.1} | {ratio:.2} | {target}");
         let word = report::yes(met);
-        report::line(&mut table, format!("{what} | {figures} | {word}"));
+        rows.push(format!("{what} | {figures} | {word}"));
         findings.push(json!({ "what": what, "swap": swapped, "farpage": paged, "ratio": ratio, "ratios": ratios, "target": target, "met": met }));
     }
-    match options.printing.format {
-        Format::Human => say(format_args!(
+    let header = "what | swap | farpage | times as fast | target | met";
+    let table = report::filled_table(header, rows);
+    let report = json!({ "benchmark": "versus-swap", "findings": findings, "reports": reports });
+    report::print(&report, options.printing.format, |_| {
+        format!(
             "{table}\n{} MiB of {data} data, {} MiB of local memory; medians of {} repetitions.",
             size_bytes >> 20,
             budget_bytes >> 20,
             options.repeat
-        )),
-        Format::Json => {
-            say(json!({ "benchmark": "versus-swap", "findings": findings, "reports": reports }))
-        }
-    }
+        )
+    })
 }

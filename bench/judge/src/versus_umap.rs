@@ -16,13 +16,13 @@ use anyhow::{Context, Result, bail, ensure};
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+use serde_json::json;
 use tempfile::TempDir;
 
 use farpage_bench_kit::{
-    options::{Format, Printing, name_of, page_size, some_bytes},
-    out::say,
+    options::{Printing, name_of, page_size, some_bytes},
     progress::Progress,
-    report::{self, median, ranged_if_several, yes},
+    report::{self, median, ranged_if_several, times_as_fast, yes},
     sitting::Sitting,
 };
 
@@ -244,9 +244,6 @@ struct Measured {
 }
 
 /// Runs the subcommand `versus-umap` and prints what it found.
-///
-/// # Errors
-/// Something could not be measured or verified.
 pub fn run(options: &VersusUmapOptions) -> Result<()> {
     let pages_min = options.buffer_pages_min();
     ensure!(
@@ -301,31 +298,34 @@ pub fn run(options: &VersusUmapOptions) -> Result<()> {
     drop(progress);
 
     let findings: Vec<Finding> = all.iter().flat_map(findings).collect();
-    match options.printing.format {
-        Format::Json => say(serde_json::json!({
-            "benchmark": "versus-umap",
-            "verified": true,
-            "config": {
-                "size_bytes": options.size_bytes(),
-                "buffer_bytes": options.buffer_bytes(),
-                "repeat": options.repeat(),
-                "smoke": options.smoke,
-            },
-            "findings": findings,
-        })),
-        Format::Human => {
-            let (size, buffer) = (options.size_bytes() >> 20, options.buffer_bytes() >> 20);
-            say(format_args!(
-                "{}\n{size} MiB of data, {buffer} MiB of local memory; medians of {} repetitions; every word was verified.",
-                table(&findings),
-                options.repeat()
-            ))?;
-            match options.umap {
-                Some(_) => Ok(()),
-                None => say(format_args!("\n{HOW_TO_BUILD_UMAP}")),
-            }
-        }
-    }
+    let (size, buffer, repeat) = (
+        options.size_bytes(),
+        options.buffer_bytes(),
+        options.repeat(),
+    );
+    let report = json!({
+        "benchmark": "versus-umap",
+        "verified": true,
+        "config": {
+            "size_bytes": size,
+            "buffer_bytes": buffer,
+            "repeat": repeat,
+            "smoke": options.smoke,
+        },
+        "findings": findings,
+    });
+    report::print(&report, options.printing.format, |_| {
+        let how = match options.umap {
+            Some(_) => String::new(),
+            None => format!("\n\n{HOW_TO_BUILD_UMAP}"),
+        };
+        format!(
+            "{}\n{} MiB of data, {} MiB of local memory; medians of {repeat} repetitions; every word was verified.{how}",
+            table(&findings),
+            size >> 20,
+            buffer >> 20,
+        )
+    })
 }
 
 /// Installs the libumap of this program's source tree, built in this program's profile, below
@@ -470,11 +470,7 @@ fn findings(measured: &Measured) -> Vec<Finding> {
             };
             let figures = of(farpage, name);
             let mut add = |what: String, against, others: Vec<f64>, target| {
-                let ratio = |(ours, theirs): (&f64, &f64)| match name.ends_with("mb-per-s") {
-                    true => ours / theirs,
-                    false => theirs / ours,
-                };
-                let ratios: Vec<f64> = figures.iter().zip(&others).map(ratio).collect();
+                let ratios = times_as_fast(&figures, &others, name.ends_with("mb-per-s"));
                 let ratio = (!ratios.is_empty()).then(|| median(&ratios));
                 findings.push(Finding {
                     what,

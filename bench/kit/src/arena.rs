@@ -183,9 +183,6 @@ impl<'a> Arena<'a> {
 }
 
 /// Starts a runtime with `budget_bytes` for pages of `page_bytes`, at one server.
-///
-/// # Errors
-/// The runtime does not start.
 pub fn runtime(server: &Endpoint, budget_bytes: u64, page_bytes: u64) -> Result<Runtime> {
     Runtime::builder()
         .server(server.to_string())

@@ -6,9 +6,7 @@
 //! pager, on purpose.
 
 use std::{
-    num::NonZeroUsize,
     os::fd::AsFd,
-    ptr::NonNull,
     slice,
     sync::{
         Arc,
@@ -25,10 +23,8 @@ use farpage_vm::{
     sigbus::{FaultHandler, FaultRegistration, Served},
 };
 use hdrhistogram::Histogram;
-use nix::{
-    fcntl::{FcntlArg, OFlag, fcntl},
-    sys::mman::{MapFlags, ProtFlags, mmap_anonymous},
-};
+use memmap2::{Advice, MmapOptions, MmapRaw};
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use twox_hash::XxHash3_128;
 
 use crate::{
@@ -370,53 +366,33 @@ fn stamp(page: usize) -> u8 {
     page as u8 | 1
 }
 
-/// Private anonymous memory, aligned to its page size, unmapped on drop.
+/// Private anonymous memory, aligned to its page size. The threads above take turns at it.
 struct Mapping {
-    start: NonNull<u8>,
+    whole: MmapRaw,
+    /// Bytes before the first page, and of all pages.
+    gap: usize,
     bytes: usize,
-    /// Start of the mapping, before alignment.
-    whole: NonNull<libc::c_void>,
-    whole_bytes: usize,
 }
-
-// SAFETY: plain memory that is accessed by volatile reads and writes of single bytes; the threads
-// above take turns.
-unsafe impl Sync for Mapping {}
-// SAFETY: nothing about it belongs to a thread.
-unsafe impl Send for Mapping {}
 
 impl Mapping {
     fn new(bytes: usize, align: usize) -> Result<Self> {
-        let whole_bytes = bytes + align;
-        let len = NonZeroUsize::new(whole_bytes).context("an empty mapping")?;
-        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
-        let whole = unsafe { mmap_anonymous(None, len, access, flags) };
-        let whole = whole.context("cannot map memory")?;
-        let gap = whole.as_ptr().cast::<u8>().align_offset(align);
-        // SAFETY: `align` bytes more than asked for were mapped, and the gap is smaller.
-        let start = unsafe { whole.cast::<u8>().add(gap) };
-        let mapping = Self {
-            start,
-            bytes,
-            whole,
-            whole_bytes,
-        };
+        let mut options = MmapOptions::new();
+        let whole = options.len(bytes + align).no_reserve_swap().map_anon();
+        let whole = MmapRaw::from(whole.context("cannot map memory")?);
         // Whether pages of 2 MiB are huge is part of the measurement; smaller ones must not be, or
         // one fault would serve many.
         let advice = match align >= HUGE_PAGE_BYTES {
-            true => libc::MADV_HUGEPAGE,
-            false => libc::MADV_NOHUGEPAGE,
+            true => Advice::HugePage,
+            false => Advice::NoHugePage,
         };
-        // SAFETY: advice on the mapping made above. A kernel without huge pages says EINVAL, which
-        // is as good.
-        unsafe { libc::madvise(whole.as_ptr(), whole_bytes, advice) };
-        Ok(mapping)
+        // A kernel without huge pages says EINVAL, which is as good.
+        let _ = whole.advise(advice);
+        let gap = whole.as_ptr().align_offset(align);
+        Ok(Self { whole, gap, bytes })
     }
 
     fn address(&self) -> usize {
-        self.start.as_ptr() as usize
+        self.whole.as_ptr() as usize + self.gap
     }
 
     /// # Safety
@@ -426,13 +402,13 @@ impl Mapping {
     unsafe fn bytes_mut(&self, offset: usize, len: usize) -> &mut [u8] {
         assert!(len <= self.bytes - offset, "beyond the mapping");
         // SAFETY: inside the mapping; the rest is the caller's promise.
-        unsafe { slice::from_raw_parts_mut(self.start.as_ptr().add(offset), len) }
+        unsafe { slice::from_raw_parts_mut(self.whole.as_mut_ptr().add(self.gap + offset), len) }
     }
 
     fn at(&self, offset: usize) -> *mut u8 {
         assert!(offset < self.bytes, "beyond the mapping");
-        // SAFETY: within the mapping, as checked above.
-        unsafe { self.start.as_ptr().add(offset) }
+        // SAFETY: within the mapping, as checked above, which is `align` bytes longer.
+        unsafe { self.whole.as_mut_ptr().add(self.gap + offset) }
     }
 
     fn read(&self, offset: usize) -> u8 {
@@ -445,13 +421,6 @@ impl Mapping {
         // SAFETY: `at` gives an address inside the mapping, which is writable and of which no
         // reference exists.
         unsafe { self.at(offset).write_volatile(value) }
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: the mapping was made by `new`, and nothing refers to it any more.
-        unsafe { libc::munmap(self.whole.as_ptr(), self.whole_bytes) };
     }
 }
 

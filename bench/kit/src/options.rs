@@ -307,9 +307,6 @@ pub fn page_size(text: &str) -> Result<ByteSize, String> {
 }
 
 /// Parses a number above 0.
-///
-/// # Errors
-/// `text` is no such number.
 pub fn positive(text: &str) -> Result<f64, String> {
     match not_negative(text) {
         Ok(number) if number > 0.0 => Ok(number),
@@ -318,9 +315,6 @@ pub fn positive(text: &str) -> Result<f64, String> {
 }
 
 /// Parses a number that is 0 or more.
-///
-/// # Errors
-/// `text` is no such number.
 pub fn not_negative(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),

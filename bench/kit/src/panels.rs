@@ -32,9 +32,6 @@ fn upwards(values: impl Iterator<Item = f64>) -> Range<f64> {
 
 /// Draws the names of the series, each behind a piece of its line and `step` pixels to the right of
 /// the one before, or below it.
-///
-/// # Errors
-/// The picture cannot be drawn.
 pub fn legend<'a>(
     area: &Area<'_>,
     step: (i32, i32),
@@ -52,9 +49,6 @@ pub fn legend<'a>(
 }
 
 /// Draws `lines` over an axis that is labelled `across`.
-///
-/// # Errors
-/// The picture cannot be drawn.
 pub fn lines(area: &Area<'_>, title: &str, across: &str, lines: &[Line]) -> Result<(), String> {
     let points = || lines.iter().flatten();
     let width = upwards(points().map(|at| at.0));
@@ -77,9 +71,6 @@ pub fn lines(area: &Area<'_>, title: &str, across: &str, lines: &[Line]) -> Resu
 }
 
 /// Draws a bar for each of `values`, its name below and its value above.
-///
-/// # Errors
-/// The picture cannot be drawn.
 pub fn bars(area: &Area<'_>, title: &str, values: &[(&str, f64)]) -> Result<(), String> {
     let most = upwards(values.iter().map(|(_, value)| *value));
     let draw = || -> Result<(), Failure<'_>> {

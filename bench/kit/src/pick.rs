@@ -61,9 +61,26 @@ impl Iterator for Shuffle {
     }
 }
 
+/// Sequence of random numbers, from a seed: SplitMix64.
+#[derive(Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    /// Draws 64 random bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(ODD);
+        mix(self.0)
+    }
+
+    /// Draws a number below `limit`, nearly evenly for a small `limit`; 0 for a `limit` of 0.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.bits() % limit.max(1)
+    }
+}
+
 /// Generator of random indices.
 pub struct Picker {
-    state: u64,
+    random: Random,
     law: Law,
 }
 
@@ -78,7 +95,7 @@ impl Picker {
     /// Chooses among `count` elements. `zipf` is the exponent; `None` chooses uniformly.
     pub fn new(count: u64, zipf: Option<f64>, seed: u64) -> Self {
         Self {
-            state: mix(seed),
+            random: Random(mix(seed)),
             law: match zipf {
                 None => Law::Uniform(count),
                 Some(theta) => Law::Zipf(Zipf::new(count, theta)),
@@ -88,8 +105,7 @@ impl Picker {
 
     /// Returns the next index.
     pub fn pick(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(ODD);
-        let random = mix(self.state);
+        let random = self.random.bits();
         match &self.law {
             Law::Uniform(count) => scale(random, *count),
             // Ranks are scattered over the array, or all hot elements would share a few pages.

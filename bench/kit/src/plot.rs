@@ -36,9 +36,6 @@ pub const FONT: &str = "sans-serif";
 const PNG_SCALE: u32 = 2;
 
 /// Makes an SVG. The program that shows it brings the font.
-///
-/// # Errors
-/// The file cannot be written.
 pub fn draw_svg(
     path: &Path,
     size: (u32, u32),
@@ -109,9 +106,6 @@ const PALE: RGBColor = RGBColor(225, 225, 225);
 
 impl Bars {
     /// Writes `<stem>.svg`, `<stem>.png` and `<stem>.csv`.
-    ///
-    /// # Errors
-    /// A file cannot be written.
     pub fn write(&self, stem: &Path) -> Result<()> {
         let path = |extension| stem.with_extension(extension);
         let csv = path("csv");

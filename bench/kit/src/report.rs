@@ -232,6 +232,17 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
+/// Returns for each repetition how many times as fast `ours` is as `theirs`, whose figures are
+/// rates if `more_is_better`, and times otherwise.
+pub fn times_as_fast(ours: &[f64], theirs: &[f64], more_is_better: bool) -> Vec<f64> {
+    let pairs = ours.iter().zip(theirs);
+    let ratios = pairs.map(|(ours, theirs)| match more_is_better {
+        true => ours / theirs,
+        false => theirs / ours,
+    });
+    ratios.collect()
+}
+
 /// Figures of two sides that take turns.
 #[derive(Default)]
 pub struct Pairs {
@@ -241,9 +252,6 @@ pub struct Pairs {
 
 impl Pairs {
     /// Measures a pair; in every second one, `other` comes first.
-    ///
-    /// # Errors
-    /// The error of a side.
     pub fn measure(
         &mut self,
         one: impl FnOnce() -> Result<f64>,
@@ -269,8 +277,7 @@ impl Pairs {
     /// Returns the median of the other side over the one, and the order statistics that hold it
     /// with 95 %.
     pub fn other_over_one(&self) -> [f64; 3] {
-        let pairs = self.one.iter().zip(&self.other);
-        let mut ratios: Vec<f64> = pairs.map(|(one, other)| other / one).collect();
+        let mut ratios = times_as_fast(&self.one, &self.other, false);
         ratios.sort_by(f64::total_cmp);
         let n = ratios.len() as f64;
         let off = (0.98 * n.sqrt()).ceil();
@@ -291,9 +298,6 @@ pub fn new_histogram() -> Histogram<u64> {
 }
 
 /// Prints a report to standard output: one JSON object, or what `human` makes of it.
-///
-/// # Errors
-/// The errors of [`say`].
 pub fn print<R: Serialize>(report: &R, format: Format, human: impl Fn(&R) -> String) -> Result<()> {
     say(match format {
         Format::Json => {
@@ -322,43 +326,36 @@ pub fn conclude<R: Serialize>(
 
 impl Report {
     /// Prints this report by the function [`conclude`].
-    ///
-    /// # Errors
-    /// The errors of [`conclude`].
     pub fn conclude(&self, format: Format) -> Result<()> {
         conclude(self, self.verified, format, Self::human)
     }
 
     fn human(&self) -> String {
         let figures = &self.figures;
-        let mut kernels = table("kernel | MB/s | best s | mean s | worst s");
-        for k in figures.kernels.iter().flatten() {
+        let kernels = figures.kernels.iter().flatten().map(|k| {
             let (name, rate) = (k.name, k.mb_per_s);
             let [best, mean, worst] = [k.min_s, k.avg_s, k.max_s];
-            let times = format!("{best:.3} | {mean:.3} | {worst:.3}");
-            line(&mut kernels, format!("{name} | {rate:.0} | {times}"));
-        }
-        let mut faults = table("fault, microseconds | p50 | p90 | p99 | p99.9 | samples");
-        for (name, shown) in named(&FAULTS) {
-            if let Some(p) = figures.faults.get(name) {
-                let low = format!("{:.1} | {:.1}", p.p50, p.p90);
-                let high = format!("{:.1} | {:.1}", p.p99, p.p999);
-                let samples = p.samples;
-                line(&mut faults, format!("{shown} | {low} | {high} | {samples}"));
-            }
-        }
-        let mut single = table("figure | ");
-        for (name, shown) in named(&SINGLE).filter(|(_, shown)| !shown.is_empty()) {
-            let Some(&figure) = figures.single.get(name) else {
-                continue;
-            };
+            format!("{name} | {rate:.0} | {best:.3} | {mean:.3} | {worst:.3}")
+        });
+        let kernels = filled_table("kernel | MB/s | best s | mean s | worst s", kernels);
+        let faults = named(&FAULTS).filter_map(|(name, shown)| {
+            let p = figures.faults.get(name)?;
+            let low = format!("{:.1} | {:.1}", p.p50, p.p90);
+            let high = format!("{:.1} | {:.1}", p.p99, p.p999);
+            Some(format!("{shown} | {low} | {high} | {}", p.samples))
+        });
+        let header = "fault, microseconds | p50 | p90 | p99 | p99.9 | samples";
+        let faults = filled_table(header, faults);
+        let single = named(&SINGLE).filter_map(|(name, shown)| {
+            let figure = figures.single.get(name).filter(|_| !shown.is_empty())?;
             let figure = match name {
                 name if name.ends_with("mb_per_s") => format!("{figure:.0} MB/s"),
                 name if name.ends_with("bytes") => format!("{:.0} KiB", figure / 1024.0),
                 _ => format!("{figure:.2} us"),
             };
-            line(&mut single, format!("{shown} | {figure}"));
-        }
+            Some(format!("{shown} | {figure}"))
+        });
+        let single = filled_table("figure | ", single);
         let tables = [kernels, faults, single].into_iter();
         let tables = tables.filter(|table| table.row_iter().next().is_some());
         let mut texts: Vec<_> = tables.map(|table| table.to_string()).collect();
@@ -405,25 +402,25 @@ impl Report {
     }
 }
 
-/// Makes an empty table for people; the first column holds names. Bars separate the columns'
-/// headers, such as `codec | ratio`.
-pub fn table(header: &str) -> Table {
+/// Makes a table for people, whose first column holds names and whose others figures. Bars separate
+/// the cells of the header and of each row, such as `codec | ratio`.
+pub fn filled_table(header: &str, rows: impl IntoIterator<Item = String>) -> Table {
+    let cells = |row: &str| -> Vec<Cell> {
+        let cell = |(at, text)| {
+            Cell::new(text).set_alignment(match at {
+                0 => CellAlignment::Left,
+                _ => CellAlignment::Right,
+            })
+        };
+        row.split(" | ").enumerate().map(cell).collect()
+    };
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED);
-    table.set_header(right(header.split(" | ").map(str::to_owned)));
+    table.set_header(cells(header));
+    for row in rows {
+        table.add_row(cells(&row));
+    }
     table
-}
-
-/// Makes a table of `rows`, whose cells bars separate as in [`table`]'s header.
-pub fn filled_table(header: &str, rows: impl IntoIterator<Item = String>) -> Table {
-    let mut table = table(header);
-    rows.into_iter().for_each(|row| line(&mut table, row));
-    table
-}
-
-/// Adds a row, whose cells bars separate as in [`table`]'s header.
-pub fn line(table: &mut Table, cells: impl AsRef<str>) {
-    table.add_row(right(cells.as_ref().split(" | ").map(str::to_owned)));
 }
 
 /// Makes the table of a run's circumstances, the verification first.
@@ -432,24 +429,14 @@ pub fn run_table<S: ToString>(
     verified: bool,
     rows: impl IntoIterator<Item = (&'static str, S)>,
 ) -> Table {
-    let mut table = table(&format!("run | {benchmark}"));
     let verified = if verified { "yes" } else { "NO: FAILED" };
-    line(&mut table, format!("verified | {verified}"));
-    for (name, value) in rows {
-        table.add_row(right([name.to_owned(), value.to_string()]));
-    }
-    table
-}
-
-/// Makes a row whose first cell is a name and whose others are figures.
-pub fn right(row: impl IntoIterator<Item = String>) -> Vec<Cell> {
-    let cell = |(at, text)| {
-        Cell::new(text).set_alignment(match at {
-            0 => CellAlignment::Left,
-            _ => CellAlignment::Right,
-        })
-    };
-    row.into_iter().enumerate().map(cell).collect()
+    let rows = rows.into_iter();
+    let rows = rows.map(|(name, value)| format!("{name} | {}", value.to_string()));
+    let verified = [format!("verified | {verified}")];
+    filled_table(
+        &format!("run | {benchmark}"),
+        verified.into_iter().chain(rows),
+    )
 }
 
 /// Formats a figure and its range, such as `1.50 (1.21 to 1.72)`.

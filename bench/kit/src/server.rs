@@ -145,9 +145,6 @@ impl MemoryServer {
     }
 
     /// Returns the process id of our own server.
-    ///
-    /// # Errors
-    /// The server is not our own.
     pub fn pid(&self) -> Result<u32> {
         let own = self.own.as_ref().context("the server is not our own")?;
         Ok(own.id())
@@ -197,9 +194,6 @@ impl Drop for MemoryServer {
 }
 
 /// Returns the command of this program, without arguments.
-///
-/// # Errors
-/// This program's own file cannot be found.
 pub fn this_program() -> Result<Command> {
     let path = env::current_exe().context("cannot find this program's own file")?;
     Ok(Command::new(path))

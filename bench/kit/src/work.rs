@@ -347,12 +347,10 @@ impl<'a> Worker<'a> {
         Ok(bytes as f64 / start.elapsed().as_secs_f64())
     }
 
-    /// Returns the run of `array` in step `number`.
     fn run_of(&self, number: u64, array: usize) -> u64 {
         array as u64 * self.runs + number % self.runs
     }
 
-    /// Returns the pages of `run` in the region.
     fn pages_of(&self, run: u64) -> Pages {
         let (shard, count) = (Shard(self.thread), self.run_bytes / self.page_bytes);
         Pages::new(shard, self.address_of(run), self.page_bytes, count)

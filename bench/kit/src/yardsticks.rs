@@ -124,24 +124,20 @@ impl FabricRates {
 /// One line under the tables: how good the figures are.
 impl fmt::Display for Yardsticks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (what, all, how) = match self.plain {
-            Plain::PlainTriadMbPerS(_) => ("triad", "All kernels", ""),
-            Plain::PlainBothMbPerS(_) => ("both", "All steps", ""),
-            Plain::PlainUsPerAccess(_) => ("an access", "All accesses", ""),
-            Plain::PlainP50Us(_) => ("a read, p50", "The same", ", one READ of a page at a time"),
-        };
-        let figure = match self.plain {
-            Plain::PlainTriadMbPerS(rate) | Plain::PlainBothMbPerS(rate) => {
-                format!("{rate:.0} MB/s")
-            }
-            Plain::PlainUsPerAccess(time) | Plain::PlainP50Us(time) => format!("{time:.3} us"),
+        let rate = |rate: f64| format!("{rate:.0} MB/s");
+        let time = |us: f64| format!("{us:.3} us");
+        let (what, all, figure) = match self.plain {
+            Plain::PlainTriadMbPerS(x) => ("triad", "All kernels", rate(x)),
+            Plain::PlainBothMbPerS(x) => ("both", "All steps", rate(x)),
+            Plain::PlainUsPerAccess(x) => ("an access", "All accesses", time(x)),
+            Plain::PlainP50Us(x) => ("a read, p50", "The same", time(x)),
         };
         let fabric = match &self.fabric {
             Fabric::Fabric(rates) => format!(
                 "READ {:.0}, WRITE {:.0}, both {:.0} MB/s",
                 rates.raw_read_mb_per_s, rates.raw_write_mb_per_s, rates.raw_read_write_mb_per_s,
             ),
-            Fabric::FabricReadUs(time) => format!("{time:.2} us{how}"),
+            Fabric::FabricReadUs(time) => format!("{time:.2} us, one READ of a page at a time"),
         };
         let (plain, share) = (percent(self.plain_share), percent(self.fabric_share));
         write!(f, "{what}: {plain} % of plain memory ({figure}). ")?;

@@ -119,9 +119,6 @@ pub enum SwapUse {
 
 impl Cgroup {
     /// Makes a cgroup with `memory_bytes`.
-    ///
-    /// # Errors
-    /// This process may not make the cgroup.
     pub fn set_up(parent: &Parent, memory_bytes: u64, swap: SwapUse) -> Result<Self> {
         let path = parent.path.join(format!("{NAME}{}", process::id()));
         fs::create_dir(&path)
@@ -147,9 +144,6 @@ impl Cgroup {
     }
 
     /// Returns a command that runs this program inside, with arguments still to be added.
-    ///
-    /// # Errors
-    /// This program's own file cannot be found.
     pub fn command(&self) -> Result<Command> {
         let this_program = env::current_exe().context("cannot find this program's own file")?;
         let [shell, words @ ..] = self.words();
@@ -169,9 +163,6 @@ impl Cgroup {
     }
 
     /// Returns the cgroup's peak memory in bytes, and the number of kills for lack of memory.
-    ///
-    /// # Errors
-    /// The kernel does not say.
     pub fn peak_and_kills(&self) -> Result<(u64, u64)> {
         let (peak, events) = match self.version {
             Version::V1 => ("memory.max_usage_in_bytes", "memory.oom_control"),
@@ -182,9 +173,6 @@ impl Cgroup {
     }
 
     /// Returns the anonymous memory that the cgroup holds now, in bytes, without pages of files.
-    ///
-    /// # Errors
-    /// The kernel does not say.
     pub fn anonymous_bytes(&self) -> Result<u64> {
         let name = match self.version {
             Version::V1 => "total_rss ",
@@ -257,10 +245,7 @@ impl Drop for Cgroup {
     }
 }
 
-/// True if `name` is one of ours whose run has ended.
-///
-/// # Errors
-/// The run is still under way.
+/// True if `name` is one of ours whose run has ended. One that is still under way is an error.
 pub fn is_leftover(name: &str) -> Result<bool> {
     let Some(pid) = name
         .strip_prefix(NAME)
@@ -278,9 +263,6 @@ pub fn is_leftover(name: &str) -> Result<bool> {
 }
 
 /// Repeats `attempt` until success or the end of `PATIENCE`.
-///
-/// # Errors
-/// The error of the last attempt.
 pub fn retry<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let end = Instant::now() + PATIENCE;
     loop {

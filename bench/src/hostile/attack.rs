@@ -17,14 +17,15 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use farpage_testkit::{Identity, raw};
 use farpage_wire::{
     Endpoint, ExtentId, MAX_OP_BYTES, Request, Response, Secret, SessionId,
-    control::{self, HELLO_BYTES, Hello, MAX_FRAME_BYTES, PREFIX_BYTES, Purpose},
+    control::{self, Hello, MAX_FRAME_BYTES, Purpose},
     data::{
         ANSWER_HEADER_BYTES, AnswerHeader, OPERAND_BYTES, OpHeader, OpKind, Status, WORD_BYTES,
     },
 };
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -32,7 +33,7 @@ use super::neighbour::end_with_parent;
 use farpage_bench_kit::{
     cpus::own_time,
     out::say as print,
-    pick::{ODD, mix},
+    pick::{Random, mix},
 };
 
 /// Address of the attacker: another one of the loopback interface than the victim's.
@@ -126,8 +127,7 @@ pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
             scope.spawn(move || {
                 let mut attacker = Attacker {
                     server,
-                    seed: mix(options.seed) ^ mix(thread + 1),
-                    drawn: 0,
+                    random: Random(mix(options.seed) ^ mix(thread + 1)),
                     found: Attack::default(),
                 };
                 while sent.load(Relaxed) < options.requests && Instant::now() < end {
@@ -149,7 +149,6 @@ pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
     print(json!(found))
 }
 
-/// Outcome of one request.
 enum Outcome {
     Refused,
     Granted,
@@ -163,22 +162,16 @@ type Tried = io::Result<Outcome>;
 
 struct Attacker {
     server: SocketAddrV4,
-    seed: u64,
-    drawn: u64,
+    random: Random,
     found: Attack,
 }
 
 impl Attacker {
-    fn random(&mut self) -> u64 {
-        self.drawn += 1;
-        mix(self.seed.wrapping_add(self.drawn.wrapping_mul(ODD)))
-    }
-
     /// Draws a number that may well be an id that exists: ids count up from the beginning.
     fn guess(&mut self) -> u64 {
-        match self.random() % 8 {
-            0 => self.random(),
-            _ => self.random() % 64,
+        match self.random.bits() % 8 {
+            0 => self.random.bits(),
+            _ => self.random.bits() % 64,
         }
     }
 
@@ -244,48 +237,33 @@ impl Attacker {
 
     fn greet(&mut self, purpose: Purpose) -> io::Result<TcpStream> {
         let mut stream = self.connect()?;
-        stream.write_all(&Hello::new(purpose).encode())?;
-        stream.read_exact(&mut [0; HELLO_BYTES])?;
+        raw::greet(&mut stream, purpose)?;
         Ok(stream)
     }
 
-    fn begin(&mut self) -> io::Result<(TcpStream, SessionId, Secret)> {
+    fn begin(&mut self) -> io::Result<(TcpStream, Identity)> {
         let mut stream = self.greet(Purpose::Control)?;
         match say(&mut stream, &begin(None))? {
             Response::Begun {
                 session, secret, ..
-            } => Ok((stream, session, secret)),
+            } => Ok((stream, (session, secret))),
             other => Err(refused(&other)),
         }
     }
 
-    /// Attaches a data connection to a session. Returns it, and the answer.
-    fn attach(
-        &mut self,
-        session: SessionId,
-        secret: Secret,
-        line: u64,
-    ) -> io::Result<(TcpStream, Response)> {
+    /// Attaches a data connection to a session. Anything but a success is an error.
+    fn attached(&mut self, identity: Identity, line: u64) -> io::Result<TcpStream> {
         let mut stream = self.greet(Purpose::Data)?;
-        let attach = Request::Attach {
-            session,
-            secret,
-            line,
-        };
-        let told = say(&mut stream, &attach)?;
-        Ok((stream, told))
-    }
-
-    /// Attaches a data connection as [`Self::attach`] does. Anything but a success is an error.
-    fn attached(&mut self, session: SessionId, secret: Secret, line: u64) -> io::Result<TcpStream> {
-        match self.attach(session, secret, line)? {
-            (stream, Response::Done) => Ok(stream),
-            (_, other) => Err(refused(&other)),
+        match say(&mut stream, &raw::attach(identity, line))? {
+            Response::Done => Ok(stream),
+            other => Err(refused(&other)),
         }
     }
 
     fn garbage(&mut self) -> Tried {
-        let bytes: Vec<u8> = (0..8).flat_map(|_| self.random().to_le_bytes()).collect();
+        let bytes: Vec<u8> = (0..8)
+            .flat_map(|_| self.random.bits().to_le_bytes())
+            .collect();
         let mut stream = self.connect()?;
         stream.write_all(&bytes)?;
         closed(&mut stream)
@@ -293,7 +271,7 @@ impl Attacker {
 
     fn half_frame(&mut self) -> Tried {
         let half = [&1000u32.to_le_bytes()[..], &[1, 2, 3]].concat();
-        let (mut stream, half) = match self.random() % 3 {
+        let (mut stream, half) = match self.random.bits() % 3 {
             0 => (
                 self.connect()?,
                 Hello::new(Purpose::Control).encode()[..7].to_vec(),
@@ -309,16 +287,14 @@ impl Attacker {
     fn wrong_secret(&mut self) -> Tried {
         let session = SessionId(self.guess());
         let mut secret = [0; 16];
-        secret[..8].copy_from_slice(&self.random().to_le_bytes());
-        let secret = Secret(secret);
-        let resumes = self.random().is_multiple_of(2);
-        let told = if resumes {
-            let mut stream = self.greet(Purpose::Control)?;
-            say(&mut stream, &begin(Some((session, secret))))?
-        } else {
-            self.attach(session, secret, 0)?.1
+        secret[..8].copy_from_slice(&self.random.bits().to_le_bytes());
+        let identity = (session, Secret(secret));
+        let (purpose, request) = match self.random.bits().is_multiple_of(2) {
+            true => (Purpose::Control, begin(Some(identity))),
+            false => (Purpose::Data, raw::attach(identity, 0)),
         };
-        match told {
+        let mut stream = self.greet(purpose)?;
+        match say(&mut stream, &request)? {
             // Access to another client's session gives all that is in it.
             Response::Begun { .. } | Response::Done => Ok(Outcome::Foreign(1)),
             other => Err(refused(&other)),
@@ -326,7 +302,7 @@ impl Attacker {
     }
 
     fn oversized(&mut self) -> Tried {
-        let lies = self.random().is_multiple_of(2);
+        let lies = self.random.bits().is_multiple_of(2);
         let (mut stream, ..) = self.begin()?;
         if lies {
             stream.write_all(&u32::MAX.to_le_bytes())?;
@@ -342,13 +318,13 @@ impl Attacker {
     /// Begins a session and tries to attach 32 data connections to it.
     fn flood(&mut self) {
         let name = "a flood of data connections";
-        let (_control, session, secret) = match self.begin() {
+        let (_control, identity) = match self.begin() {
             Ok(begun) => begun,
             Err(error) => return self.count(name, Err(error)),
         };
         let mut held = Vec::new();
         for line in 0..32 {
-            let attached = self.attached(session, secret, line);
+            let attached = self.attached(identity, line);
             let tried = attached.map(|stream| held.push(stream));
             self.count(name, tried.map(|()| Outcome::Granted));
         }
@@ -357,21 +333,20 @@ impl Attacker {
     /// Sends READs, WRITEs and atomics to extents of others, and beyond the own extent.
     fn forged_operations(&mut self) {
         let name = "forged operations";
-        let mut own = || -> io::Result<(TcpStream, SessionId, Secret, ExtentId)> {
-            let (mut stream, session, secret) = self.begin()?;
-            match say(&mut stream, &grant(OWN_BYTES))? {
-                Response::Granted { extent } => Ok((stream, session, secret, extent.id)),
+        let mut own = || -> io::Result<(TcpStream, Identity, ExtentId)> {
+            let (mut stream, identity) = self.begin()?;
+            match say(&mut stream, &raw::grant(OWN_BYTES))? {
+                Response::Granted { extent } => Ok((stream, identity, extent.id)),
                 other => Err(refused(&other)),
             }
         };
-        let (_control, session, secret, own) = match own() {
+        let (_control, identity, own) = match own() {
             Ok(own) => own,
             Err(error) => return self.count(name, Err(error)),
         };
         // New memory holds nothing of its last holder.
-        let new = self.attached(session, secret, 0).and_then(|mut stream| {
-            let op = op(OpKind::Read, own, 0, OWN_BYTES as u32);
-            stream.write_all(&op.encode())?;
+        let new = self.attached(identity, 0).and_then(|mut stream| {
+            stream.write_all(&op(OpKind::Read, own, 0, OWN_BYTES as u32).encode())?;
             let bytes = answer(&mut stream)?;
             Ok(match bytes.iter().filter(|byte| **byte != 0).count() {
                 0 => Outcome::Granted,
@@ -383,12 +358,12 @@ impl Attacker {
         for line in 1..4 {
             let mut guesses = std::iter::repeat_with(|| ExtentId(self.guess()));
             let foreign = guesses.find(|guess| *guess != own).expect("ids differ");
-            let (extent, offset) = match self.random() % 4 {
+            let (extent, offset) = match self.random.bits() % 4 {
                 0 => (own, OWN_BYTES - 8),
                 1 => (own, u64::MAX - (1 << 20)),
-                _ => (foreign, self.random() % 16 * 4096),
+                _ => (foreign, self.random.bits() % 16 * 4096),
             };
-            let (kind, len, payload) = match self.random() % 4 {
+            let (kind, len, payload) = match self.random.bits() % 4 {
                 0 => (OpKind::Write, 4096, 4096),
                 1 => (OpKind::FetchAdd, WORD_BYTES, OPERAND_BYTES),
                 2 => (OpKind::Read, MAX_OP_BYTES, 0),
@@ -396,7 +371,7 @@ impl Attacker {
             };
             // The last eight bytes belong to the own extent: an access to them alone is not forged.
             let forged = extent != own || len > WORD_BYTES || offset > OWN_BYTES;
-            let done = self.attached(session, secret, line).and_then(|mut stream| {
+            let done = self.attached(identity, line).and_then(|mut stream| {
                 stream.write_all(&op(kind, extent, offset, len).encode())?;
                 stream.write_all(&vec![0xee; payload])?;
                 let bytes = answer(&mut stream)?.len().max(payload) as u64;
@@ -419,11 +394,11 @@ impl Attacker {
         };
         let mut bytes = Vec::new();
         for _ in 0..PIPELINED {
-            let request = match self.random() % 5 {
+            let request = match self.random.bits() % 5 {
                 0 => Request::Release {
                     extent: ExtentId(self.guess()),
                 },
-                1 => grant(u64::MAX >> 8),
+                1 => raw::grant(u64::MAX >> 8),
                 2 => Request::Open {
                     name: "squares".to_owned(),
                     serial: None,
@@ -444,7 +419,7 @@ impl Attacker {
             return self.count_many(name, PIPELINED, Err(error));
         }
         for heard in 0..PIPELINED {
-            match hear(&mut stream) {
+            match raw::receive(&mut stream) {
                 Ok(Response::Refused(_)) => self.count(name, Ok(Outcome::Refused)),
                 // The attacker has a right to none of what it asked for.
                 Ok(_) => self.count(name, Ok(Outcome::Foreign(1))),
@@ -454,18 +429,10 @@ impl Attacker {
     }
 }
 
-fn begin(resume: Option<(SessionId, Secret)>) -> Request {
+fn begin(resume: Option<Identity>) -> Request {
     Request::Begin {
         client: "hostile".to_owned(),
         resume,
-    }
-}
-
-fn grant(bytes: u64) -> Request {
-    Request::Grant {
-        bytes,
-        atomics: false,
-        serial: None,
     }
 }
 
@@ -481,17 +448,8 @@ fn op(kind: OpKind, extent: ExtentId, offset: u64, len: u32) -> OpHeader {
 }
 
 fn say(stream: &mut TcpStream, request: &Request) -> io::Result<Response> {
-    stream.write_all(&control::encode(request).expect("short"))?;
-    hear(stream)
-}
-
-fn hear<M: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<M> {
-    let mut prefix = [0; PREFIX_BYTES];
-    stream.read_exact(&mut prefix)?;
-    let bytes = control::frame_bytes(prefix, MAX_FRAME_BYTES).map_err(io::Error::other)?;
-    let mut body = vec![0; bytes];
-    stream.read_exact(&mut body)?;
-    control::decode(&body).map_err(io::Error::other)
+    raw::send(stream, request)?;
+    raw::receive(stream)
 }
 
 /// Reads the answer to one operation and returns its payload.
@@ -530,7 +488,10 @@ fn refused(response: &Response) -> io::Error {
 mod tests {
     use std::net::TcpListener;
 
-    use farpage_wire::{control::Lease, data::OP_HEADER_BYTES};
+    use farpage_wire::{
+        control::{HELLO_BYTES, Lease},
+        data::OP_HEADER_BYTES,
+    };
 
     use super::*;
 
@@ -541,7 +502,7 @@ mod tests {
         let hello = Hello::decode(&hello).map_err(io::Error::other)?;
         stream.write_all(&hello.encode())?;
         loop {
-            let answer = match hear(&mut stream)? {
+            let answer = match raw::receive(&mut stream)? {
                 Request::Begin { .. } => Response::Begun {
                     session: SessionId(1),
                     secret: Secret([1; 16]),
@@ -559,7 +520,7 @@ mod tests {
                 },
                 _ => Response::Done,
             };
-            stream.write_all(&control::encode(&answer).expect("short"))?;
+            raw::send(&mut stream, &answer)?;
             if hello.purpose == Purpose::Data {
                 break;
             }
@@ -606,8 +567,7 @@ mod tests {
         for (name, attack) in attacks {
             let mut attacker = Attacker {
                 server,
-                seed: 1,
-                drawn: 0,
+                random: Random(1),
                 found: Attack::default(),
             };
             attack(&mut attacker);

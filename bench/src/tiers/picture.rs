@@ -15,9 +15,6 @@ const SIZE: (u32, u32) = (1500, 470);
 const LEGEND: u32 = 40;
 
 /// Draws `found` to a file. Parts that were not measured stay empty.
-///
-/// # Errors
-/// The file cannot be written.
 pub(super) fn draw(found: &Tiers, path: &Path) -> Result<()> {
     plot::draw_svg(path, SIZE, |area| draw_on(found, area))
 }

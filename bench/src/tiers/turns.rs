@@ -32,7 +32,6 @@ pub(super) const ANYWHERE: u64 = 2;
 /// Page size of the program.
 const PAGE_BYTES: u64 = 64 << 10;
 const PAGE_WORDS: u64 = PAGE_BYTES / 8;
-/// Least memory of a server.
 const LEAST_MEMORY_BYTES: u64 = 16 << 20;
 /// Least budget of a program, so that it can have pages at all.
 const LEAST_BUDGET_BYTES: u64 = 4 << 20;
@@ -49,16 +48,6 @@ enum Law {
     /// All accesses but [`ANYWHERE`] of a thousand go to a tenth of the pages.
     Tenth,
     Zipf,
-}
-
-/// One server with less memory than it lends, beside one with enough.
-#[derive(Clone, Copy)]
-struct Plan {
-    law: Law,
-    lent_bytes: u64,
-    memory_bytes: u64,
-    budget_bytes: u64,
-    is_grouped: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -115,9 +104,9 @@ struct Side {
 }
 
 impl Side {
-    fn start(plan: &Plan, server: MemoryServer) -> Result<Self> {
-        let runtime = runtime(server.endpoint(), plan.budget_bytes, PAGE_BYTES)?;
-        let words = usize::try_from(plan.lent_bytes / 8).context("--size is too large")?;
+    fn start(lent_bytes: u64, budget_bytes: u64, server: MemoryServer) -> Result<Self> {
+        let runtime = runtime(server.endpoint(), budget_bytes, PAGE_BYTES)?;
+        let words = usize::try_from(lent_bytes / 8).context("--size is too large")?;
         let array = runtime.array(words).context("cannot create the array")?;
         Ok(Self {
             array,
@@ -224,41 +213,14 @@ fn words_of(law: Law, pages: u64, count: u64, seed: u64) -> Vec<u64> {
 
 /// Measures the slowdown over `--memory`, where the pages in use fit.
 pub(super) fn curve(run: &mut Measurement<'_>) -> Result<Vec<Row>> {
-    by_memory(run, [50, 30, 20, 14], false)
-}
-
-/// Measures a program that uses a tenth, by `--memory` in percent of the bytes lent.
-fn by_memory(run: &mut Measurement<'_>, percents: [u64; 4], is_grouped: bool) -> Result<Vec<Row>> {
-    percents
-        .map(|percent| {
-            let plan = Plan {
-                law: Law::Tenth,
-                lent_bytes: run.lent_bytes,
-                memory_bytes: run.lent_bytes * percent / 100,
-                budget_bytes: run.lent_bytes / 50,
-                is_grouped,
-            };
-            run.row(plan)
-        })
-        .into_iter()
-        .collect()
+    let rows = [50, 30, 20, 14].map(|percent| run.row(Law::Tenth, percent, 50, false));
+    rows.into_iter().collect()
 }
 
 /// Measures with five times as much lent as there is memory.
 pub(super) fn capacity(run: &mut Measurement<'_>) -> Result<Vec<Row>> {
-    [Law::Tenth, Law::Zipf]
-        .map(|law| {
-            let plan = Plan {
-                law,
-                lent_bytes: run.lent_bytes,
-                memory_bytes: run.lent_bytes / 5,
-                budget_bytes: run.lent_bytes / 100,
-                is_grouped: false,
-            };
-            run.row(plan)
-        })
-        .into_iter()
-        .collect()
+    let rows = [Law::Tenth, Law::Zipf].map(|law| run.row(law, 20, 100, false));
+    rows.into_iter().collect()
 }
 
 /// Measures with less memory than is used all the time, in a cgroup; or says why there is none.
@@ -268,7 +230,8 @@ pub(super) fn starved(run: &mut Measurement<'_>) -> Result<Result<Vec<Row>, Stri
         return Ok(Err(format!("{error:#}")));
     }
     drop(found);
-    by_memory(run, [9, 7, 5, 3], true).map(Ok)
+    let rows = [9, 7, 5, 3].map(|percent| run.row(Law::Tenth, percent, 50, true));
+    rows.into_iter().collect::<Result<_>>().map(Ok)
 }
 
 /// Settings of all rows, and the number of words that were wrong.
@@ -282,33 +245,35 @@ pub(super) struct Measurement<'a> {
 }
 
 impl Measurement<'_> {
-    fn row(&mut self, mut plan: Plan) -> Result<Row> {
+    /// Measures a server with a share of the bytes lent as memory, beside one with enough. The
+    /// programs' budget is one of `budgets` parts of the bytes lent.
+    fn row(&mut self, law: Law, percent: u64, budgets: u64, is_grouped: bool) -> Result<Row> {
         // Accesses are those of a turn; cold ones come one at a time.
         let (pairs, accesses, cold) = match self.smoke {
             true => (3, 300, 5),
             false => (40, 3000, 200),
         };
-        plan.memory_bytes = plan.memory_bytes.max(LEAST_MEMORY_BYTES);
-        plan.budget_bytes = plan.budget_bytes.max(LEAST_BUDGET_BYTES);
-        let pages = plan.lent_bytes / PAGE_BYTES;
-        let limit_bytes = plan.memory_bytes + BESIDE_BYTES;
+        let lent_bytes = self.lent_bytes;
+        let memory_bytes = (lent_bytes * percent / 100).max(LEAST_MEMORY_BYTES);
+        let budget_bytes = (lent_bytes / budgets).max(LEAST_BUDGET_BYTES);
+        let pages = lent_bytes / PAGE_BYTES;
+        let limit_bytes = memory_bytes + BESIDE_BYTES;
         let group = || Cgroup::set_up(&Parent::find()?, limit_bytes, SwapUse::Never);
-        let cgroup = plan.is_grouped.then(group).transpose()?;
+        let cgroup = is_grouped.then(group).transpose()?;
         // Pages are written out of place: a few are there twice.
-        let capacity_bytes = plan.lent_bytes + plan.lent_bytes / 8 + (64 << 20);
+        let capacity_bytes = lent_bytes + lent_bytes / 8 + (64 << 20);
         let server = MemoryServer::own(self.fabric, capacity_bytes)?;
-        let mut plain = Side::start(&plan, server)?;
-        let (fabric, memory_bytes) = (self.fabric, plan.memory_bytes);
+        let mut plain = Side::start(lent_bytes, budget_bytes, server)?;
         let (spill, group) = (self.spill, cgroup.as_ref());
-        let server = MemoryServer::tiered(fabric, capacity_bytes, memory_bytes, spill, group)?;
-        let mut tiered = Side::start(&plan, server)?;
+        let server = MemoryServer::tiered(self.fabric, capacity_bytes, memory_bytes, spill, group)?;
+        let mut tiered = Side::start(lent_bytes, budget_bytes, server)?;
         // 1. All is written, and the pages in use come into memory.
-        let warm: Vec<u64> = match plan.law {
+        let warm: Vec<u64> = match law {
             Law::Tenth => {
                 let pages = (0..pages / 10).chain(0..pages / 10);
                 pages.map(|page| page * PAGE_WORDS).collect()
             }
-            Law::Zipf => words_of(plan.law, pages, 10 * accesses, self.seed),
+            Law::Zipf => words_of(law, pages, 10 * accesses, self.seed),
         };
         let begin = |side: &mut Side| {
             side.fill()?;
@@ -323,20 +288,20 @@ impl Measurement<'_> {
         let before = tiered.tiers()?;
         let mut turns = Pairs::default();
         for pair in 0..pairs {
-            let words = words_of(plan.law, pages, accesses, mix(self.seed ^ (pair + 1)));
+            let words = words_of(law, pages, accesses, mix(self.seed ^ (pair + 1)));
             turns.measure(|| Ok(plain.read(&words)), || Ok(tiered.read(&words)))?;
             seen.add(&tiered.server.held()?);
         }
         let after = tiered.tiers()?;
         let cold_share = (after.fetches - before.fetches) as f64 / (pairs * accesses) as f64;
         // 3. Accesses that are fetched, one at a time, and the server's memory meanwhile.
-        let cold_us = tiered.cold_us(&plan, cold, self.seed)?;
-        let words = words_of(plan.law, pages, accesses, mix(self.seed));
+        let cold_us = tiered.cold_us(law, pages, cold, self.seed)?;
+        let words = words_of(law, pages, accesses, mix(self.seed));
         tiered.watched(&mut seen, |side| {
             side.read(&words);
             Ok(())
         })?;
-        let memory = ByteSize(plan.memory_bytes);
+        let memory = ByteSize(memory_bytes);
         let lives = tiered.server.is_running();
         ensure!(lives, "the server was killed with {memory} of memory");
         let ([all_in_memory_us, mean_us], slowdown) = (turns.medians(), turns.other_over_one());
@@ -351,10 +316,10 @@ impl Measurement<'_> {
         });
         self.wrong += plain.wrong + tiered.wrong;
         Ok(Row {
-            law: plan.law,
-            memory_bytes: plan.memory_bytes,
-            memory_share: plan.memory_bytes as f64 / plan.lent_bytes as f64,
-            budget_bytes: plan.budget_bytes,
+            law,
+            memory_bytes,
+            memory_share: memory_bytes as f64 / lent_bytes as f64,
+            budget_bytes,
             all_in_memory_us,
             mean_us,
             slowdown,
@@ -377,10 +342,9 @@ impl Measurement<'_> {
 
 impl Side {
     /// Returns the mean microseconds of accesses whose bytes the server had to fetch.
-    fn cold_us(&mut self, plan: &Plan, count: usize, seed: u64) -> Result<f64> {
-        let pages = plan.lent_bytes / PAGE_BYTES;
+    fn cold_us(&mut self, law: Law, pages: u64, count: usize, seed: u64) -> Result<f64> {
         // Under `Law::Tenth`, all pages beyond the tenth are equally likely.
-        let zipf = matches!(plan.law, Law::Zipf).then_some(ZIPF);
+        let zipf = matches!(law, Law::Zipf).then_some(ZIPF);
         let mut picker = Picker::new(pages, zipf, mix(seed));
         let mut times = Vec::new();
         for _ in 0..20 * count {

@@ -209,7 +209,6 @@ impl Checkpoints {
         }
     }
 
-    /// Keeps a checkpoint of `rank` at `step`.
     fn keep(&self, rank: usize, step: u64, content: &mut dyn Content) -> Result<()> {
         // 1. All have the one before. Otherwise a worker that is far ahead would remove what the
         //    others have, and no step would be left that all of them have.

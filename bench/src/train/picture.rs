@@ -56,9 +56,6 @@ const PANELS: [Panel; 5] = [
 ];
 
 /// Draws `report` to a file.
-///
-/// # Errors
-/// The file cannot be written.
 pub(super) fn draw(report: &Report, path: &Path) -> Result<()> {
     plot::draw_svg(path, SIZE, |area| draw_on(&report.modes, area))
 }

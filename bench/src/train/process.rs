@@ -10,7 +10,8 @@ use anyhow::{Context, Result, bail, ensure};
 use farpage_bench_kit::report;
 use farpage_fabric::{Link, SessionOptions};
 use farpage_train::{
-    Address, Aggregator, AggregatorCourse, Course, Job, Outcome, Scratch, Station, Through, hash,
+    Address, Aggregator, AggregatorCourse, Course, Job, Layout, Outcome, Scratch, Station, Through,
+    hash,
 };
 use farpage_wire::Endpoint;
 use serde_json::json;
@@ -80,7 +81,7 @@ fn serve(
     let state = options.state_memory()?;
     // Half the deadline: a killed worker is found gone before another party's patience ends.
     let at = &options.aggregators_at[number];
-    let mut aggregator = Aggregator::of(job, number, at, deadline / 2)?;
+    let mut aggregator = Aggregator::open(Layout::of(job)?, number, at, deadline / 2)?;
     if let Some(runtime) = &state {
         aggregator = aggregator.keep_in(runtime);
     }
@@ -121,7 +122,7 @@ fn work(options: &TrainOptions, job: &Job, rank: usize, course: Course<'_>) -> R
     };
     if job.aggregators > 0 {
         let addresses = fabric(&options.aggregators_at);
-        let mut through = Through::of(job, rank, &addresses, &session, deadline)?;
+        let mut through = Through::join(Layout::of(job)?, rank, &addresses, &session, deadline)?;
         return Ok(job.work_through(rank, &mut through, course)?);
     }
     let station = Station::open(job.plan, rank, &options.addresses[rank], deadline)?;

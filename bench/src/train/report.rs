@@ -54,7 +54,6 @@ pub(super) struct Figures {
     pub(super) hashes: Vec<String>,
     /// Hashes of each worker's parameters, by rank, in the run of the first seed.
     pub(super) worker_hashes: Vec<String>,
-    /// Accuracies by seed.
     pub(super) accuracies: Vec<f64>,
     /// Curve of the run of the first seed.
     pub(super) curve: Vec<Point>,

@@ -10,10 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use farpage_testkit::{process::send_signal, test_name, text};
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 /// Returns the command of the program with `args`, and nothing to read.
@@ -41,13 +39,13 @@ pub(crate) fn start(args: &str) -> Child {
 
 /// Sends a child Ctrl-C. Returns its output.
 pub(crate) fn interrupt(child: Child) -> Output {
-    kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).expect("the child runs");
+    send_signal(&child, Signal::SIGINT);
     child.wait_with_output().expect("the child was started")
 }
 
 /// Returns standard error as text.
 pub(crate) fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
+    text(&output.stderr)
 }
 
 /// Returns the report of a run, after success.
@@ -60,7 +58,7 @@ pub(crate) fn parsed(output: &Output) -> Value {
 pub(crate) fn printed(args: &str) -> String {
     let output = run(&args.split_whitespace().collect::<Vec<_>>());
     assert!(output.status.success(), "{args}: {output:?}");
-    String::from_utf8_lossy(&output.stdout).into_owned()
+    text(&output.stdout)
 }
 
 /// Runs the program with `args` in its `--smoke` form. Returns its report, which has to be
@@ -86,7 +84,6 @@ pub(crate) fn assert_refused(args: &str, status: i32, expected: &str) {
     assert!(output.stdout.is_empty(), "{args:?} printed a result");
 }
 
-/// Asserts that `text` has all of `expected`.
 pub(crate) fn assert_has(text: &str, expected: &[&str]) {
     for expected in expected {
         assert!(text.contains(expected), "{expected} is missing in\n{text}");
@@ -104,7 +101,6 @@ pub(crate) fn assert_positive(report: &Value, pointers: &str) {
     }
 }
 
-/// Returns the elements of the list at `pointer`.
 pub(crate) fn list<'a>(report: &'a Value, pointer: &str) -> &'a [Value] {
     let list = report.pointer(pointer).and_then(Value::as_array);
     list.unwrap_or_else(|| panic!("no list {pointer} in {report}"))
@@ -166,10 +162,11 @@ pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// True if pages can be served here. Says that `test` is skipped if not.
-pub(crate) fn can_page(test: &str) -> bool {
+/// True if pages can be served here. Says that the running test is skipped if not.
+pub(crate) fn can_page() -> bool {
     let doctor = run(&["doctor"]);
     if !doctor.status.success() {
+        let test = test_name();
         eprintln!("SKIPPED: {test}: `farpage-bench doctor` says that farpage cannot work here");
     }
     doctor.status.success()

@@ -54,7 +54,6 @@ impl Scene {
         }
     }
 
-    /// Returns a runtime of the user.
     pub(crate) fn runtime(&self) -> Runtime {
         let key = self.folder.path().join("key");
         let runtime = Runtime::builder().server(&*self.url).key_file(key);

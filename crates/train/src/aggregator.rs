@@ -21,12 +21,10 @@
 //! [`Channel::waits_for_numbers`]: farpage_fabric::Channel::waits_for_numbers
 
 mod error;
-mod kept;
+mod layout;
 mod line;
 mod link;
-mod party;
 mod protocol;
-mod seats;
 mod server;
 mod state;
 mod summing;
@@ -34,8 +32,8 @@ mod through;
 
 pub use self::{
     error::AggregateError,
-    party::Party,
-    seats::Layout,
+    layout::Layout,
+    protocol::Party,
     server::{Aggregator, AggregatorCourse},
     state::StateError,
     through::Through,

@@ -76,23 +76,14 @@ impl FromStr for Source {
 
 /// Lack of examples, with its cause.
 #[derive(thiserror::Error)]
+#[allow(missing_docs, reason = "messages say what fields are")]
 pub enum DataError {
     /// The file cannot be read.
     #[error("cannot read {}: {source}; `cargo xtask data` fetches it", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        r#source: io::Error,
-    },
+    Read { path: PathBuf, r#source: io::Error },
     /// The file is not what it is called.
     #[error("{} is not the file that `cargo xtask data` fetches: {detail}", path.display())]
-    Strange {
-        /// The file.
-        path: PathBuf,
-        /// Description of the fault.
-        detail: String,
-    },
+    Strange { path: PathBuf, detail: String },
 }
 
 /// Examples, one after the other.
@@ -128,9 +119,6 @@ pub enum Shards {
 
 impl Dataset {
     /// Reads the file of `source` in `folder`.
-    ///
-    /// # Errors
-    /// [`DataError`]
     pub fn load(source: Source, folder: &Path) -> Result<Self, DataError> {
         let (count, width, most) = source.shape();
         let all = match source.file() {

@@ -56,31 +56,24 @@ const GIVEN_UP: u8 = 3;
 /// Failure of a round. The job cannot go on.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "messages say what fields are")]
 pub enum ExchangeError {
     /// A worker did not do its part in time.
     #[error(
         "worker {rank} waited {deadline:?} in round {round} for worker {missing}, which sent nothing: it is stuck, or too slow for this deadline"
     )]
     Missing {
-        /// Rank that waited.
         rank: usize,
-        /// Rank that was waited for.
         missing: usize,
-        /// Round of the wait.
         round: u64,
-        /// Length of the wait.
         deadline: Duration,
     },
     /// A worker has gone.
     #[error("worker {rank} cannot go on in round {round}: worker {gone} is gone: {reason}")]
     Gone {
-        /// Rank that noticed.
         rank: usize,
-        /// Rank that is gone.
         gone: usize,
-        /// Round at that time.
         round: u64,
-        /// The evidence.
         reason: String,
     },
     /// A worker sent something else than it should have.
@@ -88,13 +81,9 @@ pub enum ExchangeError {
         "worker {rank} got something from worker {from} in round {round} that does not belong there: {detail}; do all workers run the same job?"
     )]
     Strange {
-        /// Rank that received the message.
         rank: usize,
-        /// Rank that sent the message.
         from: usize,
-        /// Round at that time.
         round: u64,
-        /// Description of the fault.
         detail: String,
     },
 }
@@ -131,6 +120,18 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
+    /// Posts `op` by `post`. Counts its bytes if it is taken.
+    fn count_posted(
+        &mut self,
+        op: Op<RegBuf>,
+        post: impl FnOnce(&mut dyn Channel<RegBuf>, Op<RegBuf>) -> Result<(), Busy<RegBuf>>,
+    ) -> Result<(), Busy<RegBuf>> {
+        let bytes = u64::from(op.len);
+        post(&mut *self.channel, op)?;
+        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
     /// Polls. Takes the bytes of operations off that ended without moving any.
     fn count(
         &mut self,
@@ -151,24 +152,15 @@ impl Counted {
 
 impl Channel<RegBuf> for Counted {
     fn post(&mut self, op: Op<RegBuf>) -> Result<(), Busy<RegBuf>> {
-        let bytes = u64::from(op.len);
-        self.channel.post(op)?;
-        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
-        Ok(())
+        self.count_posted(op, |channel, op| channel.post(op))
     }
 
     fn post_notifying(&mut self, op: Op<RegBuf>) -> Result<(), Busy<RegBuf>> {
-        let bytes = u64::from(op.len);
-        self.channel.post_notifying(op)?;
-        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
-        Ok(())
+        self.count_posted(op, |channel, op| channel.post_notifying(op))
     }
 
     fn post_when(&mut self, op: Op<RegBuf>, least: u64) -> Result<(), Busy<RegBuf>> {
-        let bytes = u64::from(op.len);
-        self.channel.post_when(op, least)?;
-        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
-        Ok(())
+        self.count_posted(op, |channel, op| channel.post_when(op, least))
     }
 
     fn waits_for_numbers(&self) -> bool {

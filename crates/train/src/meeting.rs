@@ -16,6 +16,7 @@ farpage_fabric::debug_as_display!(WorkError);
 /// Failure of a worker. The job cannot go on.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "messages say what fields are")]
 pub enum WorkError {
     /// An exchange in a ring failed.
     #[error(transparent)]
@@ -26,11 +27,8 @@ pub enum WorkError {
     /// A checkpoint could not be kept.
     #[error("worker {rank} cannot keep its checkpoint of step {step}: {source}")]
     Keep {
-        /// The worker.
         rank: usize,
-        /// Number of steps done.
         step: u64,
-        /// The cause.
         r#source: KeepError,
     },
 }
@@ -63,7 +61,6 @@ pub(crate) struct Moved {
 }
 
 impl<'a> Meeting<'a> {
-    /// Makes a meeting in rings.
     pub(crate) fn in_rings(plan: Plan, exchange: &'a mut Exchange, parameters: Vec<f32>) -> Self {
         let gradient = vec![0.0; parameters.len()];
         let way = Way::Rings {

@@ -130,7 +130,6 @@ impl Optimizer {
         (&self.first, &self.second, self.decay)
     }
 
-    /// Makes an optimizer that is in this [`state`](Self::state).
     pub(crate) fn with_state(rule: Rule, first: Vec<f32>, second: Vec<f32>, decay: Decay) -> Self {
         Self {
             rule,

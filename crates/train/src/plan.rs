@@ -87,9 +87,6 @@ impl Ring {
 
 impl Plan {
     /// Makes a plan for `workers` workers in groups of `group`.
-    ///
-    /// # Errors
-    /// [`PlanError`]
     pub fn new(mode: Mode, workers: usize, group: usize) -> Result<Self, PlanError> {
         let refused = PlanError { workers, group };
         if group < 2 || workers < group {
@@ -108,7 +105,7 @@ impl Plan {
     }
 
     /// Makes a plan for any number of workers, all in one group.
-    pub(crate) fn of_all(workers: usize) -> Self {
+    pub fn of_all(workers: usize) -> Self {
         Self {
             mode: Mode::Bsp,
             workers,

@@ -28,7 +28,7 @@ use crate::{
         Counted, Ends, Exchange, LeaveError, Moved, NAP_MAX, RING_BYTES, farewell, senders,
         tell_waiting,
     },
-    plan::{Plan, Ring},
+    plan::Plan,
 };
 
 farpage_fabric::debug_as_display!(JoinError);
@@ -59,35 +59,21 @@ impl fmt::Display for Address {
 /// Failure of a worker to take part.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "messages say what fields are")]
 pub enum JoinError {
     /// The worker has no memory to lend.
     #[error("worker {rank} cannot take part: {source}")]
-    Offer {
-        /// The worker.
-        rank: usize,
-        /// The cause.
-        r#source: OfferError,
-    },
+    Offer { rank: usize, r#source: OfferError },
     /// The worker cannot serve.
     #[error("worker {rank} cannot be reached by the others: {source}")]
-    Serve {
-        /// The worker.
-        rank: usize,
-        /// The cause.
-        r#source: BindError,
-    },
+    Serve { rank: usize, r#source: BindError },
     /// Another worker is not there.
     #[error("worker {rank} waited {deadline:?} for worker {missing} at {address}: {source}")]
     Missing {
-        /// Rank that waited.
         rank: usize,
-        /// Rank that is missing.
         missing: usize,
-        /// Address of the missing worker.
         address: String,
-        /// Length of the wait.
         deadline: Duration,
-        /// The cause.
         r#source: ConnectError,
     },
     /// Another worker does not come.
@@ -95,11 +81,8 @@ pub enum JoinError {
         "worker {rank} waited {deadline:?} for worker {missing} to reach it: it has not started, or cannot reach this worker"
     )]
     Absent {
-        /// Rank that waited.
         rank: usize,
-        /// Rank that is missing.
         missing: usize,
-        /// Length of the wait.
         deadline: Duration,
     },
     /// Another worker is there and lends no area to this one.
@@ -107,11 +90,8 @@ pub enum JoinError {
         "worker {rank} gets no memory of worker {at}: {source}; do all workers run the same job, each rank once?"
     )]
     Refused {
-        /// Rank that asked.
         rank: usize,
-        /// Rank that was asked.
         at: usize,
-        /// The answer.
         r#source: OpenNameError,
     },
 }
@@ -145,7 +125,6 @@ impl Home {
         }
     }
 
-    /// Returns the address of the server.
     pub(crate) fn address(&self) -> Address {
         match self {
             Self::Fabric(serving) => Address::Fabric(serving.endpoint().clone()),
@@ -222,9 +201,6 @@ impl Station {
     /// Reaches the workers that this one sends to, and waits for those that it receives from.
     /// `addresses` are those of all workers, by rank. No worker is waited for longer than
     /// `deadline`, now or later.
-    ///
-    /// # Errors
-    /// [`JoinError`]
     pub fn join(
         self,
         addresses: &[Address],
@@ -233,7 +209,41 @@ impl Station {
     ) -> Result<Member, JoinError> {
         let moved = Arc::new(Moved::default());
         let (rank, rings) = (self.rank, self.plan.rings(self.rank));
-        let senders = reach_all(rank, &rings, addresses, options, deadline, &moved)?;
+        // 1. The next members of all rings.
+        let reach = |number: usize| {
+            let at = rings[number].next();
+            let address = &addresses[at];
+            let missing = |source| JoinError::Missing {
+                rank,
+                missing: at,
+                address: address.to_string(),
+                deadline,
+                source,
+            };
+            let session = connect(address, options, Instant::now() + deadline).map_err(missing)?;
+            let opened = session.open(&area(number));
+            let opened = opened.map_err(|source| JoinError::Refused { rank, at, source })?;
+            let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
+            let counted = Counted {
+                channel: session.channel().map_err(missing)?,
+                moved: Arc::clone(&moved),
+            };
+            // An area that is too small refuses what is beyond it.
+            let extent = opened.extents.first();
+            let extent = extent.map_or(ExtentId(0), |extent| extent.id);
+            Ok(RingSender::new(Box::new(counted), &pool, place(extent)))
+        };
+        let tell = |senders: &mut [Option<RingSender<Counted>>], number: usize| {
+            tell_waiting(senders.iter_mut().flatten(), rings[number].next());
+        };
+        let progress = |sender: &mut RingSender<Counted>| drop(sender.progress());
+        let reached = reach_each(rings.len(), deadline / 4, reach, tell, progress);
+        let senders = reached.map_err(|mut unreached| {
+            let missing = rings[unreached.number].next();
+            farewell(unreached.reached.iter_mut(), missing);
+            unreached.error
+        })?;
+        // 2. The members before.
         let ends = rings.into_iter().zip(senders).zip(self.receivers);
         let mut ends: Vec<Ends> = ends
             .enumerate()
@@ -314,35 +324,6 @@ pub(crate) fn connect(
     }
 }
 
-/// Reaches the next members of all rings.
-fn reach_all(
-    rank: usize,
-    rings: &[Ring],
-    addresses: &[Address],
-    options: &SessionOptions,
-    deadline: Duration,
-    moved: &Arc<Moved>,
-) -> Result<Vec<RingSender<Counted>>, JoinError> {
-    let reach = |number: usize| {
-        let ring = &rings[number];
-        reach(rank, number, ring, addresses, options, deadline, moved)
-    };
-    let tell = |senders: &mut [Option<RingSender<Counted>>], number: usize| {
-        tell_waiting(senders.iter_mut().flatten(), rings[number].next());
-    };
-    let progress = |sender: &mut RingSender<Counted>| drop(sender.progress());
-    let reached = reach_each(rings.len(), deadline / 4, reach, tell, progress);
-    reached.map_err(|unreached| {
-        let Unreached {
-            mut reached,
-            number,
-            error,
-        } = unreached;
-        farewell(reached.iter_mut(), rings[number].next());
-        error
-    })
-}
-
 /// Failure to reach one of several others.
 pub(crate) struct Unreached<T, E> {
     /// Connections to the others that were reached.
@@ -405,39 +386,4 @@ pub(crate) fn reach_each<T: Send, E: Send>(
             error,
         }),
     }
-}
-
-fn reach(
-    rank: usize,
-    number: usize,
-    ring: &Ring,
-    addresses: &[Address],
-    options: &SessionOptions,
-    deadline: Duration,
-    moved: &Arc<Moved>,
-) -> Result<RingSender<Counted>, JoinError> {
-    let at = ring.next();
-    let address = &addresses[at];
-    let missing = |source| JoinError::Missing {
-        rank,
-        missing: at,
-        address: address.to_string(),
-        deadline,
-        source,
-    };
-    let session = connect(address, options, Instant::now() + deadline).map_err(missing)?;
-    let opened = session.open(&area(number));
-    let opened = opened.map_err(|source| JoinError::Refused { rank, at, source })?;
-    let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
-    let channel = session.channel().map_err(missing)?;
-    let counted = Counted {
-        channel,
-        moved: Arc::clone(moved),
-    };
-    // An area that is too small refuses what is beyond it.
-    let extent = opened
-        .extents
-        .first()
-        .map_or(ExtentId(0), |extent| extent.id);
-    Ok(RingSender::new(Box::new(counted), &pool, place(extent)))
 }

@@ -15,7 +15,7 @@ use farpage::Runtime;
 use farpage_fabric::{Endpoint, Link, SessionOptions};
 
 use crate::{
-    aggregator::{AggregateError, Aggregator, AggregatorCourse, Through},
+    aggregator::{AggregateError, Aggregator, AggregatorCourse, Layout, Through},
     checkpoint::Course,
     exchange::LeaveError,
     job::Job,
@@ -164,9 +164,10 @@ fn run_through(
     aggregators: Vec<AggregatorCourse<'_>>,
     state: Option<&Runtime>,
 ) -> Result<Vec<Outcome>, TeamError> {
+    let layout = Layout::of(job)?;
     let opened = (0..job.aggregators).map(|number| {
         let endpoint = network.endpoint(job, folder, number);
-        let mut opened = Aggregator::of(job, number, &endpoint, LEASE)?;
+        let mut opened = Aggregator::open(layout, number, &endpoint, LEASE)?;
         if let Some(runtime) = state {
             opened = opened.keep_in(runtime);
         }
@@ -181,36 +182,25 @@ fn run_through(
     thread::scope(|scope| {
         let addresses = &addresses;
         let serve = |(aggregator, course): (Aggregator, _)| {
-            scope.spawn(move || aggregator.serve_job(job, course, network.deadline))
+            scope.spawn(move || Ok(aggregator.serve_job(job, course, network.deadline)?))
         };
         let serving: Vec<_> = opened.into_iter().zip(aggregators).map(serve).collect();
         let work = |(rank, course)| {
             let options = network.options(rank, &key);
             scope.spawn(move || -> Result<Outcome, TeamError> {
                 let deadline = network.deadline;
-                let mut through = Through::of(job, rank, addresses, &options, deadline)?;
+                let mut through = Through::join(layout, rank, addresses, &options, deadline)?;
                 Ok(job.work_through(rank, &mut through, course)?)
             })
         };
         let working: Vec<_> = workers.into_iter().enumerate().map(work).collect();
-        // All of them have ended before any result is looked at.
-        let worked = working.into_iter().enumerate().map(|(rank, thread)| {
-            let ended = thread.join();
-            ended.unwrap_or(Err(TeamError::Panicked(rank)))
-        });
-        let worked: Vec<_> = worked.collect();
-        let served = serving.into_iter().enumerate().map(|(number, thread)| {
-            let ended = thread.join();
-            ended.map_err(|_| TeamError::AggregatorPanicked(number))??;
-            Ok(())
-        });
-        let mut served: Vec<Result<(), TeamError>> = served.collect();
-        if let Some(cause) = served.iter().position(is_cause) {
-            served.swap_remove(cause)?;
+        let worked = of_all(working, TeamError::Panicked);
+        let served = of_all(serving, TeamError::AggregatorPanicked);
+        if is_cause(&served) {
+            return served.map(|_| Vec::new());
         }
-        let outcomes = of_all(worked)?;
-        served.into_iter().collect::<Result<(), _>>()?;
-        Ok(outcomes)
+        let outcomes = worked?;
+        served.map(|_| outcomes)
     })
 }
 
@@ -240,20 +230,21 @@ fn run_in_rings(
                 Ok(outcome)
             }));
         }
-        let ended = threads
-            .into_iter()
-            .enumerate()
-            .map(|(rank, thread)| thread.join().unwrap_or(Err(TeamError::Panicked(rank))));
-        // All of them have ended before any result is looked at.
-        let ended: Vec<_> = ended.collect();
-        of_all(ended)
+        of_all(threads, TeamError::Panicked)
     })
 }
 
-/// Returns all outcomes, or the error that the others' errors follow from, or the first.
-fn of_all(mut ended: Vec<Result<Outcome, TeamError>>) -> Result<Vec<Outcome>, TeamError> {
+/// Waits for all `threads` before any result is looked at. Returns all results, or the error that
+/// the others' errors follow from, or the first.
+fn of_all<T>(
+    threads: Vec<thread::ScopedJoinHandle<'_, Result<T, TeamError>>>,
+    panicked: fn(usize) -> TeamError,
+) -> Result<Vec<T>, TeamError> {
+    let threads = threads.into_iter().enumerate();
+    let ended = threads.map(|(at, thread)| thread.join().unwrap_or(Err(panicked(at))));
+    let mut ended: Vec<_> = ended.collect();
     if let Some(cause) = ended.iter().position(is_cause) {
-        return ended.swap_remove(cause).map(|outcome| vec![outcome]);
+        return ended.swap_remove(cause).map(|result| vec![result]);
     }
     ended.into_iter().collect()
 }

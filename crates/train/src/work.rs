@@ -74,9 +74,6 @@ impl Job {
     }
 
     /// Runs the part of worker `rank`, in rings.
-    ///
-    /// # Errors
-    /// [`WorkError`]
     pub fn work(
         &self,
         rank: usize,
@@ -91,9 +88,6 @@ impl Job {
     }
 
     /// Runs the part of worker `rank`, through aggregators.
-    ///
-    /// # Errors
-    /// [`WorkError`]
     pub fn work_through(
         &self,
         rank: usize,

@@ -6,75 +6,41 @@
     reason = "helpers of tests, which fail by panicking"
 )]
 
+mod common;
+
 use std::{
-    path::Path,
-    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use farpage_fabric::{Endpoint, SessionOptions};
+use common::{ADAM, LEASE, MOMENTUM, PATIENCE, SIM, end, last, network, options};
+use farpage_testkit::tcp;
 use farpage_train::{
-    AggregateError, Aggregator, AggregatorCourse, Between, Job, Layout, Mlp, Mode, Network,
-    Outcome, Party, Plan, Rule, TeamError, Through,
-    data::{Dataset, Shards, Source},
-    distance, hash, run,
+    AggregateError, Aggregator, AggregatorCourse, Between, Job, Layout, Mode, Network, Party, Plan,
+    Rule, Through, distance, hash, run,
 };
-
-const SIM: Network = Network {
-    between: Between::Sim,
-    link: None,
-    deadline: Duration::from_secs(20),
-};
-const MOMENTUM: Rule = Rule::Sgd {
-    rate: 0.1,
-    momentum: 0.9,
-};
-const LEASE: Duration = Duration::from_secs(10);
-/// Deadline of operations. A busy machine that stands still for a second does not count as gone.
-const PATIENCE: Duration = Duration::from_secs(20);
 
 fn job(rule: Rule, workers: usize, hidden: usize) -> Job {
-    let data = Dataset::load(Source::Blobs, Path::new("")).unwrap();
     Job {
-        plan: Plan::new(Mode::Bsp, workers, 2).unwrap(),
-        model: Mlp::new(&[data.width, hidden, data.classes]),
         rule,
-        data: Arc::new(data),
-        shards: Shards::Even,
-        batch: 16,
-        steps: 20,
-        every: 20,
-        seed: 1,
-        slow: None,
-        aggregators: 0,
+        ..common::job(Mode::Bsp, workers, 2, hidden)
     }
 }
 
-fn run_through(
-    job: &Job,
-    network: &Network,
-    aggregators: usize,
-) -> Result<Vec<Outcome>, TeamError> {
-    let through = Job {
+/// Returns the job with exchanges through `aggregators`.
+fn with(aggregators: usize, job: &Job) -> Job {
+    Job {
         aggregators,
         ..job.clone()
-    };
-    run(&through, network)
-}
-
-fn in_groups(mode: Mode, workers: usize, group: usize, hidden: usize) -> Job {
-    Job {
-        plan: Plan::new(mode, workers, group).unwrap(),
-        ..job(MOMENTUM, workers, hidden)
     }
 }
 
-fn last(outcomes: &[Outcome]) -> Vec<&[f32]> {
-    let ends = outcomes
-        .iter()
-        .map(|outcome| &outcome.snapshots.last().unwrap().parameters);
-    ends.map(|parameters| &**parameters).collect()
+fn layout(workers: usize, parameters: usize) -> Layout {
+    Layout {
+        plan: Plan::of_all(workers),
+        aggregators: 1,
+        parameters,
+    }
 }
 
 /// Announcements may need room, over a network, before the aggregator's news comes that it took the
@@ -86,18 +52,17 @@ fn a_job_has_more_steps_than_the_ring_of_announcements_has_room_for() {
         every: 200,
         ..job(MOMENTUM, 2, 4)
     };
-    let whole = hash(last(&run_through(&job, &SIM, 1).unwrap()));
+    let whole = end(&with(1, &job), &SIM);
     for between in [Between::Shm, Between::Tcp] {
-        let ended = run_through(&job, &Network { between, ..SIM }, 2).unwrap();
-        assert_eq!(hash(last(&ended)), whole, "{between:?}");
+        assert_eq!(end(&with(2, &job), &network(between)), whole, "{between:?}");
     }
 }
 
 #[test]
 fn a_seed_ends_in_the_same_bits_over_every_fabric_and_through_any_number_of_aggregators() {
-    for rule in [MOMENTUM, Rule::Adam { rate: 0.01 }] {
+    for rule in [MOMENTUM, ADAM] {
         let job = job(rule, 4, 24);
-        let whole = hash(last(&run_through(&job, &SIM, 1).unwrap()));
+        let whole = end(&with(1, &job), &SIM);
         for (between, aggregators) in [
             (Between::Sim, 3),
             (Between::Shm, 1),
@@ -107,9 +72,8 @@ fn a_seed_ends_in_the_same_bits_over_every_fabric_and_through_any_number_of_aggr
         .into_iter()
         .take(if rule == MOMENTUM { 4 } else { 3 })
         {
-            let network = Network { between, ..SIM };
-            let ended = run_through(&job, &network, aggregators).unwrap();
-            assert_eq!(hash(last(&ended)), whole, "{between:?} {aggregators}");
+            let ended = end(&with(aggregators, &job), &network(between));
+            assert_eq!(ended, whole, "{between:?} {aggregators}");
         }
         let slow = Job {
             slow: Some((1, 3.0)),
@@ -120,10 +84,9 @@ fn a_seed_ends_in_the_same_bits_over_every_fabric_and_through_any_number_of_aggr
             link: Some((1.0, 50.0)),
             ..SIM
         };
-        let ended = run_through(&slow, &network, 2).unwrap();
-        assert_eq!(hash(last(&ended)), whole);
+        assert_eq!(end(&with(2, &slow), &network), whole);
         let other = Job { seed: 2, ..job };
-        assert_ne!(hash(last(&run_through(&other, &SIM, 1).unwrap())), whole);
+        assert_ne!(end(&with(1, &other), &SIM), whole);
     }
 }
 
@@ -132,12 +95,12 @@ fn aggregators_and_rings_agree() {
     // Two summands have one sum, in whichever order.
     let two = job(MOMENTUM, 2, 24);
     let ring = run(&two, &SIM).unwrap();
-    let through = run_through(&two, &SIM, 2).unwrap();
+    let through = run(&with(2, &two), &SIM).unwrap();
     assert_eq!(hash(last(&through)), hash(last(&ring)));
     // Four are rounded in another order.
     let four = job(MOMENTUM, 4, 24);
     let ring = run(&four, &SIM).unwrap();
-    let through = run_through(&four, &SIM, 2).unwrap();
+    let through = run(&with(2, &four), &SIM).unwrap();
     let apart = distance(last(&through), last(&ring)[0]);
     assert!(apart > 0.0 && apart < 1e-5, "{apart}");
 }
@@ -145,12 +108,9 @@ fn aggregators_and_rings_agree() {
 #[test]
 fn aggregators_move_the_bytes_that_theory_says_and_share_them() {
     let job = job(MOMENTUM, 4, 4000);
-    let network = Network {
-        between: Between::Shm,
-        ..SIM
-    };
+    let network = network(Between::Shm);
     for aggregators in [1, 3] {
-        let outcomes = run_through(&job, &network, aggregators).unwrap();
+        let outcomes = run(&with(aggregators, &job), &network).unwrap();
         let theory = 2.0 * 4.0 * job.model.parameters() as f64 * job.steps as f64;
         let near = |bytes: u64, theory: f64| {
             let over = bytes as f64 / theory;
@@ -174,7 +134,7 @@ fn aggregators_move_the_bytes_that_theory_says_and_share_them() {
 fn groups_of_two_through_aggregators_end_in_the_bits_of_rings() {
     // Two summands have one sum, in whichever order.
     for mode in [Mode::Ds, Mode::Fixed] {
-        let job = in_groups(mode, 4, 2, 24);
+        let job = common::job(mode, 4, 2, 24);
         let rings = run(&job, &SIM).unwrap();
         for (between, aggregators) in [
             (Between::Sim, 4),
@@ -182,8 +142,8 @@ fn groups_of_two_through_aggregators_end_in_the_bits_of_rings() {
             (Between::Tcp, 2),
             (Between::Tcp, 6),
         ] {
-            let network = Network { between, ..SIM };
-            let through = run_through(&job, &network, aggregators).unwrap();
+            let network = network(between);
+            let through = run(&with(aggregators, &job), &network).unwrap();
             let ends = (hash(last(&through)), hash(last(&rings)));
             assert_eq!(ends.0, ends.1, "{mode} {between:?} {aggregators}");
             for (a, b) in through.iter().zip(&rings) {
@@ -192,16 +152,16 @@ fn groups_of_two_through_aggregators_end_in_the_bits_of_rings() {
         }
     }
     // Workers that meet nobody have nothing to aggregate.
-    let alone = in_groups(Mode::Nothing, 4, 2, 24);
-    let rings = hash(last(&run(&alone, &SIM).unwrap()));
-    assert_eq!(hash(last(&run_through(&alone, &SIM, 3).unwrap())), rings);
+    let alone = common::job(Mode::Nothing, 4, 2, 24);
+    let rings = end(&alone, &SIM);
+    assert_eq!(end(&with(3, &alone), &SIM), rings);
 }
 
 #[test]
 fn groups_of_four_through_aggregators_are_rounded_in_another_order() {
-    let job = in_groups(Mode::Ds, 16, 4, 24);
+    let job = common::job(Mode::Ds, 16, 4, 24);
     let rings = run(&job, &SIM).unwrap();
-    let through = run_through(&job, &SIM, 4).unwrap();
+    let through = run(&with(4, &job), &SIM).unwrap();
     for (a, b) in last(&through).into_iter().zip(last(&rings)) {
         let apart = distance([a], b);
         assert!(apart > 0.0 && apart < 1e-5, "{apart}");
@@ -215,16 +175,13 @@ fn groups_of_four_through_aggregators_are_rounded_in_another_order() {
 #[test]
 fn one_aggregator_of_a_group_carries_what_the_group_moves() {
     let (workers, group) = (8, 2);
-    let network = Network {
-        between: Between::Shm,
-        ..SIM
-    };
+    let network = network(Between::Shm);
     for (mode, aggregators) in [(Mode::Ds, 4), (Mode::Ds, 8), (Mode::Fixed, 4)] {
         let job = Job {
             steps: 6,
-            ..in_groups(mode, workers, group, 4000)
+            ..common::job(mode, workers, group, 4000)
         };
-        let outcomes = run_through(&job, &network, aggregators).unwrap();
+        let outcomes = run(&with(aggregators, &job), &network).unwrap();
         let parameter_bytes = 4.0 * job.model.parameters() as f64;
         let steps = job.steps as f64;
         let near = |bytes: u64, theory: f64| {
@@ -252,12 +209,10 @@ fn one_aggregator_of_a_group_carries_what_the_group_moves() {
 
 #[test]
 fn aggregators_that_groups_cannot_share_are_refused() {
-    let error = run_through(&in_groups(Mode::Ds, 8, 2, 4), &SIM, 6).unwrap_err();
+    let error = run(&with(6, &common::job(Mode::Ds, 8, 2, 4)), &SIM).unwrap_err();
     let text = error.to_string();
     assert!(text.contains("choose a multiple of 4"), "{text}");
-    let endpoint: Endpoint = "sim:1".parse().unwrap();
-    let none = in_groups(Mode::Fixed, 4, 2, 4);
-    assert!(Aggregator::of(&none, 0, &endpoint, LEASE).is_err());
+    assert!(Layout::of(&common::job(Mode::Fixed, 4, 2, 4)).is_err());
 }
 
 #[test]
@@ -266,7 +221,7 @@ fn an_aggregators_link_carries_the_bytes_of_all_its_workers() {
         steps: 4,
         ..job(MOMENTUM, 4, 1000)
     };
-    let whole = hash(last(&run_through(&job, &SIM, 1).unwrap()));
+    let whole = end(&with(1, &job), &SIM);
     let gbps = 0.2;
     let each = 4.0 * job.model.parameters() as f64 * 8.0 / 1e9 / gbps;
     for (between, aggregators) in [(Between::Shm, 1), (Between::Tcp, 2)] {
@@ -275,7 +230,7 @@ fn an_aggregators_link_carries_the_bytes_of_all_its_workers() {
             link: Some((gbps, 0.0)),
             ..SIM
         };
-        let ended = run_through(&job, &network, aggregators).unwrap();
+        let ended = run(&with(aggregators, &job), &network).unwrap();
         assert_eq!(hash(last(&ended)), whole);
         // One direction after the other, of a link that all workers share.
         let least = 2.0 * 4.0 * each / aggregators as f64 * job.steps as f64;
@@ -293,16 +248,11 @@ fn team<T: Send>(
     deadline: Duration,
     work: impl Fn(usize, Through) -> T + Sync,
 ) -> (Vec<Result<(), AggregateError>>, Vec<T>) {
-    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let open = |number| Aggregator::of(job, number, &endpoint, deadline).unwrap();
+    let layout = Layout::of(job).unwrap();
+    let open = |number| Aggregator::open(layout, number, &tcp(), deadline).unwrap();
     let aggregators: Vec<_> = (0..job.aggregators).map(open).collect();
     let addresses: Vec<_> = aggregators.iter().map(Aggregator::address).collect();
-    let folder = tempfile::tempdir().unwrap();
-    let options = SessionOptions {
-        key_file: Some(folder.path().join("key")),
-        deadline: PATIENCE,
-        ..SessionOptions::default()
-    };
+    let (options, _folder) = options();
     thread::scope(|scope| {
         let serve = |aggregator: Aggregator| {
             scope.spawn(move || aggregator.serve_job(job, AggregatorCourse::default(), deadline))
@@ -312,7 +262,7 @@ fn team<T: Send>(
         let working: Vec<_> = (0..job.plan.workers())
             .map(|rank| {
                 scope.spawn(move || {
-                    let through = Through::of(job, rank, addresses, options, deadline);
+                    let through = Through::join(layout, rank, addresses, options, deadline);
                     work(rank, through.unwrap())
                 })
             })
@@ -329,7 +279,7 @@ fn the_exact_mean_is_there_after_as_many_rounds_as_there_are_digits() {
     let job = Job {
         steps: 0,
         aggregators: 8,
-        ..in_groups(Mode::Ds, 8, 2, 24)
+        ..common::job(Mode::Ds, 8, 2, 24)
     };
     // Powers of two: all sums and shares are exact.
     let mean = (0..8).map(|rank| f32::exp2(rank as f32)).sum::<f32>() / 8.0;
@@ -356,7 +306,7 @@ fn a_worker_that_is_stuck_is_named_in_all_groups() {
     let job = Job {
         steps: 1000,
         aggregators: 4,
-        ..in_groups(Mode::Ds, 8, 2, 24)
+        ..common::job(Mode::Ds, 8, 2, 24)
     };
     let (served, worked) = team(&job, deadline, |rank, mut through| {
         let failed = (0..1000).find_map(|round| {
@@ -383,23 +333,19 @@ fn an_aggregator_that_never_comes_is_named_by_the_others() {
         aggregators: 2,
         ..job(MOMENTUM, 2, 24)
     };
-    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let open = |number| Aggregator::of(&job, number, &endpoint, deadline).unwrap();
+    let layout = Layout::of(&job).unwrap();
+    let open = |number| Aggregator::open(layout, number, &tcp(), deadline).unwrap();
     let there = open(0);
     // Nobody listens there any more.
     let addresses = [there.address(), open(1).address()];
-    let folder = tempfile::tempdir().unwrap();
-    let options = SessionOptions {
-        key_file: Some(folder.path().join("key")),
-        deadline: PATIENCE,
-        ..SessionOptions::default()
-    };
+    let (options, _folder) = options();
     let (served, worked) = thread::scope(|scope| {
         let (job, addresses, options) = (&job, &addresses, &options);
         let serving =
             scope.spawn(move || there.serve_job(job, AggregatorCourse::default(), deadline));
-        let join =
-            |rank| scope.spawn(move || Through::of(job, rank, addresses, options, deadline).err());
+        let join = |rank| {
+            scope.spawn(move || Through::join(layout, rank, addresses, options, deadline).err())
+        };
         let worked = [join(0), join(1)].map(|thread| thread.join().unwrap().unwrap());
         (serving.join().unwrap().unwrap_err(), worked)
     });
@@ -422,20 +368,10 @@ fn failing(
     deadline: Duration,
     second: impl FnOnce(Through) + Send,
 ) -> (AggregateError, AggregateError) {
-    let layout = Layout {
-        aggregators: 1,
-        workers: 2,
-        parameters: 1000,
-    };
-    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let aggregator = Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();
+    let layout = layout(2, 1000);
+    let aggregator = Aggregator::open(layout, 0, &tcp(), LEASE).unwrap();
     let address = [aggregator.address()];
-    let folder = tempfile::tempdir().unwrap();
-    let options = SessionOptions {
-        key_file: Some(folder.path().join("key")),
-        deadline: PATIENCE,
-        ..SessionOptions::default()
-    };
+    let (options, _folder) = options();
     let join = |rank| Through::join(layout, rank, &address, &options, deadline).unwrap();
     let join = &join;
     thread::scope(|scope| {
@@ -506,19 +442,9 @@ fn a_worker_that_does_another_step_is_noticed() {
 #[test]
 fn a_worker_or_an_aggregator_that_never_comes_is_named() {
     let deadline = Duration::from_secs(3);
-    let layout = Layout {
-        aggregators: 1,
-        workers: 2,
-        parameters: 10,
-    };
-    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let open = || Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let options = SessionOptions {
-        key_file: Some(folder.path().join("key")),
-        deadline: PATIENCE,
-        ..SessionOptions::default()
-    };
+    let layout = layout(2, 10);
+    let open = || Aggregator::open(layout, 0, &tcp(), LEASE).unwrap();
+    let (options, _folder) = options();
     let begun = Instant::now();
     // 1. Worker 1 does not come.
     let aggregator = open();
@@ -553,18 +479,10 @@ fn a_worker_or_an_aggregator_that_never_comes_is_named() {
 
 #[test]
 fn an_aggregator_that_goes_is_named() {
-    let layout = Layout {
-        aggregators: 1,
-        workers: 1,
-        parameters: 10,
-    };
-    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let aggregator = Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();
+    let layout = layout(1, 10);
+    let aggregator = Aggregator::open(layout, 0, &tcp(), LEASE).unwrap();
     let (address, deadline) = ([aggregator.address()], Duration::from_secs(3));
-    let options = SessionOptions {
-        deadline: PATIENCE,
-        ..SessionOptions::default()
-    };
+    let (options, _folder) = options();
     let mut through = Through::join(layout, 0, &address, &options, deadline).unwrap();
     // One that does nothing, and then one that is not there.
     let (gradient, mut parameters) = ([0.0; 10], [0.0; 10]);

@@ -6,17 +6,17 @@
     reason = "helpers of tests, which fail by panicking"
 )]
 
+mod common;
+
 use std::{
     thread,
     time::{Duration, Instant},
 };
 
-use farpage_fabric::{Endpoint, SessionOptions};
+use common::{LEASE, PATIENCE, options};
+use farpage_fabric::Endpoint;
+use farpage_testkit::tcp;
 use farpage_train::{Address, ExchangeError, JoinError, Member, Mode, Plan, Random, Station};
-
-const PATIENCE: Duration = Duration::from_secs(20);
-/// Lease of a worker: a busy machine does not keep it from renewing for so long.
-const LEASE: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Copy, Debug)]
 enum Fabric {
@@ -46,22 +46,18 @@ fn team_without<R: Send>(
     deadline: Duration,
     work: impl Fn(usize, Result<Member, JoinError>) -> R + Sync,
 ) -> Vec<R> {
-    let folder = tempfile::tempdir().unwrap();
+    let (options, folder) = options();
     let stations: Vec<_> = (0..plan.workers())
         .map(|rank| {
             let endpoint = match fabric {
                 Fabric::Sim => Endpoint::Sim(rank as u64),
                 Fabric::Shm => Endpoint::Shm(folder.path().join(rank.to_string())),
-                Fabric::Tcp => "tcp://127.0.0.1:0".parse().unwrap(),
+                Fabric::Tcp => tcp(),
             };
             Station::open(plan, rank, &endpoint, LEASE).unwrap()
         })
         .collect();
     let addresses: Vec<_> = stations.iter().map(Station::address).collect();
-    let options = SessionOptions {
-        key_file: Some(folder.path().join("key")),
-        ..SessionOptions::default()
-    };
     let (addresses, options, work) = (&addresses, &options, &work);
     thread::scope(|scope| {
         let threads: Vec<_> = stations
@@ -213,37 +209,52 @@ fn named(error: &ExchangeError) -> usize {
     }
 }
 
+/// Takes part in rounds until one fails, or until that of `last`. Returns the failure, and the time
+/// until it.
+fn rounds(
+    member: &mut Member,
+    rings: u64,
+    len: usize,
+    last: Option<u64>,
+) -> Option<(ExchangeError, Duration)> {
+    let (begun, mut values) = (Instant::now(), vec![1.0; len]);
+    let failed = (0..last.unwrap_or(u64::MAX)).find_map(|round| {
+        let ring = (round % rings) as usize;
+        member.exchange.mean(ring, round, &mut values).err()
+    });
+    failed.map(|error| (error, begun.elapsed()))
+}
+
+/// Runs `test` over both real fabrics and in the modes with one ring and with two, all at once.
+fn everywhere(test: impl Fn(Fabric, Mode, u64) + Sync) {
+    let test = &test;
+    thread::scope(|scope| {
+        for fabric in [Fabric::Shm, Fabric::Tcp] {
+            for (mode, rings) in [(Mode::Bsp, 1), (Mode::Ds, 2)] {
+                scope.spawn(move || test(fabric, mode, rings));
+            }
+        }
+    });
+}
+
 #[test]
 fn a_worker_that_is_stuck_is_named_by_all_within_the_deadline() {
     let deadline = Duration::from_secs(2);
-    let stuck = |fabric, mode| {
+    everywhere(|fabric, mode, rings| {
         let all = team(fabric, plan(mode, 4, 2), deadline, |rank, mut member| {
-            let mut values = vec![1.0; 1000];
-            let begun = Instant::now();
-            for round in 0u64.. {
-                if (rank, round) == (2, 3) {
-                    // Alive, and silent.
-                    thread::sleep(deadline * 2);
-                    return None;
-                }
-                let ring = round as usize % if mode == Mode::Ds { 2 } else { 1 };
-                if let Err(error) = member.exchange.mean(ring, round, &mut values) {
-                    return Some((error, begun.elapsed()));
-                }
+            let last = (rank == 2).then_some(3);
+            let failed = rounds(&mut member, rings, 1000, last);
+            if rank == 2 && failed.is_none() {
+                // Alive, and silent.
+                thread::sleep(deadline * 2);
             }
-            unreachable!("one of them is stuck");
+            failed
         });
+        assert_eq!(all.iter().flatten().count(), 3);
         assert!(all[2].is_none());
         for (error, elapsed) in all.into_iter().flatten() {
             assert_eq!(named(&error), 2, "{fabric:?} {mode}: {error}");
             assert!(elapsed < deadline * 2, "{elapsed:?}: {error}");
-        }
-    };
-    thread::scope(|scope| {
-        for fabric in [Fabric::Shm, Fabric::Tcp] {
-            for mode in [Mode::Bsp, Mode::Ds] {
-                scope.spawn(move || stuck(fabric, mode));
-            }
         }
     });
 }
@@ -251,25 +262,11 @@ fn a_worker_that_is_stuck_is_named_by_all_within_the_deadline() {
 #[test]
 fn a_worker_that_goes_is_named_by_all_long_before_the_deadline() {
     for fabric in [Fabric::Shm, Fabric::Tcp] {
-        let all = team(
-            fabric,
-            plan(Mode::Ds, 4, 2),
-            PATIENCE,
-            |rank, mut member| {
-                let mut values = vec![1.0; 100_000];
-                let begun = Instant::now();
-                for round in 0u64.. {
-                    if (rank, round) == (1, 4) {
-                        return None;
-                    }
-                    if let Err(error) = member.exchange.mean(round as usize % 2, round, &mut values)
-                    {
-                        return Some((error, begun.elapsed()));
-                    }
-                }
-                unreachable!("one of them goes");
-            },
-        );
+        let plan = plan(Mode::Ds, 4, 2);
+        let all = team(fabric, plan, PATIENCE, |rank, mut member| {
+            rounds(&mut member, 2, 100_000, (rank == 1).then_some(4))
+        });
+        assert_eq!(all.iter().flatten().count(), 3);
         for (error, elapsed) in all.into_iter().flatten() {
             assert_eq!(named(&error), 1, "{fabric:?}: {error}");
             assert!(elapsed < PATIENCE / 2, "{elapsed:?}: {error}");
@@ -280,34 +277,16 @@ fn a_worker_that_goes_is_named_by_all_long_before_the_deadline() {
 #[test]
 fn a_worker_that_never_comes_is_named_by_all() {
     let deadline = Duration::from_secs(2);
-    let absent = |fabric, mode| {
+    everywhere(|fabric, mode, rings| {
         let begun = Instant::now();
-        let all = team_without(Some(2), fabric, plan(mode, 4, 2), deadline, |_, joined| {
-            let mut member: Member = match joined {
-                Err(JoinError::Missing { missing, .. } | JoinError::Absent { missing, .. }) => {
-                    return missing;
-                }
-                Err(error) => panic!("{error}"),
-                Ok(member) => member,
-            };
-            let mut values = vec![1.0; 1000];
-            let rings = if mode == Mode::Ds { 2 } else { 1 };
-            let mut rounds = 0..u64::MAX;
-            let failed = rounds.find_map(|round| {
-                let ring = round as usize % rings;
-                member.exchange.mean(ring, round, &mut values).err()
-            });
-            named(&failed.unwrap())
+        let plan = plan(mode, 4, 2);
+        let all = team_without(Some(2), fabric, plan, deadline, |_, joined| match joined {
+            Err(JoinError::Missing { missing, .. } | JoinError::Absent { missing, .. }) => missing,
+            Err(error) => panic!("{error}"),
+            Ok(mut member) => named(&rounds(&mut member, rings, 1000, None).unwrap().0),
         });
         assert_eq!(all, [2; 3], "{fabric:?} {mode}");
         assert!(begun.elapsed() < deadline * 3, "{:?}", begun.elapsed());
-    };
-    thread::scope(|scope| {
-        for fabric in [Fabric::Shm, Fabric::Tcp] {
-            for mode in [Mode::Bsp, Mode::Ds] {
-                scope.spawn(move || absent(fabric, mode));
-            }
-        }
     });
 }
 
@@ -353,14 +332,9 @@ fn workers_of_another_job_are_noticed() {
 #[test]
 fn workers_that_never_come_are_named() {
     let plan = plan(Mode::Bsp, 2, 2);
-    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let options = SessionOptions {
-        key_file: Some(folder.path().join("key")),
-        ..SessionOptions::default()
-    };
+    let (options, _folder) = options();
     let deadline = Duration::from_millis(300);
-    let open = |rank| Station::open(plan, rank, &endpoint, LEASE).unwrap();
+    let open = |rank| Station::open(plan, rank, &tcp(), LEASE).unwrap();
     let join = |here: Station, there: Address| {
         let addresses = [here.address(), there];
         here.join(&addresses, &options, deadline).err().unwrap()
@@ -368,29 +342,25 @@ fn workers_that_never_come_are_named() {
     // 1. Nobody listens there any more.
     let gone = open(1).address();
     let error = join(open(0), gone);
-    assert!(
-        matches!(
-            error,
-            JoinError::Missing {
-                rank: 0,
-                missing: 1,
-                ..
-            }
-        ),
-        "{error}"
+    let is_named = matches!(
+        error,
+        JoinError::Missing {
+            rank: 0,
+            missing: 1,
+            ..
+        }
     );
+    assert!(is_named, "{error}");
     // 2. The other can be reached, and does not reach us.
     let silent = open(1);
     let error = join(open(0), silent.address());
-    assert!(
-        matches!(
-            error,
-            JoinError::Absent {
-                rank: 0,
-                missing: 1,
-                ..
-            }
-        ),
-        "{error}"
+    let is_named = matches!(
+        error,
+        JoinError::Absent {
+            rank: 0,
+            missing: 1,
+            ..
+        }
     );
+    assert!(is_named, "{error}");
 }

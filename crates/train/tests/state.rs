@@ -6,29 +6,20 @@
     reason = "helpers of tests, which fail by panicking"
 )]
 
-use std::{path::Path, sync::Arc, thread, time::Duration};
+mod common;
 
+use std::{thread, time::Duration};
+
+use common::{ADAM, MOMENTUM, end, last, network, options};
 use farpage::{BuildError, ByteSize, Runtime};
-use farpage_fabric::SessionOptions;
 use farpage_memserver::RunningServer;
 use farpage_testkit::{serve, tcp, test_name};
 use farpage_train::{
     AggregateError, Aggregator, AggregatorCourse, Between, Checkpoint, Content, Course, Courses,
-    Job, Keeping, Layout, Mlp, Mode, Network, Outcome, Party, Plan, Rule, Through,
-    data::{Dataset, Shards, Source},
-    hash, run, run_on,
+    Job, Keeping, Layout, Mlp, Mode, Network, Party, Plan, Rule, Through, hash, run_on,
 };
 
-const NETWORK: Network = Network {
-    between: Between::Shm,
-    link: None,
-    deadline: Duration::from_secs(30),
-};
-const MOMENTUM: Rule = Rule::Sgd {
-    rate: 0.1,
-    momentum: 0.9,
-};
-const ADAM: Rule = Rule::Adam { rate: 0.01 };
+const NETWORK: Network = network(Between::Shm);
 
 /// True if this process may page its own memory. If not, prints that the test is skipped, and why.
 fn can_page() -> bool {
@@ -51,27 +42,16 @@ fn runtime(server: &RunningServer, budget_bytes: usize) -> Runtime {
 }
 
 fn job(rule: Rule) -> Job {
-    let data = Dataset::load(Source::Blobs, Path::new("")).unwrap();
+    let job = common::job(Mode::Bsp, 2, 2, 500);
+    let (width, classes) = (job.data.width, job.data.classes);
     Job {
-        plan: Plan::new(Mode::Bsp, 2, 2).unwrap(),
-        model: Mlp::new(&[data.width, 500, 500, data.classes]),
+        model: Mlp::new(&[width, 500, 500, classes]),
         rule,
-        data: Arc::new(data),
-        shards: Shards::Even,
         batch: 4,
         steps: 6,
         every: 6,
-        seed: 1,
-        slow: None,
-        aggregators: 0,
+        ..job
     }
-}
-
-fn last(outcomes: &[Outcome]) -> Vec<&[f32]> {
-    let ends = outcomes
-        .iter()
-        .map(|outcome| &outcome.snapshots.last().unwrap().parameters);
-    ends.map(|parameters| &**parameters).collect()
 }
 
 fn through(job: &Job, aggregators: usize) -> Job {
@@ -97,16 +77,11 @@ fn a_state_four_times_as_large_as_the_budget_ends_in_the_bits_of_local_memory() 
     for (rule, floats) in [(MOMENTUM, 2), (ADAM, 3)] {
         let job = job(rule);
         let bytes = 4 * floats * job.model.parameters();
-        let whole = hash(last(&run(&through(&job, 1), &NETWORK).unwrap()));
+        let whole = end(&through(&job, 1), &NETWORK);
         for (between, aggregators) in [(Between::Shm, 1), (Between::Tcp, 2)] {
-            let network = Network { between, ..NETWORK };
+            let (job, network) = (through(&job, aggregators), network(between));
             let runtime = runtime(&server, bytes / 4);
-            let ended = run_on(
-                &through(&job, aggregators),
-                &network,
-                in_memory_of(&runtime),
-            )
-            .unwrap();
+            let ended = run_on(&job, &network, in_memory_of(&runtime)).unwrap();
             assert_eq!(hash(last(&ended)), whole, "{rule:?} {between:?}");
             // All of it went out and came back in each step.
             let moved = runtime.stats().pager.evictions * (16 << 10);
@@ -137,7 +112,7 @@ fn a_memory_server_that_goes_is_an_error_of_the_aggregator_and_ends_the_job() {
     }
     let layout = Layout {
         aggregators: 1,
-        workers: 1,
+        plan: Plan::of_all(1),
         parameters: 1 << 20,
     };
     // Pages of one repeated value would not leave this process.
@@ -147,12 +122,7 @@ fn a_memory_server_that_goes_is_an_error_of_the_aggregator_and_ends_the_job() {
     let aggregator = Aggregator::open(layout, 0, &tcp(), Duration::from_secs(30)).unwrap();
     let aggregator = aggregator.keep_in(&runtime);
     let (address, deadline) = ([aggregator.address()], Duration::from_secs(30));
-    let folder = tempfile::tempdir().unwrap();
-    let options = SessionOptions {
-        key_file: Some(folder.path().join("key")),
-        deadline,
-        ..SessionOptions::default()
-    };
+    let (options, _folder) = options();
     let (served, worked) = thread::scope(|scope| {
         let serving = scope.spawn(|| aggregator.serve(&initial, ADAM, 100, deadline));
         let mut through = Through::join(layout, 0, &address, &options, deadline).unwrap();
@@ -193,7 +163,7 @@ fn aggregators_go_on_from_checkpoints_in_local_and_in_remote_memory() {
     for rule in [MOMENTUM, ADAM] {
         let job = through(&job(rule), 2);
         let bytes = 4 * 3 * job.model.parameters();
-        let whole = hash(last(&run(&job, &NETWORK).unwrap()));
+        let whole = end(&job, &NETWORK);
         let (mut of_workers, mut of_aggregators) = ([vec![], vec![]], [vec![], vec![]]);
         let remote = runtime(&server, bytes / 4);
         let kept = Courses {

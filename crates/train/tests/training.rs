@@ -6,51 +6,28 @@
     reason = "helpers of tests, which fail by panicking"
 )]
 
-use std::{path::Path, sync::Arc, time::Duration};
+mod common;
 
+use std::{path::Path, sync::Arc};
+
+use common::{ADAM, MOMENTUM, SIM, end, last, network};
+use farpage_testkit::test_name;
 use farpage_train::{
-    Between, Checkpoint, Content, Course, Courses, Job, Keeping, Mlp, Mode, Network, Outcome, Plan,
-    Rule, Scratch, consensus,
+    Between, Checkpoint, Content, Course, Courses, Job, Keeping, Mlp, Mode, Network, Rule, Scratch,
+    consensus,
     data::{Dataset, Shards, Source},
     distance, hash, run, run_on,
 };
 
-const SIM: Network = Network {
-    between: Between::Sim,
-    link: None,
-    deadline: Duration::from_secs(20),
-};
 const SGD: Rule = Rule::Sgd {
     rate: 0.1,
     momentum: 0.0,
 };
-const MOMENTUM: Rule = Rule::Sgd {
-    rate: 0.1,
-    momentum: 0.9,
-};
-
 fn job(mode: Mode, workers: usize, group: usize) -> Job {
-    let data = Dataset::load(Source::Blobs, Path::new("")).unwrap();
     Job {
-        plan: Plan::new(mode, workers, group).unwrap(),
-        model: Mlp::new(&[data.width, 24, data.classes]),
         rule: SGD,
-        data: Arc::new(data),
-        shards: Shards::Even,
-        batch: 16,
-        steps: 20,
-        every: 20,
-        seed: 1,
-        slow: None,
-        aggregators: 0,
+        ..common::job(mode, workers, group, 24)
     }
-}
-
-fn last(outcomes: &[Outcome]) -> Vec<&[f32]> {
-    outcomes
-        .iter()
-        .map(|outcome| &*outcome.snapshots.last().unwrap().parameters)
-        .collect()
 }
 
 /// Returns the share of the test examples that these parameters get right.
@@ -63,15 +40,13 @@ fn accuracy(job: &Job, parameters: &[f32]) -> f64 {
 
 #[test]
 fn a_seed_ends_in_the_same_bits_over_every_fabric() {
-    for (mode, rule) in [(Mode::Ds, Rule::Adam { rate: 0.01 }), (Mode::Bsp, MOMENTUM)] {
+    for (mode, rule) in [(Mode::Ds, ADAM), (Mode::Bsp, MOMENTUM)] {
         let job = Job {
             rule,
             ..job(mode, 4, 2)
         };
-        let hashes = [Between::Sim, Between::Shm, Between::Tcp].map(|between| {
-            let network = Network { between, ..SIM };
-            hash(last(&run(&job, &network).unwrap()))
-        });
+        let hashes = [Between::Sim, Between::Shm, Between::Tcp];
+        let hashes = hashes.map(|between| end(&job, &network(between)));
         assert_eq!(hashes, [hashes[0]; 3], "{mode}");
         // Slow links and slow workers change times and nothing else.
         let slow = Job {
@@ -82,13 +57,9 @@ fn a_seed_ends_in_the_same_bits_over_every_fabric() {
             link: Some((1.0, 50.0)),
             ..SIM
         };
-        assert_eq!(
-            hash(last(&run(&slow, &network).unwrap())),
-            hashes[0],
-            "{mode}"
-        );
+        assert_eq!(end(&slow, &network), hashes[0], "{mode}");
         let other = Job { seed: 2, ..job };
-        assert_ne!(hash(last(&run(&other, &SIM).unwrap())), hashes[0], "{mode}");
+        assert_ne!(end(&other, &SIM), hashes[0], "{mode}");
     }
 }
 
@@ -103,13 +74,8 @@ fn the_bits_are_these_on_every_processor() {
             ..job(mode, 4, 2)
         };
         for between in [Between::Sim, Between::Shm, Between::Tcp] {
-            let network = Network { between, ..SIM };
-            let hash = hash(last(&run(&job, &network).unwrap()));
-            assert_eq!(
-                format!("{hash:032x}"),
-                expected,
-                "{mode} {rule:?} {between:?}"
-            );
+            let hash = format!("{:032x}", end(&job, &network(between)));
+            assert_eq!(hash, expected, "{mode} {rule:?} {between:?}");
         }
     }
 }
@@ -135,7 +101,7 @@ fn keeping(kept: &mut Vec<u8>) -> Course<'_> {
 #[test]
 fn a_job_goes_on_from_checkpoints_with_the_same_bits() {
     for between in [Between::Sim, Between::Shm, Between::Tcp] {
-        let network = Network { between, ..SIM };
+        let network = network(between);
         let job = Job {
             rule: MOMENTUM,
             ..job(Mode::Ds, 4, 2)
@@ -212,16 +178,23 @@ fn with_classes_apart_only_shuffling_comes_near_to_synchronous_training() {
     assert!(fixed < ds - 0.2 && nothing < fixed, "{accuracies:?}");
 }
 
+/// Reads the file of `source`. If there is none, says that the running test is skipped.
+fn fetched(source: Source) -> Option<Dataset> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/training-data");
+    let file = source.file().map(|file| folder.join(file));
+    if !file.is_some_and(|file| file.is_file()) {
+        let test = test_name();
+        eprintln!("SKIPPED: {test}: no data; `cargo xtask data` fetches it");
+        return None;
+    }
+    Some(Dataset::load(source, &folder).unwrap())
+}
+
 #[test]
 fn sixteen_workers_learn_to_read_digits() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/training-data");
-    if !folder.join("digits.csv.gz").is_file() {
-        eprintln!(
-            "SKIPPED: sixteen_workers_learn_to_read_digits: no data; `cargo xtask data` fetches it"
-        );
+    let Some(data) = fetched(Source::Digits) else {
         return;
-    }
-    let data = Dataset::load(Source::Digits, &folder).unwrap();
+    };
     for mode in [Mode::Bsp, Mode::Ds] {
         let job = Job {
             model: Mlp::new(&[data.width, 32, data.classes]),
@@ -245,14 +218,9 @@ fn sixteen_workers_learn_to_read_digits() {
 
 #[test]
 fn all_pictures_of_mnist_are_read() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/training-data");
-    if !folder.join("mnist_5k.csv.gz").is_file() {
-        eprintln!(
-            "SKIPPED: all_pictures_of_mnist_are_read: no data; `cargo xtask data` fetches it"
-        );
+    let Some(data) = fetched(Source::Mnist) else {
         return;
-    }
-    let data = Dataset::load(Source::Mnist, &folder).unwrap();
+    };
     assert_eq!(
         (data.train.labels.len(), data.test.labels.len()),
         (4000, 1000)

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Result, anyhow, ensure};
 use farpage_examples::argument;
 use farpage_fabric::SessionOptions;
-use farpage_train::{Address, Aggregator, Layout, Rule, Through};
+use farpage_train::{Address, Aggregator, Layout, Plan, Rule, Through};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -31,7 +31,7 @@ fn main() -> Result<()> {
     ensure!(workers > 0, "without workers nobody learns");
     let layout = Layout {
         aggregators: AGGREGATORS,
-        workers,
+        plan: Plan::of_all(workers),
         parameters: WEIGHTS,
     };
     let rule = Rule::Sgd {

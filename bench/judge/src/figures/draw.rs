@@ -15,7 +15,6 @@ use farpage_bench_kit::{
 
 type Draw = Box<dyn Fn(&Points) -> Result<Bars>>;
 
-/// Figure to draw.
 pub(super) struct Figure {
     /// Name of the figure's files.
     pub(super) name: &'static str,

@@ -198,7 +198,6 @@ fn over(figure: [&str; 2], against: [&str; 2]) -> Measure {
     })
 }
 
-/// Compares a figure with a number.
 fn over_constant(figure: [&str; 2], against: f64) -> Measure {
     let [command, path] = figure.map(str::to_owned);
     Box::new(move |sitting| Ok([sitting.figure(&command, &path)?, against].into()))

@@ -202,7 +202,6 @@ pub(super) fn atoms(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
         .collect()
 }
 
-/// Number of vertices of the graph.
 const VERTICES: usize = 1 << 20;
 
 /// Makes the neighbours of each vertex, ascending. Few vertices have many neighbours; half of all

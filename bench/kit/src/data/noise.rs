@@ -5,24 +5,19 @@
 
 use std::f64::consts::TAU;
 
-use crate::pick::{ODD, mix};
+use crate::pick::{Random, mix};
 
 /// A sequence of random numbers.
-pub(super) struct Noise(u64);
+pub(super) struct Noise(Random);
 
 impl Noise {
     pub(super) fn new(seed: u64) -> Self {
-        Self(mix(seed))
-    }
-
-    pub(super) fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(ODD);
-        mix(self.0)
+        Self(Random(mix(seed)))
     }
 
     /// Draws evenly from 0 to 1, 1 excluded.
     pub(super) fn unit(&mut self) -> f64 {
-        (self.bits() >> 11) as f64 / (1u64 << 53) as f64
+        (self.0.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
     /// Draws evenly from the numbers below `count`.

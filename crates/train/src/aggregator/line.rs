@@ -17,10 +17,7 @@ use farpage_fabric::{
     regmem::{RegBuf, RegPool, RegPoolOptions, Registrar},
 };
 
-use super::{
-    party::Party,
-    protocol::{AWAITED_AT, CULPRIT_AT, NAP_MAX, NAP_MIN, VERSION_AT, Word, place},
-};
+use super::protocol::{AWAITED_AT, CULPRIT_AT, NAP_MAX, NAP_MIN, Party, VERSION_AT, Word, place};
 use crate::{
     exchange::{Counted, Moved},
     station::{Address, connect},
@@ -39,7 +36,6 @@ pub(super) struct Head {
 
 /// A worker's connection to one aggregator, for one of its rings.
 pub(super) struct Line {
-    /// The aggregator.
     pub(super) at: Party,
     pub(super) number: usize,
     pub(super) part_floats: usize,

@@ -1,12 +1,10 @@
-//! Bytes of areas and boards, messages of workers, and times that both sides keep.
+//! [`Party`], bytes of areas and boards, messages of workers, and times that both sides keep.
 //!
 //! The rule it keeps: workers and aggregators of one job are of one version.
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use farpage_fabric::{ExtentId, areas::Board, patterns::RingPlace};
-
-use super::party::Party;
 
 /// Offset of the gradient in a worker's area, behind a ring for announcements.
 pub(super) const GRADIENT_AT: usize = 128 + RING_BYTES;
@@ -29,6 +27,46 @@ pub(super) const FAREWELL: Duration = Duration::from_secs(1);
 pub(super) const SPIN: Duration = Duration::from_micros(100);
 pub(super) const NAP_MIN: Duration = Duration::from_micros(20);
 pub(super) const NAP_MAX: Duration = Duration::from_millis(10);
+
+/// A worker or an aggregator, by its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Party {
+    /// A worker.
+    Worker(usize),
+    /// An aggregator.
+    Aggregator(usize),
+}
+
+/// Offset of aggregators' numbers, which tells them apart from ranks.
+const AGGREGATORS_FROM: u64 = 1 << 32;
+
+impl Party {
+    /// Returns the party's number, which is above 0.
+    pub(super) fn code(self) -> u64 {
+        match self {
+            Self::Worker(rank) => 1 + rank as u64,
+            Self::Aggregator(number) => 1 + AGGREGATORS_FROM + number as u64,
+        }
+    }
+
+    /// Returns the party of `code`; 0 stands for none.
+    pub(super) fn of_code(code: u64) -> Option<Self> {
+        let number = code.checked_sub(1)?;
+        Some(match number.checked_sub(AGGREGATORS_FROM) {
+            None => Self::Worker(number as usize),
+            Some(number) => Self::Aggregator(number as usize),
+        })
+    }
+}
+
+impl fmt::Display for Party {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Worker(rank) => write!(f, "worker {rank}"),
+            Self::Aggregator(number) => write!(f, "aggregator {number}"),
+        }
+    }
+}
 
 /// Message of a worker by its ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

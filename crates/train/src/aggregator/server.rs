@@ -20,15 +20,13 @@ use farpage_fabric::{
 
 use super::{
     error::AggregateError,
-    kept,
+    layout::Layout,
     link::OwnLink,
-    party::Party,
     protocol::{
-        CULPRIT_AT, FAREWELL, GIVEN_UP, GRADIENT_AT, NAP_MAX, PARAMETERS_AT, VERSION_AT, area,
-        board, place,
+        CULPRIT_AT, FAREWELL, GIVEN_UP, GRADIENT_AT, NAP_MAX, PARAMETERS_AT, Party, VERSION_AT,
+        area, board, place,
     },
-    seats::{Layout, Seats},
-    state::{State, StateError},
+    state::{self, State, StateError},
     summing::{Group, Keeper, Member, Summing, Task, Turns, lost},
 };
 use crate::{
@@ -73,8 +71,8 @@ impl fmt::Debug for AggregatorCourse<'_> {
 }
 
 impl Aggregator {
-    /// Begins to serve at `endpoint`, for workers who all share the parameters; `sim:seed` is a
-    /// simulated fabric. A worker that is silent for `lease` has gone.
+    /// Begins to serve as aggregator `number` at `endpoint`; `sim:seed` is a simulated fabric. A
+    /// worker that is silent for `lease` has gone.
     ///
     /// # Errors
     /// [`AggregateError::Offer`], [`AggregateError::Serve`]
@@ -84,30 +82,8 @@ impl Aggregator {
         endpoint: &Endpoint,
         lease: Duration,
     ) -> Result<Self, AggregateError> {
-        Self::open_at(&layout.into(), number, endpoint, lease)
-    }
-
-    /// Begins to serve as aggregator `number` of a job.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open), and [`AggregateError::Uneven`].
-    pub fn of(
-        job: &Job,
-        number: usize,
-        endpoint: &Endpoint,
-        lease: Duration,
-    ) -> Result<Self, AggregateError> {
-        Self::open_at(&Seats::of(job)?, number, endpoint, lease)
-    }
-
-    fn open_at(
-        seats: &Seats,
-        number: usize,
-        endpoint: &Endpoint,
-        lease: Duration,
-    ) -> Result<Self, AggregateError> {
         let who = Party::Aggregator(number);
-        let (areas, part) = (Areas::new(lease), seats.part(number));
+        let (areas, part) = (Areas::new(lease), layout.part(number));
         let bytes = 4 * part.len();
         // Before anybody can write.
         let group = |ring: usize| -> Result<Group, OfferError> {
@@ -121,14 +97,14 @@ impl Aggregator {
                     waits_for: None,
                 })
             };
-            let members = seats.members(ring, number).into_iter().map(member);
+            let members = layout.members(ring, number).into_iter().map(member);
             let shown = (PARAMETERS_AT + 2 * bytes).max(PARAMETERS_AT + 8) as u64;
             Ok(Group {
                 members: members.collect::<Result<_, OfferError>>()?,
                 board: areas.show(&board(ring), shown)?,
             })
         };
-        let groups = (0..seats.plan.ring_count()).map(group);
+        let groups = (0..layout.plan.ring_count()).map(group);
         let groups = groups
             .collect::<Result<_, _>>()
             .map_err(|source| AggregateError::Offer { who, source })?;
@@ -217,7 +193,7 @@ impl Aggregator {
                 let state = state.map_err(|why| lost(who, why));
                 state.and_then(|mut state| {
                     if let Some(mut source) = checkpoint {
-                        let read = kept::read(job, number, from, &mut state, &mut *source);
+                        let read = state::read(job, number, from, &mut state, &mut *source);
                         read.map_err(|source| AggregateError::Resume { who, source })?;
                     }
                     Ok(Task::Step(state))
@@ -229,7 +205,7 @@ impl Aggregator {
         let mut keep = |step, state: &mut State| match &mut keeping {
             None => Ok(()),
             Some(keeping) => {
-                let mut content = kept::Kept::new(job, number, step, state);
+                let mut content = state::Kept::new(job, number, step, state);
                 let kept = (keeping.keep)(step, &mut content);
                 kept.map_err(|source| AggregateError::Keep { who, step, source })
             }

@@ -1,18 +1,28 @@
-//! [`State`]: the parameters that an aggregator changes, and its optimizer's state.
+//! [`State`]: the parameters that an aggregator changes, its optimizer's state, and the checkpoint
+//! of both.
 //!
 //! The rule it keeps: the place of the floats decides no bit. In a [`Runtime`] they may be larger
 //! than its budget. Memory that has gone is an error: floats are pinned before they are touched.
 //!
 //! The floats lie in pieces, each with its parameters and behind them what the optimizer remembers
-//! of them. So a step goes through memory once and in order, and asks for what comes next.
+//! of them. So a step goes through memory once and in order, and asks for what comes next, and a
+//! checkpoint is written and read with one piece local at a time.
 
-use std::{io, ops::Range};
+use std::{
+    io::{self, Read, Write},
+    ops::Range,
+};
 
 use farpage::{
     Advice, Codec, CreateError, PageError, PinError, RegionOptions, RemoteArray, Runtime,
 };
 
-use crate::optimizer::{Decay, Rule};
+use super::protocol::Party;
+use crate::{
+    checkpoint::{Content, Head, Trail},
+    job::Job,
+    optimizer::{Decay, Rule},
+};
 
 farpage_fabric::debug_as_display!(StateError);
 
@@ -123,14 +133,6 @@ impl State {
         self.parameters * (1 + self.rule.remembers())
     }
 
-    pub(super) fn decay(&self) -> Decay {
-        self.decay
-    }
-
-    pub(super) fn set_decay(&mut self, decay: Decay) {
-        self.decay = decay;
-    }
-
     /// Passes all floats to `change`, piece by piece and in order.
     pub(super) fn each(
         &mut self,
@@ -184,6 +186,78 @@ impl State {
         }
         Ok(())
     }
+}
+
+/// State of an aggregator after a step, as the bytes of a checkpoint.
+pub(super) struct Kept<'a> {
+    head: Head,
+    state: &'a mut State,
+}
+
+impl<'a> Kept<'a> {
+    pub(super) fn new(job: &Job, number: usize, step: u64, state: &'a mut State) -> Self {
+        let head = Head::of(job, Party::Aggregator(number), step);
+        Self { head, state }
+    }
+}
+
+impl Content for Kept<'_> {
+    fn bytes(&self) -> u64 {
+        self.head.bytes() + 24 + 4 * self.state.len() as u64 + Trail::<()>::BYTES
+    }
+
+    fn write_to(&mut self, to: &mut dyn Write) -> io::Result<()> {
+        let mut to = Trail::new(to);
+        self.head.write_to(&mut to)?;
+        let Decay(first, second) = self.state.decay;
+        for number in [self.state.len() as u64, first.to_bits(), second.to_bits()] {
+            to.write_all(&number.to_le_bytes())?;
+        }
+        let mut bytes = Vec::new();
+        self.state.each(|floats| {
+            bytes.clear();
+            bytes.extend(floats.iter().flat_map(|value| value.to_le_bytes()));
+            to.write_all(&bytes)
+        })?;
+        to.end()
+    }
+}
+
+/// Reads the checkpoint of `step` into `state`. Its bytes count only when their hash has been
+/// compared.
+pub(super) fn read(
+    job: &Job,
+    number: usize,
+    step: u64,
+    state: &mut State,
+    from: &mut dyn Read,
+) -> io::Result<()> {
+    let mut from = Trail::new(from);
+    Head::of(job, Party::Aggregator(number), step).expect_in(&mut from)?;
+    let mut word = || -> io::Result<u64> {
+        let mut bytes = [0; 8];
+        from.read_exact(&mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    };
+    let (len, decay) = (
+        word()?,
+        Decay(f64::from_bits(word()?), f64::from_bits(word()?)),
+    );
+    if len != state.len() as u64 {
+        let why = format!("it has {len} floats where {} belong", state.len());
+        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+    }
+    state.decay = decay;
+    let mut bytes = Vec::new();
+    state.each(|floats| {
+        bytes.resize(4 * floats.len(), 0);
+        from.read_exact(&mut bytes)?;
+        for (float, word) in floats.iter_mut().zip(bytes.as_chunks().0) {
+            *float = f32::from_le_bytes(*word);
+        }
+        Ok(())
+    })?;
+    from.expect_end()
 }
 
 /// Lack or loss of memory for parameters and an optimizer's state.

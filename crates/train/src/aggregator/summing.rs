@@ -19,9 +19,8 @@ use farpage_fabric::{
 use super::{
     error::AggregateError,
     link::OwnLink,
-    party::Party,
     protocol::{
-        AWAITED_AT, GRADIENT_AT, NAP_MAX, NAP_MIN, SPIN, TOLD_AFTER, VERSION_AT, Word, area,
+        AWAITED_AT, GRADIENT_AT, NAP_MAX, NAP_MIN, Party, SPIN, TOLD_AFTER, VERSION_AT, Word, area,
         parameters_at,
     },
     state::{State, StateError},
@@ -84,7 +83,6 @@ impl Summing {
         self.failed.is_some() || is_done
     }
 
-    /// Returns the number of the ring that `round` uses.
     fn ring_of(&self, round: u64) -> usize {
         (round % self.groups.len() as u64) as usize
     }
@@ -165,16 +163,7 @@ impl Summing {
                     }
                     Some(Word::Waits(party)) => member.waits_for = Some(party),
                     Some(Word::GivesUp(gone)) => {
-                        let reason = match gone == from {
-                            true => "it gave up, and says itself why".to_owned(),
-                            false => format!("{from} gave up because of it"),
-                        };
-                        return Err(AggregateError::Gone {
-                            who,
-                            gone,
-                            step: round,
-                            reason,
-                        });
+                        return Err(AggregateError::given_up(who, from, gone, round));
                     }
                     _ => return Err(strange(format!("it announces {:?}", self.message))),
                 }
@@ -209,7 +198,6 @@ impl Summing {
         Ok(())
     }
 
-    /// Shows `version` on its board.
     fn show(&mut self, version: u64) -> Result<(), AggregateError> {
         let number = self.ring_of(version - 1);
         self.groups[number].board.announce(VERSION_AT, version);

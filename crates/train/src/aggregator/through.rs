@@ -18,18 +18,14 @@ use farpage_fabric::{
 
 use super::{
     error::AggregateError,
+    layout::Layout,
     line::{Line, Parts, State},
-    party::Party,
     protocol::{
-        FAREWELL, GRADIENT_AT, HEAD_BYTES, NAP_MAX, NAP_MIN, SPIN, TOLD_AFTER, VERSION_AT, Word,
-        area, board, parameters_at,
+        FAREWELL, GRADIENT_AT, HEAD_BYTES, NAP_MAX, NAP_MIN, Party, SPIN, TOLD_AFTER, VERSION_AT,
+        Word, area, board, parameters_at,
     },
-    seats::{Layout, Seats},
 };
-use crate::{
-    job::Job,
-    station::{Address, Unreached, reach_each},
-};
+use crate::station::{Address, Unreached, reach_each};
 
 /// Number of floats of one operation.
 const PIECE_FLOATS: usize = 256 << 10;
@@ -65,38 +61,11 @@ struct Cut {
 }
 
 impl Through {
-    /// Reaches the aggregators at `addresses`, which has all of them by number. None is waited for
-    /// longer than `deadline` and a quarter, now or later: by then it has said for whom it waits.
-    ///
-    /// # Errors
-    /// [`AggregateError`]
+    /// Reaches the aggregators that worker `rank` goes through. `addresses` has all of them by
+    /// number. None is waited for longer than `deadline` and a quarter, now or later: by then it
+    /// has said for whom it waits.
     pub fn join(
         layout: Layout,
-        rank: usize,
-        addresses: &[Address],
-        options: &SessionOptions,
-        deadline: Duration,
-    ) -> Result<Self, AggregateError> {
-        Self::reach(&layout.into(), rank, addresses, options, deadline)
-    }
-
-    /// Reaches the aggregators of a job that worker `rank` goes through. Waits as
-    /// [`join`](Self::join) does.
-    ///
-    /// # Errors
-    /// [`AggregateError`]
-    pub fn of(
-        job: &Job,
-        rank: usize,
-        addresses: &[Address],
-        options: &SessionOptions,
-        deadline: Duration,
-    ) -> Result<Self, AggregateError> {
-        Self::reach(&Seats::of(job)?, rank, addresses, options, deadline)
-    }
-
-    fn reach(
-        seats: &Seats,
         rank: usize,
         addresses: &[Address],
         options: &SessionOptions,
@@ -105,10 +74,10 @@ impl Through {
         let who = Party::Worker(rank);
         let (mut cuts, mut plans, mut rings) = (Vec::new(), Vec::new(), Vec::new());
         // 1. Lines and cuts: those of each ring are cut like those of the first.
-        for ring in 0..seats.plan.ring_count() {
+        for ring in 0..layout.plan.ring_count() {
             let (first, mut next) = (plans.len(), 0);
-            for aggregator in seats.aggregators(ring, rank) {
-                let part = seats.part(aggregator);
+            for aggregator in layout.aggregators(ring, rank) {
+                let part = layout.part(aggregator);
                 let count = part.len().div_ceil(PIECE_FLOATS);
                 if ring == 0 {
                     cuts.extend(part.clone().step_by(PIECE_FLOATS).map(|start| Cut {
@@ -158,13 +127,13 @@ impl Through {
             who,
             lines,
             rings,
-            aggregators: seats.aggregators,
+            aggregators: layout.aggregators,
             deadline,
             cuts,
             told: None,
             serial_steps: 0,
             pool: RegPool::new(registrars, RegPoolOptions::default()),
-            bytes: 4 * seats.parameters,
+            bytes: 4 * layout.parameters,
             gradient: None,
             parameters: None,
         })
@@ -227,9 +196,6 @@ impl Through {
     /// Pushes `gradient`, and replaces `parameters` by what the optimizer makes of the mean of all
     /// workers' gradients. Steps are counted from 0.
     ///
-    /// # Errors
-    /// [`AggregateError`]
-    ///
     /// # Panics
     /// If a length is not that of the layout.
     pub fn step(
@@ -246,18 +212,12 @@ impl Through {
 
     /// Runs a [`step`](Self::step) in the [`buffers`](Self::buffers). An error loses their
     /// contents.
-    ///
-    /// # Errors
-    /// [`AggregateError`]
     pub fn step_in_place(&mut self, step: u64) -> Result<(), AggregateError> {
         self.exchange(step, true)
     }
 
     /// Replaces the parameters in [`buffers`](Self::buffers) by their mean over the group of this
     /// round. The contents of the gradient are lost, and after an error both.
-    ///
-    /// # Errors
-    /// [`AggregateError`]
     pub fn mean_in_place(&mut self, round: u64) -> Result<(), AggregateError> {
         self.buffers()?;
         // Push and pull are on their way at the same time.
@@ -267,9 +227,6 @@ impl Through {
 
     /// Replaces the parameters in [`buffers`](Self::buffers) by those that the aggregators go on
     /// with after `from` steps, one at least.
-    ///
-    /// # Errors
-    /// [`AggregateError`]
     pub fn resume(&mut self, from: u64) -> Result<(), AggregateError> {
         self.exchange(from - 1, false)
     }
@@ -294,11 +251,7 @@ impl Through {
             read: vec![false; self.cuts.len()],
         };
         self.told = None;
-        let outcome = match pushes {
-            true => self.push_and_pull(lines, step, &mut parts),
-            false => self.pull_alone(lines, step, &mut parts),
-        };
-        if let Err(error) = outcome {
+        if let Err(error) = self.complete(lines, step, pushes, &mut parts) {
             let culprit = error.culprit(self.who);
             farewell(&mut self.lines, culprit);
             return Err(error);
@@ -316,40 +269,23 @@ impl Through {
         Ok(())
     }
 
-    fn push_and_pull(
-        &mut self,
-        lines: Range<usize>,
-        step: u64,
-        parts: &mut Parts,
-    ) -> Result<(), AggregateError> {
-        for number in lines.clone() {
-            self.push(number, step, parts)?;
-        }
-        self.complete(lines, step, parts)?;
-        self.serial_steps += 2;
-        Ok(())
-    }
-
-    fn pull_alone(
-        &mut self,
-        lines: Range<usize>,
-        step: u64,
-        parts: &mut Parts,
-    ) -> Result<(), AggregateError> {
-        for number in lines.clone() {
-            let line = &mut self.lines[number];
-            (line.state, line.looks, line.look_at) = (State::Looking, 0, Instant::now());
-        }
-        self.complete(lines, step, parts)
-    }
-
-    /// Waits until all `lines` have done their part of the step.
+    /// Begins the step, with a push or with the pull alone, and waits until all `lines` have done
+    /// their part of it.
     fn complete(
         &mut self,
         lines: Range<usize>,
         step: u64,
+        pushes: bool,
         parts: &mut Parts,
     ) -> Result<(), AggregateError> {
+        for number in lines.clone() {
+            if pushes {
+                self.push(number, step, parts)?;
+            } else {
+                let line = &mut self.lines[number];
+                (line.state, line.looks, line.look_at) = (State::Looking, 0, Instant::now());
+            }
+        }
         let mut began = Instant::now();
         loop {
             let (mut slow, mut has_moved) = (None, false);
@@ -360,6 +296,7 @@ impl Through {
                 }
             }
             let Some(number) = slow else {
+                self.serial_steps += 2 * u64::from(pushes);
                 return Ok(());
             };
             if has_moved {
@@ -511,16 +448,7 @@ impl Through {
     fn is_shown(&mut self, number: usize, step: u64) -> Result<bool, AggregateError> {
         let (version, Line { at, head, .. }) = (step + 1, &self.lines[number]);
         if let Some(culprit) = head.culprit.and_then(Party::of_code) {
-            let reason = match culprit == *at {
-                true => "it gave up, and says itself why".to_owned(),
-                false => format!("{at} gave up because of it"),
-            };
-            return Err(AggregateError::Gone {
-                who: self.who,
-                gone: culprit,
-                step,
-                reason,
-            });
+            return Err(AggregateError::given_up(self.who, *at, culprit, step));
         }
         match head.version {
             Some(seen) if seen > version => {
@@ -616,7 +544,6 @@ fn farewell(lines: &mut [Line], culprit: Party) {
     }
 }
 
-/// Returns the floats of a buffer.
 fn floats(buffer: &mut Option<RegBuf>, bytes: usize) -> &mut [f32] {
     let buffer = buffer.as_mut().expect("made before");
     bytemuck::cast_slice_mut(&mut buffer.as_mut()[..bytes])

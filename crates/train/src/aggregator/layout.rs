@@ -1,41 +1,27 @@
-//! [`Seats`]: the aggregators of each group of workers, and the part of the vector that each has.
+//! [`Layout`]: the aggregators of each group of workers, and the part of the vector that each has.
 
 use std::ops::Range;
 
 use super::error::AggregateError;
 use crate::{exchange::chunk, job::Job, plan::Plan};
 
-/// Shape of a job in which all workers share all parameters, as aggregators and workers know it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Shape of a job, as aggregators and workers know it.
+#[derive(Clone, Copy, Debug)]
 pub struct Layout {
+    /// Groups of workers, shared out among the aggregators.
+    pub plan: Plan,
     /// Number of aggregators.
     pub aggregators: usize,
-    /// Number of workers.
-    pub workers: usize,
     /// Number of parameters.
     pub parameters: usize,
 }
 
-/// Assignment of groups of workers to aggregators, with the shape of the parameters.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Seats {
-    pub(super) plan: Plan,
-    pub(super) aggregators: usize,
-    pub(super) parameters: usize,
-}
-
-impl From<Layout> for Seats {
-    fn from(layout: Layout) -> Self {
-        Self {
-            plan: Plan::of_all(layout.workers),
-            aggregators: layout.aggregators,
-            parameters: layout.parameters,
-        }
-    }
-}
-
-impl Seats {
-    pub(super) fn of(job: &Job) -> Result<Self, AggregateError> {
+impl Layout {
+    /// Returns the shape of `job`.
+    ///
+    /// # Errors
+    /// [`AggregateError::Uneven`]
+    pub fn of(job: &Job) -> Result<Self, AggregateError> {
         let (aggregators, groups) = (job.aggregators, job.plan.groups());
         if groups > 0 && (aggregators == 0 || !aggregators.is_multiple_of(groups)) {
             return Err(AggregateError::Uneven {
@@ -50,7 +36,6 @@ impl Seats {
         })
     }
 
-    /// Returns the number of aggregators of a group.
     pub(super) fn of_group(&self) -> usize {
         self.aggregators / self.plan.groups().max(1)
     }
