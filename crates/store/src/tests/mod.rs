@@ -173,7 +173,7 @@ fn remote(cluster: &Arc<Cluster>, pages: u64, page_bytes: usize, codec: Codec) -
 
 fn named(cluster: &Arc<Cluster>, name: &str, pages: u64, codec: Codec) -> Arc<PageStore> {
     let options = RemoteOptions {
-        codec,
+        codec: Some(codec),
         name: Some(name.to_owned()),
         ..RemoteOptions::default()
     };
