@@ -402,7 +402,9 @@ impl Seat {
         let (headers, payload) = self.buffer[..bytes].split_at(count * OP_HEADER_BYTES);
         let next = batch.check(&*guest.host, guest.session, guest.sequence, headers);
         let next = next.map_err(|_| Leave::ASK)?;
-        if batch.is_refused() {
+        // No host that exchanges has paged memory, which would have to be held.
+        let is_paged = batch.ops.iter().any(|op| op.span.residency().is_some());
+        if batch.is_refused() || is_paged {
             return Err(Leave::ASK);
         }
         batch.place(&mut self.vectors);

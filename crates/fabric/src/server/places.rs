@@ -97,8 +97,8 @@ pub(super) struct ConnectionPlaces {
 struct PlacesState {
     /// Strangers by order of arrival. A connection that is only being made has no stream yet.
     strangers: BTreeMap<u64, Weak<PeerStream>>,
-    /// Settled connections by number. Limits are checked by counting this table, which takes
-    /// microseconds for thousands of connections. Sums beside the table could disagree with it.
+    /// Settled connections by number. Limits are checked by counting this table, which takes tens
+    /// of microseconds for thousands of connections. Sums beside the table could disagree with it.
     settled: HashMap<u64, Settled>,
 }
 
