@@ -17,6 +17,7 @@ const DEMAND_RESERVE_PAGES: u64 = 16;
 const LEFT_FLOORS: u64 = 4;
 
 /// Residency budget, and the memory that pages take of it.
+#[derive(Default)]
 pub(crate) struct Budget {
     /// Upper bound of the budget: its size at the start.
     most: u64,
@@ -55,18 +56,7 @@ impl Budget {
             most: bytes,
             fractions: (low, high),
             set: AtomicU64::new(bytes),
-            lent: AtomicU64::new(0),
-            bytes: AtomicU64::new(0),
-            high: AtomicU64::new(0),
-            low: AtomicU64::new(0),
-            floor: AtomicU64::new(0),
-            made: CachePadded::default(),
-            peak: AtomicU64::new(0),
-            used: CachePadded::default(),
-            leaving: CachePadded::default(),
-            pinned: AtomicU64::new(0),
-            held_back: AtomicU64::new(0),
-            starving: AtomicU64::new(0),
+            ..Budget::default()
         };
         budget.set(bytes);
         budget

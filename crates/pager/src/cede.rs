@@ -52,9 +52,9 @@ impl<A: AddressSpace> MappedRegion<A> {
                 }
             }
         };
-        let ceded = self.act_on(pages, &entered, act, |page| self.ask_for(page));
-        if let Err((page, error)) = ceded {
-            let before = self.bytes_of(pages.start.until(page));
+        let mut rest = pages;
+        if let Err(error) = self.act_on(&mut rest, &entered, act, |page| self.ask_for(page)) {
+            let before = self.bytes_of(pages.start.until(rest.start));
             if !before.is_empty() {
                 self.regain(before)?;
             }
@@ -77,10 +77,9 @@ impl<A: AddressSpace> MappedRegion<A> {
     pub fn cede_with_bytes(&self, offset: usize) -> Result<(), PageError> {
         self.under_paging()?;
         let entered = self.enter()?;
-        let pages = self.pages_to_cede(&(offset..offset + self.page_bytes()));
+        let mut pages = self.pages_to_cede(&(offset..offset + self.page_bytes()));
         let act = |rest: PageRange| self.try_cede_with_bytes(rest.start);
-        let ceded = self.act_on(pages, &entered, act, |page| self.ask_for(page));
-        ceded.map_err(|(_, error)| error)
+        self.act_on(&mut pages, &entered, act, |page| self.ask_for(page))
     }
 
     /// Takes ceded pages back: what is mapped in `range` is gone, and the pages are zeros.

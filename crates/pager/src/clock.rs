@@ -1,5 +1,4 @@
-//! Time of pages, and what pages that come back tell: [`FillClock`], [`RefaultDistances`],
-//! [`Proof`].
+//! Time of pages, and what pages that come back tell: [`FillClock`], with its [`Proof`].
 //!
 //! The fill clock ticks once per 4 KiB that were filled, and a page's stamp is its time. So age is
 //! measured in fills, and a page is as old as the bytes that came in after it.
@@ -31,6 +30,10 @@ const ALL: u32 = 1 << 24;
 pub(crate) struct FillClock {
     ticks: CachePadded<AtomicU32>,
     budget_ticks: AtomicU32,
+    /// Comparison of the sources of victims.
+    pub(crate) proof: Proof,
+    /// Counts of pages that came back, by refault distance: all, within one budget, within three.
+    refaults: [AtomicU64; 3],
     /// Share of the pages that faults brought in that had been away for less than half a budget, of
     /// [`ALL`]; fading.
     back_early: AtomicU32,
@@ -44,6 +47,8 @@ impl FillClock {
             ticks: CachePadded::new(AtomicU32::new(u32::MAX / 2)),
             back_early: AtomicU32::new(0),
             budget_ticks: AtomicU32::new(ticks(budget_bytes)),
+            proof: Proof::new(ticks(budget_bytes)),
+            refaults: Default::default(),
         }
     }
 
@@ -66,6 +71,39 @@ impl FillClock {
     pub(crate) fn tick(&self, bytes: usize) -> u32 {
         self.ticks
             .fetch_add((bytes >> 12) as u32, Ordering::Relaxed)
+    }
+
+    /// Begins to count a run's pages that come back.
+    pub(crate) fn returns(&self) -> RunReturns {
+        RunReturns {
+            budget_ticks: self.budget_ticks(),
+            refaults: [0; 3],
+            bytes: [0; 2],
+        }
+    }
+
+    /// Counts a run that came back from the store.
+    pub(crate) fn returned(&self, returns: &RunReturns) {
+        for (count, pages) in self.refaults.iter().zip(returns.refaults) {
+            if pages > 0 {
+                count.fetch_add(pages, Ordering::Relaxed);
+            }
+        }
+        for (counts, bytes) in self.proof.counts.iter().zip(returns.bytes) {
+            if bytes > 0 {
+                counts.back.fetch_add(bytes as u64 >> 12, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Adds the counts of pages that came back to `stats`.
+    pub(crate) fn put_into(&self, stats: &mut PagerStats) {
+        let refaults = [0, 1, 2].map(|at: usize| self.refaults[at].load(Ordering::Relaxed));
+        [
+            stats.returns,
+            stats.returns_within_one_budget,
+            stats.returns_within_three_budgets,
+        ] = refaults;
     }
 
     /// Takes note of a page that a fault brought in at `now` and that had left at `stamp`.
@@ -98,50 +136,28 @@ fn ticks(bytes: u64) -> u32 {
     u32::try_from(bytes >> 12).unwrap_or(u32::MAX / 4)
 }
 
-/// Refault distance, in ticks, from which on a page counts as one that never left.
+/// Time away, in ticks, from which on a page counts as one that never left, and proves nothing.
 const EVER_TICKS: u32 = 1 << 30;
 
-/// Counts of pages that came back, by refault distance.
-#[derive(Default)]
-pub(crate) struct RefaultDistances {
-    all: AtomicU64,
-    within_one: AtomicU64,
-    within_three: AtomicU64,
+/// Counts of one run's pages that came back.
+pub(crate) struct RunReturns {
+    budget_ticks: u32,
+    /// Pages by refault distance: all, within one budget, within three.
+    refaults: [u64; 3],
+    /// Bytes by [`FoundBy`].
+    bytes: [usize; 2],
 }
 
-/// Counts of one run's pages.
-#[derive(Default)]
-pub(crate) struct RunRefaults {
-    all: u64,
-    within_one: u64,
-    within_three: u64,
-}
-
-impl RunRefaults {
-    /// Counts a page that came back at `now`; `stamp` is that of its leaving.
-    pub(crate) fn count(&mut self, clock: &FillClock, stamp: u32, now: u32) {
-        let (distance, budget) = (now.wrapping_sub(stamp), clock.budget_ticks());
+impl RunReturns {
+    /// Counts a page of `bytes` that came back at `now`; `stamp` is that of its leaving.
+    pub(crate) fn count(&mut self, stamp: u32, now: u32, bytes: usize) {
+        let (distance, budget) = (now.wrapping_sub(stamp), self.budget_ticks);
         if distance < EVER_TICKS {
-            self.all += 1;
-            self.within_one += u64::from(distance < budget);
-            self.within_three += u64::from(distance < budget.saturating_mul(3));
+            self.refaults[0] += 1;
+            self.refaults[1] += u64::from(distance < budget);
+            self.refaults[2] += u64::from(distance < budget.saturating_mul(3));
+            self.bytes[(stamp & 1) as usize] += bytes;
         }
-    }
-}
-
-impl RefaultDistances {
-    pub(crate) fn count(&self, run: &RunRefaults) {
-        if run.all > 0 {
-            self.all.fetch_add(run.all, Ordering::Relaxed);
-            self.within_one.fetch_add(run.within_one, Ordering::Relaxed);
-            (self.within_three).fetch_add(run.within_three, Ordering::Relaxed);
-        }
-    }
-
-    pub(crate) fn put_into(&self, stats: &mut PagerStats) {
-        stats.returns = self.all.load(Ordering::Relaxed);
-        stats.returns_within_one_budget = self.within_one.load(Ordering::Relaxed);
-        stats.returns_within_three_budgets = self.within_three.load(Ordering::Relaxed);
     }
 }
 
@@ -159,10 +175,6 @@ const MINOR_SHARE: u64 = 16;
 /// Number of budgets that leave until the past counts half. Loops are longer than the budget, and
 /// pages that left in one piece come back in one piece.
 const MEMORY_BUDGETS: u64 = 16;
-/// Number of ticks after which a page that comes back proves nothing. Pages that never left have
-/// stamps much further away.
-const MEMORY_TICKS: u32 = 1 << 30;
-
 /// Ticks of the fill clock that left and came back, by [`FoundBy`].
 pub(crate) struct Proof {
     budget_ticks: u64,
@@ -205,15 +217,6 @@ impl Proof {
         }
     }
 
-    /// Counts a run that came back from the store.
-    pub(crate) fn came_back(&self, back: &RefaultBytes) {
-        for (counts, bytes) in self.counts.iter().zip(back.0) {
-            if bytes > 0 {
-                counts.back.fetch_add(bytes as u64 >> 12, Ordering::Relaxed);
-            }
-        }
-    }
-
     /// True if pages that streams have gone through leave before the clock hand looks for others.
     pub(crate) fn streams_go_first(&self) -> bool {
         let [swept, streamed] = self.out();
@@ -235,19 +238,6 @@ impl Proof {
 
     fn out(&self) -> [u64; 2] {
         [0, 1].map(|by: usize| self.counts[by].out.load(Ordering::Relaxed))
-    }
-}
-
-/// Bytes of a run that came back, by [`FoundBy`].
-#[derive(Default)]
-pub(crate) struct RefaultBytes([usize; 2]);
-
-impl RefaultBytes {
-    /// Counts a page of `bytes` that came back at `now`; `stamp` is that of its leaving.
-    pub(crate) fn count(&mut self, stamp: u32, now: u32, bytes: usize) {
-        if now.wrapping_sub(stamp) < MEMORY_TICKS {
-            self.0[(stamp & 1) as usize] += bytes;
-        }
     }
 }
 
@@ -296,16 +286,15 @@ mod tests {
     #[test]
     fn pages_are_told_apart_by_how_much_came_in_while_they_were_away() {
         let clock = FillClock::new(100 << 12);
-        let (mut run, now) = (RunRefaults::default(), clock.now());
+        let (mut run, now) = (clock.returns(), clock.now());
         for away in [0, 99, 100, 299, 300, 5000] {
-            run.count(&clock, now.wrapping_sub(away), now);
+            run.count(now.wrapping_sub(away), now, 4096);
         }
         // A page that never left.
-        run.count(&clock, 0, now);
-        let refaults = RefaultDistances::default();
-        refaults.count(&run);
+        run.count(0, now, 4096);
+        clock.returned(&run);
         let mut stats = PagerStats::default();
-        refaults.put_into(&mut stats);
+        clock.put_into(&mut stats);
         assert_eq!(stats.returns, 6);
         assert_eq!(stats.returns_within_one_budget, 2);
         assert_eq!(stats.returns_within_three_budgets, 4);

@@ -53,8 +53,8 @@ impl<A: AddressSpace> MappedRegion<A> {
             next if next > rest.start => Ok(Attempt::Done(next - rest.start)),
             _ => self.try_discard(rest),
         };
-        let discarded = self.act_on(pages, &entered, act, |page| self.ask_for(page));
-        discarded.map_err(|(_, error)| error)?;
+        let mut rest = pages;
+        self.act_on(&mut rest, &entered, act, |page| self.ask_for(page))?;
         Ok(self.bytes_of(pages))
     }
 

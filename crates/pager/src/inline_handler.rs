@@ -1,11 +1,12 @@
 //! Fills that a thread of the program runs for its own fault: [`InlineHandler`].
 //!
 //! The rule is that of a signal handler, see `in_thread.rs`. An inline handler brings in one run,
-//! and takes a few victims out while its READ is under way. No evictor has to be woken for them, and
-//! no other processor has to forget the addresses while the program runs there. (Where other threads
-//! of the program do run, copies leave in batches: `scatter.rs`.) Unchanged pages are gone, changed
-//! ones are handed over (`hand_over.rs`), and nothing is waited for. Work that it cannot do there (logging why a page is
-//! lost, opening a channel, reading ahead) is left to the page's filler.
+//! and takes a few victims out while its READ is under way. No evictor has to be woken for them,
+//! and no other processor has to forget the addresses while the program runs there. (Where other
+//! threads of the program do run, copies leave in batches: `scatter.rs`.) Unchanged pages are gone,
+//! changed ones are handed over (`hand_over.rs`), and nothing is waited for. Work that it cannot do
+//! there (logging why a page is lost, opening a channel, reading ahead) is left to the page's
+//! filler.
 
 use std::{sync::Arc, time::Duration};
 

@@ -12,7 +12,7 @@ use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
 
 use crate::{
     PageError,
-    clock::{FillClock, Proof, RefaultBytes, RefaultDistances, RunRefaults},
+    clock::FillClock,
     crash_message::{self, CrashMessage},
     frames::FrameAllocator,
     mapper::Mapper,
@@ -39,8 +39,6 @@ pub(crate) struct Installer<A: AddressSpace> {
     pub(crate) mapper: Arc<Mapper<A>>,
     pub(crate) frames: Arc<FrameAllocator<A>>,
     pub(crate) clock: Arc<FillClock>,
-    pub(crate) proof: Arc<Proof>,
-    pub(crate) refaults: RefaultDistances,
     pub(crate) crash_message: CrashMessage,
 }
 
@@ -80,8 +78,8 @@ impl<A: AddressSpace> Installer<A> {
         }
     }
 
-    /// Maps a run of owned pages and publishes them. A page that is refused is poisoned if the store
-    /// has its bytes, and lost otherwise.
+    /// Maps a run of owned pages and publishes them. A page that is refused is poisoned if the
+    /// store has its bytes, and lost otherwise.
     pub(crate) fn put_back(&self, region: &Region, run: PageRun<A::Frame>, usage: UsageCount) {
         self.install(region, run, usage, |page, is_stored, error| {
             if is_stored {
@@ -178,7 +176,7 @@ impl<A: AddressSpace> Installer<A> {
         let page_bytes = region.page_bytes();
         let now = self.clock.tick(page_bytes * pages.len());
         let mut noted: Option<PageRange> = None;
-        let (mut back, mut refaults) = (RefaultBytes::default(), RunRefaults::default());
+        let mut returns = self.clock.returns();
         for page in pages {
             let before = region.words.apply(page, |w| {
                 let count = match usage {
@@ -190,8 +188,7 @@ impl<A: AddressSpace> Installer<A> {
                 (protocol::installed(w, count, now), w)
             });
             if before.state() == PageState::Filling {
-                back.count(before.stamp(), now, page_bytes);
-                refaults.count(&self.clock, before.stamp(), now);
+                returns.count(before.stamp(), now, page_bytes);
                 if usage == UsageCount::Refault {
                     self.clock.came_back(before.stamp(), now);
                 }
@@ -200,8 +197,7 @@ impl<A: AddressSpace> Installer<A> {
                 noted = Some(noted.map_or(page, |noted| noted.start).until(page + 1));
             }
         }
-        self.proof.came_back(&back);
-        self.refaults.count(&refaults);
+        self.clock.returned(&returns);
         match noted {
             Some(noted) => self.mapper.wake(region, noted),
             // Notes from before the mapping are settled. Mapping has woken the threads that sleep

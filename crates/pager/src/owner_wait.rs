@@ -49,37 +49,34 @@ impl OwnerWait {
 }
 
 impl<A: AddressSpace> MappedRegion<A> {
-    /// Calls `act` for the rest of `pages` until all are dealt with. Waits for the thaw while the
-    /// program forks, and for a page's other owner, whom `ask` asks to let go of it.
+    /// Calls `act` for what is left of `pages` until all are dealt with. Waits for the thaw while
+    /// the program forks, and for a page's other owner, whom `ask` asks to let go of it.
     ///
     /// # Errors
-    /// The first page that is not dealt with, and why: `act` fails, or refuses until the deadline.
+    /// `act` fails, or refuses until the deadline. `pages` begins with the page that it was.
     pub(crate) fn act_on(
         &self,
-        mut pages: PageRange,
+        pages: &mut PageRange,
         entered: &SignalGuard,
         mut act: impl FnMut(PageRange) -> Result<Attempt, PageError>,
         ask: impl Fn(PageIndex),
-    ) -> Result<(), (PageIndex, PageError)> {
+    ) -> Result<(), PageError> {
         let mut waiting = OwnerWait::default();
         while !pages.is_empty() {
             self.wait_for_thaw(entered);
             let page = pages.start;
             let deadline = self.pager().deadline();
             let is_over = (waiting.began).is_some_and(|(since, _)| since.elapsed() > deadline);
-            match act(pages).map_err(|error| (page, error))? {
+            match act(*pages)? {
                 Attempt::Done(count) => {
                     pages.start += count;
                     waiting = OwnerWait::default();
                 }
                 Attempt::NotNow(error) if is_over => {
-                    return Err((page, error.unwrap_or_else(|| self.busy(page))));
+                    return Err(error.unwrap_or_else(|| self.busy(page)));
                 }
                 Attempt::NotNow(_) => waiting.wait(entered, || ask(page)),
-                Attempt::Absent => {
-                    let came = self.prefetch_now(self.bytes_of(page.alone()));
-                    came.map_err(|error| (page, error))?;
-                }
+                Attempt::Absent => self.prefetch_now(self.bytes_of(page.alone()))?,
             }
         }
         Ok(())

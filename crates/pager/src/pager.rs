@@ -281,7 +281,7 @@ impl<A: AddressSpace> Pager<A> {
             resident_bytes: budget.used(),
             ..PagerStats::default()
         };
-        self.shared.installer.refaults.put_into(&mut stats);
+        self.shared.installer.clock.put_into(&mut stats);
         self.shared
             .counters
             .iter()

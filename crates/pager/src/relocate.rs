@@ -76,9 +76,10 @@ impl<A: AddressSpace> MappedRegion<A> {
                 .for_each(|page| self.ask_for(*page))
         };
         let mut rest = old;
-        while let Err((page, _)) = self.act_on(rest, &entered, act, ask) {
+        while self.act_on(&mut rest, &entered, act, ask).is_err() {
+            let page = rest.start;
             stays(page.offset(page_bytes), place(page).offset(page_bytes));
-            rest.start = page + 1;
+            rest.start += 1;
         }
         Ok(())
     }

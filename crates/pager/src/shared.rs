@@ -13,21 +13,10 @@ use farpage_store::StoreError;
 use farpage_vm::AddressSpace;
 
 use crate::{
-    budget::Budget,
-    clock::{FillClock, Proof, RefaultDistances},
-    crash_message::CrashMessage,
-    doors::Doors,
-    frames::FrameAllocator,
-    freeze::ReclaimGate,
-    hand_over::HandOver,
-    installer::Installer,
-    job::Jobs,
-    mapper::Mapper,
-    markers::Markers,
-    region::RegionTable,
-    scatter::Scatter,
-    stats::Counters,
-    victims::Victims,
+    budget::Budget, clock::FillClock, crash_message::CrashMessage, doors::Doors,
+    frames::FrameAllocator, freeze::ReclaimGate, hand_over::HandOver, installer::Installer,
+    job::Jobs, mapper::Mapper, markers::Markers, region::RegionTable, scatter::Scatter,
+    stats::Counters, victims::Victims,
 };
 
 pub(crate) struct SharedParts<A: AddressSpace> {
@@ -65,7 +54,6 @@ impl<A: AddressSpace> SharedParts<A> {
         crash_message: CrashMessage,
     ) -> SharedParts<A> {
         let clock = Arc::new(FillClock::new(budget.bytes()));
-        let proof = Arc::new(Proof::new(clock.budget_ticks()));
         let regions = Arc::new(RegionTable::default());
         let mapper = Arc::new(Mapper::new(space));
         let frames = Arc::new(FrameAllocator::new(mapper.clone(), doors.clone(), budget));
@@ -73,8 +61,6 @@ impl<A: AddressSpace> SharedParts<A> {
             mapper: mapper.clone(),
             frames: frames.clone(),
             clock: clock.clone(),
-            proof: proof.clone(),
-            refaults: RefaultDistances::default(),
             crash_message,
         });
         let victims = Arc::new(Victims::new(
@@ -82,7 +68,6 @@ impl<A: AddressSpace> SharedParts<A> {
             frames.clone(),
             regions.clone(),
             clock,
-            proof,
         ));
         let scatter = Scatter::new(
             mapper.clone(),

@@ -126,8 +126,8 @@ struct Sim {
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
     inline_handlers: InlineHandlers,
-    /// Regions. Dropped by [`Sim::close`] alone: while a failed simulation unwinds, the workers that
-    /// a drop waits for do not run.
+    /// Regions. Dropped by [`Sim::close`] alone: while a failed simulation unwinds, the workers
+    /// that a drop waits for do not run.
     regions: ManuallyDrop<Vec<MappedRegion<SimSpace>>>,
 }
 
@@ -329,8 +329,8 @@ impl Sim {
         }
     }
 
-    /// Stores a word, or loads it, while the workers take turns. Returns the word, or the signal that
-    /// the program gets.
+    /// Stores a word, or loads it, while the workers take turns. Returns the word, or the signal
+    /// that the program gets.
     fn access(
         &mut self,
         thread: usize,

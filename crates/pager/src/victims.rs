@@ -2,10 +2,10 @@
 //!
 //! Two sources name candidates. [`DropBehind`] has the pages that streams have gone through. A loop
 //! over more data than fits never hits under FIFO: each page leaves just before it is needed again.
-//! The opposite is right for a loop: the pages just gone through leave, and the rest stays until the
-//! program comes along again. So pages that a stream has gone through wait for a while, since the
-//! next row of a grid looks at the last one once more. Then they leave before other pages do. The
-//! frames of streams circulate in little memory, which the caches may hold.
+//! The opposite is right for a loop: the pages just gone through leave, and the rest stays until
+//! the program comes along again. So pages that a stream has gone through wait for a while, since
+//! the next row of a grid looks at the last one once more. Then they leave before other pages do.
+//! The frames of streams circulate in little memory, which the caches may hold.
 //!
 //! [`ClockHand`] sweeps the words of all regions in address order. Userspace paging has no access
 //! bits, and asking the kernel for them costs more than most evictions. The page words say when a
@@ -77,7 +77,6 @@ pub(crate) struct Victims<A: AddressSpace> {
     frames: Arc<FrameAllocator<A>>,
     regions: Arc<RegionTable>,
     clock: Arc<FillClock>,
-    proof: Arc<Proof>,
     clock_hand: ClockHand,
     drop_behind: DropBehind,
 }
@@ -88,7 +87,6 @@ impl<A: AddressSpace> Victims<A> {
         frames: Arc<FrameAllocator<A>>,
         regions: Arc<RegionTable>,
         clock: Arc<FillClock>,
-        proof: Arc<Proof>,
     ) -> Self {
         let budget_ticks = clock.budget_ticks();
         Victims {
@@ -96,7 +94,6 @@ impl<A: AddressSpace> Victims<A> {
             frames,
             regions,
             clock,
-            proof,
             clock_hand: ClockHand::new(budget_ticks),
             drop_behind: DropBehind::new(budget_ticks),
         }
@@ -110,7 +107,7 @@ impl<A: AddressSpace> Victims<A> {
 
     /// Returns pages to look through for victims: of streams, or of the clock hand.
     pub(crate) fn candidates(&self) -> Option<Candidates> {
-        let streams = self.proof.streams_go_first();
+        let streams = self.clock.proof.streams_go_first();
         let candidates = streams
             .then(|| self.drop_behind.candidates(&self.regions))
             .flatten();
@@ -331,7 +328,7 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
         }
         let page_bytes = candidates.region.page_bytes();
         let taken_bytes = self.taken * page_bytes;
-        victims.proof.leave(candidates.found_by, taken_bytes);
+        victims.clock.proof.leave(candidates.found_by, taken_bytes);
         if candidates.found_by == FoundBy::ClockHand {
             let used = victims.frames.budget().used() as usize;
             (victims.clock_hand).report(self.seen * page_bytes, taken_bytes, used);

@@ -16,8 +16,10 @@ use farpage_pager::protocol::{self, OnAbsent, OnFailed, OnFault, OnLeft, PageSta
 use explore::explore;
 use paging::{
     Access::{self, Await, Pin, Read, Unpin, Write},
-    COPIES, FAILS_FILLS, FAILS_REMAPS, FAILS_WRITES, FLUSHES, FORKS, GIVES_UP, HOLDS, Harm,
-    MADVISES, PREFETCHES, PRODUCTION, Paging, Protocol, Twin,
+    COPIES, FAILS_FILLS, FAILS_REMAPS, FAILS_WRITES, FLUSHES, FORKS, GIVES_UP, HOLDS,
+    Harm::{self, *},
+    MADVISES, PREFETCHES, PRODUCTION, Paging, Protocol,
+    Twin::*,
 };
 
 /// Program whose two threads write the page and read it again.
@@ -27,7 +29,7 @@ const PLAIN: Paging = Paging {
     frames: None,
     can: 0,
     protocol: PRODUCTION,
-    twin: Twin::Good,
+    twin: Good,
 };
 
 /// Program on two pages that want the same frame.
@@ -69,7 +71,7 @@ const FORKED: Paging = Paging {
 };
 
 /// Explores a good model. Returns whether it always comes to rest.
-fn is_harmless(what: &str, paging: Paging) -> bool {
+fn rests(what: &str, paging: Paging) -> bool {
     match explore(&paging) {
         Ok(summary) => {
             println!("{what}: {summary}");
@@ -79,11 +81,11 @@ fn is_harmless(what: &str, paging: Paging) -> bool {
     }
 }
 
-fn assert_good(what: &str, paging: Paging) {
-    assert!(is_harmless(what, paging), "{what} may never come to rest");
+fn good(what: &str, paging: Paging) {
+    assert!(rests(what, paging), "{what} may never come to rest");
 }
 
-fn assert_caught(paging: Paging, expected: Harm) {
+fn caught(paging: Paging, expected: Harm) {
     match explore(&paging) {
         Ok(summary) => panic!(
             "{:?} does no harm in {} worlds",
@@ -98,61 +100,61 @@ fn assert_caught(paging: Paging, expected: Harm) {
 
 #[test]
 fn two_threads_two_fillers_and_an_evictor() {
-    assert_good("plain", PLAIN);
+    good("plain", PLAIN);
 }
 
 #[test]
 fn prefetch() {
-    assert_good("prefetch", PLAIN.with(PREFETCHES));
+    good("prefetch", PLAIN.with(PREFETCHES));
 }
 
 #[test]
 fn flush_that_puts_the_page_back() {
-    assert_good("flush", PLAIN.with(FLUSHES));
+    good("flush", PLAIN.with(FLUSHES));
 }
 
 #[test]
 fn page_that_is_held_when_it_is_half_out() {
-    assert_good("held", PLAIN.with(HOLDS));
+    good("held", PLAIN.with(HOLDS));
 }
 
 #[test]
 fn program_drops_the_page_itself() {
-    assert_good("madvise", PLAIN.with(MADVISES));
+    good("madvise", PLAIN.with(MADVISES));
 }
 
 #[test]
 fn reads_from_the_store_that_fail() {
-    assert_good("failing fills", PLAIN.with(FAILS_FILLS | PREFETCHES));
+    good("failing fills", PLAIN.with(FAILS_FILLS | PREFETCHES));
 }
 
 #[test]
 fn writes_to_the_store_that_fail() {
-    assert_good("failing writes", PLAIN.with(FAILS_WRITES | FLUSHES));
+    good("failing writes", PLAIN.with(FAILS_WRITES | FLUSHES));
 }
 
 #[test]
 fn pages_that_are_lost_are_never_read_as_something_older() {
-    assert_good("lost", LOSES);
-    assert_good("lost, flush", LOSES.with(FLUSHES | FAILS_FILLS));
-    assert_good("lost, madvise", LOSES.with(MADVISES | FAILS_FILLS));
-    assert_good("lost, pinned", PINNED.with(FAILS_WRITES | FAILS_REMAPS));
+    good("lost", LOSES);
+    good("lost, flush", LOSES.with(FLUSHES | FAILS_FILLS));
+    good("lost, madvise", LOSES.with(MADVISES | FAILS_FILLS));
+    good("lost, pinned", PINNED.with(FAILS_WRITES | FAILS_REMAPS));
     let frames = Some(1);
-    assert_good("lost, one frame", Paging { frames, ..LOSES });
+    good("lost, one frame", Paging { frames, ..LOSES });
 }
 
 #[test]
 fn page_that_leaves_as_a_copy() {
-    assert_good("copied", COPIED);
-    assert_good("copied, flush", COPIED.with(FLUSHES | PREFETCHES));
-    assert_good("copied, failing", COPIED.with(FAILS_FILLS | FAILS_WRITES));
-    assert_good("copied, pinned", PINNED.with(COPIES | FLUSHES));
+    good("copied", COPIED);
+    good("copied, flush", COPIED.with(FLUSHES | PREFETCHES));
+    good("copied, failing", COPIED.with(FAILS_FILLS | FAILS_WRITES));
+    good("copied, pinned", PINNED.with(COPIES | FLUSHES));
 }
 
 #[test]
 fn everything_at_once() {
     let fails = FAILS_FILLS | FAILS_WRITES;
-    assert_good(
+    good(
         "everything",
         PLAIN.with(PREFETCHES | FLUSHES | MADVISES | HOLDS | fails),
     );
@@ -161,47 +163,47 @@ fn everything_at_once() {
 /// An eviction may have to follow an eviction here, so that only some schedules come to rest.
 #[test]
 fn two_pages_and_one_frame() {
-    is_harmless("crowded", CROWDED);
+    rests("crowded", CROWDED);
 }
 
 #[test]
 fn two_pages_and_one_frame_with_flush() {
-    is_harmless("crowded, flush", CROWDED.with(FLUSHES));
+    rests("crowded, flush", CROWDED.with(FLUSHES));
 }
 
 #[test]
 fn two_pages_and_one_frame_when_the_program_drops_pages() {
-    is_harmless("crowded, madvise", CROWDED.with(MADVISES));
+    rests("crowded, madvise", CROWDED.with(MADVISES));
 }
 
 #[test]
 fn two_pages_and_one_frame_when_pages_are_held_and_prefetched() {
-    is_harmless("crowded, held, prefetch", CROWDED.with(HOLDS | PREFETCHES));
+    rests("crowded, held, prefetch", CROWDED.with(HOLDS | PREFETCHES));
 }
 
 #[test]
 fn pinned_page_is_there_while_others_leave() {
-    assert_good("pinned", PINNED);
-    assert_good("pinned twice", PINNED_TWICE);
+    good("pinned", PINNED);
+    good("pinned twice", PINNED_TWICE);
 }
 
 #[test]
 fn pinned_page_that_is_flushed_prefetched_and_held_comes_back() {
-    assert_good(
+    good(
         "pinned, flush",
         PINNED.with(PREFETCHES | FLUSHES | HOLDS | FAILS_WRITES),
     );
-    assert_good("pinned twice, flush", PINNED_TWICE.with(FLUSHES));
+    good("pinned twice, flush", PINNED_TWICE.with(FLUSHES));
 }
 
 #[test]
 fn pinned_page_that_shall_be_given_up_stays() {
-    assert_good("pinned, given up", PINNED.with(GIVES_UP | PREFETCHES));
+    good("pinned, given up", PINNED.with(GIVES_UP | PREFETCHES));
 }
 
 #[test]
 fn pin_of_a_page_that_cannot_be_read_is_given_up() {
-    assert_good("pinned, failing fills", PINNED.with(FAILS_FILLS | FLUSHES));
+    good("pinned, failing fills", PINNED.with(FAILS_FILLS | FLUSHES));
 }
 
 /// The other page gets the frame when the pin is taken back, and not before.
@@ -211,94 +213,78 @@ fn pinned_page_keeps_its_frame_and_gives_it_back() {
         program: [PINS, &[Write(1), Read(0)]],
         ..CROWDED.with(FLUSHES)
     };
-    is_harmless("crowded, pinned", paging);
+    rests("crowded, pinned", paging);
 }
 
 #[test]
 fn child_has_each_page_as_it_is_when_the_kernel_copies_the_program() {
-    assert_good("fork", FORKED);
-    assert_good("fork, flush", FORKED.with(FLUSHES));
-    assert_good(
+    good("fork", FORKED);
+    good("fork, flush", FORKED.with(FLUSHES));
+    good(
         "fork, failing",
         FORKED.with(HOLDS | FAILS_FILLS | FAILS_WRITES),
     );
-    assert_good("fork, pinned", PINNED.with(FORKS | FLUSHES));
-    assert_good("fork, lost", FORKED.with(LOSES.can | MADVISES));
-    is_harmless("fork, crowded", CROWDED.with(FORKS));
+    good("fork, pinned", PINNED.with(FORKS | FLUSHES));
+    good("fork, lost", FORKED.with(LOSES.can | MADVISES));
+    rests("fork, crowded", CROWDED.with(FORKS));
 }
 
 /// The evictor sleeps inside the gate, on a fault that only a look at the page settles.
 #[test]
 fn fork_waits_for_a_page_that_the_program_drops_while_it_is_copied() {
-    assert_good("fork, copied", FORKED.with(COPIED.can));
+    good("fork, copied", FORKED.with(COPIED.can));
 }
 
 #[test]
 fn twin_that_calls_a_lost_page_poisoned() {
     let lost = protocol::poisoned;
-    assert_caught(
-        LOSES.broken(Protocol { lost, ..PRODUCTION }),
-        Harm::LostWrite,
-    );
+    caught(LOSES.broken(|p| p.lost = lost), LostWrite);
 }
 
 #[test]
 fn twin_that_calls_a_lost_page_remote() {
-    assert_caught(LOSES.twin(Twin::CallsLostRemote), Harm::LostWrite);
+    caught(LOSES.twin(CallsLostRemote), LostWrite);
 }
 
 #[test]
 fn twin_that_takes_a_copied_page_that_was_taken_up_meanwhile() {
     let copied = protocol::leave;
-    assert_caught(
-        COPIED.broken(Protocol {
-            copied,
-            ..PRODUCTION
-        }),
-        Harm::WrongRead,
-    );
+    caught(COPIED.broken(|p| p.copied = copied), WrongRead);
 }
 
 #[test]
 fn twin_that_copies_what_it_owns() {
-    assert_caught(COPIED.twin(Twin::CopiesWhatItOwns), Harm::SleepsForever);
+    caught(COPIED.twin(CopiesWhatItOwns), SleepsForever);
 }
 
 #[test]
 fn twin_that_evicts_a_pinned_page() {
     let leave = protocol::borrow;
-    assert_caught(
-        PINNED.broken(Protocol {
-            leave,
-            ..PRODUCTION
-        }),
-        Harm::PinBroken,
-    );
+    caught(PINNED.broken(|p| p.leave = leave), PinBroken);
 }
 
-/// Transitions by which a page leaves, whether or not it is pinned.
-const DESPITE_PIN: Protocol = Protocol {
-    left: |w| match w.wanted() {
+/// Lets a page leave whether or not it is pinned.
+fn despite_pin(protocol: &mut Protocol) {
+    protocol.left = |w| match w.wanted() {
         true => protocol::left(w, 0),
         false => (protocol::removed(w, 0).0, OnLeft::Gone),
-    },
-    ..PRODUCTION
-};
+    };
+}
 
 #[test]
 fn twin_that_leaves_despite_a_pin() {
-    assert_caught(PINNED.with(GIVES_UP).broken(DESPITE_PIN), Harm::PinBroken);
+    caught(PINNED.with(GIVES_UP).broken(despite_pin), PinBroken);
 }
 
 #[test]
 fn twin_that_flushes_a_pinned_page_and_drops_it() {
-    let paging = PINNED.with(FLUSHES).broken(DESPITE_PIN);
-    assert_caught(paging.twin(Twin::FlushDrops), Harm::PinBroken);
+    let paging = PINNED.with(FLUSHES).broken(despite_pin);
+    caught(paging.twin(FlushDrops), PinBroken);
 }
 
 #[test]
 fn twin_that_calls_a_pin_complete_while_the_page_leaves() {
-    assert_caught(PINNED.twin(Twin::PinsWhatLeaves), Harm::PinBroken);
+    caught(PINNED.twin(PinsWhatLeaves), PinBroken);
 }
 
 #[test]
@@ -309,23 +295,17 @@ fn twin_that_takes_back_the_pins_of_others() {
         }
         Some(w)
     };
-    assert_caught(
-        PINNED_TWICE.broken(Protocol {
-            unpin,
-            ..PRODUCTION
-        }),
-        Harm::PinBroken,
-    );
+    caught(PINNED_TWICE.broken(|p| p.unpin = unpin), PinBroken);
 }
 
 #[test]
 fn twin_that_publishes_before_the_install() {
-    assert_caught(PLAIN.twin(Twin::PublishesBeforeInstall), Harm::WrongRead);
+    caught(PLAIN.twin(PublishesBeforeInstall), WrongRead);
 }
 
 #[test]
 fn twin_that_publishes_before_the_bytes_are_written() {
-    assert_caught(PLAIN.twin(Twin::PublishesBeforeWrite), Harm::WrongRead);
+    caught(PLAIN.twin(PublishesBeforeWrite), WrongRead);
 }
 
 #[test]
@@ -334,41 +314,29 @@ fn twin_that_leaves_no_note_on_a_leaving_page() {
         PageState::Leaving => (w, OnFault::Noted),
         _ => protocol::fault(w),
     };
-    assert_caught(
-        PLAIN.broken(Protocol {
-            fault,
-            ..PRODUCTION
-        }),
-        Harm::SleepsForever,
-    );
+    caught(PLAIN.broken(|p| p.fault = fault), SleepsForever);
 }
 
 #[test]
 fn twin_that_does_not_wake_when_the_page_is_mapped_already() {
-    let paging = PLAIN.with(HOLDS).twin(Twin::NoWakeWhenAlreadyMapped);
-    assert_caught(paging, Harm::SleepsForever);
+    let paging = PLAIN.with(HOLDS).twin(NoWakeWhenAlreadyMapped);
+    caught(paging, SleepsForever);
 }
 
 #[test]
 fn twin_that_does_not_wake_for_a_stale_fault() {
-    assert_caught(
-        PLAIN.with(HOLDS).twin(Twin::NoWakeForStaleFault),
-        Harm::SleepsForever,
-    );
+    caught(PLAIN.with(HOLDS).twin(NoWakeForStaleFault), SleepsForever);
 }
 
 #[test]
 fn twin_that_leaves_despite_a_note() {
     let left = |w| (protocol::removed(w, 0).0, OnLeft::Gone);
-    assert_caught(
-        PLAIN.broken(Protocol { left, ..PRODUCTION }),
-        Harm::SleepsForever,
-    );
+    caught(PLAIN.broken(|p| p.left = left), SleepsForever);
 }
 
 #[test]
 fn twin_that_detaches_without_owning() {
-    assert_caught(PLAIN.twin(Twin::DetachesWithoutOwning), Harm::WrongRead);
+    caught(PLAIN.twin(DetachesWithoutOwning), WrongRead);
 }
 
 #[test]
@@ -378,37 +346,25 @@ fn twin_that_drops_a_failed_fill() {
         OnFailed::Dropped => protocol::fill_failed(w),
     };
     let paging = PLAIN.with(FAILS_FILLS);
-    assert_caught(
-        paging.broken(Protocol {
-            fill_failed,
-            ..PRODUCTION
-        }),
-        Harm::SleepsForever,
+    caught(
+        paging.broken(|p| p.fill_failed = fill_failed),
+        SleepsForever,
     );
 }
 
 #[test]
 fn twin_that_does_not_wake_for_a_late_note() {
-    assert_caught(
-        PLAIN.with(MADVISES).twin(Twin::NoWakeForLateNote),
-        Harm::SleepsForever,
-    );
+    caught(PLAIN.with(MADVISES).twin(NoWakeForLateNote), SleepsForever);
 }
 
 #[test]
 fn twin_that_does_not_wake_for_a_note_on_a_page_that_stayed() {
-    assert_caught(
-        PLAIN.with(HOLDS).twin(Twin::NoWakeWhenStayed),
-        Harm::SleepsForever,
-    );
+    caught(PLAIN.with(HOLDS).twin(NoWakeWhenStayed), SleepsForever);
 }
 
 #[test]
 fn twin_that_does_not_wake_for_a_note_on_a_removed_page() {
-    assert_caught(
-        PLAIN.with(MADVISES).twin(Twin::NoWakeWhenRemoved),
-        Harm::SleepsForever,
-    );
+    caught(PLAIN.with(MADVISES).twin(NoWakeWhenRemoved), SleepsForever);
 }
 
 #[test]
@@ -418,49 +374,37 @@ fn twin_that_only_wakes_for_a_poisoned_page() {
         _ => protocol::absent(w),
     };
     let paging = PLAIN.with(MADVISES | FAILS_FILLS);
-    assert_caught(
-        paging.broken(Protocol {
-            absent,
-            ..PRODUCTION
-        }),
-        Harm::NeverRests,
-    );
+    caught(paging.broken(|p| p.absent = absent), NeverRests);
 }
 
 #[test]
 fn twin_that_looks_once() {
     let frames = Some(1);
-    assert_caught(
-        Paging { frames, ..PLAIN }.twin(Twin::LooksOnce),
-        Harm::OverBudget,
-    );
+    caught(Paging { frames, ..PLAIN }.twin(LooksOnce), OverBudget);
 }
 
 #[test]
 fn twin_that_forks_at_once() {
-    assert_caught(FORKED.twin(Twin::ForksAtOnce), Harm::HalfOut);
+    caught(FORKED.twin(ForksAtOnce), HalfOut);
 }
 
 #[test]
 fn twin_that_looks_at_the_gate_before_it_counts_itself() {
-    assert_caught(FORKED.twin(Twin::LooksBeforeItCounts), Harm::HalfOut);
+    caught(FORKED.twin(LooksBeforeItCounts), HalfOut);
 }
 
 #[test]
 fn twin_that_counts_the_search_alone() {
-    assert_caught(FORKED.twin(Twin::CountsTheSearchAlone), Harm::HalfOut);
+    caught(FORKED.twin(CountsTheSearchAlone), HalfOut);
 }
 
 #[test]
 fn twin_that_seals_the_gate_at_once() {
-    assert_caught(
-        COPIED.with(FORKS).twin(Twin::SealsAtOnce),
-        Harm::SleepsForever,
-    );
+    caught(COPIED.with(FORKS).twin(SealsAtOnce), SleepsForever);
 }
 
 #[test]
 fn twin_that_waits_for_reclaim_alone() {
     let paging = LOSES.with(FORKS | MADVISES);
-    assert_caught(paging.twin(Twin::WaitsForReclaimAlone), Harm::HalfOut);
+    caught(paging.twin(WaitsForReclaimAlone), HalfOut);
 }

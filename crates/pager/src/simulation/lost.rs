@@ -8,25 +8,19 @@ use super::{
 
 const LOST: usize = 3;
 
-/// One region of a few pages over a store that can fail, driven by hand.
-struct Tiny {
-    plain: Plain,
+/// Returns a region of a few pages over a store that can fail.
+fn tiny() -> Plain {
+    Plain::new(8, 16, RegionOptions::default())
 }
 
-impl Tiny {
-    fn new() -> Tiny {
-        Tiny {
-            plain: Plain::new(8, 16, RegionOptions::default()),
-        }
-    }
-
+impl Plain {
     fn address(&self) -> usize {
         self.mapped().address() + LOST * PAGE_BYTES
     }
 
     /// Stores or loads the page's first word. Returns it, or the signal that the program gets.
-    fn access(&mut self, value: Option<u64>) -> Result<u64, Faulted> {
-        self.plain.try_page(LOST, value)
+    fn access_lost(&mut self, value: Option<u64>) -> Result<u64, Faulted> {
+        self.try_page(LOST, value)
     }
 
     /// Makes a call that waits for the workers, on a thread of its own.
@@ -35,24 +29,10 @@ impl Tiny {
     }
 
     fn fail(&self, fails: bool) {
-        self.plain.fail_one_in(u64::from(fails));
+        self.fail_one_in(u64::from(fails));
         let at = self.address();
         let refused = fails.then(|| at..at + PAGE_BYTES);
         self.space.refuse_installs(refused);
-    }
-}
-
-impl Deref for Tiny {
-    type Target = Plain;
-
-    fn deref(&self) -> &Plain {
-        &self.plain
-    }
-}
-
-impl DerefMut for Tiny {
-    fn deref_mut(&mut self) -> &mut Plain {
-        &mut self.plain
     }
 }
 
@@ -64,8 +44,9 @@ fn assert_lost<T>(outcome: Result<T, PageError>) {
     }
 }
 
-fn flush(tiny: &mut Tiny) -> Result<(), PageError> {
-    tiny.call(|mapped| mapped.flush())
+fn flush(plain: &mut Plain) -> Result<(), PageError> {
+    plain
+        .call(|mapped| mapped.flush())
         .map_err(|error| match error {
             crate::FlushError::Page(error) => error,
             other => panic!("{other}"),
@@ -74,71 +55,72 @@ fn flush(tiny: &mut Tiny) -> Result<(), PageError> {
 
 #[test]
 fn a_lost_page_stays_lost_until_it_is_overwritten() {
-    let mut tiny = Tiny::new();
-    tiny.access(Some(1)).expect("the store works");
-    flush(&mut tiny).expect("the store works");
-    tiny.access(Some(2)).expect("the page is there");
+    let mut plain = tiny();
+    plain.access_lost(Some(1)).expect("the store works");
+    flush(&mut plain).expect("the store works");
+    plain.access_lost(Some(2)).expect("the page is there");
     let page = LOST * PAGE_BYTES..(LOST + 1) * PAGE_BYTES;
 
     // The store refuses the page, and the kernel to map it again.
-    tiny.fail(true);
+    plain.fail(true);
     let range = page.clone();
-    assert_lost(tiny.call(move |mapped| mapped.advise(range, Advice::DontNeed)));
+    assert_lost(plain.call(move |mapped| mapped.advise(range, Advice::DontNeed)));
     // Both work again. The store's copy is older.
-    tiny.fail(false);
+    plain.fail(false);
     let range = page.clone();
-    assert_lost(tiny.call(move |mapped| mapped.prefetch_now(range)));
-    assert_eq!(tiny.access(None), Err(Faulted::Sigbus));
-    assert_lost(flush(&mut tiny));
+    assert_lost(plain.call(move |mapped| mapped.prefetch_now(range)));
+    assert_eq!(plain.access_lost(None), Err(Faulted::Sigbus));
+    assert_lost(flush(&mut plain));
     // The program takes the poison away.
-    assert!(tiny.space.drop_page(tiny.address()));
-    assert_eq!(tiny.access(None), Err(Faulted::Sigbus));
+    assert!(plain.space.drop_page(plain.address()));
+    assert_eq!(plain.access_lost(None), Err(Faulted::Sigbus));
 
     let half = page.start..page.start + PAGE_BYTES / 2;
-    assert_lost(tiny.call(move |mapped| mapped.put_lost(half.start, &vec![0; half.len()])));
-    assert_eq!(tiny.access(None), Err(Faulted::Sigbus));
+    assert_lost(plain.call(move |mapped| mapped.put_lost(half.start, &vec![0; half.len()])));
+    assert_eq!(plain.access_lost(None), Err(Faulted::Sigbus));
 
     // Once more the page cannot be mapped.
-    tiny.fail(true);
+    plain.fail(true);
     let bytes = vec![7; PAGE_BYTES];
-    assert_lost(tiny.call(|mapped| mapped.put_lost(page.start, &bytes)));
-    tiny.fail(false);
-    tiny.call(|mapped| mapped.put_lost(page.start, &bytes))
+    assert_lost(plain.call(|mapped| mapped.put_lost(page.start, &bytes)));
+    plain.fail(false);
+    plain
+        .call(|mapped| mapped.put_lost(page.start, &bytes))
         .expect("all of the page is overwritten");
-    assert_eq!(tiny.access(None), Ok(u64::from_ne_bytes([7; 8])));
-    flush(&mut tiny).expect("nothing is lost any more");
-    assert_eq!(tiny.store.bytes.lock()[page], bytes);
-    tiny.plain.end();
+    assert_eq!(plain.access_lost(None), Ok(u64::from_ne_bytes([7; 8])));
+    flush(&mut plain).expect("nothing is lost any more");
+    assert_eq!(plain.store.bytes.lock()[page], bytes);
+    plain.end();
 }
 
 #[test]
 fn lost_page_stays_as_it_is_while_the_program_forks() {
-    let mut tiny = Tiny::new();
-    tiny.access(Some(1)).expect("the store works");
+    let mut plain = tiny();
+    plain.access_lost(Some(1)).expect("the store works");
     let page = LOST * PAGE_BYTES..(LOST + 1) * PAGE_BYTES;
-    tiny.fail(true);
+    plain.fail(true);
     let range = page.clone();
-    assert_lost(tiny.call(move |mapped| mapped.advise(range, Advice::DontNeed)));
-    tiny.fail(false);
-    let pager = tiny.pager.clone();
-    let (gate, region) = (&pager.shared().gate, tiny.region());
+    assert_lost(plain.call(move |mapped| mapped.advise(range, Advice::DontNeed)));
+    plain.fail(false);
+    let pager = plain.pager.clone();
+    let (gate, region) = (&pager.shared().gate, plain.region());
     let state = || region.words.load(PageIndex(LOST)).state();
 
     // The program takes the poison away and touches the page.
-    assert!(tiny.space.drop_page(tiny.address()));
+    assert!(plain.space.drop_page(plain.address()));
     gate.close();
     gate.seal();
-    let touched = tiny.space.try_load(0, tiny.address());
+    let touched = plain.space.try_load(0, plain.address());
     assert_eq!(touched, Err(Faulted::Asleep));
-    (0..50).for_each(|_| tiny.turn());
-    assert!(tiny.space.is_asleep(0) && !tiny.space.is_present(tiny.address()));
+    (0..50).for_each(|_| plain.turn());
+    assert!(plain.space.is_asleep(0) && !plain.space.is_present(plain.address()));
     gate.open(true);
-    assert_eq!(tiny.access(None), Err(Faulted::Sigbus));
+    assert_eq!(plain.access_lost(None), Err(Faulted::Sigbus));
 
     // The program overwrites the page.
     gate.close();
     let bytes = vec![7; PAGE_BYTES];
-    let waited = tiny.call(|mapped| {
+    let waited = plain.call(|mapped| {
         std::thread::scope(|scope| {
             let put = scope.spawn(|| mapped.put_lost(page.start, &bytes));
             std::thread::sleep(Duration::from_millis(20));
@@ -149,6 +131,6 @@ fn lost_page_stays_as_it_is_while_the_program_forks() {
         })
     });
     assert!(waited);
-    assert_eq!(tiny.access(None), Ok(u64::from_ne_bytes([7; 8])));
-    tiny.plain.end();
+    assert_eq!(plain.access_lost(None), Ok(u64::from_ne_bytes([7; 8])));
+    plain.end();
 }

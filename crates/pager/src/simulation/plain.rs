@@ -30,8 +30,8 @@ impl Plain {
         Plain { sim, store }
     }
 
-    /// Stores a value in the first word of a page, or loads it. Returns the word, or the signal that
-    /// the program gets.
+    /// Stores a value in the first word of a page, or loads it. Returns the word, or the signal
+    /// that the program gets.
     pub(super) fn try_page(&mut self, page: usize, value: Option<u64>) -> Result<u64, Faulted> {
         let address = self.mapped().address() + page * PAGE_BYTES;
         self.sim.access(0, address, value)

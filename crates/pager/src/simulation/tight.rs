@@ -1,32 +1,28 @@
-//! Budgets that barely suffice, and stores that stall: [`Tight`].
+//! Budgets that barely suffice, and stores that stall.
 
 mod frozen;
 mod room;
 
 use super::*;
 
-/// Two regions, each on a shard of its own, under one budget; one thread, whose instructions touch
-/// two neighbouring pages at once.
-struct Tight {
-    sim: Sim,
+/// Returns regions, each on a shard of its own, under one budget. One thread uses them, whose
+/// instructions touch two neighbouring pages at once.
+fn tight(seed: u64, page_bytes: &[usize], budget_bytes: usize, pages: usize) -> Sim {
+    let space = SimOptions {
+        shards: 2,
+        seed,
+        ..SimOptions::default()
+    };
+    let options = PagerOptions::new(budget_bytes as u64);
+    let random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut sim = Sim::new(random, space, SimConfig::new(seed), &options);
+    for &page_bytes in page_bytes {
+        sim.map(pages, page_bytes, Codec::Raw, RegionOptions::default());
+    }
+    sim
 }
 
-impl Tight {
-    fn new(seed: u64, page_bytes: &[usize], budget_bytes: usize, pages: usize) -> Tight {
-        let space = SimOptions {
-            shards: 2,
-            seed,
-            ..SimOptions::default()
-        };
-        let options = PagerOptions::new(budget_bytes as u64);
-        let random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-        let mut sim = Sim::new(random, space, SimConfig::new(seed), &options);
-        for &page_bytes in page_bytes {
-            sim.map(pages, page_bytes, Codec::Raw, RegionOptions::default());
-        }
-        Tight { sim }
-    }
-
+impl Sim {
     /// Touches a word until that succeeds.
     fn touch(&mut self, address: usize, stores: bool) {
         let touched = self.access(0, address, stores.then_some(1));
@@ -58,31 +54,17 @@ impl Tight {
     }
 }
 
-impl Deref for Tight {
-    type Target = Sim;
-
-    fn deref(&self) -> &Sim {
-        &self.sim
-    }
-}
-
-impl DerefMut for Tight {
-    fn deref_mut(&mut self) -> &mut Sim {
-        &mut self.sim
-    }
-}
-
 #[test]
 fn instruction_that_touches_two_pages_gets_on_with_a_budget_of_two() {
     for seed in seeds(4000..4010) {
         for budget_pages in 2..6 {
             println!("seed {seed}, {budget_pages} pages");
-            let mut tight = Tight::new(seed, &[4096, 4096], budget_pages * 4096, PAGES);
+            let mut sim = tight(seed, &[4096, 4096], budget_pages * 4096, PAGES);
             for _ in 0..200 {
-                let (region, first) = (tight.below(2), tight.below(PAGES - 9));
-                (first..first + 8).for_each(|page| tight.touch_two(region, page));
+                let (region, first) = (sim.below(2), sim.below(PAGES - 9));
+                (first..first + 8).for_each(|page| sim.touch_two(region, page));
             }
-            tight.sim.end();
+            sim.end();
         }
     }
 }
@@ -119,17 +101,17 @@ impl Store for Stalled {
 
 #[test]
 fn runs_in_pieces_for_a_store_that_stalls_hold_up_no_other_region() {
-    let mut tight = Tight::new(1, &[4096], 16384 * 4096, 5000);
-    let stalled = tight.add_stalled(15_000);
-    let base = tight.regions[1].address();
+    let mut sim = tight(1, &[4096], 16384 * 4096, 5000);
+    let stalled = sim.add_stalled(15_000);
+    let base = sim.regions[1].address();
     // Every other page of the region changes, so that a run is many calls.
     for page in 0..15_000 {
-        tight.touch(base + page * 4096, page % 2 == 1);
+        sim.touch(base + page * 4096, page % 2 == 1);
     }
-    let other = tight.regions[0].address();
+    let other = sim.regions[0].address();
     for page in 0..5000 {
-        tight.touch(other + page * 4096, true);
+        sim.touch(other + page * 4096, true);
     }
     stalled.go_on();
-    tight.sim.end();
+    sim.end();
 }

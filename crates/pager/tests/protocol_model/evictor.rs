@@ -5,7 +5,11 @@ use farpage_pager::protocol::{self, OnLeft, PageState};
 use super::{
     COPIES, FAILS_REMAPS, FAILS_WRITES, FORKS, GIVES_UP, HOLDS, Harm, Moves, Paging, Twin,
     WORKER_NAMES,
-    world::{EVICTOR, FLUSHER, Mapping, Next, Version, Worker, World},
+    world::{
+        EVICTOR, FLUSHER, Mapping,
+        Next::{self, *},
+        Version, Worker, World,
+    },
 };
 use crate::explore::Label;
 
@@ -19,58 +23,51 @@ impl Moves<'_> {
         let page = usize::from(page);
         let (word, stored) = (self.world.pages[page].word, self.world.pages[page].stored);
         match next {
-            Next::Idle if paging.can(FORKS) => self.before_the_gate(me),
-            Next::ComeIn | Next::Choose | Next::GoOut => self.in_the_gate(me),
-            Next::Idle => self.of_idle_evictor(me),
-            Next::Detach => {
+            Idle if paging.can(FORKS) => self.before_the_gate(me),
+            ComeIn | Choose | GoOut => self.in_the_gate(me),
+            Idle => self.of_idle_evictor(me),
+            Detach => {
                 let Mapping::Mapped(version) = self.world.pages[page].mapping else {
-                    return self.must(me, "finds no page", Next::PublishRemoved, |_| {});
+                    return self.goes(me, "finds no page", PublishRemoved);
                 };
-                self.must(me, "takes the page out", Next::Compare(version), |w| {
+                self.must(me, "takes the page out", Compare(version), |w| {
                     w.pages[page].map(Mapping::Absent);
                     w.workers[me].inside &= !paging.is(Twin::CountsTheSearchAlone);
                 });
                 if paging.can(HOLDS) {
                     let does = "takes a part of the page out, the rest is held";
-                    self.must(me, does, Next::PutBack(version), |w| {
+                    self.must(me, does, PutBack(version), |w| {
                         w.pages[page].map(Mapping::Absent);
                     });
                 }
             }
-            Next::PutBack(version) => {
-                self.must(me, "puts the part back", Next::PublishStayed, |w| {
-                    w.pages[page].map(Mapping::Mapped(version));
-                })
-            }
-            Next::PublishStayed => self.choose(me, "publishes stayed", |w| {
+            PutBack(version) => self.must(me, "puts the part back", PublishStayed, |w| {
+                w.pages[page].map(Mapping::Mapped(version));
+            }),
+            PublishStayed => self.choose(me, "publishes stayed", |w| {
                 let noted = paging.publish(w, page, PageState::Leaving, protocol::stayed)?;
                 Ok(paging.wake_if(noted, Twin::NoWakeWhenStayed))
             }),
-            Next::PublishRemoved => self.choose(me, "publishes removed", |w| {
+            PublishRemoved => self.choose(me, "publishes removed", |w| {
                 let removed = |word| protocol::removed(word, 0).0;
                 let noted = paging.publish(w, page, PageState::Leaving, removed)?;
                 w.add_frame();
                 Ok(paging.wake_if(noted, Twin::NoWakeWhenRemoved))
             }),
-            Next::Compare(version) => {
+            Compare(version) => {
                 let is_done = version == stored || paging.is(Twin::PublishesBeforeWrite);
                 let next = match is_done {
                     true => paging.written(me, version),
-                    false => Next::Write(version),
+                    false => Write(version),
                 };
-                self.must(me, "compares with what the store holds", next, |_| {});
+                self.goes(me, "compares with what the store holds", next);
                 if word.wanted() {
-                    self.must(me, "sees the note", Next::Reinstall(version), |_| {});
+                    self.goes(me, "sees the note", Reinstall(version));
                 } else if self.world.is_closed() && me == EVICTOR {
-                    self.must(
-                        me,
-                        "sees that the program forks",
-                        Next::Reinstall(version),
-                        |_| {},
-                    );
+                    self.goes(me, "sees that the program forks", Reinstall(version));
                 }
             }
-            Next::Write(version) => {
+            Write(version) => {
                 self.must(
                     me,
                     "writes to the store",
@@ -80,15 +77,10 @@ impl Moves<'_> {
                     },
                 );
                 if paging.can(FAILS_WRITES) {
-                    self.must(
-                        me,
-                        "fails to write to the store",
-                        Next::Reinstall(version),
-                        |_| {},
-                    );
+                    self.goes(me, "fails to write to the store", Reinstall(version));
                 }
             }
-            Next::PublishLeft(version) => self.choose(me, "publishes left", |w| {
+            PublishLeft(version) => self.choose(me, "publishes left", |w| {
                 let (next, outcome) = match word.state() {
                     PageState::Leaving => (paging.protocol.left)(word),
                     _ if paging.strict() => return Err(Harm::Ownership),
@@ -96,15 +88,15 @@ impl Moves<'_> {
                 };
                 w.pages[page].word = next;
                 if outcome == OnLeft::TakeBack {
-                    return Ok(Next::Reinstall(version));
+                    return Ok(Reinstall(version));
                 }
                 w.add_frame();
                 Ok(match version == stored {
-                    true => Next::Idle,
-                    false => Next::LateWrite(version),
+                    true => Idle,
+                    false => LateWrite(version),
                 })
             }),
-            Next::LateWrite(version) => self.must(me, "writes, too late", Next::Idle, |w| {
+            LateWrite(version) => self.must(me, "writes, too late", Idle, |w| {
                 w.pages[page].stored = version;
             }),
             _ => self.of_copying_evictor(me),
@@ -118,54 +110,49 @@ impl Moves<'_> {
         let page = usize::from(page);
         let mapping = self.world.pages[page].mapping;
         match next {
-            Next::Protect => self.must(me, "protects the page", Next::CopyOut, |w| {
+            Protect => self.must(me, "protects the page", CopyOut, |w| {
                 w.pages[page].protected = w.pages[page].is_mapped();
             }),
-            Next::CopyOut => self.choose(me, "copies the page", |w| {
+            CopyOut => self.choose(me, "copies the page", |w| {
                 Ok(match mapping {
                     Mapping::Mapped(version) if paging.is(Twin::CopiesWhatItOwns) => {
-                        Next::GiveBack(version)
+                        GiveBack(version)
                     }
-                    Mapping::Mapped(version) => Next::OwnCopied(version),
-                    Mapping::Poison => Next::Lift,
+                    Mapping::Mapped(version) => OwnCopied(version),
+                    Mapping::Poison => Lift,
                     Mapping::Absent => {
                         w.fault_of_evictor();
-                        Next::Sleep
+                        Sleep
                     }
                 })
             }),
-            Next::OwnCopied(version) => self.choose(me, "owns what it has copied", |w| {
+            OwnCopied(version) => self.choose(me, "owns what it has copied", |w| {
                 let Some(mine) = (paging.protocol.copied)(w.pages[page].word) else {
-                    return Ok(Next::Lift);
+                    return Ok(Lift);
                 };
                 w.pages[page].word = mine;
-                Ok(Next::GiveBack(version))
+                Ok(GiveBack(version))
             }),
-            Next::GiveBack(version) => {
-                self.must(
-                    me,
-                    "gives the page's memory back",
-                    Next::LiftLeft(version),
-                    |w| {
-                        // The program has dropped the page after it was copied, and no thread has
-                        // touched it since: it had left before.
-                        if mapping == Mapping::Absent {
-                            w.pages[page].last = version;
-                        }
-                        w.pages[page].map(Mapping::Absent);
-                    },
-                );
+            GiveBack(version) => {
+                self.must(me, "gives the page's memory back", LiftLeft(version), |w| {
+                    // The program has dropped the page after it was copied, and no thread has
+                    // touched it since: it had left before.
+                    if mapping == Mapping::Absent {
+                        w.pages[page].last = version;
+                    }
+                    w.pages[page].map(Mapping::Absent);
+                });
             }
-            Next::LiftLeft(version) => {
-                self.must(me, "lifts the protection", Next::Compare(version), |w| {
+            LiftLeft(version) => {
+                self.must(me, "lifts the protection", Compare(version), |w| {
                     w.pages[page].protected = false;
                 });
             }
-            Next::Lift => self.must(me, "lifts the protection", Next::Idle, |w| {
+            Lift => self.must(me, "lifts the protection", Idle, |w| {
                 w.pages[page].protected = false;
             }),
             // Sleeps until it is woken.
-            Next::Sleep => {}
+            Sleep => {}
             _ => self.of_owner(me),
         }
     }
@@ -174,7 +161,7 @@ impl Moves<'_> {
     fn of_idle_evictor(&mut self, me: usize) {
         let (paging, is_evictor) = (self.paging, me == EVICTOR);
         // Compulsory only while a filler waits for a frame.
-        let waits = |worker: &Worker| worker.next == Next::TakeFrame;
+        let waits = |worker: &Worker| worker.next == TakeFrame;
         let is_urgent = self.world.frames == Some(0) && self.world.workers.iter().any(waits);
         for page in 0..paging.pages {
             let word = self.world.pages[page].word;
@@ -188,7 +175,7 @@ impl Moves<'_> {
                 self.add(false, Label { actor, does, page }, |w| {
                     w.take_frame();
                     w.pages[page].last = OVERWRITTEN;
-                    w.own(me, page, mine, Next::Reinstall(OVERWRITTEN));
+                    w.own(me, page, mine, Reinstall(OVERWRITTEN));
                     Ok(())
                 });
             }
@@ -201,7 +188,7 @@ impl Moves<'_> {
                     let (actor, does) = (WORKER_NAMES[me], "takes it out without owning it");
                     self.add(false, Label { actor, does, page }, |w| {
                         w.pages[page].mapping = Mapping::Absent;
-                        w.own(me, page, word, Next::Compare(version));
+                        w.own(me, page, word, Compare(version));
                         Ok(())
                     });
                 }
@@ -211,13 +198,7 @@ impl Moves<'_> {
                     false => protocol::copying(word),
                 };
                 if let Some(marked) = marked {
-                    self.own(
-                        false,
-                        me,
-                        "begins to copy it",
-                        (page, marked),
-                        Next::Protect,
-                    );
+                    self.own(false, me, "begins to copy it", (page, marked), Protect);
                 }
             } else if let Some(mine) = leaving {
                 let compulsory = is_urgent && is_evictor;
@@ -226,7 +207,7 @@ impl Moves<'_> {
                     me,
                     "begins to take it out",
                     (page, mine),
-                    Next::Detach,
+                    Detach,
                 );
             }
         }
@@ -252,7 +233,7 @@ impl Moves<'_> {
         let compulsory = begins.iter().any(|begins| begins.compulsory);
         self.add(compulsory, Label { actor, does, page }, |w| {
             w.workers[me].inside = !is_late;
-            w.go(me, Next::ComeIn);
+            w.go(me, ComeIn);
             Ok(())
         });
     }
@@ -262,37 +243,37 @@ impl Moves<'_> {
     pub(super) fn fill_at_the_gate(&mut self, me: usize) {
         if !self.world.is_sealed() {
             let does = "counts itself as inside";
-            self.must(me, does, Next::ComeIn, |w| w.workers[me].inside = true);
+            self.must(me, does, ComeIn, |w| w.workers[me].inside = true);
         }
     }
 
     /// Adds the steps of a worker that counts as inside and owns nothing.
     pub(super) fn in_the_gate(&mut self, me: usize) {
         let (is_filler, world) = (me < EVICTOR, self.world);
-        let let_in = if is_filler { Next::Own } else { Next::Choose };
+        let let_in = if is_filler { Own } else { Choose };
         let leave = |w: &mut World| w.workers[me].inside = false;
         match world.workers[me].next {
-            Next::ComeIn if self.paging.is(Twin::LooksBeforeItCounts) => {
+            ComeIn if self.paging.is(Twin::LooksBeforeItCounts) => {
                 let does = "counts itself as inside";
                 self.must(me, does, let_in, |w| w.workers[me].inside = true);
             }
-            Next::ComeIn if is_filler && world.is_sealed() => {
-                self.must(me, "is refused, and puts the fault off", Next::Look, leave);
+            ComeIn if is_filler && world.is_sealed() => {
+                self.must(me, "is refused, and puts the fault off", Look, leave);
             }
-            Next::ComeIn if !is_filler && world.is_closed() => {
-                self.must(me, "is refused", Next::Idle, |_| {});
+            ComeIn if !is_filler && world.is_closed() => {
+                self.goes(me, "is refused", Idle);
             }
-            Next::ComeIn => self.must(me, "is let in", let_in, |_| {}),
-            Next::Choose => {
+            ComeIn => self.goes(me, "is let in", let_in),
+            Choose => {
                 let others = self.out.len();
                 self.of_idle_evictor(me);
                 // What has been begun must go on.
                 (self.out[others..].iter_mut()).for_each(|begins| begins.compulsory = true);
                 if self.out.len() == others {
-                    self.must(me, "finds nothing to take out", Next::Idle, |_| {});
+                    self.goes(me, "finds nothing to take out", Idle);
                 }
             }
-            _ => self.must(me, "counts itself out", Next::Idle, leave),
+            _ => self.must(me, "counts itself out", Idle, leave),
         }
     }
 }
@@ -301,9 +282,9 @@ impl Paging {
     /// Returns the step that follows once a page's bytes are in the store.
     fn written(&self, worker: usize, version: Version) -> Next {
         if worker == FLUSHER && !self.can(GIVES_UP) && !self.is(Twin::FlushDrops) {
-            Next::Reinstall(version)
+            Reinstall(version)
         } else {
-            Next::PublishLeft(version)
+            PublishLeft(version)
         }
     }
 }

@@ -5,7 +5,7 @@ use farpage_pager::protocol::{self, OnAbsent, OnFailed, OnFault, PageState};
 use super::{
     Access, FAILS_FILLS, FAILS_REMAPS, FORKS, Harm, Moves, PREFETCHES, Twin, WORKER_NAMES,
     installed,
-    world::{Asked, Bytes, EVICTOR, Mapping, Next, Thread, Worker, World},
+    world::{Asked, Bytes, EVICTOR, Mapping, Next::*, Thread, Worker, World},
 };
 use crate::explore::Label;
 
@@ -16,42 +16,37 @@ impl Moves<'_> {
         let page = usize::from(page);
         let is_there = self.world.pages[page].mapping != Mapping::Absent;
         match next {
-            Next::Idle => self.of_idle_filler(me),
-            Next::Look if is_there => {
+            Idle => self.of_idle_filler(me),
+            Look if is_there => {
                 let next = match paging.is(Twin::NoWakeForStaleFault) {
-                    true => Next::Idle,
-                    false => Next::Wake,
+                    true => Idle,
+                    false => Wake,
                 };
-                self.must(me, "looks: the page is there", next, |_| {});
+                self.goes(me, "looks: the page is there", next);
             }
-            Next::Look if paging.can(FORKS) => self.fill_at_the_gate(me),
-            Next::ComeIn | Next::GoOut => self.in_the_gate(me),
-            Next::Look => self.must(me, "looks: the page is not there", Next::Own, |_| {}),
-            Next::Own => self.choose(me, "owns what has vanished", |w| {
+            Look if paging.can(FORKS) => self.fill_at_the_gate(me),
+            ComeIn | GoOut => self.in_the_gate(me),
+            Look => self.goes(me, "looks: the page is not there", Own),
+            Own => self.choose(me, "owns what has vanished", |w| {
                 let (next, outcome) = (paging.protocol.absent)(w.pages[page].word);
                 w.pages[page].word = next;
                 Ok(match outcome {
                     OnAbsent::LookAgain if paging.is(Twin::LooksOnce) => {
                         w.add_frame();
-                        Next::TakeFrame
+                        TakeFrame
                     }
-                    OnAbsent::LookAgain => Next::LookAgain,
-                    OnAbsent::Fill => Next::TakeFrame,
-                    OnAbsent::Lose => Next::Poison(Bytes::Lost),
-                    OnAbsent::Stale => Next::Wake,
+                    OnAbsent::LookAgain => LookAgain,
+                    OnAbsent::Fill => TakeFrame,
+                    OnAbsent::Lose => Poison(Bytes::Lost),
+                    OnAbsent::Stale => Wake,
                 })
             }),
-            Next::LookAgain if is_there => {
-                self.must(me, "looks again as the owner", Next::AlreadyMapped, |_| {});
+            LookAgain if is_there => {
+                self.goes(me, "looks again as the owner", AlreadyMapped);
             }
             // The program gave the page's memory back, and with it the page's share of the budget.
-            Next::LookAgain => {
-                self.must(
-                    me,
-                    "looks again as the owner",
-                    Next::TakeFrame,
-                    World::add_frame,
-                );
+            LookAgain => {
+                self.must(me, "looks again as the owner", TakeFrame, World::add_frame);
             }
             _ => self.of_owner(me),
         }
@@ -68,16 +63,16 @@ impl Moves<'_> {
                 let (next, outcome) = (paging.protocol.fault)(w.pages[page].word);
                 w.pages[page].word = next;
                 let next = match outcome {
-                    OnFault::Fill => Next::TakeFrame,
-                    OnFault::Noted => Next::Idle,
-                    OnFault::Stale => Next::Look,
+                    OnFault::Fill => TakeFrame,
+                    OnFault::Noted => Idle,
+                    OnFault::Stale => Look,
                 };
                 w.go(me, next);
                 Ok(())
             });
         }
         if self.world.unread != [0; 3] {
-            self.must(me, "reads the faults", Next::Idle, |w| {
+            self.must(me, "reads the faults", Idle, |w| {
                 w.workers[me].batch = w.read_faults();
             });
         }
@@ -94,7 +89,7 @@ impl Moves<'_> {
                 w.pages[page].word = next;
                 if outcome == OnFault::Fill {
                     w.workers[me].page = page as u8;
-                    w.go(me, Next::TakeFrame);
+                    w.go(me, TakeFrame);
                 }
                 Ok(())
             });
@@ -110,7 +105,7 @@ impl Moves<'_> {
             ];
             for (does, mine) in begins {
                 if let Some(mine) = mine {
-                    self.own(false, me, does, (page, mine), Next::TakeFrame);
+                    self.own(false, me, does, (page, mine), TakeFrame);
                 }
             }
         }
@@ -129,73 +124,63 @@ impl Moves<'_> {
             false => PageState::Leaving,
         };
         match next {
-            Next::TakeFrame if self.world.frames == Some(0) => {}
-            Next::TakeFrame => self.must(me, "takes a frame", Next::Fetch, World::take_frame),
-            Next::Fetch => {
+            TakeFrame if self.world.frames == Some(0) => {}
+            TakeFrame => self.must(me, "takes a frame", Fetch, World::take_frame),
+            Fetch => {
                 self.choose(me, "reads from the store", |w| {
                     if !paging.is(Twin::PublishesBeforeInstall) {
-                        return Ok(Next::Install(stored));
+                        return Ok(Install(stored));
                     }
                     paging.publish(w, page, PageState::Filling, installed)?;
-                    Ok(Next::LateInstall(stored))
+                    Ok(LateInstall(stored))
                 });
                 if paging.can(FAILS_FILLS) {
-                    self.must(
-                        me,
-                        "fails to read from the store",
-                        Next::PublishFailed,
-                        |_| {},
-                    );
+                    self.goes(me, "fails to read from the store", PublishFailed);
                 }
             }
             // The frame's share of the budget stands for the mapped page from now on.
-            Next::Install(_) | Next::LateInstall(_) if is_mapped => {
-                self.must(
-                    me,
-                    "finds the page mapped, drops the frame",
-                    Next::AlreadyMapped,
-                    |_| {},
-                );
+            Install(_) | LateInstall(_) if is_mapped => {
+                self.goes(me, "finds the page mapped, drops the frame", AlreadyMapped);
             }
-            Next::Reinstall(_) if is_mapped => {
+            Reinstall(_) if is_mapped => {
                 self.choose(me, "finds the page mapped already", |_| {
                     Err(Harm::MappedTwice)
                 });
             }
-            Next::Install(version) | Next::Reinstall(version) | Next::LateInstall(version) => {
-                if paging.can(FAILS_REMAPS) && matches!(next, Next::Reinstall(_)) {
+            Install(version) | Reinstall(version) | LateInstall(version) => {
+                if paging.can(FAILS_REMAPS) && matches!(next, Reinstall(_)) {
                     self.choose(me, "cannot map the page again", |w| {
                         // A page that was lost before stays lost, whatever it should have become.
                         let was_lost = w.pages[page].mapping == Mapping::Poison;
                         if version == stored && !was_lost {
-                            return Ok(Next::PublishFailed);
+                            return Ok(PublishFailed);
                         }
                         w.add_frame();
                         if paging.is(Twin::CallsLostRemote) && !word.wanted() {
                             w.pages[page].word = protocol::removed(word, 0).0;
-                            return Ok(Next::Idle);
+                            return Ok(Idle);
                         }
-                        Ok(Next::Poison(Bytes::Lost))
+                        Ok(Poison(Bytes::Lost))
                     });
                 }
-                self.must(me, "maps the page", Next::WakeInstalled, |w| {
+                self.must(me, "maps the page", WakeInstalled, |w| {
                     w.pages[page].map(Mapping::Mapped(version));
                 });
             }
-            Next::AlreadyMapped if paging.is(Twin::NoWakeWhenAlreadyMapped) => {
+            AlreadyMapped if paging.is(Twin::NoWakeWhenAlreadyMapped) => {
                 self.choose(me, "publishes installed and wakes nobody", |w| {
                     paging.publish(w, page, PageState::Filling, installed)?;
-                    Ok(Next::Idle)
+                    Ok(Idle)
                 });
             }
-            Next::AlreadyMapped | Next::WakeInstalled => {
-                self.must(me, "wakes", Next::PublishInstalled, |w| w.wake(page));
+            AlreadyMapped | WakeInstalled => {
+                self.must(me, "wakes", PublishInstalled, |w| w.wake(page));
             }
-            Next::PublishInstalled => self.choose(me, "publishes installed", |w| {
+            PublishInstalled => self.choose(me, "publishes installed", |w| {
                 let noted = paging.publish(w, page, owned, installed)?;
                 Ok(paging.wake_if(noted, Twin::NoWakeForLateNote))
             }),
-            Next::PublishFailed => self.choose(me, "publishes the failure", |w| {
+            PublishFailed => self.choose(me, "publishes the failure", |w| {
                 w.add_frame();
                 if word.state() != owned {
                     return Err(Harm::Ownership);
@@ -203,25 +188,20 @@ impl Moves<'_> {
                 let (next, outcome) = (paging.protocol.fill_failed)(word);
                 w.pages[page].word = next;
                 Ok(match outcome {
-                    OnFailed::Dropped => Next::Idle,
-                    OnFailed::MustPoison => Next::Poison(Bytes::Stored),
+                    OnFailed::Dropped => Idle,
+                    OnFailed::MustPoison => Poison(Bytes::Stored),
                 })
             }),
-            Next::Poison(_) if is_mapped => {
-                self.must(
-                    me,
-                    "cannot poison a mapped page",
-                    Next::AlreadyMapped,
-                    |_| {},
-                );
+            Poison(_) if is_mapped => {
+                self.goes(me, "cannot poison a mapped page", AlreadyMapped);
             }
-            Next::Poison(bytes) => self.must(me, "poisons", Next::WakePoisoned(bytes), |w| {
+            Poison(bytes) => self.must(me, "poisons", WakePoisoned(bytes), |w| {
                 w.pages[page].mapping = Mapping::Poison;
             }),
-            Next::WakePoisoned(bytes) => {
-                self.must(me, "wakes", Next::PublishPoisoned(bytes), |w| w.wake(page));
+            WakePoisoned(bytes) => {
+                self.must(me, "wakes", PublishPoisoned(bytes), |w| w.wake(page));
             }
-            Next::PublishPoisoned(bytes) => self.choose(me, "publishes poisoned or lost", |w| {
+            PublishPoisoned(bytes) => self.choose(me, "publishes poisoned or lost", |w| {
                 let noted = match bytes {
                     Bytes::Lost => {
                         paging.publish(w, page, PageState::Leaving, paging.protocol.lost)?
@@ -230,7 +210,7 @@ impl Moves<'_> {
                 };
                 Ok(paging.wake_if(noted, Twin::NoWakeForLateNote))
             }),
-            Next::Wake => self.must(me, "wakes", Next::Idle, |w| w.wake(page)),
+            Wake => self.must(me, "wakes", Idle, |w| w.wake(page)),
             other => unreachable!("{} does not take the step {other:?}", WORKER_NAMES[me]),
         }
     }

@@ -49,7 +49,7 @@ pub(crate) const PRODUCTION: Protocol = Protocol {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Twin {
     Good,
-    /// Has a broken transition.
+    /// Breaks a transition.
     BreaksTransition,
     /// Calls the page resident before it is mapped.
     PublishesBeforeInstall,
@@ -185,14 +185,10 @@ impl Paging {
         Paging { twin, ..self }
     }
 
-    /// Returns the model with a broken transition.
-    pub(crate) const fn broken(self, protocol: Protocol) -> Paging {
-        let twin = Twin::BreaksTransition;
-        Paging {
-            protocol,
-            twin,
-            ..self
-        }
+    /// Returns the model with transitions that `breaks` has broken.
+    pub(crate) fn broken(mut self, breaks: impl FnOnce(&mut Protocol)) -> Paging {
+        breaks(&mut self.protocol);
+        self.twin(Twin::BreaksTransition)
     }
 
     /// Returns the model in which `more` may happen, too.
@@ -305,6 +301,11 @@ impl Moves<'_> {
             step(w);
             Ok(next)
         });
+    }
+
+    /// Adds a step that changes nothing but the worker's next step.
+    fn goes(&mut self, me: usize, does: &'static str, next: Next) {
+        self.must(me, does, next, |_| {});
     }
 
     /// Adds the beginning of a worker's work on a page, whose word it changes.

@@ -11,14 +11,14 @@ const PAGE_BYTES: usize = 4096;
 fn freeze_is_refused_while_a_store_stalls_and_succeeds_afterwards() {
     // More than evictors take out at once.
     const PAGES: usize = 6000;
-    let mut tight = Tight::new(1, &[PAGE_BYTES], 8192 * PAGE_BYTES, 64);
-    let stalled = tight.add_stalled(PAGES);
-    let base = tight.regions[1].address();
-    (0..PAGES).for_each(|page| tight.touch(base + page * PAGE_BYTES, true));
-    let pager = tight.regions[0].pager().clone();
-    let job = Job::new(tight.regions[1].region().clone(), pages_of(0..PAGES), false);
+    let mut sim = tight(1, &[PAGE_BYTES], 8192 * PAGE_BYTES, 64);
+    let stalled = sim.add_stalled(PAGES);
+    let base = sim.regions[1].address();
+    (0..PAGES).for_each(|page| sim.touch(base + page * PAGE_BYTES, true));
+    let pager = sim.regions[0].pager().clone();
+    let job = Job::new(sim.regions[1].region().clone(), pages_of(0..PAGES), false);
     pager.shared().jobs.add(job.clone());
-    (0..10).for_each(|_| tight.turn());
+    (0..10).for_each(|_| sim.turn());
     let short = Duration::from_millis(20);
     match pager.freeze(short) {
         Err(FreezeError::Busy { runs, waited }) => assert!(runs > 0 && waited >= short),
@@ -27,8 +27,8 @@ fn freeze_is_refused_while_a_store_stalls_and_succeeds_afterwards() {
     assert!(!pager.shared().gate.is_closed(), "reclaim goes on");
 
     stalled.go_on();
-    let region = tight.regions[1].region().clone();
-    let (left, leaving) = tight.beside(|regions| {
+    let region = sim.regions[1].region().clone();
+    let (left, leaving) = sim.beside(|regions| {
         let mapped = &regions[0];
         let frozen = (mapped.pager().freeze(Duration::from_secs(20))).expect("the store goes on");
         let states = || {
@@ -49,22 +49,22 @@ fn freeze_is_refused_while_a_store_stalls_and_succeeds_afterwards() {
     assert_eq!(leaving, 0);
     println!("{left} of {PAGES} pages had left when the program forked");
     while !job.has_ended() {
-        tight.turn();
+        sim.turn();
     }
-    tight.sim.end();
+    sim.end();
 }
 
 #[test]
 fn calls_that_change_pages_wait_for_the_thaw() {
-    let mut tight = Tight::new(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
-    let base = tight.regions[0].address();
-    (0..8).for_each(|page| tight.touch(base + page * PAGE_BYTES, true));
+    let mut sim = tight(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
+    let base = sim.regions[0].address();
+    (0..8).for_each(|page| sim.touch(base + page * PAGE_BYTES, true));
     let page = |number: usize| number * PAGE_BYTES..(number + 1) * PAGE_BYTES;
-    let pager = tight.regions[0].pager().clone();
+    let pager = sim.regions[0].pager().clone();
     let gate = &pager.shared().gate;
     gate.close();
     gate.seal();
-    let (waited, unchanged) = tight.beside(|regions| {
+    let (waited, unchanged) = sim.beside(|regions| {
         let mapped = &regions[0];
         thread::scope(|scope| {
             let calls = [
@@ -86,35 +86,34 @@ fn calls_that_change_pages_wait_for_the_thaw() {
         })
     });
     assert!(waited && unchanged);
-    let region = tight.regions[0].region().clone();
+    let region = sim.regions[0].region().clone();
     assert!(region.store.is_blank(PageIndex(0)) && region.store.is_blank(PageIndex(1)));
-    let states = [0, 1, 2, 20].map(|at| tight.state(0, at));
+    let states = [0, 1, 2, 20].map(|at| sim.state(0, at));
     let gone = PageState::Remote;
     assert_eq!(states, [gone, gone, gone, PageState::Resident]);
-    tight.sim.end();
+    sim.end();
 }
 
 /// The program drops a page, and unmaps another one.
 #[test]
 fn faults_on_pages_that_the_program_took_away_wait_for_the_thaw() {
-    let mut tight = Tight::new(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
-    let base = tight.regions[0].address();
+    let mut sim = tight(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
+    let base = sim.regions[0].address();
     let at = |page: usize| base + page * PAGE_BYTES;
-    (0..8).for_each(|page| tight.touch(at(page), true));
-    tight
-        .beside(|regions| regions[0].flush())
+    (0..8).for_each(|page| sim.touch(at(page), true));
+    sim.beside(|regions| regions[0].flush())
         .expect("the server has room");
-    let pager = tight.regions[0].pager().clone();
+    let pager = sim.regions[0].pager().clone();
     let (shared, gate) = (pager.shared(), &pager.shared().gate);
     gate.close();
     gate.seal();
-    assert!(tight.space.drop_page(at(3)));
-    tight.space.unmap_page(at(5));
-    assert!(tight.space.try_load(0, at(3)).is_err());
-    (0..50).for_each(|_| tight.turn());
-    assert!(tight.space.is_asleep(0));
+    assert!(sim.space.drop_page(at(3)));
+    sim.space.unmap_page(at(5));
+    assert!(sim.space.try_load(0, at(3)).is_err());
+    (0..50).for_each(|_| sim.turn());
+    assert!(sim.space.is_asleep(0));
     assert_eq!(
-        [3, 5].map(|page| tight.state(0, page)),
+        [3, 5].map(|page| sim.state(0, page)),
         [PageState::Resident; 2],
         "both are called what they were"
     );
@@ -127,13 +126,13 @@ fn faults_on_pages_that_the_program_took_away_wait_for_the_thaw() {
             .is_blank(PageIndex(5))
     );
     // Other pages come in meanwhile.
-    tight.access(1, at(30), None).expect("it comes in");
+    sim.access(1, at(30), None).expect("it comes in");
     gate.open(true);
-    while tight.space.is_asleep(0) {
-        tight.turn();
+    while sim.space.is_asleep(0) {
+        sim.turn();
     }
-    assert_eq!(tight.space.try_load(0, at(3)), Ok(1));
-    assert_eq!(tight.state(0, 5), PageState::Poisoned);
+    assert_eq!(sim.space.try_load(0, at(3)), Ok(1));
+    assert_eq!(sim.state(0, 5), PageState::Poisoned);
     assert!(
         shared
             .regions
@@ -142,21 +141,21 @@ fn faults_on_pages_that_the_program_took_away_wait_for_the_thaw() {
             .store
             .is_blank(PageIndex(5))
     );
-    tight.sim.end();
+    sim.end();
 }
 
 #[test]
 fn evictor_with_work_sleeps_until_the_thaw() {
-    let mut tight = Tight::new(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
-    let base = tight.regions[0].address();
-    tight.touch(base, true);
-    let region = tight.regions[0].region().clone();
-    let pager = tight.regions[0].pager().clone();
+    let mut sim = tight(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
+    let base = sim.regions[0].address();
+    sim.touch(base, true);
+    let region = sim.regions[0].region().clone();
+    let pager = sim.regions[0].pager().clone();
     let (shared, gate) = (pager.shared(), &pager.shared().gate);
     let job = Job::new(region, pages_of(0..8), true);
     gate.close();
     shared.jobs.add(job.clone());
-    let evictor = &mut tight.evictors[0];
+    let evictor = &mut sim.evictors[0];
     assert!(!evictor.turn(), "there is nothing that may be done");
     thread::scope(|scope| {
         let sleeper = scope.spawn(|| evictor.sleep());
@@ -166,31 +165,31 @@ fn evictor_with_work_sleeps_until_the_thaw() {
         shared.doors.wake_evictors();
     });
     while !job.has_ended() {
-        tight.turn();
+        sim.turn();
     }
-    tight.sim.end();
+    sim.end();
 }
 
 #[test]
 fn evictor_takes_nothing_out_before_the_thaw() {
     const BUDGET: usize = 256;
-    let mut tight = Tight::new(1, &[PAGE_BYTES], BUDGET * PAGE_BYTES, 2 * BUDGET);
-    let pager = tight.regions[0].pager().clone();
+    let mut sim = tight(1, &[PAGE_BYTES], BUDGET * PAGE_BYTES, 2 * BUDGET);
+    let pager = sim.regions[0].pager().clone();
     let gate = &pager.shared().gate;
     gate.close();
-    let base = tight.regions[0].address();
-    (0..BUDGET - 2).for_each(|page| tight.touch(base + page * PAGE_BYTES, true));
-    let moves = tight.space.moves();
-    assert!(!tight.evictors[0].turn() && tight.space.moves() == moves);
+    let base = sim.regions[0].address();
+    (0..BUDGET - 2).for_each(|page| sim.touch(base + page * PAGE_BYTES, true));
+    let moves = sim.space.moves();
+    assert!(!sim.evictors[0].turn() && sim.space.moves() == moves);
     gate.open(false);
-    assert!(tight.evictors[0].turn() && tight.space.moves() > moves);
-    tight.sim.end();
+    assert!(sim.evictors[0].turn() && sim.space.moves() > moves);
+    sim.end();
 }
 
 #[test]
 fn freeze_lets_reclaim_make_room_first() {
-    let tight = Tight::new(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
-    let pager = tight.regions[0].pager().clone();
+    let sim = tight(1, &[PAGE_BYTES], 256 * PAGE_BYTES, 64);
+    let pager = sim.regions[0].pager().clone();
     let freeze = || {
         let since = Instant::now();
         let frozen = pager.freeze(Duration::from_secs(20));
@@ -207,5 +206,5 @@ fn freeze_lets_reclaim_make_room_first() {
     );
     budget.end_starving();
     freeze();
-    tight.sim.end();
+    sim.end();
 }
