@@ -52,7 +52,7 @@ use farpage_bench_kit::{
     options::{self, ServerOptions, Threads, name_of},
     paging::Counts,
     progress::Progress,
-    report::{median, spread},
+    report::{conclude, median, spread},
     server::{self, MemoryServer},
     work::{self, Rates},
 };
@@ -178,7 +178,8 @@ pub fn run(options: &AppsOptions) -> Result<()> {
     if let Some(path) = &options.svg {
         picture::draw(&report, path)?;
     }
-    report.conclude(options.run.printing.format)
+    let format = options.run.printing.format;
+    conclude(&report, report.verified, format, AppsReport::human)
 }
 
 fn measure(options: &AppsOptions) -> Result<AppsReport> {

@@ -3,12 +3,10 @@
 //! The rule it keeps: performance is the local run's time over the run's, so that 1 is as fast as
 //! local memory, whatever was measured.
 
-use anyhow::Result;
 use comfy_table::Table;
 use serde::Serialize;
 
 use farpage_bench_kit::{
-    options::Format,
     paging::Counts,
     report::{self, geometric_mean},
 };
@@ -128,12 +126,7 @@ pub(crate) fn summarise(apps: &[AppFigures], shares: &[f64]) -> Vec<Summary> {
 }
 
 impl AppsReport {
-    /// Prints the report to standard output; fails if something was not verified.
-    pub(crate) fn conclude(&self, format: Format) -> Result<()> {
-        report::conclude(self, self.verified, format, Self::human)
-    }
-
-    fn human(&self) -> String {
+    pub(crate) fn human(&self) -> String {
         let config = &self.config;
         let one_thread = match config.threads {
             1 => "",

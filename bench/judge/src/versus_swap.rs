@@ -151,7 +151,7 @@ pub fn run(options: &VersusSwapOptions) -> Result<()> {
             };
             // More than fits is the point here: the rest is swapped.
             let plain = format!("{command} --plain --force");
-            let swapped = take("swap", &|| sitting.run_as(swap.command()?, &plain))?;
+            let swapped = take("swap", &|| sitting.run_as(swap.cgroup().command()?, &plain))?;
             let paged = format!("{command} {paged} {}", trial.paged);
             let paged = take("farpage", &|| sitting.run(&paged))?;
             for figure in &mut trial.figures {

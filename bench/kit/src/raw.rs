@@ -79,19 +79,17 @@ pub fn rates(
         false => (AREA_BYTES, LOCAL_BYTES),
     };
     let mut team = Team::start(common, server, threads(common.fillers), area, local)?;
-    let mut rates = [
-        ("raw_read_mb_per_s", Mix::Read, Buffers::Hot),
-        ("raw_write_mb_per_s", Mix::Write, Buffers::Hot),
-        ("raw_cold_read_mb_per_s", Mix::Read, Buffers::Cold),
-        ("raw_cold_write_mb_per_s", Mix::Write, Buffers::Cold),
-        ("raw_read_write_mb_per_s", Mix::Both, Buffers::Hot),
-    ]
-    .map(|(name, mix, buffers)| (name, mix, buffers, 0.0));
-    for (_, mix, buffers, rate) in &mut rates {
-        *rate = team.phase(*mix, *buffers, time)?;
-    }
+    let mut rate =
+        |name, mix, buffers| -> Result<_> { Ok((name, team.phase(mix, buffers, time)?)) };
+    let rates = [
+        rate("raw_read_mb_per_s", Mix::Read, Buffers::Hot)?,
+        rate("raw_write_mb_per_s", Mix::Write, Buffers::Hot)?,
+        rate("raw_cold_read_mb_per_s", Mix::Read, Buffers::Cold)?,
+        rate("raw_cold_write_mb_per_s", Mix::Write, Buffers::Cold)?,
+        rate("raw_read_write_mb_per_s", Mix::Both, Buffers::Hot)?,
+    ];
     let wrong = team.workers.iter().map(|worker| worker.wrong).sum();
-    Ok((rates.map(|(name, .., rate)| (name, rate)), wrong))
+    Ok((rates, wrong))
 }
 
 /// Measures the yardsticks of a benchmark, briefly: with cold buffers, for a fraction of a second.

@@ -23,7 +23,6 @@ use farpage_wire::Endpoint;
 
 use crate::{
     cgroup::Cgroup,
-    held::Held,
     options::{Fabric, ServerOptions},
 };
 
@@ -69,9 +68,6 @@ impl MemoryServer {
     }
 
     /// Starts a server of our own that lends up to `capacity_bytes`.
-    ///
-    /// # Errors
-    /// The server does not start; it has said why on standard error.
     pub fn own(fabric: Fabric, capacity_bytes: u64) -> Result<Self> {
         let listen = own_endpoint(fabric, "server")?;
         Self::spawn(this_program()?, &listen, capacity_bytes, None)
@@ -79,9 +75,6 @@ impl MemoryServer {
 
     /// Starts a server that has copies of the pages of one of [`Self::own`], as the `number`-th
     /// beside it.
-    ///
-    /// # Errors
-    /// The server does not start; it has said why on standard error.
     pub fn another(fabric: Fabric, capacity_bytes: u64, number: usize) -> Result<Self> {
         let listen = own_endpoint(fabric, &format!("server-{number}"))?;
         Self::spawn(this_program()?, &listen, capacity_bytes, None)
@@ -90,9 +83,6 @@ impl MemoryServer {
     /// Starts a server of our own that lends `capacity_bytes` but holds only `memory_bytes`; the
     /// rest goes to `spill`. A server of [`Self::own`] may run beside it. `cgroup` has to live
     /// longer.
-    ///
-    /// # Errors
-    /// The server does not start; it has said why on standard error.
     pub fn tiered(
         fabric: Fabric,
         capacity_bytes: u64,
@@ -166,14 +156,6 @@ impl MemoryServer {
         let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)
             .context("cannot ask for the length of a tick")?;
         Ok((user + system) / per_second.context("a tick has no length")? as f64)
-    }
-
-    /// Returns the memory that our own server holds.
-    ///
-    /// # Errors
-    /// The server has died, or is not our own.
-    pub fn held(&self) -> Result<Held> {
-        Held::by(self.pid()?)
     }
 
     /// True if our own server has neither ended nor died.

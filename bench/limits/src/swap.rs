@@ -46,11 +46,6 @@ impl Swap {
     pub fn cgroup(&self) -> &Cgroup {
         &self.cgroup
     }
-
-    /// Returns a command that runs this program inside, with arguments still to be added.
-    pub fn command(&self) -> Result<Command> {
-        self.cgroup.command()
-    }
 }
 
 /// Checks all that swap needs. Returns the place for a cgroup of our own.

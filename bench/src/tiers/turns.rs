@@ -290,7 +290,7 @@ impl Measurement<'_> {
         for pair in 0..pairs {
             let words = words_of(law, pages, accesses, mix(self.seed ^ (pair + 1)));
             turns.measure(|| Ok(plain.read(&words)), || Ok(tiered.read(&words)))?;
-            seen.add(&tiered.server.held()?);
+            seen.add(&Held::by(tiered.server.pid()?)?);
         }
         let after = tiered.tiers()?;
         let cold_share = (after.fetches - before.fetches) as f64 / (pairs * accesses) as f64;

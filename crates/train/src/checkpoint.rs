@@ -450,7 +450,8 @@ mod tests {
         let bytes = job.beginning(1).to_bytes(&job, 1);
         let plan = |mode, workers, group| Plan::new(mode, workers, group).expect("a plan");
         let (ds_of_8, bsp_of_4) = (plan(Mode::Ds, 8, 2), plan(Mode::Bsp, 4, 2));
-        let cases: [(usize, &dyn Fn(&mut Job), &str); 9] = [
+        type Change<'a> = &'a dyn Fn(&mut Job);
+        let cases: [(usize, Change<'_>, &str); 9] = [
             (2, &|_| {}, "worker 1 of 4"),
             (1, &|job| job.plan = ds_of_8, "worker 1 of 8"),
             (1, &|job| job.plan = bsp_of_4, "Bsp"),
