@@ -56,12 +56,18 @@ impl Program {
                 "local       small objects (requests below {min_bytes}), which the budget does not count (--small yes makes them remote)"
             ),
         });
-        let bytes = match self {
-            Program::Dynamic(bytes) => format!(", {} here", ByteSize(*bytes)),
-            _ => String::new(),
+        let (zeroed, initialised) = match self {
+            Program::Dynamic(statics) => (
+                format!(", {} here", ByteSize(statics.zeroed)),
+                format!(", {} here", ByteSize(statics.initialised)),
+            ),
+            _ => Default::default(),
         };
         line(format!(
-            "local       static arrays (.data and .bss{bytes}), which the budget does not count"
+            "remote      static arrays that begin as zeros (.bss{zeroed}): {min_bytes} and more in the program, or in a library that is loaded with it"
+        ));
+        line(format!(
+            "local       other static arrays (.data{initialised}; those of allocators, and of libraries that are loaded later), which the budget does not count"
         ));
         line("local       stacks, files, shared memory, executable memory, huge pages, fixed addresses".into());
         line("local       what libraries ask for before farpage's own constructor has run".into());

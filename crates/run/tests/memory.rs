@@ -8,8 +8,8 @@ mod common;
 use std::process::Command;
 
 use common::{
-    GCC, MIB, can_run, can_run_with, compile, farpage, farpage_in_pages_of, modes, output, said,
-    same_as_plain,
+    GCC, MIB, can_run, can_run_with, compile, farpage, farpage_as, farpage_in_pages_of, modes,
+    output, said, same_as_plain,
 };
 use farpage_testkit::text;
 
@@ -328,4 +328,61 @@ fn small_objects_are_remote_if_asked_for() {
     let seen = text(&ended.stdout);
     assert!(seen.starts_with("<>\n"), "{seen}");
     assert!(!seen.contains("FARPAGE_RUN_"), "{seen}");
+}
+
+#[test]
+fn static_arrays_are_remote_whatever_is_done_with_them() {
+    if !can_run(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let make = |name: &str, options: &[&str]| {
+        let made = compile(folder.path(), "memory/statics", options).unwrap();
+        std::fs::rename(made, at(name)).unwrap();
+    };
+    make("libstatics.so", &["-shared", "-fPIC", "-DLIBRARY"]);
+    let (search, path) = (format!("-L{}", at("")), format!("-Wl,-rpath,{}", at("")));
+    make("pie", &["-pthread", "-pie", "-fPIE"]);
+    make("fixed", &["-pthread", "-no-pie", "-fno-pie"]);
+    let linked = ["-Wl,--no-as-needed", &search, "-lstatics", &path];
+    for (name, code) in [("library", "-fPIC"), ("copied", "-fPIE")] {
+        let options = ["-pthread", "-DWITH_LIBRARY", "-pie", code];
+        make(name, &[&options[..], &linked].concat());
+    }
+    make("allocator", &["-pthread", "-DALLOCATOR", "-fno-builtin"]);
+    for name in ["pie", "fixed", "library", "copied", "allocator"] {
+        let program = at(name);
+        let command = [&*program];
+        let plain = output(&mut Command::new(command[0]));
+        for mode in modes() {
+            let options = [&["--budget", "16MiB", "--stats"], *mode].concat();
+            let ours = farpage_as("16KiB", &options, &command);
+            let stats = same_as_plain(&command, &plain, &ours);
+            let local = said(&stats, " local at the end");
+            // An allocator's own tables stay where it is.
+            match name == "allocator" {
+                true => assert!(local > 48 * MIB, "{name}: {stats}"),
+                false => assert!(local < 40 * MIB, "{name}: {stats}"),
+            }
+        }
+    }
+}
+
+/// Programs that this one starts would meet the filter of system calls, at the same addresses.
+#[test]
+fn static_arrays_stay_local_without_random_addresses() {
+    if !can_run_with(&["--in-thread"], &["userfaultfd", "--in-thread"], &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "memory/statics", &["-pthread"]).unwrap();
+    let command = ["setarch", "-R", program.to_str().unwrap()];
+    let plain = output(Command::new(command[0]).args(&command[1..]));
+    let options = ["--budget", "16MiB", "--stats", "--in-thread"];
+    let stats = same_as_plain(&command, &plain, &farpage_as("16KiB", &options, &command));
+    assert!(
+        stats.contains("static arrays (.bss) stay local: addresses are not random"),
+        "{stats}"
+    );
 }

@@ -383,6 +383,18 @@ pub(crate) unsafe extern "C" fn munlockall() -> c_int {
     unsafe { libc::syscall(libc::SYS_munlockall) as c_int }
 }
 
+/// Pins `bytes` bytes at `address`, if they are remote. The error is an `errno`.
+fn pin(address: *const c_void, bytes: usize) -> Option<Result<(), c_int>> {
+    if let Some((region, range)) = state::static_region(address, bytes) {
+        let _inside = Inside::enter();
+        return Some(region.pin(range).map_err(|_| libc::ENOMEM));
+    }
+    match state::allocated(address, bytes) {
+        Some((state, addresses, true)) => Some(pin_range(state, addresses, None)),
+        _ => None,
+    }
+}
+
 /// `sigaltstack`. A remote stack is pinned: the kernel writes to it while its page is absent.
 ///
 /// # Safety
@@ -396,9 +408,8 @@ pub(crate) unsafe extern "C" fn sigaltstack(
     let (new, old) = unsafe { (new.as_ref().copied(), old.as_mut()) };
     let is_set = |stack: &libc::stack_t| stack.ss_flags & libc::SS_DISABLE == 0;
     if let Some(stack) = new.filter(is_set)
-        && let Some((state, addresses, true)) = state::allocated(stack.ss_sp, stack.ss_size)
         && signals::are_ours()
-        && pin_range(state, addresses, None).is_err()
+        && pin(stack.ss_sp, stack.ss_size).is_some_and(|pinned| pinned.is_err())
     {
         say_once(
             "an alternate signal stack cannot be pinned: a fault there ends the program; raise --budget",

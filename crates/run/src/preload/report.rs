@@ -138,19 +138,24 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
     let size = |bytes: u64| ByteSize(bytes).to_string();
     let of = |part: u64, all: u64| format!("{} %", part * 100 / all.max(1));
     let mut lines = Vec::new();
+    let statics = state.map_or(0, |state| state.arena.beside_bytes()) as u64;
+    let of_statics = match statics {
+        0 => String::new(),
+        bytes => format!(" and in static arrays ({} of .bss)", size(bytes)),
+    };
     if let Some(state) = state
         && state.arena.is_ordinary()
     {
         lines.push(format!(
             "ordinary: all {} that were allocated at once fitted the budget ({}), so that nothing became remote",
-            size(state.peak_bytes() as u64),
+            size((state.peak_bytes() + state.arena.beside_bytes()) as u64),
             size(pager.budget_bytes),
         ));
     }
     if let Some(begun) = state.and_then(|state| state.arena.begun()) {
         lines.push(format!(
             "ordinary up to {}, and under paging from then on, which began within {:.1} ms",
-            size(begun.allocated_bytes as u64),
+            size(begun.allocated_bytes as u64 + statics),
             begun.took.as_secs_f64() * 1e3,
         ));
     }
@@ -158,9 +163,9 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
         && pager.fills > 0
     {
         lines.push(format!(
-            "at most {} in the arena, {} of it in local memory (budget {}), and {} allocated; {} faults, {} pages came in, {} of them ahead, \
+            "at most {} in the arena{of_statics}, {} of it in local memory (budget {}), and {} allocated; {} faults, {} pages came in, {} of them ahead, \
              {} left, {} of them unchanged; {} read, {} written",
-            size(state.arena.touched_peak_bytes() as u64),
+            size((state.arena.touched_peak_bytes() + state.arena.beside_bytes()) as u64),
             size(pager.peak_resident_bytes),
             size(pager.budget_bytes),
             size(state.peak_bytes() as u64),
@@ -206,7 +211,7 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
         );
     }
     let of_the_arena = match state {
-        Some(state) if state.arena.is_ordinary() => state.peak_bytes() as u64,
+        Some(state) if state.arena.is_ordinary() => statics + state.peak_bytes() as u64,
         _ => pager.peak_resident_bytes,
     };
     let local = local_peak_bytes(of_the_arena, state);
@@ -215,7 +220,7 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
             "about {} were local, outside the arena and the budget: small objects (requests below {}), static arrays (.data and .bss: {}), stacks",
             size(local),
             size(state::min_bytes() as u64),
-            size(static_bytes()),
+            size(static_bytes().saturating_sub(statics)),
         ));
     }
     lines

@@ -91,7 +91,9 @@ impl Share {
                 is_made = true;
                 keep_ordinary(state, self.bytes);
             }
-            let allocated = state::get().map_or(0, |state| state.arena.allocated_bytes()) as u64;
+            let allocated = state::get().map_or(0, |state| {
+                state.arena.allocated_bytes() + state.arena.beside_bytes()
+            }) as u64;
             // A quarter more, so that growth by small steps needs few messages.
             let now = (allocated + allocated / 4).next_multiple_of(1 << 20);
             if now > wants || now < wants / 2 {
