@@ -279,7 +279,7 @@ const LOCAL: &str = r#"
 #include <stdlib.h>
 #include <string.h>
 static char held[20 << 20] = {1};
-static char zeros[64 << 20];
+static volatile char zeros[64 << 20];
 int main(int argc, char **argv) {
   (void)argv;
   if (argc > 1) memset(held, 1, sizeof held);
