@@ -4,7 +4,7 @@ use std::{fmt::Write, path::Path};
 
 use bytesize::ByteSize;
 
-use crate::{FaultsBy, Sizes, program::Program, small::Small};
+use crate::{FaultsBy, Sizes, program::Program, small::SmallBy};
 
 impl Program {
     /// Returns lines that say what a run would interpose.
@@ -48,14 +48,13 @@ impl Program {
         line(format!(
             "remote      mmap of private anonymous memory, also if it is reserved first: {min_bytes} and more"
         ));
-        line(match small {
-            Small::Yes => {
-                format!("remote      small objects (requests below {min_bytes}), by jemalloc")
-            }
-            Small::No => format!(
-                "local       small objects (requests below {min_bytes}), which the budget does not count (--small yes makes them remote)"
-            ),
-        });
+        let place = match small {
+            SmallBy::Jemalloc(..) => "remote",
+            SmallBy::Own | SmallBy::OwnBecause(_) => "local ",
+        };
+        line(format!(
+            "{place}      small objects (requests below {min_bytes}), {small}"
+        ));
         let (zeroed, initialised) = match self {
             Program::Dynamic(statics) => (
                 format!(", {} here", ByteSize(statics.zeroed)),

@@ -21,8 +21,8 @@
 //!    `old_signals.rs` and `signal_stack.rs`;
 //! 3. `state.rs`: the runtime, the arena and the options;
 //! 4. what begins and ends with these: `local.rs`, `made.rs`, `family.rs`, `limits.rs` (set by the
-//!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`, and `filter.rs`
-//!    (the system calls that in-thread faults need);
+//!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`, `small.rs`
+//!    (jemalloc), and `filter.rs` (the system calls that in-thread faults need);
 //! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
 //! 6. memory of the arena: `ceded.rs` (pages that the kernel has), `locks.rs`, `protect.rs`,
 //!    `allocate.rs` and `foreign.rs`;
@@ -105,6 +105,8 @@ mod share;
 mod signal_stack;
 #[path = "preload/signals.rs"]
 mod signals;
+#[path = "preload/small.rs"]
+mod small;
 #[path = "starts.rs"]
 mod starts;
 #[path = "preload/state.rs"]

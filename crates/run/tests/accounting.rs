@@ -302,6 +302,7 @@ fn what_is_small_or_initialised_is_said_to_be_local() {
     assert!(made.status.success(), "{}", text(&made.stderr));
     for (command, least) in [(&[&*program][..], 60), (&[&program, "static"], 20)] {
         let options = ["--budget", "8MiB", "--capacity", "64MiB", "--stats"];
+        let options = [&options[..], &["--small", "no"]].concat();
         let ended = farpage(&options, command);
         let stats = text(&ended.stderr);
         assert!(said(&stats, " were local") >= least * MIB, "{stats}");
@@ -311,6 +312,11 @@ fn what_is_small_or_initialised_is_said_to_be_local() {
             "{stats}"
         );
     }
+    // Too large for jemalloc.
+    let options = ["--budget", "8MiB", "--stats", "--min-bytes", "3MiB"];
+    let stats = text(&farpage(&options, &[&program]).stderr);
+    assert!(said(&stats, " were local") >= 60 * MIB, "{stats}");
+    assert!(stats.contains("--min-bytes is more than"), "{stats}");
     let explained = text(&farpage(&["--explain"], &[&program]).stdout);
     assert!(explained.contains("small objects"), "{explained}");
     assert!(explained.contains("(.bss, 64.0 MiB here)"), "{explained}");

@@ -21,7 +21,7 @@ use crate::{
     environment::{PREFIX, variable},
     exec, family, filter, is_starting, limits, made, process, report, say,
     share::Share,
-    signal_stack, signals,
+    signal_stack, signals, small,
     state::{self, Options, State},
     statics,
 };
@@ -133,12 +133,16 @@ extern "C" fn begin() {
     exec::take_note();
     process::begin();
     family::begin(state::folder());
+    drop(inside);
+    small::load();
+    let inside = Inside::enter();
     // A server may not answer, so signals are let in: no lock is held that a handler could need.
     let plan = inside.signals.wait(|| start(min_bytes));
     let plan = plan.unwrap_or_else(|why| not_started(&why));
     limits::begin(addresses_before, plan.addresses_ahead());
     *PLAN.lock() = Some(plan);
     state::serve_from(min_bytes);
+    small::begin();
     if !state::statics().is_empty() {
         open();
     }

@@ -19,7 +19,7 @@ use std::{
 use farpage::{ByteSize, Runtime};
 
 use crate::{
-    say_to, signals,
+    say_to, signals, small,
     state::{self, State},
 };
 
@@ -204,6 +204,12 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
             of(pager.beside_resident, pager.fills - pager.prefetches),
         ));
     }
+    if let Some(bytes) = small::switched_at() {
+        lines.push(format!(
+            "small objects are remote since {} of them were local (--small)",
+            size(bytes),
+        ));
+    }
     // Among many programs only those with pages in the arena are of interest.
     if state.is_none() && !state::has_children_interposed() {
         lines.push(
@@ -216,8 +222,9 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
     };
     let local = local_peak_bytes(of_the_arena, state);
     if local > LOCAL_BYTES {
+        let why = small::why_local().map_or(String::new(), |why| format!("; {why}"));
         lines.push(format!(
-            "about {} were local, outside the arena and the budget: small objects (requests below {}), static arrays (.data and .bss: {}), stacks",
+            "about {} were local, outside the arena and the budget: small objects (requests below {}{why}), static arrays (.data and .bss: {}), stacks",
             size(local),
             size(state::min_bytes() as u64),
             size(static_bytes().saturating_sub(statics)),
