@@ -330,7 +330,7 @@ fn small_objects_are_remote() {
     }
     let folder = tempfile::tempdir().expect("a folder");
     let program = compile(folder.path(), "memory/small", &["-pthread"]).expect("it compiles");
-    let command = [program.to_str().expect("a plain path")];
+    let command = [program.to_str().expect("a plain path"), "remote"];
     let plain = output(&mut Command::new(&program));
     for small in [&[][..], &["--small", "yes"]] {
         for mode in modes() {
@@ -372,7 +372,7 @@ fn small_objects_are_local_if_the_arena_is_full() {
     }
     let folder = tempfile::tempdir().expect("a folder");
     let program = compile(folder.path(), "memory/small", &["-pthread"]).expect("it compiles");
-    let command = [program.to_str().expect("a plain path")];
+    let command = [program.to_str().expect("a plain path"), "full"];
     let plain = output(&mut Command::new(&program));
     for small in ["auto", "yes"] {
         let sizes = ["--budget", "8MiB", "--capacity", "24MiB"];
@@ -401,7 +401,8 @@ fn few_small_objects_stay_local_by_default() {
     assert!(!stats.contains(SWITCHED), "{stats}");
     // The same block again and again: requests count for nothing, and only what is there.
     let body = r"
-for _ in range(200000): free(malloc(4000))
+for _ in range(400):
+    for block in [malloc(4000) for _ in range(250)]: free(block)
 blocks = [malloc(1000) for _ in range(1500)]
 print('done')
 ";

@@ -1,7 +1,7 @@
 /* Small objects: lists of four threads, which a child of fork reads and frees, too. Children are
  * made while the threads are at work. Blocks from before the threads are reallocated and freed
  * after them. Prints a sum of all, and says on standard error how many KiB of anonymous memory are
- * local at the end. */
+ * local at the end. With `remote`: the last child's own blocks are local. */
 #include <malloc.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -19,6 +19,9 @@ struct node {
 };
 
 static struct node *lists[THREADS];
+
+/* A size of the arena, which must succeed, unless the arena may be full. */
+static size_t large = 300000;
 
 /* Blocks of all ways to get one, from the beginning. */
 static unsigned char *old[OLD];
@@ -51,7 +54,7 @@ static void check(int i, size_t size) {
 
 /* Blocks change their sizes, from one allocator to another and back, and are freed. */
 static void use_old(void) {
-    static const size_t sizes[] = {0, 3000, 70000, 300000, 24};
+    const size_t sizes[] = {0, 3000, 70000, large, 24};
     for (int i = 0; i < OLD; i++) {
         size_t size = size_of(i);
         check(i, size);
@@ -103,7 +106,10 @@ static long sum(void) {
     return sum;
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    int is_remote = argc > 1 && !strcmp(argv[1], "remote");
+    if (argc > 1 && !strcmp(argv[1], "full"))
+        large = 100000;
     make_old();
     /* Memory of the arena, which cannot be made while a child is. */
     free(malloc(1 << 20));
@@ -140,6 +146,10 @@ int main(void) {
                 void *made = malloc(sizeof *gone);
                 if (!made)
                     _exit(17);
+                /* Local: in the heap of the C library. */
+                long below = (char *)sbrk(0) - (char *)made;
+                if (is_remote && (below < 0 || below > 1 << 28))
+                    _exit(18);
                 memset(made, 255, sizeof *gone);
             }
         _exit(0);
