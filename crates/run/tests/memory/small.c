@@ -112,7 +112,8 @@ int main(int argc, char **argv) {
         large = 100000;
     make_old();
     /* Memory of the arena, which cannot be made while a child is. */
-    free(malloc(1 << 20));
+    void *volatile large_block = malloc(1 << 20);
+    free(large_block);
     pthread_t threads[THREADS];
     for (long i = 0; i < THREADS; i++)
         if (pthread_create(&threads[i], NULL, make, (void *)i))
