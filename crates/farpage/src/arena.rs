@@ -13,7 +13,10 @@ use std::{
     fmt,
     ops::Range,
     ptr::NonNull,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use bytesize::ByteSize;
@@ -62,6 +65,8 @@ pub struct Arena {
     freed_bytes: AtomicUsize,
     touched_peak_bytes: AtomicUsize,
     pub(crate) ordinary: OrdinaryTime,
+    /// Regions that come under paging with the arena.
+    pub(crate) beside: OnceLock<Vec<Region>>,
 }
 
 /// The reason why an arena could not make an allocation.
@@ -114,6 +119,7 @@ impl Arena {
             freed_bytes: AtomicUsize::new(0),
             touched_peak_bytes: AtomicUsize::new(0),
             ordinary: OrdinaryTime::new(budget_bytes),
+            beside: OnceLock::new(),
         }
     }
 

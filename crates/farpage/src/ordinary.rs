@@ -7,9 +7,9 @@
 //! pages are freed under the lock on the record then: no other allocation gets room before they are
 //! gone. Nobody waits for the end of a fork under that lock, which the thread that forks takes.
 
-use std::{ops::Range, time::Instant};
+use std::{ops::Range, slice, time::Instant};
 
-use farpage_pager::PageError;
+use farpage_pager::{MappedRegion, PageError};
 use farpage_signals::{MutexGuard, SignalGuard};
 use farpage_vm::sigbus::on_stock_stack;
 
@@ -72,6 +72,34 @@ impl Arena {
         }
     }
 
+    /// Counts `regions` of ordinary memory as allocations of the arena: they come under paging with
+    /// it, which is at once if they exceed the budget. To be called once.
+    ///
+    /// # Errors
+    /// As [`begin_paging`](Self::begin_paging).
+    #[doc(hidden)]
+    pub fn add_beside(&self, regions: Vec<Region>) -> Result<(), PageError> {
+        let ranges = self.ranges();
+        let is_first = self.beside.set(regions).is_ok();
+        debug_assert!(is_first, "regions are added once");
+        match self.is_ordinary() {
+            true => self.room_for(ranges, 0).map(drop),
+            false => self.begin_under(ranges).map(drop),
+        }
+    }
+
+    /// Returns the regions that come under paging with the arena.
+    #[doc(hidden)]
+    pub fn beside(&self) -> &[Region] {
+        self.beside.get().map_or(&[], Vec::as_slice)
+    }
+
+    /// Returns the bytes of the regions beside the arena.
+    #[doc(hidden)]
+    pub fn beside_bytes(&self) -> usize {
+        self.beside().iter().map(|region| region.len()).sum()
+    }
+
     /// Makes the arena ordinary memory up to `bytes` only. To be called before the budget becomes
     /// smaller, and after it has become larger.
     ///
@@ -91,7 +119,12 @@ impl Arena {
         }
         let used = self.used(&self.ranges());
         let _signals = SignalGuard::new();
-        (self.region.mapped).with(|mapped| mapped.ordinary_bytes(&used))
+        let bytes = |region: &Region, used: &[Range<usize>]| {
+            region.mapped.with(|mapped| mapped.ordinary_bytes(used))
+        };
+        let whole = |region: &Region| bytes(region, slice::from_ref(&(0..region.len())));
+        let beside: usize = self.beside().iter().map(whole).sum();
+        beside + bytes(&self.region, &used)
     }
 
     /// Admits the `pages` pages from `first` on, which were free, as allocated: beyond the budget
@@ -122,6 +155,7 @@ impl Arena {
         more: usize,
     ) -> Result<MutexGuard<'a, Ranges>, PageError> {
         let most = self.ordinary.most_bytes() / self.page_bytes;
+        let more = more + self.beside_bytes().div_ceil(self.page_bytes);
         while self.is_ordinary() && ranges.allocated_pages + ranges.kept.pages() + more > most {
             let Some((first, pages)) = ranges.kept.pop() else {
                 return self.begin_under(ranges);
@@ -146,7 +180,17 @@ impl Arena {
         loop {
             let used = self.used(&ranges);
             // The calling thread's stack, if it is a coroutine's, may be a part of the arena.
-            if on_stock_stack(|| mapped.with(|mapped| mapped.begin_paging(&used)))? {
+            if on_stock_stack(|| {
+                for region in self.beside() {
+                    let all = 0..region.len();
+                    let begun =
+                        |mapped: &MappedRegion<_>| mapped.begin_paging(slice::from_ref(&all));
+                    if !region.mapped.with(begun)? {
+                        return Ok(false);
+                    }
+                }
+                mapped.with(|mapped| mapped.begin_paging(&used))
+            })? {
                 break;
             }
             drop(ranges);

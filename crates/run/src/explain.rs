@@ -4,7 +4,7 @@ use std::{fmt::Write, path::Path};
 
 use bytesize::ByteSize;
 
-use crate::{FaultsBy, Sizes, program::Program, small::Small};
+use crate::{FaultsBy, Sizes, program::Program, small::SmallBy};
 
 impl Program {
     /// Returns lines that say what a run would interpose.
@@ -48,20 +48,25 @@ impl Program {
         line(format!(
             "remote      mmap of private anonymous memory, also if it is reserved first: {min_bytes} and more"
         ));
-        line(match small {
-            Small::Yes => {
-                format!("remote      small objects (requests below {min_bytes}), by jemalloc")
-            }
-            Small::No => format!(
-                "local       small objects (requests below {min_bytes}), which the budget does not count (--small yes makes them remote)"
-            ),
-        });
-        let bytes = match self {
-            Program::Dynamic(bytes) => format!(", {} here", ByteSize(*bytes)),
-            _ => String::new(),
+        let place = match small {
+            SmallBy::Jemalloc(..) => "remote",
+            SmallBy::Own | SmallBy::OwnBecause(_) => "local ",
         };
         line(format!(
-            "local       static arrays (.data and .bss{bytes}), which the budget does not count"
+            "{place}      small objects (requests below {min_bytes}), {small}"
+        ));
+        let (zeroed, initialised) = match self {
+            Program::Dynamic(statics) => (
+                format!(", {} here", ByteSize(statics.zeroed)),
+                format!(", {} here", ByteSize(statics.initialised)),
+            ),
+            _ => Default::default(),
+        };
+        line(format!(
+            "remote      static arrays that begin as zeros (.bss{zeroed}): {min_bytes} and more in the program, or in a library that is loaded with it"
+        ));
+        line(format!(
+            "local       other static arrays (.data{initialised}; those of allocators, and of libraries that are loaded later), which the budget does not count"
         ));
         line("local       stacks, files, shared memory, executable memory, huge pages, fixed addresses".into());
         line("local       what libraries ask for before farpage's own constructor has run".into());

@@ -36,13 +36,10 @@ use program::Program;
 use relay::Relay;
 use rlimits::Limits;
 use shares::Shares;
-use small::Small;
+use small::{Small, SmallBy};
 
 /// Smallest capacity: a smaller number lacks its unit.
 const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
-
-/// Largest `--min-bytes` with `--small`.
-const MOST_BYTES_WITH_SMALL: ByteSize = ByteSize::mib(2);
 
 /// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
 const LIBRARY: &str = "libfarpage_preload.so";
@@ -87,9 +84,10 @@ struct RunOptions {
     /// Requests of this size and more go there; smaller ones to the program's own allocator.
     #[arg(long, default_value = "128KiB")]
     min_bytes: ByteSize,
-    /// Makes smaller requests remote, too: they go to jemalloc (libjemalloc.so.2), which takes its
-    /// memory by mmap.
-    #[arg(long, value_enum, default_value = "no")]
+    /// Makes smaller requests remote, too, once they take more than a quarter of the budget: later
+    /// ones go to jemalloc (libjemalloc.so.2), which takes its memory by mmap. `yes`: from the
+    /// beginning. `no`: never.
+    #[arg(long, value_enum, default_value = "auto")]
     small: Small,
     /// Size of a page, which comes and goes as a whole. Small pages suit scattered access, large
     /// ones programs that go through memory in order.
@@ -151,7 +149,7 @@ fn run(options: &RunOptions) -> Result<u8> {
     let program = Program::read(&path).map_err(|error| cannot_start(&path, error))?;
     let faults_by = FaultsBy::chosen(options)?;
     if options.explain {
-        print!("{}", program.explain(&path, &sizes(options, faults_by)));
+        print!("{}", program.explain(&path, &sizes(options, faults_by)?));
         return Ok(if program.refusal().is_some() { 1 } else { 0 });
     }
     if let Some(why) = program.refusal() {
@@ -165,22 +163,17 @@ fn run(options: &RunOptions) -> Result<u8> {
             "--capacity {capacity} is too little: give it 1MiB or more, such as 2GiB (a plain number is bytes)"
         );
     }
-    if options.small == Small::Yes && options.min_bytes > MOST_BYTES_WITH_SMALL {
-        bail!(
-            "--small yes goes with --min-bytes of {MOST_BYTES_WITH_SMALL} at most: jemalloc asks for memory in pieces of that size"
-        );
-    }
     let copies = options.redundancy.unwrap_or_default().copies();
     if copies > options.server.len().max(1) {
         bail!(
             "--redundancy copies={copies} needs {copies} memory servers, each on a machine of its own: give --server {copies} times, or leave it out"
         );
     }
+    let sizes = sizes(options, faults_by)?;
     let relay = Relay::begin();
     let limits = Limits::raise();
     let folder = scratch::make()?;
     let library = scratch::preloadable(library()?, folder.path())?;
-    let sizes = sizes(options, faults_by);
     let mut command = Command::new(&path);
     command.arg0(name).args(arguments);
     let page_bytes = sizes.page_size.as_u64();
@@ -210,6 +203,7 @@ fn run(options: &RunOptions) -> Result<u8> {
             set(&mut command, name, "1");
         }
     }
+    sizes.small.pass(&mut command);
     match sizes.faults_by {
         FaultsBy::Fillers => {}
         FaultsBy::Thread => set(&mut command, "IN_THREAD", "1"),
@@ -217,10 +211,6 @@ fn run(options: &RunOptions) -> Result<u8> {
     }
     let before = env::var_os("LD_PRELOAD").unwrap_or_default();
     let mut preload = library;
-    if sizes.small == Small::Yes {
-        preload.push(OsStr::new(":"));
-        preload.push(small::jemalloc()?);
-    }
     command.env("FARPAGE_RUN_LIBRARIES", &preload);
     command.env("FARPAGE_RUN_FOLDER", folder.path());
     if !before.is_empty() {
@@ -329,12 +319,12 @@ pub(crate) struct Sizes {
     /// Bytes that can be allocated. `None`: as many as the server has.
     pub(crate) capacity: Option<ByteSize>,
     pub(crate) min_bytes: ByteSize,
-    pub(crate) small: Small,
+    pub(crate) small: SmallBy,
     pub(crate) page_size: ByteSize,
     pub(crate) faults_by: FaultsBy,
 }
 
-fn sizes(options: &RunOptions, faults_by: FaultsBy) -> Sizes {
+fn sizes(options: &RunOptions, faults_by: FaultsBy) -> Result<Sizes> {
     let available = Allowance::of_this_process().available_bytes;
     let budget = options.budget.unwrap_or(ByteSize(available / 4));
     let default = || {
@@ -342,14 +332,14 @@ fn sizes(options: &RunOptions, faults_by: FaultsBy) -> Sizes {
         let most = addressable(budget.as_u64());
         ByteSize(rest.max(budget.as_u64()).min(most))
     };
-    Sizes {
+    Ok(Sizes {
         budget,
         capacity: (options.capacity).or_else(|| options.server.is_empty().then(default)),
         min_bytes: options.min_bytes,
-        small: options.small,
+        small: options.small.by(options.min_bytes)?,
         page_size: options.page_size,
         faults_by,
-    }
+    })
 }
 
 /// Returns the bytes that `ulimit -v` and `ulimit -d` leave for an arena. The program maps the

@@ -26,10 +26,19 @@ const NOTE_BYTES_MAX: u64 = 64 << 10;
 /// Depth of scripts that start scripts at which the kernel stops.
 const SCRIPTS_MAX: usize = 5;
 
+/// Bytes of a program's static variables.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Statics {
+    /// Bytes with initial values (`.data`).
+    pub(crate) initialised: u64,
+    /// Bytes that are zeros at first (`.bss`).
+    pub(crate) zeroed: u64,
+}
+
 /// Kind of a program, read from its file.
 pub(crate) enum Program {
-    /// Loaded by the dynamic linker, with this many bytes of static variables.
-    Dynamic(u64),
+    /// Loaded by the dynamic linker, with these static variables.
+    Dynamic(Statics),
     /// Loaded by the kernel alone.
     Static,
     Go,
@@ -84,11 +93,13 @@ impl Program {
         let mut headers = vec![0; size * count];
         file.seek(SeekFrom::Start(first))?;
         file.read_exact(&mut headers)?;
-        let (mut is_dynamic, mut static_bytes) = (false, 0);
+        let (mut is_dynamic, mut statics) = (false, Statics::default());
         for header in headers.chunks_exact(size) {
             let kind = number(&header[..4]);
             if kind == PT_LOAD && number(&header[4..8]) & PF_W != 0 {
-                static_bytes += number(&header[40..48]);
+                let (filled, bytes) = (number(&header[32..40]), number(&header[40..48]));
+                statics.initialised += filled;
+                statics.zeroed += bytes.saturating_sub(filled);
             }
             if kind != PT_INTERP && kind != PT_NOTE {
                 continue;
@@ -111,7 +122,7 @@ impl Program {
             return Ok(Program::Static);
         }
         let sanitized = sanitizer::refusal(&mut file, headers.chunks_exact(size))?;
-        Ok(sanitized.map_or(Program::Dynamic(static_bytes), Program::Sanitized))
+        Ok(sanitized.map_or(Program::Dynamic(statics), Program::Sanitized))
     }
 
     /// Returns why the program is not run.

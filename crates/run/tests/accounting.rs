@@ -239,21 +239,22 @@ for i in range(0, len(b), 4096): b[i] = 1
     }
 }
 
-/// C program with 64 MiB of small objects, and as much in `.bss`.
+/// C program with 64 MiB of small objects, or 20 MiB in `.data`.
 const LOCAL: &str = r#"
 #include <stdlib.h>
 #include <string.h>
-static char held[64 << 20];
+static char held[20 << 20] = {1};
+static volatile char zeros[64 << 20];
 int main(int argc, char **argv) {
   (void)argv;
   if (argc > 1) memset(held, 1, sizeof held);
   else for (int i = 0; i < 64 << 10; i++) memset(malloc(1000), 1, 1000);
-  return 0;
+  return zeros[argc << 20];
 }
 "#;
 
 #[test]
-fn what_is_small_or_static_is_said_to_be_local() {
+fn what_is_small_or_initialised_is_said_to_be_local() {
     if !can_run(&["/usr/bin/cc"]) {
         return;
     }
@@ -264,15 +265,25 @@ fn what_is_small_or_static_is_said_to_be_local() {
     // `-fno-builtin`: every `malloc` takes place.
     let made = output(Command::new("cc").args(["-O1", "-fno-builtin", &source, "-o", &program]));
     assert!(made.status.success(), "{}", text(&made.stderr));
-    for command in [&[&*program][..], &[&program, "static"]] {
+    for (command, least) in [(&[&*program][..], 60), (&[&program, "static"], 20)] {
         let options = ["--budget", "8MiB", "--capacity", "64MiB", "--stats"];
+        let options = [&options[..], &["--small", "no"]].concat();
         let ended = farpage(&options, command);
         let stats = text(&ended.stderr);
-        assert!(said(&stats, " were local") > 60 * MIB, "{stats}");
+        assert!(said(&stats, " were local") >= least * MIB, "{stats}");
         assert!(stats.contains("small objects"), "{stats}");
-        assert!(stats.contains(".bss: 64.0 MiB"), "{stats}");
+        assert!(
+            stats.contains("static arrays (.data and .bss: 20."),
+            "{stats}"
+        );
     }
+    // Too large for jemalloc.
+    let options = ["--budget", "8MiB", "--stats", "--min-bytes", "3MiB"];
+    let stats = text(&farpage(&options, &[&program]).stderr);
+    assert!(said(&stats, " were local") >= 60 * MIB, "{stats}");
+    assert!(stats.contains("--min-bytes is more than"), "{stats}");
     let explained = text(&farpage(&["--explain"], &[&program]).stdout);
     assert!(explained.contains("small objects"), "{explained}");
-    assert!(explained.contains(".bss, 64.0 MiB here"), "{explained}");
+    assert!(explained.contains("(.bss, 64.0 MiB here)"), "{explained}");
+    assert!(explained.contains("(.data, 20.0 MiB here"), "{explained}");
 }

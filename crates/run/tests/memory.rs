@@ -8,8 +8,8 @@ mod common;
 use std::process::Command;
 
 use common::{
-    GCC, MIB, can_run, can_run_with, compile, farpage, farpage_in_pages_of, modes, output, said,
-    same_as_plain,
+    GCC, MIB, can_run, can_run_with, compile, farpage, farpage_as, farpage_in_pages_of, modes,
+    output, said, same_as_plain,
 };
 use farpage_testkit::text;
 
@@ -289,30 +289,230 @@ print(sum(string_at(blocks[i], sizes[i]).count(3) for i in range(2)))
     assert!(faults < 5 * (39 << 20) / (16 << 10), "{stats}");
 }
 
+/// Skips a test on systems without jemalloc.
+fn can_run_small(programs: &[&str]) -> bool {
+    can_run_with(
+        &["--small", "yes"],
+        &["userfaultfd", "libjemalloc"],
+        programs,
+    )
+}
+
+/// Returns the local memory that a program says on standard error.
+fn local_kib(stats: &str) -> u64 {
+    let local = stats.split("RssAnon:").nth(1).expect("the program says it");
+    let local = local.split_whitespace().next().expect("a number");
+    local.parse().expect("a number")
+}
+
+/// Text of `--stats` if small objects have become remote.
+const SWITCHED: &str = "small objects are remote since";
+
 /// Checks that a program whose objects are all small keeps its budget, with the bytes of a plain
 /// run, and that nothing of this is seen by the programs that it starts.
 #[test]
-fn small_objects_are_remote_if_asked_for() {
-    let small = ["--small", "yes"];
-    if !can_run_with(&small, &["userfaultfd", "libjemalloc"], &[GCC, "/bin/sh"]) {
+fn small_objects_are_remote() {
+    if !can_run_small(&[GCC, "/bin/sh"]) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = compile(folder.path(), "memory/small", &["-pthread"]).expect("it compiles");
+    let command = [program.to_str().expect("a plain path"), "remote"];
+    let plain = output(&mut Command::new(&program));
+    for small in [&[][..], &["--small", "yes"]] {
+        for mode in modes() {
+            let options = [small, mode, &["--budget", "16MiB", "--stats"]].concat();
+            let ours = farpage_as("16KiB", &options, &command);
+            let stats = same_as_plain(&command, &plain, &ours);
+            let local = local_kib(&stats);
+            assert!(local << 10 < 48 * MIB, "{local} KiB: {stats}");
+            assert!(said(&stats, "were kept remotely") > 24 * MIB, "{stats}");
+            assert_eq!(stats.contains(SWITCHED), small.is_empty(), "{stats}");
+        }
+    }
+    let ended = farpage(
+        &["--small", "yes"],
+        &[
+            "/bin/sh",
+            "-c",
+            "echo \"<$LD_PRELOAD><$GLIBC_TUNABLES>\"; env",
+        ],
+    );
+    let seen = text(&ended.stdout);
+    assert!(seen.starts_with("<><>\n"), "{seen}");
+    assert!(!seen.contains("FARPAGE_RUN_"), "{seen}");
+    let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
+    farpage.env("GLIBC_TUNABLES", "glibc.malloc.perturb=7");
+    farpage.args(["run", "--", "/bin/sh", "-c", "echo $GLIBC_TUNABLES"]);
+    assert_eq!(
+        text(&output(&mut farpage).stdout),
+        "glibc.malloc.perturb=7\n"
+    );
+}
+
+/// Blocks that find no room in the arena come from the C library, and each is freed where it came
+/// from.
+#[test]
+fn small_objects_are_local_if_the_arena_is_full() {
+    if !can_run_small(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = compile(folder.path(), "memory/small", &["-pthread"]).expect("it compiles");
+    let command = [program.to_str().expect("a plain path"), "full"];
+    let plain = output(&mut Command::new(&program));
+    for small in ["auto", "yes"] {
+        let sizes = ["--budget", "8MiB", "--capacity", "24MiB"];
+        let options = [&["--small", small, "--stats"], &sizes[..]].concat();
+        let ours = farpage_as("16KiB", &options, &command);
+        let stats = same_as_plain(&command, &plain, &ours);
+        assert!(local_kib(&stats) << 10 > 24 * MIB, "{stats}");
+        assert!(stats.contains("--capacity"), "{stats}");
+    }
+}
+
+/// Below a quarter of the budget nothing changes: no block lies in the arena, and none is
+/// jemalloc's.
+#[test]
+fn few_small_objects_stay_local_by_default() {
+    if !can_run_small(&[GCC, PYTHON]) {
         return;
     }
     let folder = tempfile::tempdir().expect("a folder");
     let program = compile(folder.path(), "memory/small", &["-pthread"]).expect("it compiles");
     let command = [program.to_str().expect("a plain path")];
     let plain = output(&mut Command::new(&program));
-    for mode in modes() {
-        let options = [&small[..], mode, &["--budget", "16MiB", "--stats"]].concat();
-        let ours = farpage(&options, &command);
-        let stats = same_as_plain(&command, &plain, &ours);
-        let local = stats.split("RssAnon:").nth(1).expect("the program says it");
-        let local = local.split_whitespace().next().expect("a number");
-        let local: u64 = local.parse().expect("a number");
-        assert!(local << 10 < 48 * MIB, "{local} KiB: {stats}");
-        assert!(said(&stats, "were kept remotely") > 24 * MIB, "{stats}");
+    let options = ["--budget", "1GiB", "--stats"];
+    let ours = farpage_as("16KiB", &options, &command);
+    let stats = same_as_plain(&command, &plain, &ours);
+    assert!(!stats.contains(SWITCHED), "{stats}");
+    // The same block again and again: requests count for nothing, and only what is there.
+    let body = r"
+for _ in range(400):
+    for block in [malloc(4000) for _ in range(250)]: free(block)
+blocks = [malloc(1000) for _ in range(1500)]
+print('done')
+";
+    let options = ["--budget", "16MiB", "--stats"];
+    let ours = farpage_as("16KiB", &options, &[PYTHON, "-c", &script(body)]);
+    let stats = text(&ours.stderr);
+    assert_eq!(text(&ours.stdout), "done\n", "{stats}");
+    assert!(!stats.contains(SWITCHED), "{stats}");
+}
+
+#[test]
+fn small_objects_of_other_languages_are_what_they_are_in_a_plain_run() {
+    const GXX: &str = "/usr/bin/g++";
+    const PERL: &str = "/usr/bin/perl";
+    if !can_run_small(&[GXX, PERL, PYTHON]) {
+        return;
     }
-    let ended = farpage(&small, &["/bin/sh", "-c", "echo \"<$LD_PRELOAD>\"; env"]);
-    let seen = text(&ended.stdout);
-    assert!(seen.starts_with("<>\n"), "{seen}");
-    assert!(!seen.contains("FARPAGE_RUN_"), "{seen}");
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = folder.path().join("maps").display().to_string();
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/memory/maps.cpp");
+    let strict = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"];
+    let made = output(
+        Command::new(GXX)
+            .args(strict)
+            .args([source, "-o", &program]),
+    );
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    let hash =
+        "my %h; $h{$_}=$_*3 for 1..200000; my $s=0; $s+=$h{$_} for sort keys %h; print qq($s\n)";
+    let names = "x = {str(i): [i, str(i * 7)] for i in range(150000)}; print(sum(len(b) + a for a, b in x.values()))";
+    let commands: [&[&str]; 3] = [
+        &[&program],
+        &["/usr/bin/env", PERL, "-e", hash],
+        &[PYTHON, "-c", names],
+    ];
+    for command in commands {
+        let plain = output(Command::new(command[0]).args(&command[1..]));
+        for mode in modes() {
+            let options = [*mode, &["--budget", "16MiB", "--stats"]].concat();
+            let ours = farpage_as("16KiB", &options, command);
+            let stats = same_as_plain(command, &plain, &ours);
+            if command[0] == program {
+                assert!(local_kib(&stats) << 10 < 48 * MIB, "{stats}");
+            }
+            // Python has an allocator of its own for its objects, which maps memory.
+            assert_eq!(stats.contains(SWITCHED), command[0] != PYTHON, "{stats}");
+        }
+    }
+}
+
+/// The names of an allocator, `operator new` among them, belong to no library that farpage loads.
+#[test]
+fn allocator_that_a_program_brings_serves_its_small_objects() {
+    if !can_run_small(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = compile(
+        folder.path(),
+        "memory/statics",
+        &["-pthread", "-DALLOCATOR", "-fno-builtin"],
+    );
+    let program = program.expect("it compiles");
+    let command = [program.to_str().expect("a plain path")];
+    let ours = farpage_as("16KiB", &["--budget", "16MiB", "--stats"], &command);
+    let said = text(&ours.stderr);
+    assert!(ours.status.success(), "{said}");
+    assert!(!said.contains(SWITCHED), "{said}");
+}
+
+#[test]
+fn static_arrays_are_remote_whatever_is_done_with_them() {
+    if !can_run(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let make = |name: &str, options: &[&str]| {
+        let made = compile(folder.path(), "memory/statics", options).unwrap();
+        std::fs::rename(made, at(name)).unwrap();
+    };
+    make("libstatics.so", &["-shared", "-fPIC", "-DLIBRARY"]);
+    let (search, path) = (format!("-L{}", at("")), format!("-Wl,-rpath,{}", at("")));
+    make("pie", &["-pthread", "-pie", "-fPIE"]);
+    make("fixed", &["-pthread", "-no-pie", "-fno-pie"]);
+    let linked = ["-Wl,--no-as-needed", &search, "-lstatics", &path];
+    for (name, code) in [("library", "-fPIC"), ("copied", "-fPIE")] {
+        let options = ["-pthread", "-DWITH_LIBRARY", "-pie", code];
+        make(name, &[&options[..], &linked].concat());
+    }
+    make("allocator", &["-pthread", "-DALLOCATOR", "-fno-builtin"]);
+    for name in ["pie", "fixed", "library", "copied", "allocator"] {
+        let program = at(name);
+        let command = [&*program];
+        let plain = output(&mut Command::new(command[0]));
+        for mode in modes() {
+            let options = [&["--budget", "16MiB", "--stats"], *mode].concat();
+            let ours = farpage_as("16KiB", &options, &command);
+            let stats = same_as_plain(&command, &plain, &ours);
+            let local = said(&stats, " local at the end");
+            // An allocator's own tables stay where it is.
+            match name == "allocator" {
+                true => assert!(local > 48 * MIB, "{name}: {stats}"),
+                false => assert!(local < 40 * MIB, "{name}: {stats}"),
+            }
+        }
+    }
+}
+
+/// Programs that this one starts would meet the filter of system calls, at the same addresses.
+#[test]
+fn static_arrays_stay_local_without_random_addresses() {
+    if !can_run_with(&["--in-thread"], &["userfaultfd", "--in-thread"], &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "memory/statics", &["-pthread"]).unwrap();
+    let command = ["setarch", "-R", program.to_str().unwrap()];
+    let plain = output(Command::new(command[0]).args(&command[1..]));
+    let options = ["--budget", "16MiB", "--stats", "--in-thread"];
+    let stats = same_as_plain(&command, &plain, &farpage_as("16KiB", &options, &command));
+    assert!(
+        stats.contains("static arrays (.bss) stay local: addresses are not random"),
+        "{stats}"
+    );
 }

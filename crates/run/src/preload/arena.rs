@@ -21,8 +21,9 @@ use crate::{
     environment::{PREFIX, variable},
     exec, family, filter, is_starting, limits, made, process, report, say,
     share::Share,
-    signal_stack, signals,
+    signal_stack, signals, small,
     state::{self, Options, State},
+    statics,
 };
 
 /// Exit status if the program was not started, as of `env` and its kind.
@@ -123,6 +124,7 @@ extern "C" fn begin() {
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
     };
+    let min_bytes = min_bytes.parse().unwrap_or(usize::MAX);
     environment::keep();
     state::set_options(Options {
         interposes_children: variable("CHILDREN").is_some(),
@@ -131,12 +133,19 @@ extern "C" fn begin() {
     exec::take_note();
     process::begin();
     family::begin(state::folder());
+    drop(inside);
+    small::load();
+    let inside = Inside::enter();
     // A server may not answer, so signals are let in: no lock is held that a handler could need.
-    let plan = inside.signals.wait(start);
+    let plan = inside.signals.wait(|| start(min_bytes));
     let plan = plan.unwrap_or_else(|why| not_started(&why));
     limits::begin(addresses_before, plan.addresses_ahead());
     *PLAN.lock() = Some(plan);
-    state::serve_from(min_bytes.parse().unwrap_or(usize::MAX));
+    state::serve_from(min_bytes);
+    small::begin();
+    if !state::statics().is_empty() {
+        open();
+    }
     // SAFETY: the functions may run at any time until the process ends.
     unsafe {
         libc::atexit(report::finish);
@@ -174,14 +183,18 @@ unsafe extern "C" {
 /// Starts the runtime, while the process has all of its rights and one thread, on a table of
 /// descriptors that the program cannot reach. In-thread faults need the runtime's descriptors in
 /// the program's table.
-fn start() -> Result<Plan, String> {
+fn start(min_bytes: usize) -> Result<Plan, String> {
     match variable("IN_THREAD").map(|asked| (asked == "1", filter::is_available())) {
-        Some((true, _) | (_, Ok(()))) => return build(None, Some(&window()?)),
+        Some((true, _) | (_, Ok(()))) => {
+            statics::find(min_bytes, true);
+            return build(None, Some(&window()?));
+        }
         Some((_, Err(why))) => say(&format!(
             "{why}: filler threads serve the faults (--fillers)"
         )),
         None => {}
     }
+    statics::find(min_bytes, false);
     let table = Table::private().map_err(|error| error.to_string())?;
     table.run(|| build(Some(table.clone()), None))
 }
@@ -356,6 +369,9 @@ impl Plan {
             }
             error => error.to_string(),
         })?;
+        let regions = statics::make(&self.runtime, arena.region().page_bytes());
+        let regions = regions.map_err(|error| format!("static arrays: {error}"))?;
+        (arena.add_beside(regions)).map_err(|error| format!("static arrays: {error}"))?;
         if let Some(window) = window {
             window.plug(0);
         }

@@ -15,6 +15,17 @@ use crate::{Inside, mappings, say, state};
 /// None: no memory is read.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn farpage_bring_in(address: *const c_void, bytes: usize) -> c_int {
+    if let Some((region, range)) = state::static_region(address, bytes) {
+        let _inside = Inside::enter();
+        let here = region.prefetch_now(range);
+        return here.map_or_else(
+            |error| {
+                say(&error.to_string());
+                -1
+            },
+            |()| 0,
+        );
+    }
     let (Some(addresses), Some(state)) = (state::ours(address, bytes), state::get()) else {
         return 0;
     };

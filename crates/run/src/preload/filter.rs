@@ -31,7 +31,8 @@ use crate::{
     Inside, errno, limits,
     seccomp::{answer, jump, load, statement},
     set_errno, signals,
-    state::is_remote,
+    state::{self, is_remote},
+    statics,
 };
 
 /// Number of low address bits that the filter ignores: it compares upper halves.
@@ -165,7 +166,23 @@ pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Resul
     handle_sigsys()?;
     let mut filter = refuse_to_close(descriptors);
     filter.extend(refuse_rings());
-    filter.extend(self::filter(addresses));
+    filter.extend(self::filter(
+        |bits| compare(&addresses, bits),
+        &unless_ours(),
+    ));
+    set(&mut filter)?;
+    if !state::statics().is_empty() {
+        let code = statics::code_of_c_library();
+        let code = code.ok_or("the C library's code cannot be found (--fillers needs none)")?;
+        let pieces: Vec<_> = state::statics().iter().flat_map(pieces).collect();
+        let compare = |bits| compare_pieces(&pieces, bits);
+        set(&mut self::filter(compare, &from_code(&code)))?;
+    }
+    Ok(())
+}
+
+/// Installs a filter.
+fn set(filter: &mut [sock_filter]) -> Result<(), String> {
     let program = libc::sock_fprog {
         len: filter.len() as u16,
         filter: filter.as_mut_ptr(),
@@ -201,14 +218,16 @@ pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Resul
     ))
 }
 
-/// Returns a filter that raises SIGSYS for calls with an address in the windows of `addresses`,
-/// unless the call comes from [`calls::system_call`].
+/// Returns a filter that ends with `found`, which returns, for calls with an address that `compare`
+/// finds: `compare(arguments)` jumps over the statement behind it if one of `arguments` matches.
 ///
 /// The filter first looks at all arguments, and most calls pass there. Then it looks at the call's
 /// arguments that are addresses. Calls with addresses in the same arguments share comparisons.
-fn filter(addresses: Range<usize>) -> Vec<sock_filter> {
+fn filter(compare: impl Fn(u8) -> Vec<sock_filter>, found: &[sock_filter]) -> Vec<sock_filter> {
     const ALL: u8 = 0b11_1111;
-    let mut filter = compare(&addresses, ALL, &[answer(libc::SECCOMP_RET_ALLOW)]);
+    let allow = answer(libc::SECCOMP_RET_ALLOW);
+    let mut filter = compare(ALL);
+    filter.push(allow);
     filter.push(load(mem::offset_of!(libc::seccomp_data, nr)));
     let mut groups = BTreeMap::<u8, Vec<u32>>::new();
     for number in 0..calls::NUMBERS {
@@ -218,8 +237,9 @@ fn filter(addresses: Range<usize>) -> Vec<sock_filter> {
         }
     }
     for (bits, numbers) in groups {
-        let mut group = compare(&addresses, bits, &[answer(libc::SECCOMP_RET_ALLOW)]);
-        group.extend(unless_ours());
+        let mut group = compare(bits);
+        group.push(allow);
+        group.extend(found);
         // Each number jumps behind the others and the jump to the next group.
         for (at, &number) in numbers.iter().enumerate() {
             let behind = numbers.len() - at;
@@ -228,7 +248,7 @@ fn filter(addresses: Range<usize>) -> Vec<sock_filter> {
         filter.push(statement(libc::BPF_JMP | libc::BPF_JA, group.len() as u32));
         filter.extend(group);
     }
-    filter.push(answer(libc::SECCOMP_RET_ALLOW));
+    filter.push(allow);
     filter
 }
 
@@ -267,20 +287,85 @@ fn refuse_rings() -> [sock_filter; 3] {
     ]
 }
 
-/// Compares: goes on behind `otherwise` if one of `arguments` is in the windows of `addresses`.
-fn compare(addresses: &Range<usize>, arguments: u8, otherwise: &[sock_filter]) -> Vec<sock_filter> {
+/// Compares: jumps over the next statement if one of `arguments` is in the windows of `addresses`.
+fn compare(addresses: &Range<usize>, arguments: u8) -> Vec<sock_filter> {
     let first = (addresses.start >> WINDOW_BITS) as u32;
     let end = ((addresses.end - 1) >> WINDOW_BITS) as u32 + 1;
+    compare_each(arguments, |_, upper| {
+        vec![
+            upper,
+            jump(libc::BPF_JGE, first, 0, 1),
+            jump(libc::BPF_JGE, end, 0, FOUND),
+        ]
+    })
+}
+
+/// Part of static arrays in one window: its upper half, and its first and last lower half.
+type Piece = (u32, u32, u32);
+
+/// Returns the pieces of `addresses`.
+fn pieces(addresses: &Range<usize>) -> Vec<Piece> {
+    let last = addresses.end - 1;
+    let windows = addresses.start >> WINDOW_BITS..=last >> WINDOW_BITS;
+    let piece = |window: usize| {
+        let start = addresses.start.max(window << WINDOW_BITS);
+        let last = last.min((window << WINDOW_BITS) + ((1 << WINDOW_BITS) - 1));
+        (window as u32, start as u32, last as u32)
+    };
+    windows.map(piece).collect()
+}
+
+/// Compares as [`compare`] does, with all bits of addresses: the program's own memory is near.
+fn compare_pieces(pieces: &[Piece], arguments: u8) -> Vec<sock_filter> {
+    compare_each(arguments, |lower, upper| is_in(pieces, lower, upper))
+}
+
+/// Returns comparisons with `pieces` of what `lower` and `upper` load.
+fn is_in(pieces: &[Piece], lower: sock_filter, upper: sock_filter) -> Vec<sock_filter> {
+    let of_piece = |&(window, first, last): &Piece| {
+        [
+            upper,
+            jump(libc::BPF_JEQ, window, 0, 3),
+            lower,
+            jump(libc::BPF_JGE, first, 0, 1),
+            jump(libc::BPF_JGT, last, 0, FOUND),
+        ]
+    };
+    pieces.iter().flat_map(of_piece).collect()
+}
+
+/// Mark of a jump to behind the statement that follows comparisons.
+const FOUND: u8 = u8::MAX;
+
+/// Joins `comparison`s of the lower and upper half of each of `arguments`.
+fn compare_each(
+    arguments: u8,
+    comparison: impl Fn(sock_filter, sock_filter) -> Vec<sock_filter>,
+) -> Vec<sock_filter> {
     let data = mem::offset_of!(libc::seccomp_data, args);
-    let arguments: Vec<_> = (0..6).filter(|at| arguments >> at & 1 == 1).collect();
-    let mut filter = Vec::new();
-    for (at, argument) in arguments.iter().enumerate() {
-        let rest = 3 * (arguments.len() - at - 1) + otherwise.len();
-        filter.push(load(data + 8 * argument + 4));
-        filter.push(jump(libc::BPF_JGE, first, 0, 1));
-        filter.push(jump(libc::BPF_JGE, end, 0, rest as u8));
+    let arguments = (0..6).filter(|at| arguments >> at & 1 == 1);
+    let each = arguments.map(|at| comparison(load(data + 8 * at), load(data + 8 * at + 4)));
+    joined(each.flatten().collect())
+}
+
+/// Sets the jumps with the mark [`FOUND`].
+fn joined(mut comparisons: Vec<sock_filter>) -> Vec<sock_filter> {
+    let statements = comparisons.len();
+    for (at, statement) in comparisons.iter_mut().enumerate() {
+        if statement.jf == FOUND {
+            statement.jf = u8::try_from(statements - at).expect("a filter has few pieces");
+        }
     }
-    filter.extend(otherwise);
+    comparisons
+}
+
+/// Raises SIGSYS if a call comes from `code`, the C library's. Programs that this process becomes
+/// by `exec` have that library elsewhere, whatever they have at the addresses of its arrays.
+fn from_code(code: &Range<usize>) -> Vec<sock_filter> {
+    let pointer = mem::offset_of!(libc::seccomp_data, instruction_pointer);
+    let mut filter = joined(is_in(&pieces(code), load(pointer), load(pointer + 4)));
+    filter.push(answer(libc::SECCOMP_RET_ALLOW));
+    filter.push(answer(libc::SECCOMP_RET_TRAP));
     filter
 }
 
@@ -328,7 +413,7 @@ extern "C-unwind" fn on_sigsys(signal: c_int, info: *mut libc::siginfo_t, contex
         register(libc::REG_R9),
     ];
     // The program may have a filter of its own.
-    if code != SYS_SECCOMP || !args.iter().any(|&at| is_in_window(at)) {
+    if code != SYS_SECCOMP || !args.iter().any(|&at| is_in_window(at) || is_remote(at, 1)) {
         signals::pass_on_sigsys(signal, info, context);
         return;
     }

@@ -2,7 +2,8 @@
 //!
 //! The rules it keeps: `calloc` touches nothing, since fresh memory of the arena is zeros, while
 //! `malloc` may give out freed memory unzeroed. Memory that another allocator has cut out of its
-//! own mapping in the arena is that allocator's.
+//! own mapping in the arena is that allocator's. Small blocks are the C library's or jemalloc's
+//! (`small.rs`), by their addresses.
 
 use std::{
     ffi::{c_int, c_void},
@@ -13,6 +14,7 @@ use crate::{
     ALIGN, Inside,
     allocate::Holds,
     arena, give_up, local, made, next, protect, set_errno,
+    small::{self, Jemalloc},
     state::{self, State},
 };
 
@@ -21,6 +23,39 @@ fn allocate(state: &State, bytes: usize, align: usize, holds: Holds) -> *mut c_v
     let made = state.allocate(bytes, align, holds);
     made::add(made as usize);
     made
+}
+
+/// Makes a small block by jemalloc. `None`: the next allocator is to make it.
+fn small(make: impl FnOnce(&Jemalloc) -> *mut c_void) -> Option<NonNull<c_void>> {
+    NonNull::new(make(small::serves()?))
+}
+
+/// Counts a block that the next allocator has `made`, and returns it. The block that is one too
+/// many makes jemalloc serve small requests.
+///
+/// # Safety
+/// `made` is a block of the next allocator, or null.
+unsafe fn counted(made: *mut c_void) -> *mut c_void {
+    if small::counts(made as usize) && !made.is_null() && !next::is_early(made) {
+        // SAFETY: the caller's promise. Blocks are counted only if the next allocator is the C
+        // library's.
+        let is_due = unsafe { small::add(made) };
+        if is_due && state::get().or_else(arena::open).is_some() {
+            small::switch();
+        }
+    }
+    made
+}
+
+/// Counts a block of the next allocator that is about to be given up.
+///
+/// # Safety
+/// As [`counted`].
+unsafe fn uncount(old: *mut c_void) {
+    if small::counts(old as usize) && !old.is_null() && !next::is_early(old) {
+        // SAFETY: as above.
+        unsafe { small::remove(old) };
+    }
 }
 
 /// `malloc`.
@@ -32,8 +67,11 @@ pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
     match arena::serves(bytes) {
         Some(state) => allocate(state, bytes, ALIGN, Holds::Anything),
         None if local::serves() => local::allocate(bytes, ALIGN),
-        // SAFETY: the caller's promise.
-        None => unsafe { next::malloc(bytes) },
+        None => match small(|jemalloc| jemalloc.malloc(bytes)) {
+            Some(made) => made.as_ptr(),
+            // SAFETY: the caller's promise.
+            None => unsafe { counted(next::malloc(bytes)) },
+        },
     }
 }
 
@@ -50,8 +88,11 @@ pub(crate) unsafe extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_voi
     match arena::serves(all) {
         Some(state) => allocate(state, all, ALIGN, Holds::Zeros),
         None if local::serves() => local::allocate(all, ALIGN),
-        // SAFETY: the caller's promise.
-        None => unsafe { next::calloc(count, bytes) },
+        None => match small(|jemalloc| jemalloc.calloc(count, bytes)) {
+            Some(made) => made.as_ptr(),
+            // SAFETY: the caller's promise.
+            None => unsafe { counted(next::calloc(count, bytes)) },
+        },
     }
 }
 
@@ -67,7 +108,15 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
     }
     if !made::holds(old as usize) {
         // SAFETY: the caller's promise.
-        return unsafe { next::free(old) };
+        return unsafe {
+            match small::owner(old as usize) {
+                Some(jemalloc) => jemalloc.free(old),
+                None => {
+                    uncount(old);
+                    next::free(old);
+                }
+            }
+        };
     }
     // In a child made by `fork` nothing is freed.
     let (Some(state), Some(old)) = (state::get(), NonNull::new(old)) else {
@@ -98,8 +147,31 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
         return unsafe { malloc(bytes) };
     }
     if !is_ours && !local::holds(old) && arena::serves(bytes).is_none() {
-        // SAFETY: the caller's promise.
-        return unsafe { next::realloc(old, bytes) };
+        let serves = match local::serves() {
+            true => None,
+            false => small::serves(),
+        };
+        match (small::owner(old as usize), serves) {
+            (None, None) => {
+                // SAFETY: the caller's promise. A block that could not be reallocated stays.
+                return unsafe {
+                    uncount(old);
+                    let made = next::realloc(old, bytes);
+                    if made.is_null() && bytes > 0 {
+                        counted(old);
+                    }
+                    counted(made)
+                };
+            }
+            (Some(jemalloc), Some(_)) if bytes > 0 => {
+                // SAFETY: as above.
+                let made = unsafe { jemalloc.realloc(old, bytes) };
+                if !made.is_null() {
+                    return made;
+                }
+            }
+            _ => {}
+        }
     }
     if bytes == 0 {
         // SAFETY: the caller's promise.
@@ -144,7 +216,12 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
     }
     if !made::holds(of as usize) {
         // SAFETY: the caller's promise.
-        return unsafe { next::usable(of) };
+        return unsafe {
+            match small::owner(of as usize) {
+                Some(jemalloc) => jemalloc.usable(of),
+                None => next::usable(of),
+            }
+        };
     }
     let (Some(state), Some(of)) = (state::inherited(), NonNull::new(of.cast())) else {
         return 0;
@@ -162,8 +239,13 @@ pub(crate) unsafe extern "C" fn memalign(align: usize, bytes: usize) -> *mut c_v
     match arena::serves(bytes) {
         Some(state) if align.is_power_of_two() => allocate(state, bytes, align, Holds::Anything),
         None if local::serves() && align.is_power_of_two() => local::allocate(bytes, align),
+        None if align.is_power_of_two()
+            && let Some(made) = small(|jemalloc| jemalloc.memalign(align, bytes)) =>
+        {
+            made.as_ptr()
+        }
         // SAFETY: the caller's promise.
-        _ => unsafe { next::memalign(align, bytes) },
+        _ => unsafe { counted(next::memalign(align, bytes)) },
     }
 }
 

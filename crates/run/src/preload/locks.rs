@@ -1,5 +1,5 @@
 //! Memory that the program has locked, by `mlock` and its kind: it is pinned, and locked by the
-//! kernel as well. Stacks for signals are pinned.
+//! kernel as well. Stacks for signals and of contexts are pinned.
 //!
 //! The rule it keeps: pages are pinned before the kernel locks them, once for each page, and
 //! unpinned when the last locked part of the page is unlocked.
@@ -10,9 +10,13 @@ use std::{
     sync::atomic::{AtomicI32, Ordering},
 };
 
+use farpage::Ranges;
+use farpage_signals::Mutex;
+
 use crate::{
     Inside, answer, arena, fail,
     mappings::{self, Map},
+    next::Next,
     say_once, signal_stack, signals,
     state::{self, KERNEL_PAGE_BYTES, State},
 };
@@ -167,6 +171,9 @@ pub(crate) unsafe extern "C" fn mlock2(
     bytes: usize,
     flags: c_uint,
 ) -> c_int {
+    if let Some(Err(errno)) = pin_statics(address, bytes) {
+        return fail(errno);
+    }
     match pages(address, bytes) {
         // SAFETY: the caller's promise.
         None => unsafe { libc::syscall(libc::SYS_mlock2, address, bytes, flags) as c_int },
@@ -345,6 +352,86 @@ pub(crate) unsafe extern "C" fn munlockall() -> c_int {
     unsafe { libc::syscall(libc::SYS_munlockall) as c_int }
 }
 
+/// Pinned parts of static arrays, which stay pinned.
+static PINNED: Mutex<Ranges<bool>> = Mutex::new(Ranges::new());
+
+/// Pins the static arrays among `bytes` bytes at `address`. The error is an `errno`.
+fn pin_statics(address: *const c_void, bytes: usize) -> Option<Result<(), c_int>> {
+    let (region, range) = state::static_region(address, bytes)?;
+    let _inside = Inside::enter();
+    let base = region.as_ptr() as usize;
+    let mut pinned = PINNED.lock();
+    let new = pinned.those(&(base + range.start..base + range.end), |is_pinned| {
+        !is_pinned
+    });
+    for part in new {
+        let pages = part.start - base..part.end - base;
+        if let Err(error) = region.pin(pages) {
+            say_once(&format!("a static array cannot be pinned: {error}"));
+            return Some(Err(libc::ENOMEM));
+        }
+        pinned.change(&part, |is_pinned| *is_pinned = true);
+    }
+    Some(Ok(()))
+}
+
+/// Pins a stack, if it is remote. With in-thread faults the kernel cannot write to an absent page
+/// of a stack, as it does for signals. Returns false if the stack cannot be pinned.
+fn pin_stack(address: *const c_void, bytes: usize) -> bool {
+    if !signals::are_ours() {
+        return true;
+    }
+    let pinned = pin_statics(address, bytes).or_else(|| match state::allocated(address, bytes) {
+        Some((state, addresses, true)) => Some(pins(state, &addresses)),
+        _ => None,
+    });
+    pinned.is_none_or(|pinned| pinned.is_ok())
+}
+
+/// Returns the C library's `makecontext`, after the context's stack has been pinned.
+#[cfg(target_arch = "x86_64")]
+extern "C" fn next_makecontext(context: *const libc::ucontext_t) -> *mut c_void {
+    static MAKECONTEXT: Next = Next::new(c"makecontext");
+    // SAFETY: the program's context, in which it has set the stack.
+    let stack = unsafe { (*context).uc_stack };
+    if !pin_stack(stack.ss_sp, stack.ss_size) {
+        say_once(
+            "a coroutine's stack cannot be pinned: a signal there may end the program; raise --budget, or use --fillers",
+        );
+    }
+    MAKECONTEXT.get().unwrap_or(std::ptr::null_mut())
+}
+
+/// `makecontext`. A remote stack is pinned.
+///
+/// # Safety
+/// As `makecontext`.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(no_mangle)]
+#[unsafe(naked)]
+pub(crate) unsafe extern "C" fn makecontext(context: *mut libc::ucontext_t) {
+    std::arch::naked_asm!(
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push rcx",
+        "push r8",
+        "push r9",
+        "push rax",
+        "call {next}",
+        "mov r11, rax",
+        "pop rax",
+        "pop r9",
+        "pop r8",
+        "pop rcx",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "jmp r11",
+        next = sym next_makecontext,
+    )
+}
+
 /// `sigaltstack`. A remote stack is pinned: the kernel writes to it while its page is absent.
 ///
 /// # Safety
@@ -358,9 +445,7 @@ pub(crate) unsafe extern "C" fn sigaltstack(
     let (new, old) = unsafe { (new.as_ref().copied(), old.as_mut()) };
     let is_set = |stack: &libc::stack_t| stack.ss_flags & libc::SS_DISABLE == 0;
     if let Some(stack) = new.filter(is_set)
-        && let Some((state, addresses, true)) = state::allocated(stack.ss_sp, stack.ss_size)
-        && signals::are_ours()
-        && pins(state, &addresses).is_err()
+        && !pin_stack(stack.ss_sp, stack.ss_size)
     {
         say_once(
             "an alternate signal stack cannot be pinned: a fault there ends the program; raise --budget",

@@ -3,7 +3,7 @@
 //!
 //! The rule it keeps: mappings in the arena are recorded by byte, whosever the page is. A page of
 //! the arena is given back when it has no mapping any more. All other calls go to the kernel
-//! unchanged.
+//! unchanged, except that jemalloc gets memory of the arena or none (`small.rs`).
 
 use std::{
     ffi::{c_int, c_void},
@@ -19,7 +19,7 @@ use crate::{
     foreign::{self, Failure, Wanted},
     locks,
     mappings::{self, Map, PLAIN},
-    protect, say_once, set_errno,
+    protect, say_once, set_errno, small,
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
@@ -69,6 +69,8 @@ pub(crate) unsafe extern "C" fn mmap(
     {
         // The address that the program asked for is a hint.
         return made;
+    } else if is_plain && small::is_calling() {
+        return failed(libc::ENOMEM);
     }
     // SAFETY: the caller's promise.
     let made = match unsafe { wanted.call(address as usize, flags) } {
@@ -80,6 +82,7 @@ pub(crate) unsafe extern "C" fn mmap(
         unsafe { libc::syscall(libc::SYS_munmap, made, bytes) };
         return failed(errno);
     }
+    small::note(made, bytes, true);
     made
 }
 
@@ -344,8 +347,11 @@ pub(crate) unsafe extern "C" fn munmap(address: *mut c_void, bytes: usize) -> c_
             unmap(&mut mappings::change(), state, &addresses);
             0
         }
-        // SAFETY: the caller's promise.
-        _ => unsafe { libc::syscall(libc::SYS_munmap, address, bytes) as c_int },
+        _ => {
+            small::note(address, bytes, false);
+            // SAFETY: the caller's promise.
+            unsafe { libc::syscall(libc::SYS_munmap, address, bytes) as c_int }
+        }
     }
 }
 

@@ -164,6 +164,7 @@ fn early(bytes: usize, align: usize) -> *mut c_void {
     (start + at).next_multiple_of(align.max(16)) as *mut c_void
 }
 
-fn is_early(at: *mut c_void) -> bool {
+/// True if `at` is early memory.
+pub(crate) fn is_early(at: *mut c_void) -> bool {
     (at as usize).wrapping_sub(EARLY.0.as_ptr() as usize) < EARLY_BYTES
 }

@@ -228,6 +228,25 @@ pub(crate) unsafe extern "C" fn madvise(
     bytes: usize,
     advice: c_int,
 ) -> c_int {
+    if let Some((region, range)) = state::static_region(address, bytes)
+        && let libc::MADV_DONTNEED | libc::MADV_FREE = advice
+    {
+        let inside = Inside::enter();
+        let (base, end) = (region.as_ptr() as usize, address as usize + bytes);
+        let [first, last] = [range.start, range.end].map(|offset| base + offset);
+        // SAFETY: the program gives the contents up.
+        let gone = unsafe { region.discard_shared(range) }.map_err(|_| libc::EINVAL);
+        let beside = [address as usize..first, last..end];
+        let gone = beside
+            .iter()
+            .filter(|part| !part.is_empty())
+            .fold(gone, |gone, part| {
+                // SAFETY: as above.
+                unsafe { mappings::done(libc::SYS_madvise, part, [advice as usize, 0]) }.and(gone)
+            });
+        drop(inside);
+        return answer(gone);
+    }
     let Some((state, addresses, is_there)) = state::allocated(address, bytes) else {
         // SAFETY: the caller's promise.
         return unsafe { libc::syscall(libc::SYS_madvise, address, bytes, advice) as c_int };

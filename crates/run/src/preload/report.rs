@@ -19,7 +19,7 @@ use std::{
 use farpage::{ByteSize, Runtime};
 
 use crate::{
-    say_to, signals,
+    say_to, signals, small,
     state::{self, State},
 };
 
@@ -138,19 +138,24 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
     let size = |bytes: u64| ByteSize(bytes).to_string();
     let of = |part: u64, all: u64| format!("{} %", part * 100 / all.max(1));
     let mut lines = Vec::new();
+    let statics = state.map_or(0, |state| state.arena.beside_bytes()) as u64;
+    let of_statics = match statics {
+        0 => String::new(),
+        bytes => format!(" and in static arrays ({} of .bss)", size(bytes)),
+    };
     if let Some(state) = state
         && state.arena.is_ordinary()
     {
         lines.push(format!(
             "ordinary: all {} that were allocated at once fitted the budget ({}), so that nothing became remote",
-            size(state.peak_bytes() as u64),
+            size((state.peak_bytes() + state.arena.beside_bytes()) as u64),
             size(pager.budget_bytes),
         ));
     }
     if let Some(begun) = state.and_then(|state| state.arena.begun()) {
         lines.push(format!(
             "ordinary up to {}, and under paging from then on, which began within {:.1} ms",
-            size(begun.allocated_bytes as u64),
+            size(begun.allocated_bytes as u64 + statics),
             begun.took.as_secs_f64() * 1e3,
         ));
     }
@@ -158,9 +163,9 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
         && pager.fills > 0
     {
         lines.push(format!(
-            "at most {} in the arena, {} of it in local memory (budget {}), and {} allocated; {} faults, {} pages came in, {} of them ahead, \
+            "at most {} in the arena{of_statics}, {} of it in local memory (budget {}), and {} allocated; {} faults, {} pages came in, {} of them ahead, \
              {} left, {} of them unchanged; {} read, {} written",
-            size(state.arena.touched_peak_bytes() as u64),
+            size((state.arena.touched_peak_bytes() + state.arena.beside_bytes()) as u64),
             size(pager.peak_resident_bytes),
             size(pager.budget_bytes),
             size(state.peak_bytes() as u64),
@@ -199,6 +204,12 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
             of(pager.beside_resident, pager.fills - pager.prefetches),
         ));
     }
+    if let Some(bytes) = small::switched_at() {
+        lines.push(format!(
+            "small objects are remote since {} of them were local (--small)",
+            size(bytes),
+        ));
+    }
     // Among many programs only those with pages in the arena are of interest.
     if state.is_none() && !state::has_children_interposed() {
         lines.push(
@@ -206,16 +217,17 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
         );
     }
     let of_the_arena = match state {
-        Some(state) if state.arena.is_ordinary() => state.peak_bytes() as u64,
+        Some(state) if state.arena.is_ordinary() => statics + state.peak_bytes() as u64,
         _ => pager.peak_resident_bytes,
     };
     let local = local_peak_bytes(of_the_arena, state);
     if local > LOCAL_BYTES {
+        let why = small::why_local().map_or(String::new(), |why| format!("; {why}"));
         lines.push(format!(
-            "about {} were local, outside the arena and the budget: small objects (requests below {}), static arrays (.data and .bss: {}), stacks",
+            "about {} were local, outside the arena and the budget: small objects (requests below {}{why}), static arrays (.data and .bss: {}), stacks",
             size(local),
             size(state::min_bytes() as u64),
-            size(static_bytes()),
+            size(static_bytes().saturating_sub(statics)),
         ));
     }
     lines

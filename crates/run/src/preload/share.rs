@@ -16,7 +16,7 @@ use std::{
 use farpage::{ByteSize, Runtime};
 
 use crate::{
-    say_once,
+    say_once, small,
     state::{self, State},
 };
 
@@ -54,6 +54,7 @@ impl Share {
         self.bytes = self.first().map_err(|error| no(&error))?;
         // Before the arena is made, which is ordinary memory up to its budget.
         runtime.set_budget(ByteSize(self.bytes));
+        small::set_budget(self.bytes);
         let no = |error| format!("cannot keep to a share of the budget: {error}");
         self.stream.set_read_timeout(Some(LOOK)).map_err(no)?;
         let thread = thread::Builder::new().name("farpage-share".into());
@@ -91,7 +92,9 @@ impl Share {
                 is_made = true;
                 keep_ordinary(state, self.bytes);
             }
-            let allocated = state::get().map_or(0, |state| state.arena.allocated_bytes()) as u64;
+            let allocated = state::get().map_or(0, |state| {
+                state.arena.allocated_bytes() + state.arena.beside_bytes()
+            }) as u64;
             // A quarter more, so that growth by small steps needs few messages.
             let now = (allocated + allocated / 4).next_multiple_of(1 << 20);
             if now > wants || now < wants / 2 {
@@ -115,6 +118,7 @@ impl Share {
         if bytes < self.bytes {
             keep_ordinary();
         }
+        small::set_budget(bytes);
         while runtime.set_budget(ByteSize(bytes)) > ByteSize(0) {
             // Pages may exceed it for ever, if pinned. Another program may give more meanwhile.
             if since.elapsed() > LOOK && self.is_told_more() {

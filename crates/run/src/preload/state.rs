@@ -45,6 +45,8 @@ static START: AtomicUsize = AtomicUsize::new(0);
 static BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Size in bytes from which on requests are served here.
 static MIN_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
+/// Addresses of static arrays that are remote.
+static STATICS: OnceLock<Vec<Range<usize>>> = OnceLock::new();
 /// Id of the process that has built the runtime.
 static PROCESS: AtomicUsize = AtomicUsize::new(0);
 /// True once the program has asked for a ring. Sequentially consistent: if one thread asks for a
@@ -113,8 +115,10 @@ pub(crate) fn expect_zero_copy() {
     HAS_RINGS.swap(true, Ordering::SeqCst);
     if let Some(state) = get() {
         let _inside = Inside::enter();
-        let advised = state.arena.region().advise(.., Advice::ZeroCopy);
-        debug_assert!(advised.is_ok(), "marks are set in memory");
+        for region in state.arena.beside().iter().chain([state.arena.region()]) {
+            let advised = region.advise(.., Advice::ZeroCopy);
+            debug_assert!(advised.is_ok(), "marks are set in memory");
+        }
     }
 }
 
@@ -162,6 +166,34 @@ pub(crate) fn folder() -> &'static Path {
     (OPTIONS.get()).map_or(Path::new(""), |options| &options.folder)
 }
 
+/// Notes the addresses of static arrays that become remote.
+pub(crate) fn set_statics(addresses: Vec<Range<usize>>) {
+    let _ = STATICS.set(addresses);
+}
+
+/// Returns the addresses of static arrays that are remote.
+pub(crate) fn statics() -> &'static [Range<usize>] {
+    STATICS.get().map_or(&[], Vec::as_slice)
+}
+
+/// Returns the region of static arrays that some of `bytes` bytes at `address` lie in, and the
+/// place of these in it.
+pub(crate) fn static_region(
+    address: *const c_void,
+    bytes: usize,
+) -> Option<(&'static Region, Range<usize>)> {
+    let start = address as usize;
+    if Inside::is() || statics().is_empty() {
+        return None;
+    }
+    let end = start.checked_add(bytes)?;
+    get()?.arena.beside().iter().find_map(|region| {
+        let base = region.as_ptr() as usize;
+        let (first, last) = (start.max(base), end.min(base + region.len()));
+        (first < last).then(|| (region, first - base..last - base))
+    })
+}
+
 /// True if `address` is the arena's, in this process or in the one that it was forked from.
 pub(crate) fn owns(address: usize) -> bool {
     offset(address).is_some()
@@ -175,8 +207,9 @@ pub(crate) fn offset(address: usize) -> Option<usize> {
 
 /// True if some of `bytes` bytes at `at` are remote.
 pub(crate) fn is_remote(at: usize, bytes: usize) -> bool {
+    let holds = |address| owns(address) || statics().iter().any(|part| part.contains(&address));
     // Also in a child made by `fork`, whose absent pages its parent brings in.
-    bytes > 0 && (owns(at) || owns(at.saturating_add(bytes - 1))) && inherited().is_some()
+    bytes > 0 && (holds(at) || holds(at.saturating_add(bytes - 1))) && inherited().is_some()
 }
 
 /// Returns the addresses of a call, if they lie in the arena.
