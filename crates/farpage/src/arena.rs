@@ -13,10 +13,7 @@ use std::{
     fmt,
     ops::Range,
     ptr::NonNull,
-    sync::{
-        OnceLock,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 use bytesize::ByteSize;
@@ -65,8 +62,6 @@ pub struct Arena {
     freed_bytes: AtomicUsize,
     touched_peak_bytes: AtomicUsize,
     pub(crate) ordinary: OrdinaryTime,
-    /// Regions that come under paging with the arena.
-    pub(crate) beside: OnceLock<Vec<Region>>,
 }
 
 /// The reason why an arena could not make an allocation.
@@ -119,7 +114,6 @@ impl Arena {
             freed_bytes: AtomicUsize::new(0),
             touched_peak_bytes: AtomicUsize::new(0),
             ordinary: OrdinaryTime::new(budget_bytes),
-            beside: OnceLock::new(),
         }
     }
 

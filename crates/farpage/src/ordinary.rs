@@ -80,7 +80,7 @@ impl Arena {
     #[doc(hidden)]
     pub fn add_beside(&self, regions: Vec<Region>) -> Result<(), PageError> {
         let ranges = self.ranges();
-        let is_first = self.beside.set(regions).is_ok();
+        let is_first = self.ordinary.beside.set(regions).is_ok();
         debug_assert!(is_first, "regions are added once");
         match self.is_ordinary() {
             true => self.room_for(ranges, 0).map(drop),
@@ -91,7 +91,7 @@ impl Arena {
     /// Returns the regions that come under paging with the arena.
     #[doc(hidden)]
     pub fn beside(&self) -> &[Region] {
-        self.beside.get().map_or(&[], Vec::as_slice)
+        self.ordinary.beside.get().map_or(&[], Vec::as_slice)
     }
 
     /// Returns the bytes of the regions beside the arena.

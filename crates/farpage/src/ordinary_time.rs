@@ -10,11 +10,15 @@ use std::{
     time::Duration,
 };
 
+use crate::Region;
+
 /// Time of an arena before paging begins.
 pub(crate) struct OrdinaryTime {
     /// Bytes beyond which paging begins.
     most_bytes: AtomicUsize,
     begun: OnceLock<Begun>,
+    /// Regions that come under paging with the arena.
+    pub(crate) beside: OnceLock<Vec<Region>>,
 }
 
 /// Beginning of paging in memory that was ordinary before.
@@ -32,6 +36,7 @@ impl OrdinaryTime {
         OrdinaryTime {
             most_bytes: AtomicUsize::new(budget_bytes),
             begun: OnceLock::new(),
+            beside: OnceLock::new(),
         }
     }
 
