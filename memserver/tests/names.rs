@@ -104,6 +104,32 @@ fn a_key_is_believed_only_with_its_own_signature_of_this_challenge() {
 }
 
 #[test]
+fn creating_a_name_that_exists_is_an_error_unless_it_is_to_be_replaced() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    let keys = tempfile::tempdir().unwrap();
+    let key = keys.path().join("key");
+    let (first, second) = (connect_as(&both.shm, &key), connect_as(&both.tcp, &key));
+    first.publish("x", b"old", &[]).unwrap();
+    drop(first);
+    wait_until("the name is free", || {
+        matches!(
+            second.names().unwrap()[..],
+            [NamedRegion { in_use: false, .. }]
+        )
+    });
+    for error in [
+        second.claim("x", false).unwrap_err(),
+        second.publish("x", b"new", &[]).unwrap_err(),
+    ] {
+        assert!(matches!(error, PublishError::Exists { .. }), "{error}");
+    }
+    second.claim("x", true).unwrap();
+    second.publish("x", b"new", &[]).unwrap();
+    second.disclaim("x").unwrap();
+    assert_eq!(second.open("x").unwrap().manifest, b"new");
+}
+
+#[test]
 fn a_user_without_a_place_for_a_key_is_told_so_when_a_name_is_used() {
     let both = Both::start(64 * MIB, Duration::from_secs(60));
     let session = connect_as(&both.tcp, Path::new("/proc/nobody/key"));

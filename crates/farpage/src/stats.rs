@@ -61,7 +61,7 @@ impl fmt::Display for Stats {
         } = self;
         write!(
             f,
-            "{} faults, {} fills ({} ahead), {} evictions ({} unchanged, {} taken back); {} read, {} written; at most {} of {} in memory",
+            "{} faults, {} fills ({} ahead), {} evictions ({} unchanged), {} taken back on their way out; {} read, {} written; at most {} of {} in memory",
             pager.faults,
             pager.fills,
             pager.prefetches,

@@ -164,7 +164,7 @@ impl RunReturns {
 /// Source that found a page which leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FoundBy {
-    /// The clock hand came by, or the program asked for it.
+    /// The clock hand came by. Also of pages that the program asked to leave, which are few.
     ClockHand = 0,
     /// A stream had gone through the page.
     Stream = 1,

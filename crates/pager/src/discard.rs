@@ -53,7 +53,11 @@ impl<A: AddressSpace> MappedRegion<A> {
             next if next > rest.start => Ok(Attempt::Done(next - rest.start)),
             _ => self.try_discard(rest),
         };
-        let mut rest = pages;
+        // Pages that nobody has touched are passed over also while the program forks.
+        let mut rest = self
+            .next_touched(pages.start)
+            .min(pages.end)
+            .until(pages.end);
         self.act_on(&mut rest, &entered, act, |page| self.ask_for(page))?;
         Ok(self.bytes_of(pages))
     }
@@ -124,7 +128,10 @@ impl<A: AddressSpace> MappedRegion<A> {
             Ok(taken) => taken,
             // The program gave the page back to the kernel: what was stored is the page now.
             Err(NotTaken::NotHere) => return Ok(Attempt::Done(0)),
-            Err(NotTaken::NotNow(error)) => return Ok(Attempt::NotNow(error)),
+            Err(NotTaken::NotNow(error)) => {
+                let label = |error| PageError::cannot_take_out(region.label(), pages.start, error);
+                return Ok(Attempt::NotNow(error.map(label)));
+            }
         };
         let taken = run.len();
         // Cleared while the pages are ours, and before others may fill them.

@@ -16,10 +16,11 @@ use std::{
 use farpage_fabric::Since;
 use farpage_signals::Mutex;
 use farpage_store::{IoQueue, PageIndex, PageRange, StoreCall};
-use farpage_vm::AddressSpace;
+use farpage_vm::{AddressSpace, DetachError};
 
 use crate::{
     PageError,
+    budget::Budget,
     clock::FoundBy,
     freeze::Entered,
     job::Job,
@@ -70,6 +71,10 @@ struct WriteBackSink<'a, A: AddressSpace> {
 impl<A: AddressSpace> Sink<A> for WriteBackSink<'_, A> {
     fn has_room(&self) -> bool {
         self.write_backs.has_room(1)
+    }
+
+    fn wants_more(&self, budget: &Budget) -> bool {
+        budget.excess() > 0
     }
 
     fn put(
@@ -269,11 +274,10 @@ impl<A: AddressSpace> Evictor<A> {
                     any = true;
                 }
                 Err(NotTaken::NotNow(error)) if later.since.elapsed() > self.deadline => {
-                    let busy = PageError::Busy {
-                        region: later.job.region.label(),
-                        page: later.page.number(),
-                    };
-                    later.job.close_one(Some(error.unwrap_or(busy)));
+                    let error = error.unwrap_or(DetachError::Busy);
+                    let label = later.job.region.label();
+                    let error = PageError::cannot_take_out(label, later.page, error);
+                    later.job.close_one(Some(error));
                     any = true;
                 }
                 Err(NotTaken::NotNow(_)) => self.later.push(later),

@@ -407,6 +407,7 @@ impl<A: AddressSpace, L: FillCompletion<A>> Fills<A, L> {
     /// Begins a turn: retries faults that were put off and fills that wait for a frame. Returns
     /// whether anything was done.
     pub(crate) fn serve_backlog(&mut self) -> bool {
+        self.io.begin_turn();
         let mut any = self.serve_put_off();
         if self.backlog.is_empty() {
             return any;

@@ -19,6 +19,7 @@ use smallvec::SmallVec;
 use crate::{
     PageError,
     ahead::ReadAhead,
+    budget::Budget,
     clock::FoundBy,
     doors::{Ask, Command},
     fills::{Arrivals, FillCompletion, Fills},
@@ -125,14 +126,10 @@ impl<A: AddressSpace> InlineHandler<A> {
     /// Takes a few pages out if memory is tight. Returns whether it did.
     fn reclaim(&self) -> bool {
         let (shared, worker) = (&*self.shared, self.worker);
+        let sink = HandOverSink { shared, worker };
         shared.frames.budget().is_tight()
             && !shared.hand_over.rests()
-            && evict(
-                shared,
-                worker,
-                RECLAIM_LIMIT,
-                HandOverSink { shared, worker },
-            )
+            && evict(shared, worker, RECLAIM_LIMIT, sink)
     }
 
     /// Takes a step between the beginning and the end of a service, for callers that do nothing
@@ -169,6 +166,10 @@ struct HandOverSink<'a, A: AddressSpace> {
 impl<A: AddressSpace> Sink<A> for HandOverSink<'_, A> {
     fn has_room(&self) -> bool {
         self.shared.hand_over.has_room()
+    }
+
+    fn wants_more(&self, budget: &Budget) -> bool {
+        budget.is_tight()
     }
 
     fn put(

@@ -44,7 +44,7 @@
 //! | 7 | `COPYING` | the page is being copied, and has had no owner since the copying began |
 //! | 8 - 15 | pins | number of pins by the program: unless 0 the page comes back when taken out |
 //! | 16 - 19 | usage count | how many passes of the clock hand the page survives |
-//! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
+//! | 32 - 63 | stamp | the fill clock when it came in, was passed over or left (bit 0: by whom) |
 //!
 //! A word changes by compare-and-swap only. The swap into an owned state is an acquire and the one
 //! out of it a release: what an owner wrote to the page entry is seen by the next owner.
@@ -173,7 +173,8 @@ impl PageWord {
         self.0 & PINS != 0
     }
 
-    /// Returns the fill clock's time when the page became resident or when it left.
+    /// Returns the fill clock's time when the page became resident, was last passed over, or left.
+    /// Bit 0 of the last says who found the page.
     pub fn stamp(self) -> u32 {
         (self.0 >> STAMP_SHIFT) as u32
     }

@@ -18,6 +18,7 @@ use farpage_store::PageRange;
 use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 
 use crate::{
+    budget::Budget,
     clock::FoundBy,
     freeze::Entered,
     protocol::{self, PageWord},
@@ -40,6 +41,9 @@ pub(crate) struct EvictionLimit {
 pub(crate) trait Sink<A: AddressSpace> {
     /// True if one more run may be taken out.
     fn has_room(&self) -> bool;
+
+    /// True if more of the budget has to become free.
+    fn wants_more(&self, budget: &Budget) -> bool;
 
     /// Takes over a run that was taken out: its pages are owned as `Leaving`.
     fn put(
@@ -70,7 +74,8 @@ pub(crate) fn evict<A: AddressSpace, S: Sink<A>>(
         sink,
     };
     for _ in 0..limit.chunks {
-        if left == 0 || shared.frames.budget().excess() == 0 || !eviction.goes_on() {
+        let budget = shared.frames.budget();
+        if left == 0 || !eviction.sink.wants_more(budget) || !eviction.goes_on() {
             break;
         }
         let Some(candidates) = shared.victims.candidates() else {
@@ -80,7 +85,7 @@ pub(crate) fn evict<A: AddressSpace, S: Sink<A>>(
             continue;
         }
         if candidates.region.is_read_only() {
-            any |= eviction.drop_candidates(&candidates);
+            any |= eviction.drop_candidates(&candidates, &mut left);
         } else if !shared.scatter.is_better(&candidates) {
             any |= eviction.move_out(&candidates, &mut left);
         } else if let Some(some) = eviction.copy_out(candidates) {
@@ -138,12 +143,13 @@ impl<A: AddressSpace, S: Sink<A>> Eviction<'_, A, S> {
         walk.end()
     }
 
-    /// Drops victims among the candidates of a read-only region.
-    fn drop_candidates(&mut self, candidates: &Candidates) -> bool {
+    /// Drops victims among the candidates of a read-only region, and counts them off `left`.
+    fn drop_candidates(&mut self, candidates: &Candidates, left: &mut usize) -> bool {
         let dropped = self
             .shared
             .victims
             .drop_candidates(self.entered, candidates);
+        *left = left.saturating_sub(dropped.pages);
         let (any, found_by) = (dropped.pages > 0, candidates.found_by);
         let moved = self.end_dropping(&candidates.region, dropped, protocol::leave, found_by);
         any || moved.is_ok()

@@ -146,7 +146,11 @@ impl<A: AddressSpace> MappedRegion<A> {
             Err(refused) => {
                 (owned.iter()).for_each(|page| self.publish_remote(region, page));
                 return match refused {
-                    NotTaken::NotNow(Some(error)) => Err(error),
+                    NotTaken::NotNow(Some(error)) => Err(PageError::cannot_take_out(
+                        region.label(),
+                        wanted.start,
+                        error,
+                    )),
                     // If the program gave the page back, what was stored is the page now.
                     NotTaken::NotNow(None) | NotTaken::NotHere => Ok(Attempt::NotNow(None)),
                 };

@@ -45,13 +45,15 @@ counters! {
     fills,
     /// Pages of `fills` that were brought in ahead of need.
     prefetches,
-    /// Pages taken out to make room or because the program asked.
+    /// Pages taken out to make room or because the program asked for that (`DontNeed`, a flush that
+    /// gives up). Pages that were discarded or unmapped do not count.
     evictions,
     /// Pages of `evictions` that had not changed and needed no WRITE.
     clean_evictions,
     /// Pages written back.
     writes,
-    /// Pages that were wanted again while they were leaving and came back without a READ.
+    /// Pages that were wanted again, or pinned, while they were leaving and came back without a
+    /// READ. No part of `evictions`.
     steals,
     /// Pages that could not be brought in and raise SIGBUS.
     poisoned,

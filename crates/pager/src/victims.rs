@@ -33,7 +33,6 @@ use farpage_vm::{AddressSpace, DetachError, RUN_PAGES_MAX, SCATTERED_PAGES_MAX};
 use smallvec::SmallVec;
 
 use crate::{
-    PageError,
     clock::{FillClock, FoundBy, Proof},
     frames::FrameAllocator,
     freeze::Entered,
@@ -56,8 +55,9 @@ pub(crate) struct Candidates {
 
 /// Reason why the first of some pages was not taken out.
 pub(crate) enum NotTaken {
-    /// The page has another owner, or the kernel does not give it, and why.
-    NotNow(Option<PageError>),
+    /// The page has another owner, or the kernel does not give it, and why. Text is made of that
+    /// where threads may allocate: handlers of faults take pages out, too.
+    NotNow(Option<DetachError>),
     /// The page is not here to be taken out.
     NotHere,
 }
@@ -156,7 +156,6 @@ impl<A: AddressSpace> Victims<A> {
             }
             Err(error) => {
                 self.stay(&region, first.alone());
-                let error = PageError::cannot_take_out(region.label(), first, error);
                 Err(NotTaken::NotNow(Some(error)))
             }
         }

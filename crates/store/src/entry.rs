@@ -9,8 +9,8 @@
 //! | word | bits | |
 //! |---|---|---|
 //! | place | 0..32 | offset in the extent, in units of 64 bytes |
-//! | | 32..56 | extent, as an index into the pool's table |
-//! | | 56..64 | server, as an index into the pool's table |
+//! | | 32..56 | extent group, as an index into the pool's table: its members have the bytes |
+//! | | 56..64 | server that the slot was carved by, which may not have the bytes any more |
 //! | form | 0..32 | stored length in bytes |
 //! | | 32..40 | form: raw, or the codec that the page was encoded by |
 //! | | 40..48 | kind; 0 is a page that was never written |

@@ -252,8 +252,9 @@ impl GroupTable {
     }
 
     /// Makes an entry of a slot of the group publishable whose WRITEs at the positions in `done`
-    /// are complete: marks all other Good members Stale. False if none of `done` is Good: then an
-    /// entry would refer to bytes that no member has for certain, and nothing is marked.
+    /// are complete: marks all other Good members Stale, and returns the marked positions. `None`
+    /// if none of `done` is Good: an entry would refer to bytes that no member has for certain, and
+    /// nothing is marked.
     pub(crate) fn settle(&self, index: u32, done: u8) -> Option<u8> {
         let good = (self.0.read().expect(NO_PANIC).by_index[index as usize])
             .expect("an extent with live slots is kept")

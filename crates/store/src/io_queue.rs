@@ -91,8 +91,9 @@ pub struct IoQueue<R, F: RunBuffer> {
     waiting: VecDeque<usize>,
     /// Requests that have ended and were not handed out.
     ready: Vec<RunCompletion<R, F>>,
-    /// Number of polls so far.
+    /// Number of polls so far, and of turns of the driver.
     polls: u64,
+    turns: u64,
     /// Requests that are posted or in a port's backlog.
     ops_in_flight: usize,
     staging: Staging,
@@ -152,6 +153,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             waiting: VecDeque::new(),
             ready: Vec::with_capacity(64),
             polls: 0,
+            turns: 0,
             ops_in_flight: 0,
             staging: Staging::new(cluster.registered.clone()),
             coder: Coder::new(),
@@ -269,7 +271,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             (request, store, page),
             (frame, entry),
             spare,
-            self.polls,
+            (self.polls, self.turns),
         );
         self.load.held += 1;
         let index = self.vacant.pop().unwrap_or_else(|| {
@@ -277,6 +279,12 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             self.runs.len() - 1
         });
         self.advance(index, run);
+    }
+
+    /// Begins a turn of the driver. What is posted and ends within one turn ends
+    /// [at once](RunTiming::at_once).
+    pub fn begin_turn(&mut self) {
+        self.turns += 1;
     }
 
     /// Drives channels, repeats and deadlines; never waits. Returns whether requests have ended,
@@ -428,7 +436,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         if !self.has_room(&run.store) {
             return false;
         }
-        let (frame, entry) = run.begin(self.load.begun == 0, self.polls);
+        let (frame, entry) = run.begin(self.load.begun == 0, (self.polls, self.turns));
         self.load.held -= 1;
         self.load.begun += 1;
         self.load.begun_bytes += frame.as_ref().len();
@@ -472,7 +480,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             self.runs[index] = Some(run);
             return;
         }
-        let (done, spare) = run.finish(self.polls);
+        let (done, spare) = run.finish(self.turns);
         self.vacant.push(index);
         self.ready.push(done);
         self.spare.push(spare);

@@ -269,23 +269,34 @@ impl PageStore {
     /// in a user's own store. For the page's owner, and for signal handlers too: allocates nothing
     /// and asks no server.
     pub fn is_unchanged(&self, page: PageIndex, bytes: &[u8]) -> bool {
-        self.compare(page, bytes).is_ok()
+        let hashed = matches!(
+            self.table.load(page),
+            PageEntry::Stored { .. } | PageEntry::Kept { .. }
+        );
+        let value = (!hashed).then(|| codec::repeated(bytes)).flatten();
+        self.compare(page, bytes, value).is_ok()
     }
 
-    /// Compares a whole page with what the store has of it. `Err`: the bytes differ; their hash, if
-    /// the comparison took one.
-    pub(crate) fn compare(&self, page: PageIndex, bytes: &[u8]) -> Result<(), Option<u128>> {
-        let (old, hash) = match self.table.load(page) {
+    /// Compares a whole page with what the store has of it. `value` is the one that all of its
+    /// bytes repeat, if the caller has looked, and needs no hash then. `Err`: the bytes differ;
+    /// their hash, if the comparison took one.
+    pub(crate) fn compare(
+        &self,
+        page: PageIndex,
+        bytes: &[u8],
+        value: Option<u64>,
+    ) -> Result<(), Option<u128>> {
+        let entry = self.table.load(page);
+        if let Some(value) = value {
+            return entry.repeats(value).then_some(()).ok_or(None);
+        }
+        let (old, hash) = match entry {
             PageEntry::Stored { hash, .. } => (Some(hash), self.hash(bytes)),
             PageEntry::Kept { hash, unsure, .. } => (
                 (!unsure).then_some(hash),
                 self.hash(&bytes[..self.page_len(page)]),
             ),
-            PageEntry::Never if self.is_users_own() => return Err(None),
-            entry => {
-                let same = codec::repeated(bytes).is_some_and(|value| entry.repeats(value));
-                return same.then_some(()).ok_or(None);
-            }
+            _ => return Err(None),
         };
         if old == Some(hash) {
             Ok(())

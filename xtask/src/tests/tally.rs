@@ -63,12 +63,14 @@ impl Tally {
     pub(crate) fn fail(&mut self, failure: String) {
         self.say(&format!("FAILED: {failure}"));
         self.failures.push(failure);
+        self.failures_before = self.failures.len();
     }
 
     /// Adds the counts of `other`, whose lines have been shown.
     pub(crate) fn merge(&mut self, other: Tally) {
         self.passed += other.passed;
         self.failures.extend(other.failures);
+        self.failures_before = self.failures.len();
         self.skips.extend(other.skips);
         self.slow.extend(other.slow);
         self.passed_in_vm.extend(other.passed_in_vm);

@@ -8,7 +8,10 @@
 //! Requests that have all come in part could wait for each other. So the length of one request is
 //! set aside for the oldest one, which never waits.
 
-use std::{collections::BTreeMap, time::Instant};
+use std::{
+    collections::{BTreeMap, HashMap, hash_map::Entry},
+    time::Instant,
+};
 
 use farpage_wire::{Refusal, control::MAX_FRAME_BYTES};
 use parking_lot::{Condvar, Mutex};
@@ -30,11 +33,19 @@ pub(super) struct RequestBudget {
 
 #[derive(Default)]
 struct BudgetState {
-    /// Bytes of each request that has room, by its number: the lowest is the oldest.
-    rooms: BTreeMap<u64, (Origin, u64)>,
+    all: HeldBytes,
+    by_origin: HashMap<Origin, HeldBytes>,
     /// Number of requests that were ever given room.
     rooms_ever: u64,
     is_closed: bool,
+}
+
+/// Bytes that a group of requests holds.
+#[derive(Default)]
+struct HeldBytes {
+    bytes: u64,
+    /// Bytes of each request by its number: the lowest is the oldest.
+    rooms: BTreeMap<u64, u64>,
 }
 
 /// The room of one request, until it is dropped. It begins with nothing.
@@ -57,12 +68,7 @@ impl RequestBudget {
 
     /// Returns the number of bytes that are held now.
     pub(super) fn bytes(&self) -> u64 {
-        self.state
-            .lock()
-            .rooms
-            .values()
-            .map(|(_, bytes)| bytes)
-            .sum()
+        self.state.lock().all.bytes
     }
 
     /// Wakes all threads that wait for room, to check whether they still want it.
@@ -95,7 +101,9 @@ impl RequestRoom<'_> {
         let number = *self.number.get_or_insert_with(|| {
             state.rooms_ever += 1;
             let number = state.rooms_ever;
-            state.rooms.insert(number, (self.origin, 0));
+            state.all.rooms.insert(number, 0);
+            let of_origin = state.by_origin.entry(self.origin).or_default();
+            of_origin.rooms.insert(number, 0);
             number
         });
         while !state.has_room(self.origin, number, bytes) {
@@ -115,41 +123,52 @@ impl RequestRoom<'_> {
                 ));
             }
         }
-        let (_, of_this) = state.rooms.get_mut(&number).expect("it is counted");
-        *of_this += bytes;
+        state.all.grow(number, bytes);
+        let of_origin = state.by_origin.get_mut(&self.origin);
+        of_origin.expect("this room is counted").grow(number, bytes);
         Ok(())
     }
 }
 
 impl BudgetState {
-    /// True if request `number` of `origin` may have `bytes` more: the oldest of all requests, and
-    /// the oldest of an origin, have the length of one request set aside.
     fn has_room(&self, origin: Origin, number: u64, bytes: u64) -> bool {
-        let all = self.rooms.iter();
-        let here = all.clone().filter(|(_, room)| room.0 == origin);
-        has_room(all, BYTES, number, bytes) && has_room(here, BYTES_PER_ORIGIN, number, bytes)
+        self.all.has_room(BYTES, number, bytes)
+            && self.by_origin[&origin].has_room(BYTES_PER_ORIGIN, number, bytes)
     }
 }
 
-/// True if request `number`, one of `rooms`, may have `bytes` more where all together may have
-/// `most`.
-fn has_room<'a>(
-    mut rooms: impl Iterator<Item = (&'a u64, &'a (Origin, u64))>,
-    most: u64,
-    number: u64,
-    bytes: u64,
-) -> bool {
-    let oldest = rooms.next().is_some_and(|(oldest, _)| *oldest == number);
-    let of_others: u64 = rooms.map(|(_, (_, bytes))| bytes).sum();
-    oldest || of_others + bytes <= most - MAX_FRAME_BYTES as u64
+impl HeldBytes {
+    /// True if request `number` may have `bytes` more where all together may have `most`.
+    fn has_room(&self, most: u64, number: u64, bytes: u64) -> bool {
+        let (oldest, of_oldest) = self.rooms.first_key_value().expect("this one is counted");
+        *oldest == number || self.bytes - of_oldest + bytes <= most - MAX_FRAME_BYTES as u64
+    }
+
+    fn grow(&mut self, number: u64, bytes: u64) {
+        *self.rooms.get_mut(&number).expect("it is counted") += bytes;
+        self.bytes += bytes;
+    }
+
+    fn leave(&mut self, number: u64) {
+        self.bytes -= self.rooms.remove(&number).expect("it is counted");
+    }
 }
 
 impl Drop for RequestRoom<'_> {
     fn drop(&mut self) {
-        if let Some(number) = self.number {
-            self.frames.state.lock().rooms.remove(&number);
-            self.frames.changed.notify_all();
+        let Some(number) = self.number else {
+            return;
+        };
+        let mut state = self.frames.state.lock();
+        state.all.leave(number);
+        if let Entry::Occupied(mut of_origin) = state.by_origin.entry(self.origin) {
+            of_origin.get_mut().leave(number);
+            if of_origin.get().rooms.is_empty() {
+                of_origin.remove();
+            }
         }
+        drop(state);
+        self.frames.changed.notify_all();
     }
 }
 
@@ -225,7 +244,7 @@ mod tests {
         drop(parts.remove(0));
         assert!(parts[0].grow(LONG / 2, Instant::now(), &|| false).is_ok());
         drop(parts);
-        assert!(frames.state.lock().rooms.is_empty());
+        assert!(frames.state.lock().by_origin.is_empty() && frames.bytes() == 0);
     }
 
     #[test]

@@ -357,4 +357,32 @@ mod tests {
         late.occupy(&socket);
         assert!(matches!(peer.read(&mut [0]), Ok(0)));
     }
+
+    #[test]
+    fn a_newer_connection_of_a_line_takes_the_place_of_the_older_one() {
+        let places = ConnectionPlaces::new(ConnectionLimits::new(8));
+        let mut numbers = 0..;
+        let mut place = |origin, aim| {
+            let place = places.arrive(numbers.next().expect("endless"), origin);
+            place.settle(aim).map(|()| place)
+        };
+        let session = SessionId(1);
+        let control = place(address(1), Aim::Begin).expect("room");
+        control.belongs_to(session);
+        let _full: Vec<_> = (0..2)
+            .map(|line| place(address(1), Aim::Data(session, line)).expect("room"))
+            .collect();
+        let mut all = vec![control];
+        for round in 0..20 {
+            // From another address, too: a router may have given it a new one.
+            let aim = Aim::Data(session, round % 2);
+            all.push(place(address(2 + round as u8 % 2), aim).expect("its own place"));
+            assert!(place(address(1), Aim::Data(session, 7)).is_err());
+            all.push(place(address(1), Aim::Resume(session)).expect("its own place"));
+        }
+        assert_eq!(places.state.lock().settled.len(), 3);
+        drop(all);
+        drop(_full);
+        assert!(places.state.lock().settled.is_empty());
+    }
 }

@@ -349,6 +349,8 @@ impl Serving {
         if let Some(io) = &mut self.io {
             io.poll();
             done.extend(iter::from_fn(|| io.take_ended()));
+            // The first that ended is the one that a thread of the child waits for.
+            done.reverse();
         }
         let ready = mem::take(&mut self.ready);
         for (arriving, bytes) in ready {

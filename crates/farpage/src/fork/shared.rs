@@ -23,7 +23,7 @@ pub(super) const SETTLE: Duration = Duration::from_secs(1);
 
 /// Keeper as other threads know it.
 pub(super) struct Shared {
-    /// Images whose children have not called yet, by number.
+    /// Images whose children have not connected yet, by number.
     pub(super) expected: Mutex<HashMap<u64, Arc<Image>>>,
     pub(super) census: Arc<Census>,
     /// Number of turns of the thread.

@@ -50,6 +50,16 @@ pub(crate) fn without<R>(
     done
 }
 
+/// Brings `addresses` in, if the budget has room for them, before the map of mappings is held: a
+/// server may not answer. Pins say what fails.
+fn bring_in(state: &State, addresses: &Range<usize>) {
+    let budget = state::runtime().map_or(0, |runtime| runtime.stats().pager.budget_bytes);
+    if !state.arena.is_ordinary() && addresses.len() as u64 <= budget {
+        let region = state.arena.region();
+        let _ = region.prefetch_now(state.offsets(addresses));
+    }
+}
+
 /// Pins `addresses`, until they are unlocked or given up. With the `flags` of `mlock2` the kernel
 /// locks them, too. The error is an `errno`; nothing more is locked then than before.
 pub(crate) fn lock_range(
@@ -180,6 +190,7 @@ pub(crate) unsafe extern "C" fn mlock2(
         Some((_, _, false)) => fail(libc::ENOMEM),
         Some((state, addresses, true)) => {
             let inside = Inside::enter();
+            bring_in(state, &addresses);
             let locked = lock_parts(&mut mappings::change(), state, &addresses, flags);
             drop(inside);
             answer(locked)
@@ -266,7 +277,17 @@ pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     0
 }
 
+/// Locks static arrays and allocations. If that fails, no more allocations are locked than before.
 fn lock_allocations(state: &State) -> Result<(), c_int> {
+    for region in state.arena.beside() {
+        let (start, bytes) = (region.as_ptr(), region.len());
+        pin_statics(start.cast(), bytes).unwrap_or(Ok(()))?;
+        let addresses = start as usize..start as usize + bytes;
+        // SAFETY: addresses of static arrays, which stay mapped.
+        unsafe { mappings::done(libc::SYS_mlock2, &addresses, [0, 0]) }?;
+    }
+    let allocations = state.arena.allocations();
+    allocations.iter().for_each(|all| bring_in(state, all));
     let mut map = mappings::change();
     let allocations = state.arena.allocations();
     // Ceded pages are locked with all that is local.
@@ -456,5 +477,6 @@ pub(crate) unsafe extern "C" fn sigaltstack(
 
 fn pins(state: &State, addresses: &Range<usize>) -> Result<(), c_int> {
     let _inside = Inside::enter();
+    bring_in(state, addresses);
     lock_range(&mut mappings::change(), state, addresses, None)
 }

@@ -7,8 +7,9 @@
 //! - Addresses of a ceded page always have a mapping, without access where the program has none:
 //!   the kernel never places another one there.
 //! - Calls on memory of the arena look here first, and hold the lock until they are done: no
-//!   mapping changes under them. Advice holds it [shared](look), since it may wait for pages; all
-//!   other calls hold it [alone](change). Lock of the standard library: taken with signals held
+//!   mapping changes under them. Advice holds it [shared](look); all other calls hold it
+//!   [alone](change). Those that need pages bring them in before, as far as possible; what is
+//!   absent then is waited for while others wait. Lock of the standard library: taken with signals held
 //!   back, and before that of the arena's record of allocations.
 //! - Protections and locks of ceded pages are the kernel's alone.
 
@@ -68,6 +69,12 @@ static MAY_HAVE_SOME: AtomicBool = AtomicBool::new(false);
 /// Keeps the map from changing until the result is dropped. The caller holds signals back.
 pub(crate) fn look() -> RwLockReadGuard<'static, Map> {
     MAP.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps the map from changing, as [`look`] does. `None` while a call changes it, which may be one
+/// of this very thread's, stopped by a debugger.
+pub(crate) fn try_look() -> Option<RwLockReadGuard<'static, Map>> {
+    MAP.try_read().ok()
 }
 
 /// Excludes all other calls on mappings of the arena until the result is dropped. The caller holds

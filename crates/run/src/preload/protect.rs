@@ -228,7 +228,13 @@ pub(crate) unsafe extern "C" fn madvise(
     bytes: usize,
     advice: c_int,
 ) -> c_int {
-    if let Some((region, range)) = state::static_region(address, bytes)
+    // As of the kernel, advice is about whole pages.
+    let is_aligned = (address as usize).is_multiple_of(KERNEL_PAGE_BYTES);
+    let bytes = bytes
+        .checked_next_multiple_of(KERNEL_PAGE_BYTES)
+        .unwrap_or(bytes);
+    if is_aligned
+        && let Some((region, range)) = state::static_region(address, bytes)
         && let libc::MADV_DONTNEED | libc::MADV_FREE = advice
     {
         let inside = Inside::enter();

@@ -250,13 +250,13 @@ integers!(i32, i64);
 /// Returns the largest difference of two values at the same place. `None` if one is larger than
 /// `bound`, or is no number.
 fn largest_error<N: Value>(values: &[N], back: &[N], bound: f64) -> Option<f64> {
-    // Eight I/O queues, because one maximum would be one long chain; no early end, so that the
+    // Eight lanes, because one maximum would be one long chain; no early end, so that the
     // compiler uses vectors.
     let (mut worst, mut good) = ([0.0f64; 8], true);
     let (values, back) = (values.as_chunks::<8>().0, back.as_chunks::<8>().0);
     for (values, back) in values.iter().zip(back) {
-        for (io_queue, worst) in worst.iter_mut().enumerate() {
-            let error = values[io_queue].difference(back[io_queue]);
+        for (lane, worst) in worst.iter_mut().enumerate() {
+            let error = values[lane].difference(back[lane]);
             good &= error <= bound;
             *worst = if error > *worst { error } else { *worst };
         }

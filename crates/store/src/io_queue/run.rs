@@ -71,8 +71,8 @@ pub struct RunTiming {
     pub began: Instant,
     /// True if nothing was under way before.
     pub alone: bool,
-    /// True if the request ended in the first poll behind its beginning, which says nothing about
-    /// the link.
+    /// True if the request began and ended in one [turn](super::IoQueue::begin_turn) of the queue's
+    /// driver, which says nothing about the link.
     pub at_once: bool,
 }
 
@@ -129,8 +129,9 @@ pub(super) struct IoRun<R, F> {
     pub(super) page: PageIndex,
     pub(super) started: Since,
     timing: RunTiming,
-    /// Number of the poll before the run began, or was made if it has not begun.
-    begun_in: u64,
+    /// Numbers of the poll and of the driver's turn in which the run began, or was made if it has
+    /// not begun.
+    begun_in: (u64, u64),
     /// Parts, in page order at first. Parts that are split off later follow in any order, since
     /// tags refer to positions.
     pub(super) parts: Vec<RunPart<F>>,
@@ -272,13 +273,13 @@ impl Task {
 }
 
 impl<R, F: RunBuffer> IoRun<R, F> {
-    /// Makes a run behind the `poll`-th poll, which is held until it [begins](Self::begin).
+    /// Makes a run in this poll and turn of the queue, which is held until it [begins](Self::begin).
     pub(super) fn new(
         way: Direction,
         (request, store, page): (R, &Arc<PageStore>, PageIndex),
         (frame, entry): (F, Option<EntryWords>),
         (mut parts, hashes): Spare<F>,
-        poll: u64,
+        begun_in: (u64, u64),
     ) -> Self {
         parts.push(RunPart {
             first: 0,
@@ -298,7 +299,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
                 alone: false,
                 at_once: false,
             },
-            begun_in: poll,
+            begun_in,
             parts,
             hashes,
             open: 1,
@@ -312,14 +313,15 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         matches!(self.parts[0].task, Task::Held(_))
     }
 
-    /// Begins the run behind the `poll`-th poll, without pages: the caller [adds](Self::add) them
+    /// Begins the run, in this poll and turn of the queue, without pages: the caller [adds](Self::add) them
     /// and [cuts](Self::cut) the frame. Returns the frame, and the entry of a page of another
     /// process.
-    pub(super) fn begin(&mut self, alone: bool, poll: u64) -> (F, Option<EntryWords>) {
-        if poll != self.begun_in {
+    pub(super) fn begin(&mut self, alone: bool, begun_in: (u64, u64)) -> (F, Option<EntryWords>) {
+        if begun_in.0 != self.begun_in.0 {
             // The queue had no room until now.
-            (self.started, self.timing.began, self.begun_in) = (Since::now(), Instant::now(), poll);
+            (self.started, self.timing.began) = (Since::now(), Instant::now());
         }
+        self.begun_in = begun_in;
         self.timing.alone = alone;
         self.open = 0;
         let part = self.parts.pop().expect("a held run is one part");
@@ -464,9 +466,9 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         }
     }
 
-    /// Ends the run in the `poll`-th poll. Returns its completion, and its vectors for the next
+    /// Ends the run in this turn of the queue. Returns its completion, and its vectors for the next
     /// run.
-    pub(super) fn finish(mut self, poll: u64) -> (RunCompletion<R, F>, Spare<F>) {
+    pub(super) fn finish(mut self, turn: u64) -> (RunCompletion<R, F>, Spare<F>) {
         self.parts.sort_unstable_by_key(|part| part.first);
         let mut frames =
             (self.parts.drain(..)).map(|part| part.frame.expect("a part that has ended is here"));
@@ -498,7 +500,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             outcome,
             failed: self.failed,
             timing: RunTiming {
-                at_once: poll <= self.begun_in + 1,
+                at_once: turn == self.begun_in.1,
                 ..self.timing
             },
         };

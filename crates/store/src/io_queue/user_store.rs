@@ -120,9 +120,8 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             let rehashed = || store.hash(&bytes[..store.page_len(page)]);
             let changed = match self.way {
                 Direction::Fill => Some(0),
-                Direction::WriteBack => {
-                    (store.compare(page, bytes).err()).map(|hash| hash.unwrap_or_else(rehashed))
-                }
+                Direction::WriteBack => (store.compare(page, bytes, None).err())
+                    .map(|hash| hash.unwrap_or_else(rehashed)),
             };
             self.tally.write_backs_clean += u64::from(changed.is_none());
             let task = changed.map_or(Task::Ended, |_| Task::Call);

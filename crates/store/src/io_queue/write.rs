@@ -31,12 +31,13 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             .onwards()
             .zip(frame.as_ref().chunks_exact(store.page_bytes))
         {
-            let Err(hash) = store.compare(page, bytes) else {
+            let value = codec::repeated(bytes);
+            let Err(hash) = store.compare(page, bytes, value) else {
                 run.tally.write_backs_clean += 1;
                 run.add(Task::Ended, 0);
                 continue;
             };
-            if let Some(value) = codec::repeated(bytes) {
+            if let Some(value) = value {
                 self.entries.push((page, PageEntry::Repeated { value }));
                 run.tally.write_backs_repeated += 1;
                 run.tally.bytes_plain += bytes.len() as u64;

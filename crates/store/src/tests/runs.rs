@@ -82,6 +82,9 @@ fn a_complete_run_is_handed_out_before_the_next_is_copied() {
             io.fill(&store, at(page), frame.into(), page);
         }
         for (page, run) in (0..).step_by(8).zip(bytes.chunks(8 * 65536)) {
+            if page > 0 {
+                io.begin_turn();
+            }
             let done = poll(&mut io);
             let tags: Vec<_> = done.iter().map(|done| done.request).collect();
             assert_eq!(tags, [page]);
