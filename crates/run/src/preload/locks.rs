@@ -257,10 +257,12 @@ pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
         return -1;
     }
     if flags & libc::MCL_CURRENT != 0 {
+        let statics = lock_statics(state);
         let inside = Inside::enter();
         // An ordinary arena would be locked as local memory is.
         let begun = state.arena.begin_paging().map_err(|_| libc::ENOMEM);
-        if let Err(errno) = begun.and_then(|()| lock_allocations(state)) {
+        let locked = statics.and(begun).and_then(|()| lock_allocations(state));
+        if let Err(errno) = locked {
             drop(inside);
             return fail(errno);
         }
@@ -277,8 +279,8 @@ pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     0
 }
 
-/// Locks static arrays and allocations. If that fails, no more allocations are locked than before.
-fn lock_allocations(state: &State) -> Result<(), c_int> {
+/// Locks static arrays. They stay pinned also if that fails.
+fn lock_statics(state: &State) -> Result<(), c_int> {
     for region in state.arena.beside() {
         let (start, bytes) = (region.as_ptr(), region.len());
         pin_statics(start.cast(), bytes).unwrap_or(Ok(()))?;
@@ -286,6 +288,10 @@ fn lock_allocations(state: &State) -> Result<(), c_int> {
         // SAFETY: addresses of static arrays, which stay mapped.
         unsafe { mappings::done(libc::SYS_mlock2, &addresses, [0, 0]) }?;
     }
+    Ok(())
+}
+
+fn lock_allocations(state: &State) -> Result<(), c_int> {
     let allocations = state.arena.allocations();
     allocations.iter().for_each(|all| bring_in(state, all));
     let mut map = mappings::change();

@@ -2,6 +2,7 @@
 // with threads, inherited by children, given back and locked. Prints the local memory in KiB.
 
 #define _GNU_SOURCE
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
@@ -153,12 +154,35 @@ static void advice(void) {
     if (madvise(page, bytes, MADV_DONTNEED) != 0) fail("madvise");
     for (size_t i = 0; i < bytes; i++)
         if (page[i] != 0) fail("discarded bytes");
+    if (madvise(page + 1, 4096, MADV_DONTNEED) == 0 || errno != EINVAL) fail("unaligned madvise");
+    memset(page, 9, 4096);
+    if (madvise(page, 100, MADV_DONTNEED) != 0 || page[0] != 0 || page[4095] != 0)
+        fail("madvise of a part of a page");
     if (mprotect(page, bytes, PROT_READ) || mprotect(page, bytes, PROT_READ | PROT_WRITE))
         fail("mprotect");
     page[3] = 1;
     if (mlock(page, 65536) != 0) fail("mlock");
     press();
     if (page[3] != 1 || munlock(page, 65536) != 0) fail("munlock");
+    check(5);
+}
+
+static long kilobytes(const char *what) {
+    long found = 0;
+    FILE *status = fopen("/proc/self/status", "r");
+    while (fgets(path, sizeof path, status)) sscanf(path, what, &found);
+    fclose(status);
+    return found;
+}
+
+// Locks all, or fails because that is more than the budget has.
+static void locks_all(void) {
+    if (mlockall(MCL_CURRENT) == 0) {
+        if (kilobytes("VmLck: %ld") < (long)sizeof words / 1024) fail("mlockall");
+        munlockall();
+    } else if (errno != ENOMEM) {
+        fail("mlockall's error");
+    }
     check(5);
 }
 
@@ -170,10 +194,8 @@ int main(void) {
     check(1);
     children();
     advice();
-    long local = 0;
-    FILE *status = fopen("/proc/self/status", "r");
-    while (fgets(path, sizeof path, status)) sscanf(path, "RssAnon: %ld", &local);
-    fprintf(stderr, "%ld KiB local at the end\n", local);
+    fprintf(stderr, "%ld KiB local at the end\n", kilobytes("RssAnon: %ld"));
+    locks_all();
     puts("all is right");
     return 0;
 }
