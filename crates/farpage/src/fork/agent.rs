@@ -311,17 +311,7 @@ unsafe fn serve(desk: *mut Desk) -> Option<()> {
         let name = &(*desk).name;
         let to = [socket, name.as_ptr().addr(), name.len() as usize];
         made(ask(libc::SYS_connect, &to))?;
-        let flags = libc::O_CLOEXEC as usize | USER_MODE_ONLY;
-        let uffd = made(ask(libc::SYS_userfaultfd, &[flags]))?;
-        let mut api = [API, FEATURE_MOVE, 0];
-        made(ask(
-            libc::SYS_ioctl,
-            &[uffd, UFFDIO_API, (&raw mut api).addr()],
-        ))?;
-        let scratch = map(SCRATCH_BYTES)?;
-        let mut range = [scratch as u64, SCRATCH_BYTES as u64, REGISTER_MISSING, 0];
-        let args = [uffd, UFFDIO_REGISTER, (&raw mut range).addr()];
-        made(ask(libc::SYS_ioctl, &args))?;
+        let (uffd, scratch) = scratch()?;
         let parcel = Parcel::new(Kind::Agent, (*desk).number);
         let hello = [socket, (&raw const parcel).addr(), mem::size_of::<Parcel>()];
         made(ask(libc::SYS_write, &hello))?;
@@ -347,6 +337,25 @@ unsafe fn serve(desk: *mut Desk) -> Option<()> {
                 _ => clear(&mut *report),
             }
         }
+    }
+}
+
+/// Makes the scratch, and a descriptor that pages are moved to it by. `None` where the kernel
+/// refuses one.
+fn scratch() -> Option<(usize, usize)> {
+    let made = |result: isize| usize::try_from(result).ok();
+    let flags = libc::O_CLOEXEC as usize | USER_MODE_ONLY;
+    let mut api = [API, FEATURE_MOVE, 0];
+    // SAFETY: memory that calls write to is on the stack.
+    unsafe {
+        let uffd = made(ask(libc::SYS_userfaultfd, &[flags]))?;
+        let args = [uffd, UFFDIO_API, (&raw mut api).addr()];
+        made(ask(libc::SYS_ioctl, &args))?;
+        let scratch = map(SCRATCH_BYTES)?;
+        let mut range = [scratch as u64, SCRATCH_BYTES as u64, REGISTER_MISSING, 0];
+        let args = [uffd, UFFDIO_REGISTER, (&raw mut range).addr()];
+        made(ask(libc::SYS_ioctl, &args))?;
+        Some((uffd, scratch))
     }
 }
 
@@ -459,8 +468,14 @@ unsafe fn move_out(desk: *mut Desk, uffd: usize, scratch: usize) {
             let args = [uffd, UFFDIO_MOVE, (&raw mut arg).addr()];
             // SAFETY: the keeper brings the bytes back to whoever touches the page.
             let result = unsafe { ask(libc::SYS_ioctl, &args) };
-            let done = match result {
+            let done = match -result as c_int {
                 0 => len,
+                // From Linux 6.18 on, a move that has to try again inside the kernel (a page ages
+                // or migrates at that moment) forgets that it succeeded, tries once more, and meets
+                // the pages that it has just moved. The scratch was empty before the command: what
+                // is there has moved. The number of moved pages is not told: the next one answers
+                // for itself.
+                libc::EEXIST => KERNEL_PAGE,
                 _ => arg[4].cast_signed().max(0) as usize,
             };
             if done > 0 {
@@ -494,5 +509,61 @@ unsafe fn move_out(desk: *mut Desk, uffd: usize, scratch: usize) {
             }
         }
         to += page_bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::orders::{EMPTY_REPORT, command, has_bit},
+        *,
+    };
+
+    /// Kernel pages of one page.
+    const PARTS: usize = 4;
+
+    /// Moves one kernel page to the scratch as the kernel does that does not tell of it.
+    fn move_untold(uffd: usize, to: usize, from: usize) {
+        let mut arg = [to as u64, from as u64, KERNEL_PAGE as u64, DONT_WAKE, 0];
+        // SAFETY: memory of the test's own.
+        let moved = unsafe { ask(libc::SYS_ioctl, &[uffd, UFFDIO_MOVE, (&raw mut arg).addr()]) };
+        assert_eq!(moved, 0, "the page moves");
+    }
+
+    #[test]
+    fn pages_that_the_kernel_moves_and_calls_refused_are_reported_as_moved() {
+        let Some((uffd, scratch)) = scratch() else {
+            eprintln!("SKIPPED: the kernel moves no pages: it takes Linux 6.8 and userfaultfd");
+            return;
+        };
+        let page = map(PARTS * KERNEL_PAGE).expect("there is memory");
+        let desk = map(STACK_BYTES).expect("there is memory");
+        let desk = ptr::with_exposed_provenance_mut::<Desk>(desk);
+        for untold in 1..1 << PARTS {
+            let words = |start: usize| {
+                (0..PARTS).map(move |part| {
+                    ptr::with_exposed_provenance_mut::<u64>(start + part * KERNEL_PAGE)
+                })
+            };
+            let free = [scratch, SCRATCH_BYTES, libc::MADV_DONTNEED as usize];
+            // SAFETY: memory of the test's own, which only this thread uses.
+            let report = unsafe {
+                assert_eq!(ask(libc::SYS_madvise, &free), 0, "the scratch is free");
+                (words(page).enumerate()).for_each(|(part, word)| word.write(1 + part as u64));
+                for offset in (0..PARTS).filter(|part| untold >> part & 1 == 1) {
+                    let offset = offset * KERNEL_PAGE;
+                    move_untold(uffd, scratch + offset, page + offset);
+                }
+                (*desk).report = EMPTY_REPORT;
+                (*desk).command = command(&[page], PARTS * KERNEL_PAGE);
+                move_out(desk, uffd, scratch);
+                (*desk).report
+            };
+            let is_told = (0..PARTS).all(|part| has_bit(&report, part * KERNEL_PAGE));
+            assert!(is_told, "all parts have moved, {untold:#b} of them untold");
+            // SAFETY: all parts of the page are there.
+            let there = words(scratch).map(|word| unsafe { word.read() });
+            assert!(there.eq(1..=PARTS as u64), "the parts are whole");
+        }
     }
 }

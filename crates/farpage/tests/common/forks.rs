@@ -3,6 +3,7 @@
 //! The rule it keeps: a child does nothing but what its closure does, and ends.
 
 use std::{
+    io::Write,
     thread,
     time::{Duration, Instant},
 };
@@ -72,9 +73,17 @@ pub fn has_passed(child: libc::pid_t) -> bool {
     unsafe { libc::waitpid(child, &raw mut status, 0) == child && status == 0 }
 }
 
+/// Factor that tells the words of a round apart.
+const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+/// Number by which a product of [`FACTOR`] is divided by it.
+const INVERSE: u64 = 0xf1de_83e1_9937_733d;
+const _: () = assert!(FACTOR.wrapping_mul(INVERSE) == 1, "the inverse");
+/// Upper bound of the rounds that are looked for in wrong words.
+const ROUNDS: u64 = 200;
+
 /// Returns the word at `at` in a round.
 pub fn value(at: usize, round: u64) -> u64 {
-    (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ round
+    (at as u64).wrapping_mul(FACTOR) ^ round
 }
 
 /// Writes the words of a round.
@@ -84,10 +93,73 @@ pub fn fill(array: &mut [u64], round: u64) {
     }
 }
 
-/// Counts the words that differ from those of `round`.
+/// Counts the words that differ from those of `round`. Writes a line about them if there are some.
 pub fn wrong(array: &[u64], round: u64) -> usize {
-    let words = array.iter().enumerate();
-    words
-        .filter(|&(at, &word)| word != value(at, round))
-        .count()
+    let mut found = Wrong::default();
+    for (at, &word) in array.iter().enumerate() {
+        if word != value(at, round) {
+            found.add(at, word, array.len());
+        }
+    }
+    if found.count > 0 {
+        found.say(round);
+    }
+    found.count
+}
+
+/// Contents of words that are wrong.
+#[derive(Default)]
+struct Wrong {
+    count: usize,
+    /// Number of words that are zero, are of another round, and are another place's.
+    kinds: [usize; 3],
+    /// First and last word, by their places.
+    ends: [(usize, u64); 2],
+}
+
+impl Wrong {
+    /// Adds the wrong word at `at` of an array of `len` words.
+    fn add(&mut self, at: usize, word: u64, len: usize) {
+        let place = |round: u64| (word ^ round).wrapping_mul(INVERSE);
+        let kind = match word {
+            0 => Some(0),
+            _ if round_of(at, word) < ROUNDS => Some(1),
+            _ if (0..ROUNDS).any(|round| place(round) < len as u64) => Some(2),
+            _ => None,
+        };
+        if let Some(kind) = kind {
+            self.kinds[kind] += 1;
+        }
+        if self.count == 0 {
+            self.ends[0] = (at, word);
+        }
+        self.ends[1] = (at, word);
+        self.count += 1;
+    }
+
+    /// Writes a line. Uses no memory but the stack's: a child may call it.
+    fn say(&self, round: u64) {
+        let (count, [zeros, old, others]) = (self.count, self.kinds);
+        let [(first, first_word), (last, last_word)] = self.ends;
+        let mut line = [0; 400];
+        let mut rest = &mut line[..];
+        // What does not fit is cut off.
+        let _ = writeln!(
+            rest,
+            "process {}: {count} words are not those of round {round}: {zeros} are zero, {old} \
+             are another round's, {others} another place's; from word {first}, which is \
+             {first_word:#x} (round {}), to word {last}, which is {last_word:#x} (round {})",
+            std::process::id(),
+            round_of(first, first_word),
+            round_of(last, last_word),
+        );
+        let len = 400 - rest.len();
+        // SAFETY: the bytes are there.
+        unsafe { libc::write(2, line.as_ptr().cast(), len) };
+    }
+}
+
+/// Returns the round that the word at `at` is of. Meaningless for a word of no round.
+fn round_of(at: usize, word: u64) -> u64 {
+    value(at, 0) ^ word
 }
