@@ -269,11 +269,10 @@ impl PageStore {
     /// in a user's own store. For the page's owner, and for signal handlers too: allocates nothing
     /// and asks no server.
     pub fn is_unchanged(&self, page: PageIndex, bytes: &[u8]) -> bool {
-        let hashed = matches!(
-            self.table.load(page),
-            PageEntry::Stored { .. } | PageEntry::Kept { .. }
-        );
-        let value = (!hashed).then(|| codec::repeated(bytes)).flatten();
+        // What a user's own store holds is not known by its value.
+        let is_hashed = matches!(self.table.load(page), PageEntry::Stored { .. });
+        let by_value = !is_hashed && !self.is_users_own();
+        let value = by_value.then(|| codec::repeated(bytes)).flatten();
         self.compare(page, bytes, value).is_ok()
     }
 
