@@ -8,9 +8,9 @@
 //!   the kernel never places another one there.
 //! - Calls on memory of the arena look here first, and hold the lock until they are done: no
 //!   mapping changes under them. Advice holds it [shared](look); all other calls hold it
-//!   [alone](change). Those that need pages bring them in before, as far as possible; what is
-//!   absent then is waited for while others wait. Lock of the standard library: taken with signals held
-//!   back, and before that of the arena's record of allocations.
+//!   [alone](change). Those that need pages bring them in before, as far as possible. Pages that
+//!   are absent then are waited for while others wait. Lock of the standard library: taken with
+//!   signals held back, and before that of the arena's record of allocations.
 //! - Protections and locks of ceded pages are the kernel's alone.
 
 use std::{
