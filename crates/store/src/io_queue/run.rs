@@ -314,9 +314,9 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         matches!(self.parts[0].task, Task::Held(_))
     }
 
-    /// Begins the run, in this poll and turn of the queue, without pages: the caller
-    /// [adds](Self::add) them and [cuts](Self::cut) the frame. Returns the frame, and the entry of a
-    /// page of another process.
+    /// Begins the run in this poll and turn of the queue, without pages: the caller
+    /// [adds](Self::add) them and [cuts](Self::cut) the frame. Returns the frame, and the entry of
+    /// a page of another process.
     pub(super) fn begin(&mut self, alone: bool, begun_in: (u64, u64)) -> (F, Option<EntryWords>) {
         if begun_in.0 != self.begun_in.0 {
             // The queue had no room until now.
