@@ -63,7 +63,7 @@ impl Program {
             _ => Default::default(),
         };
         line(format!(
-            "remote      static arrays that begin as zeros (.bss{zeroed}): {min_bytes} and more in the program, or in a library that is loaded with it"
+            "remote      static arrays that begin as zeros (.bss{zeroed}): 1 MiB and more in the program, or in a library that is loaded with it"
         ));
         line(format!(
             "local       other static arrays (.data{initialised}; those of allocators, and of libraries that are loaded later), which the budget does not count"

@@ -84,10 +84,10 @@ struct RunOptions {
     /// Requests of this size and more go there; smaller ones to the program's own allocator.
     #[arg(long, default_value = "128KiB")]
     min_bytes: ByteSize,
-    /// Makes smaller requests remote, too, once they take more than a quarter of the budget: later
-    /// ones go to jemalloc (libjemalloc.so.2), which takes its memory by mmap. `yes`: from the
+    /// Makes smaller requests remote, too. `auto`: once they take more than a quarter of the budget,
+    /// later ones go to jemalloc (libjemalloc.so.2), which takes its memory by mmap. `yes`: from the
     /// beginning. `no`: never.
-    #[arg(long, value_enum, default_value = "auto")]
+    #[arg(long, value_enum, default_value = "no")]
     small: Small,
     /// Size of a page, which comes and goes as a whole. Small pages suit scattered access, large
     /// ones programs that go through memory in order.
@@ -237,7 +237,7 @@ fn run(options: &RunOptions) -> Result<u8> {
         }
         ([], capacity) => {
             let capacity = capacity.expect("a capacity without a server");
-            let own = OwnServer::start(capacity, folder.path())?;
+            let own = OwnServer::start(capacity, program.static_bytes(), folder.path())?;
             set(&mut command, "SERVER", &own.endpoint);
             Some(own)
         }
@@ -370,12 +370,14 @@ struct OwnServer {
 }
 
 impl OwnServer {
-    /// Starts a server whose socket is in `folder`.
-    fn start(capacity: ByteSize, folder: &Path) -> Result<OwnServer> {
+    /// Starts a server, whose socket is in `folder`, for an arena of `capacity` and the program's
+    /// static arrays.
+    fn start(capacity: ByteSize, static_bytes: u64, folder: &Path) -> Result<OwnServer> {
         let socket = Endpoint::Shm(folder.join("server.sock"));
         // The arena is a little larger than its capacity, pages are written out of place, and
         // extents are whole.
-        let lends = capacity.as_u64() + capacity.as_u64() / 4 + (96 << 20);
+        let lends = capacity.as_u64() + static_bytes;
+        let lends = lends + lends / 4 + (96 << 20);
         let server = Server::of_one_program()
             .listen(socket)
             .capacity(lends)

@@ -56,6 +56,14 @@ pub(crate) enum Program {
 }
 
 impl Program {
+    /// Returns the bytes of static variables that may become remote.
+    pub(crate) fn static_bytes(&self) -> u64 {
+        match self {
+            Program::Dynamic(statics) => statics.zeroed,
+            _ => 0,
+        }
+    }
+
     pub(crate) fn read(path: &Path) -> io::Result<Program> {
         Program::read_as(path, SCRIPTS_MAX)
     }

@@ -78,6 +78,11 @@ impl Small {
                 "--min-bytes is more than {MIN_BYTES_MAX}"
             )));
         }
+        if self == Small::Auto
+            && let Some(why) = why_not_by_itself()
+        {
+            return Ok(SmallBy::OwnBecause(why));
+        }
         match jemalloc() {
             Some(path) => Ok(SmallBy::Jemalloc(path, self)),
             None if self == Small::Yes => bail!(
@@ -131,6 +136,18 @@ impl fmt::Display for SmallBy {
             SmallBy::OwnBecause(why) => write!(f, "which the budget does not count: {why}"),
         }
     }
+}
+
+/// Returns the reason why jemalloc is not to begin by itself: options of the user's that are not
+/// meant for every program.
+fn why_not_by_itself() -> Option<String> {
+    if env::var_os("MALLOC_CONF").is_some() || Path::new("/etc/malloc.conf").is_symlink() {
+        return Some("MALLOC_CONF or /etc/malloc.conf sets options of jemalloc".to_owned());
+    }
+    let theirs = env::var(TUNABLES).unwrap_or_default();
+    theirs
+        .contains(ROOM)
+        .then(|| format!("{TUNABLES} sets {ROOM}"))
 }
 
 /// Returns jemalloc's file, as the loader finds it: by `LD_LIBRARY_PATH`, or by its list.

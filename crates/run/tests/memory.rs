@@ -319,15 +319,15 @@ fn small_objects_are_remote() {
     let program = compile(folder.path(), "memory/small", &["-pthread"]).expect("it compiles");
     let command = [program.to_str().expect("a plain path"), "remote"];
     let plain = output(&mut Command::new(&program));
-    for small in [&[][..], &["--small", "yes"]] {
+    for small in [["--small", "auto"], ["--small", "yes"]] {
         for mode in modes() {
-            let options = [small, mode, &["--budget", "16MiB", "--stats"]].concat();
+            let options = [&small, mode, &["--budget", "16MiB", "--stats"]].concat();
             let ours = farpage_as("16KiB", &options, &command);
             let stats = same_as_plain(&command, &plain, &ours);
             let local = local_kib(&stats);
             assert!(local << 10 < 48 * MIB, "{local} KiB: {stats}");
             assert!(said(&stats, "were kept remotely") > 24 * MIB, "{stats}");
-            assert_eq!(stats.contains(SWITCHED), small.is_empty(), "{stats}");
+            assert_eq!(stats.contains(SWITCHED), small[1] == "auto", "{stats}");
         }
     }
     let ended = farpage(
@@ -343,7 +343,8 @@ fn small_objects_are_remote() {
     assert!(!seen.contains("FARPAGE_RUN_"), "{seen}");
     let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
     farpage.env("GLIBC_TUNABLES", "glibc.malloc.perturb=7");
-    farpage.args(["run", "--", "/bin/sh", "-c", "echo $GLIBC_TUNABLES"]);
+    let echo = ["--", "/bin/sh", "-c", "echo $GLIBC_TUNABLES"];
+    farpage.args(["run", "--small", "auto"]).args(echo);
     assert_eq!(
         text(&output(&mut farpage).stdout),
         "glibc.malloc.perturb=7\n"
@@ -374,7 +375,7 @@ fn small_objects_are_local_if_the_arena_is_full() {
 /// Below a quarter of the budget nothing changes: no block lies in the arena, and none is
 /// jemalloc's.
 #[test]
-fn few_small_objects_stay_local_by_default() {
+fn few_small_objects_stay_local() {
     if !can_run_small(&[GCC, PYTHON]) {
         return;
     }
@@ -382,7 +383,7 @@ fn few_small_objects_stay_local_by_default() {
     let program = compile(folder.path(), "memory/small", &["-pthread"]).expect("it compiles");
     let command = [program.to_str().expect("a plain path")];
     let plain = output(&mut Command::new(&program));
-    let options = ["--budget", "1GiB", "--stats"];
+    let options = ["--small", "auto", "--budget", "1GiB", "--stats"];
     let ours = farpage_as("16KiB", &options, &command);
     let stats = same_as_plain(&command, &plain, &ours);
     assert!(!stats.contains(SWITCHED), "{stats}");
@@ -393,7 +394,7 @@ for _ in range(400):
 blocks = [malloc(1000) for _ in range(1500)]
 print('done')
 ";
-    let options = ["--budget", "16MiB", "--stats"];
+    let options = ["--small", "auto", "--budget", "16MiB", "--stats"];
     let ours = farpage_as("16KiB", &options, &[PYTHON, "-c", &script(body)]);
     let stats = text(&ours.stderr);
     assert_eq!(text(&ours.stdout), "done\n", "{stats}");
@@ -428,7 +429,8 @@ fn small_objects_of_other_languages_are_what_they_are_in_a_plain_run() {
     for command in commands {
         let plain = output(Command::new(command[0]).args(&command[1..]));
         for mode in modes() {
-            let options = [*mode, &["--budget", "16MiB", "--stats"]].concat();
+            let small = ["--small", "auto", "--budget", "16MiB", "--stats"];
+            let options = [*mode, &small].concat();
             let ours = farpage_as("16KiB", &options, command);
             let stats = same_as_plain(command, &plain, &ours);
             if command[0] == program {
@@ -454,7 +456,11 @@ fn allocator_that_a_program_brings_serves_its_small_objects() {
     );
     let program = program.expect("it compiles");
     let command = [program.to_str().expect("a plain path")];
-    let ours = farpage_as("16KiB", &["--budget", "16MiB", "--stats"], &command);
+    let ours = farpage_as(
+        "16KiB",
+        &["--small", "auto", "--budget", "16MiB", "--stats"],
+        &command,
+    );
     let said = text(&ours.stderr);
     assert!(ours.status.success(), "{said}");
     assert!(!said.contains(SWITCHED), "{said}");

@@ -73,6 +73,19 @@ pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
 /// stays local (see [`stay_local`]), or is a child made by `fork`, for which it writes a line.
 #[cold]
 pub(crate) fn open() -> Option<&'static State> {
+    open_or(|why| not_started(why))
+}
+
+/// Makes the arena, unless it exists, as [`open`] does. A process that gets none stays local.
+#[cold]
+pub(crate) fn try_open() -> Option<&'static State> {
+    open_or(|why| {
+        say(&format!("all memory stays local from now on: {why}"));
+        state::serve_none();
+    })
+}
+
+fn open_or(fails: impl FnOnce(&str)) -> Option<&'static State> {
     let _inside = Inside::enter();
     if state::is_forked() {
         family::say_of_fork();
@@ -87,7 +100,7 @@ pub(crate) fn open() -> Option<&'static State> {
                 family::note_arena();
                 state::publish(state);
             }
-            Err(why) => not_started(&why),
+            Err(why) => fails(&why),
         }
     }
     drop(right);

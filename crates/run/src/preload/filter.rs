@@ -172,11 +172,9 @@ pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Resul
     ));
     set(&mut filter)?;
     if !state::statics().is_empty() {
-        let code = statics::code_of_c_library();
-        let code = code.ok_or("the C library's code cannot be found (--fillers needs none)")?;
         let pieces: Vec<_> = state::statics().iter().flat_map(pieces).collect();
         let compare = |bits| compare_pieces(&pieces, bits);
-        set(&mut self::filter(compare, &from_code(&code)))?;
+        set(&mut self::filter(compare, &from_code(&statics::code())))?;
     }
     Ok(())
 }
@@ -359,13 +357,15 @@ fn joined(mut comparisons: Vec<sock_filter>) -> Vec<sock_filter> {
     comparisons
 }
 
-/// Raises SIGSYS if a call comes from `code`, the C library's. Programs that this process becomes
-/// by `exec` have that library elsewhere, whatever they have at the addresses of its arrays.
-fn from_code(code: &Range<usize>) -> Vec<sock_filter> {
+/// Raises SIGSYS if a call comes from `code`, unless it comes from [`calls::system_call`]. Programs
+/// that this process becomes by `exec` have that code elsewhere, whatever they have at the addresses
+/// of its arrays.
+fn from_code(code: &[Range<usize>]) -> Vec<sock_filter> {
     let pointer = mem::offset_of!(libc::seccomp_data, instruction_pointer);
-    let mut filter = joined(is_in(&pieces(code), load(pointer), load(pointer + 4)));
+    let pieces: Vec<_> = code.iter().flat_map(pieces).collect();
+    let mut filter = joined(is_in(&pieces, load(pointer), load(pointer + 4)));
     filter.push(answer(libc::SECCOMP_RET_ALLOW));
-    filter.push(answer(libc::SECCOMP_RET_TRAP));
+    filter.extend(unless_ours());
     filter
 }
 

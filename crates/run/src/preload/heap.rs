@@ -40,7 +40,7 @@ unsafe fn counted(made: *mut c_void) -> *mut c_void {
         // SAFETY: the caller's promise. Blocks are counted only if the next allocator is the C
         // library's.
         let is_due = unsafe { small::add(made) };
-        if is_due && state::get().or_else(arena::open).is_some() {
+        if is_due && state::get().or_else(arena::try_open).is_some() {
             small::switch();
         }
     }

@@ -1,5 +1,5 @@
 //! Static arrays: the parts of `.bss` of the program, and of libraries that are loaded with it,
-//! that have `--min-bytes` and more. They become regions where they are.
+//! that have a mebibyte, or `--min-bytes` if that is larger. They become regions where they are.
 //!
 //! The rule it keeps: bytes that the runtime's threads may read stay local. So the first pages stay
 //! if the loader has written to them (it copies `environ` and `stdout` there), and all of a library
@@ -26,19 +26,20 @@ use crate::{
 
 /// Largest number of bytes at the beginning of `.bss` that stay local because they are in memory.
 const COPIED_BYTES: usize = 64 << 10;
-/// Largest number of arrays: each costs each system call some comparisons.
+/// Smallest size of arrays that are worth an arena from the start.
+const BYTES_MIN: usize = 1 << 20;
+/// Largest number of arrays, and of pieces of 4 GiB that they lie in: each costs each system call
+/// some comparisons.
 const ARRAYS_MAX: usize = 4;
+const PIECES_MAX: usize = 8;
 /// `ADDR_NO_RANDOMIZE`, of `personality`.
 const NO_RANDOMIZE: c_int = 0x0004_0000;
-
-unsafe extern "C" {
-    fn __libc_free(old: *mut c_void);
-}
 
 /// Finds arrays of `min_bytes` and more, before the program has threads. `by_filter`: a filter of
 /// system calls will look for their addresses. They are those of all of `.bss`: an array may begin
 /// in a page that stays local, and end in one that does not.
 pub(crate) fn find(min_bytes: usize, by_filter: bool) {
+    let min_bytes = min_bytes.max(BYTES_MIN);
     let mut found = Vec::new();
     for object in objects() {
         let large = object
@@ -64,6 +65,13 @@ pub(crate) fn find(min_bytes: usize, by_filter: bool) {
         ));
         found.truncate(ARRAYS_MAX);
     }
+    let pieces = |part: &Range<usize>| ((part.end - 1) >> 32) - (part.start >> 32) + 1;
+    if by_filter && found.iter().map(pieces).sum::<usize>() > PIECES_MAX {
+        say_once(
+            "static arrays (.bss) stay local: no filter of system calls looks for so many addresses (--fillers does without)",
+        );
+        found.clear();
+    }
     state::set_statics(found);
 }
 
@@ -75,8 +83,9 @@ fn why_local(by_filter: bool) -> Option<&'static str> {
     }
     // SAFETY: asks, and changes nothing.
     let personality = unsafe { libc::personality(0xffff_ffff) };
+    let random = fs::read_to_string("/proc/sys/kernel/randomize_va_space").unwrap_or_default();
     // Programs that this one starts would meet the filter at the same addresses.
-    let is_fixed = personality & NO_RANDOMIZE != 0;
+    let is_fixed = personality & NO_RANDOMIZE != 0 || random.trim() == "0";
     (by_filter && is_fixed).then_some("addresses are not random here (--fillers does without)")
 }
 
@@ -86,6 +95,13 @@ pub(crate) fn make(runtime: &Runtime, page_bytes: usize) -> Result<Vec<Region>, 
     // Servers may have lent all that they have to the arena, which most programs fill in part.
     let on_demand = RegionOptions::new().reserve(Reserve::OnDemand).ordinary();
     let mut regions = Vec::new();
+    let bytes: usize = state::statics().iter().map(ExactSizeIterator::len).sum();
+    if bytes > 0 && room(runtime).is_some_and(|room| room < bytes as u64) {
+        say_once(
+            "static arrays (.bss) stay local: the servers have less room than they need; raise a server's --capacity",
+        );
+        return Ok(regions);
+    }
     for part in state::statics().iter().map(remote_part) {
         let start = part.start.next_multiple_of(page_bytes);
         let bytes = (part.end / page_bytes * page_bytes).saturating_sub(start);
@@ -107,6 +123,16 @@ pub(crate) fn make(runtime: &Runtime, page_bytes: usize) -> Result<Vec<Region>, 
         regions.push(made?);
     }
     Ok(regions)
+}
+
+/// Returns the bytes that the servers could still lend. `None` if one does not say.
+fn room(runtime: &Runtime) -> Option<u64> {
+    let sessions = runtime.sessions();
+    let rooms = sessions.iter().map(|session| {
+        let stat = session.stat().ok()?;
+        Some(stat.capacity_bytes.saturating_sub(stat.granted_bytes))
+    });
+    rooms.sum()
 }
 
 /// Moves the pages of `bytes` bytes at `start` to another address, and returns it. Zeros are left.
@@ -157,13 +183,26 @@ fn put_back(aside: usize, start: usize, bytes: usize) {
     }
 }
 
-/// Returns the addresses of the C library's code.
-pub(crate) fn code_of_c_library() -> Option<Range<usize>> {
-    let place = __libc_free as *const () as usize;
-    objects().into_iter().find_map(|object| {
-        let mut code = object.code.into_iter();
-        code.find(|code| code.contains(&place))
-    })
+/// Returns the addresses of code that may give static arrays to the kernel: of this library, the C
+/// library and its kin, and of a program that lies at a random address.
+pub(crate) fn code() -> Vec<Range<usize>> {
+    const KIN: [&str; 5] = [
+        "libc.so",
+        "libpthread",
+        "ld-linux",
+        "linux-vdso",
+        "libstdc++",
+    ];
+    let is_looked_at = |object: &Object| {
+        let name = object.name.to_string_lossy();
+        let is_random_program = name.is_empty() && !object.is_fixed;
+        is_random_program || object.is_own() || KIN.iter().any(|kin| name.contains(kin))
+    };
+    let objects = objects().into_iter();
+    objects
+        .filter(is_looked_at)
+        .flat_map(|object| object.code)
+        .collect()
 }
 
 /// A program or library that is loaded.
@@ -175,6 +214,8 @@ struct Object {
     /// Addresses of bytes that were zeros when the object was loaded.
     zeroed: Vec<Range<usize>>,
     code: Vec<Range<usize>>,
+    /// True if the object is a program that is linked for one address.
+    is_fixed: bool,
 }
 
 impl Object {
@@ -210,7 +251,10 @@ fn objects() -> Vec<Object> {
     ) -> c_int {
         // SAFETY: what `dl_iterate_phdr` passes, and the list below.
         let (info, objects) = unsafe { (&*info, &mut *objects.cast::<Vec<Object>>()) };
-        let mut object = Object::default();
+        let mut object = Object {
+            is_fixed: info.dlpi_addr == 0,
+            ..Object::default()
+        };
         if !info.dlpi_name.is_null() {
             // SAFETY: a string of C's.
             object.name = unsafe { CStr::from_ptr(info.dlpi_name) }.to_owned();

@@ -11,8 +11,10 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -68,6 +70,14 @@ static void files(void) {
     press();
     if (preadv(fd, parts, 2, BYTES) != BYTES / 2) fail("preadv");
     if (memcmp(buffer, (char *)words + BYTES, BYTES / 4) != 0) fail("preadv's bytes");
+    // By number, and by an instruction of the kernel's own code in the program.
+    press();
+    if (syscall(SYS_pread64, fd, buffer, BYTES, 0) != BYTES) fail("pread by number");
+    if (memcmp(buffer, words, BYTES) != 0) fail("bytes of pread by number");
+    static struct timespec used;
+    press();
+    if (clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used) != 0 || used.tv_sec + used.tv_nsec == 0)
+        fail("clock_gettime");
     struct stat found;
     press();
     if (stat(path, &found) != 0 || found.st_size != 2 * BYTES) fail("stat");
