@@ -84,9 +84,9 @@ struct RunOptions {
     /// Requests of this size and more go there; smaller ones to the program's own allocator.
     #[arg(long, default_value = "128KiB")]
     min_bytes: ByteSize,
-    /// Makes smaller requests remote, too. `auto`: once they take more than a quarter of the budget,
-    /// later ones go to jemalloc (libjemalloc.so.2), which takes its memory by mmap. `yes`: from the
-    /// beginning. `no`: never.
+    /// Makes smaller requests remote, too. `auto`: once they take more than a quarter of the
+    /// budget, later ones go to jemalloc (libjemalloc.so.2), which takes its memory by mmap.
+    /// `yes`: from the beginning. `no`: never.
     #[arg(long, value_enum, default_value = "no")]
     small: Small,
     /// Size of a page, which comes and goes as a whole. Small pages suit scattered access, large

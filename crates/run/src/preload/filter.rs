@@ -358,8 +358,8 @@ fn joined(mut comparisons: Vec<sock_filter>) -> Vec<sock_filter> {
 }
 
 /// Raises SIGSYS if a call comes from `code`, unless it comes from [`calls::system_call`]. Programs
-/// that this process becomes by `exec` have that code elsewhere, whatever they have at the addresses
-/// of its arrays.
+/// that this process becomes by `exec` have that code elsewhere, whatever they have at the
+/// addresses of its arrays.
 fn from_code(code: &[Range<usize>]) -> Vec<sock_filter> {
     let pointer = mem::offset_of!(libc::seccomp_data, instruction_pointer);
     let pieces: Vec<_> = code.iter().flat_map(pieces).collect();
