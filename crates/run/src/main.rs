@@ -465,7 +465,7 @@ mod tests {
     #[test]
     fn a_program_may_be_stopped_for_days_at_a_server_of_its_own() {
         let folder = tempfile::tempdir().expect("a temporary directory");
-        let server = OwnServer::start(ByteSize::mib(16), folder.path()).expect("it starts");
+        let server = OwnServer::start(ByteSize::mib(16), 0, folder.path()).expect("it starts");
         assert!(lease(&server) > Duration::from_secs(30 * 24 * 3600));
     }
 }

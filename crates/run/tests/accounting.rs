@@ -278,7 +278,15 @@ fn what_is_small_or_initialised_is_said_to_be_local() {
         );
     }
     // Too large for jemalloc.
-    let options = ["--budget", "8MiB", "--stats", "--min-bytes", "3MiB"];
+    let options = [
+        "--small",
+        "auto",
+        "--budget",
+        "8MiB",
+        "--stats",
+        "--min-bytes",
+        "3MiB",
+    ];
     let stats = text(&farpage(&options, &[&program]).stderr);
     assert!(said(&stats, " were local") >= 60 * MIB, "{stats}");
     assert!(stats.contains("--min-bytes is more than"), "{stats}");

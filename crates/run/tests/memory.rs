@@ -321,7 +321,7 @@ fn small_objects_are_remote() {
     let plain = output(&mut Command::new(&program));
     for small in [["--small", "auto"], ["--small", "yes"]] {
         for mode in modes() {
-            let options = [&small, mode, &["--budget", "16MiB", "--stats"]].concat();
+            let options = [&small[..], mode, &["--budget", "16MiB", "--stats"]].concat();
             let ours = farpage_as("16KiB", &options, &command);
             let stats = same_as_plain(&command, &plain, &ours);
             let local = local_kib(&stats);
