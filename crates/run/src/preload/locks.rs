@@ -7,6 +7,7 @@
 use std::{
     ffi::{c_int, c_uint, c_void},
     ops::Range,
+    slice,
     sync::atomic::{AtomicI32, Ordering},
 };
 
@@ -50,13 +51,15 @@ pub(crate) fn without<R>(
     done
 }
 
-/// Brings `addresses` in, if the budget has room for them, before the map of mappings is held: a
+/// Brings `parts` in, if the budget has room for them, before the map of mappings is held: a
 /// server may not answer. Pins say what fails.
-fn bring_in(state: &State, addresses: &Range<usize>) {
+fn bring_in(state: &State, parts: &[Range<usize>]) {
     let budget = state::runtime().map_or(0, |runtime| runtime.stats().pager.budget_bytes);
-    if !state.arena.is_ordinary() && addresses.len() as u64 <= budget {
-        let region = state.arena.region();
-        let _ = region.prefetch_now(state.offsets(addresses));
+    let bytes: usize = parts.iter().map(ExactSizeIterator::len).sum();
+    if !state.arena.is_ordinary() && bytes as u64 <= budget {
+        for part in parts {
+            let _ = state.arena.region().prefetch_now(state.offsets(part));
+        }
     }
 }
 
@@ -95,7 +98,7 @@ pub(crate) fn lock_range(
                 let done = mappings::done(libc::SYS_mlock2, addresses, [flags as usize, 0]);
                 done.inspect_err(|_| {
                     // Some of it may be locked.
-                    kernel_unlocks(std::slice::from_ref(addresses));
+                    kernel_unlocks(slice::from_ref(addresses));
                     kernel_locks(&map.those(addresses, |fact| fact.is_locked));
                 })
             },
@@ -190,7 +193,7 @@ pub(crate) unsafe extern "C" fn mlock2(
         Some((_, _, false)) => fail(libc::ENOMEM),
         Some((state, addresses, true)) => {
             let inside = Inside::enter();
-            bring_in(state, &addresses);
+            bring_in(state, slice::from_ref(&addresses));
             let locked = lock_parts(&mut mappings::change(), state, &addresses, flags);
             drop(inside);
             answer(locked)
@@ -293,7 +296,7 @@ fn lock_statics(state: &State) -> Result<(), c_int> {
 
 fn lock_allocations(state: &State) -> Result<(), c_int> {
     let allocations = state.arena.allocations();
-    allocations.iter().for_each(|all| bring_in(state, all));
+    bring_in(state, &allocations);
     let mut map = mappings::change();
     let allocations = state.arena.allocations();
     // Ceded pages are locked with all that is local.
@@ -483,6 +486,6 @@ pub(crate) unsafe extern "C" fn sigaltstack(
 
 fn pins(state: &State, addresses: &Range<usize>) -> Result<(), c_int> {
     let _inside = Inside::enter();
-    bring_in(state, addresses);
+    bring_in(state, slice::from_ref(addresses));
     lock_range(&mut mappings::change(), state, addresses, None)
 }

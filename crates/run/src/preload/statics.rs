@@ -45,7 +45,7 @@ pub(crate) fn find(min_bytes: usize, by_filter: bool) {
         let large = object
             .zeroed
             .iter()
-            .filter(|&part| remote_part(part).len() >= min_bytes);
+            .filter(|&part| part.len() >= min_bytes && remote_part(part).len() >= min_bytes);
         let large: Vec<_> = large.cloned().collect();
         if !large.is_empty() && !object.is_own() && !object.is_allocator() {
             found.extend(large);
