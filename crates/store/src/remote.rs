@@ -269,11 +269,11 @@ impl PageStore {
     /// in a user's own store. For the page's owner, and for signal handlers too: allocates nothing
     /// and asks no server.
     pub fn is_unchanged(&self, page: PageIndex, bytes: &[u8]) -> bool {
+        let entry = self.table.load(page);
         // What a user's own store holds is not known by its value.
-        let is_hashed = matches!(self.table.load(page), PageEntry::Stored { .. });
-        let by_value = !is_hashed && !self.is_users_own();
+        let by_value = !matches!(entry, PageEntry::Stored { .. }) && !self.is_users_own();
         let value = by_value.then(|| codec::repeated(bytes)).flatten();
-        self.compare(page, bytes, value).is_ok()
+        self.compare_entry(entry, page, bytes, value).is_ok()
     }
 
     /// Compares a whole page with what the store has of it. `value` is the one that all of its
@@ -285,7 +285,16 @@ impl PageStore {
         bytes: &[u8],
         value: Option<u64>,
     ) -> Result<(), Option<u128>> {
-        let entry = self.table.load(page);
+        self.compare_entry(self.table.load(page), page, bytes, value)
+    }
+
+    fn compare_entry(
+        &self,
+        entry: PageEntry,
+        page: PageIndex,
+        bytes: &[u8],
+        value: Option<u64>,
+    ) -> Result<(), Option<u128>> {
         if let Some(value) = value {
             return entry.repeats(value).then_some(()).ok_or(None);
         }
