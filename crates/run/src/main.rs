@@ -36,7 +36,7 @@ use program::Program;
 use relay::Relay;
 use rlimits::Limits;
 use shares::Shares;
-use small::{Small, SmallBy};
+use small::Small;
 
 /// Smallest capacity: a smaller number lacks its unit.
 const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
@@ -319,7 +319,7 @@ pub(crate) struct Sizes {
     /// Bytes that can be allocated. `None`: as many as the server has.
     pub(crate) capacity: Option<ByteSize>,
     pub(crate) min_bytes: ByteSize,
-    pub(crate) small: SmallBy,
+    pub(crate) small: Small,
     pub(crate) page_size: ByteSize,
     pub(crate) faults_by: FaultsBy,
 }
@@ -336,7 +336,7 @@ fn sizes(options: &RunOptions, faults_by: FaultsBy) -> Result<Sizes> {
         budget,
         capacity: (options.capacity).or_else(|| options.server.is_empty().then(default)),
         min_bytes: options.min_bytes,
-        small: options.small.by(options.min_bytes)?,
+        small: options.small,
         page_size: options.page_size,
         faults_by,
     })

@@ -15,7 +15,7 @@ use farpage_signals::Mutex;
 use farpage_tables::Table;
 
 use crate::{
-    Inside,
+    Inside, code,
     descriptors::Window,
     destructors, environment,
     environment::{PREFIX, variable},
@@ -133,6 +133,7 @@ extern "C" fn begin() {
     // Before this thread's first guard, which registers a destructor, and takes memory.
     let addresses_before = limits::addresses();
     destructors::begin();
+    code::begin();
     let inside = Inside::enter();
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
