@@ -6,7 +6,9 @@
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
+    mem::MaybeUninit,
     ptr,
+    sync::atomic::{AtomicPtr, Ordering},
 };
 
 use crate::{
@@ -100,9 +102,28 @@ unsafe extern "C" fn dlsym_of_library(handle: *mut c_void, name: *const c_char) 
     if !code::is_c_library(found as usize) {
         return found;
     }
-    // This library is searched right after the program.
-    match next::look_up(libc::RTLD_DEFAULT, name) {
-        first if code::is_own(first as usize) => first,
+    // Searched before the libraries that it needs, of which the C library is one.
+    match next::look_up(this_library(), name) {
+        ours if code::is_own(ours as usize) => ours,
         _ => found,
     }
+}
+
+/// Returns a handle on this library. The program's own `malloc` and its kind are not searched then,
+/// nor the entries by which a program at a fixed address calls those of libraries.
+fn this_library() -> *mut c_void {
+    static HANDLE: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+    let before = HANDLE.load(Ordering::Relaxed);
+    if !before.is_null() {
+        return before;
+    }
+    let mut info = MaybeUninit::<libc::Dl_info>::uninit();
+    let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD;
+    // SAFETY: there is room for the answer, which names the file of this library.
+    let handle = unsafe {
+        libc::dladdr(this_library as *const c_void, info.as_mut_ptr());
+        libc::dlopen(info.assume_init().dli_fname, flags)
+    };
+    HANDLE.store(handle, Ordering::Relaxed);
+    handle
 }

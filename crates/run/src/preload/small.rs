@@ -179,6 +179,11 @@ pub(crate) fn switch() {
     MODE.store(SWITCHED, Ordering::Relaxed);
 }
 
+/// Leaves small requests to the C library for good: there will be no arena.
+pub(crate) fn stay_local() {
+    MODE.store(OWN, Ordering::Relaxed);
+}
+
 /// Delays the switch until small objects take twice as much: there is no arena now.
 pub(crate) fn postpone() {
     let twice = LIVE_BYTES.load(Ordering::Relaxed).saturating_mul(2);
