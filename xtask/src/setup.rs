@@ -1,7 +1,7 @@
 //! Requirements of farpage's build and use: a C compiler and libclang (the bindings of the
 //! userfaultfd crate and of ZFP are generated from C headers), CMake and make (ZFP and jemalloc are
-//! built with them), tools that build and test the libraries for C++, and the permission to handle page
-//! faults.
+//! built with them), tools that build and test the libraries for C++, and the permission to handle
+//! page faults.
 //!
 //! The rule it keeps: a requirement is found by looking for the thing itself, not for a package's
 //! name, so that other distributions and hand-made installations count; nothing is installed

@@ -377,8 +377,8 @@ print('done')
     assert!(!stats.contains(SWITCHED), "{stats}");
 }
 
-/// What the C library makes for itself stays local: it reads some of it where no fault can be
-/// served.
+/// Blocks that the C library makes for itself stay local: it reads some of them where no fault can
+/// be served.
 #[test]
 fn small_blocks_of_the_c_library_are_local_and_those_of_the_program_remote() {
     if !can_run_with(&["--in-thread"], &["userfaultfd", "--in-thread"], &[GCC]) {
