@@ -1,7 +1,7 @@
 //! Requirements of farpage's build and use: a C compiler and libclang (the bindings of the
-//! userfaultfd crate and of ZFP are generated from C headers), CMake and make (ZFP is built with
-//! them), tools that build and test the libraries for C++, and the permission to handle page
-//! faults.
+//! userfaultfd crate and of ZFP are generated from C headers), CMake and make (ZFP and jemalloc are
+//! built with them), tools that build and test the libraries for C++, and the permission to handle
+//! page faults.
 //!
 //! The rule it keeps: a requirement is found by looking for the thing itself, not for a package's
 //! name, so that other distributions and hand-made installations count; nothing is installed
@@ -87,7 +87,7 @@ impl Need {
     }
 }
 
-const NEEDS: [Need; 8] = [
+const NEEDS: [Need; 7] = [
     Need::program("a C compiler (`cc`)", "gcc", "cc"),
     Need::program(
         "a C++ compiler (`c++`), for libumap and its tests",
@@ -99,7 +99,7 @@ const NEEDS: [Need; 8] = [
         "cmake",
         "cmake",
     ),
-    Need::program("make, for the same", "make", "make"),
+    Need::program("make, for the same and for jemalloc", "make", "make"),
     Need::program(
         "pkg-config, for tests of the package",
         "pkg-config",
@@ -107,11 +107,6 @@ const NEEDS: [Need; 8] = [
     ),
     Need::new("the C library's headers", "libc6-dev", has_libc_headers),
     Need::new("libclang with its headers", "libclang-dev", has_libclang),
-    Need::new(
-        "jemalloc, for tests of `farpage run --small`",
-        "libjemalloc2",
-        || has_library("libjemalloc.so.2"),
-    ),
 ];
 
 /// Installs the missing ones of `needs`. Prints to standard error.

@@ -16,7 +16,7 @@ use crate::{
     setup::{self, Need},
 };
 
-const NEEDS: [Need; 8] = [
+const NEEDS: [Need; 18] = [
     Need::program("zstd", "zstd", "zstd"),
     Need::program("xz", "xz-utils", "xz"),
     Need::program("sqlite3", "sqlite3", "sqlite3"),
@@ -24,18 +24,29 @@ const NEEDS: [Need; 8] = [
     Need::program("redis-benchmark", "redis-tools", "redis-benchmark"),
     Need::program("memcached", "memcached", "memcached"),
     Need::program("minimap2", "minimap2", "minimap2"),
+    Need::program("Java", "default-jdk-headless", "java"),
+    Need::program("node", "nodejs", "node"),
+    Need::program("perl", "perl", "perl"),
+    Need::program("gawk", "gawk", "gawk"),
+    Need::program("R", "r-base-core", "Rscript"),
+    Need::program("octave", "octave", "octave-cli"),
+    Need::program("jq", "jq", "jq"),
+    Need::program("swipl", "swi-prolog-nox", "swipl"),
+    Need::program("sbcl", "sbcl", "sbcl"),
+    Need::program("tclsh", "tcl", "tclsh"),
     Need::new("Python with venv", "python3-venv", || {
         children::works("python3", &["-c", "import venv, ensurepip"])
     }),
 ];
 
-const PACKAGES: [&str; 7] = [
+const PACKAGES: [&str; 8] = [
     "numpy==2.4.6",
     "duckdb==2.0.0",
     "polars==2.1.0",
     "pyarrow==26.0.1",
     "scikit-learn==1.9.1",
     "lightgbm==4.7.0",
+    "networkx==3.6.1",
     "pymemcache==4.0.0",
 ];
 

@@ -4,7 +4,7 @@ use std::{fmt::Write, path::Path};
 
 use bytesize::ByteSize;
 
-use crate::{FaultsBy, Sizes, program::Program, small::SmallBy};
+use crate::{FaultsBy, Sizes, program::Program, small::Small};
 
 impl Program {
     /// Returns lines that say what a run would interpose.
@@ -49,8 +49,8 @@ impl Program {
             "remote      mmap of private anonymous memory, also if it is reserved first: {min_bytes} and more"
         ));
         let place = match small {
-            SmallBy::Jemalloc(..) => "remote",
-            SmallBy::Own | SmallBy::OwnBecause(_) => "local ",
+            Small::Auto | Small::Yes => "remote",
+            Small::No => "local ",
         };
         line(format!(
             "{place}      small objects (requests below {min_bytes}), {small}"

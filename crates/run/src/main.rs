@@ -36,10 +36,13 @@ use program::Program;
 use relay::Relay;
 use rlimits::Limits;
 use shares::Shares;
-use small::{Small, SmallBy};
+use small::Small;
 
 /// Smallest capacity: a smaller number lacks its unit.
 const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
+
+/// Default of `--min-bytes`. A larger one says that some memory is to be local.
+const MIN_BYTES: ByteSize = ByteSize::kib(128);
 
 /// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
 const LIBRARY: &str = "libfarpage_preload.so";
@@ -81,14 +84,14 @@ struct RunOptions {
     /// machine has beside the budget, within `ulimit -v`].
     #[arg(long)]
     capacity: Option<ByteSize>,
-    /// Requests of this size and more go there; smaller ones to the program's own allocator.
-    #[arg(long, default_value = "128KiB")]
+    /// Requests of this size and more go there from the beginning.
+    #[arg(long, default_value_t = MIN_BYTES)]
     min_bytes: ByteSize,
     /// Makes smaller requests remote, too. `auto`: once they take more than a quarter of the
-    /// budget, later ones go to jemalloc (libjemalloc.so.2), which takes its memory by mmap.
-    /// `yes`: from the beginning. `no`: never.
-    #[arg(long, value_enum, default_value = "no")]
-    small: Small,
+    /// budget, later ones are remote, by jemalloc. `yes`: from the beginning. `no`: never
+    /// [default: auto, and no with --min-bytes of more than 128KiB].
+    #[arg(long, value_enum)]
+    small: Option<Small>,
     /// Size of a page, which comes and goes as a whole. Small pages suit scattered access, large
     /// ones programs that go through memory in order.
     #[arg(long, env = "FARPAGE_PAGE_SIZE", default_value = "16KiB")]
@@ -319,7 +322,7 @@ pub(crate) struct Sizes {
     /// Bytes that can be allocated. `None`: as many as the server has.
     pub(crate) capacity: Option<ByteSize>,
     pub(crate) min_bytes: ByteSize,
-    pub(crate) small: SmallBy,
+    pub(crate) small: Small,
     pub(crate) page_size: ByteSize,
     pub(crate) faults_by: FaultsBy,
 }
@@ -332,11 +335,15 @@ fn sizes(options: &RunOptions, faults_by: FaultsBy) -> Result<Sizes> {
         let most = addressable(budget.as_u64());
         ByteSize(rest.max(budget.as_u64()).min(most))
     };
+    let default_small = match options.min_bytes > MIN_BYTES {
+        true => Small::No,
+        false => Small::Auto,
+    };
     Ok(Sizes {
         budget,
         capacity: (options.capacity).or_else(|| options.server.is_empty().then(default)),
         min_bytes: options.min_bytes,
-        small: options.small.by(options.min_bytes)?,
+        small: options.small.unwrap_or(default_small),
         page_size: options.page_size,
         faults_by,
     })

@@ -17,15 +17,15 @@
 //!
 //! 1. this file: threads that are inside, and lines to the user;
 //! 2. what knows no arena: `next.rs` (the next library's functions), `environment.rs`,
-//!    `seccomp.rs`, `destructors.rs`, `plugins.rs`, and the program's `signals.rs`,
+//!    `seccomp.rs`, `destructors.rs`, `code.rs`, `plugins.rs`, and the program's `signals.rs`,
 //!    `old_signals.rs` and `signal_stack.rs`;
 //! 3. `state.rs`: the runtime, the arena and the options;
 //! 4. what begins and ends with these: `local.rs`, `made.rs`, `family.rs`, `limits.rs` (set by the
-//!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`, `small.rs`
-//!    (jemalloc), and `filter.rs` (the system calls that in-thread faults need);
+//!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`, `small.rs` (the
+//!    allocator of small requests), and `filter.rs` (the system calls that in-thread faults need);
 //! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
 //! 6. memory of the arena: `mappings.rs` (the map of its addresses), `locks.rs`, `protect.rs`,
-//!    `allocate.rs` and `foreign.rs`;
+//!    `allocate.rs`, `jemalloc.rs` and `foreign.rs`;
 //! 7. calls of the program: `heap.rs`, `maps.rs`, `remap.rs`, `process.rs`, `confine.rs`,
 //!    `calls.rs`, `debug.rs`.
 //!
@@ -37,6 +37,8 @@ mod allocate;
 mod arena;
 #[path = "preload/calls.rs"]
 mod calls;
+#[path = "preload/code.rs"]
+mod code;
 #[path = "preload/confine.rs"]
 mod confine;
 #[path = "preload/debug.rs"]
@@ -59,6 +61,8 @@ mod filter;
 mod foreign;
 #[path = "preload/heap.rs"]
 mod heap;
+#[path = "preload/jemalloc.rs"]
+mod jemalloc;
 #[path = "preload/limits.rs"]
 mod limits;
 #[path = "preload/local.rs"]
@@ -77,6 +81,7 @@ mod maps;
 mod next;
 #[path = "preload/old_signals.rs"]
 mod old_signals;
+#[cfg(target_arch = "x86_64")]
 #[path = "preload/plugins.rs"]
 mod plugins;
 #[path = "preload/process.rs"]

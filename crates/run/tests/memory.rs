@@ -8,10 +8,10 @@ mod common;
 use std::process::Command;
 
 use common::{
-    GCC, MIB, can_run, can_run_with, compile, farpage, farpage_as, farpage_in_pages_of, modes,
-    output, said, same_as_plain,
+    AT_ONCE, GCC, MIB, can_run, can_run_with, compile, farpage, farpage_as, farpage_in_pages_of,
+    modes, output, said, same_as_plain,
 };
-use farpage_testkit::text;
+use farpage_testkit::{serve_tcp, text};
 
 const PYTHON: &str = "/usr/bin/python3";
 const SEEDED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/memory/seeded.py");
@@ -289,15 +289,6 @@ print(sum(string_at(blocks[i], sizes[i]).count(3) for i in range(2)))
     assert!(faults < 5 * (39 << 20) / (16 << 10), "{stats}");
 }
 
-/// Skips a test on systems without jemalloc.
-fn can_run_small(programs: &[&str]) -> bool {
-    can_run_with(
-        &["--small", "yes"],
-        &["userfaultfd", "libjemalloc"],
-        programs,
-    )
-}
-
 /// Returns the local memory that a program says on standard error.
 fn local_kib(stats: &str) -> u64 {
     let local = stats.split("RssAnon:").nth(1).expect("the program says it");
@@ -312,7 +303,7 @@ const SWITCHED: &str = "small objects are remote since";
 /// run, and that nothing of this is seen by the programs that it starts.
 #[test]
 fn small_objects_are_remote() {
-    if !can_run_small(&[GCC, "/bin/sh"]) {
+    if !can_run(&[GCC, "/bin/sh"]) {
         return;
     }
     let folder = tempfile::tempdir().expect("a folder");
@@ -330,32 +321,17 @@ fn small_objects_are_remote() {
             assert_eq!(stats.contains(SWITCHED), small[1] == "auto", "{stats}");
         }
     }
-    let ended = farpage(
-        &["--small", "yes"],
-        &[
-            "/bin/sh",
-            "-c",
-            "echo \"<$LD_PRELOAD><$GLIBC_TUNABLES>\"; env",
-        ],
-    );
-    let seen = text(&ended.stdout);
-    assert!(seen.starts_with("<><>\n"), "{seen}");
+    let see = ["/bin/sh", "-c", "echo \"<$LD_PRELOAD>\"; env"];
+    let seen = text(&farpage(&["--small", "yes"], &see).stdout);
+    assert!(seen.starts_with("<>\n"), "{seen}");
     assert!(!seen.contains("FARPAGE_RUN_"), "{seen}");
-    let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
-    farpage.env("GLIBC_TUNABLES", "glibc.malloc.perturb=7");
-    let echo = ["--", "/bin/sh", "-c", "echo $GLIBC_TUNABLES"];
-    farpage.args(["run", "--small", "auto"]).args(echo);
-    assert_eq!(
-        text(&output(&mut farpage).stdout),
-        "glibc.malloc.perturb=7\n"
-    );
 }
 
 /// Blocks that find no room in the arena come from the C library, and each is freed where it came
 /// from.
 #[test]
 fn small_objects_are_local_if_the_arena_is_full() {
-    if !can_run_small(&[GCC]) {
+    if !can_run(&[GCC]) {
         return;
     }
     let folder = tempfile::tempdir().expect("a folder");
@@ -376,7 +352,7 @@ fn small_objects_are_local_if_the_arena_is_full() {
 /// jemalloc's.
 #[test]
 fn few_small_objects_stay_local() {
-    if !can_run_small(&[GCC, PYTHON]) {
+    if !can_run(&[GCC, PYTHON]) {
         return;
     }
     let folder = tempfile::tempdir().expect("a folder");
@@ -401,11 +377,148 @@ print('done')
     assert!(!stats.contains(SWITCHED), "{stats}");
 }
 
+/// Blocks that the C library makes for itself stay local: it reads some of them where no fault can
+/// be served.
+#[test]
+fn small_blocks_of_the_c_library_are_local_and_those_of_the_program_remote() {
+    if !can_run_with(&["--in-thread"], &["userfaultfd", "--in-thread"], &[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = ["-pthread", "-fno-builtin"];
+    let program = compile(folder.path(), "memory/whose", &options).expect("it compiles");
+    let command = [program.to_str().expect("a plain path")];
+    let mut expected = "spawned\nby a shell\n".repeat(20);
+    expected += "64 blocks at ends\n";
+    for mode in modes() {
+        let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
+        // Free memory is discarded at once, and not after seconds.
+        farpage.env("_RJEM_MALLOC_CONF", "dirty_decay_ms:0");
+        farpage.args(["run", "--small", "yes", "--budget", "8MiB", AT_ONCE]);
+        let ours = output(farpage.args(*mode).arg("--").args(command));
+        assert_eq!(text(&ours.stdout), expected, "{}", text(&ours.stderr));
+    }
+}
+
+/// A handle on the C library gives the functions that the program has without the handle.
+#[test]
+fn blocks_are_freed_by_functions_that_a_handle_on_the_c_library_gives() {
+    if !can_run_with(&["--in-thread"], &["userfaultfd", "--in-thread"], &[PYTHON]) {
+        return;
+    }
+    let body = r#"
+given = ctypes.CDLL('libc.so.6')
+for name in ['malloc', 'calloc', 'realloc', 'memalign', 'aligned_alloc', 'strdup']:
+    getattr(given, name).restype = c_void_p
+for size in [24, 3000, 100000, M]:
+    blocks = [malloc(size) for _ in range(M // size + 100)]
+    for block in blocks: memset(block, 7, size)
+    blocks = [given.realloc(c_void_p(block), c_size_t(size + 9)) for block in blocks]
+    assert all(string_at(block, size) == b'\7' * size for block in blocks)
+    assert given.malloc_usable_size(c_void_p(blocks[0])) >= size + 9
+    for block in blocks: given.free(c_void_p(block))
+    for block in [given.malloc(c_size_t(size)), given.calloc(c_size_t(3), c_size_t(size)),
+            given.memalign(c_size_t(64), c_size_t(size)), given.aligned_alloc(c_size_t(64), c_size_t(size))]:
+        free(realloc(block, size * 2))
+free(given.strdup(b'a text'))
+assert not hasattr(given, 'no_such_function')
+print('done')
+"#;
+    for small in ["auto", "yes", "no"] {
+        let options = ["--small", small, "--budget", "8MiB", "--capacity", "512MiB"];
+        let ours = farpage(&options, &[PYTHON, "-c", &script(body)]);
+        assert_eq!(text(&ours.stdout), "done\n", "{}", text(&ours.stderr));
+    }
+}
+
+#[test]
+fn arena_is_made_by_a_thread_with_the_smallest_stack() {
+    if !can_run(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = ["-pthread", "-fno-builtin"];
+    let program = compile(folder.path(), "memory/narrow", &options).expect("it compiles");
+    for how in ["large", "small"] {
+        let command = [program.to_str().expect("a plain path"), how];
+        let plain = output(Command::new(command[0]).arg(how));
+        for mode in modes() {
+            let options = [&["--budget", "8MiB", "--stats"], *mode].concat();
+            let ours = farpage_as("16KiB", &options, &command);
+            let stats = same_as_plain(&command, &plain, &ours);
+            assert_eq!(stats.contains(SWITCHED), how == "small", "{stats}");
+        }
+    }
+}
+
+/// `RTLD_NEXT` is about the caller of `dlsym`, also where that is a library behind ours.
+#[test]
+fn library_that_wraps_malloc_finds_the_next_one() {
+    if !can_run(&[GCC, PYTHON]) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let library = compile(folder.path(), "memory/wrapper", &["-shared", "-fPIC"]);
+    let library = library.expect("it compiles");
+    for mode in modes() {
+        let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
+        farpage.env("LD_PRELOAD", &library).arg("run").args(*mode);
+        farpage.args(["--small", "yes", "--budget", "8MiB", "--"]);
+        let text_of = "print(len([str(i) * 20 for i in range(100000)]))";
+        let ours = output(farpage.args([PYTHON, "-c", text_of]));
+        let said = text(&ours.stderr);
+        assert_eq!(text(&ours.stdout), "100000\n", "{said}");
+        assert!(said.contains("wrapped"), "{said}");
+        let why = "the program has an allocator of its own";
+        assert!(said.contains(why), "{said}");
+    }
+}
+
+/// A program that has asked for no large block goes on without an arena, and says so once.
+#[test]
+fn small_objects_stay_local_where_no_arena_can_be_made() {
+    const BASH: &str = "/bin/bash";
+    if !can_run(&[BASH]) {
+        return;
+    }
+    let (_server, url) = serve_tcp(64 << 20);
+    let body = "for ((i = 0; i < 60000; i++)); do a[i]=some-text-$i; done; echo ${#a[@]} ${a[777]}";
+    let options = ["--server", &url, "--budget", "4MiB", "--capacity", "1GiB"];
+    let ours = farpage(&options, &[BASH, "-c", body]);
+    let said = text(&ours.stderr);
+    assert_eq!(text(&ours.stdout), "60000 some-text-777\n", "{said}");
+    let line = "all memory stays local from now on: ";
+    assert_eq!(said.matches(line).count(), 1, "{said}");
+    assert!(said.contains("--capacity"), "{said}");
+}
+
+/// Jemalloc is a part of farpage's library: no library comes into the program that it would not
+/// have.
+#[test]
+fn small_objects_bring_no_library_along() {
+    const CAT: &str = "/bin/cat";
+    if !can_run(&[CAT]) {
+        return;
+    }
+    let maps = [CAT, "/proc/self/maps"];
+    let files = |text: &str| {
+        let files = text.lines().filter_map(|line| line.split_once('/'));
+        let files = files.map(|(_, path)| path.to_owned());
+        files
+            .filter(|path| path.contains(".so"))
+            .collect::<std::collections::BTreeSet<_>>()
+    };
+    let [none, small] =
+        ["no", "yes"].map(|small| files(&text(&farpage(&["--small", small], &maps).stdout)));
+    assert!(!none.is_empty());
+    assert_eq!(none, small);
+}
+
 #[test]
 fn small_objects_of_other_languages_are_what_they_are_in_a_plain_run() {
     const GXX: &str = "/usr/bin/g++";
     const PERL: &str = "/usr/bin/perl";
-    if !can_run_small(&[GXX, PERL, PYTHON]) {
+    if !can_run(&[GXX, PERL, PYTHON]) {
         return;
     }
     let folder = tempfile::tempdir().expect("a folder");
@@ -445,7 +558,7 @@ fn small_objects_of_other_languages_are_what_they_are_in_a_plain_run() {
 /// The names of an allocator, `operator new` among them, belong to no library that farpage loads.
 #[test]
 fn allocator_that_a_program_brings_serves_its_small_objects() {
-    if !can_run_small(&[GCC]) {
+    if !can_run(&[GCC]) {
         return;
     }
     let folder = tempfile::tempdir().expect("a folder");

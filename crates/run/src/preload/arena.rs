@@ -13,9 +13,10 @@ use farpage::{
 };
 use farpage_signals::Mutex;
 use farpage_tables::Table;
+use farpage_vm::sigbus::on_stock_stack;
 
 use crate::{
-    Inside,
+    Inside, code,
     descriptors::Window,
     destructors, environment,
     environment::{PREFIX, variable},
@@ -82,6 +83,7 @@ pub(crate) fn try_open() -> Option<&'static State> {
     open_or(|why| {
         say(&format!("all memory stays local from now on: {why}"));
         state::serve_none();
+        small::stay_local();
     })
 }
 
@@ -119,6 +121,7 @@ pub(crate) fn stay_local() -> bool {
         return false;
     };
     state::serve_none();
+    small::stay_local();
     // The region of `Plan::first` stays: the handler of SIGBUS calls the program's own.
     mem::forget(plan);
     true
@@ -133,6 +136,7 @@ extern "C" fn begin() {
     // Before this thread's first guard, which registers a destructor, and takes memory.
     let addresses_before = limits::addresses();
     destructors::begin();
+    code::begin();
     let inside = Inside::enter();
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
@@ -344,11 +348,12 @@ impl Plan {
         2 * bytes + bytes / 8
     }
 
-    /// Takes a share of the budget and makes the arena, on the runtime's table.
+    /// Takes a share of the budget and makes the arena, on the runtime's table. The stack is not
+    /// the program's: the smallest one of a thread has no room for this.
     fn carry_out(self) -> Result<State, String> {
         match self.table.clone() {
             Some(table) => table.run(|| self.make()),
-            None => self.make(),
+            None => on_stock_stack(|| self.make()),
         }
     }
 

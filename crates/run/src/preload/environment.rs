@@ -5,7 +5,6 @@
 //! bash for one, which know nothing of the list before `main`.
 
 use std::{
-    borrow::Cow,
     ffi::{CStr, CString, c_char},
     ptr,
     sync::OnceLock,
@@ -16,8 +15,6 @@ pub(crate) const PREFIX: &str = "FARPAGE_RUN_";
 /// Prefix of the variables that the runtime reads.
 const RUNTIMES: &[u8] = b"FARPAGE_";
 const PRELOAD: &[u8] = b"LD_PRELOAD=";
-/// Options of the C library, which `farpage run` adds one to (`small.rs` of the launcher).
-const TUNABLES: &[u8] = b"GLIBC_TUNABLES=";
 /// The runtime's variable that `farpage run` sets if the user has not.
 const PAGE_SIZE: &[u8] = b"FARPAGE_PAGE_SIZE=";
 
@@ -38,8 +35,6 @@ struct Variables {
     libraries: Vec<u8>,
     /// Whole entry `LD_PRELOAD` with these libraries alone.
     preload: CString,
-    /// Option that `farpage run` has added to `GLIBC_TUNABLES`, and the whole entry with it alone.
-    tunable: Option<(Vec<u8>, CString)>,
 }
 
 static VARIABLES: OnceLock<Variables> = OnceLock::new();
@@ -61,9 +56,7 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 /// Keeps the variables for [`with_ours`].
 pub(crate) fn keep() {
     let libraries = variable("LIBRARIES").unwrap_or_default();
-    let tunable = variable("TUNABLE").map(String::into_bytes);
     let mut variables = Variables {
-        tunable: tunable.map(|it| (it.clone(), joined(&[TUNABLES, &it]))),
         ours: Vec::new(),
         runtimes: Vec::new(),
         preload: joined(&[PRELOAD, libraries.as_bytes()]),
@@ -104,14 +97,6 @@ pub(crate) fn leave() {
                     *to = joined(&[PRELOAD, &others]).into_raw();
                     to = to.add(1);
                 }
-            } else if let (Some(tunables), Some(_)) =
-                (entry.strip_prefix(TUNABLES), &variables.tunable)
-            {
-                let theirs = without_ours(tunables, variables);
-                if !theirs.is_empty() {
-                    *to = joined(&[TUNABLES, theirs]).into_raw();
-                    to = to.add(1);
-                }
             } else if !(entry.starts_with(PREFIX.as_bytes())
                 || adds_page_size && entry.starts_with(PAGE_SIZE))
             {
@@ -140,7 +125,7 @@ pub(crate) unsafe fn with_ours<T>(
     };
     // SAFETY: the caller's promise.
     let theirs = unsafe { entries(theirs) };
-    let most = theirs.len() + variables.ours.len() + variables.runtimes.len() + 3;
+    let most = theirs.len() + variables.ours.len() + variables.runtimes.len() + 2;
     let (mut some, mut many) = ([ptr::null(); SOME], Vec::new());
     let list = if most <= SOME {
         &mut some[..]
@@ -154,10 +139,6 @@ pub(crate) unsafe fn with_ours<T>(
         count += 1;
     };
     let mut composed = None;
-    let mut tunables = variables
-        .tunable
-        .as_ref()
-        .map(|(_, alone)| Cow::Borrowed(&**alone));
     for &entry in theirs {
         // SAFETY: the caller's promise.
         let bytes = unsafe { CStr::from_ptr(entry) }.to_bytes();
@@ -166,19 +147,9 @@ pub(crate) unsafe fn with_ours<T>(
                 let others = others(preload, &variables.libraries);
                 composed = Some(joined(&[PRELOAD, &variables.libraries, b":", &others]));
             }
-        } else if let (Some(theirs), Some((ours, _))) =
-            (bytes.strip_prefix(TUNABLES), &variables.tunable)
-        {
-            let theirs = without_ours(theirs, variables);
-            if !theirs.is_empty() {
-                tunables = Some(Cow::Owned(joined(&[TUNABLES, theirs, b":", ours])));
-            }
         } else if !bytes.starts_with(PREFIX.as_bytes()) {
             push(entry);
         }
-    }
-    if let Some(tunables) = &tunables {
-        push(tunables.as_ptr());
     }
     variables.ours.iter().for_each(|entry| push(entry.as_ptr()));
     for entry in &variables.runtimes {
@@ -214,15 +185,6 @@ unsafe fn entries<'a>(of: *const *const c_char) -> &'a [*const c_char] {
             count += 1;
         }
         std::slice::from_raw_parts(of, count)
-    }
-}
-
-/// Returns the options of a `GLIBC_TUNABLES` without the option that `farpage run` has added.
-fn without_ours<'a>(tunables: &'a [u8], variables: &Variables) -> &'a [u8] {
-    let ours = variables.tunable.as_ref().map(|(ours, _)| &**ours);
-    match ours.and_then(|ours| tunables.strip_suffix(ours)) {
-        Some(theirs) => theirs.strip_suffix(b":").unwrap_or(theirs),
-        None => tunables,
     }
 }
 

@@ -31,9 +31,9 @@ next! {
     /// `execveat`.
     later_execveat = c"execveat"(folder: c_int, path: *const c_char, arguments: Strings, variables: Strings, flags: c_int) -> c_int, else -1;
     /// `posix_spawn`.
-    later_posix_spawn = c"posix_spawn"(process: *mut libc::pid_t, path: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) -> c_int, else libc::ENOSYS;
+    later_posix_spawn = c"posix_spawn"(process: *mut libc::pid_t, path: *const c_char, actions: Actions, attributes: Attributes, arguments: Strings, variables: Strings) -> c_int, else libc::ENOSYS;
     /// `posix_spawnp`.
-    later_posix_spawnp = c"posix_spawnp"(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) -> c_int, else libc::ENOSYS;
+    later_posix_spawnp = c"posix_spawnp"(process: *mut libc::pid_t, file: *const c_char, actions: Actions, attributes: Attributes, arguments: Strings, variables: Strings) -> c_int, else libc::ENOSYS;
 }
 
 unsafe extern "C" {
@@ -225,8 +225,47 @@ starts! {
     exec execvpe = later_execvpe(file: *const c_char, arguments: Strings, variables: Strings) of found(file), with [file] arguments and variables;
     exec fexecve = later_fexecve(fd: c_int, arguments: Strings, variables: Strings) of opened(fd), with [] arguments and variables;
     exec execveat = later_execveat(folder: c_int, at: *const c_char, arguments: Strings, variables: Strings, flags: c_int) of found_in(folder, at), with [at] arguments and variables;
-    spawn posix_spawn = later_posix_spawn(process: *mut libc::pid_t, at: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of path(at), with [at] arguments and variables;
-    spawn posix_spawnp = later_posix_spawnp(process: *mut libc::pid_t, file: *const c_char, actions: *const libc::posix_spawn_file_actions_t, attributes: *const libc::posix_spawnattr_t, arguments: Strings, variables: Strings) of found(file), with [file] arguments and variables;
+    spawn posix_spawn = spawn_by_path(process: *mut libc::pid_t, at: *const c_char, actions: Actions, attributes: Attributes, arguments: Strings, variables: Strings) of path(at), with [at] arguments and variables;
+    spawn posix_spawnp = spawn_by_name(process: *mut libc::pid_t, file: *const c_char, actions: Actions, attributes: Attributes, arguments: Strings, variables: Strings) of found(file), with [file] arguments and variables;
+}
+
+/// Actions on a new process's descriptors, as `posix_spawn` takes them.
+type Actions = *const libc::posix_spawn_file_actions_t;
+/// Attributes of a new process, as `posix_spawn` takes them.
+type Attributes = *const libc::posix_spawnattr_t;
+
+/// Defines functions that start a process with local copies of its actions and attributes: the
+/// child reads them in its parent's memory, without a handler of faults. What the actions lead to
+/// is the C library's own memory, which is local.
+macro_rules! spawns {
+    ($($name:ident = $later:ident;)+) => {
+        $(
+            /// # Safety
+            /// As `posix_spawn`.
+            unsafe fn $name(
+                process: *mut libc::pid_t,
+                program: *const c_char,
+                actions: Actions,
+                attributes: Attributes,
+                arguments: Strings,
+                variables: Strings,
+            ) -> c_int {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let actions = actions.as_ref().copied();
+                    let attributes = attributes.as_ref().copied();
+                    let actions = actions.as_ref().map_or(ptr::null(), ptr::from_ref);
+                    let attributes = attributes.as_ref().map_or(ptr::null(), ptr::from_ref);
+                    $later(process, program, actions, attributes, arguments, variables)
+                }
+            }
+        )+
+    };
+}
+
+spawns! {
+    spawn_by_path = later_posix_spawn;
+    spawn_by_name = later_posix_spawnp;
 }
 
 /// Calls `start` with a local copy of a string.

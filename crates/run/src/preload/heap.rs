@@ -3,18 +3,18 @@
 //! The rules it keeps: `calloc` touches nothing, since fresh memory of the arena is zeros, while
 //! `malloc` may give out freed memory unzeroed. Memory that another allocator has cut out of its
 //! own mapping in the arena is that allocator's. Small blocks are the C library's or jemalloc's
-//! (`small.rs`), by their addresses.
+//! (`jemalloc.rs`), by their addresses. Those that the C library makes for itself are its own: it
+//! reads some of them where no fault can be served, as in the child of `posix_spawn`.
 
 use std::{
-    ffi::{c_int, c_void},
+    ffi::{c_char, c_int, c_void},
     ptr::{self, NonNull},
 };
 
 use crate::{
     ALIGN, Inside,
     allocate::Holds,
-    arena, give_up, local, made, next, protect, set_errno,
-    small::{self, Jemalloc},
+    arena, code, give_up, jemalloc, local, made, next, protect, set_errno, small,
     state::{self, State},
 };
 
@@ -26,8 +26,54 @@ fn allocate(state: &State, bytes: usize, align: usize, holds: Holds) -> *mut c_v
 }
 
 /// Makes a small block by jemalloc. `None`: the next allocator is to make it.
-fn small(make: impl FnOnce(&Jemalloc) -> *mut c_void) -> Option<NonNull<c_void>> {
-    NonNull::new(make(small::serves()?))
+fn small(caller: usize, make: impl FnOnce() -> Option<NonNull<c_void>>) -> Option<NonNull<c_void>> {
+    match small::is_switched() && !code::is_c_library(caller) {
+        true => make(),
+        false => None,
+    }
+}
+
+/// Defines functions that pass the address to which they return as their last argument. On other
+/// processors than x86-64, whose faults filler threads serve, the address is 0.
+macro_rules! knows_caller {
+    ($($name:ident($($arg:ident: $type:ty),*) -> $result:ty = $by:ident in $register:literal;)+) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "`.")]
+            ///
+            /// # Safety
+            #[doc = concat!("As `", stringify!($name), "`.")]
+            #[cfg(target_arch = "x86_64")]
+            #[unsafe(no_mangle)]
+            #[unsafe(naked)]
+            pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> $result {
+                std::arch::naked_asm!(
+                    concat!("mov ", $register, ", [rsp]"),
+                    "jmp {by}",
+                    by = sym $by,
+                )
+            }
+
+            #[doc = concat!("`", stringify!($name), "`.")]
+            ///
+            /// # Safety
+            #[doc = concat!("As `", stringify!($name), "`.")]
+            #[cfg(not(target_arch = "x86_64"))]
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> $result {
+                // SAFETY: the caller's promise.
+                unsafe { $by($($arg,)* 0) }
+            }
+        )+
+    };
+}
+
+knows_caller! {
+    malloc(bytes: usize) -> *mut c_void = malloc_for in "rsi";
+    calloc(count: usize, bytes: usize) -> *mut c_void = calloc_for in "rdx";
+    realloc(old: *mut c_void, bytes: usize) -> *mut c_void = realloc_for in "rdx";
+    memalign(align: usize, bytes: usize) -> *mut c_void = memalign_for in "rdx";
+    aligned_alloc(align: usize, bytes: usize) -> *mut c_void = memalign_for in "rdx";
+    posix_memalign(made: *mut *mut c_void, align: usize, bytes: usize) -> c_int = posix_memalign_for in "rcx";
 }
 
 /// Counts a block that the next allocator has `made`, and returns it. The block that is one too
@@ -40,8 +86,11 @@ unsafe fn counted(made: *mut c_void) -> *mut c_void {
         // SAFETY: the caller's promise. Blocks are counted only if the next allocator is the C
         // library's.
         let is_due = unsafe { small::add(made) };
-        if is_due && state::get().or_else(arena::try_open).is_some() {
-            small::switch();
+        if is_due {
+            match state::get().or_else(arena::try_open) {
+                Some(_) => small::switch(),
+                None => small::postpone(),
+            }
         }
     }
     made
@@ -58,16 +107,15 @@ unsafe fn uncount(old: *mut c_void) {
     }
 }
 
-/// `malloc`.
+/// `malloc` for a caller at an address.
 ///
 /// # Safety
 /// As `malloc`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
+unsafe extern "C" fn malloc_for(bytes: usize, caller: usize) -> *mut c_void {
     match arena::serves(bytes) {
         Some(state) => allocate(state, bytes, ALIGN, Holds::Anything),
         None if local::serves() => local::allocate(bytes, ALIGN),
-        None => match small(|jemalloc| jemalloc.malloc(bytes)) {
+        None => match small(caller, || jemalloc::malloc(bytes)) {
             Some(made) => made.as_ptr(),
             // SAFETY: the caller's promise.
             None => unsafe { counted(next::malloc(bytes)) },
@@ -75,12 +123,11 @@ pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
     }
 }
 
-/// `calloc`.
+/// `calloc` for a caller at an address.
 ///
 /// # Safety
 /// As `calloc`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_void {
+unsafe extern "C" fn calloc_for(count: usize, bytes: usize, caller: usize) -> *mut c_void {
     let Some(all) = count.checked_mul(bytes) else {
         set_errno(libc::ENOMEM);
         return ptr::null_mut();
@@ -88,7 +135,7 @@ pub(crate) unsafe extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_voi
     match arena::serves(all) {
         Some(state) => allocate(state, all, ALIGN, Holds::Zeros),
         None if local::serves() => local::allocate(all, ALIGN),
-        None => match small(|jemalloc| jemalloc.calloc(count, bytes)) {
+        None => match small(caller, || jemalloc::calloc(count, bytes)) {
             Some(made) => made.as_ptr(),
             // SAFETY: the caller's promise.
             None => unsafe { counted(next::calloc(count, bytes)) },
@@ -109,12 +156,11 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
     if !made::holds(old as usize) {
         // SAFETY: the caller's promise.
         return unsafe {
-            match small::owner(old as usize) {
-                Some(jemalloc) => jemalloc.free(old),
-                None => {
-                    uncount(old);
-                    next::free(old);
-                }
+            if jemalloc::owns(old as usize) {
+                jemalloc::free(old);
+            } else {
+                uncount(old);
+                next::free(old);
             }
         };
     }
@@ -135,42 +181,33 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
     let _ = unsafe { state.arena.deallocate(old.cast()) };
 }
 
-/// `realloc`.
+/// `realloc` for a caller at an address.
 ///
 /// # Safety
 /// As `realloc`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut c_void {
+unsafe extern "C" fn realloc_for(old: *mut c_void, bytes: usize, caller: usize) -> *mut c_void {
     let is_ours = made::holds(old as usize);
     if old.is_null() {
         // SAFETY: any size is fine.
-        return unsafe { malloc(bytes) };
+        return unsafe { malloc_for(bytes, caller) };
     }
     if !is_ours && !local::holds(old) && arena::serves(bytes).is_none() {
-        let serves = match local::serves() {
-            true => None,
-            false => small::serves(),
-        };
-        match (small::owner(old as usize), serves) {
-            (None, None) => {
-                // SAFETY: the caller's promise. A block that could not be reallocated stays.
-                return unsafe {
-                    uncount(old);
-                    let made = next::realloc(old, bytes);
-                    if made.is_null() && bytes > 0 {
-                        counted(old);
-                    }
-                    counted(made)
-                };
-            }
-            (Some(jemalloc), Some(_)) if bytes > 0 => {
-                // SAFETY: as above.
-                let made = unsafe { jemalloc.realloc(old, bytes) };
-                if !made.is_null() {
-                    return made;
+        let is_c_library = code::is_c_library(caller);
+        // SAFETY: the caller's promise.
+        unsafe {
+            if jemalloc::owns(old as usize) {
+                if bytes > 0 && !is_c_library && jemalloc::resize(old, bytes) {
+                    return old;
                 }
+            } else if local::serves() || is_c_library || !small::serves() {
+                uncount(old);
+                let made = next::realloc(old, bytes);
+                if made.is_null() && bytes > 0 {
+                    // A block that could not be reallocated stays.
+                    counted(old);
+                }
+                return counted(made);
             }
-            _ => {}
         }
     }
     if bytes == 0 {
@@ -194,7 +231,7 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
     }
     // SAFETY: the caller's promise; both have as many bytes as are copied.
     unsafe {
-        let made = malloc(bytes);
+        let made = malloc_for(bytes, caller);
         if !made.is_null() {
             let kept = malloc_usable_size(old).min(bytes);
             ptr::copy_nonoverlapping(old.cast::<u8>(), made.cast::<u8>(), kept);
@@ -217,9 +254,9 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
     if !made::holds(of as usize) {
         // SAFETY: the caller's promise.
         return unsafe {
-            match small::owner(of as usize) {
-                Some(jemalloc) => jemalloc.usable(of),
-                None => next::usable(of),
+            match jemalloc::owns(of as usize) {
+                true => jemalloc::usable(of),
+                false => next::usable(of),
             }
         };
     }
@@ -230,17 +267,16 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
     state.arena.usable_bytes(of).unwrap_or(0)
 }
 
-/// `memalign`.
+/// `memalign` for a caller at an address.
 ///
 /// # Safety
 /// As `memalign`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn memalign(align: usize, bytes: usize) -> *mut c_void {
+unsafe extern "C" fn memalign_for(align: usize, bytes: usize, caller: usize) -> *mut c_void {
     match arena::serves(bytes) {
         Some(state) if align.is_power_of_two() => allocate(state, bytes, align, Holds::Anything),
         None if local::serves() && align.is_power_of_two() => local::allocate(bytes, align),
         None if align.is_power_of_two()
-            && let Some(made) = small(|jemalloc| jemalloc.memalign(align, bytes)) =>
+            && let Some(made) = small(caller, || jemalloc::memalign(align, bytes)) =>
         {
             made.as_ptr()
         }
@@ -249,32 +285,22 @@ pub(crate) unsafe extern "C" fn memalign(align: usize, bytes: usize) -> *mut c_v
     }
 }
 
-/// `aligned_alloc`.
-///
-/// # Safety
-/// As `aligned_alloc`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn aligned_alloc(align: usize, bytes: usize) -> *mut c_void {
-    // SAFETY: the caller's promise.
-    unsafe { memalign(align, bytes) }
-}
-
-/// `posix_memalign`.
+/// `posix_memalign` for a caller at an address.
 ///
 /// # Safety
 /// As `posix_memalign`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn posix_memalign(
+unsafe extern "C" fn posix_memalign_for(
     made: *mut *mut c_void,
     align: usize,
     bytes: usize,
+    caller: usize,
 ) -> c_int {
     if !align.is_power_of_two() || !align.is_multiple_of(size_of::<*mut c_void>()) {
         return libc::EINVAL;
     }
     let before = crate::errno();
     // SAFETY: the caller's promise.
-    let memory = unsafe { memalign(align, bytes) };
+    let memory = unsafe { memalign_for(align, bytes, caller) };
     set_errno(before);
     if memory.is_null() {
         return libc::ENOMEM;
@@ -282,4 +308,41 @@ pub(crate) unsafe extern "C" fn posix_memalign(
     // SAFETY: the caller's promise: the result goes there.
     unsafe { *made = memory };
     0
+}
+
+/// `strdup`: a string that the program asks for is not the C library's own.
+///
+/// # Safety
+/// As `strdup`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn strdup(text: *const c_char) -> *mut c_char {
+    // SAFETY: the caller's promise.
+    unsafe { copied(text, libc::strlen(text)) }
+}
+
+/// `strndup`, as [`strdup`].
+///
+/// # Safety
+/// As `strndup`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn strndup(text: *const c_char, most: usize) -> *mut c_char {
+    // SAFETY: the caller's promise.
+    unsafe { copied(text, libc::strnlen(text, most)) }
+}
+
+/// Returns a copy of a text, and a zero behind it. Null: there is no memory.
+///
+/// # Safety
+/// `text` has `bytes` bytes.
+unsafe fn copied(text: *const c_char, bytes: usize) -> *mut c_char {
+    // SAFETY: there is room for as much as is written. The first `malloc` in line makes the block,
+    // which is the program's own if it has one.
+    unsafe {
+        let made = libc::malloc(bytes + 1).cast::<c_char>();
+        if !made.is_null() {
+            ptr::copy_nonoverlapping(text, made, bytes);
+            *made.add(bytes) = 0;
+        }
+        made
+    }
 }

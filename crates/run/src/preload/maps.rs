@@ -3,7 +3,7 @@
 //!
 //! The rule it keeps: mappings in the arena are recorded by byte, whosever the page is. A page of
 //! the arena is given back when it has no mapping any more. All other calls go to the kernel
-//! unchanged, except that jemalloc gets memory of the arena or none (`small.rs`).
+//! unchanged. So do calls of jemalloc's for its tables (`small.rs`).
 
 use std::{
     ffi::{c_int, c_void},
@@ -42,7 +42,8 @@ pub(crate) unsafe extern "C" fn mmap(
     fd: c_int,
     offset: libc::off_t,
 ) -> *mut c_void {
-    let is_plain = flags & libc::MAP_TYPE == libc::MAP_PRIVATE
+    let is_plain = !small::is_calling()
+        && flags & libc::MAP_TYPE == libc::MAP_PRIVATE
         && flags & libc::MAP_ANONYMOUS != 0
         && protection & !PLAIN == 0
         && flags & !(PLAIN_FLAGS | FIXED) == 0;
@@ -69,8 +70,6 @@ pub(crate) unsafe extern "C" fn mmap(
     {
         // The address that the program asked for is a hint.
         return made;
-    } else if is_plain && small::is_calling() {
-        return failed(libc::ENOMEM);
     }
     // SAFETY: the caller's promise.
     let made = match unsafe { wanted.call(address as usize, flags) } {
@@ -82,7 +81,6 @@ pub(crate) unsafe extern "C" fn mmap(
         unsafe { libc::syscall(libc::SYS_munmap, made, bytes) };
         return failed(errno);
     }
-    small::note(made, bytes, true);
     made
 }
 
@@ -347,11 +345,8 @@ pub(crate) unsafe extern "C" fn munmap(address: *mut c_void, bytes: usize) -> c_
             unmap(&mut mappings::change(), state, &addresses);
             0
         }
-        _ => {
-            small::note(address, bytes, false);
-            // SAFETY: the caller's promise.
-            unsafe { libc::syscall(libc::SYS_munmap, address, bytes) as c_int }
-        }
+        // SAFETY: the caller's promise.
+        _ => unsafe { libc::syscall(libc::SYS_munmap, address, bytes) as c_int },
     }
 }
 

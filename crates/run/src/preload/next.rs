@@ -5,8 +5,8 @@
 
 use std::{
     cell::Cell,
-    ffi::{CStr, c_int, c_void},
-    ptr,
+    ffi::{CStr, c_char, c_int, c_void},
+    mem, ptr,
     sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
 };
 
@@ -32,22 +32,64 @@ impl Next {
 
     /// Returns the function. `None` while this very thread looks one up.
     pub(crate) fn get(&self) -> Option<*mut c_void> {
-        let found = self.found.load(Ordering::Relaxed);
-        if !found.is_null() {
-            return Some(found);
-        }
-        if LOOKING_UP.replace(true) {
-            return None;
-        }
-        // SAFETY: the name is a string of C's.
-        let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
-        LOOKING_UP.set(false);
-        if found.is_null() {
-            give_up(&format!("no library has {:?}", self.name));
-        }
-        self.found.store(found, Ordering::Relaxed);
-        Some(found)
+        // Found first, since its own look-up counts as one, too.
+        next_dlsym()?;
+        found_or(&self.found, self.name, || {
+            look_up(libc::RTLD_NEXT, self.name)
+        })
     }
+}
+
+/// Version of the C library in which its `dlsym` is found.
+const SINCE: &CStr = match cfg!(target_arch = "x86_64") {
+    true => c"GLIBC_2.2.5",
+    false => c"GLIBC_2.17",
+};
+
+/// Looks a name up, as the next library's `dlsym` does for this library. Null: it is not there, or
+/// this very thread looks `dlsym` up.
+pub(crate) fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
+    let Some(dlsym) = next_dlsym() else {
+        return ptr::null_mut();
+    };
+    // SAFETY: `dlsym` has this type.
+    let dlsym: unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void =
+        unsafe { mem::transmute(dlsym) };
+    // SAFETY: the name is a string of C's.
+    unsafe { dlsym(handle, name.as_ptr()) }
+}
+
+/// Returns the next library's `dlsym`, which our own stands before. `None` while this very thread
+/// looks it up.
+pub(crate) fn next_dlsym() -> Option<*mut c_void> {
+    static DLSYM: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+    found_or(&DLSYM, c"dlsym", || {
+        // SAFETY: strings of C's. Our own `dlsym` has no version.
+        unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), SINCE.as_ptr()) }
+    })
+}
+
+/// Returns what `found` holds, or else what `find` returns, for good. `None` while this very thread
+/// looks up.
+fn found_or(
+    found: &AtomicPtr<c_void>,
+    name: &CStr,
+    find: impl FnOnce() -> *mut c_void,
+) -> Option<*mut c_void> {
+    let before = found.load(Ordering::Relaxed);
+    if !before.is_null() {
+        return Some(before);
+    }
+    if LOOKING_UP.replace(true) {
+        return None;
+    }
+    let now = find();
+    LOOKING_UP.set(false);
+    if now.is_null() {
+        give_up(&format!("no library has {name:?}"));
+    }
+    found.store(now, Ordering::Relaxed);
+    Some(now)
 }
 
 /// Returns the name of a function, which ends with a zero byte.

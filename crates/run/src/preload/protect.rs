@@ -273,7 +273,8 @@ pub(crate) unsafe extern "C" fn madvise(
     answer(advised)
 }
 
-fn advise_all(
+/// Advises on `addresses` of the arena, parts of which may be ceded. The error is an `errno`.
+pub(crate) fn advise_all(
     map: &Map,
     state: &State,
     addresses: &Range<usize>,

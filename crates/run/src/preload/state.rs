@@ -259,6 +259,16 @@ impl State {
             ..base + offsets.end.next_multiple_of(page_bytes)
     }
 
+    /// Returns the addresses of the pages that lie wholly in `addresses`.
+    pub(crate) fn whole_pages_of(&self, addresses: &Range<usize>) -> Range<usize> {
+        let page_bytes = self.arena.region().page_bytes();
+        let base = self.arena.addresses().start;
+        let offsets = self.offsets(addresses);
+        let start = base + offsets.start.next_multiple_of(page_bytes);
+        let end = base + offsets.end / page_bytes * page_bytes;
+        start..end.max(start)
+    }
+
     /// Records the present size of all allocations, if it is the largest so far.
     pub(crate) fn note_peak(&self) {
         let now = self.arena.allocated_bytes();

@@ -20,7 +20,7 @@ use libc::c_long;
 use farpage::{CreateError, Region, RegionOptions, Reserve, Runtime};
 
 use crate::{
-    give_up, say_once,
+    give_up, next, say_once,
     state::{self, KERNEL_PAGE_BYTES},
 };
 
@@ -233,7 +233,7 @@ impl Object {
         // SAFETY: names of C's. The library is loaded, and stays.
         unsafe {
             let handle = libc::dlopen(name, libc::RTLD_LAZY | libc::RTLD_NOLOAD);
-            !handle.is_null() && self.has(libc::dlsym(handle, c"malloc".as_ptr()).addr())
+            !handle.is_null() && self.has(next::look_up(handle, c"malloc").addr())
         }
     }
 

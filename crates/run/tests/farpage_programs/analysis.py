@@ -106,4 +106,14 @@ def use_lightgbm():
     digest(np.round(model.predict(points[::50], num_threads=1), 9))
 
 
+def use_networkx():
+    import networkx as nx
+
+    graph = nx.gnm_random_graph(40_000, 160_000, seed=7)
+    parts = sorted(len(part) for part in nx.connected_components(graph))
+    core = nx.core_number(graph)
+    lengths = nx.single_source_shortest_path_length(graph, 0)
+    print(parts[-3:], sum(core.values()), sum(lengths.values()), nx.number_of_edges(graph))
+
+
 globals()["use_" + sys.argv[1]]()

@@ -3,7 +3,7 @@
 //! The rule it keeps: inputs are generated from seeds, and a program's output is the same in each
 //! plain run.
 
-use std::{env, ffi::OsString, fs, io::Write, path::PathBuf};
+use std::{env, ffi::OsString, fs, io::Write, path::PathBuf, process::Command};
 
 use farpage_testkit::Rng;
 
@@ -15,6 +15,8 @@ pub(crate) const ENVIRONMENT: [(&str, &str); 5] = [
     ("PYTHONHASHSEED", "0"),
     ("PYTHONDONTWRITEBYTECODE", "1"),
 ];
+
+const COMPILER: &str = "/usr/bin/g++";
 
 /// Variable with the path of a Python that has the packages.
 const PYTHON: &str = "FARPAGE_PYTHON";
@@ -46,6 +48,10 @@ enum Input {
     Reads(usize),
     /// Statements of SQL.
     Table(u64),
+    /// Source of a program: the end of its file's name, and the text.
+    Source(&'static str, &'static str),
+    /// Source of a C++ program, which is compiled to `IN.program`.
+    Compiled(&'static str),
 }
 
 pub(crate) struct Case {
@@ -75,7 +81,19 @@ const fn served(name: &'static str, words: &'static [&'static str]) -> Case {
     }
 }
 
-const CASES: [Case; 13] = [
+/// Program of many small objects, or of a virtual machine with a heap of its own, with a source
+/// below `sources`.
+macro_rules! objects {
+    ($name:literal, $end:literal, $($word:literal),+) => {
+        case(
+            $name,
+            &[$($word),+],
+            Input::Source($end, include_str!(concat!("sources/objects", $end))),
+        )
+    };
+}
+
+const CASES: [Case; 25] = [
     case(
         "sort",
         &["/usr/bin/sort", "-S", "256M", "--parallel=2", "IN"],
@@ -167,6 +185,29 @@ const CASES: [Case; 13] = [
         Input::Nothing,
     ),
     case("lightgbm", &["PY", "ANALYSIS", "lightgbm"], Input::Nothing),
+    case("networkx", &["PY", "ANALYSIS", "networkx"], Input::Nothing),
+    objects!("java", ".java", "/usr/bin/java", "-Xmx384m", "IN.java"),
+    objects!("node", ".js", "/usr/bin/node", "IN.js"),
+    objects!("perl", ".pl", "/usr/bin/perl", "IN.pl"),
+    objects!("gawk", ".gawk", "/usr/bin/gawk", "-f", "IN.gawk"),
+    objects!("r", ".R", "/usr/bin/Rscript", "IN.R"),
+    objects!(
+        "octave",
+        ".m",
+        "/usr/bin/octave-cli",
+        "-q",
+        "--no-history",
+        "IN.m"
+    ),
+    objects!("jq", ".jq", "/usr/bin/jq", "-n", "-f", "IN.jq"),
+    objects!("swipl", ".prolog", "/usr/bin/swipl", "IN.prolog"),
+    objects!("sbcl", ".lisp", "/usr/bin/sbcl", "--script", "IN.lisp"),
+    objects!("tclsh", ".tcl", "/usr/bin/tclsh", "IN.tcl"),
+    case(
+        "unordered_map",
+        &["IN.program"],
+        Input::Compiled(include_str!("sources/objects.cpp")),
+    ),
 ];
 
 pub(crate) fn all() -> impl Iterator<Item = Case> {
@@ -180,7 +221,10 @@ fn python() -> String {
 impl Case {
     /// Returns the program's path if it is not on this machine.
     pub(crate) fn missing(&self) -> Option<String> {
-        let program = self.word(self.words[0], &Folder::new());
+        let program = match self.input {
+            Input::Compiled(_) => COMPILER.into(),
+            _ => self.word(self.words[0], &Folder::new()),
+        };
         let program = PathBuf::from(program);
         (!program.exists()).then(|| program.display().to_string())
     }
@@ -248,6 +292,20 @@ impl Case {
                      SELECT a.id, b.name FROM t a JOIN t b ON b.k = a.id WHERE a.id % 97 = 0 ORDER BY a.id;\n"
                 );
                 input.write_all(sql.as_bytes()).unwrap();
+            }
+            Input::Source(end, text) => {
+                fs::write(folder.file(&format!("input{end}")), text).unwrap();
+            }
+            Input::Compiled(text) => {
+                let (source, program) = (folder.file("input.cpp"), folder.file("input.program"));
+                fs::write(&source, text).unwrap();
+                let mut compiler = Command::new(COMPILER);
+                let compiled = compiler
+                    .args(["-O2", "-o"])
+                    .arg(program)
+                    .arg(source)
+                    .status();
+                assert!(compiled.unwrap().success(), "the program compiles");
             }
         }
         input.flush().unwrap();
