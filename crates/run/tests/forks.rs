@@ -6,12 +6,13 @@
 mod common;
 
 use std::{
+    fs,
     process::Output,
     time::{Duration, Instant},
 };
 
-use common::{can_run, farpage, modes};
-use farpage_testkit::{say, text};
+use common::{GCC, can_run, compile, farpage, modes};
+use farpage_testkit::{say, text, wait_until};
 
 const PYTHON: &str = "/usr/bin/python3";
 
@@ -81,6 +82,21 @@ check(lambda: c.clone(start, end, signal.SIGCHLD, None))
 print('done')
 "#;
     is_done(body);
+}
+
+#[test]
+fn children_by_clone_and_by_number_have_what_the_parent_had() {
+    if !can_run(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "forks/clone", &[]).unwrap();
+    for &mode in modes() {
+        let options = [&["--budget", "8MiB", "--min-bytes", "1MiB"], mode].concat();
+        let ours = farpage(&options, &[program.to_str().unwrap()]);
+        let (said, why) = (text(&ours.stdout), text(&ours.stderr));
+        assert_eq!(said, "done\n", "{mode:?} {} {why}", ours.status);
+    }
 }
 
 #[test]
@@ -177,6 +193,58 @@ os.kill(os.getpid(), signal.SIGKILL)
     run(&[], body, |_, ours| {
         assert_eq!(ours.status.code(), Some(137), "{}", text(&ours.stderr));
     });
+}
+
+/// The child has no connection to its parent then, and a message on its way alone holds what
+/// catches its faults. The child writes a file if it lives to see the parent's end.
+#[test]
+fn children_of_a_killed_parent_end_without_descriptors_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("wrong");
+    let body = r"
+block = bytearray(64 * M)
+fill(block)
+reader, writer = os.pipe()
+parent = os.getpid()
+child = os.fork()
+if child == 0:
+    for descriptor in range(9000):
+        if descriptor != writer: c.syscall(3, descriptor)
+    os.write(writer, b'x')
+    while os.getppid() == parent: time.sleep(0.001)
+    wrong = sum(block[at] != value(at) for at in pages)
+    with open('FILE', 'w') as file: file.write(str(wrong))
+    os._exit(0)
+print(child, flush=True)
+os.read(reader, 1)
+os.kill(parent, signal.SIGKILL)
+";
+    let body = body.replace("FILE", file.to_str().unwrap());
+    run(&[], &body, |mode, ours| {
+        let why = text(&ours.stderr);
+        assert_eq!(ours.status.code(), Some(137), "{why}");
+        let child = format!("/proc/{}/stat", text(&ours.stdout).trim());
+        let has_ended = || fs::read_to_string(&child).map_or(true, |it| it.contains(") Z "));
+        wait_until("the child has ended", has_ended);
+        let wrong = fs::read_to_string(&file).unwrap_or_default();
+        assert!(wrong.is_empty() || wrong == "0", "{mode:?}: {wrong} pages");
+    });
+}
+
+/// The parent ends when it knows of the `exec`. Only then `cat` finds the end of its input.
+#[test]
+fn children_that_have_called_exec_outlive_their_parent() {
+    let body = r"
+block = bytearray(64 * M)
+fill(block)
+reader, writer = os.pipe()
+if os.fork() == 0:
+    for descriptor in range(3, 9000):
+        if descriptor != reader: c.syscall(3, descriptor)
+    os.dup2(reader, 0)
+    os.execv('/bin/sh', ['sh', '-c', 'cat; kill -0 $$; echo done'])
+";
+    is_done(body);
 }
 
 /// A signal ends a parent at once, with `--stats`, too, which handles signals to report.

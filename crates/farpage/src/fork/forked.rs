@@ -5,7 +5,7 @@
 use std::{
     mem,
     ops::Range,
-    os::fd::{AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
 };
 
@@ -14,6 +14,7 @@ use farpage_vm::{Refusal, child::ChildMemory};
 
 use super::{
     image::Image,
+    link,
     orders::{KERNEL_PAGE, Report, has_bit, shared},
     outgoing::{Outgoing, clear},
     stored::{Place, Stored},
@@ -220,6 +221,7 @@ impl Child {
 
     /// Ends the child's connection, which ends the child.
     pub(super) fn end(&self) {
+        link::kill_tethered(self.socket.as_fd());
         // SAFETY: shuts down this process's own socket.
         unsafe { libc::shutdown(self.socket.as_raw_fd(), libc::SHUT_RDWR) };
     }

@@ -25,6 +25,7 @@ mod keeper;
 mod link;
 mod orders;
 mod outgoing;
+mod ready;
 mod requests;
 mod serving;
 mod shared;
@@ -69,6 +70,9 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Least number of a descriptor that a child keeps, if its limit allows: programs close the low
 /// ones.
 const DESCRIPTORS_FROM: RawFd = 900;
+
+/// Number of descriptors that a child has at once until the keeper knows the child.
+const SPARE: usize = 3;
 
 /// Runtimes and keepers, held by the thread that forks.
 static ATTENDED: Mutex<Attended> = Mutex::new(Attended {
@@ -249,7 +253,7 @@ struct Part {
     /// Number by which the keeper knows this process, if it was forked itself.
     number: u64,
     /// Descriptors that the child closes, to have room for its own.
-    spare: [OwnedFd; 2],
+    spare: [OwnedFd; SPARE],
     regions: Vec<Range<usize>>,
     /// Connection to the keeper, for the child.
     socket: OwnedFd,
@@ -510,6 +514,10 @@ fn arm(
     if !link::send(socket.as_fd(), kind, number, &descriptors) {
         return Err("the parent has ended");
     }
+    drop(memory);
+    if !link::tether(socket.as_fd(), uffd.as_fd()) {
+        return Err("too many descriptors are on their way between processes (`ulimit -n`)");
+    }
     link::kill_at_end(socket.as_fd());
     Ok(uffd)
 }
@@ -611,9 +619,9 @@ fn ask(socket: BorrowedFd<'_>, number: u64) -> bool {
 }
 
 /// Makes descriptors that stand in for those that a child will need.
-fn spare(socket: &OwnedFd) -> Result<[OwnedFd; 2], String> {
+fn spare(socket: &OwnedFd) -> Result<[OwnedFd; SPARE], String> {
     let make = || socket.try_clone().map_err(no_keeper);
-    Ok([make()?, make()?])
+    Ok([make()?, make()?, make()?])
 }
 
 fn no_keeper(error: io::Error) -> String {

@@ -29,6 +29,15 @@ pub(super) enum KeeperTask {
     },
 }
 
+/// Answer to a fault.
+pub(super) enum Begun {
+    Done,
+    /// The fault waits for the child's agent, or for another page.
+    Waits,
+    /// The I/O queue has no room.
+    NoRoom,
+}
+
 pub(super) type KeeperQueue = IoQueue<KeeperRequest, Vec<u8>>;
 
 /// Returns the pages that the I/O queue is reading.
