@@ -191,7 +191,9 @@ os.read(reader, 1)
 os.kill(os.getpid(), signal.SIGKILL)
 ";
     run(&[], body, |_, ours| {
-        assert_eq!(ours.status.code(), Some(137), "{}", text(&ours.stderr));
+        let why = text(&ours.stderr);
+        assert_eq!(ours.status.code(), Some(137), "{why}");
+        assert!(why.contains("processes that it had made by fork"), "{why}");
     });
 }
 

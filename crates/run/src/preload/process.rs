@@ -140,6 +140,9 @@ fn frozen() {
 fn ended(in_child: bool) {
     // SAFETY: this thread forks, or is the copy of the one that does.
     drop(unsafe { mem::take(&mut *HELD.0.get()) });
+    if !in_child && state::get().is_some() {
+        family::note_copied();
+    }
     if in_child {
         share::forget();
         state::serve_none();
