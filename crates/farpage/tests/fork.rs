@@ -23,9 +23,12 @@ use common::{
 };
 use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
 use farpage_testkit::{KIB, MIB, Rng, say, seed, wait_until};
-use nix::sys::{
-    signal::{Signal, kill},
-    wait::WaitStatus,
+use nix::{
+    sys::{
+        signal::{Signal, kill},
+        wait::WaitStatus,
+    },
+    unistd::Pid,
 };
 
 const PAGE: usize = 16 * KIB;
@@ -379,5 +382,35 @@ fn a_child_that_locks_its_memory_lives_on() {
             i32::from(!is_right)
         });
         must_pass(child);
+    });
+}
+
+/// The runtime does not see a raw call. The child has nothing at the addresses of the array, also
+/// where the kernel chooses addresses for its memory.
+#[test]
+fn a_child_by_a_raw_call_reads_nothing_in_place_of_an_array() {
+    let Some(_watchdog) = begin(120) else { return };
+    each(4 * MIB / 8, RegionOptions::new, |_, mut array| {
+        fill(&mut array, 1);
+        // SAFETY: the child makes system calls, touches memory and ends.
+        let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+        if child == 0 {
+            for bytes in [64 * KIB, MIB, 4 * MIB, 64 * MIB, 1024 * MIB] {
+                let access = libc::PROT_READ | libc::PROT_WRITE;
+                let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+                for _ in 0..64 {
+                    // SAFETY: maps where nothing is.
+                    unsafe { libc::mmap(ptr::null_mut(), bytes, access, kind, -1, 0) };
+                }
+            }
+            let status = i32::from(wrong(&array, 1) > 0);
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(status) };
+        }
+        let child = Pid::from_raw(child as i32);
+        let ended = end(child);
+        let is_refused = matches!(ended, WaitStatus::Signaled(_, Signal::SIGSEGV, _));
+        assert!(is_refused, "{ended:?}");
+        assert_eq!(wrong(&array, 1), 0);
     });
 }

@@ -22,6 +22,7 @@ mod forked;
 mod hooks;
 mod image;
 mod keeper;
+mod kept;
 mod link;
 mod orders;
 mod outgoing;
@@ -34,7 +35,7 @@ mod stored;
 use std::{
     io, mem,
     ops::Range,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     process, ptr,
     sync::{
         Arc, Mutex as StdMutex, MutexGuard as StdMutexGuard, Once, PoisonError, Weak,
@@ -57,6 +58,7 @@ use self::{
     hooks::{HOOKS, say},
     image::Census,
     keeper::Keeper,
+    kept::Kept,
     link::{Kind, LinkName},
     shared::AcceptHold,
 };
@@ -67,10 +69,6 @@ const FREEZE: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(5);
 /// Time after which a line says that a process waits for its children.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Least number of a descriptor that a child keeps, if its limit allows: programs close the low
-/// ones.
-const DESCRIPTORS_FROM: RawFd = 900;
-
 /// Number of descriptors that a child has at once until the keeper knows the child.
 const SPARE: usize = 3;
 
@@ -287,13 +285,6 @@ struct Inherited {
     number: u64,
     /// Descriptors that this process keeps open: the connection and the userfaultfd.
     kept: [Kept; 2],
-}
-
-/// A descriptor that the program may close.
-#[derive(Clone, Copy)]
-struct Kept {
-    number: RawFd,
-    file: Option<(u64, u64)>,
 }
 
 impl Forking {
@@ -628,45 +619,6 @@ fn no_keeper(error: io::Error) -> String {
     format!("the thread that serves children cannot be reached: {error}")
 }
 
-impl Kept {
-    /// Keeps a descriptor open, under a number that programs seldom close.
-    fn keep(descriptor: OwnedFd) -> Kept {
-        // SAFETY: makes a descriptor.
-        let high = unsafe {
-            libc::fcntl(
-                descriptor.as_raw_fd(),
-                libc::F_DUPFD_CLOEXEC,
-                DESCRIPTORS_FROM,
-            )
-        };
-        let number = match high {
-            0.. => high,
-            _ => descriptor.into_raw_fd(),
-        };
-        Kept {
-            number,
-            file: file_of(number),
-        }
-    }
-
-    /// Closes the descriptor, unless the program has.
-    fn close(&self) {
-        if self.file.is_some() && file_of(self.number) == self.file {
-            // SAFETY: this process's copy, which nobody else uses.
-            unsafe { libc::close(self.number) };
-        }
-    }
-}
-
-/// Returns device and number of the file under a descriptor.
-fn file_of(descriptor: RawFd) -> Option<(u64, u64)> {
-    // SAFETY: all zeros is a valid value, which is written before it is read.
-    unsafe {
-        let mut status: libc::stat = mem::zeroed();
-        (libc::fstat(descriptor, &raw mut status) == 0).then_some((status.st_dev, status.st_ino))
-    }
-}
-
 fn set_inherited(regions: &[Range<usize>], inherited: bool) {
     for region in regions {
         // SAFETY: the child catches the faults first of all. Where advice is refused, the child
@@ -675,11 +627,18 @@ fn set_inherited(regions: &[Range<usize>], inherited: bool) {
     }
 }
 
-/// Gives the addresses of regions up.
+/// Takes the memory of regions away, and leaves nothing that can be touched: the kernel could place
+/// other memory at free addresses.
 fn take_away(regions: &[Range<usize>]) {
+    let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
     for region in regions {
+        let (start, len) = (region.start, region.len());
         // SAFETY: the child's own copy. Touching it must not read zeros.
-        unsafe { libc::syscall(libc::SYS_munmap, region.start, region.len()) };
+        unsafe {
+            if libc::syscall(libc::SYS_mmap, start, len, libc::PROT_NONE, kind, -1, 0) < 0 {
+                libc::syscall(libc::SYS_munmap, start, len);
+            }
+        }
     }
 }
 
