@@ -3,16 +3,24 @@
 //! The rule it keeps: each test runs by fillers and in-thread, and a child looks at memory that is
 //! mostly absent at the fork.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
+
 mod common;
 
 use std::{
-    fs,
+    env, fs,
+    path::PathBuf,
     process::Output,
+    sync::{
+        Arc,
+        mpsc::{RecvTimeoutError, Sender, channel},
+    },
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
-use common::{GCC, can_run, compile, farpage, modes};
-use farpage_testkit::{say, text, wait_until};
+use common::{GCC, MIB, can_run, compile, farpage, modes};
+use farpage_testkit::{Both, Relay, Rng, say, seed, text, wait_until};
 
 const PYTHON: &str = "/usr/bin/python3";
 
@@ -369,4 +377,83 @@ assert most <= 16 * M + 16 * M + 4 * M, most
 print('done')
 ";
     is_done(&format!("{LARGE}{body}"));
+}
+
+/// Cuts all connections of a relay at random moments, from the moment on when a file exists.
+struct Cutting {
+    ends: Sender<()>,
+    thread: Option<JoinHandle<usize>>,
+}
+
+impl Cutting {
+    fn start(relay: Arc<Relay>, begun: PathBuf, seed: u64) -> Cutting {
+        let (ends, has_ended) = channel();
+        let mut rng = Rng(seed);
+        let cut = move || {
+            for cuts in 0.. {
+                let pause = Duration::from_millis(20 + rng.below(200) as u64);
+                if has_ended.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
+                    return cuts;
+                }
+                if begun.exists() {
+                    relay.cut();
+                }
+            }
+            unreachable!("the range has no end")
+        };
+        let thread = Some(thread::spawn(cut));
+        Cutting { ends, thread }
+    }
+
+    /// Ends the cutting. Returns the number of cuts.
+    fn end(mut self) -> usize {
+        self.ends.send(()).unwrap();
+        self.thread.take().unwrap().join().unwrap()
+    }
+}
+
+/// Variable of the environment with the number of seeds, for a longer run.
+const SEEDS: &str = "FARPAGE_TEST_SEEDS";
+
+#[test]
+fn children_at_random_moments_have_what_their_parent_had_whatever_connections_break() {
+    if !can_run(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "forks/random", &["-pthread"]).unwrap();
+    let seeds: u64 = env::var(SEEDS).map_or(1, |seeds| seeds.parse().unwrap());
+    let first = seed();
+    for seed in first..first + seeds {
+        for &mode in modes() {
+            let begun = folder.path().join(format!("{seed}{}", mode[0]));
+            let server = Both::start(512 * MIB, Duration::from_secs(20));
+            let relay = Arc::new(Relay::to(&server.tcp.to_string()));
+            let cutting = Cutting::start(relay.clone(), begun.clone(), seed);
+            let near = [
+                "--budget",
+                "4MiB",
+                "--min-bytes",
+                "128KiB",
+                "--server",
+                &relay.url,
+            ];
+            let options = [&near, mode].concat();
+            let number = seed.to_string();
+            let command = [
+                program.to_str().unwrap(),
+                &number,
+                "300",
+                begun.to_str().unwrap(),
+            ];
+            let ours = farpage(&options, &command);
+            let (said, why) = (text(&ours.stdout), text(&ours.stderr));
+            assert_eq!(said, "done\n", "{seed} {mode:?} {} {why}", ours.status);
+            println!(
+                "{seed} {mode:?}: {} connections, {} cuts",
+                relay.accepted(),
+                cutting.end()
+            );
+        }
+    }
 }

@@ -13,6 +13,7 @@ use farpage_store::{EntryWords, PageIndex};
 use farpage_vm::{Refusal, child::ChildMemory};
 
 use super::{
+    hooks::failed,
     image::Image,
     link,
     orders::{KERNEL_PAGE, Report, has_bit, shared},
@@ -135,7 +136,9 @@ impl Child {
                     Ok(true) => {}
                     Ok(false) => return,
                     Err(error) => {
-                        tracing::error!(%error, "pages of a process made by fork are lost: it ends");
+                        failed(&format!(
+                            "pages of a process made by fork are lost: it ends: {error}"
+                        ));
                         return self.end();
                     }
                 }

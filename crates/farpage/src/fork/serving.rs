@@ -23,6 +23,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::{
     call::{Uncalled, call, has_agents_alone},
     forked::{Arriving, Child, View, words_of},
+    hooks::failed,
     link::{self, Kind},
     outgoing::{Outgoing, clear},
     ready::{Ready, readable},
@@ -308,7 +309,9 @@ impl Serving {
         let child = self.children.get_mut(&key).expect("a child of this turn");
         let mut events = Vec::new();
         if let Err(error) = child.memory.events(&mut events) {
-            tracing::error!(%error, "cannot read the faults of a process made by fork");
+            failed(&format!(
+                "cannot read the faults of a process made by fork: {error}"
+            ));
         }
         let io = &self.io;
         let is_idle = |address: usize| {
@@ -570,9 +573,7 @@ impl Serving {
         for key in keys {
             let child = self.children.get_mut(&key).expect("a child of this turn");
             if !child.outgoing.see_to_agent() && !child.is_hung_up && child.is_alive() {
-                tracing::error!(
-                    "the agent of a process made by fork has ended with pages: it ends"
-                );
+                failed("the agent of a process made by fork has ended with pages: it ends");
                 child.end();
             }
             if child.outgoing.wants_agent() {
@@ -653,10 +654,9 @@ impl Serving {
         let Some(child) = self.children.get(&arriving.child) else {
             return;
         };
-        tracing::error!(
-            %error,
-            "a page of a process made by fork cannot be brought in: touching it raises SIGBUS"
-        );
+        failed(&format!(
+            "a page of a process made by fork cannot be brought in: touching it raises SIGBUS: {error}"
+        ));
         match child.memory.poison(arriving.address, page_bytes) {
             Ok(()) | Err(Refusal::Ended) => {}
             // The child changes its mappings. Its thread tries again.
