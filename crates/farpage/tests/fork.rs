@@ -17,15 +17,18 @@ use std::{
 };
 
 use common::{
-    Fabric, Memory, begin, fabrics,
+    Fabric, Memory, begin, builder, can_reach, fabrics,
     forks::{end, fill, holds_in_own_child, must_pass, start, value, wrong},
     over_fabrics,
 };
 use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
-use farpage_testkit::{KIB, MIB, Rng, say, seed, wait_until};
-use nix::sys::{
-    signal::{Signal, kill},
-    wait::WaitStatus,
+use farpage_testkit::{KIB, MIB, Relay, Rng, say, seed, wait_until};
+use nix::{
+    sys::{
+        signal::{Signal, kill},
+        wait::WaitStatus,
+    },
+    unistd::Pid,
 };
 
 const PAGE: usize = 16 * KIB;
@@ -380,4 +383,94 @@ fn a_child_that_locks_its_memory_lives_on() {
         });
         must_pass(child);
     });
+}
+
+/// The runtime does not see a raw call. The child has nothing at the addresses of the array, also
+/// where the kernel chooses addresses for its memory.
+#[test]
+fn a_child_by_a_raw_call_reads_nothing_in_place_of_an_array() {
+    let Some(_watchdog) = begin(120) else { return };
+    each(4 * MIB / 8, RegionOptions::new, |_, mut array| {
+        fill(&mut array, 1);
+        // SAFETY: the child makes system calls, touches memory and ends.
+        let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+        if child == 0 {
+            for bytes in [64 * KIB, MIB, 4 * MIB, 64 * MIB, 1024 * MIB] {
+                let access = libc::PROT_READ | libc::PROT_WRITE;
+                let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+                for _ in 0..64 {
+                    // SAFETY: maps where nothing is.
+                    unsafe { libc::mmap(ptr::null_mut(), bytes, access, kind, -1, 0) };
+                }
+            }
+            let status = i32::from(wrong(&array, 1) > 0);
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(status) };
+        }
+        let child = Pid::from_raw(child as i32);
+        let ended = end(child);
+        let is_refused = matches!(ended, WaitStatus::Signaled(_, Signal::SIGSEGV, _));
+        assert!(is_refused, "{ended:?}");
+        assert_eq!(wrong(&array, 1), 0);
+    });
+}
+
+/// Children have no connection of their own and no registered memory. Compressed pages pass the
+/// parent's registered memory, and so do the child's changed pages on their way out.
+#[test]
+fn children_over_rdma_read_and_change_what_their_parent_had() {
+    if !can_reach(Fabric::Rdma) {
+        return;
+    }
+    let Some(_watchdog) = begin(400) else { return };
+    for (mode, codec) in [
+        (FaultMode::Filler, Codec::Lz4),
+        (FaultMode::InThread, Codec::Raw),
+    ] {
+        let memory = Memory::start(Fabric::Rdma, 128 * MIB);
+        let builder = memory.builder(4 * MIB, 64 * KIB).fault_mode(mode);
+        let runtime = builder.build().unwrap();
+        let options = RegionOptions::new().codec(codec);
+        let mut array = runtime.array_with(24 * MIB / 8, options).unwrap();
+        fill(&mut array, 1);
+        let (at, len) = (array.as_mut_ptr(), array.len());
+        let child = start(|| {
+            // SAFETY: the child's own copy.
+            let own = unsafe { std::slice::from_raw_parts_mut(at, len) };
+            let is_right = wrong(own, 1) == 0;
+            fill(own, 2);
+            i32::from(!is_right || wrong(own, 2) > 0)
+        });
+        fill(&mut array, 3);
+        must_pass(child);
+        assert_eq!(wrong(&array, 3), 0);
+
+        let child = start(|| {
+            loop {
+                black_box(wrong(&array, 3));
+            }
+        });
+        fill(&mut array, 4);
+        kill(child, Signal::SIGKILL).unwrap();
+        end(child);
+        assert_eq!(wrong(&array, 4), 0);
+        wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
+    }
+}
+
+/// The first page of a child makes the parent connect to the server once more.
+#[test]
+fn a_child_waits_for_a_server_that_cannot_be_reached_for_a_moment() {
+    let Some(_watchdog) = begin(120) else { return };
+    let memory = Memory::start(Fabric::Tcp, 64 * MIB);
+    let relay = Relay::to(&memory.url);
+    let runtime = builder(MIB, PAGE).server(&relay.url).build().unwrap();
+    let mut array = runtime.array(4 * MIB / 8).unwrap();
+    fill(&mut array, 1);
+    let before = relay.accepted();
+    relay.refuse(true);
+    let child = start(|| i32::from(wrong(&array, 1) > 0));
+    wait_until("the relay has refused", || relay.accepted() > before);
+    relay.refuse(false);
+    must_pass(child);
 }

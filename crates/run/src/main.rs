@@ -257,6 +257,9 @@ fn run(options: &RunOptions) -> Result<u8> {
         own.server.shutdown();
     }
     report::say(folder.path(), sizes.budget);
+    if status.signal().is_some() {
+        report::say_of_children(folder.path());
+    }
     Ok(code(status))
 }
 

@@ -26,8 +26,8 @@
 //! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
 //! 6. memory of the arena: `mappings.rs` (the map of its addresses), `locks.rs`, `protect.rs`,
 //!    `allocate.rs`, `jemalloc.rs` and `foreign.rs`;
-//! 7. calls of the program: `heap.rs`, `maps.rs`, `remap.rs`, `process.rs`, `confine.rs`,
-//!    `calls.rs`, `debug.rs`.
+//! 7. calls of the program: `heap.rs`, `maps.rs`, `remap.rs`, `process.rs`, `clone.rs`,
+//!    `confine.rs`, `calls.rs`, `debug.rs`.
 //!
 //! An interposed function stands beside the table that it is about: `mlock` in `locks.rs`.
 
@@ -37,6 +37,8 @@ mod allocate;
 mod arena;
 #[path = "preload/calls.rs"]
 mod calls;
+#[path = "preload/clone.rs"]
+mod clone;
 #[path = "preload/code.rs"]
 mod code;
 #[path = "preload/confine.rs"]

@@ -18,7 +18,7 @@ use bytesize::ByteSize;
 use crate::{program::Program, starts};
 
 /// Name of the page that all interposed processes share (`preload/family.rs`). Its first byte: a
-/// process has made an arena.
+/// process has made an arena. Its fourth: a child made by `fork` has got remote memory.
 const FACTS: &str = "facts";
 const FACTS_BYTES: usize = 4096;
 /// Local memory beyond the budget that any program has.
@@ -52,13 +52,27 @@ pub(crate) fn say(folder: &Path, budget: ByteSize) {
             path.display()
         );
     }
-    let has_arena = fs::read(folder.join(FACTS)).is_ok_and(|facts| facts.first() == Some(&1));
+    let has_arena = has_fact(folder, 0);
     let local = most_local_bytes();
     if left.is_empty() && !has_arena && local > budget + SMALL {
         eprintln!(
             "farpage: nothing was remote, and a program had {local} of local memory: its requests are smaller than --min-bytes (--small yes makes them remote), or another program started it (--children interposes those, too)",
         );
     }
+}
+
+/// Says that children made by `fork` have ended with the program, which a signal has ended.
+pub(crate) fn say_of_children(folder: &Path) {
+    if has_fact(folder, 3) {
+        eprintln!(
+            "farpage: a signal has ended the program: processes that it had made by fork, and that still needed its memory, have ended, too"
+        );
+    }
+}
+
+/// True if a process has noted the fact of this number.
+fn has_fact(folder: &Path, fact: usize) -> bool {
+    fs::read(folder.join(FACTS)).is_ok_and(|facts| facts.get(fact) == Some(&1))
 }
 
 /// Reads the paths of programs that were never interposed. Processes that live on are left out:

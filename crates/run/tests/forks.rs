@@ -3,15 +3,24 @@
 //! The rule it keeps: each test runs by fillers and in-thread, and a child looks at memory that is
 //! mostly absent at the fork.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
+
 mod common;
 
 use std::{
+    env, fs,
+    path::PathBuf,
     process::Output,
+    sync::{
+        Arc,
+        mpsc::{RecvTimeoutError, Sender, channel},
+    },
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
-use common::{can_run, farpage, modes};
-use farpage_testkit::{say, text};
+use common::{GCC, MIB, can_run, compile, farpage, modes};
+use farpage_testkit::{Both, Relay, Rng, say, seed, text, wait_until};
 
 const PYTHON: &str = "/usr/bin/python3";
 
@@ -81,6 +90,21 @@ check(lambda: c.clone(start, end, signal.SIGCHLD, None))
 print('done')
 "#;
     is_done(body);
+}
+
+#[test]
+fn children_by_clone_and_by_number_have_what_the_parent_had() {
+    if !can_run(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "forks/clone", &[]).unwrap();
+    for &mode in modes() {
+        let options = [&["--budget", "8MiB", "--min-bytes", "1MiB"], mode].concat();
+        let ours = farpage(&options, &[program.to_str().unwrap()]);
+        let (said, why) = (text(&ours.stdout), text(&ours.stderr));
+        assert_eq!(said, "done\n", "{mode:?} {} {why}", ours.status);
+    }
 }
 
 #[test]
@@ -175,8 +199,62 @@ os.read(reader, 1)
 os.kill(os.getpid(), signal.SIGKILL)
 ";
     run(&[], body, |_, ours| {
-        assert_eq!(ours.status.code(), Some(137), "{}", text(&ours.stderr));
+        let why = text(&ours.stderr);
+        assert_eq!(ours.status.code(), Some(137), "{why}");
+        assert!(why.contains("processes that it had made by fork"), "{why}");
     });
+}
+
+/// The child has no connection to its parent then, and a message on its way alone holds what
+/// catches its faults. The child writes a file if it lives to see the parent's end.
+#[test]
+fn children_of_a_killed_parent_end_without_descriptors_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("wrong");
+    let body = r"
+block = bytearray(64 * M)
+fill(block)
+reader, writer = os.pipe()
+parent = os.getpid()
+child = os.fork()
+if child == 0:
+    for descriptor in range(9000):
+        if descriptor != writer: c.syscall(3, descriptor)
+    os.write(writer, b'x')
+    while os.getppid() == parent: time.sleep(0.001)
+    wrong = sum(block[at] != value(at) for at in pages)
+    with open('FILE', 'w') as file: file.write(str(wrong))
+    os._exit(0)
+print(child, flush=True)
+os.read(reader, 1)
+os.kill(parent, signal.SIGKILL)
+";
+    let body = body.replace("FILE", file.to_str().unwrap());
+    run(&[], &body, |mode, ours| {
+        let why = text(&ours.stderr);
+        assert_eq!(ours.status.code(), Some(137), "{why}");
+        let child = format!("/proc/{}/stat", text(&ours.stdout).trim());
+        let has_ended = || fs::read_to_string(&child).map_or(true, |it| it.contains(") Z "));
+        wait_until("the child has ended", has_ended);
+        let wrong = fs::read_to_string(&file).unwrap_or_default();
+        assert!(wrong.is_empty() || wrong == "0", "{mode:?}: {wrong} pages");
+    });
+}
+
+/// The parent ends when it knows of the `exec`. Only then `cat` finds the end of its input.
+#[test]
+fn children_that_have_called_exec_outlive_their_parent() {
+    let body = r"
+block = bytearray(64 * M)
+fill(block)
+reader, writer = os.pipe()
+if os.fork() == 0:
+    for descriptor in range(3, 9000):
+        if descriptor != reader: c.syscall(3, descriptor)
+    os.dup2(reader, 0)
+    os.execv('/bin/sh', ['sh', '-c', 'cat; kill -0 $$; echo done'])
+";
+    is_done(body);
 }
 
 /// A signal ends a parent at once, with `--stats`, too, which handles signals to report.
@@ -299,4 +377,83 @@ assert most <= 16 * M + 16 * M + 4 * M, most
 print('done')
 ";
     is_done(&format!("{LARGE}{body}"));
+}
+
+/// Cuts all connections of a relay at random moments, from the moment on when a file exists.
+struct Cutting {
+    ends: Sender<()>,
+    thread: Option<JoinHandle<usize>>,
+}
+
+impl Cutting {
+    fn start(relay: Arc<Relay>, begun: PathBuf, seed: u64) -> Cutting {
+        let (ends, has_ended) = channel();
+        let mut rng = Rng(seed);
+        let cut = move || {
+            for cuts in 0.. {
+                let pause = Duration::from_millis(20 + rng.below(200) as u64);
+                if has_ended.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
+                    return cuts;
+                }
+                if begun.exists() {
+                    relay.cut();
+                }
+            }
+            unreachable!("the range has no end")
+        };
+        let thread = Some(thread::spawn(cut));
+        Cutting { ends, thread }
+    }
+
+    /// Ends the cutting. Returns the number of cuts.
+    fn end(mut self) -> usize {
+        self.ends.send(()).unwrap();
+        self.thread.take().unwrap().join().unwrap()
+    }
+}
+
+/// Variable of the environment with the number of seeds, for a longer run.
+const SEEDS: &str = "FARPAGE_TEST_SEEDS";
+
+#[test]
+fn children_at_random_moments_have_what_their_parent_had_whatever_connections_break() {
+    if !can_run(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "forks/random", &["-pthread"]).unwrap();
+    let seeds: u64 = env::var(SEEDS).map_or(1, |seeds| seeds.parse().unwrap());
+    let first = seed();
+    for seed in first..first + seeds {
+        for &mode in modes() {
+            let begun = folder.path().join(format!("{seed}{}", mode[0]));
+            let server = Both::start(512 * MIB, Duration::from_secs(20));
+            let relay = Arc::new(Relay::to(&server.tcp.to_string()));
+            let cutting = Cutting::start(relay.clone(), begun.clone(), seed);
+            let near = [
+                "--budget",
+                "4MiB",
+                "--min-bytes",
+                "128KiB",
+                "--server",
+                &relay.url,
+            ];
+            let options = [&near, mode].concat();
+            let number = seed.to_string();
+            let command = [
+                program.to_str().unwrap(),
+                &number,
+                "300",
+                begun.to_str().unwrap(),
+            ];
+            let ours = farpage(&options, &command);
+            let (said, why) = (text(&ours.stdout), text(&ours.stderr));
+            assert_eq!(said, "done\n", "{seed} {mode:?} {} {why}", ours.status);
+            println!(
+                "{seed} {mode:?}: {} connections, {} cuts",
+                relay.accepted(),
+                cutting.end()
+            );
+        }
+    }
 }

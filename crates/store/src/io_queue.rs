@@ -130,11 +130,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     /// # Errors
     /// [`ConnectError`] of the first server that cannot be reached.
     pub fn new(cluster: &Arc<Cluster>) -> Result<Self, ConnectError> {
-        let waker = Waker::new().map_err(|source| ConnectError::Unreachable {
-            endpoint: "eventfd of a worker".to_owned(),
-            source,
-        })?;
-        let (ended_calls_sender, ended_calls) = crossbeam_channel::unbounded();
         let ports = (cluster.sessions().iter().enumerate())
             .map(|(server, session)| {
                 let health = (&cluster.health, server);
@@ -142,6 +137,27 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 Port::new(session, health, may_be_closed)
             })
             .collect::<Result<_, _>>()?;
+        Self::over(cluster, ports)
+    }
+
+    /// Makes an I/O queue whose channels are opened by the first requests. A server that cannot be
+    /// reached fails these at their deadline.
+    ///
+    /// # Errors
+    /// The operating system's, for lack of descriptors.
+    pub fn unopened(cluster: &Arc<Cluster>) -> Result<Self, ConnectError> {
+        let sessions = cluster.sessions();
+        let ports = sessions.iter().enumerate();
+        let ports = ports.map(|(server, session)| Port::added(session, &cluster.health, server));
+        Self::over(cluster, ports.collect())
+    }
+
+    fn over(cluster: &Arc<Cluster>, ports: Vec<Port<IoBuf<F>>>) -> Result<Self, ConnectError> {
+        let waker = Waker::new().map_err(|source| ConnectError::Unreachable {
+            endpoint: "eventfd of a worker".to_owned(),
+            source,
+        })?;
+        let (ended_calls_sender, ended_calls) = crossbeam_channel::unbounded();
         Ok(Self {
             deadline: cluster.deadline,
             cluster: cluster.clone(),

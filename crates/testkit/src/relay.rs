@@ -38,6 +38,7 @@ pub struct Relay {
     pub url: String,
     lines: Arc<Mutex<Vec<Weak<Line>>>>,
     accepted: Arc<AtomicUsize>,
+    refuses: Arc<AtomicBool>,
     over: Arc<AtomicBool>,
     listener: Option<JoinHandle<()>>,
 }
@@ -52,11 +53,16 @@ impl Relay {
         let lines = Arc::<Mutex<Vec<Weak<Line>>>>::default();
         let (accepted, over) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
         let (lines2, accepted2, over2) = (lines.clone(), accepted.clone(), over.clone());
+        let refuses = Arc::<AtomicBool>::default();
+        let refuses2 = refuses.clone();
         let listen = move || {
             while !over2.load(Ordering::Relaxed) {
                 match listener.accept() {
                     Ok((client, _)) => {
                         accepted2.fetch_add(1, Ordering::Relaxed);
+                        if refuses2.load(Ordering::Relaxed) {
+                            continue;
+                        }
                         // A server that is gone refuses connections, and so does the relay.
                         if let Ok(upstream) = TcpStream::connect(&server) {
                             lines2.lock().unwrap().push(forward(client, upstream));
@@ -70,6 +76,7 @@ impl Relay {
             url,
             lines,
             accepted,
+            refuses,
             over,
             listener: Some(thread::spawn(listen)),
         }
@@ -84,6 +91,11 @@ impl Relay {
     /// served.
     pub fn silence(&self) {
         self.turn_to(SILENT);
+    }
+
+    /// Closes each new connection at once, or serves new ones again.
+    pub fn refuse(&self, refuses: bool) {
+        self.refuses.store(refuses, Ordering::Relaxed);
     }
 
     /// Closes all current connections in good order. When this returns, nothing passes on them any

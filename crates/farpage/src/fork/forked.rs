@@ -5,7 +5,7 @@
 use std::{
     mem,
     ops::Range,
-    os::fd::{AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
 };
 
@@ -13,7 +13,9 @@ use farpage_store::{EntryWords, PageIndex};
 use farpage_vm::{Refusal, child::ChildMemory};
 
 use super::{
+    hooks::failed,
     image::Image,
+    link,
     orders::{KERNEL_PAGE, Report, has_bit, shared},
     outgoing::{Outgoing, clear},
     stored::{Place, Stored},
@@ -134,7 +136,9 @@ impl Child {
                     Ok(true) => {}
                     Ok(false) => return,
                     Err(error) => {
-                        tracing::error!(%error, "pages of a process made by fork are lost: it ends");
+                        failed(&format!(
+                            "pages of a process made by fork are lost: it ends: {error}"
+                        ));
                         return self.end();
                     }
                 }
@@ -220,6 +224,7 @@ impl Child {
 
     /// Ends the child's connection, which ends the child.
     pub(super) fn end(&self) {
+        link::kill_tethered(self.socket.as_fd());
         // SAFETY: shuts down this process's own socket.
         unsafe { libc::shutdown(self.socket.as_raw_fd(), libc::SHUT_RDWR) };
     }

@@ -34,6 +34,14 @@ pub(super) fn grown(bytes: usize, why: &str) {
     }
 }
 
+/// Tells that a process made by `fork` cannot go on.
+pub(super) fn failed(what: &str) {
+    match HOOKS.get() {
+        Some(_) => say(what),
+        None => tracing::error!("{what}"),
+    }
+}
+
 /// Leaves the beginning of forks to the caller, who [begins](super::begin) each: the handlers of
 /// `fork` do the rest alone.
 pub fn leave_to_caller(hooks: Hooks) {

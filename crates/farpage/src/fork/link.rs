@@ -45,15 +45,18 @@ pub(super) enum Kind {
     Deaf = 4,
     /// The sender is the agent of the child of this number. Reports follow.
     Agent = 5,
+    /// Message that is not received while a child has its memory: see [`tether`].
+    Tether = 6,
 }
 
 impl Kind {
-    const ALL: [Kind; 5] = [
+    const ALL: [Kind; 6] = [
         Kind::Image,
         Kind::Child,
         Kind::Armed,
         Kind::Deaf,
         Kind::Agent,
+        Kind::Tether,
     ];
 }
 
@@ -129,6 +132,18 @@ fn socket(more: libc::c_int) -> io::Result<OwnedFd> {
     }
     // SAFETY: made just now, and nobody else's.
     Ok(unsafe { OwnedFd::from_raw_fd(made) })
+}
+
+/// Makes two sockets that are connected to each other, and do not block.
+fn pair() -> io::Result<[OwnedFd; 2]> {
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    let mut made = [-1; 2];
+    // SAFETY: writes to the variable.
+    match unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, made.as_mut_ptr()) } {
+        // SAFETY: made just now, and nobody else's.
+        0 => Ok(made.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Waits for connections under `name`. The socket does not block.
@@ -322,5 +337,43 @@ pub(super) fn kill_at_end(socket: BorrowedFd<'_>) {
     if happens(socket, 0, Duration::ZERO) {
         // SAFETY: ends this process.
         unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+    }
+}
+
+/// Makes the end of the process at the other side of `socket` kill this process, also after the
+/// program has closed all descriptors here. Keeps `uffd` open until then: absent pages would read
+/// as zeros without it. Returns false if the kernel refuses to pass descriptors.
+///
+/// Messages that nobody receives hold the descriptors, so that no table has them:
+/// 1. `ours` kills this process when `theirs` is closed.
+/// 2. A message to `theirs` holds `ours` and `uffd`. The kernel drops the messages to a socket
+///    after it has closed the socket: the kill comes before the end of `uffd`.
+/// 3. A message on `socket` holds `theirs`. It ends with the process at the other side.
+pub(super) fn tether(socket: BorrowedFd<'_>, uffd: BorrowedFd<'_>) -> bool {
+    let Ok([ours, theirs]) = pair() else {
+        return false;
+    };
+    let held = send(ours.as_fd(), Kind::Tether, 0, &[ours.as_fd(), uffd])
+        && send(socket, Kind::Tether, 0, &[theirs.as_fd()]);
+    if held {
+        kill_at_end(ours.as_fd());
+    }
+    held
+}
+
+/// Kills the process that has [tethered](tether) itself at the other side of `socket`.
+pub(super) fn kill_tethered(socket: BorrowedFd<'_>) {
+    // Dropping what is received closes `theirs`.
+    let _ = receive(socket);
+}
+
+/// Frees the process that has [tethered](tether) itself at the other side of `socket`: it has
+/// called `exec`, and lives on without this process.
+pub(super) fn untether(socket: BorrowedFd<'_>) {
+    if let Ok(Some(held)) = receive(socket) {
+        // `ours` ends here, before `theirs`: no signal is sent then.
+        held.descriptors
+            .iter()
+            .for_each(|theirs| drop(receive(theirs.as_fd())));
     }
 }

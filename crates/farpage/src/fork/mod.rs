@@ -22,9 +22,11 @@ mod forked;
 mod hooks;
 mod image;
 mod keeper;
+mod kept;
 mod link;
 mod orders;
 mod outgoing;
+mod ready;
 mod requests;
 mod serving;
 mod shared;
@@ -33,7 +35,7 @@ mod stored;
 use std::{
     io, mem,
     ops::Range,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     process, ptr,
     sync::{
         Arc, Mutex as StdMutex, MutexGuard as StdMutexGuard, Once, PoisonError, Weak,
@@ -56,6 +58,7 @@ use self::{
     hooks::{HOOKS, say},
     image::Census,
     keeper::Keeper,
+    kept::Kept,
     link::{Kind, LinkName},
     shared::AcceptHold,
 };
@@ -66,9 +69,8 @@ const FREEZE: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(5);
 /// Time after which a line says that a process waits for its children.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Least number of a descriptor that a child keeps, if its limit allows: programs close the low
-/// ones.
-const DESCRIPTORS_FROM: RawFd = 900;
+/// Number of descriptors that a child has at once until the keeper knows the child.
+const SPARE: usize = 3;
 
 /// Runtimes and keepers, held by the thread that forks.
 static ATTENDED: Mutex<Attended> = Mutex::new(Attended {
@@ -249,7 +251,7 @@ struct Part {
     /// Number by which the keeper knows this process, if it was forked itself.
     number: u64,
     /// Descriptors that the child closes, to have room for its own.
-    spare: [OwnedFd; 2],
+    spare: [OwnedFd; SPARE],
     regions: Vec<Range<usize>>,
     /// Connection to the keeper, for the child.
     socket: OwnedFd,
@@ -283,13 +285,6 @@ struct Inherited {
     number: u64,
     /// Descriptors that this process keeps open: the connection and the userfaultfd.
     kept: [Kept; 2],
-}
-
-/// A descriptor that the program may close.
-#[derive(Clone, Copy)]
-struct Kept {
-    number: RawFd,
-    file: Option<(u64, u64)>,
 }
 
 impl Forking {
@@ -510,6 +505,10 @@ fn arm(
     if !link::send(socket.as_fd(), kind, number, &descriptors) {
         return Err("the parent has ended");
     }
+    drop(memory);
+    if !link::tether(socket.as_fd(), uffd.as_fd()) {
+        return Err("too many descriptors are on their way between processes (`ulimit -n`)");
+    }
     link::kill_at_end(socket.as_fd());
     Ok(uffd)
 }
@@ -611,52 +610,13 @@ fn ask(socket: BorrowedFd<'_>, number: u64) -> bool {
 }
 
 /// Makes descriptors that stand in for those that a child will need.
-fn spare(socket: &OwnedFd) -> Result<[OwnedFd; 2], String> {
+fn spare(socket: &OwnedFd) -> Result<[OwnedFd; SPARE], String> {
     let make = || socket.try_clone().map_err(no_keeper);
-    Ok([make()?, make()?])
+    Ok([make()?, make()?, make()?])
 }
 
 fn no_keeper(error: io::Error) -> String {
     format!("the thread that serves children cannot be reached: {error}")
-}
-
-impl Kept {
-    /// Keeps a descriptor open, under a number that programs seldom close.
-    fn keep(descriptor: OwnedFd) -> Kept {
-        // SAFETY: makes a descriptor.
-        let high = unsafe {
-            libc::fcntl(
-                descriptor.as_raw_fd(),
-                libc::F_DUPFD_CLOEXEC,
-                DESCRIPTORS_FROM,
-            )
-        };
-        let number = match high {
-            0.. => high,
-            _ => descriptor.into_raw_fd(),
-        };
-        Kept {
-            number,
-            file: file_of(number),
-        }
-    }
-
-    /// Closes the descriptor, unless the program has.
-    fn close(&self) {
-        if self.file.is_some() && file_of(self.number) == self.file {
-            // SAFETY: this process's copy, which nobody else uses.
-            unsafe { libc::close(self.number) };
-        }
-    }
-}
-
-/// Returns device and number of the file under a descriptor.
-fn file_of(descriptor: RawFd) -> Option<(u64, u64)> {
-    // SAFETY: all zeros is a valid value, which is written before it is read.
-    unsafe {
-        let mut status: libc::stat = mem::zeroed();
-        (libc::fstat(descriptor, &raw mut status) == 0).then_some((status.st_dev, status.st_ino))
-    }
 }
 
 fn set_inherited(regions: &[Range<usize>], inherited: bool) {
@@ -667,11 +627,18 @@ fn set_inherited(regions: &[Range<usize>], inherited: bool) {
     }
 }
 
-/// Gives the addresses of regions up.
+/// Takes the memory of regions away, and leaves nothing that can be touched: the kernel could place
+/// other memory at free addresses.
 fn take_away(regions: &[Range<usize>]) {
+    let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
     for region in regions {
+        let (start, len) = (region.start, region.len());
         // SAFETY: the child's own copy. Touching it must not read zeros.
-        unsafe { libc::syscall(libc::SYS_munmap, region.start, region.len()) };
+        unsafe {
+            if libc::syscall(libc::SYS_mmap, start, len, libc::PROT_NONE, kind, -1, 0) < 0 {
+                libc::syscall(libc::SYS_munmap, start, len);
+            }
+        }
     }
 }
 

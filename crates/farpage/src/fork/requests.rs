@@ -29,6 +29,15 @@ pub(super) enum KeeperTask {
     },
 }
 
+/// Answer to a fault.
+pub(super) enum Begun {
+    Done,
+    /// The fault waits for the child's agent, or for another page.
+    Waits,
+    /// The I/O queue has no room.
+    NoRoom,
+}
+
 pub(super) type KeeperQueue = IoQueue<KeeperRequest, Vec<u8>>;
 
 /// Returns the pages that the I/O queue is reading.
@@ -43,13 +52,13 @@ pub(super) fn arriving(io: &Option<KeeperQueue>) -> impl Iterator<Item = &Arrivi
 /// Returns the I/O queue to the servers. Made at the first call.
 ///
 /// # Errors
-/// As [`IoQueue::new`].
+/// As [`IoQueue::unopened`].
 pub(super) fn queue_of<'a>(
     io: &'a mut Option<KeeperQueue>,
     cluster: &Arc<Cluster>,
 ) -> Result<&'a mut KeeperQueue, ConnectError> {
     match io {
         Some(io) => Ok(io),
-        None => Ok(io.insert(IoQueue::new(cluster)?)),
+        None => Ok(io.insert(IoQueue::unopened(cluster)?)),
     }
 }

@@ -23,9 +23,11 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::{
     call::{Uncalled, call, has_agents_alone},
     forked::{Arriving, Child, View, words_of},
+    hooks::failed,
     link::{self, Kind},
     outgoing::{Outgoing, clear},
-    requests::{KeeperQueue, KeeperRequest, KeeperTask, Source, arriving, queue_of},
+    ready::{Ready, readable},
+    requests::{Begun, KeeperQueue, KeeperRequest, KeeperTask, Source, arriving, queue_of},
     shared::{Shared, locked},
     stored::Place,
 };
@@ -50,15 +52,6 @@ struct Visitor {
     of: Option<u64>,
 }
 
-/// Answer to a fault.
-enum Begun {
-    Done,
-    /// The fault waits for the child's agent, or for another page.
-    Waits,
-    /// The I/O queue has no room.
-    NoRoom,
-}
-
 /// The thread.
 pub(super) struct Serving {
     listener: OwnedFd,
@@ -81,7 +74,7 @@ pub(super) struct Serving {
     /// Faults that the I/O queue had no room for.
     faults: VecDeque<Arriving>,
     /// Pages that children could not take yet.
-    ready: Vec<(Arriving, Vec<u8>)>,
+    ready: Ready,
     next_look: Instant,
 }
 
@@ -106,7 +99,7 @@ impl Serving {
             next_child: 0,
             spent: Vec::new(),
             faults: VecDeque::new(),
-            ready: Vec::new(),
+            ready: Ready::default(),
             next_look: Instant::now(),
         }
     }
@@ -279,6 +272,7 @@ impl Serving {
                     child.outgoing.welcome(visitor.socket, &parts);
                     return None;
                 }
+                Kind::Tether => return None,
             }
         }
     }
@@ -292,9 +286,7 @@ impl Serving {
 
     /// True if the view of a child has all pages that are not in the child's memory.
     fn is_settled(&self, key: u64) -> bool {
-        let is_only_copy =
-            |(arriving, _): &(Arriving, _)| arriving.child == key && arriving.is_only_copy;
-        self.children[&key].outgoing.is_settled() && !self.ready.iter().any(is_only_copy)
+        self.children[&key].outgoing.is_settled() && !self.ready.has_only_copy(key)
     }
 
     fn hear_children(&mut self) {
@@ -317,7 +309,9 @@ impl Serving {
         let child = self.children.get_mut(&key).expect("a child of this turn");
         let mut events = Vec::new();
         if let Err(error) = child.memory.events(&mut events) {
-            tracing::error!(%error, "cannot read the faults of a process made by fork");
+            failed(&format!(
+                "cannot read the faults of a process made by fork: {error}"
+            ));
         }
         let io = &self.io;
         let is_idle = |address: usize| {
@@ -408,9 +402,8 @@ impl Serving {
             address: start,
             ..fault
         };
-        let is_ready =
-            |(ready, _): &(Arriving, _)| (ready.child, ready.address) == (fault.child, start);
-        if child.outgoing.is_held(&page_at(0)) || self.ready.iter().any(is_ready) {
+        let is_ready = |at: usize| self.ready.has(fault.child, page_at(at).start);
+        if child.outgoing.is_held(&page_at(0)) || is_ready(0) {
             return Begun::Waits;
         }
         if child.outgoing.want(start) {
@@ -433,9 +426,8 @@ impl Serving {
         };
         let left = (region.addresses.end - start) / page_bytes;
         let count = count.min(left).max(1);
-        let count = (1..count)
-            .find(|&at| child.outgoing.has(&page_at(at)))
-            .unwrap_or(count);
+        let is_taken = |at: usize| child.outgoing.has(&page_at(at)) || is_ready(at);
+        let count = readable(count, is_taken);
         let mut words = vec![0_u8; count * mem::size_of::<EntryWords>()];
         let entries = region.snapshot.store().entry_address(first);
         match child.memory.read(entries, &mut words) {
@@ -525,7 +517,7 @@ impl Serving {
             Err(Refusal::Ended) => {}
             // The child changes its mappings, which may be among the events of the next turn, or
             // the machine is short of memory.
-            Err(_) => self.ready.push((arriving, bytes)),
+            Err(_) => self.ready.push(arriving, bytes),
         }
     }
 
@@ -581,9 +573,7 @@ impl Serving {
         for key in keys {
             let child = self.children.get_mut(&key).expect("a child of this turn");
             if !child.outgoing.see_to_agent() && !child.is_hung_up && child.is_alive() {
-                tracing::error!(
-                    "the agent of a process made by fork has ended with pages: it ends"
-                );
+                failed("the agent of a process made by fork has ended with pages: it ends");
                 child.end();
             }
             if child.outgoing.wants_agent() {
@@ -608,8 +598,8 @@ impl Serving {
             }
             let (io, ready) = (&self.io, &self.ready);
             let is_busy = |address: usize| {
-                let mut all = arriving(io).chain(ready.iter().map(|(it, _)| it));
-                all.any(|it| (it.child, it.address) == (key, address))
+                let is_it = |it: &Arriving| (it.child, it.address) == (key, address);
+                ready.has(key, address) || arriving(io).any(is_it)
             };
             let child = self.children.get_mut(&key).expect("a child of this turn");
             child.outgoing.send(self.share, is_busy);
@@ -664,10 +654,9 @@ impl Serving {
         let Some(child) = self.children.get(&arriving.child) else {
             return;
         };
-        tracing::error!(
-            %error,
-            "a page of a process made by fork cannot be brought in: touching it raises SIGBUS"
-        );
+        failed(&format!(
+            "a page of a process made by fork cannot be brought in: touching it raises SIGBUS: {error}"
+        ));
         match child.memory.poison(arriving.address, page_bytes) {
             Ok(()) | Err(Refusal::Ended) => {}
             // The child changes its mappings. Its thread tries again.
@@ -694,6 +683,9 @@ impl Serving {
         }
         let is_over = |_: &u64, child: &mut Child| child.is_hung_up && !child.is_alive();
         let ended: Vec<_> = self.children.extract_if(is_over).collect();
+        for (_, child) in &ended {
+            link::untether(child.socket.as_fd());
+        }
         if !ended.is_empty() {
             self.shared.drop_elsewhere(ended);
         }

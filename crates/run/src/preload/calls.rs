@@ -14,7 +14,7 @@ use farpage_vm::calls;
 use libc::{c_long, iovec, mmsghdr, msghdr, off_t, sockaddr, socklen_t, timespec};
 
 use crate::{
-    Inside, confine, fail,
+    Inside, clone, confine, fail,
     next::{name, next},
     say_once, signals,
     state::{self, is_remote},
@@ -105,8 +105,8 @@ unsafe extern "C-unwind" fn by_number(
     result
 }
 
-/// `syscall`: as the C library's, except for calls after which the kernel keeps memory, and calls
-/// by which a program confines itself.
+/// `syscall`: as the C library's, except for calls after which the kernel keeps memory, calls by
+/// which a program confines itself, and calls that copy the process.
 ///
 /// Without a frame, and entering the kernel by itself: some calls return twice, or on another
 /// stack.
@@ -140,6 +140,13 @@ pub(crate) unsafe extern "C-unwind" fn syscall(
         "je 2f",
         "cmp rdi, {unshare}",
         "je 2f",
+        "cmp rdi, {fork}",
+        "je 5f",
+        "cmp rdi, {clone}",
+        "je 4f",
+        "cmp rdi, {clone3}",
+        "je 6f",
+        "1:",
         "mov rax, rdi",
         "mov rdi, rsi",
         "mov rsi, rdx",
@@ -156,6 +163,40 @@ pub(crate) unsafe extern "C-unwind" fn syscall(
         "3:",
         "mov rdi, rax",
         "jmp {finish}",
+        // `clone`: a copy of the process, unless it shares memory.
+        "4:",
+        "test esi, {shares}",
+        "jnz 1b",
+        "5:",
+        "sub rsp, 8",
+        "call {copy}",
+        "add rsp, 8",
+        // The child's stack, from which `ret` takes an address as after the kernel's own call.
+        "test rdx, rdx",
+        "cmovnz rsp, rdx",
+        "cmp rax, -4095",
+        "jae 3b",
+        "ret",
+        // `clone3`, whose flags are in memory.
+        "6:",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "mov rdi, rsi",
+        "mov rsi, rdx",
+        "call {clone3_shares}",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "test al, al",
+        "jz 5b",
+        "jmp 1b",
+        fork = const libc::SYS_fork,
+        clone = const libc::SYS_clone,
+        clone3 = const libc::SYS_clone3,
+        shares = const libc::CLONE_VM,
+        copy = sym clone::copy_by_number,
+        clone3_shares = sym clone::clone3_shares,
         vmsplice = const libc::SYS_vmsplice,
         sendto = const libc::SYS_sendto,
         sendmsg = const libc::SYS_sendmsg,

@@ -23,6 +23,9 @@ const ARENA: usize = 0;
 const FORK: usize = 1;
 /// Index of the byte that says that the line about what such children touch has been written.
 const TOUCHED: usize = 2;
+/// Index of the byte that says that a child made by `fork` has got remote memory. The launcher
+/// reads it.
+const COPIED: usize = 3;
 
 /// Address of the mapped page. Null if it is not mapped.
 static PAGE: AtomicPtr<AtomicU8> = AtomicPtr::new(ptr::null_mut());
@@ -62,6 +65,11 @@ fn note(fact: usize) -> bool {
 /// Notes that this process has made an arena.
 pub(crate) fn note_arena() {
     note(ARENA);
+}
+
+/// Notes that a child made by `fork` has got remote memory of this process.
+pub(crate) fn note_copied() {
+    note(COPIED);
 }
 
 /// Writes a line, once in a run, that the memory of a child made by `fork` is local.

@@ -1,4 +1,4 @@
-//! Processes and threads: `fork` and its kind, and `pthread_create`.
+//! Processes and threads: `fork` and its kind, and `pthread_create`. `clone.rs` has `clone`.
 //!
 //! A child made by `fork` has what its parent had, and takes no more memory of the arena. The rule:
 //! a call that copies the process fails with a line where the child would not have all memory.
@@ -33,8 +33,6 @@ next! {
     later_daemon = c"daemon"(keeps_folder: c_int, keeps_streams: c_int) -> c_int, else -1;
     /// `__register_atfork`.
     later_register_atfork = c"__register_atfork"(prepare: ForkHandler, parent: ForkHandler, child: ForkHandler, library: *mut c_void) -> c_int, else libc::ENOMEM;
-    /// `clone`.
-    later_clone = c"clone"(start: extern "C" fn(*mut c_void) -> c_int, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, tls: *mut c_void, child: *mut c_void) -> c_int, else -1;
 }
 
 /// Handler of `fork`, as `pthread_atfork` takes it.
@@ -74,7 +72,7 @@ pub(crate) fn begin() {
 
 /// Begins a copy of the process. Returns false, with an `errno`, if the child would not have all
 /// memory: a line says why.
-fn begins() -> bool {
+pub(crate) fn begins() -> bool {
     state::begin_fork();
     if Inside::is() || state::inherited().is_none() {
         return true;
@@ -108,7 +106,7 @@ static HELD: Held = Held(UnsafeCell::new((None, None)));
 
 /// Freezes the process for a call that runs no handlers. Returns false, with an `errno`, if the
 /// child would not have all memory: the call fails.
-fn freezes() -> bool {
+pub(crate) fn freezes() -> bool {
     let freezes = farpage::fork::freeze();
     if !freezes {
         end(false);
@@ -118,7 +116,7 @@ fn freezes() -> bool {
 }
 
 /// Ends a fork, with the `errno` of the call.
-fn end(in_child: bool) {
+pub(crate) fn end(in_child: bool) {
     let before = errno();
     farpage::fork::end(in_child);
     state::end_fork();
@@ -142,6 +140,9 @@ fn frozen() {
 fn ended(in_child: bool) {
     // SAFETY: this thread forks, or is the copy of the one that does.
     drop(unsafe { mem::take(&mut *HELD.0.get()) });
+    if !in_child && state::get().is_some() {
+        family::note_copied();
+    }
     if in_child {
         share::forget();
         state::serve_none();
@@ -239,59 +240,6 @@ pub(crate) unsafe extern "C" fn daemon(keeps_folder: c_int, keeps_streams: c_int
         }
     }
     0
-}
-
-/// Start of a process made by `clone`, and its argument.
-struct Start {
-    start: extern "C" fn(*mut c_void) -> c_int,
-    argument: *mut c_void,
-}
-
-/// Runs in a process made by `clone`, of whose memory it has a copy.
-extern "C" fn start_copy(start: *mut c_void) -> c_int {
-    farpage::fork::end(true);
-    // SAFETY: on the stack of the thread that has called `clone`, of which this is a copy.
-    let start = unsafe { &*start.cast::<Start>() };
-    (start.start)(start.argument)
-}
-
-/// `clone`, which copies the process unless its flags share memory. The arguments behind `argument`
-/// are passed to the C library unchanged.
-///
-/// # Safety
-/// As `clone`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn clone(
-    start: extern "C" fn(*mut c_void) -> c_int,
-    stack: *mut c_void,
-    flags: c_int,
-    argument: *mut c_void,
-    parent: *mut c_void,
-    tls: *mut c_void,
-    child: *mut c_void,
-) -> c_int {
-    if flags & libc::CLONE_VM != 0 || state::inherited().is_none() {
-        // SAFETY: the caller's promise.
-        return unsafe { later_clone(start, stack, flags, argument, parent, tls, child) };
-    }
-    if !begins() {
-        return -1;
-    }
-    // The C library writes to the child's stack, which may be absent memory.
-    // SAFETY: below the top of a stack.
-    unsafe {
-        let top = stack.cast::<u64>().sub(1);
-        top.write_volatile(top.read_volatile());
-    }
-    if !freezes() {
-        return -1;
-    }
-    let mut copied = Start { start, argument };
-    let copied = (&raw mut copied).cast();
-    // SAFETY: the caller's promise; the copy of this process has a copy of `copied`.
-    let made = unsafe { later_clone(start_copy, stack, flags, copied, parent, tls, child) };
-    end(false);
-    made
 }
 
 /// `_exit`.

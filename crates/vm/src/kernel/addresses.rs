@@ -288,7 +288,7 @@ fn reserve(space: u64, geometry: &Geometry) -> io::Result<usize> {
     // addresses are kept until others have been found.
     let mut unfit = Vec::new();
     let found = loop {
-        match sys::reserve(geometry.bytes, geometry.page_bytes, backing) {
+        match sys::reserve_apart(geometry.bytes, geometry.page_bytes, backing) {
             Ok(start) if occupy(start) => break Ok(start),
             Ok(start) => unfit.push(start),
             Err(errno) => break Err(errno.into()),

@@ -39,6 +39,30 @@ pub(crate) enum Backing {
     Ordinary,
 }
 
+/// Addresses where the kernel places nothing by itself, nor do sanitizers: far below libraries.
+const APART: Range<usize> = 0x1000_0000_0000..0x5000_0000_0000;
+/// Number of places there that are tried.
+const PLACES_TRIED: usize = 8;
+
+/// Reserves memory as [`reserve`] does, [apart](APART) if there is room. A process made by a raw
+/// `clone` has nothing at the memory's addresses: the kernel would choose them for its mappings.
+pub(crate) fn reserve_apart(len: usize, align: usize, backing: Backing) -> nix::Result<usize> {
+    for _ in 0..PLACES_TRIED {
+        let mut random = 0_usize;
+        // SAFETY: writes to the variable.
+        unsafe { libc::getrandom((&raw mut random).cast(), size_of::<usize>(), 0) };
+        let place = (APART.start + random % APART.len()).next_multiple_of(align);
+        // SAFETY: an address that is a wish replaces no mapping.
+        let start = unsafe { map_anonymous(place, len, libc::PROT_NONE, 0) }?;
+        if start == place {
+            return set_up(start, len, backing).map(|()| start);
+        }
+        // SAFETY: made just now, and nobody else knows it.
+        unsafe { release(start, len) };
+    }
+    reserve(len, align, backing)
+}
+
 /// Reserves `len` bytes of private anonymous memory, aligned to `align` (a power of two). It takes
 /// no memory until touched.
 pub(crate) fn reserve(len: usize, align: usize, backing: Backing) -> nix::Result<usize> {

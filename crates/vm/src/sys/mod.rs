@@ -17,5 +17,5 @@ pub(crate) use many::{RANGES_MAX, can_copy_and_drop_each, copy_each, drop_each};
 pub use memory::FUTEX_ADD_NOTHING;
 pub(crate) use memory::{
     Backing, KERNEL_PAGE_BYTES, advise, carry_away, madvise, protect, release, replace, reserve,
-    reserve_at, reserve_barred, write_nothing,
+    reserve_apart, reserve_at, reserve_barred, write_nothing,
 };
