@@ -41,8 +41,9 @@ use small::Small;
 /// Smallest capacity: a smaller number lacks its unit.
 const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
 
-/// Default of `--min-bytes`. A larger one says that some memory is to be local.
-const MIN_BYTES: ByteSize = ByteSize::kib(128);
+/// Largest `--min-bytes` with small objects remote by default: a larger one says that some memory
+/// is to be local.
+const MIN_BYTES_OF_SMALL: ByteSize = ByteSize::kib(128);
 
 /// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
 const LIBRARY: &str = "libfarpage_preload.so";
@@ -85,7 +86,7 @@ struct RunOptions {
     #[arg(long)]
     capacity: Option<ByteSize>,
     /// Requests of this size and more go there from the beginning.
-    #[arg(long, default_value_t = MIN_BYTES)]
+    #[arg(long, default_value = "128KiB")]
     min_bytes: ByteSize,
     /// Makes smaller requests remote, too. `auto`: once they take more than a quarter of the
     /// budget, later ones are remote, by jemalloc. `yes`: from the beginning. `no`: never
@@ -338,7 +339,7 @@ fn sizes(options: &RunOptions, faults_by: FaultsBy) -> Result<Sizes> {
         let most = addressable(budget.as_u64());
         ByteSize(rest.max(budget.as_u64()).min(most))
     };
-    let default_small = match options.min_bytes > MIN_BYTES {
+    let default_small = match options.min_bytes > MIN_BYTES_OF_SMALL {
         true => Small::No,
         false => Small::Auto,
     };

@@ -282,7 +282,7 @@ fn what_is_small_or_initialised_is_said_to_be_local() {
     let stats = text(&farpage(&larger, &[&program]).stderr);
     assert!(said(&stats, " were local") >= 60 * MIB, "{stats}");
     let stats = text(&farpage(&[&larger[..], &["--small", "auto"]].concat(), &[&program]).stderr);
-    assert!(stats.contains("small objects are remote"), "{stats}");
+    assert!(stats.contains("small objects are in the arena"), "{stats}");
     let explained = text(&farpage(&["--explain"], &[&program]).stdout);
     assert!(explained.contains("small objects"), "{explained}");
     assert!(explained.contains("(.bss, 64.0 MiB here)"), "{explained}");

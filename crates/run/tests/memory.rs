@@ -296,8 +296,8 @@ fn local_kib(stats: &str) -> u64 {
     local.parse().expect("a number")
 }
 
-/// Text of `--stats` if small objects have become remote.
-const SWITCHED: &str = "small objects are remote since";
+/// Text of `--stats` if small objects have come to the arena.
+const SWITCHED: &str = "small objects are in the arena since";
 
 /// Checks that a program whose objects are all small keeps its budget, with the bytes of a plain
 /// run, and that nothing of this is seen by the programs that it starts.
@@ -490,6 +490,24 @@ fn small_objects_stay_local_where_no_arena_can_be_made() {
     let line = "all memory stays local from now on: ";
     assert_eq!(said.matches(line).count(), 1, "{said}");
     assert!(said.contains("--capacity"), "{said}");
+}
+
+/// Tables of jemalloc are local, so that `free` waits for the block's page alone.
+#[test]
+fn arena_has_small_blocks_and_no_tables_of_theirs() {
+    const BASH: &str = "/bin/bash";
+    if !can_run(&[BASH]) {
+        return;
+    }
+    let body = "for i in {1..2000}; do a[i]=x$i; done; echo ${#a[@]}";
+    for mode in modes() {
+        let options = [&["--small", "yes", "--budget", "16MiB", "--stats"], *mode].concat();
+        let ours = farpage(&options, &[BASH, "-c", body]);
+        let stats = text(&ours.stderr);
+        assert_eq!(text(&ours.stdout), "2000\n", "{stats}");
+        // Jemalloc takes 2 MiB at first, and tables of 6 MiB for them.
+        assert!(said(&stats, " allocated;") < 4 * MIB, "{stats}");
+    }
 }
 
 /// Jemalloc is a part of farpage's library: no library comes into the program that it would not

@@ -294,7 +294,7 @@ pub(crate) unsafe fn map_plain(
             protect::set(map, &part, protection).map_err(|_| libc::ENOMEM)?;
             continue;
         }
-        let whole = whole_pages(state, &part);
+        let whole = state.whole_pages_of(&part);
         for rest in [part.start..whole.start, whole.end..part.end] {
             if !rest.is_empty() {
                 let flags = libc::MAP_FIXED | libc::MAP_NORESERVE;
@@ -310,21 +310,6 @@ pub(crate) unsafe fn map_plain(
         }
     }
     Ok(())
-}
-
-/// Returns the pages of the arena that lie wholly in `addresses`.
-fn whole_pages(state: &State, addresses: &Range<usize>) -> Range<usize> {
-    let page_bytes = state.arena.region().page_bytes();
-    let pages = state.pages_of(addresses);
-    let start = match pages.start == addresses.start {
-        true => pages.start,
-        false => (pages.start + page_bytes).min(addresses.end),
-    };
-    let end = match pages.end == addresses.end {
-        true => pages.end,
-        false => pages.end - page_bytes,
-    };
-    start..end.max(start)
 }
 
 /// Fails a call that returns addresses with `errno`.
@@ -381,7 +366,7 @@ pub(crate) fn unmap(map: &mut Map, state: &State, addresses: &Range<usize>) {
 /// Returns the ranges of `pages` of which no part is mapped.
 fn without_mapping(state: &State, map: &Map, pages: &Range<usize>) -> Vec<Range<usize>> {
     let gaps = map.those(pages, |fact| !fact.is_mapped);
-    let whole = gaps.iter().map(|gap| whole_pages(state, gap));
+    let whole = gaps.iter().map(|gap| state.whole_pages_of(gap));
     whole.filter(|pages| !pages.is_empty()).collect()
 }
 

@@ -20,6 +20,7 @@ use crate::{
     mappings::{self, Map},
     next::{self, Start as ThreadStart, next},
     report, say, set_errno, share, signal_stack, signals, state,
+    thread_stacks::LocalStack,
 };
 
 next! {
@@ -297,6 +298,9 @@ pub(crate) unsafe extern "C" fn pthread_create(
             true => signal_stack::before_start(start, argument),
             false => (start, argument),
         };
+        // SAFETY: the caller's promise.
+        let local = unsafe { LocalStack::in_place_of(attributes) };
+        let attributes = local.as_ref().map_or(attributes, LocalStack::attributes);
         STARTING.set(STARTING.get() + 1);
         // SAFETY: the caller's promise.
         let code = unsafe { next::pthread_create(thread, attributes, errand.0, errand.1) };

@@ -259,12 +259,14 @@ impl State {
             ..base + offsets.end.next_multiple_of(page_bytes)
     }
 
-    /// Returns the addresses of the pages that lie wholly in `addresses`.
+    /// Returns the addresses of the pages that lie wholly in `addresses`. Without such a page the
+    /// range is empty, and lies there, too.
     pub(crate) fn whole_pages_of(&self, addresses: &Range<usize>) -> Range<usize> {
         let page_bytes = self.arena.region().page_bytes();
         let base = self.arena.addresses().start;
         let offsets = self.offsets(addresses);
         let start = base + offsets.start.next_multiple_of(page_bytes);
+        let start = start.min(addresses.end);
         let end = base + offsets.end / page_bytes * page_bytes;
         start..end.max(start)
     }

@@ -142,6 +142,7 @@ cases! {
     coroutines_on_remote_stacks_go_on = "stacks" "coroutines";
     remote_stacks_for_signals_are_used = "stacks" "signals";
     threads_leave_no_stack_behind = "stacks" "threads";
+    threads_run_though_their_given_stacks_are_remote = "stacks" "given";
     a_handler_leaves_by_longjmp_again_and_again = "signals" "longjmp";
     a_signal_at_each_instruction_finds_remote_memory = "steps" "each";
     a_storm_of_signals_finds_remote_memory = "steps" "storm";

@@ -148,6 +148,40 @@ static void of_threads(void) {
     CHECK(mappings() < before + 20);
 }
 
+static void *on_given(void *stack) {
+    touch_all();
+    return (void *)(long)(descend(20) + raise(SIGUSR2) + (stack ? 0 : 1));
+}
+
+static void count_signal(int signal) {
+    (void)signal;
+    __atomic_fetch_add(&handled, 1, __ATOMIC_RELAXED);
+}
+
+/* Threads whose stacks the program has allocated. The stacks leave while the threads run. */
+static void given(void) {
+    struct sigaction action = {.sa_handler = count_signal};
+    CHECK(sigaction(SIGUSR2, &action, NULL) == 0);
+    for (int round = 0; round < 5; round++) {
+        pthread_t threads[4];
+        void *stacks[4], *result;
+        for (int i = 0; i < 4; i++) {
+            pthread_attr_t attributes;
+            CHECK(pthread_attr_init(&attributes) == 0);
+            CHECK(posix_memalign(&stacks[i], 4096, STACK) == 0);
+            CHECK(pthread_attr_setstack(&attributes, stacks[i], STACK) == 0);
+            CHECK(pthread_create(&threads[i], &attributes, on_given, stacks[i]) == 0);
+            CHECK(pthread_attr_destroy(&attributes) == 0);
+        }
+        touch_all();
+        for (int i = 0; i < 4; i++) {
+            CHECK(pthread_join(threads[i], &result) == 0 && result == (void *)(long)descend(20));
+            free(stacks[i]);
+        }
+    }
+    CHECK(handled == 20);
+}
+
 int main(int count, char **arguments) {
     CHECK(count > 1);
     memory = malloc(16 * MIB);
@@ -156,6 +190,8 @@ int main(int count, char **arguments) {
         on_threads();
     else if (!strcmp(arguments[1], "signals"))
         of_signals();
+    else if (!strcmp(arguments[1], "given"))
+        given();
     else
         of_threads();
     puts("done");

@@ -2,6 +2,7 @@
  * others are remote. Runs with `--small yes`. What is read in the child of `posix_spawn` is absent
  * before: its memory has left for other blocks. Prints what the children print. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <malloc.h>
 #include <pthread.h>
@@ -78,10 +79,15 @@ int main(void) {
     expect(file && is_local(file) && getline(&line, &size, file) > 0 && is_local(line), 4);
     expect(asprintf(&made, "%d", 12345) == 5 && is_local(made), 5);
     /* A block of the program's that the C library lets grow becomes its own. */
-    char *grown = malloc(1);
-    size = 1;
-    expect(!is_local(grown) && getline(&grown, &size, file) > 1 && is_local(grown), 6);
-    fclose(file), free(line), free(made), free(grown);
+    char *grown = malloc(128), *text = "a line of more than half of the block, which grows to the whole of it\n";
+    FILE *lines = fmemopen(text, strlen(text), "r");
+    size = 64;
+    expect(!is_local(grown) && lines && getline(&grown, &size, lines) > 64, 6);
+    expect(size == 128 && is_local(grown) && !strcmp(grown, text), 16);
+    fclose(file), fclose(lines), free(line), free(made), free(grown);
+    /* The loader is a part of the C library. */
+    void *library = dlopen("libanl.so.1", RTLD_NOW);
+    expect(library && is_local(library), 15);
 
     posix_spawn_file_actions_t *actions = among_others(sizeof *actions);
     posix_spawnattr_t *attributes = among_others(sizeof *attributes);
