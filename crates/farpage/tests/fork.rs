@@ -416,22 +416,22 @@ fn a_child_by_a_raw_call_reads_nothing_in_place_of_an_array() {
 }
 
 /// Children have no connection of their own and no registered memory. Compressed pages pass the
-/// parent's registered memory, and so do the child's changed pages on their way out.
+/// parent's.
 #[test]
 fn children_over_rdma_read_and_change_what_their_parent_had() {
     if !can_reach(Fabric::Rdma) {
         return;
     }
-    let Some(_watchdog) = begin(400) else { return };
+    let Some(_watchdog) = begin(240) else { return };
     for (mode, codec) in [
         (FaultMode::Filler, Codec::Lz4),
         (FaultMode::InThread, Codec::Raw),
     ] {
-        let memory = Memory::start(Fabric::Rdma, 128 * MIB);
-        let builder = memory.builder(4 * MIB, 64 * KIB).fault_mode(mode);
+        let memory = Memory::start(Fabric::Rdma, 64 * MIB);
+        let builder = memory.builder(MIB, 64 * KIB).fault_mode(mode);
         let runtime = builder.build().unwrap();
         let options = RegionOptions::new().codec(codec);
-        let mut array = runtime.array_with(24 * MIB / 8, options).unwrap();
+        let mut array = runtime.array_with(3 * MIB / 8, options).unwrap();
         fill(&mut array, 1);
         let (at, len) = (array.as_mut_ptr(), array.len());
         let child = start(|| {
