@@ -347,6 +347,27 @@ pub enum PublishStoreError {
         /// The failure of the channel.
         r#source: ChannelError,
     },
+    /// Some servers of the region keep names on a disk, and others do not: the name would be lost
+    /// with a restart of the others.
+    #[error(
+        "publishing region `{name}`: {with} keeps names on a disk and {without} does not; start both with --persist, or neither"
+    )]
+    Mixed {
+        /// The name.
+        name: String,
+        /// The endpoint of a server with a disk.
+        with: String,
+        /// The endpoint of a server without one.
+        without: String,
+    },
+    /// A server's disk does not take the bytes of the new version.
+    #[error("publishing region `{name}`: {source}")]
+    Persist {
+        /// The name.
+        name: String,
+        /// The server's answer.
+        r#source: farpage_fabric::ControlError,
+    },
     /// A server would not bind the name.
     #[error("publishing region `{name}`: {source}")]
     Publish {

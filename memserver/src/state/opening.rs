@@ -37,8 +37,10 @@ impl State {
     fn free_and_quiet(&self, id: &NameId) -> Result<MutexGuard<'_, Ledger>, Refusal> {
         let until = Instant::now() + QUIET;
         loop {
-            let ledger = self.ledger.lock();
+            let mut ledger = self.ledger.lock();
+            self.wait_written(&mut ledger, id)?;
             let record = ledger.names.get(id).ok_or(Refusal::NotFound)?;
+            record.published()?;
             if record.holder.is_some() {
                 return Err(Refusal::InUse);
             }
