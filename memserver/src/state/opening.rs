@@ -40,10 +40,10 @@ impl State {
             let mut ledger = self.ledger.lock();
             self.wait_written(&mut ledger, id)?;
             let record = ledger.names.get(id).ok_or(Refusal::NotFound)?;
-            record.published()?;
             if record.holder.is_some() {
                 return Err(Refusal::InUse);
             }
+            record.published()?;
             // Nobody leases these handles: each beyond the ledger's own belongs to an operation.
             let mut extents = record.extents.iter();
             if !extents.any(|id| Arc::strong_count(&ledger.extents[id].memory) > 1) {
