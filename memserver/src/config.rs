@@ -4,8 +4,10 @@
 //! and a key that nobody knows is an error instead of a setting that silently does nothing. Opening
 //! sockets is left to [`crate::Server`].
 
+mod values;
+
 use std::{
-    fmt, fs, io,
+    fs, io,
     net::IpAddr,
     path::{Path, PathBuf},
     str::FromStr,
@@ -16,8 +18,9 @@ use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use farpage_fabric::{Allowance, host::Origin, server::SocketAccess};
 use farpage_wire::{Endpoint, Persistence, PublicKey, UnknownVariable};
-use serde::{Deserialize, Deserializer, de};
+use serde::Deserialize;
 
+use self::values::{list, size, time};
 use crate::{
     Server, TiersError,
     server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE, check_tiers},
@@ -69,7 +72,7 @@ to the key of the client that published them: nobody else can open, replace, lis
 pub enum Command {
     /// Lend memory until told to stop.
     #[command(after_help = SERVE_HELP)]
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     /// Print the figures of a running server.
     Stat(StatArgs),
     /// List the named regions of your key, and of all keys if yours is the operator's.
@@ -335,66 +338,6 @@ impl FromStr for ShareWeight {
         let weight = weight.ok_or_else(wrong)?;
         Ok(Self { of, weight })
     }
-}
-
-/// Reads a size of the file: text with a unit, or a number of bytes.
-fn size<'de, D: Deserializer<'de>>(value: D) -> Result<Option<ByteSize>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(
-        untagged,
-        expecting = "a size is text like \"8GiB\", or a number of bytes"
-    )]
-    enum Written {
-        Bytes(u64),
-        Text(String),
-    }
-    match Written::deserialize(value)? {
-        Written::Bytes(bytes) => Ok(Some(ByteSize::b(bytes))),
-        Written::Text(text) => farpage_wire::parse_size(&text)
-            .map(Some)
-            .map_err(de::Error::custom),
-    }
-}
-
-/// Reads a time of the file: text with a unit, or a number of seconds.
-fn time<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Duration>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(
-        untagged,
-        expecting = "a time is text like \"60s\", or a number of seconds"
-    )]
-    enum Written {
-        Seconds(f64),
-        Text(String),
-    }
-    let text = match Written::deserialize(value)? {
-        Written::Seconds(seconds) => seconds.to_string(),
-        Written::Text(text) => text,
-    };
-    farpage_wire::parse_time(&text)
-        .map(Some)
-        .map_err(de::Error::custom)
-}
-
-/// Reads several values of the file: a list, or text that separates them by commas, as a flag does.
-fn list<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(
-    value: D,
-) -> Result<Vec<T>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(
-        untagged,
-        expecting = "several values are a list of texts, or one text with commas"
-    )]
-    enum Written {
-        List(Vec<String>),
-        Text(String),
-    }
-    let values = match Written::deserialize(value)? {
-        Written::List(values) => values,
-        Written::Text(text) => text.split(',').map(str::to_owned).collect(),
-    };
-    let values = values.iter().map(|text| text.parse());
-    values.collect::<Result<_, _>>().map_err(de::Error::custom)
 }
 
 /// All settings of `serve`, settled.

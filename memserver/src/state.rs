@@ -43,8 +43,7 @@ use crate::{durable::DurableNames, tier::Tier};
 pub use accounts::Limits;
 use leases::Leases;
 use ledger::Ledger;
-use publishing::Job;
-use records::{Freed, Leaving, Retained, SessionRecord};
+use records::{Freed, Job, Leaving, Retained, SessionRecord};
 
 /// Pause between two looks for memory that sessions hold, while the server waits for its clients.
 const LOOK_EVERY: Duration = Duration::from_millis(50);

@@ -218,8 +218,9 @@ pub trait Host: Send + Sync + 'static {
         ))
     }
     /// Binds a name to a manifest and extents of the session, and replaces an earlier binding
-    /// atomically. A host that keeps names on a disk binds the name there as well. Either the session holds the name, or the name is not bound. Returns the number
-    /// of the new version, and the older ones that are still read.
+    /// atomically. A host that keeps names on a disk binds the name there as well. Either the
+    /// session holds the name, or the name is not bound. Returns the number of the new version, and
+    /// the older ones that are still read.
     fn publish(
         &self,
         _session: SessionId,

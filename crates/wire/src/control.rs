@@ -316,8 +316,8 @@ pub enum Response {
     },
     /// Versions of a name that was published, or whose readers were asked for.
     Versions(Versions),
-    /// The name's last publication is still being written to the disk: the request was not executed,
-    /// and is to be sent again.
+    /// The name's last publication is still being written to the disk: the request was not
+    /// executed, and is to be sent again.
     Later,
 }
 
@@ -369,7 +369,7 @@ pub enum Durability {
     Disk,
     /// An older version or none is on the disk, and the published version will be.
     Soon,
-    /// What is on the disk cannot be used: the name cannot be opened. Holds the reason.
+    /// Nowhere: its files on the disk are damaged, and the name cannot be opened. Holds the reason.
     Damaged(String),
     /// An older version or none is on the disk. Holds the reason.
     Failed(String),

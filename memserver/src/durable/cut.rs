@@ -129,7 +129,7 @@ impl CutDisk {
 }
 
 impl CutFolder {
-    /// Has some steps do nothing from now on, also after cuts.
+    /// Makes some steps do nothing from now on, also after cuts.
     pub(crate) fn lie(&self, lies: Lies) {
         self.0.lock().lies = lies;
     }
@@ -139,7 +139,7 @@ impl CutFolder {
         self.0.lock().left = Some(steps);
     }
 
-    /// Has `step` fail from now on, on files whose names begin with `prefix`.
+    /// Makes `step` fail from now on, on files whose names begin with `prefix`.
     pub(crate) fn fail(&self, fault: Option<(Step, &'static str, io::ErrorKind)>) {
         self.0.lock().faults = fault;
     }

@@ -30,7 +30,7 @@ use super::{
     State,
     accounts::charge_of_name,
     ledger::Ledger,
-    records::{Freed, NameId, NameRecord},
+    records::{Freed, Job, NameId, NameRecord},
 };
 use crate::durable::{Binding, BoundExtent, Damage, DurableNames, Written};
 
@@ -42,14 +42,6 @@ const LATER: Duration = Duration::from_secs(1);
 const PERSIST_BYTES_MAX: u64 = 256 << 20;
 /// The most ranges that a name keeps for its next publication. Further ranges are written at once.
 const UNWRITTEN_MAX: usize = 1 << 20;
-
-/// A publication that waits for the disk.
-pub(crate) struct Job {
-    id: NameId,
-    binding: Binding,
-    bytes: Vec<Written>,
-    pinned: HashSet<ExtentId>,
-}
 
 impl State {
     /// Puts bytes of the session's extents on the disk, for the next publication of a name that the
@@ -282,7 +274,7 @@ impl State {
         left
     }
 
-    /// Has [`write_publications`](Self::write_publications) return when all jobs are done.
+    /// Lets [`write_publications`](Self::write_publications) return when all jobs are done.
     pub(crate) fn end_jobs(&self) {
         *self.jobs.lock() = None;
     }
@@ -294,7 +286,7 @@ impl State {
         }
     }
 
-    /// Has the writer take `job`. Without a writer, does the job.
+    /// Hands `job` to the writer. Without a writer, does the job.
     fn follow_up(&self, job: Job) {
         let jobs = self.jobs.lock();
         let left = match &*jobs {

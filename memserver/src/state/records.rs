@@ -11,7 +11,7 @@ use farpage_wire::{ExtentId, ExtentRange, PublicKey, Secret, SessionId};
 use tracing::warn;
 
 use super::accounts::{charge_of, charge_of_name};
-use crate::durable::Damage;
+use crate::durable::{Binding, Damage, Written};
 
 pub(super) struct SessionRecord {
     pub(super) client: String,
@@ -162,6 +162,15 @@ impl NameRecord {
     pub(super) fn charge(&self) -> u64 {
         charge_of_name(self.manifest.as_ref().map_or(0, |manifest| manifest.len()))
     }
+}
+
+/// A publication that is answered already, and waits for the disk.
+pub(crate) struct Job {
+    pub(super) id: NameId,
+    pub(super) binding: Binding,
+    pub(super) bytes: Vec<Written>,
+    /// Extents that the name has before or afterwards.
+    pub(super) pinned: HashSet<ExtentId>,
 }
 
 /// Memory whose lease has ended. Adapters and the kernel take milliseconds to let gigabytes go, so

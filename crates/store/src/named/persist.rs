@@ -57,7 +57,7 @@ impl Additions {
         }
     }
 
-    /// Has the servers write the slots to their disks.
+    /// Sends the slots to their servers, to be written to the disks. Waits for all.
     ///
     /// # Errors
     /// The error of a server.

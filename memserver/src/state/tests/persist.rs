@@ -164,7 +164,7 @@ struct Clients<'a> {
 }
 
 impl Clients<'_> {
-    /// Has a client of `name` do something. Notes in `versions` what the name may be bound to.
+    /// Does something as a client of `name`. Notes in `versions` what the name may be bound to.
     fn act(
         &mut self,
         name: &'static str,
