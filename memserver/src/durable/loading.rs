@@ -22,7 +22,7 @@ use super::{
         Binding, FORMAT, FORMAT_FILE, UNFINISHED, decode, extent_file, extent_of, format_text,
         name_file, owner_of,
     },
-    writer::{BROUGHT, DurableNames, PIECE_BYTES},
+    writer::{BROUGHT, DurableNames, Piece},
 };
 
 /// The longest file of a name that is read: a manifest and a list of extents are far shorter.
@@ -256,15 +256,14 @@ impl DurableNames {
         let name = extent_file(memory.id());
         let load = || {
             let file = self.folder().open(&name)?;
-            let (mut at, mut buf) = (0, Vec::new());
+            let (mut at, mut piece) = (0, Piece::new());
             while let Some(data) = file.next_data(at)? {
                 at = data.start;
                 while at < data.end.min(memory.bytes()) {
-                    let len = (data.end.min(memory.bytes()) - at).min(PIECE_BYTES as u64);
-                    buf.resize(len as usize, 0);
-                    file.read(at, &mut buf)?;
-                    memory.write_own(at, &buf, Instant::now() + BROUGHT)?;
-                    at += len;
+                    let bytes = piece.at(at, data.end.min(memory.bytes()) - at);
+                    file.read(at, bytes)?;
+                    memory.write_own(at, bytes, Instant::now() + BROUGHT)?;
+                    at += bytes.len() as u64;
                 }
                 at = data.end;
             }

@@ -24,9 +24,26 @@ use super::{
     folder::{Folder, FolderFile},
     format::{Binding, BoundExtent, UNFINISHED, encode, extent_file, name_file},
 };
+use crate::tier::{Aligned, BLOCK_BYTES};
 
-/// Bytes that are written at once: enough for the disk, and few in memory.
-pub(super) const PIECE_BYTES: usize = 1 << 20;
+/// Bytes that are moved at once: enough for a disk to work on several parts, and few in memory.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// Buffer of one piece. A piece lies in it as in its file, so that whole blocks are aligned.
+pub(super) struct Piece(Aligned);
+
+impl Piece {
+    pub(super) fn new() -> Self {
+        Self(Aligned::new(PIECE_BYTES + BLOCK_BYTES))
+    }
+
+    /// Returns the part of the buffer for the first of `left` bytes at offset `at` of a file.
+    pub(super) fn at(&mut self, at: u64, left: u64) -> &mut [u8] {
+        let start = (at % BLOCK_BYTES as u64) as usize;
+        let len = left.min(PIECE_BYTES as u64) as usize;
+        &mut self.0[start..][..len]
+    }
+}
 
 /// The longest wait for bytes that a tier has moved out of memory.
 pub(super) const BROUGHT: Duration = Duration::from_secs(10);
@@ -117,7 +134,7 @@ impl DurableNames {
     /// The reason, for people. The bytes are not durable then.
     pub(crate) fn write(&self, all: &[Written]) -> Result<(), String> {
         self.check()?;
-        let mut buf = Vec::new();
+        let mut piece = Piece::new();
         for Written { memory, ranges } in all {
             let id = memory.id();
             let turn = self.turn(id);
@@ -130,13 +147,8 @@ impl DurableNames {
             let file = file.map_err(|error| self.says("opening", &name, error))?;
             for &(mut at, mut left) in ranges {
                 while left > 0 {
-                    let len = left.min(PIECE_BYTES as u64);
-                    buf.resize(len as usize, 0);
-                    let until = Instant::now() + BROUGHT;
-                    let read = memory.read_own(at, &mut buf, until);
-                    read.map_err(|error| format!("reading extent {id}: {error}"))?;
-                    let written = file.write(at, &buf);
-                    written.map_err(|error| self.says("writing", &name, error))?;
+                    let written = move_out(memory, &*file, (at, left), &mut piece);
+                    let len = written.map_err(|error| self.says("writing", &name, error))?;
                     self.written_bytes.fetch_add(len, Ordering::Relaxed);
                     (at, left) = (at + len, left - len);
                 }
@@ -289,4 +301,24 @@ impl DurableNames {
     fn says(&self, doing: &str, what: &str, error: impl Display) -> String {
         format!("{doing} {what} in {}: {error}", self.directory)
     }
+}
+
+/// Writes the first of `left` bytes at offset `at` of `memory` to its file. Returns their number.
+fn move_out(
+    memory: &ExtentMemory,
+    file: &dyn FolderFile,
+    (at, left): (u64, u64),
+    piece: &mut Piece,
+) -> io::Result<u64> {
+    // Bytes that a tier may move stay in memory only while they are copied.
+    if !memory.is_paged() {
+        let written = file.write_memory(&memory.file(), at, left)?;
+        if written > 0 {
+            return Ok(written);
+        }
+    }
+    let bytes = piece.at(at, left);
+    memory.read_own(at, bytes, Instant::now() + BROUGHT)?;
+    file.write(at, bytes)?;
+    Ok(bytes.len() as u64)
 }

@@ -101,9 +101,11 @@ impl State {
             return Ok(true);
         }
         let bytes = ledger.written(ranges);
+        ledger.renew(session);
         drop(ledger);
         let written = durable.write(&bytes);
-        let ledger = self.ledger.lock();
+        let mut ledger = self.ledger.lock();
+        ledger.renew(session);
         let ids = bytes.iter().map(|it| it.memory.id());
         let gone: Vec<_> = ids.filter(|id| !ledger.extents.contains_key(id)).collect();
         drop(ledger);
@@ -161,7 +163,10 @@ impl State {
             let ranges = std::mem::take(&mut ledger.name(&id).unwritten);
             if ranges.is_empty() {
                 let bind = || durable.bind(id.owner, &id.name, &binding);
-                if let Err(reason) = MutexGuard::unlocked(&mut ledger, bind) {
+                ledger.renew(session);
+                let bound = MutexGuard::unlocked(&mut ledger, bind);
+                ledger.renew(session);
+                if let Err(reason) = bound {
                     ledger.accounts.take_off(origin, charge);
                     ledger.name(&id).is_unsettled |= is_new;
                     self.end_writing(ledger, &id, &pinned);
@@ -398,6 +403,13 @@ impl Ledger {
         }
         self.may_bind(session, id)?;
         Ok(distinct)
+    }
+
+    /// Notes that the session's client lives: its renewals wait behind a request for the disk.
+    fn renew(&mut self, session: SessionId) {
+        if let Ok(record) = self.known(session) {
+            record.renewed = Instant::now();
+        }
     }
 
     fn name(&mut self, id: &NameId) -> &mut NameRecord {
