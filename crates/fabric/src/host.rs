@@ -204,8 +204,8 @@ pub trait Host: Send + Sync + 'static {
         Err(lends_by_name())
     }
     /// Puts bytes of the session's extents on the host's disk, for the next publication of a name
-    /// that the session holds. With `wait` the bytes are durable after the return. Returns `false`,
-    /// and does nothing, while the last publication of the name is being written.
+    /// that the session may publish. With `wait` the bytes are durable after the return. Returns
+    /// `false`, and does nothing, while the last publication of the name is being written.
     fn persist(
         &self,
         _session: SessionId,

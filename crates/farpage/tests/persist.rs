@@ -13,7 +13,7 @@ use common::{
     Fabric, ServerProcess, begin, builder, fabrics, serve_if_asked,
     words::{assert_filled, fill, word},
 };
-use farpage::{RegionOptions, RemoteArray, Runtime};
+use farpage::{RegionOptions, RemoteArray, Reserve, Runtime};
 use farpage_fabric::{Durability, Persistence};
 use farpage_memserver::{RunningServer, Server};
 use farpage_testkit::{KIB, MIB, Rng, seed, socket_in, tcp};
@@ -228,16 +228,55 @@ fn several_servers_have_their_parts_before_the_name_is_bound() {
 }
 
 #[test]
+fn a_server_that_is_added_has_its_part_on_its_disk_as_well() {
+    let Some(_watchdog) = begin(60) else { return };
+    let mut kept = [(); 2].map(|()| Kept::start(Fabric::Tcp, Persistence::AtOnce));
+    let urls = kept.each_ref().map(|kept| kept.url.clone());
+    {
+        let runtime = runtime(&[&urls[0]], MIB);
+        let options = RegionOptions::new().name("wide").reserve(Reserve::OnDemand);
+        let mut array = runtime.array_with::<u64>(MIB, options).unwrap();
+        fill(&mut array[..1000], 0);
+        array.flush().unwrap();
+        runtime.add_server(&urls[1]).unwrap();
+        fill(&mut array, 1);
+        array.close().unwrap();
+    }
+    kept.iter_mut().for_each(Kept::start_again);
+    let runtime = runtime(&[&urls[0], &urls[1]], MIB);
+    assert_filled(&runtime.open_array::<u64>("wide").unwrap(), 1);
+}
+
+#[test]
 fn servers_with_and_without_a_disk_do_not_share_a_name() {
     let Some(_watchdog) = begin(60) else { return };
     let kept = Kept::start(Fabric::Tcp, Persistence::AtOnce);
     let without = farpage_testkit::serve_tcp(64 * MIB);
     let runtime = runtime(&[&kept.url, &without.1], MIB);
-    let array = named(&runtime, "field", MIB);
-    let error = array.flush().unwrap_err().to_string();
-    for part in [&kept.url, &without.1, "--persist"] {
-        assert!(error.contains(part), "{error}");
+    let create = || runtime.array_with::<u64>(1000, RegionOptions::new().name("field"));
+    let mut errors = vec![create().map(drop).unwrap_err().to_string()];
+    // A name from before the second server came, and a server that comes while the name is open.
+    let alone = self::runtime(&[&kept.url], MIB);
+    let array = named(&alone, "field", MIB);
+    array.flush().unwrap();
+    alone.add_server(&without.1).unwrap();
+    assert_eq!(array[0], 0);
+    array.flush().unwrap();
+    array.close().unwrap();
+    drop(alone);
+    errors.push(
+        runtime
+            .open_array::<u64>("field")
+            .map(drop)
+            .unwrap_err()
+            .to_string(),
+    );
+    for error in errors {
+        for part in [&kept.url, &without.1, "--persist"] {
+            assert!(error.contains(part), "{error}");
+        }
     }
+    runtime.open_array_to_read::<u64>("field").unwrap();
 }
 
 #[test]

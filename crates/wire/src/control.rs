@@ -183,8 +183,8 @@ pub enum Request {
     /// closes, and then ends as by a [`Goodbye`](Self::Goodbye), since no client will come back.
     Leaving,
     /// Puts bytes of this session's extents on the server's disk, for the next `Publish` of a name
-    /// that the session holds. Answered by [`Response::Later`] while the last publication of the
-    /// name is being written.
+    /// that the session may publish. Answered by [`Response::Later`] while the last publication of
+    /// the name is being written.
     Persist {
         /// The name.
         name: String,

@@ -80,7 +80,7 @@ pub(crate) struct DiskFolder {
 /// A file of a [`DiskFolder`].
 struct DiskFile {
     file: File,
-    /// The same file without the page cache, which would take memory that nobody counts.
+    /// Handle of the file without the page cache, which would take memory that nobody counts.
     direct: Option<File>,
 }
 

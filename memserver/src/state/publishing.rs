@@ -45,7 +45,7 @@ const UNWRITTEN_MAX: usize = 1 << 20;
 
 impl State {
     /// Puts bytes of the session's extents on the disk, for the next publication of a name that the
-    /// session holds.
+    /// session may publish.
     pub(super) fn persist_ranges(
         &self,
         session: SessionId,
@@ -65,12 +65,7 @@ impl State {
             }
         }
         // 2. Everything that can be refused.
-        let holder = ledger.names.get(&id).and_then(|record| record.holder);
-        if holder != Some(session) {
-            return Err(Refusal::Invalid(format!(
-                "{name:?} is not held by this client: claim or open the name before its bytes are written to the disk"
-            )));
-        }
+        ledger.may_bind(session, &id)?;
         let known = ledger.known(session)?;
         let not_leased = |range: &&ExtentRange| !known.extents.contains(&range.extent);
         if let Some(range) = ranges.iter().find(not_leased) {
@@ -94,9 +89,10 @@ impl State {
             )));
         }
         // 3. The bytes: now, or with the publication.
-        let record = ledger.names.get_mut(&id).expect("it has a holder");
-        let has_room = record.unwritten.len() + ranges.len() <= UNWRITTEN_MAX;
-        if !wait && has_room && durable.when() == Persistence::Soon {
+        let is_for_later = !wait && durable.when() == Persistence::Soon;
+        if let Some(record) = ledger.names.get_mut(&id).filter(|_| is_for_later)
+            && record.unwritten.len() + ranges.len() <= UNWRITTEN_MAX
+        {
             record.unwritten.extend(ranges);
             return Ok(true);
         }

@@ -15,9 +15,9 @@ impl Session {
     }
 
     /// Puts bytes of this session's extents on the server's disk, for the next
-    /// [`publish`](Self::publish) of a name that this session holds. With `wait` the bytes are
-    /// durable after the return. Returns `false`, and does nothing, while the last publication of
-    /// the name is being written.
+    /// [`publish`](Self::publish) of a name that this session may publish. With `wait` the bytes
+    /// are durable after the return. Returns `false`, and does nothing, while the last publication
+    /// of the name is being written.
     ///
     /// # Errors
     /// [`ControlError`]: the server's disk failed, or the server keeps nothing on a disk.

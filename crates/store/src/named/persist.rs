@@ -4,12 +4,17 @@
 //! region on one server may be written later, in the order of its publications: the server sees to
 //! that.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use farpage_fabric::{ControlError, ExtentRange, Persistence, Session};
 
 use crate::{
     PublishStoreError,
+    names::check_disks,
     place::{SlotSpan, slot_bytes},
     pool::SlotPool,
 };
@@ -29,24 +34,12 @@ pub(super) struct Additions {
 
 impl Additions {
     /// Makes an empty list, for the servers of `pool`.
-    ///
-    /// # Errors
-    /// Some of the servers keep names on a disk, and others do not.
-    pub(super) fn new(pool: &SlotPool, name: &str) -> Result<Self, PublishStoreError> {
-        let sessions = pool.servers().iter().map(|(_, session)| session);
-        let keeps = |session: &Session| session.persistence() != Persistence::Never;
-        let with = sessions.clone().find(|session| keeps(session));
-        let without = sessions.clone().find(|session| !keeps(session));
-        match (with, without) {
-            (Some(with), Some(without)) => Err(PublishStoreError::Mixed {
-                name: name.to_owned(),
-                with: with.endpoint().to_string(),
-                without: without.endpoint().to_string(),
-            }),
-            (with, _) => Ok(Self {
-                is_kept: with.is_some(),
-                slots: Vec::new(),
-            }),
+    pub(super) fn new(pool: &SlotPool) -> Self {
+        let keeps =
+            |(_, session): &(usize, Arc<Session>)| session.persistence() != Persistence::Never;
+        Self {
+            is_kept: pool.servers().iter().any(keeps),
+            slots: Vec::new(),
         }
     }
 
@@ -60,7 +53,7 @@ impl Additions {
     /// Sends the slots to their servers, to be written to the disks. Waits for all.
     ///
     /// # Errors
-    /// The error of a server.
+    /// The error of a server; or one of the servers that have slots, or the name, has no disk.
     pub(super) fn write(self, pool: &SlotPool, name: &str) -> Result<(), PublishStoreError> {
         if !self.is_kept {
             return Ok(());
@@ -69,22 +62,30 @@ impl Additions {
         let range = |slot: &SlotSpan| {
             let (server, extent) = homes.get(slot.place.extent as usize).copied().flatten()?;
             let (offset, bytes) = (slot.place.offset, slot_bytes(slot.bytes));
-            Some((
-                server,
-                ExtentRange {
-                    extent,
-                    offset,
-                    bytes,
-                },
-            ))
+            let range = ExtentRange {
+                extent,
+                offset,
+                bytes,
+            };
+            Some((server, range))
         };
         let mut ranges: Vec<_> = self.slots.iter().filter_map(range).collect();
         ranges.sort_unstable();
-        // With other servers, each is waited for: the first must not be bound before the others
+        // The first server has the name, and is asked in any case: it may be writing still.
+        let mut sessions: BTreeMap<u8, &Arc<Session>> = BTreeMap::new();
+        for server in ranges.iter().map(|(server, _)| *server).chain([0]) {
+            sessions.insert(server, pool.session(server));
+        }
+        let mixed = |source| PublishStoreError::Mixed {
+            name: name.to_owned(),
+            source,
+        };
+        check_disks(sessions.values().copied()).map_err(mixed)?;
+        // Each of several servers is waited for: the first must not bind the name before the others
         // have all.
         let wait = pool.servers().len() > 1;
-        for (server, (_, session)) in pool.servers().iter().enumerate() {
-            let its = ranges.iter().filter(|(on, _)| usize::from(*on) == server);
+        for (server, session) in sessions {
+            let its = ranges.iter().filter(|(on, _)| *on == server);
             for request in requests(its.map(|(_, range)| *range)) {
                 ask(session, name, request, wait).map_err(|source| PublishStoreError::Persist {
                     name: name.to_owned(),

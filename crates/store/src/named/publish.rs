@@ -47,7 +47,7 @@ impl PageStore {
             name: name.to_owned(),
             source,
         };
-        let mut additions = Additions::new(pool, name)?;
+        let mut additions = Additions::new(pool);
         let mut publication = publications.begin(pool, map_bytes).map_err(full)?;
         // 1. Copy the map.
         let map = publication.copy(|| self.copy_map(map_bytes, &mut additions));
