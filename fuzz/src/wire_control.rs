@@ -2,8 +2,8 @@
 //! encoded again.
 
 use farpage_wire::{
-    Challenge, ExtentId, Limit, NamedRegion, PublicKey, Refusal, Request, Response, Secret,
-    ServerStat, SessionId, Signature,
+    Challenge, Durability, ExtentId, ExtentRange, Limit, NamedRegion, Persistence, PublicKey,
+    Refusal, Request, Response, Secret, ServerStat, SessionId, Signature,
     control::{
         self, HELLO_BYTES, Hello, Lease, MAX_FRAME_BYTES, PREFIX_BYTES, Purpose, VersionRead,
         Versions,
@@ -99,6 +99,15 @@ pub fn seeds() -> Vec<Vec<u8>> {
         Request::Readers {
             name: "squares".to_owned(),
         },
+        Request::Persist {
+            name: "squares".to_owned(),
+            ranges: vec![ExtentRange {
+                extent: ExtentId(1),
+                offset: 4096,
+                bytes: 1 << 20,
+            }],
+            wait: true,
+        },
     ];
     let lease = Lease {
         id: ExtentId(300),
@@ -120,8 +129,10 @@ pub fn seeds() -> Vec<Vec<u8>> {
             secret: Secret([0xa5; 16]),
             lease_ms: 60_000,
             paged: true,
+            persistence: Persistence::Soon,
         },
         Response::Done,
+        Response::Later,
         Response::Granted { extent: lease },
         Response::Opened {
             manifest: vec![1, 2, 3],
@@ -146,6 +157,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
             in_use: true,
             readers: 8,
             old_versions: 1,
+            durability: Durability::Damaged("why".to_owned()),
         }]),
         Response::Refused(Refusal::Exists),
         Response::Refused(Refusal::Unidentified),

@@ -4,8 +4,10 @@
 //! and a key that nobody knows is an error instead of a setting that silently does nothing. Opening
 //! sockets is left to [`crate::Server`].
 
+mod values;
+
 use std::{
-    fmt, fs, io,
+    fs, io,
     net::IpAddr,
     path::{Path, PathBuf},
     str::FromStr,
@@ -15,9 +17,10 @@ use std::{
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use farpage_fabric::{Allowance, host::Origin, server::SocketAccess};
-use farpage_wire::{Endpoint, PublicKey, UnknownVariable};
-use serde::{Deserialize, Deserializer, de};
+use farpage_wire::{Endpoint, Persistence, PublicKey, UnknownVariable};
+use serde::Deserialize;
 
+use self::values::{list, size, time};
 use crate::{
     Server, TiersError,
     server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE, check_tiers},
@@ -51,6 +54,8 @@ a flag beats the variable, the variable beats the file. The file's keys are the 
     reconnect-grace = \"10s\"
     grace = \"5s\"
     drain-timeout = \"0s\"
+    persist = \"/var/lib/farpage\"
+    persist-async = false
     operator-key = [\"/etc/farpage/operators\"]
     log = \"json\"
     log-level = \"info\"
@@ -67,7 +72,7 @@ to the key of the client that published them: nobody else can open, replace, lis
 pub enum Command {
     /// Lend memory until told to stop.
     #[command(after_help = SERVE_HELP)]
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     /// Print the figures of a running server.
     Stat(StatArgs),
     /// List the named regions of your key, and of all keys if yours is the operator's.
@@ -110,6 +115,22 @@ pub struct ServeArgs {
     /// a spill file, clients over rdma need an adapter with on-demand paging at the server.
     #[arg(long, value_name = "DIR", env = "FARPAGE_MEMSERVER_SPILL")]
     pub spill: Option<PathBuf>,
+    /// A directory on a disk that keeps published names, with their bytes: a server that is started
+    /// with the directory again has them, also after a kill or a power cut. A publication is on the
+    /// disk before it is answered. The directory has to exist, and is one server's at a time.
+    #[arg(long, value_name = "DIR", env = "FARPAGE_MEMSERVER_PERSIST")]
+    pub persist: Option<PathBuf>,
+    /// Answer publications before they are on the disk of --persist. After a crash a name may be an
+    /// older version, and is a whole one.
+    #[arg(
+        long,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "true",
+        value_name = "BOOL",
+        env = "FARPAGE_MEMSERVER_PERSIST_ASYNC"
+    )]
+    pub persist_async: Option<bool>,
     /// The weight of the clients of one address, or over shm of one user, such as 10.0.0.7=4 or
     /// user:1000=2; repeat the flag for several. When memory is short, these clients keep the part
     /// of --memory that their weight is of all weights [default: 1 for each].
@@ -319,66 +340,6 @@ impl FromStr for ShareWeight {
     }
 }
 
-/// Reads a size of the file: text with a unit, or a number of bytes.
-fn size<'de, D: Deserializer<'de>>(value: D) -> Result<Option<ByteSize>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(
-        untagged,
-        expecting = "a size is text like \"8GiB\", or a number of bytes"
-    )]
-    enum Written {
-        Bytes(u64),
-        Text(String),
-    }
-    match Written::deserialize(value)? {
-        Written::Bytes(bytes) => Ok(Some(ByteSize::b(bytes))),
-        Written::Text(text) => farpage_wire::parse_size(&text)
-            .map(Some)
-            .map_err(de::Error::custom),
-    }
-}
-
-/// Reads a time of the file: text with a unit, or a number of seconds.
-fn time<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Duration>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(
-        untagged,
-        expecting = "a time is text like \"60s\", or a number of seconds"
-    )]
-    enum Written {
-        Seconds(f64),
-        Text(String),
-    }
-    let text = match Written::deserialize(value)? {
-        Written::Seconds(seconds) => seconds.to_string(),
-        Written::Text(text) => text,
-    };
-    farpage_wire::parse_time(&text)
-        .map(Some)
-        .map_err(de::Error::custom)
-}
-
-/// Reads several values of the file: a list, or text that separates them by commas, as a flag does.
-fn list<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(
-    value: D,
-) -> Result<Vec<T>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(
-        untagged,
-        expecting = "several values are a list of texts, or one text with commas"
-    )]
-    enum Written {
-        List(Vec<String>),
-        Text(String),
-    }
-    let values = match Written::deserialize(value)? {
-        Written::List(values) => values,
-        Written::Text(text) => text.split(',').map(str::to_owned).collect(),
-    };
-    let values = values.iter().map(|text| text.parse());
-    values.collect::<Result<_, _>>().map_err(de::Error::custom)
-}
-
 /// All settings of `serve`, settled.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -392,6 +353,8 @@ pub struct Config {
     pub memory_bytes: Option<u64>,
     /// The directory of the spill file.
     pub spill: Option<PathBuf>,
+    /// The directory of published names, and the time at which they are there.
+    pub persist: Option<(PathBuf, Persistence)>,
     /// Weights of shares; all others have weight 1.
     pub shares: Vec<ShareWeight>,
     /// Users who may connect to `shm://` sockets.
@@ -486,12 +449,25 @@ impl Config {
             listen.push(default_endpoint().ok_or(ConfigError::NowhereToListen)?);
         }
         let capacity = flags.capacity.or(file.capacity);
+        let persist = flags.persist.clone().or(file.persist);
+        let when = match flags.persist_async.or(file.persist_async) {
+            Some(true) if persist.is_none() => {
+                return Err(ConfigError::Value {
+                    setting: "persist-async",
+                    value: "true".to_owned(),
+                    reason: "there is no directory to write to; give one (--persist), or leave it out",
+                });
+            }
+            Some(true) => Persistence::Soon,
+            _ => Persistence::AtOnce,
+        };
         let config = Self {
             listen,
             capacity_bytes: capacity.map_or_else(|| available_bytes() / 2, |size| size.as_u64()),
             capacity_is_default: capacity.is_none(),
             memory_bytes: flags.memory.or(file.memory).map(|size| size.as_u64()),
             spill: flags.spill.clone().or(file.spill),
+            persist: persist.map(|directory| (directory, when)),
             shares: either(&flags.share, file.share),
             access: flags
                 .socket_access
@@ -610,6 +586,7 @@ impl From<Config> for Server {
             extents_per_address: config.extents_per_address,
             memory_bytes: config.memory_bytes,
             spill: config.spill,
+            persist: config.persist,
             weights: weights.collect(),
         }
     }

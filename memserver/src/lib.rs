@@ -17,10 +17,12 @@
 
 pub mod config;
 mod descriptors;
+mod durable;
 mod server;
 mod state;
 mod tier;
 
+pub use durable::PersistError;
 pub use farpage_fabric::server::SocketAccess;
 pub use server::{RunningServer, Server, StartError, TiersError};
 pub use state::{Limits, State};

@@ -28,7 +28,8 @@ use farpage_memserver::{
     },
 };
 use farpage_wire::{
-    ClientStat, Endpoint, NamedRegion, ServerStat, ShareStat, TierStat, check_environment,
+    ClientStat, Durability, Endpoint, NamedRegion, PersistStat, ServerStat, ShareStat, TierStat,
+    check_environment,
 };
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
@@ -188,8 +189,15 @@ fn line(named: &NamedRegion) -> String {
         0 => format!("{readers} readers"),
         _ => format!("{readers} readers, old versions: {old}"),
     };
+    let durable = match &named.durability {
+        Durability::Memory => "in memory".to_owned(),
+        Durability::Disk => "on disk".to_owned(),
+        Durability::Soon => "on disk soon".to_owned(),
+        Durability::Damaged(reason) => format!("DAMAGED ({reason})"),
+        Durability::Failed(reason) => format!("NOT ON DISK ({reason})"),
+    };
     format!(
-        "{}  {size:>10}  {state:<6}  {readers:<9}  {}\n",
+        "{}  {size:>10}  {state:<6}  {readers:<9}  {durable:<12}  {}\n",
         named.owner,
         named.name.escape_debug()
     )
@@ -254,6 +262,7 @@ fn table(figures: &ServerStat) -> String {
         ),
         ("long requests", size(figures.request_bytes)),
         ("tiers", tiers(&figures.tiers)),
+        ("names on disk", on_disk(&figures.persist)),
         (
             "sessions",
             match figures.lost_sessions {
@@ -323,6 +332,29 @@ fn share_of(share: &ShareStat) -> String {
     } = share;
     let hot = ByteSize::b(*hot_bytes);
     format!("{of}, weight {weight}: {hot} in memory, by {sessions} sessions")
+}
+
+fn on_disk(persist: &PersistStat) -> String {
+    let PersistStat {
+        directory,
+        disk_bytes,
+        written_bytes,
+        damaged_names,
+        error,
+    } = persist;
+    if directory.is_empty() {
+        return "none: a restart loses all names (see --persist)".to_owned();
+    }
+    let (disk, written) = (ByteSize::b(*disk_bytes), ByteSize::b(*written_bytes));
+    let damaged = match damaged_names {
+        0 => String::new(),
+        names => format!(", {names} names DAMAGED (see `names`)"),
+    };
+    let failed = match error.is_empty() {
+        true => String::new(),
+        false => format!("; NOT WRITTEN any more: {error}"),
+    };
+    format!("{disk} in {directory}, {written} written since the start{damaged}{failed}")
 }
 
 fn tiers(tiers: &TierStat) -> String {

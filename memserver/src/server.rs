@@ -18,12 +18,13 @@ use farpage_fabric::log;
 use farpage_fabric::server::{
     BindError, ConnectionLimits, Listener, ServerTraffic, Service, Shutdown, SocketAccess,
 };
-use farpage_wire::{Endpoint, PublicKey, ServerStat};
+use farpage_wire::{Endpoint, Persistence, PublicKey, ServerStat};
 use parking_lot::{Condvar, Mutex};
 use tracing::{info, warn};
 
 use crate::{
     descriptors,
+    durable::{PersistError, Stored},
     state::{Limits, State},
     tier::{Evictors, LEAST_MEMORY_BYTES, Tier},
 };
@@ -65,6 +66,7 @@ pub struct Server {
     pub(crate) extents_per_address: Option<usize>,
     pub(crate) memory_bytes: Option<u64>,
     pub(crate) spill: Option<PathBuf>,
+    pub(crate) persist: Option<(PathBuf, Persistence)>,
     pub(crate) weights: HashMap<Origin, u32>,
 }
 
@@ -93,6 +95,9 @@ pub enum StartError {
     /// Settings that do not fit together, or not this machine.
     #[error(transparent)]
     Tiers(#[from] TiersError),
+    /// The directory cannot hold names.
+    #[error(transparent)]
+    Persist(#[from] PersistError),
     /// The system refused a thread or a descriptor.
     #[error(
         "cannot start the server's threads: {0}; are the limits of processes or open files used up?"
@@ -125,6 +130,7 @@ impl Server {
             extents_per_address: None,
             memory_bytes: None,
             spill: None,
+            persist: None,
             weights: HashMap::new(),
         }
     }
@@ -235,6 +241,14 @@ impl Server {
         self
     }
 
+    /// Sets a directory on a disk that keeps published names: they are there after a restart, and
+    /// after a power cut. With [`Persistence::AtOnce`] a publication is on the disk before it is
+    /// answered, with [`Persistence::Soon`] soon after. Default: names are gone with the server.
+    pub fn persist(mut self, directory: PathBuf, when: Persistence) -> Self {
+        self.persist = (when != Persistence::Never).then_some((directory, when));
+        self
+    }
+
     /// Sets the weight of the clients of one address, or over shared memory of one user. When
     /// [`memory`](Self::memory) is short, they keep the part of it that their weight is of the
     /// weights of all that need some. Default 1, which 0 also means.
@@ -284,7 +298,11 @@ impl Server {
             operators: self.operators,
         };
         let look_every = limits.shortest() / LOOKS_PER_LEASE;
-        let state = Arc::new(State::with_tier(limits, tier));
+        let mut state = State::with_tier(limits, tier);
+        if let Some((directory, when)) = &self.persist {
+            state = state.restore(Stored::find(directory, *when)?, directory)?;
+        }
+        let state = Arc::new(state);
         // 1. All endpoints or none: a server that half listens would look healthy.
         let listeners: Vec<Listener> = self
             .listen
@@ -319,11 +337,15 @@ impl Server {
             shutdown,
             reaper_stops: Arc::default(),
             threads: Vec::new(),
+            writer: None,
             evictors,
             grace: self.grace,
             drain_timeout: self.drain_timeout,
         };
         running.spawn_reaper(look_every)?;
+        if running.state.has_jobs() {
+            running.spawn_writer()?;
+        }
         for listener in listeners {
             running.spawn_listener(listener)?;
         }
@@ -403,6 +425,8 @@ pub struct RunningServer {
     shutdown: Shutdown,
     reaper_stops: Arc<(Mutex<bool>, Condvar)>,
     threads: Vec<JoinHandle<()>>,
+    /// Writer of publications, ended after the threads that publish, and after its jobs.
+    writer: Option<JoinHandle<()>>,
     /// Evictors, ended after the threads, which wait for memory.
     evictors: Option<Evictors>,
     grace: Duration,
@@ -456,6 +480,16 @@ impl RunningServer {
         Ok(())
     }
 
+    /// Starts the thread that writes publications after their answer.
+    fn spawn_writer(&mut self) -> io::Result<()> {
+        let state = self.state.clone();
+        let jobs = state.take_jobs();
+        let thread = thread::Builder::new().name("farpage-persist".to_owned());
+        let writer = thread.spawn(move || state.write_publications(&jobs))?;
+        self.writer = Some(writer);
+        Ok(())
+    }
+
     fn spawn_reaper(&mut self, every: Duration) -> io::Result<()> {
         let (state, stops) = (self.state.clone(), self.reaper_stops.clone());
         let reap = move || {
@@ -481,11 +515,14 @@ impl Drop for RunningServer {
         self.shutdown.begin();
         *self.reaper_stops.0.lock() = true;
         self.reaper_stops.1.notify_all();
-        for thread in self.threads.drain(..) {
+        let join = |thread: JoinHandle<()>| {
             if thread.join().is_err() {
                 warn!("a thread of the server panicked; its message is above");
             }
-        }
+        };
+        self.threads.drain(..).for_each(join);
+        self.state.end_jobs();
+        self.writer.take().into_iter().for_each(join);
         drop(self.evictors.take());
         // Log lines of the threads.
         log::flush(Instant::now() + LAST_LINES);

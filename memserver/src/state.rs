@@ -17,7 +17,7 @@
 //! Left to others: sockets and frames (`farpage_fabric::server`), when to stop ([`crate::Server`]).
 
 use std::{
-    sync::Arc,
+    sync::{Arc, mpsc::Sender},
     time::{Duration, Instant},
 };
 
@@ -32,16 +32,18 @@ mod leases;
 mod ledger;
 mod names;
 mod opening;
+mod publishing;
 mod readers;
 mod reclaim;
 mod records;
+mod restoring;
 mod views;
 
-use crate::tier::Tier;
+use crate::{durable::DurableNames, tier::Tier};
 pub use accounts::Limits;
 use leases::Leases;
 use ledger::Ledger;
-use records::{Freed, Leaving, Retained, SessionRecord};
+use records::{Freed, Job, Leaving, Retained, SessionRecord};
 
 /// Pause between two looks for memory that sessions hold, while the server waits for its clients.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -55,6 +57,12 @@ pub struct State {
     retained: Mutex<Vec<Retained>>,
     /// Mover of chunks out of memory and back, on a server that lends more than its memory.
     tier: Option<Arc<Tier>>,
+    /// Writer of published names, on a server that keeps them on a disk.
+    durable: Option<DurableNames>,
+    /// Publications that wait for the disk, and are answered already.
+    jobs: Mutex<Option<Sender<Job>>>,
+    /// Signalled when a name's file has been written or removed.
+    written: Condvar,
     /// Signalled when a session ends, for threads that wait for the last session.
     ended: Condvar,
 }
@@ -69,6 +77,9 @@ impl State {
             ledger: Mutex::default(),
             retained: Mutex::default(),
             tier: None,
+            durable: None,
+            jobs: Mutex::default(),
+            written: Condvar::new(),
             ended: Condvar::new(),
         }
     }
@@ -205,7 +216,7 @@ impl State {
         record.lessee = None;
         // The data connections that hold this handle in mid-operation stop, too.
         record.memory.revoke();
-        let is_kept = record.name.is_some() || record.views > 0;
+        let is_kept = record.is_kept();
         let memory = record.memory.clone();
         self.leases.remove(id);
         match is_kept {

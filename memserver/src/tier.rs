@@ -48,7 +48,11 @@ use self::{
     shares::Entry,
     storage::Storage,
 };
-pub(crate) use self::{evictors::Evictors, shares::Tenant};
+pub(crate) use self::{
+    disk::{Aligned, BLOCK_BYTES},
+    evictors::Evictors,
+    shares::Tenant,
+};
 
 /// The least that `--memory` may be.
 pub(crate) const LEAST_MEMORY_BYTES: u64 = 16 << 20;

@@ -10,8 +10,9 @@ use std::{
     time::Duration,
 };
 
-use farpage_wire::{ExtentId, PublicKey, Secret, ServerStat, SessionId};
+use farpage_wire::{ExtentId, ExtentRange, Persistence, PublicKey, Secret, ServerStat, SessionId};
 pub use farpage_wire::{NamedRegion, Refusal, VersionRead, Versions};
+use serde::{Deserialize, Serialize};
 
 use crate::memory::ExtentMemory;
 
@@ -26,6 +27,8 @@ pub struct Admission {
     pub lease: Duration,
     /// True if memory lent to the session may be [paged](ExtentMemory::is_paged).
     pub paged: bool,
+    /// Time at which published names are on a disk.
+    pub persistence: Persistence,
 }
 
 /// Transport of a session's bytes; decides how the loss of its control connection is read.
@@ -43,7 +46,7 @@ pub enum Transport {
 }
 
 /// Origin of a client's connection. Limits per client count by origin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Origin {
     /// A user of this machine, over a Unix socket.
     User(u32),
@@ -200,9 +203,24 @@ pub trait Host: Send + Sync + 'static {
     fn disclaim(&self, _session: SessionId, _name: &str) -> Result<(), Refusal> {
         Err(lends_by_name())
     }
+    /// Puts bytes of the session's extents on the host's disk, for the next publication of a name
+    /// that the session may publish. With `wait` the bytes are durable after the return. Returns
+    /// `false`, and does nothing, while the last publication of the name is being written.
+    fn persist(
+        &self,
+        _session: SessionId,
+        _name: &str,
+        _ranges: &[ExtentRange],
+        _wait: bool,
+    ) -> Result<bool, Refusal> {
+        Err(Refusal::Invalid(
+            "this server keeps no names on a disk (--persist)".to_owned(),
+        ))
+    }
     /// Binds a name to a manifest and extents of the session, and replaces an earlier binding
-    /// atomically. Either the session holds the name, or the name is not bound. Returns the number
-    /// of the new version, and the older ones that are still read.
+    /// atomically. A host that keeps names on a disk binds the name there as well. Either the
+    /// session holds the name, or the name is not bound. Returns the number of the new version, and
+    /// the older ones that are still read.
     fn publish(
         &self,
         _session: SessionId,

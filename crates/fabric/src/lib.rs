@@ -41,8 +41,9 @@ pub use devices::{RdmaDevice, rdma_devices};
 pub use errors::{AllocError, ConnectError, ControlError, OpenNameError, PublishError};
 pub use exchange::areas;
 pub use farpage_wire::{
-    Atomic, Endpoint, EndpointError, ExtentId, Limit, MAX_OP_BYTES, NamedRegion, PublicKey, Secret,
-    ServerStat, SessionId, VersionRead, Versions, debug_as_display,
+    Atomic, Durability, Endpoint, EndpointError, ExtentId, ExtentRange, Limit, MAX_OP_BYTES,
+    NamedRegion, Persistence, PublicKey, Secret, ServerStat, SessionId, VersionRead, Versions,
+    debug_as_display,
 };
 pub use link::Link;
 pub use options::{RdmaOptions, SessionOptions};

@@ -25,9 +25,10 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    time::Instant,
 };
 
-use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
+use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES, segment::CHUNK_BYTES};
 use nix::{
     errno::Errno,
     unistd::{Whence, lseek},
@@ -344,6 +345,57 @@ impl ExtentMemory {
     /// The kernel's error.
     pub fn punch(&self) -> io::Result<()> {
         self.file().punch()
+    }
+
+    /// Reads bytes for the server itself, also after the lease has ended. Bytes that are elsewhere
+    /// are waited for until `until`.
+    ///
+    /// # Errors
+    /// The kernel's error, or the reason why the bytes are [absent](Absent).
+    pub fn read_own(&self, offset: u64, to: &mut [u8], until: Instant) -> io::Result<()> {
+        let Some(residency) = self.residency.as_deref() else {
+            return self.file().read_at(offset, to);
+        };
+        let mut done = 0;
+        while done < to.len() {
+            let at = offset + done as u64;
+            // To the end of the chunk: no more can be passed on.
+            let here = (CHUNK_BYTES - at % CHUNK_BYTES).min((to.len() - done) as u64) as usize;
+            let piece = &mut to[done..][..here];
+            let mut copy = |bytes: &[u8]| piece.copy_from_slice(bytes);
+            let passed = residency.pass(at, here as u64, until, &mut copy);
+            if !passed.map_err(io::Error::other)? {
+                let held = HeldBytes::take(residency, at, here as u64, Some(until));
+                let held = held.map_err(io::Error::other)?;
+                let piece = &mut piece[..held.len as usize];
+                self.file().read_at(at, piece)?;
+                done += piece.len();
+                continue;
+            }
+            done += here;
+        }
+        Ok(())
+    }
+
+    /// Writes bytes for the server itself into memory that was not lent yet. Room is waited for
+    /// until `until`.
+    ///
+    /// # Errors
+    /// The errors of [`read_own`](Self::read_own).
+    pub fn write_own(&self, offset: u64, from: &[u8], until: Instant) -> io::Result<()> {
+        let Some(residency) = self.residency.as_deref() else {
+            return self.file().write_at(offset, from);
+        };
+        let mut done = 0;
+        while done < from.len() {
+            let (at, left) = (offset + done as u64, from.len() - done);
+            let held = HeldBytes::take(residency, at, left as u64, Some(until));
+            let held = held.map_err(io::Error::other)?;
+            self.file()
+                .write_at(at, &from[done..][..held.len as usize])?;
+            done += held.len as usize;
+        }
+        Ok(())
     }
 
     /// Copies bytes out of the extent.

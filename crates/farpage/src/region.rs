@@ -500,8 +500,9 @@ impl Region {
     }
 
     /// Writes all changes back and keeps the pages. A named region is published atomically: a
-    /// program that opens it sees either all of this state or all of the state before. A region
-    /// with a store of its own is as durable as the store makes it.
+    /// program that opens it sees either all of this state or all of the state before. On servers
+    /// with `--persist` the state is on their disks then. A region with a store of its own is as
+    /// durable as the store makes it.
     ///
     /// # Errors
     /// See [`FlushError`]. Nothing is lost, and `flush` may be called again.

@@ -236,6 +236,7 @@ fn errors_of_named_regions_say_their_cause_once() {
     publishing!(Memory, registered());
     publishing!(Connect, connect());
     publishing!(Map, channel());
+    publishing!(Persist, control());
     publishing!(Publish, publish());
     macro_rules! opening {
         ($variant:ident, $source:expr) => {

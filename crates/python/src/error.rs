@@ -170,6 +170,7 @@ pub(crate) fn create(py: Python<'_>, error: &CreateError) -> PyErr {
             | StoreCreateError::NoServer { .. }
             | StoreCreateError::Copies { .. }
             | StoreCreateError::TooFewServers { .. }
+            | StoreCreateError::Mixed { .. }
             | StoreCreateError::NamedCopies { .. },
         )
         | CreateError::Name(_)

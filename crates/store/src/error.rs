@@ -14,6 +14,7 @@ farpage_wire::debug_as_display!(
     StoreError,
     TableError,
     CreateError,
+    MixedServersError,
     PublishStoreError,
     OpenStoreError
 );
@@ -280,6 +281,14 @@ pub enum CreateError {
         /// The endpoint of the server that says so.
         endpoint: String,
     },
+    /// Some servers of the runtime keep names on a disk, and others do not.
+    #[error("creating region `{name}`: {source}")]
+    Mixed {
+        /// The name.
+        name: String,
+        /// One server of each kind.
+        r#source: MixedServersError,
+    },
     /// A server would not keep the name for the region.
     #[error(transparent)]
     Claim(farpage_fabric::PublishError),
@@ -301,6 +310,19 @@ pub enum CreateError {
         /// The server's answer.
         r#source: AllocError,
     },
+}
+
+/// Servers of one region, of which some keep names on a disk: the others would lose their part of
+/// the region with a restart.
+#[derive(thiserror::Error)]
+#[error(
+    "{with} keeps names on a disk and {without} does not; start both with --persist, or neither"
+)]
+pub struct MixedServersError {
+    /// The endpoint of a server with a disk.
+    pub with: String,
+    /// The endpoint of a server without one.
+    pub without: String,
 }
 
 /// Failure to publish a named region. The previous publication, if there is one, is still there,
@@ -347,6 +369,22 @@ pub enum PublishStoreError {
         /// The failure of the channel.
         r#source: ChannelError,
     },
+    /// Some servers of the region keep names on a disk, and others do not.
+    #[error("publishing region `{name}`: {source}")]
+    Mixed {
+        /// The name.
+        name: String,
+        /// One server of each kind.
+        r#source: MixedServersError,
+    },
+    /// A server's disk does not take the bytes of the new version.
+    #[error("publishing region `{name}`: {source}")]
+    Persist {
+        /// The name.
+        name: String,
+        /// The server's answer.
+        r#source: farpage_fabric::ControlError,
+    },
     /// A server would not bind the name.
     #[error("publishing region `{name}`: {source}")]
     Publish {
@@ -361,6 +399,15 @@ pub enum PublishStoreError {
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenStoreError {
+    /// Some servers of the runtime keep names on a disk, and others do not. The region can be
+    /// opened for reading.
+    #[error("opening region `{name}` for writing: {source}")]
+    Mixed {
+        /// The name.
+        name: String,
+        /// One server of each kind.
+        r#source: MixedServersError,
+    },
     /// The name is unknown to all servers.
     #[error(
         "no server of this runtime has a region named `{name}`: publish it first, or add the server that has it"

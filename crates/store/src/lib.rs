@@ -52,7 +52,9 @@ pub use drain::Drain;
 pub use drains::{DrainError, DrainReport};
 pub use elements::{ElementType, Elements};
 pub use entry::EntryWords;
-pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError, TableError};
+pub use error::{
+    CreateError, MixedServersError, OpenStoreError, PublishStoreError, StoreError, TableError,
+};
 pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};
 pub use io_queue::{IoLoad, IoQueue, RunBuffer, RunCompletion, RunCounts, RunTiming, StoreCall};

@@ -6,12 +6,27 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use farpage_fabric::{ControlError, OpenNameError, PublishError, Session, log::later};
+use farpage_fabric::{ControlError, OpenNameError, Persistence, PublishError, Session, log::later};
 use farpage_signals::Mutex;
 
-use crate::{Cluster, CreateError};
+use crate::{Cluster, CreateError, MixedServersError};
 
 farpage_wire::debug_as_display!(NamesError);
+
+/// Checks that all servers keep names on a disk, or none does. True if all do.
+pub(crate) fn check_disks<'a>(
+    sessions: impl IntoIterator<Item = &'a Arc<Session>>,
+) -> Result<bool, MixedServersError> {
+    let keeps = |session: &&Arc<Session>| session.persistence() != Persistence::Never;
+    let (with, without): (Vec<_>, Vec<_>) = sessions.into_iter().partition(keeps);
+    match (with.first(), without.first()) {
+        (Some(with), Some(without)) => Err(MixedServersError {
+            with: with.endpoint().to_string(),
+            without: without.endpoint().to_string(),
+        }),
+        (with, _) => Ok(with.is_some()),
+    }
+}
 
 /// Hold on the name of an open region, until the name is let go or the hold is dropped.
 pub(crate) struct Claim {
@@ -39,6 +54,10 @@ impl Claim {
         name: &str,
         replace: bool,
     ) -> Result<Self, CreateError> {
+        check_disks(&cluster.name_sessions()).map_err(|source| CreateError::Mixed {
+            name: name.to_owned(),
+            source,
+        })?;
         let claim = Self::here(cluster, name).ok_or_else(|| CreateError::Held {
             name: name.to_owned(),
         })?;

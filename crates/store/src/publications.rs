@@ -174,7 +174,7 @@ impl Publication<'_> {
 
     /// Copies the map by `map` while no entry is replaced. The slots that the map refers to are
     /// kept from here on.
-    pub(crate) fn copy(&mut self, map: impl FnOnce() -> Vec<u8>) -> Vec<u8> {
+    pub(crate) fn copy<T>(&mut self, map: impl FnOnce() -> T) -> T {
         let mut publishing = self.publications.commits.write().expect(NO_PANIC);
         *publishing = true;
         self.stale = mem::take(&mut *self.publications.deferred.lock());

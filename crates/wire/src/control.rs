@@ -8,7 +8,7 @@ mod hello;
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
+use std::{fmt, marker::PhantomData};
 
 use serde::{
     Deserialize, Deserializer, Serialize,
@@ -182,34 +182,81 @@ pub enum Request {
     /// Tells that the client's process is about to end. The session goes on until its connection
     /// closes, and then ends as by a [`Goodbye`](Self::Goodbye), since no client will come back.
     Leaving,
+    /// Puts bytes of this session's extents on the server's disk, for the next `Publish` of a name
+    /// that the session may publish. Answered by [`Response::Later`] while the last publication of
+    /// the name is being written.
+    Persist {
+        /// The name.
+        name: String,
+        /// Bytes that the last publication did not have.
+        #[serde(deserialize_with = "at_most_ranges")]
+        ranges: Vec<ExtentRange>,
+        /// True if the answer is to come when the bytes are durable. Otherwise the bytes may be
+        /// written after the `Publish`, on a server whose [`Persistence`] is `Soon`.
+        wait: bool,
+    },
+}
+
+/// Bytes of an extent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ExtentRange {
+    /// Extent of the bytes.
+    pub extent: ExtentId,
+    /// Offset of the first byte.
+    pub offset: u64,
+    /// Number of bytes.
+    pub bytes: u64,
+}
+
+/// The most ranges of one [`Request::Persist`].
+pub const MAX_RANGES: usize = 1 << 16;
+
+/// Time at which a server has published names on a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Persistence {
+    /// The server has no directory for names: a restart loses them.
+    #[default]
+    Never,
+    /// Names are on the disk soon after their publication.
+    Soon,
+    /// Names are on the disk before their publication is answered.
+    AtOnce,
 }
 
 /// The most names in one answer.
 pub const NAMES_PER_ANSWER: usize = 1024;
 
-/// Reads a list of extents, and stops at [`MAX_EXTENTS`]: an id may take eight times as many bytes
-/// in memory as in a frame.
+/// Reads a list of extents, and stops at [`MAX_EXTENTS`].
 fn at_most_extents<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<ExtentId>, D::Error> {
-    struct Extents;
-    impl<'de> Visitor<'de> for Extents {
-        type Value = Vec<ExtentId>;
+    from.deserialize_seq(AtMost(MAX_EXTENTS, PhantomData))
+}
 
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write!(f, "at most {MAX_EXTENTS} extents")
-        }
+/// Reads a list of ranges, and stops at [`MAX_RANGES`].
+fn at_most_ranges<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<ExtentRange>, D::Error> {
+    from.deserialize_seq(AtMost(MAX_RANGES, PhantomData))
+}
 
-        fn visit_seq<A: SeqAccess<'de>>(self, mut ids: A) -> Result<Self::Value, A::Error> {
-            let mut extents = Vec::new();
-            while let Some(id) = ids.next_element()? {
-                if extents.len() == MAX_EXTENTS {
-                    return Err(Error::invalid_length(MAX_EXTENTS + 1, &self));
-                }
-                extents.push(id);
-            }
-            Ok(extents)
-        }
+/// Visitor of a list that stops at a length: an item may take eight times as many bytes in memory
+/// as in a frame.
+struct AtMost<T>(usize, PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for AtMost<T> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at most {} items", self.0)
     }
-    from.deserialize_seq(Extents)
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Self::Value, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element()? {
+            if list.len() == self.0 {
+                return Err(Error::invalid_length(self.0 + 1, &self));
+            }
+            list.push(item);
+        }
+        Ok(list)
+    }
 }
 
 /// Answer of the server: one per request, in the order of the requests.
@@ -226,6 +273,8 @@ pub enum Response {
         /// True if the server lends more than its memory. A channel over shared memory or RDMA then
         /// needs a data connection to the server's process as well.
         paged: bool,
+        /// Time at which published names are on the server's disk.
+        persistence: Persistence,
     },
     /// Success, without a value.
     Done,
@@ -267,6 +316,9 @@ pub enum Response {
     },
     /// Versions of a name that was published, or whose readers were asked for.
     Versions(Versions),
+    /// The name's last publication is still being written to the disk: the request was not
+    /// executed, and is to be sent again.
+    Later,
 }
 
 /// The published version of a name, and the older ones that clients still read.
@@ -303,6 +355,24 @@ pub struct NamedRegion {
     pub readers: u64,
     /// Number of replaced versions that are still read.
     pub old_versions: u64,
+    /// Place of the name after a restart of the server.
+    pub durability: Durability,
+}
+
+/// Place of a published name after a restart of its server.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Durability {
+    /// Nowhere: the server has no directory for names.
+    #[default]
+    Memory,
+    /// The published version is on the server's disk.
+    Disk,
+    /// An older version or none is on the disk, and the published version will be.
+    Soon,
+    /// Nowhere: its files on the disk are damaged, and the name cannot be opened. Holds the reason.
+    Damaged(String),
+    /// An older version or none is on the disk. Holds the reason.
+    Failed(String),
 }
 
 /// An extent as its lease is announced.

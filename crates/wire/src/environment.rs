@@ -8,7 +8,7 @@ use std::env;
 const PREFIX: &str = "FARPAGE_";
 
 /// Variables that a user sets. Each program ignores the variables of the other programs.
-const SETTINGS: [&str; 37] = [
+const SETTINGS: [&str; 39] = [
     "FARPAGE_BUDGET",
     "FARPAGE_CODEC",
     "FARPAGE_DEADLINE",
@@ -34,6 +34,8 @@ const SETTINGS: [&str; 37] = [
     "FARPAGE_MEMSERVER_LOG",
     "FARPAGE_MEMSERVER_MEMORY",
     "FARPAGE_MEMSERVER_OPERATOR_KEY",
+    "FARPAGE_MEMSERVER_PERSIST",
+    "FARPAGE_MEMSERVER_PERSIST_ASYNC",
     "FARPAGE_MEMSERVER_RECONNECT_GRACE",
     "FARPAGE_MEMSERVER_SHARE",
     "FARPAGE_MEMSERVER_SOCKET_ACCESS",

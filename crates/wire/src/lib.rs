@@ -17,20 +17,23 @@ pub mod segment;
 mod stat;
 mod units;
 
-pub use control::{NamedRegion, Refusal, Request, Response, VersionRead, Versions};
+pub use control::{
+    Durability, ExtentRange, NamedRegion, Persistence, Refusal, Request, Response, VersionRead,
+    Versions,
+};
 pub use data::{Atomic, MAX_OP_BYTES};
 pub use endpoint::{Endpoint, EndpointError};
 pub use environment::{UnknownVariable, check_environment, is_known};
 pub use id::{ExtentId, Secret, SessionId};
 pub use key::{Challenge, PublicKey, PublicKeyError, Signature, bytes_of_hex, hex_of};
 pub use limit::Limit;
-pub use stat::{ClientStat, ServerStat, ShareStat, TierStat};
+pub use stat::{ClientStat, PersistStat, ServerStat, ShareStat, TierStat};
 pub use units::{UnitError, parse_size, parse_time, told_apart};
 
 /// Protocol version of this build. A peer with another version is turned away. Every change of a
 /// message raises the number; the tests of [`control`] and [`data`] pin the bytes of all
 /// messages.
-pub const VERSION: u16 = 10;
+pub const VERSION: u16 = 11;
 
 /// Implements `Debug` of error types by their `Display`.
 ///

@@ -50,6 +50,8 @@ pub struct ServerStat {
     pub readers: u64,
     /// Versions of named regions that have been replaced or removed, and that are still read.
     pub old_versions: u64,
+    /// Figures of a server that keeps names on a disk.
+    pub persist: PersistStat,
 }
 
 impl ServerStat {
@@ -61,6 +63,21 @@ impl ServerStat {
     pub fn asks_to_leave(&self) -> bool {
         self.draining && self.capacity_bytes == 0
     }
+}
+
+/// Named regions on the disk of a server that keeps names there.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PersistStat {
+    /// Directory of the names; empty if the server keeps none on a disk.
+    pub directory: String,
+    /// Bytes that the directory's files take on the disk.
+    pub disk_bytes: u64,
+    /// Bytes written to the directory since the start.
+    pub written_bytes: u64,
+    /// Names whose files are damaged: they cannot be opened.
+    pub damaged_names: u64,
+    /// Reason why nothing is written to the directory before the next start; empty without one.
+    pub error: String,
 }
 
 /// A client, as a server knows it.

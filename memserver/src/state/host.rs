@@ -13,16 +13,19 @@ use farpage_fabric::{
     log::later,
     memory::{ExtentFile, ExtentMemory},
 };
-use farpage_wire::{ExtentId, NamedRegion, PublicKey, Secret, ServerStat, SessionId};
+use farpage_wire::{
+    ExtentId, ExtentRange, NamedRegion, PersistStat, Persistence, PublicKey, Secret, ServerStat,
+    SessionId,
+};
 use parking_lot::MutexGuard;
 use tracing::{debug, info, warn};
 
 use super::{
     Ended, State,
     accounts::{charge_of, charge_of_name},
-    records::{ExtentRecord, Given, NameId, Retained, SessionRecord},
+    records::{ExtentRecord, Given, Retained, SessionRecord},
 };
-use crate::tier::Tenant;
+use crate::{durable::DurableNames, tier::Tenant};
 
 impl Host for State {
     fn admit(
@@ -173,10 +176,7 @@ impl Host for State {
         // Making the file and its mapping costs microseconds whatever its size: no page of it
         // exists before the first WRITE.
         let id = ExtentId(ledger.extents_ever + 1);
-        let made = match &self.tier {
-            Some(_) => ExtentMemory::create_with_marks(id, bytes, atomics),
-            None => ExtentMemory::create(id, bytes, atomics),
-        };
+        let made = self.make_memory(id, bytes, atomics);
         let memory = match made {
             Ok(memory) => memory,
             Err(error) => {
@@ -206,6 +206,7 @@ impl Host for State {
                 origin,
                 mapped_by,
                 views: 0,
+                pins: 0,
                 mapped_to_read: false,
             },
         );
@@ -256,7 +257,10 @@ impl Host for State {
 
     fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal> {
         self.reclaim(session, charge_of_name(0));
-        (self.ledger.lock()).claim(&self.limits, session, name, replace)
+        let mut ledger = self.ledger.lock();
+        let id = ledger.name_of(session, name)?;
+        self.wait_written(&mut ledger, &id)?;
+        ledger.claim(&self.limits, session, name, replace)
     }
 
     fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
@@ -266,6 +270,16 @@ impl Host for State {
         Ok(())
     }
 
+    fn persist(
+        &self,
+        session: SessionId,
+        name: &str,
+        ranges: &[ExtentRange],
+        wait: bool,
+    ) -> Result<bool, Refusal> {
+        self.persist_ranges(session, name, ranges, wait)
+    }
+
     fn publish(
         &self,
         session: SessionId,
@@ -273,51 +287,7 @@ impl Host for State {
         manifest: Vec<u8>,
         extents: &[ExtentId],
     ) -> Result<Versions, Refusal> {
-        self.reclaim(session, charge_of_name(manifest.len()));
-        let mut ledger = self.ledger.lock();
-        // 1. Everything that can be refused, before anything changes: the old binding stays whole.
-        let id = ledger.name_of(session, name)?;
-        let held = &ledger.sessions[&session].extents;
-        // One id more than are held is looked at: a client can repeat one id millions of times.
-        let possible = &extents[..extents.len().min(held.len() + 1)];
-        if let Some(stranger) = possible.iter().find(|id| !held.contains(id)) {
-            return Err(Refusal::NotLeased(*stranger));
-        }
-        if extents.len() > held.len() {
-            return Err(Refusal::Invalid(format!(
-                "{} extents were named, and this client holds {}",
-                extents.len(),
-                held.len()
-            )));
-        }
-        let distinct: HashSet<ExtentId> = extents.iter().copied().collect();
-        for extent in &distinct {
-            let bound = ledger.extents[extent].name.as_ref();
-            if let Some(other) = bound.filter(|other| **other != id) {
-                return Err(Refusal::Invalid(format!(
-                    "extent {extent} belongs to the named region {:?} already",
-                    other.name
-                )));
-            }
-        }
-        ledger.may_bind(session, &id)?;
-        let origin = ledger.sessions[&session].origin;
-        let old = ledger.charge_of(&id);
-        let accounts = &mut ledger.accounts;
-        old.inspect(|(origin, bytes)| accounts.take_off(*origin, *bytes));
-        if let Err(full) = accounts.charge(&self.limits, origin, charge_of_name(manifest.len())) {
-            old.inspect(|(origin, bytes)| accounts.put_on(*origin, *bytes));
-            return Err(full);
-        }
-        // 2. The new binding, and the memory that only the old one kept.
-        let extents = distinct.len();
-        let freed = ledger.bind(session, id.clone(), Arc::new(manifest), distinct);
-        let versions = ledger.versions(&id);
-        drop(ledger);
-        self.give_back(freed);
-        let name = name.to_owned();
-        later(move || debug!(%session, name, extents, "named region published"));
-        Ok(versions)
+        self.bind_name(session, name, manifest, extents)
     }
 
     fn open(
@@ -402,19 +372,7 @@ impl Host for State {
     }
 
     fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal> {
-        let mut ledger = self.ledger.lock();
-        let key = ledger.key_of(asker)?;
-        let owner = owner.unwrap_or(key);
-        if owner != key && !self.limits.operators.contains(&key) {
-            return Err(Refusal::NotFound);
-        }
-        let id = NameId::new(owner, name);
-        let freed = ledger.remove(asker, &id)?;
-        drop(ledger);
-        self.give_back(freed);
-        let name = name.to_owned();
-        later(move || info!(%owner, name, "named region removed"));
-        Ok(())
+        self.remove_name(asker, name, owner)
     }
 
     fn names(
@@ -425,7 +383,7 @@ impl Host for State {
         let ledger = self.ledger.lock();
         let key = ledger.key_of(asker)?;
         let of = (!self.limits.operators.contains(&key)).then_some(key);
-        Ok(ledger.list(of, after))
+        Ok(ledger.list(of, after, |record| self.durability(record)))
     }
 
     fn report_contents(
@@ -475,6 +433,10 @@ impl Host for State {
             old_versions,
             tiers: tier.map_or_else(Default::default, |tier| tier.stat()),
             shares: tier.map_or_else(Vec::new, |tier| tier.shares()),
+            persist: PersistStat {
+                damaged_names: ledger.damaged_names(),
+                ..PersistStat::default()
+            },
             ..ServerStat::default()
         };
         drop(ledger);
@@ -483,6 +445,16 @@ impl Host for State {
         let resident = memories.iter().map(ExtentFile::resident_bytes);
         ServerStat {
             resident_bytes: resident.sum(),
+            persist: self
+                .durable
+                .as_ref()
+                .map_or_else(Default::default, |durable| PersistStat {
+                    directory: durable.directory().to_owned(),
+                    disk_bytes: durable.disk_bytes(),
+                    written_bytes: durable.written_bytes(),
+                    error: durable.broken().unwrap_or_default(),
+                    ..stat.persist
+                }),
             ..stat
         }
     }
@@ -495,6 +467,20 @@ impl State {
             secret,
             lease: self.limits.lease,
             paged: self.tier.is_some(),
+            persistence: (self.durable.as_ref()).map_or(Persistence::Never, DurableNames::when),
+        }
+    }
+
+    /// Makes zeroed memory that a tier can adopt, if there is one.
+    pub(super) fn make_memory(
+        &self,
+        id: ExtentId,
+        bytes: u64,
+        atomics: bool,
+    ) -> std::io::Result<Arc<ExtentMemory>> {
+        match &self.tier {
+            Some(_) => ExtentMemory::create_with_marks(id, bytes, atomics),
+            None => ExtentMemory::create(id, bytes, atomics),
         }
     }
 

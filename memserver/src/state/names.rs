@@ -15,7 +15,9 @@ use std::{
 };
 
 use farpage_fabric::host::{Asker, OpenedRegion, Origin, Refusal, Versions};
-use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER};
+use farpage_wire::{
+    Durability, ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER,
+};
 
 use super::{
     Limits,
@@ -120,21 +122,37 @@ impl Ledger {
             .count()
     }
 
-    /// Binds the name to extents of `session`. The caller has checked and charged the session.
+    /// Holds a name for `session` that nobody has claimed, until it is published.
+    pub(super) fn hold_new(
+        &mut self,
+        limits: &Limits,
+        session: SessionId,
+        id: &NameId,
+    ) -> Result<(), Refusal> {
+        let origin = self.known(session)?.origin;
+        self.accounts.charge(limits, origin, charge_of_name(0))?;
+        let record = NameRecord {
+            holder: Some(session),
+            ..NameRecord::new(origin)
+        };
+        self.names.insert(id.clone(), record);
+        self.known(session)?.names.insert(id.clone());
+        Ok(())
+    }
+
+    /// Binds the name to extents of a session. The caller has checked and charged the session.
     /// Returns the memory that only the old binding kept.
     pub(super) fn bind(
         &mut self,
-        session: SessionId,
+        (session, origin): (SessionId, Origin),
         id: NameId,
-        manifest: Arc<Vec<u8>>,
-        extents: HashSet<ExtentId>,
+        (version, manifest): (u64, Arc<Vec<u8>>),
+        extents: &HashSet<ExtentId>,
     ) -> Freed {
-        for extent in &extents {
+        for extent in extents {
             let extent = self.extents.get_mut(extent);
-            extent.expect("the session holds it").name = Some(id.clone());
+            extent.expect("the session holds it, or it is pinned").name = Some(id.clone());
         }
-        let origin = self.sessions[&session].origin;
-        let version = self.readings.next_version();
         let record = (self.names.entry(id.clone())).or_insert_with(|| NameRecord::new(origin));
         self.readings.replace(record.version);
         record.version = version;
@@ -145,8 +163,10 @@ impl Ledger {
         let dropped: Vec<_> = (old.into_iter())
             .filter(|extent| !extents.contains(extent))
             .collect();
-        let session = self.sessions.get_mut(&session);
-        session.expect("it has a key").names.insert(id);
+        // A session may have ended while the disk was written.
+        if let Some(session) = self.sessions.get_mut(&session) {
+            session.names.insert(id);
+        }
         self.unname(&dropped)
     }
 
@@ -176,17 +196,25 @@ impl Ledger {
     /// Forgets a name that nobody but `asker` holds. Returns the memory that it alone kept: extents
     /// that are read stay.
     pub(super) fn remove(&mut self, asker: Asker, id: &NameId) -> Result<Freed, Refusal> {
-        let record = self.names.get(id).ok_or(Refusal::NotFound)?;
-        match record.holder {
-            Some(holder) if asker != Asker::Session(holder) => return Err(Refusal::InUse),
-            Some(holder) => {
-                let session = self.sessions.get_mut(&holder);
-                session.expect("a holder is a session").names.remove(id);
-            }
-            None => {}
+        if let Some(holder) = self.may_remove(asker, id)? {
+            let session = self.sessions.get_mut(&holder);
+            session.expect("a holder is a session").names.remove(id);
         }
         let record = self.forget_name(id).expect("looked up above");
         Ok(self.unname(&record.extents))
+    }
+
+    /// Checks that nobody but `asker` holds the name. Returns the holder.
+    pub(super) fn may_remove(
+        &self,
+        asker: Asker,
+        id: &NameId,
+    ) -> Result<Option<SessionId>, Refusal> {
+        let record = self.names.get(id).ok_or(Refusal::NotFound)?;
+        match record.holder {
+            Some(holder) if asker != Asker::Session(holder) => Err(Refusal::InUse),
+            holder => Ok(holder),
+        }
     }
 
     /// Lists the names behind `after`, in their order: those of one key, or all.
@@ -194,6 +222,7 @@ impl Ledger {
         &self,
         of: Option<PublicKey>,
         after: Option<(PublicKey, String)>,
+        durability: impl Fn(&NameRecord) -> Durability,
     ) -> Vec<NamedRegion> {
         let after = after.map(|(owner, name)| NameId { owner, name });
         let first = of.map(|owner| NameId::new(owner, "")).max(after);
@@ -212,8 +241,15 @@ impl Ledger {
                 in_use: record.holder.is_some(),
                 readers: self.readings.readers(id),
                 old_versions: self.readings.old_versions(id).len() as u64,
+                durability: durability(record),
             })
             .collect()
+    }
+
+    /// Counts the names whose files are damaged.
+    pub(super) fn damaged_names(&self) -> u64 {
+        let damaged = |record: &&NameRecord| record.damage.is_some();
+        self.names.values().filter(damaged).count() as u64
     }
 
     pub(super) fn named_regions(&self) -> u64 {
@@ -247,7 +283,13 @@ impl Ledger {
     /// Ends the hold on a name. A name that was never published is forgotten.
     pub(super) fn free_name(&mut self, id: &NameId) {
         if let Some(record) = self.names.get_mut(id) {
-            (record.holder, record.claimed) = (None, false);
+            record.claimed = false;
+            if record.is_writing {
+                record.is_unsettled = true;
+                return;
+            }
+            record.holder = None;
+            record.unwritten.clear();
             if record.manifest.is_none() {
                 self.forget_name(id);
             }
@@ -255,10 +297,14 @@ impl Ledger {
     }
 
     /// Ends the hold on a name that its holder neither claims nor leases anything of.
-    fn settle(&mut self, id: &NameId) {
-        let record = self.names.get(id).expect("the caller found it");
+    pub(super) fn settle(&mut self, id: &NameId) {
+        let record = self.names.get_mut(id).expect("the caller found it");
+        record.is_unsettled |= record.is_writing;
         let mut extents = record.extents.iter();
-        if record.claimed || extents.any(|extent| self.extents[extent].lessee.is_some()) {
+        if record.is_writing
+            || record.claimed
+            || extents.any(|extent| self.extents[extent].lessee.is_some())
+        {
             return;
         }
         let holder = record.holder.and_then(|id| self.sessions.get_mut(&id));
@@ -274,7 +320,7 @@ impl Ledger {
         for id in extents {
             let record = self.extents.get_mut(id).expect("a name keeps its extents");
             record.name = None;
-            if record.lessee.is_none() && record.views == 0 {
+            if record.lessee.is_none() && !record.is_kept() {
                 freed.push(self.forget_extent(*id));
             }
         }

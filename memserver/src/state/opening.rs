@@ -37,11 +37,13 @@ impl State {
     fn free_and_quiet(&self, id: &NameId) -> Result<MutexGuard<'_, Ledger>, Refusal> {
         let until = Instant::now() + QUIET;
         loop {
-            let ledger = self.ledger.lock();
+            let mut ledger = self.ledger.lock();
+            self.wait_written(&mut ledger, id)?;
             let record = ledger.names.get(id).ok_or(Refusal::NotFound)?;
             if record.holder.is_some() {
                 return Err(Refusal::InUse);
             }
+            record.published()?;
             // Nobody leases these handles: each beyond the ledger's own belongs to an operation.
             let mut extents = record.extents.iter();
             if !extents.any(|id| Arc::strong_count(&ledger.extents[id].memory) > 1) {

@@ -64,6 +64,11 @@ impl Readings {
         self.versions_ever
     }
 
+    /// Notes that versions up to `version` existed before the start.
+    pub(super) fn at_least(&mut self, version: u64) {
+        self.versions_ever = self.versions_ever.max(version);
+    }
+
     pub(super) fn is_read(&self, version: u64) -> bool {
         self.versions.contains_key(&version)
     }

@@ -40,6 +40,12 @@ impl State {
             if let Some(tier) = &self.tier {
                 tier.discard(memory.id());
             }
+            // Memory that was replaced by a copy leaves the extent as it is.
+            if let Some(durable) = &self.durable
+                && !self.ledger.lock().extents.contains_key(&memory.id())
+            {
+                durable.forget([memory.id()]);
+            }
             let file = memory.file();
             punch(&file);
             retained.extend(charged.map(|origin| Retained { file, origin }));

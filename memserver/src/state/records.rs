@@ -3,14 +3,15 @@
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
 use farpage_fabric::{
-    host::{Origin, Transport},
+    host::{Origin, Refusal, Transport},
     log::later,
     memory::{ExtentFile, ExtentMemory},
 };
-use farpage_wire::{ExtentId, PublicKey, Secret, SessionId};
+use farpage_wire::{ExtentId, ExtentRange, PublicKey, Secret, SessionId};
 use tracing::warn;
 
 use super::accounts::{charge_of, charge_of_name};
+use crate::durable::{Binding, Damage, Written};
 
 pub(super) struct SessionRecord {
     pub(super) client: String,
@@ -75,9 +76,18 @@ pub(super) struct ExtentRecord {
     pub(super) mapped_by: Option<Origin>,
     /// Number of leases to read the extent.
     pub(super) views: usize,
+    /// Number of publications that are being written to the disk and refer to the extent.
+    pub(super) pins: usize,
     /// True if a reader was given a descriptor. Readers cannot write, and need nothing but the
     /// name's key to read again: they are no reason for a copy. But they may keep the memory.
     pub(super) mapped_to_read: bool,
+}
+
+impl ExtentRecord {
+    /// True if the bytes are needed although nobody leases the extent.
+    pub(super) fn is_kept(&self) -> bool {
+        self.name.is_some() || self.views > 0 || self.pins > 0
+    }
 }
 
 /// A name and the key that it belongs to.
@@ -98,6 +108,16 @@ pub(super) struct NameRecord {
     pub(super) claimed: bool,
     /// Origin that is charged: where the publisher connected from, or the first claimant.
     pub(super) origin: Origin,
+    /// Number of the version that is on the disk; 0 without one.
+    pub(super) on_disk: u64,
+    /// True while the name's file is being written or removed. The name changes hands afterwards.
+    pub(super) is_writing: bool,
+    /// True if the holder let go of something of the name while it was being written.
+    pub(super) is_unsettled: bool,
+    /// Bytes that the next publication is to put on the disk.
+    pub(super) unwritten: Vec<ExtentRange>,
+    /// Damage of the name's files. The name cannot be opened then.
+    pub(super) damage: Option<Damage>,
 }
 
 impl NameId {
@@ -118,12 +138,39 @@ impl NameRecord {
             holder: None,
             claimed: false,
             origin,
+            on_disk: 0,
+            is_writing: false,
+            is_unsettled: false,
+            unwritten: Vec::new(),
+            damage: None,
         }
+    }
+
+    /// Returns the manifest of the published version.
+    ///
+    /// # Errors
+    /// Nothing is published, or its files are damaged.
+    pub(super) fn published(&self) -> Result<&Arc<Vec<u8>>, Refusal> {
+        if let Some(Damage { reason, .. }) = &self.damage {
+            return Err(Refusal::Invalid(format!(
+                "the region is damaged on the server's disk ({reason}): put a copy of the file in its place and start the server anew, or remove the name"
+            )));
+        }
+        self.manifest.as_ref().ok_or(Refusal::NotFound)
     }
 
     pub(super) fn charge(&self) -> u64 {
         charge_of_name(self.manifest.as_ref().map_or(0, |manifest| manifest.len()))
     }
+}
+
+/// A publication that is answered already, and waits for the disk.
+pub(crate) struct Job {
+    pub(super) id: NameId,
+    pub(super) binding: Binding,
+    pub(super) bytes: Vec<Written>,
+    /// Extents that the name has before or afterwards.
+    pub(super) pinned: HashSet<ExtentId>,
 }
 
 /// Memory whose lease has ended. Adapters and the kernel take milliseconds to let gigabytes go, so

@@ -3,6 +3,7 @@
 
 mod lifetimes;
 mod model;
+mod persist;
 mod readers;
 mod regions;
 mod room;

@@ -36,7 +36,7 @@ impl State {
             return Ok(reading);
         }
         let record = ledger.names.get(&id).ok_or(Refusal::NotFound)?;
-        let manifest = record.manifest.clone().ok_or(Refusal::NotFound)?;
+        let manifest = Arc::clone(record.published()?);
         let (extents, version, origin) = (record.extents.clone(), record.version, record.origin);
         let reader = ledger.known(session)?;
         let held = reader.extents.len() + reader.views.len();
@@ -116,7 +116,7 @@ impl State {
         let extent = ledger.extents.get_mut(&view.of);
         let extent = extent.expect("a view keeps its extent");
         extent.views -= 1;
-        let is_over = extent.views == 0 && extent.lessee.is_none() && extent.name.is_none();
+        let is_over = extent.lessee.is_none() && !extent.is_kept();
         let own = Leaving {
             memory: view.memory,
             is_kept: true,

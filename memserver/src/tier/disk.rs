@@ -21,7 +21,7 @@ use nix::{
 const COPY_ON_WRITE: [FsType; 3] = [BTRFS_SUPER_MAGIC, FsType(0x2fc1_2fc1), FsType(0xca45_1a4e)];
 
 /// Block size: O_DIRECT takes its multiples as offsets, lengths and addresses on every device.
-pub(super) const BLOCK_BYTES: usize = 4096;
+pub(crate) const BLOCK_BYTES: usize = 4096;
 
 /// Reads and writes of whole blocks.
 pub(crate) trait Disk: Send + Sync {
@@ -76,14 +76,14 @@ impl Disk for SpillFile {
 }
 
 /// Bytes that begin at a multiple of [`BLOCK_BYTES`] in memory.
-pub(super) struct Aligned {
+pub(crate) struct Aligned {
     bytes: Vec<u8>,
     start: usize,
     len: usize,
 }
 
 impl Aligned {
-    pub(super) fn new(len: usize) -> Self {
+    pub(crate) fn new(len: usize) -> Self {
         let bytes = vec![0; len + BLOCK_BYTES];
         let start = bytes.as_ptr().align_offset(BLOCK_BYTES);
         Self { bytes, start, len }

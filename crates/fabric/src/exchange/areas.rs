@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_wire::{ExtentId, PublicKey, Refusal, Secret, ServerStat, SessionId};
+use farpage_wire::{ExtentId, Persistence, PublicKey, Refusal, Secret, ServerStat, SessionId};
 use parking_lot::{Mutex, RwLock};
 
 pub use super::ring::Board;
@@ -265,6 +265,7 @@ impl Host for Areas {
             secret,
             lease: self.lease,
             paged: false,
+            persistence: Persistence::Never,
         };
         if let Some((session, secret)) = resume {
             state.proved(session, &secret)?.heard = Instant::now();

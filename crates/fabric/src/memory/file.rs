@@ -137,6 +137,39 @@ impl ExtentFile {
         self.0.file.write_all_at(from, offset)
     }
 
+    /// Writes the `len` bytes at `offset` to the same offset of `to`. A file that was opened for
+    /// O_DIRECT takes them out of the mapping, without a copy.
+    ///
+    /// # Errors
+    /// The kernel's error; `UnexpectedEof` beyond the end.
+    pub fn write_out(&self, offset: u64, len: u64, to: &File) -> io::Result<()> {
+        let is_inside = |end| end <= self.0.bytes;
+        if !offset.checked_add(len).is_some_and(is_inside) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let map = self.0.map()?;
+        let mut done = 0;
+        while done < len {
+            let from = offset + done;
+            // SAFETY:
+            // - `from` and the `len - done` bytes behind it were checked against the mapping, which
+            //   lives as long as `self`;
+            // - the kernel only reads them, and no reference to them exists.
+            let wrote = unsafe {
+                let address = map.as_ptr().add(from as usize);
+                let left = (len - done) as usize;
+                libc::pwrite(to.as_raw_fd(), address.cast(), left, from as i64)
+            };
+            match Errno::result(wrote) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(bytes) => done += bytes as u64,
+                Err(Errno::EINTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
     /// Returns the offset of the first physically backed byte at or behind `from`.
     pub fn next_data(&self, from: u64) -> Option<u64> {
         // Clients share the file's position: only the result of each call counts.

@@ -58,6 +58,7 @@ impl Connection {
             secret: admission.secret,
             lease_ms,
             paged: admission.paged,
+            persistence: admission.persistence,
         };
         // A resumed session's older connection executes nothing once its client is answered here.
         let mut leaving = false;
@@ -282,6 +283,12 @@ pub(crate) fn answer(
             .and_then(|()| check_manifest(&manifest))
             .and_then(|()| host.publish(session, &name, manifest, &extents))
             .map(|versions| (Response::Versions(versions), Vec::new())),
+        Request::Persist { name, ranges, wait } => check_name(&name)
+            .and_then(|()| host.persist(session, &name, &ranges, wait))
+            .map(|is_taken| match is_taken {
+                true => done(()),
+                false => (Response::Later, Vec::new()),
+            }),
         Request::Open { name, serial } => check_name(&name)
             .and_then(|()| host.open(session, &name, serial))
             .map(|opened| {

@@ -69,6 +69,7 @@ pub(super) fn begin(
             secret,
             lease_ms,
             paged,
+            persistence,
         } => Ok(ControlLine {
             stream: Arc::new(stream),
             death: Arc::default(),
@@ -80,6 +81,7 @@ pub(super) fn begin(
             held: 0,
             over: false,
             paged,
+            persistence,
             talk: Talk::default(),
         }),
         answer => Err(turned_away(&name, answer)),

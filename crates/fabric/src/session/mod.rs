@@ -7,6 +7,7 @@
 mod connect;
 mod ending;
 mod keeper;
+mod persist;
 mod remote;
 mod requests;
 mod shared;

@@ -88,6 +88,7 @@ impl Remote {
             lease: line.lease,
             lost: OnceLock::new(),
             paged: line.paged,
+            persistence: line.persistence,
             line: Mutex::new(line),
             directory: Arc::default(),
             local,

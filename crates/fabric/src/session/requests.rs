@@ -38,6 +38,7 @@ pub(super) fn is_about_a_name(request: &Request) -> bool {
         request,
         Request::Claim { .. }
             | Request::Publish { .. }
+            | Request::Persist { .. }
             | Request::Open { .. }
             | Request::Read { .. }
             | Request::Readers { .. }
@@ -64,6 +65,7 @@ pub(super) fn may_repeat(request: &Request) -> bool {
                 | Request::Contents { .. }
                 | Request::Stat
                 | Request::Publish { .. }
+                | Request::Persist { .. }
                 | Request::Disclaim { .. }
                 | Request::Readers { .. }
         )

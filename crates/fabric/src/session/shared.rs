@@ -17,7 +17,7 @@ use std::{
 
 use farpage_signals::Mutex;
 use farpage_wire::{
-    Endpoint, Refusal, Request, Response, Secret, SessionId,
+    Endpoint, Persistence, Refusal, Request, Response, Secret, SessionId,
     control::{self, ControlDecodeError, LeaseKeys, MAX_FRAME_BYTES},
 };
 use nix::sys::eventfd::EventFd;
@@ -99,6 +99,8 @@ pub(super) struct SessionState {
     pub(super) lost: OnceLock<String>,
     /// True if the server lends more than its memory.
     pub(super) paged: bool,
+    /// Time at which published names are on the server's disk.
+    pub(super) persistence: Persistence,
     /// Extents of a session over RDMA.
     pub(super) rdma: Arc<rdma::Client>,
     pub(super) closing: AtomicBool,

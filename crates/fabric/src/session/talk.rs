@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_wire::{Request, Response, Secret, SessionId, control::MAX_FRAME_BYTES};
+use farpage_wire::{Persistence, Request, Response, Secret, SessionId, control::MAX_FRAME_BYTES};
 use nix::poll::PollFlags;
 
 use super::requests::{fds_of, leases_of};
@@ -34,6 +34,8 @@ pub(super) struct ControlLine {
     pub(super) over: bool,
     /// True if the server lends more than its memory.
     pub(super) paged: bool,
+    /// Time at which published names are on the server's disk.
+    pub(super) persistence: Persistence,
     pub(super) talk: Talk,
 }
 

@@ -9,8 +9,8 @@ use std::{
 };
 
 use farpage_wire::{
-    ExtentId, Limit, NamedRegion, PublicKey, Refusal, Secret, ServerStat, SessionId,
-    control::NAMES_PER_ANSWER,
+    Durability, ExtentId, Limit, NamedRegion, Persistence, PublicKey, Refusal, Secret, ServerStat,
+    SessionId, control::NAMES_PER_ANSWER,
 };
 use parking_lot::Mutex;
 
@@ -221,6 +221,7 @@ impl Host for SimHost {
             secret: secret_of(session),
             lease: Duration::from_secs(3),
             paged: false,
+            persistence: Persistence::Never,
         })
     }
 
@@ -454,6 +455,7 @@ impl Host for SimHost {
                 in_use: state.holders(record).next().is_some(),
                 readers: state.readings(name).collect::<HashSet<_>>().len() as u64,
                 old_versions: state.versions(name).read.len() as u64,
+                durability: Durability::Memory,
             })
             .collect();
         names.sort_by(|a, b| a.name.cmp(&b.name));

@@ -69,6 +69,7 @@ fn dropping_a_session_does_not_wait_for_a_server_that_is_stuck() {
             secret: Secret([0; 16]),
             lease_ms: 30,
             paged: false,
+            persistence: farpage_wire::Persistence::Never,
         };
         send(&mut stream, &begun).expect("a client that listens");
         assert_eq!(heard(), Request::Renew);

@@ -186,6 +186,7 @@ fn a_server_that_answers_nonsense_ends_the_channel_with_a_reason() {
                 secret: Secret([1; 16]),
                 lease_ms: 60_000,
                 paged: false,
+                persistence: farpage_wire::Persistence::Never,
             };
             let mut control = accept(Purpose::Control, begun);
             let mut data = accept(Purpose::Data, Response::Done);

@@ -15,6 +15,7 @@ pub mod words;
 use std::{
     env, fmt,
     io::{self, Read},
+    path::Path,
     slice,
     sync::{
         Mutex,
@@ -24,6 +25,7 @@ use std::{
 };
 
 use farpage::{BuildError, Builder, ByteSize, RegionOptions, RemoteArray, Runtime, Store};
+use farpage_fabric::Persistence;
 use farpage_memserver::{RunningServer, Server};
 use farpage_testkit::{
     KIB, MIB, TestProcess, Watchdog, say, server::RDMA_ADDRESS, socket_in, tcp, test_name,
@@ -173,7 +175,8 @@ pub fn can_page() -> bool {
 pub struct ServerProcess {
     pub url: String,
     test: String,
-    /// Bytes that the server lends, and its lease and drain timeout in milliseconds.
+    /// Bytes that the server lends, its lease and drain timeout in milliseconds, and its directory
+    /// of names, if it has one.
     lends: String,
     child: TestProcess,
     _directory: TempDir,
@@ -207,10 +210,25 @@ impl ServerProcess {
         lease: Duration,
         drain_timeout: Duration,
     ) -> ServerProcess {
+        let (lease, drain) = (lease.as_millis(), drain_timeout.as_millis());
+        Self::start_lending(test, fabric, format!("{capacity_bytes} {lease} {drain}"))
+    }
+
+    /// Starts a server as [`start`](Self::start) does that keeps names in `persist`.
+    pub fn start_persisting(
+        test: &str,
+        fabric: Fabric,
+        capacity_bytes: usize,
+        (persist, when): (&Path, Persistence),
+    ) -> ServerProcess {
+        let (persist, soon) = (persist.display(), when == Persistence::Soon);
+        let lends = format!("{capacity_bytes} 60000 0 {persist} {soon}");
+        Self::start_lending(test, fabric, lends)
+    }
+
+    fn start_lending(test: &str, fabric: Fabric, lends: String) -> ServerProcess {
         let directory = tempfile::tempdir().unwrap();
         let listen = fabric.listen(&directory);
-        let (lease, drain) = (lease.as_millis(), drain_timeout.as_millis());
-        let lends = format!("{capacity_bytes} {lease} {drain}");
         let mut child = TestProcess::start_as(test, &[(SERVE, &format!("{listen} {lends}"))]);
         ServerProcess {
             url: child.wait_for_line("serving at "),
@@ -252,11 +270,19 @@ pub fn serve_if_asked() -> bool {
     let Ok(what) = env::var(SERVE) else {
         return false;
     };
-    let [listen, capacity_bytes, lease_ms, drain_ms] = what.split(' ').collect::<Vec<_>>()[..]
-    else {
-        panic!("{SERVE}={what}")
-    };
-    let server = Server::builder()
+    let words: Vec<_> = what.split(' ').collect();
+    let (&[listen, capacity_bytes, lease_ms, drain_ms], persist) = words
+        .split_first_chunk()
+        .unwrap_or_else(|| panic!("{SERVE}={what}"));
+    let mut server = Server::builder();
+    if let [directory, soon] = persist {
+        let when = match *soon {
+            "true" => Persistence::Soon,
+            _ => Persistence::AtOnce,
+        };
+        server = server.persist(directory.into(), when);
+    }
+    let server = server
         .listen(listen.parse().unwrap())
         .capacity(capacity_bytes.parse().unwrap())
         .lease(Duration::from_millis(lease_ms.parse().unwrap()))

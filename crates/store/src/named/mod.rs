@@ -9,7 +9,11 @@
 //! granule. It is cut into pieces of [`PIECE_BYTES`](crate::publications::PIECE_BYTES), each with
 //! an entry of its own in the manifest. So the manifest stays small, and stretches without entries
 //! cost nothing. Entries name servers and extents by their index in the manifest.
+//!
+//! Servers that keep names on a disk are told which bytes a publication adds, and have them there
+//! before the name is bound (`persist.rs`).
 
 mod manifest;
 mod open;
+mod persist;
 mod publish;

@@ -15,7 +15,7 @@ use crate::{
     codec::{self, Chooser, Scheme},
     entry::{PageEntry, PageTable},
     mover::{MoveError, Mover},
-    names::Claim,
+    names::{Claim, check_disks},
     place::SlotSpan,
     pool::{PoolReservation, Purpose, SlotPool},
     publications::{PIECE_BYTES, Publications, map_bytes},
@@ -284,6 +284,10 @@ impl OpenedExtents {
 
 impl OpenedName {
     fn open(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
+        check_disks(&cluster.name_sessions()).map_err(|source| OpenStoreError::Mixed {
+            name: name.to_owned(),
+            source,
+        })?;
         let claim = Claim::here(cluster, name).ok_or_else(|| OpenStoreError::Held {
             name: name.to_owned(),
         })?;

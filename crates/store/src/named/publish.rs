@@ -5,11 +5,14 @@
 
 use farpage_fabric::{ControlError, PublishError, Versions};
 
-use super::manifest::{Manifest, RegionManifest, VERSION, bytes_of, places_of, span_of, words_of};
+use super::{
+    manifest::{Manifest, RegionManifest, VERSION, bytes_of, places_of, span_of, words_of},
+    persist::Additions,
+};
 use crate::{
     PageStore, PublishStoreError,
     codec::{self, Form},
-    entry::{EntryWords, PageEntry, portable},
+    entry::{EntryWords, PUBLISHED, PageEntry, portable},
     mover::{MoveError, Mover},
     place::SlotSpan,
     pool::SlotPool,
@@ -44,13 +47,18 @@ impl PageStore {
             name: name.to_owned(),
             source,
         };
+        let mut additions = Additions::new(pool);
         let mut publication = publications.begin(pool, map_bytes).map_err(full)?;
         // 1. Copy the map.
-        let map = publication.copy(|| self.copy_map(map_bytes));
+        let map = publication.copy(|| self.copy_map(map_bytes, &mut additions));
         let places = places_of(&map, publication.area());
-        // 2. Write it, and bind the name to it.
+        // 2. Write it, put what is new on the servers' disks, and bind the name to the map.
         let result = match self.write_map(pool, name, &map, publication.area()) {
-            Ok(entries) => self.bind(remote, name, map_bytes, entries),
+            Ok(entries) => {
+                (entries.iter().filter_map(span_of)).for_each(|slot| additions.add(slot));
+                let written = additions.write(pool, name);
+                written.and_then(|()| self.bind(remote, name, map_bytes, entries))
+            }
             Err(failure) => {
                 let (failed, error) = *failure;
                 publication.give_up_area(pool, failed);
@@ -75,10 +83,18 @@ impl PageStore {
         result.map(drop)
     }
 
-    fn copy_map(&self, map_bytes: u64) -> Vec<u8> {
+    /// Copies the map. Slots that the last published map does not refer to are `additions`.
+    fn copy_map(&self, map_bytes: u64, additions: &mut Additions) -> Vec<u8> {
         let mut map = Vec::with_capacity(map_bytes as usize);
         for page in self.all() {
-            map.extend(bytes_of(portable(self.table.load_words(page))));
+            let words = self.table.load_words(page);
+            let entry = portable(words);
+            if words[1] & PUBLISHED == 0
+                && let Some(slot) = span_of(&entry)
+            {
+                additions.add(slot);
+            }
+            map.extend(bytes_of(entry));
         }
         map.resize(map_bytes as usize, 0);
         map

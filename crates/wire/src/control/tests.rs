@@ -6,13 +6,13 @@ use proptest::{collection::vec, prelude::*};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::*;
-use crate::{ClientStat, ShareStat, TierStat};
+use crate::{ClientStat, PersistStat, ShareStat, TierStat};
 
 #[test]
 fn hello_has_pinned_bytes() {
     assert_eq!(
         &Hello::new(Purpose::Data).encode(),
-        b"farpage\0\x0a\0\x02\0\0\0\0\0"
+        b"farpage\0\x0b\0\x02\0\0\0\0\0"
     );
 }
 
@@ -57,7 +57,7 @@ where
 /// A failure means that the protocol has changed: see [`VERSION`].
 #[test]
 fn every_message_has_the_bytes_of_this_version() {
-    assert_eq!(VERSION, 10);
+    assert_eq!(VERSION, 11);
     let (session, secret) = (SessionId(300), Secret([7; 16]));
     let (id, bytes) = (ExtentId(5), 300);
     let (name, manifest) = ("n".to_owned(), vec![9]);
@@ -159,6 +159,18 @@ fn every_message_has_the_bytes_of_this_version() {
         ),
         (Request::Readers { name: name.clone() }, vec![17, 1, b'n']),
         (Request::Leaving, vec![18]),
+        (
+            Request::Persist {
+                name: name.clone(),
+                ranges: vec![ExtentRange {
+                    extent: id,
+                    offset: 300,
+                    bytes: 2,
+                }],
+                wait: true,
+            },
+            vec![19, 1, b'n', 1, 5, 0xac, 2, 2, 1],
+        ),
     ];
     requests.into_iter().for_each(travels);
     let stat = ServerStat {
@@ -209,6 +221,13 @@ fn every_message_has_the_bytes_of_this_version() {
         }],
         readers: 31,
         old_versions: 32,
+        persist: PersistStat {
+            directory: "d".to_owned(),
+            disk_bytes: 33,
+            written_bytes: 34,
+            damaged_names: 35,
+            error: "e".to_owned(),
+        },
     };
     let versions = Versions {
         published: 300,
@@ -236,8 +255,9 @@ fn every_message_has_the_bytes_of_this_version() {
                 secret,
                 lease_ms: 1,
                 paged: true,
+                persistence: Persistence::AtOnce,
             },
-            [&[0, 0xac, 2][..], &sevens, &[1, 1]].concat(),
+            [&[0, 0xac, 2][..], &sevens, &[1, 1, 2]].concat(),
         ),
         (Response::Done, vec![1]),
         (
@@ -260,6 +280,7 @@ fn every_message_has_the_bytes_of_this_version() {
                 vec![33, 1, 1, b'c', 1, b'd', 1, 34, 35],
                 (6..=27).collect(),
                 vec![1, 1, b'a', 28, 29, 30, 31, 32],
+                vec![1, b'd', 33, 34, 35, 1, b'e'],
             ]
             .concat(),
         ),
@@ -287,8 +308,14 @@ fn every_message_has_the_bytes_of_this_version() {
                 in_use: true,
                 readers: 4,
                 old_versions: 3,
+                durability: Durability::Damaged("w".to_owned()),
             }]),
-            [&[7, 1][..], &[6; 32], &[1, b'n', 0xac, 2, 1, 4, 3]].concat(),
+            [
+                &[7, 1][..],
+                &[6; 32],
+                &[1, b'n', 0xac, 2, 1, 4, 3, 3, 1, b'w'],
+            ]
+            .concat(),
         ),
         (
             Response::Reading {
@@ -299,6 +326,7 @@ fn every_message_has_the_bytes_of_this_version() {
             vec![8, 1, 9, 1, 7, 1, 5, 0xac, 2, 1, 0, 1],
         ),
         (Response::Versions(versions), vec![9, 0xac, 2, 1, 3, 2]),
+        (Response::Later, vec![10]),
     ];
     responses.into_iter().for_each(travels);
     let key = RemoteKey {
@@ -331,6 +359,27 @@ fn a_list_of_more_extents_than_a_server_has_is_not_read_to_its_end() {
     let most = encode(&publish(MAX_EXTENTS)).expect("short");
     assert!(decode::<Request>(&most[PREFIX_BYTES..]).is_ok());
     let more = encode(&publish(MAX_EXTENTS + 1)).expect("short");
+    assert_eq!(
+        decode::<Request>(&more[PREFIX_BYTES..]),
+        Err(ControlDecodeError::Frame)
+    );
+}
+
+#[test]
+fn a_list_of_more_ranges_than_a_request_may_have_is_not_read_to_its_end() {
+    let range = ExtentRange {
+        extent: ExtentId(1),
+        offset: 0,
+        bytes: 1,
+    };
+    let persist = |ranges| Request::Persist {
+        name: "n".to_owned(),
+        ranges: vec![range; ranges],
+        wait: true,
+    };
+    let most = encode(&persist(MAX_RANGES)).expect("short");
+    assert!(decode::<Request>(&most[PREFIX_BYTES..]).is_ok());
+    let more = encode(&persist(MAX_RANGES + 1)).expect("short");
     assert_eq!(
         decode::<Request>(&more[PREFIX_BYTES..]),
         Err(ControlDecodeError::Frame)

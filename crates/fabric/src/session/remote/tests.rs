@@ -41,6 +41,7 @@ fn served(
                 secret: Secret([1; 16]),
                 lease_ms: 60_000,
                 paged: false,
+                persistence: farpage_wire::Persistence::Never,
             }),
             other => answer(other),
         };

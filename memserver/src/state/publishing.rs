@@ -1,0 +1,472 @@
+//! Publication and removal of names, in memory and on the disk.
+//!
+//! The rule it keeps: the disk is written while the ledger is unlocked. Meanwhile the name
+//! [is being written](super::records::NameRecord::is_writing), changes neither its holder nor its
+//! version, and all extents that it has before or afterwards are pinned. A publication that the
+//! disk refuses changes nothing.
+//!
+//! On a server that writes soon, a publication is bound in memory first, and its [`Job`] follows.
+//! The next publication of the name waits for the job: the bytes that the job reads stay as they
+//! are until then, and so do the places that the version on the disk uses.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    sync::{
+        Arc,
+        mpsc::{self, Receiver},
+    },
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{
+    host::{Asker, Refusal, Versions},
+    log::later,
+};
+use farpage_wire::{Durability, ExtentId, ExtentRange, Persistence, PublicKey, SessionId};
+use parking_lot::MutexGuard;
+use tracing::{debug, info};
+
+use super::{
+    State,
+    accounts::charge_of_name,
+    ledger::Ledger,
+    records::{Freed, Job, NameId, NameRecord},
+};
+use crate::durable::{Binding, BoundExtent, Damage, DurableNames, Written};
+
+/// The longest wait for a name that is being written: less than clients wait for an answer.
+const WRITTEN: Duration = Duration::from_secs(5);
+/// The longest wait of a request to persist: the client asks again.
+const LATER: Duration = Duration::from_secs(1);
+/// The most bytes of one request to persist: more would take a slow disk longer than clients wait.
+const PERSIST_BYTES_MAX: u64 = 256 << 20;
+/// The most ranges that a name keeps for its next publication. Further ranges are written at once.
+const UNWRITTEN_MAX: usize = 1 << 20;
+
+impl State {
+    /// Puts bytes of the session's extents on the disk, for the next publication of a name that the
+    /// session may publish.
+    pub(super) fn persist_ranges(
+        &self,
+        session: SessionId,
+        name: &str,
+        ranges: &[ExtentRange],
+        wait: bool,
+    ) -> Result<bool, Refusal> {
+        let durable = self.durable()?;
+        durable.check().map_err(Refusal::Invalid)?;
+        let mut ledger = self.ledger.lock();
+        let id = ledger.name_of(session, name)?;
+        // 1. The last publication.
+        let until = Instant::now() + LATER;
+        while ledger.names.get(&id).is_some_and(|it| it.is_writing) {
+            if self.written.wait_until(&mut ledger, until).timed_out() {
+                return Ok(false);
+            }
+        }
+        // 2. Everything that can be refused.
+        ledger.may_bind(session, &id)?;
+        let known = ledger.known(session)?;
+        let not_leased = |range: &&ExtentRange| !known.extents.contains(&range.extent);
+        if let Some(range) = ranges.iter().find(not_leased) {
+            return Err(Refusal::NotLeased(range.extent));
+        }
+        let is_outside = |range: &&ExtentRange| {
+            let end = range.offset.checked_add(range.bytes);
+            end.is_none_or(|end| end > ledger.extents[&range.extent].memory.bytes())
+        };
+        if let Some(range) = ranges.iter().find(is_outside) {
+            return Err(Refusal::Invalid(format!(
+                "extent {} has no {} bytes at {}",
+                range.extent, range.bytes, range.offset
+            )));
+        }
+        let sum = |sum: u64, range: &ExtentRange| sum.saturating_add(range.bytes);
+        let bytes = ranges.iter().fold(0, sum);
+        if bytes > PERSIST_BYTES_MAX {
+            return Err(Refusal::Invalid(format!(
+                "{bytes} bytes are more than the {PERSIST_BYTES_MAX} that one request may write to the disk"
+            )));
+        }
+        // 3. The bytes: now, or with the publication.
+        let is_for_later = !wait && durable.when() == Persistence::Soon;
+        if let Some(record) = ledger.names.get_mut(&id).filter(|_| is_for_later)
+            && record.unwritten.len() + ranges.len() <= UNWRITTEN_MAX
+        {
+            record.unwritten.extend(ranges);
+            return Ok(true);
+        }
+        let bytes = ledger.written(ranges);
+        ledger.renew(session);
+        drop(ledger);
+        let written = durable.write(&bytes);
+        let mut ledger = self.ledger.lock();
+        ledger.renew(session);
+        let ids = bytes.iter().map(|it| it.memory.id());
+        let gone: Vec<_> = ids.filter(|id| !ledger.extents.contains_key(id)).collect();
+        drop(ledger);
+        durable.forget(gone);
+        written.map(|()| true).map_err(Refusal::Invalid)
+    }
+
+    /// Binds a name to a manifest and extents of the session.
+    pub(super) fn bind_name(
+        &self,
+        session: SessionId,
+        name: &str,
+        manifest: Vec<u8>,
+        extents: &[ExtentId],
+    ) -> Result<Versions, Refusal> {
+        let charge = charge_of_name(manifest.len());
+        self.reclaim(session, charge);
+        let mut ledger = self.ledger.lock();
+        // 1. Everything that can be refused, before anything changes: the old binding stays whole.
+        let id = ledger.name_of(session, name)?;
+        self.wait_written(&mut ledger, &id)?;
+        let extents = ledger.may_publish(session, &id, extents)?;
+        let origin = ledger.sessions[&session].origin;
+        let mut is_new = false;
+        if let Some(durable) = &self.durable {
+            durable.check().map_err(Refusal::Invalid)?;
+            is_new = !ledger.names.contains_key(&id);
+        }
+        if is_new {
+            ledger.hold_new(&self.limits, session, &id)?;
+        }
+        let old = ledger.charge_of(&id);
+        let accounts = &mut ledger.accounts;
+        old.inspect(|(origin, bytes)| accounts.take_off(*origin, *bytes));
+        let charged = accounts.charge(&self.limits, origin, charge);
+        // The old version is charged until it is replaced.
+        old.inspect(|(origin, bytes)| accounts.put_on(*origin, *bytes));
+        if let Err(full) = charged {
+            if is_new {
+                ledger.settle(&id);
+            }
+            return Err(full);
+        }
+        // 2. The disk.
+        let version = ledger.readings.next_version();
+        let (mut job, mut pinned) = (None, HashSet::new());
+        if let Some(durable) = &self.durable {
+            let binding = Binding {
+                version,
+                origin,
+                manifest: manifest.clone(),
+                extents: ledger.bound(&extents),
+            };
+            pinned = ledger.begin_writing(&id, &extents);
+            let ranges = std::mem::take(&mut ledger.name(&id).unwritten);
+            if ranges.is_empty() {
+                let bind = || durable.bind(id.owner, &id.name, &binding);
+                ledger.renew(session);
+                let bound = MutexGuard::unlocked(&mut ledger, bind);
+                ledger.renew(session);
+                if let Err(reason) = bound {
+                    ledger.accounts.take_off(origin, charge);
+                    ledger.name(&id).is_unsettled |= is_new;
+                    self.end_writing(ledger, &id, &pinned);
+                    return Err(Refusal::Invalid(reason));
+                }
+                ledger.name(&id).on_disk = version;
+            } else {
+                job = Some(Job {
+                    id: id.clone(),
+                    binding,
+                    bytes: ledger.written(&ranges),
+                    pinned: pinned.clone(),
+                });
+            }
+        }
+        // 3. The new binding, and the memory that only the old one kept.
+        let old = ledger.charge_of(&id);
+        old.inspect(|(origin, bytes)| ledger.accounts.take_off(*origin, *bytes));
+        let damage = ledger.names.get_mut(&id).and_then(|it| it.damage.take());
+        let (count, manifest) = (extents.len(), Arc::new(manifest));
+        let publisher = (session, origin);
+        let freed = ledger.bind(publisher, id.clone(), (version, manifest), &extents);
+        let versions = ledger.versions(&id);
+        match job {
+            None if self.durable.is_some() => self.end_writing(ledger, &id, &pinned),
+            _ => drop(ledger),
+        }
+        self.give_back(freed);
+        self.forget_damaged(&id, damage);
+        if let Some(job) = job {
+            self.follow_up(job);
+        }
+        let name = name.to_owned();
+        later(move || debug!(%session, name, extents = count, "named region published"));
+        Ok(versions)
+    }
+
+    /// Forgets a name, and frees its memory except what is still read.
+    pub(super) fn remove_name(
+        &self,
+        asker: Asker,
+        name: &str,
+        owner: Option<PublicKey>,
+    ) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        let key = ledger.key_of(asker)?;
+        let owner = owner.unwrap_or(key);
+        if owner != key && !self.limits.operators.contains(&key) {
+            return Err(Refusal::NotFound);
+        }
+        let id = NameId::new(owner, name);
+        self.wait_written(&mut ledger, &id)?;
+        ledger.may_remove(asker, &id)?;
+        // 1. The disk: a name that is gone must not come back with the next start.
+        let record = ledger.name(&id);
+        let damage = record.damage.clone();
+        if let Some(durable) = &self.durable
+            && (record.on_disk > 0 || damage.is_some())
+        {
+            let pinned = ledger.begin_writing(&id, &HashSet::new());
+            let unbind = || match &damage {
+                Some(damage) => durable.unbind_file(&damage.file),
+                None => durable.unbind(owner, name),
+            };
+            let removed = MutexGuard::unlocked(&mut ledger, unbind);
+            let unpinned = ledger.end_writing(&id, &pinned);
+            debug_assert!(unpinned.is_empty(), "the name keeps its extents");
+            self.written.notify_all();
+            removed.map_err(Refusal::Invalid)?;
+        }
+        // 2. Memory.
+        let freed = ledger.remove(asker, &id)?;
+        drop(ledger);
+        self.give_back(freed);
+        if let (Some(durable), Some(damage)) = (&self.durable, damage) {
+            durable.forget(damage.extents);
+        }
+        let name = name.to_owned();
+        later(move || info!(%owner, name, "named region removed"));
+        Ok(())
+    }
+
+    /// Waits until nobody writes the name's file.
+    pub(super) fn wait_written(
+        &self,
+        ledger: &mut MutexGuard<'_, Ledger>,
+        id: &NameId,
+    ) -> Result<(), Refusal> {
+        let until = Instant::now() + WRITTEN;
+        while ledger.names.get(id).is_some_and(|it| it.is_writing) {
+            if self.written.wait_until(ledger, until).timed_out() {
+                return Err(Refusal::Invalid(
+                    "the region's last publication is still being written to the server's disk: try again later".to_owned(),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// True if publications are written after their answer.
+    pub(crate) fn has_jobs(&self) -> bool {
+        let durable = self.durable.as_ref();
+        durable.is_some_and(|durable| durable.when() == Persistence::Soon)
+    }
+
+    /// Returns the publications that are written after their answer, for the writer's thread.
+    pub(crate) fn take_jobs(&self) -> Receiver<Job> {
+        let (jobs, left) = mpsc::channel();
+        *self.jobs.lock() = Some(jobs);
+        left
+    }
+
+    /// Lets [`write_publications`](Self::write_publications) return when all jobs are done.
+    pub(crate) fn end_jobs(&self) {
+        *self.jobs.lock() = None;
+    }
+
+    /// Writes publications until `jobs` ends.
+    pub(crate) fn write_publications(&self, jobs: &Receiver<Job>) {
+        while let Ok(job) = jobs.recv() {
+            self.write_job(job);
+        }
+    }
+
+    /// Hands `job` to the writer. Without a writer, does the job.
+    fn follow_up(&self, job: Job) {
+        let jobs = self.jobs.lock();
+        let left = match &*jobs {
+            Some(writer) => writer.send(job).err().map(|unsent| unsent.0),
+            None => Some(job),
+        };
+        drop(jobs);
+        if let Some(job) = left {
+            self.write_job(job);
+        }
+    }
+
+    fn write_job(&self, job: Job) {
+        let Job {
+            id,
+            binding,
+            bytes,
+            pinned,
+        } = job;
+        let durable = self.durable.as_ref().expect("a job is for the disk");
+        let written = durable.write(&bytes);
+        let written = written.and_then(|()| durable.bind(id.owner, &id.name, &binding));
+        // The handles would keep the next client from the memory.
+        drop(bytes);
+        let mut ledger = self.ledger.lock();
+        match written {
+            Ok(()) => ledger.name(&id).on_disk = binding.version,
+            // The next version uses places of the one on the disk.
+            Err(reason) => durable.give_up(&reason),
+        }
+        self.end_writing(ledger, &id, &pinned);
+    }
+
+    fn end_writing(
+        &self,
+        mut ledger: MutexGuard<'_, Ledger>,
+        id: &NameId,
+        pinned: &HashSet<ExtentId>,
+    ) {
+        let freed = ledger.end_writing(id, pinned);
+        drop(ledger);
+        self.written.notify_all();
+        self.give_back(freed);
+    }
+
+    /// Removes the files of a damaged version that was replaced.
+    fn forget_damaged(&self, id: &NameId, damage: Option<Damage>) {
+        let Some((durable, damage)) = self.durable.as_ref().zip(damage) else {
+            return;
+        };
+        durable.forget(damage.extents);
+        if !durable.is_file_of(id.owner, &id.name, &damage.file)
+            && let Err(reason) = durable.unbind_file(&damage.file)
+        {
+            later(move || tracing::warn!("a damaged file stays: {reason}"));
+        }
+    }
+
+    /// Returns the place of a name after a restart.
+    pub(super) fn durability(&self, record: &NameRecord) -> Durability {
+        match (&self.durable, &record.damage) {
+            (None, _) => Durability::Memory,
+            (_, Some(damage)) => Durability::Damaged(damage.reason.to_string()),
+            (Some(_), _) if record.on_disk == record.version => Durability::Disk,
+            (Some(durable), _) => durable
+                .broken()
+                .map_or(Durability::Soon, Durability::Failed),
+        }
+    }
+
+    fn durable(&self) -> Result<&DurableNames, Refusal> {
+        (self.durable.as_ref()).ok_or_else(|| {
+            Refusal::Invalid("this server keeps no names on a disk (--persist)".to_owned())
+        })
+    }
+}
+
+impl Ledger {
+    /// Checks that `session` may publish `extents` under the name. Returns them without repetition.
+    fn may_publish(
+        &self,
+        session: SessionId,
+        id: &NameId,
+        extents: &[ExtentId],
+    ) -> Result<HashSet<ExtentId>, Refusal> {
+        let record = self.sessions.get(&session).ok_or(Refusal::NoSession)?;
+        let held = &record.extents;
+        // One id more than are held is looked at: a client can repeat one id millions of times.
+        let possible = &extents[..extents.len().min(held.len() + 1)];
+        if let Some(stranger) = possible.iter().find(|id| !held.contains(id)) {
+            return Err(Refusal::NotLeased(*stranger));
+        }
+        if extents.len() > held.len() {
+            return Err(Refusal::Invalid(format!(
+                "{} extents were named, and this client holds {}",
+                extents.len(),
+                held.len()
+            )));
+        }
+        let distinct: HashSet<ExtentId> = extents.iter().copied().collect();
+        for extent in &distinct {
+            let bound = self.extents[extent].name.as_ref();
+            if let Some(other) = bound.filter(|other| *other != id) {
+                return Err(Refusal::Invalid(format!(
+                    "extent {extent} belongs to the named region {:?} already",
+                    other.name
+                )));
+            }
+        }
+        self.may_bind(session, id)?;
+        Ok(distinct)
+    }
+
+    /// Notes that the session's client lives: its renewals wait behind a request for the disk.
+    fn renew(&mut self, session: SessionId) {
+        if let Ok(record) = self.known(session) {
+            record.renewed = Instant::now();
+        }
+    }
+
+    fn name(&mut self, id: &NameId) -> &mut NameRecord {
+        let record = self.names.get_mut(id);
+        record.expect("a name that is being written stays")
+    }
+
+    /// Returns the memory of `ranges`, by extent.
+    fn written(&self, ranges: &[ExtentRange]) -> Vec<Written> {
+        let mut by_extent: BTreeMap<ExtentId, Vec<(u64, u64)>> = BTreeMap::new();
+        for range in ranges {
+            let ranges = by_extent.entry(range.extent).or_default();
+            ranges.push((range.offset, range.bytes));
+        }
+        // An extent that was given back since has nothing that the publication needs.
+        let written = by_extent.into_iter().filter_map(|(id, ranges)| {
+            let memory = Arc::clone(&self.extents.get(&id)?.memory);
+            Some(Written { memory, ranges })
+        });
+        written.collect()
+    }
+
+    fn bound(&self, extents: &HashSet<ExtentId>) -> Vec<BoundExtent> {
+        let bound = |id: &ExtentId| {
+            let memory = &self.extents[id].memory;
+            BoundExtent {
+                id: *id,
+                bytes: memory.bytes(),
+                atomics: memory.has_atomics(),
+            }
+        };
+        extents.iter().map(bound).collect()
+    }
+
+    /// Marks the name as being written. Pins its extents, and those of `more`. Returns all of them.
+    fn begin_writing(&mut self, id: &NameId, more: &HashSet<ExtentId>) -> HashSet<ExtentId> {
+        let record = self.name(id);
+        record.is_writing = true;
+        let pinned: HashSet<_> = record.extents.iter().chain(more).copied().collect();
+        for id in &pinned {
+            let extent = self.extents.get_mut(id);
+            extent.expect("a name or a session keeps it").pins += 1;
+        }
+        pinned
+    }
+
+    /// Ends [`begin_writing`](Self::begin_writing). Returns the extents that nobody needs any more.
+    fn end_writing(&mut self, id: &NameId, pinned: &HashSet<ExtentId>) -> Freed {
+        let record = self.name(id);
+        record.is_writing = false;
+        if std::mem::take(&mut record.is_unsettled) {
+            self.settle(id);
+        }
+        let mut freed = Freed::new();
+        for id in pinned {
+            let extent = self.extents.get_mut(id).expect("pinned");
+            extent.pins -= 1;
+            if extent.lessee.is_none() && !extent.is_kept() {
+                freed.push(self.forget_extent(*id));
+            }
+        }
+        freed
+    }
+}
