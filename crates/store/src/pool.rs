@@ -10,6 +10,7 @@
 mod copies;
 mod grants;
 mod leaving;
+mod sets;
 
 use std::{
     sync::{
@@ -23,6 +24,7 @@ use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegPool}
 use farpage_signals::Mutex;
 
 use crate::{
+    Redundancy,
     groups::{Contents, ExtentGroup, GroupTable},
     health::ServerHealth,
     place::{SlotPlace, SlotSpan, slot_bytes},
@@ -44,7 +46,8 @@ pub(crate) struct SlotPool {
     pub(crate) snapshots: Snapshots,
     /// Buffers for page maps.
     pub(crate) registered: RegPool,
-    /// Number of servers that have each page.
+    redundancy: Redundancy,
+    /// Number of servers that have each page, with parity at first.
     copies: usize,
     /// Health of the servers, by port.
     health: Arc<ServerHealth>,
@@ -59,6 +62,10 @@ pub(crate) struct SlotPool {
     damaged_on: AtomicU32,
     /// Number of sealed groups: their room comes back.
     sealed: AtomicU32,
+    /// Time since when a write waits for room that a set may have.
+    room_awaited: Mutex<Option<Instant>>,
+    /// Number of times that copies differed when a set was to be made.
+    differing: AtomicU64,
     /// Extents of suspect servers that go back when their servers answer.
     owed: Mutex<Vec<(u8, ExtentId)>>,
     /// Bytes that were copied to replace lost copies.
@@ -102,12 +109,12 @@ pub(crate) enum Growth {
 pub(crate) struct PoolReservation(Vec<u64>);
 
 impl SlotPool {
-    /// Makes a pool without extents that keeps each page on `copies` servers. Bytes that it holds
-    /// for snapshots are counted in `held_bytes`, too.
+    /// Makes a pool without extents that keeps pages with this redundancy. Bytes that it holds for
+    /// snapshots are counted in `held_bytes`, too.
     pub(crate) fn new(
         servers: Vec<(usize, Arc<Session>)>,
         registered: RegPool,
-        (purpose, copies): (Purpose, usize),
+        (purpose, redundancy): (Purpose, Redundancy),
         health: Arc<ServerHealth>,
         held_bytes: Arc<AtomicU64>,
     ) -> Self {
@@ -118,12 +125,15 @@ impl SlotPool {
             registered,
             copied_bytes: (0..SERVERS_MAX).map(|_| AtomicU64::new(0)).collect(),
             servers: Roster::new(servers),
-            copies,
+            copies: redundancy.copies(),
+            redundancy,
             health,
             seen: AtomicU64::new(0),
             groups: GroupTable::default(),
             damaged_on: AtomicU32::new(0),
             sealed: AtomicU32::new(0),
+            room_awaited: Mutex::default(),
+            differing: AtomicU64::new(0),
             owed: Mutex::default(),
             repaired_bytes: AtomicU64::new(0),
             growing: Mutex::new(None),
@@ -143,9 +153,9 @@ impl SlotPool {
         self.copies > 1
     }
 
-    /// Returns the number of servers that have each page.
-    pub(crate) fn copies(&self) -> usize {
-        self.copies
+    /// Returns the redundancy of pages.
+    pub(crate) fn redundancy(&self) -> Redundancy {
+        self.redundancy
     }
 
     pub(crate) fn servers(&self) -> &[(usize, Arc<Session>)] {
@@ -236,6 +246,13 @@ impl SlotPool {
             .iter()
             .map(|arena| arena.lock().granted_bytes)
             .sum()
+    }
+
+    /// Returns the bytes of all extents.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        let groups = self.groups.all().into_iter().flatten();
+        let bytes = |group: ExtentGroup| group.members().count() as u64 * group.bytes;
+        groups.map(bytes).sum()
     }
 
     /// True if slots are allocated whose writes have not ended: the end of a write frees slots.
