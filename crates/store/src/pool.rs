@@ -11,6 +11,7 @@ mod copies;
 mod grants;
 mod leaving;
 mod sets;
+mod spares;
 
 use std::{
     sync::{
@@ -23,6 +24,7 @@ use std::{
 use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegPool};
 use farpage_signals::Mutex;
 
+use self::spares::SpareExtent;
 use crate::{
     Redundancy,
     groups::{Contents, ExtentGroup, GroupTable},
@@ -64,6 +66,8 @@ pub(crate) struct SlotPool {
     sealed: AtomicU32,
     /// Time since when a write waits for room that a set may have.
     room_awaited: Mutex<Option<Instant>>,
+    /// Extents that stay granted when copies go back, so that sets can be opened.
+    spares: Mutex<Vec<SpareExtent>>,
     /// Number of times that copies differed when a set was to be made.
     differing: AtomicU64,
     /// Extents of suspect servers that go back when their servers answer.
@@ -133,6 +137,7 @@ impl SlotPool {
             damaged_on: AtomicU32::new(0),
             sealed: AtomicU32::new(0),
             room_awaited: Mutex::default(),
+            spares: Mutex::default(),
             differing: AtomicU64::new(0),
             owed: Mutex::default(),
             repaired_bytes: AtomicU64::new(0),
@@ -252,7 +257,7 @@ impl SlotPool {
     pub(crate) fn memory_bytes(&self) -> u64 {
         let groups = self.groups.all().into_iter().flatten();
         let bytes = |group: ExtentGroup| group.members().count() as u64 * group.bytes;
-        groups.map(bytes).sum()
+        groups.map(bytes).sum::<u64>() + self.spare_bytes(|_| true)
     }
 
     /// True if slots are allocated whose writes have not ended: the end of a write frees slots.
@@ -365,6 +370,7 @@ impl SlotPool {
         for group in self.groups.close().into_iter().flatten() {
             self.release_group(&group);
         }
+        self.release_spares(|_| true);
     }
 
     /// Allocates a slot for `bytes`, on the server that `wish` (a page's number) falls on if that

@@ -164,7 +164,8 @@ impl SealedGroup {
 
     fn drop_target(&self) {
         if let Some((server, id)) = self.plan.target {
-            self.pool.drop_copy(server, id);
+            let bytes = self.plan.group.bytes;
+            self.pool.renew_spare(server, id, bytes);
         }
     }
 
@@ -290,13 +291,18 @@ fn new_extent(
 ) -> Result<(u8, ExtentId), NoExtent> {
     let servers = pool.servers().len() as u32;
     let before = lost.map(|lost| lost.server);
-    let others = (0..servers).map(|i| ((index + i) % servers) as u8);
     let view = pool.groups.set_of(index);
+    // Copies of a set that is dissolved may be where its other extents are, first on the servers
+    // behind the home: there is room that was kept for them.
+    let opens = view.is_some_and(|view| view.set.is_opening) && !group.is_under_protected();
+    let first = match group.member(0) {
+        Some(home) if opens => u32::from(home.server) + 1,
+        _ => index,
+    };
+    let others = (0..servers).map(|i| ((first + i) % servers) as u8);
     let is_free = |server: &u8| {
         let is_elsewhere = |member: Member| !pool.is_same(member.server, *server);
         let mut members = group.members().map(|(_, member)| member);
-        // Copies of a set that is dissolved may be where its other extents are.
-        let opens = view.is_some_and(|view| view.set.is_opening) && !group.is_under_protected();
         let mut others = view.iter().flat_map(SetView::others);
         Some(*server) == before || members.all(is_elsewhere) && (opens || others.all(is_elsewhere))
     };
@@ -314,6 +320,9 @@ fn new_extent(
         }
         let port = pool.port(server);
         if let Some((_, error)) = (refusals.get(&port)).filter(|(least, _)| *least <= group.bytes) {
+            if opens && let Some(id) = pool.take_spare(server, group.bytes) {
+                return Ok((server, id));
+            }
             note(error.clone());
             continue;
         }
@@ -321,6 +330,9 @@ fn new_extent(
             Ok(extent) if extent.bytes >= group.bytes => return Ok((server, extent.id)),
             Ok(extent) => pool.drop_copy(server, extent.id),
             Err(error) => {
+                if opens && let Some(id) = pool.take_spare(server, group.bytes) {
+                    return Ok((server, id));
+                }
                 refusals.insert(port, (group.bytes, error.clone()));
                 note(error);
             }

@@ -63,8 +63,8 @@ struct SealedSet {
     code: ParityCode,
     /// Index and state of each group, and the position of the member that stays.
     columns: Vec<(u32, ExtentGroup, u8)>,
-    /// Servers for the parity extents.
-    parity_on: Vec<u8>,
+    /// Servers and extents for the parity.
+    parity: Vec<(u8, ExtentId)>,
 }
 
 /// Reason why a set is not made.
@@ -92,6 +92,7 @@ impl SetMaker {
         self.look(pools);
         for pool in pools.iter().filter(|pool| pool.code().is_some()) {
             pool.release_unused_sets();
+            pool.release_useless_spares();
             if self.end_opening(pool) || self.open(cluster, pool) || self.make(cluster, pool) {
                 return true;
             }
@@ -177,25 +178,14 @@ impl SetMaker {
         self.told_few = false;
         // Parity goes where this pool has the least.
         servers.sort_by_key(|&server| pool.copied_bytes_on(server));
-        let mut sealed = None;
-        for alike in cool.chunk_by(|a, b| a.1.bytes == b.1.bytes) {
-            let choice = choose_set(pool, code, alike, &servers);
-            if let Some((columns, parity_on)) = choice {
-                sealed = Some(SealedSet {
-                    pool: pool.clone(),
-                    code,
-                    columns,
-                    parity_on,
-                });
-                break;
-            }
-        }
-        let Some(sealed) = sealed else {
+        let mut alike = cool.chunk_by(|a, b| a.1.bytes == b.1.bytes);
+        let Some(sealed) = alike.find_map(|alike| SealedSet::choose(pool, code, alike, &servers))
+        else {
             return false;
         };
         for (at, (index, ..)) in sealed.columns.iter().enumerate() {
             if !pool.seal(*index) {
-                sealed.unseal(at);
+                sealed.give_up(at);
                 return true;
             }
         }
@@ -235,7 +225,7 @@ impl SetMaker {
         let are_settled = sealed.columns.iter().all(|(index, ..)| is_settled(index));
         // Looked at behind that: the last write that was waited for may have missed a copy.
         if !sealed.is_whole() {
-            sealed.unseal(usize::MAX);
+            sealed.give_up(usize::MAX);
             return true;
         }
         if !are_settled {
@@ -243,9 +233,16 @@ impl SetMaker {
             return false;
         }
         let made = sealed.make(cluster);
-        sealed.unseal(usize::MAX);
+        match &made {
+            Ok(()) => sealed.unseal(usize::MAX),
+            Err(_) => sealed.give_up(usize::MAX),
+        }
         match made {
-            Ok(()) => true,
+            Ok(()) => {
+                // What went back is room for the opening of another.
+                self.refused = None;
+                true
+            }
             Err(Unmade::Later) => false,
             Err(Unmade::Differs(index, servers)) => {
                 self.note_difference(&sealed.pool, index, &servers);
@@ -301,12 +298,59 @@ impl SetMaker {
 impl Drop for SetMaker {
     fn drop(&mut self) {
         if let Some(sealed) = self.sealed.take() {
-            sealed.unseal(usize::MAX);
+            sealed.give_up(usize::MAX);
         }
     }
 }
 
 impl SealedSet {
+    /// Chooses groups out of `alike`, whose homes are on different servers, and gets extents for
+    /// the parity on other servers: on those first that come first in `servers`.
+    fn choose(
+        pool: &Arc<SlotPool>,
+        code: ParityCode,
+        alike: &[(u32, ExtentGroup)],
+        servers: &[u8],
+    ) -> Option<Self> {
+        let bytes = alike[0].1.bytes;
+        (0..servers.len()).find_map(|first| {
+            let mut turned = servers.to_vec();
+            turned.rotate_left(first);
+            let (parity_on, homes) = turned.split_at(usize::from(code.parity));
+            let columns = choose_columns(pool, code, alike, homes)?;
+            let mut parity = Vec::new();
+            for &server in parity_on {
+                let granted = pool.grant_copy(server, bytes).map(|extent| extent.id);
+                let found = granted.ok().or_else(|| pool.take_spare(server, bytes));
+                parity.extend(found.map(|id| (server, id)));
+            }
+            let is_there = parity.len() == parity_on.len();
+            let chosen = Self {
+                pool: pool.clone(),
+                code,
+                columns,
+                parity,
+            };
+            if !is_there {
+                chosen.drop_parity();
+            }
+            is_there.then_some(chosen)
+        })
+    }
+
+    /// Gives up the set, of which the first `count` groups are sealed.
+    fn give_up(&self, count: usize) {
+        self.drop_parity();
+        self.unseal(count);
+    }
+
+    fn drop_parity(&self) {
+        let bytes = self.columns[0].1.bytes;
+        for &(server, id) in &self.parity {
+            self.pool.renew_spare(server, id, bytes);
+        }
+    }
+
     /// Puts the first `count` groups back into use.
     fn unseal(&self, count: usize) {
         for (index, ..) in self.columns.iter().take(count) {
@@ -324,31 +368,13 @@ impl SealedSet {
 
     /// Makes the set of settled groups.
     fn make(&self, cluster: &Cluster) -> Result<(), Unmade> {
-        let (pool, bytes) = (&self.pool, self.columns[0].1.bytes);
-        let mut parity = Vec::new();
-        for &server in &self.parity_on {
-            let granted = pool.grant_copy(server, bytes);
-            parity.extend(granted.ok().map(|extent| (server, extent.id)));
-        }
-        let is_granted = parity.len() == self.parity_on.len();
-        let computed = match is_granted {
-            true => self.compute(cluster, &parity),
-            false => Err(Unmade::Later),
-        };
-        let made = computed.and_then(|()| {
-            let is_made = pool.make_set(self.code, &self.columns, &parity);
-            is_made.then_some(()).ok_or(Unmade::Later)
-        });
-        if made.is_err() {
-            parity
-                .iter()
-                .for_each(|&(server, id)| pool.drop_copy(server, id));
-        }
-        made
+        self.compute(cluster)?;
+        let is_made = (self.pool).make_set(self.code, &self.columns, &self.parity);
+        is_made.then_some(()).ok_or(Unmade::Later)
     }
 
     /// Compares the copies, and writes the parity and reads it back.
-    fn compute(&self, cluster: &Cluster, parity: &[(u8, ExtentId)]) -> Result<(), Unmade> {
+    fn compute(&self, cluster: &Cluster) -> Result<(), Unmade> {
         let mut mover = Mover::new(&self.pool);
         let mut pace = Pace::new(cluster.repair_rate);
         let used: Vec<_> = (self.columns.iter())
@@ -356,7 +382,7 @@ impl SealedSet {
             .collect::<Result<_, _>>()?;
         for (offset, len) in pieces_of(self.columns[0].1.bytes) {
             let mut sums = Vec::new();
-            for (server, _) in parity {
+            for (server, _) in &self.parity {
                 let mut sum = mover.buffer(len).map_err(|error| (*server, error))?;
                 sum.as_mut().fill(0);
                 sums.push(sum);
@@ -380,7 +406,7 @@ impl SealedSet {
                 }
                 pace.moved(len as u64);
             }
-            for (&extent, sum) in parity.iter().zip(sums) {
+            for (&extent, sum) in self.parity.iter().zip(sums) {
                 let sum = mover.write_piece(extent, offset, sum)?;
                 let back = mover.read_piece(extent, offset, len)?;
                 if back.as_ref() != sum.as_ref() {
@@ -443,45 +469,31 @@ fn are_same(used: &[(u64, u64)], offset: u64, one: &[u8], other: &[u8]) -> bool 
     })
 }
 
-/// Groups of a set with the positions of their homes, and the servers for its parity.
-type SetChoice = (Vec<(u32, ExtentGroup, u8)>, Vec<u8>);
-
-/// Chooses groups out of `alike`, whose homes are on different servers, and other servers for the
-/// parity extents: those first that come first in `servers`.
-fn choose_set(
+/// Chooses groups out of `alike` whose homes are on different servers in `homes`. Returns each with
+/// the position of its home.
+fn choose_columns(
     pool: &SlotPool,
     code: ParityCode,
     alike: &[(u32, ExtentGroup)],
-    servers: &[u8],
-) -> Option<SetChoice> {
-    let data = usize::from(code.data);
-    if alike.len() < data {
-        return None;
-    }
-    for first in 0..servers.len() {
-        let turned = |at: usize| servers[(first + at) % servers.len()];
-        let parity_on: Vec<u8> = (0..usize::from(code.parity)).map(turned).collect();
-        let homes = (usize::from(code.parity)..servers.len()).map(turned);
-        let homes: Vec<u8> = homes.collect();
-        let is_on = |home: usize, group: usize| {
-            let on = |(at, member): (u8, Member)| {
-                (pool.first_number(member.server) == homes[home]).then_some(at)
-            };
-            alike[group].1.members().find_map(on)
+    homes: &[u8],
+) -> Option<Vec<(u32, ExtentGroup, u8)>> {
+    let is_on = |home: usize, group: usize| {
+        let on = |(at, member): (u8, Member)| {
+            (pool.first_number(member.server) == homes[home]).then_some(at)
         };
-        let mut taken: Vec<Option<usize>> = vec![None; alike.len()];
-        let mut found = 0;
-        for home in 0..homes.len() {
-            let mut seen = vec![false; alike.len()];
-            found += usize::from(match_home(home, &is_on, &mut taken, &mut seen));
-            if found == data {
-                let pairs = taken.iter().enumerate();
-                let columns = pairs.filter_map(|(group, home)| {
-                    let (index, state) = alike[group];
-                    Some((index, state, is_on((*home)?, group)?))
-                });
-                return Some((columns.collect(), parity_on));
-            }
+        alike[group].1.members().find_map(on)
+    };
+    let mut taken: Vec<Option<usize>> = vec![None; alike.len()];
+    let mut left = usize::from(code.data);
+    for home in 0..homes.len() {
+        let mut seen = vec![false; alike.len()];
+        left -= usize::from(match_home(home, &is_on, &mut taken, &mut seen));
+        if left == 0 {
+            let pairs = taken.iter().zip(alike).enumerate();
+            let columns = pairs.filter_map(|(group, (home, (index, state)))| {
+                Some((*index, *state, is_on((*home)?, group)?))
+            });
+            return Some(columns.collect());
         }
     }
     None

@@ -21,7 +21,7 @@ const GROUP_BYTES_MIN: u64 = 4 << 20;
 const COLUMN_BYTES_MAX: u64 = 16 << 20;
 /// Part of a region that an extent with parity has at most. Extents of a set have one length, and
 /// those that are left over have no parity.
-const COLUMN_PART: u64 = 128;
+const COLUMN_PART: u64 = 256;
 /// Length below which room for copies is not looked for in shorter extents.
 const PIECE_BYTES_MIN: u64 = 1 << 20;
 /// Shortest extent that a shared pool asks for, if the server has it: many small regions then share

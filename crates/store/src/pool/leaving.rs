@@ -73,7 +73,7 @@ impl SlotPool {
             let members = group.members().filter(on_port).count();
             members as u64 * group.bytes
         };
-        groups.map(bytes).sum()
+        groups.map(bytes).sum::<u64>() + self.spare_bytes(|server| self.port(server) == port)
     }
 
     /// True if the pool has anything at a server, by its port, or owes the server an extent.

@@ -10,7 +10,7 @@ use std::{
 
 use farpage_fabric::ExtentId;
 
-use super::SlotPool;
+use super::{SlotPool, spares::SpareExtent};
 use crate::{
     groups::{ExtentGroup, Member, SetView},
     parity::{ParityCode, ParitySet},
@@ -97,7 +97,10 @@ impl SlotPool {
         let Some(parity) = self.groups.dissolve(number) else {
             return false;
         };
-        parity.iter().for_each(|group| self.release_group(group));
+        for group in &parity {
+            let members: Vec<Member> = group.members().map(|(_, member)| member).collect();
+            self.release_members(&members, group.bytes);
+        }
         *self.room_awaited.lock() = None;
         for &index in set.columns() {
             for arena in self.arenas.iter() {
@@ -161,10 +164,81 @@ impl SlotPool {
     }
 
     fn release_members(&self, members: &[Member], bytes: u64) {
-        for member in members {
-            self.uncount_copy(member.server, bytes);
-            self.release(usize::from(member.server), member.id);
+        for &Member { server, id, .. } in members {
+            self.uncount_copy(server, bytes);
+            if !self.keep_spare(SpareExtent { server, id, bytes }) {
+                self.release(usize::from(server), id);
+            }
         }
+    }
+
+    /// Keeps an extent that nothing lands in any more, unless there are enough: as many of each
+    /// length on each server as there are parities. With these a set can be opened if servers have
+    /// no room, whichever servers its homes are on: the copies of a column go to the servers behind
+    /// its home, and homes of a set are on different servers. A pool without reservations keeps
+    /// none.
+    fn keep_spare(&self, spare: SpareExtent) -> bool {
+        let is_lacking = self.is_spare_lacking(spare.server, spare.bytes);
+        if is_lacking {
+            self.spares.lock().push(spare);
+        }
+        is_lacking
+    }
+
+    /// True if an extent of the length is to be kept on the server.
+    fn is_spare_lacking(&self, server: u8, bytes: u64) -> bool {
+        let Some(code) = self.code().filter(|_| self.may_grant(server)) else {
+            return false;
+        };
+        let is_reserved = (self.arenas.iter()).any(|arena| arena.lock().reserved_bytes > 0);
+        let spares = self.spares.lock();
+        let alike = spares.iter().filter(|it| it.is_for(server, bytes));
+        is_reserved && alike.count() < usize::from(code.parity)
+    }
+
+    /// Takes an extent that was kept on a server.
+    pub(crate) fn take_spare(&self, server: u8, bytes: u64) -> Option<ExtentId> {
+        let mut spares = self.spares.lock();
+        let at = spares.iter().position(|it| it.is_for(server, bytes))?;
+        Some(spares.swap_remove(at).id)
+    }
+
+    /// Gives an extent back in which something may still land. Asks for another one to keep, if
+    /// there are too few.
+    pub(crate) fn renew_spare(&self, server: u8, id: ExtentId, bytes: u64) {
+        self.drop_copy(server, id);
+        if self.is_spare_lacking(server, bytes)
+            && let Ok(extent) = self.grant_copy(server, bytes)
+        {
+            let id = extent.id;
+            self.spares.lock().push(SpareExtent { server, id, bytes });
+        }
+    }
+
+    /// Returns the bytes that are kept on servers.
+    pub(super) fn spare_bytes(&self, is_on: impl Fn(u8) -> bool) -> u64 {
+        let spares = self.spares.lock();
+        let found = spares.iter().filter(|it| is_on(it.server));
+        found.map(|it| it.bytes).sum()
+    }
+
+    /// Gives back extents that were kept.
+    pub(super) fn release_spares(&self, which: impl Fn(&SpareExtent) -> bool) {
+        let spares: Vec<SpareExtent> = {
+            let mut spares = self.spares.lock();
+            spares.extract_if(.., |it| which(it)).collect()
+        };
+        for SpareExtent { server, id, .. } in spares {
+            self.release(usize::from(server), id);
+        }
+    }
+
+    /// Gives back extents that were kept and serve no more: on servers that leave or are lost, and
+    /// all once nothing is reserved.
+    pub(crate) fn release_useless_spares(&self) {
+        let is_reserved = (self.arenas.iter()).any(|arena| arena.lock().reserved_bytes > 0);
+        let is_lost = |server: u8| self.session(server).loss(false).is_some();
+        self.release_spares(|it| !is_reserved || self.is_leaving(it.server) || is_lost(it.server));
     }
 
     /// Returns the bytes that regions were promised, or that are held for snapshots.

@@ -318,6 +318,42 @@ fn a_set_with_damage_keeps_its_parity() {
     assert!(stats.corrupt > 0 && stats.errors == 0, "{stats:?}");
 }
 
+/// A region was promised its room, others took all that was given back since, and every page is
+/// written again and again.
+#[test]
+fn a_write_back_of_a_reserved_region_finds_room_when_all_servers_are_full() {
+    for (code, lent) in [((4, 1), 4 << 20), ((2, 2), 8 << 20)] {
+        let servers = u64::from(code.0 + code.1);
+        let mut world = World::new((1..=servers).map(|it| lending(it, lent)), impatient());
+        let full = options(code.0, code.1, Reserve::Full);
+        let store = PageStore::remote(&world.cluster, REGION, 512 * 4096, 4096, &full);
+        let store = store.expect("it fits");
+        let mut io = queue(&world.cluster);
+        let model = odd_pages(4096, 0..512);
+        write_pages(&mut io, &store, 0, &model);
+        world.repair();
+        let before = store.stats();
+        assert!(before.sealed_bytes > 0);
+        let _taken = world.fill_up();
+        let mut it = SealedWorld {
+            world,
+            store,
+            io,
+            model,
+        };
+        let mut random = ChaCha8Rng::seed_from_u64(3);
+        for number in 0..1200 {
+            let page = random.random_range(0..512u64);
+            it.write_amid_repairs(page, odd_page(4096, 5000 + number));
+        }
+        it.assert_reads();
+        assert_eq!(it.store.stats().errors, 0);
+        assert_eq!(it.store.stats().under_protected_bytes, 0);
+        it.kill(1);
+        it.assert_reads();
+    }
+}
+
 /// Columns and parity extents leave a server like any others.
 #[test]
 fn a_server_with_columns_and_parity_is_emptied() {
@@ -374,7 +410,7 @@ fn pages_keep_copies_while_there_are_too_few_servers_for_parity() {
 /// lost requests, and as many deaths as the code outlives.
 #[test]
 fn pages_with_parity_survive_any_schedule() {
-    let seeds = std::env::var("FARPAGE_PARITY_SEEDS").map_or(120, |it| it.parse().expect("number"));
+    let seeds = std::env::var("FARPAGE_PARITY_SEEDS").map_or(100, |it| it.parse().expect("number"));
     let (mut sealed, mut opened, mut decoded) = (0, 0, 0);
     let first = std::env::var("FARPAGE_PARITY_FIRST").map_or(0, |it| it.parse().expect("number"));
     for seed in first..first + seeds {
@@ -445,6 +481,100 @@ fn pages_with_parity_survive_any_schedule() {
     }
     println!("{sealed} times sealed, {opened} times opened, {decoded} failovers");
     assert!(sealed > seeds / 4 && opened > 0 && decoded > seeds);
+}
+
+/// Returns the granted bytes for each byte of a region.
+fn memory_part(store: &PageStore) -> f64 {
+    pool(store).memory_bytes() as f64 / store.bytes() as f64
+}
+
+#[test]
+fn remote_memory_stays_within_bounds_when_pages_are_written_again() {
+    for (reserve, rounds) in [(Reserve::Full, 10), (Reserve::OnDemand, 1)] {
+        let mut world = World::of(5, impatient());
+        let pages = 96 << 8;
+        let options = options(4, 1, reserve);
+        let store = PageStore::remote(&world.cluster, REGION, pages * 4096, 4096, &options);
+        let store = store.expect("it fits");
+        let mut io = queue(&world.cluster);
+        for page in (0..pages).step_by(64) {
+            write_pages(&mut io, &store, page, &odd_pages(4096, page..page + 64));
+        }
+        world.repair();
+        let in_order = memory_part(&store);
+        assert!(
+            in_order <= 1.3,
+            "{reserve:?}: {in_order:.2} after writing in order"
+        );
+        let mut random = ChaCha8Rng::seed_from_u64(1);
+        let mut most = in_order;
+        for number in 0..rounds * pages / 8 {
+            let page = random.random_range(0..pages / 8) * 8;
+            let from = 100_000 + 8 * number;
+            let new = odd_pages(4096, from..from + 8);
+            io.write_back(&store, at(page), new.into(), page);
+            while io.in_flight() > 0 {
+                poll(&mut io)
+                    .iter()
+                    .for_each(|done| assert!(done.failed.is_empty()));
+                if pool(&store).is_room_awaited() {
+                    world.repairer.turn(&world.cluster);
+                    most = most.max(memory_part(&store));
+                }
+            }
+        }
+        world.repair();
+        let rewritten = memory_part(&store);
+        println!(
+            "{reserve:?}: {in_order:.2} in order, {rewritten:.2} rewritten, {most:.2} at most"
+        );
+        assert!(
+            rewritten <= 1.6,
+            "{reserve:?}: {rewritten:.2} after {rounds} rounds"
+        );
+    }
+}
+
+/// Handlers of threads that serve themselves open no channels.
+#[test]
+fn a_passive_queue_decodes_at_once() {
+    for codec in [Codec::Raw, Codec::Lz4] {
+        let mut world = World::of(5, impatient());
+        let options = RemoteOptions {
+            codec: Some(codec),
+            ..options(4, 1, Reserve::OnDemand)
+        };
+        let store = PageStore::remote(&world.cluster, REGION, 512 * 4096, 4096, &options);
+        let store = store.expect("there is no reservation");
+        let mut io = queue(&world.cluster);
+        let mut passive = passive_queue(&world.cluster);
+        passive.prepare(&store, 8);
+        let page_of = |page: u64| odd_page(512, page).repeat(8);
+        let model: Vec<u8> = (0..512).flat_map(page_of).collect();
+        write_pages(&mut io, &store, 0, &model);
+        world.repair();
+        assert!(sealed_part(&store) > 0.5);
+        world.servers[2].kill();
+        for page in (0..512).step_by(8) {
+            let read = read_pages(&mut passive, &store, page, 8);
+            assert!(read == model[page as usize * 4096..][..8 * 4096], "{codec}");
+        }
+        assert!(store.stats().failovers > 0);
+    }
+}
+
+#[test]
+fn a_set_without_pages_goes_back() {
+    let mut it = SealedWorld::new(5, (4, 1), impatient());
+    it.store.clear(at(0).and_on(512));
+    it.world.repair();
+    assert_eq!(it.store.stats().sealed_bytes, 0);
+    assert_eq!(it.store.stats().parity_bytes, 0);
+    let second = odd_pages(4096, 600..1112);
+    write_pages(&mut it.io, &it.store, 0, &second);
+    it.model = second;
+    it.world.repair();
+    it.assert_reads();
 }
 
 #[test]
