@@ -20,7 +20,7 @@
 //! in any of this. The choice of the extents' servers keeps all extents of a set on different ones.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -51,6 +51,8 @@ pub(crate) struct SetMaker {
     differing: HashMap<(usize, u32), u32>,
     /// The set that is made once writes have ended.
     sealed: Option<SealedSet>,
+    /// Servers from which parity came back damaged, with the address of the pool: they come last.
+    distrusted: HashSet<(usize, u8)>,
     /// Time when servers last had no room to open a set.
     refused: Option<Instant>,
     /// True once a lack of servers was reported.
@@ -177,7 +179,11 @@ impl SetMaker {
         }
         self.told_few = false;
         // Parity goes where this pool has the least.
-        servers.sort_by_key(|&server| pool.copied_bytes_on(server));
+        let pool_at = Arc::as_ptr(pool).addr();
+        servers.sort_by_key(|&server| {
+            let is_distrusted = self.distrusted.contains(&(pool_at, server));
+            (is_distrusted, pool.copied_bytes_on(server))
+        });
         let mut alike = cool.chunk_by(|a, b| a.1.bytes == b.1.bytes);
         let Some(sealed) = alike.find_map(|alike| SealedSet::choose(pool, code, alike, &servers))
         else {
@@ -249,15 +255,19 @@ impl SetMaker {
                 true
             }
             Err(Unmade::Damaged(server)) => {
-                let endpoint = sealed.pool.endpoint(server);
+                let key = (Arc::as_ptr(&sealed.pool).addr(), server);
+                let is_news = self.distrusted.insert(key);
+                if is_news {
+                    let endpoint = sealed.pool.endpoint(server);
+                    later(move || {
+                        tracing::warn!(
+                            %endpoint,
+                            "parity came back damaged from a memory server: it is written to others; check the server's memory"
+                        );
+                    });
+                }
                 sealed.pool.count_differing();
-                later(move || {
-                    tracing::warn!(
-                        %endpoint,
-                        "parity came back damaged from a memory server: the pages keep their copies; check its memory"
-                    );
-                });
-                false
+                is_news
             }
         }
     }

@@ -318,6 +318,32 @@ fn a_set_with_damage_keeps_its_parity() {
     assert!(stats.corrupt > 0 && stats.errors == 0, "{stats:?}");
 }
 
+/// One server has the right bytes, and returns wrong ones.
+#[test]
+fn a_server_that_returns_damaged_bytes_gets_no_parity() {
+    let config = |server| SimConfig {
+        damage_one_in: (server == 3).then_some(1),
+        ..SimConfig::new(server)
+    };
+    let mut world = World::new((0..5).map(config), impatient());
+    let store = coded(&world, 512, (2, 1));
+    let mut io = queue(&world.cluster);
+    let model = odd_pages(4096, 0..512);
+    write_pages(&mut io, &store, 0, &model);
+    for _ in 0..200 {
+        world.repairer.turn(&world.cluster);
+    }
+    let sets = pool(&store).groups.sets();
+    assert!(!sets.is_empty(), "other servers keep what they get");
+    for (_, set) in sets {
+        for &index in set.groups() {
+            let home = pool(&store).groups.home(index);
+            assert_ne!(home.expect("it is there").0, 3);
+        }
+    }
+    assert!(store.stats().corrupt > 0);
+}
+
 /// A region was promised its room, others took all that was given back since, and every page is
 /// written again and again.
 #[test]
