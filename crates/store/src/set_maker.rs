@@ -140,8 +140,7 @@ impl SetMaker {
 
     /// Opens the set with the most room, if a write waits for room.
     fn open(&mut self, cluster: &Cluster, pool: &Arc<SlotPool>) -> bool {
-        let is_refused = (self.refused).is_some_and(|refused| refused.elapsed() < REFUSED_PAUSE);
-        if is_refused || !pool.is_room_awaited() {
+        if self.is_refused() || !pool.is_room_awaited() {
             return false;
         }
         let mut sets = pool.groups.sets();
@@ -160,6 +159,11 @@ impl SetMaker {
             }
         }
         false
+    }
+
+    /// True if servers had no room to open a set a moment ago.
+    fn is_refused(&self) -> bool {
+        (self.refused).is_some_and(|refused| refused.elapsed() < REFUSED_PAUSE)
     }
 
     /// Seals groups that are to become a set, if there are some.
@@ -210,7 +214,12 @@ impl SetMaker {
             .filter(|(index, group)| {
                 let key = (Arc::as_ptr(pool).addr(), *index);
                 let quiet = self.quiet.get(&key);
-                let is_cool = quiet.is_some_and(|(_, it)| it.elapsed() >= cluster.seal_after);
+                // Where servers are full, what goes back now opens another set.
+                let cool_after = match self.is_refused() {
+                    true => Duration::ZERO,
+                    false => cluster.seal_after,
+                };
+                let is_cool = quiet.is_some_and(|(_, it)| it.elapsed() >= cool_after);
                 let is_full = pool.use_of(*index).is_some_and(|it| {
                     it.is_settled && it.used_bytes > 0 && it.free_bytes <= group.bytes / HOLES_PART
                 });

@@ -306,6 +306,7 @@ impl SlotPool {
         }
         let said = match &*refused {
             Some((at, error)) if at.elapsed() < FULL_PAUSE => {
+                self.await_any_room();
                 return Growth::Refused(error.clone());
             }
             said => said.as_ref().map(|(_, error)| error.clone()),

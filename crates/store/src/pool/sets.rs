@@ -129,17 +129,29 @@ impl SlotPool {
         self.room_awaited.lock().is_some()
     }
 
-    /// Asks for a set to be opened, if that makes room. True if the caller is to wait for it
+    /// Asks for a set to be opened, if that makes much room. True if the caller is to wait for it
     /// instead of asking servers for memory: an eighth of the pool or more is room in sets. After a
     /// second without a set that was opened, servers are asked in any case.
     pub(super) fn await_room(&self) -> bool {
         let in_sets = self.room_in_sets();
-        if in_sets == 0 {
+        if in_sets == 0 || in_sets < self.granted_bytes() / ROOM_PART {
             return false;
         }
+        self.ask_for_opening().elapsed() < OPENING_WITHIN
+    }
+
+    /// Asks for a set to be opened, since servers have no room. Does nothing without room in sets.
+    pub(super) fn await_any_room(&self) {
+        if self.room_in_sets() > 0 {
+            self.ask_for_opening();
+        }
+    }
+
+    /// Asks for a set to be opened. Returns the time since when that is so.
+    fn ask_for_opening(&self) -> Instant {
         let since = *self.room_awaited.lock().get_or_insert_with(Instant::now);
         self.health.wake();
-        in_sets >= self.granted_bytes() / ROOM_PART && since.elapsed() < OPENING_WITHIN
+        since
     }
 
     /// Returns the bytes of holes in columns: opening sets makes that much room.

@@ -436,7 +436,7 @@ fn pages_keep_copies_while_there_are_too_few_servers_for_parity() {
 /// lost requests, and as many deaths as the code outlives.
 #[test]
 fn pages_with_parity_survive_any_schedule() {
-    let seeds = std::env::var("FARPAGE_PARITY_SEEDS").map_or(100, |it| it.parse().expect("number"));
+    let seeds = std::env::var("FARPAGE_PARITY_SEEDS").map_or(200, |it| it.parse().expect("number"));
     let (mut sealed, mut opened, mut decoded) = (0, 0, 0);
     let first = std::env::var("FARPAGE_PARITY_FIRST").map_or(0, |it| it.parse().expect("number"));
     for seed in first..first + seeds {
